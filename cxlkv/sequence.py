@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
+from cxlkv._lifetime import Closing
 from cxlkv.arrays import NUMPY_DTYPES, Array, Starts, View, imported, view
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.layout import DTYPES, KVLayout
@@ -436,7 +437,7 @@ class Sequence:
         dropped = picked is None or picked.pages.ndim == 2
         if out is not None and dropped:
             out = (out[0][None], out[1][None])
-        k, v = self._own().fetch(layer, _with_axis(picked), out)
+        k, v = self._own().fetch(layer, with_axis(picked), out)
         return (k[0], v[0]) if dropped else (k, v)
 
     def attend(
@@ -449,7 +450,7 @@ class Sequence:
     ) -> tuple[Array, Array]:
         """(out, lse) for q [q_heads, head_dim] or [rows, q_heads, head_dim]; see Batch.attend."""
         rows, single, starts = query_rows(q)
-        out, lse = self._own().attend(layer, rows, starts, _with_axis(picked), scale, softcap)
+        out, lse = self._own().attend(layer, rows, starts, with_axis(picked), scale, softcap)
         return (out[0], lse[0]) if single else (out, lse)
 
     def fork(self) -> Sequence:
@@ -492,7 +493,7 @@ class Sequence:
         return self._batch
 
 
-class Hit:
+class Hit(Closing):
     """The published pages that a match found, held until release() or the end of the lease."""
 
     def __init__(
@@ -523,11 +524,7 @@ class Hit:
         """Unpin; a second time does nothing."""
         self._sequence.release()
 
-    def __enter__(self) -> Hit:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    close = release
 
 
 class _Borrowed(Sequence):
@@ -537,7 +534,7 @@ class _Borrowed(Sequence):
         super().__init__(of._pool, of._layout, of._handle)
 
 
-def _with_axis(picked: Selection | None) -> Selection | None:
+def with_axis(picked: Selection | None) -> Selection | None:
     if picked is None or picked.pages.ndim == 3:
         return picked
     return replace(

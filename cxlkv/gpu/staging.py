@@ -16,7 +16,7 @@ from cxlkv.errors import BadArgumentError, ClosedError, MemoryShortError, Unsupp
 from cxlkv.layout import format_bytes, parse_bytes
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
-from cxlkv.sequence import Batch
+from cxlkv.sequence import Batch, with_axis
 
 BUFFER_BYTES = 16 << 20
 BUFFERS = 3
@@ -143,7 +143,8 @@ class Staging:
         Raises what Batch.fetch raises, before anything of that buffer is sent.
         """
         ring = self._open()
-        rows = _as_batch(picked)
+        rows = with_axis(picked)
+        assert rows is not None
         lists, heads, k = rows.pages.shape
         shape = (lists, heads, k, self._layout.page_tokens)
         targets = self._targets(shape, out)
@@ -246,15 +247,6 @@ class Staging:
                 if buffer.busy is not None:
                     buffer.busy.synchronize()
             self._ring = None
-
-
-def _as_batch(picked: Selection) -> Selection:
-    """One of a single sequence's select() has no axis of lists."""
-    if picked.pages.ndim == 3:
-        return picked
-    return replace(
-        picked, pages=picked.pages[None], scores=picked.scores[None], counts=picked.counts[None]
-    )
 
 
 def _pieces_at(pages: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cxlkv._lifetime import Closing
 from cxlkv.arrays import PageIds
 from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
 from cxlkv.gpu.copier import Copier, Pieces, merge
@@ -85,7 +86,7 @@ class State:
             self.pages.free(given)
 
 
-class WriteThrough:
+class WriteThrough(Closing):
     """Writes chunks of whole pages, one after the other: put() for every layer, then finish().
 
     One thread uses it at a time. Closing the pool, or dropping this object, abandons what is open.
@@ -177,11 +178,7 @@ class WriteThrough:
         """Free the pages of the open chunk, if there is one; sequences stay as they are."""
         self._state.abandon()
 
-    def __enter__(self) -> WriteThrough:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.abandon()
+    close = abandon
 
     # ---- what is asked ----
 

@@ -44,7 +44,7 @@ T = TypeVar("T")
 Skip = Callable[[Names], npt.NDArray[np.bool_]]
 
 
-class RemoteHit:
+class RemoteHit(Closing):
     """Pages of a far pool that its server holds: of a match, until its lease ends, of an adopted
     sequence, until the connection does; or until release().
 
@@ -64,18 +64,14 @@ class RemoteHit:
     def __bool__(self) -> bool:
         return self.tokens > 0
 
-    def __enter__(self) -> RemoteHit:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
     def release(self) -> None:
         """A second time, or when the connection is lost, there is nothing left to do."""
         if self._number and self._life == self._remote._life:
             with contextlib.suppress(PeerError, StaleError):
                 self._remote._ask({"op": "release", "hit": self._number})
         self._number = 0
+
+    close = release
 
     def number(self) -> int:
         """By which the server knows it; raises StaleError."""
