@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from cxlkv.objects import ABSENT, DAMAGED, Buffers, Lease, ObjectPool, Reserved,
 from cxlkv.prefix import PageKeys
 from cxlkv.tiers import Tiers
 
+T = TypeVar("T")
 Given = Buffers | Sequence[object]
 
 _FAULTS = (CXLKVError, OSError)
@@ -76,15 +78,19 @@ class ObjectCache(Closing):
 
     def present(self, keys: PageKeys) -> Mask:
         """bool [n]: which of them are there, whole as far as one can see without reading."""
-        return self._right(keys, self._asked(lambda: self.pool.object_sizes(keys), len(keys)))
+        return self._right(keys, self._sizes(lambda: self.pool.object_sizes(keys), len(keys)))
 
-    def _asked(self, call: Callable[[], Sizes], count: int) -> Sizes:
-        """What `call` says; that all are absent when it fails."""
+    def _asked(self, call: Callable[[], T], otherwise: T) -> T:
+        """What `call` returns; `otherwise` when it fails."""
         try:
             return call()
         except _FAULTS as error:
             self.counting.failed("pool", error)
-            return np.full(count, ABSENT, np.int64)
+            return otherwise
+
+    def _sizes(self, call: Callable[[], Sizes], count: int) -> Sizes:
+        """What `call` says; that all are absent when it fails."""
+        return self._asked(call, np.full(count, ABSENT, np.int64))
 
     def _right(self, keys: PageKeys, sizes: Sizes) -> Mask:
         """Which sizes are as wanted; the others are forgotten, so that they can be stored again."""
@@ -99,11 +105,7 @@ class ObjectCache(Closing):
 
     def forget(self, keys: PageKeys) -> int:
         """How many were there. Who reads one keeps it until it gives it back."""
-        try:
-            return self.pool.forget(keys)
-        except _FAULTS as error:
-            self.counting.failed("pool", error)
-            return 0
+        return self._asked(lambda: self.pool.forget(keys), 0)
 
     def clear(self) -> None:
         """Take all objects of the pool out, whoever has stored them; readers keep what they read.
@@ -132,7 +134,7 @@ class ObjectCache(Closing):
                 self._right(keys, found)
                 return self.pool.get_batch_into(keys, buffers)
 
-        return self._right(keys, self._asked(get, len(keys)))
+        return self._right(keys, self._sizes(get, len(keys)))
 
     def put(self, keys: PageKeys, buffers: Given) -> Mask:
         """Store copies. bool [m]: of those that are in the pool then, from the first on, which are
@@ -166,12 +168,9 @@ class ObjectCache(Closing):
         is forgotten."""
         if not self.is_whole():
             return None
-        try:
-            found = self.pool.lease(keys)
-        except _FAULTS as error:
-            self.counting.failed("pool", error)
-            return None
-        self._right(keys, found.sizes)
+        found = self._asked(lambda: self.pool.lease(keys), None)
+        if found is not None:
+            self._right(keys, found.sizes)
         return found
 
     def reserve(self, sizes: Sequence[int], evict: bool = True) -> Reserved | None:
@@ -193,11 +192,7 @@ class ObjectCache(Closing):
 
     def publish(self, reserved: Reserved, place: int, key: PageKeys) -> bool:
         """Whether the object is new."""
-        try:
-            return bool(reserved.publish(key, [place])[0])
-        except _FAULTS as error:
-            self.counting.failed("pool", error)
-            return False
+        return self._asked(lambda: bool(reserved.publish(key, [place])[0]), False)
 
     def verify(self, key: PageKeys) -> None:
         """Read an object once more, whole: one that has changed is forgotten."""
@@ -205,7 +200,7 @@ class ObjectCache(Closing):
             if self._scratch is None:
                 self._scratch = np.empty(self.object_bytes, np.uint8)
             scratch = self._scratch
-            sizes = self._asked(lambda: self.pool.get_batch_into(key, [scratch]), 1)
+            sizes = self._sizes(lambda: self.pool.get_batch_into(key, [scratch]), 1)
         if sizes[0] == DAMAGED:
             self.counting.failed("changed")
             self.forget(key)
