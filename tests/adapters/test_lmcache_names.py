@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from cxlkv import object_keys
-from cxlkv.adapters.lmcache.names import file_name, name_of, space_of, words_of
+from cxlkv.adapters.common.keys import space_of
+from cxlkv.adapters.lmcache.names import file_name, name_of, words_of
 from cxlkv.prefix import PageKeys
 
 

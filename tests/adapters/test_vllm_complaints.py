@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout
+from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.common.pools import share_bytes
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part
@@ -191,7 +192,7 @@ def test_each_word_of_the_engine_makes_other_keys(
                 found = getattr(found, step)
             setattr(found, name, value)
         words = pools.words_of(whole, whole.spec, own["packing"])
-        return pools.space_of(words, Settings(salt=own["salt"]))
+        return space_of(words, own["salt"])
 
     assert space(False) == space(False) != space(True)
 

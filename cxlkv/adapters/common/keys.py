@@ -30,6 +30,11 @@ def namespace(words: Mapping[str, object]) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=HASH_BYTES, person=person).digest()
 
 
+def space_of(words: Mapping[str, object], salt: str) -> bytes:
+    """The namespace of the keys of one engine, or model, and tenant."""
+    return namespace({**words, "salt": salt})
+
+
 def weights_of(model: str) -> list[tuple[str, int, int]]:
     """Of a model in a folder: names, bytes and times of its weight files, so that weights that were
     trained on are others. Empty for a name in a model hub, which has a revision instead."""

@@ -49,11 +49,6 @@ def words_of(metadata: object, config: object, version: str) -> dict[str, object
     }
 
 
-def space_of(words: dict[str, object], salt: str) -> bytes:
-    """The namespace of the keys of one model and tenant."""
-    return namespace({**words, "salt": salt})
-
-
 def file_name(words: dict[str, object]) -> str:
     """Of the pool that all ranks and engines of one model share in a folder."""
     return f"cxlkv-lmcache-{namespace({'name': 'pool', **words}).hex()[:16]}.pool"

@@ -32,6 +32,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from cxlkv import _lifetime
 from cxlkv.adapters.common import pools
+from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.common.metrics import Shown, log
 from cxlkv.adapters.common.object_cache import ObjectCache, leading
 from cxlkv.adapters.lmcache import form, names
@@ -77,7 +78,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         usual = MemoryFormat.KV_T2D if config.use_layerwise else MemoryFormat.KV_2LTD
         self._fmt = MemoryFormat.KV_MLA_FMT if metadata.use_mla else usual
         self._words = names.words_of(metadata, config, lmcache_version)
-        space = names.space_of(self._words, self.settings.salt)
+        space = space_of(self._words, self.settings.salt)
         # LMCache's own are made first: they set where figures of several processes are kept.
         labels = PrometheusLogger.GetOrCreate(metadata, config=config).labels
         shown = {name: str(value) for name, value in labels.items()}

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.blocks import enter_room, pool_layout, speculated_tokens
 from cxlkv.adapters.vllm.chunks import chunks_on
@@ -132,7 +133,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             enter_room(opened, config)
         return Scheduling(
             opened,
-            pools.space_of(self._words, self.settings),
+            space_of(self._words, self.settings.salt),
             self.settings,
             block_tokens=self._spec.block_size,
             hash_tokens=self._kv_cache_config.hash_block_size,

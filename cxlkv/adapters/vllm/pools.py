@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.keys import namespace, weights_of
-from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.errors import PoolMissingError, UnsupportedError
 from cxlkv.layout import KVLayout, parse_bytes
 from cxlkv.machine.regions import ALL, is_device, parse_place
@@ -205,8 +204,3 @@ def words_of(vllm_config: object, spec: object, packing: str) -> dict[str, objec
         "shards": (ranks.tensor, ranks.pipeline),
         "packing": packing,
     }
-
-
-def space_of(words: Mapping[str, object], settings: Settings) -> bytes:
-    """The namespace of the keys of one engine and tenant."""
-    return namespace({**words, "salt": settings.salt})
