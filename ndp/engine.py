@@ -153,10 +153,16 @@ class Selection:
 def same_pages(pages: npt.ArrayLike, kv_heads: int) -> Selection:
     """These pages of one sequence, for every head, as a select of per="sequence" names them."""
     chosen = np.asarray(pages, np.int32)
-    lists = np.ascontiguousarray(np.broadcast_to(chosen, (1, kv_heads, len(chosen))))
-    counts = np.full((1, kv_heads), len(chosen), np.int32)
-    scores, starts = np.zeros(lists.shape, np.float32), np.array([0, 1], np.int32)
-    return Selection(lists, scores, counts, 0, 0, "sequence", starts)
+    lists = np.broadcast_to(chosen, (1, kv_heads, len(chosen)))
+    return unscored(lists, np.array([0, 1], np.int32), "sequence")
+
+
+def unscored(
+    pages: npt.NDArray[np.int32], starts: npt.NDArray[np.int32], per: str, bytes_fetched: int = 0
+) -> Selection:
+    """Lists [.., kv_heads, k] that were made without a look at the keys, as a Selection."""
+    counts, scores = (pages >= 0).sum(-1, dtype=np.int32), np.zeros(pages.shape, np.float32)
+    return Selection(np.ascontiguousarray(pages), scores, counts, 0, bytes_fetched, per, starts)
 
 
 def uniform(budgets: Sequence[Budget]) -> Budget:

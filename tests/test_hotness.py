@@ -16,6 +16,7 @@ import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence
 from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.engine import Selection, unscored
 from cxlkv.pages import HELD, NO_PAGE, HotnessSource, Published
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers.stability import Stability
@@ -530,9 +531,8 @@ def test_hosts_list_their_own_pages_and_see_pins(path: Path) -> None:
 # ---- stability of heads ----
 
 
-@dataclass
-class Named:
-    pages: npt.NDArray[np.int32]
+def named(pages: npt.NDArray[np.int32]) -> Selection:
+    return unscored(pages, np.zeros(1, np.int32), "sequence")
 
 
 def padded(lists: list[list[int]]) -> npt.NDArray[np.int32]:
@@ -543,11 +543,11 @@ def padded(lists: list[list[int]]) -> npt.NDArray[np.int32]:
 def test_stability_with_literal_pages() -> None:
     seen = Stability(2, 3, weight=0.5)
     assert np.isnan(seen.shares).all()
-    seen.see(1, Named(padded([[0, 1, 2, 3], [0, 1], []])))
+    seen.see(1, named(padded([[0, 1, 2, 3], [0, 1], []])))
     assert np.isnan(seen.shares).all()
-    seen.see(1, Named(padded([[0, 2, 3, 9], [5, 6], [7]])))
+    seen.see(1, named(padded([[0, 2, 3, 9], [5, 6], [7]])))
     np.testing.assert_array_equal(seen.shares[1], [0.75, 0, 0])
-    seen.see(1, Named(padded([[0, 2, 3, 9], [5], []])))
+    seen.see(1, named(padded([[0, 2, 3, 9], [5], []])))
     np.testing.assert_array_equal(seen.shares[1], [0.875, 0.5, 0])  # nothing said of the last
     assert np.isnan(seen.shares[0]).all()
     assert seen.stable_heads(0.5).tolist() == [[False] * 3, [True, True, False]]
@@ -564,14 +564,14 @@ def test_stability_is_the_average_of_shares(rng: np.random.Generator) -> None:
             for _ in range(4)
         ]
         steps.append(lists)
-        seen.see(0, Named(padded(lists)))
+        seen.see(0, named(padded(lists)))
     width = max(len(own) for lists in steps for own in lists)
     stacked = np.full((30, 4, width), -1, np.int32)
     for step, lists in enumerate(steps):
         for head, own in enumerate(lists):
             stacked[step, head, : len(own)] = own
-    at_once.see(0, Named(stacked[:13]))
-    at_once.see(0, Named(stacked[13:]))
+    at_once.see(0, named(stacked[:13]))
+    at_once.see(0, named(stacked[13:]))
     for head in range(4):
         average = None
         for before, now in itertools.pairwise(steps):
@@ -599,9 +599,9 @@ def test_stability_takes_what_select_gives(pool: CXLPool) -> None:
         lambda: Stability(0, 1),
         lambda: Stability(1, 1, weight=0),
         lambda: Stability(1, 1, weight=1.5),
-        lambda: Stability(1, 2).see(1, Named(np.zeros((2, 3), np.int32))),
-        lambda: Stability(1, 2).see(0, Named(np.zeros((3, 3), np.int32))),
-        lambda: Stability(1, 2).see(0, Named(np.zeros(3, np.int32))),
+        lambda: Stability(1, 2).see(1, named(np.zeros((2, 3), np.int32))),
+        lambda: Stability(1, 2).see(0, named(np.zeros((3, 3), np.int32))),
+        lambda: Stability(1, 2).see(0, named(np.zeros(3, np.int32))),
     ],
 )
 def test_stability_refuses_what_does_not_fit(wrong: Callable[[], object]) -> None:

@@ -29,7 +29,7 @@ from cxlkv.kernels.attend import attend
 from cxlkv.kernels.copies import copy_fragments
 from cxlkv.kernels.merge import merge
 from cxlkv.layout import KVLayout
-from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.ndp.engine import Budget, Selection, unscored
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
@@ -332,10 +332,7 @@ def chosen(context: Context, layer: int) -> Tensor:
     pages = np.full((len(lists), max(map(len, lists))), -1, np.int32)
     for row, found in zip(pages, lists, strict=True):
         row[: len(found)] = found
-    counts = np.array([len(found) for found in lists], np.int32)
-    scores = np.zeros(pages.shape, np.float32)
-    wanted = replace(picked, pages=pages, scores=scores, counts=counts)
-    out, _ = sequence.attend(layer, q, wanted)
+    out, _ = sequence.attend(layer, q, unscored(pages[None], picked.starts, "sequence"))
     return torch.as_tensor(out).view(-1, context.size.head_dim)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cxlkv.adapters.transformers import CXLCache, LayerStep
 from cxlkv.errors import BadArgumentError
-from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.ndp.engine import Budget, Selection, unscored
 from cxlkv.sequence import Batch
 
 
@@ -32,15 +32,8 @@ class RandomPages(CXLCache):
         pages = random_pages(random, shape, -(-tokens // layout.page_tokens), self.budget)
         # All but the last page, which is forced, are full.
         read = pages.size * layout.page_tokens - pages[..., 0].size * (-tokens % layout.page_tokens)
-        return Selection(
-            pages=pages,
-            scores=np.zeros(pages.shape, np.float32),
-            counts=np.full(shape, pages.shape[2], np.int32),
-            bytes_scored=0,
-            bytes_fetched=read * layout.token_bytes // (layout.layers * layout.kv_heads),
-            per="query",
-            starts=part.step.starts,
-        )
+        read_bytes = read * layout.token_bytes // (layout.layers * layout.kv_heads)
+        return unscored(pages, part.step.starts, "query", read_bytes)
 
 
 def random_pages(

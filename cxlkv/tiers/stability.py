@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv.arrays import Doubles
 from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.engine import Selection
 
 __all__ = ["Stability"]
-
-
-class Chosen(Protocol):
-    """A selection: cxlkv.ndp.engine.Selection is one."""
-
-    @property
-    def pages(self) -> npt.NDArray[np.int32]: ...
 
 
 class Stability:
@@ -37,7 +29,7 @@ class Stability:
         self._last: list[npt.NDArray[np.int32] | None] = [None] * layers
         self._shares = np.full((layers, kv_heads), np.nan)
 
-    def see(self, layer: int, chosen: Chosen) -> None:
+    def see(self, layer: int, chosen: Selection) -> None:
         """A layer's next selection: pages [kv_heads, k], or [lists, kv_heads, k], a step each."""
         if not 0 <= layer < len(self._last):
             raise BadArgumentError(f"layer {layer}: there are {len(self._last)}")

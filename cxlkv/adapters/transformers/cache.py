@@ -21,7 +21,7 @@ from cxlkv.adapters.transformers.prefill import attend_to_new, attend_to_pages, 
 from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError
 from cxlkv.layout import KVLayout
-from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.ndp.engine import Budget, Selection, unscored
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch
 from cxlkv.sequence import Sequence as Tokens
@@ -363,15 +363,8 @@ class CXLCache(Cache):
         counts = -(-part.step.lengths // page_tokens) - first
         at = np.arange(int(counts.max(initial=0)))
         pages = np.where(at < counts[:, None], first[:, None] + at, -1).astype(np.int32)
-        return Selection(
-            pages=np.ascontiguousarray(np.repeat(pages[:, None], heads, axis=1)),
-            scores=np.empty((len(counts), heads, 0), np.float32),
-            counts=np.repeat(counts[:, None], heads, axis=1).astype(np.int32),
-            bytes_scored=0,
-            bytes_fetched=self._visible_bytes(part),
-            per="sequence",
-            starts=part.step.starts,
-        )
+        lists = np.repeat(pages[:, None], heads, axis=1)
+        return unscored(lists, part.step.starts, "sequence", self._visible_bytes(part))
 
     def _note_live(self, fetched_bytes: int) -> None:
         """Raise the peak: pages as tensors, beside the keys and values of the step's own tokens."""

@@ -35,7 +35,7 @@ from cxlkv.adapters.vllm.pool_attention import (
 from cxlkv.errors import UnsupportedError
 from cxlkv.kernels.attend import attend
 from cxlkv.kernels.merge import merge
-from cxlkv.ndp.engine import Selection
+from cxlkv.ndp.engine import Selection, unscored
 
 PIECE_TOKENS = 64
 ROWS_TOGETHER = 512
@@ -223,9 +223,7 @@ def earlier_pages(
     pages = np.full((len(first), layout.kv_heads, most), -1, np.int32)
     for row, start, end in zip(pages, first, last, strict=True):
         row[:, : end - start] = np.arange(start, end)
-    counts = (pages >= 0).sum(2, dtype=np.int32)
-    starts = np.zeros(len(first) + 1, np.int32)
-    return Selection(pages, np.zeros(pages.shape, np.float32), counts, 0, 0, "sequence", starts)
+    return unscored(pages, np.zeros(len(first) + 1, np.int32), "sequence")
 
 
 def attend_to_own(
