@@ -43,6 +43,11 @@ def lower_is_better(unit: str) -> bool | None:
     return False if unit.endswith("/s") else None
 
 
+def short(tokens: int) -> str:
+    """In a metric's name: 131072 is "128k", 96 is "96"."""
+    return f"{tokens >> 10}k" if tokens % 1024 == 0 else str(tokens)
+
+
 def machine() -> dict[str, object]:
     """This machine and the libraries in use, as far as a figure may depend on them."""
     found = probe()

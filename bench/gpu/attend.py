@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cxlkv.bench.gpu.case import ROUNDS, Progress, Timer
+from cxlkv.bench.result import short
 from cxlkv.kernels.attend import attend
 
 LONG_BYTES = 256 << 20  # reading less, a launch takes long enough to be seen
@@ -205,8 +206,3 @@ def check(
     error = (out - wanted[0]).norm() / wanted[0].norm()
     apart = (lse - wanted[1]).abs().max()
     progress.result.checks[name] = bool(error < TOLERANCE) and bool(apart < TOLERANCE)
-
-
-def short(tokens: int) -> str:
-    """131072: "128k"; 96: "96"."""
-    return f"{tokens >> 10}k" if tokens % 1024 == 0 else str(tokens)

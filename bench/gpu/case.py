@@ -57,10 +57,6 @@ def new_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
 class Timer:
     """Times functions on a stream of its own, which is not the legacy one: some calls refuse that.
 
@@ -75,7 +71,8 @@ class Timer:
     def __init__(self, device: torch.device, rounds: int = ROUNDS, warm: int = 3):
         self.device, self.rounds = device, rounds
         self.warm = warm if device.type == "cuda" else 0
-        self.stream = new_stream(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         words = FLUSH_BYTES // 4 if self.stream else 1
         self._flush = torch.ones(words, dtype=torch.float32, device=device)
         self._sum = torch.empty((), dtype=torch.float32, device=device)

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from cxlkv.arrays import Pointers
-from cxlkv.bench.gpu.attend import TOLERANCE, short
+from cxlkv.bench.gpu.attend import TOLERANCE
 from cxlkv.bench.gpu.case import Progress, Timer
+from cxlkv.bench.result import short
 from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.decode import Decoder
 from cxlkv.gpu.mapping import Mapping

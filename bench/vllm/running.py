@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cxlkv.bench.peers.running import Ring, SideBySide, need_room
 from cxlkv.bench.peers.talking import ContenderError, Program
 from cxlkv.bench.registry import Options, Say, Shown
+from cxlkv.bench.result import short
 from cxlkv.bench.vllm.model import Model
 from cxlkv.errors import UnsupportedError
 
@@ -205,7 +206,7 @@ class Run:
 
     def decode(self, prefixes: list[list[int]], tokens: int, requests: int) -> None:
         """Tokens of a second, after the first ones; prefixes that are not there yet come first."""
-        size, what = self.size, f"decode_{named(tokens)}_{requests}"
+        size, what = self.size, f"decode_{short(tokens)}_{requests}"
         ways = dict(WAYS)
         if tokens != size.prefix_tokens:
             del ways[SAVED]
@@ -264,10 +265,6 @@ class Run:
             if name in result.ratios:
                 kept = "kept" if result.ratios[name] <= most else "NOT kept"
                 result.notes.append(f"{name}: at most {most:g} wanted: {kept}")
-
-
-def named(tokens: int) -> str:
-    return f"{tokens >> 10}k" if tokens % 1024 == 0 else str(tokens)
 
 
 def rotated(names: tuple[str, ...], by: int) -> tuple[str, ...]:
