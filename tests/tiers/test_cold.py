@@ -760,12 +760,8 @@ class ColdModel(RuleBasedStateMachine):
 
     slots = 5
     record_bytes = SHAPE.bytes
-
-    def opened(self) -> ColdTier:
-        return opened(self.path, self.slots, self.fsync)
-
-    def record(self, number: int) -> Bytes:
-        return record(number)
+    open = staticmethod(opened)
+    record = staticmethod(record)
 
     def cost(self, number: int) -> int:
         """Slots that the record takes."""
@@ -780,7 +776,7 @@ class ColdModel(RuleBasedStateMachine):
         self.path, self.fsync = Path(self.folder.name) / "a.cold", fsync
         self.model: OrderedDict[int, Kept] = OrderedDict()
         self.clock = 0
-        self.tier = self.opened()
+        self.tier = self.open(self.path, self.slots, self.fsync)
 
     def look(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -844,7 +840,7 @@ class ColdModel(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.tier.close()
-        self.tier = self.opened()
+        self.tier = self.open(self.path, self.slots, self.fsync)
         self.model = OrderedDict(sorted(self.model.items(), key=lambda item: item[1].stored))
         for kept in self.model.values():
             kept.looked_at = False

@@ -280,12 +280,8 @@ class PackedModel(ColdModel):
 
     slots = 11
     record_bytes = SHAPE.bytes
-
-    def opened(self) -> ColdTier:
-        return opened(self.path, self.slots, self.fsync)
-
-    def record(self, number: int) -> Bytes:
-        return record(number)
+    open = staticmethod(opened)
+    record = staticmethod(record)
 
     def cost(self, number: int) -> int:
         stored = SHAPE.bytes // 2 + len(zstandard.compress(record(number)[1::2].tobytes(), 1))
