@@ -736,35 +736,27 @@ def drawn_cases(draw: st.DrawFn) -> tuple[Case, list[Budget], str, float]:
     )
 
 
-def check_whole_numbers(subject: Backend, drawn: tuple[Case, list[Budget], str, float]) -> None:
-    case, budgets, method, scale = drawn
-    got = subject.select(case, budgets, method, scale)
-    want = Reference().select(case, budgets, method, scale)
-    np.testing.assert_array_equal(got.counts, want.counts)
-    np.testing.assert_array_equal(got.pages, want.pages)
-    np.testing.assert_array_equal(got.scores, want.scores)
-    check_bytes(case, got, method)
-    assert_attends(subject, case, got, 0.0)
-    assert_attends(subject, case, None, 0.0)
-
-
-@settings(max_examples=150)
-@given(drawn=drawn_cases())
+@pytest.mark.parametrize("examples", [150, pytest.param(1500, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", ISAS)
 def test_whole_numbers_agree_exactly(
-    name: str, request: pytest.FixtureRequest, drawn: tuple[Case, list[Budget], str, float]
+    request: pytest.FixtureRequest, name: str, examples: int
 ) -> None:
-    check_whole_numbers(made(request, name), drawn)
+    subject = made(request, name)
 
+    @settings(max_examples=examples)
+    @given(drawn=drawn_cases())
+    def check(drawn: tuple[Case, list[Budget], str, float]) -> None:
+        case, budgets, method, scale = drawn
+        got = subject.select(case, budgets, method, scale)
+        want = Reference().select(case, budgets, method, scale)
+        np.testing.assert_array_equal(got.counts, want.counts)
+        np.testing.assert_array_equal(got.pages, want.pages)
+        np.testing.assert_array_equal(got.scores, want.scores)
+        check_bytes(case, got, method)
+        assert_attends(subject, case, got, 0.0)
+        assert_attends(subject, case, None, 0.0)
 
-@pytest.mark.nightly
-@settings(max_examples=1500)
-@given(drawn=drawn_cases())
-@pytest.mark.parametrize("name", ISAS)
-def test_whole_numbers_agree_exactly_at_length(
-    name: str, request: pytest.FixtureRequest, drawn: tuple[Case, list[Budget], str, float]
-) -> None:
-    check_whole_numbers(made(request, name), drawn)
+    check()
 
 
 # ---- properties ----
