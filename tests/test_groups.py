@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +29,11 @@ from .support.processes import Child
 HEADS, DIM, PAGE_TOKENS, TOKEN_IDS, PLACES = 2, 4, 4, 2, 1024
 
 
+GROUP = LayerGroup(layers=1, kv_heads=HEADS, head_dim=DIM, dtype="float32")
+
+
 def group(layers: int, window: int | None, values: str = "own") -> LayerGroup:
-    return LayerGroup(
-        layers=layers,
-        kv_heads=HEADS,
-        head_dim=DIM,
-        dtype="float32",
-        window=window,
-        values=values,
-    )
+    return replace(GROUP, layers=layers, window=window, values=values)
 
 
 def layout_of(groups: list[LayerGroup], order: list[int] | None = None) -> KVLayout:

@@ -12,7 +12,7 @@ from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.arrays import NUMPY_DTYPES, Bytes
 from cxlkv.errors import BadArgumentError, ClosedError, ReleasedError
 from cxlkv.layout import DTYPES, LayerGroup
-from cxlkv.ndp.engine import Selection
+from cxlkv.ndp.engine import unscored
 from cxlkv.sequence import Sequence
 
 HEADS, DIM, VALUE_DIM, PAGE_TOKENS = 3, 24, 8, 4
@@ -33,15 +33,7 @@ def compare(pool: CXLPool, sequence: Sequence, layer: int, pages: int) -> None:
     at = _core.sequence_places(sequence._handle, layer)
     assert len(at.pages) == pages
     wanted = np.tile(np.arange(pages, dtype=np.int32), (HEADS, 1))
-    picked = Selection(
-        pages=wanted,
-        scores=np.zeros(wanted.shape, np.float32),
-        counts=np.full(HEADS, pages, np.int32),
-        bytes_scored=0,
-        bytes_fetched=0,
-        per="sequence",
-        starts=np.array([0, 1], np.int32),
-    )
+    picked = unscored(wanted, np.array([0, 1], np.int32), "sequence")
     keys, values = (np.asarray(array) for array in sequence.fetch(layer, picked))
     in_keys = pool.layout.shape.values == "key_prefix"
     for i in range(pages):
@@ -57,18 +49,21 @@ def compare(pool: CXLPool, sequence: Sequence, layer: int, pages: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", ["own", "key_prefix"])
 @pytest.mark.parametrize("where", ["anonymous:", "file"])
 def test_the_bytes_are_those_of_fetch(
-    where: str, dtype: str, tmp_path: Path, rng: np.random.Generator
+    where: str, values: str, dtype: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    layout = KVLayout(
+    """Values in the keys lie where the keys do."""
+    group = LayerGroup(
         layers=2,
         kv_heads=HEADS,
         head_dim=DIM,
         value_head_dim=VALUE_DIM,
-        page_tokens=PAGE_TOKENS,
         dtype=dtype,
+        values=values,
     )
+    layout = KVLayout.of([group], page_tokens=PAGE_TOKENS)
     path = where if where == "anonymous:" else tmp_path / "places.pool"
     with CXLPool.create(path, layout=layout, capacity="4MiB", threads=1) as pool:
         sequence = pool.sequence()
@@ -76,25 +71,9 @@ def test_the_bytes_are_those_of_fetch(
         for layer in range(2):
             k = rng.standard_normal((4 * PAGE_TOKENS + 3, HEADS, DIM)).astype(kind)
             v = rng.standard_normal((4 * PAGE_TOKENS + 3, HEADS, VALUE_DIM)).astype(kind)
-            sequence.append(layer, k, v)
+            sequence.append(layer, k, v if values == "own" else None)
         for layer in range(2):
             compare(pool, sequence, layer, pages=4)
-
-
-def test_values_in_the_keys_lie_where_the_keys_do(rng: np.random.Generator) -> None:
-    group = LayerGroup(
-        layers=1,
-        kv_heads=HEADS,
-        head_dim=DIM,
-        value_head_dim=VALUE_DIM,
-        dtype="float32",
-        values="key_prefix",
-    )
-    layout = KVLayout.of([group], page_tokens=PAGE_TOKENS)
-    with CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1) as pool:
-        sequence = pool.sequence()
-        sequence.append(0, rng.standard_normal((9, HEADS, DIM)).astype(np.float32))
-        compare(pool, sequence, 0, pages=2)
 
 
 def test_first_and_room(pool: CXLPool) -> None:

@@ -22,6 +22,7 @@ from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Selection, _core
 from cxlkv import Sequence as PoolSequence
 from cxlkv.arrays import Doubles, Floats
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.ndp.engine import unscored
 
 from ..support import reference
 
@@ -464,15 +465,7 @@ def test_nothing_seen_gives_zero_and_minus_infinity(backend: Backend) -> None:
     assert out.tolist() == [[[0]]]
     assert lse.tolist() == [[-np.inf]]
     case = column([1, 2, 3])
-    nothing = Selection(
-        pages=np.full((1, 1, 2), -1, np.int32),
-        scores=np.full((1, 1, 2), -np.inf, np.float32),
-        counts=np.zeros((1, 1), np.int32),
-        bytes_scored=0,
-        bytes_fetched=0,
-        per="query",
-        starts=case.starts,
-    )
+    nothing = unscored(np.full((1, 1, 2), -1, np.int32), case.starts, "query")
     out, lse = backend.attend(case, nothing)
     assert out.tolist() == [[[0]]]
     assert lse.tolist() == [[-np.inf]]
