@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cxlkv import CXLPool, _core
 from cxlkv.errors import BadArgumentError, ClosedError, CorruptError, ReleasedError
-from cxlkv.ndp.engine import Selection
+from cxlkv.ndp.engine import Selection, unscored
 from cxlkv.sequence import Sequence
 
 from .support.texts import SMALL, grown
+from .test_places import region_of
 
 KEYS = [bytes([i] * 16) for i in range(5)]
 
@@ -22,20 +21,7 @@ KEYS = [bytes([i] * 16) for i in range(5)]
 def chosen(*lists: list[list[int]], per: str = "sequence") -> Selection:
     """A list of pages for each head of each sequence."""
     pages = np.array(lists, np.int32)
-    return Selection(
-        pages=pages,
-        scores=np.zeros(pages.shape, np.float32),
-        counts=np.full(pages.shape[:2], pages.shape[2], np.int32),
-        bytes_scored=0,
-        bytes_fetched=0,
-        per=per,
-        starts=np.arange(len(lists) + 1, dtype=np.int32),
-    )
-
-
-def region_of(pool: CXLPool) -> npt.NDArray[np.uint8]:
-    address, size = _core.pool_memory(pool._handle)
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+    return unscored(pages, np.arange(len(lists) + 1, dtype=np.int32), per)
 
 
 def damage(pool: CXLPool, sequence: Sequence, layer: int, page: int) -> None:
