@@ -163,11 +163,6 @@ static uint32_t acquire(const cxlkv_coherence_args *args, uint64_t first, bool p
     return sum == headers[args->batch - 1][0] ? accepted : 0;
 }
 
-static void unpin(const cxlkv_coherence_args *args, uint64_t first) {
-    pin_item pins[BATCH_MAX];
-    visibility_unpin(pins, pins_of(args, first, pins), (enum visibility_mode)args->mode);
-}
-
 int64_t cxlkv_coherence_time(const cxlkv_coherence_args *args) {
     if (!args->batch || args->batch > BATCH_MAX || args->record_count < args->batch ||
         !args->record_bytes || args->record_bytes % LINE || (uintptr_t)args->memory % LINE ||
@@ -177,12 +172,14 @@ int64_t cxlkv_coherence_time(const cxlkv_coherence_args *args) {
     if (!flush_supported())
         return fail(ENOTSUP, "this CPU's cache lines cannot be written back from here");
     bool wide = cpu_has_avx2(); /* asked before: in a virtual machine that takes long */
+    pin_item pins[BATCH_MAX];
     uint64_t began_ns = monotonic_ns();
     for (uint64_t done = 0; done < args->repeat; done++) {
         uint64_t first = args->first + done * args->batch;
         bool pinned = args->operation == CXLKV_COHERENCE_ACQUIRE;
         if (args->operation == CXLKV_COHERENCE_PUBLISH) publish(args, first);
-        else if (args->operation == CXLKV_COHERENCE_UNPIN) unpin(args, first);
+        else if (args->operation == CXLKV_COHERENCE_UNPIN)
+            visibility_unpin(pins, pins_of(args, first, pins), (enum visibility_mode)args->mode);
         else if (args->operation < CXLKV_COHERENCE_PUBLISH) bare(args, first, wide);
         else if (acquire(args, first, pinned) != args->batch)
             return fail(CXLKV_E_STALE, "record %lu is not there: publish it first", first);

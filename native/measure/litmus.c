@@ -37,15 +37,16 @@ static uint64_t *control_of(const cxlkv_litmus *l, uint32_t role) {
 
 /* ---- how the roles find and await each other: mode strict ---- */
 
-static void tell(const void *line) {
-    flush_evict(FLUSH_NONE, line, LINE);
+static void tell_all(const void *first, size_t bytes) {
+    flush_evict(FLUSH_NONE, first, bytes);
     flush_fence_all(FLUSH_NONE);
 }
 
+static void tell(const void *line) { tell_all(line, LINE); }
+
 static void look(const void *line) {
     flush_fence_all(FLUSH_NONE);
-    flush_evict(FLUSH_NONE, line, LINE);
-    flush_fence_all(FLUSH_NONE);
+    tell(line);
 }
 
 void litmus_begin(cxlkv_litmus *l, uint64_t nonce) {
@@ -455,13 +456,11 @@ int cxlkv_litmus_exchange(cxlkv_litmus *l, const uint8_t *own, uint8_t *peer) {
     uint64_t *to = line_at(l, 0, first + l->role * MESSAGE_LINES);
     const uint64_t *from = line_at(l, 0, first + !l->role * MESSAGE_LINES);
     memcpy(to, own, CXLKV_LITMUS_MESSAGE_BYTES);
-    flush_evict(FLUSH_NONE, to, CXLKV_LITMUS_MESSAGE_BYTES);
-    flush_fence_all(FLUSH_NONE);
+    tell_all(to, CXLKV_LITMUS_MESSAGE_BYTES);
     int code = rendezvous(l, 0);
     if (code < 0) return code;
     flush_fence_all(FLUSH_NONE);
-    flush_evict(FLUSH_NONE, from, CXLKV_LITMUS_MESSAGE_BYTES);
-    flush_fence_all(FLUSH_NONE);
+    tell_all(from, CXLKV_LITMUS_MESSAGE_BYTES);
     flush_copy_out(peer, from, CXLKV_LITMUS_MESSAGE_BYTES);
     return rendezvous(l, 0); /* the messages may be written anew */
 }

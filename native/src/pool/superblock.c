@@ -197,12 +197,8 @@ void pool_learn(cxlkv_pool *pool, const pool_facts *facts) {
     memcpy(pool->identity, facts->identity, sizeof(pool->identity));
 }
 
-static host_line *host_line_of(const cxlkv_pool *pool) {
-    return (host_line *)(pool->region.base + SUPERBLOCK_BYTES - LINE_BYTES);
-}
-
 int host_line_write(cxlkv_pool *pool, uint64_t nonce) {
-    host_line *line = host_line_of(pool);
+    host_line *line = (host_line *)(pool->region.base + SUPERBLOCK_BYTES - LINE_BYTES);
     GUARD_BEGIN(fault) {
         line->nonce = nonce;
         line->build = CXLKV_BUILD;

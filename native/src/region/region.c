@@ -12,7 +12,6 @@
 
 #include "region/region.h"
 
-/* What helps, when a limit of this process is the cause. */
 const char *remedy_of(int code) {
     if (code == EMFILE) return ". This process may have no more open files: raise it, ulimit -n";
     if (code == EFBIG) return ". This process may not make files that large: raise it, ulimit -f";

@@ -106,11 +106,6 @@ static int list_pages(attach_job *job) {
     return 0;
 }
 
-static int claim(attach_job *job) {
-    cxlkv_pool *pool = job->batch->pool;
-    return HOST_LOCKED(pool, pages_claim(pool, job->claimed_count, job->claimed));
-}
-
 /* ---- records ---- */
 
 /* CRC32C of one layer's pieces of an item, [kv_heads][PIECE_KINDS]. */
@@ -140,19 +135,12 @@ static int verify_layer(const attach_job *job, uint32_t page, uint32_t layer, ui
     return 0;
 }
 
-/* The sequence of an item, and which of its new pages it is. */
-static uint32_t sequence_of(const attach_job *job, uint32_t item, uint32_t *place) {
-    uint32_t i = entry_at(&job->plans->first_item, sizeof(plan), job->batch->count, item);
-    *place = item - job->plans[i].first_item;
-    return i;
-}
-
 /* The page that becomes a record in a task; NO_PAGE: none was given, or a window has passed it. */
 static uint32_t page_of(const attach_job *job, uint32_t task, uint32_t *part, uint32_t *item) {
-    uint32_t place;
     *part = task / job->items;
     *item = task % job->items;
-    uint32_t i = sequence_of(job, *item, &place);
+    uint32_t i = entry_at(&job->plans->first_item, sizeof(plan), job->batch->count, *item);
+    uint32_t place = *item - job->plans[i].first_item;
     return is_kept(job, i, *part, place) ? page_at(job, *part, *item) : NO_PAGE;
 }
 
@@ -248,7 +236,8 @@ static int64_t attach_locked(attach_job *job) {
         return fail(CXLKV_E_ARGUMENT, "verify: a pool without checksums has nothing to verify by");
     for (uint32_t i = 0; code == 0 && i < job->batch->count; i++) code = make_plan(job, i);
     if (code == 0) code = list_pages(job);
-    if (code == 0) code = claim(job);
+    if (code == 0)
+        code = HOST_LOCKED(pool, pages_claim(pool, job->claimed_count, job->claimed));
     if (code < 0) return code;
     uint32_t tasks = job->items * pool->geometry.part_count;
     if (job->args->verify) code = run_tasks(pool, tasks, verify_record, job);

@@ -189,7 +189,8 @@ static int chunk_keep(cxlkv_pool *pool, chunk **at, uint32_t first, uint32_t cou
 }
 
 /* Under the host lock, or on a sequence that nobody else knows and that shares nothing. */
-static int table_reserve(cxlkv_sequence *sequence, page_table *table, uint32_t count) {
+int sequence_reserve(cxlkv_sequence *sequence, uint32_t part, uint32_t count) {
+    page_table *table = &sequence->tables[part];
     uint32_t pages = sequence->page_count, last = pages / CHUNK_PAGES;
     uint32_t wanted = (uint32_t)(((uint64_t)pages + count + CHUNK_PAGES - 1) / CHUNK_PAGES);
     if (wanted > table->chunk_capacity) {
@@ -209,10 +210,6 @@ static int table_reserve(cxlkv_sequence *sequence, page_table *table, uint32_t c
         if (!table->chunks[i] && !(table->chunks[i] = chunk_make()))
             return fail(ENOMEM, "no memory for a page table");
     return 0;
-}
-
-int sequence_reserve(cxlkv_sequence *sequence, uint32_t part, uint32_t count) {
-    return table_reserve(sequence, &sequence->tables[part], count);
 }
 
 void sequence_push(cxlkv_sequence *sequence, uint32_t part, uint32_t index, uint32_t page) {
@@ -305,14 +302,8 @@ void sequence_pull(cxlkv_sequence *sequence, uint32_t page_count) {
 }
 
 static void tables_drop(cxlkv_sequence *sequence, enum giving how) {
-    for (uint32_t part = 0; part < sequence->pool->geometry.part_count; part++) {
-        page_table *table = &sequence->tables[part];
-        for (uint32_t i = 0; i < table->chunk_capacity; i++) {
-            chunk_drop(sequence->pool, table->chunks[i], how);
-            table->chunks[i] = NULL;
-        }
-        table->first = 0;
-    }
+    for (uint32_t part = 0; part < sequence->pool->geometry.part_count; part++)
+        table_end(sequence->pool, &sequence->tables[part], 0, how);
 }
 
 /* Under the sequence's write lock, with the pool open. */
@@ -529,7 +520,9 @@ static int truncate_locked(cxlkv_sequence *sequence, uint64_t tokens) {
             sequence->tails[layer] = made[layer];
         }
         sequence->layer_tokens[layer] = min_u64(sequence->layer_tokens[layer], tokens);
-        if (sequence->worker_tails) worker_tail_cut(&sequence->worker_tails[layer], tokens);
+        worker_tail *known = sequence->worker_tails ? &sequence->worker_tails[layer] : NULL;
+        if (known)
+            *known = (worker_tail){min_u64(known->keys, tokens), min_u64(known->values, tokens)};
     }
     /* Another tail may grow to the same length: the exported copy does not stand for it. */
     if (code == 0) sequence->export_tokens = UINT64_MAX;

@@ -108,9 +108,11 @@ static int check_queries(const request_facts *facts, uint32_t layer, uint32_t q_
 }
 
 /* How much of its tail the worker can have; and that the rows are as many as the arguments say. */
-static int check_sequences(const request_facts *facts, const request *out, uint32_t rows_wanted,
-                           bool attends) {
+static int parse_sequences(reading *r, const request_facts *facts, request *out,
+                           uint32_t rows_wanted, bool attends) {
     uint64_t rows = 0;
+    out->sequences = read_array(r, (uint64_t)out->head.count * sizeof(*out->sequences));
+    if (!out->sequences) return short_error(r, "its sequences");
     for (uint32_t i = 0; i < out->head.count; i++) {
         const request_sequence *item = &out->sequences[i];
         uint64_t filled = item->tokens % facts->page_tokens;
@@ -124,13 +126,6 @@ static int check_sequences(const request_facts *facts, const request *out, uint3
     }
     if (rows == rows_wanted) return 0;
     return fail(CXLKV_E_ARGUMENT, "request: %u rows, its sequences have %lu", rows_wanted, rows);
-}
-
-static int parse_sequences(reading *r, const request_facts *facts, request *out, uint32_t rows,
-                           bool attends) {
-    out->sequences = read_array(r, (uint64_t)out->head.count * sizeof(*out->sequences));
-    if (!out->sequences) return short_error(r, "its sequences");
-    return check_sequences(facts, out, rows, attends);
 }
 
 /* The last of a request: queries, then what is new of the tails. */
