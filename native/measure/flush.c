@@ -48,24 +48,13 @@ static bool is_write(uint32_t operation) { return operation <= CXLKV_COHERENCE_E
 
 static void bare_begin(uint32_t operation, uint8_t *record, const uint8_t *local, size_t bytes,
                        bool wide) {
-    switch (operation) {
-    case CXLKV_COHERENCE_STREAM:
-        bare_stream(record, local, bytes, wide);
-        return;
-    case CXLKV_COHERENCE_READ_INVALIDATED:
-        flush_invalidate(FLUSH_NONE, record, bytes);
-        return;
-    case CXLKV_COHERENCE_READ_EVICTED:
-        flush_evict(FLUSH_NONE, record, bytes);
-        return;
-    default:
-        break;
-    }
-    if (!is_write(operation)) return;
-    memcpy(record, local, bytes);
+    if (operation == CXLKV_COHERENCE_STREAM) bare_stream(record, local, bytes, wide);
+    else if (is_write(operation)) memcpy(record, local, bytes);
     if (operation == CXLKV_COHERENCE_WRITE_BACK) flush_write_back(FLUSH_NONE, record, bytes);
-    if (operation == CXLKV_COHERENCE_INVALIDATE) flush_invalidate(FLUSH_NONE, record, bytes);
-    if (operation == CXLKV_COHERENCE_EVICT) flush_evict(FLUSH_NONE, record, bytes);
+    if (operation == CXLKV_COHERENCE_INVALIDATE || operation == CXLKV_COHERENCE_READ_INVALIDATED)
+        flush_invalidate(FLUSH_NONE, record, bytes);
+    if (operation == CXLKV_COHERENCE_EVICT || operation == CXLKV_COHERENCE_READ_EVICTED)
+        flush_evict(FLUSH_NONE, record, bytes);
 }
 
 /* ---- records ---- */

@@ -155,23 +155,19 @@ static uint8_t *chase(uint8_t *at, uint64_t steps) {
     return at;
 }
 
+static bool is_mixed(const cxlkv_memory_stream *s) {
+    return s->kind == CXLKV_MEMORY_MIXED || s->kind == CXLKV_MEMORY_MIXED_PAST;
+}
+
 /* How far a stream walks before it begins again: what it reads lies before what it writes. */
 static uint64_t span_of(const cxlkv_memory_stream *s) {
-    switch (s->kind) {
-    case CXLKV_MEMORY_MIXED:
-    case CXLKV_MEMORY_MIXED_PAST:
-        return s->bytes / 3 / LINE * LINE;
-    case CXLKV_MEMORY_COPY:
-    case CXLKV_MEMORY_COPY_PAST:
-        return s->bytes / 2 / LINE * LINE;
-    default:
-        return s->bytes;
-    }
+    uint64_t parts = is_mixed(s) ? 3 : s->kind >= CXLKV_MEMORY_COPY ? 2 : 1;
+    return s->bytes / parts / LINE * LINE;
 }
 
 static void do_block(cxlkv_memory_stream *s, uint64_t span, uint64_t at, uint64_t bytes,
                      bool wide) {
-    bool mixed = s->kind == CXLKV_MEMORY_MIXED || s->kind == CXLKV_MEMORY_MIXED_PAST;
+    bool mixed = is_mixed(s);
     bool past = s->kind == CXLKV_MEMORY_WRITE_PAST || s->kind == CXLKV_MEMORY_MIXED_PAST;
     uint64_t to = mixed ? 2 * span + at : at, word = s->first_word + to / 8;
     switch (s->kind) {

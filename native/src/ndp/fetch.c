@@ -52,14 +52,6 @@ static int check_page(const layer_view *view, uint32_t index) {
                                  pool->layout.page_tokens);
 }
 
-/* Pages of a sequence whose record is complete in all layers of the part: only those have a header
- * that can be asked. */
-static uint64_t sealed_pages(const layer_view *view) {
-    const cxlkv_pool *pool = view->sequence->pool;
-    uint32_t last_layer = pool->parts[view->part].last_layer;
-    return view->sequence->layer_tokens[last_layer] / pool->layout.page_tokens;
-}
-
 /* Page at place j of a list: -1 is padding. */
 static int64_t page_at(const fetch_job *job, uint32_t item, uint32_t j) {
     const cxlkv_picked *picked = &job->args->picked;
@@ -76,7 +68,7 @@ static int check_list(const fetch_job *job, const layer_view *view, uint32_t ite
                                     own + (uint64_t)(item - head) * job->k,
                                     job->k * sizeof(*own)) == 0))
         return 0;
-    uint64_t sealed = sealed_pages(view);
+    uint64_t sealed = view_sealed(view);
     for (uint32_t j = 0; j < job->k; j++) {
         int64_t index = page_at(job, item, j);
         if (job->args->picked.pages && (index < -1 || index >= view->pages))
@@ -255,7 +247,7 @@ static int block_fill(const blocks_job *job, const layer_view *view, uint32_t pa
     for (uint32_t place = 0; place < pages; place++) {
         uint32_t index = page + place;
         bool behind = index < view->first;
-        int code = !behind && index < sealed_pages(view) ? check_page(view, index) : 0;
+        int code = !behind && index < view_sealed(view) ? check_page(view, index) : 0;
         if (code == 0) code = page_to_block(job, behind ? NULL : view, index, entry, place);
         if (code < 0) return code;
     }
@@ -356,11 +348,8 @@ int64_t cxlkv_batch_fetch_blocks(cxlkv_batch *batch, uint32_t layer, const cxlkv
     blocks_job job = {.batch = batch, .layer = layer, .table = blocks, .first = first,
                       .good = good, .lock = PTHREAD_MUTEX_INITIALIZER};
     memset(good, 0, batch->count * sizeof(*good));
-    int64_t code = batch_lock(batch, false);
-    if (code < 0) return code;
-    code = peers_verify(batch->pool, fetch_blocks_locked(&job));
+    int64_t code = IN_BATCH(batch, false, peers_verify(batch->pool, fetch_blocks_locked(&job)));
     if (code < 0 && code != job.code) memset(good, 0, batch->count * sizeof(*good));
-    batch_unlock(batch);
     pthread_mutex_destroy(&job.lock);
     return code;
 }

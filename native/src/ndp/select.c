@@ -317,12 +317,7 @@ int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t staged
                       .staged_pages_min = staged_pages_min};
     job.plans = calloc(batch->count, sizeof(*job.plans));
     if (!job.plans) return fail(ENOMEM, "no memory to plan a selection");
-    int64_t code = batch_lock(batch, false);
-    if (code == 0) {
-        code = select_locked(&job);
-        code = peers_verify(batch->pool, code);
-        batch_unlock(batch);
-    }
+    int64_t code = IN_BATCH(batch, false, peers_verify(batch->pool, select_locked(&job)));
     free(job.plans);
     return code;
 }

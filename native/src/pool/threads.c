@@ -88,9 +88,8 @@ static void *helper_main(void *argument) {
 
 static helpers *helpers_make(cxlkv_pool *pool, uint32_t helper_count) {
     helpers *h = calloc(1, sizeof(*h));
-    if (!h) return NULL;
-    h->threads = calloc(helper_count, sizeof(*h->threads));
-    if (!h->threads) {
+    if (h) h->threads = calloc(helper_count, sizeof(*h->threads));
+    if (!h || !h->threads) {
         free(h);
         return NULL;
     }

@@ -520,11 +520,7 @@ static int64_t append(append_job *job, const int32_t *starts) {
     if (code < 0) return code;
     job->plans = calloc(batch->count, sizeof(*job->plans));
     if (!job->plans) return fail(ENOMEM, "no memory to plan an append");
-    code = batch_lock(batch, true);
-    if (code == 0) {
-        code = append_locked(job, starts);
-        batch_unlock(batch);
-    }
+    code = IN_BATCH(batch, true, append_locked(job, starts));
     free(job->plans);
     return code;
 }

@@ -257,11 +257,7 @@ int64_t cxlkv_batch_attach(cxlkv_batch *batch, const cxlkv_attach_args *args) {
     attach_job job = {.batch = batch, .args = args};
     job.plans = calloc(batch->count, sizeof(*job.plans));
     if (!job.plans) return fail(ENOMEM, "no memory to plan an attach");
-    int64_t code = batch_lock(batch, true);
-    if (code == 0) {
-        code = attach_locked(&job);
-        batch_unlock(batch);
-    }
+    int64_t code = IN_BATCH(batch, true, attach_locked(&job));
     free(job.pages);
     free(job.plans);
     return code;

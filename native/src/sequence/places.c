@@ -17,8 +17,7 @@ int64_t cxlkv_sequence_places(cxlkv_sequence *sequence, uint32_t layer, uint64_t
     int code = sequence_enter(sequence, false);
     if (code < 0) return code;
     layer_view view = view_of(sequence, layer);
-    uint32_t last_layer = pool->parts[view.part].last_layer;
-    uint64_t sealed = sequence->layer_tokens[last_layer] / pool->layout.page_tokens;
+    uint64_t sealed = view_sealed(&view);
     uint64_t count = first < view.complete ? view.complete - first : 0;
     const uint8_t *base = pool->region.base;
     for (uint64_t i = 0; i < min_u64(count, capacity); i++) {
@@ -83,9 +82,5 @@ static int64_t verify_locked(verify_job *job) {
 
 int cxlkv_batch_verify(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked) {
     verify_job job = {.batch = batch, .layer = layer, .picked = picked};
-    int64_t code = batch_lock(batch, false);
-    if (code < 0) return (int)code;
-    code = peers_verify(batch->pool, verify_locked(&job));
-    batch_unlock(batch);
-    return (int)code;
+    return IN_BATCH(batch, false, peers_verify(batch->pool, verify_locked(&job)));
 }

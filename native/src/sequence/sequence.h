@@ -143,6 +143,16 @@ int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from,
 /* ---- batch.c ---- */
 int batch_lock(cxlkv_batch *batch, bool write);
 void batch_unlock(cxlkv_batch *batch);
+/* The value of `work` between the two, or the error of the first. */
+#define IN_BATCH(batch, write, work)                     \
+    __extension__({                                      \
+        int64_t entered = batch_lock(batch, write);      \
+        if (entered == 0) {                              \
+            entered = (work);                            \
+            batch_unlock(batch);                         \
+        }                                                \
+        entered;                                         \
+    })
 void *batch_scratch(cxlkv_batch *batch, size_t bytes);
 int batch_starts(const cxlkv_batch *batch, const int32_t *starts, uint32_t *rows);
 /* Of an engine's block table; *rows: the tokens of all blocks. */
@@ -207,6 +217,13 @@ static inline uint64_t view_together(const layer_view *view, uint32_t index, uin
                                      uint64_t rows, uint64_t limit) {
     if (view_visible(view, index, row, rows) < view_filled(view, index)) return 1;
     return view_hidden(view, index, row + limit - 1, rows) ? 1 : limit;
+}
+/* Pages whose record is complete in all layers of the part: only those have a header that can be
+ * asked. */
+static inline uint64_t view_sealed(const layer_view *view) {
+    const cxlkv_pool *pool = view->sequence->pool;
+    uint32_t last_layer = pool->parts[view->part].last_layer;
+    return view->sequence->layer_tokens[last_layer] / pool->layout.page_tokens;
 }
 /* Verifies page `index` on its first reading here; the tail needs none. */
 int view_verify(const layer_view *view, uint32_t index);

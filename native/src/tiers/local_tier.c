@@ -580,8 +580,7 @@ static void units_of_lists(cxlkv_sequence *sequence, uint32_t layer, const int32
                            uint64_t count, int64_t *units) {
     const cxlkv_pool *pool = sequence->pool;
     layer_view view = view_of(sequence, layer);
-    uint64_t last = sequence->layer_tokens[pool->parts[view.part].last_layer];
-    uint64_t sealed = last / pool->layout.page_tokens;
+    uint64_t sealed = view_sealed(&view);
     for (uint64_t i = 0; i < count; i++) {
         bool there = pages[i] >= (int64_t)view.first && pages[i] < (int64_t)sealed;
         units[i] = !there ? -1 : (int64_t)unit_of(
@@ -612,9 +611,5 @@ static int batch_units(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *p
 
 int cxlkv_batch_units(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
                       const int32_t *starts, int64_t *units) {
-    int code = batch_lock(batch, false);
-    if (code < 0) return code;
-    code = batch_units(batch, layer, picked, starts, units);
-    batch_unlock(batch);
-    return code;
+    return IN_BATCH(batch, false, batch_units(batch, layer, picked, starts, units));
 }

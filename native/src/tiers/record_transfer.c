@@ -493,12 +493,8 @@ static int64_t forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pa
 
 int64_t cxlkv_forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pages,
                            const uint64_t *generations, uint32_t only_unheld, int32_t *codes) {
-    int64_t code = pool_enter(pool);
-    if (code < 0) return code;
-    sequences_expire(pool);
-    hooks.worker_give_back(pool); /* it may hold what our tables do not have any more */
-    code = HOST_LOCKED(pool, forget_pages(pool, count, pages, generations, only_unheld != 0,
-                                          codes));
-    pool_leave(pool);
-    return code;
+    /* The worker may hold what our tables do not have any more. */
+    return IN_POOL(pool, (sequences_expire(pool), hooks.worker_give_back(pool),
+                          HOST_LOCKED(pool, forget_pages(pool, count, pages, generations,
+                                                         only_unheld != 0, codes))));
 }
