@@ -162,6 +162,8 @@ class Walk:
             for other in list(self.twins[::2]):
                 self.forget(other)
                 self.release(other)
+            if self.rng.random() < 0.1:  # else texts that nobody has any more fill the pool
+                self.forget_texts(list(dict.fromkeys(text for text, _ in self.index)))
             return
         assert not full
         twin.ids = ids
@@ -271,7 +273,9 @@ class Walk:
         """Of one part; for walks that count them."""
 
     def forget(self, twin: Twin) -> None:
-        texts = [*self.texts(twin.ids, 1), *self.texts(twin.ids, 2)]
+        self.forget_texts([*self.texts(twin.ids, 1), *self.texts(twin.ids, 2)])
+
+    def forget_texts(self, texts: list[tuple[int, ...]]) -> None:
         gone = 0
         for text in texts:
             for part in range(len(self.parts)):

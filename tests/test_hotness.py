@@ -176,8 +176,8 @@ class HotnessWalk(Walk):
             row.used, row.hits, row.parent = self.clock, row.hits + 1, self.parent(key)
         self.use([self.index[key] for key in keys])
 
-    def forget(self, twin: Twin) -> None:
-        super().forget(twin)
+    def forget_texts(self, texts: list[tuple[int, ...]]) -> None:
+        super().forget_texts(texts)
         self.rows = {key: row for key, row in self.rows.items() if key in self.index}
         alive = [None, *self.rows.values()]
         self.seen["orphans"] += any(row.parent not in alive for row in self.rows.values())
