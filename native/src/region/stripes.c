@@ -186,14 +186,6 @@ int stripes_identity(members *all, uint8_t identity[16]) {
 
 /* ---- the mapping ---- */
 
-/* 2 MiB while that makes few mappings: neighbours of the address space are parts of two files, so
- * the kernel joins none. 32 GiB have stripes of 2 MiB, 1 TiB of 64 MiB. */
-static void choose_stripes(members *all, uint64_t bytes) {
-    all->data_offset = all->unit_bytes > AREA_ALIGNMENT ? all->unit_bytes : AREA_ALIGNMENT;
-    all->stripe_bytes = all->data_offset;
-    while (bytes / all->stripe_bytes >= STRIPES_MAX) all->stripe_bytes *= 2;
-}
-
 /* What all members together hold in such stripes. */
 uint64_t stripes_bytes(const members *all) {
     uint64_t least = UINT64_MAX;
@@ -296,7 +288,11 @@ int stripes_map(members *all, uint64_t bytes, region *to) {
 }
 
 int stripes_make(members *all, uint64_t bytes, uint32_t flags, region *to) {
-    choose_stripes(all, bytes);
+    /* 2 MiB while that makes few mappings: neighbours of the address space are parts of two files,
+     * so the kernel joins none. 32 GiB have stripes of 2 MiB, 1 TiB of 64 MiB. */
+    all->data_offset = all->unit_bytes > AREA_ALIGNMENT ? all->unit_bytes : AREA_ALIGNMENT;
+    all->stripe_bytes = all->data_offset;
+    while (bytes / all->stripe_bytes >= STRIPES_MAX) all->stripe_bytes *= 2;
     int code = check_free(all, flags);
     if (code == 0 && bytes > stripes_bytes(all))
         code = fail(ENOSPC, "%s: %lu MiB wanted, all together hold %lu MiB in stripes of %lu MiB "
