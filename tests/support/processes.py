@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -82,3 +84,26 @@ def python(code: str, *arguments: object, expected: int = 0, before: Sequence[st
     """What the program prints to its end."""
     with Child("-c", code, *arguments, before=before) as child:
         return child.end(expected=expected)
+
+
+def kill_group(group: int, within_s: float = 60) -> None:
+    """Kills the processes of a group; returns when all have ended, also those of a dead parent."""
+    with ExitStack() as closing:
+        ended = select.poll()
+        left = set()
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(ProcessLookupError, FileNotFoundError):
+                # Behind the command's name in brackets: state, parent, group.
+                if int(status.read_text().rpartition(")")[2].split()[2]) == group:
+                    process = os.pidfd_open(int(status.parent.name))
+                    closing.callback(os.close, process)
+                    ended.register(process, select.POLLIN)
+                    left.add(process)
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        while left:
+            ready = ended.poll(1000 * within_s)
+            assert ready, f"{len(left)} processes of group {group} do not end"
+            for process, _ in ready:
+                ended.unregister(process)
+                left.remove(process)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
 from cxlkv import CXLPool
-from cxlkv.errors import CXLKVError
 
 from .engines import LAYERS, VOCABULARY_SIZE, Engine
 
@@ -85,7 +84,16 @@ class MakeEngine(Protocol):
 
 
 @pytest.fixture
-def make_engine(model: Path, tmp_path: Path) -> Iterator[MakeEngine]:
+def pools_folder(tmp_path: Path) -> Iterator[Path]:
+    """Where engines have their pools. With each goes the state of this host, which killed engines
+    leave, and those that end without closing it."""
+    yield tmp_path
+    for pool in tmp_path.rglob("*.pool"):
+        CXLPool.remove(pool)
+
+
+@pytest.fixture
+def make_engine(model: Path, pools_folder: Path) -> Iterator[MakeEngine]:
     """Begins an engine; ready() waits for it, so that several may start at once."""
     with ExitStack() as ending:
         made: list[Engine] = []
@@ -97,7 +105,7 @@ def make_engine(model: Path, tmp_path: Path) -> Iterator[MakeEngine]:
             environment: dict[str, str] | None = None,
             **settings: object,
         ) -> Engine:
-            log = tmp_path / f"engine{len(made)}.log"
+            log = pools_folder / f"engine{len(made)}.log"
             given = {"model": str(model), **settings}
             engine = Engine(log, extra, processes=processes, environment=environment, **given)
             made.append(engine)
@@ -105,7 +113,3 @@ def make_engine(model: Path, tmp_path: Path) -> Iterator[MakeEngine]:
             return engine
 
         yield make
-    # With each the state of this host goes, which killed engines leave.
-    for pool in tmp_path.rglob("*.pool"):
-        with suppress(CXLKVError):
-            CXLPool.remove(pool)

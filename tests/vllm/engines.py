@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict, cast
+
+from tests.support.processes import kill_group
 
 SERVE = Path(__file__).with_name("serve.py")
 VOCABULARY_SIZE = 512
@@ -102,8 +102,7 @@ class Engine:
 
     def kill(self) -> None:
         """With all its processes, as a machine's out-of-memory killer or a power cut does."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         self.process.communicate(timeout=60)
 
     def say(self, **asked: object) -> None:

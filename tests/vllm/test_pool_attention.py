@@ -53,15 +53,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(
-    models: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+    models: Path, pools_folder: Path, record_property: Callable[[str, object], None]
 ) -> Callable[[str], Seen]:
     for model in models.iterdir():
-        (tmp_path / model.name).symlink_to(model)
+        (pools_folder / model.name).symlink_to(model)
 
     def start(name: str) -> Seen:
-        with (tmp_path / f"{name}.log").open("w+") as log:
+        with (pools_folder / f"{name}.log").open("w+") as log:
             done = subprocess.run(
-                [sys.executable, RUNS, name, tmp_path],
+                [sys.executable, RUNS, name, pools_folder],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

@@ -258,13 +258,14 @@ def test_each_rank_has_its_own_shard(make_engine: MakeEngine, tmp_path: Path) ->
     engine.forget()
     found = engine.generate(prompts(), max_tokens=8)
     assert (found["tokens"], found["cached"]) == (wanted, CACHED)
-    shards[0].rename(folder / "hidden")  # so that damage() finds the other one
+    hidden = shards[0].rename(folder / "hidden")  # so that damage() finds the other one
     damage(folder, page=2, layer=1)
     engine.forget()
     assert engine.generate(prompts(), max_tokens=8)["tokens"] == wanted
     assert engine.log().count("the CRC of its V is wrong") == 1
     engine.end()
     assert check(folder)["pages_held"] == 0
+    hidden.rename(shards[0])
 
 
 def test_bf16_and_a_pool_that_is_removed_while_the_engine_runs(
