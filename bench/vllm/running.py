@@ -28,7 +28,8 @@ SHARED = "/dev/shm"
 PACKAGE = "cxlkv.bench.vllm"
 ASLEEP = 0.1
 """CPUs that an engine may use while it is not asked; one that spins uses a whole one."""
-IDLE_LEAST_S = 1.0
+IDLE_LEAST_S = 5.0
+"""In less, the fifth of a second that answers leave behind them looks like spinning."""
 FIRST_TOKENS = 4  # of a request whose first one is timed; the others are checked
 
 STOCK, CACHED, SAVED, POOLED = NAMES = ("stock", "cached", "saved", "pooled")
