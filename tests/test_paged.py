@@ -26,7 +26,8 @@ from cxlkv.layout import DTYPES, layer_places
 
 from .conftest import MakePool
 from .support.threads import run_all
-from .test_verify import damage, region_of
+from .test_places import region_of
+from .test_verify import damage
 
 Ids = npt.NDArray[np.int32]
 PAGE = 4
