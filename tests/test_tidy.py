@@ -113,7 +113,7 @@ IMPORTED = re.compile(r"from (cxlkv[\w.]*) import (\w+(?:, *\w+)*)")
 NAMED_IN_FULL = re.compile(r"`(cxlkv(?:\.[a-z_]+)+)\.([A-Za-z]\w+)")
 
 # Folders that only the machine of one developer has.
-MACHINE_PATH = re.compile(r"(?<![\w.>)])/(work|root|opt|home|farm)/")
+MACHINE_PATH = re.compile(r"(?<![\w.>)])/(work|root|opt|home)/")
 TEXT_SUFFIXES = {".py", ".pyi", ".c", ".h", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".sh"}
 
 

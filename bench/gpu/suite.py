@@ -254,7 +254,7 @@ class Suite:
         for folder, name in folders.items():
             if len(folder) > 1:
                 text = text.replace(f"{folder}/", f"{name}/")
-        return re.sub(r"/(work|root|opt|home|farm)/", "/.../", text)
+        return re.sub(r"/(work|root|opt|home)/", "/.../", text)
 
     def result(self, case: str) -> Details:
         """What a case has written so far; empty when it has not."""
