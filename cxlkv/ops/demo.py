@@ -17,11 +17,17 @@ def demo(
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Text file (UTF-8) for --model.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Length of the context: 16384, or 4096 of --text.")
+        int | None,
+        typer.Option(help="Length of the context: 16384, or 4096 of --text."),
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="How pages are chosen: exact, digest, two_stage; not with --model."),
+        typer.Option(
+            help="How pages are chosen: exact, digest, two_stage; of --text, several with commas."
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Shares of the pages for --text, such as 2%,5%,10%.")
     ] = None,
     handover: Annotated[
         bool,
@@ -35,24 +41,65 @@ def demo(
     """Show the whole way once, on the small model that is in the package, or on one of yours.
 
     Offline. The packaged model takes about a minute, with --tokens 65536 some minutes. With --model
-    and --text: perplexity, and agreement with full attention, at each budget. With --handover: one
-    process reads the context, another one answers from its pages. Exit code 1 if a check does not
-    hold.
+    and --text: a table of perplexity and of agreement with full attention, for each --method at
+    each --budget. With --handover: one process reads the context, another one answers from its
+    pages. Exit code 1 if a check does not hold.
     """
-    if (model is None) != (text is None) or (method is not None and model is not None):
-        raise BadArgumentError("--model and --text go together, and without --method")
-    if handover and (model is not None or method is not None):
-        raise BadArgumentError("--handover goes with --tokens and --json only")
+    check_options(model, text, method, budget, tiny, handover)
     with needing("demo", "the demo"):
         from cxlkv.demo import handover as handing_over
         from cxlkv.demo.measure import Plan
         from cxlkv.demo.run import run
+        from cxlkv.demo.text.measure import METHODS, SHARES
         from cxlkv.demo.text.run import run as run_text
     if handover:
         passed = handing_over.run(json_file, tokens)
-    elif model is None or text is None:
-        passed = run(json_path=json_file, picture=picture, plan=Plan.of(tokens, method))
+    elif model is not None and text is not None:
+        methods = tuple(dict.fromkeys(map(str.strip, method.split(",")))) if method else METHODS
+        shares = shares_of(budget) if budget else SHARES
+        passed = run_text(model, text, tokens, methods, shares, json_file, picture)
     else:
-        passed = run_text(model, text, tokens, json_path=json_file, picture=picture)
+        passed = run(json_path=json_file, picture=picture, plan=Plan.of(tokens, method))
     if not passed:
         raise typer.Exit(1)
+
+
+def check_options(
+    model: Path | None,
+    text: Path | None,
+    method: str | None,
+    budget: str | None,
+    tiny: bool,
+    handover: bool,
+) -> None:
+    """Raises BadArgumentError for options that do not go together."""
+    if (model is None) != (text is None) or (budget is not None and model is None):
+        raise BadArgumentError("--model and --text go together, and --budget with them")
+    if handover and (model is not None or method is not None):
+        raise BadArgumentError("--handover goes with --tokens and --json only")
+
+
+def model_if_there() -> Path | None:
+    """The folder of SmolLM2; None where it is not installed, which is said."""
+    from cxlkv.demo.smollm2 import prepare
+
+    try:
+        return prepare(Console())
+    except UnsupportedError as missing:
+        print(f"{missing}\nThe small model in the package answers instead.")
+        return None
+
+
+def shares_of(text: str) -> tuple[float, ...]:
+    """Of "2%,5%" or "0.02,0.05"."""
+    found = []
+    for word in text.split(","):
+        number = word.strip().removesuffix("%")
+        try:
+            share = float(number) / (100 if word.strip().endswith("%") else 1)
+        except ValueError:
+            share = 0.0
+        if not 0 < share < 1:
+            raise BadArgumentError(f"--budget {word.strip()}: a share of the pages, such as 5%")
+        found.append(share)
+    return tuple(sorted(set(found)))

@@ -1,8 +1,7 @@
-"""What the demo on a text measures: one model reads on, under one page budget beside another.
+"""What the demo on a text measures: forms of attention beside full attention, step by step.
 
-All of them read the same context first, the pool's once for all budgets. Then they take turns,
-token by token, so that each is held against full attention at once and a busy machine hits all
-alike.
+Full attention is transformers' own. The pool has the context once; each form reads on from a fork
+of it, and all of them are rows of one batch, fed with the text's own tokens.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from cxlkv.adapters.transformers import CXLCache
-from cxlkv.demo.caches import RandomPages
+from cxlkv.demo.forms import Form, FormsCache, Read
 from cxlkv.demo.text.inputs import quiet
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
-from cxlkv.ndp.engine import Budget
+from cxlkv.ndp import engine
 from cxlkv.pool import CXLPool
 
 TOKENS_MIN = 256
@@ -32,8 +31,12 @@ STEPS_OF_TOKENS = 32
 STEPS_MAX = 256
 CHUNK_TOKENS = 4096
 """A longer context is read in chunks, so that what a layer computes for it has a bound."""
+FULL_CHUNK_STEPS = 16
+"""Full attention reads so many of the evaluated tokens at a time, as many rows of logits."""
 POOLED = "cxlkv"
 """The attention that reads from a pool, as transformers knows it."""
+METHODS = ("exact", "two_stage", "digest")
+SHARES = (0.02, 0.05, 0.10, 0.25)
 
 
 @dataclass(frozen=True)
@@ -42,16 +45,23 @@ class Plan:
 
     context: int
     steps: int
+    methods: tuple[str, ...] = METHODS
+    shares: tuple[float, ...] = SHARES
     page_tokens: int = 16
-    shares: tuple[float, ...] = (0.02, 0.05, 0.10, 0.25, 0.50)
 
     @classmethod
-    def of(cls, tokens: int) -> Plan:
-        """The plan for a text of that many tokens; BadArgumentError for less than TOKENS_MIN."""
+    def of(
+        cls, tokens: int, methods: tuple[str, ...] = METHODS, shares: tuple[float, ...] = SHARES
+    ) -> Plan:
+        """The plan for a text of that many tokens; BadArgumentError for less than TOKENS_MIN, and
+        for a method that is none."""
         if tokens < TOKENS_MIN:
             raise BadArgumentError(f"{tokens} tokens are too few: at least {TOKENS_MIN}")
+        for method in methods:
+            if method not in engine.METHODS:
+                raise BadArgumentError(f"no method {method}: {', '.join(engine.METHODS)}")
         steps = min(tokens // STEPS_OF_TOKENS, STEPS_MAX)
-        return cls(tokens - steps - 1, steps)
+        return cls(tokens - steps - 1, steps, methods, shares)
 
     @property
     def tokens(self) -> int:
@@ -63,13 +73,19 @@ class Plan:
         """Pages that the first of the steps sees."""
         return -(-(self.context + 1) // self.page_tokens)
 
-    def budgets(self) -> dict[float, Budget]:
-        """By share; rounded down, so that "5 % of the pages" is never more than that.
+    def forms(self) -> list[Form]:
+        """All pages, then each method, then random pages, at each budget.
 
-        Left out are those with no page to choose, as the forced ones take them all.
+        Left out are budgets with no page to choose, as the forced ones take them all.
         """
-        found = {share: Budget(pages=max(1, int(share * self.page_count))) for share in self.shares}
-        return {s: b for s, b in found.items() if (b.pages or 0) > b.sinks + b.recent}
+        found = [Form.full()]
+        for method in (*self.methods, "random"):
+            forms = [Form(method, share) for share in self.shares]
+            found += [form for form in forms if self.pages_of(form) > form.sinks + form.recent]
+        return found
+
+    def pages_of(self, form: Form) -> int:
+        return form.budget(0).pages_at_most(self.page_count)
 
 
 @dataclass
@@ -84,9 +100,6 @@ class Track:
     """By how many nats full attention finds this best token less likely than its own."""
     divergences: list[float] = field(default_factory=list)
     """Kullback-Leibler divergence from full attention's distribution, in nats."""
-    step_us: list[float] = field(default_factory=list)
-    bytes_scored: float = 0.0  # the mean for a step
-    bytes_read: float = 0.0
 
     @property
     def perplexity(self) -> float:
@@ -119,12 +132,12 @@ class Track:
 
 @dataclass(frozen=True)
 class Row:
-    """One budget: selected pages, beside as many random ones unless it is all of them."""
+    """One form: how many pages a head attends to, what it predicts and what it reads."""
 
-    share: float
+    form: Form
     pages: int
-    selected: Track
-    random: Track | None
+    track: Track
+    read: Read
 
 
 class Reader:
@@ -134,34 +147,33 @@ class Reader:
         self.model = model
         self.attention = attention
         self.cache = cache
-        self.track = Track()
-        parameters = inspect.signature(model.forward).parameters
-        self._more = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def read(self, tokens: Tensor) -> Tensor:
-        """Read int64 [tokens]; the log-probabilities of what comes next, float32 [vocabulary]."""
+    def read(self, tokens: Tensor, keep: int = 1) -> Tensor:
+        """Read int64 [rows, tokens]; log-probabilities behind the last `keep` of them, float32
+        [rows, keep, vocabulary]."""
         if self.model.config._attn_implementation != self.attention:
             self.model.set_attn_implementation(self.attention)
-        began = time.perf_counter()
         out = self.model(
-            input_ids=tokens[None], past_key_values=self.cache, use_cache=True, **self._more
+            input_ids=tokens,
+            past_key_values=self.cache,
+            use_cache=True,
+            **({"logits_to_keep": keep} if self._keeps else {}),
         )
-        self.track.step_us.append(1e6 * (time.perf_counter() - began))
         self.cache = cast("Cache | None", out.get("past_key_values"))
-        return torch.log_softmax(out.logits[0, -1].float(), dim=-1)
+        return torch.log_softmax(out.logits[:, -keep:].float(), dim=-1)
 
     def prefill(self, tokens: Tensor) -> float:
-        """Read the context; returns the seconds that it took."""
+        """Read the context, int64 [tokens]; returns the seconds that it took."""
+        began = time.perf_counter()
         for chunk in torch.split(tokens, CHUNK_TOKENS):
-            self.read(chunk)
-        seconds = sum(self.track.step_us) / 1e6
-        self.track = Track()
-        return seconds
+            self.read(chunk[None])
+        return time.perf_counter() - began
 
 
 class Reading:
-    """Reads the text with transformers' full attention, and with each budget in the pool."""
+    """Reads the text with transformers' full attention, and with each form from the pool."""
 
     def __init__(self, model: PreTrainedModel, pool: CXLPool, tokens: Tensor, plan: Plan) -> None:
         self.plan = plan
@@ -190,39 +202,26 @@ class Reading:
         return own_s, Reader(self.model, POOLED, self.base).prefill(context)
 
     def decode(self, advance: Callable[[], None]) -> tuple[Track, list[Row]]:
-        """Decode all steps with all readers; `advance` is called after each step."""
-        budgets = {**self.plan.budgets(), 1.0: Budget(share=1.0)}
-        selected = {share: self._reader(CXLCache, budget) for share, budget in budgets.items()}
-        random = {s: self._reader(RandomPages, b) for s, b in budgets.items() if s < 1}
-        readers = [*selected.values(), *random.values()]
-        for at in range(self.plan.context, self.plan.context + self.plan.steps):
-            token, target = self.tokens[at : at + 1], int(self.tokens[at + 1])
-            wanted = self.full.read(token)
-            self.full.track.note(wanted, wanted, target)
-            for reader in readers:
-                reader.track.note(reader.read(token), wanted, target)
-            advance()
-        for reader in readers:
-            self._finish(reader)
-        seen = -(-(self.plan.tokens - 1) // self.plan.page_tokens)
-        return self.full.track, [
-            Row(
-                share,
-                budget.pages_at_most(seen),
-                selected[share].track,
-                random[share].track if share in random else None,
-            )
-            for share, budget in budgets.items()
+        """All forms read on, a token a step; `advance` is called after each step."""
+        plan, forms = self.plan, self.plan.forms()
+        forks = [self.base.sequences[0].fork() for _ in forms]
+        cache = FormsCache(self.base.pool, self.model, forms, forks)
+        reader, full = Reader(self.model, POOLED, cache), Track()
+        tracks = [Track() for _ in forms]
+        try:
+            for first in range(0, plan.steps, FULL_CHUNK_STEPS):
+                count = min(FULL_CHUNK_STEPS, plan.steps - first)
+                given = self.tokens[plan.context + first :][: count + 1]
+                wanted = self.full.read(given[None, :-1], count)[0]
+                for token, target, chances in zip(given, given[1:].tolist(), wanted, strict=False):
+                    full.note(chances, chances, target)
+                    rows = reader.read(token.repeat(len(forms), 1))[:, -1]
+                    for track, row in zip(tracks, rows, strict=True):
+                        track.note(row, chances, target)
+                    advance()
+        finally:
+            cache.release()
+        return full, [
+            Row(form, plan.pages_of(form), track, cache.read[form])
+            for form, track in zip(forms, tracks, strict=True)
         ]
-
-    def _reader(self, kind: type[CXLCache], budget: Budget) -> Reader:
-        forks = [sequence.fork() for sequence in self.base.sequences]
-        cache = kind(self.base.pool, self.model, budget, sequences=forks)
-        return Reader(self.model, POOLED, cache)
-
-    def _finish(self, reader: Reader) -> None:
-        cache = reader.cache
-        assert isinstance(cache, CXLCache)
-        reader.track.bytes_scored = cache.counters.bytes_scored / self.plan.steps
-        reader.track.bytes_read = cache.counters.bytes_read / self.plan.steps
-        cache.release()

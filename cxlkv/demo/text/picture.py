@@ -8,13 +8,25 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
-from cxlkv.bench.style import BLUE, DOTTED, GREY, INK, canvas, numbered, over_shares, plain
+from cxlkv.bench.style import (
+    BLUE,
+    DOTTED,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    canvas,
+    numbered,
+    over_shares,
+    plain,
+)
 from cxlkv.demo.text.measure import Track
 from cxlkv.demo.text.report import Found, number
 
 LOG_FROM = 10
 """Perplexities are drawn on a logarithmic axis when the largest is so many times full's."""
 NAME_LENGTH_MAX = 40
+COLORS = (BLUE, GREEN, ORANGE, INK)
 
 
 def draw(path: Path, model: str, text: str, found: Found) -> None:
@@ -30,14 +42,14 @@ def draw(path: Path, model: str, text: str, found: Found) -> None:
     draw_agreement(below, found)
     plain(above, ylabel="perplexity", grid="y")
     plain(below, ylabel="same best token as full attention, %", grid="y")
-    over_shares(below, [row.share for row in found.rows], 1.25, "a token")
+    over_shares(below, sorted({row.form.share for row in found.rows}), 1.25, "a token")
     figure.savefig(path, dpi=150)
 
 
 def draw_perplexity(axes: Axes, found: Found) -> None:
     """Lines of perplexity, logarithmic where random pages are far off."""
     full = found.full.perplexity
-    highest = max(track.perplexity for _, track in random_tracks(found))
+    highest = max(row.track.perplexity for row in found.rows)
     if highest > LOG_FROM * full:
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(NullLocator())
@@ -58,18 +70,20 @@ def draw_agreement(axes: Axes, found: Found) -> None:
 
 
 def draw_lines(axes: Axes, found: Found, value: Callable[[Track], float]) -> None:
-    """The line of the selected pages, over that of random ones."""
-    blind = random_tracks(found)
-    shares, values = [share for share, _ in blind], [value(track) for _, track in blind]
-    axes.plot(shares, values, "s--", color=GREY, label="as many random pages", linewidth=2)
-    shares = [row.share for row in found.rows]
-    values = [value(row.selected) for row in found.rows]
-    axes.plot(shares, values, "o-", color=BLUE, label="selected pages", linewidth=2)
-
-
-def random_tracks(found: Found) -> list[tuple[float, Track]]:
-    """By share; of all pages there is but one draw."""
-    return [(row.share, row.random or row.selected) for row in found.rows]
+    """A line for each method over the budgets, all pages at its end."""
+    whole = found.every
+    colors = {"random": GREY, **dict(zip(found.plan.methods, COLORS, strict=False))}
+    for method, color in colors.items():
+        rows = [*(row for row in found.rows if row.form.method == method), whole]
+        axes.plot(
+            [row.form.share for row in rows],
+            [value(row.track) for row in rows],
+            "s--" if method == "random" else "o-",
+            color=color,
+            label="as many random pages" if method == "random" else method,
+            linewidth=2,
+            markersize=4,
+        )
 
 
 def cut(name: str) -> str:

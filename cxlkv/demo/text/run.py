@@ -6,25 +6,17 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from cxlkv.adapters.transformers import layout_of
+from cxlkv.demo.progress import progress_of
 from cxlkv.demo.run import finish
 from cxlkv.demo.text import inputs
-from cxlkv.demo.text.measure import TOKENS_MIN, Plan, Reading
+from cxlkv.demo.text.measure import METHODS, SHARES, TOKENS_MIN, Plan, Reading
 from cxlkv.demo.text.picture import draw
-from cxlkv.demo.text.report import Found, result_of, table_of
+from cxlkv.demo.text.report import Found, fallbacks, result_of, table_of, tie_note
 from cxlkv.errors import BadArgumentError, MemoryShortError
 from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.machine.topology import probe
@@ -39,15 +31,18 @@ def run(
     folder: Path,
     text: Path,
     tokens: int | None = None,
+    methods: tuple[str, ...] = METHODS,
+    shares: tuple[float, ...] = SHARES,
     json_path: Path | None = None,
     picture: Path | None = None,
     console: Console | None = None,
 ) -> bool:
     """Measure, print, draw into `picture`, write the result file; True when all checks hold.
 
-    tokens: how many of the text are used, TOKENS if None; a text or a model that ends earlier
-    sets the end. Raises BadArgumentError, UnsupportedError and MemoryShortError before anything
-    is computed, OSError where a file cannot be read or written.
+    tokens: how many of the text are used, TOKENS if None; a text or a model that ends earlier sets
+    the end. methods, shares: each method at each budget is a row of the table. Raises
+    BadArgumentError, UnsupportedError and MemoryShortError before anything is computed, OSError
+    where a file cannot be read or written.
     """
     console = console or Console()
     check_outputs(json_path, picture)
@@ -60,7 +55,7 @@ def run(
         raise BadArgumentError(
             f"{text} has {len(ids)} tokens; at least {TOKENS_MIN} are needed: give a longer text"
         )
-    plan = Plan.of(min(wanted, len(ids)))
+    plan = Plan.of(min(wanted, len(ids)), methods, shares)
     check_room(folder, layout, plan)
     model = inputs.read_model(folder)
     layout = layout_of(model, plan.page_tokens)
@@ -81,7 +76,8 @@ def run(
     result = result_of(found)
     result.notes[:0] = [*notes, *more]
     console.print(table_of(found))
-    console.print(Text(result.notes[-1]), soft_wrap=True)
+    for note in (*fallbacks(found), tie_note(found)):
+        console.print(Text(note), soft_wrap=True)
     if picture is not None:
         draw(picture, name, text.name, found)
         console.print(Text(f"Picture: {picture}"), soft_wrap=True)
@@ -116,8 +112,7 @@ def token_limit(tokens: int | None, positions: int | None) -> tuple[int, list[st
 def capacity_bytes(layout: KVLayout, plan: Plan) -> int:
     """Room for the context, and for what each fork of it adds, which begins a run of its own."""
     runs = -(-(plan.steps // layout.page_tokens + 2) // RUN_PAGES) + 1
-    forks = 2 * len(plan.budgets()) + 1
-    pages = plan.page_count + forks * runs * RUN_PAGES + EXTENT_PAGES
+    pages = plan.page_count + len(plan.forms()) * runs * RUN_PAGES + EXTENT_PAGES
     # Digests, headers and padding come to less than a quarter of this.
     return pages * layout.page_tokens * layout.token_bytes * 4 // 3 + (4 << 20)
 
@@ -142,27 +137,19 @@ def measure(
     model: PreTrainedModel, pool: CXLPool, ids: Tensor, plan: Plan, console: Console
 ) -> tuple[Found, list[str]]:
     """Measure every kind of attention, showing progress; returns the figures and notes."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("to go:"),
-        TimeRemainingColumn(),
-    )
     reading = Reading(model, pool, ids, plan)
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"reading {plan.context:,} tokens", total=None)
+    with progress_of(console, plan.steps) as progress:
+        progress.begin(f"reading {plan.context:,} tokens")
         own_s, pool_s = reading.prefill()
-        progress.reset(task, description="predicting", total=plan.steps)
-        full, rows = reading.decode(lambda: progress.advance(task))
+        progress.begin("predicting")
+        full, rows = reading.decode(progress.advance)
     notes = [
         f"context read by transformers in {own_s:.2f} s, into the pool in {pool_s:.2f} s",
-        "budgets take turns, a token at a time, on forks of the context's pages, fed with the "
-        "text's own tokens; scored and fetched bytes are means for a token, all layers; times are "
-        "of whole model steps",
+        "forms are rows of one batch, forks of the context's pages, fed with the text's own "
+        "tokens; scored and fetched bytes are what one request alone reads for a token, in all "
+        "layers without a window",
     ]
-    if left_out := [f"{100 * s:g} %" for s in plan.shares if s not in plan.budgets()]:
+    shown = {row.form.share for row in rows}
+    if left_out := [f"{100 * s:g} %" for s in plan.shares if s not in shown]:
         notes.append(f"left out, as the forced pages are as many: {', '.join(left_out)}")
     return Found(plan, pool.layout.dtype, full, rows), notes

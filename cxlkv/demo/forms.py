@@ -1,0 +1,212 @@
+"""Forms of attention side by side: the rows of one batch, each with its own method and budget.
+
+All rows read the same tokens behind the same context, of which each is a fork, so that what the
+model's matrices cost is paid once for all forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from cxlkv.adapters.transformers import CXLCache, LayerStep
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.engine import METHODS, Budget, Selection, unscored
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Batch
+from cxlkv.sequence import Sequence as Tokens
+
+Pages = npt.NDArray[np.int32]
+Number = TypeVar("Number", np.int32, np.float32)
+CONTROLS = ("random", "newest", "oracle")
+"""Random pages, drawn anew in each step, layer and head; the newest ones; those to which
+the row's own query would give the most attention, over all pages."""
+COUNTED_EVERY = 16
+VARIED = {"sinks": "sinks", "recent": "recent", "dense_layers": "first dense"}
+
+
+class Form(NamedTuple):
+    """A way to choose pages, and how many: a method of Batch.select, a control, or "full"."""
+
+    method: str
+    share: float
+    sinks: int = Budget.sinks
+    recent: int = Budget.recent
+    dense_layers: int = 0
+
+    @classmethod
+    def full(cls) -> Form:
+        """All pages, from the pool."""
+        return cls("full", 1.0)
+
+    @property
+    def name(self) -> str:
+        if self.method == "full":
+            return "full"
+        changed = [f"{VARIED[w]} {getattr(self, w)}" for w in VARIED if self._is_varied(w)]
+        return ", ".join([f"{self.method} {100 * self.share:g} %", *changed])
+
+    def _is_varied(self, word: str) -> bool:
+        return bool(getattr(self, word) != self._field_defaults[word])
+
+    def budget(self, layer: int) -> Budget:
+        share = 1.0 if layer < self.dense_layers else self.share
+        return Budget(share=share, sinks=self.sinks, recent=self.recent)
+
+
+@dataclass
+class Read:
+    """What a form reads on its own, of the steps that were counted: bytes over all layers that
+    choose, and how many lists were chosen by sketches."""
+
+    steps: int = 0
+    scored: int = 0
+    fetched: int = 0
+    sketched: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring rows from `first` on, with one method."""
+
+    method: str
+    first: int
+    forms: tuple[Form, ...]
+    batch: Batch
+
+
+class FormsCache(CXLCache):
+    """A cache in which row i attends as forms[i] says; rows of one method stand side by side.
+
+    Forks of one context share what a scan of keys reads. So that `read` has what a form reads on
+    its own, its pages are chosen apart from the others' in one step of sixteen. seed: of the
+    random pages.
+    """
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        model: object,
+        forms: Sequence[Form],
+        sequences: Sequence[Tokens],
+        seed: int = 0,
+    ) -> None:
+        if len(forms) != len(sequences):
+            raise BadArgumentError(f"{len(forms)} forms for {len(sequences)} rows: one for each")
+        unknown = {form.method for form in forms} - {*METHODS, *CONTROLS, "full"}
+        if unknown:
+            raise BadArgumentError(f"no method {unknown.pop()}: {', '.join((*METHODS, *CONTROLS))}")
+        super().__init__(pool, model, sequences=sequences)
+        self.seed = seed
+        self.read: dict[Form, Read] = {form: Read() for form in forms}
+        windows = pool.layout.windows
+        self.first_chosen = next((at for at, window in enumerate(windows) if window is None), -1)
+        self.chosen_steps = 0
+        self.apart = [
+            Group(form.method, at, (form,), pool.batch([sequences[at]]))
+            for at, form in enumerate(forms)
+        ]
+        self.groups: list[Group] = []
+        for method, rows in groupby(self.apart, key=lambda group: group.method):
+            ones = list(rows)
+            first, of = ones[0].first, tuple(one.forms[0] for one in ones)
+            batch = pool.batch(sequences[first : first + len(of)])
+            self.groups.append(Group(method, first, of, batch))
+
+    def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
+        if part.index == self.first_chosen:
+            self.chosen_steps += 1
+        counted = len(self.apart) == 1 or self.chosen_steps % COUNTED_EVERY == 1
+        chosen = []
+        for group in self.apart if counted else self.groups:
+            last = group.first + len(group.forms)
+            rows, lengths = queries[group.first : last], part.step.lengths[group.first : last]
+            picked = self.choose_of(group.method, group.forms, group.batch, part, rows, lengths)
+            chosen.append(picked)
+            if counted:
+                read = self.read[group.forms[0]]
+                read.steps += part.index == self.first_chosen
+                read.scored += picked.bytes_scored
+                read.fetched += picked.bytes_fetched
+                read.sketched += picked.stages.lists if picked.stages else 0
+        return joined(chosen, part.step.starts)
+
+    def choose_of(
+        self,
+        method: str,
+        forms: Sequence[Form],
+        batch: Batch,
+        part: LayerStep,
+        queries: Tensor,
+        lengths: npt.NDArray[np.int64],
+    ) -> Selection:
+        """The pages of rows that have one method; queries [rows, q_heads, dim]."""
+        starts = np.arange(len(forms) + 1, dtype=np.int32)
+        rows = queries.contiguous()
+        if method in METHODS:
+            budgets = [form.budget(part.index) for form in forms]
+            return batch.select(part.index, rows, starts, budgets, method, part.scale)
+        heads, page_tokens = self.pool.layout.kv_heads, self.pool.layout.page_tokens
+        counts = -(-lengths // page_tokens)
+        rank = np.zeros((len(forms), heads, int(counts.max())))
+        if method == "random":
+            for drawn, form, length in zip(rank, forms, lengths.tolist(), strict=True):
+                key = [self.seed, part.index, length, round(1e6 * form.share)]
+                drawn[:] = np.random.default_rng(key).random(drawn.shape)
+        elif method == "oracle":
+            every = [Budget(mass=1.0, sinks=f.sinks, recent=f.recent) for f in forms]
+            whole = batch.select(part.index, rows, starts, every, "exact", part.scale)
+            there = whole.pages >= 0
+            row, head, _ = np.nonzero(there)
+            rank[row, head, whole.pages[there]] = whole.scores[there]
+        else:
+            rank[:] = np.arange(rank.shape[2])
+        pages = best_pages(rank, counts, [form.budget(part.index) for form in forms])
+        tokens = int((pages >= 0).sum()) * page_tokens
+        tokens -= int((-lengths % page_tokens).sum()) * heads  # of each last page
+        a_token = self.pool.layout.token_bytes // (self.pool.layout.layers * heads)
+        return unscored(pages, starts, "query", tokens * a_token)
+
+
+def best_pages(
+    rank: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], budgets: Sequence[Budget]
+) -> Pages:
+    """Lists of the pages of highest rank [rows, kv_heads, pages], as long as the budgets allow,
+    the forced ones in; ascending, -1 padded. counts: the pages of each row."""
+    lists = []
+    for row, count, budget in zip(rank, counts.tolist(), budgets, strict=True):
+        row[:, : budget.sinks] = np.inf
+        row[:, count - budget.recent : count] = np.inf
+        best = np.argsort(-row[:, :count], axis=1, kind="stable")
+        best = np.sort(best[:, : budget.pages_at_most(count)], axis=1)
+        lists.append(best.astype(np.int32))
+    return padded(lists, -1)
+
+
+def joined(selections: Sequence[Selection], starts: Pages) -> Selection:
+    """Selections of neighbouring rows as one."""
+    return Selection(
+        pages=padded([row for selection in selections for row in selection.pages], -1),
+        scores=padded([row for selection in selections for row in selection.scores], -np.inf),
+        counts=np.concatenate([selection.counts for selection in selections]),
+        bytes_scored=sum(selection.bytes_scored for selection in selections),
+        bytes_fetched=sum(selection.bytes_fetched for selection in selections),
+        per="query",
+        starts=starts,
+    )
+
+
+def padded(rows: Sequence[npt.NDArray[Number]], empty: float) -> npt.NDArray[Number]:
+    """Rows [kv_heads, k] with k of their own as one array [rows, kv_heads, the largest k]."""
+    found = np.full(
+        (len(rows), len(rows[0]), max(row.shape[1] for row in rows)), empty, rows[0].dtype
+    )
+    for whole, row in zip(found, rows, strict=True):
+        whole[:, : row.shape[1]] = row
+    return found

@@ -1,0 +1,58 @@
+"""How far a long run is: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+SAY_S = 30
+"""Without a terminal, progress is a line that often."""
+
+
+class Steps:
+    """Counts steps of a run, of which `total - todo` were done by an earlier one."""
+
+    def __init__(self, progress: Progress, console: Console, total: int, todo: int) -> None:
+        self.progress = progress
+        self.console = console
+        self.total = total
+        self.done = self.first = total - todo
+        self.began = self.said = time.monotonic()
+        self.task = progress.add_task("", total=total, completed=self.done)
+        self.what = ""
+
+    def begin(self, what: str) -> None:
+        self.what = what
+        self.progress.update(self.task, description=what)
+
+    def advance(self, steps: int = 1) -> None:
+        self.done += steps
+        self.progress.update(self.task, completed=self.done)
+        now = time.monotonic()
+        if not self.console.is_terminal and now - self.said >= SAY_S:
+            self.said = now
+            left_s = (now - self.began) / (self.done - self.first) * (self.total - self.done)
+            left = f"{left_s / 60:.0f} minutes" if left_s > 100 else f"{left_s:.0f} s"
+            share = f"{100 * self.done / self.total:.0f} %"
+            self.console.print(f"{self.what}: {share}, about {left} to go", highlight=False)
+
+
+@contextmanager
+def progress_of(console: Console, total: int, todo: int | None = None) -> Iterator[Steps]:
+    """A block that takes `todo` of `total` steps, all if None."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("to go:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        yield Steps(progress, console, total, total if todo is None else todo)
