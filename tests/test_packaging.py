@@ -71,7 +71,7 @@ def make_wheel(
         for extension in check_dist.BINARIES:
             archive.writestr(extension, binary if "_native" in extension else BINARY)
         archive.writestr("cxlkv-0.2.0.dist-info/WHEEL", "")
-        for weights in check_dist.WEIGHTS - {without}:
+        for weights in check_dist.DATA_FILES - {without}:
             archive.writestr(weights, "")
         if more:
             archive.writestr(more, "")
@@ -153,7 +153,7 @@ def with_path(path: str) -> dict[str, bytes]:
         ({"name": "cxlkv-0.2.0-cp311-cp311-manylinux_2_28_x86_64.whl"}, ""),
         ({"name": "cxlkv-0.2.0-cp310-abi3-linux_x86_64.whl"}, ""),
         ({"name": "cxlkv-0.2.0-cp310-abi3-manylinux_2_34_x86_64.whl"}, ""),
-        *(({"without": name}, f"{name} is missing") for name in sorted(check_dist.WEIGHTS)),
+        *(({"without": name}, f"{name} is missing") for name in sorted(check_dist.DATA_FILES)),
     ],
     ids=str,
 )

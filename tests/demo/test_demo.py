@@ -84,7 +84,7 @@ def test_an_untrained_model_fails_with_exit_code_1_and_no_ratios(
     monkeypatch.setattr(demo, "load_model", untrained)
     monkeypatch.setattr(Plan, "of", lambda tokens, method: SMALL)
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli.app, ["demo", "--json", "demo.json"])
+    result = CliRunner().invoke(cli.app, ["demo", "--tiny", "--json", "demo.json"])
     assert result.exit_code == 1
     assert result.output.endswith("demo: FAIL\n")
     assert (tmp_path / "cxlkv-demo.png").read_bytes().startswith(PNG)

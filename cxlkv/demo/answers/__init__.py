@@ -1,0 +1,1 @@
+"""`cxlkv demo` with a trained language model: it answers questions about a document."""

