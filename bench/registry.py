@@ -32,6 +32,7 @@ class Options:
     rounds: int | None = None
     certificate: Path | None = None
     model: Path | None = None
+    text: Path | None = None
     trace: str | None = None
     policy: str | None = None
     far: str | None = None
@@ -110,6 +111,7 @@ MICRO = ("csv", "quick")
 PLACED = (*MICRO, "region")
 DRAWN = ("csv", "picture")
 LITMUS = ("region", "role", "rounds", "certificate")
+RECALL = (*MICRO, "picture", "model", "text")
 REPLAY = ("picture", "trace", "policy", "far", "local", "cold", "minutes", "pool")
 TRACES = ("agents", "loops", "scans", "zipf")
 
@@ -136,7 +138,7 @@ TABLE = (
     Case("paged", "cases.paged"),
     Case("link", "cases.link", DRAWN, ("link",)),
     Case("transport", "cases.transport", files=("transport",)),
-    Case("recall", "cases.recall", ("picture", "model"), ("recall",), is_command=True),
+    Case("recall", "cases.recall", RECALL, ("recall",), is_command=True),
     Case(
         "replay",
         "replay.case",

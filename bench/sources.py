@@ -33,7 +33,7 @@ from cxlkv.bench.models import train_text
 from cxlkv.bench.models.corpus import held_out_text
 from cxlkv.demo.run import load_model
 from cxlkv.demo.task import FACT_KEYS, make_context
-from cxlkv.demo.text.inputs import quiet, read_config, read_model, read_tokens
+from cxlkv.demo.text.inputs import quiet, read_config, read_model, read_text, read_tokens
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 TEXT_MODEL = Path(__file__).parent / "models" / "text"
@@ -88,18 +88,25 @@ def text(
 
 
 def folder(
-    path: Path, tokens: int = 16_384, queries: int = 64, layers: Sequence[int] | None = None
+    path: Path,
+    tokens: int = 16_384,
+    queries: int = 64,
+    layers: Sequence[int] | None = None,
+    text: Path | None = None,
 ) -> list[Taken]:
     """A causal language model as save_pretrained() leaves it, its tokenizer included.
 
-    It reads the same text as `text`; BadArgumentError or UnsupportedError for what is no such
-    model, or none whose keys a pool can hold.
+    It reads a text file, or the same text as `text`: `tokens` of it, or as many as the model takes
+    and the file has. BadArgumentError or UnsupportedError for what is no such model, or none whose
+    keys a pool can hold.
     """
-    read_config(path)  # which says in one line what is wrong with the folder
+    config = read_config(path)  # which says in one line what is wrong with the folder
     model = read_model(path)
-    written = held_out_text().decode(errors="replace")
+    taken = getattr(text_config(config), "max_position_embeddings", None) or tokens
+    written = read_text(text, tokens) if text else held_out_text().decode(errors="replace")
     ids = read_tokens(path, written, int(text_config(model).vocab_size))
-    return take(path.resolve().name, model, _cut(ids, tokens), queries, layers)
+    count = min(tokens, taken, len(ids) if text else tokens)
+    return take(path.resolve().name, model, _cut(ids, count), queries, layers)
 
 
 def gaussian(

@@ -9,10 +9,12 @@ from pathlib import Path
 from rich.table import Table
 
 from cxlkv.bench import sources
-from cxlkv.bench.quality import EXACT, Way, Weighed, mean, weigh, worst_decile
+from cxlkv.bench.quality import EXACT, PAGE_TOKENS, Way, Weighed, mean, weigh, worst_decile
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.result import Result
 from cxlkv.bench.sources import Taken
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.tuning import PAGES_MIN
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,12 @@ class Size:
         return context + 64 + self.queries
 
 
-def named_sources(size: Size, model: Path | None) -> dict[str, Callable[[], list[Taken]]]:
+QUICK = Size(long=16_384, queries=8, shares=(0.05,), recalls=(0.9, 0.98))
+
+
+def named_sources(
+    size: Size, model: Path | None, text: Path | None = None
+) -> dict[str, Callable[[], list[Taken]]]:
     """What the figures are of, by name; a model's passes are run when asked for."""
     short, long, queries = size.tokens(size.short), size.tokens(size.long), size.queries
     found: dict[str, Callable[[], list[Taken]]] = {
@@ -45,9 +52,7 @@ def named_sources(size: Size, model: Path | None) -> dict[str, Callable[[], list
         f"clustered_made_up_{thousands(size.long)}": lambda: sources.clustered(long, queries),
     }
     if model is not None:
-        found[f"{model.resolve().name}_{thousands(size.short)}"] = lambda: sources.folder(
-            model, short, queries
-        )
+        found[model.resolve().name] = lambda: sources.folder(model, short, queries, text=text)
     return found
 
 
@@ -59,6 +64,7 @@ def run(
     result: Result,
     size: Size = Size(),
     model: Path | None = None,
+    text: Path | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[Weighed]]:
     """Metrics SOURCE_SHARE_percent_WAY_{bytes_share,recall,mass,mass_to_exact}; rows by source.
@@ -66,9 +72,13 @@ def run(
     Ratios are the means over heads at 5 % of the pages.
     """
     found = {}
-    for source, taken in named_sources(size, model).items():
+    for source, taken in named_sources(size, model, text).items():
         progress(source)
-        rows, agreement = weigh(taken(), size.shares, size.ways)
+        layers = taken()
+        rows, agreement = weigh(layers, size.shares, size.ways)
+        tokens = len(layers[0].keys)
+        few = "" if tokens >= PAGES_MIN * PAGE_TOKENS else "; two_stage reads every key of so few"
+        result.notes.append(f"{source}: {tokens:,} tokens{few}")
         result.measure(f"{source}_agreement_with_torch", [agreement], "share of pages")
         result.checks[f"{source}_exact_agrees_with_torch"] = agreement > 0.99
         for row in rows:
@@ -80,8 +90,10 @@ def run(
 
 def command(options: Options, say: Say) -> Shown:
     """On each source of keys, and on the model in a folder if one is given."""
-    result = Result("recall")
-    found = run(result, model=options.model, progress=say)
+    if options.text and not options.model:
+        raise BadArgumentError("--text goes with --model, which reads it")
+    result, size = Result("recall"), QUICK if options.quick else Size()
+    found = run(result, size, options.model, options.text, progress=say)
 
     def draw(path: Path) -> None:
         from cxlkv.bench import pictures

@@ -78,6 +78,9 @@ def bench(
         Path | None,
         typer.Option(help="recall: also of the causal language model in this folder."),
     ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="recall: what --model reads; Python's library if not given.")
+    ] = None,
     picture: Annotated[
         Path | None,
         typer.Option(help="link, ndp, recall, replay: draw the figures into this file."),

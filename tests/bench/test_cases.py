@@ -188,10 +188,10 @@ def test_recall_runs_small_and_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     every = recall.named_sources(size, tmp_path)
     assert list(every) == [
         *("demo_2K", "demo_16K", "text_2K", "gaussian_made_up_16K", "clustered_made_up_16K"),
-        f"{tmp_path.name}_2K",
+        tmp_path.name,
     ]
     some = {name: every[name] for name in ("demo_2K", "text_2K", "gaussian_made_up_16K")}
-    monkeypatch.setattr(recall, "named_sources", lambda size, model: some)
+    monkeypatch.setattr(recall, "named_sources", lambda size, model, text: some)
     found = recall.run(result, size)
     check_result(result)
     gaussian = {str(row.way): row for row in found["gaussian_made_up_16K"]}
@@ -232,6 +232,7 @@ def test_what_a_command_cannot_draw_is_refused_at_once(
     for given, what in (
         (("calls", "--picture", absent), "--picture goes with ndp, link, recall, replay"),
         (("ndp", "--model", str(tmp_path)), "--model goes with recall; not with ndp"),
+        (("recall", "--text", str(tmp_path)), "--text goes with --model"),
         (("ndp", "--picture", absent), "its folder does not exist"),
         (("recall", "--json", absent), "its folder does not exist"),
         (("rocket",), "unknown case 'rocket': one of "),

@@ -153,6 +153,10 @@ def test_a_folder_is_read_with_its_own_tokenizer(tmp_path: Path) -> None:
     assert taken.source == "mine"
     assert taken.keys.shape == (300, 2, 16)
     assert taken.positions.tolist() == list(range(292, 300))
+    (tmp_path / "text.txt").write_text("letters " * 30)
+    text = tmp_path / "text.txt"
+    (taken,) = sources.folder(tmp_path / "mine", tokens=300, queries=8, layers=[1], text=text)
+    assert len(taken.keys) == 240
     with pytest.raises(BadArgumentError, match="there is no folder"):
         sources.folder(tmp_path / "other")
 
