@@ -102,9 +102,9 @@ PARTS = {
         prepare="make env-remote",
     ),
     "model": Part(
-        "make pytest-nightly ARGS=tests/demo",
+        "make pytest-nightly ARGS='tests/demo tests/bench/test_lab.py'",
         6,
-        ("cxlkv/demo/", "cxlkv/adapters/transformers/"),
+        ("cxlkv/demo/", "bench/lab/", "cxlkv/adapters/transformers/"),
         prepare="make model",
     ),
     "wheel": Part(

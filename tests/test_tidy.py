@@ -54,7 +54,7 @@ LAYERS = (
     {"adapters"},
     {
         *("bench", "demo", "ops", "ops.advise", "ops.bench", "ops.cli", "ops.console", "ops.demo"),
-        *("ops.info", "ops.pool", "ops.services", "ops.top", "ops.tune"),
+        *("ops.info", "ops.lab", "ops.pool", "ops.services", "ops.top", "ops.tune"),
     },
 )
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}

@@ -17,6 +17,7 @@ from cxlkv.ops.advise import advise
 from cxlkv.ops.bench import bench_app
 from cxlkv.ops.demo import demo
 from cxlkv.ops.info import info
+from cxlkv.ops.lab import lab_app
 from cxlkv.ops.pool import pool_app
 from cxlkv.ops.services import metrics, ndp_worker, serve_pool
 from cxlkv.ops.tune import tune
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.add_typer(pool_app, name="pool")
 app.add_typer(bench_app, name="bench")
+app.add_typer(lab_app, name="lab")
 for command in (info, advise, demo, tune, metrics):
     app.command()(command)
 app.command("ndp-worker")(ndp_worker)

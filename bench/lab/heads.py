@@ -1,0 +1,117 @@
+"""What pages keep, by layer and head: attention mass, the output's error, recall of the best pages.
+
+All is asked with the queries of full attention, so that no form's own errors add up. The attention
+that each page holds, and the output of all pages, are computed here from the keys and values that
+transformers made: neither the pool nor its scores are trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cxlkv.adapters.transformers import LayerStep
+from cxlkv.demo.forms import Form, FormsCache, Pages
+from cxlkv.errors import UnsupportedError
+from cxlkv.ndp.engine import Selection
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Batch
+from cxlkv.sequence import Sequence as Tokens
+
+Kept = npt.NDArray[np.float32]
+
+
+class WatchedCache(FormsCache):
+    """One row of full attention; while `watched`, each layer's query is asked of all forms too.
+
+    held: keys and values of each layer, of all tokens that will be read, [kv_heads, tokens, dim].
+    Of each watched step, mass, error: [forms, layers, q_heads]; attainable: the mass of the best
+    list of that length, recall: the share of it that is chosen, [forms, layers, kv_heads].
+    """
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        model: object,
+        forms: Sequence[Form],
+        sequence: Tokens,
+        held: Sequence[tuple[Tensor, Tensor]],
+        seed: int,
+    ) -> None:
+        super().__init__(pool, model, [Form.full()], [sequence], seed)
+        self.forms = tuple(forms)
+        self.held = held
+        self.watched = False
+        self.mass: list[Kept] = []
+        self.error: list[Kept] = []
+        self.attainable: list[Kept] = []
+        self.recall: list[Kept] = []
+
+    def attend(
+        self, batch: Batch, part: LayerStep, queries: Tensor, picked: Selection | None
+    ) -> Tensor:
+        out = super().attend(batch, part, queries, picked)
+        if not self.watched:
+            return out
+        if part.index == 0:
+            layout = self.pool.layout
+            for kept, heads in (
+                (self.mass, self._config.num_attention_heads),
+                (self.error, self._config.num_attention_heads),
+                (self.attainable, layout.kv_heads),
+                (self.recall, layout.kv_heads),
+            ):
+                kept.append(np.empty((len(self.forms), layout.layers, heads), np.float32))
+        true, wanted = self.by_arithmetic(part, queries)
+        for at, form in enumerate(self.forms):
+            chosen = self.choose_of(form.method, (form,), batch, part, queries, part.step.lengths)
+            some = super().attend(batch, part, queries, chosen)
+            error = (some.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+            self.mass[-1][at, part.index] = mass_of(chosen.pages[0], true)
+            self.error[-1][at, part.index] = error[0].numpy()
+            best, recall = beside_best(chosen.pages[0], true.mean(axis=1), form)
+            self.attainable[-1][at, part.index], self.recall[-1][at, part.index] = best, recall
+        return out
+
+    def by_arithmetic(self, part: LayerStep, queries: Tensor) -> tuple[Kept, Tensor]:
+        """The weights of attention that each page holds, float32 [kv_heads, group, pages], and the
+        output, float32 [1, q_heads, dim]."""
+        if part.sinks is not None:
+            raise UnsupportedError("attention with sinks has weights that no page holds")
+        layout, length = self.pool.layout, int(part.step.lengths[0])
+        keys, values = (one[:, :length].float() for one in self.held[part.index])
+        grouped = queries[0].float().reshape(layout.kv_heads, -1, queries.shape[-1])
+        scores = part.scale * grouped @ keys.mT
+        if part.softcap:
+            scores = part.softcap * torch.tanh(scores / part.softcap)
+        weights = scores.softmax(dim=-1)
+        out = (weights @ values).reshape(1, -1, values.shape[-1])
+        padded = pad(weights, (0, -length % layout.page_tokens))
+        by_page = padded.reshape(*padded.shape[:2], -1, layout.page_tokens).sum(dim=-1)
+        return np.asarray(by_page.numpy(), np.float32), out
+
+
+def mass_of(chosen: Pages, true: Kept) -> Kept:
+    """The share of attention that the chosen pages [kv_heads, k] hold, by query head."""
+    kept = [
+        masses[:, pages[pages >= 0]].sum(axis=1) for pages, masses in zip(chosen, true, strict=True)
+    ]
+    return np.concatenate(kept).astype(np.float32)
+
+
+def beside_best(chosen: Pages, true: Kept, form: Form) -> tuple[Kept, Kept]:
+    """Of kv heads, the mass of the pages that hold most, of [kv_heads, pages], in lists as long as
+    the chosen ones, and the share of them that is chosen; forced pages are in the mass alone."""
+    mass, recall = [], []
+    for pages, masses in zip(chosen, true, strict=True):
+        first, last = form.sinks, len(masses) - form.recent
+        free = pages[(pages >= first) & (pages < last)]
+        best = first + np.argsort(-masses[first:last])[: len(free)]
+        mass.append(masses[:first].sum() + masses[best].sum() + masses[last:].sum())
+        recall.append(np.isin(best, free).mean() if len(free) else 1.0)
+    return np.array(mass, np.float32), np.array(recall, np.float32)

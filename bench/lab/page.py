@@ -1,0 +1,146 @@
+"""The page of a run of the lab: one HTML file with its pictures in it."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cxlkv.bench.lab.report import Findings, Row, cells
+from cxlkv.bench.lab.statistics import bootstrap
+from cxlkv.bench.lab.texts import TEXTS
+from cxlkv.bench.lab.units import METHODS, Arrays
+from cxlkv.bench.result import Result
+from cxlkv.bench.style import BLUE, GREEN, GREY, INK, ORANGE, canvas, plain
+from cxlkv.machine.state import write_whole
+
+TEMPLATE = Path(__file__).parent / "page.html.j2"
+LOOKS = {
+    "exact": (BLUE, "-"),
+    "two_stage": (GREEN, "-"),
+    "digest": (ORANGE, "-"),
+    "oracle": (INK, ":"),
+    "newest": (GREY, "--"),
+    "random": (GREY, ":"),
+}
+HEADS_SHARE = 0.05
+HEADS = (
+    ("form", "method, and its share of the pages"),
+    ("loss", "over full attention's, mean of the texts"),
+    ("below", "upper bound of that, 95 % confidence"),
+    ("KL", "divergence from full attention, nats a token"),
+    ("agrees", "most likely token is full attention's"),
+    ("copies", "nats a token over full attention, on a passage's second occurrence"),
+    ("below", "upper bound of that"),
+    ("right", "of the items that full attention solves"),
+    ("p", "McNemar's exact test against full attention, on all items"),
+    ("mass", "attention kept, mean"),
+    ("worst", "the same in the worst tenth of (layer, head)"),
+    ("error", "of the output, relative, at the queries of full attention"),
+    ("recall", "of the pages that hold the most attention, the forced ones left out"),
+    ("scored", "bytes read to choose, of all keys and values"),
+    ("fetched", "bytes of the chosen pages"),
+)
+
+
+def write(path: Path, found: Findings, result: Result, units: Mapping[str, Arrays]) -> None:
+    """Write the page, whole or not at all."""
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    sources = {text.name: text for text in TEXTS}
+    page = environment.from_string(TEMPLATE.read_text()).render(
+        found=found,
+        machine=result.as_dict()["machine"],
+        commit=result.as_dict()["commit"],
+        failed=[name for name, holds in result.checks.items() if not holds],
+        heads=HEADS,
+        rows=[(row, cells(row, found)) for row in found.rows],
+        texts=[(sources[name], found.loss_full[at]) for at, name in enumerate(found.plan.texts)],
+        losses=picture(9, 4.2, lambda panels: draw_losses(panels, found)),
+        heat=picture(9, 3.6, lambda panels: draw_heads(panels, found, units), columns=3),
+        by_text=by_text(found),
+    )
+    write_whole(path, page + "\n")
+
+
+def picture(
+    width: float, height: float, draw: Callable[[list[Axes]], None], columns: int = 2
+) -> str:
+    """As a data URI, so that nothing is fetched."""
+    figure, panels = canvas(width, height, 1, columns)
+    draw(panels)
+    return as_uri(figure)
+
+
+def as_uri(figure: Figure) -> str:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=130)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def draw_losses(panels: list[Axes], found: Findings) -> None:
+    """Loss and copies over full attention's, with bounds, by the pages read."""
+    for axes, figure, scale, title in (
+        (panels[0], "loss", 100, "loss over full attention's, %"),
+        (panels[1], "copy", 1, "copies: nats over full attention's"),
+    ):
+        for method in METHODS:
+            rows = [row for row in plain_rows(found) if row.form.method == method]
+            if not rows:
+                continue
+            color, line = LOOKS[method]
+            bounds = [bootstrap(getattr(row, figure)) for row in rows]
+            shares = [100 * row.form.share for row in rows]
+            axes.plot(
+                shares, [scale * b.mean for b in bounds], line, color=color, marker="o",
+                markersize=3, label=method,
+            )  # fmt: skip
+            if method in ("exact", "two_stage", "digest"):
+                low, high = ([scale * b[i] for b in bounds] for i in (1, 2))
+                axes.fill_between(shares, low, high, color=color, alpha=0.12, linewidth=0)
+        axes.set_xscale("log")
+        axes.set_xticks(shares, [f"{share:g}" for share in shares])
+        axes.minorticks_off()
+        plain(axes, "pages, % of all", title=title)
+        axes.set_yscale("symlog", linthresh=1 if scale == 100 else 0.05)
+        axes.axhline(0, color=INK, linewidth=0.8)
+    panels[0].legend(frameon=False, labelcolor=INK, fontsize=9)
+
+
+def draw_heads(panels: list[Axes], found: Findings, units: Mapping[str, Arrays]) -> None:
+    """The attention kept, layer by head, for three methods with as few pages as are shown."""
+    texts = [units[f"text-{name}"] for name in found.plan.texts]
+    for axes, method in zip(panels, ("exact", "digest", "oracle"), strict=True):
+        forms = [
+            (at, row.form)
+            for at, row in enumerate(found.rows)
+            if row.form.method == method and not row.form.dense_layers
+        ]
+        if not forms:
+            axes.set_axis_off()
+            continue
+        at, form = min(forms, key=lambda one: abs(one[1].share - HEADS_SHARE))
+        mass = np.concatenate([unit["mass"][:, at] for unit in texts]).mean(axis=0)
+        image = axes.imshow(mass, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        plain(axes, "head", title=f"{form.name}: {mass.mean():.2f}")
+        axes.grid(visible=False)
+    panels[0].set_ylabel("layer", color=INK)
+    panels[0].figure.colorbar(image, ax=panels[-1], label="attention kept")
+
+
+def plain_rows(found: Findings) -> list[Row]:
+    """Those whose layers all have the same budget."""
+    return [row for row in found.rows if not row.form.dense_layers]
+
+
+def by_text(found: Findings) -> list[tuple[str, list[str]]]:
+    """The loss over full attention's of exact selections, text by text."""
+    rows: list[Row] = [row for row in found.rows if row.form.method in ("full", "exact")]
+    return [(row.form.name, [f"{100 * value:+.1f} %" for value in row.loss]) for row in rows]

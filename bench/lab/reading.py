@@ -1,0 +1,169 @@
+"""Reads texts with full attention and with forms in a pool, each token given (teacher-forced).
+
+Full attention is transformers' own: one pass over the whole text. Its keys and values of the
+context go into the pool, and each form reads on from a fork of them, a token at a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from cxlkv.demo.forms import Form, FormsCache
+from cxlkv.errors import BadArgumentError
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Sequence as Tokens
+
+Figures = npt.NDArray[np.float32]
+ROWS_MAX = 64
+"""Full attention's logits are made for so many tokens at a time."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Figures of forms [forms, steps] beside full attention's [steps], in nats.
+
+    losses: negative log-likelihood of the text's next token. divergences: Kullback-Leibler, from
+    full attention's distribution. agreed: the most likely token is full attention's.
+    scored, fetched: bytes [forms], that each form alone would read in a step, on average;
+    sketched: how many of its lists were chosen by sketches.
+    """
+
+    full: Figures
+    losses: Figures
+    divergences: Figures
+    agreed: npt.NDArray[np.bool_]
+    scored: npt.NDArray[np.int64]
+    fetched: npt.NDArray[np.int64]
+    sketched: npt.NDArray[np.int64]
+
+
+class Reader:
+    """A model, and a pool that holds one context at a time."""
+
+    def __init__(self, model: PreTrainedModel, pool: CXLPool) -> None:
+        self.model = model
+        self.pool = pool
+        self.own_attention = str(model.config._attn_implementation)
+        if self.own_attention == "cxlkv":
+            raise BadArgumentError("the model's own attention is wanted, not cxlkv")
+
+    def read(self, tokens: Tensor, keep: int = 0) -> tuple[DynamicCache, Tensor]:
+        """Full attention over int64 [tokens]: its cache, log-probabilities behind the last `keep`
+        of them, float32 [keep, words]."""
+        cache = DynamicCache()
+        self.read_on(cache, tokens[: len(tokens) - keep], 0)
+        rest = torch.split(tokens[len(tokens) - keep :], ROWS_MAX)
+        rows = [self.read_on(cache, some, len(some)) for some in rest if len(some)]
+        return cache, torch.cat(rows) if rows else torch.empty(0)
+
+    @torch.inference_mode()
+    def read_on(self, cache: DynamicCache, tokens: Tensor, keep: int) -> Tensor:
+        """The same behind what the cache holds, which grows by them."""
+        self.model.set_attn_implementation(self.own_attention)
+        logits = self.model(
+            input_ids=tokens[None], past_key_values=cache, logits_to_keep=max(keep, 1)
+        ).logits
+        return torch.log_softmax(logits[0].float(), dim=-1)
+
+    @contextmanager
+    def context(self, cache: DynamicCache, length: int) -> Iterator[Tokens]:
+        """The first `length` tokens of a cache as a sequence in the pool."""
+        sequence = self.pool.sequence()
+        try:
+            for index, held in enumerate(held_by(cache)):
+                keys, values = (one[:, :length].transpose(0, 1).contiguous() for one in held)
+                sequence.append(index, keys, values)
+            yield sequence
+        finally:
+            sequence.release()
+
+    def rows(self, context: Tokens, forms: Sequence[Form], seed: int) -> FormsCache:
+        """A row for each form, a fork of the context each; to be released."""
+        forks = [context.fork() for _ in forms]
+        return FormsCache(self.pool, self.model, forms, forks, seed)
+
+    @torch.inference_mode()
+    def step(self, cache: FormsCache, tokens: Tensor) -> Tensor:
+        """One token a row, int64 [rows]: logits [rows, words]."""
+        self.model.set_attn_implementation("cxlkv")
+        logits = self.model(input_ids=tokens[:, None], past_key_values=cache).logits
+        assert isinstance(logits, Tensor)
+        return logits[:, -1]
+
+    def compare(
+        self,
+        context: Tokens,
+        forms: Sequence[Form],
+        tokens: Tensor,
+        full: Tensor,
+        seed: int,
+        advance: Callable[[], None],
+        watch: Callable[[int], None] = lambda at: None,
+    ) -> Steps:
+        """All forms read `tokens` [steps + 1] behind the context; the last is only predicted.
+
+        full: log-probabilities of full attention, float32 [steps, words]. seed: of random pages.
+        watch: called before each step, with its number.
+        """
+        count = len(tokens) - 1
+        losses = np.empty((len(forms), count), np.float32)
+        divergences, agreed = np.empty_like(losses), np.empty(losses.shape, np.bool_)
+        cache = self.rows(context, forms, seed)
+        try:
+            for at in range(count):
+                watch(at)
+                logits = self.step(cache, tokens[at].repeat(len(forms)))
+                wanted = full[at]
+                chances = torch.log_softmax(logits.float(), dim=-1)
+                losses[:, at] = -chances[:, tokens[at + 1]].numpy()
+                parts = wanted.exp() * (wanted - chances)
+                # A token that full attention rules out adds nothing, but 0 times infinity is nan.
+                parts = parts.masked_fill(wanted.isneginf(), 0)
+                divergences[:, at] = parts.sum(-1).clamp_min(0)
+                agreed[:, at] = chances.argmax(-1) == wanted.argmax(-1)
+                advance()
+            read = [cache.read[form] for form in forms]
+        finally:
+            cache.release()
+        return Steps(
+            full=-full[torch.arange(count), tokens[1:]].numpy(),
+            losses=losses,
+            divergences=divergences,
+            agreed=agreed,
+            scored=np.array([one.scored // one.steps for one in read], np.int64),
+            fetched=np.array([one.fetched // one.steps for one in read], np.int64),
+            sketched=np.array([one.sketched for one in read], np.int64),
+        )
+
+
+def stale_pages(context: Tokens, held: Sequence[tuple[Tensor, Tensor]], page_tokens: int) -> int:
+    """How many pages, by layer and kv head, do not hold the keys, or the values, that transformers
+    made of these tokens."""
+    count = 0
+    for layer, made in enumerate(held):
+        for stored, tensor in zip(context.fetch(layer), made, strict=True):
+            wanted = tensor[:, : len(context)].float()
+            wanted = pad(wanted, (0, 0, 0, -len(context) % page_tokens))
+            found = np.asarray(stored).astype(np.float32)
+            differs = found != wanted.numpy().reshape(found.shape)
+            count += int(differs.any(axis=(2, 3)).sum())
+    return count
+
+
+def held_by(cache: DynamicCache) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of each layer, [kv_heads, tokens, dim]."""
+    for layer in cache.layers:
+        assert isinstance(layer, DynamicLayer)
+        assert layer.keys is not None
+        assert layer.values is not None
+        yield layer.keys[0], layer.values[0]

@@ -1,0 +1,253 @@
+"""What a run of the lab found: a row of figures for each form, as a result, a table and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from rich.table import Table
+
+from cxlkv.bench.lab.statistics import bootstrap, mcnemar
+from cxlkv.bench.lab.tasks import KINDS
+from cxlkv.bench.lab.units import Arrays, Plan
+from cxlkv.bench.result import Result
+from cxlkv.demo.forms import Form
+from cxlkv.demo.text.report import DIVERGENCE_NATS
+
+ORACLE_MASS_LEAST = 0.99
+"""Of the attention that the best pages hold, by arithmetic apart from the pool, in the worst text,
+layer and kv head."""
+ERROR_MOST = {"float32": 1e-4, "float16": 0.004, "bfloat16": 0.03}
+"""Of the pool's output over all pages, relative: a layer's mean over steps and heads, the worst."""
+HEADS = (
+    *("form", "loss", "below", "KL", "agrees", "copies", "below", "right", "p", "mass", "worst"),
+    *("error", "recall", "scored", "fetched"),
+)
+Samples = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One form. Samples are texts, each the mean of its steps.
+
+    loss: share over full attention's; copy: nats over it. right: of the items that full attention
+    solves; only_full, only_form: items that one of both solves, of all. chance: that full
+    attention and the form are equally good.
+    scored, fetched: bytes over those of all keys and values. mass, error, recall: means, and those
+    of the worst tenth of (layer, head). attainable: the least share of the mass of the best pages,
+    as many as these, that any text, layer and kv head keeps. error_most: in the worst layer,
+    a mean over its heads and steps. sketched: lists that were chosen by sketches.
+    """
+
+    form: Form
+    loss: Samples
+    divergence: Samples
+    agreed: Samples
+    copy: Samples
+    right: int
+    only_full: int
+    only_form: int
+    scored: float
+    fetched: float
+    mass: tuple[float, float]
+    attainable: float
+    error_most: float
+    sketched: int
+    error: tuple[float, float]
+    recall: tuple[float, float]
+
+    @property
+    def chance(self) -> float:
+        return mcnemar(self.only_full, self.only_form)
+
+
+@dataclass(frozen=True)
+class Findings:
+    plan: Plan
+    rows: Sequence[Row]
+    items: int
+    solved: int
+    solved_by_kind: Mapping[str, tuple[int, int]]
+    loss_full: Samples
+    dtype: str
+    variants: Sequence[tuple[Form, tuple[float, float]]]
+    """The attention that each keeps: mean, and worst tenth of the heads."""
+    notes: Sequence[str]
+    stale: int
+    """Pages, by layer and kv head, that do not hold what transformers made."""
+
+
+def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
+    """The figures of all units; model: its name."""
+    texts = [units[f"text-{name}"] for name in plan.texts]
+    tasks = [units[f"tasks-{number}"] for number in range(plan.contexts)]
+    right = np.concatenate([unit["right"] for unit in tasks], axis=1).astype(bool)
+    kinds = np.concatenate([unit["kinds"] for unit in tasks])
+    full = right[0]
+    every = sum(int(unit["fetched"][0]) for unit in texts)
+    rows = []
+    for at, form in enumerate(plan.forms):
+        mine = right[1 + at]
+        rows.append(
+            Row(
+                form,
+                loss=relative(texts, "losses", "full", at),
+                divergence=np.array([u["divergences"][at].mean() for u in texts]),
+                agreed=np.array([u["agreed"][at].mean() for u in texts]),
+                copy=np.array([u["copy"][:, at].mean() - u["copy_full"].mean() for u in texts]),
+                right=int((mine & full).sum()),
+                only_full=int((full & ~mine).sum()),
+                only_form=int((mine & ~full).sum()),
+                scored=sum(int(u["scored"][at]) for u in texts) / every,
+                fetched=sum(int(u["fetched"][at]) for u in texts) / every,
+                mass=kept(texts, "mass", at, worst_is_low=True),
+                attainable=least_share(texts, at),
+                error_most=max(
+                    float(unit["error"][:, at].mean(axis=(0, 2)).max()) for unit in texts
+                ),
+                sketched=sum(int(unit["sketched"][at]) for unit in texts),
+                error=kept(texts, "error", at, worst_is_low=False),
+                recall=kept(texts, "recall", at, worst_is_low=True),
+            )
+        )
+    by_kind = {
+        kind: (int(full[kinds == i].sum()), int((kinds == i).sum())) for i, kind in enumerate(KINDS)
+    }
+    losses = np.array([unit["full"].mean() for unit in texts])
+    dtype = str(texts[0]["dtype"])
+    variants = [
+        (form, kept(texts, "mass", len(plan.forms) + at, worst_is_low=True))
+        for at, form in enumerate(plan.variants)
+    ]
+    commits = sorted({str(unit["commit"]) for unit in units.values()})
+    prefixes = [int(unit["prefix"]) for unit in texts]
+    lengths = [int(unit["tokens"]) for unit in tasks]
+    notes = [
+        f"model: {model}, {dtype}; prefixes of {min(prefixes):,} to {max(prefixes):,} tokens, "
+        f"contexts of items of {min(lengths):,} to {max(lengths):,}",
+        f"measured at commit {', '.join(commits)}",
+    ]
+    if not any(row.sketched for row in rows if row.form.method == "two_stage"):
+        notes.append("two_stage read every key, as exact does: it has sketches from 1,024 pages on")
+    return Findings(
+        *(plan, rows, len(full), int(full.sum()), by_kind, losses, dtype, variants, notes),
+        stale=sum(int(unit["stale"]) for unit in texts),
+    )
+
+
+def relative(texts: Sequence[Arrays], of: str, to: str, at: int) -> Samples:
+    """By which share the loss is higher than full attention's, a sample a text."""
+    return np.array([unit[of][at].mean() / unit[to].mean() - 1 for unit in texts])
+
+
+def kept(texts: Sequence[Arrays], name: str, at: int, worst_is_low: bool) -> tuple[float, float]:
+    """The mean, and that of the worst tenth of (layer, head), by their means over all texts."""
+    by_head = np.concatenate([unit[name][:, at] for unit in texts]).mean(axis=0).ravel()
+    ordered = np.sort(by_head) if worst_is_low else np.sort(by_head)[::-1]
+    return float(by_head.mean()), float(ordered[: max(1, len(ordered) // 10)].mean())
+
+
+def least_share(texts: Sequence[Arrays], at: int) -> float:
+    """Of the mass that the best pages hold, what a form's lists hold, in the worst text, layer and
+    kv head, over its steps."""
+    shares = []
+    for unit in texts:
+        best = unit["attainable"][:, at]
+        mass = unit["mass"][:, at].reshape(*best.shape, -1).mean(axis=-1)
+        shares.append((mass.mean(axis=0) / best.mean(axis=0)).min())
+    return float(min(shares))
+
+
+def table_of(found: Findings) -> Table:
+    """For a terminal of 100 columns."""
+    table = Table(
+        title=f"{len(found.plan.texts)} texts, {found.plan.steps} tokens each behind "
+        f"{found.plan.prefix:,}; {found.solved} of {found.items} items solved by full attention",
+        caption="loss, copies: over full attention's (mean, and what it is below with 95 %\n"
+        "confidence); right: of the items that full attention solves; p: McNemar's test;\n"
+        "mass: attention kept (mean; worst tenth of heads); error: of the output; recall: of\n"
+        "the best pages; scored, fetched: bytes, of all",
+    )
+    for name in HEADS:
+        table.add_column(name, justify="left" if name == "form" else "right", no_wrap=True)
+    for row in found.rows:
+        table.add_row(*cells(row, found))
+    return table
+
+
+def cells(row: Row, found: Findings) -> list[str]:
+    loss, copy = bootstrap(row.loss), bootstrap(row.copy)
+    return [
+        row.form.name,
+        f"{100 * loss.mean:+.1f} %",
+        f"{100 * loss.high:+.1f} %",
+        f"{row.divergence.mean():.4f}",
+        f"{100 * row.agreed.mean():.1f} %",
+        f"{copy.mean:+.3f}",
+        f"{copy.high:+.3f}",
+        f"{row.right}/{found.solved}",
+        f"{row.chance:.2g}",
+        f"{row.mass[0]:.3f}",
+        f"{row.mass[1]:.3f}",
+        f"{row.error[0]:.3f}",
+        f"{row.recall[0]:.2f}",
+        f"{100 * row.scored:.1f} %",
+        f"{100 * row.fetched:.1f} %",
+    ]
+
+
+def result_of(found: Findings) -> Result:
+    """The result file: samples are texts."""
+    result = Result("lab")
+    full = found.rows[0]
+    result.notes += found.notes
+    oracles = [row for row in found.rows if row.form.method == "oracle"]
+    result.checks["all_pages_are_full_attention"] = bool(
+        full.divergence.max() <= DIVERGENCE_NATS[found.dtype]
+    )
+    result.checks["the_pool_attends_as_arithmetic_does"] = (
+        full.error_most <= ERROR_MOST[found.dtype]
+    )
+    result.checks["the_pool_holds_what_was_read"] = found.stale == 0
+    result.measure("stale_pages", [found.stale], "pages")
+    result.checks["oracle_knows_the_best_pages"] = all(
+        row.attainable >= ORACLE_MASS_LEAST for row in oracles
+    )
+    result.measure("error_most", [full.error_most], "of the output of all pages, relative")
+    result.measure("oracle_least", [min(row.attainable for row in oracles)], "share of the best")
+    result.checks["no_form_keeps_more_than_the_oracle"] = all(
+        row.mass[0] <= oracle.mass[0] + 0.001
+        for row in found.rows
+        for oracle in oracles
+        if row.form.share == oracle.form.share and not row.form.dense_layers
+    )
+    result.measure("loss_full", list(found.loss_full), "nats a token")
+    result.measure("items_solved", [found.solved], "items")
+    for kind, (solved, asked) in found.solved_by_kind.items():
+        result.measure(f"items_solved_{kind}", [solved], f"of {asked} items")
+    for form, (mean, worst) in found.variants:
+        result.measure(f"mass_{key_of(form)}", [mean], "share of attention")
+        result.measure(f"mass_worst_{key_of(form)}", [worst], "share of attention")
+    for row in found.rows:
+        name = key_of(row.form)
+        result.measure(f"loss_{name}", list(row.loss), "share over full attention's")
+        result.measure(f"divergence_{name}", list(row.divergence), "nats a token")
+        result.measure(f"agreement_{name}", list(row.agreed), "share of tokens")
+        result.measure(f"copies_{name}", list(row.copy), "nats a token over full attention's")
+        result.measure(f"right_{name}", [row.right], "items")
+        result.measure(f"lost_{name}", [row.only_full], "items that full attention alone solves")
+        result.measure(f"won_{name}", [row.only_form], "items that full attention does not solve")
+        for what, (mean, worst) in (("error", row.error), ("recall", row.recall)):
+            result.measure(f"{what}_{name}", [mean], "share")
+            result.measure(f"{what}_worst_{name}", [worst], "share")
+        result.measure(f"scored_{name}", [row.scored], "share of bytes")
+        result.measure(f"fetched_{name}", [row.fetched], "share of bytes")
+        result.measure(f"mass_{name}", [row.mass[0]], "share of attention")
+        result.measure(f"mass_worst_{name}", [row.mass[1]], "share of attention")
+    return result
+
+
+def key_of(form: Form) -> str:
+    return form.name.replace(" %", "_percent").replace(" ", "_").replace(",", "")

@@ -1,0 +1,128 @@
+"""`cxlkv lab run` measures all units of a plan, and goes on where an earlier run stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from cxlkv.adapters.transformers import layout_of
+from cxlkv.bench.lab.reading import Reader
+from cxlkv.bench.lab.units import Arrays, Plan, Runner
+from cxlkv.bench.result import commit
+from cxlkv.demo.progress import progress_of
+from cxlkv.demo.text import inputs
+from cxlkv.errors import BadArgumentError, CorruptError, UnsupportedError
+from cxlkv.layout import KVLayout
+from cxlkv.machine.state import write_whole
+from cxlkv.pool import CXLPool
+
+PLAN = "plan.json"
+FORMAT = 1
+"""Of the units' files: another number when what they hold, or what it means, changes."""
+
+
+def run(folder: Path, model: Path, plan: Plan, console: Console) -> None:
+    """Measure the units that the folder lacks.
+
+    Raises BadArgumentError where the folder holds those of another plan, model or texts, and for
+    what cannot be measured: a model that takes too few tokens, or a tokenizer of another kind;
+    UnsupportedError for layers that do not see the whole text.
+    """
+    config = inputs.read_config(model)
+    layout = layout_of(config)
+    if layout.values == "key_prefix" or any(window is not None for window in layout.windows):
+        raise UnsupportedError("the lab measures models whose layers see the whole text, not MLA")
+    decoder = config.get_text_config(decoder=True)
+    most = max(plan.prefix + plan.steps + 1, plan.context_tokens * 5 // 4)
+    if getattr(decoder, "max_position_embeddings", most) < most:
+        raise BadArgumentError(
+            f"the model takes {decoder.max_position_embeddings} tokens, the lab reads {most}"
+        )
+    loaded = inputs.read_model(model)
+    layout = layout_of(loaded)
+    with CXLPool.create("anonymous:", layout=layout, capacity=capacity_bytes(layout, plan)) as pool:
+        runner = Runner(Reader(loaded, pool), AutoTokenizer.from_pretrained(model), plan)
+        begin(folder, model, plan, runner.check())
+        units = plan.units()
+        todo = {name: steps for name, steps in units.items() if not path_of(folder, name).exists()}
+        with progress_of(console, sum(units.values()), sum(todo.values())) as progress:
+            for name in todo:
+                progress.begin(f"reading {name}")
+                save(path_of(folder, name), runner.run(name, progress.advance))
+
+
+def begin(folder: Path, model: Path, plan: Plan, texts: dict[str, str]) -> None:
+    """Write what the folder is of, or hold it against what it says."""
+    folder.mkdir(parents=True, exist_ok=True)
+    of: dict[str, object] = {"format": FORMAT, "model": digest_of(model), "texts": texts}
+    of["plan"] = asdict(plan)
+    text = json.dumps(of, indent=1)
+    path = folder / PLAN
+    if not path.exists():
+        write_whole(path, text)
+        return
+    try:
+        before = json.loads(path.read_text())
+    except ValueError as error:
+        raise CorruptError(f"{path}: {error}; delete the folder and run again") from error
+    wanted = json.loads(text)
+    for name in of:
+        if before.get(name) != wanted[name]:
+            raise BadArgumentError(
+                f"{folder} holds a run with another {name}: give another folder with --out"
+            )
+
+
+def digest_of(model: Path) -> str:
+    """SHA-256 of weights, configuration and tokenizer."""
+    found = hashlib.sha256()
+    for path in sorted(model.iterdir()):
+        if path.suffix in (".safetensors", ".bin", ".json", ".model", ".txt"):
+            found.update(path.name.encode())
+            with path.open("rb") as file:
+                while block := file.read(1 << 22):
+                    found.update(block)
+    return found.hexdigest()
+
+
+def path_of(folder: Path, unit: str) -> Path:
+    return folder / f"{unit}.npz"
+
+
+def save(path: Path, arrays: Arrays) -> None:
+    """Whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with unfinished.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays, commit=np.array(commit()))
+    unfinished.replace(path)
+
+
+def load_units(folder: Path, plan: Plan) -> dict[str, Arrays]:
+    """What was measured, by unit. Raises CorruptError for a damaged file."""
+    found = {}
+    for name in plan.units():
+        path = path_of(folder, name)
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                found[name] = {key: arrays[key] for key in arrays.files}
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
+            raise CorruptError(
+                f"{path}: {error}; delete the file and run again to measure it"
+            ) from error
+    return found
+
+
+def capacity_bytes(layout: KVLayout, plan: Plan) -> int:
+    """For a context, and for a fork of each form with as many tokens as it reads on."""
+    context = max(plan.prefix, 2 * plan.context_tokens)
+    more = (len(plan.forms) + 2) * (max(plan.steps, plan.passage) + 512)
+    return (context + more) * layout.token_bytes * 4 // 3 + (64 << 20)

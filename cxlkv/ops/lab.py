@@ -1,0 +1,62 @@
+"""`cxlkv lab` measures what attending to chosen pages costs a trained model in quality."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from cxlkv.ops.console import needing
+
+lab_app = typer.Typer(
+    help="Measure what attending to chosen pages costs a trained model in quality.",
+    no_args_is_help=True,
+)
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", help="Folder of the run, cxlkv-lab or cxlkv-lab-quick; a killed run goes on."
+    ),
+]
+
+
+@lab_app.command("run")
+def lab_run(
+    out: Folder = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few minutes, too little to conclude from.")
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a causal model; SmolLM2-135M if not given.")
+    ] = None,
+) -> None:
+    """Measure all forms of selection against full attention on 16 texts and 200 questions.
+
+    Writes lab.json and lab.html into the folder. Takes some two hours on two cores; --quick a few
+    minutes. Killed, it goes on where it stopped. Exit code 1 if a check does not hold.
+    """
+    with needing("lab", "the lab"):
+        from cxlkv.bench.lab import page, report
+        from cxlkv.bench.lab.run import load_units, run
+        from cxlkv.bench.lab.units import Plan
+        from cxlkv.demo.smollm2 import prepare
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 170)
+    plan, folder = Plan.quick() if quick else Plan(), model or prepare(console)
+    out = out or Path("cxlkv-lab-quick" if quick else "cxlkv-lab")
+    run(out, folder, plan, console)
+    units = load_units(out, plan)
+    found = report.find(plan, units, folder.name)
+    result = report.result_of(found)
+    console.print(report.table_of(found))
+    for note in result.notes:
+        console.print(Text(note), soft_wrap=True)
+    result.write(out / "lab.json")
+    page.write(out / "lab.html", found, result, units)
+    console.print(Text(f"Result file: {out / 'lab.json'}; page: {out / 'lab.html'}"))
+    if not result.passed:
+        raise typer.Exit(1)

@@ -1,0 +1,266 @@
+"""`cxlkv lab` on a small random model: it resumes, its page has its rows, and faults are caught."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cxlkv import Selection
+from cxlkv.bench.lab import page, report, units
+from cxlkv.bench.lab.run import load_units, run
+from cxlkv.bench.lab.statistics import bootstrap, mcnemar
+from cxlkv.bench.lab.tasks import WORDS
+from cxlkv.bench.lab.texts import TEXTS, Text
+from cxlkv.bench.lab.units import Plan, Runner
+from cxlkv.demo import smollm2
+from cxlkv.demo.forms import Form
+from cxlkv.errors import BadArgumentError, CorruptError
+from cxlkv.sequence import Batch
+from cxlkv.sequence import Sequence as Tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUMBERS = 300
+SHAPE = {
+    "vocab_size": NUMBERS + len(WORDS) + 8,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.3,
+}
+FORMS = (Form.full(), *(Form(method, 0.1) for method in ("exact", "random", "newest", "oracle")))
+PLAN = Plan(
+    texts=("one", "two"),
+    prefix=700,
+    steps=24,
+    watched_every=6,
+    passage=24,
+    distances=(300, 600),
+    copies=1,
+    contexts=1,
+    context_tokens=300,
+    forms=FORMS,
+    variants=(Form("exact", 0.1, sinks=2), Form("exact", 0.1, recent=4)),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama in float32, whose tokens are words."""
+    folder = tmp_path_factory.mktemp("lab")
+    torch.manual_seed(4)
+    LlamaForCausalLM(LlamaConfig.from_dict(SHAPE)).save_pretrained(folder)
+    words = [*map(str, range(NUMBERS)), *dict.fromkeys(WORDS)]
+    tokenizer = Tokenizer(WordLevel({word: at for at, word in enumerate(words)}, unk_token="0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of numbers, in sentences."""
+
+    def read(seed: int) -> Callable[[], str]:
+        numbers = np.random.default_rng(seed).integers(0, NUMBERS, 2000)
+        return lambda: " ".join(f"{n}." if at % 9 == 8 else str(n) for at, n in enumerate(numbers))
+
+    made = tuple(Text(name, "prose", "drawn", read(at)) for at, name in enumerate(("one", "two")))
+    monkeypatch.setattr(units, "TEXTS", made)
+    monkeypatch.setattr(page, "TEXTS", made)
+
+
+def checks_of(folder: Path, plan: Plan = PLAN) -> dict[str, bool]:
+    return report.result_of(report.find(plan, load_units(folder, plan), "small")).checks
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_figures(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, model, PLAN, Console())
+    measure, seen = Runner.run, list[str]()
+
+    def killed(self: Runner, unit: str, advance: units.Advance) -> units.Arrays:
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        seen.append(unit)
+        return measure(self, unit, advance)
+
+    monkeypatch.setattr(Runner, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(parts, model, PLAN, Console())
+    monkeypatch.setattr(Runner, "run", measure)
+    run(parts, model, PLAN, Console())
+    first, second = load_units(whole, PLAN), load_units(parts, PLAN)
+    for unit, arrays in first.items():
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(array, second[unit][name], f"{unit}: {name}")
+    assert all(checks_of(whole).values()), checks_of(whole)
+
+    with pytest.raises(BadArgumentError, match="a run with another plan: give another folder"):
+        run(parts, model, replace(PLAN, steps=25), Console())
+    (tmp_path / "absent").mkdir()
+    with pytest.raises(BadArgumentError, match=r"has no config\.json"):
+        run(tmp_path / "never", tmp_path / "absent", PLAN, Console())
+    assert not (tmp_path / "never").exists()
+    path = parts / "text-two.npz"
+    good = path.read_bytes()
+    for bad in (b"PK", b"", good[: len(good) // 2], good[:2000] + b"x" + good[2001:]):
+        path.write_bytes(bad)
+        with pytest.raises(CorruptError, match=r"text-two\.npz.*delete the file"):
+            load_units(parts, PLAN)
+
+    found = report.find(PLAN, first, "small")
+    page.write(tmp_path / "lab.html", found, report.result_of(found), first)
+    text = (tmp_path / "lab.html").read_text()
+    for form in FORMS:
+        assert f"<td>{form.name}</td>" in text
+    for form in PLAN.variants:
+        assert f"<td>{form.name}</td>" in text
+    assert report.table_of(found).row_count == len(FORMS)
+
+
+def drop_the_best_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    select = Batch.select
+
+    def faulty(self: Batch, *given: object, **more: object) -> Selection:
+        picked: Selection = select(self, *given, **more)  # type: ignore[arg-type]
+        for pages, scores in zip(
+            picked.pages.reshape(-1, picked.pages.shape[-1]),
+            picked.scores.reshape(-1, picked.pages.shape[-1]),
+            strict=True,
+        ):
+            best = np.where(np.isfinite(scores), scores, -np.inf).argmax()
+            pages[best] = 0 if pages[best] else 1
+            pages.sort()
+        return picked
+
+    monkeypatch.setattr(Batch, "select", faulty)
+
+
+def attend_with_a_wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = Batch.attend
+
+    def faulty(
+        self: Batch, layer: int, q: object, starts: object, picked: object, scale: float,
+        softcap: float,
+    ) -> object:  # fmt: skip
+        wrong = 1.1 * scale
+        return attend(self, layer, q, starts, picked, wrong, softcap)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Batch, "attend", faulty)
+
+
+def keep_one_stale_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = Tokens.append
+
+    def faulty(self: Tokens, layer: int, k: torch.Tensor, v: torch.Tensor) -> object:
+        if len(k) > 64 and layer == 1:
+            v = v.clone()
+            v[32:48] = v[:16].clone()
+        return append(self, layer, k, v)
+
+    monkeypatch.setattr(Tokens, "append", faulty)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        (drop_the_best_page, "oracle_knows_the_best_pages"),
+        (attend_with_a_wrong_scale, "all_pages_are_full_attention"),
+        (attend_with_a_wrong_scale, "the_pool_attends_as_arithmetic_does"),
+        (keep_one_stale_page, "the_pool_holds_what_was_read"),
+    ],
+)
+def test_a_fault_is_caught(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    check: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    run(tmp_path, model, PLAN, Console())
+    assert not checks_of(tmp_path)[check]
+
+
+def test_all_pages_are_full_attention_to_the_last_bits(model: Path, tmp_path: Path) -> None:
+    run(tmp_path, model, PLAN, Console())
+    found = report.find(PLAN, load_units(tmp_path, PLAN), "small")
+    full, exact, *_, oracle = found.rows
+    assert full.divergence.max() < 1e-6
+    assert np.abs(full.copy).max() < 1e-4
+    assert full.right == found.solved
+    assert full.mass[0] == pytest.approx(1, abs=1e-5)
+    assert exact.mass[0] <= oracle.mass[0] + 1e-6
+    assert 0.05 < exact.fetched < 0.2 < 0.4 < exact.scored < 0.6
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(smollm2.model_file() is None, reason=f"no model: {smollm2.INSTALL}")
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        (lambda monkeypatch: None, ""),
+        (drop_the_best_page, "oracle_knows_the_best_pages"),
+        (attend_with_a_wrong_scale, "the_pool_attends_as_arithmetic_does"),
+        (keep_one_stale_page, "the_pool_holds_what_was_read"),
+    ],
+)
+def test_a_fault_is_caught_with_the_trained_model(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    check: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(units, "TEXTS", TEXTS)
+    fault(monkeypatch)
+    plan = replace(
+        Plan.quick(), texts=("essay",), contexts=1, prefix=1200, context_tokens=800, steps=16,
+        watched_every=4, distances=(600,), forms=FORMS, variants=(),
+    )  # fmt: skip
+    run(tmp_path, smollm2.prepare(Console()), plan, Console())
+    result = report.result_of(report.find(plan, load_units(tmp_path, plan), "SmolLM2"))
+    print(
+        {
+            name: result.metrics[name].median
+            for name in ("error_most", "oracle_least", "stale_pages")
+        }
+    )
+    failed = [name for name, holds in result.checks.items() if not holds]
+    assert (check in failed) if check else failed == []
+
+
+def test_every_text_is_there_and_long_enough() -> None:
+    assert len({text.name for text in TEXTS}) == 16
+    for text in TEXTS:
+        assert len(text.read()) > 20_000, text.name
+
+
+def test_mcnemar_and_bootstrap_are_those_of_the_books() -> None:
+    assert mcnemar(0, 0) == 1
+    assert mcnemar(0, 5) == pytest.approx(2 / 32)
+    assert mcnemar(1, 9) == mcnemar(9, 1) == pytest.approx(2 * 11 / 1024)
+    values = np.random.default_rng(3).normal(2, 1, 400)
+    bounded = bootstrap(values)
+    spread = values.std() / math.sqrt(len(values))
+    assert bounded.mean == pytest.approx(values.mean())
+    assert bounded.high == pytest.approx(values.mean() + 1.645 * spread, abs=0.1 * spread)
+    assert bounded.low == pytest.approx(values.mean() - 1.645 * spread, abs=0.1 * spread)
