@@ -186,7 +186,9 @@ class Examiner:
         return CountedCache(self.pool, self.model, form, self.context.fork())
 
     def _read_on(self, form: str, cache: object, ids: Tensor, asked: Asked) -> Tensor:
-        """The question, a token at a step, so that it too is attended to from chosen pages."""
+        """The question; from the pool a token at a step, so that it too attends to few pages."""
+        if form == "full":
+            return self.forward("sdpa", ids, cache)
         for token in ids.tolist():
             logits = self._step(form, cache, token, asked)
         return logits

@@ -21,7 +21,7 @@ from cxlkv.demo.text.inputs import quiet
 from cxlkv.layout import format_bytes
 from cxlkv.pool import CXLPool
 
-SHARE = 0.05
+SHARE = 0.10
 
 
 def run(
@@ -71,7 +71,7 @@ def ask(examiner: Examiner, question: Question, console: Console) -> Asked:
     """One question, its answers shown as they grow; without a terminal, when they are whole."""
     if not console.is_terminal:
         *_, asked = examiner.ask(question)
-        console.print(answers_of(asked))
+        console.print(answers_of(asked), "")
         return asked
     with Live(console=console, refresh_per_second=12) as live:
         for asked in examiner.ask(question):
