@@ -28,20 +28,27 @@ def draw(path: Path, title: str, asked: Sequence[Asked], tokens: int, page_token
 
 
 def draw_strips(axes: Axes, asked: Sequence[Asked], tokens: int, page_tokens: int) -> None:
-    """A row a question: how often each part of the document was read, and where the answer is."""
+    """A row a question: which parts of the document it read more often than the others did, and
+    where the answer is. What all of them read, such as the newest pages, says nothing of one."""
     pages = -(-tokens // page_tokens)
     edges = np.linspace(0, pages, BINS + 1).round().astype(int)
     rows = []
     for one in asked:
         counts = np.pad(one.chosen, (0, max(0, pages - len(one.chosen))))[:pages]
         sums = np.add.reduceat(counts.astype(float), edges[:-1])
-        rows.append(sums / max(sums.max(), 1.0))
-    axes.imshow(rows, aspect="auto", cmap="Blues", extent=(0, tokens, len(asked), 0), vmin=0)
+        rows.append(sums / max(sums.sum(), 1.0))
+    more = np.clip(rows - np.mean(rows, axis=0), 0, None)
+    shades = more / np.maximum(more.max(axis=1, keepdims=True), 1e-9)
+    axes.imshow(shades, aspect="auto", cmap="Blues", extent=(0, tokens, len(asked), 0), vmin=0)
     for at, one in enumerate(asked):
         axes.plot(one.question.at, at + 0.5, "v", color=ORANGE, markersize=7, clip_on=False)
     labels = [f"{one.question.question}  {mark(one, 'selected')}" for one in asked]
     axes.set_yticks(np.arange(len(asked)) + 0.5, labels, fontsize=8.5)
-    plain(axes, "tokens of the document; dark: read often, triangle: where the answer stands")
+    plain(
+        axes,
+        "tokens of the document; dark: read more often than for the other questions; "
+        "triangle: where the answer stands",
+    )
     axes.grid(visible=False)
 
 
