@@ -44,11 +44,7 @@ def draw_strips(axes: Axes, asked: Sequence[Asked], tokens: int, page_tokens: in
         axes.plot(one.question.at, at + 0.5, "v", color=ORANGE, markersize=7, clip_on=False)
     labels = [f"{one.question.question}  {mark(one, 'selected')}" for one in asked]
     axes.set_yticks(np.arange(len(asked)) + 0.5, labels, fontsize=8.5)
-    plain(
-        axes,
-        "tokens of the document; dark: read more often than for the other questions; "
-        "triangle: where the answer stands",
-    )
+    plain(axes, "token; dark: read more than for the other questions; triangle: the answer")
     axes.grid(visible=False)
 
 
