@@ -254,6 +254,12 @@ static int block_fill(const blocks_job *job, const layer_view *view, uint32_t pa
     return 0;
 }
 
+/* Nothing of a block that could not be read is left in it. */
+static void block_clear(const blocks_job *job, uint32_t entry) {
+    uint32_t pages = job->table->block_tokens / job->batch->pool->layout.page_tokens;
+    for (uint32_t place = 0; place < pages; place++) page_to_block(job, NULL, 0, entry, place);
+}
+
 static void note_bad(blocks_job *job, uint32_t sequence, uint32_t place, int code) {
     pthread_mutex_lock(&job->lock);
     if (job->good[sequence] > (int32_t)place) job->good[sequence] = (int32_t)place;
@@ -282,9 +288,10 @@ static int block_task(void *context, uint32_t entry) {
     uint32_t pages = job->table->block_tokens / batch->pool->layout.page_tokens;
     int code = block_guarded(job, &view, (uint32_t)job->first[i] + place * pages, entry);
     if (code == -EFAULT) return code; /* the caller's own array */
-    if (code < 0) note_bad(job, i, place, code);
-    for (uint32_t at = 0; code < 0 && at < pages; at++) /* nothing of it is left in the block */
-        page_to_block(job, NULL, 0, entry, at);
+    if (code < 0) {
+        note_bad(job, i, place, code);
+        block_clear(job, entry);
+    }
     store_fence();
     return 0;
 }

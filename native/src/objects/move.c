@@ -71,6 +71,12 @@ typedef struct walk {
     uint64_t index, offset;      /* in the buffer */
 } walk;
 
+static walk walk_to(const cxlkv_buffers *buffers, uint64_t object, uint64_t offset) {
+    walk w = {.buffers = buffers, .index = buffer_begin(buffers, object), .offset = offset};
+    while (w.offset && w.offset >= buffers->sizes[w.index]) w.offset -= buffers->sizes[w.index++];
+    return w;
+}
+
 static uint8_t *walk_on(walk *w, uint64_t most, uint64_t *bytes) {
     while (w->offset == w->buffers->sizes[w->index]) {
         w->index++;
@@ -91,10 +97,7 @@ static uint32_t move_span(const move_job *job, uint32_t object, uint64_t first, 
     uint8_t *at = object_at(job->pool, place->page);
     uint64_t end = place->bytes;
     if (job->span_bytes < end - first) end = first + job->span_bytes;
-    const uint64_t *sizes = job->buffers->sizes;
-    walk w = {.buffers = job->buffers, .index = buffer_begin(job->buffers, object),
-              .offset = first};
-    while (w.offset && w.offset >= sizes[w.index]) w.offset -= sizes[w.index++];
+    walk w = walk_to(job->buffers, object, first);
     uint32_t crc = 0;
     while (first < end) {
         uint64_t bytes, most = end - first;

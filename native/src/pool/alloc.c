@@ -48,6 +48,12 @@ static void set_loose(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
         atomic_fetch_or(&pool->loose[pages[i] / 64], 1ull << pages[i] % 64);
 }
 
+/* False: it was not. */
+static bool clear_loose(cxlkv_pool *pool, uint32_t page) {
+    uint64_t bit = 1ull << page % 64;
+    return atomic_fetch_and(&pool->loose[page / 64], ~bit) & bit;
+}
+
 int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count) {
     int code = host_lock(pool);
     if (code < 0 || pool->host->free_pages >= page_count) return code;
@@ -87,10 +93,7 @@ void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
 /* A sequence's page is not loose: it goes when the sequence does. */
 int pages_claim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
     for (uint32_t i = 0; i < count; i++) {
-        uint64_t bit = 1ull << pages[i] % 64;
-        if (pages[i] < pool->host->page_count &&
-            atomic_fetch_and(&pool->loose[pages[i] / 64], ~bit) & bit)
-            continue;
+        if (pages[i] < pool->host->page_count && clear_loose(pool, pages[i])) continue;
         set_loose(pool, i, pages);
         return fail(CXLKV_E_ARGUMENT,
                     "page %u of %u was not taken by alloc() in this process, was freed or attached "

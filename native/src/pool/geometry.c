@@ -184,16 +184,19 @@ int sharing_check(const cxlkv_sharing *sharing) {
     return 0;
 }
 
+/* A log that holds a publish of every 64 KiB of the pool, within limits. */
+static uint32_t log_records_for(uint64_t capacity_bytes) {
+    uint32_t records = 64;
+    while (records < 4096 && (uint64_t)records << 16 < capacity_bytes) records *= 2;
+    return records;
+}
+
 int geometry_make(const cxlkv_layout *layout, cxlkv_sharing *sharing, uint64_t capacity_bytes,
                   cxlkv_geometry *geometry) {
     bool shared = sharing->kind != CXLKV_SHARING_HOST;
     int code = layout_check(layout);
-    if (shared && sharing->log_records == 0) {
-        sharing->log_records = 64; /* or more, for a publish of every 64 KiB of the pool */
-        while (sharing->log_records < 4096 &&
-               (uint64_t)sharing->log_records << 16 < capacity_bytes)
-            sharing->log_records *= 2;
-    }
+    if (shared && sharing->log_records == 0)
+        sharing->log_records = log_records_for(capacity_bytes);
     if (code == 0) code = sharing_check(sharing);
     if (code == 0 && sharing->kind == CXLKV_SHARING_SOFTWARE && !layout->checksum)
         code = fail(CXLKV_E_GEOMETRY, "sharing=software needs checksums: hosts verify by them what "

@@ -141,12 +141,18 @@ static bool is_over(const cxlkv_pool *pool, uint32_t page) {
            !page_is_free(pool, page);
 }
 
-void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
-    /* A host that may not go on writes nothing any more: others have its lines, or its pages. */
-    bool stopped = pool->host->stopped;
-    for (uint32_t i = 0; stopped && i < count; i++)
+/* A host that may not go on writes nothing any more: others have its lines, or its pages. */
+static void leave_unsettled(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+    for (uint32_t i = 0; i < count; i++)
         if (page_is_ours(pool, pages[i]) && is_over(pool, pages[i])) page_retire(pool, pages[i]);
-    for (uint32_t i = 0; !stopped && i < count;) {
+}
+
+void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+    if (pool->host->stopped) {
+        leave_unsettled(pool, count, pages);
+        return;
+    }
+    for (uint32_t i = 0; i < count;) {
         uint32_t first = pages[i] / 64 * 64;
         uint64_t borrowed = 0, over = 0;
         for (; i < count && pages[i] / 64 * 64 == first; i++) {

@@ -6,10 +6,15 @@
  * without being reserved, and no page is out of reach. Every step is O(1) a page. */
 #include "pool/pages.h"
 
+/* All slots of a run free; the last run of a pool may have fewer. */
+static uint16_t full_mask(const cxlkv_pool *pool, uint32_t run) {
+    uint32_t slots = min_u32(RUN_SLOTS, pool->host->page_count - run * RUN_SLOTS);
+    return (uint16_t)((1u << slots) - 1);
+}
+
 static uint32_t *head_for(cxlkv_pool *pool, uint32_t run, uint16_t mask) {
     if (mask == 0) return NULL;
-    uint32_t slots = min_u32(RUN_SLOTS, pool->host->page_count - run * RUN_SLOTS);
-    return mask == (1u << slots) - 1 ? &pool->host->free_runs : &pool->host->partial_runs;
+    return mask == full_mask(pool, run) ? &pool->host->free_runs : &pool->host->partial_runs;
 }
 
 static void unlink_run(cxlkv_pool *pool, uint32_t run, uint32_t *head) {

@@ -88,8 +88,9 @@ static void *helper_main(void *argument) {
 
 static helpers *helpers_make(cxlkv_pool *pool, uint32_t helper_count) {
     helpers *h = calloc(1, sizeof(*h));
-    if (h) h->threads = calloc(helper_count, sizeof(*h->threads));
-    if (!h || !h->threads) {
+    if (!h) return NULL;
+    h->threads = calloc(helper_count, sizeof(*h->threads));
+    if (!h->threads) {
         free(h);
         return NULL;
     }

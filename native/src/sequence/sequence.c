@@ -520,9 +520,7 @@ static int truncate_locked(cxlkv_sequence *sequence, uint64_t tokens) {
             sequence->tails[layer] = made[layer];
         }
         sequence->layer_tokens[layer] = min_u64(sequence->layer_tokens[layer], tokens);
-        worker_tail *known = sequence->worker_tails ? &sequence->worker_tails[layer] : NULL;
-        if (known)
-            *known = (worker_tail){min_u64(known->keys, tokens), min_u64(known->values, tokens)};
+        if (sequence->worker_tails) worker_tail_cut(&sequence->worker_tails[layer], tokens);
     }
     /* Another tail may grow to the same length: the exported copy does not stand for it. */
     if (code == 0) sequence->export_tokens = UINT64_MAX;

@@ -40,6 +40,10 @@ typedef struct worker_table {
 typedef struct worker_tail {
     uint64_t keys, values;
 } worker_tail;
+static inline void worker_tail_cut(worker_tail *known, uint64_t tokens) {
+    known->keys = min_u64(known->keys, tokens);
+    known->values = min_u64(known->values, tokens);
+}
 
 struct cxlkv_sequence {
     cxlkv_pool *pool;

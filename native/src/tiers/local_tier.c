@@ -301,7 +301,8 @@ static void let_go(cxlkv_pool *pool, local_move *moves, uint32_t count, bool loc
     for (uint32_t i = 0; i < count; i++) {
         if (moves[i].reserved) pages[waiting++] = moves[i].page;
         if (waiting < 64 && i + 1 < count) continue;
-        (locked ? pages_drop : pages_drop_later)(pool, waiting, pages);
+        if (locked) pages_drop(pool, waiting, pages);
+        else pages_drop_later(pool, waiting, pages);
         waiting = 0;
     }
 }

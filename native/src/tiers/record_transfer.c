@@ -198,9 +198,12 @@ static int64_t read_locked_twice(record_job *job, uint32_t count) {
         host_unlock(pool);
         code = run_tasks(pool, count, read_task, job);
         code = peers_verify(pool, code);
-        bool locked = host_lock(pool) == 0;
-        (locked ? pages_drop : pages_drop_later)(pool, held_count, held);
-        if (locked) host_unlock(pool);
+        if (host_lock(pool) == 0) {
+            pages_drop(pool, held_count, held);
+            host_unlock(pool);
+        } else {
+            pages_drop_later(pool, held_count, held);
+        }
     }
     free(held);
     for (uint32_t i = 0; code >= 0 && i < count; i++) code += job->codes[i] == 0;

@@ -467,6 +467,13 @@ static int call_locked(calling *call) {
     return code;
 }
 
+static bool lists_fit(const calling *call) {
+    if (!call->attend || !call->attend->picked.pages) return true;
+    const cxlkv_picked *picked = &call->attend->picked;
+    group all = {0, call->batch->count};
+    return picked->lists == lists_of(call, picked->per, all);
+}
+
 /* 0, an error that is the caller's, or NOT_BY_WORKER. */
 static int64_t by_worker(calling *call) {
     cxlkv_batch *batch = call->batch;
@@ -475,14 +482,14 @@ static int64_t by_worker(calling *call) {
     if (use == CXLKV_WORKER_NONE || batch_lock(batch, false) < 0) return NOT_BY_WORKER;
     int64_t code = NOT_BY_WORKER;
     call->facts = worker_facts(batch->pool);
-    cxlkv_picked picked = call->attend ? call->attend->picked : (cxlkv_picked){0};
-    group all = {0, batch->count};
     /* What is wrong in the arguments is said by this process. */
     if (queries_check(batch, call->layer, call->q_heads, call->queries, call->starts, &rows) == 0 &&
-        rows > 0 && (!picked.pages || picked.lists == lists_of(call, picked.per, all)))
+        rows > 0 && lists_fit(call))
         code = call_locked(call);
-    if (call->select) picked = select_chosen(call->select);
-    if (code == 0) hotness_count(batch, call->layer, &picked, call->starts);
+    if (code == 0) {
+        cxlkv_picked picked = call->select ? select_chosen(call->select) : call->attend->picked;
+        hotness_count(batch, call->layer, &picked, call->starts);
+    }
     batch_unlock(batch);
     if (code >= 0 || (code == -CXLKV_E_ROOM && call->select)) return code;
     return use == CXLKV_WORKER_ONLY ? code : NOT_BY_WORKER;

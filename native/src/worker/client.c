@@ -134,16 +134,20 @@ int client_forget(worker_client *c, uint64_t deadline_ns) {
     return code;
 }
 
+static void tails_untold(cxlkv_sequence *sequence, uint32_t part) {
+    const cxlkv_pool *pool = sequence->pool;
+    for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
+        if (pool->part_of[layer] == part) sequence->worker_tails[layer] = (worker_tail){0};
+}
+
 /* False when the worker knows all complete pages of the layer. */
 static bool change_of(worker_client *c, cxlkv_sequence *sequence, uint32_t part, uint32_t layer,
                       request_table *change) {
-    const cxlkv_pool *pool = sequence->pool;
     const worker_table *known = &sequence->worker_tables[part];
-    uint64_t complete = sequence->layer_tokens[layer] / pool->layout.page_tokens;
+    uint64_t complete = sequence->layer_tokens[layer] / sequence->pool->layout.page_tokens;
     uint32_t first = sequence->tables[part].first, end = (uint32_t)complete;
     bool told = known->epoch == c->epoch;
-    for (uint32_t each = 0; !told && each < pool->layout.layers; each++)
-        if (pool->part_of[each] == part) sequence->worker_tails[each] = (worker_tail){0};
+    if (!told) tails_untold(sequence, part);
     if (end < first) end = first;
     *change = (request_table){.table = told ? known->table : c->next_table, .part = part,
                               .to = c->next_version + 1, .first = first, .kept = first};
