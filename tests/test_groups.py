@@ -162,7 +162,8 @@ class Walk:
             for other in list(self.twins[::2]):
                 self.forget(other)
                 self.release(other)
-            if self.rng.random() < 0.1:  # else texts that nobody has any more fill the pool
+            # Published texts without a sequence are never forgotten otherwise, and fill the pool.
+            if self.rng.random() < 0.1:
                 self.forget_texts(list(dict.fromkeys(text for text, _ in self.index)))
             return
         assert not full

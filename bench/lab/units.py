@@ -97,7 +97,8 @@ class Plan:
         return texts | {f"tasks-{number}": tasks for number in range(self.contexts)}
 
     def distances_of(self, text: str, prefix: int) -> tuple[int, ...]:
-        """Far and near ones alike, as far as the text in front of the steps goes."""
+        """How far from its passage each copy in a text stands: near and far ones in every text,
+        none farther than the prefix is long."""
         apart = len(self.distances) // self.copies
         first = self.texts.index(text) % apart
         return tuple(min(distance, prefix) for distance in self.distances[first::apart])

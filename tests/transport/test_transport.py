@@ -130,7 +130,7 @@ def both(
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[Server]:
-    """Serves a pool in a file; for tests of who may connect."""
+    """A server of a pool in a file. The tests of who may connect use it."""
     with made(folder, "file", LAYOUTS["float32"]) as pool, serving(pool, "file") as server:
         yield server
 

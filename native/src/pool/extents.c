@@ -124,7 +124,7 @@ bool extents_take(cxlkv_pool *pool, uint64_t page_count) {
         if (!until_ns) until_ns = boottime_ns() + pool->lease_ns / 4;
         peers_pause(pool);
     }
-    if (until_ns && host_lock(pool) == 0) { /* nobody is asked any more */
+    if (until_ns && host_lock(pool) == 0) { /* we ask no other host for room any more */
         pool->host->wanted_extents = 0;
         host_unlock(pool);
     }

@@ -183,7 +183,8 @@ static int published_check(const cxlkv_pool *pool, uint32_t page, uint64_t gener
     return info->published && info->generation == generation ? 0 : -CXLKV_E_STALE;
 }
 
-/* With a reference on every page that may be read: nobody can give it another record meanwhile. */
+/* Takes the host lock before and after reading, not during it. Meanwhile a reference on each page
+ * that is read keeps its record from being replaced. */
 static int64_t read_locked_twice(record_job *job, uint32_t count) {
     cxlkv_pool *pool = job->pool;
     uint32_t *held = malloc((count + 1ull) * sizeof(*held)), held_count = 0;
