@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from cxlkv.demo.forms import Form, FormsCache
+from cxlkv.demo.full_attention import append_cache, divergence_from
 from cxlkv.errors import BadArgumentError
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence as Tokens
@@ -80,9 +80,7 @@ class Reader:
         """The first `length` tokens of a cache as a sequence in the pool."""
         sequence = self.pool.sequence()
         try:
-            for index, held in enumerate(held_by(cache)):
-                keys, values = (one[:, :length].transpose(0, 1).contiguous() for one in held)
-                sequence.append(index, keys, values)
+            append_cache(sequence, cache, length)
             yield sequence
         finally:
             sequence.release()
@@ -123,14 +121,10 @@ class Reader:
             for at in range(count):
                 watch(at)
                 logits = self.step(cache, tokens[at].repeat(len(forms)))
-                wanted = full[at]
                 chances = torch.log_softmax(logits.float(), dim=-1)
                 losses[:, at] = -chances[:, tokens[at + 1]].numpy()
-                parts = wanted.exp() * (wanted - chances)
-                # A token that full attention rules out adds nothing, but 0 times infinity is nan.
-                parts = parts.masked_fill(wanted.isneginf(), 0)
-                divergences[:, at] = parts.sum(-1).clamp_min(0)
-                agreed[:, at] = chances.argmax(-1) == wanted.argmax(-1)
+                divergences[:, at] = divergence_from(full[at], chances)
+                agreed[:, at] = chances.argmax(-1) == full[at].argmax(-1)
                 advance()
             read = [cache.read[form] for form in forms]
         finally:
@@ -158,12 +152,3 @@ def stale_pages(context: Tokens, held: Sequence[tuple[Tensor, Tensor]], page_tok
             differs = found != wanted.numpy().reshape(found.shape)
             count += int(differs.any(axis=(2, 3)).sum())
     return count
-
-
-def held_by(cache: DynamicCache) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer, [kv_heads, tokens, dim]."""
-    for layer in cache.layers:
-        assert isinstance(layer, DynamicLayer)
-        assert layer.keys is not None
-        assert layer.values is not None
-        yield layer.keys[0], layer.values[0]

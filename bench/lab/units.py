@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from cxlkv.bench.lab.heads import WatchedCache
-from cxlkv.bench.lab.reading import Reader, held_by, stale_pages
+from cxlkv.bench.lab.reading import Reader, stale_pages
 from cxlkv.bench.lab.tasks import ITEMS, KINDS, Context, make_context, single_token_words
 from cxlkv.bench.lab.texts import TEXTS, Text
 from cxlkv.demo.forms import Form
+from cxlkv.demo.full_attention import keys_and_values
 from cxlkv.errors import BadArgumentError
 from cxlkv.sequence import Sequence as Tokens
 
@@ -151,7 +152,7 @@ class Runner:
         cache, full = reader.read(tokens[:-1], plan.steps)
         advance(READ_STEPS)
         with reader.context(cache, prefix) as context:
-            forms, held = (*plan.forms, *plan.variants), list(held_by(cache))
+            forms, held = (*plan.forms, *plan.variants), list(keys_and_values(cache))
             watched = WatchedCache(reader.pool, reader.model, forms, context.fork(), held, seed)
             try:
                 steps = reader.compare(

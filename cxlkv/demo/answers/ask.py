@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
 
 from cxlkv.adapters.transformers import LayerStep
 from cxlkv.demo.forms import Form, FormsCache
+from cxlkv.demo.full_attention import append_cache
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
@@ -130,12 +130,7 @@ class Examiner:
         for chunk in torch.split(tokens, CHUNK_TOKENS):
             self.forward("sdpa", chunk, self.cache)
             advance(len(chunk))
-        for index, layer in enumerate(self.cache.layers):
-            assert isinstance(layer, DynamicLayer)
-            assert layer.keys is not None
-            assert layer.values is not None
-            keys, values = layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)
-            self.context.append(index, keys.contiguous(), values.contiguous())
+        append_cache(self.context, self.cache)
 
     def ask(self, question: Question) -> Iterator[Asked]:
         """Yields the answers as they grow: after each step that all forms made."""

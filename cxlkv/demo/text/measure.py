@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from cxlkv.adapters.transformers import CXLCache
 from cxlkv.demo.forms import Form, FormsCache, Read
+from cxlkv.demo.full_attention import divergence_from
 from cxlkv.demo.text.inputs import quiet
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 from cxlkv.ndp import engine
@@ -120,9 +121,7 @@ class Track:
         self.losses.append(-float(chances[target]))
         self.best.append(best)
         self.gaps.append(float(full.max() - full[best]))
-        # A token that full attention rules out adds nothing, but 0 times minus infinity is nan.
-        parts = (full.exp() * (full - chances)).masked_fill(full.isneginf(), 0.0)
-        self.divergences.append(max(0.0, float(parts.sum())))
+        self.divergences.append(float(divergence_from(full, chances)))
         if not math.isfinite(self.losses[-1] + self.divergences[-1]):
             raise CXLKVError(
                 f"the model gives token {target} of the text no finite likelihood: its numbers "
