@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cxlkv.adapters.transformers import CXLCache, LayerStep
+from cxlkv.demo.forms import best_pages
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Budget, Selection, unscored
 from cxlkv.sequence import Batch
@@ -27,24 +28,14 @@ class RandomPages(CXLCache):
         tokens = int(part.step.lengths[0])
         if (part.step.lengths != tokens).any():
             raise BadArgumentError("random pages are drawn for sequences of one length")
+        counts = -(-part.step.lengths // layout.page_tokens)
         random = np.random.default_rng([self.seed, part.index, tokens])
-        shape = (len(queries), layout.kv_heads)
-        pages = random_pages(random, shape, -(-tokens // layout.page_tokens), self.budget)
+        rank = random.random((len(counts), layout.kv_heads, int(counts[0])))
+        pages = best_pages(rank, counts, [self.budget] * len(counts))
         # All but the last page, which is forced, are full.
         read = pages.size * layout.page_tokens - pages[..., 0].size * (-tokens % layout.page_tokens)
         read_bytes = read * layout.token_bytes // (layout.layers * layout.kv_heads)
         return unscored(pages, part.step.starts, "query", read_bytes)
-
-
-def random_pages(
-    random: np.random.Generator, shape: tuple[int, int], page_count: int, budget: Budget
-) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """Lists of different pages, ascending: int32 [*shape, as many as the budget gives]."""
-    rank = random.random((*shape, page_count))
-    rank[..., : budget.sinks] = 2
-    rank[..., page_count - budget.recent :] = 2
-    best = np.argsort(-rank, axis=-1)[..., : budget.pages_at_most(page_count)]
-    return np.ascontiguousarray(np.sort(best, axis=-1), np.int32)
 
 
 class Weighed(CXLCache):

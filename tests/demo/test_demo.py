@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from cxlkv import Budget, CXLPool
 from cxlkv.adapters.transformers import layout_of
 from cxlkv.demo import run as demo
-from cxlkv.demo.caches import random_pages
+from cxlkv.demo.forms import best_pages
 from cxlkv.demo.measure import Asked, Examiner, Plan, Row
 from cxlkv.errors import BadArgumentError
 from cxlkv.ops import cli
@@ -155,14 +155,15 @@ def test_full_attention_and_all_pages_are_held_to_the_answers() -> None:
 
 
 def test_random_pages_count_as_the_budget_does_and_hold_the_forced_ones() -> None:
-    random = np.random.default_rng(1)
+    rank = np.random.default_rng(1).random((50, 2, 101))
+    counts = np.full(50, 101)
     for share, count in ((0.001, 3), (0.05, 6), (1.0, 101)):
-        pages = random_pages(random, (50, 2), 101, Budget(share=share))
+        pages = best_pages(rank.copy(), counts, [Budget(share=share)] * 50)
         assert pages.shape == (50, 2, count)
         assert (np.diff(pages, axis=-1) > 0).all()
         assert (pages[..., 0] == 0).all()
         assert (pages[..., -2:] == [99, 100]).all()
-    drawn = random_pages(random, (50, 2), 101, Budget(share=0.05))[..., 1:-2]
+    drawn = best_pages(rank, counts, [Budget(share=0.05)] * 50)[..., 1:-2]
     assert len(np.unique(drawn)) > 80
 
 
