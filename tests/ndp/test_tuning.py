@@ -38,6 +38,15 @@ def test_without_a_file_the_defaults() -> None:
         assert tuning.current() == Tuning(PAGES_MIN)
 
 
+def test_a_user_without_a_home_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert tuning.current() == Tuning(PAGES_MIN)
+
+
 def test_auto_follows_the_file_and_two_stage_does_not() -> None:
     keys = np.random.default_rng(1).standard_normal((1100 * 16, 1, 32)).astype(np.float16)
     layout = KVLayout(layers=1, kv_heads=1, head_dim=32, page_tokens=16, dtype="float16")
