@@ -250,10 +250,12 @@ class Batch:
         """Choose pages for queries q [rows, q_heads, head_dim], scored where they lie.
 
         Row r of sequence i is token length_i - (starts[i + 1] - r) and sees nothing later: append
-        a step's keys first. method "exact" scores every key, "digest" the min/max bound of each
-        page (Quest, arXiv 2406.10774). "two_stage" estimates scores from sketches, an eighth of the
-        bytes, and scores by their keys the tokens that may matter, so that about `recall` of the
-        pages of "exact" are chosen; 1 is all of them. "auto" is "two_stage" where the pool has
+        a step's keys first. method "exact" scores every key, and a page as its best token for any
+        query head of a kv head; "attention" does so by the share of the attention that a page
+        holds, averaged over these heads, in about twice the time; "digest" by the min/max bound of
+        each page (Quest, arXiv 2406.10774). "two_stage" estimates scores from sketches, an eighth
+        of the bytes, and scores by their keys the tokens that may matter, so that about `recall` of
+        the pages of "exact" are chosen; 1 is all of them. "auto" is "two_stage" where the pool has
         sketches, "exact" for a budget of mass; few pages are scored exactly anyway. One budget, or
         one for each sequence. In a layer with a window a row sees the pages of its window only, and
         budgets count these. scale defaults to head_dim ** -0.5.

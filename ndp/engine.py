@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from numbers import Real
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -14,11 +15,13 @@ import numpy.typing as npt
 
 from cxlkv.errors import BadArgumentError
 
-METHODS = ("exact", "digest", "two_stage", "auto")
+METHODS = ("exact", "digest", "two_stage", "auto", "attention")
 UNIONS = ("kv_head", "layer")
 PERS = ("query", "sequence")
 RECALL = 0.98
 PAGES_MAX = 2**31 - 1  # page numbers are int32
+AMOUNTS = ("pages", "share", "mass")
+ALL = 3  # in place of an amount, in the C core: all pages, of which no key is read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +29,14 @@ class Budget:
     """How many pages a selection may name: exactly one of pages, share and mass.
 
     pages: that many. share: this part of the pages that the query sees, rounded up. mass: the
-    fewest pages that hold this part of the attention (method "exact" only). The first `sinks` and
-    the last `recent` pages are always in and count; they are more than the budget only when it is
-    smaller than they are. union: a list for each kv head, or one for the layer. per: a list for
-    each query row, or one for all rows of a sequence.
+    fewest pages that hold this part of the attention (methods "exact" and "attention" only). The
+    first `sinks` and the last `recent` pages are always in and count; they are more than the budget
+    only when it is smaller than they are. union: a list for each kv head, or one for the layer.
+    per: a list for each query row, or one for all rows of a sequence.
+
+    dense_layers: the first so many layers attend to all pages, and nothing is read to choose them.
+    by_layer: these layers have that many pages, or that share or mass, instead: {5: 0.2}. Layers
+    are numbered as the pool's, from 0.
     """
 
     pages: int | None = None
@@ -39,42 +46,65 @@ class Budget:
     recent: int = 2
     union: str = "kv_head"
     per: str = "query"
+    dense_layers: int = 0
+    by_layer: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        given = [x for x in (self.pages, self.share, self.mass) if x is not None]
+        given = [name for name in AMOUNTS if getattr(self, name) is not None]
         if len(given) != 1:
             raise BadArgumentError("a budget is one of pages=, share= and mass=")
-        if self.pages is not None and self.pages < 1:
-            raise BadArgumentError(f"a budget of {self.pages} pages: at least 1")
-        for name in ("share", "mass"):
-            value = getattr(self, name)
-            if value is not None and not (0 < value <= 1):
-                raise BadArgumentError(f"{name}={value}: outside (0, 1]")
-        if self.sinks < 0 or self.recent < 0:
-            raise BadArgumentError("sinks and recent cannot be negative")
+        self._check_amount(given[0], getattr(self, given[0]))
+        for word in ("sinks", "recent", "dense_layers"):
+            if getattr(self, word) < 0:
+                raise BadArgumentError(f"{word}={getattr(self, word)}: 0 or more")
         if self.union not in UNIONS or self.per not in PERS:
             raise BadArgumentError(f"union is one of {UNIONS}, per one of {PERS}")
+        for layer, amount in self.by_layer.items():
+            number: object = layer
+            if not isinstance(number, int) or number < 0:
+                raise BadArgumentError(f"by_layer: {layer!r} is no number of a layer")
+            self._check_amount(given[0], amount)
+        # A copy, so that the budget stays as it was checked.
+        object.__setattr__(self, "by_layer", dict(self.by_layer))
 
-    def row(self) -> tuple[int, int, float, int, int]:
-        """(kind, pages, amount, sinks, recent), as the C core takes it."""
+    def _check_amount(self, name: str, value: float) -> None:
+        given: object = value
+        if not isinstance(given, Real):
+            raise BadArgumentError(f"{name}={value!r}: a number is wanted")
+        if name != "pages" and not (0 < value <= 1):
+            raise BadArgumentError(f"{name}={value}: outside (0, 1]")
+        if name == "pages" and (value < 1 or value != int(value)):
+            raise BadArgumentError(f"a budget of {value} pages: a whole number, at least 1")
+
+    def chooses(self, layer: int) -> bool:
+        """Whether there is anything to choose in this layer, or all pages are attended to."""
+        share = 0.0 if self.share is None else self.by_layer.get(layer, self.share)
+        return layer >= self.dense_layers and share < 1
+
+    def row(self, layer: int) -> tuple[int, int, float, int, int]:
+        """(kind, pages, amount, sinks, recent) for a layer, as the C core takes it."""
         # No sequence has more pages than PAGES_MAX, so that a larger number means the same.
         forced = (min(self.sinks, PAGES_MAX), min(self.recent, PAGES_MAX))
+        if layer < self.dense_layers:
+            return (ALL, 0, 0.0, *forced)
+        own = self.by_layer.get(layer)
         if self.pages is not None:
-            return (0, min(self.pages, PAGES_MAX), 0.0, *forced)
+            return (0, min(int(own or self.pages), PAGES_MAX), 0.0, *forced)
         if self.share is not None:
-            return (1, 0, self.share, *forced)
+            return (1, 0, own or self.share, *forced)
         assert self.mass is not None
-        return (2, 0, self.mass, *forced)
+        return (2, 0, own or self.mass, *forced)
 
-    def pages_at_most(self, visible_pages: int) -> int:
-        """The longest list that the budget gives when `visible_pages` are in sight."""
-        if self.pages is not None:
-            wanted = self.pages
-        elif self.share is not None:
-            wanted = pages_of_share(self.share, visible_pages)
-        else:
-            wanted = visible_pages
-        return min(visible_pages, max(wanted, self.sinks + self.recent))
+    def pages_at_most(self, visible_pages: int, layer: int | None = None) -> int:
+        """The longest list that the budget gives when `visible_pages` are in sight; in one layer,
+        or in any."""
+        if layer is None:
+            other = max([self.dense_layers, *(one + 1 for one in self.by_layer)])
+            layers = {0, other, *self.by_layer}
+            return max(self.pages_at_most(visible_pages, one) for one in layers)
+        kind, pages, share, sinks, recent = self.row(layer)
+        wanted = (pages, pages_of_share(share, visible_pages), visible_pages, visible_pages)[kind]
+        return min(visible_pages, max(wanted, sinks + recent))
 
 
 def pages_of_share(share: float, pages: int) -> int:

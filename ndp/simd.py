@@ -48,9 +48,10 @@ def select(
     codes = (METHODS.index(asked.method), UNIONS.index(first.union), PERS.index(first.per))
     lists = rows if first.per == "query" else len(asked.starts) - 1
     heads = layout.kv_heads
-    array = _core.budgets([b.row() for b in budgets])
+    array = _core.budgets([b.row(asked.layer) for b in budgets])
     counts = np.empty((lists, heads), np.int32)
-    k = max(room, *(b.pages_at_most(64 if b.pages is None else ROOM_PAGES) for b in budgets))
+    guess = (b.pages_at_most(64 if b.pages is None else ROOM_PAGES, asked.layer) for b in budgets)
+    k = max(room, *guess)
     while True:
         pages = np.empty(lists * heads * k, np.int32)
         scores = np.empty(lists * heads * k, np.float32)

@@ -153,6 +153,7 @@ class Remote(Closing):
         words: Header = {"rows": rows.shape[0], "heads": rows.shape[1], "dtype": DTYPES[rows.dtype]}
         given = {name: getattr(chosen, name) for name in BUDGET}
         words |= {n: v.item() if isinstance(v, np.generic) else v for n, v in given.items()}
+        words["by_layer"] = {str(layer): float(of) for layer, of in chosen.by_layer.items()}
         words |= {"method": method, "scale": None if scale is None else float(scale)}
         words |= {"recall": float(recall), "layer": index(layer)}
         with self._lock:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from cxlkv.layout import LAYERS_MAX
 from cxlkv.ndp.engine import PAGES_MAX, Budget
 
 LEASE_S_MAX = 3600.0
@@ -80,6 +81,10 @@ class Select(_Request):
     recent: int = Field(ge=0, le=PAGES_MAX)
     union: str
     per: str
+    dense_layers: int = Field(default=0, ge=0)
+    by_layer: dict[Annotated[int, Field(strict=False)], float] = Field(
+        default={}, max_length=LAYERS_MAX
+    )
     method: str
     scale: float | None
     recall: float

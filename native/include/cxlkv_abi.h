@@ -194,6 +194,7 @@ typedef struct cxlkv_rows {
 #define CXLKV_BUDGET_PAGES 0
 #define CXLKV_BUDGET_SHARE 1
 #define CXLKV_BUDGET_MASS 2
+#define CXLKV_BUDGET_ALL 3   /* pages that are not scored: their scores are 0 */
 
 typedef struct cxlkv_budget {
     uint32_t kind;
@@ -207,6 +208,7 @@ typedef struct cxlkv_budget {
 #define CXLKV_METHOD_DIGEST 1
 #define CXLKV_METHOD_TWO_STAGE 2 /* estimates from sketches, then the keys of single tokens */
 #define CXLKV_METHOD_AUTO 3      /* two stages where there are sketches; exact for mass budgets */
+#define CXLKV_METHOD_ATTENTION 4 /* by a page's share of the attention, of its group on average */
 #define CXLKV_UNION_KV_HEAD 0
 #define CXLKV_UNION_LAYER 1
 #define CXLKV_PER_QUERY 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -590,13 +591,16 @@ def test_dense_layers_attend_to_all_pages(llama: PreTrainedModel, pool: CXLPool)
     full = run(llama, ids, dynamic(llama))[:, -1:]
     scored = []
     for dense_layers in range(LAYERS + 1):
-        cache = CXLCache(pool, llama, FEW, dense_layers=dense_layers)
+        cache = CXLCache(pool, llama, replace(FEW, dense_layers=dense_layers))
         run(llama, ids[:, :-1], cache)
         found = run(llama, ids[:, -1:], cache.fork())
         assert close(found, full) == (dense_layers == LAYERS)
         run(llama, ids[:, -1:], cache)
         scored.append(cache.counters.bytes_scored)
     assert [LAYERS * s for s in scored] == [scored[0] * (LAYERS - n) for n in range(LAYERS + 1)]
+    with pytest.warns(DeprecationWarning, match="dense_layers=2 is Budget's now"):
+        cache = CXLCache(pool, llama, [FEW, None], dense_layers=2)
+    assert cache.budget == (replace(FEW, dense_layers=2), None)
 
 
 def test_budgets_that_fit_no_rows_are_refused(llama: PreTrainedModel, pool: CXLPool) -> None:

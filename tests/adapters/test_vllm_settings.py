@@ -51,6 +51,14 @@ def test_settings_as_they_are_written() -> None:
         ({"attention": "pool", "budget": {"share": 2}}, r"share=2: outside \(0, 1\]"),
         ({"attention": "pool", "budget": {"pages": 1.5}}, "pages is 1.5: a whole number"),
         ({"attention": "pool", "budget": {"share": "a"}}, "share is 'a': a number is wanted"),
+        (
+            {"attention": "pool", "budget": {"pages": 4, "by_layer": 3}},
+            "by_layer is 3: a mapping of",
+        ),
+        (
+            {"attention": "pool", "budget": {"pages": 4, "by_layer": {"a": 3}}},
+            "by_layer: 'a' is no number of a layer",
+        ),
     ],
 )
 def test_mistakes_in_settings_are_named(given: dict[str, object], said: str) -> None:

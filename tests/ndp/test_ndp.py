@@ -322,6 +322,25 @@ def test_a_share_is_rounded_up(backend: Backend, share: float, pages: int, count
     assert pages_of(picked) == [*range(count)]
 
 
+def test_a_budget_of_each_layer() -> None:
+    budget = Budget(share=0.1, dense_layers=2, by_layer={1: 0.3, 4: 0.5, 5: 1.0})
+    assert [budget.pages_at_most(100, layer) for layer in range(6)] == [100, 100, 10, 10, 50, 100]
+    assert [budget.chooses(layer) for layer in range(6)] == [False, False, True, True, True, False]
+    assert budget.pages_at_most(100) == 100
+    assert Budget(pages=4, by_layer={0: 9, 7: 12}).pages_at_most(100) == 12
+    assert Budget(pages=4, by_layer={0: 1, 1: 1}).pages_at_most(100) == 4
+    assert {budget: 1}[replace(budget, by_layer=dict(budget.by_layer))] == 1
+    for wrong, said in (
+        ({"pages": 3, "by_layer": {0: 0.5}}, "0.5 pages: a whole number"),
+        ({"share": 0.1, "by_layer": {0: 2}}, "share=2: outside"),
+        ({"share": 0.1, "by_layer": {0: "all"}}, "share='all': a number is wanted"),
+        ({"share": 0.1, "by_layer": {-1: 0.5}}, "-1 is no number of a layer"),
+        ({"share": 0.1, "dense_layers": -1}, "dense_layers=-1: 0 or more"),
+    ):
+        with pytest.raises(BadArgumentError, match=said):
+            Budget(**wrong)
+
+
 def test_mass_takes_the_fewest_pages(backend: Backend) -> None:
     case = column(np.log([1, 8, 2, 16, 4, 1]).tolist())
     for mass, expected in [(0.4, [3]), (0.7, [1, 3]), (0.85, [1, 3, 4]), (1.0, [*range(6)])]:
@@ -568,7 +587,7 @@ def check_budgets(subject: Simd, case: Case, *chosen: tuple[Budget, str]) -> Non
     for budget, method in chosen:
         picked = subject.select(case, [budget], method)
         assert_agrees(case, picked, budget, method)
-        check_bytes(case, picked, method)
+        check_bytes(case, picked, method, [budget])
         assert_attends(subject, case, picked, 0.0)
 
 
@@ -605,6 +624,8 @@ def test_shapes(
         (Budget(share=0.4, sinks=0, recent=0, union="layer", per="sequence"), "exact"),
         (Budget(mass=0.6, sinks=0, recent=0), "exact"),
         (Budget(mass=0.6, union="layer", per="sequence"), "exact"),
+        (Budget(pages=3, sinks=1, recent=0), "attention"),
+        (Budget(share=0.4, sinks=0, recent=0, union="layer", per="sequence"), "attention"),
     )
     assert_attends(subject, case, None, 5.0)
 
@@ -663,17 +684,19 @@ def assert_attends(subject: Backend, case: Case, picked: Selection | None, softc
     np.testing.assert_allclose(out, want, rtol=error, atol=floor)
 
 
-def check_bytes(case: Case, picked: Selection, method: str) -> None:
-    """bytes_scored: each key or digest of the sequences that have rows, once; bytes_fetched: K and
-    V of the chosen pages' tokens."""
+def check_bytes(case: Case, picked: Selection, method: str, budgets: Sequence[Budget]) -> None:
+    """bytes_scored: each key or digest of the sequences that have rows and leave out pages, once;
+    bytes_fetched: K and V of the chosen pages' tokens."""
     heads, dim = case.layout.kv_heads, case.layout.head_dim
     element = int(np.dtype(DTYPES[case.dtype]).itemsize)
     rows = np.diff(case.starts)
     tokens = 0
-    for keys, count in zip(case.keys, rows, strict=True):
+    if len(budgets) == 1:
+        budgets = [*budgets] * len(rows)
+    for keys, count, budget in zip(case.keys, rows, budgets, strict=True):
         low = reference.first_seen(len(keys) - int(count), case.window) // case.page_tokens
         complete, rest = divmod(len(keys) - low * case.page_tokens, case.page_tokens)
-        if count:
+        if count and not budget.dense_layers:
             tokens += (2 if method == "digest" else case.page_tokens) * complete + rest
     assert picked.bytes_scored == tokens * heads * dim * element
     chosen = sum(tokens for _, tokens in chosen_tokens(case, picked))
@@ -714,6 +737,7 @@ def drawn_cases(draw: st.DrawFn) -> tuple[Case, list[Budget], str, float]:
                     st.fixed_dictionaries({"share": st.floats(0.01, 1)}),
                 )
             ),
+            dense_layers=draw(st.sampled_from([0, 0, 0, 1])),
             sinks=draw(forced_pages),
             recent=draw(forced_pages),
             union=union,
@@ -745,7 +769,7 @@ def test_whole_numbers_agree_exactly(
         np.testing.assert_array_equal(got.counts, want.counts)
         np.testing.assert_array_equal(got.pages, want.pages)
         np.testing.assert_array_equal(got.scores, want.scores)
-        check_bytes(case, got, method)
+        check_bytes(case, got, method, budgets)
         assert_attends(subject, case, got, 0.0)
         assert_attends(subject, case, None, 0.0)
 

@@ -322,12 +322,15 @@ def test_audits_measure_the_recall(rng: np.random.Generator) -> None:
 # ---- sequences that share pages ----
 
 
-@pytest.mark.parametrize("method", ["exact", "digest", "two_stage"])
+@pytest.mark.parametrize("method", ["exact", "digest", "two_stage", "attention"])
 @pytest.mark.parametrize("window", [None, 12_000])
+@pytest.mark.parametrize("dense", [None, 0, 3])
 def test_forks_in_one_batch_are_as_each_alone(
-    rng: np.random.Generator, method: str, window: int | None
+    rng: np.random.Generator, method: str, window: int | None, dense: int | None
 ) -> None:
-    """Shared pages are scored in one pass; nobody's choice changes, and fewer bytes are read."""
+    """Shared pages are scored in one pass; nobody's choice changes, and fewer bytes are read. The
+    row `dense` attends to all pages."""
+    every = [Budget(pages=30 + i, dense_layers=int(i == dense)) for i in range(4)]
     keys = rng.integers(-3, 4, ((PAGES + 600) * 8 + 5, 2, 16)).astype(np.float32)
     with filled(keys, window=window) as (pool, sequence):
         forks = [sequence, sequence.fork(), sequence.fork(), sequence.fork()]
@@ -337,11 +340,11 @@ def test_forks_in_one_batch_are_as_each_alone(
             fork.append(0, more, more, rewind=tokens)
         q = rng.integers(-3, 4, (4, 4, 16)).astype(np.float32)
         alone = [
-            f.select(0, q[i], Budget(pages=30 + i), method=method, recall=1, scale=1.0)
+            f.select(0, q[i], every[i], method=method, recall=1, scale=1.0)
             for i, f in enumerate(forks)
         ]
         for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
-            budgets = [Budget(pages=30 + i) for i in order]
+            budgets = [every[i] for i in order]
             batch = pool.batch([forks[i] for i in order])
             got = batch.select(0, q[order], np.arange(5), budgets, method, 1.0, recall=1)
             for row, i in enumerate(order):

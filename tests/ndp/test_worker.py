@@ -230,6 +230,7 @@ BUDGETS = {
     "share": Budget(share=0.3, union="layer"),
     "mass": Budget(mass=0.7),
     "by_sequence": Budget(pages=6, per="sequence"),
+    "layers": Budget(share=0.3, dense_layers=1, by_layer={1: 0.6}),
 }
 
 
@@ -245,6 +246,7 @@ def test_a_worker_selects_what_this_process_would(
             wanted = BUDGETS[budget]
             twins.select([1, 2, 3], wanted, layer)
             twins.select([1, 2, 3], [wanted] * 3, layer, queries_in=dtype)
+            twins.select([1, 0, 3], wanted, layer, "attention")
             if budget != "mass":
                 twins.select([1, 2, 3], wanted, layer, "digest")
                 twins.select([0, 1, 0], wanted, layer, "auto")

@@ -69,16 +69,19 @@ def list_scores(
 ) -> list[float]:
     """Scores by page of one kv head for the queries of one list: (position, query) each.
 
-    The best over the queries; for a mass budget their mean share.
+    The best over the queries; by attention and for a mass budget their mean share; 0 where no page
+    is left out.
     """
     last = max(position for position, _ in queries)
     pages = last // page_tokens + 1
     scores = [-math.inf] * pages
     mass = [0.0] * pages
+    if budget.dense_layers:
+        return mass
     for position, query in queries:
         seen = keys[: position + 1]
         low = first_seen(position, window)
-        if budget.mass is not None:
+        if is_by_mass(budget, method):
             for page, share in enumerate(page_mass(seen, query, page_tokens, scale, low)):
                 mass[page] += share / len(queries)
             continue
@@ -92,7 +95,11 @@ def list_scores(
                 visible = held
             score = page_score(visible, query, method, complete, scale)
             scores[page] = best(scores[page], score)
-    return mass if budget.mass is not None else scores
+    return mass if is_by_mass(budget, method) else scores
+
+
+def is_by_mass(budget: Budget, method: str) -> bool:
+    return budget.mass is not None or method == "attention"
 
 
 def choose(
@@ -111,6 +118,8 @@ def choose(
         (p for p in range(low, pages) if p not in forced),
         key=lambda p: (not math.isnan(scores[p]), rank[p], p),
     )
+    if budget.dense_layers:
+        return [*range(low, pages)]
     if budget.mass is not None:
         total = sum(scores[p] for p in forced)
         for page in order:
@@ -170,7 +179,7 @@ def select(
             if first.union == "layer":
                 columns = zip(*by_head, strict=True)
                 merged = [
-                    sum(c) / kv_heads if budget.mass is not None else best(*c) for c in columns
+                    sum(c) / kv_heads if is_by_mass(budget, method) else best(*c) for c in columns
                 ]
                 by_head = [merged] * kv_heads
             chosen = [choose(s, positions[block[0]], budget, page_tokens, window) for s in by_head]

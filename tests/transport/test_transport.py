@@ -238,6 +238,8 @@ def test_a_select_there_is_the_same(folder: Path, link: str, rng: np.random.Gene
                 (0, q, Budget(pages=3)),
                 (3, q, Budget(share=0.5, per="sequence")),
                 (1, q[0], Budget(pages=2)),
+                (0, q, Budget(pages=3, dense_layers=1)),
+                (2, q, Budget(share=0.1, by_layer={2: 0.5})),
                 (2, q[1], Budget(pages=2, per="sequence")),
                 (0, q[:0], Budget(pages=2)),
             ):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cxlkv.errors import BadArgumentError
+from cxlkv.layout import LAYERS_MAX
 from cxlkv.ndp.engine import Budget, uniform
 
 Budgets = Budget | Sequence[Budget | None] | None
@@ -36,14 +37,20 @@ def for_rows(budgets: tuple[Budget | None, ...], rows: int) -> tuple[Budget | No
     return tuple(b for b in budgets for _ in range(rows // len(budgets)))
 
 
-def for_select(
-    budgets: Budget | tuple[Budget | None, ...] | None,
-) -> Budget | list[Budget] | None:
-    """As Batch.select takes them; None when no row has one."""
+def for_select(budgets: Budget | tuple[Budget | None, ...] | None) -> list[Budget]:
+    """As Batch.select takes them, one or one for each row; none when no row has one."""
     if budgets is None or isinstance(budgets, Budget):
-        return budgets
+        return [] if budgets is None else [budgets]
     given = [b for b in budgets if b is not None]
     if not given:
-        return None
-    every_page = replace(given[0], pages=None, share=1.0, mass=None)
+        return []
+    every_page = replace(given[0], dense_layers=LAYERS_MAX)
     return [every_page if b is None else b for b in budgets]
+
+
+def with_dense_layers(
+    budgets: Budget | tuple[Budget | None, ...] | None, layers: int
+) -> Budget | tuple[Budget | None, ...] | None:
+    if budgets is None or isinstance(budgets, Budget):
+        return budgets and replace(budgets, dense_layers=layers)
+    return tuple(b and replace(b, dense_layers=layers) for b in budgets)

@@ -58,7 +58,7 @@ class Settings(TypedDict, total=False):
     attention: str
     near: bool | None
     method: str
-    dense_layers: int
+    dense_layers: int | None
 
 
 class _Thread(threading.local):
@@ -146,10 +146,9 @@ class CXLCache(Cache):
     and `cache.budget = ...` changes it between steps. Layers with a window attend to all of it.
     attention: "pool": where the data lies; "device": the selected pages are fetched as tensors to
     the model's device, which attends: the form for a GPU. near=True and False are the old names of
-    these. method: as in Batch.select.
-    dense_layers: the first so many layers attend to all pages. sequences: to start from instead of
-    from nothing (pool.adopt, pool.match, Sequence.fork); the cache then owns them; where their
-    lengths differ, the attention mask must show the shorter ones padded on the left.
+    these. method: as in Batch.select. dense_layers: the old place of Budget's. sequences: to start
+    from instead of from nothing (pool.adopt, pool.match, Sequence.fork); the cache then owns them;
+    where their lengths differ, the attention mask must show the shorter ones padded on the left.
 
     Raises GeometryError when the pool is laid out for another model, UnsupportedError as
     layout_of. In a forward pass: BadArgumentError for right padding and custom masks,
@@ -169,13 +168,17 @@ class CXLCache(Cache):
         attention: str = "pool",
         near: bool | None = None,
         method: str = "auto",
-        dense_layers: int = 0,
+        dense_layers: int | None = None,
         sequences: Sequence[Tokens] = (),
     ) -> None:
         if near is not None:
             attention = "pool" if near else "device"
             text = f"near={near} is attention={attention!r} now; it goes with the next release"
             warnings.warn(text, DeprecationWarning, stacklevel=2)
+        if dense_layers is not None:
+            text = f"dense_layers={dense_layers} is Budget's now; this goes with the next release"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            budget = budgets.with_dense_layers(budgets.checked(budget), dense_layers)
         if attention not in ("pool", "device"):
             raise BadArgumentError(f"attention={attention!r}: one of pool, device")
         check_layout(pool.layout, layout_of(model))
@@ -185,7 +188,6 @@ class CXLCache(Cache):
         self.pool = pool
         self.attention = attention
         self.method = method
-        self.dense_layers = dense_layers
         self.counters = Counters()
         self._config = text_config(model)
         self._dtype = getattr(torch, pool.layout.dtype)
@@ -289,8 +291,7 @@ class CXLCache(Cache):
 
     def _decode(self, part: LayerStep, queries: Tensor) -> Tensor:
         """One token for each sequence: queries [rows, q_heads, dim] -> [rows, q_heads, dim]."""
-        whole = part.window is not None or part.index < self.dense_layers
-        picked = None if whole else self.choose(part, queries)
+        picked = None if part.window is not None else self.choose(part, queries)
         self.counters.steps += part.index == 0
         if picked is None:
             self.counters.bytes_read += self._visible_bytes(part)
@@ -310,13 +311,12 @@ class CXLCache(Cache):
 
     def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
         """The pages that queries [rows, q_heads, dim] of one token each attend to; None: all."""
-        if self._of_selects is None:
+        wanted = self._of_selects
+        if not any(budget.chooses(part.index) for budget in wanted):
             return None
         assert self._batch is not None
         rows, starts = _at_home(queries), part.step.starts
-        return self._batch.select(
-            part.index, rows, starts, self._of_selects, self.method, part.scale
-        )
+        return self._batch.select(part.index, rows, starts, wanted, self.method, part.scale)
 
     def attend(
         self, batch: Batch, part: LayerStep, queries: Tensor, picked: Selection | None
@@ -381,7 +381,6 @@ class CXLCache(Cache):
             self._config,
             attention=self.attention,
             method=self.method,
-            dense_layers=self.dense_layers,
         )
         child._start_from([s.fork() for s in self.sequences], self.get_seq_length())
         child.budget = self.budget

@@ -274,7 +274,7 @@ class Group:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of its rows of q: (out, lse). picked: instead of what its kind says."""
         queries, scale = q[self.rows], scores.scale
-        if self.budgets:
+        if any(budget.chooses(layer) for budget in self.budgets):
             picked = self.batch.select(layer, queries, self.starts, self.budgets, scale=scale)
         softcap = scores.softcap or None
         out, lse = self.batch.attend(layer, queries, self.starts, picked, scale, softcap)

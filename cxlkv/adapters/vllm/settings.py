@@ -13,8 +13,9 @@ from cxlkv.ndp.engine import Budget
 
 PREFIX = "kv_connector_extra_config"
 _NUMBERS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    **dict.fromkeys(("pages", "sinks", "recent"), (int, "whole number")),
+    **dict.fromkeys(("pages", "sinks", "recent", "dense_layers"), (int, "whole number")),
     **dict.fromkeys(("share", "mass"), ((int, float), "number")),
+    "by_layer": (Mapping, "mapping of layers to amounts"),
 }
 
 
@@ -84,8 +85,11 @@ def read_budget(given: object, where: str) -> Budget | None:
         kinds, wanted = _NUMBERS.get(name, (object, ""))
         if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
             raise BadArgumentError(f"{where}: budget: {name} is {value!r}: a {wanted} is wanted")
+    words = dict(given)
+    if layers := words.pop("by_layer", None):  # JSON has text for keys
+        words["by_layer"] = {int(n) if str(n).isdigit() else n: of for n, of in layers.items()}
     try:
-        return Budget(**given)
+        return Budget(**words)
     except BadArgumentError as error:
         raise BadArgumentError(f"{where}: budget: {error}") from error
 

@@ -1,8 +1,9 @@
 /* Select: score the pages of a layer for each query, and name the best ones.
  *
  * A page's score for a kv head is the largest scale * q.k over its visible tokens and the group's
- * query heads (exact), an upper bound of it (digest), or, under a mass budget, the page's share of
- * the attention, averaged over the group. Equal scores: the lower page. A NaN score wins. */
+ * query heads (exact), an upper bound of it (digest), or, by attention and under a mass budget, the
+ * page's share of the attention, averaged over the group. Equal scores: the lower page. A NaN score
+ * wins. */
 #include <stdlib.h>
 
 #include "ndp/select.h"
@@ -51,10 +52,9 @@ static int score_task(void *context, uint32_t item) {
 
 /* ---- choosing ---- */
 
-/* Score of the layer: the best over its heads (their mean for mass), in head 0's place. */
-static void merge_heads(const plan *p, float *scores, uint32_t heads) {
+/* Score of the layer: the best over its heads (their mean of masses), in head 0's place. */
+static void merge_heads(const plan *p, bool mass, float *scores, uint32_t heads) {
     uint32_t pages = p->view.pages;
-    bool mass = p->budget->kind == CXLKV_BUDGET_MASS;
     for (uint32_t head = 1; head < heads; head++)
         for (uint32_t page = 0; page < pages; page++) {
             float value = scores[(uint64_t)head * pages + page];
@@ -83,7 +83,7 @@ static int choose_list(select_job *job, const plan *p, uint64_t list, uint32_t h
     uint64_t row = (p->first_list + list) * heads + head;
     float *scores = p->scores + (list * heads + head) * p->view.pages;
     bool layer = args->union_over == CXLKV_UNION_LAYER;
-    if (layer && heads > 1) merge_heads(p, scores, heads);
+    if (layer && heads > 1) merge_heads(p, is_by_mass(job, p), scores, heads);
     float guess = p->thresholds ? p->thresholds[list * heads + head] : -INFINITY;
     int code = choose_pages(job, p, &w, row, scores, guess, ranks, chosen);
     if (code < 0) return code;
@@ -132,17 +132,19 @@ static void compact(const select_job *job, uint64_t rows) {
 
 static int budget_check(const cxlkv_select_args *args, uint32_t i) {
     const cxlkv_budget *budget = &args->budgets[i];
-    if (budget->kind > CXLKV_BUDGET_MASS || (budget->kind == CXLKV_BUDGET_PAGES && !budget->pages))
+    if (budget->kind > CXLKV_BUDGET_ALL || (budget->kind == CXLKV_BUDGET_PAGES && !budget->pages))
         return fail(CXLKV_E_ARGUMENT, "budget %u: at least one page", i);
-    if (budget->kind != CXLKV_BUDGET_PAGES && !(budget->amount > 0 && budget->amount <= 1))
+    bool is_amount = budget->kind == CXLKV_BUDGET_SHARE || budget->kind == CXLKV_BUDGET_MASS;
+    if (is_amount && !(budget->amount > 0 && budget->amount <= 1))
         return fail(CXLKV_E_ARGUMENT, "budget %u: %g is outside (0, 1]", i, budget->amount);
-    if (budget->kind == CXLKV_BUDGET_MASS && args->method != CXLKV_METHOD_EXACT)
+    if (budget->kind == CXLKV_BUDGET_MASS && args->method != CXLKV_METHOD_EXACT &&
+        args->method != CXLKV_METHOD_ATTENTION)
         return fail(CXLKV_E_ARGUMENT, "budget %u: attention mass needs method exact", i);
     return 0;
 }
 
 static int args_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
-    if (args->method > CXLKV_METHOD_AUTO || args->union_over > CXLKV_UNION_LAYER ||
+    if (args->method > CXLKV_METHOD_ATTENTION || args->union_over > CXLKV_UNION_LAYER ||
         args->per > CXLKV_PER_SEQUENCE)
         return fail(CXLKV_E_ARGUMENT, "select: unknown method, union or per");
     if (!(args->errors >= 0))
@@ -181,7 +183,7 @@ static uint32_t shared_pages(const plan *leader, const plan *p) {
 /* Followers are kept by how much they share, most first. */
 static void find_leader(select_job *job, plan *p) {
     for (plan *leader = job->plans; leader < p && !p->leader; leader++) {
-        if (leader->leader || leader->rows == 0 || p->rows == 0) continue;
+        if (leader->leader || !is_scored(leader) || !is_scored(p)) continue;
         p->shared = shared_pages(leader, p);
         if (p->shared < p->low + TASK_PAGES) continue;
         p->leader = leader;
@@ -210,7 +212,7 @@ static uint64_t make_plans(select_job *job) {
         p->first_task = tasks;
         p->low = p->rows ? (uint32_t)(view_low(&p->view, 0, p->rows) / page_tokens) : 0;
         find_leader(job, p);
-        uint32_t own = p->rows ? p->view.pages - first_own_page(p) : 0;
+        uint32_t own = is_scored(p) ? p->view.pages - first_own_page(p) : 0;
         p->tasks = (own + TASK_PAGES - 1) / TASK_PAGES;
         tasks += p->tasks;
         lists += p->lists;
@@ -235,7 +237,7 @@ static int place_scratch(select_job *job, uint32_t rows) {
             plan *p = &job->plans[i];
             uint64_t scores = p->lists * heads * p->view.pages, sums = 0;
             uint64_t stage = sketch_plan_floats(job, p);
-            if (p->budget->kind == CXLKV_BUDGET_MASS) sums = p->rows * q_heads * p->view.pages;
+            if (is_scored(p) && is_by_mass(job, p)) sums = p->rows * q_heads * p->view.pages;
             if (pass == 0) {
                 floats += scores + sums + stage;
                 continue;
@@ -246,7 +248,7 @@ static int place_scratch(select_job *job, uint32_t rows) {
             p->thresholds = NULL;
             if (stage) sketch_begin(job, p, at + scores + sums);
             at += scores + sums + stage;
-            for (uint64_t j = 0; j < scores; j++) p->scores[j] = -INFINITY;
+            for (uint64_t j = 0; j < scores; j++) p->scores[j] = is_scored(p) ? -INFINITY : 0;
         }
         if (pass == 1) break;
         if (floats * sizeof(float) > SCRATCH_LIMIT)
@@ -289,7 +291,7 @@ static int64_t select_locked(select_job *job) {
         code = run_tasks(batch->pool, batch->count * heads, sketch_cut_task, job);
         if (code == 0) code = run_tasks(batch->pool, segments, sketch_finish_task, job);
     }
-    if (code == 0) code = run_tasks(batch->pool, batch->count, mass_task, job);
+    if (code == 0) code = run_tasks(batch->pool, batch->count * heads, mass_task, job);
     if (code == 0) code = run_tasks(batch->pool, batch->count * heads, choose_task, job);
     if (code < 0) return code;
     compact(job, lists);

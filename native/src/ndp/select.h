@@ -14,7 +14,7 @@ typedef struct plan {
     uint64_t first_row, rows;
     uint64_t first_list, lists;
     float *scores;               /* [list][kv_head][page] */
-    float *log_sums;             /* mass only: [kv_head][row][group][page] */
+    float *log_sums;             /* by mass only: [kv_head][row][group][page] */
     float *thresholds;           /* two stages, else NULL: what stage_of() finds */
     uint32_t candidates_max;     /* that a segment keeps of a list and some heads */
     uint32_t first_task, tasks;
@@ -35,6 +35,15 @@ typedef struct select_job {
     uint32_t staged_pages_min;
     atomic_ulong bytes_scored, bytes_fetched, bytes_sketched, tokens_scored;
 } select_job;
+
+static inline bool is_scored(const plan *p) {
+    return p->rows && p->budget->kind != CXLKV_BUDGET_ALL;
+}
+
+/* By the share of the attention that pages hold, in place of their best token's score. */
+static inline bool is_by_mass(const select_job *job, const plan *p) {
+    return job->args->method == CXLKV_METHOD_ATTENTION || p->budget->kind == CXLKV_BUDGET_MASS;
+}
 
 /* Pages of a task. */
 enum { TASK_PAGES = 64 };
@@ -93,7 +102,7 @@ enum { QUERY_BLOCK = 64 };
 int score_page(select_job *job, const plan *p, uint32_t index, ahead *next);
 /* The kind of piece that it reads of complete pages. */
 uint32_t scored_kind(const select_job *job);
-/* For batch->count items, under a mass budget: each page's share of the attention. */
+/* For batch->count * kv_heads items, where pages are chosen by mass: each page's share of it. */
 int mass_task(void *context, uint32_t item);
 
 /* ---- select_sketch.c ---- */

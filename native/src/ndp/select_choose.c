@@ -25,7 +25,7 @@ window window_of(const select_job *job, const plan *p, uint64_t list) {
         /* A share like 0.07 is no binary fraction: 7 of 100 pages, not the 8 of rounding up. */
         wanted = (uint64_t)ceil(budget->amount * visible * (1 - 1e-12));
     }
-    if (budget->kind == CXLKV_BUDGET_MASS) wanted = visible;
+    if (budget->kind == CXLKV_BUDGET_MASS || budget->kind == CXLKV_BUDGET_ALL) wanted = visible;
     w.k = (uint32_t)min_u64(visible, wanted > forced ? wanted : forced);
     return w;
 }

@@ -124,33 +124,37 @@ int score_page(select_job *job, const plan *p, uint32_t index, ahead *next) {
 }
 
 /* Turns a query's page log-sums into its attention by page, added to its list's scores. */
-static void add_mass(const plan *p, const float *log_sums, float share, float *scores) {
-    float largest = -INFINITY;
+static void add_mass(const select_job *job, const plan *p, float *log_sums, float share,
+                     float *scores) {
+    enum { SOME = 256 };         /* of which a float has the sum */
+    float largest = kernels_largest(log_sums + p->low, p->view.pages - p->low);
     double total = 0;
+    for (uint32_t page = p->low; page < p->view.pages; page += SOME)
+        total += (double)job->isa->exp_sum(log_sums + page, min_u32(SOME, p->view.pages - page),
+                                           largest);
+    float factor = (float)((double)share / total);
     for (uint32_t page = p->low; page < p->view.pages; page++)
-        if (log_sums[page] > largest) largest = log_sums[page];
-    for (uint32_t page = p->low; page < p->view.pages; page++)
-        total += exp(log_sums[page] - largest);
-    for (uint32_t page = p->low; page < p->view.pages; page++)
-        scores[page] += share * (float)(exp(log_sums[page] - largest) / total);
+        scores[page] += factor * log_sums[page];
 }
 
 int mass_task(void *context, uint32_t item) {
     select_job *job = context;
-    const plan *p = &job->plans[item];
-    uint32_t heads = job->batch->pool->layout.kv_heads, pages = p->view.pages;
+    uint32_t heads = job->batch->pool->layout.kv_heads, head = item % heads;
+    const plan *p = &job->plans[item / heads];
+    uint32_t pages = p->view.pages;
     bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
     float share = 1.0f / (float)(job->group * (one_list ? p->rows : 1));
     if (!p->log_sums) return 0;
-    for (uint64_t i = 0; i < p->lists * heads * pages; i++) p->scores[i] = 0;
-    for (uint32_t head = 0; head < heads; head++)
-        for (uint64_t row = 0; row < p->rows; row++)
-            for (uint32_t i = 0; i < job->group; i++) {
-                uint64_t query = (head * p->rows + row) * job->group + i;
-                uint64_t list = one_list ? 0 : row;
-                add_mass(p, p->log_sums + query * pages, share,
-                         p->scores + (list * heads + head) * pages);
-            }
+    for (uint64_t list = 0; list < p->lists; list++)
+        for (uint32_t page = 0; page < pages; page++)
+            p->scores[(list * heads + head) * pages + page] = 0;
+    for (uint64_t row = 0; row < p->rows; row++)
+        for (uint32_t i = 0; i < job->group; i++) {
+            uint64_t query = (head * p->rows + row) * job->group + i;
+            uint64_t list = one_list ? 0 : row;
+            add_mass(job, p, p->log_sums + query * pages, share,
+                     p->scores + (list * heads + head) * pages);
+        }
     return 0;
 }
 

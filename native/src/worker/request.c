@@ -144,7 +144,7 @@ static int parse_rows(reading *r, const request_facts *facts, request *out, bool
 static int check_select(const request_facts *facts, const request_select *s, uint32_t count) {
     int code = check_queries(facts, s->layer, s->q_heads, s->dtype, s->rows, s->scale);
     if (code < 0) return code;
-    if (s->method > CXLKV_METHOD_AUTO || s->union_over > CXLKV_UNION_LAYER ||
+    if (s->method > CXLKV_METHOD_ATTENTION || s->union_over > CXLKV_UNION_LAYER ||
         s->per > CXLKV_PER_SEQUENCE)
         return fail(CXLKV_E_ARGUMENT, "request: unknown method, union or per");
     if (s->method == CXLKV_METHOD_TWO_STAGE && !facts->sketch)
@@ -162,9 +162,9 @@ static int check_select(const request_facts *facts, const request_select *s, uin
 static int check_budgets(const request *out) {
     for (uint32_t i = 0; i < out->select.budget_count; i++) {
         const cxlkv_budget *budget = &out->budgets[i];
-        if (budget->kind > CXLKV_BUDGET_MASS ||
-            (budget->kind == CXLKV_BUDGET_PAGES ? budget->pages == 0
-                                                : !(budget->amount > 0 && budget->amount <= 1)))
+        bool pages = budget->kind == CXLKV_BUDGET_PAGES, all = budget->kind == CXLKV_BUDGET_ALL;
+        bool is_share = budget->amount > 0 && budget->amount <= 1;
+        if (budget->kind > CXLKV_BUDGET_ALL || (pages ? budget->pages == 0 : !all && !is_share))
             return fail(CXLKV_E_ARGUMENT, "request: budget %u of kind %u, %u pages, amount %g", i,
                         budget->kind, budget->pages, budget->amount);
     }
