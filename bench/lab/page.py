@@ -36,7 +36,7 @@ HEADS = (
     ("below", "upper bound of that, 95 % confidence"),
     ("KL", "divergence from full attention, nats a token"),
     ("agrees", "most likely token is full attention's"),
-    ("copies", "nats a token over full attention, on a passage's second occurrence"),
+    ("copies", "loss over full attention's on a passage's second occurrence"),
     ("below", "upper bound of that"),
     ("right", "of the items that full attention solves"),
     ("p", "McNemar's exact test against full attention, on all items"),
@@ -87,29 +87,32 @@ def as_uri(figure: Figure) -> str:
 
 def draw_losses(panels: list[Axes], found: Findings) -> None:
     """Loss and copies over full attention's, with bounds, by the pages read."""
-    for axes, figure, scale, title in (
-        (panels[0], "loss", 100, "loss over full attention's, %"),
-        (panels[1], "copy", 1, "copies: nats over full attention's"),
+    for axes, figure, title in (
+        (panels[0], "loss", "loss over full attention's, %"),
+        (panels[1], "copy", "copies: loss over full attention's, %"),
     ):
+        ticks: set[float] = set()
         for method in METHODS:
             rows = [row for row in plain_rows(found) if row.form.method == method]
+            rows.sort(key=lambda row: row.form.share)
             if not rows:
                 continue
             color, line = LOOKS[method]
             bounds = [bootstrap(getattr(row, figure)) for row in rows]
             shares = [100 * row.form.share for row in rows]
+            ticks |= set(shares)
             axes.plot(
-                shares, [scale * b.mean for b in bounds], line, color=color, marker="o",
+                shares, [100 * b.mean for b in bounds], line, color=color, marker="o",
                 markersize=3, label=method,
             )  # fmt: skip
             if method in ("exact", "two_stage", "digest"):
-                low, high = ([scale * b[i] for b in bounds] for i in (1, 2))
+                low, high = ([100 * b[i] for b in bounds] for i in (1, 2))
                 axes.fill_between(shares, low, high, color=color, alpha=0.12, linewidth=0)
         axes.set_xscale("log")
-        axes.set_xticks(shares, [f"{share:g}" for share in shares])
+        axes.set_xticks(sorted(ticks), [f"{share:g}" for share in sorted(ticks)])
         axes.minorticks_off()
         plain(axes, "pages, % of all", title=title)
-        axes.set_yscale("symlog", linthresh=1 if scale == 100 else 0.05)
+        axes.set_yscale("symlog", linthresh=1)
         axes.axhline(0, color=INK, linewidth=0.8)
     panels[0].legend(frameon=False, labelcolor=INK, fontsize=9)
 
@@ -121,7 +124,7 @@ def draw_heads(panels: list[Axes], found: Findings, units: Mapping[str, Arrays])
         forms = [
             (at, row.form)
             for at, row in enumerate(found.rows)
-            if row.form.method == method and not row.form.dense_layers
+            if row.form.method == method and not row.form.first_layers
         ]
         if not forms:
             axes.set_axis_off()
@@ -137,7 +140,7 @@ def draw_heads(panels: list[Axes], found: Findings, units: Mapping[str, Arrays])
 
 def plain_rows(found: Findings) -> list[Row]:
     """Those whose layers all have the same budget."""
-    return [row for row in found.rows if not row.form.dense_layers]
+    return [row for row in found.rows if not row.form.first_layers]
 
 
 def by_text(found: Findings) -> list[tuple[str, list[str]]]:

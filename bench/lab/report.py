@@ -32,7 +32,8 @@ Samples = npt.NDArray[np.float64]
 class Row:
     """One form. Samples are texts, each the mean of its steps.
 
-    loss: share over full attention's; copy: nats over it. right: of the items that full attention
+    loss: share over full attention's; copy: over its mean of all texts, which for some texts is
+    near zero. right: of the items that full attention
     solves; only_full, only_form: items that one of both solves, of all. chance: that full
     attention and the form are equally good.
     scored, fetched: bytes over those of all keys and values. mass, error, recall: means, and those
@@ -86,6 +87,7 @@ def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
     right = np.concatenate([unit["right"] for unit in tasks], axis=1).astype(bool)
     kinds = np.concatenate([unit["kinds"] for unit in tasks])
     full = right[0]
+    copy_full = np.mean([unit["copy_full"].mean() for unit in texts])
     every = sum(int(unit["fetched"][0]) for unit in texts)
     rows = []
     for at, form in enumerate(plan.forms):
@@ -96,7 +98,8 @@ def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
                 loss=relative(texts, "losses", "full", at),
                 divergence=np.array([u["divergences"][at].mean() for u in texts]),
                 agreed=np.array([u["agreed"][at].mean() for u in texts]),
-                copy=np.array([u["copy"][:, at].mean() - u["copy_full"].mean() for u in texts]),
+                copy=np.array([u["copy"][:, at].mean() - u["copy_full"].mean() for u in texts])
+                / copy_full,
                 right=int((mine & full).sum()),
                 only_full=int((full & ~mine).sum()),
                 only_form=int((mine & ~full).sum()),
@@ -185,8 +188,8 @@ def cells(row: Row, found: Findings) -> list[str]:
         f"{100 * loss.high:+.1f} %",
         f"{row.divergence.mean():.4f}",
         f"{100 * row.agreed.mean():.1f} %",
-        f"{copy.mean:+.3f}",
-        f"{copy.high:+.3f}",
+        f"{100 * copy.mean:+.1f} %",
+        f"{100 * copy.high:+.1f} %",
         f"{row.right}/{found.solved}",
         f"{row.chance:.2g}",
         f"{row.mass[0]:.3f}",
@@ -221,7 +224,7 @@ def result_of(found: Findings) -> Result:
         row.mass[0] <= oracle.mass[0] + 0.001
         for row in found.rows
         for oracle in oracles
-        if row.form.share == oracle.form.share and not row.form.dense_layers
+        if row.form.share == oracle.form.share and not row.form.first_layers
     )
     result.measure("loss_full", list(found.loss_full), "nats a token")
     result.measure("items_solved", [found.solved], "items")
@@ -235,7 +238,7 @@ def result_of(found: Findings) -> Result:
         result.measure(f"loss_{name}", list(row.loss), "share over full attention's")
         result.measure(f"divergence_{name}", list(row.divergence), "nats a token")
         result.measure(f"agreement_{name}", list(row.agreed), "share of tokens")
-        result.measure(f"copies_{name}", list(row.copy), "nats a token over full attention's")
+        result.measure(f"copies_{name}", list(row.copy), "share over full attention's")
         result.measure(f"right_{name}", [row.right], "items")
         result.measure(f"lost_{name}", [row.only_full], "items that full attention alone solves")
         result.measure(f"won_{name}", [row.only_form], "items that full attention does not solve")

@@ -44,9 +44,17 @@ CUE_TOKENS = 8
 
 
 def every_form() -> tuple[Form, ...]:
-    """All pages first, then each method at each budget, then the first layers with all pages."""
-    dense = [Form("exact", share, dense_layers=n) for share in (0.05, 0.10) for n in (1, 2, 4)]
-    return (Form.full(), *(Form(method, share) for method in METHODS for share in SHARES), *dense)
+    """All pages first, then each method at each budget; some have more: in exact, more pages for
+    the first layers; largest and union are other ways to one score for a group of query heads."""
+    first = [(0.10, 2, 1.0), (0.10, 4, 1.0), (0.05, 10, 0.20), (0.10, 10, 0.40)]
+    more = {
+        "exact": [Form("exact", 0.15), *(Form("exact", s, 1, 2, n, of) for s, n, of in first)],
+        "oracle": [Form("oracle", 0.15)],
+    }
+    forms = [Form.full()]
+    for method in METHODS:  # rows of one method stand side by side: they are scored together
+        forms += [*(Form(method, share) for share in SHARES), *more.get(method, [])]
+    return (*forms, *(Form(method, 0.10) for method in ("largest", "union")))
 
 
 def every_variant() -> tuple[Form, ...]:

@@ -24,11 +24,12 @@ from cxlkv.sequence import Sequence as Tokens
 
 Pages = npt.NDArray[np.int32]
 Number = TypeVar("Number", np.int32, np.float32)
-CONTROLS = ("random", "newest", "oracle")
+CONTROLS = ("random", "newest", "oracle", "largest", "union")
 """Random pages, drawn anew in each step, layer and head; the newest ones; those to which
-the row's own query would give the most attention, over all pages."""
+the row's own query would give the most attention, over all pages and on average over the query
+heads of a kv head. largest and union take the attention of one head in place of the average: each
+page's largest, or each head's best pages in turn until the list is full."""
 COUNTED_EVERY = 16
-VARIED = {"sinks": "sinks", "recent": "recent", "dense_layers": "first dense"}
 
 
 class Form(NamedTuple):
@@ -38,7 +39,8 @@ class Form(NamedTuple):
     share: float
     sinks: int = Budget.sinks
     recent: int = Budget.recent
-    dense_layers: int = 0
+    first_layers: int = 0
+    first_share: float = 1.0
 
     @classmethod
     def full(cls) -> Form:
@@ -49,15 +51,22 @@ class Form(NamedTuple):
     def name(self) -> str:
         if self.method == "full":
             return "full"
-        changed = [f"{VARIED[w]} {getattr(self, w)}" for w in VARIED if self._is_varied(w)]
-        return ", ".join([f"{self.method} {100 * self.share:g} %", *changed])
+        words = [f"{self.method} {100 * self.share:g} %"]
+        words += [f"sinks {self.sinks}"] * (self.sinks != Budget.sinks)
+        words += [f"recent {self.recent}"] * (self.recent != Budget.recent)
+        first = "dense" if self.first_share == 1 else f"{100 * self.first_share:g} %"
+        words += [f"first {self.first_layers} {first}"] * (self.first_layers > 0)
+        return ", ".join(words)
 
-    def _is_varied(self, word: str) -> bool:
-        return bool(getattr(self, word) != self._field_defaults[word])
-
-    def budget(self, layer: int) -> Budget:
-        share = 1.0 if layer < self.dense_layers else self.share
-        return Budget(share=share, sinks=self.sinks, recent=self.recent)
+    def budget(self) -> Budget:
+        dense = self.first_share == 1
+        return Budget(
+            share=self.share,
+            sinks=self.sinks,
+            recent=self.recent,
+            dense_layers=self.first_layers if dense else 0,
+            by_layer={} if dense else dict.fromkeys(range(self.first_layers), self.first_share),
+        )
 
 
 @dataclass
@@ -148,9 +157,11 @@ class FormsCache(CXLCache):
     ) -> Selection:
         """The pages of rows that have one method; queries [rows, q_heads, dim]."""
         starts = np.arange(len(forms) + 1, dtype=np.int32)
-        rows = queries.contiguous()
+        budgets = [form.budget() for form in forms]
+        if method == "oracle":
+            method = "attention"
         if method in METHODS:
-            budgets = [form.budget(part.index) for form in forms]
+            rows = queries.contiguous()
             return batch.select(part.index, rows, starts, budgets, method, part.scale)
         heads, page_tokens = self.pool.layout.kv_heads, self.pool.layout.page_tokens
         counts = -(-lengths // page_tokens)
@@ -159,23 +170,40 @@ class FormsCache(CXLCache):
             for drawn, form, length in zip(rank, forms, lengths.tolist(), strict=True):
                 key = [self.seed, part.index, length, round(1e6 * form.share)]
                 drawn[:] = np.random.default_rng(key).random(drawn.shape)
-        elif method == "oracle":
-            every = [Budget(mass=1.0, sinks=f.sinks, recent=f.recent) for f in forms]
-            whole = batch.select(part.index, rows, starts, every, "exact", part.scale)
-            there = whole.pages >= 0
-            row, head, _ = np.nonzero(there)
-            rank[row, head, whole.pages[there]] = whole.scores[there]
+        elif method in ("largest", "union"):
+            by_head = self.attention_of_heads(batch, part, queries, rank.shape[2])
+            places = np.argsort(np.argsort(-by_head, axis=-1), axis=-1)
+            rank[:] = by_head.max(axis=0) if method == "largest" else -places.min(axis=0)
         else:
             rank[:] = np.arange(rank.shape[2])
-        pages = best_pages(rank, counts, [form.budget(part.index) for form in forms])
+        pages = best_pages(rank, counts, budgets, part.index)
         tokens = int((pages >= 0).sum()) * page_tokens
         tokens -= int((-lengths % page_tokens).sum()) * heads  # of each last page
         a_token = self.pool.layout.token_bytes // (self.pool.layout.layers * heads)
         return unscored(pages, starts, "query", tokens * a_token)
 
+    def attention_of_heads(
+        self, batch: Batch, part: LayerStep, queries: Tensor, pages: int
+    ) -> npt.NDArray[np.float32]:
+        """The share of its attention that a query head gives to each page, [group, rows, kv_heads,
+        pages]; queries [rows, q_heads, dim]."""
+        rows, heads = len(queries), self.pool.layout.kv_heads
+        members = queries.reshape(rows, heads, -1, queries.shape[-1]).unbind(2)
+        found = np.zeros((len(members), rows, heads, pages), np.float32)
+        starts, every = np.arange(rows + 1, dtype=np.int32), Budget(share=1.0)
+        for shares, member in zip(found, members, strict=True):
+            asked = (part.index, member.contiguous(), starts, every, "attention", part.scale)
+            whole = batch.select(*asked)
+            row, head, at = np.nonzero(whole.pages >= 0)
+            shares[row, head, whole.pages[row, head, at]] = whole.scores[row, head, at]
+        return found
+
 
 def best_pages(
-    rank: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], budgets: Sequence[Budget]
+    rank: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.int64],
+    budgets: Sequence[Budget],
+    layer: int,
 ) -> Pages:
     """Lists of the pages of highest rank [rows, kv_heads, pages], as long as the budgets allow,
     the forced ones in; ascending, -1 padded. counts: the pages of each row."""
@@ -184,7 +212,7 @@ def best_pages(
         row[:, : budget.sinks] = np.inf
         row[:, count - budget.recent : count] = np.inf
         best = np.argsort(-row[:, :count], axis=1, kind="stable")
-        best = np.sort(best[:, : budget.pages_at_most(count)], axis=1)
+        best = np.sort(best[:, : budget.pages_at_most(count, layer)], axis=1)
         lists.append(best.astype(np.int32))
     return padded(lists, -1)
 

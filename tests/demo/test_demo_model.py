@@ -287,7 +287,7 @@ def test_a_model_that_takes_fewer_tokens_sets_the_end(
 def test_pages_that_are_not_those_of_full_attention_fail_with_exit_code_1_and_no_ratios(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Form, "budget", lambda form, layer: Budget(pages=3))
+    monkeypatch.setattr(Form, "budget", lambda form: Budget(pages=3))
     folder = save(facts_model(), tmp_path / "facts", VOCABULARY_SIZE)
     (tmp_path / "text.txt").write_text(facts_text(512))
     monkeypatch.chdir(tmp_path)

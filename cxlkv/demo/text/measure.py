@@ -86,7 +86,7 @@ class Plan:
         return found
 
     def pages_of(self, form: Form) -> int:
-        return form.budget(0).pages_at_most(self.page_count)
+        return form.budget().pages_at_most(self.page_count)
 
 
 @dataclass
