@@ -31,7 +31,7 @@ class RandomPages(CXLCache):
         counts = -(-part.step.lengths // layout.page_tokens)
         random = np.random.default_rng([self.seed, part.index, tokens])
         rank = random.random((len(counts), layout.kv_heads, int(counts[0])))
-        pages = best_pages(rank, counts, [self.budget] * len(counts))
+        pages = best_pages(rank, counts, [self.budget] * len(counts), part.index)
         # All but the last page, which is forced, are full.
         read = pages.size * layout.page_tokens - pages[..., 0].size * (-tokens % layout.page_tokens)
         read_bytes = read * layout.token_bytes // (layout.layers * layout.kv_heads)
