@@ -6,12 +6,15 @@ another program made for its own use. Nothing of that package is run.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import io
+import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cxlkv.demo.text.inputs import quiet
-from cxlkv.errors import CorruptError, UnsupportedError
+from cxlkv.errors import CorruptError, SystemCallError, UnsupportedError
 from cxlkv.machine.state import cache_folder
 
 NAME = "SmolLM2-135M-Instruct"
@@ -45,11 +48,13 @@ def prepare(console: Console) -> Path:
     """The model's folder, as transformers reads it; made when it is asked for first.
 
     Raises UnsupportedError where a package is not installed, CorruptError where the file is not
-    the one that was published, OSError where the cache folder cannot be written.
+    the one that was published, SystemCallError where the cache folder cannot be used.
     """
     folder = cache_folder() / f"{NAME}-{SHA256[:8]}"
-    if folder.is_dir():
-        return folder
+    with errors_of(folder):
+        if folder.is_dir():
+            check_owner(folder)
+            return folder
     path = model_file()
     if path is None or find_spec("gguf") is None or find_spec("accelerate") is None:
         raise UnsupportedError(f"the model {NAME} is not installed: {INSTALL}")
@@ -58,17 +63,58 @@ def prepare(console: Console) -> Path:
         task = progress.add_task(f"checking {FILE}", total=path.stat().st_size)
         verify(path, lambda done: progress.advance(task, done))
         progress.reset(task, description=f"converting {NAME} for transformers, once", total=None)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            convert(path, unfinished)
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was faster
-                raise
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        with errors_of(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with locked(folder.parent):  # waits while another process converts it
+                if not folder.is_dir():
+                    make(folder, path)
     return folder
+
+
+@contextmanager
+def errors_of(folder: Path) -> Iterator[None]:
+    """Errors of the system say which folder is meant, and what helps."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemCallError(
+            f"{folder} cannot be used for the converted model: {error.strerror or error}. "
+            "Set XDG_CACHE_HOME to a folder of your own with 300 MB of room"
+        ) from error
+
+
+def check_owner(folder: Path) -> None:
+    """Raises PermissionError for another user's folder: it may hold anything, and may change."""
+    owner, user = folder.stat().st_uid, os.geteuid()
+    if user not in (0, owner) and (owner != 0 or not os.access(folder, os.R_OK | os.X_OK)):
+        raise PermissionError(errno.EACCES, f"it belongs to user {owner}")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time; the kernel drops the lock with its process."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+def make(folder: Path, path: Path) -> None:
+    """Convert the file into the folder, which is there whole or not at all; under the lock."""
+    prefix = f".{folder.name}."
+    for left in folder.parent.glob(f"{prefix}*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    try:
+        convert(path, unfinished)
+        for written in unfinished.iterdir():  # before the name: it may be all that a crash leaves
+            with written.open("rb") as file:
+                os.fsync(file.fileno())
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def verify(path: Path, advance: Callable[[int], None]) -> None:
@@ -86,7 +132,8 @@ def verify(path: Path, advance: Callable[[int], None]) -> None:
 
 
 def convert(path: Path, folder: Path) -> None:
-    """Write weights in bfloat16, config and tokenizer."""
+    """Write weights in bfloat16, config and tokenizer. Raises OSError where there is no room."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     where = {"gguf_file": path.name, "local_files_only": True}
@@ -98,5 +145,8 @@ def convert(path: Path, folder: Path) -> None:
             **where,
         )
         model.config.name_or_path = NAME
-        model.save_pretrained(folder)
+        try:
+            model.save_pretrained(folder)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
         AutoTokenizer.from_pretrained(path.parent, **where).save_pretrained(folder)

