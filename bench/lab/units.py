@@ -44,8 +44,8 @@ CUE_TOKENS = 8
 
 
 def every_form() -> tuple[Form, ...]:
-    """All pages first, then each method at each budget; some have more: in exact, more pages for
-    the first layers; largest and union are other ways to one score for a group of query heads."""
+    """All pages first, then each method at each budget; exact also with more for the first
+    layers."""
     first = [(0.10, 2, 1.0), (0.10, 4, 1.0), (0.05, 10, 0.20), (0.10, 10, 0.40)]
     more = {
         "exact": [Form("exact", 0.15), *(Form("exact", s, 1, 2, n, of) for s, n, of in first)],
@@ -54,13 +54,14 @@ def every_form() -> tuple[Form, ...]:
     forms = [Form.full()]
     for method in METHODS:  # rows of one method stand side by side: they are scored together
         forms += [*(Form(method, share) for share in SHARES), *more.get(method, [])]
-    return (*forms, *(Form(method, 0.10) for method in ("largest", "union")))
+    return tuple(forms)
 
 
 def every_variant() -> tuple[Form, ...]:
-    """Numbers of forced pages, with 5 % of all."""
+    """Numbers of forced pages, with 5 % of all; and other ways to one score for a group of heads."""
     forced = [(1, 1), (1, 2), (1, 4), (1, 8), (0, 2), (2, 2), (4, 2)]
-    return tuple(Form("exact", 0.05, sinks, recent) for sinks, recent in forced)
+    groups = [Form(method, share) for method in ("largest", "union") for share in (0.05, 0.10)]
+    return (*(Form("exact", 0.05, sinks, recent) for sinks, recent in forced), *groups)
 
 
 @dataclass(frozen=True)

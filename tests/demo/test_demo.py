@@ -158,12 +158,12 @@ def test_random_pages_count_as_the_budget_does_and_hold_the_forced_ones() -> Non
     rank = np.random.default_rng(1).random((50, 2, 101))
     counts = np.full(50, 101)
     for share, count in ((0.001, 3), (0.05, 6), (1.0, 101)):
-        pages = best_pages(rank.copy(), counts, [Budget(share=share)] * 50)
+        pages = best_pages(rank.copy(), counts, [Budget(share=share)] * 50, 0)
         assert pages.shape == (50, 2, count)
         assert (np.diff(pages, axis=-1) > 0).all()
         assert (pages[..., 0] == 0).all()
         assert (pages[..., -2:] == [99, 100]).all()
-    drawn = best_pages(rank, counts, [Budget(share=0.05)] * 50)[..., 1:-2]
+    drawn = best_pages(rank, counts, [Budget(share=0.05)] * 50, 0)[..., 1:-2]
     assert len(np.unique(drawn)) > 80
 
 
