@@ -58,7 +58,7 @@ def every_form() -> tuple[Form, ...]:
 
 
 def every_variant() -> tuple[Form, ...]:
-    """Numbers of forced pages, with 5 % of all; and other ways to one score for a group of heads."""
+    """Numbers of forced pages, with 5 % of all; other ways to one score for a group of heads."""
     forced = [(1, 1), (1, 2), (1, 4), (1, 8), (0, 2), (2, 2), (4, 2)]
     groups = [Form(method, share) for method in ("largest", "union") for share in (0.05, 0.10)]
     return (*(Form("exact", 0.05, sinks, recent) for sinks, recent in forced), *groups)
