@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from zipfile import BadZipFile
@@ -30,8 +33,9 @@ FORMAT = 1
 """Of the units' files: another number when what they hold, or what it means, changes."""
 
 
-def run(folder: Path, model: Path, plan: Plan, console: Console) -> None:
-    """Measure the units that the folder lacks.
+def run(folder: Path, model: Path, plan: Plan, console: Console) -> list[str]:
+    """Measure the units that the folder lacks, but for those that another process measures now;
+    these are returned.
 
     Raises BadArgumentError where the folder holds those of another plan, model or texts, and for
     what cannot be measured: a model that takes too few tokens, or a tokenizer of another kind;
@@ -55,9 +59,29 @@ def run(folder: Path, model: Path, plan: Plan, console: Console) -> None:
         units = plan.units()
         todo = {name: steps for name, steps in units.items() if not path_of(folder, name).exists()}
         with progress_of(console, sum(units.values()), sum(todo.values())) as progress:
-            for name in todo:
-                progress.begin(f"reading {name}")
-                save(path_of(folder, name), runner.run(name, progress.advance))
+            for name, steps in todo.items():
+                path = path_of(folder, name)
+                with claimed(path) as is_ours:
+                    if not is_ours or path.exists():
+                        progress.skip(steps)
+                        continue
+                    progress.begin(f"reading {name}")
+                    save(path, runner.run(name, progress.advance))
+    return [name for name in units if not path_of(folder, name).exists()]
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Whether this process is the one to make the file. A process that ends lets go of all."""
+    lock = path.with_name(f".{path.name}.lock")
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+        lock.unlink(missing_ok=True)
 
 
 def begin(folder: Path, model: Path, plan: Plan, texts: dict[str, str]) -> None:

@@ -29,6 +29,12 @@ class Steps:
         self.what = what
         self.progress.update(self.task, description=what)
 
+    def skip(self, steps: int) -> None:
+        """So many were done by somebody else."""
+        self.done += steps
+        self.first += steps
+        self.progress.update(self.task, completed=self.done)
+
     def advance(self, steps: int = 1) -> None:
         self.done += steps
         self.progress.update(self.task, completed=self.done)

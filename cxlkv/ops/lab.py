@@ -36,7 +36,8 @@ def lab_run(
     """Measure all forms of selection against full attention on 16 texts and 200 questions.
 
     Writes lab.json and lab.html into the folder. Takes some two hours on two cores; --quick a few
-    minutes. Killed, it goes on where it stopped. Exit code 1 if a check does not hold.
+    minutes. Killed, it goes on where it stopped; several at once, on one folder, share the work:
+    one for each core, with OMP_NUM_THREADS=1, is fastest. Exit code 1 if a check does not hold.
     """
     with needing("lab", "the lab"):
         from cxlkv.bench.lab import page, report
@@ -48,7 +49,10 @@ def lab_run(
         console.width = max(console.width, 170)
     plan, folder = Plan.quick() if quick else Plan(), model or prepare(console)
     out = out or Path("cxlkv-lab-quick" if quick else "cxlkv-lab")
-    run(out, folder, plan, console)
+    if elsewhere := run(out, folder, plan, console):
+        text = f"{len(elsewhere)} parts are being measured by another process on {out}, which"
+        console.print(Text(f"{text} writes the page. If it is gone, run this again."))
+        return
     units = load_units(out, plan)
     found = report.find(plan, units, folder.name)
     result = report.result_of(found)

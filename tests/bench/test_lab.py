@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cxlkv import Selection
 from cxlkv.bench.lab import page, report, units
-from cxlkv.bench.lab.run import load_units, run
+from cxlkv.bench.lab.run import claimed, load_units, path_of, run
 from cxlkv.bench.lab.statistics import bootstrap, mcnemar
 from cxlkv.bench.lab.tasks import WORDS
 from cxlkv.bench.lab.texts import TEXTS, Text
@@ -107,7 +107,10 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_figures(
     with pytest.raises(KeyboardInterrupt):
         run(parts, model, PLAN, Console())
     monkeypatch.setattr(Runner, "run", measure)
-    run(parts, model, PLAN, Console())
+    with claimed(path_of(parts, "text-two")) as is_ours:  # by another process
+        assert is_ours
+        assert run(parts, model, PLAN, Console()) == ["text-two"]
+    assert run(parts, model, PLAN, Console()) == []
     first, second = load_units(whole, PLAN), load_units(parts, PLAN)
     for unit, arrays in first.items():
         for name, array in arrays.items():
