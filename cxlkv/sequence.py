@@ -421,7 +421,7 @@ class Sequence:
     ) -> Selection:
         """Choose pages; q [q_heads, head_dim] gives pages [kv_heads, k], several rows [rows, ...].
 
-        top_k=n is short for Budget(pages=n).
+        top_k=n is short for Budget(pages=n); without both it is Budget().
         """
         chosen = one_budget(budget, top_k)
         rows, single, starts = query_rows(q)
@@ -593,12 +593,9 @@ def _back(rewind: int | None) -> int:
 
 def one_budget(budget: Budget | None, top_k: int | None) -> Budget:
     """Of the arguments of a select of one sequence, here or at a server."""
-    if budget is None:
-        if top_k is not None:
-            return Budget(pages=top_k)
-    elif top_k is None:
-        return budget
-    raise BadArgumentError("select takes a budget or top_k=, one of them")
+    if budget is not None and top_k is not None:
+        raise BadArgumentError("select takes a budget or top_k=, not both")
+    return (budget or Budget()) if top_k is None else Budget(pages=top_k)
 
 
 def query_rows(q: object) -> tuple[object, bool, Starts]:

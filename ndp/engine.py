@@ -21,12 +21,14 @@ PERS = ("query", "sequence")
 RECALL = 0.98
 PAGES_MAX = 2**31 - 1  # page numbers are int32
 AMOUNTS = ("pages", "share", "mass")
+SHARE = 0.2
+"""Of the pages, where a budget says nothing: docs/budgets.md has what it costs a trained model."""
 ALL = 3  # in place of an amount, in the C core: all pages, of which no key is read
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How many pages a selection may name: exactly one of pages, share and mass.
+    """How many pages a selection may name: one of pages, share and mass; none is SHARE.
 
     pages: that many. share: this part of the pages that the query sees, rounded up. mass: the
     fewest pages that hold this part of the attention (methods "exact" and "attention" only). The
@@ -51,8 +53,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         given = [name for name in AMOUNTS if getattr(self, name) is not None]
+        if not given:
+            object.__setattr__(self, "share", SHARE)
+            given = ["share"]
         if len(given) != 1:
-            raise BadArgumentError("a budget is one of pages=, share= and mass=")
+            raise BadArgumentError("a budget is one of pages=, share= and mass=, not several")
         self._check_amount(given[0], getattr(self, given[0]))
         for word in ("sinks", "recent", "dense_layers"):
             if getattr(self, word) < 0:

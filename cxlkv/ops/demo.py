@@ -30,6 +30,9 @@ def demo(
     budget: Annotated[
         str | None, typer.Option(help="Shares of the pages for --text, such as 2%,5%,10%.")
     ] = None,
+    dense_layers: Annotated[
+        int, typer.Option(help="Of --text: so many layers, the first ones, attend to all pages.")
+    ] = 0,
     tiny: Annotated[
         bool,
         typer.Option("--tiny", help="The small model that is in the package, offline."),
@@ -51,20 +54,23 @@ def demo(
     with full attention, for each --method at each --budget. With --handover: one process reads the
     context, another one answers from its pages. Exit code 1 if a check does not hold.
     """
+    if dense_layers and model is None:
+        raise BadArgumentError("--dense-layers goes with --model and --text")
     check_options(model, text, method, budget, tiny, handover)
     with needing("demo", "the demo"):
         from cxlkv.demo import handover as handing_over
         from cxlkv.demo.answers.run import run as run_answers
         from cxlkv.demo.measure import Plan
         from cxlkv.demo.run import run
-        from cxlkv.demo.text.measure import METHODS, SHARES
+        from cxlkv.demo.text.measure import METHODS, SHARES, Wanted
         from cxlkv.demo.text.run import run as run_text
     if handover:
         passed = handing_over.run(json_file, tokens)
     elif model is not None and text is not None:
         methods = tuple(dict.fromkeys(map(str.strip, method.split(",")))) if method else METHODS
         shares = shares_of(budget) if budget else SHARES
-        passed = run_text(model, text, tokens, methods, shares, json_file, picture)
+        rows = Wanted(methods, shares, dense_layers)
+        passed = run_text(model, text, tokens, rows, json_file, picture)
     else:
         folder = None
         if not tiny and tokens is None and method is None:

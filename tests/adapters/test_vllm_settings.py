@@ -71,6 +71,10 @@ def test_a_request_may_ask_for_other_options() -> None:
     assert read_options(None, settings) == Options(Budget(share=0.5))
     assert read_options({"do_remote_decode": True}, settings) == Options(Budget(share=0.5))
     assert read_options({"cxlkv": {"budget": None}}, settings) == Options(None)
+    assert read_options({"cxlkv": {"budget": True}}, settings) == Options(Budget())
+    layers = {"share": 0.1, "dense_layers": 2, "by_layer": {"5": 0.3}}
+    wanted = Budget(share=0.1, dense_layers=2, by_layer={5: 0.3})
+    assert read_options({"cxlkv": {"budget": layers}}, settings) == Options(wanted)
     asked = {"cxlkv": {"budget": {"pages": 8}, "save": False}}
     assert read_options(asked, settings) == Options(Budget(pages=8), save=False)
     for wrong in ({"cxlkv": 1}, {"cxlkv": {"safe": True}}, {"cxlkv": {"save": "no"}}):

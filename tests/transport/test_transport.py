@@ -238,6 +238,7 @@ def test_a_select_there_is_the_same(folder: Path, link: str, rng: np.random.Gene
                 (0, q, Budget(pages=3)),
                 (3, q, Budget(share=0.5, per="sequence")),
                 (1, q[0], Budget(pages=2)),
+                (0, q, None),
                 (0, q, Budget(pages=3, dense_layers=1)),
                 (2, q, Budget(share=0.1, by_layer={2: 0.5})),
                 (2, q[1], Budget(pages=2, per="sequence")),
@@ -533,7 +534,6 @@ def test_a_select_there_refuses_what_one_here_does(folder: Path, rng: np.random.
             for arguments, words in (
                 ((99, q, Budget(pages=1)), {}),
                 ((-1, q, Budget(pages=1)), {}),
-                ((0, q), {}),
                 ((0, q, Budget(pages=1)), {"top_k": 1}),
                 ((0, q[0, 0], Budget(pages=1)), {}),
                 ((0, q[None], Budget(pages=1)), {}),

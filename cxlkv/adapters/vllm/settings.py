@@ -73,9 +73,12 @@ def check_policy(settings: Settings, connector: object, policy: object) -> None:
 
 
 def read_budget(given: object, where: str) -> Budget | None:
-    """A budget written as a mapping of Budget's own words, like {"share": 0.1}; None is all."""
+    """A budget written as a mapping of Budget's own words, like {"share": 0.1}; true is Budget(),
+    null and false are all pages."""
     if given is None or given is False:
         return None
+    if given is True:
+        return Budget()
     known = [one.name for one in fields(Budget)]
     if not isinstance(given, Mapping) or not set(given) <= set(known):
         raise BadArgumentError(

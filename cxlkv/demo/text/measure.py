@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,17 @@ METHODS = ("exact", "two_stage", "digest")
 SHARES = (0.02, 0.05, 0.10, 0.25)
 
 
+class Wanted(NamedTuple):
+    """Each method at each share of the pages is a row; the first layers may attend to all pages."""
+
+    methods: tuple[str, ...] = METHODS
+    shares: tuple[float, ...] = SHARES
+    dense_layers: int = 0
+
+
+EVERY = Wanted()
+
+
 @dataclass(frozen=True)
 class Plan:
     """`context` tokens are read, then `steps` more, one at a time; each predicts the next."""
@@ -48,21 +59,20 @@ class Plan:
     steps: int
     methods: tuple[str, ...] = METHODS
     shares: tuple[float, ...] = SHARES
+    dense_layers: int = 0
     page_tokens: int = 16
 
     @classmethod
-    def of(
-        cls, tokens: int, methods: tuple[str, ...] = METHODS, shares: tuple[float, ...] = SHARES
-    ) -> Plan:
+    def of(cls, tokens: int, wanted: Wanted = EVERY) -> Plan:
         """The plan for a text of that many tokens; BadArgumentError for less than TOKENS_MIN, and
         for a method that is none."""
         if tokens < TOKENS_MIN:
             raise BadArgumentError(f"{tokens} tokens are too few: at least {TOKENS_MIN}")
-        for method in methods:
+        for method in wanted.methods:
             if method not in engine.METHODS:
                 raise BadArgumentError(f"no method {method}: {', '.join(engine.METHODS)}")
         steps = min(tokens // STEPS_OF_TOKENS, STEPS_MAX)
-        return cls(tokens - steps - 1, steps, methods, shares)
+        return cls(tokens - steps - 1, steps, *wanted)
 
     @property
     def tokens(self) -> int:
@@ -81,12 +91,13 @@ class Plan:
         """
         found = [Form.full()]
         for method in (*self.methods, "random"):
-            forms = [Form(method, share) for share in self.shares]
+            forms = [Form(method, s, first_layers=self.dense_layers) for s in self.shares]
             found += [form for form in forms if self.pages_of(form) > form.sinks + form.recent]
         return found
 
     def pages_of(self, form: Form) -> int:
-        return form.budget().pages_at_most(self.page_count)
+        """Of a layer that is not dense."""
+        return form.budget().pages_at_most(self.page_count, self.dense_layers)
 
 
 @dataclass

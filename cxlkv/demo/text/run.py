@@ -14,7 +14,7 @@ from cxlkv.adapters.transformers import layout_of
 from cxlkv.demo.progress import progress_of
 from cxlkv.demo.run import finish
 from cxlkv.demo.text import inputs
-from cxlkv.demo.text.measure import METHODS, SHARES, TOKENS_MIN, Plan, Reading
+from cxlkv.demo.text.measure import EVERY, TOKENS_MIN, Plan, Reading, Wanted
 from cxlkv.demo.text.picture import draw
 from cxlkv.demo.text.report import Found, fallbacks, result_of, table_of, tie_note
 from cxlkv.errors import BadArgumentError, MemoryShortError
@@ -31,8 +31,7 @@ def run(
     folder: Path,
     text: Path,
     tokens: int | None = None,
-    methods: tuple[str, ...] = METHODS,
-    shares: tuple[float, ...] = SHARES,
+    rows: Wanted = EVERY,
     json_path: Path | None = None,
     picture: Path | None = None,
     console: Console | None = None,
@@ -40,7 +39,7 @@ def run(
     """Measure, print, draw into `picture`, write the result file; True when all checks hold.
 
     tokens: how many of the text are used, TOKENS if None; a text or a model that ends earlier sets
-    the end. methods, shares: each method at each budget is a row of the table. Raises
+    the end. rows: of the table. Raises
     BadArgumentError, UnsupportedError and MemoryShortError before anything is computed, OSError
     where a file cannot be read or written.
     """
@@ -55,7 +54,7 @@ def run(
         raise BadArgumentError(
             f"{text} has {len(ids)} tokens; at least {TOKENS_MIN} are needed: give a longer text"
         )
-    plan = Plan.of(min(wanted, len(ids)), methods, shares)
+    plan = Plan.of(min(wanted, len(ids)), rows)
     check_room(folder, layout, plan)
     model = inputs.read_model(folder)
     layout = layout_of(model, plan.page_tokens)
