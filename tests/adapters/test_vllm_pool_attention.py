@@ -104,6 +104,16 @@ def test_budgets_choose_pages_for_decoding_rows_only(attention: PoolAttention) -
     assert all(map(is_right, run(attention, Message(), rows))) is True
 
 
+def test_dense_layers_are_not_scored(pool: CXLPool, attention: PoolAttention) -> None:
+    dense = Options(Budget(pages=4, dense_layers=len(NAMES)))
+    one, two = Text("one", 90, dense), Text("two", 90, dense)
+    starts = [text.start(row) for row, text in enumerate((one, two), 1)]
+    run(attention, Message(started=starts), [(1, one, 0, 80), (2, two, 0, 80)])
+    found = run(attention, Message(), [(1, one, 80, 1), (2, two, 80, 2)])
+    assert all(map(is_right, found))
+    assert pool.stats()["scored_bytes"] == 0
+
+
 def test_a_hit_is_adopted_and_goes_on(pool: CXLPool, attention: PoolAttention) -> None:
     one = Text("one", 70)
     run(attention, Message(started=[one.start(1)]), [(1, one, 0, 70)])

@@ -262,6 +262,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             rank=ranks.rank,
             ranks=ranks.count,
             decode_rows=1 + speculated_tokens(config),
+            method=self.settings.method,
             step=steps_on(device),
             many=chunks_on(device, self._spec.dtype),
         )

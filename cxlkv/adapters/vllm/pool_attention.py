@@ -76,8 +76,8 @@ class PoolAttention:
     layers: the engine's names of the pool's layers, in order. block_tokens: of the engine's keys,
     whole pages. rank: of this shard, by which a message's handles are told apart; ranks: how many
     there are. decode_rows: a request that has tokens and brings at most so many more is decoding,
-    which is what budgets are for. step: makes a Step; None: of tensors in host memory. many:
-    attends for many rows of one request, where that is faster than the pool.
+    which is what budgets are for. method: as in Batch.select. step: makes a Step; None: of tensors
+    in host memory. many: attends for many rows of one request, where that is faster than the pool.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class PoolAttention:
         rank: int = 0,
         ranks: int = 1,
         decode_rows: int = 1,
+        method: str = "auto",
         step: MakeStep | None = None,
         many: Many | None = None,
     ):
@@ -96,6 +97,7 @@ class PoolAttention:
         self.layers = {name: place for place, name in enumerate(layers)}
         self.requests = PoolRequests(pool, self.tiers)
         self.decode_rows = decode_rows
+        self.method = method
         self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
         self._held: dict[str, Held] = {}
         self.by_request_row: dict[int, Held] = {}
@@ -265,6 +267,7 @@ class Group:
     batch: Batch
     kind: Kind
     budgets: list[Budget]  # of each place, where they are what chooses
+    method: str
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.batch.append(layer, k[self.rows], v[self.rows], self.starts)
@@ -275,7 +278,8 @@ class Group:
         """Of its rows of q: (out, lse). picked: instead of what its kind says."""
         queries, scale = q[self.rows], scores.scale
         if any(budget.chooses(layer) for budget in self.budgets):
-            picked = self.batch.select(layer, queries, self.starts, self.budgets, scale=scale)
+            asked = (layer, queries, self.starts, self.budgets, self.method, scale)
+            picked = self.batch.select(*asked)
         softcap = scores.softcap or None
         out, lse = self.batch.attend(layer, queries, self.starts, picked, scale, softcap)
         return torch.as_tensor(out), torch.as_tensor(lse)
@@ -356,6 +360,7 @@ class Step:
             batch=self._attention.batch(held),
             kind=kind,
             budgets=budgets if kind not in (ALL, MANY, EARLIER, OWN) else [],
+            method=self._attention.method,
         )
 
     def _rows(self, places: list[int]) -> slice[int, int] | torch.Tensor:

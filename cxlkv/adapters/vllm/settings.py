@@ -9,9 +9,10 @@ from math import inf
 from cxlkv.adapters.common.settings import PoolSettings, number, one_of, read
 from cxlkv.adapters.vllm.messages import Options
 from cxlkv.errors import BadArgumentError
-from cxlkv.ndp.engine import Budget
+from cxlkv.ndp.engine import METHODS, Budget
 
 PREFIX = "kv_connector_extra_config"
+BY_MASS = ("auto", "exact", "attention")
 _NUMBERS: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(("pages", "sinks", "recent", "dense_layers"), (int, "whole number")),
     **dict.fromkeys(("share", "mass"), ((int, float), "number")),
@@ -24,7 +25,8 @@ class Settings(PoolSettings):
     """attention: "engine": the engine's own, and prefixes are kept in the pool; "pool": K and V of
     running requests live in the pool, and attention is computed near them.
 
-    budget: for decode steps of requests that say nothing, with attention="pool". audit: share of
+    budget: for decode steps of requests that say nothing, with attention="pool"; method: how it
+    chooses pages, as in Batch.select. audit: share of
     selects whose recall is measured. load: "sync": a step waits for its hits layer by layer;
     "async": requests wait, steps do not. deadline_s: a load that takes longer has failed.
     load_failure: "recompute": tokens of a hit that could not be loaded are computed; "fail": what
@@ -34,6 +36,7 @@ class Settings(PoolSettings):
 
     attention: str = "engine"
     budget: Budget | None = None
+    method: str = "auto"
     audit: float = 0.0
     load: str = "sync"
     deadline_s: float = 5.0
@@ -45,6 +48,7 @@ def read_settings(given: Mapping[str, object]) -> Settings:
     rules = {
         "attention": one_of("engine", "pool"),
         "budget": lambda _, value: read_budget(value, PREFIX),
+        "method": one_of(*METHODS),
         "audit": number(0, 1),
         "load": one_of("sync", "async"),
         "deadline_s": number(1e-6, inf),
@@ -54,6 +58,11 @@ def read_settings(given: Mapping[str, object]) -> Settings:
     if found.budget is not None and found.attention != "pool":
         raise BadArgumentError(
             f'{PREFIX}: a budget needs "attention": "pool": the engine\'s attention has none'
+        )
+    if found.budget is not None and found.budget.mass and found.method not in BY_MASS:
+        raise BadArgumentError(
+            f"{PREFIX}: method is {found.method!r}: a budget of mass needs one of "
+            f"{', '.join(BY_MASS)}"
         )
     return found
 
