@@ -54,7 +54,7 @@ class Form(NamedTuple):
         words = [f"{self.method} {100 * self.share:g} %"]
         words += [f"sinks {self.sinks}"] * (self.sinks != Budget.sinks)
         words += [f"recent {self.recent}"] * (self.recent != Budget.recent)
-        first = "dense" if self.first_share == 1 else f"{100 * self.first_share:g} %"
+        first = "dense" if self.first_share == 1 else f"at {100 * self.first_share:g} %"
         words += [f"first {self.first_layers} {first}"] * (self.first_layers > 0)
         return ", ".join(words)
 
