@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from cxlkv.bench.lab.report import Findings, Row, cells
 from cxlkv.bench.lab.statistics import bootstrap
@@ -50,11 +49,12 @@ HEADS = (
 
 
 def write(path: Path, found: Findings, result: Result, units: Mapping[str, Arrays]) -> None:
-    """Write the page, whole or not at all."""
+    """Write the page, whole or not at all, and its first picture beside it."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     sources = {text.name: text for text in TEXTS}
+    losses = picture(9, 4.2, lambda panels: draw_losses(panels, found))
     page = environment.from_string(TEMPLATE.read_text()).render(
         found=found,
         machine=result.as_dict()["machine"],
@@ -63,26 +63,28 @@ def write(path: Path, found: Findings, result: Result, units: Mapping[str, Array
         heads=HEADS,
         rows=[(row, cells(row, found)) for row in found.rows],
         texts=[(sources[name], found.loss_full[at]) for at, name in enumerate(found.plan.texts)],
-        losses=picture(9, 4.2, lambda panels: draw_losses(panels, found)),
-        heat=picture(9, 3.6, lambda panels: draw_heads(panels, found, units), columns=3),
+        losses=as_uri(losses),
+        heat=as_uri(picture(9, 3.6, lambda panels: draw_heads(panels, found, units), columns=3)),
         by_text=by_text(found),
     )
     write_whole(path, page + "\n")
+    path.with_suffix(".png").write_bytes(losses)
 
 
 def picture(
     width: float, height: float, draw: Callable[[list[Axes]], None], columns: int = 2
-) -> str:
-    """As a data URI, so that nothing is fetched."""
+) -> bytes:
+    """As a PNG file."""
     figure, panels = canvas(width, height, 1, columns)
     draw(panels)
-    return as_uri(figure)
-
-
-def as_uri(figure: Figure) -> str:
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=130)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return file.getvalue()
+
+
+def as_uri(png: bytes) -> str:
+    """So that nothing is fetched."""
+    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def draw_losses(panels: list[Axes], found: Findings) -> None:

@@ -35,9 +35,10 @@ def lab_run(
 ) -> None:
     """Measure all forms of selection against full attention on 16 texts and 200 questions.
 
-    Writes lab.json and lab.html into the folder. Takes some two hours on two cores; --quick a few
-    minutes. Killed, it goes on where it stopped; several at once, on one folder, share the work:
-    one for each core, with OMP_NUM_THREADS=1, is fastest. Exit code 1 if a check does not hold.
+    Writes lab.json, lab.html and its picture lab.png into the folder. Takes some two hours on two
+    cores; --quick a few minutes. Killed, it goes on where it stopped; several at once, on one
+    folder, share the work: one for each core, with OMP_NUM_THREADS=1, is fastest. Exit code 1 if a
+    check does not hold.
     """
     with needing("lab", "the lab"):
         from cxlkv.bench.lab import page, report
