@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from numbers import Real
+from numbers import Integral, Real
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -64,17 +64,19 @@ class Budget:
                 raise BadArgumentError(f"{word}={getattr(self, word)}: 0 or more")
         if self.union not in UNIONS or self.per not in PERS:
             raise BadArgumentError(f"union is one of {UNIONS}, per one of {PERS}")
-        for layer, amount in self.by_layer.items():
-            number: object = layer
-            if not isinstance(number, int) or number < 0:
+        layers: object = self.by_layer
+        if not isinstance(layers, Mapping):
+            raise BadArgumentError(f"by_layer={layers!r}: a mapping of layers to amounts is wanted")
+        for layer, amount in layers.items():
+            if not isinstance(layer, Integral) or layer < 0:
                 raise BadArgumentError(f"by_layer: {layer!r} is no number of a layer")
             self._check_amount(given[0], amount)
         # A copy, so that the budget stays as it was checked.
-        object.__setattr__(self, "by_layer", dict(self.by_layer))
+        object.__setattr__(self, "by_layer", {int(n): of for n, of in self.by_layer.items()})
 
     def _check_amount(self, name: str, value: float) -> None:
         given: object = value
-        if not isinstance(given, Real):
+        if not isinstance(given, Real) or not abs(value) < math.inf:
             raise BadArgumentError(f"{name}={value!r}: a number is wanted")
         if name != "pages" and not (0 < value <= 1):
             raise BadArgumentError(f"{name}={value}: outside (0, 1]")

@@ -7,6 +7,7 @@ whole-number data must agree to the page, random data within what rounding allow
 from __future__ import annotations
 
 import itertools
+import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -336,6 +337,10 @@ def test_a_budget_of_each_layer() -> None:
         ({"pages": 3, "by_layer": {0: 0.5}}, "0.5 pages: a whole number"),
         ({"share": 0.1, "by_layer": {0: 2}}, "share=2: outside"),
         ({"share": 0.1, "by_layer": {0: "all"}}, "share='all': a number is wanted"),
+        ({"pages": 3, "by_layer": {0: math.inf}}, "pages=inf: a number is wanted"),
+        ({"pages": 3, "by_layer": {0: math.nan}}, "pages=nan: a number is wanted"),
+        ({"share": 0.1, "by_layer": [0.5]}, "a mapping of layers to amounts is wanted"),
+        ({"share": 0.1, "by_layer": {0.5: 0.5}}, "0.5 is no number of a layer"),
         ({"share": 0.1, "by_layer": {-1: 0.5}}, "-1 is no number of a layer"),
         ({"share": 0.1, "dense_layers": -1}, "dense_layers=-1: 0 or more"),
     ):
