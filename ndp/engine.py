@@ -21,7 +21,7 @@ PERS = ("query", "sequence")
 RECALL = 0.98
 PAGES_MAX = 2**31 - 1  # page numbers are int32
 AMOUNTS = ("pages", "share", "mass")
-SHARE = 0.2
+SHARE = 0.15
 """Of the pages, where a budget says nothing: docs/budgets.md has what it costs a trained model."""
 ALL = 3  # in place of an amount, in the C core: all pages, of which no key is read
 

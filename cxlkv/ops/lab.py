@@ -51,8 +51,8 @@ def lab_run(
     plan, folder = Plan.quick() if quick else Plan(), model or prepare(console)
     out = out or Path("cxlkv-lab-quick" if quick else "cxlkv-lab")
     if elsewhere := run(out, folder, plan, console):
-        text = f"{len(elsewhere)} parts are being measured by another process on {out}, which"
-        console.print(Text(f"{text} writes the page. If it is gone, run this again."))
+        text = f"Another process on {out} measures {', '.join(elsewhere)} and writes the page."
+        console.print(Text(f"{text} If it is gone, run this again."), soft_wrap=True)
         return
     units = load_units(out, plan)
     found = report.find(plan, units, folder.name)

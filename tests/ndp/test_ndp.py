@@ -331,7 +331,7 @@ def test_a_budget_of_each_layer() -> None:
     assert Budget(pages=4, by_layer={0: 9, 7: 12}).pages_at_most(100) == 12
     assert Budget(pages=4, by_layer={0: 1, 1: 1}).pages_at_most(100) == 4
     assert {budget: 1}[replace(budget, by_layer=dict(budget.by_layer))] == 1
-    assert Budget() == Budget(share=0.2)
+    assert Budget() == Budget(share=0.15)
     for wrong, said in (
         ({"pages": 3, "share": 0.1}, "one of pages=, share= and mass=, not several"),
         ({"pages": 3, "by_layer": {0: 0.5}}, "0.5 pages: a whole number"),

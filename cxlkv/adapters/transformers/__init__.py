@@ -1,7 +1,7 @@
 """Hugging Face transformers: a Cache that keeps keys and values in a CXLPool.
 
     pool = CXLPool.create("anonymous:", layout=layout_of(model), capacity="2GiB")
-    cache = CXLCache(pool, model, budget=Budget(share=0.05))  # budget=None: full attention
+    cache = CXLCache(pool, model, budget=Budget())  # budget=None: full attention
     model.set_attn_implementation("cxlkv")
     model.generate(ids, past_key_values=cache)
 
