@@ -399,7 +399,7 @@ Change = Callable[[Sequence], object]
         (lambda s: s.select(0, rows(1)[:, :1], top_k=1), "1 query heads are no multiple of 2"),
         (lambda s: s.select(5, rows(1), top_k=1), "layer 5"),
         (lambda s: s.select(0, rows(11), top_k=1), "fewer than its 11 query rows"),
-        (lambda s: s.select(0, rows(1), top_k=0), "0 pages: at least 1"),
+        (lambda s: s.select(0, rows(1), top_k=0), "0 pages: a whole number, at least 1"),
         (lambda s: s.truncate(11), "truncate to 11 tokens: the sequence has 10"),
         (lambda s: s.truncate(-1), "truncate to -1"),
         (lambda s: s.truncate(1 << 70), "truncate to"),
