@@ -6,6 +6,7 @@ A token's numbers follow from its id, so that a list of ids says what a sequence
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -476,3 +477,31 @@ def test_the_threads_of_a_pool_change_under_work(pool: CXLPool, seed: int) -> No
             pool.set_threads(1 + count % 4)
 
     run_all([scan, scan, replace])
+
+
+IN_A_PROCESS_WITH_TORCH = """
+import os, numpy, torch
+from cxlkv import Budget, CXLPool, KVLayout
+torch.set_num_threads(2)
+torch.ones(1 << 20).sum()
+layout = KVLayout(layers=1, kv_heads=2, head_dim=64, dtype="float32", page_tokens=16)
+with CXLPool.create("anonymous:", layout=layout, capacity="64MiB", threads=2) as pool:
+    before = len(os.listdir("/proc/self/task"))
+    text = pool.sequence()
+    k = torch.randn(4096, 2, 64)
+    text.append(0, k, k)
+    picked = text.select(0, k[-1], Budget(share=0.1))
+    text.attend(0, k[-1], picked)
+    print(len(os.listdir("/proc/self/task")) - before)
+    torch.set_num_threads(1)  # a smaller team than the pool was given threads
+    again = text.select(0, k[-1], Budget(share=0.1))
+    assert numpy.array_equal(again.pages, picked.pages)
+    print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_a_step_runs_on_the_threads_of_torch() -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, "-c", IN_A_PROCESS_WITH_TORCH]
+    made = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert made == ["0", "1"], "threads that the pool began beside those of torch, and without them"

@@ -371,8 +371,9 @@ static int64_t attend_locked(attend_job *job) {
     if (code < 0) return code;
     job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts,
                                 batch->scratch);
-    code = run_tasks(batch->pool, job->span_count, attend_span, job);
-    if (code == 0) code = run_tasks(batch->pool, job->span_count / job->parts, merge_task, job);
+    code = run_step_tasks(batch->pool, job->span_count, attend_span, job);
+    uint32_t merges = job->span_count / job->parts;
+    if (code == 0) code = run_step_tasks(batch->pool, merges, merge_task, job);
     if (code < 0) return code;
     uint64_t bytes = atomic_load(&job->bytes);
     count_add(batch->pool, COUNT_ATTENDED_BYTES, bytes);

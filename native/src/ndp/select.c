@@ -264,6 +264,7 @@ static int64_t select_locked(select_job *job) {
     cxlkv_select_args *args = job->args;
     cxlkv_batch *batch = job->batch;
     uint32_t rows = 0, tasks = 0, heads = batch->pool->layout.kv_heads;
+    bool any_mass = false;
     int code = queries_check(batch, args->layer, args->q_heads, &args->queries, args->starts,
                              &rows);
     if (code < 0) return code;
@@ -279,20 +280,24 @@ static int64_t select_locked(select_job *job) {
     if (args->method == CXLKV_METHOD_TWO_STAGE) {
         uint64_t used = queries_bytes(batch, job->isa, job->queries.total);
         sketch_prepare(job, (float *)((uint8_t *)batch->scratch + used));
-        code = run_tasks(batch->pool, batch->count * heads, sketch_sample_task, job);
+        code = run_step_tasks(batch->pool, batch->count * heads, sketch_sample_task, job);
         if (code < 0) return code;
         sketch_cut_all(job);
     }
-    for (uint32_t i = 0; i < batch->count; i++) tasks += job->plans[i].tasks;
-    code = run_tasks(batch->pool, tasks, score_task, job);
+    for (uint32_t i = 0; i < batch->count; i++) {
+        tasks += job->plans[i].tasks;
+        any_mass |= job->plans[i].log_sums != NULL;
+    }
+    code = run_step_tasks(batch->pool, tasks, score_task, job);
     if (code == 0 && job->sketch_queries) {
         uint32_t segments = 0;
         for (uint32_t i = 0; i < batch->count; i++) segments += sketch_segments(&job->plans[i]);
-        code = run_tasks(batch->pool, batch->count * heads, sketch_cut_task, job);
-        if (code == 0) code = run_tasks(batch->pool, segments, sketch_finish_task, job);
+        code = run_step_tasks(batch->pool, batch->count * heads, sketch_cut_task, job);
+        if (code == 0) code = run_step_tasks(batch->pool, segments, sketch_finish_task, job);
     }
-    if (code == 0) code = run_tasks(batch->pool, batch->count * heads, mass_task, job);
-    if (code == 0) code = run_tasks(batch->pool, batch->count * heads, choose_task, job);
+    if (code == 0 && any_mass)
+        code = run_step_tasks(batch->pool, batch->count * heads, mass_task, job);
+    if (code == 0) code = run_step_tasks(batch->pool, batch->count * heads, choose_task, job);
     if (code < 0) return code;
     compact(job, lists);
     args->bytes_scored = atomic_load(&job->bytes_scored);

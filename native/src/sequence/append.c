@@ -493,7 +493,10 @@ static int64_t append_locked(append_job *job, const int32_t *starts) {
         sequences_expire(pool);
         code = take_pages(job);
     }
-    if (code == 0) code = run_tasks(pool, job->items, write_direct_page, job);
+    if (code == 0) { /* blocks are those of an engine's transfers, beside its steps */
+        if (job->table) code = run_tasks(pool, job->items, write_direct_page, job);
+        else code = run_step_tasks(pool, job->items, write_direct_page, job);
+    }
     if (code == 0) code = run_tasks(pool, 1, write_tails, job);
     if (code == 0) code = run_tasks(pool, 1, seal_pages, job);
     if (code < 0) {
