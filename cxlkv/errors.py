@@ -7,9 +7,11 @@ class CXLKVError(Exception):
     """Root of all errors that cxlkv raises on purpose; the text names cause and remedy.
 
     good: of Batch.fetch_blocks(), how many blocks of each sequence are right, from the first on.
+    appended: of Batch.decode(), whether the step's tokens are there all the same.
     """
 
     good: tuple[int, ...] = ()
+    appended: bool = False
 
 
 class BadArgumentError(CXLKVError, ValueError):

@@ -13,10 +13,10 @@ from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
 from cxlkv._lifetime import Closing
 from cxlkv.arrays import NUMPY_DTYPES, Array, Starts, View, imported, view
-from cxlkv.errors import BadArgumentError, PoolFullError
+from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import audit, simd
-from cxlkv.ndp.engine import RECALL, Asked, Budget, Selection
+from cxlkv.ndp.engine import RECALL, Asked, Budget, Decoded, Selection
 
 PagePlaces = _core.Places
 
@@ -74,9 +74,7 @@ class Batch:
         values = None if v is None else view(v, "v")
         self._append(layer, view(k, "k"), values, self._starts(starts), rewind)
 
-    def _append(
-        self, layer: int, keys: View, values: View | None, starts: Starts, rewind: int | None
-    ) -> None:
+    def _check_new(self, layer: int, keys: View, values: View | None, starts: Starts) -> None:
         """Runs for each layer of each token: what is wrong is looked at by calls, the rest not."""
         rows, (heads, dim, dtype) = int(starts[-1]), self._key_row
         if keys.shape != (rows, heads, dim) or keys.dtype != dtype:
@@ -87,6 +85,11 @@ class Batch:
             _check_rows(values, "v", rows, self._value_row)
         if not 0 <= layer < 1 << 32:
             _layer(layer)
+
+    def _append(
+        self, layer: int, keys: View, values: View | None, starts: Starts, rewind: int | None
+    ) -> None:
+        self._check_new(layer, keys, values, starts)
         back = -1 if rewind is None else _back(rewind)
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         try:
@@ -313,20 +316,89 @@ class Batch:
         picked=None: over all pages that the rows see. Causal, as in select(). softcap: logits
         become softcap * tanh(logit / softcap).
         """
+        return self._attend(layer, q, self._starts(starts), picked, scale, softcap)[:2]
+
+    def _attend(
+        self,
+        layer: int,
+        q: object,
+        starts: Starts,
+        picked: Selection | None,
+        scale: float | None,
+        softcap: float | None,
+        out: object | None = None,
+    ) -> tuple[Array, Array, int]:
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
-        found = simd.attend(
-            self._handle,
-            self._layout,
-            _layer(layer),
-            q,
-            self._starts(starts),
-            picked,
-            self._scale if scale is None else float(scale),
-            softcap,
-        )
+        factor = self._scale if scale is None else float(scale)
+        number, handle = _layer(layer), self._handle
+        found = simd.attend(handle, self._layout, number, q, starts, picked, factor, softcap, out)
         if transfer:
             transfer.end_read("attend", self._layout, layer, self._tokens(layer), picked)
         return found
+
+    def decode(
+        self,
+        layer: int,
+        q: object,
+        k: object,
+        v: object | None,
+        starts: npt.ArrayLike,
+        budgets: Budget | Sequences[Budget] | None = None,
+        method: str = "auto",
+        scale: float | None = None,
+        softcap: float | None = None,
+        recall: float = RECALL,
+        rewind: int | None = None,
+        out: object | None = None,
+    ) -> Decoded:
+        """One layer of a step: append k and v, choose pages for q, attend to them; see append(),
+        select() and attend(), of which this is one call into the core.
+
+        budgets: None attends to all pages; one, or one for each sequence, which share union= and
+        per=. out: memory for the output, contiguous, of q's dtype. An error whose `appended` is set
+        came after the tokens were there: the output may be asked for again by attend(), or
+        truncate() takes them back.
+        """
+        new = (view(k, "k"), None if v is None else view(v, "v"))
+        offsets, number = self._starts(starts), _layer(layer)
+        self._check_new(number, *new, offsets)
+        several = [budgets] if isinstance(budgets, Budget) else _list_of_budgets(budgets or [])
+        if len(several) not in (0, 1, len(self.sequences)):
+            raise BadArgumentError(f"{len(several)} budgets for {len(self.sequences)} sequences")
+        factor = self._scale if scale is None else float(scale)
+        asked = Asked(number, q, offsets, several, method, factor, recall)
+        heard = _io_hooks.subscriber and _io_hooks.label(self._pool)
+        if heard or (audit.used and audit.share(self._pool)):
+            return self._decode_apart(asked, new, rewind, softcap, out)
+        call = partial(
+            simd.decode, self._handle, self._layout, asked, new, _back(rewind), softcap or 0.0, out
+        )
+        try:
+            return call()
+        except PoolFullError as error:
+            return reclaim.again(error, call, self._pool, lambda: self._pages_of(offsets, 1))
+
+    def _decode_apart(
+        self,
+        asked: Asked,
+        new: tuple[View, View | None],
+        rewind: int | None,
+        softcap: float | None,
+        out: object | None,
+    ) -> Decoded:
+        """By three calls, each of which tells who wants to hear of it."""
+        layer, q, starts, budgets, method, scale, recall = asked
+        self._append(layer, *new, starts, rewind)
+        picked = None
+        try:
+            if any(budget.chooses(layer) for budget in budgets):
+                picked = self.select(layer, q, starts, budgets, method, scale, recall)
+            found, lse, read = self._attend(layer, q, starts, picked, scale, softcap, out)
+        except CXLKVError as error:
+            error.appended = True
+            raise
+        scored, how = (picked.bytes_scored, picked.method) if picked else (0, "all")
+        return Decoded(found, lse, scored, read, how)
 
     def verify(self, layer: int, picked: Selection) -> None:
         """That the pages of a selection (per="sequence") are what was written, by their CRCs: for

@@ -131,7 +131,7 @@ def mass(batch: _core.Handle, layout: KVLayout, asked: Asked, picked: Selection)
     """Mean over the queries that see something; None when none does, or a key is no number."""
 
     def log_sums(pages: Selection | None) -> npt.NDArray[np.float64]:
-        _, lse = simd.attend(
+        _, lse, _ = simd.attend(
             batch, layout, asked.layer, asked.queries, asked.starts, pages, asked.scale, None
         )
         return np.asarray(lse, np.float64)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.arrays import Array
 from cxlkv.errors import BadArgumentError
 
 METHODS = ("exact", "digest", "two_stage", "auto", "attention")
@@ -102,6 +103,11 @@ class Budget:
         assert self.mass is not None
         return (2, 0, own or self.mass, *forced)
 
+    def decode_row(self, layer: int) -> tuple[int, int, float, int, int]:
+        """The same for who wants no scores: where there is nothing to choose, nothing is read."""
+        row = self.row(layer)
+        return row if self.chooses(layer) else (ALL, 0, 0.0, *row[3:])
+
     def pages_at_most(self, visible_pages: int, layer: int | None = None) -> int:
         """The longest list that the budget gives when `visible_pages` are in sight; in one layer,
         or in any."""
@@ -174,7 +180,7 @@ class Selection:
     mass budget; counts: int32 [rows or n, kv_heads]. stages: of a two-stage select, how it went;
     str() of it says why. Where no token of a page was scored by its key, the page's score is an
     estimate. bytes_scored were read to choose; bytes_fetched are K and V of the chosen pages'
-    tokens, as fetch and attend read them.
+    tokens, as fetch and attend read them. method: what "auto" came to.
     """
 
     pages: npt.NDArray[np.int32]
@@ -185,6 +191,23 @@ class Selection:
     per: str
     starts: npt.NDArray[np.int32] = field(repr=False)
     stages: Stages | None = None
+    method: str = ""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A layer of a step, from Batch.decode.
+
+    out: [rows, q_heads, value_head_dim], in the queries' dtype; lse: float32 [rows, q_heads].
+    bytes_scored were read to choose pages, bytes_read are K and V that were attended to. method:
+    how pages were chosen; "all" when all were attended to, and nothing was read to choose.
+    """
+
+    out: Array
+    lse: Array
+    bytes_scored: int
+    bytes_read: int
+    method: str
 
 
 def same_pages(pages: npt.ArrayLike, kv_heads: int) -> Selection:

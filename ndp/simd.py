@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,7 +12,17 @@ from cxlkv.arrays import NUMPY_DTYPES, Array, Starts, View, empty_like_kind, imp
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import tuning
-from cxlkv.ndp.engine import METHODS, PERS, UNIONS, Asked, Selection, Stages, errors_of, uniform
+from cxlkv.ndp.engine import (
+    METHODS,
+    PERS,
+    UNIONS,
+    Asked,
+    Decoded,
+    Selection,
+    Stages,
+    errors_of,
+    uniform,
+)
 
 ROOM_PAGES = 4096  # the longest lists for which room is made before the core has asked for it
 
@@ -90,6 +102,53 @@ def select(
         per=first.per,
         starts=asked.starts,
         stages=stages,
+        method=METHODS[done.method],
+    )
+
+
+def decode(
+    batch: _core.Handle,
+    layout: KVLayout,
+    asked: Asked,
+    new: tuple[View, View | None],
+    rewind: int,
+    softcap: float,
+    out: object | None,
+) -> Decoded:
+    """Append `new` (k, v), choose pages and attend to them: one call into the core."""
+    queries = imported(asked.queries, "q")
+    rows = int(asked.starts[-1])
+    got = check_queries(layout, queries, rows)
+    made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
+    lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
+    array, codes, limit = None, (0, 0, 0), 0.0
+    chosen = [budget for budget in asked.budgets if budget.chooses(asked.layer)]
+    if chosen:
+        first = uniform(asked.budgets)
+        array = _core.budgets([b.decode_row(asked.layer) for b in asked.budgets])
+        if asked.method not in METHODS:
+            raise BadArgumentError(f"method {asked.method!r}: use one of {', '.join(METHODS)}")
+        codes = (METHODS.index(asked.method), UNIONS.index(first.union), PERS.index(first.per))
+        limit = errors_of(asked.recall)
+    done = _core.batch_decode(
+        batch,
+        asked.layer,
+        (got, *new),
+        asked.starts,
+        rewind,
+        array,
+        codes,
+        (asked.scale, softcap, limit),
+        tuning.current().two_stage_pages,
+        address,
+        view(lse, "lse"),
+    )
+    return Decoded(
+        out=made,
+        lse=lse,
+        bytes_scored=done.bytes_scored,
+        bytes_read=done.bytes_attended,
+        method=METHODS[done.method] if done.chose else "all",
     )
 
 
@@ -144,6 +203,16 @@ def fetch(
         return made
 
 
+def _output(
+    given: object | None, like: object, shape: tuple[int, ...], dtype: int
+) -> tuple[Array, int]:
+    """The caller's array, or a new one like `like`, and its address."""
+    if given is not None:
+        return cast(Array, given), _writable(given, "out", dtype, shape)[0]
+    made = empty_like_kind(like, shape, dtype)
+    return made, view(made, "out").address
+
+
 def _writable(array: object, name: str, dtype: int, shape: tuple[int, ...]) -> tuple[int, int]:
     """(address, bytes) of a contiguous output array; raises BadArgumentError."""
     got = view(array, name)
@@ -168,14 +237,16 @@ def attend(
     picked: Selection | None,
     scale: float,
     softcap: float | None,
-) -> tuple[Array, Array]:
-    """softmax(q k) v over chosen pages or all: (out [rows, q_heads, value_head_dim], lse)."""
+    out: object | None = None,
+) -> tuple[Array, Array, int]:
+    """softmax(q k) v over chosen pages or all: out [rows, q_heads, value_head_dim], lse, bytes
+    read."""
     rows = int(starts[-1])
     queries = imported(queries, "q")
     got = check_queries(layout, queries, rows)
-    out = empty_like_kind(queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
+    made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
     lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
-    _core.batch_attend(
+    read = _core.batch_attend(
         batch,
         layer,
         got,
@@ -183,7 +254,7 @@ def attend(
         picked_rows(picked, layout),
         scale,
         softcap or 0.0,
-        view(out, "out").address,
+        address,
         view(lse, "lse"),
     )
-    return out, lse
+    return made, lse, read

@@ -25,6 +25,7 @@ class _Arguments(threading.local):
         self.select = ffi.new("cxlkv_select_args *")
         self.fetch = ffi.new("cxlkv_fetch_args *")
         self.attend = ffi.new("cxlkv_attend_args *")
+        self.decode = ffi.new("cxlkv_decode_args *")
 
 
 _arguments = _Arguments()
@@ -214,6 +215,54 @@ def batch_attend(
     args.out = ffi.cast("void *", out_address)
     args.lse = ffi.cast("float *", lse.address)
     return check(lib.cxlkv_batch_attend(batch, args))
+
+
+def batch_decode(
+    batch: Handle,
+    layer: int,
+    views: tuple[View, View, View | None],
+    starts: Starts,
+    rewind: int,
+    budget_array: Any,
+    codes: tuple[int, int, int],
+    scores: tuple[float, float, float],
+    pages_min: int,
+    out_address: int,
+    lse: View,
+) -> Any:
+    """Fills out and lse; returns the call's struct. views are of (q, k, v), codes (method, union,
+    per), scores (scale, softcap, errors). budget_array None: attend to all pages.
+
+    After an error, `error.appended` says whether the tokens are there.
+    """
+    args = _arguments.decode
+    queries, keys, values = views
+    _fill_rows(args.queries, queries)
+    _fill_rows(args.keys, keys)
+    if values is None:
+        args.values.data = ffi.NULL
+    else:
+        _fill_rows(args.values, values)
+    args.layer, args.q_heads, args.rewind = layer, queries.shape[1], rewind
+    args.starts = int32s(starts)
+    if budget_array is None:
+        args.budget_count = 0
+    else:
+        args.budgets, args.budget_count = budget_array, len(budget_array)
+    args.method, args.union_over, args.per = codes
+    args.scale, args.softcap, args.errors = scores
+    args.pages_min = pages_min
+    args.out = ffi.cast("void *", out_address)
+    args.lse = ffi.cast("float *", lse.address)
+    code = lib.cxlkv_batch_decode(batch, args)
+    if code < 0:
+        appended = bool(args.appended)
+        try:
+            check(code)
+        except errors.CXLKVError as error:
+            error.appended = appended
+            raise
+    return args
 
 
 def batch_units(

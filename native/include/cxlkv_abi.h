@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 7
+#define CXLKV_ABI 8
 /* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
 #define CXLKV_BUILD 200
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
@@ -271,6 +271,36 @@ typedef struct cxlkv_attend_args {
     void *out;                     /* [rows, q_heads, value_head_dim], contiguous, queries' dtype */
     float *lse;                    /* [rows, q_heads], natural log; -inf where nothing was seen */
 } cxlkv_attend_args;
+
+/* A layer of a step: what append, select and attend take, and what they tell. */
+typedef struct cxlkv_decode_args {
+    uint32_t layer;
+    uint32_t q_heads;
+    cxlkv_rows keys;
+    cxlkv_rows values;             /* data NULL when they are a prefix of the keys */
+    cxlkv_rows queries;
+    const int32_t *starts;
+    int64_t rewind;
+    const cxlkv_budget *budgets;   /* [budget_count]: 1, n, or none: all pages are attended to */
+    uint32_t budget_count;
+    uint32_t method;               /* CXLKV_METHOD_AUTO is replaced by what it came to */
+    uint32_t union_over;
+    uint32_t per;
+    uint32_t pages_min;
+    uint32_t chose;                /* out: 0: all pages were attended to */
+    float scale;
+    float softcap;
+    float errors;
+    float mean_error;              /* out, as of a select */
+    uint32_t lists_staged;         /* out */
+    uint32_t appended;             /* out: 1: also after an error, the tokens are there */
+    uint64_t bytes_scored;         /* out */
+    uint64_t bytes_sketched;       /* out */
+    uint64_t tokens_scored;        /* out */
+    uint64_t bytes_attended;       /* out */
+    void *out;
+    float *lse;
+} cxlkv_decode_args;
 
 typedef struct cxlkv_pool cxlkv_pool;
 typedef struct cxlkv_sequence cxlkv_sequence;
@@ -702,6 +732,9 @@ int64_t cxlkv_batch_attach(cxlkv_batch *batch, const cxlkv_attach_args *args);
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args);
 int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args);
 int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args);
+/* Appends the rows' keys and values, chooses pages for their queries and attends to these: as the
+ * three calls do one after the other. */
+int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args);
 /* Of chosen pages, a list for each sequence: that their CRCs are right, unless this process has
  * seen so before. For who reads them by their addresses; counts as their use. */
 int cxlkv_batch_verify(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked);

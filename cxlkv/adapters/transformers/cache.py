@@ -250,7 +250,9 @@ class CXLCache(Cache):
             self._step = self._begin(call.mask, call.query.shape[0], call.query.shape[2])
         step = self._step
         part = LayerStep(layer.index, step, call.scale, call.softcap, layer.window, call.sinks)
-        self._append(layer, step, new)
+        at_once = self._decodes_at_once and step.tokens == 1 and not step.first
+        if not at_once:
+            self._append(layer, step, new)
         if step.first:
             return attend_to_new(part, call.query, call.key, call.value)
         absorbed = None
@@ -259,8 +261,11 @@ class CXLCache(Cache):
             absorbed = Absorbed.of(call.module, self.pool.layout.value_head_dim)
             query = absorbed.queries(query)
         rows = step.rows(query)
-        attended = self._decode if step.tokens == 1 else self._attend_in_pool
-        out = step.unrows(attended(part, rows))
+        if at_once:
+            out = self._decode_at_once(layer, part, rows, new)
+        else:
+            out = (self._decode if step.tokens == 1 else self._attend_in_pool)(part, rows)
+        out = step.unrows(out)
         return out if absorbed is None else absorbed.outputs(out)
 
     def _begin(self, mask: Tensor | None, batch: int, tokens: int) -> Step:
@@ -277,17 +282,67 @@ class CXLCache(Cache):
         np.cumsum(new, out=starts[1:])
         return Step(batch, tokens, before == 0, starts, new, self._lengths + new, real)
 
+    def _new_rows(self, step: Step, new: Announced) -> tuple[Tensor, Tensor | None]:
+        """Keys and values [rows, kv_heads, dim] on the CPU, as the pool stores them."""
+        values = None if new.values is None else _at_home(step.rows(new.values), self._dtype)
+        return _at_home(step.rows(new.keys), self._dtype), values
+
     def _append(self, layer: FarLayer, step: Step, new: Announced) -> None:
         assert self._batch is not None
-        keys = _at_home(step.rows(new.keys), self._dtype)
-        values = None if new.values is None else _at_home(step.rows(new.values), self._dtype)
         # What the pool attends to must lie there; a first step attends to its own tensors.
         rewind = max(self.rewind_tokens, 0 if step.first else step.tokens)
-        self._batch.append(layer.index, keys, values, step.starts, rewind)
+        self._batch.append(layer.index, *self._new_rows(step, new), step.starts, rewind)
+        self._count_appended(layer, step)
+
+    def _count_appended(self, layer: FarLayer, step: Step) -> None:
         if layer.index == 0:
             self._lengths = step.lengths
         layer.seen += step.tokens
         layer.is_initialized = True
+
+    @property
+    def _decodes_at_once(self) -> bool:
+        """Attention is in the pool, and nobody wants to see what is chosen."""
+        kind = type(self)
+        plain = kind.choose is CXLCache.choose and kind.attend is CXLCache.attend
+        return plain and self.attention == "pool"
+
+    def _decode_at_once(
+        self, layer: FarLayer, part: LayerStep, queries: Tensor, new: Announced
+    ) -> Tensor:
+        """_append() and _decode() in one call."""
+        assert self._batch is not None
+        index, step = part.index, part.step
+        wanted = () if part.window is not None else self._of_selects
+        if not any(budget.chooses(index) for budget in wanted):
+            wanted = ()
+        try:
+            found = self._batch.decode(
+                index,
+                _at_home(queries),
+                *self._new_rows(step, new),
+                step.starts,
+                wanted,
+                self.method,
+                part.scale,
+                part.softcap,
+                rewind=max(self.rewind_tokens, step.tokens),
+            )
+        except CXLKVError as error:
+            if error.appended:
+                self._count_appended(layer, step)
+            raise
+        self._count_appended(layer, step)
+        self.counters.steps += index == 0
+        self.counters.bytes_scored += found.bytes_scored
+        read = found.bytes_read if wanted else self._visible_bytes(part)
+        self.counters.bytes_read += read
+        self._note_live(0)
+        out, lse = found.out, found.lse
+        assert isinstance(out, Tensor)
+        assert isinstance(lse, Tensor)
+        out = out if part.sinks is None else beside_sinks(out, lse, part.sinks)
+        return out.to(queries.device)
 
     def _decode(self, part: LayerStep, queries: Tensor) -> Tensor:
         """One token for each sequence: queries [rows, q_heads, dim] -> [rows, q_heads, dim]."""

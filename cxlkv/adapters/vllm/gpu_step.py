@@ -114,6 +114,14 @@ class DeviceStep(Step):
         self._page_tokens = attention.pool.layout.page_tokens
         super().__init__(attention, request_rows, starts, lengths)
 
+    def _plan(self) -> list[Group]:
+        """K and V of all rows arrive together, and are appended so."""
+        groups, sound = super()._plan(), self._sound()
+        self._all = groups if [group.places for group in groups] == [sound] else []
+        if sound and not self._all:
+            self._all = [self._group(sound, ALL)]
+        return groups
+
     def _kind(self, place: int) -> Kind:
         if not self.computed[place]:
             return OWN

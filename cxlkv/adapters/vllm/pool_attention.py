@@ -272,6 +272,34 @@ class Group:
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.batch.append(layer, k[self.rows], v[self.rows], self.starts)
 
+    def decode(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        scores: Scores,
+    ) -> None:
+        """append() and attend() in one call; its rows of out."""
+        queries, there = q[self.rows], None
+        if isinstance(self.rows, slice) and out.dtype == q.dtype and out[self.rows].is_contiguous():
+            there = out[self.rows]
+        found = self.batch.decode(
+            layer,
+            queries,
+            k[self.rows],
+            v[self.rows],
+            self.starts,
+            self.budgets,
+            self.method,
+            scores.scale,
+            scores.softcap or None,
+            out=there,
+        )
+        if there is None:
+            out[self.rows] = torch.as_tensor(found.out)
+
     def attend(
         self, layer: int, q: torch.Tensor, scores: Scores, picked: Selection | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -305,7 +333,7 @@ class Step:
         self._places = [place for place, one in enumerate(self.held) if one and rows[place]]
         for place in self._places:
             self._align(place)
-        self._all, self._groups = self._plan()
+        self._groups = self._plan()
 
     def _align(self, place: int) -> None:
         """A sequence that ends where this step begins; what was rejected since is cut off."""
@@ -326,17 +354,15 @@ class Step:
         assert held is not None
         return held
 
-    def _plan(self) -> tuple[list[Group], list[Group]]:
-        """All rows together, for what is appended; and by how they are attended, of which one call
-        has one kind."""
-        sound = [place for place in self._places if place not in self.broken]
+    def _plan(self) -> list[Group]:
+        """By how they are attended to: one call has one kind."""
         kinds: dict[Kind, list[int]] = {}
-        for place in sound:
+        for place in self._sound():
             kinds.setdefault(self._kind(place), []).append(place)
-        groups = [self._group(places, kind) for kind, places in kinds.items() if kind != OWN]
-        if all(kind == ALL for kind in kinds):
-            return groups, groups
-        return [self._group(sound, ALL)], groups
+        return [self._group(places, kind) for kind, places in kinds.items() if kind != OWN]
+
+    def _sound(self) -> list[int]:
+        return [place for place in self._places if place not in self.broken]
 
     def _kind(self, place: int) -> Kind:
         budget = self._of(place).options.budget
@@ -384,15 +410,25 @@ class Step:
         All have the step's rows, and may have more behind them, of no request.
         """
         out[int(self.starts[-1]) :] = 0
-        self._each(self._all, lambda group: group.append(layer, k, v))
 
-        def near(group: Group) -> None:
+        def attend(group: Group) -> None:
             if group.kind == MANY and scores.window is None:
                 self._attend_many(group, layer, q, out, scores)
             else:
                 out[group.rows], _ = group.attend(layer, q, scores)
 
-        self._each(self._groups, near)
+        def decode(group: Group) -> None:
+            if group.kind != MANY or scores.window is not None:
+                group.decode(layer, q, k, v, out, scores)
+                return
+            group.append(layer, k, v)
+            try:
+                attend(group)
+            except CXLKVError as error:
+                error.appended = True
+                raise
+
+        self._each(self._groups, decode, attend)
         if len(self._places) == len(self.held) and not self.broken:
             return
         for place, held in enumerate(self.held):
@@ -412,16 +448,23 @@ class Step:
             keys, values = (tokens_of(one, tokens) for one in sequence.fetch(layer))
             out[rows] = many(q[rows], keys, values, scores)
 
-    def _each(self, groups: list[Group], work: Callable[[Group], None]) -> None:
-        """A call for a group; when that fails, one by one, to find out whose failure it is."""
+    def _each(
+        self,
+        groups: list[Group],
+        work: Callable[[Group], None],
+        rest: Callable[[Group], None] | None = None,
+    ) -> None:
+        """A call for a group; when that fails, one by one, to find out whose failure it is. rest:
+        what is left to do after an error that says that the tokens were appended."""
         before = len(self.broken)
         for group in groups:
             try:
                 work(group)
             except CXLKVError as error:
-                self._one_by_one(group, work, error)
+                left = rest if rest is not None and error.appended else work
+                self._one_by_one(group, left, error)
         if len(self.broken) > before:
-            self._all, self._groups = self._plan()
+            self._groups = self._plan()
 
     def _one_by_one(self, group: Group, work: Callable[[Group], None], error: CXLKVError) -> None:
         if len(group.places) == 1:

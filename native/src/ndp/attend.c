@@ -343,6 +343,12 @@ static int picked_check(const attend_job *job) {
     return fail(CXLKV_E_ARGUMENT, "attend: %u lists of pages, %u wanted", picked->lists, wanted);
 }
 
+int attend_check(const cxlkv_attend_args *args) {
+    if (args->scale > 0 && args->scale < INFINITY && args->softcap >= 0) return 0;
+    return fail(CXLKV_E_ARGUMENT, "attend: scale %g and softcap %g must be positive",
+                (double)args->scale, (double)args->softcap);
+}
+
 uint32_t attend_parts(cxlkv_batch *batch, cxlkv_attend_args *args) {
     attend_job job = {.batch = batch, .args = args,
                       .group = args->q_heads / batch->pool->layout.kv_heads};

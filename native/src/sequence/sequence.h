@@ -74,6 +74,7 @@ struct cxlkv_batch {
     cxlkv_sequence **lock_order; /* by address */
     void *scratch;
     size_t scratch_bytes;
+    atomic_uint chosen_pages;    /* in the longest list of the last decode */
     bool counted_elsewhere;      /* a worker's: its client counts which pages were used */
 };
 

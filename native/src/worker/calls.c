@@ -530,9 +530,8 @@ int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
 }
 
 int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
-    if (!(args->scale > 0 && args->scale < INFINITY) || !(args->softcap >= 0))
-        return fail(CXLKV_E_ARGUMENT, "attend: scale %g and softcap %g must be positive",
-                    (double)args->scale, (double)args->softcap);
-    int64_t code = worker_attend(batch, args);
+    int64_t code = attend_check(args);
+    if (code < 0) return code;
+    code = worker_attend(batch, args);
     return code == NOT_BY_WORKER ? attend_here(batch, args, 0) : code;
 }

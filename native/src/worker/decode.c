@@ -1,0 +1,91 @@
+/* Decode: a layer of a step in one call. The chosen pages stay in the core. */
+#include <math.h>
+#include <stdlib.h>
+
+#include "ndp/ndp.h"
+
+/* The lists of a decode. */
+typedef struct chosen_lists {
+    uint64_t lists;              /* and heads */
+    int32_t *pages;
+    float *scores;
+    int32_t *counts;
+} chosen_lists;
+
+static void chosen_free(chosen_lists *chosen) {
+    free(chosen->pages);
+    free(chosen->scores);
+    free(chosen->counts);
+}
+
+static int chosen_reserve(chosen_lists *chosen, uint64_t pages) {
+    chosen_free(chosen);
+    chosen->pages = malloc((chosen->lists * pages + 1) * sizeof(*chosen->pages));
+    chosen->scores = malloc((chosen->lists * pages + 1) * sizeof(*chosen->scores));
+    chosen->counts = malloc((chosen->lists + 1) * sizeof(*chosen->counts));
+    return chosen->pages && chosen->scores && chosen->counts
+               ? 0
+               : fail(ENOMEM, "no memory for %lu lists of %lu pages", chosen->lists, pages);
+}
+
+static int64_t choose(cxlkv_batch *batch, cxlkv_decode_args *args, chosen_lists *chosen,
+                      cxlkv_select_args *select) {
+    /* A step later a list is a page longer at most. */
+    uint64_t pages = atomic_load_explicit(&batch->chosen_pages, memory_order_relaxed) + 1ull;
+    int64_t code;
+    do {
+        code = chosen_reserve(chosen, pages);
+        if (code < 0) return code;
+        select->capacity = chosen->lists * pages;
+        select->pages = chosen->pages;
+        select->scores = chosen->scores;
+        select->counts = chosen->counts;
+        select->method = args->method;
+        code = cxlkv_batch_select(batch, select);
+        pages = select->k;
+    } while (code == -CXLKV_E_ROOM);
+    if (code < 0) return code;
+    atomic_store_explicit(&batch->chosen_pages, select->k, memory_order_relaxed);
+    args->chose = 1;
+    args->method = select->method;
+    args->bytes_scored = select->bytes_scored;
+    args->bytes_sketched = select->bytes_sketched;
+    args->tokens_scored = select->tokens_scored;
+    args->lists_staged = select->lists_staged;
+    args->mean_error = select->mean_error;
+    return 0;
+}
+
+int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args) {
+    cxlkv_select_args select = {
+        .layer = args->layer, .q_heads = args->q_heads, .queries = args->queries,
+        .starts = args->starts, .budgets = args->budgets, .budget_count = args->budget_count,
+        .method = args->method, .union_over = args->union_over, .per = args->per,
+        .scale = args->scale, .errors = args->errors, .pages_min = args->pages_min};
+    cxlkv_attend_args attend = {
+        .layer = args->layer, .q_heads = args->q_heads, .queries = args->queries,
+        .starts = args->starts, .scale = args->scale, .softcap = args->softcap, .out = args->out,
+        .lse = args->lse};
+    args->appended = args->chose = args->lists_staged = 0;
+    args->bytes_scored = args->bytes_sketched = args->tokens_scored = args->bytes_attended = 0;
+    args->mean_error = 0;
+    int64_t code = attend_check(&attend);
+    if (code == 0 && args->budget_count) code = select_prepare(batch, &select);
+    if (code < 0) return code;
+    const cxlkv_rows *values = args->values.data ? &args->values : NULL;
+    code = cxlkv_batch_append(batch, args->layer, &args->keys, values, args->starts, args->rewind);
+    if (code < 0) return code;
+    args->appended = 1;
+    uint32_t rows = (uint32_t)args->starts[batch->count];
+    uint32_t lists = args->per == CXLKV_PER_QUERY ? rows : batch->count;
+    chosen_lists chosen = {.lists = (uint64_t)lists * batch->pool->layout.kv_heads};
+    code = args->budget_count ? choose(batch, args, &chosen, &select) : 0;
+    if (args->chose) {
+        attend.picked = select_chosen(&select);
+        attend.picked.lists = lists;
+    }
+    if (code == 0) code = cxlkv_batch_attend(batch, &attend);
+    if (code >= 0) args->bytes_attended = (uint64_t)code;
+    chosen_free(&chosen);
+    return code;
+}
