@@ -9,6 +9,12 @@
 #include <immintrin.h>
 #include <stdbool.h>
 
+static inline bool cpu_is_amd(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx &&
+           d == signature_AMD_edx;
+}
+
 /* In leaf 1, register c, all of `bits`: bit_SSE4_2, bit_FMA ... */
 static inline bool cpu_has(unsigned bits) {
     unsigned a, b, c, d;

@@ -208,6 +208,7 @@ const kernels TABLE = {
     .pack = avx512_bf16_pack,
     .score = score,
     .score_max = score_max,
+    .score_pieces = avx512_bf16_score_pieces,
     .accumulate = avx512_accumulate,
     .bound = avx512_bf16_bound,
     .digest = avx512_digest,

@@ -512,9 +512,47 @@ INLINE bool softmax_four(float *logits, uint32_t tokens, uint32_t count, float (
     return true;
 }
 
+/* The same of more tokens, row by row. */
+INLINE bool softmax_long(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
+                         float *factors) {
+    float shifts[4];
+    for (uint32_t j = 0; j < count; j++) {
+        const float *row = logits + j * (size_t)tokens;
+        __m512 largest = _mm512_set1_ps(states[j][0]);
+        __mmask16 broken = 0;
+        for (uint32_t t = 0; t < tokens; t += LANES) {
+            __m512 part = _mm512_mask_loadu_ps(largest, first_lanes(tokens - t), row + t);
+            broken |= _mm512_cmp_ps_mask(part, part, _CMP_UNORD_Q);
+            largest = _mm512_max_ps(part, largest);
+        }
+        shifts[j] = _mm512_reduce_max_ps(largest);
+        if (broken || shifts[j] == -INFINITY)
+            return false;
+    }
+    for (uint32_t j = 0; j < count; j++) {
+        float *row = logits + j * (size_t)tokens;
+        __m512 shift = _mm512_set1_ps(shifts[j]), sum = _mm512_setzero_ps();
+        for (uint32_t t = 0; t < tokens; t += LANES) {
+            __mmask16 mask = first_lanes(tokens - t);
+            __m512 part = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, row + t), shift);
+            part = exponential(part);
+            _mm512_mask_storeu_ps(row + t, mask, part);
+            sum = _mm512_mask_add_ps(sum, mask, sum, part);
+        }
+        factors[j] = _mm512_cvtss_f32(exponential(_mm512_set1_ps(states[j][0] - shifts[j])));
+        states[j][0] = shifts[j];
+        states[j][1] = states[j][1] * factors[j] + _mm512_reduce_add_ps(sum);
+    }
+    return true;
+}
+
 bool avx512_online_softmax(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
                            float *factors) {
-    return tokens <= LANES && count <= 4 && softmax_four(logits, tokens, count, states, factors);
+    if (count > 4)
+        return false;
+    if (tokens > LANES)
+        return softmax_long(logits, tokens, count, states, factors);
+    return softmax_four(logits, tokens, count, states, factors);
 }
 
 /* ---- conversions ---- */

@@ -17,8 +17,11 @@
 enum { LANES = 16, LINE_BYTES = 64, TOKEN_CHUNK = 16 };
 
 INLINE void prefetch(const char *start, size_t bytes) {
-    for (size_t offset = 0; offset < bytes; offset += LINE_BYTES)
-        _mm_prefetch((const char *)((uintptr_t)start + offset), _MM_HINT_T0);
+    const char *from = (const char *)((uintptr_t)start);
+    if (kernels_ask_second_cache)
+        for (size_t at = 0; at < bytes; at += LINE_BYTES) _mm_prefetch(from + at, _MM_HINT_T1);
+    else
+        for (size_t at = 0; at < bytes; at += LINE_BYTES) _mm_prefetch(from + at, _MM_HINT_T0);
 }
 
 /* The first `count` lanes, 0 <= count; 16 and more are all. */
@@ -233,6 +236,9 @@ bool avx512_bf16_pack(int dtype, const float *rows, uint32_t dim, uint32_t query
 void avx512_bf16_score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                        const kernel_queries *queries, float scale, float *logits,
                        size_t logit_stride, const void *next);
+bool avx512_bf16_score_pieces(int dtype, const void *const *pieces, const void *const *next,
+                              uint32_t count, size_t row_bytes, uint32_t tokens, uint32_t dim,
+                              const kernel_queries *queries, float scale, float *best);
 void avx512_bf16_score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens,
                            uint32_t dim, const kernel_queries *queries, float scale,
                            float *maxima, const void *next);

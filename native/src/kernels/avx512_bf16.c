@@ -223,6 +223,54 @@ INLINE void raise_four(__m512 largest, const four_part *meant, float *maxima, bo
         *maxima = is_new ? found[j] : max_of_two(found[j], *maxima);
 }
 
+/* Eight keys against two fours, each loaded once for both. sums: of the first four, then of the
+ * second. */
+INLINE void dot_eight(const char *keys, size_t row_bytes, uint32_t dim, const char *fours,
+                      size_t second, const char *next, __m512 *sums) {
+    UNROLL for (int t = 0; t < 2 * EIGHT; t++) sums[t] = _mm512_setzero_ps();
+    key_rows rows = rows_from(keys, row_bytes, EIGHT);
+    for (uint32_t d = 0; d < dim; d += EIGHT, fours += LINE_BYTES) {
+        __m512i first = _mm512_load_si512(fours), other = _mm512_load_si512(fours + second);
+        prefetch(next + (size_t)d * 2 * EIGHT, (size_t)EIGHT_BYTES * EIGHT);
+        UNROLL for (int t = 0; t < EIGHT; t++) {
+            __m512i key = _mm512_broadcast_i32x4(
+                _mm_loadu_si128((const __m128i *)row_of(&rows, t)));
+            sums[t] = add_products(sums[t], first, key);
+            sums[t + EIGHT] = add_products(sums[t + EIGHT], other, key);
+        }
+        advance(&rows, EIGHT, EIGHT_BYTES);
+    }
+}
+
+/* 16 tokens against two fours; dim is a multiple of 8. `high` queries of the second are meant. */
+static __attribute__((noinline)) void score_eight(const score_call *call, const score_part *part,
+                                                  const char *fours, uint32_t high) {
+    const char *keys = part->rows[0], *next = part->query ? keys : part->next;
+    const four_part both[2] = {{fours, 0, FOUR}, {fours, 0, high}};
+    extreme found[2] = {{_mm512_set1_ps(-INFINITY), 0}, {_mm512_set1_ps(-INFINITY), 0}};
+    __m512 scale = _mm512_set1_ps(call->scale);
+    float *logits = call->logits + part->query * call->logit_stride + part->token;
+    for (uint32_t t = 0; t < TOKEN_CHUNK; t += EIGHT) {
+        __m512 sums[2 * EIGHT], blocks[FOUR];
+        dot_eight(keys + t * call->row_bytes, call->row_bytes, call->dim, fours,
+                  four_bytes(call->dim), next + t * key_bytes(call), sums);
+        UNROLL for (int i = 0; i < FOUR; i++) {
+            __m512 *from = sums + i * FOUR;
+            blocks[i] = _mm512_mul_ps(lane_sums(from[0], from[1], from[2], from[3]), scale);
+            if (call->logits)
+                store_four(blocks[i], &both[i / 2],
+                           logits + i / 2 * FOUR * call->logit_stride + t + i % 2 * FOUR,
+                           call->logit_stride, FOUR);
+        }
+        if (!call->logits)
+            UNROLL for (int i = 0; i < 2; i++) raise_extreme(&found[i], blocks + 2 * i, 2);
+    }
+    if (call->maxima)
+        for (int i = 0; i < 2; i++)
+            raise_four(extreme_of(&found[i]), &both[i], call->maxima + part->query + i * FOUR,
+                       part->token == 0);
+}
+
 /* At most 16 tokens. Fewer go by fours, the last four once more; fewer than four one by one, each
  * as if it were four. */
 static __attribute__((noinline)) void score_four(const score_call *call, const score_part *part,
@@ -311,17 +359,34 @@ static __attribute__((noinline)) void score_sixteen(const score_call *call, cons
     _mm512_storeu_ps(maxima, largest);
 }
 
-/* Whole sixteens as such, the queries before and after them by fours. */
+/* The other rows are where the stride says. */
+INLINE void place_first(const score_call *call, uint32_t token, score_part *part) {
+    part->token = token;
+    part->tokens_used = call->tokens - token < TOKEN_CHUNK ? call->tokens - token : TOKEN_CHUNK;
+    part->rows[0] = call->keys + token * call->row_bytes;
+    part->next = call->next ? call->next + token * key_bytes(call) : part->rows[0];
+}
+
+/* Whole sixteens as such, the queries before and after them by fours, two at once. */
 static void score_all(const score_call *call, const kernel_queries *queries) {
     score_part part;
     for (uint32_t t = 0; t < call->tokens; t += TOKEN_CHUNK) {
-        place_rows(call, t, &part);
+        place_first(call, t, &part);
         for (part.query = 0; part.query < queries->count; part.query += part.queries_used) {
             uint32_t left = queries->count - part.query, place = queries->first + part.query;
             if (place % SIXTEEN == 0 && left >= SIXTEEN) {
                 part.queries_used = SIXTEEN;
                 score_sixteen(call, &part,
                               avx512_bf16_sixteen(queries, call->dim, place / SIXTEEN));
+                continue;
+            }
+            /* Whatever the tokens, a query is scored in the same form: its last bits say so. */
+            bool before_sixteen = place % SIXTEEN == SIXTEEN - FOUR && left >= FOUR + SIXTEEN;
+            if (place % FOUR == 0 && left > FOUR && !before_sixteen &&
+                part.tokens_used == TOKEN_CHUNK && call->dim % EIGHT == 0) {
+                part.queries_used = left < EIGHT ? left : EIGHT;
+                score_eight(call, &part, four_of(queries, call->dim, place / FOUR),
+                            part.queries_used - FOUR);
                 continue;
             }
             four_part meant = {.four = four_of(queries, call->dim, place / FOUR),
@@ -357,6 +422,37 @@ void avx512_bf16_score_max(int dtype, const void *keys, size_t row_bytes, uint32
     score_call call = {.dtype = dtype, .dim = dim, .keys = keys, .row_bytes = row_bytes,
                        .tokens = tokens, .scale = scale, .maxima = maxima, .next = next};
     score_all(&call, queries);
+}
+
+/* The largest lane of those in `lanes`, NaN if one is. */
+INLINE float largest_lane(const extreme *from, __mmask16 lanes) {
+    float largest = _mm512_mask_reduce_max_ps(lanes, from->largest);
+    return from->broken & lanes ? NAN : largest;
+}
+
+bool avx512_bf16_score_pieces(int dtype, const void *const *pieces, const void *const *next,
+                              uint32_t count, size_t row_bytes, uint32_t tokens, uint32_t dim,
+                              const kernel_queries *queries, float scale, float *best) {
+    uint32_t low = queries->first % FOUR, high = low + queries->count;
+    if (dtype != KERNEL_BFLOAT16 || !queries->packed || high > FOUR || tokens % TOKEN_CHUNK ||
+        dim % EIGHT)
+        return false;
+    const char *four = four_of(queries, dim, queries->first / FOUR);
+    __mmask16 lanes = (__mmask16)((1u << 4 * high) - (1u << 4 * low));
+    for (uint32_t i = 0; i < count; i++) {
+        extreme found = {_mm512_set1_ps(-INFINITY), 0};
+        for (uint32_t t = 0; t < tokens; t += TOKEN_CHUNK) {
+            const char *keys = (const char *)pieces[i] + t * row_bytes;
+            __m512 sums[LANES], blocks[FOUR];
+            dot_four(keys, row_bytes, dim, four, TOKEN_CHUNK,
+                     (const char *)(next[i] ? next[i] : pieces[i]) + (size_t)t * dim * 2, sums);
+            UNROLL for (int b = 0; b < FOUR; b++) blocks[b] =
+                lane_sums(sums[4 * b], sums[4 * b + 1], sums[4 * b + 2], sums[4 * b + 3]);
+            raise_extreme(&found, blocks, FOUR);
+        }
+        best[i] = scale * largest_lane(&found, lanes); /* rounding keeps the order */
+    }
+    return true;
 }
 
 /* ---- bounds ---- */
@@ -406,6 +502,7 @@ const kernels kernels_avx512_bf16 = {
     .pack = avx512_bf16_pack,
     .score = avx512_bf16_score,
     .score_max = avx512_bf16_score_max,
+    .score_pieces = avx512_bf16_score_pieces,
     .accumulate = avx512_accumulate,
     .bound = avx512_bf16_bound,
     .digest = avx512_digest,

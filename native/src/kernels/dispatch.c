@@ -48,7 +48,12 @@ static bool is_elsewhere(const char *name) {
     return false;
 }
 
+bool kernels_ask_second_cache;
+
 static const kernels *best(void) {
+#if defined(__x86_64__)
+    kernels_ask_second_cache = cpu_is_amd();
+#endif
     int i = CHOICES - 1;
     while (!choices[i].is_here())
         i--;

@@ -7,15 +7,19 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ndp/ahead.h"
+#include "ndp/ndp.h"
 #include "pool/peers.h"
 
 enum { SPAN_QUERIES = 64, SPAN_PAGES_MIN = 64, SPANS_WANTED = 128 };
+
+/* Pages that are attended to together, while as many behind them are asked for. */
+enum { BLOCK_PAGES = 8, BLOCK_TOKENS = 64, BLOCK_BYTES = 32 << 10 };
 
 typedef struct span {
     uint32_t sequence;
     uint32_t head_first, head_count;
     uint64_t row_first, row_count;      /* within the sequence */
+    uint64_t first_query, block;        /* of the sequence; as of a select's plan */
     const int32_t *pages;               /* a list, or NULL: the range below */
     uint32_t page_first, page_last;     /* positions in the list, or page indices */
     float *state;                       /* [head][query]{m, l} then [head][query][value_dim] */
@@ -92,16 +96,20 @@ static void online_softmax(const attend_job *job, float *logits, uint32_t tokens
     }
 }
 
-/* One head of a page, and what is asked for while it is worked on. */
+/* One head of a page. */
 typedef struct head_rows {
     uint32_t tokens;             /* that the page holds */
     bool whole;                  /* all rows of the span see all of it */
     page_rows keys, values;
-    const uint8_t *next_keys, *next_values;
 } head_rows;
 
+/* Of a head of a span, in job->queries. */
+static uint64_t first_query_of(const attend_job *job, const span *s, uint32_t head) {
+    return s->first_query + (s->head_first + head) * s->block + s->row_first * job->group;
+}
+
 /* `count` queries that all see the tokens [hidden, hidden + tokens) of one head's page. */
-static void attend_block(const attend_job *job, uint64_t first_query, uint32_t count,
+static void attend_rows(const attend_job *job, uint64_t first_query, uint32_t count,
                          uint32_t hidden, uint32_t tokens, const head_rows *rows, float *state,
                          float *accumulator, float *logits) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
@@ -109,21 +117,20 @@ static void attend_block(const attend_job *job, uint64_t first_query, uint32_t c
     kernel_queries queries = queries_range(job->queries, first_query, count);
     job->isa->score((int)layout->dtype, rows->keys.first + hidden * rows->keys.row_bytes,
                     rows->keys.row_bytes, tokens, layout->head_dim, &queries, job->args->scale,
-                    logits, tokens, rows->next_keys);
+                    logits, tokens, NULL);
     online_softmax(job, logits, tokens, count, (float(*)[2])state, accumulator);
     job->isa->accumulate((int)layout->dtype, rows->values.first + hidden * rows->values.row_bytes,
                          rows->values.row_bytes, tokens, value_dim, logits, tokens, count,
-                         accumulator, rows->next_values);
+                         accumulator, NULL);
 }
 
 static void attend_head(const attend_job *job, const span *s, const layer_view *view,
-                        uint32_t index, uint32_t head, head_rows *seen, float *logits) {
+                        uint32_t index, uint32_t head, const head_rows *seen, float *logits) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     const cxlkv_attend_args *args = job->args;
     uint32_t group = job->group;
     uint64_t rows = (uint64_t)(args->starts[s->sequence + 1] - args->starts[s->sequence]);
-    uint64_t first_query = (uint64_t)args->starts[s->sequence] * args->q_heads +
-                           ((s->head_first + head) * rows + s->row_first) * group;
+    uint64_t first_query = first_query_of(job, s, head);
     float *state = state_of(job, s, head), *accumulator = accumulator_of(job, s, head);
     uint64_t row = 0, together = s->row_count;
     uint32_t visible = seen->tokens, hidden = 0;
@@ -136,76 +143,171 @@ static void attend_head(const attend_job *job, const span *s, const layer_view *
             visible = visible > hidden ? visible - hidden : 0;
         }
         uint64_t first = row * group, last = (row + together) * group;
-        for (uint64_t query = first; visible && query < last; query += SPAN_QUERIES) {
-            attend_block(job, first_query + query,
-                         (uint32_t)min_u64(SPAN_QUERIES, last - query), hidden, visible, seen,
-                         state + 2 * query, accumulator + query * layout->value_head_dim, logits);
-            seen->next_keys = seen->next_values = NULL; /* once is enough */
-        }
+        for (uint64_t query = first; visible && query < last; query += SPAN_QUERIES)
+            attend_rows(job, first_query + query, (uint32_t)min_u64(SPAN_QUERIES, last - query),
+                        hidden, visible, seen, state + 2 * query,
+                        accumulator + query * layout->value_head_dim, logits);
         row += together;
     }
 }
 
-static int attend_page(const attend_job *job, const span *s, const layer_view *view,
-                       uint32_t index, ahead *keys, ahead *values, float *logits) {
-    page_rows first = view_rows(view, index, PIECE_KEYS);
-    int code = first.local ? 0 : view_verify(view, index);
-    if (code < 0) return code;
-    uint64_t all = (uint64_t)(job->args->starts[s->sequence + 1] - job->args->starts[s->sequence]);
-    head_rows rows = {.tokens = view_filled(view, index),
-                      .whole = view_whole(view, index, s->row_first, s->row_count, all),
-                      .keys = first,
-                      .values = view_rows(view, index, PIECE_VALUES)};
+/* Some pages of a span, one behind the other in its list. */
+typedef struct page_block {
+    uint32_t count, tokens;             /* tokens: of all */
+    bool whole;                         /* all rows of the span see all of all */
+    uint32_t index[BLOCK_PAGES], held[BLOCK_PAGES];
+    page_rows keys[BLOCK_PAGES], values[BLOCK_PAGES];
+} page_block;
+
+/* A span, and how far its pages have been taken. */
+typedef struct span_walk {
+    const attend_job *job;
+    const span *s;
+    layer_view view;
+    uint64_t rows;                      /* of the sequence */
+    uint32_t at, step;                  /* pages of a block */
+} span_walk;
+
+/* The page at position `at`; -1: none that is seen. */
+static int64_t page_at(const span_walk *w, uint32_t at) {
+    int64_t index = w->s->pages ? w->s->pages[at] : (int64_t)at;
+    if (index == -1 && w->s->pages) return -1;
+    if (index < 0 || index >= w->view.pages)
+        return fail(CXLKV_E_ARGUMENT, "attend: page %ld, the sequence has %u", index,
+                    w->view.pages);
+    return index < w->view.first ? -1 : index; /* behind the window of every row */
+}
+
+/* The next pages, none at the end. Nothing of them is read yet. */
+static int block_take(span_walk *w, page_block *block) {
+    block->count = block->tokens = 0;
+    block->whole = true;
+    for (; w->at < w->s->page_last && block->count < w->step; w->at++) {
+        int64_t index = page_at(w, w->at);
+        if (index == -1) continue;
+        if (index < 0) return (int)index;
+        uint32_t i = block->count++;
+        block->index[i] = (uint32_t)index;
+        block->held[i] = view_filled(&w->view, (uint32_t)index);
+        block->tokens += block->held[i];
+        block->keys[i] = view_rows(&w->view, (uint32_t)index, PIECE_KEYS);
+        block->values[i] = view_rows(&w->view, (uint32_t)index, PIECE_VALUES);
+        block->whole &= view_whole(&w->view, (uint32_t)index, w->s->row_first, w->s->row_count,
+                                   w->rows);
+    }
+    return 0;
+}
+
+static int block_verify(const span_walk *w, const page_block *block) {
+    int code = 0;
+    for (uint32_t i = 0; code == 0 && i < block->count; i++)
+        if (!block->keys[i].local) code = view_verify(&w->view, block->index[i]);
+    return code;
+}
+
+/* K or V of page i of a block and a head, NULL behind its end. */
+static const uint8_t *piece_at(const page_block *block, const page_rows *rows, uint32_t i,
+                               uint32_t head) {
+    return i < block->count ? rows[i].first + head * rows[i].head_bytes : NULL;
+}
+
+/* One head of pages that all rows of the span see whole. */
+static void attend_whole(const span_walk *w, const page_block *block, const page_block *later,
+                         uint32_t head, float *logits) {
+    const attend_job *job = w->job;
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    uint32_t at = w->s->head_first + head, tokens = block->tokens, value_dim;
+    uint32_t count = (uint32_t)span_queries(job, w->s);
+    float *state = state_of(job, w->s, head), *accumulator = accumulator_of(job, w->s, head);
+    kernel_queries queries = queries_range(job->queries, first_query_of(job, w->s, head), count);
+    bool one_piece = values_are_keys(layout);
+    uint32_t done = 0;
+    value_dim = layout->value_head_dim;
+    for (uint32_t i = 0; i < block->count; done += block->held[i], i++)
+        job->isa->score((int)layout->dtype, piece_at(block, block->keys, i, at),
+                        block->keys[i].row_bytes, block->held[i], layout->head_dim, &queries,
+                        job->args->scale, logits + done, tokens,
+                        piece_at(later, later->keys, i, at));
+    online_softmax(job, logits, tokens, count, (float(*)[2])state, accumulator);
+    done = 0;
+    for (uint32_t i = 0; i < block->count; done += block->held[i], i++)
+        job->isa->accumulate((int)layout->dtype, piece_at(block, block->values, i, at),
+                             block->values[i].row_bytes, block->held[i], value_dim, logits + done,
+                             tokens, count, accumulator,
+                             one_piece ? NULL : piece_at(later, later->values, i, at));
+}
+
+/* Page i of a block of which not all rows see all. */
+static void attend_part(const span_walk *w, const page_block *block, uint32_t i, float *logits) {
+    const span *s = w->s;
+    head_rows rows = {.tokens = block->held[i], .keys = block->keys[i], .values = block->values[i],
+                      .whole = view_whole(&w->view, block->index[i], s->row_first, s->row_count,
+                                          w->rows)};
     rows.keys.first += s->head_first * rows.keys.head_bytes;
     rows.values.first += s->head_first * rows.values.head_bytes;
     for (uint32_t head = 0; head < s->head_count; head++) {
-        rows.next_keys = ahead_next(keys);
-        rows.next_values = values_are_keys(&job->batch->pool->layout) ? NULL : ahead_next(values);
-        attend_head(job, s, view, index, head, &rows, logits);
+        attend_head(w->job, s, &w->view, block->index[i], head, &rows, logits);
         rows.keys.first += rows.keys.head_bytes;
         rows.values.first += rows.values.head_bytes;
     }
+}
+
+static int attend_block(const span_walk *w, const page_block *block, const page_block *later,
+                        float *logits) {
+    int code = block_verify(w, block);
+    if (code < 0) return code;
+    bool together = block->whole && span_queries(w->job, w->s) <= SPAN_QUERIES;
+    for (uint32_t head = 0; together && head < w->s->head_count; head++)
+        attend_whole(w, block, later, head, logits);
+    for (uint32_t i = 0; !together && i < block->count; i++) attend_part(w, block, i, logits);
     return 0;
+}
+
+/* Pages of a block: enough tokens for a vector or four, not more bytes than a cache holds twice. */
+static uint32_t block_pages(const attend_job *job, const span *s) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    uint64_t bytes = row_channels(layout) * dtype_bytes(layout->dtype) * layout->page_tokens *
+                     s->head_count;
+    uint64_t pages = min_u64(BLOCK_TOKENS / layout->page_tokens, BLOCK_BYTES / bytes);
+    return (uint32_t)min_u64(BLOCK_PAGES, pages ? pages : 1);
+}
+
+static int attend_pages(span_walk *w, float *logits, uint64_t *tokens) {
+    page_block blocks[2];
+    int code = block_take(w, &blocks[0]);
+    for (uint32_t i = 0; code == 0 && blocks[i].count; i ^= 1) {
+        code = block_take(w, &blocks[i ^ 1]);
+        if (code == 0) code = attend_block(w, &blocks[i], &blocks[i ^ 1], logits);
+        *tokens += blocks[i].tokens;
+    }
+    return code;
 }
 
 static int attend_span(void *context, uint32_t item) {
     attend_job *job = context;
     const span *s = &job->spans[item];
     const cxlkv_layout *layout = &job->batch->pool->layout;
-    layer_view view = view_of(job->batch->sequences[s->sequence], job->args->layer);
-    view.local = job->batch->pool->local;
-    uint64_t queries = span_queries(job, s) * s->head_count, bytes = 0;
+    span_walk walk = {.job = job, .s = s, .at = s->page_first, .step = block_pages(job, s),
+                      .view = view_of(job->batch->sequences[s->sequence], job->args->layer),
+                      .rows = (uint64_t)(job->args->starts[s->sequence + 1] -
+                                         job->args->starts[s->sequence])};
+    walk.view.local = job->batch->pool->local;
+    uint64_t queries = span_queries(job, s) * s->head_count, tokens = 0;
     uint64_t token_bytes = row_channels(layout) * dtype_bytes(layout->dtype) * s->head_count;
-    float *logits = malloc(SPAN_QUERIES * layout->page_tokens * sizeof(float));
+    uint32_t wide = layout->page_tokens > BLOCK_TOKENS ? layout->page_tokens : BLOCK_TOKENS;
+    float *logits = malloc(SPAN_QUERIES * wide * sizeof(float));
     if (!logits) return fail(ENOMEM, "no memory for logits");
     for (uint64_t i = 0; i < queries; i++) {
         s->state[2 * i] = -INFINITY;
         s->state[2 * i + 1] = 0;
     }
     memset(s->state + 2 * queries, 0, queries * layout->value_head_dim * sizeof(float));
-    if (view.local && s->pages)
-        local_count_reads(&view, s->pages + s->page_first, s->page_last - s->page_first,
-                         &job->reads);
-    int code = 0;
-    uint32_t head_end = s->head_first + s->head_count;
-    ahead keys = ahead_begin(&view, PIECE_KEYS, s->pages, s->page_first, s->page_last,
-                             s->head_first, head_end, false);
-    ahead values = ahead_begin(&view, PIECE_VALUES, s->pages, s->page_first, s->page_last,
-                               s->head_first, head_end, false);
-    for (uint32_t at = s->page_first; code == 0 && at < s->page_last; at++) {
-        int64_t index = s->pages ? s->pages[at] : (int64_t)at;
-        if (index == -1 && s->pages) continue;
-        if (index < 0 || index >= view.pages) {
-            code = fail(CXLKV_E_ARGUMENT, "attend: page %ld, the sequence has %u", index,
-                        view.pages);
-            break;
-        }
-        if (index < view.first) continue; /* behind the window of every row */
-        code = attend_page(job, s, &view, (uint32_t)index, &keys, &values, logits);
-        bytes += token_bytes * view_filled(&view, (uint32_t)index);
-    }
+    if (walk.view.local && s->pages)
+        local_count_reads(&walk.view, s->pages + s->page_first, s->page_last - s->page_first,
+                          &job->reads);
+    int code = attend_pages(&walk, logits, &tokens);
     free(logits);
-    atomic_fetch_add_explicit(&job->bytes, bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&job->bytes, tokens * token_bytes, memory_order_relaxed);
     return code;
 }
 
@@ -274,14 +376,16 @@ static uint32_t cut(attend_job *job, span *out) {
     const cxlkv_attend_args *args = job->args;
     const cxlkv_picked *picked = &args->picked;
     uint32_t heads = job->batch->pool->layout.kv_heads, count = 0;
-    uint64_t block = SPAN_QUERIES / job->group ? SPAN_QUERIES / job->group : 1;
+    uint64_t block = SPAN_QUERIES / job->group ? SPAN_QUERIES / job->group : 1, queries = 0;
     bool per_query = picked->pages && picked->per == CXLKV_PER_QUERY;
     if (per_query) block = 1;
     for (uint32_t i = 0; i < job->batch->count; i++) {
         uint64_t rows = (uint64_t)(args->starts[i + 1] - args->starts[i]);
         layer_view view = view_of(job->batch->sequences[i], args->layer);
+        uint64_t first_query = query_place(rows, job->group, heads, &queries);
         for (uint64_t row = 0; row < rows; row += block) {
             span made = {.sequence = i, .row_first = row, .row_count = min_u64(block, rows - row),
+                         .first_query = first_query, .block = query_block(rows, job->group),
                          .head_count = picked->pages ? 1 : heads};
             uint64_t list = per_query ? (uint64_t)args->starts[i] + row : i;
             for (uint32_t head = 0; picked->pages && head < heads; head++, count++) {
@@ -322,8 +426,10 @@ static void choose_parts(attend_job *job) {
 
 static int place_states(attend_job *job) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
-    uint64_t queries = (uint64_t)job->rows * job->args->q_heads;
-    uint64_t query_floats = queries_bytes(job->batch, job->isa, queries) / sizeof(float);
+    const cxlkv_attend_args *args = job->args;
+    uint64_t queries = (uint64_t)job->rows * args->q_heads;
+    uint64_t total = queries_total(job->batch, args->q_heads, args->starts);
+    uint64_t query_floats = queries_bytes(job->batch, job->isa, total) / sizeof(float);
     uint64_t floats = query_floats + queries * job->parts * (2ull + layout->value_head_dim);
     if (!batch_scratch(job->batch, floats * sizeof(float) + LINE_BYTES)) return -ENOMEM;
     float *at = (float *)job->batch->scratch + query_floats;

@@ -17,12 +17,18 @@ static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint64_t bytes = 0, token_bytes = layout->head_dim * dtype_bytes(layout->dtype);
     if (p->thresholds) return sketch_score_pages(job, p, first, last, counts);
+    uint32_t run = first, run_end = last;
+    run_of(job, p, &run, &run_end);
+    bool asks = counts && run == run_end;
+    int code = score_run(job, p, run, run_end, counts);
+    if (code < 0) return code;
     ahead next;
-    if (counts)
+    if (asks)
         next = ahead_begin(&p->view, scored_kind(job), NULL, first, p->view.pages, 0,
                            layout->kv_heads, false);
     for (uint32_t index = first; index < last; index++) {
-        int code = score_page(job, p, index, counts ? &next : NULL);
+        bool done = index >= run && index < run_end;
+        code = done ? 0 : score_page(job, p, index, asks ? &next : NULL);
         if (code < 0) return code;
         bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
         bytes += layout->kv_heads * token_bytes * (digest ? 2 : view_filled(&p->view, index));
@@ -197,8 +203,9 @@ static void find_leader(select_job *job, plan *p) {
 /* Lengths, lists, and args->k: all that is known before a byte is read. */
 static uint64_t make_plans(select_job *job) {
     cxlkv_select_args *args = job->args;
-    uint64_t lists = 0;
+    uint64_t lists = 0, queries = 0;
     uint32_t tasks = 0, page_tokens = job->batch->pool->layout.page_tokens;
+    uint32_t kv_heads = job->batch->pool->layout.kv_heads;
     args->k = args->lists_staged = 0;
     args->mean_error = 0;
     for (uint32_t i = 0; i < job->batch->count; i++) {
@@ -207,6 +214,8 @@ static uint64_t make_plans(select_job *job) {
         p->budget = &args->budgets[args->budget_count == 1 ? 0 : i];
         p->first_row = (uint64_t)args->starts[i];
         p->rows = (uint64_t)(args->starts[i + 1] - args->starts[i]);
+        p->first_query = query_place(p->rows, job->group, kv_heads, &queries);
+        p->block = query_block(p->rows, job->group);
         p->first_list = lists;
         p->lists = args->per == CXLKV_PER_QUERY ? p->rows : 1;
         p->first_task = tasks;
@@ -227,10 +236,10 @@ static uint64_t make_plans(select_job *job) {
 /* Scratch: packed queries, then scores, then log-sums of mass budgets. */
 static int place_scratch(select_job *job, uint32_t rows) {
     uint64_t heads = job->batch->pool->layout.kv_heads, q_heads = job->args->q_heads;
-    uint64_t query_floats = queries_bytes(job->batch, job->isa, rows * q_heads) / sizeof(float);
+    uint64_t query_floats = queries_bytes(job->batch, job->isa, job->query_total) / sizeof(float);
     uint64_t sketch_floats = 0, floats = query_floats;
     if (job->args->method == CXLKV_METHOD_TWO_STAGE)
-        floats += sketch_floats = sketch_query_floats(job, rows * q_heads);
+        floats += sketch_floats = sketch_query_floats(job, job->query_total);
     for (uint32_t pass = 0; pass < 2; pass++) {
         float *at = (float *)job->batch->scratch + query_floats + sketch_floats;
         for (uint32_t i = 0; i < job->batch->count; i++) {
@@ -242,7 +251,6 @@ static int place_scratch(select_job *job, uint32_t rows) {
                 floats += scores + sums + stage;
                 continue;
             }
-            p->first_query = p->first_row * q_heads;
             p->scores = at;
             p->log_sums = sums ? at + scores : NULL;
             p->thresholds = NULL;
@@ -269,6 +277,7 @@ static int64_t select_locked(select_job *job) {
                              &rows);
     if (code < 0) return code;
     job->group = args->q_heads / heads;
+    job->query_total = queries_total(batch, args->q_heads, args->starts);
     uint64_t lists = make_plans(job) * heads;
     if (lists * args->k > args->capacity)
         return fail(CXLKV_E_ROOM, "select: room for %lu pages, %lu wanted", args->capacity,

@@ -10,7 +10,7 @@ typedef struct plan {
     layer_view view;
     uint32_t low;                /* pages before it are behind the window of every row */
     const cxlkv_budget *budget;
-    uint64_t first_query;        /* of [kv_head][row][group] */
+    uint64_t first_query, block; /* queries lie [kv_head][block], a block is [row][group] */
     uint64_t first_row, rows;
     uint64_t first_list, lists;
     float *scores;               /* [list][kv_head][page] */
@@ -29,6 +29,7 @@ typedef struct select_job {
     cxlkv_select_args *args;
     const kernels *isa;
     kernel_queries queries;      /* of all plans */
+    uint64_t query_total;
     const sketch_query *sketch_queries; /* the same ones, for estimates */
     plan *plans;
     uint32_t group;
@@ -100,6 +101,11 @@ int choose_pages(const select_job *job, const plan *p, const window *w, uint64_t
 enum { QUERY_BLOCK = 64 };
 /* By keys, or by the digest if that is the method; next: where its pieces come from, or NULL. */
 int score_page(select_job *job, const plan *p, uint32_t index, ahead *next);
+/* Narrows [*first, *last) to pages that score_run() takes: by their keys, complete, and seen whole
+ * by all rows, which have one list together. None: both are the same. */
+void run_of(const select_job *job, const plan *p, uint32_t *first, uint32_t *last);
+/* ahead: what follows is to be asked for meanwhile. */
+int score_run(select_job *job, const plan *p, uint32_t first, uint32_t last, bool ahead);
 /* The kind of piece that it reads of complete pages. */
 uint32_t scored_kind(const select_job *job);
 /* For batch->count * kv_heads items, where pages are chosen by mass: each page's share of it. */

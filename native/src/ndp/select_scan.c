@@ -117,7 +117,7 @@ static int scan_page(scan *s, uint32_t index, const page_sketch *next) {
     page_sketch page = sketch_of(job, s->p, index);
     sketch_blocks blocks = {
         .stride_bytes = job->batch->pool->geometry.sketch_piece_bytes, .count = s->head_count,
-        .dim = layout->head_dim, .query_stride = s->p->rows * job->group,
+        .dim = layout->head_dim, .query_stride = s->p->block,
         .thresholds = s->thresholds, .slacks = slacks, .maxima = estimates[0]};
     uint32_t *count, here = index - s->first;
     candidate_token *kept = section_of(s, &count);

@@ -43,7 +43,7 @@ static void score_head(const select_job *job, const plan *p, const scored_page *
     uint64_t stride = (uint64_t)heads * p->view.pages;
     float *out = p->scores + (uint64_t)head * p->view.pages + index;
     const uint8_t *keys = page->rows.first + head * page->rows.head_bytes;
-    uint64_t first = p->first_query + (uint64_t)head * p->rows * group;
+    uint64_t first = p->first_query + head * p->block;
     uint64_t block = QUERY_BLOCK / group ? QUERY_BLOCK / group : 1, rows;
     for (uint64_t row = 0; row < p->rows; row += rows) {
         rows = min_u64(block, p->rows - row);
@@ -82,7 +82,8 @@ static void mass_head(const select_job *job, const plan *p, const scored_page *p
         for (uint32_t part = 0; part < group; part += together) {
             uint32_t count = min_u32(together, group - part);
             kernel_queries queries =
-                queries_range(job->queries, p->first_query + first + part, count);
+                queries_range(job->queries, p->first_query + head * p->block + row * group + part,
+                              count);
             float *out = p->log_sums + (first + part) * p->view.pages + index;
             if (visible)
                 job->isa->score((int)layout->dtype, keys + hidden * page->rows.row_bytes,
@@ -119,6 +120,77 @@ int score_page(select_job *job, const plan *p, uint32_t index, ahead *next) {
         const uint8_t *wanted = next ? ahead_next(next) : NULL;
         if (p->log_sums) mass_head(job, p, &page, head, wanted);
         else score_head(job, p, &page, head, wanted);
+    }
+    return 0;
+}
+
+/* ---- runs of whole pages: what a step of one token scores ---- */
+
+/* Pages whose keys are asked for together, while as many before them are scored: head by head, so
+ * that a head's queries stay in registers. */
+enum { RUN_PAGES = 16, RUN_BYTES = 24 << 10 };
+
+void run_of(const select_job *job, const plan *p, uint32_t *first, uint32_t *last) {
+    bool one_list = p->lists == 1 && p->rows * job->group <= QUERY_BLOCK;
+    uint32_t begin = *first, end = min_u32(*last, p->view.complete);
+    if (!one_list || p->log_sums || job->args->method != CXLKV_METHOD_EXACT) end = begin;
+    /* Those that are not seen whole lie at the ends. */
+    while (begin < end && !view_whole(&p->view, begin, 0, p->rows, p->rows)) begin++;
+    while (begin < end && !view_whole(&p->view, end - 1, 0, p->rows, p->rows)) end--;
+    *first = begin;
+    *last = end < begin ? begin : end;
+}
+
+static const uint8_t *keys_at(const plan *p, uint32_t index) {
+    uint32_t page = sequence_page(p->view.sequence, p->view.part, index);
+    return pieces_of(p->view.sequence->pool, page, p->view.layer, PIECE_KEYS);
+}
+
+/* One head of `count` pages. */
+static void score_run_head(const select_job *job, const plan *p, uint32_t head,
+                           const uint8_t *const *pages, const uint8_t *const *later, uint32_t count,
+                           float *best) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    size_t row_bytes = layout->head_dim * dtype_bytes(layout->dtype);
+    uint64_t offset = head * job->batch->pool->geometry.key_piece_bytes;
+    const void *pieces[RUN_PAGES], *next[RUN_PAGES];
+    kernel_queries queries = queries_range(job->queries, p->first_query + head * p->block,
+                                           (uint32_t)p->rows * job->group);
+    for (uint32_t i = 0; i < count; i++) {
+        pieces[i] = pages[i] + offset;
+        next[i] = later[i] ? later[i] + offset : NULL;
+    }
+    if (job->isa->score_pieces &&
+        job->isa->score_pieces((int)layout->dtype, pieces, next, count, row_bytes,
+                               layout->page_tokens, layout->head_dim, &queries, job->args->scale,
+                               best))
+        return;
+    for (uint32_t i = 0; i < count; i++) {
+        float maxima[QUERY_BLOCK];
+        job->isa->score_max((int)layout->dtype, pieces[i], row_bytes, layout->page_tokens,
+                            layout->head_dim, &queries, job->args->scale, maxima, next[i]);
+        best[i] = kernels_largest(maxima, queries.count);
+    }
+}
+
+int score_run(select_job *job, const plan *p, uint32_t first, uint32_t last, bool ahead) {
+    const cxlkv_pool *pool = job->batch->pool;
+    uint32_t heads = pool->layout.kv_heads;
+    uint64_t page_bytes = heads * pool->geometry.key_piece_bytes;
+    uint32_t step = (uint32_t)min_u64(RUN_PAGES, RUN_BYTES / page_bytes + 1), count;
+    const uint8_t *pages[RUN_PAGES], *later[RUN_PAGES] = {NULL};
+    for (uint32_t at = first; at < last; at += count) {
+        count = min_u32(step, last - at);
+        for (uint32_t i = 0; i < count; i++) {
+            int code = view_verify(&p->view, at + i);
+            if (code < 0) return code;
+            bool is_later = ahead && at + step + i < p->view.complete;
+            pages[i] = keys_at(p, at + i);
+            later[i] = is_later ? keys_at(p, at + step + i) : NULL;
+        }
+        for (uint32_t head = 0; head < heads; head++)
+            score_run_head(job, p, head, pages, later, count,
+                           p->scores + (uint64_t)head * p->view.pages + at);
     }
     return 0;
 }

@@ -50,7 +50,7 @@ static inline uint64_t queries_of_list(const select_job *job, const plan *p, uin
                                        uint32_t head, uint32_t *count) {
     bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
     *count = (uint32_t)(one_list ? p->rows : 1) * job->group;
-    return p->first_query + ((uint64_t)head * p->rows + (one_list ? 0 : list)) * job->group;
+    return p->first_query + head * p->block + (one_list ? 0 : list * job->group);
 }
 
 /* A page with sketches. */

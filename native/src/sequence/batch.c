@@ -159,42 +159,60 @@ static size_t query_row_bytes(const cxlkv_batch *batch, uint64_t query_count) {
     return align_up(query_count * batch->pool->layout.head_dim * sizeof(float), LINE_BYTES);
 }
 
-size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_count) {
-    size_t bytes = query_row_bytes(batch, query_count);
-    if (isa->pack) bytes += isa->packed_bytes(batch->pool->layout.head_dim, (uint32_t)query_count);
+size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_total) {
+    size_t bytes = query_row_bytes(batch, query_total);
+    if (isa->pack) bytes += isa->packed_bytes(batch->pool->layout.head_dim, (uint32_t)query_total);
     return align_up(bytes, LINE_BYTES);
 }
 
-/* [rows, q_heads, dim] of any strides to float32 [sequence][kv_head][row][group][dim]. */
+uint64_t queries_total(const cxlkv_batch *batch, uint32_t q_heads, const int32_t *starts) {
+    uint32_t heads = batch->pool->layout.kv_heads;
+    uint64_t end = 0;
+    for (uint32_t i = 0; i < batch->count; i++)
+        query_place((uint64_t)(starts[i + 1] - starts[i]), q_heads / heads, heads, &end);
+    return end;
+}
+
+/* One query of any strides. */
+static void query_unpack(const kernels *isa, const cxlkv_rows *queries, uint64_t row, uint32_t head,
+                         uint32_t dim, float *to) {
+    size_t element = dtype_bytes(queries->dtype);
+    const uint8_t *from = (const uint8_t *)queries->data +
+                          (int64_t)row * queries->stride_bytes[0] +
+                          (int64_t)head * queries->stride_bytes[1];
+    if (queries->stride_bytes[2] == (int64_t)element) {
+        isa->to_float((int)queries->dtype, from, dim, to);
+        return;
+    }
+    for (uint32_t d = 0; d < dim; d++)
+        isa->to_float((int)queries->dtype, from + d * queries->stride_bytes[2], 1, to + d);
+}
+
+/* [rows, q_heads, dim] to float32 blocks, zeros where they are filled up. */
 static void queries_unpack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
                            uint32_t q_heads, const int32_t *starts, float *out) {
     const cxlkv_layout *layout = &batch->pool->layout;
-    uint32_t dim = layout->head_dim, group = q_heads / layout->kv_heads;
-    size_t element = dtype_bytes(queries->dtype);
+    uint32_t dim = layout->head_dim, heads = layout->kv_heads, group = q_heads / heads;
+    uint64_t end = 0, written = 0;
     for (uint32_t i = 0; i < batch->count; i++) {
-        uint64_t first = (uint64_t)starts[i], rows = (uint64_t)(starts[i + 1] - starts[i]);
-        for (uint64_t row = 0; row < rows; row++)
-            for (uint32_t head = 0; head < q_heads; head++) {
-                const uint8_t *from = (const uint8_t *)queries->data +
-                                      (int64_t)(first + row) * queries->stride_bytes[0] +
-                                      (int64_t)head * queries->stride_bytes[1];
-                uint64_t place = (head / group * rows + row) * group + head % group;
-                float *to = out + (first * q_heads + place) * dim;
-                if (queries->stride_bytes[2] == (int64_t)element) {
-                    isa->to_float((int)queries->dtype, from, dim, to);
-                } else {
-                    for (uint32_t d = 0; d < dim; d++)
-                        isa->to_float((int)queries->dtype, from + d * queries->stride_bytes[2], 1,
-                                      to + d);
-                }
-            }
+        uint64_t row = (uint64_t)starts[i], rows = (uint64_t)starts[i + 1] - row;
+        uint64_t at = query_place(rows, group, heads, &end), block = query_block(rows, group);
+        for (uint32_t head = 0; head < heads; head++, at += block) {
+            memset(out + written * dim, 0, (at - written) * dim * sizeof(*out));
+            for (uint64_t j = 0; j < rows * group; j++)
+                query_unpack(isa, queries, row + j / group, head * group + (uint32_t)(j % group),
+                             dim, out + (at + j) * dim);
+            written = at + rows * group;
+        }
     }
+    memset(out + written * dim, 0, (end - written) * dim * sizeof(*out));
 }
 
 kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
                             uint32_t q_heads, const int32_t *starts, void *out) {
     const cxlkv_layout *layout = &batch->pool->layout;
-    kernel_queries made = {.rows = out, .total = (uint32_t)starts[batch->count] * q_heads};
+    kernel_queries made = {.rows = out,
+                           .total = (uint32_t)queries_total(batch, q_heads, starts)};
     queries_unpack(batch, isa, queries, q_heads, starts, out);
     void *packed = (char *)out + query_row_bytes(batch, made.total);
     if (isa->pack && isa->pack((int)layout->dtype, made.rows, layout->head_dim, made.total, packed))

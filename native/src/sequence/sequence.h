@@ -164,9 +164,26 @@ int batch_starts(const cxlkv_batch *batch, const int32_t *starts, uint32_t *rows
 int blocks_check(const cxlkv_batch *batch, const cxlkv_blocks *table, uint32_t *rows);
 int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
                   const cxlkv_rows *queries, const int32_t *starts, uint32_t *rows);
+/* Queries of one sequence and kv head, [row][group], are a block: kernels take them by fours, and
+ * by sixteens where there are so many, so that is what blocks begin with and are filled up to. */
+static inline uint32_t query_unit(uint64_t rows, uint32_t group) {
+    return rows * group < 16 ? 4 : 16;
+}
+static inline uint64_t query_block(uint64_t rows, uint32_t group) {
+    return align_up(rows * group, query_unit(rows, group));
+}
+/* Where the next sequence's blocks begin, *end being where those before it ended. */
+static inline uint64_t query_place(uint64_t rows, uint32_t group, uint32_t kv_heads,
+                                   uint64_t *end) {
+    uint64_t first = align_up(*end, query_unit(rows, group));
+    *end = first + kv_heads * query_block(rows, group);
+    return first;
+}
+uint64_t queries_total(const cxlkv_batch *batch, uint32_t q_heads, const int32_t *starts);
 /* Query rows of any strides and dtype to float32 [sequence][kv_head][row][group][dim], and packed
- * if the instruction set has a form for them; `out` is as long as queries_bytes() says. */
-size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_count);
+ * if the instruction set has a form for them; `out` is as long as queries_bytes() says of their
+ * queries_total(). */
+size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_total);
 kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
                             uint32_t q_heads, const int32_t *starts, void *out);
 static inline kernel_queries queries_range(kernel_queries all, uint64_t first, uint32_t count) {
