@@ -82,7 +82,7 @@ def check(got: Decoded, out: object, lse: object) -> None:
     assert np.array_equal(got.lse, np.asarray(lse))
 
 
-BUDGETS = {
+BUDGETS: dict[str, Budget | list[Budget]] = {
     "one": Budget(share=0.2),
     "several": [Budget(pages=n) for n in (3, 1, 5, 2)],
     "some_all": [Budget(pages=3), Budget(share=1.0), Budget(share=1.0), Budget(pages=2)],
