@@ -10,7 +10,7 @@
 #include <stdbool.h>
 
 static inline bool cpu_is_amd(void) {
-    unsigned a, b, c, d;
+    unsigned a = 0, b = 0, c = 0, d = 0; /* gcc under its sanitizers does not see them set. */
     return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx &&
            d == signature_AMD_edx;
 }
