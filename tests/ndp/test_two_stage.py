@@ -1,7 +1,7 @@
 """Two-stage selection: sketches are what they are said to be, and choices nearly those of "exact".
 
 With recall=1 every token is scored by its key, and the choice must be that of "exact"; at the
-default the recall is measured. Sizes are the smallest at which sketches are read: 1,024 pages.
+default the recall is measured.
 """
 
 from __future__ import annotations
@@ -211,6 +211,21 @@ def test_recall_is_about_what_was_asked_for(
             assert (difference < 1e-5).mean() > 0.9, "and mostly of a page's best token"
 
 
+@pytest.mark.parametrize("page_tokens", [16, 64])
+def test_sketches_are_read_from_a_thousand_tokens_on(
+    rng: np.random.Generator, page_tokens: int
+) -> None:
+    keys = rng.standard_normal((2048, 2, 64)).astype(np.float32)
+    q = rng.standard_normal((1, 4, 64)).astype(np.float32)
+    for tokens, lists in (({16: 1100, 64: 2048}[page_tokens], 2), (1000, 0)):
+        with filled(keys[:tokens], page_tokens=page_tokens, dtype="bfloat16") as (_, sequence):
+            exact = sequence.select(0, q, Budget(share=0.2), method="exact")
+            got = sequence.select(0, q, Budget(share=0.2), method="two_stage")
+            assert got.stages is not None
+            assert got.stages.lists == lists
+            assert recall_of(got, exact) > (0.8 if lists else 0.999)
+
+
 def test_auto_reads_sketches_where_there_are_some(rng: np.random.Generator) -> None:
     keys = rng.standard_normal((PAGES * 8, 1, 16)).astype(np.float32)
     q = rng.standard_normal((1, 16)).astype(np.float32)
@@ -368,7 +383,7 @@ def test_an_alarm_when_recall_falls_short(
     back = reference.hadamard(np.eye(32)).T
     q = (np.array([[4.0] + [-1.0] * 31]) @ back).astype(np.float32)
     if short:
-        keys[:: 8 * 53] = 30 * back[0]
+        keys[:: 8 * 61] = 30 * back[0]
     with filled(keys) as (pool, sequence):
         pool.admin.audit = 1
         for _ in range(16):

@@ -220,6 +220,7 @@ const kernels TABLE = {
     .from_float = avx512_from_float,
     .sketch = sketch_avx512,
     .estimate = estimate_avx512,
+    .above = above_avx512,
 };
 
 #if defined(__clang__)

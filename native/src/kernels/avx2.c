@@ -759,6 +759,7 @@ const kernels kernels_avx2 = {
     .from_float = from_float,
     .sketch = sketch_avx2,
     .estimate = estimate_avx2,
+    .above = above_avx2,
 };
 
 #if defined(__clang__)

@@ -640,6 +640,7 @@ const kernels kernels_avx512 = {
     .from_float = avx512_from_float,
     .sketch = sketch_avx2, /* AVX-512 without VNNI is no faster at them */
     .estimate = estimate_avx2,
+    .above = above_avx2,
 };
 
 #if defined(__clang__)

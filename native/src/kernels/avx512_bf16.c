@@ -514,6 +514,7 @@ const kernels kernels_avx512_bf16 = {
     .from_float = avx512_from_float,
     .sketch = sketch_avx512,
     .estimate = estimate_avx512,
+    .above = above_avx512,
 };
 
 #if defined(__clang__)

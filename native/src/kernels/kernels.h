@@ -119,7 +119,9 @@ typedef struct kernels {
     /* sketch.h has them. */
     void (*sketch)(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens, uint32_t dim,
                    void *sketch);
-    void (*estimate)(const sketch_blocks *blocks, sketch_estimate *made);
+    void (*estimate)(const sketch_run *run, float *best, float (*uppers)[SKETCH_TOKENS]);
+    void (*above)(const float (*values)[SKETCH_TOKENS], uint32_t count, float limit,
+                  uint16_t *bits);
 } kernels;
 
 extern const kernels kernels_serial; /* the reference, on every CPU */

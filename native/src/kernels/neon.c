@@ -793,6 +793,7 @@ const kernels kernels_neon = {
     .from_float = from_float,
     .sketch = sketch_neon,
     .estimate = estimate_neon,
+    .above = above_neon,
 };
 
 const kernels kernels_neon_bf16 = {
@@ -810,6 +811,7 @@ const kernels kernels_neon_bf16 = {
     .from_float = from_float,
     .sketch = sketch_neon,
     .estimate = estimate_neon,
+    .above = above_neon,
 };
 
 #else

@@ -276,4 +276,5 @@ const kernels kernels_serial = {
     .from_float = from_float,
     .sketch = sketch_serial,
     .estimate = estimate_serial,
+    .above = above_serial,
 };

@@ -58,39 +58,32 @@ uint64_t sketch_signs(uint32_t block);
 /* The transform of one block, whose size is a power of two. */
 void sketch_transform(float *vector, uint32_t size);
 
-/* A block of each of `count` heads, stride_bytes apart, with `query_count` queries each, those of
- * the i-th from queries[i * query_stride] on. */
-typedef struct sketch_blocks {
-    const uint8_t *first;
-    size_t stride_bytes;
+/* Blocks of one head, and the queries of it. */
+typedef struct sketch_run {
+    const uint8_t *const *blocks; /* [count] */
+    const uint8_t *const *next;   /* [count]: what is wanted soon, NULL where nothing is */
     uint32_t count;
     uint32_t dim;
     const sketch_query *queries;
-    size_t query_stride;
     uint32_t query_count;
-    uint32_t seen;               /* bit t: token t counts */
-    const float *thresholds;     /* [count] */
-    const float *slacks;         /* [count] */
-    const uint8_t *next;         /* blocks that are wanted soon, as far apart, or NULL */
-    float *maxima;               /* [count][16], or NULL if nobody asks */
-} sketch_blocks;
-
-/* Of the tokens seen: the best, NaN if one is, and a bit for each that may pass. */
-typedef struct sketch_estimate {
-    float best;
-    uint32_t passing;
-} sketch_estimate;
+    uint32_t seen;                /* bit t: token t of each block counts */
+    float slack;
+} sketch_run;
 
 /* What each instruction set has. sketch: writes sketch_bytes(tokens, dim) to 64-byte aligned
- * memory. estimate: of each block, maxima[t] = the largest over its queries of (sum of code * query
- * code - offset) * factor * scale of t, NaN where one is. A token may pass if maxima[t] + slack *
- * scale of t is not below the threshold: errors grow with the scale.
+ * memory. estimate: of token t, the largest over the queries of (sum of code * query code - offset)
+ * * factor * scale of t, NaN where one is. best[i] is the largest of the tokens of block i that are
+ * seen, NaN if one is; uppers[i][t] is the estimate of token t + slack * scale of t, as errors grow
+ * with the scale, -infinity where it is not seen. above: bit t of bits[i] says that values[i][t] is
+ * not below the limit; that of a NaN is not.
  * Sums are whole numbers below 2^24 (dim * 3 * 127), so instruction sets agree but for the order of
  * two multiplications; codes may differ where a channel lies on a border. */
 #define SKETCH_FUNCTIONS(isa)                                                                 \
     void sketch_##isa(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens,      \
                       uint32_t dim, void *sketch);                                            \
-    void estimate_##isa(const sketch_blocks *blocks, sketch_estimate *made)
+    void estimate_##isa(const sketch_run *run, float *best, float (*uppers)[SKETCH_TOKENS]);  \
+    void above_##isa(const float (*values)[SKETCH_TOKENS], uint32_t count, float limit,       \
+                     uint16_t *bits)
 SKETCH_FUNCTIONS(serial);
 #if defined(__x86_64__)
 SKETCH_FUNCTIONS(avx2);

@@ -186,48 +186,57 @@ INLINE __m256 only_seen(__m256 half, uint32_t seen) {
     return _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), half, mask);
 }
 
-static sketch_estimate estimate_one(const sketch_blocks *blocks, uint32_t at) {
-    const uint8_t *block = blocks->first + at * blocks->stride_bytes;
-    const sketch_query *queries = blocks->queries + at * blocks->query_stride;
-    const uint32_t query_count = blocks->query_count, seen = blocks->seen;
-    const float threshold = blocks->thresholds[at], slack = blocks->slacks[at];
-    uint32_t lines = sketch_dim(blocks->dim) / SKETCH_CHANNELS;
-    const uint8_t *scales = block + lines * SKETCH_LINE_BYTES;
-    __m256 best[2], cut = _mm256_set1_ps(threshold);
-    sketch_estimate made = {0};
-    const uint8_t *next = blocks->next ? blocks->next + at * blocks->stride_bytes : block;
-    for (uint32_t line = 0; line <= lines; line++)
-        _mm_prefetch((const char *)next + line * SKETCH_LINE_BYTES, _MM_HINT_T0);
+INLINE __m256 estimate_eight(const uint8_t *half, uint32_t lines, const sketch_query *queries,
+                             uint32_t query_count) {
+    __m256 best = _mm256_set1_ps(-INFINITY);
+    for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) switch (query_count - q) {
+        case 1: best = estimate_half(half, lines, queries + q, 1, best); break;
+        case 2: best = estimate_half(half, lines, queries + q, 2, best); break;
+        case 3: best = estimate_half(half, lines, queries + q, 3, best); break;
+        default: best = estimate_half(half, lines, queries + q, 4, best);
+        }
+    return best;
+}
+
+static float estimate_one(const sketch_run *run, const uint8_t *block,
+                          float uppers[SKETCH_TOKENS]) {
+    const uint32_t lines = sketch_dim(run->dim) / SKETCH_CHANNELS;
+    const float *scales = (const float *)(block + lines * SKETCH_LINE_BYTES);
+    __m256 best[2];
     UNROLL for (uint32_t i = 0; i < 2; i++) {
-        const uint8_t *half = block + i * LANES * sizeof(float);
-        best[i] = _mm256_set1_ps(-INFINITY);
-        for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) switch (query_count - q) {
-            case 1: best[i] = estimate_half(half, lines, queries + q, 1, best[i]); break;
-            case 2: best[i] = estimate_half(half, lines, queries + q, 2, best[i]); break;
-            case 3: best[i] = estimate_half(half, lines, queries + q, 3, best[i]); break;
-            default: best[i] = estimate_half(half, lines, queries + q, 4, best[i]);
-            }
-        __m256 scale = _mm256_load_ps((const float *)scales + i * LANES);
-        __m256 upper = _mm256_mul_ps(_mm256_add_ps(best[i], _mm256_set1_ps(slack)), scale);
-        best[i] = _mm256_mul_ps(best[i], scale);
-        if (blocks->maxima)
-            _mm256_storeu_ps(blocks->maxima + 16 * (size_t)at + i * LANES, best[i]);
-        uint32_t passing = (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(upper, cut, _CMP_NLT_UQ));
-        made.passing |= (passing << i * LANES) & seen;
-        best[i] = only_seen(best[i], seen >> i * LANES);
+        __m256 value = estimate_eight(block + i * LANES * sizeof(float), lines, run->queries,
+                                      run->query_count);
+        __m256 scale = _mm256_load_ps(scales + i * LANES);
+        __m256 upper = _mm256_mul_ps(_mm256_add_ps(value, _mm256_set1_ps(run->slack)), scale);
+        _mm256_storeu_ps(uppers + i * LANES, only_seen(upper, run->seen >> i * LANES));
+        best[i] = only_seen(_mm256_mul_ps(value, scale), run->seen >> i * LANES);
     }
-    __m256 either = _mm256_cmp_ps(best[0], best[1], _CMP_UNORD_Q);
+    if (_mm256_movemask_ps(_mm256_cmp_ps(best[0], best[1], _CMP_UNORD_Q))) return NAN;
     __m256 top = _mm256_max_ps(best[0], best[1]);
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
     four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    made.best = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
-    if (_mm256_movemask_ps(either)) made.best = NAN;
-    return made;
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
-void estimate_avx2(const sketch_blocks *blocks, sketch_estimate *made) {
-    for (uint32_t i = 0; i < blocks->count; i++)
-        made[i] = estimate_one(blocks, i);
+void estimate_avx2(const sketch_run *run, float *best, float (*uppers)[SKETCH_TOKENS]) {
+    const uint64_t bytes = sketch_block_bytes(run->dim);
+    for (uint32_t i = 0; i < run->count; i++) {
+        const char *next = (const char *)run->next[i];
+        for (uint64_t at = 0; next && at < bytes; at += SKETCH_LINE_BYTES)
+            _mm_prefetch(next + at, _MM_HINT_T0);
+        best[i] = estimate_one(run, run->blocks[i], uppers[i]);
+    }
+}
+
+void above_avx2(const float (*values)[SKETCH_TOKENS], uint32_t count, float limit,
+                uint16_t *bits) {
+    const __m256 border = _mm256_set1_ps(limit);
+    for (uint32_t i = 0; i < count; i++) {
+        __m256 low = _mm256_loadu_ps(values[i]), high = _mm256_loadu_ps(values[i] + LANES);
+        int found = _mm256_movemask_ps(_mm256_cmp_ps(low, border, _CMP_NLT_UQ)) |
+                    _mm256_movemask_ps(_mm256_cmp_ps(high, border, _CMP_NLT_UQ)) << LANES;
+        bits[i] = (uint16_t)found;
+    }
 }
 
 #if defined(__clang__)

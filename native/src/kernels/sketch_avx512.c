@@ -168,12 +168,14 @@ INLINE __m512i add_products(__m512i sums, __m512i codes, const int8_t *four) {
     return sums;
 }
 
-/* Raises the maxima of 16 tokens by 1 to 4 queries, before their scales. */
+/* Raises the maxima of 16 tokens by 1 to 4 queries, before their scales. Few queries have several
+ * sums each, which do not wait for one another. */
 INLINE __m512 estimate_queries(const uint8_t *block, uint32_t lines, const sketch_query *queries,
                                int queries_here, __m512 maxima) {
     const __m512i low = _mm512_set1_epi8(3);
+    const int sums_each = queries_here > 2 ? 2 : 4;
     __m512i sums[QUERY_BLOCK][4];
-    UNROLL for (int q = 0; q < queries_here; q++) UNROLL for (int i = 0; i < 4; i++)
+    UNROLL for (int q = 0; q < queries_here; q++) UNROLL for (int i = 0; i < sums_each; i++)
         sums[q][i] = _mm512_setzero_si512();
     for (uint32_t line = 0; line < lines; line++) {
         __m512i packed = _mm512_load_si512(block + line * SKETCH_LINE_BYTES), codes[4];
@@ -181,14 +183,16 @@ INLINE __m512 estimate_queries(const uint8_t *block, uint32_t lines, const sketc
         codes[1] = _mm512_and_si512(_mm512_srli_epi16(packed, 2), low);
         codes[2] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), low);
         codes[3] = _mm512_and_si512(_mm512_srli_epi16(packed, 6), low);
-        UNROLL for (int q = 0; q < queries_here; q++) UNROLL for (int i = 0; i < 4; i++) {
+        UNROLL for (int i = 0; i < 4; i++) UNROLL for (int q = 0; q < queries_here; q++) {
             const int8_t *four = queries[q].codes + line * SKETCH_CHANNELS + 4 * i;
-            sums[q][i] = add_products(sums[q][i], codes[i], four);
+            __m512i *sum = &sums[q][i % sums_each];
+            *sum = add_products(*sum, codes[i], four);
         }
     }
     UNROLL for (int q = 0; q < queries_here; q++) {
-        __m512i sum = _mm512_add_epi32(_mm512_add_epi32(sums[q][0], sums[q][1]),
-                                       _mm512_add_epi32(sums[q][2], sums[q][3]));
+        __m512i sum = _mm512_add_epi32(sums[q][0], sums[q][1]);
+        if (sums_each == 4)
+            sum = _mm512_add_epi32(sum, _mm512_add_epi32(sums[q][2], sums[q][3]));
         __m512 centred = _mm512_sub_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(queries[q].offset));
         __m512 value = _mm512_mul_ps(centred, _mm512_set1_ps(queries[q].factor));
         maxima = _mm512_max_ps(value, maxima); /* of a NaN: the other one */
@@ -199,37 +203,52 @@ INLINE __m512 estimate_queries(const uint8_t *block, uint32_t lines, const sketc
 INLINE __m512 estimate_block(const uint8_t *block, uint32_t lines, const sketch_query *queries,
                              uint32_t query_count) {
     __m512 best = _mm512_set1_ps(-INFINITY);
-    bool broken = false;
-    for (uint32_t q = 0; q < query_count; q++) broken |= isnan(queries[q].factor);
     for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) switch (query_count - q) {
         case 1: best = estimate_queries(block, lines, queries + q, 1, best); break;
         case 2: best = estimate_queries(block, lines, queries + q, 2, best); break;
         case 3: best = estimate_queries(block, lines, queries + q, 3, best); break;
         default: best = estimate_queries(block, lines, queries + q, 4, best);
         }
-    return broken ? _mm512_set1_ps(NAN) : best;
+    return best;
 }
 
-void estimate_avx512(const sketch_blocks *blocks, sketch_estimate *made) {
-    const uint32_t lines = sketch_dim(blocks->dim) / SKETCH_CHANNELS;
-    const __mmask16 seen = (__mmask16)blocks->seen;
-    for (uint32_t i = 0; i < blocks->count; i++) {
-        const uint8_t *block = blocks->first + i * blocks->stride_bytes;
-        const uint8_t *next = blocks->next ? blocks->next + i * blocks->stride_bytes : block;
-        for (uint32_t line = 0; line <= lines; line++)
+/* `lines` may be a constant. */
+INLINE void estimate_lines(const sketch_run *run, uint32_t lines, float *best,
+                           float (*uppers)[SKETCH_TOKENS]) {
+    const __mmask16 seen = (__mmask16)run->seen;
+    const __m512 never = _mm512_set1_ps(-INFINITY), slack = _mm512_set1_ps(run->slack);
+    bool broken = false;
+    for (uint32_t q = 0; q < run->query_count; q++) broken |= isnan(run->queries[q].factor);
+    for (uint32_t i = 0; i < run->count; i++) {
+        const uint8_t *block = run->blocks[i], *next = run->next[i];
+        for (uint32_t line = 0; next && line <= lines; line++)
             _mm_prefetch((const char *)next + line * SKETCH_LINE_BYTES, _MM_HINT_T0);
-        __m512 best = estimate_block(block, lines, blocks->queries + i * blocks->query_stride,
-                                     blocks->query_count);
+        __m512 value = estimate_block(block, lines, run->queries, run->query_count);
         __m512 scales = _mm512_load_ps(block + lines * SKETCH_LINE_BYTES);
-        __m512 slack = _mm512_set1_ps(blocks->slacks[i]);
-        __m512 upper = _mm512_mul_ps(_mm512_add_ps(best, slack), scales);
-        best = _mm512_mul_ps(best, scales);
-        if (blocks->maxima) _mm512_storeu_ps(blocks->maxima + 16 * (size_t)i, best);
-        __mmask16 broken = _mm512_cmp_ps_mask(best, best, _CMP_UNORD_Q) & seen;
-        made[i].best = broken ? NAN : _mm512_mask_reduce_max_ps(seen, best);
-        made[i].passing = _mm512_mask_cmp_ps_mask(
-            seen, upper, _mm512_set1_ps(blocks->thresholds[i]), _CMP_NLT_UQ);
+        if (broken) value = _mm512_set1_ps(NAN);
+        __m512 upper = _mm512_mul_ps(_mm512_add_ps(value, slack), scales);
+        value = _mm512_mul_ps(value, scales);
+        _mm512_storeu_ps(uppers[i], _mm512_mask_mov_ps(never, seen, upper));
+        best[i] = _mm512_mask_cmp_ps_mask(seen, value, value, _CMP_UNORD_Q)
+                      ? NAN
+                      : _mm512_mask_reduce_max_ps(seen, value);
     }
+}
+
+void estimate_avx512(const sketch_run *run, float *best, float (*uppers)[SKETCH_TOKENS]) {
+    const uint32_t lines = sketch_dim(run->dim) / SKETCH_CHANNELS;
+    switch (lines) {
+    case 4: estimate_lines(run, 4, best, uppers); break;
+    case 8: estimate_lines(run, 8, best, uppers); break;
+    default: estimate_lines(run, lines, best, uppers);
+    }
+}
+
+void above_avx512(const float (*values)[SKETCH_TOKENS], uint32_t count, float limit,
+                  uint16_t *bits) {
+    const __m512 border = _mm512_set1_ps(limit);
+    for (uint32_t i = 0; i < count; i++)
+        bits[i] = _mm512_cmp_ps_mask(_mm512_loadu_ps(values[i]), border, _CMP_NLT_UQ);
 }
 
 #if defined(__clang__)

@@ -139,43 +139,58 @@ INLINE float32x4_t estimate_part(const uint8_t *part, uint32_t lines, const sket
     return maxima;
 }
 
-static sketch_estimate estimate_one(const sketch_blocks *blocks, uint32_t at) {
-    const uint8_t *block = blocks->first + at * blocks->stride_bytes;
-    const sketch_query *queries = blocks->queries + at * blocks->query_stride;
-    const uint32_t query_count = blocks->query_count, seen = blocks->seen;
-    const float threshold = blocks->thresholds[at], slack = blocks->slacks[at];
-    static const uint32_t lanes[LANES] = {1, 2, 4, 8};
-    const uint32x4_t bit = vld1q_u32(lanes);
-    uint32_t lines = sketch_dim(blocks->dim) / SKETCH_CHANNELS;
-    const uint8_t *scales = block + lines * SKETCH_LINE_BYTES;
-    float32x4_t top = vdupq_n_f32(-INFINITY);
-    sketch_estimate made = {0};
-    for (uint32_t i = 0; i < VECTORS; i++) {
-        const uint8_t *part = block + i * 16;
-        float32x4_t best = vdupq_n_f32(-INFINITY), scale;
-        for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) switch (query_count - q) {
-            case 1: best = estimate_part(part, lines, queries + q, 1, best); break;
-            case 2: best = estimate_part(part, lines, queries + q, 2, best); break;
-            case 3: best = estimate_part(part, lines, queries + q, 3, best); break;
-            default: best = estimate_part(part, lines, queries + q, 4, best);
-            }
-        scale = vld1q_f32((const float *)scales + i * LANES);
-        float32x4_t upper = vmulq_f32(vaddq_f32(best, vdupq_n_f32(slack)), scale);
-        best = vmulq_f32(best, scale);
-        if (blocks->maxima) vst1q_f32(blocks->maxima + 16 * (size_t)at + i * LANES, best);
-        uint32x4_t failing = vcltq_f32(upper, vdupq_n_f32(threshold)); /* not so of NaN */
-        made.passing |= (15 & ~vaddvq_u32(vandq_u32(failing, bit))) << i * LANES;
-        uint32x4_t wanted = vtstq_u32(vdupq_n_u32(seen >> i * LANES), bit);
-        top = vmaxq_f32(top, vbslq_f32(wanted, best, vdupq_n_f32(-INFINITY)));
-    }
-    made.passing &= seen;
-    made.best = vmaxvq_f32(top);
-    return made;
+INLINE float32x4_t estimate_four(const uint8_t *part, uint32_t lines, const sketch_query *queries,
+                                 uint32_t query_count) {
+    float32x4_t best = vdupq_n_f32(-INFINITY);
+    for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) switch (query_count - q) {
+        case 1: best = estimate_part(part, lines, queries + q, 1, best); break;
+        case 2: best = estimate_part(part, lines, queries + q, 2, best); break;
+        case 3: best = estimate_part(part, lines, queries + q, 3, best); break;
+        default: best = estimate_part(part, lines, queries + q, 4, best);
+        }
+    return best;
 }
 
-void estimate_neon(const sketch_blocks *blocks, sketch_estimate *made) {
-    for (uint32_t i = 0; i < blocks->count; i++)
-        made[i] = estimate_one(blocks, i);
+static const uint32_t lane_bits[LANES] = {1, 2, 4, 8};
+
+static float estimate_one(const sketch_run *run, const uint8_t *block,
+                          float uppers[SKETCH_TOKENS]) {
+    const uint32_t lines = sketch_dim(run->dim) / SKETCH_CHANNELS;
+    const float *scales = (const float *)(block + lines * SKETCH_LINE_BYTES);
+    const uint32x4_t bit = vld1q_u32(lane_bits);
+    const float32x4_t never = vdupq_n_f32(-INFINITY);
+    float32x4_t top = never;
+    for (uint32_t i = 0; i < VECTORS; i++) {
+        uint32x4_t seen = vtstq_u32(vdupq_n_u32(run->seen >> i * LANES), bit);
+        float32x4_t scale = vld1q_f32(scales + i * LANES);
+        float32x4_t best = estimate_four(block + i * 16, lines, run->queries, run->query_count);
+        float32x4_t upper = vmulq_f32(vaddq_f32(best, vdupq_n_f32(run->slack)), scale);
+        vst1q_f32(uppers + i * LANES, vbslq_f32(seen, upper, never));
+        top = vmaxq_f32(top, vbslq_f32(seen, vmulq_f32(best, scale), never));
+    }
+    return vmaxvq_f32(top);
+}
+
+void estimate_neon(const sketch_run *run, float *best, float (*uppers)[SKETCH_TOKENS]) {
+    const uint64_t bytes = sketch_block_bytes(run->dim);
+    for (uint32_t i = 0; i < run->count; i++) {
+        for (uint64_t at = 0; run->next[i] && at < bytes; at += SKETCH_LINE_BYTES)
+            __builtin_prefetch(run->next[i] + at);
+        best[i] = estimate_one(run, run->blocks[i], uppers[i]);
+    }
+}
+
+void above_neon(const float (*values)[SKETCH_TOKENS], uint32_t count, float limit,
+                uint16_t *bits) {
+    const uint32x4_t bit = vld1q_u32(lane_bits);
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t below = 0;
+        for (uint32_t at = 0; at < SKETCH_TOKENS; at += LANES) {
+            uint32x4_t lower = vcltq_f32(vld1q_f32(values[i] + at), vdupq_n_f32(limit));
+            below |= vaddvq_u32(vandq_u32(lower, bit)) << at; /* never so of a NaN */
+        }
+        bits[i] = (uint16_t)~below;
+    }
 }
 #else
 typedef int sketch_neon_is_of_aarch64;

@@ -63,26 +63,28 @@ static float estimate_token(const uint8_t *block, uint32_t dim, const sketch_que
     return maximum;
 }
 
-static sketch_estimate estimate_one(const sketch_blocks *blocks, uint32_t at) {
-    const uint8_t *block = blocks->first + at * blocks->stride_bytes;
-    const sketch_query *queries = blocks->queries + at * blocks->query_stride;
-    const uint32_t query_count = blocks->query_count, seen = blocks->seen;
-    const float threshold = blocks->thresholds[at], slack = blocks->slacks[at];
-    const uint32_t dim = blocks->dim;
-    const float *scales = (const float *)(block + sketch_block_bytes(dim) - SKETCH_LINE_BYTES);
-    sketch_estimate made = {.best = -INFINITY};
-    for (uint32_t t = 0; t < SKETCH_TOKENS; t++) {
-        float unscaled = estimate_token(block, dim, queries, query_count, t);
-        float value = unscaled * scales[t];
-        if (blocks->maxima) blocks->maxima[16 * (size_t)at + t] = value;
-        if (!(seen >> t & 1)) continue;
-        if (value > made.best || isnan(value)) made.best = value;
-        if (!((unscaled + slack) * scales[t] < threshold)) made.passing |= 1u << t;
+void estimate_serial(const sketch_run *run, float *best, float (*uppers)[SKETCH_TOKENS]) {
+    for (uint32_t i = 0; i < run->count; i++) {
+        const uint8_t *block = run->blocks[i];
+        const float *scales =
+            (const float *)(block + sketch_block_bytes(run->dim) - SKETCH_LINE_BYTES);
+        best[i] = -INFINITY;
+        for (uint32_t t = 0; t < SKETCH_TOKENS; t++) {
+            bool seen = run->seen >> t & 1;
+            float maximum = estimate_token(block, run->dim, run->queries, run->query_count, t);
+            float value = maximum * scales[t];
+            if (seen && (value > best[i] || isnan(value))) best[i] = value;
+            uppers[i][t] = seen ? (maximum + run->slack) * scales[t] : -INFINITY;
+        }
     }
-    return made;
 }
 
-void estimate_serial(const sketch_blocks *blocks, sketch_estimate *made) {
-    for (uint32_t i = 0; i < blocks->count; i++)
-        made[i] = estimate_one(blocks, i);
+void above_serial(const float (*values)[SKETCH_TOKENS], uint32_t count, float limit,
+                  uint16_t *bits) {
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t found = 0;
+        for (uint32_t t = 0; t < SKETCH_TOKENS; t++)
+            found |= (uint32_t)!(values[i][t] < limit) << t;
+        bits[i] = (uint16_t)found;
+    }
 }

@@ -16,7 +16,7 @@ static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
                        bool counts) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint64_t bytes = 0, token_bytes = layout->head_dim * dtype_bytes(layout->dtype);
-    if (p->thresholds) return sketch_score_pages(job, p, first, last, counts);
+    if (p->stage) return sketch_score_pages(job, p, first, last, counts);
     uint32_t run = first, run_end = last;
     run_of(job, p, &run, &run_end);
     bool asks = counts && run == run_end;
@@ -90,8 +90,7 @@ static int choose_list(select_job *job, const plan *p, uint64_t list, uint32_t h
     float *scores = p->scores + (list * heads + head) * p->view.pages;
     bool layer = args->union_over == CXLKV_UNION_LAYER;
     if (layer && heads > 1) merge_heads(p, is_by_mass(job, p), scores, heads);
-    float guess = p->thresholds ? p->thresholds[list * heads + head] : -INFINITY;
-    int code = choose_pages(job, p, &w, row, scores, guess, ranks, chosen);
+    int code = choose_pages(job, p, &w, row, scores, ranks, chosen);
     if (code < 0) return code;
     uint64_t bytes = list_bytes(job, p, row);
     for (uint32_t other = 1; layer && other < heads; other++) {
@@ -170,17 +169,13 @@ static int args_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
     return 0;
 }
 
-static uint32_t page_at(const plan *p, uint32_t index) {
-    return sequence_page(p->view.sequence, p->view.part, index);
-}
-
 /* The complete pages from p->low on that two sequences have in common: forks part once. */
 static uint32_t shared_pages(const plan *leader, const plan *p) {
     uint32_t low = p->low, high = min_u32(p->view.complete, leader->view.complete);
-    if (leader->low > low || low >= high || page_at(leader, low) != page_at(p, low)) return low;
+    if (leader->low > low || low >= high || page_of(leader, low) != page_of(p, low)) return low;
     while (high - low > 1) {
         uint32_t middle = (low + high) / 2;
-        if (page_at(leader, middle) == page_at(p, middle)) low = middle;
+        if (page_of(leader, middle) == page_of(p, middle)) low = middle;
         else high = middle;
     }
     return low + 1;
@@ -244,17 +239,17 @@ static int place_scratch(select_job *job, uint32_t rows) {
         float *at = (float *)job->batch->scratch + query_floats + sketch_floats;
         for (uint32_t i = 0; i < job->batch->count; i++) {
             plan *p = &job->plans[i];
-            uint64_t scores = p->lists * heads * p->view.pages, sums = 0;
+            uint64_t scores = align_up(p->lists * heads * p->view.pages, 16), sums = 0;
             uint64_t stage = sketch_plan_floats(job, p);
-            if (is_scored(p) && is_by_mass(job, p)) sums = p->rows * q_heads * p->view.pages;
+            if (is_scored(p) && is_by_mass(job, p))
+                sums = align_up(p->rows * q_heads * p->view.pages, 16);
             if (pass == 0) {
                 floats += scores + sums + stage;
                 continue;
             }
             p->scores = at;
             p->log_sums = sums ? at + scores : NULL;
-            p->thresholds = NULL;
-            if (stage) sketch_begin(job, p, at + scores + sums);
+            p->stage = stage ? at + scores + sums : NULL;
             at += scores + sums + stage;
             for (uint64_t j = 0; j < scores; j++) p->scores[j] = is_scored(p) ? -INFINITY : 0;
         }
@@ -291,7 +286,7 @@ static int64_t select_locked(select_job *job) {
         sketch_prepare(job, (float *)((uint8_t *)batch->scratch + used));
         code = run_step_tasks(batch->pool, batch->count * heads, sketch_sample_task, job);
         if (code < 0) return code;
-        sketch_cut_all(job);
+        sketch_errors_all(job);
     }
     for (uint32_t i = 0; i < batch->count; i++) {
         tasks += job->plans[i].tasks;

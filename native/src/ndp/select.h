@@ -15,8 +15,7 @@ typedef struct plan {
     uint64_t first_list, lists;
     float *scores;               /* [list][kv_head][page] */
     float *log_sums;             /* by mass only: [kv_head][row][group][page] */
-    float *thresholds;           /* two stages, else NULL: what stage_of() finds */
-    uint32_t candidates_max;     /* that a segment keeps of a list and some heads */
+    float *stage; /* two stages, else NULL: what stage_of() finds */
     uint32_t first_task, tasks;
     /* Forks share their first pages: those before `shared` are scored together with the leader's,
      * an earlier plan's, while they are in the cache. Tasks are for the others. */
@@ -37,6 +36,10 @@ typedef struct select_job {
     atomic_ulong bytes_scored, bytes_fetched, bytes_sketched, tokens_scored;
 } select_job;
 
+static inline uint32_t page_of(const plan *p, uint32_t index) {
+    return sequence_page(p->view.sequence, p->view.part, index);
+}
+
 static inline bool is_scored(const plan *p) {
     return p->rows && p->budget->kind != CXLKV_BUDGET_ALL;
 }
@@ -51,12 +54,6 @@ enum { TASK_PAGES = 64 };
 
 /* Those before it are scored with the leader's. */
 static inline uint32_t first_own_page(const plan *p) { return p->leader ? p->shared : p->low; }
-
-/* Segments of the sketches' scan are runs of pages of one task: first those that forks share. */
-static inline uint32_t shared_segments(const plan *p) {
-    return p->leader ? (p->shared - p->leader->low + TASK_PAGES - 1) / TASK_PAGES : 0;
-}
-static inline uint32_t sketch_segments(const plan *p) { return shared_segments(p) + p->tasks; }
 
 typedef struct window {
     uint32_t low, pages;         /* the list's queries can see [low, pages) */
@@ -89,23 +86,37 @@ static inline uint32_t free_choices(const window *w) {
     return w->k > forced ? w->k - forced : 0;
 }
 /* The wanted-th best of `count` scores (radix select); *equal says how many of that very rank are
- * among the wanted. guess: it is hardly below that. ranks: room for all scores. */
-float kth_largest(const float *scores, uint32_t count, uint32_t wanted, float guess,
-                  uint32_t *ranks, uint32_t *equal);
+ * among the wanted. ranks: room for all scores. */
+float kth_largest(const float *scores, uint32_t count, uint32_t wanted, uint32_t *ranks,
+                  uint32_t *equal);
 /* Writes the best pages of a list, and their scores, to a row of what the caller gets. ranks and
- * chosen: room for each page. guess: no page below it is likely to be chosen. */
+ * chosen: room for each page. */
 int choose_pages(const select_job *job, const plan *p, const window *w, uint64_t row,
-                 const float *scores, float guess, uint32_t *ranks, uint8_t *chosen);
+                 const float *scores, uint32_t *ranks, uint8_t *chosen);
 
 /* ---- select_score.c ---- */
 enum { QUERY_BLOCK = 64 };
 /* By keys, or by the digest if that is the method; next: where its pieces come from, or NULL. */
 int score_page(select_job *job, const plan *p, uint32_t index, ahead *next);
-/* Narrows [*first, *last) to pages that score_run() takes: by their keys, complete, and seen whole
- * by all rows, which have one list together. None: both are the same. */
+/* Narrows [*first, *last) to pages that are complete and seen whole by all rows. */
+void whole_pages(const plan *p, uint32_t *first, uint32_t *last);
+/* The same to pages that score_run() takes: by their keys, and all rows have one list together. */
 void run_of(const select_job *job, const plan *p, uint32_t *first, uint32_t *last);
 /* ahead: what follows is to be asked for meanwhile. */
 int score_run(select_job *job, const plan *p, uint32_t first, uint32_t last, bool ahead);
+
+/* Pages that are read together, and as many behind them, which are asked for meanwhile: where
+ * their pieces of a kind are, those of head 0. */
+enum { RUN_PAGES = 16 };
+typedef struct page_run {
+    uint32_t count;
+    const uint8_t *pages[RUN_PAGES], *later[RUN_PAGES]; /* later: NULL where nothing is asked for */
+} page_run;
+/* How many pages: not more bytes than a cache holds twice. */
+uint32_t page_run_step(const select_job *job, uint32_t kind);
+/* The next `step` of the pages [at, last), verified. */
+int page_run_take(const plan *p, uint32_t kind, uint32_t at, uint32_t last, uint32_t step,
+                  bool ahead, page_run *run);
 /* The kind of piece that it reads of complete pages. */
 uint32_t scored_kind(const select_job *job);
 /* For batch->count * kv_heads items, where pages are chosen by mass: each page's share of it. */
@@ -115,12 +126,11 @@ int mass_task(void *context, uint32_t item);
 /* Floats of scratch for all queries, and for a plan. */
 uint64_t sketch_query_floats(const select_job *job, uint64_t query_count);
 uint64_t sketch_plan_floats(const select_job *job, const plan *p);
-void sketch_begin(const select_job *job, plan *p, float *scratch);
 /* The queries of the job, from job->queries. */
 void sketch_prepare(select_job *job, float *scratch);
-/* For batch->count * kv_heads items, then sketch_cut_all(): thresholds. */
+/* For batch->count * kv_heads items, then sketch_errors_all(): how far off estimates are. */
 int sketch_sample_task(void *context, uint32_t item);
-void sketch_cut_all(select_job *job);
+void sketch_errors_all(select_job *job);
 
 /* ---- select_scan.c ---- */
 /* Pages [first, last) of a plan, by estimates; counts: their sketches are not in the cache yet. */
@@ -128,5 +138,6 @@ int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
 /* For batch->count * kv_heads items, when all pages are: which tokens may matter. */
 int sketch_cut_task(void *context, uint32_t item);
 /* For the segments of all plans: their keys. */
+uint32_t sketch_segments(const plan *p);
 int sketch_finish_task(void *context, uint32_t item);
 #endif

@@ -30,21 +30,60 @@ window window_of(const select_job *job, const plan *p, uint64_t list) {
     return w;
 }
 
-/* Those that are not below `guess`, when they are enough. */
-static uint32_t ranks_from(const float *scores, uint32_t count, float guess, uint32_t *ranks) {
+/* The `wanted` largest of as many or more, largest first. */
+static void largest_first(const uint32_t *ranks, uint32_t count, uint32_t wanted,
+                          uint32_t *largest) {
     uint32_t kept = 0;
-    for (uint32_t i = 0; i < count; i++)
-        if (!(scores[i] < guess)) ranks[kept++] = rank_of(scores[i]);
+    for (uint32_t i = 0; i < count; i++) {
+        if (kept == wanted && ranks[i] <= largest[kept - 1]) continue;
+        uint32_t at = kept < wanted ? kept++ : kept - 1;
+        for (; at > 0 && largest[at - 1] < ranks[i]; at--) largest[at] = largest[at - 1];
+        largest[at] = ranks[i];
+    }
+}
+
+enum { SAMPLE_SCORES = 64, FEW_SCORES = 128 };
+
+/* A rank that the wanted-th best of many is below 1 time in 700, by a sample. */
+static uint32_t rank_of_sample(const float *scores, uint32_t count, uint32_t wanted) {
+    float likely = (float)wanted / (float)count * SAMPLE_SCORES;
+    uint32_t place = (uint32_t)(likely + 3 * sqrtf(likely)) + 1;
+    uint32_t ranks[SAMPLE_SCORES], largest[SAMPLE_SCORES];
+    if (count < 4 * SAMPLE_SCORES || place >= SAMPLE_SCORES / 2) return 0;
+    for (uint32_t i = 0; i < SAMPLE_SCORES; i++)
+        ranks[i] = rank_of(scores[(uint64_t)i * count / SAMPLE_SCORES]);
+    largest_first(ranks, SAMPLE_SCORES, place, largest);
+    return largest[place - 1];
+}
+
+static uint32_t ranks_from(const float *scores, uint32_t count, uint32_t least, uint32_t *ranks) {
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        ranks[kept] = rank_of(scores[i]);
+        kept += ranks[kept] >= least;
+    }
     return kept;
 }
 
-float kth_largest(const float *scores, uint32_t count, uint32_t wanted, float guess,
-                  uint32_t *ranks, uint32_t *equal) {
+/* The same as kth_largest() of few ranks. */
+static float kth_of_few(const uint32_t *ranks, uint32_t count, uint32_t wanted, uint32_t *equal) {
+    uint32_t best[FEW_SCORES];
+    largest_first(ranks, count, wanted, best);
+    uint32_t worst = best[wanted - 1], at = wanted;
+    while (at > 0 && best[at - 1] == worst) at--;
+    *equal = wanted - at;
+    return value_of_rank(worst);
+}
+
+float kth_largest(const float *scores, uint32_t count, uint32_t wanted, uint32_t *ranks,
+                  uint32_t *equal) {
     enum { DIGITS = 3, DIGIT_VALUES = 1 << 11 };
     static const int shifts[DIGITS] = {21, 10, 0};
     static const uint32_t largest[DIGITS] = {DIGIT_VALUES - 1, DIGIT_VALUES - 1, 1023};
-    uint32_t counts[DIGIT_VALUES], found = 0, here = ranks_from(scores, count, guess, ranks);
-    if (here < wanted) here = ranks_from(scores, count, -INFINITY, ranks);
+    uint32_t counts[DIGIT_VALUES], found = 0;
+    uint32_t here = ranks_from(scores, count, rank_of_sample(scores, count, wanted), ranks);
+    if (here < wanted) here = ranks_from(scores, count, 0, ranks);
+    if (here <= FEW_SCORES) return kth_of_few(ranks, here, wanted, equal);
     for (int i = 0; i < DIGITS; i++) {
         uint32_t digit = largest[i], kept = 0;
         memset(counts, 0, sizeof(counts));
@@ -116,7 +155,7 @@ static bool choose_next(chooser *c, float score) {
 }
 
 int choose_pages(const select_job *job, const plan *p, const window *w, uint64_t row,
-                const float *scores, float guess, uint32_t *ranks, uint8_t *chosen) {
+                 const float *scores, uint32_t *ranks, uint8_t *chosen) {
     const cxlkv_select_args *args = job->args;
     int32_t *pages = args->pages + row * args->k;
     float *values = args->scores + row * args->k;
@@ -126,8 +165,8 @@ int choose_pages(const select_job *job, const plan *p, const window *w, uint64_t
     int code = mass ? choose_mass(scores, w, p->budget->amount, chosen) : 0;
     if (code < 0) return code;
     if (!mass && best.left)
-        best.worst = kth_largest(scores + w->sinks, w->recent - w->sinks, best.left, guess,
-                                 ranks, &best.equal);
+        best.worst =
+            kth_largest(scores + w->sinks, w->recent - w->sinks, best.left, ranks, &best.equal);
     for (uint32_t page = w->low; page < w->pages; page++) {
         if (mass ? !chosen[page] : !is_forced(w, page) && !choose_next(&best, scores[page]))
             continue;

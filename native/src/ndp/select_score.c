@@ -111,9 +111,8 @@ int score_page(select_job *job, const plan *p, uint32_t index, ahead *next) {
     int code = view_verify(&p->view, index);
     if (code < 0) return code;
     if (scored_kind(job) == PIECE_DIGEST && index < p->view.complete) {
-        uint32_t at = sequence_page(p->view.sequence, p->view.part, index);
         page.digest = true;
-        page.rows.first = pieces_of(pool, at, p->view.layer, PIECE_DIGEST);
+        page.rows.first = pieces_of(pool, page_of(p, index), p->view.layer, PIECE_DIGEST);
         page.rows.head_bytes = pool->geometry.digest_piece_bytes;
     }
     for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
@@ -126,14 +125,8 @@ int score_page(select_job *job, const plan *p, uint32_t index, ahead *next) {
 
 /* ---- runs of whole pages: what a step of one token scores ---- */
 
-/* Pages whose keys are asked for together, while as many before them are scored: head by head, so
- * that a head's queries stay in registers. */
-enum { RUN_PAGES = 16, RUN_BYTES = 24 << 10 };
-
-void run_of(const select_job *job, const plan *p, uint32_t *first, uint32_t *last) {
-    bool one_list = p->lists == 1 && p->rows * job->group <= QUERY_BLOCK;
+void whole_pages(const plan *p, uint32_t *first, uint32_t *last) {
     uint32_t begin = *first, end = min_u32(*last, p->view.complete);
-    if (!one_list || p->log_sums || job->args->method != CXLKV_METHOD_EXACT) end = begin;
     /* Those that are not seen whole lie at the ends. */
     while (begin < end && !view_whole(&p->view, begin, 0, p->rows, p->rows)) begin++;
     while (begin < end && !view_whole(&p->view, end - 1, 0, p->rows, p->rows)) end--;
@@ -141,14 +134,38 @@ void run_of(const select_job *job, const plan *p, uint32_t *first, uint32_t *las
     *last = end < begin ? begin : end;
 }
 
-static const uint8_t *keys_at(const plan *p, uint32_t index) {
-    uint32_t page = sequence_page(p->view.sequence, p->view.part, index);
-    return pieces_of(p->view.sequence->pool, page, p->view.layer, PIECE_KEYS);
+void run_of(const select_job *job, const plan *p, uint32_t *first, uint32_t *last) {
+    bool one_list = p->lists == 1 && p->rows * job->group <= QUERY_BLOCK;
+    if (one_list && !p->log_sums && scored_kind(job) == PIECE_KEYS) whole_pages(p, first, last);
+    else *last = *first;
 }
 
-/* One head of `count` pages. */
-static void score_run_head(const select_job *job, const plan *p, uint32_t head,
-                           const uint8_t *const *pages, const uint8_t *const *later, uint32_t count,
+uint32_t page_run_step(const select_job *job, uint32_t kind) {
+    enum { RUN_BYTES = 24 << 10 };
+    const cxlkv_pool *pool = job->batch->pool;
+    uint64_t page_bytes = pool->layout.kv_heads * piece_stride(&pool->geometry, kind);
+    return (uint32_t)min_u64(RUN_PAGES, RUN_BYTES / page_bytes + 1);
+}
+
+static const uint8_t *piece_at(const plan *p, uint32_t kind, uint32_t index) {
+    return pieces_of(p->view.sequence->pool, page_of(p, index), p->view.layer, kind);
+}
+
+int page_run_take(const plan *p, uint32_t kind, uint32_t at, uint32_t last, uint32_t step,
+                  bool ahead, page_run *run) {
+    run->count = min_u32(step, last - at);
+    for (uint32_t i = 0; i < run->count; i++) {
+        int code = view_verify(&p->view, at + i);
+        if (code < 0) return code;
+        bool is_later = ahead && at + step + i < p->view.complete;
+        run->pages[i] = piece_at(p, kind, at + i);
+        run->later[i] = is_later ? piece_at(p, kind, at + step + i) : NULL;
+    }
+    return 0;
+}
+
+/* One head of a run, by its keys. */
+static void score_run_head(const select_job *job, const plan *p, uint32_t head, const page_run *run,
                            float *best) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     size_t row_bytes = layout->head_dim * dtype_bytes(layout->dtype);
@@ -156,16 +173,16 @@ static void score_run_head(const select_job *job, const plan *p, uint32_t head,
     const void *pieces[RUN_PAGES], *next[RUN_PAGES];
     kernel_queries queries = queries_range(job->queries, p->first_query + head * p->block,
                                            (uint32_t)p->rows * job->group);
-    for (uint32_t i = 0; i < count; i++) {
-        pieces[i] = pages[i] + offset;
-        next[i] = later[i] ? later[i] + offset : NULL;
+    for (uint32_t i = 0; i < run->count; i++) {
+        pieces[i] = run->pages[i] + offset;
+        next[i] = run->later[i] ? run->later[i] + offset : NULL;
     }
     if (job->isa->score_pieces &&
-        job->isa->score_pieces((int)layout->dtype, pieces, next, count, row_bytes,
+        job->isa->score_pieces((int)layout->dtype, pieces, next, run->count, row_bytes,
                                layout->page_tokens, layout->head_dim, &queries, job->args->scale,
                                best))
         return;
-    for (uint32_t i = 0; i < count; i++) {
+    for (uint32_t i = 0; i < run->count; i++) {
         float maxima[QUERY_BLOCK];
         job->isa->score_max((int)layout->dtype, pieces[i], row_bytes, layout->page_tokens,
                             layout->head_dim, &queries, job->args->scale, maxima, next[i]);
@@ -174,23 +191,13 @@ static void score_run_head(const select_job *job, const plan *p, uint32_t head,
 }
 
 int score_run(select_job *job, const plan *p, uint32_t first, uint32_t last, bool ahead) {
-    const cxlkv_pool *pool = job->batch->pool;
-    uint32_t heads = pool->layout.kv_heads;
-    uint64_t page_bytes = heads * pool->geometry.key_piece_bytes;
-    uint32_t step = (uint32_t)min_u64(RUN_PAGES, RUN_BYTES / page_bytes + 1), count;
-    const uint8_t *pages[RUN_PAGES], *later[RUN_PAGES] = {NULL};
-    for (uint32_t at = first; at < last; at += count) {
-        count = min_u32(step, last - at);
-        for (uint32_t i = 0; i < count; i++) {
-            int code = view_verify(&p->view, at + i);
-            if (code < 0) return code;
-            bool is_later = ahead && at + step + i < p->view.complete;
-            pages[i] = keys_at(p, at + i);
-            later[i] = is_later ? keys_at(p, at + step + i) : NULL;
-        }
+    uint32_t heads = job->batch->pool->layout.kv_heads, step = page_run_step(job, PIECE_KEYS);
+    page_run run;
+    for (uint32_t at = first; at < last; at += run.count) {
+        int code = page_run_take(p, PIECE_KEYS, at, last, step, ahead, &run);
+        if (code < 0) return code;
         for (uint32_t head = 0; head < heads; head++)
-            score_run_head(job, p, head, pages, later, count,
-                           p->scores + (uint64_t)head * p->view.pages + at);
+            score_run_head(job, p, head, &run, p->scores + (uint64_t)head * p->view.pages + at);
     }
     return 0;
 }

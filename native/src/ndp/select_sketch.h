@@ -4,28 +4,20 @@
 
 #include "ndp/select.h"
 
-enum { SAMPLE_PAGES = 256, HEADS_TOGETHER = 16 };
+enum { SAMPLES = 16 };
 
-/* Of a list and head: the best estimate of each page of the sample, then squares and count. */
+/* Of a list and head: the best estimates of some blocks of 16 tokens, then of all of them. */
 typedef struct sample {
-    float maxima[SAMPLE_PAGES];
+    float best[SAMPLES];
     float squares, scaled, count; /* of errors, as they are and over the scale */
 } sample;
 
-/* A token whose key may be read. */
-typedef struct candidate_token {
-    float upper;                 /* its logit is hardly above that */
-    uint32_t place;              /* which one; select_scan.c says how */
-} candidate_token;
-
-/* A plan's scratch; thresholds, slacks, cuts and samples: [list][head]. */
+/* A plan's scratch; slacks, cuts and samples: [list][head]. */
 typedef struct stage_scratch {
-    float *thresholds, *slacks, *cuts;
+    float *slacks; /* how far estimates may be short, in units of a token's scale */
+    float *cuts; /* tokens below it are left alone */
     sample *samples;
-    uint32_t chunks;             /* of HEADS_TOGETHER heads */
-    uint32_t capacity;
-    uint32_t *counts;            /* [segment][chunk][list]: found, also beyond the capacity */
-    candidate_token *candidates; /* [segment][chunk][list][capacity] */
+    float (*uppers)[SKETCH_TOKENS]; /* [list][head][block of a page][page] */
 } stage_scratch;
 
 stage_scratch stage_of(const select_job *job, const plan *p);
@@ -38,6 +30,11 @@ static inline uint64_t lists_of(const select_job *job, const plan *p) {
     return p->lists * kv_heads(job);
 }
 
+/* Blocks of 16 tokens that a page has. */
+static inline uint32_t blocks_of(const select_job *job) {
+    return (job->batch->pool->layout.page_tokens + SKETCH_TOKENS - 1) / SKETCH_TOKENS;
+}
+
 /* The pages of a list that are neither forced in nor incomplete: those it may leave out. */
 static inline uint32_t free_pages(const plan *p, const window *w, uint32_t *first) {
     uint32_t last = min_u32(w->recent, p->view.complete);
@@ -45,7 +42,7 @@ static inline uint32_t free_pages(const plan *p, const window *w, uint32_t *firs
     return last > w->sinks ? last - w->sinks : 0;
 }
 
-/* Which queries list `list` of a plan has in a head. */
+/* The queries that list `list` of a plan has in a head. */
 static inline uint64_t queries_of_list(const select_job *job, const plan *p, uint64_t list,
                                        uint32_t head, uint32_t *count) {
     bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
@@ -53,22 +50,11 @@ static inline uint64_t queries_of_list(const select_job *job, const plan *p, uin
     return p->first_query + head * p->block + (one_list ? 0 : list * job->group);
 }
 
-/* A page with sketches. */
-typedef struct page_sketch {
-    const uint8_t *blocks;       /* of head 0 */
-    page_rows keys;
-} page_sketch;
-
-static inline page_sketch sketch_of(const select_job *job, const plan *p, uint32_t index) {
-    uint32_t page = sequence_page(p->view.sequence, p->view.part, index);
-    return (page_sketch){pieces_of(job->batch->pool, page, p->view.layer, PIECE_SKETCH),
-                         view_rows(&p->view, index, PIECE_KEYS)};
-}
-
-static inline const uint8_t *block_of(const select_job *job, const page_sketch *page, uint32_t head,
+/* Block `block` of a head, of a page whose sketches begin at `page`. */
+static inline const uint8_t *block_at(const select_job *job, const uint8_t *page, uint32_t head,
                                       uint32_t block) {
     const cxlkv_pool *pool = job->batch->pool;
-    return page->blocks + head * pool->geometry.sketch_piece_bytes +
+    return page + head * pool->geometry.sketch_piece_bytes +
            block * sketch_block_bytes(pool->layout.head_dim);
 }
 

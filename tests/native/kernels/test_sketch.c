@@ -85,58 +85,93 @@ static void check_encoded(const sample *s) {
     }
 }
 
-static sketch_estimate estimate_one(const kernels *isa, const void *block, uint32_t dim,
-                                    const sketch_query *queries, uint32_t count, uint32_t seen,
-                                    float threshold, float slack, float maxima[16]) {
-    sketch_estimate made;
-    sketch_blocks blocks = {.first = block, .count = 1, .dim = dim, .queries = queries,
-                            .query_count = count, .seen = seen, .thresholds = &threshold,
-                            .slacks = &slack, .maxima = maxima};
-    isa->estimate(&blocks, &made);
+typedef struct estimated {
+    float best, uppers[SKETCH_TOKENS];
+} estimated;
+
+static estimated estimate_one(const kernels *isa, const uint8_t *block, uint32_t dim,
+                              const sketch_query *queries, uint32_t count, uint32_t seen,
+                              float slack) {
+    estimated made;
+    const uint8_t *next = NULL;
+    sketch_run run = {.blocks = &block,
+                      .next = &next,
+                      .count = 1,
+                      .dim = dim,
+                      .queries = queries,
+                      .query_count = count,
+                      .seen = seen,
+                      .slack = slack};
+    isa->estimate(&run, &made.best, &made.uppers);
     return made;
 }
 
-/* Several at once, each with queries, threshold and slack of its own, are as one by one. */
+/* Several at once, in any order, are as one by one. */
 static void check_together(const kernels *isa, const sample *s, uint64_t *seed) {
-    enum { BLOCKS = 3 };
-    float thresholds[BLOCKS], slacks[BLOCKS], maxima[BLOCKS][16], one[16];
-    sketch_estimate made[BLOCKS];
-    sketch_blocks blocks = {
-        .first = s->want, .stride_bytes = sketch_block_bytes(s->dim), .dim = s->dim,
-        .count = s->tokens > 32 ? BLOCKS : (s->tokens + 15) / 16, .queries = s->queries,
-        .query_stride = 2,
-        .query_count = QUERIES - 2 * (BLOCKS - 1), .seen = 0xfff7, .thresholds = thresholds,
-        .slacks = slacks, .maxima = random_below(seed, 2) ? maxima[0] : NULL,
-        .next = random_below(seed, 2) ? s->want : NULL};
-    for (uint32_t i = 0; i < BLOCKS; i++) thresholds[i] = normal(seed), slacks[i] = normal(seed);
-    isa->estimate(&blocks, made);
-    for (uint32_t i = 0; i < blocks.count; i++) {
-        sketch_estimate want =
-            estimate_one(isa, s->want + i * blocks.stride_bytes, s->dim, s->queries + 2 * i,
-                         blocks.query_count, blocks.seen, thresholds[i], slacks[i], one);
-        CHECK(made[i].best == want.best && made[i].passing == want.passing);
-        CHECK(!blocks.maxima || !memcmp(one, maxima[i], sizeof(one)));
+    enum { BLOCKS = 5 };
+    const uint8_t *blocks[BLOCKS], *next[BLOCKS];
+    float best[BLOCKS], uppers[BLOCKS][SKETCH_TOKENS];
+    sketch_run run = {.blocks = blocks,
+                      .next = next,
+                      .count = BLOCKS,
+                      .dim = s->dim,
+                      .queries = s->queries,
+                      .query_count = 1 + random_below(seed, QUERIES),
+                      .seen = 0xfff7,
+                      .slack = normal(seed)};
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        uint64_t at = random_below(seed, (s->tokens + 15) / 16);
+        blocks[i] = s->want + at * sketch_block_bytes(s->dim);
+        next[i] = random_below(seed, 2) ? s->want : NULL;
+    }
+    isa->estimate(&run, best, uppers);
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        estimated want =
+            estimate_one(isa, blocks[i], s->dim, s->queries, run.query_count, run.seen, run.slack);
+        CHECK(best[i] == want.best && !memcmp(uppers[i], want.uppers, sizeof(want.uppers)));
     }
 }
 
 static void check_estimates(const kernels *isa, const sample *s, uint64_t *seed) {
     for (uint32_t block = 0; block * SKETCH_TOKENS < s->tokens; block++) {
         const uint8_t *at = s->want + block * sketch_block_bytes(s->dim);
-        uint32_t count = 1 + random_below(seed, QUERIES), passing = 0;
+        uint32_t count = 1 + random_below(seed, QUERIES);
         uint32_t seen = (uint32_t)random_next(seed) & 0xffff;
-        float want[16], got[16], threshold = normal(seed), best = -INFINITY, slack = normal(seed);
-        estimate_one(reference, at, s->dim, s->queries, count, seen, threshold, slack, want);
-        sketch_estimate made =
-            estimate_one(isa, at, s->dim, s->queries, count, seen, threshold, slack, got);
+        float slack = normal(seed), best = -INFINITY;
+        estimated want = estimate_one(reference, at, s->dim, s->queries, count, seen, slack);
+        estimated made = estimate_one(isa, at, s->dim, s->queries, count, seen, slack);
+        estimated bare = estimate_one(isa, at, s->dim, s->queries, count, seen, 0);
         for (uint32_t t = 0; t < 16; t++) {
-            CHECK(fabsf(got[t] - want[t]) <= 1e-5f * (1 + fabsf(want[t])));
-            if (!(seen >> t & 1)) continue;
-            if (got[t] > best) best = got[t];
-            float upper = got[t] + slack * scales_of(s->want, s->dim, block)[t];
-            if (fabsf(upper - threshold) < 1e-4f) seen &= ~(1u << t); /* rounding decides */
-            else passing |= (uint32_t)(upper > threshold) << t;
+            if (!(seen >> t & 1)) {
+                CHECK(made.uppers[t] == -INFINITY);
+                continue;
+            }
+            float error = 1e-5f * (1 + fabsf(want.uppers[t]));
+            float wide = bare.uppers[t] + slack * scales_of(s->want, s->dim, block)[t];
+            CHECK(fabsf(made.uppers[t] - want.uppers[t]) <= error);
+            CHECK(fabsf(made.uppers[t] - wide) <= error);
+            if (bare.uppers[t] > best) best = bare.uppers[t];
         }
-        CHECK((made.passing & seen) == passing && made.best == best);
+        CHECK(made.best == best && bare.best == best);
+    }
+}
+
+/* Which values are not below the limit: of any, an infinity or a NaN among them. */
+static void test_above(const kernels *isa, uint64_t *seed) {
+    enum { COUNT = 9 };
+    const float odd[] = {NAN, INFINITY, -INFINITY, 0, -0.0f};
+    for (uint32_t round = 0; round < 200; round++) {
+        float values[COUNT][SKETCH_TOKENS], limit = round % 7 ? normal(seed) : odd[round % 5];
+        uint16_t got[COUNT + 1] = {[COUNT] = 0x5a5a};
+        for (uint32_t i = 0; i < COUNT * SKETCH_TOKENS; i++)
+            values[i / SKETCH_TOKENS][i % SKETCH_TOKENS] =
+                random_below(seed, 9) ? normal(seed) : odd[random_below(seed, 5)];
+        values[1][3] = limit;
+        isa->above((const float (*)[SKETCH_TOKENS])values, COUNT, limit, got);
+        for (uint32_t i = 0; i < COUNT; i++)
+            for (uint32_t t = 0; t < SKETCH_TOKENS; t++)
+                CHECK((got[i] >> t & 1) == !(values[i][t] < limit));
+        CHECK(got[COUNT] == 0x5a5a);
     }
 }
 
@@ -145,7 +180,7 @@ static void check_meaning(const sample *s) {
     static float row[DIM_MAX];
     double error = 0, size = 0;
     for (uint32_t t = 0; t < s->tokens; t++) {
-        float logit = 0, own = 0, query = 0, maxima[16];
+        float logit = 0, own = 0, query = 0;
         reference->to_float(s->dtype, s->keys + t * s->key_bytes / s->tokens, s->dim, row);
         for (uint32_t d = 0; d < s->dim; d++) {
             logit += 0.5f * row[d] * s->rows[d];
@@ -153,14 +188,14 @@ static void check_meaning(const sample *s) {
             query += s->rows[d] * s->rows[d];
         }
         const uint8_t *at = s->want + t / 16 * sketch_block_bytes(s->dim);
-        estimate_one(reference, at, s->dim, s->queries, 1, 0xffff, 0, 0, maxima);
-        error += (maxima[t % 16] - logit) * (maxima[t % 16] - logit);
+        estimated made = estimate_one(reference, at, s->dim, s->queries, 1, 0xffff, 0);
+        error += (made.uppers[t % 16] - logit) * (made.uppers[t % 16] - logit);
         size += 0.25 * own * query / s->dim; /* what a logit is by and large */
         sketch_query self;
         _Alignas(64) int8_t codes[DIM_MAX + 64];
         sketch_queries(row, 1, s->dim, 1, codes, &self);
-        estimate_one(reference, at, s->dim, &self, 1, 0xffff, 0, 0, maxima);
-        CHECK(fabsf(maxima[t % 16] - own) <= 0.02f * own);
+        made = estimate_one(reference, at, s->dim, &self, 1, 0xffff, 0);
+        CHECK(fabsf(made.uppers[t % 16] - own) <= 0.02f * own);
     }
     CHECK(s->tokens < 16 || s->dim < 16 || sqrt(error / size) < 0.6);
 }
@@ -171,43 +206,37 @@ static void test_odd_numbers(const kernels *isa, uint64_t *seed) {
     for (uint32_t kind = 0; kind < 6; kind++)
         for (uint32_t whole = 0; whole < 2; whole++) {
             sample s;
-            float got[16];
             sample_make(&s, KERNEL_FLOAT32, 16, 48, seed);
             for (uint32_t d = 0; d < (whole || kind > 2 ? 48 : 1); d++)
                 ((float *)s.keys)[3 * 48 + d] = odd[kind];
             encode(isa, &s, s.got);
-            sketch_estimate made =
-                estimate_one(isa, s.got, 48, s.queries, QUERIES, 0xffff, 1e9f, 0, got);
-            if (kind < 4) CHECK(isnan(got[3]) && isnan(made.best) && made.passing == 1 << 3);
-            else CHECK(fabsf(got[3]) < 1e-30f && isfinite(made.best) && made.passing == 0);
-            CHECK(isfinite(got[2]));
-            made = estimate_one(isa, s.got, 48, s.queries, QUERIES, 0xffff & ~(1 << 3), 1e9f, 0,
-                                 got);
-            CHECK(isfinite(made.best) && made.passing == 0);
+            estimated made = estimate_one(isa, s.got, 48, s.queries, QUERIES, 0xffff, 0);
+            if (kind < 4) CHECK(isnan(made.uppers[3]) && isnan(made.best));
+            else CHECK(fabsf(made.uppers[3]) < 1e-30f && isfinite(made.best));
+            CHECK(isfinite(made.uppers[2]));
+            made = estimate_one(isa, s.got, 48, s.queries, QUERIES, 0xffff & ~(1 << 3), 0);
+            CHECK(isfinite(made.best) && made.uppers[3] == -INFINITY);
             s.rows[5] = odd[kind];
             sketch_queries(s.rows, QUERIES, 48, 0.5f, s.codes, s.queries);
-            made = estimate_one(isa, s.got, 48, s.queries, QUERIES, 1, 1e9f, 0, got);
-            CHECK(kind < 3 ? isnan(made.best) && made.passing == 1 : !isnan(made.best));
+            made = estimate_one(isa, s.got, 48, s.queries, QUERIES, 1, 0);
+            CHECK(isnan(made.best) == (kind < 3) && isnan(made.uppers[0]) == (kind < 3));
             sample_free(&s);
         }
 }
 
-/* The largest sums there are: none overflows. And what is not below the threshold passes. */
+/* The largest sums there are: none overflows. */
 static void test_largest(const kernels *isa) {
     for (uint32_t dim = 16; dim <= 4096; dim *= 2)
         for (int sign = -1; sign <= 1; sign += 2) {
             uint8_t *block = aligned_alloc(64, sketch_block_bytes(dim));
             int8_t *codes = aligned_alloc(64, dim < 64 ? 64 : dim);
-            float got[16], want = (float)sign * 381 * (float)dim;
+            float want = (float)sign * 381 * (float)dim;
             memset(block, 0xff, sketch_block_bytes(dim));
             memset(codes, sign * 127, dim);
             for (int t = 0; t < 16; t++) ((float *)scales_of(block, dim, 0))[t] = 1;
             sketch_query query = {.codes = codes, .factor = 1};
-            sketch_estimate made = estimate_one(isa, block, dim, &query, 1, 0xffff, want, 0, got);
-            CHECK(got[0] == want && got[15] == want && made.best == want);
-            CHECK(made.passing == 0xffff);
-            CHECK(estimate_one(isa, block, dim, &query, 1, 0xffff, want + 1, 0, got).passing == 0);
-            CHECK(estimate_one(isa, block, dim, &query, 1, 0xf, want + 1, 1, got).passing == 0xf);
+            estimated made = estimate_one(isa, block, dim, &query, 1, 0xffff, 1);
+            CHECK(made.uppers[0] == want + 1 && made.uppers[15] == want + 1 && made.best == want);
             free(block);
             free(codes);
         }
@@ -232,6 +261,7 @@ static void test_isa(const char *name, uint64_t seed) {
             if (isa == reference) check_meaning(&s);
             sample_free(&s);
         }
+    test_above(isa, &seed);
     test_odd_numbers(isa, &seed);
     test_largest(isa);
 }
