@@ -4,7 +4,7 @@
 
 #include "ndp/select.h"
 
-enum { SAMPLES = 16 };
+enum { SAMPLES = 8 };
 
 /* Of a list and head: the best estimates of some blocks of 16 tokens, then of all of them. */
 typedef struct sample {
