@@ -45,6 +45,9 @@ class Subscriber(Protocol):
     def label(self, pool: _core.Handle) -> str | None:
         """What the pool's memory is said to be, "PROFILE, mode"; None: what it is."""
 
+    def read_rate(self, pool: _core.Handle) -> float:
+        """GB/s at which it is read; 0: as this machine reads it."""
+
 
 subscriber: Subscriber | None = None
 
@@ -56,6 +59,10 @@ def begin(pool: _core.Handle) -> Transfer | None:
 
 def label(pool: _core.Handle) -> str | None:
     return subscriber.label(pool) if subscriber else None
+
+
+def read_rate(pool: _core.Handle) -> float:
+    return subscriber.read_rate(pool) if subscriber else 0.0
 
 
 class Plugin(Protocol):

@@ -268,7 +268,8 @@ class Batch:
         if len(several) not in (1, count):
             raise BadArgumentError(f"{len(several)} budgets for {count} sequences")
         offsets, factor = self._starts(starts), self._scale if scale is None else float(scale)
-        asked = Asked(_layer(layer), q, offsets, several, method, factor, recall)
+        rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
+        asked = Asked(_layer(layer), q, offsets, several, method, factor, recall, rate)
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         picked = simd.select(self._handle, self._layout, asked, self._room)
         if transfer:
@@ -366,7 +367,8 @@ class Batch:
         if len(several) not in (0, 1, len(self.sequences)):
             raise BadArgumentError(f"{len(several)} budgets for {len(self.sequences)} sequences")
         factor = self._scale if scale is None else float(scale)
-        asked = Asked(number, q, offsets, several, method, factor, recall)
+        rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
+        asked = Asked(number, q, offsets, several, method, factor, recall, rate)
         heard = _io_hooks.subscriber and _io_hooks.label(self._pool)
         if heard or (audit.used and audit.share(self._pool)):
             return self._decode_apart(asked, new, rewind, softcap, out)
@@ -387,18 +389,22 @@ class Batch:
         out: object | None,
     ) -> Decoded:
         """By three calls, each of which tells who wants to hear of it."""
-        layer, q, starts, budgets, method, scale, recall = asked
+        layer, q, starts, budgets, method, scale, recall, _ = asked
         self._append(layer, *new, starts, rewind)
         picked = None
         try:
-            if any(budget.chooses(layer) for budget in budgets):
+            if not any(budget.chooses(layer) for budget in budgets):
+                method = "all"
+            elif method == "auto":
+                method = simd.cheapest(self._handle, self._layout, asked)
+            if method != "all":
                 picked = self.select(layer, q, starts, budgets, method, scale, recall)
             found, lse, read = self._attend(layer, q, starts, picked, scale, softcap, out)
         except CXLKVError as error:
             error.appended = True
             raise
-        scored, how = (picked.bytes_scored, picked.method) if picked else (0, "all")
-        return Decoded(found, lse, scored, read, how)
+        scored, stages = (picked.bytes_scored, picked.stages) if picked else (0, None)
+        return Decoded(found, lse, scored, read, method, stages)
 
     def verify(self, layer: int, picked: Selection) -> None:
         """That the pages of a selection (per="sequence") are what was written, by their CRCs: for

@@ -205,6 +205,10 @@ class Links:
         link = self.of.get(pool)
         return link.label if link else None
 
+    def read_rate(self, pool: _core.Handle) -> float:
+        link = self.of.get(pool)
+        return link.profile.gb_per_s(0.0, link.devices) if link else 0.0
+
 
 _links = Links()
 

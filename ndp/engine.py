@@ -17,6 +17,7 @@ from cxlkv.arrays import Array
 from cxlkv.errors import BadArgumentError
 
 METHODS = ("exact", "digest", "two_stage", "auto", "attention")
+METHODS_TAKEN = (*METHODS, "all")  # by their numbers in the core
 UNIONS = ("kv_head", "layer")
 PERS = ("query", "sequence")
 RECALL = 0.98
@@ -24,6 +25,8 @@ PAGES_MAX = 2**31 - 1  # page numbers are int32
 AMOUNTS = ("pages", "share", "mass")
 SHARE = 0.15
 """Of the pages, where a budget says nothing: docs/budgets.md has what it costs a trained model."""
+STAGED_TOKENS = 1024
+"""Sketches are read of sequences from so many tokens on."""
 ALL = 3  # in place of an amount, in the C core: all pages, of which no key is read
 
 
@@ -128,7 +131,8 @@ def pages_of_share(share: float, pages: int) -> int:
 class Asked(NamedTuple):
     """What a select is asked for: arguments of Batch.select, checked or not.
 
-    recall: what share of the pages that "exact" would choose is wanted of "two_stage".
+    recall: what share of the pages that "exact" would choose is wanted of "two_stage". read_rate:
+    GB/s at which the pool's memory is read, 0: as far as is known of this machine.
     """
 
     layer: int
@@ -138,6 +142,7 @@ class Asked(NamedTuple):
     method: str
     scale: float
     recall: float = RECALL
+    read_rate: float = 0.0
 
 
 @cache
@@ -200,7 +205,8 @@ class Decoded:
 
     out: [rows, q_heads, value_head_dim], in the queries' dtype; lse: float32 [rows, q_heads].
     bytes_scored were read to choose pages, bytes_read are K and V that were attended to. method:
-    how pages were chosen; "all" when all were attended to, and nothing was read to choose.
+    how pages were chosen; "all" when all were attended to, and nothing was read to choose. stages:
+    as of a Selection.
     """
 
     out: Array
@@ -208,6 +214,7 @@ class Decoded:
     bytes_scored: int
     bytes_read: int
     method: str
+    stages: Stages | None = None
 
 
 def same_pages(pages: npt.ArrayLike, kv_heads: int) -> Selection:

@@ -14,9 +14,11 @@ from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import tuning
 from cxlkv.ndp.engine import (
     METHODS,
+    METHODS_TAKEN,
     PERS,
     UNIONS,
     Asked,
+    Budget,
     Decoded,
     Selection,
     Stages,
@@ -54,10 +56,8 @@ def select(
     """
     rows, budgets = int(asked.starts[-1]), asked.budgets
     got = check_queries(layout, asked.queries, rows)
-    if asked.method not in METHODS:
-        raise BadArgumentError(f"method {asked.method!r}: use one of {', '.join(METHODS)}")
     first = uniform(budgets)
-    codes = (METHODS.index(asked.method), UNIONS.index(first.union), PERS.index(first.per))
+    codes, numbers = _words(asked, first)
     lists = rows if first.per == "query" else len(asked.starts) - 1
     heads = layout.kv_heads
     array = _core.budgets([b.row(asked.layer) for b in budgets])
@@ -74,9 +74,7 @@ def select(
             asked.starts,
             array,
             codes,
-            asked.scale,
-            errors_of(asked.recall),
-            tuning.current().two_stage_pages,
+            numbers,
             pages,
             scores,
             counts,
@@ -84,15 +82,6 @@ def select(
         if code != _core.E_ROOM:
             break
     used, shape = lists * heads * k, (lists, heads, k)
-    stages = None
-    if METHODS[done.method] == "two_stage":
-        stages = Stages(
-            lists=done.lists_staged,
-            error=done.mean_error,
-            tokens=done.tokens_scored,
-            bytes_sketched=done.bytes_sketched,
-            bytes_keys=done.bytes_scored - done.bytes_sketched,
-        )
     return Selection(
         pages=pages[:used].reshape(shape),
         scores=scores[:used].reshape(shape),
@@ -101,9 +90,28 @@ def select(
         bytes_fetched=done.bytes_fetched,
         per=first.per,
         starts=asked.starts,
-        stages=stages,
-        method=METHODS[done.method],
+        stages=Stages(*_core.stages(done)) if METHODS_TAKEN[done.method] == "two_stage" else None,
+        method=METHODS_TAKEN[done.method],
     )
+
+
+def _words(asked: Asked, first: Budget) -> tuple[tuple[int, int, int], tuple[float, float, float]]:
+    """(method, union, per) by their numbers, and (scale, errors, read_rate), as the core takes
+    them."""
+    if asked.method not in METHODS:
+        raise BadArgumentError(f"method {asked.method!r}: use one of {', '.join(METHODS)}")
+    codes = METHODS.index(asked.method), UNIONS.index(first.union), PERS.index(first.per)
+    rate = asked.read_rate or tuning.current().read_rate
+    return codes, (asked.scale, errors_of(asked.recall), rate)
+
+
+def cheapest(batch: _core.Handle, layout: KVLayout, asked: Asked) -> str:
+    """The method that "auto" comes to where chosen pages are then attended to, or "all"."""
+    got = check_queries(layout, asked.queries, int(asked.starts[-1]))
+    array = _core.budgets([b.decode_row(asked.layer) for b in asked.budgets])
+    words = _words(asked, uniform(asked.budgets))
+    code = _core.batch_cheapest(batch, asked.layer, got, asked.starts, array, *words)
+    return METHODS_TAKEN[code]
 
 
 def decode(
@@ -121,15 +129,10 @@ def decode(
     got = check_queries(layout, queries, rows)
     made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
     lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
-    array, codes, limit = None, (0, 0, 0), 0.0
-    chosen = [budget for budget in asked.budgets if budget.chooses(asked.layer)]
-    if chosen:
-        first = uniform(asked.budgets)
+    array, codes, numbers = None, (0, 0, 0), (asked.scale, 0.0, 0.0)
+    if any(budget.chooses(asked.layer) for budget in asked.budgets):
         array = _core.budgets([b.decode_row(asked.layer) for b in asked.budgets])
-        if asked.method not in METHODS:
-            raise BadArgumentError(f"method {asked.method!r}: use one of {', '.join(METHODS)}")
-        codes = (METHODS.index(asked.method), UNIONS.index(first.union), PERS.index(first.per))
-        limit = errors_of(asked.recall)
+        codes, numbers = _words(asked, uniform(asked.budgets))
     done = _core.batch_decode(
         batch,
         asked.layer,
@@ -138,8 +141,7 @@ def decode(
         rewind,
         array,
         codes,
-        (asked.scale, softcap, limit),
-        tuning.current().two_stage_pages,
+        (numbers[0], softcap, *numbers[1:]),
         address,
         view(lse, "lse"),
     )
@@ -148,7 +150,8 @@ def decode(
         lse=lse,
         bytes_scored=done.bytes_scored,
         bytes_read=done.bytes_attended,
-        method=METHODS[done.method] if done.chose else "all",
+        method=METHODS_TAKEN[done.method],
+        stages=Stages(*_core.stages(done)) if METHODS_TAKEN[done.method] == "two_stage" else None,
     )
 
 

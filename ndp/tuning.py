@@ -1,24 +1,18 @@
-"""What `cxlkv tune` measured on this machine: for selects with method "auto", what things cost,
-and (`--gpu`) by what way pages get into a GPU.
-
-Without a file there are defaults for the first, and nothing is known of the others.
-"""
+"""What `cxlkv tune` measured on this machine: what things cost, and (`--gpu`) by what way pages get
+into a GPU. Without a file nothing is known of either."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from cxlkv import _core
 from cxlkv.machine import certificate
 from cxlkv.machine.costs import TIERS, Costs, Tier
 from cxlkv.machine.state import state_folder, write_whole
-
-PAGES_MIN = 1024
-"""Below this many pages a sample of 256 would read most of what is to be spared."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +32,20 @@ class GpuCopyConstants:
 
 @dataclass(frozen=True)
 class Tuning:
-    """From how many pages on method "auto" estimates from sketches; machine: what it holds for.
-
-    costs: of the tiers and of work near the data, without a prefill speed; None: not measured. gpu:
-    None: not measured.
+    """machine: what it holds for. costs: of the tiers and of work near the data, without a prefill
+    speed. gpu: how pages are copied. None: not measured.
     """
 
-    two_stage_pages: int = PAGES_MIN
     machine: str = ""
     costs: Costs | None = None
     gpu: GpuCopyConstants | None = None
+
+    @cached_property
+    def read_rate(self) -> float:
+        """GB/s at which K and V are attended to, from which method "auto" tells what is cheapest;
+        0: not known."""
+        found = self.costs.attend_bytes_per_s if self.costs else None
+        return found / 1e9 if found else 0.0
 
 
 def this_machine() -> str:
@@ -70,9 +68,7 @@ def read(path: Path) -> Tuning:
     """Defaults when there is none; with a warning also when it is damaged or another machine's."""
     try:
         found = json.loads(path.read_text())
-        pages, machine = found["two_stage_pages"], found["machine"]
-        if not isinstance(pages, int) or not PAGES_MIN <= pages < 2**31:
-            raise ValueError(f"two_stage_pages is {pages!r}")
+        machine = found["machine"]
         costs = None if found.get("costs") is None else _costs(found["costs"])
         gpu = None if found.get("gpu") is None else _gpu(found["gpu"])
     except FileNotFoundError:
@@ -83,7 +79,7 @@ def read(path: Path) -> Tuning:
     if machine != this_machine():
         warnings.warn(f"{path} is of another machine: run `cxlkv tune` on this one", stacklevel=2)
         return Tuning()
-    return Tuning(pages, machine, costs, gpu)
+    return Tuning(machine, costs, gpu)
 
 
 def _costs(found: object) -> Costs:

@@ -9,12 +9,12 @@ from pathlib import Path
 from rich.table import Table
 
 from cxlkv.bench import sources
-from cxlkv.bench.quality import EXACT, PAGE_TOKENS, Way, Weighed, mean, weigh, worst_decile
+from cxlkv.bench.quality import EXACT, Way, Weighed, mean, weigh, worst_decile
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.result import Result
 from cxlkv.bench.sources import Taken
 from cxlkv.errors import BadArgumentError
-from cxlkv.ndp.tuning import PAGES_MIN
+from cxlkv.ndp.engine import STAGED_TOKENS
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def run(
         layers = taken()
         rows, agreement = weigh(layers, size.shares, size.ways)
         tokens = len(layers[0].keys)
-        few = "" if tokens >= PAGES_MIN * PAGE_TOKENS else "; two_stage reads every key of so few"
+        few = "" if tokens >= STAGED_TOKENS else "; two_stage reads every key of so few"
         result.notes.append(f"{source}: {tokens:,} tokens{few}")
         result.measure(f"{source}_agreement_with_torch", [agreement], "share of pages")
         result.checks[f"{source}_exact_agrees_with_torch"] = agreement > 0.99

@@ -128,6 +128,37 @@ def budgets(rows: Sequence[tuple[int, int, float, int, int]]) -> Any:
     return ffi.new("cxlkv_budget[]", list(rows))
 
 
+def _fill_select(
+    args: Any,
+    layer: int,
+    queries: View,
+    starts: Starts,
+    budget_array: Any,
+    codes: tuple[int, int, int],
+    numbers: tuple[float, float, float],
+) -> None:
+    _fill_rows(args.queries, queries)
+    args.layer, args.q_heads, args.starts = layer, queries.shape[1], int32s(starts)
+    args.budgets, args.budget_count = budget_array, len(budget_array)
+    args.method, args.union_over, args.per = codes
+    args.scale, args.errors, args.read_rate = numbers
+
+
+def batch_cheapest(
+    batch: Handle,
+    layer: int,
+    queries: View,
+    starts: Starts,
+    budget_array: Any,
+    codes: tuple[int, int, int],
+    numbers: tuple[float, float, float],
+) -> int:
+    """What method "auto" comes to in a decode; arguments as of batch_select()."""
+    args = _arguments.select
+    _fill_select(args, layer, queries, starts, budget_array, codes, numbers)
+    return check(lib.cxlkv_batch_cheapest(batch, args))
+
+
 def batch_select(
     batch: Handle,
     layer: int,
@@ -135,29 +166,29 @@ def batch_select(
     starts: Starts,
     budget_array: Any,
     codes: tuple[int, int, int],
-    scale: float,
-    errors: float,
-    pages_min: int,
+    numbers: tuple[float, float, float],
     pages: PageIndices,
     scores: npt.NDArray[np.float32],
     counts: npt.NDArray[np.int32],
 ) -> tuple[int, int, Any]:
     """Fills the three arrays; returns (code, k, the call's struct). code is E_ROOM when pages is
-    too small for k, and then nothing was scored. codes is (method, union, per)."""
+    too small for k, and then nothing was scored. codes is (method, union, per), numbers (scale,
+    errors, read_rate)."""
     args = _arguments.select
-    _fill_rows(args.queries, queries)
-    args.layer, args.q_heads = layer, queries.shape[1]
-    args.budgets, args.budget_count = budget_array, len(budget_array)
-    args.method, args.union_over, args.per = codes
-    args.scale, args.errors, args.pages_min = scale, errors, pages_min
+    _fill_select(args, layer, queries, starts, budget_array, codes, numbers)
     args.capacity = pages.size
-    args.starts = int32s(starts)
     args.pages, args.counts = int32s(pages, True), int32s(counts, True)
     args.scores = ffi.from_buffer("float[]", scores, True)
     code = lib.cxlkv_batch_select(batch, args)
     if code < 0 and code != E_ROOM:
         check(code)
     return code, args.k, args
+
+
+def stages(done: Any) -> tuple[int, float, int, int, int]:
+    """Of a select's or a decode's struct: lists, mean error, tokens, bytes of sketches, of keys."""
+    keys = done.bytes_scored - done.bytes_sketched
+    return done.lists_staged, done.mean_error, done.tokens_scored, done.bytes_sketched, keys
 
 
 def _fill_picked(struct: Any, picked: tuple[PageIndices, int] | None) -> None:
@@ -225,13 +256,12 @@ def batch_decode(
     rewind: int,
     budget_array: Any,
     codes: tuple[int, int, int],
-    scores: tuple[float, float, float],
-    pages_min: int,
+    numbers: tuple[float, float, float, float],
     out_address: int,
     lse: View,
 ) -> Any:
     """Fills out and lse; returns the call's struct. views are of (q, k, v), codes (method, union,
-    per), scores (scale, softcap, errors). budget_array None: attend to all pages.
+    per), numbers (scale, softcap, errors, read_rate). budget_array None: attend to all pages.
 
     After an error, `error.appended` says whether the tokens are there.
     """
@@ -250,8 +280,7 @@ def batch_decode(
     else:
         args.budgets, args.budget_count = budget_array, len(budget_array)
     args.method, args.union_over, args.per = codes
-    args.scale, args.softcap, args.errors = scores
-    args.pages_min = pages_min
+    args.scale, args.softcap, args.errors, args.read_rate = numbers
     args.out = ffi.cast("void *", out_address)
     args.lse = ffi.cast("float *", lse.address)
     code = lib.cxlkv_batch_decode(batch, args)

@@ -29,13 +29,12 @@ def tune(
         typer.Option(help="Only this machine's memory, as a profile of this name for emulation."),
     ] = None,
 ) -> None:
-    """Measure on this machine from how many pages on sketches pay, for select(method="auto"), and
-    what reading, writing and attending cost, for `cxlkv advise`. What was measured of the GPU, or
-    of all else, is kept."""
+    """Measure on this machine what reading, writing, scoring and attending cost, for method "auto"
+    and `cxlkv advise`. What was measured of the GPU, or of all else, is kept."""
     from cxlkv.bench import cli
-    from cxlkv.bench.calibrate import rates, sketches
+    from cxlkv.bench.calibrate import rates
     from cxlkv.bench.result import Result
-    from cxlkv.ndp.tuning import default_path, read, this_machine, write
+    from cxlkv.ndp.tuning import Tuning, default_path, read, this_machine, write
 
     if profile is not None:
         if threads or pool or cold or gpu:
@@ -55,7 +54,8 @@ def tune(
     else:
         with console.status("measuring; half a minute ..."):
             costs = rates.run(result, rates.LAYOUT, pool=pool, cold=cold, threads=threads)
-            found = replace(sketches.run(result, threads=threads), costs=costs, gpu=read(path).gpu)
+            result.checks["measured"] = True
+            found = Tuning(this_machine(), costs, read(path).gpu)
     cli.show(result, console, json_file)  # ends it where a check failed: nothing is written then
     write(found, path)
     console.print(f"written: {path}", soft_wrap=True)

@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 8
+#define CXLKV_ABI 9
 /* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
 #define CXLKV_BUILD 200
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
@@ -207,8 +207,9 @@ typedef struct cxlkv_budget {
 #define CXLKV_METHOD_EXACT 0
 #define CXLKV_METHOD_DIGEST 1
 #define CXLKV_METHOD_TWO_STAGE 2 /* estimates from sketches, then the keys of single tokens */
-#define CXLKV_METHOD_AUTO 3      /* two stages where there are sketches; exact for mass budgets */
+#define CXLKV_METHOD_AUTO 3 /* what is cheapest of exact, two stages and, to decode, all */
 #define CXLKV_METHOD_ATTENTION 4 /* by a page's share of the attention, of its group on average */
+#define CXLKV_METHOD_ALL 5 /* out: nothing was chosen, all pages were attended to */
 #define CXLKV_UNION_KV_HEAD 0
 #define CXLKV_UNION_LAYER 1
 #define CXLKV_PER_QUERY 0
@@ -221,12 +222,12 @@ typedef struct cxlkv_select_args {
     const int32_t *starts;         /* [n + 1] */
     const cxlkv_budget *budgets;   /* [budget_count], 1 or n */
     uint32_t budget_count;
-    uint32_t method;               /* CXLKV_METHOD_AUTO is replaced by what it came to */
+    uint32_t method; /* in and out: in place of AUTO, the method that was taken */
     uint32_t union_over;
     uint32_t per;
     float scale;
     float errors;                  /* two stages: how many of its errors an estimate may be short */
-    uint32_t pages_min;            /* method auto: with fewer pages a sequence is scored exactly */
+    float read_rate; /* AUTO: bytes of the pool a ns, by all threads; 0: not known */
     uint32_t k;                    /* out: pages in the longest list */
     uint32_t lists_staged;         /* out: lists and heads that went through two stages */
     float mean_error;              /* out: of their estimates, as logits; 0 when there are none */
@@ -283,11 +284,10 @@ typedef struct cxlkv_decode_args {
     int64_t rewind;
     const cxlkv_budget *budgets;   /* [budget_count]: 1, n, or none: all pages are attended to */
     uint32_t budget_count;
-    uint32_t method;               /* CXLKV_METHOD_AUTO is replaced by what it came to */
+    uint32_t method; /* in and out, as of a select */
     uint32_t union_over;
     uint32_t per;
-    uint32_t pages_min;
-    uint32_t chose;                /* out: 0: all pages were attended to */
+    float read_rate;
     float scale;
     float softcap;
     float errors;
@@ -735,6 +735,8 @@ int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args);
 /* Appends the rows' keys and values, chooses pages for their queries and attends to these: as the
  * three calls do one after the other. */
 int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args);
+/* The method that AUTO comes to when chosen pages are then attended to; reads no page. */
+int cxlkv_batch_cheapest(cxlkv_batch *batch, const cxlkv_select_args *args);
 /* Of chosen pages, a list for each sequence: that their CRCs are right, unless this process has
  * seen so before. For who reads them by their addresses; counts as their use. */
 int cxlkv_batch_verify(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked);

@@ -176,10 +176,10 @@ def test_under_a_budget(other: Process, pool: CXLPool) -> None:
     model = model_of(*LLAMA)
     cache = prefill(pool, model, ONE)
     data = hand_over(cache, model).hex()
-    other.ask("take", path=pool.path, data=data, model=LLAMA, name="few", share=0.3)
+    other.ask("take", path=pool.path, data=data, model=LLAMA, name="few", mass=0.3)
     found = other.ask("decode", model=LLAMA, name="few", lengths=ONE, mode=GREEDY)
     other.ask("release", name="few")
-    cache.budget = Budget(share=0.3)
+    cache.budget = Budget(mass=0.3)
     assert found["ids"] == decode(model, cache, ONE, GREEDY) != alone(model, ONE, GREEDY)
     cache.release()
 

@@ -527,10 +527,10 @@ def has_few(cache: CXLCache) -> list[bool]:
 def test_each_row_has_its_own_budget(llama: PreTrainedModel, pool: CXLPool) -> None:
     ids, mask = prompts((96, 96, 96))
     full = generate(llama, ids, mask, dynamic(llama))
-    few = generate(llama, ids, mask, CXLCache(pool, llama, FEW))
+    few = generate(llama, ids, mask, CXLCache(pool, llama, FEW, method="exact"))
     assert not torch.equal(few[1], full[1])
     for attention in ("pool", "device"):
-        cache = CXLCache(pool, llama, [None, FEW, None], attention=attention)
+        cache = CXLCache(pool, llama, [None, FEW, None], method="exact", attention=attention)
         assert has_few(cache) == [False, True, False]
         found = generate(llama, ids, mask, cache)
         assert torch.equal(found, torch.stack([full[0], few[1], full[2]]))
@@ -542,7 +542,7 @@ def test_each_row_has_its_own_budget(llama: PreTrainedModel, pool: CXLPool) -> N
 def test_budgets_move_with_their_rows(llama: PreTrainedModel, pool: CXLPool) -> None:
     ids, _ = prompts((96, 96))
     full = run(llama, ids, dynamic(llama))[:, -1]
-    cache = CXLCache(pool, llama, [None, FEW])
+    cache = CXLCache(pool, llama, [None, FEW], method="exact")
     run(llama, ids[:, :-1], cache)
     fork = cache.fork()
     few = run(llama, ids[:, -1:], fork)[1, -1]
@@ -561,7 +561,7 @@ def test_budgets_move_with_their_rows(llama: PreTrainedModel, pool: CXLPool) -> 
 def test_a_budget_changes_between_steps(llama: PreTrainedModel, pool: CXLPool) -> None:
     ids, _ = prompts((96, 96))
     full = run(llama, ids, dynamic(llama))[:, -1:]
-    cache = CXLCache(pool, llama, FEW)
+    cache = CXLCache(pool, llama, FEW, method="exact")
     run(llama, ids[:, :-1], cache)
     few = run(llama, ids[:, -1:], cache)
     assert not close(few, full)
@@ -577,8 +577,10 @@ def test_beams_and_samples_repeat_the_budgets_of_prompts(
     ids, mask = prompts((96, 80))
     for more in ({"num_beams": 4}, {"num_return_sequences": 4, "do_sample": True}):
         full = generate(llama, ids, mask, dynamic(llama), **more)
-        few = generate(llama, ids, mask, CXLCache(pool, llama, FEW), **more)
-        found = generate(llama, ids, mask, CXLCache(pool, llama, [FEW, None]), **more)
+        few = generate(llama, ids, mask, CXLCache(pool, llama, FEW, method="exact"), **more)
+        found = generate(
+            llama, ids, mask, CXLCache(pool, llama, [FEW, None], method="exact"), **more
+        )
         half = len(full) // 2
         assert torch.equal(found[half:], full[half:])
         if "num_beams" in more:  # samples of one batch share their random numbers
@@ -591,7 +593,7 @@ def test_dense_layers_attend_to_all_pages(llama: PreTrainedModel, pool: CXLPool)
     full = run(llama, ids, dynamic(llama))[:, -1:]
     scored = []
     for dense_layers in range(LAYERS + 1):
-        cache = CXLCache(pool, llama, replace(FEW, dense_layers=dense_layers))
+        cache = CXLCache(pool, llama, replace(FEW, dense_layers=dense_layers), method="exact")
         run(llama, ids[:, :-1], cache)
         found = run(llama, ids[:, -1:], cache.fork())
         assert close(found, full) == (dense_layers == LAYERS)

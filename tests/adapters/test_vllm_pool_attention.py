@@ -49,7 +49,7 @@ def pool(tmp_path: Path) -> Iterator[CXLPool]:
 
 
 def on_host(pool: CXLPool) -> PoolAttention:
-    return PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3)
+    return PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3, method="exact")
 
 
 @pytest.fixture(params=[on_host, over_link])

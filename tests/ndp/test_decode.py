@@ -113,7 +113,12 @@ def test_one_call_does_what_three_do(step: Step, name: str, method: str, layer: 
             continue
         got = step.batch.decode(at, q, k, v, STARTS, budget, method, 0.2, 30.0)
         twin.append(at, k, v, STARTS)
-    picked = twin.select(layer, q, STARTS, budget, method, 0.2)
+    taken = got.method if method == "auto" else method
+    if taken == "all":
+        check(got, *twin.attend(layer, q, STARTS, None, 0.2, 30.0))
+        assert got.bytes_scored == 0
+        return
+    picked = twin.select(layer, q, STARTS, budget, taken, 0.2)
     check(got, *twin.attend(layer, q, STARTS, picked, 0.2, 30.0))
     assert got.method == picked.method
     assert got.bytes_read == pytest.approx(picked.bytes_fetched, rel=0.5)  # rows share what is read

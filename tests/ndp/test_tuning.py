@@ -11,17 +11,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import Budget, CXLPool, KVLayout
 from cxlkv.bench.calibrate import copies, rates
-from cxlkv.bench.calibrate import sketches as measuring
 from cxlkv.bench.result import Result
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.machine.costs import Costs, Tier
 from cxlkv.ndp import tuning
-from cxlkv.ndp.tuning import PAGES_MIN, GpuCopyConstants, Tuning
+from cxlkv.ndp.tuning import GpuCopyConstants, Tuning
 from cxlkv.ops.cli import app
-
-TINY = measuring.Size(pages=(1024,), kv_heads=1, head_dim=32, group=1, rounds=1)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +32,7 @@ def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 def test_without_a_file_the_defaults() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuning.current() == Tuning(PAGES_MIN)
+        assert tuning.current() == Tuning()
 
 
 def test_a_user_without_a_home_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,35 +41,37 @@ def test_a_user_without_a_home_has_the_defaults(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
-    assert tuning.current() == Tuning(PAGES_MIN)
+    assert tuning.current() == Tuning()
 
 
-def test_auto_follows_the_file_and_two_stage_does_not() -> None:
-    keys = np.random.default_rng(1).standard_normal((1100 * 16, 1, 32)).astype(np.float16)
-    layout = KVLayout(layers=1, kv_heads=1, head_dim=32, page_tokens=16, dtype="float16")
+def test_auto_follows_the_rate_that_was_measured() -> None:
+    """Where memory is slow, what reads least is cheapest; where it is fast, what computes least."""
+    keys = np.random.default_rng(1).standard_normal((4096, 1, 64)).astype(np.float16)
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=64, page_tokens=16, dtype="float16")
     with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool:
         sequence = pool.sequence()
         sequence.append(0, keys, keys)
+        batch, starts = pool.batch([sequence]), np.array([0, 1], np.int32)
 
-        def staged(method: str) -> bool:
-            stages = sequence.select(0, keys[0], top_k=20, method=method).stages
-            return stages is not None and stages.lists > 0
+        def taken(bytes_per_s: float) -> tuple[str, str]:
+            costs = Costs(score_bytes_per_s=bytes_per_s, attend_bytes_per_s=bytes_per_s)
+            tuning.write(Tuning(tuning.this_machine(), costs), tuning.default_path())
+            tuning.current.cache_clear()
+            q, k = keys[:1], keys[:1]
+            budget = Budget(share=0.4)
+            decoded = batch.decode(0, q, k, k, starts, budget, rewind=len(keys) - 1)
+            return decoded.method, batch.select(0, q, starts, budget).method
 
-        assert staged("auto")
-        assert staged("two_stage")
-        tuning.write(Tuning(2000, tuning.this_machine()), tuning.default_path())
-        tuning.current.cache_clear()
-        assert not staged("auto")
-        assert staged("two_stage")
+        assert taken(1e9) == ("two_stage", "two_stage")
+        assert taken(1e12) == ("all", "exact")
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("{", "Expecting"),
-        ("{}", "two_stage_pages"),
-        ('{"two_stage_pages": 5, "machine": ""}', "two_stage_pages is 5"),
-        ('{"two_stage_pages": 4096, "machine": "another"}', "of another machine"),
+        ("{}", "machine"),
+        ('{"machine": "another"}', "of another machine"),
         ("[]", "list indices"),
         ('"costs": []', "costs are a table"),
         ('"costs": {"warp": 9}', "'warp'"),
@@ -92,32 +91,10 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, text: str, why: str) -> None
     """A key alone stands in a file that is right but for it."""
     path = tmp_path / "tuning.json"
     if text.startswith('"'):
-        text = f'{{"two_stage_pages": 4096, "machine": "", {text}}}'
+        text = f'{{"machine": "", {text}}}'
     path.write_text(text)
     with pytest.warns(UserWarning, match=rf"{why}.*cxlkv tune"):
         assert tuning.read(path) == Tuning()
-
-
-@pytest.mark.parametrize(
-    ("faster", "pages"),
-    [
-        ({1024: True, 2048: True, 4096: True}, 1024),
-        ({1024: False, 2048: True, 4096: True}, 2048),
-        ({1024: True, 2048: False, 4096: True}, 4096),
-        ({1024: True, 4096: False}, measuring.NEVER),
-    ],
-)
-def test_where_sketches_begin_to_pay(faster: dict[int, bool], pages: int) -> None:
-    assert measuring.two_stage_from(faster) == pages
-
-
-def test_a_small_run() -> None:
-    result = Result("tune")
-    size = measuring.Size(pages=(1024, 1280), kv_heads=1, head_dim=32, rounds=1)
-    found = measuring.run(result, size, threads=1)
-    assert found.machine == tuning.this_machine()
-    assert found.two_stage_pages in (1024, 1280, measuring.NEVER)
-    assert set(result.metrics) >= {"exact_1024_pages", "two_stage_1280_pages"}
 
 
 def test_costs_are_kept() -> None:
@@ -127,7 +104,7 @@ def test_costs_are_kept() -> None:
         score_bytes_per_s=3e10,
         attend_bytes_per_s=2e10,
     )
-    kept = Tuning(2000, tuning.this_machine(), costs, GpuCopyConstants(1, 2, 3, "a GPU"))
+    kept = Tuning(tuning.this_machine(), costs, GpuCopyConstants(1, 2, 3, "a GPU"))
     tuning.write(kept, tuning.default_path())
     assert tuning.current() == kept
 
@@ -136,7 +113,6 @@ def test_what_was_measured_of_a_gpu_is_kept_beside_all_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(rates, "SIZE", rates.Size(1 << 20, 1 << 20, 256 << 10, rounds=1))
-    monkeypatch.setattr(measuring.run, "__defaults__", (TINY, None))
     constants = GpuCopyConstants(20000, 8, 10, "NVIDIA H200")
 
     def measured(result: Result) -> GpuCopyConstants:
@@ -145,23 +121,23 @@ def test_what_was_measured_of_a_gpu_is_kept_beside_all_else(
 
     monkeypatch.setattr(copies, "run", measured)
     path = tuning.default_path()
-    tuning.write(Tuning(3000, tuning.this_machine()), path)
+    tuning.write(Tuning(tuning.this_machine()), path)
     done = CliRunner().invoke(app, ["tune", "--gpu"])
     assert done.exit_code == 0, done.output
-    assert tuning.read(path) == Tuning(3000, tuning.this_machine(), None, constants)
+    assert tuning.read(path) == Tuning(tuning.this_machine(), None, constants)
     done = CliRunner().invoke(app, ["tune", "--threads", "1"])
     assert done.exit_code == 0, done.output
     assert tuning.read(path).gpu == constants
     assert tuning.read(path).costs is not None
     path.unlink()
     assert CliRunner().invoke(app, ["tune", "--gpu"]).exit_code == 0
-    assert tuning.read(path) == Tuning(PAGES_MIN, tuning.this_machine(), None, constants)
+    assert tuning.read(path) == Tuning(tuning.this_machine(), None, constants)
 
 
 def test_a_machine_without_a_gpu_is_told_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    before = Tuning(3000, tuning.this_machine())
+    before = Tuning(tuning.this_machine())
     tuning.write(before, tuning.default_path())
     done = CliRunner().invoke(app, ["tune", "--gpu"])
     assert isinstance(done.exception, UnsupportedError)
@@ -198,10 +174,8 @@ def test_what_the_times_of_copies_say() -> None:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(rates, "SIZE", rates.Size(1 << 20, 1 << 20, 256 << 10, rounds=1))
-    monkeypatch.setattr(measuring.run, "__defaults__", (TINY, None))
     done = CliRunner().invoke(app, ["tune", "--threads", "1", "--cold", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert "two_stage_pages" in done.output
     assert "cold_read" in done.output
     kept = tuning.read(tuning.default_path())
     assert kept.machine == tuning.this_machine()

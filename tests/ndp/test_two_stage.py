@@ -234,7 +234,8 @@ def test_auto_reads_sketches_where_there_are_some(rng: np.random.Generator) -> N
         assert stages is not None
         assert "two_stage: 1 lists by sketches" in str(stages)
         assert sequence.select(0, q, Budget(mass=0.5)).stages is None
-        few = sequence.select(0, q, Budget(share=0.9)).stages
+        assert sequence.select(0, q, Budget(share=0.9)).method == "exact"
+        few = sequence.select(0, q, Budget(share=0.9), method="two_stage").stages
         assert str(few).startswith("exact: too few pages for estimates to pay")
     with filled(keys, sketch=False) as (_, sequence):
         assert sequence.select(0, q, top_k=20).stages is None

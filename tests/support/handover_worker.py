@@ -77,10 +77,10 @@ class Commands:
         model: list[str],
         data: str,
         name: str,
-        share: float | None = None,
+        mass: float | None = None,
         host: int | None = None,
     ) -> Words:
-        budget = None if share is None else Budget(share=share)
+        budget = None if mass is None else Budget(mass=mass)
         pool = pool_at(path, host)
         caches[name] = take_over(bytes.fromhex(data), pool, model_of(*model), budget=budget)
         return {"tokens": caches[name].get_seq_length()}

@@ -14,7 +14,7 @@ from cxlkv.bench.lab.statistics import Bounded, bootstrap_blocks
 from cxlkv.bench.result import Result
 from cxlkv.demo.text.measure import Plan, Row, Track
 from cxlkv.layout import format_bytes
-from cxlkv.ndp.tuning import PAGES_MIN
+from cxlkv.ndp.engine import STAGED_TOKENS
 
 TIE_NATS = {"float32": 0.001, "float16": 0.05, "bfloat16": 0.25}
 """Two best tokens count as tied when full attention's log-likelihoods are as near as this."""
@@ -102,12 +102,10 @@ def fallbacks(found: Found) -> list[str]:
             and not row.read.sketched]  # fmt: skip
     if not fell:
         return []
-    count, tokens = found.plan.page_count, PAGES_MIN * found.plan.page_tokens
+    tokens = found.plan.page_count * found.plan.page_tokens
     why = "too large a share of the pages, or keys too much alike"
-    if count < PAGES_MIN:
-        why = (
-            f"it reads sketches from {PAGES_MIN:,} pages on ({tokens:,} tokens), here are {count:,}"
-        )
+    if tokens < STAGED_TOKENS:
+        why = f"it reads sketches from {STAGED_TOKENS:,} tokens on, here are {tokens:,}"
     shares = ", ".join(percent(share) for share in fell)
     return [f"two_stage read every key, as exact does, at {shares}: {why}"]
 

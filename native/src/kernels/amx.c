@@ -204,6 +204,7 @@ static void score_max(int dtype, const void *keys, size_t row_bytes, uint32_t to
 
 const kernels TABLE = {
     .name = "amx",
+    .rates = {{200, 39, 38}, 51, 200},
     .packed_bytes = avx512_bf16_packed_bytes,
     .pack = avx512_bf16_pack,
     .score = score,

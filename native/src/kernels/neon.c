@@ -782,6 +782,7 @@ static void from_float(int dtype, const float *source, size_t count, void *desti
 
 const kernels kernels_neon = {
     .name = "neon",
+    .rates = {{12, 12, 12}, 15, 30},
     .score = score,
     .score_max = score_max,
     .accumulate = accumulate,
@@ -798,6 +799,7 @@ const kernels kernels_neon = {
 
 const kernels kernels_neon_bf16 = {
     .name = "neon_bf16",
+    .rates = {{24, 12, 12}, 15, 30},
     .packed_bytes = packed_bytes,
     .pack = pack,
     .score = score_bf16,

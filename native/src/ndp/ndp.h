@@ -44,11 +44,16 @@ int attend_check(const cxlkv_attend_args *args);
 /* cxlkv_batch_attend in this process, by arguments that were checked; parts 0: chosen. */
 int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts);
 
+/* ---- cost.c ---- */
+/* CXLKV_METHOD_EXACT or _TWO_STAGE; where all pages may be attended to instead, also _ALL. */
+uint32_t cheapest_method(cxlkv_batch *batch, const cxlkv_select_args *args, bool may_skip);
+
 /* ---- select.c ---- */
-/* Chooses the method and checks the arguments; then, in this process, selects. Sketches are used
- * from staged_pages_min pages on. */
-int select_prepare(const cxlkv_batch *batch, cxlkv_select_args *args);
-int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t staged_pages_min);
+int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args);
+/* In this process, by arguments that were checked and a method that is not AUTO. */
+int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args);
+/* Whether so many pages are worth it. */
+bool sketch_pays(const cxlkv_pool *pool, uint32_t pages);
 /* What a select chose, as fetch and attend take it. */
 static inline cxlkv_picked select_chosen(const cxlkv_select_args *args) {
     return (cxlkv_picked){.pages = args->pages, .k = args->k, .per = args->per};

@@ -142,13 +142,14 @@ static int budget_check(const cxlkv_select_args *args, uint32_t i) {
     bool is_amount = budget->kind == CXLKV_BUDGET_SHARE || budget->kind == CXLKV_BUDGET_MASS;
     if (is_amount && !(budget->amount > 0 && budget->amount <= 1))
         return fail(CXLKV_E_ARGUMENT, "budget %u: %g is outside (0, 1]", i, budget->amount);
-    if (budget->kind == CXLKV_BUDGET_MASS && args->method != CXLKV_METHOD_EXACT &&
-        args->method != CXLKV_METHOD_ATTENTION)
+    bool by_mass = args->method == CXLKV_METHOD_EXACT || args->method == CXLKV_METHOD_AUTO ||
+                   args->method == CXLKV_METHOD_ATTENTION;
+    if (budget->kind == CXLKV_BUDGET_MASS && !by_mass)
         return fail(CXLKV_E_ARGUMENT, "budget %u: attention mass needs method exact", i);
     return 0;
 }
 
-static int args_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
+int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
     if (args->method > CXLKV_METHOD_ATTENTION || args->union_over > CXLKV_UNION_LAYER ||
         args->per > CXLKV_PER_SEQUENCE)
         return fail(CXLKV_E_ARGUMENT, "select: unknown method, union or per");
@@ -314,18 +315,8 @@ static int64_t select_locked(select_job *job) {
     return args->k;
 }
 
-int select_prepare(const cxlkv_batch *batch, cxlkv_select_args *args) {
-    if (args->method == CXLKV_METHOD_AUTO) {
-        args->method = batch->pool->layout.sketch ? CXLKV_METHOD_TWO_STAGE : CXLKV_METHOD_EXACT;
-        for (uint32_t i = 0; i < args->budget_count; i++)
-            if (args->budgets[i].kind == CXLKV_BUDGET_MASS) args->method = CXLKV_METHOD_EXACT;
-    }
-    return args_check(batch, args);
-}
-
-int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t staged_pages_min) {
-    select_job job = {.batch = batch, .args = args, .isa = kernels_current(),
-                      .staged_pages_min = staged_pages_min};
+int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args) {
+    select_job job = {.batch = batch, .args = args, .isa = kernels_current()};
     job.plans = calloc(batch->count, sizeof(*job.plans));
     if (!job.plans) return fail(ENOMEM, "no memory to plan a selection");
     int64_t code = IN_BATCH(batch, false, peers_verify(batch->pool, select_locked(&job)));

@@ -32,7 +32,6 @@ typedef struct select_job {
     const sketch_query *sketch_queries; /* the same ones, for estimates */
     plan *plans;
     uint32_t group;
-    uint32_t staged_pages_min;
     atomic_ulong bytes_scored, bytes_fetched, bytes_sketched, tokens_scored;
 } select_job;
 

@@ -23,16 +23,19 @@ static uint64_t uppers_of(const select_job *job, const plan *p) {
     return lists_of(job, p) * blocks_of(job) * p->view.pages;
 }
 
-/* Is it worth while? Pages of few tokens have much of a sketch's 16 empty. */
+/* Pages of few tokens have much of a sketch's 16 empty. */
+bool sketch_pays(const cxlkv_pool *pool, uint32_t pages) {
+    return pool->layout.sketch && pages >= SAMPLES &&
+           (uint64_t)pages * pool->layout.page_tokens >= TOKENS_MIN &&
+           2 * pool->geometry.sketch_piece_bytes <= piece_data_bytes(&pool->layout, PIECE_KEYS);
+}
+
 static bool sketch_is_for(const select_job *job, const plan *p) {
-    const cxlkv_pool *pool = job->batch->pool;
-    if (job->args->method != CXLKV_METHOD_TWO_STAGE || !is_scored(p) || is_by_mass(job, p) ||
-        2 * pool->geometry.sketch_piece_bytes > piece_data_bytes(&pool->layout, PIECE_KEYS))
+    if (job->args->method != CXLKV_METHOD_TWO_STAGE || !is_scored(p) || is_by_mass(job, p))
         return false;
     window w = window_of(job, p, 0);
     uint32_t first, pages = free_pages(p, &w, &first);
-    return pages >= SAMPLES && pages * pool->layout.page_tokens >= TOKENS_MIN &&
-           pages >= job->staged_pages_min && w.k <= pages / 2 &&
+    return sketch_pays(job->batch->pool, pages) && w.k <= pages / 2 &&
            uppers_of(job, p) * SKETCH_LINE_BYTES <= STAGE_BYTES_MAX;
 }
 

@@ -22,7 +22,6 @@ typedef struct calling {
     uint64_t fixed_bytes, sequence_bytes, row_bytes;
     int (*run)(struct calling *call);
     cxlkv_select_args *select;   /* one of the two */
-    uint32_t method;             /* that was asked for */
     cxlkv_attend_args *attend;
     uint64_t bytes_attended;
     uint64_t deadline_ns;
@@ -210,13 +209,17 @@ typedef struct collecting {
 static uint64_t put_select(const calling *call, group g, const collecting *to) {
     const cxlkv_select_args *args = call->select;
     uint32_t count = g.high - g.low;
-    request_select select = {.layer = args->layer, .q_heads = args->q_heads,
-                             .dtype = args->queries.dtype, .method = call->method,
-                             .union_over = args->union_over, .per = args->per,
-                             .scale = args->scale, .errors = args->errors,
+    request_select select = {.layer = args->layer,
+                             .q_heads = args->q_heads,
+                             .dtype = args->queries.dtype,
+                             .method = args->method,
+                             .union_over = args->union_over,
+                             .per = args->per,
+                             .scale = args->scale,
+                             .errors = args->errors,
                              .rows = (uint32_t)rows_of(call, g),
                              .budget_count = args->budget_count == 1 ? 1 : count,
-                             .k_max = to->k_max, .pages_min = args->pages_min};
+                             .k_max = to->k_max};
     const cxlkv_budget *budgets = args->budgets + (args->budget_count == 1 ? 0 : g.low);
     uint8_t *at = call->client->request + sizeof(request_head);
     at = put(at, &select, sizeof(select));
@@ -495,13 +498,18 @@ static int64_t by_worker(calling *call) {
     return use == CXLKV_WORKER_ONLY ? code : NOT_BY_WORKER;
 }
 
-static int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t method) {
+static int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args) {
     bool one = args->budget_count == 1;
-    calling call = {.batch = batch, .operation = REQUEST_SELECT, .layer = args->layer,
-                    .q_heads = args->q_heads, .queries = &args->queries, .starts = args->starts,
+    calling call = {.batch = batch,
+                    .operation = REQUEST_SELECT,
+                    .layer = args->layer,
+                    .q_heads = args->q_heads,
+                    .queries = &args->queries,
+                    .starts = args->starts,
                     .fixed_bytes = sizeof(request_select) + (one ? sizeof(cxlkv_budget) : 0),
-                    .sequence_bytes = one ? 0 : sizeof(cxlkv_budget), .run = select_all,
-                    .select = args, .method = method};
+                    .sequence_bytes = one ? 0 : sizeof(cxlkv_budget),
+                    .run = select_all,
+                    .select = args};
     int64_t code = by_worker(&call);
     return code == 0 ? args->k : code;
 }
@@ -521,12 +529,11 @@ static int64_t worker_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
 /* ---- the interface: by the worker, if there is one, else in this process ---- */
 
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
-    uint32_t asked = args->method;
-    uint32_t pages_min = asked == CXLKV_METHOD_AUTO ? args->pages_min : 0;
-    int64_t code = select_prepare(batch, args);
+    int64_t code = select_check(batch, args);
     if (code < 0) return code;
-    code = worker_select(batch, args, asked);
-    return code == NOT_BY_WORKER ? select_here(batch, args, pages_min) : code;
+    if (args->method == CXLKV_METHOD_AUTO) args->method = cheapest_method(batch, args, false);
+    code = worker_select(batch, args);
+    return code == NOT_BY_WORKER ? select_here(batch, args) : code;
 }
 
 int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {

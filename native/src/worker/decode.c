@@ -46,7 +46,6 @@ static int64_t choose(cxlkv_batch *batch, cxlkv_decode_args *args, chosen_lists 
     } while (code == -CXLKV_E_ROOM);
     if (code < 0) return code;
     atomic_store_explicit(&batch->chosen_pages, select->k, memory_order_relaxed);
-    args->chose = 1;
     args->method = select->method;
     args->bytes_scored = select->bytes_scored;
     args->bytes_sketched = select->bytes_sketched;
@@ -57,30 +56,40 @@ static int64_t choose(cxlkv_batch *batch, cxlkv_decode_args *args, chosen_lists 
 }
 
 int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args) {
-    cxlkv_select_args select = {
-        .layer = args->layer, .q_heads = args->q_heads, .queries = args->queries,
-        .starts = args->starts, .budgets = args->budgets, .budget_count = args->budget_count,
-        .method = args->method, .union_over = args->union_over, .per = args->per,
-        .scale = args->scale, .errors = args->errors, .pages_min = args->pages_min};
+    cxlkv_select_args select = {.layer = args->layer,
+                                .q_heads = args->q_heads,
+                                .queries = args->queries,
+                                .starts = args->starts,
+                                .budgets = args->budgets,
+                                .budget_count = args->budget_count,
+                                .method = args->method,
+                                .union_over = args->union_over,
+                                .per = args->per,
+                                .scale = args->scale,
+                                .errors = args->errors,
+                                .read_rate = args->read_rate};
     cxlkv_attend_args attend = {
         .layer = args->layer, .q_heads = args->q_heads, .queries = args->queries,
         .starts = args->starts, .scale = args->scale, .softcap = args->softcap, .out = args->out,
         .lse = args->lse};
-    args->appended = args->chose = args->lists_staged = 0;
+    args->appended = args->lists_staged = 0;
     args->bytes_scored = args->bytes_sketched = args->tokens_scored = args->bytes_attended = 0;
     args->mean_error = 0;
     int64_t code = attend_check(&attend);
-    if (code == 0 && args->budget_count) code = select_prepare(batch, &select);
+    if (code == 0 && args->budget_count) code = select_check(batch, &select);
     if (code < 0) return code;
     const cxlkv_rows *values = args->values.data ? &args->values : NULL;
     code = cxlkv_batch_append(batch, args->layer, &args->keys, values, args->starts, args->rewind);
     if (code < 0) return code;
     args->appended = 1;
+    code = 0;
+    if (!args->budget_count) args->method = CXLKV_METHOD_ALL;
+    if (args->method == CXLKV_METHOD_AUTO) args->method = cheapest_method(batch, &select, true);
     uint32_t rows = (uint32_t)args->starts[batch->count];
     uint32_t lists = args->per == CXLKV_PER_QUERY ? rows : batch->count;
     chosen_lists chosen = {.lists = (uint64_t)lists * batch->pool->layout.kv_heads};
-    code = args->budget_count ? choose(batch, args, &chosen, &select) : 0;
-    if (args->chose) {
+    if (args->method != CXLKV_METHOD_ALL) {
+        code = choose(batch, args, &chosen, &select);
         attend.picked = select_chosen(&select);
         attend.picked.lists = lists;
     }
@@ -88,4 +97,9 @@ int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args) {
     if (code >= 0) args->bytes_attended = (uint64_t)code;
     chosen_free(&chosen);
     return code;
+}
+
+int cxlkv_batch_cheapest(cxlkv_batch *batch, const cxlkv_select_args *args) {
+    int code = select_check(batch, args);
+    return code < 0 ? code : (int)cheapest_method(batch, args, true);
 }

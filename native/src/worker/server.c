@@ -323,11 +323,16 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
     buffer *pages = &of->parts[SELECT_PAGES], *scores = &of->parts[SELECT_SCORES];
     uint32_t lists = s->per == CXLKV_PER_QUERY ? s->rows : r->head.count;
     uint64_t rows = (uint64_t)lists * w->facts.kv_heads;
-    cxlkv_select_args args = {
-        .layer = s->layer, .q_heads = s->q_heads, .starts = w->starts,
-        .queries = query_rows(w, r, s->q_heads, s->dtype),
-        .budgets = r->budgets, .budget_count = s->budget_count, .union_over = s->union_over,
-        .per = s->per, .scale = s->scale, .errors = s->errors, .pages_min = s->pages_min};
+    cxlkv_select_args args = {.layer = s->layer,
+                              .q_heads = s->q_heads,
+                              .starts = w->starts,
+                              .queries = query_rows(w, r, s->q_heads, s->dtype),
+                              .budgets = r->budgets,
+                              .budget_count = s->budget_count,
+                              .union_over = s->union_over,
+                              .per = s->per,
+                              .scale = s->scale,
+                              .errors = s->errors};
     int64_t code = buffer_reserve(&of->parts[SELECT_COUNTS], rows * sizeof(int32_t));
     if (code == 0) code = buffer_reserve(&of->parts[SELECT_HEAD], sizeof(answer_select));
     for (int attempt = 0; code == 0 && attempt < 2; attempt++) {
