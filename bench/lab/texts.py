@@ -23,6 +23,8 @@ from pydoc import HTMLDoc
 import numpy as np
 
 from cxlkv.demo.answers.ask import handbook
+from cxlkv.demo.text.inputs import read_config, read_tokens
+from cxlkv.errors import BadArgumentError
 
 WRITTEN = Path(__file__).parent / "texts"
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -134,3 +136,17 @@ TEXTS = (
     Text("table", "table", "generated, seed 11", table),
     Text("log", "lines of JSON", "generated, seed 12", log),
 )  # fmt: skip
+
+
+def beginnings(folder: Path, tokens: int, count: int, first: int = 0) -> list[list[int]]:
+    """Token ids of the first `count` texts that have `tokens` from the token `first` on, by the
+    tokenizer of the model in a folder."""
+    vocabulary_size = int(read_config(folder).vocab_size)
+    found: list[list[int]] = []
+    for text in TEXTS:
+        ids = read_tokens(folder, text.read(), vocabulary_size).tolist()[first : first + tokens]
+        if len(ids) == tokens:
+            found.append(ids)
+        if len(found) == count:
+            return found
+    raise BadArgumentError(f"{len(found)} texts have {first + tokens} tokens, {count} are wanted")

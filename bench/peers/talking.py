@@ -14,11 +14,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
 
 HERE = Path(__file__).resolve().parent
 OURS = ("ours", "objects", "plain")  # they run in the Python that runs this
 LINE_BYTES_MAX = 1 << 20
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class ContenderError(Exception):
@@ -141,3 +144,13 @@ class Conversation:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def checked(kind: type[Kind], answer: Mapping[str, object]) -> Kind:
+    """Raises ContenderError for an answer that is not of this kind."""
+    try:
+        return kind.model_validate(answer)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ContenderError(f"its answer: {where}: {first['msg']}") from None

@@ -6,12 +6,13 @@ JSON each:
     {"op": "generate", "prompts": [[id, ...]], "tokens": 4, "options": {...} or null}
         {"tokens": [[id, ...]], "cached": [...], "first_s": ..., "decode_s": ..., "decoded": ...,
          "idle_s": ..., "idle_used_s": ...}
+    {"op": "weigh", "prompt": [id, ...], "tokens": [id, ...]}             {"logprobs": [...]}
     {"op": "end"}                                                         {"ok": true}
 
 All prompts are given at once. first_s: until each has its first token; decode_s: from then on,
 for `decoded` tokens of all of them. cached: tokens that were not computed. idle_s: since
 the last answer; idle_used_s: CPU seconds of all threads in that time. options: our part of
-kv_transfer_params.
+kv_transfer_params. weigh: log probabilities of each token to follow the prompt.
 """
 
 from __future__ import annotations
@@ -38,11 +39,19 @@ class Asked(TypedDict):
     options: dict[str, object] | None
 
 
+class Weighed(TypedDict):
+    """See above."""
+
+    op: str
+    prompt: list[int]
+    tokens: list[int]
+
+
 class Engine(Peer):
     """vLLM in this process, step by step."""
 
     version = f"vllm {vllm.__version__}, torch {torch.__version__}, cxlkv {_core.version()}"
-    forms: ClassVar = {"engine": ("generate",)}
+    forms: ClassVar = {"engine": ("generate", "weigh")}
 
     def __init__(self) -> None:
         self._llm = LLM(**json.loads(sys.argv[1]))
@@ -52,6 +61,8 @@ class Engine(Peer):
     def answer(self, asked: dict[str, object]) -> dict[str, object]:
         if asked["op"] == "generate":
             return self.generate(cast("Asked", asked))
+        if asked["op"] == "weigh":
+            return {"logprobs": self.weigh(cast("Weighed", asked))}
         self._llm.llm_engine.engine_core.shutdown()
         return {"ok": True}
 
@@ -97,6 +108,20 @@ class Engine(Peer):
             "idle_s": idle_s,
             "idle_used_s": idle_used_s,
         }
+
+    def weigh(self, asked: Weighed) -> list[float]:
+        engine, tokens = self._llm.llm_engine, asked["tokens"]
+        params = SamplingParams(
+            detokenize=False, temperature=0, max_tokens=1, logprob_token_ids=tokens
+        )
+        prompt = TokensPrompt(prompt_token_ids=asked["prompt"])
+        engine.add_request("weighed", prompt, params)
+        found = []
+        while engine.has_unfinished_requests():
+            found = engine.step()
+        (likely,) = found[0].outputs[0].logprobs
+        self._idle_since = (time.perf_counter(), time.process_time())
+        return [likely[token].logprob for token in tokens]
 
 
 if __name__ == "__main__":

@@ -7,16 +7,18 @@ import json
 import os
 import random
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from cxlkv.bench.peers.running import Ring, SideBySide, need_room
-from cxlkv.bench.peers.talking import ContenderError, Program
+from cxlkv.bench.peers.talking import ContenderError, Program, checked
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.result import short
 from cxlkv.bench.vllm.model import Model
@@ -45,14 +47,17 @@ BOUNDS = {
 }
 """Of ratios of times, at most."""
 
-WAYS: dict[str, tuple[str, dict[str, object] | None]] = {
+Ways = Mapping[str, tuple[str, dict[str, object] | None]]
+"""Who decodes how: the engine, and our part of a request's kv_transfer_params."""
+
+WAYS: Ways = {
     CACHED: (CACHED, None),
     SAVED: (SAVED, None),
     POOLED: (POOLED, None),
     "pooled_100": (POOLED, {"budget": {"share": 1.0}}),
     "pooled_10": (POOLED, {"budget": {"share": 0.1}}),
 }
-"""Who decodes how. Without a budget nothing is chosen; stock's decode is that of `cached`."""
+"""Without a budget nothing is chosen; stock's decode is that of `cached`."""
 CHOSEN = ("pooled_10",)
 """Other tokens than stock's are no mistake of theirs."""
 
@@ -111,12 +116,28 @@ class Answer(BaseModel):
 class Run:
     """One run: who is in it, what they said, and what of it is right."""
 
+    ways: ClassVar[Ways] = WAYS
+    chosen: ClassVar[Sequence[str]] = CHOSEN
+
     def __init__(self, result: SideBySide, size: Size, progress: Callable[[str], None]):
         self.result, self.size, self.progress = result, size, progress
         self.ring = Ring(result)
         self.chance = random.Random(5)  # a run has the same texts as any other
         self.samples: dict[tuple[str, str], list[float]] = {}  # (metric, unit)
         self.idle: dict[str, list[float]] = {}  # seconds, and CPU seconds of them
+
+    @contextlib.contextmanager
+    def running(self, programs: Sequence[Program], place: Path) -> Iterator[None]:
+        """All of them, each asked once; they end with the block. Logs go to `place`."""
+        with contextlib.ExitStack() as leaving:
+            leaving.callback(self.ring.stop)
+            for program in programs:
+                self.progress(f"starting {program.name}")
+                self.ring.join(program, place / f"{program.name}.log", self.size.limit_s)
+                first = self.text(2 * self.size.block_tokens)
+                self.ask(program.name, [first], FIRST_TOKENS, cached=0)
+            yield
+            self.ring.ask_all(list(self.ring.talks), {"op": "end"})
 
     def text(self, tokens: int) -> list[int]:
         """Token ids drawn at random, so that no earlier prompt shares a prefix with them."""
@@ -136,12 +157,7 @@ class Run:
             if name not in self.ring.talks:
                 return None
             asked = {"op": "generate", "prompts": prompts, "tokens": tokens, "options": options}
-            try:
-                answer = Answer.model_validate(self.ring.talks[name].ask(asked))
-            except ValidationError as error:
-                first = error.errors(include_url=False, include_input=False)[0]
-                where = ".".join(str(part) for part in first["loc"])
-                raise ContenderError(f"its answer: {where}: {first['msg']}") from None
+            answer = checked(Answer, self.ring.talks[name].ask(asked))
             if [len(one) for one in answer.tokens] != [tokens] * len(prompts):
                 raise ContenderError("its answer has not as many tokens as asked")
             # Engines load what prompts have in common; what they had of it, they must say.
@@ -153,20 +169,24 @@ class Run:
             return answer
         return None
 
-    def must_equal(self, name: str, answer: Answer, right: Answer, what: str) -> bool:
+    def must_equal(
+        self, name: str, prompts: Sequence[list[int]], answer: Answer, right: Answer, what: str
+    ) -> bool:
         """Whether the tokens are stock's; who gives others is out of the run."""
-        if answer.tokens == right.tokens:
-            return True
-        request, place = next(
-            (request, place)
-            for request, (own, stock) in enumerate(zip(answer.tokens, right.tokens, strict=True))
-            for place, (a, b) in enumerate(zip(own, stock, strict=True))
-            if a != b
-        )
         with self.ring.dropping(name):
-            raise ContenderError(
-                f"{what}: other tokens than stock, from token {place} of request {request} on"
-            )
+            for request, place in differences(answer, right):
+                before = prompts[request] + right.tokens[request][:place]
+                own, stock = answer.tokens[request][place], right.tokens[request][place]
+                if not self.is_tie(before, own, stock):
+                    raise ContenderError(
+                        f"{what}: other tokens than stock, from token {place} of request "
+                        f"{request} on"
+                    )
+            return True
+        return False
+
+    def is_tie(self, before: list[int], own: int, stock: int) -> bool:
+        """Whether rounding alone decides which of two tokens follows. In float32 it does not."""
         return False
 
     def add(self, name: str, unit: str, value: float) -> None:
@@ -201,14 +221,15 @@ class Run:
         for name, answer in answers.items():
             if answer is None or right is None:
                 continue
-            if self.must_equal(name, answer, right, f"{kind} of {there} tokens") and turn:
+            what = f"{kind} of {there} tokens"
+            if self.must_equal(name, [prompt], answer, right, what) and turn:
                 what = STOCK if name == STOCK else f"{name}_{kind}"
                 self.add(f"ttft_{what}", "s", answer.first_s)
 
     def decode(self, prefixes: list[list[int]], tokens: int, requests: int) -> None:
         """Tokens of a second, after the first ones; prefixes that are not there yet come first."""
         size, what = self.size, f"decode_{short(tokens)}_{requests}"
-        ways = dict(WAYS)
+        ways = dict(self.ways)
         if tokens != size.prefix_tokens:
             del ways[SAVED]
             prefixes = [self.text(tokens) for _ in range(requests)]
@@ -217,29 +238,32 @@ class Run:
                 self.ask(name, [one + self._suffix() for one in prefixes], 1, cached=0)
         for turn in range(size.decode_rounds + 1):
             prompts = [one + self._suffix() for one in prefixes[-requests:]]
-            answers: dict[str, Answer | None] = dict.fromkeys(ways)
-            for way in rotated(tuple(ways), turn):
-                name, options = ways[way]
-                self.progress(f"{what}, round {turn} of {size.decode_rounds}: {way}")
-                answers[way] = self.ask(
-                    name, prompts, size.decode_tokens, cached=tokens, options=options
-                )
-            if turn:
-                self._decoded(what, answers)
+            self.decode_round(what, turn, prompts, ways, tokens)
 
-    def _decoded(self, what: str, answers: Mapping[str, Answer | None]) -> None:
+    def decode_round(
+        self, what: str, turn: int, prompts: Sequence[list[int]], ways: Ways, cached: int
+    ) -> None:
+        """All ways, of which another one comes first in each round; round 0 is not counted."""
+        answers: dict[str, Answer | None] = dict.fromkeys(ways)
+        for way in rotated(tuple(ways), turn):
+            name, options = ways[way]
+            self.progress(f"{what}, round {turn} of {self.size.decode_rounds}: {way}")
+            answers[way] = self.ask(
+                name, prompts, self.size.decode_tokens, cached=cached, options=options
+            )
+        if turn:
+            self.decoded(what, prompts, answers)
+
+    def decoded(
+        self, what: str, prompts: Sequence[list[int]], answers: Mapping[str, Answer | None]
+    ) -> None:
         right = answers[CACHED]
         for way, answer in answers.items():
             if answer is None or right is None:
                 continue
-            if way in CHOSEN:
-                equal = [
-                    a == b
-                    for own, stock in zip(answer.tokens, right.tokens, strict=True)
-                    for a, b in zip(own, stock, strict=True)
-                ]
-                self.add(f"{what}_{way}_same_tokens", "share", sum(equal) / len(equal))
-            elif not self.must_equal(WAYS[way][0], answer, right, f"{what}, {way}"):
+            if way in self.chosen:
+                self.add(f"{what}_{way}_same_tokens", "share", same_tokens(answer, right))
+            elif not self.must_equal(self.ways[way][0], prompts, answer, right, f"{what}, {way}"):
                 continue
             self.add(f"{what}_{way}", "tokens/s", answer.decoded / answer.decode_s)
 
@@ -268,6 +292,19 @@ class Run:
                 result.notes.append(f"{name}: at most {most:g} wanted: {kept}")
 
 
+def same_tokens(answer: Answer, right: Answer) -> float:
+    """The share of tokens that are those of `right`, at the same places."""
+    pairs = zip(chain(*answer.tokens), chain(*right.tokens), strict=True)
+    return fmean(own == stock for own, stock in pairs)
+
+
+def differences(answer: Answer, right: Answer) -> Iterator[tuple[int, int]]:
+    """Of each request with other tokens than `right`: its number, and the first of them."""
+    for request, (own, stock) in enumerate(zip(answer.tokens, right.tokens, strict=True)):
+        if own != stock:
+            yield request, next(at for at in range(len(own)) if own[at] != stock[at])
+
+
 def rotated(names: tuple[str, ...], by: int) -> tuple[str, ...]:
     """Another one comes first in each round."""
     by %= len(names)
@@ -286,16 +323,10 @@ def run(
     Who fails is `missing` from there on, and fails a check.
     """
     one = Run(result, size, progress)
-    with contextlib.ExitStack() as leaving:
-        leaving.callback(one.ring.stop)
-        for program in programs:
-            progress(f"starting {program.name}")
-            one.ring.join(program, place / f"{program.name}.log", size.limit_s)
-            one.ask(program.name, [one.text(2 * size.block_tokens)], FIRST_TOKENS, cached=0)
+    with one.running(programs, place):
         prefixes = one.first_tokens()
         for tokens, requests in size.decode:
             one.decode(prefixes, tokens, requests)
-        one.ring.ask_all(list(one.ring.talks), {"op": "end"})
     one.finish([program.name for program in programs])
 
 
@@ -313,7 +344,18 @@ def python_of_engines() -> str:
 def programs_of(python: str, place: Path, size: Size) -> list[Program]:
     """The engines, with their model and pools in `place`, for which it must have room."""
     need_room(place, 2 * size.pool_bytes + (256 << 20), "two pools and a model need")
-    env = {
+    env = environment(place, size)
+    make = [python, "-m", f"{PACKAGE}.model", str(place / "model"), json.dumps(asdict(size.model))]
+    made = subprocess.run(make, env=env, capture_output=True, timeout=size.limit_s)
+    if made.returncode:
+        words = made.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise UnsupportedError(f"{python} cannot make the model: {''.join(words)}")
+    return [engine(name, python, settings_of(name, place, size), env) for name in NAMES]
+
+
+def environment(place: Path, size: Size) -> dict[str, str]:
+    """What engines see of ours, and their settings there."""
+    return {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": str(size.engine_space_gib),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # all cores for each, as one works at a time
@@ -323,48 +365,58 @@ def programs_of(python: str, place: Path, size: Size) -> list[Program]:
         "HF_HUB_OFFLINE": "1",
         "TMPDIR": str(place),  # what they leave there goes with it
     }
-    make = [python, "-m", f"{PACKAGE}.model", str(place / "model"), json.dumps(asdict(size.model))]
-    made = subprocess.run(make, env=env, capture_output=True, timeout=size.limit_s)
-    if made.returncode:
-        words = made.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise UnsupportedError(f"{python} cannot make the model: {''.join(words)}")
-    command = (python, "-m", f"{PACKAGE}.engine")
-    return [
-        Program(name, (*command, json.dumps(settings_of(name, place, size))), env) for name in NAMES
-    ]
+
+
+def engine(
+    name: str, python: str, settings: Mapping[str, object], env: Mapping[str, str]
+) -> Program:
+    return Program(name, (python, "-m", f"{PACKAGE}.engine", json.dumps(settings)), env)
 
 
 def settings_of(name: str, place: Path, size: Size) -> dict[str, object]:
     """What vllm.LLM takes. float32: so tokens can be compared one by one."""
-    requests = max(requests for _, requests in size.decode)
-    settings: dict[str, object] = {
+    settings = {
+        **of_all(size),
         "model": str(place / "model"),
-        "skip_tokenizer_init": True,
         "dtype": "float32",
-        "enforce_eager": True,
         "max_model_len": size.model.max_tokens,
-        "max_num_batched_tokens": size.step_tokens,
-        "max_num_seqs": requests,
-        "block_size": size.block_tokens,
         "enable_prefix_caching": name == CACHED,
     }
     if name in OURS:
-        settings["kv_transfer_config"] = {
-            "kv_connector": "CXLConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "attention": "pool" if name == POOLED else "engine",
-                "where": str(place / f"{name}.pool"),
-                "capacity": size.pool_bytes,
-                "deadline_s": size.limit_s,
-            },
-        }
+        attention = "pool" if name == POOLED else "engine"
+        pool = place / f"{name}.pool"
+        settings["kv_transfer_config"] = connector(pool, size, attention=attention)
     return settings
 
 
+def of_all(size: Size) -> dict[str, object]:
+    """Settings that all engines have."""
+    return {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_num_batched_tokens": size.step_tokens,
+        "max_num_seqs": max(requests for _, requests in size.decode),
+        "block_size": size.block_tokens,
+    }
+
+
+def connector(pool: Path, size: Size, **extra: object) -> dict[str, object]:
+    """Ours, with the pool in this file."""
+    own = {"where": str(pool), "capacity": size.pool_bytes, "deadline_s": size.limit_s, **extra}
+    return {
+        "kv_connector": "CXLConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": own,
+    }
+
+
 def command(options: Options, say: Say) -> Shown:
-    """Raises UnsupportedError where there is no environment with vLLM."""
+    """Raises UnsupportedError where there is no environment with vLLM, or not the model."""
     python = python_of_engines()
+    if options.model is not None:
+        from cxlkv.bench.vllm import smollm2  # it needs torch
+
+        return smollm2.command(options, say, python)
     result, size = SideBySide("vllm"), QUICK if options.quick else Size()
     with TemporaryDirectory(dir=SHARED, prefix="cxlkv-bench-vllm-") as made:
         say("making the model")

@@ -76,7 +76,10 @@ def bench(
     certificate: Certificate = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="recall: also of the causal language model in this folder."),
+        typer.Option(
+            help="recall: also of the causal language model in this folder. vllm: smollm2, a "
+            "trained model instead of random weights."
+        ),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="recall: what --model reads; Python's library if not given.")

@@ -231,7 +231,7 @@ def test_what_a_command_cannot_draw_is_refused_at_once(
     absent = str(tmp_path / "absent" / "x.png")
     for given, what in (
         (("calls", "--picture", absent), "--picture goes with ndp, link, recall, replay"),
-        (("ndp", "--model", str(tmp_path)), "--model goes with recall; not with ndp"),
+        (("ndp", "--model", str(tmp_path)), "--model goes with recall, vllm; not with ndp"),
         (("recall", "--text", str(tmp_path)), "--text goes with --model"),
         (("ndp", "--picture", absent), "its folder does not exist"),
         (("recall", "--json", absent), "its folder does not exist"),

@@ -1,22 +1,25 @@
 """vLLM side by side, without vLLM: engines are fakes that are right, wrong, dead or busy, and no
-ratio is given when one of them is not right."""
+ratio is given when one of them is not right. Likewise with a trained model, where ties are none."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options
 from cxlkv.bench.result import read as read_result
-from cxlkv.bench.vllm import running
-from cxlkv.errors import UnsupportedError
+from cxlkv.bench.vllm import running, smollm2
+from cxlkv.demo import smollm2 as model
+from cxlkv.errors import BadArgumentError, UnsupportedError
 
 SMALL = replace(
     running.QUICK,
@@ -39,12 +42,18 @@ for line in sys.stdin:
     if asked["op"] == "end":
         print(json.dumps({"ok": True}), flush=True)
         continue
+    if asked["op"] == "weigh":
+        print(json.dumps({"logprobs": [-1.0, -4.0 if fault == "sure" else -1.2]}), flush=True)
+        continue
     tokens, cached, count = [], [], count + 1
     for prompt in asked["prompts"]:
         ends = range((len(prompt) - 1) // 32 * 32, 0, -32)
         cached.append(max((n for n in ends if tuple(prompt[:n]) in seen), default=0))
+        if name == "two_stage" and count > 1:
+            cached[-1] = max(ends)  # from the pool that it shares
         tokens.append([(sum(prompt) + place) % 512 for place in range(asked["tokens"])])
-        if (asked["options"] or {}).get("budget", {}).get("share") == 0.1:
+        budget = (asked["options"] or {}).get("budget")
+        if budget is True or budget and budget["share"] < 1:
             tokens[-1][-1] += 1  # what pages were left out may be seen
     for prompt in asked["prompts"] if name != "stock" else ():
         seen.update(tuple(prompt[:n]) for n in range(32, len(prompt), 32))
@@ -55,7 +64,7 @@ for line in sys.stdin:
     answer |= {"decoded": decoded, "idle_s": 10.0, "idle_used_s": 0.01}
     if fault == "spins":
         answer["idle_used_s"] = 9.0
-    if fault == "another token" and hits == 2:
+    if (fault, hits) in (("another token", 2), ("another token later", 5)):
         tokens[0][3] += 1
     if fault == "never cached":
         answer["cached"] = [0 for _ in cached]
@@ -73,12 +82,12 @@ for line in sys.stdin:
 """
 
 
-def engines(folder: Path, **faults: str) -> list[Program]:
+def engines(folder: Path, names: Sequence[str] = running.NAMES, **faults: str) -> list[Program]:
     path = folder / "engine.py"
     path.write_text(FAKE)
     return [
         Program(name, (sys.executable, str(path), name, faults.get(name, "")), dict(os.environ))
-        for name in running.NAMES
+        for name in names
     ]
 
 
@@ -180,3 +189,67 @@ def test_engines_differ_in_what_is_compared_only(tmp_path: Path) -> None:
         assert (transfer is not None) == (name in running.OURS)
         assert own.pop("enable_prefix_caching") == (name == running.CACHED)
     assert all(own == settings["stock"] for own in settings.values())
+
+
+TRAINED = replace(smollm2.QUICK, decode=((100, 2), (70, 3)))
+PROMPTS = [
+    [[case + 10 * one + at % 7 for at in range(tokens)] for one in range(requests)]
+    for case, (tokens, requests) in enumerate(TRAINED.decode)
+]
+
+
+def test_a_trained_model_and_several_requests(tmp_path: Path) -> None:
+    """Contenders that cannot be had are named, and a token that is as likely is counted."""
+    result = SideBySide("vllm")
+    faults = {"offloaded": "cannot start", "pooled": "another token later"}
+    smollm2.run(result, engines(tmp_path, smollm2.NAMES, **faults), TRAINED, tmp_path, PROMPTS)
+    assert set(result.missing) == {"offloaded"}
+    assert {name for name in result.checks if name.endswith("right")} == {
+        "cached_right", "pooled_right", "two_stage_right"
+    }  # fmt: skip
+    assert result.passed
+    found = result.metrics
+    assert found["prompt_100_2_pooled"].samples == [1.0]
+    assert "prompt_100_2_two_stage" not in found
+    assert found["first_100_2_pooled_15"].samples == [0.25] * TRAINED.decode_rounds
+    assert found["decode_70_3_lmcache"].samples == [12.0] * TRAINED.decode_rounds
+    assert found["decode_70_3_pooled_5_two_stage_same_tokens"].median == 8 / 9
+    assert found["decode_70_3_pooled_same_tokens"].median == 1
+    assert result.ratios["first_70_3_pooled_100_to_stock"] == 1
+    assert result.ratios["decode_100_2_pooled_5_exact_to_stock"] == 1
+    (note,) = result.notes
+    assert note.startswith("1 times a token was another than stock's")
+    assert note.endswith("at most 0.200 apart")
+
+
+def test_a_token_that_is_much_less_likely_is_no_tie(tmp_path: Path) -> None:
+    result = SideBySide("vllm")
+    programs = engines(tmp_path, smollm2.NAMES, cached="sure", pooled="another token later")
+    smollm2.run(result, programs, TRAINED, tmp_path, PROMPTS)
+    assert "other tokens than stock, from token 3 of request 0" in result.missing["pooled"]
+    assert [check for check, holds in result.checks.items() if not holds] == ["pooled_right"]
+    assert result.as_dict()["ratios"] == {}
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadArgumentError, match="smollm2 is what goes with vllm, not other"):
+        smollm2.command(Options(model=Path("other")), print, "python")
+
+
+def test_a_trained_models_engines_differ_in_what_is_compared_only(tmp_path: Path) -> None:
+    settings = {n: smollm2.settings_of(n, tmp_path, tmp_path, TRAINED) for n in smollm2.NAMES}
+    transfers = {name: own.pop("kv_transfer_config", None) for name, own in settings.items()}
+    for own in settings.values():
+        del own["enable_prefix_caching"]
+        assert own == settings["cached"]
+    assert [name for name in smollm2.NAMES if transfers[name] is None] == ["cached"]
+    assert str(transfers["pooled"]).replace("'exact'", "'two_stage'") == str(transfers["two_stage"])
+
+
+@pytest.mark.skipif(model.model_file() is None, reason=f"no model: {model.INSTALL}")
+def test_no_two_prompts_begin_alike() -> None:
+    size = smollm2.Size()
+    cases = smollm2.prompts_of(model.prepare(Console()), size)
+    assert [(len(prompts[0]), len(prompts)) for prompts in cases] == list(size.decode)
+    begun = [tuple(one[: size.block_tokens]) for prompts in cases for one in prompts]
+    assert len(set(begun)) == len(begun)

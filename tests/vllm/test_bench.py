@@ -13,6 +13,7 @@ from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.registry import Options
 from cxlkv.bench.result import read as read_result
 from cxlkv.bench.vllm import running
+from cxlkv.errors import UnsupportedError
 
 pytestmark = pytest.mark.skipif(
     find_spec("vllm") is None,
@@ -39,3 +40,20 @@ def test_engines_side_by_side(
     assert len(written.metrics["ttft_saved_hit"].samples) == running.QUICK.rounds
     assert "ttft_pooled_hit_to_stock" in written.ratios
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.timeout(600)
+def test_engines_with_a_trained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(running.PYTHON_VARIABLE, sys.executable)
+    monkeypatch.setattr(running, "SHARED", str(tmp_path))
+    options = Options(json=tmp_path / "vllm.json", quick=True, model=Path("smollm2"))
+    try:
+        result = perform("vllm", running.command, options)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    assert isinstance(result, SideBySide)
+    assert set(result.missing) <= {"offloaded", "lmcache"}
+    written = read_result(tmp_path / "vllm.json")
+    assert written.passed
+    assert written.metrics["decode_100_4_pooled_5_two_stage"].median > 0
+    assert "decode_500_2_pooled_100_to_stock" in written.ratios

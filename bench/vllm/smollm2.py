@@ -1,0 +1,201 @@
+"""vLLM with and without us on a trained model: several requests at once, each with a text of its
+own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+
+from cxlkv.bench.lab.texts import beginnings
+from cxlkv.bench.peers.running import SideBySide, need_room
+from cxlkv.bench.peers.talking import Program, checked
+from cxlkv.bench.registry import Options, Say, Shown
+from cxlkv.bench.vllm import running
+from cxlkv.bench.vllm.running import CACHED, POOLED, Answer, Ways
+from cxlkv.demo import smollm2
+from cxlkv.errors import BadArgumentError
+
+MODEL = "smollm2"
+TWO_STAGE, OFFLOADED, LMCACHE = "two_stage", "offloaded", "lmcache"
+"""Ours, which chooses pages by sketches; vLLM with its own offloading, and with LMCache."""
+OURS = (CACHED, POOLED, TWO_STAGE)
+"""Who must be right. Of the others it is said why they are missing."""
+NAMES = (*OURS, OFFLOADED, LMCACHE)
+
+WAYS: Ways = {
+    CACHED: (CACHED, None),
+    POOLED: (POOLED, None),
+    "pooled_100": (POOLED, {"budget": {"share": 1.0}}),
+    "pooled_15": (POOLED, {"budget": True}),
+    "pooled_5_exact": (POOLED, {"budget": {"share": 0.05}}),
+    "pooled_5_two_stage": (TWO_STAGE, {"budget": {"share": 0.05}}),
+    OFFLOADED: (OFFLOADED, None),
+    LMCACHE: (LMCACHE, None),
+}
+CHOSEN = ("pooled_15", "pooled_5_exact", "pooled_5_two_stage")
+TIE = 0.5
+"""Two logits that are so near are as good as one in bf16: between 16 and 32, where the largest ones
+of this model are, a step is 0.125, and rounding in 30 layers is another step or two."""
+
+
+@dataclass(frozen=True)
+class Size(running.Size):
+    """decode: (tokens of each prompt, requests at once), every text as long as that."""
+
+    decode: tuple[tuple[int, int], ...] = ((7000, 4), (2000, 16))
+    engine_space_gib: int = 2
+    pool_bytes: int = 2 << 30
+
+
+QUICK = Size(
+    decode=((500, 2), (100, 4)),
+    decode_tokens=9,
+    decode_rounds=2,
+    pool_bytes=256 << 20,
+    engine_space_gib=1,
+)
+
+
+class Weighed(BaseModel):
+    """What an engine says of tokens that could follow; bench/vllm/engine.py."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    logprobs: list[float]
+
+
+class Run(running.Run):
+    """Its texts are given; in bf16 there are ties, which are counted."""
+
+    ways: ClassVar[Ways] = WAYS
+    chosen: ClassVar[Sequence[str]] = CHOSEN
+
+    def __init__(self, result: SideBySide, size: Size, progress: Callable[[str], None]):
+        super().__init__(result, size, progress)
+        self.gaps: dict[tuple[int, ...], float] = {}
+
+    def is_tie(self, before: list[int], own: int, stock: int) -> bool:
+        """By what stock says of both tokens behind the same ones."""
+        asked = (*before, own, stock)
+        if asked not in self.gaps and CACHED in self.ring.talks:
+            with self.ring.dropping(CACHED):
+                request = {"op": "weigh", "prompt": before, "tokens": [own, stock]}
+                found = checked(Weighed, self.ring.talks[CACHED].ask(request))
+                self.gaps[asked] = abs(found.logprobs[0] - found.logprobs[1])
+        return self.gaps.get(asked, inf) <= TIE
+
+    def case(self, prompts: Sequence[list[int]]) -> None:
+        """Time to all first tokens where nobody has anything of the prompts, and where all but less
+        than a block is there; then tokens of a second of all requests."""
+        tokens = len(prompts[0])
+        there = (tokens - 1) // self.size.block_tokens * self.size.block_tokens
+        what = f"{tokens}_{len(prompts)}"
+        for name in NAMES:
+            self.progress(f"prompts of {what}: {name}")
+            # They have one pool.
+            answer = self.ask(name, prompts, 1, cached=there if name == TWO_STAGE else 0)
+            if answer is not None and name != TWO_STAGE:
+                self.add(f"prompt_{what}_{name}", "s", answer.first_s)
+        for turn in range(self.size.decode_rounds + 1):
+            self.decode_round(f"decode_{what}", turn, prompts, self.ways, there)
+
+    def decoded(
+        self, what: str, prompts: Sequence[list[int]], answers: Mapping[str, Answer | None]
+    ) -> None:
+        super().decoded(what, prompts, answers)
+        right = answers[CACHED]
+        for way, answer in answers.items():
+            if answer is None or right is None or self.ways[way][0] not in self.ring.talks:
+                continue
+            self.add(f"{what}_{way}".replace("decode", "first", 1), "s", answer.first_s)
+            if way not in (CACHED, *self.chosen):  # what ties alone make of it
+                self.add(f"{what}_{way}_same_tokens", "share", running.same_tokens(answer, right))
+
+
+def run(
+    result: SideBySide,
+    programs: Sequence[Program],
+    size: Size,
+    place: Path,
+    cases: Sequence[Sequence[list[int]]],
+    progress: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Metrics and ratios of all programs, whose names are NAMES. cases: the prompts of each."""
+    one = Run(result, size, progress)
+    with one.running(programs, place):
+        for prompts in cases:
+            one.case(prompts)
+    one.finish(OURS)
+    if one.gaps:
+        result.notes.append(
+            f"{len(one.gaps)} times a token was another than stock's where all pages are attended "
+            f"to: stock's own logits of the two are at most {max(one.gaps.values()):.3f} apart"
+        )
+
+
+def prompts_of(folder: Path, size: Size) -> list[list[list[int]]]:
+    """Of each case. Texts begin a token later than in the case before, so that nobody has a prefix
+    of an earlier one."""
+    return [
+        beginnings(folder, tokens, requests, first=case)
+        for case, (tokens, requests) in enumerate(size.decode)
+    ]
+
+
+def settings_of(name: str, place: Path, folder: Path, size: Size) -> dict[str, object]:
+    """What vllm.LLM takes. bf16, as the model was trained."""
+    settings = {
+        **running.of_all(size),
+        "model": str(folder),
+        "dtype": "bfloat16",
+        "enable_prefix_caching": name in (CACHED, OFFLOADED),
+    }
+    if name in (POOLED, TWO_STAGE):
+        method = "exact" if name == POOLED else name
+        settings["kv_transfer_config"] = running.connector(
+            place / "smollm2.pool", size, attention="pool", method=method
+        )
+    elif name == OFFLOADED:
+        settings["kv_transfer_config"] = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": size.pool_bytes},
+        }
+    elif name == LMCACHE:
+        settings["kv_transfer_config"] = {
+            "kv_connector": "LMCacheConnectorV1",
+            "kv_role": "kv_both",
+        }
+    return settings
+
+
+def command(options: Options, say: Say, python: str) -> Shown:
+    """python: that of the engines. Raises BadArgumentError for another model, UnsupportedError
+    where it is not installed."""
+    if str(options.model) != MODEL:
+        raise BadArgumentError(f"--model: {MODEL} is what goes with vllm, not {options.model}")
+    result, size = SideBySide("vllm"), QUICK if options.quick else Size()
+    say("preparing the model and its texts")
+    folder = smollm2.prepare(Console(quiet=True))
+    cases = prompts_of(folder, size)
+    with TemporaryDirectory(dir=running.SHARED, prefix="cxlkv-bench-vllm-") as made:
+        place = Path(made)
+        need_room(place, 2 * size.pool_bytes, "a pool and what others keep need")
+        env = {
+            **running.environment(place, size),
+            "LMCACHE_LOCAL_CPU": "True",
+            "LMCACHE_MAX_LOCAL_CPU_SIZE": str(size.engine_space_gib),
+        }
+        programs = [
+            running.engine(name, python, settings_of(name, place, folder, size), env)
+            for name in NAMES
+        ]
+        run(result, programs, size, place, cases, say)
+    return Shown(result, lines=result.who())
