@@ -302,6 +302,8 @@ bench: $(VENV)/.built  ## one microbenchmark: make bench CASE=bandwidth (cxlkv b
 # cannot be installed is named by the benchmark: NAME.failed has what pip said.
 PEER_mooncake := $(MOONCAKE) numpy
 PEER_lmcache := $(TORCH) lmcache==0.5.6
+# Not part of `make peers`: pip compiles it for ten minutes. make build/peers/llama
+PEER_llama := llama-cpp-python==0.3.36
 PEERS_PIP := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 build/peers/%: FORCE
 	if [ "$$(cat $@/.installed 2>&1)" != "$(PEER_$*)" ]; then \

@@ -149,6 +149,7 @@ TABLE = (
     Case("litmus", "cases.litmus", LITMUS, ("litmus",), is_command=True),
     Case("peers", "peers.running", (), ("peers",), is_command=True),
     Case("store", "peers.store", MICRO, ("store",), is_command=True),
+    Case("llama", "cases.llama", MICRO, is_command=True),
     Case("vllm", "vllm.running", (*MICRO, "model"), ("vllm",), is_command=True),
     Case(
         "foundation",

@@ -46,7 +46,7 @@ def program_of(name: str, environments: Path) -> Program:
     if failed.is_file():
         raise ContenderError(f"not installed: {failed.read_text(errors='replace').strip()[-300:]}")
     if not (environments / name / ".installed").is_file():
-        raise ContenderError(f"no environment in {environments / name}: make peers")
+        raise ContenderError(f"no environment in {environments / name}: make build/peers/{name}")
     # What is on our path is for our Python.
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return Program(name, (str(python), str(HERE), name), env)

@@ -102,8 +102,9 @@ def bench(
     ndp and recall take ten minutes or so, and need torch and transformers. replay judges eviction
     policies by a trace; with --far also tiers, with real bytes. peers puts other projects' stores
     beside ours, as far as `make peers` has made their environments in build/peers, and store does
-    so with objects. vllm puts the engine with and without us side by side, in the environment that
-    `make test-vllm` makes.
+    so with objects. llama puts the pool's attention beside llama.cpp's decode steps, if `make
+    build/peers/llama` has installed it. vllm puts the engine with and without us side by side, in
+    the environment that `make test-vllm` makes.
     """
     given = {**locals(), "region": tuple(region or ())}  # by the names of Options
     with needing("demo", f"bench {given.pop('case')}"):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from cxlkv.bench.cases import llama
 from cxlkv.bench.cli import perform
 from cxlkv.bench.peers import running, serving, store
 from cxlkv.bench.peers.running import SideBySide, Size
@@ -268,7 +269,7 @@ def test_a_command_names_who_is_missing(
     shown = capsys.readouterr().out
     assert set(result.missing) == missing
     assert "missing: lmcache: not installed: ERROR: No matching distribution found" in shown
-    assert "make peers" in shown
+    assert "make build/peers/mooncake" in shown
     assert re.search(said, shown)
     written = read_result(tmp_path / "r.json")
     assert len(written.metrics) == len(result.rows)
@@ -341,9 +342,9 @@ def test_what_pip_says_is_kept_and_an_environment_is_made_once(
 
 def test_every_peer_with_packages_has_a_module_and_a_place_in_the_run() -> None:
     found = re.findall(r"^PEER_(\w+) :=", MAKEFILE.read_text(), re.M)
-    assert tuple(found) == running.PEERS
+    assert tuple(found) == (*running.PEERS, llama.PEER)
     folder = Path(serving.__file__).parent
-    for name in (*running.NAMES, *store.NAMES):
+    for name in (*running.NAMES, *store.NAMES, llama.PEER):
         assert (folder / f"{name}.py").is_file()
 
 
