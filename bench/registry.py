@@ -132,7 +132,7 @@ TABLE = (
     Case("policy", "cases.policy"),
     Case("prefix", "cases.prefix"),
     Case("moves", "cases.moves"),
-    Case("decode", "cases.decode"),
+    Case("residency", "cases.residency"),
     Case("cold", "cases.cold"),
     Case("compression", "cases.compression", files=("compression",)),
     Case("paged", "cases.paged"),
@@ -159,7 +159,7 @@ TABLE = (
     Case(
         "tiers",
         files=("tiers",),
-        parts=("hotness", "policy", "prefix", "moves", "cold", "compression", "decode"),
+        parts=("hotness", "policy", "prefix", "moves", "cold", "compression", "residency"),
     ),
     Case("all", options=MICRO, parts=()),
 )
@@ -175,7 +175,7 @@ RENAMED = {
         "grouping": "windows",
         "working": "worker",
     },
-    **{"deciding": "policy", "matching": "prefix", "moving": "moves", "decoding": "decode"},
+    **{"deciding": "policy", "matching": "prefix", "moving": "moves", "decoding": "residency"},
     "packing": "compression",
 }
 """What cases were called up to 0.2, or are part of, for one release."""

@@ -75,7 +75,7 @@ SMALL: dict[str, dict[str, object]] = {
     "policy": {"pages": 2000, "rounds": 1},
     "prefix": {"tokens": 2048, "rounds": 1},
     "moves": {"layers": 2, "tokens": 512, "batch_units": 40},
-    "decode": {"tokens": 2048, "tiers": (0.25,)},
+    "residency": {"tokens": 2048, "tiers": (0.25,)},
     "cold": {"layers": 2, "kv_heads": 2, "call_records": 3, "calls": 2},
     "compression": {"tokens": 512, "batch_bytes": 1 << 16},
     "paged": {"kv_bytes": 4 << 20},
@@ -120,7 +120,7 @@ def test_a_case_runs_small(case: str) -> None:
         module.run(result, **given)
     check_result(result)
     assert set(result.ratios) >= RATIOS.get(case, set())
-    if case == "decode":
+    if case == "residency":
         served = {n.split("_")[1]: m.median for n, m in result.metrics.items() if "served" in n}
         assert 0 < served["ours"] <= 1
         assert 0 < served["optimum"] <= 1

@@ -138,7 +138,7 @@ def run(result: Result, size: Size = Size()) -> None:
             _decode(result, examiner, budget, every, part)
         examiner.release()
     result.notes.append(
-        f"decode: {len(plan.seeds) * plan.questions} questions about {size.tokens} tokens, "
+        f"residency: {len(plan.seeds) * plan.questions} questions about {size.tokens} tokens, "
         f"{budget.pages} of {examiner.pages()} pages attended to by each layer and kv head; "
         f"{len(every)} units; reads of a unit counted once for each layer of a question"
     )
