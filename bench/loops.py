@@ -206,6 +206,23 @@ class Gather:
         return time.perf_counter() - began
 
 
+def _products_per_s(kernels: str, kind: int, seconds: float) -> float:
+    found = ffi.new("cxlkv_arithmetic *")
+    check(lib.cxlkv_arithmetic_run(kernels.encode(), kind, round(seconds * 1e9), found))
+    return float(found.products / (found.elapsed_ns * 1e-9))
+
+
+def products_per_s(kernels: str, dtype: str, threads: int, seconds: float) -> float:
+    """How often so many threads multiply and add a second, each for so long, on registers alone:
+    keys of `dtype` by queries, with the instructions of a table of kernels, as _core.isa() names
+    it. "float32" also stands for values by weights, of any dtype."""
+    is_bf16 = dtype == "bfloat16"
+    kind = lib.CXLKV_ARITHMETIC_BF16 if is_bf16 else lib.CXLKV_ARITHMETIC_FP32
+    with ThreadPoolExecutor(threads) as team:
+        each = [team.submit(_products_per_s, kernels, kind, seconds) for _ in range(threads)]
+        return sum(one.result() for one in each)
+
+
 _LITMUS = ffi.typeof("cxlkv_litmus **")
 LITMUS_REGIONS_MAX: int = lib.CXLKV_LITMUS_REGIONS_MAX
 LITMUS_REGION_BYTES: int = lib.CXLKV_LITMUS_REGION_BYTES

@@ -87,6 +87,20 @@ int64_t cxlkv_memory_run(cxlkv_memory_stream *streams, uint32_t count, uint64_t 
 int64_t cxlkv_memory_gather(uint8_t *to, const uint8_t *from, uint64_t from_bytes,
                             const uint64_t *offsets, uint32_t count, uint64_t piece_bytes);
 
+/* ---- what `cxlkv bench decode` holds kernels against ---- */
+
+#define CXLKV_ARITHMETIC_FP32 0 /* fp32 multiply and add */
+#define CXLKV_ARITHMETIC_BF16 1 /* how keys of bf16 meet bf16 queries; by fp32 where they do not */
+typedef struct cxlkv_arithmetic {
+    uint64_t products;       /* found: multiplied and added */
+    uint64_t elapsed_ns;     /* found */
+} cxlkv_arithmetic;
+
+/* One thread multiplies with the instructions of a table of kernels, on registers alone, for so
+ * long at least. kernels: as cxlkv_isa_name() has it; -ENOTSUP where the CPU has it not. */
+int cxlkv_arithmetic_run(const char *kernels, uint32_t kind, uint64_t nanoseconds,
+                         cxlkv_arithmetic *found);
+
 /* The litmus run: two roles, on two hosts, and what their flushes and fences promise over memory
  * that they share; docs/coherence.md has the tests. */
 #define CXLKV_LITMUS_REGIONS_MAX 16
