@@ -86,7 +86,9 @@ def bench(
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(help="link, ndp, recall, replay: draw the figures into this file."),
+        typer.Option(
+            help="decode-..., link, ndp, recall, replay: draw the figures into this file."
+        ),
     ] = None,
     trace: Trace = None,
     policy: PolicyName = None,
@@ -99,10 +101,10 @@ def bench(
     """Run one microbenchmark on this machine, all of them, or the litmus tests.
 
     Exit code 1 if a check does not hold: no speeds are then reported.
-    ndp and recall take ten minutes or so, and need torch and transformers. replay judges eviction
-    policies by a trace; with --far also tiers, with real bytes. peers puts other projects' stores
-    beside ours, as far as `make peers` has made their environments in build/peers, and store does
-    so with objects. llama puts the pool's attention beside llama.cpp's decode steps, if `make
+    decode, ndp and recall take ten minutes or so, and need torch and transformers. replay judges
+    eviction policies by a trace; with --far also tiers, with real bytes. peers puts other projects'
+    stores beside ours, as far as `make peers` has made their environments in build/peers, and store
+    does so with objects. llama puts the pool's attention beside llama.cpp's decode steps, if `make
     build/peers/llama` has installed it. vllm puts the engine with and without us side by side, in
     the environment that `make test-vllm` makes.
     """

@@ -94,7 +94,14 @@ RATIOS = {
     },
     "transport": {"file_pull_to_bare", "socket_push_to_bare"},
 }
-ELSEWHERE = ("agree", "link", "ndp")  # run by tests of their own
+ELSEWHERE = (
+    "agree",
+    "decode-attention",
+    "decode-shapes",
+    "decode-steps",
+    "link",
+    "ndp",
+)  # run by tests of their own
 
 
 def check_result(result: Result) -> None:
@@ -230,7 +237,7 @@ def test_what_a_command_cannot_draw_is_refused_at_once(
 ) -> None:
     absent = str(tmp_path / "absent" / "x.png")
     for given, what in (
-        (("calls", "--picture", absent), "--picture goes with ndp, link, recall, replay"),
+        (("calls", "--picture", absent), "--picture goes with ndp, link, decode-shapes, "),
         (("ndp", "--model", str(tmp_path)), "--model goes with recall, vllm; not with ndp"),
         (("recall", "--text", str(tmp_path)), "--text goes with --model"),
         (("ndp", "--picture", absent), "its folder does not exist"),

@@ -1,0 +1,190 @@
+"""Whole steps of a trained model in transformers by context, beside DynamicCache with sdpa.
+
+1 to 16 requests attend to all pages of a pool, and by budget. The model reads the demo's handbook
+once; each request has keys and values of its own, of the same text. All forms read the same next
+tokens, and what they add is taken back, which is not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from cxlkv.adapters.transformers import CXLCache, layout_of
+from cxlkv.bench.cases.decode_layers import Walk, all_threads
+from cxlkv.bench.measure import interleave_reported
+from cxlkv.bench.result import Result, short
+from cxlkv.demo import smollm2
+from cxlkv.demo.answers.ask import handbook
+from cxlkv.demo.full_attention import append_cache, divergence_from, keys_and_values
+from cxlkv.demo.text import inputs
+from cxlkv.ndp.engine import Budget
+from cxlkv.pool import CXLPool
+
+SHARES = (0.15, 0.05)
+CHUNK_TOKENS = 1024
+"""The handbook is read by so many tokens at a time."""
+DIVERGENCE_MOST = 0.02
+"""In nats, of two forms of full attention in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the model takes of the handbook; a sample is the mean of some steps."""
+
+    contexts: tuple[int, ...] = (1024, 2048, 4096, 7000)
+    requests: tuple[int, ...] = (1, 4, 16)
+    steps: int = 4
+    rounds: int = 5
+
+
+QUICK = Size(contexts=(512, 2048), requests=(1, 4), steps=2, rounds=3)
+
+
+def run(result: Result, size: Size = Size()) -> None:
+    """The figures of measure(). Raises UnsupportedError where the model is not installed."""
+    folder = smollm2.prepare(Console(quiet=True))
+    model = inputs.read_model(folder)
+    tokens = inputs.read_tokens(folder, handbook()[0], model.config.vocab_size)
+    result.notes.append(f"decode-steps: {smollm2.NAME} in {model.dtype}".replace("torch.", ""))
+    with all_threads():
+        measure(result, size, model, tokens, "smollm2-135m")
+
+
+def measure(result: Result, size: Size, model: PreTrainedModel, tokens: Tensor, name: str) -> None:
+    """Metrics FORM_NAME_REQUESTSxTOKENS in ms a step: `all` pages, auto_PERCENT, `dynamic` as it
+    is, `dynamic_masked`: with a mask that hides nothing, for which transformers packs the query
+    heads of a kv head and does not repeat its keys; and FORM_slope_NAME_REQUESTS, between the
+    shortest and the longest context. divergence_...: Kullback-Leibler from `dynamic`, in nats.
+    Ratios FORM_to_dynamic_...: the faster of the two over ours."""
+    held = read(model, tokens[: max(size.contexts)])
+    for count in size.requests:
+        ms_by_context: dict[int, Mapping[str, float]] = {}
+        for context in size.contexts:
+            point = f"{name}_{count}x{short(context)}"
+            after = tokens[context : context + size.steps].repeat(count, 1)
+            with stage(model, held, context, after) as forms:
+                check(result, forms, point)
+                walks: dict[str, Walk] = {form: one.walk for form, one in forms.items()}
+                samples = interleave_reported(walks, size.rounds)
+            ms = ms_by_context[context] = result.times(samples, "ms/step", f"{{}}_{point}")
+            fastest = min(ms["dynamic"], ms["dynamic_masked"])
+            ours = [form for form, one in forms.items() if isinstance(one.cache, CXLCache)]
+            result.ratios |= {f"{form}_to_dynamic_{point}": fastest / ms[form] for form in ours}
+        slopes(result, ms_by_context, f"{name}_{count}")
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to go on behind a context: tokens int64 [requests, steps]."""
+
+    model: PreTrainedModel
+    cache: DynamicCache | CXLCache
+    after: Tensor
+    budget: Budget | None = None
+    is_masked: bool = False
+
+    def walk(self) -> float:
+        """Seconds a step."""
+        return self._steps()[0]
+
+    def chances(self) -> Tensor:
+        """Log-probabilities behind the last step, float32 [requests, words]."""
+        return torch.log_softmax(self._steps()[1].float(), dim=-1)
+
+    @torch.inference_mode()
+    def _steps(self) -> tuple[float, Tensor]:
+        is_ours = isinstance(self.cache, CXLCache)
+        self.model.set_attn_implementation("cxlkv" if is_ours else "sdpa")
+        if isinstance(self.cache, CXLCache):
+            self.cache.budget = self.budget
+        requests, steps = self.after.shape
+        before = self.cache.get_seq_length()
+        began = perf_counter()
+        for step in range(steps):
+            mask = None
+            if self.is_masked:
+                mask = torch.ones(requests, 1, 1, before + step + 1, dtype=torch.bool)
+            logits = self.model(
+                input_ids=self.after[:, step : step + 1],
+                past_key_values=self.cache,
+                attention_mask=mask,
+            ).logits[:, -1]
+        took = (perf_counter() - began) / steps
+        self.cache.crop(-steps)
+        return took, logits
+
+
+@contextmanager
+def stage(
+    model: PreTrainedModel, held: DynamicCache, context: int, after: Tensor
+) -> Iterator[dict[str, Form]]:
+    """All forms, each request with a copy of the first tokens of a cache."""
+    requests, steps = after.shape
+    layout = layout_of(model)
+    tokens = requests * (context + steps + layout.page_tokens)
+    # Digests and sketches are up to 0.16 of the keys and values.
+    capacity = int(layout.token_bytes * tokens * 1.25) + (64 << 20)
+    dynamic = DynamicCache()
+    for index, held_layer in enumerate(keys_and_values(held)):
+        copies = [one[None, :, :context].repeat(requests, 1, 1, 1) for one in held_layer]
+        dynamic.update(copies[0], copies[1], index)
+    with CXLPool.create("anonymous:", layout=layout, capacity=capacity) as pool:
+        sequences = [pool.sequence() for _ in range(requests)]
+        for sequence in sequences:
+            append_cache(sequence, held, context)
+        ours = CXLCache(pool, model, sequences=sequences)
+        forms = {
+            "dynamic": Form(model, dynamic, after),
+            "dynamic_masked": Form(model, dynamic, after, is_masked=True),
+            "all": Form(model, ours, after),
+        }
+        for share in SHARES:
+            forms[f"auto_{100 * share:g}"] = Form(model, ours, after, Budget(share=share))
+        yield forms
+
+
+@torch.inference_mode()
+def read(model: PreTrainedModel, tokens: Tensor) -> DynamicCache:
+    """Full attention over int64 [tokens]."""
+    cache = DynamicCache()
+    model.set_attn_implementation("sdpa")
+    for chunk in torch.split(tokens, CHUNK_TOKENS):
+        model(input_ids=chunk[None], past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def check(result: Result, forms: Mapping[str, Form], point: str) -> None:
+    """All forms of full attention foretell the same; of the others it is measured."""
+    wanted = forms["dynamic"].chances()
+    for name, form in forms.items():
+        if name == "dynamic":
+            continue
+        diverged = float(divergence_from(wanted, form.chances()).max())
+        result.measure(f"divergence_{name}_{point}", [diverged], "nats")
+        if form.budget is None:
+            result.checks[f"{name}_agrees_{point}"] = diverged < DIVERGENCE_MOST
+
+
+def slopes(result: Result, ms: Mapping[int, Mapping[str, float]], name: str) -> None:
+    """What 1,000 tokens more cost a step."""
+    contexts: Sequence[int] = sorted(ms)
+    if len(contexts) > 1:
+        first, last = contexts[0], contexts[-1]
+        for form, longest in ms[last].items():
+            slope = 1e3 * (longest - ms[first][form]) / (last - first)
+            result.measure(f"{form}_slope_{name}", [slope], "ms/1000 tokens")
+
+
+def draw(result: Result, path: Path) -> None:
+    from cxlkv.bench.pictures_decode import over_contexts
+
+    over_contexts(result, "a step of the model", path)

@@ -1,0 +1,122 @@
+"""Pictures of `cxlkv bench decode`: maps of shapes, and milliseconds a step over context length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import isnan, nan
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+
+from cxlkv.bench.result import Result, short
+from cxlkv.bench.style import BLUE, GREY, INK, ORANGE, canvas, numbered, plain
+
+GOALS = {
+    "exact_to_bound": 0.8,
+    "attend_to_bound": 0.8,
+    "two_stage_to_exact": 1.5,
+    "auto_to_best": 0.9,
+}
+"""What is wanted of each kind of ratio: the colours part there."""
+COLOURS = LinearSegmentedColormap.from_list("below and above", [ORANGE, "white", BLUE])
+LINES = {
+    "all": ("all pages", BLUE, "-"),
+    "auto_15": ("15 % of the pages", BLUE, "--"),
+    "auto_5": ("5 % of the pages", BLUE, ":"),
+    "dynamic": ("DynamicCache, sdpa", ORANGE, "-"),
+    "dynamic_masked": ("the same, with a mask", ORANGE, "--"),
+    "sdpa": ("torch sdpa", ORANGE, "-"),
+    "flex": ("torch flex attention", ORANGE, "--"),
+    "floor": ("what memory and arithmetic take", GREY, "-"),
+}
+"""A form's name, colour and style in pictures over context length."""
+POINT = re.compile(r"(?P<form>\w+)_(?P<of>[^_]+)_(?P<requests>\d+)x(?P<tokens>\d+k?)")
+Values = dict[str, dict[str, dict[str, float]]]
+"""Of a map: by row, column and kind of ratio."""
+
+
+def heat_maps(result: Result, ratios: Sequence[str], path: Path) -> None:
+    """A row of panels for each map, one for each kind of ratio; the text in a cell is the ratio."""
+    maps: dict[str, Values] = {}
+    for name, value in result.ratios.items():
+        for ratio in ratios:
+            match name.removeprefix(f"{ratio}_").split("_"):
+                case [of, row, column]:
+                    cells = maps.setdefault(of, {}).setdefault(row, {})
+                    cells.setdefault(column, {})[ratio] = value
+    heights = [len(rows) for rows in maps.values()]
+    height = 0.3 * sum(heights) + 0.8 * len(maps) + 0.6
+    figure, panels = canvas(4.6 * len(ratios), height, len(maps), len(ratios), heights=heights)
+    words = (
+        "blue: what is wanted, or more; orange: less",
+        "d: channels of a head, g: query heads a kv head, p: tokens a page, x: sequences",
+    )
+    figure.suptitle("\n".join(words), color=INK, fontsize=12)
+    at = iter(panels)
+    for of, rows in maps.items():
+        for ratio in ratios:
+            axes = next(at)
+            draw_map(axes, rows, ratio)
+            axes.set_title(f"{ratio.replace('_', ' ')}: {of}", color=INK, fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def draw_map(axes: Axes, rows: Values, ratio: str) -> None:
+    """White where a value is as wanted; empty where there is none."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    grid = [[row.get(column, {}).get(ratio, nan) for column in columns] for row in rows.values()]
+    norm = TwoSlopeNorm(GOALS[ratio], 0.4 * GOALS[ratio], 1.4 * GOALS[ratio])
+    axes.imshow(grid, COLOURS, norm, aspect="auto")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.tick_params(colors=INK, length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
+    for y, x in product(range(len(rows)), range(len(columns))):
+        if not isnan(grid[y][x]):
+            axes.text(x, y, f"{grid[y][x]:.2f}", ha="center", va="center", fontsize=7, color=INK)
+
+
+def over_contexts(result: Result, title: str, path: Path) -> None:
+    """A panel for each model, device and number of requests: milliseconds a step, by form."""
+    found: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
+    for name, metric in result.metrics.items():
+        match = POINT.fullmatch(name)
+        if match and match["form"] in LINES:
+            lines = found.setdefault((match["of"], int(match["requests"])), {})
+            lines.setdefault(match["form"], {})[tokens_of(match["tokens"])] = metric.median
+    columns = min(4, len(found))
+    rows = -(-len(found) // columns)
+    figure, panels = canvas(4.2 * columns, 3.2 * rows + 0.6, rows, columns)
+    figure.suptitle(f"{title}: milliseconds over context length", color=INK, fontsize=13)
+    for axes, ((of, requests), lines) in zip(panels, found.items(), strict=False):
+        draw_lines(axes, lines)
+        words = f"{requests} request{'s' if requests > 1 else ''}"
+        plain(axes, "tokens", title=f"{of.replace('-over-', ' over ')}, {words}")
+    for axes in panels[len(found) :]:
+        axes.set_visible(False)
+    for axes in panels[::columns]:
+        axes.set_ylabel("ms a step", color=INK)
+    panels[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    figure.savefig(path, dpi=150)
+
+
+def draw_lines(axes: Axes, lines: Mapping[str, Mapping[int, float]]) -> None:
+    for form, (label, color, style) in LINES.items():
+        if form in lines:
+            at = sorted(lines[form].items())
+            x, y = zip(*at, strict=True)
+            axes.plot(x, y, style, color=color, marker=".", linewidth=1.2, label=label)
+    contexts = sorted({tokens for line in lines.values() for tokens in line})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(contexts, [short(tokens) for tokens in contexts])
+    axes.minorticks_off()
+    numbered(axes.yaxis, "{:g}".format)
+
+
+def tokens_of(text: str) -> int:
+    """What short() made this of."""
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
