@@ -95,7 +95,7 @@ def run_all(options: Options, say: Say) -> Shown:
             whole.notes.append(f"{part.name}: not measured, {error}")
         else:
             add(whole, result)
-            tables.append(table(result))
+            tables += part.tables(result) or [table(result)]
     return Shown(whole, tables)
 
 

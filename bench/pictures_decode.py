@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from math import isnan, nan
 from pathlib import Path
@@ -11,8 +10,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
+from cxlkv.bench.decode_figures import Cells, Lines, columns_of, contexts_of, lines_of, maps_of
 from cxlkv.bench.result import Result, short
-from cxlkv.bench.style import BLUE, GREY, INK, ORANGE, canvas, numbered, plain
+from cxlkv.bench.style import BLUE, GREEN, GREY, INK, ORANGE, canvas, numbered, plain
 
 GOALS = {
     "exact_to_bound": 0.8,
@@ -30,23 +30,16 @@ LINES = {
     "dynamic_masked": ("the same, with a mask", ORANGE, "--"),
     "sdpa": ("torch sdpa", ORANGE, "-"),
     "flex": ("torch flex attention", ORANGE, "--"),
+    "all_clock": ("all pages, by the device's clock", GREEN, "-"),
+    "auto_5_clock": ("5 %, by the device's clock", GREEN, ":"),
     "floor": ("what memory and arithmetic take", GREY, "-"),
 }
 """A form's name, colour and style in pictures over context length."""
-POINT = re.compile(r"(?P<form>\w+)_(?P<of>[^_]+)_(?P<requests>\d+)x(?P<tokens>\d+k?)")
-Values = dict[str, dict[str, dict[str, float]]]
-"""Of a map: by row, column and kind of ratio."""
 
 
 def heat_maps(result: Result, ratios: Sequence[str], path: Path) -> None:
     """A row of panels for each map, one for each kind of ratio; the text in a cell is the ratio."""
-    maps: dict[str, Values] = {}
-    for name, value in result.ratios.items():
-        for ratio in ratios:
-            match name.removeprefix(f"{ratio}_").split("_"):
-                case [of, row, column]:
-                    cells = maps.setdefault(of, {}).setdefault(row, {})
-                    cells.setdefault(column, {})[ratio] = value
+    maps = maps_of(result, ratios)
     heights = [len(rows) for rows in maps.values()]
     height = 0.3 * sum(heights) + 0.8 * len(maps) + 0.6
     figure, panels = canvas(4.6 * len(ratios), height, len(maps), len(ratios), heights=heights)
@@ -64,9 +57,9 @@ def heat_maps(result: Result, ratios: Sequence[str], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_map(axes: Axes, rows: Values, ratio: str) -> None:
+def draw_map(axes: Axes, rows: Cells, ratio: str) -> None:
     """White where a value is as wanted; empty where there is none."""
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    columns = columns_of(rows)
     grid = [[row.get(column, {}).get(ratio, nan) for column in columns] for row in rows.values()]
     norm = TwoSlopeNorm(GOALS[ratio], 0.4 * GOALS[ratio], 1.4 * GOALS[ratio])
     axes.imshow(grid, COLOURS, norm, aspect="auto")
@@ -81,15 +74,10 @@ def draw_map(axes: Axes, rows: Values, ratio: str) -> None:
 
 def over_contexts(result: Result, title: str, path: Path) -> None:
     """A panel for each model, device and number of requests: milliseconds a step, by form."""
-    found: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
-    for name, metric in result.metrics.items():
-        match = POINT.fullmatch(name)
-        if match and match["form"] in LINES:
-            lines = found.setdefault((match["of"], int(match["requests"])), {})
-            lines.setdefault(match["form"], {})[tokens_of(match["tokens"])] = metric.median
+    found = lines_of(result, tuple(LINES))
     columns = min(4, len(found))
     rows = -(-len(found) // columns)
-    figure, panels = canvas(4.2 * columns, 3.2 * rows + 0.6, rows, columns)
+    figure, panels = canvas(4.2 * columns, 3.2 * rows + 1.1, rows, columns)
     figure.suptitle(f"{title}: milliseconds over context length", color=INK, fontsize=13)
     for axes, ((of, requests), lines) in zip(panels, found.items(), strict=False):
         draw_lines(axes, lines)
@@ -99,24 +87,25 @@ def over_contexts(result: Result, title: str, path: Path) -> None:
         axes.set_visible(False)
     for axes in panels[::columns]:
         axes.set_ylabel("ms a step", color=INK)
-    panels[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    drawn = [axes.get_legend_handles_labels() for axes in panels]
+    handles = {
+        label: one for lines, labels in drawn for one, label in zip(lines, labels, strict=True)
+    }
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
     figure.savefig(path, dpi=150)
 
 
-def draw_lines(axes: Axes, lines: Mapping[str, Mapping[int, float]]) -> None:
+def draw_lines(axes: Axes, lines: Lines) -> None:
     for form, (label, color, style) in LINES.items():
         if form in lines:
             at = sorted(lines[form].items())
             x, y = zip(*at, strict=True)
             axes.plot(x, y, style, color=color, marker=".", linewidth=1.2, label=label)
-    contexts = sorted({tokens for line in lines.values() for tokens in line})
+    contexts = contexts_of(lines)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(contexts, [short(tokens) for tokens in contexts])
     axes.minorticks_off()
     numbered(axes.yaxis, "{:g}".format)
-
-
-def tokens_of(text: str) -> int:
-    """What short() made this of."""
-    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)

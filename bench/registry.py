@@ -59,7 +59,8 @@ class Shown:
 @dataclass(frozen=True)
 class Case:
     """module: in cxlkv.bench, imported when the case runs. It has run(result), which takes QUICK
-    with --quick and a place with --region, and draw(result, path) if it goes with --picture.
+    with --quick and a place with --region, draw(result, path) if it goes with --picture, and
+    tables(result) if it is shown in others than the result's own.
     is_command: it has command(options, say) instead, which returns Shown. options: those that go
     with it, besides --json. files: its results in docs/results. parts: it is several cases."""
 
@@ -87,7 +88,15 @@ class Case:
                 if not self.parts:
                     raise
                 result.notes.append(f"{part}: not measured, {error}")
-        return Shown(result, draw=lambda path: self.load().draw(result, path))
+        tables = [
+            made for part in self.parts or (self.name,) for made in CASES[part].tables(result)
+        ]
+        return Shown(result, tables, draw=lambda path: self.load().draw(result, path))
+
+    def tables(self, result: Result) -> list[Table]:
+        """None if a check failed: the result's own table shows no times then."""
+        module = self.load()
+        return list(module.tables(result)) if result.passed and hasattr(module, "tables") else []
 
     def measure(self, result: Result, options: Options) -> None:
         module = self.load()

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from rich.table import Table
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -26,6 +27,7 @@ from cxlkv.bench.cases.decode_layers import (
     layers_of,
     machine,
 )
+from cxlkv.bench.decode_figures import line_table
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.result import Result, short
 from cxlkv.emulation.link import Link, emulate
@@ -192,6 +194,12 @@ def clock_s(link: Link, form: Walk) -> float:
     before = link.seconds
     form()
     return link.seconds - before
+
+
+def tables(result: Result) -> list[Table]:
+    ours = [f"{method}_{100 * share:g}" for share, method in product(SHARES, METHODS)]
+    forms = ("all", *ours, "sdpa", "flex", "floor")
+    return [line_table(result, forms, "cxlkv bench decode-attention")]
 
 
 def draw(result: Result, path: Path) -> None:

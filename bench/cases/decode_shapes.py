@@ -15,6 +15,8 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
+from rich.table import Table
+
 from cxlkv.bench.cases.decode_layers import (
     Decoding,
     Layers,
@@ -24,6 +26,7 @@ from cxlkv.bench.cases.decode_layers import (
     layers_of,
     machine,
 )
+from cxlkv.bench.decode_figures import map_tables
 from cxlkv.bench.result import Result, short
 from cxlkv.ndp.engine import Budget
 
@@ -157,6 +160,18 @@ def sum_up(result: Result, cells: Sequence[Cell]) -> None:
         result.ratios |= {f"{name}_least": min(found), f"{name}_median": median(found)}
     within = [result.ratios[f"auto_to_best_{cell.name}"] >= 0.9 for cell in cells]
     result.measure("auto_within_tenth", [sum(within) / len(within)], "share of cells")
+    result.notes.append(
+        f"auto is within a tenth of the best in {sum(within)} of {len(cells)} cells"
+    )
+
+
+def tables(result: Result) -> list[Table]:
+    """The maps, and what all cells come to."""
+    summary = Table("", "of all cells", title="cxlkv bench decode-shapes")
+    for name, value in result.ratios.items():
+        if name.endswith(("_least", "_median")):
+            summary.add_row(name, f"{value:.2f}")
+    return [*map_tables(result, RATIOS), summary]
 
 
 def draw(result: Result, path: Path) -> None:

@@ -15,11 +15,13 @@ from time import perf_counter
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv.adapters.transformers import CXLCache, layout_of
 from cxlkv.bench.cases.decode_layers import Walk, all_threads
+from cxlkv.bench.decode_figures import line_table
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.result import Result, short
 from cxlkv.demo import smollm2
@@ -182,6 +184,11 @@ def slopes(result: Result, ms: Mapping[int, Mapping[str, float]], name: str) -> 
         for form, longest in ms[last].items():
             slope = 1e3 * (longest - ms[first][form]) / (last - first)
             result.measure(f"{form}_slope_{name}", [slope], "ms/1000 tokens")
+
+
+def tables(result: Result) -> list[Table]:
+    ours = ["all", *(f"auto_{100 * share:g}" for share in SHARES)]
+    return [line_table(result, [*ours, "dynamic", "dynamic_masked"], "cxlkv bench decode-steps")]
 
 
 def draw(result: Result, path: Path) -> None:

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="these benchmarks compare with torch
 pytest.importorskip("transformers", reason="these benchmarks run a model of transformers")
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from cxlkv.bench import pictures_decode  # noqa: E402
+from cxlkv.bench import decode_figures  # noqa: E402
 from cxlkv.bench.cases import (  # noqa: E402
     decode_attention,
     decode_shapes,
@@ -73,6 +73,8 @@ def test_shapes_fill_their_maps(tmp_path: Path) -> None:
     staged = {one for one in result.ratios if one.startswith("two_stage_to_exact_contexts")}
     assert staged == {"two_stage_to_exact_contexts_p16-x1_16k"}  # where sketches are read
     assert "contexts_p16-x2_16k left out, too large" in "\n".join(result.notes)
+    heads, dtypes, contexts, _ = CASES["decode-shapes"].tables(result)
+    assert (heads.row_count, dtypes.row_count, contexts.row_count) == (4, 8, 8)
     assert 0 <= result.metrics["auto_within_tenth"].median <= 1
     decode_shapes.draw(result, tmp_path / "shapes.png")
     assert (tmp_path / "shapes.png").read_bytes().startswith(PNG)
@@ -84,6 +86,7 @@ def test_shapes_write_no_ratio_when_forms_disagree(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ndp_rivals, "keys_first", lambda *given: chosen(*given) + 1)
     result = Result("decode-shapes")
     decode_shapes.run(result, replace(SHAPES, other_dtypes=(), contexts=()))
+    assert CASES["decode-shapes"].tables(result) == []
     assert {name for name, holds in result.checks.items() if not holds} == {
         f"exact_agrees_with_torch_heads_bfloat16-d64_g{group}" for group in (1, 5)
     }
@@ -110,6 +113,8 @@ def test_attention_in_memory_and_over_links(
     assert {f"auto_5_to_torch_135m_{n}x{c}" for n in (1, 2) for c in ("1k", "2k")} < {
         *result.ratios
     }
+    (shown,) = CASES["decode-attention"].tables(result)
+    assert shown.row_count == 4 + 10  # devices
     decode_attention.draw(result, tmp_path / "attention.png")
     assert (tmp_path / "attention.png").read_bytes().startswith(PNG)
 
@@ -156,6 +161,11 @@ def test_steps_of_a_tiny_model(tmp_path: Path) -> None:
         assert {f"{form}_tiny_3x160", f"{form}_slope_tiny_1"} < {*result.metrics}
     assert result.metrics["divergence_auto_5_tiny_1x160"].median > 1e-4  # it does read fewer pages
     assert result.metrics["divergence_all_tiny_1x160"].median < 1e-4
+    (shown,) = CASES["decode-steps"].tables(result)
+    assert [list(column.cells) for column in shown.columns[1:3]] == [
+        ["1", "1", "3", "3"],
+        ["64", "160", "64", "160"],
+    ]
     decode_steps.draw(result, tmp_path / "steps.png")
     assert (tmp_path / "steps.png").read_bytes().startswith(PNG)
 
@@ -201,5 +211,5 @@ def test_steps_of_the_trained_model() -> None:
 
 
 @pytest.mark.parametrize("tokens", [96, 1024, 7000, 131072])
-def test_pictures_read_lengths_as_they_are_written(tokens: int) -> None:
-    assert pictures_decode.tokens_of(short(tokens)) == tokens
+def test_lengths_are_read_as_they_are_written(tokens: int) -> None:
+    assert decode_figures.tokens_of(short(tokens)) == tokens
