@@ -133,10 +133,11 @@ class Layers:
         keys, values = (one.transpose(0, 1).float() for one in (self.keys, self.values))
         exact, staged = (self.picked(budget, method).pages[0] for method in ("exact", "two_stage"))
         theirs = ndp_rivals.keys_first(keys, first, shape.page_tokens, exact.shape[-1])
+        missed = exact.size * (1 - agreement(staged, exact))
         wanted = ndp_rivals.sdpa(first[None], keys, values).flatten()
         result.checks |= {
             f"exact_agrees_with_torch_{name}": agreement(exact, theirs.numpy()) > 0.99,
-            f"two_stage_agrees_with_exact_{name}": agreement(staged, exact) > 0.93,
+            f"two_stage_agrees_with_exact_{name}": missed <= max(2.5, 0.07 * exact.size),
             f"attend_agrees_with_torch_{name}": difference(self.attended()[0], wanted) < 0.01,
         }
 

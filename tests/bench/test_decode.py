@@ -159,7 +159,6 @@ def test_steps_of_a_tiny_model(tmp_path: Path) -> None:
     check_result(result)
     for form in ("dynamic", "dynamic_masked", "all", "auto_15", "auto_5"):
         assert {f"{form}_tiny_3x160", f"{form}_slope_tiny_1"} < {*result.metrics}
-    assert result.metrics["divergence_auto_5_tiny_1x160"].median > 1e-4  # it does read fewer pages
     assert result.metrics["divergence_all_tiny_1x160"].median < 1e-4
     (shown,) = CASES["decode-steps"].tables(result)
     assert [list(column.cells) for column in shown.columns[1:3]] == [
