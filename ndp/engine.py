@@ -17,12 +17,13 @@ from cxlkv.arrays import Array
 from cxlkv.errors import BadArgumentError
 
 METHODS = ("exact", "digest", "two_stage", "auto", "attention")
-METHODS_TAKEN = (*METHODS, "all")  # by their numbers in the core
+METHODS_TAKEN = (*METHODS, "all", "kept")  # by their numbers in the core
 UNIONS = ("kv_head", "layer")
 PERS = ("query", "sequence")
 RECALL = 0.98
 PAGES_MAX = 2**31 - 1  # page numbers are int32
 AMOUNTS = ("pages", "share", "mass")
+REFRESH_MAX = 1024  # steps
 SHARE = 0.15
 """Of the pages, where a budget says nothing: docs/budgets.md has what it costs a trained model."""
 STAGED_TOKENS = 1024
@@ -43,6 +44,10 @@ class Budget:
     dense_layers: the first so many layers attend to all pages, and nothing is read to choose them.
     by_layer: these layers have that many pages, or that share or mass, instead: {5: 0.2}. Layers
     are numbered as the pool's, from 0.
+
+    refresh: Batch.decode may use a choice for so many steps, with the pages that are new since
+    then; for fewer as long as each new choice shows that the old one had missed a tenth of what the
+    new pages hold. 1: each step chooses. It takes the least of a call's budgets.
     """
 
     pages: int | None = None
@@ -54,6 +59,7 @@ class Budget:
     per: str = "query"
     dense_layers: int = 0
     by_layer: Mapping[int, float] = field(default_factory=dict, hash=False)
+    refresh: int = 1
 
     def __post_init__(self) -> None:
         given = [name for name in AMOUNTS if getattr(self, name) is not None]
@@ -66,6 +72,8 @@ class Budget:
         for word in ("sinks", "recent", "dense_layers"):
             if getattr(self, word) < 0:
                 raise BadArgumentError(f"{word}={getattr(self, word)}: 0 or more")
+        if not 1 <= self.refresh <= REFRESH_MAX:
+            raise BadArgumentError(f"refresh={self.refresh}: 1 to {REFRESH_MAX} steps")
         if self.union not in UNIONS or self.per not in PERS:
             raise BadArgumentError(f"union is one of {UNIONS}, per one of {PERS}")
         layers: object = self.by_layer
@@ -205,8 +213,8 @@ class Decoded:
 
     out: [rows, q_heads, value_head_dim], in the queries' dtype; lse: float32 [rows, q_heads].
     bytes_scored were read to choose pages, bytes_read are K and V that were attended to. method:
-    how pages were chosen; "all" when all were attended to, and nothing was read to choose. stages:
-    as of a Selection.
+    how pages were chosen; "all" when all were attended to, "kept" when an earlier step chose: then
+    nothing was read to choose. stages: as of a Selection.
     """
 
     out: Array

@@ -129,10 +129,11 @@ def decode(
     got = check_queries(layout, queries, rows)
     made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
     lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
-    array, codes, numbers = None, (0, 0, 0), (asked.scale, 0.0, 0.0)
+    array, codes, numbers, refresh = None, (0, 0, 0), (asked.scale, 0.0, 0.0), 1
     if any(budget.chooses(asked.layer) for budget in asked.budgets):
         array = _core.budgets([b.decode_row(asked.layer) for b in asked.budgets])
         codes, numbers = _words(asked, uniform(asked.budgets))
+        refresh = min(b.refresh for b in asked.budgets)
     done = _core.batch_decode(
         batch,
         asked.layer,
@@ -141,6 +142,7 @@ def decode(
         rewind,
         array,
         codes,
+        refresh,
         (numbers[0], softcap, *numbers[1:]),
         address,
         view(lse, "lse"),

@@ -256,6 +256,7 @@ def batch_decode(
     rewind: int,
     budget_array: Any,
     codes: tuple[int, int, int],
+    refresh: int,
     numbers: tuple[float, float, float, float],
     out_address: int,
     lse: View,
@@ -280,6 +281,7 @@ def batch_decode(
     else:
         args.budgets, args.budget_count = budget_array, len(budget_array)
     args.method, args.union_over, args.per = codes
+    args.refresh = refresh
     args.scale, args.softcap, args.errors, args.read_rate = numbers
     args.out = ffi.cast("void *", out_address)
     args.lse = ffi.cast("float *", lse.address)

@@ -85,6 +85,7 @@ class Select(_Request):
     by_layer: dict[Annotated[int, Field(strict=False)], float] = Field(
         default={}, max_length=LAYERS_MAX
     )
+    refresh: int = Field(default=1, ge=1)
     method: str
     scale: float | None
     recall: float

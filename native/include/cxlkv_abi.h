@@ -210,6 +210,7 @@ typedef struct cxlkv_budget {
 #define CXLKV_METHOD_AUTO 3 /* what is cheapest of exact, two stages and, to decode, all */
 #define CXLKV_METHOD_ATTENTION 4 /* by a page's share of the attention, of its group on average */
 #define CXLKV_METHOD_ALL 5 /* out: nothing was chosen, all pages were attended to */
+#define CXLKV_METHOD_KEPT 6 /* out: an earlier step chose, and what is new was added */
 #define CXLKV_UNION_KV_HEAD 0
 #define CXLKV_UNION_LAYER 1
 #define CXLKV_PER_QUERY 0
@@ -287,6 +288,7 @@ typedef struct cxlkv_decode_args {
     uint32_t method; /* in and out, as of a select */
     uint32_t union_over;
     uint32_t per;
+    uint32_t refresh; /* a choice is for so many steps at most; 0 and 1: for its own */
     float read_rate;
     float scale;
     float softcap;

@@ -14,7 +14,7 @@ from cxlkv.ndp.engine import METHODS, Budget
 PREFIX = "kv_connector_extra_config"
 BY_MASS = ("auto", "exact", "attention")
 _NUMBERS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    **dict.fromkeys(("pages", "sinks", "recent", "dense_layers"), (int, "whole number")),
+    **dict.fromkeys(("pages", "sinks", "recent", "dense_layers", "refresh"), (int, "whole number")),
     **dict.fromkeys(("share", "mass"), ((int, float), "number")),
     "by_layer": (Mapping, "mapping of layers to amounts"),
 }

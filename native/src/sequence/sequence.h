@@ -75,6 +75,8 @@ struct cxlkv_batch {
     void *scratch;
     size_t scratch_bytes;
     atomic_uint chosen_pages;    /* in the longest list of the last decode */
+    pthread_mutex_t choice_lock; /* guards `choices` */
+    struct kept_choice *choices; /* [layers], or NULL: none was kept */
     bool counted_elsewhere;      /* a worker's: its client counts which pages were used */
 };
 

@@ -1,32 +1,6 @@
 /* Decode: a layer of a step in one call. The chosen pages stay in the core. */
-#include <math.h>
-#include <stdlib.h>
-
 #include "ndp/ndp.h"
-
-/* The lists of a decode. */
-typedef struct chosen_lists {
-    uint64_t lists;              /* and heads */
-    int32_t *pages;
-    float *scores;
-    int32_t *counts;
-} chosen_lists;
-
-static void chosen_free(chosen_lists *chosen) {
-    free(chosen->pages);
-    free(chosen->scores);
-    free(chosen->counts);
-}
-
-static int chosen_reserve(chosen_lists *chosen, uint64_t pages) {
-    chosen_free(chosen);
-    chosen->pages = malloc((chosen->lists * pages + 1) * sizeof(*chosen->pages));
-    chosen->scores = malloc((chosen->lists * pages + 1) * sizeof(*chosen->scores));
-    chosen->counts = malloc((chosen->lists + 1) * sizeof(*chosen->counts));
-    return chosen->pages && chosen->scores && chosen->counts
-               ? 0
-               : fail(ENOMEM, "no memory for %lu lists of %lu pages", chosen->lists, pages);
-}
+#include "sequence/kept_choice.h"
 
 static int64_t choose(cxlkv_batch *batch, cxlkv_decode_args *args, chosen_lists *chosen,
                       cxlkv_select_args *select) {
@@ -45,6 +19,7 @@ static int64_t choose(cxlkv_batch *batch, cxlkv_decode_args *args, chosen_lists 
         pages = select->k;
     } while (code == -CXLKV_E_ROOM);
     if (code < 0) return code;
+    chosen->k = select->k;
     atomic_store_explicit(&batch->chosen_pages, select->k, memory_order_relaxed);
     args->method = select->method;
     args->bytes_scored = select->bytes_scored;
@@ -53,6 +28,31 @@ static int64_t choose(cxlkv_batch *batch, cxlkv_decode_args *args, chosen_lists 
     args->lists_staged = select->lists_staged;
     args->mean_error = select->mean_error;
     return 0;
+}
+
+/* Chooses, or takes an earlier choice; attends. Returns the bytes of K and V that were read. */
+static int64_t attend_to_chosen(cxlkv_batch *batch, cxlkv_decode_args *args,
+                                cxlkv_select_args *select, cxlkv_attend_args *attend) {
+    const cxlkv_decode_args asked = *args;
+    uint32_t rows = (uint32_t)args->starts[batch->count];
+    uint32_t lists = args->per == CXLKV_PER_QUERY ? rows : batch->count;
+    chosen_lists chosen = {.lists = (uint64_t)lists * batch->pool->layout.kv_heads};
+    int64_t code = args->budget_count ? choice_take(batch, args, &chosen) : 0;
+    if (code > 0) args->method = CXLKV_METHOD_KEPT;
+    else if (!args->budget_count) args->method = CXLKV_METHOD_ALL;
+    else if (args->method == CXLKV_METHOD_AUTO) args->method = cheapest_method(batch, select, true);
+    bool chooses = args->method != CXLKV_METHOD_KEPT && args->method != CXLKV_METHOD_ALL;
+    if (code == 0 && chooses) code = choose(batch, args, &chosen, select);
+    if (args->method != CXLKV_METHOD_ALL)
+        attend->picked =
+            (cxlkv_picked){.pages = chosen.pages, .lists = lists, .k = chosen.k, .per = args->per};
+    if (code >= 0) code = cxlkv_batch_attend(batch, attend);
+    if (code >= 0 && chooses) {
+        int kept = choice_keep(batch, &asked, &chosen);
+        if (kept < 0) code = kept;
+    }
+    chosen_free(&chosen);
+    return code;
 }
 
 int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args) {
@@ -82,20 +82,8 @@ int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args) {
     code = cxlkv_batch_append(batch, args->layer, &args->keys, values, args->starts, args->rewind);
     if (code < 0) return code;
     args->appended = 1;
-    code = 0;
-    if (!args->budget_count) args->method = CXLKV_METHOD_ALL;
-    if (args->method == CXLKV_METHOD_AUTO) args->method = cheapest_method(batch, &select, true);
-    uint32_t rows = (uint32_t)args->starts[batch->count];
-    uint32_t lists = args->per == CXLKV_PER_QUERY ? rows : batch->count;
-    chosen_lists chosen = {.lists = (uint64_t)lists * batch->pool->layout.kv_heads};
-    if (args->method != CXLKV_METHOD_ALL) {
-        code = choose(batch, args, &chosen, &select);
-        attend.picked = select_chosen(&select);
-        attend.picked.lists = lists;
-    }
-    if (code == 0) code = cxlkv_batch_attend(batch, &attend);
+    code = attend_to_chosen(batch, args, &select, &attend);
     if (code >= 0) args->bytes_attended = (uint64_t)code;
-    chosen_free(&chosen);
     return code;
 }
 
