@@ -115,7 +115,7 @@ class Budget:
         return (2, 0, own or self.mass, *forced)
 
     def decode_row(self, layer: int) -> tuple[int, int, float, int, int]:
-        """The same for who wants no scores: where there is nothing to choose, nothing is read."""
+        """row() for decode, which needs no scores: where all pages are attended to, no key is read."""
         row = self.row(layer)
         return row if self.chooses(layer) else (ALL, 0, 0.0, *row[3:])
 

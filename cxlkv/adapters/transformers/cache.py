@@ -302,7 +302,8 @@ class CXLCache(Cache):
 
     @property
     def _decodes_at_once(self) -> bool:
-        """Attention is in the pool, and nobody wants to see what is chosen."""
+        """Whether a step is one call into the core: attention is in the pool, and no subclass chooses
+        or attends by itself."""
         kind = type(self)
         plain = kind.choose is CXLCache.choose and kind.attend is CXLCache.attend
         return plain and self.attention == "pool"

@@ -7,8 +7,8 @@
  *
  * All else is run by the pool's own helpers, which one task at a time has, and so is a step where
  * there is no team. A thread that sleeps is woken in 50 us or, on a virtual machine, in
- * milliseconds. So a helper looks out for the next task for a while before it sleeps, and nobody
- * waits for one that has not begun. */
+ * milliseconds. So a helper waits for the next task for LOOK_OUT_NS before it sleeps, and a task
+ * ends without the helpers that have not begun with it. */
 #include <stdlib.h>
 #include <string.h>
 

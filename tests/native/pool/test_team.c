@@ -1,7 +1,7 @@
 /* Goal: the tasks of a model's step run on the threads of the caller's OpenMP team: each item once,
  * by no more threads than the pool has, the first error with its text; all else, a team that is too
  * small and a forked child are left to the pool's own threads. Method: this program is its own
- * OpenMP runtime, which counts what is asked of it. */
+ * OpenMP runtime, which counts the regions that it is asked to run. */
 #include <pthread.h>
 
 #include "base/team.h"
@@ -43,7 +43,7 @@ static _Thread_local bool has_taken;
 static int count_item(void *context, uint32_t item) {
     if (!has_taken) atomic_fetch_add(&takers, 1);
     has_taken = true;
-    /* Until as many take part as may, nobody goes on. */
+    /* Waits until all threads of the region have taken an item. */
     while (atomic_load(&takers) < *(uint32_t *)context) sched_yield();
     atomic_fetch_add(&done[item], 1);
     return 0;
@@ -77,7 +77,7 @@ static void test_tasks(cxlkv_pool *pool) {
     check_all_done();
     CHECK(run_step_tasks(pool, ITEMS, fail_item, NULL) == -EIO);
     CHECK(strstr(cxlkv_error_text(), "item 7 is broken"));
-    CHECK(run_step_tasks(pool, 1, count_item, &wanted) == 0); /* one item wakes nobody */
+    CHECK(run_step_tasks(pool, 1, count_item, &wanted) == 0); /* one item: no region */
     CHECK(regions == before + 2 && atomic_exchange(&done[0], 0) == 1);
 }
 
