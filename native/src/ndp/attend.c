@@ -7,36 +7,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ndp/ndp.h"
+#include "ndp/attend.h"
 #include "pool/peers.h"
-
-enum { SPAN_QUERIES = 64, SPAN_PAGES_MIN = 64, SPANS_WANTED = 128 };
 
 /* Pages that are attended to together, while as many behind them are asked for. */
 enum { BLOCK_PAGES = 8, BLOCK_TOKENS = 64, BLOCK_BYTES = 32 << 10 };
-
-typedef struct span {
-    uint32_t sequence;
-    uint32_t head_first, head_count;
-    uint64_t row_first, row_count;      /* within the sequence */
-    uint64_t first_query, block;        /* of the sequence; as of a select's plan */
-    const int32_t *pages;               /* a list, or NULL: the range below */
-    uint32_t page_first, page_last;     /* positions in the list, or page indices */
-    float *state;                       /* [head][query]{m, l} then [head][query][value_dim] */
-} span;
-
-typedef struct attend_job {
-    cxlkv_batch *batch;
-    cxlkv_attend_args *args;
-    const kernels *isa;
-    kernel_queries queries;             /* of all sequences */
-    uint32_t group, rows;
-    span *spans;
-    uint32_t span_count;
-    uint32_t parts;                     /* neighbouring spans that share rows and heads */
-    atomic_ulong bytes;
-    local_reads reads;
-} attend_job;
 
 static uint64_t span_queries(const attend_job *job, const span *s) {
     return s->row_count * job->group;
@@ -103,7 +78,7 @@ typedef struct head_rows {
     page_rows keys, values;
 } head_rows;
 
-/* Of a head of a span, in job->queries. */
+/* Of a head of a span, in the queries of the job or its groups. */
 static uint64_t first_query_of(const attend_job *job, const span *s, uint32_t head) {
     return s->first_query + (s->head_first + head) * s->block + s->row_first * job->group;
 }
@@ -171,6 +146,7 @@ typedef struct span_walk {
 /* The page at position `at`; -1: none that is seen. */
 static int64_t page_at(const span_walk *w, uint32_t at) {
     int64_t index = w->s->pages ? w->s->pages[at] : (int64_t)at;
+    if (index >= w->s->gap_first) index += w->s->gap_pages;
     if (index == -1 && w->s->pages) return -1;
     if (index < 0 || index >= w->view.pages)
         return fail(CXLKV_E_ARGUMENT, "attend: page %ld, the sequence has %u", index,
@@ -192,8 +168,8 @@ static int block_take(span_walk *w, page_block *block) {
         block->tokens += block->held[i];
         block->keys[i] = view_rows(&w->view, (uint32_t)index, PIECE_KEYS);
         block->values[i] = view_rows(&w->view, (uint32_t)index, PIECE_VALUES);
-        block->whole &= view_whole(&w->view, (uint32_t)index, w->s->row_first, w->s->row_count,
-                                   w->rows);
+        block->whole &= w->s->shared || view_whole(&w->view, (uint32_t)index, w->s->row_first,
+                                                   w->s->row_count, w->rows);
     }
     return 0;
 }
@@ -219,7 +195,8 @@ static void attend_whole(const span_walk *w, const page_block *block, const page
     uint32_t at = w->s->head_first + head, tokens = block->tokens, value_dim;
     uint32_t count = (uint32_t)span_queries(job, w->s);
     float *state = state_of(job, w->s, head), *accumulator = accumulator_of(job, w->s, head);
-    kernel_queries queries = queries_range(job->queries, first_query_of(job, w->s, head), count);
+    const kernel_queries *all = w->s->shared ? &job->group_queries : &job->queries;
+    kernel_queries queries = queries_range(*all, first_query_of(job, w->s, head), count);
     bool one_piece = values_are_keys(layout);
     uint32_t done = 0;
     value_dim = layout->value_head_dim;
@@ -326,117 +303,85 @@ static void write_query(const attend_job *job, uint64_t row, uint32_t q_head, fl
     args->lse[place] = sum == 0 ? -INFINITY : largest + logf(sum);
 }
 
+/* One head of a span that a merge is made of, from a query on. */
+typedef struct partial {
+    const float *state;
+    float *sums;
+} partial;
+
+static partial partial_of(const attend_job *job, const merge *m, uint32_t i, uint32_t head,
+                          uint64_t query) {
+    uint64_t heads = job->batch->pool->layout.kv_heads;
+    const span *s = &job->spans[m->first + i];
+    if (i >= m->count) {
+        s = &job->spans[m->shared + (i - m->count) * heads + head];
+        head = 0;
+        query += m->shared_query;
+    }
+    return (partial){.state = state_of(job, s, head) + 2 * query,
+                     .sums = accumulator_of(job, s, head) +
+                             query * job->batch->pool->layout.value_head_dim};
+}
+
 /* All parts of one (rows, head): into the first part's accumulator, then out. */
-static void merge_query(const attend_job *job, const span *parts, uint32_t head, uint64_t query) {
+static void merge_query(const attend_job *job, const merge *m, uint32_t head, uint64_t query) {
+    const span *s = &job->spans[m->first];
     uint32_t value_dim = job->batch->pool->layout.value_head_dim;
+    uint32_t count = m->count + m->shared_count;
     float largest = -INFINITY, sum = 0;
-    for (uint32_t i = 0; i < job->parts; i++) {
-        float m = state_of(job, &parts[i], head)[2 * query];
-        if (m > largest) largest = m;
+    for (uint32_t i = 0; i < count; i++) {
+        float found = partial_of(job, m, i, head, query).state[0];
+        if (found > largest) largest = found;
     }
-    float *total = accumulator_of(job, &parts[0], head) + query * value_dim;
-    for (uint32_t i = 0; i < job->parts; i++) {
-        const float *state = state_of(job, &parts[i], head) + 2 * query;
-        const float *part = accumulator_of(job, &parts[i], head) + query * value_dim;
-        float factor = state[0] == -INFINITY ? 0.0f : expf(state[0] - largest);
-        sum += isnan(state[1]) ? state[1] : factor * state[1];
+    float *total = partial_of(job, m, 0, head, query).sums;
+    for (uint32_t i = 0; i < count; i++) {
+        partial p = partial_of(job, m, i, head, query);
+        float factor = p.state[0] == -INFINITY ? 0.0f : expf(p.state[0] - largest);
+        sum += isnan(p.state[1]) ? p.state[1] : factor * p.state[1];
         for (uint32_t d = 0; d < value_dim; d++)
-            total[d] = i == 0 ? factor * part[d] : total[d] + factor * part[d];
+            total[d] = i == 0 ? factor * p.sums[d] : total[d] + factor * p.sums[d];
     }
-    uint64_t row = (uint64_t)job->args->starts[parts->sequence] + parts->row_first +
-                   query / job->group;
-    uint32_t q_head = (parts->head_first + head) * job->group + (uint32_t)(query % job->group);
+    uint64_t row = (uint64_t)job->args->starts[s->sequence] + s->row_first + query / job->group;
+    uint32_t q_head = (s->head_first + head) * job->group + (uint32_t)(query % job->group);
     write_query(job, row, q_head, total, largest, sum);
 }
 
 static int merge_task(void *context, uint32_t item) {
     const attend_job *job = context;
-    const span *parts = &job->spans[item * job->parts];
-    for (uint32_t head = 0; head < parts->head_count; head++)
-        for (uint64_t query = 0; query < span_queries(job, parts); query++)
-            merge_query(job, parts, head, query);
+    const merge *m = &job->merges[item];
+    const span *s = &job->spans[m->first];
+    for (uint32_t head = 0; head < s->head_count; head++)
+        for (uint64_t query = 0; query < span_queries(job, s); query++)
+            merge_query(job, m, head, query);
     return 0;
 }
 
-/* ---- cutting the work into spans ---- */
+/* ---- putting it together ---- */
 
-/* How many pages, from *low on, `count` rows from `row` on see; without a window all. */
-static uint32_t pages_in_sight(const layer_view *view, uint64_t row, uint64_t count, uint64_t rows,
-                               uint32_t *low) {
-    uint64_t page_tokens = view->sequence->pool->layout.page_tokens;
-    *low = 0;
-    if (view->window == 0) return view->pages;
-    uint64_t last = view->tokens - rows + row + count - 1;
-    *low = (uint32_t)(view_low(view, row, rows) / page_tokens);
-    return (uint32_t)(last / page_tokens) + 1 - *low;
-}
-
-/* Picked: a span for each (list, head). All pages: for each block of rows, cut in `parts`. */
-static uint32_t cut(attend_job *job, span *out) {
+/* Scratch: packed queries, then those of groups, then the states of spans. */
+static int place_scratch(attend_job *job) {
     const cxlkv_attend_args *args = job->args;
-    const cxlkv_picked *picked = &args->picked;
-    uint32_t heads = job->batch->pool->layout.kv_heads, count = 0;
-    uint64_t block = SPAN_QUERIES / job->group ? SPAN_QUERIES / job->group : 1, queries = 0;
-    bool per_query = picked->pages && picked->per == CXLKV_PER_QUERY;
-    if (per_query) block = 1;
-    for (uint32_t i = 0; i < job->batch->count; i++) {
-        uint64_t rows = (uint64_t)(args->starts[i + 1] - args->starts[i]);
-        layer_view view = view_of(job->batch->sequences[i], args->layer);
-        uint64_t first_query = query_place(rows, job->group, heads, &queries);
-        for (uint64_t row = 0; row < rows; row += block) {
-            span made = {.sequence = i, .row_first = row, .row_count = min_u64(block, rows - row),
-                         .first_query = first_query, .block = query_block(rows, job->group),
-                         .head_count = picked->pages ? 1 : heads};
-            uint64_t list = per_query ? (uint64_t)args->starts[i] + row : i;
-            for (uint32_t head = 0; picked->pages && head < heads; head++, count++) {
-                if (!out) continue;
-                made.head_first = head;
-                made.pages = picked->pages + (list * heads + head) * picked->k;
-                made.page_last = picked->k;
-                out[count] = made;
-            }
-            uint32_t low, pages = pages_in_sight(&view, row, made.row_count, rows, &low);
-            for (uint32_t part = 0; !picked->pages && part < job->parts; part++, count++) {
-                if (!out) continue;
-                made.page_first = low + (uint32_t)((uint64_t)pages * part / job->parts);
-                made.page_last = low + (uint32_t)((uint64_t)pages * (part + 1) / job->parts);
-                out[count] = made;
-            }
-        }
-    }
-    return count;
-}
-
-/* The same for any number of threads: where the sums are cut decides their last bits. */
-static void choose_parts(attend_job *job) {
-    uint32_t pages = 0;
-    job->parts = 1;
-    if (job->args->picked.pages) return;
-    for (uint32_t i = 0; i < job->batch->count; i++) {
-        layer_view view = view_of(job->batch->sequences[i], job->args->layer);
-        uint64_t reach = view.window / job->batch->pool->layout.page_tokens + 1;
-        uint32_t mine = view.window ? (uint32_t)min_u64(view.pages, reach) : view.pages;
-        if (mine > pages) pages = mine;
-    }
-    uint32_t blocks = cut(job, NULL);
-    if (blocks == 0 || blocks >= SPANS_WANTED) return;
-    uint32_t wanted = (SPANS_WANTED + blocks - 1) / blocks;
-    job->parts = min_u32(wanted, pages / SPAN_PAGES_MIN > 1 ? pages / SPAN_PAGES_MIN : 1);
-}
-
-static int place_states(attend_job *job) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
-    const cxlkv_attend_args *args = job->args;
-    uint64_t queries = (uint64_t)job->rows * args->q_heads;
-    uint64_t total = queries_total(job->batch, args->q_heads, args->starts);
-    uint64_t query_floats = queries_bytes(job->batch, job->isa, total) / sizeof(float);
-    uint64_t floats = query_floats + queries * job->parts * (2ull + layout->value_head_dim);
-    if (!batch_scratch(job->batch, floats * sizeof(float) + LINE_BYTES)) return -ENOMEM;
-    float *at = (float *)job->batch->scratch + query_floats;
+    cxlkv_batch *batch = job->batch;
+    uint64_t state_floats = 2 + batch->pool->layout.value_head_dim, floats = 0, group_bytes = 0;
+    uint64_t query_bytes =
+        queries_bytes(batch, job->isa, queries_total(batch, args->q_heads, args->starts));
+    if (job->sharers)
+        group_bytes = queries_bytes(batch, job->isa,
+                                    queries_total(batch, args->q_heads, job->group_starts));
+    for (uint32_t i = 0; i < job->span_count; i++)
+        floats += span_queries(job, &job->spans[i]) * job->spans[i].head_count * state_floats;
+    uint64_t bytes = query_bytes + group_bytes + floats * sizeof(float);
+    uint8_t *at = batch_scratch(batch, bytes + LINE_BYTES);
+    if (!at) return -ENOMEM;
+    job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts, NULL,
+                                at);
+    if (job->sharers)
+        job->group_queries = queries_pack(batch, job->isa, &args->queries, args->q_heads,
+                                          job->group_starts, job->group_order, at + query_bytes);
+    float *state = (float *)(at + query_bytes + group_bytes);
     for (uint32_t i = 0; i < job->span_count; i++) {
-        job->spans[i].state = at;
-        at += span_queries(job, &job->spans[i]) * job->spans[i].head_count *
-              (2 + layout->value_head_dim);
+        job->spans[i].state = state;
+        state += span_queries(job, &job->spans[i]) * job->spans[i].head_count * state_floats;
     }
     return 0;
 }
@@ -455,13 +400,6 @@ int attend_check(const cxlkv_attend_args *args) {
                 (double)args->scale, (double)args->softcap);
 }
 
-uint32_t attend_parts(cxlkv_batch *batch, cxlkv_attend_args *args) {
-    attend_job job = {.batch = batch, .args = args,
-                      .group = args->q_heads / batch->pool->layout.kv_heads};
-    choose_parts(&job);
-    return job.parts;
-}
-
 static int64_t attend_locked(attend_job *job) {
     cxlkv_attend_args *args = job->args;
     cxlkv_batch *batch = job->batch;
@@ -471,21 +409,11 @@ static int64_t attend_locked(attend_job *job) {
     job->group = args->q_heads / batch->pool->layout.kv_heads;
     code = picked_check(job);
     if (code < 0) return code;
-    if (job->parts == 0) choose_parts(job);
-    job->span_count = cut(job, NULL);
-    if (job->parts > 1 && job->span_count >= 2 * SPANS_WANTED)
-        return fail(CXLKV_E_ARGUMENT, "attend: pages in %u parts are %u spans", job->parts,
-                    job->span_count);
-    job->spans = calloc(job->span_count + 1, sizeof(*job->spans));
-    if (!job->spans) return fail(ENOMEM, "no memory for %u spans", job->span_count);
-    cut(job, job->spans);
-    code = place_states(job);
+    code = attend_cut(job);
+    if (code == 0) code = place_scratch(job);
     if (code < 0) return code;
-    job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts,
-                                batch->scratch);
     code = run_step_tasks(batch->pool, job->span_count, attend_span, job);
-    uint32_t merges = job->span_count / job->parts;
-    if (code == 0) code = run_step_tasks(batch->pool, merges, merge_task, job);
+    if (code == 0) code = run_step_tasks(batch->pool, job->merge_count, merge_task, job);
     if (code < 0) return code;
     uint64_t bytes = atomic_load(&job->bytes);
     count_add(batch->pool, COUNT_ATTENDED_BYTES, bytes);
@@ -502,6 +430,6 @@ int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts)
     local_leave(batch->pool, &job.reads);
     code = peers_verify(job.batch->pool, code);
     batch_unlock(batch);
-    free(job.spans);
+    attend_cut_free(&job);
     return code;
 }

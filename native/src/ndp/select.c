@@ -170,23 +170,11 @@ int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
     return 0;
 }
 
-/* The complete pages from p->low on that two sequences have in common: forks part once. */
-static uint32_t shared_pages(const plan *leader, const plan *p) {
-    uint32_t low = p->low, high = min_u32(p->view.complete, leader->view.complete);
-    if (leader->low > low || low >= high || page_of(leader, low) != page_of(p, low)) return low;
-    while (high - low > 1) {
-        uint32_t middle = (low + high) / 2;
-        if (page_of(leader, middle) == page_of(p, middle)) low = middle;
-        else high = middle;
-    }
-    return low + 1;
-}
-
 /* Followers are kept by how much they share, most first. */
 static void find_leader(select_job *job, plan *p) {
     for (plan *leader = job->plans; leader < p && !p->leader; leader++) {
-        if (leader->leader || !is_scored(leader) || !is_scored(p)) continue;
-        p->shared = shared_pages(leader, p);
+        if (leader->leader || !is_scored(leader) || !is_scored(p) || leader->low > p->low) continue;
+        p->shared = views_shared(&leader->view, &p->view, p->low);
         if (p->shared < p->low + TASK_PAGES) continue;
         p->leader = leader;
         plan **at = &leader->follower;
@@ -280,7 +268,7 @@ static int64_t select_locked(select_job *job) {
                     lists * args->k);
     code = place_scratch(job, rows);
     if (code < 0) return code;
-    job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts,
+    job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts, NULL,
                                 batch->scratch);
     if (args->method == CXLKV_METHOD_TWO_STAGE) {
         uint64_t used = queries_bytes(batch, job->isa, job->queries.total);

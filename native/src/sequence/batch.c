@@ -193,7 +193,8 @@ static void query_unpack(const kernels *isa, const cxlkv_rows *queries, uint64_t
 
 /* [rows, q_heads, dim] to float32 blocks, zeros where they are filled up. */
 static void queries_unpack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
-                           uint32_t q_heads, const int32_t *starts, float *out) {
+                           uint32_t q_heads, const int32_t *starts, const int32_t *order,
+                           float *out) {
     const cxlkv_layout *layout = &batch->pool->layout;
     uint32_t dim = layout->head_dim, heads = layout->kv_heads, group = q_heads / heads;
     uint64_t end = 0, written = 0;
@@ -202,9 +203,11 @@ static void queries_unpack(const cxlkv_batch *batch, const kernels *isa, const c
         uint64_t at = query_place(rows, group, heads, &end), block = query_block(rows, group);
         for (uint32_t head = 0; head < heads; head++, at += block) {
             memset(out + written * dim, 0, (at - written) * dim * sizeof(*out));
-            for (uint64_t j = 0; j < rows * group; j++)
-                query_unpack(isa, queries, row + j / group, head * group + (uint32_t)(j % group),
-                             dim, out + (at + j) * dim);
+            for (uint64_t j = 0; j < rows * group; j++) {
+                uint64_t from = row + j / group;
+                query_unpack(isa, queries, order ? (uint64_t)order[from] : from,
+                             head * group + (uint32_t)(j % group), dim, out + (at + j) * dim);
+            }
             written = at + rows * group;
         }
     }
@@ -212,11 +215,12 @@ static void queries_unpack(const cxlkv_batch *batch, const kernels *isa, const c
 }
 
 kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
-                            uint32_t q_heads, const int32_t *starts, void *out) {
+                            uint32_t q_heads, const int32_t *starts, const int32_t *order,
+                            void *out) {
     const cxlkv_layout *layout = &batch->pool->layout;
     kernel_queries made = {.rows = out,
                            .total = (uint32_t)queries_total(batch, q_heads, starts)};
-    queries_unpack(batch, isa, queries, q_heads, starts, out);
+    queries_unpack(batch, isa, queries, q_heads, starts, order, out);
     void *packed = (char *)out + query_row_bytes(batch, made.total);
     if (isa->pack && isa->pack((int)layout->dtype, made.rows, layout->head_dim, made.total, packed))
         made.packed = packed;
@@ -232,6 +236,18 @@ layer_view view_of(cxlkv_sequence *sequence, uint32_t layer) {
                         .window = sequence->pool->parts[part].window,
                         .complete = (uint32_t)(tokens / page_tokens),
                         .pages = (uint32_t)((tokens + page_tokens - 1) / page_tokens)};
+}
+
+uint32_t views_shared(const layer_view *a, const layer_view *b, uint32_t low) {
+    const page_table *x = &a->sequence->tables[a->part], *y = &b->sequence->tables[b->part];
+    uint32_t end = min_u32(a->complete, b->complete), page = low;
+    while (page < end) {
+        const chunk *ours = x->chunks[page / CHUNK_PAGES], *theirs = y->chunks[page / CHUNK_PAGES];
+        if (ours == theirs) page = (page / CHUNK_PAGES + 1) * CHUNK_PAGES;
+        else if (ours->pages[page % CHUNK_PAGES] == theirs->pages[page % CHUNK_PAGES]) page++;
+        else return page;
+    }
+    return low < end ? end : low;
 }
 
 int view_verify(const layer_view *view, uint32_t index) {

@@ -184,10 +184,11 @@ static inline uint64_t query_place(uint64_t rows, uint32_t group, uint32_t kv_he
 uint64_t queries_total(const cxlkv_batch *batch, uint32_t q_heads, const int32_t *starts);
 /* Query rows of any strides and dtype to float32 [sequence][kv_head][row][group][dim], and packed
  * if the instruction set has a form for them; `out` is as long as queries_bytes() says of their
- * queries_total(). */
+ * queries_total(). order: which row of `queries` each is; NULL: as they come. */
 size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_total);
 kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
-                            uint32_t q_heads, const int32_t *starts, void *out);
+                            uint32_t q_heads, const int32_t *starts, const int32_t *order,
+                            void *out);
 static inline kernel_queries queries_range(kernel_queries all, uint64_t first, uint32_t count) {
     return (kernel_queries){all.rows, all.packed, all.total, (uint32_t)first, count};
 }
@@ -205,6 +206,10 @@ typedef struct layer_view {
     const struct local_tier *local;
 } layer_view;
 layer_view view_of(cxlkv_sequence *sequence, uint32_t layer);
+/* Where the complete pages end that two sequences have in common from `low` on: forks, and those
+ * that adopted one prefix. Behind it some may be the same again, as pages are that were matched by
+ * their own text only. */
+uint32_t views_shared(const layer_view *a, const layer_view *b, uint32_t low);
 /* Tokens that page `index` holds. */
 static inline uint32_t view_filled(const layer_view *view, uint32_t index) {
     uint64_t page_tokens = view->sequence->pool->layout.page_tokens;
