@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cxlkv.bench.cases import ndp_models, ndp_rivals, worker
+from cxlkv.bench.cases import ndp_models, ndp_rivals, ndp_shared, worker
 from cxlkv.bench.cases.ndp_rivals import agreement
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.pools import Shape, filled
@@ -36,6 +36,7 @@ class Size(Shape):
     pages: int = 256
     share: float = 0.05
     models: ndp_models.Size = field(default_factory=ndp_models.Size)
+    shared: ndp_shared.Size = field(default_factory=ndp_shared.Size)
     worker: worker.Size = field(default_factory=worker.Size)
 
 
@@ -53,6 +54,7 @@ def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) 
                 measure(result, stage, count)
         torch.set_num_threads(max(threads))
         ndp_models.run(result, size.models, threads)
+        ndp_shared.run(result, size.shared, threads)
     finally:
         torch.set_num_threads(before)
     for name in ("exact_to_torch", "exact_to_faiss", "queries16_cost", "two_stage_speedup",

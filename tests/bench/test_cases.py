@@ -23,6 +23,7 @@ from cxlkv.bench.cases import (  # noqa: E402
     ndp,
     ndp_models,
     ndp_rivals,
+    ndp_shared,
     recall,
     windows,
     worker,
@@ -47,6 +48,9 @@ SMALL_NDP = ndp.Size(
     rounds=1,
     settle_s=0,
     models=SMALL_MODELS,
+    shared=ndp_shared.Size(
+        tokens=1100, kv_heads=1, head_dim=16, own=(1, 20), requests=3, rounds=1, settle_s=0
+    ),
     worker=worker.Size(tokens=64, kv_heads=1, head_dim=16, steps=3),
 )
 SMALL_RECALL = recall.Size(short=2048, long=16384, queries=2, shares=(0.05,), recalls=(0.9,))
@@ -141,6 +145,7 @@ NDP_RATIOS = (
     *("exact_to_stream_1t", "exact_to_stream_2t", "exact_to_torch", "queries16_cost"),
     *("two_stage_speedup", "two_stage_bytes_share", "two_stage_answers", "two_stage_recall"),
     *("text_speedup", "text_bytes_share", "text_mass", "attend_to_stream", "attend_to_torch"),
+    "shared_attend_speedup",
 )
 
 
