@@ -115,7 +115,8 @@ class Budget:
         return (2, 0, own or self.mass, *forced)
 
     def decode_row(self, layer: int) -> tuple[int, int, float, int, int]:
-        """row() for decode, which needs no scores: where all pages are attended to, no key is read."""
+        """row() for decode, which needs no scores: no key is read where all pages are attended
+        to."""
         row = self.row(layer)
         return row if self.chooses(layer) else (ALL, 0, 0.0, *row[3:])
 

@@ -302,8 +302,8 @@ class CXLCache(Cache):
 
     @property
     def _decodes_at_once(self) -> bool:
-        """Whether a step is one call into the core: attention is in the pool, and no subclass chooses
-        or attends by itself."""
+        """Whether a step is one call into the core: attention is in the pool, and no subclass has
+        a way of its own to choose or to attend."""
         kind = type(self)
         plain = kind.choose is CXLCache.choose and kind.attend is CXLCache.attend
         return plain and self.attention == "pool"
