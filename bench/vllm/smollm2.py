@@ -36,10 +36,11 @@ WAYS: Ways = {
     "pooled_15": (POOLED, {"budget": True}),
     "pooled_5_exact": (POOLED, {"budget": {"share": 0.05}}),
     "pooled_5_two_stage": (TWO_STAGE, {"budget": {"share": 0.05}}),
+    "pooled_5_kept": (TWO_STAGE, {"budget": {"share": 0.05, "refresh": 8}}),
     OFFLOADED: (OFFLOADED, None),
     LMCACHE: (LMCACHE, None),
 }
-CHOSEN = ("pooled_15", "pooled_5_exact", "pooled_5_two_stage")
+CHOSEN = ("pooled_15", "pooled_5_exact", "pooled_5_two_stage", "pooled_5_kept")
 TIE = 0.5
 """Two logits that are so near are as good as one in bf16: between 16 and 32, where the largest ones
 of this model are, a step is 0.125, and rounding in 30 layers is another step or two."""
