@@ -12,7 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -81,8 +81,9 @@ def measure(
     """
     try:
         exact = picked
-        if asked.method not in ("exact", "attention"):  # which read all that they judge by
-            wanted = asked._replace(method="exact")
+        if picked.method not in ("exact", "attention"):  # which read all that they judge by
+            budgets = [replace(budget, refresh=1) for budget in asked.budgets]
+            wanted = asked._replace(method="exact", budgets=budgets)
             exact = simd.select(batch, layout, wanted, picked.pages.shape[2])
         got = recall(picked, exact)
         kept = mass(batch, layout, asked, picked)

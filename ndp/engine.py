@@ -45,9 +45,10 @@ class Budget:
     by_layer: these layers have that many pages, or that share or mass, instead: {5: 0.2}. Layers
     are numbered as the pool's, from 0.
 
-    refresh: Batch.decode may use a choice for so many steps, with the pages that are new since
-    then; for fewer as long as each new choice shows that the old one had missed a tenth of what the
-    new pages hold. 1: each step chooses. It takes the least of a call's budgets.
+    refresh: a step of one token more may choose among four times the pages of its budget, those
+    that were best when all were looked at, and what is new; for so many steps at most. Methods
+    "exact" and "two_stage", a list for each kv head. 1: each step looks at all pages. It takes the
+    least of a call's budgets.
     """
 
     pages: int | None = None
@@ -194,7 +195,7 @@ class Selection:
     mass budget; counts: int32 [rows or n, kv_heads]. stages: of a two-stage select, how it went;
     str() of it says why. Where no token of a page was scored by its key, the page's score is an
     estimate. bytes_scored were read to choose; bytes_fetched are K and V of the chosen pages'
-    tokens, as fetch and attend read them. method: what "auto" came to.
+    tokens, as fetch and attend read them. method: what "auto" came to, or "kept" (Budget.refresh).
     """
 
     pages: npt.NDArray[np.int32]
@@ -214,8 +215,8 @@ class Decoded:
 
     out: [rows, q_heads, value_head_dim], in the queries' dtype; lse: float32 [rows, q_heads].
     bytes_scored were read to choose pages, bytes_read are K and V that were attended to. method:
-    how pages were chosen; "all" when all were attended to, "kept" when an earlier step chose: then
-    nothing was read to choose. stages: as of a Selection.
+    how pages were chosen; "all" when all were attended to; "kept" among what was best in an earlier
+    step (Budget.refresh). stages: as of a Selection.
     """
 
     out: Array

@@ -95,12 +95,15 @@ def select(
     )
 
 
-def _words(asked: Asked, first: Budget) -> tuple[tuple[int, int, int], tuple[float, float, float]]:
-    """(method, union, per) by their numbers, and (scale, errors, read_rate), as the core takes
-    them."""
+def _words(
+    asked: Asked, first: Budget
+) -> tuple[tuple[int, int, int, int], tuple[float, float, float]]:
+    """(method, union, per, refresh) by their numbers, and (scale, errors, read_rate), as the core
+    takes them."""
     if asked.method not in METHODS:
         raise BadArgumentError(f"method {asked.method!r}: use one of {', '.join(METHODS)}")
-    codes = METHODS.index(asked.method), UNIONS.index(first.union), PERS.index(first.per)
+    refresh = min(b.refresh for b in asked.budgets)
+    codes = METHODS.index(asked.method), UNIONS.index(first.union), PERS.index(first.per), refresh
     rate = asked.read_rate or tuning.current().read_rate
     return codes, (asked.scale, errors_of(asked.recall), rate)
 
@@ -129,11 +132,10 @@ def decode(
     got = check_queries(layout, queries, rows)
     made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
     lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
-    array, codes, numbers, refresh = None, (0, 0, 0), (asked.scale, 0.0, 0.0), 1
+    array, codes, numbers = None, (0, 0, 0, 1), (asked.scale, 0.0, 0.0)
     if any(budget.chooses(asked.layer) for budget in asked.budgets):
         array = _core.budgets([b.decode_row(asked.layer) for b in asked.budgets])
         codes, numbers = _words(asked, uniform(asked.budgets))
-        refresh = min(b.refresh for b in asked.budgets)
     done = _core.batch_decode(
         batch,
         asked.layer,
@@ -142,7 +144,6 @@ def decode(
         rewind,
         array,
         codes,
-        refresh,
         (numbers[0], softcap, *numbers[1:]),
         address,
         view(lse, "lse"),

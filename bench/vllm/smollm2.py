@@ -36,7 +36,7 @@ WAYS: Ways = {
     "pooled_15": (POOLED, {"budget": True}),
     "pooled_5_exact": (POOLED, {"budget": {"share": 0.05}}),
     "pooled_5_two_stage": (TWO_STAGE, {"budget": {"share": 0.05}}),
-    "pooled_5_kept": (TWO_STAGE, {"budget": {"share": 0.05, "refresh": 8}}),
+    "pooled_5_kept": (TWO_STAGE, {"budget": {"share": 0.05, "refresh": 32}}),
     OFFLOADED: (OFFLOADED, None),
     LMCACHE: (LMCACHE, None),
 }

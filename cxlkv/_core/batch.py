@@ -134,13 +134,13 @@ def _fill_select(
     queries: View,
     starts: Starts,
     budget_array: Any,
-    codes: tuple[int, int, int],
+    codes: tuple[int, int, int, int],
     numbers: tuple[float, float, float],
 ) -> None:
     _fill_rows(args.queries, queries)
     args.layer, args.q_heads, args.starts = layer, queries.shape[1], int32s(starts)
     args.budgets, args.budget_count = budget_array, len(budget_array)
-    args.method, args.union_over, args.per = codes
+    args.method, args.union_over, args.per, args.refresh = codes
     args.scale, args.errors, args.read_rate = numbers
 
 
@@ -150,7 +150,7 @@ def batch_cheapest(
     queries: View,
     starts: Starts,
     budget_array: Any,
-    codes: tuple[int, int, int],
+    codes: tuple[int, int, int, int],
     numbers: tuple[float, float, float],
 ) -> int:
     """What method "auto" comes to in a decode; arguments as of batch_select()."""
@@ -165,15 +165,15 @@ def batch_select(
     queries: View,
     starts: Starts,
     budget_array: Any,
-    codes: tuple[int, int, int],
+    codes: tuple[int, int, int, int],
     numbers: tuple[float, float, float],
     pages: PageIndices,
     scores: npt.NDArray[np.float32],
     counts: npt.NDArray[np.int32],
 ) -> tuple[int, int, Any]:
     """Fills the three arrays; returns (code, k, the call's struct). code is E_ROOM when pages is
-    too small for k, and then nothing was scored. codes is (method, union, per), numbers (scale,
-    errors, read_rate)."""
+    too small for k, and then nothing was scored. codes is (method, union, per, refresh), numbers
+    (scale, errors, read_rate)."""
     args = _arguments.select
     _fill_select(args, layer, queries, starts, budget_array, codes, numbers)
     args.capacity = pages.size
@@ -255,14 +255,14 @@ def batch_decode(
     starts: Starts,
     rewind: int,
     budget_array: Any,
-    codes: tuple[int, int, int],
-    refresh: int,
+    codes: tuple[int, int, int, int],
     numbers: tuple[float, float, float, float],
     out_address: int,
     lse: View,
 ) -> Any:
     """Fills out and lse; returns the call's struct. views are of (q, k, v), codes (method, union,
-    per), numbers (scale, softcap, errors, read_rate). budget_array None: attend to all pages.
+    per, refresh), numbers (scale, softcap, errors, read_rate). budget_array None: attend to all
+    pages.
 
     After an error, `error.appended` says whether the tokens are there.
     """
@@ -280,8 +280,7 @@ def batch_decode(
         args.budget_count = 0
     else:
         args.budgets, args.budget_count = budget_array, len(budget_array)
-    args.method, args.union_over, args.per = codes
-    args.refresh = refresh
+    args.method, args.union_over, args.per, args.refresh = codes
     args.scale, args.softcap, args.errors, args.read_rate = numbers
     args.out = ffi.cast("void *", out_address)
     args.lse = ffi.cast("float *", lse.address)

@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 9
+#define CXLKV_ABI 10
 /* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
 #define CXLKV_BUILD 200
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
@@ -210,7 +210,8 @@ typedef struct cxlkv_budget {
 #define CXLKV_METHOD_AUTO 3 /* what is cheapest of exact, two stages and, to decode, all */
 #define CXLKV_METHOD_ATTENTION 4 /* by a page's share of the attention, of its group on average */
 #define CXLKV_METHOD_ALL 5 /* out: nothing was chosen, all pages were attended to */
-#define CXLKV_METHOD_KEPT 6 /* out: an earlier step chose, and what is new was added */
+#define CXLKV_METHOD_KEPT                                                                          \
+    6 /* out: chosen among what was best in an earlier step, and what is new */
 #define CXLKV_UNION_KV_HEAD 0
 #define CXLKV_UNION_LAYER 1
 #define CXLKV_PER_QUERY 0
@@ -226,6 +227,7 @@ typedef struct cxlkv_select_args {
     uint32_t method; /* in and out: in place of AUTO, the method that was taken */
     uint32_t union_over;
     uint32_t per;
+    uint32_t refresh; /* steps that what one found may be used for; 0 and 1: for its own */
     float scale;
     float errors;                  /* two stages: how many of its errors an estimate may be short */
     float read_rate; /* AUTO: bytes of the pool a ns, by all threads; 0: not known */
@@ -288,7 +290,7 @@ typedef struct cxlkv_decode_args {
     uint32_t method; /* in and out, as of a select */
     uint32_t union_over;
     uint32_t per;
-    uint32_t refresh; /* a choice is for so many steps at most; 0 and 1: for its own */
+    uint32_t refresh; /* as of a select */
     float read_rate;
     float scale;
     float softcap;

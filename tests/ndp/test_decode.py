@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, PoolFullError
 from cxlkv.arrays import Floats
 from cxlkv.emulation.link import emulate
 from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError
-from cxlkv.ndp.engine import METHODS, Decoded, Selection
+from cxlkv.ndp.engine import METHODS, Decoded
 
 from ..support.damaging import damage_piece
 
@@ -240,96 +239,3 @@ def test_errors_of_other_calls_say_nothing_of_tokens() -> None:
 
 
 # ---- choices that are kept ----
-
-
-class Steps:
-    """Decodes token after token of two sequences in every layer; what was done, layer by layer."""
-
-    def __init__(self, pool: CXLPool, rng: np.random.Generator, refresh: int) -> None:
-        self.rng = rng
-        self.batch = pool.batch([pool.sequence() for _ in range(2)])
-        self.budget = Budget(pages=5, refresh=refresh)
-        starts = np.array([0, 300, 700], np.int32)
-        for layer in range(LAYERS):
-            self.batch.append(layer, *self.rows(700), starts)
-
-    def rows(self, count: int) -> tuple[Floats, Floats]:
-        k, v = (self.rng.standard_normal((count, HEADS, n), np.float32) for n in (DIM, DIM // 2))
-        return k, v
-
-    def step(self, q: Floats, layer: int = 0, method: str = "exact") -> Decoded:
-        return self.batch.decode(
-            layer, q, *self.rows(2), np.array([0, 1, 2], np.int32), self.budget, method
-        )
-
-
-@pytest.fixture
-def kept_pool() -> Iterator[CXLPool]:
-    with CXLPool.create("anonymous:", layout=layout_of(False), capacity="32MiB", threads=2) as pool:
-        yield pool
-
-
-def test_a_choice_that_stands_the_test_is_kept_ever_longer(
-    kept_pool: CXLPool, rng: np.random.Generator
-) -> None:
-    steps = Steps(kept_pool, rng, refresh=4)
-    q = rng.standard_normal((2, HEADS * GROUP, DIM), np.float32)
-    done = [steps.step(q) for _ in range(12)]
-    chose = [one.method != "kept" for one in done]
-    assert [step for step, new in enumerate(chose) if new] == [0, 1, 3, 7, 11]
-    assert all((one.bytes_scored > 0) == new for one, new in zip(done, chose, strict=True))
-    others = [steps.step(q, layer=1).method for _ in range(12)]  # a step earlier, so not together
-    assert [step for step, method in enumerate(others) if method != "kept"] == [0, 1, 2, 5, 9]
-
-
-def test_what_is_kept_is_attended_to_with_all_that_is_new(
-    kept_pool: CXLPool, rng: np.random.Generator
-) -> None:
-    steps = Steps(kept_pool, rng, refresh=64)
-    q = rng.standard_normal((2, HEADS * GROUP, DIM), np.float32)
-    starts = np.array([0, 1, 2], np.int32)
-    last: Selection | None = None
-    pages_then = [0, 0]
-    kept = 0
-    for _ in range(90):
-        got = steps.step(q)
-        sequences = steps.batch.sequences
-        if got.method != "kept":
-            last = steps.batch.select(0, q, starts, replace(steps.budget, refresh=1), "exact")
-            pages_then = [one.page_count(0) for one in sequences]
-        else:
-            kept += 1
-        assert last is not None
-        for i, one in enumerate(sequences):
-            new = np.arange(pages_then[i], one.page_count(0), dtype=np.int32)
-            lists = np.concatenate([last.pages[i], np.tile(new, (HEADS, 1))], axis=1)
-            picked = replace(last, pages=lists[None], starts=starts[:2], per="query")
-            out, _ = kept_pool.batch([one]).attend(0, q[i : i + 1], starts[:2], picked)
-            assert np.allclose(np.asarray(got.out)[i], np.asarray(out)[0], rtol=1e-5, atol=1e-6)
-    assert kept > 60
-
-
-def test_another_question_another_choice(kept_pool: CXLPool, rng: np.random.Generator) -> None:
-    """Queries that jump, a sequence that was cut, another budget, several rows: nothing is kept."""
-    steps = Steps(kept_pool, rng, refresh=8)
-    queries = rng.standard_normal((8, 2, HEADS * GROUP, DIM), np.float32)
-    assert {steps.step(5 * q).method for q in queries} == {"exact"}
-    q = queries[0]
-    while steps.step(q).method != "kept":
-        pass
-    steps.batch.sequences[0].truncate(steps.batch.sequences[0].tokens(0) - 1)
-    assert steps.step(q).method == "exact"
-    while steps.step(q).method != "kept":
-        pass
-    steps.budget = Budget(pages=6, refresh=8)
-    assert steps.step(q).method == "exact"
-    while steps.step(q).method != "kept":
-        pass
-    steps.budget = Budget(pages=6)
-    assert steps.step(q).method == "exact"
-
-
-@pytest.mark.parametrize("refresh", [0, -1, 1025])
-def test_a_refresh_that_is_none(refresh: int) -> None:
-    with pytest.raises(BadArgumentError, match=r"refresh=.*1 to 1024 steps"):
-        Budget(refresh=refresh)

@@ -45,6 +45,7 @@ static int score_task(void *context, uint32_t item) {
     uint32_t end = min_u32(begin + TASK_PAGES, p->view.pages);
     uint32_t step = p->follower && begin < p->follower->shared ? TOGETHER_PAGES : TASK_PAGES;
     int code = 0;
+    if (p->narrow) return kept_score_task(job, p, item - p->first_task);
     for (uint32_t first = begin; code == 0 && first < end; first += step) {
         uint32_t last = min_u32(first + step, end);
         code = score_pages(job, p, first, last, true);
@@ -115,6 +116,7 @@ static int choose_task(void *context, uint32_t item) {
     int code = 0;
     for (uint64_t list = 0; code == 0 && list < p->lists; list++)
         code = choose_list(job, p, list, head, ranks, chosen);
+    if (code == 0 && p->kept) code = kept_chosen(job, p, head, ranks);
     free(ranks);
     return code;
 }
@@ -174,6 +176,7 @@ int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
 static void find_leader(select_job *job, plan *p) {
     for (plan *leader = job->plans; leader < p && !p->leader; leader++) {
         if (leader->leader || !is_scored(leader) || !is_scored(p) || leader->low > p->low) continue;
+        if (leader->narrow || p->narrow) continue;
         p->shared = views_shared(&leader->view, &p->view, p->low);
         if (p->shared < p->low + TASK_PAGES) continue;
         p->leader = leader;
@@ -204,9 +207,10 @@ static uint64_t make_plans(select_job *job) {
         p->lists = args->per == CXLKV_PER_QUERY ? p->rows : 1;
         p->first_task = tasks;
         p->low = p->rows ? (uint32_t)(view_low(&p->view, 0, p->rows) / page_tokens) : 0;
+        kept_begin(job, p);
         find_leader(job, p);
         uint32_t own = is_scored(p) ? p->view.pages - first_own_page(p) : 0;
-        p->tasks = (own + TASK_PAGES - 1) / TASK_PAGES;
+        if (!p->narrow) p->tasks = (own + TASK_PAGES - 1) / TASK_PAGES;
         tasks += p->tasks;
         lists += p->lists;
         for (uint64_t list = 0; list < p->lists; list++) {
@@ -256,7 +260,7 @@ static int64_t select_locked(select_job *job) {
     cxlkv_select_args *args = job->args;
     cxlkv_batch *batch = job->batch;
     uint32_t rows = 0, tasks = 0, heads = batch->pool->layout.kv_heads;
-    bool any_mass = false;
+    bool any_mass = false, any_stage = false;
     int code = queries_check(batch, args->layer, args->q_heads, &args->queries, args->starts,
                              &rows);
     if (code < 0) return code;
@@ -270,19 +274,21 @@ static int64_t select_locked(select_job *job) {
     if (code < 0) return code;
     job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts, NULL,
                                 batch->scratch);
-    if (args->method == CXLKV_METHOD_TWO_STAGE) {
-        uint64_t used = queries_bytes(batch, job->isa, job->queries.total);
-        sketch_prepare(job, (float *)((uint8_t *)batch->scratch + used));
-        code = run_step_tasks(batch->pool, batch->count * heads, sketch_sample_task, job);
-        if (code < 0) return code;
-        sketch_errors_all(job);
-    }
     for (uint32_t i = 0; i < batch->count; i++) {
         tasks += job->plans[i].tasks;
         any_mass |= job->plans[i].log_sums != NULL;
+        any_stage |= job->plans[i].stage != NULL;
+    }
+    if (args->method == CXLKV_METHOD_TWO_STAGE) {
+        uint64_t used = queries_bytes(batch, job->isa, job->queries.total);
+        sketch_prepare(job, (float *)((uint8_t *)batch->scratch + used));
+        if (any_stage)
+            code = run_step_tasks(batch->pool, batch->count * heads, sketch_sample_task, job);
+        if (code < 0) return code;
+        sketch_errors_all(job);
     }
     code = run_step_tasks(batch->pool, tasks, score_task, job);
-    if (code == 0 && job->sketch_queries) {
+    if (code == 0 && any_stage) {
         uint32_t segments = 0;
         for (uint32_t i = 0; i < batch->count; i++) segments += sketch_segments(&job->plans[i]);
         code = run_step_tasks(batch->pool, batch->count * heads, sketch_cut_task, job);
@@ -303,11 +309,22 @@ static int64_t select_locked(select_job *job) {
     return args->k;
 }
 
+static int64_t select_kept(select_job *job) {
+    int64_t code = select_locked(job);
+    bool narrow = false;
+    for (uint32_t i = 0; i < job->batch->count; i++) {
+        narrow |= job->plans[i].narrow;
+        kept_end(job, &job->plans[i], code);
+    }
+    if (narrow && code >= 0) job->args->method = CXLKV_METHOD_KEPT;
+    return code;
+}
+
 int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args) {
     select_job job = {.batch = batch, .args = args, .isa = kernels_current()};
     job.plans = calloc(batch->count, sizeof(*job.plans));
     if (!job.plans) return fail(ENOMEM, "no memory to plan a selection");
-    int64_t code = IN_BATCH(batch, false, peers_verify(batch->pool, select_locked(&job)));
+    int64_t code = IN_BATCH(batch, false, peers_verify(batch->pool, select_kept(&job)));
     free(job.plans);
     return code;
 }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "ndp/ahead.h"
+#include "sequence/kept_choice.h"
 
 typedef struct plan {
     layer_view view;
@@ -21,6 +22,8 @@ typedef struct plan {
      * an earlier plan's, while they are in the cache. Tasks are for the others. */
     struct plan *leader, *follower; /* follower: the next one with the same leader */
     uint32_t shared;
+    kept_choice *kept; /* of its sequence, where args->refresh is for more steps */
+    bool narrow; /* some head looks at what was kept only */
 } plan;
 
 typedef struct select_job {
@@ -93,10 +96,25 @@ float kth_largest(const float *scores, uint32_t count, uint32_t wanted, uint32_t
 int choose_pages(const select_job *job, const plan *p, const window *w, uint64_t row,
                  const float *scores, uint32_t *ranks, uint8_t *chosen);
 
+/* The `wanted` best free pages, ascending; returns how many there are. */
+uint32_t best_pages(const window *w, uint32_t wanted, const float *scores, uint32_t *ranks,
+                    int32_t *pages);
+
+/* ---- select_kept.c ---- */
+/* Takes what the plan's sequence has kept: p->kept, p->narrow and, of a narrow one, p->tasks. */
+void kept_begin(select_job *job, plan *p);
+/* By what the select came to. */
+void kept_end(const select_job *job, plan *p, int64_t code);
+/* For the tasks of a narrow plan. */
+int kept_score_task(select_job *job, const plan *p, uint32_t item);
+/* When a head's pages are chosen; ranks as in choose_pages(). */
+int kept_chosen(const select_job *job, const plan *p, uint32_t head, uint32_t *ranks);
+
 /* ---- select_score.c ---- */
 enum { QUERY_BLOCK = 64 };
 /* By keys, or by the digest if that is the method; next: where its pieces come from, or NULL. */
 int score_page(select_job *job, const plan *p, uint32_t index, ahead *next);
+int score_page_head(const select_job *job, const plan *p, uint32_t index, uint32_t head);
 /* Narrows [*first, *last) to pages that are complete and seen whole by all rows. */
 void whole_pages(const plan *p, uint32_t *first, uint32_t *last);
 /* The same to pages that score_run() takes: by their keys, and all rows have one list together. */
@@ -111,11 +129,14 @@ typedef struct page_run {
     uint32_t count;
     const uint8_t *pages[RUN_PAGES], *later[RUN_PAGES]; /* later: NULL where nothing is asked for */
 } page_run;
-/* How many pages: not more bytes than a cache holds twice. */
-uint32_t page_run_step(const select_job *job, uint32_t kind);
+/* How many pages of so many heads: not more bytes than a cache holds twice. */
+uint32_t page_run_step(const select_job *job, uint32_t kind, uint32_t heads);
 /* The next `step` of the pages [at, last), verified. */
 int page_run_take(const plan *p, uint32_t kind, uint32_t at, uint32_t last, uint32_t step,
                   bool ahead, page_run *run);
+/* One head of a run, by its keys: the best score of each page. */
+void score_run_head(const select_job *job, const plan *p, uint32_t head, const page_run *run,
+                    float *best);
 /* The kind of piece that it reads of complete pages. */
 uint32_t scored_kind(const select_job *job);
 /* For batch->count * kv_heads items, where pages are chosen by mass: each page's share of it. */

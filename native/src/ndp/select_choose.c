@@ -154,6 +154,18 @@ static bool choose_next(chooser *c, float score) {
     return true;
 }
 
+uint32_t best_pages(const window *w, uint32_t wanted, const float *scores, uint32_t *ranks,
+                    int32_t *pages) {
+    chooser best = {.left = wanted};
+    uint32_t count = 0;
+    if (wanted)
+        best.worst =
+            kth_largest(scores + w->sinks, w->recent - w->sinks, wanted, ranks, &best.equal);
+    for (uint32_t page = w->sinks; page < w->recent; page++)
+        if (choose_next(&best, scores[page])) pages[count++] = (int32_t)page;
+    return count;
+}
+
 int choose_pages(const select_job *job, const plan *p, const window *w, uint64_t row,
                  const float *scores, uint32_t *ranks, uint8_t *chosen) {
     const cxlkv_select_args *args = job->args;

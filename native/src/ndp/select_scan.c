@@ -53,7 +53,7 @@ static void estimate_run(const select_job *job, const plan *p, const page_run *r
 
 static int estimate_pages(const select_job *job, const plan *p, uint32_t first, uint32_t last,
                           bool ahead) {
-    uint32_t step = page_run_step(job, PIECE_SKETCH);
+    uint32_t step = page_run_step(job, PIECE_SKETCH, kv_heads(job));
     page_run run;
     for (uint32_t at = first; at < last; at += run.count) {
         int code = page_run_take(p, PIECE_SKETCH, at, last, step, ahead, &run);

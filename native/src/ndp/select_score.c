@@ -104,23 +104,38 @@ uint32_t scored_kind(const select_job *job) {
     return job->args->method == CXLKV_METHOD_DIGEST ? PIECE_DIGEST : PIECE_KEYS;
 }
 
-int score_page(select_job *job, const plan *p, uint32_t index, ahead *next) {
+static int page_open(const select_job *job, const plan *p, uint32_t index, scored_page *page) {
     cxlkv_pool *pool = job->batch->pool;
-    scored_page page = {.index = index, .whole = view_whole(&p->view, index, 0, p->rows, p->rows),
-                        .rows = view_rows(&p->view, index, PIECE_KEYS)};
+    *page = (scored_page){.index = index,
+                          .whole = view_whole(&p->view, index, 0, p->rows, p->rows),
+                          .rows = view_rows(&p->view, index, PIECE_KEYS)};
     int code = view_verify(&p->view, index);
     if (code < 0) return code;
     if (scored_kind(job) == PIECE_DIGEST && index < p->view.complete) {
-        page.digest = true;
-        page.rows.first = pieces_of(pool, page_of(p, index), p->view.layer, PIECE_DIGEST);
-        page.rows.head_bytes = pool->geometry.digest_piece_bytes;
+        page->digest = true;
+        page->rows.first = pieces_of(pool, page_of(p, index), p->view.layer, PIECE_DIGEST);
+        page->rows.head_bytes = pool->geometry.digest_piece_bytes;
     }
-    for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
+    return 0;
+}
+
+int score_page(select_job *job, const plan *p, uint32_t index, ahead *next) {
+    scored_page page;
+    int code = page_open(job, p, index, &page);
+    if (code < 0) return code;
+    for (uint32_t head = 0; head < job->batch->pool->layout.kv_heads; head++) {
         const uint8_t *wanted = next ? ahead_next(next) : NULL;
         if (p->log_sums) mass_head(job, p, &page, head, wanted);
         else score_head(job, p, &page, head, wanted);
     }
     return 0;
+}
+
+int score_page_head(const select_job *job, const plan *p, uint32_t index, uint32_t head) {
+    scored_page page;
+    int code = page_open(job, p, index, &page);
+    if (code == 0) score_head(job, p, &page, head, NULL);
+    return code;
 }
 
 /* ---- runs of whole pages: what a step of one token scores ---- */
@@ -140,10 +155,10 @@ void run_of(const select_job *job, const plan *p, uint32_t *first, uint32_t *las
     else *last = *first;
 }
 
-uint32_t page_run_step(const select_job *job, uint32_t kind) {
+uint32_t page_run_step(const select_job *job, uint32_t kind, uint32_t heads) {
     enum { RUN_BYTES = 24 << 10 };
     const cxlkv_pool *pool = job->batch->pool;
-    uint64_t page_bytes = pool->layout.kv_heads * piece_stride(&pool->geometry, kind);
+    uint64_t page_bytes = heads * piece_stride(&pool->geometry, kind);
     return (uint32_t)min_u64(RUN_PAGES, RUN_BYTES / page_bytes + 1);
 }
 
@@ -164,9 +179,8 @@ int page_run_take(const plan *p, uint32_t kind, uint32_t at, uint32_t last, uint
     return 0;
 }
 
-/* One head of a run, by its keys. */
-static void score_run_head(const select_job *job, const plan *p, uint32_t head, const page_run *run,
-                           float *best) {
+void score_run_head(const select_job *job, const plan *p, uint32_t head, const page_run *run,
+                    float *best) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     size_t row_bytes = layout->head_dim * dtype_bytes(layout->dtype);
     uint64_t offset = head * job->batch->pool->geometry.key_piece_bytes;
@@ -191,7 +205,8 @@ static void score_run_head(const select_job *job, const plan *p, uint32_t head, 
 }
 
 int score_run(select_job *job, const plan *p, uint32_t first, uint32_t last, bool ahead) {
-    uint32_t heads = job->batch->pool->layout.kv_heads, step = page_run_step(job, PIECE_KEYS);
+    uint32_t heads = job->batch->pool->layout.kv_heads,
+             step = page_run_step(job, PIECE_KEYS, heads);
     page_run run;
     for (uint32_t at = first; at < last; at += run.count) {
         int code = page_run_take(p, PIECE_KEYS, at, last, step, ahead, &run);

@@ -31,7 +31,8 @@ bool sketch_pays(const cxlkv_pool *pool, uint32_t pages) {
 }
 
 static bool sketch_is_for(const select_job *job, const plan *p) {
-    if (job->args->method != CXLKV_METHOD_TWO_STAGE || !is_scored(p) || is_by_mass(job, p))
+    if (job->args->method != CXLKV_METHOD_TWO_STAGE || !is_scored(p) || is_by_mass(job, p) ||
+        p->narrow)
         return false;
     window w = window_of(job, p, 0);
     uint32_t first, pages = free_pages(p, &w, &first);

@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "sequence/kept_choice.h"
+#include "sequence/sequence.h"
 
 static int by_address(const void *a, const void *b) {
     uintptr_t x = (uintptr_t) * (cxlkv_sequence *const *)a;
@@ -38,7 +38,6 @@ int cxlkv_batch_create(cxlkv_pool *pool, uint32_t count, cxlkv_sequence **sequen
             return fail(CXLKV_E_ARGUMENT, "a sequence is in the batch twice: fork it instead");
         }
     pthread_mutex_init(&made->lock, NULL);
-    pthread_mutex_init(&made->choice_lock, NULL);
     pool_retain(pool);
     *out = made;
     return 0;
@@ -48,8 +47,6 @@ void cxlkv_batch_destroy(cxlkv_batch **at) {
     cxlkv_batch *batch = *at;
     if (!batch) return;
     pthread_mutex_destroy(&batch->lock);
-    pthread_mutex_destroy(&batch->choice_lock);
-    choices_free(batch);
     pool_drop(batch->pool);
     free(batch->sequences);
     free(batch->scratch);

@@ -1,25 +1,31 @@
-/* Choices of pages that decode keeps for the steps that follow. */
+/* What decode keeps of its choices: the pages that were best in an earlier step. */
 #ifndef CXLKV_KEPT_CHOICE_H
 #define CXLKV_KEPT_CHOICE_H
 #include "sequence/sequence.h"
 
-/* The lists of a decode. */
-typedef struct chosen_lists {
-    uint64_t lists; /* and heads */
-    uint32_t k; /* pages of the longest */
-    int32_t *pages; /* [lists][k], -1 padded */
-    float *scores; /* NULL of lists that are kept */
-    int32_t *counts;
-} chosen_lists;
+/* Of a kv head. */
+typedef struct kept_head {
+    uint32_t interval; /* steps from one look at all pages to the next; 0: none was yet */
+    uint32_t left; /* steps until the next */
+    uint32_t looked; /* pages from here on were forced or not there at the last */
+    uint32_t count, room;
+    int32_t *pages; /* the best ones then, ascending; NULL before the first look */
+    uint32_t first_task; /* of a select that runs now */
+} kept_head;
 
-void choices_free(cxlkv_batch *batch);
+/* Of a sequence's layer, by the arguments that it was chosen by. */
+typedef struct kept_choice {
+    cxlkv_budget budget;
+    float scale;
+    uint32_t q_heads, refresh;
+    uint64_t tokens; /* that there were; 0: nothing is kept */
+    bool estimates; /* they tell its pages apart */
+    kept_head heads[]; /* [kv_heads] */
+} kept_choice;
 
-int chosen_reserve(chosen_lists *chosen, uint64_t pages);
-void chosen_free(chosen_lists *chosen);
-
-/* 1: `chosen` has the lists of an earlier step of this layer, with the pages that are new; 0: there
- * are none for these arguments, or it is time to choose anew. */
-int choice_take(cxlkv_batch *batch, const cxlkv_decode_args *args, chosen_lists *chosen);
-/* After a choice by these arguments, which it takes over for the steps that follow. */
-int choice_keep(cxlkv_batch *batch, const cxlkv_decode_args *asked, chosen_lists *chosen);
+/* What a sequence keeps of a layer, for this caller alone; NULL: another one has it, or there is no
+ * memory. Then until kept_give_back(). */
+kept_choice *kept_take(cxlkv_sequence *sequence, uint32_t layer);
+void kept_give_back(cxlkv_sequence *sequence);
+void kept_free(cxlkv_sequence *sequence);
 #endif

@@ -5,7 +5,7 @@
 #include "pool/hooks.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
-#include "sequence/sequence.h"
+#include "sequence/kept_choice.h"
 
 /* Tails that nobody uses wait in a list, so that a fork's first append finds touched memory. */
 enum { SPARE_TAIL_BYTES = 64 << 20 };
@@ -84,6 +84,7 @@ static void sequence_unmake(cxlkv_sequence *sequence) {
     free(sequence->tails);
     free(sequence->worker_tables);
     free(sequence->worker_tails);
+    kept_free(sequence);
     free(sequence);
 }
 

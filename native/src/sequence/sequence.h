@@ -62,6 +62,8 @@ struct cxlkv_sequence {
     uint64_t export_tokens;
     worker_table *worker_tables; /* by part: what the worker was told; NULL: nothing */
     worker_tail *worker_tails; /* by layer: what the worker has of a tail; or NULL */
+    struct kept_choice **kept; /* [layers], what select found best; or NULL */
+    atomic_bool kept_taken; /* by a select that runs */
     struct cxlkv_sequence *next, *previous;
     struct cxlkv_sequence *next_busy; /* within sequences_expire() */
 };
@@ -75,8 +77,6 @@ struct cxlkv_batch {
     void *scratch;
     size_t scratch_bytes;
     atomic_uint chosen_pages;    /* in the longest list of the last decode */
-    pthread_mutex_t choice_lock; /* guards `choices` */
-    struct kept_choice *choices; /* [layers], or NULL: none was kept */
     bool counted_elsewhere;      /* a worker's: its client counts which pages were used */
 };
 

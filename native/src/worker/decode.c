@@ -1,6 +1,32 @@
 /* Decode: a layer of a step in one call. The chosen pages stay in the core. */
+#include <stdlib.h>
+
 #include "ndp/ndp.h"
-#include "sequence/kept_choice.h"
+
+/* The lists of a decode. */
+typedef struct chosen_lists {
+    uint64_t lists; /* and heads */
+    uint32_t k; /* pages of the longest */
+    int32_t *pages;
+    float *scores;
+    int32_t *counts;
+} chosen_lists;
+
+static void chosen_free(chosen_lists *chosen) {
+    free(chosen->pages);
+    free(chosen->scores);
+    free(chosen->counts);
+}
+
+static int chosen_reserve(chosen_lists *chosen, uint64_t pages) {
+    chosen_free(chosen);
+    chosen->pages = malloc((chosen->lists * pages + 1) * sizeof(*chosen->pages));
+    chosen->scores = malloc((chosen->lists * pages + 1) * sizeof(*chosen->scores));
+    chosen->counts = malloc((chosen->lists + 1) * sizeof(*chosen->counts));
+    return chosen->pages && chosen->scores && chosen->counts
+               ? 0
+               : fail(ENOMEM, "no memory for %lu lists of %lu pages", chosen->lists, pages);
+}
 
 static int64_t choose(cxlkv_batch *batch, cxlkv_decode_args *args, chosen_lists *chosen,
                       cxlkv_select_args *select) {
@@ -30,27 +56,21 @@ static int64_t choose(cxlkv_batch *batch, cxlkv_decode_args *args, chosen_lists 
     return 0;
 }
 
-/* Chooses, or takes an earlier choice; attends. Returns the bytes of K and V that were read. */
+/* Chooses and attends. Returns the bytes of K and V that were read. */
 static int64_t attend_to_chosen(cxlkv_batch *batch, cxlkv_decode_args *args,
                                 cxlkv_select_args *select, cxlkv_attend_args *attend) {
-    const cxlkv_decode_args asked = *args;
     uint32_t rows = (uint32_t)args->starts[batch->count];
     uint32_t lists = args->per == CXLKV_PER_QUERY ? rows : batch->count;
     chosen_lists chosen = {.lists = (uint64_t)lists * batch->pool->layout.kv_heads};
-    int64_t code = args->budget_count ? choice_take(batch, args, &chosen) : 0;
-    if (code > 0) args->method = CXLKV_METHOD_KEPT;
-    else if (!args->budget_count) args->method = CXLKV_METHOD_ALL;
-    else if (args->method == CXLKV_METHOD_AUTO) args->method = cheapest_method(batch, select, true);
-    bool chooses = args->method != CXLKV_METHOD_KEPT && args->method != CXLKV_METHOD_ALL;
-    if (code == 0 && chooses) code = choose(batch, args, &chosen, select);
-    if (args->method != CXLKV_METHOD_ALL)
+    int64_t code = 0;
+    if (!args->budget_count) args->method = CXLKV_METHOD_ALL;
+    if (args->method == CXLKV_METHOD_AUTO) args->method = cheapest_method(batch, select, true);
+    if (args->method != CXLKV_METHOD_ALL) {
+        code = choose(batch, args, &chosen, select);
         attend->picked =
             (cxlkv_picked){.pages = chosen.pages, .lists = lists, .k = chosen.k, .per = args->per};
-    if (code >= 0) code = cxlkv_batch_attend(batch, attend);
-    if (code >= 0 && chooses) {
-        int kept = choice_keep(batch, &asked, &chosen);
-        if (kept < 0) code = kept;
     }
+    if (code >= 0) code = cxlkv_batch_attend(batch, attend);
     chosen_free(&chosen);
     return code;
 }
@@ -65,6 +85,7 @@ int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args) {
                                 .method = args->method,
                                 .union_over = args->union_over,
                                 .per = args->per,
+                                .refresh = args->refresh,
                                 .scale = args->scale,
                                 .errors = args->errors,
                                 .read_rate = args->read_rate};

@@ -165,7 +165,8 @@ static void *write_shared(void *argument) {
 
 /* What they see is checked in tests/test_threads.py; here, that they see it without a race. */
 static void *read_shared(void *argument) {
-    cxlkv_batch *batch = argument;
+    const cxlkv_batch *shared = argument;
+    cxlkv_batch *batch = test_batch(pools[0], 1, shared->sequences); /* what is kept is contended */
     enum { LISTS = TEST_HEADS, K = 3 };
     float q[TEST_HEADS][TEST_DIM] = {{1}, {-1}}, out[TEST_HEADS][TEST_DIM], lse[TEST_HEADS];
     float scores[LISTS * K];
@@ -173,10 +174,18 @@ static void *read_shared(void *argument) {
     cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = K};
     cxlkv_rows queries = test_rows_at(q);
     for (uint32_t layer = 0; !atomic_load(&finished); layer = (layer + 1) % TEST_LAYERS) {
-        cxlkv_select_args select = {
-            .layer = layer, .q_heads = TEST_HEADS, .queries = queries, .starts = starts,
-            .budgets = &budget, .budget_count = 1, .scale = 1, .capacity = LISTS * K,
-            .pages = pages, .scores = scores, .counts = counts};
+        cxlkv_select_args select = {.layer = layer,
+                                    .q_heads = TEST_HEADS,
+                                    .queries = queries,
+                                    .starts = starts,
+                                    .budgets = &budget,
+                                    .budget_count = 1,
+                                    .refresh = 4,
+                                    .scale = 1,
+                                    .capacity = LISTS * K,
+                                    .pages = pages,
+                                    .scores = scores,
+                                    .counts = counts};
         CHECK(cxlkv_batch_select(batch, &select) >= 0);
         CHECK(select.k >= 1 && pages[0] >= 0);
         cxlkv_attend_args attend = {.layer = layer, .q_heads = TEST_HEADS, .queries = queries,
@@ -184,6 +193,7 @@ static void *read_shared(void *argument) {
         CHECK(cxlkv_batch_attend(batch, &attend) >= 0);
         CHECK(out[0][0] >= 0 && out[0][0] < 1 << 20); /* a mean of what test_value() gives */
     }
+    cxlkv_batch_destroy(&batch);
     return NULL;
 }
 
