@@ -114,13 +114,20 @@ WITH_CRC uint32_t crc32c_hardware(uint32_t crc, const void *data, size_t bytes) 
     return ~crc;
 }
 
+enum { FOLD_BYTES_MIN = 256, FOLD_LINE_BYTES = 64 };
+
+static uint32_t fold_rows(uint32_t crc, const uint8_t *rows, size_t stride_bytes, size_t count,
+                          size_t row_bytes) {
+    uint8_t left[16];
+    crc32c_fold(crc, rows, stride_bytes, count, row_bytes, left);
+    return crc32c_hardware(0xffffffff, left, sizeof(left)); /* from nothing */
+}
+
 uint32_t crc32c_avx512(uint32_t crc, const void *data, size_t bytes) {
-    if (bytes < 2048) return crc32c_hardware(crc, data, bytes); /* as fast, measured */
-    uint8_t left[256];
-    const uint8_t *byte = data;
-    size_t folded = crc32c_fold(crc, byte, bytes, left);
-    crc = crc32c_hardware(0xffffffff, left, sizeof(left)); /* from nothing */
-    return crc32c_hardware(crc, byte + folded, bytes - folded);
+    if (bytes < FOLD_BYTES_MIN) return crc32c_hardware(crc, data, bytes);
+    size_t folded = bytes / FOLD_LINE_BYTES * FOLD_LINE_BYTES;
+    crc = fold_rows(crc, data, folded, 1, folded);
+    return crc32c_hardware(crc, (const uint8_t *)data + folded, bytes - folded);
 }
 
 static bool has_hardware(void) {
@@ -188,7 +195,7 @@ static crc32c_function best(void) {
     return has_hardware() ? crc32c_hardware : crc32c_serial;
 }
 
-uint32_t crc32c(uint32_t crc, const void *data, size_t bytes) {
+static crc32c_function current(void) {
     crc32c_function function = atomic_load_explicit(&chosen, memory_order_relaxed);
     if (!function) {
         /* Only from NULL, so that a choice forced by another thread meanwhile is kept. */
@@ -196,7 +203,42 @@ uint32_t crc32c(uint32_t crc, const void *data, size_t bytes) {
         if (atomic_compare_exchange_strong(&chosen, &function, found))
             function = found;
     }
-    return function(crc, data, bytes);
+    return function;
+}
+
+uint32_t crc32c(uint32_t crc, const void *data, size_t bytes) {
+    return current()(crc, data, bytes);
+}
+
+/* Copied together first: long stripes are faster than short ones. */
+static uint32_t gathered_rows(crc32c_function function, const uint8_t *rows, size_t stride_bytes,
+                              size_t count, size_t row_bytes) {
+    uint8_t together[4096];
+    size_t filled = 0;
+    uint32_t crc = 0;
+    for (size_t i = 0; i < count; i++)
+        for (size_t at = 0; at < row_bytes;) {
+            size_t left = row_bytes - at, room = sizeof(together) - filled;
+            size_t taken = left < room ? left : room;
+            memcpy(together + filled, rows + i * stride_bytes + at, taken);
+            at += taken, filled += taken;
+            if (filled < sizeof(together)) continue;
+            crc = function(crc, together, filled);
+            filled = 0;
+        }
+    return function(crc, together, filled);
+}
+
+uint32_t crc32c_rows(const void *rows, size_t stride_bytes, size_t count, size_t row_bytes) {
+    crc32c_function function = current();
+    if (stride_bytes == row_bytes) return function(0, rows, count * row_bytes);
+#if defined(__x86_64__)
+    size_t bytes = count * row_bytes;
+    bool whole_lines = bytes % FOLD_LINE_BYTES == 0 && bytes >= FOLD_BYTES_MIN;
+    if (function == crc32c_avx512 && whole_lines && row_bytes >= FOLD_LINE_BYTES)
+        return fold_rows(0, rows, stride_bytes, count, row_bytes);
+#endif
+    return gathered_rows(function, rows, stride_bytes, count, row_bytes);
 }
 
 int crc32c_force(const char *name) {

@@ -10,6 +10,9 @@
  * Any alignment; the fastest way that this CPU has, chosen at first use. Thread safe. */
 uint32_t crc32c(uint32_t crc, const void *data, size_t bytes);
 
+/* Of `count` rows, row_bytes each and stride_bytes apart: as if they lay one behind another. */
+uint32_t crc32c_rows(const void *rows, size_t stride_bytes, size_t count, size_t row_bytes);
+
 /* A byte at a time through a table: the reference. */
 uint32_t crc32c_serial(uint32_t crc, const void *data, size_t bytes);
 
@@ -18,9 +21,10 @@ uint32_t crc32c_hardware(uint32_t crc, const void *data, size_t bytes);
 
 /* By carry-less products of 512 bits. Precondition: crc32c_force("avx512") would return 0. */
 uint32_t crc32c_avx512(uint32_t crc, const void *data, size_t bytes);
-/* Its folding, of 256 bytes or more: `left` has the remainder of all bytes before the returned
- * offset, for the CRC instruction to go on from. */
-size_t crc32c_fold(uint32_t crc, const uint8_t *byte, size_t bytes, uint8_t left[256]);
+/* Its folding, of rows of 64 bytes or more that are whole lines of 64 together, at least 4: `left`
+ * has their remainder, for the CRC instruction to go on from. */
+void crc32c_fold(uint32_t crc, const uint8_t *rows, size_t stride_bytes, size_t count,
+                 size_t row_bytes, uint8_t left[16]);
 
 /* "serial", "hardware", "avx512", or "auto" for the best. Returns 0, -ENOTSUP when this CPU or this
  * build lacks the instruction, -EINVAL for an unknown name. */
