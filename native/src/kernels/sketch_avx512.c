@@ -23,133 +23,214 @@ enum { LANES = 16, QUERY_BLOCK = 4 };
 
 /* ---- encode ---- */
 
-INLINE __m512 load_lanes(int dtype, const char *source) {
-    if (dtype == KERNEL_FLOAT32) return _mm512_loadu_ps(source);
-    __m256i halves = _mm256_loadu_si256((const __m256i *)source);
-    if (dtype == KERNEL_FLOAT16) return _mm512_cvtph_ps(halves);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+/* A lane is a token, and a vector a channel of 16 of them: so the transform only adds vectors, sums
+ * stay in their lanes, and 16 channels make a line of the sketch as it is stored. */
+enum { CHANNELS_MAX = 1024, PARTS_MAX = 8 };
+
+typedef struct encoding {
+    const char *rows[LANES];     /* a key each; where there are fewer, the last one again */
+    uint32_t dim;
+    __m512 channels[CHANNELS_MAX];
+    __m512 length;               /* the sum of a key's squares */
+} encoding;
+
+/* 8 words of 4 bytes of each row, 32 bytes that begin at `at`, as vectors of the same word of all.
+ * Signs change where `flips`, of one row, has bits. */
+INLINE void turn_words(const encoding *e, size_t at, __m256i flips, __m512i words[8]) {
+    const __m512i twice = _mm512_broadcast_i64x4(flips);
+    __m512i x[8], pairs[8], fours[8];
+    UNROLL for (int i = 0; i < 8; i++) {
+        const char *const *row = e->rows + i % 4 + i / 4 * 8;
+        __m256i low = _mm256_loadu_si256((const __m256i *)(row[0] + at));
+        __m256i high = _mm256_loadu_si256((const __m256i *)(row[4] + at));
+        x[i] = _mm512_xor_si512(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), twice);
+    }
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) UNROLL for (int j = 0; j < 2; j++) {
+        fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
+        fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        words[i] = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0x88);
+        words[4 + i] = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0xdd);
+    }
 }
 
-/* Neighbours at distance half, within 16 lanes: sums to the lower, differences to the upper. */
-INLINE __m512 butterfly(__m512 x, int half) {
-    __m512 other;
-    if (half == 1) other = _mm512_permute_ps(x, 0xb1);
-    else if (half == 2) other = _mm512_permute_ps(x, 0x4e);
-    else if (half == 4) other = _mm512_shuffle_f32x4(x, x, 0xb1);
-    else other = _mm512_shuffle_f32x4(x, x, 0x4e);
-    const __mmask16 upper = half == 1 ? 0xaaaa : half == 2 ? 0xcccc : half == 4 ? 0xf0f0 : 0xff00;
-    const __m512 signs = _mm512_mask_mov_ps(_mm512_set1_ps(1), upper, _mm512_set1_ps(-1));
-    return _mm512_fmadd_ps(x, signs, other);
+/* The lower half of each word. */
+INLINE __m512 low_half(int dtype, __m512i words) {
+    if (dtype == KERNEL_FLOAT16) return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
 }
 
-/* All blocks of `vectors` * 16 channels, in registers when `vectors` is a constant; yet to be
- * divided by the root of their number. */
-INLINE void transform(__m512 *x, uint32_t vectors) {
-    UNROLL for (uint32_t half = 1; half < vectors; half *= 2)
-        UNROLL for (uint32_t i = 0; i < vectors; i++)
-            if (!(i & half)) {
-                __m512 a = x[i], b = x[i + half];
-                x[i] = _mm512_add_ps(a, b);
-                x[i + half] = _mm512_sub_ps(a, b);
+INLINE __m512 high_half(int dtype, __m512i words) {
+    if (dtype == KERNEL_FLOAT16) return low_half(dtype, _mm512_srli_epi32(words, 16));
+    return _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000)));
+}
+
+/* Channels from a multiple of 16 on, 16 of them. */
+INLINE void load_channels(int dtype, const encoding *e, uint32_t first, __m512 x[LANES]) {
+    const __mmask16 flips = (__mmask16)(sketch_signs(first / 64) >> first % 64);
+    __m512i words[8];
+    if (dtype == KERNEL_FLOAT32) {
+        UNROLL for (int half = 0; half < 2; half++) {
+            __mmask8 here = (__mmask8)(flips >> 8 * half);
+            turn_words(e, (first + 8 * half) * sizeof(float),
+                       _mm256_maskz_set1_epi32(here, INT32_MIN), words);
+            UNROLL for (int i = 0; i < 8; i++) x[8 * half + i] = _mm512_castsi512_ps(words[i]);
+        }
+        return;
+    }
+    turn_words(e, first * sizeof(uint16_t), _mm256_maskz_set1_epi16(flips, INT16_MIN), words);
+    UNROLL for (int i = 0; i < 8; i++) {
+        x[2 * i] = low_half(dtype, words[i]);
+        x[2 * i + 1] = high_half(dtype, words[i]);
+    }
+}
+
+/* Of `count` vectors, a constant; yet to be divided by the root of their number. */
+INLINE void transform(__m512 *x, int count) {
+    UNROLL for (int half = 1; half < count; half *= 2) UNROLL for (int i = 0; i < count; i++)
+        if (!(i & half)) {
+            __m512 a = x[i], b = x[i + half];
+            x[i] = _mm512_add_ps(a, b);
+            x[i + half] = _mm512_sub_ps(a, b);
+        }
+}
+
+/* All channels, transformed by sixteens, and the lengths, which a rotation keeps. */
+INLINE void rotate_sixteens(int dtype, encoding *e) {
+    __m512 lengths[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (uint32_t first = 0; first < e->dim; first += LANES) {
+        __m512 x[LANES];
+        load_channels(dtype, e, first, x);
+        UNROLL for (int i = 0; i < LANES; i++)
+            lengths[i % 2] = _mm512_fmadd_ps(x[i], x[i], lengths[i % 2]);
+        transform(x, LANES);
+        UNROLL for (int i = 0; i < LANES; i++) e->channels[first + i] = x[i];
+    }
+    e->length = _mm512_add_ps(lengths[0], lengths[1]);
+}
+
+/* The sum of y * (code - 1.5) in parts: of all y, of those whose code has its low bit, its high
+ * one. */
+typedef struct code_sums {
+    __m512 all, low, high;
+} code_sums;
+
+/* Adds a channel's codes to words, which have them at the bits of `low` and `high`. */
+INLINE void encode_channel(__m512 y, __m512 border, __m512i low, __m512i high, __m512i *words,
+                           code_sums *sums) {
+    const __m512i sign = _mm512_set1_epi32(INT32_MIN);
+    __m512i its = _mm512_ternarylogic_epi32(_mm512_castps_si512(border), _mm512_castps_si512(y),
+                                            sign, 0xf8); /* y < 0 ? -border : border */
+    __mmask16 is_low = _mm512_cmp_ps_mask(y, _mm512_castsi512_ps(its), _CMP_GE_OQ);
+    __mmask16 is_high = _mm512_cmp_ps_mask(y, _mm512_setzero_ps(), _CMP_GE_OQ);
+    *words = _mm512_mask_or_epi32(*words, is_low, *words, low);
+    *words = _mm512_mask_or_epi32(*words, is_high, *words, high);
+    sums->low = _mm512_mask_add_ps(sums->low, is_low, sums->low, y);
+    sums->high = _mm512_mask_add_ps(sums->high, is_high, sums->high, y);
+}
+
+/* Ends the transform of a block: of `parts` channels (a constant) at a time, `distance` apart. Then
+ * their codes, to lines. Returns the sum of y * (code - 1.5). */
+INLINE __m512 encode_parts(const encoding *e, uint32_t first, uint32_t distance, int parts,
+                           __m512 border, uint8_t *lines) {
+    const __m512 zero = _mm512_setzero_ps();
+    code_sums sums = {zero, zero, zero};
+    for (uint32_t line = first; line < first + distance; line += SKETCH_CHANNELS) {
+        __m512i words[PARTS_MAX], low = _mm512_set1_epi32(1), high = _mm512_set1_epi32(2);
+        UNROLL for (int p = 0; p < parts; p++) words[p] = _mm512_setzero_si512();
+        for (uint32_t i = line; i < line + SKETCH_CHANNELS; i++) {
+            __m512 y[PARTS_MAX];
+            UNROLL for (int p = 0; p < parts; p++) y[p] = e->channels[i + p * distance];
+            /* What a transform makes adds up to its first channel, as often as there are any. */
+            sums.all = _mm512_add_ps(sums.all, y[0]);
+            transform(y, parts);
+            UNROLL for (int p = 0; p < parts; p++)
+                encode_channel(y[p], border, low, high, &words[p], &sums);
+            low = _mm512_slli_epi32(low, 2);
+            high = _mm512_slli_epi32(high, 2);
+        }
+        UNROLL for (int p = 0; p < parts; p++)
+            _mm512_store_si512(lines + (line + p * distance) / SKETCH_CHANNELS * SKETCH_LINE_BYTES,
+                               words[p]);
+    }
+    __m512 sum = _mm512_fmadd_ps(_mm512_set1_ps(2), sums.high, sums.low);
+    return _mm512_fnmadd_ps(_mm512_set1_ps(1.5f * (float)parts), sums.all, sum);
+}
+
+/* By memory, until no more than PARTS_MAX channels are left to add; returns their distance. */
+static uint32_t transform_far(__m512 *channels, uint32_t size) {
+    uint32_t distance = LANES;
+    for (; size / distance > PARTS_MAX; distance *= 2)
+        for (uint32_t first = 0; first < size; first += 2 * distance)
+            for (uint32_t i = first; i < first + distance; i++) {
+                __m512 a = channels[i], b = channels[i + distance];
+                channels[i] = _mm512_add_ps(a, b);
+                channels[i + distance] = _mm512_sub_ps(a, b);
             }
-    UNROLL for (uint32_t i = 0; i < vectors; i++)
-        x[i] = butterfly(butterfly(butterfly(butterfly(x[i], 1), 2), 4), 8);
+    return distance;
 }
 
-/* Sizes that are no constants, and what is left below 16 channels. */
-static void transform_rest(float *rotated, uint32_t dim) {
-    for (uint32_t first = 0; first < dim;) {
-        uint32_t size = 1u << (31 - __builtin_clz(dim - first));
-        sketch_transform(rotated + first, size);
+/* A block of the transform, `size` channels, which are larger by the root of it than they should
+ * be, and so is the border between outer codes and inner ones. */
+static __m512 encode_block(encoding *e, uint32_t first, uint32_t size, uint8_t *lines) {
+    __m512 share = _mm512_set1_ps((float)size / (float)e->dim);
+    __m512 border = _mm512_sqrt_ps(_mm512_mul_ps(e->length, share)), sum;
+    uint32_t distance = transform_far(e->channels + first, size);
+    switch (size / distance) {
+    case 1: sum = encode_parts(e, first, distance, 1, border, lines); break;
+    case 2: sum = encode_parts(e, first, distance, 2, border, lines); break;
+    case 4: sum = encode_parts(e, first, distance, 4, border, lines); break;
+    default: sum = encode_parts(e, first, distance, 8, border, lines);
+    }
+    return _mm512_mul_ps(sum, _mm512_set1_ps(1 / sqrtf((float)size)));
+}
+
+/* The scales of keys, zeros where the key is or where there is none. */
+INLINE __m512 scales_of(__m512 length, __m512 products, __mmask16 there) {
+    __mmask16 some = _mm512_cmp_ps_mask(length, _mm512_setzero_ps(), _CMP_NEQ_UQ) & there;
+    __mmask16 finite = _mm512_cmp_ps_mask(length, _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
+    return _mm512_mask_mov_ps(_mm512_maskz_div_ps(some, length, products), some & ~finite,
+                              _mm512_set1_ps(NAN));
+}
+
+/* Up to 16 keys, those of one block of the sketch. */
+INLINE void encode_lanes(int dtype, encoding *e, uint32_t tokens, uint8_t *block) {
+    const __mmask16 there = (__mmask16)((1u << tokens) - 1);
+    __m512 products = _mm512_setzero_ps();
+    rotate_sixteens(dtype, e);
+    for (uint32_t first = 0; first < e->dim;) {
+        uint32_t size = 1u << (31 - __builtin_clz(e->dim - first));
+        products = _mm512_add_ps(products, encode_block(e, first, size, block));
         first += size;
     }
-}
-
-/* Codes and scale of one token, whose channels are 1 / norm too large; those from dim on are
- * zeros. */
-INLINE void encode_token(const __m512 *x, uint32_t vectors, uint32_t dim, float norm,
-                         uint8_t *block, uint32_t token) {
-    __m512 squares = _mm512_setzero_ps(), products = _mm512_setzero_ps();
-    UNROLL for (uint32_t i = 0; i < vectors; i++) squares = _mm512_fmadd_ps(x[i], x[i], squares);
-    float length = _mm512_reduce_add_ps(squares);
-    /* r itself belongs to [r, inf), -r to [-r, 0): with few channels that happens. */
-    const __m512 mean = _mm512_set1_ps(length / (float)dim);
-    const __m512 above = _mm512_castsi512_ps(
-        _mm512_add_epi32(_mm512_castps_si512(mean), _mm512_set1_epi32(1)));
-    UNROLL for (uint32_t i = 0; i < vectors; i++) {
-        __mmask16 high = _mm512_cmp_ps_mask(x[i], _mm512_setzero_ps(), _CMP_GE_OQ);
-        __m512 border = _mm512_mask_mov_ps(above, high, mean);
-        __mmask16 outer = _mm512_cmp_ps_mask(_mm512_mul_ps(x[i], x[i]), border, _CMP_GE_OQ);
-        __mmask16 low = _kxnor_mask16(outer, high);
-        __m512 level = _mm512_mask_mov_ps(_mm512_set1_ps(0.5f), outer, _mm512_set1_ps(1.5f));
-        products = _mm512_fmadd_ps(_mm512_abs_ps(x[i]), level, products);
-        uint32_t packed = _pdep_u32(low, 0x55555555) | _pdep_u32(high, 0xaaaaaaaa);
-        packed &= sketch_last_channels(dim - i * LANES);
-        memcpy(block + i * SKETCH_LINE_BYTES + token * sizeof(packed), &packed, sizeof(packed));
-    }
-    float scale = length > 0 ? norm * length / _mm512_reduce_add_ps(products) : 0;
-    if (!isfinite(length)) scale = NAN;
-    memcpy(block + vectors * SKETCH_LINE_BYTES + token * sizeof(scale), &scale, sizeof(scale));
-}
-
-INLINE __m512 flip(__m512 x, const uint16_t *flips) {
-    return _mm512_castsi512_ps(_mm512_mask_xor_epi32(_mm512_castps_si512(x), *flips,
-                                                     _mm512_castps_si512(x),
-                                                     _mm512_set1_epi32((int)0x80000000)));
-}
-
-enum { FLIPS = 4096 / LANES };
-
-/* A dim of `vectors` * 16, a power of two and a constant. */
-INLINE void encode_in_registers(int dtype, const char *keys, size_t stride_bytes, uint32_t tokens,
-                                uint32_t vectors, const uint16_t *flips, uint8_t *sketch) {
-    const size_t lane_bytes = dtype == KERNEL_FLOAT32 ? 64 : 32;
-    const float norm = 1 / sqrtf((float)(vectors * LANES));
-    for (uint32_t t = 0; t < tokens; t++) {
-        __m512 x[16];
-        UNROLL for (uint32_t i = 0; i < vectors; i++)
-            x[i] = flip(load_lanes(dtype, keys + t * stride_bytes + i * lane_bytes), flips + i);
-        transform(x, vectors);
-        encode_token(x, vectors, vectors * LANES, norm,
-                     sketch + t / SKETCH_TOKENS * sketch_block_bytes(vectors * LANES),
-                     t % SKETCH_TOKENS);
-    }
-}
-
-static void encode_any(int dtype, const char *keys, size_t stride_bytes, uint32_t tokens,
-                       uint32_t dim, const uint16_t *flips, uint8_t *sketch) {
-    _Alignas(64) float rotated[4096];
-    uint32_t padded = sketch_dim(dim);
-    for (uint32_t t = 0; t < tokens; t++) {
-        kernels_serial.to_float(dtype, keys + t * stride_bytes, dim, rotated);
-        memset(rotated + dim, 0, (padded - dim) * sizeof(float));
-        for (uint32_t i = 0; i < padded / LANES; i++)
-            _mm512_store_ps(rotated + i * LANES,
-                            flip(_mm512_load_ps(rotated + i * LANES), flips + i));
-        transform_rest(rotated, dim);
-        encode_token((const __m512 *)rotated, padded / LANES, dim, 1,
-                     sketch + t / SKETCH_TOKENS * sketch_block_bytes(dim), t % SKETCH_TOKENS);
-    }
+    uint8_t *last = block + sketch_block_bytes(e->dim) - SKETCH_LINE_BYTES;
+    _mm512_store_ps(last, scales_of(e->length, products, there));
+    for (uint8_t *line = block; tokens < LANES && line < last; line += SKETCH_LINE_BYTES)
+        _mm512_store_si512(line, _mm512_maskz_load_epi32(there, line));
 }
 
 INLINE void encode_as(int dtype, const char *keys, size_t stride_bytes, uint32_t tokens,
                       uint32_t dim, uint8_t *sketch) {
-    uint16_t flips[FLIPS];
-    for (uint32_t i = 0; i < sketch_dim(dim) / LANES; i++)
-        flips[i] = (uint16_t)(sketch_signs(i * LANES / 64) >> i * LANES % 64);
-    switch (dim) {
-    case 32: encode_in_registers(dtype, keys, stride_bytes, tokens, 2, flips, sketch); break;
-    case 64: encode_in_registers(dtype, keys, stride_bytes, tokens, 4, flips, sketch); break;
-    case 128: encode_in_registers(dtype, keys, stride_bytes, tokens, 8, flips, sketch); break;
-    case 256: encode_in_registers(dtype, keys, stride_bytes, tokens, 16, flips, sketch); break;
-    default: encode_any(dtype, keys, stride_bytes, tokens, dim, flips, sketch);
+    encoding e;
+    e.dim = dim;
+    for (uint32_t t = 0; t < tokens; t += LANES, sketch += sketch_block_bytes(dim)) {
+        uint32_t here = tokens - t < LANES ? tokens - t : LANES;
+        for (uint32_t i = 0; i < LANES; i++)
+            e.rows[i] = keys + (t + (i < here ? i : here - 1)) * stride_bytes;
+        encode_lanes(dtype, &e, here, sketch);
     }
 }
 
 void sketch_avx512(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens, uint32_t dim,
                    void *sketch) {
-    if (tokens % SKETCH_TOKENS) memset(sketch, 0, sketch_bytes(tokens, dim));
-    if (dtype == KERNEL_BFLOAT16)
+    if (dim % LANES || dim > CHANNELS_MAX)
+        sketch_avx2(dtype, keys, stride_bytes, tokens, dim, sketch);
+    else if (dtype == KERNEL_BFLOAT16)
         encode_as(KERNEL_BFLOAT16, keys, stride_bytes, tokens, dim, sketch);
     else if (dtype == KERNEL_FLOAT16)
         encode_as(KERNEL_FLOAT16, keys, stride_bytes, tokens, dim, sketch);
