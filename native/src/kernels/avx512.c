@@ -423,6 +423,39 @@ void avx512_digest(int dtype, const void *keys, size_t stride_bytes, uint32_t to
     assert(!"a dtype");
 }
 
+/* ---- stores ---- */
+
+enum { PREFETCH_ROWS = 8 };
+
+/* Whole lines, whose bytes may be of two rows: a CPU has room for so many stores that wait for
+ * memory, however wide they are. */
+void avx512_store_rows(void *destination, const void *source, size_t stride_bytes, uint32_t rows,
+                       size_t row_bytes) {
+    if (row_bytes < LINE_BYTES || rows * row_bytes % LINE_BYTES) {
+        avx2_store_rows(destination, source, stride_bytes, rows, row_bytes);
+        return;
+    }
+    assert((uintptr_t)destination % LINE_BYTES == 0);
+    char *to = destination;
+    size_t at = 0; /* in this row */
+    for (size_t row = 0; row < rows; row++) {
+        const char *from = (const char *)source + row * stride_bytes, *next = from + stride_bytes;
+        if (rows - row > PREFETCH_ROWS)
+            prefetch(from + PREFETCH_ROWS * stride_bytes, row_bytes);
+        for (; at + LINE_BYTES <= row_bytes; at += LINE_BYTES, to += LINE_BYTES)
+            _mm512_stream_si512((__m512i *)to, _mm512_loadu_si512(from + at));
+        size_t left = row_bytes - at;
+        at = 0;
+        if (left == 0) continue;
+        const __mmask64 ours = ((__mmask64)1 << left) - 1;
+        __m512i line = _mm512_maskz_loadu_epi8(ours, from + row_bytes - left);
+        line = _mm512_mask_loadu_epi8(line, ~ours, next - left);
+        _mm512_stream_si512((__m512i *)to, line);
+        to += LINE_BYTES;
+        at = LINE_BYTES - left;
+    }
+}
+
 /* ---- exponentials ---- */
 
 /* As in kernels_avx2.c; scalef applies 2^n with one rounding, into denormals and to infinity. */
@@ -636,7 +669,7 @@ const kernels kernels_avx512 = {
     .exp_sum = avx512_exp_sum,
     .online_softmax = avx512_online_softmax,
     .streams = true,
-    .store_rows = avx2_store_rows,
+    .store_rows = avx512_store_rows,
     .to_float = avx512_to_float,
     .from_float = avx512_from_float,
     .sketch = sketch_avx2, /* AVX-512 without VNNI is no faster at them */

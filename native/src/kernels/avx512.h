@@ -245,7 +245,10 @@ void avx512_bf16_score_max(int dtype, const void *keys, size_t row_bytes, uint32
 void avx512_bf16_bound(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
                        float scale, float *bounds, const void *next);
 
-/* From kernels_avx2.c: a line leaves its write buffer whole, in halves as in one. */
+void avx512_store_rows(void *destination, const void *source, size_t stride_bytes, uint32_t rows,
+                       size_t row_bytes);
+
+/* From kernels_avx2.c. */
 void avx2_store_rows(void *destination, const void *source, size_t stride_bytes, uint32_t rows,
                      size_t row_bytes);
 

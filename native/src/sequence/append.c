@@ -9,7 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/crc32c.h"
 #include "base/flush.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
@@ -34,30 +33,9 @@ typedef struct append_job {
     const cxlkv_rows *keys, *values;
     const cxlkv_blocks *table;   /* the rows are in blocks of an engine; NULL: one behind another */
     plan *plans;
-    uint32_t items;
+    uint32_t items; /* direct pages */
+    uint32_t run_pages; /* of which a thread takes so many at a time */
 } append_job;
-
-static const uint8_t *row_at(const cxlkv_rows *rows, uint32_t row, uint32_t head) {
-    return (const uint8_t *)rows->data + (int64_t)row * rows->stride_bytes[0] +
-           (int64_t)head * rows->stride_bytes[1];
-}
-
-static void copy_row(void *to, const uint8_t *from, int64_t stride, uint32_t dim, size_t element) {
-    if (stride == (int64_t)element) {
-        memcpy(to, from, dim * element);
-        return;
-    }
-    for (uint32_t d = 0; d < dim; d++)
-        memcpy((uint8_t *)to + d * element, from + d * stride, element);
-}
-
-/* Rows [first, first + count) of one head, to contiguous rows. */
-static void gather_rows(uint8_t *to, const cxlkv_rows *rows, uint32_t first, uint32_t count,
-                        uint32_t head, uint32_t dim, size_t element) {
-    for (uint32_t i = 0; i < count; i++)
-        copy_row(to + i * dim * element, row_at(rows, first + i, head), rows->stride_bytes[2], dim,
-                 element);
-}
 
 /* One token's heads, side by side in a tail's row; one copy when they are so in the array too. */
 static void copy_token(uint8_t *to, const cxlkv_rows *rows, uint32_t row, uint32_t heads,
@@ -69,7 +47,7 @@ static void copy_token(uint8_t *to, const cxlkv_rows *rows, uint32_t row, uint32
         return;
     }
     for (uint32_t head = 0; head < heads; head++)
-        copy_row(to + head * dim * element, row_at(rows, row, head), rows->stride_bytes[2], dim,
+        row_copy(to + head * dim * element, row_at(rows, row, head), rows->stride_bytes[2], dim,
                  element);
 }
 
@@ -88,109 +66,6 @@ static void tail_fill(const append_job *job, tail *to, uint32_t at, uint32_t fir
     }
 }
 
-static void checksum_set(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
-                         uint32_t kind, const void *bytes) {
-    *checksum_of(pool, page, layer, head, kind) =
-        crc32c(0, bytes, piece_data_bytes(&pool->layout, kind));
-}
-
-/* One head-major piece, already gathered. */
-static void piece_write(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
-                        uint32_t kind, const void *bytes) {
-    size_t size = piece_data_bytes(&pool->layout, kind);
-    uint8_t *to = pieces_of(pool, page, layer, kind) + head * piece_stride(&pool->geometry, kind);
-    kernels_current()->store_rows(to, bytes, size, 1, size);
-    if (pool->layout.checksum) checksum_set(pool, page, layer, head, kind, bytes);
-}
-
-/* The digest of `tokens` keys, rows stride_bytes apart. */
-static void digest_write(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
-                         const uint8_t *keys, size_t stride_bytes, uint32_t tokens) {
-    const cxlkv_layout *layout = &pool->layout;
-    _Alignas(LINE_BYTES) uint8_t digest[2 * 4096 * 4];
-    kernels_current()->digest((int)layout->dtype, keys, stride_bytes, tokens, layout->head_dim,
-                              digest);
-    piece_write(pool, page, layer, head, PIECE_DIGEST, digest);
-}
-
-static void sketch_write(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
-                         const uint8_t *keys, size_t stride_bytes, uint8_t *buffer) {
-    const cxlkv_layout *layout = &pool->layout;
-    kernels_current()->sketch((int)layout->dtype, keys, stride_bytes, layout->page_tokens,
-                              layout->head_dim, buffer);
-    piece_write(pool, page, layer, head, PIECE_SKETCH, buffer);
-}
-
-/* Room to gather a piece in; a sketch comes behind it. */
-static size_t gather_bytes(const cxlkv_pool *pool) {
-    uint64_t keys = pool->geometry.key_piece_bytes, values = pool->geometry.value_piece_bytes;
-    return keys > values ? keys : values;
-}
-
-/* One piece straight from rows; gathered first when strides are odd, or for a CRC, unless they are
- * a piece already. */
-static void piece_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
-                             uint32_t kind, const cxlkv_rows *rows, uint32_t tokens,
-                             uint8_t *buffer) {
-    const cxlkv_layout *layout = &pool->layout;
-    size_t element = dtype_bytes(layout->dtype);
-    uint32_t dim = kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim;
-    uint64_t stride = piece_stride(&pool->geometry, kind);
-    const uint8_t *from = row_at(rows, 0, head);
-    bool whole_rows = rows->stride_bytes[2] == (int64_t)element && rows->stride_bytes[0] > 0;
-    bool is_piece = whole_rows && rows->stride_bytes[0] == (int64_t)(dim * element);
-    bool direct = is_piece || (whole_rows && !layout->checksum);
-    if (direct) {
-        kernels_current()->store_rows(pieces_of(pool, page, layer, kind) + head * stride, from,
-                                      (size_t)rows->stride_bytes[0], layout->page_tokens,
-                                      dim * element);
-        if (layout->checksum) checksum_set(pool, page, layer, head, kind, from);
-    } else {
-        gather_rows(buffer, rows, 0, layout->page_tokens, head, dim, element);
-        piece_write(pool, page, layer, head, kind, buffer);
-    }
-    if (kind != PIECE_KEYS) return;
-    size_t key_stride = direct ? (size_t)rows->stride_bytes[0] : dim * element;
-    const uint8_t *keys = direct ? from : buffer;
-    digest_write(pool, page, layer, head, keys, key_stride, tokens);
-    if (layout->sketch)
-        sketch_write(pool, page, layer, head, keys, key_stride, buffer + gather_bytes(pool));
-}
-
-/* A whole (page, layer) from page_tokens rows, of which `tokens` count. */
-static int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const cxlkv_rows *keys,
-                           const cxlkv_rows *values, uint32_t tokens) {
-    size_t bytes = gather_bytes(pool) + pool->geometry.sketch_piece_bytes;
-    _Alignas(LINE_BYTES) uint8_t small[16384];
-    uint8_t *buffer = small;
-    int code = page_stays_ours(pool, page);
-    if (code < 0) return code;
-    if (bytes > sizeof(small) && !(buffer = aligned_alloc(LINE_BYTES, align_up(bytes, LINE_BYTES))))
-        return fail(ENOMEM, "no memory to gather a piece of %zu bytes", bytes);
-    for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
-        piece_write_rows(pool, page, layer, head, PIECE_KEYS, keys, tokens, buffer);
-        if (values_are_keys(&pool->layout)) continue;
-        piece_write_rows(pool, page, layer, head, PIECE_VALUES, values, tokens, buffer);
-    }
-    if (buffer != small) free(buffer);
-    if (pool->mode != VISIBILITY_COHERENT && !kernels_current()->streams)
-        pieces_write_back(pool, page, layer);
-    verified_set(pool, page, layer);
-    store_fence(); /* of this thread's own non-temporal stores */
-    return 0;
-}
-
-int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens) {
-    const cxlkv_layout *layout = &pool->layout;
-    int64_t element = (int64_t)dtype_bytes(layout->dtype);
-    int64_t row = (int64_t)tail_row_bytes(pool);
-    cxlkv_rows keys = {.data = tail_at(pool, from, PIECE_KEYS, 0),
-                       .stride_bytes = {row, layout->head_dim * element, element}};
-    cxlkv_rows values = {.data = tail_at(pool, from, PIECE_VALUES, 0),
-                         .stride_bytes = {row, layout->value_head_dim * element, element}};
-    return page_write_rows(pool, page, layer, &keys, &values, tokens);
-}
-
 /* K or V of a page, from row `row` of the call on. */
 static cxlkv_rows rows_from(const append_job *job, const cxlkv_rows *rows, uint32_t row) {
     cxlkv_rows made = *rows;
@@ -206,25 +81,65 @@ static cxlkv_rows rows_from(const append_job *job, const cxlkv_rows *rows, uint3
     return made;
 }
 
-static int write_direct_page(void *context, uint32_t item) {
-    append_job *job = context;
-    cxlkv_batch *batch = job->batch;
-    cxlkv_pool *pool = batch->pool;
-    uint32_t low = 0, high = batch->count; /* the last plan that begins at or before this item */
+/* The plan of a direct page: the last one that begins at or before it. */
+static uint32_t plan_of(const append_job *job, uint32_t item) {
+    uint32_t low = 0, high = job->batch->count;
     while (high - low > 1) {
         uint32_t middle = (low + high) / 2;
         if (job->plans[middle].first_item <= item) low = middle;
         else high = middle;
     }
-    const plan *p = &job->plans[low];
+    return low;
+}
+
+/* The rows of a direct page, and its number in the pool: NO_PAGE behind the window. */
+static uint32_t direct_page(const append_job *job, uint32_t item, kv_rows *rows) {
+    uint32_t i = plan_of(job, item);
+    const cxlkv_sequence *sequence = job->batch->sequences[i];
+    const plan *p = &job->plans[i];
     uint32_t item_page = item - p->first_item;
-    uint32_t first = p->first_row + p->head + item_page * pool->layout.page_tokens;
+    uint32_t first = p->first_row + p->head + item_page * job->batch->pool->layout.page_tokens;
     uint32_t index = p->first_page + (p->completed - p->direct_pages) + item_page;
-    if (index < batch->sequences[low]->tables[job->part].first) return 0; /* behind the window */
-    uint32_t page = sequence_page(batch->sequences[low], job->part, index);
-    cxlkv_rows keys = rows_from(job, job->keys, first), values = {.data = NULL};
-    if (job->values) values = rows_from(job, job->values, first);
-    return page_write_rows(pool, page, job->layer, &keys, &values, pool->layout.page_tokens);
+    if (index < sequence->tables[job->part].first) return NO_PAGE;
+    rows->keys = rows_from(job, job->keys, first);
+    if (job->values) rows->values = rows_from(job, job->values, first);
+    return sequence_page(sequence, job->part, index);
+}
+
+/* Neighbours in one go: while one is written, the next one's rows are asked for. */
+static int write_direct_run(void *context, uint32_t run) {
+    append_job *job = context;
+    cxlkv_pool *pool = job->batch->pool;
+    uint32_t first = run * job->run_pages, end = min_u32(first + job->run_pages, job->items);
+    kv_rows rows = {0}, next_rows = {0};
+    uint32_t page = direct_page(job, first, &rows);
+    int code = 0;
+    for (uint32_t item = first; code == 0 && item < end; item++) {
+        uint32_t next = item + 1 < end ? direct_page(job, item + 1, &next_rows) : NO_PAGE;
+        if (page != NO_PAGE)
+            code = page_write_rows(pool, page, job->layer, &rows,
+                                   next != NO_PAGE ? &next_rows : NULL, pool->layout.page_tokens);
+        page = next;
+        rows = next_rows;
+    }
+    store_fence(); /* of this thread's own non-temporal stores */
+    return code;
+}
+
+/* As many runs as keep all threads busy to the end. */
+static uint32_t run_pages_of(const append_job *job) {
+    enum { RUNS_A_THREAD = 4, RUN_PAGES_MAX = 16 };
+    uint32_t pages = job->items / (RUNS_A_THREAD * job->batch->pool->thread_count);
+    return pages < 1 ? 1 : min_u32(pages, RUN_PAGES_MAX);
+}
+
+static int write_direct_pages(append_job *job) {
+    cxlkv_pool *pool = job->batch->pool;
+    job->run_pages = run_pages_of(job);
+    uint32_t runs = (job->items + job->run_pages - 1) / job->run_pages;
+    /* Blocks are those of an engine's transfers, beside its steps. */
+    if (job->table) return run_tasks(pool, runs, write_direct_run, job);
+    return run_step_tasks(pool, runs, write_direct_run, job);
 }
 
 /* ---- phase 1: count ---- */
@@ -493,10 +408,7 @@ static int64_t append_locked(append_job *job, const int32_t *starts) {
         sequences_expire(pool);
         code = take_pages(job);
     }
-    if (code == 0) { /* blocks are those of an engine's transfers, beside its steps */
-        if (job->table) code = run_tasks(pool, job->items, write_direct_page, job);
-        else code = run_step_tasks(pool, job->items, write_direct_page, job);
-    }
+    if (code == 0) code = write_direct_pages(job);
     if (code == 0) code = run_tasks(pool, 1, write_tails, job);
     if (code == 0) code = run_tasks(pool, 1, seal_pages, job);
     if (code < 0) {

@@ -143,7 +143,18 @@ void deadlines_remove(deadlines *all, cxlkv_sequence *sequence); /* if it is the
 cxlkv_sequence *deadlines_ended(deadlines *all, uint64_t now_ns);
 bool deadlines_any_ended(const deadlines *all, uint64_t now_ns);
 
-/* ---- append.c ---- */
+/* ---- page_write.c ---- */
+/* K and V of a page, from its first row on; no values where they are a prefix of the keys. */
+typedef struct kv_rows {
+    cxlkv_rows keys, values;
+} kv_rows;
+const uint8_t *row_at(const cxlkv_rows *rows, uint32_t row, uint32_t head);
+/* dim elements that lie `stride` bytes apart. */
+void row_copy(void *to, const uint8_t *from, int64_t stride, uint32_t dim, size_t element);
+/* Writes one (page, layer) from page_tokens rows, of which `tokens` count. `next`: what is written
+ * next, or NULL; it is asked for in the meantime. The caller fences. */
+int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const kv_rows *rows,
+                    const kv_rows *next, uint32_t tokens);
 /* Writes one (page, layer) from a tail with `tokens` filled, the others zero. */
 int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens);
 
