@@ -44,7 +44,7 @@ class Model:
     def choose(self, number: int, head: Head, scores: Floats) -> list[int]:
         b, pages = self.budget, len(scores)
         forced = [*range(b.sinks), *range(pages - b.recent, pages)]
-        free = range(b.sinks, pages - b.recent)
+        free = [*range(b.sinks, pages - b.recent)]
         wanted = b.pages_at_most(pages, 0) - len(forced)
         if head.left:
             free = [page for page in free if page in head.best or page >= head.looked]
@@ -64,7 +64,7 @@ class Model:
         return chosen
 
 
-def best(pages: range | list[int], scores: Floats, count: int) -> list[int]:
+def best(pages: list[int], scores: Floats, count: int) -> list[int]:
     return sorted(sorted(pages, key=lambda page: -scores[page])[:count])
 
 
@@ -100,7 +100,10 @@ class Decoding:
         starts = np.array([0, 1], np.int32)
         picked = unscored(np.array(lists, np.int32)[None], starts, "query")
         batch = self.pool.batch([self.sequences[i]])
-        return np.asarray(batch.attend(0, q[i : i + 1], starts, picked)[0])[0]
+        out = batch.attend(0, q[i : i + 1], starts, picked)[0]
+        assert isinstance(out, np.ndarray)
+        first: Floats = out[0]
+        return first
 
     def walk(self, q: Floats, pace: float) -> Floats:
         """The next step's queries: mostly as they are, some of them turned."""
