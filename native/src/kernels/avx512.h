@@ -18,7 +18,7 @@ enum { LANES = 16, LINE_BYTES = 64, TOKEN_CHUNK = 16 };
 
 INLINE void prefetch(const char *start, size_t bytes) {
     const char *from = (const char *)((uintptr_t)start);
-    if (kernels_ask_second_cache)
+    if (atomic_load_explicit(&kernels_ask_second_cache, memory_order_relaxed))
         for (size_t at = 0; at < bytes; at += LINE_BYTES) _mm_prefetch(from + at, _MM_HINT_T1);
     else
         for (size_t at = 0; at < bytes; at += LINE_BYTES) _mm_prefetch(from + at, _MM_HINT_T0);

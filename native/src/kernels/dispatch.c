@@ -3,7 +3,6 @@
 
 #include <errno.h>
 #include <math.h>
-#include <stdatomic.h>
 #include <string.h>
 
 #include "base/base.h"
@@ -48,11 +47,11 @@ static bool is_elsewhere(const char *name) {
     return false;
 }
 
-bool kernels_ask_second_cache;
+atomic_bool kernels_ask_second_cache;
 
 static const kernels *best(void) {
 #if defined(__x86_64__)
-    kernels_ask_second_cache = cpu_is_amd();
+    atomic_store_explicit(&kernels_ask_second_cache, cpu_is_amd(), memory_order_relaxed);
 #endif
     int i = CHOICES - 1;
     while (!choices[i].is_here())

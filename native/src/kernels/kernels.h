@@ -15,6 +15,7 @@
 #ifndef CXLKV_KERNELS_H
 #define CXLKV_KERNELS_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -157,7 +158,7 @@ void kernels_score_each(const kernels *table, int dtype, const void *const *keys
 /* Whether what comes next is asked for into the second cache, not the first, because this CPU's
  * first cache waits for few lines at once: an AMD Zen 4 read keys of 128 channels 1.4 times as fast
  * so. */
-extern bool kernels_ask_second_cache;
+extern atomic_bool kernels_ask_second_cache;
 
 /* The best table for this CPU, or the forced one. Thread safe; costs one load. */
 const kernels *kernels_current(void);
