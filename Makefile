@@ -148,8 +148,9 @@ native-test-arm64:  ## the C tests of what arm64 has of its own, in an emulator,
 	  tests_kernels tests_base,"max -R ^test_($(ARM64_FIRST))$$" "cortex-a72 -R ^test_kernels$$"))
 
 # Left out: what the emulator cannot do (it has no robust mutexes, and tells each thread another
-# start time of its process), and test_incoherent, which takes long and has nothing of arm64.
-ARM64_NEVER := claims|fork|guard|host_log|hotness|incoherent|objects_fork|poison|shared|threads
+# start time of its process); test_team, as dlsym finds nothing in a static program; and
+# test_incoherent, which takes long and has nothing of arm64.
+ARM64_NEVER := claims|fork|guard|host_log|hotness|incoherent|objects_fork|poison|shared|team|threads
 native-test-arm64-rest:  ## the other C tests for arm64, likewise
 	$(if $(arm64_lacks),@echo "skipped: arm64 in an emulator: $(arm64_lacks)",\
 	  $(call arm64,all,"max -E ^test_($(ARM64_FIRST)|$(ARM64_NEVER))$$"))
