@@ -68,6 +68,61 @@ static void configure(uint32_t tokens) {
     _tile_loadconfig(&config);
 }
 
+/* ---- queries ---- */
+
+/* Behind what avx512_bf16 packs: sixteen queries, a line for each pair of channels, up to a
+ * multiple of 16 lines, and in it the pair of each query. */
+enum { SIXTEEN = 16, PAIR_BYTES = 4 };
+
+static size_t sixteen_bytes(uint32_t dim) {
+    return ((size_t)dim + STEP - 1) / STEP * (STEP / 2) * LINE_BYTES;
+}
+
+static const char *sixteen_of(const kernel_queries *queries, uint32_t dim, uint32_t sixteen) {
+    return (const char *)queries->packed + avx512_bf16_packed_bytes(dim, queries->total) +
+           sixteen * sixteen_bytes(dim);
+}
+
+static size_t packed_bytes(uint32_t dim, uint32_t query_count) {
+    size_t sixteens = ((size_t)query_count + SIXTEEN - 1) / SIXTEEN;
+    return avx512_bf16_packed_bytes(dim, query_count) + sixteens * sixteen_bytes(dim);
+}
+
+static bool pack(int dtype, const float *rows, uint32_t dim, uint32_t query_count, void *packed) {
+    if (!avx512_bf16_pack(dtype, rows, dim, query_count, packed))
+        return false;
+    const size_t row_bytes = ((size_t)dim + STEP - 1) / STEP * STEP_BYTES;
+    const size_t offset = avx512_bf16_packed_bytes(dim, query_count);
+    memset((char *)packed + offset, 0, packed_bytes(dim, query_count) - offset);
+    for (size_t j = 0; j < query_count; j++) {
+        const char *row = (const char *)packed + j * row_bytes;
+        char *sixteen = (char *)packed + offset + j / SIXTEEN * sixteen_bytes(dim) +
+                        j % SIXTEEN * PAIR_BYTES;
+        for (size_t pair = 0; pair < ((size_t)dim + 1) / 2; pair++)
+            memcpy(sixteen + pair * LINE_BYTES, row + pair * PAIR_BYTES, PAIR_BYTES);
+    }
+    return true;
+}
+
+/* ---- scores ---- */
+
+/* rows[token], one query in each lane, to lanes[query][token]. */
+static void turn(const __m512 rows[TOKEN_CHUNK], float lanes[SIXTEEN][TOKEN_CHUNK]) {
+    for (uint32_t t = 0; t < TOKEN_CHUNK; t += 4) {
+        __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[t], rows[t + 1]));
+        __m512d high01 = _mm512_castps_pd(_mm512_unpackhi_ps(rows[t], rows[t + 1]));
+        __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[t + 2], rows[t + 3]));
+        __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(rows[t + 2], rows[t + 3]));
+        double four[4][8]; /* [query % 4][query / 4 * 2]: four tokens */
+        _mm512_storeu_pd(four[0], _mm512_unpacklo_pd(low01, low23));
+        _mm512_storeu_pd(four[1], _mm512_unpackhi_pd(low01, low23));
+        _mm512_storeu_pd(four[2], _mm512_unpacklo_pd(high01, high23));
+        _mm512_storeu_pd(four[3], _mm512_unpackhi_pd(high01, high23));
+        for (uint32_t j = 0; j < SIXTEEN; j++)
+            memcpy(lanes[j] + t, &four[j % 4][j / 4 * 2], 4 * sizeof *lanes[j]);
+    }
+}
+
 /* The last channels of each key, fewer than a step, made up with zeros. */
 static void copy_rest(const char *keys, size_t row_bytes, uint32_t tokens, size_t rest_bytes,
                       char rest[TOKEN_CHUNK][STEP_BYTES]) {
@@ -137,7 +192,7 @@ static void deliver(const score_call *call, const kernel_queries *queries, uint3
     if (call->maxima)
         _mm512_storeu_ps(lanes[0], largest);
     else
-        store_sixteen(rows, LANES, lanes[0], TOKEN_CHUNK, SIXTEEN);
+        turn(rows, lanes);
     for (uint32_t lane = 0; lane < SIXTEEN; lane++) {
         uint32_t j = start + lane - queries->first; /* wraps when before the first */
         if (j >= queries->count)
@@ -165,7 +220,7 @@ static void score_all(const score_call *call, const kernel_queries *queries) {
         for (uint32_t sixteen = first, taken; sixteen < end; sixteen += taken) {
             taken = end - sixteen < SIXTEENS ? end - sixteen : SIXTEENS;
             dot_tiles(keys, call->row_bytes, tokens, call->dim,
-                      avx512_bf16_sixteen(queries, call->dim, sixteen), taken,
+                      sixteen_of(queries, call->dim, sixteen), taken,
                       sixteen == first ? next : NULL,
                       sums);
             for (uint32_t i = 0; i < taken; i++)
@@ -205,8 +260,8 @@ static void score_max(int dtype, const void *keys, size_t row_bytes, uint32_t to
 const kernels TABLE = {
     .name = "amx",
     .rates = {{200, 39, 38}, 51, 200},
-    .packed_bytes = avx512_bf16_packed_bytes,
-    .pack = avx512_bf16_pack,
+    .packed_bytes = packed_bytes,
+    .pack = pack,
     .score = score,
     .score_max = score_max,
     .score_pieces = avx512_bf16_score_pieces,

@@ -202,34 +202,6 @@ void avx512_from_float(int dtype, const float *source, size_t count, void *desti
 
 /* ---- from kernels_avx512_bf16.c, for kernels_amx.c ---- */
 
-/* Sixteen queries as they are packed: a line for each pair of channels, up to a multiple of 16
- * lines, and in it the pair of each query. */
-enum { SIXTEEN = 16, PAIR_BYTES = 4 };
-
-INLINE size_t sixteen_bytes(uint32_t dim) { return ((size_t)dim + 31) / 32 * 16 * LINE_BYTES; }
-
-const char *avx512_bf16_sixteen(const kernel_queries *queries, uint32_t dim, uint32_t sixteen);
-
-/* rows[token], one query in each lane, of `tokens` tokens (1, or a multiple of 4) to the first
- * `queries_used` rows of logits. */
-INLINE void store_sixteen(const __m512 *rows, uint32_t tokens, float *logits, size_t logit_stride,
-                          uint32_t queries_used) {
-    for (uint32_t t = 0; t < tokens; t += 4) {
-        __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[t], rows[t + 1]));
-        __m512d high01 = _mm512_castps_pd(_mm512_unpackhi_ps(rows[t], rows[t + 1]));
-        __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[t + 2], rows[t + 3]));
-        __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(rows[t + 2], rows[t + 3]));
-        double lanes[4][8]; /* [query % 4][query / 4 * 2]: four tokens */
-        _mm512_storeu_pd(lanes[0], _mm512_unpacklo_pd(low01, low23));
-        _mm512_storeu_pd(lanes[1], _mm512_unpackhi_pd(low01, low23));
-        _mm512_storeu_pd(lanes[2], _mm512_unpacklo_pd(high01, high23));
-        _mm512_storeu_pd(lanes[3], _mm512_unpackhi_pd(high01, high23));
-        for (uint32_t j = 0; j < queries_used; j++)
-            memcpy(logits + j * logit_stride + t, &lanes[j % 4][j / 4 * 2],
-                   (tokens < 4 ? tokens : 4) * sizeof *logits);
-    }
-}
-
 size_t avx512_bf16_packed_bytes(uint32_t dim, uint32_t query_count);
 bool avx512_bf16_pack(int dtype, const float *rows, uint32_t dim, uint32_t query_count,
                       void *packed);

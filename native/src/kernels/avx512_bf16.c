@@ -1,10 +1,12 @@
 /* Scores and bounds with AVX-512 BF16: bf16 keys meet queries in pairs, nothing is converted.
  *
- * Queries are packed three times: as rows, for bounds; by fours, 8 channels of each in a line, and
- * by sixteens, 2 channels of each. As many channels of a key, loaded to all places of a vector,
- * meet them in one instruction; with a four, 4 sums are left to add at the end, with a sixteen
- * none. Rows against rows, as in kernels_avx512.c, is slower than memory: 16 keys and 4 queries of
- * 128 channels took 93 ns, reading the keys 105; with a four 50. */
+ * Queries are packed twice: as rows, for bounds, and by fours, 8 channels of each in a line. As
+ * many channels of a key, loaded to all places of a vector, meet them in one instruction, and 4
+ * sums are left to add at the end. Rows against rows, as in kernels_avx512.c, is slower than
+ * memory: 16 keys and 4 queries of 128 channels took 93 ns, reading the keys 105; with a four 50.
+ *
+ * A key that is loaded meets one, two or four fours, so that 16 sums are under way: 16 keys and 16
+ * queries of 128 channels take 290 ns, what the products alone take. */
 #if defined(__x86_64__)
 
 #if defined(__clang__)
@@ -30,20 +32,9 @@ static size_t packed_row_bytes(uint32_t dim) {
 enum { FOUR = 4, EIGHT = 8, EIGHT_BYTES = 16 };
 static size_t four_bytes(uint32_t dim) { return ((size_t)dim + EIGHT - 1) / EIGHT * LINE_BYTES; }
 
-/* Fours and sixteens are counted over all queries of the call; the last ones are made up with
- * zeros. */
+/* Fours are counted over all queries of the call; the last one is made up with zeros. */
 static size_t fours_offset(uint32_t dim, uint32_t query_count) {
     return query_count * packed_row_bytes(dim);
-}
-
-static size_t sixteens_offset(uint32_t dim, uint32_t query_count) {
-    return fours_offset(dim, query_count) +
-           ((size_t)query_count + FOUR - 1) / FOUR * four_bytes(dim);
-}
-
-const char *avx512_bf16_sixteen(const kernel_queries *queries, uint32_t dim, uint32_t sixteen) {
-    return (const char *)queries->packed + sixteens_offset(dim, queries->total) +
-           sixteen * sixteen_bytes(dim);
 }
 
 static const char *four_of(const kernel_queries *queries, uint32_t dim, uint32_t four) {
@@ -52,8 +43,8 @@ static const char *four_of(const kernel_queries *queries, uint32_t dim, uint32_t
 }
 
 size_t avx512_bf16_packed_bytes(uint32_t dim, uint32_t query_count) {
-    return sixteens_offset(dim, query_count) +
-           ((size_t)query_count + SIXTEEN - 1) / SIXTEEN * sixteen_bytes(dim);
+    return fours_offset(dim, query_count) +
+           ((size_t)query_count + FOUR - 1) / FOUR * four_bytes(dim);
 }
 
 /* The lanes that bf16 holds without loss, that are neither infinite nor NaN nor so small that the
@@ -71,12 +62,10 @@ bool avx512_bf16_pack(int dtype, const float *rows, uint32_t dim, uint32_t query
     if (dtype != KERNEL_BFLOAT16)
         return false;
     char *fours = (char *)packed + fours_offset(dim, query_count);
-    char *sixteens = (char *)packed + sixteens_offset(dim, query_count);
     memset(packed, 0, avx512_bf16_packed_bytes(dim, query_count));
     for (size_t j = 0; j < query_count; j++) {
         char *row = (char *)packed + j * packed_row_bytes(dim);
         char *four = fours + j / FOUR * four_bytes(dim) + j % FOUR * EIGHT_BYTES;
-        char *sixteen = sixteens + j / SIXTEEN * sixteen_bytes(dim) + j % SIXTEEN * PAIR_BYTES;
         for (uint32_t d = 0; d < dim; d += LANES) {
             __m512 part = _mm512_maskz_loadu_ps(first_lanes(dim - d), rows + j * dim + d);
             if (exact_lanes(part) != 0xffff)
@@ -84,8 +73,6 @@ bool avx512_bf16_pack(int dtype, const float *rows, uint32_t dim, uint32_t query
             __m512i high = _mm512_srli_epi32(_mm512_castps_si512(part), 16);
             _mm256_storeu_si256((__m256i *)(row + (size_t)d * 2), _mm512_cvtepi32_epi16(high));
         }
-        for (size_t pair = 0; pair < ((size_t)dim + 1) / 2; pair++)
-            memcpy(sixteen + pair * LINE_BYTES, row + pair * PAIR_BYTES, PAIR_BYTES);
         for (size_t eight = 0; eight < ((size_t)dim + EIGHT - 1) / EIGHT; eight++)
             memcpy(four + eight * LINE_BYTES, row + eight * EIGHT_BYTES, EIGHT_BYTES);
     }
@@ -223,52 +210,74 @@ INLINE void raise_four(__m512 largest, const four_part *meant, float *maxima, bo
         *maxima = is_new ? found[j] : max_of_two(found[j], *maxima);
 }
 
-/* Eight keys against two fours, each loaded once for both. sums: of the first four, then of the
- * second. */
-INLINE void dot_eight(const char *keys, size_t row_bytes, uint32_t dim, const char *fours,
-                      size_t second, const char *next, __m512 *sums) {
-    UNROLL for (int t = 0; t < 2 * EIGHT; t++) sums[t] = _mm512_setzero_ps();
-    key_rows rows = rows_from(keys, row_bytes, EIGHT);
-    for (uint32_t d = 0; d < dim; d += EIGHT, fours += LINE_BYTES) {
-        __m512i first = _mm512_load_si512(fours), other = _mm512_load_si512(fours + second);
-        prefetch(next + (size_t)d * 2 * EIGHT, (size_t)EIGHT_BYTES * EIGHT);
-        UNROLL for (int t = 0; t < EIGHT; t++) {
+/* LANES / `fours` keys against that many fours (2 or 4), each key loaded once for all of them.
+ * sums: of all keys with the first four, then with the next. */
+INLINE void dot_fours(const char *keys, size_t row_bytes, uint32_t dim, const char *first,
+                      int fours, const char *next, __m512 *sums) {
+    const int tokens_here = LANES / fours;
+    const size_t stride = four_bytes(dim);
+    UNROLL for (int i = 0; i < LANES; i++) sums[i] = _mm512_setzero_ps();
+    key_rows rows = rows_from(keys, row_bytes, tokens_here);
+    for (uint32_t d = 0; d < dim; d += EIGHT, first += LINE_BYTES) {
+        __m512i queries[FOUR];
+        UNROLL for (int i = 0; i < fours; i++) queries[i] =
+            _mm512_load_si512(first + (size_t)i * stride);
+        prefetch(next + (size_t)d * 2 * tokens_here, (size_t)EIGHT_BYTES * tokens_here);
+        UNROLL for (int t = 0; t < tokens_here; t++) {
             __m512i key = _mm512_broadcast_i32x4(
                 _mm_loadu_si128((const __m128i *)row_of(&rows, t)));
-            sums[t] = add_products(sums[t], first, key);
-            sums[t + EIGHT] = add_products(sums[t + EIGHT], other, key);
+            UNROLL for (int i = 0; i < fours; i++) sums[i * tokens_here + t] =
+                add_products(sums[i * tokens_here + t], queries[i], key);
         }
-        advance(&rows, EIGHT, EIGHT_BYTES);
+        advance(&rows, tokens_here, EIGHT_BYTES);
     }
 }
 
-/* 16 tokens against two fours; dim is a multiple of 8. `high` queries of the second are meant. */
-static __attribute__((noinline)) void score_eight(const score_call *call, const score_part *part,
-                                                  const char *fours, uint32_t high) {
+/* 16 tokens against 2 or 4 fours; dim is a multiple of 8. `high` queries of the last are meant. */
+INLINE void score_fours(const score_call *call, const score_part *part, const char *first,
+                        int fours, uint32_t high) {
+    const int tokens_here = LANES / fours, blocks_here = tokens_here / FOUR;
     const char *keys = part->rows[0], *next = part->query ? keys : part->next;
-    const four_part both[2] = {{fours, 0, FOUR}, {fours, 0, high}};
-    extreme found[2] = {{_mm512_set1_ps(-INFINITY), 0}, {_mm512_set1_ps(-INFINITY), 0}};
-    __m512 scale = _mm512_set1_ps(call->scale);
     float *logits = call->logits + part->query * call->logit_stride + part->token;
-    for (uint32_t t = 0; t < TOKEN_CHUNK; t += EIGHT) {
-        __m512 sums[2 * EIGHT], blocks[FOUR];
-        dot_eight(keys + t * call->row_bytes, call->row_bytes, call->dim, fours,
-                  four_bytes(call->dim), next + t * key_bytes(call), sums);
-        UNROLL for (int i = 0; i < FOUR; i++) {
-            __m512 *from = sums + i * FOUR;
-            blocks[i] = _mm512_mul_ps(lane_sums(from[0], from[1], from[2], from[3]), scale);
+    __m512 scale = _mm512_set1_ps(call->scale);
+    extreme found[FOUR];
+    UNROLL for (int i = 0; i < fours; i++) found[i] = (extreme){_mm512_set1_ps(-INFINITY), 0};
+    for (int t = 0; t < TOKEN_CHUNK; t += tokens_here) {
+        __m512 sums[LANES], blocks[FOUR];
+        dot_fours(keys + (size_t)t * call->row_bytes, call->row_bytes, call->dim, first, fours,
+                  next + (size_t)t * key_bytes(call), sums);
+        UNROLL for (int b = 0; b < FOUR; b++) {
+            __m512 *from = sums + b * FOUR;
+            const int i = b / blocks_here;
+            const size_t token = (size_t)(t + b % blocks_here * FOUR);
+            const four_part meant = {NULL, 0, i == fours - 1 ? high : FOUR};
+            blocks[b] = _mm512_mul_ps(lane_sums(from[0], from[1], from[2], from[3]), scale);
             if (call->logits)
-                store_four(blocks[i], &both[i / 2],
-                           logits + i / 2 * FOUR * call->logit_stride + t + i % 2 * FOUR,
+                store_four(blocks[b], &meant,
+                           logits + (size_t)i * FOUR * call->logit_stride + token,
                            call->logit_stride, FOUR);
         }
         if (!call->logits)
-            UNROLL for (int i = 0; i < 2; i++) raise_extreme(&found[i], blocks + 2 * i, 2);
+            UNROLL for (int i = 0; i < fours; i++)
+                raise_extreme(&found[i], blocks + i * blocks_here, blocks_here);
     }
-    if (call->maxima)
-        for (int i = 0; i < 2; i++)
-            raise_four(extreme_of(&found[i]), &both[i], call->maxima + part->query + i * FOUR,
-                       part->token == 0);
+    for (int i = 0; call->maxima && i < fours; i++) {
+        const four_part meant = {NULL, 0, i == fours - 1 ? high : FOUR};
+        raise_four(extreme_of(&found[i]), &meant, call->maxima + part->query + i * FOUR,
+                   part->token == 0);
+    }
+}
+
+static __attribute__((noinline)) void score_two_fours(const score_call *call,
+                                                      const score_part *part, const char *first,
+                                                      uint32_t high) {
+    score_fours(call, part, first, 2, high);
+}
+
+static __attribute__((noinline)) void score_four_fours(const score_call *call,
+                                                       const score_part *part, const char *first,
+                                                       uint32_t high) {
+    score_fours(call, part, first, 4, high);
 }
 
 /* At most 16 tokens. Fewer go by fours, the last four once more; fewer than four one by one, each
@@ -293,72 +302,6 @@ static __attribute__((noinline)) void score_four(const score_call *call, const s
         raise_four(extreme_of(&found), meant, call->maxima + part->query, part->token == 0);
 }
 
-/* A sixteen against `tokens_here` keys: sums[token], one query in each lane. */
-INLINE void dot_sixteen(const char *keys, size_t row_bytes, uint32_t dim, const char *sixteen,
-                        int tokens_here, const char *next, __m512 *sums) {
-    UNROLL for (int t = 0; t < tokens_here; t++) sums[t] = _mm512_setzero_ps();
-    key_rows rows = rows_from(keys, row_bytes, tokens_here);
-    uint32_t d = 0;
-    for (; d + 2 <= dim; d += 2, sixteen += LINE_BYTES) {
-        __m512i query = _mm512_load_si512(sixteen);
-        prefetch(next + (size_t)d * 2 * tokens_here, (size_t)PAIR_BYTES * tokens_here);
-        UNROLL for (int t = 0; t < tokens_here; t++) {
-            int pair;
-            memcpy(&pair, row_of(&rows, t), sizeof pair);
-            sums[t] = add_products(sums[t], query, _mm512_set1_epi32(pair));
-        }
-        advance(&rows, tokens_here, PAIR_BYTES);
-    }
-    if (d < dim)
-        UNROLL for (int t = 0; t < tokens_here; t++) {
-            uint16_t last;
-            memcpy(&last, row_of(&rows, t), sizeof last);
-            sums[t] = add_products(sums[t], _mm512_load_si512(sixteen), _mm512_set1_epi32(last));
-        }
-}
-
-/* `tokens_here` (4 or 16) keys against a sixteen, `used` of which count; logits for the first. */
-INLINE void score_sixteen_block(const score_call *call, const char *keys, size_t row_bytes,
-                                const char *sixteen, int tokens_here, uint32_t used,
-                                const char *next, float *logits, extreme *found) {
-    __m512 sums[LANES], scale = _mm512_set1_ps(call->scale);
-    dot_sixteen(keys, row_bytes, call->dim, sixteen, tokens_here, next, sums);
-    UNROLL for (int t = 0; t < tokens_here; t++) sums[t] = _mm512_mul_ps(sums[t], scale);
-    if (call->logits)
-        store_sixteen(sums, used, logits, call->logit_stride, SIXTEEN);
-    else
-        raise_extreme(found, sums, tokens_here);
-}
-
-/* At most 16 tokens against a sixteen. Fewer go by fours, the last four once more; fewer than four
- * one by one, each as if it were four. */
-static __attribute__((noinline)) void score_sixteen(const score_call *call, const score_part *part,
-                                                    const char *sixteen) {
-    const char *keys = part->rows[0];
-    const uint32_t tokens = part->tokens_used;
-    size_t row_bytes = call->row_bytes;
-    const char *next = part->query ? keys : part->next;
-    float *logits = call->logits + part->query * call->logit_stride + part->token;
-    extreme found = {_mm512_set1_ps(-INFINITY), 0};
-    if (tokens == TOKEN_CHUNK)
-        score_sixteen_block(call, keys, row_bytes, sixteen, TOKEN_CHUNK, TOKEN_CHUNK, next, logits,
-                            &found);
-    else
-        for (uint32_t t = 0, taken = tokens < 4 ? 1 : 4; t < tokens; t += taken) {
-            if (t + taken > tokens)
-                t = tokens - taken;
-            score_sixteen_block(call, keys + t * row_bytes, taken == 1 ? 0 : row_bytes, sixteen, 4,
-                                taken, keys, logits + t, &found);
-        }
-    if (!call->maxima)
-        return;
-    float *maxima = call->maxima + part->query;
-    __m512 largest = extreme_of(&found);
-    if (part->token)
-        largest = max_with_nan(largest, _mm512_loadu_ps(maxima));
-    _mm512_storeu_ps(maxima, largest);
-}
-
 /* The other rows are where the stride says. */
 INLINE void place_first(const score_call *call, uint32_t token, score_part *part) {
     part->token = token;
@@ -367,30 +310,30 @@ INLINE void place_first(const score_call *call, uint32_t token, score_part *part
     part->next = call->next ? call->next + token * key_bytes(call) : part->rows[0];
 }
 
-/* Whole sixteens as such, the queries before and after them by fours, two at once. */
+/* How many fours of what is left are scored together, of 16 tokens. */
+static uint32_t fours_together(const score_call *call, const score_part *part, uint32_t place,
+                               uint32_t left) {
+    if (place % FOUR || part->tokens_used != TOKEN_CHUNK || call->dim % EIGHT || left <= FOUR)
+        return 1;
+    return left > 3 * FOUR ? 4 : 2;
+}
+
+/* A query's logit has the same bits whatever is scored beside it. */
 static void score_all(const score_call *call, const kernel_queries *queries) {
     score_part part;
     for (uint32_t t = 0; t < call->tokens; t += TOKEN_CHUNK) {
         place_first(call, t, &part);
         for (part.query = 0; part.query < queries->count; part.query += part.queries_used) {
             uint32_t left = queries->count - part.query, place = queries->first + part.query;
-            if (place % SIXTEEN == 0 && left >= SIXTEEN) {
-                part.queries_used = SIXTEEN;
-                score_sixteen(call, &part,
-                              avx512_bf16_sixteen(queries, call->dim, place / SIXTEEN));
+            uint32_t fours = fours_together(call, &part, place, left);
+            const char *first = four_of(queries, call->dim, place / FOUR);
+            if (fours > 1) {
+                part.queries_used = left < fours * FOUR ? left : fours * FOUR;
+                uint32_t high = part.queries_used - (fours - 1) * FOUR;
+                (fours == 2 ? score_two_fours : score_four_fours)(call, &part, first, high);
                 continue;
             }
-            /* Whatever the tokens, a query is scored in the same form: its last bits say so. */
-            bool before_sixteen = place % SIXTEEN == SIXTEEN - FOUR && left >= FOUR + SIXTEEN;
-            if (place % FOUR == 0 && left > FOUR && !before_sixteen &&
-                part.tokens_used == TOKEN_CHUNK && call->dim % EIGHT == 0) {
-                part.queries_used = left < EIGHT ? left : EIGHT;
-                score_eight(call, &part, four_of(queries, call->dim, place / FOUR),
-                            part.queries_used - FOUR);
-                continue;
-            }
-            four_part meant = {.four = four_of(queries, call->dim, place / FOUR),
-                               .low = place % FOUR};
+            four_part meant = {.four = first, .low = place % FOUR};
             meant.high = left < FOUR - meant.low ? meant.low + left : FOUR;
             part.queries_used = meant.high - meant.low;
             score_four(call, &part, &meant);
@@ -430,28 +373,67 @@ INLINE float largest_lane(const extreme *from, __mmask16 lanes) {
     return from->broken & lanes ? NAN : largest;
 }
 
+/* A call of score_pieces: of its queries in four i those of the lanes lanes[i] are meant. */
+typedef struct pieces_call {
+    const void *const *pieces, *const *next;
+    size_t row_bytes;
+    uint32_t count, tokens, dim;
+    const char *first;
+    __mmask16 lanes[FOUR];
+    float scale;
+} pieces_call;
+
+INLINE float best_of_piece(const pieces_call *call, uint32_t piece, int fours) {
+    const int tokens_here = LANES / fours, blocks_here = tokens_here / FOUR;
+    const char *keys = call->pieces[piece];
+    const char *next = call->next[piece] ? call->next[piece] : call->pieces[piece];
+    extreme found[FOUR];
+    UNROLL for (int i = 0; i < fours; i++) found[i] = (extreme){_mm512_set1_ps(-INFINITY), 0};
+    for (size_t t = 0; t < call->tokens; t += (size_t)tokens_here) {
+        const char *from = keys + t * call->row_bytes, *later = next + t * call->dim * 2;
+        __m512 sums[LANES], blocks[FOUR];
+        if (fours == 1)
+            dot_four(from, call->row_bytes, call->dim, call->first, LANES, later, sums);
+        else
+            dot_fours(from, call->row_bytes, call->dim, call->first, fours, later, sums);
+        UNROLL for (int b = 0; b < FOUR; b++) blocks[b] =
+            lane_sums(sums[4 * b], sums[4 * b + 1], sums[4 * b + 2], sums[4 * b + 3]);
+        UNROLL for (int i = 0; i < fours; i++)
+            raise_extreme(&found[i], blocks + i * blocks_here, blocks_here);
+    }
+    float best = largest_lane(&found[0], call->lanes[0]);
+    UNROLL for (int i = 1; i < fours; i++) best =
+        max_of_two(largest_lane(&found[i], call->lanes[i]), best);
+    return call->scale * best; /* rounding keeps the order */
+}
+
+static __attribute__((noinline)) void pieces_by_one(const pieces_call *call, float *best) {
+    for (uint32_t i = 0; i < call->count; i++) best[i] = best_of_piece(call, i, 1);
+}
+
+static __attribute__((noinline)) void pieces_by_two(const pieces_call *call, float *best) {
+    for (uint32_t i = 0; i < call->count; i++) best[i] = best_of_piece(call, i, 2);
+}
+
+static __attribute__((noinline)) void pieces_by_four(const pieces_call *call, float *best) {
+    for (uint32_t i = 0; i < call->count; i++) best[i] = best_of_piece(call, i, 4);
+}
+
 bool avx512_bf16_score_pieces(int dtype, const void *const *pieces, const void *const *next,
                               uint32_t count, size_t row_bytes, uint32_t tokens, uint32_t dim,
                               const kernel_queries *queries, float scale, float *best) {
     uint32_t low = queries->first % FOUR, high = low + queries->count;
-    if (dtype != KERNEL_BFLOAT16 || !queries->packed || high > FOUR || tokens % TOKEN_CHUNK ||
-        dim % EIGHT)
+    uint32_t fours = (high + FOUR - 1) / FOUR;
+    if (dtype != KERNEL_BFLOAT16 || !queries->packed || fours > FOUR || fours == 3 ||
+        tokens % TOKEN_CHUNK || dim % EIGHT)
         return false;
-    const char *four = four_of(queries, dim, queries->first / FOUR);
-    __mmask16 lanes = (__mmask16)((1u << 4 * high) - (1u << 4 * low));
-    for (uint32_t i = 0; i < count; i++) {
-        extreme found = {_mm512_set1_ps(-INFINITY), 0};
-        for (uint32_t t = 0; t < tokens; t += TOKEN_CHUNK) {
-            const char *keys = (const char *)pieces[i] + t * row_bytes;
-            __m512 sums[LANES], blocks[FOUR];
-            dot_four(keys, row_bytes, dim, four, TOKEN_CHUNK,
-                     (const char *)(next[i] ? next[i] : pieces[i]) + (size_t)t * dim * 2, sums);
-            UNROLL for (int b = 0; b < FOUR; b++) blocks[b] =
-                lane_sums(sums[4 * b], sums[4 * b + 1], sums[4 * b + 2], sums[4 * b + 3]);
-            raise_extreme(&found, blocks, FOUR);
-        }
-        best[i] = scale * largest_lane(&found, lanes); /* rounding keeps the order */
-    }
+    pieces_call call = {.pieces = pieces, .next = next, .row_bytes = row_bytes, .count = count,
+                        .tokens = tokens, .dim = dim, .scale = scale,
+                        .first = four_of(queries, dim, queries->first / FOUR)};
+    for (uint32_t i = 0; i < fours; i++) call.lanes[i] = 0xffff;
+    call.lanes[0] &= (__mmask16)(0xffff << FOUR * low);
+    call.lanes[fours - 1] &= (__mmask16)(0xffff >> FOUR * (FOUR * fours - high));
+    (fours == 1 ? pieces_by_one : fours == 2 ? pieces_by_two : pieces_by_four)(&call, best);
     return true;
 }
 

@@ -178,7 +178,7 @@ int blocks_check(const cxlkv_batch *batch, const cxlkv_blocks *table, uint32_t *
 int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
                   const cxlkv_rows *queries, const int32_t *starts, uint32_t *rows);
 /* Queries of one sequence and kv head, [row][group], are a block: kernels take them by fours, and
- * by sixteens where there are so many, so that is what blocks begin with and are filled up to. */
+ * AMX by sixteens where there are so many: blocks begin with these and are filled up to them. */
 static inline uint32_t query_unit(uint64_t rows, uint32_t group) {
     return rows * group < 16 ? 4 : 16;
 }

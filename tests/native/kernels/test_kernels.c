@@ -117,11 +117,12 @@ typedef struct asked {
     const float *row; /* the first one that is meant */
 } asked;
 
-/* `count` queries behind some others. With `form`, those of bf16 numbers, which are packed too if
+/* `count` queries between some others. With `form`, those of bf16 numbers, which are packed too if
  * the table has a form for them. */
 static asked make_queries(const kernels *table, int dtype, uint32_t dim, uint32_t count,
                           float (*next)(void), bool form) {
-    uint32_t first = (uint32_t)(random_word() % 6), all = first + count;
+    uint32_t first = (uint32_t)(random_word() % 6);
+    uint32_t all = first + count + (uint32_t)(random_word() % 6);
     asked made = {.rows = make_floats((size_t)all * dim, next)};
     float *rows = (float *)made.rows.data;
     if (form) {
