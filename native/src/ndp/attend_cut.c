@@ -5,7 +5,7 @@
 
 #include "ndp/attend.h"
 
-enum { SPAN_PAGES_MIN = 64, SPANS_WANTED = 128 };
+enum { SPAN_TOKENS_MIN = 512, SPANS_WANTED = 128 };
 
 /* A sequence joins a group if so many pages are shared. Where its own ones begin is rounded, so
  * that no span of a group has few. */
@@ -161,6 +161,12 @@ static uint32_t pages_in_sight(const layer_view *view, uint64_t row, uint64_t co
     return (uint32_t)(last / page_tokens) + 1 - *low;
 }
 
+/* At most `wanted` parts of so many pages, none of them small. */
+static uint32_t parts_of(const attend_job *job, uint32_t wanted, uint32_t pages) {
+    uint64_t tokens = (uint64_t)pages * job->batch->pool->layout.page_tokens;
+    return (uint32_t)min_u64(wanted, tokens / SPAN_TOKENS_MIN > 1 ? tokens / SPAN_TOKENS_MIN : 1);
+}
+
 /* The pages of a block of rows, in parts; those of a group are left out. */
 static void cut_block(attend_job *job, span made) {
     layer_view view = view_of(job->batch->sequences[made.sequence], job->args->layer);
@@ -173,7 +179,7 @@ static void cut_block(attend_job *job, span made) {
         made.gap_first = s->leader ? s->leader->first : s->first;
         made.gap_pages = s->end - made.gap_first;
         pages -= made.gap_pages;
-        parts = min_u32(parts, pages / SPAN_PAGES_MIN > 1 ? pages / SPAN_PAGES_MIN : 1);
+        parts = parts_of(job, parts, pages);
         whole.shared = s->spans;
         whole.shared_count = s->parts;
         whole.shared_query = s->group_row * job->group;
@@ -191,19 +197,22 @@ static bool is_by_row(const cxlkv_picked *picked) {
     return picked->pages && picked->per == CXLKV_PER_QUERY;
 }
 
-/* A list, and a span, for each head. */
+/* A list for each head, in parts. */
 static void cut_lists(attend_job *job, span made) {
     const cxlkv_picked *picked = &job->args->picked;
-    uint32_t heads = job->batch->pool->layout.kv_heads;
+    uint32_t heads = job->batch->pool->layout.kv_heads, parts = job->parts;
     uint64_t list = made.sequence;
     if (is_by_row(picked)) list = (uint64_t)job->args->starts[made.sequence] + made.row_first;
     made.head_count = 1;
-    made.page_last = picked->k;
     for (uint32_t head = 0; head < heads; head++) {
         made.head_first = head;
         made.pages = picked->pages + (list * heads + head) * picked->k;
-        put_merge(job, (merge){.first = job->span_count, .count = 1});
-        put_span(job, &made);
+        put_merge(job, (merge){.first = job->span_count, .count = parts});
+        for (uint32_t part = 0; part < parts; part++) {
+            made.page_first = (uint32_t)((uint64_t)picked->k * part / parts);
+            made.page_last = (uint32_t)((uint64_t)picked->k * (part + 1) / parts);
+            put_span(job, &made);
+        }
     }
 }
 
@@ -233,27 +242,32 @@ static void cut(attend_job *job) {
     }
 }
 
-/* Of rows, no page being shared: how many blocks. */
-static uint64_t block_count(const attend_job *job) {
+/* Blocks of rows, no page being shared; of chosen pages, their lists. */
+static uint64_t merges_wanted(const attend_job *job) {
     uint64_t block = rows_together(job), count = 0;
     for (uint32_t i = 0; i < job->batch->count; i++) count += (rows_of(job, i) + block - 1) / block;
-    return count;
+    return job->args->picked.pages ? count * job->batch->pool->layout.kv_heads : count;
 }
 
-static void choose_parts(attend_job *job) {
+/* The most that rows see. */
+static uint32_t pages_most(const attend_job *job) {
     uint32_t pages = 0;
-    job->parts = 1;
-    if (job->args->picked.pages) return;
+    if (job->args->picked.pages) return job->args->picked.k;
     for (uint32_t i = 0; i < job->batch->count; i++) {
         layer_view view = view_of(job->batch->sequences[i], job->args->layer);
         uint64_t reach = view.window / job->batch->pool->layout.page_tokens + 1;
         uint32_t mine = view.window ? (uint32_t)min_u64(view.pages, reach) : view.pages;
         if (mine > pages) pages = mine;
     }
-    uint64_t blocks = block_count(job);
-    if (blocks == 0 || blocks >= SPANS_WANTED) return;
-    uint32_t wanted = (uint32_t)((SPANS_WANTED + blocks - 1) / blocks);
-    job->parts = min_u32(wanted, pages / SPAN_PAGES_MIN > 1 ? pages / SPAN_PAGES_MIN : 1);
+    return pages;
+}
+
+static void choose_parts(attend_job *job) {
+    uint64_t merges = merges_wanted(job);
+    job->parts = 1;
+    if (merges == 0 || merges >= SPANS_WANTED) return;
+    uint32_t wanted = (uint32_t)((SPANS_WANTED + merges - 1) / merges);
+    job->parts = parts_of(job, wanted, pages_most(job));
 }
 
 uint32_t attend_parts(cxlkv_batch *batch, cxlkv_attend_args *args) {
@@ -265,10 +279,10 @@ uint32_t attend_parts(cxlkv_batch *batch, cxlkv_attend_args *args) {
 
 int attend_cut(attend_job *job) {
     if (job->parts == 0) choose_parts(job);
-    uint64_t blocks = block_count(job);
-    if (job->parts > 1 && blocks * job->parts >= 2 * SPANS_WANTED)
+    uint64_t spans_wanted = merges_wanted(job) * job->parts;
+    if (job->parts > 1 && spans_wanted >= 2 * SPANS_WANTED)
         return fail(CXLKV_E_ARGUMENT, "attend: pages in %u parts are %lu spans", job->parts,
-                    blocks * job->parts);
+                    spans_wanted);
     int code = job->args->picked.pages ? 0 : share(job);
     if (code < 0) return code;
     cut(job);

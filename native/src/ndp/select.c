@@ -41,8 +41,8 @@ static int score_task(void *context, uint32_t item) {
     select_job *job = context;
     const plan *p = &job->plans[entry_at(&job->plans->first_task, sizeof(plan), job->batch->count,
                                          item)];
-    uint32_t begin = first_own_page(p) + (item - p->first_task) * TASK_PAGES;
-    uint32_t end = min_u32(begin + TASK_PAGES, p->view.pages);
+    uint32_t begin = first_own_page(p) + (item - p->first_task) * job->task_pages;
+    uint32_t end = min_u32(begin + job->task_pages, p->view.pages);
     uint32_t step = p->follower && begin < p->follower->shared ? TOGETHER_PAGES : TASK_PAGES;
     int code = 0;
     if (p->narrow) return kept_score_task(job, p, item - p->first_task);
@@ -187,6 +187,16 @@ static void find_leader(select_job *job, plan *p) {
     }
 }
 
+/* Few pages make short tasks, so that all threads get some. */
+static uint32_t task_pages_of(const cxlkv_batch *batch, uint32_t layer) {
+    enum { TASKS_OF_A_THREAD = 4, TASK_PAGES_MIN = 8 };
+    uint64_t pages = 0;
+    for (uint32_t i = 0; i < batch->count; i++) pages += view_of(batch->sequences[i], layer).pages;
+    uint64_t wanted = pages / (TASKS_OF_A_THREAD * batch->pool->thread_count);
+    if (wanted < TASK_PAGES_MIN) return TASK_PAGES_MIN;
+    return (uint32_t)min_u64(wanted, TASK_PAGES);
+}
+
 /* Lengths, lists, and args->k: all that is known before a byte is read. */
 static uint64_t make_plans(select_job *job) {
     cxlkv_select_args *args = job->args;
@@ -195,6 +205,7 @@ static uint64_t make_plans(select_job *job) {
     uint32_t kv_heads = job->batch->pool->layout.kv_heads;
     args->k = args->lists_staged = 0;
     args->mean_error = 0;
+    job->task_pages = task_pages_of(job->batch, args->layer);
     for (uint32_t i = 0; i < job->batch->count; i++) {
         plan *p = &job->plans[i];
         p->view = view_of(job->batch->sequences[i], args->layer);
@@ -210,7 +221,7 @@ static uint64_t make_plans(select_job *job) {
         kept_begin(job, p);
         find_leader(job, p);
         uint32_t own = is_scored(p) ? p->view.pages - first_own_page(p) : 0;
-        if (!p->narrow) p->tasks = (own + TASK_PAGES - 1) / TASK_PAGES;
+        if (!p->narrow) p->tasks = (own + job->task_pages - 1) / job->task_pages;
         tasks += p->tasks;
         lists += p->lists;
         for (uint64_t list = 0; list < p->lists; list++) {

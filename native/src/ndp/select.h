@@ -35,6 +35,7 @@ typedef struct select_job {
     const sketch_query *sketch_queries; /* the same ones, for estimates */
     plan *plans;
     uint32_t group;
+    uint32_t task_pages;         /* of the tasks of all plans that are not narrow */
     atomic_ulong bytes_scored, bytes_fetched, bytes_sketched, tokens_scored;
 } select_job;
 
@@ -51,7 +52,7 @@ static inline bool is_by_mass(const select_job *job, const plan *p) {
     return job->args->method == CXLKV_METHOD_ATTENTION || p->budget->kind == CXLKV_BUDGET_MASS;
 }
 
-/* Pages of a task. */
+/* Pages of a task at most. */
 enum { TASK_PAGES = 64 };
 
 /* Those before it are scored with the leader's. */

@@ -195,7 +195,7 @@ static int check_attend(const request_facts *facts, const request_attend *a, uin
     if (a->per > CXLKV_PER_SEQUENCE || (a->lists ? a->lists != wanted : a->k || a->per))
         return fail(CXLKV_E_ARGUMENT, "request: %u lists of %u pages, per %u: %u are wanted, or "
                     "none", a->lists, a->k, a->per, wanted);
-    if (a->parts == 0 || a->parts > (a->lists ? 1 : REQUEST_PARTS_MAX))
+    if (a->parts == 0 || a->parts > REQUEST_PARTS_MAX)
         return fail(CXLKV_E_ARGUMENT, "request: pages in %u parts", a->parts);
     return 0;
 }
