@@ -29,6 +29,9 @@ Kept = npt.NDArray[np.float32]
 class WatchedCache(FormsCache):
     """One row of full attention; while `watched`, each layer's query is asked of all forms too.
 
+    A form with refresh chooses among what its own sequence kept in the step before, so that it has
+    a fork to itself, and is asked in every step.
+
     held: keys and values of each layer, of all tokens that will be read, [kv_heads, tokens, dim].
     Of each watched step, mass, error: [forms, layers, q_heads]; attainable: the mass of the best
     list of that length, recall: the share of it that is chosen, [forms, layers, kv_heads].
@@ -47,6 +50,10 @@ class WatchedCache(FormsCache):
         self.forms = tuple(forms)
         self.held = held
         self.watched = False
+        self.followers = [
+            Follower(pool, form, sequence.fork(), held) if form.refresh > 1 else None
+            for form in forms
+        ]
         self.mass: list[Kept] = []
         self.error: list[Kept] = []
         self.attainable: list[Kept] = []
@@ -56,6 +63,8 @@ class WatchedCache(FormsCache):
         self, batch: Batch, part: LayerStep, queries: Tensor, picked: Selection | None
     ) -> Tensor:
         out = super().attend(batch, part, queries, picked)
+        lengths = part.step.lengths
+        followed = [one.choose(self, part, queries) if one else None for one in self.followers]
         if not self.watched:
             return out
         if part.index == 0:
@@ -69,7 +78,9 @@ class WatchedCache(FormsCache):
                 kept.append(np.empty((len(self.forms), layout.layers, heads), np.float32))
         true, wanted = self.by_arithmetic(part, queries)
         for at, form in enumerate(self.forms):
-            chosen = self.choose_of(form.method, (form,), batch, part, queries, part.step.lengths)
+            chosen = followed[at] or self.choose_of(
+                form.method, (form,), batch, part, queries, lengths
+            )
             some = super().attend(batch, part, queries, chosen)
             error = (some.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
             self.mass[-1][at, part.index] = mass_of(chosen.pages[0], true)
@@ -77,6 +88,12 @@ class WatchedCache(FormsCache):
             best, recall = beside_best(chosen.pages[0], true.mean(axis=1), form)
             self.attainable[-1][at, part.index], self.recall[-1][at, part.index] = best, recall
         return out
+
+    def release(self) -> None:
+        super().release()
+        for follower in self.followers:
+            if follower:
+                follower.sequence.release()
 
     def by_arithmetic(self, part: LayerStep, queries: Tensor) -> tuple[Kept, Tensor]:
         """The weights of attention that each page holds, float32 [kv_heads, group, pages], and the
@@ -94,6 +111,27 @@ class WatchedCache(FormsCache):
         padded = pad(weights, (0, -length % layout.page_tokens))
         by_page = padded.reshape(*padded.shape[:2], -1, layout.page_tokens).sum(dim=-1)
         return np.asarray(by_page.numpy(), np.float32), out
+
+
+class Follower:
+    """A sequence beside full attention's that reads what it reads, for a form with refresh."""
+
+    def __init__(
+        self, pool: CXLPool, form: Form, sequence: Tokens, held: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        self.form = form
+        self.sequence = sequence
+        self.batch = pool.batch([sequence])
+        self.held = held
+
+    def choose(self, cache: FormsCache, part: LayerStep, queries: Tensor) -> Selection:
+        """The pages of this step's query, of one layer after the other."""
+        length = part.step.lengths
+        last = slice(int(length[0]) - 1, int(length[0]))
+        keys, values = (one[:, last].transpose(0, 1).contiguous() for one in self.held[part.index])
+        self.sequence.append(part.index, keys, values)
+        form = self.form
+        return cache.choose_of(form.method, (form,), self.batch, part, queries, length)
 
 
 def mass_of(chosen: Pages, true: Kept) -> Kept:

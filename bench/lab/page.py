@@ -17,6 +17,7 @@ from cxlkv.bench.lab.texts import TEXTS
 from cxlkv.bench.lab.units import METHODS, Arrays
 from cxlkv.bench.result import Result
 from cxlkv.bench.style import BLUE, GREEN, GREY, INK, ORANGE, canvas, plain
+from cxlkv.demo.forms import Form
 from cxlkv.machine.state import write_whole
 
 TEMPLATE = Path(__file__).parent / "page.html.j2"
@@ -126,7 +127,7 @@ def draw_heads(panels: list[Axes], found: Findings, units: Mapping[str, Arrays])
         forms = [
             (at, row.form)
             for at, row in enumerate(found.rows)
-            if row.form.method == method and not row.form.first_layers
+            if row.form.method == method and is_plain(row.form)
         ]
         if not forms:
             axes.set_axis_off()
@@ -141,8 +142,12 @@ def draw_heads(panels: list[Axes], found: Findings, units: Mapping[str, Arrays])
 
 
 def plain_rows(found: Findings) -> list[Row]:
-    """Those whose layers all have the same budget."""
-    return [row for row in found.rows if not row.form.first_layers]
+    return [row for row in found.rows if is_plain(row.form)]
+
+
+def is_plain(form: Form) -> bool:
+    """All its layers have the same budget, and each step looks at all pages."""
+    return not form.first_layers and form.refresh == 1
 
 
 def by_text(found: Findings) -> list[tuple[str, list[str]]]:

@@ -35,7 +35,8 @@ class Steps:
     losses: negative log-likelihood of the text's next token. divergences: Kullback-Leibler, from
     full attention's distribution. agreed: the most likely token is full attention's.
     scored, fetched: bytes [forms], that each form alone would read in a step, on average;
-    sketched: how many of its lists were chosen by sketches.
+    sketched: how many of its lists were chosen by sketches; kept: which share of its selects
+    chose among pages that were best in an earlier step.
     """
 
     full: Figures
@@ -45,6 +46,7 @@ class Steps:
     scored: npt.NDArray[np.int64]
     fetched: npt.NDArray[np.int64]
     sketched: npt.NDArray[np.int64]
+    kept: npt.NDArray[np.float32]
 
 
 class Reader:
@@ -137,6 +139,7 @@ class Reader:
             scored=np.array([one.scored // one.steps for one in read], np.int64),
             fetched=np.array([one.fetched // one.steps for one in read], np.int64),
             sketched=np.array([one.sketched for one in read], np.int64),
+            kept=np.array([one.kept / one.selects for one in read], np.float32),
         )
 
 

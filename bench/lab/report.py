@@ -15,6 +15,7 @@ from cxlkv.bench.lab.units import Arrays, Plan
 from cxlkv.bench.result import Result
 from cxlkv.demo.forms import Form
 from cxlkv.demo.text.report import DIVERGENCE_NATS
+from cxlkv.ndp.engine import STAGED_TOKENS
 
 ORACLE_MASS_LEAST = 0.99
 """Of the attention that the best pages hold, by arithmetic apart from the pool, in the worst text,
@@ -39,7 +40,8 @@ class Row:
     scored, fetched: bytes over those of all keys and values. mass, error, recall: means, and those
     of the worst tenth of (layer, head). attainable: the least share of the mass of the best pages,
     as many as these, that any text, layer and kv head keeps. error_most: in the worst layer,
-    a mean over its heads and steps. sketched: lists that were chosen by sketches.
+    a mean over its heads and steps. sketched: lists that were chosen by sketches. kept: the share
+    of selects that chose among pages that were best in an earlier step: mean, and worst text.
     """
 
     form: Form
@@ -58,6 +60,7 @@ class Row:
     sketched: int
     error: tuple[float, float]
     recall: tuple[float, float]
+    kept: tuple[float, float]
 
     @property
     def chance(self) -> float:
@@ -113,6 +116,7 @@ def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
                 sketched=sum(int(unit["sketched"][at]) for unit in texts),
                 error=kept(texts, "error", at, worst_is_low=False),
                 recall=kept(texts, "recall", at, worst_is_low=True),
+                kept=among_kept(texts, at),
             )
         )
     by_kind = {
@@ -132,8 +136,18 @@ def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
         f"contexts of items of {min(lengths):,} to {max(lengths):,}",
         f"measured at commit {', '.join(commits)}",
     ]
-    if not any(row.sketched for row in rows if row.form.method == "two_stage"):
-        notes.append("two_stage read every key, as exact does: it has sketches from 1,024 pages on")
+    staged = [row for row in rows if row.form.method == "two_stage"]
+    if staged and not any(row.sketched for row in staged):
+        notes.append(
+            f"two_stage read every key, as exact does: it has sketches from {STAGED_TOKENS:,} "
+            "tokens on"
+        )
+    notes += [
+        f"{row.form.name}: {100 * row.kept[0]:.0f} % of its selects chose among pages of an "
+        f"earlier step, in the worst text {100 * row.kept[1]:.0f} %"
+        for row in rows
+        if row.form.refresh > 1
+    ]
     return Findings(
         *(plan, rows, len(full), int(full.sum()), by_kind, losses, dtype, variants, notes),
         stale=sum(int(unit["stale"]) for unit in texts),
@@ -150,6 +164,12 @@ def kept(texts: Sequence[Arrays], name: str, at: int, worst_is_low: bool) -> tup
     by_head = np.concatenate([unit[name][:, at] for unit in texts]).mean(axis=0).ravel()
     ordered = np.sort(by_head) if worst_is_low else np.sort(by_head)[::-1]
     return float(by_head.mean()), float(ordered[: max(1, len(ordered) // 10)].mean())
+
+
+def among_kept(texts: Sequence[Arrays], at: int) -> tuple[float, float]:
+    """Of its selects, those that chose among pages of an earlier step: mean, and worst text."""
+    shares = [float(unit["kept"][at]) for unit in texts]
+    return float(np.mean(shares)), min(shares)
 
 
 def least_share(texts: Sequence[Arrays], at: int) -> float:
@@ -215,17 +235,22 @@ def result_of(found: Findings) -> Result:
     )
     result.checks["the_pool_holds_what_was_read"] = found.stale == 0
     result.measure("stale_pages", [found.stale], "pages")
-    result.checks["oracle_knows_the_best_pages"] = all(
-        row.attainable >= ORACLE_MASS_LEAST for row in oracles
-    )
     result.measure("error_most", [full.error_most], "of the output of all pages, relative")
-    result.measure("oracle_least", [min(row.attainable for row in oracles)], "share of the best")
-    result.checks["no_form_keeps_more_than_the_oracle"] = all(
-        row.mass[0] <= oracle.mass[0] + 0.001
-        for row in found.rows
-        for oracle in oracles
-        if row.form.share == oracle.form.share and not row.form.first_layers
-    )
+    if oracles:
+        least = min(row.attainable for row in oracles)
+        result.checks["oracle_knows_the_best_pages"] = least >= ORACLE_MASS_LEAST
+        result.measure("oracle_least", [least], "share of the best")
+        result.checks["no_form_keeps_more_than_the_oracle"] = all(
+            row.mass[0] <= oracle.mass[0] + 0.001
+            for row in found.rows
+            for oracle in oracles
+            if row.form.share == oracle.form.share and not row.form.first_layers
+        )
+    refreshed = [row for row in found.rows if row.form.refresh > 1]
+    if refreshed:  # else they are their plain forms, under other names
+        result.checks["a_refresh_chooses_among_kept_pages"] = all(
+            row.kept[1] > 0 for row in refreshed
+        )
     result.measure("loss_full", list(found.loss_full), "nats a token")
     result.measure("items_solved", [found.solved], "items")
     for kind, (solved, asked) in found.solved_by_kind.items():
@@ -249,6 +274,8 @@ def result_of(found: Findings) -> Result:
         result.measure(f"fetched_{name}", [row.fetched], "share of bytes")
         result.measure(f"mass_{name}", [row.mass[0]], "share of attention")
         result.measure(f"mass_worst_{name}", [row.mass[1]], "share of attention")
+        if row.form.refresh > 1:
+            result.measure(f"kept_{name}", [row.kept[0]], "share of selects")
     return result
 
 

@@ -29,7 +29,7 @@ from cxlkv.machine.state import write_whole
 from cxlkv.pool import CXLPool
 
 PLAN = "plan.json"
-FORMAT = 1
+FORMAT = 2
 """Of the units' files: another number when what they hold, or what it means, changes."""
 
 
@@ -146,7 +146,9 @@ def load_units(folder: Path, plan: Plan) -> dict[str, Arrays]:
 
 
 def capacity_bytes(layout: KVLayout, plan: Plan) -> int:
-    """For a context, and for a fork of each form with as many tokens as it reads on."""
+    """For a context, and for a fork of each form with as many tokens as it reads on; one with
+    refresh has two."""
     context = max(plan.prefix, 2 * plan.context_tokens)
-    more = (len(plan.forms) + 2) * (max(plan.steps, plan.passage) + 512)
+    watched = sum(form.refresh > 1 for form in (*plan.forms, *plan.variants))
+    more = (len(plan.forms) + watched + 2) * (max(plan.steps, plan.passage) + 512)
     return (context + more) * layout.token_bytes * 4 // 3 + (64 << 20)

@@ -45,16 +45,27 @@ CUE_TOKENS = 8
 
 def every_form() -> tuple[Form, ...]:
     """All pages first, then each method at each budget; exact also with more for the first
-    layers."""
+    layers, exact and two_stage also among pages that were best in an earlier step."""
     first = [(0.10, 2, 1.0), (0.10, 4, 1.0), (0.05, 10, 0.20), (0.10, 10, 0.40)]
     more = {
-        "exact": [Form("exact", 0.15), *(Form("exact", s, 1, 2, n, of) for s, n, of in first)],
+        "exact": [
+            Form("exact", 0.15),
+            *(Form("exact", s, 1, 2, n, of) for s, n, of in first),
+            *refreshed("exact", 32),
+        ],
+        "two_stage": [
+            Form("two_stage", 0.15), *refreshed("two_stage", 8), *refreshed("two_stage", 32),
+        ],
         "oracle": [Form("oracle", 0.15)],
-    }
+    }  # fmt: skip
     forms = [Form.full()]
     for method in METHODS:  # rows of one method stand side by side: they are scored together
         forms += [*(Form(method, share) for share in SHARES), *more.get(method, [])]
     return tuple(forms)
+
+
+def refreshed(method: str, steps: int) -> list[Form]:
+    return [Form(method, share, refresh=steps) for share in (0.05, 0.15)]
 
 
 def every_variant() -> tuple[Form, ...]:
@@ -190,6 +201,7 @@ class Runner:
             "scored": steps.scored,
             "fetched": steps.fetched,
             "sketched": steps.sketched,
+            "kept": steps.kept,
             "prefix": np.array(prefix),
             "stale": np.array(stale),
             "mass": np.stack(watched.mass),

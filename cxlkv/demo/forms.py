@@ -41,6 +41,7 @@ class Form(NamedTuple):
     recent: int = Budget.recent
     first_layers: int = 0
     first_share: float = 1.0
+    refresh: int = 1
 
     @classmethod
     def full(cls) -> Form:
@@ -56,6 +57,7 @@ class Form(NamedTuple):
         words += [f"recent {self.recent}"] * (self.recent != Budget.recent)
         first = "dense" if self.first_share == 1 else f"at {100 * self.first_share:g} %"
         words += [f"first {self.first_layers} {first}"] * (self.first_layers > 0)
+        words += [f"refresh {self.refresh}"] * (self.refresh > 1)
         return ", ".join(words)
 
     def budget(self) -> Budget:
@@ -66,35 +68,53 @@ class Form(NamedTuple):
             recent=self.recent,
             dense_layers=self.first_layers if dense else 0,
             by_layer={} if dense else dict.fromkeys(range(self.first_layers), self.first_share),
+            refresh=self.refresh,
         )
 
 
 @dataclass
 class Read:
     """What a form reads on its own, of the steps that were counted: bytes over all layers that
-    choose, and how many lists were chosen by sketches."""
+    choose, and how many lists were chosen by sketches. kept: of the selects, one a layer and step,
+    how many chose among pages that were best in an earlier step (Budget.refresh)."""
 
     steps: int = 0
     scored: int = 0
     fetched: int = 0
     sketched: int = 0
+    selects: int = 0
+    kept: int = 0
+
+    def add(self, picked: Selection, is_new_step: bool) -> None:
+        self.steps += is_new_step
+        self.scored += picked.bytes_scored
+        self.fetched += picked.bytes_fetched
+        self.sketched += picked.stages.lists if picked.stages else 0
+        self.selects += 1
+        self.kept += picked.method == "kept"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring rows from `first` on, with one method."""
+    """Neighbouring rows from `first` on, with one method; a row with refresh is a group alone."""
 
     method: str
     first: int
     forms: tuple[Form, ...]
     batch: Batch
 
+    @property
+    def refreshes(self) -> bool:
+        return self.forms[0].refresh > 1
+
 
 class FormsCache(CXLCache):
     """A cache in which row i attends as forms[i] says; rows of one method stand side by side.
 
     Forks of one context share what a scan of keys reads. So that `read` has what a form reads on
-    its own, its pages are chosen apart from the others' in one step of sixteen. seed: of the
+    its own, its pages are chosen apart from the others' in one step of sixteen. One with refresh
+    is alone in every step, and each is counted: a call has one refresh for all of its rows, and
+    one step of sixteen would always meet, or always miss, the looks at all pages. seed: of the
     random pages.
     """
 
@@ -122,7 +142,7 @@ class FormsCache(CXLCache):
             for at, form in enumerate(forms)
         ]
         self.groups: list[Group] = []
-        for method, rows in groupby(self.apart, key=lambda group: group.method):
+        for (method, _), rows in groupby(self.apart, key=neighbours):
             ones = list(rows)
             first, of = ones[0].first, tuple(one.forms[0] for one in ones)
             batch = pool.batch(sequences[first : first + len(of)])
@@ -138,12 +158,8 @@ class FormsCache(CXLCache):
             rows, lengths = queries[group.first : last], part.step.lengths[group.first : last]
             picked = self.choose_of(group.method, group.forms, group.batch, part, rows, lengths)
             chosen.append(picked)
-            if counted:
-                read = self.read[group.forms[0]]
-                read.steps += part.index == self.first_chosen
-                read.scored += picked.bytes_scored
-                read.fetched += picked.bytes_fetched
-                read.sketched += picked.stages.lists if picked.stages else 0
+            if counted or group.refreshes:
+                self.read[group.forms[0]].add(picked, part.index == self.first_chosen)
         return joined(chosen, part.step.starts)
 
     def choose_of(
@@ -197,6 +213,11 @@ class FormsCache(CXLCache):
             row, head, at = np.nonzero(whole.pages >= 0)
             shares[row, head, whole.pages[row, head, at]] = whole.scores[row, head, at]
         return found
+
+
+def neighbours(group: Group) -> tuple[str, int]:
+    """The same for rows that are chosen for together, where they stand side by side."""
+    return group.method, group.first if group.refreshes else -1
 
 
 def best_pages(

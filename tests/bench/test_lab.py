@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cxlkv import Selection
+from cxlkv import Budget, Selection
 from cxlkv.bench.lab import page, report, units
 from cxlkv.bench.lab.run import claimed, load_units, path_of, run
 from cxlkv.bench.lab.statistics import bootstrap, mcnemar
@@ -43,7 +43,12 @@ SHAPE = {
     "max_position_embeddings": 4096,
     "initializer_range": 0.3,
 }
-FORMS = (Form.full(), *(Form(method, 0.1) for method in ("exact", "random", "newest", "oracle")))
+FORMS = (
+    Form.full(),
+    Form("exact", 0.1),
+    Form("exact", 0.1, refresh=8),
+    *(Form(method, 0.1) for method in ("random", "newest", "oracle")),
+)
 PLAN = Plan(
     texts=("one", "two"),
     prefix=700,
@@ -183,10 +188,26 @@ def keep_one_stale_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokens, "append", faulty)
 
 
+def choose_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another budget asks the same sequences, so that no step finds what it kept in the last."""
+    select = Batch.select
+
+    def faulty(
+        self: Batch, layer: int, q: object, starts: object, budgets: Sequence[Budget],
+        *more: object,
+    ) -> Selection:  # fmt: skip
+        others = [replace(budget, sinks=3) for budget in budgets]
+        select(self, layer, q, starts, others, *more)  # type: ignore[arg-type]
+        return select(self, layer, q, starts, budgets, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Batch, "select", faulty)
+
+
 @pytest.mark.parametrize(
     ("fault", "check"),
     [
         (drop_the_best_page, "oracle_knows_the_best_pages"),
+        (choose_in_between, "a_refresh_chooses_among_kept_pages"),
         (attend_with_a_wrong_scale, "all_pages_are_full_attention"),
         (attend_with_a_wrong_scale, "the_pool_attends_as_arithmetic_does"),
         (keep_one_stale_page, "the_pool_holds_what_was_read"),
@@ -207,13 +228,51 @@ def test_a_fault_is_caught(
 def test_all_pages_are_full_attention_to_the_last_bits(model: Path, tmp_path: Path) -> None:
     run(tmp_path, model, PLAN, Console())
     found = report.find(PLAN, load_units(tmp_path, PLAN), "small")
-    full, exact, *_, oracle = found.rows
+    full, exact, refreshed, *_, oracle = found.rows
     assert full.divergence.max() < 1e-6
     assert np.abs(full.copy).max() < 1e-4
     assert full.right == found.solved
     assert full.mass[0] == pytest.approx(1, abs=1e-5)
     assert exact.mass[0] <= oracle.mass[0] + 1e-6
     assert 0.05 < exact.fetched < 0.2 < 0.4 < exact.scored < 0.6
+    assert exact.kept == (0, 0)
+    assert refreshed.kept[1] > 0.1  # of random keys the best pages change all the time
+    assert refreshed.scored < 0.95 * exact.scored
+    assert refreshed.mass[0] <= exact.mass[0] + 1e-3
+
+
+def test_a_refresh_that_keeps_every_page_is_its_plain_form(model: Path, tmp_path: Path) -> None:
+    """Of 30 % of the pages four times as many are all, so that no step can miss one."""
+    assert Form("exact", 0.1, refresh=1) == Form("exact", 0.1)
+    forms = [Form("exact", 0.3), Form("exact", 0.3, refresh=4), Form("two_stage", 0.3, refresh=8)]
+    plan = replace(PLAN, forms=(Form.full(), *forms), variants=())
+    run(tmp_path, model, plan, Console())
+    found = load_units(tmp_path, plan)
+    for unit in ("text-one", "text-two"):
+        for name in ("losses", "copy", "mass", "error"):
+            axis = {"losses": 0, "copy": 1, "mass": 1, "error": 1}[name]
+            plain, *refreshed = np.moveaxis(found[unit][name], axis, 0)[1:]
+            for one in refreshed:
+                np.testing.assert_allclose(one, plain, rtol=1e-5, atol=1e-5, err_msg=name)
+        assert found[unit]["kept"][:2].tolist() == [0, 0]
+        assert found[unit]["kept"][2:].min() > 0.5
+    right = found["tasks-0"]["right"]
+    np.testing.assert_array_equal(right[3:], right[[2, 2]])
+    checks = checks_of(tmp_path, plan)
+    assert checks["a_refresh_chooses_among_kept_pages"]
+    assert "oracle_knows_the_best_pages" not in checks
+
+
+def test_the_plan_has_forms_with_refresh_beside_their_plain_ones() -> None:
+    forms = Plan().forms
+    refreshed = [form for form in forms if form.refresh > 1]
+    assert {(form.method, form.share, form.refresh) for form in refreshed} == {
+        (method, share, steps)
+        for share in (0.05, 0.15)
+        for method, steps in (("exact", 32), ("two_stage", 8), ("two_stage", 32))
+    }
+    assert all(form._replace(refresh=1) in forms for form in refreshed)
+    assert len({form.name for form in forms}) == len(forms)
 
 
 @pytest.mark.nightly
