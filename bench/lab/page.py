@@ -117,7 +117,8 @@ def draw_losses(panels: list[Axes], found: Findings) -> None:
         plain(axes, "pages, % of all", title=title)
         axes.set_yscale("symlog", linthresh=1)
         axes.axhline(0, color=INK, linewidth=0.8)
-    panels[0].legend(frameon=False, labelcolor=INK, fontsize=9)
+    if panels[0].get_legend_handles_labels()[0]:
+        panels[0].legend(frameon=False, labelcolor=INK, fontsize=9)
 
 
 def draw_heads(panels: list[Axes], found: Findings, units: Mapping[str, Arrays]) -> None:
@@ -134,11 +135,13 @@ def draw_heads(panels: list[Axes], found: Findings, units: Mapping[str, Arrays])
             continue
         at, form = min(forms, key=lambda one: abs(one[1].share - HEADS_SHARE))
         mass = np.concatenate([unit["mass"][:, at] for unit in texts]).mean(axis=0)
-        image = axes.imshow(mass, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        axes.imshow(mass, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         plain(axes, "head", title=f"{form.name}: {mass.mean():.2f}")
         axes.grid(visible=False)
     panels[0].set_ylabel("layer", color=INK)
-    panels[0].figure.colorbar(image, ax=panels[-1], label="attention kept")
+    shown = [image for axes in panels for image in axes.images]
+    if shown:
+        panels[0].figure.colorbar(shown[-1], ax=panels[-1], label="attention kept")
 
 
 def plain_rows(found: Findings) -> list[Row]:

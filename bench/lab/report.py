@@ -136,6 +136,9 @@ def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
         f"contexts of items of {min(lengths):,} to {max(lengths):,}",
         f"measured at commit {', '.join(commits)}",
     ]
+    if plan.part:
+        forms = ", ".join(repr(pattern) for pattern in plan.part)
+        notes.insert(0, f"a part of the plan: all pages, and the forms like {forms}")
     staged = [row for row in rows if row.form.method == "two_stage"]
     if staged and not any(row.sketched for row in staged):
         notes.append(
@@ -186,7 +189,8 @@ def least_share(texts: Sequence[Arrays], at: int) -> float:
 def table_of(found: Findings) -> Table:
     """For a terminal of 100 columns."""
     table = Table(
-        title=f"{len(found.plan.texts)} texts, {found.plan.steps} tokens each behind "
+        title=("part of the plan: " if found.plan.part else "")
+        + f"{len(found.plan.texts)} texts, {found.plan.steps} tokens each behind "
         f"{found.plan.prefix:,}; {found.solved} of {found.items} items solved by full attention",
         caption="loss, copies: over full attention's (mean, and what it is below with 95 %\n"
         "confidence); right: of the items that full attention solves; p: McNemar's test;\n"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Protocol
 
 import numpy as np
@@ -81,6 +82,7 @@ class Plan:
 
     prefix: at most; a shorter text has less in front of its steps.
     variants: forms that read nothing on their own; only what they would keep is measured.
+    part: where these are not all forms, what those were asked for by.
     """
 
     texts: tuple[str, ...] = tuple(text.name for text in TEXTS)
@@ -95,6 +97,7 @@ class Plan:
     seed: int = 1
     forms: tuple[Form, ...] = field(default_factory=every_form)
     variants: tuple[Form, ...] = field(default_factory=every_variant)
+    part: tuple[str, ...] = ()
 
     @classmethod
     def quick(cls) -> Plan:
@@ -109,6 +112,23 @@ class Plan:
             contexts=2,
             context_tokens=1500,
         )
+
+    def only(self, patterns: Sequence[str]) -> Plan:
+        """Of the forms and variants those whose names are like a pattern (fnmatch), and all pages.
+
+        Raises BadArgumentError for a pattern that no name is like.
+        """
+        names = [form.name for form in (*self.forms, *self.variants)]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise BadArgumentError(f"no form is like {pattern!r}: {'; '.join(names)}")
+
+        def wanted(form: Form) -> bool:
+            return any(fnmatchcase(form.name, pattern) for pattern in patterns)
+
+        forms = tuple(form for form in self.forms if form.method == "full" or wanted(form))
+        variants = tuple(form for form in self.variants if wanted(form))
+        return replace(self, forms=forms, variants=variants, part=tuple(patterns))
 
     def units(self) -> dict[str, int]:
         """Each unit's name and how many steps of the model it takes."""

@@ -32,13 +32,20 @@ def lab_run(
     model: Annotated[
         Path | None, typer.Option(help="Folder of a causal model; SmolLM2-135M if not given.")
     ] = None,
+    forms: Annotated[
+        str,
+        typer.Option(
+            help="Only forms of these names, * for any characters, with commas between: "
+            "'exact 5 %,*refresh*'. All pages are always there."
+        ),
+    ] = "",
 ) -> None:
     """Measure all forms of selection against full attention on 16 texts and 200 questions.
 
     Writes lab.json, lab.html and its picture lab.png into the folder. Takes some two hours on two
     cores; --quick a few minutes. Killed, it goes on where it stopped; several at once, on one
     folder, share the work: one for each core, with OMP_NUM_THREADS=1, is fastest. Exit code 1 if a
-    check does not hold.
+    check does not hold. With --forms a folder of its own is wanted.
     """
     with needing("lab", "the lab"):
         from cxlkv.bench.lab import page, report
@@ -48,7 +55,10 @@ def lab_run(
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 170)
-    plan, folder = Plan.quick() if quick else Plan(), model or prepare(console)
+    plan = Plan.quick() if quick else Plan()
+    if forms:
+        plan = plan.only([pattern.strip() for pattern in forms.split(",")])
+    folder = model or prepare(console)
     out = out or Path("cxlkv-lab-quick" if quick else "cxlkv-lab")
     if elsewhere := run(out, folder, plan, console):
         text = f"Another process on {out} measures {', '.join(elsewhere)} and writes the page."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from cxlkv import Budget, Selection
 from cxlkv.bench.lab import page, report, units
@@ -26,6 +28,7 @@ from cxlkv.bench.lab.units import Plan, Runner
 from cxlkv.demo import smollm2
 from cxlkv.demo.forms import Form
 from cxlkv.errors import BadArgumentError, CorruptError
+from cxlkv.ops.cli import app
 from cxlkv.sequence import Batch
 from cxlkv.sequence import Sequence as Tokens
 
@@ -261,6 +264,27 @@ def test_a_refresh_that_keeps_every_page_is_its_plain_form(model: Path, tmp_path
     checks = checks_of(tmp_path, plan)
     assert checks["a_refresh_chooses_among_kept_pages"]
     assert "oracle_knows_the_best_pages" not in checks
+
+
+def test_a_part_of_the_plan_says_so(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Plan, "quick", lambda: PLAN)
+    asked = ["lab", "run", "--quick", "--model", str(model), "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, [*asked, "--forms", "*refresh*, newest 10 %"])
+    assert done.exit_code == 0, done.output
+    assert "part of the plan" in done.output
+    result = json.loads((tmp_path / "lab.json").read_text())
+    note = "a part of the plan: all pages, and the forms like '*refresh*', 'newest 10 %'"
+    assert note in result["notes"]
+    measured = {name for name in result["metrics"] if name.startswith("divergence_")}
+    names = ("full", "exact_10_percent_refresh_8", "newest_10_percent")
+    assert measured == {f"divergence_{name}" for name in names}
+    assert "(part of the plan)" in (tmp_path / "lab.html").read_text()
+    with pytest.raises(BadArgumentError, match="no form is like 'exakt': full; exact 10 %; "):
+        PLAN.only(["exact*", "exakt"])
+    with pytest.raises(BadArgumentError, match="a run with another plan"):
+        run(tmp_path, model, PLAN, Console())
 
 
 def test_the_plan_has_forms_with_refresh_beside_their_plain_ones() -> None:
