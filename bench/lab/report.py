@@ -128,11 +128,21 @@ def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
         (form, kept(texts, "mass", len(plan.forms) + at, worst_is_low=True))
         for at, form in enumerate(plan.variants)
     ]
+    notes = notes_of(plan, rows, units, f"{model}, {dtype}")
+    return Findings(
+        *(plan, rows, len(full), int(full.sum()), by_kind, losses, dtype, variants, notes),
+        stale=sum(int(unit["stale"]) for unit in texts),
+    )
+
+
+def notes_of(plan: Plan, rows: Sequence[Row], units: Mapping[str, Arrays], model: str) -> list[str]:
+    """What a reader has to know: what was measured, at which commits, and what a form did not do
+    that its name says. model: its name and dtype."""
     commits = sorted({str(unit["commit"]) for unit in units.values()})
-    prefixes = [int(unit["prefix"]) for unit in texts]
-    lengths = [int(unit["tokens"]) for unit in tasks]
+    prefixes = [int(units[f"text-{name}"]["prefix"]) for name in plan.texts]
+    lengths = [int(units[f"tasks-{number}"]["tokens"]) for number in range(plan.contexts)]
     notes = [
-        f"model: {model}, {dtype}; prefixes of {min(prefixes):,} to {max(prefixes):,} tokens, "
+        f"model: {model}; prefixes of {min(prefixes):,} to {max(prefixes):,} tokens, "
         f"contexts of items of {min(lengths):,} to {max(lengths):,}",
         f"measured at commit {', '.join(commits)}",
     ]
@@ -151,10 +161,7 @@ def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
         for row in rows
         if row.form.refresh > 1
     ]
-    return Findings(
-        *(plan, rows, len(full), int(full.sum()), by_kind, losses, dtype, variants, notes),
-        stale=sum(int(unit["stale"]) for unit in texts),
-    )
+    return notes
 
 
 def relative(texts: Sequence[Arrays], of: str, to: str, at: int) -> Samples:
