@@ -11,7 +11,7 @@
 #include "pool/peers.h"
 
 /* Pages that are attended to together, while as many behind them are asked for. */
-enum { BLOCK_PAGES = 8, BLOCK_TOKENS = 64, BLOCK_BYTES = 32 << 10 };
+enum { BLOCK_PAGES = 8, BLOCK_TOKENS = 64, BLOCK_BYTES = 128 << 10 };
 
 static uint64_t span_queries(const attend_job *job, const span *s) {
     return s->row_count * job->group;
