@@ -27,11 +27,9 @@ from cxlkv.bench.cases.decode_layers import (
     layers_of,
     machine,
 )
+from cxlkv.bench.cases.decode_links import over_links
 from cxlkv.bench.decode_figures import line_table
-from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.result import Result, short
-from cxlkv.emulation.link import Link, emulate
-from cxlkv.emulation.profiles import OURS, read
 from cxlkv.ndp.engine import Budget
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -87,7 +85,7 @@ def run(result: Result, size: Size = Size()) -> None:
                 measure(result, size, name, layers, beside, flex)
         beside.tell(result)
         for tokens in size.link_contexts:
-            over_links(result, size, tokens)
+            emulated(result, size, tokens)
 
 
 def points(size: Size) -> Iterator[tuple[str, Decoding]]:
@@ -170,30 +168,19 @@ def torch_forms(
     return forms
 
 
-def over_links(result: Result, size: Size, tokens: int) -> None:
-    """One request over each device that we know: as long as the device takes, and by its own clock
-    alone. Where operations are late the host is slower than the device, and the time is its own."""
+def emulated(result: Result, size: Size, tokens: int) -> None:
+    """One request over each device that we know."""
     model = MODELS[size.link_model]
     with layers_of(replace(model, tokens=tokens).walked(size.walk_bytes), seed=8) as layers:
-        forms = forms_of(layers, ("two_stage", "auto"))
-        for profile in read(OURS):
-            point = f"{size.link_model}-over-{profile}_1x{short(tokens)}"
-            with emulate(layers.pool, profile) as link:
-                samples = interleave_reported(forms, size.link_rounds)
-            late = link.late_operations / sum(link.operations.values())
-            result.measure(f"late_{point}", [late], "share of operations")
-            with emulate(layers.pool, profile, mode="virtual") as link:
-                for name, form in forms.items():
-                    samples[f"{name}_clock"] = [clock_s(link, form) / layers.shape.layers]
-            steps = {form: [model.layers * s for s in found] for form, found in samples.items()}
-            result.times(steps, "ms/step", f"{{}}_{point}")
-
-
-def clock_s(link: Link, form: Walk) -> float:
-    """What a form takes by the clock of a link in mode "virtual"."""
-    before = link.seconds
-    form()
-    return link.seconds - before
+        over_links(
+            result,
+            layers.pool,
+            forms_of(layers, ("two_stage", "auto")),
+            f"{size.link_model}-over-{{}}_1x{short(tokens)}",
+            parts=layers.shape.layers,
+            parts_of_step=model.layers,
+            rounds=size.link_rounds,
+        )
 
 
 def tables(result: Result) -> list[Table]:
