@@ -1,8 +1,9 @@
-"""Whole steps of a trained model in transformers by context, beside DynamicCache with sdpa.
+"""Whole steps of two models in transformers by context, beside DynamicCache with sdpa.
 
-1 to 16 requests attend to all pages of a pool, and by budget. The model reads the demo's handbook
-once; each request has keys and values of its own, of the same text. All forms read the same next
-tokens, and what they add is taken back, which is not measured.
+1 to 16 requests attend to all pages of a pool, and by budget. The trained model reads the demo's
+handbook once; the random one has noise for keys and values, and goes further. Each request has its
+own, of the same text. All forms read the same next tokens, and what they add is taken back, which
+is not measured.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from cxlkv.adapters.transformers import CXLCache, layout_of
 from cxlkv.bench.cases.decode_layers import Walk, all_threads
 from cxlkv.bench.decode_figures import line_table
 from cxlkv.bench.measure import interleave_reported
+from cxlkv.bench.models.random_llama import noise_like, random_llama, random_words
 from cxlkv.bench.result import Result, short
 from cxlkv.demo import smollm2
 from cxlkv.demo.answers.ask import handbook
@@ -35,53 +37,104 @@ SHARES = (0.15, 0.05)
 CHUNK_TOKENS = 1024
 """The handbook is read by so many tokens at a time."""
 DIVERGENCE_MOST = 0.02
-"""In nats, of two forms of full attention in bfloat16."""
+"""In nats, of two forms of full attention in bfloat16, whose outputs round by up to 0.4 %. Rounding
+makes some 0.001 of the random model, values in another order 1.9."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """What is measured of a model: each number of requests at each length, but for what is too
+    large; a sample is the mean of some steps."""
+
+    contexts: tuple[int, ...]
+    requests: tuple[int, ...]
+    steps: int
+    rounds: int
+    tokens_most: int = 1 << 17  # of all requests
 
 
 @dataclass(frozen=True)
 class Size:
-    """What the model takes of the handbook; a sample is the mean of some steps."""
-
-    contexts: tuple[int, ...] = (1024, 2048, 4096, 7000)
-    requests: tuple[int, ...] = (1, 4, 16)
-    steps: int = 4
-    rounds: int = 5
+    trained: Points = Points((1024, 2048, 4096, 7000), (1, 4, 16), steps=4, rounds=5)
+    random_model: str = "llama-160m"
+    random: Points = Points((4096, 16384, 65536), (1, 4), steps=2, rounds=3, tokens_most=1 << 16)
 
 
-QUICK = Size(contexts=(512, 2048), requests=(1, 4), steps=2, rounds=3)
+QUICK = Size(
+    trained=Points((512, 2048), (1, 4), steps=2, rounds=3),
+    random_model="llama-8m",
+    random=Points((1024, 4096), (1,), steps=2, rounds=3),
+)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A model, its name in the figures, int64 [tokens], and keys and values of the first ones."""
+
+    name: str
+    model: PreTrainedModel
+    tokens: Tensor
+    held: DynamicCache
 
 
 def run(result: Result, size: Size = Size()) -> None:
-    """The figures of measure(). Raises UnsupportedError where the model is not installed."""
+    """The figures of measure(). Raises UnsupportedError where the trained model is
+    not installed."""
     folder = smollm2.prepare(Console(quiet=True))
+    with all_threads():
+        reader = trained(folder, size.trained)
+        tell(result, f"{smollm2.NAME} in {reader.model.dtype}")
+        measure(result, size.trained, reader)
+        del reader
+        reader = untrained(size.random_model, size.random)
+        tell(result, f"{reader.name} with random weights in {reader.model.dtype}")
+        measure(result, size.random, reader)
+
+
+def tell(result: Result, model: str) -> None:
+    result.notes.append(f"decode-steps: {model}".replace("torch.", ""))
+
+
+def trained(folder: Path, points: Points) -> Reader:
+    """SmolLM2 behind the handbook."""
     model = inputs.read_model(folder)
     tokens = inputs.read_tokens(folder, handbook()[0], model.config.vocab_size)
-    result.notes.append(f"decode-steps: {smollm2.NAME} in {model.dtype}".replace("torch.", ""))
-    with all_threads():
-        measure(result, size, model, tokens, "smollm2-135m")
+    return Reader("smollm2-135m", model, tokens, read(model, tokens[: max(points.contexts)]))
 
 
-def measure(result: Result, size: Size, model: PreTrainedModel, tokens: Tensor, name: str) -> None:
+def untrained(name: str, points: Points) -> Reader:
+    """A model that reads a few words, and takes noise for what it made of them and many more."""
+    model, longest = random_llama(name), max(points.contexts)
+    words = random_words(name, longest + points.steps)
+    return Reader(name, model, words, noise_like(read(model, words[:CHUNK_TOKENS]), longest))
+
+
+def measure(result: Result, points: Points, reader: Reader) -> None:
     """Metrics FORM_NAME_REQUESTSxTOKENS in ms a step: `all` pages, auto_PERCENT, `dynamic` as it
     is, `dynamic_masked`: with a mask that hides nothing, for which transformers packs the query
     heads of a kv head and does not repeat its keys; and FORM_slope_NAME_REQUESTS, between the
     shortest and the longest context. divergence_...: Kullback-Leibler from `dynamic`, in nats.
     Ratios FORM_to_dynamic_...: the faster of the two over ours."""
-    held = read(model, tokens[: max(size.contexts)])
-    for count in size.requests:
-        ms_by_context: dict[int, Mapping[str, float]] = {}
-        for context in size.contexts:
-            point = f"{name}_{count}x{short(context)}"
-            after = tokens[context : context + size.steps].repeat(count, 1)
-            with stage(model, held, context, after) as forms:
-                check(result, forms, point)
-                walks: dict[str, Walk] = {form: one.walk for form, one in forms.items()}
-                samples = interleave_reported(walks, size.rounds)
-            ms = ms_by_context[context] = result.times(samples, "ms/step", f"{{}}_{point}")
-            fastest = min(ms["dynamic"], ms["dynamic_masked"])
-            ours = [form for form, one in forms.items() if isinstance(one.cache, CXLCache)]
-            result.ratios |= {f"{form}_to_dynamic_{point}": fastest / ms[form] for form in ours}
-        slopes(result, ms_by_context, f"{name}_{count}")
+    for count in points.requests:
+        contexts = [one for one in points.contexts if count * one <= points.tokens_most]
+        ms = {one: at_point(result, points, reader, count, one) for one in contexts}
+        slopes(result, ms, f"{reader.name}_{count}")
+
+
+def at_point(
+    result: Result, points: Points, reader: Reader, count: int, context: int
+) -> Mapping[str, float]:
+    """Medians in ms by form; what the forms held is gone before the next point."""
+    point = f"{reader.name}_{count}x{short(context)}"
+    with stage(reader, count, context, points.steps) as forms:
+        check(result, forms, point)
+        walks: dict[str, Walk] = {form: one.walk for form, one in forms.items()}
+        samples = interleave_reported(walks, points.rounds)
+        ms = result.times(samples, "ms/step", f"{{}}_{point}")
+        fastest = min(ms["dynamic"], ms["dynamic_masked"])
+        ours = [form for form, one in forms.items() if isinstance(one.cache, CXLCache)]
+        result.ratios |= {f"{form}_to_dynamic_{point}": fastest / ms[form] for form in ours}
+    return ms
 
 
 @dataclass(frozen=True)
@@ -126,11 +179,10 @@ class Form:
 
 
 @contextmanager
-def stage(
-    model: PreTrainedModel, held: DynamicCache, context: int, after: Tensor
-) -> Iterator[dict[str, Form]]:
-    """All forms, each request with a copy of the first tokens of a cache."""
-    requests, steps = after.shape
+def stage(reader: Reader, requests: int, context: int, steps: int) -> Iterator[dict[str, Form]]:
+    """All forms, each request with a copy of the first tokens that the model has read."""
+    model, held = reader.model, reader.held
+    after = reader.tokens[context : context + steps].repeat(requests, 1)
     layout = layout_of(model)
     tokens = requests * (context + steps + layout.page_tokens)
     # Digests and sketches are up to 0.16 of the keys and values.
@@ -194,4 +246,4 @@ def tables(result: Result) -> list[Table]:
 def draw(result: Result, path: Path) -> None:
     from cxlkv.bench.pictures_decode import over_contexts
 
-    over_contexts(result, "a step of the model", path)
+    over_contexts(result, "a step of a model", path)

@@ -1,1 +1,2 @@
-"""Models that the benches take keys and queries from: how they are trained, and their weights."""
+"""Models that the benches take keys and queries from: how they are trained, their weights, and
+random ones."""

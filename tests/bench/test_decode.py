@@ -19,6 +19,7 @@ from cxlkv.bench.cases import (  # noqa: E402
     decode_steps,
     ndp_rivals,
 )
+from cxlkv.bench.models import random_llama  # noqa: E402
 from cxlkv.bench.registry import CASES, Options  # noqa: E402
 from cxlkv.bench.result import Result, short  # noqa: E402
 from cxlkv.demo import smollm2  # noqa: E402
@@ -54,7 +55,7 @@ ATTENTION = decode_attention.Size(
     walk_bytes=1 << 20,
     region_bytes=UNIT,
 )
-STEPS = decode_steps.Size(contexts=(64, 160), requests=(1, 3), steps=2, rounds=1)
+STEPS = decode_steps.Points((64, 160), (1, 3), steps=2, rounds=1)
 
 
 def test_shapes_fill_their_maps(tmp_path: Path) -> None:
@@ -152,10 +153,15 @@ def tiny() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def tiny_reader() -> decode_steps.Reader:
+    model, tokens = tiny(), torch.arange(170) * 7 % 97
+    return decode_steps.Reader("tiny", model, tokens, decode_steps.read(model, tokens[:160]))
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_steps_of_a_tiny_model(tmp_path: Path) -> None:
-    result, tokens = Result("decode-steps"), torch.arange(170) * 7 % 97
-    decode_steps.measure(result, STEPS, tiny(), tokens, "tiny")
+    result, reader = Result("decode-steps"), tiny_reader()
+    decode_steps.measure(result, STEPS, reader)
     check_result(result)
     for form in ("dynamic", "dynamic_masked", "all", "auto_15", "auto_5"):
         assert {f"{form}_tiny_3x160", f"{form}_slope_tiny_1"} < {*result.metrics}
@@ -171,7 +177,7 @@ def test_steps_of_a_tiny_model(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_steps_tell_a_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool is given the values of a text read backwards."""
+    """The pool is given the values of a text read backwards; of random weights, too."""
 
     def backwards(sequence: Sequence, cache: DynamicCache, length: int) -> None:
         for index, (keys, values) in enumerate(keys_and_values(cache)):
@@ -180,11 +186,37 @@ def test_steps_tell_a_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
             sequence.append(index, k, v.flip(0))
 
     monkeypatch.setattr(decode_steps, "append_cache", backwards)
-    result, tokens = Result("decode-steps"), torch.arange(170) * 7 % 97
-    size = decode_steps.Size(contexts=(160,), requests=(1,), steps=2, rounds=1)
-    decode_steps.measure(result, size, tiny(), tokens, "tiny")
-    assert not result.checks["all_agrees_tiny_1x160"]
-    assert result.checks["dynamic_masked_agrees_tiny_1x160"]
+    result = Result("decode-steps")
+    points = decode_steps.Points((160,), (1,), steps=2, rounds=1)
+    for reader in (tiny_reader(), decode_steps.untrained("llama-8m", points)):
+        decode_steps.measure(result, points, reader)
+        assert not result.checks[f"all_agrees_{reader.name}_1x160"]
+        assert result.checks[f"dynamic_masked_agrees_{reader.name}_1x160"]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_steps_of_random_weights() -> None:
+    """Noise has the deviation of what the model makes, and all requests together a limit."""
+    points = decode_steps.Points((64, 160), (1, 2), steps=2, rounds=1, tokens_most=160)
+    reader = decode_steps.untrained("llama-8m", points)
+    made = decode_steps.read(reader.model, reader.tokens)
+    for one, other in zip(keys_and_values(made), keys_and_values(reader.held), strict=True):
+        for taken, noise in zip(one, other, strict=True):
+            assert noise.shape[1] == 160
+            assert float(noise.float().std() / taken.float().std()) == pytest.approx(1, abs=0.05)
+    result = Result("decode-steps")
+    decode_steps.measure(result, points, reader)
+    check_result(result)
+    found = {name for name in result.metrics if name.startswith("all_")}
+    assert found == {f"all_llama-8m_{n}" for n in ("1x64", "1x160", "2x64")} | {
+        "all_slope_llama-8m_1"
+    }
+
+
+def test_random_weights_are_as_many_as_their_name_says() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(random_llama.SHAPES["llama-160m"].config)
+    assert 155e6 < model.num_parameters() < 165e6
 
 
 def test_a_part_that_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
