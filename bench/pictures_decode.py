@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import isnan, nan
 from pathlib import Path
@@ -35,6 +35,8 @@ LINES = {
     "floor": ("what memory and arithmetic take", GREY, "-"),
 }
 """A form's name, colour and style in pictures over context length."""
+MARKERS = {"-": "o", "--": "s", ":": "^"}
+"""By style: lines beside each other, or points without a line, are told by these."""
 
 
 def heat_maps(result: Result, ratios: Sequence[str], path: Path) -> None:
@@ -73,21 +75,31 @@ def draw_map(axes: Axes, rows: Cells, ratio: str) -> None:
 
 
 def over_contexts(result: Result, title: str, path: Path) -> None:
-    """A panel for each model, device and number of requests: milliseconds a step, by form."""
+    """A panel for each model, device and number of requests: milliseconds a step, by form. Devices
+    that were measured at one length only share a panel behind these."""
     found = lines_of(result, tuple(LINES))
-    columns = min(4, len(found))
-    rows = -(-len(found) // columns)
+    devices = {
+        of_and_requests: lines
+        for of_and_requests, lines in found.items()
+        if "-over-" in of_and_requests[0] and len(contexts_of(lines)) == 1
+    }
+    alone = {name: lines for name, lines in found.items() if name not in devices}
+    count = len(alone) + bool(devices)
+    columns = min(4 if count > 6 else 3, count)
+    rows = -(-count // columns)
     figure, panels = canvas(4.2 * columns, 3.2 * rows + 1.1, rows, columns)
     figure.suptitle(f"{title}: milliseconds over context length", color=INK, fontsize=13)
-    for axes, ((of, requests), lines) in zip(panels, found.items(), strict=False):
+    for axes, ((of, requests), lines) in zip(panels, alone.items(), strict=False):
         draw_lines(axes, lines)
         words = f"{requests} request{'s' if requests > 1 else ''}"
         plain(axes, "tokens", title=f"{of.replace('-over-', ' over ')}, {words}")
-    for axes in panels[len(found) :]:
-        axes.set_visible(False)
-    for axes in panels[::columns]:
+    for axes in panels[: len(alone) : columns]:
         axes.set_ylabel("ms a step", color=INK)
-    drawn = [axes.get_legend_handles_labels() for axes in panels]
+    if devices:
+        draw_devices(panels[len(alone)], {of: lines for (of, _), lines in devices.items()})
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    drawn = [axes.get_legend_handles_labels() for axes in reversed(panels)]
     handles = {
         label: one for lines, labels in drawn for one, label in zip(lines, labels, strict=True)
     }
@@ -102,10 +114,31 @@ def draw_lines(axes: Axes, lines: Lines) -> None:
         if form in lines:
             at = sorted(lines[form].items())
             x, y = zip(*at, strict=True)
-            axes.plot(x, y, style, color=color, marker=".", linewidth=1.2, label=label)
+            (line,) = axes.plot(x, y, style, color=color, linewidth=1.2, label=label)
+            line.set(marker=MARKERS[style], markersize=3.5)
     contexts = contexts_of(lines)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(contexts, [short(tokens) for tokens in contexts])
     axes.minorticks_off()
     numbered(axes.yaxis, "{:g}".format)
+
+
+def draw_devices(axes: Axes, by_device: Mapping[str, Lines]) -> None:
+    """A row for each device, at one length; named MODEL-over-DEVICE."""
+    names = [of.split("-over-")[1] for of in by_device]
+    for form, (label, color, style) in LINES.items():
+        points = [
+            (next(iter(lines[form].values())), row)
+            for row, lines in enumerate(by_device.values())
+            if form in lines
+        ]
+        if points:
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, MARKERS[style], color=color, markersize=4, label=label)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    of, lines = next(iter(by_device.items()))
+    length = short(contexts_of(lines)[0])
+    plain(axes, "ms a step", title=f"{of.split('-over-')[0]}, {length} tokens, over links")
