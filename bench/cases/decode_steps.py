@@ -1,9 +1,9 @@
-"""Whole steps of two models in transformers by context, beside DynamicCache with sdpa.
+"""Whole steps of two models in transformers by context, beside DynamicCache, and over links.
 
 1 to 16 requests attend to all pages of a pool, and by budget. The trained model reads the demo's
 handbook once; the random one has noise for keys and values, and goes further. Each request has its
 own, of the same text. All forms read the same next tokens, and what they add is taken back, which
-is not measured.
+is not measured. Over emulated links one request goes, behind the trained model's longest context.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv.adapters.transformers import CXLCache, layout_of
 from cxlkv.bench.cases.decode_layers import Walk, all_threads
+from cxlkv.bench.cases.decode_links import DEVICES, over_links
 from cxlkv.bench.decode_figures import line_table
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.models.random_llama import noise_like, random_llama, random_words
@@ -56,12 +57,16 @@ class Points:
 @dataclass(frozen=True)
 class Size:
     trained: Points = Points((1024, 2048, 4096, 7000), (1, 4, 16), steps=4, rounds=5)
+    devices: tuple[str, ...] = DEVICES
+    link_rounds: int = 3
     random_model: str = "llama-160m"
     random: Points = Points((4096, 16384, 65536), (1, 4), steps=2, rounds=3, tokens_most=1 << 16)
 
 
 QUICK = Size(
     trained=Points((512, 2048), (1, 4), steps=2, rounds=3),
+    devices=("skhynix-niagara2",),
+    link_rounds=1,
     random_model="llama-8m",
     random=Points((1024, 4096), (1,), steps=2, rounds=3),
 )
@@ -78,13 +83,14 @@ class Reader:
 
 
 def run(result: Result, size: Size = Size()) -> None:
-    """The figures of measure(). Raises UnsupportedError where the trained model is
+    """The figures of measure() and emulated(). Raises UnsupportedError where the trained model is
     not installed."""
     folder = smollm2.prepare(Console(quiet=True))
     with all_threads():
         reader = trained(folder, size.trained)
         tell(result, f"{smollm2.NAME} in {reader.model.dtype}")
         measure(result, size.trained, reader)
+        emulated(result, size, reader)
         del reader
         reader = untrained(size.random_model, size.random)
         tell(result, f"{reader.name} with random weights in {reader.model.dtype}")
@@ -135,6 +141,23 @@ def at_point(
         ours = [form for form, one in forms.items() if isinstance(one.cache, CXLCache)]
         result.ratios |= {f"{form}_to_dynamic_{point}": fastest / ms[form] for form in ours}
     return ms
+
+
+def emulated(result: Result, size: Size, reader: Reader) -> None:
+    """FORM_NAME-over-DEVICE_1xTOKENS, and late_ and FORM_clock_ of it: see over_links(). The
+    clock's time is that of attention alone: the model's matrices lie in this machine's memory."""
+    context, steps = max(size.trained.contexts), size.trained.steps
+    with stage(reader, 1, context, steps) as forms:
+        caches = [one.cache for one in forms.values() if isinstance(one.cache, CXLCache)]
+        over_links(
+            result,
+            caches[0].pool,  # one cache for all forms
+            {name: one.walk for name, one in forms.items() if one.cache is caches[0]},
+            f"{reader.name}-over-{{}}_1x{short(context)}",
+            parts=steps,
+            rounds=size.link_rounds,
+            devices=size.devices,
+        )
 
 
 @dataclass(frozen=True)

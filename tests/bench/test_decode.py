@@ -171,6 +171,17 @@ def test_steps_of_a_tiny_model(tmp_path: Path) -> None:
         ["1", "1", "3", "3"],
         ["64", "160", "64", "160"],
     ]
+    devices = ("astera-a1000", "skhynix-niagara2")
+    size = decode_steps.Size(trained=STEPS, devices=devices, link_rounds=1)
+    decode_steps.emulated(result, size, reader)
+    assert result.emulated is None  # what is over a link is named so
+    median = {name: metric.median for name, metric in result.metrics.items()}
+    slow, fast = (f"tiny-over-{device}_1x160" for device in reversed(devices))
+    for form in ("all", "auto_15", "auto_5"):
+        assert 0 < median[f"{form}_clock_{fast}"] < median[f"{form}_clock_{slow}"]
+        assert median[f"{form}_{slow}"] > median[f"{form}_clock_{slow}"]
+    assert 0 <= median[f"late_{slow}"] <= 1
+    assert median[f"auto_5_clock_{slow}"] <= median[f"all_clock_{slow}"]
     decode_steps.draw(result, tmp_path / "steps.png")
     assert (tmp_path / "steps.png").read_bytes().startswith(PNG)
 
