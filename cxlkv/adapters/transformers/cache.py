@@ -18,6 +18,7 @@ from cxlkv.adapters.transformers import budgets
 from cxlkv.adapters.transformers.latent import Absorbed
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
 from cxlkv.adapters.transformers.prefill import attend_to_new, attend_to_pages, beside_sinks
+from cxlkv.adapters.transformers.sparse_prefill import attend_sparsely, check_mass, long_rows
 from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError
 from cxlkv.layout import KVLayout
@@ -34,12 +35,17 @@ class Counters:
     bytes_scored: read to choose pages. bytes_read: keys and values of the pages attended to.
     live_bytes_peak: the most that keys and values took outside of the pool, as tensors, at any
     one time: the step's own tokens and, with attention="device", the pages fetched.
+
+    prefill_blocks: of 128 queries by 128 keys of a query head, that sparse prefills attended to;
+    prefill_blocks_causal: those that they would have attended to without prefill_mass.
     """
 
     steps: int = 0
     bytes_scored: int = 0
     bytes_read: int = 0
     live_bytes_peak: int = 0
+    prefill_blocks: int = 0
+    prefill_blocks_causal: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Settings(TypedDict, total=False):
     near: bool | None
     method: str
     dense_layers: int | None
+    prefill_mass: float | None
 
 
 class _Thread(threading.local):
@@ -146,7 +153,10 @@ class CXLCache(Cache):
     and `cache.budget = ...` changes it between steps. Layers with a window attend to all of it.
     attention: "pool": where the data lies; "device": the selected pages are fetched as tensors to
     the model's device, which attends: the form for a GPU. near=True and False are the old names of
-    these. method: as in Batch.select. dense_layers: the old place of Budget's. sequences: to start
+    these. method: as in Batch.select. dense_layers: the old place of Budget's. prefill_mass: the
+    share of the attention, above 0 and up to 1, that a prefill of 2,048 tokens or more keeps by
+    attending to blocks of keys (sparse_prefill.py), which changes its results; None: all of it, as
+    in layers with windows, softcap, sinks or latents. sequences: to start
     from instead of from nothing (pool.adopt, pool.match, Sequence.fork); the cache then owns them;
     where their lengths differ, the attention mask must show the shorter ones padded on the left.
 
@@ -169,6 +179,7 @@ class CXLCache(Cache):
         near: bool | None = None,
         method: str = "auto",
         dense_layers: int | None = None,
+        prefill_mass: float | None = None,
         sequences: Sequence[Tokens] = (),
     ) -> None:
         if near is not None:
@@ -188,6 +199,7 @@ class CXLCache(Cache):
         self.pool = pool
         self.attention = attention
         self.method = method
+        self.prefill_mass = check_mass(prefill_mass)
         self.counters = Counters()
         self._config = text_config(model)
         self._dtype = getattr(torch, pool.layout.dtype)
@@ -253,6 +265,8 @@ class CXLCache(Cache):
         at_once = self._decodes_at_once and step.tokens == 1 and not step.first
         if not at_once:
             self._append(layer, step, new)
+        if self.prefill_mass is not None and new.values is not None and long_rows(part).any():
+            return self._prefill_sparsely(part, call, self.prefill_mass)
         if step.first:
             return attend_to_new(part, call.query, call.key, call.value)
         absorbed = None
@@ -344,6 +358,33 @@ class CXLCache(Cache):
         assert isinstance(lse, Tensor)
         out = out if part.sinks is None else beside_sinks(out, lse, part.sinks)
         return out.to(queries.device)
+
+    def _prefill_sparsely(self, part: LayerStep, call: Call, mass: float) -> Tensor:
+        """[batch, tokens, q_heads, value_dim], sequence by sequence; short ones attend to all."""
+        step, query = part.step, call.query
+        out = query.new_zeros((step.batch, step.tokens, query.shape[1], call.value.shape[3]))
+        is_long = long_rows(part)
+        for row, count in enumerate(step.new.tolist()):
+            if not count:
+                continue
+            real = (row, slice(None), slice(step.tokens - count, None))
+            text = (call.key[real], call.value[real]) if step.first else self._text(part, row)
+            keys, values = (one.to(query) for one in text)
+            own = mass if is_long[row] else 1.0
+            found = attend_sparsely(query[real], keys, values, part.scale, own)
+            out[row, step.tokens - count :] = found.out.transpose(0, 1)
+            self.counters.prefill_blocks += found.attended
+            self.counters.prefill_blocks_causal += found.causal
+        return out
+
+    def _text(self, part: LayerStep, row: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a sequence's layer, copied: [kv_heads, tokens, dim]."""
+        layout, length = self.pool.layout, int(part.step.lengths[row])
+        shape = (layout.kv_heads, -(-length // layout.page_tokens), layout.page_tokens)
+        keys = torch.empty((*shape, layout.head_dim), dtype=self._dtype)
+        values = torch.empty((*shape, layout.value_head_dim), dtype=self._dtype)
+        self.sequences[row].fetch(part.index, out=(keys, values))
+        return keys.flatten(1, 2)[:, :length], values.flatten(1, 2)[:, :length]
 
     def _decode(self, part: LayerStep, queries: Tensor) -> Tensor:
         """One token for each sequence: queries [rows, q_heads, dim] -> [rows, q_heads, dim]."""
@@ -437,6 +478,7 @@ class CXLCache(Cache):
             self._config,
             attention=self.attention,
             method=self.method,
+            prefill_mass=self.prefill_mass,
         )
         child._start_from([s.fork() for s in self.sequences], self.get_seq_length())
         child.budget = self.budget
