@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from cxlkv import Budget, Selection
-from cxlkv.bench.lab import page, report, units
+from cxlkv.bench.lab import page, prefill, report, units
 from cxlkv.bench.lab.run import claimed, load_units, path_of, run
 from cxlkv.bench.lab.statistics import bootstrap, mcnemar
 from cxlkv.bench.lab.tasks import WORDS
@@ -92,6 +92,7 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tuple(Text(name, "prose", "drawn", read(at)) for at, name in enumerate(("one", "two")))
     monkeypatch.setattr(units, "TEXTS", made)
     monkeypatch.setattr(page, "TEXTS", made)
+    monkeypatch.setattr(prefill, "TEXTS", made)
 
 
 def checks_of(folder: Path, plan: Plan = PLAN) -> dict[str, bool]:
@@ -338,6 +339,24 @@ def test_every_text_is_there_and_long_enough() -> None:
     assert len({text.name for text in TEXTS}) == 16
     for text in TEXTS:
         assert len(text.read()) > 20_000, text.name
+
+
+def test_sparse_prefill_is_held_against_dense_text_by_text(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "MASSES", (0.3, 1.0))
+    monkeypatch.setattr("cxlkv.adapters.transformers.sparse_prefill.TOKENS_LEAST", 256)
+    told: list[int] = []
+    plan = prefill.PrefillPlan(texts=("one", "two"), prefix=700, steps=24)
+    found = prefill.measure(model, plan, lambda readings: told.append(len(readings.texts)))
+    assert told == [1, 2]
+    assert [one.attended for one in found.sparse[1.0]] == [1, 1]
+    assert all(one.attended < 0.9 for one in found.sparse[0.3])
+    for of in ("inside", "behind"):
+        assert np.abs(found.relative(1.0, of)).max() < 1e-4 < np.abs(found.relative(0.3, of)).min()
+    assert prefill.table_of(found).row_count == 2
+    metrics = prefill.result_of(found).metrics
+    assert metrics["loss_1_behind"].samples == found.relative(1.0, "behind")
 
 
 def test_mcnemar_and_bootstrap_are_those_of_the_books() -> None:
