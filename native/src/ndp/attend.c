@@ -12,6 +12,8 @@
 
 /* Pages that are attended to together, while as many behind them are asked for. */
 enum { BLOCK_PAGES = 8, BLOCK_TOKENS = 64, BLOCK_BYTES = 128 << 10 };
+/* Of several heads, unless one has more: 64 KiB. */
+enum { LOGITS_TOGETHER = 16 << 10 };
 
 static uint64_t span_queries(const attend_job *job, const span *s) {
     return s->row_count * job->group;
@@ -187,31 +189,71 @@ static const uint8_t *piece_at(const page_block *block, const page_rows *rows, u
     return i < block->count ? rows[i].first + head * rows[i].head_bytes : NULL;
 }
 
-/* One head of pages that all rows of the span see whole. */
-static void attend_whole(const span_walk *w, const page_block *block, const page_block *later,
-                         uint32_t head, float *logits) {
-    const attend_job *job = w->job;
+/* Some heads of a block of pages that all rows of the span see whole. */
+typedef struct whole_block {
+    const span_walk *w;
+    const page_block *block, *later;
+    uint32_t head_first, head_last, queries;
+    float *logits;                      /* [head][query][token] */
+} whole_block;
+
+static float *logits_of(const whole_block *b, uint32_t head) {
+    return b->logits + (uint64_t)(head - b->head_first) * b->queries * b->block->tokens;
+}
+
+/* Page by page and head by head, as they lie in memory. */
+static void score_whole(const whole_block *b) {
+    const attend_job *job = b->w->job;
     const cxlkv_layout *layout = &job->batch->pool->layout;
-    uint32_t at = w->s->head_first + head, tokens = block->tokens, value_dim;
-    uint32_t count = (uint32_t)span_queries(job, w->s);
-    float *state = state_of(job, w->s, head), *accumulator = accumulator_of(job, w->s, head);
-    const kernel_queries *all = w->s->shared ? &job->group_queries : &job->queries;
-    kernel_queries queries = queries_range(*all, first_query_of(job, w->s, head), count);
+    const kernel_queries *all = b->w->s->shared ? &job->group_queries : &job->queries;
+    for (uint32_t i = 0, done = 0; i < b->block->count; done += b->block->held[i], i++)
+        for (uint32_t head = b->head_first; head < b->head_last; head++) {
+            uint32_t at = b->w->s->head_first + head;
+            kernel_queries queries =
+                queries_range(*all, first_query_of(job, b->w->s, head), b->queries);
+            job->isa->score((int)layout->dtype, piece_at(b->block, b->block->keys, i, at),
+                            b->block->keys[i].row_bytes, b->block->held[i], layout->head_dim,
+                            &queries, job->args->scale, logits_of(b, head) + done,
+                            b->block->tokens, piece_at(b->later, b->later->keys, i, at));
+        }
+}
+
+static void accumulate_whole(const whole_block *b) {
+    const attend_job *job = b->w->job;
+    const cxlkv_layout *layout = &job->batch->pool->layout;
     bool one_piece = values_are_keys(layout);
-    uint32_t done = 0;
-    value_dim = layout->value_head_dim;
-    for (uint32_t i = 0; i < block->count; done += block->held[i], i++)
-        job->isa->score((int)layout->dtype, piece_at(block, block->keys, i, at),
-                        block->keys[i].row_bytes, block->held[i], layout->head_dim, &queries,
-                        job->args->scale, logits + done, tokens,
-                        piece_at(later, later->keys, i, at));
-    online_softmax(job, logits, tokens, count, (float(*)[2])state, accumulator);
-    done = 0;
-    for (uint32_t i = 0; i < block->count; done += block->held[i], i++)
-        job->isa->accumulate((int)layout->dtype, piece_at(block, block->values, i, at),
-                             block->values[i].row_bytes, block->held[i], value_dim, logits + done,
-                             tokens, count, accumulator,
-                             one_piece ? NULL : piece_at(later, later->values, i, at));
+    for (uint32_t i = 0, done = 0; i < b->block->count; done += b->block->held[i], i++)
+        for (uint32_t head = b->head_first; head < b->head_last; head++) {
+            uint32_t at = b->w->s->head_first + head;
+            job->isa->accumulate((int)layout->dtype,
+                                 piece_at(b->block, b->block->values, i, at),
+                                 b->block->values[i].row_bytes, b->block->held[i],
+                                 layout->value_head_dim, logits_of(b, head) + done,
+                                 b->block->tokens, b->queries, accumulator_of(job, b->w->s, head),
+                                 one_piece ? NULL : piece_at(b->later, b->later->values, i, at));
+        }
+}
+
+/* Of how many heads the logits of a block of `tokens` are made before they are used. */
+static uint32_t heads_together(const attend_job *job, const span *s, uint32_t tokens) {
+    uint64_t heads = LOGITS_TOGETHER / (span_queries(job, s) * tokens);
+    return (uint32_t)min_u64(s->head_count, heads ? heads : 1);
+}
+
+static void attend_whole(const span_walk *w, const page_block *block, const page_block *later,
+                         float *logits) {
+    const attend_job *job = w->job;
+    uint32_t step = heads_together(job, w->s, block->tokens);
+    whole_block b = {.w = w, .block = block, .later = later, .logits = logits,
+                     .queries = (uint32_t)span_queries(job, w->s)};
+    for (b.head_first = 0; b.head_first < w->s->head_count; b.head_first = b.head_last) {
+        b.head_last = min_u32(b.head_first + step, w->s->head_count);
+        score_whole(&b);
+        for (uint32_t head = b.head_first; head < b.head_last; head++)
+            online_softmax(job, logits_of(&b, head), block->tokens, b.queries,
+                           (float(*)[2])state_of(job, w->s, head), accumulator_of(job, w->s, head));
+        accumulate_whole(&b);
+    }
 }
 
 /* Page i of a block of which not all rows see all. */
@@ -234,8 +276,7 @@ static int attend_block(const span_walk *w, const page_block *block, const page_
     int code = block_verify(w, block);
     if (code < 0) return code;
     bool together = block->whole && span_queries(w->job, w->s) <= SPAN_QUERIES;
-    for (uint32_t head = 0; together && head < w->s->head_count; head++)
-        attend_whole(w, block, later, head, logits);
+    if (together) attend_whole(w, block, later, logits);
     for (uint32_t i = 0; !together && i < block->count; i++) attend_part(w, block, i, logits);
     return 0;
 }
@@ -272,7 +313,8 @@ static int attend_span(void *context, uint32_t item) {
     uint64_t queries = span_queries(job, s) * s->head_count, tokens = 0;
     uint64_t token_bytes = row_channels(layout) * dtype_bytes(layout->dtype) * s->head_count;
     uint32_t wide = layout->page_tokens > BLOCK_TOKENS ? layout->page_tokens : BLOCK_TOKENS;
-    float *logits = malloc(SPAN_QUERIES * wide * sizeof(float));
+    uint32_t one_head = SPAN_QUERIES * wide;
+    float *logits = malloc((one_head > LOGITS_TOGETHER ? one_head : LOGITS_TOGETHER) * sizeof(float));
     if (!logits) return fail(ENOMEM, "no memory for logits");
     for (uint64_t i = 0; i < queries; i++) {
         s->state[2 * i] = -INFINITY;
