@@ -44,14 +44,13 @@ makes some 0.001 of the random model, values in another order 1.9."""
 
 @dataclass(frozen=True)
 class Points:
-    """What is measured of a model: each number of requests at each length, but for what is too
-    large; a sample is the mean of some steps."""
+    """What is measured of a model: each number of requests at each length; a sample is the mean of
+    some steps."""
 
     contexts: tuple[int, ...]
     requests: tuple[int, ...]
     steps: int
     rounds: int
-    tokens_most: int = 1 << 17  # of all requests
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Size:
     devices: tuple[str, ...] = DEVICES
     link_rounds: int = 3
     random_model: str = "llama-160m"
-    random: Points = Points((4096, 16384, 65536), (1, 4), steps=2, rounds=3, tokens_most=1 << 16)
+    random: Points = Points((4096, 16384, 65536), (1,), steps=2, rounds=3)
 
 
 QUICK = Size(
@@ -122,8 +121,7 @@ def measure(result: Result, points: Points, reader: Reader) -> None:
     shortest and the longest context. divergence_...: Kullback-Leibler from `dynamic`, in nats.
     Ratios FORM_to_dynamic_...: the faster of the two over ours."""
     for count in points.requests:
-        contexts = [one for one in points.contexts if count * one <= points.tokens_most]
-        ms = {one: at_point(result, points, reader, count, one) for one in contexts}
+        ms = {one: at_point(result, points, reader, count, one) for one in points.contexts}
         slopes(result, ms, f"{reader.name}_{count}")
 
 
