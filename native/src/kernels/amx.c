@@ -266,6 +266,7 @@ const kernels TABLE = {
     .score_max = score_max,
     .score_pieces = avx512_bf16_score_pieces,
     .accumulate = avx512_accumulate,
+    .accumulate_pieces = avx512_accumulate_pieces,
     .bound = avx512_bf16_bound,
     .digest = avx512_digest,
     .exp_sum = avx512_exp_sum,

@@ -149,49 +149,79 @@ void avx512_score_max(int dtype, const void *keys, size_t row_bytes, uint32_t to
 
 /* ---- accumulation ---- */
 
-/* `vectors` (1 or 4) times 16 columns of the accumulator, in registers over the chunk's tokens;
- * of the last vector only those in `mask`. */
-INLINE void accumulate_columns(int dtype, int vectors, __mmask16 mask, const char *values,
-                               size_t row_bytes, uint32_t tokens, const float *weights,
-                               size_t weight_stride, int queries_here, float *accumulator,
-                               uint32_t dim) {
+/* Values: `tokens` rows of each piece. */
+typedef struct value_rows {
+    const char *const *pieces, *const *next;
+    uint32_t count, tokens;
+    size_t row_bytes;
+} value_rows;
+
+/* `vectors` (1 or 4) times 16 columns of the accumulator, in registers over all rows; of the last
+ * vector only those in `mask`. The columns begin `offset` bytes behind the rows. */
+INLINE void accumulate_columns(int dtype, int vectors, __mmask16 mask, const value_rows *rows,
+                               size_t offset, const float *weights, size_t weight_stride,
+                               int queries_here, float *accumulator, uint32_t dim) {
     __m512 sums[4][4];
     UNROLL for (int j = 0; j < queries_here; j++) UNROLL for (int v = 0; v < vectors; v++)
         sums[j][v] = _mm512_maskz_loadu_ps(v + 1 < vectors ? (__mmask16)0xffff : mask,
                                            accumulator + (size_t)j * dim + v * LANES);
-    for (size_t t = 0; t < tokens; t++) {
-        const char *source = values + t * row_bytes;
-        __m512 row[4];
-        UNROLL for (int v = 0; v + 1 < vectors; v++)
-            row[v] = load(dtype, source + (size_t)v * LANES * element_bytes(dtype));
-        row[vectors - 1] = load_part(
-            dtype, mask, source + (size_t)(vectors - 1) * LANES * element_bytes(dtype));
-        UNROLL for (int j = 0; j < queries_here; j++) {
-            __m512 weight = _mm512_set1_ps(weights[(size_t)j * weight_stride + t]);
-            UNROLL for (int v = 0; v < vectors; v++) sums[j][v] =
-                _mm512_fmadd_ps(row[v], weight, sums[j][v]);
+    for (uint32_t i = 0; i < rows->count; i++, weights += rows->tokens)
+        for (size_t t = 0; t < rows->tokens; t++) {
+            const char *source = rows->pieces[i] + offset + t * rows->row_bytes;
+            __m512 row[4];
+            UNROLL for (int v = 0; v + 1 < vectors; v++)
+                row[v] = load(dtype, source + (size_t)v * LANES * element_bytes(dtype));
+            row[vectors - 1] = load_part(
+                dtype, mask, source + (size_t)(vectors - 1) * LANES * element_bytes(dtype));
+            UNROLL for (int j = 0; j < queries_here; j++) {
+                __m512 weight = _mm512_set1_ps(weights[(size_t)j * weight_stride + t]);
+                UNROLL for (int v = 0; v < vectors; v++) sums[j][v] =
+                    _mm512_fmadd_ps(row[v], weight, sums[j][v]);
+            }
         }
-    }
     UNROLL for (int j = 0; j < queries_here; j++) UNROLL for (int v = 0; v < vectors; v++)
         _mm512_mask_storeu_ps(accumulator + (size_t)j * dim + v * LANES,
                               v + 1 < vectors ? (__mmask16)0xffff : mask, sums[j][v]);
 }
 
-INLINE void accumulate_block(int dtype, const char *values, size_t row_bytes, uint32_t tokens,
-                             const float *weights, size_t weight_stride, int queries_here,
-                             float *accumulator, uint32_t dim, const char *next) {
+/* What comes next is asked for, one share with each strip of columns, if `asks`. */
+INLINE void accumulate_block(int dtype, const value_rows *rows, const float *weights,
+                             size_t weight_stride, int queries_here, float *accumulator,
+                             uint32_t dim, bool asks) {
     enum { WIDE = 4 * LANES };
     size_t bytes = element_bytes(dtype);
     uint32_t d = 0;
     for (; d + WIDE <= dim; d += WIDE) {
-        if (next)
-            prefetch(next + tokens * d * bytes, tokens * WIDE * bytes);
-        accumulate_columns(dtype, 4, 0xffff, values + d * bytes, row_bytes, tokens, weights,
-                           weight_stride, queries_here, accumulator + d, dim);
+        for (uint32_t i = 0; asks && i < rows->count; i++)
+            if (rows->next[i])
+                prefetch(rows->next[i] + rows->tokens * d * bytes, rows->tokens * WIDE * bytes);
+        accumulate_columns(dtype, 4, 0xffff, rows, d * bytes, weights, weight_stride, queries_here,
+                           accumulator + d, dim);
     }
     for (; d < dim; d += LANES)
-        accumulate_columns(dtype, 1, first_lanes(dim - d), values + d * bytes, row_bytes, tokens,
-                           weights, weight_stride, queries_here, accumulator + d, dim);
+        accumulate_columns(dtype, 1, first_lanes(dim - d), rows, d * bytes, weights, weight_stride,
+                           queries_here, accumulator + d, dim);
+}
+
+INLINE void accumulate_rows(int dtype, const value_rows *rows, uint32_t dim, const float *weights,
+                            size_t weight_stride, uint32_t query_count, float *accumulator) {
+    for (uint32_t j = 0; j < query_count; j += 4) {
+        const float *block = weights + j * weight_stride;
+        float *sums = accumulator + (size_t)j * dim;
+        switch (query_count - j) {
+        case 1:
+            accumulate_block(dtype, rows, block, weight_stride, 1, sums, dim, j == 0);
+            break;
+        case 2:
+            accumulate_block(dtype, rows, block, weight_stride, 2, sums, dim, j == 0);
+            break;
+        case 3:
+            accumulate_block(dtype, rows, block, weight_stride, 3, sums, dim, j == 0);
+            break;
+        default:
+            accumulate_block(dtype, rows, block, weight_stride, 4, sums, dim, j == 0);
+        }
+    }
 }
 
 INLINE void accumulate_as(int dtype, const char *values, size_t row_bytes, uint32_t tokens,
@@ -202,31 +232,10 @@ INLINE void accumulate_as(int dtype, const char *values, size_t row_bytes, uint3
     enum { CHUNK_BYTES = 8192 };
     uint32_t chunk = bytes < CHUNK_BYTES ? (uint32_t)(CHUNK_BYTES / bytes) : 1;
     for (uint32_t t = 0; t < tokens; t += chunk) {
-        const char *rows = values + t * row_bytes;
-        uint32_t here = tokens - t < chunk ? tokens - t : chunk;
-        /* What comes next is asked for, one share with each strip of columns of this chunk. */
-        const char *ahead = next ? next + t * bytes : NULL;
-        for (uint32_t j = 0; j < query_count; j += 4) {
-            const float *block = weights + j * weight_stride + t;
-            float *sums = accumulator + (size_t)j * dim;
-            switch (query_count - j) {
-            case 1:
-                accumulate_block(dtype, rows, row_bytes, here, block, weight_stride, 1, sums, dim,
-                                 j == 0 ? ahead : NULL);
-                break;
-            case 2:
-                accumulate_block(dtype, rows, row_bytes, here, block, weight_stride, 2, sums, dim,
-                                 j == 0 ? ahead : NULL);
-                break;
-            case 3:
-                accumulate_block(dtype, rows, row_bytes, here, block, weight_stride, 3, sums, dim,
-                                 j == 0 ? ahead : NULL);
-                break;
-            default:
-                accumulate_block(dtype, rows, row_bytes, here, block, weight_stride, 4, sums, dim,
-                                 j == 0 ? ahead : NULL);
-            }
-        }
+        const char *piece = values + t * row_bytes, *ahead = next ? next + t * bytes : NULL;
+        value_rows rows = {.pieces = &piece, .next = &ahead, .count = 1, .row_bytes = row_bytes,
+                           .tokens = tokens - t < chunk ? tokens - t : chunk};
+        accumulate_rows(dtype, &rows, dim, weights + t, weight_stride, query_count, accumulator);
     }
 }
 
@@ -245,6 +254,29 @@ void avx512_accumulate(int dtype, const void *values, size_t row_bytes, uint32_t
     case KERNEL_FLOAT32:
         accumulate_as(KERNEL_FLOAT32, values, row_bytes, tokens, dim, weights, weight_stride,
                       query_count, accumulator, next);
+        return;
+    }
+    assert(!"a dtype");
+}
+
+void avx512_accumulate_pieces(int dtype, const void *const *values, const void *const *next,
+                              uint32_t count, size_t row_bytes, uint32_t tokens, uint32_t dim,
+                              const float *weights, size_t weight_stride, uint32_t query_count,
+                              float *accumulator) {
+    value_rows rows = {.pieces = (const char *const *)values, .next = (const char *const *)next,
+                       .count = count, .tokens = tokens, .row_bytes = row_bytes};
+    switch (dtype) {
+    case KERNEL_BFLOAT16:
+        accumulate_rows(KERNEL_BFLOAT16, &rows, dim, weights, weight_stride, query_count,
+                        accumulator);
+        return;
+    case KERNEL_FLOAT16:
+        accumulate_rows(KERNEL_FLOAT16, &rows, dim, weights, weight_stride, query_count,
+                        accumulator);
+        return;
+    case KERNEL_FLOAT32:
+        accumulate_rows(KERNEL_FLOAT32, &rows, dim, weights, weight_stride, query_count,
+                        accumulator);
         return;
     }
     assert(!"a dtype");
@@ -664,6 +696,7 @@ const kernels kernels_avx512 = {
     .score = avx512_score,
     .score_max = avx512_score_max,
     .accumulate = avx512_accumulate,
+    .accumulate_pieces = avx512_accumulate_pieces,
     .bound = avx512_bound,
     .digest = avx512_digest,
     .exp_sum = avx512_exp_sum,

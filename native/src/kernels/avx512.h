@@ -190,6 +190,10 @@ void avx512_score_max(int dtype, const void *keys, size_t row_bytes, uint32_t to
 void avx512_accumulate(int dtype, const void *values, size_t row_bytes, uint32_t tokens,
                        uint32_t dim, const float *weights, size_t weight_stride,
                        uint32_t query_count, float *accumulator, const void *next);
+void avx512_accumulate_pieces(int dtype, const void *const *values, const void *const *next,
+                              uint32_t count, size_t row_bytes, uint32_t tokens, uint32_t dim,
+                              const float *weights, size_t weight_stride, uint32_t query_count,
+                              float *accumulator);
 void avx512_bound(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
                   float scale, float *bounds, const void *next);
 void avx512_digest(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens, uint32_t dim,

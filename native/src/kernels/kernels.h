@@ -89,6 +89,14 @@ typedef struct kernels {
                        uint32_t dim, const float *weights, size_t weight_stride,
                        uint32_t query_count, float *accumulator, const void *next);
 
+    /* NULL, or the same of several pieces, one after the other and bit for bit: `tokens` rows at
+     * each of values[], whose weights are the columns [i * tokens, (i + 1) * tokens). Accumulators
+     * of many queries are read and written once for all of them. next[i] is asked for, or NULL. */
+    void (*accumulate_pieces)(int dtype, const void *const *values, const void *const *next,
+                              uint32_t count, size_t row_bytes, uint32_t tokens, uint32_t dim,
+                              const float *weights, size_t weight_stride, uint32_t query_count,
+                              float *accumulator);
+
     /* bounds[j] = scale * sum over d of max(q[d] * minimum[d], q[d] * maximum[d]), scale > 0: no
      * key under this digest scores more, rounding aside. The larger product is picked by the sign
      * of q[d], which is the same while minimum <= maximum. `digest` is [2][dim], minima first.

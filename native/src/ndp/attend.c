@@ -218,20 +218,52 @@ static void score_whole(const whole_block *b) {
         }
 }
 
-static void accumulate_whole(const whole_block *b) {
+static void accumulate_page(const whole_block *b, uint32_t head, uint32_t i, uint32_t done) {
     const attend_job *job = b->w->job;
     const cxlkv_layout *layout = &job->batch->pool->layout;
-    bool one_piece = values_are_keys(layout);
-    for (uint32_t i = 0, done = 0; i < b->block->count; done += b->block->held[i], i++)
-        for (uint32_t head = b->head_first; head < b->head_last; head++) {
-            uint32_t at = b->w->s->head_first + head;
-            job->isa->accumulate((int)layout->dtype,
-                                 piece_at(b->block, b->block->values, i, at),
-                                 b->block->values[i].row_bytes, b->block->held[i],
-                                 layout->value_head_dim, logits_of(b, head) + done,
-                                 b->block->tokens, b->queries, accumulator_of(job, b->w->s, head),
-                                 one_piece ? NULL : piece_at(b->later, b->later->values, i, at));
-        }
+    uint32_t at = b->w->s->head_first + head;
+    const uint8_t *next = piece_at(b->later, b->later->values, i, at);
+    job->isa->accumulate((int)layout->dtype, piece_at(b->block, b->block->values, i, at),
+                         b->block->values[i].row_bytes, b->block->held[i], layout->value_head_dim,
+                         logits_of(b, head) + done, b->block->tokens, b->queries,
+                         accumulator_of(job, b->w->s, head), values_are_keys(layout) ? NULL : next);
+}
+
+/* Of one head, all pages together. */
+static void accumulate_head(const whole_block *b, uint32_t head) {
+    const attend_job *job = b->w->job;
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    uint32_t at = b->w->s->head_first + head;
+    const void *values[BLOCK_PAGES], *next[BLOCK_PAGES];
+    for (uint32_t i = 0; i < b->block->count; i++) {
+        values[i] = piece_at(b->block, b->block->values, i, at);
+        next[i] = values_are_keys(layout) ? NULL : piece_at(b->later, b->later->values, i, at);
+    }
+    job->isa->accumulate_pieces((int)layout->dtype, values, next, b->block->count,
+                                b->block->values[0].row_bytes, b->block->held[0],
+                                layout->value_head_dim, logits_of(b, head), b->block->tokens,
+                                b->queries, accumulator_of(job, b->w->s, head));
+}
+
+/* The accumulators of many queries do not stay in the first cache from page to page. */
+static bool goes_by_head(const whole_block *b) {
+    enum { QUERIES_MIN = 8 };
+    const page_block *block = b->block;
+    if (b->queries < QUERIES_MIN || !b->w->job->isa->accumulate_pieces) return false;
+    for (uint32_t i = 1; i < block->count; i++)
+        if (block->held[i] != block->held[0] ||
+            block->values[i].row_bytes != block->values[0].row_bytes)
+            return false;
+    return block->count > 1;
+}
+
+static void accumulate_whole(const whole_block *b) {
+    bool by_head = goes_by_head(b);
+    for (uint32_t head = b->head_first; by_head && head < b->head_last; head++)
+        accumulate_head(b, head);
+    for (uint32_t i = 0, done = 0; !by_head && i < b->block->count; done += b->block->held[i], i++)
+        for (uint32_t head = b->head_first; head < b->head_last; head++)
+            accumulate_page(b, head, i, done);
 }
 
 /* Of how many heads the logits of a block of `tokens` are made before they are used. */
@@ -313,8 +345,8 @@ static int attend_span(void *context, uint32_t item) {
     uint64_t queries = span_queries(job, s) * s->head_count, tokens = 0;
     uint64_t token_bytes = row_channels(layout) * dtype_bytes(layout->dtype) * s->head_count;
     uint32_t wide = layout->page_tokens > BLOCK_TOKENS ? layout->page_tokens : BLOCK_TOKENS;
-    uint32_t one_head = SPAN_QUERIES * wide;
-    float *logits = malloc((one_head > LOGITS_TOGETHER ? one_head : LOGITS_TOGETHER) * sizeof(float));
+    uint64_t one_head = SPAN_QUERIES * wide, most = LOGITS_TOGETHER;
+    float *logits = malloc((one_head > most ? one_head : most) * sizeof(float));
     if (!logits) return fail(ENOMEM, "no memory for logits");
     for (uint64_t i = 0; i < queries; i++) {
         s->state[2 * i] = -INFINITY;

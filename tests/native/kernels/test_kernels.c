@@ -256,6 +256,28 @@ static void check_scores(const kernels *table, size now) {
     free_buffer(&spread);
 }
 
+/* Of several pieces with one call: bit for bit what one after the other gives. */
+static void check_accumulate_pieces(const kernels *table, size now, const char *values,
+                                    size_t row_bytes, const float *before) {
+    enum { PIECES = 3 };
+    const void *pieces[PIECES] = {values, values, values}, *next[PIECES] = {NULL, values, NULL};
+    size_t columns = (size_t)PIECES * now.tokens;
+    buffer weights = make_floats(now.queries * columns, source_of(now));
+    buffer sums = make_outputs(now.queries * now.dim), wanted = make_outputs(now.queries * now.dim);
+    memcpy(sums.data, before, sums.bytes);
+    memcpy(wanted.data, before, wanted.bytes);
+    for (uint32_t i = 0; i < PIECES; i++)
+        table->accumulate(now.dtype, values, row_bytes, now.tokens, now.dim,
+                          (float *)weights.data + i * now.tokens, columns, now.queries,
+                          (float *)wanted.data, NULL);
+    if (table->accumulate_pieces) {
+        table->accumulate_pieces(now.dtype, pieces, next, PIECES, row_bytes, now.tokens, now.dim,
+                                 (float *)weights.data, columns, now.queries, (float *)sums.data);
+        CHECK(!memcmp(sums.data, wanted.data, sums.bytes));
+    }
+    free_buffer(&weights), free_buffer(&sums), free_buffer(&wanted);
+}
+
 static void check_accumulate(const kernels *table, size now) {
     static float exact[MAX_TOKENS * MAX_DIM], before[MAX_QUERIES * MAX_DIM];
     buffer values = make_elements(now.dtype, now.tokens * now.dim, source_of(now), exact);
@@ -281,6 +303,7 @@ static void check_accumulate(const kernels *table, size now) {
             double bound = now.is_whole ? 0 : (now.tokens + 1) * EPS * magnitude;
             assert_close(sum[j * now.dim + d], expected, bound);
         }
+    check_accumulate_pieces(table, now, spread.data, row_bytes, before);
     free_buffer(&values), free_buffer(&weights), free_buffer(&sums), free_buffer(&spread);
 }
 
