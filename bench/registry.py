@@ -154,7 +154,7 @@ TABLE = (
     Case("link", "cases.link", DRAWN, ("link",)),
     Case("transport", "cases.transport", files=("transport",)),
     Case("decode-shapes", "cases.decode_shapes", DECODE, ("decode-shapes",)),
-    Case("decode-attention", "cases.decode_attention", DECODE),
+    Case("decode-attention", "cases.decode_attention", DECODE, ("decode-attention",)),
     Case("decode-steps", "cases.decode_steps", DECODE, ("decode-steps",)),
     Case("recall", "cases.recall", RECALL, ("recall",), is_command=True),
     Case(
