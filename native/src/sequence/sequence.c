@@ -94,7 +94,7 @@ int sequence_make(cxlkv_pool *pool, cxlkv_sequence **out) {
                     "keys: sequences need a pool of K and V");
     cxlkv_sequence *made = calloc(1, sizeof(*made));
     if (!made) return fail(ENOMEM, "no memory for a sequence");
-    pthread_rwlock_init(&made->lock, NULL);
+    rwlock_init(&made->lock);
     made->pool = pool;
     made->tables = calloc(pool->geometry.part_count, sizeof(*made->tables));
     made->export_pages = calloc(pool->geometry.part_count, sizeof(*made->export_pages));
@@ -366,7 +366,7 @@ void sequences_expire(cxlkv_pool *pool) {
 
 /* In a forked child. */
 void sequences_forked(cxlkv_pool *pool) {
-    for (cxlkv_sequence *s = pool->sequences; s; s = s->next) pthread_rwlock_init(&s->lock, NULL);
+    for (cxlkv_sequence *s = pool->sequences; s; s = s->next) rwlock_init(&s->lock);
 }
 
 /* The pool is being closed; under its list_lock. */
