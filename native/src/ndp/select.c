@@ -187,14 +187,15 @@ static void find_leader(select_job *job, plan *p) {
     }
 }
 
-/* Few pages make short tasks, so that all threads get some. */
+/* Few pages make short tasks, so that all threads get some, but none too short to wake one for. */
 static uint32_t task_pages_of(const cxlkv_batch *batch, uint32_t layer) {
-    enum { TASKS_OF_A_THREAD = 4, TASK_PAGES_MIN = 8 };
-    uint64_t pages = 0;
+    enum { TASKS_OF_A_THREAD = 4, TASK_BYTES_MIN = 64 << 10 };
+    uint64_t page_bytes = piece_data_bytes(&batch->pool->layout, PIECE_KEYS), pages = 0;
     for (uint32_t i = 0; i < batch->count; i++) pages += view_of(batch->sequences[i], layer).pages;
+    page_bytes *= batch->pool->layout.kv_heads;
+    uint64_t least = TASK_BYTES_MIN / page_bytes + 1;
     uint64_t wanted = pages / (TASKS_OF_A_THREAD * batch->pool->thread_count);
-    if (wanted < TASK_PAGES_MIN) return TASK_PAGES_MIN;
-    return (uint32_t)min_u64(wanted, TASK_PAGES);
+    return (uint32_t)min_u64(wanted > least ? wanted : least, TASK_PAGES);
 }
 
 /* Lengths, lists, and args->k: all that is known before a byte is read. */
