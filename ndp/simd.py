@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import cast
 
 import numpy as np
@@ -102,7 +103,7 @@ def _words(
     takes them."""
     if asked.method not in METHODS:
         raise BadArgumentError(f"method {asked.method!r}: use one of {', '.join(METHODS)}")
-    refresh = min(b.refresh for b in asked.budgets)
+    refresh = min(map(attrgetter("refresh"), asked.budgets))
     codes = METHODS.index(asked.method), UNIONS.index(first.union), PERS.index(first.per), refresh
     rate = asked.read_rate or tuning.current().read_rate
     return codes, (asked.scale, errors_of(asked.recall), rate)
