@@ -215,6 +215,9 @@ def test_a_mass_that_is_no_share_is_refused(
 ) -> None:
     with pytest.raises(BadArgumentError, match="a share of the attention above 0 and up to 1"):
         CXLCache(pool, llama, prefill_mass=mass)
+    text = torch.zeros(1, BLOCK_TOKENS, 8)  # it may be set between steps, too
+    with pytest.raises(BadArgumentError, match="a share of the attention above 0 and up to 1"):
+        attend_sparsely(text, text, text, 1.0, mass)
 
 
 def test_a_fork_has_the_same_mass(llama: PreTrainedModel, pool: CXLPool) -> None:

@@ -72,7 +72,9 @@ def attend_sparsely(
     """Causal attention of a text's last tokens over the blocks that are estimated to hold `mass`.
 
     query [q_heads, rows, dim]: of the last `rows` tokens. key, value [kv_heads, tokens, dim].
+    Raises BadArgumentError as check_mass().
     """
+    check_mass(mass)
     rows, tokens = query.shape[1], key.shape[1]
     first, before = divmod(tokens - rows, BLOCK_TOKENS)
     behind = -tokens % BLOCK_TOKENS
