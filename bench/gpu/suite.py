@@ -68,6 +68,7 @@ MODULES = {
     "matplotlib": "the pictures",
 }
 NEEDED = ("cffi", "pycparser", "numpy", "ml_dtypes", "pydantic", "pydantic_core", "torch")
+NEEDED += ("annotated_types", "typing_inspection")  # without which pydantic is not imported
 
 LOOK = """
 import json, platform

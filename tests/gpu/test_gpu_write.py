@@ -67,9 +67,10 @@ def layout_of(kind: str) -> KVLayout:
 
 
 @pytest.fixture
-def pool(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[CXLPool]:
+def pool(shm_path: Path, request: pytest.FixtureRequest) -> Iterator[CXLPool]:
+    """In shared memory: a kernel does not pin a file on a disk for a device that writes."""
     layout = layout_of(getattr(request, "param", "plain"))
-    with CXLPool.create(tmp_path / "pool", layout=layout, capacity="4MiB", threads=2) as made:
+    with CXLPool.create(shm_path, layout=layout, capacity="4MiB", threads=2) as made:
         yield made
 
 
