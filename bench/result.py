@@ -77,14 +77,12 @@ def gpu() -> str | None:
 
 
 def commit() -> str:
-    """The commit of the checkout that runs, "-dirty" if it was changed; else the version.
-
-    Of a copy without .git it is what CXLKV_COMMIT says, if that is set.
-    """
+    """What CXLKV_COMMIT says, for a copy of a checkout; else the commit of the checkout that runs,
+    "-dirty" if it was changed; else the version."""
     folder = Path(__file__).resolve().parent.parent
-    version = os.environ.get("CXLKV_COMMIT") or f"cxlkv {_core.version()}"
-    if not (folder / ".git").exists():
-        return version
+    given, version = os.environ.get("CXLKV_COMMIT"), f"cxlkv {_core.version()}"
+    if given or not (folder / ".git").exists():
+        return given or version
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)

@@ -30,7 +30,9 @@ def runs_triton(device: torch.device) -> bool:
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, which need not be that of the tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.device(device.index)  # a number, which torch takes faster
 
 
 def one_device(**tensors: torch.Tensor | None) -> torch.device:

@@ -246,8 +246,9 @@ def run(progress: Progress, device: torch.device, size: Size) -> None:
     progress.result.notes.append(
         f"one layer's step of one sequence, {size.q_heads} query heads on {size.kv_heads} kv heads "
         f"of {size.head_dim}, bf16, Gaussian keys; selected: {100 * size.share:g} % of the pages, "
-        f"by cxlkv.gpu.decode.Decoder, a hot buffer of as many pages, and a query that differs in "
-        "each step; serial: the same by parts that come one after the other, no hot buffer; full: "
+        "by cxlkv.gpu.decode.Decoder, captured in a CUDA graph, a hot buffer of as many pages, a "
+        "query that differs in each step; eager: the same, not captured; serial: the same by parts "
+        "that come one after the other, no hot buffer; full: "
         "all pages by the faster of kernel copy and dispatcher, then attention; a time is the "
         "host's, from the call until the device is idle; parts were timed in calls of their own"
     )
@@ -280,16 +281,19 @@ def measure(progress: Progress, timer: Timer, context: Context) -> None:
         result.measure(f"serial_{name}", [1e6 * s for s in serial], "us")
         parts(progress, timer, context, f"full_{name}", partial(context.full, fetch=ways[best]))
         parts(progress, timer, context, f"selected_{name}", context.selected)
-        ours = result.measure(f"selected_{name}", steps(progress, timer, context), "us")
+        eager, captured = steps(progress, timer, context)
+        result.measure(f"eager_{name}", eager, "us")
+        ours = result.measure(f"selected_{name}", captured, "us")
     result.ratios[f"selected_{name}_to_full"] = full.median / ours.median
     scanned = f"the scan read {picked.bytes_scored >> 10} KiB"
     result.notes.append(f"{name}: {context.layers} layers in turn, full by {best}, {scanned}")
     progress.save(f"{name} tokens", f"full {full.median:.0f} us, selected {ours.median:.0f} us")
 
 
-def steps(progress: Progress, timer: Timer, context: Context) -> list[float]:
-    """Microseconds a layer of whole decode steps; they append, so they come last. The first one,
-    before the hot buffer has anything, is compared with the C core."""
+def steps(progress: Progress, timer: Timer, context: Context) -> tuple[list[float], list[float]]:
+    """Microseconds a layer of whole decode steps, launched one kernel after the other, and captured
+    in a CUDA graph; they append, so they come last. The first one, before the hot buffer has
+    anything, is compared with the C core."""
     size, layers = context.size, range(context.layers)
     with Decoder(
         context.pool,
@@ -319,7 +323,36 @@ def steps(progress: Progress, timer: Timer, context: Context) -> list[float]:
         progress.result.checks[name] = all(held)
         if decoder.fallback is not None:
             progress.result.notes.append(f"{name}: {decoder.fallback}")
-        return [1e6 * s / context.layers for s in timer.whole(step)]
+        eager = timer.whole(step)
+        if timer.stream is None:
+            return [1e6 * s for s in eager], [1e6 * s for s in eager]
+        replay = capture(decoder, context)
+        outs = replay(next(queries))
+        finite = all(bool(out.isfinite().all()) for out in outs)
+        progress.result.checks[f"captured_{short(context.tokens)}"] = finite
+        captured = timer.whole(lambda: replay(next(queries)))
+        a_layer = 1e6 / context.layers
+        return [a_layer * s for s in eager], [a_layer * s for s in captured]
+
+
+def capture(decoder: Decoder, context: Context) -> Callable[[Tensor], list[Tensor]]:
+    """A step for a query, all layers of it captured; returns what the layers return."""
+    k, v = context.rows
+    q = context.queries[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    decoder.begin()
+    with torch.cuda.graph(graph):
+        outs = [decoder.layer(layer, q, k, v) for layer in range(context.layers)]
+    decoder.abandon()
+
+    def replay(query: Tensor) -> list[Tensor]:
+        q.copy_(query)
+        decoder.begin()
+        graph.replay()
+        decoder.end(replayed=True)
+        return outs
+
+    return replay
 
 
 def chosen(context: Context, layer: int) -> Tensor:

@@ -29,6 +29,7 @@ BREAK_EVEN_BYTES, BREAK_EVEN_COUNT = 28 << 10, 16  # as published for kernel cop
 BELUGA_US = 211.0  # for FRAGMENTS: 16 sparse tokens of a model of 32 billion parameters
 FRAGMENT_BYTES, FRAGMENTS = 20 << 10, 128
 NAMES = {4096: "4k", 65536: "64k"}  # 16 tokens of one head, and of 16: the pieces that we wanted
+SWEPT = (656, 1152, *NAMES)
 POISON = 0xA5
 CHECKED = 128
 
@@ -269,7 +270,7 @@ def fragments(progress: Progress, timer: Timer, memory: Memory, methods: dict[st
 
 def sweep(progress: Progress, timer: Timer, memory: Memory) -> None:
     """What the kernel copy's number of programs does: metrics programs_<number>_<bytes>, in us."""
-    for piece in (piece for piece in memory.size.pieces if piece in NAMES):
+    for piece in (piece for piece in memory.size.pieces if piece in SWEPT):
         count = min(memory.size.target_bytes // piece, max(memory.size.counts))
         choice = memory.choose(piece, count, 0)
         functions = {

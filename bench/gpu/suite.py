@@ -67,8 +67,10 @@ MODULES = {
     "hypothesis": "the tests",
     "matplotlib": "the pictures",
 }
-NEEDED = ("cffi", "pycparser", "numpy", "ml_dtypes", "pydantic", "pydantic_core", "torch")
-NEEDED += ("annotated_types", "typing_inspection")  # without which pydantic is not imported
+NEEDED = (
+    *("cffi", "pycparser", "numpy", "ml_dtypes", "torch"),
+    *("pydantic", "pydantic_core", "annotated_types", "typing_inspection"),
+)
 
 LOOK = """
 import json, platform
@@ -267,15 +269,16 @@ class Suite:
 
 
 def commit() -> str:
-    """The commit of the checkout; where it came without .git, what CXLKV_COMMIT says."""
+    """What CXLKV_COMMIT says, for a copy of the checkout; else the checkout's own commit."""
     command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=40"]
-    if (CHECKOUT / ".git").exists():
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-            return done.stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            pass
-    return os.environ.get("CXLKV_COMMIT", "unknown")
+    given = os.environ.get("CXLKV_COMMIT", "")
+    if given or not (CHECKOUT / ".git").exists():
+        return given or "unknown"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
 
 
 # ---- what is there ----

@@ -320,7 +320,8 @@ class Decoder(Closing):
         assert step is not None
         assert resident is not None
         q, k, v = (step.rows_of(self._asked[name]) for name in "qkv")
-        self._queries = q  # the next layer's are written over the asked ones, once this is answered
+        if self._ahead:  # the next layer's are written over the asked ones, once this is answered
+            self._queries = q.clone()
         own = v if self.layout.values == "own" else None
         picked = self._selector.choose(step, layer, q, k, own)
         if resident.hot is not None:

@@ -45,7 +45,10 @@ class Step:
     recent_from: npt.NDArray[np.int32]
 
     def rows_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """A copy of [requests, rows, ...], as [rows of active requests, ...]."""
+        """[requests, rows, ...] as [rows of active requests, ...]: in place where all are active,
+        else a copy."""
+        if len(self.active) == len(rows):
+            return rows.flatten(0, 1)
         return rows[torch.from_numpy(self.active)].flatten(0, 1)
 
     def put_rows(self, rows: torch.Tensor, found: object) -> None:

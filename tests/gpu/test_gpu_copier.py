@@ -45,9 +45,9 @@ def scattered(count: int, size: int) -> Pieces:
         (128, 4 * KIB, "to_device", "kernel"),
         (16, 4 * KIB, "to_device", "kernel"),
         (15, 4 * KIB, "to_device", "dma"),
-        (128, 28 * KIB - 16, "to_device", "kernel"),
-        (128, 28 * KIB, "to_device", "dma"),
-        (128, 64 * KIB, "to_device", "dma"),
+        (128, 128 * KIB - 16, "to_device", "kernel"),
+        (128, 128 * KIB, "to_device", "dma"),
+        (128, 256 * KIB, "to_device", "dma"),
         (128, 4 * KIB, "to_host", "dma"),
         (0, 4 * KIB, "to_device", "dma"),
         (128, 656, "to_device", "kernel"),
@@ -250,6 +250,7 @@ def test_dma_begins_after_the_current_stream_and_ends_with_an_event(
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     target = np.zeros(4096, np.uint8)
     with Mapping(pool, "cuda:0", driver=fake.driver()) as mapping:
         copier = Copier(mapping, GpuCopyConstants())
