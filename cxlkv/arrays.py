@@ -136,6 +136,30 @@ def _wrong_dtype(name: str, dtype: object) -> BadArgumentError:
     return BadArgumentError(f"{name} has dtype {dtype}: use one of {', '.join(DTYPES)}")
 
 
+def address_of(array: object) -> int:
+    """Of the first element of what view() takes."""
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    if is_torch(array):
+        return cast("torch.Tensor", array).data_ptr()
+    return view(array, "").address
+
+
+def forms(*arrays: object) -> tuple[object, ...] | None:
+    """What a call into the core takes of torch tensors but their addresses: where it is equal, what
+    was found right of others is so of these. None where one is something else."""
+    found: list[object] = []
+    for array in arrays:
+        if array is None:
+            found.append(None)
+        elif is_torch(array):
+            tensor = cast("torch.Tensor", array)
+            found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cpu))
+        else:
+            return None
+    return tuple(found)
+
+
 def empty_like_kind(kind: object, shape: tuple[int, ...], dtype: int) -> Array:
     """An uninitialised array of dtype code `dtype`: torch if `kind` is torch, else numpy."""
     if not is_torch(kind):

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
 from cxlkv._lifetime import Closing
-from cxlkv.arrays import NUMPY_DTYPES, Array, Starts, View, imported, view
+from cxlkv.arrays import NUMPY_DTYPES, Array, Starts, View, forms, imported, view
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
 from cxlkv.layout import DTYPES, KVLayout
-from cxlkv.ndp import audit, simd
+from cxlkv.ndp import audit, simd, tuning
 from cxlkv.ndp.engine import RECALL, Asked, Budget, Decoded, Selection
 
 PagePlaces = _core.Places
@@ -47,6 +47,7 @@ class Batch:
         self._scale = float(layout.head_dim**-0.5)  # unless somebody says another
         self._pool = pool
         self._room = 0  # pages a list, for the next select
+        self._decodings: list[simd.Decoding] = []  # the last one, while nobody uses it
         self._handle = _core.batch_create(pool, [s._handle for s in self.sequences])
 
     def __len__(self) -> int:
@@ -360,25 +361,65 @@ class Batch:
         came after the tokens were there: the output may be asked for again by attend(), or
         truncate() takes them back.
         """
+        number, several = _layer(layer), _budgets_of(budgets)
+        if _io_hooks.subscriber or audit.used:
+            asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
+            heard = _io_hooks.subscriber and _io_hooks.label(self._pool)
+            if heard or audit.share(self._pool):
+                return self._decode_apart(asked, new, rewind, softcap, out)
+        arrays = forms(q, k, v, out)
+        others = (arrays, several, method, scale, softcap, recall, rewind, tuning.current())
+        made = self._taken(others, starts)
+        if made is None:
+            asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
+            made = simd.Decoding(self._layout, asked, new, _back(rewind), softcap or 0.0)
+            q = asked.queries
+            if out is not None:
+                made.check_output(out)
+            if arrays and not any(b.dense_layers or b.by_layer for b in several):
+                made.others = (*others, asked.starts.tobytes())
+        work = partial(made.decode, self._handle, number, (q, k, v), out)
+        try:
+            found = work()
+        except PoolFullError as error:
+            offsets = self._starts(starts)
+            found = reclaim.again(error, work, self._pool, lambda: self._pages_of(offsets, 1))
+        if made.others:
+            self._decodings.append(made)
+        return found
+
+    def _taken(self, others: tuple[object, ...], starts: npt.ArrayLike) -> simd.Decoding | None:
+        """The last decode, where it was asked for the same of other addresses: nobody else has it
+        until it is put back."""
+        try:
+            made = self._decodings.pop()
+        except IndexError:
+            return None
+        if type(starts) is np.ndarray and starts.dtype == np.int32 and starts.ndim == 1:
+            return made if made.others == (*others, starts.tobytes()) else None
+        return None
+
+    def _asked(
+        self,
+        layer: int,
+        arrays: tuple[object, object, object | None],
+        starts: npt.ArrayLike,
+        budgets: tuple[Budget, ...],
+        method: str,
+        scale: float | None,
+        recall: float,
+    ) -> tuple[Asked, tuple[View, View | None]]:
+        """All checked but the queries; arrays: q, k, v."""
+        q, k, v = arrays
         new = (view(k, "k"), None if v is None else view(v, "v"))
-        offsets, number = self._starts(starts), _layer(layer)
-        self._check_new(number, *new, offsets)
-        several = [budgets] if isinstance(budgets, Budget) else _list_of_budgets(budgets or [])
-        if len(several) not in (0, 1, len(self.sequences)):
-            raise BadArgumentError(f"{len(several)} budgets for {len(self.sequences)} sequences")
+        offsets = self._starts(starts)
+        self._check_new(layer, *new, offsets)
+        if len(budgets) not in (0, 1, len(self.sequences)):
+            raise BadArgumentError(f"{len(budgets)} budgets for {len(self.sequences)} sequences")
         factor = self._scale if scale is None else float(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
-        asked = Asked(number, q, offsets, several, method, factor, recall, rate)
-        heard = _io_hooks.subscriber and _io_hooks.label(self._pool)
-        if heard or (audit.used and audit.share(self._pool)):
-            return self._decode_apart(asked, new, rewind, softcap, out)
-        call = partial(
-            simd.decode, self._handle, self._layout, asked, new, _back(rewind), softcap or 0.0, out
-        )
-        try:
-            return call()
-        except PoolFullError as error:
-            return reclaim.again(error, call, self._pool, lambda: self._pages_of(offsets, 1))
+        queries = imported(q, "q")
+        return Asked(layer, queries, offsets, budgets, method, factor, recall, rate), new
 
     def _decode_apart(
         self,
@@ -620,6 +661,12 @@ def with_axis(picked: Selection | None) -> Selection | None:
     return replace(
         picked, pages=picked.pages[None], scores=picked.scores[None], counts=picked.counts[None]
     )
+
+
+def _budgets_of(given: Budget | Sequences[Budget] | None) -> tuple[Budget, ...]:
+    if isinstance(given, Budget):
+        return (given,)
+    return tuple(_list_of_budgets(given)) if given else ()
 
 
 def _list_of_budgets(given: object) -> list[Budget]:

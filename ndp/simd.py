@@ -9,7 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.arrays import NUMPY_DTYPES, Array, Starts, View, empty_like_kind, imported, view
+from cxlkv.arrays import (
+    NUMPY_DTYPES,
+    Array,
+    Starts,
+    View,
+    address_of,
+    empty_like_kind,
+    imported,
+    view,
+)
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import tuning
@@ -118,45 +127,60 @@ def cheapest(batch: _core.Handle, layout: KVLayout, asked: Asked) -> str:
     return METHODS_TAKEN[code]
 
 
-def decode(
-    batch: _core.Handle,
-    layout: KVLayout,
-    asked: Asked,
-    new: tuple[View, View | None],
-    rewind: int,
-    softcap: float,
-    out: object | None,
-) -> Decoded:
-    """Append `new` (k, v), choose pages and attend to them: one call into the core."""
-    queries = imported(asked.queries, "q")
-    rows = int(asked.starts[-1])
-    got = check_queries(layout, queries, rows)
-    made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
-    lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
-    array, codes, numbers = None, (0, 0, 0, 1), (asked.scale, 0.0, 0.0)
-    if any(budget.chooses(asked.layer) for budget in asked.budgets):
-        array = _core.budgets([b.decode_row(asked.layer) for b in asked.budgets])
-        codes, numbers = _words(asked, uniform(asked.budgets))
-    done = _core.batch_decode(
-        batch,
-        asked.layer,
-        (got, *new),
-        asked.starts,
-        rewind,
-        array,
-        codes,
-        (numbers[0], softcap, *numbers[1:]),
-        address,
-        view(lse, "lse"),
-    )
-    return Decoded(
-        out=made,
-        lse=lse,
-        bytes_scored=done.bytes_scored,
-        bytes_read=done.bytes_attended,
-        method=METHODS_TAKEN[done.method],
-        stages=Stages(*_core.stages(done)) if METHODS_TAKEN[done.method] == "two_stage" else None,
-    )
+class Decoding:
+    """A decode as the core takes it: append, choose pages and attend to them in one call.
+
+    Made of one layer's arrays, it serves all layers of a step whose arrays have the same forms and
+    whose budgets say the same. others: all that was asked beside layer and addresses; None: it is
+    of one layer.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        asked: Asked,
+        new: tuple[View, View | None],
+        rewind: int,
+        softcap: float,
+    ):
+        """new: k and v."""
+        got = check_queries(layout, asked.queries, int(asked.starts[-1]))
+        array, codes, numbers = None, (0, 0, 0, 1), (asked.scale, 0.0, 0.0)
+        if any(budget.chooses(asked.layer) for budget in asked.budgets):
+            array = _core.budgets([b.decode_row(asked.layer) for b in asked.budgets])
+            codes, numbers = _words(asked, uniform(asked.budgets))
+        values = (numbers[0], softcap, *numbers[1:])
+        views, starts = (got, *new), asked.starts
+        self._shape, self._dtype = (*got.shape[:2], layout.value_head_dim), got.dtype
+        self._arguments = _core.DecodeArguments(views, starts, rewind, array, codes, values)
+        self.others: tuple[object, ...] | None = None
+
+    def decode(
+        self,
+        batch: _core.Handle,
+        layer: int,
+        arrays: tuple[object, object, object | None],
+        out: object | None,
+    ) -> Decoded:
+        """arrays: q, k, v. They and out have the forms of those it was made of."""
+        queries = arrays[0]
+        lse = empty_like_kind(queries, self._shape[:2], DTYPES.index("float32"))
+        made = out if out is not None else empty_like_kind(queries, self._shape, self._dtype)
+        addresses = [address_of(each) for each in arrays if each is not None]
+        done = self._arguments.call(batch, layer, addresses, address_of(made), address_of(lse))
+        staged = METHODS_TAKEN[done.method] == "two_stage"
+        return Decoded(
+            out=cast(Array, made),
+            lse=lse,
+            bytes_scored=done.bytes_scored,
+            bytes_read=done.bytes_attended,
+            method=METHODS_TAKEN[done.method],
+            stages=Stages(*_core.stages(done)) if staged else None,
+        )
+
+    def check_output(self, out: object) -> None:
+        """Raises BadArgumentError where the result cannot be written there."""
+        _writable(out, "out", self._dtype, self._shape)
 
 
 def picked_rows(

@@ -25,7 +25,6 @@ class _Arguments(threading.local):
         self.select = ffi.new("cxlkv_select_args *")
         self.fetch = ffi.new("cxlkv_fetch_args *")
         self.attend = ffi.new("cxlkv_attend_args *")
-        self.decode = ffi.new("cxlkv_decode_args *")
 
 
 _arguments = _Arguments()
@@ -248,51 +247,57 @@ def batch_attend(
     return check(lib.cxlkv_batch_attend(batch, args))
 
 
-def batch_decode(
-    batch: Handle,
-    layer: int,
-    views: tuple[View, View, View | None],
-    starts: Starts,
-    rewind: int,
-    budget_array: Any,
-    codes: tuple[int, int, int, int],
-    numbers: tuple[float, float, float, float],
-    out_address: int,
-    lse: View,
-) -> Any:
-    """Fills out and lse; returns the call's struct. views are of (q, k, v), codes (method, union,
-    per, refresh), numbers (scale, softcap, errors, read_rate). budget_array None: attend to all
-    pages.
+class DecodeArguments:
+    """All that a decode takes but its layer and the addresses of its arrays, which each call gives:
+    the layers of a step share the rest. One call at a time.
 
-    After an error, `error.appended` says whether the tokens are there.
+    views are of (q, k, v), codes (method, union, per, refresh), numbers (scale, softcap, errors,
+    read_rate). budget_array None: attend to all pages.
     """
-    args = _arguments.decode
-    queries, keys, values = views
-    _fill_rows(args.queries, queries)
-    _fill_rows(args.keys, keys)
-    if values is None:
-        args.values.data = ffi.NULL
-    else:
-        _fill_rows(args.values, values)
-    args.layer, args.q_heads, args.rewind = layer, queries.shape[1], rewind
-    args.starts = int32s(starts)
-    if budget_array is None:
-        args.budget_count = 0
-    else:
-        args.budgets, args.budget_count = budget_array, len(budget_array)
-    args.method, args.union_over, args.per, args.refresh = codes
-    args.scale, args.softcap, args.errors, args.read_rate = numbers
-    args.out = ffi.cast("void *", out_address)
-    args.lse = ffi.cast("float *", lse.address)
-    code = lib.cxlkv_batch_decode(batch, args)
-    if code < 0:
-        appended = bool(args.appended)
-        try:
-            check(code)
-        except errors.CXLKVError as error:
-            error.appended = appended
-            raise
-    return args
+
+    def __init__(
+        self,
+        views: tuple[View, View, View | None],
+        starts: Starts,
+        rewind: int,
+        budget_array: Any,
+        codes: tuple[int, int, int, int],
+        numbers: tuple[float, float, float, float],
+    ):
+        self._args = args = ffi.new("cxlkv_decode_args *")
+        self._kept = (starts, budget_array)  # the struct has their addresses
+        rows = (args.queries, args.keys, args.values)
+        self._rows = rows[: 2 if views[2] is None else 3]
+        for struct, each in zip(rows, views, strict=True):
+            if each is not None:
+                struct.stride_bytes, struct.dtype = each.strides, each.dtype
+        args.q_heads, args.rewind, args.starts = views[0].shape[1], rewind, int32s(starts)
+        if budget_array is not None:
+            args.budgets, args.budget_count = budget_array, len(budget_array)
+        self._method = codes[0]
+        _, args.union_over, args.per, args.refresh = codes
+        args.scale, args.softcap, args.errors, args.read_rate = numbers
+
+    def call(self, batch: Handle, layer: int, addresses: Sequence[int], out: int, lse: int) -> Any:
+        """Fills out and lse; returns the call's struct, which is the next call's, too. addresses:
+        of q, k and, where there is one, v.
+
+        After an error, `error.appended` says whether the tokens are there.
+        """
+        args = self._args
+        args.layer, args.method = layer, self._method
+        for struct, address in zip(self._rows, addresses, strict=True):
+            struct.data = ffi.cast("void *", address)
+        args.out, args.lse = ffi.cast("void *", out), ffi.cast("float *", lse)
+        code = lib.cxlkv_batch_decode(batch, args)
+        if code < 0:
+            appended = bool(args.appended)
+            try:
+                check(code)
+            except errors.CXLKVError as error:
+                error.appended = appended
+                raise
+        return args
 
 
 def batch_units(

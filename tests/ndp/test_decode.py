@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, PoolFullError
 from cxlkv.arrays import Floats
@@ -164,6 +167,40 @@ def test_into_the_callers_memory(step: Step) -> None:
         with pytest.raises(BadArgumentError, match="out"):
             step.batch.decode(0, q, k, v, STARTS, Budget(pages=2), out=wrong)
     assert step.tokens() == before
+
+
+def test_a_decode_like_the_last_one_is_that_of_a_fresh_batch(step: Step, seed: int) -> None:
+    """Tensors of the same forms are not looked at again: what else changes between two calls is."""
+    choose = random.Random(seed).choice
+    fresh = step.twin().sequences
+    forms: dict[str, list[object]] = {
+        "starts": [STARTS, np.array([0, 2, 3, 4, 5], np.int32), [0, 0, 2, 5, 5]],
+        "budgets": [None, Budget(pages=2), Budget(pages=2, by_layer={1: 3}), BUDGETS["several"]],
+        "method": ["exact", "digest", "attention", "auto"],
+        "scale": [None, 0.3],
+        "softcap": [None, 20.0],
+        "rewind": [None, 3],
+    }
+    given: dict[str, Any] = {name: choose(values) for name, values in forms.items()}
+    for _ in range(40):
+        name = choose([*forms, "starts", "budgets", "nothing"])
+        given |= {name: choose(forms[name])} if name in forms else {}
+        rows = int(np.asarray(given["starts"])[-1])
+        spread = choose([1, 1, 2])
+        into = choose([False, False, True])
+        for layer in range(LAYERS):
+            q = torch.from_numpy(step.queries(rows * spread))[::spread]
+            k, v = (None if x is None else torch.from_numpy(x) for x in step.rows(rows))
+            out = torch.full((rows, HEADS * GROUP, DIM // 2), 7.0) if into else None
+            got = step.batch.decode(layer, q, k, v, out=out, **given)
+            wanted = step.pool.batch(fresh).decode(layer, q, k, v, **given)
+            assert torch.equal(torch.as_tensor(got.out), torch.as_tensor(wanted.out))
+            assert torch.equal(torch.as_tensor(got.lse), torch.as_tensor(wanted.lse))
+            assert (got.method, got.bytes_scored) == (wanted.method, wanted.bytes_scored)
+            assert out is None or got.out is out
+            if choose([False] * 5 + [True]):
+                with pytest.raises(BadArgumentError):
+                    step.batch.decode(layer, q, k[:, :, 1:], v, **given)
 
 
 Wrong = Callable[[Batch, Floats, Floats, Floats | None], object]

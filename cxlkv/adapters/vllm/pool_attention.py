@@ -282,14 +282,17 @@ class Group:
         scores: Scores,
     ) -> None:
         """append() and attend() in one call; its rows of out."""
-        queries, there = q[self.rows], None
-        if isinstance(self.rows, slice) and out.dtype == q.dtype and out[self.rows].is_contiguous():
-            there = out[self.rows]
+        there = None
+        if isinstance(self.rows, slice) and out.dtype == q.dtype:
+            rows = out if self.rows == slice(0, len(out)) else out[self.rows]
+            there = rows if rows.is_contiguous() else None
+        if self.rows != slice(0, len(q)):  # most steps are of one group, which has all rows
+            q, k, v = q[self.rows], k[self.rows], v[self.rows]
         found = self.batch.decode(
             layer,
-            queries,
-            k[self.rows],
-            v[self.rows],
+            q,
+            k,
+            v,
             self.starts,
             self.budgets,
             self.method,
@@ -326,7 +329,7 @@ class Step:
         self._attention, self.request_rows = attention, list(request_rows)
         self.held = [attention.by_request_row.get(request_row) for request_row in request_rows]
         self.starts = np.asarray(starts, np.int32)
-        rows = np.diff(self.starts)
+        rows, self._rows_end = np.diff(self.starts), int(self.starts[-1])
         self.computed = [int(n - r) for n, r in zip(lengths, rows, strict=True)]
         self.broken: dict[int, CXLKVError] = {}
         self.failed: set[int] = set()
@@ -409,7 +412,8 @@ class Step:
 
         All have the step's rows, and may have more behind them, of no request.
         """
-        out[int(self.starts[-1]) :] = 0
+        if len(out) > self._rows_end:
+            out[self._rows_end :] = 0
 
         def attend(group: Group) -> None:
             if group.kind == MANY and scores.window is None:
