@@ -109,6 +109,7 @@ class Answer(BaseModel):
     first_s: Positive
     decode_s: Positive
     decoded: Annotated[int, Field(ge=0)]
+    outside_us: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     idle_used_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -266,6 +267,8 @@ class Run:
             elif not self.must_equal(self.ways[way][0], prompts, answer, right, f"{what}, {way}"):
                 continue
             self.add(f"{what}_{way}", "tokens/s", answer.decoded / answer.decode_s)
+            if answer.outside_us:
+                self.add(f"{what}_{way}_outside", "us", answer.outside_us)
 
     # ---- what came of it ----
 

@@ -61,7 +61,7 @@ for line in sys.stdin:
     first_s = 0.25 if any(cached) else 1.0
     decoded = len(tokens) * (asked["tokens"] - 1)
     answer = {"tokens": tokens, "cached": cached, "first_s": first_s, "decode_s": 2.0}
-    answer |= {"decoded": decoded, "idle_s": 10.0, "idle_used_s": 0.01}
+    answer |= {"decoded": decoded, "outside_us": 0.0, "idle_s": 10.0, "idle_used_s": 0.01}
     if fault == "spins":
         answer["idle_used_s"] = 9.0
     if (fault, hits) in (("another token", 2), ("another token later", 5)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import numpy as np
 import pytest
@@ -169,6 +169,17 @@ def test_into_the_callers_memory(step: Step) -> None:
     assert step.tokens() == before
 
 
+class Asked(TypedDict):
+    """What a decode is asked beside its layer and tensors."""
+
+    starts: list[int]
+    budgets: Budget | list[Budget] | None
+    method: str
+    scale: float | None
+    softcap: float | None
+    rewind: int | None
+
+
 def test_a_decode_like_the_last_one_is_that_of_a_fresh_batch(step: Step, seed: int) -> None:
     """Tensors of the same forms are not looked at again: what else changes between two calls is."""
     choose = random.Random(seed).choice
@@ -181,26 +192,28 @@ def test_a_decode_like_the_last_one_is_that_of_a_fresh_batch(step: Step, seed: i
         "softcap": [None, 20.0],
         "rewind": [None, 3],
     }
-    given: dict[str, Any] = {name: choose(values) for name, values in forms.items()}
+    given = {name: choose(values) for name, values in forms.items()}
     for _ in range(40):
         name = choose([*forms, "starts", "budgets", "nothing"])
         given |= {name: choose(forms[name])} if name in forms else {}
+        asked = cast(Asked, given)
         rows = int(np.asarray(given["starts"])[-1])
         spread = choose([1, 1, 2])
         into = choose([False, False, True])
         for layer in range(LAYERS):
             q = torch.from_numpy(step.queries(rows * spread))[::spread]
-            k, v = (None if x is None else torch.from_numpy(x) for x in step.rows(rows))
+            keys, values = step.rows(rows)
+            k, v = torch.from_numpy(keys), None if values is None else torch.from_numpy(values)
             out = torch.full((rows, HEADS * GROUP, DIM // 2), 7.0) if into else None
-            got = step.batch.decode(layer, q, k, v, out=out, **given)
-            wanted = step.pool.batch(fresh).decode(layer, q, k, v, **given)
+            got = step.batch.decode(layer, q, k, v, out=out, **asked)
+            wanted = step.pool.batch(fresh).decode(layer, q, k, v, **asked)
             assert torch.equal(torch.as_tensor(got.out), torch.as_tensor(wanted.out))
             assert torch.equal(torch.as_tensor(got.lse), torch.as_tensor(wanted.lse))
             assert (got.method, got.bytes_scored) == (wanted.method, wanted.bytes_scored)
             assert out is None or got.out is out
             if choose([False] * 5 + [True]):
                 with pytest.raises(BadArgumentError):
-                    step.batch.decode(layer, q, k[:, :, 1:], v, **given)
+                    step.batch.decode(layer, q, k[:, :, 1:], v, **asked)
 
 
 Wrong = Callable[[Batch, Floats, Floats, Floats | None], object]

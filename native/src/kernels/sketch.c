@@ -2,7 +2,10 @@
 #include "kernels/sketch.h"
 
 #include <math.h>
+#include <stdbool.h>
 #include <string.h>
+
+enum { DIM_MAX = 4096 }; /* of a pool's heads */
 
 uint64_t sketch_signs(uint32_t block) {
     uint64_t z = (block + 1ull) * 0x9e3779b97f4a7c15ull;
@@ -23,9 +26,22 @@ void sketch_transform(float *vector, uint32_t size) {
     for (uint32_t i = 0; i < size; i++) vector[i] *= norm;
 }
 
-void sketch_hadamard(float *vector, uint32_t dim) {
-    for (uint32_t d = 0; d < dim; d++)
-        if (sketch_signs(d / 64) >> d % 64 & 1) vector[d] = -vector[d];
+/* The signs that change, as bits to xor a float's with. */
+static void flips_of(uint32_t dim, uint32_t *flips) {
+    for (uint32_t block = 0; block < dim; block += 64) {
+        uint64_t signs = sketch_signs(block / 64);
+        for (uint32_t d = block; d < dim && d < block + 64; d++, signs >>= 1)
+            flips[d] = (uint32_t)(signs & 1) << 31;
+    }
+}
+
+static void rotate(float *vector, uint32_t dim, const uint32_t *flips) {
+    for (uint32_t d = 0; d < dim; d++) {
+        uint32_t bits;
+        memcpy(&bits, vector + d, sizeof(bits));
+        bits ^= flips[d];
+        memcpy(vector + d, &bits, sizeof(bits));
+    }
     for (uint32_t first = 0; first < dim;) {
         uint32_t size = 1u << (31 - __builtin_clz(dim - first));
         sketch_transform(vector + first, size);
@@ -33,24 +49,58 @@ void sketch_hadamard(float *vector, uint32_t dim) {
     }
 }
 
+void sketch_hadamard(float *vector, uint32_t dim) {
+    uint32_t flips[DIM_MAX];
+    flips_of(dim, flips);
+    rotate(vector, dim, flips);
+}
+
+/* The largest |channel|, infinite or a NaN where one is: bits of numbers without their signs are in
+ * the order of the numbers, and those of NaN behind them. */
+static float largest_of(const float *vector, uint32_t dim) {
+    int32_t most = 0;
+    for (uint32_t d = 0; d < dim; d++) {
+        int32_t bits;
+        memcpy(&bits, vector + d, sizeof(bits));
+        bits &= INT32_MAX;
+        most = bits > most ? bits : most;
+    }
+    float largest;
+    memcpy(&largest, &most, sizeof(largest));
+    return largest;
+}
+
+/* Codes of a rotated query; returns their sum. A number below 2^22 is rounded to a whole one, to
+ * the even of two that are as near, where so much is added and taken off again. */
+static int32_t quantize(const float *rotated, uint32_t dim, float unit, int8_t *codes) {
+    const float to_whole = 12582912; /* 1.5 * 2^23 */
+    int32_t sum = 0;
+    int8_t whole[DIM_MAX];
+    for (uint32_t d = 0; d < dim; d++) {
+        int32_t code = (int32_t)((rotated[d] * unit + to_whole) - to_whole);
+        whole[d] = (int8_t)code;
+        sum += code;
+    }
+    uint32_t d = 0;
+    for (; d + SKETCH_CHANNELS <= dim; d += SKETCH_CHANNELS)
+        for (uint32_t i = 0; i < SKETCH_CHANNELS; i++) codes[d + sketch_place(i)] = whole[d + i];
+    for (; d < dim; d++) codes[sketch_place(d)] = whole[d];
+    return sum;
+}
+
 void sketch_queries(const float *queries, uint32_t count, uint32_t dim, float scale, int8_t *codes,
                     sketch_query *prepared) {
-    uint32_t padded = sketch_dim(dim);
+    uint32_t padded = sketch_dim(dim), flips[DIM_MAX];
+    float rotated[DIM_MAX];
+    flips_of(dim, flips);
     for (uint32_t q = 0; q < count; q++, codes += padded) {
-        float rotated[4096], largest = 0;
-        int32_t sum = 0;
         memcpy(rotated, queries + (uint64_t)q * dim, dim * sizeof(float));
-        sketch_hadamard(rotated, dim);
-        for (uint32_t d = 0; d < dim && isfinite(largest); d++)
-            if (!(fabsf(rotated[d]) <= largest)) largest = fabsf(rotated[d]); /* or NaN */
+        rotate(rotated, dim, flips);
+        float largest = largest_of(rotated, dim);
         memset(codes, 0, padded);
         /* A query that small is 0: below it 127 / largest is infinite. */
-        float unit = isfinite(largest) && largest > 1e-30f ? 127 / largest : 0;
-        for (uint32_t d = 0; d < dim && unit > 0; d++) {
-            int32_t code = (int32_t)lrintf(rotated[d] * unit);
-            codes[sketch_place(d)] = (int8_t)code;
-            sum += code;
-        }
+        bool some = isfinite(largest) && largest > 1e-30f;
+        int32_t sum = some ? quantize(rotated, dim, 127 / largest, codes) : 0;
         prepared[q] = (sketch_query){.codes = codes, .offset = 1.5f * (float)sum,
                                      .factor = isfinite(largest) ? scale * largest / 127 : NAN};
     }
