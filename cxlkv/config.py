@@ -156,7 +156,7 @@ class PoolConfig(_Keys):
     sharing: Literal["host", "hw_coherent", "software"] = "host"
     durable: Literal["process", "host"] = "process"
     hosts: int | None = None
-    host: int | None = None
+    host: int | Literal["auto"] | None = None
     lease_s: float = 2.0
     threads: int | None = None
     emulate: Annotated[str | None, BeforeValidator(_emulated)] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import warnings
 import weakref
 from abc import abstractmethod
@@ -23,6 +24,7 @@ from cxlkv.errors import (
     BadArgumentError,
     BusyError,
     GeometryError,
+    HostError,
     NotAPoolError,
     PoolExistsError,
     PoolMissingError,
@@ -34,7 +36,11 @@ from cxlkv.machine.coherence import (
     DURABLE,
     LEASE_S,
     SHARING,
+    Host,
+    HostNumber,
     flushes_of,
+    is_auto,
+    numbers_here,
     parse_host,
     parse_sharing,
 )
@@ -106,7 +112,7 @@ class Pool(MovedToAdmin, Closing):
         sharing: str = "host",
         durable: str = "process",
         hosts: int | None = None,
-        host: int | None = None,
+        host: HostNumber = None,
         lease_s: float = LEASE_S,
         threads: int | None = None,
         force: bool = False,
@@ -139,7 +145,7 @@ class Pool(MovedToAdmin, Closing):
         _check_threads(threads)  # first: a pool that was made would stay behind
         place = numa_mode.emulated(parse_place(where))
         path, nodes, in_place = place
-        own = parse_host(host, lease_s, path) if shared[0] else None
+        own = next(iter(parse_host(host, lease_s, path)), None) if shared[0] else None
         capacity_bytes = capacity_bytes_at(place, capacity)
         check_host_folder(path)
         if nodes:
@@ -218,7 +224,7 @@ class Pool(MovedToAdmin, Closing):
         path: Path,
         *,
         layout: KVLayout | None = None,
-        host: int | None = None,
+        host: HostNumber = None,
         lease_s: float = LEASE_S,
         threads: int | None = None,
         worker: bool = False,
@@ -234,7 +240,7 @@ class Pool(MovedToAdmin, Closing):
         if place is None:
             raise BadArgumentError("an anonymous pool cannot be opened: fork, or use a file")
         check_host_folder(place)
-        handle = _core.pool_open(place, parse_host(host, lease_s, place))
+        handle = _opened(place, host, lease_s)
         pool = cls._for(_core.pool_layout(handle)[0])(handle, place)
         if layout is not None and layout != pool.layout:
             pool.close()
@@ -527,6 +533,38 @@ def _is_there(path: str, in_place: bool) -> bool:
     except NotAPoolError:
         return False
     return True
+
+
+def _opened(path: str, host: HostNumber, lease_s: float) -> _core.Handle:
+    """The pool, as the first host that this process may be and no other machine is."""
+    here = numbers_here(path) if is_auto(host) else []
+    hosts = parse_host(host, lease_s, path, here)
+    if len(hosts) < 2:
+        return _core.pool_open(path, hosts[0] if hosts else None)
+    taken: HostError | None = None
+    for one in hosts:
+        try:
+            return _opened_as(path, one, is_here=one[0] in here)
+        except HostError as error:
+            taken = error.with_traceback(None)  # whose frame has a pool
+        except BadArgumentError as error:
+            if taken is None:
+                raise
+            raise HostError(
+                f"{path}: other machines use all its numbers of hosts: {error}. Close the pool on "
+                "one of them, or make a pool for more hosts"
+            ) from taken
+    raise HostError(f"{path}: other machines use all numbers of hosts") from taken
+
+
+def _opened_as(path: str, host: Host, is_here: bool) -> _core.Handle:
+    """Raises HostError where another machine is that host, also one that took the number in the
+    same moment: by half a lease later this one has seen that."""
+    handle = _core.pool_open(path, host)
+    if not is_here and SHARING[_core.pool_sharing(handle)[0]] != "host":
+        time.sleep(host[2] / 2)
+        _core.pool_hosts(handle)
+    return handle
 
 
 def _check_threads(threads: int | None) -> None:

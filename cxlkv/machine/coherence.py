@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.certificate import certified_mode
@@ -14,9 +18,11 @@ HOSTS_DEFAULT = 8
 LEASE_S = 2.0
 LEASE_MAX_S = 3600  # others believe no longer promise
 HOST_VARIABLE = "CXLKV_HOST"
+AUTO = "auto"  # for a host's number: a free one
 
 Sharing = tuple[int, int, int]  # the core's numbers of sharing and durable, and how many hosts
 Host = tuple[int, bool, float]  # number, certified, lease_s
+HostNumber = int | str | None  # as users write it: a number, AUTO, or what CXLKV_HOST says
 
 
 def parse_sharing(sharing: str, durable: str, hosts: int | None) -> Sharing:
@@ -35,24 +41,56 @@ def parse_sharing(sharing: str, durable: str, hosts: int | None) -> Sharing:
     return SHARING.index(sharing), DURABLE.index(durable), count
 
 
-def parse_host(host: int | None, lease_s: float, path: str | None) -> Host | None:
-    """Return this host's number, as given or from CXLKV_HOST; None if neither says.
+def parse_host(
+    host: HostNumber, lease_s: float, path: str | None, here: Sequence[int] = ()
+) -> list[Host]:
+    """Return what this host may be, the first that is free: the number that is given, or that
+    CXLKV_HOST says; none if nobody says. For "auto" first the numbers that are `here`: processes
+    of one machine are one host, and one that comes back has its pages back.
 
     Where a litmus run has certified the memory below `path`, the host uses the cheaper flushes.
     """
+    name = "host" if host is not None else HOST_VARIABLE
+    host = _said(host)
     if host is None:
-        text = os.environ.get(HOST_VARIABLE)
-        if not text:
-            return None
-        if not text.isdecimal():
-            raise BadArgumentError(f"{HOST_VARIABLE}={text!r}: the number of this host, from 0")
-        host = int(text)
-    if not 0 <= host < HOSTS_MAX:
+        return []
+    if isinstance(host, str) and host.isdecimal():
+        host = int(host)
+    if isinstance(host, int):
+        wanted = [host]
+    elif host == AUTO:
+        wanted = [*here, *(number for number in range(HOSTS_MAX) if number not in here)]
+    else:
+        raise BadArgumentError(f"{name}={host!r}: the number of this host, from 0, or {AUTO}")
+    if not all(0 <= number < HOSTS_MAX for number in wanted):
         raise BadArgumentError(f"host={host}: outside 0 to {HOSTS_MAX - 1}")
     if not 0.01 <= lease_s <= LEASE_MAX_S:
         raise BadArgumentError(f"lease_s={lease_s}: outside 0.01 to {LEASE_MAX_S}")
     certified = path is not None and certified_mode(path).mode == "fast"
-    return host, certified, lease_s
+    return [(number, certified, lease_s) for number in wanted]
+
+
+def is_auto(host: HostNumber) -> bool:
+    """Whether that, or the environment where it is None, asks for a free number."""
+    return _said(host) == AUTO
+
+
+def _said(host: HostNumber) -> HostNumber:
+    return host if host is not None else os.environ.get(HOST_VARIABLE) or None
+
+
+def numbers_here(path: str) -> list[int]:
+    """The numbers that this machine has, or had, as a host of the pool at `path`."""
+    try:
+        found = os.stat(path)
+    except OSError:  # who opens it says what is wrong
+        return []
+    state = re.compile(rf"-{found.st_dev:x}-{found.st_ino:x}-([0-9a-f]{{2}})\.host$")
+    names: list[str] = []
+    for folder in Path("/dev/shm").glob("cxlkv.*"):
+        with suppress(OSError):
+            names += os.listdir(folder)
+    return sorted({int(match[1], 16) for match in map(state.search, names) if match})
 
 
 def flushes_of(sharing: str, path: str | None) -> str:

@@ -17,9 +17,15 @@ from cxlkv.layout import format_bytes
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result file here.")]
+
+
 HostNumber = Annotated[
-    int | None,
-    typer.Option("--host", help="Which host this is, in a shared pool (default: CXLKV_HOST)."),
+    str | None,
+    typer.Option(
+        "--host",
+        metavar="<int>|auto",
+        help="Which host this is, in a shared pool (default: CXLKV_HOST).",
+    ),
 ]
 
 

@@ -44,7 +44,7 @@ class Hosts:
         self.pools: list[CXLPool] = []
         self.damaged = False
 
-    def open(self, host: int, lease_s: float = LEASE_S) -> CXLPool:
+    def open(self, host: int | str | None, lease_s: float = LEASE_S) -> CXLPool:
         opened = CXLPool.open(self.path, host=host, lease_s=lease_s, threads=1)
         self.pools.append(self.stack.enter_context(opened))
         return opened

@@ -179,6 +179,45 @@ def test_a_number_that_is_in_use_elsewhere(hosts: Hosts) -> None:
     assert found(hosts.open(1), 1) == TOKENS
 
 
+def number_of(pool: CXLPool) -> int:
+    (own,) = (host.number for host in pool.admin.hosts() if host.is_self)
+    return own
+
+
+def test_a_free_number(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine's processes are one host; each machine takes the first number that is free."""
+    for number in range(HOSTS):
+        if number == 1:
+            monkeypatch.setenv("CXLKV_HOST", "auto")
+        asked = "auto" if number == 0 else None
+        first, second = (hosts.open(asked, SHORT_LEASE_S) for _ in range(2))
+        assert number_of(first) == number_of(second) == number
+        publish(first, number)
+        host_state(hosts.path, number).unlink()  # from here on we are another machine
+    assert found(second, 0) == TOKENS
+    with pytest.raises(HostError, match=r"other machines use all its numbers"):
+        hosts.open("auto")
+    for pool in hosts.pools[-2:]:
+        pool.close()
+    assert number_of(hosts.open("auto", SHORT_LEASE_S)) == HOSTS - 1
+
+
+def test_a_number_that_two_machines_take_at_once(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that lost it sees so before it uses the pool, and takes the next."""
+    lost = iter([HostError("another machine has become host 0")])
+    look = _core.pool_hosts
+
+    def hosts_of(pool: _core.Handle) -> list[dict[str, int]]:
+        for error in lost:
+            raise error
+        return look(pool)
+
+    monkeypatch.setattr(_core, "pool_hosts", hosts_of)
+    assert number_of(hosts.open("auto", SHORT_LEASE_S)) == 1
+
+
 def test_a_number_that_was_taken_while_its_host_stopped(hosts: Hosts) -> None:
     stopped = Remote(hosts.stack, hosts.path, 0)
     assert stopped.ask("publish(pool, 1)") == "None"
