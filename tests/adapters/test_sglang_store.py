@@ -81,10 +81,11 @@ class Engine:
         config: Config | None = None,
         zero_copy: bool = True,
         model: str = "a",
-        **settings: str,
+        capacity: str = "16MiB",
+        salt: str = "",
     ) -> None:
         self.counting = Counting(COUNTS, KINDS)
-        given = PoolSettings(where=where, **{"capacity": "16MiB", **settings})
+        given = PoolSettings(where=where, capacity=capacity, salt=salt)
         words: dict[str, object] = {"engine": "sglang", "model": model}
         self.store = Store(Rank(config or Config(), words, given, zero_copy), self.counting)
         self.hosts = hosts or {MAIN: Host()}

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cxlkv import Budget, CXLPool
+from cxlkv.adapters.common.pools import make_or_open
+from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.vllm.admission import Room
 from cxlkv.adapters.vllm.messages import Continued, Message, Options, unpacked
+from cxlkv.adapters.vllm.pools import open_all
 from cxlkv.errors import MemoryShortError
 
 pytest.importorskip("torch", reason="vLLM's tensors are torch's")
@@ -35,6 +38,7 @@ from ..support.pool_attention_texts import (
     run,
     without_interpreter,
 )
+from ..support.states import states_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,6 +129,36 @@ def test_a_hit_is_adopted_and_goes_on(pool: CXLPool, attention: PoolAttention) -
         message = Message(started=[again.start(2, handle=hit.handle, tokens=64)], ended=["one"])
         assert is_right(run(attention, message, [(2, again, 64, 6)])[0])
     assert not attention.report().failures
+
+
+def test_what_one_host_publishes_another_finds(shm_path: Path) -> None:
+    """By an engine's settings alone; the other host's scheduler is the host that its worker is."""
+    shared = PoolSettings(sharing="software", hosts=2, lease_s=0.3)
+
+    def worker() -> PoolAttention:
+        pool, _ = make_or_open(CXLPool, str(shm_path), layout(), "8MiB", shared=shared)
+        return on_host(pool)
+
+    first = worker()
+    for state in states_of(shm_path):
+        state.unlink()  # from here on we are another machine
+    second = worker()
+    (scheduler,) = open_all([str(shm_path)], shared)
+    assert [host.is_self for host in scheduler.admin.hosts()] == [False, True]
+    one, again = Text("one", 70), Text("one", 70)
+    room = Room([scheduler])
+    assert room.fits("again", 0, 70), "what no host has yet is room"
+    assert not room.fits("again", 0, room.tokens + PAGE)
+    assert is_right(run(first, Message(started=[one.start(1)]), [(1, one, 0, 70)])[0])
+    with scheduler.match(unpacked(one.keys, BLOCK)) as hit:
+        assert hit.tokens == 64
+        message = Message(started=[again.start(2, handle=hit.handle, tokens=64)])
+        assert is_right(run(second, message, [(2, again, 64, 6)])[0])
+    assert not second.report().failures
+    scheduler.close()
+    for engine in (second, first):
+        assert engine.pool.admin.check()["clean"]
+        engine.close()
 
 
 def test_a_hit_that_is_gone_gives_zeros_and_is_computed_again(

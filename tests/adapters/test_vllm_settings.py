@@ -44,6 +44,12 @@ def test_settings_as_they_are_written() -> None:
     [
         ({"attention": "poool"}, "attention is 'poool': one of engine, pool"),
         ({"load": 3}, "load is 3: one of sync, async"),
+        ({"sharing": "softwar"}, "sharing is 'softwar': one of host, hw_coherent, software"),
+        ({"sharing": "software", "hosts": 65}, "hosts is 65: a whole number from 1 to 64"),
+        ({"sharing": "software", "host": "me"}, "host is 'me': a whole number .*, or \"auto\""),
+        ({"sharing": "software", "lease_s": 0}, "lease_s is 0: a number from 0.01"),
+        ({"host": 1}, 'host is for a pool that hosts share: add "sharing"'),
+        ({"hosts": 2}, 'hosts is for a pool that hosts share: add "sharing"'),
         ({"load_failure": "ignore"}, "load_failure is 'ignore': one of recompute, fail"),
         ({"deadline_s": 0}, "deadline_s is 0: a number from"),
         ({"audit": 2}, "audit is 2: a number from 0 to 1"),

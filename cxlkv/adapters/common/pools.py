@@ -6,11 +6,13 @@ path of one pool. Whoever comes first makes it; the others find it, and see that
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from dataclasses import dataclass
 from typing import TypeVar
 
+from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
 from cxlkv.errors import BadArgumentError, GeometryError
 from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.machine.regions import is_device, one_maker, parse_place
@@ -52,22 +54,34 @@ def make_or_open(
     *,
     parts: int = 1,
     sketch: bool = False,
+    shared: PoolSettings = UNSHARED,
 ) -> tuple[Kind, bool]:
     """The pool at `path`, a CXLPool or an ObjectPool, and whether it was made now; else it keeps
     its capacity.
 
-    capacity: of it alone; None: share_bytes(), as one of `parts` pools. Raises GeometryError for a
-    pool that stores something else; one of larger objects will do for objects. Raises
-    BadArgumentError for another user's.
+    capacity: of it alone; None: share_bytes(), as one of `parts` pools. shared: who shares it.
+    Raises GeometryError for a pool that stores something else, or is shared otherwise; one of
+    larger objects will do for objects. Raises BadArgumentError for another user's, HostError where
+    another machine is this host.
     """
     place = parse_place(path).path
     assert place is not None, "path_for() refuses places without a name"
     with one_maker():
-        if _is_there(place):
+        if _is_there(place, shared):
             _refuse_strangers(place)
-            return _opened(kind, path, layout), False
+            return _opened(kind, path, layout, shared), False
         size = share_bytes(place, parts) if capacity is None else capacity
-        return kind.create(path, layout=layout, capacity=size, sketch=sketch), True
+        made = kind.create(
+            path,
+            layout=layout,
+            capacity=size,
+            sketch=sketch,
+            sharing=shared.sharing,
+            hosts=shared.hosts,
+            host=shared.as_host,
+            lease_s=shared.lease_s,
+        )
+        return made, True
 
 
 def share_bytes(place: str, parts: int = 1) -> int:
@@ -89,11 +103,11 @@ def share_bytes(place: str, parts: int = 1) -> int:
     return int(min(free) * SHARE) // parts
 
 
-def _is_there(place: str) -> bool:
+def _is_there(place: str, shared: PoolSettings) -> bool:
     if not is_device(place):
         return os.path.lexists(place)
     try:
-        Pool.open(place, threads=1).close()
+        Pool.open(place, threads=1, host=shared.as_host, lease_s=shared.lease_s).close()
     except (BadArgumentError, ValueError):  # no pool there
         return False
     return True
@@ -114,8 +128,32 @@ def _refuse_strangers(place: str) -> None:
             )
 
 
-def _opened(kind: type[Kind], path: str, layout: KVLayout) -> Kind:
-    pool = Pool.open(path)
+def open_shared(path: str, shared: PoolSettings, threads: int | None = None) -> Pool:
+    """A pool that is there, as the host that the settings say. Raises GeometryError for one that is
+    shared otherwise, BadArgumentError where it is shared and they do not say so."""
+    try:
+        pool = Pool.open(path, host=shared.as_host, lease_s=shared.lease_s, threads=threads)
+    except BadArgumentError as error:
+        if shared.as_host is not None:
+            raise
+        raise BadArgumentError(
+            f'{error}. In an engine\'s settings: "sharing" as the pool has it, which `cxlkv pool '
+            'inspect` says, and "host": "auto"'
+        ) from error
+    found = pool.describe()
+    for name in ("sharing", "hosts"):
+        wanted = getattr(shared, name)
+        if wanted is not None and wanted != found[name]:
+            pool.close()
+            raise GeometryError(
+                f"{path}: {name} is {found[name]!r} there, and {wanted!r} in the settings: write "
+                f'"{name}": {json.dumps(found[name])}, or give another place as where'
+            )
+    return pool
+
+
+def _opened(kind: type[Kind], path: str, layout: KVLayout, shared: PoolSettings) -> Kind:
+    pool = open_shared(path, shared)
     there = pool.layout
     larger = (there.object_bytes or 0) >= (layout.object_bytes or 0) > 0
     if (there == layout or larger) and pool.checksum and isinstance(pool, kind):

@@ -6,6 +6,7 @@ the settings hold, or raises BadArgumentError, which names the key and what is a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -13,6 +14,14 @@ from typing import TypeVar
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import parse_bytes
+from cxlkv.machine.coherence import (
+    AUTO,
+    HOST_VARIABLE,
+    HOSTS_MAX,
+    LEASE_MAX_S,
+    LEASE_S,
+    SHARING,
+)
 from cxlkv.machine.regions import ALL
 
 Rule = Callable[[str, object], object]
@@ -23,13 +32,27 @@ class PoolSettings:
     """where: a folder, in which each model (and, where each has its own pool, each rank) gets a
     file, or the path of one pool, as CXLPool.create takes it. capacity: of what an engine's ranks
     store together, if it is to be made; None: a share of the memory that this container may use.
-    salt: keeps tenants apart.
+    salt: keeps tenants apart. sharing, hosts, host, lease_s: as in CXLPool.create, where engines on
+    several hosts use the pool; all processes of an engine on one machine are one host.
     """
 
     where: str = "/dev/shm/"
     capacity: str | int | None = None
     salt: str = ""
+    sharing: str = "host"
+    hosts: int | None = None
+    host: int | str | None = None
+    lease_s: float = LEASE_S
 
+    @property
+    def as_host(self) -> int | str | None:
+        """Which host this machine is where nobody says it: a free one, if hosts share the pool."""
+        said = self.host if self.host is not None else os.environ.get(HOST_VARIABLE) or None
+        return AUTO if said is None and self.sharing != "host" else said
+
+
+UNSHARED = PoolSettings()
+"""Of pools that one host uses."""
 
 Settings = TypeVar("Settings", bound=PoolSettings)
 
@@ -44,7 +67,7 @@ def read(
     """place: where the engine's user writes them, each with the prefix before its name. rules: of
     what `kind` has beyond PoolSettings."""
     known = [prefix + one.name for one in fields(kind)]
-    every = {"where": location, "capacity": capacity, "salt": text, **(rules or {})}
+    every = {**POOL_RULES, **(rules or {})}
     found: dict[str, object] = {}
     for name, value in given.items():
         if name not in known:
@@ -53,7 +76,14 @@ def read(
             raise BadArgumentError(f"{place}: {name!r} is not one of {', '.join(known)}{meant}")
         own = name.removeprefix(prefix)
         found[own] = every[own](f"{place}: {name} is {value!r}", value)
-    return kind(**found)  # type: ignore[arg-type]
+    made = kind(**found)  # type: ignore[arg-type]
+    if made.sharing == "host" and (made.hosts or made.host is not None):
+        other = "hosts" if made.hosts else "host"
+        raise BadArgumentError(
+            f'{place}: {prefix}{other} is for a pool that hosts share: add "{prefix}sharing": '
+            '"software", or "hw_coherent" where the hardware keeps their caches coherent'
+        )
+    return made
 
 
 def text(said: str, value: object) -> str:
@@ -89,6 +119,24 @@ def one_of(*words: str) -> Rule:
     return rule
 
 
+def whole_number(least: int, most: int) -> Rule:
+    def rule(said: str, value: object) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise BadArgumentError(f"{said}: a whole number from {least} to {most}")
+        return value
+
+    return rule
+
+
+def host_number(said: str, value: object) -> object:
+    if value == AUTO:
+        return value
+    try:
+        return whole_number(0, HOSTS_MAX - 1)(said, value)
+    except BadArgumentError as error:
+        raise BadArgumentError(f'{error}, or "{AUTO}": one that no other machine has') from None
+
+
 def number(least: float, most: float) -> Rule:
     def rule(said: str, value: object) -> float:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -97,3 +145,14 @@ def number(least: float, most: float) -> Rule:
         return float(value)  # type: ignore[arg-type]
 
     return rule
+
+
+POOL_RULES: Mapping[str, Rule] = {
+    "where": location,
+    "capacity": capacity,
+    "salt": text,
+    "sharing": one_of(*SHARING),
+    "hosts": whole_number(1, HOSTS_MAX),
+    "host": host_number,
+    "lease_s": number(0.01, LEASE_MAX_S),
+}

@@ -115,7 +115,8 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         wanted = size + form.bytes_of(len(shapes))
         layout = KVLayout.objects(-(-wanted // PAGE_BYTES) * PAGE_BYTES)
         path = pools.path_for(self.settings.where, names.file_name(self._words))
-        pool, made = pools.make_or_open(ObjectPool, path, layout, self.settings.capacity)
+        mine = self.settings
+        pool, made = pools.make_or_open(ObjectPool, path, layout, mine.capacity, shared=mine)
         objects = pool.stats()["pages_total"]
         chunks = objects // metadata.kv_shape[0] if config.use_layerwise else objects
         found = "made" if made else "found"

@@ -149,7 +149,8 @@ class Store(Closing):
                 f"cxlkv: {path} is one pool, and this model needs one for each of its host pools "
                 f"({', '.join(self._parts)}): give a folder as where"
             )
-        pool, made = pools.make_or_open(ObjectPool, path, layout, capacity)
+        mine = self._rank.settings
+        pool, made = pools.make_or_open(ObjectPool, path, layout, capacity, shared=mine)
         salt = self._rank.settings.salt
         space = names.space_of(self._rank.engine, memory.words(), shards, salt)
         self._caches[name] = ObjectCache(pool, space, self._counting, memory.object_bytes)

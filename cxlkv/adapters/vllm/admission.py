@@ -82,5 +82,11 @@ class Room:
 
 
 def _free(pool: CXLPool) -> int:
-    """Free pages, and those that an append would evict."""
-    return pool.stats()["pages_free"] + int(np.count_nonzero(pool.pages.evictable()))
+    """Free pages, those that an append would evict, and of a pool that hosts share those of extents
+    that no host has yet."""
+    stats, geometry = pool.stats(), pool.pages.geometry
+    free = stats["pages_free"] + int(np.count_nonzero(pool.pages.evictable()))
+    if stats["pages_elsewhere"]:
+        owned = sum(host.extents for host in pool.admin.hosts())
+        free += (geometry["extent_count"] - owned) * geometry["slab_slots"]
+    return free

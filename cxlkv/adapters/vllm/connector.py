@@ -128,7 +128,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             for rank in range(ranks.count)
         ]
         events = config.kv_events_config
-        opened = pools.open_all(paths)
+        opened = pools.open_all(paths, self.settings)
         if self._in_pool:
             enter_room(opened, config)
         return Scheduling(
@@ -245,7 +245,10 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         """Of this rank, whose figures are shown from now on."""
         where = pools.pool_path(self.settings.where, self._words, self._ranks)
         wanted = (self._ranks, self._vllm_config.model_config.max_model_len)
-        made = pools.make_or_open(where, layout, self.settings.capacity, *wanted, sketch=sketch)
+        settings = self.settings
+        made = pools.make_or_open(
+            where, layout, settings.capacity, *wanted, sketch=sketch, shared=settings
+        )
         self.looking = Looking(made)
         return made
 

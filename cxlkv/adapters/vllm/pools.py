@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.keys import namespace, weights_of
+from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
 from cxlkv.errors import PoolMissingError, UnsupportedError
 from cxlkv.layout import KVLayout, parse_bytes
 from cxlkv.machine.regions import ALL, is_device, parse_place
@@ -65,25 +67,29 @@ def make_or_open(
     wanted_tokens: int,
     *,
     sketch: bool = False,
+    shared: PoolSettings = UNSHARED,
 ) -> CXLPool:
     """This rank's pool; says where it is and what it holds. Raises GeometryError for another's.
 
     wanted_tokens: of the longest request; a pool that cannot hold one is worth a warning.
     """
     own = capacity if capacity in (None, ALL) else parse_bytes(capacity) // ranks.count
-    pool, made = pools.make_or_open(CXLPool, path, layout, own, parts=ranks.count, sketch=sketch)
+    pool, made = pools.make_or_open(
+        CXLPool, path, layout, own, parts=ranks.count, sketch=sketch, shared=shared
+    )
     found = pools.measure(pool.admin.overview(), made, tokens_of(pool), ranks.rank, ranks.count)
     pools.say(found, wanted_tokens)
     pool.admin.prefault(background=True)  # else the first texts that are saved pay for it
     return pool
 
 
-def open_all(paths: Sequence[str]) -> list[CXLPool]:
-    """All ranks' pools, for the scheduler; the workers have made them before."""
+def open_all(paths: Sequence[str], shared: PoolSettings = UNSHARED) -> list[CXLPool]:
+    """All ranks' pools, for the scheduler, as the host that the workers are, which have made them
+    before."""
     found: list[CXLPool] = []
     try:
         for path in paths:
-            found.append(CXLPool.open(path, threads=1))
+            found.append(cast("CXLPool", pools.open_shared(path, shared, threads=1)))
     except PoolMissingError as error:
         for pool in found:
             pool.close()

@@ -11,9 +11,12 @@ import pytest
 from cxlkv import CXLPool, KVLayout, ObjectPool
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.pools import Place, concerns, found_at, make_or_open
+from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.vllm import pools as of_vllm
-from cxlkv.errors import GeometryError
+from cxlkv.errors import BadArgumentError, GeometryError
 from cxlkv.machine.topology import GIB, MIB, SharedMemory, probe
+
+from ...support.states import states_of
 
 OBJECTS = KVLayout.objects("64KiB")
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=32, page_tokens=32, dtype="float32")
@@ -44,6 +47,30 @@ def test_kept_keys_and_values_are_no_objects(tmp_path: Path) -> None:
     CXLPool.create(path, layout=kept, capacity="8MiB").close()
     with pytest.raises(GeometryError, match="wanted here"):
         make_or_open(ObjectPool, path, OBJECTS, None)
+
+
+SHARED = PoolSettings(sharing="software", hosts=4, lease_s=0.3)
+
+
+def test_hosts_share_a_pool_by_settings(shm_path: Path) -> None:
+    path = str(shm_path)
+    first, _ = make_or_open(CXLPool, path, LAYOUT, "8MiB", shared=SHARED)
+    with first:
+        for state in states_of(shm_path):
+            state.unlink()  # from here on we are another machine
+        second, made = make_or_open(CXLPool, path, LAYOUT, "8MiB", shared=SHARED)
+        with second:
+            assert not made
+            assert [host.number for host in second.admin.hosts() if host.is_self] == [1]
+        wrong = {
+            "sharing": replace(SHARED, sharing="hw_coherent"),
+            "hosts": replace(SHARED, hosts=2),
+        }
+        for name, settings in wrong.items():
+            with pytest.raises(GeometryError, match=f'{name} is .* write "{name}": '):
+                make_or_open(CXLPool, path, LAYOUT, None, shared=settings)
+        with pytest.raises(BadArgumentError, match=r'"sharing" as the pool has it.*"host": "auto"'):
+            make_or_open(CXLPool, path, LAYOUT, None)
 
 
 def test_where_and_how_large() -> None:
