@@ -33,18 +33,18 @@ from cxlkv.errors import (
 from cxlkv.layout import KVLayout
 from cxlkv.machine import numa_mode
 from cxlkv.machine.coherence import (
+    AUTO,
     DURABLE,
     LEASE_S,
     SHARING,
     Host,
     HostNumber,
     flushes_of,
-    is_auto,
-    numbers_here,
+    named_host,
     parse_host,
     parse_sharing,
 )
-from cxlkv.machine.hosts import format_of
+from cxlkv.machine.hosts import format_of, numbers_here
 from cxlkv.machine.placement import (
     OPEN_PAGES,
     check_nodes,
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
 
 Path = str | os.PathLike[str]
 THREADS_MAX = 1024  # the core's limit
+SETTLE_S = 1.0  # between two machines that take a host's number at once; far more than they need
 _CONFIGURED = "capacity checksum sketch sharing durable hosts host lease_s threads".split()
 
 
@@ -536,17 +537,15 @@ def _is_there(path: str, in_place: bool) -> bool:
 
 
 def _opened(path: str, host: HostNumber, lease_s: float) -> _core.Handle:
-    """The pool, as the first host that this process may be and no other machine is."""
-    here = numbers_here(path) if is_auto(host) else []
-    hosts = parse_host(host, lease_s, path, here)
-    if len(hosts) < 2:
-        return _core.pool_open(path, hosts[0] if hosts else None)
+    """Open the pool as `host`; for "auto" as the first host that no other machine is."""
+    if named_host(host) != AUTO:
+        return _core.pool_open(path, next(iter(parse_host(host, lease_s, path)), None))
     taken: HostError | None = None
-    for one in hosts:
+    for one in parse_host(host, lease_s, path, numbers_here(path)):
         try:
-            return _opened_as(path, one, is_here=one[0] in here)
+            return _settled(path, one)
         except HostError as error:
-            taken = error.with_traceback(None)  # whose frame has a pool
+            taken = error.with_traceback(None)  # its frame keeps the pool open
         except BadArgumentError as error:
             if taken is None:
                 raise
@@ -557,12 +556,12 @@ def _opened(path: str, host: HostNumber, lease_s: float) -> _core.Handle:
     raise HostError(f"{path}: other machines use all numbers of hosts") from taken
 
 
-def _opened_as(path: str, host: Host, is_here: bool) -> _core.Handle:
-    """Raises HostError where another machine is that host, also one that took the number in the
-    same moment: by half a lease later this one has seen that."""
+def _settled(path: str, host: Host) -> _core.Handle:
+    """Open the pool as this host, and wait long enough to see another machine that took the same
+    number in the same moment: then raise HostError."""
     handle = _core.pool_open(path, host)
-    if not is_here and SHARING[_core.pool_sharing(handle)[0]] != "host":
-        time.sleep(host[2] / 2)
+    if SHARING[_core.pool_sharing(handle)[0]] != "host":
+        time.sleep(min(host[2] / 2, SETTLE_S))
         _core.pool_hosts(handle)
     return handle
 

@@ -47,7 +47,7 @@ class Batch:
         self._scale = float(layout.head_dim**-0.5)  # unless somebody says another
         self._pool = pool
         self._room = 0  # pages a list, for the next select
-        self._decodings: list[simd.Decoding] = []  # the last one, while nobody uses it
+        self._decodings: list[simd.Decoding] = []  # at most one a thread: the last, between calls
         self._handle = _core.batch_create(pool, [s._handle for s in self.sequences])
 
     def __len__(self) -> int:
@@ -389,8 +389,8 @@ class Batch:
         return found
 
     def _taken(self, others: tuple[object, ...], starts: npt.ArrayLike) -> simd.Decoding | None:
-        """The last decode, where it was asked for the same of other addresses: nobody else has it
-        until it is put back."""
+        """Take the last decode out of the list, if this one differs from it by addresses only. No
+        other thread has it until it is put back."""
         try:
             made = self._decodings.pop()
         except IndexError:

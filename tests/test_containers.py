@@ -12,6 +12,7 @@ import os
 import select
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from cxlkv.stats import inspect
 
 from .support.processes import Child, python
 from .support.waiting import until
+
+LAYOUT = KVLayout.objects("4KiB")
 
 
 @functools.cache
@@ -94,9 +97,48 @@ def test_a_copy_on_another_file_system_is_another_pool(tmp_path: Path) -> None:
     assert python(code, before=("unshare", "-m")) == "apart\n"
 
 
+# ---- hosts ----
+
+OWN_MEMORY = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+"""A container with its own /dev/shm is a host of its own."""
+ANY_HOST = """
+import sys
+from cxlkv import ObjectPool
+print("here", flush=True)
+sys.stdin.readline()
+pool = ObjectPool.open(sys.argv[1], host="auto", threads=1)
+for _ in sys.stdin:
+    print(*(host.number for host in pool.admin.hosts() if host.is_self), flush=True)
+"""
+
+
+@needs("-m")
+def test_containers_that_start_at_once_are_different_hosts(tmp_path: Path) -> None:
+    path, count = tmp_path / "a.pool", 4
+    ObjectPool.create(
+        path,
+        layout=LAYOUT,
+        capacity="16MiB",
+        sharing="software",
+        hosts=count,
+        host="auto",
+        threads=1,
+    ).close()
+    before = ("unshare", "-m", "sh", "-c", OWN_MEMORY, "sh")
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(Child("-c", ANY_HOST, path, before=before)) for _ in range(count)
+        ]
+        assert {child.hear() for child in children} == {"here"}
+        for child in children:
+            child.tell("")
+        for child in children:
+            child.tell("")
+        assert sorted(child.hear() for child in children) == ["0", "1", "2", "3"]
+
+
 # ---- PID namespaces ----
 
-LAYOUT = KVLayout.objects("4KiB")
 PAGES = 5  # that each of them takes
 HOLD = """
 import os, sys

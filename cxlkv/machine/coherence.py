@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.certificate import certified_mode
@@ -44,14 +41,14 @@ def parse_sharing(sharing: str, durable: str, hosts: int | None) -> Sharing:
 def parse_host(
     host: HostNumber, lease_s: float, path: str | None, here: Sequence[int] = ()
 ) -> list[Host]:
-    """Return what this host may be, the first that is free: the number that is given, or that
-    CXLKV_HOST says; none if nobody says. For "auto" first the numbers that are `here`: processes
-    of one machine are one host, and one that comes back has its pages back.
+    """List the hosts that this process may be, in the order in which to try them: one if `host` or
+    CXLKV_HOST gives a number, none if neither is set. "auto" tries all numbers, and first those
+    that are `here`, which this machine has used: its processes must be one host.
 
     Where a litmus run has certified the memory below `path`, the host uses the cheaper flushes.
     """
     name = "host" if host is not None else HOST_VARIABLE
-    host = _said(host)
+    host = named_host(host)
     if host is None:
         return []
     if isinstance(host, str) and host.isdecimal():
@@ -70,27 +67,9 @@ def parse_host(
     return [(number, certified, lease_s) for number in wanted]
 
 
-def is_auto(host: HostNumber) -> bool:
-    """Whether that, or the environment where it is None, asks for a free number."""
-    return _said(host) == AUTO
-
-
-def _said(host: HostNumber) -> HostNumber:
+def named_host(host: HostNumber) -> HostNumber:
+    """Return what names this host: `host`, or CXLKV_HOST where that is None."""
     return host if host is not None else os.environ.get(HOST_VARIABLE) or None
-
-
-def numbers_here(path: str) -> list[int]:
-    """The numbers that this machine has, or had, as a host of the pool at `path`."""
-    try:
-        found = os.stat(path)
-    except OSError:  # who opens it says what is wrong
-        return []
-    state = re.compile(rf"-{found.st_dev:x}-{found.st_ino:x}-([0-9a-f]{{2}})\.host$")
-    names: list[str] = []
-    for folder in Path("/dev/shm").glob("cxlkv.*"):
-        with suppress(OSError):
-            names += os.listdir(folder)
-    return sorted({int(match[1], 16) for match in map(state.search, names) if match})
 
 
 def flushes_of(sharing: str, path: str | None) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 
 from cxlkv import _core
+from cxlkv.errors import CXLKVError
 
 STATUS = ("unused", "live", "left", "damaged")  # by the core's number
 
@@ -43,6 +46,17 @@ def format_of(handle: _core.Handle) -> dict[str, object]:
 def hosts_of(handle: _core.Handle) -> list[Host]:
     """List all hosts that the pool has slots for, by number."""
     return [_host(row) for row in _core.pool_hosts(handle)]
+
+
+def numbers_here(path: str) -> list[int]:
+    """List the numbers that this machine has a host state for, in the pool at `path`."""
+    try:
+        found, identity = os.stat(path), _core.inspect(path).identity
+        names = os.listdir(f"/dev/shm/cxlkv.{found.st_uid}")
+    except (OSError, CXLKVError):  # nobody has it open here, or opening it says what is wrong
+        return []
+    state = re.compile(rf"{identity}-{found.st_dev:x}-{found.st_ino:x}-([0-9a-f]{{2}})\.host")
+    return sorted(int(match[1], 16) for match in map(state.fullmatch, names) if match)
 
 
 def _host(row: dict[str, int]) -> Host:

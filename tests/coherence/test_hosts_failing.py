@@ -202,22 +202,6 @@ def test_a_free_number(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     assert number_of(hosts.open("auto", SHORT_LEASE_S)) == HOSTS - 1
 
 
-def test_a_number_that_two_machines_take_at_once(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one that lost it sees so before it uses the pool, and takes the next."""
-    lost = iter([HostError("another machine has become host 0")])
-    look = _core.pool_hosts
-
-    def hosts_of(pool: _core.Handle) -> list[dict[str, int]]:
-        for error in lost:
-            raise error
-        return look(pool)
-
-    monkeypatch.setattr(_core, "pool_hosts", hosts_of)
-    assert number_of(hosts.open("auto", SHORT_LEASE_S)) == 1
-
-
 def test_a_number_that_was_taken_while_its_host_stopped(hosts: Hosts) -> None:
     stopped = Remote(hosts.stack, hosts.path, 0)
     assert stopped.ask("publish(pool, 1)") == "None"

@@ -134,7 +134,7 @@ def open_shared(path: str, shared: PoolSettings, threads: int | None = None) -> 
     try:
         pool = Pool.open(path, host=shared.as_host, lease_s=shared.lease_s, threads=threads)
     except BadArgumentError as error:
-        if shared.as_host is not None:
+        if shared.as_host is not None or "hosts share this pool" not in str(error):
             raise
         raise BadArgumentError(
             f'{error}. In an engine\'s settings: "sharing" as the pool has it, which `cxlkv pool '

@@ -6,7 +6,6 @@ the settings hold, or raises BadArgumentError, which names the key and what is a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -16,11 +15,11 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.layout import parse_bytes
 from cxlkv.machine.coherence import (
     AUTO,
-    HOST_VARIABLE,
     HOSTS_MAX,
     LEASE_MAX_S,
     LEASE_S,
     SHARING,
+    named_host,
 )
 from cxlkv.machine.regions import ALL
 
@@ -46,9 +45,9 @@ class PoolSettings:
 
     @property
     def as_host(self) -> int | str | None:
-        """Which host this machine is where nobody says it: a free one, if hosts share the pool."""
-        said = self.host if self.host is not None else os.environ.get(HOST_VARIABLE) or None
-        return AUTO if said is None and self.sharing != "host" else said
+        """The host to open the pool as. "auto" if hosts share the pool and nobody named one."""
+        named = named_host(self.host)
+        return AUTO if named is None and self.sharing != "host" else named
 
 
 UNSHARED = PoolSettings()

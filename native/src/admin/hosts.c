@@ -52,11 +52,13 @@ int64_t cxlkv_pool_hosts(cxlkv_pool *pool, cxlkv_host_row *rows, uint32_t capaci
     code = need_shared(pool);
     if (code == 0) code = host_lock(pool);
     if (code == 0) {
+        bool fenced;
         peers_beat(pool, true);
+        code = peers_look(pool, &fenced); /* another machine may have become this host */
         capacity = min_u32(capacity, pool->sharing.hosts);
         for (uint32_t i = 0; i < capacity; i++) fill_row(pool, i, &rows[i]);
         host_unlock(pool);
-        code = count_extents(pool, rows, capacity);
+        if (code == 0) code = count_extents(pool, rows, capacity);
     }
     pool_leave(pool);
     return code < 0 ? code : (int64_t)pool->sharing.hosts;
