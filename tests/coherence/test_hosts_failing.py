@@ -202,6 +202,29 @@ def test_a_free_number(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     assert number_of(hosts.open("auto", SHORT_LEASE_S)) == HOSTS - 1
 
 
+def test_who_lists_the_hosts_sees_that_its_number_was_taken(hosts: Hosts) -> None:
+    """Also where its keeper has not looked yet: "auto" asks so, a moment after it took a number."""
+    first = hosts.open(0, NEVER_S)
+    host_state(hosts.path, 0).unlink()
+    publish(hosts.open(0, SHORT_LEASE_S), 1)  # it beats, and the first did not
+    with pytest.raises(HostError, match="another machine has become host 0"):
+        first.admin.hosts()
+    first.close()
+
+
+def test_who_lost_a_number_takes_the_next(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = iter([HostError("another machine has become host 0")])
+    look = _core.pool_hosts
+
+    def hosts_of(pool: _core.Handle) -> list[dict[str, int]]:
+        for error in lost:
+            raise error
+        return look(pool)
+
+    monkeypatch.setattr(_core, "pool_hosts", hosts_of)
+    assert number_of(hosts.open("auto", SHORT_LEASE_S)) == 1
+
+
 def test_a_number_that_was_taken_while_its_host_stopped(hosts: Hosts) -> None:
     stopped = Remote(hosts.stack, hosts.path, 0)
     assert stopped.ask("publish(pool, 1)") == "None"
