@@ -22,6 +22,7 @@ GOALS = {
 }
 """What is wanted of each kind of ratio: the colours part there."""
 COLOURS = LinearSegmentedColormap.from_list("below and above", [ORANGE, "white", BLUE])
+DARK = 0.8  # of COLOURS: what lies behind that takes white figures
 LINES = {
     "all": ("all pages", BLUE, "-"),
     "auto_15": ("15 % of the pages", BLUE, "--"),
@@ -71,7 +72,8 @@ def draw_map(axes: Axes, rows: Cells, ratio: str) -> None:
     axes.spines[:].set_visible(False)
     for y, x in product(range(len(rows)), range(len(columns))):
         if not isnan(grid[y][x]):
-            axes.text(x, y, f"{grid[y][x]:.2f}", ha="center", va="center", fontsize=7, color=INK)
+            colour = "white" if norm(grid[y][x]) > DARK else INK
+            axes.text(x, y, f"{grid[y][x]:.2f}", ha="center", va="center", fontsize=7, color=colour)
 
 
 def over_contexts(result: Result, title: str, path: Path) -> None:
