@@ -22,7 +22,7 @@ class GpuCopyConstants:
     programs of that kernel run. device: the GPU's name, where it was measured.
 
     The defaults were measured on an H100 behind PCIe 5 (bench/results/h100): 1,024 pieces of 28 KiB
-    take the kernel 0.37 of the DMA engine's time, of 64 KiB 0.80, of 256 KiB as long. Published for
+    take the kernel 0.49 of the DMA engine's time, of 64 KiB 0.84, of 256 KiB as long. Published for
     the piece: 28 KiB (Beluga, arXiv 2511.20172, and vLLM's `swap_blocks_triton`).
     """
 
