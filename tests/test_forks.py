@@ -39,6 +39,7 @@ from cxlkv.prefix import prefix_keys
 from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import ColdFile, RecordShape
 from cxlkv.tiers.cold_mooncake import MooncakeTier
+from cxlkv.tiers.cold_shared import SharedColdTier
 from cxlkv.tiers.compress import Codec
 from cxlkv.tiers.local import LocalTier
 from cxlkv.tiers.quota import Quota
@@ -210,6 +211,27 @@ def a_cold_tier(world: World) -> Subject:
     names = np.arange(64, dtype=np.uint8).reshape(4, 16)
     records = np.zeros((4, 1000), np.uint8)
     return Subject(tier, lambda: tier.store(names, records), tier.close, ClosedError)
+
+
+def a_cold_file_of_two(world: World) -> tuple[Subject, Subject]:
+    """Of the process that has it open, and of one that asks that."""
+    owner, peer = (
+        SharedColdTier(world.folder / "cold", shape=SHAPE, capacity="1MiB") for _ in range(2)
+    )
+    world.after.callback(peer.close)
+    names, records = np.arange(64, dtype=np.uint8).reshape(4, 16), np.zeros((4, 1000), np.uint8)
+    return (
+        Subject(owner, lambda: owner.store(names, records), owner.close, ClosedError),
+        Subject(peer, lambda: peer.store(names, records), peer.close, ClosedError),
+    )
+
+
+def a_shared_cold_file(world: World) -> Subject:
+    return a_cold_file_of_two(world)[0]
+
+
+def a_peer_of_a_cold_file(world: World) -> Subject:
+    return a_cold_file_of_two(world)[1]
 
 
 def a_cold_file(world: World) -> Subject:
@@ -424,6 +446,8 @@ OBJECTS = (
     Row(a_near_tier, "LocalTier"),
     Row(a_cold_tier, "ColdTier"),
     Row(a_cold_file, "ColdFile"),
+    Row(a_shared_cold_file, "SharedColdTier ColdServer"),
+    Row(a_peer_of_a_cold_file, "SharedColdTier _Peer"),
     Row(a_mooncake_tier, "MooncakeTier"),
     Row(a_codec, "Codec"),
     Row(a_quota, "Quota"),

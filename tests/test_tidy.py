@@ -46,7 +46,8 @@ LAYERS = (
     {"pool", "objects"},
     {
         *("emulation", "transport", "ops.metrics", "tiers.cold", "tiers.cold_file"),
-        *("tiers.cold_mooncake", "tiers.cold_store", "tiers.compress", "tiers.local"),
+        *("tiers.cold_mooncake", "tiers.cold_server", "tiers.cold_shared", "tiers.cold_store"),
+        *("tiers.compress", "tiers.local"),
         *("tiers.objects", "tiers.policy", "tiers.prefetch", "tiers.reuse", "tiers.stability"),
     },
     {"tiers", "tiers.tiers", "gpu"},

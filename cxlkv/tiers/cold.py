@@ -128,9 +128,9 @@ class ColdTier(Closing):
         False: no slot could be had, the tier is off (why_off), or another thread stores it now.
         """
         keys = self._keys(names)
-        self._check_rows("records", records, len(keys), self.shape.bytes)
+        check_rows("records", records, len(keys), self.shape.bytes)
         if parents is not None:
-            self._check_rows("parents", parents, len(keys), NAME_BYTES)
+            check_rows("parents", parents, len(keys), NAME_BYTES)
         with self._operation():
             self._look_again(keys)
             wanted = self._wanted(keys)
@@ -143,7 +143,7 @@ class ColdTier(Closing):
         """Fills the rows of out whose records the tier has; a row whose CRC is wrong is a miss, and
         zeros. The other rows stay as they are."""
         keys = self._keys(names)
-        self._check_rows("out", out, len(keys), self.shape.bytes)
+        check_rows("out", out, len(keys), self.shape.bytes)
         if not out.flags.writeable:
             raise BadArgumentError("out cannot be written to")
         with self._operation():
@@ -284,18 +284,9 @@ class ColdTier(Closing):
         self._torn = False
 
     def _keys(self, names: Bytes) -> list[bytes]:
-        self._check_rows("names", names, len(names), NAME_BYTES)
+        check_rows("names", names, len(names), NAME_BYTES)
         joined = names.tobytes()
         return [joined[at : at + NAME_BYTES] for at in range(0, len(joined), NAME_BYTES)]
-
-    @staticmethod
-    def _check_rows(what: str, rows: Bytes, count: int, width: int) -> None:
-        fits = rows.shape == (count, width) and rows.dtype == np.uint8
-        if not (fits and rows.flags.c_contiguous):
-            raise BadArgumentError(
-                f"{what} of shape {rows.shape} and dtype {rows.dtype}: {(count, width)} of uint8 "
-                "wanted, without gaps"
-            )
 
     def _scratch(self, count: int) -> Bytes:
         return np.empty((count, self.shape.bytes), np.uint8)
@@ -539,3 +530,12 @@ class ColdTier(Closing):
 
 def _slots_of(places: Iterable[Place]) -> list[int]:
     return [slot for place in places for slot in place.slots]
+
+
+def check_rows(what: str, rows: Bytes, count: int, width: int) -> None:
+    fits = rows.shape == (count, width) and rows.dtype == np.uint8
+    if not (fits and rows.flags.c_contiguous):
+        raise BadArgumentError(
+            f"{what} of shape {rows.shape} and dtype {rows.dtype}: {(count, width)} of uint8 "
+            "wanted, without gaps"
+        )

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from cxlkv.arrays import Bytes, Mask
 from cxlkv.errors import BadArgumentError, GeometryError
-from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_mooncake import MooncakeTier, is_mooncake
+from cxlkv.tiers.cold_shared import SharedColdTier
 
 
 class ColdStore(Protocol):
@@ -58,7 +58,9 @@ def open_cold(
         if not is_mooncake(cold):
             if capacity is None:
                 raise BadArgumentError("cold= and cold_capacity= go together")
-            return ColdTier(cold, shape=shape, capacity=capacity, fsync=fsync, compress=compress)
+            return SharedColdTier(
+                cold, shape=shape, capacity=capacity, fsync=fsync, compress=compress
+            )
         if compress is not None:
             raise BadArgumentError("compress= goes with a file, not with mooncake://")
         return MooncakeTier(str(cold), shape=shape, lend=capacity or 0)

@@ -56,7 +56,7 @@ class Tiers(ObjectMoves, Closing):
     """Decides which page is in which tier. One for each pool and process; any thread may call it.
 
     local: bytes for copies, or None. cold: a file for records that had to go, of cold_capacity (see
-    ColdTier for fsync, compress and what it raises), which only one process has open; or
+    ColdTier for fsync, compress and what it raises), which processes of this machine share; or
     "mooncake://HOST:PORT", a store of several machines (MooncakeTier), which is lent cold_capacity;
     or an open ColdStore, which its maker closes. policy: which published pages go
     (cxlkv.tiers.policy). costs: what reading and computing cost here, so that nothing is read that

@@ -1,5 +1,6 @@
 """The remote tier against a true Mooncake master on loopback, and what it has in common with the
-cold file: the same records or misses, whoever dies. `make test-remote` has Mooncake."""
+cold file, whoever has that open: the same records or misses, whoever dies. `make test-remote` has
+Mooncake."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ from cxlkv.tiers import Tiers
 from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import BLOCK_BYTES, RecordShape
 from cxlkv.tiers.cold_mooncake import MooncakeTier
+from cxlkv.tiers.cold_shared import SharedColdTier
 from cxlkv.tiers.cold_store import ColdStore
 
 from ..support.processes import Child
@@ -48,6 +50,7 @@ LENDER = """
 import sys
 from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_mooncake import MooncakeTier
+from cxlkv.tiers.cold_shared import SharedColdTier
 with MooncakeTier(sys.argv[1], shape=RecordShape(1000, 7), lend="64MiB"):
     print("lends", flush=True)
     sys.stdin.readline()
@@ -92,11 +95,19 @@ def remote(store_at: str) -> Iterator[MooncakeTier]:
         yield tier
 
 
-@pytest.fixture(params=["file", "mooncake"])
+@pytest.fixture(params=["file", "owner", "peer", "mooncake"])
 def cold(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ColdStore]:
+    path, room = tmp_path / "a", BLOCK_BYTES + 64 * SLOT
     if request.param == "file":
-        with ColdTier(tmp_path / "a", shape=SHAPE, capacity=BLOCK_BYTES + 64 * SLOT) as tier:
+        with ColdTier(path, shape=SHAPE, capacity=room) as tier:
             yield tier
+    elif request.param in ("owner", "peer"):
+        with (
+            SharedColdTier(path, shape=SHAPE, capacity=room) as owner,
+            SharedColdTier(path, shape=SHAPE, capacity=room) as peer,
+        ):
+            assert (owner.is_owner, peer.is_owner) == (True, False)
+            yield owner if request.param == "owner" else peer
     else:
         found: MooncakeTier = request.getfixturevalue("remote")
         found.drop(names(*range(64)))

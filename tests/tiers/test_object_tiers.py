@@ -25,7 +25,7 @@ from cxlkv.emulation.link import emulate
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.machine.costs import Costs
 from cxlkv.objects import ABSENT
-from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_shared import SharedColdTier
 from cxlkv.tiers.local import LocalTier
 
 from ..conftest import audit
@@ -66,7 +66,7 @@ def pool(tmp_path: Path) -> Iterator[ObjectPool]:
 def tiers(pool: ObjectPool, tmp_path: Path) -> Iterator[Tiers]:
     with Tiers(pool, cold=tmp_path / "cold", cold_capacity="16MiB", fsync="none") as tiers:
         yield tiers
-        assert isinstance(tiers.cold, ColdTier)
+        assert isinstance(tiers.cold, SharedColdTier)
         assert tiers.cold.check(deep=True) == []
 
 

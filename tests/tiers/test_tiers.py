@@ -21,7 +21,7 @@ from cxlkv.layout import LayerGroup
 from cxlkv.machine.costs import Costs, Prefill, Tier
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
 from cxlkv.tiers import Tiers
-from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_shared import SharedColdTier
 
 from ..conftest import MakePool, audit
 from ..support.forking import in_child
@@ -165,8 +165,9 @@ def test_records_name_the_page_before(
     names = pool.records.names(key_hashes(prefix_keys(ids, PAGE)), 1)[:, 0, 0]
     publish(pool, ids)
     tiers.reclaim(total(pool))
-    assert isinstance(tiers.cold, ColdTier)
-    got, parents = tiers.cold.names()
+    assert isinstance(tiers.cold, SharedColdTier)
+    assert tiers.cold.file is not None
+    got, parents = tiers.cold.file.names()
     assert got.tolist() == names[::-1].tolist(), "leaves go first"
     assert parents.tolist() == [*names[2::-1].tolist(), [0] * 16]
     assert found(tiers, ids) == 4
@@ -315,7 +316,7 @@ def test_a_damaged_record_is_a_miss(pool: CXLPool, tiers: Tiers, cold_path: Path
     ids = text(1, 4)
     publish(pool, ids)
     tiers.reclaim(total(pool))
-    assert isinstance(tiers.cold, ColdTier)
+    assert isinstance(tiers.cold, SharedColdTier)
     size = os.path.getsize(cold_path)
     bytes_of = bytearray(cold_path.read_bytes())
     for at in range(8192, size, 512):
@@ -491,7 +492,7 @@ def test_killed_in_the_middle_of_moves_nothing_published_is_lost(
             with Tiers(pool, cold=cold, cold_capacity="4MiB", policy="lru") as tiers:
                 for number in range(1, last + 1):
                     assert found(tiers, text(number, 4)) == 4, f"text {number} of {last}"
-                assert isinstance(tiers.cold, ColdTier)
+                assert isinstance(tiers.cold, SharedColdTier)
                 assert tiers.cold.check(deep=True) == []
             audit(pool)
 
