@@ -24,10 +24,11 @@ from transformers import LlamaConfig
 
 import cxlkv
 from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Tiers, _lifetime, object_keys
-from cxlkv.adapters.common.metrics import Counting, Shown
+from cxlkv.adapters.common.metrics import Counting, Failures, Shown
 from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.transformers import CXLCache, layout_of
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part
+from cxlkv.adapters.vllm.prefetch import Prefetch
 from cxlkv.emulation.link import Link, emulate
 from cxlkv.emulation.profiles import named
 from cxlkv.errors import ClosedError, CXLKVError, ReleasedError, StaleError, WorkerError
@@ -389,6 +390,15 @@ def loads_of_vllm(world: World) -> Subject:
     return Subject((loader, *loads), use, loader.close)
 
 
+def a_prefetch_of_vllm(world: World) -> Subject:
+    pool = world.pool()
+    tiers = Tiers(pool, cold=world.folder / "cold", cold_capacity="1MiB")
+    world.after.callback(tiers.close)
+    prefetch = Prefetch([tiers], Failures(), deadline_s=60.0, lease_s=60.0)
+    keys = prefix_keys(range(8), PAGE)
+    return Subject(prefetch, lambda: prefetch.matched("a", keys, 0), prefetch.close)
+
+
 def a_cache_of_transformers(world: World) -> Subject:
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
@@ -461,6 +471,7 @@ OBJECTS = (
     Row(shown, "Shown"),
     Row(object_cache, "ObjectCache"),
     Row(loads_of_vllm, "Load Loader"),
+    Row(a_prefetch_of_vllm, "Prefetch"),
     Row(a_cache_of_transformers, "CXLCache"),
     Row(a_mailbox, "Mailbox"),
     Row(a_mapping, "Mapping"),

@@ -180,14 +180,22 @@ class Tiers(ObjectMoves, Closing):
         with hit:
             return self.pool.match_prefix(ids, salt, lease_s=lease_s)
 
+    def reach(self, keys: PageKeys) -> int:
+        """How many tokens match() would find if all of the prefix came back that the cold tier has,
+        as far as its headers say; no use of it, and nothing is moved."""
+        self._check()
+        if self.cold is None or not len(keys):
+            with self.pool.match(keys) as hit:
+                return hit.tokens
+        pages, there = self._where(self._names(key_hashes(keys, keys.strict)))
+        return leading_keys(pages, there) * keys.page_tokens
+
     def _bring(self, hashes: bytes, first: int, tokens: int) -> int:
         """Brings back the pages of keys from `first` on; returns of how many keys."""
         names = self._names(hashes)[first:]
         pages, there = self._where(names)
         here = pages != NO_PAGE
-        # A part with a window has gaps by right.
-        gaps = np.flatnonzero(~(here | there)[:, 0].any(axis=1))
-        count = int(gaps[0]) if len(gaps) else len(names)
+        count = leading_keys(pages, there)
         missing = there & ~here
         missing[count:] = False
         if not missing.any() or not self._pays(tokens, int(missing[:, :, 0].sum())):
@@ -543,6 +551,13 @@ class Tiers(ObjectMoves, Closing):
 def _renamed(old: str, new: str) -> None:
     text = f"{old} is {new} now; the old name goes with the next release"
     warnings.warn(text, DeprecationWarning, stacklevel=3)
+
+
+def leading_keys(pages: PageIds, there: Mask) -> int:
+    """Of how many keys, from the first on, all is in the pool or in the cold tier; [keys, places,
+    parts]. A part with a window has gaps by right."""
+    gaps = np.flatnonzero(~((pages != NO_PAGE) | there)[:, 0].any(axis=1))
+    return int(gaps[0]) if len(gaps) else len(pages)
 
 
 def names_of(rows: npt.NDArray[np.void]) -> Names:

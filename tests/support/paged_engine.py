@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import CXLPool
+from cxlkv.adapters.common.pools import open_tiers
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
@@ -73,7 +74,13 @@ class Rank:
             for layer, own in enumerate(self.memory)
         }
         self.worker = EngineAttention(
-            pool, named, settings, block_tokens=TOKENS, rank=rank, ranks=ranks
+            pool,
+            named,
+            settings,
+            block_tokens=TOKENS,
+            rank=rank,
+            ranks=ranks,
+            tiers=open_tiers(pool, settings, ranks),
         )
 
     def is_right(self, request: Request, index: int) -> bool:
@@ -100,12 +107,11 @@ class Engine:
             Rank(CXLPool.open(path, threads=1), self.settings, blocks, rank, len(paths))
             for rank, path in enumerate(paths)
         ]
+        opened, tiers = [CXLPool.open(path, threads=1) for path in paths], []
+        if self.settings.cold is not None:
+            tiers = [open_tiers(pool, self.settings, len(paths), moves=False) for pool in opened]
         self.scheduling = Scheduling(
-            [CXLPool.open(path, threads=1) for path in paths],
-            space,
-            self.settings,
-            block_tokens=TOKENS,
-            events=True,
+            opened, space, self.settings, block_tokens=TOKENS, events=True, tiers=tiers
         )
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
@@ -124,6 +130,7 @@ class Engine:
         request = Request(name, list(ids), {"cxlkv": params} if params else None)
         self.requests[name] = request
         self.waiting.append(request)
+        self.scheduling.expect(request)
         return request
 
     def serve(self, name: str, ids: list[int], **params: object) -> Request:
@@ -203,6 +210,9 @@ class Engine:
         if request.computed == 0:
             local = self._share(request)
             tokens, later = self.scheduling.match(request, local)
+            if tokens is None:
+                self._give_back(request)  # what it shares; it asks again
+                return
             self.cached[request.request_id] = tokens
             request.computed = local + tokens
             self._grow(request, 0 if later else chunk)
@@ -296,9 +306,13 @@ class Engine:
                 self._give_back(request)
 
     def settle(self, deadline_s: float = 20) -> None:
-        """Steps until nothing is loading."""
+        """Steps until nothing is loading, and nobody waits."""
         until = time.monotonic() + deadline_s
-        while self._held_back or any(r.is_loading for r in self.requests.values()):
+        while (
+            self._held_back
+            or self.waiting
+            or any(request.is_loading for request in self.requests.values())
+        ):
             assert time.monotonic() < until, "a load does not end"
             self.step()
 

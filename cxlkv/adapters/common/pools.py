@@ -14,11 +14,13 @@ from typing import TypeVar
 
 from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
 from cxlkv.errors import BadArgumentError, GeometryError
-from cxlkv.layout import KVLayout, format_bytes
+from cxlkv.layout import KVLayout, format_bytes, parse_bytes
 from cxlkv.machine.regions import is_device, one_maker, parse_place
 from cxlkv.machine.topology import Machine, missing, probe
 from cxlkv.pool import Pool
 from cxlkv.stats import Overview
+from cxlkv.tiers import Tiers
+from cxlkv.tiers.cold_mooncake import is_mooncake
 
 Kind = TypeVar("Kind", bound=Pool)
 
@@ -164,6 +166,40 @@ def _opened(kind: type[Kind], path: str, layout: KVLayout, shared: PoolSettings)
         f"{path} stores {there}{lacks}; wanted here: {layout}. Give a folder as where, in which "
         "each model gets a file of its own, or another path"
     )
+
+
+def open_tiers(pool: Pool, settings: PoolSettings, parts: int = 1, *, moves: bool = True) -> Tiers:
+    """The pool's tiers as the settings say. Each process of an engine has its own; they share the
+    file. parts: how many pools cold_capacity is for. moves: keep some pages free, in a thread, so
+    that an append seldom waits for room.
+
+    Raises what Tiers raises, and BadArgumentError where several pools would have one file.
+    """
+    if settings.cold is None:
+        return Tiers(pool, policy=settings.policy)
+    cold, given = settings.cold, settings.cold_capacity
+    if not is_mooncake(cold):
+        assert given is not None, "read() refuses a file without its size"
+        given = parse_bytes(given) // parts
+        cold = _cold_path(cold, str(pool.path), parts)
+    tiers = Tiers(
+        pool, cold=cold, cold_capacity=given, compress=settings.compress, policy=settings.policy
+    )
+    if moves:
+        tiers.start()
+    return tiers
+
+
+def _cold_path(cold: str, pool: str, parts: int) -> str:
+    if cold.endswith("/") or os.path.isdir(cold):
+        os.makedirs(cold, mode=0o700, exist_ok=True)
+        return os.path.join(cold, f"{os.path.basename(pool)}.cold")
+    if parts > 1:
+        raise BadArgumentError(
+            f"cold is {cold!r}, one file, and {parts} pools need one each: give a folder "
+            f'("{cold}/")'
+        )
+    return cold
 
 
 # ---- what is said at the start ----

@@ -22,6 +22,12 @@ from cxlkv.machine.coherence import (
     named_host,
 )
 from cxlkv.machine.regions import ALL
+from cxlkv.tiers.cold_mooncake import is_mooncake
+from cxlkv.tiers.compress import COMPRESS
+from cxlkv.tiers.policy import DEFAULT, POLICIES
+
+COST = "cost"
+"""A policy that needs figures of this machine, which settings do not carry."""
 
 Rule = Callable[[str, object], object]
 
@@ -33,6 +39,10 @@ class PoolSettings:
     store together, if it is to be made; None: a share of the memory that this container may use.
     salt: keeps tenants apart. sharing, hosts, host, lease_s: as in CXLPool.create, where engines on
     several hosts use the pool; all processes of an engine on one machine are one host.
+
+    cold: where pages go that make room: a folder on a disk of this machine, in which each pool gets
+    a file, the path of one file, or "mooncake://HOST:PORT". cold_capacity: of all ranks' files
+    together, or what each process lends the store. compress, policy: as in Tiers.
     """
 
     where: str = "/dev/shm/"
@@ -42,6 +52,10 @@ class PoolSettings:
     hosts: int | None = None
     host: int | str | None = None
     lease_s: float = LEASE_S
+    cold: str | None = None
+    cold_capacity: str | int | None = None
+    compress: str | None = None
+    policy: str = DEFAULT
 
     @property
     def as_host(self) -> int | str | None:
@@ -76,6 +90,7 @@ def read(
         own = name.removeprefix(prefix)
         found[own] = every[own](f"{place}: {name} is {value!r}", value)
     made = kind(**found)  # type: ignore[arg-type]
+    _check_cold(made, place, prefix)
     if made.sharing == "host" and (made.hosts or made.host is not None):
         other = "hosts" if made.hosts else "host"
         raise BadArgumentError(
@@ -83,6 +98,21 @@ def read(
             '"software", or "hw_coherent" where the hardware keeps their caches coherent'
         )
     return made
+
+
+def _check_cold(made: PoolSettings, place: str, prefix: str) -> None:
+    remote = is_mooncake(made.cold)
+    if made.cold is None:
+        for name in ("cold_capacity", "compress"):
+            if getattr(made, name) is not None:
+                raise BadArgumentError(f"{place}: {prefix}{name} goes with {prefix}cold: add it")
+    elif made.cold_capacity is None and not remote:
+        raise BadArgumentError(
+            f"{place}: {prefix}cold needs {prefix}cold_capacity, of its files together, like "
+            "200GiB: they are reserved on the disk at the start"
+        )
+    elif made.compress is not None and remote:
+        raise BadArgumentError(f"{place}: {prefix}compress goes with files, not with {made.cold}")
 
 
 def text(said: str, value: object) -> str:
@@ -107,6 +137,13 @@ def capacity(said: str, value: object) -> str | int | None:
     if value is not None and value != ALL:
         parse_bytes(value)
     return value
+
+
+def size(said: str, value: object) -> str | int:
+    found = capacity(said, value)
+    if found is None or found == ALL:
+        raise BadArgumentError(f"{said}: text like 8GiB is wanted")
+    return found
 
 
 def one_of(*words: str) -> Rule:
@@ -154,4 +191,8 @@ POOL_RULES: Mapping[str, Rule] = {
     "hosts": whole_number(1, HOSTS_MAX),
     "host": host_number,
     "lease_s": number(0.01, LEASE_MAX_S),
+    "cold": text,
+    "cold_capacity": size,
+    "compress": one_of(*COMPRESS),
+    "policy": one_of(*(name for name in POLICIES if name != COST)),
 }

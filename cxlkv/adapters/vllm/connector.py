@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cxlkv.adapters.common.keys import space_of
+from cxlkv.adapters.common.pools import open_tiers
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.blocks import enter_room, pool_layout, speculated_tokens
 from cxlkv.adapters.vllm.chunks import chunks_on
@@ -129,6 +130,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         ]
         events = config.kv_events_config
         opened = pools.open_all(paths, self.settings)
+        tiers = []
+        if self.settings.cold is not None:
+            tiers = [open_tiers(pool, self.settings, len(opened), moves=False) for pool in opened]
         if self._in_pool:
             enter_room(opened, config)
         return Scheduling(
@@ -140,6 +144,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             loads=self._kv_transfer_config.is_kv_consumer,
             saves=self._kv_transfer_config.is_kv_producer,
             events=events is not None and events.enable_kv_cache_events,
+            tiers=tiers,
         )
 
     @property
@@ -149,11 +154,14 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        found = self._scheduler.match(request, num_computed_tokens)
-        self._counting.matched(
-            request.request_id, request.num_tokens - num_computed_tokens, found[0]
-        )
-        return found
+        tokens, beside = self._scheduler.match(request, num_computed_tokens)
+        if tokens is not None:
+            asked = request.num_tokens - num_computed_tokens
+            self._counting.matched(request.request_id, asked, tokens)
+        return tokens, beside
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.expect(request)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -234,7 +242,13 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         )
         pool = self._make_pool(layout)
         self.worker = EngineAttention(
-            pool, layers, self.settings, block_tokens=tokens, rank=ranks.rank, ranks=ranks.count
+            pool,
+            layers,
+            self.settings,
+            block_tokens=tokens,
+            rank=ranks.rank,
+            ranks=ranks.count,
+            tiers=open_tiers(pool, self.settings, ranks.count),
         )
 
     @property
@@ -268,6 +282,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             method=self.settings.method,
             step=steps_on(device),
             many=chunks_on(device, self._spec.dtype),
+            tiers=open_tiers(pool, self.settings, ranks.count),
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -70,7 +70,8 @@ class _Writing:
 class EngineAttention:
     """Blocks of one engine process. layers: the engine's memory by the layer's name, in order.
 
-    rank: of this shard, by which handles are told apart; ranks: how many there are.
+    rank: of this shard, by which handles are told apart; ranks: how many there are. tiers: of the
+    pool, closed with this; None: such that evict only.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class EngineAttention:
         block_tokens: int,
         rank: int = 0,
         ranks: int = 1,
+        tiers: Tiers | None = None,
     ):
-        self.pool, self.tiers, self.settings = pool, Tiers(pool), settings
+        self.pool, self.tiers, self.settings = pool, tiers or Tiers(pool), settings
         self.requests = PoolRequests(pool, self.tiers)
         self._memory = list(layers.values())
         self._layers = {name: index for index, name in enumerate(layers)}

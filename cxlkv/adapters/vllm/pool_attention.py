@@ -78,6 +78,7 @@ class PoolAttention:
     there are. decode_rows: a request that has tokens and brings at most so many more is decoding,
     which is what budgets are for. method: as in Batch.select. step: makes a Step; None: of tensors
     in host memory. many: attends for many rows of one request, where that is faster than the pool.
+    tiers: of the pool, closed with this; None: such that evict only.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class PoolAttention:
         method: str = "auto",
         step: MakeStep | None = None,
         many: Many | None = None,
+        tiers: Tiers | None = None,
     ):
-        self.pool, self.tiers = pool, Tiers(pool)
+        self.pool, self.tiers = pool, tiers or Tiers(pool)
         self.layers = {name: place for place, name in enumerate(layers)}
         self.requests = PoolRequests(pool, self.tiers)
         self.decode_rows = decode_rows

@@ -25,10 +25,12 @@ from cxlkv.adapters.vllm.messages import (
     stored_by_all,
     unpacked,
 )
+from cxlkv.adapters.vllm.prefetch import Prefetch
 from cxlkv.adapters.vllm.settings import Settings, read_options
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Hit
+from cxlkv.tiers import Tiers
 
 LEASE_S = 60.0
 ENDED_MAX = 1024
@@ -103,7 +105,8 @@ class Scheduling:
 
     space: the namespace of its keys. hash_tokens: how many tokens the engine's hashes are apart, a
     divisor of block_tokens. loads, saves: as the engine's role says. events: whether anybody wants
-    to know what was stored.
+    to know what was stored. tiers: of the pools, by rank, where they have a cold tier; closed with
+    this.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Scheduling:
         loads: bool = True,
         saves: bool = True,
         events: bool = False,
+        tiers: Sequence[Tiers] = (),
     ):
         self.pools, self.space, self.settings = list(pools), space, settings
         self.block_tokens = block_tokens
@@ -134,12 +138,29 @@ class Scheduling:
         self._changes: list[Change] = []
         self._ended: OrderedDict[str, EngineRequest] = OrderedDict()
         self.failures = Failures()
+        self._prefetch: Prefetch | None = None
+        if tiers:
+            self._prefetch = Prefetch(tiers, self.failures, settings.deadline_s, LEASE_S)
 
     # ---- a request comes ----
 
-    def match(self, request: EngineRequest, local: int) -> tuple[int, bool]:
+    def expect(self, request: EngineRequest) -> None:
+        """It has joined the queue: what it needs of the cold tier may come while it waits."""
+        if self._prefetch is None or not self._loads:
+            return
+        blocks = (request.num_tokens - 1) // self.block_tokens
+        self._spaces[request.request_id] = self._space_of(request)
+        keys = self._keys(request, 0, blocks)
+        found = self._find(keys, 0)
+        tokens = 0 if found is None else found.tokens
+        self._prefetch.begin(request.request_id, unpacked(keys, self.block_tokens), tokens)
+        for hit in found.hits if found is not None else ():
+            hit.release()
+
+    def match(self, request: EngineRequest, local: int) -> tuple[int | None, bool]:
         """(tokens that the pools have beyond the engine's own `local`, whether they are loaded
-        beside the steps). May be asked again at any time until the request gets blocks.
+        beside the steps). None: the request is to wait, and to be asked for again. May be asked
+        again at any time until the request gets blocks.
 
         The last token is always left to the engine, and with it its block.
         """
@@ -154,7 +175,16 @@ class Scheduling:
         may_load = self._loads and name not in self._failed
         if blocks * self.block_tokens <= local or not may_load:
             return 0, False
-        found = self._find(self._keys(request, 0, blocks), local)
+        if self._prefetch is not None and self._prefetch.is_going(name):
+            return None, False
+        keys = self._keys(request, 0, blocks)
+        found = self._find(keys, local)
+        tokens = local if found is None else found.tokens
+        packed = unpacked(keys, self.block_tokens)
+        if self._prefetch is not None and self._prefetch.matched(name, packed, tokens):
+            for hit in found.hits if found is not None else ():
+                hit.release()
+            return None, False
         if found is None:
             return 0, False
         self._matches[name] = found
@@ -282,6 +312,8 @@ class Scheduling:
         self._spaces.pop(name, None)
         self._starts.pop(name, None)
         self._failed.discard(name)
+        if self._prefetch is not None:
+            self._prefetch.end(name, for_good=True)
         if self._requests.pop(name, None) is not None and self._events:
             self._ended[name] = request
             while len(self._ended) > ENDED_MAX:
@@ -334,5 +366,7 @@ class Scheduling:
     def close(self) -> None:
         for name in list(self._matches):
             self._forget_match(name)
+        if self._prefetch is not None:
+            self._prefetch.close()
         for pool in self.pools:
             pool.close()

@@ -47,6 +47,13 @@ def test_what_is_written_is_read(read: Read) -> None:
         ({"salt": None}, "salt is None: text is wanted"),
         ({"capacity": True}, "capacity is True: text like 8GiB"),
         ({"capacity": "8G"}, "'8G' is no size"),
+        ({"cold": 1, "cold_capacity": "1GiB"}, "cold is 1: text is wanted"),
+        ({"cold": "/mnt/"}, r"cold needs (cxlkv\.)?cold_capacity"),
+        ({"cold": "/mnt/", "cold_capacity": "all"}, "cold_capacity is 'all': text like 8GiB"),
+        ({"cold_capacity": "1GiB"}, r"cold_capacity goes with (cxlkv\.)?cold"),
+        ({"compress": "zstd"}, r"compress goes with (cxlkv\.)?cold"),
+        ({"cold": "mooncake://a:1", "compress": "zstd"}, "compress goes with files, not with moon"),
+        ({"policy": "cost"}, "policy is 'cost': one of adaptive, lru, mass, s3fifo"),
     ],
 )
 def test_mistakes_are_named(read: Read, given: dict[str, object], said: str) -> None:

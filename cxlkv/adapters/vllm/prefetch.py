@@ -1,0 +1,145 @@
+"""Pages in the cold tier come back before their request is let in: it waits, steps do not.
+
+One thread brings prefixes back, in the order in which they were asked for, and holds them until the
+scheduler has matched its request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from cxlkv import _lifetime
+from cxlkv._lifetime import Closing
+from cxlkv.adapters.common.metrics import Failures
+from cxlkv.errors import CXLKVError
+from cxlkv.prefix import PageKeys
+from cxlkv.sequence import Hit
+from cxlkv.tiers import Tiers
+
+
+@dataclass
+class _Wanted:
+    """A request's prefix that is to come back; it has come when all its hits are there."""
+
+    keys: PageKeys
+    tokens: int
+    until_s: float
+    hits: list[Hit] = field(default_factory=list)
+    error: CXLKVError | None = None
+    is_done: bool = False
+    is_given_up: bool = False
+
+
+class Prefetch(Closing):
+    """Over all ranks' tiers. Methods are the scheduler's, in one thread.
+
+    deadline_s: after so long a request goes on with what is there. lease_s: of what was brought
+    back.
+    """
+
+    def __init__(
+        self, tiers: Sequence[Tiers], failures: Failures, deadline_s: float, lease_s: float
+    ):
+        self.tiers, self._failures = list(tiers), failures
+        self._deadline_s, self._lease_s = deadline_s, lease_s
+        self._wanted: dict[str, _Wanted] = {}
+        self._futile: set[str] = set()  # requests for which not all could come
+        self._queue = SimpleQueue[_Wanted | None]()
+        self._lock = threading.Lock()  # of what a _Wanted holds
+        self._thread = threading.Thread(target=self._run, name="cxlkv-prefetch", daemon=True)
+        _lifetime.watch(self)
+        self._thread.start()
+
+    def begin(self, request: str, keys: PageKeys, tokens: int) -> bool:
+        """Whether more than `tokens` of the prefix will be there later. The request waits then, and
+        asks is_going()."""
+        if request in self._wanted or request in self._futile:
+            return request in self._wanted
+        try:
+            reach = min(tiers.reach(keys) for tiers in self.tiers)
+        except CXLKVError as error:
+            self._failures.add("match", error)
+            return False
+        if reach <= tokens:
+            return False
+        wanted = _Wanted(
+            keys[: reach // keys.page_tokens], reach, time.monotonic() + self._deadline_s
+        )
+        self._wanted[request] = wanted
+        self._queue.put(wanted)
+        return True
+
+    def is_going(self, request: str) -> bool:
+        """Whether the request is to wait. If not, what has come is held until end()."""
+        wanted = self._wanted.get(request)
+        if wanted is None or wanted.is_done:
+            return False
+        if time.monotonic() < wanted.until_s:
+            return True
+        self._failures.add(
+            "late", CXLKVError(f"the cold tier took longer than deadline_s={self._deadline_s:g}")
+        )
+        return False
+
+    def matched(self, request: str, keys: PageKeys, tokens: int) -> bool:
+        """The request has a match of so many tokens, which holds what came for it; whether it is to
+        wait for more."""
+        self.end(request)
+        return self.begin(request, keys, tokens)
+
+    def end(self, request: str, for_good: bool = False) -> None:
+        """It waits no longer. for_good: it has ended."""
+        wanted = self._wanted.pop(request, None)
+        if for_good:
+            self._futile.discard(request)
+        if wanted is None:
+            return
+        with self._lock:
+            wanted.is_given_up = True
+            hits, wanted.hits = wanted.hits, []
+        if wanted.error is not None:
+            self._failures.add("match", wanted.error)
+        come = min((hit.tokens for hit in hits), default=0)
+        if come < wanted.tokens and not for_good:
+            self._futile.add(request)
+        for hit in hits:
+            hit.release()
+
+    def _run(self) -> None:
+        while (wanted := self._queue.get()) is not None:
+            with suppress(Exception):  # a closed pool, too: the scheduler has gone on
+                self._bring(wanted)
+            wanted.is_done = True
+
+    def _bring(self, wanted: _Wanted) -> None:
+        for tiers in self.tiers:
+            if wanted.is_given_up:
+                return
+            try:
+                hit = tiers.match(wanted.keys, lease_s=self._lease_s)
+            except CXLKVError as error:
+                wanted.error = error
+                return
+            with self._lock:
+                if not wanted.is_given_up:
+                    wanted.hits.append(hit)
+                    continue
+            hit.release()
+
+    def close(self) -> None:
+        for request in list(self._wanted):
+            self.end(request, for_good=True)
+        self._queue.put(None)
+        self._thread.join()
+        for tiers in self.tiers:
+            tiers.close()
+
+    def reset_after_fork(self) -> None:
+        """The thread is the parent's; nobody waits for it here."""
+        self._lock, self._queue = threading.Lock(), SimpleQueue()
+        self._wanted = {}

@@ -1,0 +1,189 @@
+"""The connector's parts with a cold file below a small pool: what had to go comes back ahead of its
+request, right, whoever dies; what cannot come is computed."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from cxlkv import CXLPool, KVLayout
+from cxlkv.adapters.vllm.settings import Settings
+from cxlkv.tiers import Tiers
+from cxlkv.tiers.cold_shared import SharedColdTier
+
+from ..support.paged_engine import TOKENS, Engine
+from .test_vllm_engine_attention import LAYERS, text
+
+TEXT = 162  # tokens, of which 160 are whole blocks
+
+
+class MakeEngine(Protocol):
+    def __call__(self, ranks: int = ..., *, load: str = ..., deadline_s: float = ...) -> Engine: ...
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    """Pools that hold three texts, of two ranks."""
+    found = [str(tmp_path / f"{rank}.pool") for rank in range(2)]
+    for rank, path in enumerate(found):
+        make_pool(path, rank)
+    return found
+
+
+def make_pool(path: str, rank: int) -> None:
+    layout = KVLayout(
+        layers=LAYERS,
+        kv_heads=2,
+        head_dim=8,
+        page_tokens=TOKENS,
+        dtype="float32",
+        shard=(rank, 2, 0, 1),
+    )
+    with CXLPool.create(path, layout=layout, capacity="2370KiB", threads=1, sketch=False) as pool:
+        assert pool.stats()["pages_total"] == 128
+
+
+@pytest.fixture
+def make_engine(paths: list[str], tmp_path: Path) -> Iterator[MakeEngine]:
+    """Engines on these pools and one folder of cold files; at the end nothing is held, and pools
+    and files are whole."""
+    made: list[Engine] = []
+
+    def make(ranks: int = 1, *, load: str = "sync", deadline_s: float = 20) -> Engine:
+        cold = f"{tmp_path}/cold/"
+        settings = Settings(load=load, deadline_s=deadline_s, cold=cold, cold_capacity="8MiB")
+        made.append(Engine(paths[:ranks], settings, 1024))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        close(engine)
+    for path in paths:
+        with suppress(FileNotFoundError), CXLPool.open(path, threads=1) as pool:
+            report, stats = pool.admin.check(deep=True), pool.stats()
+            assert report["clean"], report["problems"]
+            assert stats["pages_held"] == 0, stats
+
+
+def close(engine: Engine) -> None:
+    if not engine.ranks:
+        return
+    for rank in engine.ranks:
+        cold = rank.worker.tiers.cold
+        assert isinstance(cold, SharedColdTier)
+        assert cold.check(deep=True) == []
+        assert cold.stats()["corrupt"] == 0
+    engine.close()
+    engine.ranks = []
+
+
+def serve(engine: Engine, *numbers: int) -> list[int]:
+    """A request for each text; how many of its tokens came from the pool."""
+    for number in numbers:
+        engine.add(f"{number}", text(number, TEXT))
+        engine.settle()
+        engine.step()
+        engine.end(f"{number}")
+        engine.step()
+    return [engine.cached[f"{number}"] for number in numbers]
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_four_times_the_pool_is_found_again(
+    make_engine: MakeEngine, paths: list[str], load: str, ranks: int
+) -> None:
+    """By the same engine, by another beside it, and by one that starts with empty pools."""
+    first = make_engine(ranks, load=load)
+    texts = list(range(13))
+    assert serve(first, *texts) == [0] * 13
+    assert serve(first, *texts) == [160] * 13
+    second = make_engine(ranks, load=load)
+    assert serve(second, *texts) == [160] * 13
+    close(first)
+    close(second)
+    for rank, path in enumerate(paths):
+        os.unlink(path)
+        make_pool(path, rank)
+    third = make_engine(ranks, load=load)
+    assert serve(third, *texts) == [160] * 13
+    assert not third.scheduling.failures
+
+
+def test_it_comes_while_others_run(make_engine: MakeEngine) -> None:
+    """Who waits for the file keeps nobody; all come in the order of the queue, or are computed."""
+    engine = make_engine()
+    serve(engine, *range(12))
+    engine.add("long", text(99, 60))
+    engine.step()
+    for number in range(12):
+        engine.add(f"{number}", text(number, TEXT))
+    engine.settle()
+    assert all(engine.cached[f"{number}"] in range(0, 161, 4) for number in range(12))
+    assert engine.requests["long"].computed > 60
+    for name in list(engine.requests):
+        engine.end(name)
+
+
+def test_a_prefix_is_only_in_part_in_the_file(make_engine: MakeEngine) -> None:
+    """The first blocks are in the pool, the others come, what is new behind them is computed."""
+    engine = make_engine()
+    whole = text(5, TEXT)
+    engine.serve("a", whole)
+    engine.end("a")
+    serve(engine, *range(10, 18))  # they push it out
+    engine.add("b", [*whole[:104], *text(6, 30)])
+    engine.settle()
+    assert engine.cached["b"] == 104
+    engine.end("b")
+    engine.add("c", whole)
+    engine.settle()
+    assert engine.cached["c"] == 160
+
+
+def test_a_deadline_ends_the_waiting(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(deadline_s=0.0)
+    serve(engine, *range(8))
+    assert 0 in serve(engine, *range(8))
+    assert engine.scheduling.failures["late"]
+
+
+def test_requests_that_end_while_they_wait(make_engine: MakeEngine, seed: int) -> None:
+    """Aborted, preempted, asked again at random; nothing is held by them at the end."""
+    rng, engine = random.Random(seed), make_engine()
+    serve(engine, *range(12))
+    for turn in range(60):
+        name = f"r{turn}"
+        engine.add(name, text(rng.randrange(12), TEXT))
+        for _ in range(rng.randrange(3)):
+            engine.step()
+        running = [one for one in engine.requests if engine.requests[one] not in engine.waiting]
+        if running and rng.random() < 0.3:
+            engine.preempt(rng.choice(running))
+        while len(engine.requests) > 2:
+            engine.end(rng.choice(list(engine.requests)))
+    engine.settle()
+    for name in list(engine.requests):
+        engine.end(name)
+
+
+def test_an_engine_that_cannot_read_its_file_computes(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    serve(engine, *range(8))
+
+    def damaged(self: Tiers, *rest: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Tiers, "_promote", damaged)
+    assert 0 in serve(engine, *range(8))
+    assert engine.recomputed == 0
