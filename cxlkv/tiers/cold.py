@@ -179,6 +179,11 @@ class ColdTier(Closing):
             self._discard(_slots_of(places))
             return there
 
+    def clear(self) -> bool:
+        """Removes all records, for good."""
+        self.drop(self.names()[0])
+        return True
+
     def names(self) -> tuple[Bytes, Bytes]:
         """All names and their parents, the least recently used first (after an opening: the first
         stored)."""

@@ -156,6 +156,8 @@ class ColdServer(Closing):
             return {"stats": self._tier.stats()}
         if does == "check":
             return {"problems": self._tier.check(bool(request["deep"]))[:100]}
+        if does == "clear":
+            return {"cleared": self._tier.clear()}
         most = len(rows.records) if does in ("store", "load") else NAMES_MAX
         if not 0 <= count <= most:
             raise ValueError(f"{count} rows")

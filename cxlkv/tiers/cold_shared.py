@@ -101,6 +101,9 @@ class SharedColdTier(Closing):
     def drop(self, names: Bytes) -> Mask:
         return self._rows("drop", names)
 
+    def clear(self) -> bool:
+        return bool(self._asked("clear").get("cleared"))
+
     def stats(self) -> dict[str, int]:
         """The owner's; and `errors`, of asking it, and whether this process is_owner."""
         found = self._asked("stats").get("stats", {})
@@ -266,6 +269,8 @@ class _Owner(Closing):
     def ask(self, request: Message) -> Message:
         if request["do"] == "check":
             return {"problems": self.tier.check(bool(request["deep"]))}
+        if request["do"] == "clear":
+            return {"cleared": self.tier.clear()}
         return {"stats": self.tier.stats()}
 
     def close(self) -> None:

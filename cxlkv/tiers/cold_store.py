@@ -38,6 +38,9 @@ class ColdStore(Protocol):
     def drop(self, names: Bytes) -> Mask:
         """Removes records; which were there."""
 
+    def clear(self) -> bool:
+        """Removes all records; False: it cannot."""
+
     def stats(self) -> dict[str, int]: ...
 
     def close(self) -> None: ...

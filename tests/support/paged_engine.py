@@ -80,7 +80,7 @@ class Rank:
             block_tokens=TOKENS,
             rank=rank,
             ranks=ranks,
-            tiers=open_tiers(pool, settings, ranks),
+            tiers=open_tiers(pool, settings, 1 / ranks),
         )
 
     def is_right(self, request: Request, index: int) -> bool:
@@ -109,7 +109,9 @@ class Engine:
         ]
         opened, tiers = [CXLPool.open(path, threads=1) for path in paths], []
         if self.settings.cold is not None:
-            tiers = [open_tiers(pool, self.settings, len(paths), moves=False) for pool in opened]
+            tiers = [
+                open_tiers(pool, self.settings, 1 / len(paths), moves=False) for pool in opened
+            ]
         self.scheduling = Scheduling(
             opened, space, self.settings, block_tokens=TOKENS, events=True, tiers=tiers
         )

@@ -36,16 +36,23 @@ class ObjectCache(Closing):
     space: 16 bytes, everything beside an object's name that makes its bytes. object_bytes: of each
     object, where all have one size, and one of another size is a miss; the pool's may be larger.
     None: objects have any size up to the pool's. counting: has the kinds "corrupt", "full" and
-    "pool"; "mismatch" with object_bytes, "large" and "changed" without.
+    "pool"; "mismatch" with object_bytes, "large" and "changed" without. tiers: of the pool, closed
+    with this; with a cold tier its objects count as present, and come back before they are read.
+    None: such that evict only.
     """
 
     def __init__(
-        self, pool: ObjectPool, space: bytes, counting: Counting, object_bytes: int | None = None
+        self,
+        pool: ObjectPool,
+        space: bytes,
+        counting: Counting,
+        object_bytes: int | None = None,
+        tiers: Tiers | None = None,
     ):
         self.pool, self.counting = pool, counting
         self._space, self._has_one_size = space, object_bytes is not None
         self.object_bytes = object_bytes or int(pool.layout.object_bytes or 0)
-        self._tiers = Tiers(pool)
+        self._tiers = tiers or Tiers(pool)
         self._file = self._stat()
         self._scratch: npt.NDArray[np.uint8] | None = None
         self._scratch_lock = threading.Lock()
@@ -78,7 +85,15 @@ class ObjectCache(Closing):
 
     def present(self, keys: PageKeys) -> Mask:
         """bool [n]: which of them are there, whole as far as one can see without reading."""
-        return self._right(keys, self._sizes(lambda: self.pool.object_sizes(keys), len(keys)))
+        right = self._right(keys, self._sizes(lambda: self.pool.object_sizes(keys), len(keys)))
+        if self._tiers.cold is None or right.all():
+            return right
+        return right | self._asked(lambda: self._tiers.contains(keys), right)
+
+    def _restore(self, keys: PageKeys) -> None:
+        """What is only in the cold tier comes back, as far as there is room."""
+        if self._tiers.cold is not None:
+            self._asked(lambda: self._tiers.restore(keys), None)
 
     def _asked(self, call: Callable[[], T], otherwise: T) -> T:
         """What `call` returns; `otherwise` when it fails."""
@@ -105,16 +120,19 @@ class ObjectCache(Closing):
 
     def forget(self, keys: PageKeys) -> int:
         """How many were there. Who reads one keeps it until it gives it back."""
-        return self._asked(lambda: self.pool.forget(keys), 0)
+        return self._asked(lambda: self._tiers.forget(keys), 0)
 
     def clear(self) -> None:
-        """Take all objects of the pool out, whoever has stored them; readers keep what they read.
+        """Take all objects out of the pool and its cold file, whoever has stored them; readers keep
+        what they read. Those in a remote store stay.
 
         Raises CXLKVError.
         """
         rows, _ = self.pool.hotness.published()
         pages, generations = rows["page"].copy(), rows["generation"].copy()
         self.pool.records.forget(pages, generations, False)
+        if self._tiers.cold is not None:
+            self._tiers.cold.clear()
 
     # ---- copies ----
 
@@ -134,6 +152,7 @@ class ObjectCache(Closing):
                 self._right(keys, found)
                 return self.pool.get_batch_into(keys, buffers)
 
+        self._restore(keys)
         return self._right(keys, self._sizes(get, len(keys)))
 
     def put(self, keys: PageKeys, buffers: Given) -> Mask:
@@ -168,6 +187,7 @@ class ObjectCache(Closing):
         is forgotten."""
         if not self.is_whole():
             return None
+        self._restore(keys)
         found = self._asked(lambda: self.pool.lease(keys), None)
         if found is not None:
             self._right(keys, found.sizes)

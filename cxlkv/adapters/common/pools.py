@@ -168,10 +168,12 @@ def _opened(kind: type[Kind], path: str, layout: KVLayout, shared: PoolSettings)
     )
 
 
-def open_tiers(pool: Pool, settings: PoolSettings, parts: int = 1, *, moves: bool = True) -> Tiers:
+def open_tiers(
+    pool: Pool, settings: PoolSettings, share: float = 1.0, *, moves: bool = True
+) -> Tiers:
     """The pool's tiers as the settings say. Each process of an engine has its own; they share the
-    file. parts: how many pools cold_capacity is for. moves: keep some pages free, in a thread, so
-    that an append seldom waits for room.
+    file. share: of cold_capacity, for the pool's own file. moves: keep some pages free, in a
+    thread, so that an append seldom waits for room.
 
     Raises what Tiers raises, and BadArgumentError where several pools would have one file.
     """
@@ -180,8 +182,8 @@ def open_tiers(pool: Pool, settings: PoolSettings, parts: int = 1, *, moves: boo
     cold, given = settings.cold, settings.cold_capacity
     if not is_mooncake(cold):
         assert given is not None, "read() refuses a file without its size"
-        given = parse_bytes(given) // parts
-        cold = _cold_path(cold, str(pool.path), parts)
+        given = int(parse_bytes(given) * share)
+        cold = _cold_path(cold, str(pool.path), share)
     tiers = Tiers(
         pool, cold=cold, cold_capacity=given, compress=settings.compress, policy=settings.policy
     )
@@ -190,14 +192,14 @@ def open_tiers(pool: Pool, settings: PoolSettings, parts: int = 1, *, moves: boo
     return tiers
 
 
-def _cold_path(cold: str, pool: str, parts: int) -> str:
+def _cold_path(cold: str, pool: str, share: float) -> str:
     if cold.endswith("/") or os.path.isdir(cold):
         os.makedirs(cold, mode=0o700, exist_ok=True)
         return os.path.join(cold, f"{os.path.basename(pool)}.cold")
-    if parts > 1:
+    if share < 1:
         raise BadArgumentError(
-            f"cold is {cold!r}, one file, and {parts} pools need one each: give a folder "
-            f'("{cold}/")'
+            f"cold is {cold!r}, one file, and this engine has several pools, which need one each: "
+            f'give a folder ("{cold}/")'
         )
     return cold
 

@@ -86,10 +86,11 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self.pool = self._open(metadata, config)
         try:
             self._mapping = self._register()
+            tiers = pools.open_tiers(self.pool, self.settings)
         except CXLKVError:
             self.pool.close()
             raise
-        self.cache = ObjectCache(self.pool, space, self.counting)
+        self.cache = ObjectCache(self.pool, space, self.counting, tiers=tiers)
         self.allocator = self.initialize_allocator(config, metadata)
         self._putting: dict[CacheEngineKey, bool] = {}  # whether it is still wanted
         self._put_lock = threading.Lock()

@@ -153,10 +153,20 @@ class Store(Closing):
         pool, made = pools.make_or_open(ObjectPool, path, layout, capacity, shared=mine)
         salt = self._rank.settings.salt
         space = names.space_of(self._rank.engine, memory.words(), shards, salt)
-        self._caches[name] = ObjectCache(pool, space, self._counting, memory.object_bytes)
+        try:
+            tiers = pools.open_tiers(pool, mine, self._cold_share(name))
+        except Exception:
+            pool.close()
+            raise
+        self._caches[name] = ObjectCache(pool, space, self._counting, memory.object_bytes, tiers)
         if name == MAIN:
             self._say(pool, made)
         pool.admin.prefault(background=True)  # else the first pages that are stored pay for it
+
+    def _cold_share(self, name: str) -> float:
+        """Of cold_capacity, for the file of this pool: all hold about as many pages."""
+        sizes = {one: part.memory.object_bytes for one, part in self._parts.items()}
+        return sizes[name] / sum(sizes.values()) / self._rank.config.pp_size
 
     def _say(self, pool: ObjectPool, made: bool) -> None:
         """Once for an engine."""

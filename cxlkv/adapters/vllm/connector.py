@@ -132,7 +132,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         opened = pools.open_all(paths, self.settings)
         tiers = []
         if self.settings.cold is not None:
-            tiers = [open_tiers(pool, self.settings, len(opened), moves=False) for pool in opened]
+            tiers = [
+                open_tiers(pool, self.settings, 1 / len(opened), moves=False) for pool in opened
+            ]
         if self._in_pool:
             enter_room(opened, config)
         return Scheduling(
@@ -248,7 +250,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             block_tokens=tokens,
             rank=ranks.rank,
             ranks=ranks.count,
-            tiers=open_tiers(pool, self.settings, ranks.count),
+            tiers=open_tiers(pool, self.settings, 1 / ranks.count),
         )
 
     @property
@@ -282,7 +284,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             method=self.settings.method,
             step=steps_on(device),
             many=chunks_on(device, self._spec.dtype),
-            tiers=open_tiers(pool, self.settings, ranks.count),
+            tiers=open_tiers(pool, self.settings, 1 / ranks.count),
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.keys import namespace
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import ObjectCache, leading
+from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.arrays import Bytes
 from cxlkv.errors import BusyError
 from cxlkv.objects import ABSENT
@@ -205,3 +207,59 @@ def test_a_pool_that_is_gone_is_a_miss(
     assert cache.counting.failures["pool"] == 6
     assert len(caplog.records) == 1
     assert "closed" in caplog.text
+
+
+# ---- with a cold file ----
+
+
+@contextmanager
+def over_a_file(folder: Path) -> Iterator[ObjectCache]:
+    """A cache whose pool holds 44 objects, with a file for ten times as many."""
+    path, layout = str(folder / "a.pool"), KVLayout.objects(BYTES)
+    settings = PoolSettings(where=path, cold=f"{folder}/cold/", cold_capacity="32MiB")
+    pool, _ = pools.make_or_open(ObjectPool, path, layout, "5MiB")
+    made = ObjectCache(pool, SPACE, counting(), BYTES, pools.open_tiers(pool, settings))
+    yield made
+    assert pool.stats()["pages_held"] == 0
+    assert pool.admin.check(deep=True)["clean"]
+    assert not made.counting.failures.total()
+    made.close()
+
+
+def test_what_had_to_go_is_present_and_comes_back(tmp_path: Path) -> None:
+    """Also for another process, and after all have ended."""
+    names = [f"object {number}" for number in range(80)]
+    values = {name: value(number) for number, name in enumerate(names)}
+
+    def check(cache: ObjectCache) -> None:
+        assert cache.present(keys(*names)).all()
+        for name in names:
+            out = np.zeros(BYTES, np.uint8)
+            assert cache.load(keys(name), [[out]]).all()
+            np.testing.assert_array_equal(out, values[name])
+            with cache.lease(keys(name)) as lease:  # type: ignore[union-attr]
+                assert lease.sizes[0] == BYTES
+
+    with over_a_file(tmp_path) as cache, over_a_file(tmp_path) as other:
+        assert cache.pool.stats()["pages_total"] < 50
+        for name in names:
+            assert cache.put(keys(name), [[values[name]]]).all()
+        check(cache)
+        check(other)
+        assert cache.present(keys("nobody's")).tolist() == [False]
+    (tmp_path / "a.pool").unlink()
+    with over_a_file(tmp_path) as cache:
+        check(cache)
+
+
+def test_what_is_forgotten_or_cleared_does_not_come_back(tmp_path: Path) -> None:
+    with over_a_file(tmp_path) as cache, over_a_file(tmp_path) as other:
+        names = [f"object {number}" for number in range(60)]
+        for number, name in enumerate(names):
+            assert cache.put(keys(name), [[value(number)]]).all()
+        assert other.forget(keys(*names[:20])) == 20
+        for one in (cache, other):
+            assert one.present(keys(*names)).tolist() == [False] * 20 + [True] * 40
+        other.clear()
+        assert not cache.present(keys(*names)).any()
+        assert not cache.load(keys(names[40]), [[np.zeros(BYTES, np.uint8)]]).any()
