@@ -72,6 +72,10 @@ def _emulated(value: object) -> object:
     return value
 
 
+TIERS = ("local", "cold", "cold_capacity", "compress", "policy")
+"""Keys of a PoolConfig that are of Tiers."""
+
+_Size = Annotated[int, BeforeValidator(parse_bytes)]
 _Capacity = Annotated[int | str, BeforeValidator(lambda v: v if v == ALL else parse_bytes(v))]
 _DType = Annotated[str | None, BeforeValidator(lambda v: None if v is None else dtype_name(v))]
 _Shard = Annotated[tuple[int, int, int, int], Field(strict=False)]  # YAML has lists only
@@ -146,11 +150,14 @@ _AnyLayout = Annotated[
 
 
 class PoolConfig(_Keys):
-    """The keys of a pool's configuration; docs/configuration.md explains them."""
+    """The keys of a pool's configuration; docs/configuration.md explains them.
+
+    layout may be missing where the caller of read_config() has one.
+    """
 
     where: Annotated[str, BeforeValidator(_where)]
     capacity: _Capacity
-    layout: _AnyLayout
+    layout: _AnyLayout | None = None
     checksum: bool = True
     sketch: bool = True
     sharing: Literal["host", "hw_coherent", "software"] = "host"
@@ -160,21 +167,33 @@ class PoolConfig(_Keys):
     lease_s: float = 2.0
     threads: int | None = None
     emulate: Annotated[str | None, BeforeValidator(_emulated)] = None
+    local: _Size | None = None
+    cold: str | None = None
+    cold_capacity: _Size | None = None
+    compress: Literal["zstd"] | None = None
+    policy: Literal["adaptive", "lru", "mass", "s3fifo"] | None = None
     if_missing: Literal["create", "error"] = "create"
     if_exists: Literal["open", "error", "replace"] = "open"
+
+    def stores_objects(self, layout: KVLayout) -> bool:
+        """Of what read_config() returned; also where the pool cannot be made."""
+        if self.layout is not None:
+            return isinstance(self.layout, _Objects)
+        return layout.object_bytes is not None
 
     def differences(
         self,
         layout: KVLayout,
+        there_layout: KVLayout,
         geometry: Mapping[str, int],
         there: Mapping[str, object],
     ) -> list[str]:
-        """How a pool that is there differs from the one described, key by key; `there` has what it
-        was made with: checksum, sketch, sharing, durable, hosts."""
-        found = list(_layout_differences(layout, self.layout.make()))
+        """How a pool that is there differs from the one described, of `layout`, key by key; `there`
+        has what it was made with: checksum, sketch, sharing, durable, hosts."""
+        found = list(_layout_differences(there_layout, layout))
         for name, value in there.items():
             wanted = getattr(self, name)
-            if name == "sketch" and isinstance(self.layout, _Objects):
+            if name == "sketch" and self.stores_objects(layout):
                 continue
             if wanted is not None and value != wanted:
                 found.append(f"{name} is {_shown(value)} there, {_shown(wanted)} wanted")
@@ -211,18 +230,26 @@ def _stored(layout: KVLayout) -> str:
     return "K and V" if size is None else f"objects up to {format_bytes(size)}"
 
 
-def read_config(config: str | os.PathLike[str] | Mapping[str, object]) -> PoolConfig:
-    """The checked configuration in a YAML file, or in a mapping of the same keys.
+def read_config(
+    config: str | os.PathLike[str] | Mapping[str, object], layout: KVLayout | None = None
+) -> tuple[PoolConfig, KVLayout]:
+    """The checked configuration in a YAML file, or in a mapping of the same keys, and its layout.
 
-    Raises BadArgumentError, which names the file, the line, the key, what is wrong with it and
-    what is allowed, for all mistakes at once.
+    layout: where the configuration has none. Raises BadArgumentError, which names the file, the
+    line, the key, what is wrong with it and what is allowed, for all mistakes at once.
     """
     if isinstance(config, Mapping):
-        return _checked(config, _Source("the configuration", {}))
+        return _checked(config, _Source("the configuration", {}), layout)
     if not isinstance(config, (str, os.PathLike)):
         raise BadArgumentError(f"a configuration is a path or a mapping, not {_shown(config)}")
     name = os.fspath(config)
-    return _checked(*_parsed(name, _text_of(name)))
+    return _checked(*_parsed(name, _text_of(name)), layout)
+
+
+def read_yaml(path: str) -> Mapping[str, object]:
+    """The keys and values of a plain YAML file, which nobody has checked. Raises
+    BadArgumentError."""
+    return _parsed(path, _text_of(path))[0]
 
 
 @dataclass(frozen=True)
@@ -338,7 +365,9 @@ def _check_scalar(source: _Source, node: yaml.ScalarNode, place: _Place) -> None
         raise BadArgumentError(source.mistake(place, what)) from None
 
 
-def _checked(data: Mapping[str, object], source: _Source) -> PoolConfig:
+def _checked(
+    data: Mapping[str, object], source: _Source, layout: KVLayout | None
+) -> tuple[PoolConfig, KVLayout]:
     for key in data:
         if not isinstance(key, str):
             raise BadArgumentError(f"{source.name}: a key is a word, not {_shown(key)}")
@@ -349,19 +378,23 @@ def _checked(data: Mapping[str, object], source: _Source) -> PoolConfig:
             _explained(source, e["type"], e["loc"], e["input"], e["msg"], e.get("ctx") or {})
             for e in error.errors(include_url=False)
         ]
+        if layout is None and "layout" not in data:
+            found.append(source.mistake(("layout",), "the key is missing"))
         raise BadArgumentError("\n".join(found)) from None
-    _check_layout(source, config.layout)
-    if (
-        isinstance(config.layout, _Objects)
-        and "sketch" in config.model_fields_set
-        and config.sketch
-    ):
+    if (config.layout is None) == (layout is None):
+        what = "the key is missing" if layout is None else "the caller has one: leave this out"
+        raise BadArgumentError(source.mistake(("layout",), what))
+    if config.layout is not None:
+        _check_layout(source, config.layout)
+        layout = config.layout.make()
+    assert layout is not None
+    if config.stores_objects(layout) and "sketch" in config.model_fields_set and config.sketch:
         what = "objects have no keys to be sketched: leave this out"
         raise BadArgumentError(source.mistake(("sketch",), what))
     if parse_where(config.where) is None and config.if_missing == "error":
         what = "an anonymous pool is never there before: leave this out, or give a path"
         raise BadArgumentError(source.mistake(("if_missing",), what))
-    return config
+    return config, layout
 
 
 def _check_layout(source: _Source, layout: _OneShape | _Groups | _Objects) -> None:

@@ -164,30 +164,42 @@ class Pool(MovedToAdmin, Closing):
             raise
 
     @classmethod
-    def from_config(cls, config: Path | Mapping[str, object]) -> Self:
+    def from_config(
+        cls, config: Path | Mapping[str, object], *, layout: KVLayout | None = None
+    ) -> Self:
         """The pool that a YAML file, or a mapping of the same keys, describes: opened or made.
 
-        docs/configuration.md explains the keys. By default a pool that is there is opened, so that
-        a restarted server finds its prefixes, and a missing one is made; processes that start at
-        once make it once. Raises BadArgumentError with file, line and key; GeometryError when the
-        pool there is another than described; and what open() and create() raise.
+        docs/configuration.md explains the keys; layout: where they have none. One with tiers is
+        opened by cxlkv.tiers.Tiers.from_config(). By default a pool that is there is opened, so
+        that a restarted server finds its prefixes, and a missing one is made; processes that start
+        at once make it once. Raises BadArgumentError with file, line and key; GeometryError when
+        the pool there is another than described; and what open() and create() raise.
         """
-        from cxlkv.config import read_config  # pydantic and yaml, which few programs need
+        from cxlkv.config import TIERS, read_config  # pydantic and yaml, which few programs need
 
-        wanted = read_config(config)
-        pool = cls._of(wanted)
+        wanted, stored = read_config(config, layout)
+        of_tiers = [name for name in TIERS if getattr(wanted, name) is not None]
+        if of_tiers:
+            raise BadArgumentError(
+                f"{', '.join(of_tiers)}: these are of tiers, which this pool would not have: "
+                "cxlkv.tiers.Tiers.from_config() opens it with them"
+            )
+        return cls._configured(wanted, stored)
+
+    @classmethod
+    def _configured(cls, wanted: PoolConfig, layout: KVLayout) -> Self:
+        pool = cls._of(wanted, layout)
         link = None if numa_mode.is_mode(wanted.emulate) else wanted.emulate
         if link is not None and _io_hooks.label(pool._handle) is None:
             pool._emulate(link)
         return pool
 
     @classmethod
-    def _of(cls, wanted: PoolConfig) -> Self:
+    def _of(cls, wanted: PoolConfig, layout: KVLayout) -> Self:
         where = wanted.where
         if numa_mode.is_mode(wanted.emulate):
             where = numa_mode.configured(where, wanted.emulate)
         path, _, in_place = parse_place(where)
-        layout = wanted.layout.make()
         given = {name: getattr(wanted, name) for name in _CONFIGURED}
         make = partial(cls._for(layout).create, where, layout=layout, **given)
         if path is None:
@@ -210,7 +222,8 @@ class Pool(MovedToAdmin, Closing):
         described = pool.describe()
         names = ("checksum", "sketch", "sharing", "durable", "hosts")
         there = {name: described[name] for name in names}
-        differences = wanted.differences(pool.layout, _core.pool_geometry(pool._handle), there)
+        geometry = _core.pool_geometry(pool._handle)
+        differences = wanted.differences(layout, pool.layout, geometry, there)
         if differences:
             pool.close()
             raise GeometryError(

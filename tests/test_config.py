@@ -16,6 +16,7 @@ from cxlkv.config import FILE_BYTES_MAX, read_config
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
+    ClosedError,
     GeometryError,
     NotAPoolError,
     PoolExistsError,
@@ -23,6 +24,7 @@ from cxlkv.errors import (
     UnsupportedError,
 )
 from cxlkv.pool import Pool
+from cxlkv.tiers import Tiers
 
 from .support.processes import Child
 from .support.texts import SMALL, publish
@@ -94,11 +96,12 @@ def test_the_example_of_the_docs(place: Path, tmp_path: Path) -> None:
 
 def test_the_other_yaml_of_the_docs(tmp_path: Path) -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / "configuration.md").read_text(), re.S)
-    assert blocks
     found = []
     for block in blocks:
+        if "layout:" not in block:
+            continue  # of engines: tests/adapters/common/test_settings.py
         (tmp_path / "block.yaml").write_text(block)
-        layout = read_config(tmp_path / "block.yaml").layout.make()
+        layout = read_config(tmp_path / "block.yaml")[1]
         found.append(layout.object_bytes or layout.windows)
         Pool.create("anonymous:", layout=layout, capacity="64MiB").close()
     assert found == [(*[512] * 5, None) * 2, 2 << 20]
@@ -138,6 +141,36 @@ def test_a_mapping_makes_an_anonymous_pool() -> None:
         assert pool.path is None
 
 
+def test_a_pool_with_tiers(write: Write, place: Path, tmp_path: Path) -> None:
+    """Both are opened and closed together; a pool alone is not to be had from it."""
+    more = f"local: 1MiB\ncold: {tmp_path}/file.cold\ncold_capacity: 2MiB\npolicy: lru"
+    with pytest.raises(BadArgumentError, match=r"local, cold, .*policy: .*Tiers\.from"):
+        CXLPool.from_config(write(more=more))
+    with Tiers.from_config(write(more=more)) as tiers:
+        assert tiers.stats().keys() >= {"local_slots_total", "cold_records", "far_pages_free"}
+        assert tiers.pool.path == str(place)
+    with pytest.raises(ClosedError):
+        tiers.pool.stats()
+    with Tiers.from_config(write(more=more)) as again:
+        again.pool.close()  # either closes both
+        with pytest.raises(ClosedError):
+            again.step()
+    with pytest.raises(GeometryError, match="was made with compress=None"):
+        Tiers.from_config(write(more=more + "\ncompress: zstd"))
+    CXLPool.open(place).close()
+
+
+def test_a_layout_is_in_one_place() -> None:
+    given = {"where": "anonymous:", "capacity": "3MiB"}
+    with CXLPool.from_config(given, layout=SMALL) as pool:
+        assert pool.layout == SMALL
+    with pytest.raises(BadArgumentError, match="layout: the key is missing"):
+        CXLPool.from_config(given)
+    layout = {"layers": 1, "kv_heads": 1, "head_dim": 8}
+    with pytest.raises(BadArgumentError, match="layout: the caller has one: leave this out"):
+        CXLPool.from_config({**given, "layout": layout}, layout=SMALL)
+
+
 def test_layer_groups() -> None:
     layout = {
         "layer_groups": [
@@ -153,7 +186,7 @@ def test_layer_groups() -> None:
         "page_tokens": 32,
     }
     config = {"where": "anonymous:", "capacity": "64MiB", "layout": layout}
-    assert read_config(config).layout.make() == KVLayout.of(
+    assert read_config(config)[1] == KVLayout.of(
         [
             LayerGroup(layers=5, kv_heads=4, head_dim=256, window=512),
             LayerGroup(layers=1, kv_heads=1, head_dim=576, value_head_dim=512, values="key_prefix"),
@@ -250,12 +283,12 @@ def test_other_layer_groups_are_refused_by_name() -> None:
         )
     ]
     geometry = {"region_bytes": 3 << 20, "extent_bytes": 1}
-    there = described[0].layout.make()
-    assert described[0].differences(there, geometry, {"checksum": True}) == []
-    assert described[1].differences(there, geometry, {"checksum": True}) == [
+    (first, there), (second, other) = described
+    assert first.differences(there, there, geometry, {"checksum": True}) == []
+    assert second.differences(other, there, geometry, {"checksum": True}) == [
         "layer_groups[1].window is 16 there, 32 wanted"
     ]
-    differences = described[0].differences(SMALL, geometry, {"checksum": True})
+    differences = first.differences(there, SMALL, geometry, {"checksum": True})
     assert "layout has 1 layer groups there, 2 wanted" in differences
 
 

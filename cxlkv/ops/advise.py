@@ -119,7 +119,7 @@ def layout_of(
     if config is not None:
         from cxlkv.config import read_config
 
-        return read_config(config).layout.make()
+        return read_config(config)[1]
     if layers is None or kv_heads is None or head_dim is None:
         raise BadArgumentError("--layers, --kv-heads and --head-dim go together")
     return KVLayout(
@@ -131,7 +131,7 @@ def pool_of(config: Path | None, layout: KVLayout) -> Path | None:
     """The pool that the configuration describes, if it is there; none is made."""
     from cxlkv.config import read_config
 
-    where = "anonymous:" if config is None else read_config(config).where
+    where = "anonymous:" if config is None else read_config(config)[0].where
     if where == "anonymous:":
         return None
     try:

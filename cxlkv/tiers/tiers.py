@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -31,6 +31,7 @@ from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
 from cxlkv.arrays import Mask, Names, PageIds
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
+from cxlkv.layout import KVLayout
 from cxlkv.machine.costs import Costs, kv_bytes
 from cxlkv.pages import CORRUPT, HELD, NO_PAGE, PINNED, PRESENT, choose_pages
 from cxlkv.pool import CXLPool, Pool
@@ -118,6 +119,7 @@ class Tiers(ObjectMoves, Closing):
         self.cold: ColdStore | None = None
         self._own_cold: ColdStore | None = None  # which is closed with the tiers
         self.local: LocalTier | None = None
+        self._own_pool: Pool | None = None  # which is closed with these
         self._mover: threading.Thread | None = None
         # No Event: an interrupt (Ctrl-C) in its set() can leave its lock taken, for ever.
         self._wake = SimpleQueue[None]()
@@ -136,6 +138,33 @@ class Tiers(ObjectMoves, Closing):
             if self.cold is not None and self.cold is not cold:
                 self.cold.close()
             raise
+
+    @classmethod
+    def from_config(
+        cls,
+        config: str | os.PathLike[str] | Mapping[str, object],
+        *,
+        layout: KVLayout | None = None,
+        costs: Costs | None = None,
+    ) -> Tiers:
+        """The pool that a YAML file, or a mapping of the same keys, describes, as in
+        CXLPool.from_config(), and its tiers, whose mover runs. Both are closed together.
+
+        Raises what CXLPool.from_config() and Tiers raise.
+        """
+        from cxlkv.config import TIERS, read_config  # pydantic and yaml, which few programs need
+
+        wanted, stored = read_config(config, layout)
+        given = {name: getattr(wanted, name) for name in TIERS if getattr(wanted, name) is not None}
+        pool = CXLPool._configured(wanted, stored)
+        try:
+            tiers = cls(pool, costs=costs, **given)
+            tiers.start()
+        except BaseException:
+            pool.close()
+            raise
+        tiers._own_pool = pool
+        return tiers
 
     # ---- reading ----
 
@@ -474,7 +503,7 @@ class Tiers(ObjectMoves, Closing):
                 mover = threading.Thread(
                     target=self._run, args=(every_s,), name="cxlkv-mover", daemon=True
                 )
-                self.pool.before_close(self.close)
+                self.pool.before_close(self._end)
                 mover.start()
                 self._mover = mover
 
@@ -522,8 +551,14 @@ class Tiers(ObjectMoves, Closing):
         return found
 
     def close(self) -> None:
-        """End the mover, the local tier and the cold one; the pool stays open. A second time does
-        nothing."""
+        """End the mover, the local tier and the cold one; the pool stays open, unless it came with
+        from_config(). A second time does nothing."""
+        self._end()
+        own, self._own_pool = self._own_pool, None
+        if own is not None:
+            own.close()
+
+    def _end(self) -> None:
         self._ended = True
         self._wake.put(None)
         if self._mover is not None:

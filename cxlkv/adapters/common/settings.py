@@ -6,11 +6,12 @@ the settings hold, or raises BadArgumentError, which names the key and what is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TypeVar
 
+from cxlkv.config import read_yaml
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import parse_bytes
 from cxlkv.machine.coherence import (
@@ -43,6 +44,8 @@ class PoolSettings:
     cold: where pages go that make room: a folder on a disk of this machine, in which each pool gets
     a file, the path of one file, or "mooncake://HOST:PORT". cold_capacity: of all ranks' files
     together, or what each process lends the store. compress, policy: as in Tiers.
+
+    config: the path of a YAML file with any of these, for what is not written beside it.
     """
 
     where: str = "/dev/shm/"
@@ -56,6 +59,7 @@ class PoolSettings:
     cold_capacity: str | int | None = None
     compress: str | None = None
     policy: str = DEFAULT
+    config: str | None = None
 
     @property
     def as_host(self) -> int | str | None:
@@ -79,16 +83,12 @@ def read(
 ) -> Settings:
     """place: where the engine's user writes them, each with the prefix before its name. rules: of
     what `kind` has beyond PoolSettings."""
-    known = [prefix + one.name for one in fields(kind)]
+    known = [one.name for one in fields(kind)]
     every = {**POOL_RULES, **(rules or {})}
-    found: dict[str, object] = {}
-    for name, value in given.items():
-        if name not in known:
-            close = get_close_matches(str(name).lower(), known, 1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise BadArgumentError(f"{place}: {name!r} is not one of {', '.join(known)}{meant}")
-        own = name.removeprefix(prefix)
-        found[own] = every[own](f"{place}: {name} is {value!r}", value)
+    found = _parsed(given, place, known, every, prefix)
+    if path := found.get("config"):
+        inside = [name for name in known if name != "config"]
+        found = {**_parsed(read_yaml(str(path)), str(path), inside, every), **found}
     made = kind(**found)  # type: ignore[arg-type]
     _check_cold(made, place, prefix)
     if made.sharing == "host" and (made.hosts or made.host is not None):
@@ -98,6 +98,26 @@ def read(
             '"software", or "hw_coherent" where the hardware keeps their caches coherent'
         )
     return made
+
+
+def _parsed(
+    given: Mapping[str, object],
+    place: str,
+    known: Sequence[str],
+    rules: Mapping[str, Rule],
+    prefix: str = "",
+) -> dict[str, object]:
+    """What was given, by name, as the rules make it."""
+    words = [prefix + name for name in known]
+    found: dict[str, object] = {}
+    for name, value in given.items():
+        if name not in words:
+            close = get_close_matches(str(name).lower(), words, 1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise BadArgumentError(f"{place}: {name!r} is not one of {', '.join(words)}{meant}")
+        own = name.removeprefix(prefix)
+        found[own] = rules[own](f"{place}: {name} is {value!r}", value)
+    return found
 
 
 def _check_cold(made: PoolSettings, place: str, prefix: str) -> None:
@@ -194,5 +214,6 @@ POOL_RULES: Mapping[str, Rule] = {
     "cold": text,
     "cold_capacity": size,
     "compress": one_of(*COMPRESS),
+    "config": text,
     "policy": one_of(*(name for name in POLICIES if name != COST)),
 }

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from cxlkv import CXLPool
+from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.common.versions import Versions
 from cxlkv.adapters.lmcache import settings as lmcache
@@ -13,7 +19,11 @@ from cxlkv.adapters.sglang import settings as sglang
 from cxlkv.adapters.vllm import plugin as vllm
 from cxlkv.adapters.vllm import settings as of_vllm
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.tiers import Tiers
 
+from ...support.texts import SMALL, publish
+
+ROOT = Path(__file__).parents[3]
 Read = Callable[[Mapping[str, object]], PoolSettings]
 ENGINES: dict[str, Read] = {
     "vllm": of_vllm.read_settings,
@@ -59,6 +69,58 @@ def test_what_is_written_is_read(read: Read) -> None:
 def test_mistakes_are_named(read: Read, given: dict[str, object], said: str) -> None:
     with pytest.raises(BadArgumentError, match=said):
         read(given)
+
+
+@each_engine
+def test_a_file_says_what_is_not_written_beside_it(read: Read, tmp_path: Path) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text("where: /mnt/a\nsalt: b\ncold: /mnt/c\ncold_capacity: 1GiB\n")
+    found = read({"config": str(path), "salt": "mine"})
+    assert (found.where, found.salt, found.cold) == ("/mnt/a", "mine", "/mnt/c")
+    with pytest.raises(BadArgumentError, match="nothing there"):
+        read({"config": str(tmp_path / "none.yaml")})
+    for wrong, said in (
+        ("were: /mnt/a", r"engine\.yaml: 'were' is not one of .*did you mean where"),
+        ("lease_s: x", r"engine\.yaml: lease_s is 'x': a number from"),
+        ("config: a.yaml", r"engine\.yaml: 'config' is not one of"),
+        ("a: &b 1", "anchors and aliases"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(BadArgumentError, match=said):
+            read({"config": str(path)})
+
+
+def test_the_yaml_of_the_docs_runs_in_all_engines(tmp_path: Path) -> None:
+    """As it stands, one engine after the other: stored, evicted to the file, and found again."""
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    (block,) = (one for one in re.findall(r"```yaml\n(.*?)```", text, re.S) if "cold:" in one)
+    path = tmp_path / "engine.yaml"
+    path.write_text(block)
+    settings = sglang.read_settings({"cxlkv": {"config": str(path)}})
+    assert settings.cold is not None
+    files = [settings.where, settings.cold]
+    if any(map(os.path.lexists, files)):
+        pytest.skip(f"{files}: something of a user lies there")
+    ids = range(4 * SMALL.page_tokens)
+    try:
+        for read in (*ENGINES.values(), None):
+            if read is None:
+                tiers = Tiers.from_config(path, layout=SMALL)
+            else:
+                settings = read({"config": str(path)})
+                made = pools.make_or_open(CXLPool, settings.where, SMALL, settings.capacity)
+                tiers = pools.open_tiers(made[0], settings)
+            with tiers.pool as pool, tiers:
+                publish(pool, ids)
+                assert tiers.reclaim(pool.stats()["pages_total"]) == 4
+                with tiers.match_prefix(ids) as hit:
+                    assert hit.tokens == len(ids)
+            for one in files:
+                os.unlink(one)
+    finally:
+        for one in files:
+            with suppress(FileNotFoundError):
+                os.unlink(one)
 
 
 @pytest.mark.parametrize(
