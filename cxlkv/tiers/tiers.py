@@ -533,7 +533,11 @@ class Tiers(ObjectMoves, Closing):
     @property
     def brought_pages(self) -> int:
         """From cold, so far."""
-        return self._counts["promoted_pages"]
+        return self.moved_pages("promoted")
+
+    def moved_pages(self, what: str) -> int:
+        """So far: "promoted", "demoted", "dropped", "evicted" and so on, as stats() has them."""
+        return self._counts[f"{what}_pages"]
 
     def stats(self) -> dict[str, float]:
         """Pages by tier and what was moved; local_* and cold_* as LocalTier and ColdTier count."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from cxlkv import Budget, CXLPool, KVLayout
 from cxlkv.adapters.vllm import counting
 from cxlkv.adapters.vllm.counting import Counting, Figures, Looking, joined, line
 from cxlkv.adapters.vllm.messages import Report, Span
+from cxlkv.tiers import Tiers
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=32, page_tokens=16, dtype="float32")
 NONE: Counter[str] = Counter()
@@ -141,6 +143,36 @@ def test_the_pool_is_looked_at_now_and_then_and_no_byte_is_lost() -> None:
         now_s = 6.0
         kept.release()
     assert looking.take() is None  # closed: nothing to say, and no error
+
+
+def test_what_tiers_move_is_counted(tmp_path: Path) -> None:
+    with (
+        CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB") as pool,
+        Tiers(pool, cold=tmp_path / "a.cold", cold_capacity="1MiB") as tiers,
+    ):
+        looking, path = Looking(pool, clock=lambda: 0.0, tiers=tiers), pool.admin.overview().path
+        looking._next_s = 0.0
+        first = looking.take()
+        assert first is not None
+        assert first["pools"][path]["cold"] == 0
+        rows = np.ones((32, 2, 32), np.float32)
+        sequence = pool.sequence()
+        for layer in range(2):
+            sequence.append(layer, rows, rows)
+        pool.publish_prefix(sequence, range(32))
+        sequence.release()
+        assert tiers.reclaim(pool.stats()["pages_total"]) == 2
+        tiers.match_prefix(range(32)).release()
+        looking._next_s = 0.0
+        found = looking.take()
+        assert found is not None
+        size = 2 * pool.records.shape[0]
+        assert found["counts"]["demoted_bytes"] == found["counts"]["promoted_bytes"] == size
+        assert found["pools"][path] == {**found["pools"][path], "published": 32, "cold": 32}
+        assert line(found).startswith("pool ")
+        tiers.close()
+        looking._next_s = 0.0
+        assert looking.take() is not None, "tiers that were closed are no fault"
 
 
 def test_a_slow_look_is_seldom() -> None:

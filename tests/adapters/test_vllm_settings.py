@@ -53,6 +53,10 @@ def test_settings_as_they_are_written() -> None:
         ({"load_failure": "ignore"}, "load_failure is 'ignore': one of recompute, fail"),
         ({"deadline_s": 0}, "deadline_s is 0: a number from"),
         ({"audit": 2}, "audit is 2: a number from 0 to 1"),
+        ({"local": "1GiB"}, 'local needs "attention": "pool"'),
+        ({"worker": True}, 'worker needs "attention": "pool"'),
+        ({"attention": "pool", "worker": 1}, "worker is 1: one of true, false"),
+        ({"attention": "pool", "local": "much"}, "'much' is no size"),
         ({"method": "best"}, "method is 'best': one of exact, digest, two_stage, auto, attention"),
         (
             {"attention": "pool", "budget": {"mass": 0.9}, "method": "digest"},

@@ -169,25 +169,33 @@ def _opened(kind: type[Kind], path: str, layout: KVLayout, shared: PoolSettings)
 
 
 def open_tiers(
-    pool: Pool, settings: PoolSettings, share: float = 1.0, *, moves: bool = True
+    pool: Pool,
+    settings: PoolSettings,
+    share: float = 1.0,
+    *,
+    moves: bool = True,
+    local: str | int | None = None,
 ) -> Tiers:
     """The pool's tiers as the settings say. Each process of an engine has its own; they share the
-    file. share: of cold_capacity, for the pool's own file. moves: keep some pages free, in a
-    thread, so that an append seldom waits for room.
+    file. share: of cold_capacity and local, for this pool. moves: keep some pages free, in a
+    thread, so that an append seldom waits for room. local: as in Tiers.
 
     Raises what Tiers raises, and BadArgumentError where several pools would have one file.
     """
-    if settings.cold is None:
-        return Tiers(pool, policy=settings.policy)
     cold, given = settings.cold, settings.cold_capacity
-    if not is_mooncake(cold):
+    if cold is not None and not is_mooncake(cold):
         assert given is not None, "read() refuses a file without its size"
         given = int(parse_bytes(given) * share)
         cold = _cold_path(cold, str(pool.path), share)
     tiers = Tiers(
-        pool, cold=cold, cold_capacity=given, compress=settings.compress, policy=settings.policy
+        pool,
+        local=None if local is None else int(parse_bytes(local) * share),
+        cold=cold,
+        cold_capacity=given,
+        compress=settings.compress,
+        policy=settings.policy,
     )
-    if moves:
+    if moves and (cold is not None or local is not None):
         tiers.start()
     return tiers
 

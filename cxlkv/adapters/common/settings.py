@@ -166,10 +166,11 @@ def size(said: str, value: object) -> str | int:
     return found
 
 
-def one_of(*words: str) -> Rule:
+def one_of(*words: str | bool) -> Rule:
     def rule(said: str, value: object) -> object:
-        if value not in words:
-            raise BadArgumentError(f"{said}: one of {', '.join(words)}")
+        if not any(value is word or (value == word and isinstance(word, str)) for word in words):
+            shown = [str(word).lower() if isinstance(word, bool) else word for word in words]
+            raise BadArgumentError(f"{said}: one of {', '.join(shown)}")
         return value
 
     return rule

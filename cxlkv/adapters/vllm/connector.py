@@ -41,7 +41,7 @@ from cxlkv.adapters.vllm.scheduler import Change, Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import check_policy, read_settings
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import KVLayout
-from cxlkv.pool import CXLPool
+from cxlkv.tiers import Tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -242,40 +242,47 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             dtype=self._spec.dtype,
             shard=ranks.shard,
         )
-        pool = self._make_pool(layout)
+        tiers = self._make_tiers(layout)
         self.worker = EngineAttention(
-            pool,
+            tiers.pool,
             layers,
             self.settings,
             block_tokens=tokens,
             rank=ranks.rank,
             ranks=ranks.count,
-            tiers=open_tiers(pool, self.settings, 1 / ranks.count),
+            tiers=tiers,
         )
 
     @property
     def _ranks(self) -> pools.Ranks:
         return pools.ranks_of(self._vllm_config, self._vllm_config.parallel_config.rank)
 
-    def _make_pool(self, layout: KVLayout, sketch: bool = False) -> CXLPool:
-        """Of this rank, whose figures are shown from now on."""
-        where = pools.pool_path(self.settings.where, self._words, self._ranks)
-        wanted = (self._ranks, self._vllm_config.model_config.max_model_len)
-        settings = self.settings
-        made = pools.make_or_open(
+    def _make_tiers(self, layout: KVLayout, sketch: bool = False) -> Tiers:
+        """Of this rank's pool, whose figures are shown from now on."""
+        settings, ranks = self.settings, self._ranks
+        where = pools.pool_path(settings.where, self._words, ranks)
+        wanted = (ranks, self._vllm_config.model_config.max_model_len)
+        pool = pools.make_or_open(
             where, layout, settings.capacity, *wanted, sketch=sketch, shared=settings
         )
-        self.looking = Looking(made)
-        return made
+        try:
+            tiers = open_tiers(pool, settings, 1 / ranks.count, local=settings.local)
+        except Exception:
+            pool.close()
+            raise
+        self.looking = Looking(pool, tiers=tiers)
+        return tiers
 
     def _make_pool_attention(self, names: list[str], device: torch.device) -> PoolAttention:
         config, ranks = self._vllm_config, self._ranks
         page_tokens = gcd(PAGE_TOKENS, self._spec.block_size)
         layout = pool_layout(config, names, self._spec, page_tokens, ranks.shard)
-        pool = self._make_pool(layout, sketch=True)
-        pool.admin.audit = self.settings.audit
+        tiers = self._make_tiers(layout, sketch=True)
+        tiers.pool.admin.audit = self.settings.audit
+        if self.settings.worker:
+            tiers.pool.use_worker()
         return PoolAttention(
-            pool,
+            tiers.pool,
             names,
             block_tokens=self._spec.block_size,
             rank=ranks.rank,
@@ -284,7 +291,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             method=self.settings.method,
             step=steps_on(device),
             many=chunks_on(device, self._spec.dtype),
-            tiers=open_tiers(pool, self.settings, 1 / ranks.count),
+            tiers=tiers,
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

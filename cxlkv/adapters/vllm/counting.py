@@ -18,12 +18,14 @@ from cxlkv.adapters.vllm.messages import Report, stored_by_all
 from cxlkv.errors import CXLKVError
 from cxlkv.pool import CXLPool
 from cxlkv.stats import COUNTERS, Overview
+from cxlkv.tiers import Tiers
 
 TOKENS = {
     "asked_tokens": "Prompt tokens of admitted requests that the engine did not have itself",
     "hit_tokens": "Of them, tokens that the pool had",
     "loaded_tokens": "Tokens copied whole from the pool into the engine's blocks, by all ranks",
     "saved_tokens": "Tokens published in the pool, by all ranks",
+    "restored_tokens": "Tokens of requests that came back from the cold tier to the pool",
 }
 BYTES = ("appended_bytes", "fetched_bytes", "attended_bytes", "scored_bytes")
 AUDITS = {
@@ -31,7 +33,12 @@ AUDITS = {
     "audited_recall": "Recall, summed over the audited selects",
     "audited_mass": "Attention mass kept, summed over the audited selects",
 }
-COUNTS = {**TOKENS, **{name: COUNTERS[name] for name in BYTES}, **AUDITS}
+MOVES = {
+    "demoted_bytes": "Bytes of pages that made room and went to the cold tier",
+    "dropped_bytes": "Bytes of pages that were to go to the cold tier, which did not take them",
+    "promoted_bytes": "Bytes of pages that came back from the cold tier",
+}
+COUNTS = {**TOKENS, **{name: COUNTERS[name] for name in BYTES}, **AUDITS, **MOVES}
 """What is counted, by name, with what it means."""
 
 KINDS = ("corrupt", "stale", "full", "late", "save", "match", "bad_options")
@@ -42,6 +49,9 @@ STATES = {
     "held": "of requests that run, or published and read by one",
     "published": "prefixes that nobody reads now",
 }
+COLD = "cold"
+"""Of a pool's tokens, beside STATES: those whose records the cold tier has, wherever else they
+are."""
 
 LOOK_EVERY_S = 1.0
 LOOK_SHARE = 0.01  # of the time; a look at a pool of a terabyte takes milliseconds
@@ -66,13 +76,13 @@ def is_empty(figures: Figures) -> bool:
 def joined(one: Figures, other: Figures) -> Figures:
     """Of two ranks, or of two intervals, of which `other` is the later one."""
     return {
-        "counts": _sum(one["counts"], other["counts"]),
+        "counts": added(one["counts"], other["counts"]),
         "failures": dict(Counter(one["failures"]) + Counter(other["failures"])),
         "pools": {**one["pools"], **other["pools"]},
     }
 
 
-def _sum(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
 
 
@@ -87,6 +97,7 @@ class Counting:
         self._ended: set[str] = set()  # since the last take()
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
+        self._restored = 0
 
     def matched(self, name: str, asked: int, hit: int) -> None:
         self._ended.discard(name)
@@ -115,12 +126,14 @@ class Counting:
         for one in stored_by_all(reports):
             self._counts["saved_tokens"] += max(0, one.last - one.first) * self._block_tokens
 
-    def take(self, failures: Counter[str]) -> Figures:
-        """What is new since the last call. failures: all of them, since the start."""
+    def take(self, failures: Counter[str], restored_tokens: int = 0) -> Figures:
+        """What is new since the last call. failures, restored_tokens: all, since the start."""
         for name in self._ended:
             self._asked.pop(name, None)
         self._ended.clear()
         found = nothing()
+        self._counts["restored_tokens"] += restored_tokens - self._restored
+        self._restored = restored_tokens
         found["counts"].update({name: count for name, count in self._counts.items() if count})
         found["failures"].update(failures - self._told)
         self._counts.clear()
@@ -135,8 +148,14 @@ class Looking:
     last one is counted by the next.
     """
 
-    def __init__(self, pool: CXLPool, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        pool: CXLPool,
+        clock: Callable[[], float] = time.monotonic,
+        tiers: Tiers | None = None,
+    ):
         self._pool, self._clock = pool, clock
+        self._moves = None if tiers is None or tiers.cold is None else Moves(tiers)
         self._parts = pool.pages.geometry["part_count"]
         self._page_tokens = pool.layout.page_tokens
         self._told = _own(pool.admin.overview())
@@ -163,7 +182,35 @@ class Looking:
         found["pools"][overview.path] = {
             name: pages[name] // self._parts * self._page_tokens for name in STATES
         }
+        if self._moves is not None:
+            found["counts"].update(self._moves.take())
+            records = self._moves.records()
+            found["pools"][overview.path][COLD] = records // self._parts * self._page_tokens
         return found
+
+
+class Moves:
+    """What one process's tiers have moved. Never raises for a tier that is off or closed."""
+
+    def __init__(self, tiers: Tiers):
+        self._tiers, self._told = tiers, Counter[str]()
+        self._record_bytes, _ = tiers.pool.records.shape
+
+    def take(self) -> dict[str, float]:
+        """Bytes by MOVES that are new since the last call."""
+        found = Counter[str]()
+        for name in MOVES:
+            kind = name.removesuffix("_bytes")
+            found[name] = self._tiers.moved_pages(kind) * self._record_bytes
+        new, self._told = found - self._told, found
+        return dict(new)
+
+    def records(self) -> int:
+        """That the cold tier has; 0 of a remote one, which does not say."""
+        try:
+            return int(self._tiers.cold.stats().get("records", 0)) if self._tiers.cold else 0
+        except CXLKVError:
+            return 0
 
 
 def _own(overview: Overview) -> dict[str, float]:
@@ -196,7 +243,9 @@ def line(figures: Figures) -> str:
 
 def _fill(pools: Iterable[Mapping[str, int]]) -> str:
     """Ranks have the same tokens, each its shard of them: the fullest pool is what matters."""
-    totals = [(one["held"] + one["published"], sum(one.values())) for one in pools]
+    totals = [
+        (one["held"] + one["published"], sum(one[state] for state in STATES)) for one in pools
+    ]
     held, total = max(totals, key=lambda pair: pair[0] / pair[1] if pair[1] else 1.0)
     share = held / total * 100 if total else 100
     return f"pool {share:.0f} % full ({held:,} of {total:,} tokens held)"

@@ -7,7 +7,7 @@ CXLMetrics adds it to the registry behind /metrics and LLM.get_metrics(). `count
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge
@@ -18,7 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from cxlkv.adapters.common.metrics import Metrics
 from cxlkv.adapters.vllm import counting
-from cxlkv.adapters.vllm.counting import COUNTS, KINDS, STATES, Counting, Figures, Looking
+from cxlkv.adapters.vllm.counting import (
+    COLD,
+    COUNTS,
+    KINDS,
+    STATES,
+    Counting,
+    Figures,
+    Looking,
+    Moves,
+)
 from cxlkv.adapters.vllm.scheduler import Scheduling
 
 if TYPE_CHECKING:
@@ -52,12 +61,16 @@ class Reporting:
 
     counting: Counting | None = None
     looking: Looking | None = None
+    moves: Sequence[Moves] = ()  # of the scheduler's tiers
     scheduling: Scheduling | None
 
     def get_kv_connector_stats(self) -> CXLStats | None:
         found = None
         if self.counting is not None and self.scheduling is not None:
-            found = self.counting.take(self.scheduling.failures)
+            scheduling = self.scheduling
+            found = self.counting.take(scheduling.failures, scheduling.restored_tokens)
+            for moves in self.moves:
+                found["counts"] = counting.added(found["counts"], moves.take())
         elif self.looking is not None:
             found = self.looking.take()
         return None if found is None or counting.is_empty(found) else CXLStats(found)
@@ -89,7 +102,8 @@ class CXLMetrics(KVConnectorPromMetrics):
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         types = metric_types[Counter], metric_types[Gauge]
-        self._metrics = Metrics(*types, PREFIX, labelnames, COUNTS, STATES, "tokens")
+        states = {**STATES, COLD: "records of the cold tier, wherever else their pages are"}
+        self._metrics = Metrics(*types, PREFIX, labelnames, COUNTS, states, "tokens")
         for values in per_engine_labelvalues.values():
             self._metrics.begin(values, KINDS)
 

@@ -27,6 +27,7 @@ class _Wanted:
     """A request's prefix that is to come back; it has come when all its hits are there."""
 
     keys: PageKeys
+    there: int  # tokens of it that were in the pools
     tokens: int
     until_s: float
     hits: list[Hit] = field(default_factory=list)
@@ -47,6 +48,7 @@ class Prefetch(Closing):
     ):
         self.tiers, self._failures = list(tiers), failures
         self._deadline_s, self._lease_s = deadline_s, lease_s
+        self.restored_tokens = 0  # of requests' prefixes, so far
         self._wanted: dict[str, _Wanted] = {}
         self._futile: set[str] = set()  # requests for which not all could come
         self._queue = SimpleQueue[_Wanted | None]()
@@ -68,7 +70,7 @@ class Prefetch(Closing):
         if reach <= tokens:
             return False
         wanted = _Wanted(
-            keys[: reach // keys.page_tokens], reach, time.monotonic() + self._deadline_s
+            keys[: reach // keys.page_tokens], tokens, reach, time.monotonic() + self._deadline_s
         )
         self._wanted[request] = wanted
         self._queue.put(wanted)
@@ -105,6 +107,7 @@ class Prefetch(Closing):
         if wanted.error is not None:
             self._failures.add("match", wanted.error)
         come = min((hit.tokens for hit in hits), default=0)
+        self.restored_tokens += max(0, come - wanted.there)
         if come < wanted.tokens and not for_good:
             self._futile.add(request)
         for hit in hits:

@@ -192,6 +192,11 @@ class Scheduling:
         beside = self.settings.load == "async" and self.settings.attention == "engine"
         return found.tokens - local, beside
 
+    @property
+    def restored_tokens(self) -> int:
+        """That came back from the cold tier for requests, so far."""
+        return 0 if self._prefetch is None else self._prefetch.restored_tokens
+
     def _space_of(self, request: EngineRequest) -> bytes:
         """The engine's hashes know an adapter (LoRA) by its name; what its weights are is ours to
         say, as a pool outlives the engine."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf
 
-from cxlkv.adapters.common.settings import PoolSettings, number, one_of, read
+from cxlkv.adapters.common.settings import PoolSettings, number, one_of, read, size
 from cxlkv.adapters.vllm.messages import Options
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import METHODS, Budget
@@ -41,6 +41,8 @@ class Settings(PoolSettings):
     load: str = "sync"
     deadline_s: float = 5.0
     load_failure: str = "recompute"
+    local: str | int | None = None
+    worker: bool = False
 
 
 def read_settings(given: Mapping[str, object]) -> Settings:
@@ -53,8 +55,17 @@ def read_settings(given: Mapping[str, object]) -> Settings:
         "load": one_of("sync", "async"),
         "deadline_s": number(1e-6, inf),
         "load_failure": one_of("recompute", "fail"),
+        "local": size,
+        "worker": one_of(True, False),
     }
     found = read(Settings, given, PREFIX, rules)
+    if found.attention != "pool":
+        for name in ("local", "worker"):
+            if getattr(found, name):
+                raise BadArgumentError(
+                    f'{PREFIX}: {name} needs "attention": "pool": the engine\'s attention reads '
+                    "blocks of its own"
+                )
     if found.budget is not None and found.attention != "pool":
         raise BadArgumentError(
             f'{PREFIX}: a budget needs "attention": "pool": the engine\'s attention has none'
