@@ -17,7 +17,7 @@ from cxlkv.bench.lab.texts import beginnings
 from cxlkv.bench.peers.running import SideBySide, need_room
 from cxlkv.bench.peers.talking import Program, checked
 from cxlkv.bench.registry import Options, Say, Shown
-from cxlkv.bench.vllm import running
+from cxlkv.bench.vllm import running, tiers
 from cxlkv.bench.vllm.running import CACHED, POOLED, Answer, Ways
 from cxlkv.demo import smollm2
 from cxlkv.errors import BadArgumentError
@@ -41,6 +41,7 @@ WAYS: Ways = {
     LMCACHE: (LMCACHE, None),
 }
 CHOSEN = ("pooled_15", "pooled_5_exact", "pooled_5_two_stage", "pooled_5_kept")
+DISK = "/var/tmp"  # of the cold file
 TIE = 0.5
 """Two logits that are so near are as good as one in bf16: between 16 and 32, where the largest ones
 of this model are, a step is 0.125, and rounding in 30 layers is another step or two."""
@@ -51,12 +52,14 @@ class Size(running.Size):
     """decode: (tokens of each prompt, requests at once), every text as long as that."""
 
     decode: tuple[tuple[int, int], ...] = ((7000, 4), (2000, 16))
+    tiered_tokens: int = 2000
     engine_space_gib: int = 2
     pool_bytes: int = 2 << 30
 
 
 QUICK = Size(
     decode=((500, 2), (100, 4)),
+    tiered_tokens=500,
     decode_tokens=9,
     decode_rounds=2,
     pool_bytes=256 << 20,
@@ -186,7 +189,10 @@ def command(options: Options, say: Say, python: str) -> Shown:
     say("preparing the model and its texts")
     folder = smollm2.prepare(Console(quiet=True))
     cases = prompts_of(folder, size)
-    with TemporaryDirectory(dir=running.SHARED, prefix="cxlkv-bench-vllm-") as made:
+    with (
+        TemporaryDirectory(dir=running.SHARED, prefix="cxlkv-bench-vllm-") as made,
+        TemporaryDirectory(dir=DISK, prefix="cxlkv-bench-vllm-") as files,
+    ):
         place = Path(made)
         need_room(place, 2 * size.pool_bytes, "a pool and what others keep need")
         env = {
@@ -199,4 +205,5 @@ def command(options: Options, say: Say, python: str) -> Shown:
             for name in NAMES
         ]
         run(result, programs, size, place, cases, say)
+        tiers.run(result, python, place, Path(files), folder, size, size.tiered_tokens, say)
     return Shown(result, lines=result.who())
