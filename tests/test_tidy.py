@@ -55,7 +55,16 @@ LAYERS = (
     {"adapters"},
     {
         *("bench", "demo", "ops", "ops.advise", "ops.bench", "ops.cli", "ops.console", "ops.demo"),
-        *("ops.info", "ops.lab", "ops.pool", "ops.services", "ops.top", "ops.tune"),
+        *("ops.doctor", "ops.doctor_engine", "ops.doctor_findings", "ops.doctor_machine"),
+        *(
+            "ops.doctor_trial",
+            "ops.info",
+            "ops.lab",
+            "ops.pool",
+            "ops.services",
+            "ops.top",
+            "ops.tune",
+        ),
     },
 )
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}

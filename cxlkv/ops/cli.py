@@ -16,6 +16,7 @@ from cxlkv.errors import CXLKVError
 from cxlkv.ops.advise import advise
 from cxlkv.ops.bench import bench_app
 from cxlkv.ops.demo import demo
+from cxlkv.ops.doctor import doctor
 from cxlkv.ops.info import info
 from cxlkv.ops.lab import lab_app
 from cxlkv.ops.pool import pool_app
@@ -31,7 +32,7 @@ app = typer.Typer(
 app.add_typer(pool_app, name="pool")
 app.add_typer(bench_app, name="bench")
 app.add_typer(lab_app, name="lab")
-for command in (info, advise, demo, tune, metrics):
+for command in (info, doctor, advise, demo, tune, metrics):
     app.command()(command)
 app.command("ndp-worker")(ndp_worker)
 app.command("serve")(serve_pool)

