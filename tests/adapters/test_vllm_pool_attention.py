@@ -218,9 +218,7 @@ def test_a_damaged_page_is_forgotten_and_harms_only_its_own(
         assert is_zero(found[0])
         assert is_right(found[1])
         assert fresh.bad_blocks() == {3}
-        report = fresh.report()
-        assert report.failures["corrupt"] == 1
-        assert [(span.request, span.first) for span in report.removed] == [("again", 1)]
+        assert fresh.report().failures["corrupt"] == 1
         with other.match(unpacked(one.keys, BLOCK)) as hit:
             assert hit.tokens == BLOCK
         assert is_right(run(fresh, Message(), [(3, one, 0, 70)])[0])

@@ -6,12 +6,12 @@ import logging
 import os
 from dataclasses import replace
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import vllm
 from vllm.config import get_current_vllm_config_or_none
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1 import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -21,7 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import KVCacheSpecKind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cxlkv.adapters.common.keys import space_of
@@ -31,13 +37,14 @@ from cxlkv.adapters.vllm.blocks import enter_room, pool_layout, speculated_token
 from cxlkv.adapters.vllm.chunks import chunks_on
 from cxlkv.adapters.vllm.counting import Counting, Looking
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
+from cxlkv.adapters.vllm.events import Removed, Stored
 from cxlkv.adapters.vllm.gpu_step import steps_on
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.metrics import Reporting
 from cxlkv.adapters.vllm.plugin import VERSIONS
 from cxlkv.adapters.vllm.pool_attention import PoolAttention
-from cxlkv.adapters.vllm.scheduler import Change, Scheduled, Scheduling, Step
+from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import check_policy, read_settings
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import KVLayout
@@ -46,7 +53,9 @@ from cxlkv.tiers import Tiers
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import ExternalBlockHash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -56,7 +65,9 @@ log = logging.getLogger("cxlkv")
 
 PAGE_TOKENS = 16
 """Of a page where attention is in the pool: what a budget chooses is pages."""
-MEDIUM = "CXL"  # of the engine's KV events
+EVENT_TIER = {"medium": MEDIUM_CPU, "locality": "LOCAL", "group_idx": 0}
+"""Of KV events: host memory that this engine loads from. Routers drop a name like "CXL", or weigh
+it as a GPU (docs/adapters.md)."""
 
 
 class StepMessage(KVConnectorMetadata):
@@ -95,6 +106,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         packing = "rows" if self._in_pool else packing_of(vllm_config, self._spec)
         self._words = pools.words_of(vllm_config, self._spec, packing)
         self.scheduling: Scheduling | None = None
+        self._own: tuple[BlockPool, object] | None = None  # and what it finds blocks in
         self.worker: EngineAttention | PoolAttention | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling = self._make_scheduling()
@@ -153,9 +165,20 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False  # what is not saved is computed again
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._own = (gpu_block_pool, gpu_block_pool.cached_block_hash_to_block)
+
+    def _notice_reset(self) -> None:
+        """The engine does not say when it has reset its own cache and left ours alone; but it tells
+        routers AllBlocksCleared then, and they drop what they know of ours, too."""
+        if self._own is not None and self._own[1] is not self._own[0].cached_block_hash_to_block:
+            self.bind_gpu_block_pool(self._own[0])
+            self._scheduler.forgotten()
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        self._notice_reset()
         tokens, beside = self._scheduler.match(request, num_computed_tokens)
         if tokens is not None:
             asked = request.num_tokens - num_computed_tokens
@@ -184,31 +207,40 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         reports = connector_output.kv_connector_worker_meta
         if isinstance(reports, StepReports):
+            self._notice_reset()
             self._scheduler.heard(reports.reports)
             self._counting.heard(reports.reports)
 
     def reset_cache(self) -> bool:
+        self._notice_reset()
         self._scheduler.reset()
         return True
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
-        return [self._event(change) for change in self._scheduler.changes()]
+        self._notice_reset()
+        return [
+            BlockRemoved(block_hashes=external(change.hashes), **EVENT_TIER)
+            if isinstance(change, Removed)
+            else self._stored_event(change)
+            for change in self._scheduler.changes()
+        ]
 
-    def _event(self, change: Change) -> BlockStored | BlockRemoved:
-        hashes = [maybe_convert_block_hash(one) for one in change.hashes]
-        if change.kind == "removed":
-            return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=0)
-        lora = getattr(change.request, "lora_request", None)
-        parent = change.parent
+    def _stored_event(self, change: Stored) -> BlockStored:
+        request = cast("Request", change.request)
+        tokens, lora = self._scheduler.block_tokens, request.lora_request
+        parents = external([] if change.parent is None else [change.parent])
         return BlockStored(
-            block_hashes=hashes,
-            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+            block_hashes=external(change.hashes),
+            parent_block_hash=parents[0] if parents else None,
             token_ids=change.token_ids,
-            block_size=self._scheduler.block_tokens,
+            block_size=tokens,
             lora_id=None if lora is None else lora.adapter_id,
-            medium=MEDIUM,
             lora_name=None if lora is None else lora.name,
-            group_idx=0,
+            extra_keys=extra_keys_of(request, change.first, len(change.hashes), tokens),
+            # Pages of a block are of all its tokens, however the engine keeps them.
+            kv_cache_spec_kind=KVCacheSpecKind.FULL_ATTENTION.value,
+            session_id=request.session_id,
+            **EVENT_TIER,
         )
 
     @property
@@ -333,6 +365,23 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         for part in (self.scheduling, self.worker):
             if part is not None:
                 part.close()
+
+
+def external(hashes: list[bytes]) -> list[ExternalBlockHash]:
+    """As events have them: bytes, or numbers if the engine's settings say so."""
+    return [maybe_convert_block_hash(BlockHash(one)) for one in hashes]
+
+
+def extra_keys_of(
+    request: Request, first: int, count: int, tokens: int
+) -> list[tuple[object, ...] | None] | None:
+    """What is in the hashes of these blocks beside token ids: images, salt, adapter."""
+    hashed, image = [], 0
+    for start in range(first * tokens, (first + count) * tokens, tokens):
+        keys, image = generate_block_hash_extra_keys(request, start, start + tokens, image)
+        hashed.append(keys)
+    told: list[tuple[object, ...] | None] | None = to_event_extra_keys(hashed)
+    return told
 
 
 def step_of(output: SchedulerOutput) -> Step:

@@ -227,18 +227,17 @@ class EngineAttention:
                 continue
             good = part.first_page + part.good
             if kind_of(part.error, load.is_late) == "corrupt":
-                self._forget(part.request, held, good)
+                self._forget(held, good)
             self.requests.release(part.request)
             held.saved = 0
             held.valid = min(held.valid, good * self.block_tokens)
 
-    def _forget(self, name: str, held: _Held, block: int) -> None:
+    def _forget(self, held: _Held, block: int) -> None:
         keys = unpacked(held.keys, self.block_tokens)[block : block + 1]
         try:
             self.requests.forget(keys)
         except CXLKVError as error:
             self.requests.fail("stale", error)
-        self._report.removed.append(Span(name, block, block + 1))
 
     # ---- saving ----
 

@@ -89,16 +89,15 @@ class Span:
 @dataclass
 class Report:
     """What a worker did in a step: requests whose hits it has loaded whole, or has not; blocks that
-    its pool has now, or has not any more; failures by kind, as PoolRequests counts them."""
+    its pool has now; failures by kind, as PoolRequests counts them."""
 
     loaded: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     stored: list[Span] = field(default_factory=list)
-    removed: list[Span] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.failed or self.stored or self.removed or self.failures)
+        return bool(self.loaded or self.failed or self.stored or self.failures)
 
 
 def stored_by_all(reports: Sequence[Report]) -> list[Span]:

@@ -227,11 +227,9 @@ class PoolAttention:
     def _forget(self, held: Held) -> None:
         """Its damaged pages are found no more."""
         try:
-            damaged = self.requests.mend(self._keys(held))
+            self.requests.mend(self._keys(held))
         except CXLKVError as error:
             self.count(error)
-            return
-        self._report.removed += [Span(held.name, block, block + 1) for block in damaged]
 
     def count(self, error: CXLKVError) -> None:
         self.requests.fail(kind_of(error), error)

@@ -7,49 +7,31 @@ request ends or is preempted, so that nothing takes its pages before the workers
 from __future__ import annotations
 
 import os
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
 
 from cxlkv.adapters.common.keys import block_keys, namespace, weights_of
 from cxlkv.adapters.common.metrics import Failures
+from cxlkv.adapters.vllm.events import Events, Removed, Stored
 from cxlkv.adapters.vllm.messages import (
     KEY_BYTES,
     Continued,
     Message,
     Options,
     Report,
-    Span,
     Started,
-    stored_by_all,
     unpacked,
 )
 from cxlkv.adapters.vllm.prefetch import Prefetch
 from cxlkv.adapters.vllm.settings import Settings, read_options
+from cxlkv.adapters.vllm.texts import EngineRequest, hashes_of
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Hit
 from cxlkv.tiers import Tiers
 
 LEASE_S = 60.0
-ENDED_MAX = 1024
-"""Requests that have ended and whose texts are kept, for the events of what they stored."""
-
-
-class EngineRequest(Protocol):
-    """What is read of the engine's own object for a request; it changes as the text grows."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def block_hashes(self) -> Sequence[bytes]: ...
-    @property
-    def all_token_ids(self) -> Sequence[int]: ...
-    @property
-    def kv_transfer_params(self) -> Mapping[str, object] | None: ...
 
 
 @dataclass
@@ -69,17 +51,6 @@ class Step:
     fresh: list[Scheduled] = field(default_factory=list)  # new, or resumed after a preemption
     going: list[Scheduled] = field(default_factory=list)
     ended: set[str] = field(default_factory=set)  # finished, aborted, preempted
-
-
-@dataclass
-class Change:
-    """Blocks of a text that can be found in all ranks' pools now, or not any more."""
-
-    kind: Literal["stored", "removed"]
-    request: EngineRequest
-    hashes: list[bytes]
-    parent: bytes | None
-    token_ids: list[int]
 
 
 @dataclass
@@ -134,13 +105,15 @@ class Scheduling:
         self._again: set[str] = set()  # what the workers know of them is not true any more
         self._failed: set[str] = set()  # requests that do not try again: a slow pool stays slow
         self._loaded: list[str] = []
-        self._loads, self._saves, self._events = loads, saves, events
-        self._changes: list[Change] = []
-        self._ended: OrderedDict[str, EngineRequest] = OrderedDict()
+        self._loads, self._saves = loads, saves
         self.failures = Failures()
         self._prefetch: Prefetch | None = None
         if tiers:
             self._prefetch = Prefetch(tiers, self.failures, settings.deadline_s, LEASE_S)
+        self.events: Events | None = None
+        if events:
+            cold = [one.cold for one in tiers]
+            self.events = Events(self.pools, self.failures, block_tokens, self._every, cold=cold)
 
     # ---- a request comes ----
 
@@ -171,6 +144,8 @@ class Scheduling:
         self._requests[name] = request
         self._options[name] = self._options_of(request)
         self._spaces[name] = self._space_of(request)
+        if self.events is not None:
+            self.events.begin(request, self._spaces[name])
         blocks = (request.num_tokens - 1) // self.block_tokens
         may_load = self._loads and name not in self._failed
         if blocks * self.block_tokens <= local or not may_load:
@@ -188,6 +163,8 @@ class Scheduling:
         if found is None:
             return 0, False
         self._matches[name] = found
+        if self.events is not None:
+            self.events.found(name, found.tokens // self.block_tokens)
         # A hit that attention reads where it lies is there at once.
         beside = self.settings.load == "async" and self.settings.attention == "engine"
         return found.tokens - local, beside
@@ -296,14 +273,8 @@ class Scheduling:
         told.keys += len(keys) // KEY_BYTES
         return Continued(one.request, list(blocks), keys, one.computed, one.scheduled)
 
-    def _hashes(self, request: EngineRequest, first: int, last: int | None = None) -> list[bytes]:
-        """Of the blocks from `first` to before `last`, as far as the text is known."""
-        every = self._every
-        end = None if last is None else last * every
-        return [bytes(one) for one in request.block_hashes[first * every + every - 1 : end : every]]
-
     def _keys(self, request: EngineRequest, first: int, last: int | None = None) -> bytes:
-        hashes = self._hashes(request, first, last)
+        hashes = hashes_of(request, self._every, first, last)
         space = self._spaces.get(request.request_id, self.space)
         return block_keys(hashes, self.block_tokens, space).packed.tobytes()
 
@@ -319,10 +290,9 @@ class Scheduling:
         self._failed.discard(name)
         if self._prefetch is not None:
             self._prefetch.end(name, for_good=True)
-        if self._requests.pop(name, None) is not None and self._events:
-            self._ended[name] = request
-            while len(self._ended) > ENDED_MAX:
-                self._ended.popitem(last=False)
+        self._requests.pop(name, None)
+        if self.events is not None:
+            self.events.end(name)
 
     def _forget_match(self, name: str) -> None:
         found = self._matches.pop(name, None)
@@ -338,28 +308,17 @@ class Scheduling:
         for report in reports:
             self.failures.update(report.failures)
             self._failed.update(name for name in report.failed if name in self._requests)
-        if not self._events or not reports:
-            return
-        # What every rank has is there; what one has lost is gone.
-        for one in stored_by_all(reports):
-            self._note(one, "stored")
-        for one in {span for report in reports for span in report.removed}:
-            self._note(one, "removed")
+        if self.events is not None:
+            self.events.heard(reports)
 
-    def _note(self, span: Span, kind: Literal["stored", "removed"]) -> None:
-        request = self._requests.get(span.request) or self._ended.get(span.request)
-        if request is None or span.last <= span.first:
-            return
-        hashes = self._hashes(request, max(0, span.first - 1), span.last)
-        parent = hashes.pop(0) if span.first else None
-        tokens = self.block_tokens
-        ids = list(request.all_token_ids[span.first * tokens : span.last * tokens])
-        self._changes.append(Change(kind, request, hashes, parent, ids))
+    def changes(self) -> list[Stored | Removed]:
+        """What there is to tell routers since the last call."""
+        return [] if self.events is None else self.events.changes()
 
-    def changes(self) -> list[Change]:
-        """What was stored and removed since the last call."""
-        found, self._changes = self._changes, []
-        return found
+    def forgotten(self) -> None:
+        """Routers have dropped all that they knew of this engine."""
+        if self.events is not None:
+            self.events.forgotten()
 
     def reset(self) -> None:
         """The model has changed, or so the engine says: nothing that was stored is found any more.
@@ -367,6 +326,8 @@ class Scheduling:
         Other engines have other keys from now on, as nobody knows which weights are alike.
         """
         self.space = namespace({"before": self.space.hex(), "reset": os.urandom(16).hex()})
+        if self.events is not None:
+            self.events.reset()
 
     def close(self) -> None:
         for name in list(self._matches):

@@ -1,0 +1,30 @@
+"""A request's text, as the engine has it: what the scheduler's side reads of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class EngineRequest(Protocol):
+    """What is read of the engine's own object for a request; it changes as the text grows."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def kv_transfer_params(self) -> Mapping[str, object] | None: ...
+
+
+def hashes_of(
+    request: EngineRequest, every: int, first: int, last: int | None = None
+) -> list[bytes]:
+    """Of the blocks from `first` to before `last`, as far as the text is known; the engine has
+    `every` hashes for a block, of which the last one names it."""
+    end = None if last is None else last * every
+    return [bytes(one) for one in request.block_hashes[first * every + every - 1 : end : every]]
