@@ -21,6 +21,7 @@ class Asked(TypedDict):
     prompts: list[list[int]]
     max_tokens: int
     more: dict[str, object]  # of SamplingParams
+    salt: str | None  # of the prompts' hashes
     share: float  # of running requests that each step aborts
     seed: int
 
@@ -56,7 +57,8 @@ def main() -> None:
 
 def generate(llm: LLM, asked: Asked) -> dict[str, object]:
     params = SamplingParams(**FIXED, max_tokens=asked["max_tokens"], **asked["more"])
-    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in asked["prompts"]]
+    salt: TokensPrompt = {"cache_salt": asked["salt"]} if asked.get("salt") else {}
+    prompts = [TokensPrompt(prompt_token_ids=ids, **salt) for ids in asked["prompts"]]
     done = llm.generate(prompts, params, use_tqdm=False)
     return {
         "tokens": [list(one.outputs[0].token_ids) for one in done],

@@ -308,40 +308,6 @@ def test_layers_with_windows_are_served_in_one_group(
     assert (found["tokens"], found["cached"]) == (wanted, CACHED)
 
 
-def test_what_the_pool_has_is_told_by_the_engines_events(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
-    zmq, msgspec = pytest.importorskip("zmq"), pytest.importorskip("msgspec")
-    folder, extra = folder_in(tmp_path)
-    address = f"ipc://{tmp_path}/events"
-    given = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": address}
-    engine = make_engine(extra, kv_events_config=given)
-    told: list[dict[str, object]] = []
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        socket.connect(address)
-        socket.subscribe("")
-        assert engine.ready() is None
-        seed = 0
-        while not socket.poll(200):  # it is connected some time after the engine is there
-            seed += 1
-            engine.generate([prompts(seed)[0]], max_tokens=1)
-        damage(folder, page=2, layer=1)
-        for again in (1, seed + 1):
-            engine.forget()
-            engine.generate([prompts(again)[0]], max_tokens=1)
-        while socket.poll(1000):
-            _, events, *_ = msgspec.msgpack.decode(socket.recv_multipart()[-1])
-            told += [event for event in events if event.get("medium") == "CXL"]
-    stored = [event for event in told if event["type"] == "BlockStored"]
-    (removed,) = [event for event in told if event["type"] == "BlockRemoved"]
-    (healed,) = [event for event in stored if event["parent_block_hash"] is not None]
-    assert healed["token_ids"] == prompts(1)[0][2 * BLOCK_TOKENS : 288]
-    assert isinstance(healed["block_hashes"], list)
-    assert removed["block_hashes"] == healed["block_hashes"][:1]
-    assert stored[-1]["token_ids"] == prompts(seed + 1)[0][:288]
-    assert stored[-1]["block_size"] == BLOCK_TOKENS
-
-
 def test_what_cannot_be_served_is_said_at_the_start(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
