@@ -95,6 +95,8 @@ def test_settings_are_those_that_are_read(page: Page) -> None:
         value = getattr(page.settings, name)
         if isinstance(value, str):
             assert shown == f'`"{value}"`', name
+        elif isinstance(value, bool):
+            assert shown == f"`{str(value).lower()}`", name
         elif value is not None:
             assert shown == f"`{value:g}`", name
 
