@@ -187,3 +187,39 @@ def test_an_engine_that_cannot_read_its_file_computes(
     monkeypatch.setattr(Tiers, "_promote", damaged)
     assert 0 in serve(engine, *range(8))
     assert engine.recomputed == 0
+
+
+def test_a_request_says_how_far_down_and_how_long(make_engine: MakeEngine) -> None:
+    """tier: one that takes no file does not wait. ttl_s: its prefix is not evicted before."""
+    engine = make_engine()
+    now_s = [0.0]
+    engine.scheduling._keeping._clock = lambda: now_s[0]
+    kept = text(77, 82)
+    engine.serve("kept", kept, ttl_s=60)
+    engine.end("kept")
+    serve(engine, *range(8))
+    engine.serve("far", text(0, TEXT), tier="far")
+    assert engine.cached["far"] == 0
+    assert engine.requests["far"].computed >= TEXT
+    engine.serve("kept", kept, tier="far")
+    assert engine.cached["kept"] == 80
+    for name in ("kept", "far"):
+        engine.end(name)
+    now_s[0] = 61.0
+    serve(engine, *range(8, 16))
+    engine.serve("kept", kept, tier="far")
+    assert engine.cached["kept"] < 80
+    engine.end("kept")
+
+
+def test_what_is_kept_leaves_room(make_engine: MakeEngine) -> None:
+    """Half of the pool: the oldest go first; one that is longer than that is not kept at all."""
+    engine = make_engine()
+    for number in range(6):
+        engine.serve(f"{number}", text(number, 82), ttl_s=600)
+        engine.end(f"{number}")
+    engine.serve("long", text(50, 266), ttl_s=600)
+    engine.end("long")
+    keeping = engine.scheduling._keeping
+    assert [one.tokens for one in keeping._kept] == [80, 80, 80]
+    assert serve(engine, 20, 21) == [0, 0]

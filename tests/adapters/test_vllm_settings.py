@@ -93,6 +93,8 @@ def test_a_request_may_ask_for_other_options() -> None:
     assert read_options({"cxlkv": {"budget": layers}}, settings) == Options(wanted)
     asked = {"cxlkv": {"budget": {"pages": 8}, "save": False}}
     assert read_options(asked, settings) == Options(Budget(pages=8), save=False)
+    deep = {"cxlkv": {"tier": "far", "ttl_s": 60}}
+    assert read_options(deep, settings) == Options(Budget(share=0.5), tier="far", ttl_s=60)
     for wrong in ({"cxlkv": 1}, {"cxlkv": {"safe": True}}, {"cxlkv": {"save": "no"}}):
         with pytest.raises(BadArgumentError, match="kv_transfer_params"):
             read_options(wrong, settings)

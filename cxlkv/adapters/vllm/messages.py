@@ -20,12 +20,20 @@ def unpacked(keys: bytes, block_tokens: int) -> PageKeys:
     return PageKeys(rows, block_tokens)
 
 
+FAR, COLD = TIERS = ("far", "cold")
+"""From where hits come: the pool alone, or what is below it, too."""
+
+
 @dataclass(frozen=True)
 class Options:
-    """What a request asked for. budget: pages that a decode step may attend to; None is all."""
+    """What a request asked for. budget: pages that a decode step may attend to; None is all. tier:
+    from how far down its hit may come. ttl_s: so long its prefix stays in the pool after its end.
+    """
 
     budget: Budget | None = None
     save: bool = True
+    tier: str = COLD
+    ttl_s: float = 0.0
 
     @property
     def selected(self) -> bool:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from cxlkv.adapters.common.keys import block_keys, namespace, weights_of
 from cxlkv.adapters.common.metrics import Failures
 from cxlkv.adapters.vllm.events import Events, Removed, Stored
+from cxlkv.adapters.vllm.keeping import Keeping
 from cxlkv.adapters.vllm.messages import (
+    FAR,
     KEY_BYTES,
     Continued,
     Message,
@@ -107,6 +109,7 @@ class Scheduling:
         self._loaded: list[str] = []
         self._loads, self._saves = loads, saves
         self.failures = Failures()
+        self._keeping = Keeping(self.pools)
         self._prefetch: Prefetch | None = None
         if tiers:
             self._prefetch = Prefetch(tiers, self.failures, settings.deadline_s, LEASE_S)
@@ -119,7 +122,7 @@ class Scheduling:
 
     def expect(self, request: EngineRequest) -> None:
         """It has joined the queue: what it needs of the cold tier may come while it waits."""
-        if self._prefetch is None or not self._loads:
+        if self._prefetch is None or not self._loads or self._options_of(request).tier == FAR:
             return
         blocks = (request.num_tokens - 1) // self.block_tokens
         self._spaces[request.request_id] = self._space_of(request)
@@ -150,13 +153,14 @@ class Scheduling:
         may_load = self._loads and name not in self._failed
         if blocks * self.block_tokens <= local or not may_load:
             return 0, False
-        if self._prefetch is not None and self._prefetch.is_going(name):
+        deep = self._prefetch if self._options[name].tier != FAR else None
+        if deep is not None and deep.is_going(name):
             return None, False
         keys = self._keys(request, 0, blocks)
         found = self._find(keys, local)
         tokens = local if found is None else found.tokens
         packed = unpacked(keys, self.block_tokens)
-        if self._prefetch is not None and self._prefetch.matched(name, packed, tokens):
+        if deep is not None and deep.matched(name, packed, tokens):
             for hit in found.hits if found is not None else ():
                 hit.release()
             return None, False
@@ -231,6 +235,7 @@ class Scheduling:
 
     def message(self, step: Step) -> Message:
         """What the workers must know of this step."""
+        self._keeping.expire()
         # Who was not let in is asked for again, and keeps no pages from those who run.
         for name in self._matches.keys() - self._starts.keys() - self._told.keys():
             self._forget_match(name)
@@ -284,7 +289,10 @@ class Scheduling:
         """Finished or aborted; the workers hear of it with the next step."""
         name = request.request_id
         self._forget_match(name)
-        self._options.pop(name, None)
+        options = self._options.pop(name, None)
+        if options is not None and options.ttl_s:
+            keys = unpacked(self._keys(request, 0), self.block_tokens)
+            self._keeping.keep(keys, options.ttl_s)
         self._spaces.pop(name, None)
         self._starts.pop(name, None)
         self._failed.discard(name)
@@ -332,6 +340,7 @@ class Scheduling:
     def close(self) -> None:
         for name in list(self._matches):
             self._forget_match(name)
+        self._keeping.close()
         if self._prefetch is not None:
             self._prefetch.close()
         for pool in self.pools:

@@ -6,12 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf
 
-from cxlkv.adapters.common.settings import PoolSettings, number, one_of, read, size
-from cxlkv.adapters.vllm.messages import Options
+from cxlkv.adapters.common.settings import PoolSettings, Rule, number, one_of, read, size
+from cxlkv.adapters.vllm.messages import TIERS, Options
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import METHODS, Budget
 
 PREFIX = "kv_connector_extra_config"
+OPTIONS: Mapping[str, Rule] = {
+    "save": one_of(True, False),
+    "tier": one_of(*TIERS),
+    "ttl_s": number(0, 7 * 86400),
+}
+"""Of a request, beside its budget."""
 BY_MASS = ("auto", "exact", "attention")
 _NUMBERS: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(("pages", "sinks", "recent", "dense_layers", "refresh"), (int, "whole number")),
@@ -118,21 +124,23 @@ def read_budget(given: object, where: str) -> Budget | None:
 
 
 def read_options(given: object, settings: Settings) -> Options:
-    """Of one request: {"cxlkv": {"budget": {"pages": 8} or null, "save": false}}.
+    """Of one request: {"cxlkv": {"budget": {"pages": 8} or null, "save": false, "tier": "far",
+    "ttl_s": 60}}.
 
     Raises BadArgumentError; other connectors' keys beside "cxlkv" are theirs.
     """
     own = given.get("cxlkv") if isinstance(given, Mapping) else None
     if own is None:
         return Options(settings.budget)
-    if not isinstance(own, Mapping) or not set(own) <= {"budget", "save"}:
+    place, found = "kv_transfer_params", {}
+    if not isinstance(own, Mapping) or not set(own) <= {"budget", *OPTIONS}:
         raise BadArgumentError(
-            f"kv_transfer_params: cxlkv is {own!r}: keys and values are wanted, of budget, save"
+            f"{place}: cxlkv is {own!r}: keys and values are wanted, of budget, "
+            f"{', '.join(OPTIONS)}"
         )
-    save = own.get("save", True)
-    if not isinstance(save, bool):
-        raise BadArgumentError(f"kv_transfer_params: save is {save!r}: true or false is wanted")
+    for name in OPTIONS.keys() & own.keys():
+        found[name] = OPTIONS[name](f"{place}: {name} is {own[name]!r}", own[name])
     budget = settings.budget
     if "budget" in own:
-        budget = read_budget(own["budget"], "kv_transfer_params")
-    return Options(budget, save)
+        budget = read_budget(own["budget"], place)
+    return Options(budget, **found)  # type: ignore[arg-type]

@@ -1,0 +1,79 @@
+"""Prefixes of requests that asked for it stay in the pool for a while after their end.
+
+They are held as hits are, by leases, so nothing evicts them; those of an engine that dies end with
+their leases.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from cxlkv.errors import CXLKVError
+from cxlkv.pool import CXLPool
+from cxlkv.prefix import PageKeys
+from cxlkv.sequence import Hit
+
+SHARE = 0.5
+"""Of the pool, at most: the oldest ones go before their time, as others must have room, too."""
+
+
+class _Kept(NamedTuple):
+    until_s: float
+    tokens: int
+    hits: list[Hit]
+
+
+class Keeping:
+    """Of one engine; pools are those of all ranks. Methods are the scheduler's, in one thread."""
+
+    def __init__(self, pools: Sequence[CXLPool], clock: Callable[[], float] = time.monotonic):
+        self._pools, self._clock = list(pools), clock
+        self._most = int(SHARE * min(_tokens_of(pool) for pool in pools))
+        self._kept: deque[_Kept] = deque()
+        self._tokens = 0
+
+    def keep(self, keys: PageKeys, ttl_s: float) -> int:
+        """What the pools have of the prefix stays for so long; returns how many tokens."""
+        hits: list[Hit] = []
+        with suppress(CXLKVError):  # what cannot be held is not: it may be found all the same
+            for pool in self._pools:
+                hits.append(pool.match(keys, lease_s=ttl_s))
+        tokens = max((hit.tokens for hit in hits), default=0)
+        if not 0 < tokens <= self._most:
+            _release(hits)
+            return 0
+        while self._tokens + tokens > self._most:
+            self._end(self._kept.popleft())
+        self._tokens += tokens
+        self._kept.append(_Kept(self._clock() + ttl_s, tokens, hits))
+        return tokens
+
+    def expire(self) -> None:
+        """Those whose time is over."""
+        now_s = self._clock()
+        for one in [one for one in self._kept if one.until_s <= now_s]:
+            self._kept.remove(one)
+            self._end(one)
+
+    def close(self) -> None:
+        while self._kept:
+            self._end(self._kept.popleft())
+
+    def _end(self, one: _Kept) -> None:
+        self._tokens -= one.tokens
+        _release(one.hits)
+
+
+def _release(hits: Sequence[Hit]) -> None:
+    for hit in hits:
+        with suppress(CXLKVError):
+            hit.release()
+
+
+def _tokens_of(pool: CXLPool) -> int:
+    parts = pool.pages.geometry["part_count"]
+    return pool.stats()["pages_total"] // parts * pool.layout.page_tokens
