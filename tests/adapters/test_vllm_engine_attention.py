@@ -390,13 +390,13 @@ def test_pool_that_fails_at_every_call_costs_hits_only(make_engine: MakeEngine) 
     engine.serve("a", text(1, 33))
     engine.scheduling.pools[0].close()
     engine.serve("b", text(1, 33))
-    assert engine.scheduling.failures == {"match": 1}
+    assert engine.scheduling.failures == {"host": 1}
     for name in list(engine.ranks[0].worker.requests.sequences):
         engine.ranks[0].worker.requests.release(name)
     engine.ranks[0].worker.pool.close()
     for name in "cd":
         engine.serve(name, text(ord(name), 33))
-    assert engine.ranks[0].worker.requests.failures()["save"] > 0
+    assert engine.ranks[0].worker.requests.failures()["host"] > 0
 
 
 def test_changes_are_told_once_all_ranks_have_them(
@@ -424,14 +424,17 @@ def test_changes_are_told_once_all_ranks_have_them(
 def test_anything_in_any_order(
     make_engine: MakeEngine, paths: list[str], load: str, ranks: int, seed: int
 ) -> None:
-    """Two engines, few blocks, aborts, preemptions, damage: no block that counts is ever wrong."""
+    """Two engines, few blocks, aborts, preemptions, damage, pools that are lost and found: no block
+    that counts is ever wrong."""
     chance = random.Random(seed)
     engines = [make_engine(ranks, load=load, blocks=512) for _ in range(2)]
     texts = [text(number, 60) for number in range(3)]
     names = iter(range(1 << 30))
+    lost: dict[Engine, list[bool]] = {}  # whose pools are to be found again: the scheduler's or not
     for _ in range(60):
         engine = chance.choice(engines)
-        act = chance.choice(["add", "add", "step", "step", "step", "end", "preempt", "damage"])
+        acts = ["add", "add", "step", "step", "step", "end", "preempt", "damage", "lose", "find"]
+        act = chance.choice(acts)
         running = [n for n, r in engine.requests.items() if r not in engine.waiting]
         if act == "add" and len(engine.requests) < 8:
             ids = chance.choice(texts)[: chance.randrange(1, 60)]
@@ -443,6 +446,12 @@ def test_anything_in_any_order(
             engine.preempt(chance.choice(running))
         elif act == "damage":
             damage(chance.choice(paths[:ranks]), chance.randrange(16), chance.randrange(LAYERS))
+        elif act == "lose" and engine not in lost:
+            engine.lost_in, lost[engine] = chance.randrange(LAYERS), [True, False]
+        elif act == "find" and engine in lost and engine.lost_in is None:
+            engine.find(scheduler=lost[engine].pop(chance.randrange(len(lost[engine]))))
+            if not lost[engine]:
+                del lost[engine]
         engine.step(chunk=chance.choice([5, 16, 1 << 20]))
         assert not engine.wrongly_stored
     for engine in engines:

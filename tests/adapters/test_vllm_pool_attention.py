@@ -161,6 +161,31 @@ def test_what_one_host_publishes_another_finds(shm_path: Path) -> None:
         engine.close()
 
 
+def test_a_pool_that_is_lost_and_opened_anew(pool: CXLPool, make: Make, tmp_path: Path) -> None:
+    """Lost in the middle of a step: who has tokens there is computed again, whole texts at once."""
+    attention, room = make(pool), Room([pool])
+    one, two, three = Text("one", 70), Text("two", 40), Text("three", 50)
+    run(attention, Message(started=[one.start(1)]), [(1, one, 0, 40)])
+    attention.hear(Message(started=[two.start(2)]))
+    attention.end_step()
+    pool.close()
+    assert not room.fits("one", 40, 70)
+    one_row, two_row = run(attention, Message(), [(1, one, 40, 1), (2, two, 0, 40)])
+    assert (is_zero(one_row), is_right(two_row)) == (True, True)
+    assert attention.bad_blocks() == {1}
+    assert attention.report().failures.keys() == {"host"}
+    with CXLPool.open(tmp_path / "a.pool", threads=1) as again:
+        attention.reopened(again)
+        rows = [(1, one, 0, 69), (2, two, 39, 1), (3, three, 0, 50)]
+        found = run(attention, Message(started=[three.start(3)]), rows)
+        assert [is_right(piece) for piece in found] == [True, False, True]
+        assert attention.bad_blocks() == {2}
+        assert all(map(is_right, run(attention, Message(), [(1, one, 69, 1), (2, two, 0, 40)])))
+        with again.match(unpacked(three.keys, BLOCK)) as hit:
+            assert hit.tokens == 48
+        attention.close()
+
+
 def test_a_hit_that_is_gone_gives_zeros_and_is_computed_again(
     pool: CXLPool, attention: PoolAttention
 ) -> None:

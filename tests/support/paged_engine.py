@@ -124,9 +124,26 @@ class Engine:
         self.wrongly_stored: list[tuple[str, int]] = []
         self.shares = shares  # requests of one text share blocks, as with the engine's own cache
         self.users: Counter[int] = Counter()  # of a block
+        self.lost_in: int | None = None  # the layer of the next step in which the pools are lost
+        self._paths = paths
         self.links = ExitStack()  # ends with the engine
         self._arrived: dict[str, int] = {}  # how many ranks' loads of a request have ended
         self._held_back: dict[str, Request] = {}  # ended while they were loading
+
+    def _lose(self) -> None:
+        """As `Reopening` does, at any time: calls raise from now on."""
+        self.lost_in = None
+        for pool in (*self.scheduling.pools, *(rank.worker.pool for rank in self.ranks)):
+            pool.close()
+
+    def find(self, *, scheduler: bool) -> None:
+        """The pools are there again, for the scheduler or for the workers."""
+        for rank, path in zip(self.ranks, self._paths, strict=True):
+            pool = CXLPool.open(path, threads=1)
+            if scheduler:
+                self.scheduling.pools[rank.rank] = pool
+            else:
+                rank.worker.reopened(pool)
 
     def add(self, name: str, ids: list[int], **params: object) -> Request:
         request = Request(name, list(ids), {"cxlkv": params} if params else None)
@@ -237,6 +254,8 @@ class Engine:
             rank.worker.start_loads()
         computing = [*step.fresh, *step.going]
         for layer in range(len(self.ranks[0].memory)):
+            if layer == self.lost_in:
+                self._lose()
             for rank in self.ranks:
                 rank.worker.wait_for_layer(f"layers.{layer}")
             for one in computing:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cxlkv import _lifetime
-from cxlkv.errors import CXLKVError
+from cxlkv.errors import ClosedError, CXLKVError, FencedError, HostError
 from cxlkv.pool import Pool
 
 if TYPE_CHECKING:
@@ -33,11 +33,16 @@ LOOK_EVERY_S = 1.0
 """What came after the last look waits for the next."""
 
 
+LOST = (FencedError, HostError, ClosedError)
+"""What calls of a pool raise whose host was declared off, until it is opened anew (reopening)."""
+
+
 class Failures(Counter[str]):
-    """Counts since the start, by kind."""
+    """Counts since the start, by kind; "host" where the pool was lost."""
 
     def add(self, kind: str, error: Exception) -> None:
         """Count it; the first of its kind is a line in the log."""
+        kind = "host" if isinstance(error, LOST) else kind
         if not self[kind]:
             log.warning("%s; the engine computes instead; further ones are counted", error)
         self[kind] += 1

@@ -198,8 +198,14 @@ class PoolRequests:
         found: npt.NDArray[np.bool_] = np.logical_or.reduce(wrong.reshape(-1, per_key), axis=1)
         return found
 
+    def reopened(self, pool: CXLPool, tiers: Tiers | None = None) -> None:
+        """Go on in this pool: the one before was closed, and what requests held there is gone."""
+        self.pool, self.tiers = pool, tiers
+        self.sequences.clear()
+        self._stored.clear()
+
     def failures(self) -> Counter[str]:
-        """Counts since the start: "stale", "corrupt", "full", "quota", "window"."""
+        """Counts since the start: "stale", "corrupt", "full", "quota", "window", "host"."""
         return Counter(self._failures)
 
     def fail(self, kind: str, error: CXLKVError) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cxlkv.errors import MemoryShortError
+from cxlkv.errors import CXLKVError, MemoryShortError
 from cxlkv.pool import CXLPool
 
 
@@ -17,7 +17,7 @@ class Room:
     No step is under way while the next one is planned, so what the pools hold is what the steps
     before took. Pages that are only published count as free: an append evicts them. Another
     process that shares a pool may still take pages first; a worker finds that out, and its request
-    is computed again.
+    is computed again. A pool that cannot be asked has no room: requests wait for it.
     """
 
     def __init__(self, pools: Sequence[CXLPool]):
@@ -83,10 +83,13 @@ class Room:
 
 def _free(pool: CXLPool) -> int:
     """Free pages, those that an append would evict, and of a pool that hosts share those of extents
-    that no host has yet."""
-    stats, geometry = pool.stats(), pool.pages.geometry
-    free = stats["pages_free"] + int(np.count_nonzero(pool.pages.evictable()))
-    if stats["pages_elsewhere"]:
-        owned = sum(host.extents for host in pool.admin.hosts())
-        free += (geometry["extent_count"] - owned) * geometry["slab_slots"]
+    that no host has yet; 0 of a pool that was lost."""
+    try:
+        stats, geometry = pool.stats(), pool.pages.geometry
+        free = stats["pages_free"] + int(np.count_nonzero(pool.pages.evictable()))
+        if stats["pages_elsewhere"]:
+            owned = sum(host.extents for host in pool.admin.hosts())
+            free += (geometry["extent_count"] - owned) * geometry["slab_slots"]
+    except CXLKVError:
+        return 0
     return free

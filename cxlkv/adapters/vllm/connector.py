@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, cast
 
@@ -32,10 +35,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.common.pools import open_tiers
+from cxlkv.adapters.common.reopening import LOOKS_A_LEASE, Reopening
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.blocks import enter_room, pool_layout, speculated_tokens
 from cxlkv.adapters.vllm.chunks import chunks_on
-from cxlkv.adapters.vllm.counting import Counting, Looking
+from cxlkv.adapters.vllm.counting import Counting, Looking, Moves
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.events import Removed, Stored
 from cxlkv.adapters.vllm.gpu_step import steps_on
@@ -46,8 +50,9 @@ from cxlkv.adapters.vllm.plugin import VERSIONS
 from cxlkv.adapters.vllm.pool_attention import PoolAttention
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import check_policy, read_settings
-from cxlkv.errors import UnsupportedError
+from cxlkv.errors import CXLKVError, UnsupportedError
 from cxlkv.layout import KVLayout
+from cxlkv.pool import CXLPool
 from cxlkv.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -108,6 +113,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self.scheduling: Scheduling | None = None
         self._own: tuple[BlockPool, object] | None = None  # and what it finds blocks in
         self.worker: EngineAttention | PoolAttention | None = None
+        self.moves: list[Moves] = []
+        self._reopening: list[Reopening[CXLPool]] = []  # of the pools that are used here
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling = self._make_scheduling()
             self.counting = Counting(self._spec.block_size)
@@ -144,12 +151,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         opened = pools.open_all(paths, self.settings)
         tiers = []
         if self.settings.cold is not None:
-            tiers = [
-                open_tiers(pool, self.settings, 1 / len(opened), moves=False) for pool in opened
-            ]
-        if self._in_pool:
-            enter_room(opened, config)
-        return Scheduling(
+            tiers = [self._tiers_to_match(pool) for pool in opened]
+        self.moves = [Moves(one) for one in tiers]
+        made = Scheduling(
             opened,
             space_of(self._words, self.settings.salt),
             self.settings,
@@ -160,6 +164,18 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             events=events is not None and events.enable_kv_cache_events,
             tiers=tiers,
         )
+        if self._in_pool:
+            enter_room(made.pools, config)
+        for path, pool in zip(paths, made.pools, strict=True):
+            self._look_after(pool, partial(pools.open_one, path, self.settings))
+        return made
+
+    def _tiers_to_match(self, pool: CXLPool) -> Tiers:
+        return open_tiers(pool, self.settings, 1 / self._ranks.count, moves=False)
+
+    def _look_after(self, pool: CXLPool, again: Callable[[], CXLPool]) -> None:
+        every_s = self.settings.lease_s / LOOKS_A_LEASE
+        self._reopening.append(Reopening(pool, again, every_s))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -179,6 +195,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._notice_reset()
+        self._take_reopened()
         tokens, beside = self._scheduler.match(request, num_computed_tokens)
         if tokens is not None:
             asked = request.num_tokens - num_computed_tokens
@@ -195,7 +212,21 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self._counting.admitted(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._take_reopened()
         return StepMessage(self._scheduler.message(step_of(scheduler_output)))
+
+    def _take_reopened(self) -> None:
+        """The pools that were lost and are there again; by rank."""
+        for rank, reopening in enumerate(self._reopening):
+            pool = reopening.take()
+            if pool is None:
+                continue
+            tiers = None
+            if self.settings.cold is not None:
+                with suppress(CXLKVError):  # without them it matches in the pool alone
+                    tiers = self._tiers_to_match(pool)
+                    self.moves[rank] = Moves(tiers)
+            self._scheduler.reopened(rank, pool, tiers)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -290,19 +321,32 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         return pools.ranks_of(self._vllm_config, self._vllm_config.parallel_config.rank)
 
     def _make_tiers(self, layout: KVLayout, sketch: bool = False) -> Tiers:
-        """Of this rank's pool, whose figures are shown from now on."""
-        settings, ranks = self.settings, self._ranks
-        where = pools.pool_path(settings.where, self._words, ranks)
-        wanted = (ranks, self._vllm_config.model_config.max_model_len)
-        pool = pools.make_or_open(
-            where, layout, settings.capacity, *wanted, sketch=sketch, shared=settings
+        """Of this rank's pool, which is opened anew when it is lost."""
+        where = pools.pool_path(self.settings.where, self._words, self._ranks)
+        wanted = (self._ranks, self._vllm_config.model_config.max_model_len)
+        again = partial(
+            pools.make_or_open,
+            *(where, layout, self.settings.capacity, *wanted),
+            sketch=sketch,
+            shared=self.settings,
         )
+        pool = again()
         try:
-            tiers = open_tiers(pool, settings, 1 / ranks.count, local=settings.local)
+            tiers = self._tiers_of(pool)
         except Exception:
             pool.close()
             raise
+        self._look_after(pool, again)
+        return tiers
+
+    def _tiers_of(self, pool: CXLPool) -> Tiers:
+        """The worker's, whose figures are shown from now on."""
+        settings = self.settings
+        tiers = open_tiers(pool, settings, 1 / self._ranks.count, local=settings.local)
         self.looking = Looking(pool, tiers=tiers)
+        pool.admin.audit = settings.audit
+        if settings.worker:
+            pool.use_worker()
         return tiers
 
     def _make_pool_attention(self, names: list[str], device: torch.device) -> PoolAttention:
@@ -310,9 +354,6 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         page_tokens = gcd(PAGE_TOKENS, self._spec.block_size)
         layout = pool_layout(config, names, self._spec, page_tokens, ranks.shard)
         tiers = self._make_tiers(layout, sketch=True)
-        tiers.pool.admin.audit = self.settings.audit
-        if self.settings.worker:
-            tiers.pool.use_worker()
         return PoolAttention(
             tiers.pool,
             names,
@@ -328,8 +369,14 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self.worker is not None and isinstance(connector_metadata, StepMessage):
-            self.worker.hear(connector_metadata.message)
+        if self.worker is None or not isinstance(connector_metadata, StepMessage):
+            return
+        for pool in filter(None, (one.take() for one in self._reopening)):
+            with suppress(CXLKVError):  # of a pool that was closed
+                self.worker.tiers.close()
+            with suppress(CXLKVError):  # lost once more: it will be there again
+                self.worker.reopened(pool, self._tiers_of(pool))
+        self.worker.hear(connector_metadata.message)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         self._worker.start_loads()
@@ -362,7 +409,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         return self.worker
 
     def shutdown(self) -> None:
-        for part in (self.scheduling, self.worker):
+        for part in (*self._reopening, self.scheduling, self.worker):
             if part is not None:
                 part.close()
 

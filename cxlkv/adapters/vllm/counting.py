@@ -41,7 +41,7 @@ MOVES = {
 COUNTS = {**TOKENS, **{name: COUNTERS[name] for name in BYTES}, **AUDITS, **MOVES}
 """What is counted, by name, with what it means."""
 
-KINDS = ("corrupt", "stale", "full", "late", "save", "match", "bad_options")
+KINDS = ("corrupt", "stale", "full", "late", "save", "match", "host", "bad_options")
 """Failures that are shown from the start, as 0; others appear when they happen."""
 
 STATES = {

@@ -101,6 +101,15 @@ class EngineAttention:
         self._report = Report()
         self._told = self.requests.failures()
 
+    def reopened(self, pool: CXLPool, tiers: Tiers | None = None) -> None:
+        """Between two steps: the pool before was lost with what requests held there. They go on,
+        and what this pool lacks of them is saved."""
+        self.pool, self.tiers = pool, tiers or Tiers(pool)
+        self.requests.reopened(pool, self.tiers)
+        self._writing = None
+        for held in self._held.values():
+            held.saved = 0
+
     # ---- what the scheduler says ----
 
     def hear(self, message: Message) -> None:

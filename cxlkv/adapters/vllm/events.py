@@ -92,6 +92,10 @@ class Events:
         self._left: list[bytes] = []  # keys that this round has still to look for
         self._changes: list[Stored | Removed] = []
 
+    def reopened(self, rank: int, pool: CXLPool, cold: ColdStore | None) -> None:
+        """This rank's pool was lost, and is open again."""
+        self._pools[rank] = (pool, _parts_of(pool), cold)
+
     # ---- requests ----
 
     def begin(self, request: EngineRequest, space: bytes) -> None:

@@ -28,10 +28,11 @@ class _Kept(NamedTuple):
 
 
 class Keeping:
-    """Of one engine; pools are those of all ranks. Methods are the scheduler's, in one thread."""
+    """Of one engine; pools are those of all ranks, as they are at each call. Methods are the
+    scheduler's, in one thread."""
 
     def __init__(self, pools: Sequence[CXLPool], clock: Callable[[], float] = time.monotonic):
-        self._pools, self._clock = list(pools), clock
+        self._pools, self._clock = pools, clock
         self._most = int(SHARE * min(_tokens_of(pool) for pool in pools))
         self._kept: deque[_Kept] = deque()
         self._tokens = 0

@@ -109,8 +109,8 @@ class Load:
         starts = np.cumsum([0, *(part.good for part in parts)], dtype=np.int32)
         blocks = np.concatenate([np.array(p.blocks[: p.good], np.int32) for p in parts])
         first = np.array([part.first_page for part in parts], np.int32)
-        batch = self._pool.batch([part.sequence for part in parts if part.sequence is not None])
         try:
+            batch = self._pool.batch([one.sequence for one in parts if one.sequence is not None])
             batch.fetch_blocks(layer, own.keys, own.values, blocks, starts, first)
         except CXLKVError as error:
             good = getattr(error, "good", None)

@@ -7,7 +7,7 @@ CXLMetrics adds it to the registry behind /metrics and LLM.get_metrics(). `count
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge
@@ -61,7 +61,7 @@ class Reporting:
 
     counting: Counting | None = None
     looking: Looking | None = None
-    moves: Sequence[Moves] = ()  # of the scheduler's tiers
+    moves: list[Moves]  # of the scheduler's tiers, by rank
     scheduling: Scheduling | None
 
     def get_kv_connector_stats(self) -> CXLStats | None:

@@ -110,6 +110,16 @@ class PoolAttention:
         self._batches: dict[tuple[str, ...], Batch] = {}  # of the last step, to be used again
         self._report, self._told = Report(), Counter[str]()
 
+    def reopened(self, pool: CXLPool, tiers: Tiers | None = None) -> None:
+        """Between two steps: the pool before was lost, and K and V of all requests with it. They
+        are empty here, so that the next step fails for those that have tokens, and the engine
+        computes them again."""
+        self.pool, self.tiers = pool, tiers or Tiers(pool)
+        self.requests.reopened(pool, self.tiers)
+        self._batches.clear()
+        for held in self._held.values():
+            self._load(held, None, 0)
+
     # ---- a step ----
 
     def hear(self, message: Message) -> None:
@@ -207,11 +217,11 @@ class PoolAttention:
 
     def _publish(self, held: Held) -> None:
         """Hashes are of text that is sure: speculated tokens have none before they are accepted."""
-        sequence = self.requests.sequences[held.name]
-        blocks = min(len(sequence) // self.block_tokens, len(held.keys) // KEY_BYTES)
-        if blocks <= held.stored:
-            return
         try:
+            there = len(self.requests.sequences[held.name]) // self.block_tokens
+            blocks = min(there, len(held.keys) // KEY_BYTES)
+            if blocks <= held.stored:
+                return
             self.requests.store(held.name, self._keys(held)[:blocks])
         except CXLKVError as error:
             self.count(error)

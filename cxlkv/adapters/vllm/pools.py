@@ -89,7 +89,7 @@ def open_all(paths: Sequence[str], shared: PoolSettings = UNSHARED) -> list[CXLP
     found: list[CXLPool] = []
     try:
         for path in paths:
-            found.append(cast("CXLPool", pools.open_shared(path, shared, threads=1)))
+            found.append(open_one(path, shared))
     except PoolMissingError as error:
         for pool in found:
             pool.close()
@@ -98,6 +98,10 @@ def open_all(paths: Sequence[str], shared: PoolSettings = UNSHARED) -> list[CXLP
             "are not served yet"
         ) from error
     return found
+
+
+def open_one(path: str, shared: PoolSettings) -> CXLPool:
+    return cast("CXLPool", pools.open_shared(path, shared, threads=1))
 
 
 def tokens_of(pool: CXLPool) -> int:

@@ -113,6 +113,12 @@ class Prefetch(Closing):
         for hit in hits:
             hit.release()
 
+    def reopened(self, rank: int, tiers: Tiers) -> None:
+        """This rank's pool was lost; its tiers go."""
+        before, self.tiers[rank] = self.tiers[rank], tiers
+        with suppress(CXLKVError):  # of a pool that was closed
+            before.close()
+
     def _run(self) -> None:
         while (wanted := self._queue.get()) is not None:
             with suppress(Exception):  # a closed pool, too: the scheduler has gone on

@@ -118,6 +118,14 @@ class Scheduling:
             cold = [one.cold for one in tiers]
             self.events = Events(self.pools, self.failures, block_tokens, self._every, cold=cold)
 
+    def reopened(self, rank: int, pool: CXLPool, tiers: Tiers | None) -> None:
+        """This rank's pool was lost, and what was held there with it; it is open again."""
+        self.pools[rank] = pool
+        if self.events is not None:
+            self.events.reopened(rank, pool, None if tiers is None else tiers.cold)
+        if self._prefetch is not None and tiers is not None:
+            self._prefetch.reopened(rank, tiers)
+
     # ---- a request comes ----
 
     def expect(self, request: EngineRequest) -> None:
