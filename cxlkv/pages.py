@@ -130,6 +130,16 @@ class Pages:
         """By page id: published, of this host, pinned by nobody and held by nobody (leases too)."""
         return _core.evictable(self._pool, self._total)
 
+    def want(self, count: int) -> None:
+        """Tell the other hosts of a shared pool that this one lacks room for so many pages: for two
+        leases, or until it wants 0."""
+        _core.pages_want(self._pool, count)
+
+    def wanted(self) -> PageIds:
+        """Of this host's evictable pages those whose eviction empties extents that other hosts
+        want; none where nobody wants any. What is empty they get (all but one extent)."""
+        return _core.pages_wanted(self._pool, self._total)
+
     def free(self, pages: PageIds) -> None:
         """Gives pages back, all or none.
 

@@ -68,10 +68,11 @@ PROTOCOL = (
 )
 
 
-def engine(name: str, minutes: float, *covers: str) -> Part:
+def engine(name: str, minutes: float, *covers: str, settings: str = "") -> Part:
     """The tests with an engine, in the environment that make builds for it."""
     covers = (*covers, f"tests/{name}/", "cxlkv/adapters/common/")
-    return Part(f"make test-{name}", minutes, covers, prepare=f"make env-{name}")
+    command = f"{settings} make test-{name}".lstrip()
+    return Part(command, minutes, covers, prepare=f"make env-{name}")
 
 
 # Short ones first: what a broken tree fails at is seen early.
@@ -92,7 +93,7 @@ PARTS = {
         6,
         ("emulation/qemu/", "cxlkv/machine/", "cxlkv/transport/", "native/src/region/"),
     ),
-    "vllm": engine("vllm", 10, "cxlkv/adapters/vllm/"),
+    "vllm": engine("vllm", 25, "cxlkv/adapters/vllm/", settings="CXLKV_KILLS=30"),
     "sglang": engine("sglang", 7, "cxlkv/adapters/sglang/"),
     "lmcache": engine("lmcache", 6, "cxlkv/adapters/lmcache/"),
     "remote": Part(

@@ -95,6 +95,15 @@ def evictable(pool: Handle, page_count: int) -> npt.NDArray[np.bool_]:
     return flags
 
 
+def pages_want(pool: Handle, page_count: int) -> None:
+    check(lib.cxlkv_pages_want(pool, page_count))
+
+
+def pages_wanted(pool: Handle, page_count: int) -> npt.NDArray[np.uint32]:
+    pages = np.empty(page_count, np.uint32)
+    return pages[: check(lib.cxlkv_pages_wanted(pool, flat("uint32_t", pages, True), page_count))]
+
+
 def names(pool: Handle, hashes: bytes, places: int) -> npt.NDArray[np.uint8]:
     """[keys, places, parts, 16]: under what match() looks for each of the keys, in its order."""
     if places < 0:

@@ -359,7 +359,22 @@ class Tiers(ObjectMoves, Closing):
     def _reclaimed(self, pages: int) -> bool:
         if self._ended:  # an append that began before close() is told that the pool is full
             return False
-        return self.reclaim(pages) > 0 or self._free() >= pages
+        if self.reclaim(pages) > 0 or self._free() >= pages:
+            return True
+        self.pool.pages.want(pages - self._free())
+        return False
+
+    def give(self) -> int:
+        """Evict what stands in the way of other hosts of a shared pool that want room; returns how
+        many pages are free now. The core hands over extents that are empty."""
+        self._check()
+        with self._lock:
+            wanted = self.pool.pages.wanted()
+            if not len(wanted):
+                return 0
+            rows, published = self.published()
+            chosen = np.flatnonzero(np.isin(published.pages, wanted))
+            return self._let_go(rows, published, chosen.astype(np.uint32))
 
     def _free(self) -> int:
         return self.pool.stats()["pages_free"]

@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 10
+#define CXLKV_ABI 11
 /* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
 #define CXLKV_BUILD 200
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
@@ -519,6 +519,13 @@ int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint3
 /* flags, a byte a page: 1 for a published page of this host that nobody holds or has pinned.
  * Returns how many there are. */
 int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity);
+/* Tells the other hosts of a shared pool for two leases that this one lacks room for so many pages;
+ * 0: no more. */
+int64_t cxlkv_pages_want(cxlkv_pool *pool, uint64_t page_count);
+/* Of a shared pool: this host's pages to evict, so that extents which the others want become empty
+ * and are given to them: those in which nothing is held or pinned, and that were asked for longest
+ * ago. Returns how many; capacity: of all pages. */
+int64_t cxlkv_pages_wanted(cxlkv_pool *pool, uint32_t *pages, uint64_t capacity);
 typedef struct cxlkv_scrubbed {
     uint64_t pages;                 /* overwritten now */
     uint64_t held;                  /* will be, when the last who holds one lets go; poisoned ones

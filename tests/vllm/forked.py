@@ -95,6 +95,13 @@ class Life:
                 return
             self._left += data
 
+    def heard(self) -> list[Done]:
+        """Requests that have ended since the last call; waits if there are none."""
+        found = [next(self.hear())]
+        found += [json.loads(line) for line in self._left.split(b"\n")[:-1]]
+        self._left = self._left[self._left.rfind(b"\n") + 1 :]
+        return cast("list[Done]", found)
+
     def has_ended(self) -> bool:
         """Waits until it says something, or has ended."""
         return not self.link.recv(1, socket.MSG_PEEK)

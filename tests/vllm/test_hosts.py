@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool
+from cxlkv.errors import BusyError
 
 from ..support.waiting import until
 from .engines import BLOCK_TOKENS, VOCABULARY_SIZE
@@ -187,3 +188,35 @@ def hits_all(life: Life, prompts: list[Tokens]) -> bool:
     life.forget()
     done = life.generate(prompts)
     return [one["cached"] for one in done] == [whole_blocks(prompt) for prompt in prompts]
+
+
+@FORMS
+def test_a_pool_that_is_removed_or_full(bench: Bench) -> None:
+    """Who has it open keeps it, and another engine makes a new one. In one that holds a fifth of
+    the texts, and that another host has filled, all requests end."""
+    one, other = bench.begin(0).ready(), bench.begin(1).ready()
+    known, many = texts(1), texts(2, count=24, tokens=500)
+    wanted = bench.wanted([*known, *many])
+    check(one, known, wanted[:4])
+    with pytest.raises(BusyError, match="in use"):
+        CXLPool.remove(bench.path)
+    bench.path.unlink()
+    check(other, known, wanted[:4], hits=True)
+    other.end()
+    other = bench.begin(1, capacity="6MiB").ready()
+    check(other, known, wanted[:4])
+    check(one, known, wanted[:4])
+    one.end()
+    one = bench.begin(0).ready()
+    check(one, known, wanted[:4], hits=True)
+    for life in (one, other):  # the second one comes when the first has taken all pages
+        check(life, many, wanted[4:])
+    for life in (one, other):
+        for number, prompt in enumerate(many):
+            life.add(str(number), prompt)
+    for life in (one, other):
+        assert [done["tokens"] for done in life.answers(len(many))] == wanted[4:]
+        life.forget()
+    for life in (one, other):
+        life.end()
+    bench.check_all()

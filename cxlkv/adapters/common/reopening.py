@@ -29,11 +29,18 @@ class Reopening(Closing, Generic[Kind]):
     """Looks after `pool`. Where one host only uses it there is nothing to do, and no thread.
 
     again: opens it as it was opened first. every_s: between two looks, and between two attempts.
-    close() closes what was opened and not taken; the pool at hand is its user's.
+    look: what else is to be done at each look. close() closes what was opened and not taken; the
+    pool at hand is its user's.
     """
 
-    def __init__(self, pool: Kind, again: Callable[[], Kind], every_s: float):
-        self._pool, self._again, self._every_s = pool, again, every_s
+    def __init__(
+        self,
+        pool: Kind,
+        again: Callable[[], Kind],
+        every_s: float,
+        look: Callable[[], object] = lambda: None,
+    ):
+        self._pool, self._again, self._every_s, self._look = pool, again, every_s, look
         self._opened: Kind | None = None
         self._changed = threading.Condition()
         self._ended = False
@@ -69,6 +76,8 @@ class Reopening(Closing, Generic[Kind]):
 
     def _run(self) -> None:
         while self._goes_on():
+            with suppress(CXLKVError):
+                self._look()
             try:
                 self._pool.admin.hosts()  # this raises, too, where no other call is made
             except (FencedError, HostError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -55,7 +56,16 @@ class Room:
         pages = self._asked[request] = self._pages(wanted) - self._pages(have)
         if request not in self._held:
             self._left = None  # its hit is held by now, and no longer free
-        return pages <= 0 or pages + self._given <= self._room()
+        missing = pages + self._given - self._room() if pages > 0 else 0
+        if missing > 0:
+            self._want(missing)
+        return missing <= 0
+
+    def _want(self, pages: int) -> None:
+        """Hosts that share the pools evict for it what nobody reads."""
+        for pool, parts in zip(self._pools, self._parts, strict=True):
+            with suppress(CXLKVError):
+                pool.pages.want(pages * parts)
 
     def take(self, request: str) -> None:
         """It was planned as it was asked for."""

@@ -175,7 +175,12 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
     def _look_after(self, pool: CXLPool, again: Callable[[], CXLPool]) -> None:
         every_s = self.settings.lease_s / LOOKS_A_LEASE
-        self._reopening.append(Reopening(pool, again, every_s))
+        self._reopening.append(Reopening(pool, again, every_s, self._give))
+
+    def _give(self) -> None:
+        """Room to hosts that have none."""
+        if self.worker is not None:
+            self.worker.tiers.give()
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -141,18 +141,16 @@ static bool is_empty(const cxlkv_pool *pool, uint32_t extent) {
     return true;
 }
 
-static uint32_t empty_extents(const cxlkv_pool *pool, uint32_t *extents, uint32_t most) {
+uint32_t extents_empty(const cxlkv_pool *pool, uint32_t *extents, uint32_t most) {
     uint32_t count = 0;
     for (uint32_t e = 0; e < pool->geometry.extent_count && count < most; e++)
         if (is_empty(pool, e)) extents[count++] = e;
     return count;
 }
 
-enum { GIVE_MAX = 64 };
-
 /* One stays with us: a host that just became idle would ask for it back at once. */
 void extents_offer(cxlkv_pool *pool) {
-    uint32_t extents[GIVE_MAX], count = empty_extents(pool, extents, GIVE_MAX);
+    uint32_t extents[GIVE_MAX], count = extents_empty(pool, extents, GIVE_MAX);
     hosts_offer(&pool->hosts, count ? count - 1 : 0);
 }
 
@@ -169,7 +167,7 @@ static uint32_t leave_some(cxlkv_pool *pool, uint32_t *extents) {
     volatile uint32_t left = 0;
     if (host_lock(pool) < 0) return 0;
     GUARD_BEGIN(fault) {
-        uint32_t count = empty_extents(pool, extents, GIVE_MAX);
+        uint32_t count = extents_empty(pool, extents, GIVE_MAX);
         count = min_u32(count ? count - 1 : 0,
                         (uint32_t)min_u64(extents_wanted(pool), GIVE_MAX));
         while (left < count) extent_leave(pool, extents[left++]);

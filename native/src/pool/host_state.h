@@ -125,6 +125,7 @@ typedef struct host_state {
     uint64_t wanted_extents;
     uint64_t log_next;           /* the record of our log that is written next */
     uint32_t publications;       /* as they are counted in descriptors */
+    uint32_t wanted_beats;       /* of ours, until wanted_extents is over; 0: who set it ends it */
     uint64_t extents_version;    /* moves when extents come or go */
     uint64_t withdrawn_pages;
     host_view views[HOSTS_MAX];

@@ -23,6 +23,8 @@ static inline bool page_is_free(const cxlkv_pool *pool, uint32_t page) {
 
 /* ---- alloc.c: pages_unclaim() and host_lock_with_room() without the host lock ---- */
 /* Tries to have so many free pages: dead processes', withdrawn ones. See host_lock_with_room(). */
+/* Published here, and held, pinned or leased by nobody. */
+bool page_is_evictable(const cxlkv_pool *pool, uint32_t page);
 void pages_make_room(cxlkv_pool *pool, uint64_t count);
 /* Takes count pages, neighbours of `after` first; all or nothing: 0 or -CXLKV_E_POOL_FULL. */
 int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages);

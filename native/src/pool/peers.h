@@ -85,6 +85,8 @@ uint64_t extents_wanted(const cxlkv_pool *pool);  /* by others */
 /* As many as others want and we can spare: with the claims, without the host lock. */
 void extents_give(cxlkv_pool *pool, hosts *turn);
 void extents_offer(cxlkv_pool *pool);
+enum { GIVE_MAX = 64 };
+uint32_t extents_empty(const cxlkv_pool *pool, uint32_t *extents, uint32_t most);
 /* borrow.c: pages of other hosts */
 typedef struct borrowing {
     uint32_t page;

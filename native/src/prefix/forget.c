@@ -95,9 +95,7 @@ int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint3
 static int64_t list_evictable(const cxlkv_pool *pool, uint8_t *flags) {
     int64_t count = 0;
     for (uint32_t page = 0; page < pool->host->page_count; page++) {
-        const page_info *info = &pool->pages[page];
-        flags[page] = info->published && !info->holders && !info->pinned && !info->retired &&
-                      page_is_ours(pool, page);
+        flags[page] = page_is_evictable(pool, page);
         count += flags[page];
     }
     return count;
