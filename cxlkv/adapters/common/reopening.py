@@ -108,10 +108,10 @@ class Reopening(Closing, Generic[Kind]):
             except (CXLKVError, OSError) as error:
                 self._say(f"{self._pool.path} cannot be opened again yet: {error}")
                 continue
-            with self._changed:
-                self._opened = self._pool = pool
             with suppress(CXLKVError):
                 log.warning("cxlkv: %s is open again, as host %d", pool.path, _number(pool))
+            with self._changed:
+                self._opened = self._pool = pool
             return
 
     def _say(self, text: str) -> None:
