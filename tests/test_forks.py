@@ -26,6 +26,7 @@ import cxlkv
 from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Tiers, _lifetime, object_keys
 from cxlkv.adapters.common.metrics import Counting, Failures, Shown
 from cxlkv.adapters.common.object_cache import ObjectCache
+from cxlkv.adapters.common.reopening import Reopening
 from cxlkv.adapters.transformers import CXLCache, layout_of
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part
 from cxlkv.adapters.vllm.prefetch import Prefetch
@@ -390,6 +391,15 @@ def loads_of_vllm(world: World) -> Subject:
     return Subject((loader, *loads), use, loader.close)
 
 
+def a_reopening(world: World) -> Subject:
+    made = CXLPool.create(
+        world.folder / "shared", layout=SMALL, capacity="4MiB", sharing="software", host=0
+    )
+    world.after.callback(made.close)
+    looking = Reopening(made, lambda: made, 0.01)
+    return Subject(looking, looking.take, looking.close)
+
+
 def a_prefetch_of_vllm(world: World) -> Subject:
     pool = world.pool()
     tiers = Tiers(pool, cold=world.folder / "cold", cold_capacity="1MiB")
@@ -472,6 +482,7 @@ OBJECTS = (
     Row(object_cache, "ObjectCache"),
     Row(loads_of_vllm, "Load Loader"),
     Row(a_prefetch_of_vllm, "Prefetch"),
+    Row(a_reopening, "Reopening"),
     Row(a_cache_of_transformers, "CXLCache"),
     Row(a_mailbox, "Mailbox"),
     Row(a_mapping, "Mapping"),
