@@ -130,7 +130,7 @@ TEXT_SUFFIXES = {".py", ".pyi", ".c", ".h", ".md", ".toml", ".txt", ".yaml", ".y
 @cache
 def files(*suffixes: str) -> list[Path]:
     """The project's files with these suffixes, linked folders once, nothing that was built."""
-    folders = ("cxlkv", *SHIPPED, "native", "tests", "docs", ".ci")
+    folders = ("cxlkv", *SHIPPED, "native", "tests", "docs", "examples", ".ci")
     found = {path.resolve() for name in folders for path in (ROOT / name).rglob("*")}
     found |= {path for path in ROOT.glob("*") if path.name != ".git"}  # a file in a worktree
     return sorted(p for p in found if p.is_file() and (p.suffix in suffixes or not suffixes))

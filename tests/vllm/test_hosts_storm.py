@@ -120,7 +120,7 @@ class Storm:
 
     def plan_kill(self, host: Host) -> None:
         """After some more of its requests, in whatever it does then."""
-        host.dies_after = self._random.randrange(1, 40)
+        host.dies_after = self._random.randrange(1, 2 * REQUESTS // KILLS)
 
     def _kill(self, host: Host, watcher: CXLPool) -> None:
         host.life.kill()
