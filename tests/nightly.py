@@ -93,7 +93,13 @@ PARTS = {
         6,
         ("emulation/qemu/", "cxlkv/machine/", "cxlkv/transport/", "native/src/region/"),
     ),
-    "vllm": engine("vllm", 25, "cxlkv/adapters/vllm/", settings="CXLKV_KILLS=30"),
+    "vllm": engine("vllm", 25, "cxlkv/adapters/vllm/"),
+    "vllm-storm": Part(
+        "CXLKV_KILLS=30 make test-vllm ARGS='-k killed_at_any_moment'",
+        35,
+        ("cxlkv/adapters/common/reopening.py", "tests/vllm/test_hosts_storm.py"),
+        prepare="make env-vllm",
+    ),
     "sglang": engine("sglang", 7, "cxlkv/adapters/sglang/"),
     "lmcache": engine("lmcache", 6, "cxlkv/adapters/lmcache/"),
     "remote": Part(

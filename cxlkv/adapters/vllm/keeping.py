@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from cxlkv.adapters.vllm.pools import tokens_of
 from cxlkv.errors import CXLKVError
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
@@ -33,7 +34,7 @@ class Keeping:
 
     def __init__(self, pools: Sequence[CXLPool], clock: Callable[[], float] = time.monotonic):
         self._pools, self._clock = pools, clock
-        self._most = int(SHARE * min(_tokens_of(pool) for pool in pools))
+        self._most = int(SHARE * min(tokens_of(pool) for pool in pools))
         self._kept: deque[_Kept] = deque()
         self._tokens = 0
 
@@ -73,8 +74,3 @@ def _release(hits: Sequence[Hit]) -> None:
     for hit in hits:
         with suppress(CXLKVError):
             hit.release()
-
-
-def _tokens_of(pool: CXLPool) -> int:
-    parts = pool.pages.geometry["part_count"]
-    return pool.stats()["pages_total"] // parts * pool.layout.page_tokens

@@ -1,7 +1,8 @@
 """Pages in the cold tier come back before their request is let in: it waits, steps do not.
 
 One thread brings prefixes back, in the order in which they were asked for, and holds them until the
-scheduler has matched its request.
+scheduler has matched its request. So that those far back in a long queue leave room to those in
+front, a share of the pool holds what has come; the others wait for theirs.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from queue import SimpleQueue
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
 from cxlkv.adapters.common.metrics import Failures
+from cxlkv.adapters.vllm.pools import tokens_of
 from cxlkv.errors import CXLKVError
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit
 from cxlkv.tiers import Tiers
+
+SHARE = 0.25
+"""Of the smallest pool: room for what has come and is not matched yet. One request may have
+more."""
 
 
 @dataclass
@@ -51,6 +57,7 @@ class Prefetch(Closing):
         self.restored_tokens = 0  # of requests' prefixes, so far
         self._wanted: dict[str, _Wanted] = {}
         self._futile: set[str] = set()  # requests for which not all could come
+        self._most = int(SHARE * min(tokens_of(one.pool) for one in tiers))
         self._queue = SimpleQueue[_Wanted | None]()
         self._lock = threading.Lock()  # of what a _Wanted holds
         self._thread = threading.Thread(target=self._run, name="cxlkv-prefetch", daemon=True)
@@ -59,7 +66,7 @@ class Prefetch(Closing):
 
     def begin(self, request: str, keys: PageKeys, tokens: int) -> bool:
         """Whether more than `tokens` of the prefix will be there later. The request waits then, and
-        asks is_going()."""
+        asks is_going(); it is not begun yet where others have the room."""
         if request in self._wanted or request in self._futile:
             return request in self._wanted
         try:
@@ -69,6 +76,9 @@ class Prefetch(Closing):
             return False
         if reach <= tokens:
             return False
+        taken = sum(one.tokens for one in self._wanted.values())
+        if taken and taken + reach > self._most:
+            return True
         wanted = _Wanted(
             keys[: reach // keys.page_tokens], tokens, reach, time.monotonic() + self._deadline_s
         )
@@ -121,6 +131,7 @@ class Prefetch(Closing):
 
     def _run(self) -> None:
         while (wanted := self._queue.get()) is not None:
+            wanted.until_s = max(wanted.until_s, time.monotonic() + self._deadline_s)
             with suppress(Exception):  # a closed pool, too: the scheduler has gone on
                 self._bring(wanted)
             wanted.is_done = True
