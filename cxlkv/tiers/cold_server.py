@@ -15,8 +15,9 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -33,6 +34,7 @@ NAMES_MAX = 1 << 16  # of one message
 RECORDS_BYTES = 16 << 20  # of one message: so much is on the disk long before a peer's deadline
 MESSAGE_BYTES = 64 << 10
 SOCKET_NAME_MAX = 80  # letters, so that an address has room for it
+ADDRESS_MAX = 107  # letters
 
 Message = Mapping[str, object]
 
@@ -70,6 +72,28 @@ class SharedRows:
             raise
 
 
+class _OwnedSocket(socket.socket):
+    """Closed with its owner: one that is only dropped is no leak to be warned of."""
+
+    def __del__(self) -> None:
+        super(socket.socket, self).close()  # also where its own __init__ was interrupted
+
+
+def _accept(listener: socket.socket, owner: weakref.ref[ColdServer]) -> None:
+    while True:
+        try:
+            peer, _ = listener.accept()
+        except OSError:  # closed, or shut down
+            listener.close()
+            return
+        server = owner()
+        if server is None:
+            peer.close()
+            return
+        server.admit(peer)
+        del server
+
+
 class ColdServer(Closing):
     """Serves an open tier to processes of this user, a thread for each, until close(). Where the
     file system takes no sockets, or the process gets no thread, the tier is this process's alone:
@@ -80,13 +104,17 @@ class ColdServer(Closing):
 
     def __init__(self, tier: ColdTier, terms: Message):
         self._tier, self._terms = tier, terms
-        self._folder, self._name = place_of_socket(tier.path)
+        self._path = socket_path(tier.path)
         self._peers: dict[socket.socket, threading.Thread] = {}
         self._mutex = threading.Lock()
         self._closed = False
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener = _OwnedSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._inode = -1
-        self._thread = threading.Thread(target=self._accept, name="cxlkv-cold", daemon=True)
+        # It knows this by a weak reference: who is only dropped ends it, too.
+        waiting = (self._listener, weakref.ref(self))
+        self._thread = threading.Thread(
+            target=_accept, args=waiting, name="cxlkv-cold", daemon=True
+        )
         _lifetime.watch(self)
         try:
             self._listen()
@@ -96,33 +124,26 @@ class ColdServer(Closing):
             log.warning("%s is not shared with other processes: %s", tier.path, error)
 
     def _listen(self) -> None:
-        folder = os.open(self._folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            with suppress(FileNotFoundError):  # a dead owner's: whoever has the file's lock is new
-                os.unlink(self._name, dir_fd=folder)
-            self._listener.bind(f"/proc/self/fd/{folder}/{self._name}")
-            os.chmod(self._name, 0o600, dir_fd=folder)
-            self._inode = os.stat(self._name, dir_fd=folder).st_ino
-            self._listener.listen(64)
-        finally:
-            os.close(folder)
+        with suppress(FileNotFoundError):  # a dead owner's: whoever has the file's lock is new
+            os.unlink(self._path)
+        with _address(self._path) as address:
+            self._listener.bind(address)
+        os.chmod(self._path, 0o600)
+        self._inode = os.stat(self._path).st_ino
+        self._listener.listen(64)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:  # closed
+    def admit(self, peer: socket.socket) -> None:
+        """Of this user: serves it, in a thread."""
+        thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
+        with self._mutex:
+            if self._closed or not is_own(peer):
+                peer.close()
                 return
-            thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
-            with self._mutex:
-                if self._closed or not is_own(peer):
-                    peer.close()
-                    continue
-                self._peers[peer] = thread
-            try:
-                thread.start()
-            except RuntimeError:  # no thread to be had: it asks again
-                self._leave(peer)
+            self._peers[peer] = thread
+        try:
+            thread.start()
+        except RuntimeError:  # no thread to be had: it asks again
+            self._leave(peer)
 
     def _serve(self, peer: socket.socket) -> None:
         try:
@@ -191,9 +212,14 @@ class ColdServer(Closing):
                 thread.join()
         self._listener.close()
         with suppress(OSError):
-            path = os.path.join(self._folder, self._name)
-            if os.stat(path).st_ino == self._inode:  # else: another owner's, of another file
-                os.unlink(path)
+            if os.stat(self._path).st_ino == self._inode:  # else: of another owner and file
+                os.unlink(self._path)
+
+    def __del__(self) -> None:
+        with suppress(OSError, AttributeError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits on it
+        with suppress(AttributeError):
+            self._listener.close()
 
     def reset_after_fork(self) -> None:
         """The sockets, and who waits at them, are the parent's."""
@@ -212,29 +238,40 @@ def difference(terms: Message, wanted: Message) -> str:
     )
 
 
-def place_of_socket(path: str) -> tuple[str, str]:
-    """Folder and name of the socket of a cold file."""
+def socket_path(path: str) -> str:
+    """Of the owner of a cold file."""
     folder, name = os.path.split(os.path.abspath(path))
     if len(os.fsencode(name)) > SOCKET_NAME_MAX:
         name = hashlib.blake2s(os.fsencode(name), digest_size=16).hexdigest()
-    return folder, f"{name}.sock"
+    return os.path.join(folder, f"{name}.sock")
+
+
+@contextmanager
+def _address(path: str) -> Iterator[str]:
+    """As a socket takes it: a long path by its folder's descriptor."""
+    if len(os.fsencode(path)) <= ADDRESS_MAX:
+        yield path
+        return
+    place, name = os.path.split(path)
+    folder = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{name}"
+    finally:
+        os.close(folder)
 
 
 def connect(path: str) -> socket.socket:
     """To the owner of a cold file; raises OSError."""
-    place, name = place_of_socket(path)
-    folder = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer = _OwnedSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        peer.connect(f"/proc/self/fd/{folder}/{name}")
+        with _address(socket_path(path)) as address:
+            peer.connect(address)
         if not is_own(peer):
             raise ConnectionError(f"{path} is served by another user")
         return peer
     except BaseException:
         peer.close()
         raise
-    finally:
-        os.close(folder)
 
 
 def peer_ids(peer: socket.socket) -> tuple[int, int]:

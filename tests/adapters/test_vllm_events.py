@@ -228,7 +228,7 @@ def test_a_block_is_there_with_its_pages_of_layers_that_see_all_tokens(tmp_path:
         assert events.changes() == [Removed(request.block_hashes[2:3])]
     now_s[0] += 1
     assert events.changes() == []  # who cannot be asked says of nothing that it is gone
-    assert failures == {"match": 1}
+    assert failures == {"host": 1}
 
 
 def test_what_stands_behind_a_gap_is_told_of_when_that_is_filled(tmp_path: Path) -> None:

@@ -51,9 +51,11 @@ def places_of(code: CodeType) -> frozenset[int]:
 
 
 def _is_watched(frame: FrameType) -> bool:
-    """The package's own, and those of context managers, which it is made with."""
+    """The package's own, and those of context managers, which it is made with; not __del__(), out
+    of which Python lets nothing come."""
     name = frame.f_code.co_filename
-    return name.startswith(PACKAGE) or name.endswith(("contextlib.py", "threading.py"))
+    watched = name.startswith(PACKAGE) or name.endswith(("contextlib.py", "threading.py"))
+    return watched and frame.f_code.co_name != "__del__"
 
 
 class _Tracer:
