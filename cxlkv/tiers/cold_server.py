@@ -6,6 +6,7 @@ records lie there, and only what is to be done with them goes through the socket
 
 from __future__ import annotations
 
+import _socket
 import fcntl
 import hashlib
 import json
@@ -16,7 +17,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -75,8 +76,8 @@ class SharedRows:
 class _OwnedSocket(socket.socket):
     """Closed with its owner: one that is only dropped is no leak to be warned of."""
 
-    def __del__(self) -> None:
-        super(socket.socket, self).close()  # also where its own __init__ was interrupted
+    def __del__(self, close: Callable[[_socket.socket], None] = _socket.socket.close) -> None:
+        close(self)  # also where its own __init__ was interrupted, and when modules are gone
 
 
 def _accept(listener: socket.socket, owner: weakref.ref[ColdServer]) -> None:
@@ -215,11 +216,12 @@ class ColdServer(Closing):
             if os.stat(self._path).st_ino == self._inode:  # else: of another owner and file
                 os.unlink(self._path)
 
-    def __del__(self) -> None:
-        with suppress(OSError, AttributeError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits on it
-        with suppress(AttributeError):
+    def __del__(self, end: int = socket.SHUT_RDWR) -> None:
+        try:  # wakes who waits on it
+            self._listener.shutdown(end)
             self._listener.close()
+        except (OSError, AttributeError):
+            pass
 
     def reset_after_fork(self) -> None:
         """The sockets, and who waits at them, are the parent's."""
