@@ -247,7 +247,7 @@ def read_config(
 
 
 def read_yaml(path: str) -> Mapping[str, object]:
-    """The keys and values of a plain YAML file, which nobody has checked. Raises
+    """The keys and values of a plain YAML file, not validated yet. Raises
     BadArgumentError."""
     return _parsed(path, _text_of(path))[0]
 

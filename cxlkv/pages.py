@@ -137,7 +137,7 @@ class Pages:
 
     def wanted(self) -> PageIds:
         """Of this host's evictable pages those whose eviction empties extents that other hosts
-        want; none where nobody wants any. What is empty they get (all but one extent)."""
+        want; empty if they want none. They get all empty extents but one."""
         return _core.pages_wanted(self._pool, self._total)
 
     def free(self, pages: PageIds) -> None:

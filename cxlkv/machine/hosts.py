@@ -53,7 +53,7 @@ def numbers_here(path: str) -> list[int]:
     try:
         found, identity = os.stat(path), _core.inspect(path).identity
         names = os.listdir(f"/dev/shm/cxlkv.{found.st_uid}")
-    except (OSError, CXLKVError):  # nobody has it open here, or opening it says what is wrong
+    except (OSError, CXLKVError):  # no process has it open here, or open() will say what is wrong
         return []
     state = re.compile(rf"{identity}-{found.st_dev:x}-{found.st_ino:x}-([0-9a-f]{{2}})\.host")
     return sorted(int(match[1], 16) for match in map(state.fullmatch, names) if match)

@@ -108,7 +108,7 @@ def ports(ask: Ask) -> Iterator[Finding]:
 
 
 def _listener(port: int) -> str:
-    """Name and number of the process that listens there, as far as this user may see it."""
+    """Name and pid of the process that listens on the port, if this user may see them."""
     sockets = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         with suppress(OSError):

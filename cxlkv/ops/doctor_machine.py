@@ -239,7 +239,7 @@ def left_overs(ask: Ask) -> Iterator[Finding]:
     damaged = [each for each in found if each.state == "damaged"]
     remove = "cxlkv pool remove PATH"
     for pools, what, command in (
-        (gone, "of pools that nobody can use any more", "cxlkv pool gc"),
+        (gone, "of pools that no process can open any more", "cxlkv pool gc"),
         (killed, "whose users were killed", f"{remove}, or cxlkv pool gc --idle-s 86400"),
         (damaged, "that cannot be opened", remove),
     ):

@@ -111,7 +111,7 @@ class ColdServer(Closing):
         self._closed = False
         self._listener = _OwnedSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._inode = -1
-        # It knows this by a weak reference: who is only dropped ends it, too.
+        # The thread has a weak reference only, so that a server that is dropped ends it.
         waiting = (self._listener, weakref.ref(self))
         self._thread = threading.Thread(
             target=_accept, args=waiting, name="cxlkv-cold", daemon=True

@@ -47,8 +47,8 @@ class SharedColdTier(Closing):
     `why_off`: records are misses then and are not stored, until it answers again or is gone.
 
     Any number of threads; a child of os.fork() finds it closed. Raises what ColdTier raises;
-    GeometryError where the owner has the file with other arguments, BusyError where who has it
-    serves nobody.
+    GeometryError where the owner has opened the file with other arguments, BusyError where the
+    process that has it open does not serve it.
     """
 
     def __init__(

@@ -12,13 +12,13 @@ from typing import Protocol
 
 import pytest
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import CXLPool
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.cold_shared import SharedColdTier
 
-from ..support.paged_engine import TOKENS, Engine
-from .test_vllm_engine_attention import LAYERS, text
+from ..support.paged_engine import Engine
+from .test_vllm_engine_attention import layout_of, text
 
 TEXT = 162  # tokens, of which 160 are whole blocks
 
@@ -37,14 +37,7 @@ def paths(tmp_path: Path) -> list[str]:
 
 
 def make_pool(path: str, rank: int) -> None:
-    layout = KVLayout(
-        layers=LAYERS,
-        kv_heads=2,
-        head_dim=8,
-        page_tokens=TOKENS,
-        dtype="float32",
-        shard=(rank, 2, 0, 1),
-    )
+    layout = layout_of(rank)
     with CXLPool.create(path, layout=layout, capacity="2370KiB", threads=1, sketch=False) as pool:
         assert pool.stats()["pages_total"] == 128
 

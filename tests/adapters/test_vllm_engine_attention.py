@@ -41,20 +41,20 @@ def text(seed: int, tokens: int) -> list[int]:
     return [int(one) for one in np.random.default_rng(seed).integers(0, 97, tokens)]
 
 
+def layout_of(rank: int) -> KVLayout:
+    """Of one of two ranks, as the small engine writes it."""
+    shape = {"layers": LAYERS, "kv_heads": 2, "head_dim": 8, "page_tokens": TOKENS}
+    return KVLayout(**shape, dtype="float32", shard=(rank, 2, 0, 1))
+
+
 @pytest.fixture
 def paths(tmp_path: Path) -> list[str]:
     """Pools of two ranks; a test with one rank uses the first."""
     found = [str(tmp_path / f"{rank}.pool") for rank in range(2)]
     for rank, path in enumerate(found):
-        layout = KVLayout(
-            layers=LAYERS,
-            kv_heads=2,
-            head_dim=8,
-            page_tokens=TOKENS,
-            dtype="float32",
-            shard=(rank, 2, 0, 1),
-        )
-        CXLPool.create(path, layout=layout, capacity="8MiB", threads=1, sketch=False).close()
+        CXLPool.create(
+            path, layout=layout_of(rank), capacity="8MiB", threads=1, sketch=False
+        ).close()
     return found
 
 

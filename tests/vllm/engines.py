@@ -27,6 +27,28 @@ class Storm(TypedDict):
     done: dict[str, list[int]]
 
 
+def settings_of(extra: dict[str, object] | None = None, **settings: object) -> dict[str, object]:
+    """What vllm.LLM takes for the tiny model. extra: its kv_connector_extra_config, None: no
+    connector."""
+    given: dict[str, object] = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 64,
+        "block_size": BLOCK_TOKENS,
+        **settings,
+    }
+    if extra is not None:
+        given["kv_transfer_config"] = {
+            "kv_connector": "CXLConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    return given
+
+
 class Engine:
     """vLLM in a process of its own; extra: its kv_connector_extra_config, None: no connector."""
 
@@ -39,22 +61,7 @@ class Engine:
         environment: dict[str, str] | None = None,
         **settings: object,
     ):
-        given: dict[str, object] = {
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 1024,
-            "max_num_batched_tokens": 1024,
-            "max_num_seqs": 64,
-            "block_size": BLOCK_TOKENS,
-            **settings,
-        }
-        if extra is not None:
-            given["kv_transfer_config"] = {
-                "kv_connector": "CXLConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": extra,
-            }
+        given = settings_of(extra, **settings)
         self._log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(

@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from tests.support.processes import ROOT, kill_group
 
-from .engines import BLOCK_TOKENS
+from .engines import settings_of
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -144,23 +144,8 @@ class Nursery:
 
     def begin(self, extra: dict[str, object] | None = None, **settings: object) -> Life:
         """extra: its kv_connector_extra_config, None: no connector. ready() waits for it."""
-        given: dict[str, object] = {
-            "model": str(self._model),
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 1024,
-            "max_num_batched_tokens": 1024,
-            "max_num_seqs": 16,
-            "block_size": BLOCK_TOKENS,
-            **settings,
-        }
-        if extra is not None:
-            given["kv_transfer_config"] = {
-                "kv_connector": "CXLConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": extra,
-            }
+        tiny = {"model": str(self._model), "max_num_seqs": 16}
+        given = settings_of(extra, **{**tiny, **settings})
         log = self._folder / f"life{len(self._lives)}.log"
         wanted = {"socket": str(self._folder / "lives"), "log": str(log), "settings": given}
         assert self._process.stdin is not None

@@ -91,7 +91,7 @@ class ObjectCache(Closing):
         return right | self._asked(lambda: self._tiers.contains(keys), right)
 
     def _restore(self, keys: PageKeys) -> None:
-        """What is only in the cold tier comes back, as far as there is room."""
+        """Reads back objects that only the cold tier has, as far as they fit."""
         if self._tiers.cold is not None:
             self._asked(lambda: self._tiers.restore(keys), None)
 

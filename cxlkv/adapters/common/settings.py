@@ -63,7 +63,7 @@ class PoolSettings:
 
     @property
     def as_host(self) -> int | str | None:
-        """The host to open the pool as. "auto" if hosts share the pool and nobody named one."""
+        """The number to open the pool with; "auto" for a shared pool if no number was given."""
         named = named_host(self.host)
         return AUTO if named is None and self.sharing != "host" else named
 

@@ -62,7 +62,7 @@ class Room:
         return missing <= 0
 
     def _want(self, pages: int) -> None:
-        """Hosts that share the pools evict for it what nobody reads."""
+        """Asks the other hosts to evict pages that no process reads."""
         for pool, parts in zip(self._pools, self._parts, strict=True):
             with suppress(CXLKVError):
                 pool.pages.want(pages * parts)

@@ -124,8 +124,8 @@ class Events:
                 self._tell(text, span.first, span.last)
 
     def _tell(self, text: _Text, first: int, last: int) -> None:
-        """Of blocks [first, last) that are there; of those before them too, if nobody did yet: a
-        worker that stores goes on from what others have stored."""
+        """Announces those of blocks [first, last) that the pools have, and earlier blocks that were
+        never announced: another engine may have stored them."""
         if first and not all(key in self._told for key in self._keys(text, first - 1, first)):
             first = 0
         keys = self._keys(text, first, last)

@@ -1,8 +1,8 @@
-"""Pages in the cold tier come back before their request is let in: it waits, steps do not.
+"""Reads prefixes back from the cold tier before their requests start: requests wait, steps do not.
 
-One thread brings prefixes back, in the order in which they were asked for, and holds them until the
-scheduler has matched its request. So that those far back in a long queue leave room to those in
-front, a share of the pool holds what has come; the others wait for theirs.
+One thread reads them back in the order in which requests asked, and holds each prefix until the
+scheduler has matched its request. Held prefixes may fill a share of the pool only, so that requests
+far back in a long queue take no room from those in front.
 """
 
 from __future__ import annotations
@@ -160,6 +160,6 @@ class Prefetch(Closing):
             tiers.close()
 
     def reset_after_fork(self) -> None:
-        """The thread is the parent's; nobody waits for it here."""
+        """The thread stays with the parent; a child has no requests that wait."""
         self._lock, self._queue = threading.Lock(), SimpleQueue()
         self._wanted = {}

@@ -24,7 +24,7 @@ class EngineRequest(Protocol):
 def hashes_of(
     request: EngineRequest, every: int, first: int, last: int | None = None
 ) -> list[bytes]:
-    """Of the blocks from `first` to before `last`, as far as the text is known; the engine has
-    `every` hashes for a block, of which the last one names it."""
+    """The hashes that name blocks [first, last), as many as the engine has computed. It computes
+    `every` hashes a block; the last of them names the block."""
     end = None if last is None else last * every
     return [bytes(one) for one in request.block_hashes[first * every + every - 1 : end : every]]
