@@ -43,8 +43,14 @@ def text(seed: int, tokens: int) -> list[int]:
 
 def layout_of(rank: int) -> KVLayout:
     """Of one of two ranks, as the small engine writes it."""
-    shape = {"layers": LAYERS, "kv_heads": 2, "head_dim": 8, "page_tokens": TOKENS}
-    return KVLayout(**shape, dtype="float32", shard=(rank, 2, 0, 1))
+    return KVLayout(
+        layers=LAYERS,
+        kv_heads=2,
+        head_dim=8,
+        page_tokens=TOKENS,
+        dtype="float32",
+        shard=(rank, 2, 0, 1),
+    )
 
 
 @pytest.fixture
