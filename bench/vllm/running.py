@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -46,6 +47,10 @@ BOUNDS = {
     "ttft_pooled_miss_to_stock": 1.03,
 }
 """Of ratios of times, at most."""
+
+TIE = 0.5
+"""Two logits that are so near are as good as one in bf16: between 16 and 32, where the largest ones
+of SmolLM2 are, a step is 0.125, and rounding in 30 layers is another step or two."""
 
 Ways = Mapping[str, tuple[str, dict[str, object] | None]]
 """Who decodes how: the engine, and our part of a request's kv_transfer_params."""
@@ -114,11 +119,20 @@ class Answer(BaseModel):
     idle_used_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+class Weighed(BaseModel):
+    """What an engine says of tokens that could follow; bench/vllm/engine.py."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    logprobs: list[float]
+
+
 class Run:
     """One run: who is in it, what they said, and what of it is right."""
 
     ways: ClassVar[Ways] = WAYS
     chosen: ClassVar[Sequence[str]] = CHOSEN
+    judge: ClassVar[str | None] = None
 
     def __init__(self, result: SideBySide, size: Size, progress: Callable[[str], None]):
         self.result, self.size, self.progress = result, size, progress
@@ -126,6 +140,7 @@ class Run:
         self.chance = random.Random(5)  # a run has the same texts as any other
         self.samples: dict[tuple[str, str], list[float]] = {}  # (metric, unit)
         self.idle: dict[str, list[float]] = {}  # seconds, and CPU seconds of them
+        self.gaps: dict[tuple[int, ...], float] = {}
 
     @contextlib.contextmanager
     def running(self, programs: Sequence[Program], place: Path) -> Iterator[None]:
@@ -187,8 +202,15 @@ class Run:
         return False
 
     def is_tie(self, before: list[int], own: int, stock: int) -> bool:
-        """Whether rounding alone decides which of two tokens follows. In float32 it does not."""
-        return False
+        """Whether rounding alone decides which of two tokens follows: by what the judge says of
+        both behind the same ones. Without a judge, in float32, it never does."""
+        asked, judge = (*before, own, stock), self.judge
+        if judge is not None and asked not in self.gaps and judge in self.ring.talks:
+            with self.ring.dropping(judge):
+                request = {"op": "weigh", "prompt": before, "tokens": [own, stock]}
+                found = checked(Weighed, self.ring.talks[judge].ask(request))
+                self.gaps[asked] = abs(found.logprobs[0] - found.logprobs[1])
+        return self.gaps.get(asked, inf) <= TIE
 
     def add(self, name: str, unit: str, value: float) -> None:
         self.samples.setdefault((name, unit), []).append(value)

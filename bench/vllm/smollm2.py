@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from cxlkv.bench.lab.texts import beginnings
 from cxlkv.bench.peers.running import SideBySide, need_room
-from cxlkv.bench.peers.talking import Program, checked
+from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.vllm import running, tiers
 from cxlkv.bench.vllm.running import CACHED, POOLED, Answer, Ways
@@ -42,9 +40,6 @@ WAYS: Ways = {
 }
 CHOSEN = ("pooled_15", "pooled_5_exact", "pooled_5_two_stage", "pooled_5_kept")
 DISK = "/var/tmp"  # of the cold file
-TIE = 0.5
-"""Two logits that are so near are as good as one in bf16: between 16 and 32, where the largest ones
-of this model are, a step is 0.125, and rounding in 30 layers is another step or two."""
 
 
 @dataclass(frozen=True)
@@ -67,33 +62,12 @@ QUICK = Size(
 )
 
 
-class Weighed(BaseModel):
-    """What an engine says of tokens that could follow; bench/vllm/engine.py."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    logprobs: list[float]
-
-
 class Run(running.Run):
     """Its texts are given; in bf16 there are ties, which are counted."""
 
     ways: ClassVar[Ways] = WAYS
     chosen: ClassVar[Sequence[str]] = CHOSEN
-
-    def __init__(self, result: SideBySide, size: Size, progress: Callable[[str], None]):
-        super().__init__(result, size, progress)
-        self.gaps: dict[tuple[int, ...], float] = {}
-
-    def is_tie(self, before: list[int], own: int, stock: int) -> bool:
-        """By what stock says of both tokens behind the same ones."""
-        asked = (*before, own, stock)
-        if asked not in self.gaps and CACHED in self.ring.talks:
-            with self.ring.dropping(CACHED):
-                request = {"op": "weigh", "prompt": before, "tokens": [own, stock]}
-                found = checked(Weighed, self.ring.talks[CACHED].ask(request))
-                self.gaps[asked] = abs(found.logprobs[0] - found.logprobs[1])
-        return self.gaps.get(asked, inf) <= TIE
+    judge: ClassVar[str | None] = CACHED
 
     def case(self, prompts: Sequence[list[int]]) -> None:
         """Time to all first tokens where nobody has anything of the prompts, and where all but less
