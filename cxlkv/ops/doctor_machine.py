@@ -229,11 +229,13 @@ def clock(ask: Ask) -> Iterator[Finding]:
 
 
 def left_overs(ask: Ask) -> Iterator[Finding]:
-    """What processes that were killed have left, beside the pool and where pools lie by default."""
+    """What processes that were killed have left: first beside the pool, then where pools lie by
+    default."""
     where = ask.makeable
     folder = os.path.dirname(os.path.abspath(where.path)) if where and where.path else ""
     beside = [] if folder in ("", "/dev/shm") else glob(f"{escape(folder)}/*.pool*")
     found = find([*pool_folders(), *beside], missing=[])
+    found.sort(key=lambda each: os.path.dirname(each.path) != folder)
     gone = [each for each in found if each.state in ("half-made", "orphan")]
     killed = [each for each in found if each.state == "idle" and not each.settled]
     damaged = [each for each in found if each.state == "damaged"]
