@@ -10,6 +10,7 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.machine import prefault
 from cxlkv.machine.coherence import HOSTS_MAX
 from cxlkv.machine.hosts import Host, hosts_of
+from cxlkv.machine.huge_pages import check_huge, huge_bytes, mapped, require
 from cxlkv.machine.placement import CHECK_PAGES, warn_of_moves
 from cxlkv.ndp import audit
 from cxlkv.stats import Overview, of_pool
@@ -120,14 +121,27 @@ class Admin:
         """Take the mark of pin() off published pages of `keys`; returns how many there are."""
         return _core.pin(self._handle, self._hashes(keys, strict), False)
 
-    def prefault(self, *, background: bool = False) -> None:
+    def prefault(self, *, background: bool = False, huge: str = "try") -> None:
         """Bring all of the pool's memory into place now: at its first use each page of it is zeroed
         and mapped, which takes longer than a copy. A reader of the pool sees no change.
 
-        background=True: in a thread, which ends with the pool at the latest. Raises
-        SystemCallError on kernels before Linux 5.14.
+        background=True: in a thread, which ends with the pool at the latest (not with
+        huge="require"). huge: pages of a file in memory (/dev/shm) and of anonymous memory become
+        huge ones, which makes each scan faster: "try", as far as the kernel has such (Linux 6.1 or
+        later, whatever its settings; a GiB takes about a second); "require", or MemoryShortError;
+        "never". Small stay pages that nodes take in turn, and those where parts of two hosts meet.
+        Raises SystemCallError on kernels before
+        Linux 5.14.
         """
-        if background:
-            self._before_close(prefault.begin(self._handle))
+        check_huge(huge)
+        if background and huge != "require":
+            self._before_close(prefault.begin(self._handle, huge != "never"))
         else:
-            prefault.run(self._handle)
+            prefault.run(self._handle, huge != "never")
+        if huge == "require":
+            require(self._path or "anonymous memory", *_core.pool_memory(self._handle))
+
+    def huge_bytes(self) -> int:
+        """Of the pool's memory that this process has touched, what huge pages hold, as the kernel
+        says."""
+        return huge_bytes(mapped(*_core.pool_memory(self._handle)))

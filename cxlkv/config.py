@@ -166,6 +166,7 @@ class PoolConfig(_Keys):
     host: int | Literal["auto"] | None = None
     lease_s: float = 2.0
     threads: int | None = None
+    huge: Literal["never", "try", "require"] | None = None
     emulate: Annotated[str | None, BeforeValidator(_emulated)] = None
     local: _Size | None = None
     cold: str | None = None

@@ -45,6 +45,7 @@ from cxlkv.machine.coherence import (
     parse_sharing,
 )
 from cxlkv.machine.hosts import format_of, numbers_here
+from cxlkv.machine.huge_pages import check_huge
 from cxlkv.machine.placement import (
     OPEN_PAGES,
     check_nodes,
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 THREADS_MAX = 1024  # the core's limit
 SETTLE_S = 1.0  # between two machines that take a host's number at once; far more than they need
-_CONFIGURED = "capacity checksum sketch sharing durable hosts host lease_s threads".split()
+_CONFIGURED = "capacity checksum sketch sharing durable hosts host lease_s threads huge".split()
 
 
 class Pool(MovedToAdmin, Closing):
@@ -116,6 +117,7 @@ class Pool(MovedToAdmin, Closing):
         host: HostNumber = None,
         lease_s: float = LEASE_S,
         threads: int | None = None,
+        huge: str | None = None,
         force: bool = False,
         replace: bool = False,
     ) -> Self:
@@ -127,11 +129,12 @@ class Pool(MovedToAdmin, Closing):
         capacity: bytes or text like "2GiB"; of a device, or a file that is there, also "all".
         checksum: a CRC32C for every piece, made at append and verified on reading. sketch: keys are
         also kept in 2 bits a channel, for select(method="two_stage"). threads: that scan and copy
-        (default: the CPUs allowed here). A file has mode 0600, is reserved whole, and appears
-        finished or not at all; a device, or a file that is there, is formatted in place. Raises
-        PoolExistsError, unless force=True for something that is no pool, replace=True for a pool
-        that nobody uses, which goes with all it holds; BusyError for one in use; MemoryShortError,
-        GeometryError, BadArgumentError.
+        (default: the CPUs allowed here). huge: all memory comes into place at once, as
+        by admin.prefault(); "never" takes no huge pages that the kernel would give, either. A file
+        has mode 0600, is reserved whole, and appears finished or not at all; a device, or a file
+        that is there, is formatted in place. Raises PoolExistsError, unless force=True for
+        something that is no pool, replace=True for a pool that nobody uses, which goes with all it
+        holds; BusyError for one in use; MemoryShortError, GeometryError, BadArgumentError.
 
         sharing: "host" (one host), "software" (up to `hosts` hosts, 8 by default, whose caches do
         not see each other) or "hw_coherent" (they do). durable="host" writes back all that is
@@ -144,6 +147,8 @@ class Pool(MovedToAdmin, Closing):
         kind = cls._for(layout)
         shared = parse_sharing(sharing, durable, hosts)
         _check_threads(threads)  # first: a pool that was made would stay behind
+        if huge is not None:
+            check_huge(huge)
         place = numa_mode.emulated(parse_place(where))
         path, nodes, in_place = place
         own = next(iter(parse_host(host, lease_s, path)), None) if shared[0] else None
@@ -157,8 +162,12 @@ class Pool(MovedToAdmin, Closing):
         made = _core.pool_place()
         described = (path, layout, checksum, sketch, shared, capacity_bytes)
         try:
-            handle = _core.pool_create(*described, force, own, mask, in_place, made, replace)
-            return kind(handle, path)._with_threads(threads)
+            small = huge == "never"
+            handle = _core.pool_create(*described, force, own, mask, in_place, made, replace, small)
+            pool = kind(handle, path)._with_threads(threads)
+            if huge is not None:
+                pool.admin.prefault(huge=huge)
+            return pool
         except BaseException:  # the caller never gets the pool
             _core.pool_unmake(made, path)
             raise
@@ -230,6 +239,12 @@ class Pool(MovedToAdmin, Closing):
                 f"{path} is another pool than the one described: {'; '.join(differences)}. Give "
                 "the new one another path, or remove the old one (if_exists: replace does it)"
             )
+        if wanted.huge is not None:
+            try:
+                pool.admin.prefault(huge=wanted.huge)
+            except BaseException:
+                pool.close()
+                raise
         return cast("Self", pool)
 
     @classmethod

@@ -28,7 +28,8 @@ LAYERS = (
     },
     {"arrays"},
     {"_core"},
-    {"machine.sysfs", "machine.prefault"},
+    {"machine.sysfs", "machine.huge_pages"},
+    {"machine.prefault"},
     {
         "machine.certificate",
         "machine.devices",

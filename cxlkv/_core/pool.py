@@ -83,6 +83,7 @@ def pool_create(
     in_place: bool = False,
     out: Any = None,
     replace: bool = False,
+    small_pages: bool = False,
 ) -> Handle:
     """sharing is (kind, durable, hosts), host (number, certified, lease_s); nodes bit by node; out
     is a pool_place()."""
@@ -91,6 +92,7 @@ def pool_create(
     flags = lib.CXLKV_CREATE_FORCE if force else 0
     flags |= lib.CXLKV_CREATE_IN_PLACE if in_place else 0
     flags |= lib.CXLKV_CREATE_REPLACE if replace else 0
+    flags |= lib.CXLKV_CREATE_SMALL_PAGES if small_pages else 0
     described = _layout_struct(layout, checksum, sketch)
     shared = ffi.new(
         "cxlkv_sharing *", dict(zip(("kind", "durable", "hosts"), sharing, strict=True))
@@ -108,8 +110,9 @@ pool_close: Callable[[Handle], int] = checked(lib.cxlkv_pool_close)
 pool_may_close: Callable[[Handle], int] = checked(lib.cxlkv_pool_may_close)
 pool_set_threads: Callable[[Handle, int], int] = checked(lib.cxlkv_pool_set_threads)
 count_audit: Callable[[Handle, float, float], int] = checked(lib.cxlkv_pool_count_audit)
-# Brings so many bytes of the region into memory, from an offset on; returns the next offset.
-pool_prefault: Callable[[Handle, int, int], int] = checked(lib.cxlkv_pool_prefault)
+# Brings so many bytes of the region into memory, from an offset on, as huge pages or as they are;
+# returns the next offset.
+pool_prefault: Callable[[Handle, int, int, int], int] = checked(lib.cxlkv_pool_prefault)
 pool_format: Numbers = partial(numbers_from, "cxlkv_format *", lib.cxlkv_pool_format)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from cxlkv import _core
 from cxlkv.errors import CXLKVError
+from cxlkv.layout import format_bytes
+from cxlkv.machine.huge_pages import huge_bytes, mapped
 
 log = logging.getLogger("cxlkv")
 
@@ -15,20 +17,24 @@ STEP_BYTES = 16 << 20
 """At once: the kernel lets nobody map or unmap memory of this process for that long, 5 to 40 ms."""
 
 
-def run(pool: _core.Handle, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Prefault the whole pool, or until is_over() is true."""
+def run(pool: _core.Handle, huge: bool = True, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Prefault the whole pool, or until is_over() is true; by huge pages where there are such."""
     size, offset = _core.pool_memory(pool)[1], 0
     while offset < size and not is_over():
-        offset = _core.pool_prefault(pool, offset, STEP_BYTES)
+        offset = _core.pool_prefault(pool, offset, STEP_BYTES, huge)
 
 
-def begin(pool: _core.Handle) -> Callable[[], None]:
+def begin(pool: _core.Handle, huge: bool = True) -> Callable[[], None]:
     """Prefault in a thread; call the returned function, which stops it, before closing the pool."""
     over = False  # no Event: an interrupt in its set() can leave its lock taken
 
     def work() -> None:
         try:
-            run(pool, lambda: over)
+            run(pool, huge, lambda: over)
+            if not over:
+                address, size = _core.pool_memory(pool)
+                found = format_bytes(huge_bytes(mapped(address, size)))
+                log.info("huge pages hold %s of the pool's %s", found, format_bytes(size))
         except CXLKVError as error:
             log.info("the pool's memory comes into place when it is used first: %s", error)
 

@@ -42,8 +42,11 @@ GIB = 1 << 30
 SHARED_MEMORY_SMALL_BYTES = GIB
 # The kernel's default is 8 MiB; anything below this cannot lock a useful pool.
 MEMLOCK_SMALL_BYTES = GIB
-# The settings of shmem_enabled with which /dev/shm can have transparent huge pages.
-SHARED_MEMORY_HUGE = {"always", "within_size", "advise", "force"}
+# The settings of shmem_enabled with which a pool in /dev/shm has huge pages: it is reserved before
+# it is mapped, so that "advise" gives none.
+SHARED_MEMORY_HUGE = {"always", "within_size", "force"}
+# From this Linux on a pool asks for them by itself, and only "deny" forbids that.
+COLLAPSE_SINCE = (6, 1)
 # cgroup v1 says "no limit" by the largest multiple of the page size that fits, hence not equal.
 CGROUP_NO_LIMIT_BYTES = 1 << 60
 
@@ -161,13 +164,12 @@ def _missing(machine: Machine) -> Iterator[Advice]:
             command="docker run --shm-size=16g ..., or: sudo mount -o remount,size=16G /dev/shm",
         )
     pages = machine.huge_pages
-    transparent = pages.transparent != "never" and pages.shared_memory in SHARED_MEMORY_HUGE
-    if not transparent and not any(pool.total_count > 0 for pool in pages.pools):
+    if not gives_huge_pages(machine) and not any(pool.total_count > 0 for pool in pages.pools):
         yield Advice(
             what="no huge pages for shared memory",
             why="with 4 KiB pages, address translation slows each scan of a large pool",
-            command="echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled,"
-            " or reserve 2 GiB: sudo sysctl vm.nr_hugepages=1024",
+            command="sudo mount -o remount,huge=within_size /dev/shm, or reserve 2 GiB: sudo sysctl"
+            " vm.nr_hugepages=1024",
         )
     limit_bytes = machine.memory.memlock_bytes
     if limit_bytes is not None and limit_bytes < MEMLOCK_SMALL_BYTES:
@@ -177,6 +179,14 @@ def _missing(machine: Machine) -> Iterator[Advice]:
             " it",
             command="ulimit -l unlimited, or: docker run --ulimit memlock=-1 ...",
         )
+
+
+def gives_huge_pages(machine: Machine) -> bool:
+    """Whether a pool in /dev/shm has some once it was brought into place."""
+    setting = machine.huge_pages.shared_memory
+    version = tuple(map(int, re.findall(r"\d+", machine.kernel)[:2]))
+    collapses = version >= COLLAPSE_SINCE and setting not in ("deny", "")
+    return collapses or setting in SHARED_MEMORY_HUGE
 
 
 def _cpu(root: Path) -> Cpu:

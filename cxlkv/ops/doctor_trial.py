@@ -7,7 +7,6 @@ memory back.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import numpy as np
 from cxlkv.adapters.common.pools import SHARED_MEMORY
 from cxlkv.errors import CorruptError, CXLKVError
 from cxlkv.layout import KVLayout, format_bytes
+from cxlkv.machine.huge_pages import huge_bytes, mapped
 from cxlkv.machine.regions import Place
 from cxlkv.ops.doctor_findings import Ask, Finding, of_error
 from cxlkv.pool import CXLPool
@@ -27,7 +27,6 @@ LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=64, page_tokens=16, dtype="floa
 TOKENS = 4096
 ROUNDS = 3
 SLOW = 0.1  # of plain memory's speed: far memory is faster, a disk is not
-HUGE = ("ShmemPmdMapped", "FilePmdMapped", "AnonHugePages")
 GPU_FILE = "/dev/nvidiactl"
 
 
@@ -40,6 +39,7 @@ def trial(ask: Ask) -> Iterator[Finding]:
     with made(ask, place) as pool:
         yield _used(pool)
         yield _speed(pool)  # touches all of it
+        pool.admin.prefault()
         yield _huge(place, mapped(*pool.pages.memory()))
         yield _registered(pool)
 
@@ -108,25 +108,11 @@ def _rate(copy: Callable[[], None], size: int) -> float:
     return size / best_s / 1e9
 
 
-def mapped(address: int, size: int, smaps: Path = Path("/proc/self/smaps")) -> dict[str, int]:
-    """KiB of each kind in the mappings of these addresses, as the kernel says, and of a page."""
-    found: dict[str, int] = {}
-    within = False
-    for line in smaps.read_text().splitlines():
-        if area := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            within = int(area[1], 16) < address + size and int(area[2], 16) > address
-        elif within and (field := re.match(r"(\w+): +([0-9]+) kB", line)):
-            sums = int(field[2]) + found.get(field[1], 0)
-            found[field[1]] = int(field[2]) if field[1] == "KernelPageSize" else sums
-    return found
-
-
 def _huge(place: Place, kib: dict[str, int]) -> Finding:
-    """The pool is reserved before it is mapped, so the file system must give huge pages unasked:
-    the setting "advise" gives none."""
+    """From Linux 6.1 on a pool has them without any setting, as long as there are whole ones."""
     if kib.get("KernelPageSize", 4) > 64:  # hugetlbfs
         return Finding("huge pages", "ok", f"all reserved, {kib['KernelPageSize'] >> 10} MiB each")
-    huge = max(kib.get(name, 0) for name in HUGE)
+    huge = huge_bytes(kib) >> 10
     seen = f"{huge >> 10} of {kib.get('Rss', 0) >> 10} MiB mapped by huge pages"
     if huge * 2 >= kib.get("Rss", 0):
         return Finding("huge pages", "ok", seen)

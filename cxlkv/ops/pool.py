@@ -53,6 +53,10 @@ def create(
     ] = "host",
     hosts: Annotated[int | None, typer.Option(help="How many hosts may share it.")] = None,
     host: HostNumber = None,
+    huge: Annotated[
+        str | None,
+        typer.Option(help="Touch all memory now; huge pages: try, require (or fail), never."),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite what lies there, unless it is a pool.")
     ] = False,
@@ -79,6 +83,7 @@ def create(
         sharing=sharing,
         hosts=hosts,
         host=host,
+        huge=huge,
         force=force,
         replace=replace,
     ) as pool:

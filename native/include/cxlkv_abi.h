@@ -316,6 +316,8 @@ typedef struct cxlkv_batch cxlkv_batch;
 /* In the file that lies at path, as on a device: it keeps name, size and whatever lies behind the
  * pool, which ends with its superblock. For file systems whose files cannot be made or renamed. */
 #define CXLKV_CREATE_IN_PLACE 2
+/* Leaves memory in pages of 4 KiB where the kernel would give huge ones for the asking. */
+#define CXLKV_CREATE_SMALL_PAGES 8
 
 /* What went wrong in this thread's last call that returned a negative value. */
 const char *cxlkv_error_text(void);
@@ -464,8 +466,9 @@ int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t
 int64_t cxlkv_pool_memory(cxlkv_pool *pool, uint64_t *address);
 /* Brings bytes of the region into memory and into this process's map of it, from `offset` on in
  * whole pages of memory, which else happens at the first use of each. Nothing is changed, and of
- * what lies on a disk nothing is written out. Returns where it ended: the next offset. */
-int64_t cxlkv_pool_prefault(cxlkv_pool *pool, uint64_t offset, uint64_t bytes);
+ * what lies on a disk nothing is written out. huge 1: pages of a file in memory become huge ones,
+ * as far as the kernel makes such. Returns where it ended: the next offset. */
+int64_t cxlkv_pool_prefault(cxlkv_pool *pool, uint64_t offset, uint64_t bytes, uint32_t huge);
 /* Of the pages of one layer from `first` on that are complete in it: where in the region the K of
  * all kv heads begins (from head to head it is key_piece_bytes), and the V (the K again, where
  * values are the first channels of the keys), and the page's descriptor; its id and generation.

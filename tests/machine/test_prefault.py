@@ -62,7 +62,7 @@ def test_in_the_background_until_the_pool_is_closed(where: str) -> None:
 def test_it_can_be_stopped_between_two_steps(tmp_path: Path) -> None:
     with CXLPool.create(tmp_path / "pool", layout=LAYOUT, capacity=SIZE) as pool:
         asked = iter([False, True])
-        prefaulting.run(pool._handle, lambda: next(asked))
+        prefaulting.run(pool._handle, is_over=lambda: next(asked))
         assert prefaulting.STEP_BYTES <= resident(pool) < SIZE
 
 
@@ -78,8 +78,8 @@ def test_offsets_of_nowhere_and_a_file_that_was_cut(
             (2**64 - 1, 2**64 - 1),
             (0, 2**64 - 1),
         ):
-            assert _core.pool_prefault(pool._handle, offset, many) == size
-        assert _core.pool_prefault(pool._handle, 0, 0) == 0
+            assert _core.pool_prefault(pool._handle, offset, many, True) == size
+        assert _core.pool_prefault(pool._handle, 0, 0, True) == 0
         os.truncate(path, SIZE // 2)
         with pytest.raises(OSError, match="cannot be brought into memory"):
             pool.admin.prefault()

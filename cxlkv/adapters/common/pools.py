@@ -168,6 +168,15 @@ def _opened(kind: type[Kind], path: str, layout: KVLayout, shared: PoolSettings)
     )
 
 
+def bring_in(pool: Pool, huge: str) -> None:
+    """All of its memory, in a thread; before this returns where huge pages are required."""
+    try:
+        pool.admin.prefault(background=True, huge=huge)
+    except BaseException:
+        pool.close()
+        raise
+
+
 def open_tiers(
     pool: Pool,
     settings: PoolSettings,

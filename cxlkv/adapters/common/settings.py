@@ -22,6 +22,7 @@ from cxlkv.machine.coherence import (
     SHARING,
     named_host,
 )
+from cxlkv.machine.huge_pages import HUGE
 from cxlkv.machine.regions import ALL
 from cxlkv.tiers.cold_mooncake import is_mooncake
 from cxlkv.tiers.compress import COMPRESS
@@ -45,6 +46,8 @@ class PoolSettings:
     a file, the path of one file, or "mooncake://HOST:PORT". cold_capacity: of all ranks' files
     together, or what each process lends the store. compress, policy: as in Tiers.
 
+    huge: huge pages, as in CXLPool.create.
+
     config: the path of a YAML file with any of these, for what is not written beside it.
     """
 
@@ -59,6 +62,7 @@ class PoolSettings:
     cold_capacity: str | int | None = None
     compress: str | None = None
     policy: str = DEFAULT
+    huge: str = "try"
     config: str | None = None
 
     @property
@@ -216,5 +220,6 @@ POOL_RULES: Mapping[str, Rule] = {
     "cold_capacity": size,
     "compress": one_of(*COMPRESS),
     "config": text,
+    "huge": one_of(*HUGE),
     "policy": one_of(*(name for name in POLICIES if name != COST)),
 }

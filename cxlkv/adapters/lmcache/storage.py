@@ -126,7 +126,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         log.info(
             "cxlkv: %s %s, for %s (%s)%s", found, path, room, format_bytes(chunks * chunk), stays
         )
-        pool.admin.prefault(background=True)  # else the first chunks that are stored pay for it
+        pools.bring_in(pool, mine.huge)  # else the first chunks that are stored pay for it
         return pool
 
     def _register(self) -> object:

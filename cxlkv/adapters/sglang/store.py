@@ -161,7 +161,7 @@ class Store(Closing):
         self._caches[name] = ObjectCache(pool, space, self._counting, memory.object_bytes, tiers)
         if name == MAIN:
             self._say(pool, made)
-        pool.admin.prefault(background=True)  # else the first pages that are stored pay for it
+        pools.bring_in(pool, mine.huge)  # else the first pages that are stored pay for it
 
     def _cold_share(self, name: str) -> float:
         """Of cold_capacity, for the file of this pool: all hold about as many pages."""

@@ -79,7 +79,7 @@ def make_or_open(
     )
     found = pools.measure(pool.admin.overview(), made, tokens_of(pool), ranks.rank, ranks.count)
     pools.say(found, wanted_tokens)
-    pool.admin.prefault(background=True)  # else the first texts that are saved pay for it
+    pools.bring_in(pool, shared.huge)  # else the first texts that are saved pay for it
     return pool
 
 

@@ -113,6 +113,7 @@ int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_
     pool->sharing = shared;
     pool->geometry = geometry;
     pool->region.nodes = nodes;
+    pool->region.small_pages = flags & CXLKV_CREATE_SMALL_PAGES;
     pool->in_place = flags & CXLKV_CREATE_IN_PLACE;
     code = peers_prepare(pool, host); /* what it has to say about the host, before a file is made */
     if (code == 0) code = create_region(pool, path, flags);
@@ -213,9 +214,10 @@ int cxlkv_pool_placed(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *placed
     return IN_POOL(pool, nodes_read(&pool->region, pages_max, placed));
 }
 
-int64_t cxlkv_pool_prefault(cxlkv_pool *pool, uint64_t offset, uint64_t bytes) {
+int64_t cxlkv_pool_prefault(cxlkv_pool *pool, uint64_t offset, uint64_t bytes,
+                            uint32_t huge) {
     return IN_POOL(pool, region_prefault(&pool->region, offset, bytes,
-                                         pool->geometry.region_bytes));
+                                         pool->geometry.region_bytes, huge));
 }
 
 /* ---- what is counted ---- */

@@ -126,6 +126,11 @@ int nodes_read(const region *of, uint64_t pages_max, cxlkv_placed *out) {
     return code;
 }
 
+bool nodes_alternate(const region *of) {
+    cxlkv_placed found = {0};
+    return look_at_policy(of, &found) == 0 && (found.wanted_nodes & (found.wanted_nodes - 1));
+}
+
 int nodes_verify(const region *of) {
     cxlkv_placed found;
     int code = nodes_read(of, 0, &found);

@@ -11,6 +11,9 @@
 #define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_COLLAPSE /* Linux 6.1 */
+#define MADV_COLLAPSE 25
+#endif
 
 /* Whether a page that is written to here stays in memory: on a disk all would be written out. */
 static bool is_memory(const region *of) {
@@ -28,11 +31,31 @@ static int populate(const region *of, uint8_t *from, uint64_t bytes) {
     return -errno;
 }
 
-int64_t region_prefault(const region *of, uint64_t offset, uint64_t bytes, uint64_t end) {
+static bool is_collapsed(uint8_t *at) {
+    return madvise(at, AREA_ALIGNMENT, MADV_COLLAPSE) == 0;
+}
+
+/* Whatever the kernel's setting for shared memory is; what was written stays. A huge page lies on
+ * one node. Where none can be had the small ones stay; a hole must have small ones first. */
+static void collapse(const region *of, uint64_t from, uint64_t upto) {
+    struct statfs system;
+    if (fstatfs(of->fd, &system) < 0 || system.f_type != TMPFS_MAGIC || nodes_alternate(of)) return;
+    from = from / AREA_ALIGNMENT * AREA_ALIGNMENT;
+    upto = min_u64(align_up(upto, AREA_ALIGNMENT),
+                   of->mapped_bytes / AREA_ALIGNMENT * AREA_ALIGNMENT);
+    for (uint8_t *at = of->base + from; at < of->base + upto; at += AREA_ALIGNMENT)
+        if (!is_collapsed(at) && errno == EINVAL)
+            if (populate(of, at, AREA_ALIGNMENT) < 0 || (!is_collapsed(at) && errno == EINVAL))
+                return; /* this kernel makes none, or not here */
+}
+
+int64_t region_prefault(const region *of, uint64_t offset, uint64_t bytes, uint64_t end,
+                        bool huge) {
     int64_t code = 0;
     uint64_t unit = of->unit_bytes, from = min_u64(offset, end) / unit * unit;
     uint64_t upto = min_u64(align_up(min_u64(from + min_u64(bytes, end), end), unit),
                             of->mapped_bytes);
+    if (upto > from && huge) collapse(of, from, upto);
     if (upto > from) code = populate(of, of->base + from, upto - from);
     if (code == -EINVAL)
         return fail(ENOTSUP, "this kernel cannot bring memory into place ahead of its use: Linux "

@@ -97,7 +97,7 @@ int region_map_file(region *to, uint64_t bytes) {
     to->mapped_bytes = bytes;
     to->unit_bytes = unit_bytes;
     to->page_kind = kind;
-    madvise(to->base, bytes, MADV_HUGEPAGE); /* advice: refused where there are none */
+    if (!to->small_pages) madvise(to->base, bytes, MADV_HUGEPAGE); /* refused: there are none */
     return 0;
 }
 
@@ -160,7 +160,7 @@ static int reserve_placed(const region *to, uint64_t bytes, const char *path) {
 }
 
 int region_map_anonymous(region *to, uint64_t bytes) {
-    if (map_huge(to, bytes)) return 0;
+    if (!to->small_pages && map_huge(to, bytes)) return 0;
     int made = memfd_create("cxlkv-pool", MFD_CLOEXEC);
     if (made < 0) return fail(errno, "memfd_create: %s%s", strerror(errno), remedy_of(errno));
     to->fd = made;  /* closed by who closes the pool */

@@ -22,6 +22,7 @@ typedef struct region {
     uint64_t unit_bytes;         /* of the mapping: a page, a huge page, a unit of a device */
     const char *page_kind;
     uint64_t nodes;              /* asked for when it was made, bit by node; 0: none */
+    bool small_pages;            /* asked for when it was made: no huge ones */
 } region;
 
 /* ---- region.c ---- */
@@ -65,12 +66,16 @@ bool byte_is_free(int fd, off_t offset);  /* nobody has it locked; takes no lock
 /* Of the mapping's file, from its nodes; before it has pages. */
 int nodes_bind(const region *to);
 int nodes_read(const region *of, uint64_t pages_max, cxlkv_placed *out);
+/* Pages that follow each other lie on different nodes. */
+bool nodes_alternate(const region *of);
 /* All pages lie on its nodes. */
 int nodes_verify(const region *of);
 
 /* ---- prefault.c ---- */
-/* Brings these bytes into memory, whole units of them; returns where it came to, or an error. */
-int64_t region_prefault(const region *of, uint64_t offset, uint64_t bytes, uint64_t end);
+/* Brings these bytes into memory, whole units of them; returns where it came to, or an error. huge:
+ * as huge pages, as far as the kernel makes such of a file in memory. */
+int64_t region_prefault(const region *of, uint64_t offset, uint64_t bytes, uint64_t end,
+                        bool huge);
 
 /* ---- stripes.c: several devices or files as one region, "dax:A+B" ---- */
 bool stripes_path(const char *path);
