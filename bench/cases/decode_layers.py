@@ -153,12 +153,13 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 @contextmanager
 def layers_of(shape: Decoding, seed: int) -> Iterator[Layers]:
-    """In memory, with sketches and without CRCs; by as many threads as there are CPUs."""
+    """In memory, in huge pages where there are such as an engine's pool is, with sketches and
+    without CRCs; by as many threads as there are CPUs."""
     # Digests and sketches are up to 0.16 of the keys and values; a page more for each sequence.
     tokens = shape.sequences * (shape.tokens + shape.page_tokens)
     capacity = int(shape.layout.token_bytes * tokens * 1.25) + (64 << 20)
     with CXLPool.create(
-        "anonymous:", layout=shape.layout, capacity=capacity, checksum=False
+        "anonymous:", layout=shape.layout, capacity=capacity, checksum=False, huge="try"
     ) as pool:
         yield Layers(shape, pool, seed)
 

@@ -212,7 +212,7 @@ def stage(reader: Reader, requests: int, context: int, steps: int) -> Iterator[d
     for index, held_layer in enumerate(keys_and_values(held)):
         copies = [one[None, :, :context].repeat(requests, 1, 1, 1) for one in held_layer]
         dynamic.update(copies[0], copies[1], index)
-    with CXLPool.create("anonymous:", layout=layout, capacity=capacity) as pool:
+    with CXLPool.create("anonymous:", layout=layout, capacity=capacity, huge="try") as pool:
         sequences = [pool.sequence() for _ in range(requests)]
         for sequence in sequences:
             append_cache(sequence, held, context)
