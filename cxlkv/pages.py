@@ -130,11 +130,6 @@ class Pages:
         """By page id: published, of this host, pinned by nobody and held by nobody (leases too)."""
         return _core.evictable(self._pool, self._total)
 
-    def want(self, count: int) -> None:
-        """Tell the other hosts of a shared pool that this one lacks room for so many pages: for two
-        leases, or until it wants 0."""
-        _core.pages_want(self._pool, count)
-
     def wanted(self) -> PageIds:
         """Of this host's evictable pages those whose eviction empties extents that other hosts
         want; empty if they want none. They get all empty extents but one."""

@@ -99,6 +99,10 @@ def pages_want(pool: Handle, page_count: int) -> None:
     check(lib.cxlkv_pages_want(pool, page_count))
 
 
+def extents_wanted(pool: Handle) -> int:
+    return check(lib.cxlkv_extents_wanted(pool))
+
+
 def pages_wanted(pool: Handle, page_count: int) -> npt.NDArray[np.uint32]:
     pages = np.empty(page_count, np.uint32)
     return pages[: check(lib.cxlkv_pages_wanted(pool, flat("uint32_t", pages, True), page_count))]

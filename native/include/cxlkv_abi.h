@@ -525,6 +525,8 @@ int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity);
 /* Tells the other hosts of a shared pool for two leases that this one lacks room for so many pages;
  * 0: no more. */
 int64_t cxlkv_pages_want(cxlkv_pool *pool, uint64_t page_count);
+/* How many extents other hosts want. */
+int64_t cxlkv_extents_wanted(cxlkv_pool *pool);
 /* Of a shared pool: this host's pages to evict, so that extents which the others want become empty
  * and are given to them: those in which nothing is held or pinned, and that were asked for longest
  * ago. Returns how many; capacity: of all pages. */

@@ -71,16 +71,16 @@ def test_what_is_held_or_pinned_stays(hosts: Hosts, owner: CXLPool, tiers: Tiers
     seeds = fill(owner)
     held = [owner.match_prefix(text(seed)) for seed in seeds]
     other = hosts.open(1, LEASE_S)
-    other.pages.want(1)
+    other.want_room(1)
     until(lambda: owner.admin.hosts()[1].state == "live")
     assert len(owner.pages.wanted()) == 0
     assert tiers.give() == 0
     for hit in held:
         hit.release()
-    other.pages.want(1)
+    other.want_room(1)
     until(lambda: len(owner.pages.wanted()) > 0)
-    other.pages.want(0)
+    other.want_room(0)
     until(lambda: len(owner.pages.wanted()) == 0)
-    other.pages.want(1)
+    other.want_room(1)
     until(lambda: len(owner.pages.wanted()) > 0)
     until(lambda: len(owner.pages.wanted()) == 0)  # after two leases

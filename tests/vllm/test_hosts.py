@@ -42,7 +42,7 @@ class Bench:
     """A pool of two hosts, engines that are them, and an engine without a pool."""
 
     def __init__(self, nursery: Nursery, folder: Path, attention: str):
-        self._nursery, self._folder, self._attention = nursery, folder, attention
+        self._nursery, self.attention = nursery, attention
         self.path = folder / "shared.pool"
         self._lives: list[Life] = []
         self._stock: Life | None = None
@@ -51,7 +51,7 @@ class Bench:
         extra = {
             "where": str(self.path),
             "capacity": "64MiB",
-            "attention": self._attention,
+            "attention": self.attention,
             "sharing": "software",
             "hosts": HOSTS,
             "host": host,

@@ -55,6 +55,7 @@ class Host:
     starts: bool = True
     going: dict[str, int] = field(default_factory=dict)
     dies_after: int = 1 << 30  # requests from now on
+    has_answered: bool = False  # in this life
     dies_at_s: float = math.inf  # some milliseconds later, in the middle of what it does then
 
 
@@ -62,6 +63,7 @@ class Storm:
     """Keeps both engines busy; checks each answer."""
 
     def __init__(self, bench: Bench, texts: list[Tokens], wanted: list[Tokens], random: Random):
+        self.one_by_one = bench.attention == "pool"
         self._bench, self._texts, self._wanted, self._random = bench, texts, wanted, random
         self.hosts = [Host(number, self._begin(number)) for number in range(2)]
         self._names = iter(range(1 << 30))
@@ -111,7 +113,8 @@ class Storm:
         self.took_s.append(done["took_s"])
         self.cached += done["cached"]
         host.dies_after -= 1
-        if host.dies_after == 0:
+        host.has_answered = True
+        if host.dies_after <= 0 and host.dies_at_s == math.inf and self._may_die(host):
             host.dies_at_s = time.monotonic() + self._random.uniform(0, 0.1)
 
     def end(self) -> None:
@@ -122,6 +125,10 @@ class Storm:
         """After some more of its requests, in whatever it does then."""
         host.dies_after = self._random.randrange(1, 2 * REQUESTS // KILLS)
 
+    def _may_die(self, host: Host) -> bool:
+        """Where the survivor has no room of its own, its requests wait for the dead one."""
+        return not self.one_by_one or self.hosts[1 - host.number].has_answered
+
     def _kill(self, host: Host, watcher: CXLPool) -> None:
         host.life.kill()
         host.dies_at_s = math.inf
@@ -131,6 +138,7 @@ class Storm:
         if self._random.random() < 0.3:  # its pages are others', before it is back
             watcher.admin.fence(host.number, confirmed_off=True)
         host.life, host.starts, host.going = self._begin(host.number), True, {}
+        host.has_answered = False
         self.plan_kill(host)
 
 

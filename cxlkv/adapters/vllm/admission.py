@@ -18,7 +18,9 @@ class Room:
     No step is under way while the next one is planned, so what the pools hold is what the steps
     before took. Pages that are only published count as free: an append evicts them. Another
     process that shares a pool may still take pages first; a worker finds that out, and its request
-    is computed again. A pool that cannot be asked has no room: requests wait for it.
+    is computed again. A pool that cannot be asked has no room: requests wait for it. While another
+    host wants what it lacks of its share of a pool, and this one has more (`owes`), no request
+    begins here, or is looked up: some page of every extent would be held for ever.
     """
 
     def __init__(self, pools: Sequence[CXLPool]):
@@ -29,6 +31,8 @@ class Room:
         self._left: int | None = None  # pages that were there for them; None: to be looked up
         self._asked: dict[str, int] = {}
         self._held: dict[str, int] = {}
+        self.owes = False  # while it is so, no request begins
+        self._wants = self._wanted = False  # in this step, and in the one before
 
     @property
     def tokens(self) -> int:
@@ -50,6 +54,10 @@ class Room:
         """A step is planned from now on."""
         self._given, self._left = 0, None
         self._asked.clear()
+        if self._wanted and not self._wants:
+            self._want(0)
+        self._wanted, self._wants = self._wants, False
+        self.owes = any(_owes_room(pool) for pool in self._pools)
 
     def fits(self, request: str, have: int, wanted: int) -> bool:
         """Whether a request that has `have` tokens in the pools can have `wanted`."""
@@ -58,6 +66,7 @@ class Room:
             self._left = None  # its hit is held by now, and no longer free
         missing = pages + self._given - self._room() if pages > 0 else 0
         if missing > 0:
+            self._wants = True
             self._want(missing)
         return missing <= 0
 
@@ -65,7 +74,7 @@ class Room:
         """Asks the other hosts to evict pages that no process reads."""
         for pool, parts in zip(self._pools, self._parts, strict=True):
             with suppress(CXLKVError):
-                pool.pages.want(pages * parts)
+                pool.want_room(pages * parts)
 
     def take(self, request: str) -> None:
         """It was planned as it was asked for."""
@@ -89,6 +98,12 @@ class Room:
 
     def _pages(self, tokens: int) -> int:
         return tokens // self._page_tokens
+
+
+def _owes_room(pool: CXLPool) -> bool:
+    with suppress(CXLKVError):
+        return pool.owes_room()
+    return False
 
 
 def _free(pool: CXLPool) -> int:

@@ -146,7 +146,7 @@ class RequestRowManager(SingleTypeKVCacheManager):
         return tuple([] for _ in kv_cache_group_ids), 0
 
 
-def enter_room(pools: Sequence[CXLPool], config: VllmConfig) -> None:
+def enter_room(pools: Sequence[CXLPool], config: VllmConfig) -> Room:
     """Let this engine's scheduler plan by its pools. Raises UnsupportedError, MemoryShortError."""
     if config.scheduler_config.async_scheduling:
         raise UnsupportedError(
@@ -156,6 +156,7 @@ def enter_room(pools: Sequence[CXLPool], config: VllmConfig) -> None:
     room = Room(pools)
     room.check(config.model_config.max_model_len)
     rooms[config.kv_transfer_config.engine_id] = room
+    return room
 
 
 def speculated_tokens(config: VllmConfig) -> int:

@@ -37,6 +37,7 @@ from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.common.pools import open_tiers
 from cxlkv.adapters.common.reopening import LOOKS_A_LEASE, Reopening
 from cxlkv.adapters.vllm import pools
+from cxlkv.adapters.vllm.admission import Room
 from cxlkv.adapters.vllm.blocks import enter_room, pool_layout, speculated_tokens
 from cxlkv.adapters.vllm.chunks import chunks_on
 from cxlkv.adapters.vllm.counting import Counting, Looking, Moves
@@ -114,6 +115,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self._own: tuple[BlockPool, object] | None = None  # and what it finds blocks in
         self.worker: EngineAttention | PoolAttention | None = None
         self.moves: list[Moves] = []
+        self._room: Room | None = None
         self._reopening: list[Reopening[CXLPool]] = []  # of the pools that are used here
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling = self._make_scheduling()
@@ -165,7 +167,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             tiers=tiers,
         )
         if self._in_pool:
-            enter_room(made.pools, config)
+            self._room = enter_room(made.pools, config)
         for path, pool in zip(paths, made.pools, strict=True):
             self._look_after(pool, partial(pools.open_one, path, self.settings))
         return made
@@ -201,6 +203,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         self._notice_reset()
         self._take_reopened()
+        if self._room is not None and self._room.owes:
+            return None, False  # it is asked again in the next step
         tokens, beside = self._scheduler.match(request, num_computed_tokens)
         if tokens is not None:
             asked = request.num_tokens - num_computed_tokens

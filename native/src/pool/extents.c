@@ -4,6 +4,20 @@
 
 #include "pool/peers.h"
 
+/* Another host that has fewer wants some, or one with as many and a lower number: it takes first,
+ * or who has just given to it would have it back at once. */
+static bool is_anothers_turn(const cxlkv_pool *pool, const extent_owner *owners) {
+    uint32_t owned[HOSTS_MAX] = {0}, self = pool->hosts.self;
+    for (uint32_t e = 0; e < pool->geometry.extent_count; e++)
+        if (owners[e].host < HOSTS_MAX) owned[owners[e].host]++;
+    for (uint32_t host = 0; host < pool->sharing.hosts; host++) {
+        if (host == self || !pool->host->views[host].wanted_extents) continue;
+        if (pool->hosts.silent(pool->hosts.context, host)) continue;
+        if (owned[host] < owned[self] || (owned[host] == owned[self] && host < self)) return true;
+    }
+    return false;
+}
+
 /* How many extents to take for so many pages: some more than that, so that hosts which grow do not
  * come one by one. */
 static uint32_t choose(const cxlkv_pool *pool, const extent_owner *owners, uint64_t page_count,
@@ -35,7 +49,8 @@ static int claim_some(cxlkv_pool *pool, hosts *turn, uint64_t page_count, extent
     if (code < 0) return code;
     code = hosts_owners(turn, owners);
     if (code == -CXLKV_E_CORRUPT) code = 0;
-    if (code == 0) chosen = choose(pool, owners, page_count, extents);
+    if (code == 0 && !is_anothers_turn(pool, owners))
+        chosen = choose(pool, owners, page_count, extents);
     if (code == 0 && chosen) code = hosts_claim(turn, owners, chosen, extents, true);
     hosts_unlock(turn);
     return code < 0 ? code : (int)chosen;

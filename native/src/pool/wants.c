@@ -21,6 +21,11 @@ int64_t cxlkv_pages_want(cxlkv_pool *pool, uint64_t page_count) {
     return IN_POOL(pool, HOST_LOCKED(pool, want(pool, page_count)));
 }
 
+int64_t cxlkv_extents_wanted(cxlkv_pool *pool) {
+    if (!pool->shared) return 0;
+    return IN_POOL(pool, HOST_LOCKED(pool, (int64_t)extents_wanted(pool)));
+}
+
 bool page_is_evictable(const cxlkv_pool *pool, uint32_t page) {
     const page_info *info = &pool->pages[page];
     return info->published && !info->holders && !info->pinned && !info->retired &&
