@@ -130,9 +130,14 @@ class Pages:
         """By page id: published, of this host, pinned by nobody and held by nobody (leases too)."""
         return _core.evictable(self._pool, self._total)
 
+    def takeable(self) -> int:
+        """How many pages those extents of a shared pool have that this host may take: nobody's, and
+        what hosts left behind, less what others want that go first."""
+        return _core.extents_takeable(self._pool) * self.geometry["slab_slots"]
+
     def wanted(self) -> PageIds:
-        """Of this host's evictable pages those whose eviction empties extents that other hosts
-        want; empty if they want none. They get all empty extents but one."""
+        """Of this host's evictable pages those whose eviction empties extents that it owes other
+        hosts; empty if it owes none. They get all empty extents but one."""
         return _core.pages_wanted(self._pool, self._total)
 
     def free(self, pages: PageIds) -> None:

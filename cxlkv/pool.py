@@ -332,31 +332,22 @@ class Pool(MovedToAdmin, Closing):
         """What operators do: check, fence, scrub, pin, overview and more."""
         return Admin(self._handle, self.path, self._hashes, self.before_close)
 
-    def want_room(self, pages: int) -> None:
-        """Tell the other hosts of a shared pool, for two leases, that this one lacks so many pages,
-        or as many as it has; unless it has its share, the pool by the hosts that are live. 0: that
-        it lacks none any more."""
-        own, share = self._extents()
-        if not pages:
-            _core.pages_want(self._handle, 0)
-        elif own < share:
-            slots = _core.pool_geometry(self._handle)["slab_slots"]
-            _core.pages_want(self._handle, min(max(pages, own * slots), (share - own) * slots))
+    def want_room(self, pages: int, *, within_share: bool = False) -> None:
+        """Tell the other hosts of a shared pool that this one lacks so many pages beyond those it
+        has and may take: for two leases, or until it wants 0.
+
+        A host's share is the extents that can be reached, by the hosts that have or want some. Who
+        has more owes room to those that have less; what is wanted beyond a share is owed by who of
+        the others has most. within_share: as many as it has are wanted, if that is more, but only
+        what is lacking of the share; for who needs no more, as what runs there ends.
+        """
+        if pages < 0:
+            raise BadArgumentError(f"{pages} pages")
+        _core.pages_want(self._handle, pages, within_share)
 
     def owes_room(self) -> bool:
-        """Whether another host wants room, and this one has more than its share."""
-        if not _core.extents_wanted(self._handle):
-            return False
-        own, share = self._extents()
-        return own > share
-
-    def _extents(self) -> tuple[int, int]:
-        """Those of this host, and its share; the same where one host only uses the pool."""
-        count = _core.pool_geometry(self._handle)["extent_count"]
-        if _core.pool_sharing(self._handle)[0] == SHARING.index("host"):
-            return count, count
-        live = [host for host in self.admin.hosts() if host.state == "live"]
-        return sum(host.extents for host in live if host.is_self), count // max(1, len(live))
+        """Whether this host is to make room for others: Tiers.give()."""
+        return _core.extents_owed(self._handle) > 0
 
     def set_threads(self, threads: int) -> None:
         """How many threads, the caller's included, share a scan or a copy."""

@@ -95,12 +95,16 @@ def evictable(pool: Handle, page_count: int) -> npt.NDArray[np.bool_]:
     return flags
 
 
-def pages_want(pool: Handle, page_count: int) -> None:
-    check(lib.cxlkv_pages_want(pool, page_count))
+def pages_want(pool: Handle, page_count: int, within_share: bool) -> None:
+    check(lib.cxlkv_pages_want(pool, page_count, within_share))
 
 
-def extents_wanted(pool: Handle) -> int:
-    return check(lib.cxlkv_extents_wanted(pool))
+def extents_owed(pool: Handle) -> int:
+    return check(lib.cxlkv_extents_owed(pool))
+
+
+def extents_takeable(pool: Handle) -> int:
+    return check(lib.cxlkv_extents_takeable(pool))
 
 
 def pages_wanted(pool: Handle, page_count: int) -> npt.NDArray[np.uint32]:

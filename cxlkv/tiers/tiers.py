@@ -365,12 +365,9 @@ class Tiers(ObjectMoves, Closing):
         return False
 
     def give(self) -> int:
-        """Evict what stands in the way of other hosts of a shared pool that want room, while this
-        one has more than its share; returns how many pages are free now. The core hands over
-        extents that are empty."""
+        """Evict what stands in the way of other hosts of a shared pool that this one owes room;
+        returns how many pages are free now. The core hands over extents that are empty."""
         self._check()
-        if not self.pool.owes_room():
-            return 0
         with self._lock:
             wanted = self.pool.pages.wanted()
             if not len(wanted):

@@ -522,13 +522,15 @@ int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint3
 /* flags, a byte a page: 1 for a published page of this host that nobody holds or has pinned.
  * Returns how many there are. */
 int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity);
-/* Tells the other hosts of a shared pool for two leases that this one lacks room for so many pages;
- * 0: no more. */
-int64_t cxlkv_pages_want(cxlkv_pool *pool, uint64_t page_count);
-/* How many extents other hosts want. */
-int64_t cxlkv_extents_wanted(cxlkv_pool *pool);
-/* Of a shared pool: this host's pages to evict, so that extents which the others want become empty
- * and are given to them: those in which nothing is held or pinned, and that were asked for longest
+/* Tells the other hosts of a shared pool for two leases that this one lacks room for so many pages
+ * beyond what it has and may take; 0: no more. within_share: for so many, or as many as it has, but
+ * for no more than it lacks of its share (native/src/pool/shares.h). */
+int64_t cxlkv_pages_want(cxlkv_pool *pool, uint64_t page_count, uint32_t within_share);
+/* How many extents this host is to empty for others, and how many it may take. */
+int64_t cxlkv_extents_owed(cxlkv_pool *pool);
+int64_t cxlkv_extents_takeable(cxlkv_pool *pool);
+/* Of a shared pool: this host's pages to evict, so that as many extents as it owes become empty and
+ * are given to others: those in which nothing is held or pinned, and that were asked for longest
  * ago. Returns how many; capacity: of all pages. */
 int64_t cxlkv_pages_wanted(cxlkv_pool *pool, uint32_t *pages, uint64_t capacity);
 typedef struct cxlkv_scrubbed {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 
 from cxlkv.errors import CXLKVError, MemoryShortError
+from cxlkv.machine.coherence import LEASE_S
 from cxlkv.pool import CXLPool
 
 
@@ -18,20 +20,24 @@ class Room:
     No step is under way while the next one is planned, so what the pools hold is what the steps
     before took. Pages that are only published count as free: an append evicts them. Another
     process that shares a pool may still take pages first; a worker finds that out, and its request
-    is computed again. A pool that cannot be asked has no room: requests wait for it. While another
-    host wants what it lacks of its share of a pool, and this one has more (`owes`), no request
-    begins here, or is looked up: some page of every extent would be held for ever.
+    is computed again. A pool that cannot be asked has no room: requests wait for it.
+
+    While this host owes others room (`waits`), no request begins here, or is looked up: some page
+    of every extent would be held for ever. In a lease after the last one that runs, all is given
+    that can be; then those that wait begin together, whatever is still owed. A request beside which
+    none runs here may want more than this host's share.
     """
 
-    def __init__(self, pools: Sequence[CXLPool]):
-        self._pools = pools
+    def __init__(self, pools: Sequence[CXLPool], lease_s: float = LEASE_S):
+        self._pools, self._lease_s = pools, lease_s
         self._parts = [pool.pages.geometry["part_count"] for pool in pools]
         self._page_tokens = pools[0].layout.page_tokens
         self._given = 0  # pages promised since the step began, less those that come back in it
         self._left: int | None = None  # pages that were there for them; None: to be looked up
         self._asked: dict[str, int] = {}
         self._held: dict[str, int] = {}
-        self.owes = False  # while it is so, no request begins
+        self.waits = False
+        self._idle_since_s: float | None = None  # while room is owed
         self._wants = self._wanted = False  # in this step, and in the one before
 
     @property
@@ -57,7 +63,16 @@ class Room:
         if self._wanted and not self._wants:
             self._want(0)
         self._wanted, self._wants = self._wants, False
-        self.owes = any(_owes_room(pool) for pool in self._pools)
+        owes = any(_owes_room(pool) for pool in self._pools)
+        if not owes or self._held:
+            self._idle_since_s = None
+        elif self._idle_since_s is None:
+            self._idle_since_s = time.monotonic()
+        self.waits = owes and not self._has_given()
+
+    def _has_given(self) -> bool:
+        since_s = self._idle_since_s
+        return since_s is not None and time.monotonic() - since_s > self._lease_s
 
     def fits(self, request: str, have: int, wanted: int) -> bool:
         """Whether a request that has `have` tokens in the pools can have `wanted`."""
@@ -74,7 +89,7 @@ class Room:
         """Asks the other hosts to evict pages that no process reads."""
         for pool, parts in zip(self._pools, self._parts, strict=True):
             with suppress(CXLKVError):
-                pool.want_room(pages * parts)
+                pool.want_room(pages * parts, within_share=bool(self._held))
 
     def take(self, request: str) -> None:
         """It was planned as it was asked for."""
@@ -108,13 +123,12 @@ def _owes_room(pool: CXLPool) -> bool:
 
 def _free(pool: CXLPool) -> int:
     """Free pages, those that an append would evict, and of a pool that hosts share those of extents
-    that no host has yet; 0 of a pool that was lost."""
+    that may be taken; 0 of a pool that was lost."""
     try:
-        stats, geometry = pool.stats(), pool.pages.geometry
+        stats = pool.stats()
         free = stats["pages_free"] + int(np.count_nonzero(pool.pages.evictable()))
         if stats["pages_elsewhere"]:
-            owned = sum(host.extents for host in pool.admin.hosts())
-            free += (geometry["extent_count"] - owned) * geometry["slab_slots"]
+            free += pool.pages.takeable()
     except CXLKVError:
         return 0
     return free

@@ -146,14 +146,14 @@ class RequestRowManager(SingleTypeKVCacheManager):
         return tuple([] for _ in kv_cache_group_ids), 0
 
 
-def enter_room(pools: Sequence[CXLPool], config: VllmConfig) -> Room:
+def enter_room(pools: Sequence[CXLPool], config: VllmConfig, lease_s: float) -> Room:
     """Let this engine's scheduler plan by its pools. Raises UnsupportedError, MemoryShortError."""
     if config.scheduler_config.async_scheduling:
         raise UnsupportedError(
             "attention in the pool: the next step is planned when the one before has ended, so "
             "start the engine with --no-async-scheduling"
         )
-    room = Room(pools)
+    room = Room(pools, lease_s)
     room.check(config.model_config.max_model_len)
     rooms[config.kv_transfer_config.engine_id] = room
     return room

@@ -167,7 +167,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             tiers=tiers,
         )
         if self._in_pool:
-            self._room = enter_room(made.pools, config)
+            self._room = enter_room(made.pools, config, self.settings.lease_s)
         for path, pool in zip(paths, made.pools, strict=True):
             self._look_after(pool, partial(pools.open_one, path, self.settings))
         return made
@@ -203,7 +203,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         self._notice_reset()
         self._take_reopened()
-        if self._room is not None and self._room.owes:
+        if self._room is not None and self._room.waits:
             return None, False  # it is asked again in the next step
         tokens, beside = self._scheduler.match(request, num_computed_tokens)
         if tokens is not None:

@@ -2,30 +2,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "pool/peers.h"
-
-/* Another host that has fewer wants some, or one with as many and a lower number: it takes first,
- * or who has just given to it would have it back at once. */
-static bool is_anothers_turn(const cxlkv_pool *pool, const extent_owner *owners) {
-    uint32_t owned[HOSTS_MAX] = {0}, self = pool->hosts.self;
-    for (uint32_t e = 0; e < pool->geometry.extent_count; e++)
-        if (owners[e].host < HOSTS_MAX) owned[owners[e].host]++;
-    for (uint32_t host = 0; host < pool->sharing.hosts; host++) {
-        if (host == self || !pool->host->views[host].wanted_extents) continue;
-        if (pool->hosts.silent(pool->hosts.context, host)) continue;
-        if (owned[host] < owned[self] || (owned[host] == owned[self] && host < self)) return true;
-    }
-    return false;
-}
+#include "pool/shares.h"
 
 /* How many extents to take for so many pages: some more than that, so that hosts which grow do not
- * come one by one. */
+ * come one by one; and no more than are for us to take. */
 static uint32_t choose(const cxlkv_pool *pool, const extent_owner *owners, uint64_t page_count,
-                       uint32_t *extents) {
+                       uint32_t takeable, uint32_t *extents) {
     const cxlkv_geometry *g = &pool->geometry;
     uint32_t chosen = 0, most = g->extent_count / (8 * pool->sharing.hosts);
-    uint64_t wanted = (page_count + g->slab_slots - 1) / g->slab_slots;
+    uint64_t wanted = extents_of(pool, page_count);
     if (wanted < most) wanted = most;
+    if (wanted > takeable) wanted = takeable;
     /* First those that nobody used, then what others left behind with their published pages. */
     for (int left_behind = 0; left_behind < 2; left_behind++)
         for (uint32_t e = 0; e < g->extent_count && chosen < wanted; e++)
@@ -41,6 +28,11 @@ static void clear_doubt(cxlkv_pool *pool, uint32_t own) {
         __atomic_store_n(&pool->host->owners_sure, own, __ATOMIC_RELAXED);
 }
 
+static int64_t takeable(cxlkv_pool *pool, const extent_owner *owners) {
+    shares found;
+    return HOST_LOCKED(pool, (shares_look(pool, owners, &found), shares_takeable(&found)));
+}
+
 /* With the claims. The owners are read when our turn has come: anything may have changed before. */
 static int claim_some(cxlkv_pool *pool, hosts *turn, uint64_t page_count, extent_owner *owners,
                       uint32_t *extents) {
@@ -49,8 +41,9 @@ static int claim_some(cxlkv_pool *pool, hosts *turn, uint64_t page_count, extent
     if (code < 0) return code;
     code = hosts_owners(turn, owners);
     if (code == -CXLKV_E_CORRUPT) code = 0;
-    if (code == 0 && !is_anothers_turn(pool, owners))
-        chosen = choose(pool, owners, page_count, extents);
+    int64_t most = code == 0 ? takeable(pool, owners) : code;
+    if (most > 0) chosen = choose(pool, owners, page_count, (uint32_t)most, extents);
+    if (most < 0) code = (int)most;
     if (code == 0 && chosen) code = hosts_claim(turn, owners, chosen, extents, true);
     hosts_unlock(turn);
     return code < 0 ? code : (int)chosen;
@@ -70,6 +63,7 @@ static int take_with(cxlkv_pool *pool, hosts *turn, uint64_t page_count, extent_
     if (chosen == -CXLKV_E_TIMEOUT || chosen == -CXLKV_E_POISON) return chosen;
     code = chosen > 0 ? extents_take_in(pool, extents, (uint32_t)chosen) : chosen;
     if (code < 0 && chosen > 0) return code;
+    if (chosen > 0) extents_came(pool, (uint32_t)chosen);
     settled_set(pool, boot);
     clear_doubt(pool, doubt);
     return chosen == 0 ? -EAGAIN : code;
@@ -102,7 +96,6 @@ static bool somebody_offers(const cxlkv_pool *pool) {
 /* How many pages are still missing. With `asks` the other hosts are told so in a beat, if one of
  * them offers some; if none does, *ends. */
 static uint64_t look_for_room(cxlkv_pool *pool, uint64_t page_count, bool asks, bool *ends) {
-    uint64_t slots = pool->geometry.slab_slots;
     *ends = host_lock(pool) < 0;
     if (*ends) return page_count;
     const uint64_t missing = page_count - min_u64(page_count, pool->host->free_pages);
@@ -110,7 +103,7 @@ static uint64_t look_for_room(cxlkv_pool *pool, uint64_t page_count, bool asks, 
         GUARD_BEGIN(fault) {
             peers_beat(pool, true);
             *ends = !somebody_offers(pool);
-            pool->host->wanted_extents = *ends ? 0 : (missing + slots - 1) / slots;
+            extents_ask(pool, *ends ? 0 : extents_of(pool, missing));
             if (!*ends) peers_beat(pool, true);
         } GUARD_END(fault, (*ends = true, poison_error_locked(pool, &fault)))
     }
@@ -140,7 +133,7 @@ bool extents_take(cxlkv_pool *pool, uint64_t page_count) {
         peers_pause(pool);
     }
     if (until_ns && host_lock(pool) == 0) { /* we ask no other host for room any more */
-        pool->host->wanted_extents = 0;
+        extents_ask(pool, 0);
         host_unlock(pool);
     }
     return missing == 0;

@@ -122,10 +122,10 @@ typedef struct host_state {
     uint32_t owners_doubted, owners_sure;
     uint64_t beats, beat_ns;     /* our last heartbeat */
     uint64_t safe_ns;            /* of the last one after which we were not fenced */
-    uint64_t wanted_extents;
+    uint64_t wanted_extents;     /* by a process of this host, until then */
+    uint64_t wanted_until_ns;
     uint64_t log_next;           /* the record of our log that is written next */
     uint32_t publications;       /* as they are counted in descriptors */
-    uint32_t wanted_beats;       /* of ours, until wanted_extents is over; 0: who set it ends it */
     uint64_t extents_version;    /* moves when extents come or go */
     uint64_t withdrawn_pages;
     host_view views[HOSTS_MAX];

@@ -29,7 +29,7 @@ void peers_beat(cxlkv_pool *pool, bool now) {
     host_state *host = pool->host;
     uint64_t time_ns = boottime_ns();
     if (!now && time_ns - host->beat_ns < pool->lease_ns / BEATS_A_LEASE) return;
-    if (host->wanted_beats && --host->wanted_beats == 0) host->wanted_extents = 0;
+    if (time_ns >= host->wanted_until_ns) host->wanted_extents = 0;
     hosts_promise(&pool->hosts, pool->lease_ns);
     if (hosts_beat(&pool->hosts, ++host->beats, host->wanted_extents))
         __atomic_store_n(&host->beat_ns, time_ns, __ATOMIC_RELAXED);

@@ -46,6 +46,10 @@ static inline void page_unpublish(cxlkv_pool *pool, uint32_t page) {
     pool->reuse[page] = (reuse_record){0};
 }
 /* extent_owners.c */
+static inline uint64_t extents_of(const cxlkv_pool *pool, uint64_t page_count) {
+    uint64_t slots = pool->geometry.slab_slots;
+    return page_count / slots + (page_count % slots != 0);
+}
 static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
     return pool->runs[page / RUN_SLOTS].ours;
 }
@@ -81,6 +85,10 @@ void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable); /* anot
 /* extents.c */
 bool extents_take(cxlkv_pool *pool, uint64_t page_count); /* under no lock; there was room */
 const char *extents_why(void);            /* if not, and if that is an error: its text */
+/* wants.c: so many are asked for, for half a lease, unless more is wanted for longer; as many of
+ * those came. The first under the host lock, the second under none. */
+void extents_ask(cxlkv_pool *pool, uint64_t extents);
+void extents_came(cxlkv_pool *pool, uint32_t count);
 uint64_t extents_wanted(const cxlkv_pool *pool);  /* by others */
 /* As many as others want and we can spare: with the claims, without the host lock. */
 void extents_give(cxlkv_pool *pool, hosts *turn);

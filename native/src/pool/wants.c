@@ -4,27 +4,96 @@
 
 #include "pool/hooks.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
+#include "pool/shares.h"
 
-enum { WANT_BEATS = 2 * BEATS_A_LEASE };
+/* ---- wanting: under the host lock. Each wish ends by itself, for who has it may die ---- */
 
-static int64_t want(cxlkv_pool *pool, uint64_t page_count) {
-    uint64_t slots = pool->geometry.slab_slots;
-    pool->host->wanted_extents = (page_count + slots - 1) / slots;
-    pool->host->wanted_beats = page_count ? WANT_BEATS : 0;
+static void want(cxlkv_pool *pool, uint64_t extents, uint64_t lasts_ns) {
+    pool->host->wanted_extents = extents;
+    pool->host->wanted_until_ns = boottime_ns() + lasts_ns;
+}
+
+void extents_ask(cxlkv_pool *pool, uint64_t extents) {
+    const uint64_t lasts_ns = pool->lease_ns / 2, left_ns = boottime_ns() + lasts_ns;
+    if (pool->host->wanted_extents && pool->host->wanted_until_ns > left_ns) return; /* one stands */
+    want(pool, extents, lasts_ns);
+}
+
+static int64_t came(cxlkv_pool *pool, uint32_t count) {
+    uint64_t *wanted = &pool->host->wanted_extents;
+    if (!*wanted) return 0;
+    *wanted -= min_u64(*wanted, count);
     peers_beat(pool, true);
     return 0;
 }
 
-int64_t cxlkv_pages_want(cxlkv_pool *pool, uint64_t page_count) {
-    if (!pool->shared) return 0;
-    return IN_POOL(pool, HOST_LOCKED(pool, want(pool, page_count)));
+void extents_came(cxlkv_pool *pool, uint32_t count) { HOST_LOCKED(pool, came(pool, count)); }
+
+/* ---- shares ---- */
+
+/* Under no lock: it waits while a host is being fenced. */
+static int64_t look(cxlkv_pool *pool, shares *found) {
+    const hosts turn = hosts_outside(pool);
+    extent_owner *owners = malloc(pool->geometry.extent_count * sizeof(*owners));
+    if (!owners) return fail(ENOMEM, "no memory for %u extents", pool->geometry.extent_count);
+    int64_t code = hosts_owners(&turn, owners);
+    if (code == -CXLKV_E_CORRUPT) code = 0; /* what is damaged is nobody's; check() tells */
+    if (code == 0) code = HOST_LOCKED(pool, (shares_look(pool, owners, found), 0));
+    free(owners);
+    return code;
 }
 
-int64_t cxlkv_extents_wanted(cxlkv_pool *pool) {
-    if (!pool->shared) return 0;
-    return IN_POOL(pool, HOST_LOCKED(pool, (int64_t)extents_wanted(pool)));
+/* What it may take is wanted, too: nobody else is to have that meanwhile. */
+static uint64_t wanted_of(const shares *s, uint64_t missing, bool within_share) {
+    uint64_t extents = missing + shares_takeable(s), own = s->owned[s->self];
+    if (!within_share) return extents;
+    if (extents < own) extents = own;
+    return min_u64(extents, s->share - min_u64(own, s->share));
 }
+
+static int64_t say(cxlkv_pool *pool, const shares *s, uint64_t page_count, bool within_share) {
+    const uint64_t missing = extents_of(pool, page_count);
+    want(pool, missing ? wanted_of(s, missing, within_share) : 0, 2 * pool->lease_ns);
+    peers_beat(pool, true);
+    return 0;
+}
+
+static int64_t want_pages(cxlkv_pool *pool, uint64_t page_count, bool within_share) {
+    shares found;
+    int64_t code = page_count ? look(pool, &found) : 0;
+    return code < 0 ? code : HOST_LOCKED(pool, say(pool, &found, page_count, within_share));
+}
+
+int64_t cxlkv_pages_want(cxlkv_pool *pool, uint64_t page_count, uint32_t within_share) {
+    if (!pool->shared) return 0;
+    return IN_POOL(pool, want_pages(pool, page_count, within_share));
+}
+
+static int64_t owed(cxlkv_pool *pool) {
+    shares found;
+    int64_t code = HOST_LOCKED(pool, (int64_t)extents_wanted(pool));
+    if (code > 0) code = look(pool, &found);
+    else return code;
+    return code < 0 ? code : shares_owed(&found);
+}
+
+int64_t cxlkv_extents_owed(cxlkv_pool *pool) {
+    if (!pool->shared) return 0;
+    return IN_POOL(pool, owed(pool));
+}
+
+static int64_t takeable(cxlkv_pool *pool) {
+    shares found;
+    int64_t code = look(pool, &found);
+    return code < 0 ? code : shares_takeable(&found);
+}
+
+int64_t cxlkv_extents_takeable(cxlkv_pool *pool) {
+    if (!pool->shared) return 0;
+    return IN_POOL(pool, takeable(pool));
+}
+
+/* ---- giving ---- */
 
 bool page_is_evictable(const cxlkv_pool *pool, uint32_t page) {
     const page_info *info = &pool->pages[page];
@@ -53,13 +122,11 @@ static uint32_t oldest(const uint64_t *ages, uint32_t count) {
 }
 
 /* One that is empty stays with us: extents_offer(). */
-static int64_t choose(const cxlkv_pool *pool, uint64_t *ages, uint32_t *pages) {
+static int64_t choose(const cxlkv_pool *pool, int64_t owed, uint64_t *ages, uint32_t *pages) {
     uint32_t count = pool->geometry.extent_count, slots = pool->geometry.slab_slots;
     int64_t chosen = 0;
-    uint64_t wanted = extents_wanted(pool);
-    if (wanted == 0) return 0;
     for (uint32_t extent = 0; extent < count; extent++) ages[extent] = age_of(pool, extent);
-    for (uint64_t left = wanted + 1; left; left--) {
+    for (int64_t left = owed + 1; left; left--) {
         uint32_t extent = oldest(ages, count);
         if (ages[extent] == 0) break;
         ages[extent] = 0;
@@ -69,14 +136,19 @@ static int64_t choose(const cxlkv_pool *pool, uint64_t *ages, uint32_t *pages) {
     return chosen;
 }
 
+static int64_t choose_owed(cxlkv_pool *pool, uint64_t *ages, uint32_t *pages) {
+    hooks.sequences_expire(pool);
+    int64_t count = owed(pool);
+    return count > 0 ? HOST_LOCKED(pool, choose(pool, count, ages, pages)) : count;
+}
+
 int64_t cxlkv_pages_wanted(cxlkv_pool *pool, uint32_t *pages, uint64_t capacity) {
     if (capacity < pool->geometry.page_count)
         return fail(CXLKV_E_ROOM, "room for %u pages is wanted", pool->geometry.page_count);
     if (!pool->shared) return 0;
     uint64_t *ages = malloc(pool->geometry.extent_count * sizeof(*ages));
     if (!ages) return fail(ENOMEM, "no memory for %u extents", pool->geometry.extent_count);
-    int64_t found = IN_POOL(pool, (hooks.sequences_expire(pool),
-                                   HOST_LOCKED(pool, choose(pool, ages, pages))));
+    int64_t found = IN_POOL(pool, choose_owed(pool, ages, pages));
     free(ages);
     return found;
 }
