@@ -14,8 +14,9 @@ static void want(cxlkv_pool *pool, uint64_t extents, uint64_t lasts_ns) {
 }
 
 void extents_ask(cxlkv_pool *pool, uint64_t extents) {
-    const uint64_t lasts_ns = pool->lease_ns / 2, left_ns = boottime_ns() + lasts_ns;
-    if (pool->host->wanted_extents && pool->host->wanted_until_ns > left_ns) return; /* one stands */
+    const host_state *host = pool->host;
+    const uint64_t lasts_ns = pool->lease_ns / 2, until_ns = boottime_ns() + lasts_ns;
+    if (host->wanted_extents && host->wanted_until_ns > until_ns) return; /* one stands */
     want(pool, extents, lasts_ns);
 }
 

@@ -333,6 +333,10 @@ static void call_beat(scene *s) {
     withdrawn_look(s->pool);
     uint64_t free_pages = s->pool->host->free_pages;
     host_unlock(s->pool);
+    static uint32_t pages[1 << 16];
+    told(cxlkv_pages_want(s->pool, 1, random_below(&s->seed, 2)));
+    told(cxlkv_extents_owed(s->pool));
+    told(cxlkv_pages_wanted(s->pool, pages, 1 << 16));
     deal(s->pool, extents_give);
     extents_take(s->pool, free_pages + 1);
 }

@@ -63,6 +63,14 @@ static void forget(cxlkv_pool *pool, uint64_t mark) {
     CHECK(cxlkv_forget(pool, KEYS, hashes, NULL) >= 0);
 }
 
+/* Each of the two may be in the other's way at that time. */
+static void ask_for_room(worker *w) {
+    static _Thread_local uint32_t pages[4096];
+    CHECK(cxlkv_pages_want(w->pool, random_below(&w->seed, 100), random_below(&w->seed, 2)) == 0);
+    CHECK(cxlkv_extents_owed(w->pool) >= 0 && cxlkv_extents_takeable(w->pool) >= 0);
+    CHECK(cxlkv_pages_wanted(w->pool, pages, 4096) >= 0);
+}
+
 static void send_or_receive(worker *w, uint64_t mark) {
     cxlkv_sequence *sequence = NULL;
     pthread_mutex_lock(&letter.lock);
@@ -95,10 +103,11 @@ static void *work(void *context) {
     worker *w = context;
     for (uint32_t round = 0; round < w->rounds; round++) {
         uint64_t text = 1 + random_below(&w->seed, 6);
-        switch (random_below(&w->seed, 6)) {
+        switch (random_below(&w->seed, 7)) {
         case 0: publish(w, text); break;
         case 1: forget(w->pool, text); break;
         case 2: send_or_receive(w, 100 + random_below(&w->seed, 1000)); break;
+        case 3: ask_for_room(w); break;
         default: match(w, text);
         }
     }

@@ -29,20 +29,32 @@ static uint32_t first_that_wants(const shares *s) {
     return first;
 }
 
+/* Of one of them, of which `first` goes first, or NO_HOST. */
+static void check_one(const shares *s, uint32_t first) {
+    uint32_t own = s->owned[s->self], owed = shares_owed(s), takeable = shares_takeable(s);
+    uint32_t wanted = 0, idle = 0, least = min_u32(s->takeable, s->share - min_u32(own, s->share));
+    for (uint32_t host = 0; host < s->host_count; host++) {
+        if (host != s->self) wanted += s->wanted[host];
+        if (host != s->self && !s->wanted[host] && s->owned[host] > idle) idle = s->owned[host];
+    }
+    CHECK(owed == 0 || own > owed);
+    CHECK(owed <= wanted - min_u32(wanted, s->takeable));
+    CHECK(owed == 0 || own > s->share || own >= idle); /* from who has most */
+    CHECK(takeable >= least && takeable <= s->takeable);
+    if (first == NO_HOST || first == s->self) CHECK(owed == 0 && takeable == s->takeable);
+    else if (least == 0 && s->owned[first] < own)
+        CHECK(takeable <= s->takeable - min_u32(s->takeable, s->wanted[first]));
+}
+
 static void test_any(void) {
     shares s = made_up();
     uint32_t first = first_that_wants(&s), owed_by_all = 0, reached = 0;
     bool lacks = false;
     for (s.self = 0; s.self < s.host_count; s.self++) {
-        uint32_t own = s.owned[s.self], owed = shares_owed(&s), takeable = shares_takeable(&s);
-        CHECK(owed == 0 || (own > owed && first != NO_HOST));
-        CHECK(takeable <= s.takeable);
-        CHECK(takeable == s.takeable || first != NO_HOST);
-        CHECK(own >= s.share || takeable >= min_u32(s.takeable, s.share - own));
-        if (s.self == first) CHECK(owed == 0 && takeable == s.takeable);
-        lacks |= s.wanted[s.self] && own < s.share;
-        owed_by_all += owed;
-        reached += own;
+        check_one(&s, first);
+        lacks |= s.wanted[s.self] && s.owned[s.self] < s.share;
+        owed_by_all += shares_owed(&s);
+        reached += s.owned[s.self];
     }
     CHECK(!lacks || s.takeable || owed_by_all || reached < s.host_count);
 }
