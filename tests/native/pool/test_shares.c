@@ -123,7 +123,7 @@ int main(void) {
     for (uint64_t i = 1; i <= 20000; i++) {
         seed = i;
         test_any();
-        if (i % 100 == 0) test_engines();
+        if (i % 400 == 0) test_engines();
     }
     return 0;
 }
