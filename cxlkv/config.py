@@ -72,7 +72,7 @@ def _emulated(value: object) -> object:
     return value
 
 
-TIERS = ("local", "cold", "cold_capacity", "compress", "policy")
+TIERS = ("local", "cold", "cold_capacity", "compress", "policy", "remote", "remote_secret")
 """Keys of a PoolConfig that are of Tiers."""
 
 _Size = Annotated[int, BeforeValidator(parse_bytes)]
@@ -173,6 +173,8 @@ class PoolConfig(_Keys):
     cold_capacity: _Size | None = None
     compress: Literal["zstd"] | None = None
     policy: Literal["adaptive", "lru", "mass", "s3fifo"] | None = None
+    remote: str | list[str] | None = None
+    remote_secret: str | None = None
     if_missing: Literal["create", "error"] = "create"
     if_exists: Literal["open", "error", "replace"] = "open"
 

@@ -34,7 +34,7 @@ RECORD_HEADER, RECORD_MAGIC = _core.RECORD_HEADER, _core.RECORD_MAGIC
 PACKED_HEADER, PACKED_MAGIC = _core.PACKED_HEADER, _core.PACKED_MAGIC
 PACKED_VERSION = _core.PACKED_VERSION
 """The line at the front of a page's record in a pool, and of a record outside of one."""
-crc32c, names_of = _core.crc32c, _core.names_of
+crc32c, names_of, layout_crc = _core.crc32c, _core.names_of, _core.layout_crc
 
 
 class Places(NamedTuple):

@@ -15,6 +15,7 @@ from cxlkv._core.base import (
     Numbers,
     check,
     checked,
+    crc32c,
     handle_of,
     made,
     new_place,
@@ -49,6 +50,12 @@ def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
     made.shard = list(layout.shard)
     made.model_id = layout.model_id.encode()
     return made
+
+
+def layout_crc(layout: KVLayout, sketch: bool) -> int:
+    """Of what a pool of this layout and another one must agree in to exchange records: what
+    record_shape() says of a pool."""
+    return crc32c(bytes(ffi.buffer(_layout_struct(layout, False, sketch))))
 
 
 def _host_struct(host: tuple[int, bool, float] | None) -> Any:

@@ -3,6 +3,7 @@
     local  copies of hot units in this process's memory      LocalTier; fetch and attend read them
     far    the pool: every page that match() finds           CXLPool
     cold   records of pages that had to go                   ColdStore: a file, or a remote store
+    remote what another machine's pool has; only read        RemoteTier
 
 A move has two phases. Prepare reads the bytes, verifies them and finds a place, and may refuse;
 complete makes the page visible in the new place, or undoes. A page leaves the old place only after
@@ -18,11 +19,11 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,9 @@ from cxlkv.tiers.local import LocalTier
 from cxlkv.tiers.objects import ObjectMoves
 from cxlkv.tiers.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
 
+if TYPE_CHECKING:
+    from cxlkv.tiers.remote import RemoteTier
+
 LOW_SHARE, HIGH_SHARE = 0.02, 0.05
 """Watermarks of free pages: below the first step() evicts until the second is free."""
 BATCH_BYTES = 64 << 20
@@ -62,7 +66,9 @@ class Tiers(ObjectMoves, Closing):
     or an open ColdStore, which its maker closes. policy: which published pages go
     (cxlkv.tiers.policy). costs: what reading and computing cost here, so that nothing is read that
     would be computed faster; needed by the policy "cost". bytes_per_s: at most so much is moved by
-    step().
+    step(). remote: where match() looks for what the pool and the cold tier lack: "tcp://HOST:PORT"
+    of a pool that another machine serves, or several, of its tensor-parallel ranks (open_remote),
+    by the secret in the file remote_secret; or a RemoteTier, which is closed with these.
 
     A pool of objects has no local tier and no costs; restore() brings back what went to its file.
 
@@ -86,6 +92,8 @@ class Tiers(ObjectMoves, Closing):
         costs: Costs | None = None,
         bytes_per_s: float | None = None,
         near: str | int | None = None,
+        remote: str | Sequence[str] | RemoteTier | None = None,
+        remote_secret: str | os.PathLike[str] | None = None,
     ):
         if near is not None:
             _renamed("near=", "local=")
@@ -103,6 +111,7 @@ class Tiers(ObjectMoves, Closing):
             )
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise BadArgumentError(f"bytes_per_s={bytes_per_s}: more than 0")
+        _check_remote(pool, remote, remote_secret)
         self.pool = cast(CXLPool, pool)  # one of objects has no match(), nor have its tiers
         self.costs = costs
         self._policy = policy_named(policy)
@@ -119,6 +128,7 @@ class Tiers(ObjectMoves, Closing):
         self.cold: ColdStore | None = None
         self._own_cold: ColdStore | None = None  # which is closed with the tiers
         self.local: LocalTier | None = None
+        self.remote: RemoteTier | None = None
         self._own_pool: Pool | None = None  # which is closed with these
         self._mover: threading.Thread | None = None
         # No Event: an interrupt (Ctrl-C) in its set() can leave its lock taken, for ever.
@@ -130,6 +140,7 @@ class Tiers(ObjectMoves, Closing):
                 self.cold = open_cold(cold, self._shape, cold_capacity, fsync, compress)
                 self._own_cold = self.cold if self.cold is not cold else None
             self.local = LocalTier(pool, local) if local is not None else None
+            self.remote = _opened(self.pool, remote, remote_secret)
             pool.pages.register(self._reclaimed)
         except BaseException:
             pool.pages.unregister(self._reclaimed)
@@ -169,14 +180,22 @@ class Tiers(ObjectMoves, Closing):
     # ---- reading ----
 
     def match(self, keys: Iterable[bytes], *, lease_s: float = 60.0, strict: bool = True) -> Hit:
-        """Bring the part of the prefix that is only in the cold tier back, then pool.match().
+        """Bring the part of the prefix that is only in the cold tier back, and of PageKeys what
+        only the remote pool has, then pool.match().
 
-        Pages come back as far as there is room, their bytes are right, and reading them is not
-        slower than computing them.
+        Pages come as far as there is room and their bytes are right; of the cold tier as far as
+        reading them is not slower than computing them.
         """
-        if self.cold is not None:
+        if self.cold is not None or self.remote is not None:
             self._check()
         given = keys if isinstance(keys, PageKeys) else list(keys)
+        hit = self._match(given, lease_s, strict)
+        if self.remote is None or not isinstance(given, PageKeys):
+            return hit
+        return self.remote.extend(given, hit, lease_s=lease_s)
+
+    def _match(self, given: PageKeys | list[bytes], lease_s: float, strict: bool) -> Hit:
+        """In the pool and the cold tier."""
         hit = self.pool.match(given, lease_s=lease_s, strict=strict)
         if self.cold is None or not len(given):
             return hit
@@ -191,10 +210,20 @@ class Tiers(ObjectMoves, Closing):
     def match_prefix(
         self, token_ids: npt.ArrayLike, salt: bytes = b"", *, lease_s: float = 60.0
     ) -> Hit:
-        """match() for what pool.publish_prefix() published, tails too."""
-        if self.cold is not None:
+        """match() for what pool.publish_prefix() published, tails too; not those that only the
+        remote pool has."""
+        if self.cold is not None or self.remote is not None:
             self._check()
         ids, page_tokens = whole_ids(token_ids), self.pool.layout.page_tokens
+        hit = self._match_prefix(ids, salt, lease_s)
+        if self.remote is None or len(ids) - hit.tokens < page_tokens:
+            return hit
+        with hit, self.match(prefix_keys(ids, page_tokens, salt), lease_s=lease_s):
+            return self._match_prefix(ids, salt, lease_s)
+
+    def _match_prefix(self, ids: npt.NDArray[np.int64], salt: bytes, lease_s: float) -> Hit:
+        """In the pool and the cold tier."""
+        page_tokens = self.pool.layout.page_tokens
         hit = self.pool.match_prefix(ids, salt, lease_s=lease_s)
         if self.cold is None or hit.tokens == len(ids):
             return hit
@@ -555,7 +584,7 @@ class Tiers(ObjectMoves, Closing):
         return self._counts[f"{what}_pages"]
 
     def stats(self) -> dict[str, float]:
-        """Pages by tier and what was moved; local_* and cold_* as LocalTier and ColdTier count."""
+        """Pages by tier and what was moved; local_*, cold_* and remote_* as these tiers count."""
         pool = self.pool.stats()
         names = "promoted demoted dropped evicted refused corrupt not_worth"
         found: dict[str, float] = {
@@ -564,13 +593,13 @@ class Tiers(ObjectMoves, Closing):
         found["failed_steps"] = self._counts["failed_steps"]
         for name in ("total", "free", "held", "published", "published_only"):
             found[f"far_pages_{name}"] = pool[f"pages_{name}"]
-        for tier, of in (("local", self.local), ("cold", self.cold)):
+        for tier, of in (("local", self.local), ("cold", self.cold), ("remote", self.remote)):
             if of is not None:
                 found |= {f"{tier}_{name}": value for name, value in of.stats().items()}
         return found
 
     def close(self) -> None:
-        """End the mover, the local tier and the cold one; the pool stays open, unless it came with
+        """End the mover and the tiers beside the pool; that stays open, unless it came with
         from_config(). A second time does nothing."""
         self._end()
         own, self._own_pool = self._own_pool, None
@@ -583,6 +612,8 @@ class Tiers(ObjectMoves, Closing):
         if self._mover is not None:
             self._mover.join()
         self.pool.pages.unregister(self._reclaimed)
+        if self.remote is not None:
+            self.remote.close()
         with self._lock:
             if self.local is not None:
                 self.local.close()
@@ -600,6 +631,25 @@ class Tiers(ObjectMoves, Closing):
                 "these tiers were closed, or are another process's: a child of os.fork() makes its "
                 "own, with a cold file of its own"
             )
+
+
+def _check_remote(pool: Pool, remote: object, secret: object) -> None:
+    if isinstance(remote, (str, list, tuple)) != (secret is not None):
+        raise BadArgumentError("remote= and remote_secret= go together: the file with the secret")
+    if remote is not None and pool.layout.object_bytes is not None:
+        raise BadArgumentError("remote= is of K and V: pools of objects are not served to others")
+
+
+def _opened(
+    pool: CXLPool,
+    remote: str | Sequence[str] | RemoteTier | None,
+    secret: str | os.PathLike[str] | None,
+) -> RemoteTier | None:
+    if secret is None or not isinstance(remote, (str, list, tuple)):
+        return cast("RemoteTier | None", remote)
+    from cxlkv.tiers.remote import open_remote  # pydantic, which few programs need
+
+    return open_remote(pool, [remote] if isinstance(remote, str) else remote, secret)
 
 
 def _renamed(old: str, new: str) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import index
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from cxlkv import _lifetime, errors
 from cxlkv._lifetime import Closing
-from cxlkv.arrays import Bytes, Codes, Names, RecordBytes, is_torch, view
+from cxlkv.arrays import Bytes, Codes, Names, Offsets, RecordBytes, is_torch, view
 from cxlkv.errors import BadArgumentError, GeometryError, PeerError, StaleError
 from cxlkv.layout import DTYPES
 from cxlkv.ndp.engine import RECALL, Budget, Selection, Stages
@@ -87,8 +87,9 @@ class Remote(Closing):
     SecretError, VersionError, BusyError, RdmaError.
 
     address: HOST:PORT of `cxlkv serve`. device: the RDMA device to read with; None: the pool's file
-    on the same machine, else the control connection. Threads take turns. A forked child has a
-    connection of its own, made when it asks first; hits of its parent are none there.
+    on the same machine, else the control connection. attempts: how often match() connects at most;
+    None: until its deadline. Threads take turns. A forked child has a connection of its own, made
+    when it asks first; hits of its parent are none there.
     """
 
     def __init__(
@@ -98,11 +99,13 @@ class Remote(Closing):
         *,
         device: str | None = None,
         deadline_s: float = DEADLINE_S,
+        attempts: int | None = None,
     ):
         if deadline_s <= 0:
             raise BadArgumentError(f"deadline_s={deadline_s}: more than 0")
-        self._address = parse_address(address)
+        self.address, self._place = address, parse_address(address)
         self._secret, self._device, self.deadline_s = secret, device, deadline_s
+        self._attempts = attempts
         self._lock = threading.RLock()
         self._wire: Wire | None = None
         self._link: Link | None = None
@@ -208,12 +211,28 @@ class Remote(Closing):
 
     def check_fits(self, pool: CXLPool) -> None:
         """Raises GeometryError if records of one of the two pools are none of the other."""
-        shape = self.retried(self._shape)
-        if (shape.record_bytes, shape.layout_crc) != pool.records.shape:
+        self.shape(pool.records.shape[1])
+
+    def shape(self, layout_crc: int) -> Shape:
+        """What the server says of its pool; raises GeometryError if its layout is another one
+        (pages.layout_crc)."""
+        found = self.retried(self._shape)
+        if found.layout_crc != layout_crc:
             raise GeometryError(
-                "the pools have other layouts: layers, heads, dims, dtype, page_tokens, model_id, "
-                "shard and sketch must be the same on both sides"
+                f"the pool of {self.address} has another layout: layers, heads, dims, dtype, "
+                "page_tokens, model_id, shard and sketch must be the same on both sides"
             )
+        return found
+
+    @contextlib.contextmanager
+    def records(
+        self, hit: RemoteHit, some: Offsets, deadline: Deadline, skip: Skip
+    ) -> Iterator[tuple[RecordBytes, Codes]]:
+        """Records of some of a hit's pages, as many as a chunk has at most, in the link's buffer
+        while the block lasts; and a code for each: PRESENT where `skip` says so of its name."""
+        with self._lock:
+            hit.number()
+            yield self._read(hit.pages[some], hit.generations[some], deadline, skip)
 
     @property
     def link(self) -> str:
@@ -240,17 +259,19 @@ class Remote(Closing):
             wire.leave()
 
     def retried(self, act: Callable[[Deadline], T]) -> T:
-        """What `act` returns, by a new connection each time that one breaks, until the deadline;
-        then the first break is raised, which says more than that time is up."""
+        """What `act` returns, by a new connection each time that one breaks, until the deadline or
+        `attempts`; then the first break is raised, which says more than that time is up."""
         deadline, pause = Deadline(self.deadline_s), RETRY_S[0]
         first: PeerError | None = None
+        made = 0
         while True:
+            made += 1
             try:
                 with self._lock:
                     return act(deadline)
             except PeerError as error:
                 first = first or error
-            if deadline.is_over():
+            if deadline.is_over() or made == self._attempts:
                 raise first
             time.sleep(pause)
             pause = min(2 * pause, RETRY_S[1])
@@ -266,7 +287,7 @@ class Remote(Closing):
             return self._far.shape
 
     def _connect(self, deadline: Deadline) -> None:
-        host, port = self._address
+        host, port = self._place
         try:
             sock = socket.create_connection((host, port), timeout=deadline.left())
         except PeerError:

@@ -105,11 +105,7 @@ def _pull(remote: Remote, pool: CXLPool, keys: Iterable[bytes], strict: bool, mo
         order = in_order(hit.parts) if hit else np.zeros(0, np.int64)
         for some in _chunks(order, record_bytes):
             deadline = Deadline(remote.deadline_s)
-            with remote._lock:  # the records lie in its buffer
-                hit.number()
-                records, codes = remote._read(
-                    hit.pages[some], hit.generations[some], deadline, pool.records.here
-                )
+            with remote.records(hit, some, deadline, pool.records.here) as (records, codes):
                 came = codes == 0
                 parents = parents_of(records, seen)
                 write = partial(pool.records.write, records[came], parents[came])

@@ -358,9 +358,9 @@ def test_other_layouts_are_refused(folder: Path, link: str) -> None:
         local(LAYOUTS["float32"], sketch=False) as unsketched,
     ):
         for pool in (other, unsketched):
-            with pytest.raises(GeometryError, match="other layouts"):
+            with pytest.raises(GeometryError, match="another layout"):
                 pull(remote, pool, [])
-            with pytest.raises(GeometryError, match="other layouts"):
+            with pytest.raises(GeometryError, match="another layout"):
                 push(remote, pool, [])
 
 

@@ -1,0 +1,295 @@
+"""Prefixes that another machine's pool has come into a pool here: docs/remote-tier.md.
+
+The far pool is served by `cxlkv serve`, and only read. Nothing here raises for what is wrong there:
+what did not come is a shorter hit. A far pool that failed is left alone until it answers again,
+which a thread finds out, so that nobody waits for it twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+
+from cxlkv import _lifetime
+from cxlkv._lifetime import Closing
+from cxlkv.arrays import Bytes, Codes, Mask, Names, Offsets, RecordBytes
+from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
+from cxlkv.pages import CORRUPT, PRESENT, STALE, layout_crc
+from cxlkv.pool import CXLPool
+from cxlkv.prefix import PageKeys
+from cxlkv.sequence import Hit
+from cxlkv.transport import Remote, RemoteHit, read_secret
+from cxlkv.transport.base import chunk_records
+from cxlkv.transport.far import HEADER_BYTES, Shape, in_order, parents_of, shape_of
+from cxlkv.transport.shards import (
+    Heads,
+    heads_between,
+    layout_among,
+    put_headers,
+    put_heads,
+    renamed,
+    same_names,
+)
+from cxlkv.transport.wire import Deadline, parse_address
+
+DEADLINE_S = 5.0
+LEASE_S = 60.0  # of what is held there
+ATTEMPTS = 2  # the first one may meet a connection that broke long ago
+PAUSE_S = (1.0, 30.0)  # until a far pool that failed is looked for again: first, at most
+SAME = bytes(16)
+
+log = logging.getLogger("cxlkv")
+
+
+def parse_remote(text: str) -> tuple[str, str | None]:
+    """HOST:PORT, and the RDMA device to read with, of tcp://HOST:PORT or
+    rdma://HOST:PORT?device=NAME. Raises BadArgumentError."""
+    found = urlsplit(text)
+    device = parse_qs(found.query).get("device", [None])[0]
+    wanted = (found.scheme == "tcp" and not found.query) or (found.scheme == "rdma" and device)
+    if not wanted or found.path.strip("/"):
+        raise BadArgumentError(
+            f"{text!r}: tcp://HOST:PORT of a `cxlkv serve`, or rdma://HOST:PORT?device=NAME, the "
+            "device being this machine's"
+        )
+    parse_address(found.netloc)
+    return found.netloc, device
+
+
+@dataclass(frozen=True)
+class Source:
+    """A far pool that has `heads` of the pages here.
+
+    layout_crc: of the layout that it must have. delta: 16 bytes, by which names there differ from
+    those here (xor).
+    """
+
+    remote: Remote
+    heads: Heads
+    layout_crc: int
+    delta: bytes = SAME
+
+    @property
+    def shape(self) -> Shape:
+        return self.remote.shape(self.layout_crc)
+
+    def match(self, keys: PageKeys) -> RemoteHit:
+        there = PageKeys(renamed(keys.packed, self.delta), keys.page_tokens, keys.strict)
+        return self.remote.match(there, lease_s=LEASE_S, strict=keys.strict)
+
+
+def open_remote(
+    pool: CXLPool,
+    addresses: Sequence[str],
+    secret: str | os.PathLike[str],
+    *,
+    ranks: int | None = None,
+    delta: bytes = SAME,
+    deadline_s: float = DEADLINE_S,
+) -> RemoteTier:
+    """addresses: of the far pool that stores what this one does; or of those of all `ranks` of
+    another number of tensor-parallel ranks, in their order; None: as many as there are addresses,
+    if there are several. secret: a file. delta: as in Source.
+
+    Connects to nothing yet. Raises BadArgumentError, SecretError.
+    """
+    layout, known = pool.layout, read_secret(secret)
+    size = layout.shard[1]
+    ranks = ranks or (size if len(addresses) == 1 else len(addresses))
+    if len(addresses) != (1 if ranks == size else ranks):
+        raise BadArgumentError(f"{len(addresses)} addresses: one for each of {ranks} ranks")
+    sources = []
+    for rank, text in enumerate(addresses):
+        far = layout if ranks == size else layout_among(layout, rank, ranks)
+        heads = heads_between(far, layout)
+        address, device = parse_remote(text)
+        if heads.count:
+            made = Remote(address, known, device=device, deadline_s=deadline_s, attempts=ATTEMPTS)
+            sources.append(Source(made, heads, layout_crc(far, pool.sketch), delta))
+    return RemoteTier(pool, sources, deadline_s=deadline_s)
+
+
+class RemoteTier(Closing):
+    """Extends hits by what far pools have; any thread may call it.
+
+    sources: which together have all heads of a page here; closed with this. deadline_s: of one
+    extend(); what has come by then stays.
+    """
+
+    def __init__(self, pool: CXLPool, sources: Sequence[Source], *, deadline_s: float = DEADLINE_S):
+        self._pool, self._shape = pool, shape_of(pool)
+        self._sources, self._deadline_s = list(sources), deadline_s
+        self._counts: Counter[str] = Counter()
+        self.error: Exception | None = None  # the last one
+        self._is_off = self._ended = False
+        self._pause_s = PAUSE_S[0]
+        self._lock = threading.Lock()
+        self._wake = SimpleQueue[None]()
+        self._watcher: threading.Thread | None = None
+        _lifetime.watch(self)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is worth asking: not until a far pool that has failed answers again."""
+        return not (self._is_off or self._ended)
+
+    def extend(self, keys: PageKeys, hit: Hit, *, lease_s: float = 60.0) -> Hit:
+        """The hit of `keys`, or in its place a longer one, of pages that came into the pool."""
+        with self._lock:
+            if not self.is_on or hit.tokens >= len(keys) * keys.page_tokens:
+                return hit
+            coming = _Coming(self._pool, keys, hit, lease_s, Deadline(self._deadline_s))
+            try:
+                self._bring(coming)
+                self._pause_s = PAUSE_S[0]
+            except PoolFullError:
+                self._counts["refused"] += 1
+            except (CXLKVError, ValueError) as error:  # a peer may say anything of its pool
+                if coming.counts["pages"] and coming.deadline.is_over():
+                    self._counts["late"] += 1  # slow, but there
+                else:
+                    self._fail(error)
+            self._counts.update(coming.counts)
+            return coming.hit
+
+    def _bring(self, coming: _Coming) -> None:
+        """Page after page, until the far pools have no more, or what they have is not right."""
+        with ExitStack() as held:
+            hits = self._match(coming.keys, held)
+            same = all(hit.parts == hits[0].parts for hit in hits)
+            if hits[0].tokens <= coming.hit.tokens or not same:
+                return
+            order = coming.missing(hits[0])
+            step = min(chunk_records(source.shape.record_bytes) for source in self._sources)
+            for first in range(0, len(order), step):
+                some = order[first : first + step]
+                if not coming.take(*self._read(coming, hits, some)):
+                    return
+
+    def _match(self, keys: PageKeys, held: ExitStack) -> list[RemoteHit]:
+        """What all of the far pools have of the prefix, held there."""
+        while True:
+            for source in self._sources:
+                _ = source.shape  # raises for a pool of something else
+            hits = [held.enter_context(source.match(keys)) for source in self._sources]
+            tokens = min(hit.tokens for hit in hits)
+            if all(hit.tokens == tokens for hit in hits):
+                return hits
+            keys = keys[: tokens // keys.page_tokens]
+
+    def _read(
+        self, coming: _Coming, hits: Sequence[RemoteHit], some: Offsets
+    ) -> tuple[RecordBytes, Codes]:
+        """Records as they are to lie here, and a code for each."""
+        out = np.zeros((len(some), self._shape.record_bytes), np.uint8)
+        codes = np.zeros(len(some), np.int32)
+        lines: Bytes = np.zeros((0, HEADER_BYTES), np.uint8)
+        for source, hit in zip(self._sources, hits, strict=True):
+            is_here = partial(self._is_here, source.delta)
+            with source.remote.records(hit, some, coming.deadline, is_here) as (rows, found):
+                if source.delta == SAME and source.layout_crc == self._shape.layout_crc:
+                    return rows.copy(), found
+                if not len(lines):
+                    lines = rows[:, :HEADER_BYTES].copy()
+                found[(found == 0) & ~same_names(rows, lines)] = STALE
+                put_heads(out, self._shape, rows, source.shape, source.heads)
+            np.copyto(codes, found, where=codes == 0)
+        put_headers(out, self._shape, lines, self._sources[0].delta)
+        return out, codes
+
+    def _is_here(self, delta: bytes, names: Names) -> Mask:
+        return self._pool.records.here(renamed(names, delta))
+
+    # ---- when it fails ----
+
+    def _fail(self, error: Exception) -> None:
+        self._counts["errors"] += 1
+        self.error, self._is_off = error, True
+        where = ", ".join(source.remote.address for source in self._sources)
+        log.warning("cxlkv: nothing comes from %s until it answers again: %s", where, error)
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_S[1])
+        self._watcher = threading.Thread(
+            target=self._watch, args=(pause_s, where), name="cxlkv-remote", daemon=True
+        )
+        self._watcher.start()
+
+    def _watch(self, pause_s: float, where: str) -> None:
+        while True:
+            with suppress(Empty):
+                self._wake.get(timeout=pause_s)
+            if self._ended:
+                return
+            with suppress(CXLKVError, ValueError):
+                for source in self._sources:
+                    _ = source.shape
+                log.info("cxlkv: %s answers again", where)
+                self._is_off = False
+                return
+            pause_s = min(2 * pause_s, PAUSE_S[1])
+
+    def stats(self) -> dict[str, int]:
+        """pages, bytes: that came. damaged, stale: pages that were not right. refused: prefixes
+        that found no room; late: of which only a part came; errors: far pools that failed."""
+        names = "pages bytes damaged stale refused late errors"
+        return {**{name: self._counts[name] for name in names.split()}, "off": int(self._is_off)}
+
+    def close(self) -> None:
+        """A second time does nothing."""
+        self._ended = True
+        self._wake.put(None)
+        if self._watcher is not None:
+            self._watcher.join()
+        with self._lock:
+            for source in self._sources:
+                source.remote.close()
+
+    def reset_after_fork(self) -> None:
+        """The thread stays with the parent, and connections do."""
+        self._lock, self._wake, self._watcher = threading.Lock(), SimpleQueue(), None
+
+
+class _Coming:
+    """A hit that grows by what comes for it."""
+
+    def __init__(self, pool: CXLPool, keys: PageKeys, hit: Hit, lease_s: float, deadline: Deadline):
+        self._pool, self.keys, self.hit = pool, keys, hit
+        self._lease_s, self.deadline = lease_s, deadline
+        self._seen: dict[tuple[int, int], Bytes] = {}
+        self.counts: Counter[str] = Counter()
+
+    def missing(self, far: RemoteHit) -> Offsets:
+        """Which of the far pages this hit lacks, in the order of their tokens; before them the last
+        ones that it has, which say what these continue."""
+        page_tokens = self._pool.layout.page_tokens
+        from_end = np.concatenate([np.arange(1 - count, 1) for count in far.parts])
+        order = in_order(far.parts)
+        return order[(far.tokens + from_end * page_tokens)[order] >= self.hit.tokens]
+
+    def take(self, records: RecordBytes, codes: Codes) -> bool:
+        """Publishes them up to the first that is not right, and holds them; whether all are."""
+        right = (codes == 0) | (codes == PRESENT)
+        good = len(right) if right.all() else int(np.argmin(right))
+        parents = parents_of(records[:good], self._seen)
+        came = codes[:good] == 0
+        if came.any():
+            write = partial(self._pool.records.write, records[:good][came], parents[came])
+            codes = codes.copy()
+            codes[:good][came] = self._pool.pages.retry(write, int(came.sum()))
+        published = int((codes[:good][came] == 0).sum())
+        for name, code in (("damaged", CORRUPT), ("stale", STALE)):
+            self.counts[name] += int((codes == code).sum())
+        self.counts["pages"] += published
+        self.counts["bytes"] += published * records.shape[1]
+        with self.hit:
+            self.hit = self._pool.match(self.keys, lease_s=self._lease_s, strict=self.keys.strict)
+        return bool(((codes == 0) | (codes == PRESENT)).all())
