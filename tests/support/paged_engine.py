@@ -15,14 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import CXLPool
+from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.common.pools import open_tiers
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
+from cxlkv.adapters.vllm.remote import open_remote
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import Settings
+from cxlkv.tiers import Tiers
 
 TOKENS = 4  # of a block
+HEADS = 4  # of the whole model, as far as a test cares
 SPACE = bytes(range(16))
 
 
@@ -54,21 +58,24 @@ class Request:
             found.append(before)
         return found
 
-    def block(self, index: int, layer: int, rank: int) -> npt.NDArray[np.float32]:
+    def block(self, index: int, layer: int, heads: range) -> npt.NDArray[np.float32]:
         """[K or V, kv_heads, tokens, dim]: what is right for block `index` of this text."""
         ids = np.array(self.all_token_ids[: (index + 1) * TOKENS], np.int64).tobytes()
-        seed = hashlib.sha256(ids + bytes([layer, rank])).digest()
-        numbers = np.random.default_rng(np.frombuffer(seed, np.uint64))
-        return numbers.standard_normal((2, 2, TOKENS, 8), np.float32)
+        found = []
+        for pair in range(heads.start // 2, heads.stop // 2):
+            seed = hashlib.sha256(ids + bytes([layer, pair])).digest()
+            numbers = np.random.default_rng(np.frombuffer(seed, np.uint64))
+            found.append(numbers.standard_normal((2, 2, TOKENS, 8), np.float32))
+        return np.concatenate(found, axis=1)
 
 
 class Rank:
     """A worker: its blocks, and the connector's part in it."""
 
     def __init__(self, pool: CXLPool, settings: Settings, blocks: int, rank: int, ranks: int):
-        layers = pool.layout.layers
-        self.rank = rank
-        self.memory = np.full((layers, blocks, 2, 2, TOKENS, 8), np.nan, np.float32)
+        layers, heads = pool.layout.layers, pool.layout.kv_heads
+        self.rank, self.heads = rank, range(rank * heads, (rank + 1) * heads)
+        self.memory = np.full((layers, blocks, 2, heads, TOKENS, 8), np.nan, np.float32)
         named = {
             f"layers.{layer}": BlockMemory(own[:, 0], own[:, 1])
             for layer, own in enumerate(self.memory)
@@ -86,7 +93,7 @@ class Rank:
     def is_right(self, request: Request, index: int) -> bool:
         block = request.blocks[index]
         return all(
-            np.array_equal(own[block], request.block(index, layer, self.rank))
+            np.array_equal(own[block], request.block(index, layer, self.heads))
             for layer, own in enumerate(self.memory)
         )
 
@@ -101,17 +108,18 @@ class Engine:
         blocks: int = 64,
         shares: bool = False,
         space: bytes = SPACE,
+        words: Mapping[str, object] | None = None,
     ):
+        self.words = words or {}
+        space = space if words is None else space_of(words, "")
         self.settings = settings or Settings()
         self.ranks = [
             Rank(CXLPool.open(path, threads=1), self.settings, blocks, rank, len(paths))
             for rank, path in enumerate(paths)
         ]
         opened, tiers = [CXLPool.open(path, threads=1) for path in paths], []
-        if self.settings.cold is not None:
-            tiers = [
-                open_tiers(pool, self.settings, 1 / len(paths), moves=False) for pool in opened
-            ]
+        if self.settings.cold is not None or self.settings.remote:
+            tiers = [self._tiers(pool, 1 / len(paths)) for pool in opened]
         self.scheduling = Scheduling(
             opened, space, self.settings, block_tokens=TOKENS, events=True, tiers=tiers
         )
@@ -130,6 +138,10 @@ class Engine:
         self._arrived: dict[str, int] = {}  # how many ranks' loads of a request have ended
         self._held_back: dict[str, Request] = {}  # ended while they were loading
 
+    def _tiers(self, pool: CXLPool, share: float) -> Tiers:
+        remote = open_remote(pool, self.settings, self.words, HEADS)
+        return open_tiers(pool, self.settings, share, moves=False, remote=remote)
+
     def _lose(self) -> None:
         """As `Reopening` does, at any time: calls raise from now on."""
         self.lost_in = None
@@ -145,8 +157,10 @@ class Engine:
             else:
                 rank.worker.reopened(pool)
 
-    def add(self, name: str, ids: list[int], **params: object) -> Request:
-        request = Request(name, list(ids), {"cxlkv": params} if params else None)
+    def add(
+        self, name: str, ids: list[int], adapter: Adapter | None = None, **params: object
+    ) -> Request:
+        request = Request(name, list(ids), {"cxlkv": params} if params else None, adapter)
         self.requests[name] = request
         self.waiting.append(request)
         self.scheduling.expect(request)
@@ -281,7 +295,7 @@ class Engine:
         first = one.computed // TOKENS
         there = all(
             np.array_equal(
-                rank.memory[below][request.blocks[index]], request.block(index, below, rank.rank)
+                rank.memory[below][request.blocks[index]], request.block(index, below, rank.heads)
             )
             for rank in self.ranks
             for index in range(first)
@@ -289,7 +303,7 @@ class Engine:
         )
         for index in range(first, -(-(one.computed + one.scheduled) // TOKENS)):
             for rank in self.ranks:
-                right = request.block(index, layer, rank.rank)
+                right = request.block(index, layer, rank.heads)
                 rank.memory[layer][request.blocks[index]] = right if there else right + 1
 
     def _learn(
@@ -336,6 +350,7 @@ class Engine:
         ):
             assert time.monotonic() < until, "a load does not end"
             self.step()
+            time.sleep(0.001)  # as vLLM does, for threads like those that load
 
     def wrong(self) -> list[tuple[str, int]]:
         """Blocks that count as computed, and are not what they should be."""

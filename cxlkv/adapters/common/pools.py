@@ -21,6 +21,7 @@ from cxlkv.pool import Pool
 from cxlkv.stats import Overview
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.cold_mooncake import is_mooncake
+from cxlkv.tiers.remote import RemoteTier
 
 Kind = TypeVar("Kind", bound=Pool)
 
@@ -184,10 +185,11 @@ def open_tiers(
     *,
     moves: bool = True,
     local: str | int | None = None,
+    remote: RemoteTier | None = None,
 ) -> Tiers:
     """The pool's tiers as the settings say. Each process of an engine has its own; they share the
     file. share: of cold_capacity and local, for this pool. moves: keep some pages free, in a
-    thread, so that an append seldom waits for room. local: as in Tiers.
+    thread, so that an append seldom waits for room. local, remote: as in Tiers.
 
     Raises what Tiers raises, and BadArgumentError where several pools would have one file.
     """
@@ -203,6 +205,7 @@ def open_tiers(
         cold_capacity=given,
         compress=settings.compress,
         policy=settings.policy,
+        remote=remote,
     )
     if moves and (cold is not None or local is not None):
         tiers.start()

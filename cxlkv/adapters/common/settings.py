@@ -27,6 +27,7 @@ from cxlkv.machine.regions import ALL
 from cxlkv.tiers.cold_mooncake import is_mooncake
 from cxlkv.tiers.compress import COMPRESS
 from cxlkv.tiers.policy import DEFAULT, POLICIES
+from cxlkv.tiers.remote import parse_remote
 
 COST = "cost"
 """A policy that needs figures of this machine, which settings do not carry."""
@@ -46,6 +47,9 @@ class PoolSettings:
     a file, the path of one file, or "mooncake://HOST:PORT". cold_capacity: of all ranks' files
     together, or what each process lends the store. compress, policy: as in Tiers.
 
+    remote: pools that other machines serve, where prefixes are looked for that the pool and the
+    cold tier lack: tcp://HOST:PORT of one, or of each of an engine's ranks. remote_secret: a file.
+
     huge: huge pages, as in CXLPool.create.
 
     config: the path of a YAML file with any of these, for what is not written beside it.
@@ -62,6 +66,8 @@ class PoolSettings:
     cold_capacity: str | int | None = None
     compress: str | None = None
     policy: str = DEFAULT
+    remote: tuple[str, ...] = ()
+    remote_secret: str | None = None
     huge: str = "try"
     config: str | None = None
 
@@ -95,6 +101,12 @@ def read(
         found = {**_parsed(read_yaml(str(path)), str(path), inside, every), **found}
     made = kind(**found)  # type: ignore[arg-type]
     _check_cold(made, place, prefix)
+    if bool(made.remote) != (made.remote_secret is not None):
+        lacks, has = ("remote_secret", "remote") if made.remote else ("remote", "remote_secret")
+        raise BadArgumentError(
+            f"{place}: {prefix}{has} needs {prefix}{lacks}: the address of a `cxlkv serve`, and "
+            "the file with its secret, of mode 0600"
+        )
     if made.sharing == "host" and (made.hosts or made.host is not None):
         other = "hosts" if made.hosts else "host"
         raise BadArgumentError(
@@ -102,6 +114,16 @@ def read(
             '"software", or "hw_coherent" where the hardware keeps their caches coherent'
         )
     return made
+
+
+def refuse_remote(made: PoolSettings, place: str, prefix: str = "") -> None:
+    """Of engines that keep whole blocks as objects, which no server hands out."""
+    if made.remote:
+        raise BadArgumentError(
+            f"{place}: {prefix}remote is for vLLM: this engine keeps its blocks as objects, and a "
+            f"pool of objects is not served to other machines. Leave it out, or share the pool "
+            f'("{prefix}sharing") or a store ("{prefix}cold": "mooncake://HOST:PORT")'
+        )
 
 
 def _parsed(
@@ -143,6 +165,19 @@ def text(said: str, value: object) -> str:
     if not isinstance(value, str):
         raise BadArgumentError(f"{said}: text is wanted")
     return value
+
+
+def addresses(said: str, value: object) -> tuple[str, ...]:
+    """One, or a list of them."""
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found) or not found:
+        raise BadArgumentError(f"{said}: text like tcp://HOST:PORT is wanted, or a list of such")
+    for one in found:
+        try:
+            parse_remote(one)
+        except BadArgumentError as error:
+            raise BadArgumentError(f"{said}: {error}") from error
+    return tuple(found)
 
 
 def location(said: str, value: object) -> str:
@@ -222,4 +257,6 @@ POOL_RULES: Mapping[str, Rule] = {
     "config": text,
     "huge": one_of(*HUGE),
     "policy": one_of(*(name for name in POLICIES if name != COST)),
+    "remote": addresses,
+    "remote_secret": text,
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cxlkv.adapters.common.settings import PoolSettings, read
+from cxlkv.adapters.common.settings import PoolSettings, read, refuse_remote
 from cxlkv.adapters.common.versions import Versions
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
@@ -21,7 +21,9 @@ MEMORY = "LocalCPUBackend"
 def read_settings(extra: Mapping[str, object]) -> PoolSettings:
     """Of what extra_config has of ours; raises BadArgumentError, which names the key."""
     mine = {name: value for name, value in extra.items() if name.lower().startswith(PREFIX)}
-    return read(PoolSettings, mine, "extra_config", prefix=f"{PREFIX}.")
+    found = read(PoolSettings, mine, "extra_config", prefix=f"{PREFIX}.")
+    refuse_remote(found, "extra_config", f"{PREFIX}.")
+    return found
 
 
 def check_served(config: object) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import fields
 
-from cxlkv.adapters.common.settings import PoolSettings, read
+from cxlkv.adapters.common.settings import PoolSettings, read, refuse_remote
 from cxlkv.adapters.common.versions import Versions
 from cxlkv.errors import BadArgumentError
 
@@ -29,7 +29,9 @@ def read_settings(extra_config: Mapping[str, object] | None) -> PoolSettings:
     place, given = f"{EXTRA}: cxlkv", extra.get("cxlkv", {})
     if not isinstance(given, Mapping):
         raise BadArgumentError(f"{place} is {given!r}: keys and values are wanted")
-    return read(PoolSettings, given, place)
+    found = read(PoolSettings, given, place)
+    refuse_remote(found, place)
+    return found
 
 
 def is_zero_copy(extra_config: Mapping[str, object] | None) -> bool:

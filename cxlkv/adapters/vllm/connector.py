@@ -49,6 +49,7 @@ from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.metrics import Reporting
 from cxlkv.adapters.vllm.plugin import VERSIONS
 from cxlkv.adapters.vllm.pool_attention import PoolAttention
+from cxlkv.adapters.vllm.remote import open_remote
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import check_policy, read_settings
 from cxlkv.errors import CXLKVError, UnsupportedError
@@ -152,7 +153,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         events = config.kv_events_config
         opened = pools.open_all(paths, self.settings)
         tiers = []
-        if self.settings.cold is not None:
+        if self._is_tiered:
             tiers = [self._tiers_to_match(pool) for pool in opened]
         self.moves = [Moves(one) for one in tiers]
         made = Scheduling(
@@ -172,8 +173,15 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             self._look_after(pool, partial(pools.open_one, path, self.settings))
         return made
 
+    @property
+    def _is_tiered(self) -> bool:
+        """Whether a match may find more than the pool has."""
+        return self.settings.cold is not None or bool(self.settings.remote)
+
     def _tiers_to_match(self, pool: CXLPool) -> Tiers:
-        return open_tiers(pool, self.settings, 1 / self._ranks.count, moves=False)
+        heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        remote = open_remote(pool, self.settings, self._words, heads)
+        return open_tiers(pool, self.settings, 1 / self._ranks.count, moves=False, remote=remote)
 
     def _look_after(self, pool: CXLPool, again: Callable[[], CXLPool]) -> None:
         every_s = self.settings.lease_s / LOOKS_A_LEASE
@@ -231,7 +239,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             if pool is None:
                 continue
             tiers = None
-            if self.settings.cold is not None:
+            if self._is_tiered:
                 with suppress(CXLKVError):  # without them it matches in the pool alone
                     tiers = self._tiers_to_match(pool)
                     self.moves[rank] = Moves(tiers)

@@ -26,6 +26,7 @@ TOKENS = {
     "loaded_tokens": "Tokens copied whole from the pool into the engine's blocks, by all ranks",
     "saved_tokens": "Tokens published in the pool, by all ranks",
     "restored_tokens": "Tokens of requests that came back from the cold tier to the pool",
+    "pulled_tokens": "Tokens of requests that came from a remote pool to the pool",
 }
 BYTES = ("appended_bytes", "fetched_bytes", "attended_bytes", "scored_bytes")
 AUDITS = {
@@ -41,7 +42,7 @@ MOVES = {
 COUNTS = {**TOKENS, **{name: COUNTERS[name] for name in BYTES}, **AUDITS, **MOVES}
 """What is counted, by name, with what it means."""
 
-KINDS = ("corrupt", "stale", "full", "late", "save", "match", "host", "bad_options")
+KINDS = ("corrupt", "stale", "full", "late", "save", "match", "remote", "host", "bad_options")
 """Failures that are shown from the start, as 0; others appear when they happen."""
 
 STATES = {
@@ -86,6 +87,9 @@ def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
     return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
 
 
+NONE: Counter[str] = Counter()
+
+
 class Counting:
     """The scheduler's side. A request counts once, when it is admitted first: not each time that it
     is asked for, nor again after a preemption or a load that failed."""
@@ -97,7 +101,7 @@ class Counting:
         self._ended: set[str] = set()  # since the last take()
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
-        self._restored = 0
+        self._come: Counter[str] = Counter()
 
     def matched(self, name: str, asked: int, hit: int) -> None:
         self._ended.discard(name)
@@ -126,14 +130,15 @@ class Counting:
         for one in stored_by_all(reports):
             self._counts["saved_tokens"] += max(0, one.last - one.first) * self._block_tokens
 
-    def take(self, failures: Counter[str], restored_tokens: int = 0) -> Figures:
-        """What is new since the last call. failures, restored_tokens: all, since the start."""
+    def take(self, failures: Counter[str], come: Counter[str] = NONE) -> Figures:
+        """What is new since the last call. failures, come (tokens that came for requests, by name):
+        all, since the start."""
         for name in self._ended:
             self._asked.pop(name, None)
         self._ended.clear()
         found = nothing()
-        self._counts["restored_tokens"] += restored_tokens - self._restored
-        self._restored = restored_tokens
+        self._counts.update(come - self._come)
+        self._come = come.copy()
         found["counts"].update({name: count for name, count in self._counts.items() if count})
         found["failures"].update(failures - self._told)
         self._counts.clear()

@@ -68,7 +68,7 @@ class Reporting:
         found = None
         if self.counting is not None and self.scheduling is not None:
             scheduling = self.scheduling
-            found = self.counting.take(scheduling.failures, scheduling.restored_tokens)
+            found = self.counting.take(scheduling.failures, scheduling.come_tokens)
             for moves in self.moves:
                 found["counts"] = counting.added(found["counts"], moves.take())
         elif self.looking is not None:

@@ -1,14 +1,16 @@
-"""Reads prefixes back from the cold tier before their requests start: requests wait, steps do not.
+"""Prefixes come from below the pool before their requests start: requests wait, steps do not.
 
-One thread reads them back in the order in which requests asked, and holds each prefix until the
-scheduler has matched its request. Held prefixes may fill a share of the pool only, so that requests
-far back in a long queue take no room from those in front.
+One thread brings them in the order in which requests asked, and holds each prefix until the
+scheduler has matched its request. What the cold tier has is known before; a remote pool is asked by
+the thread, once for a request, and by nobody while it does not answer. Held prefixes may fill a
+share of the pool only, so that requests far back in a long queue take no room from those in front.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,7 +36,8 @@ class _Wanted:
 
     keys: PageKeys
     there: int  # tokens of it that were in the pools
-    tokens: int
+    reach: int  # that are there or in the cold tiers
+    tokens: int  # that may come
     until_s: float
     hits: list[Hit] = field(default_factory=list)
     error: CXLKVError | None = None
@@ -54,7 +57,8 @@ class Prefetch(Closing):
     ):
         self.tiers, self._failures = list(tiers), failures
         self._deadline_s, self._lease_s = deadline_s, lease_s
-        self.restored_tokens = 0  # of requests' prefixes, so far
+        self.tokens: Counter[str] = Counter()  # of requests' prefixes that came, so far
+        self._remote_errors = 0  # that were counted
         self._wanted: dict[str, _Wanted] = {}
         self._futile: set[str] = set()  # requests for which not all could come
         self._most = int(SHARE * min(tokens_of(one.pool) for one in tiers))
@@ -74,17 +78,21 @@ class Prefetch(Closing):
         except CXLKVError as error:
             self._failures.add("match", error)
             return False
-        if reach <= tokens:
+        may_come = len(keys) * keys.page_tokens if self._has_remote() else reach
+        if may_come <= tokens:
             return False
         taken = sum(one.tokens for one in self._wanted.values())
-        if taken and taken + reach > self._most:
+        if taken and taken + may_come > self._most:
             return True
-        wanted = _Wanted(
-            keys[: reach // keys.page_tokens], tokens, reach, time.monotonic() + self._deadline_s
-        )
+        until_s = time.monotonic() + self._deadline_s
+        some = keys[: may_come // keys.page_tokens]
+        wanted = _Wanted(some, tokens, reach, may_come, until_s)
         self._wanted[request] = wanted
         self._queue.put(wanted)
         return True
+
+    def _has_remote(self) -> bool:
+        return all(one.remote is not None and one.remote.is_on for one in self.tiers)
 
     def is_going(self, request: str) -> bool:
         """Whether the request is to wait. If not, what has come is held until end()."""
@@ -93,9 +101,8 @@ class Prefetch(Closing):
             return False
         if time.monotonic() < wanted.until_s:
             return True
-        self._failures.add(
-            "late", CXLKVError(f"the cold tier took longer than deadline_s={self._deadline_s:g}")
-        )
+        said = f"what is below the pool took longer than deadline_s={self._deadline_s:g}"
+        self._failures.add("late", CXLKVError(said))
         return False
 
     def matched(self, request: str, keys: PageKeys, tokens: int) -> bool:
@@ -106,6 +113,7 @@ class Prefetch(Closing):
 
     def end(self, request: str, for_good: bool = False) -> None:
         """It waits no longer. for_good: it has ended."""
+        self._count_remote()
         wanted = self._wanted.pop(request, None)
         if for_good:
             self._futile.discard(request)
@@ -117,11 +125,20 @@ class Prefetch(Closing):
         if wanted.error is not None:
             self._failures.add("match", wanted.error)
         come = min((hit.tokens for hit in hits), default=0)
-        self.restored_tokens += max(0, come - wanted.there)
+        restored, there = min(come, wanted.reach), wanted.there
+        self.tokens["restored_tokens"] += max(0, restored - there)
+        self.tokens["pulled_tokens"] += max(0, come - max(restored, there))
         if come < wanted.tokens and not for_good:
             self._futile.add(request)
         for hit in hits:
             hit.release()
+
+    def _count_remote(self) -> None:
+        """Failures of remote tiers; each is said there."""
+        errors = sum(one.remote.stats()["errors"] for one in self.tiers if one.remote is not None)
+        if errors > self._remote_errors:
+            self._failures["remote"] += errors - self._remote_errors
+        self._remote_errors = errors
 
     def reopened(self, rank: int, tiers: Tiers) -> None:
         """This rank's pool was lost; its tiers go."""

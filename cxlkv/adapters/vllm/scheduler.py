@@ -78,8 +78,8 @@ class Scheduling:
 
     space: the namespace of its keys. hash_tokens: how many tokens the engine's hashes are apart, a
     divisor of block_tokens. loads, saves: as the engine's role says. events: whether anybody wants
-    to know what was stored. tiers: of the pools, by rank, where they have a cold tier; closed with
-    this.
+    to know what was stored. tiers: of the pools, by rank, where they have a cold tier or a remote
+    one; closed with this.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Scheduling:
     # ---- a request comes ----
 
     def expect(self, request: EngineRequest) -> None:
-        """It has joined the queue: what it needs of the cold tier may come while it waits."""
+        """It has joined the queue: what it needs of the tiers below may come while it waits."""
         if self._prefetch is None or not self._loads or self._options_of(request).tier == FAR:
             return
         blocks = (request.num_tokens - 1) // self.block_tokens
@@ -182,19 +182,21 @@ class Scheduling:
         return found.tokens - local, beside
 
     @property
-    def restored_tokens(self) -> int:
-        """That came back from the cold tier for requests, so far."""
-        return 0 if self._prefetch is None else self._prefetch.restored_tokens
+    def come_tokens(self) -> Counter[str]:
+        """That came for requests, so far: "restored_tokens" from the cold tier, "pulled_tokens"
+        from a remote pool."""
+        return Counter() if self._prefetch is None else self._prefetch.tokens
 
     def _space_of(self, request: EngineRequest) -> bytes:
         """The engine's hashes know an adapter (LoRA) by its name; what its weights are is ours to
-        say, as a pool outlives the engine."""
+        say, as a pool outlives the engine. By xor, so that the spaces of two engines that share
+        shards differ for each adapter as they do without (vllm/remote.py)."""
         adapter = getattr(request, "lora_request", None)
         if adapter is None:
             return self.space
         path = str(getattr(adapter, "lora_path", adapter))
-        words = {"space": self.space.hex(), "adapter": path, "weights": weights_of(path)}
-        return namespace(words)
+        own = namespace({"adapter": path, "weights": weights_of(path)})
+        return bytes(a ^ b for a, b in zip(self.space, own, strict=True))
 
     def _options_of(self, request: EngineRequest) -> Options:
         try:

@@ -64,11 +64,25 @@ def test_what_is_written_is_read(read: Read) -> None:
         ({"compress": "zstd"}, r"compress goes with (cxlkv\.)?cold"),
         ({"cold": "mooncake://a:1", "compress": "zstd"}, "compress goes with files, not with moon"),
         ({"policy": "cost"}, "policy is 'cost': one of adaptive, lru, mass, s3fifo"),
+        ({"remote": 7}, "remote is 7: text like tcp://HOST:PORT is wanted, or a list"),
+        ({"remote": []}, "text like tcp://HOST:PORT is wanted"),
+        ({"remote": "10.0.0.1:7"}, "remote is '10.0.0.1:7': .*tcp://HOST:PORT of a `cxlkv serve`"),
+        ({"remote": ["tcp://a:1", "rdma://a:1"]}, r"rdma://HOST:PORT\?device=NAME"),
+        ({"remote": "tcp://a:1"}, r"remote needs (cxlkv\.)?remote_secret"),
+        ({"remote_secret": "/etc/a"}, r"remote_secret needs (cxlkv\.)?remote: the address"),
     ],
 )
 def test_mistakes_are_named(read: Read, given: dict[str, object], said: str) -> None:
     with pytest.raises(BadArgumentError, match=said):
         read(given)
+
+
+def test_objects_are_not_had_of_another_machine() -> None:
+    given = {"remote": "tcp://a:1", "remote_secret": "/etc/a"}
+    assert ENGINES["vllm"](given).remote == ("tcp://a:1",)
+    for name in ("sglang", "lmcache"):
+        with pytest.raises(BadArgumentError, match=r"remote is for vLLM: .*as objects"):
+            ENGINES[name](given)
 
 
 @each_engine
