@@ -218,10 +218,14 @@ class RemoteTier(Closing):
         where = ", ".join(source.remote.address for source in self._sources)
         log.warning("cxlkv: nothing comes from %s until it answers again: %s", where, error)
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_S[1])
-        self._watcher = threading.Thread(
+        watcher = threading.Thread(
             target=self._watch, args=(pause_s, where), name="cxlkv-remote", daemon=True
         )
-        self._watcher.start()
+        try:
+            watcher.start()
+            self._watcher = watcher
+        except RuntimeError:  # no thread to be had now: the next who wants something tries it
+            self._is_off = False
 
     def _watch(self, pause_s: float, where: str) -> None:
         while True:
@@ -255,7 +259,8 @@ class RemoteTier(Closing):
 
     def reset_after_fork(self) -> None:
         """The thread stays with the parent, and connections do."""
-        self._lock, self._wake, self._watcher = threading.Lock(), SimpleQueue(), None
+        self._lock, self._wake = threading.Lock(), SimpleQueue()
+        self._watcher, self._is_off = None, False
 
 
 class _Coming:
@@ -290,6 +295,7 @@ class _Coming:
             self.counts[name] += int((codes == code).sum())
         self.counts["pages"] += published
         self.counts["bytes"] += published * records.shape[1]
-        with self.hit:
-            self.hit = self._pool.match(self.keys, lease_s=self._lease_s, strict=self.keys.strict)
+        before = self.hit
+        self.hit = self._pool.match(self.keys, lease_s=self._lease_s, strict=self.keys.strict)
+        before.release()
         return bool(((codes == 0) | (codes == PRESENT)).all())

@@ -61,7 +61,11 @@ class Cable:
             if self._is_cut:
                 near.close()
                 continue
-            far = socket.create_connection(self._to)
+            try:
+                far = socket.create_connection(self._to)
+            except OSError:  # nobody serves there
+                near.close()
+                continue
             for one in (near, far):
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._sockets += [near, far]

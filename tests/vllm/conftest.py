@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from cxlkv import CXLPool
 
 from .engines import LAYERS, VOCABULARY_SIZE, Engine
+from .servers import Servers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,6 +57,18 @@ def model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path
     torch.manual_seed(0)
     config = LlamaConfig.from_dict(SHAPE)
     return saved(LlamaForCausalLM(config), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def spoken(model: Path) -> Path:
+    """The tiny model with a tokenizer, which a server wants."""
+    from tokenizers import Tokenizer, models
+
+    words = {f"w{number}": number for number in range(VOCABULARY_SIZE)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(f"{model}/tokenizer.json")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w0"}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    return model
 
 
 @pytest.fixture(scope="session")
@@ -113,3 +127,9 @@ def make_engine(model: Path, pools_folder: Path) -> Iterator[MakeEngine]:
             return engine
 
         yield make
+
+
+@pytest.fixture
+def servers(spoken: Path, pools_folder: Path) -> Iterator[Servers]:
+    with ExitStack() as stack:
+        yield Servers(spoken, pools_folder, stack)
