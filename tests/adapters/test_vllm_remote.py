@@ -21,7 +21,7 @@ from cxlkv.transport import Server
 from cxlkv.transport.shards import layout_among
 
 from ..support.cable import Cable
-from ..support.paged_engine import HEADS, TOKENS, Adapter, Engine
+from ..support.paged_engine import HEADS, TOKENS, Adapter, Engine, Request
 from ..support.waiting import until
 from .test_vllm_engine_attention import layout_of, text
 
@@ -50,7 +50,11 @@ class Machines:
         self.secret.chmod(0o600)
 
     def engine(
-        self, place: str, ranks: int, words: Mapping[str, object] | None = None, **given: object
+        self,
+        place: str,
+        ranks: int,
+        given: Mapping[str, object] | None = None,
+        words: Mapping[str, object] | None = None,
     ) -> Engine:
         paths = [str(self._folder / f"{place}-{rank}of{ranks}") for rank in range(ranks)]
         for rank, path in enumerate(paths):
@@ -59,7 +63,7 @@ class Machines:
                 made = CXLPool.create(path, layout=layout, capacity=PLACES[place], sketch=False)
                 made.close()
                 self.paths.append(path)
-        settings = replace(Settings(deadline_s=20), **given)  # type: ignore[arg-type]
+        settings = replace(Settings(deadline_s=20), **(given or {}))  # type: ignore[arg-type]
         words = words_of(ranks) if words is None else words
         self.engines.append(Engine(paths, settings, 1024, words=words))
         return self.engines[-1]
@@ -77,7 +81,7 @@ class Machines:
 
     def both(self, there: int, here: int, **given: object) -> tuple[Engine, Engine]:
         first = self.engine("there", there)
-        return first, self.engine("here", here, **{**self.serve(there), **given})
+        return first, self.engine("here", here, {**self.serve(there), **given})
 
 
 @pytest.fixture
@@ -99,6 +103,15 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As from another machine, though the pools have files; it is looked for soon."""
     monkeypatch.setattr("cxlkv.transport.loopback._boot", lambda: "")
     monkeypatch.setattr(tier, "PAUSE_S", (0.02, 0.1))
+
+
+def tier_of(engine: Engine) -> tier.RemoteTier:
+    """Of its first rank."""
+    prefetch = engine.scheduling._prefetch
+    assert prefetch is not None
+    found = prefetch.tiers[0].remote
+    assert found is not None
+    return found
 
 
 def serve(engine: Engine, *numbers: int) -> list[int]:
@@ -136,8 +149,7 @@ def test_only_what_is_lacking_comes(machines: Machines) -> None:
     second.settle()
     assert second.cached["b"] == 160
     assert second.scheduling.come_tokens == {"restored_tokens": 0, "pulled_tokens": 60 + 100}
-    (tiers,) = second.scheduling._prefetch.tiers if second.scheduling._prefetch else ()
-    assert tiers.stats()["remote_pages"] == 160 // TOKENS
+    assert tier_of(second).stats()["pages"] == 160 // TOKENS
 
 
 def test_an_adapter_of_other_ranks(machines: Machines, tmp_path: Path) -> None:
@@ -149,7 +161,7 @@ def test_an_adapter_of_other_ranks(machines: Machines, tmp_path: Path) -> None:
     cached = {}
     for engine, adapters in ((first, "a"), (second, "ab")):
         for name in adapters:
-            engine.add(name, text(1, TEXT), Adapter(str(tmp_path / name)))
+            engine.join(Request(name, text(1, TEXT), None, Adapter(str(tmp_path / name))))
             engine.settle()
             cached[name] = engine.cached[name]
     second.add("none", text(1, TEXT))
@@ -160,8 +172,8 @@ def test_an_adapter_of_other_ranks(machines: Machines, tmp_path: Path) -> None:
 @pytest.mark.parametrize("there", [1, 2])
 @pytest.mark.parametrize("word", ["model", "dtype"])
 def test_what_is_another_models_is_a_miss(machines: Machines, there: int, word: str) -> None:
-    first = machines.engine("there", there, words_of(there, **{word: "other"}))
-    second = machines.engine("here", 1, **machines.serve(there))
+    first = machines.engine("there", there, words=words_of(there, **{word: "other"}))
+    second = machines.engine("here", 1, machines.serve(there))
     assert serve(first, 1) == serve(second, 1) == [0]
     assert not second.scheduling.failures
 
@@ -194,8 +206,7 @@ def test_a_link_that_fails_costs_who_waits_for_it_once(
     assert time.monotonic() - began < 1.0, "they waited for it, too"
     assert second.scheduling.failures["remote"] == 1
     machines.cables[1].mend()
-    (tiers,) = second.scheduling._prefetch.tiers if second.scheduling._prefetch else ()
-    until(lambda: tiers.remote is not None and tiers.remote.is_on)
+    until(lambda: tier_of(second).is_on)
     assert serve(second, 5) == [160]
 
 

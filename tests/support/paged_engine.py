@@ -157,11 +157,11 @@ class Engine:
             else:
                 rank.worker.reopened(pool)
 
-    def add(
-        self, name: str, ids: list[int], adapter: Adapter | None = None, **params: object
-    ) -> Request:
-        request = Request(name, list(ids), {"cxlkv": params} if params else None, adapter)
-        self.requests[name] = request
+    def add(self, name: str, ids: list[int], **params: object) -> Request:
+        return self.join(Request(name, list(ids), {"cxlkv": params} if params else None))
+
+    def join(self, request: Request) -> Request:
+        self.requests[request.request_id] = request
         self.waiting.append(request)
         self.scheduling.expect(request)
         return request

@@ -292,7 +292,7 @@ def test_what_cannot_be_had_is_refused(secret: Path, tmp_path: Path) -> None:
     with pool_of(layout) as pool:
         for given in ({"remote": one}, {"remote_secret": secret}):
             with pytest.raises(BadArgumentError, match="go together"):
-                Tiers(pool, **given)  # type: ignore[arg-type]
+                Tiers(pool, **given)
         with pytest.raises(BadArgumentError, match="2 kv heads"):
             Tiers(pool, remote=[one] * 3, remote_secret=secret)
         with pytest.raises(BadArgumentError, match="one for each of 2 ranks"):

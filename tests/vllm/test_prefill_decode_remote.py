@@ -63,7 +63,7 @@ class Far:
 
 
 def in_ms(found: Sequence[tuple[object, float, float]], new: int) -> str:
-    first, last = (np.median([one[at] for one in found]) for at in (1, 2))  # type: ignore[misc]
+    first, last = (np.median([one[at] for one in found]) for at in (1, 2))
     return f"{first * 1e3:.0f} ms to the first token, {(last - first) / (new - 1) * 1e3:.1f} each"
 
 
