@@ -26,26 +26,33 @@ def test_a_request_counts_once_when_it_is_admitted() -> None:
         counted.matched("a", 100, hit)
     counted.matched("b", 50, 0)  # is never admitted
     assert counting.is_empty(counted.take(NONE))
-    counted.admitted("a")
-    counted.admitted("a")
+    counted.admitted("a", 1000)
+    counted.admitted("a", 1000)
     counted.matched("a", 100, 32)
-    counted.admitted("a")
+    counted.admitted("a", 1000)
     assert counted.take(NONE)["counts"] == {"asked_tokens": 100, "hit_tokens": 96}
     assert counting.is_empty(counted.take(NONE))
     counted.ended("a")
     counted.ended("b")
     counted.take(NONE)
-    counted.admitted("b")
+    counted.admitted("b", 1000)
     assert counting.is_empty(counted.take(NONE))
     counted.matched("a", 10, 0)  # the name comes again
-    counted.admitted("a")
+    counted.admitted("a", 1000)
     assert counted.take(NONE)["counts"] == {"asked_tokens": 10}
+
+
+def test_a_hit_that_another_connector_loads_is_none() -> None:
+    counted = Counting(block_tokens=32)
+    counted.matched("a", 100, 96)
+    counted.admitted("a", 0)
+    assert counted.take(NONE)["counts"] == {"asked_tokens": 100}
 
 
 def test_tokens_of_several_ranks_count_once_and_only_what_all_have() -> None:
     counted = Counting(block_tokens=32)
     counted.matched("a", 200, 96)
-    counted.admitted("a")
+    counted.admitted("a", 1000)
     counted.take(NONE)
     whole = Report(loaded=["a"], stored=[Span("a", 3, 6), Span("b", 0, 2)])
     counted.heard([whole, Report(loaded=["a"], stored=[Span("a", 3, 5)])])
@@ -60,7 +67,7 @@ def test_tokens_of_several_ranks_count_once_and_only_what_all_have() -> None:
 def test_the_step_that_ends_a_request_reports_after_it_has_ended() -> None:
     counted = Counting(block_tokens=32)
     counted.matched("a", 100, 64)
-    counted.admitted("a")
+    counted.admitted("a", 1000)
     counted.ended("a")
     counted.heard([Report(loaded=["a"])])
     assert counted.take(NONE)["counts"]["loaded_tokens"] == 64
@@ -70,7 +77,7 @@ def test_the_step_that_ends_a_request_reports_after_it_has_ended() -> None:
     counted.ended("a")
     counted.matched("a", 20, 0)  # the name comes again in the same step
     counted.take(NONE)
-    counted.admitted("a")
+    counted.admitted("a", 1000)
     assert counted.take(NONE)["counts"] == {"asked_tokens": 20}
 
 

@@ -249,6 +249,32 @@ def slow(engine: Engine, seconds: float) -> None:
         engine.links.enter_context(emulate(rank.worker.pool, profile))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_another_connector_loaded_is_saved_when_it_has_arrived(
+    make_engine: MakeEngine, paths: list[str], ranks: int
+) -> None:
+    """Not before: nobody in the worker knows in the step of the load whether it went well."""
+    engine = make_engine(ranks)
+    engine.elsewhere["a"] = 16
+    engine.serve("a", text(1, 30))
+    assert [published(path) for path in paths[:ranks]] == [0] * ranks
+    engine.step()
+    assert [published(path) for path in paths[:ranks]] == [7] * ranks
+    engine.end("a")
+    engine.elsewhere["b"], engine.fails_elsewhere = 16, True
+    engine.serve("b", text(2, 30), samples=False)
+    assert not engine.wrongly_stored
+    assert [published(path) for path in paths[:ranks]] == [7] * ranks
+    engine.step()  # computed again
+    engine.step()
+    assert [published(path) for path in paths[:ranks]] == [14] * ranks
+    assert not engine.wrongly_stored
+    again = make_engine(ranks)
+    for name, seed in (("a", 1), ("b", 2)):
+        again.serve(name, text(seed, 30))
+        assert again.cached[name] == 28
+
+
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_load_that_is_late_is_given_up_and_computed(

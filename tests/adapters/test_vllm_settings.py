@@ -12,7 +12,13 @@ from cxlkv.adapters.common.pools import share_bytes
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.messages import Options
 from cxlkv.adapters.vllm.plugin import register
-from cxlkv.adapters.vllm.settings import Settings, check_policy, read_options, read_settings
+from cxlkv.adapters.vllm.settings import (
+    Settings,
+    check_enclosing,
+    check_loads,
+    read_options,
+    read_settings,
+)
 from cxlkv.errors import BadArgumentError, GeometryError, PoolMissingError, UnsupportedError
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
@@ -194,8 +200,14 @@ def test_hashes_that_begin_at_random() -> None:
 
 def test_inside_another_connector_the_engine_must_be_told_to_compute_what_failed() -> None:
     """We have a copy of its settings there: what we set in it nobody reads."""
-    check_policy(Settings(), "MultiConnector", "recompute")
-    check_policy(Settings(load_failure="fail"), "MultiConnector", "fail")
+    beside = Settings(load="async")
+    check_loads(beside, "MultiConnector", "recompute")
+    check_loads(Settings(load="async", load_failure="fail"), "MultiConnector", "fail")
     said = 'beside "kv_connector": "MultiConnector" write "kv_load_failure_policy": "recompute"'
     with pytest.raises(BadArgumentError, match=said):
-        check_policy(Settings(), "MultiConnector", "fail")
+        check_loads(beside, "MultiConnector", "fail")
+    with pytest.raises(BadArgumentError, match='inside MultiConnector write "load": "async"'):
+        check_loads(Settings(), "MultiConnector", "recompute")
+    check_enclosing(Settings(), "MultiConnector")
+    with pytest.raises(BadArgumentError, match="inside MultiConnector: the engine has no blocks"):
+        check_enclosing(Settings(attention="pool"), "MultiConnector")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -133,6 +134,8 @@ class Engine:
         self.shares = shares  # requests of one text share blocks, as with the engine's own cache
         self.users: Counter[int] = Counter()  # of a block
         self.lost_in: int | None = None  # the layer of the next step in which the pools are lost
+        self.elsewhere: dict[str, int] = {}  # tokens of a request that another connector loads
+        self.fails_elsewhere = False
         self._paths = paths
         self.links = ExitStack()  # ends with the engine
         self._arrived: dict[str, int] = {}  # how many ranks' loads of a request have ended
@@ -166,10 +169,12 @@ class Engine:
         self.scheduling.expect(request)
         return request
 
-    def serve(self, name: str, ids: list[int], **params: object) -> Request:
+    def serve(
+        self, name: str, ids: list[int], *, samples: bool = True, **params: object
+    ) -> Request:
         """Adds it, and takes a step."""
         request = self.add(name, ids, **params)
-        self.step()
+        self.step(samples=samples)
         return request
 
     def end(self, name: str) -> None:
@@ -246,6 +251,9 @@ class Engine:
             if tokens is None:
                 self._give_back(request)  # what it shares; it asks again
                 return
+            if request.request_id in self.elsewhere:
+                self._admit_elsewhere(request, step, chunk)
+                return
             self.cached[request.request_id] = tokens
             request.computed = local + tokens
             self._grow(request, 0 if later else chunk)
@@ -261,11 +269,34 @@ class Engine:
         )
         self.waiting.remove(request)
 
+    def _admit_elsewhere(self, request: Request, step: Step, chunk: int) -> None:
+        """Beside another connector, whose hit the engine takes: it is loaded before the step."""
+        request.computed = self.elsewhere[request.request_id]
+        self._grow(request, chunk)
+        self.scheduling.allocated(request, request.blocks, 0)
+        count = min(chunk, request.num_tokens - request.computed)
+        new = Scheduled(request.request_id, list(request.blocks), request.computed, count)
+        step.fresh.append(new)
+        self.waiting.remove(request)
+
+    def _load_elsewhere(self, step: Step) -> set[int]:
+        """Blocks that did not arrive."""
+        bad: set[int] = set()
+        for one in step.fresh:
+            for index in range(self.elsewhere.pop(one.request, 0) // TOKENS):
+                for rank, layer in product(self.ranks, range(len(self.ranks[0].memory))):
+                    right = self.requests[one.request].block(index, layer, rank.rank)
+                    rank.memory[layer][one.blocks[index]] = right + self.fails_elsewhere
+                if self.fails_elsewhere:
+                    bad.add(one.blocks[index])
+        return bad
+
     def _run(self, step: Step, message: Message) -> None:
         """What the workers do with a step, then what the scheduler makes of it."""
         for rank in self.ranks:
             rank.worker.hear(message)
             rank.worker.start_loads()
+        bad = self._load_elsewhere(step)
         computing = [*step.fresh, *step.going]
         for layer in range(len(self.ranks[0].memory)):
             if layer == self.lost_in:
@@ -279,7 +310,7 @@ class Engine:
         for rank in self.ranks:
             rank.worker.end_step()
         done = [rank.worker.finished() for rank in self.ranks]
-        bad = set().union(*(rank.worker.bad_blocks() for rank in self.ranks))
+        bad = bad.union(*(rank.worker.bad_blocks() for rank in self.ranks))
         reports = [rank.worker.report() for rank in self.ranks]
         for rank, report in zip(self.ranks, reports, strict=True):
             self.wrongly_stored += [
@@ -309,7 +340,7 @@ class Engine:
     def _learn(
         self, step: Step, done: list[set[str]], bad: set[int], reports: list[Report]
     ) -> None:
-        self.scheduling.heard(reports)
+        self.scheduling.heard(reports, bad)
         for one in [*step.fresh, *step.going]:
             self.requests[one.request].computed = one.computed + one.scheduled
         self.recomputed += bool(bad)

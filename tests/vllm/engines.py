@@ -20,6 +20,7 @@ BLOCK_TOKENS = 32
 class Generated(TypedDict):
     tokens: list[list[int]]
     cached: list[int]
+    ended: list[str]  # why
 
 
 class Storm(TypedDict):
@@ -98,9 +99,9 @@ class Engine:
         found = self.ask(do="storm", prompts=prompts, max_tokens=max_tokens, share=share, seed=seed)
         return cast(Storm, found)
 
-    def forget(self) -> None:
-        """The engine's own prefixes; the pool's stay."""
-        assert self.ask(do="reset") == {"reset": True}
+    def forget(self, *, connector: bool = False) -> None:
+        """The engine's own prefixes; the pool's stay, unless the connector is reset, too."""
+        assert self.ask(do="reset", connector=connector) == {"reset": True}
 
     def end(self) -> None:
         if self.process.poll() is None:

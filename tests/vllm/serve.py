@@ -14,14 +14,16 @@ FIXED = {"detokenize": False, "ignore_eos": True, "temperature": 0}
 
 
 class Asked(TypedDict):
-    """do: "generate", "storm" (all prompts at once, some aborted at random), "reset",
-    "metrics" (ours and the engine's of connectors, by name and labels), "end"."""
+    """do: "generate", "storm" (all prompts at once, some aborted at random), "reset", "sleep",
+    "wake", "metrics" (ours and the engine's of connectors, by name and labels), "end"."""
 
     do: str
     prompts: list[list[int]]
     max_tokens: int
     more: dict[str, object]  # of SamplingParams
     salt: str | None  # of the prompts' hashes
+    connector: bool  # to be reset as well
+    level: int  # of sleep
     share: float  # of running requests that each step aborts
     seed: int
 
@@ -46,7 +48,14 @@ def main() -> None:
         elif asked["do"] == "storm":
             say(storm(llm, asked))
         elif asked["do"] == "reset":
-            say({"reset": llm.reset_prefix_cache()})
+            connector = bool(asked.get("connector"))
+            say({"reset": llm.reset_prefix_cache(reset_connector=connector)})
+        elif asked["do"] == "sleep":
+            llm.sleep(asked["level"])
+            say({"sleeps": llm.llm_engine.is_sleeping()})
+        elif asked["do"] == "wake":
+            llm.wake_up()
+            say({"sleeps": llm.llm_engine.is_sleeping()})
         elif asked["do"] == "metrics":
             say(metrics(llm))
         else:
@@ -63,6 +72,7 @@ def generate(llm: LLM, asked: Asked) -> dict[str, object]:
     return {
         "tokens": [list(one.outputs[0].token_ids) for one in done],
         "cached": [one.num_cached_tokens for one in done],
+        "ended": [str(one.outputs[0].finish_reason) for one in done],
     }
 
 

@@ -51,7 +51,7 @@ from cxlkv.adapters.vllm.plugin import VERSIONS
 from cxlkv.adapters.vllm.pool_attention import PoolAttention
 from cxlkv.adapters.vllm.remote import open_remote
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
-from cxlkv.adapters.vllm.settings import check_policy, read_settings
+from cxlkv.adapters.vllm.settings import check_enclosing, check_loads, read_settings
 from cxlkv.errors import CXLKVError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
@@ -105,6 +105,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         VERSIONS.check(vllm.__version__)
         self.settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        if role == KVConnectorRole.WORKER:
+            self._check_enclosing()
         groups = kv_cache_config.kv_cache_groups
         specs = [group.kv_cache_spec for group in groups]
         self._in_pool = self.settings.attention == "pool"
@@ -121,16 +123,17 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling = self._make_scheduling()
             self.counting = Counting(self._spec.block_size)
-        elif self._kv_transfer_config.is_kv_consumer:
-            self._check_enclosing()
 
     def _check_enclosing(self) -> None:
         """Only workers can: there vLLM says which settings it runs with, before its scheduler is
         made."""
-        engine = get_current_vllm_config_or_none()
+        own, engine = self._kv_transfer_config, get_current_vllm_config_or_none()
         written = None if engine is None else engine.kv_transfer_config
-        if written is not None and written.kv_connector != self._kv_transfer_config.kv_connector:
-            check_policy(self.settings, written.kv_connector, written.kv_load_failure_policy)
+        if written is None or written.kv_connector == own.kv_connector:
+            return
+        check_enclosing(self.settings, written.kv_connector)
+        if own.is_kv_consumer:
+            check_loads(self.settings, written.kv_connector, written.kv_load_failure_policy)
 
     # ---- scheduler ----
 
@@ -226,7 +229,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
-        self._counting.admitted(request.request_id)
+        self._counting.admitted(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._take_reopened()
@@ -245,6 +248,12 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
                     self.moves[rank] = Moves(tiers)
             self._scheduler.reopened(rank, pool, tiers)
 
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, object] | None]:
+        """Of the other form, beside connectors in a MultiConnector that know one group only."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
@@ -256,7 +265,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         reports = connector_output.kv_connector_worker_meta
         if isinstance(reports, StepReports):
             self._notice_reset()
-            self._scheduler.heard(reports.reports)
+            self._scheduler.heard(reports.reports, connector_output.invalid_block_ids)
             self._counting.heard(reports.reports)
 
     def reset_cache(self) -> bool:

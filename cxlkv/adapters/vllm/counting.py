@@ -107,12 +107,14 @@ class Counting:
         self._ended.discard(name)
         self._asked[name] = (asked, hit)
 
-    def admitted(self, name: str) -> None:
+    def admitted(self, name: str, external: int) -> None:
+        """external: tokens that the engine loads from us; 0 where it takes another's hit."""
         if name in self._admitted or name not in self._asked:
             return
         self._admitted.add(name)
         asked, hit = self._asked[name]
-        self._counts.update(asked_tokens=asked, hit_tokens=hit)
+        self._asked[name] = asked, min(hit, external)
+        self._counts.update(asked_tokens=asked, hit_tokens=min(hit, external))
 
     def ended(self, name: str) -> None:
         """What the step that ended it has loaded is heard of after this, and before take()."""

@@ -39,8 +39,8 @@ class _Held:
     """A request. valid: tokens whose K and V in the engine's blocks are right after this step, as
     far as is known here; saved: blocks of it that are in the pool.
 
-    awaits: requests of whose loads all ranks must have said that they went well, before what was
-    computed from them is published; since: where the step began that computed from them.
+    awaits: requests whose loads must have gone well in all ranks, and in other connectors, before
+    what was computed from them is published; since: where the step began that computed from them.
     """
 
     blocks: list[int]
@@ -127,7 +127,10 @@ class EngineAttention:
         for more in message.continued:
             self._go_on(more)
         self._new = now
-        self._mark_awaiting([part.request for part in now])
+        elsewhere = [start.request for start in message.started if start.elsewhere]
+        self._report.elsewhere += elsewhere
+        # With several ranks a load may fail in another one only.
+        self._mark_awaiting([*elsewhere, *(part.request for part in now if self.has_peers)])
         self._writing = self._plan()
 
     def _start(self, start: Started, now: list[Part]) -> None:
@@ -169,9 +172,7 @@ class EngineAttention:
         held.since = more.computed if not held.awaits else held.since
 
     def _mark_awaiting(self, loading: list[str]) -> None:
-        """With several ranks: a load may fail in another one, and what is computed here with it."""
-        if not self.has_peers:
-            return
+        """It is not known here how these loads end: what is computed with them may be wrong."""
         for name in loading:
             mine = set(self._held[name].blocks)
             for held in self._held.values():

@@ -49,7 +49,8 @@ class Started:
     joined, as far as the text is known. handles: of the hit in each shard's pool (None: no hit) of
     `tokens` tokens; `local` tokens of them the engine had itself. In this step the tokens from
     `computed` on are computed, `scheduled` of them; 0 while the hit is loaded beside the steps
-    (asynchronously), and then the request comes again as Continued.
+    (asynchronously), and then the request comes again as Continued. elsewhere: another connector of
+    the engine loads tokens before these.
     """
 
     request: str
@@ -60,6 +61,7 @@ class Started:
     local: int = 0
     computed: int = 0
     scheduled: int = 0
+    elsewhere: bool = False
     options: Options = field(default_factory=Options)
 
 
@@ -77,7 +79,8 @@ class Continued:
 @dataclass
 class Message:
     """One step. ended (finished, aborted, preempted) is to be heard first: a request that was
-    preempted may start again in the same step. loaded: hits that all ranks have loaded whole."""
+    preempted may start again in the same step. loaded: hits that all ranks have loaded whole, and
+    another connector's."""
 
     started: list[Started] = field(default_factory=list)
     continued: list[Continued] = field(default_factory=list)
@@ -96,16 +99,18 @@ class Span:
 
 @dataclass
 class Report:
-    """What a worker did in a step: requests whose hits it has loaded whole, or has not; blocks that
-    its pool has now; failures by kind, as PoolRequests counts them."""
+    """What a worker did in a step: requests whose hits it has loaded whole, or has not; those that
+    another connector loaded in it; blocks that its pool has now; failures by kind, as PoolRequests
+    counts them."""
 
     loaded: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
     stored: list[Span] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.failed or self.stored or self.failures)
+        return self != Report()
 
 
 def stored_by_all(reports: Sequence[Report]) -> list[Span]:

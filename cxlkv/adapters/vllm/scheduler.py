@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from cxlkv.adapters.common.keys import block_keys, namespace, weights_of
@@ -106,6 +106,8 @@ class Scheduling:
         self._starts: dict[str, Started] = {}  # allocated since the last step
         self._again: set[str] = set()  # what the workers know of them is not true any more
         self._failed: set[str] = set()  # requests that do not try again: a slow pool stays slow
+        self._local: dict[str, int] = {}  # tokens that the engine had itself, at the last match
+        self._elsewhere: dict[str, list[int]] = {}  # blocks that another connector loads
         self._loaded: list[str] = []
         self._loads, self._saves = loads, saves
         self.failures = Failures()
@@ -152,7 +154,7 @@ class Scheduling:
         self._forget_match(name)
         if self._told.pop(name, None) is not None:  # the engine has nothing of it any more
             self._again.add(name)
-        self._requests[name] = request
+        self._requests[name], self._local[name] = request, local
         self._options[name] = self._options_of(request)
         self._spaces[name] = self._space_of(request)
         if self.events is not None:
@@ -277,6 +279,9 @@ class Scheduling:
         if now is not None:
             start.blocks = list(now.blocks)
             start.computed, start.scheduled = now.computed, now.scheduled
+        if start.handles is None and start.computed > self._local.get(start.request, 0):
+            start.elsewhere = True
+            self._elsewhere[start.request] = start.blocks
         start.keys = self._keys(self._requests[start.request], 0)
         self._told[start.request] = _Told(len(start.blocks), len(start.keys) // KEY_BYTES)
         return start
@@ -303,8 +308,8 @@ class Scheduling:
         if options is not None and options.ttl_s:
             keys = unpacked(self._keys(request, 0), self.block_tokens)
             self._keeping.keep(keys, options.ttl_s)
-        self._spaces.pop(name, None)
-        self._starts.pop(name, None)
+        for kept in (self._spaces, self._starts, self._local, self._elsewhere):
+            kept.pop(name, None)
         self._failed.discard(name)
         if self._prefetch is not None:
             self._prefetch.end(name, for_good=True)
@@ -319,9 +324,13 @@ class Scheduling:
 
     # ---- what the workers did ----
 
-    def heard(self, reports: Sequence[Report]) -> None:
-        """Reports of all ranks about one step."""
+    def heard(self, reports: Sequence[Report], bad: Collection[int] = ()) -> None:
+        """Reports of all ranks about one step. bad: blocks of the engine that were to be loaded in
+        it, by whomever, and were not: their requests go back."""
         counts = Counter(name for report in reports for name in set(report.loaded))
+        for name in {name for report in reports for name in report.elsewhere}:
+            if set(self._elsewhere.pop(name, ())).isdisjoint(bad):
+                counts[name] = len(reports)
         self._loaded += [name for name, count in counts.items() if count == len(reports)]
         for report in reports:
             self.failures.update(report.failures)

@@ -84,12 +84,31 @@ def read_settings(given: Mapping[str, object]) -> Settings:
     return found
 
 
-def check_policy(settings: Settings, connector: object, policy: object) -> None:
-    """The failure policy that the engine's scheduler reads, where `connector` is not we but has us
-    in it: it gives us a copy of the engine's settings, so that we cannot set the engine's.
+def check_enclosing(settings: Settings, connector: object) -> None:
+    """Where `connector` has us in it, beside others: they want blocks that the engine attends to.
 
-    Raises BadArgumentError, which says what to write.
+    Raises BadArgumentError.
     """
+    if settings.attention == "pool":
+        raise BadArgumentError(
+            f'{PREFIX}: "attention": "pool" inside {connector}: the engine has no blocks then that '
+            "another connector could save. Make ours the engine's only connector, or write "
+            '"attention": "engine"'
+        )
+
+
+def check_loads(settings: Settings, connector: object, policy: object) -> None:
+    """What becomes of a hit that cannot be loaded, where `connector` has us in it.
+
+    policy: the engine's, which its scheduler reads: it gives us a copy of its settings, so that we
+    cannot set it. A step that waits for a hit computes from what is not there, before anybody knows
+    that, and the other connectors save it. Raises BadArgumentError, which says what to write.
+    """
+    if settings.load == "sync":
+        raise BadArgumentError(
+            f'inside {connector} write "load": "async" in our {PREFIX}: the connectors beside ours '
+            "save what a step has computed, also from a hit that turns out to be damaged"
+        )
     if settings.load_failure == "recompute" and policy != "recompute":
         raise BadArgumentError(
             f"inside {connector} a hit that cannot be loaded would fail its request: beside "
