@@ -391,9 +391,16 @@ def test_adapter_with_other_weights_under_its_name_is_a_miss(
     assert engine.cached["d"] == 0
 
 
-def test_reset_makes_all_that_was_stored_a_miss(make_engine: MakeEngine) -> None:
-    """What an engine is told when its weights have changed."""
+def test_reset_makes_all_that_was_stored_a_miss(make_engine: MakeEngine, paths: list[str]) -> None:
+    """What an engine is told when its weights have changed. What was kept is let go, too."""
     engine = make_engine()
+    engine.serve("kept", text(2, 33), ttl_s=600)
+    engine.end("kept")
+    engine.step()
+    with CXLPool.open(paths[0], threads=1) as pool:
+        assert pool.stats()["pages_held"] == 8
+        engine.scheduling.reset()
+        assert pool.stats()["pages_held"] == 0
     for name, cached in (("a", 0), ("b", 32)):
         engine.serve(name, text(1, 33))
         assert engine.cached[name] == cached

@@ -353,6 +353,7 @@ class Scheduling:
         Other engines have other keys from now on, as nobody knows which weights are alike.
         """
         self.space = namespace({"before": self.space.hex(), "reset": os.urandom(16).hex()})
+        self._keeping.close()  # nobody finds what is kept
         if self.events is not None:
             self.events.reset()
 
