@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,13 +13,14 @@ import pytest
 from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.common.keys import block_keys
 from cxlkv.adapters.vllm.events import Stored
+from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader
 from cxlkv.adapters.vllm.messages import KEY_BYTES, Continued, Message
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.emulation.link import emulate
 from cxlkv.emulation.profiles import Profile
 
 from ..support.damaging import damage_piece
-from ..support.paged_engine import SPACE, TOKENS, Adapter, Engine
+from ..support.paged_engine import SPACE, TOKENS, Adapter, Engine, Request, words_of
 
 LAYERS = 3
 
@@ -34,6 +35,7 @@ class MakeEngine(Protocol):
         deadline_s: float = ...,
         shares: bool = ...,
         space: bytes = ...,
+        tails: bool = ...,
     ) -> Engine: ...
 
 
@@ -77,8 +79,9 @@ def make_engine(paths: list[str]) -> Iterator[MakeEngine]:
         deadline_s: float = 20,
         shares: bool = False,
         space: bytes = SPACE,
+        tails: bool = False,
     ) -> Engine:
-        settings = Settings(load=load, deadline_s=deadline_s)
+        settings = Settings(load=load, deadline_s=deadline_s, tails=tails)
         made.append(Engine(paths[:ranks], settings, blocks, shares, space))
         return made[-1]
 
@@ -458,6 +461,123 @@ def test_changes_are_told_once_all_ranks_have_them(
     assert change.hashes == again.block_hashes[:7]  # which the first has stored
 
 
+# ---- tails: what is left behind the last whole block ----
+
+
+def finish(engine: Engine, request: Request, tokens: int = 0) -> list[int]:
+    """Has it say so many tokens more, and ends it; its text."""
+    engine.settle()
+    for _ in range(tokens):
+        engine.step()
+    engine.end(request.request_id)
+    engine.step()
+    return request.all_token_ids
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_turn_of_a_chat_begins_where_the_last_one_ended(
+    make_engine: MakeEngine, load: str, ranks: int
+) -> None:
+    """To the token: all but the last one, which has no K and V yet. In another engine, too."""
+    engines = [make_engine(ranks, load=load, tails=True) for _ in range(2)]
+    said: list[int] = []
+    for turn in range(12):
+        engine, name = engines[turn % 2], f"turn{turn}"
+        request = engine.add(name, [*said, *text(turn, 1 + turn % 5)])
+        answered = finish(engine, request, tokens=turn % 7)
+        assert engine.cached[name] == max(0, len(said) - 1)
+        said = answered
+    assert not any(engine.recomputed for engine in engines)
+
+
+def test_a_prompt_of_whole_blocks_is_found_to_its_last_token(make_engine: MakeEngine) -> None:
+    first, second = make_engine(tails=True), make_engine(tails=True)
+    finish(first, first.serve("a", text(1, 32)))
+    for name, tokens, cached in (("a", 32, 31), ("b", 33, 32), ("c", 30, 28)):
+        request = second.serve(name, text(1, tokens))
+        assert second.cached[name] == cached
+        second.end(request.request_id)
+
+
+def test_a_hit_is_as_long_as_any_text_that_was_left(make_engine: MakeEngine, seed: int) -> None:
+    """Texts that part anywhere, of several salts and images, against a list of what was left: the
+    longest of whole blocks, and of a text's end behind them, and nothing of another's words."""
+    chance, engine = random.Random(seed), make_engine(blocks=512, tails=True)
+    left: set[tuple[object, ...]] = set()
+    texts = [text(number, 30) for number in range(2)]
+    for number in range(120):
+        ids = chance.choice(texts)[: chance.randrange(1, 30)] + [chance.randrange(97)] * (
+            chance.randrange(3)
+        )
+        images = {chance.randrange(len(ids)): b"image"} if chance.random() < 0.3 else {}
+        salt = chance.choice([b"", b"salt"])
+        request = engine.ask(Request(f"{number}", ids, salt=salt, images=images))
+        known = {end for end in range(len(ids) + 1) if text_of(request, end) in left}
+        wanted = longest(request, known)
+        engine.step()
+        assert engine.cached[request.request_id] == wanted, (ids, images)
+        finish(engine, request, chance.randrange(3))
+        ends = range(TOKENS, request.computed + 1, TOKENS)
+        # An image that begins in a tail ends it.
+        whole = request.computed // TOKENS * TOKENS
+        end = min([request.computed, *(at for at in images if at > whole)])
+        left |= {text_of(request, tokens) for tokens in (*ends, end)}
+
+
+def text_of(request: Request, end: int) -> tuple[object, ...]:
+    return (words_of(request, 0, end), *request.all_token_ids[:end])
+
+
+def longest(request: Request, ends: set[int]) -> int:
+    """Of a text, of whose first `ends` tokens K and V are there."""
+    whole = 0
+    while whole + TOKENS in ends:
+        whole += TOKENS
+    return min(request.num_tokens - 1, max(end for end in {*ends, whole} if end < whole + TOKENS))
+
+
+def test_a_tail_does_not_come_over_what_the_step_has_written(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine writes a layer's new K and V before it waits for its hits: here they come as late
+    as they may."""
+    engine = make_engine(tails=True)
+    said = finish(engine, engine.add("a", text(1, 30)))
+    waiting: dict[Load, Sequence[BlockMemory]] = {}
+    wait = Load.wait
+
+    def begin(self: Loader, load: Load) -> None:
+        waiting[load] = self._memory
+
+    def wait_late(self: Load, layers: int) -> None:
+        if self in waiting and self._layers < layers:
+            self.run(waiting.pop(self))
+        wait(self, layers)
+
+    monkeypatch.setattr(Loader, "begin", begin)
+    monkeypatch.setattr(Load, "wait", wait_late)
+    for name, ids, cached in (("b", said, 30), ("c", said[:28], 27), ("d", said[:29], 28)):
+        request = engine.serve(name, ids)
+        assert engine.cached[name] == cached
+        finish(engine, request)
+
+
+def test_a_damaged_tail_is_computed_again_and_forgotten(
+    make_engine: MakeEngine, paths: list[str]
+) -> None:
+    engine = make_engine(tails=True)
+    said = list(finish(engine, engine.add("a", text(1, 30))))
+    assert (len(said), published(paths[0])) == (31, 8)
+    damage(paths[0], page=7, layer=1)
+    other = make_engine(tails=True)
+    for name, more, cached in (("b", 1, 30), ("c", 2, 28)):
+        request = other.serve(name, [*said[:30], more, more])
+        assert other.cached[name] == cached
+        finish(other, request, tokens=1)
+    assert other.recomputed == 1
+
+
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_anything_in_any_order(
@@ -466,7 +586,7 @@ def test_anything_in_any_order(
     """Two engines, few blocks, aborts, preemptions, damage, pools that are lost and found: no block
     that counts is ever wrong."""
     chance = random.Random(seed)
-    engines = [make_engine(ranks, load=load, blocks=512) for _ in range(2)]
+    engines = [make_engine(ranks, load=load, blocks=512, tails=True) for _ in range(2)]
     texts = [text(number, 60) for number in range(3)]
     names = iter(range(1 << 30))
     lost: dict[Engine, list[bool]] = {}  # whose pools are to be found again: the scheduler's or not
@@ -494,6 +614,8 @@ def test_anything_in_any_order(
         engine.step(chunk=chance.choice([5, 16, 1 << 20]))
         assert not engine.wrongly_stored
     for engine in engines:
+        for name in list(engine.requests):
+            engine.end(name)
         engine.settle()
         engine.step()
     for path in paths:  # what nobody has read since is still damaged

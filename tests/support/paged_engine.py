@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -42,23 +43,31 @@ class Request:
     all_token_ids: list[int]
     kv_transfer_params: Mapping[str, object] | None = None
     lora_request: Adapter | None = None
+    salt: bytes = b""
+    images: Mapping[int, bytes] = field(default_factory=dict)  # by the token where it is
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     is_loading: bool = False
+    _texts: list[bytes] = field(default_factory=list)  # hashes of the text up to each token
 
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
     @property
+    def num_computed_tokens(self) -> int:
+        return self.computed
+
+    @property
     def block_hashes(self) -> list[bytes]:
         found, before = [], b""
         for end in range(TOKENS, self.num_tokens + 1, TOKENS):
             ids = np.array(self.all_token_ids[end - TOKENS : end], np.int64).tobytes()
-            before = hashlib.sha256(before + ids).digest()
+            before = hashlib.sha256(before + words_of(self, end - TOKENS, end) + ids).digest()
             found.append(before)
         return found
 
+<<<<<<< HEAD
     def block(self, index: int, layer: int, heads: range) -> npt.NDArray[np.float32]:
         """[K or V, kv_heads, tokens, dim]: what is right for block `index` of this text."""
         ids = np.array(self.all_token_ids[: (index + 1) * TOKENS], np.int64).tobytes()
@@ -68,6 +77,39 @@ class Request:
             numbers = np.random.default_rng(np.frombuffer(seed, np.uint64))
             found.append(numbers.standard_normal((2, 2, TOKENS, 8), np.float32))
         return np.concatenate(found, axis=1)
+=======
+    def block(self, index: int, layer: int, rank: int) -> npt.NDArray[np.float32]:
+        """[K or V, kv_heads, tokens, dim]: what is right for block `index` of this text, as far as
+        that goes."""
+        for at in range(len(self._texts), self.num_tokens):
+            before = self._texts[-1] if at else self.salt
+            own = f"{self.all_token_ids[at]} {self.images.get(at)!r}"
+            self._texts.append(hashlib.sha256(before + own.encode()).digest())
+        return rows_of(tuple(self._texts[index * TOKENS : (index + 1) * TOKENS]), layer, rank)
+
+
+@cache
+def rows_of(texts: tuple[bytes, ...], layer: int, rank: int) -> npt.NDArray[np.float32]:
+    """Of tokens, each named by the text up to its end."""
+    numbers = [hashlib.shake_128(text + bytes([layer, rank])).digest(64) for text in texts]
+    rows = np.frombuffer(b"".join(numbers), np.uint16).reshape(-1, 2, 2, 8)
+    return np.ascontiguousarray(np.moveaxis(rows, 0, 2), np.float32)
+
+
+def words_of(request: object, first: int, end: int) -> bytes:
+    """What is hashed of its tokens beside their ids: a salt, and images where they are."""
+    assert isinstance(request, Request)
+    seen = [b"%d" % (at - first) + one for at, one in request.images.items() if first <= at < end]
+    return b"".join([request.salt if first == 0 else b"", *seen])
+
+
+def parts(first: int, end: int) -> list[tuple[int, int]]:
+    """Blocks that have tokens of [first, end): which, and up to which of its own tokens."""
+    return [
+        (index, min(TOKENS, end - index * TOKENS))
+        for index in range(first // TOKENS, -(-end // TOKENS))
+    ]
+>>>>>>> 0ee6964 (vLLM: what is less than a block is saved and found, to the token)
 
 
 class Rank:
@@ -91,12 +133,20 @@ class Rank:
             tiers=open_tiers(pool, settings, 1 / ranks),
         )
 
-    def is_right(self, request: Request, index: int) -> bool:
-        block = request.blocks[index]
+    def is_right(self, request: Request, index: int, tokens: int = TOKENS) -> bool:
+        """As far as `tokens` of the block."""
         return all(
+<<<<<<< HEAD
             np.array_equal(own[block], request.block(index, layer, self.heads))
             for layer, own in enumerate(self.memory)
+=======
+            self.is_right_in(request, index, layer, tokens) for layer in range(len(self.memory))
+>>>>>>> 0ee6964 (vLLM: what is less than a block is saved and found, to the token)
         )
+
+    def is_right_in(self, request: Request, index: int, layer: int, tokens: int = TOKENS) -> bool:
+        own = self.memory[layer][request.blocks[index]][:, :, :tokens]
+        return np.array_equal(own, request.block(index, layer, self.rank)[:, :, :tokens])
 
 
 class Engine:
@@ -122,7 +172,13 @@ class Engine:
         if self.settings.cold is not None or self.settings.remote:
             tiers = [self._tiers(pool, 1 / len(paths)) for pool in opened]
         self.scheduling = Scheduling(
-            opened, space, self.settings, block_tokens=TOKENS, events=True, tiers=tiers
+            opened,
+            space,
+            self.settings,
+            block_tokens=TOKENS,
+            events=True,
+            tiers=tiers,
+            words=words_of,
         )
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
@@ -161,9 +217,15 @@ class Engine:
                 rank.worker.reopened(pool)
 
     def add(self, name: str, ids: list[int], **params: object) -> Request:
+<<<<<<< HEAD
         return self.join(Request(name, list(ids), {"cxlkv": params} if params else None))
 
     def join(self, request: Request) -> Request:
+=======
+        return self.ask(Request(name, list(ids), {"cxlkv": params} if params else None))
+
+    def ask(self, request: Request) -> Request:
+>>>>>>> 0ee6964 (vLLM: what is less than a block is saved and found, to the token)
         self.requests[request.request_id] = request
         self.waiting.append(request)
         self.scheduling.expect(request)
@@ -301,10 +363,10 @@ class Engine:
         for layer in range(len(self.ranks[0].memory)):
             if layer == self.lost_in:
                 self._lose()
+            for one in computing:  # K and V are written before the layer is waited for
+                self._compute(self.requests[one.request], layer, one)
             for rank in self.ranks:
                 rank.worker.wait_for_layer(f"layers.{layer}")
-            for one in computing:
-                self._compute(self.requests[one.request], layer, one)
             for rank in self.ranks:
                 rank.worker.save_layer(f"layers.{layer}")
         for rank in self.ranks:
@@ -316,6 +378,7 @@ class Engine:
             self.wrongly_stored += [
                 (one.request, index)
                 for one in report.stored
+                if one.request in self.requests  # else its blocks may be others' now
                 for index in range(one.first, one.last)
                 if not rank.is_right(self.requests[one.request], index)
             ]
@@ -323,19 +386,29 @@ class Engine:
 
     def _compute(self, request: Request, layer: int, one: Scheduled) -> None:
         """Right where all before is right, in all ranks, as it is with attention; else nonsense."""
-        first = one.computed // TOKENS
         there = all(
+<<<<<<< HEAD
             np.array_equal(
                 rank.memory[below][request.blocks[index]], request.block(index, below, rank.heads)
             )
+=======
+            rank.is_right_in(request, index, below, count)
+>>>>>>> 0ee6964 (vLLM: what is less than a block is saved and found, to the token)
             for rank in self.ranks
-            for index in range(first)
-            for below in range(layer + 1)
+            for index, count in parts(0, one.computed)
+            for below in range(layer)
         )
-        for index in range(first, -(-(one.computed + one.scheduled) // TOKENS)):
+        for index, count in parts(one.computed, one.computed + one.scheduled):
+            first = max(0, one.computed - index * TOKENS)
             for rank in self.ranks:
+<<<<<<< HEAD
                 right = request.block(index, layer, rank.heads)
                 rank.memory[layer][request.blocks[index]] = right if there else right + 1
+=======
+                right = request.block(index, layer, rank.rank)[:, :, first:count]
+                to = rank.memory[layer][request.blocks[index]]
+                to[:, :, first:count] = right if there else right + 1
+>>>>>>> 0ee6964 (vLLM: what is less than a block is saved and found, to the token)
 
     def _learn(
         self, step: Step, done: list[set[str]], bad: set[int], reports: list[Report]
@@ -390,8 +463,8 @@ class Engine:
             for rank in self.ranks
             for request in self.requests.values()
             if not request.is_loading
-            for index in range(request.computed // TOKENS)
-            if not rank.is_right(request, index)
+            for index, count in parts(0, request.computed)
+            if not rank.is_right(request, index, count)
         ]
 
     def close(self) -> None:

@@ -55,7 +55,12 @@ def test_a_damaged_page_fails_its_request_where_the_user_wants_that(
             "kv_connector": "CXLConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {**extra, "load_failure": "fail", "load": load},
+            "kv_connector_extra_config": {
+                **extra,
+                "load_failure": "fail",
+                "load": load,
+                "tails": False,
+            },
         }
     )
     assert ours.ready() is None

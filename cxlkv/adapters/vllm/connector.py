@@ -52,6 +52,7 @@ from cxlkv.adapters.vllm.pool_attention import PoolAttention
 from cxlkv.adapters.vllm.remote import open_remote
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import check_enclosing, check_loads, read_settings
+from cxlkv.adapters.vllm.texts import EngineRequest
 from cxlkv.errors import CXLKVError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
@@ -169,6 +170,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             saves=self._kv_transfer_config.is_kv_producer,
             events=events is not None and events.enable_kv_cache_events,
             tiers=tiers,
+            words=words_of,
         )
         if self._in_pool:
             self._room = enter_room(made.pools, config, self.settings.lease_s)
@@ -443,6 +445,12 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 def external(hashes: list[bytes]) -> list[ExternalBlockHash]:
     """As events have them: bytes, or numbers if the engine's settings say so."""
     return [maybe_convert_block_hash(BlockHash(one)) for one in hashes]
+
+
+def words_of(request: EngineRequest, first: int, end: int) -> bytes:
+    """What is in the hash of tokens [first, end) beside their ids, if they were a block."""
+    keys, _ = generate_block_hash_extra_keys(cast("Request", request), first, end, 0)
+    return b"" if keys is None else repr(keys).encode()
 
 
 def extra_keys_of(

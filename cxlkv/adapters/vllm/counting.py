@@ -131,6 +131,9 @@ class Counting:
                 self._counts["loaded_tokens"] += self._asked.get(name, (0, 0))[1]
         for one in stored_by_all(reports):
             self._counts["saved_tokens"] += max(0, one.last - one.first) * self._block_tokens
+        for name, tokens in reports[0].tails.items():
+            if all(name in report.tails for report in reports):
+                self._counts["saved_tokens"] += tokens
 
     def take(self, failures: Counter[str], come: Counter[str] = NONE) -> Figures:
         """What is new since the last call. failures, come (tokens that came for requests, by name):

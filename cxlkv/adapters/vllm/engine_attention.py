@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cxlkv.adapters.common.requests import PoolRequests
+from cxlkv.adapters.vllm.events import there
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part, kind_of
 from cxlkv.adapters.vllm.messages import (
     KEY_BYTES,
     Continued,
+    Left,
     Message,
     Options,
     Report,
@@ -28,6 +30,7 @@ from cxlkv.adapters.vllm.messages import (
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.errors import CXLKVError, PoolFullError
 from cxlkv.pool import CXLPool
+from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Batch
 from cxlkv.tiers import Tiers
 
@@ -114,11 +117,13 @@ class EngineAttention:
 
     def hear(self, message: Message) -> None:
         """The step's message, before anything of the step runs."""
-        for name in message.ended:
-            self._end(name)
         for name in message.loaded:
             for held in self._held.values():
                 held.awaits.discard(name)
+        for left in message.left:
+            self._save_left(left)
+        for name in message.ended:
+            self._end(name)
         for held in self._held.values():
             held.scheduled = 0
         now: list[Part] = []
@@ -148,14 +153,18 @@ class EngineAttention:
 
     def _part(self, start: Started, handle: bytes) -> Part:
         """The request's own sequence, to go on from, and another one to load from."""
-        tokens, first = start.tokens, start.local // self.block_tokens
-        blocks = start.blocks[first : tokens // self.block_tokens]
-        part = Part(start.request, None, blocks, first)
+        first, count = start.local // self.block_tokens, -(-start.tokens // self.block_tokens)
+        part = Part(start.request, None, start.blocks[first:count], first, tail=start.tail)
+        part.partial = start.tokens % self.block_tokens != 0
+        pages = count * self.block_tokens
         try:
-            if self.requests.load(start.request, handle, tokens, verify=False) != tokens:
+            if self.requests.load(start.request, handle, pages, verify=False) != pages:
                 return part
-            self._held[start.request].saved = tokens // self.block_tokens
             part.sequence = self.requests.sequences[start.request].fork()
+            if start.tail:  # its block will be another one when it is whole
+                count -= 1
+                self.requests.truncate(start.request, count * self.block_tokens)
+            self._held[start.request].saved = count
         except CXLKVError as error:
             self.requests.fail("stale", error)
         return part
@@ -194,6 +203,7 @@ class EngineAttention:
             self._now = Load(self.pool, self._new, self.settings.deadline_s)
             self._new = []
             self._loader.begin(self._now)
+            self._now.wait(0)
         for part in self._later:
             load = Load(self.pool, [part], self.settings.deadline_s)
             self._beside.append((part.request, load))
@@ -237,15 +247,15 @@ class EngineAttention:
                 continue
             good = part.first_page + part.good
             if kind_of(part.error, load.is_late) == "corrupt":
-                self._forget(held, good)
+                last = part.tail if part.good == len(part.blocks) - 1 else b""
+                self._forget(last or held.keys[good * KEY_BYTES :][:KEY_BYTES])
             self.requests.release(part.request)
             held.saved = 0
             held.valid = min(held.valid, good * self.block_tokens)
 
-    def _forget(self, held: _Held, block: int) -> None:
-        keys = unpacked(held.keys, self.block_tokens)[block : block + 1]
+    def _forget(self, key: bytes) -> None:
         try:
-            self.requests.forget(keys)
+            self.requests.forget(unpacked(key, self.block_tokens))
         except CXLKVError as error:
             self.requests.fail("stale", error)
 
@@ -384,6 +394,49 @@ class EngineAttention:
             return
         self._report.stored.append(Span(name, held.saved, end))
         held.saved = end
+
+    def _save_left(self, left: Left) -> None:
+        """Of a request that has ended: nothing has been written to its blocks since."""
+        name, held = left.request, self._held.get(left.request)
+        if held is None or not held.options.save or held.awaits:
+            return
+        if any(name == other for other, _ in self._beside):
+            return  # it was still loading
+        held.keys += left.keys
+        there = left.tokens // self.block_tokens
+        whole = min(there, held.complete(self.block_tokens))
+        keys = held.keys[: whole * KEY_BYTES]
+        if whole == there and left.tokens <= held.valid:
+            keys += left.tail
+        try:
+            if self._save_at_end(name, held, whole, unpacked(keys, self.block_tokens)):
+                self._report.tails[name] = left.tokens - whole * self.block_tokens
+        except PoolFullError as error:
+            self.requests.fail("full", error)
+        except CXLKVError as error:
+            self.requests.fail("save", error)
+
+    def _save_at_end(self, name: str, held: _Held, whole: int, keys: PageKeys) -> bool:
+        """keys: of `whole` blocks, and of the tail, if there is one; whether that is new."""
+        if len(keys) > whole:
+            names = self.pool.records.names(keys[whole:].packed.tobytes(), 1)
+            if there(self.pool, names[:, 0, 0]).all():
+                keys = keys[:whole]
+        if held.saved < whole:
+            self._adopt(name, held, whole)
+        if len(keys) <= held.saved:
+            return False
+        if name not in self.requests.sequences:
+            self.requests.load(name, None, 0)
+        blocks = np.array(held.blocks[held.saved : len(keys)], np.int32)
+        batch = self.pool.batch([self.requests.sequences[name]])
+        starts = np.array([0, len(blocks)], np.int32)
+        for layer, own in enumerate(self._memory):
+            batch.append_blocks(layer, own.keys, own.values, blocks, starts, 0)
+        self.requests.store(name, keys)
+        if whole > held.saved:
+            self._report.stored.append(Span(name, held.saved, whole))
+        return len(keys) > whole
 
     # ---- for the scheduler ----
 

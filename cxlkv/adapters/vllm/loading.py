@@ -38,7 +38,9 @@ class Part:
     """What of a request is loaded: `blocks` of the engine get the pages from `first_page` on.
 
     sequence: of this load alone, as the request's own may be written to meanwhile. good: how many
-    of the blocks are right, from the first on; final when the load has ended.
+    of the blocks are right, from the first on; final when the load has ended. partial: the step
+    that waits for it writes to the last one, too. tail: that one's key, where it is not the text's
+    whole block.
     """
 
     request: str
@@ -47,6 +49,13 @@ class Part:
     first_page: int
     good: int = 0
     error: CXLKVError | None = None
+    partial: bool = False
+    tail: bytes = b""
+
+    @property
+    def whole(self) -> int:
+        """Of the good ones, those that come layer by layer."""
+        return min(self.good, len(self.blocks) - self.partial)
 
     def bad_blocks(self) -> list[int]:
         return self.blocks[self.good :]
@@ -60,7 +69,8 @@ class Load:
         self.parts = parts
         self._until = time.monotonic() + deadline_s
         self._changed = threading.Condition()
-        self._layers = 0  # that are loaded, as far as they can be
+        # That are loaded, as far as they can be; -1: not even the blocks that come before all.
+        self._layers = -1 if any(part.partial for part in parts) else 0
         self._given_up = False
         self.has_ended = False
         self.is_late = False
@@ -83,6 +93,7 @@ class Load:
         try:
             for part in self.parts:
                 part.good = len(part.blocks) if part.sequence is not None else 0
+            self._bring_partial(memory)
             for layer, own in enumerate(memory):
                 if self._given_up:
                     break
@@ -101,13 +112,31 @@ class Load:
                 if part.sequence is not None:
                     part.sequence.release()
 
+    def _bring_partial(self, memory: Sequences[BlockMemory]) -> None:
+        """Last blocks that the step writes to, in all layers: it does so before it waits for the
+        layer, and the copy of the whole block would take that away again."""
+        for part in (one for one in self.parts if one.partial and one.sequence is not None):
+            assert part.sequence is not None
+            batch, last = self._pool.batch([part.sequence]), len(part.blocks) - 1
+            place = (part.blocks[last:], [0, 1], [part.first_page + last])
+            try:
+                for layer, own in enumerate(memory):
+                    if self._given_up:
+                        return
+                    batch.fetch_blocks(layer, own.keys, own.values, *place)
+            except CXLKVError as error:
+                part.good, part.error = last, error
+        with self._changed:
+            self._layers = 0
+            self._changed.notify_all()
+
     def _bring(self, layer: int, own: BlockMemory) -> None:
         """What cannot be read ends its part there; the parts before it stay right."""
-        parts = [part for part in self.parts if part.sequence is not None and part.good]
+        parts = [part for part in self.parts if part.sequence is not None and part.whole]
         if not parts:
             return
-        starts = np.cumsum([0, *(part.good for part in parts)], dtype=np.int32)
-        blocks = np.concatenate([np.array(p.blocks[: p.good], np.int32) for p in parts])
+        starts = np.cumsum([0, *(part.whole for part in parts)], dtype=np.int32)
+        blocks = np.concatenate([np.array(p.blocks[: p.whole], np.int32) for p in parts])
         first = np.array([part.first_page for part in parts], np.int32)
         try:
             batch = self._pool.batch([one.sequence for one in parts if one.sequence is not None])
@@ -116,7 +145,7 @@ class Load:
             good = getattr(error, "good", None)
             for index, part in enumerate(parts):
                 kept = 0 if good is None else int(good[index])
-                if kept < part.good:
+                if kept < part.whole:
                     part.good, part.error = kept, error
 
     def wait(self, layers: int) -> None:

@@ -47,7 +47,8 @@ class Started:
 
     blocks: of the engine, in the order of the text; keys: KEY_BYTES for each complete block of it,
     joined, as far as the text is known. handles: of the hit in each shard's pool (None: no hit) of
-    `tokens` tokens; `local` tokens of them the engine had itself. In this step the tokens from
+    `tokens` tokens; `local` tokens of them the engine had itself. tail: the key of the hit's last
+    block, where it is not a whole one. In this step the tokens from
     `computed` on are computed, `scheduled` of them; 0 while the hit is loaded beside the steps
     (asynchronously), and then the request comes again as Continued. elsewhere: another connector of
     the engine loads tokens before these.
@@ -59,6 +60,7 @@ class Started:
     handles: list[bytes] | None = None
     tokens: int = 0
     local: int = 0
+    tail: bytes = b""
     computed: int = 0
     scheduled: int = 0
     elsewhere: bool = False
@@ -76,16 +78,29 @@ class Continued:
     scheduled: int
 
 
+@dataclass(frozen=True)
+class Left:
+    """What a request that has ended leaves in the engine's blocks, to be saved before these are
+    written to again: whole ones, whose `keys` the workers were not told yet, and behind them the
+    tail of a text of `tokens` tokens, under a key of its own (b"": there is none)."""
+
+    request: str
+    tokens: int
+    keys: bytes = b""
+    tail: bytes = b""
+
+
 @dataclass
 class Message:
-    """One step. ended (finished, aborted, preempted) is to be heard first: a request that was
-    preempted may start again in the same step. loaded: hits that all ranks have loaded whole, and
-    another connector's."""
+    """One step. ended (finished, aborted, preempted) is to be heard first, and before it what is
+    left: a request that was preempted may start again in the same step. loaded: hits that all
+    ranks have loaded whole, and another connector's."""
 
     started: list[Started] = field(default_factory=list)
     continued: list[Continued] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -100,13 +115,14 @@ class Span:
 @dataclass
 class Report:
     """What a worker did in a step: requests whose hits it has loaded whole, or has not; those that
-    another connector loaded in it; blocks that its pool has now; failures by kind, as PoolRequests
-    counts them."""
+    another connector loaded in it; blocks that its pool has now, and tokens of tails by request;
+    failures by kind, as PoolRequests counts them."""
 
     loaded: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
     stored: list[Span] = field(default_factory=list)
+    tails: dict[str, int] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
 
     def __bool__(self) -> bool:

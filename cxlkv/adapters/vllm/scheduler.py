@@ -9,16 +9,21 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from cxlkv.adapters.common.keys import block_keys, namespace, weights_of
 from cxlkv.adapters.common.metrics import Failures
-from cxlkv.adapters.vllm.events import Events, Removed, Stored
+from cxlkv.adapters.vllm.events import Events, Removed, Stored, there
 from cxlkv.adapters.vllm.keeping import Keeping
 from cxlkv.adapters.vllm.messages import (
     FAR,
     KEY_BYTES,
     Continued,
+    Left,
     Message,
     Options,
     Report,
@@ -27,9 +32,12 @@ from cxlkv.adapters.vllm.messages import (
 )
 from cxlkv.adapters.vllm.prefetch import Prefetch
 from cxlkv.adapters.vllm.settings import Settings, read_options
+from cxlkv.adapters.vllm.tails import Tails, Words
 from cxlkv.adapters.vllm.texts import EngineRequest, hashes_of
+from cxlkv.arrays import Hashes
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.pool import CXLPool
+from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit
 from cxlkv.tiers import Tiers
 
@@ -57,12 +65,23 @@ class Step:
 
 @dataclass
 class _Match:
-    """A hit, as long as it is held. `local` tokens the engine had itself."""
+    """A hit, as long as it is held. `local` tokens the engine had itself. tail: the key of its last
+    block, where that is not a whole one."""
 
     hits: list[Hit]
     handles: list[bytes]
     tokens: int
     local: int
+    tail: bytes = b""
+
+
+@dataclass
+class _Chain:
+    """Keys to look for. The last one may be a tail's; `end`: of the text's tokens that all name."""
+
+    keys: PageKeys
+    end: int
+    tail: bytes = b""
 
 
 @dataclass
@@ -79,7 +98,8 @@ class Scheduling:
     space: the namespace of its keys. hash_tokens: how many tokens the engine's hashes are apart, a
     divisor of block_tokens. loads, saves: as the engine's role says. events: whether anybody wants
     to know what was stored. tiers: of the pools, by rank, where they have a cold tier or a remote
-    one; closed with this.
+    one; closed with this. words: what the engine hashes beside token ids, for keys of tails; None:
+    no tails.
     """
 
     def __init__(
@@ -94,6 +114,7 @@ class Scheduling:
         saves: bool = True,
         events: bool = False,
         tiers: Sequence[Tiers] = (),
+        words: Words | None = None,
     ):
         self.pools, self.space, self.settings = list(pools), space, settings
         self.block_tokens = block_tokens
@@ -109,7 +130,11 @@ class Scheduling:
         self._local: dict[str, int] = {}  # tokens that the engine had itself, at the last match
         self._elsewhere: dict[str, list[int]] = {}  # blocks that another connector loads
         self._loaded: list[str] = []
+        self._left: list[Left] = []  # by those that ended since the last step
         self._loads, self._saves = loads, saves
+        self._tails: Tails | None = None
+        if words is not None and settings.tails and settings.attention == "engine":
+            self._tails = Tails(block_tokens, words)
         self.failures = Failures()
         self._keeping = Keeping(self.pools)
         self._prefetch: Prefetch | None = None
@@ -136,10 +161,10 @@ class Scheduling:
             return
         blocks = (request.num_tokens - 1) // self.block_tokens
         self._spaces[request.request_id] = self._space_of(request)
-        keys = self._keys(request, 0, blocks)
-        found = self._find(keys, 0)
+        keys = unpacked(self._keys(request, 0, blocks), self.block_tokens)
+        found = self._find(_Chain(keys, blocks * self.block_tokens), 0)
         tokens = 0 if found is None else found.tokens
-        self._prefetch.begin(request.request_id, unpacked(keys, self.block_tokens), tokens)
+        self._prefetch.begin(request.request_id, keys, tokens)
         for hit in found.hits if found is not None else ():
             hit.release()
 
@@ -148,7 +173,7 @@ class Scheduling:
         beside the steps). None: the request is to wait, and to be asked for again. May be asked
         again at any time until the request gets blocks.
 
-        The last token is always left to the engine, and with it its block.
+        The last token is always left to the engine, and without tails with it its block.
         """
         name = request.request_id
         self._forget_match(name)
@@ -159,23 +184,24 @@ class Scheduling:
         self._spaces[name] = self._space_of(request)
         if self.events is not None:
             self.events.begin(request, self._spaces[name])
-        blocks = (request.num_tokens - 1) // self.block_tokens
-        may_load = self._loads and name not in self._failed
-        if blocks * self.block_tokens <= local or not may_load:
+        most = request.num_tokens - 1
+        if self._tails is None:
+            most -= most % self.block_tokens
+        if most <= local or not self._loads or name in self._failed:
             return 0, False
         deep = self._prefetch if self._options[name].tier != FAR else None
         if deep is not None and deep.is_going(name):
             return None, False
-        keys = self._keys(request, 0, blocks)
-        found = self._find(keys, local)
+        keys = unpacked(self._keys(request, 0, -(-most // self.block_tokens)), self.block_tokens)
+        found = self._find(self._chain(request, keys), local)
         tokens = local if found is None else found.tokens
-        packed = unpacked(keys, self.block_tokens)
-        if deep is not None and deep.matched(name, packed, tokens):
+        if deep is not None and deep.matched(name, keys, tokens):
             for hit in found.hits if found is not None else ():
                 hit.release()
             return None, False
         if found is None:
             return 0, False
+        found.tokens = min(found.tokens, most)
         self._matches[name] = found
         if self.events is not None:
             self.events.found(name, found.tokens // self.block_tokens)
@@ -208,17 +234,46 @@ class Scheduling:
             found = Options(self.settings.budget)
         return found if self._saves else replace(found, save=False)
 
-    def _find(self, keys: bytes, local: int) -> _Match | None:
+    def _chain(self, request: EngineRequest, keys: PageKeys) -> _Chain:
+        """Keys of its whole blocks, and behind those that all pools have the longest tail of it
+        that they have, too."""
+        tokens = self.block_tokens
+        chain = _Chain(keys, len(keys) * tokens)
+        if self._tails is None:
+            return chain
+        with suppress(CXLKVError):  # pools that cannot be asked have no hit, which is counted
+            here = self._here(keys.packed)
+            whole = len(keys) if here.all() else int(np.argmin(here))
+            before = keys[whole - 1] if whole else self._spaces[request.request_id]
+            tails = self._tails.keys(request, before, whole * tokens, request.num_tokens)
+            lengths = np.flatnonzero(self._here(tails)) + 1
+            if len(lengths):
+                longest = int(lengths[-1])
+                tail = tails[longest - 1 : longest]
+                packed = np.concatenate([keys.packed[:whole], tail])
+                made = PageKeys(packed, tokens)
+                chain = _Chain(made, whole * tokens + longest, tail.tobytes())
+        return chain
+
+    def _here(self, keys: Hashes) -> npt.NDArray[np.bool_]:
+        """Which pages of one block all ranks' pools have."""
+        found = np.ones(len(keys), np.bool_)
+        for pool in self.pools:
+            found &= there(pool, pool.records.names(keys.tobytes(), 1)[:, 0, 0])
+        return found
+
+    def _find(self, chain: _Chain, local: int) -> _Match | None:
         hits: list[Hit] = []
         try:
-            packed = unpacked(keys, self.block_tokens)
             for pool in self.pools:
-                hits.append(pool.match(packed, lease_s=LEASE_S))
+                hits.append(pool.match(chain.keys, lease_s=LEASE_S))
                 if hits[-1].tokens <= local:
                     break
             else:
-                tokens = min(hit.tokens for hit in hits)
-                return _Match(hits, [hit.handle for hit in hits], tokens, local)
+                tokens, handles = min(hit.tokens for hit in hits), [hit.handle for hit in hits]
+                if tokens < len(chain.keys) * self.block_tokens:
+                    return _Match(hits, handles, tokens, local)
+                return _Match(hits, handles, chain.end, local, chain.tail)
         except CXLKVError as error:
             self.failures.add("match", error)
         for hit in hits:
@@ -239,6 +294,7 @@ class Scheduling:
             handles=found.handles,
             tokens=found.local + external,
             local=found.local,
+            tail=found.tail,
             computed=found.local + external,
             options=self._options[name],
         )
@@ -251,8 +307,10 @@ class Scheduling:
         # Who was not let in is asked for again, and keeps no pages from those who run.
         for name in self._matches.keys() - self._starts.keys() - self._told.keys():
             self._forget_match(name)
-        message = Message(ended=sorted(step.ended | self._again), loaded=self._loaded)
-        self._again, self._loaded = set(), []
+        message = Message(
+            ended=sorted(step.ended | self._again), loaded=self._loaded, left=self._left
+        )
+        self._again, self._loaded, self._left = set(), [], []
         for name in step.ended:
             self._told.pop(name, None)
             if name not in self._starts:
@@ -305,6 +363,8 @@ class Scheduling:
         name = request.request_id
         self._forget_match(name)
         options = self._options.pop(name, None)
+        if options is not None and options.save and self.settings.attention == "engine":
+            self._leave(request)
         if options is not None and options.ttl_s:
             keys = unpacked(self._keys(request, 0), self.block_tokens)
             self._keeping.keep(keys, options.ttl_s)
@@ -316,6 +376,22 @@ class Scheduling:
         self._requests.pop(name, None)
         if self.events is not None:
             self.events.end(name)
+
+    def _leave(self, request: EngineRequest) -> None:
+        """The workers save what is left of it. Its last token has no K and V."""
+        name, tokens = request.request_id, self.block_tokens
+        told = self._told.get(name)
+        if told is None or name in self._again:
+            return
+        end = min(request.num_tokens - 1, request.num_computed_tokens)
+        whole = end // tokens
+        keys, tail = self._keys(request, told.keys, max(told.keys, whole)), b""
+        if self._tails is not None:
+            before = self._keys(request, whole - 1, whole) if whole else self._spaces[name]
+            tails = self._tails.keys(request, before, whole * tokens, end)
+            if len(tails):
+                tail, end = tails[-1].tobytes(), whole * tokens + len(tails)
+        self._left.append(Left(name, end, keys, tail))
 
     def _forget_match(self, name: str) -> None:
         found = self._matches.pop(name, None)

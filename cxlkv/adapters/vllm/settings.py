@@ -37,7 +37,7 @@ class Settings(PoolSettings):
     "async": requests wait, steps do not. deadline_s: a load that takes longer has failed.
     load_failure: "recompute": tokens of a hit that could not be loaded are computed; "fail": what
     the engine does with its requests is left as the engine has it, which by default is to fail
-    them.
+    them. tails: whether what ended requests have beyond their last whole block is kept, too.
     """
 
     attention: str = "engine"
@@ -49,6 +49,7 @@ class Settings(PoolSettings):
     load_failure: str = "recompute"
     local: str | int | None = None
     worker: bool = False
+    tails: bool = True
 
 
 def read_settings(given: Mapping[str, object]) -> Settings:
@@ -63,6 +64,7 @@ def read_settings(given: Mapping[str, object]) -> Settings:
         "load_failure": one_of("recompute", "fail"),
         "local": size,
         "worker": one_of(True, False),
+        "tails": one_of(True, False),
     }
     found = read(Settings, given, PREFIX, rules)
     if found.attention != "pool":
