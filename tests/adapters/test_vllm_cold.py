@@ -216,3 +216,17 @@ def test_what_is_kept_leaves_room(make_engine: MakeEngine) -> None:
     keeping = engine.scheduling._keeping
     assert [one.tokens for one in keeping._kept] == [80, 80, 80]
     assert serve(engine, 20, 21) == [0, 0]
+
+
+def test_a_session_keeps_its_longest_turn_until_it_lets_go(make_engine: MakeEngine) -> None:
+    """Each turn takes the place of the one before; a turn that says nothing changes nothing."""
+    engine = make_engine()
+    turns = ((42, 600.0, [40, 40]), (82, 600.0, [40, 80]), (98, None, [40, 80]), (90, 0.0, [40]))
+    engine.serve("other", text(2, 42), ttl_s=600)
+    engine.end("other")
+    for tokens, ttl_s, kept in turns:
+        params = {} if ttl_s is None else {"ttl_s": ttl_s}
+        engine.add(f"{tokens}", text(1, tokens), **params)
+        engine.step()
+        engine.end(f"{tokens}")
+        assert [one.tokens for one in engine.scheduling._keeping._kept] == kept

@@ -24,6 +24,7 @@ SHARE = 0.5
 
 class _Kept(NamedTuple):
     until_s: float
+    last: bytes  # of its keys: who has it has all before
     tokens: int
     hits: list[Hit]
 
@@ -39,11 +40,16 @@ class Keeping:
         self._tokens = 0
 
     def keep(self, keys: PageKeys, ttl_s: float) -> int:
-        """What the pools have of the prefix stays for so long; returns how many tokens."""
+        """What the pools have of the prefix stays for so long, 0: no longer; returns how many
+        tokens. What was kept of the same text before ends."""
         hits: list[Hit] = []
         with suppress(CXLKVError):  # what cannot be held is not: it may be found all the same
-            for pool in self._pools:
+            for pool in self._pools if ttl_s else ():
                 hits.append(pool.match(keys, lease_s=ttl_s))
+        named = {row.tobytes() for row in keys.packed}
+        for one in [one for one in self._kept if one.last in named]:
+            self._kept.remove(one)
+            self._end(one)
         tokens = max((hit.tokens for hit in hits), default=0)
         if not 0 < tokens <= self._most:
             _release(hits)
@@ -51,7 +57,8 @@ class Keeping:
         while self._tokens + tokens > self._most:
             self._end(self._kept.popleft())
         self._tokens += tokens
-        self._kept.append(_Kept(self._clock() + ttl_s, tokens, hits))
+        last = keys[tokens // keys.page_tokens - 1]
+        self._kept.append(_Kept(self._clock() + ttl_s, bytes(last), tokens, hits))
         return tokens
 
     def expire(self) -> None:

@@ -27,13 +27,14 @@ FAR, COLD = TIERS = ("far", "cold")
 @dataclass(frozen=True)
 class Options:
     """What a request asked for. budget: pages that a decode step may attend to; None is all. tier:
-    from how far down its hit may come. ttl_s: so long its prefix stays in the pool after its end.
+    from how far down its hit may come. ttl_s: so long its prefix stays in the pool after its end;
+    0: what was kept of it before is let go, None: that stays for its time.
     """
 
     budget: Budget | None = None
     save: bool = True
     tier: str = COLD
-    ttl_s: float = 0.0
+    ttl_s: float | None = None
 
     @property
     def selected(self) -> bool:

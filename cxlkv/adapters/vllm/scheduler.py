@@ -365,7 +365,7 @@ class Scheduling:
         options = self._options.pop(name, None)
         if options is not None and options.save and self.settings.attention == "engine":
             self._leave(request)
-        if options is not None and options.ttl_s:
+        if options is not None and options.ttl_s is not None:
             keys = unpacked(self._keys(request, 0), self.block_tokens)
             self._keeping.keep(keys, options.ttl_s)
         for kept in (self._spaces, self._starts, self._local, self._elsewhere):
