@@ -512,7 +512,7 @@ def test_a_hit_is_as_long_as_any_text_that_was_left(make_engine: MakeEngine, see
         )
         images = {chance.randrange(len(ids)): b"image"} if chance.random() < 0.3 else {}
         salt = chance.choice([b"", b"salt"])
-        request = engine.ask(Request(f"{number}", ids, salt=salt, images=images))
+        request = engine.join(Request(f"{number}", ids, salt=salt, images=images))
         known = {end for end in range(len(ids) + 1) if text_of(request, end) in left}
         wanted = longest(request, known)
         engine.step()

@@ -43,6 +43,7 @@ class Request:
     all_token_ids: list[int]
     kv_transfer_params: Mapping[str, object] | None = None
     lora_request: Adapter | None = None
+    trace_headers: Mapping[str, str] | None = None
     salt: bytes = b""
     images: Mapping[int, bytes] = field(default_factory=dict)  # by the token where it is
     blocks: list[int] = field(default_factory=list)
@@ -67,31 +68,22 @@ class Request:
             found.append(before)
         return found
 
-<<<<<<< HEAD
     def block(self, index: int, layer: int, heads: range) -> npt.NDArray[np.float32]:
-        """[K or V, kv_heads, tokens, dim]: what is right for block `index` of this text."""
-        ids = np.array(self.all_token_ids[: (index + 1) * TOKENS], np.int64).tobytes()
-        found = []
-        for pair in range(heads.start // 2, heads.stop // 2):
-            seed = hashlib.sha256(ids + bytes([layer, pair])).digest()
-            numbers = np.random.default_rng(np.frombuffer(seed, np.uint64))
-            found.append(numbers.standard_normal((2, 2, TOKENS, 8), np.float32))
-        return np.concatenate(found, axis=1)
-=======
-    def block(self, index: int, layer: int, rank: int) -> npt.NDArray[np.float32]:
         """[K or V, kv_heads, tokens, dim]: what is right for block `index` of this text, as far as
         that goes."""
         for at in range(len(self._texts), self.num_tokens):
             before = self._texts[-1] if at else self.salt
             own = f"{self.all_token_ids[at]} {self.images.get(at)!r}"
             self._texts.append(hashlib.sha256(before + own.encode()).digest())
-        return rows_of(tuple(self._texts[index * TOKENS : (index + 1) * TOKENS]), layer, rank)
+        some = tuple(self._texts[index * TOKENS : (index + 1) * TOKENS])
+        pairs = range(heads.start // 2, heads.stop // 2)
+        return np.concatenate([rows_of(some, layer, pair) for pair in pairs], axis=1)
 
 
 @cache
-def rows_of(texts: tuple[bytes, ...], layer: int, rank: int) -> npt.NDArray[np.float32]:
-    """Of tokens, each named by the text up to its end."""
-    numbers = [hashlib.shake_128(text + bytes([layer, rank])).digest(64) for text in texts]
+def rows_of(texts: tuple[bytes, ...], layer: int, pair: int) -> npt.NDArray[np.float32]:
+    """Of two heads, of tokens that are each named by the text up to its end."""
+    numbers = [hashlib.shake_128(text + bytes([layer, pair])).digest(64) for text in texts]
     rows = np.frombuffer(b"".join(numbers), np.uint16).reshape(-1, 2, 2, 8)
     return np.ascontiguousarray(np.moveaxis(rows, 0, 2), np.float32)
 
@@ -109,7 +101,6 @@ def parts(first: int, end: int) -> list[tuple[int, int]]:
         (index, min(TOKENS, end - index * TOKENS))
         for index in range(first // TOKENS, -(-end // TOKENS))
     ]
->>>>>>> 0ee6964 (vLLM: what is less than a block is saved and found, to the token)
 
 
 class Rank:
@@ -136,17 +127,12 @@ class Rank:
     def is_right(self, request: Request, index: int, tokens: int = TOKENS) -> bool:
         """As far as `tokens` of the block."""
         return all(
-<<<<<<< HEAD
-            np.array_equal(own[block], request.block(index, layer, self.heads))
-            for layer, own in enumerate(self.memory)
-=======
             self.is_right_in(request, index, layer, tokens) for layer in range(len(self.memory))
->>>>>>> 0ee6964 (vLLM: what is less than a block is saved and found, to the token)
         )
 
     def is_right_in(self, request: Request, index: int, layer: int, tokens: int = TOKENS) -> bool:
         own = self.memory[layer][request.blocks[index]][:, :, :tokens]
-        return np.array_equal(own, request.block(index, layer, self.rank)[:, :, :tokens])
+        return np.array_equal(own, request.block(index, layer, self.heads)[:, :, :tokens])
 
 
 class Engine:
@@ -217,15 +203,9 @@ class Engine:
                 rank.worker.reopened(pool)
 
     def add(self, name: str, ids: list[int], **params: object) -> Request:
-<<<<<<< HEAD
         return self.join(Request(name, list(ids), {"cxlkv": params} if params else None))
 
     def join(self, request: Request) -> Request:
-=======
-        return self.ask(Request(name, list(ids), {"cxlkv": params} if params else None))
-
-    def ask(self, request: Request) -> Request:
->>>>>>> 0ee6964 (vLLM: what is less than a block is saved and found, to the token)
         self.requests[request.request_id] = request
         self.waiting.append(request)
         self.scheduling.expect(request)
@@ -347,7 +327,7 @@ class Engine:
         for one in step.fresh:
             for index in range(self.elsewhere.pop(one.request, 0) // TOKENS):
                 for rank, layer in product(self.ranks, range(len(self.ranks[0].memory))):
-                    right = self.requests[one.request].block(index, layer, rank.rank)
+                    right = self.requests[one.request].block(index, layer, rank.heads)
                     rank.memory[layer][one.blocks[index]] = right + self.fails_elsewhere
                 if self.fails_elsewhere:
                     bad.add(one.blocks[index])
@@ -387,13 +367,7 @@ class Engine:
     def _compute(self, request: Request, layer: int, one: Scheduled) -> None:
         """Right where all before is right, in all ranks, as it is with attention; else nonsense."""
         there = all(
-<<<<<<< HEAD
-            np.array_equal(
-                rank.memory[below][request.blocks[index]], request.block(index, below, rank.heads)
-            )
-=======
             rank.is_right_in(request, index, below, count)
->>>>>>> 0ee6964 (vLLM: what is less than a block is saved and found, to the token)
             for rank in self.ranks
             for index, count in parts(0, one.computed)
             for below in range(layer)
@@ -401,14 +375,9 @@ class Engine:
         for index, count in parts(one.computed, one.computed + one.scheduled):
             first = max(0, one.computed - index * TOKENS)
             for rank in self.ranks:
-<<<<<<< HEAD
-                right = request.block(index, layer, rank.heads)
-                rank.memory[layer][request.blocks[index]] = right if there else right + 1
-=======
-                right = request.block(index, layer, rank.rank)[:, :, first:count]
+                right = request.block(index, layer, rank.heads)[:, :, first:count]
                 to = rank.memory[layer][request.blocks[index]]
                 to[:, :, first:count] = right if there else right + 1
->>>>>>> 0ee6964 (vLLM: what is less than a block is saved and found, to the token)
 
     def _learn(
         self, step: Step, done: list[set[str]], bad: set[int], reports: list[Report]

@@ -10,7 +10,7 @@ import pytest
 from cxlkv import CXLPool
 
 from ..support.waiting import until
-from .servers import CACHED, Servers, served_while_killed, texts
+from .servers import PROMPT_TOKENS, Servers, served_while_killed, texts
 
 
 @pytest.mark.timeout(900)
@@ -31,11 +31,7 @@ def test_prefill_here_and_decode_there(
     proxy = servers.proxy(prefill, decode)
     found, proxy_first_s, proxy_whole_s = zip(*map(proxy.complete, prompts), strict=True)
     assert found == wanted
-<<<<<<< HEAD
-    hit_tokens = CACHED * len(prompts)
-=======
     hit_tokens = (PROMPT_TOKENS - 1) * len(prompts)  # the last token is computed
->>>>>>> 0ee6964 (vLLM: what is less than a block is saved and found, to the token)
     assert decode.figure("vllm:cxlkv_hit_tokens_total") == hit_tokens
     assert prefill.figure("vllm:generation_tokens_total") == len(prompts)
     figures = [np.median(one) * 1000 for one in (first_s, whole_s, proxy_first_s, proxy_whole_s)]

@@ -28,6 +28,7 @@ from cxlkv.adapters.vllm.messages import (
     unpacked,
 )
 from cxlkv.adapters.vllm.settings import Settings
+from cxlkv.adapters.vllm.traces import Trace
 from cxlkv.errors import CXLKVError, PoolFullError
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
@@ -156,6 +157,8 @@ class EngineAttention:
         first, count = start.local // self.block_tokens, -(-start.tokens // self.block_tokens)
         part = Part(start.request, None, start.blocks[first:count], first, tail=start.tail)
         part.partial = start.tokens % self.block_tokens != 0
+        if start.trace is not None:
+            part.trace = Trace(start.trace, start.request, start.tokens - first * self.block_tokens)
         pages = count * self.block_tokens
         try:
             if self.requests.load(start.request, handle, pages, verify=False) != pages:
@@ -232,6 +235,8 @@ class EngineAttention:
         """After its end: counts what failed, and forgets what is damaged."""
         for part in load.parts:
             bad = part.bad_blocks()
+            if part.trace is not None:
+                self._end_trace(part, load)
             if not bad:
                 self._report.loaded.append(part.request)
                 continue
@@ -252,6 +257,18 @@ class EngineAttention:
             self.requests.release(part.request)
             held.saved = 0
             held.valid = min(held.valid, good * self.block_tokens)
+
+    def _end_trace(self, part: Part, load: Load) -> None:
+        assert part.trace is not None
+        tokens = min(part.good * self.block_tokens, part.trace.tokens)
+        attributes: dict[str, str | int] = {
+            "cxlkv.tokens": tokens,
+            "cxlkv.far_bytes": tokens * self.pool.layout.token_bytes,
+            "cxlkv.rank": self._rank,
+        }
+        if part.bad_blocks():
+            attributes["cxlkv.failure"] = kind_of(part.error, load.is_late)
+        part.trace.end(attributes)
 
     def _forget(self, key: bytes) -> None:
         try:

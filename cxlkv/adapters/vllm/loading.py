@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cxlkv import _lifetime
+from cxlkv.adapters.vllm.traces import Trace
 from cxlkv.arrays import Array
 from cxlkv.errors import CorruptError, CXLKVError
 from cxlkv.pool import CXLPool
@@ -51,6 +52,7 @@ class Part:
     error: CXLKVError | None = None
     partial: bool = False
     tail: bytes = b""
+    trace: Trace | None = None
 
     @property
     def whole(self) -> int:

@@ -52,7 +52,7 @@ class Started:
     block, where it is not a whole one. In this step the tokens from
     `computed` on are computed, `scheduled` of them; 0 while the hit is loaded beside the steps
     (asynchronously), and then the request comes again as Continued. elsewhere: another connector of
-    the engine loads tokens before these.
+    the engine loads tokens before these. trace: the headers that came with the request, of a hit.
     """
 
     request: str
@@ -65,6 +65,7 @@ class Started:
     computed: int = 0
     scheduled: int = 0
     elsewhere: bool = False
+    trace: dict[str, str] | None = None
     options: Options = field(default_factory=Options)
 
 

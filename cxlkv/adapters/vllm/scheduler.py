@@ -295,6 +295,7 @@ class Scheduling:
             tokens=found.local + external,
             local=found.local,
             tail=found.tail,
+            trace=dict(getattr(request, "trace_headers", None) or {}) or None,
             computed=found.local + external,
             options=self._options[name],
         )
