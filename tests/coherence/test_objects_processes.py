@@ -29,6 +29,7 @@ from ..conftest import audit
 from ..support.lengths import nightly
 from ..support.object_worker import MOMENTS, NAMES, SIZE, named, verify
 from ..support.processes import Child
+from ..support.waiting import until
 
 
 class Kind(NamedTuple):
@@ -279,3 +280,50 @@ def test_what_was_forgotten_of_a_dead_host_is_found_by_nobody(tmp_path: Path) ->
         assert there.object_sizes(names).tolist() == [5, 9, 4]
         assert there.stats()["lost_forgets"] == 0
     ObjectPool.remove(path)
+
+
+STOPPED = """
+import signal, sys, threading
+import numpy as np
+from cxlkv import ObjectPool
+from cxlkv.errors import FencedError
+from tests.support.touching import at_touch
+
+def stop():
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+pool = ObjectPool.open(sys.argv[1], host=1, lease_s=1.0, threads=1)
+given = [np.full(pool.layout.object_bytes, 7, np.uint8) for _ in range(3)]
+at_touch(given[1].ctypes.data, given[1].nbytes, stop)
+print("it begins", flush=True)
+try:
+    print(pool.put_batch(["a", "b", "c"], given))
+except FencedError:
+    print("it is off")
+"""
+
+
+def test_what_a_host_was_putting_when_it_was_declared_off_is_not_published(tmp_path: Path) -> None:
+    """Stopped in the middle of a copy: it finds out before it publishes, as the pages are others'
+    by then. No look of its keeper has to come first."""
+    path, layout = tmp_path / "a.pool", KVLayout.objects("64KiB")
+    made = ObjectPool.create(
+        path,
+        layout=layout,
+        capacity="16MiB",
+        sharing="software",
+        hosts=2,
+        host=0,
+        lease_s=1.0,
+        threads=1,
+    )
+    with made as pool, Child("-c", STOPPED, path) as other:
+        assert other.hear() == "it begins"
+        until(lambda: pool.admin.hosts()[1].state == "silent")
+        pool.admin.fence(1, confirmed_off=True)
+        taken = pool.pages.alloc(pool.stats()["pages_total"])
+        other.popen.send_signal(signal.SIGCONT)
+        assert other.end() == "it is off\n"
+        assert (pool.object_sizes(["a", "b", "c"]) == ABSENT).all()
+        pool.pages.free(taken)
+        audit(pool)

@@ -310,7 +310,10 @@ static int64_t publish_places(cxlkv_pool *pool, uint32_t count, const uint8_t *k
     return published;
 }
 
+/* Not if this host may have been declared off while it wrote: the pages are others' then. */
 int64_t objects_publish(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                         const object_place *places, int32_t *codes) {
+    int64_t code = peers_verify(pool, 0);
+    if (code < 0) return code;
     return HOST_LOCKED(pool, publish_places(pool, count, keys, places, codes));
 }
