@@ -87,7 +87,7 @@ class ObjectMoves(ABC):
         for first in range(0, len(names), self._batch):
             some = names[first : first + self._batch]
             # Before the records come: those that make room go through the same buffer.
-            if not self._reclaimed(len(some)):
+            if not self._has_room(len(some)):
                 self._counts["refused_pages"] += len(names) - first
                 return
             records = self._records(len(some))
@@ -133,7 +133,7 @@ class ObjectMoves(ABC):
     # ---- of Tiers ----
 
     @abstractmethod
-    def _reclaimed(self, pages: int) -> bool: ...
+    def _has_room(self, pages: int) -> bool: ...
 
     @abstractmethod
     def _records(self, count: int) -> Names: ...

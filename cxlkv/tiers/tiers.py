@@ -345,7 +345,7 @@ class Tiers(ObjectMoves, Closing):
         for first in range(0, len(names), self._batch):
             some, before = names[first : first + self._batch], parents[first:]
             # Before the records come: those that make room go through the same buffer.
-            if not self._reclaimed(len(some)):
+            if not self._has_room(len(some)):
                 self._counts["refused_pages"] += len(some)
                 break
             records = self._records(len(some))
@@ -392,6 +392,16 @@ class Tiers(ObjectMoves, Closing):
             return True
         self.pool.want_room(pages - self._free())
         return False
+
+    def _has_room(self, pages: int) -> bool:
+        """Extents that are nobody's become this host's before anything of it is evicted."""
+        if self._free() >= pages:
+            return True
+        try:
+            self.pool.pages.free(self.pool.pages.alloc(pages))
+        except PoolFullError:
+            return self._reclaimed(pages)
+        return True
 
     def give(self) -> int:
         """Evict what stands in the way of other hosts of a shared pool that this one owes room;
