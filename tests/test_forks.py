@@ -368,7 +368,9 @@ def shown(world: World) -> Subject:
 
 def object_cache(world: World) -> Subject:
     pool = world.objects()
-    made = ObjectCache(pool, b"", Counting([], {"pool": "it failed", "changed": "so it did"}))
+    made = ObjectCache(
+        lambda: pool, b"", Counting([], {"pool": "it failed", "changed": "so it did"})
+    )
     keys = object_keys(["kept"])
     pool.put("kept", b"bytes")
     return Subject(made, lambda: made.verify(keys), made.close)

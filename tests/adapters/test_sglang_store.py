@@ -216,7 +216,7 @@ def test_whatever_fails_is_a_miss_and_said_once(
     assert engine.store.store(MAIN, KEYS[:1], indices(1)).tolist() == [False]
     engine.store.close()
     assert engine.store.leading(KEYS) == 0
-    assert engine.counting.failures == {"corrupt": 0, "mismatch": 0, "full": 0, "pool": 9}
+    assert {kind: n for kind, n in engine.counting.failures.items() if n} == {"pool": 9}
     assert [one for one in caplog.messages if "could not be used" in one] == [
         "cxlkv: the pool could not be used, so this was a miss, or was not stored: "
         "BadArgumentError: 0 indices for 2 pages of 4 tokens (said once; counted as pool)"

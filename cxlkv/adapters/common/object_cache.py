@@ -1,7 +1,8 @@
 """An object cache keeps an engine's blocks in a pool: what a pool may do never raises here.
 
 It is a miss, or not stored, and counted. Tiers are open, so that a full pool evicts what nobody
-holds before it refuses.
+holds before it refuses, and room is given to other hosts of the pool that have none. A pool that
+this host has lost, as it was declared off, is opened anew by a thread.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import numpy.typing as npt
 
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
-from cxlkv.adapters.common.metrics import Counting
+from cxlkv.adapters.common.metrics import LOST, Counting
+from cxlkv.adapters.common.pools import open_tiers
+from cxlkv.adapters.common.reopening import LOOKS_A_LEASE, Reopening
+from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
 from cxlkv.arrays import Mask, Sizes
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
 from cxlkv.objects import ABSENT, DAMAGED, Buffers, Lease, ObjectPool, Reserved, object_keys
 from cxlkv.prefix import PageKeys
-from cxlkv.tiers import Tiers
 
 T = TypeVar("T")
 Given = Buffers | Sequence[object]
@@ -33,53 +36,94 @@ _FAULTS = (CXLKVError, OSError)
 class ObjectCache(Closing):
     """Objects by keys. Any thread may call, until close(): then everything is a miss.
 
+    opening: opens the pool, now and whenever this host has lost it. Meanwhile everything is a miss,
+    and nothing is stored. What is leased or reserved keeps the lost pool open: let_go(), called in
+    a thread of this object's, gives back what is held for nobody in particular. settings, share: as
+    in pools.open_tiers(); objects in the cold tier count as present, and come back before they are
+    read.
+
     space: 16 bytes, everything beside an object's name that makes its bytes. object_bytes: of each
     object, where all have one size, and one of another size is a miss; the pool's may be larger.
-    None: objects have any size up to the pool's. counting: has the kinds "corrupt", "full" and
-    "pool"; "mismatch" with object_bytes, "large" and "changed" without. tiers: of the pool, closed
-    with this; with a cold tier its objects count as present, and come back before they are read.
-    None: such that evict only.
+    None: objects have any size up to the pool's. counting: has the kinds "corrupt", "full", "host"
+    and "pool"; "mismatch" with object_bytes, "large" and "changed" without.
+
+    Raises what `opening` and open_tiers() raise.
     """
 
     def __init__(
         self,
-        pool: ObjectPool,
+        opening: Callable[[], ObjectPool],
         space: bytes,
         counting: Counting,
         object_bytes: int | None = None,
-        tiers: Tiers | None = None,
+        *,
+        settings: PoolSettings = UNSHARED,
+        share: float = 1.0,
     ):
-        self.pool, self.counting = pool, counting
+        self.counting = counting
+        self.let_go: Callable[[], object] = lambda: None
+        self._opening, self._settings, self._share = opening, settings, share
         self._space, self._has_one_size = space, object_bytes is not None
-        self.object_bytes = object_bytes or int(pool.layout.object_bytes or 0)
-        self._tiers = tiers or Tiers(pool)
-        self._file = self._stat()
         self._scratch: npt.NDArray[np.uint8] | None = None
         self._scratch_lock = threading.Lock()
         _lifetime.watch(self)
+        self._begin()
+        self.object_bytes = object_bytes or int(self.pool.layout.object_bytes or 0)
+        every_s = settings.lease_s / LOOKS_A_LEASE
+        self._reopening = Reopening(self.pool, self._begin_again, every_s, self._look)
 
     def reset_after_fork(self) -> None:
         self._scratch_lock = threading.Lock()
 
+    # ---- the pool ----
+
+    def _begin(self) -> None:
+        pool = self._opening()
+        try:
+            self._tiers = open_tiers(pool, self._settings, self._share)
+        except Exception:
+            pool.close()
+            raise
+        self.pool, self._file = pool, stat_of(pool)
+
+    def _begin_again(self) -> ObjectPool:
+        """After the pool before was closed, in a thread: calls that are under way are misses."""
+        self._tiers.close()
+        self._begin()
+        return self.pool
+
+    def _look(self) -> None:
+        """Four times a lease."""
+        try:
+            self._tiers.give()
+        except LOST:
+            self.let_go()
+
     def keys(self, names: Sequence[str]) -> PageKeys:
         return object_keys(names, salt=self._space)
-
-    def _stat(self) -> os.stat_result | None:
-        try:
-            return os.stat(str(self.pool.path))
-        except OSError:  # it was removed, and its memory lasts
-            return None
 
     def is_whole(self) -> bool:
         """Whether the pool's file is as long as it was: else who reads or writes in place would die
         by a signal. The pool itself needs no such check."""
-        now, then = self._stat(), self._file
+        now, then = stat_of(self.pool), self._file
         if now is None or then is None or not os.path.samestat(now, then):
             return True
         if now.st_size >= then.st_size:
             return True
         self.counting.failed("pool", f"{self.pool.path} was cut short under us: remove it")
         return False
+
+    def keeps(self) -> bool:
+        """Whether what was leased or reserved is still this host's. Where it was declared off,
+        others write there, and reading it in place may give anything."""
+        if self._settings.sharing == "host":
+            return True
+        try:
+            self.pool.get_batch_into([], [])  # of none, but verified like any
+        except _FAULTS as error:
+            self._failed(error)
+            return False
+        return True
 
     # ---- find ----
 
@@ -100,8 +144,13 @@ class ObjectCache(Closing):
         try:
             return call()
         except _FAULTS as error:
-            self.counting.failed("pool", error)
+            self._failed(error)
             return otherwise
+
+    def _failed(self, error: Exception) -> None:
+        """A pool of one host is not lost: it was closed."""
+        lost = isinstance(error, LOST) and self._settings.sharing != "host"
+        self.counting.failed("host" if lost else "pool", error)
 
     def _sizes(self, call: Callable[[], Sizes], count: int) -> Sizes:
         """What `call` says; that all are absent when it fails."""
@@ -128,11 +177,12 @@ class ObjectCache(Closing):
 
         Raises CXLKVError.
         """
-        rows, _ = self.pool.hotness.published()
+        pool, tiers = self.pool, self._tiers
+        rows, _ = pool.hotness.published()
         pages, generations = rows["page"].copy(), rows["generation"].copy()
-        self.pool.records.forget(pages, generations, False)
-        if self._tiers.cold is not None:
-            self._tiers.cold.clear()
+        pool.records.forget(pages, generations, False)
+        if tiers.cold is not None:
+            tiers.cold.clear()
 
     # ---- copies ----
 
@@ -167,7 +217,7 @@ class ObjectCache(Closing):
         except BadArgumentError as error:
             self.counting.failed("pool" if self._has_one_size else "large", error)
         except _FAULTS as error:
-            self.counting.failed("pool", error)
+            self._failed(error)
         return np.array(new, np.bool_)
 
     def _put_first(self, keys: PageKeys, buffers: Given) -> list[bool]:
@@ -207,7 +257,7 @@ class ObjectCache(Closing):
         except PoolFullError:
             return None
         except _FAULTS as error:
-            self.counting.failed("pool", error)
+            self._failed(error)
             return None
 
     def publish(self, reserved: Reserved, place: int, key: PageKeys) -> bool:
@@ -227,8 +277,17 @@ class ObjectCache(Closing):
 
     def close(self) -> None:
         """Raises BusyError while objects are held."""
+        self._reopening.take()  # that is `pool`
+        self._reopening.close()
         self._tiers.close()
         self.pool.close()
+
+
+def stat_of(pool: ObjectPool) -> os.stat_result | None:
+    try:
+        return os.stat(str(pool.path))
+    except OSError:  # it was removed, and its memory lasts
+        return None
 
 
 def leading(there: Mask) -> int:

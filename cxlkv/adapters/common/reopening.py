@@ -95,8 +95,8 @@ class Reopening(Closing, Generic[Kind]):
     def _leave(self, error: CXLKVError) -> bool:
         try:
             self._pool.close()
-        except CXLKVError as kept:  # memory of it is lent: the next look tries again
-            self._say(f"{error}. It cannot be closed yet: {kept}")
+        except CXLKVError:  # the next look tries again
+            self._say(f"{self._pool.path}: {error}. It stays open while memory of it is in use")
             return False
         log.warning("cxlkv: %s: %s; the engine computes until it is", self._pool.path, error)
         return True

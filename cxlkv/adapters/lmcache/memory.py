@@ -123,6 +123,7 @@ class PoolAllocator(MemoryAllocatorInterface):
         self._room = threading.Condition(self.lock)
         self._freed = 0
         self._sealed_freed = count(1)
+        cache.let_go = self.unpin_everything
         _lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
@@ -181,6 +182,8 @@ class PoolAllocator(MemoryAllocatorInterface):
             left_s = until_s - time.monotonic()
             if reserved is not None:
                 return reserved
+            if not self.cache.keeps():
+                return None
             if left_s <= 0 or max(sizes) > self.cache.object_bytes:
                 break
             with self.lock:
@@ -194,6 +197,8 @@ class PoolAllocator(MemoryAllocatorInterface):
 
     def read(self, keys: Sequence[CacheEngineKey], packed: PageKeys) -> list[PoolObject | None]:
         """With a reference each; None: a miss."""
+        if self.pinned and not self.cache.keeps():
+            return [None] * len(keys)
         with self.lock:
             found = [self.pinned.get(key) for key in keys]
             for one in found:
@@ -265,6 +270,9 @@ class PoolAllocator(MemoryAllocatorInterface):
         for key in keys:
             while self.unpin(key):
                 pass
+
+    def unpin_everything(self) -> None:
+        self.unpin_all(list(self.pinned))
 
     # ---- given back ----
 

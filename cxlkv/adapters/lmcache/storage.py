@@ -12,6 +12,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import torch
 from lmcache import __version__ as lmcache_version
@@ -83,14 +84,9 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         labels = PrometheusLogger.GetOrCreate(metadata, config=config).labels
         shown = {name: str(value) for name, value in labels.items()}
         self.counting = Shown(PREFIX, shown, COUNTS, KINDS)
-        self.pool = self._open(metadata, config)
-        try:
-            self._mapping = self._register()
-            tiers = pools.open_tiers(self.pool, self.settings)
-        except CXLKVError:
-            self.pool.close()
-            raise
-        self.cache = ObjectCache(self.pool, space, self.counting, tiers=tiers)
+        self.cache = ObjectCache(
+            partial(self._open, metadata, config), space, self.counting, settings=self.settings
+        )
         self.allocator = self.initialize_allocator(config, metadata)
         self._putting: dict[CacheEngineKey, bool] = {}  # whether it is still wanted
         self._put_lock = threading.Lock()
@@ -109,6 +105,10 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
 
     # ---- the pool ----
 
+    @property
+    def pool(self) -> ObjectPool:
+        return self.cache.pool
+
     def _open(self, metadata: LMCacheMetadata, config: LMCacheEngineConfig) -> ObjectPool:
         shapes = metadata.get_shapes(config.chunk_size)
         chunk = get_size_bytes(shapes, metadata.get_dtypes())
@@ -126,16 +126,21 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         log.info(
             "cxlkv: %s %s, for %s (%s)%s", found, path, room, format_bytes(chunks * chunk), stays
         )
+        try:
+            self._mapping = self._register(pool)
+        except CXLKVError:
+            pool.close()
+            raise
         pools.bring_in(pool, mine.huge)  # else the first chunks that are stored pay for it
         return pool
 
-    def _register(self) -> object:
+    def _register(self, pool: ObjectPool) -> object:
         """LMCache's kernels read chunks from the GPU, which must know the pool's memory for it."""
         if not is_cuda_worker(self.metadata):
             return None
         from cxlkv.gpu.mapping import Mapping
 
-        return Mapping(self.pool, torch.device(self.dst_device))
+        return Mapping(pool, torch.device(self.dst_device))
 
     def _keys(self, keys: Sequence[CacheEngineKey]) -> PageKeys:
         return self.cache.keys([names.name_of(key) for key in keys])
@@ -195,7 +200,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         )
 
     def calculate_chunk_budget(self) -> int:
-        return self.pool.stats()["pages_total"]
+        return int(self.pool.pages.geometry["page_count"])
 
     # ---- put ----
 
@@ -344,16 +349,21 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self.counting.inspect(self.pool)
         return list(read)
 
-    def _brought_near(self, one: MemoryObj, near: LocalCPUBackend) -> MemoryObj:
+    def _brought_near(self, one: MemoryObj, near: LocalCPUBackend) -> MemoryObj | None:
         """A copy in LMCache's own memory, where it keeps what it has read: else its hot cache would
-        hold the pool's memory for as long as it likes. In place when there is no room."""
+        hold the pool's memory for as long as it likes. In place when there is no room; None when
+        the pool was lost meanwhile."""
         made = near.allocate(
             one.get_shapes(), one.get_dtypes(), one.meta.fmt, eviction=True, busy_loop=False
         )
         if made is None:
             return one
         made.raw_tensor[: one.get_size()].copy_(one.raw_tensor)
+        kept = self.cache.keeps()
         one.ref_count_down()
+        if not kept:
+            made.ref_count_down()
+            return None
         self.counting.add(copied_objects=1)
         return made
 
@@ -414,7 +424,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         if ended:
             return
         self._puts.shutdown()
-        self.allocator.unpin_all(list(self.allocator.pinned))
+        self.allocator.unpin_everything()
         try:
             self.cache.close()
         except BusyError:

@@ -150,18 +150,23 @@ class Store(Closing):
                 f"({', '.join(self._parts)}): give a folder as where"
             )
         mine = self._rank.settings
-        pool, made = pools.make_or_open(ObjectPool, path, layout, capacity, shared=mine)
-        salt = self._rank.settings.salt
-        space = names.space_of(self._rank.engine, memory.words(), shards, salt)
-        try:
-            tiers = pools.open_tiers(pool, mine, self._cold_share(name))
-        except Exception:
-            pool.close()
-            raise
-        self._caches[name] = ObjectCache(pool, space, self._counting, memory.object_bytes, tiers)
-        if name == MAIN:
-            self._say(pool, made)
-        pools.bring_in(pool, mine.huge)  # else the first pages that are stored pay for it
+
+        def opened() -> ObjectPool:
+            pool, made = pools.make_or_open(ObjectPool, path, layout, capacity, shared=mine)
+            if name == MAIN:
+                self._say(pool, made)
+            pools.bring_in(pool, mine.huge)  # else the first pages that are stored pay for it
+            return pool
+
+        space = names.space_of(self._rank.engine, memory.words(), shards, mine.salt)
+        self._caches[name] = ObjectCache(
+            opened,
+            space,
+            self._counting,
+            memory.object_bytes,
+            settings=mine,
+            share=self._cold_share(name),
+        )
 
     def _cold_share(self, name: str) -> float:
         """Of cold_capacity, for the file of this pool: all hold about as many pages."""

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from random import Random
+from threading import Event, RLock
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from cxlkv import Buffers, KVLayout, ObjectPool, object_keys
-from cxlkv.adapters.common import pools
+from cxlkv import Buffers, KVLayout, ObjectPool, _core, object_keys
+from cxlkv.adapters.common import object_cache, pools
 from cxlkv.adapters.common.keys import namespace
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import ObjectCache, leading
 from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.arrays import Bytes
-from cxlkv.errors import BusyError
+from cxlkv.errors import BusyError, CXLKVError
 from cxlkv.objects import ABSENT
 from cxlkv.prefix import PageKeys
 
+from ...support.states import states_of
 from ...support.stores import CAPACITY, StoreSuite
+from ...support.threads import run_all
+from ...support.waiting import until
 
 SIZE, BYTES = 96 << 10, 64 << 10
 SPACE = bytes(range(16))
-KINDS = ("corrupt", "mismatch", "full", "pool", "large", "changed")
+KINDS = ("corrupt", "mismatch", "full", "host", "pool", "large", "changed")
 
 
 def counting() -> Counting:
@@ -46,7 +53,7 @@ class ObjectCacheDriver:
         pool, _ = pools.make_or_open(ObjectPool, path, layout, capacity)
         self.counting = counting()
         space = namespace({"model": model, "salt": salt})
-        self.cache = ObjectCache(pool, space, self.counting, self.payload_bytes)
+        self.cache = ObjectCache(lambda: pool, space, self.counting, self.payload_bytes)
 
     @property
     def pool(self) -> ObjectPool:
@@ -91,7 +98,7 @@ def cache(tmp_path: Path) -> Iterator[ObjectCache]:
     """Of objects of any size."""
     path = tmp_path / "a.pool"
     pool = ObjectPool.create(path, layout=KVLayout.objects(BYTES), capacity="8MiB", threads=1)
-    made = ObjectCache(pool, SPACE, counting())
+    made = ObjectCache(lambda: pool, SPACE, counting())
     yield made
     if pool.path is not None and made.counting.failures["pool"] == 0:
         assert pool.stats()["pages_held"] == 0
@@ -213,12 +220,14 @@ def test_a_pool_that_is_gone_is_a_miss(
 
 
 @contextmanager
-def over_a_file(folder: Path) -> Iterator[ObjectCache]:
-    """A cache whose pool holds 44 objects, with a file for ten times as many."""
+def over_a_file(folder: Path, sharing: str = "host") -> Iterator[ObjectCache]:
+    """A cache whose pool holds some 50 objects, with a file for ten times as many."""
     path, layout = str(folder / "a.pool"), KVLayout.objects(BYTES)
-    settings = PoolSettings(where=path, cold=f"{folder}/cold/", cold_capacity="32MiB")
-    pool, _ = pools.make_or_open(ObjectPool, path, layout, "5MiB")
-    made = ObjectCache(pool, SPACE, counting(), BYTES, pools.open_tiers(pool, settings))
+    settings = PoolSettings(
+        where=path, cold=f"{folder}/cold/", cold_capacity="32MiB", sharing=sharing
+    )
+    pool, _ = pools.make_or_open(ObjectPool, path, layout, "5MiB", shared=settings)
+    made = ObjectCache(lambda: pool, SPACE, counting(), BYTES, settings=settings)
     yield made
     assert pool.stats()["pages_held"] == 0
     assert pool.admin.check(deep=True)["clean"]
@@ -226,7 +235,8 @@ def over_a_file(folder: Path) -> Iterator[ObjectCache]:
     made.close()
 
 
-def test_what_had_to_go_is_present_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharing", ["host", "software"])
+def test_what_had_to_go_is_present_and_comes_back(tmp_path: Path, sharing: str) -> None:
     """Also for another process, and after all have ended."""
     names = [f"object {number}" for number in range(80)]
     values = {name: value(number) for number, name in enumerate(names)}
@@ -240,7 +250,7 @@ def test_what_had_to_go_is_present_and_comes_back(tmp_path: Path) -> None:
             with cache.lease(keys(name)) as lease:  # type: ignore[union-attr]
                 assert lease.sizes[0] == BYTES
 
-    with over_a_file(tmp_path) as cache, over_a_file(tmp_path) as other:
+    with over_a_file(tmp_path, sharing) as cache, over_a_file(tmp_path, sharing) as other:
         assert cache.pool.stats()["pages_total"] < 50
         for name in names:
             assert cache.put(keys(name), [[values[name]]]).all()
@@ -248,7 +258,7 @@ def test_what_had_to_go_is_present_and_comes_back(tmp_path: Path) -> None:
         check(other)
         assert cache.present(keys("nobody's")).tolist() == [False]
     (tmp_path / "a.pool").unlink()
-    with over_a_file(tmp_path) as cache:
+    with over_a_file(tmp_path, sharing) as cache:
         check(cache)
 
 
@@ -263,3 +273,172 @@ def test_what_is_forgotten_or_cleared_does_not_come_back(tmp_path: Path) -> None
         other.clear()
         assert not cache.present(keys(*names)).any()
         assert not cache.load(keys(names[40]), [[np.zeros(BYTES, np.uint8)]]).any()
+
+
+# ---- with other hosts ----
+
+LEASE_S, NEVER_S = 0.3, 3600.0
+SHARED = PoolSettings(sharing="software", hosts=4, host="auto", lease_s=LEASE_S)
+
+
+class Hosts:
+    """Caches of several machines on one pool, clean at the end."""
+
+    def __init__(self, path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch):
+        self._path, self._stack = path, stack
+        self._looks = RLock()
+        look = _core.pool_hosts
+
+        def hosts_of(handle: _core.Handle) -> list[dict[str, int]]:
+            with self._looks:
+                return look(handle)
+
+        monkeypatch.setattr(_core, "pool_hosts", hosts_of)
+        monkeypatch.setattr(object_cache, "LOOKS_A_LEASE", NEVER_S / 0.01)
+
+    def begin(self, **changes: object) -> ObjectCache:
+        """Another machine."""
+        settings = replace(SHARED, **changes)  # type: ignore[arg-type]
+
+        def opened() -> ObjectPool:
+            for state in states_of(self._path):
+                state.unlink()
+            layout = KVLayout.objects(BYTES)
+            made = pools.make_or_open(ObjectPool, str(self._path), layout, "24MiB", shared=settings)
+            return made[0]
+
+        made = ObjectCache(opened, SPACE, counting(), BYTES, settings=settings)
+        self._stack.callback(made.close)
+        return made
+
+    def lose(self, cache: ObjectCache) -> ObjectCache:
+        """Another machine takes the number of one that has a lease of NEVER_S, and so beats only
+        when it looks: which it does not meanwhile."""
+        number = number_of(cache)
+        with self._looks:
+            return self.begin(host=number)
+
+
+@pytest.fixture
+def hosts(shm_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    with ExitStack() as stack:
+        yield Hosts(shm_path, stack, monkeypatch)
+    monkeypatch.undo()
+    for number in range(4):
+        with ObjectPool.open(shm_path, host=number, lease_s=LEASE_S, threads=1) as pool:
+            assert pool.admin.check(deep=True)["clean"]
+            stats = pool.stats()
+            assert stats["pages_held"] == stats["pages_withdrawn"] == 0
+
+
+def number_of(cache: ObjectCache) -> int:
+    return next(host.number for host in cache.pool.admin.hosts() if host.is_self)
+
+
+def loaded(cache: ObjectCache, *names: str) -> list[bool]:
+    """Which are there; those are right."""
+    memory = [np.zeros(BYTES, np.uint8) for _ in names]
+    good: list[bool] = cache.load(keys(*names), [[one] for one in memory]).tolist()
+    for name, one, right in zip(names, memory, good, strict=True):
+        assert not right or np.array_equal(one, value(len(name))), name
+    return good
+
+
+def test_a_pool_that_was_lost_is_a_miss_until_it_is_open_again(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another machine takes the number of this one, which holds an object, and a reservation."""
+    cache = hosts.begin(lease_s=NEVER_S)
+    put(cache, "a", "bb")
+    lease, reserved = cache.lease(keys("a")), cache.reserve([BYTES])
+    assert lease is not None
+    assert reserved is not None
+    cache.let_go = lease.release
+    before = cache.pool
+    assert cache.keeps()
+    other = hosts.lose(cache)
+    until(lambda: not cache.keeps())
+    for _ in range(2):
+        assert not cache.present(keys("a")).any()
+        assert loaded(cache, "a") == [False]
+        assert cache.lease(keys("a")) is None
+        assert cache.reserve([1]) is None
+        assert put(cache, "ccc") == []
+        assert cache.forget(keys("a")) == 0
+        assert not cache.publish(reserved, 0, keys("ccc"))
+    until(lambda: not len(lease.views) or lease.views[0] is None)
+    assert cache.pool is before, "it cannot be closed yet"
+    assert put(other, "dddd") == [True]
+    reserved.release()
+    until(lambda: cache.pool is not before)
+    until(lambda: loaded(cache, "a", "bb", "ccc", "dddd") == [True, True, False, True])
+    assert number_of(cache) != number_of(other)
+    assert put(cache, "ccc") == [True]
+    assert loaded(other, "a", "ccc") == [True, True]
+    assert cache.counting.failures.total() == cache.counting.failures["host"] > 0
+    until(lambda: "is open again" in caplog.text)
+    said = [record.getMessage() for record in caplog.records]
+    parts = ["while memory of it is in use", "counted as host", "computes until", "is open again"]
+    assert [sum(part in text for text in said) for part in parts] == [1] * len(said)
+
+
+def test_room_is_given_to_a_host_that_has_none(hosts: Hosts) -> None:
+    """What is read stays, and what is evicted is a miss."""
+    full, other = hosts.begin(), hosts.begin()
+    names = ["x" * size for size in range(1, full.pool.stats()["pages_total"] + 1)]
+    for name in names:
+        put(full, name)
+    lease = full.lease(keys(*names[-50:]))
+    assert lease is not None
+    until(lambda: put(other, "a", "bb") == [True, True])
+    assert loaded(full, "a", "bb") == [True, True]
+    assert (lease.sizes == BYTES).all()
+    assert loaded(other, *names[-50:]) == [True] * 50
+    assert not all(loaded(full, *names))
+    lease.release()
+    for cache in (full, other):
+        failed = {kind for kind, count in cache.counting.failures.items() if count}
+        assert failed <= {"full"}
+
+
+def test_any_calls_while_it_is_lost_again_and_again(hosts: Hosts, seed: int) -> None:
+    """Of four threads: none raises, and whatever is found is right."""
+    cache = hosts.begin(lease_s=NEVER_S)
+    names = ["x" * size for size in range(1, 13)]
+    ended = Event()
+
+    def work(number: int) -> None:
+        random = Random(seed + number)
+        while not ended.is_set():
+            some = random.sample(names, 3)
+            match random.choice(("put", "load", "lease", "reserve", "forget", "clear")):
+                case "put":
+                    put(cache, *some)
+                case "load":
+                    loaded(cache, *some)
+                case "lease" if (lease := cache.lease(keys(*some))) is not None:
+                    if cache.keeps():
+                        for name, view in zip(some, lease.views, strict=True):
+                            assert view is None or np.array_equal(view, value(len(name)))
+                    lease.release()
+                case "reserve" if (reserved := cache.reserve([BYTES])) is not None:
+                    np.asarray(reserved.views[0])[:] = value(len(some[0]))
+                    cache.publish(reserved, 0, keys(some[0]))
+                    reserved.release()
+                case "forget":
+                    cache.forget(keys(*some))
+                case "clear":
+                    with suppress(CXLKVError):
+                        cache.clear()
+
+    def lose() -> None:
+        for _ in range(5):
+            before = cache.pool
+            taker = hosts.lose(cache)
+            until(lambda: cache.pool is not before)  # noqa: B023 it is called at once
+            taker.close()
+        ended.set()
+
+    run_all([lose, *(partial(work, number) for number in range(4))])
+    until(lambda: put(cache, *names) is not None and loaded(cache, *names) == [True] * 12)
+    assert set(+cache.counting.failures) <= {"host", "full"}
