@@ -100,8 +100,8 @@ PARTS = {
         ("cxlkv/adapters/common/reopening.py", "tests/vllm/test_hosts_storm.py"),
         prepare="make env-vllm",
     ),
-    "sglang": engine("sglang", 7, "cxlkv/adapters/sglang/"),
-    "lmcache": engine("lmcache", 6, "cxlkv/adapters/lmcache/"),
+    "sglang": engine("sglang", 9, "cxlkv/adapters/sglang/"),
+    "lmcache": engine("lmcache", 9, "cxlkv/adapters/lmcache/"),
     "remote": Part(
         "make test-remote",
         4,

@@ -1,0 +1,214 @@
+"""Engines as hosts of one pool: forked from a process that has imported theirs, which takes long.
+
+Each has a /dev/shm of its own, so that it is a machine of its own, and finds its number by itself.
+An engine gets calls as lines of JSON over a socket; each answer is a line, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from typing_extensions import Self
+
+from cxlkv import ObjectPool
+
+from .processes import ROOT, kill_group
+
+Settings = Mapping[str, object]
+
+_NEW_MOUNTS, _PRIVATE = 0x20000, 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC
+
+
+class Served(Protocol):
+    """An engine in its process. Texts have numbers, from which all that is in them follows."""
+
+    def save(self, text: int) -> int:
+        """How many of its pages are new in the pool."""
+
+    def load(self, text: int) -> tuple[int, bool]:
+        """How many of its pages, from the first on, were found; whether all of them are right."""
+
+    def mark(self, where: str, call: Callable[[], object]) -> None:
+        """Call it in the middle of the next "save" or "load", when some pages of it are done."""
+
+    @property
+    def pool(self) -> ObjectPool: ...
+
+    def failures(self) -> Mapping[str, int]: ...
+
+    def close(self) -> None: ...
+
+
+# ---- in the process of the engines ----
+
+
+def serve(begin: Callable[[Settings], Served]) -> None:
+    """An engine for each line on stdin."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # an engine that ends leaves nothing
+    for line in sys.stdin:
+        wanted = json.loads(line)
+        if not os.fork():
+            os.setsid()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            for number in (1, 2):
+                os.dup2(log, number)
+            own_memory()
+            with socket.socket(socket.AF_UNIX) as link:
+                link.connect(wanted["socket"])
+                live(begin(wanted["settings"]), link)
+            os._exit(0)
+
+
+def own_memory() -> None:
+    """Raises OSError where that is not allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for done in (
+        libc.unshare(_NEW_MOUNTS),
+        libc.mount(b"none", b"/", None, ctypes.c_ulong(_PRIVATE), None),
+        libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), b"size=64m"),
+    ):
+        if done != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def live(engine: Served, link: socket.socket) -> None:
+    with link.makefile("rw") as lines:
+        print(json.dumps({"ready": True}), file=lines, flush=True)
+        for line in lines:
+            asked = json.loads(line)
+            if asked["do"] == "end":
+                engine.close()
+                return
+            print(json.dumps(answer(engine, asked)), file=lines, flush=True)
+
+
+def answer(engine: Served, asked: dict[str, object]) -> object:
+    match asked["do"]:
+        case "save":
+            return engine.save(int(str(asked["text"])))
+        case "load":
+            return engine.load(int(str(asked["text"])))
+        case "mark":
+            number = int(str(asked["number"]))
+            engine.mark(str(asked["where"]), lambda: signal_here(number))
+            return True
+        case "failures":
+            return {kind: count for kind, count in engine.failures().items() if count}
+        case "check":
+            return engine.pool.admin.check(deep=True)["problems"]
+        case "host":
+            return next(host.number for host in engine.pool.admin.hosts() if host.is_self)
+        case other:
+            assert other == "pages", other
+            return engine.pool.stats()["pages_total"]
+
+
+def signal_here(number: int) -> None:
+    """To this thread: while another one takes it, this one would go on for a moment."""
+    signal.pthread_kill(threading.get_ident(), number)
+
+
+# ---- in the test ----
+
+
+class Engine:
+    """One of them, as the test has it."""
+
+    def __init__(self, link: socket.socket, log: Path):
+        self._link, self._log = link, log
+        peer = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self.pid, _, _ = struct.unpack("3i", peer)
+        self._lines = link.makefile("rw")
+        assert self.hear() == {"ready": True}
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def say(self, do: str, **words: object) -> None:
+        print(json.dumps({"do": do, **words}), file=self._lines, flush=True)
+
+    def hear(self) -> object:
+        line = self._lines.readline()
+        assert line, f"it has ended: {self.log[-3000:]}"
+        return json.loads(line)
+
+    def ask(self, do: str, **words: object) -> object:
+        self.say(do, **words)
+        return self.hear()
+
+    def save(self, texts: Sequence[int]) -> list[object]:
+        return [self.ask("save", text=text) for text in texts]
+
+    def load(self, texts: Sequence[int]) -> list[object]:
+        return [self.ask("load", text=text) for text in texts]
+
+    def has_ended(self) -> bool:
+        """Waits until it says something, or has ended."""
+        return not self._link.recv(1, socket.MSG_PEEK)
+
+    def end(self) -> None:
+        self.say("end")
+        assert self.has_ended(), self.log[-3000:]
+        self.kill()
+
+    def kill(self) -> None:
+        if self.pid:
+            kill_group(self.pid)
+            self.pid = 0
+        self._link.close()
+
+
+class Nursery:
+    """program: calls serve(). Ends the engines that are left."""
+
+    def __init__(self, program: Path, folder: Path):
+        self._folder, self._engines = folder, list[Engine]()
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(str(folder / "engines"))
+        self._listening.listen()
+        with (folder / "nursery.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(program)],
+                stdin=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+            )
+
+    def begin(self, settings: Settings) -> Engine:
+        log = self._folder / f"engine{len(self._engines)}.log"
+        where = {"socket": str(self._folder / "engines"), "log": str(log)}
+        assert self._process.stdin is not None
+        print(json.dumps({**where, "settings": settings}), file=self._process.stdin, flush=True)
+        link, _ = self._listening.accept()
+        self._engines.append(Engine(link, log))
+        return self._engines[-1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        for engine in self._engines:
+            engine.kill()
+        self._process.kill()
+        self._process.communicate()
+        self._listening.close()
