@@ -48,15 +48,18 @@ def saved(made: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama."""
+def random_llama(folder: Path) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig.from_dict(SHAPE)
-    return saved(LlamaForCausalLM(config), tmp_path_factory.mktemp("model"))
+    return saved(LlamaForCausalLM(config), folder)
+
+
+@pytest.fixture(scope="session")
+def model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
