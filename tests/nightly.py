@@ -89,9 +89,19 @@ PARTS = {
     "models": Part("python3 docs/models/check.py", 6, ("docs/models/",), tools=(("spin", "spin"),)),
     "mutants": Part("make mutants", 15, (*PROTOCOL, "tests/native/mutants.py")),
     "drivers": Part(
-        "make setup && .venv/bin/python -m cxlkv.emulation.qemu.drivers",
+        "make setup && .venv/bin/python -m cxlkv.emulation.qemu.drivers "
+        "device litmus sharing handover nodes rdma suites",
         6,
         ("emulation/qemu/", "cxlkv/machine/", "cxlkv/transport/", "native/src/region/"),
+    ),
+    "drivers-engines": Part(
+        "make setup && .venv/bin/python -m cxlkv.emulation.qemu.drivers engines",
+        6,
+        (
+            *("emulation/qemu/guest/engine", "emulation/qemu/guest/recording"),
+            *("cxlkv/adapters/vllm/messages.py", "cxlkv/adapters/vllm/scheduler.py"),
+            *("cxlkv/adapters/common/pools.py", "cxlkv/adapters/common/reopening.py"),
+        ),
     ),
     "vllm": engine("vllm", 25, "cxlkv/adapters/vllm/"),
     "vllm-storm": Part(
@@ -248,11 +258,14 @@ def clock(seconds: float) -> str:
 
 
 def table(rows: dict[str, Row], names: list[str]) -> str:
-    lines = [f"{'part':<9} {'result':<9} {'time':>6} {'about':>6}"]
+    width = max(map(len, ["part", *names]))
+    lines = [f"{'part':<{width}} {'result':<9} {'time':>6} {'about':>6}"]
     for name in names:
         row = rows.get(name, Row("not run"))
         about = clock(PARTS[name].minutes * 60)
-        lines.append(f"{name:<9} {row.result:<9} {clock(row.seconds):>6} {about:>6}  {row.why}")
+        lines.append(
+            f"{name:<{width}} {row.result:<9} {clock(row.seconds):>6} {about:>6}  {row.why}"
+        )
     return "\n".join(line.rstrip() for line in lines)
 
 

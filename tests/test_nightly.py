@@ -8,6 +8,7 @@ from typing import Protocol
 
 import pytest
 
+from cxlkv.emulation.qemu.drivers import SCENARIOS
 from tests import nightly
 from tests.nightly import Part, Row
 
@@ -59,6 +60,8 @@ def test_paths_that_call_for_a_part_are_there() -> None:
         ("native/src/kernels/avx2.c", ["tsan", "arm64", "storms"]),
         ("native/src/coherence/rpc.c", ["tsan", "arm64", "storms", "seeds", "mutants"]),
         ("cxlkv/adapters/vllm/plugin.py", ["storms", "vllm"]),
+        ("cxlkv/adapters/vllm/scheduler.py", ["storms", "drivers-engines", "vllm"]),
+        ("emulation/qemu/guest/engines.py", ["drivers", "drivers-engines"]),
         ("cxlkv/adapters/common/settings.py", ["storms", "vllm", "sglang", "lmcache"]),
         ("kernels/merge.py", ["triton"]),
         ("pyproject.toml", ["wheel"]),
@@ -66,6 +69,12 @@ def test_paths_that_call_for_a_part_are_there() -> None:
 )
 def test_a_change_calls_for_the_parts_of_its_folder(path: str, parts: list[str]) -> None:
     assert nightly.called_for([path]) == parts
+
+
+def test_each_scenario_of_the_guests_is_in_one_part() -> None:
+    commands = [part.command for name, part in nightly.PARTS.items() if name.startswith("drivers")]
+    named = [word for command in commands for word in command.partition(" -m ")[2].split()[1:]]
+    assert sorted(named) == sorted(SCENARIOS)
 
 
 def test_a_run_goes_on_where_it_stopped(
@@ -107,7 +116,7 @@ def test_a_part_without_time_fails_by_name(
     run_parts: RunParts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_parts("--minutes", "0.5", "right") == 1
-    assert "right     no time" in capsys.readouterr().out
+    assert "right no time" in capsys.readouterr().out
 
 
 def test_a_part_that_takes_too_long_is_stopped(

@@ -222,6 +222,38 @@ def handover(host: Host) -> None:
         print(f"            {line.strip()}")
 
 
+def engines(host: Host) -> None:
+    """vLLM's recorded requests on hosts of one pool, of which one is killed in a save and in a
+    load, stopped in a load and in saves, loses its number, has no room."""
+    a, b = host.boot("a"), host.boot("b")
+    for kind, dead, goes_on in (
+        ("save", "a is dead", "b goes on"),
+        ("load", "a is dead again", "b has all but what a published"),
+    ):
+        host.wait_for(f"a stands in a {kind}")
+        a.kill()
+        host.say(dead)
+        host.wait_for(goes_on)
+        a = host.boot("a")
+    for kind, declared in (("load", "b has fenced a"), ("save", "b has declared a off")):
+        host.wait_for(f"a waits in a {kind}")
+        a.stop()
+        host.say(f"a is stopped in its {kind}")
+        host.wait_for(declared)
+        a.go_on()
+        host.say(f"a goes on in its {kind}")
+    host.wait_for("a waits for c")
+    a.stop()
+    c = host.boot("c")
+    host.wait_for("c has the number of a")
+    a.go_on()
+    host.say("a goes on beside c")
+    host.wait_for("a is back")
+    host.tell("a is back; it leaves, b takes all pages, and a needs some")
+    for guest in (a, b, c):
+        host.wait(guest)
+
+
 def nodes(host: Host) -> None:
     """The pool on the device, on a kmem node, on weighted nodes, on fsdax; HMAT."""
     host.wait(host.boot("a", two_nodes()))
@@ -277,6 +309,7 @@ SCENARIOS: dict[str, Callable[[Host], None]] = {
     "litmus": litmus,
     "sharing": sharing,
     "handover": handover,
+    "engines": engines,
     "nodes": nodes,
     "rdma": rdma,
     "suites": suites,

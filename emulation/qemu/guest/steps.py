@@ -28,7 +28,8 @@ HOST_GIVES_UP_S = 400
 # On a busy host an emulated clock was seen to run three times too fast; the host's own ends a wait.
 WAIT_LIMIT_S = 4 * HOST_GIVES_UP_S
 WAIT_STEP_S = 0.02
-faulthandler.dump_traceback_later(HOST_GIVES_UP_S - 30)  # where it hangs, before the host gives up
+HANGS_S = HOST_GIVES_UP_S - 30  # without a step: where it hangs is told before the host gives up
+faulthandler.dump_traceback_later(HANGS_S)
 
 
 class Skip(Exception):
@@ -63,6 +64,7 @@ def end_parts() -> None:
 def say(step: str) -> None:
     """Everybody sees that this guest has come to `step`."""
     print(f"-> {step}", flush=True)
+    faulthandler.dump_traceback_later(HANGS_S)
     (SHARED / step).touch()
 
 
