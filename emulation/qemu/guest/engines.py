@@ -51,7 +51,7 @@ SERVED, SAVING, OWN, LATER, AFTER, LAST = "served", "saving", "own", "later", "a
 """Tenants, who have the same requests with other texts: whom a serves first, over whom it is
 killed, whom b serves, over whom a is stopped, twice, and whom it serves without room."""
 SOME = 64  # pages
-NEVER = "the end of a"  # which is a power failure
+NEVER = "the end of a"
 
 
 def standing(kind: str, number: int, said: str, until: str) -> Callable[[str], None]:
@@ -96,7 +96,7 @@ def first_life(engine: Engine) -> None:
     say("a has served")
     wait_for("b has found")
     engine.between = standing(SAVE, 6, "a stands in a save", NEVER)
-    engine.serve(SAVING)
+    engine.serve(SAVING)  # until the power fails
 
 
 def second_life(engine: Engine) -> None:
@@ -106,7 +106,7 @@ def second_life(engine: Engine) -> None:
         find_all(engine, SERVED, SAVING, OWN)
         check_idle(engine)
     engine.between = standing(LOAD, 3, "a stands in a load", NEVER)
-    engine.find(OWN)
+    engine.find(OWN)  # until the power fails
 
 
 def third_life(engine: Engine) -> None:

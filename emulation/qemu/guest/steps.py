@@ -28,8 +28,17 @@ HOST_GIVES_UP_S = 400
 # On a busy host an emulated clock was seen to run three times too fast; the host's own ends a wait.
 WAIT_LIMIT_S = 4 * HOST_GIVES_UP_S
 WAIT_STEP_S = 0.02
-HANGS_S = HOST_GIVES_UP_S - 30  # without a step: where it hangs is told before the host gives up
-faulthandler.dump_traceback_later(HANGS_S)
+HANGS_S = HOST_GIVES_UP_S - 30  # without a step
+
+
+def expect_a_step() -> None:
+    """Begins the time anew after which this guest prints where its threads hang, before the host
+    gives up. It reads threads that may run meanwhile, which has ended a process: only who hangs may
+    come to that."""
+    faulthandler.dump_traceback_later(HANGS_S)
+
+
+expect_a_step()
 
 
 class Skip(Exception):
@@ -64,7 +73,7 @@ def end_parts() -> None:
 def say(step: str) -> None:
     """Everybody sees that this guest has come to `step`."""
     print(f"-> {step}", flush=True)
-    faulthandler.dump_traceback_later(HANGS_S)
+    expect_a_step()
     (SHARED / step).touch()
 
 
@@ -79,6 +88,7 @@ def wait_until(look: Callable[[], T], what: str) -> T:
         if time.monotonic() > deadline:
             raise TimeoutError(f"no {what} within {WAIT_LIMIT_S} s")
         time.sleep(WAIT_STEP_S)
+    expect_a_step()
     return seen
 
 
