@@ -244,6 +244,7 @@ def engines(host: Host) -> None:
         host.say(f"a goes on in its {kind}")
     host.wait_for("a waits for c")
     a.stop()
+    host.wait_for("b has found what a served again")  # c may evict it for a, who will need room
     c = host.boot("c")
     host.wait_for("c has the number of a")
     a.go_on()

@@ -50,9 +50,9 @@ class Request:
     request_id: str
     hashes: list[bytes]  # of all blocks that its text will have
     block_tokens: int
+    kv_transfer_params: Mapping[str, object]
     num_tokens: int = 0
     all_token_ids: Sequence[int] = ()
-    kv_transfer_params: Mapping[str, object] | None = None
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -105,7 +105,7 @@ class Engine:
         self._schedulers = Reopening(opened[0], find, every_s)
         self._requests: dict[str, Request] = {}
         self._blocks: dict[str, list[int]] = {}
-        self._tenant, self._finds_all = "", False
+        self._tenant, self._finds_all, self._saves = "", False, True
         self._found: Counter[str] = Counter()  # tokens that the pool had of each request
 
     def _give(self) -> None:
@@ -129,12 +129,13 @@ class Engine:
     def serve(self, tenant: str) -> None:
         """All requests, with an empty cache of its own, whatever of the tenant's texts is in the
         pool: computed as the recorded engine did, which found nothing, and saved."""
-        self._finds_all = False
+        self._finds_all, self._saves = False, True
         self._run(self.recording.served, tenant)
 
-    def find(self, tenant: str) -> int:
-        """All requests; returns how many tokens came from the pool, as many of each as recorded."""
-        self._finds_all = True
+    def find(self, tenant: str, *, saves: bool = False) -> int:
+        """All requests; returns how many tokens came from the pool, as many of each as recorded.
+        Without saves it takes no room, for which others' texts might have to go."""
+        self._finds_all, self._saves = True, saves
         self._run(self.recording.found, tenant)
         return self._found.total()
 
@@ -169,7 +170,8 @@ class Engine:
     def _match(self, event: Matched) -> None:
         name = event.request
         if name not in self._requests:
-            self._requests[name] = Request(name, self._text(name), self._size)
+            options = {"cxlkv": {"save": self._saves}}
+            self._requests[name] = Request(name, self._text(name), self._size, options)
         request = self._requests[name]
         request.num_tokens = event.tokens
         self.take_reopened()

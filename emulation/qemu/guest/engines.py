@@ -51,6 +51,7 @@ SERVED, SAVING, OWN, LATER, AFTER, LAST = "served", "saving", "own", "later", "a
 """Tenants, who have the same requests with other texts: whom a serves first, over whom it is
 killed, whom b serves, over whom a is stopped, twice, and whom it serves without room."""
 SOME = 64  # pages
+ROOM = 192  # pages: more than a tenant's texts have
 NEVER = "the end of a"
 
 
@@ -72,8 +73,11 @@ def state(engine: Engine, host: int) -> str:
 
 
 def find_all(engine: Engine, *tenants: str) -> None:
+    """As many tokens of each as recorded."""
+    evicted = engine.worker.tiers.stats()["evicted_pages"]
+    print(f"finds {tenants}; has evicted {evicted} pages", flush=True)
     tokens = [engine.find(tenant) for tenant in tenants]
-    print(f"found {tokens} tokens of {tenants}", flush=True)
+    print(f"found {tokens} tokens", flush=True)
 
 
 def check_idle(engine: Engine) -> None:
@@ -82,6 +86,32 @@ def check_idle(engine: Engine) -> None:
     held = {name: stats[f"pages_{name}"] for name in ("held", "borrowed", "withdrawn")}
     assert not any(held.values()), held
     check(engine.pool)
+
+
+def get_room(engine: Engine) -> None:
+    """For the texts of a tenant. Who is as new owns nothing; whoever asks for more than others have
+    empty has them evict texts that are to be found later."""
+    taken: list[PageIds] = []
+
+    def has_room() -> bool:
+        with suppress(PoolFullError):
+            taken.append(engine.pool.pages.alloc(SOME))
+        return len(taken) * SOME >= ROOM
+
+    wait_until(has_room, "room")
+    engine.pool.pages.free(np.concatenate(taken))
+
+
+def take_all_free(engine: Engine) -> int:
+    """All pages that this host can get are taken and freed; how many."""
+    taken: list[PageIds] = []
+    for wanted in (SOME, 1):
+        with suppress(PoolFullError):
+            while True:
+                taken.append(engine.pool.pages.alloc(wanted))
+    pages = np.concatenate(taken)
+    engine.pool.pages.free(pages)
+    return len(pages)
 
 
 # ---- host a ----
@@ -113,34 +143,37 @@ def third_life(engine: Engine) -> None:
     with part("killed in a load and declared off: the next boot is as if new and finds all"):
         assert engine.host.number == A
         find_all(engine, SERVED, SAVING, OWN)
+        get_room(engine)
         check_idle(engine)
     with part("stopped in a load and fenced: goes on with what it held"):
         engine.between = standing(LOAD, 3, "a waits in a load", "a goes on in its load")
         find_all(engine, OWN)
-        assert not engine.failures.keys() - {"full"}, engine.failures
+        assert not engine.failures, engine.failures
         check_idle(engine)
     with part("stopped in a save and declared off: opens the pool anew and finds all"):
         stop_in_a_save(engine, LATER, "a waits in a save", "a goes on in its save")
         find_all(engine, SERVED, LATER)
         check_idle(engine)
+    say("a has served again")
     with part("stopped until another machine has its number: comes back with another one"):
         stop_in_a_save(engine, AFTER, "a waits for c", "a goes on beside c")
         assert engine.host.number not in (A, B)
         find_all(engine, SERVED, AFTER)
         check_idle(engine)
     say("a is back")
-    wait_for("b has found what a served then")
+    wait_for("b has found what a served last")
 
 
 def stop_in_a_save(engine: Engine, tenant: str, said: str, until: str) -> None:
-    """Serves on without the pool, until it is open again; then serves the same requests anew."""
+    """Serves on without the pool; when it is open again, serves the same requests anew."""
     before = engine.failures["host"]
     engine.between = standing(SAVE, 6, said, until)
     engine.serve(tenant)
     assert engine.failures["host"] > before, engine.failures
     wait_until(engine.take_reopened, "pool that is open again")
     print(f"now host {engine.host.number}", flush=True)
-    wait_until(lambda: all_saved(engine, tenant), "room for all texts")
+    get_room(engine)
+    engine.serve(tenant)
 
 
 def life_without_room(engine: Engine) -> None:
@@ -240,18 +273,10 @@ def while_a_is_stopped(engine: Engine) -> None:
         find_all(engine, SERVED)
         check_idle(engine)
     say("b has declared a off")
-
-
-def take_all_free(engine: Engine) -> int:
-    """All pages that this host can get are taken and freed; how many."""
-    taken: list[PageIds] = []
-    for wanted in (SOME, 1):
-        with suppress(PoolFullError):
-            while True:
-                taken.append(engine.pool.pages.alloc(wanted))
-    pages = np.concatenate(taken)
-    engine.pool.pages.free(pages)
-    return len(pages)
+    wait_for("a has served again")
+    with part("what a host serves that was declared off is found"):
+        find_all(engine, LATER)
+    say("b has found what a served again")
 
 
 def fill(engine: Engine) -> None:
@@ -270,10 +295,10 @@ def fill(engine: Engine) -> None:
 
 
 def after_the_returns(engine: Engine) -> None:
-    with part("what the host served that came back is found"):
-        find_all(engine, LATER, AFTER)
+    with part("what it serves under another number is found"):
+        find_all(engine, SERVED, AFTER)
         check_idle(engine)
-    say("b has found what a served then")
+    say("b has found what a served last")
     for host in "ac":
         wait_for(f"{host} has left")
     fill(engine)
