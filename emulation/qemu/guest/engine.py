@@ -52,6 +52,7 @@ class Request:
     block_tokens: int
     kv_transfer_params: Mapping[str, object]
     num_tokens: int = 0
+    num_computed_tokens: int = 0
     all_token_ids: Sequence[int] = ()
 
     @property
