@@ -273,12 +273,11 @@ class _Coming:
         self.counts: Counter[str] = Counter()
 
     def missing(self, far: RemoteHit) -> Offsets:
-        """Which of the far pages this hit lacks, in the order of their tokens; before them the last
-        ones that it has, which say what these continue."""
+        """Which of the far pages this hit lacks, in the order of their tokens."""
         page_tokens = self._pool.layout.page_tokens
         from_end = np.concatenate([np.arange(1 - count, 1) for count in far.parts])
         order = in_order(far.parts)
-        return order[(far.tokens + from_end * page_tokens)[order] >= self.hit.tokens]
+        return order[(far.tokens + from_end * page_tokens)[order] > self.hit.tokens]
 
     def take(self, records: RecordBytes, codes: Codes) -> bool:
         """Publishes them up to the first that is not right, and holds them; whether all are."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from cxlkv.tiers import remote as module
 from cxlkv.tiers.policy import NONE
 from cxlkv.tiers.remote import open_remote, parse_remote
 from cxlkv.transport import Server
-from cxlkv.transport.shards import layout_among
+from cxlkv.transport.shards import layout_among, renamed
 
 from ..conftest import audit
 from ..support.cable import Cable
@@ -51,11 +52,11 @@ def pool_of(layout: KVLayout, where: object = "anonymous:") -> Iterator[CXLPool]
         audit(made)
 
 
-def keys_of(tokens: int = TOKENS, salt: bytes = b"") -> PageKeys:
-    return prefix_keys(list(range(tokens)), PAGE, salt)
+def keys_of(tokens: int = TOKENS) -> PageKeys:
+    return prefix_keys(list(range(tokens)), PAGE)
 
 
-def fill(pool: CXLPool, tokens: int = TOKENS, salt: bytes = b"") -> None:
+def fill(pool: CXLPool, tokens: int = TOKENS, keys: PageKeys | None = None) -> None:
     """Publishes the share of the pool's rank in a text of the whole model."""
     layout, sequence = pool.layout, pool.sequence()
     rng = np.random.default_rng(tokens)
@@ -66,7 +67,7 @@ def fill(pool: CXLPool, tokens: int = TOKENS, salt: bytes = b"") -> None:
         dtype = NUMPY_DTYPES[DTYPES.index(layout.dtype)]
         k, v = (rng.standard_normal(shape).astype(dtype)[:, heads] for _ in range(2))
         sequence.append(layer, k, v[:, :, : layout.value_head_dim])
-    pool.publish_prefix(sequence, list(range(tokens)), salt)
+    pool.publish(sequence, keys or keys_of(tokens), PAGE)
     sequence.release()
 
 
@@ -249,6 +250,20 @@ def test_a_damaged_page_ends_the_prefix(secret: Path, tmp_path: Path) -> None:
         assert found(tiers, keys_of()) == 7 * PAGE
         assert tiers.stats()["remote_damaged"] == 1
         assert pools[1].forget(keys_of()[7:])  # which the audits would find
+
+
+def test_heads_of_other_pages_are_not_joined(secret: Path) -> None:
+    """Were two ranks to answer with pages of other names, nothing would come of them."""
+    halves = [layout_among(LAYOUTS["float32"], rank, 2) for rank in range(2)]
+    other = bytes(range(16))
+    with served(halves) as (pools, addresses), pool_of(LAYOUTS["float32"]) as pool:
+        fill(pools[0])
+        fill(pools[1], keys=PageKeys(renamed(keys_of().packed, other), PAGE))
+        remote = open_remote(pool, addresses, secret)
+        remote._sources[1] = replace(remote._sources[1], delta=other)
+        with Tiers(pool, remote=remote) as tiers:
+            assert found(tiers, keys_of()) == 0
+            assert tiers.stats()["remote_stale"] > 0
 
 
 def test_a_rank_that_has_less_shortens_all(secret: Path) -> None:
