@@ -31,8 +31,10 @@ def test_prefill_here_and_decode_there(
     proxy = servers.proxy(prefill, decode)
     found, proxy_first_s, proxy_whole_s = zip(*map(proxy.complete, prompts), strict=True)
     assert found == wanted
-    hit_tokens = (PROMPT_TOKENS - 1) * len(prompts)  # the last token is computed
-    assert decode.figure("vllm:cxlkv_hit_tokens_total") == hit_tokens
+    # Its end is saved in the step after the first engine's answer: the second may be faster.
+    whole, all_but_one = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS, PROMPT_TOKENS - 1
+    hit_tokens = decode.figure("vllm:cxlkv_hit_tokens_total")
+    assert whole * len(prompts) <= hit_tokens <= all_but_one * len(prompts)
     assert prefill.figure("vllm:generation_tokens_total") == len(prompts)
     figures = [np.median(one) * 1000 for one in (first_s, whole_s, proxy_first_s, proxy_whole_s)]
     record_property(
@@ -48,7 +50,7 @@ def test_prefill_here_and_decode_there(
     proxy = servers.proxy(prefill, spare)
     prefill.kill()
     assert proxy.complete(prompts[0])[0] == wanted[0]
-    assert spare.figure("vllm:cxlkv_hit_tokens_total") == hit_tokens // len(prompts)
+    assert spare.figure("vllm:cxlkv_hit_tokens_total") == all_but_one
     new = texts(3, 1)[0]
     assert proxy.complete(new)[0] == alone.complete(new)[0]
     with CXLPool.open(path, host=0, threads=1) as pool:
