@@ -35,7 +35,7 @@ def test_a_load_is_a_span_of_its_request(
     ids = list(range(30))
 
     def serve(name: str, headers: dict[str, str] | None) -> None:
-        engine.ask(Request(name, list(ids), trace_headers=headers))
+        engine.join(Request(name, list(ids), trace_headers=headers))
         engine.settle()
         engine.step()
         engine.end(name)
