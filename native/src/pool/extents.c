@@ -4,6 +4,32 @@
 
 #include "pool/shares.h"
 
+/* ---- wanting: under the host lock. Each wish ends by itself, for who has it may die ---- */
+
+void extents_want(cxlkv_pool *pool, uint64_t extents, uint64_t lasts_ns) {
+    pool->host->wanted_extents = extents;
+    pool->host->wanted_until_ns = boottime_ns() + lasts_ns;
+}
+
+void extents_ask(cxlkv_pool *pool, uint64_t extents) {
+    const host_state *host = pool->host;
+    const uint64_t lasts_ns = pool->lease_ns / 2, until_ns = boottime_ns() + lasts_ns;
+    if (host->wanted_extents && host->wanted_until_ns > until_ns) return; /* one stands */
+    extents_want(pool, extents, lasts_ns);
+}
+
+static int64_t came(cxlkv_pool *pool, uint32_t count) {
+    uint64_t *wanted = &pool->host->wanted_extents;
+    if (!*wanted) return 0;
+    *wanted -= min_u64(*wanted, count);
+    peers_beat(pool, true);
+    return 0;
+}
+
+void extents_came(cxlkv_pool *pool, uint32_t count) { HOST_LOCKED(pool, came(pool, count)); }
+
+/* ---- taking ---- */
+
 /* How many extents to take for so many pages: some more than that, so that hosts which grow do not
  * come one by one; and no more than are for us to take. */
 static uint32_t choose(const cxlkv_pool *pool, const extent_owner *owners, uint64_t page_count,

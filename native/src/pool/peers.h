@@ -85,8 +85,9 @@ void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable); /* anot
 /* extents.c */
 bool extents_take(cxlkv_pool *pool, uint64_t page_count); /* under no lock; there was room */
 const char *extents_why(void);            /* if not, and if that is an error: its text */
-/* wants.c: so many are asked for, for half a lease, unless more is wanted for longer; as many of
- * those came. The first under the host lock, the second under none. */
+/* So many are wanted for so long; or asked for, for half a lease, unless more is wanted for longer;
+ * as many of those came. The first two under the host lock, the third under none. */
+void extents_want(cxlkv_pool *pool, uint64_t extents, uint64_t lasts_ns);
 void extents_ask(cxlkv_pool *pool, uint64_t extents);
 void extents_came(cxlkv_pool *pool, uint32_t count);
 uint64_t extents_wanted(const cxlkv_pool *pool);  /* by others */

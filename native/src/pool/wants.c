@@ -6,30 +6,6 @@
 #include "pool/pages.h"
 #include "pool/shares.h"
 
-/* ---- wanting: under the host lock. Each wish ends by itself, for who has it may die ---- */
-
-static void want(cxlkv_pool *pool, uint64_t extents, uint64_t lasts_ns) {
-    pool->host->wanted_extents = extents;
-    pool->host->wanted_until_ns = boottime_ns() + lasts_ns;
-}
-
-void extents_ask(cxlkv_pool *pool, uint64_t extents) {
-    const host_state *host = pool->host;
-    const uint64_t lasts_ns = pool->lease_ns / 2, until_ns = boottime_ns() + lasts_ns;
-    if (host->wanted_extents && host->wanted_until_ns > until_ns) return; /* one stands */
-    want(pool, extents, lasts_ns);
-}
-
-static int64_t came(cxlkv_pool *pool, uint32_t count) {
-    uint64_t *wanted = &pool->host->wanted_extents;
-    if (!*wanted) return 0;
-    *wanted -= min_u64(*wanted, count);
-    peers_beat(pool, true);
-    return 0;
-}
-
-void extents_came(cxlkv_pool *pool, uint32_t count) { HOST_LOCKED(pool, came(pool, count)); }
-
 /* ---- shares ---- */
 
 /* Under no lock: it waits while a host is being fenced. */
@@ -54,7 +30,7 @@ static uint64_t wanted_of(const shares *s, uint64_t missing, bool within_share) 
 
 static int64_t say(cxlkv_pool *pool, const shares *s, uint64_t page_count, bool within_share) {
     const uint64_t missing = extents_of(pool, page_count);
-    want(pool, missing ? wanted_of(s, missing, within_share) : 0, 2 * pool->lease_ns);
+    extents_want(pool, missing ? wanted_of(s, missing, within_share) : 0, 2 * pool->lease_ns);
     peers_beat(pool, true);
     return 0;
 }
