@@ -30,7 +30,7 @@ class Storm(TypedDict):
 
 def settings_of(extra: dict[str, object] | None = None, **settings: object) -> dict[str, object]:
     """What vllm.LLM takes for the tiny model. extra: its kv_connector_extra_config, None: no
-    connector; without tails unless it says so, so that hits are whole blocks."""
+    connector."""
     given: dict[str, object] = {
         "skip_tokenizer_init": True,
         "dtype": "float32",
@@ -45,7 +45,7 @@ def settings_of(extra: dict[str, object] | None = None, **settings: object) -> d
         given["kv_transfer_config"] = {
             "kv_connector": "CXLConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"tails": False, **extra},
+            "kv_connector_extra_config": extra,
         }
     return given
 

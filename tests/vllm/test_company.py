@@ -23,7 +23,7 @@ def company(extra: dict[str, object], files: Path, order: str) -> dict[str, obje
         {
             "kv_connector": "CXLConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"load": "async", "tails": False, **extra},
+            "kv_connector_extra_config": {"load": "async", **extra},
         },
         {
             "kv_connector": "ExampleConnector",

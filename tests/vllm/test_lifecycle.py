@@ -59,7 +59,6 @@ def test_a_damaged_page_fails_its_request_where_the_user_wants_that(
                 **extra,
                 "load_failure": "fail",
                 "load": load,
-                "tails": False,
             },
         }
     )

@@ -116,7 +116,7 @@ def test_a_damaged_page_fails_no_request_inside_another_connector(
 ) -> None:
     """It would by vLLM's default, which only the engine's own settings can change."""
     folder, extra = folder_in(tmp_path)
-    extra = {**extra, "load": "async", "tails": False}
+    extra = {**extra, "load": "async"}
     refused = make_engine(kv_transfer_config=inside_another(extra))
     said = refused.ready()
     assert said is not None

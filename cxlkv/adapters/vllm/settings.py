@@ -49,7 +49,7 @@ class Settings(PoolSettings):
     load_failure: str = "recompute"
     local: str | int | None = None
     worker: bool = False
-    tails: bool = True
+    tails: bool = False
 
 
 def read_settings(given: Mapping[str, object]) -> Settings:
