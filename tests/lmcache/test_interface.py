@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 
-OURS = {"drain", "seal", "read", "pin", "unpin", "unpin_all", "reset_after_fork"}
+OURS = {
+    *("drain", "seal", "read", "reset_after_fork"),
+    *("pin", "unpin", "unpin_all", "unpin_everything"),
+}
 """What our classes add."""
 
 
