@@ -432,12 +432,14 @@ def test_any_calls_while_it_is_lost_again_and_again(hosts: Hosts, seed: int) -> 
                         cache.clear()
 
     def lose() -> None:
-        for _ in range(5):
-            before = cache.pool
-            taker = hosts.lose(cache)
-            until(lambda: cache.pool is not before)  # noqa: B023 it is called at once
-            taker.close()
-        ended.set()
+        try:
+            for _ in range(5):
+                before = cache.pool
+                taker = hosts.lose(cache)
+                until(lambda: cache.pool is not before)  # noqa: B023 it is called at once
+                taker.close()
+        finally:
+            ended.set()
 
     run_all([lose, *(partial(work, number) for number in range(4))])
     until(lambda: put(cache, *names) is not None and loaded(cache, *names) == [True] * 12)
