@@ -130,6 +130,23 @@ class Pages:
         """By page id: published, of this host, pinned by nobody and held by nobody (leases too)."""
         return _core.evictable(self._pool, self._total)
 
+    def want_room(self, pages: int, *, within_share: bool = False) -> None:
+        """Tell the other hosts of a shared pool that this one lacks so many pages beyond those it
+        has and may take: for two leases, or until it wants 0.
+
+        A host's share is the extents that can be reached, by the hosts that have or want some. Who
+        has more owes room to those that have less; what is wanted beyond a share is owed by who of
+        the others has most. within_share: as many as it has are wanted, if that is more, but only
+        what is lacking of the share; for who needs no more, as what runs there ends.
+        """
+        if pages < 0:
+            raise BadArgumentError(f"{pages} pages")
+        _core.pages_want(self._pool, pages, within_share)
+
+    def owes_room(self) -> bool:
+        """Whether this host is to make room for others: Tiers.give()."""
+        return _core.extents_owed(self._pool) > 0
+
     def takeable(self) -> int:
         """How many pages those extents of a shared pool have that this host may take: nobody's, and
         what hosts left behind, less what others want that go first."""

@@ -332,23 +332,6 @@ class Pool(MovedToAdmin, Closing):
         """What operators do: check, fence, scrub, pin, overview and more."""
         return Admin(self._handle, self.path, self._hashes, self.before_close)
 
-    def want_room(self, pages: int, *, within_share: bool = False) -> None:
-        """Tell the other hosts of a shared pool that this one lacks so many pages beyond those it
-        has and may take: for two leases, or until it wants 0.
-
-        A host's share is the extents that can be reached, by the hosts that have or want some. Who
-        has more owes room to those that have less; what is wanted beyond a share is owed by who of
-        the others has most. within_share: as many as it has are wanted, if that is more, but only
-        what is lacking of the share; for who needs no more, as what runs there ends.
-        """
-        if pages < 0:
-            raise BadArgumentError(f"{pages} pages")
-        _core.pages_want(self._handle, pages, within_share)
-
-    def owes_room(self) -> bool:
-        """Whether this host is to make room for others: Tiers.give()."""
-        return _core.extents_owed(self._handle) > 0
-
     def set_threads(self, threads: int) -> None:
         """How many threads, the caller's included, share a scan or a copy."""
         _check_threads(threads)

@@ -36,6 +36,7 @@ from cxlkv.errors import ClosedError, CXLKVError, ReleasedError, StaleError, Wor
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.ops.metrics import PoolCollector, StatsCollector
+from cxlkv.pages import layout_crc
 from cxlkv.pool import Pool
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers.cold import ColdTier
@@ -45,7 +46,9 @@ from cxlkv.tiers.cold_shared import SharedColdTier
 from cxlkv.tiers.compress import Codec
 from cxlkv.tiers.local import LocalTier
 from cxlkv.tiers.quota import Quota
+from cxlkv.tiers.remote import RemoteTier, Source
 from cxlkv.transport import Remote, Server
+from cxlkv.transport.shards import heads_between
 
 from .conftest import audit
 from .ndp.test_worker import WorkerProcess
@@ -308,6 +311,24 @@ def a_remote(world: World) -> Subject:
     return Subject(remote, use, remote.close)
 
 
+def a_remote_tier(world: World) -> Subject:
+    far = world.pool()
+    pool = CXLPool.create("anonymous:", layout=SMALL, capacity="4MiB", threads=2)
+    world.after.callback(pool.close)
+    server = world.after.enter_context(Server(far, ("127.0.0.1", 0), SECRET))
+    remote = Remote(f"127.0.0.1:{server.address[1]}", SECRET)
+    heads = heads_between(pool.layout, pool.layout)
+    tier = RemoteTier(pool, [Source(remote, heads, layout_crc(pool.layout, pool.sketch))])
+    keys = prefix_keys(published(far), PAGE)
+
+    def use() -> None:
+        with tier.extend(keys, pool.match(keys)) as hit:
+            assert hit.tokens == 8
+
+    use()
+    return Subject(tier, use, tier.close)
+
+
 def a_hit_of_a_remote(world: World) -> Subject:
     remote = a_remote(world).owner
     assert isinstance(remote, Remote)
@@ -475,6 +496,7 @@ OBJECTS = (
     Row(a_quota, "Quota"),
     Row(a_server, "Server"),
     Row(a_remote, "Remote"),
+    Row(a_remote_tier, "RemoteTier"),
     Row(a_hit_of_a_remote, "RemoteHit"),
     Row(a_client_of_a_worker, "CXLPool"),
     Row(a_link, "Link"),

@@ -390,7 +390,7 @@ class Tiers(ObjectMoves, Closing):
             return False
         if self.reclaim(pages) > 0 or self._free() >= pages:
             return True
-        self.pool.want_room(pages - self._free())
+        self.pool.pages.want_room(pages - self._free())
         return False
 
     def _has_room(self, pages: int) -> bool:

@@ -37,7 +37,7 @@ def test_who_owes_room_begins_no_request_until_it_is_given(hosts: Hosts, taking:
     assert room.fits("one that runs", 0, 0)
     room.take("one that runs")
     assert not begins(others_room, TOKENS)
-    until(owner.owes_room)
+    until(owner.pages.owes_room)
 
     def waits() -> bool:
         """In a step; the other one says in its own that it lacks room."""
@@ -51,7 +51,7 @@ def test_who_owes_room_begins_no_request_until_it_is_given(hosts: Hosts, taking:
     room.give_back("one that runs")
     assert waits()
     until(lambda: not waits())
-    assert owner.owes_room(), "as before"
+    assert owner.pages.owes_room(), "as before"
     assert room.fits("another one", 0, 0)
     room.take("another one")
     room.begin()
@@ -68,7 +68,7 @@ def test_a_request_of_more_than_a_share_gets_it(hosts: Hosts, taking: Taking) ->
     room.fits("one that runs", 0, 0)
     room.take("one that runs")
     assert not begins(room, PAGE_TOKENS)
-    assert not owner.owes_room()
+    assert not owner.pages.owes_room()
     room.give_back("one that runs")
     with Tiers(owner) as tiers:
 

@@ -75,17 +75,17 @@ def test_what_is_held_or_pinned_stays(hosts: Hosts, owner: CXLPool, tiers: Tiers
     seeds = fill(owner)
     held = [owner.match_prefix(text(seed)) for seed in seeds]
     other = hosts.open(1, LEASE_S)
-    other.want_room(1)
+    other.pages.want_room(1)
     until(lambda: owner.admin.hosts()[1].state == "live")
     assert len(owner.pages.wanted()) == 0
     assert tiers.give() == 0
     for hit in held:
         hit.release()
-    other.want_room(1)
+    other.pages.want_room(1)
     until(lambda: len(owner.pages.wanted()) > 0)
-    other.want_room(0)
+    other.pages.want_room(0)
     until(lambda: len(owner.pages.wanted()) == 0)
-    other.want_room(1)
+    other.pages.want_room(1)
     until(lambda: len(owner.pages.wanted()) > 0)
     until(lambda: len(owner.pages.wanted()) == 0)  # after two leases
 
@@ -127,23 +127,23 @@ def test_a_share_is_of_who_uses_the_pool(
     other, onlooker = hosts.open(1, LEASE_S), hosts.open(2, LEASE_S)
     share = EXTENTS // 2
     while extents(owner, 1) < share:
-        other.want_room(EXTENTS * SLOTS, within_share=True)
-        until(lambda: owner.owes_room() or other.pages.takeable() > 0)
+        other.pages.want_room(EXTENTS * SLOTS, within_share=True)
+        until(lambda: owner.pages.owes_room() or other.pages.takeable() > 0)
         before = owner.stats()["pages_published"]
         tiers.give()
         assert before - owner.stats()["pages_published"] <= (EXTENTS - share + 1) * SLOTS
         until(lambda: other.pages.takeable() > 0)
         taking.pages(other, other.stats()["pages_free"] + other.pages.takeable())
     assert extents(owner, 0) + extents(owner, 1) == EXTENTS
-    other.want_room(1, within_share=True)
-    onlooker.want_room(1, within_share=True)
-    until(owner.owes_room, "now three have a share")
+    other.pages.want_room(1, within_share=True)
+    onlooker.pages.want_room(1, within_share=True)
+    until(owner.pages.owes_room, "now three have a share")
     while extents(owner, 0) > EXTENTS // 3:
-        onlooker.want_room(EXTENTS * SLOTS, within_share=True)
+        onlooker.pages.want_room(EXTENTS * SLOTS, within_share=True)
         tiers.give()
     assert extents(owner, 0) == EXTENTS // 3
     with pytest.raises(BadArgumentError, match="-1 pages"):
-        other.want_room(-1)
+        other.pages.want_room(-1)
 
 
 def test_more_than_a_share_comes_from_who_has_most(
@@ -154,14 +154,14 @@ def test_more_than_a_share_comes_from_who_has_most(
     other = hosts.open(1, LEASE_S)
     taking.extents(other, EXTENTS // 2 + 1)
     fill(owner, EXTENTS // 2)
-    other.want_room(1, within_share=True)
-    assert not owner.owes_room()
+    other.pages.want_room(1, within_share=True)
+    assert not owner.pages.owes_room()
     third = hosts.open(2, LEASE_S)
-    third.want_room(1, within_share=True)
-    until(other.owes_room)
-    third.want_room(0)
-    other.want_room(1)
-    until(owner.owes_room)
+    third.pages.want_room(1, within_share=True)
+    until(other.pages.owes_room)
+    third.pages.want_room(0)
+    other.pages.want_room(1)
+    until(owner.pages.owes_room)
     tiers.give()
     until(lambda: other.pages.takeable() > 0)
     taking.pages(other, 1)
@@ -174,7 +174,7 @@ def test_what_nobody_wants_is_had_by_all(hosts: Hosts, owner: CXLPool, taking: T
     taking.extents(owner, 6)
     taking.extents(other, 4)
     assert owner.pages.takeable() == other.pages.takeable() == 3 * SLOTS
-    other.want_room(1, within_share=True)
+    other.pages.want_room(1, within_share=True)
     until(lambda: owner.pages.takeable() == SLOTS)
     taking.pages(owner, SLOTS)
     with pytest.raises(PoolFullError):
@@ -193,14 +193,14 @@ def test_who_is_dead_wants_nothing_and_has_no_share(
     with ExitStack() as stack:
         other = Remote(stack, hosts.path, 1, LEASE_S)
         other.ask(f"len(pool.pages.alloc({3 * SLOTS}))")
-        other.ask(f"pool.want_room({9 * SLOTS}, within_share=True)")
-        until(owner.owes_room)
+        other.ask(f"pool.pages.want_room({9 * SLOTS}, within_share=True)")
+        until(owner.pages.owes_room)
         other.kill()
-    until(lambda: not owner.owes_room())
+    until(lambda: not owner.pages.owes_room())
     for pool in (owner, third):
         until(lambda: pool.admin.hosts()[1].state == "silent")  # noqa: B023
-    third.want_room(1, within_share=True)  # which is half of 10 extents, now
-    until(owner.owes_room)
+    third.pages.want_room(1, within_share=True)  # which is half of 10 extents, now
+    until(owner.pages.owes_room)
 
 
 def test_one_extent_stays_with_each(
@@ -211,8 +211,8 @@ def test_one_extent_stays_with_each(
     taking.extents(others[0], EXTENTS - 1)
     publish(owner, 1)
     assert extents(owner, 0) == 1
-    others[1].want_room(EXTENTS * SLOTS)
-    until(others[0].owes_room)
-    assert not owner.owes_room()
+    others[1].pages.want_room(EXTENTS * SLOTS)
+    until(others[0].pages.owes_room)
+    assert not owner.pages.owes_room()
     assert tiers.give() == 0
     assert found(owner, 1) == TOKENS

@@ -128,7 +128,10 @@ def test_an_interleaved_region_as_a_device_is_the_place(tmp_path: Path) -> None:
     assert "512 GiB of CXL region4, interleaved over mem1, mem0 every 4 KiB" in found.places[0].why
     assert "258 MiB of persistent memory" in found.places[1].why
     assert found.places[2].commands[0] == "sudo cxl create-region -t ram -d decoder0.1 -m mem2"
-    assert [item.what for item in found.missing] == ["CXL memory device mem2 is in no region"]
+    assert [item.what for item in found.missing] == [
+        "CXL memory device mem2 is in no region",
+        "no huge pages for shared memory",
+    ]
 
 
 def test_a_device_has_a_name_that_lasts(tmp_path: Path) -> None:
@@ -185,7 +188,10 @@ def test_memory_that_is_offline_needs_the_command_first(tmp_path: Path) -> None:
     node = found.numa.nodes[1]
     assert (node.offline_blocks_count, node.allowed, node.tier) == (2, None, None)
     assert found.numa.nodes_offline == (2,)
-    assert [item.what for item in found.missing] == ["the memory of dax0.0 (node 1) is offline"]
+    assert [item.what for item in found.missing] == [
+        "the memory of dax0.0 (node 1) is offline",
+        "no huge pages for shared memory",
+    ]
 
 
 def test_a_node_that_went_offline_whole_needs_the_command_first(tmp_path: Path) -> None:

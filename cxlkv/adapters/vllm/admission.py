@@ -89,7 +89,7 @@ class Room:
         """Asks the other hosts to evict pages that no process reads."""
         for pool, parts in zip(self._pools, self._parts, strict=True):
             with suppress(CXLKVError):
-                pool.want_room(pages * parts, within_share=bool(self._held))
+                pool.pages.want_room(pages * parts, within_share=bool(self._held))
 
     def take(self, request: str) -> None:
         """It was planned as it was asked for."""
@@ -117,7 +117,7 @@ class Room:
 
 def _owes_room(pool: CXLPool) -> bool:
     with suppress(CXLKVError):
-        return pool.owes_room()
+        return pool.pages.owes_room()
     return False
 
 
