@@ -161,9 +161,9 @@ def test_a_kept_step_reads_little(pool: CXLPool, rng: np.random.Generator) -> No
 
 
 def test_estimates_choose_nearly_what_keys_would(pool: CXLPool, rng: np.random.Generator) -> None:
-    decoding = Decoding(pool, rng, (4000,))
+    decoding = Decoding(pool, rng, (4000,) * 4)  # of one alone the mean varies by 0.07
     q = decoding.queries()
-    budget, starts = Budget(share=0.05, refresh=32), np.array([0, 1], np.int32)
+    budget, starts = Budget(share=0.05, refresh=32), np.arange(5, dtype=np.int32)
     held: list[float] = []
     for _ in range(40):
         q = decoding.walk(q, 0.05)
@@ -173,7 +173,7 @@ def test_estimates_choose_nearly_what_keys_would(pool: CXLPool, rng: np.random.G
         _, best_lse = decoding.batch.attend(0, q, starts, exact)
         share = np.exp(np.asarray(got.lse) - np.asarray(all_lse)).mean()
         held.append(float(share / np.exp(np.asarray(best_lse) - np.asarray(all_lse)).mean()))
-    assert np.mean(held) > 0.6, held  # keys without any structure are the hardest
+    assert np.mean(held) > 0.7, held  # keys without any structure are the hardest
 
 
 def test_another_question_looks_at_all_pages(pool: CXLPool, rng: np.random.Generator) -> None:
