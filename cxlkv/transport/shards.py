@@ -8,13 +8,13 @@ head was written. So Records.write() verifies what was joined here as it verifie
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cxlkv.arrays import Bytes, Mask, Names, RecordBytes
 from cxlkv.errors import BadArgumentError, GeometryError
-from cxlkv.layout import KVLayout, LayerGroup
+from cxlkv.layout import KVLayout
 from cxlkv.pages import PACKED_HEADER, crc32c, names_of
 from cxlkv.transport.far import CRC_OFFSET, HEADER_BYTES, KINDS, Shape
 
@@ -48,19 +48,7 @@ def layout_among(layout: KVLayout, rank: int, ranks: int) -> KVLayout:
     if heads % ranks or stages > 1:
         why = "layers are dealt out, too" if stages > 1 else f"{heads} kv heads"
         raise BadArgumentError(f"pages of {size} ranks cannot be had of {ranks}: {why}")
-    groups = [
-        LayerGroup(
-            layers=group.layers,
-            kv_heads=heads // ranks,
-            head_dim=group.head_dim,
-            value_head_dim=group.value_head_dim,
-            dtype=group.dtype,
-            kind=group.kind,
-            window=group.window,
-            values=group.values,
-        )
-        for group in layout.groups
-    ]
+    groups = [replace(group, kv_heads=heads // ranks) for group in layout.groups]
     return KVLayout.of(
         groups,
         layout.order,
