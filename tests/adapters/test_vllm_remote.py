@@ -116,13 +116,7 @@ def tier_of(engine: Engine) -> tier.RemoteTier:
 
 def serve(engine: Engine, *numbers: int) -> list[int]:
     """A request for each text; how many of its tokens were there."""
-    for number in numbers:
-        engine.add(f"{number}", text(number, TEXT))
-        engine.settle()
-        engine.step()
-        engine.end(f"{number}")
-        engine.step()
-    return [engine.cached[f"{number}"] for number in numbers]
+    return [engine.run_to_end(f"{number}", text(number, TEXT)) for number in numbers]
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])

@@ -17,7 +17,8 @@ class Cable:
         host, _, port = to.rpartition(":")
         self._to = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.port = int(self._listener.getsockname()[1])
+        self.address = f"tcp://127.0.0.1:{self.port}"
         self._sockets: list[socket.socket] = []
         self._left: int | None = None
         self._act: Callable[[Cable], None] = Cable.cut

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -20,7 +21,8 @@ import pytest
 
 from cxlkv import ObjectPool
 
-from .nursery import Engine, Nursery
+from .forked import Nursery
+from .nursery import Engine
 from .waiting import until
 
 LEASE_S = 1.0
@@ -34,7 +36,7 @@ WHOLE = [PAGES, True]
 class Bench:
     """A pool, and engines that are hosts of it."""
 
-    def __init__(self, nursery: Nursery, path: Path, form: str):
+    def __init__(self, nursery: Nursery[Engine], path: Path, form: str):
         self._nursery, self.path, self._form = nursery, path, form
         self._engines: list[Engine] = []
 
@@ -88,9 +90,10 @@ def check_failures(engine: Engine, *kinds: str) -> None:
 @pytest.fixture(scope="class")
 def nursery(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Nursery]:
+) -> Iterator[Nursery[Engine]]:
     """Of the suite's class; test modules import it."""
-    with Nursery(request.cls.program, tmp_path_factory.mktemp("engines")) as made:
+    command = [sys.executable, str(request.cls.program)]
+    with Nursery(command, tmp_path_factory.mktemp("engines"), Engine) as made:
         yield made
 
 
@@ -107,7 +110,7 @@ class HostsSuite:
     in_place: ClassVar[bool] = False
 
     @pytest.fixture
-    def bench(self, nursery: Nursery, tmp_path: Path) -> Iterator[Bench]:
+    def bench(self, nursery: Nursery[Engine], tmp_path: Path) -> Iterator[Bench]:
         made = Bench(nursery, tmp_path / "shared.pool", self.form)
         yield made
         made.kill_all()
@@ -173,7 +176,7 @@ class HostsSuite:
         until(lambda: whole(other, [1, 2]))
         other.save([20])
         assert whole(one, [20])
-        until(lambda: other.log.count("is open again, as host") == 2)
+        until(lambda: other.log.read_text().count("is open again, as host") == 2)
         check_failures(one)
         check_failures(other, "host")
         for engine in (one, other):

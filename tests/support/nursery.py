@@ -11,20 +11,15 @@ import json
 import os
 import signal
 import socket
-import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
-
-from typing_extensions import Self
 
 from cxlkv import ObjectPool
 
-from .processes import ROOT, kill_group
+from .forked import Forked
 
 Settings = Mapping[str, object]
 
@@ -124,26 +119,20 @@ def signal_here(number: int) -> None:
 # ---- in the test ----
 
 
-class Engine:
+class Engine(Forked):
     """One of them, as the test has it."""
 
     def __init__(self, link: socket.socket, log: Path):
-        self._link, self._log = link, log
-        peer = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        self.pid, _, _ = struct.unpack("3i", peer)
+        super().__init__(link, log)
         self._lines = link.makefile("rw")
         assert self.hear() == {"ready": True}
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
 
     def say(self, do: str, **words: object) -> None:
         print(json.dumps({"do": do, **words}), file=self._lines, flush=True)
 
     def hear(self) -> object:
         line = self._lines.readline()
-        assert line, f"it has ended: {self.log[-3000:]}"
+        assert line, f"it has ended: {self.log.read_text()[-3000:]}"
         return json.loads(line)
 
     def ask(self, do: str, **words: object) -> object:
@@ -156,59 +145,7 @@ class Engine:
     def load(self, texts: Sequence[int]) -> list[object]:
         return [self.ask("load", text=text) for text in texts]
 
-    def has_ended(self) -> bool:
-        """Waits until it says something, or has ended."""
-        return not self._link.recv(1, socket.MSG_PEEK)
-
     def end(self) -> None:
         self.say("end")
-        assert self.has_ended(), self.log[-3000:]
+        assert self.has_ended(), self.log.read_text()[-3000:]
         self.kill()
-
-    def kill(self) -> None:
-        if self.pid:
-            kill_group(self.pid)
-            self.pid = 0
-        self._link.close()
-
-
-class Nursery:
-    """program: calls serve(). Ends the engines that are left."""
-
-    def __init__(self, program: Path, folder: Path):
-        self._folder, self._engines = folder, list[Engine]()
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(str(folder / "engines"))
-        self._listening.listen()
-        with (folder / "nursery.log").open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(program)],
-                stdin=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=ROOT,
-            )
-
-    def begin(self, settings: Settings) -> Engine:
-        log = self._folder / f"engine{len(self._engines)}.log"
-        where = {"socket": str(self._folder / "engines"), "log": str(log)}
-        assert self._process.stdin is not None
-        print(json.dumps({**where, "settings": settings}), file=self._process.stdin, flush=True)
-        link, _ = self._listening.accept()
-        self._engines.append(Engine(link, log))
-        return self._engines[-1]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        for engine in self._engines:
-            engine.kill()
-        self._process.kill()
-        self._process.communicate()
-        self._listening.close()

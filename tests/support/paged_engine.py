@@ -205,6 +205,15 @@ class Engine:
     def add(self, name: str, ids: list[int], **params: object) -> Request:
         return self.join(Request(name, list(ids), {"cxlkv": params} if params else None))
 
+    def run_to_end(self, name: str, ids: list[int]) -> int:
+        """A request from its beginning to its end; how many of its tokens were there."""
+        self.add(name, ids)
+        self.settle()
+        self.step()
+        self.end(name)
+        self.step()
+        return self.cached[name]
+
     def join(self, request: Request) -> Request:
         self.requests[request.request_id] = request
         self.waiting.append(request)

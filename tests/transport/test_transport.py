@@ -49,6 +49,7 @@ from cxlkv.transport.verbs import Far, VerbsLink
 from cxlkv.transport.wire import Deadline, Wire, parse_address
 
 from ..conftest import audit
+from ..support.cable import Cable
 from ..support.damaging import damage_piece
 from ..support.forking import in_child, living_child
 from ..support.processes import Child
@@ -1136,69 +1137,25 @@ def test_killed_clients_leave_nothing(
         audit(pool)
 
 
-class Flapping:
-    """A cable between client and server: it can be pulled after so many bytes from the server."""
-
-    def __init__(self, to: tuple[str, int]):
-        self._to = to
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = self._listener.getsockname()
-        self.bytes_left = 1 << 60
-        self.flaps = 0
-        self._sockets = [self._listener]
-        self._threads = [threading.Thread(target=self._run, daemon=True)]
-        self._threads[0].start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection(self._to)
-            self._sockets += [near, far]
-            for pair in ((near, far), (far, near)):
-                thread = threading.Thread(target=self._copy, args=(*pair, pair[0] is far))
-                thread.start()
-                self._threads.append(thread)
-
-    def _copy(self, source: socket.socket, sink: socket.socket, counts: bool) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 12):
-                if counts:
-                    self.bytes_left -= len(data)
-                    if self.bytes_left < 0:
-                        self.bytes_left = 1 << 60
-                        self.flaps += 1
-                        break
-                sink.sendall(data)
-        for sock in (source, sink):
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        for sock in self._sockets:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(WAIT_S)
-        for sock in self._sockets:
-            sock.close()
-
-
 @pytest.mark.usefixtures("small_chunks")
 def test_a_link_that_flaps_is_mended(folder: Path, link: str, rng: np.random.Generator) -> None:
     """Broken once in each pull, at many points of it: the prefix arrives whole all the same."""
     layout = LAYOUTS["float32"]
     with made(folder, link, layout) as pool, serving(pool, link) as server:
         keys = publish(pool, rng)
-        with closing(Flapping(server.address)) as cable:
+        flaps: list[int] = []
+        with Cable(f"{server.address[0]}:{server.address[1]}") as cable:
             for after in (10, 100, 1000, 3000, 9000, 12000):
-                with remote_of(cable.address, link) as remote, local(layout) as here:
-                    cable.bytes_left = after
+
+                def flap(cable: Cable, after: int = after) -> None:
+                    flaps.append(after)
+                    cable.mend()
+
+                with remote_of(("127.0.0.1", cable.port), link) as remote, local(layout) as here:
+                    cable.after(after, flap)
                     assert pull(remote, here, keys).tokens == TOKENS
                     assert what(here, keys) == what(pool, keys)
-                    cable.bytes_left = 1 << 60
-            assert cable.flaps >= 2
+                cable.mend()
+        assert len(flaps) >= 2
         until(lambda: server.connections() == 0)
         assert pool.stats()["pages_held"] == 0

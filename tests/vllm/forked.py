@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TypedDict, cast
 
 from typing_extensions import Self
 
-from tests.support.processes import ROOT, kill_group
+from tests.support import forked
 
 from .engines import settings_of
 
@@ -40,13 +37,11 @@ class Done(TypedDict):
     took_s: float
 
 
-class Life:
+class Life(forked.Forked):
     """An engine. Its requests' answers come as they end."""
 
     def __init__(self, link: socket.socket, log: Path):
-        self.link, self.log = link, log
-        peer = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        self.pid, _, _ = struct.unpack("3i", peer)
+        super().__init__(link, log)
         self._left = b""
 
     def fileno(self) -> int:
@@ -102,16 +97,6 @@ class Life:
         self._left = self._left[self._left.rfind(b"\n") + 1 :]
         return cast("list[Done]", found)
 
-    def has_ended(self) -> bool:
-        """Waits until it says something, or has ended."""
-        return not self.link.recv(1, socket.MSG_PEEK)
-
-    def kill(self) -> None:
-        if self.pid:
-            kill_group(self.pid)
-            self.pid = 0
-        self.link.close()
-
     def end(self) -> None:
         self.say(do="end")
         assert next(self.hear()) == {"ended": True}
@@ -120,52 +105,16 @@ class Life:
         self.kill()
 
 
-class Nursery:
-    """Begins lives, and ends those that are left."""
+class Nursery(forked.Nursery[Life]):
+    """Of the tiny model."""
 
     def __init__(self, model: Path, folder: Path):
-        self._model, self._folder = model, folder
-        self._lives: list[Life] = []
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(str(folder / "lives"))
-        self._listening.listen()
+        self._model = model
         environment = {**os.environ, **ENVIRONMENT}
         environment.pop("TRITON_INTERPRET", None)  # torch is many times faster without it
-        with (folder / "nursery.log").open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.lives"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=ROOT,
-                env=environment,
-            )
+        super().__init__([sys.executable, "-m", "tests.vllm.lives"], folder, Life, environment)
 
-    def begin(self, extra: dict[str, object] | None = None, **settings: object) -> Life:
+    def life(self, extra: dict[str, object] | None = None, **settings: object) -> Life:
         """extra: its kv_connector_extra_config, None: no connector. ready() waits for it."""
         tiny = {"model": str(self._model), "max_num_seqs": 16}
-        given = settings_of(extra, **{**tiny, **settings})
-        log = self._folder / f"life{len(self._lives)}.log"
-        wanted = {"socket": str(self._folder / "lives"), "log": str(log), "settings": given}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(wanted) + "\n")
-        self._process.stdin.flush()
-        link, _ = self._listening.accept()
-        self._lives.append(Life(link, log))
-        return self._lives[-1]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        for life in self._lives:
-            life.kill()
-        self._process.kill()
-        self._process.communicate()
-        self._listening.close()
+        return self.begin(settings_of(extra, **{**tiny, **settings}))

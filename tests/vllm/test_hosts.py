@@ -58,12 +58,12 @@ class Bench:
             "lease_s": LEASE_S,
             **more,
         }
-        self._lives.append(self._nursery.begin(extra))
+        self._lives.append(self._nursery.life(extra))
         return self._lives[-1]
 
     def wanted(self, prompts: list[Tokens], max_tokens: int = 8) -> list[Tokens]:
         if self._stock is None:
-            self._stock = self._nursery.begin().ready()
+            self._stock = self._nursery.life().ready()
         return [done["tokens"] for done in self._stock.generate(prompts, max_tokens)]
 
     def open(self, host: int = WATCHER) -> CXLPool:

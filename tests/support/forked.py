@@ -1,0 +1,90 @@
+"""Engines that are forked from one process, the nursery, which has imported what takes long."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from typing_extensions import Self
+
+from .processes import ROOT, kill_group
+
+
+class Forked:
+    """An engine, as the test has it: a socket to it, the file that it logs to, its group."""
+
+    def __init__(self, link: socket.socket, log: Path):
+        self.link, self.log = link, log
+        peer = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self.pid, _, _ = struct.unpack("3i", peer)
+
+    def has_ended(self) -> bool:
+        """Waits until it says something, or has ended."""
+        return not self.link.recv(1, socket.MSG_PEEK)
+
+    def kill(self) -> None:
+        if self.pid:
+            kill_group(self.pid)
+            self.pid = 0
+        self.link.close()
+
+
+Kind = TypeVar("Kind", bound=Forked)
+
+
+class Nursery(Generic[Kind]):
+    """command: of a program that forks an engine for each line of JSON, which names a socket to
+    connect to, a log and settings. Ends the engines that are left."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        kind: Callable[[socket.socket, Path], Kind],
+        environment: Mapping[str, str] | None = None,
+    ):
+        self._folder, self._kind = folder, kind
+        self._engines: list[Kind] = []
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(str(folder / "engines"))
+        self._listening.listen()
+        with (folder / "nursery.log").open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env=environment,
+            )
+
+    def begin(self, settings: Mapping[str, object]) -> Kind:
+        log = self._folder / f"engine{len(self._engines)}.log"
+        wanted = {"socket": str(self._folder / "engines"), "log": str(log), "settings": settings}
+        assert self._process.stdin is not None
+        print(json.dumps(wanted), file=self._process.stdin, flush=True)
+        link, _ = self._listening.accept()
+        self._engines.append(self._kind(link, log))
+        return self._engines[-1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        for engine in self._engines:
+            engine.kill()
+        self._process.kill()
+        self._process.communicate()
+        self._listening.close()
