@@ -134,10 +134,11 @@ class Pages:
         """Tell the other hosts of a shared pool that this one lacks so many pages beyond those it
         has and may take: for two leases, or until it wants 0.
 
-        A host's share is the extents that can be reached, by the hosts that have or want some. Who
-        has more owes room to those that have less; what is wanted beyond a share is owed by who of
-        the others has most. within_share: as many as it has are wanted, if that is more, but only
-        what is lacking of the share; for who needs no more, as what runs there ends.
+        Each host that has or wants extents has an equal share of those that can be reached. A host
+        with more than its share owes room to hosts with less. If a host wants more than its share,
+        the other host with the most extents owes it the rest. within_share: ask for as many extents
+        as this host has, if that is more, but not beyond its share; for a caller that can also wait
+        for its own requests to end.
         """
         if pages < 0:
             raise BadArgumentError(f"{pages} pages")
@@ -148,8 +149,8 @@ class Pages:
         return _core.extents_owed(self._pool) > 0
 
     def takeable(self) -> int:
-        """How many pages those extents of a shared pool have that this host may take: nobody's, and
-        what hosts left behind, less what others want that go first."""
+        """Pages in the extents of a shared pool that this host may take: free ones and those that
+        hosts left behind, less what hosts with an earlier turn want."""
         return _core.extents_takeable(self._pool) * self.geometry["slab_slots"]
 
     def wanted(self) -> PageIds:

@@ -133,8 +133,8 @@ class Pool(MovedToAdmin, Closing):
         by admin.prefault(); "never" takes no huge pages that the kernel would give, either. A file
         has mode 0600, is reserved whole, and appears finished or not at all; a device, or a file
         that is there, is formatted in place. Raises PoolExistsError, unless force=True for
-        something that is no pool, replace=True for a pool that nobody uses, which goes with all it
-        holds; BusyError for one in use; MemoryShortError, GeometryError, BadArgumentError.
+        something that is no pool, replace=True to remove an unused pool with all its pages first;
+        BusyError for one in use; MemoryShortError, GeometryError, BadArgumentError.
 
         sharing: "host" (one host), "software" (up to `hosts` hosts, 8 by default, whose caches do
         not see each other) or "hw_coherent" (they do). durable="host" writes back all that is

@@ -202,8 +202,8 @@ class Run:
         return False
 
     def is_tie(self, before: list[int], own: int, stock: int) -> bool:
-        """Whether rounding alone decides which of two tokens follows: by what the judge says of
-        both behind the same ones. Without a judge, in float32, it never does."""
+        """Whether rounding alone decides which of two tokens follows. The judge, an engine, gives
+        the logits of both after the same tokens. Without a judge, in float32, it never does."""
         asked, judge = (*before, own, stock), self.judge
         if judge is not None and asked not in self.gaps and judge in self.ring.talks:
             with self.ring.dropping(judge):

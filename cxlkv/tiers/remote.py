@@ -1,8 +1,8 @@
 """Prefixes that another machine's pool has come into a pool here: docs/remote-tier.md.
 
 The far pool is served by `cxlkv serve`, and only read. Nothing here raises for what is wrong there:
-what did not come is a shorter hit. A far pool that failed is left alone until it answers again,
-which a thread finds out, so that nobody waits for it twice.
+what did not come is a shorter hit. After a failure no request asks that pool, until a thread has
+reached it again: so no request waits for a dead pool twice.
 """
 
 from __future__ import annotations

@@ -37,10 +37,9 @@ class ObjectCache(Closing):
     """Objects by keys. Any thread may call, until close(): then everything is a miss.
 
     opening: opens the pool, now and whenever this host has lost it. Meanwhile everything is a miss,
-    and nothing is stored. What is leased or reserved keeps the lost pool open: let_go(), called in
-    a thread of this object's, gives back what is held for nobody in particular. settings, share: as
-    in pools.open_tiers(); objects in the cold tier count as present, and come back before they are
-    read.
+    and nothing is stored. Leases and reservations keep the lost pool open: a thread of this object
+    calls let_go(), which releases those that no caller waits for. settings, share: as in
+    pools.open_tiers(); objects in the cold tier count as present, and are read back before use.
 
     space: 16 bytes, everything beside an object's name that makes its bytes. object_bytes: of each
     object, where all have one size, and one of another size is a miss; the pool's may be larger.
@@ -135,7 +134,7 @@ class ObjectCache(Closing):
         return right | self._asked(lambda: self._tiers.contains(keys), right)
 
     def _restore(self, keys: PageKeys) -> None:
-        """Reads back objects that only the cold tier has, as far as they fit."""
+        """Reads objects back from the cold tier, while there is room."""
         if self._tiers.cold is not None:
             self._asked(lambda: self._tiers.restore(keys), None)
 

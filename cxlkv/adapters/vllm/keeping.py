@@ -24,7 +24,7 @@ SHARE = 0.5
 
 class _Kept(NamedTuple):
     until_s: float
-    last: bytes  # of its keys: who has it has all before
+    last: bytes  # the key of its last page; it depends on all keys before
     tokens: int
     hits: list[Hit]
 

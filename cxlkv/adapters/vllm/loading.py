@@ -71,7 +71,7 @@ class Load:
         self.parts = parts
         self._until = time.monotonic() + deadline_s
         self._changed = threading.Condition()
-        # That are loaded, as far as they can be; -1: not even the blocks that come before all.
+        # Layers that are loaded, or have failed; -1: the partial blocks, which come first, are not.
         self._layers = -1 if any(part.partial for part in parts) else 0
         self._given_up = False
         self.has_ended = False

@@ -1,9 +1,9 @@
 """Prefixes come from below the pool before their requests start: requests wait, steps do not.
 
 One thread brings them in the order in which requests asked, and holds each prefix until the
-scheduler has matched its request. What the cold tier has is known before; a remote pool is asked by
-the thread, once for a request, and by nobody while it does not answer. Held prefixes may fill a
-share of the pool only, so that requests far back in a long queue take no room from those in front.
+scheduler has matched its request. It looks up the cold tier beforehand, and asks a remote pool once
+for each request, unless that has stopped answering. Held prefixes may fill a share of the pool
+only, so that requests far back in a long queue take no room from those in front.
 """
 
 from __future__ import annotations

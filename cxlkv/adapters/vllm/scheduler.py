@@ -430,7 +430,7 @@ class Scheduling:
         Other engines have other keys from now on, as nobody knows which weights are alike.
         """
         self.space = namespace({"before": self.space.hex(), "reset": os.urandom(16).hex()})
-        self._keeping.close()  # nobody finds what is kept
+        self._keeping.close()  # no request finds those pages any more
         if self.events is not None:
             self.events.reset()
 
