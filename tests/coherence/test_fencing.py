@@ -20,6 +20,7 @@ from cxlkv.ops.cli import app
 from tests.support.stopping import stop
 
 from ..support.damaging import change_byte, poke
+from ..support.processes import Child
 from ..support.texts import SMALL, verify
 from ..support.waiting import until
 from .test_hosts import PAGE_TOKENS, TOKENS, Hosts, found, publish, text, write
@@ -144,6 +145,67 @@ def test_declared_off_while_it_ran(pool: CXLPool, other: Remote) -> None:
         pass
     assert "declared off while it ran" in answer
     assert found(pool, 1) == TOKENS
+
+
+STOPPED = """
+import signal, sys, threading
+from cxlkv.errors import FencedError
+from cxlkv.prefix import prefix_keys
+from tests.coherence.test_hosts import *
+from tests.support.texts import numbers
+from tests.support.touching import at_touch
+
+def stop():
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+def append_and_publish():
+    sequence = pool.sequence()
+    for layer in range(2):
+        sequence.append(layer, *given[layer])
+    return pool.publish(sequence, keys, PAGE_TOKENS)
+
+def records():
+    # Of the text, which is not in the pool any more.
+    append_and_publish()
+    found = pool.records.find(pool.records.names(keys.packed.tobytes()).reshape(-1, 16))
+    read = np.zeros((len(found[0]), pool.records.shape[0]), np.uint8)
+    assert not pool.records.read(*found, read).any()
+    assert not pool.records.forget(*found, False).any()
+    return read
+
+pool = CXLPool.open(sys.argv[1], host=1, lease_s=1.0, threads=1)
+ids = text(1, 40 * PAGE_TOKENS)
+keys = prefix_keys(ids, PAGE_TOKENS)
+given = [[numbers(ids, layer, kind) for kind in (0, 1)] for layer in range(2)]
+touched, call = given[1][0], append_and_publish
+if sys.argv[2] == "records":
+    touched = records()
+    call = lambda: pool.records.write(touched)
+at_touch(touched.ctypes.data, touched.nbytes, stop)
+print("it begins", flush=True)
+try:
+    print(call())
+except FencedError:
+    print("it is off")
+"""
+
+
+@pytest.mark.parametrize("what", ["append", "records"])
+def test_what_a_host_was_writing_when_it_was_declared_off_is_not_published(
+    hosts: Hosts, what: str
+) -> None:
+    """Stopped in the middle of a copy: it finds out before it publishes, as the pages are others'
+    by then. No look of its keeper has to come first."""
+    pool = hosts.open(0, 1.0)
+    with Child("-c", STOPPED, hosts.path, what) as other:
+        assert other.hear() == "it begins"
+        until(lambda: state(pool, 1).state == "silent")
+        pool.admin.fence(1, confirmed_off=True)
+        taken = pool.pages.alloc(pool.stats()["pages_total"])
+        other.popen.send_signal(signal.SIGCONT)
+        assert other.end() == "it is off\n"
+        pool.pages.free(taken)
+        assert found(pool, 1) == 0
 
 
 def test_commands(hosts: Hosts, pool: CXLPool, other: Remote) -> None:

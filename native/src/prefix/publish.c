@@ -72,6 +72,8 @@ static int64_t publish_locked(cxlkv_sequence *sequence, uint32_t count, uint64_t
         return fail(CXLKV_E_ARGUMENT,
                     "publish: %u keys of %lu tokens, the sequence has %lu in all layers", count,
                     tokens_per_key, tokens);
+    int64_t code = peers_verify(pool, 0); /* else the pages may be others' since it appended */
+    if (code < 0) return code;
     return HOST_LOCKED(pool, publish_keys(sequence, count, tokens_per_key, hashes));
 }
 

@@ -422,6 +422,7 @@ int64_t cxlkv_records_write(cxlkv_pool *pool, uint32_t count, const uint8_t *byt
     if (code == 0) code = prepare(&write, count);
     if (code == 0) {
         code = run_tasks(pool, count, write_task, &write);
+        code = peers_verify(pool, code); /* the pages may be others' since they were taken */
         code = settle_arrivals(&write, count, code);
     }
     free(write.arrivals);
