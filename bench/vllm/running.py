@@ -7,7 +7,7 @@ import json
 import os
 import random
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from math import inf
@@ -143,7 +143,7 @@ class Run:
         self.gaps: dict[tuple[int, ...], float] = {}
 
     @contextlib.contextmanager
-    def running(self, programs: Sequence[Program], place: Path) -> Iterator[None]:
+    def running(self, programs: Iterable[Program], place: Path) -> Iterator[None]:
         """All of them, each asked once; they end with the block. Logs go to `place`."""
         with contextlib.ExitStack() as leaving:
             leaving.callback(self.ring.stop)

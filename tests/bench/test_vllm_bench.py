@@ -7,19 +7,25 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from cxlkv import CXLPool
 from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options
 from cxlkv.bench.result import read as read_result
-from cxlkv.bench.vllm import running, smollm2
+from cxlkv.bench.vllm import prefill_decode, running, smollm2
 from cxlkv.demo import smollm2 as model
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.prefix import prefix_keys
+from cxlkv.transport import Remote
+
+from ..support import texts
 
 SMALL = replace(
     running.QUICK,
@@ -49,8 +55,8 @@ for line in sys.stdin:
     for prompt in asked["prompts"]:
         ends = range((len(prompt) - 1) // 32 * 32, 0, -32)
         cached.append(max((n for n in ends if tuple(prompt[:n]) in seen), default=0))
-        if name == "two_stage" and count > 1:
-            cached[-1] = max(ends)  # from the pool that it shares
+        if name in ("two_stage", "shared", "pulled") and count > 1:
+            cached[-1] = max(ends)  # from another's pool
         tokens.append([(sum(prompt) + place) % 512 for place in range(asked["tokens"])])
         budget = (asked["options"] or {}).get("budget")
         if budget is True or budget and budget["share"] < 1:
@@ -229,6 +235,35 @@ def test_a_token_that_is_much_less_likely_is_no_tie(tmp_path: Path) -> None:
     assert "other tokens than stock, from token 3 of request 0" in result.missing["pooled"]
     assert [check for check, holds in result.checks.items() if not holds] == ["pooled_right"]
     assert result.as_dict()["ratios"] == {}
+
+
+def test_prefill_in_one_and_decode_in_another(tmp_path: Path) -> None:
+    result, size = SideBySide("prefill-decode"), replace(prefill_decode.QUICK, decode=((100, 1),))
+    prompts = [[at % (7 + turn) for at in range(100)] for turn in range(size.decode_rounds + 1)]
+    programs = iter(engines(tmp_path, prefill_decode.NAMES, prefill="never cached"))
+    prefill_decode.run(result, programs, size, tmp_path, [prompts])
+    assert result.missing == {}
+    assert result.passed
+    assert result.metrics["first_100_alone"].samples == [1.0] * size.decode_rounds
+    assert result.metrics["both_100_pulled"].samples == [1.25] * size.decode_rounds
+    assert result.ratios["both_100_shared_to_alone"] == 1.25
+    assert result.ratios["each_100_shared_to_alone"] == 1
+
+
+def test_a_pool_is_served_over_a_socket(tmp_path: Path, shm_path: Path) -> None:
+    """On one machine, too, and nothing is left."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"a secret of the tests")
+    secret.chmod(0o600)
+    with ExitStack() as stack:
+        made = CXLPool.create(shm_path, layout=texts.SMALL, capacity="4MiB")
+        texts.publish(stack.enter_context(made), range(16))
+        address = prefill_decode.served(shm_path, secret, stack)
+        assert list(shm_path.parent.glob(f"{shm_path.stem}*")) == [shm_path]
+        remote = stack.enter_context(Remote(address, secret.read_bytes()))
+        with remote.match(prefix_keys(range(16), texts.SMALL.page_tokens)) as hit:
+            assert hit.tokens == 16
+        assert remote.link == "socket"
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

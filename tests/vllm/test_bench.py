@@ -1,4 +1,4 @@
-"""`cxlkv bench vllm --quick` with true engines: every answer right; no figure is judged here."""
+"""`cxlkv bench --quick` with true engines: every answer right; no figure is judged here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cxlkv.bench.cli import perform
 from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.registry import Options
 from cxlkv.bench.result import read as read_result
-from cxlkv.bench.vllm import running
+from cxlkv.bench.vllm import prefill_decode, running
 from cxlkv.errors import UnsupportedError
 
 pytestmark = pytest.mark.skipif(
@@ -57,3 +57,20 @@ def test_engines_with_a_trained_model(tmp_path: Path, monkeypatch: pytest.Monkey
     assert written.passed
     assert written.metrics["decode_100_4_pooled_5_two_stage"].median > 0
     assert "decode_500_2_pooled_100_to_stock" in written.ratios
+
+
+@pytest.mark.timeout(600)
+def test_prefill_in_one_engine_and_decode_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(running.PYTHON_VARIABLE, sys.executable)
+    monkeypatch.setattr(running, "SHARED", str(tmp_path))
+    options = Options(json=tmp_path / "prefill-decode.json", quick=True)
+    try:
+        result = perform("prefill-decode", prefill_decode.command, options)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    assert isinstance(result, SideBySide)
+    assert result.missing == {}
+    assert result.passed
+    assert "both_500_pulled_to_alone" in read_result(tmp_path / "prefill-decode.json").ratios
