@@ -148,21 +148,58 @@ def test_prefill_there_and_decode_here(
 
 
 @pytest.mark.timeout(1200)
-def test_two_ranks_prefill_and_one_decodes(servers: Servers) -> None:
-    """And one prefills for two: pages are joined, or taken apart, by heads."""
-    two = Far(servers, 2)
-    both = ["--tensor-parallel-size", 2]
+@pytest.mark.parametrize(("prefilling", "decoding"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks(servers: Servers, prefilling: int, decoding: int) -> None:
+    """Pages are joined, or taken apart, by heads; each rank has a link of its own."""
+    far = Far(servers, prefilling)
+    ranks = "--tensor-parallel-size"
+    pools = servers.folder / "here"  # one for each rank
+    pools.mkdir()
+    here = {**far.extra(), "where": f"{pools}/"}
     alone = servers.engine("alone")
-    prefill = servers.engine("prefill", "kv_producer", two.own(), *both)
-    decode = servers.engine("decode", "kv_consumer", two.extra())
+    prefill = servers.engine("prefill", "kv_producer", far.own(), ranks, prefilling)
+    decode = servers.engine("decode", "kv_consumer", here, ranks, decoding)
     ready(alone, prefill, decode)
-    two.serve()
+    far.serve()
     prompts = texts(1, 4)
     wanted = [alone.complete(prompt)[0] for prompt in prompts]
     proxy = servers.proxy(prefill, decode)
     assert [proxy.complete(prompt)[0] for prompt in prompts] == wanted
     assert decode.figure(PULLED) == decode.figure(HIT) == CACHED * len(prompts)
-    two.cables[1].cut()
+    far.cables[-1].cut()
     new = texts(3, 1)[0]
     assert proxy.complete(new)[0] == alone.complete(new)[0]
     assert decode.figure(PULLED) == CACHED * len(prompts)
+
+
+@pytest.mark.timeout(1200)
+def test_both_attend_in_their_pools(servers: Servers) -> None:
+    """What comes is adopted where it lies; what does not come is computed."""
+    far = Far(servers)
+    attention = {"attention": "pool"}
+    alone = servers.engine("alone")
+    prefill = servers.engine(
+        "prefill", "kv_producer", {**far.own(), **attention}, "--no-async-scheduling"
+    )
+    decode = servers.engine(
+        "decode", "kv_consumer", {**far.extra(), **attention}, "--no-async-scheduling"
+    )
+    ready(alone, prefill, decode)
+    far.serve()
+    proxy = servers.proxy(prefill, decode)
+    until_it_comes(proxy, decode)
+    before = decode.figure(PULLED)
+    prompts = texts(1, 4)
+    for prompt in prompts:
+        assert proxy.complete(prompt)[0] == alone.complete(prompt)[0]
+    assert decode.figure(PULLED) - before == CACHED * len(prompts)
+    for number, act in enumerate((Cable.cut, Cable.hang)):
+        one, two = texts(20 + number, 2)
+        far.cables[0].after(100_000, act)
+        assert proxy.complete(one)[0] == alone.complete(one)[0]
+        far.cables[0].mend()
+        until_it_comes(proxy, decode)
+        assert proxy.complete(two)[0] == alone.complete(two)[0]
+    prefill.kill()
+    decode.kill()
+    check(servers.folder / "here.pool")
