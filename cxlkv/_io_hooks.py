@@ -48,6 +48,9 @@ class Subscriber(Protocol):
     def read_rate(self, pool: _core.Handle) -> float:
         """GB/s at which it is read; 0: as this machine reads it."""
 
+    def moved_bytes(self, pool: _core.Handle) -> tuple[int, int]:
+        """Read and written of it by this process, as far as this was charged to a link."""
+
 
 subscriber: Subscriber | None = None
 
@@ -63,6 +66,10 @@ def label(pool: _core.Handle) -> str | None:
 
 def read_rate(pool: _core.Handle) -> float:
     return subscriber.read_rate(pool) if subscriber else 0.0
+
+
+def moved_bytes(pool: _core.Handle) -> tuple[int, int]:
+    return subscriber.moved_bytes(pool) if subscriber else (0, 0)
 
 
 class Plugin(Protocol):

@@ -347,3 +347,7 @@ class Records:
     def begin(self) -> _io_hooks.Transfer | None:
         """A transfer of records begins, for whoever has subscribed to the io hooks."""
         return _io_hooks.begin(self._pool)
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Of the whole pool, what this process has read and written over an emulated link."""
+        return _io_hooks.moved_bytes(self._pool)

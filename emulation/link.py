@@ -67,6 +67,7 @@ class Link:
         self.waited_s = 0.0
         self.operations: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self._of_pool: WeakKeyDictionary[_core.Handle, Counter[bool]] = WeakKeyDictionary()
         self.late_operations = 0
         self._lock = threading.Condition()
         self._moving: list[Transfer] = []
@@ -78,16 +79,27 @@ class Link:
         rate = GB * self.profile.gb_per_s(float(write), self.devices)
         return self.profile.latency_ns / GB + size_bytes / rate
 
-    def heard(self, kind: Kind, size_bytes: int, began_s: float) -> None:
-        """Charge an operation that has just ended; began_s: by time.perf_counter()."""
+    def heard(
+        self, kind: Kind, size_bytes: int, began_s: float, pool: _core.Handle | None = None
+    ) -> None:
+        """Charge an operation, on this pool, that has just ended; began_s: by
+        time.perf_counter()."""
         write = kind in WRITES
         with self._lock:
             self.operations[kind] += 1
             self.bytes[kind] += size_bytes
+            if pool is not None:
+                self._of_pool.setdefault(pool, Counter())[write] += size_bytes
             if self.mode == "virtual":
                 self.seconds += self.alone_s(size_bytes, write)
                 return
             self._wait(size_bytes, write, began_s)
+
+    def moved_bytes(self, pool: _core.Handle) -> tuple[int, int]:
+        """Read and written of one pool."""
+        with self._lock:
+            found = self._of_pool.get(pool, Counter[bool]())
+            return found[False], found[True]
 
     def _wait(self, size_bytes: int, write: bool, began_s: float) -> None:
         """Until the transfer is over that began so early; what the host took counts as moved."""
@@ -152,7 +164,7 @@ class Charged(NamedTuple):
 
     def end(self, kind: Kind, size_bytes: int) -> None:
         if size_bytes > 0:
-            self.link.heard(kind, size_bytes, self.began_s)
+            self.link.heard(kind, size_bytes, self.began_s, self.pool)
 
     def end_append(self, layout: KVLayout, tokens: Tokens, added: Tokens) -> None:
         """The open tails are in this process: pages are charged when they are complete."""
@@ -208,6 +220,10 @@ class Links:
     def read_rate(self, pool: _core.Handle) -> float:
         link = self.of.get(pool)
         return link.profile.gb_per_s(0.0, link.devices) if link else 0.0
+
+    def moved_bytes(self, pool: _core.Handle) -> tuple[int, int]:
+        link = self.of.get(pool)
+        return link.moved_bytes(pool) if link else (0, 0)
 
 
 _links = Links()

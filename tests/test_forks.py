@@ -377,14 +377,14 @@ def counting(world: World) -> Subject:
 
 
 def shown(world: World) -> Subject:
-    pool = world.objects()
+    tiers = Tiers(world.objects())
     made = Shown("cxlkv_forks_", {"rank": "0"}, {"stored": "objects"}, {"pool": "it failed"})
 
     def use() -> None:
         made.add(stored=1)
-        made.inspect(pool)
+        made.inspect(tiers)
 
-    return Subject(made, use, lambda: None)
+    return Subject(made, use, tiers.close)
 
 
 def object_cache(world: World) -> Subject:

@@ -210,6 +210,11 @@ class ColdTier(Closing):
                 **self._counts,
             }
 
+    def moved_bytes(self) -> tuple[int, int]:
+        """Read and written in this opening, by whole slots."""
+        with self._mutex:
+            return self._counts["bytes_read"], self._counts["bytes_written"]
+
     def check(self, deep: bool = False) -> list[str]:
         """What is not as it must be; empty: nothing. deep reads all records."""
         with self._operation():

@@ -206,6 +206,10 @@ class MooncakeTier(Closing):
         with self._lock:
             return {"off": off, **{name: self._counts[name] for name in names.split()}}
 
+    def moved_bytes(self) -> tuple[int, int]:
+        with self._lock:
+            return self._counts["bytes_read"], self._counts["bytes_written"]
+
     def close(self) -> None:
         """A second time does nothing. Does not wait for calls that are past their deadline."""
         if self._closed:

@@ -114,6 +114,12 @@ class SharedColdTier(Closing):
             "writes_off": int(bool(self.why_off)),
         }
 
+    def moved_bytes(self) -> tuple[int, int]:
+        """As ColdTier.moved_bytes(), while this process has the file open: each byte is counted by
+        one process."""
+        file = self.file
+        return (0, 0) if file is None else file.moved_bytes()
+
     def check(self, deep: bool = False) -> list[str]:
         """As ColdTier.check(); the first hundred where another process has the file."""
         answer = self._asked("check", deep=deep)

@@ -43,6 +43,9 @@ class ColdStore(Protocol):
 
     def stats(self) -> dict[str, int]: ...
 
+    def moved_bytes(self) -> tuple[int, int]:
+        """Read and written by this process so far; of a file, 0 where another process has it."""
+
     def close(self) -> None: ...
 
 

@@ -242,10 +242,17 @@ class RemoteTier(Closing):
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
     def stats(self) -> dict[str, int]:
-        """pages, bytes: that came. damaged, stale: pages that were not right. refused: prefixes
+        """pages, bytes: that came; link_bytes: read for them, also of heads and pages that were of
+        no use. damaged, stale: pages that were not right. refused: prefixes
         that found no room; late: of which only a part came; errors: far pools that failed."""
         names = "pages bytes damaged stale refused late errors"
-        return {**{name: self._counts[name] for name in names.split()}, "off": int(self._is_off)}
+        found = {name: self._counts[name] for name in names.split()}
+        return {**found, "link_bytes": self.link_bytes, "off": int(self._is_off)}
+
+    @property
+    def link_bytes(self) -> int:
+        """Read of far pools so far."""
+        return sum(source.remote.read_bytes for source in self._sources)
 
     def close(self) -> None:
         """A second time does nothing."""

@@ -593,6 +593,20 @@ class Tiers(ObjectMoves, Closing):
         """So far: "promoted", "demoted", "dropped", "evicted" and so on, as stats() has them."""
         return self._counts[f"{what}_pages"]
 
+    def link_bytes(self) -> dict[tuple[str, str], int]:
+        """What this process has moved so far, by tier and direction ("read", "written"): of the far
+        pool over an emulated link, of the cold file if it has that open, of remote pools."""
+        moved = {"far": self.pool.records.moved_bytes()}
+        if self.cold is not None:
+            moved["cold"] = self.cold.moved_bytes()
+        if self.remote is not None:
+            moved["remote"] = self.remote.link_bytes, 0
+        return {
+            (tier, way): size
+            for tier, both in moved.items()
+            for way, size in zip(("read", "written"), both, strict=True)
+        }
+
     def stats(self) -> dict[str, float]:
         """Pages by tier and what was moved; local_*, cold_* and remote_* as these tiers count."""
         pool = self.pool.stats()

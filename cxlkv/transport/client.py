@@ -111,6 +111,7 @@ class Remote(Closing):
         self._link: Link | None = None
         self._far: FarPool | None = None
         self._life = 0  # of the connection: how many there were
+        self.read_bytes = 0  # of the far pool, by all links so far
         _lifetime.watch(self)
 
     # ---- what callers do ----
@@ -374,20 +375,24 @@ class Remote(Closing):
         size = len(pages) * far.shape.record_bytes
         records: Bytes = link.buffer[:size].reshape(len(pages), far.shape.record_bytes)
         try:
-            link.read(far.heads(pages), deadline)
+            self._read_pieces(link, far.heads(pages), deadline)
             codes = far.seal(records, pages, generations)
             if skip is not None:
                 codes[(codes == 0) & skip(names_of(records))] = PRESENT
             parts = np.array([part_of(record) for record in records])
             for part in np.unique(parts[codes == 0]).tolist():
                 rows = np.flatnonzero((codes == 0) & (parts == part))
-                link.read(far.payload(part, pages[rows], rows), deadline)
+                self._read_pieces(link, far.payload(part, pages[rows], rows), deadline)
                 for row in rows.tolist():
                     far.clear_rest(records[row], part)
         except PeerError:
             self._drop()
             raise
         return records, codes
+
+    def _read_pieces(self, link: Link, pieces: Pieces, deadline: Deadline) -> None:
+        link.read(pieces, deadline)
+        self.read_bytes += int(pieces.size.sum())
 
     def _write(self, records: RecordBytes, parents: Names | None, deadline: Deadline) -> Codes:
         self._shape(deadline)

@@ -59,7 +59,7 @@ def test_the_pool_is_shown_once_a_second(
     assert shown("pool_bytes", pool=path, state="held") == 0
     assert shown("pool_bytes", pool=path, state="published_only") == size
     storage.close()
-    storage.counting.inspect(storage.pool)  # a closed pool is no error
+    storage.cache.inspect()  # a closed pool is no error
 
 
 def test_hits_show_on_lmcaches_endpoint(make_engine: MakeEngine) -> None:

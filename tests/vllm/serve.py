@@ -10,6 +10,7 @@ from typing import TypedDict
 
 from vllm import LLM, SamplingParams, TokensPrompt
 
+SHOWN = ("kind", "state", "tier", "direction")  # labels that are part of a metric's name here
 FIXED = {"detokenize": False, "ignore_eos": True, "temperature": 0}
 
 
@@ -103,8 +104,8 @@ def metrics(llm: LLM) -> dict[str, float]:
     found = {}
     for one in llm.get_metrics():
         if one.name.startswith(("vllm:cxlkv_", "vllm:external_prefix_cache")):
-            given = {name: value for name, value in one.labels.items() if name in ("kind", "state")}
-            found[" ".join([one.name, *given.values()])] = one.value
+            given = [one.labels[name] for name in SHOWN if name in one.labels]
+            found[" ".join([one.name, *given])] = one.value
     return found
 
 

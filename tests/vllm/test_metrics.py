@@ -9,6 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cxlkv import CXLPool
+from cxlkv.tiers.cold_file import RecordShape
+from cxlkv.tiers.cold_shared import SharedColdTier
+
 from .conftest import MakeEngine
 from .engines import BLOCK_TOKENS, LAYERS, VOCABULARY_SIZE, Engine
 
@@ -66,8 +70,12 @@ def test_hits_of_a_second_request_show(
     assert found["vllm:external_prefix_cache_hits"] == TOKENS  # as the engine counts
     assert found["vllm:cxlkv_asked_tokens"] == found["vllm:external_prefix_cache_queries"]
     assert found["vllm:cxlkv_appended_bytes"] == found["vllm:cxlkv_fetched_bytes"] == moved_bytes
-    held, published = (found[f"vllm:cxlkv_pool_tokens {one}"] for one in ("held", "published"))
-    assert held + published == TOKENS
+    (pool,) = list(tmp_path.glob("*.pool"))[-1:]
+    with CXLPool.open(pool) as opened:
+        page_bytes = opened.records.shape[0]
+    for unit, wanted in (("tokens", TOKENS), ("bytes", TOKENS // BLOCK_TOKENS * page_bytes)):
+        there = (found[f"vllm:cxlkv_pool_{unit} {state}"] for state in ("held", "published"))
+        assert sum(there) == wanted
     assert failures(found) == 0
     log = engine.log()
     assert f"cxlkv: made {tmp_path}/cxlkv-vllm-" in log
@@ -78,9 +86,11 @@ def test_hits_of_a_second_request_show(
 
 
 def test_audits_of_attention_in_the_pool_show(make_engine: MakeEngine, tmp_path: Path) -> None:
-    extra = {"attention": "pool", "budget": {"share": 0.5}, "audit": 1.0}
+    extra = {"attention": "pool", "budget": {"share": 0.5}, "audit": 1.0, "method": "exact"}
     engine = make_engine(
-        {"where": f"{tmp_path}/", "capacity": "32MiB", **extra}, disable_log_stats=False
+        {"where": f"{tmp_path}/", "capacity": "32MiB", "local": "4MiB", "worker": True, **extra},
+        environment={"CXLKV_EMULATE": "astera-a1000, virtual"},
+        disable_log_stats=False,
     )
     assert engine.ready() is None
     for _ in range(2):
@@ -91,9 +101,50 @@ def test_audits_of_attention_in_the_pool_show(make_engine: MakeEngine, tmp_path:
     assert 0.9 * selects < found["vllm:cxlkv_audited_recall"] <= selects
     assert 0 < found["vllm:cxlkv_audited_mass"] <= selects
     assert found["vllm:cxlkv_scored_bytes"] > 0
+    read, written = (found[f"vllm:cxlkv_link_bytes far {way}"] for way in ("read", "written"))
+    assert 0 < found["vllm:cxlkv_scored_bytes"] < read
+    assert TOKENS * TOKEN_BYTES <= written
+    assert found["vllm:cxlkv_worker_calls"] == 0  # there is none
+    assert found["vllm:cxlkv_worker_missed"] > 0
+    assert found["vllm:cxlkv_local_bytes"] >= 0
+    assert found["vllm:cxlkv_pool_bytes local"] <= 4 << 20
     assert found["vllm:cxlkv_hit_tokens"] == TOKENS
     assert found["vllm:cxlkv_loaded_tokens"] == 0  # adopted where it lies, not copied
     assert failures(found) == 0
     said = r"recall [01]\.\d\d, mass [01]\.\d\d \(\d+ audits\), 0 failures"
     assert re.search(said, engine.log())
+    engine.end()
+
+
+@pytest.mark.parametrize("attention", ["engine", "pool"])
+def test_what_a_small_pool_moves_shows(
+    make_engine: MakeEngine, tmp_path: Path, attention: str
+) -> None:
+    """To its file and back, by the file's own count, which another process asks for at the end."""
+    cold = {"cold": f"{tmp_path}/a.cold", "cold_capacity": "64MiB", "deadline_s": 60}
+    extra = {"where": f"{tmp_path}/a.pool", "capacity": "8MiB", "attention": attention, **cold}
+    engine = make_engine(extra, processes=True, disable_log_stats=False)
+    assert engine.ready() is None
+    texts = [prompt(seed) for seed in range(100, 140)]
+    for _ in range(2):
+        for first in range(0, len(texts), 4):
+            engine.generate(texts[first : first + 4], max_tokens=2)
+        engine.forget()
+    with CXLPool.open(tmp_path / "a.pool") as pool:
+        record_bytes, shape = pool.records.shape[0], RecordShape.of(pool)
+    names = {way: f"vllm:cxlkv_link_bytes cold {way}" for way in ("read", "written")}
+    with SharedColdTier(tmp_path / "a.cold", shape=shape, capacity="64MiB") as file:
+
+        def is_all(found: Metrics) -> bool:
+            stats = file.stats()
+            return all(found[names[way]] == stats[f"bytes_{way}"] for way in names)
+
+        found, stats = metrics(engine, is_all), file.stats()
+        assert not file.is_owner
+    assert min(found[name] for name in names.values()) > 0
+    assert found["vllm:cxlkv_demoted_bytes"] >= stats["stored"] * record_bytes
+    assert found["vllm:cxlkv_promoted_bytes"] > 0
+    assert found["vllm:cxlkv_restored_tokens"] > 0
+    assert found["vllm:cxlkv_pool_bytes cold"] == stats["slots_stored"] * stats["slot_bytes"]
+    assert failures(found) == 0
     engine.end()

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cxlkv import _lifetime
-from cxlkv.errors import ClosedError, CXLKVError, FencedError, HostError
+from cxlkv.errors import BadArgumentError, ClosedError, CXLKVError, FencedError, HostError
 from cxlkv.pool import Pool
+from cxlkv.tiers import Tiers
 
 if TYPE_CHECKING:
     import prometheus_client
@@ -28,6 +29,18 @@ STATES = {
     "published_only": "objects that nobody reads now",
 }
 """Of the memory of a pool of objects."""
+COLD = "cold"
+"""Beside STATES, of objects or tokens: what the cold tier has, wherever else it is."""
+IN_COLD = {COLD: "in the cold tier, wherever else"}
+HOST_STATES = ("live", "silent", "fenced", "off", "left", "damaged")
+"""Of a host that has been there, as Host.state has it."""
+MOVES = {
+    "demoted_bytes": "Bytes of pages that made room and went to the cold tier",
+    "dropped_bytes": "Bytes of pages that were to go to the cold tier, which did not take them",
+    "promoted_bytes": "Bytes of pages that came back from the cold tier",
+}
+LINKS = ("far read", "far written", "cold read", "cold written", "remote read")
+"""Tiers and directions of Tiers.link_bytes()."""
 
 LOOK_EVERY_S = 1.0
 """What came after the last look waits for the next."""
@@ -75,15 +88,56 @@ class Counting:
             said = f": {detail}" if str(detail) else ""
             log.warning("cxlkv: %s%s (said once; counted as %s)", self._kinds[kind], said, kind)
 
-    def inspect(self, pool: Pool) -> None:
-        """The pool has been used: for who shows how full it is."""
+    def inspect(self, tiers: Tiers) -> None:
+        """The pool has been used: for who shows how full it is, and what its tiers move."""
+
+
+class Moves:
+    """What one process's tiers have moved. Never raises for a tier that is off or closed."""
+
+    def __init__(self, tiers: Tiers):
+        self.tiers = tiers
+        self._moves, self._links = Counter[str](), Counter[str]()  # that were told
+        self._record_bytes, _ = tiers.pool.records.shape
+
+    def take(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes by MOVES, and by LINKS, that are new since the last call."""
+        moves, links = Counter[str](), Counter[str]()
+        for name in MOVES:
+            moves[name] = self.tiers.moved_pages(name.removesuffix("_bytes")) * self._record_bytes
+        for (tier, direction), size in self.tiers.link_bytes().items():
+            links[f"{tier} {direction}"] = size
+        new = dict(moves - self._moves), dict(links - self._links)
+        self._moves |= moves
+        self._links |= links
+        return new
+
+    def cold(self) -> tuple[int, int]:
+        """Records that the cold tier has, and bytes of its file that they take; 0 of a remote one,
+        which does not say."""
+        try:
+            found = self.tiers.cold.stats() if self.tiers.cold is not None else {}
+        except CXLKVError:
+            found = {}
+        slots = found.get("slots_stored", 0) * found.get("slot_bytes", 0)
+        return found.get("records", 0), slots
+
+
+def hosts(pool: Pool) -> dict[str, int]:
+    """How many hosts of a shared pool there are, by HOST_STATES; empty for a pool of one host.
+    Raises CXLKVError."""
+    try:
+        found = Counter(host.state for host in pool.admin.hosts())
+    except BadArgumentError:
+        return {}
+    return {state: found[state] for state in HOST_STATES}
 
 
 class Metrics:
-    """Counters and a gauge by an engine's labels, of which `values` are one process's or rank's.
+    """Counters and gauges by an engine's labels, of which `values` are one process's or rank's.
 
     counter, gauge: of prometheus_client, or what an engine has in their place. counts: what is
-    counted, states: of a pool's room, both with what they mean; unit: of the room.
+    counted, with what it means; rooms: states of a pool's room with what they mean, by its unit.
     """
 
     def __init__(
@@ -93,8 +147,7 @@ class Metrics:
         prefix: str,
         labels: Sequence[str],
         counts: Mapping[str, str],
-        states: Mapping[str, str],
-        unit: str,
+        rooms: Mapping[str, Mapping[str, str]],
     ):
         self._counts = {
             name: counter(name=prefix + name, documentation=meaning, labelnames=[*labels])
@@ -105,32 +158,52 @@ class Metrics:
             documentation="What went wrong with the pool and was a miss, or not stored, by kind",
             labelnames=[*labels, "kind"],
         )
-        room = "; ".join(f"{state}: {meaning}" for state, meaning in states.items())
-        self._pools = gauge(
-            name=f"{prefix}pool_{unit}",
-            documentation=f"Room of a pool by state, in {unit}: {room}",
-            labelnames=[*labels, "pool", "state"],
-            multiprocess_mode="livemostrecent",
+        self._links = counter(
+            name=f"{prefix}link_bytes",
+            documentation="Bytes that moved between this engine and a tier, by direction: far: the "
+            "pool over an emulated link; cold: its file; remote: pools of other machines",
+            labelnames=[*labels, "tier", "direction"],
         )
+        meanings = {"hosts": "Hosts of a shared pool by state"}
+        for unit, states in rooms.items():
+            said = "; ".join(f"{state}: {meaning}" for state, meaning in states.items())
+            meanings[unit] = f"Room of a pool by state, in {unit}: {said}"
+        self._pools = {
+            of: gauge(
+                name=f"{prefix}pool_{of}",
+                documentation=meaning,
+                labelnames=[*labels, "pool", "state"],
+                multiprocess_mode="livemostrecent",
+            )
+            for of, meaning in meanings.items()
+        }
 
     def begin(self, values: Sequence[object], kinds: Iterable[str]) -> None:
         """Every counter is there from the start, as 0."""
-        self.add(values, dict.fromkeys(self._counts, 0), dict.fromkeys(kinds, 0))
+        nothing = dict.fromkeys(self._counts, 0)
+        self.add(values, nothing, dict.fromkeys(kinds, 0), dict.fromkeys(LINKS, 0))
 
     def add(
         self,
         values: Sequence[object],
         counts: Mapping[str, float],
         failures: Mapping[str, int] | None = None,
+        links: Mapping[str, int] | None = None,
     ) -> None:
         for name, count in counts.items():
             self._counts[name].labels(*values).inc(count)
         for kind, count in (failures or {}).items():
             self._failures.labels(*values, kind).inc(count)
+        for link, size in (links or {}).items():
+            self._links.labels(*values, *link.split()).inc(size)
 
-    def fill(self, values: Sequence[object], pool: str, states: Mapping[str, int]) -> None:
-        for state, size in states.items():
-            self._pools.labels(*values, pool, state).set(size)
+    def fill(
+        self, values: Sequence[object], pool: str, found: Mapping[str, Mapping[str, int]]
+    ) -> None:
+        """found: by unit of the room, or "hosts", and state."""
+        for of, states in found.items():
+            for state, size in states.items():
+                self._pools[of].labels(*values, pool, state).set(size)
 
 
 _shared: dict[str, Metrics] = {}
@@ -140,7 +213,8 @@ _shared: dict[str, Metrics] = {}
 class Shown(Counting):
     """Counts that are metrics, too.
 
-    prefix: of their names. labels: of this rank. counts, kinds: as Counting, each with its meaning.
+    prefix: of their names. labels: of this rank. counts, kinds: as Counting, each with its meaning;
+    MOVES are counted, too.
     """
 
     def __init__(
@@ -154,10 +228,12 @@ class Shown(Counting):
         self._labels = tuple(labels.values())
         self._look_lock = threading.Lock()
         self._next_s: dict[str, float] = {}  # by the pool's path
+        self._moves: dict[str, Moves] = {}  # by the pool's path
         if prefix not in _shared:
             from prometheus_client import Counter, Gauge
 
-            _shared[prefix] = Metrics(Counter, Gauge, prefix, [*labels], counts, STATES, "bytes")
+            shown, rooms = {**counts, **MOVES}, {"bytes": {**STATES, **IN_COLD}}
+            _shared[prefix] = Metrics(Counter, Gauge, prefix, [*labels], shown, rooms)
         self._metrics = _shared[prefix]
         self._metrics.begin(self._labels, kinds)
 
@@ -173,16 +249,23 @@ class Shown(Counting):
         super().reset_after_fork()
         self._look_lock = threading.Lock()
 
-    def inspect(self, pool: Pool) -> None:
-        path = str(pool.path)
+    def inspect(self, tiers: Tiers) -> None:
+        path = str(tiers.pool.path)
         with self._look_lock:
             if time.monotonic() < self._next_s.get(path, 0):
                 return
             self._next_s[path] = time.monotonic() + LOOK_EVERY_S
+            if path not in self._moves or self._moves[path].tiers is not tiers:
+                self._moves[path] = Moves(tiers)
+            moves = self._moves[path]
+            counts, links = moves.take()
+        self._metrics.add(self._labels, counts, links=links)
         try:
-            pages = pool.stats()
+            pages, there = tiers.pool.stats(), hosts(tiers.pool)
         except CXLKVError:
             return
-        size = int(pool.layout.object_bytes or 0)
+        size = int(tiers.pool.layout.object_bytes or 0)
         states = {state: pages[f"pages_{state}"] * size for state in STATES}
-        self._metrics.fill(self._labels, path, states)
+        if tiers.cold is not None:
+            states[COLD] = moves.cold()[1]
+        self._metrics.fill(self._labels, path, {"bytes": states, "hosts": there})

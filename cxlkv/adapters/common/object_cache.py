@@ -124,6 +124,10 @@ class ObjectCache(Closing):
             return False
         return True
 
+    def inspect(self) -> None:
+        """The pool has been used: its figures may be shown."""
+        self.counting.inspect(self._tiers)
+
     # ---- find ----
 
     def present(self, keys: PageKeys) -> Mask:

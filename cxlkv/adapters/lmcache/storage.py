@@ -260,7 +260,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
                     told(key)
                 except Exception as error:  # as LMCache promises its callers
                     log.warning("cxlkv: on_complete_callback of %s: %s", key, error)
-        self.counting.inspect(self.pool)
+        self.cache.inspect()
 
     def _stored(self, chosen: list[tuple[CacheEngineKey, MemoryObj]]) -> list[bool]:
         """In place what lies in the pool, by copies what does not; which are new."""
@@ -346,7 +346,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         read = self.allocator.read(keys, self._keys(keys))
         hits = [one.get_size() for one in read if one is not None]
         self.counting.add(asked_objects=len(keys), hit_objects=len(hits), read_bytes=sum(hits))
-        self.counting.inspect(self.pool)
+        self.cache.inspect()
         return list(read)
 
     def _brought_near(self, one: MemoryObj, near: LocalCPUBackend) -> MemoryObj | None:

@@ -282,7 +282,7 @@ class Store(Closing):
             memory = self._parts[name].memory
             moves.append(Move(count, count * memory.parts * memory.object_bytes / took_s))
         if name in self._caches:
-            self._counting.inspect(self._caches[name].pool)
+            self._caches[name].inspect()
         return good
 
     def _asked(self, name: str, keys: Sequence[str], call: Call) -> Mask:

@@ -34,13 +34,14 @@ from vllm.v1.kv_cache_interface import KVCacheSpecKind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cxlkv.adapters.common.keys import space_of
+from cxlkv.adapters.common.metrics import Moves
 from cxlkv.adapters.common.pools import open_tiers
 from cxlkv.adapters.common.reopening import LOOKS_A_LEASE, Reopening
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.admission import Room
 from cxlkv.adapters.vllm.blocks import enter_room, pool_layout, speculated_tokens
 from cxlkv.adapters.vllm.chunks import chunks_on
-from cxlkv.adapters.vllm.counting import Counting, Looking, Moves
+from cxlkv.adapters.vllm.counting import Counting, Looking
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.events import Removed, Stored
 from cxlkv.adapters.vllm.gpu_step import steps_on
@@ -371,7 +372,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         """The worker's, whose figures are shown from now on."""
         settings = self.settings
         tiers = open_tiers(pool, settings, 1 / self._ranks.count, local=settings.local)
-        self.looking = Looking(pool, tiers=tiers)
+        self.looking = Looking(tiers)
         pool.admin.audit = settings.audit
         if settings.worker:
             pool.use_worker()

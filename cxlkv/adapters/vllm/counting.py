@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypedDict
 
+from cxlkv.adapters.common.metrics import COLD, MOVES, Moves, hosts
 from cxlkv.adapters.vllm.messages import Report, stored_by_all
 from cxlkv.errors import CXLKVError
-from cxlkv.pool import CXLPool
 from cxlkv.stats import COUNTERS, Overview
 from cxlkv.tiers import Tiers
 
@@ -34,12 +34,13 @@ AUDITS = {
     "audited_recall": "Recall, summed over the audited selects",
     "audited_mass": "Attention mass kept, summed over the audited selects",
 }
-MOVES = {
-    "demoted_bytes": "Bytes of pages that made room and went to the cold tier",
-    "dropped_bytes": "Bytes of pages that were to go to the cold tier, which did not take them",
-    "promoted_bytes": "Bytes of pages that came back from the cold tier",
+NEAR = {
+    "local_bytes": "Of the bytes of chosen pages that were fetched or attended to, those of copies "
+    "in local memory",
+    "worker_calls": "Selects and attends that the worker near the memory did",
+    "worker_missed": "Selects and attends that it was to do, and that were done here",
 }
-COUNTS = {**TOKENS, **{name: COUNTERS[name] for name in BYTES}, **AUDITS, **MOVES}
+COUNTS = {**TOKENS, **{name: COUNTERS[name] for name in BYTES}, **AUDITS, **MOVES, **NEAR}
 """What is counted, by name, with what it means."""
 
 KINDS = ("corrupt", "stale", "full", "late", "save", "match", "remote", "host", "bad_options")
@@ -50,24 +51,25 @@ STATES = {
     "held": "of requests that run, or published and read by one",
     "published": "prefixes that nobody reads now",
 }
-COLD = "cold"
-"""Of a pool's tokens, beside STATES: those whose records the cold tier has, wherever else they
-are."""
+LOCAL = "local"
+"""Of a pool's bytes, beside STATES and COLD: copies in this engine's own memory."""
 
 LOOK_EVERY_S = 1.0
 LOOK_SHARE = 0.01  # of the time; a look at a pool of a terabyte takes milliseconds
 
 
 class Figures(TypedDict):
-    """counts: by COUNTS; failures: by kind; pools: tokens by STATES, of each pool by its path."""
+    """counts: by COUNTS; failures: by kind; links: bytes by LINKS; pools: by path what there is of
+    each, "tokens" and "bytes" by STATES and "hosts" by HOST_STATES."""
 
     counts: dict[str, float]
     failures: dict[str, int]
-    pools: dict[str, dict[str, int]]
+    links: dict[str, int]
+    pools: dict[str, dict[str, dict[str, int]]]
 
 
 def nothing() -> Figures:
-    return {"counts": {}, "failures": {}, "pools": {}}
+    return {"counts": {}, "failures": {}, "links": {}, "pools": {}}
 
 
 def is_empty(figures: Figures) -> bool:
@@ -79,8 +81,15 @@ def joined(one: Figures, other: Figures) -> Figures:
     return {
         "counts": added(one["counts"], other["counts"]),
         "failures": dict(Counter(one["failures"]) + Counter(other["failures"])),
+        "links": dict(Counter(one["links"]) + Counter(other["links"])),
         "pools": {**one["pools"], **other["pools"]},
     }
+
+
+def with_moves(figures: Figures, moves: Moves) -> Figures:
+    """And what this process's tiers have moved since they were asked last."""
+    counts, links = moves.take()
+    return joined(figures, {**nothing(), "counts": dict(counts), "links": links})
 
 
 def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
@@ -158,17 +167,13 @@ class Looking:
     last one is counted by the next.
     """
 
-    def __init__(
-        self,
-        pool: CXLPool,
-        clock: Callable[[], float] = time.monotonic,
-        tiers: Tiers | None = None,
-    ):
-        self._pool, self._clock = pool, clock
-        self._moves = None if tiers is None or tiers.cold is None else Moves(tiers)
-        self._parts = pool.pages.geometry["part_count"]
-        self._page_tokens = pool.layout.page_tokens
-        self._told = _own(pool.admin.overview())
+    def __init__(self, tiers: Tiers, clock: Callable[[], float] = time.monotonic):
+        self._tiers, self._pool, self._clock = tiers, tiers.pool, clock
+        self._moves = Moves(tiers)
+        self._parts = self._pool.pages.geometry["part_count"]
+        self._page_tokens = self._pool.layout.page_tokens
+        self._page_bytes, _ = self._pool.records.shape
+        self._told = _own(tiers, self._pool.admin.overview())
         self._next_s = clock()
 
     def take(self) -> Figures | None:
@@ -177,60 +182,54 @@ class Looking:
         if begin_s < self._next_s:
             return None
         try:
-            overview = self._pool.admin.overview()
+            overview, there = self._pool.admin.overview(), hosts(self._pool)
+            counts = _own(self._tiers, overview)
         except (CXLKVError, OSError):
             self._next_s = begin_s + LOOK_EVERY_S
             return None
         end_s = self._clock()
         self._next_s = end_s + max(LOOK_EVERY_S, (end_s - begin_s) / LOOK_SHARE)
-        counts, told = _own(overview), self._told
+        new = {name: count - self._told.get(name, 0) for name, count in counts.items()}
         self._told = counts
         found = nothing()
-        new = {name: counts[name] - told[name] for name in counts}
         found["counts"].update({name: count for name, count in new.items() if count > 0})
-        pages = overview.pages
-        found["pools"][overview.path] = {
-            name: pages[name] // self._parts * self._page_tokens for name in STATES
-        }
-        if self._moves is not None:
-            found["counts"].update(self._moves.take())
-            records = self._moves.records()
-            found["pools"][overview.path][COLD] = records // self._parts * self._page_tokens
-        return found
+        found["pools"][overview.path] = {**self._room(overview), "hosts": there}
+        return with_moves(found, self._moves)
+
+    def _room(self, overview: Overview) -> dict[str, dict[str, int]]:
+        pages = {name: overview.pages[name] for name in STATES}
+        sizes = {name: count * self._page_bytes for name, count in pages.items()}
+        if self._tiers.cold is not None:
+            pages[COLD], sizes[COLD] = self._moves.cold()
+        local = _local(self._tiers)
+        if local:
+            sizes[LOCAL] = int(local["slots_held"] * local["unit_bytes"])
+        tokens = {name: count // self._parts * self._page_tokens for name, count in pages.items()}
+        return {"tokens": tokens, "bytes": sizes}
 
 
-class Moves:
-    """What one process's tiers have moved. Never raises for a tier that is off or closed."""
-
-    def __init__(self, tiers: Tiers):
-        self._tiers, self._told = tiers, Counter[str]()
-        self._record_bytes, _ = tiers.pool.records.shape
-
-    def take(self) -> dict[str, float]:
-        """Bytes by MOVES that are new since the last call."""
-        found = Counter[str]()
-        for name in MOVES:
-            kind = name.removesuffix("_bytes")
-            found[name] = self._tiers.moved_pages(kind) * self._record_bytes
-        new, self._told = found - self._told, found
-        return dict(new)
-
-    def records(self) -> int:
-        """That the cold tier has; 0 of a remote one, which does not say."""
-        try:
-            return int(self._tiers.cold.stats().get("records", 0)) if self._tiers.cold else 0
-        except CXLKVError:
-            return 0
-
-
-def _own(overview: Overview) -> dict[str, float]:
+def _own(tiers: Tiers, overview: Overview) -> dict[str, float]:
     """What this process has counted since it opened the pool."""
     rows = [one.counters for one in overview.processes if one.alive and one.pid == os.getpid()]
     names = (*BYTES, "audited_selects")
     found: dict[str, float] = {name: sum(row[name] for row in rows) for name in names}
     found["audited_recall"] = sum((row.recall_sum for row in rows), 0.0)
     found["audited_mass"] = sum((row.mass_sum for row in rows), 0.0)
+    local, heads = _local(tiers), tiers.pool.layout.kv_heads
+    if local:
+        found["local_bytes"] = local["reads_local"] * local["unit_bytes"] // heads
+    worker = tiers.pool.worker
+    found["worker_calls"] = worker.selects + worker.attends
+    found["worker_missed"] = worker.selects_here + worker.attends_here
     return found
+
+
+def _local(tiers: Tiers) -> dict[str, float]:
+    """What the local tier counts; nothing where there is none."""
+    try:
+        return {} if tiers.local is None else tiers.local.stats()
+    except CXLKVError:
+        return {}
 
 
 def line(figures: Figures) -> str:
@@ -251,10 +250,11 @@ def line(figures: Figures) -> str:
     return ", ".join(parts)
 
 
-def _fill(pools: Iterable[Mapping[str, int]]) -> str:
+def _fill(pools: Iterable[Mapping[str, Mapping[str, int]]]) -> str:
     """Ranks have the same tokens, each its shard of them: the fullest pool is what matters."""
+    rooms = [one["tokens"] for one in pools]
     totals = [
-        (one["held"] + one["published"], sum(one[state] for state in STATES)) for one in pools
+        (one["held"] + one["published"], sum(one[state] for state in STATES)) for one in rooms
     ]
     held, total = max(totals, key=lambda pair: pair[0] / pair[1] if pair[1] else 1.0)
     share = held / total * 100 if total else 100

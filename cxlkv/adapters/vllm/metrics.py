@@ -16,17 +16,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from cxlkv.adapters.common.metrics import Metrics
+from cxlkv.adapters.common.metrics import IN_COLD, Metrics, Moves
 from cxlkv.adapters.vllm import counting
 from cxlkv.adapters.vllm.counting import (
-    COLD,
     COUNTS,
     KINDS,
+    LOCAL,
     STATES,
     Counting,
     Figures,
     Looking,
-    Moves,
 )
 from cxlkv.adapters.vllm.scheduler import Scheduling
 
@@ -70,7 +69,7 @@ class Reporting:
             scheduling = self.scheduling
             found = self.counting.take(scheduling.failures, scheduling.come_tokens)
             for moves in self.moves:
-                found["counts"] = counting.added(found["counts"], moves.take())
+                found = counting.with_moves(found, moves)
         elif self.looking is not None:
             found = self.looking.take()
         return None if found is None or counting.is_empty(found) else CXLStats(found)
@@ -102,13 +101,15 @@ class CXLMetrics(KVConnectorPromMetrics):
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         types = metric_types[Counter], metric_types[Gauge]
-        states = {**STATES, COLD: "records of the cold tier, wherever else their pages are"}
-        self._metrics = Metrics(*types, PREFIX, labelnames, COUNTS, states, "tokens")
+        states = {**STATES, **IN_COLD}
+        copies = {LOCAL: "copies in this engine's own memory"}
+        rooms = {"tokens": states, "bytes": {**states, **copies}}
+        self._metrics = Metrics(*types, PREFIX, labelnames, COUNTS, rooms)
         for values in per_engine_labelvalues.values():
             self._metrics.begin(values, KINDS)
 
     def observe(self, transfer_stats_data: Figures, engine_idx: int = 0) -> None:
         values, found = self.per_engine_labelvalues[engine_idx], transfer_stats_data
-        self._metrics.add(values, found["counts"], found["failures"])
-        for path, states in found["pools"].items():
-            self._metrics.fill(values, path, states)
+        self._metrics.add(values, found["counts"], found["failures"], found["links"])
+        for path, pool in found["pools"].items():
+            self._metrics.fill(values, path, pool)
