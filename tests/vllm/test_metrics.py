@@ -103,7 +103,7 @@ def test_audits_of_attention_in_the_pool_show(make_engine: MakeEngine, tmp_path:
     assert found["vllm:cxlkv_scored_bytes"] > 0
     read, written = (found[f"vllm:cxlkv_link_bytes far {way}"] for way in ("read", "written"))
     assert 0 < found["vllm:cxlkv_scored_bytes"] < read
-    assert TOKENS * TOKEN_BYTES <= written
+    assert written >= TOKENS * TOKEN_BYTES
     assert found["vllm:cxlkv_worker_calls"] == 0  # there is none
     assert found["vllm:cxlkv_worker_missed"] > 0
     assert found["vllm:cxlkv_local_bytes"] >= 0
@@ -123,7 +123,7 @@ def test_what_a_small_pool_moves_shows(
     """To its file and back, by the file's own count, which another process asks for at the end."""
     cold = {"cold": f"{tmp_path}/a.cold", "cold_capacity": "64MiB", "deadline_s": 60}
     extra = {"where": f"{tmp_path}/a.pool", "capacity": "8MiB", "attention": attention, **cold}
-    engine = make_engine(extra, processes=True, disable_log_stats=False)
+    engine = make_engine(extra, disable_log_stats=False)
     assert engine.ready() is None
     texts = [prompt(seed) for seed in range(100, 140)]
     for _ in range(2):

@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypedDict
 
-from cxlkv.adapters.common.metrics import COLD, MOVES, Moves, hosts
+from cxlkv.adapters.common.metrics import COLD, IN_COLD, MOVES, Moves, hosts
 from cxlkv.adapters.vllm.messages import Report, stored_by_all
 from cxlkv.errors import CXLKVError
 from cxlkv.stats import COUNTERS, Overview
 from cxlkv.tiers import Tiers
 
+PREFIX = "vllm:cxlkv_"
+"""The engine shows metrics of its own name only: LLM.get_metrics() looks for vllm:."""
 TOKENS = {
     "asked_tokens": "Prompt tokens of admitted requests that the engine did not have itself",
     "hit_tokens": "Of them, tokens that the pool had",
@@ -52,7 +54,11 @@ STATES = {
     "published": "prefixes that nobody reads now",
 }
 LOCAL = "local"
-"""Of a pool's bytes, beside STATES and COLD: copies in this engine's own memory."""
+ROOMS = {
+    "tokens": {**STATES, **IN_COLD},
+    "bytes": {**STATES, **IN_COLD, LOCAL: "copies in this engine's own memory"},
+}
+"""States of a pool's room, by its unit."""
 
 LOOK_EVERY_S = 1.0
 LOOK_SHARE = 0.01  # of the time; a look at a pool of a terabyte takes milliseconds

@@ -16,13 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from cxlkv.adapters.common.metrics import IN_COLD, Metrics, Moves
+from cxlkv.adapters.common.metrics import Metrics, Moves
 from cxlkv.adapters.vllm import counting
 from cxlkv.adapters.vllm.counting import (
     COUNTS,
     KINDS,
-    LOCAL,
-    STATES,
+    PREFIX,
+    ROOMS,
     Counting,
     Figures,
     Looking,
@@ -31,9 +31,6 @@ from cxlkv.adapters.vllm.scheduler import Scheduling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-PREFIX = "vllm:cxlkv_"
-"""The engine shows metrics of its own name only: LLM.get_metrics() looks for vllm:."""
 
 
 class CXLStats(KVConnectorStats):
@@ -101,10 +98,7 @@ class CXLMetrics(KVConnectorPromMetrics):
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         types = metric_types[Counter], metric_types[Gauge]
-        states = {**STATES, **IN_COLD}
-        copies = {LOCAL: "copies in this engine's own memory"}
-        rooms = {"tokens": states, "bytes": {**states, **copies}}
-        self._metrics = Metrics(*types, PREFIX, labelnames, COUNTS, rooms)
+        self._metrics = Metrics(*types, PREFIX, labelnames, COUNTS, ROOMS)
         for values in per_engine_labelvalues.values():
             self._metrics.begin(values, KINDS)
 
