@@ -164,6 +164,7 @@ TABLE = (
         ("replay", "replay-bytes", *(f"replay-{name}" for name in TRACES)),
         is_command=True,
     ),
+    Case("tails", "replay.tails", ("trace", "minutes"), ("tails",), is_command=True),
     Case("litmus", "cases.litmus", LITMUS, ("litmus",), is_command=True),
     Case("peers", "peers.running", (), ("peers",), is_command=True),
     Case("store", "peers.store", MICRO, ("store",), is_command=True),

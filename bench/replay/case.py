@@ -98,7 +98,7 @@ def command(options: Options, say: Say) -> Shown:
 def requests_of(options: Options) -> list[Request]:
     """Raises BadArgumentError, before minutes are spent, for options that do not fit together."""
     if options.trace is None:
-        raise BadArgumentError("replay needs --trace: a file, or the name of a family")
+        raise BadArgumentError("this case needs --trace: a file, or the name of a family")
     if options.far is None and (options.pool or (options.local, options.cold) != ("0", "0")):
         raise BadArgumentError("--local, --cold and --pool go with --far")
     if options.far is not None and options.picture is not None:

@@ -18,10 +18,13 @@ PAGES_MAX = 1 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """Names of a prompt's pages in order, chained: equal names have equal prefixes."""
+    """Names of a prompt's pages in order, chained: equal names have equal prefixes. tokens: of the
+    prompt, answer: of what came of it; 0: not known."""
 
     time_s: float
     pages: Sequence[int]
+    tokens: int = 0
+    answer: int = 0
 
 
 def read(path: Path) -> list[Request]:
@@ -72,7 +75,10 @@ def parse(line: str) -> Request:
             raise ValueError(f"page name {page!r}: a whole number below 2**64")
     if len(set(pages)) < len(pages):
         raise ValueError("a page name twice in one prompt")
-    return Request(time_ms / 1000, pages)
+    lengths = [fields.get(name, 0) for name in ("input_length", "output_length")]
+    if not all(type(length) is int and 0 <= length < 1 << 32 for length in lengths):
+        raise ValueError(f"input_length, output_length {lengths}: whole numbers, 0 or more")
+    return Request(time_ms / 1000, pages, *lengths)
 
 
 def follow(pages: Sequence[int], before: dict[int, int]) -> None:

@@ -152,12 +152,13 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "said"),
     [
         (["replay"], "needs --trace"),
+        (["tails", "--trace", "loops"], "tails needs a trace of a file"),
         (["replay", "--trace", "nowhere.jsonl"], "cannot be read as a trace"),
         (["replay", "--trace", "loops", "--policy", "best"], "policy 'best': one of"),
         (["replay", "--trace", "loops", "--cold", "5%"], "go with --far"),
         (["replay", "--trace", "loops", "--far", "much"], "size 'much'"),
         (["replay", "--trace", "loops", "--minutes", "0"], "no request of loops"),
-        (["calls", "--trace", "loops"], "--trace goes with replay; not with calls"),
+        (["calls", "--trace", "loops"], "--trace goes with replay, tails; not with calls"),
     ],
 )
 def test_bad_words(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
