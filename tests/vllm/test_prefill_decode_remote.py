@@ -16,9 +16,11 @@ from ..support.cable import Cable
 from ..support.processes import Child
 from ..support.waiting import until
 from .servers import CACHED, Server, Servers, free_port, served_while_killed, texts
+from .test_metrics import TOKEN_BYTES
 
 PULLED = "vllm:cxlkv_pulled_tokens_total"
 HIT = "vllm:cxlkv_hit_tokens_total"
+LINKS = "vllm:cxlkv_link_bytes_total"  # of which there is only the remote pool's here
 SERVE = """
 import cxlkv.transport.loopback
 from cxlkv.ops.cli import app
@@ -192,7 +194,9 @@ def test_both_attend_in_their_pools(servers: Servers) -> None:
     prompts = texts(1, 4)
     for prompt in prompts:
         assert proxy.complete(prompt)[0] == alone.complete(prompt)[0]
-    assert decode.figure(PULLED) - before == CACHED * len(prompts)
+    pulled = decode.figure(PULLED)
+    assert pulled - before == CACHED * len(prompts)
+    assert decode.figure(LINKS) >= pulled * TOKEN_BYTES  # and what is beside K and V
     for number, act in enumerate((Cable.cut, Cable.hang)):
         one, two = texts(20 + number, 2)
         far.cables[0].after(100_000, act)
