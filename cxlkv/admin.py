@@ -1,4 +1,4 @@
-"""What operators of a pool do: check and repair, fence hosts, scrub, pin, audit, look inside."""
+"""What operators of a pool do: check and repair, fence hosts, scrub, pin, prioritize, audit."""
 
 from __future__ import annotations
 
@@ -120,6 +120,26 @@ class Admin:
     def unpin(self, keys: Iterable[str | bytes], *, strict: bool = True) -> int:
         """Take the mark of pin() off published pages of `keys`; returns how many there are."""
         return _core.pin(self._handle, self._hashes(keys, strict), False)
+
+    def prioritize(
+        self,
+        keys: Iterable[str | bytes],
+        priority: int,
+        *,
+        lowers: bool = False,
+        strict: bool = True,
+    ) -> int:
+        """Published pages of `keys` make room after all of lower priority, from 0, which pages are
+        published with, to 100; returns how many there are.
+
+        A page keeps the higher of its priority and this one, so that a prefix which texts share has
+        the highest of theirs; lowers=True: it gets this one. It lasts until the page is forgotten or
+        evicted. At most half of this host's published pages count as more than 0, those that were
+        used last. Like a pin it is of this host, for its own pages. Raises BadArgumentError.
+        """
+        if not 0 <= priority <= _core.PRIORITY_MAX:
+            raise BadArgumentError(f"priority {priority}: 0 to {_core.PRIORITY_MAX}")
+        return _core.prioritize(self._handle, self._hashes(keys, strict), priority, lowers)
 
     def prefault(self, *, background: bool = False, huge: str = "try") -> None:
         """Bring all of the pool's memory into place now: at its first use each page of it is zeroed

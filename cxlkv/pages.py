@@ -199,7 +199,8 @@ class Published(NamedTuple):
     """Pages that match() finds, as eviction policies read them (`Hotness.published`).
 
     rows: a structured array, by page, with the fields page, generation, hash (two words: the key in
-    the index), used, born, hits, parent (page, or NO_PAGE), part, hotness, flags (HELD: in use).
+    the index), used, born, hits, parent (page, or NO_PAGE), part, hotness, flags (HELD: in use) and
+    priority.
     clock: pages that were found or published so far, one by one; used and born are its low 32 bits
     when the page was found last, or published, and when it was published.
     """

@@ -1,4 +1,4 @@
-"""The binding of the prefix index: keys, publish, match, forget, scrub and pin."""
+"""The binding of the prefix index: keys, publish, match, forget, scrub, pin, prioritize."""
 
 from __future__ import annotations
 
@@ -87,6 +87,14 @@ def scrub(pool: Handle, hashes: bytes) -> Scrubbed:
 
 def pin(pool: Handle, hashes: bytes, pinned: bool) -> int:
     return check(lib.cxlkv_pin(pool, len(hashes) // HASH_BYTES, hashes, pinned))
+
+
+PRIORITY_MAX: int = lib.CXLKV_PRIORITY_MAX
+
+
+def prioritize(pool: Handle, hashes: bytes, priority: int, lowers: bool) -> int:
+    count = len(hashes) // HASH_BYTES
+    return check(lib.cxlkv_prioritize(pool, count, hashes, priority, lowers))
 
 
 def evictable(pool: Handle, page_count: int) -> npt.NDArray[np.bool_]:

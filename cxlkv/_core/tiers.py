@@ -117,21 +117,29 @@ def pool_published(pool: Handle) -> tuple[npt.NDArray[np.void], int]:
 
 
 def choose(
+    priorities: npt.NDArray[np.uint8],
     scores: npt.NDArray[np.float32],
     ages: npt.NDArray[np.uint32],
     parents: npt.NDArray[np.uint32],
     blocked: npt.NDArray[np.bool_],
     wanted: int,
 ) -> npt.NDArray[np.uint32]:
-    """Rows that go, leaves first; all five are of one length and contiguous, or this refuses."""
+    """Rows that go, leaves first; all arrays are of one length and contiguous, or this refuses."""
     count = len(scores)
-    arrays = ((scores, np.float32), (ages, np.uint32), (parents, np.uint32), (blocked, np.bool_))
+    arrays = (
+        (priorities, np.uint8),
+        (scores, np.float32),
+        (ages, np.uint32),
+        (parents, np.uint32),
+        (blocked, np.bool_),
+    )
     if any(a.shape != (count,) or a.dtype != t or not a.flags.c_contiguous for a, t in arrays):
         raise errors.BadArgumentError("choose: arrays of one length, and of the documented types")
     chosen = np.empty(min(wanted, count), np.uint32)
-    given = (flat("float", scores), flat("uint32_t", ages), flat("uint32_t", parents))
+    ranks = (flat("uint8_t", priorities), flat("float", scores), flat("uint32_t", ages))
+    tree = (flat("uint32_t", parents), flat("uint8_t", blocked))
     out = (len(chosen), flat("uint32_t", chosen, True))
-    return chosen[: check(lib.cxlkv_choose(count, *given, flat("uint8_t", blocked), *out))]
+    return chosen[: check(lib.cxlkv_choose(count, *ranks, *tree, *out))]
 
 
 # By the core's number: what became of a unit that was to be promoted.

@@ -8,6 +8,10 @@ Each gives every page a score, and the lowest go first:
     adaptive  hits per page held and unit of time, learned from the ages at which pages come back
     cost      the same times the seconds that a hit saves
 
+Those of lower priority go before all of higher (admin.prioritize()), whatever their scores. At most
+half of the pages count as of higher priority than 0: of more, those that were used longest ago go
+by their scores.
+
 A page goes only after all that continue it: without it they could not be found. Pages that are
 held, pinned or leased never go. A choice is all or nothing.
 """
@@ -28,6 +32,8 @@ from cxlkv.tiers.reuse import Ledger, Records, Reuse
 
 NONE = 0xFFFFFFFF
 """A page's parent when it is the first of its chain."""
+RAISED_SHARE = 0.5
+"""Of the pages, at most so many count as of higher priority than 0: others must have room, too."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Published:
     """Decayed count of its uses by select, fetch and attend."""
     saved_s: Floats | None = None
     """Seconds that a hit saves; None: of all pages the same."""
+    priorities: npt.NDArray[np.uint8] | None = None
+    """As admin.prioritize() gave them; None: all 0."""
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -61,6 +69,24 @@ class Published:
     def ages(self) -> Counts:
         """Since each was used."""
         return np.uint32(self.clock & NONE) - self.used
+
+
+    @property
+    def ranks(self) -> npt.NDArray[np.uint8]:
+        """Their priorities, but 0 for those that are too many: used longest ago, and of a chain the
+        last pages first, as a page stays while one that continues it does."""
+        same = np.zeros(len(self), np.uint8)
+        if self.priorities is None:
+            return same
+        raised = self.priorities > 0
+        excess = int(np.count_nonzero(raised)) - int(RAISED_SHARE * len(self))
+        if excess <= 0:
+            return self.priorities
+        scores = np.zeros(len(self), np.float32)
+        parents = np.where(raised, self.parents, np.uint32(NONE))
+        ranks = self.priorities.copy()
+        ranks[choose_pages(same, scores, self.ages, parents, ~raised, excess)] = 0
+        return ranks
 
 
 class Policy(Protocol):
@@ -77,7 +103,7 @@ def choose(policy: Policy, pages: Published, wanted: int) -> UInt32s:
     if wanted <= 0 or wanted > len(pages):
         return np.empty(0, np.uint32)
     scores = policy.scores(pages)
-    chosen = choose_pages(scores, pages.ages, pages.parents, pages.kept, wanted)
+    chosen = choose_pages(pages.ranks, scores, pages.ages, pages.parents, pages.kept, wanted)
     return chosen if len(chosen) == wanted else chosen[:0]
 
 

@@ -424,17 +424,18 @@ class Tiers(ObjectMoves, Closing):
         return self._let_go(rows, published, choose(self._policy, published, count))
 
     def evict_among(self, names: Names, count: int) -> int:
-        """Evicts up to `count` pages of these names [n, 16] and of no others, the least recently
-        used first; to cold or away. How many: those that are held, pinned or leased stay, and what
-        they continue."""
+        """Evicts up to `count` pages of these names [n, 16] and of no others, of the lowest priority
+        the least recently used first; to cold or away. How many: those that are held, pinned or
+        leased stay, and what they continue."""
         self._check()
         with self._lock:
             rows, published = self.published()
             pages, _ = self.pool.records.find(names)
             published = replace(published, kept=published.kept | ~np.isin(published.pages, pages))
-            scores = Lru().scores(published)
+            ranks, scores = published.ranks, Lru().scores(published)
             count = min(count, len(published))
-            chosen = choose_pages(scores, published.ages, published.parents, published.kept, count)
+            given = (ranks, scores, published.ages, published.parents, published.kept)
+            chosen = choose_pages(*given, count)
             return self._let_go(rows, published, chosen)
 
     def _let_go(self, rows: npt.NDArray[np.void], published: Published, chosen: PageIds) -> int:
@@ -467,6 +468,7 @@ class Tiers(ObjectMoves, Closing):
             kept=((rows["flags"] & (HELD | PINNED)) != 0) | np.isin(rows["page"], self._coming),
             hotness=rows["hotness"].copy(),
             saved_s=self._saved_s(parents) if self._weighs else None,
+            priorities=rows["priority"].astype(np.uint8),
         )
         return rows, made
 

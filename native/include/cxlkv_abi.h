@@ -519,6 +519,12 @@ int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequen
 /* Marks this host's pages under these hashes, or takes the mark off: cxlkv_evictable() leaves out
  * those that have it. Returns how many there are. */
 int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t pinned);
+/* From 0, as pages are published; the higher, the later they go: cxlkv_choose(). */
+#define CXLKV_PRIORITY_MAX 100
+/* Gives this host's pages under these hashes a priority; lowers 0: those with a higher one keep it.
+ * It lasts until the page is forgotten. Returns how many pages there are. */
+int64_t cxlkv_prioritize(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t priority,
+                         uint32_t lowers);
 /* flags, a byte a page: 1 for a published page of this host that nobody holds or has pinned.
  * Returns how many there are. */
 int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity);
@@ -530,8 +536,9 @@ int64_t cxlkv_pages_want(cxlkv_pool *pool, uint64_t page_count, uint32_t within_
 int64_t cxlkv_extents_owed(cxlkv_pool *pool);
 int64_t cxlkv_extents_takeable(cxlkv_pool *pool);
 /* Of a shared pool: this host's pages to evict, so that as many extents as it owes become empty and
- * are given to others: those in which nothing is held or pinned, and that were asked for longest
- * ago. Returns how many; capacity: of all pages. */
+ * are given to others: those in which nothing is held or pinned; first those whose highest priority
+ * is lowest, of equal ones those that were asked for longest ago. Returns how many; capacity: of
+ * all pages. */
 int64_t cxlkv_pages_wanted(cxlkv_pool *pool, uint32_t *pages, uint64_t capacity);
 typedef struct cxlkv_scrubbed {
     uint64_t pages;                 /* overwritten now */
@@ -691,7 +698,8 @@ typedef struct cxlkv_published {
     uint32_t hotness;    /* as cxlkv_hotness_read counts */
     uint32_t part;
     uint32_t flags;
-    uint32_t reserved[2];
+    uint32_t priority;   /* as cxlkv_prioritize() gave it */
+    uint32_t reserved;
 } cxlkv_published;
 /* By page, `capacity` of them at most; returns how many there are. The clock counts the pages that
  * were found by a match or published so far. */
@@ -759,12 +767,13 @@ int cxlkv_batch_cheapest(cxlkv_batch *batch, const cxlkv_select_args *args);
  * seen so before. For who reads them by their addresses; counts as their use. */
 int cxlkv_batch_verify(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked);
 
-/* Which of `count` pages go, at most `wanted`: lowest score first, of equal scores the older, then
- * the lower index. parents are indexes; any other number is none. A page goes only after all whose
- * parent it is; blocked ones and their ancestors stay. Returns how many, in the order of going. */
-int64_t cxlkv_choose(uint32_t count, const float *scores, const uint32_t *ages,
-                     const uint32_t *parents, const uint8_t *blocked, uint32_t wanted,
-                     uint32_t *chosen);
+/* Which of `count` pages go, at most `wanted`: lowest priority first, of equal ones the lowest
+ * score, then the older, then the lower index. parents are indexes; any other number is none. A
+ * page goes only after all whose parent it is, whatever their priorities; blocked ones and their
+ * ancestors stay. Returns how many, in the order of going. */
+int64_t cxlkv_choose(uint32_t count, const uint8_t *priorities, const float *scores,
+                     const uint32_t *ages, const uint32_t *parents, const uint8_t *blocked,
+                     uint32_t wanted, uint32_t *chosen);
 
 /* ---- the worker near the memory: docs/ndp-worker.md ---- */
 

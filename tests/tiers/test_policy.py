@@ -155,14 +155,20 @@ def test_unknown_policy_is_named() -> None:
 
 
 def obvious_choice(
-    scores: list[int], ages: list[int], parents: list[int], blocked: list[bool], wanted: int
+    priorities: list[int],
+    scores: list[int],
+    ages: list[int],
+    parents: list[int],
+    blocked: list[bool],
+    wanted: int,
 ) -> list[int]:
     here, taken = set(range(len(scores))), list[int]()
     while len(taken) < wanted:
         leaves = here - {parents[page] for page in here} - {p for p in here if blocked[p]}
         if not leaves:
             break
-        taken.append(min(leaves, key=lambda page: (scores[page], -ages[page], page)))
+        order = {page: (priorities[page], scores[page], -ages[page], page) for page in leaves}
+        taken.append(min(leaves, key=lambda page: order[page]))
         here.discard(taken[-1])
     return taken
 
@@ -172,28 +178,30 @@ def obvious_choice(
 def test_choice_in_c_is_the_obvious_one(data: st.DataObject) -> None:
     count = data.draw(st.integers(0, 24))
     few = st.integers(0, 4)
-    scores, ages = (data.draw(st.lists(few, min_size=count, max_size=count)) for _ in range(2))
+    lists = [data.draw(st.lists(few, min_size=count, max_size=count)) for _ in range(3)]
+    priorities, scores, ages = lists
     blocked = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     wanted = data.draw(st.integers(0, count + 2))
     parent = st.one_of(st.just(NONE), st.integers(0, count + 3))  # cycles and strangers, too
     parents = data.draw(st.lists(parent, min_size=count, max_size=count))
     got = _core.choose(
+        np.array(priorities, np.uint8),
         np.array(scores, np.float32),
         np.array(ages, np.uint32),
         np.array(parents, np.uint32),
         np.array(blocked, np.bool_),
         wanted,
     )
-    assert got.tolist() == obvious_choice(scores, ages, parents, blocked, wanted)
+    assert got.tolist() == obvious_choice(priorities, scores, ages, parents, blocked, wanted)
 
 
 def test_choice_refuses_what_is_no_number_and_arrays_that_do_not_fit() -> None:
-    one = np.zeros(1, np.uint32)
+    level, one = np.zeros(1, np.uint8), np.zeros(1, np.uint32)
     kept = np.zeros(1, np.bool_)
     with pytest.raises(BadArgumentError, match="score of page 0 is not a number"):
-        _core.choose(np.array([np.nan], np.float32), one, one, kept, 1)
+        _core.choose(level, np.array([np.nan], np.float32), one, one, kept, 1)
     with pytest.raises(BadArgumentError, match="arrays of one length"):
-        _core.choose(np.zeros(2, np.float32), one, one, kept, 1)
+        _core.choose(level, np.zeros(2, np.float32), one, one, kept, 1)
 
 
 # ---- against the textbook ----

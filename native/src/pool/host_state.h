@@ -43,7 +43,7 @@ typedef struct reuse_record {
     uint16_t hits;
     uint16_t parent_born;        /* low bits: a page published since then is no parent any more */
     uint16_t part;
-    uint16_t reserved;
+    uint16_t priority;           /* of who asked that it stay longer than others; 0: nobody */
 } reuse_record;
 _Static_assert(sizeof(reuse_record) == 20, "24 bytes a page, with its hotness");
 

@@ -3,7 +3,7 @@
  * Both are advice for whoever moves or evicts pages. Hotness is counted by any thread, without the
  * host lock: a load and a store, so that two which count one page at one time may lose a count.
  * Reuse is written under the host lock. Whatever a death leaves in either is a value that they may
- * have: a parent is checked when it is read. */
+ * have: a parent, and a priority, is checked when it is read. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -75,6 +75,7 @@ static cxlkv_published row_of(const cxlkv_pool *pool, uint32_t page, uint32_t ep
                              .born = record->born, .parent = parent_of(pool, record),
                              .hits = record->hits, .hotness = decayed(hotness, epoch),
                              .part = record->part,
+                             .priority = min_u32(record->priority, CXLKV_PRIORITY_MAX),
                              .flags = (info->holders || pinned ? CXLKV_PUBLISHED_HELD : 0) |
                                       (info->pinned ? CXLKV_PUBLISHED_PINNED : 0)};
 }

@@ -78,54 +78,61 @@ bool page_is_evictable(const cxlkv_pool *pool, uint32_t page) {
            page_is_ours(pool, page);
 }
 
-/* For how long nobody has asked for any page of it, in pages asked for; 0: it is not ours, or not
- * all that is in it may go. Empty ones are the oldest of all. */
-static uint64_t age_of(const cxlkv_pool *pool, uint32_t extent) {
+/* The greater, the sooner it goes: first by its priority, which the lowest go before, then by how
+ * long ago it was asked for, in pages asked for since. */
+static uint64_t turn_of(const cxlkv_pool *pool, const reuse_record *record) {
+    uint64_t below = CXLKV_PRIORITY_MAX - min_u32(record->priority, CXLKV_PRIORITY_MAX);
+    return below << 33 | (1 + (uint64_t)(uint32_t)((uint32_t)pool->host->clock - record->used));
+}
+
+/* Of the page in it that goes last; 0: it is not ours, or not all that is in it may go. Empty ones
+ * are the first of all. */
+static uint64_t extent_turn(const cxlkv_pool *pool, uint32_t extent) {
     uint32_t slots = pool->geometry.slab_slots, first = extent * slots;
-    uint64_t age = UINT64_MAX;
+    uint64_t turn = UINT64_MAX;
     for (uint32_t page = first; page < first + slots; page++) {
         if (page_is_ours(pool, page) && page_is_free(pool, page)) continue;
         if (!page_is_evictable(pool, page)) return 0;
-        age = min_u64(age, 1 + (uint32_t)((uint32_t)pool->host->clock - pool->reuse[page].used));
+        turn = min_u64(turn, turn_of(pool, &pool->reuse[page]));
     }
-    return age;
+    return turn;
 }
 
-static uint32_t oldest(const uint64_t *ages, uint32_t count) {
+static uint32_t first_of(const uint64_t *turns, uint32_t count) {
     uint32_t found = 0;
     for (uint32_t extent = 1; extent < count; extent++)
-        if (ages[extent] > ages[found]) found = extent;
+        if (turns[extent] > turns[found]) found = extent;
     return found;
 }
 
 /* One that is empty stays with us: extents_offer(). */
-static int64_t choose(const cxlkv_pool *pool, int64_t owed, uint64_t *ages, uint32_t *pages) {
+static int64_t choose(const cxlkv_pool *pool, int64_t owed, uint64_t *turns, uint32_t *pages) {
     uint32_t count = pool->geometry.extent_count, slots = pool->geometry.slab_slots;
     int64_t chosen = 0;
-    for (uint32_t extent = 0; extent < count; extent++) ages[extent] = age_of(pool, extent);
+    for (uint32_t extent = 0; extent < count; extent++) turns[extent] = extent_turn(pool, extent);
     for (int64_t left = owed + 1; left; left--) {
-        uint32_t extent = oldest(ages, count);
-        if (ages[extent] == 0) break;
-        ages[extent] = 0;
+        uint32_t extent = first_of(turns, count);
+        if (turns[extent] == 0) break;
+        turns[extent] = 0;
         for (uint32_t page = extent * slots; page < (extent + 1) * slots; page++)
             if (page_is_evictable(pool, page)) pages[chosen++] = page;
     }
     return chosen;
 }
 
-static int64_t choose_owed(cxlkv_pool *pool, uint64_t *ages, uint32_t *pages) {
+static int64_t choose_owed(cxlkv_pool *pool, uint64_t *turns, uint32_t *pages) {
     hooks.sequences_expire(pool);
     int64_t count = owed(pool);
-    return count > 0 ? HOST_LOCKED(pool, choose(pool, count, ages, pages)) : count;
+    return count > 0 ? HOST_LOCKED(pool, choose(pool, count, turns, pages)) : count;
 }
 
 int64_t cxlkv_pages_wanted(cxlkv_pool *pool, uint32_t *pages, uint64_t capacity) {
     if (capacity < pool->geometry.page_count)
         return fail(CXLKV_E_ROOM, "room for %u pages is wanted", pool->geometry.page_count);
     if (!pool->shared) return 0;
-    uint64_t *ages = malloc(pool->geometry.extent_count * sizeof(*ages));
-    if (!ages) return fail(ENOMEM, "no memory for %u extents", pool->geometry.extent_count);
-    int64_t found = IN_POOL(pool, choose_owed(pool, ages, pages));
-    free(ages);
+    uint64_t *turns = malloc(pool->geometry.extent_count * sizeof(*turns));
+    if (!turns) return fail(ENOMEM, "no memory for %u extents", pool->geometry.extent_count);
+    int64_t found = IN_POOL(pool, choose_owed(pool, turns, pages));
+    free(turns);
     return found;
 }

@@ -1,4 +1,4 @@
-/* Published pages by their keys: forgotten, scrubbed, pinned. */
+/* Published pages by their keys: forgotten, scrubbed, pinned, prioritized. */
 
 #include "pool/hooks.h"
 #include "pool/pages.h"
@@ -89,6 +89,32 @@ static void pin_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], voi
 int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t pinned) {
     pinning p = {.pinned = pinned != 0};
     int code = keys_call(pool, count, hashes, false, pin_one, &p);
+    return code < 0 ? code : p.found;
+}
+
+/* ---- prioritized: they make room later than others. Of this host, as a pin is. ---- */
+
+typedef struct prioritizing {
+    uint16_t priority;
+    bool lowers;
+    int64_t found;
+} prioritizing;
+
+static void prioritize_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context) {
+    (void)hash;
+    prioritizing *p = context;
+    if (!page_is_ours(pool, page)) return;
+    uint16_t *priority = &pool->reuse[page].priority;
+    if (p->lowers || *priority < p->priority) *priority = p->priority;
+    p->found++;
+}
+
+int64_t cxlkv_prioritize(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t priority,
+                         uint32_t lowers) {
+    if (priority > CXLKV_PRIORITY_MAX)
+        return fail(CXLKV_E_ARGUMENT, "priority %u: outside 0 to %d", priority, CXLKV_PRIORITY_MAX);
+    prioritizing p = {.priority = (uint16_t)priority, .lowers = lowers != 0};
+    int code = keys_call(pool, count, hashes, false, prioritize_one, &p);
     return code < 0 ? code : p.found;
 }
 

@@ -1,11 +1,13 @@
-/* Which pages go: those of lowest score, leaves of the prefix tree first. Only arrays are read. A
- * page whose children stay must stay: without it they could not be found. */
+/* Which pages go: those of lowest priority, then of lowest score, leaves of the prefix tree first.
+ * Only arrays are read. A page whose children stay must stay: without it they could not be found.
+ * So it stays as long as the highest priority behind it. */
 #include <stdlib.h>
 
 #include "base/base.h"
 #include "coherence/hosts.h"
 
 typedef struct candidates {
+    const uint8_t *priorities;
     const float *scores;
     const uint32_t *ages;
     uint32_t *heap;              /* leaves, the one that goes next at the top */
@@ -14,6 +16,7 @@ typedef struct candidates {
 
 /* A total order, so that equal calls choose alike. */
 static bool goes_before(const candidates *c, uint32_t a, uint32_t b) {
+    if (c->priorities[a] != c->priorities[b]) return c->priorities[a] < c->priorities[b];
     if (c->scores[a] != c->scores[b]) return c->scores[a] < c->scores[b];
     if (c->ages[a] != c->ages[b]) return c->ages[a] > c->ages[b];
     return a < b;
@@ -61,13 +64,13 @@ static uint32_t choose_into(candidates *c, uint32_t count, const uint32_t *paren
     return taken;
 }
 
-int64_t cxlkv_choose(uint32_t count, const float *scores, const uint32_t *ages,
-                     const uint32_t *parents, const uint8_t *blocked, uint32_t wanted,
-                     uint32_t *chosen) {
+int64_t cxlkv_choose(uint32_t count, const uint8_t *priorities, const float *scores,
+                     const uint32_t *ages, const uint32_t *parents, const uint8_t *blocked,
+                     uint32_t wanted, uint32_t *chosen) {
     for (uint32_t page = 0; page < count; page++)
         if (scores[page] != scores[page])
             return fail(CXLKV_E_ARGUMENT, "choose: the score of page %u is not a number", page);
-    candidates c = {.scores = scores, .ages = ages};
+    candidates c = {.priorities = priorities, .scores = scores, .ages = ages};
     c.heap = malloc(((size_t)count + 1) * sizeof(*c.heap));
     uint32_t *children = calloc((size_t)count + 1, sizeof(*children));
     int64_t taken;

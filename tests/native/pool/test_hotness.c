@@ -1,7 +1,8 @@
 /* Goal: counts halve, stop at their largest value and survive what other threads do to them; a
- * death in the middle of a change leaves rows whose parents are pages that can be found. Method:
- * heat set by hand, then used; threads that use the same pages at once (for TSan); children that
- * die inside the lock, some with random bytes where the records of reuse were. */
+ * priority is a page's as long as it is published; a death in the middle of a change leaves rows
+ * whose parents are pages that can be found. Method: heat set by hand, then used; threads that use
+ * the same pages at once (for TSan); children that die inside the lock, some with random bytes
+ * where the records of reuse were. */
 #include "check.h"
 #include "pool/pages.h"
 
@@ -117,6 +118,41 @@ static void test_threads(void) {
     test_end(&pool, &sequence, NULL);
 }
 
+/* ---- priorities ---- */
+
+static void check_priorities(cxlkv_pool *pool, const uint32_t *wanted) {
+    cxlkv_published rows[PAGES];
+    uint64_t clock;
+    CHECK(cxlkv_pool_published(pool, rows, PAGES, &clock) == PAGES);
+    for (uint32_t i = 0; i < PAGES; i++) CHECK(rows[i].priority == wanted[i]);
+}
+
+static void test_priorities(void) {
+    cxlkv_pool *pool = test_pool(NULL, 16);
+    cxlkv_sequence *sequence = written(pool, 1);
+    uint8_t hashes[(PAGES + 1) * 16];
+    test_hashes(hashes, 3, PAGES + 1);
+    CHECK(cxlkv_prioritize(pool, PAGES, hashes, 1, 0) == 0);
+    CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) == PAGES);
+    check_priorities(pool, (uint32_t[PAGES]){0});
+    CHECK(cxlkv_prioritize(pool, 4, hashes, 2, 0) == 4);
+    CHECK(cxlkv_prioritize(pool, 2, hashes, 1, 0) == 2); /* the higher stays */
+    CHECK(cxlkv_prioritize(pool, 1, hashes, CXLKV_PRIORITY_MAX, 0) == 1);
+    CHECK(cxlkv_prioritize(pool, 2, hashes + 48, 7, 0) == 2);
+    check_priorities(pool, (uint32_t[PAGES]){CXLKV_PRIORITY_MAX, 2, 2, 7, 7});
+    CHECK(cxlkv_prioritize(pool, 4, hashes, 1, 1) == 4);
+    check_priorities(pool, (uint32_t[PAGES]){1, 1, 1, 1, 7});
+    CHECK(cxlkv_prioritize(pool, 1, hashes, CXLKV_PRIORITY_MAX + 1, 1) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_prioritize(pool, 1, hashes, UINT32_MAX, 0) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_prioritize(pool, PAGES + 1, hashes, 0, 0) == PAGES); /* one is not there */
+    check_priorities(pool, (uint32_t[PAGES]){1, 1, 1, 1, 7});
+    /* It goes with the page, and another text in the same page has none. */
+    CHECK(cxlkv_forget(pool, PAGES, hashes, NULL) == PAGES);
+    CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) == PAGES);
+    check_priorities(pool, (uint32_t[PAGES]){0});
+    test_end(&pool, &sequence, NULL);
+}
+
 /* ---- deaths ---- */
 
 static void die_inside(const char *path, uint64_t *seed, bool scribbles) {
@@ -148,6 +184,7 @@ static void check_rows(cxlkv_pool *pool, int64_t wanted) {
         CHECK(i == 0 || rows[i].page > rows[i - 1].page);
         CHECK(index_find(pool, rows[i].hash) == rows[i].page);
         CHECK(rows[i].part == 0 && rows[i].hits <= UINT16_MAX);
+        CHECK(rows[i].priority <= CXLKV_PRIORITY_MAX);
     }
 }
 
@@ -195,6 +232,7 @@ static void test_deaths(void) {
 
 int main(void) {
     test_one_count();
+    test_priorities();
     test_deaths();
     test_threads();
     return 0;

@@ -225,6 +225,7 @@ static void call_keys(scene *s) {
     cxlkv_scrubbed scrubbed;
     static uint8_t flags[1 << 16];
     told(cxlkv_pin(either(s), KEYS, s->hashes, 1));
+    told(cxlkv_prioritize(either(s), KEYS, s->hashes, CXLKV_PRIORITY_MAX, 0));
     told(cxlkv_evictable(s->pool, flags, sizeof(flags)));
     told(cxlkv_forget(either(s), 1, s->hashes, &scrubbed));
     told(cxlkv_forget(either(s), 1, s->hashes + 16, NULL));

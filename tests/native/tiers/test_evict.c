@@ -8,6 +8,7 @@ enum { PAGES_MAX = 40, ROUNDS = 3000 };
 
 typedef struct forest {
     uint32_t count;
+    uint8_t priorities[PAGES_MAX];
     float scores[PAGES_MAX];
     uint32_t ages[PAGES_MAX], parents[PAGES_MAX];
     uint8_t blocked[PAGES_MAX];
@@ -16,6 +17,7 @@ typedef struct forest {
 static forest forest_make(uint64_t *seed) {
     forest f = {.count = random_below(seed, PAGES_MAX + 1)};
     for (uint32_t page = 0; page < f.count; page++) {
+        f.priorities[page] = (uint8_t)random_below(seed, 3);
         f.scores[page] = (float)random_below(seed, 4) - 1.0f;
         f.ages[page] = random_below(seed, 3);
         f.blocked[page] = random_below(seed, 8) == 0;
@@ -36,6 +38,8 @@ static bool is_leaf(const forest *f, const bool *gone, uint32_t page) {
 
 static bool goes_first(const forest *f, uint32_t page, uint32_t best) {
     if (best == UINT32_MAX) return true;
+    if (f->priorities[page] != f->priorities[best])
+        return f->priorities[page] < f->priorities[best];
     if (f->scores[page] != f->scores[best]) return f->scores[page] < f->scores[best];
     return f->ages[page] > f->ages[best];
 }
@@ -63,13 +67,14 @@ int main(void) {
         forest f = forest_make(&seed);
         uint32_t wanted = random_below(&seed, f.count + 1), got[PAGES_MAX], expected[PAGES_MAX];
         uint32_t taken = obvious(&f, wanted, expected);
-        CHECK(cxlkv_choose(f.count, f.scores, f.ages, f.parents, f.blocked, wanted, got) == taken);
+        CHECK(cxlkv_choose(f.count, f.priorities, f.scores, f.ages, f.parents, f.blocked, wanted,
+                           got) == taken);
         CHECK(memcmp(got, expected, taken * sizeof(*got)) == 0);
         all += taken;
     }
     CHECK(all > ROUNDS);
     forest bad = {.count = 1, .scores = {NAN}};
-    CHECK(cxlkv_choose(1, bad.scores, bad.ages, bad.parents, bad.blocked, 1, bad.ages) ==
-          -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_choose(1, bad.priorities, bad.scores, bad.ages, bad.parents, bad.blocked, 1,
+                       bad.ages) == -CXLKV_E_ARGUMENT);
     return 0;
 }
