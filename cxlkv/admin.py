@@ -129,13 +129,13 @@ class Admin:
         lowers: bool = False,
         strict: bool = True,
     ) -> int:
-        """Published pages of `keys` make room after all of lower priority, from 0, which pages are
-        published with, to 100; returns how many there are.
+        """Let published pages of `keys` make room after all of lower priority; returns how many.
 
-        A page keeps the higher of its priority and this one, so that a prefix which texts share has
-        the highest of theirs; lowers=True: it gets this one. It lasts until the page is forgotten or
-        evicted. At most half of this host's published pages count as more than 0, those that were
-        used last. Like a pin it is of this host, for its own pages. Raises BadArgumentError.
+        0, which every page has at first, to 100. A page keeps the higher of its own and this one,
+        so that a prefix which texts share has the highest of theirs; lowers=True: it gets this one.
+        It ends when the page is forgotten or evicted. Of this host's published pages at most half
+        count as of more than 0, those that were used last. Like a pin, it is of this host, for its
+        own pages. Raises BadArgumentError.
         """
         if not 0 <= priority <= _core.PRIORITY_MAX:
             raise BadArgumentError(f"priority {priority}: 0 to {_core.PRIORITY_MAX}")

@@ -70,7 +70,6 @@ class Published:
         """Since each was used."""
         return np.uint32(self.clock & NONE) - self.used
 
-
     @property
     def ranks(self) -> npt.NDArray[np.uint8]:
         """Their priorities, but 0 for those that are too many: used longest ago, and of a chain the

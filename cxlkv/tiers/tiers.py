@@ -424,9 +424,9 @@ class Tiers(ObjectMoves, Closing):
         return self._let_go(rows, published, choose(self._policy, published, count))
 
     def evict_among(self, names: Names, count: int) -> int:
-        """Evicts up to `count` pages of these names [n, 16] and of no others, of the lowest priority
-        the least recently used first; to cold or away. How many: those that are held, pinned or
-        leased stay, and what they continue."""
+        """Evicts up to `count` pages of these names [n, 16] and of no others, those of lowest
+        priority first, of equal ones the least recently used; to cold or away. How many: those that
+        are held, pinned or leased stay, and what they continue."""
         self._check()
         with self._lock:
             rows, published = self.published()

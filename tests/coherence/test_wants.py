@@ -11,6 +11,7 @@ import pytest
 from cxlkv import CXLPool
 from cxlkv.arrays import PageIds
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
+from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
 
 from ..support.waiting import until
@@ -69,6 +70,24 @@ def test_what_was_asked_for_longest_ago_makes_room(
     assert found(owner, 1000) == TOKENS
     kept = [seed for seed in seeds if found(owner, seed) == TOKENS]
     assert len(seeds) > len(kept) >= len(seeds) - evicted
+
+
+def test_extents_of_lower_priority_go_first(hosts: Hosts, owner: CXLPool, tiers: Tiers) -> None:
+    """The oldest texts, which would go first, are raised: what was asked for next does."""
+    seeds = fill(owner)
+    for seed in seeds[: len(seeds) // 2]:
+        owner.admin.prioritize(prefix_keys(text(seed), PAGE_TOKENS), 3)
+    other = hosts.open(1, LEASE_S)
+    other.pages.want_room(1)
+    until(lambda: len(owner.pages.wanted()) > 0)
+    rows, _ = tiers.published()
+    place = rows["page"] // owner.pages.geometry["slab_slots"]
+    order = {e: max(rows[["priority", "used"]][place == e].tolist()) for e in np.unique(place)}
+    going = np.unique(owner.pages.wanted() // owner.pages.geometry["slab_slots"])
+    assert set(going) == set(sorted(order, key=lambda e: order[e])[: len(going)])
+    assert {order[e][0] for e in going} == {0}
+    assert {priority for priority, _ in order.values()} == {0, 3}
+    assert other.admin.prioritize(prefix_keys(text(seeds[-1]), PAGE_TOKENS), 9) == 0, "not its own"
 
 
 def test_what_is_held_or_pinned_stays(hosts: Hosts, owner: CXLPool, tiers: Tiers) -> None:

@@ -3,6 +3,7 @@
     held = requests.match(keys)                             how much of a prompt is there already?
     requests.load(request, held.handle, held.tokens, keys)  a worker: go on from it
     requests.store(request, keys)                           publish what became complete
+    requests.prioritize(keys, 3)                            what of it is published goes later
     requests.release(request)                               done, aborted or preempted
 
 Keys name blocks of keys.page_tokens tokens, a page or several, each for all text before its end:
@@ -153,6 +154,11 @@ class PoolRequests:
             self.fail("quota", error)
             return 0, before
         return new, there * size
+
+    def prioritize(self, keys: PageKeys, priority: int) -> int:
+        """Pages of these keys make room after all of lower priority, as pool.admin.prioritize();
+        returns how many this host has."""
+        return self.pool.admin.prioritize(keys, priority, strict=keys.strict)
 
     def truncate(self, request: str, tokens: int) -> None:
         """The request has only `tokens` tokens: what was computed after them is not its text."""
