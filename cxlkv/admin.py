@@ -13,6 +13,7 @@ from cxlkv.machine.hosts import Host, hosts_of
 from cxlkv.machine.huge_pages import check_huge, huge_bytes, mapped, require
 from cxlkv.machine.placement import CHECK_PAGES, warn_of_moves
 from cxlkv.ndp import audit
+from cxlkv.pages import PRIORITY_MAX
 from cxlkv.stats import Overview, of_pool
 
 
@@ -137,8 +138,8 @@ class Admin:
         count as of more than 0, those that were used last. Like a pin, it is of this host, for its
         own pages. Raises BadArgumentError.
         """
-        if not 0 <= priority <= _core.PRIORITY_MAX:
-            raise BadArgumentError(f"priority {priority}: 0 to {_core.PRIORITY_MAX}")
+        if not 0 <= priority <= PRIORITY_MAX:
+            raise BadArgumentError(f"priority {priority}: 0 to {PRIORITY_MAX}")
         return _core.prioritize(self._handle, self._hashes(keys, strict), priority, lowers)
 
     def prefault(self, *, background: bool = False, huge: str = "try") -> None:

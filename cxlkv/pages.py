@@ -27,6 +27,7 @@ COUNTER_WIDTH = 16
 COUNT_MAX = (1 << COUNTER_WIDTH) - 1
 HELD, PINNED = _core.PUBLISHED_HELD, _core.PUBLISHED_PINNED
 choose_pages = _core.choose  # which published pages an eviction takes
+PRIORITY_MAX = _core.PRIORITY_MAX  # of a published page, from 0
 
 CORRUPT, STALE, PRESENT = _core.E_CORRUPT, _core.E_STALE, _core.RECORD_PRESENT
 """Codes of single records: wrong bytes; the page is another by now; the name is there already."""

@@ -18,6 +18,7 @@ from cxlkv.adapters.vllm.messages import KEY_BYTES, Continued, Message
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.emulation.link import emulate
 from cxlkv.emulation.profiles import Profile
+from cxlkv.tiers.policy import policy_named
 
 from ..support.damaging import damage_piece
 from ..support.paged_engine import SPACE, TOKENS, Adapter, Engine, Request, words_of
@@ -348,6 +349,51 @@ def test_old_texts_make_room_for_new_ones(make_engine: MakeEngine, paths: list[s
         engine.step()
     found = [name for name, cached in engine.cached.items() if cached and "again" in name]
     assert 0 < len(found) < 12
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_texts_of_higher_priority_make_room_later(
+    make_engine: MakeEngine, paths: list[str], ranks: int
+) -> None:
+    """Blocks that a request saves, those that it saves when it ends, and those that it finds, also
+    when it saves nothing. By age alone, nothing else would be left."""
+    engine = make_engine(ranks, blocks=4096)
+    for rank in engine.ranks:
+        rank.worker.tiers._policy = policy_named("lru")
+    for name, tokens in (("found", 41), ("plain", 41)):
+        engine.serve(name, text(ord(name[0]), tokens))
+        engine.end(name)
+    saved = engine.serve("saved", text(1, 41), priority=1)
+    for _ in range(2 * TOKENS):
+        engine.step()
+    engine.serve("found", text(ord("f"), 41), priority=2, save=False)
+    longer = list(saved.all_token_ids)
+    for name in ("saved", "found"):
+        engine.end(name)
+    engine.step()
+    for path in paths[:ranks]:
+        with CXLPool.open(path, threads=1) as pool:
+            given = pool.hotness.published().rows["priority"].tolist()
+            assert sorted(given) == [0] * 10 + [1] * ((len(longer) - 1) // TOKENS) + [2] * 10
+    fill(engine, paths[0])
+    for name, ids, there in (
+        ("saved", longer, (len(longer) - 1) // TOKENS * TOKENS),
+        ("found", text(ord("f"), 41), 40),
+        ("plain", text(ord("p"), 41), 0),
+    ):
+        engine.serve(name, ids)
+        assert engine.cached[name] == there
+    assert not engine.scheduling.failures
+
+
+def fill(engine: Engine, path: str) -> None:
+    """With new texts, twice the pool."""
+    with CXLPool.open(path, threads=1) as pool:
+        tokens = pool.stats()["pages_total"] // 4 * TOKENS
+    for number in range(1000, 1008):
+        engine.serve(f"{number}", text(number, tokens))
+        engine.end(f"{number}")
+        engine.step()
 
 
 def test_preempted_request_starts_again_from_the_pool(make_engine: MakeEngine) -> None:

@@ -278,6 +278,32 @@ def test_published_pages_make_room(pool: CXLPool, attention: PoolAttention) -> N
     assert not attention.report().failures
 
 
+def test_pages_of_higher_priority_make_room_later(pool: CXLPool, attention: PoolAttention) -> None:
+    """Of a text that saves its pages, and of one that finds them and saves nothing."""
+    saved, found, plain = (
+        Text("saved", 70, Options(priority=1)),
+        Text("found", 40),
+        Text("plain", 40),
+    )
+    started = [saved.start(1), found.start(2), plain.start(3)]
+    run(attention, Message(started=started), [(1, saved, 0, 70), (2, found, 0, 40)])
+    run(attention, Message(ended=["found"]), [(3, plain, 0, 40)])
+    found.options = Options(priority=2, save=False)
+    with pool.match(unpacked(found.keys, BLOCK)) as hit:
+        again = found.start(2, handle=hit.handle, tokens=hit.tokens)
+        run(attention, Message(started=[again]), [])
+    run(attention, Message(ended=["saved", "found", "plain"]), [])
+    tokens = (Room([pool]).tokens - 128) // BLOCK * BLOCK
+    for number in range(3):
+        text = Text(f"text {number}", tokens)
+        run(attention, Message(started=[text.start(1)]), [(1, text, 0, tokens)])
+        run(attention, Message(ended=[text.name]), [])
+    for one, there in ((saved, 64), (found, 32), (plain, 0)):
+        with pool.match(unpacked(one.keys, BLOCK)) as hit:
+            assert hit.tokens == there
+    assert not attention.report().failures
+
+
 def test_keys_that_come_later_are_published_then(pool: CXLPool, attention: PoolAttention) -> None:
     one = Text("one", 70)
     start, rest = one.start(1), one.keys[16:]

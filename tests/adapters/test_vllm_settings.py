@@ -101,9 +101,13 @@ def test_a_request_may_ask_for_other_options() -> None:
     assert read_options(asked, settings) == Options(Budget(pages=8), save=False)
     deep = {"cxlkv": {"tier": "far", "ttl_s": 60}}
     assert read_options(deep, settings) == Options(Budget(share=0.5), tier="far", ttl_s=60)
+    assert read_options({"cxlkv": {"priority": 100}}, Settings()) == Options(priority=100)
     for wrong in ({"cxlkv": 1}, {"cxlkv": {"safe": True}}, {"cxlkv": {"save": "no"}}):
         with pytest.raises(BadArgumentError, match="kv_transfer_params"):
             read_options(wrong, settings)
+    for priority in (-1, 101, 1.5, True, "3"):
+        with pytest.raises(BadArgumentError, match=r"priority is .*: a whole number from 0 to 100"):
+            read_options({"cxlkv": {"priority": priority}}, settings)
 
 
 def test_without_vllm_the_plugin_does_nothing() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -192,11 +192,21 @@ class EngineAttention:
                     held.awaits.add(name)
 
     def _end(self, name: str) -> None:
-        self._held.pop(name, None)
+        held = self._held.pop(name, None)
+        if held is not None and held.options.priority:  # before it lets go of its pages
+            self._prioritize(held)
         self.requests.release(name)
         for other, load in self._beside:
             if other == name:
                 load.give_up()
+
+    def _prioritize(self, held: _Held) -> None:
+        """Of its text all that the pool has, from whomever."""
+        try:
+            keys = unpacked(held.keys, self.block_tokens)
+            self.requests.prioritize(keys, held.options.priority)
+        except CXLKVError as error:
+            self.requests.fail("save", error)
 
     # ---- loading ----
 
@@ -364,7 +374,7 @@ class EngineAttention:
         """No more is saved of this request."""
         self.requests.release(name)
         self._held[name].saved = 0
-        self._held[name].options = Options(self._held[name].options.budget, save=False)
+        self._held[name].options = replace(self._held[name].options, save=False)
 
     def _abandon(self, writing: _Writing) -> None:
         """What was appended in this step goes; a later step finds what is published."""

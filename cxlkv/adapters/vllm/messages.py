@@ -28,13 +28,15 @@ FAR, COLD = TIERS = ("far", "cold")
 class Options:
     """What a request asked for. budget: pages that a decode step may attend to; None is all. tier:
     from how far down its hit may come. ttl_s: so long its prefix stays in the pool after its end;
-    0: what was kept of it before is let go, None: that stays for its time.
+    0: what was kept of it before is let go, None: that stays for its time. priority: of what the
+    pool has of its text when it ends, as pool.admin.prioritize() takes it; 0: as it is.
     """
 
     budget: Budget | None = None
     save: bool = True
     tier: str = COLD
     ttl_s: float | None = None
+    priority: int = 0
 
     @property
     def selected(self) -> bool:

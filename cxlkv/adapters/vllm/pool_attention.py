@@ -156,7 +156,16 @@ class PoolAttention:
         held = self._held.pop(name, None)
         if held is not None and self.by_request_row.get(held.request_row) is held:
             del self.by_request_row[held.request_row]
+        if held is not None and held.options.priority:  # before it lets go of its pages
+            self._prioritize(held)
         self.requests.release(name)
+
+    def _prioritize(self, held: Held) -> None:
+        """Of its text all that the pool has, from whomever."""
+        try:
+            self.requests.prioritize(self._keys(held), held.options.priority)
+        except CXLKVError as error:
+            self.count(error)
 
     def step(self, request_rows: Sequences[int], starts: Ints, lengths: Sequences[int]) -> Step:
         """The step that is under way: rows [starts[i], starts[i + 1]) are of request row i, whose

@@ -6,16 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf
 
-from cxlkv.adapters.common.settings import PoolSettings, Rule, number, one_of, read, size
+from cxlkv.adapters.common.settings import (
+    PoolSettings,
+    Rule,
+    number,
+    one_of,
+    read,
+    size,
+    whole_number,
+)
 from cxlkv.adapters.vllm.messages import TIERS, Options
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import METHODS, Budget
+from cxlkv.pages import PRIORITY_MAX
 
 PREFIX = "kv_connector_extra_config"
 OPTIONS: Mapping[str, Rule] = {
     "save": one_of(True, False),
     "tier": one_of(*TIERS),
     "ttl_s": number(0, 7 * 86400),
+    "priority": whole_number(0, PRIORITY_MAX),
 }
 """Of a request, beside its budget."""
 BY_MASS = ("auto", "exact", "attention")
@@ -146,7 +156,7 @@ def read_budget(given: object, where: str) -> Budget | None:
 
 def read_options(given: object, settings: Settings) -> Options:
     """Of one request: {"cxlkv": {"budget": {"pages": 8} or null, "save": false, "tier": "far",
-    "ttl_s": 60}}.
+    "ttl_s": 60, "priority": 3}}.
 
     Raises BadArgumentError; other connectors' keys beside "cxlkv" are theirs.
     """
