@@ -249,6 +249,30 @@ def test_small_pool_changes_nothing(make_engine: MakeEngine, tmp_path: Path, see
     assert stats["pages_free"] < stats["pages_total"] // 10
 
 
+@pytest.mark.parametrize("attention", ["engine", "pool"])
+def test_texts_of_higher_priority_make_room_later(
+    make_engine: MakeEngine, tmp_path: Path, attention: str
+) -> None:
+    """Two texts of a priority and two without, and then more than the pool holds: the two are
+    found, with the same tokens; by age all four would have gone."""
+    folder, extra = folder_in(tmp_path)
+    engine = make_engine({**extra, "capacity": "8MiB", "policy": "lru", "attention": attention})
+    assert engine.ready() is None
+    numbers = np.random.default_rng(7)
+    texts = numbers.integers(0, VOCABULARY_SIZE, (40, 300)).tolist()
+    asked = {"kv_transfer_params": {"cxlkv": {"priority": 3}}}
+    first = engine.generate(texts[:2], max_tokens=8, extra_args=asked)
+    for at in range(2, len(texts), 2):
+        engine.generate(texts[at : at + 2], max_tokens=8)
+    engine.forget()
+    again = engine.generate(texts[:4], max_tokens=8)
+    cached = 300 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert again["cached"] == [cached, cached, 0, 0]
+    assert again["tokens"][:2] == first["tokens"]
+    engine.end()
+    assert check(folder)["pages_held"] == 0
+
+
 def test_each_rank_has_its_own_shard(make_engine: MakeEngine, tmp_path: Path) -> None:
     folder, extra = folder_in(tmp_path)
     engine = make_engine(extra, processes=True, tensor_parallel_size=2)
