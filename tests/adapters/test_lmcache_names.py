@@ -13,7 +13,8 @@ import pytest
 
 from cxlkv import object_keys
 from cxlkv.adapters.common.keys import space_of
-from cxlkv.adapters.lmcache.names import file_name, name_of, words_of
+from cxlkv.adapters.lmcache.names import PRIORITY, file_name, name_of, priority_of, words_of
+from cxlkv.errors import BadArgumentError
 from cxlkv.prefix import PageKeys
 
 
@@ -36,6 +37,20 @@ class Key:
 @dataclass
 class LayerKey(Key):
     layer_id: int = 0
+
+
+@dataclass
+class AskedKey(Key):
+    request_configs: dict[str, object] | None = None
+
+
+def test_a_request_says_a_priority_and_keeps_its_keys() -> None:
+    asked = AskedKey(request_configs={PRIORITY: 3, "lmcache.skip_save": False})
+    assert [priority_of(key) for key in (Key(), AskedKey(), asked)] == [0, 0, 3]
+    assert name_of(asked) == name_of(Key())
+    for wrong in (101, -1, "3", None, True):
+        with pytest.raises(BadArgumentError, match=rf"{PRIORITY} is .*: a whole number from 0 to"):
+            priority_of(AskedKey(request_configs={PRIORITY: wrong}))
 
 
 OTHERS = [

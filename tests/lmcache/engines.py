@@ -113,7 +113,9 @@ def _kept(kwargs: dict[str, object]) -> list[torch.Tensor]:
 
 @dataclass
 class Engine:
-    """LMCache's engine, and K and V of a serving engine that is none: a slot for each token."""
+    """LMCache's engine, and K and V of a serving engine that is none: a slot for each token.
+
+    said: what the requests' kv_transfer_params have for LMCache."""
 
     engine: LMCacheEngine
     name: str
@@ -122,6 +124,7 @@ class Engine:
             torch.zeros(2, SLOTS, HEADS * DIM, dtype=torch.bfloat16) for _ in range(LAYERS)
         ]
     )
+    said: dict[str, object] = field(default_factory=dict)
 
     @property
     def storage(self) -> CXLStorage:
@@ -151,7 +154,9 @@ class Engine:
 
     def _where(self, tokens: list[int]) -> dict[str, object]:
         order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(5))
-        return {"kvcaches": self.kept, "slot_mapping": order[: len(tokens)], "sync": True}
+        slots = order[: len(tokens)]
+        where = {"kvcaches": self.kept, "slot_mapping": slots, "sync": True}
+        return {**where, "request_configs": self.said or None}
 
     def slots(self, tokens: list[int]) -> torch.Tensor:
         return _slots(self._where(tokens))

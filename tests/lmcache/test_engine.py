@@ -42,6 +42,22 @@ def test_what_was_stored_is_retrieved(make_engine: MakeEngine, form: str, layerw
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
+def test_chunks_have_the_priority_that_a_request_said(
+    make_engine: MakeEngine, layerwise: bool
+) -> None:
+    """LMCache hands it on with what it stores and what it retrieves; it makes no other keys."""
+    engine = make_engine(form="memory", use_layerwise=layerwise)
+    for seed, priority in ((1, 4), (2, 0)):
+        engine.said = {"lmcache.cxlkv.priority": priority}
+        stored(engine, seed, 3 * CHUNK)
+    engine.said = {"lmcache.cxlkv.priority": 9}
+    assert engine.retrieve(text(2, 2 * CHUNK)) == 2 * CHUNK
+    given = engine.storage.pool.hotness.published().rows["priority"].tolist()
+    objects = LAYERS if layerwise else 1
+    assert sorted(given) == [0] * objects + [4] * 3 * objects + [9] * 2 * objects
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_restart_hits(make_engine: MakeEngine, form: str, layerwise: bool) -> None:
     first = make_engine(form=form, use_layerwise=layerwise)

@@ -58,6 +58,27 @@ def test_the_first_of_equal_keys_stays(storage: CXLStorage) -> None:
     assert torch.equal(found, value(1))
 
 
+def test_a_request_says_when_its_chunks_make_room(storage: CXLStorage) -> None:
+    """Those that it stores and those that it reads; a number that makes no sense is counted."""
+
+    def asked(number: int, priority: object) -> CacheEngineKey:
+        said = {"lmcache.cxlkv.priority": priority}
+        return CacheEngineKey("m", 1, 0, number, DTYPE, said)
+
+    put(storage, 1, 2)
+    one = written(storage, 3)
+    storage.batched_submit_put_task([asked(3, 5)], [one])
+    one.ref_count_down()
+    storage.drain()
+    for number, priority in ((2, 7), (1, "high")):
+        found = storage.get_blocking(asked(number, priority))
+        assert found is not None
+        found.ref_count_down()
+    given = storage.pool.hotness.published().rows["priority"].tolist()
+    assert sorted(given) == [0, 5, 7]
+    assert storage.counting.failures["bad_options"] == 1
+
+
 def test_groups_and_smaller_chunks_keep_their_shapes(storage: CXLStorage) -> None:
     small = torch.Size([2, LAYERS, 3, HEADS * DIM])
     one = written(storage, 1, small)

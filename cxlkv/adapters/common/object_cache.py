@@ -174,6 +174,10 @@ class ObjectCache(Closing):
         """How many were there. Who reads one keeps it until it gives it back."""
         return self._asked(lambda: self._tiers.forget(keys), 0)
 
+    def prioritize(self, keys: PageKeys, priority: int) -> int:
+        """Those that are there make room after all of lower priority; how many this host has."""
+        return self._asked(lambda: self.pool.admin.prioritize(keys, priority), 0)
+
     def clear(self) -> None:
         """Take all objects out of the pool and its cold file, whoever has stored them; readers keep
         what they read. Those in a remote store stay.

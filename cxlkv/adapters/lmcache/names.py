@@ -8,10 +8,15 @@ by signs that may be in them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from cxlkv.adapters.common.keys import namespace, weights_of
+from cxlkv.adapters.common.settings import whole_number
+from cxlkv.pages import PRIORITY_MAX
+
+PRIORITY = "lmcache.cxlkv.priority"
+"""In a request's kv_transfer_params; LMCache hands on what begins so, and it is in no key."""
 
 
 class Key(Protocol):
@@ -30,6 +35,15 @@ def name_of(key: Key) -> str:
     layer = getattr(key, "layer_id", None)
     where = (key.model_name, key.world_size, key.worker_id)
     return repr((*where, key.chunk_hash, str(key.dtype), key.tags, layer))
+
+
+def priority_of(key: Key) -> int:
+    """That the key's request has asked for; 0: none. Raises BadArgumentError."""
+    said: Mapping[str, object] = getattr(key, "request_configs", None) or {}
+    value = said.get(PRIORITY, 0)
+    found = whole_number(0, PRIORITY_MAX)(f"{PRIORITY} is {value!r}", value)
+    assert isinstance(found, int)
+    return found
 
 
 def words_of(metadata: object, config: object, version: str) -> dict[str, object]:

@@ -246,6 +246,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
                     self.dst_device
                 )  # what the GPU writes may be on its way still
             new = self._stored(chosen)
+            self._prioritize([key for key, _ in chosen])
         except Exception as error:  # LMCache asks nobody for the future: it would be silent
             self.counting.failed("pool", f"{type(error).__name__}: {error}")
         with self._put_lock:
@@ -296,6 +297,19 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self.counting.failed("unsupported", f"{type(one).__name__} of {size} bytes")
         return None
 
+    def _prioritize(self, keys: Sequence[CacheEngineKey]) -> None:
+        """Objects that a request has stored or read, as it has asked."""
+        said: dict[int, list[CacheEngineKey]] = {}
+        try:
+            for key in keys:
+                said.setdefault(names.priority_of(key), []).append(key)
+        except BadArgumentError as error:
+            self.counting.failed("bad_options", error)
+            return
+        for priority, some in said.items():
+            if priority:
+                self.cache.prioritize(self._keys(some), priority)
+
     # ---- find ----
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
@@ -344,6 +358,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         if self._closed:
             return [None] * len(keys)
         read = self.allocator.read(keys, self._keys(keys))
+        self._prioritize(keys)
         hits = [one.get_size() for one in read if one is not None]
         self.counting.add(asked_objects=len(keys), hit_objects=len(hits), read_bytes=sum(hits))
         self.cache.inspect()
