@@ -143,8 +143,10 @@ def served_while_killed(proxy: Server, by: Server, prompt: Tokens, new: int) -> 
     """The answer of a request in whose middle `by` is killed."""
     found: list[Tokens] = []
     asking = threading.Thread(target=lambda: found.append(proxy.whole(prompt, new)))
+    begun = "vllm:generation_tokens_total"  # it stays, however long a look takes
+    before = by.figure(begun)
     asking.start()
-    until(lambda: by.figure("vllm:num_requests_running") > 0)
+    until(lambda: by.figure(begun) > before)
     by.kill()
     asking.join()
     return found[0]
