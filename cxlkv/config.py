@@ -1,17 +1,22 @@
-"""Reads a pool described in YAML, for CXLPool.from_config, and names what is wrong in it."""
+"""Checks what users write, in YAML or in an engine's settings, and names what is wrong in it.
+
+Each kind of it is a model whose fields are the keys. What a pool's YAML (CXLPool.from_config) and
+settings of engines (cxlkv.adapters) both have is declared once, in PoolKeys.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -19,22 +24,29 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    model_validator,
 )
 
 from cxlkv import _io_hooks
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name, format_bytes, parse_bytes
 from cxlkv.machine import numa_mode
+from cxlkv.machine.coherence import AUTO, HOSTS_MAX, LEASE_MAX_S, LEASE_S
 from cxlkv.machine.regions import ALL, capacity_bytes_at, parse_place, parse_where
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+    from typing_extensions import Self
 
 FILE_BYTES_MAX = 64 << 10
 NESTING_MAX = 8
 VALUE_LETTERS_MAX = 60  # of a wrong value that a message repeats
 ALIGNMENT_BYTES = 4 << 20  # a pool is at most this and one extent smaller than its capacity
 
-# What to ask for, by pydantic's word for the mistake.
+# What to ask for, by pydantic's word for the mistake, where the key has no description of its own.
 _WANTED = {
     "int_type": "a whole number is wanted",
+    "float_type": "a number is wanted",
     "bool_type": "true or false is wanted",
     "string_type": "text is wanted; in quotes if it looks like a number, a date or yes/no",
     "list_type": "a list is wanted",
@@ -47,20 +59,32 @@ _WANTED = {
 _Place = tuple[str | int, ...]  # ("layout", "layer_groups", 0, "window")
 
 
-class _Keys(BaseModel):
+class Keys(BaseModel):
+    """A field's description is what is asked for where its value is wrong."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-def _where(value: object) -> object:
-    if not isinstance(value, str) or value == "anonymous:":
-        return value
+Model = TypeVar("Model", bound=Keys)
+
+
+def _rooted(value: str) -> str:
     if "$" in value:
         raise BadArgumentError(f"{value}: environment variables are not expanded: write the path")
     if ":" not in value and not value.startswith("/"):
         wanted = 'a path from the root is wanted, like /dev/shm/my.pool, or "anonymous:"'
         raise BadArgumentError(f"{_shown(value)}: {wanted}")
+    return value
+
+
+def _parsable(value: str) -> str:
     parse_where(value)
     return value
+
+
+def _listed(value: object) -> object:
+    """One, or a list of them."""
+    return (value,) if isinstance(value, str) else tuple(value) if type(value) is list else value
 
 
 def _emulated(value: object) -> object:
@@ -75,13 +99,14 @@ def _emulated(value: object) -> object:
 TIERS = ("local", "cold", "cold_capacity", "compress", "policy", "remote", "remote_secret")
 """Keys of a PoolConfig that are of Tiers."""
 
-_Size = Annotated[int, BeforeValidator(parse_bytes)]
+Size = Annotated[int, BeforeValidator(parse_bytes)]
+Where = Annotated[str, AfterValidator(_rooted)]
 _Capacity = Annotated[int | str, BeforeValidator(lambda v: v if v == ALL else parse_bytes(v))]
 _DType = Annotated[str | None, BeforeValidator(lambda v: None if v is None else dtype_name(v))]
 _Shard = Annotated[tuple[int, int, int, int], Field(strict=False)]  # YAML has lists only
 
 
-class _Group(_Keys):
+class _Group(Keys):
     layers: int
     kv_heads: int
     head_dim: int
@@ -94,7 +119,7 @@ class _Group(_Keys):
         return LayerGroup(**self.model_dump(exclude_none=True))
 
 
-class _Layout(_Keys):
+class _Layout(Keys):
     """What all forms have. None stands for KVLayout's own default."""
 
     shard: _Shard | None = None
@@ -102,7 +127,7 @@ class _Layout(_Keys):
 
 
 class _Objects(_Layout):
-    object_bytes: Annotated[int, BeforeValidator(parse_bytes)]
+    object_bytes: Size
 
     def make(self) -> KVLayout:
         return KVLayout.objects(**self.model_dump(exclude_none=True))
@@ -148,35 +173,91 @@ _AnyLayout = Annotated[
     Discriminator(_form),
 ]
 
+_REMOTE = r"^(tcp://[^/?]+:\d+/?|rdma://[^/?]+:\d+/?\?device=[^/?]+)$"
+_FOR_HOSTS = (
+    " is for a pool that hosts share: add {sharing}, software, or hw_coherent where the hardware "
+    "keeps their caches coherent"
+)
+_BOTH = ": the address of a `cxlkv serve`, and the file with its secret, of mode 0600"
 
-class PoolConfig(_Keys):
-    """The keys of a pool's configuration; docs/configuration.md explains them.
 
-    layout may be missing where the caller of read_config() has one.
+class PoolKeys(Keys):
+    """What a pool's YAML and engines' settings both have; docs/configuration.md explains it.
+
+    A message on keys that do not go together has them in braces, the wrong one first.
     """
 
-    where: Annotated[str, BeforeValidator(_where)]
+    where: Where
+    capacity: _Capacity | None = None
+    sharing: Literal["host", "hw_coherent", "software"] = "host"
+    hosts: Annotated[int, Field(ge=1, le=HOSTS_MAX)] | None = Field(
+        None, description=f"a whole number from 1 to {HOSTS_MAX}"
+    )
+    host: Annotated[int, Field(ge=0, lt=HOSTS_MAX)] | Literal["auto"] | None = Field(
+        None,
+        description=f'a whole number from 0 to {HOSTS_MAX - 1}, or "{AUTO}": one that no other '
+        "machine has",
+    )
+    lease_s: float = Field(
+        LEASE_S, ge=0.01, le=LEASE_MAX_S, description=f"a number from 0.01 to {LEASE_MAX_S}"
+    )
+    cold: str | None = None
+    cold_capacity: Size | None = None
+    compress: Literal["zstd"] | None = None
+    policy: Literal["adaptive", "lru", "mass", "s3fifo"] = "adaptive"
+    remote: Annotated[
+        tuple[Annotated[str, Field(pattern=_REMOTE)], ...],
+        Field(min_length=1),
+        BeforeValidator(_listed),
+    ] = Field(
+        (),
+        description="tcp://HOST:PORT of a `cxlkv serve`, or rdma://HOST:PORT?device=NAME, the "
+        "device being this machine's; or a list of such",
+    )
+    remote_secret: str | None = None
+    huge: Literal["never", "try", "require"] | None = None
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        alone, cold = self.sharing == "host", self.cold is not None
+        file = cold and not str(self.cold).startswith("mooncake://")
+        for wrong, what in (
+            (alone and self.hosts not in (None, 1), "{hosts}" + _FOR_HOSTS),
+            (alone and self.host is not None, "{host}" + _FOR_HOSTS),
+            (
+                file and self.cold_capacity is None,
+                "{cold} needs {cold_capacity}, of its files together, like 200GiB: they are "
+                "reserved on the disk at the start",
+            ),
+            (not cold and self.cold_capacity, "{cold_capacity} goes with {cold}: add it"),
+            (not cold and self.compress, "{compress} goes with {cold}: add it"),
+            (cold and not file and self.compress, "{compress} goes with files, not mooncake://"),
+            (self.remote and not self.remote_secret, "{remote} needs {remote_secret}" + _BOTH),
+            (self.remote_secret and not self.remote, "{remote_secret} needs {remote}" + _BOTH),
+        ):
+            if wrong:
+                raise BadArgumentError(what)
+        return self
+
+
+class PoolConfig(PoolKeys):
+    """A pool's YAML. layout may be missing where the caller of read_config() has one."""
+
+    where: Annotated[Where, AfterValidator(_parsable)]
     capacity: _Capacity
     layout: _AnyLayout | None = None
     checksum: bool = True
     sketch: bool = True
-    sharing: Literal["host", "hw_coherent", "software"] = "host"
     durable: Literal["process", "host"] = "process"
-    hosts: int | None = None
-    host: int | Literal["auto"] | None = None
-    lease_s: float = 2.0
     threads: int | None = None
-    huge: Literal["never", "try", "require"] | None = None
     emulate: Annotated[str | None, BeforeValidator(_emulated)] = None
-    local: _Size | None = None
-    cold: str | None = None
-    cold_capacity: _Size | None = None
-    compress: Literal["zstd"] | None = None
-    policy: Literal["adaptive", "lru", "mass", "s3fifo"] | None = None
-    remote: str | list[str] | None = None
-    remote_secret: str | None = None
+    local: Size | None = None
     if_missing: Literal["create", "error"] = "create"
     if_exists: Literal["open", "error", "replace"] = "open"
+
+    def of_tiers(self) -> list[str]:
+        """Keys that were given, and that are of Tiers."""
+        return [k for k in TIERS if k in self.model_fields_set and getattr(self, k) is not None]
 
     def stores_objects(self, layout: KVLayout) -> bool:
         """Of what read_config() returned; also where the pool cannot be made."""
@@ -207,6 +288,10 @@ class PoolConfig(_Keys):
             size = format_bytes(wanted_bytes)
             found.append(f"capacity is {format_bytes(there_bytes)} there, {size} wanted")
         return found
+
+
+class _WholeConfig(PoolConfig):
+    layout: _AnyLayout
 
 
 def _layout_differences(there: KVLayout, wanted: KVLayout) -> Iterator[str]:
@@ -242,32 +327,39 @@ def read_config(
     line, the key, what is wrong with it and what is allowed, for all mistakes at once.
     """
     if isinstance(config, Mapping):
-        return _checked(config, _Source("the configuration", {}), layout)
+        return _checked_pool(config, Source("the configuration"), layout)
     if not isinstance(config, (str, os.PathLike)):
         raise BadArgumentError(f"a configuration is a path or a mapping, not {_shown(config)}")
-    name = os.fspath(config)
-    return _checked(*_parsed(name, _text_of(name)), layout)
-
-
-def read_yaml(path: str) -> Mapping[str, object]:
-    """The keys and values of a plain YAML file, not validated yet. Raises
-    BadArgumentError."""
-    return _parsed(path, _text_of(path))[0]
+    return _checked_pool(*read_yaml(os.fspath(config)), layout)
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Where a configuration came from: its name, and the line of each place in it."""
+class Source:
+    """Where keys were written: in a file, those with a line, the others in the place `name`, each
+    with the prefix before it. written: what was there in full, where that is another."""
 
     name: str
-    lines: Mapping[_Place, int]
+    file: str = ""
+    lines: Mapping[_Place, int] = field(default_factory=dict)
+    prefix: str = ""
+    written: Mapping[str, str] = field(default_factory=dict)
 
     def mistake(self, place: _Place, what: str) -> str:
         """`what` is wrong at `place`; the nearest line that is known goes before it."""
         nearest = next((place[:n] for n in range(len(place), 0, -1) if place[:n] in self.lines), ())
-        line = f", line {self.lines[nearest]}" if nearest in self.lines else ""
-        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-        return f"{self.name}{line}: {key.removeprefix('.')}{': ' if key else ''}{what}"
+        where = f"{self.file}, line {self.lines[nearest]}" if nearest else self.name
+        key = self.written.get(str(place[0]), f"{self.prefix_at(place)}{place[0]}")
+        inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place[1:])
+        return f"{where}: {key}{inner}{what}"
+
+    def prefix_at(self, place: _Place) -> str:
+        return "" if place[:1] in self.lines else self.prefix
+
+    def mistake_of_several(self, what: str) -> str:
+        """A sentence that begins with the wrong key, with all keys in braces."""
+        key, rest = what.split("}", 1)
+        place = (key.removeprefix("{"),)
+        return self.mistake(place, re.sub(r"{(\w+)}", rf"{self.prefix_at(place)}\1", rest))
 
 
 def _text_of(name: str) -> str:
@@ -291,14 +383,16 @@ def _text_of(name: str) -> str:
         raise BadArgumentError(f"{name}: not text in UTF-8, so no YAML") from None
 
 
-def _parsed(name: str, text: str) -> tuple[Mapping[str, object], _Source]:
-    """The keys and values in `text`, and where they stand."""
+def read_yaml(name: str) -> tuple[Mapping[str, object], Source]:
+    """The keys and values in a plain YAML file, not checked yet, and where they stand. Raises
+    BadArgumentError."""
+    text = _text_of(name)
     try:
         _refuse_tricks(name, text)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if isinstance(node, yaml.MappingNode):
             lines = dict(_lines_of(name, node, ()))
-            return yaml.safe_load(text), _Source(name, lines)
+            return yaml.safe_load(text), Source(name, name, lines)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         hint = "; put text that holds a colon in quotes" if "mapping values" in str(error) else ""
@@ -341,7 +435,7 @@ def _lines_of(name: str, node: yaml.Node, place: _Place) -> Iterator[tuple[_Plac
             yield (*place, index), item.start_mark.line + 1
             yield from _lines_of(name, item, (*place, index))
     if isinstance(node, yaml.ScalarNode):
-        _check_scalar(_Source(name, {place: node.start_mark.line + 1}), node, place)
+        _check_scalar(Source(name, name, {place: node.start_mark.line + 1}), node, place)
     if not isinstance(node, yaml.MappingNode):
         return
     first: dict[_Place, int] = {}
@@ -351,56 +445,56 @@ def _lines_of(name: str, node: yaml.Node, place: _Place) -> Iterator[tuple[_Plac
             raise BadArgumentError(f"{name}, line {line}: a key is a word, not {_shown(key.value)}")
         inner = (*place, key.value)
         if inner in first:
-            source = _Source(name, {inner: line})
-            what = f"the key stands in line {first[inner]} already; leave one of them out"
+            source = Source(name, name, {inner: line})
+            what = f" stands in line {first[inner]} already; leave one of them out"
             raise BadArgumentError(source.mistake(inner, what))
         first[inner] = line
         yield inner, line
         yield from _lines_of(name, value, inner)
 
 
-def _check_scalar(source: _Source, node: yaml.ScalarNode, place: _Place) -> None:
+def _check_scalar(source: Source, node: yaml.ScalarNode, place: _Place) -> None:
     """Raises for a date or a number that cannot be, which PyYAML lets through as it comes."""
     try:
         yaml.constructor.SafeConstructor().construct_object(node)
     except (ValueError, OverflowError):
-        what = f"{_shown(node.value)} cannot be read; in quotes it is text"
+        what = f" is {_shown(node.value)}, which cannot be read; in quotes it is text"
         raise BadArgumentError(source.mistake(place, what)) from None
 
 
-def _checked(
-    data: Mapping[str, object], source: _Source, layout: KVLayout | None
-) -> tuple[PoolConfig, KVLayout]:
+def checked(kind: type[Model], data: Mapping[str, object], source: Source) -> Model:
+    """What was written; raises BadArgumentError for all mistakes at once."""
     for key in data:
         if not isinstance(key, str):
             raise BadArgumentError(f"{source.name}: a key is a word, not {_shown(key)}")
     try:
-        config = PoolConfig.model_validate(dict(data))
+        return kind.model_validate(dict(data))
     except ValidationError as error:
-        found = [
-            _explained(source, e["type"], e["loc"], e["input"], e["msg"], e.get("ctx") or {})
-            for e in error.errors(include_url=False)
-        ]
-        if layout is None and "layout" not in data:
-            found.append(source.mistake(("layout",), "the key is missing"))
-        raise BadArgumentError("\n".join(found)) from None
-    if (config.layout is None) == (layout is None):
-        what = "the key is missing" if layout is None else "the caller has one: leave this out"
-        raise BadArgumentError(source.mistake(("layout",), what))
+        found = [_explained(kind, source, one) for one in error.errors(include_url=False)]
+        raise BadArgumentError("\n".join(dict.fromkeys(found))) from None
+
+
+def _checked_pool(
+    data: Mapping[str, object], source: Source, layout: KVLayout | None
+) -> tuple[PoolConfig, KVLayout]:
+    config = checked(PoolConfig if layout is not None else _WholeConfig, data, source)
     if config.layout is not None:
+        if layout is not None:
+            what = " is here, and the caller has one, too: leave this out"
+            raise BadArgumentError(source.mistake(("layout",), what))
         _check_layout(source, config.layout)
         layout = config.layout.make()
     assert layout is not None
     if config.stores_objects(layout) and "sketch" in config.model_fields_set and config.sketch:
-        what = "objects have no keys to be sketched: leave this out"
+        what = " is true, and objects have no keys to be sketched: leave this out"
         raise BadArgumentError(source.mistake(("sketch",), what))
     if parse_where(config.where) is None and config.if_missing == "error":
-        what = "an anonymous pool is never there before: leave this out, or give a path"
-        raise BadArgumentError(source.mistake(("if_missing",), what))
+        what = " is error, and an anonymous pool is never there before: leave this out"
+        raise BadArgumentError(source.mistake(("if_missing",), f"{what}, or give a path"))
     return config, layout
 
 
-def _check_layout(source: _Source, layout: _OneShape | _Groups | _Objects) -> None:
+def _check_layout(source: Source, layout: _OneShape | _Groups | _Objects) -> None:
     """Raises for numbers that are whole, and still no layout; a message begins with the key."""
     place: _Place = ("layout",)
     try:
@@ -412,48 +506,47 @@ def _check_layout(source: _Source, layout: _OneShape | _Groups | _Objects) -> No
     except BadArgumentError as error:
         key = re.split(r"\W", str(error))[0]
         place = (*place, key) if (*place, key) in source.lines else place
-        raise BadArgumentError(source.mistake(place, str(error))) from None
+        raise BadArgumentError(source.mistake(place, f": {error}")) from None
 
 
-def _explained(
-    source: _Source,
-    kind: str,
-    at: _Place,
-    value: object,
-    text: str,
-    context: Mapping[str, object],
-) -> str:
+def _explained(kind: type[Keys], source: Source, error: ErrorDetails) -> str:
     """One mistake that pydantic found, in our words."""
-    form = at[1] if at[:1] == ("layout",) and len(at) > 1 else ""
+    at, what, value = error["loc"], error["type"], _shown(error["input"])
+    form = str(at[1]) if at[:1] == ("layout",) and len(at) > 1 else ""
     place = at[:1] + at[2:] if form else at  # without the name of the form
-    if kind == "extra_forbidden":
-        return source.mistake(place, _unknown_key(place, str(form)))
-    if "shard" in place and kind in ("missing", "too_long"):
-        what = "four numbers are wanted: tp rank, tp size, pp rank, pp size"
-        return source.mistake(place[:2], what)
-    if kind == "missing":
-        return source.mistake(place, "the key is missing")
-    if kind == "value_error":
-        return source.mistake(place, str(context["error"]))
-    if kind == "literal_error":
-        choices = str(context["expected"]).replace("'", "").replace(" or ", ", ")
-        return source.mistake(place, f"{_shown(value)}; allowed: {choices}")
-    return source.mistake(place, f"{_shown(value)}: {_WANTED.get(kind, text)}")
+    if what == "value_error":
+        said = str(error["ctx"]["error"])
+        return source.mistake(place, f": {said}") if place else source.mistake_of_several(said)
+    if what == "extra_forbidden":
+        return source.mistake(place, _unknown_key(kind, source, place, form))
+    if "shard" in place and what in ("missing", "too_long"):
+        numbers = "tp rank, tp size, pp rank, pp size"
+        return source.mistake(place[:2], f": four numbers are wanted: {numbers}")
+    if what == "missing":
+        return source.mistake(place, " is missing")
+    if wanted := kind.model_fields[str(at[0])].description:
+        place = at[:1]
+    elif what == "literal_error":
+        wanted = "one of " + error["ctx"]["expected"].replace("'", "").replace(" or ", ", ")
+    return source.mistake(place, f" is {value}: {wanted or _WANTED.get(what, error['msg'])}")
 
 
-def _unknown_key(place: _Place, form: str) -> str:
-    forms: dict[str, type[_Keys]] = {
-        "_OneShape": _OneShape, "_Groups": _Groups, "_Objects": _Objects, "": PoolConfig
+def _unknown_key(kind: type[Keys], source: Source, place: _Place, form: str) -> str:
+    forms: dict[str, type[Keys]] = {
+        "_OneShape": _OneShape, "_Groups": _Groups, "_Objects": _Objects, "": kind
     }  # fmt: skip
     model = _Group if "layer_groups" in place else forms[form]
     common = ("page_tokens", *_Layout.model_fields)
     known = sorted(model.model_fields, key=lambda k: common.index(k) if k in common else -1)
-    near = get_close_matches(str(place[-1]), known, n=1)
-    meant = f" (did you mean {near[0]}?)" if near else ""
+    if not form:
+        known = [source.prefix_at(place) + key for key in known]
+    written = source.written.get(str(place[-1]), str(place[-1]))
+    near = get_close_matches(written.lower(), known, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
     more = ""
     if model is _OneShape:
         more = "; or layer_groups, for layers of several kinds; or object_bytes, for objects"
-    return f"unknown key{meant}; allowed here: {', '.join(known)}{more}"
+    return f" is not one of {', '.join(known)}{more}{meant}"
 
 
 def _shown(value: object) -> str:

@@ -184,11 +184,10 @@ class Pool(MovedToAdmin, Closing):
         at once make it once. Raises BadArgumentError with file, line and key; GeometryError when
         the pool there is another than described; and what open() and create() raise.
         """
-        from cxlkv.config import TIERS, read_config  # pydantic and yaml, which few programs need
+        from cxlkv.config import read_config  # pydantic and yaml, which few programs need
 
         wanted, stored = read_config(config, layout)
-        of_tiers = [name for name in TIERS if getattr(wanted, name) is not None]
-        if of_tiers:
+        if of_tiers := wanted.of_tiers():
             raise BadArgumentError(
                 f"{', '.join(of_tiers)}: these are of tiers, which this pool would not have: "
                 "cxlkv.tiers.Tiers.from_config() opens it with them"

@@ -70,9 +70,10 @@ class Budget:
         if len(given) != 1:
             raise BadArgumentError("a budget is one of pages=, share= and mass=, not several")
         self._check_amount(given[0], getattr(self, given[0]))
-        for word in ("sinks", "recent", "dense_layers"):
-            if getattr(self, word) < 0:
-                raise BadArgumentError(f"{word}={getattr(self, word)}: 0 or more")
+        for word in ("sinks", "recent", "dense_layers", "refresh"):
+            value: object = getattr(self, word)
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+                raise BadArgumentError(f"{word}={value!r}: a whole number, 0 or more")
         if not 1 <= self.refresh <= REFRESH_MAX:
             raise BadArgumentError(f"refresh={self.refresh}: 1 to {REFRESH_MAX} steps")
         if self.union not in UNIONS or self.per not in PERS:
@@ -89,7 +90,8 @@ class Budget:
 
     def _check_amount(self, name: str, value: float) -> None:
         given: object = value
-        if not isinstance(given, Real) or not abs(value) < math.inf:
+        is_number = isinstance(given, Real) and not isinstance(given, bool)
+        if not is_number or not abs(value) < math.inf:
             raise BadArgumentError(f"{name}={value!r}: a number is wanted")
         if name != "pages" and not (0 < value <= 1):
             raise BadArgumentError(f"{name}={value}: outside (0, 1]")

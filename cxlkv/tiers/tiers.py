@@ -163,10 +163,10 @@ class Tiers(ObjectMoves, Closing):
 
         Raises what CXLPool.from_config() and Tiers raise.
         """
-        from cxlkv.config import TIERS, read_config  # pydantic and yaml, which few programs need
+        from cxlkv.config import read_config  # pydantic and yaml, which few programs need
 
         wanted, stored = read_config(config, layout)
-        given = {name: getattr(wanted, name) for name in TIERS if getattr(wanted, name) is not None}
+        given = {name: getattr(wanted, name) for name in wanted.of_tiers()}
         pool = CXLPool._configured(wanted, stored)
         try:
             tiers = cls(pool, costs=costs, **given)

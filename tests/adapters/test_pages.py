@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -89,7 +89,7 @@ def test_each_complaint_has_one(page: Page) -> None:
 @each_page
 def test_settings_are_those_that_are_read(page: Page) -> None:
     rows = page.table("Settings")
-    names = [one.name for one in fields(page.settings)]
+    names = list(type(page.settings).model_fields)
     assert [row[0].strip("`") for row in rows] == [page.dots + name for name in names]
     for name, shown in zip(names, (row[1] for row in rows), strict=True):
         value = getattr(page.settings, name)

@@ -49,9 +49,9 @@ def make_engine(paths: list[str], tmp_path: Path) -> Iterator[MakeEngine]:
     made: list[Engine] = []
 
     def make(ranks: int = 1, *, load: str = "sync", deadline_s: float = 20) -> Engine:
-        cold = f"{tmp_path}/cold/"
-        settings = Settings(load=load, deadline_s=deadline_s, cold=cold, cold_capacity="8MiB")
-        made.append(Engine(paths[:ranks], settings, 1024))
+        cold = {"cold": f"{tmp_path}/cold/", "cold_capacity": "8MiB"}
+        settings = {"load": load, "deadline_s": deadline_s, **cold}
+        made.append(Engine(paths[:ranks], Settings.model_validate(settings), 1024))
         return made[-1]
 
     yield make
@@ -137,7 +137,7 @@ def test_a_prefix_is_only_in_part_in_the_file(make_engine: MakeEngine) -> None:
 def test_a_deadline_ends_the_waiting(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(deadline_s=0.0)
+    engine = make_engine(deadline_s=1e-6)
     serve(engine, *range(8))
     assert 0 in serve(engine, *range(8))
     assert engine.scheduling.failures["late"]

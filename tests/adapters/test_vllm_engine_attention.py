@@ -82,8 +82,8 @@ def make_engine(paths: list[str]) -> Iterator[MakeEngine]:
         space: bytes = SPACE,
         tails: bool = False,
     ) -> Engine:
-        settings = Settings(load=load, deadline_s=deadline_s, tails=tails)
-        made.append(Engine(paths[:ranks], settings, blocks, shares, space))
+        given = {"load": load, "deadline_s": deadline_s, "tails": tails}
+        made.append(Engine(paths[:ranks], Settings.model_validate(given), blocks, shares, space))
         return made[-1]
 
     yield make

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +62,7 @@ class Machines:
                 made = CXLPool.create(path, layout=layout, capacity=PLACES[place], sketch=False)
                 made.close()
                 self.paths.append(path)
-        settings = replace(Settings(deadline_s=20), **(given or {}))  # type: ignore[arg-type]
+        settings = Settings.model_validate({"deadline_s": 20, **(given or {})})
         words = words_of(ranks) if words is None else words
         self.engines.append(Engine(paths, settings, 1024, words=words))
         return self.engines[-1]
@@ -229,7 +228,7 @@ def test_anything_in_any_order(machines: Machines, seed: int) -> None:
 
 def test_other_ranks_whose_pages_are_no_parts_of_ours_are_refused(machines: Machines) -> None:
     given = {"remote": ("tcp://a:1",) * 2, "remote_secret": str(machines.secret)}
-    settings = Settings(**given)  # type: ignore[arg-type]
+    settings = Settings.model_validate(given)
     machines.engine("here", 1)
     with CXLPool.open(machines.paths[0], threads=1) as pool:
         for words, heads, said in (

@@ -48,7 +48,7 @@ def host(kind: str = "mha", layout: str = "page_first") -> HostKVCache:
     ("given", "said"),
     [
         ({"were": "/dev/shm"}, "did you mean where"),
-        ({"capacity": 1.5}, "text like 8GiB"),
+        ({"capacity": 1.5}, "text like 2GiB"),
         ({"capacity": "8G"}, "8G"),
         ({"where": "anonymous:"}, "several processes that must find the pool"),
     ],

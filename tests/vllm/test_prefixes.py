@@ -345,7 +345,7 @@ def test_what_cannot_be_served_is_said_at_the_start(
         make_engine({**extra, "where": f"{folder}/one.pool"}, block_size=2 * BLOCK_TOKENS),
     ]
     said = [engine.ready() or "" for engine in several]
-    assert "'were' is not one of" in said[0]
+    assert ": were is not one of" in said[0]
     assert "did you mean where?" in said[0]
     assert f"{folder}/one.pool stores" in said[1]
     assert "Give a folder as where" in said[1]

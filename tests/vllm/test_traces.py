@@ -31,7 +31,7 @@ def test_a_load_is_a_span_of_its_request(
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     path = str(tmp_path / "0.pool")
     CXLPool.create(path, layout=LAYOUT, capacity="8MiB", threads=1, sketch=False).close()
-    engine = Engine([path], Settings(load=load))
+    engine = Engine([path], Settings.model_validate({"load": load}))
     ids = list(range(30))
 
     def serve(name: str, headers: dict[str, str] | None) -> None:

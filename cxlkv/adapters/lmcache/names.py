@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from cxlkv.adapters.common.keys import namespace, weights_of
-from cxlkv.adapters.common.settings import whole_number
+from cxlkv.errors import BadArgumentError
 from cxlkv.pages import PRIORITY_MAX
 
 PRIORITY = "lmcache.cxlkv.priority"
@@ -41,9 +41,9 @@ def priority_of(key: Key) -> int:
     """That the key's request has asked for; 0: none. Raises BadArgumentError."""
     said: Mapping[str, object] = getattr(key, "request_configs", None) or {}
     value = said.get(PRIORITY, 0)
-    found = whole_number(0, PRIORITY_MAX)(f"{PRIORITY} is {value!r}", value)
-    assert isinstance(found, int)
-    return found
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= PRIORITY_MAX:
+        raise BadArgumentError(f"{PRIORITY} is {value!r}: a whole number from 0 to {PRIORITY_MAX}")
+    return value
 
 
 def words_of(metadata: object, config: object, version: str) -> dict[str, object]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cxlkv.adapters.common.settings import PoolSettings, read, refuse_remote
+from cxlkv.adapters.common.settings import ObjectSettings, read
 from cxlkv.adapters.common.versions import Versions
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
@@ -18,12 +18,10 @@ MEMORY = "LocalCPUBackend"
 """The name under which LMCache looks for who gives it memory."""
 
 
-def read_settings(extra: Mapping[str, object]) -> PoolSettings:
+def read_settings(extra: Mapping[str, object]) -> ObjectSettings:
     """Of what extra_config has of ours; raises BadArgumentError, which names the key."""
     mine = {name: value for name, value in extra.items() if name.lower().startswith(PREFIX)}
-    found = read(PoolSettings, mine, "extra_config", prefix=f"{PREFIX}.")
-    refuse_remote(found, "extra_config", f"{PREFIX}.")
-    return found
+    return read(ObjectSettings, mine, "extra_config", prefix=f"{PREFIX}.")
 
 
 def check_served(config: object) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
 
-from cxlkv.adapters.common.settings import PoolSettings, read, refuse_remote
+from cxlkv.adapters.common.settings import ObjectSettings, read
 from cxlkv.adapters.common.versions import Versions
 from cxlkv.errors import BadArgumentError
 
@@ -18,20 +17,18 @@ VERSIONS = Versions("SGLang", TESTED, (0, 6), "storage backends")
 """Later ones than TESTED are taken with a warning."""
 
 
-def read_settings(extra_config: Mapping[str, object] | None) -> PoolSettings:
+def read_settings(extra_config: Mapping[str, object] | None) -> ObjectSettings:
     """Of SGLang's mapping the part that is ours. Raises BadArgumentError, which names the key."""
     extra = extra_config or {}
-    for one in fields(PoolSettings):
-        if one.name in extra:
+    for name in ObjectSettings.model_fields:
+        if name in extra:
             raise BadArgumentError(
-                f'{EXTRA}: {one.name!r} is one of ours: write it as "cxlkv": {{"{one.name}": ...}}'
+                f'{EXTRA}: {name!r} is one of ours: write it as "cxlkv": {{"{name}": ...}}'
             )
     place, given = f"{EXTRA}: cxlkv", extra.get("cxlkv", {})
     if not isinstance(given, Mapping):
         raise BadArgumentError(f"{place} is {given!r}: keys and values are wanted")
-    found = read(PoolSettings, given, place)
-    refuse_remote(found, place)
-    return found
+    return read(ObjectSettings, given, place)
 
 
 def is_zero_copy(extra_config: Mapping[str, object] | None) -> bool:

@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from math import inf
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from cxlkv.adapters.common.settings import (
-    PoolSettings,
-    Rule,
-    number,
-    one_of,
-    read,
-    size,
-    whole_number,
-)
-from cxlkv.adapters.vllm.messages import TIERS, Options
+from pydantic import Field, PlainValidator, model_validator
+
+from cxlkv.adapters.common.settings import PoolSettings, read
+from cxlkv.adapters.vllm.messages import Options
+from cxlkv.config import Keys, Size, Source, checked
 from cxlkv.errors import BadArgumentError
-from cxlkv.ndp.engine import METHODS, Budget
+from cxlkv.ndp.engine import Budget
 from cxlkv.pages import PRIORITY_MAX
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 PREFIX = "kv_connector_extra_config"
-OPTIONS: Mapping[str, Rule] = {
-    "save": one_of(True, False),
-    "tier": one_of(*TIERS),
-    "ttl_s": number(0, 7 * 86400),
-    "priority": whole_number(0, PRIORITY_MAX),
-}
-"""Of a request, beside its budget."""
 BY_MASS = ("auto", "exact", "attention")
-_NUMBERS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    **dict.fromkeys(("pages", "sinks", "recent", "dense_layers", "refresh"), (int, "whole number")),
-    **dict.fromkeys(("share", "mass"), ((int, float), "number")),
-    "by_layer": (Mapping, "mapping of layers to amounts"),
-}
 
 
-@dataclass(frozen=True, kw_only=True)
+def _budget(given: object) -> Budget | None:
+    """A budget written as a mapping of Budget's own words, like {"share": 0.1}; true is Budget(),
+    null and false are all pages."""
+    if given is None or given is False:
+        return None
+    if isinstance(given, Budget):
+        return given
+    known = [one.name for one in fields(Budget)]
+    words = {} if given is True else given
+    if not isinstance(words, Mapping) or not set(words) <= set(known):
+        raise BadArgumentError(f"{given!r}: keys and values are wanted, of {', '.join(known)}")
+    if isinstance(layers := words.get("by_layer"), Mapping):  # JSON has text for keys
+        layers = {int(n) if str(n).isdigit() else n: of for n, of in layers.items()}
+        words = {**words, "by_layer": layers}
+    return Budget(**words)
+
+
+_Budget = Annotated[Budget | None, PlainValidator(_budget)]
+
+
 class Settings(PoolSettings):
     """attention: "engine": the engine's own, and prefixes are kept in the pool; "pool": K and V of
     running requests live in the pool, and attention is computed near them.
@@ -50,50 +55,36 @@ class Settings(PoolSettings):
     them. tails: whether what ended requests have beyond their last whole block is kept, too.
     """
 
-    attention: str = "engine"
-    budget: Budget | None = None
-    method: str = "auto"
-    audit: float = 0.0
-    load: str = "sync"
-    deadline_s: float = 5.0
-    load_failure: str = "recompute"
-    local: str | int | None = None
+    attention: Literal["engine", "pool"] = "engine"
+    budget: _Budget = None
+    method: Literal["exact", "digest", "two_stage", "auto", "attention"] = "auto"
+    audit: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
+    load: Literal["sync", "async"] = "sync"
+    deadline_s: float = Field(5.0, gt=0, description="a number above 0")
+    load_failure: Literal["recompute", "fail"] = "recompute"
+    local: Size | None = None
     worker: bool = False
     tails: bool = False
+
+    @model_validator(mode="after")
+    def _of_the_pool(self) -> Self:
+        for name in ("local", "worker", "budget"):
+            if self.attention != "pool" and getattr(self, name):
+                raise BadArgumentError(
+                    f"{{{name}}} needs {{attention}}: pool, as the engine's attention reads blocks "
+                    "of its own, and all of them"
+                )
+        if self.budget is not None and self.budget.mass and self.method not in BY_MASS:
+            raise BadArgumentError(
+                f"{{method}} is {self.method!r}: a {{budget}} of mass needs one of "
+                f"{', '.join(BY_MASS)}"
+            )
+        return self
 
 
 def read_settings(given: Mapping[str, object]) -> Settings:
     """Raises BadArgumentError, which names the key and what is allowed."""
-    rules = {
-        "attention": one_of("engine", "pool"),
-        "budget": lambda _, value: read_budget(value, PREFIX),
-        "method": one_of(*METHODS),
-        "audit": number(0, 1),
-        "load": one_of("sync", "async"),
-        "deadline_s": number(1e-6, inf),
-        "load_failure": one_of("recompute", "fail"),
-        "local": size,
-        "worker": one_of(True, False),
-        "tails": one_of(True, False),
-    }
-    found = read(Settings, given, PREFIX, rules)
-    if found.attention != "pool":
-        for name in ("local", "worker"):
-            if getattr(found, name):
-                raise BadArgumentError(
-                    f'{PREFIX}: {name} needs "attention": "pool": the engine\'s attention reads '
-                    "blocks of its own"
-                )
-    if found.budget is not None and found.attention != "pool":
-        raise BadArgumentError(
-            f'{PREFIX}: a budget needs "attention": "pool": the engine\'s attention has none'
-        )
-    if found.budget is not None and found.budget.mass and found.method not in BY_MASS:
-        raise BadArgumentError(
-            f"{PREFIX}: method is {found.method!r}: a budget of mass needs one of "
-            f"{', '.join(BY_MASS)}"
-        )
-    return found
+    return read(Settings, given, PREFIX)
 
 
 def check_enclosing(settings: Settings, connector: object) -> None:
@@ -129,29 +120,18 @@ def check_loads(settings: Settings, connector: object, policy: object) -> None:
         )
 
 
-def read_budget(given: object, where: str) -> Budget | None:
-    """A budget written as a mapping of Budget's own words, like {"share": 0.1}; true is Budget(),
-    null and false are all pages."""
-    if given is None or given is False:
-        return None
-    if given is True:
-        return Budget()
-    known = [one.name for one in fields(Budget)]
-    if not isinstance(given, Mapping) or not set(given) <= set(known):
-        raise BadArgumentError(
-            f"{where}: budget is {given!r}: keys and values are wanted, of {', '.join(known)}"
-        )
-    for name, value in given.items():
-        kinds, wanted = _NUMBERS.get(name, (object, ""))
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
-            raise BadArgumentError(f"{where}: budget: {name} is {value!r}: a {wanted} is wanted")
-    words = dict(given)
-    if layers := words.pop("by_layer", None):  # JSON has text for keys
-        words["by_layer"] = {int(n) if str(n).isdigit() else n: of for n, of in layers.items()}
-    try:
-        return Budget(**words)
-    except BadArgumentError as error:
-        raise BadArgumentError(f"{where}: budget: {error}") from error
+class _Request(Keys):
+    """Of one request, as Options."""
+
+    budget: _Budget = None
+    save: bool = True
+    tier: Literal["far", "cold"] = "cold"
+    ttl_s: float | None = Field(
+        None, ge=0, le=7 * 86400, description="a number from 0 to 604800, a week"
+    )
+    priority: int = Field(
+        0, ge=0, le=PRIORITY_MAX, description=f"a whole number from 0 to {PRIORITY_MAX}"
+    )
 
 
 def read_options(given: object, settings: Settings) -> Options:
@@ -163,15 +143,8 @@ def read_options(given: object, settings: Settings) -> Options:
     own = given.get("cxlkv") if isinstance(given, Mapping) else None
     if own is None:
         return Options(settings.budget)
-    place, found = "kv_transfer_params", {}
-    if not isinstance(own, Mapping) or not set(own) <= {"budget", *OPTIONS}:
-        raise BadArgumentError(
-            f"{place}: cxlkv is {own!r}: keys and values are wanted, of budget, "
-            f"{', '.join(OPTIONS)}"
-        )
-    for name in OPTIONS.keys() & own.keys():
-        found[name] = OPTIONS[name](f"{place}: {name} is {own[name]!r}", own[name])
-    budget = settings.budget
-    if "budget" in own:
-        budget = read_budget(own["budget"], place)
-    return Options(budget, **found)  # type: ignore[arg-type]
+    if not isinstance(own, Mapping):
+        raise BadArgumentError(f"kv_transfer_params: cxlkv is {own!r}: keys and values are wanted")
+    asked = checked(_Request, own, Source("kv_transfer_params: cxlkv"))
+    budget = asked.budget if "budget" in own else settings.budget
+    return Options(budget, asked.save, asked.tier, asked.ttl_s, asked.priority)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -223,9 +222,8 @@ def test_a_pool_that_is_gone_is_a_miss(
 def over_a_file(folder: Path, sharing: str = "host") -> Iterator[ObjectCache]:
     """A cache whose pool holds some 50 objects, with a file for ten times as many."""
     path, layout = str(folder / "a.pool"), KVLayout.objects(BYTES)
-    settings = PoolSettings(
-        where=path, cold=f"{folder}/cold/", cold_capacity="32MiB", sharing=sharing
-    )
+    given = {"cold": f"{folder}/cold/", "cold_capacity": "32MiB", "sharing": sharing}
+    settings = PoolSettings.model_validate(given)
     pool, _ = pools.make_or_open(ObjectPool, path, layout, "5MiB", shared=settings)
     made = ObjectCache(lambda: pool, SPACE, counting(), BYTES, settings=settings)
     yield made
@@ -298,7 +296,7 @@ class Hosts:
 
     def begin(self, **changes: object) -> ObjectCache:
         """Another machine."""
-        settings = replace(SHARED, **changes)  # type: ignore[arg-type]
+        settings = SHARED.model_copy(update=changes)
 
         def opened() -> ObjectPool:
             for state in states_of(self._path):

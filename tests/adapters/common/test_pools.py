@@ -63,8 +63,8 @@ def test_hosts_share_a_pool_by_settings(shm_path: Path) -> None:
             assert not made
             assert [host.number for host in second.admin.hosts() if host.is_self] == [1]
         wrong = {
-            "sharing": replace(SHARED, sharing="hw_coherent"),
-            "hosts": replace(SHARED, hosts=2),
+            "sharing": SHARED.model_copy(update={"sharing": "hw_coherent"}),
+            "hosts": SHARED.model_copy(update={"hosts": 2}),
         }
         for name, settings in wrong.items():
             with pytest.raises(GeometryError, match=f'{name} is .* write "{name}": '):

@@ -40,7 +40,7 @@ def test_what_is_written_is_read(read: Read) -> None:
     default = read({})
     assert (default.where, default.capacity, default.salt) == ("/dev/shm/", None, "")
     found = read({"where": "/mnt/pool", "capacity": "8GiB", "salt": "a"})
-    assert (found.where, found.capacity, found.salt) == ("/mnt/pool", "8GiB", "a")
+    assert (found.where, found.capacity, found.salt) == ("/mnt/pool", 8 << 30, "a")
     for capacity in (1 << 30, "all", None):
         assert read({"capacity": capacity}).capacity == capacity
 
@@ -49,23 +49,23 @@ def test_what_is_written_is_read(read: Read) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"capcity": "8GiB"}, r"capcity' is not one of .*did you mean (cxlkv\.)?capacity"),
+        ({"capcity": "8GiB"}, r"capcity is not one of .*did you mean (cxlkv\.)?capacity"),
         ({"WHERE": "/mnt/"}, r"is not one of .*did you mean (cxlkv\.)?where"),
-        ({"tiers": 1}, r"tiers' is not one of .*where, .*capacity, .*salt"),
+        ({"tiers": 1}, r"tiers is not one of .*where, .*capacity, .*salt"),
         ({"where": 3}, "where is 3: text is wanted"),
         ({"where": "anonymous:"}, "several processes that must find the pool"),
-        ({"salt": None}, "salt is None: text is wanted"),
-        ({"capacity": True}, "capacity is True: text like 8GiB"),
-        ({"capacity": "8G"}, "'8G' is no size"),
+        ({"salt": None}, "salt is nothing: text is wanted"),
+        ({"capacity": True}, "capacity: True is no size: .*text like 2GiB"),
+        ({"capacity": "8G"}, "capacity: '8G' is no size"),
         ({"cold": 1, "cold_capacity": "1GiB"}, "cold is 1: text is wanted"),
         ({"cold": "/mnt/"}, r"cold needs (cxlkv\.)?cold_capacity"),
-        ({"cold": "/mnt/", "cold_capacity": "all"}, "cold_capacity is 'all': text like 8GiB"),
+        ({"cold": "/mnt/", "cold_capacity": "all"}, "cold_capacity: 'all' is no size"),
         ({"cold_capacity": "1GiB"}, r"cold_capacity goes with (cxlkv\.)?cold"),
         ({"compress": "zstd"}, r"compress goes with (cxlkv\.)?cold"),
-        ({"cold": "mooncake://a:1", "compress": "zstd"}, "compress goes with files, not with moon"),
+        ({"cold": "mooncake://a:1", "compress": "zstd"}, "compress goes with files, not moon"),
         ({"policy": "cost"}, "policy is 'cost': one of adaptive, lru, mass, s3fifo"),
-        ({"remote": 7}, "remote is 7: text like tcp://HOST:PORT is wanted, or a list"),
-        ({"remote": []}, "text like tcp://HOST:PORT is wanted"),
+        ({"remote": 7}, "remote is 7: tcp://HOST:PORT of .*; or a list"),
+        ({"remote": []}, r"remote is \(\): tcp://HOST:PORT of a"),
         ({"remote": "10.0.0.1:7"}, "remote is '10.0.0.1:7': .*tcp://HOST:PORT of a `cxlkv serve`"),
         ({"remote": ["tcp://a:1", "rdma://a:1"]}, r"rdma://HOST:PORT\?device=NAME"),
         ({"remote": "tcp://a:1"}, r"remote needs (cxlkv\.)?remote_secret"),
@@ -75,6 +75,30 @@ def test_what_is_written_is_read(read: Read) -> None:
 def test_mistakes_are_named(read: Read, given: dict[str, object], said: str) -> None:
     with pytest.raises(BadArgumentError, match=said):
         read(given)
+
+
+@each_engine
+def test_all_mistakes_at_once_each_where_it_stands(read: Read, tmp_path: Path) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text("salt: a\nhosts: 2.5\nlease: 3\npolicy: fifo\n")
+    with pytest.raises(BadArgumentError) as caught:
+        read({"config": str(path), "salt": 3, "polcy": "lru", "policy": "lru"})
+    prefix = "cxlkv." if read is ENGINES["lmcache"] else ""
+    place = "extra_config" if prefix else "extra-config: cxlkv"
+    place = "kv_connector_extra_config" if read is ENGINES["vllm"] else place
+    lines = [line.partition(" not one of ")[0] for line in str(caught.value).splitlines()]
+    assert [line.removeprefix("--hicache-storage-backend-") for line in lines] == [
+        f"{path}, line 2: hosts is 2.5: a whole number from 1 to 64",
+        f"{place}: {prefix}salt is 3: text is wanted; in quotes if it looks like a number, a date "
+        "or yes/no",
+        f"{path}, line 3: lease is",
+        f"{place}: {prefix}polcy is",
+    ]
+    path.write_text("cold: /mnt/\n")
+    with pytest.raises(BadArgumentError, match=r"line 1: cold needs cold_capacity, of"):
+        read({"config": str(path)})
+    with pytest.raises(BadArgumentError, match=rf"{place}: {prefix}cold needs {prefix}cold_capac"):
+        read({"cold": "/mnt/"})
 
 
 def test_objects_are_not_had_of_another_machine() -> None:
@@ -94,9 +118,9 @@ def test_a_file_says_what_is_not_written_beside_it(read: Read, tmp_path: Path) -
     with pytest.raises(BadArgumentError, match="nothing there"):
         read({"config": str(tmp_path / "none.yaml")})
     for wrong, said in (
-        ("were: /mnt/a", r"engine\.yaml: 'were' is not one of .*did you mean where"),
-        ("lease_s: x", r"engine\.yaml: lease_s is 'x': a number from"),
-        ("config: a.yaml", r"engine\.yaml: 'config' is not one of"),
+        ("were: /mnt/a", r"engine\.yaml, line 1: were is not one of .*did you mean where"),
+        ("lease_s: x", r"engine\.yaml, line 1: lease_s is 'x': a number from"),
+        ("config: a.yaml", r"engine\.yaml, line 1: config is not for a file"),
         ("a: &b 1", "anchors and aliases"),
     ):
         path.write_text(wrong)
@@ -110,7 +134,7 @@ def test_the_yaml_of_the_docs_runs_in_all_engines(tmp_path: Path) -> None:
     (block,) = (one for one in re.findall(r"```yaml\n(.*?)```", text, re.S) if "cold:" in one)
     path = tmp_path / "engine.yaml"
     path.write_text(block)
-    settings = sglang.read_settings({"cxlkv": {"config": str(path)}})
+    settings: PoolSettings = sglang.read_settings({"cxlkv": {"config": str(path)}})
     assert settings.cold is not None
     files = [settings.where, settings.cold]
     if any(map(os.path.lexists, files)):
