@@ -4,6 +4,7 @@
     keys = prefix_keys(ids, page_tokens, salt)    # its secret salt
     with quota.match(keys) as hit: ...
     quota.publish(sequence, keys)
+    with quota.room_for(names): objects.put_batch(names, buffers)    # names: object_keys()
 
 One for each tenant and process. What keeps tenants from finding each other's pages is the salt of
 their keys (cxlkv.prefix); docs/tenants.md says what neither can do.
@@ -12,12 +13,15 @@ their keys (cxlkv.prefix); docs/tenants.md says what neither can do.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
 from cxlkv import _lifetime
 from cxlkv.arrays import Names
 from cxlkv.errors import BadArgumentError, QuotaError
+from cxlkv.layout import format_bytes, parse_bytes
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.tiers import Tiers
@@ -28,7 +32,8 @@ SLACK = 64
 
 class Quota:
     """Counts the pages that match() finds and that this tenant published, or brought back from
-    cold, through it. Any thread may use it.
+    cold, through it; of a pool of objects, each object as a page. Any thread may use it; one at a
+    time publishes.
 
     The count is of this process: a tenant with several has a Quota in each, which share out what it
     may have. A page with equal keys counts for the tenant that published it first.
@@ -45,8 +50,25 @@ class Quota:
         self._evicted = self._refused = 0
         _lifetime.watch(self)
 
+    @classmethod
+    def of(cls, tiers: Tiers, size: str | int) -> Quota:
+        """size: in bytes of the pool's memory, which a page takes whole."""
+        geometry = tiers.pool.pages.geometry
+        page_bytes = geometry["extent_bytes"] // geometry["slab_slots"]
+        if parse_bytes(size) < page_bytes:
+            raise BadArgumentError(
+                f"a quota of {format_bytes(parse_bytes(size))}: a page has "
+                f"{format_bytes(page_bytes)}; at least that for each process"
+            )
+        return cls(tiers, parse_bytes(size) // page_bytes)
+
     def reset_after_fork(self) -> None:
         self._lock = threading.Lock()
+
+    def reopened(self, tiers: Tiers) -> None:
+        """Go on with these: the pool before was closed, and what of it is still there counts."""
+        with self._lock:
+            self.tiers, self._records = tiers, tiers.pool.records
 
     def publish(self, seq: Sequence, keys: PageKeys) -> int:
         """pool.publish(), for which the tenant's own least recently used pages make room, to cold
@@ -56,24 +78,40 @@ class Quota:
         the text alone is longer, or too many of its other pages are held, pinned or leased.
         """
         keys = keys[: len(seq) // keys.page_tokens]
-        names = self._names(keys)
-        with self._lock:
-            new = names[~self._records.here(names)]
-            self._make_room(len(new), names)
-            count = self.tiers.pool.publish(seq, keys, keys.page_tokens, strict=keys.strict)
-            self._add(new)
-            return count
+        with self.room_for(keys):
+            return self.tiers.pool.publish(seq, keys, keys.page_tokens, strict=keys.strict)
 
     def match(self, keys: PageKeys, *, lease_s: float = 60.0) -> Hit:
         """tiers.match(). Pages that it brings back count; the tenant's others make room for them,
         as far as they may go."""
+        with self.bringing(keys):
+            return self.tiers.match(keys, lease_s=lease_s, strict=keys.strict)
+
+    @contextmanager
+    def room_for(self, keys: PageKeys) -> Iterator[None]:
+        """For who publishes these pages or objects within. Raises QuotaError, as publish() does."""
+        names = self._names(keys)
+        with self._lock:
+            new = names[~self._records.here(names)]
+            self._make_room(len(new), names)
+            yield
+            self._add(new)
+
+    @contextmanager
+    def bringing(self, keys: PageKeys) -> Iterator[None]:
+        """For who brings these back within. They count; the tenant's others make room for them, as
+        far as they may go."""
         names = self._names(keys)
         with self._lock:
             gone = names[~self._records.here(names)]
-            hit = self.tiers.match(keys, lease_s=lease_s, strict=keys.strict)
-            self._add(gone)
-            self._evict(len(self._own) - self.pages, names)
-            return hit
+            yield
+            self._count(gone, names)
+
+    def brought(self, keys: PageKeys) -> None:
+        """These were brought back for the tenant by another process: they count here."""
+        names = self._names(keys)
+        with self._lock:
+            self._count(names, names)
 
     def used(self) -> int:
         """Pages of the tenant that match() finds now."""
@@ -94,6 +132,10 @@ class Quota:
         places = -(-keys.page_tokens // self._page_tokens)
         names: Names = self._records.names(keys.packed.tobytes(), places).reshape(-1, 16)
         return names
+
+    def _count(self, names: Names, kept: Names) -> None:
+        self._add(names)
+        self._evict(len(self._own) - self.pages, kept)
 
     def _add(self, names: Names) -> None:
         self._own.update(row.tobytes() for row in names[self._records.here(names)])

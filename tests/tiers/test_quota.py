@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import CXLPool, KVLayout, ObjectPool, object_keys
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.errors import BadArgumentError, QuotaError
 from cxlkv.prefix import PageKeys, prefix_keys
@@ -116,6 +116,38 @@ def test_what_others_take_away_is_counted_no_more(tiers: Tiers) -> None:
     assert tiers.pool.forget(keys) == 4
     assert publish(quota, keys_of(b"a", 2)) == 4
     assert quota.stats()["evicted_pages"] == 0
+
+
+def test_a_size_is_whole_pages_of_the_pool(tiers: Tiers) -> None:
+    pages = Quota.of(tiers, "2MiB").pages  # the pool has 4, of which 2 are for alignment
+    assert pages == Quota.of(tiers, 2 << 20).pages
+    assert 0.9 * pages <= tiers.pool.stats()["pages_total"] <= pages
+    with pytest.raises(BadArgumentError, match=r"a quota of 100 B: a page has .*each process"):
+        Quota.of(tiers, 100)
+
+
+def test_objects_and_what_others_bring_back_count() -> None:
+    layout, value = KVLayout.objects(4096), [[b"value"]]
+    with ObjectPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool:
+        quota, names = Quota(Tiers(pool), 2), [object_keys([f"{one}"]) for one in range(4)]
+        for name in names[:3]:
+            with quota.room_for(name):
+                pool.put_batch(name, value)
+        assert [pool.object_sizes(name)[0] > 0 for name in names] == [False, True, True, False]
+        with quota.bringing(names[3]):
+            pool.put_batch(names[3], value)
+        pool.put_batch(names[0], value)  # as another process would
+        assert quota.used() == 2
+        quota.brought(names[0])
+        assert quota.used() == 2
+        assert [pool.object_sizes(name)[0] > 0 for name in names] == [True, False, False, True]
+        with (
+            pool.lease(object_keys(["0", "3"])),
+            pytest.raises(QuotaError, match="1 pages more"),
+            quota.room_for(names[1]),
+        ):
+            pytest.fail("what has no room is not published")
+        quota.tiers.close()
 
 
 def test_an_engine_goes_on_without_publishing(tiers: Tiers) -> None:
