@@ -83,9 +83,12 @@ class Engine:
         model: str = "a",
         capacity: str = "16MiB",
         salt: str = "",
+        quota: int | None = None,
     ) -> None:
         self.counting = Counting(COUNTS, KINDS)
-        given = PoolSettings(where=where, capacity=capacity, salt=salt)
+        given = PoolSettings.model_validate(
+            {"where": where, "capacity": capacity, "salt": salt, "quota": quota}
+        )
         words: dict[str, object] = {"engine": "sglang", "model": model}
         self.store = Store(Rank(config or Config(), words, given, zero_copy), self.counting)
         self.hosts = hosts or {MAIN: Host()}
@@ -302,6 +305,25 @@ class Indices(Host):
 class ByLayers(Host):
     def get_page_buffer_meta(self, indices: torch.Tensor) -> None:
         raise ValueError("Unsupported layout: layer_first")
+
+
+def test_a_quota_is_of_all_ranks_and_host_pools(where: str) -> None:
+    """A rank of two has half of it, dealt out by the size of pages, and stores that much."""
+    hosts = {MAIN: Host(), "side": Host(buffers=2)}
+    sizes = {name: host.buffers * host.memory.shape[2] for name, host in hosts.items()}
+    engine = Engine(where, hosts, Config(tp_size=2), quota=2 * 5 * sum(sizes.values()))
+    for name, size in sizes.items():
+        quota = engine.store.cache(name).quota
+        assert quota is not None
+        geometry = engine.store.cache(name).pool.pages.geometry
+        page_bytes = geometry["extent_bytes"] // geometry["slab_slots"]
+        assert quota.pages == 5 * size // page_bytes
+        hosts[name].fill(1, 8)
+        assert engine.store.store(name, KEYS, indices(8)).tolist() == [
+            place < quota.pages for place in range(8)
+        ]
+        assert quota.used() == quota.pages
+    assert engine.counting.failures["quota"] > 0
 
 
 def test_host_pools_without_addresses_are_refused(where: str) -> None:

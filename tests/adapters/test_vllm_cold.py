@@ -24,7 +24,9 @@ TEXT = 162  # tokens, of which 160 are whole blocks
 
 
 class MakeEngine(Protocol):
-    def __call__(self, ranks: int = ..., *, load: str = ..., deadline_s: float = ...) -> Engine: ...
+    def __call__(
+        self, ranks: int = ..., *, load: str = ..., deadline_s: float = ..., quota: int | None = ...
+    ) -> Engine: ...
 
 
 @pytest.fixture
@@ -48,9 +50,11 @@ def make_engine(paths: list[str], tmp_path: Path) -> Iterator[MakeEngine]:
     and files are whole."""
     made: list[Engine] = []
 
-    def make(ranks: int = 1, *, load: str = "sync", deadline_s: float = 20) -> Engine:
+    def make(
+        ranks: int = 1, *, load: str = "sync", deadline_s: float = 20, quota: int | None = None
+    ) -> Engine:
         cold = {"cold": f"{tmp_path}/cold/", "cold_capacity": "8MiB"}
-        settings = {"load": load, "deadline_s": deadline_s, **cold}
+        settings = {"load": load, "deadline_s": deadline_s, "quota": quota, **cold}
         made.append(Engine(paths[:ranks], Settings.model_validate(settings), 1024))
         return made[-1]
 
@@ -101,6 +105,34 @@ def test_four_times_the_pool_is_found_again(
     third = make_engine(ranks, load=load)
     assert serve(third, *texts) == [160] * 13
     assert not third.scheduling.failures
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_quota_counts_what_is_saved_and_what_comes_back(
+    make_engine: MakeEngine, paths: list[str], ranks: int
+) -> None:
+    """The scheduler brings it, another process than the workers, which save. Another engine's text
+    stays."""
+    serve(make_engine(ranks), 99)
+    with CXLPool.open(paths[0], threads=1) as pool:
+        geometry = pool.pages.geometry
+        page_bytes = geometry["extent_bytes"] // geometry["slab_slots"]
+    engine = make_engine(ranks, quota=41 * page_bytes * ranks)
+    quotas = [rank.worker.requests.quota for rank in engine.ranks]
+    for wanted in (0, 160):
+        for number in range(6):
+            assert serve(engine, number) == [wanted]
+            for quota, pool in zip(quotas, engine.scheduling.pools, strict=True):
+                assert quota is not None
+                assert quota.pages == 41
+                assert len(pool.hotness.published()[0]) == 40 + quota.used()
+                assert 40 <= quota.used() <= 41
+    assert serve(engine, 99) == [160]
+    assert not engine.scheduling.failures
+    small = make_engine(ranks, quota=30 * page_bytes * ranks)
+    assert serve(small, 50, 50) == [0, 0]
+    assert small.scheduling.failures == {"quota": 2 * ranks}
+    assert small.told_blocks == 0
 
 
 def test_it_comes_while_others_run(make_engine: MakeEngine) -> None:

@@ -19,6 +19,8 @@ from cxlkv.adapters.vllm.admission import Room
 from cxlkv.adapters.vllm.messages import Continued, Message, Options, unpacked
 from cxlkv.adapters.vllm.pools import open_all
 from cxlkv.errors import MemoryShortError
+from cxlkv.tiers import Tiers
+from cxlkv.tiers.quota import Quota
 
 pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 
@@ -129,6 +131,24 @@ def test_a_hit_is_adopted_and_goes_on(pool: CXLPool, attention: PoolAttention) -
         message = Message(started=[again.start(2, handle=hit.handle, tokens=64)], ended=["one"])
         assert is_right(run(attention, message, [(2, again, 64, 6)])[0])
     assert not attention.report().failures
+
+
+def test_what_a_quota_refuses_is_computed_and_not_published(pool: CXLPool) -> None:
+    tiers, parts = Tiers(pool), pool.pages.geometry["part_count"]
+    quota = Quota(tiers, 5 * BLOCK // PAGE * parts)
+    attention = PoolAttention(pool, NAMES, block_tokens=BLOCK, tiers=tiers, quota=quota)
+    one, two = Text("one", 70), Text("two", 200)
+    rows = [(1, one, 0, 70), (2, two, 0, 100)]
+    starts = [one.start(1), two.start(2)]
+    assert all(map(is_right, run(attention, Message(started=starts), rows)))
+    report = attention.report()
+    assert [(span.request, span.first, span.last) for span in report.stored] == [("one", 0, 4)]
+    assert report.failures == {"quota": 1}
+    assert is_right(run(attention, Message(), [(2, two, 100, 70)])[0])
+    assert not attention.report().failures, "it is not asked for again"
+    with pool.match(unpacked(two.keys, BLOCK)) as hit:
+        assert hit.tokens == 0
+    attention.close()
 
 
 def test_what_one_host_publishes_another_finds(shm_path: Path) -> None:

@@ -70,3 +70,19 @@ def test_hits_show_on_lmcaches_endpoint(make_engine: MakeEngine) -> None:
     assert "lmcache:cxlkv_hit_objects_total{" in page
     assert shown("hit_objects_total") >= 2
     assert "lmcache:num_retrieve_requests" in page
+
+
+def test_a_quota_is_kept_and_shown(
+    make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cxlkv.adapters.common.metrics.LOOK_EVERY_S", 0.0)
+    storage = make_storage(extra_config={"cxlkv.quota": 4 * OBJECT_BYTES})
+    quota, path = storage.cache.quota, str(storage.pool.path)
+    assert quota is not None
+    for seed in range(9):
+        put(storage, seed)
+    there = [seed for seed in range(9) if got(storage, seed) is not None]
+    assert there == [*range(9 - quota.pages, 9)]
+    sizes = [quota.pages * storage.cache.object_bytes] * 2
+    found = [shown("pool_bytes", pool=path, state=one) for one in ("quota", "quota_used")]
+    assert found == sizes

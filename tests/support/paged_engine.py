@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from cxlkv import CXLPool
 from cxlkv.adapters.common.keys import space_of
-from cxlkv.adapters.common.pools import open_tiers
+from cxlkv.adapters.common.pools import open_tiers, quota_of
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
@@ -114,6 +114,7 @@ class Rank:
             f"layers.{layer}": BlockMemory(own[:, 0], own[:, 1])
             for layer, own in enumerate(self.memory)
         }
+        tiers = open_tiers(pool, settings, 1 / ranks)
         self.worker = EngineAttention(
             pool,
             named,
@@ -121,7 +122,8 @@ class Rank:
             block_tokens=TOKENS,
             rank=rank,
             ranks=ranks,
-            tiers=open_tiers(pool, settings, 1 / ranks),
+            tiers=tiers,
+            quota=quota_of(tiers, settings, 1 / ranks),
         )
 
     def is_right(self, request: Request, index: int, tokens: int = TOKENS) -> bool:
@@ -173,6 +175,7 @@ class Engine:
         self.cached: dict[str, int] = {}  # tokens that came from the pool
         self.recomputed = 0  # steps in which a load failed
         self.wrongly_stored: list[tuple[str, int]] = []
+        self.told_blocks = 0  # that ranks said they have stored
         self.shares = shares  # requests of one text share blocks, as with the engine's own cache
         self.users: Counter[int] = Counter()  # of a block
         self.lost_in: int | None = None  # the layer of the next step in which the pools are lost
@@ -364,6 +367,7 @@ class Engine:
         bad = bad.union(*(rank.worker.bad_blocks() for rank in self.ranks))
         reports = [rank.worker.report() for rank in self.ranks]
         for rank, report in zip(self.ranks, reports, strict=True):
+            self.told_blocks += sum(one.last - one.first for one in report.stored)
             self.wrongly_stored += [
                 (one.request, index)
                 for one in report.stored

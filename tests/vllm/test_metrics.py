@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool
+from cxlkv.adapters.common.metrics import QUOTA
+from cxlkv.adapters.vllm.counting import STATES
 from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_shared import SharedColdTier
 
@@ -51,7 +53,7 @@ def test_hits_of_a_second_request_show(
 ) -> None:
     """Counters that stay 0 are what users complain about. Ranks share tokens, and add up bytes."""
     engine = make_engine(
-        {"where": f"{tmp_path}/", "capacity": "32MiB"},
+        {"where": f"{tmp_path}/", "capacity": "32MiB", "quota": "16MiB"},
         processes=processes,
         tensor_parallel_size=ranks,
         disable_log_stats=False,
@@ -74,8 +76,9 @@ def test_hits_of_a_second_request_show(
     with CXLPool.open(pool) as opened:
         page_bytes = opened.records.shape[0]
     for unit, wanted in (("tokens", TOKENS), ("bytes", TOKENS // BLOCK_TOKENS * page_bytes)):
-        there = (found[f"vllm:cxlkv_pool_{unit} {state}"] for state in ("held", "published"))
-        assert sum(there) == wanted
+        there = {state: found[f"vllm:cxlkv_pool_{unit} {state}"] for state in (*STATES, *QUOTA)}
+        assert there["held"] + there["published"] == there["quota_used"] == wanted
+        assert 0.4 < there["quota"] / (there["free"] + wanted) < 0.7
     assert failures(found) == 0
     log = engine.log()
     assert f"cxlkv: made {tmp_path}/cxlkv-vllm-" in log

@@ -17,6 +17,7 @@ from cxlkv import _lifetime
 from cxlkv.errors import BadArgumentError, ClosedError, CXLKVError, FencedError, HostError
 from cxlkv.pool import Pool
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.quota import Quota
 
 if TYPE_CHECKING:
     import prometheus_client
@@ -41,6 +42,12 @@ MOVES = {
 }
 LINKS = ("far read", "far written", "cold read", "cold written", "remote read")
 """Tiers and directions of Tiers.link_bytes()."""
+
+QUOTA = {
+    "quota": "what this process may have published, where there is a quota",
+    "quota_used": "of that, what it has",
+}
+"""Beside STATES, of all processes' pages."""
 
 LOOK_EVERY_S = 1.0
 """What came after the last look waits for the next."""
@@ -88,7 +95,7 @@ class Counting:
             said = f": {detail}" if str(detail) else ""
             log.warning("cxlkv: %s%s (said once; counted as %s)", self._kinds[kind], said, kind)
 
-    def inspect(self, tiers: Tiers) -> None:
+    def inspect(self, tiers: Tiers, quota: Quota | None = None) -> None:
         """The pool has been used: for who shows how full it is, and what its tiers move."""
 
 
@@ -232,7 +239,7 @@ class Shown(Counting):
         if prefix not in _shared:
             from prometheus_client import Counter, Gauge
 
-            shown, rooms = {**counts, **MOVES}, {"bytes": {**STATES, **IN_COLD}}
+            shown, rooms = {**counts, **MOVES}, {"bytes": {**STATES, **IN_COLD, **QUOTA}}
             _shared[prefix] = Metrics(Counter, Gauge, prefix, [*labels], shown, rooms)
         self._metrics = _shared[prefix]
         self._metrics.begin(self._labels, kinds)
@@ -249,7 +256,7 @@ class Shown(Counting):
         super().reset_after_fork()
         self._look_lock = threading.Lock()
 
-    def inspect(self, tiers: Tiers) -> None:
+    def inspect(self, tiers: Tiers, quota: Quota | None = None) -> None:
         path = str(tiers.pool.path)
         with self._look_lock:
             if time.monotonic() < self._next_s.get(path, 0):
@@ -261,11 +268,14 @@ class Shown(Counting):
             counts, links = moves.take()
         self._metrics.add(self._labels, counts, links=links)
         try:
-            pages, there = tiers.pool.stats(), hosts(tiers.pool)
+            counted, there = tiers.pool.stats(), hosts(tiers.pool)
+            pages = {state: counted[f"pages_{state}"] for state in STATES}
+            if quota is not None:
+                pages.update(quota=quota.pages, quota_used=quota.used())
         except CXLKVError:
             return
         size = int(tiers.pool.layout.object_bytes or 0)
-        states = {state: pages[f"pages_{state}"] * size for state in STATES}
+        states = {state: count * size for state, count in pages.items()}
         if tiers.cold is not None:
             states[COLD] = moves.cold()[1]
         self._metrics.fill(self._labels, path, {"bytes": states, "hosts": there})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TypeVar
 
 import numpy as np
@@ -19,13 +19,14 @@ import numpy.typing as npt
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
 from cxlkv.adapters.common.metrics import LOST, Counting
-from cxlkv.adapters.common.pools import open_tiers
+from cxlkv.adapters.common.pools import open_tiers, quota_of
 from cxlkv.adapters.common.reopening import LOOKS_A_LEASE, Reopening
 from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
 from cxlkv.arrays import Mask, Sizes
-from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
+from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError, QuotaError
 from cxlkv.objects import ABSENT, DAMAGED, Buffers, Lease, ObjectPool, Reserved, object_keys
 from cxlkv.prefix import PageKeys
+from cxlkv.tiers.quota import Quota
 
 T = TypeVar("T")
 Given = Buffers | Sequence[object]
@@ -40,11 +41,12 @@ class ObjectCache(Closing):
     and nothing is stored. Leases and reservations keep the lost pool open: a thread of this object
     calls let_go(), which releases those that no caller waits for. settings, share: as in
     pools.open_tiers(); objects in the cold tier count as present, and are read back before use.
+    processes: how many of the engine's use this pool, which share out its quota.
 
     space: 16 bytes, everything beside an object's name that makes its bytes. object_bytes: of each
     object, where all have one size, and one of another size is a miss; the pool's may be larger.
-    None: objects have any size up to the pool's. counting: has the kinds "corrupt", "full", "host"
-    and "pool"; "mismatch" with object_bytes, "large" and "changed" without.
+    None: objects have any size up to the pool's. counting: has the kinds "corrupt", "full",
+    "quota", "host" and "pool"; "mismatch" with object_bytes, "large" and "changed" without.
 
     Raises what `opening` and open_tiers() raise.
     """
@@ -58,10 +60,13 @@ class ObjectCache(Closing):
         *,
         settings: PoolSettings = UNSHARED,
         share: float = 1.0,
+        processes: int = 1,
     ):
         self.counting = counting
         self.let_go: Callable[[], object] = lambda: None
-        self._opening, self._settings, self._share = opening, settings, share
+        self._opening, self._settings = opening, settings
+        self._share, self._processes = share, processes
+        self.quota: Quota | None = None
         self._space, self._has_one_size = space, object_bytes is not None
         self._scratch: npt.NDArray[np.uint8] | None = None
         self._scratch_lock = threading.Lock()
@@ -80,6 +85,11 @@ class ObjectCache(Closing):
         pool = self._opening()
         try:
             self._tiers = open_tiers(pool, self._settings, self._share)
+            if self.quota is not None:
+                self.quota.reopened(self._tiers)
+            else:
+                share = self._share / self._processes
+                self.quota = quota_of(self._tiers, self._settings, share)
         except Exception:
             pool.close()
             raise
@@ -126,7 +136,7 @@ class ObjectCache(Closing):
 
     def inspect(self) -> None:
         """The pool has been used: its figures may be shown."""
-        self.counting.inspect(self._tiers)
+        self.counting.inspect(self._tiers, self.quota)
 
     # ---- find ----
 
@@ -139,8 +149,13 @@ class ObjectCache(Closing):
 
     def _restore(self, keys: PageKeys) -> None:
         """Reads objects back from the cold tier, while there is room."""
+
+        def restore() -> None:
+            with nullcontext() if self.quota is None else self.quota.bringing(keys):
+                self._tiers.restore(keys)
+
         if self._tiers.cold is not None:
-            self._asked(lambda: self._tiers.restore(keys), None)
+            self._asked(restore, None)
 
     def _asked(self, call: Callable[[], T], otherwise: T) -> T:
         """What `call` returns; `otherwise` when it fails."""
@@ -153,7 +168,8 @@ class ObjectCache(Closing):
     def _failed(self, error: Exception) -> None:
         """A pool of one host is not lost: it was closed."""
         lost = isinstance(error, LOST) and self._settings.sharing != "host"
-        self.counting.failed("host" if lost else "pool", error)
+        kind = "quota" if isinstance(error, QuotaError) else "pool"
+        self.counting.failed("host" if lost else kind, error)
 
     def _sizes(self, call: Callable[[], Sizes], count: int) -> Sizes:
         """What `call` says; that all are absent when it fails."""
@@ -214,13 +230,15 @@ class ObjectCache(Closing):
 
     def put(self, keys: PageKeys, buffers: Given) -> Mask:
         """Store copies. bool [m]: of those that are in the pool then, from the first on, which are
-        new. In a full pool those get room that come first."""
+        new. In a full pool, or of a quota, those get room that come first."""
         new: list[bool] = []
         try:
-            return self.pool.put_batch(keys, buffers)
-        except PoolFullError as error:
+            with self._room_for(keys):
+                return self.pool.put_batch(keys, buffers)
+        except (PoolFullError, QuotaError) as error:
             new = self._put_first(keys, buffers)
-            self.counting.failed("full", error, len(keys) - len(new))
+            kind = "full" if isinstance(error, PoolFullError) else "quota"
+            self.counting.failed(kind, error, len(keys) - len(new))
         except BadArgumentError as error:
             self.counting.failed("pool" if self._has_one_size else "large", error)
         except _FAULTS as error:
@@ -233,9 +251,14 @@ class ObjectCache(Closing):
         with ExitStack() as held, suppress(*_FAULTS):
             for index in range(len(keys)):
                 one = keys[index : index + 1]
-                new += self.pool.put_batch(one, one_of(buffers, index)).tolist()
+                with self._room_for(one):
+                    new += self.pool.put_batch(one, one_of(buffers, index)).tolist()
                 held.enter_context(self.pool.lease(one))
         return new
+
+    def _room_for(self, keys: PageKeys) -> AbstractContextManager[None]:
+        """Of the tenant's quota, while they are published. Raises QuotaError."""
+        return nullcontext() if self.quota is None else self.quota.room_for(keys)
 
     # ---- in place ----
 
@@ -268,8 +291,13 @@ class ObjectCache(Closing):
             return None
 
     def publish(self, reserved: Reserved, place: int, key: PageKeys) -> bool:
-        """Whether the object is new."""
-        return self._asked(lambda: bool(reserved.publish(key, [place])[0]), False)
+        """Whether the object is new; what is reserved counts for a quota from here on."""
+
+        def publish() -> bool:
+            with self._room_for(key):
+                return bool(reserved.publish(key, [place])[0])
+
+        return self._asked(publish, False)
 
     def verify(self, key: PageKeys) -> None:
         """Read an object once more, whole: one that has changed is forgotten."""

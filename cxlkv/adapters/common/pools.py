@@ -21,6 +21,7 @@ from cxlkv.pool import Pool
 from cxlkv.stats import Overview
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.cold_mooncake import is_mooncake
+from cxlkv.tiers.quota import Quota
 from cxlkv.tiers.remote import RemoteTier
 
 Kind = TypeVar("Kind", bound=Pool)
@@ -210,6 +211,12 @@ def open_tiers(
     if moves and (cold is not None or local is not None):
         tiers.start()
     return tiers
+
+
+def quota_of(tiers: Tiers, settings: PoolSettings, share: float = 1.0) -> Quota | None:
+    """This process's share of what the settings say, in these tiers' pool. Raises BadArgumentError
+    where that is less than a page."""
+    return None if settings.quota is None else Quota.of(tiers, int(settings.quota * share))
 
 
 def _cold_path(cold: str, pool: str, share: float) -> str:

@@ -204,9 +204,20 @@ class PoolRequests:
         found: npt.NDArray[np.bool_] = np.logical_or.reduce(wrong.reshape(-1, per_key), axis=1)
         return found
 
+    def stored(self, request: str) -> int:
+        """Tokens of it that are published, as far as is known here."""
+        return self._stored.get(request, 0)
+
+    def brought(self, keys: PageKeys) -> None:
+        """Another process of this engine has brought these back from below the pool."""
+        if self.quota is not None:
+            self.quota.brought(keys)
+
     def reopened(self, pool: CXLPool, tiers: Tiers | None = None) -> None:
         """Go on in this pool: the one before was closed, and what requests held there is gone."""
         self.pool, self.tiers = pool, tiers
+        if self.quota is not None and tiers is not None:
+            self.quota.reopened(tiers)
         self.sequences.clear()
         self._stored.clear()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, model_validator
 
-from cxlkv.config import PoolKeys, Source, Where, checked, read_yaml
+from cxlkv.config import PoolKeys, Size, Source, Where, checked, read_yaml
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.coherence import AUTO, named_host
 
@@ -42,13 +42,15 @@ class PoolSettings(PoolKeys):
     remote: pools that other machines serve, where prefixes are looked for that the pool and the
     cold tier lack: tcp://HOST:PORT of one, or of each of an engine's ranks. remote_secret: a file.
 
-    salt: keeps tenants apart. config: the path of a YAML file with any of these, for what is not
-    written beside it.
+    salt: keeps tenants apart. quota: bytes that what this engine has published may take, of all its
+    ranks together. config: the path of a YAML file with any of these, for what is not written
+    beside it.
     """
 
     where: Annotated[Where, AfterValidator(_in_a_file)] = "/dev/shm/"
     huge: Literal["never", "try", "require"] = "try"
     salt: str = ""
+    quota: Size | None = None
     config: str | None = None
 
     @property

@@ -26,6 +26,8 @@ KINDS = {
     "the pool (cxlkv pool remove), or give another cxlkv.where",
     "unsupported": "an object is not one of plain tensors in the host's memory, and is not stored",
     "bad_options": "what a request asked for makes no sense, and is passed over",
+    "quota": "the tenant may have no more, and what it has is in use, so objects are not stored: "
+    "give a larger cxlkv.quota",
     "host": "this host was declared off, or another machine has its number: objects are misses, "
     "and not stored, until the pool is open again",
     "pool": "the pool cannot be used: what was asked for is a miss",

@@ -85,7 +85,11 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         shown = {name: str(value) for name, value in labels.items()}
         self.counting = Shown(PREFIX, shown, COUNTS, KINDS)
         self.cache = ObjectCache(
-            partial(self._open, metadata, config), space, self.counting, settings=self.settings
+            partial(self._open, metadata, config),
+            space,
+            self.counting,
+            settings=self.settings,
+            processes=metadata.world_size,
         )
         self.allocator = self.initialize_allocator(config, metadata)
         self._putting: dict[CacheEngineKey, bool] = {}  # whether it is still wanted

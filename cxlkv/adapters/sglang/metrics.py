@@ -21,6 +21,8 @@ KINDS = {
     "stored again",
     "full": "the pool has no room, and nothing in it can go, so pages are not stored: give a "
     "larger capacity",
+    "quota": "the tenant may have no more, and what it has is in use, so pages are not stored: "
+    "give a larger quota",
     "host": "this host was declared off, or another machine has its number: pages are misses, and "
     "not stored, until the pool is open again",
     "pool": "the pool could not be used, so this was a miss, or was not stored",

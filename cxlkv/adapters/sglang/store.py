@@ -165,11 +165,12 @@ class Store(Closing):
             self._counting,
             memory.object_bytes,
             settings=mine,
-            share=self._cold_share(name),
+            share=self._share(name),
+            processes=shards.sharing_ranks,
         )
 
-    def _cold_share(self, name: str) -> float:
-        """Of cold_capacity, for the file of this pool: all hold about as many pages."""
+    def _share(self, name: str) -> float:
+        """Of cold_capacity and quota, for this pool: all hold about as many pages."""
         sizes = {one: part.memory.object_bytes for one, part in self._parts.items()}
         return sizes[name] / sum(sizes.values()) / self._rank.config.pp_size
 

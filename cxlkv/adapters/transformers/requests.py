@@ -31,6 +31,7 @@ from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, prefix_keys
 from cxlkv.sequence import Sequence as Tokens
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.quota import Quota
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -87,8 +88,9 @@ class CXLRequests(PoolRequests):
         *,
         salt: bytes = b"",
         weights: object = None,
+        quota: Quota | None = None,
     ):
-        super().__init__(pool, tiers)
+        super().__init__(pool, tiers, quota)
         check_layout(pool.layout, layout_of(model))
         if text_config(model) is not getattr(model, "config", None):
             raise UnsupportedError(

@@ -35,7 +35,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.common.metrics import Moves
-from cxlkv.adapters.common.pools import open_tiers
+from cxlkv.adapters.common.pools import open_tiers, quota_of
 from cxlkv.adapters.common.reopening import LOOKS_A_LEASE, Reopening
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.admission import Room
@@ -58,6 +58,7 @@ from cxlkv.errors import CXLKVError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.quota import Quota
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -120,6 +121,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self._own: tuple[BlockPool, object] | None = None  # and what it finds blocks in
         self.worker: EngineAttention | PoolAttention | None = None
         self.moves: list[Moves] = []
+        self._quota: Quota | None = None  # a worker's
         self._room: Room | None = None
         self._reopening: list[Reopening[CXLPool]] = []  # of the pools that are used here
         if role == KVConnectorRole.SCHEDULER:
@@ -343,6 +345,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             rank=ranks.rank,
             ranks=ranks.count,
             tiers=tiers,
+            quota=self._quota,
         )
 
     @property
@@ -372,7 +375,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         """The worker's, whose figures are shown from now on."""
         settings = self.settings
         tiers = open_tiers(pool, settings, 1 / self._ranks.count, local=settings.local)
-        self.looking = Looking(tiers)
+        if self._quota is None:
+            self._quota = quota_of(tiers, settings, 1 / self._ranks.count)
+        self.looking = Looking(tiers, quota=self._quota)
         pool.admin.audit = settings.audit
         if settings.worker:
             pool.use_worker()
@@ -394,6 +399,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             step=steps_on(device),
             many=chunks_on(device, self._spec.dtype),
             tiers=tiers,
+            quota=self._quota,
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

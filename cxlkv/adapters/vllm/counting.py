@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypedDict
 
-from cxlkv.adapters.common.metrics import COLD, IN_COLD, MOVES, Moves, hosts
+from cxlkv.adapters.common.metrics import COLD, IN_COLD, MOVES, QUOTA, Moves, hosts
 from cxlkv.adapters.vllm.messages import Report, stored_by_all
 from cxlkv.errors import CXLKVError
 from cxlkv.stats import COUNTERS, Overview
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.quota import Quota
 
 PREFIX = "vllm:cxlkv_"
 """The engine shows metrics of its own name only: LLM.get_metrics() looks for vllm:."""
@@ -45,7 +46,18 @@ NEAR = {
 COUNTS = {**TOKENS, **{name: COUNTERS[name] for name in BYTES}, **AUDITS, **MOVES, **NEAR}
 """What is counted, by name, with what it means."""
 
-KINDS = ("corrupt", "stale", "full", "late", "save", "match", "remote", "host", "bad_options")
+KINDS = (
+    "corrupt",
+    "stale",
+    "full",
+    "quota",
+    "late",
+    "save",
+    "match",
+    "remote",
+    "host",
+    "bad_options",
+)
 """Failures that are shown from the start, as 0; others appear when they happen."""
 
 STATES = {
@@ -55,8 +67,8 @@ STATES = {
 }
 LOCAL = "local"
 ROOMS = {
-    "tokens": {**STATES, **IN_COLD},
-    "bytes": {**STATES, **IN_COLD, LOCAL: "copies in this engine's own memory"},
+    "tokens": {**STATES, **IN_COLD, **QUOTA},
+    "bytes": {**STATES, **IN_COLD, **QUOTA, LOCAL: "copies in this engine's own memory"},
 }
 """States of a pool's room, by its unit."""
 
@@ -173,8 +185,14 @@ class Looking:
     last one is counted by the next.
     """
 
-    def __init__(self, tiers: Tiers, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        tiers: Tiers,
+        clock: Callable[[], float] = time.monotonic,
+        quota: Quota | None = None,
+    ):
         self._tiers, self._pool, self._clock = tiers, tiers.pool, clock
+        self._quota = quota
         self._moves = Moves(tiers)
         self._parts = self._pool.pages.geometry["part_count"]
         self._page_tokens = self._pool.layout.page_tokens
@@ -189,7 +207,7 @@ class Looking:
             return None
         try:
             overview, there = self._pool.admin.overview(), hosts(self._pool)
-            counts = _own(self._tiers, overview)
+            counts, room = _own(self._tiers, overview), self._room(overview)
         except (CXLKVError, OSError):
             self._next_s = begin_s + LOOK_EVERY_S
             return None
@@ -199,11 +217,14 @@ class Looking:
         self._told = counts
         found = nothing()
         found["counts"].update({name: count for name, count in new.items() if count > 0})
-        found["pools"][overview.path] = {**self._room(overview), "hosts": there}
+        found["pools"][overview.path] = {**room, "hosts": there}
         return with_moves(found, self._moves)
 
     def _room(self, overview: Overview) -> dict[str, dict[str, int]]:
         pages = {name: overview.pages[name] for name in STATES}
+        if self._quota is not None:
+            own = self._quota.stats()
+            pages.update(quota=own["pages"], quota_used=own["used_pages"])
         sizes = {name: count * self._page_bytes for name, count in pages.items()}
         if self._tiers.cold is not None:
             pages[COLD], sizes[COLD] = self._moves.cold()

@@ -34,6 +34,7 @@ from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Batch
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.quota import Quota
 
 log = logging.getLogger("cxlkv")
 
@@ -75,7 +76,7 @@ class EngineAttention:
     """Blocks of one engine process. layers: the engine's memory by the layer's name, in order.
 
     rank: of this shard, by which handles are told apart; ranks: how many there are. tiers: of the
-    pool, closed with this; None: such that evict only.
+    pool, closed with this; None: such that evict only. quota: of the same tiers.
     """
 
     def __init__(
@@ -88,9 +89,10 @@ class EngineAttention:
         rank: int = 0,
         ranks: int = 1,
         tiers: Tiers | None = None,
+        quota: Quota | None = None,
     ):
         self.pool, self.tiers, self.settings = pool, tiers or Tiers(pool), settings
-        self.requests = PoolRequests(pool, self.tiers)
+        self.requests = PoolRequests(pool, self.tiers, quota)
         self._memory = list(layers.values())
         self._layers = {name: index for index, name in enumerate(layers)}
         self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
@@ -164,6 +166,7 @@ class EngineAttention:
             if self.requests.load(start.request, handle, pages, verify=False) != pages:
                 return part
             part.sequence = self.requests.sequences[start.request].fork()
+            self.requests.brought(start.brought_keys(self.block_tokens))
             if start.tail:  # its block will be another one when it is whole
                 count -= 1
                 self.requests.truncate(start.request, count * self.block_tokens)
@@ -419,6 +422,9 @@ class EngineAttention:
             self.requests.fail("save", error)
             self._drop(name)
             return
+        if self.requests.stored(name) < end * self.block_tokens:  # the quota refused it
+            self._drop(name)
+            return
         self._report.stored.append(Span(name, held.saved, end))
         held.saved = end
 
@@ -461,6 +467,8 @@ class EngineAttention:
         for layer, own in enumerate(self._memory):
             batch.append_blocks(layer, own.keys, own.values, blocks, starts, 0)
         self.requests.store(name, keys)
+        if self.requests.stored(name) < len(keys) * self.block_tokens:
+            return False
         if whole > held.saved:
             self._report.stored.append(Span(name, held.saved, whole))
         return len(keys) > whole

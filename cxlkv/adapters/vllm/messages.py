@@ -50,11 +50,12 @@ class Started:
 
     blocks: of the engine, in the order of the text; keys: KEY_BYTES for each complete block of it,
     joined, as far as the text is known. handles: of the hit in each shard's pool (None: no hit) of
-    `tokens` tokens; `local` tokens of them the engine had itself. tail: the key of the hit's last
-    block, where it is not a whole one. In this step the tokens from
-    `computed` on are computed, `scheduled` of them; 0 while the hit is loaded beside the steps
-    (asynchronously), and then the request comes again as Continued. elsewhere: another connector of
-    the engine loads tokens before these. trace: the headers that came with the request, of a hit.
+    `tokens` tokens; `local` of them the engine had itself, the last `brought` the scheduler brought
+    back from below the pool. tail: the key of the hit's last block, where it is not a whole one. In
+    this step the tokens from `computed` on are computed, `scheduled` of them; 0 while the hit is
+    loaded beside the steps (asynchronously), and then the request comes again as Continued.
+    elsewhere: another connector of the engine loads tokens before these. trace: the headers that
+    came with the request, of a hit.
     """
 
     request: str
@@ -62,6 +63,7 @@ class Started:
     keys: bytes = b""
     handles: list[bytes] | None = None
     tokens: int = 0
+    brought: int = 0
     local: int = 0
     tail: bytes = b""
     computed: int = 0
@@ -69,6 +71,11 @@ class Started:
     elsewhere: bool = False
     trace: dict[str, str] | None = None
     options: Options = field(default_factory=Options)
+
+    def brought_keys(self, block_tokens: int) -> PageKeys:
+        """Of blocks that the scheduler brought back."""
+        keys = unpacked(self.keys, block_tokens)
+        return keys[(self.tokens - self.brought) // block_tokens : self.tokens // block_tokens]
 
 
 @dataclass

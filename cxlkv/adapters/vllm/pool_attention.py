@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Batch
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.quota import Quota
 
 Ints = npt.NDArray[np.int32]
 
@@ -78,7 +79,7 @@ class PoolAttention:
     there are. decode_rows: a request that has tokens and brings at most so many more is decoding,
     which is what budgets are for. method: as in Batch.select. step: makes a Step; None: of tensors
     in host memory. many: attends for many rows of one request, where that is faster than the pool.
-    tiers: of the pool, closed with this; None: such that evict only.
+    tiers: of the pool, closed with this; None: such that evict only. quota: of the same tiers.
     """
 
     def __init__(
@@ -94,10 +95,11 @@ class PoolAttention:
         step: MakeStep | None = None,
         many: Many | None = None,
         tiers: Tiers | None = None,
+        quota: Quota | None = None,
     ):
         self.pool, self.tiers = pool, tiers or Tiers(pool)
         self.layers = {name: place for place, name in enumerate(layers)}
-        self.requests = PoolRequests(pool, self.tiers)
+        self.requests = PoolRequests(pool, self.tiers, quota)
         self.decode_rows = decode_rows
         self.method = method
         self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
@@ -142,6 +144,10 @@ class PoolAttention:
         self._load(held, handle, started.tokens)
         self._held[held.name] = held
         self.by_request_row[held.request_row] = held
+        try:
+            self.requests.brought(started.brought_keys(self.block_tokens))
+        except CXLKVError as error:
+            self.count(error)
 
     def _load(self, held: Held, handle: bytes | None, tokens: int) -> None:
         held.stored = 0
@@ -234,6 +240,9 @@ class PoolAttention:
             self.requests.store(held.name, self._keys(held)[:blocks])
         except CXLKVError as error:
             self.count(error)
+            return
+        if self.requests.stored(held.name) < blocks * self.block_tokens:  # the quota refused it
+            held.options = replace(held.options, save=False)
             return
         self._report.stored.append(Span(held.name, held.stored, blocks))
         held.stored = blocks

@@ -60,6 +60,7 @@ class Prefetch(Closing):
         self.tokens: Counter[str] = Counter()  # of requests' prefixes that came, so far
         self._remote_errors = 0  # that were counted
         self._wanted: dict[str, _Wanted] = {}
+        self._there: dict[str, int] = {}  # tokens of a request's prefix that nothing had to bring
         self._futile: set[str] = set()  # requests for which not all could come
         self._most = int(SHARE * min(tokens_of(one.pool) for one in tiers))
         self._queue = SimpleQueue[_Wanted | None]()
@@ -117,6 +118,7 @@ class Prefetch(Closing):
         wanted = self._wanted.pop(request, None)
         if for_good:
             self._futile.discard(request)
+            self._there.pop(request, None)
         if wanted is None:
             return
         with self._lock:
@@ -126,12 +128,18 @@ class Prefetch(Closing):
             self._failures.add("match", wanted.error)
         come = min((hit.tokens for hit in hits), default=0)
         restored, there = min(come, wanted.reach), wanted.there
+        if come > there and not for_good:
+            self._there[request] = min(there, self._there.get(request, there))
         self.tokens["restored_tokens"] += max(0, restored - there)
         self.tokens["pulled_tokens"] += max(0, come - max(restored, there))
         if come < wanted.tokens and not for_good:
             self._futile.add(request)
         for hit in hits:
             hit.release()
+
+    def brought(self, request: str, tokens: int) -> int:
+        """Of so many tokens of its prefix, how many came from below the pool."""
+        return max(0, tokens - self._there.get(request, tokens))
 
     def _count_remote(self) -> None:
         """Failures of remote tiers; each is said there."""

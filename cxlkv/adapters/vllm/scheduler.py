@@ -293,12 +293,16 @@ class Scheduling:
             list(blocks),
             handles=found.handles,
             tokens=found.local + external,
+            brought=self._brought(name, found.local + external),
             local=found.local,
             tail=found.tail,
             trace=dict(getattr(request, "trace_headers", None) or {}) or None,
             computed=found.local + external,
             options=self._options[name],
         )
+
+    def _brought(self, name: str, tokens: int) -> int:
+        return 0 if self._prefetch is None else self._prefetch.brought(name, tokens)
 
     # ---- a step ----
 

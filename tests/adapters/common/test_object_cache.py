@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from random import Random
+from random import Random, SystemRandom
 from threading import Event, RLock
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ from cxlkv.adapters.common.object_cache import ObjectCache, leading
 from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.arrays import Bytes
 from cxlkv.errors import BusyError, CXLKVError
-from cxlkv.objects import ABSENT
+from cxlkv.objects import ABSENT, Lease
 from cxlkv.prefix import PageKeys
 
 from ...support.states import states_of
@@ -32,7 +32,7 @@ from ...support.waiting import until
 
 SIZE, BYTES = 96 << 10, 64 << 10
 SPACE = bytes(range(16))
-KINDS = ("corrupt", "mismatch", "full", "host", "pool", "large", "changed")
+KINDS = ("corrupt", "mismatch", "full", "quota", "host", "pool", "large", "changed")
 
 
 def counting() -> Counting:
@@ -271,6 +271,118 @@ def test_what_is_forgotten_or_cleared_does_not_come_back(tmp_path: Path) -> None
         other.clear()
         assert not cache.present(keys(*names)).any()
         assert not cache.load(keys(names[40]), [[np.zeros(BYTES, np.uint8)]]).any()
+
+
+# ---- tenants with quotas ----
+
+QUOTA = 8
+
+
+class Tenant:
+    """Of a pool that both use. stored: what it has put and not forgotten, as a model."""
+
+    def __init__(self, path: Path, number: int, rng: Random, cold: Mapping[str, object]) -> None:
+        layout, self.space = KVLayout.objects(BYTES), bytes([number] * 16)
+        # For two processes; a page takes a bit more than its object.
+        settings = PoolSettings.model_validate({"quota": 2 * QUOTA * (BYTES + 4096), **cold})
+        pool, _ = pools.make_or_open(ObjectPool, str(path), layout, "5MiB")
+        self.counting = counting()
+        made = partial(ObjectCache, lambda: pool, self.space, self.counting, BYTES)
+        self.cache = made(settings=settings, processes=2)
+        assert self.cache.quota is not None
+        assert self.cache.quota.pages == QUOTA
+        self.number, self.rng, self.quota = number, rng, self.cache.quota
+        self.is_tiered = bool(cold)
+        self.names = [f"object {one}" for one in range(20)]
+        self.stored: dict[str, Bytes] = {}
+        self.leases: list[Lease] = []
+
+    def present(self) -> set[str]:
+        """In the pool, whatever the cold tier has."""
+        there = self.cache.pool.object_sizes(self.cache.keys(self.names)) == BYTES
+        return {name for name, is_there in zip(self.names, there, strict=True) if is_there}
+
+    def some(self, most: int) -> list[str]:
+        return self.rng.sample(self.names, self.rng.randint(1, most))
+
+    def put(self, most: int = 10) -> None:
+        names = self.some(most)
+        payloads = [self.stored.get(name, value(self.rng.randrange(1 << 20))) for name in names]
+        count = len(self.cache.put(self.cache.keys(names), [[one] for one in payloads]))
+        self.stored.update(zip(names[:count], payloads, strict=False))
+        assert set(names[:count]) <= self.present()
+        assert self.leases or count == min(len(names), QUOTA)
+
+    def write_in_place(self) -> None:
+        """What finds no room is given back, and nobody finds it."""
+        names = [name for name in self.some(3) if name not in self.stored]
+        reserved = self.cache.reserve([BYTES] * len(names)) if names else None
+        if reserved is None:
+            return
+        for place, name in enumerate(names):
+            payload = value(self.rng.randrange(1 << 20))
+            np.asarray(reserved.views[place])[:] = payload
+            if self.cache.publish(reserved, place, self.cache.keys([name])):
+                self.stored[name] = payload
+                assert name in self.present()
+        reserved.release()
+
+    def hold(self) -> None:
+        if (lease := self.cache.lease(self.cache.keys(self.some(3)))) is not None:
+            self.leases.append(lease)
+
+    def let_go(self) -> None:
+        while self.leases:
+            self.leases.pop().release()
+
+    def forget(self) -> None:
+        name = self.rng.choice(self.names)
+        self.cache.forget(self.cache.keys([name]))
+        self.stored.pop(name, None)
+
+    def check(self) -> None:
+        there = self.present()
+        assert there <= self.stored.keys()
+        assert len(there) == self.quota.used()
+        for name in self.some(3):
+            out = np.zeros(BYTES, np.uint8)
+            if self.cache.load(self.cache.keys([name]), [[out]]).all():
+                np.testing.assert_array_equal(out, self.stored[name])
+        assert len(self.present()) == self.quota.used()
+        # What is read back counts, and what is held makes no room for it.
+        assert self.quota.used() <= QUOTA or (self.leases and self.is_tiered)
+
+    def step(self) -> None:
+        weights = {
+            self.put: 5,
+            self.write_in_place: 3,
+            self.hold: 1,
+            self.let_go: 2,
+            self.forget: 1,
+        }
+        self.rng.choices([*weights], [*weights.values()])[0]()
+
+
+@pytest.mark.parametrize("is_tiered", [False, True], ids=["", "over a file"])
+def test_tenants_make_room_for_themselves_only(tmp_path: Path, is_tiered: bool) -> None:
+    seed = SystemRandom().randrange(1 << 32)
+    print("seed", seed)
+    cold = {"cold": f"{tmp_path}/cold/", "cold_capacity": "16MiB"} if is_tiered else {}
+    rng = Random(seed)
+    tenants = [Tenant(tmp_path / "a.pool", number, rng, cold) for number in range(2)]
+    for _ in range(300):
+        one = rng.randrange(2)
+        others = tenants[1 - one].present()
+        tenants[one].step()
+        tenants[one].check()
+        assert tenants[1 - one].present() == others
+    for tenant in tenants:
+        tenant.let_go()
+        assert tenant.counting.failures.keys() - {"quota"} == set(KINDS) - {"quota"}
+        assert tenant.counting.failures.total() == tenant.counting.failures["quota"] > 0
+        assert tenant.quota.stats()["evicted_pages"] > 0
+        assert tenant.cache.pool.admin.check(deep=True)["clean"]
+        tenant.cache.close()
 
 
 # ---- with other hosts ----
