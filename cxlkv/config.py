@@ -83,8 +83,10 @@ def _parsable(value: str) -> str:
 
 
 def _listed(value: object) -> object:
-    """One, or a list of them."""
-    return (value,) if isinstance(value, str) else tuple(value) if type(value) is list else value
+    """One, or a list of them, that has some."""
+    if isinstance(value, list) and value:
+        return tuple(value)
+    return (value,) if isinstance(value, str) else value
 
 
 def _emulated(value: object) -> object:
@@ -206,9 +208,7 @@ class PoolKeys(Keys):
     compress: Literal["zstd"] | None = None
     policy: Literal["adaptive", "lru", "mass", "s3fifo"] = "adaptive"
     remote: Annotated[
-        tuple[Annotated[str, Field(pattern=_REMOTE)], ...],
-        Field(min_length=1),
-        BeforeValidator(_listed),
+        tuple[Annotated[str, Field(pattern=_REMOTE)], ...], BeforeValidator(_listed)
     ] = Field(
         (),
         description="tcp://HOST:PORT of a `cxlkv serve`, or rdma://HOST:PORT?device=NAME, the "

@@ -342,7 +342,7 @@ def test_a_budget_of_each_layer() -> None:
         ({"share": 0.1, "by_layer": [0.5]}, "a mapping of layers to amounts is wanted"),
         ({"share": 0.1, "by_layer": {0.5: 0.5}}, "0.5 is no number of a layer"),
         ({"share": 0.1, "by_layer": {-1: 0.5}}, "-1 is no number of a layer"),
-        ({"share": 0.1, "dense_layers": -1}, "dense_layers=-1: 0 or more"),
+        ({"share": 0.1, "dense_layers": -1}, "dense_layers=-1: a whole number, 0 or more"),
     ):
         with pytest.raises(BadArgumentError, match=said):
             Budget(**wrong)
