@@ -72,7 +72,9 @@ class Budget:
         self._check_amount(given[0], getattr(self, given[0]))
         for word in ("sinks", "recent", "dense_layers", "refresh"):
             value: object = getattr(self, word)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise BadArgumentError(f"{word}={value!r}: a whole number is wanted")
+            if word != "refresh" and value < 0:
                 raise BadArgumentError(f"{word}={value!r}: a whole number, 0 or more")
         if not 1 <= self.refresh <= REFRESH_MAX:
             raise BadArgumentError(f"refresh={self.refresh}: 1 to {REFRESH_MAX} steps")

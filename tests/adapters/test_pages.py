@@ -111,7 +111,8 @@ def test_what_is_shown_can_be_written() -> None:
 @each_page
 def test_metrics_and_failures_are_those_that_are_counted(page: Page) -> None:
     named = re.findall(rf"`(?:{page.metrics}|_)(\w+)(?:\{{[\w, ]+\}})?`", page.text)
-    assert {*page.counts, "failures", page.room} == set(named) - {"hits"}, "of vLLM's own metrics"
+    of_all = {*of_objects.MOVES, "link_bytes", "pool_bytes", "pool_hosts", "failures"}
+    assert {*page.counts, *of_all, page.room} == set(named) - {"hits"}, "of vLLM's own metrics"
     kinds = {
         kind for row in page.table("When something") for kind in re.findall(r"`(\w+)`", row[2])
     }
