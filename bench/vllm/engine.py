@@ -92,7 +92,10 @@ class Engine(Peer):
             engine.add_request(names[-1], TokensPrompt(prompt_token_ids=ids), params)
         first_s, at_first = None, 0
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            outputs = engine.step()
+            if not outputs:  # as a server's loop does: who loads for the requests has a turn
+                time.sleep(0.001)
+            for output in outputs:
                 texts[output.request_id] = list(output.outputs[0].token_ids)
                 cached[output.request_id] = output.num_cached_tokens or 0
             counts = [len(texts.get(name, ())) for name in names]
