@@ -83,29 +83,34 @@ class Quota:
 
     def match(self, keys: PageKeys, *, lease_s: float = 60.0) -> Hit:
         """tiers.match(). Pages that it brings back count; the tenant's others make room for them,
-        as far as they may go."""
+        but for held, pinned and leased ones."""
         with self.bringing(keys):
             return self.tiers.match(keys, lease_s=lease_s, strict=keys.strict)
 
     @contextmanager
     def room_for(self, keys: PageKeys) -> Iterator[None]:
-        """For who publishes these pages or objects within. Raises QuotaError, as publish() does."""
+        """A block in which the caller publishes these pages or objects. Raises QuotaError, as
+        publish() does."""
         names = self._names(keys)
         with self._lock:
             new = names[~self._records.here(names)]
             self._make_room(len(new), names)
-            yield
-            self._add(new)
+            try:
+                yield
+            finally:  # what the caller has published before it failed counts, too
+                self._add(new)
 
     @contextmanager
     def bringing(self, keys: PageKeys) -> Iterator[None]:
-        """For who brings these back within. They count; the tenant's others make room for them, as
-        far as they may go."""
+        """A block in which the caller brings these back. They count; the tenant's others make room
+        for them, but for held, pinned and leased ones."""
         names = self._names(keys)
         with self._lock:
             gone = names[~self._records.here(names)]
-            yield
-            self._count(gone, names)
+            try:
+                yield
+            finally:
+                self._count(gone, names)
 
     def brought(self, keys: PageKeys) -> None:
         """These were brought back for the tenant by another process: they count here."""
@@ -146,7 +151,7 @@ class Quota:
 
     def _forget_gone(self) -> None:
         names = self._joined(self._own)
-        self._own = {row.tobytes() for row in names[self._records.here(names)]}
+        self._own.difference_update(row.tobytes() for row in names[~self._records.here(names)])
 
     def _make_room(self, new: int, kept: Names) -> None:
         over = len(self._own) + new - self.pages

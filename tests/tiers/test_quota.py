@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +147,11 @@ def test_objects_and_what_others_bring_back_count() -> None:
             quota.room_for(names[1]),
         ):
             pytest.fail("what has no room is not published")
+        with suppress(InterruptedError), quota.room_for(names[2]):
+            pool.put_batch(names[2], value)
+            raise InterruptedError
+        assert [pool.object_sizes(name)[0] > 0 for name in names].count(True) == 2
+        assert quota.used() == 2, "what was published counts, though its caller was interrupted"
         quota.tiers.close()
 
 
