@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +19,13 @@ from cxlkv.adapters.sglang import settings as sglang
 from cxlkv.adapters.vllm import plugin as vllm
 from cxlkv.adapters.vllm import settings as of_vllm
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.machine.coherence import SHARING
+from cxlkv.machine.huge_pages import HUGE
+from cxlkv.ndp.engine import METHODS
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.compress import COMPRESS
+from cxlkv.tiers.policy import POLICIES
+from cxlkv.tiers.remote import parse_remote
 
 from ...support.texts import SMALL, publish
 
@@ -99,6 +105,37 @@ def test_all_mistakes_at_once_each_where_it_stands(read: Read, tmp_path: Path) -
         read({"config": str(path)})
     with pytest.raises(BadArgumentError, match=rf"{place}: {prefix}cold needs {prefix}cold_capac"):
         read({"cold": "/mnt/"})
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("sharing", SHARING),
+        ("compress", COMPRESS),
+        ("huge", HUGE),
+        ("policy", [name for name in POLICIES if name != "cost"]),  # settings carry no costs
+        ("method", METHODS),
+    ],
+)
+def test_all_words_that_there_are_can_be_written(key: str, words: Sequence[str]) -> None:
+    schema = of_vllm.Settings.model_json_schema()["properties"][key]
+    kinds = schema.get("anyOf", [schema])
+    found = {word for kind in kinds for word in kind.get("enum", [kind.get("const")])}
+    assert found - {None} == set(words)
+
+
+@pytest.mark.parametrize(
+    "written", ["tcp://a:1", "tcp://a:1/", "rdma://a:1?device=x", "rdma://a:1", "tcp://a", "a:1"]
+)
+def test_an_address_is_one_where_it_is_used_too(written: str) -> None:
+    given = {"remote": written, "remote_secret": "/a"}
+    try:
+        parse_remote(written)
+    except BadArgumentError:
+        with pytest.raises(BadArgumentError, match="remote is"):
+            of_vllm.read_settings(given)
+    else:
+        assert of_vllm.read_settings(given).remote == (written,)
 
 
 def test_objects_are_not_had_of_another_machine() -> None:
