@@ -7,7 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,27 +77,21 @@ class Run(running.Run):
 
 
 def run(
-    result: SideBySide,
-    programs: Iterator[Program],
-    size: Size,
-    place: Path,
-    cases: Sequence[Sequence[list[int]]],
-    progress: Callable[[str], None] = lambda text: None,
+    one: Run, programs: Iterable[Program], place: Path, cases: Sequence[Sequence[list[int]]]
 ) -> None:
     """Metrics and ratios of all programs, whose names are NAMES. cases: the prompts of each."""
-    one = Run(result, size, progress)
     with one.running(programs, place):
         for prompts in cases:
             one.case(prompts)
     one.finish(NAMES)
-    found = result.metrics
-    for tokens in (len(prompts[0]) for prompts in cases):
+    ratios, found = one.result.ratios, one.result.metrics
+    for prompts in cases:
+        tokens = len(prompts[0])
         for name in DECODERS:
             for what, other in (("both", "first"), ("each", "each")):
-                metric, alone = (f"{what}_{tokens}_{name}", f"{other}_{tokens}_{ALONE}")
+                metric, alone = f"{what}_{tokens}_{name}", f"{other}_{tokens}_{ALONE}"
                 if metric in found and alone in found:
-                    ratio = found[metric].median / found[alone].median
-                    result.ratios[f"{metric}_to_{ALONE}"] = ratio
+                    ratios[f"{metric}_to_{ALONE}"] = found[metric].median / found[alone].median
 
 
 def programs_of(
@@ -177,6 +171,7 @@ def command(options: Options, say: Say) -> Shown:
     ):
         place = Path(made)
         need_room(place, 2 * size.pool_bytes, "two pools need")
-        run(result, programs_of(python, place, folder, size, stack), size, place, cases, say)
+        programs = programs_of(python, place, folder, size, stack)
+        run(Run(result, size, say), programs, place, cases)
     result.notes.append("all on one machine: the engines work one after the other, TCP is loopback")
     return Shown(result, lines=result.who())

@@ -240,8 +240,9 @@ def test_a_token_that_is_much_less_likely_is_no_tie(tmp_path: Path) -> None:
 def test_prefill_in_one_and_decode_in_another(tmp_path: Path) -> None:
     result, size = SideBySide("prefill-decode"), replace(prefill_decode.QUICK, decode=((100, 1),))
     prompts = [[at % (7 + turn) for at in range(100)] for turn in range(size.decode_rounds + 1)]
-    programs = iter(engines(tmp_path, prefill_decode.NAMES, prefill="never cached"))
-    prefill_decode.run(result, programs, size, tmp_path, [prompts])
+    programs = engines(tmp_path, prefill_decode.NAMES, prefill="never cached")
+    one = prefill_decode.Run(result, size, lambda said: None)
+    prefill_decode.run(one, programs, tmp_path, [prompts])
     assert result.missing == {}
     assert result.passed
     assert result.metrics["first_100_alone"].samples == [1.0] * size.decode_rounds

@@ -8,12 +8,9 @@ import struct
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, TypeVar
 
-from typing_extensions import Self
-
-from .processes import ROOT, kill_group
+from .processes import ROOT, Killed, kill_group
 
 
 class Forked:
@@ -38,7 +35,7 @@ class Forked:
 Kind = TypeVar("Kind", bound=Forked)
 
 
-class Nursery(Generic[Kind]):
+class Nursery(Killed, Generic[Kind]):
     """command: of a program that forks an engine for each line of JSON, which names a socket to
     connect to, a log and settings. Ends the engines that are left."""
 
@@ -74,15 +71,7 @@ class Nursery(Generic[Kind]):
         self._engines.append(self._kind(link, log))
         return self._engines[-1]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def kill(self) -> None:
         for engine in self._engines:
             engine.kill()
         self._process.kill()

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,7 +18,25 @@ from typing_extensions import Self
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Child:
+class Killed(ABC):
+    """What is killed when its block ends."""
+
+    @abstractmethod
+    def kill(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+
+class Child(Killed):
     """This Python with `words` behind it, in the checkout; killed when its block ends.
 
     before: words in front, such as unshare's. environment: variables that are set beside ours.
@@ -67,17 +86,6 @@ class Child:
         for pipe in self.pipes:
             with suppress(BrokenPipeError):
                 pipe.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.kill()
 
 
 def python(code: str, *arguments: object, expected: int = 0, before: Sequence[str] = ()) -> str:
