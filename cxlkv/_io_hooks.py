@@ -49,7 +49,7 @@ class Subscriber(Protocol):
         """GB/s at which it is read; 0: as this machine reads it."""
 
     def moved_bytes(self, pool: _core.Handle) -> tuple[int, int]:
-        """Read and written of it by this process, as far as this was charged to a link."""
+        """Bytes of the pool that this process has read and written over an emulated link."""
 
 
 subscriber: Subscriber | None = None

@@ -148,10 +148,10 @@ class Admin:
 
         background=True: in a thread, which ends with the pool at the latest (not with
         huge="require"). huge: "try" makes huge pages of a file in memory (/dev/shm) and of
-        anonymous memory, as far as the kernel can (Linux 6.1 or later, whatever its settings; a GiB
-        takes about a second). Scans are faster with them. "require" raises MemoryShortError unless
-        all are huge; "never" makes none. Interleaved pages, and those at the border between the
-        parts of two hosts, stay small. Raises SystemCallError on kernels before Linux 5.14.
+        anonymous memory where the kernel has free ones (Linux 6.1 or later, whatever its settings;
+        a GiB takes about a second). Scans are faster with them. "require" raises MemoryShortError
+        unless all are huge; "never" makes none. Interleaved pages, and those at the border between
+        the parts of two hosts, stay small. Raises SystemCallError on kernels before Linux 5.14.
         """
         check_huge(huge)
         if background and huge != "require":

@@ -60,7 +60,7 @@ _Place = tuple[str | int, ...]  # ("layout", "layer_groups", 0, "window")
 
 
 class Keys(BaseModel):
-    """A field's description is what is asked for where its value is wrong."""
+    """The message about a wrong value ends with the description of its field."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 

@@ -96,7 +96,8 @@ class Counting:
             log.warning("cxlkv: %s%s (said once; counted as %s)", self._kinds[kind], said, kind)
 
     def inspect(self, tiers: Tiers, quota: Quota | None = None) -> None:
-        """The pool has been used: for who shows how full it is, and what its tiers move."""
+        """Called after each use of the pool. Shown publishes how full it is, and what its tiers
+        move."""
 
 
 class Moves:

@@ -205,7 +205,7 @@ class PoolRequests:
         return found
 
     def stored(self, request: str) -> int:
-        """Tokens of it that are published, as far as is known here."""
+        """Tokens of the request that this process knows to be published."""
         return self._stored.get(request, 0)
 
     def brought(self, keys: PageKeys) -> None:
