@@ -11,9 +11,6 @@ right. Nothing that is wrong with the pool may raise: it is a miss, or not store
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -33,6 +30,7 @@ from cxlkv.prefix import PageKeys
 
 from ..conftest import audit
 from .damaging import damage_object
+from .processes import Child
 from .threads import run_all
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -349,19 +347,19 @@ class StoreSuite(StoreBasics):
     """All of it: also with processes of the engine's."""
 
     def test_what_another_process_stored(self, open_: Open, where: str) -> None:
-        done = subprocess.run(self.program("store_some", where, 5), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        with self.other("store_some", where, 5) as engine:
+            engine.end()
         assert self.loaded(open_(), [f"name {i}" for i in range(6)]) == [*[True] * 5, False]
 
     @pytest.mark.parametrize("lines", [1, 6, 13])
     def test_an_engine_is_killed(self, open_: Open, where: str, lines: int) -> None:
         """While it stores; what it had stored is there and right, and nothing is lost of the
         pool."""
-        command = self.program("store_on", where, 0)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
-            assert engine.stdout is not None
-            told = [int(engine.stdout.readline()) for _ in range(lines)]
-            engine.send_signal(signal.SIGKILL)
+        told = []
+        with self.other("store_on", where, 0) as engine:
+            for _ in range(lines):
+                told.append(int(engine.hear()))
+                engine.tell("go on")
         assert told == list(range(lines))
         store = open_()
         names = [f"name {4 * i + k}" for i in told for k in range(4)]
@@ -373,10 +371,10 @@ class StoreSuite(StoreBasics):
         audit(store.pool)
         assert not any(store.failures().values())
 
-    def program(self, function: str, where: str, count: int) -> list[str]:
-        """The command of another process, which calls store_some() or store_on()."""
+    def other(self, function: str, where: str, count: int) -> Child:
+        """Another process, which calls store_some() or store_on()."""
         words = (self.driver.__module__, self.driver.__name__, where, count)
-        return [sys.executable, "-c", f"{OUR_TESTS}stores.{function}{words!r}"]
+        return Child("-c", f"{OUR_TESTS}stores.{function}{words!r}")
 
 
 def driver_named(module: str, name: str) -> DriverClass:
@@ -392,10 +390,11 @@ def store_some(module: str, name: str, where: str, count: int) -> None:
 
 
 def store_on(module: str, name: str, where: str, batch: int) -> None:
-    """Stores 4 in a call, for ever, and says after each call which one it was."""
+    """Stores 4 in a call, says which call it was, and waits to be told to go on."""
     store = driver_named(module, name)(where)
     while True:
         names = [f"name {4 * batch + i}" for i in range(4)]
         assert all(store.store(names, [payload(one, store.payload_bytes) for one in names]))
         print(batch, flush=True)
+        input()
         batch += 1
