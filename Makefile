@@ -288,7 +288,7 @@ models:       ## spin over the models of the coherence protocol and all their mu
 
 # Root and Debian's packages are needed once, and five minutes.
 .PHONY: test-drivers
-test-drivers: $(VENV)/.built  ## the pool on the true Linux drivers, in QEMU guests: docs/drivers.md
+test-drivers: $(VENV)/.built  ## the pool on the true Linux drivers, in QEMU guests: docs/project/drivers.md
 	$(BIN)/python -m cxlkv.emulation.qemu.drivers $(ARGS) || [ $$? -eq 77 ]
 
 # Some ten minutes; nothing else should run beside it.
@@ -317,7 +317,7 @@ build/peers/%: FORCE
 FORCE:
 
 .PHONY: peers
-peers: $(VENV)/.built build/peers/mooncake build/peers/lmcache  ## other projects' stores beside ours: docs/benchmarks.md
+peers: $(VENV)/.built build/peers/mooncake build/peers/lmcache  ## other projects' stores beside ours: docs/reference/benchmarks.md
 	$(BIN)/cxlkv bench peers --json docs/results/peers.json
 	$(BIN)/cxlkv bench store --json docs/results/store.json
 

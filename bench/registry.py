@@ -225,11 +225,11 @@ def list_of_cases() -> Table:
 
 
 def filled(text: str) -> str:
-    """docs/benchmarks.md with the table of all cases between its two markers."""
+    """docs/reference/benchmarks.md with the table of all cases between its two markers."""
     lines = ["| case | what it measures | goes with | results |", "|---|---|---|---|"]
     for case in TABLE:
         options = " ".join(f"`--{name}`" for name in case.options)
-        files = ", ".join(f"[{name}](results/{name}.json)" for name in case.files)
+        files = ", ".join(f"[{name}](../results/{name}.json)" for name in case.files)
         lines.append(f"| {case.name} | {case.about()} | {options} | {files} |")
     before, begin, rest = text.partition("<!-- cases: begin -->\n")
     _, end, after = rest.partition("<!-- cases: end -->\n")
@@ -237,5 +237,5 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    docs = Path(__file__).resolve().parents[1] / "docs/benchmarks.md"
+    docs = Path(__file__).resolve().parents[1] / "docs/reference/benchmarks.md"
     docs.write_text(filled(docs.read_text()))

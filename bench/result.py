@@ -253,7 +253,7 @@ class MetricRead(_Strict):
 
 
 class ResultRead(_Strict):
-    """What Result.as_dict() has written; docs/benchmarks.md tells what is what."""
+    """What Result.as_dict() has written; docs/reference/benchmarks.md tells what is what."""
 
     case: Name
     machine: dict[str, object]

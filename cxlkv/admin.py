@@ -104,7 +104,8 @@ class Admin:
 
         Who holds a page, or has a hit on it, keeps it as it is; it is overwritten when the last one
         lets go, dies, or its lease ends. Pages that another host has written are its own to scrub.
-        Copies in a local tier, a cold file or a process's memory are not touched (docs/tenants.md).
+        Copies in a local tier, a cold file or a process's memory are not touched
+        (docs/how-to/tenants.md).
         strict: as in publish().
         """
         return _core.scrub(self._handle, self._hashes(keys, strict))

@@ -184,7 +184,7 @@ _BOTH = ": the address of a `cxlkv serve`, and the file with its secret, of mode
 
 
 class PoolKeys(Keys):
-    """What a pool's YAML and engines' settings both have; docs/configuration.md explains it.
+    """What a pool's YAML and engines' settings both have; see docs/reference/configuration.md.
 
     A message on keys that do not go together has them in braces, the wrong one first.
     """

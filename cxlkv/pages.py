@@ -2,7 +2,7 @@
 moves them out and in.
 
 A name is what the index has of a page, 16 bytes; a record is a page with all that belongs to it, as
-it lies outside of the pool (docs/memory-layout.md).
+it lies outside of the pool (docs/reference/memory-layout.md).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Places(NamedTuple):
 
 
 def places_of(geometry: Mapping[str, int], layout: KVLayout, pages: PageIds, layer: int) -> Places:
-    """Places by geometry alone: docs/memory-layout.md. The pages are of the layer's part."""
+    """Places by geometry alone, of pages of the layer's part: docs/reference/memory-layout.md."""
     if not 0 <= layer < layout.layers:
         raise BadArgumentError(f"layer {layer}: the pool has {layout.layers}")
     given: Offsets = np.asarray(pages, np.int64)

@@ -124,7 +124,7 @@ class Pool(MovedToAdmin, Closing):
         """Make a pool at a path (/dev/shm, hugetlbfs, any file system), on a dax device, or in
         "anonymous:" memory; numa:1 is memory of that NUMA node, numa:1:/dev/shm/my.pool a file
         there, numa:0,1 is interleaved over both, dax:/mnt/my.pool is a file that is there, with the
-        size that it keeps (docs/placement.md).
+        size that it keeps (docs/how-to/placement.md).
 
         capacity: bytes or text like "2GiB"; of a device, or a file that is there, also "all".
         checksum: a CRC32C for every piece, made at append and verified on reading. sketch: keys are
@@ -140,7 +140,7 @@ class Pool(MovedToAdmin, Closing):
         not see each other) or "hw_coherent" (they do). durable="host" writes back all that is
         published, so that it outlives this host. host: which one this is, from 0, on no two
         machines the same (default: the environment's CXLKV_HOST). A host that gives no sign for
-        lease_s is suspected by the others. docs/coherence.md has the protocol.
+        lease_s is suspected by the others. docs/explanation/coherence.md has the protocol.
         """
         if not isinstance(layout, KVLayout):
             raise BadArgumentError(f"layout is a KVLayout, not {type(layout).__name__}")
@@ -178,11 +178,12 @@ class Pool(MovedToAdmin, Closing):
     ) -> Self:
         """The pool that a YAML file, or a mapping of the same keys, describes: opened or made.
 
-        docs/configuration.md explains the keys; layout: where they have none. One with tiers is
-        opened by cxlkv.tiers.Tiers.from_config(). By default a pool that is there is opened, so
-        that a restarted server finds its prefixes, and a missing one is made; processes that start
-        at once make it once. Raises BadArgumentError with file, line and key; GeometryError when
-        the pool there is another than described; and what open() and create() raise.
+        docs/reference/configuration.md explains the keys; layout: where they have none. One with
+        tiers is opened by cxlkv.tiers.Tiers.from_config(). By default a pool that is there is
+        opened, so that a restarted server finds its prefixes, and a missing one is made; processes
+        that start at once make it once. Raises BadArgumentError with file, line and key;
+        GeometryError when the pool there is another than described; and what open() and create()
+        raise.
         """
         from cxlkv.config import read_config  # pydantic and yaml, which few programs need
 
@@ -317,8 +318,8 @@ class Pool(MovedToAdmin, Closing):
         keep all that it holds; returns the format version that it had.
 
         Nobody may use it meanwhile, on any host. Stopped anywhere it is as before, or done; then
-        again. docs/releases.md says which releases read what. Raises BusyError, VersionError for
-        what is older or newer than this build upgrades, CorruptError.
+        again. docs/reference/releases.md says which releases read what. Raises BusyError,
+        VersionError for what is older or newer than this build upgrades, CorruptError.
         """
         return _core.pool_upgrade(_named(path))
 

@@ -3,7 +3,7 @@
     with emulate(pool, "astera-a1000"):           # waits for the rest of the device's time
     with emulate(pool, "astera-a1000", mode="virtual") as link:  # only counts it: link.seconds
 
-docs/emulation.md says what is charged and what the model leaves out.
+docs/explanation/emulation.md says what is charged and what the model leaves out.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 A request goes to the first engine with max_tokens=1: when that is answered, K and V of its prompt
 are in the pool. Then it goes to the second as it is, which hits them. An engine that is not there
 costs nothing but its own part: without the first the second computes the prompt, and without the
-second the first one serves the request. docs/adapters.md says how the engines are started.
+second the first one serves the request. docs/engines/vllm.md says how the engines are started.
 """
 
 from __future__ import annotations

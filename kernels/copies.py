@@ -86,7 +86,8 @@ def check_generations(
 
     Launched behind the copies that it vouches for: a page that was released while it was on its
     way has another version by then. descriptor_at: int64 [n], addresses of the pages' descriptors
-    (docs/memory-layout.md), multiples of 8; 0 is no page. expected: int64 [n], generations.
+    (docs/reference/memory-layout.md), multiples of 8; 0 is no page. expected: int64 [n],
+    generations.
     Returns out, int32 [1], which is made if it is None; what it held before is lost.
 
     Raises BadArgumentError for other shapes.

@@ -66,7 +66,7 @@ def hadamard(keys: torch.Tensor) -> torch.Tensor:
 
 
 def sketches_of(pieces: torch.Tensor) -> torch.Tensor:
-    """uint8 [pages, heads, sketch_piece_bytes]: docs/memory-layout.md has the bytes."""
+    """uint8 [pages, heads, sketch_piece_bytes]: docs/reference/memory-layout.md has the bytes."""
     tokens, dim = pieces.shape[2:]
     y = hadamard(pieces.float())
     squares = y.square().sum(-1, keepdim=True)

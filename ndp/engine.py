@@ -25,7 +25,7 @@ PAGES_MAX = 2**31 - 1  # page numbers are int32
 AMOUNTS = ("pages", "share", "mass")
 REFRESH_MAX = 1024  # steps
 SHARE = 0.15
-"""Of the pages, where a budget says nothing: docs/budgets.md has what it costs a trained model."""
+"""Of the pages, where a budget says nothing: docs/how-to/budgets.md says what it costs a model."""
 STAGED_TOKENS = 1024
 """Sketches are read of sequences from so many tokens on."""
 ALL = 3  # in place of an amount, in the C core: all pages, of which no key is read

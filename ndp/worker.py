@@ -1,7 +1,7 @@
 """The NDP worker is a process near the memory that selects and attends for others.
 
-docs/ndp-worker.md says what it is for; the work is done in native/src/worker/server.c, the
-client's end is in native/src/worker/client.c. Here it is only begun, watched and ended.
+docs/explanation/ndp-worker.md says what it is for; the work is done in native/src/worker/server.c,
+the client's end is in native/src/worker/client.c. Here it is only begun, watched and ended.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ def test_the_example_of_the_docs(place: Path, tmp_path: Path) -> None:
 
 
 def test_the_other_yaml_of_the_docs(tmp_path: Path) -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / "configuration.md").read_text(), re.S)
+    text = (DOCS / "reference/configuration.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.S)
     found = []
     for block in blocks:
         if "layout:" not in block:
@@ -108,7 +109,7 @@ def test_the_other_yaml_of_the_docs(tmp_path: Path) -> None:
 
 
 def test_the_docs_name_every_key() -> None:
-    named = set(re.findall(r"`(\w+)`", (DOCS / "configuration.md").read_text()))
+    named = set(re.findall(r"`(\w+)`", (DOCS / "reference/configuration.md").read_text()))
     text = message({"where": "anonymous:", "capacity": 1, "layout": {"x": 1}, "x": 1})
     for listed in re.findall(r"is not one of ([\w, ]+)", text):
         assert set(listed.split(", ")) <= named

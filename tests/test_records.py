@@ -498,7 +498,7 @@ def test_two_processes_race(published: Source, tmp_path: Path, seed: int) -> Non
 
 
 def test_a_small_record_by_hand(make_pool: MakePool) -> None:
-    """The bytes, as docs/memory-layout.md has them."""
+    """The bytes, as docs/reference/memory-layout.md has them."""
     pool = make_pool(page_tokens=4, head_dim=8, kv_heads=2)
     k = np.arange(64, dtype=np.float32).reshape(4, 2, 8)
     sequence = pool.sequence()

@@ -329,14 +329,14 @@ def test_no_file_names_a_folder_of_one_machine() -> None:
 
 
 def test_the_architecture_names_files_that_exist() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/explanation/architecture.md").read_text()
     named = set(re.findall(r"`((?:[\w.-]+/)+[\w-]+\.\w+)`", text))
-    assert named, "docs/architecture.md walks through the files by name"
+    assert named, "docs/explanation/architecture.md walks through the files by name"
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
 
 
 def test_the_table_of_promises_names_tests_that_exist() -> None:
-    named = set(re.findall(r"`([\w/]+\.(?:py|c))`", (ROOT / "docs/testing.md").read_text()))
+    named = set(re.findall(r"`([\w/]+\.(?:py|c))`", (ROOT / "docs/project/testing.md").read_text()))
     there = [name_of(path) for path in files(".py", ".c")]
     assert [
         name for name in named if not any(f"/{one}".endswith(f"/{name}") for one in there)
@@ -353,7 +353,8 @@ def public_names(path: Path) -> set[str]:
 
 def documented_names() -> set[tuple[Path, str]]:
     """(module, name) of what README.md and docs/ import or name in full."""
-    pages = "\n".join(p.read_text() for p in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    found = (ROOT / "README.md", *(ROOT / "docs").glob("[!d]*/*.md"))
+    pages = "\n".join(path.read_text() for path in found)
     named = [(m[1], n) for m in IMPORTED.finditer(pages) for n in m[2].replace(" ", "").split(",")]
     found = set()
     for module, name in (*named, *NAMED_IN_FULL.findall(pages)):

@@ -26,7 +26,7 @@ from .support.damaging import poke
 from .support.golden_pools import FOLDER, NAMES, members, unpacked, where
 
 BEFORE = 5
-FEATURES_OFFSET, CRC_OFFSET = 2056, 2108  # docs/memory-layout.md
+FEATURES_OFFSET, CRC_OFFSET = 2056, 2108  # docs/reference/memory-layout.md
 WORDS = ("compatible", "readers", "incompatible")
 
 

@@ -1,7 +1,8 @@
 """`cxlkv bench litmus`: whether memory that two hosts share keeps what mode fast rests on.
 
 Two roles, a and b, run the tests of native/measure/litmus.c on the same regions, which they
-overwrite. Each writes a certificate for its own machine; docs/coherence.md, Litmus, has the tests.
+overwrite. Each writes a certificate for its own machine; docs/explanation/coherence.md, Litmus,
+has the tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The copier moves bytes between a mapped pool and a GPU, by a kernel or by DMA, the faster one.
 
 Small scattered pieces go by a kernel that reads host memory, large ones and all to the host by the
-GPU's DMA engines; docs/gpu.md has the rule and where its constants come from.
+GPU's DMA engines; docs/explanation/gpu.md has the rule and where its constants come from.
 """
 
 from __future__ import annotations

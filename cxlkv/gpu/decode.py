@@ -9,7 +9,7 @@ For each layer of a step, in this order in the device's stream:
 
 The thread that launches waits for nothing. Without a hot buffer the host attends to the chosen
 pages, too, and its partial result crosses the link in place of pages; without a device that is all
-there is. docs/gpu.md has the picture.
+there is. docs/explanation/gpu.md has the picture.
 """
 
 from __future__ import annotations

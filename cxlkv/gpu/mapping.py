@@ -1,6 +1,7 @@
 """Registers a pool's memory with the GPU driver, and says where its pages lie.
 
-docs/gpu.md says what a registration needs; docs/decisions/0015-gpu-mapping.md why it is like this.
+docs/explanation/gpu.md says what a registration needs; docs/decisions/0015-gpu-mapping.md why it is
+like this.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Estimates what a cached prefix costs to recompute, to fetch, and to attend to in place.
 
-Arithmetic only, in seconds, bytes and tokens; docs/costs.md has the formulas and says where each
-number comes from. Requests and pages are scalars or arrays of one length.
+Arithmetic only, in seconds, bytes and tokens; docs/reference/costs.md has the formulas and says
+where each number comes from. Requests and pages are scalars or arrays of one length.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 puts all pools that the program makes on node 1, verified, and keeps all its threads on the CPUs of
 the other nodes. Far is another socket, or a node without CPUs (a true CXL expander); under the
 kernel's numa=fake=2 all is as in earnest but the latency. What remote DRAM does not show of CXL:
-docs/placement.md.
+docs/how-to/placement.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`cxlkv doctor` tries, before the first start, what a server will do, and names what mends it.
 
-`cxlkv info` describes a machine; here a pool is really made. docs/doctor.md has the checks.
+`cxlkv info` describes a machine; here a pool is really made. docs/how-to/doctor.md has the checks.
 """
 
 from __future__ import annotations

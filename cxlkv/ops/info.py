@@ -1,6 +1,6 @@
 """`cxlkv info` prints this machine as a tree, or as JSON, and where a pool should lie.
 
-docs/info.md explains the keys of the JSON and the exit codes.
+docs/reference/info.md explains the keys of the JSON and the exit codes.
 """
 
 from __future__ import annotations

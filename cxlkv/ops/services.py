@@ -61,7 +61,7 @@ def serve_pool(
 ) -> None:
     """Let other machines match, read, write and select in a pool, until SIGTERM or Ctrl-C.
 
-    They use cxlkv.transport: docs/transport.md.
+    They use cxlkv.transport: docs/explanation/transport.md.
     """
     from cxlkv.transport import Server, read_secret
     from cxlkv.transport.wire import parse_address

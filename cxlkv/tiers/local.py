@@ -3,7 +3,7 @@
 A unit is one layer of one page, all kv heads. While a copy is there, fetch and attend of this
 process read it instead of the pool; select scores in the pool. The core counts how often each unit
 is read of chosen pages (one for each kv head), and halves all counts from time to time; step()
-decides by these counts. docs/local-tier.md tells the whole of it.
+decides by these counts. docs/explanation/local-tier.md tells the whole of it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from cxlkv.pool import CXLPool
 from cxlkv.tiers.cold_store import ColdStore
 
 HEADER_BYTES = 64
-"""Of a record: key, size, and the CRC of its checksums (docs/memory-layout.md)."""
+"""Of a record: key, size, and the CRC of its checksums (docs/reference/memory-layout.md)."""
 SAVED_MAX = 1 << 17
 
 

@@ -7,7 +7,7 @@
     with quota.room_for(names): objects.put_batch(names, buffers)    # names: object_keys()
 
 One for each tenant and process. What keeps tenants from finding each other's pages is the salt of
-their keys (cxlkv.prefix); docs/tenants.md says what neither can do.
+their keys (cxlkv.prefix); docs/how-to/tenants.md says what neither can do.
 """
 
 from __future__ import annotations

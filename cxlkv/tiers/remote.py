@@ -1,4 +1,4 @@
-"""Prefixes that another machine's pool has come into a pool here: docs/remote-tier.md.
+"""Prefixes that another machine's pool has come into a pool here: docs/explanation/remote-tier.md.
 
 The far pool is served by `cxlkv serve`, and only read. Nothing here raises for what is wrong there:
 what did not come is a shorter hit. After a failure no request asks that pool, until a thread has

@@ -1,4 +1,4 @@
-"""Reads, writes and scores in a pool of another machine: docs/transport.md."""
+"""Reads, writes and scores in a pool of another machine: docs/explanation/transport.md."""
 
 from cxlkv.transport.client import Remote, RemoteHit
 from cxlkv.transport.server import Server

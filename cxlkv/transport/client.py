@@ -48,8 +48,8 @@ class RemoteHit(Closing):
     """Pages of a far pool that its server holds: of a match, until its lease ends, of an adopted
     sequence, until the connection does; or until release().
 
-    pages, generations: uint32 and uint64 [n], part after part (docs/memory-layout.md), parts[i] of
-    part i; those behind a window are not there.
+    pages, generations: uint32 and uint64 [n], part after part (docs/reference/memory-layout.md),
+    parts[i] of part i; those behind a window are not there.
     """
 
     def __init__(self, remote: Remote, header: Header, body: bytes | bytearray):

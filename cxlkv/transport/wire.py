@@ -3,7 +3,7 @@
 Each side says its version and a random number; then the client, and after it the server, proves
 that it knows the secret: HMAC-SHA256 over its role, the version and both numbers. The secret itself
 is never sent, and a recorded proof fits no other connection. What follows is neither hidden nor
-signed, nor are one-sided reads: docs/transport.md says what network this is for.
+signed, nor are one-sided reads: docs/explanation/transport.md says what network this is for.
 
 A message is two lengths (4 bytes each), a header in JSON, and plain bytes.
 """

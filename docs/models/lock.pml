@@ -1,6 +1,6 @@
 /* The pool's lock between hosts, and its takeover from a host that has gone silent.
  *
- * docs/coherence.md has V7 and V10..V12; docs/models/README.md says how to read a run. The lock is
+ * docs/explanation/coherence.md has V7 and V10..V12; docs/models/README.md says how to read a run. The lock is
  * Lamport's bakery (Communications of the ACM 17(8), 1974), in lines of one writer each and without
  * atomics across hosts: a host that comes back after a fence is what he calls a failed process, its
  * slot reads as 0. A host's processes are one actor, behind the host's own mutex. In the critical

@@ -1,6 +1,6 @@
 /* Publish, acquire, free and reuse of one record between hosts whose caches do not see each other.
  *
- * docs/coherence.md has the protocol and the invariants V1..V6; docs/models/README.md says how to
+ * docs/explanation/coherence.md has the protocol and the invariants V1..V6; docs/models/README.md says how to
  * read a run. One owner publishes GENERATIONS generations one after the other; each of READERS
  * hosts pins the page, acquires what is sealed and reads it in place, any number of times, before
  * it unpins; until it has the last one. Every flush, fence and check is a macro named as in

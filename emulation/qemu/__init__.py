@@ -1,1 +1,1 @@
-"""The project on the true Linux drivers, in QEMU: `make test-drivers`; docs/drivers.md."""
+"""The project on the true Linux drivers, in QEMU: `make test-drivers`; docs/project/drivers.md."""

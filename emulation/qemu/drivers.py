@@ -1,7 +1,7 @@
 """The pool on the true Linux drivers: guests in QEMU that share memory. `make test-drivers`.
 
 Exit status 0: all scenarios passed, 1: one failed, 77: what they need is not here; the output says
-why. docs/drivers.md says what this proves and what it cannot.
+why. docs/project/drivers.md says what this proves and what it cannot.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def sharing(host: Host) -> None:
 
 
 class Lines:
-    """What two hosts say in lines of their own: docs/memory-layout.md, host_lines.h."""
+    """What two hosts say in lines of their own: docs/reference/memory-layout.md, host_lines.h."""
 
     LINE_BYTES, LOCK_LINE, FENCE_LINES = 64, 2, 4
     FENCED = 2

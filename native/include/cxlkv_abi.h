@@ -87,7 +87,7 @@ typedef struct cxlkv_host {
     double lease_s;               /* a host that is silent for longer is suspected */
 } cxlkv_host;
 
-/* Where everything lies: derived from layout and capacity; docs/memory-layout.md explains it. */
+/* Where everything lies, derived from layout and capacity: docs/reference/memory-layout.md. */
 typedef struct cxlkv_geometry {
     uint64_t region_bytes;
     uint64_t hosts_offset;        /* a block for each host; where one host only uses it, none */
@@ -552,7 +552,7 @@ typedef struct cxlkv_scrubbed {
 int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
                      cxlkv_scrubbed *scrubbed);
 
-/* ---- whole records, out of the pool and into it: docs/memory-layout.md has their bytes ---- */
+/* ---- whole records, out of the pool and into it: docs/reference/memory-layout.md ---- */
 
 /* By record or page: 0, one of these, or a negated error. */
 #define CXLKV_RECORD_PRESENT 1 /* its hash is published already: nothing was written */
@@ -613,7 +613,7 @@ int64_t cxlkv_find_pages(cxlkv_pool *pool, uint32_t count, const uint8_t *names,
 int64_t cxlkv_forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pages,
                            const uint64_t *generations, uint32_t only_unheld, int32_t *codes);
 
-/* ---- the store door: pools whose values are CXLKV_VALUES_OBJECT; docs/store.md ---- */
+/* ---- the store door: pools whose values are CXLKV_VALUES_OBJECT; docs/engines/store.md ---- */
 
 /* Keys of objects from their names, one behind the other; ends[i]: where name i ends. root: 16
  * bytes, the hash of a salt. keys: 16 bytes each. */
@@ -671,7 +671,7 @@ int64_t cxlkv_lease_publish(cxlkv_lease *lease, uint32_t count, const uint32_t *
 int cxlkv_lease_release(cxlkv_lease *lease, uint32_t count, const uint32_t *places);
 void cxlkv_lease_destroy(cxlkv_lease **at);
 
-/* ---- how much pages are used: docs/hotness.md ---- */
+/* ---- how much pages are used: docs/explanation/hotness.md ---- */
 
 /* Uses of pages [first, first + count), halved once for each epoch since the last one (at most
  * 65535), and in which epoch that was. Returns the epoch now. */
@@ -775,7 +775,7 @@ int64_t cxlkv_choose(uint32_t count, const uint8_t *priorities, const float *sco
                      const uint32_t *ages, const uint32_t *parents, const uint8_t *blocked,
                      uint32_t wanted, uint32_t *chosen);
 
-/* ---- the worker near the memory: docs/ndp-worker.md ---- */
+/* ---- the worker near the memory: docs/explanation/ndp-worker.md ---- */
 
 typedef struct cxlkv_worker cxlkv_worker;
 /* What a worker says of itself, or a client of its worker. */
@@ -809,7 +809,7 @@ void cxlkv_worker_destroy(cxlkv_worker **at);
 int cxlkv_pool_use_worker(cxlkv_pool *pool, uint32_t use, double deadline_s);
 int cxlkv_pool_worker_state(cxlkv_pool *pool, cxlkv_worker_state *state);
 
-/* ---- the local tier: docs/local-tier.md ---- */
+/* ---- the local tier: docs/explanation/local-tier.md ---- */
 
 /* A unit is one layer of one page: page * record_layers + the layer's row in its page. The tier has
  * copies of units in this process's own memory; fetch and attend read these instead.
@@ -860,7 +860,7 @@ int cxlkv_local_stats(cxlkv_pool *pool, cxlkv_local_state *state);
 int cxlkv_batch_units(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
                       const int32_t *starts, int64_t *units);
 
-/* ---- words that a device and this process share: docs/gpu.md ---- */
+/* ---- words that a device and this process share: docs/explanation/gpu.md ---- */
 
 /* Waits for another value than `old`, spinning at first: 1, or 0 when timeout_s have passed. What
  * was written before the value was stored is then seen. */

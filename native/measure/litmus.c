@@ -214,7 +214,7 @@ static void verify(const cxlkv_litmus *l, const litmus_round *r, uint32_t kind, 
     if (this.words_wrong) violate(found, &this);
 }
 
-/* ---- message passing: publish and acquire of docs/coherence.md ---- */
+/* ---- message passing: publish and acquire of docs/explanation/coherence.md ---- */
 
 static void raise_flag(const litmus_round *r, uint64_t *flag) {
     flush_store_word(flag, r->id);

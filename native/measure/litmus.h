@@ -1,7 +1,7 @@
 /* The litmus run: small programs of two hosts that tell whether memory keeps what mode fast rests
  * on. They use the seam as the protocol does; the two roles find and await each other by mode
  * strict, in lines of the first region. On emulated memory the same code must find each flush and
- * fence that is left out. docs/coherence.md has the tests. */
+ * fence that is left out. docs/explanation/coherence.md has the tests. */
 #ifndef CXLKV_LITMUS_H
 #define CXLKV_LITMUS_H
 #include "base/flush.h"

@@ -102,7 +102,7 @@ int cxlkv_arithmetic_run(const char *kernels, uint32_t kind, uint64_t nanosecond
                          cxlkv_arithmetic *found);
 
 /* The litmus run: two roles, on two hosts, and what their flushes and fences promise over memory
- * that they share; docs/coherence.md has the tests. */
+ * that they share; docs/explanation/coherence.md has the tests. */
 #define CXLKV_LITMUS_REGIONS_MAX 16
 #define CXLKV_LITMUS_REGION_BYTES 2097152
 #define CXLKV_LITMUS_MESSAGE_BYTES 4096

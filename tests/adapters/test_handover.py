@@ -158,13 +158,13 @@ def test_another_process_makes_the_same_tokens(
 
 
 def test_the_example_of_the_docs_runs(pool: CXLPool) -> None:
-    text = (ROOT / "docs/handover.md").read_text()
+    text = (ROOT / "docs/engines/handover.md").read_text()
     example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert example is not None
     model, (ids, _) = model_of(*LLAMA), prompts(ONE)
     model.set_attn_implementation("cxlkv")
     names = {"pool": pool, "model": model, "ids": ids[:, :-1], "ids_and_next": ids}
-    exec(compile(example[1], "docs/handover.md", "exec"), names)
+    exec(compile(example[1], "docs/engines/handover.md", "exec"), names)
     out, taken = names["out"], names["taken"]
     assert isinstance(out, torch.Tensor)
     assert isinstance(taken, CXLCache)

@@ -44,7 +44,7 @@ class Page:
 
     @property
     def text(self) -> str:
-        return (ROOT / "docs" / self.file).read_text()
+        return (ROOT / "docs/engines" / self.file).read_text()
 
     def table(self, title: str) -> list[list[str]]:
         """Cells of the rows of the first table under a heading, without its head."""
@@ -55,7 +55,7 @@ class Page:
 
 PAGES = [
     Page(
-        *("adapters.md", VLLM, "0.32.0", Settings(), "vllm:cxlkv_", vllm.COUNTS),
+        *("vllm.md", VLLM, "0.32.0", Settings(), "vllm:cxlkv_", vllm.COUNTS),
         *(set(vllm.KINDS), "pool_tokens", vllm.STATES),
     ),
     Page(

@@ -1,4 +1,4 @@
-"""What users of other connectors complain about, and no other test covers: docs/adapters.md."""
+"""What users of other connectors complain about, and no other test covers: docs/engines/vllm.md."""
 
 from __future__ import annotations
 

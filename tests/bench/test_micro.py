@@ -262,7 +262,7 @@ def test_every_case_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[str]
 
 def test_the_docs_have_every_case_and_its_result() -> None:
     docs = ROOT / "docs"
-    text = (docs / "benchmarks.md").read_text()
+    text = (docs / "reference/benchmarks.md").read_text()
     assert filled(text) == text, "python -m cxlkv.bench.registry writes the table"
     assert set(RENAMED.values()) <= set(CASES)
     named_files = {name for case in TABLE for name in case.files}

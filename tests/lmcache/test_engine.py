@@ -338,7 +338,7 @@ def test_a_small_pool_of_another_shape_is_refused_with_both(
 
 
 def test_the_lines_on_our_page_switch_it_on(where: Path, tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/lmcache.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/engines/lmcache.md").read_text()
     lines = page.split("```yaml\n")[1].split("```")[0]
     file = tmp_path / "lmcache.yaml"
     file.write_text(f"{lines}  cxlkv.where: {where}\n  cxlkv.capacity: 8MiB\nchunk_size: {CHUNK}\n")

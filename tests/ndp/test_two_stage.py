@@ -86,7 +86,7 @@ def test_sketches_lie_in_the_pool_as_documented(
 def sketches_of(
     path: Path, geometry: dict[str, int], page_tokens: int, dim: int, pages: int
 ) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Codes [tokens, 2, dim] and scales [tokens, 2] of the first pages; docs/memory-layout.md."""
+    """Codes [tokens, 2, dim], scales [tokens, 2] of the first pages (memory-layout.md)."""
     raw = np.fromfile(path, np.uint8)
     lines, blocks = -(-dim // 16), -(-page_tokens // 16)
     first = geometry["extents_offset"] + geometry["layers_offset"] + geometry["sketches_offset"]

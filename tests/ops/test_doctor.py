@@ -585,7 +585,7 @@ def test_a_remedy_in_words_is_the_last_sentence() -> None:
 
 
 def test_the_page_names_all_checks(pool_path: str) -> None:
-    text = (ROOT / "docs/doctor.md").read_text()
+    text = (ROOT / "docs/how-to/doctor.md").read_text()
     named = re.findall(r"^\| `([a-z][a-z -]+)` \|", text, re.M)
     found = asked(engine="vllm", where=pool_path, capacity=8 << 20).findings
     assert sorted(named) == sorted({each.name for each in found})

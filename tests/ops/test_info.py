@@ -286,12 +286,12 @@ def test_the_json_has_all_that_the_docs_promise(name: str, tmp_path: Path) -> No
     result = runner.invoke(cli.app, ["info", "--json", "--root", str(root)])
     assert result.exit_code == 0
     report = json.loads(result.output)
-    text = (Path(__file__).parents[2] / "docs/info.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/reference/info.md").read_text()
     for key, value in report.items():
-        assert f"`{key}`" in text, f"docs/info.md does not explain {key}"
+        assert f"`{key}`" in text, f"docs/reference/info.md does not explain {key}"
         for part in value if isinstance(value, list) else [value]:
             for inner in part if isinstance(part, dict) else ():
-                assert f"`{inner}`" in text, f"docs/info.md does not explain {key}: {inner}"
+                assert f"`{inner}`" in text, f"info.md does not explain {key}: {inner}"
     assert report["places"][0]["yaml"][-2].startswith("where: ")
 
 

@@ -274,7 +274,7 @@ def test_a_closed_tier_says_so(path: Path) -> None:
 
 
 def test_the_bytes_of_the_file(path: Path) -> None:
-    """As docs/cold-tier.md has them."""
+    """As docs/explanation/cold-tier.md has them."""
     with opened(path, slots=3) as tier:
         tier.store(names(5), records(5), names(4))
     data = path.read_bytes()

@@ -94,7 +94,7 @@ def test_every_record_comes_back(
 
 
 def test_the_bytes_of_a_packed_record() -> None:
-    """As docs/cold-tier.md has them."""
+    """As docs/explanation/cold-tier.md has them."""
     codec = Codec("zstd", SHAPE.bytes, 2)
     (packed,) = codec.pack([record(3)])
     codec.close()

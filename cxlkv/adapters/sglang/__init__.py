@@ -1,4 +1,6 @@
-"""The SGLang storage backend keeps pages of its hierarchical cache in a pool: docs/sglang.md.
+"""The SGLang storage backend keeps pages of its hierarchical cache in a pool.
+
+docs/engines/sglang.md explains it.
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "cxlkv", "interface_v1": 1,

@@ -77,7 +77,7 @@ PAGE_TOKENS = 16
 """Of a page where attention is in the pool: what a budget chooses is pages."""
 EVENT_TIER = {"medium": MEDIUM_CPU, "locality": "LOCAL", "group_idx": 0}
 """Of KV events: host memory that this engine loads from. Routers drop a name like "CXL", or weigh
-it as a GPU (docs/adapters.md)."""
+it as a GPU (docs/engines/vllm.md)."""
 
 
 class StepMessage(KVConnectorMetadata):

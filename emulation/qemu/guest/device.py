@@ -106,7 +106,7 @@ def lock_first_byte(fd: int) -> int:
 
 
 def check_locks() -> None:
-    """Byte locks work on the device, and belong to its node: docs/operations.md says so."""
+    """Byte locks work on the device, and belong to its node: docs/how-to/operations.md says so."""
     other = "/run/another-node"
     os.mknod(other, stat.S_IFCHR | 0o600, os.stat(DEVICE).st_rdev)
     files = [os.open(name, os.O_RDWR) for name in (DEVICE, DEVICE, other)]

@@ -5,7 +5,7 @@
  * of flush.c, it runs the protocol's own object code. Every use names its site, so that the
  * emulator can leave one out and a test must then fail; real memory has no use for the name.
  * Addresses are of the pool; sizes in bytes; a range stands for all lines that it touches.
- * docs/coherence.md has the rules. */
+ * docs/explanation/coherence.md has the rules. */
 #ifndef CXLKV_FLUSH_H
 #define CXLKV_FLUSH_H
 #include <stdatomic.h>

@@ -1,11 +1,12 @@
 /* The hosts of a pool, as each knows the others: by lines in the pool's memory that one of them
  * alone writes. Names and epochs, heartbeats, the lock, fences, who owns which extent, logs, pins.
  *
- * docs/coherence.md has the protocol and the invariants (V1 ...). All memory is reached through the
- * seam of flush.h, so that the emulated incoherent memory runs this very code. Shared memory is
- * hostile: what is read is checked, a host number or an offset never comes from there. Callers of
- * one host take turns, by two locks: for its slot, claims, commits and name one that may be held
- * for long, and for its beats, log, pins and fences one that nobody waits with (pool/host_state.h).
+ * docs/explanation/coherence.md has the protocol and the invariants (V1 ...). All memory is reached
+ * through the seam of flush.h, so that the emulated incoherent memory runs this very code. Shared
+ * memory is hostile: what is read is checked, a host number or an offset never comes from there.
+ * Callers of one host take turns, by two locks: for its slot, claims, commits and name one that may
+ * be held for long, and for its beats, log, pins and fences one that nobody waits with
+ * (pool/host_state.h).
  *
  * Any line may raise SIGBUS. Nothing here lets that out: what another host says is then not known,
  * and taken for whatever is safe (lost_lines.c); a call that writes own lines ends where it is, as

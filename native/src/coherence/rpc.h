@@ -11,7 +11,7 @@
  *
  * At least once: a server that died in a handler leaves the request to the next one, who runs it
  * again. A slot stays with its two hosts: the next process of the same host may take over an end,
- * one of another host may not (docs/coherence.md, V8 and V11). */
+ * one of another host may not (docs/explanation/coherence.md, V8 and V11). */
 #ifndef CXLKV_RPC_H
 #define CXLKV_RPC_H
 

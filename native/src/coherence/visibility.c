@@ -1,4 +1,5 @@
-/* Publish, acquire and free over memory that hosts share without coherence; docs/coherence.md. */
+/* Publish, acquire and free over memory that hosts share without coherence.
+ * docs/explanation/coherence.md explains it. */
 #include "base/base.h"
 #include "coherence/visibility.h"
 

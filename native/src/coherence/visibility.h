@@ -1,8 +1,9 @@
 /* Making records visible to other hosts, taking theirs into view, and pinning what is read.
  *
- * docs/coherence.md has the sequences and the invariants (V1 ...). Batches share their fences. A
- * descriptor and a header are one 64-byte line each; the descriptor's last 4 bytes are the CRC32C
- * of the 60 before, its first 8 are generation << 8 | state. Nothing here takes a lock. */
+ * docs/explanation/coherence.md has the sequences and the invariants (V1 ...). Batches share their
+ * fences. A descriptor and a header are one 64-byte line each; the descriptor's last 4 bytes
+ * are the CRC32C of the 60 before, its first 8 are generation << 8 | state. Nothing
+ * here takes a lock. */
 #ifndef CXLKV_VISIBILITY_H
 #define CXLKV_VISIBILITY_H
 #include <stdbool.h>

@@ -1,4 +1,5 @@
-/* The bytes of a pool in its region: superblock, descriptors, records; docs/memory-layout.md. */
+/* The bytes of a pool in its region: superblock, descriptors, records.
+ * docs/reference/memory-layout.md explains them. */
 #ifndef CXLKV_FORMAT_H
 #define CXLKV_FORMAT_H
 
@@ -34,7 +35,7 @@ _Static_assert(sizeof(group_row) == 32, "a row of the superblock's group table")
 
 /* What a pool's bytes need of a build, a bit each, as ext4 has it. A build that does not know a bit
  * of the first word goes on, of the second it may read and write nothing, of the third it refuses.
- * FEATURES_KNOWN are the bits of this build: who adds one names it here and in docs/releases.md. */
+ * FEATURES_KNOWN are the bits of this build; docs/reference/releases.md names them, too. */
 enum { FEATURES_COMPATIBLE, FEATURES_READERS, FEATURES_INCOMPATIBLE, FEATURE_WORDS };
 #define FEATURES_KNOWN {0, 0, 0}
 

@@ -1,4 +1,4 @@
-/* The local tier: copies of units in this process's own memory; docs/local-tier.md. */
+/* The local tier: copies of units in this process's own memory; docs/explanation/local-tier.md. */
 #ifndef CXLKV_LOCAL_TIER_H
 #define CXLKV_LOCAL_TIER_H
 

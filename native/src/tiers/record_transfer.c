@@ -1,5 +1,5 @@
-/* Whole records out of the pool and into it: what other tiers keep. docs/memory-layout.md has the
- * bytes.
+/* Whole records out of the pool and into it: what other tiers keep.
+ * docs/reference/memory-layout.md has the bytes.
  *
  * A record outside of the pool has no gaps, and every byte of it is what a CRC says, or 0: equal
  * contents are equal bytes. Its table of CRCs is there for pools without checksums, too. */

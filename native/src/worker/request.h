@@ -1,5 +1,5 @@
 /* What clients ask of the worker near the memory (worker.h), and what it answers, as bytes in a
- * slot; docs/memory-layout.md has both byte by byte.
+ * slot; docs/reference/memory-layout.md has both byte by byte.
  *
  * A table is what the worker knows of one part of a client's sequence: its complete pages, which it
  * holds. A client names its tables by small numbers and changes them from one version to the next;

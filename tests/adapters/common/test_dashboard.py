@@ -51,10 +51,10 @@ def test_every_panel_is_whole() -> None:
 
 
 def test_the_docs_name_each_metric() -> None:
-    for page, prefix in (("adapters", vllm.PREFIX), ("lmcache", lmcache.PREFIX)):
-        text = (ROOT / f"docs/{page}.md").read_text()
+    for page, prefix in (("vllm", vllm.PREFIX), ("lmcache", lmcache.PREFIX)):
+        text = (ROOT / f"docs/engines/{page}.md").read_text()
         for name in exported(prefix):
             assert f"`{name.removesuffix('_total')}" in text, name
-    text = (ROOT / "docs/sglang.md").read_text()
+    text = (ROOT / "docs/engines/sglang.md").read_text()
     for name in exported(sglang.PREFIX):
         assert f"_{name.removeprefix(sglang.PREFIX).removesuffix('_total')}`" in text, name
