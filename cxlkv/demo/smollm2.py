@@ -44,8 +44,10 @@ def model_file() -> Path | None:
     return path if path.is_file() else None
 
 
-def prepare(console: Console) -> Path:
+def prepare(console: Console | None = None) -> Path:
     """The model's folder, as transformers reads it; made when it is asked for first.
+
+    console: shows the progress of that; without it stderr does.
 
     Raises UnsupportedError where a package is not installed, CorruptError where the file is not
     the one that was published, SystemCallError where the cache folder cannot be used.
@@ -59,7 +61,8 @@ def prepare(console: Console) -> Path:
     if path is None or find_spec("gguf") is None or find_spec("accelerate") is None:
         raise UnsupportedError(f"the model {NAME} is not installed: {INSTALL}")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    shown = console or Console(stderr=True)
+    with Progress(*columns, console=shown, transient=True) as progress:
         task = progress.add_task(f"checking {FILE}", total=path.stat().st_size)
         verify(path, lambda done: progress.advance(task, done))
         progress.reset(task, description=f"converting {NAME} for transformers, once", total=None)

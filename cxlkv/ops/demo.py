@@ -41,6 +41,10 @@ def demo(
         bool,
         typer.Option("--handover", help="One process reads, another one answers; no picture."),
     ] = False,
+    prepare: Annotated[
+        bool,
+        typer.Option("--prepare", help="Only convert SmolLM2, once, and print its folder."),
+    ] = False,
     json_file: JsonFile = None,
     picture: Annotated[Path, typer.Option(help="Draw the result into this file.")] = Path(
         "cxlkv-demo.png"
@@ -54,6 +58,11 @@ def demo(
     with full attention, for each --method at each --budget. With --handover: one process reads the
     context, another one answers from its pages. Exit code 1 if a check does not hold.
     """
+    if prepare:
+        with needing("demo", "the demo"):
+            from cxlkv.demo import smollm2
+        print(smollm2.prepare())
+        return
     if dense_layers and model is None:
         raise BadArgumentError("--dense-layers goes with --model and --text")
     check_options(model, text, method, budget, tiny, handover)
