@@ -59,13 +59,8 @@ def demo(
     context, another one answers from its pages. Exit code 1 if a check does not hold.
     """
     if prepare:
-        with needing("demo", "the demo"):
-            from cxlkv.demo import smollm2
-        print(smollm2.prepare())
-        return
-    if dense_layers and model is None:
-        raise BadArgumentError("--dense-layers goes with --model and --text")
-    check_options(model, text, method, budget, tiny, handover)
+        return print_folder()
+    check_options(model, text, method, budget, dense_layers, tiny, handover)
     with needing("demo", "the demo"):
         from cxlkv.demo import handover as handing_over
         from cxlkv.demo.answers.run import run as run_answers
@@ -77,19 +72,22 @@ def demo(
         passed = handing_over.run(json_file, tokens)
     elif model is not None and text is not None:
         methods = tuple(dict.fromkeys(map(str.strip, method.split(",")))) if method else METHODS
-        shares = shares_of(budget) if budget else SHARES
-        rows = Wanted(methods, shares, dense_layers)
+        rows = Wanted(methods, shares_of(budget) if budget else SHARES, dense_layers)
         passed = run_text(model, text, tokens, rows, json_file, picture)
     else:
-        folder = None
-        if not tiny and tokens is None and method is None:
-            folder = model_if_there()
-        if folder is not None:
-            passed = run_answers(folder, json_path=json_file, picture=picture)
-        else:
+        folder = None if tiny or tokens or method else model_if_there()
+        if folder is None:
             passed = run(json_path=json_file, picture=picture, plan=Plan.of(tokens, method))
+        else:
+            passed = run_answers(folder, json_path=json_file, picture=picture)
     if not passed:
         raise typer.Exit(1)
+
+
+def print_folder() -> None:
+    with needing("demo", "the demo"):
+        from cxlkv.demo import smollm2
+    print(smollm2.prepare())
 
 
 def check_options(
@@ -97,10 +95,13 @@ def check_options(
     text: Path | None,
     method: str | None,
     budget: str | None,
+    dense_layers: int,
     tiny: bool,
     handover: bool,
 ) -> None:
     """Raises BadArgumentError for options that do not go together."""
+    if dense_layers and model is None:
+        raise BadArgumentError("--dense-layers goes with --model and --text")
     if (model is None) != (text is None) or (budget is not None and model is None):
         raise BadArgumentError("--model and --text go together, and --budget with them")
     if handover and (model is not None or method is not None):
