@@ -16,7 +16,7 @@ from cxlkv.arrays import NUMPY_DTYPES, Array, Starts, View, forms, imported, vie
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import audit, simd, tuning
-from cxlkv.ndp.engine import RECALL, Asked, Budget, Decoded, Selection
+from cxlkv.ndp.engine import RECALL, Asked, Budget, BudgetLike, Decoded, Selection, budget_of
 
 PagePlaces = _core.Places
 
@@ -246,7 +246,7 @@ class Batch:
         layer: int,
         q: object,
         starts: npt.ArrayLike,
-        budgets: Budget | Sequences[Budget],
+        budgets: BudgetLike | Sequences[BudgetLike],
         method: str = "auto",
         scale: float | None = None,
         recall: float = RECALL,
@@ -261,10 +261,10 @@ class Batch:
         of the bytes, and scores by their keys the tokens that may matter, so that about `recall` of
         the pages of "exact" are chosen; 1 is all of them. "auto" is "two_stage" where the pool has
         sketches, "exact" for a budget of mass; few pages are scored exactly anyway. One budget, or
-        one for each sequence. In a layer with a window a row sees the pages of its window only, and
-        budgets count these. scale defaults to head_dim ** -0.5.
+        one for each sequence; 0.05 is Budget(share=0.05). In a layer with a window a row sees the
+        pages of its window only, and budgets count these. scale defaults to head_dim ** -0.5.
         """
-        several = [budgets] if isinstance(budgets, Budget) else _list_of_budgets(budgets)
+        several = (budgets,) if isinstance(budgets, Budget) else _budgets_of(budgets)
         count = len(self.sequences)
         if len(several) not in (1, count):
             raise BadArgumentError(f"{len(several)} budgets for {count} sequences")
@@ -345,7 +345,7 @@ class Batch:
         k: object,
         v: object | None,
         starts: npt.ArrayLike,
-        budgets: Budget | Sequences[Budget] | None = None,
+        budgets: BudgetLike | Sequences[BudgetLike] | None = None,
         method: str = "auto",
         scale: float | None = None,
         softcap: float | None = None,
@@ -531,7 +531,7 @@ class Sequence:
         self,
         layer: int,
         q: object,
-        budget: Budget | None = None,
+        budget: BudgetLike | None = None,
         *,
         top_k: int | None = None,
         method: str = "auto",
@@ -540,7 +540,8 @@ class Sequence:
     ) -> Selection:
         """Choose pages; q [q_heads, head_dim] gives pages [kv_heads, k], several rows [rows, ...].
 
-        top_k=n is short for Budget(pages=n); without both it is Budget().
+        0.05 is short for Budget(share=0.05), top_k=n for Budget(pages=n); without both it is
+        Budget().
         """
         chosen = one_budget(budget, top_k)
         rows, single, starts = query_rows(q)
@@ -663,20 +664,11 @@ def with_axis(picked: Selection | None) -> Selection | None:
     )
 
 
-def _budgets_of(given: Budget | Sequences[Budget] | None) -> tuple[Budget, ...]:
-    if isinstance(given, Budget):
-        return (given,)
-    return tuple(_list_of_budgets(given)) if given else ()
-
-
-def _list_of_budgets(given: object) -> list[Budget]:
-    listed = list(given) if isinstance(given, Sequences) else [given]
-    budgets = [each for each in listed if isinstance(each, Budget)]
-    if len(budgets) < len(listed):
-        raise BadArgumentError(
-            f"budget {given!r}: a Budget is wanted, such as Budget(share=0.05) or Budget(pages=64)"
-        )
-    return budgets
+def _budgets_of(given: BudgetLike | Sequences[BudgetLike] | None) -> tuple[Budget, ...]:
+    """One for all sequences, or one for each; of None, none."""
+    if isinstance(given, Sequences) and not isinstance(given, str):
+        return tuple(map(budget_of, given))
+    return () if given is None else (budget_of(given),)
 
 
 def _int32(given: npt.ArrayLike, name: str) -> Starts:
@@ -716,11 +708,13 @@ def _back(rewind: int | None) -> int:
     return -1 if rewind is None else rewind
 
 
-def one_budget(budget: Budget | None, top_k: int | None) -> Budget:
+def one_budget(budget: BudgetLike | None, top_k: int | None) -> Budget:
     """Of the arguments of a select of one sequence, here or at a server."""
     if budget is not None and top_k is not None:
         raise BadArgumentError("select takes a budget or top_k=, not both")
-    return (budget or Budget()) if top_k is None else Budget(pages=top_k)
+    if top_k is not None:
+        return Budget(pages=top_k)
+    return Budget() if budget is None else budget_of(budget)
 
 
 def query_rows(q: object) -> tuple[object, bool, Starts]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from numbers import Integral, Real
 from statistics import NormalDist
 from typing import NamedTuple
@@ -229,6 +229,37 @@ class Decoded:
     bytes_read: int
     method: str
     stages: Stages | None = None
+
+
+BudgetLike = Budget | float
+"""What stands for a budget: 0.05 is Budget(share=0.05)."""
+
+
+def budget_of(given: BudgetLike) -> Budget:
+    """The Budget that was given, or that of a share of the pages. Raises BadArgumentError."""
+    if isinstance(given, Budget):
+        return given
+    wanted = "a share of the pages such as 0.05, or a Budget such as Budget(pages=64), is wanted"
+    number: object = given
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise BadArgumentError(f"a budget of {given!r}: {wanted}")
+    share = float(given)
+    if share > 1 and share.is_integer():
+        raise BadArgumentError(
+            f"a budget of {given}: a number is a share of the pages, at most 1; for that many "
+            f'pages write Budget(pages={given}), in settings {{"pages": {given}}}'
+        )
+    if not 0 < share <= 1:
+        raise BadArgumentError(
+            f"a budget of {given}: a share of the pages is above 0 and at most 1; None, where it "
+            "is allowed, is all pages"
+        )
+    return _of_share(share)
+
+
+@lru_cache(maxsize=64)  # decode steps ask for it in each layer
+def _of_share(share: float) -> Budget:
+    return Budget(share=share)
 
 
 def same_pages(pages: npt.ArrayLike, kv_heads: int) -> Selection:

@@ -752,10 +752,10 @@ OTHER_KINDS: dict[str, tuple[Callable[[CXLPool, Sequence], object], str]] = {
     "salt of objects": (lambda *_: object_keys(["k"], salt=other(None)), "salt is bytes"),
     "a number for keys": (lambda pool, _: pool.match(other(7)), "keys are a list"),
     "no names": (lambda *_: object_keys(other(None)), "keys are a list"),
-    "a share for a budget": (lambda _, one: one.select(0, rows(1)[0], other(0.05)), "share=0.05"),
-    "shares for budgets": (
-        lambda pool, one: pool.batch([one]).select(0, rows(1), [0, 1], other([0.05])),
-        "share=0.05",
+    "pages for a budget": (lambda _, one: one.select(0, rows(1)[0], 64), "pages=64"),
+    "text for budgets": (
+        lambda pool, one: pool.batch([one]).select(0, rows(1), [0, 1], other(["5%"])),
+        "such as 0.05",
     ),
     "no sequence to publish": (
         lambda pool, _: pool.publish_prefix(other(b"h"), [1]),

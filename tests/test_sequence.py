@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -134,6 +135,39 @@ def test_a_method_is_a_batch_of_one_without_its_axis(
     assert (sequence.select(0, q).pages == sequence.select(0, q, Budget()).pages).all()
     with pytest.raises(BadArgumentError, match=r"a budget or top_k=, not both"):
         sequence.select(0, q, Budget(pages=1), top_k=1)
+    with pytest.raises(BadArgumentError, match="not both"):
+        sequence.select(0, q, 0.5, top_k=1)
+    for share in (0.5, np.float32(0.5), 1):
+        wanted = sequence.select(0, q, Budget(share=float(share))).pages
+        assert (sequence.select(0, q, share).pages == wanted).all()
+        assert (pool.batch([sequence]).select(0, q, [0, 3], [share]).pages == wanted).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (0, "above 0 and at most 1; None"),
+        (-0.1, "above 0"),
+        (1.5, "at most 1"),
+        (math.nan, "above 0"),
+        (math.inf, "above 0"),
+        (64, r"write Budget\(pages=64\)"),
+        (np.int64(64), r"write Budget\(pages=64\)"),
+        (True, "such as 0.05, or a Budget"),
+        (False, "such as 0.05, or a Budget"),
+        ("5%", "such as 0.05, or a Budget"),
+    ],
+)
+def test_a_number_that_is_no_share_is_refused(pool: CXLPool, wrong: float, what: str) -> None:
+    sequence = grown(pool, range(5))
+    q = np.ones((1, 4, DIM), np.float32)
+    k = np.ones((1, HEADS, DIM), np.float32)
+    with pytest.raises(BadArgumentError, match=what):
+        sequence.select(0, q, wrong)
+    for budgets in (wrong, [wrong]):
+        with pytest.raises(BadArgumentError, match=what):
+            pool.batch([sequence]).decode(0, q, k, k, [0, 1], budgets)
+    assert sequence.tokens(0) == 5
 
 
 def test_wrong_queries_are_refused(pool: CXLPool) -> None:

@@ -36,7 +36,7 @@ from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.resident import Resident
 from cxlkv.gpu.selector import DecodeStats, Selector, Step
 from cxlkv.gpu.staging import DTYPES
-from cxlkv.ndp.engine import Budget
+from cxlkv.ndp.engine import BudgetLike, budget_of
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
@@ -69,7 +69,7 @@ class Decoder(Closing):
         *,
         requests: int,
         q_heads: int,
-        budget: Budget,
+        budget: BudgetLike,
         pages_max: int,
         device: str | torch.device = "cpu",
         rows: int = 1,
@@ -111,7 +111,7 @@ class Decoder(Closing):
                 pages_max=pages_max,
                 hot_pages=hot_pages,
                 recent_pages=recent_pages,
-                lists=budget.pages_at_most(pages_max),
+                lists=budget_of(budget).pages_at_most(pages_max),
                 scale=scale,
                 softcap=softcap,
             )

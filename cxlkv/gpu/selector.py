@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.ndp.engine import BudgetLike, Selection, budget_of
 from cxlkv.sequence import Batch
 
 
@@ -67,13 +67,13 @@ class Selector:
 
     def __init__(
         self,
-        budget: Budget,
+        budget: BudgetLike,
         method: str,
         scale: float,
         softcap: float | None,
         audit_every: int,
     ):
-        self._budget = replace(budget, per="sequence")
+        self._budget = replace(budget_of(budget), per="sequence")
         self._method, self._scale, self._softcap = method, scale, softcap
         self._audit_every = audit_every
         self._ahead: dict[int, Selection] = {}

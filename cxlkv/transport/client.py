@@ -23,7 +23,7 @@ from cxlkv._lifetime import Closing
 from cxlkv.arrays import Bytes, Codes, Names, Offsets, RecordBytes, is_torch, view
 from cxlkv.errors import BadArgumentError, GeometryError, PeerError, StaleError
 from cxlkv.layout import DTYPES
-from cxlkv.ndp.engine import RECALL, Budget, Selection, Stages
+from cxlkv.ndp.engine import RECALL, BudgetLike, Selection, Stages
 from cxlkv.pages import PRESENT, names_of
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, key_hashes
@@ -140,7 +140,7 @@ class Remote(Closing):
         hit: RemoteHit,
         layer: int,
         q: object,
-        budget: Budget | None = None,
+        budget: BudgetLike | None = None,
         *,
         top_k: int | None = None,
         method: str = "auto",

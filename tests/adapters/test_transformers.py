@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv import Budget, CXLPool, Selection
-from cxlkv.adapters.transformers import CXLCache, LayerStep, budgets, layout_of
+from cxlkv.adapters.transformers import CXLCache, LayerStep, _installed, layout_of
 from cxlkv.bench.cases.calls import counted_calls
 from cxlkv.errors import BadArgumentError, PoolFullError, UnsupportedError
 
@@ -372,6 +373,51 @@ def test_a_step_makes_as_many_calls_for_any_number_of_sequences(
         assert calls == dict.fromkeys(wanted, LAYERS)
 
 
-def test_a_share_is_no_budget() -> None:
-    with pytest.raises(BadArgumentError, match=r"Budget\(share=0.05\)"):
-        budgets.checked(0.05)  # type: ignore[arg-type]
+def test_a_number_is_a_share_of_the_pages(llama: PreTrainedModel, pool: CXLPool) -> None:
+    cache = CXLCache(pool, llama, budget=0.05)
+    assert cache.budget == Budget(share=0.05)
+    cache.budget = [0.5, None, Budget(pages=3)]
+    assert cache.budget == (Budget(share=0.5), None, Budget(pages=3))
+    with pytest.raises(BadArgumentError, match=r"Budget\(pages=64\)"):
+        CXLCache(pool, llama, budget=64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "what"),
+    [
+        (1, 40, "the cache holds 41 tokens, and the prompt ends at token 40"),
+        (1, 41, "the cache holds 41 tokens, and the prompt ends at token 41"),
+        (1, 21, "the cache holds 41 tokens, and the prompt ends at token 21"),
+        (1, 20, "a prompt shorter than what the cache holds"),
+        (2, 60, "a batch of 2 rows, the cache holds 1 sequences"),
+    ],
+)
+def test_another_prompt_for_a_filled_cache_is_refused(
+    llama: PreTrainedModel, pool: CXLPool, rows: int, tokens: int, what: str
+) -> None:
+    """transformers drops as many tokens of it as are cached, whatever they are."""
+    ids, _ = prompts((26,))
+    cache = CXLCache(pool, llama)
+    text = generate(llama, ids, None, cache)
+    other = text.new_full((rows, tokens), 7)
+    with pytest.raises(BadArgumentError, match=rf"{what}.*cache\.release\(\) first"):
+        generate(llama, other, None, cache)
+    longer = torch.cat([text, text[:, :5]], dim=1)
+    goes_on = generate(llama, longer, None, cache)
+    cache.release()
+    assert torch.equal(generate(llama, longer, None, cache), goes_on)
+
+
+@pytest.mark.parametrize("installed", ["4.57.3", "5.9.1", None])
+def test_a_transformers_that_is_too_old_is_named(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None
+) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    _installed.check()
+    monkeypatch.setattr(_installed, "version", version)
+    with pytest.raises(UnsupportedError, match=r"5\.10 or later .*pip install 'cxlkv\[transform"):
+        _installed.check()

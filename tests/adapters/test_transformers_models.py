@@ -611,8 +611,8 @@ def test_budgets_that_fit_no_rows_are_refused(llama: PreTrainedModel, pool: CXLP
         run(llama, ids, CXLCache(pool, llama, [None, FEW, None]))
     with pytest.raises(BadArgumentError, match="share union= and per="):
         CXLCache(pool, llama, [FEW, Budget(pages=4, union="layer")])
-    for wrong in ([], [0.5], ["few"]):
-        with pytest.raises(BadArgumentError, match="one of these for each row"):
+    for wrong, what in (([], "one for each row"), ([2], "Budget\\(pages=2"), (["few"], "'few'")):
+        with pytest.raises(BadArgumentError, match=what):
             CXLCache(pool, llama, cast("list[Budget]", wrong))
 
 

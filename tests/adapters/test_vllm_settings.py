@@ -69,6 +69,7 @@ def test_settings_as_they_are_written() -> None:
             "method is 'digest': a budget of mass needs one of auto, exact, attention",
         ),
         ({"budget": {"share": 0.1}}, "budget needs attention: pool"),
+        ({"attention": "pool", "budget": 64}, r'in settings {"pages": 64}'),
         ({"attention": "pool", "budget": {"part": 0.1}}, "budget: .* of pages, share, mass"),
         ({"attention": "pool", "budget": {"share": 2}}, r"share=2: outside \(0, 1\]"),
         ({"attention": "pool", "budget": {"pages": 1.5}}, "budget: a budget of 1.5 pages: a whole"),
@@ -94,6 +95,7 @@ def test_a_request_may_ask_for_other_options() -> None:
     assert read_options({"do_remote_decode": True}, settings) == Options(Budget(share=0.5))
     assert read_options({"cxlkv": {"budget": None}}, settings) == Options(None)
     assert read_options({"cxlkv": {"budget": True}}, settings) == Options(Budget())
+    assert read_options({"cxlkv": {"budget": 0.05}}, settings) == Options(Budget(share=0.05))
     layers = {"share": 0.1, "dense_layers": 2, "by_layer": {"5": 0.3}}
     wanted = Budget(share=0.1, dense_layers=2, by_layer={5: 0.3})
     assert read_options({"cxlkv": {"budget": layers}}, settings) == Options(wanted)

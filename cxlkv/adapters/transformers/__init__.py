@@ -1,7 +1,7 @@
 """Hugging Face transformers: a Cache that keeps keys and values in a CXLPool.
 
     pool = CXLPool.create("anonymous:", layout=layout_of(model), capacity="2GiB")
-    cache = CXLCache(pool, model, budget=Budget())  # budget=None: full attention
+    cache = CXLCache(pool, model, budget=0.05)  # of the pages; None: full attention
     model.set_attn_implementation("cxlkv")
     model.generate(ids, past_key_values=cache)
 
@@ -16,9 +16,11 @@ layer at most, whatever the number of sequences.
 `requests` prefixes that calls of generate() share, `handover` rows that another process goes on
 from.
 
-Importing this module registers "cxlkv" as an attention implementation.
+Importing this module registers "cxlkv" as an attention implementation. Raises UnsupportedError
+where transformers is missing or too old.
 """
 
+from cxlkv.adapters.transformers import _installed as _installed  # first: it may refuse
 from cxlkv.adapters.transformers.attention import attention, padding_mask, register
 from cxlkv.adapters.transformers.cache import Counters, CXLCache, FarLayer
 from cxlkv.adapters.transformers.handover import hand_over, take_over

@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from cxlkv.adapters.transformers.cache import FarLayer, layer_of
+from cxlkv.adapters.transformers.cache import ANOTHER_PROMPT, FarLayer, layer_of
 from cxlkv.adapters.transformers.steps import Call
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
@@ -65,7 +65,9 @@ def attention(
         raise UnsupportedError("attention with position biases is not built yet")
     _check_window(layer, sliding_window, query.shape[2])
     scale = float(query.shape[3] ** -0.5) if scaling is None else scaling
-    call = Call(module, query, key, value, attention_mask, scale, softcap, s_aux)
+    told = kwargs.get("position_ids")
+    positions = told if isinstance(told, Tensor) else None
+    call = Call(module, query, key, value, attention_mask, scale, softcap, s_aux, positions)
     return layer.cache.forward(layer, call).contiguous(), None
 
 
@@ -107,6 +109,8 @@ def padding_mask(
             use_vmap=use_vmap,
             **kwargs,  # type: ignore[arg-type]
         )
+    if q_length == 0 and kwargs.get("kv_length"):
+        raise BadArgumentError(f"a prompt shorter than what the cache holds: {ANOTHER_PROMPT}")
     if q_length == 0:
         raise BadArgumentError(
             "an empty prompt: give at least one token, such as tokenizer.bos_token_id"

@@ -7,23 +7,20 @@ from dataclasses import replace
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import LAYERS_MAX
-from cxlkv.ndp.engine import Budget, uniform
+from cxlkv.ndp.engine import Budget, BudgetLike, budget_of, uniform
 
-Budgets = Budget | Sequence[Budget | None] | None
+Budgets = BudgetLike | Sequence[BudgetLike | None] | None
 
 
 def checked(budgets: Budgets) -> Budget | tuple[Budget | None, ...] | None:
     """As it is kept; raises BadArgumentError for what is no budget, and for mixed union or per."""
-    if budgets is None or isinstance(budgets, Budget):
-        return budgets
-    if not isinstance(budgets, Sequence):
-        raise BadArgumentError(
-            f"budget={budgets!r}: a Budget is wanted, such as Budget(share=0.05) or "
-            "Budget(pages=64), None for full attention, or one of these for each row"
-        )
-    kept = tuple(budgets)
-    if not kept or not all(b is None or isinstance(b, Budget) for b in kept):
-        raise BadArgumentError("budget is a Budget, None, or one of these for each row")
+    if budgets is None:
+        return None
+    if not isinstance(budgets, Sequence) or isinstance(budgets, str):
+        return budget_of(budgets)
+    kept = tuple(None if one is None else budget_of(one) for one in budgets)
+    if not kept:
+        raise BadArgumentError("budget=[]: one for each row is wanted, or None for all pages")
     given = [b for b in kept if b is not None]
     if given:
         uniform(given)

@@ -27,6 +27,11 @@ from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch
 from cxlkv.sequence import Sequence as Tokens
 
+ANOTHER_PROMPT = (
+    "generate() goes on with the text that is cached, so give it all of that text and what is new; "
+    "for another prompt call cache.release() first, or make another CXLCache"
+)
+
 
 @dataclass
 class Counters:
@@ -148,9 +153,10 @@ def layer_of(module: torch.nn.Module, key: Tensor) -> FarLayer | None:
 class CXLCache(Cache):
     """Keys and values of a model in a CXLPool, one sequence for each row of the batch.
 
-    budget: which pages a step of one token attends to; None: all. Or one of these for each row,
-    where generate() may repeat a row for beams and samples; a row keeps its own when rows move,
-    and `cache.budget = ...` changes it between steps. Layers with a window attend to all of it.
+    budget: which pages a step of one token attends to, a share of them (0.05) or a Budget; None:
+    all. Or one of these for each row, where generate() may repeat a row for beams and samples; a
+    row keeps its own when rows move, and `cache.budget = ...` changes it between steps. Layers with
+    a window attend to all of it.
     attention: "pool": where the data lies; "device": the selected pages are fetched as tensors to
     the model's device, which attends: the form for a GPU. near=True and False are the old names of
     these. method: as in Batch.select. dense_layers: the old place of Budget's. prefill_mass: the
@@ -160,9 +166,13 @@ class CXLCache(Cache):
     from instead of from nothing (pool.adopt, pool.match, Sequence.fork); the cache then owns them;
     where their lengths differ, the attention mask must show the shorter ones padded on the left.
 
+    A filled cache goes on with its text: generate() takes all of it, and what is new. For another
+    text call release() first; one that is longer than the cached one is not told from it.
+
     Raises GeometryError when the pool is laid out for another model, UnsupportedError as
-    layout_of. In a forward pass: BadArgumentError for right padding and custom masks,
-    PoolFullError when the pool has no room; crop(length before) undoes a pass that failed.
+    layout_of. In a forward pass: BadArgumentError for right padding, custom masks and a text that
+    begins anew, PoolFullError when the pool has no room; crop(length before) undoes a pass that
+    failed.
     """
 
     rewind_tokens = 128
@@ -259,7 +269,9 @@ class CXLCache(Cache):
         if new is None or new.index != layer.index:
             raise BadArgumentError("a layer attends once to what it gave to its CXLCache")
         if layer.index == 0 or self._step is None:
-            self._step = self._begin(call.mask, call.query.shape[0], call.query.shape[2])
+            self._step = self._begin(
+                call.mask, call.query.shape[0], call.query.shape[2], call.positions
+            )
         step = self._step
         part = LayerStep(layer.index, step, call.scale, call.softcap, layer.window, call.sinks)
         at_once = self._decodes_at_once and step.tokens == 1 and not step.first
@@ -282,19 +294,38 @@ class CXLCache(Cache):
         out = step.unrows(out)
         return out if absorbed is None else absorbed.outputs(out)
 
-    def _begin(self, mask: Tensor | None, batch: int, tokens: int) -> Step:
+    def _begin(
+        self, mask: Tensor | None, batch: int, tokens: int, positions: Tensor | None = None
+    ) -> Step:
         if not self.sequences:
             self._spread_budget(batch)
             self._start_from([self.pool.sequence() for _ in range(batch)], 0)
         if batch != len(self.sequences):
             raise BadArgumentError(
-                f"a batch of {batch} rows, the cache holds {len(self.sequences)} sequences"
+                f"a batch of {batch} rows, the cache holds {len(self.sequences)} sequences: "
+                f"{ANOTHER_PROMPT}"
             )
         before = self._far_layers[0].seen
+        self._check_goes_on(positions)
         new, real = real_tokens(mask, batch, before, tokens, self._lengths)
         starts = np.zeros(batch + 1, np.int32)
         np.cumsum(new, out=starts[1:])
         return Step(batch, tokens, before == 0, starts, new, self._lengths + new, real)
+
+    def _check_goes_on(self, positions: Tensor | None) -> None:
+        """Raises BadArgumentError when new tokens end where cached ones are, by their positions
+        [1 or batch, tokens]: generate() drops as many tokens of a prompt as are cached, whatever
+        they are."""
+        if positions is None or positions.ndim != 2 or not self._lengths.any():
+            return
+        last = positions[:, -1].cpu().numpy()
+        again = last < self._lengths
+        if again.any() and len(last) in (1, len(self._lengths)):
+            row = int(np.argmax(again))
+            raise BadArgumentError(
+                f"the cache holds {self._lengths[row]} tokens, and the prompt ends at token "
+                f"{last[row % len(last)] + 1}: {ANOTHER_PROMPT}"
+            )
 
     def _new_rows(self, step: Step, new: Announced) -> tuple[Tensor, Tensor | None]:
         """Keys and values [rows, kv_heads, dim] on the CPU, as the pool stores them."""

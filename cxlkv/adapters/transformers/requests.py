@@ -43,12 +43,14 @@ class _RowsCache(CXLCache):
     texts: Sequence[tuple[list[int], int]] = ()  # of each row, and the padding before it
     known, beams = True, False
 
-    def _begin(self, mask: Tensor | None, batch: int, tokens: int) -> Step:
+    def _begin(
+        self, mask: Tensor | None, batch: int, tokens: int, positions: Tensor | None = None
+    ) -> Step:
         """generate() repeats the rows of its prompts for beams and samples, but not a cache's."""
         rows = len(self.sequences)
         if rows == len(self.texts) and rows < batch and batch % rows == 0:
             self.batch_repeat_interleave(batch // rows)
-        return super()._begin(mask, batch, tokens)
+        return super()._begin(mask, batch, tokens, positions)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.beams = True

@@ -73,6 +73,7 @@ class Call:
 
     query [batch, q_heads, tokens, dim], key and value [batch, kv_heads, tokens, dim]: the new
     tokens only; in MLA these are expanded. mask: bool [batch, tokens so far], False for padding.
+    positions: of the new tokens in their texts, where the model tells them, [1 or batch, tokens].
     """
 
     module: torch.nn.Module
@@ -83,6 +84,7 @@ class Call:
     scale: float
     softcap: float | None
     sinks: Tensor | None
+    positions: Tensor | None
 
 
 def real_tokens(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from numbers import Real
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PlainValidator, model_validator
@@ -12,7 +13,7 @@ from cxlkv.adapters.common.settings import PoolSettings, read
 from cxlkv.adapters.vllm.messages import Options
 from cxlkv.config import Keys, Size, Source, checked
 from cxlkv.errors import BadArgumentError
-from cxlkv.ndp.engine import Budget
+from cxlkv.ndp.engine import Budget, budget_of
 from cxlkv.pages import PRIORITY_MAX
 
 if TYPE_CHECKING:
@@ -23,12 +24,12 @@ BY_MASS = ("auto", "exact", "attention")
 
 
 def _budget(given: object) -> Budget | None:
-    """A budget written as a mapping of Budget's own words, like {"share": 0.1}; true is Budget(),
-    null and false are all pages."""
+    """A budget written as a share of the pages, like 0.1, or as a mapping of Budget's own words,
+    like {"pages": 64}; true is Budget(), null and false are all pages."""
     if given is None or given is False:
         return None
-    if isinstance(given, Budget):
-        return given
+    if isinstance(given, (Budget, Real)) and given is not True:
+        return budget_of(given)
     known = [one.name for one in fields(Budget)]
     words = {} if given is True else given
     if not isinstance(words, Mapping) or not set(words) <= set(known):
