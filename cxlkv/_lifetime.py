@@ -13,6 +13,8 @@ import ctypes
 import logging
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
@@ -41,6 +43,39 @@ class Forked(Protocol):
     def reset_after_fork(self) -> None:
         """In a child, before anything else runs there: makes locks anew, forgets threads, closes
         the child's copies of sockets and files, and asks nobody. It may not wait for a lock."""
+
+
+class BeforeClose:
+    """Calls to make before memory is unmapped: a device, or a server, may have it on loan.
+
+    The last one registered is made first, and each once; after an interrupt in it, the next run()
+    makes it again. A forked child has none: what its parent lent ends with the parent.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], object]] = []
+        watch(self)
+
+    def __call__(self, call: Callable[[], object]) -> None:
+        """Registers a call."""
+        self._calls.append(call)
+
+    def run(self) -> None:
+        while self._calls:
+            call = self._calls[-1]
+            try:
+                call()
+            except Exception:
+                self._forget(call)
+                raise
+            self._forget(call)
+
+    def _forget(self, call: Callable[[], object]) -> None:
+        with suppress(ValueError):  # another thread closes, too
+            self._calls.remove(call)
+
+    def reset_after_fork(self) -> None:
+        self._calls.clear()
 
 
 _watched: WeakSet[Forked] = WeakSet()

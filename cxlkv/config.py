@@ -333,6 +333,17 @@ def read_config(
     return _checked_pool(*read_yaml(os.fspath(config)), layout)
 
 
+def for_call(name: str, layout: KVLayout, *, where: object, **given: object) -> PoolConfig:
+    """The same of the arguments of a call, which may name a path from where it runs."""
+    if not isinstance(layout, KVLayout):
+        raise BadArgumentError(f"layout is a KVLayout, not {type(layout).__name__}")
+    if isinstance(where, str) and where and ":" not in where:
+        where = os.path.abspath(where)
+    if layout.object_bytes is not None:
+        given.pop("sketch")  # as create() does
+    return _checked_pool({"where": where, **given}, Source(name), layout)[0]
+
+
 @dataclass(frozen=True)
 class Source:
     """Where keys were written: in a file, those with a line, the others in the place `name`, each

@@ -8,16 +8,15 @@ import time
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequences
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy.typing as npt
 
-from cxlkv import _core, _io_hooks, _lifetime
-from cxlkv._lifetime import Closing
+from cxlkv import _core, _io_hooks
+from cxlkv._lifetime import BeforeClose, Closing
 from cxlkv._moved import MovedToAdmin
 from cxlkv.admin import Admin
 from cxlkv.errors import (
@@ -96,9 +95,8 @@ class Pool(MovedToAdmin, Closing):
         self.pages = Pages(handle)
         self.hotness = Hotness(handle)
         self.records = Records(handle)
-        self._before_close: list[Callable[[], object]] = []
+        self.before_close = BeforeClose()
         self._lent: list[weakref.ref[object]] = []  # to the views of the region that are in use
-        _lifetime.watch(self)
         if os.environ.get(numa_mode.VARIABLE):
             self._emulate(None)
 
@@ -173,6 +171,36 @@ class Pool(MovedToAdmin, Closing):
             raise
 
     @classmethod
+    def open_or_create(
+        cls,
+        where: Path,
+        *,
+        layout: KVLayout,
+        capacity: str | int,
+        checksum: bool = True,
+        sketch: bool = True,
+        sharing: str = "host",
+        durable: str = "process",
+        hosts: int | None = None,
+        host: HostNumber = None,
+        lease_s: float = LEASE_S,
+        threads: int | None = None,
+        huge: str | None = None,
+    ) -> Self:
+        """The pool at a path, opened; or made, where there is none: the arguments are create()'s.
+
+        Processes that start at once make it once. Raises GeometryError, which names all that
+        differs, when the pool there is another than asked for; NotAPoolError for something else at
+        the path; and what open() and create() raise. from_config() reads the same from a file.
+        """
+        given = {name: value for name, value in locals().items() if name in _CONFIGURED}
+        from cxlkv.config import for_call
+
+        place = os.fspath(where) if isinstance(where, os.PathLike) else where
+        wanted = for_call(f"{cls.__name__}.open_or_create", layout, where=place, **given)
+        return cls._configured(wanted, layout)
+
+    @classmethod
     def from_config(
         cls, config: Path | Mapping[str, object], *, layout: KVLayout | None = None
     ) -> Self:
@@ -215,9 +243,13 @@ class Pool(MovedToAdmin, Closing):
             return make()
         with one_maker():
             if not _is_there(path, in_place):
-                if wanted.if_missing == "create":
+                if wanted.if_missing == "error":
+                    raise PoolMissingError(f"{path}: no pool there, and if_missing is error")
+                try:
                     return make()
-                raise PoolMissingError(f"{path}: no pool there, and if_missing is error")
+                except PoolExistsError:  # another user's process has made it meanwhile
+                    if wanted.if_exists != "open":
+                        raise
             if wanted.if_exists == "replace" and in_place:  # the file itself must stay
                 return make(replace=True)
             if wanted.if_exists == "replace":
@@ -237,7 +269,8 @@ class Pool(MovedToAdmin, Closing):
             pool.close()
             raise GeometryError(
                 f"{path} is another pool than the one described: {'; '.join(differences)}. Give "
-                "the new one another path, or remove the old one (if_exists: replace does it)"
+                f"the new one another path, or remove the old one: `cxlkv pool remove {path}`, or "
+                "if_exists: replace in a configuration"
             )
         if wanted.huge is not None:
             try:
@@ -396,22 +429,6 @@ class Pool(MovedToAdmin, Closing):
         self._lent = [lent for lent in self._lent if lent() is not None] + [reference]
         return view
 
-    def before_close(self, call: Callable[[], object]) -> None:
-        """Registers a call to make before the memory is unmapped: a device may have it on loan.
-
-        Once; after an interrupt in it, the next close() calls it again. Not in a forked child: what
-        this process lent ends with this process's pool.
-        """
-        self._before_close.append(call)
-
-    def reset_after_fork(self) -> None:
-        """Who is to hear of the end is in the parent."""
-        self._before_close.clear()
-
-    def _not_before_close(self, call: Callable[[], object]) -> None:
-        with suppress(ValueError):  # another thread closes, too
-            self._before_close.remove(call)
-
     def close(self) -> None:
         """Release all of this process's sequences and unmap; a second time does nothing.
 
@@ -424,14 +441,7 @@ class Pool(MovedToAdmin, Closing):
                 "drop it (del), then close the pool"
             )
         _core.pool_may_close(self._handle)
-        while self._before_close:
-            call = self._before_close[-1]
-            try:
-                call()
-            except Exception:
-                self._not_before_close(call)
-                raise
-            self._not_before_close(call)
+        self.before_close.run()
         _core.pool_close(self._handle)
 
 

@@ -27,7 +27,7 @@ from cxlkv.pool import Pool
 from cxlkv.tiers import Tiers
 
 from .support.processes import Child
-from .support.texts import SMALL, publish
+from .support.texts import HEADS, SMALL, publish
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 KEYS = """\
@@ -395,6 +395,82 @@ def test_servers_that_start_at_once_make_one_pool(write: Write, place: Path) -> 
             server.end()
     assert os.listdir("/dev/shm").count(place.name) == 1
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(place.name + ".")]
+
+
+# ---- without a file ----
+
+MAKER = """
+import contextlib, sys
+from cxlkv import CXLPool, KVLayout, pool
+if sys.argv[2] == "other users":
+    pool.one_maker = contextlib.nullcontext
+layout = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+print("ready", flush=True)
+sys.stdin.readline()
+with CXLPool.open_or_create(sys.argv[1], layout=layout, capacity="64MiB", threads=1) as made:
+    print(made.describe()["identity"], flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("whose", ["one user", "other users"])
+def test_processes_that_open_or_create_at_once_make_one_pool(place: Path, whose: str) -> None:
+    """Of other users none waits for the others: the first finished draft is the pool."""
+    with ExitStack() as stack:
+        makers = [stack.enter_context(Child("-c", MAKER, place, whose)) for _ in range(4)]
+        assert [maker.hear() for maker in makers] == ["ready"] * 4
+        for maker in makers:
+            maker.tell("go")
+        said = {maker.hear() for maker in makers}
+        assert len(said) == 1, said
+        for maker in makers:
+            maker.tell("end")
+            maker.end()
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(place.name + ".")]
+
+
+def test_a_pool_is_opened_or_created(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = CXLPool.open_or_create(place, layout=SMALL, capacity="3MiB", sketch=False)
+    with made:
+        publish(made, range(8))
+    monkeypatch.chdir(place.parent)
+    with CXLPool.open_or_create(place.name, layout=SMALL, capacity="3MiB", sketch=False) as opened:
+        assert opened.match_prefix(range(8)).tokens == 8
+        assert opened.path == str(place)
+    other = KVLayout(layers=2, kv_heads=HEADS, head_dim=16, page_tokens=4, dtype="float32")
+    with pytest.raises(GeometryError) as told:
+        CXLPool.open_or_create(place, layout=other, capacity="3MiB")
+    for what in ("layout.head_dim is 8 there, 16 wanted", "sketch is false there", str(place)):
+        assert what in str(told.value)
+    assert "layers" not in str(told.value)
+    with pytest.raises(BadArgumentError, match="it is a CXLPool"):
+        ObjectPool.open_or_create(place, layout=SMALL, capacity="3MiB")
+    CXLPool.remove(place)
+    objects = KVLayout.objects("4KiB")
+    for _ in range(2):
+        with ObjectPool.open_or_create(place, layout=objects, capacity="3MiB") as store:
+            store.put("a", b"b")
+    assert store.path == str(place)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"capacity": "8M"}, "capacity: '8M' is no size"),
+        ({"sharing": "soft", "threads": "a"}, "sharing is 'soft': one of host(.|\n)*threads is"),
+        ({"hosts": 3}, "hosts is for a pool that hosts share: add sharing"),
+        ({"layout": None}, "layout is a KVLayout, not NoneType"),
+        ({"where": 3}, "where is 3"),
+        ({"where": "/no/such/folder/my.pool"}, "the folder /no/such/folder does not exist"),
+    ],
+)
+def test_what_cannot_be_opened_or_created_is_named(
+    place: Path, wrong: dict[str, object], what: str
+) -> None:
+    given = {"where": place, "layout": SMALL, "capacity": "3MiB", **wrong}
+    with pytest.raises(BadArgumentError, match=what):
+        CXLPool.open_or_create(**given)  # type: ignore[arg-type]
+    assert not place.exists()
 
 
 # ---- mistakes ----
