@@ -44,6 +44,7 @@ from cxlkv.transport.wire import Deadline, parse_address
 
 DEADLINE_S = 5.0
 LEASE_S = 60.0  # of what is held there
+LOOK_S = 1.0  # for a far pool, when the tier is made
 ATTEMPTS = 2  # the first one may meet a connection that broke long ago
 PAUSE_S = (1.0, 30.0)  # until a far pool that failed is looked for again: first, at most
 SAME = bytes(16)
@@ -101,7 +102,8 @@ def open_remote(
     another number of tensor-parallel ranks, in their order; None: as many as there are addresses,
     if there are several. secret: a file. delta: as in Source.
 
-    Connects to nothing yet. Raises BadArgumentError, SecretError.
+    Looks for each once, and warns of those that do not answer: they may come later. Raises
+    BadArgumentError, SecretError.
     """
     layout, known = pool.layout, read_secret(secret)
     size = layout.shard[1]
@@ -114,8 +116,20 @@ def open_remote(
         heads = heads_between(far, layout)
         address, device = parse_remote(text)
         if heads.count:
-            made = Remote(address, known, device=device, deadline_s=deadline_s, attempts=ATTEMPTS)
+            made = Remote(
+                address,
+                known,
+                device=device,
+                deadline_s=deadline_s,
+                attempts=ATTEMPTS,
+                connect=False,
+            )
             sources.append(Source(made, heads, layout_crc(far, pool.sketch), delta))
+    for source in sources:
+        try:
+            source.remote.connect(LOOK_S)
+        except CXLKVError as error:
+            log.warning("cxlkv: %s; it is asked again when something is looked for", error)
     return RemoteTier(pool, sources, deadline_s=deadline_s)
 
 

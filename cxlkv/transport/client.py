@@ -21,7 +21,15 @@ from pydantic import ValidationError
 from cxlkv import _lifetime, errors
 from cxlkv._lifetime import Closing
 from cxlkv.arrays import Bytes, Codes, Names, Offsets, RecordBytes, is_torch, view
-from cxlkv.errors import BadArgumentError, GeometryError, PeerError, StaleError
+from cxlkv.errors import (
+    BadArgumentError,
+    BusyError,
+    GeometryError,
+    PeerError,
+    SecretError,
+    StaleError,
+    VersionError,
+)
 from cxlkv.layout import DTYPES
 from cxlkv.ndp.engine import RECALL, BudgetLike, Selection, Stages
 from cxlkv.pages import PRESENT, names_of
@@ -38,6 +46,7 @@ if TYPE_CHECKING:
     import torch
 
 DEADLINE_S = 10.0
+CONNECT_S = 3.0  # of a server that is there: it greets at once
 RETRY_S = (0.02, 0.5)  # between two attempts to connect: first, at most
 
 T = TypeVar("T")
@@ -83,13 +92,15 @@ class RemoteHit(Closing):
 
 
 class Remote(Closing):
-    """A far pool. Made without connecting; calls connect, within deadline_s, and raise PeerError,
-    SecretError, VersionError, BusyError, RdmaError.
+    """A far pool. Connects when it is made, within a few seconds: a wrong address or secret is told
+    at once. A call connects again where the connection was lost, within deadline_s. Both raise
+    PeerError, SecretError, VersionError, BusyError, RdmaError.
 
     address: HOST:PORT of `cxlkv serve`. device: the RDMA device to read with; None: the pool's file
     on the same machine, else the control connection. attempts: how often match() connects at most;
-    None: until its deadline. Threads take turns. A forked child has a connection of its own, made
-    when it asks first; hits of its parent are none there.
+    None: until its deadline. connect=False: only calls connect, for a server that starts later.
+    Threads take turns. A forked child has a connection of its own, made when it asks first; hits of
+    its parent are none there.
     """
 
     def __init__(
@@ -100,6 +111,7 @@ class Remote(Closing):
         device: str | None = None,
         deadline_s: float = DEADLINE_S,
         attempts: int | None = None,
+        connect: bool = True,
     ):
         if deadline_s <= 0:
             raise BadArgumentError(f"deadline_s={deadline_s}: more than 0")
@@ -113,8 +125,14 @@ class Remote(Closing):
         self._life = 0  # of the connection: how many there were
         self.read_bytes = 0  # of the far pool, by all links so far
         _lifetime.watch(self)
+        if connect:
+            self.connect(min(deadline_s, CONNECT_S))
 
     # ---- what callers do ----
+
+    def connect(self, deadline_s: float = CONNECT_S) -> None:
+        """Connect now, by one attempt; does nothing where there is a connection."""
+        self._shape(Deadline(deadline_s))
 
     def match(
         self, keys: Iterable[bytes], *, lease_s: float = 60.0, strict: bool = True
@@ -295,8 +313,8 @@ class Remote(Closing):
             raise
         except OSError as error:
             raise PeerError(
-                f"{host}:{port} cannot be reached: {error.strerror or error}. Does "
-                "`cxlkv serve` run there?"
+                f"{self.address} cannot be reached: {error.strerror or error}. Does `cxlkv serve` "
+                "run there, and listen on this port?"
             ) from error
         self._wire = Wire(sock)
         try:
@@ -309,6 +327,9 @@ class Remote(Closing):
         except ValidationError as error:
             self._drop()
             raise PeerError(f"the server described no pool: {error.errors()[0]['msg']}") from error
+        except (PeerError, SecretError, VersionError, BusyError) as error:
+            self._drop()
+            raise type(error)(f"{self.address}: {error}") from error
         except BaseException:
             self._drop()
             raise

@@ -276,9 +276,11 @@ def test_a_rank_that_has_less_shortens_all(secret: Path) -> None:
             assert found(tiers, keys_of()) == 9 * PAGE
 
 
-def test_close_ends_what_looks_for_it(secret: Path) -> None:
+def test_close_ends_what_looks_for_it(secret: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pool_of(LAYOUTS["float32"]) as pool:
         remote = open_remote(pool, ["tcp://127.0.0.1:9"], secret)
+        assert "127.0.0.1:9 cannot be reached" in caplog.text  # at once; it may come later
+        assert remote.is_on
         tiers = Tiers(pool, remote=remote)
         assert found(tiers, keys_of()) == 0
         assert not remote.is_on

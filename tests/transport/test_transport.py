@@ -111,7 +111,8 @@ def remote_of(
     address: tuple[str, int] | str, link: str, deadline_s: float = WAIT_S, secret: bytes = SECRET
 ) -> Iterator[Remote]:
     text = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
-    with Remote(text, secret, device=device_of(link), deadline_s=deadline_s) as remote:
+    given = {"device": device_of(link), "deadline_s": deadline_s}
+    with Remote(text, secret, connect=False, **given) as remote:  # type: ignore[arg-type]
         yield remote
 
 
@@ -465,12 +466,15 @@ def test_what_is_no_server_is_left_in_time(
     act: Callable[[socket.socket], object], deadline_s: float, error: type[CXLKVError], match: str
 ) -> None:
     began = time.monotonic()
-    with (
-        stranger(act) as address,
-        remote_of(address, "file", deadline_s) as remote,
-        pytest.raises(error, match=match),
-    ):
-        remote.match([])
+    with stranger(act) as address:
+        with (
+            remote_of(address, "file", deadline_s) as remote,
+            pytest.raises(error, match=match),
+        ):
+            remote.match([])
+        text = f"{address[0]}:{address[1]}"
+        with pytest.raises(error, match=f"^{text}: .*{match}"):
+            Remote(text, SECRET, deadline_s=deadline_s)
     assert time.monotonic() - began < WAIT_S
 
 
@@ -482,6 +486,10 @@ def test_nobody_there_says_what_to_do() -> None:
         pytest.raises(PeerError, match="cxlkv serve"),
     ):
         remote.match([])
+    began = time.monotonic()
+    with pytest.raises(PeerError, match=rf"^127.0.0.1:{address[1]} cannot be reached: .*this port"):
+        Remote(f"127.0.0.1:{address[1]}", SECRET, deadline_s=10 * WAIT_S)
+    assert time.monotonic() - began < WAIT_S
 
 
 BAD_REQUESTS: list[tuple[dict[str, object], bytes]] = [
@@ -734,7 +742,7 @@ def test_no_device_says_what_is_missing(folder: Path) -> None:
         with serving(pool, "socket") as server:
             address = f"{HOST}:{server.address[1]}"
             with (
-                Remote(address, SECRET, device="no such device") as remote,
+                Remote(address, SECRET, device="no such device", connect=False) as remote,
                 pytest.raises(RdmaError, match=missing),
             ):
                 remote.match([])
