@@ -80,17 +80,18 @@ def message(path: Path | Mapping[str, object]) -> str:
 
 
 def test_the_example_of_the_docs(place: Path, tmp_path: Path) -> None:
-    text = (DOCS / "example.yaml").read_text()
-    assert "where: /dev/shm/llama.pool\ncapacity: 8GiB\n" in text
-    text = text.replace("/dev/shm/llama.pool", str(place)).replace("8GiB", "64MiB")
-    (tmp_path / "example.yaml").write_text(text)
-    with CXLPool.from_config(tmp_path / "example.yaml") as pool:
+    page = (DOCS / "reference/configuration.md").read_text()
+    found = re.search(r"```yaml title=\"pool.yaml\"\n(.*?)```", page, re.S)
+    assert found is not None
+    text = found[1].replace("/dev/shm/llama.pool", str(place)).replace("1GiB", "64MiB")
+    (tmp_path / "pool.yaml").write_text(text)
+    with CXLPool.from_config(tmp_path / "pool.yaml") as pool:
         assert pool.layout == KVLayout(
             layers=32, kv_heads=8, head_dim=128, model_id="meta-llama/Meta-Llama-3-8B"
         )
         assert pool.checksum
         assert pool.path == str(place)
-        with CXLPool.from_config(tmp_path / "example.yaml") as again:
+        with CXLPool.from_config(tmp_path / "pool.yaml") as again:
             assert again.describe()["identity"] == pool.describe()["identity"]
 
 

@@ -7,7 +7,6 @@ model.
 from __future__ import annotations
 
 import json
-import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ from cxlkv.errors import (
 
 from ..conftest import audit
 from ..support.handover_worker import LEASE_S, Words, decode, model_of, prefill
-from ..support.processes import ROOT, Child
+from ..support.processes import Child
 from ..support.sharing import shared
 from ..support.small_models import PAGE_TOKENS, generate, prompts, run
 from .test_transformers_models import all_free, dynamic, make
@@ -155,21 +154,6 @@ def test_another_process_makes_the_same_tokens(
         ids, mask = prompts(LENGTHS)
         wanted = generate(model, ids, mask, dynamic(model), **MODES[mode])
         assert found["ids"] == wanted.tolist()
-
-
-def test_the_example_of_the_docs_runs(pool: CXLPool) -> None:
-    text = (ROOT / "docs/engines/handover.md").read_text()
-    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert example is not None
-    model, (ids, _) = model_of(*LLAMA), prompts(ONE)
-    model.set_attn_implementation("cxlkv")
-    names = {"pool": pool, "model": model, "ids": ids[:, :-1], "ids_and_next": ids}
-    exec(compile(example[1], "docs/engines/handover.md", "exec"), names)
-    out, taken = names["out"], names["taken"]
-    assert isinstance(out, torch.Tensor)
-    assert isinstance(taken, CXLCache)
-    assert out.tolist() == alone(model, ONE, GREEDY)
-    taken.release()
 
 
 def test_under_a_budget(other: Process, pool: CXLPool) -> None:
