@@ -123,7 +123,8 @@ def as_reader(steps: Sequence[Step], folder: Path, rounds: int = 2) -> str:
     ended = subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, "PATH": path},
+        # Several threads of torch each wait for all others, for seconds on a machine with other work.
+        env={"OMP_NUM_THREADS": "1", **os.environ, "PATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
