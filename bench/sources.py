@@ -28,7 +28,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cxlkv.adapters.transformers.layouts import layout_of, text_config, windows_of
+from cxlkv.adapters.common.shapes import windows_of
+from cxlkv.adapters.transformers.layouts import layout_of, text_config
 from cxlkv.bench.models import train_text
 from cxlkv.bench.models.corpus import held_out_text
 from cxlkv.demo.run import load_model

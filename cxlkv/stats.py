@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import stat
 import warnings
@@ -20,7 +21,9 @@ from cxlkv.errors import (
     TruncatedError,
     VersionError,
 )
+from cxlkv.layout import KVLayout
 from cxlkv.machine.regions import STRIPED, is_device, parse_where, striped_paths
+from cxlkv.sizes import tokens_in
 
 __all__ = ["Counters", "Overview", "Process", "find", "inspect"]
 
@@ -54,6 +57,7 @@ _DRAFT = re.compile(r".\.[0-9a-f]{16}\.new$")
 _HOST_STATE = re.compile(
     r"/dev/shm/(cxlkv\.[0-9]+/[0-9a-f]{32}(-[0-9a-f]+)+|cxlkv-[0-9a-f]{32}-[0-9a-f]+)\.host"
 )
+_POOL_NAME = re.compile(r"/(cxlkv[^/]*|[^/]*\.(pool|cxlkv))$")
 _DAMAGE = (CorruptError, TruncatedError, VersionError, GeometryError)
 
 
@@ -115,9 +119,10 @@ class Overview:
     """A pool, or what a failure left of one.
 
     state: live (a process has it open), idle, damaged, half-made (its creator was killed), being
-    made, orphan (a host state whose pool is gone), or part (of a striped pool). pages: by
-    PAGE_STATES; each page is in one, and "published" are those that nobody holds. settled: False
-    while dead processes are still in the books. detail: what more there is to say.
+    made, orphan (a host state whose pool is gone), part (of a striped pool), or closed (another
+    user's). pages: by PAGE_STATES; each page is in one, and "published" are those that nobody
+    holds. settled: False while dead processes are still in the books. detail: what more there is to
+    say.
     """
 
     path: str
@@ -126,6 +131,8 @@ class Overview:
     identity: str = ""
     model_id: str = ""
     bytes: int = 0
+    tokens: int = 0  # that it has room for, of one request; 0: of objects, or not known
+    layout: KVLayout | None = None
     pages: Mapping[str, int] = field(default_factory=dict)
     pages_total: int = 0
     prefix_pages: int = 0  # found by match(), held or not
@@ -182,8 +189,10 @@ def _overview(path: str, got: _core.Overview) -> Overview:
         state="live" if numbers["in_use"] else "idle",
         detail=detail,
         identity=got.identity,
-        model_id=got.model_id,
-        bytes=numbers["region_bytes"],
+        model_id=got.layout.model_id,
+        bytes=got.geometry["region_bytes"],
+        tokens=tokens_in(got.layout, got.geometry),
+        layout=got.layout,
         pages=pages,
         pages_total=numbers["pages_total"],
         prefix_pages=numbers["pages_published"],
@@ -223,14 +232,19 @@ def find(places: Iterable[str], missing: list[str] | None = None) -> list[Overvi
     """Pools and what failures left, in these folders and below, or at these files; by path.
 
     Links are not followed, other file systems below a folder not entered. A file that this user
-    may not read is passed over. A striped pool is one whose parts all lie there, or that is named.
-    missing: gets the places that are not there, which raise PoolMissingError else.
+    may not read is told of if its name is like a pool's, else passed over. A striped pool is one
+    whose parts all lie there, or that is named. missing: gets the places that are not there, which
+    raise PoolMissingError else.
     """
     found: dict[str, Overview] = {}
     parts: dict[str, _core.StripedPart] = {}
     for path in _files_below(places, missing):
         try:
             known = part_at(path) or recognise(path)
+        except PermissionError:
+            if _POOL_NAME.search(path):
+                found[path] = _of_another(path)
+            continue
         except (CXLKVError, OSError):
             continue  # gone since, not ours, or not to be read
         if isinstance(known, Overview):
@@ -285,6 +299,17 @@ def recognise(path: str) -> Overview | None:
         return _file(path, "orphan") if unused else None
     of_us = path.startswith(STRIPED) or is_device(path) or _begins_with(path, MAGIC)
     return inspect(path) if of_us else None
+
+
+def _of_another(path: str) -> Overview:
+    """A file that this user may not read, and how to look at it."""
+    status = os.lstat(path)
+    try:
+        user = pwd.getpwuid(status.st_uid).pw_name
+    except KeyError:
+        user = f"#{status.st_uid}"
+    detail = f"of user {user}, who alone may read it: sudo -u '{user}' cxlkv pool list"
+    return Overview(path, "closed", detail, bytes=status.st_blocks * 512)
 
 
 def _file(path: str, state: str) -> Overview:

@@ -3,7 +3,7 @@ not fail but read the wrong bytes."""
 
 from __future__ import annotations
 
-ABI = 11
+ABI = 12
 """CXLKV_ABI of native/include/cxlkv_abi.h as these files know it; counted up together."""
 
 

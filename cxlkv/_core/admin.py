@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cxlkv._core.base import Handle, check, checked, numbers_of
+from cxlkv._core.pool import layout_from
 from cxlkv._native import ffi, lib
+from cxlkv.layout import KVLayout
 
 GC_KINDS = ("half-made", "orphan", "idle")  # by the core's number
 PROCESSES_MAX = 128
@@ -40,7 +42,8 @@ class Overview(NamedTuple):
 
     numbers: dict[str, int]
     identity: str
-    model_id: str
+    layout: KVLayout
+    geometry: dict[str, int]
     totals: dict[str, int]
     processes: list[tuple[dict[str, int], dict[str, int]]]
 
@@ -52,7 +55,8 @@ def _overview(fill: Callable[[Any, Any, int], int]) -> Overview:
     return Overview(
         numbers=numbers_of(got.pages, "pages_") | numbers_of(got[0]),
         identity=bytes(ffi.buffer(got.identity)).hex(),
-        model_id=ffi.string(got.model_id).decode(errors="replace"),
+        layout=layout_from(got.layout),
+        geometry=numbers_of(got.geometry),
         totals=numbers_of(got.totals),
         processes=[(numbers_of(rows[i]), numbers_of(rows[i].counters)) for i in range(count)],
     )

@@ -58,6 +58,10 @@ def layout_crc(layout: KVLayout, sketch: bool) -> int:
     return crc32c(bytes(ffi.buffer(_layout_struct(layout, False, sketch))))
 
 
+def _sharing_struct(sharing: tuple[int, int, int]) -> Any:
+    return ffi.new("cxlkv_sharing *", dict(zip(("kind", "durable", "hosts"), sharing, strict=True)))
+
+
 def _host_struct(host: tuple[int, bool, float] | None) -> Any:
     if host is None:
         return ffi.NULL
@@ -101,12 +105,24 @@ def pool_create(
     flags |= lib.CXLKV_CREATE_REPLACE if replace else 0
     flags |= lib.CXLKV_CREATE_SMALL_PAGES if small_pages else 0
     described = _layout_struct(layout, checksum, sketch)
-    shared = ffi.new(
-        "cxlkv_sharing *", dict(zip(("kind", "durable", "hosts"), sharing, strict=True))
-    )
+    shared = _sharing_struct(sharing)
     own = _host_struct(host)
     check(lib.cxlkv_pool_create(where, described, shared, capacity_bytes, flags, own, nodes, out))
     return handle_of(out)
+
+
+def pool_plan(
+    layout: KVLayout,
+    checksum: bool,
+    sketch: bool,
+    sharing: tuple[int, int, int],
+    capacity_bytes: int,
+) -> dict[str, int]:
+    """The geometry that pool_create() of the same would give the pool; nothing is made."""
+    planned = ffi.new("cxlkv_geometry *")
+    described, shared = _layout_struct(layout, checksum, sketch), _sharing_struct(sharing)
+    check(lib.cxlkv_pool_plan(described, shared, capacity_bytes, planned))
+    return numbers_of(planned[0])
 
 
 def pool_open(path: str, host: tuple[int, bool, float] | None) -> Handle:
@@ -131,8 +147,13 @@ def _description(pool: Handle) -> Any:
 
 def pool_layout(pool: Handle) -> tuple[KVLayout, bool, bool]:
     """The pool's layout, and whether its pieces have checksums, and its keys sketches."""
-    described = _description(pool)  # of which `got` is a part
+    described = _description(pool)  # of which its layout is a part
     got = described.layout
+    return layout_from(got), bool(got.checksum), bool(got.sketch)
+
+
+def layout_from(got: Any) -> KVLayout:
+    """Of a cxlkv_layout."""
     order = list(got.group_of)[: got.layers]
     groups = [
         LayerGroup(
@@ -146,14 +167,13 @@ def pool_layout(pool: Handle) -> tuple[KVLayout, bool, bool]:
         )
         for index in range(got.group_count)
     ]
-    layout = KVLayout.of(
+    return KVLayout.of(
         groups,
         order,
         page_tokens=got.page_tokens,
         shard=(got.shard[0], got.shard[1], got.shard[2], got.shard[3]),
         model_id=ffi.string(got.model_id).decode(errors="replace"),
     )
-    return layout, bool(got.checksum), bool(got.sketch)
 
 
 def pool_sharing(pool: Handle) -> tuple[int, int, int]:

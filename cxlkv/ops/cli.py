@@ -21,6 +21,7 @@ from cxlkv.ops.info import info
 from cxlkv.ops.lab import lab_app
 from cxlkv.ops.pool import pool_app
 from cxlkv.ops.services import metrics, ndp_worker, serve_pool
+from cxlkv.ops.size import size
 from cxlkv.ops.tune import tune
 
 app = typer.Typer(
@@ -32,7 +33,7 @@ app = typer.Typer(
 app.add_typer(pool_app, name="pool")
 app.add_typer(bench_app, name="bench")
 app.add_typer(lab_app, name="lab")
-for command in (info, doctor, advise, demo, tune, metrics):
+for command in (info, doctor, size, advise, demo, tune, metrics):
     app.command()(command)
 app.command("ndp-worker")(ndp_worker)
 app.command("serve")(serve_pool)

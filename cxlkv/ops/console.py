@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import format_bytes
@@ -45,10 +43,27 @@ def print_json(value: Mapping[str, object] | Sequence[Mapping[str, object]]) -> 
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
-def table(title: str, rows: Mapping[str, object]) -> Table:
-    """Two columns: name and value; whatever is counted in bytes is shown as a size."""
-    result = Table(title=Text(title), show_header=False)
+def pairs(title: str, rows: Mapping[str, object]) -> Iterator[str]:
+    """Lines of names and values; what is counted in bytes is shown as a size. Values are never cut:
+    print them with soft_wrap."""
+    yield title
+    width = max((len(name) for name in rows), default=0)
     for name, value in rows.items():
-        shown = format_bytes(value) if name.endswith("_bytes") and isinstance(value, int) else value
-        result.add_row(Text(name), Text(str(shown)))
-    return result
+        shown = format_bytes(value) if name.endswith("bytes") and isinstance(value, int) else value
+        if isinstance(shown, Mapping):
+            shown = ", ".join(f"{key} {part}" for key, part in shown.items() if part not in ([], 0))
+        yield f"  {name.ljust(width)}  {shown}".rstrip()
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table. The last column is never cut, however narrow the terminal is: print them
+    with soft_wrap. A column whose cells begin with digits stands at the right."""
+    for_each = range(len(head))
+    widths = [max(len(row[index]) for row in (head, *rows)) for index in for_each]
+    right = [all(row[index][:1].isdigit() for row in rows if row[index]) for index in for_each]
+    for row in (head, *rows):
+        cells = zip(row, widths, right, strict=True)
+        padded = [
+            cell.rjust(width) if digits else cell.ljust(width) for cell, width, digits in cells
+        ]
+        yield "  ".join(padded).rstrip()

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from cxlkv._core import FORMAT_VERSION
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, format_bytes
+from cxlkv.machine.coherence import parse_sharing
 from cxlkv.machine.regions import parse_place
-from cxlkv.ops.console import AsJson, HostNumber, print_json, table
+from cxlkv.ops.console import AsJson, HostNumber, columns, pairs, print_json
 from cxlkv.ops.gc import collect, find_garbage
 from cxlkv.ops.info import ranges
-from cxlkv.ops.top import plain, run
+from cxlkv.ops.models import layout_of_model
+from cxlkv.ops.top import model_name, plain, run
 from cxlkv.pool import Pool
+from cxlkv.sizes import parse_tokens, plan_for
 from cxlkv.stats import Overview, find, pool_folders
 
 pool_app = typer.Typer(help="Make, find, watch, check and remove pools.", no_args_is_help=True)
@@ -29,21 +31,33 @@ Folders = Annotated[
     list[str] | None,
     typer.Argument(help="Where to look: folders and what is below, or files.", show_default=False),
 ]
+Capacity = Annotated[str | None, typer.Option(help="Size, e.g. 2GiB; all of a device: all.")]
+Model = Annotated[
+    str | None,
+    typer.Option(help="Whose K and V: a folder, a config.json or a name, as of `cxlkv size`."),
+]
+Tokens = Annotated[
+    str | None, typer.Option(help="Instead of --capacity: tokens of a request, e.g. 32K, 1M.")
+]
 PoolPath = Annotated[Path, typer.Argument(help="The pool's file, e.g. /dev/shm/pool.cxlkv.")]
 
 
 @pool_app.command()
 def create(
     path: PoolPath,
-    capacity: Annotated[str, typer.Option(help="Size, e.g. 2GiB; all of a device: all.")],
-    layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None,
+    capacity: Capacity = None,
+    model: Model = None,
+    tokens: Tokens = None,
+    requests: Annotated[int, typer.Option(help="Of --tokens: how many at once.", min=1)] = 1,
+    layers: Annotated[int | None, typer.Option(help="Without --model: its layers.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads of a layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
     page_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a page: 16 if not given.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Type of the stored keys and values: bf16 if not given.")
+        str | None,
+        typer.Option(help="Type of the stored keys and values: the model's, or bf16."),
     ] = None,
     object_bytes: Annotated[
         str | None, typer.Option(help="Instead: a pool of objects up to this size, e.g. 2MiB.")
@@ -58,7 +72,8 @@ def create(
         typer.Option(help="Touch all memory now; huge pages: try, require (or fail), never."),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Overwrite what lies there, unless it is a pool.")
+        bool,
+        typer.Option("--force", help="Overwrite a file or device that holds no pool."),
     ] = False,
     replace: Annotated[
         bool,
@@ -66,20 +81,21 @@ def create(
             "--replace", help="Overwrite a pool that nobody uses, with all that it holds."
         ),
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Make a pool for one model's KV cache, or for objects that are stored by their keys."""
-    if parse_place(path).path is None:
-        node = "" if str(path) == "anonymous:" else f"{path}:"
-        raise BadArgumentError(
-            f"{path} is memory without a name, and ends with this command: name a file, as "
-            f"{node}/dev/shm/my.pool"
-        )
+    """Make a pool for one model's KV cache, or for objects that are stored by their keys.
+
+    `cxlkv size` says beforehand how large it will be. A pool that is there is never overwritten
+    unless --replace says so.
+    """
+    check_named(path)
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
-    layout = layout_of(object_bytes, shape, {"page_tokens": page_tokens, "dtype": dtype})
+    shared = parse_sharing(sharing, "process", hosts)
+    layout = layout_of(object_bytes, model, shape, {"page_tokens": page_tokens, "dtype": dtype})
     with Pool.create(
         path,
         layout=layout,
-        capacity=capacity,
+        capacity=capacity_of(layout, capacity, tokens, requests, shared),
         sharing=sharing,
         hosts=hosts,
         host=host,
@@ -87,23 +103,82 @@ def create(
         force=force,
         replace=replace,
     ) as pool:
-        Console().print(table(str(path), pool.stats()))
+        found = pool.admin.overview()
+    tell_made(found, as_json)
+
+
+def tell_made(found: Overview, as_json: bool) -> None:
+    """What a new pool has room for; one of objects is counted in pages."""
+    of_tokens = {"model": model_name(found), "tokens": found.tokens} if found.tokens else {}
+    if as_json:
+        print_json(
+            {"path": found.path, "bytes": found.bytes, "pages": found.pages_total, **of_tokens}
+        )
+        return
+    room = f"{found.pages_total:,} pages"
+    room = f"{found.tokens:,} tokens in {room}" if found.tokens else room
+    line = f"{plain(found.path)}: made, {format_bytes(found.bytes)}, for {room}"
+    Console(soft_wrap=True).print(Text(line))
+
+
+def check_named(path: Path) -> None:
+    """Raises BadArgumentError for memory that would end with this command."""
+    if parse_place(path).path is None:
+        node = "" if str(path) == "anonymous:" else f"{path}:"
+        raise BadArgumentError(
+            f"{path} is memory without a name, and ends with this command: name a file, as "
+            f"{node}/dev/shm/my.pool"
+        )
+
+
+def capacity_of(
+    layout: KVLayout,
+    capacity: str | None,
+    tokens: str | None,
+    requests: int,
+    shared: tuple[int, int, int],
+) -> str | int:
+    """What --capacity or --tokens say: exactly one of them."""
+    if (capacity is None) == (tokens is None):
+        raise BadArgumentError(
+            "how large? Give --capacity 8GiB or --tokens 1M, one of the two: cxlkv size MODEL says "
+            "what goes with what"
+        )
+    if tokens is None:
+        assert capacity is not None, "one of the two is given"
+        return capacity
+    return plan_for(layout, parse_tokens(tokens), requests, sharing=shared).capacity_bytes
 
 
 def layout_of(
-    object_bytes: str | None, shape: Mapping[str, int | None], more: Mapping[str, int | str | None]
+    object_bytes: str | None,
+    model: str | None,
+    shape: Mapping[str, int | None],
+    more: Mapping[str, int | str | None],
 ) -> KVLayout:
-    """Of objects, or of K and V: then all of a shape is needed; what is None was not given."""
+    """Of objects, of a model, or of the numbers of a shape; what is None was not given."""
+    numbers = [f"--{name.replace('_', '-')}" for name, value in shape.items() if value is not None]
     given = {name: value for name, value in {**shape, **more}.items() if value is not None}
+    if object_bytes is not None:
+        names = ["--model"] * (model is not None)
+        names += [f"--{name.replace('_', '-')}" for name in given]
+        if names:
+            raise BadArgumentError(
+                f"{', '.join(names)}: of K and V; a pool of objects has --object-bytes alone"
+            )
+        return KVLayout.objects(object_bytes)
+    if model is not None:
+        if numbers:
+            raise BadArgumentError(f"{', '.join(numbers)}: --model says that")
+        page_tokens, dtype = int(more["page_tokens"] or 16), more["dtype"]
+        return layout_of_model(model, page_tokens, None if dtype is None else str(dtype))
     missing = [f"--{name.replace('_', '-')}" for name in shape if name not in given]
-    if object_bytes is None and missing:
-        raise BadArgumentError(f"{', '.join(missing)} missing: or --object-bytes, for objects")
-    if object_bytes is None:
-        return KVLayout(**given)  # type: ignore[arg-type]
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise BadArgumentError(f"{names}: of K and V; a pool of objects has --object-bytes alone")
-    return KVLayout.objects(object_bytes)
+    if missing:
+        raise BadArgumentError(
+            f"{', '.join(missing)} missing: or --model, whose config says it, or --object-bytes, "
+            "for objects"
+        )
+    return KVLayout(**given)  # type: ignore[arg-type]
 
 
 @pool_app.command()
@@ -111,27 +186,37 @@ def inspect(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) ->
     """Say what a pool stores, where its parts lie, and how many pages are in which state."""
     with Pool.open(path, host=host) as pool:
         described, stats = pool.describe(), pool.stats()
+        tokens = pool.admin.overview().tokens
     layout = cast("KVLayout", described.pop("layout"))
     geometry = cast("dict[str, int]", described.pop("geometry"))
     if as_json:
         stored = {**asdict(layout), "object_bytes": layout.object_bytes}
-        print_json({**described, "layout": stored, "geometry": geometry, "stats": stats})
+        of_pool = {**described, "tokens": tokens, "layout": stored}
+        print_json({**of_pool, "geometry": geometry, "stats": stats})
         return
-    console = Console()
-    of: dict[str, object] = {"page_tokens": layout.page_tokens}
+    console = Console(soft_wrap=True)  # paths stay in one piece
+    of: dict[str, object] = {
+        "bytes": geometry["region_bytes"],
+        "tokens": f"{tokens:,}",
+        "page_tokens": layout.page_tokens,
+    }
     groups = layout.groups
     if layout.object_bytes is not None:
         of = {"stores": "objects, one to a page", "object_bytes": layout.object_bytes}
+        of = {"bytes": geometry["region_bytes"], **of}
         groups = ()
         del described["sketch"]
         geometry = {name: number for name, number in geometry.items() if number}  # what it has
     of |= {"shard": layout.shard, "model_id": layout.model_id}
-    console.print(table(str(path), {**described, **of}))
+    told = [*pairs(str(path), {**described, **of})]
     for index, group in enumerate(groups):
         layers = [layer for layer, group_of in enumerate(layout.order) if group_of == index]
-        console.print(table(f"layer group {index}", {**asdict(group), "layers": ranges(layers)}))
-    console.print(table("where its parts lie", geometry))
-    console.print(table("pages now", stats))
+        told += pairs(f"layer group {index}", {**asdict(group), "layers": ranges(layers)})
+    told += pairs("where its parts lie", geometry)
+    used = {name: value for name, value in stats.items() if value or name == "pages_free"}
+    told += pairs("pages now, and what was counted", used)
+    for line in told:
+        console.print(Text(plain(line)))
 
 
 @pool_app.command()
@@ -168,13 +253,10 @@ def list_hosts(path: PoolPath, host: HostNumber = None, as_json: AsJson = False)
     if as_json:
         print_json(rows)
         return
-    made = Table(title=f"hosts of {path}")
-    for name in rows[0]:
-        made.add_column(name)
-    for row in rows:
-        if row["state"] != "unused":
-            made.add_row(*(str(value) for value in row.values()))
-    Console().print(made)
+    used = [row for row in rows if row["state"] != "unused"]
+    table = [tuple(str(value) for value in row.values()) for row in used]
+    for line in columns(tuple(rows[0]), table):
+        Console(soft_wrap=True).print(Text(line))
 
 
 @pool_app.command()
@@ -232,26 +314,53 @@ def list_pools(places: Folders = None, as_json: AsJson = False) -> None:
     """
     found = find(places or pool_folders())
     if as_json:
-        print_json({"pools": [asdict(overview) for overview in found]})
-    else:
-        Console().print(pool_table(found) if found else "No pools.")
+        print_json({"pools": [as_dict(overview) for overview in found]})
+        return
+    console = Console(soft_wrap=True)  # a path stays in one piece
+    for line in pool_lines(found):
+        console.print(Text(line))
+    if not found:
+        console.print(Text(none_found(places)))
 
 
-def pool_table(found: Sequence[Overview]) -> Table:
-    """A line for each pool; used pages are those that are not free."""
-    result = Table("path", "state", "model", "size", "pages used", "processes")
+def as_dict(overview: Overview) -> dict[str, object]:
+    """The JSON of a pool; its layout is what `cxlkv pool inspect` tells."""
+    found = asdict(replace(overview, layout=None))
+    del found["layout"]
+    return {**found, "model": model_name(overview)}
+
+
+def pool_lines(found: Sequence[Overview]) -> Iterator[str]:
+    """A line for each pool, its path at the end; used pages are those that are not free."""
+    rows = []
     for overview in found:
         used = overview.pages_total - overview.pages.get("free", 0)
         pids = [str(process.pid) for process in overview.processes if process.alive]
-        result.add_row(
-            Text(plain(overview.path), overflow="fold"),
-            Text(plain(f"{overview.state}: {overview.detail}".rstrip(": "))),
-            Text(plain(overview.model_id)),
-            format_bytes(overview.bytes),
-            f"{used} of {overview.pages_total}" if overview.pages_total else "",
-            " ".join(pids),
+        rows.append(
+            (
+                overview.state,
+                plain(model_name(overview)),
+                format_bytes(overview.bytes),
+                f"{overview.tokens:,}" if overview.tokens else "",
+                f"{100 * used // overview.pages_total} %" if overview.pages_total else "",
+                " ".join(pids),
+                plain(overview.path),
+            )
         )
-    return result
+    told = columns(("state", "model", "size", "tokens", "used", "processes", "path"), rows)
+    if rows:
+        yield next(told)
+    for overview, line in zip(found, told, strict=False):
+        yield line
+        if overview.detail:
+            yield f"    {plain(overview.detail)}"
+
+
+def none_found(places: Sequence[str] | None) -> str:
+    """What helps where no pool is."""
+    where = " ".join(map(plain, places or pool_folders()))
+    made = "cxlkv pool create /dev/shm/my.pool --model smollm2 --tokens 32K"
+    return f"No pool in {where}. Make one: {made}"
 
 
 @pool_app.command()

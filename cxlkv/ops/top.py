@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import termios
@@ -39,6 +40,9 @@ DROPPED_FIRST = ("seqs", "append/s", "fetch/s", "mass", "attend/s", "score/s", "
 COMMAND_WIDTH_MIN, GAP = 12, 2
 RATES = ("appended_bytes", "scored_bytes", "fetched_bytes", "attended_bytes")
 NAME_LENGTH_MAX = 28
+
+# The model in the name of a pool that an engine made: adapters.common.pools.path_for().
+OF_ENGINE = re.compile(r"/cxlkv-(?:vllm|sglang|lmcache)-(.+)-[0-9a-f]{16}[^/]*$")
 
 Who = tuple[str, int, int]  # pool identity, pid, start time
 
@@ -140,6 +144,21 @@ class Processes:
 def plain(text: str) -> str:
     """Names come from others: nothing in them may steer the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def model_name(overview: Overview) -> str:
+    """What a person calls the model: as the layout names it, or the engine in the file's name;
+    else its shape."""
+    if name := overview.model_id:
+        return name if re.fullmatch(r"[^/.~]*/?[^/]*", name) else name.rstrip("/").split("/")[-1]
+    if named := OF_ENGINE.search(overview.path):
+        return named[1]
+    layout = overview.layout
+    if layout is None:
+        return ""
+    if layout.object_bytes is not None:
+        return f"objects of {format_bytes(layout.object_bytes)}"
+    return f"{layout.layers} layers {layout.kv_heads}x{layout.head_dim}"
 
 
 def bar(overview: Overview) -> Text:

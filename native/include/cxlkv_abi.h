@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 11
+#define CXLKV_ABI 12
 /* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
 #define CXLKV_BUILD 200
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
@@ -176,11 +176,11 @@ typedef struct cxlkv_process {
 typedef struct cxlkv_overview {
     uint32_t in_use;                /* by a process on this machine */
     uint32_t host_state;            /* 0: none is seen here; when in use, /dev/shm is another one */
-    uint64_t region_bytes;
     cxlkv_page_counts pages;
     cxlkv_counters totals;
     uint8_t identity[16];
-    char model_id[256];
+    cxlkv_layout layout;
+    cxlkv_geometry geometry;
 } cxlkv_overview;
 
 /* A [rows, heads, dim] array: data and strides in bytes. */
@@ -338,6 +338,9 @@ uint32_t cxlkv_crc32c(uint32_t crc, const void *data, size_t bytes);
 int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_sharing *sharing,
                       uint64_t capacity_bytes, uint32_t flags, const cxlkv_host *host,
                       uint64_t nodes, cxlkv_pool **pool);
+/* The geometry that a pool of this capacity would have; nothing is made. */
+int cxlkv_pool_plan(const cxlkv_layout *layout, const cxlkv_sharing *sharing,
+                    uint64_t capacity_bytes, cxlkv_geometry *geometry);
 int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **pool);
 int cxlkv_pool_close(cxlkv_pool *pool);
 /* 0, or why a close would be refused now: for who ends other things first. */

@@ -17,8 +17,8 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from cxlkv import Budget, CXLPool
+from cxlkv.adapters.common.shapes import LATENT_MODELS
 from cxlkv.adapters.transformers import CXLCache, LayerStep, Step, layout_of
-from cxlkv.adapters.transformers.layouts import LATENT_MODELS
 from cxlkv.adapters.transformers.prefill import attend_to_new
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 

@@ -116,7 +116,7 @@ def test_a_pool_of_objects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "--layers, --dtype: of K and V" in error
     code, _, error = run(capsys, *made[:5], "--layers", "2")
     assert code == 1
-    assert "--kv-heads, --head-dim missing: or --object-bytes, for objects" in error
+    assert "--kv-heads, --head-dim missing: or --model" in error
     assert run(capsys, *made)[0] == 0
     code, out, _ = run(capsys, "pool", "inspect", "--json", path)
     assert code == 0

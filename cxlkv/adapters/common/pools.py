@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -29,25 +30,38 @@ Kind = TypeVar("Kind", bound=Pool)
 log = logging.getLogger("cxlkv")
 
 SHARED_MEMORY = "/dev/shm/"
+MODEL_LENGTH_MAX = 60  # of a model's name in a file's
 SHARE = 0.25
 """Of the memory that this container may still use, for all of an engine's pools, if nobody says
 more."""
 
 
-def path_for(where: str, name: str) -> str:
+def path_for(where: str, name: str, model: str = "") -> str:
     """The path of a pool for a place that a user named: in a folder, the file of this name.
 
-    Raises BadArgumentError for memory without a name, which no other process could find.
+    model: whose it is, which a name like cxlkv-ENGINE-HASH.pool then says, for people; a pool that
+    an engine up to 0.2 made keeps the name without it. Raises BadArgumentError for memory without a
+    name, which no other process could find.
     """
     scheme, colon, path = where.rpartition(":")
     if path.endswith("/") or os.path.isdir(path):
-        return f"{scheme}{colon}{os.path.join(path, name)}"
+        plain = os.path.join(path, name)
+        if model and not os.path.lexists(plain):
+            engine, rest = name.split("-", 2)[1:]
+            plain = os.path.join(path, f"cxlkv-{engine}-{readable(model)}-{rest}")
+        return f"{scheme}{colon}{plain}"
     if parse_place(where).path is None:
         raise BadArgumentError(
             f"where is {where!r}: memory without a name, but the engine has several processes that "
             "must find the pool: give a folder or a path"
         )
     return where
+
+
+def readable(model: str) -> str:
+    """Of a model's path or name, what a file name may have: its last part."""
+    last = model.rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._]+", "-", last).strip("-.")[:MODEL_LENGTH_MAX] or "model"
 
 
 def make_or_open(

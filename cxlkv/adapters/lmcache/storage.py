@@ -119,7 +119,9 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         size = -(-chunk // metadata.kv_shape[0]) if config.use_layerwise else chunk
         wanted = size + form.bytes_of(len(shapes))
         layout = KVLayout.objects(-(-wanted // PAGE_BYTES) * PAGE_BYTES)
-        path = pools.path_for(self.settings.where, names.file_name(self._words))
+        path = pools.path_for(
+            self.settings.where, names.file_name(self._words), str(self._words["model"])
+        )
         mine = self.settings
         pool, made = pools.make_or_open(ObjectPool, path, layout, mine.capacity, shared=mine)
         objects = pool.stats()["pages_total"]

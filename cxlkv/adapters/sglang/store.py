@@ -139,7 +139,8 @@ class Store(Closing):
     def _path(self, name: str) -> str:
         memory, shards = self._parts[name]
         file = names.file_name(self._rank.engine, memory.words(), shards)
-        return pools.path_for(self._rank.settings.where, file)
+        model = str(self._rank.engine.get("model", ""))
+        return pools.path_for(self._rank.settings.where, file, model)
 
     def _make(self, name: str, capacity: str | int) -> None:
         memory, shards = self._parts[name]

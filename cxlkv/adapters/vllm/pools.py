@@ -47,7 +47,7 @@ def pool_path(where: str, words: Mapping[str, object], ranks: Ranks) -> str:
     """
     shard = f"{ranks.rank}of{ranks.count}"
     name = namespace({"name": "pool", **words}).hex()[:16]
-    path = pools.path_for(where, f"cxlkv-vllm-{name}-{shard}.pool")
+    path = pools.path_for(where, f"cxlkv-vllm-{name}-{shard}.pool", str(words.get("model", "")))
     if path != where or ranks.count == 1:
         return path
     place = parse_place(where).path

@@ -64,8 +64,8 @@ static uint32_t inspect_state(host_state *host, int state_fd, uint32_t page_tota
 static void name_overview(cxlkv_overview *overview, const cxlkv_layout *layout,
                           const cxlkv_geometry *geometry, const uint8_t identity[16]) {
     memset(overview, 0, sizeof(*overview));
-    overview->region_bytes = geometry->region_bytes;
-    memcpy(overview->model_id, layout->model_id, sizeof(overview->model_id));
+    overview->layout = *layout;
+    overview->geometry = *geometry;
     memcpy(overview->identity, identity, sizeof(overview->identity));
 }
 

@@ -100,6 +100,12 @@ static int finish(cxlkv_pool *pool, int code, const cxlkv_host *host, cxlkv_pool
 
 static const cxlkv_sharing one_host = {.kind = CXLKV_SHARING_HOST, .hosts = 1};
 
+int cxlkv_pool_plan(const cxlkv_layout *layout, const cxlkv_sharing *sharing,
+                    uint64_t capacity_bytes, cxlkv_geometry *geometry) {
+    cxlkv_sharing shared = sharing ? *sharing : one_host;
+    return geometry_make(layout, &shared, capacity_bytes, geometry);
+}
+
 int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_sharing *sharing,
                       uint64_t capacity_bytes, uint32_t flags, const cxlkv_host *host,
                       uint64_t nodes, cxlkv_pool **out) {

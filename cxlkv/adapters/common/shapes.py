@@ -1,0 +1,97 @@
+"""Derives a pool's layout from what a Hugging Face config says; needs neither torch nor weights.
+
+A config here is any object with its words as attributes: transformers' own, or a config.json.
+"""
+
+from __future__ import annotations
+
+from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.layout import KVLayout, LayerGroup, dtype_name
+
+# They cache the latents of MLA and expand them with kv_b_proj, which
+# adapters.transformers.latent takes apart.
+LATENT_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu")
+
+
+def layout_from(config: object, page_tokens: int, dtype: object) -> KVLayout:
+    """One layer group for each window. MLA models store one head of latent and rotary channels;
+    its values are the latent ones.
+
+    config: of the part that generates text. Raises UnsupportedError, naming the layers, for what is
+    neither: state layers, shared keys, encoders.
+    """
+    _check_supported(config)
+    windows = windows_of(config)
+    kinds = list(dict.fromkeys(windows))
+    kv_heads, head_dim, value_head_dim = _row(config)
+    groups = [
+        LayerGroup(
+            layers=windows.count(window),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            dtype=dtype_name(dtype),
+            window=window,
+            values="key_prefix" if value_head_dim != head_dim else "own",
+        )
+        for window in kinds
+    ]
+    return KVLayout.of(
+        groups,
+        order=[kinds.index(window) for window in windows],
+        page_tokens=page_tokens,
+        model_id=str(getattr(config, "_name_or_path", "") or ""),
+    )
+
+
+def windows_of(config: object) -> tuple[int | None, ...]:
+    """For each layer: how many tokens it sees, its own included; None: all.
+
+    A window that is no shorter than the longest text of the model counts as none: such a layer
+    may have a budget.
+    """
+    window: int | None = getattr(config, "sliding_window", None)
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    if window is not None and longest is not None and window >= longest:
+        window = None
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention"] * _number(config, "num_hidden_layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _row(config: object) -> tuple[int, int, int]:
+    """What a token stores in a layer: (kv_heads, head_dim, value_head_dim)."""
+    rank: int | None = getattr(config, "kv_lora_rank", None)
+    if rank:
+        return 1, rank + _number(config, "qk_rope_head_dim"), rank
+    heads = _number(config, "num_attention_heads")
+    kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    head_dim: int = getattr(config, "head_dim", None) or _number(config, "hidden_size") // heads
+    return kv_heads, head_dim, head_dim
+
+
+def _number(config: object, name: str) -> int:
+    value = getattr(config, name, None)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadArgumentError(f"the config has no number {name}: it is no causal model's")
+    return value
+
+
+def _check_supported(config: object) -> None:
+    """Raises UnsupportedError for layers that are neither attention, windowed or not, nor MLA."""
+    name = getattr(config, "model_type", "")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{name}: encoder-decoder models are not built yet")
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedError(
+            f"{name}: {shared} layers share the keys of others; that is not built yet"
+        )
+    if getattr(config, "kv_lora_rank", None) and name not in LATENT_MODELS:
+        raise UnsupportedError(f"{name}: latent keys are built for {', '.join(LATENT_MODELS)} only")
+    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedError(
+                f"{name}: layer {index} has {kind}; only full and sliding attention are built. "
+                "Use a model whose layers all have one of them"
+            )

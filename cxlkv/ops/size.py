@@ -1,0 +1,188 @@
+"""`cxlkv size` says how large a pool must be for a model and so many tokens, or what one holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from cxlkv.errors import BadArgumentError
+from cxlkv.layout import DTYPE_BYTES, KVLayout, LayerGroup, format_bytes, parse_bytes
+from cxlkv.ops.console import AsJson, columns, print_json
+from cxlkv.ops.models import layout_of_model
+from cxlkv.ops.top import plain
+from cxlkv.sizes import Plan, parse_tokens, plan, plan_for
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A model's folder, its config.json, or its name in the cache of Hugging Face; smollm2."
+    ),
+]
+Tokens = Annotated[
+    str | None, typer.Option(help="Tokens of a request: 5000, 32K (of 1024), 1M. 32K if not given.")
+]
+Requests = Annotated[int, typer.Option(help="Requests that are held at once.", min=1)]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is told: a pool as create() makes it, and one without sketches."""
+
+    model: str
+    layout: KVLayout
+    tokens: int
+    requests: int
+    pool: Plan
+    no_sketch: Plan
+    asked: str  # the option that told its size
+    dtype: str | None = None  # if it was given
+
+
+def size(
+    model: Model,
+    tokens: Tokens = None,
+    requests: Requests = 1,
+    capacity: Annotated[
+        str | None, typer.Option(help="Instead of --tokens: a pool's size, e.g. 8GiB.")
+    ] = None,
+    page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Type of the stored keys and values: the model's if not given."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how large a pool must be for a model, or how many tokens a capacity holds.
+
+    Reads a config only: no weights, no network. `cxlkv pool create --model` makes that pool.
+    """
+    if tokens is not None and capacity is not None:
+        raise BadArgumentError("--tokens and --capacity: one follows from the other, give one")
+    layout = layout_of_model(model, page_tokens, dtype)
+    if capacity is None:
+        asked = f"--tokens {tokens or '32K'}"
+        count = parse_tokens(tokens or "32K")
+        pool = plan_for(layout, count, requests)
+        no_sketch = plan_for(layout, count, requests, sketch=False)
+    else:
+        asked = f"--capacity {capacity}"
+        pool = plan(layout, parse_bytes(capacity))
+        no_sketch = plan(layout, parse_bytes(capacity), sketch=False)
+        count = pool.tokens(requests)
+    found = Sizes(model, layout, count, requests, pool, no_sketch, asked, dtype)
+    if as_json:
+        print_json(as_dict(found))
+        return
+    console = Console(soft_wrap=True)  # a command must stay in one piece to be copied
+    for line in lines(found):
+        console.print(Text(plain(line)))
+
+
+def as_dict(found: Sizes) -> dict[str, object]:
+    """The JSON; numbers are bytes, tokens and counts."""
+    layout = found.layout
+    return {
+        "model": found.model,
+        "layers": layout.layers,
+        "dtype": layout.dtype,
+        "page_tokens": layout.page_tokens,
+        "groups": [
+            {
+                "kind": kind_of(group).partition(" ")[0].lower(),
+                "layers": group.layers,
+                "window": group.window,
+                "kv_heads": group.kv_heads,
+                "head_dim": group.head_dim,
+                "value_head_dim": group.value_head_dim,
+                "token_bytes": token_bytes(group),
+                "bytes": group_bytes(group, found),
+            }
+            for group in layout.groups
+        ],
+        "token_bytes": layout.token_bytes,
+        "page_bytes": found.pool.record_bytes,
+        "tokens": found.tokens,
+        "requests": found.requests,
+        "pages": found.pool.pages,
+        "capacity_bytes": found.pool.capacity_bytes,
+        "without_sketches": {
+            "tokens": found.no_sketch.tokens(found.requests),
+            "page_bytes": found.no_sketch.record_bytes,
+            "pages": found.no_sketch.pages,
+            "capacity_bytes": found.no_sketch.capacity_bytes,
+        },
+    }
+
+
+def lines(found: Sizes) -> Iterator[str]:
+    """The same for a person, at 80 columns."""
+    layout, pool = found.layout, found.pool
+    kind = f"{layout.layers} layers, {layout.dtype}, pages of {layout.page_tokens} tokens"
+    yield f"{found.model}: {kind}"
+    yield ""
+    held = held_text(found.tokens, found.requests)
+    groups = layout.groups
+    rows = [
+        (
+            f"{group.layers} {kind_of(group)}",
+            f"{group.kv_heads} x {group.head_dim}",
+            format_bytes(token_bytes(group)),
+            format_bytes(group_bytes(group, found)),
+        )
+        for group in groups
+    ]
+    total = sum(group_bytes(group, found) for group in groups)
+    rows.append(("all", "", format_bytes(layout.token_bytes), format_bytes(total)))
+    yield from columns(("layers", "heads", "a token", held), rows)
+    yield ""
+    yield f"A pool of {format_bytes(pool.capacity_bytes)} holds {held}."
+    if found.asked.startswith("--capacity"):
+        more = held_text(found.no_sketch.tokens(found.requests), found.requests)
+    else:
+        more = f"{format_bytes(found.no_sketch.capacity_bytes)} are enough"
+    yield f"Without sketches, as engines make it that keep prefixes only: {more}."
+    if any(group.window for group in groups):
+        yield "Layers with a window keep the last tokens of each request."
+    yield f"A page has {format_bytes(pool.record_bytes)} with its digests, sketches and checksums."
+    yield ""
+    yield f"Make it: {create_command(found)}"
+
+
+def held_text(tokens: int, requests: int) -> str:
+    text = f"{tokens:,} tokens"
+    return text if requests == 1 else f"{requests} x {text}"
+
+
+def kind_of(group: LayerGroup) -> str:
+    """full, window N, or MLA."""
+    name = "MLA" if group.values == "key_prefix" else "full"
+    return name if group.window is None else f"window {group.window:,}"
+
+
+def token_bytes(group: LayerGroup) -> int:
+    """K and V of one token, in all layers of the group."""
+    own = (group.value_head_dim or 0) if group.values == "own" else 0
+    return group.layers * group.kv_heads * (group.head_dim + own) * DTYPE_BYTES[group.dtype]
+
+
+def group_bytes(group: LayerGroup, found: Sizes) -> int:
+    """K and V that the group's layers keep of all requests."""
+    seen = found.tokens if group.window is None else min(found.tokens, group.window)
+    return found.requests * seen * token_bytes(group)
+
+
+def create_command(found: Sizes) -> str:
+    """`cxlkv pool create` of the pool that was told."""
+    words = [f"cxlkv pool create /dev/shm/my.pool --model {found.model} {found.asked}"]
+    if found.requests > 1 and found.asked.startswith("--tokens"):
+        words.append(f"--requests {found.requests}")
+    if found.layout.page_tokens != 16:
+        words.append(f"--page-tokens {found.layout.page_tokens}")
+    if found.dtype is not None:
+        words.append(f"--dtype {found.dtype}")
+    return " ".join(words)
