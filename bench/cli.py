@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -128,10 +128,21 @@ def show_doubts(result: Result, console: Console) -> None:
         console.print(Text(more, style="yellow"), soft_wrap=True)
 
 
-def run_compare(old_path: Path, new_path: Path, threshold_percent: float) -> bool:
-    """Print what changed; whether nothing surely got worse by more than the threshold."""
+def run_compare(
+    old_path: Path,
+    new_path: Path,
+    threshold_percent: float,
+    tell: Callable[[dict[str, object]], None] | None = None,
+) -> bool:
+    """Print what changed, or tell it; whether nothing surely got worse by more than the
+    threshold."""
     old, new = read(old_path), read(new_path)
     compare.refuse_unlike(old, new)
+    if tell is not None:
+        found = compare.changes(old, new, threshold_percent)
+        differences = compare.differences(old, new)
+        tell({"case": new.case, "machines": differences, "changes": [*map(asdict, found)]})
+        return not any(change.verdict == "worse" for change in found)
     console = wide_console()
     for difference in compare.differences(old, new):
         warning = f"warning: the machines differ in {difference}"

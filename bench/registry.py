@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import wrap
 from types import ModuleType
 
 from rich.table import Table
@@ -189,6 +191,30 @@ TABLE = (
     Case("all", options=MICRO, parts=()),
 )
 CASES = {case.name: case for case in TABLE}
+GROUPS = {
+    "Memory": ("latency", "bandwidth", "copy", "agree"),
+    "The pool": ("foundation", "calls", "pages", "transfer", "gather", "paged", "windows"),
+    "Scoring and attention": ("ndp", "worker", "recall"),
+    "Decode steps": ("decode", "decode-shapes", "decode-attention", "decode-steps", "llama"),
+    "Tiers and eviction": (
+        *("tiers", "hotness", "policy", "prefix", "moves", "residency", "cold", "compression"),
+        *("replay", "tails"),
+    ),
+    "Several processes and hosts": ("coherence", "litmus", "link", "transport"),
+    "Engines and other stores": ("vllm", "prefill-decode", "store", "peers"),
+    "All of it": ("all",),
+}
+"""How `cxlkv bench list` shows them; each case is in one."""
+SECONDS = {
+    **{"latency": 35, "bandwidth": 35, "copy": 30, "agree": 75},
+    **{"calls": 5, "pages": 30, "transfer": 100, "gather": 50, "windows": 50, "foundation": 140},
+    **{"ndp": 600, "worker": 30, "recall": 600},
+    **{"decode-shapes": 240, "decode-attention": 180, "decode-steps": 600, "decode": 1020},
+    **{"hotness": 120, "policy": 5, "prefix": 5, "moves": 25, "coherence": 45},
+    **{"vllm": 480, "store": 210, "peers": 300},
+}
+"""About what the cases took on two cores, some beside other work; what is not here takes as long as
+what it is given: a trace, rounds, or a minute and less."""
 WITHIN_A_MINUTE = ("latency", "bandwidth", "pages", "copy", "gather", "coherence")
 """What `all --quick` runs."""
 RENAMED = {
@@ -209,19 +235,49 @@ RENAMED = {
 def named(name: str) -> Case:
     """Raises BadArgumentError for an unknown case."""
     if name not in CASES:
-        raise BadArgumentError(f"unknown case {name!r}: one of {', '.join(CASES)}")
+        near = get_close_matches(name, CASES, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise BadArgumentError(f"unknown case {name!r}: {meant}`cxlkv bench list` has all")
     return CASES[name]
 
 
-def list_of_cases() -> Table:
-    """Every case by name, with what it measures and what goes with it."""
-    made = Table(title="cxlkv bench CASE")
-    made.add_column("case", no_wrap=True)
-    made.add_column("what it measures")
-    made.add_column("goes with")
-    for case in TABLE:
-        made.add_row(case.name, case.about(), " ".join(f"--{name}" for name in case.options))
-    return made
+def list_of_cases() -> list[dict[str, object]]:
+    """Every case by group: what it measures, what goes with it, and about how long it takes."""
+    return [
+        {
+            "group": group,
+            "case": name,
+            "about": CASES[name].about(),
+            "seconds": SECONDS.get(name),
+            "options": [f"--{option}" for option in CASES[name].options],
+        }
+        for group, names in GROUPS.items()
+        for name in names
+    ]
+
+
+def lines_of_cases(width: int) -> Iterator[str]:
+    """The same for a person."""
+    left = max(map(len, CASES)) + 2
+    for group, names in GROUPS.items():
+        yield f"{group}:"
+        for name in names:
+            case = CASES[name]
+            space = " " * (left + 12)
+            about = wrap(
+                case.about(), max(30, width), initial_indent=space, subsequent_indent=space
+            )
+            yield f"  {name:{left}}{duration(SECONDS.get(name)):>8}  {about[0].lstrip()}"
+            yield from about[1:]
+        yield ""
+    yield "About how long each takes on two cores; what takes --quick is faster with it."
+    yield "Which options go with which case: cxlkv bench run --help"
+
+
+def duration(seconds: int | None) -> str:
+    if seconds is None:
+        return "by input"
+    return f"{seconds} s" if seconds < 100 else f"{round(seconds / 60)} min"
 
 
 def filled(text: str) -> str:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from cxlkv.ops.console import JsonFile, needing
+from cxlkv.ops.console import AsJson, JsonFile, needing, print_json
 
 bench_app = typer.Typer(
     help="Run microbenchmarks, or the litmus tests of memory that hosts share; compare and show "
@@ -117,12 +117,16 @@ def bench(
 
 
 @bench_app.command("list")
-def bench_list() -> None:
-    """Say which cases there are, and what each measures."""
-    from cxlkv.bench.cli import wide_console
-    from cxlkv.bench.registry import list_of_cases
+def bench_list(as_json: AsJson = False) -> None:
+    """Say which cases there are, what each measures, and about how long it takes."""
+    from cxlkv.bench.registry import lines_of_cases, list_of_cases
 
-    wide_console().print(list_of_cases())
+    if as_json:
+        print_json({"cases": list_of_cases()})
+        return
+    console = Console()
+    for line in lines_of_cases(console.width):
+        console.print(Text(line), soft_wrap=True)
 
 
 @bench_app.command("compare")
@@ -132,6 +136,7 @@ def bench_compare(
     threshold: Annotated[
         float, typer.Option(help="Percent of change that is let pass.", min=0)
     ] = 10.0,
+    as_json: AsJson = False,
 ) -> None:
     """Say what changed between two runs, and whether that is sure.
 
@@ -141,7 +146,7 @@ def bench_compare(
     from cxlkv.bench.cli import run_compare
     from cxlkv.bench.compare import WORSE_EXIT
 
-    if not run_compare(old, new, threshold):
+    if not run_compare(old, new, threshold, print_json if as_json else None):
         raise typer.Exit(WORSE_EXIT)
 
 

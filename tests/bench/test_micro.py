@@ -17,7 +17,7 @@ from cxlkv.bench import loops, streams
 from cxlkv.bench.cases import agree, bandwidth, latency
 from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import change_interval, median_interval, warnings_of
-from cxlkv.bench.registry import CASES, RENAMED, TABLE, Case, Options, filled, list_of_cases
+from cxlkv.bench.registry import CASES, GROUPS, RENAMED, TABLE, Case, Options, filled
 from cxlkv.bench.result import Result
 from cxlkv.errors import (
     BadArgumentError,
@@ -251,13 +251,19 @@ def test_csv_has_a_row_for_each_figure(tmp_path: Path) -> None:
     assert ratio[:4] == ["story", "a_to_b", "ratio", "2.0"]
 
 
-def test_every_case_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_case_is_listed_with_what_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sorted(name for group in GROUPS.values() for name in group) == sorted(CASES)
+    monkeypatch.setenv("COLUMNS", "80")
     shown = run(capsys, "bench", "list").out
     for name in CASES:
         assert f" {name} " in shown
-    said = list(list_of_cases().columns[1].cells)
+    assert max(map(len, shown.splitlines())) <= 80
+    told = json.loads(run(capsys, "bench", "list", "--json").out)["cases"]
+    said = [case["about"] for case in told]
     assert all(said)
-    assert len(set(said)) == len(said), "two cases with one description"
+    assert len(set(said)) == len(CASES), "two cases with one description"
 
 
 def test_the_docs_have_every_case_and_its_result() -> None:
