@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import format_bytes
@@ -36,6 +37,18 @@ def needing(extra: str, what: str) -> Iterator[None]:
         raise UnsupportedError(
             f"{what} needs {error.name}: install it with pip install 'cxlkv[{extra}]'"
         ) from error
+
+
+@contextmanager
+def step(text: str) -> Iterator[None]:
+    """Says on stderr what takes its time: a moving line on a terminal, else a line that stays."""
+    console = Console(stderr=True, soft_wrap=True)
+    if console.is_terminal:
+        with console.status(f"{text} ..."):
+            yield
+        return
+    typer.echo(f"{text} ...", err=True)
+    yield
 
 
 def print_json(value: Mapping[str, object] | Sequence[Mapping[str, object]]) -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 from cxlkv.errors import CXLKVError
 from cxlkv.layout import parse_bytes
 from cxlkv.ops import doctor_engine, doctor_machine
-from cxlkv.ops.console import AsJson, print_json
+from cxlkv.ops.console import AsJson, print_json, step
 from cxlkv.ops.doctor_findings import STATES, Ask, Finding, of_error
 from cxlkv.ops.doctor_trial import trial
 from cxlkv.ops.top import plain
@@ -69,7 +69,8 @@ def doctor(
         raise typer.BadParameter(str(error), param_hint="--capacity") from error
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
     try:
-        found = examine(Ask(engine, where, size, tuple(port or ())))
+        with step("trying a pool of up to 64 MiB"):
+            found = examine(Ask(engine, where, size, tuple(port or ())))
     finally:
         signal.signal(signal.SIGTERM, before)
     if as_json:

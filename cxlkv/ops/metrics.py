@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
@@ -20,6 +22,8 @@ from cxlkv.errors import CXLKVError
 from cxlkv.stats import COUNTERS, PAGE_STATES, Overview, Process, inspect
 
 __all__ = ["PoolCollector", "StatsCollector", "registry"]
+
+ENDS = {signal.SIGINT, signal.SIGTERM}
 
 Pool = pools.Pool | str | os.PathLike[str]
 
@@ -75,14 +79,25 @@ def registry(pools: Iterable[Pool]) -> CollectorRegistry:
     return made
 
 
-def serve(paths: Iterable[str], port: int, address: str) -> None:
-    """Serve /metrics until SIGINT or SIGTERM; port 0 takes a free one, the first line names it."""
-    ends = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the server's thread begins
-    server, thread = start_http_server(port, address, registry(paths))
+def begin(paths: Iterable[str], port: int, address: str) -> tuple[WSGIServer, Thread]:
+    """Serve /metrics in a thread; port 0 takes a free one, the line that is printed names it.
+
+    SIGINT and SIGTERM wait from now on for until_stopped(), in all threads.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # before the server's thread begins
+    try:
+        server, thread = start_http_server(port, address, registry(paths))
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        raise
     host = f"[{address}]" if ":" in address else address
     print(f"serving http://{host}:{server.server_port}/metrics", flush=True)
-    signal.sigwait(ends)
+    return server, thread
+
+
+def until_stopped(server: WSGIServer, thread: Thread) -> None:
+    """Wait for SIGINT or SIGTERM, then end the server."""
+    signal.sigwait(ENDS)
     server.shutdown()
     server.server_close()
     thread.join()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -16,11 +17,11 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.machine.coherence import parse_sharing
 from cxlkv.machine.regions import parse_place
-from cxlkv.ops.console import AsJson, HostNumber, columns, pairs, print_json
+from cxlkv.ops.console import AsJson, HostNumber, columns, pairs, print_json, step
 from cxlkv.ops.gc import collect, find_garbage
 from cxlkv.ops.info import ranges
 from cxlkv.ops.models import layout_of_model
-from cxlkv.ops.top import model_name, plain, run
+from cxlkv.ops.top import as_dict, model_name, none_found, plain, run
 from cxlkv.pool import Pool
 from cxlkv.sizes import parse_tokens, plan_for
 from cxlkv.stats import Overview, find, pool_folders
@@ -92,17 +93,20 @@ def create(
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
     shared = parse_sharing(sharing, "process", hosts)
     layout = layout_of(object_bytes, model, shape, {"page_tokens": page_tokens, "dtype": dtype})
-    with Pool.create(
-        path,
-        layout=layout,
-        capacity=capacity_of(layout, capacity, tokens, requests, shared),
-        sharing=sharing,
-        hosts=hosts,
-        host=host,
-        huge=huge,
-        force=force,
-        replace=replace,
-    ) as pool:
+    size = capacity_of(layout, capacity, tokens, requests, shared)
+    with step(f"touching all of {size}") if huge else nullcontext():
+        pool = Pool.create(
+            path,
+            layout=layout,
+            capacity=size,
+            sharing=sharing,
+            hosts=hosts,
+            host=host,
+            huge=huge,
+            force=force,
+            replace=replace,
+        )
+    with pool:
         found = pool.admin.overview()
     tell_made(found, as_json)
 
@@ -231,7 +235,9 @@ def check(
 ) -> None:
     """Look for damage; exit code 1 if there is any that is left."""
     with Pool.open(path, host=host) as pool:
-        report = pool.admin.check(deep=deep, repair=repair)
+        pages = pool.stats()["pages_total"]
+        with step(f"reading {pages:,} pages") if deep else nullcontext():
+            report = pool.admin.check(deep=deep, repair=repair)
     if as_json:
         print_json(report)
     else:
@@ -270,6 +276,7 @@ def fence(
         ),
     ] = False,
     host: HostNumber = None,
+    as_json: AsJson = False,
 ) -> None:
     """Declare a silent host dead: its epoch ends, what it published stays.
 
@@ -278,6 +285,9 @@ def fence(
     with Pool.open(path, host=host) as pool:
         pool.admin.fence(dead, confirmed_off=confirmed_off)
         after = pool.admin.hosts()[dead]
+    if as_json:
+        print_json(asdict(after))
+        return
     Console().print(f"host {dead}: {after.state}, epoch {after.epoch}, {after.extents} extents")
 
 
@@ -295,6 +305,7 @@ def remove(
 @pool_app.command()
 def upgrade(
     path: Annotated[str, typer.Argument(help="The pool's file or device, or dax:A+B.")],
+    as_json: AsJson = False,
 ) -> None:
     """Make a pool of an older release one of this release's format, and keep all that it holds.
 
@@ -302,6 +313,9 @@ def upgrade(
     """
     before = Pool.upgrade(path)
     after = FORMAT_VERSION
+    if as_json:
+        print_json({"path": path, "before": before, "format": after})
+        return
     what = f"has format version {after}" if before == after else f"{before} is now {after}"
     Console(soft_wrap=True).print(Text(f"{path}: {what}"))
 
@@ -320,14 +334,7 @@ def list_pools(places: Folders = None, as_json: AsJson = False) -> None:
     for line in pool_lines(found):
         console.print(Text(line))
     if not found:
-        console.print(Text(none_found(places)))
-
-
-def as_dict(overview: Overview) -> dict[str, object]:
-    """The JSON of a pool; its layout is what `cxlkv pool inspect` tells."""
-    found = asdict(replace(overview, layout=None))
-    del found["layout"]
-    return {**found, "model": model_name(overview)}
+        console.print(Text(none_found(places or pool_folders())))
 
 
 def pool_lines(found: Sequence[Overview]) -> Iterator[str]:
@@ -356,13 +363,6 @@ def pool_lines(found: Sequence[Overview]) -> Iterator[str]:
             yield f"    {plain(overview.detail)}"
 
 
-def none_found(places: Sequence[str] | None) -> str:
-    """What helps where no pool is."""
-    where = " ".join(map(plain, places or pool_folders()))
-    made = "cxlkv pool create /dev/shm/my.pool --model smollm2 --tokens 32K"
-    return f"No pool in {where}. Make one: {made}"
-
-
 @pool_app.command()
 def gc(
     places: Folders = None,
@@ -372,25 +372,29 @@ def gc(
         float | None,
         typer.Option(help="Also pools that nobody has used for so many seconds.", min=0),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Remove what is provably nobody's: half-made pools, and host states without a pool.
 
     Looks in /dev/shm and the hugetlbfs mounts unless told where. A pool in use is never removed,
-    nor a file of another user.
+    nor a file of another user. --json does not ask: it goes with --yes or --dry-run.
     """
-    console = Console(soft_wrap=True)
+    if as_json and not (yes or dry_run):
+        raise BadArgumentError("--json asks nothing: give --yes or --dry-run with it")
+    console = Console(soft_wrap=True, quiet=as_json)
     found = find_garbage(places or pool_folders(), idle_s)
     for item in found:
         console.print(Text(f"{item.path}: {format_bytes(item.bytes)}, {item.why}"))
     if not found:
         console.print("Nothing is left over.")
-    if dry_run or not found:
-        return
-    if not yes:
+    if found and not dry_run and not yes:
         typer.confirm(f"Clean up these {len(found)}?", abort=True)
-    for item in found:
-        if not collect(item, idle_s):
-            console.print(Text(f"{item.path}: gone, or in use again: left alone"))
+    left = [item for item in found if dry_run or not collect(item, idle_s)]
+    for item in () if dry_run else left:
+        console.print(Text(f"{item.path}: gone, or in use again: left alone"))
+    if as_json:
+        rows = [{**asdict(item), "why": item.why, "collected": item not in left} for item in found]
+        print_json({"found": rows})
 
 
 @pool_app.command()
@@ -398,6 +402,11 @@ def top(
     places: Folders = None,
     interval_s: Annotated[float, typer.Option(help="Seconds between frames.", min=0.01)] = 2,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Watch pools, their processes and what these do; q ends it. Nothing is opened or changed."""
-    run(places or pool_folders(), interval_s, once, Console())
+    """Watch pools, their processes and what these do; q ends it. Nothing is opened or changed.
+
+    Without a terminal it prints frame after frame; with --json one frame, as `cxlkv pool list`
+    has it, with each process's command and bytes a second.
+    """
+    run(places or pool_folders(), interval_s, once, as_json, Console())

@@ -2,28 +2,68 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cxlkv.errors import CXLKVError, PoolMissingError, SystemCallError
 from cxlkv.machine.topology import probe
 from cxlkv.ndp.worker import cpus_near, pin, serve, stop_signals
 from cxlkv.ops.console import HostNumber
 from cxlkv.pool import CXLPool
+from cxlkv.stats import find, pool_folders
+
+PORT = 9464  # of a pool's metrics: of those that Prometheus leaves to exporters
 
 
 def metrics(
-    pools: Annotated[list[str], typer.Argument(help="The pools' files; they may come later.")],
-    port: Annotated[int, typer.Option(help="TCP port; 0 takes a free one.", min=0, max=65535)],
+    pools: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="The pools' files; they may come later. Those that are there now if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(help="TCP port; 0 takes a free one.", min=0, max=65535)
+    ] = PORT,
     address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
     """Serve Prometheus metrics of pools at /metrics, until Ctrl-C."""
-    from cxlkv.ops.metrics import serve as serve_metrics
+    from cxlkv.ops.metrics import begin, until_stopped
 
-    serve_metrics(pools, port, address)
+    paths = pools or [each.path for each in find(pool_folders()) if each.state in ("live", "idle")]
+    if not paths:
+        raise PoolMissingError(
+            f"no pool in {' '.join(pool_folders())}: name the file of one that will come: "
+            "cxlkv metrics /dev/shm/my.pool"
+        )
+    with listening(address, port, "--port"):
+        begun = begin(paths, port, address)
+    until_stopped(*begun)
+
+
+@contextmanager
+def listening(address: str, port: int, option: str) -> Iterator[None]:
+    """Errors of a socket say which address it was, and what helps."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CXLKVError):
+            raise
+        what = {
+            errno.EADDRINUSE: "another program listens there: stop it, or give another "
+            f"{option}" + (f" {port + 1}, or 0 for a free one" if option == "--port" else ""),
+            errno.EADDRNOTAVAIL: "this machine has no such address: `ip addr` lists those it has",
+            errno.EACCES: "ports below 1024 are root's: give one above",
+        }.get(error.errno or 0, "is that an address of this machine?")
+        raise SystemCallError(f"{address}:{port}: {error.strerror or error}: {what}") from error
 
 
 def ndp_worker(
@@ -68,11 +108,10 @@ def serve_pool(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     known, where = read_secret(secret), parse_address(listen)
-    with (
-        stop_signals() as stopped,
-        CXLPool.open(pool, host=host) as opened,
-        Server(opened, where, known, device=device, connections=connections) as server,
-    ):
-        typer.echo(f"serves {pool} on {server.address[0]}:{server.address[1]}")
-        while not stopped:
-            time.sleep(0.2)
+    with stop_signals() as stopped, CXLPool.open(pool, host=host) as opened:
+        with listening(*where, "--listen"):
+            server = Server(opened, where, known, device=device, connections=connections)
+        with server:
+            typer.echo(f"serves {pool} on {server.address[0]}:{server.address[1]}")
+            while not stopped:
+                time.sleep(0.2)

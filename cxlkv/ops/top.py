@@ -11,6 +11,7 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -19,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cxlkv.layout import format_bytes
+from cxlkv.ops.console import print_json
 from cxlkv.stats import Counters, Overview, Process, find
 
 # State, sign and style: the signs tell the states apart without colours too.
@@ -37,9 +39,10 @@ COLUMNS = (
     *("hits", "recall", "mass"),
 )
 DROPPED_FIRST = ("seqs", "append/s", "fetch/s", "mass", "attend/s", "score/s", "recall", "hits")
-COMMAND_WIDTH_MIN, GAP = 12, 2
+COMMAND_WIDTH_MIN, GAP = 22, 2  # "all, since it was made"
 RATES = ("appended_bytes", "scored_bytes", "fetched_bytes", "attended_bytes")
 NAME_LENGTH_MAX = 28
+UNUSED = 'nobody has used it yet: an engine does with this path as its "where"'
 
 # The model in the name of a pool that an engine made: adapters.common.pools.path_for().
 OF_ENGINE = re.compile(r"/cxlkv-(?:vllm|sglang|lmcache)-(.+)-[0-9a-f]{16}[^/]*$")
@@ -57,29 +60,61 @@ class Top:
 
     def frame(self) -> RenderableType:
         """What is there now; pools come and go between frames."""
+        found, gone, elapsed_s = self._look()
+        missing = [Text(f"{plain(place)}: not there (yet)", style="yellow") for place in gone]
+        parts = [self._pool(overview, elapsed_s) for overview in found]
+        self._keep(found)
+        if not parts and not missing:
+            parts.append(Text(none_found(self._places), no_wrap=True, overflow="ignore"))
+        return Group(Text(time.strftime("%H:%M:%S"), style="bright_black"), *parts, *missing)
+
+    def numbers(self) -> dict[str, object]:
+        """The same for other programs."""
+        found, gone, elapsed_s = self._look()
+        pools = []
+        for overview in found:
+            pool = as_dict(overview)
+            rows = []
+            for process in overview.processes:
+                before = self._before.get((overview.identity, process.pid, process.start_time))
+                rates = {
+                    f"{which}_per_s": None
+                    if before is None
+                    else (process.counters[which] - before[which]) / elapsed_s
+                    for which in RATES
+                }
+                rows.append({**asdict(process), "command": command_of(process), **rates})
+            pools.append({**pool, "processes": rows})
+        self._keep(found)
+        return {"pools": pools, "missing": gone}
+
+    def _look(self) -> tuple[list[Overview], list[str], float]:
         gone: list[str] = []
         found = find(self._places, gone)
-        missing = [Text(f"{plain(place)}: not there (yet)", style="yellow") for place in gone]
         now_s = time.monotonic()
         elapsed_s, self._at_s = now_s - self._at_s, now_s
-        parts = [self._pool(overview, elapsed_s) for overview in found]
+        return found, gone, elapsed_s
+
+    def _keep(self, found: Sequence[Overview]) -> None:
         self._before = {
             (overview.identity, process.pid, process.start_time): process.counters
             for overview in found
             for process in overview.processes
         }
-        if not parts and not missing:
-            parts.append(Text("no pool in " + " ".join(map(plain, self._places))))
-        return Group(Text(time.strftime("%H:%M:%S"), style="bright_black"), *parts, *missing)
 
     def _pool(self, overview: Overview, elapsed_s: float) -> RenderableType:
-        head = Text.assemble((plain(overview.path), "bold"), f"  {overview.state}")
-        head.append(f"  {format_bytes(overview.bytes)}  {plain(overview.model_id)}".rstrip())
+        # A path stays in one piece, whatever the terminal's width.
+        head = Text(plain(overview.path), style="bold", no_wrap=True, overflow="ignore")
+        room = f", {overview.tokens:,} tokens" if overview.tokens else ""
+        what = f"{overview.state}  {format_bytes(overview.bytes)}{room}"
+        head.append(f"\n{what}  {plain(model_name(overview))}".rstrip(), style="not bold")
         if overview.detail:
-            head.append(f"\n{plain(overview.detail)}", style="yellow")
+            head.append(f"\n{plain(overview.detail)}", style="not bold yellow")
         if not overview.pages_total or not overview.pages:
             return Group(Text(), head)
         rows = sorted(overview.processes, key=lambda row: (-row.pages_held, row.pid))
+        if not rows and not any(overview.totals.numbers.values()):
+            return Group(Text(), head, bar(overview), Text(UNUSED, style="bright_black"))
         return Group(Text(), head, bar(overview), self._table(overview, rows, elapsed_s))
 
     def _table(
@@ -88,7 +123,7 @@ class Top:
         table = Processes()
         for row in rows:
             before = self._before.get((overview.identity, row.pid, row.start_time))
-            name = command_of(row) if row.alive else "(dead: its pages wait to be taken back)"
+            name = command_of(row) if row.alive else "(dead: to be reaped)"
             table.add(
                 str(row.pid),
                 name,
@@ -120,13 +155,18 @@ class Processes:
         }
         longest = kept["command"]
         kept["command"] = COMMAND_WIDTH_MIN
-        for name in DROPPED_FIRST:
+        for name in sorted(DROPPED_FIRST, key=self._tells):
             if sum(kept.values()) + GAP * len(kept) <= width:
                 break
             del kept[name]
         spare = width - sum(kept.values()) - GAP * len(kept)
         kept["command"] = min(longest, COMMAND_WIDTH_MIN + max(0, spare))
         return kept
+
+    def _tells(self, name: str) -> bool:
+        """Whether anything but nothing stands in the column: those without go first."""
+        index = COLUMNS.index(name)
+        return any(row[index] not in ("", "-", "0", "0 B") for row in self._rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = self.widths(options.max_width)
@@ -144,6 +184,19 @@ class Processes:
 def plain(text: str) -> str:
     """Names come from others: nothing in them may steer the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def as_dict(overview: Overview) -> dict[str, object]:
+    """The JSON of a pool; its layout is what `cxlkv pool inspect` tells."""
+    found = asdict(replace(overview, layout=None))
+    del found["layout"]
+    return {**found, "model": model_name(overview)}
+
+
+def none_found(places: Sequence[str]) -> str:
+    """What helps where no pool is."""
+    made = "cxlkv pool create /dev/shm/my.pool --model smollm2 --tokens 32K"
+    return f"No pool in {' '.join(map(plain, places))}. Make one: {made}"
 
 
 def model_name(overview: Overview) -> str:
@@ -201,10 +254,21 @@ def command_of(process: Process) -> str:
     if process.start_time and int(started) != process.start_time:
         return "?"
     name = os.path.basename(words[0])
-    script = next((word for word in words[1:] if not word.startswith("-")), "")
-    if name.startswith("python") and script and "-c" not in words:
-        name = f"{name} {os.path.basename(script)}"
+    if name.startswith("python"):
+        name = " ".join(filter(None, (name, program_of(words[1:]))))
     return plain(name)[:NAME_LENGTH_MAX]
+
+
+def program_of(words: Sequence[str]) -> str:
+    """What an interpreter runs: a script's name, the end of a module's after -m, or "-c"."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "-m":
+            return f"-m {'.'.join(following.split('.')[-2:])}"
+        if word == "-c":
+            return "-c"
+        if not word.startswith("-"):
+            return os.path.basename(word)
+    return ""
 
 
 @contextmanager
@@ -236,13 +300,18 @@ def no_key(seconds: float) -> bool:
     return False
 
 
-def run(places: Sequence[str], interval_s: float, once: bool, console: Console) -> None:
+def run(
+    places: Sequence[str], interval_s: float, once: bool, as_json: bool, console: Console
+) -> None:
     """Shows frames until q or Ctrl-C; once: a single one, whose rates are of one interval."""
     top = Top(places)
     frame = top.frame()  # without rates: they are those since the frame before
-    if once:
+    if once or as_json:
         time.sleep(interval_s)
-        console.print(top.frame())
+        if as_json:
+            print_json(top.numbers())
+        else:
+            console.print(top.frame(), crop=False)
         return
     try:
         with keyboard() as wait:
@@ -251,6 +320,6 @@ def run(places: Sequence[str], interval_s: float, once: bool, console: Console) 
                     while not wait(interval_s):
                         live.update(top.frame(), refresh=True)
             while not console.is_terminal and not wait(interval_s):
-                console.print(top.frame())
+                console.print(top.frame(), crop=False)
     except KeyboardInterrupt:
         return

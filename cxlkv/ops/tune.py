@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cxlkv.errors import BadArgumentError
-from cxlkv.ops.console import JsonFile, needing
+from cxlkv.ops.console import JsonFile, needing, step
 
 
 def tune(
@@ -48,11 +48,11 @@ def tune(
             raise BadArgumentError("--gpu goes without --threads, --pool and --cold")
         with needing("gpu", "tune --gpu"):
             from cxlkv.bench.calibrate import copies
-        with console.status("measuring the GPU; a minute ..."):
+        with step("measuring the GPU; a minute"):
             constants = copies.run(result)
         found = replace(read(path), machine=this_machine(), gpu=constants)
     else:
-        with console.status("measuring; half a minute ..."):
+        with step("measuring; half a minute"):
             costs = rates.run(result, rates.LAYOUT, pool=pool, cold=cold, threads=threads)
             result.checks["measured"] = True
             found = Tuning(this_machine(), costs, read(path).gpu)
@@ -70,7 +70,7 @@ def tune_profile(name: str, json_file: Path | None) -> None:
 
     console, result = cli.wide_console(), Result("tune")
     profiles.check_new(profiles.own_path(), name)
-    with console.status("measuring; half a minute ..."):
+    with step("measuring; half a minute"):
         found = profile.run(result)
     cli.show(result, console, json_file)  # ends it where a check failed: nothing is written then
     profiles.write(profiles.own_path(), name, found)

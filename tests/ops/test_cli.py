@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from cxlkv import _core
+from cxlkv import CXLPool, _core
 from cxlkv.errors import CXLKVError
 from cxlkv.machine import topology
 from cxlkv.ops import cli, info
+from cxlkv.stats import find
 
 from ..support.command import run
 
@@ -164,3 +174,189 @@ def test_a_file_that_is_no_pool_is_left_alone_and_named(
         assert err.startswith("error: ")
         assert "Traceback" not in err
         assert path.read_text() == "dear diary"
+
+
+# ---- the tree of commands ----
+
+
+def leaves(
+    command: object, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], TyperCommand]]:
+    if isinstance(command, TyperGroup):
+        for name, each in command.commands.items():
+            yield from leaves(each, (*path, name))
+    else:
+        assert isinstance(command, TyperCommand)
+        yield path, command
+
+
+# They print no figures: they serve until they are stopped, ask, or write files that are named.
+NO_JSON = {("serve",), ("metrics",), ("ndp-worker",), ("pool", "remove"), ("bench", "report")}
+NO_JSON |= {("lab", "run"), ("lab", "prefill")}  # their result is a file anyway
+
+
+def test_what_prints_figures_has_them_as_json() -> None:
+    lack = {
+        path
+        for path, command in leaves(get_command(cli.app))
+        if not any("--json" in each.opts for each in command.params)
+    }
+    assert lack == NO_JSON
+
+
+def test_every_command_has_a_place_in_the_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run(capsys, "--help").out
+    places = [out.index(f"─ {panel} ─") for panel in (cli.START, cli.RUN, cli.MEASURE, cli.SERVE)]
+    assert places == sorted(places)
+    assert "─ Commands ─" not in out
+    assert set(cli.ORDER) == {path[0] for path, _ in leaves(get_command(cli.app))}
+    assert "--install-completion" in out
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"cxlkv {version('cxlkv')}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("pool", "lst"), "Did you mean 'list'?"),
+        (("nfo",), "Did you mean 'info'?"),
+        (("pool", "create", "/x", "--capcity", "1GiB"), "--capacity"),
+        (("pool", "create", "/" + "long-" * 40, "--requests", "0"), "--requests"),
+    ],
+)
+def test_a_line_that_does_not_parse_says_what_was_meant(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert said in err.splitlines()[-1]
+
+
+def test_a_case_that_is_misspelt(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = run(capsys, "bench", "latncy")
+    assert (ended.code, "did you mean latency?" in ended.err) == (1, True)
+
+
+def test_the_shell_completes() -> None:
+    words = {"_CXLKV_COMPLETE": "complete_bash", "COMP_WORDS": "cxlkv pool i", "COMP_CWORD": "2"}
+    program = "from cxlkv.ops.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **words},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["inspect"]
+
+
+# ---- what is printed at 80 columns ----
+
+
+def test_paths_stay_in_one_piece(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = tmp_path / ("long-" * 12) / ("longer-" * 12)
+    folder.mkdir(parents=True)
+    path = str(folder / "my.pool")
+    places = {
+        CREATE: path,
+        ("pool", "inspect"): path,
+        ("pool", "list"): str(folder),
+        ("pool", "top", "--once", "--interval-s", "0.01"): str(folder),
+    }
+    for words, place in places.items():
+        assert f"{path}" in run(capsys, *words, place).out
+    assert path in run(capsys, *CREATE, path).err  # it is there
+    assert run(capsys, "pool", "remove", "--yes", path).code == 0
+    assert path in run(capsys, "pool", "inspect", path).err
+
+
+def test_nothing_found_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for words in (("list",), ("top", "--once", "--interval-s", "0.01")):
+        said = run(capsys, "pool", *words, tmp_path).out
+        assert "cxlkv pool create /dev/shm/my.pool --model smollm2 --tokens 32K" in said
+
+
+def test_a_pool_that_nobody_has_used_has_no_rows_of_zeros(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "my.pool")
+    assert run(capsys, *CREATE, path).code == 0
+    said = run(capsys, "pool", "top", "--once", "--interval-s", "0.01", path).out
+    assert "nobody has used it yet" in said
+    assert "0 B" not in said
+
+
+def test_top_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "my.pool")
+    assert run(capsys, *CREATE, path).code == 0
+    absent = str(tmp_path / "absent")
+    words = ("pool", "top", "--json", "--interval-s", "0.01", path, absent)
+    with CXLPool.open(path):
+        told = json.loads(run(capsys, *words).out)
+    assert told["missing"] == [absent]
+    (pool,) = told["pools"]
+    assert pool["state"] == "live"
+    (process,) = pool["processes"]
+    assert process["pid"] == os.getpid()
+    assert "python" in process["command"]
+    assert process["appended_bytes_per_s"] == 0
+
+
+def test_gc_as_json_asks_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "my.pool")
+    assert run(capsys, *CREATE, path).code == 0
+    assert "--yes or --dry-run" in run(capsys, "pool", "gc", "--json", tmp_path).err
+    words = ("pool", "gc", "--json", "--idle-s", "0")
+    for last, collected in (("--dry-run", False), ("--yes", True)):
+        (found,) = json.loads(run(capsys, *words, last, tmp_path).out)["found"]
+        assert (found["path"], found["collected"]) == (path, collected)
+    assert not Path(path).exists()
+
+
+def test_long_steps_are_told_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "my.pool")
+    assert run(capsys, *CREATE, path, "--huge", "never").err == "touching all of 8MiB ...\n"
+    code, out, err = run(capsys, "pool", "check", "--deep", "--json", path)
+    assert (code, json.loads(out)["clean"]) == (0, True)
+    assert err.startswith("reading ")
+    assert err.endswith(" pages ...\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_pools_of_another_user_are_told_of() -> None:
+    """Who may not read them is not told that there is none."""
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        os.chmod(folder, 0o755)
+        path = f"{folder}/theirs.pool"
+        Path(path).touch(mode=0o600)
+        Path(f"{folder}/notes.txt").touch(mode=0o600)
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setuid(12345)
+                (found,) = find([folder])
+                assert (found.path, found.state) == (path, "closed")
+                assert "sudo -u 'root' cxlkv pool list" in found.detail
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_an_address_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = run(capsys, "metrics", "--port", port, "/dev/shm/absent.pool")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: 127.0.0.1:{port}: Address already in use: another program")
+    assert f"--port {port + 1}, or 0 for a free one" in err

@@ -424,8 +424,8 @@ def test_files_of_another_user_are_left_alone(folder: Path, path: str) -> None:
 def test_top_once_shows_pools_and_who_does_what(folder: Path, path: str) -> None:
     with make(path), worker(path, 12) as one, worker(path, 8):
         text = command("pool", "top", "--once", "--interval-s", "0.05", str(folder))
-    assert f"{path}  live" in text
-    assert "test/model" in text
+    assert f"{path}\nlive  " in text
+    assert "tokens  test/model" in text
     assert "held 5  published 0  free" in text
     (line,) = [line for line in text.splitlines() if line.split()[:1] == [str(one.pid)]]
     assert "50.0 %" in line
