@@ -1,5 +1,5 @@
 """The binding of cxlkv._measure, which is no part of the product: loops that `cxlkv bench` times
-and `cxlkv litmus` runs."""
+and `cxlkv bench litmus` runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 /* The interface of cxlkv._measure, which is no part of the product: loops that `cxlkv bench` times
- * and `cxlkv litmus` runs. cffi reads this file as it is: declarations and plain #defines only.
+ * and `cxlkv bench litmus` runs. cffi reads this file as it is: declarations and plain #defines.
  *
  * As in cxlkv_abi.h, of whose build it is: values >= 0 or negated errors, and a text for them. */
 

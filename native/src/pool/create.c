@@ -146,10 +146,12 @@ static int what_lies_at(const char *path, bool in_place) {
 static int refuse_existing(const char *path, int what) {
     if (what == 1)
         return fail(CXLKV_E_POOL_EXISTS,
-                    "%s is a pool already, or a part of one: open it, remove it first, or pass "
-                    "replace=True (cxlkv pool create --replace)", path);
+                    "%s is a pool already, or a part of one, and stays as it is: open it, remove "
+                    "it first (cxlkv pool remove %s), or have it replaced with all that it holds "
+                    "(replace=True, cxlkv pool create --replace)", path, path);
     return fail(CXLKV_E_POOL_EXISTS,
-                "%s exists and is not a pool: it is not overwritten unless force=True", path);
+                "%s exists and is not a pool: it is not overwritten unless force=True (cxlkv pool "
+                "create --force)", path);
 }
 
 /* A pool goes by a word of its own: whoever forces over something that is in the way may not know
