@@ -321,6 +321,26 @@ peers: $(VENV)/.built build/peers/mooncake build/peers/lmcache  ## other project
 	$(BIN)/cxlkv bench peers --json docs/results/peers.json
 	$(BIN)/cxlkv bench store --json docs/results/store.json
 
+# Network, 30 seconds, once: the site in an environment of its own, with neither a compiler nor the C
+# core; it needs Python 3.11 or later. $(DOCS_OUT) works from the folder, without a server.
+.PHONY: env-docs docs
+DOCS := build/docs/env
+DOCS_OUT := build/docs/site
+DOCS_NEEDS := import tomllib as t; p = t.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*p["dependencies"], *p["optional-dependencies"]["docs"], sep="\n")
+$(DOCS)/.stamp: pyproject.toml constraints.txt docs/site/constraints.txt
+	rm -rf $(DOCS)
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+	  -c docs/site/constraints.txt -r <($(PYTHON) -c '$(DOCS_NEEDS)')
+	touch $@
+
+env-docs: $(DOCS)/.stamp
+
+docs: env-docs  ## the documentation as a site, build/docs/site; a dead link fails it
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --site-dir $(DOCS_OUT)
+	$(PYTHON) docs/site/crawl.py $(DOCS_OUT)
+
 build/wheel/env/.stamp: Makefile constraints.txt
 	rm -rf build/wheel/env
 	$(PYTHON) -m venv build/wheel/env

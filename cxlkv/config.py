@@ -109,6 +109,14 @@ _Shard = Annotated[tuple[int, int, int, int], Field(strict=False)]  # YAML has l
 
 
 class _Group(Keys):
+    """Layers of one shape; groups of one pool differ in layers and window only.
+
+    layers: how many. kv_heads: heads of K and V. head_dim: channels of a key. value_head_dim: of a
+    value, if it has another number. dtype: of K and V, bfloat16 if not given. window: tokens that a
+    layer of a sliding window sees. values: "key_prefix": they are the first channels of the keys,
+    as in MLA.
+    """
+
     layers: int
     kv_heads: int
     head_dim: int
@@ -122,13 +130,19 @@ class _Group(Keys):
 
 
 class _Layout(Keys):
-    """What all forms have. None stands for KVLayout's own default."""
+    """What all forms have. None stands for KVLayout's own default.
+
+    shard: [tp rank, tp size, pp rank, pp size]. model_id: text that tells pools of two models
+    apart.
+    """
 
     shard: _Shard | None = None
     model_id: str | None = None
 
 
 class _Objects(_Layout):
+    """A pool of whole objects. object_bytes: the most that one may have."""
+
     object_bytes: Size
 
     def make(self) -> KVLayout:
@@ -136,6 +150,13 @@ class _Objects(_Layout):
 
 
 class _OneShape(_Layout):
+    """All layers are alike.
+
+    page_tokens: tokens of a page, 16 if not given. layers: how many. kv_heads: heads of K and V.
+    head_dim: channels of a key. value_head_dim: of a value, if it has another number. dtype: of K
+    and V, bfloat16 if not given.
+    """
+
     page_tokens: int | None = None
     layers: int
     kv_heads: int
@@ -148,6 +169,12 @@ class _OneShape(_Layout):
 
 
 class _Groups(_Layout):
+    """Some layers see a sliding window.
+
+    page_tokens: tokens of a page, 16 if not given. layer_groups: a list of groups. order: which
+    group each layer of the model belongs to, from 0; if not given, the groups follow one another.
+    """
+
     page_tokens: int | None = None
     layer_groups: list[_Group]
     order: list[int] | None = None
@@ -185,6 +212,19 @@ _BOTH = ": the address of a `cxlkv serve`, and the file with its secret, of mode
 
 class PoolKeys(Keys):
     """What a pool's YAML and engines' settings both have; see docs/reference/configuration.md.
+
+    where: the pool's file or device, a path from the root. capacity: of the pool, if it is to be
+    made; "all" of a device, or of a file that is there. sharing: "host": one host uses the pool;
+    "software": several whose caches do not see each other; "hw_coherent": several whose caches the
+    hardware keeps coherent. hosts: how many may share it, 8 if not given. host: which one this is;
+    CXLKV_HOST in the environment if not given. lease_s: a host that gives no sign for so many
+    seconds is suspected by the others. cold: the file for pages that make room, or
+    mooncake://HOST:PORT. cold_capacity: its size. compress: records in the file are made smaller.
+    policy: which pages make room. remote: pools of other machines, where prefixes are looked for
+    that neither the pool nor cold has. remote_secret: the file with the secret by which they are
+    served. huge: all of the memory comes into place before the call returns, by huge pages
+    (require), where the kernel makes such (try), or by small ones (never); as it is used if not
+    given.
 
     A message on keys that do not go together has them in braces, the wrong one first.
     """
@@ -241,7 +281,15 @@ class PoolKeys(Keys):
 
 
 class PoolConfig(PoolKeys):
-    """A pool's YAML. layout may be missing where the caller of read_config() has one."""
+    """A pool's YAML. layout may be missing where the caller of read_config() has one.
+
+    layout: what the pool stores. checksum: a CRC32C for every piece. sketch: keys are also kept in
+    2 bits a channel, for select(method="two_stage"). durable: what was published outlives its
+    process, or its host. threads: that scan and copy in this process; the CPUs that it may use if
+    not given. emulate: numa:NODE, or the profile of a device's link, as CXLKV_EMULATE. local:
+    memory of this process for copies of hot pages. if_missing: what to do if no pool is there.
+    if_exists: what to do if one is.
+    """
 
     where: Annotated[Where, AfterValidator(_parsable)]
     capacity: _Capacity

@@ -207,7 +207,7 @@ class Batch:
         """Make pages that somebody else has written the next ones of sequences; all or nothing.
 
         pages: ids from pool.pages.alloc(), uint32 [parts, n], a page of each part for the same
-        tokens (describe()["geometry"]["part_count"]; 1 without layer groups), [n] for one part;
+        tokens (`part_count` of describe()'s geometry; 1 without layer groups), [n] for one part;
         starts counts pages: those of sequence i are [starts[i], starts[i + 1]). All pieces of all
         layers lie where pool.pages.places() says, complete and seen by this CPU (a device's event
         was waited for): K and V head-major, digests, and sketches if the pool has them.

@@ -53,7 +53,9 @@ class Settings(PoolSettings):
     "async": requests wait, steps do not. deadline_s: a load that takes longer has failed.
     load_failure: "recompute": tokens of a hit that could not be loaded are computed; "fail": what
     the engine does with its requests is left as the engine has it, which by default is to fail
-    them. tails: whether what ended requests have beyond their last whole block is kept, too.
+    them. local: bytes of the engine's memory for copies of hot pages. worker: the worker near the
+    memory selects and attends. tails: whether what ended requests have beyond their last whole
+    block is kept, too.
     """
 
     attention: Literal["engine", "pool"] = "engine"
@@ -122,7 +124,13 @@ def check_loads(settings: Settings, connector: object, policy: object) -> None:
 
 
 class _Request(Keys):
-    """Of one request, as Options."""
+    """Of one request, as Options.
+
+    budget: pages that its decode steps may attend to; null: all. save: whether its prefix is
+    published. tier: from how far down its hit may come. ttl_s: so many seconds its prefix stays in
+    the pool after its end; 0: what was kept of it before is let go. priority: of its pages when
+    others make room.
+    """
 
     budget: _Budget = None
     save: bool = True
