@@ -14,23 +14,22 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File
-
 import links
 import reference
 from links import Found
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
-    from mkdocs.structure.nav import Navigation
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 COPIED = {"CHANGELOG.md": "project/changelog.md", "bench/results/": "results/"}
 """Files outside docs/ that the site has, each with its place there."""
+OF_HISTORY = ("decisions/", "project/changelog")  # a search finds other pages first
 
 _texts: dict[str, str] = {}  # of pages that were made, by page
 _files: dict[str, str] = {}  # of the repository, that pages were made from, by page
@@ -86,6 +85,8 @@ def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) 
         is_history = file == "CHANGELOG.md"  # it names pages that were there
         return None if at is None or is_history else Found(f"{at}{after}")
 
+    if uri.startswith(OF_HISTORY):
+        page.meta.setdefault("search", {})["boost"] = 0.3
     _read[uri] = links.relinked(text, file, uri, find)
     return _read[uri]
 

@@ -12,6 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 from unittest.mock import MagicMock
@@ -90,6 +91,11 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
         ("cxlkv.emulation.link.emulate", "cxlkv.emulation.sharing.simulate"),
     ),
 }
+CONSTRUCTED = (
+    *("Budget", "KVLayout", "LayerGroup", "Tiers", "Quota", "CXLCache", "CXLRequests", "Decoder"),
+    *("Server", "Remote", "PoolCollector", "StatsCollector", "Stability"),
+)
+"""Classes that are made by their names; others are made by a function or a method."""
 ERRORS = ("CXLKVError", "PoolFullError")  # of the front; the page on errors has them
 
 # What the code reads; the page fails to be made when it reads another one.
@@ -117,11 +123,17 @@ class Table:
         self._lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
 
     def add(self, *cells: str) -> None:
-        whole = (re.sub(r"(?<!\\)\|", r"\\|", " ".join(cell.split())) for cell in cells)
+        whole = [re.sub(r"(?<!\\)\|", r"\\|", " ".join(cell.split())) for cell in cells]
+        whole[0] = re.sub(r"`([\w:]+)`", lambda one: breakable(one[1]), whole[0])
         self._lines.append(f"| {' | '.join(whole)} |")
 
     def __str__(self) -> str:
         return "\n".join(self._lines) + "\n"
+
+
+def breakable(name: str) -> str:
+    """A name as code, that a narrow screen breaks between its words only."""
+    return f"<code>{re.sub(r'(?<=[_:])(?=[a-z])|(?<=[a-z])(?=[A-Z])', '<wbr>', name)}</code>"
 
 
 def pages() -> dict[str, str]:
@@ -141,9 +153,7 @@ def stand_in_for_the_core() -> None:
     """Modules above the core can be imported afterwards, whether or not it is built."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    try:
-        import cxlkv._native
-    except ImportError:
+    if find_spec("cxlkv._native") is None:
         text = (ROOT / "cxlkv/_core/abi.py").read_text()
         (number,) = re.findall(r"^ABI = (\d+)", text, re.M)
         module = types.ModuleType("cxlkv._native")
@@ -152,12 +162,24 @@ def stand_in_for_the_core() -> None:
         module.__dict__.update(lib=lib, ffi=MagicMock())
 
 
+CODE = re.compile(
+    r"(?<![\w`/.])"
+    r'(\w+(?:\.\w+)*\([^()]*\)|"[\w:.]+"|[a-z]+(?:_\w+)+|(?:CXLKV|XDG)_\w+|\w+="?\w+"?)'
+    r"(?![\w`])"
+)
+
+
 def escaped(text: str) -> str:
-    """A docstring's words with names of code in backticks: no tags, no emphasis."""
-    text = text.replace("<", "&lt;").replace("*", r"\*")
-    return re.sub(
-        r"(?<![\w`/.])(\w+(?:\.\w+)*\([^()]*\)|[a-z]+_\w+|CXLKV_\w+)(?![\w`])", r"`\1`", text
-    )
+    """A docstring's words with code in backticks: no tags, no emphasis."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else of_prose(part) for part in parts)
+
+
+def of_prose(text: str) -> str:
+    parts = CODE.split(text)  # every other one is code
+    for i in range(0, len(parts), 2):
+        parts[i] = parts[i].replace("<", "&lt;").replace("*", r"\*")
+    return "".join(f"`{part}`" if i % 2 else part for i, part in enumerate(parts))
 
 
 # ---- commands ----
@@ -226,9 +248,9 @@ def settings() -> str:
     from cxlkv.adapters.vllm import settings as vllm
 
     parts = [
-        "# Settings\n\nA pool's YAML and engines' settings are checked by the same models, of which "
-        "these tables are made. A mistake is named with file, line and key. How to write them: "
-        "[a pool from a YAML file](configuration.md), [vLLM](../engines/vllm.md#settings), "
+        "# Settings\n\nA pool's YAML and engines' settings are checked by the same models, of "
+        "which these tables are made. A mistake is named with file, line and key. How to write "
+        "them: [a pool from a YAML file](configuration.md), [vLLM](../engines/vllm.md#settings), "
         "[SGLang](../engines/sglang.md#settings), [LMCache](../engines/lmcache.md#settings). "
         "A size is bytes, or text like `8GiB`.\n"
     ]
@@ -369,10 +391,11 @@ def metrics() -> str:
     ):
         found: list[Noted] = []
         types_ = noting("counter", found), noting("gauge", found)
-        common.Metrics(*types_, prefix, ["(the engine's)"], counts, room)
+        common.Metrics(*types_, prefix, [], counts, room)
         parts.append(
-            f"## Of {title}\n\nAt the engine's own `/metrics`, with the engine's labels. "
-            f"[{title}](../engines/{page}.md) says what to make of them.\n\n{table_of(found)}"
+            f"## Of {title}\n\nAt the engine's own `/metrics`, with the engine's labels and "
+            f"these. [{title}](../engines/{page}.md) says what to make of them.\n\n"
+            f"{table_of(found)}"
         )
         if failures:
             table = Table("kind", "what it means")
@@ -383,11 +406,10 @@ def metrics() -> str:
 
 
 def table_of(found: Iterable[Noted]) -> Table:
-    table = Table("name", "type", "labels", "meaning")
+    table = Table("name", "type, labels", "meaning")
     for one in found:
         name = f"`{one.name}{'_total' * (one.kind == 'counter')}`"
-        labels = ", ".join(n if n.startswith("(") else f"`{n}`" for n in one.labels)
-        table.add(name, one.kind, labels, one.meaning)
+        table.add(name, ", ".join([one.kind, *(f"`{n}`" for n in one.labels)]), one.meaning)
     return table
 
 
@@ -455,10 +477,16 @@ def python_pages() -> dict[str, str]:
     for page, (title, said, names) in API.items():
         short = ", ".join(f"[`{name.rpartition('.')[2]}`]({page}.md#{name})" for name in names)
         index += f"\n**[{title}]({page}.md).** {said} {short}\n"
-        blocks = "\n".join(f"::: {name}\n" for name in names)
+        blocks = "\n".join(map(block, names))
         made[f"reference/api/{page}.md"] = f"# {title}\n\n{said}\n\n{blocks}"
     index += "\n**[Errors](../errors.md)**, each with cause and remedy.\n"
     return {"reference/api/index.md": index, **made}
+
+
+def block(name: str) -> str:
+    """What mkdocstrings puts the documentation of a name in the place of."""
+    made = name.rpartition(".")[2] in CONSTRUCTED
+    return f"::: {name}\n" + "    options:\n      merge_init_into_class: true\n" * made
 
 
 def public_names() -> set[str]:
