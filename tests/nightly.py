@@ -77,6 +77,12 @@ def engine(name: str, minutes: float, *covers: str, settings: str = "") -> Part:
 
 # Short ones first: what a broken tree fails at is seen early.
 PARTS = {
+    "docs": Part(
+        "make docs",
+        1,
+        ("docs/", "mkdocs.yml", "README.md", "CHANGELOG.md", "bench/results/"),
+        prepare="make env-docs",
+    ),
     "tsan": Part("make native-tsan-rest", 3, C_TESTS),
     "arm64": Part("make native-test-arm64-rest", 2, C_TESTS, tools=ARM64),
     "triton": Part("make pytest-nightly ARGS=tests/kernels", 3, ("kernels/", "tests/kernels/")),

@@ -485,8 +485,10 @@ def python_pages() -> dict[str, str]:
 
 def block(name: str) -> str:
     """What mkdocstrings puts the documentation of a name in the place of."""
-    made = name.rpartition(".")[2] in CONSTRUCTED
-    return f"::: {name}\n" + "    options:\n      merge_init_into_class: true\n" * made
+    if name.rpartition(".")[2] not in CONSTRUCTED:
+        return f"::: {name}\n"
+    options = ("merge_init_into_class: true", 'filters: ["!^_(?!_init__)", "!^reset_after_fork$"]')
+    return f"::: {name}\n    options:\n" + "".join(f"      {one}\n" for one in options)
 
 
 def public_names() -> set[str]:
