@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import posixpath
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ from mkdocs.structure.files import File
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.nav import Navigation, Section
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,10 +33,13 @@ DOCS = ROOT / "docs"
 COPIED = {"CHANGELOG.md": "project/changelog.md", "bench/results/": "results/"}
 """Files outside docs/ that the site has, each with its place there."""
 OF_HISTORY = ("decisions/", "project/changelog")  # a search finds other pages first
+CODE = re.compile(r"<code>([^\s<]{1,16}|--?[\w-]{1,24})</code>")
+TAG = re.compile(r"<[^>]+>")
 
 _texts: dict[str, str] = {}  # of pages that were made, by page
 _files: dict[str, str] = {}  # of the repository, that pages were made from, by page
 _pages_of_readme: dict[str, str] = {}  # by anchor
+_parts: dict[str, list[Page]] = {}  # of the navigation, by title
 _read: dict[str, str] = {}  # Markdown of all pages, for llms-full.txt
 
 
@@ -91,14 +97,36 @@ def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) 
     return _read[uri]
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Short names of code and options are not broken between lines."""
+    if page.file.src_uri.startswith("reference/api/"):
+        _read[page.file.src_uri] = re.sub(r"\n\s*\n+", "\n\n", unescape(TAG.sub("", html)))
+    return CODE.sub(r'<code class="whole">\1</code>', html)
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
+    _parts.update({part.title: list(pages_of(part)) for part in nav.items})
+    return nav
+
+
+def pages_of(part: Section | Page) -> Iterator[Page]:
+    if part.is_page:
+        yield part
+    for one in part.children or ():
+        yield from pages_of(one)
+
+
 def on_post_build(config: MkDocsConfig) -> None:
-    """llms.txt names all pages, and llms-full.txt has them."""
+    """llms.txt names all pages, as they are in the navigation, and llms-full.txt has them."""
+    names, texts = [f"# {config.site_name}\n\n> {config.site_description}"], []
+    for part, pages in _parts.items():
+        names.append(f"\n## {part}\n")
+        for page in pages:
+            names.append(f"- [{page.title}]({page.file.dest_uri})")
+            texts.append(f"<!-- {page.file.dest_uri} -->\n\n{_read[page.file.src_uri].strip()}\n")
     folder = Path(config.site_dir)
-    lines = [f"# {config.site_name}\n\n> {config.site_description}\n"]
-    lines += [f"- [{title_of(uri)}]({posixpath.splitext(uri)[0]}.html)" for uri in sorted(_read)]
-    (folder / "llms.txt").write_text("\n".join(lines) + "\n")
-    full = [f"<!-- {uri} -->\n\n{text.strip()}\n" for uri, text in sorted(_read.items())]
-    (folder / "llms-full.txt").write_text("\n".join(full))
+    (folder / "llms.txt").write_text("\n".join(names) + "\n")
+    (folder / "llms-full.txt").write_text("\n".join(texts))
 
 
 def in_site(path: str) -> str | None:

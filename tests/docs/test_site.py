@@ -128,4 +128,6 @@ def test_the_site_is_whole(tmp_path: Path) -> None:
     )
     assert built.returncode == 0, built.stderr
     assert crawl.main(tmp_path) == 0
-    assert "engines/vllm.html" in (tmp_path / "llms.txt").read_text()
+    named = re.findall(r"\]\(([^)]+)\)", (tmp_path / "llms.txt").read_text())
+    assert len(named) == len(set(named)) > 50
+    assert [name for name in named if not (tmp_path / name).is_file()] == []
