@@ -71,10 +71,23 @@ def run(
     measured = memory(result, "local", layout, group=group, threads=threads)
     assert measured.far is not None
     local = replace(measured.far, write_bytes_per_s=None)  # its copies are not appended
+    costs = replace(
+        measured,
+        local=local,
+        engine_score_bytes_per_s=measured.score_bytes_per_s,  # of what is fetched or recomputed
+        engine_attend_bytes_per_s=measured.attend_bytes_per_s,
+        engine_step_latency_s=measured.step_latency_s,
+    )
     if pool is not None:
         with CXLPool.open(pool, threads=threads) as opened:
-            measured = through(result, "far", opened, group)
-    costs = replace(measured, local=local)
+            there = through(result, "far", opened, group)
+        costs = replace(
+            costs,
+            far=there.far,
+            score_bytes_per_s=there.score_bytes_per_s,
+            attend_bytes_per_s=there.attend_bytes_per_s,
+            step_latency_s=there.step_latency_s,
+        )
     if cold is not None:
         costs = replace(costs, cold=file(result, layout, cold))
     return costs

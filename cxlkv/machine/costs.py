@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TypeGuard
 
@@ -170,7 +170,8 @@ class Decisions:
             if seconds[name] < math.inf
         ]
         taken = f"{', '.join(others[:-1])} and {others[-1]}"
-        reason = f"{choice}: {tokens:,} tokens in the {tier} tier take {taken}"
+        told = f"{tokens:,} tokens in the {tier} tier take {taken}"
+        reason = f"{choice}: {told}, decoding included"
         return Decision(choice, seconds, reason if tokens else f"{choice}: nothing is cached")
 
 
@@ -200,8 +201,9 @@ class Costs:
     """Measured costs of this machine. A tier that is None is absent, or was not measured.
 
     score_bytes_per_s: bytes of keys in sight over the time of a select; attend_bytes_per_s: of K
-    and V; step_latency_s: of a layer's select and attend, whatever their size. link_bytes_per_s:
-    from this host's memory to the GPU, None: the engine computes in this memory.
+    and V; step_latency_s: of a layer's select and attend, whatever their size. engine_...: the same
+    where the engine decodes, once K and V are fetched or recomputed; None: as near the data.
+    link_bytes_per_s: from this host's memory to the GPU, None: the engine computes in this memory.
     """
 
     local: Tier | None = None
@@ -210,14 +212,18 @@ class Costs:
     score_bytes_per_s: float | None = None
     attend_bytes_per_s: float | None = None
     step_latency_s: float = 0.0
+    engine_score_bytes_per_s: float | None = None
+    engine_attend_bytes_per_s: float | None = None
+    engine_step_latency_s: float = 0.0
     link_bytes_per_s: float | None = None
     prefill: Prefill | None = None
 
     def __post_init__(self) -> None:
-        for name in ("score_bytes_per_s", "attend_bytes_per_s", "link_bytes_per_s"):
-            if getattr(self, name) is not None:
-                _check_rate(name, getattr(self, name))
-        _check_number("step_latency_s", self.step_latency_s)
+        for name in ("score", "attend", "engine_score", "engine_attend", "link"):
+            if getattr(self, rate := f"{name}_bytes_per_s") is not None:
+                _check_rate(rate, getattr(self, rate))
+        for name in ("step_latency_s", "engine_step_latency_s"):
+            _check_number(name, getattr(self, name))
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -257,9 +263,10 @@ class Costs:
         """Choose the cheapest way for each request: a prompt of `tokens`, `cached_tokens` of them a
         prefix that lies in `tier`, then decode_tokens to decode.
 
-        share: of the pages that a step attends to, as in Budget. What all three ways have in
-        common is left out. Every token behind the prefix, of the prompt or decoded, is a step
-        when attending near the data. Raises BadArgumentError.
+        share: of the pages that a step attends to, as in Budget, whichever way is taken. Every
+        token behind the prefix, of the prompt or decoded, is a step: near the data, or where the
+        engine has what was fetched or recomputed. What else all three ways have in common is left
+        out. Raises BadArgumentError.
         """
         prompts = _whole("tokens", tokens)
         cached = _whole("cached_tokens", cached_tokens)
@@ -277,9 +284,12 @@ class Costs:
         names = (tier,) * len(prompts) if isinstance(tier, str) else tuple(tier)
         if len(names) != len(prompts):
             raise BadArgumentError(f"tier has {len(names)} names for {len(prompts)} requests")
+        steps = prompts - cached + decoded
         fetch = self.read_seconds(layout, cached, names)
-        attend = self.attend_seconds(layout, cached, names, prompts - cached + decoded, arrays[3])
-        seconds = np.stack([self.recompute_seconds(0, cached), fetch, attend], axis=1)
+        attend = self.attend_seconds(layout, cached, names, steps, arrays[3])
+        decode = self.decode_seconds(layout, cached, steps, arrays[3])
+        recompute = self.recompute_seconds(0, cached)
+        seconds = np.stack([recompute + decode, fetch + decode, attend], axis=1)
         return Decisions(np.argmin(seconds, axis=1), seconds, cached, names)
 
     def read_seconds(self, layout: KVLayout, tokens: npt.ArrayLike, tier: TierNames) -> Doubles:
@@ -326,6 +336,27 @@ class Costs:
         if in_file.any():
             total = total + np.where(in_file, self._cold_seconds(layout, wanted), 0.0)
         return np.asarray(total)
+
+    def decode_seconds(
+        self,
+        layout: KVLayout,
+        tokens: npt.ArrayLike,
+        steps: npt.ArrayLike,
+        share: npt.ArrayLike = 1.0,
+    ) -> Doubles:
+        """Seconds of `steps`, at least one, where the engine has a prefix of `tokens` itself; 0
+        where no rate is known, as attending in place is no choice then."""
+        if self.attend_bytes_per_s is None or self.score_bytes_per_s is None:
+            return np.zeros(np.shape(tokens))
+        own = self
+        if self.engine_attend_bytes_per_s is not None and self.engine_score_bytes_per_s is not None:
+            own = replace(
+                self,
+                score_bytes_per_s=self.engine_score_bytes_per_s,
+                attend_bytes_per_s=self.engine_attend_bytes_per_s,
+                step_latency_s=self.engine_step_latency_s,
+            )
+        return np.maximum(1, _whole("steps", steps)) * own.step_seconds(layout, tokens, share)
 
     def step_seconds(
         self, layout: KVLayout, tokens: npt.ArrayLike, share: npt.ArrayLike = 1.0

@@ -14,15 +14,48 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cxlkv.errors import BadArgumentError, GeometryError, NotAPoolError, PoolMissingError
+from cxlkv.errors import (
+    BadArgumentError,
+    CXLKVError,
+    GeometryError,
+    NotAPoolError,
+    PoolMissingError,
+    UnsupportedError,
+)
 from cxlkv.layout import KVLayout
 from cxlkv.machine.costs import Costs, Decision, Prefill, Verdict, format_seconds, half_of_model
 from cxlkv.machine.state import write_whole
+from cxlkv.ndp.engine import SHARE
 from cxlkv.ndp.tuning import current
 from cxlkv.ops.top import plain
 from cxlkv.pool import Pool
 
 TOKENS = (1024, 4096, 16384, 65536)
+DISK = Path("/var/tmp")
+GPU_BYTES_PER_S, GPU_SOURCE = 2.0e12, "about that of an A100 80 GB by its data sheet"
+"""Where no GPU can be measured."""
+
+Share = Annotated[
+    float, typer.Option(help="Of the pages that a step attends to, whichever way is taken.")
+]
+Speeds = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Your engine's, measured on whole prompts: 9000, or 9000@4096 for prompts of 4096 "
+        "tokens. Two of different lengths say how much attention adds."
+    ),
+]
+LinkRate = Annotated[
+    float | None,
+    typer.Option(help="To the GPU, in 1e9 bytes a second; measured if this machine has one."),
+]
+ColdFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where a cold file is or will be: its disk is measured, 64 MiB written; /var/tmp if "
+        "not given."
+    ),
+]
 
 
 def advise(
@@ -41,14 +74,8 @@ def advise(
         list[int] | None, typer.Option(help="Length of a cached prefix; again for more.", min=1)
     ] = None,
     decode_tokens: Annotated[int, typer.Option(help="Decoded after each hit.", min=0)] = 128,
-    share: Annotated[float, typer.Option(help="Of the pages that a step attends to.")] = 1.0,
-    prefill_tokens_per_s: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Your engine's, measured on whole prompts: 9000, or 9000@4096 for prompts of 4096 "
-            "tokens. Two of different lengths say how much attention adds."
-        ),
-    ] = None,
+    share: Share = SHARE,
+    prefill_tokens_per_s: Speeds = None,
     tflops: Annotated[
         float | None,
         typer.Option(help="Instead of a speed: TFLOPS that prefill reaches (not the peak)."),
@@ -57,21 +84,17 @@ def advise(
         float | None, typer.Option(help="Of the model, active for a token, e.g. 8.2e9.")
     ] = None,
     q_heads: Annotated[int | None, typer.Option(help="Query heads of a layer.", min=1)] = None,
-    link_gb_per_s: Annotated[
-        float | None, typer.Option(help="To the GPU, in 1e9 bytes a second, if there is one.")
-    ] = None,
-    cold: Annotated[
-        Path | None,
-        typer.Option(help="Where a cold file is or will be: its disk is measured, 64 MiB written."),
-    ] = None,
+    link_gb_per_s: LinkRate = None,
+    cold: ColdFile = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures here.")
     ] = None,
 ) -> None:
     """Say whether reading cached keys and values beats computing them again, tier by tier.
 
-    Measures memory, or takes what `cxlkv tune` kept. The prefill speed is your engine's; without
-    it the answer is the speed up to which a tier pays.
+    Measures memory, a disk and a GPU's link, or takes what `cxlkv tune` kept. The prefill speed is
+    your engine's; without it the answer is the speed up to which a tier pays. Each way is charged
+    with the same decode steps. The last line is the advice.
     """
     from cxlkv.bench.cli import check_files, wide_console
 
@@ -83,11 +106,13 @@ def advise(
     if not 0 < share <= 1:
         raise BadArgumentError(f"--share is {share}: outside (0, 1]")
     console = wide_console()
+    sources: list[str] = []
     with console.status("measuring ..."):
-        costs = measured(layout, pool or pool_of(config, layout), cold, q_heads)
-    link = None if link_gb_per_s is None else link_gb_per_s * 1e9
-    costs = replace(costs, prefill=speed, link_bytes_per_s=link)
-    answer = Answer.of(layout, costs, sorted(set(tokens or TOKENS)), decode_tokens, share)
+        costs = measured(layout, pool or pool_of(config, layout), cold, q_heads, sources)
+        costs = with_gpu(costs, link_gb_per_s, sources)
+    costs = replace(costs, prefill=speed)
+    lengths = sorted(set(tokens or TOKENS))
+    answer = Answer.of(layout, costs, lengths, decode_tokens, share, sources)
     show(answer, console)
     if json_file is not None:
         write(answer, json_file)
@@ -183,19 +208,65 @@ def _point(text: str) -> tuple[float, float]:
         ) from None
 
 
-def measured(layout: KVLayout, pool: Path | None, cold: Path | None, q_heads: int | None) -> Costs:
-    """What `cxlkv tune` kept; memory is measured now where it kept nothing, and what is named."""
+def measured(
+    layout: KVLayout,
+    pool: Path | None,
+    cold: Path | None,
+    q_heads: int | None,
+    sources: list[str],
+) -> Costs:
+    """What `cxlkv tune` kept; memory and a disk are measured now where it kept nothing, and what is
+    named. Adds to `sources` what figures do not say of themselves."""
     from cxlkv.bench.calibrate import rates
     from cxlkv.bench.result import Result
 
     group = max(1, (q_heads or 4 * layout.kv_heads) // layout.kv_heads)
     result = Result("advise")
     kept = current().costs
-    if kept is None:
-        return rates.run(result, layout, pool=pool, cold=cold, group=group)
-    if pool is not None:
-        kept = replace(rates.run(result, layout, pool=pool, group=group), cold=kept.cold)
-    return kept if cold is None else replace(kept, cold=rates.file(result, layout, cold))
+    if kept is None or pool is not None:
+        cold_kept = None if kept is None else kept.cold
+        kept = replace(rates.run(result, layout, pool=pool, group=group), cold=cold_kept)
+    else:
+        sources.append("what was measured by `cxlkv tune` was taken; it measures anew")
+    if kept.cold is not None and cold is None:
+        return kept
+    try:
+        return replace(kept, cold=rates.file(result, layout, cold or DISK))
+    except CXLKVError as error:
+        if cold is not None:
+            raise
+        sources.append(f"cold was not measured: {error}; --cold PATH measures another disk")
+        return kept
+
+
+def with_gpu(costs: Costs, link_gb_per_s: float | None, sources: list[str]) -> Costs:
+    """With the link to this machine's GPU, which decodes then, or to the one that is said to be
+    there; as they are where there is none."""
+    from cxlkv.bench.calibrate import links
+    from cxlkv.bench.result import Result
+
+    memory, of = GPU_BYTES_PER_S, GPU_SOURCE
+    try:
+        gpu = links.run(Result("advise"))
+        link, memory = gpu.link_bytes_per_s, gpu.bytes_per_s
+        how, of = f"measured by copies from pinned memory to {gpu.name}", f"measured on {gpu.name}"
+    except UnsupportedError as error:
+        if link_gb_per_s is None:
+            sources.append(
+                f"no link to a GPU: {error}, so fetch ends in this host's memory, where the engine "
+                "decodes; --link-gb-per-s says what a link gives"
+            )
+            return costs
+    if link_gb_per_s is not None:
+        link, how = link_gb_per_s * 1e9, "as --link-gb-per-s says"
+    sources.append(f"link: {_rate(link)}, {how}; a GPU decodes at {_rate(memory)}, {of}")
+    return replace(
+        costs,
+        link_bytes_per_s=link,
+        engine_score_bytes_per_s=memory,
+        engine_attend_bytes_per_s=memory,
+        engine_step_latency_s=0.0,
+    )
 
 
 # ---- what is answered ----
@@ -203,9 +274,11 @@ def measured(layout: KVLayout, pool: Path | None, cold: Path | None, q_heads: in
 
 @dataclass(frozen=True)
 class Row:
-    """One length of prefix in one tier; decision: None without a prefill speed."""
+    """One length of prefix in one tier; decision: None without a prefill speed. decode_s: of the
+    engine, behind fetch or recompute; attend_s: of the same steps in place."""
 
     verdict: Verdict
+    decode_s: float
     attend_s: float
     decision: Decision | None
 
@@ -220,6 +293,7 @@ class Answer:
     share: float
     rows: Sequence[Row]
     notes: Sequence[str]
+    advice: str
 
     @classmethod
     def of(
@@ -229,6 +303,7 @@ class Answer:
         lengths: Sequence[int],
         decode_tokens: int,
         share: float,
+        sources: Sequence[str] = (),
     ) -> Answer:
         rows = []
         for tokens in lengths:
@@ -244,8 +319,49 @@ class Answer:
                         share=share,
                     )
                 attend_s = costs.attend_seconds(layout, tokens, tier, decode_tokens, share)
-                rows.append(Row(costs.verdict(layout, tier, tokens), float(attend_s), decision))
-        return cls(layout, costs, decode_tokens, share, rows, list(_notes(costs)))
+                decode_s = costs.decode_seconds(layout, tokens, decode_tokens, share)
+                verdict = costs.verdict(layout, tier, tokens)
+                rows.append(Row(verdict, float(decode_s), float(attend_s), decision))
+        notes = [*sources, *_notes(costs)]
+        return cls(layout, costs, decode_tokens, share, rows, notes, advice_of(rows, share))
+
+
+def advice_of(rows: Sequence[Row], share: float) -> str:
+    """What to do with the pool, and with a file below it, in one sentence."""
+    tiers = {row.verdict.tier: row.verdict for row in rows}  # of the longest
+    last = [row for row in rows if row.verdict.tier == ("far" if "far" in tiers else "local")]
+    longest = last[-1]
+    verdict, decision = longest.verdict, longest.decision
+    if decision is None:
+        return (
+            f"use a pool if your engine prefills {verdict.tokens:,} tokens more slowly than at "
+            f"{verdict.prefill_tokens_per_s:,.0f} tokens/s; measure it, and give "
+            "--prefill-tokens-per-s"
+        )
+    took = {way: format_seconds(seconds) for way, seconds in decision.seconds.items()}
+    if decision.choice == "recompute":
+        return (
+            f"leave the pool off: {verdict.tokens:,} tokens take {took['recompute']} to compute "
+            f"again and {took['fetch']} to fetch, decoding included"
+        )
+    begins = min(r.verdict.pays_from or r.verdict.tokens for r in last if _is_better(r))
+    what = "fetch them"
+    if decision.choice == "attend":
+        what = f"attend to {100 * share:g} % of their pages where they lie"
+    told = (
+        f"keep prefixes of {begins:,} tokens and more in a pool and {what}: {verdict.tokens:,} "
+        f"tokens take {took[decision.choice]} instead of {took['recompute']} to compute again, "
+        "decoding included"
+    )
+    if "cold" not in tiers:
+        return told
+    cold = tiers["cold"].pays_from
+    file = "no file below it" if cold is None else f"a file below it from {cold:,} tokens on"
+    return f"{told}; {file}"
+
+
+def _is_better(row: Row) -> bool:
+    return row.decision is not None and row.decision.choice != "recompute"
 
 
 def _notes(costs: Costs) -> Iterator[str]:
@@ -257,12 +373,8 @@ def _notes(costs: Costs) -> Iterator[str]:
             "far was measured in this process's own memory, as local was: --pool PATH measures a "
             "pool's"
         )
-    if costs.cold is None:
-        yield "cold was not measured: --cold PATH measures the disk there"
-    elif costs.cold.where.endswith(FORGOTTEN):
+    if costs.cold is not None and costs.cold.where.endswith(FORGOTTEN):
         yield "cold was read through the page cache: a disk may be slower than that"
-    if costs.link_bytes_per_s is None:
-        yield "no link to a GPU was given: fetch ends in this host's memory"
     if costs.prefill is None:
         yield "no prefill speed was given, so that nothing is said about recomputing"
     elif costs.prefill.context_half == math.inf:
@@ -282,6 +394,7 @@ def show(answer: Answer, console: Console) -> None:
             console.print("; ".join(sentences), soft_wrap=True, highlight=False, markup=False)
     for note in answer.notes:
         console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
+    console.print(Text(f"advice: {answer.advice}", style="bold"), soft_wrap=True)
 
 
 def telling(verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -327,23 +440,29 @@ def costs_table(costs: Costs) -> Table:
 def rows_table(answer: Answer) -> Table:
     known = answer.costs.prefill is not None
     last = ("recompute", "choice") if known else ("pays below, tokens/s of prefill",)
-    made = Table(title=f"A cached prefix, then {answer.decode_tokens} tokens decoded")
+    made = Table(
+        title=f"A cached prefix, and {answer.decode_tokens} tokens decoded behind it with "
+        f"{100 * answer.share:g}\N{NO-BREAK SPACE}% of the pages: all in all"
+    )
     for column in ("tokens", "tier", "fetch", "attend", *last):
         made.add_column(column, justify="left" if column in ("tier", "choice") else "right")
     for row in answer.rows:
         verdict = row.verdict
-        cells = [f"{verdict.tokens:,}", verdict.tier, format_seconds(verdict.read_s)]
+        fetch_s = verdict.read_s + row.decode_s
+        cells = [f"{verdict.tokens:,}", verdict.tier, format_seconds(fetch_s)]
         cells.append(format_seconds(row.attend_s) if row.attend_s < math.inf else "")
         if row.decision is None or verdict.recompute_s is None:
             cells.append(f"{verdict.prefill_tokens_per_s:,.0f}")
         else:
-            cells += [format_seconds(verdict.recompute_s), row.decision.choice]
+            recompute_s = verdict.recompute_s + row.decode_s
+            cells += [format_seconds(recompute_s), row.decision.choice]
         made.add_row(*cells)
     return made
 
 
 def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.3g} GB/s"
+    rate = bytes_per_s / 1e9
+    return f"{rate:,.0f} GB/s" if rate >= 1000 else f"{rate:.3g} GB/s"
 
 
 def write(answer: Answer, path: Path) -> None:
@@ -356,6 +475,7 @@ def write(answer: Answer, path: Path) -> None:
         rows.append(
             {
                 **asdict(row.verdict),
+                "decode_s": row.decode_s,
                 "attend_s": row.attend_s,
                 "choice": None if decision is None else decision.choice,
                 "reason": None if decision is None else decision.reason,

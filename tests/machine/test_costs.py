@@ -37,6 +37,9 @@ COSTS = Costs(
     score_bytes_per_s=1e8,
     attend_bytes_per_s=1e8,
     step_latency_s=1e-4,
+    engine_score_bytes_per_s=1e9,
+    engine_attend_bytes_per_s=1e9,
+    engine_step_latency_s=1e-5,
     prefill=Prefill(tokens_per_s=10_000),
 )
 
@@ -44,12 +47,19 @@ COSTS = Costs(
 def test_a_long_hit_in_far_memory_is_fetched() -> None:
     decision = COSTS.decide(LAYOUT, tokens=1000, cached_tokens=1000, tier="far", decode_tokens=50)
     assert decision.choice == "fetch"
-    # A step: 10 layers of 0.1 ms, and 1 MB of K and V at 100 MB/s. 50 of them.
-    assert decision.seconds == pytest.approx({"recompute": 0.1, "fetch": 0.02, "attend": 0.55})
+    # A step: 10 layers of 0.1 ms, and 1 MB of K and V at 100 MB/s. 50 of them. The engine's takes
+    # a tenth of that.
+    assert decision.seconds == pytest.approx({"recompute": 0.155, "fetch": 0.075, "attend": 0.55})
     assert decision.reason == (
-        "fetch: 1,000 tokens in the far tier take 20 ms to fetch, 550 ms to attend to where they "
-        "lie and 100 ms to recompute"
+        "fetch: 1,000 tokens in the far tier take 75 ms to fetch, 550 ms to attend to where they "
+        "lie and 155 ms to recompute, decoding included"
     )
+
+
+def test_an_engine_that_decodes_no_faster_attends_in_place() -> None:
+    costs = replace(COSTS, engine_attend_bytes_per_s=None)
+    decision = costs.decide(LAYOUT, tokens=1000, cached_tokens=1000, tier="far", decode_tokens=50)
+    assert decision.seconds == pytest.approx({"recompute": 0.65, "fetch": 0.57, "attend": 0.55})
 
 
 def test_one_answer_about_a_long_prefix_is_attended_to_in_place() -> None:
@@ -62,13 +72,15 @@ def test_one_answer_about_a_long_prefix_is_attended_to_in_place() -> None:
 def test_a_short_hit_is_recomputed() -> None:
     decision = COSTS.decide(LAYOUT, tokens=50, cached_tokens=50, tier="far", decode_tokens=100)
     assert decision.choice == "recompute"
-    assert decision.seconds["recompute"] == pytest.approx(0.005)
-    assert decision.seconds["fetch"] == pytest.approx(0.0105)
+    # 100 steps of the engine: 10 calls of 10 us, and 50 kB at 1 GB/s.
+    assert decision.seconds["recompute"] == pytest.approx(0.005 + 0.015)
+    assert decision.seconds["fetch"] == pytest.approx(0.0105 + 0.015)
 
 
 def test_what_lies_in_a_file_goes_through_the_pool() -> None:
     cold = COSTS.decide(LAYOUT, tokens=1000, cached_tokens=1000, tier="cold")
-    assert cold.seconds == pytest.approx({"recompute": 0.1, "fetch": 0.22, "attend": 0.211})
+    wanted = {"recompute": 0.1011, "fetch": 0.2211, "attend": 0.211}
+    assert cold.seconds == pytest.approx(wanted)
     assert cold.choice == "recompute"
 
 
@@ -263,6 +275,9 @@ all_costs = st.builds(
     score_bytes_per_s=rates,
     attend_bytes_per_s=rates,
     step_latency_s=latencies,
+    engine_score_bytes_per_s=st.one_of(st.none(), rates),
+    engine_attend_bytes_per_s=rates,
+    engine_step_latency_s=latencies,
     link_bytes_per_s=st.one_of(st.none(), rates),
     prefill=prefills,
 )

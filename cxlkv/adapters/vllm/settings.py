@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from numbers import Real
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PlainValidator, model_validator
@@ -28,10 +27,11 @@ def _budget(given: object) -> Budget | None:
     like {"pages": 64}; true is Budget(), null and false are all pages."""
     if given is None or given is False:
         return None
-    if isinstance(given, (Budget, Real)) and given is not True:
+    if given is True:
+        return Budget()
+    if isinstance(given, (Budget, float, int)):
         return budget_of(given)
-    known = [one.name for one in fields(Budget)]
-    words = {} if given is True else given
+    known, words = [one.name for one in fields(Budget)], given
     if not isinstance(words, Mapping) or not set(words) <= set(known):
         raise BadArgumentError(f"{given!r}: keys and values are wanted, of {', '.join(known)}")
     if isinstance(layers := words.get("by_layer"), Mapping):  # JSON has text for keys
