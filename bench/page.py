@@ -2,50 +2,37 @@
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import matplotlib
 from jinja2 import Environment, StrictUndefined
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 
+from cxlkv.bench import mlc, words
 from cxlkv.bench.compare import THRESHOLD_PERCENT, Change, changes, refuse_unlike
-from cxlkv.bench.measure import median_interval
-from cxlkv.bench.result import MetricRead, ResultRead, read
+from cxlkv.bench.measure import median_interval, warnings_of
+from cxlkv.bench.mlc import Mlc
+from cxlkv.bench.page_pictures import (
+    Bars,
+    Curves,
+    Matrix,
+    bars_of,
+    curves_of,
+    matrix_of,
+    ratios_of,
+)
+from cxlkv.bench.result import MetricRead, ResultRead, lower_is_better, read
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.state import write_whole
 
 TEMPLATE = Path(__file__).resolve().parent / "page.html.j2"
-SAMPLES_DRAWN = 200
-BARS_MAX = 60  # more of one unit than this would be a page of their own
-LATENCY = "latency"
-
-
-@dataclass(frozen=True)
-class Colors:
-    ink: str
-    grid: str
-    bar: str
-    dot: str
-
-
-LIGHT = Colors(ink="#23272e", grid="#e2e5ea", bar="#5f97cf", dot="#123a66")
-DARK = Colors(ink="#e3e6eb", grid="#333a44", bar="#3f77b3", dot="#b9d6f5")
-
-
-@dataclass(frozen=True)
-class Picture:
-    """As data URIs, so that nothing is fetched."""
-
-    about: str
-    light: str
-    dark: str
+BYTES_MAX = 2 << 20
+SAMPLES_DRAWN = (60, 0)  # of a figure; without them where the page would be too large
+RATIOS_SUMMED_UP = 3
+LATENCY, BANDWIDTH = "latency", "bandwidth"
+LOADED = re.compile(r"loaded_(?:(\d)r(\d)w_)?(.+)_ns")
+READS_ONLY = "reads only"
 
 
 @dataclass(frozen=True)
@@ -53,58 +40,129 @@ class Part:
     """One case's figures: those of `all` are split by their names."""
 
     name: str
-    pictures: Sequence[Picture]
+    about: str
+    groups: Sequence[Bars]
+    curves: Curves | None
+    matrices: Sequence[Matrix]
     metrics: Mapping[str, MetricRead]
     ratios: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A figure of ours and what MLC says of the same; ratio: ours over theirs."""
+
+    what: str
+    ours: str
+    theirs: str
+    ratio: str
+
+
 @dataclass
 class Run:
+    """summary: its most important figures in words, with their numbers. doubts: how many of its
+    figures are noisy."""
+
     title: str
     result: ResultRead
     machine: Mapping[str, str]
     failed: Sequence[str]
+    warning: str
     parts: Sequence[Part] = ()
+    summary: Sequence[tuple[str, str]] = ()
+    doubts: int = 0
     changes: Sequence[Change] = ()
     unlike: str = ""
+    beside: Sequence[Beside] = ()
+
+    def count(self, verdict: str) -> int:
+        return sum(change.verdict == verdict for change in self.changes)
 
 
-def write(paths: Sequence[Path], out: Path) -> None:
-    """Raises BadArgumentError for a file that is no result, or where the page cannot go."""
+@dataclass(frozen=True)
+class Other:
+    """MLC's own tables."""
+
+    mlc: Mlc
+    curves: Curves | None
+    matrices: Sequence[Matrix]
+
+
+def write(paths: Sequence[Path], out: Path, mlc_file: Path | None = None) -> None:
+    """Raises BadArgumentError for a file that is no result, or no output of MLC, where the page
+    cannot go, and for one that would be larger than BYTES_MAX."""
     if not out.absolute().parent.is_dir():
         raise BadArgumentError(f"{out}: its folder does not exist")
-    firsts: dict[str, ResultRead] = {}
-    runs = []
-    for path in paths:
-        result = read(path)
-        runs.append(_run(path, result, firsts.get(result.case)))
-        firsts.setdefault(result.case, result)
+    results = [(path, read(path)) for path in paths]
+    other = None if mlc_file is None else mlc.read(mlc_file)
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    page = environment.from_string(TEMPLATE.read_text()).render(runs=runs, interval=median_interval)
-    write_whole(out, page + "\n")
+    template = environment.from_string(TEMPLATE.read_text())
+    for samples in SAMPLES_DRAWN:
+        page = template.render(
+            runs=_runs(results, other, samples),
+            other=_other(other),
+            of_figure=words.of_figure,
+            interval=median_interval,
+        )
+        if len(page.encode()) < BYTES_MAX:
+            write_whole(out, page + "\n")
+            return
+    raise BadArgumentError(
+        f"the page would have {len(page.encode()) >> 10} KiB, more than {BYTES_MAX >> 10}: give "
+        "fewer runs to each page"
+    )
 
 
-def _run(path: Path, result: ResultRead, first: ResultRead | None) -> Run:
+def _runs(results: Sequence[tuple[Path, ResultRead]], other: Mlc | None, samples: int) -> list[Run]:
+    firsts: dict[str, ResultRead] = {}
+    found = []
+    for path, result in results:
+        found.append(_run(path, result, firsts.get(result.case), other, samples))
+        firsts.setdefault(result.case, result)
+    return found
+
+
+def _run(
+    path: Path, result: ResultRead, first: ResultRead | None, other: Mlc | None, samples: int
+) -> Run:
     failed = [name for name, holds in result.checks.items() if not holds]
     if not result.checks:
         failed = ["nothing was checked"]
-    run = Run(f"{result.case} ({path.name})", result, _machine(result), failed)
+    title = f"{result.case} ({path.name})"
+    run = Run(title, result, _machine(result), failed, _warning(result))
     if failed:
         return run
-    run.parts = [_part(name, *figures) for name, figures in _split(result).items()]
+    split = _split(result)
+    run.parts = [_part(name, *figures, other, samples) for name, figures in split.items()]
+    run.summary = [line for name, figures in split.items() for line in _summary(name, *figures)]
+    run.doubts = sum(
+        bool(warnings_of(metric.samples))
+        for metric in result.metrics.values()
+        if lower_is_better(metric.unit) is not None
+    )
+    run.beside = [] if other is None else _beside(split, other)
     if first is not None:
         try:
             refuse_unlike(first, result)
-            run.changes = [
-                change
-                for change in changes(first, result, THRESHOLD_PERCENT)
-                if change.factor == change.factor
-            ]
+            found = changes(first, result, THRESHOLD_PERCENT)
+            run.changes = [change for change in found if change.factor == change.factor]
         except BadArgumentError as error:
             run.unlike = str(error)
     return run
+
+
+def _warning(result: ResultRead) -> str:
+    """What was said of the machine's load before the run; else by its load at the end, of which the
+    run itself may be a part."""
+    for note in result.notes:
+        if note.startswith("warning: load"):
+            return note.removeprefix("warning: ")
+    load, cores = result.machine.get("load_average"), result.machine.get("cores_allowed")
+    if isinstance(load, float) and isinstance(cores, int) and load > 1.5 * cores:
+        return f"load average {load:.1f} on {cores} cores at the end: figures may be noisy"
+    return ""
 
 
 def _machine(result: ResultRead) -> dict[str, str]:
@@ -141,103 +199,109 @@ def _split(result: ResultRead) -> dict[str, Figures]:
     return parts
 
 
-def _part(name: str, metrics: dict[str, MetricRead], ratios: dict[str, float]) -> Part:
-    pictures = []
-    curve = _curve(metrics) if name == LATENCY else []
-    if curve:
-        about = "latency against the load of other threads"
-        pictures.append(_picture(about, 3.4, partial(_draw_curve, curve)))
-    units: dict[str, dict[str, Sequence[float]]] = {}
+def _part(
+    name: str,
+    metrics: dict[str, MetricRead],
+    ratios: dict[str, float],
+    other: Mlc | None,
+    samples: int,
+) -> Part:
+    units: dict[str, dict[str, MetricRead]] = {}
     for figure, metric in metrics.items():
-        units.setdefault(metric.unit, {})[figure] = metric.samples
+        units.setdefault(metric.unit, {})[figure] = metric
+    groups = [bars for unit, some in units.items() for bars in bars_of(name, unit, some, samples)]
     if ratios:
-        units["ratio"] = {ratio: [value] for ratio, value in ratios.items()}
-    for unit, figures in units.items():
-        every = list(figures.items())
-        for first in range(0, len(every), BARS_MAX):
-            some = dict(every[first : first + BARS_MAX])
-            draw = partial(_draw_bars, some, unit)
-            pictures.append(_picture(f"{name}, {unit}", 0.7 + 0.27 * len(some), draw))
-    return Part(name, pictures, metrics, ratios)
+        groups.append(ratios_of(name, ratios))
+    curves = None
+    if name == LATENCY and (ours := _curves(metrics)):
+        theirs = {} if other is None else other.curves
+        curves = curves_of(ours, {f"MLC, {kind}": points for kind, points in theirs.items()})
+    return Part(name, words.of_part(name), groups, curves, _matrices(metrics), metrics, ratios)
 
 
-def _curve(metrics: dict[str, MetricRead]) -> list[tuple[float, float]]:
-    """(GB/s, ns) of the loaded latencies, and of the idle one in the largest region."""
-    found = [
-        (metrics[f"{name[:-3]}_speed"].median, metric.median)
-        for name, metric in metrics.items()
-        if name.startswith("loaded_") and name.endswith("_ns") and f"{name[:-3]}_speed" in metrics
-    ]
+def _curves(metrics: dict[str, MetricRead]) -> dict[str, list[tuple[float, float]]]:
+    """(GB/s, ns) of the loaded latencies by kind of traffic, each from the idle one in the largest
+    region on."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name, metric in metrics.items():
+        speed = metrics.get(f"{name[:-3]}_speed")
+        if speed is not None and (loaded := LOADED.fullmatch(name)):
+            kind = f"{loaded[1]} reads : {loaded[2]} writes" if loaded[1] else READS_ONLY
+            found.setdefault(kind, []).append((speed.median, metric.median))
     idle = [metric.median for name, metric in metrics.items() if name.startswith("idle_")]
-    return sorted([*found, (0.0, idle[-1])]) if found and idle else []
+    return {
+        kind: sorted([(0.0, of), *points]) for kind, points in found.items() for of in idle[-1:]
+    }
 
 
-def _picture(about: str, height: float, draw: Callable[[Axes, Colors], None]) -> Picture:
-    drawn = []
-    for colors in (LIGHT, DARK):
-        figure = Figure(figsize=(9.0, height), layout="constrained")
-        FigureCanvasSVG(figure)  # draws without a display
-        axes = figure.subplots()
-        figure.patch.set_alpha(0)  # the page's own ground, light or dark, is behind
-        axes.patch.set_alpha(0)
-        draw(axes, colors)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(colors.grid)
-        axes.tick_params(colors=colors.ink, labelsize=8.5, length=0)
-        drawn.append(_as_uri(figure))
-    return Picture(about, *drawn)
+def _matrices(metrics: dict[str, MetricRead]) -> list[Matrix]:
+    """Of figures of every node's memory from every node's CPUs."""
+    cells: dict[str, dict[tuple[int, int], float]] = {}
+    for name, metric in metrics.items():
+        if found := re.fullmatch(r"(?:read_)?node(\d+)_from_node(\d+)(?:_ns)?", name):
+            cells.setdefault(metric.unit, {})[int(found[2]), int(found[1])] = metric.median
+    made = [matrix_of("Nodes", unit, some) for unit, some in cells.items()]
+    return [one for one in made if one is not None]
 
 
-def _draw_curve(curve: list[tuple[float, float]], axes: Axes, colors: Colors) -> None:
-    x, y = zip(*curve, strict=True)
-    axes.plot(x, y, "o-", color=colors.bar)
-    axes.set_ylim(0, 1.15 * max(y))
-    axes.set_xlabel("GB/s that other threads read meanwhile", color=colors.ink)
-    axes.set_ylabel("ns a load", color=colors.ink)
-    axes.grid(color=colors.grid)
+def _summary(
+    part: str, metrics: dict[str, MetricRead], ratios: dict[str, float]
+) -> list[tuple[str, str]]:
+    found = []
+    for pattern in words.HEADLINES.get(part, ()):
+        if fits := [name for name in metrics if re.fullmatch(pattern, name)]:
+            metric = metrics[fits[-1]]
+            text = words.of_figure(part, fits[-1], metric.unit)
+            found.append((text, f"{metric.median:.4g} {metric.unit}"))
+    if not found:
+        some = list(ratios.items())[:RATIOS_SUMMED_UP]
+        found = [
+            (f"{part}: {words.of_figure(part, n, 'ratio')}", f"{r:.3g} times") for n, r in some
+        ]
+    return found
 
 
-def _draw_bars(bars: Mapping[str, Sequence[float]], unit: str, axes: Axes, colors: Colors) -> None:
-    """From the top down; on a logarithmic axis where small ones would not be seen."""
-    medians = []
-    for place, samples in enumerate(bars.values()):
-        ordered = sorted(samples)
-        middle = ordered[len(ordered) // 2]
-        medians.append(middle)
-        axes.barh(place, middle, height=0.62, color=colors.bar)
-        some = ordered[:: -(-len(ordered) // SAMPLES_DRAWN)]
-        if len(some) > 1:
-            axes.plot(some, [place] * len(some), ".", color=colors.dot, markersize=3, alpha=0.6)
-            low, high = median_interval(ordered)
-            axes.plot([low, high], [place, place], color=colors.dot, linewidth=1.2)
-        axes.annotate(
-            f"{middle:.3g}",
-            (max(middle, ordered[-1]), place),
-            (5, 0),
-            textcoords="offset points",
-            verticalalignment="center",
-            fontsize=8,
-            color=colors.ink,
-        )
-    axes.set_yticks(range(len(bars)), [_shown(name) for name in bars], color=colors.ink)
-    axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.margins(x=0.12)
-    if min(medians) > 0 and max(medians) > 50 * min(medians):
-        axes.set_xscale("log")
-        axes.minorticks_off()
-    axes.set_xlabel(_shown(unit), color=colors.ink, fontsize=9)
-    axes.grid(color=colors.grid, axis="x")
+# ---- beside Intel's MLC ----
 
 
-def _shown(name: str) -> str:
-    """Matplotlib takes what is between dollars for a formula."""
-    return name.replace("$", r"\$")
+def _other(found: Mlc | None) -> Other | None:
+    if found is None:
+        return None
+    matrices = [
+        matrix_of("Idle latency between nodes", "ns", found.latency),
+        matrix_of("Read bandwidth between nodes", "GB/s", found.bandwidth),
+    ]
+    kept = [one for one in matrices if one is not None]
+    return Other(found, curves_of({}, found.curves), kept)
 
 
-def _as_uri(figure: Figure) -> str:
-    file = io.BytesIO()
-    # The same file each time: no date in it, and ids that are not drawn by chance.
-    with matplotlib.rc_context({"svg.hashsalt": "cxlkv", "svg.fonttype": "path"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
+def _beside(split: Mapping[str, Figures], other: Mlc) -> list[Beside]:
+    """What both have measured, each by its own loops: loads, and streams of all threads."""
+    latency, bandwidth = (split.get(name, ({}, {}))[0] for name in (LATENCY, BANDWIDTH))
+    curve = other.curves.get(READS_ONLY)
+    full = curve[-1][1] if curve else None
+    pairs = (
+        ("idle latency", latency, r"idle_.+_ns", other.idle(), "ns"),
+        (
+            "latency under full load",
+            latency,
+            r"loaded_full_ns",
+            full,
+            "ns",
+        ),
+        ("reads", bandwidth, r"read_\d+t", other.peak.get("ALL Reads"), "GB/s"),
+        (
+            "two reads to a write",
+            bandwidth,
+            r"mixed_\d+t",
+            other.peak.get("2:1 Reads-Writes"),
+            "GB/s",
+        ),
+    )
+    found = []
+    for what, metrics, pattern, theirs, unit in pairs:
+        fits = [metric.median for name, metric in metrics.items() if re.fullmatch(pattern, name)]
+        if fits and theirs:
+            ours, other_ones = (f"{value:.4g} {unit}" for value in (fits[-1], theirs))
+            found.append(Beside(what, ours, other_ones, f"{fits[-1] / theirs:.3g}"))
+    return found

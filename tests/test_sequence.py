@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import cast
 
 import ml_dtypes
 import numpy as np
@@ -137,7 +138,7 @@ def test_a_method_is_a_batch_of_one_without_its_axis(
         sequence.select(0, q, Budget(pages=1), top_k=1)
     with pytest.raises(BadArgumentError, match="not both"):
         sequence.select(0, q, 0.5, top_k=1)
-    for share in (0.5, np.float32(0.5), 1):
+    for share in (0.5, cast(float, np.float32(0.5)), 1):
         wanted = sequence.select(0, q, Budget(share=float(share))).pages
         assert (sequence.select(0, q, share).pages == wanted).all()
         assert (pool.batch([sequence]).select(0, q, [0, 3], [share]).pages == wanted).all()

@@ -1,13 +1,10 @@
-"""Result files read back: compared, shown as a page, and refused when they were tampered with."""
+"""Result files read back: compared, and refused when they were tampered with."""
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -161,69 +158,3 @@ def test_what_is_no_result_file_is_refused(text: bytes, tmp_path: Path) -> None:
         read(tmp_path / "absent.json")
     with pytest.raises(BadArgumentError, match="cannot be read: Is a directory"):
         read(tmp_path)
-
-
-class Page(HTMLParser):
-    """Collects what a browser would fetch, and the pictures."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.fetched: list[str] = []
-        self.tags: list[str] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.fetched += [value or "" for name, value in attrs if name in ("src", "srcset", "href")]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_the_page_has_its_pictures_and_fetches_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("jinja2", reason="jinja2 is not installed: pip install 'cxlkv[report]'")
-    pytest.importorskip("matplotlib", reason="no matplotlib: pip install 'cxlkv[report]'")
-    runs = [stored(tmp_path / f"{name}.json", factor) for name, factor in (("a", 1), ("b", 1.5))]
-    emulated = changed(stored(tmp_path / "c.json"), lambda found: found.update(emulated="slow, x"))
-    failed = changed(
-        stored(tmp_path / "d.json", case="broken"),
-        lambda found: found.update(checks={"right": False}, ratios={}),
-    )
-    out = tmp_path / "r.html"
-    assert status("report", *runs, emulated, failed, "-o", out) == 0
-    text = out.read_text()
-    page = Page(text)
-    # Times, speeds, bytes and ratios of the three runs that hold, each for light and for dark.
-    assert page.tags.count("img") == 3 * 4
-    assert page.tags.count("source") == 3 * 4
-    assert not {"script", "link", "iframe"} & set(page.tags)
-    pictures = [given for given in page.fetched if not given.startswith("#")]
-    assert len(pictures) == 2 * 3 * 4
-    for picture in pictures:
-        head, _, data = picture.partition(",")
-        assert head == "data:image/svg+xml;base64"
-        root = ElementTree.fromstring(base64.b64decode(data))
-        assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    assert "url(" not in text.replace("url(#", "")
-    assert "@import" not in text
-    assert "a <b>note</b>" in page.text  # as text, not as a tag
-    assert "b" not in page.tags
-    assert "emulated: slow, x" in page.text
-    assert "Not compared with the first run of this case: the old run is not emulated" in page.text
-    assert "failed checks: right. No figures are shown." in page.text
-    assert text.count(">worse<") == 2  # of the second run against the first
-    out.unlink()
-    assert status("report", runs[0], "-o", tmp_path / "absent" / "r.html") == 1
-
-
-def test_the_loaded_latency_is_drawn_as_a_curve(tmp_path: Path) -> None:
-    pytest.importorskip("jinja2", reason="jinja2 is not installed: pip install 'cxlkv[report]'")
-    pytest.importorskip("matplotlib", reason="no matplotlib: pip install 'cxlkv[report]'")
-    result = Result("latency", checks={"right": True})
-    result.measure("idle_8_mib_ns", [100.0, 101.0], "ns")
-    result.measure("loaded_full_ns", [200.0, 210.0], "ns")
-    result.measure("loaded_full_speed", [10.0, 11.0], "GB/s")
-    result.write(tmp_path / "r.json")
-    assert status("report", tmp_path / "r.json", "--out", tmp_path / "r.html") == 0
-    assert "latency against the load of other threads" in (tmp_path / "r.html").read_text()
