@@ -92,7 +92,7 @@ def _in_words(traffic: str) -> str:
     """Read-only, or a ratio, as our own curves are called."""
     ratio = re.search(r"(\d+):(\d+)", traffic)
     if ratio:
-        return f"{ratio[1]} reads : {ratio[2]} writes"
+        return f"{ratio[1]}:{ratio[2]} reads and writes"
     return "reads only" if "read-only" in traffic.lower() else traffic.strip().lower()
 
 

@@ -226,7 +226,7 @@ def _curves(metrics: dict[str, MetricRead]) -> dict[str, list[tuple[float, float
     for name, metric in metrics.items():
         speed = metrics.get(f"{name[:-3]}_speed")
         if speed is not None and (loaded := LOADED.fullmatch(name)):
-            kind = f"{loaded[1]} reads : {loaded[2]} writes" if loaded[1] else READS_ONLY
+            kind = f"{loaded[1]}:{loaded[2]} reads and writes" if loaded[1] else READS_ONLY
             found.setdefault(kind, []).append((speed.median, metric.median))
     idle = [metric.median for name, metric in metrics.items() if name.startswith("idle_")]
     return {

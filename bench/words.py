@@ -11,10 +11,10 @@ from cxlkv.bench.result import lower_is_better
 WORDS: dict[str, dict[str, str]] = {
     "latency": {
         r"idle_(.+)_ns": "a load that waits for the one before it, in {1}, nothing else running",
-        r"loaded_(\d)r(\d)w_.+_ns": "a load, while other threads do {1} reads to {2} writes",
+        r"loaded_(\d)r(\d)w_.+_ns": "a load, while other threads do {1}:{2} reads and writes",
         r"loaded_full_ns": "a load, while other threads read as fast as they go",
         r"loaded_(.+)_each_ns": "a load, while other threads read, {1} GB/s each at most",
-        r"loaded_.+_speed": "what the other threads read meanwhile",
+        r"loaded_.+_speed": "what the other threads move meanwhile",
         r"node(\d+)_from_node(\d+)_ns": "a load in memory of node {1} from CPUs of node {2}",
         r"loaded_cost_to_idle": "how much longer a load takes under full load than alone",
     },

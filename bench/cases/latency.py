@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from cxlkv.bench import loops, streams
 from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.result import Result
+
+LOADS = {"read": "", "mixed": "2r1w_"}
+"""What other threads do meanwhile, and what it is called: reads, or two of them to a store."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ QUICK = Size(
 
 
 def run(result: Result, size: Size = Size(), where: str | None = None) -> None:
-    """idle_*_ns; loaded_*_ns with loaded_*_speed of the threads that stream meanwhile.
+    """idle_*_ns; loaded_*_ns with loaded_*_speed of the threads that stream meanwhile, and the same
+    as loaded_2r1w_* with two reads to a store.
 
     where: a place whose memory it is (streams.memories()); without it also the matrix of nodes.
     """
@@ -55,10 +60,11 @@ def run(result: Result, size: Size = Size(), where: str | None = None) -> None:
             for ring in rings
         }
         if len(cpus) > 1:
-            for pace in size.pace_ns:
-                name = f"loaded_{streams.PACED_BYTES / pace:.3g}_each" if pace else "loaded_full"
-                others = streams.split("read", load, cpus[1:], pace)
-                functions[name] = _chasing(result, Stream("chase", rings[-1], cpus[0]), others)
+            for (kind, tag), pace in product(LOADS.items(), size.pace_ns):
+                much = f"{streams.PACED_BYTES / pace:.3g}_each" if pace else "full"
+                others = streams.split(kind, load, cpus[1:], pace)
+                chase = Stream("chase", rings[-1], cpus[0])
+                functions[f"loaded_{tag}{much}"] = _chasing(result, chase, others)
         else:
             result.notes.append("latency: not measured loaded, this process has one CPU only")
         _take_turns(result, functions, size)

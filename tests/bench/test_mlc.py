@@ -86,7 +86,7 @@ def test_the_parts_that_it_prints_alone() -> None:
     loaded = MLC[MLC.index("Measuring Loaded") :].replace(
         "Using Read-only traffic type", "Using 2:1 reads-writes traffic type"
     )
-    assert list(mlc.parse(loaded, "").curves) == ["2 reads : 1 writes"]
+    assert list(mlc.parse(loaded, "").curves) == ["2:1 reads and writes"]
 
 
 def test_what_is_cut_off_anywhere_is_read_as_far_as_it_goes() -> None:

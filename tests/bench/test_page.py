@@ -116,7 +116,7 @@ def test_latency_is_drawn_by_read_ratio_and_by_node(tmp_path: Path) -> None:
     found = page_of(latency(tmp_path / "a.json"), out=tmp_path / "r.html")
     assert found.classes.count("line c0") == found.classes.count("line c1") == 1
     assert "reads only" in found.line
-    assert "2 reads : 1 writes" in found.line
+    assert "2:1 reads and writes" in found.line
     assert "memory 0 memory 1 CPUs 0 100 170 CPUs 1 170 100" in found.line
     assert "a load in memory of node 1 from CPUs of node 0" in found.line
 
