@@ -10,6 +10,7 @@ from cxlkv.layout import KVLayout, LayerGroup
 from cxlkv.ndp.engine import Budget, Selection
 
 if TYPE_CHECKING:
+    __version__: str
     from cxlkv.objects import Buffers, ObjectPool, object_keys
     from cxlkv.pool import CXLPool
     from cxlkv.sequence import Batch, Hit, Sequence
@@ -48,6 +49,8 @@ _OF_THE_CORE = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return import_module("cxlkv._core").version()
     if name not in _OF_THE_CORE:
         raise AttributeError(f"module 'cxlkv' has no attribute {name!r}")
     return getattr(import_module(f"cxlkv.{_OF_THE_CORE[name]}"), name)

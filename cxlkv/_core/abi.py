@@ -3,7 +3,11 @@ not fail but read the wrong bytes."""
 
 from __future__ import annotations
 
-ABI = 12
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ABI = 13
 """CXLKV_ABI of native/include/cxlkv_abi.h as these files know it; counted up together."""
 
 
@@ -19,3 +23,17 @@ def check(core: object, name: str = "cxlkv._native") -> None:
         "of two versions of cxlkv. Build it again: make setup in a checkout, else "
         "pip install --force-reinstall cxlkv"
     )
+
+
+@contextmanager
+def finding_the_core() -> Iterator[None]:
+    """Raises ImportError with the remedy where the Python files lie without the compiled module."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "cxlkv._native":
+            raise
+        raise ImportError(
+            f"{Path(__file__).parents[1]} is source code without its C core. Where cxlkv is "
+            "installed, run Python from another folder; in a checkout, build it: make setup"
+        ) from error

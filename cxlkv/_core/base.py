@@ -13,8 +13,10 @@ import numpy.typing as npt
 
 from cxlkv import errors
 from cxlkv._core import abi
-from cxlkv._native import ffi, lib
 from cxlkv.arrays import Units
+
+with abi.finding_the_core():
+    from cxlkv._native import ffi, lib
 
 abi.check(lib)  # before anything of the core is used
 

@@ -29,7 +29,7 @@ class Host:
 
 
 def build_text(build: int) -> str:
-    """The core's CXLKV_BUILD as a version; "" for 0."""
+    """The version that the core wrote as a number; "" for 0."""
     return f"{build // 10000}.{build // 100 % 100}.{build % 100}" if build else ""
 
 

@@ -6,9 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 12
-/* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
-#define CXLKV_BUILD 200
+#define CXLKV_ABI 13
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -355,7 +353,7 @@ int cxlkv_pool_remove(const char *path);
 /* What a pool's bytes are, and need of a build: a bit for each feature. */
 typedef struct cxlkv_format {
     uint32_t version;
-    uint32_t build;               /* CXLKV_BUILD of who made or upgraded it */
+    uint32_t build;               /* that made or upgraded it: 10203 is version 1.2.3 */
     uint64_t compatible;
     uint64_t readers;             /* who lacks one of these may look, and not use the pool */
     uint64_t incompatible;
@@ -421,7 +419,7 @@ typedef struct cxlkv_host_row {
     uint32_t off;                   /* and somebody said that its machine is off */
     uint32_t is_self;
     uint32_t silent;                /* for longer than a lease */
-    uint32_t build;                 /* CXLKV_BUILD of its processes; 0: of version 5's time */
+    uint32_t build;                 /* of its processes, likewise; 0: older than 0.2.0 */
     uint64_t silent_ns;             /* since this host saw it beat last */
     uint64_t extents;
 } cxlkv_host_row;

@@ -19,7 +19,7 @@ const char *cxlkv_error_text(void) { return text; }
 
 uint32_t cxlkv_abi(void) { return CXLKV_ABI; }
 
-const char *cxlkv_version(void) { return "0.2.0"; }
+const char *cxlkv_version(void) { return CXLKV_VERSION; }
 
 uint32_t cxlkv_crc32c(uint32_t crc, const void *data, size_t bytes) {
     return crc32c(crc, data, bytes);
