@@ -28,15 +28,21 @@ HostNumber = Annotated[
 ]
 
 
+CPU_TORCH = """
+Without a GPU, install torch's CPU build first; pip's own choice brings CUDA, several GB:
+  pip install torch --index-url https://download.pytorch.org/whl/cpu"""
+
+
 @contextmanager
 def needing(extra: str, what: str) -> Iterator[None]:
     """Turns the import of a package that is not installed into the command that installs it."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"{what} needs {error.name}: install it with pip install 'cxlkv[{extra}]'"
-        ) from error
+        command = f"pip install 'cxlkv[{extra}]'"
+        if error.name == "torch":
+            command += CPU_TORCH
+        raise UnsupportedError(f"{what} needs {error.name}: {command}") from error
 
 
 @contextmanager
