@@ -30,15 +30,15 @@ NATIVE := $(shell find native -not -name '.*')
 
 # What makes the wheels: zig is a clang that links against the glibc that a tag promises, for this
 # CPU or another one. WHEEL_CPUS=x86_64 builds one wheel only.
-WHEEL_TOOLS := auditwheel==6.8.2 build==1.6.1 ziglang==0.17.0
+WHEEL_TOOLS := abi3audit==0.0.26 auditwheel==6.8.2 build==1.6.1 twine==7.0.0 ziglang==0.17.0
 WHEEL_CPUS ?= x86_64 aarch64
 WHEEL_BIN := build/wheel/env/bin
 # What runs programs for arm64 on another CPU (Debian: qemu-user-static gcc-aarch64-linux-gnu
 # libc6-dev-arm64-cross). They are linked statically, so no system of that CPU is needed.
 ARM64_QEMU := $(firstword $(shell command -v qemu-aarch64-static qemu-aarch64))
 ARM64_GCC := $(shell command -v aarch64-linux-gnu-gcc)
-# `make wheel-test` tries the wheel in each of these that is there.
-PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+# `make wheel-test` tries the wheel in each of these that is there, or that pyenv has.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
 
 .PHONY: help
 help:         ## this list
@@ -355,11 +355,12 @@ build/wheel/env/.stamp: Makefile constraints.txt
 # $(call quietly,NAME): what a build says goes to a log, and is shown when it fails. -q of `build`
 # hides what the compiler said even then.
 quietly = > build/wheel/$(1).log 2>&1 || { cat build/wheel/$(1).log; exit 1; }
-.PHONY: env-wheel wheel wheel-test wheel-demo
+.PHONY: env-wheel wheel wheel-test wheel-demo wheel-upgrade release
 env-wheel: build/wheel/env/.stamp
 
 wheel: env-wheel  ## sdist and wheels into dist/
 	rm -rf dist
+	export SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)}; \
 	export ZIG_GLOBAL_CACHE_DIR="$(CURDIR)/build/wheel/zig"; \
 	export ZIG_LOCAL_CACHE_DIR="$$ZIG_GLOBAL_CACHE_DIR" PATH="$(CURDIR)/$(WHEEL_BIN):$$PATH"; \
 	headers=$$(python -c 'import pathlib, sysconfig as s; p = pathlib.Path(s.get_path("include")); \
@@ -379,6 +380,24 @@ wheel: env-wheel  ## sdist and wheels into dist/
 
 wheel-test:  ## the wheel installed without a compiler, in each Python that is here, and used
 	$(PYTHON) tests/try_wheel.py dist/cxlkv-*_$$(uname -m).whl $(PYTHONS)
+
+wheel-upgrade:  ## pools of the release before, made by its own build, upgraded and read by the wheel
+	$(PYTHON) tests/try_upgrade.py dist/cxlkv-*_$$(uname -m).whl build/upgrade || [ $$? -eq 77 ]
+
+# Made twice, here and in a clone elsewhere: whoever builds the commit gets the same bytes.
+CLONE := build/release/clone
+release:      ## all that a release uploads, from a clean checkout: made twice, checked, and tried
+	@changed=$$(git status --porcelain); [ -z "$$changed" ] || { \
+	  echo "error: a release is made of a commit, and this is in none:"; echo "$$changed"; exit 1; }
+	$(MAKE) wheel
+	rm -rf build/release
+	git clone -q . $(CLONE)
+	$(MAKE) -C $(CLONE) wheel
+	diff -r dist $(CLONE)/dist && rm -rf $(CLONE)
+	$(WHEEL_BIN)/twine check --strict dist/*
+	$(WHEEL_BIN)/abi3audit --strict --summary dist/*.whl
+	$(WHEEL_BIN)/python tests/make_release.py dist build/release
+	$(MAKE) wheel-test wheel-upgrade
 
 wheel-demo:  ## the demo from the wheel and torch in a fresh environment
 	$(PYTHON) tests/try_wheel.py dist/cxlkv-*_$$(uname -m).whl $(PYTHON) \

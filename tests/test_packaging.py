@@ -20,9 +20,13 @@ from types import ModuleType
 
 import pytest
 
+import cxlkv
 from cxlkv import _core
+from cxlkv.tiers import cold_file, cold_server
+from cxlkv.transport import wire
 
 ROOT = Path(__file__).resolve().parent.parent
+RELEASES = ROOT / "docs/reference/releases.md"
 
 
 def load(name: str) -> ModuleType:
@@ -36,6 +40,7 @@ def load(name: str) -> ModuleType:
 
 
 check_dist, round_trip = load("check_dist"), load("round_trip")
+make_release = load("make_release")
 WHEEL = "cxlkv-0.2.0-cp310-abi3-manylinux_2_28_x86_64.whl"
 BINARY = b"\x7fELF /dev/shm/cxlkv- /proc/%d/stat /sys/kernel/mm/transparent_hugepage \0"
 
@@ -48,6 +53,61 @@ def project_version() -> str:
 
 def test_the_core_and_the_project_have_one_version() -> None:
     assert _core.version() == project_version()
+
+
+def test_what_names_the_version_agrees() -> None:
+    """It is written in pyproject.toml; the others are texts for people, and tell no other."""
+    assert cxlkv.__version__ == project_version()
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    released = re.findall(r"^## (\d\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (\d\S+) \|", RELEASES.read_text(), re.MULTILINE)
+    assert cited
+    assert cited[1] == released[0] == rows[0] == project_version()
+
+
+def constant(path: str, name: str) -> int:
+    found = re.search(rf"\b{name} = (\d+)", (ROOT / path).read_text())
+    assert found, name
+    return int(found[1])
+
+
+def test_the_docs_tell_the_numbers_of_the_formats() -> None:
+    """The newest row of each table in the page on releases, against the code."""
+    cold = ", ".join(map(str, sorted(cold_file.VERSIONS.values())))
+    numbers = {
+        "pools": _core.FORMAT_VERSION,
+        "also upgrades": constant("native/src/pool/format.h", "FORMAT_BEFORE"),
+        "cold files": cold,
+        "records": _core.PACKED_VERSION,
+        "handles": constant("native/src/prefix/handle.c", "HANDLE_VERSION"),
+        "parts of striped pools": constant("native/src/region/stripes.c", "LABEL_VERSION"),
+        "transport": wire.PROTOCOL,
+        "cold-file messages": cold_server.VERSION,
+    }
+    table = re.findall(r"^\| (?:release|\d\S+) \|.*\|$", RELEASES.read_text(), re.MULTILINE)
+    title, row = table[:2]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (title, row)]
+    assert dict(zip(*cells, strict=True)) == {
+        "release": project_version(),
+        **{name: str(number) for name, number in numbers.items()},
+    }
+
+
+def test_the_docs_list_the_extras() -> None:
+    text = (ROOT / "docs/project/packaging.md").read_text()
+    listed = set(re.findall(r"^\| `\[(\w+)\]` \|", text, re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text()
+    section = project.split("[project.optional-dependencies]")[1].split("\n[")[0]
+    assert listed == set(re.findall(r"^(\w+) = ", section, re.MULTILINE))
+
+
+def test_the_classifiers_name_each_python_that_the_wheel_test_tries() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    named = re.findall(r"Python :: (3\.\d+)", project)
+    tried = re.search(r"^PYTHONS \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert tried
+    assert [f"python{version}" for version in named] == tried[1].split()
+    assert f'requires-python = ">={named[0]}"' in project
 
 
 def test_the_installed_package_has_that_version() -> None:
@@ -197,3 +257,49 @@ def test_an_sdist_has_the_build_files_and_only_what_git_has(tmp_path: Path) -> N
     ]
     short = make_sdist(tmp_path, ["pyproject.toml"])
     assert check_dist.sdist_faults(short, tracked) == ["native/CMakeLists.txt is missing"]
+
+
+CHANGES = (
+    "# Changelog\n\n## Next\n\n- new\n\n## 0.2.0\n\n### Added\n\n- old\n\n## 0.1.0\n\n- older\n"
+)
+
+
+def test_the_notes_of_a_release_are_its_part_of_the_changelog() -> None:
+    assert make_release.notes(CHANGES, "0.2.0") == "### Added\n\n- old\n"
+    assert make_release.notes(CHANGES, "0.1.0") == "- older\n"
+    with pytest.raises(ValueError, match=r"no heading ## 0\.3\.0"):
+        make_release.notes(CHANGES, "0.3.0")
+
+
+def test_checksums_are_what_sha256sum_checks(tmp_path: Path) -> None:
+    (dist := tmp_path / "dist").mkdir()
+    make_wheel(dist)
+    make_sdist(dist, ["pyproject.toml"])
+    (tmp_path / "SHA256SUMS").write_text(make_release.checksums(dist))
+    checked = subprocess.run(
+        ["sha256sum", "--strict", "--check", tmp_path / "SHA256SUMS"],
+        cwd=dist,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert checked.stdout.count(": OK") == 2
+
+
+def test_a_bill_of_materials_has_what_is_installed_and_what_is_compiled_in() -> None:
+    packages = [
+        {"name": "cxlkv", "version": "9", "requires_dist": ["b>=1", 'c; extra == "demo"']},
+        {"name": "B", "version": "1.0", "license_expression": "MIT"},
+        {"name": "c", "version": "2"},
+    ]
+    bom = make_release.bill_of_materials(packages, {"cffi": "2.1", "ziglang": "0.17", "build": "1"})
+    assert bom["metadata"]["component"]["purl"] == "pkg:pypi/cxlkv@9"
+    refs = [one["bom-ref"] for one in bom["components"]]
+    assert refs == [
+        *("pkg:pypi/b@1.0", "pkg:pypi/c@2", "compiled-in:cffi", "compiled-in:ziglang"),
+    ]
+    assert bom["components"][0]["licenses"] == [{"expression": "MIT"}]
+    needs = {one["ref"]: one["dependsOn"] for one in bom["dependencies"]}
+    own = needs.pop("pkg:pypi/cxlkv@9")
+    assert own == ["pkg:pypi/b@1.0", "compiled-in:cffi", "compiled-in:ziglang"]
+    assert all(where == [] for where in needs.values())

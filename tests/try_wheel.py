@@ -22,6 +22,13 @@ INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--
 LAYOUT = ("--layers=2", "--kv-heads=2", "--head-dim=64", "--capacity=16MiB")
 
 
+def pyenv_of(python: str) -> str:
+    """Of pyenv the newest "python3.12", as its own command of that name may refuse to run."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = sorted(versions.glob(f"{python.removeprefix('python')}.*/bin/python"))
+    return str(found[-1]) if found else python
+
+
 def version_of(python: str) -> str | None:
     """ "3.11.7", None where there is no such Python or it cannot make environments."""
     ask = "import ensurepip, platform; print(platform.python_version())"
@@ -73,6 +80,9 @@ def main() -> int:
     tried = 0
     for python in given.pythons:
         version = version_of(python)
+        if version is None:
+            python = pyenv_of(python)
+            version = version_of(python)
         if version is None:
             print(f"skipped: no {python} with venv here")
             continue
