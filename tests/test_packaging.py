@@ -25,6 +25,8 @@ from cxlkv import _core
 from cxlkv.tiers import cold_file, cold_server
 from cxlkv.transport import wire
 
+from .support import support_matrix
+
 ROOT = Path(__file__).resolve().parent.parent
 RELEASES = ROOT / "docs/reference/releases.md"
 
@@ -303,3 +305,9 @@ def test_a_bill_of_materials_has_what_is_installed_and_what_is_compiled_in() -> 
     own = needs.pop("pkg:pypi/cxlkv@9")
     assert own == ["pkg:pypi/b@1.0", "compiled-in:cffi", "compiled-in:ziglang"]
     assert all(where == [] for where in needs.values())
+
+
+def test_the_page_of_what_is_supported_is_up_to_date() -> None:
+    """python -m tests.support.support_matrix writes it."""
+    text = support_matrix.PAGE.read_text()
+    assert support_matrix.page(text) == text
