@@ -14,6 +14,11 @@ class CXLKVError(Exception):
     appended: bool = False
 
 
+def state_of(error: CXLKVError) -> str:
+    """Of what raised it, in a word, for a repr: closed, released, fenced, stale."""
+    return type(error).__name__.removesuffix("Error").lower()
+
+
 class BadArgumentError(CXLKVError, ValueError):
     """An argument has a wrong value, shape, dtype or layer; nothing was changed.
 

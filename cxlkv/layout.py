@@ -252,6 +252,15 @@ class KVLayout:
         channels = self.layers * self.kv_heads * (self.head_dim + own)
         return channels * DTYPE_BYTES[self.dtype]
 
+    @property
+    def summary(self) -> str:
+        """In a few words, for people."""
+        if self.object_bytes is not None:
+            return f"objects of up to {format_bytes(self.object_bytes)}"
+        windows = ", some with a window" if any(self.windows) else ""
+        heads = f"{self.kv_heads} kv heads x {self.head_dim} {self.dtype}"
+        return f"{self.layers} layers of {heads}{windows}, {self.page_tokens} tokens a page"
+
 
 def layer_places(layout: KVLayout, record_layers: int) -> tuple[tuple[int, int], ...]:
     """(part, row of its pages) of each layer: group after group, record_layers to a part."""

@@ -20,6 +20,7 @@ from cxlkv._core import reclaim
 from cxlkv._lifetime import Closing
 from cxlkv.arrays import Addresses, Sizes, is_torch
 from cxlkv.errors import BadArgumentError, CorruptError, ReleasedError
+from cxlkv.layout import format_bytes
 from cxlkv.pool import Pool
 from cxlkv.prefix import PageKey, PageKeys, key_hashes, root
 
@@ -61,6 +62,9 @@ class ObjectPool(Pool):
 
     def _hashes(self, keys: Keys, strict: bool) -> bytes:
         return hashes_of(keys)
+
+    def _holds(self, pages: int, parts: int) -> str:
+        return ""  # an object has a page
 
     def put(self, key: str | bytes, buffers: object) -> bool:
         """Store one object; False when its key is there already, whose bytes stay.
@@ -193,6 +197,20 @@ class _Leased(Closing):
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    def __repr__(self) -> str:
+        there = int((self.sizes >= 0).sum())
+        count = f"{there:,}" if there == len(self) else f"{there:,} of {len(self):,}"
+        parts = [f"{count} objects ({format_bytes(int(self.sizes.clip(0).sum()))})"]
+        if damaged := int((self.sizes == DAMAGED).sum()):
+            parts.append(f"{damaged:,} damaged")
+        if self._published:
+            parts.append(f"{len(self._published):,} published")
+        back = len(self._returned)
+        parts.append("held" if not back else "released")
+        if 0 < back < len(self):
+            parts[-1] = f"{back:,} released"
+        return f"<{type(self).__name__}: {', '.join(parts)}>"
 
     @property
     def views(self) -> list[memoryview | None]:

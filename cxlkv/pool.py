@@ -22,14 +22,16 @@ from cxlkv.admin import Admin
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
+    CXLKVError,
     GeometryError,
     HostError,
     NotAPoolError,
     PoolExistsError,
     PoolMissingError,
     SystemCallError,
+    state_of,
 )
-from cxlkv.layout import KVLayout
+from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.machine import numa_mode
 from cxlkv.machine.coherence import (
     AUTO,
@@ -382,6 +384,30 @@ class Pool(MovedToAdmin, Closing):
     @abstractmethod
     def _hashes(self, keys: Iterable[str | bytes], strict: bool) -> bytes:
         """Of keys as the pool's calls take them."""
+
+    def __repr__(self) -> str:
+        """One line for people, of two calls into the core."""
+        name = f"{type(self).__name__} {self.path or 'in anonymous memory'}"
+        try:
+            stats = self.stats()
+            geometry = _core.pool_geometry(self._handle)
+        except CXLKVError as error:
+            return f"<{name}: {state_of(error)}>"
+        free, page_bytes = stats["pages_free"], geometry["extent_bytes"] // geometry["slab_slots"]
+        used = stats["pages_total"] - free
+        parts = [
+            f"{count:,} pages {word} ({self._holds(count, geometry['part_count'])}"
+            f"{format_bytes(count * page_bytes)})"
+            for word, count in (("used", used), ("free", free))
+        ]
+        if published := stats["pages_published"]:
+            parts.append(f"{published:,} published")
+        return f"<{name}: {', '.join(parts)}; {self.layout.summary}>"
+
+    def _holds(self, pages: int, parts: int) -> str:
+        """What fits in so many pages, with a comma behind it."""
+        tokens = f"{pages // parts * self.layout.page_tokens:,} tokens, "
+        return tokens if parts == 1 else f"about {tokens}"  # a window keeps the end of a text
 
     def __contains__(self, one: Sequence | Batch) -> bool:
         """Whether it is a sequence of this pool, or a batch of some."""

@@ -13,8 +13,8 @@ from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
 from cxlkv._lifetime import Closing
 from cxlkv.arrays import NUMPY_DTYPES, Array, Starts, View, forms, imported, view
-from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
-from cxlkv.layout import DTYPES, KVLayout
+from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError, state_of
+from cxlkv.layout import DTYPES, KVLayout, format_bytes
 from cxlkv.ndp import audit, simd, tuning
 from cxlkv.ndp.engine import RECALL, Asked, Budget, BudgetLike, Decoded, Selection, budget_of
 
@@ -488,6 +488,14 @@ class Sequence:
         """Tokens that all layers have."""
         return _core.sequence_tokens(self._handle)
 
+    def __repr__(self) -> str:
+        try:
+            tokens, first = len(self), self.tokens(0)
+        except CXLKVError as error:
+            return f"<Sequence: {state_of(error)}>"
+        ahead = f", {first:,} in layer 0: a step is half done" if first != tokens else ""
+        return f"<Sequence: {_size(tokens, self._layout)}{ahead}>"
+
     def tokens(self, layer: int) -> int:
         """Tokens of one layer."""
         return _core.sequence_tokens(self._handle, _layer(layer))
@@ -633,6 +641,15 @@ class Hit(Closing):
     def __bool__(self) -> bool:
         return self.tokens > 0
 
+    def __repr__(self) -> str:
+        kind = "" if self.strict else ", computed behind other text, perhaps"
+        try:
+            len(self._sequence)
+            state = "held"
+        except CXLKVError as error:
+            state = state_of(error)
+        return f"<Hit: {_size(self.tokens, self._sequence._layout)}{kind}, {state}>"
+
     @property
     def handle(self) -> bytes:
         """Bytes for pool.adopt() in any process, while the hit is pinned. Raises StaleError."""
@@ -647,6 +664,12 @@ class Hit(Closing):
         self._sequence.release()
 
     close = release
+
+
+def _size(tokens: int, layout: KVLayout) -> str:
+    """For people."""
+    pages = f"{-(-tokens // layout.page_tokens):,} pages"
+    return f"{tokens:,} tokens in {pages} ({format_bytes(tokens * layout.token_bytes)})"
 
 
 class _Borrowed(Sequence):

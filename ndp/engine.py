@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from cxlkv.arrays import Array
 from cxlkv.errors import BadArgumentError
+from cxlkv.layout import format_bytes
 
 METHODS = ("exact", "digest", "two_stage", "auto", "attention")
 METHODS_TAKEN = (*METHODS, "all", "kept")  # by their numbers in the core
@@ -211,6 +212,19 @@ class Selection:
     starts: npt.NDArray[np.int32] = field(repr=False)
     stages: Stages | None = None
     method: str = ""
+
+    def __repr__(self) -> str:
+        *rows, heads = self.counts.shape
+        low, high = int(self.counts.min(initial=PAGES_MAX)), int(self.counts.max(initial=0))
+        pages = f"{high:,}" if low >= high else f"{low:,} to {high:,}"
+        lists = f"{heads} kv heads" + "".join(f" of {n:,} {self._rows}" for n in rows)
+        read, fetched = format_bytes(self.bytes_scored), format_bytes(self.bytes_fetched)
+        by = f", chosen by {self.method}" if self.method else ""
+        return f"<Selection: {pages} pages for {lists}{by}; {read} read, {fetched} to fetch>"
+
+    @property
+    def _rows(self) -> str:
+        return "queries" if self.per == "query" else "sequences"
 
 
 @dataclass(frozen=True)
