@@ -123,7 +123,7 @@ def as_reader(steps: Sequence[Step], folder: Path, rounds: int = 2) -> str:
     ended = subprocess.run(
         command,
         cwd=folder,
-        # Several threads of torch each wait for all others, for seconds on a machine with other work.
+        # Threads of torch wait for one another, which takes long where other work is done.
         env={"OMP_NUM_THREADS": "1", **os.environ, "PATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
