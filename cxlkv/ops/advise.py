@@ -441,8 +441,8 @@ def rows_table(answer: Answer) -> Table:
     known = answer.costs.prefill is not None
     last = ("recompute", "choice") if known else ("pays below, tokens/s of prefill",)
     made = Table(
-        title=f"A cached prefix, and {answer.decode_tokens} tokens decoded behind it with "
-        f"{100 * answer.share:g}\N{NO-BREAK SPACE}% of the pages: all in all"
+        title=f"A prefix, then {answer.decode_tokens} tokens decoded with "
+        f"{100 * answer.share:g} % of pages"
     )
     for column in ("tokens", "tier", "fetch", "attend", *last):
         made.add_column(column, justify="left" if column in ("tier", "choice") else "right")

@@ -81,7 +81,7 @@ def test_each_tier_says_whether_it_pays_and_why() -> None:
     assert cells(output, "50", "far") == row
     row = ["1,000", "far", "57.5 ms", "375 ms", "138 ms", "fetch"]
     assert cells(output, "1,000", "far") == row
-    assert "50 tokens decoded behind it with 15" in output
+    assert "A prefix, then 50 tokens decoded with 15 % of pages" in output
     assert cells(output, "far")[1:] == ["0.1 GB/s", "1 ms", "0.05 GB/s", "/dev/dax0.0"]
     lines = output.splitlines()
     assert (
