@@ -30,6 +30,8 @@ from cxlkv._core import tail_keys as tail_keys
 from cxlkv.arrays import Hashes
 from cxlkv.errors import BadArgumentError
 
+__all__ = ["prefix_keys"]
+
 HASH_BYTES = 16
 
 

@@ -356,8 +356,8 @@ def public_names(path: Path) -> set[str]:
 
 def documented_names() -> set[tuple[Path, str]]:
     """(module, name) of what README.md and docs/ import or name in full."""
-    found = (ROOT / "README.md", *(ROOT / "docs").glob("[!d]*/*.md"))
-    pages = "\n".join(path.read_text() for path in found)
+    paths = (ROOT / "README.md", *(ROOT / "docs").glob("[!d]*/*.md"))
+    pages = "\n".join(path.read_text() for path in paths)
     named = [(m[1], n) for m in IMPORTED.finditer(pages) for n in m[2].replace(" ", "").split(",")]
     found = set()
     for module, name in (*named, *NAMED_IN_FULL.findall(pages)):

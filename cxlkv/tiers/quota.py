@@ -26,6 +26,8 @@ from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.tiers import Tiers
 
+__all__ = ["Quota"]
+
 SLACK = 64
 """One in so many pages of the quota is evicted beyond need, so that not each publish() evicts."""
 

@@ -151,7 +151,7 @@ def test_an_alert_has_data_and_is_quiet(scraped: Prometheus, alert: str) -> None
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
 def test_the_rules_fire_when_they_should() -> None:
-    for command in (["check", "rules", ALERTS], ["test", "rules", ALERTS_TEST]):
+    for command in (["check", "rules", str(ALERTS)], ["test", "rules", str(ALERTS_TEST)]):
         done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
