@@ -190,10 +190,10 @@ def finish(result: Result, console: Console, json_path: Path | None, csv_path: P
             console.print(Text(text, style="red"))
     if json_path is not None:
         result.write(json_path)
-        console.print(f"raw samples: {json_path}")
+        console.print(Text(f"raw samples: {json_path}"), soft_wrap=True)
     if csv_path is not None:
         result.write_csv(csv_path)
-        console.print(f"figures: {csv_path}")
+        console.print(Text(f"figures: {csv_path}"), soft_wrap=True)
     if not result.passed:
         raise SystemExit(1)
 

@@ -210,7 +210,8 @@ SECONDS = {
     **{"calls": 5, "pages": 30, "transfer": 100, "gather": 50, "windows": 50, "foundation": 140},
     **{"ndp": 600, "worker": 30, "recall": 600},
     **{"decode-shapes": 240, "decode-attention": 180, "decode-steps": 600, "decode": 1020},
-    **{"hotness": 120, "policy": 5, "prefix": 5, "moves": 25, "coherence": 45},
+    **{"hotness": 120, "policy": 5, "prefix": 5, "moves": 25, "residency": 240, "cold": 40},
+    **{"compression": 90, "paged": 160, "link": 10, "transport": 70, "coherence": 45, "tiers": 530},
     **{"vllm": 480, "store": 210, "peers": 300},
 }
 """About what the cases took on two cores, some beside other work; what is not here takes as long as

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 SAY_S = 30
 """Without a terminal, progress is a line that often."""
+
+
+def tell(console: Console, step: str) -> None:
+    """A line on stderr for each step, where there is no terminal that shows a bar."""
+    if not console.is_terminal:
+        print(f"{step} ...", file=sys.stderr, flush=True)
 
 
 class Steps:
@@ -27,6 +34,7 @@ class Steps:
 
     def begin(self, what: str) -> None:
         self.what = what
+        tell(self.console, what)
         self.progress.update(self.task, description=what)
 
     def skip(self, steps: int) -> None:

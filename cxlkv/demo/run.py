@@ -19,6 +19,7 @@ from cxlkv.adapters.transformers import layout_of
 from cxlkv.bench.result import Result
 from cxlkv.demo.measure import TRAINED_TOKENS, Asked, Examiner, Plan, Row
 from cxlkv.demo.picture import draw
+from cxlkv.demo.progress import tell
 from cxlkv.errors import MemoryShortError
 from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.machine.topology import probe
@@ -114,14 +115,20 @@ def measure(examiner: Examiner, console: Console) -> tuple[Asked, list[Row], lis
     plan = examiner.plan
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"reading {len(plan.seeds)} x {plan.tokens:,} tokens")
+        task = progress.add_task("")
+
+        def begin(step: str) -> None:
+            tell(console, step)
+            progress.update(task, description=step)
+
+        begin(f"reading {len(plan.seeds)} x {plan.tokens:,} tokens")
         prefill_s = examiner.prefill()
         examiner.warm_up()
-        progress.update(task, description="asking with full attention, transformers' own cache")
+        begin("asking with full attention, transformers' own cache")
         full = examiner.ask_in_full()
         rows = []
         for share in plan.shares:
-            progress.update(task, description=f"asking with {100 * share:g} % of the pages")
+            begin(f"asking with {100 * share:g} % of the pages")
             rows.append(examiner.row(share))
         examiner.release()
     tokens = plan.tokens * len(plan.seeds)

@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cxlkv.demo.progress import tell
 from cxlkv.demo.text.inputs import quiet
 from cxlkv.errors import CorruptError, SystemCallError, UnsupportedError
 from cxlkv.machine.state import cache_folder
@@ -62,6 +63,7 @@ def prepare(console: Console | None = None) -> Path:
         raise UnsupportedError(f"the model {NAME} is not installed: {INSTALL}")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     shown = console or Console(stderr=True)
+    tell(shown, f"checking {FILE}, and converting {NAME} for transformers, once")
     with Progress(*columns, console=shown, transient=True) as progress:
         task = progress.add_task(f"checking {FILE}", total=path.stat().st_size)
         verify(path, lambda done: progress.advance(task, done))

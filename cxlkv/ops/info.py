@@ -40,6 +40,8 @@ SOURCES = {
 # Absent where the kernel has no such driver: then there is nothing to know, and nothing to say.
 MAY_BE_ABSENT = {"sys/bus/cxl/devices", "sys/bus/dax/devices"}
 
+WIDTH = 400  # of a tree's lines, which are not padded
+
 
 @dataclass(frozen=True)
 class Unknown:
@@ -102,7 +104,7 @@ def info(
     if as_json:
         typer.echo(json.dumps({**as_dict(found), "emulated": link}, indent=2))
         return
-    Console().print(tree(found))
+    Console(width=WIDTH).print(tree(found))  # its lines stay whole: paths are copied
     if link is not None:
         Console().print(f"Emulated ({VARIABLE}): {link}")
     console = Console(soft_wrap=True)  # a command must stay in one piece to be copied
@@ -304,6 +306,8 @@ def _place_lines(place: Place) -> Iterator[str]:
     yield f"  why:   {place.why}"
     for command in place.commands:
         yield f"  first: {command}"
+    if place.where.startswith(("/", "dax:")):  # else it ends with its process
+        yield f"  make:  cxlkv pool create {place.where} --capacity {place.capacity} --model MODEL"
     for caution in place.cautions:
         yield f"  note:  {caution}"
 

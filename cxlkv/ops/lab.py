@@ -72,7 +72,8 @@ def lab_run(
         console.print(Text(note), soft_wrap=True)
     result.write(out / "lab.json")
     page.write(out / "lab.html", found, result, units)
-    console.print(Text(f"Result file: {out / 'lab.json'}; page: {out / 'lab.html'}"))
+    files = f"Result file: {out / 'lab.json'}; page: {out / 'lab.html'}"
+    console.print(Text(files), soft_wrap=True)
     if not result.passed:
         raise typer.Exit(1)
 
@@ -106,4 +107,4 @@ def lab_prefill(
         console.print(prefill.table_of(found))
 
     prefill.measure(model or prepare(console), plan, tell)
-    console.print(Text(f"Result file: {path}"))
+    console.print(Text(f"Result file: {path}"), soft_wrap=True)
