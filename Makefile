@@ -328,14 +328,15 @@ DOCS := build/docs/env
 DOCS_OUT := build/docs/site
 DOCS_NEEDS := import tomllib as t; p = t.load(open("pyproject.toml", "rb"))["project"]; \
   print(*p["dependencies"], *p["optional-dependencies"]["docs"], sep="\n")
-$(DOCS)/.stamp: pyproject.toml constraints.txt docs/site/constraints.txt
+DOCS_PINS := $(firstword $(shell cat constraints.txt docs/site/constraints.txt | cksum))
+$(DOCS)/.stamp-$(DOCS_PINS):
 	rm -rf $(DOCS)
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 	  -c docs/site/constraints.txt -r <($(PYTHON) -c '$(DOCS_NEEDS)')
 	touch $@
 
-env-docs: $(DOCS)/.stamp
+env-docs: $(DOCS)/.stamp-$(DOCS_PINS)
 
 docs: env-docs  ## the documentation as a site, build/docs/site; a dead link fails it
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --site-dir $(DOCS_OUT)

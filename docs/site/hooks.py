@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-COPIED = {"CHANGELOG.md": "project/changelog.md", "bench/results/": "results/"}
+COPIED = {
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributions.md",
+    "SECURITY.md": "project/security.md",
+    "bench/results/": "results/",
+    "examples/": "examples/",
+}
 """Files outside docs/ that the site has, each with its place there."""
 OF_HISTORY = ("decisions/", "project/changelog")  # a search finds other pages first
 CODE = re.compile(r"<code>([^\s<]{1,16}|--?[\w-]{1,24})</code>")
@@ -52,9 +58,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     except ValueError as error:
         raise PluginError(str(error)) from error
     _pages_of_readme.update(links.readme_anchors(start))
-    _texts.update(
-        {page: text.removeprefix("#" * text.startswith("##")) for page, text in start.items()}
-    )
+    _texts.update({page: titled(page, text) for page, text in start.items()})
     _files.update(dict.fromkeys(start, "README.md"))
     _texts["decisions/index.md"] = decisions()
     _texts["results/index.md"] = results()
@@ -129,6 +133,15 @@ def on_post_build(config: MkDocsConfig) -> None:
     (folder / "llms-full.txt").write_text("\n".join(texts))
 
 
+def titled(page: str, text: str) -> str:
+    """With a heading: the section's own if there is one, or the page's name above several."""
+    if text.startswith("# "):
+        return text
+    if len(links.sections(text)) == 2:
+        return text[1:]
+    return f"# {posixpath.splitext(posixpath.basename(page))[0].capitalize()}\n\n{text}"
+
+
 def in_site(path: str) -> str | None:
     """Where the site has a file of the repository; None if it has it not."""
     copied = dict(copies())
@@ -144,7 +157,7 @@ def copies() -> Iterator[tuple[str, str]]:
             yield name, place
             continue
         for path in sorted((ROOT / name).rglob("*")):
-            if path.is_file():
+            if path.is_file() and "__pycache__" not in path.parts:
                 yield (
                     path.relative_to(ROOT).as_posix(),
                     place + path.relative_to(ROOT / name).as_posix(),

@@ -57,7 +57,7 @@ def relinked(text: str, file: str, page: str, find: Find) -> str:
             path = posixpath.normpath(posixpath.join(posixpath.dirname(file), name))
         found = find(path, anchor)
         if found is None:
-            return f"`{path}`" if label.strip("`") in (path, target) else f"{label} (`{path}`)"
+            return f"`{path}`" if path.endswith(label.strip("`/")) else f"{label} (`{path}`)"
         if not image and found.title and path.endswith(label.strip("`")):
             label = found.title  # of a page, not the name of its file
         uri, _, there = found.uri.partition("#")
