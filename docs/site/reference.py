@@ -28,7 +28,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
         (
             *("cxlkv.CXLPool", "cxlkv.Sequence", "cxlkv.Batch", "cxlkv.Hit"),
             *("cxlkv.KVLayout", "cxlkv.LayerGroup", "cxlkv.admin.Admin", "cxlkv.pages.Pages"),
-            *("cxlkv.pages.Hotness", "cxlkv.pages.Records"),
+            *("cxlkv.pages.Hotness", "cxlkv.pages.Records", "cxlkv.prefix.prefix_keys"),
         ),
     ),
     "selection": (
