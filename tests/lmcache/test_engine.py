@@ -347,3 +347,19 @@ def test_the_lines_on_our_page_switch_it_on(where: Path, tmp_path: Path) -> None
     assert engine.retrieve(text(1, 6 * CHUNK)) == 6 * CHUNK
     engine.check(was, text(1, 6 * CHUNK), 6 * CHUNK)
     engine.close()
+
+
+def test_the_example_switches_it_on(where: Path, tmp_path: Path) -> None:
+    lines = (Path(__file__).resolve().parents[2] / "examples/lmcache.yaml").read_text()
+    assert "chunk_size: 256\n" in lines
+    assert "cxlkv.capacity: 64GiB\n" in lines
+    lines = lines.replace("256\n", f"{CHUNK}\n").replace(
+        "64GiB\n", f"8MiB\n  cxlkv.where: {where}\n"
+    )
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(lines)
+    engine = engines.make_engine(LMCacheEngineConfig.from_file(str(file)), engines.metadata_of())
+    was = stored(engine, 1)
+    assert engine.retrieve(text(1, 6 * CHUNK)) == 6 * CHUNK
+    engine.check(was, text(1, 6 * CHUNK), 6 * CHUNK)
+    engine.close()

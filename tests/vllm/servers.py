@@ -129,8 +129,8 @@ class Servers:
     def proxy(self, prefill: Server, decode: Server) -> Server:
         port = free_port()
         urls = ["--prefill", prefill.url, "--decode", decode.url]
-        made = self._begin(f"proxy{port}", port, PROXY, *urls, "--port", port)
-        until(lambda: "serving" in made.log.read_text())
+        made = self._begin(f"proxy{port}", port, "-u", PROXY, *urls, "--port", port)
+        until(lambda: "Running on" in made.log.read_text())
         return made
 
     def _begin(self, name: str, port: int, *words: object) -> Server:
