@@ -85,12 +85,14 @@ def test_an_example_runs_twice(path: Path, tmp_path: Path, left: list[str]) -> N
     if lack := lacking(path):
         pytest.skip(lack)
     left += re.findall(r"\"(/dev/shm/[\w.-]+\.pool)\"", path.read_text())
-    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # Several threads of torch wait for each other, for seconds on a machine with other work.
+    threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, path],
             cwd=tmp_path,
-            env={**os.environ, **offline},
+            env={**threads, **os.environ, **own},
             capture_output=True,
             text=True,
         )
