@@ -155,18 +155,28 @@ native-test-arm64-rest:  ## the other C tests for arm64, likewise
 	$(if $(arm64_lacks),@echo "skipped: arm64 in an emulator: $(arm64_lacks)",\
 	  $(call arm64,all,"max -E ^test_($(ARM64_FIRST)|$(ARM64_NEVER))$$"))
 
-# Not part of `make test`: clang and its runtime are needed (Debian: clang, libclang-rt-14-dev).
+# Not part of `make test`: clang and its runtime are needed (Debian: clang, libclang-rt-14-dev). The
+# readers in Python need neither. What one finds is saved beside the seeds, and `make test` replays it.
 FUZZ_S ?= 600
+FUZZ ?= request superblock hosts handle cold wire
 CLANG ?= $(shell command -v clang || command -v clang-14)
+FUZZ_C := $(filter-out cold wire,$(FUZZ))
+corpus_of = $(wildcard tests/native/*/corpus_$(1))
 .PHONY: fuzz
-fuzz:         ## requests to the worker, made up by libFuzzer for FUZZ_S seconds
-	test -n "$(CLANG)" || { echo "make fuzz needs clang: apt install clang libclang-rt-14-dev"; exit 1; }
-	cmake -S native -B build/fuzz $(GENERATOR) -DCMAKE_BUILD_TYPE=Debug -DCXLKV_FUZZ=ON \
-	  -DCMAKE_C_COMPILER=$(CLANG) -DCXLKV_DEBUG=0 -DCXLKV_SANITIZE=address,undefined >/dev/null
-	cmake --build build/fuzz --target fuzz_request
-	mkdir -p build/fuzz/corpus
-	build/fuzz/fuzz_request -max_total_time=$(FUZZ_S) -max_len=4096 -print_final_stats=1 \
-	  build/fuzz/corpus tests/native/worker/corpus_request
+fuzz:         ## readers of bytes from elsewhere, FUZZ_S seconds each: make fuzz FUZZ="handle wire"
+	$(if $(FUZZ_C),test -n "$(CLANG)" || { \
+	  echo "make fuzz needs clang: apt install clang libclang-rt-14-dev"; exit 1; })
+	$(if $(FUZZ_C),cmake -S native -B build/fuzz $(GENERATOR) -DCMAKE_BUILD_TYPE=Debug \
+	  -DCXLKV_FUZZ=ON -DCMAKE_C_COMPILER=$(CLANG) -DCXLKV_DEBUG=0 \
+	  -DCXLKV_SANITIZE=address$(,)undefined >/dev/null)
+	$(if $(FUZZ_C),cmake --build build/fuzz --parallel 2 --target $(FUZZ_C:%=fuzz_%))
+	$(foreach name,$(FUZZ_C),mkdir -p build/fuzz/corpus_$(name) && build/fuzz/fuzz_$(name) \
+	  -max_total_time=$(FUZZ_S) -max_len=4096 -print_final_stats=1 \
+	  -artifact_prefix=$(call corpus_of,$(name))/ \
+	  build/fuzz/corpus_$(name) $(call corpus_of,$(name)) &&) true
+	$(if $(filter cold wire,$(FUZZ)),$(MAKE) -s setup)
+	$(foreach name,$(filter cold wire,$(FUZZ)),\
+	  $(BIN)/python -m tests.fuzz_readers $(name) --seconds $(FUZZ_S) &&) true
 
 mutants: $(VENV)/.built  ## coherence with each flush, fence and check left out: a test must tell
 	cmake -S native -B build/mutants $(GENERATOR) -DCMAKE_BUILD_TYPE=Release >/dev/null

@@ -45,7 +45,7 @@ class Part:
         failure skips the part, for there may be no network.
     minutes: on two quiet cores, with its downloads.
     covers: beginnings of the paths whose change calls for it.
-    tools: programs that it needs, and Debian's package of each.
+    tools: programs that it needs, and Debian's packages of each.
     """
 
     command: str
@@ -131,11 +131,22 @@ PARTS = {
         prepare="make model",
     ),
     "wheel": Part(
-        "make wheel wheel-test",
-        7,
+        "make wheel wheel-test wheel-upgrade",
+        10,
         ("pyproject.toml", "native/CMakeLists.txt", "tests/check_dist.py", "tests/try_wheel.py"),
         prepare="make env-wheel",
     ),
+}
+
+
+CLANG = (("clang", "clang libclang-rt-14-dev"),)
+IN_C, IN_PYTHON = ("request", "superblock", "hosts", "handle"), ("cold", "wire")
+# No change calls for them: `make test` replays what they found, and half an hour is for the night.
+PARTS |= {
+    f"fuzz-{name}": Part(
+        f"make fuzz FUZZ={name} FUZZ_S=1800", 33, (), tools=CLANG if name in IN_C else ()
+    )
+    for name in IN_C + IN_PYTHON
 }
 
 
@@ -202,7 +213,12 @@ def called_for(paths: Iterable[str]) -> list[str]:
 
 def lacking(part: Part) -> str:
     """The tools that are not here; tries to install them where apt and the right to it are."""
-    packages = [package for tool, package in part.tools if shutil.which(tool) is None]
+    packages = [
+        package
+        for tool, named in part.tools
+        if shutil.which(tool) is None
+        for package in named.split()
+    ]
     if packages and shutil.which("apt-get") and os.geteuid() == 0:
         for words in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
             subprocess.run(["apt-get", "-q", *words], capture_output=True, check=False)

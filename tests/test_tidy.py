@@ -325,7 +325,7 @@ def test_no_file_names_a_folder_of_one_machine() -> None:
         f"{name_of(path)}:{number}"
         for path in files()
         if path.suffix in TEXT_SUFFIXES or not path.suffix
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
         if MACHINE_PATH.search(line)
     ]
     assert found == []

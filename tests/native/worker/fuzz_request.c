@@ -1,20 +1,9 @@
-/* Whatever bytes a request has, the parser reads within them, and what it accepts is in range.
- *
- * `make fuzz` builds this for libFuzzer. As a test it goes through the corpus, each file also cut
- * short and with each byte changed, under the sanitizers of `make native-test`. */
-#include <dirent.h>
+/* Whatever bytes a request has, the parser reads within them, and what it accepts is in range. */
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "worker/request.h"
 
-static void demand(bool claim, const char *what) {
-    if (claim) return;
-    fprintf(stderr, "a request was accepted with a wrong %s\n", what);
-    abort();
-}
+#include "fuzz.h"
 
 static uint64_t sum_of(const void *array, uint64_t count) {
     const uint8_t *bytes = array;
@@ -24,7 +13,6 @@ static uint64_t sum_of(const void *array, uint64_t count) {
 }
 
 volatile uint64_t fuzz_seen; /* so that what is read is needed */
-static int accepted; /* by how many of the pools, the last time */
 
 static uint64_t walk_tables(const request *r, const request_facts *facts) {
     uint64_t entries = 0;
@@ -105,58 +93,3 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length) {
     }
     return 0;
 }
-
-#ifndef FUZZ
-/* On an allocation of just that length, so that a byte more is seen. */
-static void try_bytes(const uint8_t *bytes, size_t length) {
-    uint8_t *own = malloc(length ? length : 1);
-    if (!own) abort();
-    memcpy(own, bytes, length);
-    LLVMFuzzerTestOneInput(own, length);
-    free(own);
-}
-
-/* A seed that no pool takes would show nothing of what lies behind the first checks. */
-static void demand_seed(const char *path) {
-    if (accepted) return;
-    fprintf(stderr, "%s: %s\n", path, cxlkv_error_text());
-    abort();
-}
-
-static void try_file(const char *path) {
-    uint8_t bytes[8192];
-    FILE *file = fopen(path, "rb");
-    if (!file) abort();
-    size_t length = fread(bytes, 1, sizeof(bytes), file);
-    fclose(file);
-    try_bytes(bytes, length);
-    demand_seed(path);
-    for (size_t cut = 0; cut <= length; cut++) try_bytes(bytes, cut);
-    for (size_t at = 0; at < length; at++)
-        for (int change = 0; change < 3; change++) {
-            uint8_t before = bytes[at];
-            bytes[at] = change == 0 ? (uint8_t)~before : change == 1 ? 0 : (uint8_t)(before + 1);
-            try_bytes(bytes, length);
-            bytes[at] = before;
-        }
-}
-
-int main(void) {
-    DIR *folder = opendir(REQUEST_CORPUS);
-    int count = 0;
-    for (struct dirent *entry; folder && (entry = readdir(folder));) {
-        char path[4096];
-        if (entry->d_name[0] == '.') continue;
-        snprintf(path, sizeof(path), "%s/%s", REQUEST_CORPUS, entry->d_name);
-        try_file(path);
-        count++;
-    }
-    if (folder) closedir(folder);
-    if (count == 0) {
-        fprintf(stderr, "no corpus in %s\n", REQUEST_CORPUS);
-        return 1;
-    }
-    printf("%d requests, cut and changed\n", count);
-    return 0;
-}
-#endif
