@@ -2,9 +2,9 @@
 
     python examples/prefill_decode.py --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000
 
-Needs: aiohttp, and the engines as docs/engines/vllm.md starts them. A request goes to the first one
-with max_tokens=1: then K and V of its prompt are in the pool, where the second one, which answers,
-finds them. Without the first the second computes all, and without the second the first answers.
+Needs: aiohttp, and the engines as docs/engines/vllm-hosts.md starts them. The first one gets each
+request with max_tokens=1: then K and V of its prompt are in the pool, where the second one, which
+answers, finds them. Without the first the second computes all; without that, the first answers.
 """
 
 import argparse
