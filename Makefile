@@ -206,7 +206,7 @@ test-vllm: env-vllm  ## the tests with vLLM, in an environment of its own
 	$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	  $(call set,build-dir=build/vllm/native) -e .
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
-	$(VLLM)/bin/python -m pytest tests/test_examples.py -k vllm
+	$(VLLM)/bin/python -m pytest tests/test_examples.py tests/test_code_blocks.py -k "vllm or blocks_run"
 
 # Network, 3 GB of disk and three minutes, once: as above. Of SGLang what its cache needs on a CPU:
 # the whole of it wants CUDA.
