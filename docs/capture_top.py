@@ -64,7 +64,7 @@ def match_and_attend(pool: CXLPool, rng: np.random.Generator) -> None:
 
 def capture() -> None:
     path = "/dev/shm/example.pool"
-    CXLPool.create(path, layout=LAYOUT, capacity="32MiB").close()
+    CXLPool.create(path, layout=LAYOUT, capacity="36MiB").close()
     try:
         workers = [
             subprocess.Popen([sys.executable, __file__, path, job], stdout=subprocess.PIPE)
