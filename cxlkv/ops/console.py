@@ -79,7 +79,10 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
     with soft_wrap. A column whose cells begin with digits stands at the right."""
     for_each = range(len(head))
     widths = [max(len(row[index]) for row in (head, *rows)) for index in for_each]
-    right = [all(row[index][:1].isdigit() for row in rows if row[index]) for index in for_each]
+    right = [
+        all(row[index].lstrip("<")[:1].isdigit() for row in rows if row[index])
+        for index in for_each
+    ]
     for row in (head, *rows):
         cells = zip(row, widths, right, strict=True)
         padded = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -13,10 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from cxlkv._core import FORMAT_VERSION
-from cxlkv.errors import BadArgumentError
-from cxlkv.layout import KVLayout, format_bytes
+from cxlkv.errors import BadArgumentError, BusyError
+from cxlkv.layout import KVLayout, format_bytes, parse_bytes
 from cxlkv.machine.coherence import parse_sharing
-from cxlkv.machine.regions import parse_place
+from cxlkv.machine.regions import is_striped, parse_place
 from cxlkv.ops.console import AsJson, HostNumber, columns, pairs, print_json, step
 from cxlkv.ops.gc import collect, find_garbage
 from cxlkv.ops.info import ranges
@@ -24,7 +25,7 @@ from cxlkv.ops.models import layout_of_model
 from cxlkv.ops.top import as_dict, model_name, none_found, plain, run
 from cxlkv.pool import Pool
 from cxlkv.sizes import parse_tokens, plan_for
-from cxlkv.stats import Overview, find, pool_folders
+from cxlkv.stats import Overview, find, inspect, pool_folders
 
 pool_app = typer.Typer(help="Make, find, watch, check and remove pools.", no_args_is_help=True)
 
@@ -108,10 +109,10 @@ def create(
         )
     with pool:
         found = pool.admin.overview()
-    tell_made(found, as_json)
+    tell_made(found, 0 if size == "all" else parse_bytes(size), as_json)
 
 
-def tell_made(found: Overview, as_json: bool) -> None:
+def tell_made(found: Overview, asked_bytes: int, as_json: bool) -> None:
     """What a new pool has room for; one of objects is counted in pages."""
     of_tokens = {"model": model_name(found), "tokens": found.tokens} if found.tokens else {}
     if as_json:
@@ -121,7 +122,10 @@ def tell_made(found: Overview, as_json: bool) -> None:
         return
     room = f"{found.pages_total:,} pages"
     room = f"{found.tokens:,} tokens in {room}" if found.tokens else room
-    line = f"{plain(found.path)}: made, {format_bytes(found.bytes)}, for {room}"
+    size = format_bytes(found.bytes)
+    if format_bytes(asked_bytes) != size and found.bytes < asked_bytes:
+        size += f" of {format_bytes(asked_bytes)} (whole extents)"
+    line = f"{plain(found.path)}: made, {size}, for {room}"
     Console(soft_wrap=True).print(Text(line))
 
 
@@ -179,14 +183,14 @@ def layout_of(
     missing = [f"--{name.replace('_', '-')}" for name in shape if name not in given]
     if missing:
         raise BadArgumentError(
-            f"{', '.join(missing)} missing: or --model, whose config says it, or --object-bytes, "
-            "for objects"
+            "whose K and V? For example: --model smollm2 --capacity 1GiB; or say the shape "
+            f"(missing: {', '.join(missing)}), or --object-bytes 2MiB for a pool of objects"
         )
     return KVLayout(**given)  # type: ignore[arg-type]
 
 
-@pool_app.command()
-def inspect(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
+@pool_app.command("inspect")
+def inspect_pool(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
     """Say what a pool stores, where its parts lie, and how many pages are in which state."""
     with Pool.open(path, host=host) as pool:
         described, stats = pool.describe(), pool.stats()
@@ -296,10 +300,31 @@ def remove(
     path: PoolPath,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Remove a pool and all that is in it."""
+    """Remove a pool and all that is in it, or what is left of a damaged one."""
+    found = removable(path)
+    size = format_bytes(found.bytes)
     if not yes:
-        typer.confirm(f"Remove the pool {path} and all that is in it?", abort=True)
+        told = "a damaged pool" if found.state == "damaged" else "the pool"
+        typer.confirm(f"Remove {told} {plain(found.path)}, {size}, with all its data?", abort=True)
     Pool.remove(path)
+    kept = os.path.lexists(found.path) or is_striped(found.path)
+    after = "what it lay in keeps its size" if kept else f"{size} are free again"
+    line = f"{plain(found.path)}: removed, {after}"
+    Console(soft_wrap=True).print(Text(line))
+
+
+def removable(path: Path) -> Overview:
+    """The pool, before anybody is asked. Raises what Pool.remove() would: for a path where nothing
+    is or something else, and for a pool in use."""
+    place = parse_place(path).path
+    if place is None:
+        raise BadArgumentError(f"{path} is memory without a name, which ends with its process")
+    found = inspect(place)
+    if found.state == "live":
+        pids = ", ".join(str(process.pid) for process in found.processes if process.alive)
+        users = f" by {pids}" if pids else ""
+        raise BusyError(f"{place} is in use{users}: stop these processes first, then remove it")
+    return found
 
 
 @pool_app.command()
@@ -337,6 +362,15 @@ def list_pools(places: Folders = None, as_json: AsJson = False) -> None:
         console.print(Text(none_found(places or pool_folders())))
 
 
+def share_text(part: int, whole: int) -> str:
+    """In per cent: 0 % and 100 % are said of nothing and of all only."""
+    if not whole:
+        return ""
+    if part and 100 * part < whole:
+        return "<1 %"
+    return f"{100 * part // whole} %"
+
+
 def pool_lines(found: Sequence[Overview]) -> Iterator[str]:
     """A line for each pool, its path at the end; used pages are those that are not free."""
     rows = []
@@ -349,7 +383,7 @@ def pool_lines(found: Sequence[Overview]) -> Iterator[str]:
                 plain(model_name(overview)),
                 format_bytes(overview.bytes),
                 f"{overview.tokens:,}" if overview.tokens else "",
-                f"{100 * used // overview.pages_total} %" if overview.pages_total else "",
+                share_text(used, overview.pages_total),
                 " ".join(pids),
                 plain(overview.path),
             )

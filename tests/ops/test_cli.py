@@ -17,10 +17,12 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from cxlkv import CXLPool, _core
+from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import CXLKVError
+from cxlkv.layout import format_bytes
 from cxlkv.machine import topology
 from cxlkv.ops import cli, info
+from cxlkv.ops.pool import share_text
 from cxlkv.stats import find
 
 from ..support.command import run
@@ -113,8 +115,10 @@ def test_a_pool_is_made_looked_at_checked_and_removed(
     code, out, _ = run(capsys, "pool", "check", "--deep", str(path))
     assert (code, out) == (0, "clean\n")
 
-    code, _, _ = run(capsys, "pool", "remove", "--yes", str(path))
-    assert code == 0
+    size = path.stat().st_size
+    ended = run(capsys, "pool", "remove", "--yes", str(path))
+    freed = f"{path}: removed, {format_bytes(size)} are free again\n"
+    assert ended == (0, freed, "")
     assert not path.exists()
 
 
@@ -126,7 +130,8 @@ def test_a_pool_of_objects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "--layers, --dtype: of K and V" in error
     code, _, error = run(capsys, *made[:5], "--layers", "2")
     assert code == 1
-    assert "--kv-heads, --head-dim missing: or --model" in error
+    assert "(missing: --kv-heads, --head-dim)" in error
+    assert "--model smollm2 --capacity 1GiB" in error
     assert run(capsys, *made)[0] == 0
     code, out, _ = run(capsys, "pool", "inspect", "--json", path)
     assert code == 0
@@ -156,6 +161,41 @@ def test_a_pool_is_not_removed_without_a_yes(tmp_path: Path) -> None:
     result = runner.invoke(cli.app, ["pool", "remove", str(path)], input="n\n")
     assert result.exit_code == 1
     assert path.exists()
+
+
+def test_what_cannot_be_removed_is_not_asked_about(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Nothing is read from stdin: a question would end as "Nothing was done."."""
+    notes, used = tmp_path / "notes.txt", tmp_path / "used.pool"
+    notes.write_text("dear diary")
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=16, dtype="float32")
+    with CXLPool.create(used, layout=layout, capacity="3MiB", threads=1):
+        for path, said in (
+            (tmp_path / "absent", "absent"),
+            (notes, "not a cxlkv pool"),
+            (used, f"in use by {os.getpid()}"),
+        ):
+            code, out, err = run(capsys, "pool", "remove", path)
+            assert (code, out) == (1, "")
+            assert err.startswith("error: ")
+            assert said in err
+    assert used.exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [(0, 9, "0 %"), (1, 1000, "<1 %"), (999, 1000, "99 %"), (9, 9, "100 %"), (0, 0, "")],
+)
+def test_a_share_is_nothing_or_all_only_where_it_is(part: int, whole: int, text: str) -> None:
+    assert share_text(part, whole) == text
+
+
+def test_a_pool_smaller_than_its_capacity_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made = run(capsys, *CREATE, tmp_path / "a.pool")
+    assert " of 8 MiB (whole extents), for " in made.out
 
 
 def test_a_file_that_is_no_pool_is_left_alone_and_named(
