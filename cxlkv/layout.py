@@ -297,7 +297,7 @@ def parse_bytes(size: str | int) -> int:
     Raises BadArgumentError for anything that is not a whole number of bytes, 0 or more.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise BadArgumentError(f"{size!r} is no size: give bytes as a number, or text like 2GiB")
+        raise BadArgumentError(f"{size!r} is not a size: give bytes as a number, or text like 2GiB")
     if isinstance(size, int):
         if size < 0:
             raise BadArgumentError(f"a size cannot be negative: {size}")
@@ -305,7 +305,7 @@ def parse_bytes(size: str | int) -> int:
     match = _SIZE.fullmatch(size)
     unit_bytes = _UNIT_BYTES.get(match[2].lower() or "b") if match else None
     if match is None or unit_bytes is None:
-        raise BadArgumentError(f"{size!r} is no size: write it like 512MiB, 2GiB or 4096")
+        raise BadArgumentError(f"{size!r} is not a size: write it like 512MiB, 2GiB or 4096")
     count = Fraction(match[1]) * unit_bytes
     if count.denominator != 1:
         raise BadArgumentError(f"{size!r} is not a whole number of bytes")

@@ -139,5 +139,5 @@ def parse_tokens(text: str | int) -> int:
     match = _TOKENS.fullmatch(str(text))
     count = Fraction(match[1]) * _MULTIPLES[match[2].lower()] if match else Fraction(0)
     if count.denominator != 1 or count < 1:
-        raise BadArgumentError(f"{text!r} is no number of tokens: write it like 5000, 32K or 1M")
+        raise BadArgumentError(f"{text!r} is not a number of tokens: write it like 5000, 32K or 1M")
     return int(count)

@@ -321,7 +321,7 @@ def test_a_pool_of_objects(place: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        (objects(object_bytes="2 MB of"), "layout.object_bytes: '2 MB of' is no size"),
+        (objects(object_bytes="2 MB of"), "layout.object_bytes: '2 MB of' is not a size"),
         (objects(object_bytes=0), "layout: objects of 0 bytes: outside 1 to 1073741824"),
         (objects(object_bytes=True), "layout.object_bytes"),
         (
@@ -457,7 +457,7 @@ def test_a_pool_is_opened_or_created(place: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
-        ({"capacity": "8M"}, "capacity: '8M' is no size"),
+        ({"capacity": "8M"}, "capacity: '8M' is not a size"),
         ({"sharing": "soft", "threads": "a"}, "sharing is 'soft': one of host(.|\n)*threads is"),
         ({"hosts": 3}, "hosts is for a pool that hosts share: add sharing"),
         ({"layout": None}, "layout is a KVLayout, not NoneType"),
@@ -482,8 +482,8 @@ def test_what_cannot_be_opened_or_created_is_named(
     [
         ("head_dim", "head_dims", "FILE, line 6: layout.head_dims is not one of layers, kv_heads"),
         ("capacity", "capasity", "FILE: capacity is missing\nFILE, line 2: capasity is not one"),
-        ("3MiB", "3M", "FILE, line 2: capacity: '3M' is no size: write it like 512MiB"),
-        ("3MiB", "[3]", "FILE, line 2: capacity: [3] is no size"),
+        ("3MiB", "3M", "FILE, line 2: capacity: '3M' is not a size: write it like 512MiB"),
+        ("3MiB", "[3]", "FILE, line 2: capacity: [3] is not a size"),
         ("3MiB", "-3", "FILE, line 2: capacity: a size cannot be negative: -3"),
         ("3MiB", "1" * 5000, "FILE, line 2: capacity is '11111"),
         ("3MiB", "2024-13-77", "FILE, line 2: capacity is '2024-13-77', which cannot be r"),

@@ -50,7 +50,7 @@ def parse_place(where: str | os.PathLike[str]) -> Place:
     "dax:DEVICE+DEVICE" says; raises for other schemes and relative nonsense."""
     if not isinstance(where, (str, os.PathLike)):
         raise BadArgumentError(
-            f"{where!r} is no place for a pool: a path as text or pathlib.Path, or 'anonymous:'"
+            f"{where!r} is not a place for a pool: a path as text or pathlib.Path, or 'anonymous:'"
         )
     text = os.fspath(where)
     if text == "anonymous:":
@@ -106,7 +106,7 @@ def _path_in_dev(text: str, name: str) -> str:
     if not name.startswith("/sys/"):
         return name if name.startswith("/") else f"/dev/{name}"
     if "\0" in name or not os.path.isdir(name):
-        raise UnsupportedError(f"{text}: {name} is no folder of sysfs here (cxlkv info)")
+        raise UnsupportedError(f"{text}: {name} is not a folder of sysfs here (cxlkv info)")
     found = [each.file for each in dax_devices_of(probe_devices(), os.path.realpath(name))]
     if len(found) != 1:
         what = f"has {len(found)} dax devices: {', '.join(found)}" if found else "has no dax device"

@@ -37,7 +37,8 @@ LitmusRole = Annotated[
     typer.Option(help="litmus: a on one host, b on the other; both on this one if not given."),
 ]
 LitmusRounds = Annotated[
-    int | None, typer.Option(help="litmus: rounds of each test: 50000 if not given.", min=1)
+    int | None,
+    typer.Option(help="litmus: rounds of each test.", min=1, show_default="50000"),
 ]
 Certificate = Annotated[Path | None, typer.Option(help="litmus: where the certificate goes.")]
 # Of `bench replay`.

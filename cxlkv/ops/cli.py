@@ -36,6 +36,14 @@ ORDER = (
 )
 
 
+# Said when something is missing in such a command.
+EXAMPLES = {
+    "cxlkv size": "cxlkv size smollm2 --tokens 32K",
+    "cxlkv pool create": "cxlkv pool create /dev/shm/my.pool --model smollm2 --capacity 1GiB",
+    "cxlkv serve": "cxlkv serve /dev/shm/my.pool --listen 10.0.0.1:7777 --secret FILE",
+}
+
+
 class InOrder(TyperGroup):
     """Lists the commands as they are met, not groups behind all others."""
 
@@ -96,7 +104,7 @@ for each_app in (app, pool_app, bench_app, lab_app):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; an expected failure is one red line and exit code 1, no traceback. A command
-    line that does not parse is three lines and exit code 2.
+    line that does not parse is three or four lines and exit code 2.
 
     Expected are our own errors and the operating system's: no such file, no permission. Lines are
     never broken: what they name is copied by people.
@@ -114,7 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if not isinstance(error, typer.BadParameter.__mro__[1]):  # UsageError, of typer or click
             raise
-        cast("typer.BadParameter", error).show()
+        usage = cast("typer.BadParameter", error)
+        usage.show()
+        example = EXAMPLES.get(usage.ctx.command_path if usage.ctx else "")
+        if example and type(error).__name__ == "MissingParameter":
+            typer.echo(f"For example: {example}", err=True)
         raise SystemExit(2) from error
     raise SystemExit(code if isinstance(code, int) else 0)
 

@@ -12,8 +12,8 @@ from cxlkv.adapters.common.pools import path_for, share_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.machine.regions import Place, is_device, is_striped, parse_place
 
-State = Literal["error", "warning", "ok", "not here"]
-STATES: tuple[State, ...] = ("error", "warning", "ok", "not here")
+State = Literal["error", "warning", "ok", "absent"]
+STATES: tuple[State, ...] = ("error", "warning", "ok", "absent")
 
 SHM_LARGER = "docker run --shm-size=16g ..., or: sudo mount -o remount,size=16G /dev/shm"
 # For causes that the texts of our errors name in words.

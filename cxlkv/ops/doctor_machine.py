@@ -61,7 +61,9 @@ def _folder(ask: Ask, folder: str) -> Finding:
     if kind in IN_MEMORY or not kind:
         return Finding("place", "ok", f"{folder} ({kind or 'not known'}) can be written")
     why = "the kernel writes the pool to a disk, too, and reads it from there"
-    return Finding("place", "warning", f"{folder} is no memory: {kind}", why, "--where /dev/shm/")
+    return Finding(
+        "place", "warning", f"{folder} is not in memory: {kind}", why, "--where /dev/shm/"
+    )
 
 
 def _existing(ask: Ask, path: str) -> Finding:
@@ -162,7 +164,7 @@ def locked(ask: Ask) -> Iterator[Finding]:
             address = np.frombuffer(memory, np.uint8).ctypes.data
             code = libc.mlock2(ctypes.c_void_p(address), ctypes.c_size_t(wanted), MLOCK_ONFAULT)
     except OSError as error:
-        yield Finding("locked memory", "not here", f"not tried: {error.strerror}")
+        yield Finding("locked memory", "absent", f"not tried: {error.strerror}")
         return
     if code == 0:
         yield Finding("locked memory", "ok", f"{format_bytes(wanted)} can be locked")
@@ -207,7 +209,7 @@ def dax(ask: Ask) -> Iterator[Finding]:
         why = "devices get other numbers after a boot"
         yield Finding("dax", "error", f"this machine has no {name}", why, "cxlkv info")
     if not devices.dax_devices and not asked:
-        yield Finding("dax", "not here", "no dax devices")
+        yield Finding("dax", "absent", "none")
 
 
 # ---- time, and what others left ----
@@ -242,7 +244,7 @@ def left_overs(ask: Ask) -> Iterator[Finding]:
     remove = "cxlkv pool remove PATH"
     for pools, what, command in (
         (gone, "of pools that no process can open any more", "cxlkv pool gc"),
-        (killed, "whose users were killed", f"{remove}, or cxlkv pool gc --idle-s 86400"),
+        (killed, "of processes that were killed", f"{remove}, or cxlkv pool gc --idle-s 86400"),
         (damaged, "that cannot be opened", remove),
     ):
         if pools:

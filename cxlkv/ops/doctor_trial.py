@@ -34,7 +34,7 @@ def trial(ask: Ask) -> Iterator[Finding]:
     """Makes a pool, uses it, looks how it is mapped, measures, registers."""
     place = ask.makeable
     if place is None:
-        yield Finding("pool", "not here", "not tried: no place where a file may be made")
+        yield Finding("pool", "absent", "not tried: no place where a file may be made")
         return
     with made(ask, place) as pool:
         yield _used(pool)
@@ -128,13 +128,13 @@ def _huge(place: Place, kib: dict[str, int]) -> Finding:
 def _registered(pool: CXLPool) -> Finding:
     """The CUDA driver is told of the region, as for an engine on a GPU."""
     if not os.path.exists(GPU_FILE):
-        return Finding("gpu", "not here", "no NVIDIA GPU")
+        return Finding("gpu", "absent", "no NVIDIA GPU")
     try:
         from cxlkv.gpu.mapping import Mapping
 
         Mapping(pool, "cuda").close()
     except ModuleNotFoundError as error:
-        return Finding("gpu", "not here", f"not tried: {error.name} is not installed")
+        return Finding("gpu", "absent", f"not tried: {error.name} is not installed")
     except CXLKVError as error:
         found = of_error("gpu", error)
         return Finding("gpu", "warning", found.seen, "it reads through copies", found.command)

@@ -18,7 +18,7 @@ from cxlkv.stats import Overview, find
 
 @dataclass(frozen=True)
 class Garbage:
-    """kind: "half-made", "orphan", "idle", or "unsettled": an idle pool whose users were killed."""
+    """kind: "half-made", "orphan", "idle", or "unsettled": an idle pool of killed processes."""
 
     path: str
     kind: str
@@ -30,7 +30,7 @@ class Garbage:
             "half-made": "its creator was killed",
             "orphan": "the host state of a pool that is gone",
             "idle": "nobody has used it for that long",
-            "unsettled": "its users were killed, and since when it is idle is not known:"
+            "unsettled": "its processes were killed, and since when it is idle is not known:"
             " settled now, its time begins",
         }[self.kind]
 

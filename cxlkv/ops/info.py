@@ -68,7 +68,7 @@ class Survey:
 def survey(root: Path = Path("/")) -> Survey:
     """Read all of the machine whose procfs and sysfs lie below `root`."""
     if not root.is_dir():
-        raise BadArgumentError(f"{root} is no folder: give one that has proc and sys of a machine")
+        raise BadArgumentError(f"{root} is not a folder: give one with a machine's proc and sys")
     machine, numa, devices = probe(root), probe_nodes(root), probe_devices(root)
     return Survey(
         machine=machine,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,9 +80,11 @@ def find_config(model: str) -> tuple[Mapping[str, object], Path | None]:
     if given.is_dir():
         raise PoolMissingError(f"{model}: the folder has no config.json")
     name = model if "/" in model else f"ORGANISATION/{model}"
+    near = get_close_matches(model.lower(), [*ALIASES, *map(str.lower, SHIPPED)], 1, 0.8)
+    meant = f"did you mean {near[0]}? " if near else ""
     raise PoolMissingError(
-        f"{model} is no folder or config.json here, nothing in the cache of Hugging Face "
-        f"({_hub()}), and no model that ships (smollm2). Nothing is downloaded: run "
+        f"{meant}{model} is neither a folder or config.json here, nor in the cache of Hugging Face "
+        f"({_hub()}), nor a model that ships (smollm2). Nothing is downloaded: run "
         f"hf download {name} config.json, or give the model's folder"
     )
 
@@ -108,9 +111,9 @@ def _read(path: Path) -> Mapping[str, object]:
     try:
         words = json.loads(path.read_text())
     except ValueError as error:
-        raise BadArgumentError(f"{path} is no JSON: {error}") from error
+        raise BadArgumentError(f"{path} is not JSON: {error}") from error
     if not isinstance(words, dict) or "model_type" not in words:
-        raise BadArgumentError(f"{path} is no config of a model: it has no model_type")
+        raise BadArgumentError(f"{path} is not the config of a model: it has no model_type")
     return words
 
 

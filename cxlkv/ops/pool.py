@@ -55,7 +55,7 @@ def create(
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads of a layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
     page_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a page: 16 if not given.")
+        int | None, typer.Option(help="Tokens of a page.", show_default="16")
     ] = None,
     dtype: Annotated[
         str | None,

@@ -89,6 +89,12 @@ def ndp_worker(
         serve(opened._handle, lambda line: typer.echo(line), slots=slots)
 
 
+def no_port(given: str | None) -> None:
+    """Metrics have a --port; a pool is served on one address of several."""
+    if given is not None:
+        raise typer.BadParameter(f"give the address, too: --listen HOST:{given}")
+
+
 def serve_pool(
     pool: Annotated[Path, typer.Argument(help="The pool's file or device.")],
     listen: Annotated[str, typer.Option(help="HOST:PORT of this machine's private network.")],
@@ -98,6 +104,7 @@ def serve_pool(
     ] = None,
     connections: Annotated[int, typer.Option(help="Peers at the same time.", min=1)] = 32,
     host: HostNumber = None,
+    port: Annotated[str | None, typer.Option(hidden=True, callback=no_port, is_eager=True)] = None,
 ) -> None:
     """Let other machines match, read, write and select in a pool, until SIGTERM or Ctrl-C.
 

@@ -24,7 +24,8 @@ Model = Annotated[
     ),
 ]
 Tokens = Annotated[
-    str | None, typer.Option(help="Tokens of a request: 5000, 32K (of 1024), 1M. 32K if not given.")
+    str | None,
+    typer.Option(help="Tokens of a request: 5000, 32K (of 1024), 1M.", show_default="32K"),
 ]
 Requests = Annotated[int, typer.Option(help="Requests that are held at once.", min=1)]
 
@@ -53,7 +54,7 @@ def size(
     page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Type of the stored keys and values: the model's if not given."),
+        typer.Option(help="Type of the stored keys and values.", show_default="the model's"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -145,7 +146,7 @@ def lines(found: Sizes) -> Iterator[str]:
         more = held_text(found.no_sketch.tokens(found.requests), found.requests)
     else:
         more = f"{format_bytes(found.no_sketch.capacity_bytes)} are enough"
-    yield f"Without sketches, as engines make it that keep prefixes only: {more}."
+    yield f"Engines that only keep prefixes make it without sketches: {more}."
     if any(group.window for group in groups):
         yield "Layers with a window keep the last tokens of each request."
     yield f"A page has {format_bytes(pool.record_bytes)} with its digests, sketches and checksums."

@@ -42,7 +42,7 @@ DROPPED_FIRST = ("seqs", "append/s", "fetch/s", "mass", "attend/s", "score/s", "
 COMMAND_WIDTH_MIN, GAP = 22, 2  # "all, since it was made"
 RATES = ("appended_bytes", "scored_bytes", "fetched_bytes", "attended_bytes")
 NAME_LENGTH_MAX = 28
-UNUSED = 'nobody has used it yet: an engine does with this path as its "where"'
+UNUSED = 'not used yet: give an engine this path as its "where"'
 
 # The model in the name of a pool that an engine made: adapters.common.pools.path_for().
 OF_ENGINE = re.compile(r"/cxlkv-(?:vllm|sglang|lmcache)-(.+)-[0-9a-f]{16}[^/]*$")

@@ -82,7 +82,7 @@ def parse_address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not bare or (":" in host and bare == host):
-        raise BadArgumentError(f"{text!r} is no HOST:PORT ([::1]:7777 for IPv6)")
+        raise BadArgumentError(f"{text!r} is not HOST:PORT ([::1]:7777 for IPv6)")
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise BadArgumentError(f"{text!r}: the port is a number up to 65535")
     return bare, int(port)

@@ -230,6 +230,8 @@ def option_cells(option: Mapping[str, object]) -> tuple[str, str, str]:
     is_argument = not str(opts[0]).startswith("-")
     names = [str(option["name"]).upper()] if is_argument else [*map(str, opts)]
     default = option["default"]
+    told = option.get("show_default")  # of one that the command works out
+    default = told if isinstance(told, str) else default
     if option["required"]:
         shown = "needed"
     elif default in (None, (), [], False, ""):

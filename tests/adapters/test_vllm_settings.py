@@ -62,7 +62,7 @@ def test_settings_as_they_are_written() -> None:
         ({"local": "1GiB"}, "local needs attention: pool"),
         ({"worker": True}, "worker needs attention: pool"),
         ({"attention": "pool", "worker": 1}, "worker is 1: true or false is wanted"),
-        ({"attention": "pool", "local": "much"}, "'much' is no size"),
+        ({"attention": "pool", "local": "much"}, "'much' is not a size"),
         ({"method": "best"}, "method is 'best': one of exact, digest, two_stage, auto, attention"),
         (
             {"attention": "pool", "budget": {"mass": 0.9}, "method": "digest"},

@@ -96,7 +96,7 @@ def test_a_device_by_its_folder_in_sysfs(monkeypatch: pytest.MonkeyPatch) -> Non
     here.clear()
     with pytest.raises(UnsupportedError, match="/sys/class/mem has no dax device; one is wanted"):
         regions.parse_place("dax:/sys/class/mem")
-    with pytest.raises(UnsupportedError, match="is no folder of sysfs here"):
+    with pytest.raises(UnsupportedError, match="is not a folder of sysfs here"):
         regions.parse_place("dax:/sys/devices/nowhere")
 
 

@@ -90,7 +90,7 @@ def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], tmp_
     path = tmp_path / "pool.cxlkv"
     code, _, err = run(capsys, *CREATE[:-1], "2G", str(path))
     assert code == 1
-    assert err.startswith("error: '2G' is no size")
+    assert err.startswith("error: '2G' is not a size")
     assert not path.exists()
 
 
@@ -266,6 +266,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (("pool", "lst"), "Did you mean 'list'?"),
         (("nfo",), "Did you mean 'info'?"),
         (("pool", "create", "/x", "--capcity", "1GiB"), "--capacity"),
+        (("serve", "/x", "--port", "7777"), "--listen HOST:7777"),
+        (("size",), "For example: cxlkv size smollm2 --tokens 32K"),
         (("pool", "create", "/" + "long-" * 40, "--requests", "0"), "--requests"),
     ],
 )
@@ -330,7 +332,7 @@ def test_a_pool_that_nobody_has_used_has_no_rows_of_zeros(
     path = str(tmp_path / "my.pool")
     assert run(capsys, *CREATE, path).code == 0
     said = run(capsys, "pool", "top", "--once", "--interval-s", "0.01", path).out
-    assert "nobody has used it yet" in said
+    assert "not used yet" in said
     assert "0 B" not in said
 
 

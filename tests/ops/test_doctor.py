@@ -114,7 +114,7 @@ def folder(shm_path: Path) -> Iterator[Path]:
 def test_a_machine_without_faults() -> None:
     told = doctor("--capacity", "64MiB", before=OWN_SHM, shell=MOUNTS)
     assert told.code == 0
-    assert {each.state for each in told.findings} <= {"ok", "warning", "not here"}
+    assert {each.state for each in told.findings} <= {"ok", "warning", "absent"}
     assert "63.02 MiB made, filled" in told.of("pool", "ok").seen
     assert re.match(r"reads \d+\.\d, writes \d+\.\d GB/s", told.of("speed", "ok").seen)
     assert told.of("left-overs", "ok").seen == "none"
@@ -261,7 +261,7 @@ def test_a_device_in_another_mode(machine: str, where: str, command: str, tmp_pa
     told = asked(where=where, root=plant_machine(machine, tmp_path))
     assert command in told.of("dax").command
     assert told.of("place").seen.startswith(where)
-    told.of("pool", "not here")
+    told.of("pool", "absent")
 
 
 @needs("unshare", "-rT", "--boottime", "5000", "true")
@@ -356,7 +356,7 @@ def test_a_place_on_a_disk_and_one_that_is_read_only(folder: Path, tmp_path: Pat
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/mounts").write_text("/dev/vda / ext4 rw 0 0\n")
     found = asked(where=f"{folder}/", capacity=8 << 20, root=tmp_path).of("place", "warning")
-    assert (found.seen, found.command) == (f"{folder} is no memory: ext4", "--where /dev/shm/")
+    assert (found.seen, found.command) == (f"{folder} is not in memory: ext4", "--where /dev/shm/")
     before = f"mount -t tmpfs -o ro tmpfs {folder}"
     told = doctor("--where", f"{folder}/", "--capacity", "8MiB", before=before, shell=MOUNTS)
     assert "or another --where" in told.of("place").command

@@ -317,7 +317,7 @@ def test_a_root_that_is_no_folder_is_an_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     ended = run(capsys, "info", "--root", tmp_path / "absent")
-    assert (ended.code, "is no folder" in ended.err) == (1, True)
+    assert (ended.code, "is not a folder" in ended.err) == (1, True)
 
 
 GARBAGE = (

@@ -204,7 +204,8 @@ def test_the_command_that_is_printed_makes_the_pool(
     ("words", "said"),
     [
         (("absent",), "hf download ORGANISATION/absent config.json"),
-        (("smollm2", "--tokens", "1G"), "no number of tokens"),
+        (("smolm2",), "did you mean smollm2?"),
+        (("smollm2", "--tokens", "1G"), "not a number of tokens"),
         (("smollm2", "--tokens", "1K", "--capacity", "1GiB"), "give one"),
         (("smollm2", "--capacity", "1MiB"), "holds no page"),
     ],
