@@ -276,13 +276,15 @@ def test_a_low_limit_of_locked_memory(tmp_path: Path) -> None:
     text = """
 limit(resource.RLIMIT_MEMLOCK, 0)
 try_pool(where, "8MiB")
+from cxlkv.machine.locking import try_lock
 from cxlkv.machine.topology import missing, probe
 advice = {item.what: item.command for item in missing(probe())}
-print(json.dumps([advice["only 0 MiB may be locked in memory"]]))
+print(json.dumps([advice.get("only 0 MiB may be locked in memory", ""), try_lock(1 << 20)]))
 """
-    fine, advice = run(text, tmp_path / "a.pool")
+    fine, (advice, refused) = run(text, tmp_path / "a.pool")
     assert fine == ["fine"]
-    assert "ulimit -l unlimited" in str(advice)
+    assert advice if refused else not advice  # root may lock more than its limit
+    assert "ulimit -l unlimited" in str(advice) or not refused
 
 
 def test_one_cpu_and_no_environment(tmp_path: Path) -> None:

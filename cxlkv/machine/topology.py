@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cxlkv.machine.locking import limit_counts
 from cxlkv.machine.sysfs import (
     chosen,
     fields,
@@ -69,7 +70,7 @@ class Memory:
     available_bytes: int | None
     cgroup_limit_bytes: int | None  # the tightest of this cgroup and those above it
     cgroup_usage_bytes: int | None  # of the cgroup that sets that limit, less idle page cache
-    memlock_bytes: int | None
+    memlock_bytes: int | None  # None also where it does not count: CAP_IPC_LOCK
 
 
 @dataclass(frozen=True)
@@ -211,12 +212,15 @@ def _memory(root: Path) -> Memory:
     limit_bytes, usage_bytes = _cgroup_memory(root)
     limits = read(root / "proc/self/limits")
     memlock = re.search(r"^Max locked memory\s+([0-9]{1,20})\s", limits, re.M)
+    memlock_bytes = int(memlock[1]) if memlock else None
+    if memlock_bytes is not None and root == Path("/") and not limit_counts(memlock_bytes):
+        memlock_bytes = None
     return Memory(
         total_bytes=kilobytes(info.get("MemTotal")),
         available_bytes=kilobytes(info.get("MemAvailable")),
         cgroup_limit_bytes=limit_bytes,
         cgroup_usage_bytes=usage_bytes,
-        memlock_bytes=int(memlock[1]) if memlock else None,
+        memlock_bytes=memlock_bytes,
     )
 
 

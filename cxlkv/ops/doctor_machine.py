@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import re
@@ -10,12 +9,11 @@ import resource
 from collections.abc import Iterator
 from glob import escape, glob
 
-import numpy as np
-
 from cxlkv.adapters.common.pools import SHARED_MEMORY
 from cxlkv.errors import BadArgumentError, CXLKVError, NotAPoolError
 from cxlkv.layout import format_bytes
 from cxlkv.machine.devices import probe_devices
+from cxlkv.machine.locking import try_lock
 from cxlkv.machine.nodes import probe_nodes
 from cxlkv.machine.placement import named
 from cxlkv.machine.regions import is_device, is_striped
@@ -27,7 +25,6 @@ from cxlkv.pool import CXLPool, Pool
 from cxlkv.stats import find, inspect, pool_folders
 
 IN_MEMORY = {"tmpfs", "hugetlbfs", "ramfs", "devtmpfs", "famfs"}
-MLOCK_ONFAULT = 1
 STORES = {"vllm": "K and V", "transformers": "K and V", "sglang": "objects", "lmcache": "objects"}
 DAX = r"dax[0-9]+\.[0-9]+"
 
@@ -138,7 +135,9 @@ def room(ask: Ask) -> Iterator[Finding]:
             if on_shm and "/dev/shm" in advice.what:
                 yield Finding("room", "warning", advice.what, advice.why, advice.command)
         least = min((size for _, size, _ in known), default=wanted)
-        yield Finding("room", "ok", f"{format_bytes(wanted)} of {format_bytes(least)}")
+        seen = f"{format_bytes(wanted)} of {format_bytes(least)}"
+        by_default = "" if ask.capacity else ": what a server takes unless told a capacity"
+        yield Finding("room", "ok", seen + by_default)
 
 
 def _limit(which: int) -> int | None:
@@ -157,12 +156,8 @@ def _free(ask: Ask, folder: str) -> int | None:
 def locked(ask: Ask) -> Iterator[Finding]:
     """As many bytes as the pool has are locked, without taking memory for them."""
     wanted = max(mmap.PAGESIZE, ask.wanted_bytes)
-    libc = ctypes.CDLL(None, use_errno=True)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     try:
-        with mmap.mmap(-1, wanted, flags=flags) as memory:
-            address = np.frombuffer(memory, np.uint8).ctypes.data
-            code = libc.mlock2(ctypes.c_void_p(address), ctypes.c_size_t(wanted), MLOCK_ONFAULT)
+        code = try_lock(wanted)
     except OSError as error:
         yield Finding("locked memory", "absent", f"not tried: {error.strerror}")
         return
@@ -171,7 +166,7 @@ def locked(ask: Ask) -> Iterator[Finding]:
         return
     limit = _limit(resource.RLIMIT_MEMLOCK)
     may = "" if limit is None else f"; ulimit -l is {format_bytes(limit)}"
-    seen = f"{format_bytes(wanted)} cannot be locked: {os.strerror(ctypes.get_errno())}{may}"
+    seen = f"{format_bytes(wanted)} cannot be locked: {os.strerror(code)}{may}"
     why = "the pool can be swapped out, and RDMA cannot use it"
     command = "ulimit -l unlimited, or: docker run --ulimit memlock=-1 ..."
     yield Finding("locked memory", "warning", seen, why, command)

@@ -25,7 +25,15 @@ from cxlkv.machine.nodes import Access, NodeDetails, Numa, probe_nodes
 from cxlkv.machine.numa_mode import VARIABLE
 from cxlkv.machine.suggestions import FOUND_BY, Place, lacking, suggest
 from cxlkv.machine.sysfs import trouble
-from cxlkv.machine.topology import Advice, Machine, NumaNode, missing, probe
+from cxlkv.machine.topology import (
+    SHARED_MEMORY_HUGE,
+    Advice,
+    Machine,
+    NumaNode,
+    gives_huge_pages,
+    missing,
+    probe,
+)
 from cxlkv.ops.top import plain
 
 # Of each, what is then not known; all else that cannot be read shows as "not known" in its place.
@@ -199,9 +207,15 @@ def _memory_lines(machine: Machine) -> list[str]:
             for pool in pages.pools
         ),
         f"transparent huge pages: {pages.transparent or 'not known'}; "
-        f"shared memory: {pages.shared_memory or 'not known'}",
+        f"shared memory: {pages.shared_memory or 'not known'}{_collapsed(machine)}",
         f"/dev/shm: {size(shared.free_bytes)} free of {size(shared.size_bytes)}",
     ]
+
+
+def _collapsed(machine: Machine) -> str:
+    """What a setting does not tell: from Linux 6.1 on a pool asks for huge pages by itself."""
+    by_setting = machine.huge_pages.shared_memory in SHARED_MEMORY_HUGE
+    return " (pools get them all the same)" if gives_huge_pages(machine) and not by_setting else ""
 
 
 def _numa_lines(numa: Numa) -> list[str]:
@@ -304,6 +318,8 @@ def _place_lines(place: Place) -> Iterator[str]:
     for line in place.yaml:
         yield f"  {line}"
     yield f"  why:   {place.why}"
+    if place.kind == "shared_memory":
+        yield "  size:  half of what is free; a server that is told none takes a quarter"
     for command in place.commands:
         yield f"  first: {command}"
     if place.where.startswith(("/", "dax:")):  # else it ends with its process
