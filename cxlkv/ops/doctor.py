@@ -26,6 +26,7 @@ from cxlkv.ops.top import plain
 CHECKS: tuple[tuple[str, Callable[[Ask], Iterator[Finding]]], ...] = (
     ("engine", doctor_engine.engine),
     ("plugin", doctor_engine.plugin),
+    ("engine memory", doctor_engine.memory),
     ("place", doctor_machine.place),
     ("dax", doctor_machine.dax),
     ("room", doctor_machine.room),

@@ -16,12 +16,19 @@ from cxlkv.adapters.lmcache.settings import VERSIONS as LMCACHE
 from cxlkv.adapters.sglang.settings import VERSIONS as SGLANG
 from cxlkv.adapters.vllm.plugin import VERSIONS as VLLM
 from cxlkv.errors import UnsupportedError
+from cxlkv.layout import format_bytes
+from cxlkv.machine.sysfs import kilobytes, node_fields
+from cxlkv.machine.topology import probe
 from cxlkv.ops.doctor_findings import Ask, Finding
 
 VERSIONS = {"vllm": VLLM, "sglang": SGLANG, "lmcache": LMCACHE}
 ENGINES = (*VERSIONS, "transformers")
 PORTS = {"vllm": 8000, "sglang": 30000}  # where their servers listen unless told otherwise
 PLUGINS = "VLLM_PLUGINS"
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+CPU_SHARE = 0.92  # vLLM's default of --gpu-memory-utilization
+AVAILABLE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")  # of a node
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 LISTENS = "0A"  # a state of TCP in procfs
 
 
@@ -87,6 +94,52 @@ def plugin(ask: Ask) -> Iterator[Finding]:
         yield Finding("plugin", "error", f"{PLUGINS}={named} leaves cxlkv out", why, command)
     else:
         yield Finding("plugin", "ok", "vLLM will load it")
+
+
+def memory(ask: Ask) -> Iterator[Finding]:
+    """vLLM's CPU backend wants a share of its node's memory, and ends where less is available."""
+    if ask.engine != "vllm":
+        return
+    if any(map(os.path.exists, GPU_FILES)):
+        yield Finding("engine memory", "absent", "not tried: a GPU has its own")
+        return
+    if space := os.environ.get(KV_SPACE):
+        yield Finding("engine memory", "ok", f"{KV_SPACE}={space}: GiB of K and V")
+        return
+    total, available = _of_node(ask.root)
+    if not total:
+        yield Finding("engine memory", "absent", "not tried: what the node has is not known")
+        return
+    share, wanted = available / total, int(CPU_SHARE * total)
+    seen = f"{format_bytes(available)} of {format_bytes(total)} available; vLLM wants "
+    if wanted <= available:
+        yield Finding("engine memory", "ok", f"{seen}{format_bytes(wanted)}")
+        return
+    fits = int(10 * (available - ask.wanted_bytes) / total) / 10  # beside the pool
+    command = f"vllm serve ... --gpu-memory-utilization {fits}, or export {KV_SPACE}=GIB"
+    if fits <= 0:
+        command = f"free memory, a smaller --capacity, or export {KV_SPACE}=GIB"
+    seen += f"{format_bytes(wanted)} ({CPU_SHARE:.0%}) on a CPU unless told"
+    why = f"it ends at the start: --gpu-memory-utilization holds on CPUs, too; {share:.2f} is there"
+    yield Finding("engine memory", "warning", seen, why, command)
+
+
+def _of_node(root: Path) -> tuple[int, int]:
+    """(total, available) bytes as vLLM counts them: of the node of the first CPU that it may use,
+    and of this cgroup; (0, 0): not known."""
+    machine = probe(root)
+    first = machine.cpu.cores_allowed[:1]
+    for node in machine.nodes:
+        if not node.total_bytes or not set(first) <= set(node.cpus):
+            continue
+        info = node_fields(root / f"sys/devices/system/node/node{node.node}/meminfo")
+        total = node.total_bytes
+        available = sum(kilobytes(info.get(name)) or 0 for name in AVAILABLE)
+        limit, used = machine.memory.cgroup_limit_bytes, machine.memory.cgroup_usage_bytes or 0
+        if limit is not None and limit < total:
+            total, available = limit, max(0, min(available, limit - used))
+        return total, available
+    return 0, 0
 
 
 def ports(ask: Ask) -> Iterator[Finding]:

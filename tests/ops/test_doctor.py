@@ -28,7 +28,7 @@ from cxlkv.gpu import mapping
 from cxlkv.machine.huge_pages import mapped
 from cxlkv.machine.regions import Place
 from cxlkv.machine.topology import GIB, gives_huge_pages, probe
-from cxlkv.ops import doctor_trial
+from cxlkv.ops import doctor_engine, doctor_trial
 from cxlkv.ops.doctor import CHECKS, examine
 from cxlkv.ops.doctor_engine import PORTS
 from cxlkv.ops.doctor_findings import STATES, Ask, Finding, of_error
@@ -442,6 +442,43 @@ def test_a_plugin_that_vllm_leaves_out(
     asked(engine="vllm", capacity=8 << 20).of("plugin", "ok")
 
 
+@pytest.mark.parametrize(
+    ("free_gib", "capacity_gib", "state", "command"),
+    [
+        (95, 1, "ok", ""),
+        (80, 8, "warning", "vllm serve ... --gpu-memory-utilization 0.7"),
+        (8, 8, "warning", "free memory"),
+    ],
+)
+def test_what_vllm_takes_on_a_cpu(
+    free_gib: int,
+    capacity_gib: int,
+    state: str,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cxlkv.ops.doctor_engine.GPU_FILES", ())
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    cached, kib = 2, GIB >> 10
+    node = tmp_path / "sys/devices/system/node/node0"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text("0-3\n")
+    rows = {"MemTotal": 100, "MemFree": free_gib - cached, "Inactive(file)": cached}
+    text = "".join(f"Node 0 {name}: {size * kib} kB\n" for name, size in rows.items())
+    (node / "meminfo").write_text(text)
+    ask = Ask("vllm", capacity=capacity_gib * GIB, root=tmp_path)
+    (found,) = doctor_engine.memory(ask)
+    assert (found.name, found.state) == ("engine memory", state)
+    assert found.command.startswith(command)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    (found,) = doctor_engine.memory(ask)
+    assert found.state == "ok"
+    monkeypatch.setattr("cxlkv.ops.doctor_engine.GPU_FILES", ("/dev/null",))
+    (found,) = doctor_engine.memory(ask)
+    assert found.state == "absent"
+
+
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -540,7 +577,7 @@ def test_errors_come_first_each_with_its_command(
     monkeypatch.setenv("VLLM_PLUGINS", "lora")
     words = ("doctor", "vllm", "--capacity", "100TiB")
     code, out, err = run(capsys, *words)
-    assert (code, err) == (1, "")
+    assert (code, err) == (1, "trying a pool of up to 64 MiB ...\n")
     rows = [line for line in out.splitlines() if not line.startswith(" ")]
     states = [next(s for s in STATES if row.startswith(f"{s} ")) for row in rows]
     assert states == sorted(states, key=STATES.index)
