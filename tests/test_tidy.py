@@ -28,7 +28,7 @@ LAYERS = (
     },
     {"arrays"},
     {"_core"},
-    {"machine.sysfs", "machine.huge_pages"},
+    {"machine.locking", "machine.sysfs", "machine.huge_pages"},
     {"machine.prefault"},
     {
         "machine.certificate",

@@ -149,7 +149,8 @@ int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint6
         return fail(CXLKV_E_NOT_A_POOL, "%s is a part of a striped pool: open all of its parts "
                     "together, dax:A+B", path);
     if (memcmp(block.magic, MAGIC, sizeof(MAGIC)) != 0)
-        return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: it does not begin as a pool does", path);
+        return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: it does not begin as a pool does",
+                    path);
     int code = version_check(&block, purpose, path);
     if (code < 0) return code;
     if (!crc_is_right(&block))
