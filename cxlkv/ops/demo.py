@@ -53,11 +53,10 @@ def demo(
     """Show the whole way once: a model answers questions from pages in a pool.
 
     SmolLM2-135M reads a document of 7,000 tokens and answers, beside full attention and beside
-    random pages: in two minutes on two cores that nothing else uses. Where it is not installed, and
-    with --tiny or --tokens, the small model in the package answers. With --model and --text: a
-    table of perplexity and of agreement with full attention, for each --method at each --budget.
-    With --handover: one process reads the context, another one answers from its pages. Exit code 1
-    if a check does not hold.
+    random pages, in two minutes on two idle cores. Where it is not installed, and with --tiny or
+    --tokens, the small model in the package answers. With --model and --text: perplexity and
+    agreement with full attention, for each --method at each --budget. With --handover: one process
+    reads the context, another one answers from its pages. Exit code 1 if a check does not hold.
     """
     if prepare:
         return print_folder()
