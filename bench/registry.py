@@ -277,7 +277,7 @@ def lines_of_cases(width: int) -> Iterator[str]:
 
 def duration(seconds: int | None) -> str:
     if seconds is None:
-        return "depends on input"
+        return "varies"
     return f"{seconds} s" if seconds < 100 else f"{round(seconds / 60)} min"
 
 
