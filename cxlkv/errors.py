@@ -50,7 +50,7 @@ class VersionError(CXLKVError, ValueError):
 
 
 class GeometryError(CXLKVError, ValueError):
-    """The layout and the capacity, or a pool and what was asked for, do not fit each other.
+    """The layout does not fit the capacity, or the pool was made with another layout.
 
     Remedy: Open the pool with the layout and capacity it was made with, or make another one;
     if_exists: replace removes an unused pool first.

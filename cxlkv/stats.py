@@ -120,9 +120,9 @@ class Overview:
 
     state: live (a process has it open), idle, damaged, half-made (its creator was killed), being
     made, orphan (a host state whose pool is gone), part (of a striped pool), or closed (another
-    user's). pages: by PAGE_STATES; each page is in one, and "published" are those that nobody
-    holds. settled: False while dead processes are still in the books. detail: what more there is to
-    say.
+    user's). pages: by PAGE_STATES; each page is in one state: a published page that a process holds
+    counts as held. settled: False while the counts include processes that have died. detail: a
+    sentence more, or "".
     """
 
     path: str

@@ -164,9 +164,9 @@ def one_maker() -> Iterator[None]:
 def check_host_folder(path: str | None) -> None:
     """Raises SystemCallError when the processes of a pool at `path` could not find each other.
 
-    Wherever a pool's file lies, what its processes share about it
-    (docs/explanation/architecture.md, host state) is in /dev/shm; the
-    core's own error would name a file that nobody asked for.
+    Wherever a pool's file lies, its processes share their host state in /dev/shm
+    (docs/explanation/architecture.md). The core's own error would name a file that the user has
+    never heard of.
     """
     if path is None or os.access(HOST_FOLDER, os.W_OK | os.X_OK):
         return

@@ -29,7 +29,7 @@ class Garbage:
         return {
             "half-made": "its creator was killed",
             "orphan": "the host state of a pool that is gone",
-            "idle": "nobody has used it for that long",
+            "idle": "not used for that long",
             "unsettled": "its processes were killed, and since when it is idle is not known:"
             " settled now, its time begins",
         }[self.kind]
