@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -179,7 +180,7 @@ def group_bytes(group: LayerGroup, found: Sizes) -> int:
 
 def create_command(found: Sizes) -> str:
     """`cxlkv pool create` of the pool that was told."""
-    words = [f"cxlkv pool create /dev/shm/my.pool --model {found.model} {found.asked}"]
+    words = [f"cxlkv pool create /dev/shm/my.pool --model {quote(found.model)} {found.asked}"]
     if found.requests > 1 and found.asked.startswith("--tokens"):
         words.append(f"--requests {found.requests}")
     if found.layout.page_tokens != 16:

@@ -58,10 +58,30 @@ static int unread_error(uint32_t by, uint32_t host) {
                 "back, or create the pool anew. `cxlkv pool check` says more", by, host);
 }
 
+static void open_fence(const hosts *h, uint32_t host) {
+    uint64_t *word = fence_word(h, h->self, host), said;
+    const void *line = word;
+    line_look(h, FLUSH_FENCE_LOOK_BEGIN, &line, 1, 1);
+    if (!word_try(h, word, &said) || FENCE_STATE(said) != FENCE_CLOSED) return;
+    GUARD_BEGIN(fault) {
+        flush_store_word(word, 0);
+        line_keep(h, FLUSH_CUT, word, sizeof(*word));
+    } GUARD_END(fault, hosts_lost(h, &fault))
+}
+
+/* One of us at a time makes a fence, so one that is half made in our turn has lost its maker, or
+ * somebody else wrote our word. Other hosts open none of ours: they would wait for ever. */
+static void open_in_turn(const hosts *h, uint32_t host) {
+    if (h->fencing && !h->fencing(h->context, true)) return;
+    open_fence(h, host);
+    if (h->fencing) h->fencing(h->context, false);
+}
+
 /* 1: it will finish; 0: it is off, and its part of it never was; or an error. */
 static int maker_goes_on(const hosts *h, uint32_t maker, uint32_t host, const host_fence *fence) {
     if (fence->unread >> maker & 1) return unread_error(maker, host);
     if (is_off(h, maker)) return 0;
+    if (maker == h->self) open_in_turn(h, host);
     if (maker == h->self || !h->silent(h->context, maker)) return 1;
     return fail(CXLKV_E_TIMEOUT,
                 "host %u went silent while it fenced host %u: nobody can tell what counts. Bring "
@@ -122,17 +142,6 @@ int hosts_fence(const hosts *h, uint32_t host, uint32_t epoch, bool off) {
 }
 
 /* ---- what was begun and not finished ---- */
-
-static void open_fence(const hosts *h, uint32_t host) {
-    uint64_t *word = fence_word(h, h->self, host), said;
-    const void *line = word;
-    line_look(h, FLUSH_FENCE_LOOK_BEGIN, &line, 1, 1);
-    if (!word_try(h, word, &said) || FENCE_STATE(said) != FENCE_CLOSED) return;
-    GUARD_BEGIN(fault) {
-        flush_store_word(word, 0);
-        line_keep(h, FLUSH_CUT, word, sizeof(*word));
-    } GUARD_END(fault, hosts_lost(h, &fault))
-}
 
 /* Of an earlier epoch of ours, or of a process that died: whoever waits goes on. */
 void hosts_open_fences(const hosts *h) {

@@ -1,8 +1,8 @@
 /* Three hosts that have written names, claims and logs, then any lines changed: each host reads
- * what the others say now, and goes on. Its own lines are as it left them: a host that finds them
- * otherwise attaches anew, which the last part does. The bytes are changes {line: 2, at: 1,
- * count: 1, bytes}; the highest bit of `at` sets the CRCs of the line right, as a fuzzer cannot
- * guess them. */
+ * what the others say now, and goes on. Its own lines but its fences are as it left them: a host
+ * that finds them otherwise attaches anew, which the last part does. The bytes are changes {line:
+ * 2, at: 1, count: 1, bytes}; the highest bit of `at` sets the CRCs of the line right, as a fuzzer
+ * cannot guess them. */
 #include "base/crc32c.h"
 #include "coherence/host_lines.h"
 
@@ -136,6 +136,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length) {
         uint64_t block = i * own.area.block_bytes;
         memcpy(memory, hostile, memory_bytes);
         memcpy(memory + block, template + block, own.area.block_bytes);
+        for (uint32_t host = 0; host < HOSTS; host++) {
+            uint64_t *word = fence_word(&own, i, host);
+            memcpy(word, hostile + ((uint8_t *)word - memory), sizeof(*word));
+        }
         pauses = 0;
         read_all(&own);
         claim_two(&own);
