@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -84,7 +85,18 @@ class Prometheus:
         )
         stack.callback(process.wait)
         stack.callback(process.kill)
-        until(lambda: self.address() is not None, "prometheus did not start")
+        until(self._is_ready, "prometheus did not start")
+
+    def _is_ready(self) -> bool:
+        """It listens before it answers: 503 until its storage is open."""
+        if self.address() is None:
+            return False
+        try:
+            with urllib.request.urlopen(f"http://{self.address()}/-/ready"):
+                return True
+        except urllib.error.HTTPError as answer:
+            assert answer.code == 503
+            return False
 
     def address(self) -> str | None:
         found = re.search(r'msg="Listening on" address=(127\.0\.0\.1:\d+)', self._log.read_text())
