@@ -761,6 +761,11 @@ const kernels kernels_avx2 = {
     .sketch = sketch_avx2,
     .estimate = estimate_avx2,
     .above = above_avx2,
+    .code_encode = code_encode_serial,
+    .code_decode = code_decode_serial,
+    .code_score = code_score_serial,
+    .code_score_best = code_score_best_serial,
+    .code_accumulate = code_accumulate_serial,
 };
 
 #if defined(__clang__)

@@ -20,6 +20,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kernels/codes.h"
 #include "kernels/sketch.h"
 
 /* Equal to the public CXLKV_BFLOAT16 ...; they stand in the pool's format. */
@@ -141,6 +142,22 @@ typedef struct kernels {
     void (*estimate)(const sketch_run *run, float *best, float (*uppers)[SKETCH_TOKENS]);
     void (*above)(const float (*values)[SKETCH_TOKENS], uint32_t count, float limit,
                   uint16_t *bits);
+
+    /* codes.h has them. */
+    void (*code_encode)(const code_form *form, int dtype, const void *rows, size_t stride_bytes,
+                        uint32_t at, uint32_t count, uint8_t *blocks, uint16_t *scales,
+                        float *errors);
+    void (*code_decode)(const code_form *form, code_piece piece, uint32_t first, uint32_t count,
+                        float *rows);
+    void (*code_score)(const code_form *form, code_piece piece, uint32_t first, uint32_t count,
+                       const code_query *queries, uint32_t query_count, float *logits,
+                       size_t logit_stride, const void *next);
+    void (*code_score_best)(const code_form *form, const code_piece *pieces,
+                            const void *const *next, uint32_t count, uint32_t tokens,
+                            const code_query *queries, uint32_t query_count, float *best);
+    void (*code_accumulate)(const code_form *form, code_piece piece, uint32_t first,
+                            uint32_t count, const float *weights, size_t weight_stride,
+                            uint32_t query_count, float *accumulator, const void *next);
 } kernels;
 
 extern const kernels kernels_serial; /* the reference, on every CPU */

@@ -795,6 +795,11 @@ const kernels kernels_neon = {
     .sketch = sketch_neon,
     .estimate = estimate_neon,
     .above = above_neon,
+    .code_encode = code_encode_serial,
+    .code_decode = code_decode_serial,
+    .code_score = code_score_serial,
+    .code_score_best = code_score_best_serial,
+    .code_accumulate = code_accumulate_serial,
 };
 
 const kernels kernels_neon_bf16 = {
@@ -814,6 +819,11 @@ const kernels kernels_neon_bf16 = {
     .sketch = sketch_neon,
     .estimate = estimate_neon,
     .above = above_neon,
+    .code_encode = code_encode_serial,
+    .code_decode = code_decode_serial,
+    .code_score = code_score_serial,
+    .code_score_best = code_score_best_serial,
+    .code_accumulate = code_accumulate_serial,
 };
 
 #else

@@ -278,4 +278,9 @@ const kernels kernels_serial = {
     .sketch = sketch_serial,
     .estimate = estimate_serial,
     .above = above_serial,
+    .code_encode = code_encode_serial,
+    .code_decode = code_decode_serial,
+    .code_score = code_score_serial,
+    .code_score_best = code_score_best_serial,
+    .code_accumulate = code_accumulate_serial,
 };
