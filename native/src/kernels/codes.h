@@ -6,8 +6,8 @@
  * the code floor(y / scale) + 2^(bits - 1), within 0 to 2^bits - 1, which stands for
  * (code + 0.5 - 2^(bits - 1)) * scale. A scale above 65504 is 65504, and the codes are at their
  * ends; one that rounds to 0 makes all codes 0, and the row stands for zeros. A row that has an
- * infinity or a NaN once it is rotated has the scale NaN (0x7e00) and codes 0. The upper 4 of 8 bits
- * are the code of 4 bits.
+ * infinity or a NaN once it is rotated has the scale NaN (0x7e00) and codes 0. The upper 4 of 8
+ * bits are the code of 4 bits.
  *
  * To the bit: butterflies of distance 1 first, then 2, 4 ...; y = x * norm, where x is what they
  * make, and norm = 1 / root of the block's size; y / scale is x * (norm / scale).
@@ -79,9 +79,9 @@ void code_unrotate(float *rows, uint32_t count, uint32_t dim);
  * encode: rows [count] of dtype, stride_bytes apart, into the places [at, at + count) of a piece in
  *     memory; what else is in it stays. errors[i], unless errors is NULL: the length of what row i
  *     stands for less the row, 0 where the scale is NaN. It is scale * root of the sum of e * e, e =
- *     x * (norm / scale) - (code + 0.5 - 2^(bits - 1)); a row that stands for zeros has e = x * norm
- *     and no scale. The sum: eight of fused multiply-adds, of the channels with the same d % 8, in
- *     order; then ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)).
+ *     x * (norm / scale) - (code + 0.5 - 2^(bits - 1)); a row that stands for zeros has e = x *
+ *     norm, and no scale. The sum: eight of fused multiply-adds, of the channels with the same d %
+ *     8, in order; then ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)).
  * decode: tokens [first, first + count) as float32 [count][dim], in the rotated space.
  * score: logits[j * logit_stride + t - first] = factor * scale of t * sum over d of
  *     (128 * high + low)[d] * (code of t and d + 0.5 - 2^(bits - 1)), for tokens t in [first, first
