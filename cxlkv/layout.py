@@ -16,6 +16,7 @@ STORED = (*DTYPES, "uint8")  # likewise; the last one is of objects only
 GROUPS_MAX = 16
 LAYERS_MAX = 1024
 VALUES = ("own", "key_prefix", "object")  # likewise
+ENCODINGS = ("none", "int8", "int4")  # likewise
 OBJECT_BYTES_MAX = 1 << 30
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 
@@ -30,6 +31,10 @@ def dtype_name(dtype: object) -> str:
     return name
 
 
+# What all groups of a pool have in common.
+_SHAPE = ("kv_heads", "head_dim", "value_head_dim", "dtype", "values", "k_encoding", "v_encoding")
+
+
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -42,6 +47,11 @@ class LayerGroup:
     values="key_prefix": values are the first value_head_dim channels of the keys, stored once; MLA
     (arXiv 2405.04434) is one head of 576 whose first 512 are the values. kind="state" is part of
     the format's words; a pool of this release refuses it by name.
+
+    k_encoding, v_encoding: what keys and values are kept as, one of ENCODINGS: "none", as the model
+    made them; "int8", "int4": rotated, in 8 or 4 bits a channel, with a float16 scale for each
+    token and head (docs/decisions/0034-encodings.md). dtype is what append() takes and fetch()
+    gives.
     """
 
     layers: int
@@ -52,6 +62,8 @@ class LayerGroup:
     window: int | None = None
     values: str = "own"
     kind: str = "attention"
+    k_encoding: str = "none"
+    v_encoding: str = "none"
 
     def __post_init__(self) -> None:
         if (self.values, self.dtype) != ("object", "uint8"):
@@ -74,6 +86,16 @@ class LayerGroup:
             raise BadArgumentError(
                 f"value_head_dim={self.value_head_dim}: values that are a prefix of keys of "
                 f"{self.head_dim} channels have no more"
+            )
+        for name in ("k_encoding", "v_encoding"):
+            if getattr(self, name) not in ENCODINGS:
+                raise BadArgumentError(
+                    f"{name}={getattr(self, name)!r}: one of {', '.join(ENCODINGS)}"
+                )
+        if self.values != "own" and (self.k_encoding, self.v_encoding) != ("none", "none"):
+            raise BadArgumentError(
+                f"values={self.values!r} with an encoding: keys and values are encoded where both "
+                "are stored; leave out k_encoding and v_encoding"
             )
         if self.kind not in ("attention", "state"):
             raise BadArgumentError(f"kind={self.kind!r}: 'attention' or 'state'")
@@ -104,6 +126,8 @@ class KVLayout:
         dtype: object = "bfloat16",
         shard: tuple[int, int, int, int] = (0, 1, 0, 1),
         model_id: str = "",
+        k_encoding: str = "none",
+        v_encoding: str = "none",
     ) -> None:
         group = LayerGroup(
             layers=layers,
@@ -111,6 +135,8 @@ class KVLayout:
             head_dim=head_dim,
             value_head_dim=value_head_dim,
             dtype=dtype_name(dtype),
+            k_encoding=k_encoding,
+            v_encoding=v_encoding,
         )
         self._set((group,), (0,) * layers, page_tokens, shard, model_id)
 
@@ -197,7 +223,7 @@ class KVLayout:
         for group in self.groups:
             if group.kind != "attention":
                 raise UnsupportedError(f"kind={group.kind!r}: state layers are not built yet")
-            for name in ("kv_heads", "head_dim", "value_head_dim", "dtype", "values"):
+            for name in _SHAPE:
                 if getattr(group, name) != getattr(first, name):
                     raise UnsupportedError(
                         f"layer groups with {name}={getattr(first, name)} and "
@@ -236,6 +262,18 @@ class KVLayout:
         return self.shape.values
 
     @cached_property
+    def k_encoding(self) -> str:
+        return self.shape.k_encoding
+
+    @cached_property
+    def v_encoding(self) -> str:
+        return self.shape.v_encoding
+
+    @cached_property
+    def is_encoded(self) -> bool:
+        return (self.k_encoding, self.v_encoding) != ("none", "none")
+
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer of the model, None where it sees all tokens."""
         return tuple(self.groups[index].window for index in self.order)
@@ -247,10 +285,21 @@ class KVLayout:
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token, all layers."""
+        """Bytes of K and V of one token, all layers, as the model makes them."""
         own = self.value_head_dim if self.values == "own" else 0
         channels = self.layers * self.kv_heads * (self.head_dim + own)
         return channels * DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def stored_token_bytes(self) -> int:
+        """The same as they are kept: codes with their scales, where they are encoded."""
+        if not self.is_encoded:
+            return self.token_bytes
+        heads = self.layers * self.kv_heads
+        return heads * (
+            _row_bytes(self.head_dim, self.k_encoding, self.dtype)
+            + _row_bytes(self.value_head_dim, self.v_encoding, self.dtype)
+        )
 
     @property
     def summary(self) -> str:
@@ -259,7 +308,18 @@ class KVLayout:
             return f"objects of up to {format_bytes(self.object_bytes)}"
         windows = ", some with a window" if any(self.windows) else ""
         heads = f"{self.kv_heads} kv heads x {self.head_dim} {self.dtype}"
-        return f"{self.layers} layers of {heads}{windows}, {self.page_tokens} tokens a page"
+        kept = ""
+        if self.is_encoded:
+            kept = f", keys in {self.k_encoding}, values in {self.v_encoding}"
+        return f"{self.layers} layers of {heads}{kept}{windows}, {self.page_tokens} tokens a page"
+
+
+def _row_bytes(channels: int, encoding: str, dtype: str) -> int:
+    """Of one token and head: codes of a multiple of 16 channels, and a float16 scale."""
+    if encoding == "none":
+        return channels * DTYPE_BYTES[dtype]
+    bits = {"int8": 8, "int4": 4}[encoding]
+    return -(-channels // 16) * 16 * bits // 8 + 2
 
 
 def layer_places(layout: KVLayout, record_layers: int) -> tuple[tuple[int, int], ...]:

@@ -24,7 +24,7 @@ from cxlkv._core.base import (
     view_of,
 )
 from cxlkv._native import ffi, lib
-from cxlkv.layout import STORED, VALUES, KVLayout, LayerGroup
+from cxlkv.layout import ENCODINGS, STORED, VALUES, KVLayout, LayerGroup
 
 _POOL = ("cxlkv_pool **", lib.cxlkv_pool_destroy)
 # Counters that stats() tells of this process, and those of all; telemetry has the others too.
@@ -43,6 +43,8 @@ def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
     made.page_tokens = layout.page_tokens
     made.dtype = STORED.index(shape.dtype)
     made.values = VALUES.index(shape.values)
+    made.k_encoding = ENCODINGS.index(shape.k_encoding)
+    made.v_encoding = ENCODINGS.index(shape.v_encoding)
     made.group_count = len(layout.groups)
     made.windows = [group.window or 0 for group in layout.groups]
     made.group_of = list(layout.order)
@@ -55,7 +57,10 @@ def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
 def layout_crc(layout: KVLayout, sketch: bool) -> int:
     """Of what a pool of this layout and another one must agree in to exchange records: what
     record_shape() says of a pool."""
-    return crc32c(bytes(ffi.buffer(_layout_struct(layout, False, sketch))))
+    described = bytes(ffi.buffer(_layout_struct(layout, False, sketch)))
+    if not layout.is_encoded:  # as before there were encodings
+        described = described[: ffi.offsetof("cxlkv_layout", "k_encoding")]
+    return crc32c(described)
 
 
 def _sharing_struct(sharing: tuple[int, int, int]) -> Any:
@@ -164,6 +169,8 @@ def layout_from(got: Any) -> KVLayout:
             dtype=STORED[got.dtype],
             window=got.windows[index] or None,
             values=VALUES[got.values],
+            k_encoding=ENCODINGS[got.k_encoding],
+            v_encoding=ENCODINGS[got.v_encoding],
         )
         for index in range(got.group_count)
     ]

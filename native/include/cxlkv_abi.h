@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 13
+#define CXLKV_ABI 14
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -43,6 +43,10 @@
  * one channel of CXLKV_BYTES. */
 #define CXLKV_VALUES_OBJECT 2
 #define CXLKV_GROUPS_MAX 16
+/* What K or V are kept as: docs/decisions/0034-encodings.md. */
+#define CXLKV_ENCODING_NONE 0 /* as they came */
+#define CXLKV_ENCODING_INT8 1
+#define CXLKV_ENCODING_INT4 2
 #define CXLKV_LAYERS_MAX 1024
 
 /* What a pool stores. Layers of one shape; those of one group also share an attention window. */
@@ -61,6 +65,8 @@ typedef struct cxlkv_layout {
     uint32_t group_count;
     uint32_t windows[16];   /* by group: the token at p sees (p - window, p]; 0: all before it */
     uint8_t group_of[1024]; /* by layer */
+    uint32_t k_encoding;
+    uint32_t v_encoding;
 } cxlkv_layout;
 
 #define CXLKV_SHARING_HOST 0

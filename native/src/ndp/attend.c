@@ -89,16 +89,12 @@ static uint64_t first_query_of(const attend_job *job, const span *s, uint32_t he
 static void attend_rows(const attend_job *job, uint64_t first_query, uint32_t count,
                          uint32_t hidden, uint32_t tokens, const head_rows *rows, float *state,
                          float *accumulator, float *logits) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
-    uint32_t value_dim = layout->value_head_dim;
     kernel_queries queries = queries_range(job->queries, first_query, count);
-    job->isa->score((int)layout->dtype, rows->keys.first + hidden * rows->keys.row_bytes,
-                    rows->keys.row_bytes, tokens, layout->head_dim, &queries, job->args->scale,
-                    logits, tokens, NULL);
+    stored_score(&job->keys, rows->keys.first, rows->keys.row_bytes, hidden, tokens, &queries,
+                 job->args->scale, logits, tokens, NULL);
     online_softmax(job, logits, tokens, count, (float(*)[2])state, accumulator);
-    job->isa->accumulate((int)layout->dtype, rows->values.first + hidden * rows->values.row_bytes,
-                         rows->values.row_bytes, tokens, value_dim, logits, tokens, count,
-                         accumulator, NULL);
+    stored_accumulate(&job->values, rows->values.first, rows->values.row_bytes, hidden, tokens,
+                      logits, tokens, count, accumulator, NULL);
 }
 
 static void attend_head(const attend_job *job, const span *s, const layer_view *view,
@@ -204,17 +200,16 @@ static float *logits_of(const whole_block *b, uint32_t head) {
 /* Page by page and head by head, as they lie in memory. */
 static void score_whole(const whole_block *b) {
     const attend_job *job = b->w->job;
-    const cxlkv_layout *layout = &job->batch->pool->layout;
     const kernel_queries *all = b->w->s->shared ? &job->group_queries : &job->queries;
     for (uint32_t i = 0, done = 0; i < b->block->count; done += b->block->held[i], i++)
         for (uint32_t head = b->head_first; head < b->head_last; head++) {
             uint32_t at = b->w->s->head_first + head;
             kernel_queries queries =
                 queries_range(*all, first_query_of(job, b->w->s, head), b->queries);
-            job->isa->score((int)layout->dtype, piece_at(b->block, b->block->keys, i, at),
-                            b->block->keys[i].row_bytes, b->block->held[i], layout->head_dim,
-                            &queries, job->args->scale, logits_of(b, head) + done,
-                            b->block->tokens, piece_at(b->later, b->later->keys, i, at));
+            stored_score(&job->keys, piece_at(b->block, b->block->keys, i, at),
+                         b->block->keys[i].row_bytes, 0, b->block->held[i], &queries,
+                         job->args->scale, logits_of(b, head) + done, b->block->tokens,
+                         piece_at(b->later, b->later->keys, i, at));
         }
 }
 
@@ -223,10 +218,10 @@ static void accumulate_page(const whole_block *b, uint32_t head, uint32_t i, uin
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint32_t at = b->w->s->head_first + head;
     const uint8_t *next = piece_at(b->later, b->later->values, i, at);
-    job->isa->accumulate((int)layout->dtype, piece_at(b->block, b->block->values, i, at),
-                         b->block->values[i].row_bytes, b->block->held[i], layout->value_head_dim,
-                         logits_of(b, head) + done, b->block->tokens, b->queries,
-                         accumulator_of(job, b->w->s, head), values_are_keys(layout) ? NULL : next);
+    stored_accumulate(&job->values, piece_at(b->block, b->block->values, i, at),
+                      b->block->values[i].row_bytes, 0, b->block->held[i],
+                      logits_of(b, head) + done, b->block->tokens, b->queries,
+                      accumulator_of(job, b->w->s, head), values_are_keys(layout) ? NULL : next);
 }
 
 /* Of one head, all pages together. */
@@ -249,7 +244,9 @@ static void accumulate_head(const whole_block *b, uint32_t head) {
 static bool goes_by_head(const whole_block *b) {
     enum { QUERIES_MIN = 8 };
     const page_block *block = b->block;
-    if (b->queries < QUERIES_MIN || !b->w->job->isa->accumulate_pieces) return false;
+    const attend_job *job = b->w->job;
+    if (b->queries < QUERIES_MIN || !job->isa->accumulate_pieces || job->values.encoded)
+        return false;
     for (uint32_t i = 1; i < block->count; i++)
         if (block->held[i] != block->held[0] ||
             block->values[i].row_bytes != block->values[0].row_bytes)
@@ -316,8 +313,7 @@ static int attend_block(const span_walk *w, const page_block *block, const page_
 /* Pages of a block: enough tokens for a vector or four, not more bytes than a cache holds twice. */
 static uint32_t block_pages(const attend_job *job, const span *s) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
-    uint64_t bytes = row_channels(layout) * dtype_bytes(layout->dtype) * layout->page_tokens *
-                     s->head_count;
+    uint64_t bytes = token_bytes(layout) * layout->page_tokens * s->head_count;
     uint64_t pages = min_u64(BLOCK_TOKENS / layout->page_tokens, BLOCK_BYTES / bytes);
     return (uint32_t)min_u64(BLOCK_PAGES, pages ? pages : 1);
 }
@@ -343,7 +339,6 @@ static int attend_span(void *context, uint32_t item) {
                                          job->args->starts[s->sequence])};
     walk.view.local = job->batch->pool->local;
     uint64_t queries = span_queries(job, s) * s->head_count, tokens = 0;
-    uint64_t token_bytes = row_channels(layout) * dtype_bytes(layout->dtype) * s->head_count;
     uint32_t wide = layout->page_tokens > BLOCK_TOKENS ? layout->page_tokens : BLOCK_TOKENS;
     uint64_t one_head = SPAN_QUERIES * wide, most = LOGITS_TOGETHER;
     float *logits = malloc((one_head > most ? one_head : most) * sizeof(float));
@@ -358,7 +353,8 @@ static int attend_span(void *context, uint32_t item) {
                           &job->reads);
     int code = attend_pages(&walk, logits, &tokens);
     free(logits);
-    atomic_fetch_add_explicit(&job->bytes, tokens * token_bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&job->bytes, tokens * token_bytes(layout) * s->head_count,
+                              memory_order_relaxed);
     return code;
 }
 
@@ -371,6 +367,7 @@ static void write_query(const attend_job *job, uint64_t row, uint32_t q_head, fl
     uint64_t place = row * args->q_heads + q_head;
     float inverse = sum == 0 ? 0.0f : 1.0f / sum;
     for (uint32_t d = 0; d < value_dim; d++) accumulator[d] *= inverse;
+    if (job->values.encoded) code_unrotate(accumulator, 1, value_dim);
     job->isa->from_float((int)args->queries.dtype, accumulator, value_dim,
                          (uint8_t *)args->out +
                              place * value_dim * dtype_bytes(args->queries.dtype));
@@ -447,11 +444,12 @@ static int place_scratch(attend_job *job) {
     uint64_t bytes = query_bytes + group_bytes + floats * sizeof(float);
     uint8_t *at = batch_scratch(batch, bytes + LINE_BYTES);
     if (!at) return -ENOMEM;
-    job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts, NULL,
-                                at);
+    query_source source = {&args->queries, args->q_heads, args->starts, NULL, args->scale};
+    job->queries = queries_pack(batch, job->isa, &source, at);
+    source.starts = job->group_starts;
+    source.order = job->group_order;
     if (job->sharers)
-        job->group_queries = queries_pack(batch, job->isa, &args->queries, args->q_heads,
-                                          job->group_starts, job->group_order, at + query_bytes);
+        job->group_queries = queries_pack(batch, job->isa, &source, at + query_bytes);
     float *state = (float *)(at + query_bytes + group_bytes);
     for (uint32_t i = 0; i < job->span_count; i++) {
         job->spans[i].state = state;
@@ -496,7 +494,10 @@ static int64_t attend_locked(attend_job *job) {
 }
 
 int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts) {
+    const cxlkv_layout *layout = &batch->pool->layout;
     attend_job job = {.batch = batch, .args = args, .isa = kernels_current(), .parts = parts};
+    job.keys = stored_of(layout, job.isa, PIECE_KEYS);
+    job.values = stored_of(layout, job.isa, PIECE_VALUES);
     int64_t code = batch_lock(batch, false);
     if (code < 0) return code;
     local_enter(batch->pool);

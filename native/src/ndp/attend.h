@@ -1,7 +1,7 @@
 /* What the files of attend share: its job, and what the work is cut into. */
 #ifndef CXLKV_ATTEND_H
 #define CXLKV_ATTEND_H
-#include "ndp/ndp.h"
+#include "ndp/stored.h"
 
 /* The most queries of a kv head that go together. */
 enum { SPAN_QUERIES = 64 };
@@ -42,6 +42,7 @@ typedef struct attend_job {
     cxlkv_batch *batch;
     cxlkv_attend_args *args;
     const kernels *isa;
+    stored keys, values;                /* how they are kept */
     kernel_queries queries;             /* of all sequences */
     kernel_queries group_queries;       /* of all groups, likewise */
     uint32_t group, rows;

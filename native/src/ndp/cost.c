@@ -64,14 +64,14 @@ static work attending(const cxlkv_pool *pool, const scene *s, double tokens) {
     const kernel_rates *rates = &kernels_current()->rates;
     double compute = products_ns(s->queries, layout->head_dim, rates->score[layout->dtype]) +
                      s->queries * layout->value_head_dim / rates->accumulate;
-    return (work){.read_bytes = tokens * row_channels(layout) * dtype_bytes(layout->dtype),
+    return (work){.read_bytes = tokens * (double)token_bytes(layout),
                   .compute_ns = tokens * ATTEND_REST * compute};
 }
 
 static work scoring(const cxlkv_pool *pool, const scene *s) {
     const cxlkv_layout *layout = &pool->layout;
     double rate = kernels_current()->rates.score[layout->dtype];
-    return (work){.read_bytes = s->tokens * layout->head_dim * dtype_bytes(layout->dtype),
+    return (work){.read_bytes = s->tokens * (double)kind_token_bytes(layout, PIECE_KEYS),
                   .compute_ns = s->tokens * products_ns(s->queries, layout->head_dim, rate)};
 }
 
@@ -80,7 +80,7 @@ static work estimating(const cxlkv_pool *pool, const scene *s, double errors) {
     const cxlkv_layout *layout = &pool->layout;
     double blocks = s->tokens / SKETCH_TOKENS, keys = s->chosen * (0.2 + errors / 8) + 128;
     double rate = kernels_current()->rates.estimate;
-    double each = layout->head_dim * dtype_bytes(layout->dtype);
+    double each = (double)kind_token_bytes(layout, PIECE_KEYS);
     keys = s->lists * min_f64(keys, s->tokens);
     return (work){.read_bytes = blocks * (double)sketch_block_bytes(layout->head_dim) + keys * each,
                   .compute_ns = s->tokens * s->queries * layout->head_dim / rate,

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/flush.h"
-#include "ndp/ndp.h"
+#include "ndp/stored.h"
 #include "pool/peers.h"
 
 /* Above this the copy would only push other data out of the caches. */
@@ -19,23 +19,41 @@ typedef struct fetch_job {
     local_reads reads;
 } fetch_job;
 
+/* What codes stand for, in the pool's dtype. */
+static void decode_rows(const stored *s, const uint8_t *piece, uint32_t tokens, uint8_t *to) {
+    _Alignas(LINE_BYTES) float rows[CODE_TOKENS * CODE_DIM_MAX];
+    for (uint32_t first = 0; first < tokens; first += CODE_TOKENS) {
+        uint32_t count = min_u32(CODE_TOKENS, tokens - first);
+        s->isa->code_decode(&s->form, stored_codes(s, piece), first, count, rows);
+        code_unrotate(rows, count, s->dim);
+        s->isa->from_float(s->dtype, rows, (size_t)count * s->dim,
+                           to + (size_t)first * s->dim * dtype_bytes((uint32_t)s->dtype));
+    }
+}
+
 static int copy_piece(const layer_view *view, uint32_t index, uint32_t head, uint32_t kind,
                       bool stream, uint8_t *to) {
     cxlkv_pool *pool = view->sequence->pool;
     const cxlkv_layout *layout = &pool->layout;
-    uint32_t dim = kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim;
-    size_t size = piece_data_bytes(layout, kind), row = dim * dtype_bytes(layout->dtype);
+    size_t size = rows_bytes(layout, kind);
+    size_t row = kind_dim(layout, kind) * dtype_bytes(layout->dtype);
     size_t written = view_filled(view, index) * row;
     page_rows rows = view_rows(view, index, kind);
     const uint8_t *from = rows.first + head * rows.head_bytes;
     bool prefix = kind == PIECE_VALUES && values_are_keys(layout);
-    if (index >= view->complete || prefix) {
+    stored s = stored_of(layout, kernels_current(), kind);
+    bool is_rows = index >= view->complete || prefix;
+    if (s.encoded) {
+        decode_rows(&s, from, view_filled(view, index), to);
+        memset(to + written, 0, size - written);
+        if (is_rows) return 0;
+    } else if (is_rows) {
         for (size_t t = 0; t * row < written; t++)
             memcpy(to + t * row, from + t * rows.row_bytes, row);
         memset(to + written, 0, size - written);
         return 0;
     }
-    copy_past(to, from, size, stream);
+    if (!s.encoded) copy_past(to, from, size, stream);
     /* Values that are keys were verified with these, a copy when it was made. */
     if (!layout->checksum || rows.local) return 0;
     /* The CRC of the source while it is in the cache; a copy of it is what the caller gets. */
@@ -107,7 +125,7 @@ static int fetch_task(void *context, uint32_t item) {
         local_count_reads(&view, job->args->picked.pages + (uint64_t)item * job->k, job->k,
                          &job->reads);
     for (uint32_t kind = PIECE_KEYS; code == 0 && kind <= PIECE_VALUES; kind++) {
-        size_t size = piece_data_bytes(layout, kind);
+        size_t size = rows_bytes(layout, kind);
         uint8_t *to = kind == PIECE_KEYS ? job->args->keys : job->args->values;
         to += (uint64_t)item * job->k * size;
         for (uint32_t j = 0; code == 0 && j < job->k; j++, to += size) {
@@ -173,8 +191,8 @@ static int64_t fetch_locked(fetch_job *job) {
     if (items > INT32_MAX || __builtin_mul_overflow(items, job->k, &pieces) || pieces >> 38)
         return fail(CXLKV_E_ARGUMENT, "fetch: %u lists of %u pages are too many at once", lists,
                     job->k);
-    uint64_t key_bytes = pieces * piece_data_bytes(layout, PIECE_KEYS);
-    uint64_t value_bytes = pieces * piece_data_bytes(layout, PIECE_VALUES);
+    uint64_t key_bytes = pieces * rows_bytes(layout, PIECE_KEYS);
+    uint64_t value_bytes = pieces * rows_bytes(layout, PIECE_VALUES);
     if (key_bytes > args->key_capacity_bytes || value_bytes > args->value_capacity_bytes)
         return fail(CXLKV_E_ROOM, "fetch: %lu bytes of keys wanted, room for %lu", key_bytes,
                     args->key_capacity_bytes);
@@ -227,7 +245,7 @@ static int page_to_block(const blocks_job *job, const layer_view *view, uint32_t
                          uint32_t entry, uint32_t place) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++) {
-        size_t size = piece_data_bytes(layout, kind);
+        size_t size = rows_bytes(layout, kind);
         if (kind == PIECE_VALUES && values_are_keys(layout)) break;
         for (uint32_t head = 0; head < layout->kv_heads; head++) {
             uint8_t *to = block_target(job, entry, head, kind) + place * size;

@@ -4,7 +4,8 @@
 
 #include "tiers/local_tier.h"
 
-/* K or V of one page, all heads: where head 0, token 0 is, and how far the next ones are. */
+/* K or V of one page, all heads: where head 0, token 0 is, and how far the next ones are. Of a kind
+ * that is encoded, where the pieces are. */
 typedef struct page_rows {
     const uint8_t *first;
     uint64_t head_bytes;
@@ -17,6 +18,7 @@ view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
     const cxlkv_geometry *g = &pool->geometry;
     bool keys = kind == PIECE_KEYS || values_are_keys(&pool->layout);
     size_t dim = keys ? pool->layout.head_dim : pool->layout.value_head_dim;
+    uint32_t own = keys ? PIECE_KEYS : PIECE_VALUES;
     page_rows rows = {.row_bytes = dim * dtype_bytes(pool->layout.dtype)};
     if (index < view->complete) {
         uint32_t page = sequence_page(view->sequence, view->part, index);
@@ -30,8 +32,9 @@ view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
         }
     } else {
         rows.first = tail_at(pool, view->sequence->tails[view->layer], kind, 0);
-        rows.head_bytes = rows.row_bytes;
-        rows.row_bytes = tail_row_bytes(pool);
+        rows.head_bytes =
+            is_encoded(&pool->layout) ? tail_piece_bytes(pool, own) : rows.row_bytes;
+        rows.row_bytes = tail_row_bytes(pool, own);
     }
     return rows;
 }

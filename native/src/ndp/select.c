@@ -15,7 +15,8 @@ enum { TOGETHER_PAGES = 8, SCRATCH_LIMIT = 1 << 30 };
 static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last,
                        bool counts) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
-    uint64_t bytes = 0, token_bytes = layout->head_dim * dtype_bytes(layout->dtype);
+    uint64_t bytes = 0, key_bytes = kind_token_bytes(layout, PIECE_KEYS);
+    uint64_t digest_bytes = piece_data_bytes(layout, PIECE_DIGEST);
     if (p->stage) return sketch_score_pages(job, p, first, last, counts);
     uint32_t run = first, run_end = last;
     run_of(job, p, &run, &run_end);
@@ -31,7 +32,8 @@ static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
         code = done ? 0 : score_page(job, p, index, asks ? &next : NULL);
         if (code < 0) return code;
         bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
-        bytes += layout->kv_heads * token_bytes * (digest ? 2 : view_filled(&p->view, index));
+        bytes += layout->kv_heads *
+                 (digest ? digest_bytes : key_bytes * view_filled(&p->view, index));
     }
     if (counts) atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
     return 0;
@@ -78,7 +80,7 @@ static uint64_t list_bytes(const select_job *job, const plan *p, uint64_t list) 
     uint64_t tokens = 0;
     for (int32_t i = 0; i < args->counts[list]; i++)
         tokens += view_filled(&p->view, (uint32_t)args->pages[list * args->k + (uint64_t)i]);
-    return tokens * row_channels(layout) * dtype_bytes(layout->dtype);
+    return tokens * token_bytes(layout);
 }
 
 /* The list of one head; of all heads, when they have one together. */
@@ -284,8 +286,8 @@ static int64_t select_locked(select_job *job) {
                     lists * args->k);
     code = place_scratch(job, rows);
     if (code < 0) return code;
-    job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts, NULL,
-                                batch->scratch);
+    query_source source = {&args->queries, args->q_heads, args->starts, NULL, args->scale};
+    job->queries = queries_pack(batch, job->isa, &source, batch->scratch);
     for (uint32_t i = 0; i < batch->count; i++) {
         tasks += job->plans[i].tasks;
         any_mass |= job->plans[i].log_sums != NULL;
@@ -334,6 +336,7 @@ static int64_t select_kept(select_job *job) {
 
 int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args) {
     select_job job = {.batch = batch, .args = args, .isa = kernels_current()};
+    job.keys = stored_of(&batch->pool->layout, job.isa, PIECE_KEYS);
     job.plans = calloc(batch->count, sizeof(*job.plans));
     if (!job.plans) return fail(ENOMEM, "no memory to plan a selection");
     int64_t code = IN_BATCH(batch, false, peers_verify(batch->pool, select_kept(&job)));

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "ndp/ahead.h"
+#include "ndp/stored.h"
 #include "sequence/kept_choice.h"
 
 typedef struct plan {
@@ -30,6 +31,7 @@ typedef struct select_job {
     cxlkv_batch *batch;
     cxlkv_select_args *args;
     const kernels *isa;
+    stored keys;                 /* how they are kept */
     kernel_queries queries;      /* of all plans */
     uint64_t query_total;
     const sketch_query *sketch_queries; /* the same ones, for estimates */

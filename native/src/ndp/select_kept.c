@@ -89,7 +89,7 @@ typedef struct kept_run {
 static int take_run(kept_walk *w, kept_run *taken) {
     const plan *p = w->p;
     const cxlkv_pool *pool = w->job->batch->pool;
-    uint64_t key_bytes = pool->layout.head_dim * dtype_bytes(pool->layout.dtype);
+    uint64_t key_bytes = kind_token_bytes(&pool->layout, PIECE_KEYS);
     for (taken->run.count = 0; w->at < w->last && taken->run.count < w->step; w->at++) {
         uint32_t index = page_at(p, w->kept, w->at);
         if (index < p->low) continue;

@@ -70,7 +70,7 @@ int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
                        bool counts) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint32_t start = first, end = estimated_among(job, p, &start, last);
-    uint64_t token_bytes = layout->head_dim * dtype_bytes(layout->dtype), tokens = 0;
+    uint64_t key_bytes = kind_token_bytes(layout, PIECE_KEYS), tokens = 0;
     for (uint32_t index = first; index < last; index++) {
         if (index >= start && index < end) continue;
         int code = score_page(job, p, index, NULL);
@@ -82,7 +82,7 @@ int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
     uint64_t sketched =
         (uint64_t)(end - start) * layout->kv_heads * job->batch->pool->geometry.sketch_piece_bytes;
     atomic_fetch_add_explicit(&job->bytes_scored,
-                              sketched + tokens * layout->kv_heads * token_bytes,
+                              sketched + tokens * layout->kv_heads * key_bytes,
                               memory_order_relaxed);
     atomic_fetch_add_explicit(&job->bytes_sketched, sketched, memory_order_relaxed);
     return 0;
@@ -138,6 +138,9 @@ typedef struct waiting {
     uint32_t count;
     const void *keys[WAITING_MAX];
     uint8_t pages[WAITING_MAX]; /* of the segment */
+    /* Of codes, whose blocks wait: */
+    const uint16_t *scales[WAITING_MAX];
+    uint8_t tokens[WAITING_MAX];
 } waiting;
 
 /* Some pages, for one list and some heads. */
@@ -155,36 +158,76 @@ typedef struct finish {
     uint64_t known[HEADS_TOGETHER]; /* a bit for each page */
 } finish;
 
+/* Keys, or blocks of 16 codes, which are scored together: the best of each. */
+static void score_keys(const finish *f, const waiting *w, uint32_t count,
+                       const kernel_queries *queries, float *best) {
+    const stored *keys = &f->job->keys;
+    code_piece blocks[WAITING_MAX];
+    const void *next[WAITING_MAX] = {NULL};
+    if (!keys->encoded) {
+        kernels_score_each(keys->isa, keys->dtype, w->keys, count, keys->dim, queries,
+                           f->job->args->scale, best);
+        return;
+    }
+    for (uint32_t i = 0; i < count; i++)
+        blocks[i] = (code_piece){w->keys[i], w->scales[i]};
+    /* The last block of a page may have fewer tokens than the others. */
+    for (uint32_t i = 0, alike; i < count; i += alike) {
+        for (alike = 1; i + alike < count && w->tokens[i + alike] == w->tokens[i]; alike++) {}
+        stored_score_best(keys, blocks + i, next, alike, w->tokens[i], queries, best + i);
+    }
+}
+
 static void score_first(finish *f, uint32_t i, uint32_t count) {
-    const cxlkv_layout *layout = &f->job->batch->pool->layout;
     waiting *w = &f->waits[i];
     float best[WAITING_MAX];
     uint32_t query_count;
     uint64_t first = queries_of_list(f->job, f->p, f->list, f->head_first + i, &query_count);
     kernel_queries queries = queries_range(f->job->queries, first, query_count);
-    kernels_score_each(f->job->isa, (int)layout->dtype, w->keys, count, layout->head_dim, &queries,
-                       f->job->args->scale, best);
+    score_keys(f, w, count, &queries, best);
     for (uint32_t at = 0; at < count; at++) {
         uint64_t bit = 1ull << w->pages[at];
         float *score = &f->trues[i][w->pages[at]];
         if (!(f->known[i] & bit) || is_better(best[at], *score)) *score = best[at];
         f->known[i] |= bit;
     }
-    f->scored += count;
     w->count -= count;
     memmove(w->keys, w->keys + count, w->count * sizeof(*w->keys));
     memmove(w->pages, w->pages + count, w->count * sizeof(*w->pages));
+    memmove(w->scales, w->scales + count, w->count * sizeof(*w->scales));
+    memmove(w->tokens, w->tokens + count, w->count * sizeof(*w->tokens));
 }
 
-/* The key is asked for at once, to be here when it is scored. */
-static void wait_for(finish *f, uint32_t i, uint32_t page, const uint8_t *key) {
+/* `bytes` of keys of some tokens are asked for at once, to be here when they are scored. */
+static void wait_for(finish *f, uint32_t i, uint32_t page, const uint8_t *keys, size_t bytes,
+                     const uint16_t *scales, uint32_t tokens) {
     waiting *w = &f->waits[i];
-    const cxlkv_layout *layout = &f->job->batch->pool->layout;
-    size_t key_bytes = layout->head_dim * dtype_bytes(layout->dtype);
-    for (size_t at = 0; at < key_bytes; at += LINE_BYTES) __builtin_prefetch(key + at);
+    for (size_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(keys + at);
     if (w->count == WAITING_MAX) score_first(f, i, SCORED_TOGETHER);
-    w->keys[w->count] = key;
+    w->keys[w->count] = keys;
+    w->scales[w->count] = scales;
+    w->tokens[w->count] = (uint8_t)tokens;
     w->pages[w->count++] = (uint8_t)page;
+    f->scored += tokens;
+}
+
+/* Of one head's rows, or piece, in a page: the tokens of a block that a bit is set for. */
+static void wait_for_tokens(finish *f, uint32_t i, uint32_t page, uint32_t block,
+                            const page_rows *rows) {
+    const stored *keys = &f->job->keys;
+    const uint8_t *piece = rows->first + (f->head_first + i) * rows->head_bytes;
+    uint32_t seen = block_tokens(f->job, block), bits = f->wanted[i][page] & seen;
+    if (keys->encoded && bits) { /* all of the block: a token of it cannot be read for itself */
+        code_piece codes = stored_codes(keys, piece);
+        size_t bytes = code_block_bytes(&keys->form);
+        wait_for(f, i, page, codes.blocks + block * bytes, bytes,
+                 codes.scales + block * CODE_TOKENS, (uint32_t)__builtin_popcount(seen));
+        return;
+    }
+    for (; bits; bits &= bits - 1) {
+        uint32_t token = block * SKETCH_TOKENS + (uint32_t)__builtin_ctz(bits);
+        wait_for(f, i, page, piece + token * rows->row_bytes, rows->row_bytes, NULL, 1);
+    }
 }
 
 /* Block `block` of each page. */
@@ -198,15 +241,11 @@ static void finish_block(finish *f, uint32_t block) {
                         f->count, stage.cuts[place + i], f->wanted[i]);
     for (uint32_t page = 0; page < f->count; page++) {
         page_rows rows = {0};
-        for (uint32_t i = 0; i < f->head_count; i++)
-            for (uint32_t bits = f->wanted[i][page] & block_tokens(job, block); bits;
-                 bits &= bits - 1) {
-                uint32_t token = block * SKETCH_TOKENS + (uint32_t)__builtin_ctz(bits);
-                if (!rows.first) rows = view_rows(&f->p->view, f->first + page, PIECE_KEYS);
-                wait_for(f, i, page,
-                         rows.first + (f->head_first + i) * rows.head_bytes +
-                             token * rows.row_bytes);
-            }
+        for (uint32_t i = 0; i < f->head_count; i++) {
+            if (!(f->wanted[i][page] & block_tokens(job, block))) continue;
+            if (!rows.first) rows = view_rows(&f->p->view, f->first + page, PIECE_KEYS);
+            wait_for_tokens(f, i, page, block, &rows);
+        }
     }
 }
 
@@ -240,7 +279,7 @@ int sketch_finish_task(void *context, uint32_t item) {
         f.head_count = min_u32(HEADS_TOGETHER, heads - f.head_first);
         for (f.list = 0; f.list < p->lists; f.list++) finish_heads(&f);
     }
-    uint64_t bytes = f.scored * layout->head_dim * dtype_bytes(layout->dtype);
+    uint64_t bytes = f.scored * kind_token_bytes(layout, PIECE_KEYS);
     atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
     atomic_fetch_add_explicit(&job->tokens_scored, f.scored, memory_order_relaxed);
     return 0;

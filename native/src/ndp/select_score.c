@@ -1,5 +1,6 @@
 /* Select's scores by keys and digests: one page, all its heads and queries. */
 
+#include "kernels/code_bounds.h"
 #include "ndp/select.h"
 
 /* Of `rows` rows with `group` maxima each, to out[row * out_stride], or all to out[0]. */
@@ -18,21 +19,41 @@ typedef struct scored_page {
     bool digest;                 /* in place of its keys */
     bool whole;                  /* all rows see all of it */
     page_rows rows;
+    const uint8_t *keys;         /* of a page whose digest the rows are: where its keys are */
 } scored_page;
+
+/* By a head's digest. That of encoded keys has its scale behind their piece, and has no use for
+ * codes of queries. */
+static void bound_block(const select_job *job, const scored_page *page, const uint8_t *digest,
+                        const kernel_queries *queries, const uint8_t *next, float *maxima) {
+    uint32_t dim = job->keys.dim;
+    if (!job->keys.encoded) {
+        job->isa->bound(job->keys.dtype, digest, dim, queries, job->args->scale, maxima, next);
+        return;
+    }
+    const cxlkv_pool *pool = job->batch->pool;
+    uint64_t head = (uint64_t)(digest - page->rows.first) / page->rows.head_bytes;
+    const uint8_t *piece = page->keys + head * pool->geometry.key_piece_bytes;
+    float scale, bounds[2 * CODE_DIM_MAX];
+    kernel_queries rows = *queries;
+    rows.packed = NULL;
+    for (uint32_t at = 0; next && at < 2 * dim; at += LINE_BYTES)
+        __builtin_prefetch(next + at, 0, 2);
+    memcpy(&scale, piece + code_bytes(&job->keys.form, pool->layout.page_tokens), sizeof(scale));
+    code_bounds_decode((const int8_t *)digest, scale, dim, bounds);
+    job->isa->bound(CXLKV_FLOAT32, bounds, dim, &rows, job->args->scale, maxima, next);
+}
 
 /* Scores `count` queries against tokens [hidden, visible) of a head's keys, or its digest. */
 static void score_block(const select_job *job, const scored_page *page, const uint8_t *keys,
                         uint64_t first_query, uint32_t count, uint32_t hidden, uint32_t visible,
                         const uint8_t *next, float *maxima) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
     kernel_queries queries = queries_range(job->queries, first_query, count);
     if (page->digest)
-        job->isa->bound((int)layout->dtype, keys, layout->head_dim, &queries, job->args->scale,
-                        maxima, next);
+        bound_block(job, page, keys, &queries, next, maxima);
     else
-        job->isa->score_max((int)layout->dtype, keys + hidden * page->rows.row_bytes,
-                            page->rows.row_bytes, visible - hidden, layout->head_dim, &queries,
-                            job->args->scale, maxima, next);
+        stored_score_max(&job->keys, keys, page->rows.row_bytes, hidden, visible - hidden, &queries,
+                         job->args->scale, maxima, next);
 }
 
 static void score_head(const select_job *job, const plan *p, const scored_page *page, uint32_t head,
@@ -69,7 +90,6 @@ static void score_head(const select_job *job, const plan *p, const scored_page *
 static void mass_head(const select_job *job, const plan *p, const scored_page *page, uint32_t head,
                       const uint8_t *next) {
     enum { LOGITS = 4096 };      /* page_tokens is at most a quarter of that */
-    const cxlkv_layout *layout = &job->batch->pool->layout;
     const uint8_t *keys = page->rows.first + head * page->rows.head_bytes;
     float logits[LOGITS];
     uint32_t group = job->group, index = page->index;
@@ -86,10 +106,9 @@ static void mass_head(const select_job *job, const plan *p, const scored_page *p
                               count);
             float *out = p->log_sums + (first + part) * p->view.pages + index;
             if (visible)
-                job->isa->score((int)layout->dtype, keys + hidden * page->rows.row_bytes,
-                                page->rows.row_bytes, visible, layout->head_dim, &queries,
-                                job->args->scale, logits, visible,
-                                row == 0 && part == 0 ? next : NULL);
+                stored_score(&job->keys, keys, page->rows.row_bytes, hidden, visible, &queries,
+                             job->args->scale, logits, visible,
+                             row == 0 && part == 0 ? next : NULL);
             for (uint32_t i = 0; i < count; i++, out += p->view.pages) {
                 float *own = logits + (uint64_t)i * visible;
                 float largest = kernels_largest(own, visible); /* or NaN, which then stays */
@@ -113,6 +132,7 @@ static int page_open(const select_job *job, const plan *p, uint32_t index, score
     if (code < 0) return code;
     if (scored_kind(job) == PIECE_DIGEST && index < p->view.complete) {
         page->digest = true;
+        page->keys = page->rows.first;
         page->rows.first = pieces_of(pool, page_of(p, index), p->view.layer, PIECE_DIGEST);
         page->rows.head_bytes = pool->geometry.digest_piece_bytes;
     }
@@ -179,6 +199,14 @@ int page_run_take(const plan *p, uint32_t kind, uint32_t at, uint32_t last, uint
     return 0;
 }
 
+static void score_codes(const select_job *job, const void *const *pieces, const void *const *next,
+                        uint32_t count, const kernel_queries *queries, float *best) {
+    code_piece codes[RUN_PAGES];
+    for (uint32_t i = 0; i < count; i++) codes[i] = stored_codes(&job->keys, pieces[i]);
+    stored_score_best(&job->keys, codes, next, count, job->batch->pool->layout.page_tokens, queries,
+                      best);
+}
+
 void score_run_head(const select_job *job, const plan *p, uint32_t head, const page_run *run,
                     float *best) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
@@ -190,6 +218,10 @@ void score_run_head(const select_job *job, const plan *p, uint32_t head, const p
     for (uint32_t i = 0; i < run->count; i++) {
         pieces[i] = run->pages[i] + offset;
         next[i] = run->later[i] ? run->later[i] + offset : NULL;
+    }
+    if (job->keys.encoded) {
+        score_codes(job, pieces, next, run->count, &queries, best);
+        return;
     }
     if (job->isa->score_pieces &&
         job->isa->score_pieces((int)layout->dtype, pieces, next, run->count, row_bytes,

@@ -65,6 +65,31 @@ void sketch_prepare(select_job *job, float *scratch) {
 
 /* ---- the sample ---- */
 
+/* The best logit over the queries of each of some neighbours. */
+static void score_block_tokens(const select_job *job, const uint8_t *rows, size_t row_bytes,
+                               uint32_t first, uint32_t tokens, const kernel_queries *queries,
+                               float *best) {
+    enum { QUERIES = 16 };
+    const void *keys[SKETCH_TOKENS];
+    float logits[QUERIES][SKETCH_TOKENS];
+    for (uint32_t t = 0; t < tokens; t++) keys[t] = rows + (first + t) * row_bytes;
+    if (!job->keys.encoded) {
+        kernels_score_each(job->isa, job->keys.dtype, keys, tokens, job->keys.dim, queries,
+                           job->args->scale, best);
+        return;
+    }
+    for (uint32_t j = 0; j < queries->count; j += QUERIES) {
+        kernel_queries some = *queries;
+        some.first += j;
+        some.count = min_u32(QUERIES, queries->count - j);
+        stored_score(&job->keys, rows, row_bytes, first, tokens, &some, job->args->scale,
+                     logits[0], SKETCH_TOKENS, NULL);
+        for (uint32_t i = 0; i < some.count; i++)
+            for (uint32_t t = 0; t < tokens; t++)
+                if ((i == 0 && j == 0) || is_better(logits[i][t], best[t])) best[t] = logits[i][t];
+    }
+}
+
 /* A block of a page: how far its estimates are off. Returns the best one. */
 static float sample_block(const select_job *job, const plan *p, uint64_t list, uint32_t head,
                           uint32_t index, uint32_t block, sample *made) {
@@ -73,7 +98,6 @@ static float sample_block(const select_job *job, const plan *p, uint64_t list, u
                                                     p->view.layer, PIECE_SKETCH);
     const uint8_t *at = block_at(job, sketch, head, block);
     const float *scales = scales_of(job, at);
-    const void *keys[SKETCH_TOKENS];
     float best, estimates[1][SKETCH_TOKENS], scores[SKETCH_TOKENS];
     page_rows rows = view_rows(&p->view, index, PIECE_KEYS);
     sketch_run run = {.blocks = &at,
@@ -86,11 +110,8 @@ static float sample_block(const select_job *job, const plan *p, uint64_t list, u
     uint32_t tokens = (uint32_t)__builtin_popcount(run.seen);
     run.queries = job->sketch_queries + first;
     job->isa->estimate(&run, &best, estimates);
-    for (uint32_t t = 0; t < tokens; t++)
-        keys[t] =
-            rows.first + head * rows.head_bytes + (block * SKETCH_TOKENS + t) * rows.row_bytes;
-    kernels_score_each(job->isa, (int)layout->dtype, keys, tokens, layout->head_dim, &queries,
-                       job->args->scale, scores);
+    score_block_tokens(job, rows.first + head * rows.head_bytes, rows.row_bytes,
+                       block * SKETCH_TOKENS, tokens, &queries, scores);
     for (uint32_t t = 0; t < tokens; t++) {
         float error = estimates[0][t] - scores[t];
         made->squares += error * error;
@@ -113,7 +134,7 @@ static int sample_list(select_job *job, const plan *p, uint64_t list, uint32_t h
         made->best[i] = sample_block(job, p, list, head, index, i % blocks_of(job), made);
     }
     uint64_t sketched = SAMPLES * sketch_block_bytes(layout->head_dim);
-    uint64_t scored = (uint64_t)made->count * layout->head_dim * dtype_bytes(layout->dtype);
+    uint64_t scored = (uint64_t)made->count * kind_token_bytes(layout, PIECE_KEYS);
     atomic_fetch_add_explicit(&job->bytes_scored, sketched + scored, memory_order_relaxed);
     atomic_fetch_add_explicit(&job->bytes_sketched, sketched, memory_order_relaxed);
     return 0;

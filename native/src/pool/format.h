@@ -7,6 +7,7 @@
 
 #include "coherence/hosts.h"
 #include "cxlkv.h"
+#include "kernels/codes.h"
 #include "kernels/sketch.h"
 #include "region/region.h"
 
@@ -37,7 +38,8 @@ _Static_assert(sizeof(group_row) == 32, "a row of the superblock's group table")
  * of the first word goes on, of the second it may read and write nothing, of the third it refuses.
  * FEATURES_KNOWN are the bits of this build; docs/reference/releases.md names them, too. */
 enum { FEATURES_COMPATIBLE, FEATURES_READERS, FEATURES_INCOMPATIBLE, FEATURE_WORDS };
-#define FEATURES_KNOWN {0, 0, 0}
+#define FEATURE_ENCODINGS 1u /* incompatible: K or V are kept in an encoding */
+#define FEATURES_KNOWN {0, 0, FEATURE_ENCODINGS}
 
 /* For an upgrade a pool of FORMAT_BEFORE will do; who only looks may lack features of writers. */
 enum superblock_purpose { SUPERBLOCK_USE, SUPERBLOCK_INSPECT, SUPERBLOCK_UPGRADE };
@@ -64,7 +66,9 @@ typedef struct superblock {
     uint32_t crc_before;         /* version 5: of all bytes before it */
     uint32_t build;              /* CXLKV_BUILD that made the pool, or upgraded it */
     uint64_t features[FEATURE_WORDS];
-    uint8_t reserved[28];
+    uint32_t k_encoding;         /* with FEATURE_ENCODINGS, else 0 */
+    uint32_t v_encoding;
+    uint8_t reserved[20];
     uint32_t crc;                /* of all bytes before it */
 } superblock;
 _Static_assert(sizeof(superblock) <= SUPERBLOCK_BYTES - 4 * LINE_BYTES,
@@ -186,14 +190,47 @@ static inline uint64_t row_channels(const cxlkv_layout *layout) {
     return layout->head_dim + (values_are_keys(layout) ? 0 : layout->value_head_dim);
 }
 
-/* As a caller sees them; values that are a prefix of the keys have no piece of their own. */
+static inline uint32_t encoding_of(const cxlkv_layout *layout, uint32_t kind) {
+    return kind == PIECE_VALUES ? layout->v_encoding : layout->k_encoding;
+}
+static inline bool is_encoded(const cxlkv_layout *layout) {
+    return layout->k_encoding || layout->v_encoding;
+}
+static inline uint32_t kind_dim(const cxlkv_layout *layout, uint32_t kind) {
+    return kind == PIECE_VALUES ? layout->value_head_dim : layout->head_dim;
+}
+/* Of keys or values that are encoded. */
+static inline code_form form_of(const cxlkv_layout *layout, uint32_t kind) {
+    return (code_form){.bits = encoding_of(layout, kind) == CXLKV_ENCODING_INT4 ? 4 : 8,
+                       .dim = kind_dim(layout, kind), .values = kind == PIECE_VALUES};
+}
+
+/* K or V of a head, as a caller sees them. */
+static inline size_t rows_bytes(const cxlkv_layout *layout, uint32_t kind) {
+    return (size_t)layout->page_tokens * kind_dim(layout, kind) * dtype_bytes(layout->dtype);
+}
+
+/* As they are stored; values that are a prefix of the keys have no piece of their own. A digest of
+ * encoded keys has 8 bits a channel, and its scale, a float, lies behind the keys' piece. */
 static inline size_t piece_data_bytes(const cxlkv_layout *layout, uint32_t kind) {
-    size_t element = dtype_bytes(layout->dtype);
     if (stores_objects(layout)) return kind == PIECE_KEYS ? layout->page_tokens : 0;
-    if (kind == PIECE_DIGEST) return 2 * layout->head_dim * element;
+    if (kind == PIECE_DIGEST)
+        return 2 * layout->head_dim * (layout->k_encoding ? 1 : dtype_bytes(layout->dtype));
     if (kind == PIECE_SKETCH) return sketch_bytes(layout->page_tokens, layout->head_dim);
-    uint32_t dim = kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim;
-    return (size_t)layout->page_tokens * dim * element;
+    if (!encoding_of(layout, kind)) return rows_bytes(layout, kind);
+    code_form form = form_of(layout, kind);
+    return code_bytes(&form, layout->page_tokens) + (kind == PIECE_KEYS ? sizeof(float) : 0);
+}
+
+/* What is read of K or V for a token and a head. */
+static inline size_t kind_token_bytes(const cxlkv_layout *layout, uint32_t kind) {
+    if (kind == PIECE_VALUES && values_are_keys(layout)) return 0;
+    if (!encoding_of(layout, kind)) return kind_dim(layout, kind) * dtype_bytes(layout->dtype);
+    code_form form = form_of(layout, kind);
+    return code_block_bytes(&form) / CODE_TOKENS + sizeof(uint16_t);
+}
+static inline size_t token_bytes(const cxlkv_layout *layout) {
+    return kind_token_bytes(layout, PIECE_KEYS) + kind_token_bytes(layout, PIECE_VALUES);
 }
 
 /* From one head's piece to the next one's; 0: this pool has none of this kind. */

@@ -22,6 +22,21 @@ static int groups_check(const cxlkv_layout *layout) {
     return 0;
 }
 
+static int encodings_check(const cxlkv_layout *layout) {
+    if (!is_encoded(layout)) return 0;
+    if (layout->k_encoding > CXLKV_ENCODING_INT4 || layout->v_encoding > CXLKV_ENCODING_INT4)
+        return fail(CXLKV_E_GEOMETRY, "layout: encoding code %u of keys, %u of values: unknown",
+                    layout->k_encoding, layout->v_encoding);
+    if (layout->values != CXLKV_VALUES_OWN)
+        return fail(CXLKV_E_GEOMETRY, "layout: an encoding is for keys and values that are both "
+                    "stored: values that are a prefix of the keys would be read by token and by "
+                    "channel, and objects are bytes");
+    if (layout->head_dim > CODE_DIM_MAX || layout->value_head_dim > CODE_DIM_MAX)
+        return fail(CXLKV_E_GEOMETRY, "layout: %u and %u channels: encoded heads have up to %d",
+                    layout->head_dim, layout->value_head_dim, CODE_DIM_MAX);
+    return 0;
+}
+
 /* Limits keep every product below within 64 bits: 1024 * 1024 * 8192 * 1024 * 4 < 2^46. */
 int layout_check(const cxlkv_layout *layout) {
     bool objects = stores_objects(layout);
@@ -44,6 +59,8 @@ int layout_check(const cxlkv_layout *layout) {
                layout->value_head_dim == 1 && layout->sketch == 0 && layout->windows[0] == 0;
     if (objects != (layout->dtype == CXLKV_BYTES) || (objects && !one))
         return fail(CXLKV_E_GEOMETRY, "layout: objects are bytes, in one layer of one head");
+    int code = encodings_check(layout);
+    if (code < 0) return code;
     if (layout->checksum > 1)
         return fail(CXLKV_E_GEOMETRY, "layout: checksum is %u, not 0 or 1", layout->checksum);
     if (memchr(layout->model_id, 0, sizeof(layout->model_id)) == NULL)

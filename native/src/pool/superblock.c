@@ -36,6 +36,9 @@ void superblock_write(cxlkv_pool *pool) {
         block->groups[layout->group_of[layer]].layers++;
     memcpy(block->group_of, layout->group_of, sizeof(block->group_of));
     block->build = CXLKV_BUILD;
+    if (is_encoded(layout)) block->features[FEATURES_INCOMPATIBLE] |= FEATURE_ENCODINGS;
+    block->k_encoding = layout->k_encoding;
+    block->v_encoding = layout->v_encoding;
     if (pool->in_place)
         memcpy(pool->region.base + IN_PLACE_OFFSET, IN_PLACE_MARK, sizeof(IN_PLACE_MARK));
     block->crc = crc32c(0, block, offsetof(superblock, crc));
@@ -60,6 +63,7 @@ void superblock_upgrade(uint8_t *base) {
     made.version = FORMAT_VERSION;
     made.build = CXLKV_BUILD;
     memset(made.features, 0, sizeof(made.features));
+    made.k_encoding = made.v_encoding = 0;
     memset(made.reserved, 0, sizeof(made.reserved));
     made.crc = crc32c(0, &made, offsetof(superblock, crc));
     uint8_t *line = base + offsetof(superblock, crc_before);
@@ -118,6 +122,11 @@ static bool groups_read(const superblock *block, cxlkv_layout *layout) {
                              .values = first->values, .page_tokens = block->page_tokens,
                              .checksum = block->checksum, .sketch = block->sketch,
                              .group_count = block->group_count};
+    if (block->version == FORMAT_VERSION &&
+        block->features[FEATURES_INCOMPATIBLE] & FEATURE_ENCODINGS) {
+        layout->k_encoding = block->k_encoding;
+        layout->v_encoding = block->v_encoding;
+    }
     memcpy(layout->shard, block->shard, sizeof(layout->shard));
     memcpy(layout->model_id, block->model_id, sizeof(layout->model_id));
     memcpy(layout->group_of, block->group_of, sizeof(layout->group_of));

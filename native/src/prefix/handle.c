@@ -34,8 +34,9 @@ int export_layer(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, ui
     tail *whole = tail_copy(pool, from, filled);
     if (!whole) return fail(ENOMEM, "no memory for a tail");
     /* Behind its filled tokens a tail holds whatever the allocator gave: none of it goes out. */
-    memset(whole->data + filled * tail_row_bytes(pool), 0,
-           (pool->layout.page_tokens - filled) * tail_row_bytes(pool));
+    size_t row = tail_row_bytes(pool, PIECE_KEYS);
+    if (!is_encoded(&pool->layout))
+        memset(whole->data + filled * row, 0, (pool->layout.page_tokens - filled) * row);
     int code = GUARDED(page_write_tail(pool, page, layer, whole, filled),
                        poison_error(pool, &fault));
     tail_drop(pool, whole);

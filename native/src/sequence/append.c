@@ -51,11 +51,45 @@ static void copy_token(uint8_t *to, const cxlkv_rows *rows, uint32_t row, uint32
                  element);
 }
 
+/* K or V of a head, into its piece of a tail that has the form of a page. */
+static void tail_fill_piece(const append_job *job, tail *to, uint32_t kind, uint32_t head,
+                            uint32_t at, uint32_t first, uint32_t count) {
+    cxlkv_pool *pool = job->batch->pool;
+    const cxlkv_rows *rows = kind == PIECE_KEYS ? job->keys : job->values;
+    size_t element = dtype_bytes(pool->layout.dtype), row_bytes = tail_row_bytes(pool, kind);
+    uint32_t dim = kind_dim(&pool->layout, kind);
+    uint8_t *piece = tail_at(pool, to, kind, head);
+    bool dense = rows->stride_bytes[2] == (int64_t)element && rows->stride_bytes[0] > 0;
+    _Alignas(LINE_BYTES) uint8_t row[CODE_DIM_MAX * sizeof(float)];
+    if (dense && encoding_of(&pool->layout, kind)) {
+        piece_encode(&pool->layout, kind, row_at(rows, first, head),
+                     (size_t)rows->stride_bytes[0], at, count, piece);
+        return;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        uint8_t *made = encoding_of(&pool->layout, kind) ? row : piece + (at + i) * row_bytes;
+        row_copy(made, row_at(rows, first + i, head), rows->stride_bytes[2], dim, element);
+        if (made == row) piece_encode(&pool->layout, kind, row, row_bytes, at + i, 1, piece);
+    }
+}
+
+static void tail_fill_pieces(const append_job *job, tail *to, uint32_t at, uint32_t first,
+                             uint32_t count) {
+    for (uint32_t head = 0; head < job->batch->pool->layout.kv_heads; head++) {
+        tail_fill_piece(job, to, PIECE_KEYS, head, at, first, count);
+        tail_fill_piece(job, to, PIECE_VALUES, head, at, first, count);
+    }
+}
+
 static void tail_fill(const append_job *job, tail *to, uint32_t at, uint32_t first,
                       uint32_t count) {
     cxlkv_pool *pool = job->batch->pool;
     const cxlkv_layout *layout = &pool->layout;
-    size_t element = dtype_bytes(layout->dtype), row_bytes = tail_row_bytes(pool);
+    size_t element = dtype_bytes(layout->dtype), row_bytes = tail_row_bytes(pool, PIECE_KEYS);
+    if (is_encoded(layout)) {
+        tail_fill_pieces(job, to, at, first, count);
+        return;
+    }
     for (uint32_t i = 0; i < count; i++) {
         size_t token = (at + i) * row_bytes;
         copy_token(tail_at(pool, to, PIECE_KEYS, 0) + token, job->keys, first + i,
@@ -418,9 +452,7 @@ static int64_t append_locked(append_job *job, const int32_t *starts) {
     }
     commit(job);
     const cxlkv_layout *layout = &pool->layout;
-    uint64_t token_bytes =
-        layout->kv_heads * row_channels(layout) * dtype_bytes(layout->dtype);
-    count_add(pool, COUNT_APPENDED_BYTES, rows * token_bytes);
+    count_add(pool, COUNT_APPENDED_BYTES, rows * layout->kv_heads * token_bytes(layout));
     return rows;
 }
 

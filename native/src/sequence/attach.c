@@ -229,6 +229,8 @@ static int64_t attach_locked(attach_job *job) {
     if (code < 0 || job->items == 0) return code;
     if ((uint64_t)job->items * pool->geometry.part_count > INT32_MAX)
         return fail(CXLKV_E_ARGUMENT, "%u pages: attach fewer at once", job->items);
+    if (is_encoded(layout))
+        return fail(ENOTSUP, "attach: pages of a pool with an encoding are written by append");
     if (!job->args->pages || (layout->checksum && !job->args->checksums))
         return fail(CXLKV_E_ARGUMENT, "%s: the pool needs them of every page",
                     job->args->pages ? "no checksums" : "no pages");
@@ -247,9 +249,9 @@ static int64_t attach_locked(attach_job *job) {
         pages_unclaim(pool, job->claimed_count, job->claimed);
         return code;
     }
-    uint64_t token_bytes =
-        layout->layers * layout->kv_heads * row_channels(layout) * dtype_bytes(layout->dtype);
-    count_add(pool, COUNT_APPENDED_BYTES, job->items * layout->page_tokens * token_bytes);
+    count_add(pool, COUNT_APPENDED_BYTES,
+              (uint64_t)job->items * layout->page_tokens * layout->layers * layout->kv_heads *
+                  token_bytes(layout));
     return job->items;
 }
 

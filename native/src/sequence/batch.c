@@ -159,8 +159,16 @@ static size_t query_row_bytes(const cxlkv_batch *batch, uint64_t query_count) {
     return align_up(query_count * batch->pool->layout.head_dim * sizeof(float), LINE_BYTES);
 }
 
+/* The codes of queries to encoded keys. */
+static size_t code_query_bytes(const cxlkv_batch *batch, uint64_t query_count) {
+    return align_up(query_count * 2 * code_channels(batch->pool->layout.head_dim), LINE_BYTES);
+}
+
 size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_total) {
     size_t bytes = query_row_bytes(batch, query_total);
+    if (batch->pool->layout.k_encoding)
+        return bytes + code_query_bytes(batch, query_total) +
+               align_up(query_total * sizeof(code_query), LINE_BYTES);
     if (isa->pack) bytes += isa->packed_bytes(batch->pool->layout.head_dim, (uint32_t)query_total);
     return align_up(bytes, LINE_BYTES);
 }
@@ -189,11 +197,11 @@ static void query_unpack(const kernels *isa, const cxlkv_rows *queries, uint64_t
 }
 
 /* [rows, q_heads, dim] to float32 blocks, zeros where they are filled up. */
-static void queries_unpack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
-                           uint32_t q_heads, const int32_t *starts, const int32_t *order,
+static void queries_unpack(const cxlkv_batch *batch, const kernels *isa, const query_source *source,
                            float *out) {
     const cxlkv_layout *layout = &batch->pool->layout;
-    uint32_t dim = layout->head_dim, heads = layout->kv_heads, group = q_heads / heads;
+    const int32_t *starts = source->starts, *order = source->order;
+    uint32_t dim = layout->head_dim, heads = layout->kv_heads, group = source->q_heads / heads;
     uint64_t end = 0, written = 0;
     for (uint32_t i = 0; i < batch->count; i++) {
         uint64_t row = (uint64_t)starts[i], rows = (uint64_t)starts[i + 1] - row;
@@ -202,7 +210,7 @@ static void queries_unpack(const cxlkv_batch *batch, const kernels *isa, const c
             memset(out + written * dim, 0, (at - written) * dim * sizeof(*out));
             for (uint64_t j = 0; j < rows * group; j++) {
                 uint64_t from = row + j / group;
-                query_unpack(isa, queries, order ? (uint64_t)order[from] : from,
+                query_unpack(isa, source->rows, order ? (uint64_t)order[from] : from,
                              head * group + (uint32_t)(j % group), dim, out + (at + j) * dim);
             }
             written = at + rows * group;
@@ -211,14 +219,19 @@ static void queries_unpack(const cxlkv_batch *batch, const kernels *isa, const c
     memset(out + written * dim, 0, (end - written) * dim * sizeof(*out));
 }
 
-kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
-                            uint32_t q_heads, const int32_t *starts, const int32_t *order,
-                            void *out) {
+kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa,
+                            const query_source *source, void *out) {
     const cxlkv_layout *layout = &batch->pool->layout;
-    kernel_queries made = {.rows = out,
-                           .total = (uint32_t)queries_total(batch, q_heads, starts)};
-    queries_unpack(batch, isa, queries, q_heads, starts, order, out);
+    kernel_queries made = {
+        .rows = out, .total = (uint32_t)queries_total(batch, source->q_heads, source->starts)};
+    queries_unpack(batch, isa, source, out);
     void *packed = (char *)out + query_row_bytes(batch, made.total);
+    if (layout->k_encoding) {
+        code_query *prepared = (void *)((char *)packed + code_query_bytes(batch, made.total));
+        code_queries(made.rows, made.total, layout->head_dim, source->scale, packed, prepared);
+        made.packed = prepared;
+        return made;
+    }
     if (isa->pack && isa->pack((int)layout->dtype, made.rows, layout->head_dim, made.total, packed))
         made.packed = packed;
     return made;

@@ -6,6 +6,7 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
+#include "kernels/code_bounds.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
 #include "sequence/sequence.h"
@@ -22,8 +23,11 @@ typedef struct page_write {
     uint32_t tokens; /* that count, of page_tokens rows */
     const kv_rows *rows;
     const kv_rows *next; /* of the page that is written after this one, or NULL */
-    uint8_t *gathered; /* room for a piece of K or V */
+    tail *from; /* in place of the rows: a tail that has the form of a page */
+    uint8_t *gathered; /* room for a piece of K or V, as they came */
     uint8_t *sketch;
+    uint8_t *stored; /* for a piece as it is stored, where it is encoded */
+    float *decoded; /* for 20 keys */
 } page_write;
 
 const uint8_t *row_at(const cxlkv_rows *rows, uint32_t row, uint32_t head) {
@@ -41,8 +45,7 @@ void row_copy(void *to, const uint8_t *from, int64_t stride, uint32_t dim, size_
 }
 
 static size_t row_bytes_of(const cxlkv_layout *layout, uint32_t kind) {
-    return (kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim) *
-           dtype_bytes(layout->dtype);
+    return kind_dim(layout, kind) * dtype_bytes(layout->dtype);
 }
 
 /* Where they lie, if elements and rows do so in order; else gathered. */
@@ -125,43 +128,171 @@ static void write_head(const page_write *w, uint32_t head) {
     checksum_piece(w, head, PIECE_VALUES, values, count);
 }
 
-int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const kv_rows *rows,
-                    const kv_rows *next, uint32_t tokens) {
-    const cxlkv_geometry *g = &pool->geometry;
-    size_t piece =
-        g->key_piece_bytes > g->value_piece_bytes ? g->key_piece_bytes : g->value_piece_bytes;
-    size_t bytes = align_up(piece + g->sketch_piece_bytes, LINE_BYTES);
-    _Alignas(LINE_BYTES) uint8_t small[16384];
+/* ---- encoded ---- */
+
+static code_piece piece_of(const code_form *form, const cxlkv_layout *layout,
+                           const uint8_t *piece) {
+    size_t scales = code_scales_offset(form, layout->page_tokens);
+    return (code_piece){piece, (const uint16_t *)(const void *)(piece + scales)};
+}
+
+void piece_encode(const cxlkv_layout *layout, uint32_t kind, const void *rows,
+                  size_t stride_bytes, uint32_t at, uint32_t count, uint8_t *piece) {
+    code_form form = form_of(layout, kind);
+    uint8_t *scales = piece + code_scales_offset(&form, layout->page_tokens);
+    kernels_current()->code_encode(&form, (int)layout->dtype, rows, stride_bytes, at, count, piece,
+                                   (uint16_t *)(void *)scales, NULL);
+}
+
+/* Zeros from token `first` on, to the end of the last block. */
+static void piece_clear(const cxlkv_layout *layout, uint32_t kind, uint32_t first,
+                        uint8_t *piece) {
+    static const float nothing[CODE_DIM_MAX];
+    uint32_t end = code_blocks(layout->page_tokens) * CODE_TOKENS;
+    if (first < end) piece_encode(layout, kind, nothing, 0, first, end - first, piece);
+}
+
+/* Digest and sketch are made of what the codes stand for: they are the same however the tokens
+ * came, one by one or together, and a digest bounds the keys that are scored. */
+static void write_derived(const page_write *w, uint32_t head, uint8_t *keys) {
+    const cxlkv_layout *layout = &w->pool->layout;
+    const kernels *isa = kernels_current();
+    code_form form = form_of(layout, PIECE_KEYS);
+    uint32_t dim = form.dim;
+    float *rows = w->decoded, *bounds = rows + CODE_TOKENS * dim, *block_bounds = bounds + 2 * dim;
+    int8_t digest[2 * CODE_DIM_MAX];
+    for (uint32_t first = 0; first < w->tokens; first += CODE_TOKENS) {
+        uint32_t count = min_u32(CODE_TOKENS, w->tokens - first);
+        uint32_t block_tokens = min_u32(CODE_TOKENS, layout->page_tokens - first);
+        isa->code_decode(&form, piece_of(&form, layout, keys), first, block_tokens, rows);
+        code_unrotate(rows, block_tokens, dim);
+        isa->digest(CXLKV_FLOAT32, rows, dim * sizeof(float), count, dim,
+                    first ? block_bounds : bounds);
+        if (first) code_bounds_merge(bounds, block_bounds, dim);
+        if (layout->sketch)
+            isa->sketch(CXLKV_FLOAT32, rows, dim * sizeof(float), block_tokens, dim,
+                        w->sketch + first / SKETCH_TOKENS * sketch_block_bytes(dim));
+    }
+    float scale = code_bounds_encode(bounds, dim, digest);
+    memcpy(keys + code_bytes(&form, layout->page_tokens), &scale, sizeof(scale));
+    write_made(w, head, PIECE_DIGEST, (const uint8_t *)digest);
+    if (layout->sketch) write_made(w, head, PIECE_SKETCH, w->sketch);
+}
+
+/* K or V of a head as the pool keeps it, in memory of ours. */
+static uint8_t *stored_piece(const page_write *w, uint32_t head, uint32_t kind) {
+    const cxlkv_layout *layout = &w->pool->layout;
+    if (w->from) {
+        memcpy(w->stored, tail_at(w->pool, w->from, kind, head), piece_data_bytes(layout, kind));
+    } else {
+        head_rows rows = rows_of_head(w, head, kind);
+        piece_encode(layout, kind, rows.data, rows.stride_bytes, 0, layout->page_tokens, w->stored);
+    }
+    piece_clear(layout, kind, w->tokens, w->stored);
+    return w->stored;
+}
+
+/* Of a kind that is kept as it came: rows, or a piece of a tail that has them side by side. */
+static head_rows plain_rows(const page_write *w, uint32_t head, uint32_t kind) {
+    if (!w->from) return rows_of_head(w, head, kind);
+    const cxlkv_layout *layout = &w->pool->layout;
+    size_t row = row_bytes_of(layout, kind);
+    memset(w->gathered, 0, rows_bytes(layout, kind));
+    memcpy(w->gathered, tail_at(w->pool, w->from, kind, head), w->tokens * row);
+    return (head_rows){w->gathered, row, row};
+}
+
+static void write_stored(const page_write *w, uint32_t head, uint32_t kind) {
+    const cxlkv_layout *layout = &w->pool->layout;
+    if (!encoding_of(layout, kind)) {
+        head_rows rows = plain_rows(w, head, kind);
+        store_piece(w, head, kind, rows, layout->page_tokens);
+        checksum_piece(w, head, kind, rows, layout->page_tokens);
+        if (kind == PIECE_VALUES) return;
+        write_digest(w, head, rows);
+        write_sketch(w, head, rows);
+        return;
+    }
+    uint8_t *piece = stored_piece(w, head, kind);
+    if (kind == PIECE_KEYS) write_derived(w, head, piece);
+    write_made(w, head, kind, piece);
+}
+
+static void write_head_encoded(const page_write *w, uint32_t head) {
+    expect_rows(w, head, PIECE_KEYS, 0);
+    write_stored(w, head, PIECE_KEYS);
+    expect_rows(w, head, PIECE_KEYS, 1);
+    expect_rows(w, head, PIECE_VALUES, 0);
+    write_stored(w, head, PIECE_VALUES);
+    expect_rows(w, head, PIECE_VALUES, 1);
+}
+
+/* ---- both ---- */
+
+/* What a write needs beside the pool: rows that are gathered, a sketch, a piece, decoded keys. */
+static size_t place_buffers(page_write *w, uint8_t *at) {
+    const cxlkv_layout *layout = &w->pool->layout;
+    const cxlkv_geometry *g = &w->pool->geometry;
+    size_t keys = rows_bytes(layout, PIECE_KEYS), values = rows_bytes(layout, PIECE_VALUES);
+    size_t gathered = align_up(keys > values ? keys : values, LINE_BYTES);
+    size_t sketch = align_up(g->sketch_piece_bytes, LINE_BYTES), stored = 0, decoded = 0;
+    if (is_encoded(layout)) {
+        stored = g->key_piece_bytes > g->value_piece_bytes ? g->key_piece_bytes
+                                                           : g->value_piece_bytes;
+        decoded = align_up((CODE_TOKENS + 4) * layout->head_dim * sizeof(float), LINE_BYTES);
+    }
+    if (at) {
+        w->gathered = at;
+        w->sketch = at + gathered;
+        w->stored = w->sketch + sketch;
+        w->decoded = (float *)(void *)(w->stored + stored);
+    }
+    return gathered + sketch + stored + decoded;
+}
+
+static int page_write_all(page_write *w) {
+    cxlkv_pool *pool = w->pool;
+    _Alignas(LINE_BYTES) uint8_t small[20480];
     uint8_t *buffer = small;
-    int code = page_stays_ours(pool, page);
+    size_t bytes = place_buffers(w, NULL);
+    int code = page_stays_ours(pool, w->page);
     if (code < 0) return code;
     if (bytes > sizeof(small) && !(buffer = aligned_alloc(LINE_BYTES, bytes)))
         return fail(ENOMEM, "no memory to gather a piece of %zu bytes", bytes);
+    place_buffers(w, buffer);
+    for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
+        if (is_encoded(&pool->layout)) write_head_encoded(w, head);
+        else write_head(w, head);
+    }
+    if (buffer != small) free(buffer);
+    if (pool->mode != VISIBILITY_COHERENT && !kernels_current()->streams)
+        pieces_write_back(pool, w->page, w->layer);
+    verified_set(pool, w->page, w->layer);
+    return 0;
+}
+
+int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const kv_rows *rows,
+                    const kv_rows *next, uint32_t tokens) {
     page_write w = {.pool = pool,
                     .page = page,
                     .layer = layer,
                     .tokens = tokens,
                     .rows = rows,
-                    .next = next,
-                    .gathered = buffer,
-                    .sketch = buffer + piece};
-    for (uint32_t head = 0; head < pool->layout.kv_heads; head++) write_head(&w, head);
-    if (buffer != small) free(buffer);
-    if (pool->mode != VISIBILITY_COHERENT && !kernels_current()->streams)
-        pieces_write_back(pool, page, layer);
-    verified_set(pool, page, layer);
-    return 0;
+                    .next = next};
+    return page_write_all(&w);
 }
 
 int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens) {
     const cxlkv_layout *layout = &pool->layout;
     int64_t element = (int64_t)dtype_bytes(layout->dtype);
-    int64_t row = (int64_t)tail_row_bytes(pool);
+    int64_t row = (int64_t)tail_row_bytes(pool, PIECE_KEYS);
     kv_rows rows = {.keys = {.data = tail_at(pool, from, PIECE_KEYS, 0),
                              .stride_bytes = {row, layout->head_dim * element, element}},
                     .values = {.data = tail_at(pool, from, PIECE_VALUES, 0),
                                .stride_bytes = {row, layout->value_head_dim * element, element}}};
-    int code = page_write_rows(pool, page, layer, &rows, NULL, tokens);
+    page_write w = {.pool = pool, .page = page, .layer = layer, .tokens = tokens, .rows = &rows,
+                    .from = is_encoded(layout) ? from : NULL};
+    int code = page_write_all(&w);
     store_fence(); /* of this thread's own non-temporal stores */
     return code;
 }

@@ -11,7 +11,7 @@
 enum { SPARE_TAIL_BYTES = 64 << 20 };
 
 static size_t tail_bytes(const cxlkv_pool *pool) {
-    return sizeof(tail) + pool->layout.page_tokens * tail_row_bytes(pool);
+    return sizeof(tail) + tail_data_bytes(pool);
 }
 
 tail *tail_make(cxlkv_pool *pool) {
@@ -53,7 +53,9 @@ void tails_discard(cxlkv_pool *pool) {
 
 tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled) {
     tail *made = tail_make(pool);
-    if (made) memcpy(made->data, from->data, filled * tail_row_bytes(pool));
+    bool rows = !is_encoded(&pool->layout);
+    size_t bytes = rows ? filled * tail_row_bytes(pool, PIECE_KEYS) : tail_data_bytes(pool);
+    if (made) memcpy(made->data, from->data, bytes);
     return made;
 }
 
@@ -456,7 +458,7 @@ int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t fil
     for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++) {
         const cxlkv_geometry *g = &pool->geometry;
         uint64_t stride = piece_stride(g, kind);
-        size_t row = element * (kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim);
+        size_t row = element * kind_dim(layout, kind);
         for (uint32_t head = 0; head < layout->kv_heads; head++) {
             const uint8_t *from = pieces_of(pool, page, layer, kind) + head * stride;
             uint8_t *to = tail_at(pool, made, kind, head);
@@ -464,8 +466,9 @@ int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t fil
             int code = layout->checksum
                            ? piece_verify(pool, page, layer, head, kind, from) : 0;
             if (code < 0) return code;
-            for (uint32_t t = 0; t < filled; t++)
-                memcpy(to + t * tail_row_bytes(pool), from + t * row, row);
+            if (is_encoded(layout)) memcpy(to, from, piece_data_bytes(layout, kind));
+            for (uint32_t t = 0; !is_encoded(layout) && t < filled; t++)
+                memcpy(to + t * tail_row_bytes(pool, kind), from + t * row, row);
         }
     }
     return 0;

@@ -19,7 +19,8 @@ typedef struct page_table {
 } page_table;
 
 /* Filled tokens of a layer's last page, a row each: K of all heads, then V; shared by forks. Token
- * by token, so that an append touches two runs of bytes and a fork's copy is one. */
+ * by token, so that an append touches two runs of bytes and a fork's copy is one. In a pool with an
+ * encoding it has the form of a page: K of each head, then V, in pieces as the pool stores them. */
 typedef struct tail {
     atomic_uint references;
     struct tail *next_spare;     /* in the pool's list of tails that nobody uses */
@@ -117,16 +118,33 @@ tail *tail_make(cxlkv_pool *pool);
 tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled);  /* its first tokens */
 void tail_drop(cxlkv_pool *pool, tail *tail);
 void tails_discard(cxlkv_pool *pool);
-/* A line more than a token: rows 4 KiB apart would all fall into one set of the L1 cache. */
-static inline size_t tail_row_bytes(const cxlkv_pool *pool) {
+/* Of a tail that has the form of a page. */
+static inline size_t tail_piece_bytes(const cxlkv_pool *pool, uint32_t kind) {
+    return align_up(piece_data_bytes(&pool->layout, kind), LINE_BYTES);
+}
+/* From a token to the next one. In rows a line more than a token: rows 4 KiB apart would all fall
+ * into one set of the L1 cache. */
+static inline size_t tail_row_bytes(const cxlkv_pool *pool, uint32_t kind) {
     const cxlkv_layout *layout = &pool->layout;
     uint64_t dims = layout->kv_heads * row_channels(layout);
+    if (is_encoded(layout)) return kind_dim(layout, kind) * dtype_bytes(layout->dtype);
     return align_up(dims * dtype_bytes(layout->dtype), LINE_BYTES) + LINE_BYTES;
 }
-/* Where K or V of a head begin in the row of token 0. */
+static inline size_t tail_data_bytes(const cxlkv_pool *pool) {
+    const cxlkv_layout *layout = &pool->layout;
+    if (!is_encoded(layout)) return layout->page_tokens * tail_row_bytes(pool, PIECE_KEYS);
+    return layout->kv_heads *
+           (tail_piece_bytes(pool, PIECE_KEYS) + tail_piece_bytes(pool, PIECE_VALUES));
+}
+/* Where K or V of a head begin in the row of token 0, or their piece. */
 static inline uint8_t *tail_at(const cxlkv_pool *pool, tail *tail, uint32_t kind, uint32_t head) {
     const cxlkv_layout *layout = &pool->layout;
     uint64_t channels = (uint64_t)head * layout->head_dim;
+    if (is_encoded(layout)) {
+        uint8_t *first = tail->data;
+        if (kind == PIECE_VALUES) first += layout->kv_heads * tail_piece_bytes(pool, PIECE_KEYS);
+        return first + head * tail_piece_bytes(pool, kind);
+    }
     if (kind == PIECE_VALUES && !values_are_keys(layout))
         channels = (uint64_t)layout->kv_heads * layout->head_dim + head * layout->value_head_dim;
     return tail->data + channels * dtype_bytes(layout->dtype);
@@ -151,6 +169,9 @@ typedef struct kv_rows {
 const uint8_t *row_at(const cxlkv_rows *rows, uint32_t row, uint32_t head);
 /* dim elements that lie `stride` bytes apart. */
 void row_copy(void *to, const uint8_t *from, int64_t stride, uint32_t dim, size_t element);
+/* `count` rows of a head into its piece in memory, from token `at` on. */
+void piece_encode(const cxlkv_layout *layout, uint32_t kind, const void *rows,
+                  size_t stride_bytes, uint32_t at, uint32_t count, uint8_t *piece);
 /* Writes one (page, layer) from page_tokens rows, of which `tokens` count. `next`: what is written
  * next, or NULL; it is asked for in the meantime. The caller fences. */
 int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const kv_rows *rows,
@@ -193,13 +214,20 @@ static inline uint64_t query_place(uint64_t rows, uint32_t group, uint32_t kv_he
     return first;
 }
 uint64_t queries_total(const cxlkv_batch *batch, uint32_t q_heads, const int32_t *starts);
+/* Query rows, and which of them are whose. */
+typedef struct query_source {
+    const cxlkv_rows *rows;
+    uint32_t q_heads;
+    const int32_t *starts;
+    const int32_t *order;        /* which of the rows each is; NULL: as they come */
+    float scale;
+} query_source;
 /* Query rows of any strides and dtype to float32 [sequence][kv_head][row][group][dim], and packed
- * if the instruction set has a form for them; `out` is as long as queries_bytes() says of their
- * queries_total(). order: which row of `queries` each is; NULL: as they come. */
+ * if the instruction set has a form for them, or keys are codes: codes of them, with the scale.
+ * `out` is as long as queries_bytes() says of their queries_total(). */
 size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_total);
-kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
-                            uint32_t q_heads, const int32_t *starts, const int32_t *order,
-                            void *out);
+kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa,
+                            const query_source *source, void *out);
 static inline kernel_queries queries_range(kernel_queries all, uint64_t first, uint32_t count) {
     return (kernel_queries){all.rows, all.packed, all.total, (uint32_t)first, count};
 }

@@ -136,8 +136,11 @@ static uint8_t *put_tails(const calling *call, group g, uint32_t kind, uint8_t *
         uint64_t filled = item.tokens % call->facts.page_tokens;
         tail *from = call->batch->sequences[i]->tails[call->layer];
         uint64_t t = kind == PIECE_KEYS ? item.keys_known : item.values_known;
+        uint64_t whole = worker_tail_bytes(pool, kind);
+        if (whole && filled) to = put(to, tail_at(pool, from, kind, 0), whole);
+        if (whole) continue;
         for (; t < filled; t++)
-            to = put(to, tail_at(pool, from, kind, 0) + t * tail_row_bytes(pool), bytes);
+            to = put(to, tail_at(pool, from, kind, 0) + t * tail_row_bytes(pool, kind), bytes);
         to = fill_to_8(call, to);
     }
     return to;

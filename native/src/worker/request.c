@@ -32,17 +32,20 @@ static int short_error(const reading *r, const char *what) {
 }
 
 static uint64_t tail_bytes(const request_facts *facts, uint64_t tokens, uint32_t known,
-                           uint32_t dim) {
+                           uint32_t dim, uint64_t pieces_bytes) {
     uint64_t token_bytes = (uint64_t)facts->kv_heads * dim * dtype_bytes(facts->dtype);
+    if (pieces_bytes) return tokens % facts->page_tokens ? pieces_bytes : 0;
     return align_up((tokens % facts->page_tokens - known) * token_bytes, 8);
 }
 
 uint64_t request_key_bytes(const request_facts *facts, const request_sequence *item) {
-    return tail_bytes(facts, item->tokens, item->keys_known, facts->head_dim);
+    return tail_bytes(facts, item->tokens, item->keys_known, facts->head_dim,
+                      facts->key_pieces_bytes);
 }
 
 uint64_t request_value_bytes(const request_facts *facts, const request_sequence *item) {
-    return tail_bytes(facts, item->tokens, item->values_known, facts->value_dim);
+    return tail_bytes(facts, item->tokens, item->values_known, facts->value_dim,
+                      facts->value_pieces_bytes);
 }
 
 uint64_t request_query_bytes(const request_facts *facts, uint64_t rows, uint32_t q_heads,

@@ -131,6 +131,8 @@ typedef struct request_facts {
     uint32_t layers, kv_heads, head_dim, page_tokens, dtype, sketch;
     uint32_t value_dim;          /* of values that are not in the keys; 0: they are */
     uint32_t page_count, part_count;
+    /* In a pool with an encoding a sequence brings all of its tail, in the form of a page: */
+    uint64_t key_pieces_bytes, value_pieces_bytes;
 } request_facts;
 
 /* A request that was checked; pointers into its bytes, at multiples of 8 from their start. */

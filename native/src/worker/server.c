@@ -205,8 +205,11 @@ static void tail_fill(const cxlkv_worker *w, tail *to, uint32_t kind, uint32_t k
                       uint64_t filled, const uint8_t *rows) {
     uint64_t dim = kind == PIECE_KEYS ? w->facts.head_dim : w->facts.value_dim;
     uint64_t bytes = w->facts.kv_heads * dim * dtype_bytes(w->facts.dtype);
+    uint64_t whole = worker_tail_bytes(w->pool, kind);
+    if (whole && filled) memcpy(tail_at(w->pool, to, kind, 0), rows, whole);
+    if (whole) return;
     for (uint64_t t = known; t < filled; t++, rows += bytes)
-        memcpy(tail_at(w->pool, to, kind, 0) + t * tail_row_bytes(w->pool), rows, bytes);
+        memcpy(tail_at(w->pool, to, kind, 0) + t * tail_row_bytes(w->pool, kind), rows, bytes);
 }
 
 /* The open tail of a layer, as long as the request says: what is known of it, and what comes along.

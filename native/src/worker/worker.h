@@ -63,6 +63,11 @@ void worker_ring(const worker_file *file);
 void worker_sleep(const worker_file *file, uint64_t pause_ns, bool (*again)(void *context),
                   void *context);
 
+/* Of a tail that has the form of a page, of which all of a kind goes along; 0: rows do. */
+static inline uint64_t worker_tail_bytes(const cxlkv_pool *pool, uint32_t kind) {
+    return is_encoded(&pool->layout) ? pool->layout.kv_heads * tail_piece_bytes(pool, kind) : 0;
+}
+
 /* What a request is checked against, on both sides. */
 static inline request_facts worker_facts(const cxlkv_pool *pool) {
     const cxlkv_layout *layout = &pool->layout;
@@ -71,6 +76,8 @@ static inline request_facts worker_facts(const cxlkv_pool *pool) {
                            .dtype = layout->dtype, .sketch = layout->sketch,
                            .value_dim = values_are_keys(layout) ? 0 : layout->value_head_dim,
                            .page_count = pool->host->page_count,
+                           .key_pieces_bytes = worker_tail_bytes(pool, PIECE_KEYS),
+                           .value_pieces_bytes = worker_tail_bytes(pool, PIECE_VALUES),
                            .part_count = pool->geometry.part_count};
 }
 

@@ -1,0 +1,95 @@
+/* Keys and values as a pool keeps them, scored and summed as they lie: numbers, or codes. */
+#ifndef CXLKV_STORED_H
+#define CXLKV_STORED_H
+#include "ndp/ndp.h"
+
+/* How one of the two is kept. */
+typedef struct stored {
+    const kernels *isa;
+    int dtype;
+    uint32_t dim;
+    bool encoded;
+    code_form form;
+    size_t scales_offset;        /* of a piece of codes */
+} stored;
+
+static inline stored stored_of(const cxlkv_layout *layout, const kernels *isa, uint32_t kind) {
+    stored s = {.isa = isa, .dtype = (int)layout->dtype, .dim = kind_dim(layout, kind),
+                .encoded = encoding_of(layout, kind) != CXLKV_ENCODING_NONE};
+    if (!s.encoded) return s;
+    s.form = form_of(layout, kind);
+    s.scales_offset = code_scales_offset(&s.form, layout->page_tokens);
+    return s;
+}
+
+static inline code_piece stored_codes(const stored *s, const uint8_t *piece) {
+    return (code_piece){piece, (const uint16_t *)(const void *)(piece + s->scales_offset)};
+}
+static inline const code_query *stored_queries(const kernel_queries *queries) {
+    return (const code_query *)queries->packed + queries->first;
+}
+
+/* Of pieces of codes, or blocks: the best logit of each over all queries and its first `tokens`
+ * tokens, NaN if one is. */
+static inline void stored_score_best(const stored *s, const code_piece *blocks,
+                                     const void *const *next, uint32_t count, uint32_t tokens,
+                                     const kernel_queries *queries, float *best) {
+    s->isa->code_score_best(&s->form, blocks, next, count, tokens, stored_queries(queries),
+                            queries->count, best);
+}
+
+/* Logits of the tokens [first, first + count) of a head's rows, or piece. Those of codes have the
+ * scale from queries_pack() on. */
+static inline void stored_score(const stored *s, const uint8_t *rows, size_t row_bytes,
+                                uint32_t first, uint32_t count, const kernel_queries *queries,
+                                float scale, float *logits, size_t logit_stride,
+                                const void *next) {
+    if (s->encoded)
+        s->isa->code_score(&s->form, stored_codes(s, rows), first, count, stored_queries(queries),
+                           queries->count, logits, logit_stride, next);
+    else
+        s->isa->score(s->dtype, rows + first * row_bytes, row_bytes, count, s->dim, queries, scale,
+                      logits, logit_stride, next);
+}
+
+/* The largest of them for each query, NaN if one is: nothing is greater than a NaN. */
+static inline void stored_score_max(const stored *s, const uint8_t *rows, size_t row_bytes,
+                                    uint32_t first, uint32_t count, const kernel_queries *queries,
+                                    float scale, float *maxima, const void *next) {
+    enum { QUERIES = 16 };
+    float logits[QUERIES * CODE_TOKENS];
+    if (!s->encoded) {
+        s->isa->score_max(s->dtype, rows + first * row_bytes, row_bytes, count, s->dim, queries,
+                          scale, maxima, next);
+        return;
+    }
+    for (uint32_t j = 0; j < queries->count; j += QUERIES) {
+        kernel_queries some = *queries;
+        some.first += j;
+        some.count = min_u32(QUERIES, queries->count - j);
+        for (uint32_t t = first; t < first + count; t += CODE_TOKENS) {
+            uint32_t here = min_u32(CODE_TOKENS, first + count - t);
+            stored_score(s, rows, row_bytes, t, here, &some, scale, logits, here,
+                         t == first && j == 0 ? next : NULL);
+            for (uint32_t i = 0; i < some.count; i++) {
+                float best = kernels_largest(logits + i * here, here), *to = maxima + j + i;
+                if (t == first || best > *to || best != best) *to = best; /* a NaN stays */
+            }
+        }
+    }
+}
+
+/* accumulator[j][dim] += weights of the tokens [first, first + count) times their values; those of
+ * codes in the rotated space. */
+static inline void stored_accumulate(const stored *s, const uint8_t *rows, size_t row_bytes,
+                                     uint32_t first, uint32_t count, const float *weights,
+                                     size_t weight_stride, uint32_t query_count,
+                                     float *accumulator, const void *next) {
+    if (s->encoded)
+        s->isa->code_accumulate(&s->form, stored_codes(s, rows), first, count, weights,
+                                weight_stride, query_count, accumulator, next);
+    else
+        s->isa->accumulate(s->dtype, rows + first * row_bytes, row_bytes, count, s->dim, weights,
+                           weight_stride, query_count, accumulator, next);
+}
+#endif
