@@ -278,11 +278,11 @@ const kernels TABLE = {
     .sketch = sketch_avx512,
     .estimate = estimate_avx512,
     .above = above_avx512,
-    .code_encode = code_encode_serial,
-    .code_decode = code_decode_serial,
-    .code_score = code_score_serial,
-    .code_score_best = code_score_best_serial,
-    .code_accumulate = code_accumulate_serial,
+    .code_encode = code_encode_avx512,
+    .code_decode = code_decode_avx512,
+    .code_score = code_score_avx512,
+    .code_score_best = code_score_best_avx512,
+    .code_accumulate = code_accumulate_avx512,
 };
 
 #if defined(__clang__)

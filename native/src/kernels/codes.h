@@ -78,8 +78,8 @@ void code_unrotate(float *rows, uint32_t count, uint32_t dim);
  *
  * encode: rows [count] of dtype, stride_bytes apart, into the places [at, at + count) of a piece in
  *     memory; what else is in it stays. errors[i], unless errors is NULL: the length of what row i
- *     stands for less the row, 0 where the scale is NaN. It is scale * root of the sum of e * e, e =
- *     x * (norm / scale) - (code + 0.5 - 2^(bits - 1)); a row that stands for zeros has e = x *
+ *     stands for less the row, 0 where the scale is NaN. It is scale * root of the sum of e * e,
+ *     e = x * (norm / scale) - (code + 0.5 - 2^(bits - 1)); a row that stands for zeros has e = x *
  *     norm, and no scale. The sum: eight of fused multiply-adds, of the channels with the same d %
  *     8, in order; then ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)).
  * decode: tokens [first, first + count) as float32 [count][dim], in the rotated space.
@@ -88,14 +88,14 @@ void code_unrotate(float *rows, uint32_t count, uint32_t dim);
  *     + count): the sum is exact (whole numbers and a half, rounded once to float32), then two
  *     products in that order, scale of t first.
  * score_best: best[i] = the largest logit of all queries over the tokens [0, tokens) of piece i,
- *     NaN if one is; 0 has no sign. next[i], or NULL: what is asked for meanwhile, as many bytes.
+ *     NaN if one is; 0 is +0. next[i], or NULL: what is asked for meanwhile, as many bytes.
  * accumulate: accumulator[j * dim + d] += sum over t in [first, first + count) of weights[j *
  *     weight_stride + t - first] * value of t and d, in the rotated space. By blocks of 16 tokens:
- *     products p of weight and scale are rounded to P = p * (16383 / largest p of the query's
- *     block), whole numbers to the nearest even; the block adds (exact sum of P * (code + 0.5 -
- *     2^(bits - 1)), rounded once) * (largest p / 16383), as a fused multiply-add. A block whose
- *     largest p is below 1e-30 adds 0. Weights are not negative; a NaN or an infinity among the
- *     products makes the query's accumulators NaN. */
+ *     products p of weight and scale are rounded to P = p * (16256 / largest |p| of the query's
+ *     block), whole numbers to the nearest even, which are 128 * a + b of bytes with -64 <= b < 64;
+ *     the block adds (exact sum of P * (code + 0.5 - 2^(bits - 1)), rounded once) * (largest |p| /
+ *     16256), as a fused multiply-add. A block whose largest |p| is below 1e-30 adds 0. A NaN or an
+ *     infinity among the products makes the query's accumulators NaN. */
 #define CODE_FUNCTIONS(isa)                                                                      \
     void code_encode_##isa(const code_form *form, int dtype, const void *rows,                   \
                            size_t stride_bytes, uint32_t at, uint32_t count, uint8_t *blocks,    \

@@ -199,12 +199,12 @@ static rounded round_weights(code_piece piece, uint32_t first, uint32_t count,
     for (uint32_t t = 0; t < count; t++) {
         products[t] = weights[t] * scale_of(piece, first + t);
         if (!isfinite(products[t])) largest = NAN;
-        if (products[t] > largest) largest = products[t];
+        if (fabsf(products[t]) > largest) largest = fabsf(products[t]);
     }
     if (isnan(largest)) made.unit = NAN;
     if (largest >= 1e-30f) {
-        float inverse = 16383 / largest;
-        made.unit = largest / 16383;
+        float inverse = 16256 / largest;
+        made.unit = largest / 16256;
         for (uint32_t t = 0; t < count; t++) {
             float product = products[t] * inverse;
             made.weights[t] = (int32_t)rintf(product);

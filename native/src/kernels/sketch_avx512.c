@@ -14,94 +14,15 @@
 #include <string.h>
 
 #include "kernels/kernels.h"
+#include "kernels/rotate_avx512.h"
 #include "kernels/sketch.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
-
-enum { LANES = 16, QUERY_BLOCK = 4 };
+enum { QUERY_BLOCK = 4 };
 
 /* ---- encode ---- */
 
-/* A lane is a token, and a vector a channel of 16 of them: so the transform only adds vectors, sums
- * stay in their lanes, and 16 channels make a line of the sketch as it is stored. */
-enum { CHANNELS_MAX = 1024, PARTS_MAX = 8 };
-
-typedef struct encoding {
-    const char *rows[LANES];     /* a key each; where there are fewer, the last one again */
-    uint32_t dim;
-    __m512 channels[CHANNELS_MAX];
-    __m512 length;               /* the sum of a key's squares */
-} encoding;
-
-/* 8 words of 4 bytes of each row, 32 bytes that begin at `at`, as vectors of the same word of all.
- * Signs change where `flips`, of one row, has bits. */
-INLINE void turn_words(const encoding *e, size_t at, __m256i flips, __m512i words[8]) {
-    const __m512i twice = _mm512_broadcast_i64x4(flips);
-    __m512i x[8], pairs[8], fours[8];
-    UNROLL for (int i = 0; i < 8; i++) {
-        const char *const *row = e->rows + i % 4 + i / 4 * 8;
-        __m256i low = _mm256_loadu_si256((const __m256i *)(row[0] + at));
-        __m256i high = _mm256_loadu_si256((const __m256i *)(row[4] + at));
-        x[i] = _mm512_xor_si512(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), twice);
-    }
-    UNROLL for (int i = 0; i < 8; i += 2) {
-        pairs[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        pairs[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    UNROLL for (int i = 0; i < 8; i += 4) UNROLL for (int j = 0; j < 2; j++) {
-        fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
-        fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-        words[i] = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0x88);
-        words[4 + i] = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0xdd);
-    }
-}
-
-/* The lower half of each word. */
-INLINE __m512 low_half(int dtype, __m512i words) {
-    if (dtype == KERNEL_FLOAT16) return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
-}
-
-INLINE __m512 high_half(int dtype, __m512i words) {
-    if (dtype == KERNEL_FLOAT16) return low_half(dtype, _mm512_srli_epi32(words, 16));
-    return _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000)));
-}
-
-/* Channels from a multiple of 16 on, 16 of them. */
-INLINE void load_channels(int dtype, const encoding *e, uint32_t first, __m512 x[LANES]) {
-    const __mmask16 flips = (__mmask16)(sketch_signs(first / 64) >> first % 64);
-    __m512i words[8];
-    if (dtype == KERNEL_FLOAT32) {
-        UNROLL for (int half = 0; half < 2; half++) {
-            __mmask8 here = (__mmask8)(flips >> 8 * half);
-            turn_words(e, (first + 8 * half) * sizeof(float),
-                       _mm256_maskz_set1_epi32(here, INT32_MIN), words);
-            UNROLL for (int i = 0; i < 8; i++) x[8 * half + i] = _mm512_castsi512_ps(words[i]);
-        }
-        return;
-    }
-    turn_words(e, first * sizeof(uint16_t), _mm256_maskz_set1_epi16(flips, INT16_MIN), words);
-    UNROLL for (int i = 0; i < 8; i++) {
-        x[2 * i] = low_half(dtype, words[i]);
-        x[2 * i + 1] = high_half(dtype, words[i]);
-    }
-}
-
-/* Of `count` vectors, a constant; yet to be divided by the root of their number. */
-INLINE void transform(__m512 *x, int count) {
-    UNROLL for (int half = 1; half < count; half *= 2) UNROLL for (int i = 0; i < count; i++)
-        if (!(i & half)) {
-            __m512 a = x[i], b = x[i + half];
-            x[i] = _mm512_add_ps(a, b);
-            x[i + half] = _mm512_sub_ps(a, b);
-        }
-}
-
-/* All channels, transformed by sixteens, and the lengths, which a rotation keeps. */
-INLINE void rotate_sixteens(int dtype, encoding *e) {
+/* All channels, transformed by sixteens. Returns the lengths' squares, which a rotation keeps. */
+INLINE __m512 rotate_sixteens(int dtype, encoding *e) {
     __m512 lengths[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
     for (uint32_t first = 0; first < e->dim; first += LANES) {
         __m512 x[LANES];
@@ -111,7 +32,7 @@ INLINE void rotate_sixteens(int dtype, encoding *e) {
         transform(x, LANES);
         UNROLL for (int i = 0; i < LANES; i++) e->channels[first + i] = x[i];
     }
-    e->length = _mm512_add_ps(lengths[0], lengths[1]);
+    return _mm512_add_ps(lengths[0], lengths[1]);
 }
 
 /* The sum of y * (code - 1.5) in parts: of all y, of those whose code has its low bit, its high
@@ -162,24 +83,12 @@ INLINE __m512 encode_parts(const encoding *e, uint32_t first, uint32_t distance,
     return _mm512_fnmadd_ps(_mm512_set1_ps(1.5f * (float)parts), sums.all, sum);
 }
 
-/* By memory, until no more than PARTS_MAX channels are left to add; returns their distance. */
-static uint32_t transform_far(__m512 *channels, uint32_t size) {
-    uint32_t distance = LANES;
-    for (; size / distance > PARTS_MAX; distance *= 2)
-        for (uint32_t first = 0; first < size; first += 2 * distance)
-            for (uint32_t i = first; i < first + distance; i++) {
-                __m512 a = channels[i], b = channels[i + distance];
-                channels[i] = _mm512_add_ps(a, b);
-                channels[i + distance] = _mm512_sub_ps(a, b);
-            }
-    return distance;
-}
-
 /* A block of the transform, `size` channels, which are larger by the root of it than they should
  * be, and so is the border between outer codes and inner ones. */
-static __m512 encode_block(encoding *e, uint32_t first, uint32_t size, uint8_t *lines) {
+static __m512 encode_block(encoding *e, __m512 length, uint32_t first, uint32_t size,
+                           uint8_t *lines) {
     __m512 share = _mm512_set1_ps((float)size / (float)e->dim);
-    __m512 border = _mm512_sqrt_ps(_mm512_mul_ps(e->length, share)), sum;
+    __m512 border = _mm512_sqrt_ps(_mm512_mul_ps(length, share)), sum;
     uint32_t distance = transform_far(e->channels + first, size);
     switch (size / distance) {
     case 1: sum = encode_parts(e, first, distance, 1, border, lines); break;
@@ -202,14 +111,14 @@ INLINE __m512 scales_of(__m512 length, __m512 products, __mmask16 there) {
 INLINE void encode_lanes(int dtype, encoding *e, uint32_t tokens, uint8_t *block) {
     const __mmask16 there = (__mmask16)((1u << tokens) - 1);
     __m512 products = _mm512_setzero_ps();
-    rotate_sixteens(dtype, e);
+    __m512 length = rotate_sixteens(dtype, e);
     for (uint32_t first = 0; first < e->dim;) {
         uint32_t size = 1u << (31 - __builtin_clz(e->dim - first));
-        products = _mm512_add_ps(products, encode_block(e, first, size, block));
+        products = _mm512_add_ps(products, encode_block(e, length, first, size, block));
         first += size;
     }
     uint8_t *last = block + sketch_block_bytes(e->dim) - SKETCH_LINE_BYTES;
-    _mm512_store_ps(last, scales_of(e->length, products, there));
+    _mm512_store_ps(last, scales_of(length, products, there));
     for (uint8_t *line = block; tokens < LANES && line < last; line += SKETCH_LINE_BYTES)
         _mm512_store_si512(line, _mm512_maskz_load_epi32(there, line));
 }

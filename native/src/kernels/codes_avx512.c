@@ -1,0 +1,651 @@
+/* Codes with AVX-512 and VNNI: 16 tokens of keys, or 16 channels of values, in the 16 lanes. */
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(                                                                 \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,bmi2"))),       \
+    apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,bmi2")
+#endif
+
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#include "kernels/codes.h"
+#include "kernels/kernels.h"
+#include "kernels/rotate_avx512.h"
+
+enum { LINE_BYTES = 64, QUERY_BLOCK = 4 };
+
+/* Tokens of one block of 16. */
+typedef struct tokens {
+    uint32_t block;              /* the first of the block */
+    uint32_t low, count;         /* in the block */
+    __mmask16 there;
+} tokens;
+
+/* Those of [first, end) that lie in the block of `at`. */
+INLINE tokens tokens_of(uint32_t at, uint32_t end) {
+    tokens made = {.block = at / CODE_TOKENS * CODE_TOKENS, .low = at % CODE_TOKENS};
+    uint32_t left = end - at, room = CODE_TOKENS - made.low;
+    made.count = left < room ? left : room;
+    made.there = (__mmask16)(((1u << made.count) - 1) << made.low);
+    return made;
+}
+
+/* What is behind a block lies in the next one, scales behind the last. */
+INLINE void ask_for(const void *next, size_t bytes) {
+    const char *line = next;
+    if (!line) return;
+    if (atomic_load_explicit(&kernels_ask_second_cache, memory_order_relaxed))
+        for (size_t at = 0; at < bytes; at += LINE_BYTES) _mm_prefetch(line + at, _MM_HINT_T1);
+    else
+        for (size_t at = 0; at < bytes; at += LINE_BYTES) _mm_prefetch(line + at, _MM_HINT_T0);
+}
+
+/* ---- encode ---- */
+
+/* Of 16 rows, in the lanes. */
+typedef struct scaling {
+    __m512 scale;                /* of a code of 8 bits; of zeros, 1 */
+    __mmask16 alive;             /* neither broken nor zeros */
+    __mmask16 finite;
+    __m512 sums[8];              /* of squared errors, by the channel's number % 8 */
+} scaling;
+
+INLINE __m512i bits_without_sign(__m512 x) {
+    return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MAX));
+}
+
+/* Ends the transform of a block: of `parts` channels (a constant) at a time, `distance` apart.
+ * Returns the largest |channel|, as bits. */
+INLINE __m512i end_transform(__m512 *channels, uint32_t distance, int parts) {
+    __m512i largest[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (uint32_t i = 0; i < distance; i++) {
+        __m512 x[PARTS_MAX];
+        UNROLL for (int p = 0; p < parts; p++) x[p] = channels[i + p * distance];
+        transform(x, parts);
+        UNROLL for (int p = 0; p < parts; p++) {
+            channels[i + p * distance] = x[p];
+            largest[p % 2] = _mm512_max_epi32(largest[p % 2], bits_without_sign(x[p]));
+        }
+    }
+    return _mm512_max_epi32(largest[0], largest[1]);
+}
+
+static __m512i rotate_block(__m512 *channels, uint32_t size) {
+    uint32_t distance = transform_far(channels, size);
+    switch (size / distance) {
+    case 1: return end_transform(channels, distance, 1);
+    case 2: return end_transform(channels, distance, 2);
+    case 4: return end_transform(channels, distance, 4);
+    default: return end_transform(channels, distance, 8);
+    }
+}
+
+INLINE float norm_of(uint32_t size) { return 1 / sqrtf((float)size); }
+
+/* Returns the largest |channel| of each row, as bits. */
+INLINE __m512i rotate(int dtype, encoding *e) {
+    __m512i largest = _mm512_setzero_si512();
+    for (uint32_t first = 0; first < e->dim; first += LANES) {
+        __m512 x[LANES];
+        load_channels(dtype, e, first, x);
+        transform(x, LANES);
+        UNROLL for (int i = 0; i < LANES; i++) e->channels[first + i] = x[i];
+    }
+    for (uint32_t first = 0, size; first < e->dim; first += size) {
+        size = 1u << (31 - __builtin_clz(e->dim - first));
+        __m512 x = _mm512_castsi512_ps(rotate_block(e->channels + first, size));
+        x = _mm512_mul_ps(x, _mm512_set1_ps(norm_of(size)));
+        largest = _mm512_max_epi32(largest, _mm512_castps_si512(x));
+    }
+    return largest;
+}
+
+/* Writes the scales of the rows that are there. */
+INLINE void scale_rows(const code_form *form, __m512i largest_bits, __mmask16 there,
+                       uint16_t *scales, scaling *s) {
+    const __m512 zero = _mm512_setzero_ps(), largest = _mm512_castsi512_ps(largest_bits);
+    __m512 scale = _mm512_mul_ps(largest, _mm512_set1_ps(form->bits == 8 ? 1 / 128.0f : 1 / 8.0f));
+    s->finite = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
+    scale = _mm512_min_ps(scale, _mm512_set1_ps(65504)); /* of a NaN: 65504 */
+    __m256i half = _mm512_cvtps_ph(scale, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    half = _mm256_mask_mov_epi16(_mm256_set1_epi16(0x7e00), s->finite, half);
+    _mm256_mask_storeu_epi16(scales, there, half);
+    scale = _mm512_cvtph_ps(half);
+    s->alive = _mm512_mask_cmp_ps_mask(s->finite, scale, zero, _CMP_GT_OQ);
+    s->scale = _mm512_mask_mov_ps(_mm512_set1_ps(1), s->alive, scale);
+    UNROLL for (int i = 0; i < 8; i++) s->sums[i] = zero;
+}
+
+/* Codes of 8 bits of 4 channels: in each 4 lanes, 4 tokens of the first channel, of the second ...
+ * A code of 4 bits is the upper half. */
+INLINE __m512i encode_four(int bits, bool with_errors, const __m512 *x, __m512 factor, int first,
+                           scaling *s) {
+    const __m512i lowest = _mm512_set1_epi32(-128);
+    __m512i n[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512 steps = _mm512_mul_ps(x[i], factor);
+        /* What is too large for a whole number would be the smallest one. */
+        n[i] = _mm512_mask_cvt_roundps_epi32(lowest, s->alive,
+                                             _mm512_min_ps(steps, _mm512_set1_ps(127)),
+                                             _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        if (!with_errors) continue;
+        __m512i code = _mm512_max_epi32(n[i], lowest);
+        __m512 *sum = &s->sums[(first + i) % 8], e;
+        if (bits == 8) {
+            __m512 whole = _mm512_cvtepi32_ps(code);
+            e = _mm512_sub_ps(steps, _mm512_maskz_add_ps(s->alive, whole, _mm512_set1_ps(0.5f)));
+        } else {
+            const __m512 sixteenth = _mm512_set1_ps(1 / 16.0f);
+            __m512 whole = _mm512_cvtepi32_ps(_mm512_and_si512(code, _mm512_set1_epi32(~15)));
+            whole = _mm512_maskz_fmadd_ps(s->alive, whole, sixteenth, _mm512_set1_ps(0.5f));
+            e = _mm512_fmsub_ps(steps, sixteenth, whole);
+        }
+        *sum = _mm512_fmadd_ps(e, e, *sum);
+    }
+    __m512i low = _mm512_packs_epi32(n[0], n[1]), high = _mm512_packs_epi32(n[2], n[3]);
+    return _mm512_xor_si512(_mm512_packs_epi16(low, high), _mm512_set1_epi8(-128));
+}
+
+/* The upper halves of two: those of the first become lower ones. */
+INLINE __m512i join_halves(__m512i first, __m512i second) {
+    const __m512i low = _mm512_set1_epi8(15);
+    return _mm512_ternarylogic_epi64(low, _mm512_srli_epi16(first, 4), second, 0xca);
+}
+
+/* Lines of keys: 4 or 2, of 16 channels. */
+INLINE void store_keys(int bits, const __m512i codes[4], __mmask16 there, uint8_t *lines) {
+    const __m512i turn = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    __m512i turned[4];
+    UNROLL for (int i = 0; i < 4; i++) turned[i] = _mm512_shuffle_epi8(codes[i], turn);
+    if (bits == 8) {
+        UNROLL for (int i = 0; i < 4; i++)
+            _mm512_mask_store_epi32(lines + i * LINE_BYTES, there, turned[i]);
+        return;
+    }
+    _mm512_mask_store_epi32(lines, there, join_halves(turned[0], turned[1]));
+    _mm512_mask_store_epi32(lines + LINE_BYTES, there, join_halves(turned[2], turned[3]));
+}
+
+/* Of 4 bits, which stand for tokens, each one 16 times. */
+INLINE __mmask64 by_channels(uint32_t tokens) { return (tokens & 15) * 0x1111111111111111ull; }
+
+/* Lines of values: 4 or 2, of 16 tokens, `apart` bytes from one another. */
+INLINE void store_values(int bits, const __m512i codes[4], __mmask16 there, uint8_t *lines,
+                         size_t apart) {
+    __m512i a = _mm512_shuffle_i32x4(codes[0], codes[1], 0x44);
+    __m512i b = _mm512_shuffle_i32x4(codes[2], codes[3], 0x44);
+    __m512i c = _mm512_shuffle_i32x4(codes[0], codes[1], 0xee);
+    __m512i d = _mm512_shuffle_i32x4(codes[2], codes[3], 0xee);
+    const __m512i fours[4] = {
+        _mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd),
+        _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)};
+    if (bits == 8) {
+        UNROLL for (int t = 0; t < 4; t++)
+            _mm512_mask_storeu_epi8(lines + t * apart, by_channels(there >> 4 * t), fours[t]);
+        return;
+    }
+    UNROLL for (int t = 0; t < 2; t++) { /* a byte has two tokens, of which one may stay */
+        const __m512i low = _mm512_set1_epi8(15);
+        __m512i low_there = _mm512_maskz_mov_epi8(by_channels(there >> 8 * t), low);
+        __m512i high_there = _mm512_maskz_mov_epi8(by_channels(there >> (8 * t + 4)),
+                                                   _mm512_set1_epi8(-16));
+        __m512i changes = _mm512_or_si512(low_there, high_there);
+        __m512i old = _mm512_load_si512(lines + t * apart);
+        __m512i codes_here = join_halves(fours[2 * t], fours[2 * t + 1]);
+        _mm512_store_si512(lines + t * apart,
+                           _mm512_ternarylogic_epi64(changes, codes_here, old, 0xca));
+    }
+}
+
+/* Codes of 16 channels, as they lie in memory. */
+INLINE void encode_sixteen(int bits, bool values, bool with_errors, const encoding *e,
+                           uint32_t first, __m512 factor, __mmask16 there, uint8_t *block,
+                           scaling *s) {
+    __m512i codes[4];
+    UNROLL for (int i = 0; i < 4; i++)
+        codes[i] = encode_four(bits, with_errors, e->channels + first + 4 * i, factor, 4 * i, s);
+    if (values)
+        store_values(bits, codes, there, block + (size_t)first * 4,
+                     (size_t)e->dim * 4);
+    else
+        store_keys(bits, codes, there, block + (size_t)first * 2 * bits);
+}
+
+INLINE void encode_channels(int bits, bool values, bool with_errors, const encoding *e,
+                            __mmask16 there, uint8_t *block, scaling *s) {
+    for (uint32_t first = 0, size; first < e->dim; first += size) {
+        size = 1u << (31 - __builtin_clz(e->dim - first));
+        __m512 factor = _mm512_div_ps(_mm512_set1_ps(norm_of(size)), s->scale);
+        if (bits == 4) factor = _mm512_mul_ps(factor, _mm512_set1_ps(16));
+        for (uint32_t i = first; i < first + size; i += LANES)
+            encode_sixteen(bits, values, with_errors, e, i, factor, there, block, s);
+    }
+}
+
+/* In the lanes of the tokens. */
+INLINE __m512 errors_of(const scaling *s) {
+    const __m512 *a = s->sums;
+    __m512 even = _mm512_add_ps(_mm512_add_ps(a[0], a[4]), _mm512_add_ps(a[2], a[6]));
+    __m512 odd = _mm512_add_ps(_mm512_add_ps(a[1], a[5]), _mm512_add_ps(a[3], a[7]));
+    __m512 length = _mm512_sqrt_ps(_mm512_add_ps(even, odd));
+    return _mm512_maskz_mul_ps(s->finite, length, s->scale);
+}
+
+INLINE void encode_form(int bits, bool values, const encoding *e, tokens here, uint8_t *block,
+                        scaling *s, float *errors) {
+    if (errors) {
+        encode_channels(bits, values, true, e, here.there, block, s);
+        _mm512_mask_storeu_ps(errors, (__mmask16)((1u << here.count) - 1),
+                              _mm512_maskz_compress_ps(here.there, errors_of(s)));
+    } else {
+        encode_channels(bits, values, false, e, here.there, block, s);
+    }
+}
+
+/* Rows that become tokens of one block. */
+static void encode_block(const code_form *form, int dtype, encoding *e, tokens here,
+                         uint8_t *block, uint16_t *scales, float *errors) {
+    __m512i largest;
+    scaling s;
+    switch (dtype) {
+    case KERNEL_BFLOAT16: largest = rotate(KERNEL_BFLOAT16, e); break;
+    case KERNEL_FLOAT16: largest = rotate(KERNEL_FLOAT16, e); break;
+    default: largest = rotate(KERNEL_FLOAT32, e);
+    }
+    scale_rows(form, largest, here.there, scales, &s);
+    if (form->bits == 8 && form->values) encode_form(8, true, e, here, block, &s, errors);
+    else if (form->bits == 8) encode_form(8, false, e, here, block, &s, errors);
+    else if (form->values) encode_form(4, true, e, here, block, &s, errors);
+    else encode_form(4, false, e, here, block, &s, errors);
+}
+
+void code_encode_avx512(const code_form *form, int dtype, const void *rows, size_t stride_bytes,
+                        uint32_t at, uint32_t count, uint8_t *blocks, uint16_t *scales,
+                        float *errors) {
+    if (form->dim % LANES) {
+        code_encode_serial(form, dtype, rows, stride_bytes, at, count, blocks, scales, errors);
+        return;
+    }
+    encoding e;
+    e.dim = form->dim;
+    for (uint32_t t = at; t < at + count;) {
+        tokens here = tokens_of(t, at + count);
+        for (uint32_t i = 0; i < LANES; i++) {
+            uint32_t row = i < here.low ? 0 : i - here.low;
+            if (row >= here.count) row = here.count - 1;
+            e.rows[i] = (const char *)rows + (t - at + row) * stride_bytes;
+        }
+        encode_block(form, dtype, &e, here,
+                     blocks + here.block / CODE_TOKENS * code_block_bytes(form),
+                     scales + here.block, errors ? errors + (t - at) : NULL);
+        t += here.count;
+    }
+}
+
+/* ---- score ---- */
+
+/* Four codes of each token by the same four channels of a query. gcc would load them to a register
+ * first: as many instructions again, which is what limits the loop. */
+INLINE __m512i add_products(__m512i sums, __m512i codes, const int8_t *four) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0"
+            : "+v"(sums)
+            : "v"(codes), "m"(*(const int8_t(*)[4])four));
+    return sums;
+}
+
+/* Codes of 16 channels from `first` on: 4 of each token, and again. */
+INLINE void load_keys(int bits, const uint8_t *block, uint32_t first, __m512i codes[4]) {
+    const uint8_t *lines = block + (size_t)first * 2 * bits;
+    if (bits == 8) {
+        UNROLL for (int i = 0; i < 4; i++) codes[i] = _mm512_load_si512(lines + i * LINE_BYTES);
+        return;
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+        const __m512i low = _mm512_set1_epi8(15);
+        __m512i both = _mm512_load_si512(lines + i * LINE_BYTES);
+        codes[2 * i] = _mm512_and_si512(both, low);
+        codes[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+    }
+}
+
+/* Logits of 16 tokens, by 1 to 4 queries, before the products with scale and factor: twice as
+ * large. Few queries have several sums each, which do not wait for one another. */
+INLINE void score_queries(int bits, const uint8_t *block, uint32_t channels,
+                          const code_query *queries, int queries_here, __m512 sums[QUERY_BLOCK]) {
+    const int sums_each = queries_here > 2 ? 2 : 4;
+    __m512i high[QUERY_BLOCK][4], low[QUERY_BLOCK][4];
+    UNROLL for (int q = 0; q < queries_here; q++) UNROLL for (int i = 0; i < sums_each; i++)
+        high[q][i] = low[q][i] = _mm512_setzero_si512();
+    for (uint32_t first = 0; first < channels; first += CODE_CHANNELS) {
+        __m512i codes[4];
+        load_keys(bits, block, first, codes);
+        UNROLL for (int i = 0; i < 4; i++) UNROLL for (int q = 0; q < queries_here; q++) {
+            __m512i *h = &high[q][i % sums_each], *l = &low[q][i % sums_each];
+            *h = add_products(*h, codes[i], queries[q].high + first + 4 * i);
+            *l = add_products(*l, codes[i], queries[q].low + first + 4 * i);
+        }
+    }
+    UNROLL for (int q = 0; q < queries_here; q++) {
+        __m512i h = _mm512_add_epi32(high[q][0], high[q][1]);
+        __m512i l = _mm512_add_epi32(low[q][0], low[q][1]);
+        if (sums_each == 4) {
+            h = _mm512_add_epi32(h, _mm512_add_epi32(high[q][2], high[q][3]));
+            l = _mm512_add_epi32(l, _mm512_add_epi32(low[q][2], low[q][3]));
+        }
+        /* 2 * (128 * h + l) + (1 - 2^bits) * sum, which fits, whatever its parts do. */
+        uint32_t middle = (uint32_t)queries[q].sum * (1 - (1u << bits));
+        h = _mm512_add_epi32(_mm512_slli_epi32(h, 8), _mm512_set1_epi32((int32_t)middle));
+        sums[q] = _mm512_cvtepi32_ps(_mm512_add_epi32(h, _mm512_slli_epi32(l, 1)));
+    }
+}
+
+/* Logits of 16 tokens. */
+INLINE void score_block(int bits, const uint8_t *block, uint32_t channels,
+                        const uint16_t *scales, const code_query *queries, int queries_here,
+                        __m512 logits[QUERY_BLOCK]) {
+    __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
+    scale = _mm512_mul_ps(scale, _mm512_set1_ps(0.5f));
+    score_queries(bits, block, channels, queries, queries_here, logits);
+    UNROLL for (int q = 0; q < queries_here; q++)
+        logits[q] = _mm512_mul_ps(_mm512_mul_ps(logits[q], scale),
+                                  _mm512_set1_ps(queries[q].factor));
+}
+
+/* One call of score, for 1 to 4 of the queries. */
+typedef struct score_part {
+    const uint8_t *block;
+    const uint16_t *scales;
+    tokens here;
+    float *logits;
+    size_t logit_stride;
+} score_part;
+
+INLINE void score_tokens(int bits, uint32_t channels, const score_part *part,
+                         const code_query *queries, int queries_here) {
+    __m512 logits[QUERY_BLOCK];
+    score_block(bits, part->block, channels, part->scales, queries, queries_here, logits);
+    const __mmask16 first = (__mmask16)((1u << part->here.count) - 1);
+    UNROLL for (int q = 0; q < queries_here; q++)
+        _mm512_mask_storeu_ps(part->logits + q * part->logit_stride, first,
+                              _mm512_maskz_compress_ps(part->here.there, logits[q]));
+}
+
+INLINE void score_form(int bits, uint32_t channels, score_part part, const code_query *queries,
+                       uint32_t query_count) {
+    for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) {
+        switch (query_count - q) {
+        case 1: score_tokens(bits, channels, &part, queries + q, 1); break;
+        case 2: score_tokens(bits, channels, &part, queries + q, 2); break;
+        case 3: score_tokens(bits, channels, &part, queries + q, 3); break;
+        default: score_tokens(bits, channels, &part, queries + q, 4);
+        }
+        part.logits += QUERY_BLOCK * part.logit_stride;
+    }
+}
+
+void code_score_avx512(const code_form *form, code_piece piece, uint32_t first, uint32_t count,
+                       const code_query *queries, uint32_t query_count, float *logits,
+                       size_t logit_stride, const void *next) {
+    const uint32_t channels = code_channels(form->dim);
+    ask_for(next, code_bytes(form, count));
+    for (uint32_t t = first; t < first + count;) {
+        tokens here = tokens_of(t, first + count);
+        const score_part part = {
+            .block = piece.blocks + here.block / CODE_TOKENS * code_block_bytes(form),
+            .scales = piece.scales + here.block,
+            .here = here,
+            .logits = logits + (t - first),
+            .logit_stride = logit_stride};
+        if (form->bits == 8 && channels == 128) score_form(8, 128, part, queries, query_count);
+        else if (form->bits == 8) score_form(8, channels, part, queries, query_count);
+        else if (channels == 128) score_form(4, 128, part, queries, query_count);
+        else score_form(4, channels, part, queries, query_count);
+        t += here.count;
+    }
+}
+
+/* Raises the largest logits of 16 tokens; returns which of them are a NaN. */
+INLINE __mmask16 raise_best(int bits, const uint8_t *block, uint32_t channels,
+                            const uint16_t *scales, const code_query *queries, int queries_here,
+                            __m512 *best) {
+    __m512 logits[QUERY_BLOCK];
+    __mmask16 broken = 0;
+    score_block(bits, block, channels, scales, queries, queries_here, logits);
+    UNROLL for (int q = 0; q < queries_here; q++) {
+        broken |= _mm512_cmp_ps_mask(logits[q], logits[q], _CMP_UNORD_Q);
+        *best = _mm512_max_ps(logits[q], *best);
+    }
+    return broken;
+}
+
+INLINE float best_of_piece(int bits, uint32_t channels, code_piece piece, uint32_t tokens_used,
+                           const code_query *queries, uint32_t query_count) {
+    __m512 most = _mm512_set1_ps(-INFINITY);
+    __mmask16 broken = 0;
+    for (uint32_t t = 0; t < tokens_used; t += LANES) {
+        const uint16_t *scales = piece.scales + t;
+        const __mmask16 there = tokens_of(t, tokens_used).there;
+        __m512 best = most;
+        for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) {
+            const code_query *from = queries + q;
+            __mmask16 bad;
+            switch (query_count - q) {
+            case 1: bad = raise_best(bits, piece.blocks, channels, scales, from, 1, &best); break;
+            case 2: bad = raise_best(bits, piece.blocks, channels, scales, from, 2, &best); break;
+            case 3: bad = raise_best(bits, piece.blocks, channels, scales, from, 3, &best); break;
+            default: bad = raise_best(bits, piece.blocks, channels, scales, from, 4, &best);
+            }
+            broken |= bad & there;
+        }
+        most = _mm512_mask_mov_ps(most, there, best);
+        piece.blocks += (size_t)channels * 2 * bits;
+    }
+    return broken ? NAN : _mm512_reduce_max_ps(most) + 0.0f;
+}
+
+INLINE void best_of_pieces(int bits, uint32_t channels, const code_piece *pieces,
+                           const void *const *next, uint32_t count, uint32_t tokens_used,
+                           const code_query *queries, uint32_t query_count, float *best) {
+    const code_form form = {.bits = (uint32_t)bits, .dim = channels};
+    for (uint32_t i = 0; i < count; i++) {
+        ask_for(next ? next[i] : NULL, code_bytes(&form, tokens_used));
+        best[i] = best_of_piece(bits, channels, pieces[i], tokens_used, queries, query_count);
+    }
+}
+
+void code_score_best_avx512(const code_form *form, const code_piece *pieces,
+                            const void *const *next, uint32_t count, uint32_t tokens_used,
+                            const code_query *queries, uint32_t query_count, float *best) {
+    const uint32_t channels = code_channels(form->dim);
+    if (form->bits == 8 && channels == 128)
+        best_of_pieces(8, 128, pieces, next, count, tokens_used, queries, query_count, best);
+    else if (form->bits == 8)
+        best_of_pieces(8, channels, pieces, next, count, tokens_used, queries, query_count, best);
+    else if (channels == 128)
+        best_of_pieces(4, 128, pieces, next, count, tokens_used, queries, query_count, best);
+    else
+        best_of_pieces(4, channels, pieces, next, count, tokens_used, queries, query_count, best);
+}
+
+/* ---- accumulate ---- */
+
+enum { SUM_BLOCK = 8 };
+
+/* Weights of 16 tokens, of the queries of a block. */
+typedef struct rounded {
+    /* Of 4 tokens t: 2 * P of t and t + 2, of t + 1 and t + 3; the rest of 16 bytes is no matter.
+     */
+    int16_t pairs[SUM_BLOCK][LANES][2];
+    int32_t middle[SUM_BLOCK];   /* what the sum begins with: (1 - 2^bits) * sum of P */
+    float half_unit[SUM_BLOCK];
+} rounded;
+
+/* What `op` makes of the 16 lanes of each of 4 vectors: in order, in each four lanes. */
+#define REDUCE_FOUR(x, op)                                                                     \
+    ({                                                                                         \
+        __m512i ab = op(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1])); \
+        __m512i cd = op(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3])); \
+        __m512i all = op(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));        \
+        all = op(all, _mm512_shuffle_i32x4(all, all, 0x4e));                                   \
+        op(all, _mm512_shuffle_i32x4(all, all, 0xb1));                                         \
+    })
+
+/* Of 1 to 4 queries, to `made` from `at` on. */
+INLINE void round_weights(int bits, __m512 scale, tokens here, const float *weights,
+                          size_t weight_stride, int queries_here, uint32_t at, rounded *made) {
+    const __m128 whole = _mm_set1_ps(16256), half = _mm_set1_ps(0.5f);
+    __m512 products[4];
+    __m512i x[4];
+    UNROLL for (int q = 0; q < 4; q++) {
+        const float *row = weights + (q < queries_here ? q : 0) * weight_stride;
+        __m512 w = _mm512_maskz_loadu_ps((__mmask16)((1u << here.count) - 1), row);
+        w = _mm512_maskz_expand_ps(here.there, w);
+        products[q] = _mm512_maskz_mul_ps(here.there, w, scale);
+        x[q] = bits_without_sign(products[q]);
+    }
+    __m128 largest = _mm_castsi128_ps(
+        _mm512_castsi512_si128(REDUCE_FOUR(x, _mm512_max_epi32)));
+    __m128 some = _mm_cmp_ps(largest, _mm_set1_ps(1e-30f), _CMP_NLT_UQ);
+    __m128 finite = _mm_cmp_ps(largest, _mm_set1_ps(INFINITY), _CMP_LT_OQ);
+    __m128 unit = _mm_mul_ps(_mm_div_ps(largest, whole), half);
+    unit = _mm_blendv_ps(_mm_set1_ps(NAN), unit, finite);
+    _mm_store_ps(made->half_unit + at, _mm_and_ps(unit, some));
+    __m512 inverse = _mm512_broadcast_f32x4(_mm_and_ps(_mm_div_ps(whole, largest), some));
+    UNROLL for (int q = 0; q < 4; q++) {
+        __m512i lane = _mm512_set1_epi32(q);
+        __m512 its = _mm512_permutexvar_ps(lane, inverse);
+        x[q] = _mm512_cvtps_epi32(_mm512_mul_ps(products[q], its));
+        __m512i twice = _mm512_slli_epi32(x[q], 1);
+        __m512i second = _mm512_slli_epi32(_mm512_shuffle_epi32(twice, _MM_PERM_DCDC), 16);
+        _mm512_store_si512(made->pairs[at + q],
+                           _mm512_mask_blend_epi16(0xaaaaaaaa, twice, second));
+    }
+    __m128i sums = _mm512_castsi512_si128(REDUCE_FOUR(x, _mm512_add_epi32));
+    _mm_store_si128((__m128i *)(made->middle + at),
+                    _mm_sub_epi32(sums, _mm_slli_epi32(sums, bits)));
+}
+
+/* Two codes of each channel by the same two weights. */
+INLINE __m512i add_pairs(__m512i sums, __m512i codes, const int16_t pair[2]) {
+    __asm__("vpdpwssd %2%{1to16%}, %1, %0"
+            : "+v"(sums)
+            : "v"(codes), "m"(*(const int16_t(*)[2])pair));
+    return sums;
+}
+
+/* Codes of 16 tokens by 16 channels, two of each channel at a time, in the order of pairs. `lines`
+ * are `apart` bytes from one another. */
+INLINE void load_values(int bits, const uint8_t *lines, size_t apart, __m512i codes[8]) {
+    const __m512i byte = _mm512_set1_epi16(255), low = _mm512_set1_epi16(15);
+    if (bits == 8) {
+        UNROLL for (int t = 0; t < 4; t++) {
+            __m512i both = _mm512_load_si512(lines + t * apart);
+            codes[2 * t] = _mm512_and_si512(both, byte);
+            codes[2 * t + 1] = _mm512_srli_epi16(both, 8);
+        }
+        return;
+    }
+    UNROLL for (int t = 0; t < 2; t++) {
+        __m512i all = _mm512_load_si512(lines + t * apart);
+        codes[4 * t] = _mm512_and_si512(all, low);
+        codes[4 * t + 1] = _mm512_and_si512(_mm512_srli_epi16(all, 8), low);
+        codes[4 * t + 2] = _mm512_and_si512(_mm512_srli_epi16(all, 4), low);
+        codes[4 * t + 3] = _mm512_srli_epi16(all, 12);
+    }
+}
+
+/* A block of 16 tokens. */
+INLINE void add_block(int bits, uint32_t dim, const uint8_t *block, const rounded *made,
+                      int queries_here, float *accumulator) {
+    const size_t apart = (size_t)code_channels(dim) * 4;
+    for (uint32_t first = 0; first < dim; first += LANES) {
+        const __mmask16 there =
+            dim - first < LANES ? (__mmask16)((1u << (dim - first)) - 1) : (__mmask16)0xffff;
+        __m512i codes[8], sums[SUM_BLOCK];
+        load_values(bits, block + (size_t)first * 4, apart, codes);
+        UNROLL for (int q = 0; q < queries_here; q++) sums[q] = _mm512_set1_epi32(made->middle[q]);
+        UNROLL for (int i = 0; i < 8; i++) UNROLL for (int q = 0; q < queries_here; q++)
+            sums[q] = add_pairs(sums[q], codes[i], made->pairs[q][i / 2 * 4 + i % 2]);
+        UNROLL for (int q = 0; q < queries_here; q++) {
+            float *to = accumulator + (size_t)q * dim + first;
+            __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[q]),
+                                         _mm512_set1_ps(made->half_unit[q]),
+                                         _mm512_maskz_loadu_ps(there, to));
+            _mm512_mask_storeu_ps(to, there, sum);
+        }
+    }
+}
+
+INLINE void accumulate_form(int bits, uint32_t dim, code_piece piece, uint32_t first,
+                            uint32_t count, const float *weights, size_t weight_stride,
+                            int queries_here, float *accumulator) {
+    for (uint32_t t = first; t < first + count;) {
+        tokens here = tokens_of(t, first + count);
+        _Alignas(64) rounded made;
+        const __m256i halves =
+            _mm256_loadu_si256((const __m256i *)(piece.scales + here.block));
+        const float *row = weights + (t - first);
+        round_weights(bits, _mm512_cvtph_ps(halves), here, row, weight_stride,
+                      queries_here < 4 ? queries_here : 4, 0, &made);
+        if (queries_here == 8)
+            round_weights(bits, _mm512_cvtph_ps(halves), here, row + 4 * weight_stride,
+                          weight_stride, 4, 4, &made);
+        const size_t block_bytes = (size_t)code_channels(dim) * 2 * bits;
+        add_block(bits, dim, piece.blocks + here.block / CODE_TOKENS * block_bytes, &made,
+                  queries_here, accumulator);
+        t += here.count;
+    }
+}
+
+INLINE void accumulate_dim(int bits, uint32_t dim, code_piece piece, uint32_t first,
+                           uint32_t count, const float *weights, size_t weight_stride,
+                           uint32_t query_count, float *accumulator) {
+    for (uint32_t q = 0, queries_here; q < query_count; q += queries_here) {
+        const float *w = weights + q * weight_stride;
+        float *to = accumulator + (size_t)q * dim;
+        queries_here = query_count - q >= 8 ? 8 : query_count - q > 4 ? 4 : query_count - q;
+        switch (queries_here) {
+        case 1: accumulate_form(bits, dim, piece, first, count, w, weight_stride, 1, to); break;
+        case 2: accumulate_form(bits, dim, piece, first, count, w, weight_stride, 2, to); break;
+        case 3: accumulate_form(bits, dim, piece, first, count, w, weight_stride, 3, to); break;
+        case 4: accumulate_form(bits, dim, piece, first, count, w, weight_stride, 4, to); break;
+        default: accumulate_form(bits, dim, piece, first, count, w, weight_stride, 8, to);
+        }
+    }
+}
+
+void code_accumulate_avx512(const code_form *form, code_piece piece, uint32_t first,
+                            uint32_t count, const float *weights, size_t weight_stride,
+                            uint32_t query_count, float *accumulator, const void *next) {
+    ask_for(next, code_bytes(form, count));
+    if (form->bits == 8 && form->dim == 128)
+        accumulate_dim(8, 128, piece, first, count, weights, weight_stride, query_count,
+                       accumulator);
+    else if (form->bits == 8)
+        accumulate_dim(8, form->dim, piece, first, count, weights, weight_stride, query_count,
+                       accumulator);
+    else if (form->dim == 128)
+        accumulate_dim(4, 128, piece, first, count, weights, weight_stride, query_count,
+                       accumulator);
+    else
+        accumulate_dim(4, form->dim, piece, first, count, weights, weight_stride, query_count,
+                       accumulator);
+}
+
+void code_decode_avx512(const code_form *form, code_piece piece, uint32_t first, uint32_t count,
+                        float *rows) {
+    code_decode_serial(form, piece, first, count, rows);
+}
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+typedef int codes_avx512_is_of_x86_64;
+#endif
