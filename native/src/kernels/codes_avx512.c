@@ -35,14 +35,14 @@ INLINE tokens tokens_of(uint32_t at, uint32_t end) {
     return made;
 }
 
-/* What is behind a block lies in the next one, scales behind the last. */
+/* Unrolled, as the loop itself would be most of its instructions. */
 INLINE void ask_for(const void *next, size_t bytes) {
-    const char *line = next;
+    const char *line = next, *end = line + bytes;
     if (!line) return;
     if (atomic_load_explicit(&kernels_ask_second_cache, memory_order_relaxed))
-        for (size_t at = 0; at < bytes; at += LINE_BYTES) _mm_prefetch(line + at, _MM_HINT_T1);
+        UNROLL for (; line < end; line += LINE_BYTES) _mm_prefetch(line, _MM_HINT_T1);
     else
-        for (size_t at = 0; at < bytes; at += LINE_BYTES) _mm_prefetch(line + at, _MM_HINT_T0);
+        UNROLL for (; line < end; line += LINE_BYTES) _mm_prefetch(line, _MM_HINT_T0);
 }
 
 /* ---- encode ---- */
@@ -299,18 +299,25 @@ INLINE __m512i add_products(__m512i sums, __m512i codes, const int8_t *four) {
     return sums;
 }
 
-/* Codes of 16 channels from `first` on: 4 of each token, and again. */
-INLINE void load_keys(int bits, const uint8_t *block, uint32_t first, __m512i codes[4]) {
-    const uint8_t *lines = block + (size_t)first * 2 * bits;
+/* The next 16 channels. A pointer each: with an index in its address the product is two operations
+ * to the CPU, which then takes 1.5 times as long. */
+INLINE const int8_t *step(const int8_t *at) {
+    at += CODE_CHANNELS;
+    __asm__("" : "+r"(at));
+    return at;
+}
+
+/* Codes of 16 channels: 4 of each token, and again. Of 4 bits every second vector is 16 times as
+ * large. */
+INLINE void load_keys(int bits, const uint8_t *lines, __m512i codes[4]) {
     if (bits == 8) {
         UNROLL for (int i = 0; i < 4; i++) codes[i] = _mm512_load_si512(lines + i * LINE_BYTES);
         return;
     }
     UNROLL for (int i = 0; i < 2; i++) {
-        const __m512i low = _mm512_set1_epi8(15);
         __m512i both = _mm512_load_si512(lines + i * LINE_BYTES);
-        codes[2 * i] = _mm512_and_si512(both, low);
-        codes[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        codes[2 * i] = _mm512_and_si512(both, _mm512_set1_epi8(15));
+        codes[2 * i + 1] = _mm512_and_si512(both, _mm512_set1_epi8(-16));
     }
 }
 
@@ -322,22 +329,34 @@ INLINE void score_queries(int bits, const uint8_t *block, uint32_t channels,
     __m512i high[QUERY_BLOCK][4], low[QUERY_BLOCK][4];
     UNROLL for (int q = 0; q < queries_here; q++) UNROLL for (int i = 0; i < sums_each; i++)
         high[q][i] = low[q][i] = _mm512_setzero_si512();
-    for (uint32_t first = 0; first < channels; first += CODE_CHANNELS) {
+    const int8_t *high_at[QUERY_BLOCK], *low_at[QUERY_BLOCK];
+    UNROLL for (int q = 0; q < queries_here; q++)
+        high_at[q] = queries[q].high, low_at[q] = queries[q].low;
+    const uint8_t *end = block + (size_t)channels * 2 * bits;
+    for (; block < end; block += CODE_CHANNELS * 2 * bits) {
         __m512i codes[4];
-        load_keys(bits, block, first, codes);
+        load_keys(bits, block, codes);
         UNROLL for (int i = 0; i < 4; i++) UNROLL for (int q = 0; q < queries_here; q++) {
             __m512i *h = &high[q][i % sums_each], *l = &low[q][i % sums_each];
-            *h = add_products(*h, codes[i], queries[q].high + first + 4 * i);
-            *l = add_products(*l, codes[i], queries[q].low + first + 4 * i);
+            *h = add_products(*h, codes[i], high_at[q] + 4 * i);
+            *l = add_products(*l, codes[i], low_at[q] + 4 * i);
+        }
+        UNROLL for (int q = 0; q < queries_here; q++) {
+            high_at[q] = step(high_at[q]);
+            low_at[q] = step(low_at[q]);
         }
     }
     UNROLL for (int q = 0; q < queries_here; q++) {
-        __m512i h = _mm512_add_epi32(high[q][0], high[q][1]);
-        __m512i l = _mm512_add_epi32(low[q][0], low[q][1]);
+        const int shift = bits == 8 ? 0 : 4;
+        __m512i h = high[q][1], l = low[q][1];
         if (sums_each == 4) {
-            h = _mm512_add_epi32(h, _mm512_add_epi32(high[q][2], high[q][3]));
-            l = _mm512_add_epi32(l, _mm512_add_epi32(low[q][2], low[q][3]));
+            high[q][0] = _mm512_add_epi32(high[q][0], high[q][2]);
+            low[q][0] = _mm512_add_epi32(low[q][0], low[q][2]);
+            h = _mm512_add_epi32(h, high[q][3]);
+            l = _mm512_add_epi32(l, low[q][3]);
         }
+        h = _mm512_add_epi32(high[q][0], _mm512_srai_epi32(h, shift));
+        l = _mm512_add_epi32(low[q][0], _mm512_srai_epi32(l, shift));
         /* 2 * (128 * h + l) + (1 - 2^bits) * sum, which fits, whatever its parts do. */
         uint32_t middle = (uint32_t)queries[q].sum * (1 - (1u << bits));
         h = _mm512_add_epi32(_mm512_slli_epi32(h, 8), _mm512_set1_epi32((int32_t)middle));
@@ -479,56 +498,73 @@ enum { SUM_BLOCK = 8 };
 
 /* Weights of 16 tokens, of the queries of a block. */
 typedef struct rounded {
-    /* Of 4 tokens t: 2 * P of t and t + 2, of t + 1 and t + 3; the rest of 16 bytes is no matter.
-     */
-    int16_t pairs[SUM_BLOCK][LANES][2];
+    /* Of two queries and each 4 tokens t: 2 * P of t and t + 2, of t + 1 and t + 3. */
+    int16_t pairs[SUM_BLOCK / 2][4][2][2][2];
     int32_t middle[SUM_BLOCK];   /* what the sum begins with: (1 - 2^bits) * sum of P */
     float half_unit[SUM_BLOCK];
 } rounded;
 
-/* What `op` makes of the 16 lanes of each of 4 vectors: in order, in each four lanes. */
-#define REDUCE_FOUR(x, op)                                                                     \
-    ({                                                                                         \
-        __m512i ab = op(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1])); \
-        __m512i cd = op(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3])); \
-        __m512i all = op(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));        \
-        all = op(all, _mm512_shuffle_i32x4(all, all, 0x4e));                                   \
-        op(all, _mm512_shuffle_i32x4(all, all, 0xb1));                                         \
-    })
+/* The largest of the 16 lanes of each of 4 vectors: in order, in each four lanes. */
+INLINE __m512i largest_of(const __m512i x[4]) {
+    __m512i ab = _mm512_max_epi32(_mm512_unpacklo_epi32(x[0], x[1]),
+                                  _mm512_unpackhi_epi32(x[0], x[1]));
+    __m512i cd = _mm512_max_epi32(_mm512_unpacklo_epi32(x[2], x[3]),
+                                  _mm512_unpackhi_epi32(x[2], x[3]));
+    __m512i all = _mm512_max_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    all = _mm512_max_epi32(all, _mm512_shuffle_i32x4(all, all, 0x4e));
+    return _mm512_max_epi32(all, _mm512_shuffle_i32x4(all, all, 0xb1));
+}
+
+/* The sums of pairs of 4 queries, in order. */
+INLINE __m128i sums_of_pairs(const __m512i pairs[2]) {
+    const __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi16(1);
+    __m512 a = _mm512_castsi512_ps(_mm512_dpwssd_epi32(zero, pairs[0], one));
+    __m512 b = _mm512_castsi512_ps(_mm512_dpwssd_epi32(zero, pairs[1], one));
+    __m512i all = _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(a, b, 0x88)),
+                                   _mm512_castps_si512(_mm512_shuffle_ps(a, b, 0xdd)));
+    __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all),
+                                    _mm512_extracti64x4_epi64(all, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+
+/* Weights of the tokens, in their lanes. */
+INLINE __m512 load_weights(const float *row, tokens here) {
+    __m512 w = _mm512_maskz_loadu_ps((__mmask16)((1u << here.count) - 1), row);
+    return here.low ? _mm512_maskz_expand_ps(here.there, w) : w;
+}
 
 /* Of 1 to 4 queries, to `made` from `at` on. */
 INLINE void round_weights(int bits, __m512 scale, tokens here, const float *weights,
                           size_t weight_stride, int queries_here, uint32_t at, rounded *made) {
     const __m128 whole = _mm_set1_ps(16256), half = _mm_set1_ps(0.5f);
+    const __m512i order = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
     __m512 products[4];
-    __m512i x[4];
+    __m512i x[4], pairs[2];
     UNROLL for (int q = 0; q < 4; q++) {
-        const float *row = weights + (q < queries_here ? q : 0) * weight_stride;
-        __m512 w = _mm512_maskz_loadu_ps((__mmask16)((1u << here.count) - 1), row);
-        w = _mm512_maskz_expand_ps(here.there, w);
+        __m512 w = load_weights(weights + (q < queries_here ? q : 0) * weight_stride, here);
         products[q] = _mm512_maskz_mul_ps(here.there, w, scale);
         x[q] = bits_without_sign(products[q]);
     }
-    __m128 largest = _mm_castsi128_ps(
-        _mm512_castsi512_si128(REDUCE_FOUR(x, _mm512_max_epi32)));
+    __m128 largest = _mm_castsi128_ps(_mm512_castsi512_si128(largest_of(x)));
     __m128 some = _mm_cmp_ps(largest, _mm_set1_ps(1e-30f), _CMP_NLT_UQ);
+    __m512 inverse = _mm512_broadcast_f32x4(_mm_and_ps(_mm_div_ps(whole, largest), some));
     __m128 finite = _mm_cmp_ps(largest, _mm_set1_ps(INFINITY), _CMP_LT_OQ);
     __m128 unit = _mm_mul_ps(_mm_div_ps(largest, whole), half);
     unit = _mm_blendv_ps(_mm_set1_ps(NAN), unit, finite);
     _mm_store_ps(made->half_unit + at, _mm_and_ps(unit, some));
-    __m512 inverse = _mm512_broadcast_f32x4(_mm_and_ps(_mm_div_ps(whole, largest), some));
-    UNROLL for (int q = 0; q < 4; q++) {
-        __m512i lane = _mm512_set1_epi32(q);
-        __m512 its = _mm512_permutexvar_ps(lane, inverse);
-        x[q] = _mm512_cvtps_epi32(_mm512_mul_ps(products[q], its));
-        __m512i twice = _mm512_slli_epi32(x[q], 1);
-        __m512i second = _mm512_slli_epi32(_mm512_shuffle_epi32(twice, _MM_PERM_DCDC), 16);
-        _mm512_store_si512(made->pairs[at + q],
-                           _mm512_mask_blend_epi16(0xaaaaaaaa, twice, second));
+    x[0] = _mm512_cvtps_epi32(_mm512_mul_ps(products[0], _mm512_permute_ps(inverse, 0x00)));
+    x[1] = _mm512_cvtps_epi32(_mm512_mul_ps(products[1], _mm512_permute_ps(inverse, 0x55)));
+    x[2] = _mm512_cvtps_epi32(_mm512_mul_ps(products[2], _mm512_permute_ps(inverse, 0xaa)));
+    x[3] = _mm512_cvtps_epi32(_mm512_mul_ps(products[3], _mm512_permute_ps(inverse, 0xff)));
+    UNROLL for (int i = 0; i < 2; i++) {
+        pairs[i] = _mm512_slli_epi16(_mm512_packs_epi32(x[2 * i], x[2 * i + 1]), 1);
+        pairs[i] = _mm512_shuffle_epi8(pairs[i], order);
+        _mm512_store_si512(made->pairs[at / 2 + i], pairs[i]);
     }
-    __m128i sums = _mm512_castsi512_si128(REDUCE_FOUR(x, _mm512_add_epi32));
+    __m128i sums = sums_of_pairs(pairs); /* twice the sum of P */
     _mm_store_si128((__m128i *)(made->middle + at),
-                    _mm_sub_epi32(sums, _mm_slli_epi32(sums, bits)));
+                    _mm_sub_epi32(_mm_srai_epi32(sums, 1), _mm_slli_epi32(sums, bits - 1)));
 }
 
 /* Two codes of each channel by the same two weights. */
@@ -560,26 +596,37 @@ INLINE void load_values(int bits, const uint8_t *lines, size_t apart, __m512i co
     }
 }
 
-/* A block of 16 tokens. */
-INLINE void add_block(int bits, uint32_t dim, const uint8_t *block, const rounded *made,
-                      int queries_here, float *accumulator) {
-    const size_t apart = (size_t)code_channels(dim) * 4;
-    for (uint32_t first = 0; first < dim; first += LANES) {
-        const __mmask16 there =
-            dim - first < LANES ? (__mmask16)((1u << (dim - first)) - 1) : (__mmask16)0xffff;
-        __m512i codes[8], sums[SUM_BLOCK];
-        load_values(bits, block + (size_t)first * 4, apart, codes);
-        UNROLL for (int q = 0; q < queries_here; q++) sums[q] = _mm512_set1_epi32(made->middle[q]);
-        UNROLL for (int i = 0; i < 8; i++) UNROLL for (int q = 0; q < queries_here; q++)
-            sums[q] = add_pairs(sums[q], codes[i], made->pairs[q][i / 2 * 4 + i % 2]);
-        UNROLL for (int q = 0; q < queries_here; q++) {
-            float *to = accumulator + (size_t)q * dim + first;
-            __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[q]),
-                                         _mm512_set1_ps(made->half_unit[q]),
-                                         _mm512_maskz_loadu_ps(there, to));
-            _mm512_mask_storeu_ps(to, there, sum);
+/* A block of 16 tokens by 16 channels, of which `count` are there. A store under a mask would hold
+ * up the next load of what it wrote. */
+INLINE void add_channels(int bits, uint32_t dim, const uint8_t *lines, uint32_t count,
+                         const rounded *made, int queries_here, float *accumulator) {
+    __m512i codes[8], sums[SUM_BLOCK];
+    load_values(bits, lines, (size_t)code_channels(dim) * 4, codes);
+    UNROLL for (int q = 0; q < queries_here; q++) sums[q] = _mm512_set1_epi32(made->middle[q]);
+    UNROLL for (int i = 0; i < 8; i++) UNROLL for (int q = 0; q < queries_here; q++)
+        sums[q] = add_pairs(sums[q], codes[i], made->pairs[q / 2][i / 2][q % 2][i % 2]);
+    UNROLL for (int q = 0; q < queries_here; q++) {
+        const __m512 unit = _mm512_set1_ps(made->half_unit[q]), sum = _mm512_cvtepi32_ps(sums[q]);
+        float *to = accumulator + (size_t)q * dim;
+        if (count == LANES) {
+            _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, unit, _mm512_loadu_ps(to)));
+        } else {
+            const __mmask16 there = (__mmask16)((1u << count) - 1);
+            __m512 old = _mm512_maskz_loadu_ps(there, to);
+            _mm512_mask_storeu_ps(to, there, _mm512_fmadd_ps(sum, unit, old));
         }
     }
+}
+
+INLINE void add_block(int bits, uint32_t dim, const uint8_t *block, const rounded *made,
+                      int queries_here, float *accumulator) {
+    uint32_t first = 0;
+    for (; first + LANES <= dim; first += LANES)
+        add_channels(bits, dim, block + (size_t)first * 4, LANES, made, queries_here,
+                     accumulator + first);
+    if (first < dim)
+        add_channels(bits, dim, block + (size_t)first * 4, dim - first, made, queries_here,
+                     accumulator + first);
 }
 
 INLINE void accumulate_form(int bits, uint32_t dim, code_piece piece, uint32_t first,
@@ -596,6 +643,8 @@ INLINE void accumulate_form(int bits, uint32_t dim, code_piece piece, uint32_t f
         if (queries_here == 8)
             round_weights(bits, _mm512_cvtph_ps(halves), here, row + 4 * weight_stride,
                           weight_stride, 4, 4, &made);
+        /* From here on they are read from memory: gcc would shuffle them out of registers. */
+        __asm__("" : "+m"(made));
         const size_t block_bytes = (size_t)code_channels(dim) * 2 * bits;
         add_block(bits, dim, piece.blocks + here.block / CODE_TOKENS * block_bytes, &made,
                   queries_here, accumulator);
