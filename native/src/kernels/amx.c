@@ -278,6 +278,7 @@ const kernels TABLE = {
     .sketch = sketch_avx512,
     .estimate = estimate_avx512,
     .above = above_avx512,
+    .code_digest = code_digest_avx512,
     .code_encode = code_encode_avx512,
     .code_decode = code_decode_avx512,
     .code_score = code_score_avx512,

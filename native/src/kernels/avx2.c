@@ -761,6 +761,7 @@ const kernels kernels_avx2 = {
     .sketch = sketch_avx2,
     .estimate = estimate_avx2,
     .above = above_avx2,
+    .code_digest = code_digest_serial,
     .code_encode = code_encode_serial,
     .code_decode = code_decode_serial,
     .code_score = code_score_serial,

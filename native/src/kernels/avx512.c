@@ -708,6 +708,7 @@ const kernels kernels_avx512 = {
     .sketch = sketch_avx2, /* AVX-512 without VNNI is no faster at them */
     .estimate = estimate_avx2,
     .above = above_avx2,
+    .code_digest = code_digest_avx512,
     .code_encode = code_encode_serial,
     .code_decode = code_decode_serial,
     .code_score = code_score_serial,

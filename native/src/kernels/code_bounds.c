@@ -2,44 +2,55 @@
 #include "kernels/code_bounds.h"
 
 #include <math.h>
-#include <stdbool.h>
+#include <string.h>
 
-void code_bounds_merge(float *bounds, const float *more, uint32_t dim) {
+#include "kernels/kernels.h"
+
+static void widen(float *bounds, const float *row, uint32_t dim) {
     for (uint32_t d = 0; d < dim; d++) {
-        float *low = bounds + d, *high = bounds + dim + d;
-        if (!(*low <= more[d])) *low = isnan(*low) ? *low : more[d];
-        if (!(*high >= more[dim + d])) *high = isnan(*high) ? *high : more[dim + d];
+        if (row[d] < bounds[d]) bounds[d] = row[d];
+        if (row[d] > bounds[dim + d]) bounds[dim + d] = row[d];
     }
 }
 
-/* The largest of them, as a number; infinite or a NaN where one is. */
-static float largest_of(const float *bounds, uint32_t count) {
-    float largest = 0;
-    for (uint32_t i = 0; i < count; i++) {
-        if (isnan(bounds[i])) return NAN;
-        if (fabsf(bounds[i]) > largest) largest = fabsf(bounds[i]);
-    }
-    return largest;
+/* Bounds are smaller than the steps of 127 by more than a rounding, and a step is a normal number:
+ * keys of smaller ones are as good as zeros. */
+float code_bounds_step(float largest) {
+    float step = largest * 1.0000005f / 127;
+    return step < 0x1p-100f ? 0x1p-100f : step;
 }
 
-float code_bounds_encode(const float *bounds, uint32_t dim, int8_t *codes) {
-    float largest = largest_of(bounds, 2 * dim);
-    /* A little more than is needed: 127 steps of it are not below the largest. */
-    float scale = isfinite(largest) ? largest * 1.0000005f / 127 : NAN;
-    bool some = isfinite(largest) && scale >= 0x1p-126f;
+void code_bounds_encode(const float *bounds, uint32_t dim, float step, int8_t *codes) {
     for (uint32_t d = 0; d < dim; d++) {
-        float low = some ? floorf(bounds[d] / scale) : 0;
-        float high = some ? ceilf(bounds[dim + d] / scale) : 0;
-        if (some && low * scale > bounds[d]) low--;
-        if (some && high * scale < bounds[dim + d]) high++;
-        codes[d] = (int8_t)(low < -128 ? -128 : low);
-        codes[dim + d] = (int8_t)(high > 127 ? 127 : high);
+        float low = floorf(bounds[d] / step), high = ceilf(bounds[dim + d] / step);
+        if (low * step > bounds[d]) low--;
+        if (high * step < bounds[dim + d]) high++;
+        codes[d] = (int8_t)low;
+        codes[dim + d] = (int8_t)high;
     }
-    if (isfinite(largest) && !some && largest > 0) { /* too small for steps of their own */
-        for (uint32_t d = 0; d < dim; d++) codes[d] = -1, codes[dim + d] = 1;
-        return 0x1p-119f;
+}
+
+float code_digest_serial(const code_form *form, code_piece piece, uint32_t tokens, int8_t *codes) {
+    uint32_t dim = form->dim;
+    float bounds[2 * CODE_DIM_MAX], largest = 0;
+    for (uint32_t d = 0; d < dim; d++) {
+        bounds[d] = INFINITY;
+        bounds[dim + d] = -INFINITY;
     }
-    return scale;
+    for (uint32_t t = 0; t < tokens; t++) {
+        float row[CODE_DIM_MAX];
+        kernels_current()->code_decode(form, piece, t, 1, row);
+        if (isnan(row[0])) {
+            memset(codes, 0, 2 * dim);
+            return NAN;
+        }
+        code_unrotate(row, 1, dim);
+        widen(bounds, row, dim);
+    }
+    for (uint32_t i = 0; i < 2 * dim; i++) largest = fmaxf(largest, fabsf(bounds[i]));
+    float step = code_bounds_step(largest);
+    code_bounds_encode(bounds, dim, step, codes);
+    return step;
 }
 
 void code_bounds_decode(const int8_t *codes, float scale, uint32_t dim, float *bounds) {

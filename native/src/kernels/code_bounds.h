@@ -3,12 +3,18 @@
 #define CXLKV_CODE_BOUNDS_H
 #include <stdint.h>
 
-/* Bounds are [2][dim], minima first, as kernels.h has them: a NaN in both where one was seen. */
+#include "kernels/codes.h"
 
-/* Widens `bounds` to those of more tokens. */
-void code_bounds_merge(float *bounds, const float *more, uint32_t dim);
-/* codes [2][dim]; returns the scale: code * scale is at or outside of each bound. NaN: a bound is
- * no number, or infinite, and so are all when they are decoded. */
-float code_bounds_encode(const float *bounds, uint32_t dim, int8_t *codes);
+/* code_digest: of what the first `tokens` tokens of keys stand for, out of the rotated space: codes
+ * [2][dim], minima first. Returns their scale: code * scale is at or outside of each bound. NaN: a
+ * key is none of numbers, and so is all that is decoded. All instruction sets have the same bits. */
+float code_digest_serial(const code_form *form, code_piece piece, uint32_t tokens, int8_t *codes);
+#if defined(__x86_64__)
+float code_digest_avx512(const code_form *form, code_piece piece, uint32_t tokens, int8_t *codes);
+#endif
+/* The step of codes of bounds up to `largest`, which is finite. */
+float code_bounds_step(float largest);
+/* bounds [2][dim] by codes, as kernels.h has them. */
+void code_bounds_encode(const float *bounds, uint32_t dim, float step, int8_t *codes);
 void code_bounds_decode(const int8_t *codes, float scale, uint32_t dim, float *bounds);
 #endif

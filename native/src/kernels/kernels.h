@@ -20,6 +20,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kernels/code_bounds.h"
 #include "kernels/codes.h"
 #include "kernels/sketch.h"
 
@@ -143,6 +144,8 @@ typedef struct kernels {
     void (*above)(const float (*values)[SKETCH_TOKENS], uint32_t count, float limit,
                   uint16_t *bits);
 
+    /* code_bounds.h has it. */
+    float (*code_digest)(const code_form *form, code_piece piece, uint32_t tokens, int8_t *codes);
     /* codes.h has them. */
     void (*code_encode)(const code_form *form, int dtype, const void *rows, size_t stride_bytes,
                         uint32_t at, uint32_t count, uint8_t *blocks, uint16_t *scales,

@@ -278,6 +278,7 @@ const kernels kernels_serial = {
     .sketch = sketch_serial,
     .estimate = estimate_serial,
     .above = above_serial,
+    .code_digest = code_digest_serial,
     .code_encode = code_encode_serial,
     .code_decode = code_decode_serial,
     .code_score = code_score_serial,

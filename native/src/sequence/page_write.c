@@ -6,7 +6,6 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
-#include "kernels/code_bounds.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
 #include "sequence/sequence.h"
@@ -27,7 +26,7 @@ typedef struct page_write {
     uint8_t *gathered; /* room for a piece of K or V, as they came */
     uint8_t *sketch;
     uint8_t *stored; /* for a piece as it is stored, where it is encoded */
-    float *decoded; /* for 20 keys */
+    float *decoded; /* for 16 keys */
 } page_write;
 
 const uint8_t *row_at(const cxlkv_rows *rows, uint32_t row, uint32_t head) {
@@ -154,29 +153,29 @@ static void piece_clear(const cxlkv_layout *layout, uint32_t kind, uint32_t firs
 
 /* Digest and sketch are made of what the codes stand for: they are the same however the tokens
  * came, one by one or together, and a digest bounds the keys that are scored. */
-static void write_derived(const page_write *w, uint32_t head, uint8_t *keys) {
+static void write_digest_of_codes(const page_write *w, uint32_t head, uint8_t *keys) {
+    const cxlkv_layout *layout = &w->pool->layout;
+    code_form form = form_of(layout, PIECE_KEYS);
+    _Alignas(LINE_BYTES) int8_t digest[2 * CODE_DIM_MAX];
+    float scale = kernels_current()->code_digest(&form, piece_of(&form, layout, keys), w->tokens,
+                                                 digest);
+    memcpy(keys + code_bytes(&form, layout->page_tokens), &scale, sizeof(scale));
+    write_made(w, head, PIECE_DIGEST, (const uint8_t *)digest);
+}
+
+static void write_sketch_of_codes(const page_write *w, uint32_t head, const uint8_t *keys) {
     const cxlkv_layout *layout = &w->pool->layout;
     const kernels *isa = kernels_current();
     code_form form = form_of(layout, PIECE_KEYS);
-    uint32_t dim = form.dim;
-    float *rows = w->decoded, *bounds = rows + CODE_TOKENS * dim, *block_bounds = bounds + 2 * dim;
-    int8_t digest[2 * CODE_DIM_MAX];
-    for (uint32_t first = 0; first < w->tokens; first += CODE_TOKENS) {
-        uint32_t count = min_u32(CODE_TOKENS, w->tokens - first);
-        uint32_t block_tokens = min_u32(CODE_TOKENS, layout->page_tokens - first);
-        isa->code_decode(&form, piece_of(&form, layout, keys), first, block_tokens, rows);
-        code_unrotate(rows, block_tokens, dim);
-        isa->digest(CXLKV_FLOAT32, rows, dim * sizeof(float), count, dim,
-                    first ? block_bounds : bounds);
-        if (first) code_bounds_merge(bounds, block_bounds, dim);
-        if (layout->sketch)
-            isa->sketch(CXLKV_FLOAT32, rows, dim * sizeof(float), block_tokens, dim,
-                        w->sketch + first / SKETCH_TOKENS * sketch_block_bytes(dim));
+    if (!layout->sketch) return;
+    for (uint32_t first = 0; first < layout->page_tokens; first += CODE_TOKENS) {
+        uint32_t count = min_u32(CODE_TOKENS, layout->page_tokens - first);
+        isa->code_decode(&form, piece_of(&form, layout, keys), first, count, w->decoded);
+        code_unrotate(w->decoded, count, form.dim);
+        isa->sketch(CXLKV_FLOAT32, w->decoded, form.dim * sizeof(float), count, form.dim,
+                    w->sketch + first / SKETCH_TOKENS * sketch_block_bytes(form.dim));
     }
-    float scale = code_bounds_encode(bounds, dim, digest);
-    memcpy(keys + code_bytes(&form, layout->page_tokens), &scale, sizeof(scale));
-    write_made(w, head, PIECE_DIGEST, (const uint8_t *)digest);
-    if (layout->sketch) write_made(w, head, PIECE_SKETCH, w->sketch);
+    write_made(w, head, PIECE_SKETCH, w->sketch);
 }
 
 /* K or V of a head as the pool keeps it, in memory of ours. */
@@ -214,7 +213,8 @@ static void write_stored(const page_write *w, uint32_t head, uint32_t kind) {
         return;
     }
     uint8_t *piece = stored_piece(w, head, kind);
-    if (kind == PIECE_KEYS) write_derived(w, head, piece);
+    if (kind == PIECE_KEYS) write_digest_of_codes(w, head, piece);
+    if (kind == PIECE_KEYS) write_sketch_of_codes(w, head, piece);
     write_made(w, head, kind, piece);
 }
 
@@ -239,7 +239,7 @@ static size_t place_buffers(page_write *w, uint8_t *at) {
     if (is_encoded(layout)) {
         stored = g->key_piece_bytes > g->value_piece_bytes ? g->key_piece_bytes
                                                            : g->value_piece_bytes;
-        decoded = align_up((CODE_TOKENS + 4) * layout->head_dim * sizeof(float), LINE_BYTES);
+        decoded = align_up(CODE_TOKENS * layout->head_dim * sizeof(float), LINE_BYTES);
     }
     if (at) {
         w->gathered = at;
