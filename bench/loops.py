@@ -215,9 +215,9 @@ def _products_per_s(kernels: str, kind: int, seconds: float) -> float:
 def products_per_s(kernels: str, dtype: str, threads: int, seconds: float) -> float:
     """How often so many threads multiply and add a second, each for so long, on registers alone:
     keys of `dtype` by queries, with the instructions of a table of kernels, as _core.isa() names
-    it. "float32" also stands for values by weights, of any dtype."""
-    is_bf16 = dtype == "bfloat16"
-    kind = lib.CXLKV_ARITHMETIC_BF16 if is_bf16 else lib.CXLKV_ARITHMETIC_FP32
+    it. "float32" also stands for values by weights, of any dtype; "codes" for both, encoded."""
+    kinds = {"bfloat16": lib.CXLKV_ARITHMETIC_BF16, "codes": lib.CXLKV_ARITHMETIC_CODES}
+    kind = kinds.get(dtype, lib.CXLKV_ARITHMETIC_FP32)
     with ThreadPoolExecutor(threads) as team:
         each = [team.submit(_products_per_s, kernels, kind, seconds) for _ in range(threads)]
         return sum(one.result() for one in each)

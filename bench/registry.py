@@ -155,6 +155,7 @@ TABLE = (
     Case("paged", "cases.paged"),
     Case("link", "cases.link", DRAWN, ("link",)),
     Case("transport", "cases.transport", files=("transport",)),
+    Case("encodings", "cases.encodings", MICRO, ("encodings",)),
     Case("decode-shapes", "cases.decode_shapes", DECODE, ("decode-shapes",)),
     Case("decode-attention", "cases.decode_attention", DECODE, ("decode-attention",)),
     Case("decode-steps", "cases.decode_steps", DECODE, ("decode-steps",)),
@@ -194,7 +195,7 @@ CASES = {case.name: case for case in TABLE}
 GROUPS = {
     "Memory": ("latency", "bandwidth", "copy", "agree"),
     "The pool": ("foundation", "calls", "pages", "transfer", "gather", "paged", "windows"),
-    "Scoring and attention": ("ndp", "worker", "recall"),
+    "Scoring and attention": ("ndp", "encodings", "worker", "recall"),
     "Decode steps": ("decode", "decode-shapes", "decode-attention", "decode-steps", "llama"),
     "Tiers and eviction": (
         *("tiers", "hotness", "policy", "prefix", "moves", "residency", "cold", "compression"),
@@ -208,7 +209,7 @@ GROUPS = {
 SECONDS = {
     **{"latency": 35, "bandwidth": 35, "copy": 30, "agree": 75},
     **{"calls": 5, "pages": 30, "transfer": 100, "gather": 50, "windows": 50, "foundation": 140},
-    **{"ndp": 600, "worker": 30, "recall": 600},
+    **{"ndp": 600, "encodings": 300, "worker": 30, "recall": 600},
     **{"decode-shapes": 240, "decode-attention": 180, "decode-steps": 600, "decode": 1020},
     **{"hotness": 120, "policy": 5, "prefix": 5, "moves": 25, "residency": 240, "cold": 40},
     **{"compression": 90, "paged": 160, "link": 10, "transport": 70, "coherence": 45, "tiers": 530},

@@ -191,7 +191,7 @@ class Charged(NamedTuple):
             visible = np.repeat(complete, lists)[:, None, None]
             pieces = int(((picked.pages >= 0) & (picked.pages < visible)).sum())
         pieces -= max(0, _local_reads(self.pool) - self.local_reads)
-        tokens_bytes = layout.token_bytes // layout.layers // layout.kv_heads
+        tokens_bytes = layout.stored_token_bytes // layout.layers // layout.kv_heads
         self.end(kind, pieces * tokens_bytes * layout.page_tokens)
 
     def _page_bytes(self, layout: KVLayout) -> int:

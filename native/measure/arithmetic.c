@@ -93,6 +93,42 @@ __attribute__((target("avx512f,avx512bf16"))) static double bf16_avx512(float on
     return sum_of_lanes(sums);
 }
 
+/* A code by a query's number of two bytes is two products of bytes. */
+__attribute__((target("avx2"))) static double codes_avx2(float one) {
+    int32_t lanes[8];
+    __m256i factor = _mm256_set1_epi8((char)one), ones = _mm256_set1_epi16((short)one), sums[SUMS];
+    for (int i = 0; i < SUMS; i++) {
+        sums[i] = _mm256_setzero_si256();
+        OPAQUE(sums[i]);
+    }
+    for (int step = 0; step < STEPS; step++)
+        UNROLL for (int i = 0; i < SUMS; i++) {
+            OPAQUE(factor); /* so that each product is made anew */
+            __m256i pairs = _mm256_maddubs_epi16(factor, factor);
+            sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(pairs, ones));
+        }
+    double sum = 0;
+    for (int i = 0; i < SUMS; i++) {
+        _mm256_storeu_si256((__m256i *)lanes, sums[i]);
+        for (int lane = 0; lane < 8; lane++) sum += lanes[lane];
+    }
+    return sum / 2;
+}
+
+__attribute__((target("avx512f,avx512vnni"))) static double codes_avx512(float one) {
+    __m512i factor = _mm512_set1_epi32(0x01010101 * (int)one), sums[SUMS];
+    for (int i = 0; i < SUMS; i++) {
+        sums[i] = _mm512_setzero_si512();
+        OPAQUE(sums[i]);
+    }
+    for (int step = 0; step < STEPS; step++)
+        UNROLL for (int i = 0; i < SUMS; i++)
+            sums[i] = _mm512_dpbusd_epi32(sums[i], factor, factor);
+    double sum = 0;
+    for (int i = 0; i < SUMS; i++) sum += _mm512_reduce_add_epi32(sums[i]);
+    return sum / 2;
+}
+
 static bool has_avx2(void) { return cpu_has_avx2() && cpu_has(bit_FMA); }
 
 #elif defined(__aarch64__)
@@ -118,32 +154,33 @@ static double bf16_neon(float one) {
 
 static bool has_any(void) { return true; }
 
-/* By the names of the tables of kernels: how they multiply fp32, and keys of bf16. */
+/* By the names of the tables of kernels: how they multiply fp32, keys of bf16, and codes. Where a
+ * table has no instruction for codes, numbers of fp32. */
 static const struct {
     const char *kernels;
     bool (*is_here)(void);
-    sum_loop *fp32, *bf16;
+    sum_loop *kinds[CXLKV_ARITHMETIC_CODES + 1];
 } tables[] = {
-    {"serial", has_any, fma_any, fma_any},
+    {"serial", has_any, {fma_any, fma_any, fma_any}},
 #if defined(__x86_64__)
-    {"avx2", has_avx2, fma_avx2, fma_avx2},
-    {"avx512", cpu_has_avx512, fma_avx512, fma_avx512},
-    {"avx512_bf16", cpu_has_avx512_bf16, fma_avx512, bf16_avx512},
-    {"amx", cpu_has_avx512_bf16, fma_avx512, bf16_avx512},
+    {"avx2", has_avx2, {fma_avx2, fma_avx2, codes_avx2}},
+    {"avx512", cpu_has_avx512, {fma_avx512, fma_avx512, codes_avx512}},
+    {"avx512_bf16", cpu_has_avx512_bf16, {fma_avx512, bf16_avx512, codes_avx512}},
+    {"amx", cpu_has_avx512_bf16, {fma_avx512, bf16_avx512, codes_avx512}},
 #elif defined(__aarch64__)
-    {"neon", has_any, fma_any, fma_any},
-    {"neon_bf16", cpu_has_bf16, fma_any, bf16_neon},
+    {"neon", has_any, {fma_any, fma_any, fma_any}},
+    {"neon_bf16", cpu_has_bf16, {fma_any, bf16_neon, fma_any}},
 #endif
 };
 
 int cxlkv_arithmetic_run(const char *kernels, uint32_t kind, uint64_t nanoseconds,
                          cxlkv_arithmetic *found) {
-    if (kind > CXLKV_ARITHMETIC_BF16)
-        return fail(CXLKV_E_ARGUMENT, "kind is 0 to %d, not %u", CXLKV_ARITHMETIC_BF16, kind);
+    if (kind > CXLKV_ARITHMETIC_CODES)
+        return fail(CXLKV_E_ARGUMENT, "kind is 0 to %d, not %u", CXLKV_ARITHMETIC_CODES, kind);
     for (size_t i = 0; i < sizeof(tables) / sizeof(*tables); i++) {
         if (strcmp(tables[i].kernels, kernels) != 0) continue;
         if (!tables[i].is_here()) return fail(ENOTSUP, "this CPU has no %s", kernels);
-        sum_loop *loop = kind == CXLKV_ARITHMETIC_BF16 ? tables[i].bf16 : tables[i].fp32;
+        sum_loop *loop = tables[i].kinds[kind];
         volatile float one = 1;
         double products = 0;
         uint64_t began_ns = monotonic_ns();

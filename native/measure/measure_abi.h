@@ -91,6 +91,7 @@ int64_t cxlkv_memory_gather(uint8_t *to, const uint8_t *from, uint64_t from_byte
 
 #define CXLKV_ARITHMETIC_FP32 0 /* fp32 multiply and add */
 #define CXLKV_ARITHMETIC_BF16 1 /* how keys of bf16 meet bf16 queries; by fp32 where they do not */
+#define CXLKV_ARITHMETIC_CODES 2 /* codes of 8 or 4 bits, by queries or weights of 14 */
 typedef struct cxlkv_arithmetic {
     uint64_t products;       /* found: multiplied and added */
     uint64_t elapsed_ns;     /* found */

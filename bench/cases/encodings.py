@@ -1,0 +1,231 @@
+"""Select, attend and append of encoded pools beside plain ones: by encoding, shape and threads.
+
+Everything is in DRAM and cold. `exact` chooses by all keys, `attend` reads all pages, `append` puts
+a layer's tokens into a new sequence. A ratio is of medians of alternating runs: a plain pool's time
+over that of the encoded pool; for append the plain pool has sketches, the encoded one none. To the
+bound: the lower of a streaming read and of an arithmetic loop of the instructions that the kernels
+multiply with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from cxlkv.bench.cases.decode_layers import Decoding, Machine, Walk, difference, machine
+from cxlkv.bench.cases.decode_links import clock_s
+from cxlkv.bench.measure import interleave_reported
+from cxlkv.bench.result import Result, short
+from cxlkv.emulation.link import emulate
+from cxlkv.layout import KVLayout
+from cxlkv.ndp.engine import Budget
+from cxlkv.pool import CXLPool
+from cxlkv.sizes import plan
+
+ENCODINGS = ("none", "int8", "int4")
+LINK = "astera-a1000-remote-socket"
+"""The emulated device whose link reads 19.5 GB/s."""
+CAPACITY_BYTES = 64 << 30
+SHAPES = {
+    "d128": Decoding(head_dim=128, kv_heads=2, group=4, tokens=131072),
+    "d128-g16": Decoding(head_dim=128, kv_heads=2, group=16, tokens=131072),
+    "d64": Decoding(head_dim=64, kv_heads=4, group=8, tokens=65536),
+    "smollm2": Decoding(head_dim=64, kv_heads=3, group=3, tokens=7000, sequences=4),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Each shape with each number of threads."""
+
+    shapes: tuple[str, ...] = tuple(SHAPES)
+    tokens_most: int = 131072
+    threads: tuple[int, ...] = (1, 2)
+    walk_bytes: int = 128 << 20  # of keys at least, as codes of 4 bits: more than caches hold
+    append_tokens: int = 4096
+    rounds: int = 9
+    link_rounds: int = 3
+    region_bytes: int = 128 << 20
+    share: float = 0.05
+
+
+QUICK = Size(
+    shapes=("d128",), tokens_most=16384, threads=(1,), rounds=3, link_rounds=1, walk_bytes=32 << 20
+)
+
+
+class Encoded:
+    """A pool of one encoding whose layers all hold the same noise, in pages of their own."""
+
+    def __init__(self, shape: Decoding, pool: CXLPool, keys: torch.Tensor, values: torch.Tensor):
+        self.shape, self.pool, self.keys, self.values = shape, pool, keys, values
+        self.sequences = [pool.sequence() for _ in range(shape.sequences)]
+        self.batch = pool.batch(self.sequences)
+        for layer in range(shape.layers):
+            for sequence in self.sequences:
+                sequence.append(layer, keys, values)
+        self.starts = np.arange(shape.sequences + 1, dtype=np.int32)
+        generator = torch.Generator().manual_seed(11)
+        heads = shape.kv_heads * shape.group
+        queries = torch.randn((shape.sequences, heads, shape.head_dim), generator=generator)
+        self.queries = queries.to(keys.dtype)
+
+    def walk(self, kind: str, share: float) -> float:
+        """Seconds a layer."""
+        budget = Budget(share=share, sinks=0, recent=0)
+        began = perf_counter()
+        for layer in range(self.shape.layers):
+            if kind == "attend":
+                self.batch.attend(layer, self.queries, self.starts)
+            else:
+                self.batch.select(layer, self.queries, self.starts, budget, kind)
+        return (perf_counter() - began) / self.shape.layers
+
+    def append(self, tokens: int) -> float:
+        """Seconds for so many tokens of one layer, in whole pages."""
+        sequence = self.pool.sequence()
+        began = perf_counter()
+        sequence.append(0, self.keys[:tokens], self.values[:tokens])
+        took = perf_counter() - began
+        sequence.release()
+        return took
+
+    def attended(self) -> torch.Tensor:
+        return torch.as_tensor(self.batch.attend(0, self.queries, self.starts)[0])
+
+
+@contextmanager
+def pools_of(shape: Decoding, size: Size, threads: int) -> Iterator[dict[str, Encoded]]:
+    """One for each encoding, on the same tensors; the plain one has sketches, as by default."""
+    generator = torch.Generator().manual_seed(7)
+    form = (shape.tokens, shape.kv_heads, shape.head_dim)
+    keys = torch.randn(form, generator=generator).to(torch.bfloat16)
+    values = keys.flip(0)
+    with ExitStack() as stack:
+        made: dict[str, Encoded] = {}
+        for encoding in ENCODINGS:
+            layout = layout_of(shape, encoding)
+            tokens = shape.sequences * (shape.tokens + 64) * shape.layers
+            tokens += size.append_tokens * shape.layers
+            capacity = int(layout.stored_token_bytes / shape.layers * tokens * 1.3) + (64 << 20)
+            pool = stack.enter_context(
+                CXLPool.create(
+                    "anonymous:",
+                    layout=layout,
+                    capacity=capacity,
+                    checksum=False,
+                    sketch=encoding == "none",
+                    huge="try",
+                    threads=threads,
+                )
+            )
+            made[encoding] = Encoded(shape, pool, keys, values)
+        yield made
+
+
+def layout_of(shape: Decoding, encoding: str) -> KVLayout:
+    return KVLayout(
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        page_tokens=shape.page_tokens,
+        k_encoding=encoding,
+        v_encoding=encoding,
+    )
+
+
+def run(result: Result, size: Size = Size()) -> None:
+    """Metrics exact_E_SHAPE, attend_E_SHAPE, append_E_SHAPE in us a layer, by encoding E, and for
+    `none` two_stage; SHAPE ends in the number of threads. Ratios KIND_E_SHAPE, a plain pool's time
+    over the encoded one's, staged_to_exact_E_SHAPE, a plain pool's two_stage over exact of E, and
+    bound_KIND_E_SHAPE. tokens_E_SHAPE: tokens a byte over those of a plain pool without sketches.
+    link_KIND_E: the ratio by the clock of an emulated link, over the ratio of bytes."""
+    for name in size.shapes:
+        shape = SHAPES[name]
+        shape = replace(shape, tokens=min(shape.tokens, size.tokens_most))
+        shape = shape.walked(4 * size.walk_bytes)  # of bf16: codes of 4 bits are a quarter
+        for threads in size.threads:
+            point = f"{name}-{short(shape.tokens)}-t{threads}"
+            with machine(size.region_bytes) as beside, pools_of(shape, size, threads) as pools:
+                check(result, pools, point)
+                measure(result, size, pools, point, beside, threads)
+                if threads == size.threads[0]:
+                    capacities(result, shape, name)
+                    over_a_link(result, size, pools, name)
+
+
+def check(result: Result, pools: Mapping[str, Encoded], point: str) -> None:
+    """The outputs are near those of the plain pool: Gaussian rows, so that errors average out."""
+    plain = pools["none"].attended()
+    for encoding, most in (("int8", 0.005), ("int4", 0.05)):
+        found = difference(pools[encoding].attended(), plain)
+        result.checks[f"attend_{encoding}_{point}"] = found <= most
+
+
+def measure(
+    result: Result,
+    size: Size,
+    pools: Mapping[str, Encoded],
+    point: str,
+    beside: Machine,
+    threads: int,
+) -> None:
+    forms: dict[str, Walk] = {}
+    for encoding, pool in pools.items():
+        forms |= {
+            f"exact_{encoding}": lambda p=pool: p.walk("exact", size.share),
+            f"attend_{encoding}": lambda p=pool: p.walk("attend", size.share),
+            f"append_{encoding}": lambda p=pool: p.append(size.append_tokens),
+        }
+    forms["two_stage_none"] = lambda: pools["none"].walk("two_stage", size.share)
+    samples, bounds = beside.take_turns(forms, size.rounds, "codes")
+    us = result.times(samples, "us", f"{{}}_{point}")
+    shape = pools["none"].shape
+    share = threads / len(beside.reading)
+    for encoding in ENCODINGS[1:]:
+        for kind in ("exact", "attend", "append"):
+            ratio = us[f"{kind}_none"] / us[f"{kind}_{encoding}"]
+            result.ratios[f"{kind}_{encoding}_{point}"] = ratio
+        result.ratios[f"staged_to_exact_{encoding}_{point}"] = (
+            us["two_stage_none"] / us[f"exact_{encoding}"]
+        )
+        layout = pools[encoding].pool.layout
+        read_s = shape.sequences * shape.tokens * layout.stored_token_bytes / layout.layers / 2
+        read_s /= bounds.read * share
+        keys_s = shape.products / (bounds.keys * share)
+        bound_s = {"exact": max(read_s, keys_s), "attend": 2 * max(read_s, keys_s)}
+        for kind, least in bound_s.items():
+            result.ratios[f"bound_{kind}_{encoding}_{point}"] = (
+                1e6 * least / us[f"{kind}_{encoding}"]
+            )
+
+
+def capacities(result: Result, shape: Decoding, name: str) -> None:
+    """Tokens a byte, by the records of whole pools without sketches."""
+    sizes = {
+        e: plan(layout_of(shape, e), CAPACITY_BYTES, sketch=False).record_bytes for e in ENCODINGS
+    }
+    for encoding in ENCODINGS[1:]:
+        result.ratios[f"tokens_{encoding}_{name}"] = sizes["none"] / sizes[encoding]
+
+
+def over_a_link(result: Result, size: Size, pools: Mapping[str, Encoded], name: str) -> None:
+    """By the clock of the link: what it takes where the device bounds everything."""
+    for kind in ("exact", "attend"):
+        seconds: dict[str, float] = {}
+        for encoding, pool in pools.items():
+            with emulate(pool.pool, LINK, mode="virtual") as link:
+                seconds[encoding] = clock_s(link, lambda p=pool: p.walk(kind, size.share))
+        for encoding in ENCODINGS[1:]:
+            layout = pools[encoding].pool.layout
+            bytes_ratio = layout.token_bytes / layout.stored_token_bytes
+            found = seconds["none"] / seconds[encoding] / bytes_ratio
+            result.ratios[f"link_{kind}_{encoding}_{name}"] = found
