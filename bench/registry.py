@@ -155,7 +155,7 @@ TABLE = (
     Case("paged", "cases.paged"),
     Case("link", "cases.link", DRAWN, ("link",)),
     Case("transport", "cases.transport", files=("transport",)),
-    Case("encodings", "cases.encodings", MICRO, ("encodings",)),
+    Case("encodings", "cases.encodings", DECODE, ("encodings",)),
     Case("decode-shapes", "cases.decode_shapes", DECODE, ("decode-shapes",)),
     Case("decode-attention", "cases.decode_attention", DECODE, ("decode-attention",)),
     Case("decode-steps", "cases.decode_steps", DECODE, ("decode-steps",)),

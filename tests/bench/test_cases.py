@@ -83,6 +83,10 @@ SMALL: dict[str, dict[str, object]] = {
     "cold": {"layers": 2, "kv_heads": 2, "call_records": 3, "calls": 2},
     "compression": {"tokens": 512, "batch_bytes": 1 << 16},
     "paged": {"kv_bytes": 4 << 20},
+    "encodings": {
+        **{"shapes": ("smollm2",), "tokens_most": 256, "threads": (1,), "walk_bytes": 1},
+        **{"append_tokens": 64, "region_bytes": UNIT},
+    },
     "transport": {"pages": 3, "layers": 2, "rounds": 2, "short_rounds": 2},
 }
 ONCE = {"rounds": 1, "sample_s": 0, "settle_s": 0}

@@ -230,6 +230,11 @@ static void accumulate_head(const whole_block *b, uint32_t head) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint32_t at = b->w->s->head_first + head;
     const void *values[BLOCK_PAGES], *next[BLOCK_PAGES];
+    if (job->values.encoded) {
+        for (uint32_t i = 0, done = 0; i < b->block->count; done += b->block->held[i], i++)
+            accumulate_page(b, head, i, done);
+        return;
+    }
     for (uint32_t i = 0; i < b->block->count; i++) {
         values[i] = piece_at(b->block, b->block->values, i, at);
         next[i] = values_are_keys(layout) ? NULL : piece_at(b->later, b->later->values, i, at);
@@ -245,8 +250,9 @@ static bool goes_by_head(const whole_block *b) {
     enum { QUERIES_MIN = 8 };
     const page_block *block = b->block;
     const attend_job *job = b->w->job;
-    if (b->queries < QUERIES_MIN || !job->isa->accumulate_pieces || job->values.encoded)
-        return false;
+    if (b->queries < QUERIES_MIN) return false;
+    if (job->values.encoded) return block->count > 1;
+    if (!job->isa->accumulate_pieces) return false;
     for (uint32_t i = 1; i < block->count; i++)
         if (block->held[i] != block->held[0] ||
             block->values[i].row_bytes != block->values[0].row_bytes)
