@@ -251,7 +251,7 @@ def attend(
 
 def hadamard(rows: Doubles) -> Doubles:
     """Signs by channel, then Walsh-Hadamard transforms of blocks of powers of two; [..., dim]."""
-    out = rows * (1 - 2 * _sign_bits(rows.shape[-1]))
+    out = rows * (1 - 2 * sign_bits(rows.shape[-1]))
     first = 0
     while first < out.shape[-1]:
         size = 1 << (out.shape[-1] - first).bit_length() - 1
@@ -263,7 +263,7 @@ def hadamard(rows: Doubles) -> Doubles:
     return out
 
 
-def _sign_bits(dim: int) -> Doubles:
+def sign_bits(dim: int) -> Doubles:
     """1 where a channel changes its sign: splitmix64 of channel // 64, bit by bit."""
     ones = (1 << 64) - 1
     bits = []
