@@ -19,9 +19,11 @@ import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Selection, Sequence
 from cxlkv.arrays import Doubles, Floats
+from cxlkv.prefix import prefix_keys
 
 from .conftest import audit
 from .support import kept, reference
+from .test_records import names_of_keys, read_all
 
 ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx", "neon")
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -535,3 +537,26 @@ def test_handles_and_published_tails_change_no_bit(
         for sequence in (first, want, adopted, matched):
             sequence.release()
         audit(pool)
+
+
+def test_a_published_tail_says_nothing_of_other_texts(
+    encodings: tuple[str, str], rng: np.random.Generator
+) -> None:
+    """All of its record is the same, whatever was written and taken back before it."""
+    layout = layout_of(encodings, dim=64, page_tokens=64)
+    keys, values = drawn(rng, layout, 69)
+    others = drawn(rng, layout, 300)
+    found = []
+    for noisy in (False, True):
+        with pool_of(layout, 500) as pool:
+            sequence = pool.sequence()
+            if noisy:
+                pool.sequence().append(0, *others)
+            sequence.append(0, keys, values)
+            if noisy:
+                sequence.append(0, others[0][:50], others[1][:50])
+                sequence.truncate(69)
+            assert pool.publish_prefix(sequence, range(69), tail=True) == 2
+            names = names_of_keys(pool, prefix_keys(range(69), 64, tail=True))
+            found.append(read_all(pool, names))
+    np.testing.assert_array_equal(*found)
