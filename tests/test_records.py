@@ -45,6 +45,7 @@ LAYOUTS = {
     "gemma": layout_of(group(6, 10), group(2), order=[0, 0, 0, 1, 0, 0, 0, 1]),
     "parts of unequal length": layout_of(group(5, 9), group(3)),
     "latent": layout_of(group(2, kv_heads=1, values="key_prefix", value_head_dim=8)),
+    "encoded": layout_of(group(2, dtype="bfloat16", k_encoding="int8", v_encoding="int4")),
 }
 
 

@@ -150,14 +150,24 @@ def shape_of(pool: CXLPool) -> Shape:
 
 def _piece_bytes(layout: KVLayout, geometry: dict[str, int]) -> list[int]:
     """Without what fills a piece up to a line; a sketch is whole lines."""
-    channel = DTYPE_BYTES[layout.dtype]
     own_values = geometry["value_piece_bytes"] > 0
+    bound, scale = DTYPE_BYTES[layout.dtype], 0
+    if layout.k_encoding != "none":  # the digest's own scale lies behind the keys
+        bound, scale = 1, 4
     return [
-        2 * layout.head_dim * channel,
+        2 * layout.head_dim * bound,
         geometry["sketch_piece_bytes"],
-        layout.page_tokens * layout.head_dim * channel,
-        layout.page_tokens * layout.value_head_dim * channel * own_values,
+        _rows_bytes(layout, layout.head_dim, layout.k_encoding) + scale,
+        _rows_bytes(layout, layout.value_head_dim, layout.v_encoding) * own_values,
     ]
+
+
+def _rows_bytes(layout: KVLayout, channels: int, encoding: str) -> int:
+    """Of a page's keys or values of one head; codes are of whole blocks, and then scales."""
+    if encoding == "none":
+        return layout.page_tokens * channels * DTYPE_BYTES[layout.dtype]
+    tokens, filled = (-(-count // 16) * 16 for count in (layout.page_tokens, channels))
+    return tokens * (filled * {"int8": 8, "int4": 4}[encoding] // 8 + 2)
 
 
 class FarPool:

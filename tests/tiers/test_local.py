@@ -67,6 +67,12 @@ LAYOUTS = {
     ),
     "latent": KVLayout.of([LATENT], page_tokens=4),
     "windows": KVLayout.of(WINDOWS, [0, 1, 0, 1], page_tokens=4),
+    "encoded": KVLayout(
+        layers=2, kv_heads=2, head_dim=24, page_tokens=20, k_encoding="int8", v_encoding="int4"
+    ),
+    "encoded keys": KVLayout(
+        layers=2, kv_heads=2, head_dim=24, page_tokens=4, k_encoding="int4", dtype="float32"
+    ),
 }
 
 
