@@ -13,7 +13,13 @@ from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
 from cxlkv._lifetime import Closing
 from cxlkv.arrays import NUMPY_DTYPES, Array, Starts, View, forms, imported, view
-from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError, state_of
+from cxlkv.errors import (
+    BadArgumentError,
+    CXLKVError,
+    PoolFullError,
+    UnsupportedError,
+    state_of,
+)
 from cxlkv.layout import DTYPES, KVLayout, format_bytes
 from cxlkv.ndp import audit, simd, tuning
 from cxlkv.ndp.engine import RECALL, Asked, Budget, BudgetLike, Decoded, Selection, budget_of
@@ -219,8 +225,10 @@ class Batch:
         sequences end at the end of a page, in all layers. NO_PAGE (cxlkv.pages) stands for a page
         behind its part's window, others there are freed; rewind is as in append(). From now on the
         pages are the sequences'; after an error they are still the caller's. Raises UnevenError,
-        BadArgumentError.
+        BadArgumentError, UnsupportedError for a pool with an encoding.
         """
+        if self._layout.is_encoded:
+            raise UnsupportedError("attach: pages of a pool with an encoding are written by append")
         offsets = self._starts(starts)
         count = int(offsets[-1])
         geometry = _core.pool_geometry(self._pool)

@@ -171,6 +171,9 @@ int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint6
     if (code < 0) return code;
     *sharing = (cxlkv_sharing){.kind = block.sharing, .durable = block.durable,
                                .hosts = block.host_count, .log_records = block.log_records};
+    if (block.version == FORMAT_VERSION && (block.k_encoding || block.v_encoding) &&
+        !(block.features[FEATURES_INCOMPATIBLE] & FEATURE_ENCODINGS))
+        return fail(CXLKV_E_GEOMETRY, "%s has an encoding without the feature that says so", path);
     if (block.line_bytes != LINE_BYTES || !groups_read(&block, layout))
         return fail(CXLKV_E_GEOMETRY, "%s uses a feature that this build does not have", path);
     code = layout_check(layout);
