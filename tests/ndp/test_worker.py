@@ -40,6 +40,7 @@ from ..support.waiting import until
 
 HEADS, DIM, PAGE = 2, 16, 4
 WATCHDOG_S = 60
+ENCODINGS = (("int8", "int4"), ("int4", "none"), ("none", "int8"))
 
 SERVE = """
 import sys
@@ -89,6 +90,7 @@ def make_pool(
     page_tokens: int = PAGE,
     value_dim: int = DIM,
     values: str = "own",
+    encodings: tuple[str, str] = ("none", "none"),
 ) -> CXLPool:
     full = LayerGroup(
         layers=2,
@@ -97,6 +99,8 @@ def make_pool(
         value_head_dim=value_dim,
         dtype=dtype,
         values=values,
+        k_encoding=encodings[0],
+        v_encoding=encodings[1],
     )
     layout = KVLayout.of([full], [0, 0], page_tokens=page_tokens)
     if window is not None:
@@ -283,6 +287,41 @@ def test_values_of_other_shapes(serve_twins: Serve, value_dim: int, values: str)
         twins.select([1, 2], Budget(pages=3), 1)
         twins.append([1, 1])
     assert pool.worker.attends_here == 0
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("encodings", ENCODINGS, ids="-".join)
+def test_codes_are_scored_and_summed_as_here(
+    serve_twins: Serve,
+    encodings: tuple[str, str],
+    window: int | None,
+    rng: np.random.Generator,
+) -> None:
+    """Tails that grow, are cut and are filled again go along as pieces."""
+    pool, twins, _ = serve_twins(
+        3, encodings=encodings, value_dim=24, page_tokens=20, window=window
+    )
+    twins.append([50, 8, 131])
+    for step in range(12):
+        for layer in range(pool.layout.layers):
+            for method in ("exact", "digest", "attention"):
+                twins.select([1, 2, 3], Budget(pages=3), layer, method)
+            twins.select([1, 0, 3], Budget(mass=0.7), layer)
+            twins.attend([1, 2, 3], layer, Budget(pages=3) if rng.integers(2) else None)
+            twins.attend([0, 1, 0], layer, softcap=2.5)
+        if window is None and step % 5 == 4:
+            twins.truncate(step % 3, len(twins.batches[0].sequences[step % 3]) - step % 7)
+        twins.append([1, 2, 3])
+    assert (pool.worker.connections, pool.worker.selects_here) == (1, 0)
+    assert pool.worker.attends_here == 0
+
+
+@pytest.mark.parametrize("k_encoding", ["int8", "int4"])
+def test_estimates_of_codes_are_the_same(serve_twins: Serve, k_encoding: str) -> None:
+    _, twins, _ = serve_twins(1, encodings=(k_encoding, "int8"), page_tokens=16)
+    twins.append([8005])
+    for recall in (Budget(pages=20), Budget(pages=30, per="sequence")):
+        twins.select([2], recall, 1, "two_stage")
 
 
 def test_no_token_of_a_tail_is_sent_twice(serve_twins: Serve) -> None:
