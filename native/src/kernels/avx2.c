@@ -762,11 +762,11 @@ const kernels kernels_avx2 = {
     .estimate = estimate_avx2,
     .above = above_avx2,
     .code_digest = code_digest_serial,
-    .code_encode = code_encode_serial,
-    .code_decode = code_decode_serial,
-    .code_score = code_score_serial,
-    .code_score_best = code_score_best_serial,
-    .code_accumulate = code_accumulate_serial,
+    .code_encode = code_encode_avx2,
+    .code_decode = code_decode_avx2,
+    .code_score = code_score_avx2,
+    .code_score_best = code_score_best_avx2,
+    .code_accumulate = code_accumulate_avx2,
 };
 
 #if defined(__clang__)

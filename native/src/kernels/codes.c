@@ -1,5 +1,5 @@
-/* What all instruction sets share of codes: queries in 14 bits, and the way back from the rotated
- * space. */
+/* What all instruction sets share of codes: queries in 14 bits, the way back from the rotated space,
+ * and where the codes of a token lie. */
 #include "kernels/codes.h"
 
 #include <math.h>
@@ -186,5 +186,60 @@ void code_unrotate(float *rows, uint32_t count, uint32_t dim) {
     for (uint32_t i = 0; i < count; i++, rows += dim) {
         transform_blocks(rows, dim);
         flip(rows, dim, flips, rows);
+    }
+}
+
+/* ---- codes of one token ---- */
+
+enum { LINE_BYTES = 64 };
+
+static uint32_t load_word(const uint8_t *from) {
+    uint32_t word;
+    memcpy(&word, from, sizeof(word));
+    return word;
+}
+
+static void store_word(uint8_t *to, uint32_t word) { memcpy(to, &word, sizeof(word)); }
+
+void code_place(const code_form *form, const uint8_t *codes, uint32_t token, uint8_t *block) {
+    const uint32_t channels = code_channels(form->dim), groups = channels / CODE_CHANNELS;
+    if (form->values && form->bits == 8) {
+        block += (size_t)token / 4 * groups * LINE_BYTES + token % 4;
+        for (uint32_t d = 0; d < channels; d++) block[4 * d] = codes[d];
+    } else if (form->values) {
+        const uint32_t shift = token % 8 / 4 * 4;
+        block += (size_t)token / 8 * groups * LINE_BYTES + token % 4;
+        for (uint32_t d = 0; d < channels; d++)
+            block[4 * d] = (uint8_t)((block[4 * d] & 0xf0 >> shift) | codes[d] >> 4 << shift);
+    } else if (form->bits == 8) {
+        for (uint32_t d = 0; d < channels; d += 4)
+            store_word(block + (size_t)d * 16 + token * 4, load_word(codes + d));
+    } else {
+        for (uint32_t d = 0; d < channels; d += 8) {
+            uint32_t low = load_word(codes + d) >> 4 & 0x0f0f0f0f;
+            uint32_t high = load_word(codes + d + 4) & 0xf0f0f0f0;
+            store_word(block + (size_t)d * 8 + token * 4, low | high);
+        }
+    }
+}
+
+void code_take(const code_form *form, const uint8_t *block, uint32_t token, uint8_t *codes) {
+    const uint32_t channels = code_channels(form->dim), groups = channels / CODE_CHANNELS;
+    if (form->values && form->bits == 8) {
+        block += (size_t)token / 4 * groups * LINE_BYTES + token % 4;
+        for (uint32_t d = 0; d < channels; d++) codes[d] = block[4 * d];
+    } else if (form->values) {
+        const uint32_t shift = token % 8 / 4 * 4;
+        block += (size_t)token / 8 * groups * LINE_BYTES + token % 4;
+        for (uint32_t d = 0; d < channels; d++) codes[d] = block[4 * d] >> shift & 15;
+    } else if (form->bits == 8) {
+        for (uint32_t d = 0; d < channels; d += 4)
+            store_word(codes + d, load_word(block + (size_t)d * 16 + token * 4));
+    } else {
+        for (uint32_t d = 0; d < channels; d += 8) {
+            uint32_t both = load_word(block + (size_t)d * 8 + token * 4);
+            store_word(codes + d, both & 0x0f0f0f0f);
+            store_word(codes + d + 4, both >> 4 & 0x0f0f0f0f);
+        }
     }
 }

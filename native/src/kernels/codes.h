@@ -74,6 +74,12 @@ void code_queries(const float *queries, uint32_t count, uint32_t dim, float scal
 /* In place, `count` rows of `dim` floats, from the rotated space back. */
 void code_unrotate(float *rows, uint32_t count, uint32_t dim);
 
+/* For instruction sets that have no faster way: codes of one token of a block, [code_channels(dim)]
+ * bytes. place takes codes of 8 bits, of which 4 bits are the upper half; what else is in the block
+ * stays. take gives codes of as many bits as the form has. */
+void code_place(const code_form *form, const uint8_t *codes, uint32_t token, uint8_t *block);
+void code_take(const code_form *form, const uint8_t *block, uint32_t token, uint8_t *codes);
+
 /* What each instruction set has. All of them give the same bits, NaN's own aside.
  *
  * encode: rows [count] of dtype, stride_bytes apart, into the places [at, at + count) of a piece in

@@ -269,7 +269,7 @@ void code_encode_avx512(const code_form *form, int dtype, const void *rows, size
                         uint32_t at, uint32_t count, uint8_t *blocks, uint16_t *scales,
                         float *errors) {
     if (form->dim % LANES) {
-        code_encode_serial(form, dtype, rows, stride_bytes, at, count, blocks, scales, errors);
+        code_encode_avx2(form, dtype, rows, stride_bytes, at, count, blocks, scales, errors);
         return;
     }
     encoding e;
@@ -689,7 +689,7 @@ void code_accumulate_avx512(const code_form *form, code_piece piece, uint32_t fi
 
 void code_decode_avx512(const code_form *form, code_piece piece, uint32_t first, uint32_t count,
                         float *rows) {
-    code_decode_serial(form, piece, first, count, rows);
+    code_decode_avx2(form, piece, first, count, rows);
 }
 
 #if defined(__clang__)

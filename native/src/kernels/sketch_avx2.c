@@ -12,45 +12,14 @@
 #include <string.h>
 
 #include "kernels/kernels.h"
+#include "kernels/rotate_avx2.h"
 #include "kernels/sketch.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
-
-enum { LANES = 8, QUERY_BLOCK = 4 };
+enum { QUERY_BLOCK = 4 };
 /* A line adds at most 4 * 2 * 3 * 127 = 3048 to a sum of 16 bits. */
 enum { LINES_TOGETHER = 8 };
 
 /* ---- encode ---- */
-
-/* Neighbours at distance half, within 8 lanes: sums to the lower ones, differences to the upper. */
-INLINE __m256 butterfly(__m256 x, int half) {
-    __m256 other;
-    if (half == 1) other = _mm256_permute_ps(x, 0xb1);
-    else if (half == 2) other = _mm256_permute_ps(x, 0x4e);
-    else other = _mm256_permute2f128_ps(x, x, 1);
-    __m256 sum = _mm256_add_ps(x, other), difference = _mm256_sub_ps(other, x);
-    if (half == 1) return _mm256_blend_ps(sum, difference, 0xaa);
-    if (half == 2) return _mm256_blend_ps(sum, difference, 0xcc);
-    return _mm256_blend_ps(sum, difference, 0xf0);
-}
-
-INLINE void transform(float *vector, uint32_t size) {
-    __m256 norm = _mm256_set1_ps(1 / sqrtf((float)size));
-    for (uint32_t i = 0; i < size; i += LANES) {
-        __m256 x = _mm256_load_ps(vector + i);
-        _mm256_store_ps(vector + i, butterfly(butterfly(butterfly(x, 1), 2), 4));
-    }
-    for (uint32_t half = LANES; half < size; half *= 2)
-        for (uint32_t first = 0; first < size; first += 2 * half)
-            for (uint32_t i = first; i < first + half; i += LANES) {
-                __m256 a = _mm256_load_ps(vector + i), b = _mm256_load_ps(vector + i + half);
-                _mm256_store_ps(vector + i, _mm256_add_ps(a, b));
-                _mm256_store_ps(vector + i + half, _mm256_sub_ps(a, b));
-            }
-    for (uint32_t i = 0; i < size; i += LANES)
-        _mm256_store_ps(vector + i, _mm256_mul_ps(_mm256_load_ps(vector + i), norm));
-}
 
 INLINE float sum_of(__m256 x) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -106,17 +75,17 @@ INLINE float encode_lanes(const float *rotated, uint32_t dim, uint8_t *codes) {
 }
 
 static void hadamard(float *rotated, uint32_t dim) {
-    for (uint32_t d = 0; d < dim; d += LANES) {
-        const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-        __m256i flips = _mm256_set1_epi32((int)(sketch_signs(d / 64) >> d % 64));
-        flips = _mm256_slli_epi32(_mm256_srlv_epi32(flips, lane), 31);
-        __m256 x = _mm256_load_ps(rotated + d);
-        _mm256_store_ps(rotated + d, _mm256_xor_ps(x, _mm256_castsi256_ps(flips)));
-    }
+    flip_signs(rotated, dim);
     for (uint32_t first = 0; first < dim;) {
         uint32_t size = 1u << (31 - __builtin_clz(dim - first));
-        if (size >= LANES) transform(rotated + first, size);
-        else sketch_transform(rotated + first, size);
+        if (size < LANES) {
+            sketch_transform(rotated + first, size);
+        } else {
+            const __m256 norm = _mm256_set1_ps(1 / sqrtf((float)size));
+            transform(rotated + first, size);
+            for (uint32_t i = first; i < first + size; i += LANES)
+                _mm256_store_ps(rotated + i, _mm256_mul_ps(_mm256_load_ps(rotated + i), norm));
+        }
         first += size;
     }
 }
