@@ -83,5 +83,11 @@ static inline bool cpu_has_bf16(void) {
     return getauxval(AT_HWCAP2) & HWCAP2_BIT_BF16;
 }
 
+/* SDOT and UDOT. */
+static inline bool cpu_has_dot_products(void) {
+    enum { HWCAP_BIT_ASIMDDP = 1 << 20 };
+    return getauxval(AT_HWCAP) & HWCAP_BIT_ASIMDDP;
+}
+
 #endif
 #endif

@@ -1,5 +1,5 @@
-/* What all instruction sets share of codes: queries in 14 bits, the way back from the rotated space,
- * and where the codes of a token lie. */
+/* What all instruction sets share of codes: queries in 14 bits, the way back from the rotated
+ * space, and where the codes of a token lie. */
 #include "kernels/codes.h"
 
 #include <math.h>

@@ -796,11 +796,11 @@ const kernels kernels_neon = {
     .estimate = estimate_neon,
     .above = above_neon,
     .code_digest = code_digest_serial,
-    .code_encode = code_encode_serial,
-    .code_decode = code_decode_serial,
-    .code_score = code_score_serial,
-    .code_score_best = code_score_best_serial,
-    .code_accumulate = code_accumulate_serial,
+    .code_encode = code_encode_neon,
+    .code_decode = code_decode_neon,
+    .code_score = code_score_neon,
+    .code_score_best = code_score_best_neon,
+    .code_accumulate = code_accumulate_neon,
 };
 
 const kernels kernels_neon_bf16 = {
@@ -821,11 +821,11 @@ const kernels kernels_neon_bf16 = {
     .estimate = estimate_neon,
     .above = above_neon,
     .code_digest = code_digest_serial,
-    .code_encode = code_encode_serial,
-    .code_decode = code_decode_serial,
-    .code_score = code_score_serial,
-    .code_score_best = code_score_best_serial,
-    .code_accumulate = code_accumulate_serial,
+    .code_encode = code_encode_neon,
+    .code_decode = code_decode_neon,
+    .code_score = code_score_neon,
+    .code_score_best = code_score_best_neon,
+    .code_accumulate = code_accumulate_neon,
 };
 
 #else

@@ -6,45 +6,27 @@
 #include <string.h>
 
 #include "kernels/kernels.h"
+#include "kernels/rotate_neon.h"
 #include "kernels/sketch.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
-
-enum { LANES = 4, QUERY_BLOCK = 4, VECTORS = SKETCH_TOKENS / LANES };
+enum { QUERY_BLOCK = 4, VECTORS = SKETCH_TOKENS / LANES };
 /* A line adds at most 4 * 2 * 3 * 127 = 3048 to a sum of 16 bits. */
 enum { LINES_TOGETHER = 8 };
 
 /* ---- encode ---- */
 
-INLINE void transform(float *vector, uint32_t size) {
-    float32x4_t norm = vdupq_n_f32(1 / sqrtf((float)size));
-    for (uint32_t i = 0; i < size; i += LANES) {
-        float32x4_t x = vld1q_f32(vector + i), swapped = vrev64q_f32(x);
-        float32x4_t sum = vaddq_f32(x, swapped), difference = vsubq_f32(swapped, x);
-        x = vtrn2q_f32(sum, difference); /* a + b, a - b, c + d, c - d */
-        swapped = vextq_f32(x, x, 2);
-        sum = vaddq_f32(x, swapped), difference = vsubq_f32(swapped, x);
-        vst1q_f32(vector + i, vcombine_f32(vget_low_f32(sum), vget_high_f32(difference)));
-    }
-    for (uint32_t half = LANES; half < size; half *= 2)
-        for (uint32_t first = 0; first < size; first += 2 * half)
-            for (uint32_t i = first; i < first + half; i += LANES) {
-                float32x4_t a = vld1q_f32(vector + i), b = vld1q_f32(vector + i + half);
-                vst1q_f32(vector + i, vaddq_f32(a, b));
-                vst1q_f32(vector + i + half, vsubq_f32(a, b));
-            }
-    for (uint32_t i = 0; i < size; i += LANES)
-        vst1q_f32(vector + i, vmulq_f32(vld1q_f32(vector + i), norm));
-}
-
 static void hadamard(float *rotated, uint32_t dim) {
-    for (uint32_t d = 0; d < dim; d++)
-        if (sketch_signs(d / 64) >> d % 64 & 1) rotated[d] = -rotated[d];
+    flip_signs(rotated, dim);
     for (uint32_t first = 0; first < dim;) {
         uint32_t size = 1u << (31 - __builtin_clz(dim - first));
-        if (size >= LANES) transform(rotated + first, size);
-        else sketch_transform(rotated + first, size);
+        if (size < LANES) {
+            sketch_transform(rotated + first, size);
+        } else {
+            const float norm = 1 / sqrtf((float)size);
+            transform(rotated + first, size);
+            for (uint32_t i = first; i < first + size; i += LANES)
+                vst1q_f32(rotated + i, vmulq_n_f32(vld1q_f32(rotated + i), norm));
+        }
         first += size;
     }
 }
