@@ -162,17 +162,13 @@ void code_decode_neon(const code_form *form, code_piece piece, uint32_t first, u
 
 /* ---- products of bytes ---- */
 
-/* What functions and instructions say that use SDOT: the assembler of gcc takes the extension of
- * newer architectures only, that of clang of any. */
+/* Of functions that use SDOT: the assembler of gcc knows it in newer architectures only. */
 #if defined(__ARM_FEATURE_DOTPROD)
 #define WITH_SDOT
-#define SDOT_PREFIX ""
 #elif defined(__clang__)
-#define WITH_SDOT
-#define SDOT_PREFIX ".arch_extension dotprod\n\t"
+#define WITH_SDOT __attribute__((target("dotprod")))
 #else
 #define WITH_SDOT __attribute__((target("arch=armv8.2-a+dotprod")))
-#define SDOT_PREFIX ""
 #endif
 
 static bool has_dot_products(void) {
@@ -189,7 +185,7 @@ static bool has_dot_products(void) {
  * -128 * 127 twice. */
 INLINE int32x4_t add_products(bool sdot, int32x4_t sums, int8x16_t a, int8x16_t b) {
     if (sdot) {
-        __asm__(SDOT_PREFIX "sdot %0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(a), "w"(b));
+        __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(a), "w"(b));
         return sums;
     }
     int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
