@@ -265,25 +265,31 @@ static void encode_block(const code_form *form, int dtype, encoding *e, tokens h
     else encode_form(4, false, e, here, block, &s, errors);
 }
 
+/* So many rows of a block are sooner encoded one by one. */
+enum { FEW_ROWS = 2 };
+
 void code_encode_avx512(const code_form *form, int dtype, const void *rows, size_t stride_bytes,
                         uint32_t at, uint32_t count, uint8_t *blocks, uint16_t *scales,
                         float *errors) {
-    if (form->dim % LANES) {
-        code_encode_avx2(form, dtype, rows, stride_bytes, at, count, blocks, scales, errors);
-        return;
-    }
     encoding e;
     e.dim = form->dim;
     for (uint32_t t = at; t < at + count;) {
-        tokens here = tokens_of(t, at + count);
-        for (uint32_t i = 0; i < LANES; i++) {
-            uint32_t row = i < here.low ? 0 : i - here.low;
-            if (row >= here.count) row = here.count - 1;
-            e.rows[i] = (const char *)rows + (t - at + row) * stride_bytes;
+        const tokens here = tokens_of(t, at + count);
+        const char *first = (const char *)rows + (t - at) * stride_bytes;
+        float *their_errors = errors ? errors + (t - at) : NULL;
+        if (here.count <= FEW_ROWS || form->dim % LANES) {
+            code_encode_avx2(form, dtype, first, stride_bytes, t, here.count, blocks, scales,
+                             their_errors);
+        } else {
+            for (uint32_t i = 0; i < LANES; i++) {
+                uint32_t row = i < here.low ? 0 : i - here.low;
+                if (row >= here.count) row = here.count - 1;
+                e.rows[i] = first + row * stride_bytes;
+            }
+            encode_block(form, dtype, &e, here,
+                         blocks + here.block / CODE_TOKENS * code_block_bytes(form),
+                         scales + here.block, their_errors);
         }
-        encode_block(form, dtype, &e, here,
-                     blocks + here.block / CODE_TOKENS * code_block_bytes(form),
-                     scales + here.block, errors ? errors + (t - at) : NULL);
         t += here.count;
     }
 }
@@ -620,13 +626,13 @@ INLINE void add_channels(int bits, uint32_t dim, const uint8_t *lines, uint32_t 
 
 INLINE void add_block(int bits, uint32_t dim, const uint8_t *block, const rounded *made,
                       int queries_here, float *accumulator) {
-    uint32_t first = 0;
-    for (; first + LANES <= dim; first += LANES)
-        add_channels(bits, dim, block + (size_t)first * 4, LANES, made, queries_here,
-                     accumulator + first);
-    if (first < dim)
-        add_channels(bits, dim, block + (size_t)first * 4, dim - first, made, queries_here,
-                     accumulator + first);
+    const float *end = accumulator + dim / LANES * LANES;
+    for (; accumulator < end; accumulator += LANES, block += LINE_BYTES) {
+        __asm__("" : "+r"(block), "+r"(accumulator)); /* no index, as above */
+        add_channels(bits, dim, block, LANES, made, queries_here, accumulator);
+    }
+    if (dim % LANES)
+        add_channels(bits, dim, block, dim % LANES, made, queries_here, accumulator);
 }
 
 INLINE void accumulate_form(int bits, uint32_t dim, code_piece piece, uint32_t first,
