@@ -6,6 +6,15 @@
 
 #include "kernels/kernels.h"
 
+static void decode_row(const code_form *form, code_piece piece, uint32_t token, float *row) {
+    uint8_t codes[CODE_DIM_MAX + CODE_CHANNELS];
+    float scale, middle = 0.5f - (float)(1u << (form->bits - 1));
+    kernels_serial.to_float(KERNEL_FLOAT16, piece.scales + token, 1, &scale);
+    code_take(form, piece.blocks + token / CODE_TOKENS * code_block_bytes(form),
+              token % CODE_TOKENS, codes);
+    for (uint32_t d = 0; d < form->dim; d++) row[d] = ((float)codes[d] + middle) * scale;
+}
+
 static void widen(float *bounds, const float *row, uint32_t dim) {
     for (uint32_t d = 0; d < dim; d++) {
         if (row[d] < bounds[d]) bounds[d] = row[d];
@@ -39,7 +48,7 @@ float code_digest_serial(const code_form *form, code_piece piece, uint32_t token
     }
     for (uint32_t t = 0; t < tokens; t++) {
         float row[CODE_DIM_MAX];
-        kernels_current()->code_decode(form, piece, t, 1, row);
+        decode_row(form, piece, t, row);
         if (isnan(row[0])) {
             memset(codes, 0, 2 * dim);
             return NAN;

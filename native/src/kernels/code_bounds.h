@@ -7,7 +7,7 @@
 
 /* code_digest: of what the first `tokens` tokens of keys stand for, out of the rotated space: codes
  * [2][dim], minima first. Returns their scale: code * scale is at or outside of each bound. NaN: a
- * key is none of numbers, and so is all that is decoded. All instruction sets have the same bits. */
+ * key is none of numbers, and so is what is decoded. All instruction sets have the same bits. */
 float code_digest_serial(const code_form *form, code_piece piece, uint32_t tokens, int8_t *codes);
 #if defined(__x86_64__)
 float code_digest_avx512(const code_form *form, code_piece piece, uint32_t tokens, int8_t *codes);

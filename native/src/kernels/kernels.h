@@ -43,7 +43,8 @@ static inline const float *kernel_rows(const kernel_queries *queries, uint32_t d
 typedef struct kernel_rates {
     float score[3];        /* by dtype */
     float accumulate;
-    float estimate;        /* of codes and channels */
+    float estimate;        /* of sketches */
+    float code_score, code_accumulate;
 } kernel_rates;
 
 typedef struct kernels {

@@ -782,7 +782,7 @@ static void from_float(int dtype, const float *source, size_t count, void *desti
 
 const kernels kernels_neon = {
     .name = "neon",
-    .rates = {{12, 12, 12}, 15, 30},
+    .rates = {{12, 12, 12}, 15, 30, 30, 20},
     .score = score,
     .score_max = score_max,
     .accumulate = accumulate,
@@ -805,7 +805,7 @@ const kernels kernels_neon = {
 
 const kernels kernels_neon_bf16 = {
     .name = "neon_bf16",
-    .rates = {{24, 12, 12}, 15, 30},
+    .rates = {{24, 12, 12}, 15, 30, 30, 20},
     .packed_bytes = packed_bytes,
     .pack = pack,
     .score = score_bf16,

@@ -265,7 +265,7 @@ static void from_float(int dtype, const float *source, size_t count, void *desti
 
 const kernels kernels_serial = {
     .name = "serial",
-    .rates = {{1.5f, 0.7f, 1.5f}, 1.8f, 0.7f},
+    .rates = {{1.5f, 0.7f, 1.5f}, 1.8f, 0.7f, 0.3f, 0.3f},
     .score = score,
     .score_max = score_max,
     .accumulate = accumulate,

@@ -58,19 +58,24 @@ static double products_ns(double queries, double channels, double rate) {
     return fours * channels / rate;
 }
 
+static double key_rate(const cxlkv_layout *layout, const kernel_rates *rates) {
+    return layout->k_encoding ? rates->code_score : rates->score[layout->dtype];
+}
+
 /* Of `tokens` of a head. */
 static work attending(const cxlkv_pool *pool, const scene *s, double tokens) {
     const cxlkv_layout *layout = &pool->layout;
     const kernel_rates *rates = &kernels_current()->rates;
-    double compute = products_ns(s->queries, layout->head_dim, rates->score[layout->dtype]) +
-                     s->queries * layout->value_head_dim / rates->accumulate;
+    double values = layout->v_encoding ? rates->code_accumulate : rates->accumulate;
+    double compute = products_ns(s->queries, layout->head_dim, key_rate(layout, rates)) +
+                     s->queries * layout->value_head_dim / values;
     return (work){.read_bytes = tokens * (double)token_bytes(layout),
                   .compute_ns = tokens * ATTEND_REST * compute};
 }
 
 static work scoring(const cxlkv_pool *pool, const scene *s) {
     const cxlkv_layout *layout = &pool->layout;
-    double rate = kernels_current()->rates.score[layout->dtype];
+    double rate = key_rate(layout, &kernels_current()->rates);
     return (work){.read_bytes = s->tokens * (double)kind_token_bytes(layout, PIECE_KEYS),
                   .compute_ns = s->tokens * products_ns(s->queries, layout->head_dim, rate)};
 }
