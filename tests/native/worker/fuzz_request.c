@@ -81,7 +81,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length) {
         {.layers = 3, .kv_heads = 2, .head_dim = 4, .page_tokens = 4, .dtype = CXLKV_FLOAT32,
          .value_dim = 3, .sketch = 1, .page_count = 100, .part_count = 2},
         {.layers = 1, .kv_heads = 1, .head_dim = 3, .page_tokens = 16, .dtype = CXLKV_BFLOAT16,
-         .page_count = 1, .part_count = 1}}; /* its values are in the keys */
+         .page_count = 1, .part_count = 1}, /* its values are in the keys */
+        {.layers = 1, .kv_heads = 1, .head_dim = 3, .page_tokens = 16, .dtype = CXLKV_BFLOAT16,
+         .value_dim = 5, .page_count = 1, .part_count = 1, .key_pieces_bytes = 64,
+         .value_pieces_bytes = 128}}; /* a pool with an encoding */
     accepted = 0;
     for (size_t i = 0; i < sizeof(pools) / sizeof(pools[0]); i++) {
         request r;
