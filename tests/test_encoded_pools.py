@@ -33,8 +33,11 @@ from .test_upgrade import FEATURES_OFFSET, rewrite
 K_ENCODING_OFFSET, V_ENCODING_OFFSET = 2080, 2084
 INCOMPATIBLE_OFFSET = FEATURES_OFFSET + 16
 PAGE = 20
-SHAPE = {"dim": 24, "value_dim": 40, "page_tokens": PAGE, "layers": 2}
 IDS = range(3 * PAGE + 7)
+
+
+def small(pair: tuple[str, str]) -> KVLayout:
+    return layout_of(pair, dim=24, value_dim=40, page_tokens=PAGE, layers=2)
 
 
 def write(pool: CXLPool, seed: int = 1) -> None:
@@ -93,7 +96,7 @@ def test_every_byte_of_a_piece_is_held_against_its_checksum(
     pair: tuple[str, str], kind: str, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Codes, scales, and the digest's own scale, the last bytes of the keys."""
-    with pool_of(layout_of(pair, **SHAPE), 400, path=path, sketch=True) as pool:  # type: ignore[arg-type]
+    with pool_of(small(pair), 400, path=path, sketch=True) as pool:
         write(pool)
         with pool.match_prefix([1, *IDS[1:]]) as hit:
             page = int(hit.sequence().pages[1])
@@ -126,7 +129,7 @@ def test_every_byte_of_a_piece_is_held_against_its_checksum(
 
 @pytest.fixture
 def closed_file(path: Path) -> Path:
-    with pool_of(layout_of(("int8", "int4"), **SHAPE), 400, path=path) as pool:  # type: ignore[arg-type]
+    with pool_of(small(("int8", "int4")), 400, path=path) as pool:
         write(pool)
     return path
 
@@ -137,7 +140,7 @@ def opened(path: Path) -> CXLPool:
 
 @pytest.mark.parametrize("pair", ENCODED, ids="-".join)
 def test_a_pool_is_opened_as_it_was_made(pair: tuple[str, str], path: Path) -> None:
-    layout = layout_of(pair, **SHAPE)  # type: ignore[arg-type]
+    layout = small(pair)
     with pool_of(layout, 400, path=path) as pool:
         write(pool)
         before = read(pool)
@@ -174,7 +177,7 @@ def test_a_superblock_that_says_something_else(
 
 
 def test_a_pool_without_an_encoding_has_no_feature(path: Path) -> None:
-    with pool_of(layout_of(("none", "none"), **SHAPE), 400, path=path) as pool:  # type: ignore[arg-type]
+    with pool_of(small(("none", "none")), 400, path=path) as pool:
         write(pool)
     block = path.read_bytes()[:4096]
     assert not any(block[INCOMPATIBLE_OFFSET : V_ENCODING_OFFSET + 4])
@@ -188,9 +191,9 @@ def test_a_pool_without_an_encoding_has_no_feature(path: Path) -> None:
 
 
 def test_layouts_that_are_refused() -> None:
-    for name in ("k_encoding", "v_encoding"):
+    for pair in (("int3", "int8"), ("int8", "INT4")):
         with pytest.raises(BadArgumentError, match="one of none, int8, int4"):
-            KVLayout(layers=1, kv_heads=1, head_dim=16, page_tokens=4, **{name: "int3"})  # type: ignore[arg-type]
+            layout_of(pair)
     with pytest.raises(BadArgumentError, match="leave out k_encoding"):
         LayerGroup(
             layers=1, kv_heads=1, head_dim=64, value_head_dim=32, values="key_prefix",
@@ -207,7 +210,7 @@ def test_layouts_that_are_refused() -> None:
 
 def test_records_of_another_encoding_are_refused() -> None:
     """No pool takes them, not even one whose pieces are as long."""
-    layouts = [layout_of(pair, **SHAPE) for pair in (*ENCODED, ("none", "none"))]  # type: ignore[arg-type]
+    layouts = [*map(small, ENCODED), small(("none", "none"))]
     crcs = set[int]()
     with pool_of(layouts[0], 400) as source:
         write(source)
@@ -232,7 +235,7 @@ def test_records_of_another_encoding_are_refused() -> None:
 
 
 def test_pages_of_other_owners_are_not_attached() -> None:
-    with pool_of(layout_of(("int8", "int8"), **SHAPE), 400) as pool:  # type: ignore[arg-type]
+    with pool_of(small(("int8", "int8")), 400) as pool:
         pages = pool.pages.alloc(1)
         sequence = pool.sequence()
         with pytest.raises(UnsupportedError, match="written by append"):
@@ -248,7 +251,7 @@ def test_pages_of_other_owners_are_not_attached() -> None:
 def test_what_went_to_the_cold_tier_comes_back_to_the_bit(
     pair: tuple[str, str], tmp_path: Path
 ) -> None:
-    with pool_of(layout_of(pair, **SHAPE), 400) as pool:  # type: ignore[arg-type]
+    with pool_of(small(pair), 400) as pool:
         write(pool)
         before = read(pool)
         with Tiers(pool, cold=tmp_path / "cold", cold_capacity="4MiB") as tiers:
@@ -263,7 +266,7 @@ def test_what_went_to_the_cold_tier_comes_back_to_the_bit(
 @pytest.mark.parametrize("pair", BOTH, ids="-".join)
 def test_hosts_read_each_others_texts(pair: tuple[str, str], path: Path) -> None:
     """Over memory that no hardware keeps coherent; the tail, too, and a handle's."""
-    layout = layout_of(pair, **SHAPE)  # type: ignore[arg-type]
+    layout = small(pair)
     with shared(path, layout) as one, CXLPool.open(path, host=1, threads=1) as other:
         write(one, 1)
         write(other, 2)

@@ -31,9 +31,9 @@ STEP = {"bfloat16": 2**-8, "float16": 2**-10, "float32": 1e-6}
 """Of what fetch gives, relative to the largest channel of its row."""
 METHODS = ("exact", "digest", "two_stage", "attention")
 ENCODED = [
-    pair
-    for pair in itertools.product(("none", "int8", "int4"), repeat=2)
-    if pair != ("none", "none")
+    (k, v)
+    for k, v in itertools.product(("none", "int8", "int4"), repeat=2)
+    if (k, v) != ("none", "none")
 ]
 BOTH = (("int8", "int4"), ("int4", "int8"))
 
