@@ -197,6 +197,8 @@ void code_decode_avx2(const code_form *form, code_piece piece, uint32_t first, u
     }
 }
 
+INLINE uint32_t at_most(uint32_t count, uint32_t limit) { return count < limit ? count : limit; }
+
 /* ---- score ---- */
 
 /* Words 128 * high + low of each 4 channels d: of d and d + 2, of d + 1 and d + 3. */
@@ -224,7 +226,7 @@ typedef struct query_room {
 
 static void make_room(const code_form *form, const code_query *queries, uint32_t count,
                       query_room *room) {
-    room->count = count < QUERY_ROOM ? count : QUERY_ROOM;
+    room->count = at_most(count, QUERY_ROOM);
     for (uint32_t q = 0; q < room->count; q++) {
         room->middle[q] = (int32_t)((uint32_t)queries[q].sum * (1 - (1u << form->bits)));
         room->factor[q] = queries[q].factor;
@@ -324,8 +326,7 @@ void code_score_avx2(const code_form *form, code_piece piece, uint32_t first, ui
         make_room(form, queries + q, query_count - q, &room);
         for (uint32_t t = first, here; t < first + count; t += here) {
             float made[QUERY_ROOM][CODE_TOKENS];
-            here = CODE_TOKENS - t % CODE_TOKENS;
-            if (here > first + count - t) here = first + count - t;
+            here = at_most(CODE_TOKENS - t % CODE_TOKENS, first + count - t);
             score_any(form, piece, t, &room, made);
             for (uint32_t j = 0; j < room.count; j++)
                 memcpy(logits + (q + j) * logit_stride + (t - first), made[j] + t % CODE_TOKENS,
@@ -366,9 +367,9 @@ void code_score_best_avx2(const code_form *form, const code_piece *pieces,
             if (q == 0 && next) ask_for(next[i], code_bytes(form, tokens));
             for (uint32_t t = 0; t < tokens; t += CODE_TOKENS) {
                 float made[QUERY_ROOM][CODE_TOKENS];
-                uint32_t here = tokens - t < CODE_TOKENS ? tokens - t : CODE_TOKENS;
                 score_any(form, pieces[i], t, &room, made);
-                best[i] = largest_logit(made, room.count, here, best[i]);
+                best[i] = largest_logit(made, room.count, at_most(tokens - t, CODE_TOKENS),
+                                        best[i]);
             }
         }
     }
@@ -467,10 +468,9 @@ void code_accumulate_avx2(const code_form *form, code_piece piece, uint32_t firs
     for (uint32_t q = 0; q < query_count; q += QUERY_ROOM)
         for (uint32_t t = first, here; t < first + count; t += here) {
             const uint32_t low = t % CODE_TOKENS, block = t / CODE_TOKENS;
-            const uint32_t queries_here = query_count - q < QUERY_ROOM ? query_count - q : QUERY_ROOM;
+            const uint32_t queries_here = at_most(query_count - q, QUERY_ROOM);
             const uint8_t *codes = piece.blocks + block * code_block_bytes(form);
-            here = CODE_TOKENS - low;
-            if (here > first + count - t) here = first + count - t;
+            here = at_most(CODE_TOKENS - low, first + count - t);
             for (uint32_t j = 0; j < queries_here; j++)
                 round_weights(form->bits, piece.scales + block * CODE_TOKENS, low, here,
                               weights + (q + j) * weight_stride + (t - first), made + j);

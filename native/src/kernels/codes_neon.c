@@ -82,12 +82,13 @@ INLINE float encode_channels(int bits, turned *row, uint32_t dim, float scale) {
     for (uint32_t d = 0; d < dim; d += 2 * LANES) {
         int16x4_t codes[2];
         UNROLL for (uint32_t i = 0; i < 2; i++) {
-            float32x4_t factor = vdivq_f32(vld1q_f32(row->norm + d + i * LANES), vdupq_n_f32(scale));
+            const uint32_t at = d + i * LANES;
+            float32x4_t factor = vdivq_f32(vld1q_f32(row->norm + at), vdupq_n_f32(scale));
             if (bits == 4) factor = vmulq_n_f32(factor, 16);
-            float32x4_t steps = vmulq_f32(vld1q_f32(row->x + d + i * LANES), factor);
+            float32x4_t steps = vmulq_f32(vld1q_f32(row->x + at), factor);
             float32x4_t e = encode_four(bits, steps, &codes[i]);
             static const uint32_t lanes[LANES] = {0, 1, 2, 3};
-            uint32x4_t lane = vaddq_u32(vld1q_u32(lanes), vdupq_n_u32(d + i * LANES));
+            uint32x4_t lane = vaddq_u32(vld1q_u32(lanes), vdupq_n_u32(at));
             uint32x4_t there = vcltq_u32(lane, vdupq_n_u32(dim));
             e = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(e), there));
             sums[i] = vfmaq_f32(sums[i], e, e);
