@@ -55,7 +55,7 @@ def run(folder: Path, model: Path, plan: Plan, console: Console) -> list[str]:
     layout = layout_of(loaded)
     with CXLPool.create("anonymous:", layout=layout, capacity=capacity_bytes(layout, plan)) as pool:
         runner = Runner(Reader(loaded, pool), AutoTokenizer.from_pretrained(model), plan)
-        begin(folder, model, plan, runner.check())
+        begin(folder, model, asdict(plan), runner.check())
         units = plan.units()
         todo = {name: steps for name, steps in units.items() if not path_of(folder, name).exists()}
         with progress_of(console, sum(units.values()), sum(todo.values())) as progress:
@@ -84,11 +84,11 @@ def claimed(path: Path) -> Iterator[bool]:
         lock.unlink(missing_ok=True)
 
 
-def begin(folder: Path, model: Path, plan: Plan, texts: dict[str, str]) -> None:
+def begin(folder: Path, model: Path, plan: dict[str, object], texts: dict[str, str]) -> None:
     """Write what the folder is of, or hold it against what it says."""
     folder.mkdir(parents=True, exist_ok=True)
     of: dict[str, object] = {"format": FORMAT, "model": digest_of(model), "texts": texts}
-    of["plan"] = asdict(plan)
+    of["plan"] = plan
     text = json.dumps(of, indent=1)
     path = folder / PLAN
     if not path.exists():

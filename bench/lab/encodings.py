@@ -1,0 +1,359 @@
+"""What keys and values in few bits cost a trained model: divergence and loss, text by text.
+
+Full attention is transformers' own, in one pass over a text in float32. Then the same pass with all
+keys, behind their rotation by position, and all values replaced by what their codes stand for, the
+token's own included: for encodings of single tokens that is what a decode with an encoded cache
+gives, step by step. The newest tokens that KIVI keeps are kept for each query.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as attention_of
+from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from cxlkv.bench.lab import codes
+from cxlkv.bench.lab.run import begin, claimed, path_of, save
+from cxlkv.bench.lab.texts import TEXTS
+from cxlkv.bench.lab.units import Arrays
+from cxlkv.demo.full_attention import divergence_from
+from cxlkv.demo.progress import progress_of
+from cxlkv.demo.text import inputs
+from cxlkv.errors import BadArgumentError, UnsupportedError
+
+ATTENTION = "cxlkv_lab_codes"
+ROWS_MAX = 256
+"""Logits are compared for so many tokens at a time."""
+FP8_TOKENS = 64
+"""A scale by head is that of a text's first so many tokens."""
+FP8_ROOM = 2
+"""Later tokens may be so much larger before they are cut off."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """rows: what rows [heads, tokens, dim] are after their encoding. bits: of a channel, with
+    scales, by head_dim."""
+
+    rows: Callable[[codes.Floats], codes.Floats]
+    bits: Callable[[int], float]
+
+
+def by_codes(bits: int, group: int = 0) -> Kind:
+    """codes.h's; group: a scale for so many channels in place of all."""
+
+    def rows(raw: codes.Floats) -> codes.Floats:
+        turned = codes.rotate(raw)
+        parts = codes.in_groups(turned, group or turned.shape[-1])
+        found = codes.decode(codes.encode(parts, bits), bits)
+        return codes.unrotate(found.reshape(turned.shape))
+
+    return Kind(rows, lambda dim: bits + 16 / (group or dim))
+
+
+def by_fp8(nearest: bool, by_head: bool = False) -> Kind:
+    def rows(raw: codes.Floats) -> codes.Floats:
+        scale: codes.Floats | float = 1.0
+        if by_head:
+            first = np.abs(raw[:, :FP8_TOKENS]).max(axis=(1, 2), keepdims=True)
+            scale = np.asarray(first * FP8_ROOM / codes.FP8_MAX, np.float32)
+        return codes.decode_fp8(codes.fp8(raw, scale, nearest), scale)
+
+    return Kind(rows, lambda dim: 8.0)
+
+
+def by_kivi(bits: int, values: bool) -> Kind:
+    group = codes.KIVI_CHANNELS if values else codes.KIVI_TOKENS
+    of = codes.kivi_values if values else codes.kivi_keys
+    return Kind(lambda raw: of(raw, bits), lambda dim: bits + 32 / group)
+
+
+def as_bf16(raw: codes.Floats) -> codes.Floats:
+    return np.asarray(torch.from_numpy(raw).bfloat16().float().numpy(), np.float32)
+
+
+def turned_q4_0(raw: codes.Floats) -> codes.Floats:
+    return codes.unrotate(codes.q4_0(codes.rotate(raw)))
+
+
+KINDS = {
+    "none": Kind(lambda raw: raw, lambda dim: 16.0),
+    "bf16": Kind(as_bf16, lambda dim: 16.0),
+    "int8": by_codes(8),
+    "int4": by_codes(4),
+    "int4 by 32": by_codes(4, group=32),
+    "fp8": by_fp8(nearest=False),
+    "fp8 head": by_fp8(nearest=False, by_head=True),
+    "fp8 nearest": by_fp8(nearest=True),
+    "kivi2 k": by_kivi(2, values=False),
+    "kivi2 v": by_kivi(2, values=True),
+    "kivi4 k": by_kivi(4, values=False),
+    "kivi4 v": by_kivi(4, values=True),
+    "q4_0": Kind(codes.q4_0, lambda dim: 4.5),
+    "q4_0 rotated": Kind(turned_q4_0, lambda dim: 4.5),
+}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """k, v: of KINDS. dense: so many first layers, and as many last ones, keep what the model made.
+    query_bits: queries are rotated and rounded to so many, 14 or 8; 0 is not at all. newest: the
+    kind of the newest 128 tokens, if not that of all; sinks: and of so many first ones."""
+
+    name: str
+    k: str
+    v: str
+    dense: int = 0
+    query_bits: int = 0
+    newest: str = ""
+    sinks: int = 0
+
+    def bits(self, dim: int, layers: int) -> float:
+        """Of a channel, mean of keys and values; layers that are kept have 16. Of a long text: the
+        newest and the first tokens do not count."""
+        coded = (KINDS[self.k].bits(dim) + KINDS[self.v].bits(dim)) / 2
+        kept = min(1, 2 * self.dense / layers)
+        return 16 * kept + coded * (1 - kept)
+
+
+def both(kind: str, dense: int = 0, query_bits: int = 0) -> Encoding:
+    words = [kind]
+    words += [f"dense {dense}"] if dense else []
+    words += [f"query {query_bits}"] if query_bits else []
+    return Encoding(", ".join(words), kind, kind, dense, query_bits)
+
+
+def alone(name: str, k: str, v: str, newest: str = "") -> list[Encoding]:
+    return [
+        Encoding(f"{name}, K only", k, "none", newest=newest),
+        Encoding(f"{name}, V only", "none", v, newest=newest),
+    ]
+
+
+def every_encoding() -> tuple[Encoding, ...]:
+    return (
+        both("bf16"),
+        both("int8"),
+        *alone("int8", "int8", "int8"),
+        both("int8", query_bits=14),
+        both("int8", query_bits=8),
+        both("int4"),
+        *alone("int4", "int4", "int4"),
+        both("int4", query_bits=8),
+        both("int4", dense=1),
+        both("int4", dense=2),
+        both("int4 by 32"),
+        Encoding("int4, newest int8", "int4", "int4", newest="int8"),
+        Encoding("int4, newest int8, query 14", "int4", "int4", query_bits=14, newest="int8"),
+        Encoding("int4, newest and first int8", "int4", "int4", newest="int8", sinks=16),
+        Encoding("K int8, V int4", "int8", "int4"),
+        both("fp8"),
+        *alone("fp8", "fp8", "fp8"),
+        both("fp8 head"),
+        both("fp8 nearest"),
+        Encoding("kivi4", "kivi4 k", "kivi4 v", newest="none"),
+        Encoding("kivi2", "kivi2 k", "kivi2 v", newest="none"),
+        *alone("kivi2", "kivi2 k", "kivi2 v", newest="none"),
+        both("q4_0"),
+        both("q4_0 rotated"),
+    )
+
+
+def kinds_first() -> tuple[str, ...]:
+    """All texts, one of each kind in front: a run that was stopped has read many kinds."""
+    first = {text.kind: text.name for text in reversed(TEXTS)}
+    names = [text.name for text in TEXTS]
+    return tuple(sorted(names, key=lambda name: (name not in first.values(), names.index(name))))
+
+
+@dataclass(frozen=True)
+class CodesPlan:
+    """Lengths are in tokens. texts: one of each kind first. prefix: what is read before the tokens
+    whose predictions are compared; steps: how many these are."""
+
+    texts: tuple[str, ...] = field(default_factory=kinds_first)
+    prefix: int = 512
+    steps: int = 512
+    encodings: tuple[Encoding, ...] = field(default_factory=every_encoding)
+
+    @classmethod
+    def quick(cls) -> CodesPlan:
+        """Too little to conclude from."""
+        return cls(texts=("handbook", "argparse", "table"), prefix=256, steps=256)
+
+    def only(self, patterns: list[str]) -> CodesPlan:
+        """The encodings whose names are like a pattern (fnmatch); BadArgumentError for a pattern
+        that no name is like."""
+        names = [one.name for one in self.encodings]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise BadArgumentError(f"no encoding is like {pattern!r}: {'; '.join(names)}")
+        chosen = [
+            one for one in self.encodings if any(fnmatchcase(one.name, some) for some in patterns)
+        ]
+        return replace(self, encodings=tuple(chosen))
+
+
+class Coder:
+    """A model whose layers attend to what an encoding makes of keys and values."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        nn.Module.to(model, torch.float32)  # in place
+        self.own = str(model.config._attn_implementation)
+        self.layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+        self.encoding: Encoding | None = None
+        AttentionInterface.register(ATTENTION, self.attend)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+    @contextmanager
+    def under(self, encoding: Encoding) -> Iterator[None]:
+        self.encoding = encoding
+        self.model.set_attn_implementation(ATTENTION)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(self.own)
+            self.encoding = None
+
+    @torch.inference_mode()
+    def chances(self, tokens: Tensor, keep: int) -> Tensor:
+        """Log-probabilities behind the last `keep` of the tokens, float32 [keep, words]."""
+        logits = self.model(input_ids=tokens[None], use_cache=False, logits_to_keep=keep).logits[0]
+        assert isinstance(logits, Tensor)
+        for some in torch.split(logits, ROWS_MAX):
+            some.copy_(torch.log_softmax(some, dim=-1))
+        return logits
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **more: object,
+    ) -> tuple[Tensor, None]:
+        """Attention of one row over its whole text, [1, heads, tokens, dim] each."""
+        if attention_mask is not None or more.get("softcap") or more.get("sliding_window"):
+            raise UnsupportedError("the lab measures layers that see the whole text, uncapped")
+        encoding, layer = self.encoding, int(getattr(module, "layer_idx"))  # noqa: B009
+        assert encoding is not None
+        if min(layer, self.layers - 1 - layer) < encoding.dense:
+            return causal(query, key, value, scaling), None
+        if encoding.query_bits:
+            query = rounded(query, encoding.query_bits)
+        coded = coded_rows(key, KINDS[encoding.k]), coded_rows(value, KINDS[encoding.v])
+        if not encoding.newest:
+            return causal(query, *coded, scaling), None
+        kept = KINDS[encoding.newest]
+        newest = coded_rows(key, kept), coded_rows(value, kept)
+        return windowed(query, newest, coded, encoding.sinks, scaling), None
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """[1, tokens, heads, dim]."""
+    grouped = key.shape[1] != query.shape[1]
+    out = attention_of(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
+
+
+def coded_rows(rows: Tensor, kind: Kind) -> Tensor:
+    """What the encoding makes of [1, heads, tokens, dim]."""
+    return torch.from_numpy(kind.rows(rows[0].contiguous().numpy()))[None]
+
+
+def rounded(query: Tensor, bits: int) -> Tensor:
+    """Queries as their whole numbers stand for them."""
+    wholes, factors = codes.rounded_query(codes.rotate(query[0].numpy()), bits)
+    return torch.from_numpy(codes.unrotate(wholes.astype(np.float32) * factors[..., None]))[None]
+
+
+def windowed(
+    query: Tensor,
+    kept: tuple[Tensor, Tensor],
+    coded: tuple[Tensor, Tensor],
+    sinks: int,
+    scaling: float | None,
+) -> Tensor:
+    """Each query sees the newest tokens, 128 to 159, as they are kept, older ones as they are coded
+    in groups of 32, and the first `sinks` tokens as they are kept, too."""
+    tokens, step = query.shape[2], codes.KIVI_TOKENS
+    out = []
+    for first in range(0, tokens, step):
+        last, old = min(first + step, tokens), max(first - codes.KIVI_WINDOW, 0)
+        key, value = (
+            torch.cat([k[:, :, : min(sinks, old)], c[:, :, sinks:old], k[:, :, old:last]], dim=2)
+            for k, c in zip(kept, coded, strict=True)
+        )
+        seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
+        some = query[:, :, first:last]
+        grouped = query.shape[1] != kept[0].shape[1]
+        part = attention_of(some, key, value, attn_mask=seen, scale=scaling, enable_gqa=grouped)
+        out.append(part)
+    return torch.cat(out, dim=2).transpose(1, 2).contiguous()
+
+
+def measure(folder: Path, model: Path, plan: CodesPlan, console: Console) -> list[str]:
+    """Read the texts that the folder lacks, but for those that another process reads now; these
+    are returned. Raises what cxlkv.bench.lab.run.run() does."""
+    loaded, tokenizer = inputs.read_model(model), AutoTokenizer.from_pretrained(model)
+    coder = Coder(loaded)
+    length = plan.prefix + plan.steps + 1
+    texts = {text.name: text.read() for text in TEXTS if text.name in plan.texts}
+    ids = {
+        name: torch.tensor(tokenizer(text[: 8 * length])["input_ids"][:length])
+        for name, text in texts.items()
+    }
+    for name, tokens in ids.items():
+        if len(tokens) < length:
+            raise BadArgumentError(f"the text {name} has {len(tokens)} tokens, not {length}")
+    digests = {n: hashlib.sha256(text.encode()).hexdigest()[:12] for n, text in texts.items()}
+    begin(folder, model, asdict(plan), digests)
+    todo = [name for name in plan.texts if not path_of(folder, name).exists()]
+    passes = len(plan.encodings) + 1
+    with progress_of(console, passes * len(plan.texts), passes * len(todo)) as progress:
+        for name in todo:
+            path = path_of(folder, name)
+            with claimed(path) as is_ours:
+                if not is_ours or path.exists():
+                    progress.skip(passes)
+                    continue
+                progress.begin(f"reading {name}")
+                save(path, read(coder, plan, ids[name], progress.advance))
+    return [name for name in plan.texts if not path_of(folder, name).exists()]
+
+
+def read(coder: Coder, plan: CodesPlan, tokens: Tensor, advance: Callable[[], None]) -> Arrays:
+    """One text: losses and divergences in nats, and whether the most likely token is full
+    attention's, [encodings, steps]; full: its own losses [steps]."""
+    full = coder.chances(tokens[:-1], plan.steps)
+    wanted, best = tokens[-plan.steps :, None], full.argmax(-1)
+    advance()
+    losses, divergences, agreed = [], [], []
+    for encoding in plan.encodings:
+        with coder.under(encoding):
+            chances = coder.chances(tokens[:-1], plan.steps)
+        losses.append(-chances.gather(1, wanted)[:, 0].numpy())
+        parts = zip(torch.split(full, ROWS_MAX), torch.split(chances, ROWS_MAX), strict=True)
+        divergences.append(torch.cat([divergence_from(*pair) for pair in parts]).numpy())
+        agreed.append((chances.argmax(-1) == best).numpy())
+        advance()
+    return {
+        "full": -full.gather(1, wanted)[:, 0].numpy(),
+        "losses": np.array(losses, np.float32),
+        "divergences": np.array(divergences, np.float32),
+        "agreed": np.array(agreed, np.bool_),
+    }
