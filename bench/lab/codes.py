@@ -75,57 +75,72 @@ def blocks(dim: int) -> list[slice[int, int, None]]:
     return found
 
 
-def transform(rows: Floats) -> Floats:
-    """Walsh-Hadamard, of length-keeping scale; the last axis is a power of two."""
+def butterflies(rows: Floats) -> Floats:
+    """Sums and differences of the last axis, a power of two: distance 1 first, then 2, 4 ..."""
     size, half, found = rows.shape[-1], 1, rows.astype(np.float32)
     while half < size:
         pairs = found.reshape(*rows.shape[:-1], size // (2 * half), 2, half)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
-        found = np.stack([a + b, a - b], axis=-2).reshape(rows.shape)
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = np.stack([a + b, a - b], axis=-2).reshape(rows.shape)
         half *= 2
-    norm: np.float32 = np.float32(1) / np.sqrt(np.float32(size))
-    return found * norm
+    return found
+
+
+def norms(dim: int) -> Floats:
+    """What makes butterflies keep lengths: 1 / root of the block's size, float32 [dim]."""
+    parts = [
+        np.full(c.stop - c.start, 1 / np.sqrt(np.float32(c.stop - c.start))) for c in blocks(dim)
+    ]
+    return np.concatenate(parts).astype(np.float32)
+
+
+def transformed(rows: Floats) -> Floats:
+    """Butterflies in blocks that make up the channels."""
+    return np.concatenate([butterflies(rows[..., c]) for c in blocks(rows.shape[-1])], axis=-1)
+
+
+def turned(rows: Floats) -> Floats:
+    """Signs and butterflies: rotate() before its norms."""
+    return transformed(rows.astype(np.float32) * signs(rows.shape[-1]))
 
 
 def rotate(rows: Floats) -> Floats:
     """Signs, then the transform, in float32. Keeps lengths and inner products."""
-    turned = rows.astype(np.float32) * signs(rows.shape[-1])
-    parts = [transform(turned[..., channels]) for channels in blocks(rows.shape[-1])]
-    return np.concatenate(parts, axis=-1)
+    return turned(rows) * norms(rows.shape[-1])
 
 
 def unrotate(rows: Floats) -> Floats:
     """Back from rotate()."""
-    parts = [transform(rows[..., channels]) for channels in blocks(rows.shape[-1])]
-    return np.concatenate(parts, axis=-1) * signs(rows.shape[-1])
+    return transformed(rows) * norms(rows.shape[-1]) * signs(rows.shape[-1])
 
 
 # ---- codes of 8 and 4 bits: native/src/kernels/codes.h ----
 
 
-def encode(rotated: Floats, bits: int, clip: float = 1.0) -> Encoded:
-    """Codes of rotated rows. clip: the scale is so much of what holds the largest channel; codes.h
-    has 1. A row with an infinity or a NaN has the scale NaN and codes 0."""
-    largest = np.abs(rotated).max(axis=-1)
+def encode_rows(rows: Floats, bits: int) -> Encoded:
+    """Rows as the model made them, [..., dim]: rotated, then coded, to the bit."""
+    return encode(turned(rows), bits, norms(rows.shape[-1]))
+
+
+def encode(rotated: Floats, bits: int, norm: Floats | None = None) -> Encoded:
+    """Codes of rotated rows; norm: what they are still to be multiplied by. A row with an infinity
+    or a NaN has the scale NaN and codes 0."""
+    factor = np.ones(rotated.shape[-1], np.float32) if norm is None else norm
     half = np.float32(1 << bits - 1)
-    with np.errstate(invalid="ignore", over="ignore"):
-        wanted = np.minimum(largest * np.float32(clip) / half, HALF_MAX)  # a NaN stays one
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        largest = np.abs(rotated * factor).max(axis=-1)
+        wanted = np.minimum(largest / half, HALF_MAX)
         scales = np.where(np.isfinite(largest), wanted, np.float32(np.nan)).astype(np.float16)
-    return Encoded(codes_of(rotated, scales, bits), scales)
-
-
-def codes_of(rotated: Floats, scales: Halves, bits: int) -> Codes:
-    """floor(channel / scale), from the middle on, within what the bits hold."""
-    half, unit = np.float32(1 << bits - 1), scales.astype(np.float32)[..., None]
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        steps = np.floor(rotated / unit) + half
-        codes = np.clip(steps, np.float32(0), 2 * half - 1)
-    return np.where(unit > 0, codes, np.float32(0)).astype(np.uint8)
+        unit = scales.astype(np.float32)[..., None]
+        steps = np.floor(rotated * (factor / unit)) + half
+        inside = np.where(unit > 0, np.clip(steps, np.float32(0), 2 * half - 1), np.float32(0))
+    return Encoded(inside.astype(np.uint8), scales)
 
 
 def decode(encoded: Encoded, bits: int) -> Floats:
     """What the codes stand for, in the rotated space: float32 [..., dim]."""
-    middle = encoded.codes.astype(np.float32) + np.float32(0.5) - np.float32(1 << bits - 1)
+    middle = encoded.codes.astype(np.float32) + (np.float32(0.5) - np.float32(1 << bits - 1))
     return middle * encoded.scales.astype(np.float32)[..., None]
 
 

@@ -54,10 +54,11 @@ def by_codes(bits: int, group: int = 0) -> Kind:
     """codes.h's; group: a scale for so many channels in place of all."""
 
     def rows(raw: codes.Floats) -> codes.Floats:
-        turned = codes.rotate(raw)
-        parts = codes.in_groups(turned, group or turned.shape[-1])
+        if not group:
+            return codes.unrotate(codes.decode(codes.encode_rows(raw, bits), bits))
+        parts = codes.in_groups(codes.rotate(raw), group)
         found = codes.decode(codes.encode(parts, bits), bits)
-        return codes.unrotate(found.reshape(turned.shape))
+        return codes.unrotate(found.reshape(raw.shape))
 
     return Kind(rows, lambda dim: bits + 16 / (group or dim))
 
