@@ -132,17 +132,18 @@ def save(path: Path, arrays: Arrays) -> None:
 
 def load_units(folder: Path, plan: Plan) -> dict[str, Arrays]:
     """What was measured, by unit. Raises CorruptError for a damaged file."""
-    found = {}
-    for name in plan.units():
-        path = path_of(folder, name)
-        try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                found[name] = {key: arrays[key] for key in arrays.files}
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
-            raise CorruptError(
-                f"{path}: {error}; delete the file and run again to measure it"
-            ) from error
-    return found
+    return {name: load_arrays(path_of(folder, name)) for name in plan.units()}
+
+
+def load_arrays(path: Path) -> Arrays:
+    """What was measured in one unit. Raises CorruptError for a damaged file."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return {key: arrays[key] for key in arrays.files}
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
+        raise CorruptError(
+            f"{path}: {error}; delete the file and run again to measure it"
+        ) from error
 
 
 def capacity_bytes(layout: KVLayout, plan: Plan) -> int:

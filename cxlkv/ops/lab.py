@@ -108,3 +108,48 @@ def lab_prefill(
 
     prefill.measure(model or prepare(console), plan, tell)
     console.print(Text(f"Result file: {path}"), soft_wrap=True)
+
+
+@lab_app.command("encodings")
+def lab_encodings(
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder of the run, cxlkv-lab-encodings; a killed run goes on."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Three shorter texts, too little to conclude from.")
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a causal model; SmolLM2-135M if not given.")
+    ] = None,
+    encodings: Annotated[
+        str,
+        typer.Option(help="Only encodings of these names, * for any characters: 'int8*;fp8'."),
+    ] = "",
+) -> None:
+    """Measure what keys and values in few bits cost over full attention, on 16 texts.
+
+    Writes lab-encodings.json and its picture lab-encodings.png into the folder. Takes some 40
+    minutes; killed, it goes on with the next text. Several at once, on one folder, share the work.
+    """
+    with needing("lab", "the lab"):
+        from cxlkv.bench.lab import encodings_report as report
+        from cxlkv.bench.lab.encodings import CodesPlan, measure
+        from cxlkv.demo.smollm2 import prepare
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 110)
+    plan = CodesPlan.quick() if quick else CodesPlan()
+    if encodings:
+        plan = plan.only([pattern.strip() for pattern in encodings.split(";")])
+    folder = model or prepare(console)
+    out = out or Path("cxlkv-lab-encodings-quick" if quick else "cxlkv-lab-encodings")
+    if elsewhere := measure(out, folder, plan, console):
+        text = f"Another process on {out} reads {', '.join(elsewhere)} and writes the result."
+        console.print(Text(f"{text} If it is gone, run this again."), soft_wrap=True)
+        return
+    found = report.find(out, plan, folder)
+    console.print(report.table_of(found))
+    report.result_of(found).write(out / "lab-encodings.json")
+    report.draw(out / "lab-encodings.png", found)
+    console.print(Text(f"Result file: {out / 'lab-encodings.json'}"), soft_wrap=True)

@@ -1,0 +1,137 @@
+"""What `cxlkv lab encodings` found: a row for each encoding, as a result, a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.table import Table
+
+from cxlkv.bench.lab.encodings import CodesPlan, Encoding
+from cxlkv.bench.lab.run import load_arrays, path_of
+from cxlkv.bench.lab.statistics import bootstrap
+from cxlkv.bench.result import Result
+from cxlkv.bench.style import BLUE, GREEN, GREY, ORANGE, canvas, plain
+from cxlkv.demo.text import inputs
+from cxlkv.errors import BadArgumentError
+
+Samples = npt.NDArray[np.float64]
+FAMILIES = {"int": BLUE, "K int8": BLUE, "fp8": ORANGE, "kivi": GREEN}
+DIVERGENCE_LEAST = 1e-6
+"""What is below, in a picture, is drawn there."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One encoding. Samples are texts, each the mean of its steps: loss, as a share over full
+    attention's; divergence in nats a token; agreed, the share of steps. bits: of a channel."""
+
+    encoding: Encoding
+    bits: float
+    loss: Samples
+    divergence: Samples
+    agreed: Samples
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of the texts that have been read. full: full attention's loss, nats a token."""
+
+    plan: CodesPlan
+    texts: Sequence[str]
+    full: Samples
+    rows: Sequence[Row]
+    notes: Sequence[str]
+
+
+def find(folder: Path, plan: CodesPlan, model: Path) -> Findings:
+    """Of a folder's texts, those that are there; BadArgumentError where there are none."""
+    config = inputs.read_config(model).get_text_config(decoder=True)
+    layers = int(config.num_hidden_layers)
+    dim = int(getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads)
+    texts = [name for name in plan.texts if path_of(folder, name).exists()]
+    if not texts:
+        raise BadArgumentError(f"{folder} holds no text that has been read")
+    units = [load_arrays(path_of(folder, name)) for name in texts]
+    full = np.array([unit["full"].mean() for unit in units], np.float64)
+    rows = [
+        Row(
+            encoding,
+            encoding.bits(dim, layers),
+            np.array([unit["losses"][at].mean() for unit in units], np.float64) / full - 1,
+            np.array([unit["divergences"][at].mean() for unit in units], np.float64),
+            np.array([unit["agreed"][at].mean() for unit in units], np.float64),
+        )
+        for at, encoding in enumerate(plan.encodings)
+    ]
+    commits = ", ".join(sorted({str(unit["commit"]) for unit in units}))
+    notes = [
+        f"model: {model.name} in float32, head_dim {dim}, {layers} layers",
+        f"{len(texts)} of {len(plan.texts)} texts: {', '.join(texts)}",
+        f"{plan.steps} tokens of each behind {plan.prefix}",
+        f"measured at commit {commits}",
+    ]
+    return Findings(plan, texts, full, rows, notes)
+
+
+def table_of(found: Findings) -> Table:
+    table = Table(
+        title=f"{len(found.texts)} texts, {found.plan.steps} tokens each behind "
+        f"{found.plan.prefix}",
+        caption="KL: nats a token, mean of the texts, and the worst; loss: over full attention's,\n"
+        "mean, and what it is below with 95 % confidence",
+    )
+    for name in ("encoding", "bits", "KL", "worst", "loss", "below", "agrees"):
+        table.add_column(name, justify="left" if name == "encoding" else "right", no_wrap=True)
+    for row in found.rows:
+        loss = bootstrap(row.loss)
+        table.add_row(
+            row.encoding.name,
+            f"{row.bits:.2f}",
+            f"{row.divergence.mean():.1e}",
+            f"{row.divergence.max():.1e}",
+            f"{100 * loss.mean:+.2f} %",
+            f"{100 * loss.high:+.2f} %",
+            f"{100 * row.agreed.mean():.1f} %",
+        )
+    return table
+
+
+def result_of(found: Findings) -> Result:
+    """The result file: samples are texts, in the order that a note has."""
+    result = Result("lab-encodings")
+    result.notes += found.notes
+    result.measure("loss_full", list(found.full), "nats a token")
+    for row in found.rows:
+        name = row.encoding.name.replace(",", "").replace(" ", "_")
+        result.measure(f"bits_{name}", [row.bits], "bits a channel")
+        result.measure(f"loss_{name}", list(row.loss), "share over full attention's")
+        result.measure(f"loss_below_{name}", [bootstrap(row.loss).high], "share, 95 % confidence")
+        result.measure(f"divergence_{name}", list(row.divergence), "nats a token")
+        result.measure(f"agreement_{name}", list(row.agreed), "share of tokens")
+    return result
+
+
+def draw(path: Path, found: Findings) -> None:
+    """Bits against divergence, and against the bound of the loss, of encodings of keys and values
+    alike."""
+    figure, panels = canvas(10, 4.4, 1, 2)
+    shown = [row for row in found.rows if "only" not in row.encoding.name]
+    for axes, title in zip(panels, ("KL, nats a token", "loss is below, % over full"), strict=True):
+        for row in shown:
+            loss = 100 * bootstrap(row.loss).high
+            height = loss if axes is panels[1] else max(row.divergence.mean(), DIVERGENCE_LEAST)
+            color = next((c for n, c in FAMILIES.items() if row.encoding.name.startswith(n)), GREY)
+            axes.plot(row.bits, height, "o", color=color, markersize=5)
+            axes.annotate(
+                row.encoding.name, (row.bits, height), (4, 2), textcoords="offset points",
+                fontsize=6, color=color,
+            )  # fmt: skip
+        plain(axes, "bits a channel, scales included", title=title)
+        axes.set_xlim(2.5, 17.5)
+    panels[0].set_yscale("log")
+    panels[1].set_yscale("symlog", linthresh=0.1)
+    figure.savefig(path, dpi=130)
