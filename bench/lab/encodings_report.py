@@ -116,22 +116,30 @@ def result_of(found: Findings) -> Result:
 
 
 def draw(path: Path, found: Findings) -> None:
-    """Bits against divergence, and against the bound of the loss, of encodings of keys and values
-    alike."""
+    """Bits against divergence, and against the loss with its bounds, of encodings of keys and
+    values alike and of whole queries."""
     figure, panels = canvas(10, 4.4, 1, 2)
-    shown = [row for row in found.rows if "only" not in row.encoding.name]
-    for axes, title in zip(panels, ("KL, nats a token", "loss is below, % over full"), strict=True):
-        for row in shown:
-            loss = 100 * bootstrap(row.loss).high
-            height = loss if axes is panels[1] else max(row.divergence.mean(), DIVERGENCE_LEAST)
-            color = next((c for n, c in FAMILIES.items() if row.encoding.name.startswith(n)), GREY)
-            axes.plot(row.bits, height, "o", color=color, markersize=5)
+    hidden = ("only", "query")
+    shown = [row for row in found.rows if not any(word in row.encoding.name for word in hidden)]
+    shown.sort(key=lambda row: (row.bits, row.divergence.mean()))
+    for at, row in enumerate(shown):
+        color = next((c for n, c in FAMILIES.items() if row.encoding.name.startswith(n)), GREY)
+        loss, divergence = bootstrap(row.loss), max(row.divergence.mean(), DIVERGENCE_LEAST)
+        panels[0].plot(row.bits, divergence, "o", color=color, markersize=4)
+        below, above = (100 * abs(loss.mean - bound) for bound in (loss.low, loss.high))
+        panels[1].errorbar(
+            row.bits, 100 * loss.mean, [[below], [above]], fmt="o", color=color, markersize=4,
+            linewidth=0.8,
+        )  # fmt: skip
+        for axes, height in ((panels[0], divergence), (panels[1], 100 * loss.mean)):
             axes.annotate(
-                row.encoding.name, (row.bits, height), (4, 2), textcoords="offset points",
-                fontsize=6, color=color,
+                row.encoding.name, (row.bits, height), (-5 if at % 2 else 5, -2), fontsize=6,
+                textcoords="offset points", color=color, ha="right" if at % 2 else "left",
             )  # fmt: skip
-        plain(axes, "bits a channel, scales included", title=title)
-        axes.set_xlim(2.5, 17.5)
+    plain(panels[0], "bits a channel, scales included", title="KL, nats a token")
+    plain(panels[1], "bits a channel, scales included", title="loss over full attention's, %")
+    for axes in panels:
+        axes.set_xlim(0.5, 18)
     panels[0].set_yscale("log")
     panels[1].set_yscale("symlog", linthresh=0.1)
     figure.savefig(path, dpi=130)
