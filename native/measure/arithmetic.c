@@ -154,8 +154,8 @@ static double bf16_neon(float one) {
 
 static bool has_any(void) { return true; }
 
-/* By the names of the tables of kernels: how they multiply fp32, keys of bf16, and codes. Where a
- * table has no instruction for codes, numbers of fp32. */
+/* By the names of the tables of kernels: how they multiply fp32, keys of bf16, and codes. Where
+ * there is no loop for codes, numbers of fp32. */
 static const struct {
     const char *kernels;
     bool (*is_here)(void);
@@ -164,7 +164,7 @@ static const struct {
     {"serial", has_any, {fma_any, fma_any, fma_any}},
 #if defined(__x86_64__)
     {"avx2", has_avx2, {fma_avx2, fma_avx2, codes_avx2}},
-    {"avx512", cpu_has_avx512, {fma_avx512, fma_avx512, codes_avx512}},
+    {"avx512", cpu_has_avx512, {fma_avx512, fma_avx512, codes_avx2}},
     {"avx512_bf16", cpu_has_avx512_bf16, {fma_avx512, bf16_avx512, codes_avx512}},
     {"amx", cpu_has_avx512_bf16, {fma_avx512, bf16_avx512, codes_avx512}},
 #elif defined(__aarch64__)

@@ -156,7 +156,7 @@ static int32_t split(const float *rotated, uint32_t dim, float unit, int8_t *hig
     for (uint32_t d = 0; d < dim; d++) {
         int16_t upper = (int16_t)((int16_t)(whole[d] + 64) >> 7);
         high[d] = (int8_t)upper;
-        low[d] = (int8_t)(whole[d] - (int16_t)(upper << 7));
+        low[d] = (int8_t)(whole[d] - (int16_t)(upper * 128));
     }
     return sum;
 }

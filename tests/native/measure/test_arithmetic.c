@@ -15,7 +15,7 @@ static int run(const char *kernels, uint32_t kind, uint64_t nanoseconds,
     return code;
 }
 
-/* A product for each lane, two where bf16 comes in pairs: 0 where the CPU has no such table. */
+/* A product for each lane, two where bf16 comes in pairs, one for two bytes of codes: 0 where the CPU has no such table. */
 static uint64_t products_of(const char *kernels, uint32_t kind) {
     cxlkv_arithmetic once, longer;
     if (kernels_force(kernels) != 0) return 0;
@@ -30,14 +30,17 @@ static uint64_t products_of(const char *kernels, uint32_t kind) {
 static void test_every_table(void) {
     static const struct {
         const char *kernels;
-        uint32_t fp32, bf16;
-    } wanted[] = {{"serial", 4, 4}, {"avx2", 8, 8}, {"avx512", 16, 16}, {"avx512_bf16", 16, 32},
-                  {"amx", 16, 32}, {"neon", 4, 4}, {"neon_bf16", 4, 4}};
+        uint32_t fp32, bf16, codes;
+    } wanted[] = {{"serial", 4, 4, 4},   {"avx2", 8, 8, 16},         {"avx512", 16, 16, 16},
+                  {"avx512_bf16", 16, 32, 32}, {"amx", 16, 32, 32}, {"neon", 4, 4, 4},
+                  {"neon_bf16", 4, 4, 4}};
     for (size_t i = 0; i < sizeof(wanted) / sizeof(*wanted); i++) {
         uint64_t fp32 = products_of(wanted[i].kernels, CXLKV_ARITHMETIC_FP32);
         CHECK(fp32 == 0 || fp32 == wanted[i].fp32);
         uint64_t bf16 = products_of(wanted[i].kernels, CXLKV_ARITHMETIC_BF16);
         CHECK(bf16 == 0 || bf16 == wanted[i].bf16);
+        uint64_t codes = products_of(wanted[i].kernels, CXLKV_ARITHMETIC_CODES);
+        CHECK(codes == 0 || codes == wanted[i].codes);
     }
     CHECK(products_of("serial", CXLKV_ARITHMETIC_FP32) == 4);
 }
@@ -46,7 +49,7 @@ static void test_nonsense(void) {
     cxlkv_arithmetic found;
     CHECK(run("sse9", CXLKV_ARITHMETIC_FP32, 0, &found) == -CXLKV_E_ARGUMENT);
     CHECK(strstr(cxlkv_error_text(), "sse9"));
-    CHECK(run("serial", 2, 0, &found) == -CXLKV_E_ARGUMENT);
+    CHECK(run("serial", 3, 0, &found) == -CXLKV_E_ARGUMENT);
 }
 
 int main(void) {
