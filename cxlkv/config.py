@@ -105,6 +105,7 @@ Size = Annotated[int, BeforeValidator(parse_bytes)]
 Where = Annotated[str, AfterValidator(_rooted)]
 _Capacity = Annotated[int | str, BeforeValidator(lambda v: v if v == ALL else parse_bytes(v))]
 _DType = Annotated[str | None, BeforeValidator(lambda v: None if v is None else dtype_name(v))]
+_Encoding = Literal["none", "int8", "int4"] | None
 _Shard = Annotated[tuple[int, int, int, int], Field(strict=False)]  # YAML has lists only
 
 
@@ -114,7 +115,7 @@ class _Group(Keys):
     layers: how many. kv_heads: heads of K and V. head_dim: channels of a key. value_head_dim: of a
     value, if it has another number. dtype: of K and V, bfloat16 if not given. window: tokens that a
     layer of a sliding window sees. values: "key_prefix": they are the first channels of the keys,
-    as in MLA.
+    as in MLA. k_encoding, v_encoding: what keys and values are kept as, none if not given.
     """
 
     layers: int
@@ -124,6 +125,8 @@ class _Group(Keys):
     dtype: _DType = None
     window: int | None = None
     values: Literal["own", "key_prefix"] | None = None
+    k_encoding: _Encoding = None
+    v_encoding: _Encoding = None
 
     def make(self) -> LayerGroup:
         return LayerGroup(**self.model_dump(exclude_none=True))
@@ -154,7 +157,8 @@ class _OneShape(_Layout):
 
     page_tokens: tokens of a page, 16 if not given. layers: how many. kv_heads: heads of K and V.
     head_dim: channels of a key. value_head_dim: of a value, if it has another number. dtype: of K
-    and V, bfloat16 if not given.
+    and V, bfloat16 if not given. k_encoding, v_encoding: what keys and values are kept as, none if
+    not given.
     """
 
     page_tokens: int | None = None
@@ -163,6 +167,8 @@ class _OneShape(_Layout):
     head_dim: int
     value_head_dim: int | None = None
     dtype: _DType = None
+    k_encoding: _Encoding = None
+    v_encoding: _Encoding = None
 
     def make(self) -> KVLayout:
         return KVLayout(**self.model_dump(exclude_none=True))
@@ -284,18 +290,18 @@ class PoolConfig(PoolKeys):
     """A pool's YAML. layout may be missing where the caller of read_config() has one.
 
     layout: what the pool stores. checksum: a CRC32C for every piece. sketch: keys are also kept in
-    2 bits a channel, for select(method="two_stage"). durable: what was published outlives its
-    process, or its host. threads: that scan and copy in this process; the CPUs that it may use if
-    not given. emulate: numa:NODE, or the profile of a device's link, as CXLKV_EMULATE. local:
-    memory of this process for copies of hot pages. if_missing: what to do if no pool is there.
-    if_exists: what to do if one is.
+    2 bits a channel, for select(method="two_stage"); if not given, where they are not encoded.
+    durable: what was published outlives its process, or its host. threads: that scan and copy in
+    this process; the CPUs that it may use if not given. emulate: numa:NODE, or the profile of a
+    device's link, as CXLKV_EMULATE. local: memory of this process for copies of hot pages.
+    if_missing: what to do if no pool is there. if_exists: what to do if one is.
     """
 
     where: Annotated[Where, AfterValidator(_parsable)]
     capacity: _Capacity
     layout: _AnyLayout | None = None
     checksum: bool = True
-    sketch: bool = True
+    sketch: bool | None = None
     durable: Literal["process", "host"] = "process"
     threads: int | None = None
     emulate: Annotated[str | None, BeforeValidator(_emulated)] = None
@@ -325,8 +331,6 @@ class PoolConfig(PoolKeys):
         found = list(_layout_differences(there_layout, layout))
         for name, value in there.items():
             wanted = getattr(self, name)
-            if name == "sketch" and self.stores_objects(layout):
-                continue
             if wanted is not None and value != wanted:
                 found.append(f"{name} is {_shown(value)} there, {_shown(wanted)} wanted")
         there_bytes = geometry["region_bytes"]
@@ -550,7 +554,7 @@ def _checked_pool(
     if parse_where(config.where) is None and config.if_missing == "error":
         what = " is error, and an anonymous pool is never there before: leave this out"
         raise BadArgumentError(source.mistake(("if_missing",), f"{what}, or give a path"))
-    return config, layout
+    return config.model_copy(update={"sketch": layout.sketches(config.sketch)}), layout
 
 
 def _check_layout(source: Source, layout: _OneShape | _Groups | _Objects) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -29,6 +29,17 @@ def dtype_name(dtype: object) -> str:
     if name not in DTYPES:
         raise BadArgumentError(f"dtype {dtype!r} is not stored: use one of {', '.join(DTYPES)}")
     return name
+
+
+def encodings_of(text: str) -> tuple[str, str]:
+    """Of keys and of values, in "int8" (both) or "int8,int4"; raises BadArgumentError."""
+    names = [name.strip() for name in str(text).split(",")]
+    if not 1 <= len(names) <= 2 or any(name not in ENCODINGS for name in names):
+        raise BadArgumentError(
+            f"encoding {text!r}: one of {', '.join(ENCODINGS)} for keys and values, or two, of "
+            "keys and of values: int8,int4"
+        )
+    return names[0], names[-1]
 
 
 # What all groups of a pool have in common.
@@ -99,6 +110,26 @@ class LayerGroup:
             )
         if self.kind not in ("attention", "state"):
             raise BadArgumentError(f"kind={self.kind!r}: 'attention' or 'state'")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token, in all layers of the group, as the model makes them."""
+        own = (self.value_head_dim or 0) if self.values == "own" else 0
+        return self.layers * self.kv_heads * (self.head_dim + own) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def stored_token_bytes(self) -> int:
+        """The same as they are kept: codes with their scales, where they are encoded."""
+        if self.values != "own":
+            return self.stored_key_bytes
+        values = _row_bytes(self.value_head_dim or 0, self.v_encoding, self.dtype)
+        return self.stored_key_bytes + self.layers * self.kv_heads * values
+
+    @property
+    def stored_key_bytes(self) -> int:
+        """Bytes of the keys among them."""
+        keys = _row_bytes(self.head_dim, self.k_encoding, self.dtype)
+        return self.layers * self.kv_heads * keys
 
 
 @dataclass(frozen=True, init=False)
@@ -274,6 +305,37 @@ class KVLayout:
         return (self.k_encoding, self.v_encoding) != ("none", "none")
 
     @cached_property
+    def encoding(self) -> str:
+        """Of keys and values in one word, "int8"; in two where they differ, "int8,int4"."""
+        both = (self.k_encoding, self.v_encoding)
+        return ",".join(dict.fromkeys(both))
+
+    def encoded(self, encoding: str) -> KVLayout:
+        """The same layout with keys and values kept as `encoding` says: "int8", "int8,int4"."""
+        if self.object_bytes is not None:
+            raise BadArgumentError(
+                f"encoding {encoding!r}: of keys and values; a pool of objects keeps them as they "
+                "come"
+            )
+        k, v = encodings_of(encoding)
+        groups = [replace(group, k_encoding=k, v_encoding=v) for group in self.groups]
+        return KVLayout.of(
+            groups,
+            self.order,
+            page_tokens=self.page_tokens,
+            shard=self.shard,
+            model_id=self.model_id,
+        )
+
+    def sketches(self, wanted: bool | None) -> bool:
+        """Whether a pool of it has sketches. None: where keys are as the model made them, as codes
+        are few bytes beside them already."""
+        if self.groups[0].values == "object":
+            return False
+        as_made = all(group.k_encoding == "none" for group in self.groups)
+        return as_made if wanted is None else wanted
+
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer of the model, None where it sees all tokens."""
         return tuple(self.groups[index].window for index in self.order)
@@ -286,20 +348,17 @@ class KVLayout:
     @cached_property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token, all layers, as the model makes them."""
-        own = self.value_head_dim if self.values == "own" else 0
-        channels = self.layers * self.kv_heads * (self.head_dim + own)
-        return channels * DTYPE_BYTES[self.dtype]
+        return sum(group.token_bytes for group in self.groups)
 
     @cached_property
     def stored_token_bytes(self) -> int:
         """The same as they are kept: codes with their scales, where they are encoded."""
-        if not self.is_encoded:
-            return self.token_bytes
-        heads = self.layers * self.kv_heads
-        return heads * (
-            _row_bytes(self.head_dim, self.k_encoding, self.dtype)
-            + _row_bytes(self.value_head_dim, self.v_encoding, self.dtype)
-        )
+        return sum(group.stored_token_bytes for group in self.groups)
+
+    @cached_property
+    def stored_key_bytes(self) -> int:
+        """Bytes of the keys among them."""
+        return sum(group.stored_key_bytes for group in self.groups)
 
     @property
     def summary(self) -> str:

@@ -110,7 +110,7 @@ class Pool(MovedToAdmin, Closing):
         layout: KVLayout,
         capacity: str | int,
         checksum: bool = True,
-        sketch: bool = True,
+        sketch: bool | None = None,
         sharing: str = "host",
         durable: str = "process",
         hosts: int | None = None,
@@ -128,13 +128,14 @@ class Pool(MovedToAdmin, Closing):
 
         capacity: bytes or text like "2GiB"; of a device, or a file that is there, also "all".
         checksum: a CRC32C for every piece, made at append and verified on reading. sketch: keys are
-        also kept in 2 bits a channel, for select(method="two_stage"). threads: that scan and copy
-        (default: the CPUs allowed here). huge: all memory comes into place at once, as
-        by admin.prefault(); "never" takes no huge pages that the kernel would give, either. A file
-        has mode 0600, is reserved whole, and appears finished or not at all; a device, or a file
-        that is there, is formatted in place. Raises PoolExistsError, unless force=True for
-        something that is no pool, replace=True to remove an unused pool with all its pages first;
-        BusyError for one in use; MemoryShortError, GeometryError, BadArgumentError.
+        also kept in 2 bits a channel, for select(method="two_stage"); by default of keys that are
+        not encoded. threads: that scan and copy (default: the CPUs allowed here). huge: all memory
+        comes into place at once, as by admin.prefault(); "never" takes no huge pages that the
+        kernel would give, either. A file has mode 0600, is reserved whole, and appears finished or
+        not at all; a device, or a file that is there, is formatted in place. Raises
+        PoolExistsError, unless force=True for something that is no pool, replace=True to remove an
+        unused pool with all its pages first; BusyError for one in use; MemoryShortError,
+        GeometryError, BadArgumentError.
 
         sharing: "host" (one host), "software" (up to `hosts` hosts, 8 by default, whose caches do
         not see each other) or "hw_coherent" (they do). durable="host" writes back all that is
@@ -158,7 +159,7 @@ class Pool(MovedToAdmin, Closing):
             check_nodes(nodes, capacity_bytes)
         check_room(place, capacity_bytes)
         mask = mask_of(nodes)
-        sketch = sketch and layout.object_bytes is None
+        sketch = layout.sketches(sketch)
         made = _core.pool_place()
         described = (path, layout, checksum, sketch, shared, capacity_bytes)
         try:
@@ -180,7 +181,7 @@ class Pool(MovedToAdmin, Closing):
         layout: KVLayout,
         capacity: str | int,
         checksum: bool = True,
-        sketch: bool = True,
+        sketch: bool | None = None,
         sharing: str = "host",
         durable: str = "process",
         hosts: int | None = None,

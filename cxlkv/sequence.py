@@ -172,7 +172,7 @@ class Batch:
         transfer = _io_hooks.begin(self._pool)
         _core.batch_fetch_blocks(self._handle, _layer(layer), k, v, ids, offsets, pages)
         if transfer:
-            piece_bytes = self._layout.token_bytes // self._layout.layers * k.shape[2]
+            piece_bytes = self._layout.stored_token_bytes // self._layout.layers * k.shape[2]
             transfer.end("fetch", int(offsets[-1]) * piece_bytes)
 
     def _blocks(
@@ -677,7 +677,7 @@ class Hit(Closing):
 def _size(tokens: int, layout: KVLayout) -> str:
     """For people."""
     pages = f"{-(-tokens // layout.page_tokens):,} pages"
-    return f"{tokens:,} tokens in {pages} ({format_bytes(tokens * layout.token_bytes)})"
+    return f"{tokens:,} tokens in {pages} ({format_bytes(tokens * layout.stored_token_bytes)})"
 
 
 class _Borrowed(Sequence):

@@ -47,15 +47,15 @@ def plan(
     capacity_bytes: int,
     *,
     checksum: bool = True,
-    sketch: bool = True,
+    sketch: bool | None = None,
     sharing: tuple[int, int, int] = (0, 0, 1),
 ) -> Plan:
-    """What a pool of this capacity holds; sharing: (kind, durable, hosts) as create() parses it.
+    """What a pool of this capacity holds; sharing: (kind, durable, hosts) as create() parses it;
+    sketch: as create() takes it.
 
     Raises GeometryError for a capacity that holds no page.
     """
-    sketch = sketch and layout.object_bytes is None
-    found = _core.pool_plan(layout, checksum, sketch, sharing, capacity_bytes)
+    found = _core.pool_plan(layout, checksum, layout.sketches(sketch), sharing, capacity_bytes)
     return Plan(layout, capacity_bytes, found)
 
 
@@ -65,7 +65,7 @@ def plan_for(
     requests: int = 1,
     *,
     checksum: bool = True,
-    sketch: bool = True,
+    sketch: bool | None = None,
     sharing: tuple[int, int, int] = (0, 0, 1),
 ) -> Plan:
     """The smallest pool, in whole MiB, for `requests` requests of so many tokens each."""
@@ -75,9 +75,9 @@ def plan_for(
         raise BadArgumentError(f"{tokens} tokens of {requests} requests: 1 or more of each")
 
     def at(steps: int) -> Plan | None:
-        given = {"checksum": checksum, "sketch": sketch}
+        size = steps * CAPACITY_STEP_BYTES
         try:
-            made = plan(layout, steps * CAPACITY_STEP_BYTES, sharing=sharing, **given)
+            made = plan(layout, size, checksum=checksum, sketch=sketch, sharing=sharing)
         except ValueError:  # no page fits
             return None
         return made if made.pages >= pages_for(layout, made.geometry, tokens, requests) else None

@@ -197,6 +197,37 @@ def test_layer_groups() -> None:
     )
 
 
+def test_encodings() -> None:
+    shape = {"layers": 2, "kv_heads": 2, "head_dim": 8, "k_encoding": "int8"}
+    config: dict[str, object] = {"where": "anonymous:", "capacity": "3MiB", "layout": shape}
+    with CXLPool.from_config(config) as pool:
+        assert pool.layout.encoding == "int8,none"
+        assert not pool.sketch
+    both = {**shape, "v_encoding": "int4"}
+    with CXLPool.from_config({**config, "layout": both, "sketch": True}) as pool:
+        assert pool.layout.encoding == "int8,int4"
+        assert pool.sketch
+    groups = [{**both, "layers": 1, "window": 32}, both]
+    found = read_config({**config, "layout": {"layer_groups": groups}})[1]
+    assert found.encoding == "int8,int4"
+    values = {"layers": 2, "kv_heads": 2, "head_dim": 8, "v_encoding": "int8"}
+    with CXLPool.from_config({**config, "layout": values}) as pool:
+        assert pool.sketch  # its keys are as they were
+    wrong = message({**config, "layout": {**shape, "k_encoding": "int2"}})
+    assert "layout.k_encoding is 'int2': one of none, int8, int4" in wrong
+
+
+def test_a_pool_of_another_encoding_is_another(write: Write, place: Path) -> None:
+    CXLPool.from_config(write()).close()
+    wanted = "layout.k_encoding is 'none' there, 'int4' wanted"
+    with pytest.raises(GeometryError, match=wanted):
+        CXLPool.from_config(write(more="  k_encoding: int4\n  v_encoding: int4"))
+    CXLPool.remove(place)
+    for _ in range(2):  # made without sketches, opened as such
+        with CXLPool.from_config(write(more="  k_encoding: int4\n  v_encoding: int4")) as pool:
+            assert (pool.layout.encoding, pool.sketch) == ("int4", False)
+
+
 def test_the_order_of_layers(place: Path) -> None:
     groups = [
         {"layers": 2, "kv_heads": 2, "head_dim": 8, "window": 16},

@@ -149,6 +149,44 @@ def test_a_pool_gives_its_layout_back() -> None:
 
 
 @pytest.mark.parametrize(
+    ("encoding", "both"),
+    [
+        ("none", ("none", "none")),
+        ("int8", ("int8", "int8")),
+        ("int8,int4", ("int8", "int4")),
+        ("none, int4", ("none", "int4")),
+    ],
+)
+def test_a_layout_in_an_encoding(encoding: str, both: tuple[str, str]) -> None:
+    groups = [LayerGroup(**SMALL), LayerGroup(layers=1, kv_heads=3, head_dim=4, window=32)]
+    layout = KVLayout.of(groups, (0, 1, 0), page_tokens=8, model_id="m")
+    made = layout.encoded(encoding)
+    assert (made.k_encoding, made.v_encoding) == both
+    assert made.encoding == encoding.replace(" ", "")
+    assert made.encoded("none") == layout
+    assert layout.encoded(made.encoding) == made
+    assert made.token_bytes == layout.token_bytes == 3 * 3 * (4 + 4) * 2
+    a_row = {"none": 4 * 2, "int8": 16 + 2, "int4": 8 + 2}  # 4 channels are filled up to 16
+    assert made.stored_token_bytes == 3 * 3 * (a_row[both[0]] + a_row[both[1]])
+    assert made.stored_key_bytes == 3 * 3 * a_row[both[0]]
+
+
+@pytest.mark.parametrize("encoding", ["", "int2", "INT8", "int8,", "int8,int4,int4", "int8 int4"])
+def test_no_encoding(encoding: str) -> None:
+    with pytest.raises(BadArgumentError, match="one of none, int8, int4"):
+        KVLayout(**SMALL).encoded(encoding)
+
+
+def test_what_has_no_keys_of_its_own_is_not_encoded() -> None:
+    mla = LayerGroup(layers=1, kv_heads=1, head_dim=64, value_head_dim=32, values="key_prefix")
+    with pytest.raises(BadArgumentError, match="leave out k_encoding"):
+        KVLayout.of([mla]).encoded("int8")
+    with pytest.raises(BadArgumentError, match="keeps them as they come"):
+        KVLayout.objects("4KiB").encoded("int8")
+    assert KVLayout.of([mla]).encoded("none") == KVLayout.of([mla])
+
+
+@pytest.mark.parametrize(
     ("size", "expected_bytes"),
     [
         (0, 0),

@@ -160,7 +160,7 @@ class _Rows:
     def __init__(self, layout: KVLayout, tokens: int):
         self.layout = layout
         self.tokens = tokens
-        self.bytes = layout.token_bytes * tokens
+        self.bytes = layout.stored_token_bytes * tokens
         rng = np.random.default_rng(11)
         self.step = min(tokens, STEP_TOKENS // layout.page_tokens * layout.page_tokens)
         count = max(1, SAMPLE_TOKENS // self.step)
@@ -174,7 +174,8 @@ class _Rows:
     def of(cls, pool: CXLPool) -> _Rows:
         layout, parts = pool.layout, pool.pages.geometry["part_count"]
         free = pool.stats()["pages_free"]
-        pages = min(free // parts // 4, SIZE.bytes // (layout.token_bytes * layout.page_tokens))
+        page_bytes = layout.stored_token_bytes * layout.page_tokens
+        pages = min(free // parts // 4, SIZE.bytes // page_bytes)
         if free // parts < 8:
             raise PoolFullError(
                 f"{pool.path}: {free} pages are free, measuring takes {8 * parts}: free some, or "
@@ -287,7 +288,7 @@ def _record(layout: KVLayout) -> tuple[int, float]:
     one = one_layer(layout)
     with CXLPool.create("anonymous:", layout=one, capacity="64MiB", threads=1) as pool:
         exact = pool.pages.geometry["record_bytes"] * layout.layers / len(layout.groups)
-    kv_bytes = layout.token_bytes * layout.page_tokens / len(layout.groups)
+    kv_bytes = layout.stored_token_bytes * layout.page_tokens / len(layout.groups)
     return math.ceil(exact / ALIGNMENT_BYTES) * ALIGNMENT_BYTES, kv_bytes
 
 

@@ -34,7 +34,7 @@ class RandomPages(CXLCache):
         pages = best_pages(rank, counts, [self.budget] * len(counts), part.index)
         # All but the last page, which is forced, are full.
         read = pages.size * layout.page_tokens - pages[..., 0].size * (-tokens % layout.page_tokens)
-        read_bytes = read * layout.token_bytes // (layout.layers * layout.kv_heads)
+        read_bytes = read * layout.stored_token_bytes // (layout.layers * layout.kv_heads)
         return unscored(pages, part.step.starts, "query", read_bytes)
 
 

@@ -195,7 +195,7 @@ class FormsCache(CXLCache):
         pages = best_pages(rank, counts, budgets, part.index)
         tokens = int((pages >= 0).sum()) * page_tokens
         tokens -= int((-lengths % page_tokens).sum()) * heads  # of each last page
-        a_token = self.pool.layout.token_bytes // (self.pool.layout.layers * heads)
+        a_token = self.pool.layout.stored_token_bytes // (self.pool.layout.layers * heads)
         return unscored(pages, starts, "query", tokens * a_token)
 
     def attention_of_heads(

@@ -161,7 +161,7 @@ def measure(examiner: Examiner, other: Other) -> Seen:
     other.hear()
     return Seen(
         plan=plan,
-        token_bytes=pool.layout.token_bytes,
+        token_bytes=pool.layout.stored_token_bytes,
         pages=pages,
         tail_tokens=plan.tokens % pool.layout.page_tokens,
         prefill_s=prefill_s,

@@ -158,7 +158,7 @@ class Examiner:
 
     def kv_bytes(self) -> int:
         """Bytes of the keys and values that a question sees, its own included."""
-        return (self.plan.tokens + 1) * self.pool.layout.token_bytes
+        return (self.plan.tokens + 1) * self.pool.layout.stored_token_bytes
 
     def warm_up(self) -> None:
         """One untimed step of each kind: threads are started, pages mapped."""

@@ -91,7 +91,7 @@ def demo_pool(layout: KVLayout, plan: Plan) -> Iterator[tuple[CXLPool, str]]:
     """A pool for the plan's contexts, and where it lies: /dev/shm if there is room, else memory."""
     tokens = plan.tokens * len(plan.seeds)
     # Digests, sketches, headers and the rounding to extents come to less than a third of this.
-    capacity = tokens * layout.token_bytes * 4 // 3 + (4 << 20)
+    capacity = tokens * layout.stored_token_bytes * 4 // 3 + (4 << 20)
     path = SHARED_MEMORY / f"cxlkv-demo-{os.getpid()}.pool"
     try:
         pool = CXLPool.create(path, layout=layout, capacity=capacity)

@@ -309,12 +309,15 @@ class Costs:
         if tier == "cold":
             return self._cold_seconds(layout, tokens) + self._read_seconds(layout, tokens, "far")
         calls = np.where(tokens > 0, layout.layers, 0)
-        return calls * known.latency_s + kv_bytes(layout, tokens) * self._byte_s(known)
+        read_s = stored_bytes(layout, tokens) / known.bytes_per_s
+        if self.link_bytes_per_s is not None:  # both go on at the same time: the slower one counts
+            read_s = np.maximum(read_s, kv_bytes(layout, tokens) / self.link_bytes_per_s)
+        return calls * known.latency_s + read_s
 
     def _cold_seconds(self, layout: KVLayout, tokens: npt.NDArray[np.int64]) -> Doubles:
         """From the file to the pool."""
         known = self.tier("cold")
-        read = kv_bytes(layout, tokens) / known.bytes_per_s
+        read = stored_bytes(layout, tokens) / known.bytes_per_s
         return _records(layout, tokens) * known.latency_s + read
 
     def attend_seconds(
@@ -356,7 +359,8 @@ class Costs:
                 attend_bytes_per_s=self.engine_attend_bytes_per_s,
                 step_latency_s=self.engine_step_latency_s,
             )
-        return np.maximum(1, _whole("steps", steps)) * own.step_seconds(layout, tokens, share)
+        rows = layout.encoded("none") if layout.is_encoded else layout  # as fetch gives them
+        return np.maximum(1, _whole("steps", steps)) * own.step_seconds(rows, tokens, share)
 
     def step_seconds(
         self, layout: KVLayout, tokens: npt.ArrayLike, share: npt.ArrayLike = 1.0
@@ -366,7 +370,7 @@ class Costs:
         part = np.asarray(share, np.float64)
         if self.attend_bytes_per_s is None or self.score_bytes_per_s is None:
             return np.where(wanted > 0, math.inf, 0.0)
-        held = kv_bytes(layout, wanted)
+        held = stored_bytes(layout, wanted)
         keys = held * key_share(layout)
         calls = np.where(wanted > 0, layout.layers, 0)
         scored = np.where(part < 1, keys / self.score_bytes_per_s, 0.0)
@@ -460,7 +464,7 @@ class Costs:
         rate = self.tier(tier).write_bytes_per_s
         if rate is None or saved_s <= 0:
             return None
-        return float(kv_bytes(layout, tokens)) / rate / saved_s
+        return float(stored_bytes(layout, tokens)) / rate / saved_s
 
     def _prefill(self) -> Prefill:
         if self.prefill is None:
@@ -492,20 +496,28 @@ class Costs:
 
 
 def kv_bytes(layout: KVLayout, tokens: npt.ArrayLike) -> Doubles:
-    """Bytes of K and V that a prefix of `tokens` takes: of a layer with a window, its end only."""
+    """Bytes of K and V, as the model makes them, of a prefix of `tokens`: of a layer with a window,
+    its end only."""
+    return _bytes_of(layout, tokens, layout.token_bytes)
+
+
+def stored_bytes(layout: KVLayout, tokens: npt.ArrayLike) -> Doubles:
+    """Bytes that the same takes in the pool."""
+    return _bytes_of(layout, tokens, layout.stored_token_bytes)
+
+
+def _bytes_of(layout: KVLayout, tokens: npt.ArrayLike, token_bytes: int) -> Doubles:
     wanted = np.asarray(tokens, np.float64)
-    layer_bytes = layout.token_bytes / layout.layers
     total = np.zeros(wanted.shape)
     for group in layout.groups:
         seen = wanted if group.window is None else np.minimum(wanted, group.window)
-        total = total + group.layers * layer_bytes * seen
+        total = total + group.layers * (token_bytes / layout.layers) * seen
     return total
 
 
 def key_share(layout: KVLayout) -> float:
-    """Share of the bytes of K and V that are keys."""
-    own = layout.value_head_dim if layout.values == "own" else 0
-    return layout.head_dim / (layout.head_dim + own)
+    """Share of the bytes of K and V in the pool that are keys."""
+    return layout.stored_key_bytes / layout.stored_token_bytes
 
 
 def _records(layout: KVLayout, tokens: npt.NDArray[np.int64]) -> Doubles:

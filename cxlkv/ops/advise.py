@@ -70,6 +70,9 @@ def advise(
     head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
     page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
     dtype: Annotated[str, typer.Option(help="Type of the stored keys and values.")] = "bf16",
+    encoding: Annotated[
+        str, typer.Option(help="What they are kept as: int8, int4; or of each: int8,int4.")
+    ] = "none",
     tokens: Annotated[
         list[int] | None, typer.Option(help="Length of a cached prefix; again for more.", min=1)
     ] = None,
@@ -99,7 +102,7 @@ def advise(
     from cxlkv.bench.cli import check_files, wide_console
 
     check_files(json_file)
-    layout = layout_of(pool, config, layers, kv_heads, head_dim, page_tokens, dtype)
+    layout = layout_of(pool, config, layers, kv_heads, head_dim, page_tokens, dtype, encoding)
     speed = prefill_of(layout, prefill_tokens_per_s or [], tflops, parameters, q_heads)
     if link_gb_per_s is not None and not 0 < link_gb_per_s < math.inf:
         raise BadArgumentError(f"--link-gb-per-s is {link_gb_per_s}: a number above 0 is wanted")
@@ -130,6 +133,7 @@ def layout_of(
     head_dim: int | None,
     page_tokens: int,
     dtype: str,
+    encoding: str = "none",
 ) -> KVLayout:
     """From exactly one of the three sources."""
     numbers = [number for number in (layers, kv_heads, head_dim) if number is not None]
@@ -138,6 +142,8 @@ def layout_of(
         raise BadArgumentError(
             "give one of --pool, --config, or --layers, --kv-heads and --head-dim"
         )
+    if encoding != "none" and not numbers:
+        raise BadArgumentError("--encoding: --pool or --config says that; leave it out")
     if pool is not None:
         with Pool.open(pool) as opened:
             return opened.layout
@@ -147,9 +153,10 @@ def layout_of(
         return read_config(config)[1]
     if layers is None or kv_heads is None or head_dim is None:
         raise BadArgumentError("--layers, --kv-heads and --head-dim go together")
-    return KVLayout(
+    made = KVLayout(
         layers=layers, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens, dtype=dtype
     )
+    return made.encoded(encoding)
 
 
 def pool_of(config: Path | None, layout: KVLayout) -> Path | None:
@@ -323,6 +330,9 @@ class Answer:
                 verdict = costs.verdict(layout, tier, tokens)
                 rows.append(Row(verdict, float(decode_s), float(attend_s), decision))
         notes = [*sources, *_notes(costs)]
+        if layout.is_encoded:
+            kept = f"{layout.stored_token_bytes:,} of {layout.token_bytes:,} bytes a token"
+            notes.insert(0, f"K and V are kept as {layout.encoding}: {kept} are read in the pool")
         return cls(layout, costs, decode_tokens, share, rows, notes, advice_of(rows, share))
 
 

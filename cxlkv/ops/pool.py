@@ -22,7 +22,7 @@ from cxlkv.ops.console import AsJson, HostNumber, columns, pairs, print_json, st
 from cxlkv.ops.gc import collect, find_garbage
 from cxlkv.ops.info import ranges
 from cxlkv.ops.models import layout_of_model
-from cxlkv.ops.top import as_dict, model_name, none_found, plain, run
+from cxlkv.ops.top import as_dict, encoding_text, model_name, model_text, none_found, plain, run
 from cxlkv.pool import Pool
 from cxlkv.sizes import parse_tokens, plan_for
 from cxlkv.stats import Overview, find, inspect, pool_folders
@@ -40,6 +40,14 @@ Model = Annotated[
 ]
 Tokens = Annotated[
     str | None, typer.Option(help="Instead of --capacity: tokens of a request, e.g. 32K, 1M.")
+]
+Encoding = Annotated[
+    str | None,
+    typer.Option(
+        help="Keep keys and values in fewer bits: int8, int4, or two, of keys and of values: "
+        "int8,int4.",
+        show_default="none",
+    ),
 ]
 PoolPath = Annotated[Path, typer.Argument(help="The pool's file, e.g. /dev/shm/pool.cxlkv.")]
 
@@ -61,6 +69,7 @@ def create(
         str | None,
         typer.Option(help="Type of the stored keys and values: the model's, or bf16."),
     ] = None,
+    encoding: Encoding = None,
     object_bytes: Annotated[
         str | None, typer.Option(help="Instead: a pool of objects up to this size, e.g. 2MiB.")
     ] = None,
@@ -93,7 +102,8 @@ def create(
     check_named(path)
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
     shared = parse_sharing(sharing, "process", hosts)
-    layout = layout_of(object_bytes, model, shape, {"page_tokens": page_tokens, "dtype": dtype})
+    more = {"page_tokens": page_tokens, "dtype": dtype, "encoding": encoding}
+    layout = layout_of(object_bytes, model, shape, more)
     size = capacity_of(layout, capacity, tokens, requests, shared)
     with step(f"touching all of {size}") if huge else nullcontext():
         pool = Pool.create(
@@ -122,6 +132,7 @@ def tell_made(found: Overview, asked_bytes: int, as_json: bool) -> None:
         return
     room = f"{found.pages_total:,} pages"
     room = f"{found.tokens:,} tokens in {room}" if found.tokens else room
+    room += f", {encoding}" if (encoding := encoding_text(found)) else ""
     size = format_bytes(found.bytes)
     if format_bytes(asked_bytes) != size and found.bytes < asked_bytes:
         size += f" of {format_bytes(asked_bytes)} (whole extents)"
@@ -175,18 +186,21 @@ def layout_of(
                 f"{', '.join(names)}: of K and V; a pool of objects has --object-bytes alone"
             )
         return KVLayout.objects(object_bytes)
+    encoding = str(more.get("encoding") or "none")
     if model is not None:
         if numbers:
             raise BadArgumentError(f"{', '.join(numbers)}: --model says that")
         page_tokens, dtype = int(more["page_tokens"] or 16), more["dtype"]
-        return layout_of_model(model, page_tokens, None if dtype is None else str(dtype))
+        made = layout_of_model(model, page_tokens, None if dtype is None else str(dtype))
+        return made.encoded(encoding)
     missing = [f"--{name.replace('_', '-')}" for name in shape if name not in given]
     if missing:
         raise BadArgumentError(
             "whose K and V? For example: --model smollm2 --capacity 1GiB; or say the shape "
             f"(missing: {', '.join(missing)}), or --object-bytes 2MiB for a pool of objects"
         )
-    return KVLayout(**given)  # type: ignore[arg-type]
+    given.pop("encoding", None)
+    return KVLayout(**given).encoded(encoding)  # type: ignore[arg-type]
 
 
 @pool_app.command("inspect")
@@ -199,6 +213,7 @@ def inspect_pool(path: PoolPath, host: HostNumber = None, as_json: AsJson = Fals
     geometry = cast("dict[str, int]", described.pop("geometry"))
     if as_json:
         stored = {**asdict(layout), "object_bytes": layout.object_bytes}
+        stored["encoding"] = layout.encoding
         of_pool = {**described, "tokens": tokens, "layout": stored}
         print_json({**of_pool, "geometry": geometry, "stats": stats})
         return
@@ -380,7 +395,7 @@ def pool_lines(found: Sequence[Overview]) -> Iterator[str]:
         rows.append(
             (
                 overview.state,
-                plain(model_name(overview)),
+                plain(model_text(overview)),
                 format_bytes(overview.bytes),
                 f"{overview.tokens:,}" if overview.tokens else "",
                 share_text(used, overview.pages_total),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cxlkv.errors import BadArgumentError
-from cxlkv.layout import DTYPE_BYTES, KVLayout, LayerGroup, format_bytes, parse_bytes
+from cxlkv.layout import KVLayout, LayerGroup, format_bytes, parse_bytes
 from cxlkv.ops.console import AsJson, columns, print_json
 from cxlkv.ops.models import layout_of_model
 from cxlkv.ops.top import plain
@@ -28,19 +28,23 @@ Tokens = Annotated[
     str | None,
     typer.Option(help="Tokens of a request: 5000, 32K (of 1024), 1M.", show_default="32K"),
 ]
+Encoding = Annotated[
+    str,
+    typer.Option(help="Of them, in fewer bits: int8, int4; or of keys and of values: int8,int4."),
+]
 Requests = Annotated[int, typer.Option(help="Requests that are held at once.", min=1)]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is told: a pool as create() makes it, and one without sketches."""
+    """What is told: a pool as create() makes it, and one without sketches, or without encoding."""
 
     model: str
     layout: KVLayout
     tokens: int
     requests: int
     pool: Plan
-    no_sketch: Plan
+    other: Plan
     asked: str  # the option that told its size
     dtype: str | None = None  # if it was given
 
@@ -57,6 +61,7 @@ def size(
         str | None,
         typer.Option(help="Type of the stored keys and values.", show_default="the model's"),
     ] = None,
+    encoding: Encoding = "none",
     as_json: AsJson = False,
 ) -> None:
     """Say how large a pool must be for a model, or how many tokens a capacity holds.
@@ -65,18 +70,19 @@ def size(
     """
     if tokens is not None and capacity is not None:
         raise BadArgumentError("--tokens and --capacity: one follows from the other, give one")
-    layout = layout_of_model(model, page_tokens, dtype)
+    layout = layout_of_model(model, page_tokens, dtype).encoded(encoding)
+    beside, sketch = layout.encoded("none"), layout.is_encoded
     if capacity is None:
         asked = f"--tokens {tokens or '32K'}"
         count = parse_tokens(tokens or "32K")
         pool = plan_for(layout, count, requests)
-        no_sketch = plan_for(layout, count, requests, sketch=False)
+        other = plan_for(beside, count, requests, sketch=sketch)
     else:
         asked = f"--capacity {capacity}"
         pool = plan(layout, parse_bytes(capacity))
-        no_sketch = plan(layout, parse_bytes(capacity), sketch=False)
+        other = plan(beside, parse_bytes(capacity), sketch=sketch)
         count = pool.tokens(requests)
-    found = Sizes(model, layout, count, requests, pool, no_sketch, asked, dtype)
+    found = Sizes(model, layout, count, requests, pool, other, asked, dtype)
     if as_json:
         print_json(as_dict(found))
         return
@@ -101,22 +107,25 @@ def as_dict(found: Sizes) -> dict[str, object]:
                 "kv_heads": group.kv_heads,
                 "head_dim": group.head_dim,
                 "value_head_dim": group.value_head_dim,
-                "token_bytes": token_bytes(group),
+                "token_bytes": group.token_bytes,
+                "stored_token_bytes": group.stored_token_bytes,
                 "bytes": group_bytes(group, found),
             }
             for group in layout.groups
         ],
+        "encoding": layout.encoding,
         "token_bytes": layout.token_bytes,
+        "stored_token_bytes": layout.stored_token_bytes,
         "page_bytes": found.pool.record_bytes,
         "tokens": found.tokens,
         "requests": found.requests,
         "pages": found.pool.pages,
         "capacity_bytes": found.pool.capacity_bytes,
-        "without_sketches": {
-            "tokens": found.no_sketch.tokens(found.requests),
-            "page_bytes": found.no_sketch.record_bytes,
-            "pages": found.no_sketch.pages,
-            "capacity_bytes": found.no_sketch.capacity_bytes,
+        "without_encoding" if layout.is_encoded else "without_sketches": {
+            "tokens": found.other.tokens(found.requests),
+            "page_bytes": found.other.record_bytes,
+            "pages": found.other.pages,
+            "capacity_bytes": found.other.capacity_bytes,
         },
     }
 
@@ -124,7 +133,8 @@ def as_dict(found: Sizes) -> dict[str, object]:
 def lines(found: Sizes) -> Iterator[str]:
     """The same for a person, at 80 columns."""
     layout, pool = found.layout, found.pool
-    kind = f"{layout.layers} layers, {layout.dtype}, pages of {layout.page_tokens} tokens"
+    dtype = layout.dtype + f" kept as {layout.encoding}" * layout.is_encoded
+    kind = f"{layout.layers} layers, {dtype}, pages of {layout.page_tokens} tokens"
     yield f"{found.model}: {kind}"
     yield ""
     held = held_text(found.tokens, found.requests)
@@ -133,24 +143,28 @@ def lines(found: Sizes) -> Iterator[str]:
         (
             f"{group.layers} {kind_of(group)}",
             f"{group.kv_heads} x {group.head_dim}",
-            format_bytes(token_bytes(group)),
+            format_bytes(group.stored_token_bytes),
             format_bytes(group_bytes(group, found)),
         )
         for group in groups
     ]
     total = sum(group_bytes(group, found) for group in groups)
-    rows.append(("all", "", format_bytes(layout.token_bytes), format_bytes(total)))
+    rows.append(("all", "", format_bytes(layout.stored_token_bytes), format_bytes(total)))
     yield from columns(("layers", "heads", "a token", held), rows)
     yield ""
     yield f"A pool of {format_bytes(pool.capacity_bytes)} holds {held}."
     if found.asked.startswith("--capacity"):
-        more = held_text(found.no_sketch.tokens(found.requests), found.requests)
+        more = held_text(found.other.tokens(found.requests), found.requests)
     else:
-        more = f"{format_bytes(found.no_sketch.capacity_bytes)} are enough"
-    yield f"Engines that only keep prefixes make it without sketches: {more}."
+        more = f"{format_bytes(found.other.capacity_bytes)} are enough"
+    if layout.is_encoded:
+        yield f"With K and V as the model makes them: {more.removesuffix(' are enough')}."
+    else:
+        yield f"Engines that only keep prefixes make it without sketches: {more}."
     if any(group.window for group in groups):
         yield "Layers with a window keep the last tokens of each request."
-    yield f"A page has {format_bytes(pool.record_bytes)} with its digests, sketches and checksums."
+    beside = "digests, sketches" if layout.sketches(None) else "digests"
+    yield f"A page has {format_bytes(pool.record_bytes)} with its {beside} and checksums."
     yield ""
     yield f"Make it: {create_command(found)}"
 
@@ -166,16 +180,10 @@ def kind_of(group: LayerGroup) -> str:
     return name if group.window is None else f"window {group.window:,}"
 
 
-def token_bytes(group: LayerGroup) -> int:
-    """K and V of one token, in all layers of the group."""
-    own = (group.value_head_dim or 0) if group.values == "own" else 0
-    return group.layers * group.kv_heads * (group.head_dim + own) * DTYPE_BYTES[group.dtype]
-
-
 def group_bytes(group: LayerGroup, found: Sizes) -> int:
-    """K and V that the group's layers keep of all requests."""
+    """K and V that the group's layers keep of all requests, in the pool."""
     seen = found.tokens if group.window is None else min(found.tokens, group.window)
-    return found.requests * seen * token_bytes(group)
+    return found.requests * seen * group.stored_token_bytes
 
 
 def create_command(found: Sizes) -> str:
@@ -187,4 +195,6 @@ def create_command(found: Sizes) -> str:
         words.append(f"--page-tokens {found.layout.page_tokens}")
     if found.dtype is not None:
         words.append(f"--dtype {found.dtype}")
+    if found.layout.is_encoded:
+        words.append(f"--encoding {found.layout.encoding}")
     return " ".join(words)

@@ -107,7 +107,7 @@ class Top:
         head = Text(plain(overview.path), style="bold", no_wrap=True, overflow="ignore")
         room = f", {overview.tokens:,} tokens" if overview.tokens else ""
         what = f"{overview.state}  {format_bytes(overview.bytes)}{room}"
-        head.append(f"\n{what}  {plain(model_name(overview))}".rstrip(), style="not bold")
+        head.append(f"\n{what}  {plain(model_text(overview))}".rstrip(), style="not bold")
         if overview.detail:
             head.append(f"\n{plain(overview.detail)}", style="not bold yellow")
         if not overview.pages_total or not overview.pages:
@@ -190,7 +190,8 @@ def as_dict(overview: Overview) -> dict[str, object]:
     """The JSON of a pool; its layout is what `cxlkv pool inspect` tells."""
     found = asdict(replace(overview, layout=None))
     del found["layout"]
-    return {**found, "model": model_name(overview)}
+    encoding = None if overview.layout is None else overview.layout.encoding
+    return {**found, "model": model_name(overview), "encoding": encoding}
 
 
 def none_found(places: Sequence[str]) -> str:
@@ -212,6 +213,17 @@ def model_name(overview: Overview) -> str:
     if layout.object_bytes is not None:
         return f"objects of {format_bytes(layout.object_bytes)}"
     return f"{layout.layers} layers {layout.kv_heads}x{layout.head_dim}"
+
+
+def encoding_text(overview: Overview) -> str:
+    """What keys and values are kept as, "" where as the model made them."""
+    layout = overview.layout
+    return layout.encoding if layout is not None and layout.is_encoded else ""
+
+
+def model_text(overview: Overview) -> str:
+    """The model's name, and what its keys and values are kept as."""
+    return ", ".join(filter(None, [model_name(overview), encoding_text(overview)]))
 
 
 def bar(overview: Overview) -> Text:

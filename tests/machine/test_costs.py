@@ -23,6 +23,7 @@ from cxlkv.machine.costs import (
     half_of_model,
     key_share,
     kv_bytes,
+    stored_bytes,
 )
 
 # 10 layers of 1 head, 25 + 25 channels of 2 bytes: 1000 bytes a token. Pages of 10 tokens.
@@ -75,6 +76,22 @@ def test_a_short_hit_is_recomputed() -> None:
     # 100 steps of the engine: 10 calls of 10 us, and 50 kB at 1 GB/s.
     assert decision.seconds["recompute"] == pytest.approx(0.005 + 0.015)
     assert decision.seconds["fetch"] == pytest.approx(0.0105 + 0.015)
+
+
+def test_an_encoded_pool_is_read_in_its_own_bytes() -> None:
+    """A row of 25 channels is 32 + 2 bytes in 8 bits, 16 + 2 in 4; over a link go 50, decoded."""
+    encoded = LAYOUT.encoded("int8,int4")
+    a_token = 10 * ((32 + 2) + (16 + 2))
+    assert kv_bytes(encoded, 1000) == 1e6
+    assert stored_bytes(encoded, 1000) == 1000 * a_token
+    assert key_share(encoded) == pytest.approx(34 / 52)
+    assert COSTS.read_seconds(encoded, 1000, "far") == pytest.approx(0.01 + 1000 * a_token / 1e8)
+    linked = replace(COSTS, link_bytes_per_s=1e7)
+    assert linked.read_seconds(encoded, 1000, "far") == pytest.approx(0.01 + 1e6 / 1e7)
+    step = 1000 * a_token / 1e8 + 10 * 1e-4
+    assert COSTS.step_seconds(encoded, 1000) == pytest.approx(step)
+    engine = COSTS.decode_seconds(encoded, 1000, 1)  # of rows as the model made them
+    assert engine == pytest.approx(COSTS.decode_seconds(LAYOUT, 1000, 1))
 
 
 def test_what_lies_in_a_file_goes_through_the_pool() -> None:

@@ -236,6 +236,17 @@ def test_a_pool_gives_its_layout_and_its_memory(tmp_path: Path) -> None:
         assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
 
 
+@pytest.mark.usefixtures("tuned")
+def test_encoded_keys_and_values_are_fewer_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "advice.json"
+    output = advise(*MODEL, "--encoding", "int8,int4", "--tokens", "1000", "--json", str(file))
+    assert "K and V are kept as int8,int4: 520 of 1,000 bytes a token" in output
+    found = json.loads(file.read_text())
+    (far,) = [row for row in found["rows"] if row["tier"] == "far"]
+    assert far["read_s"] == pytest.approx(0.01 + 520_000 / 1e8)
+    assert found["layout"]["groups"][0]["k_encoding"] == "int8"
+
+
 def test_a_pool_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
     config = tmp_path / "pool.yaml"
     shape = "{layers: 2, kv_heads: 2, head_dim: 32}"
@@ -268,6 +279,8 @@ def test_a_configuration_of_another_pool(
         ("--layers 2", "go together"),
         ("MODEL --layers 0", "layers is 0"),
         ("MODEL --dtype int4", "int4"),
+        ("MODEL --encoding int2", "encoding 'int2': one of"),
+        ("--pool absent.pool --encoding int8", "--encoding: --pool or --config says that"),
         ("MODEL --prefill-tokens-per-s fast", "fast: a speed is wanted"),
         ("MODEL --prefill-tokens-per-s 9000@", "9000@: a speed is wanted"),
         ("MODEL --prefill-tokens-per-s 0", "tokens_per_s is 0.0: a number above 0"),

@@ -122,6 +122,27 @@ def test_a_pool_is_made_looked_at_checked_and_removed(
     assert not path.exists()
 
 
+def test_an_encoded_pool_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "encoded.pool")
+    ended = run(capsys, *CREATE, path, "--encoding", "int8,int4")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.rstrip().endswith("pages, int8,int4")
+    found = json.loads(run(capsys, "pool", "inspect", "--json", path).out)["layout"]
+    assert found["encoding"] == "int8,int4"
+    group = found["groups"][0]
+    assert (group["k_encoding"], group["v_encoding"]) == ("int8", "int4")
+    told = run(capsys, "pool", "inspect", path).out
+    assert "k_encoding      int8" in told
+    assert "v_encoding      int4" in told
+    (listed,) = json.loads(run(capsys, "pool", "list", "--json", path).out)["pools"]
+    assert listed["encoding"] == "int8,int4"
+    assert "int8,int4" in run(capsys, "pool", "list", path).out
+    assert "int8,int4" in run(capsys, "pool", "top", "--once", path).out
+    made = ("pool", "create", str(tmp_path / "o.pool"), "--capacity", "8MiB")
+    error = run(capsys, *made, "--object-bytes", "64KiB", "--encoding", "int8").err
+    assert "--encoding: of K and V" in error
+
+
 def test_a_pool_of_objects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = str(tmp_path / "blocks.pool")
     made = ("pool", "create", path, "--capacity", "8MiB", "--object-bytes", "64KiB")

@@ -165,6 +165,7 @@ def test_size_and_create_agree(capsys: pytest.CaptureFixture[str], tmp_path: Pat
             "head_dim": 64,
             "value_head_dim": 64,
             "token_bytes": 1536,
+            "stored_token_bytes": 1536,
             "bytes": 2 * 1024 * 1536,
         }
     ]
@@ -201,8 +202,40 @@ def test_the_command_that_is_printed_makes_the_pool(
 
 
 @pytest.mark.parametrize(
+    ("encoding", "a_token"),
+    # Of 3 layers, 2 heads, 64 channels: keys and values, each with a float16 scale.
+    [("int8", 6 * (66 + 66)), ("int4", 6 * (34 + 34)), ("int8,int4", 6 * (66 + 34))],
+)
+def test_an_encoded_pool_is_as_large_as_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, encoding: str, a_token: int
+) -> None:
+    model = written(tmp_path / "m", LLAMA)
+    asked = (model, "--tokens", "1K", "--dtype", "fp32", "--encoding", encoding)
+    told = json.loads(run(capsys, "size", *asked, "--json").out)
+    found = (told["encoding"], told["token_bytes"], told["stored_token_bytes"])
+    assert found == (encoding, 3072, a_token)
+    assert told["groups"][0]["bytes"] == 1024 * a_token
+    assert told["capacity_bytes"] <= told["without_encoding"]["capacity_bytes"]
+    out = run(capsys, "size", *asked).out
+    assert f"float32 kept as {encoding}" in out
+    assert "sketch" not in out
+    (line,) = [line for line in out.splitlines() if line.startswith("Make it: cxlkv ")]
+    words = line.split()[3:]
+    words[words.index("/dev/shm/my.pool")] = str(tmp_path / "made.pool")
+    assert f"pages, {encoding}" in run(capsys, *words).out
+    with CXLPool.open(tmp_path / "made.pool") as pool:
+        assert pool.layout.encoding == encoding
+        assert not pool.sketch
+        assert pool.pages.geometry["record_bytes"] == told["page_bytes"]
+        held = fill(pool, 1024, 1)
+        with pytest.raises(PoolFullError):
+            held += fill(pool, 1024, 2)  # there is room for whole MiB and extents
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("smollm2", "--encoding", "int2"), "one of none, int8, int4"),
         (("absent",), "hf download ORGANISATION/absent config.json"),
         (("smolm2",), "did you mean smollm2?"),
         (("smollm2", "--tokens", "1G"), "not a number of tokens"),

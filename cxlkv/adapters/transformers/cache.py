@@ -432,10 +432,11 @@ class CXLCache(Cache):
         return self._attend_in_pool(part, queries, picked)
 
     def _visible_bytes(self, part: LayerStep) -> int:
-        """Bytes of one layer's keys and values that the last tokens of all sequences see."""
+        """Bytes in the pool of one layer's keys and values that the last tokens of all sequences
+        see."""
         layout = self.pool.layout
         tokens = int((part.step.lengths - part.oldest_seen()).sum())
-        return tokens * layout.token_bytes // layout.layers
+        return tokens * layout.stored_token_bytes // layout.layers
 
     def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
         """The pages that queries [rows, q_heads, dim] of one token each attend to; None: all."""

@@ -276,7 +276,7 @@ class EngineAttention:
         tokens = min(part.good * self.block_tokens, part.trace.tokens)
         attributes: dict[str, str | int] = {
             "cxlkv.tokens": tokens,
-            "cxlkv.far_bytes": tokens * self.pool.layout.token_bytes,
+            "cxlkv.far_bytes": tokens * self.pool.layout.stored_token_bytes,
             "cxlkv.rank": self._rank,
         }
         if part.bad_blocks():

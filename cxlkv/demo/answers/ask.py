@@ -173,7 +173,7 @@ class Examiner:
                     asked.chosen = cache.chosen
                 cache.release()
             full = asked.answers["full"]
-            full.bytes_read = full.steps * before * self.pool.layout.token_bytes
+            full.bytes_read = full.steps * before * self.pool.layout.stored_token_bytes
         yield asked
 
     def step(self) -> None:

@@ -43,14 +43,14 @@ def run(
         )
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     layout = layout_of(model)
-    capacity = 2 * 8192 * layout.token_bytes
+    capacity = 2 * 8192 * layout.stored_token_bytes
     with CXLPool.create("anonymous:", layout=layout, capacity=capacity) as pool:
         examiner = Examiner(model, tokenizer, pool, SHARE)
         tokens = examiner.tokens(document)
         with progress_of(console, len(tokens)) as progress:
             progress.begin(f"reading {len(tokens):,} tokens")
             examiner.read(tokens, progress.advance)
-        kv_bytes = len(tokens) * layout.token_bytes
+        kv_bytes = len(tokens) * layout.stored_token_bytes
         console.print(
             Text(
                 f"{smollm2.NAME} has read {len(tokens):,} tokens: {format_bytes(kv_bytes)} of keys "

@@ -113,7 +113,7 @@ def capacity_bytes(layout: KVLayout, plan: Plan) -> int:
     runs = -(-(plan.steps // layout.page_tokens + 2) // RUN_PAGES) + 1
     pages = plan.page_count + len(plan.forms()) * runs * RUN_PAGES + EXTENT_PAGES
     # Digests, headers and padding come to less than a quarter of this.
-    return pages * layout.page_tokens * layout.token_bytes * 4 // 3 + (4 << 20)
+    return pages * layout.page_tokens * layout.stored_token_bytes * 4 // 3 + (4 << 20)
 
 
 def check_room(folder: Path, layout: KVLayout, plan: Plan) -> None:
