@@ -279,7 +279,7 @@ class CXLCache(Cache):
             self._append(layer, step, new)
         if self.prefill_mass is not None and new.values is not None and long_rows(part).any():
             return self._prefill_sparsely(part, call, self.prefill_mass)
-        if step.first:
+        if self._attends_to_new(step):
             return attend_to_new(part, call.query, call.key, call.value)
         absorbed = None
         query = call.query
@@ -327,6 +327,11 @@ class CXLCache(Cache):
                 f"{last[row % len(last)] + 1}: {ANOTHER_PROMPT}"
             )
 
+    def _attends_to_new(self, step: Step) -> bool:
+        """Whether the step attends to its own tensors: where they are as the pool keeps them, so
+        that outputs do not depend on the steps that a text came in."""
+        return step.first and not self.pool.layout.is_encoded
+
     def _new_rows(self, step: Step, new: Announced) -> tuple[Tensor, Tensor | None]:
         """Keys and values [rows, kv_heads, dim] on the CPU, as the pool stores them."""
         values = None if new.values is None else _at_home(step.rows(new.values), self._dtype)
@@ -334,8 +339,8 @@ class CXLCache(Cache):
 
     def _append(self, layer: FarLayer, step: Step, new: Announced) -> None:
         assert self._batch is not None
-        # What the pool attends to must lie there; a first step attends to its own tensors.
-        rewind = max(self.rewind_tokens, 0 if step.first else step.tokens)
+        # What the pool attends to must lie there.
+        rewind = max(self.rewind_tokens, 0 if self._attends_to_new(step) else step.tokens)
         self._batch.append(layer.index, *self._new_rows(step, new), step.starts, rewind)
         self._count_appended(layer, step)
 
@@ -399,7 +404,8 @@ class CXLCache(Cache):
             if not count:
                 continue
             real = (row, slice(None), slice(step.tokens - count, None))
-            text = (call.key[real], call.value[real]) if step.first else self._text(part, row)
+            given = (call.key[real], call.value[real])
+            text = given if self._attends_to_new(step) else self._text(part, row)
             keys, values = (one.to(query) for one in text)
             own = mass if is_long[row] else 1.0
             found = attend_sparsely(query[real], keys, values, part.scale, own)

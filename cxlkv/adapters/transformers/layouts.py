@@ -10,17 +10,20 @@ from cxlkv.errors import BadArgumentError, GeometryError
 from cxlkv.layout import KVLayout
 
 
-def layout_of(model: object, page_tokens: int = 16, dtype: object = None) -> KVLayout:
+def layout_of(
+    model: object, page_tokens: int = 16, dtype: object = None, encoding: str = "none"
+) -> KVLayout:
     """The layout of a pool for a transformers model or its config.
 
-    dtype: of the stored keys and values, the model's own if None. One layer group for each window.
+    dtype: of the stored keys and values, the model's own if None. encoding: what they are kept as,
+    "int8", or of keys and of values, "int8,int4". One layer group for each window.
     MLA models store one head of latent and rotary channels; its values are the latent ones. Raises
     UnsupportedError, naming the layers, for what is neither: state layers, shared keys, encoders.
     """
     config = text_config(model)
     if dtype is None:
         dtype = getattr(model, "dtype", None) or torch.float32
-    return layout_from(config, page_tokens, dtype)
+    return layout_from(config, page_tokens, dtype).encoded(encoding)
 
 
 def text_config(model: object) -> PreTrainedConfig:
