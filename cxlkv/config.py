@@ -29,7 +29,14 @@ from pydantic import (
 
 from cxlkv import _io_hooks
 from cxlkv.errors import BadArgumentError
-from cxlkv.layout import KVLayout, LayerGroup, dtype_name, format_bytes, parse_bytes
+from cxlkv.layout import (
+    KVLayout,
+    LayerGroup,
+    dtype_name,
+    encodings_of,
+    format_bytes,
+    parse_bytes,
+)
 from cxlkv.machine import numa_mode
 from cxlkv.machine.coherence import AUTO, HOSTS_MAX, LEASE_MAX_S, LEASE_S
 from cxlkv.machine.regions import ALL, capacity_bytes_at, parse_place, parse_where
@@ -105,6 +112,7 @@ Size = Annotated[int, BeforeValidator(parse_bytes)]
 Where = Annotated[str, AfterValidator(_rooted)]
 _Capacity = Annotated[int | str, BeforeValidator(lambda v: v if v == ALL else parse_bytes(v))]
 _DType = Annotated[str | None, BeforeValidator(lambda v: None if v is None else dtype_name(v))]
+_Encodings = Annotated[str, AfterValidator(lambda v: ",".join(dict.fromkeys(encodings_of(v))))]
 _Encoding = Literal["none", "int8", "int4"] | None
 _Shard = Annotated[tuple[int, int, int, int], Field(strict=False)]  # YAML has lists only
 
@@ -228,9 +236,10 @@ class PoolKeys(Keys):
     mooncake://HOST:PORT. cold_capacity: its size. compress: records in the file are made smaller.
     policy: which pages make room. remote: pools of other machines, where prefixes are looked for
     that neither the pool nor cold has. remote_secret: the file with the secret by which they are
-    served. huge: all of the memory comes into place before the call returns, by huge pages
-    (require), where the kernel makes such (try), or by small ones (never); as it is used if not
-    given.
+    served. encoding: what keys and values are kept as, none, int8 or int4; or two, of keys and of
+    values: int8,int4. huge: all of the memory comes into place before the call returns, by huge
+    pages (require), where the kernel makes such (try), or by small ones (never); as it is used if
+    not given.
 
     A message on keys that do not go together has them in braces, the wrong one first.
     """
@@ -261,6 +270,7 @@ class PoolKeys(Keys):
         "device being this machine's; or a list of such",
     )
     remote_secret: str | None = None
+    encoding: _Encodings = "none"
     huge: Literal["never", "try", "require"] | None = None
 
     @model_validator(mode="after")
@@ -548,6 +558,7 @@ def _checked_pool(
         _check_layout(source, config.layout)
         layout = config.layout.make()
     assert layout is not None
+    layout = _encoded(source, config, layout)
     if config.stores_objects(layout) and "sketch" in config.model_fields_set and config.sketch:
         what = " is true, and objects have no keys to be sketched: leave this out"
         raise BadArgumentError(source.mistake(("sketch",), what))
@@ -555,6 +566,19 @@ def _checked_pool(
         what = " is error, and an anonymous pool is never there before: leave this out"
         raise BadArgumentError(source.mistake(("if_missing",), f"{what}, or give a path"))
     return config.model_copy(update={"sketch": layout.sketches(config.sketch)}), layout
+
+
+def _encoded(source: Source, config: PoolConfig, layout: KVLayout) -> KVLayout:
+    """As `encoding` says, where it is given."""
+    if "encoding" not in config.model_fields_set:
+        return layout
+    if any((group.k_encoding, group.v_encoding) != ("none", "none") for group in layout.groups):
+        what = " is here, and the layout has k_encoding or v_encoding, too: leave one of them out"
+        raise BadArgumentError(source.mistake(("encoding",), what))
+    try:
+        return layout.encoded(config.encoding)
+    except BadArgumentError as error:
+        raise BadArgumentError(source.mistake(("encoding",), f": {error}")) from None
 
 
 def _check_layout(source: Source, layout: _OneShape | _Groups | _Objects) -> None:

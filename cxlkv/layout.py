@@ -312,7 +312,7 @@ class KVLayout:
 
     def encoded(self, encoding: str) -> KVLayout:
         """The same layout with keys and values kept as `encoding` says: "int8", "int8,int4"."""
-        if self.object_bytes is not None:
+        if self.groups[0].values == "object":
             raise BadArgumentError(
                 f"encoding {encoding!r}: of keys and values; a pool of objects keeps them as they "
                 "come"

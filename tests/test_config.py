@@ -217,6 +217,20 @@ def test_encodings() -> None:
     assert "layout.k_encoding is 'int2': one of none, int8, int4" in wrong
 
 
+def test_one_word_for_keys_and_values() -> None:
+    given = {"where": "anonymous:", "capacity": "3MiB", "encoding": "int8, int4"}
+    with CXLPool.from_config(given, layout=SMALL) as pool:
+        assert (pool.layout, pool.sketch) == (SMALL.encoded("int8,int4"), False)
+    layout = {"layers": 1, "kv_heads": 1, "head_dim": 8}
+    assert read_config({**given, "layout": layout})[1].encoding == "int8,int4"
+    for wrong, what in (
+        ({"encoding": "int2"}, "encoding 'int2': one of none, int8, int4"),
+        ({"layout": {**layout, "k_encoding": "int8"}}, "the layout has k_encoding or v_encoding"),
+        ({"layout": {"object_bytes": 64}}, "a pool of objects keeps them as they come"),
+    ):
+        assert what in message({**given, "layout": layout, **wrong})
+
+
 def test_a_pool_of_another_encoding_is_another(write: Write, place: Path) -> None:
     CXLPool.from_config(write()).close()
     wanted = "layout.k_encoding is 'none' there, 'int4' wanted"
@@ -591,7 +605,7 @@ def test_mistakes_in_layer_groups(tmp_path: Path) -> None:
     )
     assert [line.partition(";")[0] for line in message(path).splitlines()] == [
         "FILE, line 5: layout.layer_groups[0].windov is not one of layers, kv_heads, "
-        "head_dim, value_head_dim, dtype, window, values",
+        "head_dim, value_head_dim, dtype, window, values, k_encoding, v_encoding",
         "FILE, line 6: layout.layer_groups[1].layers is 'x': a whole number is wanted",
         "FILE, line 6: layout.layer_groups[1].values is 'theirs': one of own, key_prefix",
         "FILE, line 7: layout.layer_groups[2] is 5: keys and values are wanted",

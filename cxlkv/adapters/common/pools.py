@@ -71,13 +71,14 @@ def make_or_open(
     capacity: str | int | None,
     *,
     parts: int = 1,
-    sketch: bool = False,
+    sketch: bool | None = False,
     shared: PoolSettings = UNSHARED,
 ) -> tuple[Kind, bool]:
     """The pool at `path`, a CXLPool or an ObjectPool, and whether it was made now; else it keeps
     its capacity.
 
-    capacity: of it alone; None: share_bytes(), as one of `parts` pools. shared: who shares it.
+    capacity: of it alone; None: share_bytes(), as one of `parts` pools. sketch: as create() takes
+    it. shared: who shares it.
     Raises GeometryError for a pool that stores something else, or is shared otherwise; one of
     larger objects will do for objects. Raises BadArgumentError for another user's, HostError where
     another machine is this host.
@@ -178,10 +179,20 @@ def _opened(kind: type[Kind], path: str, layout: KVLayout, shared: PoolSettings)
         return pool
     lacks = "" if pool.checksum else " and has no checksums"
     pool.close()
+    if isinstance(pool, kind) and _but_for_encodings(there) == _but_for_encodings(layout) != there:
+        raise GeometryError(
+            f"{path} keeps keys and values as {there.encoding}; wanted here: {layout.encoding}. "
+            f'Write "encoding": "{there.encoding}", or give a folder as where, in which each '
+            "encoding gets a file of its own"
+        )
     raise GeometryError(
         f"{path} stores {there}{lacks}; wanted here: {layout}. Give a folder as where, in which "
         "each model gets a file of its own, or another path"
     )
+
+
+def _but_for_encodings(layout: KVLayout) -> KVLayout:
+    return layout if layout.object_bytes is not None else layout.encoded("none")
 
 
 def bring_in(pool: Pool, huge: str) -> None:

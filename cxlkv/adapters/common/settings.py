@@ -33,7 +33,9 @@ class PoolSettings(PoolKeys):
     file, or the path of one pool, as CXLPool.create takes it. capacity: of what an engine's ranks
     store together, if it is to be made; None: a share of the memory that this container may use.
     sharing, hosts, host, lease_s, huge: as in CXLPool.create, where engines on several hosts use
-    the pool; all processes of an engine on one machine are one host.
+    the pool; all processes of an engine on one machine are one host. encoding: what the pool keeps
+    the engine's keys and values as, "int8", or of each, "int8,int4"; the engine's own stay as they
+    are.
 
     cold: where pages go that make room: a folder on a disk of this machine, in which each pool gets
     a file, the path of one file, or "mooncake://HOST:PORT". cold_capacity: of all ranks' files
@@ -68,12 +70,18 @@ class ObjectSettings(PoolSettings):
     """Of engines that keep whole blocks as objects, which no server hands out."""
 
     @model_validator(mode="after")
-    def _not_remote(self) -> Self:
+    def _only_for_rows(self) -> Self:
         if self.remote:
             raise BadArgumentError(
                 "{remote} is for vLLM: this engine keeps its blocks as objects, and a pool of "
                 "objects is not served to other machines. Leave it out, or share the pool "
                 "({sharing}) or a store ({cold}: mooncake://HOST:PORT)"
+            )
+        if self.encoding != "none":
+            raise BadArgumentError(
+                "{encoding} is for vLLM: this engine gives whole blocks as objects, whose bytes "
+                "the pool keeps as they come. Leave it out, or let the engine itself keep its "
+                "cache in fewer bits"
             )
         return self
 

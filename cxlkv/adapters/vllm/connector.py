@@ -44,7 +44,7 @@ from cxlkv.adapters.vllm.chunks import chunks_on
 from cxlkv.adapters.vllm.counting import Counting, Looking
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.events import Removed, Stored
-from cxlkv.adapters.vllm.gpu_step import steps_on
+from cxlkv.adapters.vllm.gpu_step import check_device, steps_on
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.metrics import Reporting
@@ -116,7 +116,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         pools.check_groups([(type(spec).__name__, spec) for spec in specs], self._in_pool)
         self._spec = specs[0]
         packing = "rows" if self._in_pool else packing_of(vllm_config, self._spec)
-        self._words = pools.words_of(vllm_config, self._spec, packing)
+        encoding = self.settings.encoding
+        self._words = pools.words_of(vllm_config, self._spec, packing, encoding)
         self.scheduling: Scheduling | None = None
         self._own: tuple[BlockPool, object] | None = None  # and what it finds blocks in
         self.worker: EngineAttention | PoolAttention | None = None
@@ -335,7 +336,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             page_tokens=tokens,
             dtype=self._spec.dtype,
             shard=ranks.shard,
-        )
+        ).encoded(self.settings.encoding)
         tiers = self._make_tiers(layout)
         self.worker = EngineAttention(
             tiers.pool,
@@ -352,7 +353,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def _ranks(self) -> pools.Ranks:
         return pools.ranks_of(self._vllm_config, self._vllm_config.parallel_config.rank)
 
-    def _make_tiers(self, layout: KVLayout, sketch: bool = False) -> Tiers:
+    def _make_tiers(self, layout: KVLayout, sketch: bool | None = False) -> Tiers:
         """Of this rank's pool, which is opened anew when it is lost."""
         where = pools.pool_path(self.settings.where, self._words, self._ranks)
         wanted = (self._ranks, self._vllm_config.model_config.max_model_len)
@@ -387,7 +388,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         config, ranks = self._vllm_config, self._ranks
         page_tokens = gcd(PAGE_TOKENS, self._spec.block_size)
         layout = pool_layout(config, names, self._spec, page_tokens, ranks.shard)
-        tiers = self._make_tiers(layout, sketch=True)
+        layout = layout.encoded(self.settings.encoding)
+        check_device(device, layout)
+        tiers = self._make_tiers(layout, sketch=None)
         return PoolAttention(
             tiers.pool,
             names,

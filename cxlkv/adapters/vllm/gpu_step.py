@@ -42,6 +42,8 @@ ROWS_TOGETHER = 512
 """Rows that one launch attends: it passes over the keys behind the last of them, too."""
 
 if TYPE_CHECKING:
+    from cxlkv.layout import KVLayout
+
     Span = slice[int, int]
     Partial = tuple[torch.Tensor, torch.Tensor]
 
@@ -218,6 +220,18 @@ def steps_on(device: torch.device) -> MakeStep | None:
     if device.type != "cuda":
         raise UnsupportedError(f"attention in the pool for tensors on {device}: cpu and cuda are")
     return partial(DeviceStep, Link(device))
+
+
+def check_device(device: torch.device, layout: KVLayout) -> None:
+    """Raises UnsupportedError for an encoded pool of an engine on a device: that attends to a
+    step's own K and V as they were made, and to those of earlier steps as they are kept, so that
+    what a model says would depend on the chunks of a prompt."""
+    if device.type != "cpu" and layout.is_encoded:
+        raise UnsupportedError(
+            f"attention in the pool for tensors on {device}, with keys and values kept as "
+            f'{layout.encoding}: not built yet. Write "attention": "engine", whose prefixes may be '
+            'kept so, or leave out "encoding"'
+        )
 
 
 def earlier_pages(

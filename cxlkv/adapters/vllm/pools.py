@@ -66,7 +66,7 @@ def make_or_open(
     ranks: Ranks,
     wanted_tokens: int,
     *,
-    sketch: bool = False,
+    sketch: bool | None = False,
     shared: PoolSettings = UNSHARED,
 ) -> CXLPool:
     """This rank's pool; says where it is and what it holds. Raises GeometryError for another's.
@@ -183,7 +183,9 @@ def hash_concern(algorithm: str, environment: Mapping[str, str]) -> str | None:
     )
 
 
-def words_of(vllm_config: object, spec: object, packing: str) -> dict[str, object]:
+def words_of(
+    vllm_config: object, spec: object, packing: str, encoding: str = "none"
+) -> dict[str, object]:
     """Everything that makes K and V what they are, but the salt: see keys.namespace()."""
     model, cache = _of(vllm_config, "model_config"), _of(vllm_config, "cache_config")
     path = str(_of(model, "model"))
@@ -213,4 +215,6 @@ def words_of(vllm_config: object, spec: object, packing: str) -> dict[str, objec
         "layers": getattr(text, "num_hidden_layers", None),
         "shards": (ranks.tensor, ranks.pipeline),
         "packing": packing,
+        # Pools without one have the names and keys that they had before there were any.
+        **({} if encoding == "none" else {"encoding": encoding}),
     }

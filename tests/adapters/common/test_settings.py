@@ -146,6 +146,14 @@ def test_objects_are_not_had_of_another_machine() -> None:
             ENGINES[name](given)
 
 
+def test_objects_are_kept_as_they_come() -> None:
+    assert ENGINES["vllm"]({"encoding": "int8"}).encoding == "int8"
+    for name in ("sglang", "lmcache"):
+        assert ENGINES[name]({"encoding": "none"}).encoding == "none"
+        with pytest.raises(BadArgumentError, match=r"encoding is for vLLM: .*as they come"):
+            ENGINES[name]({"encoding": "int8"})
+
+
 @each_engine
 def test_a_file_says_what_is_not_written_beside_it(read: Read, tmp_path: Path) -> None:
     path = tmp_path / "engine.yaml"
