@@ -16,6 +16,7 @@ STORED = (*DTYPES, "uint8")  # likewise; the last one is of objects only
 GROUPS_MAX = 16
 LAYERS_MAX = 1024
 VALUES = ("own", "key_prefix", "object")  # likewise
+CODE_TOKENS = 16  # of a block of codes, and the channels of its lines
 ENCODINGS = ("none", "int8", "int4")  # likewise
 OBJECT_BYTES_MAX = 1 << 30
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
@@ -360,6 +361,13 @@ class KVLayout:
         """Bytes of the keys among them."""
         return sum(group.stored_key_bytes for group in self.groups)
 
+    def piece_bytes(self, channels: int, encoding: str) -> int:
+        """Of a page's tokens, of one head: as the model made them, or whole blocks of codes."""
+        tokens = self.page_tokens
+        if encoding != "none":
+            tokens = -(-tokens // CODE_TOKENS) * CODE_TOKENS
+        return tokens * _row_bytes(channels, encoding, self.dtype)
+
     @property
     def summary(self) -> str:
         """In a few words, for people."""
@@ -378,7 +386,7 @@ def _row_bytes(channels: int, encoding: str, dtype: str) -> int:
     if encoding == "none":
         return channels * DTYPE_BYTES[dtype]
     bits = {"int8": 8, "int4": 4}[encoding]
-    return -(-channels // 16) * 16 * bits // 8 + 2
+    return -(-channels // CODE_TOKENS) * CODE_TOKENS * bits // 8 + 2
 
 
 def layer_places(layout: KVLayout, record_layers: int) -> tuple[tuple[int, int], ...]:

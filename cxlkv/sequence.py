@@ -225,10 +225,13 @@ class Batch:
         sequences end at the end of a page, in all layers. NO_PAGE (cxlkv.pages) stands for a page
         behind its part's window, others there are freed; rewind is as in append(). From now on the
         pages are the sequences'; after an error they are still the caller's. Raises UnevenError,
-        BadArgumentError, UnsupportedError for a pool with an encoding.
+        BadArgumentError, and UnsupportedError in a pool with an encoding.
         """
         if self._layout.is_encoded:
-            raise UnsupportedError("attach: pages of a pool with an encoding are written by append")
+            raise UnsupportedError(
+                f"attach: this pool keeps keys and values as {self._layout.encoding}, and its "
+                "pages are written by append(), which encodes"
+            )
         offsets = self._starts(starts)
         count = int(offsets[-1])
         geometry = _core.pool_geometry(self._pool)

@@ -44,6 +44,12 @@ LAYOUTS = {
     "bfloat16": layout_of(group(3, dtype="bfloat16", head_dim=64)),
     "gemma": layout_of(group(6, 10), group(2), order=[0, 0, 0, 1, 0, 0, 0, 1]),
     "parts of unequal length": layout_of(group(5, 9), group(3)),
+    "codes": layout_of(
+        group(2, value_head_dim=5, k_encoding="int8", v_encoding="int4"),
+        group(2, 10, value_head_dim=5, k_encoding="int8", v_encoding="int4"),
+    ),
+    "codes of keys": layout_of(group(2, dtype="bfloat16", head_dim=64, k_encoding="int4")),
+    "codes of values": layout_of(group(2, dtype="float16", v_encoding="int8")),
     "latent": layout_of(group(2, kv_heads=1, values="key_prefix", value_head_dim=8)),
     "encoded": layout_of(group(2, dtype="bfloat16", k_encoding="int8", v_encoding="int4")),
 }

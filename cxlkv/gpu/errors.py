@@ -7,7 +7,17 @@ from contextlib import contextmanager
 
 import torch
 
-from cxlkv.errors import CXLKVError, GpuError, GpuMemoryError
+from cxlkv.errors import CXLKVError, GpuError, GpuMemoryError, UnsupportedError
+from cxlkv.layout import KVLayout
+
+
+def check_rows(layout: KVLayout, who: str, remedy: str) -> None:
+    """Raises UnsupportedError where a page's pieces are codes: `who` reads or writes rows there."""
+    if layout.is_encoded:
+        raise UnsupportedError(
+            f"{who}: this pool keeps keys and values as {layout.encoding}, and a device's kernels "
+            f"read and write them as the model made them. {remedy}"
+        )
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from cxlkv.gpu.driver import (
     driver_of,
     index_of,
 )
+from cxlkv.gpu.errors import check_rows
 from cxlkv.layout import format_bytes
 from cxlkv.machine.topology import Memory, probe
 from cxlkv.pages import Pages
@@ -126,6 +127,11 @@ class Mapping(Closing):
     def pages(self, sequence: Sequence, layer: int, first: int = 0) -> PageTable:
         """Return the table of the layer's complete pages from `first` on."""
         self._check()
+        check_rows(
+            self.pool.layout,
+            "a page table",
+            "Staging and Batch.fetch() decode them; or make the pool without an encoding",
+        )
         if sequence not in self.pool:
             raise BadArgumentError("the sequence is of another pool than the mapping")
         found = sequence.places(layer, first)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from cxlkv.errors import MemoryShortError, RegistrationError, StaleError, UnsupportedError
+from cxlkv.gpu.errors import check_rows
 from cxlkv.gpu.hot import HotBuffer, SlotCounts
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.gpu.recent import Recent
@@ -53,6 +54,7 @@ class Resident:
         scale: float,
         softcap: float | None,
     ):
+        check_rows(pool.layout, "a Resident", "Make the pool without an encoding")
         self.layout, self.device = pool.layout, device
         self._requests, self._rows = requests, rows
         self._scale, self._softcap = scale, softcap

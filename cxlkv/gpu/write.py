@@ -20,6 +20,7 @@ from cxlkv.arrays import PageIds
 from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
 from cxlkv.gpu.copier import Copier, Pieces, merge
 from cxlkv.gpu.driver import index_of
+from cxlkv.gpu.errors import check_rows
 from cxlkv.gpu.staging import DTYPES, Waitable
 from cxlkv.kernels.encode import Encoded, encode
 from cxlkv.layout import layer_places
@@ -96,6 +97,11 @@ class WriteThrough(Closing):
         """copier: of a Mapping of this pool, by whose stream a GPU writes into it. None: through
         pinned memory, from which the host copies, where the pool cannot be registered or hosts
         share it."""
+        check_rows(
+            pool.layout,
+            "a WriteThrough",
+            "Batch.append() encodes and writes; or make the pool without an encoding",
+        )
         if copier is not None and copier.mapping.pool is not pool:
             raise BadArgumentError("the copier is of another pool")
         if copier is not None and not copier.mapping.writable:

@@ -239,7 +239,7 @@ class Remote(Closing):
         if found.layout_crc != layout_crc:
             raise GeometryError(
                 f"the pool of {self.address} has another layout: layers, heads, dims, dtype, "
-                "page_tokens, model_id, shard and sketch must be the same on both sides"
+                "encodings, page_tokens, model_id, shard and sketch must be the same on both sides"
             )
         return found
 

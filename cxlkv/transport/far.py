@@ -34,6 +34,7 @@ from cxlkv.sequence import Sequence as PoolSequence
 
 HEADER_BYTES = RECORD_HEADER.itemsize  # of either form
 CRC_OFFSET = HEADER_BYTES - 4
+SCALE_BYTES = 4
 KINDS = ("digest", "sketch", "key", "value")
 _LAYER_OFFSETS = (None, "sketches_offset", "keys_offset", "values_offset")
 
@@ -149,25 +150,17 @@ def shape_of(pool: CXLPool) -> Shape:
 
 
 def _piece_bytes(layout: KVLayout, geometry: dict[str, int]) -> list[int]:
-    """Without what fills a piece up to a line; a sketch is whole lines."""
-    own_values = geometry["value_piece_bytes"] > 0
-    bound, scale = DTYPE_BYTES[layout.dtype], 0
-    if layout.k_encoding != "none":  # the digest's own scale lies behind the keys
-        bound, scale = 1, 4
+    """Without what fills a piece up to a line; a sketch is whole lines. A digest of encoded keys is
+    bytes, and its scale lies behind the keys."""
+    encoded = layout.k_encoding != "none"
+    keys = layout.piece_bytes(layout.head_dim, layout.k_encoding)
+    values = layout.piece_bytes(layout.value_head_dim, layout.v_encoding)
     return [
-        2 * layout.head_dim * bound,
+        2 * layout.head_dim * (1 if encoded else DTYPE_BYTES[layout.dtype]),
         geometry["sketch_piece_bytes"],
-        _rows_bytes(layout, layout.head_dim, layout.k_encoding) + scale,
-        _rows_bytes(layout, layout.value_head_dim, layout.v_encoding) * own_values,
+        keys + SCALE_BYTES * encoded,
+        values * (geometry["value_piece_bytes"] > 0),
     ]
-
-
-def _rows_bytes(layout: KVLayout, channels: int, encoding: str) -> int:
-    """Of a page's keys or values of one head; codes are of whole blocks, and then scales."""
-    if encoding == "none":
-        return layout.page_tokens * channels * DTYPE_BYTES[layout.dtype]
-    tokens, filled = (-(-count // 16) * 16 for count in (layout.page_tokens, channels))
-    return tokens * (filled * {"int8": 8, "int4": 4}[encoding] // 8 + 2)
 
 
 class FarPool:

@@ -90,7 +90,7 @@ def made(folder: Path, link: str, layout: KVLayout, capacity: str = "4MiB") -> C
     return CXLPool.create(where, layout=layout, capacity=capacity, threads=2)
 
 
-def local(layout: KVLayout, checksum: bool = True, sketch: bool = True) -> CXLPool:
+def local(layout: KVLayout, checksum: bool = True, sketch: bool | None = None) -> CXLPool:
     return CXLPool.create(
         "anonymous:", layout=layout, capacity="4MiB", checksum=checksum, sketch=sketch, threads=2
     )
@@ -358,8 +358,9 @@ def test_other_layouts_are_refused(folder: Path, link: str) -> None:
         both(folder, link) as (_, _, remote),
         local(LAYOUTS["float16"]) as other,
         local(LAYOUTS["float32"], sketch=False) as unsketched,
+        local(LAYOUTS["float32"].encoded("int8"), sketch=True) as encoded,
     ):
-        for pool in (other, unsketched):
+        for pool in (other, unsketched, encoded):
             with pytest.raises(GeometryError, match="another layout"):
                 pull(remote, pool, [])
             with pytest.raises(GeometryError, match="another layout"):
