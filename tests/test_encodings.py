@@ -141,6 +141,7 @@ def pool_of(layout: KVLayout, tokens: int = 100, **more: object) -> CXLPool:
         layout=layout,
         capacity=capacity,
         threads=1,
+        sketch=True,
         **more,  # type: ignore[arg-type]
     )
 
@@ -548,7 +549,7 @@ def test_a_published_tail_says_nothing_of_other_texts(
     others = drawn(rng, layout, 300)
     found = []
     for noisy in (False, True):
-        with pool_of(layout, 500, sketch=True) as pool:
+        with pool_of(layout, 500) as pool:
             sequence = pool.sequence()
             if noisy:
                 pool.sequence().append(0, *others)

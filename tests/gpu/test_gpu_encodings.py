@@ -79,7 +79,7 @@ def test_who_reads_rows_refuses_codes(pool: CXLPool, who: str) -> None:
 
 
 def test_a_decoder_of_hot_pages_refuses_them_before_it_takes_memory(pool: CXLPool) -> None:
-    with pytest.raises(UnsupportedError, match='CXLCache.attention="device".'):
+    with pytest.raises(UnsupportedError, match=r'CXLCache\(attention="device"\)'):
         decoder(pool, 64)
 
 

@@ -15,7 +15,8 @@ static int run(const char *kernels, uint32_t kind, uint64_t nanoseconds,
     return code;
 }
 
-/* A product for each lane, two where bf16 comes in pairs, one for two bytes of codes: 0 where the CPU has no such table. */
+/* A product for each lane, two where bf16 comes in pairs, one for two bytes of codes: 0 where the
+ * CPU has no such table. */
 static uint64_t products_of(const char *kernels, uint32_t kind) {
     cxlkv_arithmetic once, longer;
     if (kernels_force(kernels) != 0) return 0;
