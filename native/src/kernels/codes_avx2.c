@@ -199,6 +199,12 @@ void code_decode_avx2(const code_form *form, code_piece piece, uint32_t first, u
 
 INLINE uint32_t at_most(uint32_t count, uint32_t limit) { return count < limit ? count : limit; }
 
+/* Mostly all of a block, which takes a few instructions, where a call takes long. */
+INLINE void copy_tokens(float *to, const float *from, uint32_t count) {
+    if (count == CODE_TOKENS) memcpy(to, from, CODE_TOKENS * sizeof(float));
+    else memcpy(to, from, count * sizeof(float));
+}
+
 /* ---- score ---- */
 
 /* Words 128 * high + low of each 4 channels d: of d and d + 2, of d + 1 and d + 3. */
@@ -329,8 +335,8 @@ void code_score_avx2(const code_form *form, code_piece piece, uint32_t first, ui
             here = at_most(CODE_TOKENS - t % CODE_TOKENS, first + count - t);
             score_any(form, piece, t, &room, made);
             for (uint32_t j = 0; j < room.count; j++)
-                memcpy(logits + (q + j) * logit_stride + (t - first), made[j] + t % CODE_TOKENS,
-                       here * sizeof(float));
+                copy_tokens(logits + (q + j) * logit_stride + (t - first),
+                            made[j] + t % CODE_TOKENS, here);
         }
     }
 }
@@ -391,8 +397,9 @@ static void round_weights(uint32_t bits, const uint16_t *scales, uint32_t low, u
     float row[CODE_TOKENS] = {0};
     uint16_t halves[CODE_TOKENS] = {0};
     __m256 products[2];
-    memcpy(row + low, weights, count * sizeof(float));
-    memcpy(halves + low, scales + low, count * sizeof(uint16_t));
+    copy_tokens(row + low, weights, count);
+    if (count == CODE_TOKENS) memcpy(halves, scales, sizeof(halves));
+    else memcpy(halves + low, scales + low, count * sizeof(uint16_t));
     UNROLL for (int i = 0; i < 2; i++) {
         __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves + i * LANES)));
         products[i] = _mm256_mul_ps(_mm256_loadu_ps(row + i * LANES), scale);

@@ -292,6 +292,12 @@ static void ask_for(const void *next, size_t bytes) {
 
 INLINE uint32_t at_most(uint32_t count, uint32_t limit) { return count < limit ? count : limit; }
 
+/* Mostly all of a block, which takes a few instructions, where a call takes long. */
+INLINE void copy_tokens(float *to, const float *from, uint32_t count) {
+    if (count == CODE_TOKENS) memcpy(to, from, CODE_TOKENS * sizeof(float));
+    else memcpy(to, from, count * sizeof(float));
+}
+
 void code_score_neon(const code_form *form, code_piece piece, uint32_t first, uint32_t count,
                      const code_query *queries, uint32_t query_count, float *logits,
                      size_t logit_stride, const void *next) {
@@ -303,8 +309,8 @@ void code_score_neon(const code_form *form, code_piece piece, uint32_t first, ui
             const uint32_t queries_here = at_most(query_count - q, QUERY_ROOM);
             score_block(form, piece, t, queries + q, queries_here, made);
             for (uint32_t j = 0; j < queries_here; j++)
-                memcpy(logits + (q + j) * logit_stride + (t - first), made[j] + t % CODE_TOKENS,
-                       here * sizeof(float));
+                copy_tokens(logits + (q + j) * logit_stride + (t - first),
+                            made[j] + t % CODE_TOKENS, here);
         }
     }
 }
@@ -356,8 +362,9 @@ static void round_weights(uint32_t bits, const uint16_t *scales, uint32_t low, u
     uint16_t halves[CODE_TOKENS] = {0};
     float32x4_t products[VECTORS];
     uint32x4_t most = vdupq_n_u32(0);
-    memcpy(row + low, weights, count * sizeof(float));
-    memcpy(halves + low, scales + low, count * sizeof(uint16_t));
+    copy_tokens(row + low, weights, count);
+    if (count == CODE_TOKENS) memcpy(halves, scales, sizeof(halves));
+    else memcpy(halves + low, scales + low, count * sizeof(uint16_t));
     UNROLL for (int v = 0; v < VECTORS; v++) {
         float16x4_t half = vreinterpret_f16_u16(vld1_u16(halves + v * LANES));
         products[v] = vmulq_f32(vld1q_f32(row + v * LANES), vcvt_f32_f16(half));
