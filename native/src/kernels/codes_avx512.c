@@ -541,13 +541,14 @@ INLINE __m512 load_weights(const float *row, tokens here) {
 
 /* Of 1 to 4 queries, to `made` from `at` on. */
 INLINE void round_weights(int bits, __m512 scale, tokens here, const float *weights,
-                          size_t weight_stride, int queries_here, uint32_t at, rounded *made) {
+                          size_t weight_stride, uint32_t queries_here, uint32_t at,
+                          rounded *made) {
     const __m128 whole = _mm_set1_ps(16256), half = _mm_set1_ps(0.5f);
     const __m512i order = _mm512_broadcast_i32x4(
         _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
     __m512 products[4];
     __m512i x[4], pairs[2];
-    UNROLL for (int q = 0; q < 4; q++) {
+    UNROLL for (uint32_t q = 0; q < 4; q++) {
         __m512 w = load_weights(weights + (q < queries_here ? q : 0) * weight_stride, here);
         products[q] = _mm512_maskz_mul_ps(here.there, w, scale);
         x[q] = bits_without_sign(products[q]);
@@ -628,50 +629,56 @@ INLINE void add_block(int bits, uint32_t dim, const uint8_t *block, const rounde
                       int queries_here, float *accumulator) {
     const float *end = accumulator + dim / LANES * LANES;
     for (; accumulator < end; accumulator += LANES, block += LINE_BYTES) {
-        __asm__("" : "+r"(block), "+r"(accumulator)); /* no index, as above */
+        /* No index in an address, as above, and none made before the loop: gcc would keep all. */
+        __asm__("" : "+r"(block), "+r"(accumulator), "+r"(made));
         add_channels(bits, dim, block, LANES, made, queries_here, accumulator);
     }
     if (dim % LANES)
         add_channels(bits, dim, block, dim % LANES, made, queries_here, accumulator);
 }
 
-INLINE void accumulate_form(int bits, uint32_t dim, code_piece piece, uint32_t first,
-                            uint32_t count, const float *weights, size_t weight_stride,
-                            int queries_here, float *accumulator) {
-    for (uint32_t t = first; t < first + count;) {
-        tokens here = tokens_of(t, first + count);
-        _Alignas(64) rounded made;
-        const __m256i halves =
-            _mm256_loadu_si256((const __m256i *)(piece.scales + here.block));
-        const float *row = weights + (t - first);
-        round_weights(bits, _mm512_cvtph_ps(halves), here, row, weight_stride,
-                      queries_here < 4 ? queries_here : 4, 0, &made);
-        if (queries_here == 8)
-            round_weights(bits, _mm512_cvtph_ps(halves), here, row + 4 * weight_stride,
-                          weight_stride, 4, 4, &made);
-        /* From here on they are read from memory: gcc would shuffle them out of registers. */
-        __asm__("" : "+m"(made));
-        const size_t block_bytes = (size_t)code_channels(dim) * 2 * bits;
-        add_block(bits, dim, piece.blocks + here.block / CODE_TOKENS * block_bytes, &made,
-                  queries_here, accumulator);
-        t += here.count;
-    }
-}
+typedef void block_adder(uint32_t dim, const uint8_t *block, const rounded *made,
+                         float *accumulator);
 
-INLINE void accumulate_dim(int bits, uint32_t dim, code_piece piece, uint32_t first,
-                           uint32_t count, const float *weights, size_t weight_stride,
-                           uint32_t query_count, float *accumulator) {
+/* Functions of their own, as each of them is long. */
+#define BLOCK_ADDER(bits, queries)                                                               \
+    static __attribute__((noinline)) void add_##bits##_bits_##queries(                           \
+        uint32_t dim, const uint8_t *block, const rounded *made, float *accumulator) {           \
+        if (dim == 128) add_block(bits, 128, block, made, queries, accumulator);                 \
+        else add_block(bits, dim, block, made, queries, accumulator);                            \
+    }
+BLOCK_ADDER(8, 1)
+BLOCK_ADDER(8, 2)
+BLOCK_ADDER(8, 3)
+BLOCK_ADDER(8, 4)
+BLOCK_ADDER(8, 8)
+BLOCK_ADDER(4, 1)
+BLOCK_ADDER(4, 2)
+BLOCK_ADDER(4, 3)
+BLOCK_ADDER(4, 4)
+BLOCK_ADDER(4, 8)
+
+static block_adder *const adders[2][SUM_BLOCK + 1] = {
+    {NULL, add_8_bits_1, add_8_bits_2, add_8_bits_3, add_8_bits_4, NULL, NULL, NULL, add_8_bits_8},
+    {NULL, add_4_bits_1, add_4_bits_2, add_4_bits_3, add_4_bits_4, NULL, NULL, NULL, add_4_bits_8},
+};
+
+/* Tokens of one block. */
+INLINE void accumulate_tokens(int bits, const code_form *form, code_piece piece, tokens here,
+                              const float *weights, size_t weight_stride, uint32_t query_count,
+                              float *accumulator) {
+    const uint8_t *block = piece.blocks + here.block / CODE_TOKENS * code_block_bytes(form);
+    const __m512 scale =
+        _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(piece.scales + here.block)));
     for (uint32_t q = 0, queries_here; q < query_count; q += queries_here) {
-        const float *w = weights + q * weight_stride;
-        float *to = accumulator + (size_t)q * dim;
+        _Alignas(64) rounded made;
+        const float *row = weights + q * weight_stride;
         queries_here = query_count - q >= 8 ? 8 : query_count - q > 4 ? 4 : query_count - q;
-        switch (queries_here) {
-        case 1: accumulate_form(bits, dim, piece, first, count, w, weight_stride, 1, to); break;
-        case 2: accumulate_form(bits, dim, piece, first, count, w, weight_stride, 2, to); break;
-        case 3: accumulate_form(bits, dim, piece, first, count, w, weight_stride, 3, to); break;
-        case 4: accumulate_form(bits, dim, piece, first, count, w, weight_stride, 4, to); break;
-        default: accumulate_form(bits, dim, piece, first, count, w, weight_stride, 8, to);
-        }
+        round_weights(bits, scale, here, row, weight_stride, queries_here, 0, &made);
+        if (queries_here == 8)
+            round_weights(bits, scale, here, row + 4 * weight_stride, weight_stride, 4, 4, &made);
+        adders[bits == 4][queries_here](form->dim, block, &made,
+                                        accumulator + (size_t)q * form->dim);
     }
 }
 
@@ -679,18 +686,15 @@ void code_accumulate_avx512(const code_form *form, code_piece piece, uint32_t fi
                             uint32_t count, const float *weights, size_t weight_stride,
                             uint32_t query_count, float *accumulator, const void *next) {
     ask_for(next, code_bytes(form, count));
-    if (form->bits == 8 && form->dim == 128)
-        accumulate_dim(8, 128, piece, first, count, weights, weight_stride, query_count,
-                       accumulator);
-    else if (form->bits == 8)
-        accumulate_dim(8, form->dim, piece, first, count, weights, weight_stride, query_count,
-                       accumulator);
-    else if (form->dim == 128)
-        accumulate_dim(4, 128, piece, first, count, weights, weight_stride, query_count,
-                       accumulator);
-    else
-        accumulate_dim(4, form->dim, piece, first, count, weights, weight_stride, query_count,
-                       accumulator);
+    for (uint32_t t = first; t < first + count;) {
+        const tokens here = tokens_of(t, first + count);
+        const float *row = weights + (t - first);
+        if (form->bits == 8)
+            accumulate_tokens(8, form, piece, here, row, weight_stride, query_count, accumulator);
+        else
+            accumulate_tokens(4, form, piece, here, row, weight_stride, query_count, accumulator);
+        t += here.count;
+    }
 }
 
 void code_decode_avx512(const code_form *form, code_piece piece, uint32_t first, uint32_t count,
