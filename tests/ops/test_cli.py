@@ -253,7 +253,8 @@ def leaves(
 
 # They print no figures: they serve until they are stopped, ask, or write files that are named.
 NO_JSON = {("serve",), ("metrics",), ("ndp-worker",), ("pool", "remove"), ("bench", "report")}
-NO_JSON |= {("lab", "run"), ("lab", "prefill"), ("lab", "encodings")}  # their result is a file anyway
+# Their result is a file anyway.
+NO_JSON |= {("lab", "run"), ("lab", "prefill"), ("lab", "encodings")}
 
 
 def test_what_prints_figures_has_them_as_json() -> None:

@@ -259,7 +259,7 @@ static void score_max(int dtype, const void *keys, size_t row_bytes, uint32_t to
 
 const kernels TABLE = {
     .name = "amx",
-    .rates = {{200, 39, 38}, 51, 200, 180, 100},
+    .rates = {{200, 39, 38}, 51, 200, 126, 70},
     .packed_bytes = packed_bytes,
     .pack = pack,
     .score = score,

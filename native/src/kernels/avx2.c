@@ -747,7 +747,7 @@ static void from_float(int dtype, const float *source, size_t count, void *desti
 
 const kernels kernels_avx2 = {
     .name = "avx2",
-    .rates = {{41, 43, 43}, 51, 110, 60, 45},
+    .rates = {{41, 43, 43}, 51, 110, 32, 26},
     .score = score,
     .score_max = score_max,
     .accumulate = accumulate,

@@ -692,7 +692,7 @@ void avx512_from_float(int dtype, const float *source, size_t count, void *desti
 
 const kernels kernels_avx512 = {
     .name = "avx512",
-    .rates = {{39, 39, 38}, 51, 110, 60, 45},
+    .rates = {{39, 39, 38}, 51, 110, 32, 26},
     .score = avx512_score,
     .score_max = avx512_score_max,
     .accumulate = avx512_accumulate,

@@ -480,7 +480,7 @@ void avx512_bf16_bound(int dtype, const void *digest, uint32_t dim, const kernel
 
 const kernels kernels_avx512_bf16 = {
     .name = "avx512_bf16",
-    .rates = {{110, 39, 38}, 51, 200, 180, 100},
+    .rates = {{110, 39, 38}, 51, 200, 126, 70},
     .packed_bytes = avx512_bf16_packed_bytes,
     .pack = avx512_bf16_pack,
     .score = avx512_bf16_score,
