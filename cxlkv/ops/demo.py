@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.layout import encodings_of
 from cxlkv.ops.console import JsonFile, needing
 
 
@@ -33,6 +34,10 @@ def demo(
     dense_layers: Annotated[
         int, typer.Option(help="Of --text: so many layers, the first ones, attend to all pages.")
     ] = 0,
+    encoding: Annotated[
+        str,
+        typer.Option(help="Of SmolLM2: the pool keeps K and V in int8, int4, or int8,int4."),
+    ] = "none",
     tiny: Annotated[
         bool,
         typer.Option("--tiny", help="The small model that is in the package, offline."),
@@ -61,6 +66,10 @@ def demo(
     if prepare:
         return print_folder()
     check_options(model, text, method, budget, dense_layers, tiny, handover)
+    if encodings_of(encoding) != ("none", "none") and any((model, tokens, method, tiny, handover)):
+        raise BadArgumentError(
+            "--encoding goes with the demo of SmolLM2: --json and --picture only"
+        )
     with needing("demo", "the demo"):
         from cxlkv.demo import handover as handing_over
         from cxlkv.demo.answers.run import run as run_answers
@@ -77,9 +86,11 @@ def demo(
     else:
         folder = None if tiny or tokens or method else model_if_there()
         if folder is None:
+            if encoding != "none":
+                raise BadArgumentError("--encoding goes with SmolLM2, which is not installed here")
             passed = run(json_path=json_file, picture=picture, plan=Plan.of(tokens, method))
         else:
-            passed = run_answers(folder, json_path=json_file, picture=picture)
+            passed = run_answers(folder, json_file, picture, encoding=encoding)
     if not passed:
         raise typer.Exit(1)
 

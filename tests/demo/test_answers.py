@@ -67,6 +67,39 @@ def test_few_pages_read_few_bytes_and_are_counted(examiner: Examiner) -> None:
     assert first.chosen.sum() > 0
 
 
+@pytest.mark.parametrize("encoding", ["int8", "int4"])
+def test_an_encoded_pool_reads_fewer_bytes(examiner: Examiner, encoding: str) -> None:
+    """All keys are scored as they are kept; transformers' own cache is as the model made it."""
+    rows = examiner.pool.layout
+    examiner.pool.close()
+    layout = rows.encoded(encoding)
+    examiner.pool = CXLPool.create("anonymous:", layout=layout, capacity="16MiB")
+    examiner.context, examiner.share = examiner.pool.sequence(), 0.25
+    first, _ = asked_twice(examiner)
+    full, selected, drawn = (first.answers[form] for form in FORMS)
+    share = layout.stored_token_bytes / rows.token_bytes
+    assert share < 0.6
+    assert full.bytes_read % rows.token_bytes == 0
+    for form in (selected, drawn):
+        assert form.bytes_read < 0.3 * share * full.bytes_read / full.steps * form.steps
+    keys = (
+        full.bytes_read / full.steps * selected.steps * layout.stored_key_bytes / rows.token_bytes
+    )
+    assert selected.bytes_scored == pytest.approx(keys, rel=0.1)
+
+
+@pytest.mark.parametrize("more", [("--tiny",), ("--tokens", "512"), ("--handover",)])
+def test_an_encoding_is_of_the_trained_model(
+    more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = command.run(capsys, "demo", "--encoding", "int4", *more)
+    assert code == 1
+    assert "--encoding goes with the demo of SmolLM2" in err
+    code, _, err = command.run(capsys, "demo", "--encoding", "int2")
+    assert code == 1
+    assert "one of none, int8, int4" in err
+
+
 def test_the_handbook_answers_each_question_where_it_says() -> None:
     document, questions = handbook()
     for question in questions:

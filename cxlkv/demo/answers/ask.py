@@ -142,7 +142,7 @@ class Examiner:
         before = self.cache.get_seq_length()
         caches = {
             "full": self.cache,
-            "selected": self._fork("two_stage"),
+            "selected": self._fork("two_stage" if self.pool.sketch else "exact"),
             "random": self._fork("random"),
         }
         logits = {form: self._read_on(form, cache, ids, asked) for form, cache in caches.items()}
@@ -173,7 +173,7 @@ class Examiner:
                     asked.chosen = cache.chosen
                 cache.release()
             full = asked.answers["full"]
-            full.bytes_read = full.steps * before * self.pool.layout.stored_token_bytes
+            full.bytes_read = full.steps * before * self.pool.layout.token_bytes
         yield asked
 
     def step(self) -> None:

@@ -19,7 +19,7 @@ from cxlkv.demo.answers.picture import WORDS, draw, figures_of
 from cxlkv.demo.progress import progress_of
 from cxlkv.demo.run import finish
 from cxlkv.demo.text.inputs import quiet
-from cxlkv.layout import format_bytes
+from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.pool import CXLPool
 
 SHARE = 0.10
@@ -30,10 +30,12 @@ def run(
     json_path: Path | None = None,
     picture: Path | None = None,
     console: Console | None = None,
+    encoding: str = "none",
 ) -> bool:
     """Ask all questions; True when chosen pages answer as full attention does, but for a few.
 
-    folder: the model's, as smollm2.prepare() returns it.
+    folder: the model's, as smollm2.prepare() returns it. encoding: what the pool keeps keys and
+    values as; transformers' own cache, with all of them, has them as the model made them.
     """
     console = console or Console()
     document, questions = handbook()
@@ -42,7 +44,7 @@ def run(
             folder, dtype="auto", local_files_only=True
         )
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    layout = layout_of(model)
+    layout = layout_of(model, encoding=encoding)
     capacity = 2 * 8192 * layout.stored_token_bytes
     with CXLPool.create("anonymous:", layout=layout, capacity=capacity) as pool:
         examiner = Examiner(model, tokenizer, pool, SHARE)
@@ -50,11 +52,12 @@ def run(
         with progress_of(console, len(tokens)) as progress:
             progress.begin(f"reading {len(tokens):,} tokens")
             examiner.read(tokens, progress.advance)
-        kv_bytes = len(tokens) * layout.stored_token_bytes
+        kv_bytes = len(tokens) * layout.token_bytes
         console.print(
             Text(
                 f"{smollm2.NAME} has read {len(tokens):,} tokens: {format_bytes(kv_bytes)} of keys "
-                f"and values. Each step now reads {100 * SHARE:g} % of the pages."
+                f"and values{kept_text(layout, len(tokens))}. Each step now reads "
+                f"{100 * SHARE:g} % of the pages."
             ),
             soft_wrap=True,
         )
@@ -70,8 +73,8 @@ def run(
         examiner.release()
     console.print(table_of(asked, kv_bytes))
     console.print(
-        "What a token read: from the pool, what was scored to choose pages (sketches of 2 bits a "
-        "channel, and the keys of the best) and the pages themselves.",
+        "What a token read: from the pool, what was scored to choose pages "
+        f"({scored_text(layout)}) and the pages themselves.",
         soft_wrap=True,
     )
     title = f"{smollm2.NAME} answers from {100 * SHARE:g} % of what it has read"
@@ -79,6 +82,19 @@ def run(
         draw(picture, title, asked, len(tokens), layout.page_tokens)
         console.print(Text(f"Picture: {picture}"), soft_wrap=True)
     return finish(result_of(asked, kv_bytes), console, json_path)
+
+
+def kept_text(layout: KVLayout, tokens: int) -> str:
+    if not layout.is_encoded:
+        return ""
+    kept = format_bytes(tokens * layout.stored_token_bytes)
+    return f", which the pool keeps as {layout.encoding} in {kept}"
+
+
+def scored_text(layout: KVLayout) -> str:
+    if layout.sketches(None):
+        return "sketches of 2 bits a channel, and the keys of the best"
+    return f"all keys, in {layout.k_encoding}"
 
 
 def ask(examiner: Examiner, question: Question, console: Console) -> Asked:
