@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -111,6 +111,15 @@ class LayerGroup:
             )
         if self.kind not in ("attention", "state"):
             raise BadArgumentError(f"kind={self.kind!r}: 'attention' or 'state'")
+
+    def __repr__(self) -> str:
+        """Without encodings where there are none: names of pools and keys are made of it, which
+        stay what they were before there were any."""
+        shown = {one.name: getattr(self, one.name) for one in fields(self)}
+        if (self.k_encoding, self.v_encoding) == ("none", "none"):
+            del shown["k_encoding"], shown["v_encoding"]
+        words = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        return f"{type(self).__name__}({words})"
 
     @property
     def token_bytes(self) -> int:

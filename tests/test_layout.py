@@ -171,6 +171,19 @@ def test_a_layout_in_an_encoding(encoding: str, both: tuple[str, str]) -> None:
     assert made.stored_key_bytes == 3 * 3 * a_row[both[0]]
 
 
+def test_a_layout_without_an_encoding_has_the_name_that_it_had() -> None:
+    """Of 0.2: keys of transformers' prefixes are made of it."""
+    of_group = (
+        "LayerGroup(layers=2, kv_heads=3, head_dim=4, value_head_dim=4, dtype='bfloat16', "
+        "window=None, values='own', kind='attention'"
+    )
+    rest = "order=(0, 0), page_tokens=16, shard=(0, 1, 0, 1), model_id='')"
+    layout = KVLayout(**SMALL)
+    assert repr(layout) == f"KVLayout(groups=({of_group}),), {rest}"
+    encodings = ", k_encoding='int8', v_encoding='int4'"
+    assert repr(layout.encoded("int8,int4")) == f"KVLayout(groups=({of_group}{encodings}),), {rest}"
+
+
 @pytest.mark.parametrize("encoding", ["", "int2", "INT8", "int8,", "int8,int4,int4", "int8 int4"])
 def test_no_encoding(encoding: str) -> None:
     with pytest.raises(BadArgumentError, match="one of none, int8, int4"):

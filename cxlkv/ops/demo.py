@@ -35,8 +35,7 @@ def demo(
         int, typer.Option(help="Of --text: so many layers, the first ones, attend to all pages.")
     ] = 0,
     encoding: Annotated[
-        str,
-        typer.Option(help="Of SmolLM2: the pool keeps K and V in int8, int4, or int8,int4."),
+        str, typer.Option(help="Of SmolLM2: the pool keeps K and V in int8, int4, or int8,int4.")
     ] = "none",
     tiny: Annotated[
         bool,
@@ -66,15 +65,9 @@ def demo(
     if prepare:
         return print_folder()
     check_options(model, text, method, budget, dense_layers, tiny, handover)
-    if encodings_of(encoding) != ("none", "none") and any((model, tokens, method, tiny, handover)):
-        raise BadArgumentError(
-            "--encoding goes with the demo of SmolLM2: --json and --picture only"
-        )
+    check_encoding(encoding, model, tokens, method, tiny, handover)
     with needing("demo", "the demo"):
         from cxlkv.demo import handover as handing_over
-        from cxlkv.demo.answers.run import run as run_answers
-        from cxlkv.demo.measure import Plan
-        from cxlkv.demo.run import run
         from cxlkv.demo.text.measure import METHODS, SHARES, Wanted
         from cxlkv.demo.text.run import run as run_text
     if handover:
@@ -84,15 +77,28 @@ def demo(
         rows = Wanted(methods, shares_of(budget) if budget else SHARES, dense_layers)
         passed = run_text(model, text, tokens, rows, json_file, picture)
     else:
-        folder = None if tiny or tokens or method else model_if_there()
-        if folder is None:
-            if encoding != "none":
-                raise BadArgumentError("--encoding goes with SmolLM2, which is not installed here")
-            passed = run(json_path=json_file, picture=picture, plan=Plan.of(tokens, method))
-        else:
-            passed = run_answers(folder, json_file, picture, encoding=encoding)
+        folder = None if tiny or tokens or method else model_if_there(encoding)
+        passed = run_questions(folder, tokens, method, encoding, json_file, picture)
     if not passed:
         raise typer.Exit(1)
+
+
+def run_questions(
+    folder: Path | None,
+    tokens: int | None,
+    method: str | None,
+    encoding: str,
+    json_file: Path | None,
+    picture: Path,
+) -> bool:
+    """Of SmolLM2 in its folder, or of the small model."""
+    from cxlkv.demo.answers.run import run as run_answers
+    from cxlkv.demo.measure import Plan
+    from cxlkv.demo.run import run
+
+    if folder is None:
+        return run(json_path=json_file, picture=picture, plan=Plan.of(tokens, method))
+    return run_answers(folder, json_file, picture, encoding=encoding)
 
 
 def print_folder() -> None:
@@ -121,13 +127,23 @@ def check_options(
         raise BadArgumentError("--tiny goes without --model and --handover")
 
 
-def model_if_there() -> Path | None:
+def check_encoding(encoding: str, *others: object) -> None:
+    """Raises BadArgumentError where it is none, or the demo is another than SmolLM2's."""
+    if encodings_of(encoding) != ("none", "none") and any(others):
+        raise BadArgumentError(
+            "--encoding goes with the demo of SmolLM2: --json and --picture only"
+        )
+
+
+def model_if_there(encoding: str) -> Path | None:
     """The folder of SmolLM2; None where it is not installed, which is said."""
     from cxlkv.demo.smollm2 import prepare
 
     try:
         return prepare(Console())
     except UnsupportedError as missing:
+        if encoding != "none":
+            raise
         print(f"{missing}\nThe small model in the package answers instead.")
         return None
 

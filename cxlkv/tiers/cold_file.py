@@ -107,7 +107,8 @@ class RecordShape:
     @classmethod
     def of(cls, pool: Pool) -> RecordShape:
         text = f"{pool.layout}, {'with' if pool.sketch else 'without'} sketches"
-        return cls(*pool.records.shape, text, DTYPE_BYTES.get(pool.layout.dtype, 1))
+        element = 1 if pool.layout.is_encoded else DTYPE_BYTES.get(pool.layout.dtype, 1)
+        return cls(*pool.records.shape, text, element)
 
 
 class Place(NamedTuple):
