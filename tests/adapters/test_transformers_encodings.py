@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from cxlkv import Batch, Budget, CXLPool, Selection
 from cxlkv.adapters.transformers import CXLCache, LayerStep, hand_over, layout_of, take_over
 
-from ..support.codes import kept
+from ..support.kept import kept
 from ..support.small_models import LAYERS, PAGE_TOKENS, close, generate, prompts, run
 from .test_transformers_models import all_free, make
 from .test_transformers_models import llama as llama  # a fixture
@@ -31,7 +31,7 @@ class Rounded(DynamicCache):
         keys, values, *rest = states
         how = self.encoding.split(",")
         rounded = (kept(keys.numpy(), how[0]), kept(values.numpy(), how[-1]))
-        new = [torch.from_numpy(one) for one in rounded]
+        new = [torch.from_numpy(one).to(keys) for one in rounded]
         return super().update(*new, *rest, **more)  # type: ignore[arg-type]
 
 
@@ -79,7 +79,7 @@ def test_logits_are_those_of_rounded_keys_and_values(
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt-oss", "qwen3-windows"])
 def test_logits_do_not_depend_on_the_steps(name: str) -> None:
-    """Of 4 bits, where a first step that attended to its own tensors would be seen."""
+    """Of 4 bits, where a first step that attended to its own tensors would be 0.9 to 3.3 apart."""
     model = make(name)
     with pool_of(model, "int4") as pool:
         found = []
@@ -88,7 +88,9 @@ def test_logits_do_not_depend_on_the_steps(name: str) -> None:
             found.append(by_steps(model, cache, ends))
             cache.release()
     for other in found[1:]:
-        assert close(other, found[0]), (other - found[0]).abs().max()
+        apart = float((other - found[0]).abs().max())
+        print(f"{name}: {apart:.2g} apart")
+        assert apart < 0.01
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

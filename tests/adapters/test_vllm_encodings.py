@@ -16,7 +16,7 @@ from cxlkv.adapters.vllm.messages import Message
 from cxlkv.adapters.vllm.settings import Settings, read_settings
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 
-from ..support.codes import kept
+from ..support.kept import kept
 from ..support.paged_engine import TOKENS, Engine, Rank, Request
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def test_rows_attend_to_what_is_kept(tmp_path: Path, encoding: str) -> None:
         def wanted(self, layer: int, scores: Scores) -> Tensor:
             how = encoding.split(",")
             k, v = kept(self.k[layer].numpy(), how[0]), kept(self.v[layer].numpy(), how[-1])
-            found = (torch.from_numpy(k), torch.from_numpy(v))
+            found = (torch.from_numpy(k).float(), torch.from_numpy(v).float())
             return attend_alone(self.q[layer], *found, scores)
 
     layout = texts.layout().encoded(encoding)
