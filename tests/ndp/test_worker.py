@@ -107,7 +107,7 @@ def make_pool(
         layout = KVLayout.of(
             [full, replace(full, layers=1, window=window)], [0, 0, 1], page_tokens=page_tokens
         )
-    return CXLPool.create(path, layout=layout, capacity=capacity, threads=1)
+    return CXLPool.create(path, layout=layout, capacity=capacity, sketch=True, threads=1)
 
 
 class Twins:

@@ -8,7 +8,12 @@ from cxlkv import CXLPool, KVLayout
 
 
 def shared(
-    path: Path | str, layout: KVLayout, capacity: str | int = "8MiB", hosts: int = 2, host: int = 0
+    path: Path | str,
+    layout: KVLayout,
+    capacity: str | int = "8MiB",
+    hosts: int = 2,
+    host: int = 0,
+    sketch: bool | None = None,
 ) -> CXLPool:
     return CXLPool.create(
         path,
@@ -17,5 +22,6 @@ def shared(
         sharing="software",
         hosts=hosts,
         host=host,
+        sketch=sketch,
         threads=1,
     )
