@@ -142,7 +142,6 @@ def pool_of(layout: KVLayout, tokens: int = 100, **more: object) -> CXLPool:
         layout=layout,
         capacity=capacity,
         threads=1,
-        sketch=True,
         **more,  # type: ignore[arg-type]
     )
 

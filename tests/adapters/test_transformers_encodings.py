@@ -27,7 +27,9 @@ class Rounded(DynamicCache):
 
     encoding = "none"
 
-    def update(self, *states: Tensor, **more: object) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def update(  # type: ignore[override]
+        self, *states: Tensor, **more: object
+    ) -> tuple[Tensor, Tensor]:
         keys, values, *rest = states
         how = self.encoding.split(",")
         rounded = (kept(keys.numpy(), how[0]), kept(values.numpy(), how[-1]))

@@ -75,7 +75,7 @@ ACROSS_LANES(least_of, _mm512_min_ps)
 ACROSS_LANES(largest_of, _mm512_max_ps)
 
 /* Of 16 channels, transformed but for their norm and signs: neither changes which is the least. */
-INLINE void widen(const __m512 *channels, uint32_t first, uint32_t dim, float norm, bool begins,
+INLINE void widen_sixteen(const __m512 *channels, uint32_t first, uint32_t dim, float norm, bool begins,
                   float *bounds) {
     const __mmask16 flips = (__mmask16)(sketch_signs(first / 64) >> first % 64);
     const __m512i sign = _mm512_maskz_set1_epi32(flips, INT32_MIN);
@@ -125,7 +125,7 @@ static void block_bounds(const seen_block *b, uint32_t dim, bool begins, float *
         size = 1u << (31 - __builtin_clz(dim - first));
         end_transform(channels + first, size);
         for (uint32_t at = first; at < first + size; at += LANES)
-            widen(channels, at, dim, 1 / sqrtf((float)size), begins, bounds);
+            widen_sixteen(channels, at, dim, 1 / sqrtf((float)size), begins, bounds);
     }
 }
 
