@@ -22,7 +22,7 @@ HOOKS = SOURCES / "hooks.c"  # where folders above answer pool/hooks.h
 HOOKS_MAX = 12
 
 DEFINED = re.compile(
-    r"^(?!static|typedef|extern|_Static|else|return|if)[A-Za-z_][\w \t*]*?[ *]\**(\w+)"
+    r"^(?!static|INLINE|typedef|extern|_Static|else|return|if)[A-Za-z_][\w \t*]*?[ *]\**(\w+)"
     r"(?:\([^;{}]*\)\s*\{|\[?\]?[^;(){}=\n]*=[^=])",
     re.MULTILINE,
 )

@@ -75,8 +75,8 @@ ACROSS_LANES(least_of, _mm512_min_ps)
 ACROSS_LANES(largest_of, _mm512_max_ps)
 
 /* Of 16 channels, transformed but for their norm and signs: neither changes which is the least. */
-INLINE void widen_sixteen(const __m512 *channels, uint32_t first, uint32_t dim, float norm, bool begins,
-                  float *bounds) {
+INLINE void widen_sixteen(const __m512 *channels, uint32_t first, uint32_t dim, float norm,
+                          bool begins, float *bounds) {
     const __mmask16 flips = (__mmask16)(sketch_signs(first / 64) >> first % 64);
     const __m512i sign = _mm512_maskz_set1_epi32(flips, INT32_MIN);
     const __m512 factor = _mm512_xor_ps(_mm512_set1_ps(norm), _mm512_castsi512_ps(sign));
