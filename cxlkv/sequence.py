@@ -122,7 +122,7 @@ class Batch:
         starts: npt.ArrayLike,
         rewind: int | None = None,
     ) -> None:
-        """Append whole blocks of an engine's own paged memory to one layer, each byte as it is.
+        """Append whole blocks of an engine's own paged memory to one layer.
 
         keys [block_count, kv_heads, block_tokens, head_dim], values likewise or None, as in
         append(); a block's rows of one head are contiguous, strides to blocks and heads any.
