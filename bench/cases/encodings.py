@@ -260,15 +260,17 @@ def draw(result: Result, path: Path) -> None:
 
     found = points(result)
     bits = {"none": 16.0, "int8": 8.13, "int4": 4.13}
-    figure, panels = canvas(3.4 * len(found), 3.4, 1, len(found), shared="xy")
-    for axes, point in zip(panels, found, strict=True):
+    columns = min(4, len(found))
+    rows = -(-len(found) // columns)
+    figure, panels = canvas(3.2 * columns, 2.8 * rows, rows, columns, shared="xy")
+    for axes, point in zip(panels, found, strict=False):
         for kind, color in (("attend", BLUE), ("exact", ORANGE)):
             ratios = [1.0, *(result.ratios[f"{kind}_{e}_{point}"] for e in ("int8", "int4"))]
             label = "attend to all" if kind == "attend" else "select by all keys"
             axes.plot(list(bits.values()), ratios, "o-", color=color, label=label)
-        axes.plot(list(bits.values()), [16 / b for b in bits.values()], ":", color=INK)
-        plain(axes, "bits a channel", title=point)
-        axes.invert_xaxis()
-    panels[0].set_ylabel("tokens/s over a plain pool's", color=INK)
-    panels[0].legend(frameon=False, labelcolor=INK)
+        by_bytes = [16 / b for b in bits.values()]
+        axes.plot(list(bits.values()), by_bytes, ":", color=INK, label="as many fewer bytes")
+        plain(axes, "bits a channel", "tokens/s over bf16's", title=point)
+    panels[0].invert_xaxis()  # of all: it is shared
+    panels[0].legend(frameon=False, labelcolor=INK, loc="upper left", fontsize=8)
     figure.savefig(path, dpi=150)
