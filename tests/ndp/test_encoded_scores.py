@@ -227,7 +227,7 @@ def outputs(sequence: Sequence, q: Floats) -> Iterator[Floats]:
 
 
 @pytest.mark.parametrize("encodings", ENCODED, ids="-".join)
-@pytest.mark.parametrize("outlier", [1e4, 1e30, 1e-30, 1e-42, 0.0])
+@pytest.mark.parametrize("outlier", [1e4, 1e30, 3e38, 1e-30, 1e-42, 0.0])
 def test_finite_numbers_give_no_nan(
     outlier: float, encodings: tuple[str, str], rng: np.random.Generator
 ) -> None:

@@ -49,7 +49,9 @@ def _butterflies(rows: Floats) -> Floats:
 def codes(rows: Floats, encoding: str) -> tuple[Floats, Floats]:
     """Codes and float16 scales, both as float32, of rows [..., dim]: [..., dim] and [...]."""
     half = np.float32(1 << BITS[encoding] - 1)
-    x = rows.astype(np.float32) * _signs(rows.shape[-1])
+    huge = np.isfinite(rows).all(axis=-1) & (np.abs(rows).max(axis=-1) > 1e31)
+    x = np.where(huge[..., None], rows * np.float32(2**-30), rows).astype(np.float32)
+    x *= _signs(rows.shape[-1])
     norm = np.empty(rows.shape[-1], np.float32)
     with np.errstate(all="ignore"):
         for first, size in _blocks(rows.shape[-1]):

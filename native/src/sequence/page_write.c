@@ -1,6 +1,7 @@
 /* A whole page of a layer, written from rows of K and V: head by head, past the caches. Its digest,
  * sketch and checksums are made of rows that were just read, while the stores drain and the next
  * page's rows come from memory. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -135,12 +136,33 @@ static code_piece piece_of(const code_form *form, const cxlkv_layout *layout,
     return (code_piece){piece, (const uint16_t *)(const void *)(piece + scales)};
 }
 
+/* A row of numbers so large that their sums are none: of a smaller one, as all of its codes are at
+ * their ends, and its scale the largest, in any case. One that has a NaN or an infinity stays. */
+static void encode_huge(const cxlkv_layout *layout, const code_form *form, const uint8_t *row,
+                        uint32_t token, uint8_t *blocks, uint16_t *scales) {
+    const kernels *isa = kernels_current();
+    float smaller[CODE_DIM_MAX];
+    isa->to_float((int)layout->dtype, row, form->dim, smaller);
+    for (uint32_t d = 0; d < form->dim; d++) {
+        if (!isfinite(smaller[d])) return;
+        smaller[d] *= 0x1p-30f;
+    }
+    isa->code_encode(form, CXLKV_FLOAT32, smaller, 0, token, 1, blocks, scales, NULL);
+}
+
+static bool is_nan_half(uint16_t half) { return (half & 0x7fff) > 0x7c00; }
+
 void piece_encode(const cxlkv_layout *layout, uint32_t kind, const void *rows,
                   size_t stride_bytes, uint32_t at, uint32_t count, uint8_t *piece) {
     code_form form = form_of(layout, kind);
-    uint8_t *scales = piece + code_scales_offset(&form, layout->page_tokens);
+    size_t offset = code_scales_offset(&form, layout->page_tokens);
+    uint16_t *scales = (uint16_t *)(void *)(piece + offset);
     kernels_current()->code_encode(&form, (int)layout->dtype, rows, stride_bytes, at, count, piece,
-                                   (uint16_t *)(void *)scales, NULL);
+                                   scales, NULL);
+    for (uint32_t i = 0; i < count; i++)
+        if (is_nan_half(scales[at + i]))
+            encode_huge(layout, &form, (const uint8_t *)rows + i * stride_bytes, at + i, piece,
+                        scales);
 }
 
 /* Zeros from token `first` on, to the end of the last block. */
