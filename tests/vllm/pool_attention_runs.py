@@ -155,6 +155,23 @@ def same(folder: Path, model: str) -> Found:
     return {"equal": [first == wanted, second == wanted], "cached": [none, cached], **run.state()}
 
 
+def encoded(folder: Path) -> Found:
+    """Codes in the pool under an engine that computes in full: every step attends to what is kept,
+    so that tokens are the same from the pool, and of each request for itself."""
+    from cxlkv import CXLPool
+
+    texts = prompts((300, 40, 700, 17))
+    chunks: Found = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}
+    run = Run(folder, {"encoding": "int8,int4"}, settings=chunks)
+    first, none = run.generate(texts)
+    second, cached = run.generate(texts)
+    alone = [run.generate([text])[0][0] for text in texts]
+    with CXLPool.open(folder / "a.pool", threads=1) as kept:
+        told = {"encoding": kept.layout.encoding}
+    found: Found = {"equal": [second == first, alone == first], "cached": [none, cached]}
+    return {**found, **run.state(), "kept": told}
+
+
 def as_on_a_gpu(folder: Path, model: str) -> Found:
     """`same` by what CUDA engines run: their backend, and steps over a link, here of host tensors.
     Whether the engine's kernels and streams go with it takes a GPU."""
@@ -385,6 +402,7 @@ def refused(folder: Path) -> Found:
 RUNS = {
     "same": lambda folder: same(folder, "llama"),
     "windows": lambda folder: same(folder, "gemma2"),
+    "encoded": encoded,
     "gpu": lambda folder: as_on_a_gpu(folder, "llama"),
     "gpu_windows": lambda folder: as_on_a_gpu(folder, "gemma2"),
     "chosen_on_cuda": chosen_on_cuda,

@@ -39,6 +39,7 @@ class Seen(TypedDict, total=False):
     aborted: int
     seed: int
     told: dict[str, str]
+    kept: dict[str, str]
     steps: int
 
 
@@ -85,6 +86,16 @@ def test_the_tokens_are_those_of_stock_vllm(name: str, run: Callable[[str], Seen
     assert seen["equal"] == [True, True]
     assert seen["cached"] == [[0, 0, 0, 0], [288, 32, 672, 0]]
     assert "gpu" not in name or seen["steps"] > 30
+    assert not seen["failures"]
+
+
+def test_an_encoded_pool_gives_the_same_tokens_by_hits_and_alone(
+    run: Callable[[str], Seen],
+) -> None:
+    seen = run("encoded")
+    assert seen["equal"] == [True, True]
+    assert seen["cached"] == [[0, 0, 0, 0], [288, 32, 672, 0]]
+    assert seen["kept"] == {"encoding": "int8,int4"}
     assert not seen["failures"]
 
 

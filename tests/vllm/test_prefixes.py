@@ -99,6 +99,30 @@ def test_second_run_comes_from_the_pool_with_the_same_tokens(
     assert check(folder)["pages_held"] == 0
 
 
+def test_an_encoded_pool_keeps_prefixes_of_an_engine_in_full(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """What an engine computes itself is its own; what it finds is what the codes stand for."""
+    folder, extra = folder_in(tmp_path)
+    stock, ours = make_engine(), make_engine({**extra, "encoding": "int8"})
+    assert (stock.ready(), ours.ready()) == (None, None)
+    wanted = stock.generate(prompts())["tokens"]
+    stock.end()
+    first = ours.generate(prompts())
+    assert (first["tokens"], first["cached"]) == (wanted, [0, 0, 0, 0])
+    ours.forget()
+    second = ours.generate(prompts())
+    ours.forget()
+    third = ours.generate(prompts())
+    ours.end()
+    assert (second["tokens"], second["cached"]) == (third["tokens"], CACHED)
+    equal = [one == other for one, other in zip(second["tokens"], wanted, strict=True)]
+    assert sum(equal) >= 3  # 8 bits may turn a near tie
+    with pool_in(folder) as pool:
+        assert pool.layout.encoding == "int8"
+    assert check(folder)["pages_held"] == 0
+
+
 def inside_another(extra: dict[str, object], **written: object) -> dict[str, object]:
     """kv_transfer_config with our connector inside vLLM's own MultiConnector."""
     ours = {"kv_connector": "CXLConnector", "kv_role": "kv_both"}
