@@ -246,7 +246,10 @@ def test_what_a_command_cannot_draw_is_refused_at_once(
 ) -> None:
     absent = str(tmp_path / "absent" / "x.png")
     for given, what in (
-        (("calls", "--picture", absent), "--picture goes with ndp, link, decode-shapes, "),
+        (
+            ("calls", "--picture", absent),
+            "--picture goes with ndp, link, encodings, decode-shapes, ",
+        ),
         (("ndp", "--model", str(tmp_path)), "--model goes with recall, vllm; not with ndp"),
         (("recall", "--text", str(tmp_path)), "--text goes with --model"),
         (("ndp", "--picture", absent), "its folder does not exist"),
