@@ -44,7 +44,7 @@ static inline void stored_score(const stored *s, const uint8_t *rows, size_t row
                                 uint32_t first, uint32_t count, const kernel_queries *queries,
                                 float scale, float *logits, size_t logit_stride,
                                 const void *next) {
-    if (s->encoded)
+    if (__builtin_expect(s->encoded, 0))
         s->isa->code_score(&s->form, stored_codes(s, rows), first, count, stored_queries(queries),
                            queries->count, logits, logit_stride, next);
     else
@@ -85,7 +85,7 @@ static inline void stored_accumulate(const stored *s, const uint8_t *rows, size_
                                      uint32_t first, uint32_t count, const float *weights,
                                      size_t weight_stride, uint32_t query_count,
                                      float *accumulator, const void *next) {
-    if (s->encoded)
+    if (__builtin_expect(s->encoded, 0))
         s->isa->code_accumulate(&s->form, stored_codes(s, rows), first, count, weights,
                                 weight_stride, query_count, accumulator, next);
     else
