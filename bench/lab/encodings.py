@@ -1,9 +1,9 @@
 """What keys and values in few bits cost a trained model: divergence and loss, text by text.
 
-Full attention is transformers' own, in one pass over a text in float32. Then the same pass with all
-keys, behind their rotation by position, and all values replaced by what their codes stand for, the
-token's own included: for encodings of single tokens that is what a decode with an encoded cache
-gives, step by step. The newest tokens that KIVI keeps are kept for each query.
+A first pass over a text in float32 uses transformers' own full attention. A second pass replaces
+all values, and all keys after the rotary embedding, with their decoded codes, including those of
+the current token. For encodings of single tokens this gives the same logits as decoding step by
+step with an encoded cache. KIVI's newest tokens are kept in full for each query.
 """
 
 from __future__ import annotations

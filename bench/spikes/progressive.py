@@ -1,4 +1,4 @@
-"""Spike for docs/decisions/0035: codes that are read as far as needed, against codes of their own.
+"""Spike for docs/decisions/0035: one code read to 2, 4 or 8 bits, against a code for each width.
 
     python bench/spikes/progressive.py FOLDER docs/decisions/data/0035-progressive.json
 

@@ -127,21 +127,6 @@ static void flip(const float *from, uint32_t dim, const uint32_t *flips, float *
 
 /* ---- queries ---- */
 
-/* The largest |channel|, infinite or a NaN where one is: bits of numbers without their signs are in
- * the order of the numbers, and those of NaN behind them. */
-static float largest_of(const float *vector, uint32_t dim) {
-    int32_t most = 0;
-    for (uint32_t d = 0; d < dim; d++) {
-        int32_t bits;
-        memcpy(&bits, vector + d, sizeof(bits));
-        bits &= INT32_MAX;
-        most = bits > most ? bits : most;
-    }
-    float largest;
-    memcpy(&largest, &most, sizeof(largest));
-    return largest;
-}
-
 /* The two bytes of each channel of a rotated query; returns the sum of all. A number below 2^22 is
  * rounded to a whole one where so much is added and taken off again. */
 static int32_t split(const float *rotated, uint32_t dim, float unit, int8_t *high, int8_t *low) {
@@ -171,7 +156,7 @@ void code_queries(const float *queries, uint32_t count, uint32_t dim, float scal
         int8_t *high = room + (size_t)q * 2 * channels, *low = high + channels;
         flip(queries + (size_t)q * dim, dim, flips, rotated);
         transform_blocks(rotated, dim);
-        float largest = largest_of(rotated, dim);
+        float largest = sketch_largest(rotated, dim);
         memset(high, 0, (size_t)2 * channels);
         bool some = isfinite(largest) && largest > 1e-30f;
         int32_t sum = some ? split(rotated, dim, 8127 / largest, high, low) : 0;

@@ -94,7 +94,7 @@ void code_take(const code_form *form, const uint8_t *block, uint32_t token, uint
  *     + count): the sum is exact (whole numbers and a half, rounded once to float32), then two
  *     products in that order, scale of t first.
  * score_best: best[i] = the largest logit of all queries over the tokens [0, tokens) of piece i,
- *     NaN if one is; 0 is +0. next[i], or NULL: what is asked for meanwhile, as many bytes.
+ *     NaN if one is; a zero is +0. next[i], unless NULL, is prefetched: the bytes of a piece.
  * accumulate: accumulator[j * dim + d] += sum over t in [first, first + count) of weights[j *
  *     weight_stride + t - first] * value of t and d, in the rotated space. By blocks of 16 tokens:
  *     products p of weight and scale are rounded to P = p * (16256 / largest |p| of the query's

@@ -55,9 +55,9 @@ void sketch_hadamard(float *vector, uint32_t dim) {
     rotate(vector, dim, flips);
 }
 
-/* The largest |channel|, infinite or a NaN where one is: bits of numbers without their signs are in
- * the order of the numbers, and those of NaN behind them. */
-static float largest_of(const float *vector, uint32_t dim) {
+/* Bits of numbers without their signs are in the order of the numbers, and those of NaN behind
+ * them. */
+float sketch_largest(const float *vector, uint32_t dim) {
     int32_t most = 0;
     for (uint32_t d = 0; d < dim; d++) {
         int32_t bits;
@@ -96,7 +96,7 @@ void sketch_queries(const float *queries, uint32_t count, uint32_t dim, float sc
     for (uint32_t q = 0; q < count; q++, codes += padded) {
         memcpy(rotated, queries + (uint64_t)q * dim, dim * sizeof(float));
         rotate(rotated, dim, flips);
-        float largest = largest_of(rotated, dim);
+        float largest = sketch_largest(rotated, dim);
         memset(codes, 0, padded);
         /* A query that small is 0: below it 127 / largest is infinite. */
         bool some = isfinite(largest) && largest > 1e-30f;

@@ -55,6 +55,8 @@ void sketch_queries(const float *queries, uint32_t count, uint32_t dim, float sc
 void sketch_hadamard(float *vector, uint32_t dim);
 /* Which of the 64 channels from 64 * block on change their sign: a bit each (splitmix64). */
 uint64_t sketch_signs(uint32_t block);
+/* The largest |channel|; infinite or a NaN where one is. */
+float sketch_largest(const float *vector, uint32_t dim);
 /* The transform of one block, whose size is a power of two. */
 void sketch_transform(float *vector, uint32_t size);
 
