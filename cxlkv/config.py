@@ -113,7 +113,7 @@ Where = Annotated[str, AfterValidator(_rooted)]
 _Capacity = Annotated[int | str, BeforeValidator(lambda v: v if v == ALL else parse_bytes(v))]
 _DType = Annotated[str | None, BeforeValidator(lambda v: None if v is None else dtype_name(v))]
 _Encodings = Annotated[str, AfterValidator(lambda v: ",".join(dict.fromkeys(encodings_of(v))))]
-_Encoding = Literal["none", "int8", "int4"] | None
+_Encoding = Literal["none", "int8", "int4", "progressive"] | None
 _Shard = Annotated[tuple[int, int, int, int], Field(strict=False)]  # YAML has lists only
 
 

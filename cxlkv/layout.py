@@ -16,8 +16,9 @@ STORED = (*DTYPES, "uint8")  # likewise; the last one is of objects only
 GROUPS_MAX = 16
 LAYERS_MAX = 1024
 VALUES = ("own", "key_prefix", "object")  # likewise
+LINE_BYTES = 64
 CODE_TOKENS = 16  # of a block of codes, and the channels of its lines
-ENCODINGS = ("none", "int8", "int4")  # likewise
+ENCODINGS = ("none", "int8", "int4", "progressive")  # likewise
 OBJECT_BYTES_MAX = 1 << 30
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 
@@ -62,7 +63,8 @@ class LayerGroup:
 
     k_encoding, v_encoding: what keys and values are kept as, one of ENCODINGS: "none", as the model
     made them; "int8", "int4": rotated, in 8 or 4 bits a channel, with a float16 scale for each
-    token and head (docs/decisions/0034-encodings.md). dtype is what append() takes and fetch()
+    token and head (docs/decisions/0034-encodings.md); "progressive": 8 bits in two planes of 4, of
+    which a reader takes as many as it needs (docs/decisions/0035-progressive.md). dtype is what append() takes and fetch()
     gives.
     """
 
@@ -370,12 +372,19 @@ class KVLayout:
         """Bytes of the keys among them."""
         return sum(group.stored_key_bytes for group in self.groups)
 
-    def piece_bytes(self, channels: int, encoding: str) -> int:
-        """Of a page's tokens, of one head: as the model made them, or whole blocks of codes."""
-        tokens = self.page_tokens
-        if encoding != "none":
-            tokens = -(-tokens // CODE_TOKENS) * CODE_TOKENS
-        return tokens * _row_bytes(channels, encoding, self.dtype)
+    def piece_bytes(self, channels: int, encoding: str, more_bytes: int = 0) -> int:
+        """Of a page's tokens, of one head: as the model made them, or whole blocks of codes.
+
+        more_bytes: behind the rows, or the scales of codes; a digest's scale.
+        """
+        if encoding == "none":
+            return self.page_tokens * _row_bytes(channels, encoding, self.dtype) + more_bytes
+        tokens = -(-self.page_tokens // CODE_TOKENS) * CODE_TOKENS
+        size = tokens * _row_bytes(channels, encoding, self.dtype) + more_bytes
+        if encoding != "progressive":
+            return size
+        lower = tokens * (_row_bytes(channels, "int4", self.dtype) - 2)  # begins on a line
+        return -(-(size - lower) // LINE_BYTES) * LINE_BYTES + lower
 
     @property
     def summary(self) -> str:
@@ -394,7 +403,7 @@ def _row_bytes(channels: int, encoding: str, dtype: str) -> int:
     """Of one token and head: codes of a multiple of 16 channels, and a float16 scale."""
     if encoding == "none":
         return channels * DTYPE_BYTES[dtype]
-    bits = {"int8": 8, "int4": 4}[encoding]
+    bits = {"int8": 8, "int4": 4, "progressive": 8}[encoding]
     return -(-channels // CODE_TOKENS) * CODE_TOKENS * bits // 8 + 2
 
 

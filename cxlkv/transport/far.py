@@ -153,12 +153,13 @@ def _piece_bytes(layout: KVLayout, geometry: dict[str, int]) -> list[int]:
     """Without what fills a piece up to a line; a sketch is whole lines. A digest of encoded keys is
     bytes, and its scale lies behind the keys."""
     encoded = layout.k_encoding != "none"
-    keys = layout.piece_bytes(layout.head_dim, layout.k_encoding)
+    more = SCALE_BYTES if encoded else 0
+    keys = layout.piece_bytes(layout.head_dim, layout.k_encoding, more)
     values = layout.piece_bytes(layout.value_head_dim, layout.v_encoding)
     return [
         2 * layout.head_dim * (1 if encoded else DTYPE_BYTES[layout.dtype]),
         geometry["sketch_piece_bytes"],
-        keys + SCALE_BYTES * encoded,
+        keys,
         values * (geometry["value_piece_bytes"] > 0),
     ]
 

@@ -56,7 +56,7 @@ def rows_to_bound(rng: np.random.Generator, tokens: int, dim: int) -> Floats:
     return rows.astype(np.float32)
 
 
-@pytest.mark.parametrize("k_encoding", ["int8", "int4"])
+@pytest.mark.parametrize("k_encoding", ["int8", "int4", "progressive"])
 @pytest.mark.parametrize(("dim", "page_tokens"), [(16, 1), (80, 7), (128, 16), (100, 20), (30, 64)])
 def test_a_digest_is_never_below_a_score(
     k_encoding: str, dim: int, page_tokens: int, rng: np.random.Generator
@@ -134,7 +134,7 @@ def share_of(case: Case, picked: Selection) -> float:
 # ---- sketches ----
 
 
-@pytest.fixture(params=[(16, "int8"), (20, "int8"), (20, "int4")], ids=str)
+@pytest.fixture(params=[(16, "int8"), (20, "int8"), (20, "int4"), (20, "progressive")], ids=str)
 def long_text(
     request: pytest.FixtureRequest, rng: np.random.Generator
 ) -> Iterator[tuple[CXLPool, Sequence, int]]:

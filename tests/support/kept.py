@@ -15,7 +15,7 @@ from cxlkv.arrays import Doubles, Floats
 
 from . import reference
 
-BITS = {"int8": 8, "int4": 4}
+BITS = {"int8": 8, "int4": 4, "progressive": 8}
 QUERY_MOST = 8127
 WEIGHT_MOST = 16383
 BLOCK = 16

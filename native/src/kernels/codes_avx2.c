@@ -12,6 +12,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "kernels/code_planes.h"
 #include "kernels/codes.h"
 #include "kernels/kernels.h"
 #include "kernels/rotate_avx2.h"
@@ -486,6 +487,10 @@ void code_accumulate_avx2(const code_form *form, code_piece piece, uint32_t firs
             else add_block(4, form->dim, codes, made, queries_here, to);
         }
 }
+
+/* ---- planes ---- */
+
+CODE_PLANES_OF(avx2)
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -13,6 +13,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "kernels/code_planes.h"
 #include "kernels/codes.h"
 #include "kernels/kernels.h"
 #include "kernels/rotate_avx512.h"
@@ -701,6 +702,10 @@ void code_decode_avx512(const code_form *form, code_piece piece, uint32_t first,
                         float *rows) {
     code_decode_avx2(form, piece, first, count, rows);
 }
+
+/* ---- planes ---- */
+
+CODE_PLANES_OF(avx512)
 
 #if defined(__clang__)
 #pragma clang attribute pop

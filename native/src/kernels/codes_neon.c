@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "base/cpu.h"
+#include "kernels/code_planes.h"
 #include "kernels/codes.h"
 #include "kernels/kernels.h"
 #include "kernels/rotate_neon.h"
@@ -467,6 +468,10 @@ void code_accumulate_neon(const code_form *form, code_piece piece, uint32_t firs
                 accumulator + (size_t)q * form->dim);
         }
 }
+
+/* ---- planes ---- */
+
+CODE_PLANES_OF(neon)
 #else
 typedef int codes_neon_is_of_aarch64;
 #endif

@@ -6,6 +6,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "kernels/code_planes.h"
 #include "kernels/codes.h"
 #include "kernels/kernels.h"
 
@@ -232,3 +233,7 @@ void code_accumulate_serial(const code_form *form, code_piece piece, uint32_t fi
             }
         }
 }
+
+/* ---- planes ---- */
+
+CODE_PLANES_OF(serial)

@@ -21,6 +21,7 @@
 #include <stdint.h>
 
 #include "kernels/code_bounds.h"
+#include "kernels/code_planes.h"
 #include "kernels/codes.h"
 #include "kernels/sketch.h"
 
@@ -162,6 +163,11 @@ typedef struct kernels {
     void (*code_accumulate)(const code_form *form, code_piece piece, uint32_t first,
                             uint32_t count, const float *weights, size_t weight_stride,
                             uint32_t query_count, float *accumulator, const void *next);
+    /* code_planes.h has them. */
+    void (*code_split)(const code_form *form, const uint8_t *block, uint8_t *upper,
+                       uint8_t *lower);
+    void (*code_join)(const code_form *form, const uint8_t *upper, const uint8_t *lower,
+                      uint8_t *block);
 } kernels;
 
 extern const kernels kernels_serial; /* the reference, on every CPU */

@@ -24,7 +24,7 @@ static void decode_rows(const stored *s, const uint8_t *piece, uint32_t tokens, 
     _Alignas(LINE_BYTES) float rows[CODE_TOKENS * CODE_DIM_MAX];
     for (uint32_t first = 0; first < tokens; first += CODE_TOKENS) {
         uint32_t count = min_u32(CODE_TOKENS, tokens - first);
-        s->isa->code_decode(&s->form, stored_codes(s, piece), first, count, rows);
+        stored_decode(s, piece, first, count, rows);
         code_unrotate(rows, count, s->dim);
         s->isa->from_float(s->dtype, rows, (size_t)count * s->dim,
                            to + (size_t)first * s->dim * dtype_bytes((uint32_t)s->dtype));

@@ -202,7 +202,9 @@ static void score_first(finish *f, uint32_t i, uint32_t count) {
 static void wait_for(finish *f, uint32_t i, uint32_t page, const uint8_t *keys, size_t bytes,
                      const uint16_t *scales, uint32_t tokens) {
     waiting *w = &f->waits[i];
+    size_t lower = f->job->keys.planes ? f->job->keys.lower_offset : 0;
     for (size_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(keys + at);
+    for (size_t at = 0; lower && at < bytes; at += LINE_BYTES) __builtin_prefetch(keys + lower + at);
     if (w->count == WAITING_MAX) score_first(f, i, SCORED_TOGETHER);
     w->keys[w->count] = keys;
     w->scales[w->count] = scales;
@@ -219,7 +221,7 @@ static void wait_for_tokens(finish *f, uint32_t i, uint32_t page, uint32_t block
     uint32_t seen = block_tokens(f->job, block), bits = f->wanted[i][page] & seen;
     if (keys->encoded && bits) { /* all of the block: a token of it cannot be read for itself */
         code_piece codes = stored_codes(keys, piece);
-        size_t bytes = code_block_bytes(&keys->form);
+        size_t bytes = code_block_bytes(keys->planes ? &keys->upper : &keys->form);
         wait_for(f, i, page, codes.blocks + block * bytes, bytes,
                  codes.scales + block * CODE_TOKENS, (uint32_t)__builtin_popcount(seen));
         return;

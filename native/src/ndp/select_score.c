@@ -39,7 +39,7 @@ static void bound_block(const select_job *job, const scored_page *page, const ui
     rows.packed = NULL;
     for (uint32_t at = 0; next && at < 2 * dim; at += LINE_BYTES)
         __builtin_prefetch(next + at, 0, 2);
-    memcpy(&scale, piece + code_bytes(&job->keys.form, pool->layout.page_tokens), sizeof(scale));
+    memcpy(&scale, piece + digest_scale_offset(&pool->layout), sizeof(scale));
     code_bounds_decode((const int8_t *)digest, scale, dim, bounds);
     job->isa->bound(CXLKV_FLOAT32, bounds, dim, &rows, job->args->scale, maxima, next);
 }

@@ -1,24 +1,17 @@
 /* Keys and values as a pool keeps them, scored and summed as they lie: numbers, or codes. */
 #ifndef CXLKV_STORED_H
 #define CXLKV_STORED_H
-#include "ndp/ndp.h"
-
-/* How one of the two is kept. */
-typedef struct stored {
-    const kernels *isa;
-    int dtype;
-    uint32_t dim;
-    bool encoded;
-    code_form form;
-    size_t scales_offset;        /* of a piece of codes */
-} stored;
+#include "ndp/planes.h"
 
 static inline stored stored_of(const cxlkv_layout *layout, const kernels *isa, uint32_t kind) {
     stored s = {.isa = isa, .dtype = (int)layout->dtype, .dim = kind_dim(layout, kind),
                 .encoded = encoding_of(layout, kind) != CXLKV_ENCODING_NONE};
     if (!s.encoded) return s;
     s.form = form_of(layout, kind);
-    s.scales_offset = code_scales_offset(&s.form, layout->page_tokens);
+    s.upper = code_upper(&s.form);
+    s.scales_offset = scales_offset(layout, kind);
+    s.planes = has_planes(layout, kind);
+    s.lower_offset = s.planes ? lower_offset(layout, kind) : 0;
     return s;
 }
 
@@ -34,8 +27,12 @@ static inline const code_query *stored_queries(const kernel_queries *queries) {
 static inline void stored_score_best(const stored *s, const code_piece *blocks,
                                      const void *const *next, uint32_t count, uint32_t tokens,
                                      const kernel_queries *queries, float *best) {
-    s->isa->code_score_best(&s->form, blocks, next, count, tokens, stored_queries(queries),
-                            queries->count, best);
+    if (s->planes)
+        planes_score_best(s, blocks, next, count, tokens, stored_queries(queries), queries->count,
+                          best);
+    else
+        s->isa->code_score_best(&s->form, blocks, next, count, tokens, stored_queries(queries),
+                                queries->count, best);
 }
 
 /* Logits of the tokens [first, first + count) of a head's rows, or piece. Those of codes have the
@@ -44,7 +41,10 @@ static inline void stored_score(const stored *s, const uint8_t *rows, size_t row
                                 uint32_t first, uint32_t count, const kernel_queries *queries,
                                 float scale, float *logits, size_t logit_stride,
                                 const void *next) {
-    if (__builtin_expect(s->encoded, 0))
+    if (s->planes)
+        planes_score(s, stored_codes(s, rows), first, count, stored_queries(queries),
+                     queries->count, logits, logit_stride, next);
+    else if (__builtin_expect(s->encoded, 0))
         s->isa->code_score(&s->form, stored_codes(s, rows), first, count, stored_queries(queries),
                            queries->count, logits, logit_stride, next);
     else
@@ -85,11 +85,21 @@ static inline void stored_accumulate(const stored *s, const uint8_t *rows, size_
                                      uint32_t first, uint32_t count, const float *weights,
                                      size_t weight_stride, uint32_t query_count,
                                      float *accumulator, const void *next) {
-    if (__builtin_expect(s->encoded, 0))
+    if (s->planes)
+        planes_accumulate(s, stored_codes(s, rows), first, count, weights, weight_stride,
+                          query_count, accumulator, next);
+    else if (__builtin_expect(s->encoded, 0))
         s->isa->code_accumulate(&s->form, stored_codes(s, rows), first, count, weights,
                                 weight_stride, query_count, accumulator, next);
     else
         s->isa->accumulate(s->dtype, rows + first * row_bytes, row_bytes, count, s->dim, weights,
                            weight_stride, query_count, accumulator, next);
+}
+
+/* What codes of the tokens [first, first + count) stand for, in the rotated space: [count][dim]. */
+static inline void stored_decode(const stored *s, const uint8_t *piece, uint32_t first,
+                                 uint32_t count, float *rows) {
+    if (s->planes) planes_decode(s, stored_codes(s, piece), first, count, rows);
+    else s->isa->code_decode(&s->form, stored_codes(s, piece), first, count, rows);
 }
 #endif

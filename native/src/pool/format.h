@@ -7,6 +7,7 @@
 
 #include "coherence/hosts.h"
 #include "cxlkv.h"
+#include "kernels/code_planes.h"
 #include "kernels/codes.h"
 #include "kernels/sketch.h"
 #include "region/region.h"
@@ -210,6 +211,25 @@ static inline size_t rows_bytes(const cxlkv_layout *layout, uint32_t kind) {
     return (size_t)layout->page_tokens * kind_dim(layout, kind) * dtype_bytes(layout->dtype);
 }
 
+/* They are in two planes of 4 bits, the lower one from lower_offset() on. */
+static inline bool has_planes(const cxlkv_layout *layout, uint32_t kind) {
+    return encoding_of(layout, kind) == CXLKV_ENCODING_PROGRESSIVE;
+}
+/* Of a piece of codes: where its scales are, and, of keys, that of their digest. */
+static inline size_t scales_offset(const cxlkv_layout *layout, uint32_t kind) {
+    code_form form = form_of(layout, kind), upper = code_upper(&form);
+    return code_scales_offset(has_planes(layout, kind) ? &upper : &form, layout->page_tokens);
+}
+static inline size_t digest_scale_offset(const cxlkv_layout *layout) {
+    return scales_offset(layout, PIECE_KEYS) +
+           code_blocks(layout->page_tokens) * CODE_TOKENS * sizeof(uint16_t);
+}
+static inline size_t lower_offset(const cxlkv_layout *layout, uint32_t kind) {
+    size_t scales = code_blocks(layout->page_tokens) * CODE_TOKENS * sizeof(uint16_t);
+    return align_up(scales_offset(layout, kind) + scales + (kind == PIECE_KEYS ? sizeof(float) : 0),
+                    LINE_BYTES);
+}
+
 /* As they are stored; values that are a prefix of the keys have no piece of their own. A digest of
  * encoded keys has 8 bits a channel, and its scale, a float, lies behind the keys' piece. */
 static inline size_t piece_data_bytes(const cxlkv_layout *layout, uint32_t kind) {
@@ -218,7 +238,9 @@ static inline size_t piece_data_bytes(const cxlkv_layout *layout, uint32_t kind)
         return 2 * layout->head_dim * (layout->k_encoding ? 1 : dtype_bytes(layout->dtype));
     if (kind == PIECE_SKETCH) return sketch_bytes(layout->page_tokens, layout->head_dim);
     if (!encoding_of(layout, kind)) return rows_bytes(layout, kind);
-    code_form form = form_of(layout, kind);
+    code_form form = form_of(layout, kind), upper = code_upper(&form);
+    if (has_planes(layout, kind))
+        return lower_offset(layout, kind) + code_scales_offset(&upper, layout->page_tokens);
     return code_bytes(&form, layout->page_tokens) + (kind == PIECE_KEYS ? sizeof(float) : 0);
 }
 

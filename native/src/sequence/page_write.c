@@ -26,7 +26,8 @@ typedef struct page_write {
     tail *from; /* in place of the rows: a tail that has the form of a page */
     uint8_t *gathered; /* room for a piece of K or V, as they came */
     uint8_t *sketch;
-    uint8_t *stored; /* for a piece as it is stored, where it is encoded */
+    uint8_t *codes; /* for a piece that is encoded, not yet in planes */
+    uint8_t *planes; /* and for its planes */
     float *decoded; /* for 16 keys */
 } page_write;
 
@@ -152,25 +153,74 @@ static void encode_huge(const cxlkv_layout *layout, const code_form *form, const
 
 static bool is_nan_half(uint16_t half) { return (half & 0x7fff) > 0x7c00; }
 
-void piece_encode(const cxlkv_layout *layout, uint32_t kind, const void *rows,
-                  size_t stride_bytes, uint32_t at, uint32_t count, uint8_t *piece) {
-    code_form form = form_of(layout, kind);
-    size_t offset = code_scales_offset(&form, layout->page_tokens);
-    uint16_t *scales = (uint16_t *)(void *)(piece + offset);
-    kernels_current()->code_encode(&form, (int)layout->dtype, rows, stride_bytes, at, count, piece,
+/* Into the places [at, at + count) of some blocks of codes, and their scales. */
+static void encode_rows(const cxlkv_layout *layout, const code_form *form, const void *rows,
+                        size_t stride_bytes, uint32_t at, uint32_t count, uint8_t *blocks,
+                        uint16_t *scales) {
+    kernels_current()->code_encode(form, (int)layout->dtype, rows, stride_bytes, at, count, blocks,
                                    scales, NULL);
     for (uint32_t i = 0; i < count; i++)
         if (is_nan_half(scales[at + i]))
-            encode_huge(layout, &form, (const uint8_t *)rows + i * stride_bytes, at + i, piece,
+            encode_huge(layout, form, (const uint8_t *)rows + i * stride_bytes, at + i, blocks,
                         scales);
 }
 
-/* Zeros from token `first` on, to the end of the last block. */
-static void piece_clear(const cxlkv_layout *layout, uint32_t kind, uint32_t first,
-                        uint8_t *piece) {
-    static const float nothing[CODE_DIM_MAX];
-    uint32_t end = code_blocks(layout->page_tokens) * CODE_TOKENS;
-    if (first < end) piece_encode(layout, kind, nothing, 0, first, end - first, piece);
+/* The same in two planes: each block is joined, has its tokens, and is split again. */
+static void encode_planes(const cxlkv_layout *layout, uint32_t kind, const void *rows,
+                          size_t stride_bytes, uint32_t at, uint32_t count, uint8_t *piece) {
+    _Alignas(LINE_BYTES) uint8_t room[CODE_TOKENS * CODE_DIM_MAX];
+    const kernels *isa = kernels_current();
+    const code_form form = form_of(layout, kind);
+    const size_t bytes = code_block_bytes(&form) / 2, lower = lower_offset(layout, kind);
+    for (uint32_t done = 0, here; done < count; done += here) {
+        uint32_t block = (at + done) / CODE_TOKENS, low = (at + done) % CODE_TOKENS;
+        uint8_t *upper = piece + block * bytes;
+        here = min_u32(CODE_TOKENS - low, count - done);
+        if (here < CODE_TOKENS) isa->code_join(&form, upper, upper + lower, room);
+        encode_rows(layout, &form, (const uint8_t *)rows + done * stride_bytes, stride_bytes, low,
+                    here, room,
+                    (uint16_t *)(void *)(piece + scales_offset(layout, kind)) +
+                        block * CODE_TOKENS);
+        isa->code_split(&form, room, upper, upper + lower);
+    }
+}
+
+void piece_encode(const cxlkv_layout *layout, uint32_t kind, const void *rows,
+                  size_t stride_bytes, uint32_t at, uint32_t count, uint8_t *piece) {
+    const code_form form = form_of(layout, kind);
+    if (has_planes(layout, kind))
+        encode_planes(layout, kind, rows, stride_bytes, at, count, piece);
+    else
+        encode_rows(layout, &form, rows, stride_bytes, at, count, piece,
+                    (uint16_t *)(void *)(piece + scales_offset(layout, kind)));
+}
+
+/* Between a piece in planes and one of 8 bits, the scale of its digest aside. */
+static void piece_join(const cxlkv_layout *layout, uint32_t kind, const uint8_t *planes,
+                       uint8_t *piece) {
+    const code_form form = form_of(layout, kind);
+    const size_t bytes = code_block_bytes(&form), lower = lower_offset(layout, kind);
+    const uint32_t blocks = code_blocks(layout->page_tokens);
+    for (uint32_t i = 0; i < blocks; i++)
+        kernels_current()->code_join(&form, planes + i * bytes / 2, planes + lower + i * bytes / 2,
+                                     piece + i * bytes);
+    memcpy(piece + blocks * bytes, planes + scales_offset(layout, kind),
+           blocks * CODE_TOKENS * sizeof(uint16_t));
+}
+
+/* Scales and the scale of a digest come with it; what fills up a line is zeros. */
+static void piece_split(const cxlkv_layout *layout, uint32_t kind, const uint8_t *piece,
+                        uint8_t *planes) {
+    const code_form form = form_of(layout, kind);
+    const size_t bytes = code_block_bytes(&form), lower = lower_offset(layout, kind);
+    const uint32_t blocks = code_blocks(layout->page_tokens);
+    const size_t scales = blocks * CODE_TOKENS * sizeof(uint16_t);
+    for (uint32_t i = 0; i < blocks; i++)
+        kernels_current()->code_split(&form, piece + i * bytes, planes + i * bytes / 2,
+                                      planes + lower + i * bytes / 2);
+    uint8_t *behind = planes + scales_offset(layout, kind);
+    memset(behind, 0, lower - scales_offset(layout, kind));
+    memcpy(behind, piece + blocks * bytes, scales + (kind == PIECE_KEYS ? sizeof(float) : 0));
 }
 
 /* Digest and sketch are made of what the codes stand for: they are the same however the tokens
@@ -200,17 +250,26 @@ static void write_sketch_of_codes(const page_write *w, uint32_t head, const uint
     write_made(w, head, PIECE_SKETCH, w->sketch);
 }
 
-/* K or V of a head as the pool keeps it, in memory of ours. */
-static uint8_t *stored_piece(const page_write *w, uint32_t head, uint32_t kind) {
+/* K or V of a head in memory of ours: codes of tokens, and zeros to the end of the last block. */
+static uint8_t *codes_of(const page_write *w, uint32_t head, uint32_t kind) {
+    static const float nothing[CODE_DIM_MAX];
     const cxlkv_layout *layout = &w->pool->layout;
-    if (w->from) {
-        memcpy(w->stored, tail_at(w->pool, w->from, kind, head), piece_data_bytes(layout, kind));
+    const code_form form = form_of(layout, kind);
+    uint16_t *scales =
+        (uint16_t *)(void *)(w->codes + code_scales_offset(&form, layout->page_tokens));
+    uint32_t end = code_blocks(layout->page_tokens) * CODE_TOKENS;
+    if (w->from && has_planes(layout, kind)) {
+        piece_join(layout, kind, tail_at(w->pool, w->from, kind, head), w->codes);
+    } else if (w->from) {
+        memcpy(w->codes, tail_at(w->pool, w->from, kind, head), piece_data_bytes(layout, kind));
     } else {
         head_rows rows = rows_of_head(w, head, kind);
-        piece_encode(layout, kind, rows.data, rows.stride_bytes, 0, layout->page_tokens, w->stored);
+        encode_rows(layout, &form, rows.data, rows.stride_bytes, 0, layout->page_tokens, w->codes,
+                    scales);
     }
-    piece_clear(layout, kind, w->tokens, w->stored);
-    return w->stored;
+    if (w->tokens < end)
+        encode_rows(layout, &form, nothing, 0, w->tokens, end - w->tokens, w->codes, scales);
+    return w->codes;
 }
 
 /* Of a kind that is kept as it came: rows, or a piece of a tail that has them side by side. */
@@ -234,10 +293,11 @@ static void write_stored(const page_write *w, uint32_t head, uint32_t kind) {
         write_sketch(w, head, rows);
         return;
     }
-    uint8_t *piece = stored_piece(w, head, kind);
-    if (kind == PIECE_KEYS) write_digest_of_codes(w, head, piece);
-    if (kind == PIECE_KEYS) write_sketch_of_codes(w, head, piece);
-    write_made(w, head, kind, piece);
+    uint8_t *codes = codes_of(w, head, kind);
+    if (kind == PIECE_KEYS) write_digest_of_codes(w, head, codes);
+    if (kind == PIECE_KEYS) write_sketch_of_codes(w, head, codes);
+    if (has_planes(layout, kind)) piece_split(layout, kind, codes, w->planes);
+    write_made(w, head, kind, has_planes(layout, kind) ? w->planes : codes);
 }
 
 static void write_head_encoded(const page_write *w, uint32_t head) {
@@ -257,19 +317,20 @@ static size_t place_buffers(page_write *w, uint8_t *at) {
     const cxlkv_geometry *g = &w->pool->geometry;
     size_t keys = rows_bytes(layout, PIECE_KEYS), values = rows_bytes(layout, PIECE_VALUES);
     size_t gathered = align_up(keys > values ? keys : values, LINE_BYTES);
-    size_t sketch = align_up(g->sketch_piece_bytes, LINE_BYTES), stored = 0, decoded = 0;
+    size_t sketch = align_up(g->sketch_piece_bytes, LINE_BYTES), codes = 0, decoded = 0;
     if (is_encoded(layout)) {
-        stored = g->key_piece_bytes > g->value_piece_bytes ? g->key_piece_bytes
-                                                           : g->value_piece_bytes;
+        codes = g->key_piece_bytes > g->value_piece_bytes ? g->key_piece_bytes
+                                                          : g->value_piece_bytes;
         decoded = align_up(CODE_TOKENS * layout->head_dim * sizeof(float), LINE_BYTES);
     }
     if (at) {
         w->gathered = at;
         w->sketch = at + gathered;
-        w->stored = w->sketch + sketch;
-        w->decoded = (float *)(void *)(w->stored + stored);
+        w->codes = w->sketch + sketch;
+        w->planes = w->codes + codes;
+        w->decoded = (float *)(void *)(w->planes + codes);
     }
-    return gathered + sketch + stored + decoded;
+    return gathered + sketch + 2 * codes + decoded;
 }
 
 static int page_write_all(page_write *w) {

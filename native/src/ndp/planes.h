@@ -1,0 +1,30 @@
+/* Pieces in two planes (kernels/code_planes.h), read in all 8 bits or in the upper 4. */
+#ifndef CXLKV_PLANES_H
+#define CXLKV_PLANES_H
+#include "ndp/ndp.h"
+
+/* How one of the two is kept. */
+typedef struct stored {
+    const kernels *isa;
+    int dtype;
+    uint32_t dim;
+    bool encoded, planes;
+    code_form form, upper;       /* upper: of the upper plane, where there are two */
+    size_t scales_offset;        /* of a piece of codes */
+    size_t lower_offset;         /* from a block's upper plane to its lower one */
+} stored;
+
+/* ---- planes.c ---- */
+/* In all 8 bits: to the bit what codes of 8 bits give. Both planes of a block are joined in the
+ * cache first; pieces and blocks are given by their upper planes. */
+void planes_score(const stored *s, code_piece piece, uint32_t first, uint32_t count,
+                  const code_query *queries, uint32_t query_count, float *logits,
+                  size_t logit_stride, const void *next);
+void planes_score_best(const stored *s, const code_piece *pieces, const void *const *next,
+                       uint32_t count, uint32_t tokens, const code_query *queries,
+                       uint32_t query_count, float *best);
+void planes_accumulate(const stored *s, code_piece piece, uint32_t first, uint32_t count,
+                       const float *weights, size_t weight_stride, uint32_t query_count,
+                       float *accumulator, const void *next);
+void planes_decode(const stored *s, code_piece piece, uint32_t first, uint32_t count, float *rows);
+#endif
