@@ -138,7 +138,7 @@ def case_of(
 def pool_of(layout: KVLayout, tokens: int = 100, **more: object) -> CXLPool:
     capacity = 4 * (tokens + 2 * layout.page_tokens) * layout.token_bytes + (8 << 20)
     where = more.pop("path", "anonymous:")
-    more.setdefault("sketch", True)
+    more.setdefault("sketch", layout.k_encoding != "progressive")  # which has estimates without
     return CXLPool.create(
         where,  # type: ignore[arg-type]
         layout=layout,

@@ -159,9 +159,11 @@ int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
         return fail(CXLKV_E_ARGUMENT, "select: unknown method, union or per");
     if (!(args->errors >= 0))
         return fail(CXLKV_E_ARGUMENT, "select: %g errors", (double)args->errors);
-    if (args->method == CXLKV_METHOD_TWO_STAGE && !batch->pool->layout.sketch)
+    const cxlkv_layout *layout = &batch->pool->layout;
+    if (args->method == CXLKV_METHOD_TWO_STAGE && !layout->sketch &&
+        !has_planes(layout, PIECE_KEYS))
         return fail(CXLKV_E_ARGUMENT, "select: this pool has no sketches (it was made with "
-                    "sketch=False): use method exact or digest");
+                    "sketch=False), nor keys in progressive: use method exact or digest");
     if (!(args->scale > 0 && args->scale < INFINITY))
         return fail(CXLKV_E_ARGUMENT, "select: scale %g must be positive", (double)args->scale);
     if (args->budget_count != 1 && args->budget_count != batch->count)

@@ -76,6 +76,7 @@ typedef struct kept_walk {
     const plan *p;
     const kept_head *kept;
     uint32_t kind, step;         /* what is read of whole pages, and of how many together */
+    bool estimates;              /* in place of scores */
     uint32_t head, at, last;
     uint64_t bytes, bytes_sketched; /* that were taken */
 } kept_walk;
@@ -103,11 +104,10 @@ static int take_run(kept_walk *w, kept_run *taken) {
         if (code < 0) return code;
         w->bytes += view_filled(&p->view, index) * key_bytes;
     }
-    bool sketched = w->kind == PIECE_SKETCH;
-    uint64_t piece_bytes = sketched ? pool->geometry.sketch_piece_bytes
-                                    : pool->layout.page_tokens * key_bytes;
+    uint64_t piece_bytes = w->estimates ? estimated_bytes(w->job)
+                                        : pool->layout.page_tokens * key_bytes;
     w->bytes += taken->run.count * piece_bytes;
-    if (sketched) w->bytes_sketched += taken->run.count * piece_bytes;
+    if (w->estimates) w->bytes_sketched += taken->run.count * piece_bytes;
     return 0;
 }
 
@@ -115,20 +115,13 @@ static int take_run(kept_walk *w, kept_run *taken) {
 static void estimate_run(const kept_walk *w, const page_run *run, float *best) {
     const select_job *job = w->job;
     float uppers[RUN_PAGES][SKETCH_TOKENS], found[RUN_PAGES];
-    const uint8_t *blocks[RUN_PAGES], *later[RUN_PAGES];
-    sketch_run asked = {.blocks = blocks, .next = later, .count = run->count,
-                        .dim = job->batch->pool->layout.head_dim};
-    asked.queries = job->sketch_queries +
-                    queries_of_list(job, w->p, 0, w->head, &asked.query_count);
-    for (uint32_t block = 0; block < blocks_of(job); block++) {
-        asked.seen = block_tokens(job, block);
-        for (uint32_t i = 0; i < run->count; i++) {
-            blocks[i] = block_at(job, run->pages[i], w->head, block);
-            later[i] = run->later[i] ? block_at(job, run->later[i], w->head, block) : NULL;
-        }
-        job->isa->estimate(&asked, found, uppers);
+    estimated_blocks asked = {.pages = run->pages, .later = run->later, .count = run->count,
+                              .head = w->head};
+    asked.first_query = queries_of_list(job, w->p, 0, w->head, &asked.query_count);
+    for (; asked.block < blocks_of(job); asked.block++) {
+        estimate_blocks(job, &asked, found, uppers);
         for (uint32_t i = 0; i < run->count; i++)
-            if (block == 0 || is_better(found[i], best[i])) best[i] = found[i];
+            if (asked.block == 0 || is_better(found[i], best[i])) best[i] = found[i];
     }
 }
 
@@ -139,7 +132,7 @@ static int score_taken(const kept_walk *w, kept_run *taken, const kept_run *next
         if (code < 0) return code;
         taken->run.later[i] = i < next->run.count ? next->run.pages[i] : NULL;
     }
-    if (w->kind == PIECE_SKETCH) estimate_run(w, &taken->run, best);
+    if (w->estimates) estimate_run(w, &taken->run, best);
     else score_run_head(w->job, w->p, w->head, &taken->run, best);
     for (uint32_t i = 0; i < taken->run.count; i++) scores[taken->index[i]] = best[i];
     return 0;
@@ -150,8 +143,9 @@ int kept_score_task(select_job *job, const plan *p, uint32_t item) {
     const kept_head *heads = p->kept->heads;
     uint32_t head = entry_at(&heads->first_task, sizeof(*heads), pool->layout.kv_heads, item);
     kept_walk w = {.job = job, .p = p, .kept = &heads[head], .head = head,
-                   .kind = job->sketch_queries && p->kept->estimates ? PIECE_SKETCH : PIECE_KEYS,
+                   .estimates = job->args->method == CXLKV_METHOD_TWO_STAGE && p->kept->estimates,
                    .at = (item - heads[head].first_task) * TASK_PAGES};
+    w.kind = w.estimates ? estimated_kind(pool) : PIECE_KEYS;
     w.step = page_run_step(job, w.kind, 1);
     w.last = min_u32(w.at + TASK_PAGES, positions_of(p, w.kept));
     kept_run runs[2];

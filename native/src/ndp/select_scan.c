@@ -31,32 +31,28 @@ static void estimate_run(const select_job *job, const plan *p, const page_run *r
                          uint64_t list, uint32_t head, uint32_t block) {
     uint64_t place = list * kv_heads(job) + head;
     stage_scratch stage = stage_of(job, p);
-    const uint8_t *pieces[RUN_PAGES], *next[RUN_PAGES];
+    const uint8_t *nothing[RUN_PAGES] = {NULL};
     float best[RUN_PAGES], *scores = p->scores + place * p->view.pages + at;
-    sketch_run blocks = {.blocks = pieces,
-                         .next = next,
-                         .count = run->count,
-                         .dim = job->batch->pool->layout.head_dim,
-                         .seen = block_tokens(job, block),
-                         .slack = stage.slacks[place]};
-    blocks.queries = job->sketch_queries + queries_of_list(job, p, list, head, &blocks.query_count);
-    for (uint32_t i = 0; i < run->count; i++) {
-        bool asks = list == 0 && run->later[i];
-        pieces[i] = block_at(job, run->pages[i], head, block);
-        next[i] = asks ? block_at(job, run->later[i], head, block) : NULL;
-    }
-    job->isa->estimate(&blocks, best,
-                       stage.uppers + (place * blocks_of(job) + block) * p->view.pages + at);
+    estimated_blocks asked = {.pages = run->pages,
+                              .later = list == 0 ? run->later : nothing,
+                              .count = run->count,
+                              .head = head,
+                              .block = block,
+                              .slack = stage.slacks[place]};
+    asked.first_query = queries_of_list(job, p, list, head, &asked.query_count);
+    estimate_blocks(job, &asked, best,
+                    stage.uppers + (place * blocks_of(job) + block) * p->view.pages + at);
     for (uint32_t i = 0; i < run->count; i++)
         if (block == 0 || is_better(best[i], scores[i])) scores[i] = best[i];
 }
 
 static int estimate_pages(const select_job *job, const plan *p, uint32_t first, uint32_t last,
                           bool ahead) {
-    uint32_t step = page_run_step(job, PIECE_SKETCH, kv_heads(job));
+    uint32_t kind = estimated_kind(job->batch->pool);
+    uint32_t step = page_run_step(job, kind, kv_heads(job));
     page_run run;
     for (uint32_t at = first; at < last; at += run.count) {
-        int code = page_run_take(p, PIECE_SKETCH, at, last, step, ahead, &run);
+        int code = page_run_take(p, kind, at, last, step, ahead, &run);
         if (code < 0) return code;
         for (uint32_t head = 0; head < kv_heads(job); head++)
             for (uint64_t list = 0; list < p->lists; list++)
@@ -79,8 +75,7 @@ int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
     }
     int code = estimate_pages(job, p, start, end, counts);
     if (code < 0 || !counts) return code;
-    uint64_t sketched =
-        (uint64_t)(end - start) * layout->kv_heads * job->batch->pool->geometry.sketch_piece_bytes;
+    uint64_t sketched = (uint64_t)(end - start) * layout->kv_heads * estimated_bytes(job);
     atomic_fetch_add_explicit(&job->bytes_scored,
                               sketched + tokens * layout->kv_heads * key_bytes,
                               memory_order_relaxed);

@@ -1,5 +1,6 @@
-/* Select in two stages: logits are estimated from sketches, and tokens that may matter are scored
- * by their keys. docs/decisions/0011-sketch.md has the measurements.
+/* Select in two stages: logits are estimated from sketches, or from the upper planes of keys, and
+ * tokens that may matter are scored by their keys. docs/decisions/0011-sketch.md has the
+ * measurements.
  *
  * Here a sample of the pages says, for each list and head, how far estimates are off (root mean
  * square, in units of the token's scale). With the estimates of all pages the worst one that will
@@ -14,6 +15,7 @@ enum { TOKENS_MIN = 1024, STAGE_BYTES_MAX = 64 << 20 };
 /* ---- scratch ---- */
 
 uint64_t sketch_query_floats(const select_job *job, uint64_t query_count) {
+    if (!job->batch->pool->layout.sketch) return 0;
     uint64_t codes = align_up(query_count * sketch_dim(job->batch->pool->layout.head_dim), 64);
     return (codes + align_up(query_count * sizeof(sketch_query), 64)) / sizeof(float);
 }
@@ -25,8 +27,10 @@ static uint64_t uppers_of(const select_job *job, const plan *p) {
 
 /* Pages of few tokens have much of a sketch's 16 empty. */
 bool sketch_pays(const cxlkv_pool *pool, uint32_t pages) {
-    return pool->layout.sketch && pages >= SAMPLES &&
-           (uint64_t)pages * pool->layout.page_tokens >= TOKENS_MIN &&
+    bool many =
+        pages >= SAMPLES && (uint64_t)pages * pool->layout.page_tokens >= TOKENS_MIN;
+    if (!pool->layout.sketch) return many && has_planes(&pool->layout, PIECE_KEYS);
+    return many &&
            2 * pool->geometry.sketch_piece_bytes <= piece_data_bytes(&pool->layout, PIECE_KEYS);
 }
 
@@ -57,10 +61,77 @@ stage_scratch stage_of(const select_job *job, const plan *p) {
 
 void sketch_prepare(select_job *job, float *scratch) {
     uint32_t dim = job->batch->pool->layout.head_dim, count = job->queries.total;
+    if (!job->batch->pool->layout.sketch) return;
     int8_t *codes = (int8_t *)scratch;
     sketch_query *made = (sketch_query *)(codes + align_up((uint64_t)count * sketch_dim(dim), 64));
     sketch_queries(job->queries.rows, count, dim, job->args->scale, codes, made);
     job->sketch_queries = made;
+}
+
+/* ---- estimates ---- */
+
+/* Block `block` of a head, of a page whose pieces begin at `page`. */
+static const uint8_t *sketch_at(const select_job *job, const uint8_t *page, uint32_t head,
+                                uint32_t block) {
+    const cxlkv_pool *pool = job->batch->pool;
+    return page + head * pool->geometry.sketch_piece_bytes +
+           block * sketch_block_bytes(pool->layout.head_dim);
+}
+
+static code_piece upper_at(const select_job *job, const uint8_t *page, uint32_t head,
+                           uint32_t block) {
+    const stored *keys = &job->keys;
+    code_piece piece =
+        stored_codes(keys, page + head * job->batch->pool->geometry.key_piece_bytes);
+    piece.blocks += block * code_block_bytes(&keys->upper);
+    piece.scales += (size_t)block * CODE_TOKENS;
+    return piece;
+}
+
+void estimate_scales(const select_job *job, const uint8_t *page, uint32_t head, uint32_t block,
+                     float *scales) {
+    if (!job->batch->pool->layout.sketch) {
+        code_piece piece = upper_at(job, page, head, block);
+        job->isa->to_float(CXLKV_FLOAT16, piece.scales, CODE_TOKENS, scales);
+        return;
+    }
+    uint64_t codes = sketch_block_bytes(job->batch->pool->layout.head_dim) - SKETCH_LINE_BYTES;
+    memcpy(scales, sketch_at(job, page, head, block) + codes, SKETCH_LINE_BYTES);
+}
+
+static void estimate_sketches(const select_job *job, const estimated_blocks *b, float *best,
+                              float (*uppers)[SKETCH_TOKENS]) {
+    const uint8_t *blocks[RUN_PAGES], *next[RUN_PAGES];
+    for (uint32_t i = 0; i < b->count; i++) {
+        blocks[i] = sketch_at(job, b->pages[i], b->head, b->block);
+        next[i] = b->later[i] ? sketch_at(job, b->later[i], b->head, b->block) : NULL;
+    }
+    sketch_run run = {.blocks = blocks,
+                      .next = next,
+                      .count = b->count,
+                      .dim = job->batch->pool->layout.head_dim,
+                      .queries = job->sketch_queries + b->first_query,
+                      .query_count = b->query_count,
+                      .seen = block_tokens(job, b->block),
+                      .slack = b->slack};
+    job->isa->estimate(&run, best, uppers);
+}
+
+void estimate_blocks(const select_job *job, const estimated_blocks *b, float *best,
+                     float (*uppers)[SKETCH_TOKENS]) {
+    if (job->batch->pool->layout.sketch) {
+        estimate_sketches(job, b, best, uppers);
+        return;
+    }
+    uint32_t tokens = (uint32_t)__builtin_popcount(block_tokens(job, b->block));
+    kernel_queries queries = queries_range(job->queries, b->first_query, b->query_count);
+    for (uint32_t i = 0; i < b->count; i++) {
+        const uint8_t *next = NULL;
+        if (b->later[i]) next = upper_at(job, b->later[i], b->head, b->block).blocks;
+        best[i] = planes_estimate(&job->keys, upper_at(job, b->pages[i], b->head, b->block), tokens,
+                                  stored_queries(&queries), b->query_count, b->slack, uppers[i],
+                                  next);
+    }
 }
 
 /* ---- the sample ---- */
@@ -93,23 +164,18 @@ static void score_block_tokens(const select_job *job, const uint8_t *rows, size_
 /* A block of a page: how far its estimates are off. Returns the best one. */
 static float sample_block(const select_job *job, const plan *p, uint64_t list, uint32_t head,
                           uint32_t index, uint32_t block, sample *made) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
-    const uint8_t *next = NULL, *sketch = pieces_of(job->batch->pool, page_of(p, index),
-                                                    p->view.layer, PIECE_SKETCH);
-    const uint8_t *at = block_at(job, sketch, head, block);
-    const float *scales = scales_of(job, at);
-    float best, estimates[1][SKETCH_TOKENS], scores[SKETCH_TOKENS];
+    const cxlkv_pool *pool = job->batch->pool;
+    const uint8_t *next = NULL, *page = pieces_of(pool, page_of(p, index), p->view.layer,
+                                                  estimated_kind(pool));
+    float best, estimates[1][SKETCH_TOKENS], scores[SKETCH_TOKENS], scales[SKETCH_TOKENS];
     page_rows rows = view_rows(&p->view, index, PIECE_KEYS);
-    sketch_run run = {.blocks = &at,
-                      .next = &next,
-                      .count = 1,
-                      .dim = layout->head_dim,
-                      .seen = block_tokens(job, block)};
-    uint64_t first = queries_of_list(job, p, list, head, &run.query_count);
-    kernel_queries queries = queries_range(job->queries, first, run.query_count);
-    uint32_t tokens = (uint32_t)__builtin_popcount(run.seen);
-    run.queries = job->sketch_queries + first;
-    job->isa->estimate(&run, &best, estimates);
+    estimated_blocks asked = {.pages = &page, .later = &next, .count = 1, .head = head,
+                              .block = block};
+    asked.first_query = queries_of_list(job, p, list, head, &asked.query_count);
+    kernel_queries queries = queries_range(job->queries, asked.first_query, asked.query_count);
+    uint32_t tokens = (uint32_t)__builtin_popcount(block_tokens(job, block));
+    estimate_blocks(job, &asked, &best, estimates);
+    estimate_scales(job, page, head, block, scales);
     score_block_tokens(job, rows.first + head * rows.head_bytes, rows.row_bytes,
                        block * SKETCH_TOKENS, tokens, &queries, scores);
     for (uint32_t t = 0; t < tokens; t++) {
@@ -133,7 +199,7 @@ static int sample_list(select_job *job, const plan *p, uint64_t list, uint32_t h
         if (code < 0) return code;
         made->best[i] = sample_block(job, p, list, head, index, i % blocks_of(job), made);
     }
-    uint64_t sketched = SAMPLES * sketch_block_bytes(layout->head_dim);
+    uint64_t sketched = SAMPLES * estimated_bytes(job) / blocks_of(job);
     uint64_t scored = (uint64_t)made->count * kind_token_bytes(layout, PIECE_KEYS);
     atomic_fetch_add_explicit(&job->bytes_scored, sketched + scored, memory_order_relaxed);
     atomic_fetch_add_explicit(&job->bytes_sketched, sketched, memory_order_relaxed);

@@ -1,4 +1,5 @@
-/* What the files of two-stage select share: where sketches lie, and what a plan's scratch holds. */
+/* What the files of two-stage select share: where estimates come from, and what a plan's scratch
+ * holds. */
 #ifndef CXLKV_SELECT_SKETCH_H
 #define CXLKV_SELECT_SKETCH_H
 
@@ -50,18 +51,34 @@ static inline uint64_t queries_of_list(const select_job *job, const plan *p, uin
     return p->first_query + head * p->block + (one_list ? 0 : list * job->group);
 }
 
-/* Block `block` of a head, of a page whose sketches begin at `page`. */
-static inline const uint8_t *block_at(const select_job *job, const uint8_t *page, uint32_t head,
-                                      uint32_t block) {
-    const cxlkv_pool *pool = job->batch->pool;
-    return page + head * pool->geometry.sketch_piece_bytes +
-           block * sketch_block_bytes(pool->layout.head_dim);
+/* What estimates are made of: sketches, or the upper planes of keys. */
+static inline uint32_t estimated_kind(const cxlkv_pool *pool) {
+    return pool->layout.sketch ? PIECE_SKETCH : PIECE_KEYS;
 }
 
-static inline const float *scales_of(const select_job *job, const uint8_t *block) {
-    uint64_t bytes = sketch_block_bytes(job->batch->pool->layout.head_dim) - SKETCH_LINE_BYTES;
-    return (const float *)(block + bytes);
+/* Bytes of it that are read of a head of a page. */
+static inline uint64_t estimated_bytes(const select_job *job) {
+    const cxlkv_pool *pool = job->batch->pool;
+    return pool->layout.sketch ? pool->geometry.sketch_piece_bytes
+                               : code_bytes(&job->keys.upper, pool->layout.page_tokens);
 }
+
+/* Block `block` of a head of some pages, by where their pieces of estimated_kind() begin. */
+typedef struct estimated_blocks {
+    const uint8_t *const *pages, *const *later; /* later: what is wanted soon, NULL where nothing */
+    uint32_t count, head, block;
+    uint64_t first_query;
+    uint32_t query_count;
+    float slack;
+} estimated_blocks;
+
+/* best[i]: the best estimate of page i, uppers: of each token with the slack of its scale, as
+ * sketch.h has them. */
+void estimate_blocks(const select_job *job, const estimated_blocks *b, float *best,
+                     float (*uppers)[SKETCH_TOKENS]);
+/* The scales of the 16 tokens of a block, in which slacks are. */
+void estimate_scales(const select_job *job, const uint8_t *page, uint32_t head, uint32_t block,
+                     float *scales);
 
 /* A bit for each of the 16 tokens of a block that a page has. */
 static inline uint32_t block_tokens(const select_job *job, uint32_t block) {
