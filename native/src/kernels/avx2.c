@@ -766,6 +766,7 @@ const kernels kernels_avx2 = {
     .code_decode = code_decode_avx2,
     .code_split = code_split_avx2,
     .code_join = code_join_avx2,
+    .code_raise = code_raise_avx2,
     .code_score = code_score_avx2,
     .code_score_best = code_score_best_avx2,
     .code_accumulate = code_accumulate_avx2,

@@ -504,6 +504,7 @@ const kernels kernels_avx512_bf16 = {
     .code_decode = code_decode_avx512,
     .code_split = code_split_avx512,
     .code_join = code_join_avx512,
+    .code_raise = code_raise_avx512,
     .code_score = code_score_avx512,
     .code_score_best = code_score_best_avx512,
     .code_accumulate = code_accumulate_avx512,

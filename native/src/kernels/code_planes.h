@@ -6,6 +6,8 @@
  * which are those of 8: what 4 bits stand for is 16 times as much by them. */
 #ifndef CXLKV_CODE_PLANES_H
 #define CXLKV_CODE_PLANES_H
+#include <string.h>
+
 #include "kernels/codes.h"
 
 #define CODE_UPPER_STEP 16.0f    /* a step of the upper plane, in those of 8 bits */
@@ -57,11 +59,28 @@ code_planes_join(const code_form *form, const uint8_t *restrict upper,
     }
 }
 
+/* The largest of each column of [rows][16], and of what it was, to `most`; a NaN stays. */
+static inline __attribute__((always_inline)) void code_raise(const float *restrict rows,
+                                                             uint32_t count,
+                                                             float *restrict most) {
+    typedef float sixteen __attribute__((vector_size(CODE_TOKENS * sizeof(float))));
+    typedef int32_t mask __attribute__((vector_size(CODE_TOKENS * sizeof(int32_t))));
+    sixteen best, row;
+    memcpy(&best, most, sizeof(best));
+    for (uint32_t j = 0; j < count; j++) {
+        memcpy(&row, rows + j * CODE_TOKENS, sizeof(row));
+        const mask larger = (mask)(row > best) | (mask)(row != row);
+        best = (sixteen)(((mask)row & larger) | ((mask)best & ~larger));
+    }
+    memcpy(most, &best, sizeof(best));
+}
+
 #define CODE_PLANES_FUNCTIONS(isa)                                                               \
     void code_split_##isa(const code_form *form, const uint8_t *block, uint8_t *upper,           \
                           uint8_t *lower);                                                       \
     void code_join_##isa(const code_form *form, const uint8_t *upper, const uint8_t *lower,      \
-                         uint8_t *block)
+                         uint8_t *block);                                                        \
+    void code_raise_##isa(const float *rows, uint32_t count, float *most)
 #define CODE_PLANES_OF(isa)                                                                      \
     void code_split_##isa(const code_form *form, const uint8_t *block, uint8_t *upper,           \
                           uint8_t *lower) {                                                      \
@@ -70,6 +89,9 @@ code_planes_join(const code_form *form, const uint8_t *restrict upper,
     void code_join_##isa(const code_form *form, const uint8_t *upper, const uint8_t *lower,      \
                          uint8_t *block) {                                                       \
         code_planes_join(form, upper, lower, block);                                             \
+    }                                                                                            \
+    void code_raise_##isa(const float *rows, uint32_t count, float *most) {                      \
+        code_raise(rows, count, most);                                                           \
     }
 CODE_PLANES_FUNCTIONS(serial);
 #if defined(__x86_64__)

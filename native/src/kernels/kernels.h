@@ -168,6 +168,7 @@ typedef struct kernels {
                        uint8_t *lower);
     void (*code_join)(const code_form *form, const uint8_t *upper, const uint8_t *lower,
                       uint8_t *block);
+    void (*code_raise)(const float *rows, uint32_t count, float *most);
 } kernels;
 
 extern const kernels kernels_serial; /* the reference, on every CPU */

@@ -283,6 +283,7 @@ const kernels kernels_serial = {
     .code_decode = code_decode_serial,
     .code_split = code_split_serial,
     .code_join = code_join_serial,
+    .code_raise = code_raise_serial,
     .code_score = code_score_serial,
     .code_score_best = code_score_best_serial,
     .code_accumulate = code_accumulate_serial,

@@ -39,7 +39,7 @@ float planes_estimate(const stored *s, code_piece upper, uint32_t tokens,
                       const code_query *queries, uint32_t query_count, float slack, float *uppers,
                       const uint8_t *next) {
     enum { QUERIES = 16 };
-    float logits[QUERIES][CODE_TOKENS], scales[CODE_TOKENS], most[CODE_TOKENS], best = -INFINITY;
+    float logits[QUERIES][CODE_TOKENS], scales[CODE_TOKENS], most[CODE_TOKENS];
     for (size_t at = 0; next && at < code_block_bytes(&s->upper); at += LINE_BYTES)
         __builtin_prefetch(next + at);
     s->isa->to_float(CXLKV_FLOAT16, upper.scales, CODE_TOKENS, scales);
@@ -48,18 +48,12 @@ float planes_estimate(const stored *s, code_piece upper, uint32_t tokens,
         here = min_u32(QUERIES, query_count - q);
         s->isa->code_score(&s->upper, upper, 0, CODE_TOKENS, queries + q, here, logits[0],
                            CODE_TOKENS, NULL);
-        for (uint32_t j = 0; j < here; j++)
-            for (uint32_t t = 0; t < CODE_TOKENS; t++) {
-                float logit = logits[j][t];
-                most[t] = logit > most[t] || logit != logit ? logit : most[t];
-            }
+        s->isa->code_raise(logits[0], here, most);
     }
-    for (uint32_t t = 0; t < CODE_TOKENS; t++) {
-        float estimate = most[t] * CODE_UPPER_STEP;
-        uppers[t] = t < tokens ? estimate + slack * scales[t] : -INFINITY;
-        if (t < tokens && (estimate > best || estimate != estimate)) best = estimate;
-    }
-    return best;
+    for (uint32_t t = 0; t < CODE_TOKENS; t++)
+        uppers[t] = most[t] * CODE_UPPER_STEP + slack * scales[t];
+    for (uint32_t t = tokens; t < CODE_TOKENS; t++) uppers[t] = -INFINITY;
+    return kernels_largest(most, tokens) * CODE_UPPER_STEP;
 }
 
 void planes_score(const stored *s, code_piece piece, uint32_t first, uint32_t count,
