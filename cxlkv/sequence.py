@@ -22,7 +22,16 @@ from cxlkv.errors import (
 )
 from cxlkv.layout import DTYPES, KVLayout, format_bytes
 from cxlkv.ndp import audit, simd, tuning
-from cxlkv.ndp.engine import RECALL, Asked, Budget, BudgetLike, Decoded, Selection, budget_of
+from cxlkv.ndp.engine import (
+    RECALL,
+    Asked,
+    Budget,
+    BudgetLike,
+    Decoded,
+    Selection,
+    budget_of,
+    check_error,
+)
 
 PagePlaces = _core.Places
 
@@ -322,14 +331,16 @@ class Batch:
         picked: Selection | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        error: float = 0.0,
     ) -> tuple[Array, Array]:
         """softmax(q.k) v near the data: (out [rows, q_heads, value_head_dim] in q's dtype, lse).
 
         lse is float32 [rows, q_heads], natural log: two partial results merge exactly by it.
         picked=None: over all pages that the rows see. Causal, as in select(). softcap: logits
-        become softcap * tanh(logit / softcap).
+        become softcap * tanh(logit / softcap). error: as of Budget, which decode() takes it from.
         """
-        return self._attend(layer, q, self._starts(starts), picked, scale, softcap)[:2]
+        offsets = self._starts(starts)
+        return self._attend(layer, q, offsets, picked, scale, softcap, error)[:2]
 
     def _attend(
         self,
@@ -339,12 +350,16 @@ class Batch:
         picked: Selection | None,
         scale: float | None,
         softcap: float | None,
+        error: float = 0.0,
         out: object | None = None,
     ) -> tuple[Array, Array, int]:
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         factor = self._scale if scale is None else float(scale)
         number, handle = _layer(layer), self._handle
-        found = simd.attend(handle, self._layout, number, q, starts, picked, factor, softcap, out)
+        check_error(error)
+        found = simd.attend(
+            handle, self._layout, number, q, starts, picked, factor, softcap, error, out
+        )
         if transfer:
             transfer.end_read("attend", self._layout, layer, self._tokens(layer), picked)
         return found
@@ -451,7 +466,8 @@ class Batch:
                 method = simd.cheapest(self._handle, self._layout, asked)
             if method != "all":
                 picked = self.select(layer, q, starts, budgets, method, scale, recall)
-            found, lse, read = self._attend(layer, q, starts, picked, scale, softcap, out)
+            least = min((budget.error for budget in budgets), default=0.0)
+            found, lse, read = self._attend(layer, q, starts, picked, scale, softcap, least, out)
         except CXLKVError as error:
             error.appended = True
             raise
@@ -588,10 +604,12 @@ class Sequence:
         picked: Selection | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        error: float = 0.0,
     ) -> tuple[Array, Array]:
         """(out, lse) for q [q_heads, head_dim] or [rows, q_heads, head_dim]; see Batch.attend."""
         rows, single, starts = query_rows(q)
-        out, lse = self._own().attend(layer, rows, starts, with_axis(picked), scale, softcap)
+        chosen = with_axis(picked)
+        out, lse = self._own().attend(layer, rows, starts, chosen, scale, softcap, error)
         return (out[0], lse[0]) if single else (out, lse)
 
     def fork(self) -> Sequence:

@@ -50,6 +50,10 @@ class Budget:
     that were best when all were looked at, and what is new; for so many steps at most. Methods
     "exact" and "two_stage", a list for each kv head. 1: each step looks at all pages. It takes the
     least of a call's budgets.
+
+    error: of a pool in "progressive", how far outputs may be off, root mean square, relative to the
+    values' length, because lower planes are not read where they matter little
+    (docs/decisions/0035-progressive.md); 0 reads all bits. It takes the least of a call's budgets.
     """
 
     pages: int | None = None
@@ -62,6 +66,7 @@ class Budget:
     dense_layers: int = 0
     by_layer: Mapping[int, float] = field(default_factory=dict, hash=False)
     refresh: int = 1
+    error: float = 0.0
 
     def __post_init__(self) -> None:
         given = [name for name in AMOUNTS if getattr(self, name) is not None]
@@ -79,6 +84,7 @@ class Budget:
                 raise BadArgumentError(f"{word}={value!r}: a whole number, 0 or more")
         if not 1 <= self.refresh <= REFRESH_MAX:
             raise BadArgumentError(f"refresh={self.refresh}: 1 to {REFRESH_MAX} steps")
+        check_error(self.error)
         if self.union not in UNIONS or self.per not in PERS:
             raise BadArgumentError(f"union is one of {UNIONS}, per one of {PERS}")
         layers: object = self.by_layer
@@ -136,6 +142,12 @@ class Budget:
         kind, pages, share, sinks, recent = self.row(layer)
         wanted = (pages, pages_of_share(share, visible_pages), visible_pages, visible_pages)[kind]
         return min(visible_pages, max(wanted, sinks + recent))
+
+
+def check_error(error: object) -> None:
+    is_number = isinstance(error, Real) and not isinstance(error, bool)
+    if not is_number or not 0 <= float(error) < math.inf:  # type: ignore[arg-type]
+        raise BadArgumentError(f"error={error!r}: a number, 0 or more")
 
 
 def pages_of_share(share: float, pages: int) -> int:

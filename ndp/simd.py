@@ -149,7 +149,8 @@ class Decoding:
         if any(budget.chooses(asked.layer) for budget in asked.budgets):
             array = _core.budgets([b.decode_row(asked.layer) for b in asked.budgets])
             codes, numbers = _words(asked, uniform(asked.budgets))
-        values = (numbers[0], softcap, *numbers[1:])
+        error = min((budget.error for budget in asked.budgets), default=0.0)
+        values = (numbers[0], softcap, error, *numbers[1:])
         views, starts = (got, *new), asked.starts
         self._shape, self._dtype = (*got.shape[:2], layout.value_head_dim), got.dtype
         self._arguments = _core.DecodeArguments(views, starts, rewind, array, codes, values)
@@ -268,10 +269,11 @@ def attend(
     picked: Selection | None,
     scale: float,
     softcap: float | None,
+    error: float,
     out: object | None = None,
 ) -> tuple[Array, Array, int]:
     """softmax(q k) v over chosen pages or all: out [rows, q_heads, value_head_dim], lse, bytes
-    read."""
+    read. error: as of Batch.attend."""
     rows = int(starts[-1])
     queries = imported(queries, "q")
     got = check_queries(layout, queries, rows)
@@ -285,6 +287,7 @@ def attend(
         picked_rows(picked, layout),
         scale,
         softcap or 0.0,
+        float(error),
         address,
         view(lse, "lse"),
     )

@@ -233,6 +233,7 @@ def batch_attend(
     picked: tuple[PageIndices, int] | None,
     scale: float,
     softcap: float,
+    error: float,
     out_address: int,
     lse: View,
 ) -> int:
@@ -241,7 +242,7 @@ def batch_attend(
     _fill_rows(args.queries, queries)
     _fill_picked(args.picked, picked)
     args.layer, args.q_heads, args.starts = layer, queries.shape[1], int32s(starts)
-    args.scale, args.softcap = scale, softcap
+    args.scale, args.softcap, args.error = scale, softcap, error
     args.out = ffi.cast("void *", out_address)
     args.lse = ffi.cast("float *", lse.address)
     return check(lib.cxlkv_batch_attend(batch, args))
@@ -251,8 +252,8 @@ class DecodeArguments:
     """All that a decode takes but its layer and the addresses of its arrays, which each call gives:
     the layers of a step share the rest. One call at a time.
 
-    views are of (q, k, v), codes (method, union, per, refresh), numbers (scale, softcap, errors,
-    read_rate). budget_array None: attend to all pages.
+    views are of (q, k, v), codes (method, union, per, refresh), numbers (scale, softcap, error,
+    errors, read_rate). budget_array None: attend to all pages.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class DecodeArguments:
         rewind: int,
         budget_array: Any,
         codes: tuple[int, int, int, int],
-        numbers: tuple[float, float, float, float],
+        numbers: tuple[float, float, float, float, float],
     ):
         self._args = args = ffi.new("cxlkv_decode_args *")
         self._kept = (starts, budget_array)  # the struct has their addresses
@@ -276,7 +277,7 @@ class DecodeArguments:
             args.budgets, args.budget_count = budget_array, len(budget_array)
         self._method = codes[0]
         _, args.union_over, args.per, args.refresh = codes
-        args.scale, args.softcap, args.errors, args.read_rate = numbers
+        args.scale, args.softcap, args.error, args.errors, args.read_rate = numbers
 
     def call(self, batch: Handle, layer: int, addresses: Sequence[int], out: int, lse: int) -> Any:
         """Fills out and lse; returns the call's struct, which is the next call's, too. addresses:

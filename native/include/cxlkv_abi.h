@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 14
+#define CXLKV_ABI 15
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -277,6 +277,8 @@ typedef struct cxlkv_attend_args {
     cxlkv_picked picked;
     float scale;
     float softcap;                 /* 0: none; else logits become softcap * tanh(logit / softcap) */
+    float error;                   /* of an output, relative to the values' length, that may come of
+                                    * not reading lower planes; 0: all of them are read */
     void *out;                     /* [rows, q_heads, value_head_dim], contiguous, queries' dtype */
     float *lse;                    /* [rows, q_heads], natural log; -inf where nothing was seen */
 } cxlkv_attend_args;
@@ -299,6 +301,7 @@ typedef struct cxlkv_decode_args {
     float read_rate;
     float scale;
     float softcap;
+    float error;                   /* as of an attend */
     float errors;
     float mean_error;              /* out, as of a select */
     uint32_t lists_staged;         /* out */

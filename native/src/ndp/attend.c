@@ -10,68 +10,8 @@
 #include "ndp/attend.h"
 #include "pool/peers.h"
 
-/* Pages that are attended to together, while as many behind them are asked for. */
-enum { BLOCK_PAGES = 8, BLOCK_TOKENS = 64, BLOCK_BYTES = 128 << 10 };
 /* Of several heads, unless one has more: 64 KiB. */
 enum { LOGITS_TOGETHER = 16 << 10 };
-
-static uint64_t span_queries(const attend_job *job, const span *s) {
-    return s->row_count * job->group;
-}
-
-static float *state_of(const attend_job *job, const span *s, uint32_t head) {
-    return s->state + head * span_queries(job, s) * 2;
-}
-
-static float *accumulator_of(const attend_job *job, const span *s, uint32_t head) {
-    uint64_t queries = span_queries(job, s);
-    return s->state + s->head_count * queries * 2 +
-           head * queries * job->batch->pool->layout.value_head_dim;
-}
-
-/* logits[tokens] of one query to weights; raises the query's maximum, rescales its sum. */
-static float softmax_row(const kernels *isa, float *logits, uint32_t tokens, float state[2]) {
-    float largest = state[0], factor = 1;
-    bool broken = false;
-    for (uint32_t t = 0; t < tokens; t++) {
-        if (logits[t] > largest) largest = logits[t];
-        broken |= isnan(logits[t]);
-    }
-    if (broken) state[1] = NAN; /* as full attention would: such a key spoils the output, visibly */
-    if (largest == -INFINITY) {
-        memset(logits, 0, tokens * sizeof(float));
-        return 1;
-    }
-    if (largest > state[0]) factor = state[0] == -INFINITY ? 0.0f : expf(state[0] - largest);
-    state[0] = largest;
-    state[1] = state[1] * factor + isa->exp_sum(logits, tokens, largest);
-    return factor;
-}
-
-/* The same of `count` queries; rescales what they have accumulated. */
-static void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
-                           float (*states)[2], float *accumulator) {
-    enum { TOGETHER = 4 };
-    uint32_t value_dim = job->batch->pool->layout.value_head_dim;
-    float cap = job->args->softcap, factors[TOGETHER];
-    for (uint32_t i = 0; cap > 0 && i < count * tokens; i++)
-        logits[i] = cap * tanhf(logits[i] / cap);
-    for (uint32_t first = 0; first < count; first += TOGETHER) {
-        uint32_t here = min_u32(TOGETHER, count - first);
-        float *rows = logits + (uint64_t)first * tokens;
-        bool done = job->isa->online_softmax &&
-                    job->isa->online_softmax(rows, tokens, here, states + first, factors);
-        if (!done)
-            for (uint32_t i = 0; i < here; i++)
-                factors[i] = softmax_row(job->isa, rows + (uint64_t)i * tokens, tokens,
-                                         states[first + i]);
-        for (uint32_t i = 0; i < here; i++) {
-            float *sums = accumulator + (uint64_t)(first + i) * value_dim;
-            if (factors[i] == 1) continue; /* nearly always, after the first pages */
-            for (uint32_t d = 0; d < value_dim; d++) sums[d] *= factors[i];
-        }
-    }
-}
 
 /* One head of a page. */
 typedef struct head_rows {
@@ -79,11 +19,6 @@ typedef struct head_rows {
     bool whole;                  /* all rows of the span see all of it */
     page_rows keys, values;
 } head_rows;
-
-/* Of a head of a span, in the queries of the job or its groups. */
-static uint64_t first_query_of(const attend_job *job, const span *s, uint32_t head) {
-    return s->first_query + (s->head_first + head) * s->block + s->row_first * job->group;
-}
 
 /* `count` queries that all see the tokens [hidden, hidden + tokens) of one head's page. */
 static void attend_rows(const attend_job *job, uint64_t first_query, uint32_t count,
@@ -122,79 +57,6 @@ static void attend_head(const attend_job *job, const span *s, const layer_view *
                         accumulator + query * layout->value_head_dim, logits);
         row += together;
     }
-}
-
-/* Some pages of a span, one behind the other in its list. */
-typedef struct page_block {
-    uint32_t count, tokens;             /* tokens: of all */
-    bool whole;                         /* all rows of the span see all of all */
-    uint32_t index[BLOCK_PAGES], held[BLOCK_PAGES];
-    page_rows keys[BLOCK_PAGES], values[BLOCK_PAGES];
-} page_block;
-
-/* A span, and how far its pages have been taken. */
-typedef struct span_walk {
-    const attend_job *job;
-    const span *s;
-    layer_view view;
-    uint64_t rows;                      /* of the sequence */
-    uint32_t at, step;                  /* pages of a block */
-} span_walk;
-
-/* The page at position `at`; -1: none that is seen. */
-static int64_t page_at(const span_walk *w, uint32_t at) {
-    int64_t index = w->s->pages ? w->s->pages[at] : (int64_t)at;
-    if (index >= w->s->gap_first) index += w->s->gap_pages;
-    if (index == -1 && w->s->pages) return -1;
-    if (index < 0 || index >= w->view.pages)
-        return fail(CXLKV_E_ARGUMENT, "attend: page %ld, the sequence has %u", index,
-                    w->view.pages);
-    return index < w->view.first ? -1 : index; /* behind the window of every row */
-}
-
-/* The next pages, none at the end. Nothing of them is read yet. */
-static int block_take(span_walk *w, page_block *block) {
-    block->count = block->tokens = 0;
-    block->whole = true;
-    for (; w->at < w->s->page_last && block->count < w->step; w->at++) {
-        int64_t index = page_at(w, w->at);
-        if (index == -1) continue;
-        if (index < 0) return (int)index;
-        uint32_t i = block->count++;
-        block->index[i] = (uint32_t)index;
-        block->held[i] = view_filled(&w->view, (uint32_t)index);
-        block->tokens += block->held[i];
-        block->keys[i] = view_rows(&w->view, (uint32_t)index, PIECE_KEYS);
-        block->values[i] = view_rows(&w->view, (uint32_t)index, PIECE_VALUES);
-        block->whole &= w->s->shared || view_whole(&w->view, (uint32_t)index, w->s->row_first,
-                                                   w->s->row_count, w->rows);
-    }
-    return 0;
-}
-
-static int block_verify(const span_walk *w, const page_block *block) {
-    int code = 0;
-    for (uint32_t i = 0; code == 0 && i < block->count; i++)
-        if (!block->keys[i].local) code = view_verify(&w->view, block->index[i]);
-    return code;
-}
-
-/* K or V of page i of a block and a head, NULL behind its end. */
-static const uint8_t *piece_at(const page_block *block, const page_rows *rows, uint32_t i,
-                               uint32_t head) {
-    return i < block->count ? rows[i].first + head * rows[i].head_bytes : NULL;
-}
-
-/* Some heads of a block of pages that all rows of the span see whole. */
-typedef struct whole_block {
-    const span_walk *w;
-    const page_block *block, *later;
-    uint32_t head_first, head_last, queries;
-    float *logits;                      /* [head][query][token] */
-} whole_block;
-
-static float *logits_of(const whole_block *b, uint32_t head) {
-    return b->logits + (uint64_t)(head - b->head_first) * b->queries * b->block->tokens;
 }
 
 /* Page by page and head by head, as they lie in memory. */
@@ -306,31 +168,35 @@ static void attend_part(const span_walk *w, const page_block *block, uint32_t i,
     }
 }
 
+/* What a span of a job that is sparing goes on with. */
+typedef struct sparing {
+    float *at;                   /* of the next whole block; NULL: all bits are read */
+    float (*totals)[2];
+    uint64_t bytes;
+} sparing;
+
 static int attend_block(const span_walk *w, const page_block *block, const page_block *later,
-                        float *logits) {
+                        float *logits, sparing *upper) {
     int code = block_verify(w, block);
     if (code < 0) return code;
     bool together = block->whole && span_queries(w->job, w->s) <= SPAN_QUERIES;
+    if (together && upper->at) {
+        upper->at = planes_attend_block(w, block, later, upper->at, upper->totals, logits,
+                                        &upper->bytes);
+        return 0;
+    }
+    upper->bytes += block->tokens * token_bytes(&w->job->batch->pool->layout) * w->s->head_count;
     if (together) attend_whole(w, block, later, logits);
     for (uint32_t i = 0; !together && i < block->count; i++) attend_part(w, block, i, logits);
     return 0;
 }
 
-/* Pages of a block: enough tokens for a vector or four, not more bytes than a cache holds twice. */
-static uint32_t block_pages(const attend_job *job, const span *s) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
-    uint64_t bytes = token_bytes(layout) * layout->page_tokens * s->head_count;
-    uint64_t pages = min_u64(BLOCK_TOKENS / layout->page_tokens, BLOCK_BYTES / bytes);
-    return (uint32_t)min_u64(BLOCK_PAGES, pages ? pages : 1);
-}
-
-static int attend_pages(span_walk *w, float *logits, uint64_t *tokens) {
+static int attend_pages(span_walk *w, float *logits, sparing *upper) {
     page_block blocks[2];
     int code = block_take(w, &blocks[0]);
     for (uint32_t i = 0; code == 0 && blocks[i].count; i ^= 1) {
         code = block_take(w, &blocks[i ^ 1]);
-        if (code == 0) code = attend_block(w, &blocks[i], &blocks[i ^ 1], logits);
-        *tokens += blocks[i].tokens;
+        if (code == 0) code = attend_block(w, &blocks[i], &blocks[i ^ 1], logits, upper);
     }
     return code;
 }
@@ -344,10 +210,11 @@ static int attend_span(void *context, uint32_t item) {
                       .rows = (uint64_t)(job->args->starts[s->sequence + 1] -
                                          job->args->starts[s->sequence])};
     walk.view.local = job->batch->pool->local;
-    uint64_t queries = span_queries(job, s) * s->head_count, tokens = 0;
+    uint64_t queries = span_queries(job, s) * s->head_count;
     uint32_t wide = layout->page_tokens > BLOCK_TOKENS ? layout->page_tokens : BLOCK_TOKENS;
     uint64_t one_head = SPAN_QUERIES * wide, most = LOGITS_TOGETHER;
-    float *logits = malloc((one_head > most ? one_head : most) * sizeof(float));
+    float *logits = malloc(((one_head > most ? one_head : most) + 2 * queries) * sizeof(float));
+    sparing upper = {0};
     if (!logits) return fail(ENOMEM, "no memory for logits");
     for (uint64_t i = 0; i < queries; i++) {
         s->state[2 * i] = -INFINITY;
@@ -357,10 +224,14 @@ static int attend_span(void *context, uint32_t item) {
     if (walk.view.local && s->pages)
         local_count_reads(&walk.view, s->pages + s->page_first, s->page_last - s->page_first,
                           &job->reads);
-    int code = attend_pages(&walk, logits, &tokens);
+    if (job->sparing) {
+        upper.at = s->upper + 2 * queries;
+        upper.totals = (float(*)[2])logits;
+        planes_totals(job, s, upper.totals);
+    }
+    int code = attend_pages(&walk, logits + 2 * queries, &upper);
     free(logits);
-    atomic_fetch_add_explicit(&job->bytes, tokens * token_bytes(layout) * s->head_count,
-                              memory_order_relaxed);
+    atomic_fetch_add_explicit(&job->bytes, upper.bytes, memory_order_relaxed);
     return code;
 }
 
@@ -435,6 +306,16 @@ static int merge_task(void *context, uint32_t item) {
 
 /* ---- putting it together ---- */
 
+/* Logits of more than this are not kept: then all bits are read. */
+#define SPARING_BYTES_MAX (1ull << 30)
+
+static uint64_t sparing_floats(const attend_job *job) {
+    uint64_t floats = queries_total(job->batch, job->args->q_heads, job->args->starts);
+    for (uint32_t i = 0; i < job->span_count; i++)
+        floats += planes_span_floats(job, &job->spans[i]);
+    return floats;
+}
+
 /* Scratch: packed queries, then those of groups, then the states of spans. */
 static int place_scratch(attend_job *job) {
     const cxlkv_attend_args *args = job->args;
@@ -447,6 +328,9 @@ static int place_scratch(attend_job *job) {
                                     queries_total(batch, args->q_heads, job->group_starts));
     for (uint32_t i = 0; i < job->span_count; i++)
         floats += span_queries(job, &job->spans[i]) * job->spans[i].head_count * state_floats;
+    uint64_t upper_floats = job->sparing ? sparing_floats(job) : 0;
+    if (upper_floats * sizeof(float) > SPARING_BYTES_MAX) job->sparing = false;
+    if (job->sparing) floats += upper_floats;
     uint64_t bytes = query_bytes + group_bytes + floats * sizeof(float);
     uint8_t *at = batch_scratch(batch, bytes + LINE_BYTES);
     if (!at) return -ENOMEM;
@@ -461,6 +345,15 @@ static int place_scratch(attend_job *job) {
         job->spans[i].state = state;
         state += span_queries(job, &job->spans[i]) * job->spans[i].head_count * state_floats;
     }
+    if (job->sparing) {
+        job->spreads = state;
+        state += job->queries.total;
+        for (uint32_t i = 0; i < job->span_count; i++) {
+            job->spans[i].upper = state;
+            state += planes_span_floats(job, &job->spans[i]);
+        }
+        planes_prepare(job);
+    }
     return 0;
 }
 
@@ -473,6 +366,8 @@ static int picked_check(const attend_job *job) {
 }
 
 int attend_check(const cxlkv_attend_args *args) {
+    if (!(args->error >= 0 && args->error < INFINITY))
+        return fail(CXLKV_E_ARGUMENT, "attend: an error of %g", (double)args->error);
     if (args->scale > 0 && args->scale < INFINITY && args->softcap >= 0) return 0;
     return fail(CXLKV_E_ARGUMENT, "attend: scale %g and softcap %g must be positive",
                 (double)args->scale, (double)args->softcap);
@@ -490,7 +385,8 @@ static int64_t attend_locked(attend_job *job) {
     code = attend_cut(job);
     if (code == 0) code = place_scratch(job);
     if (code < 0) return code;
-    code = run_step_tasks(batch->pool, job->span_count, attend_span, job);
+    if (job->sparing) code = run_step_tasks(batch->pool, job->span_count, planes_measure_task, job);
+    if (code == 0) code = run_step_tasks(batch->pool, job->span_count, attend_span, job);
     if (code == 0) code = run_step_tasks(batch->pool, job->merge_count, merge_task, job);
     if (code < 0) return code;
     uint64_t bytes = atomic_load(&job->bytes);
@@ -504,6 +400,7 @@ int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts)
     attend_job job = {.batch = batch, .args = args, .isa = kernels_current(), .parts = parts};
     job.keys = stored_of(layout, job.isa, PIECE_KEYS);
     job.values = stored_of(layout, job.isa, PIECE_VALUES);
+    job.sparing = args->error > 0 && (job.keys.planes || job.values.planes);
     int64_t code = batch_lock(batch, false);
     if (code < 0) return code;
     local_enter(batch->pool);

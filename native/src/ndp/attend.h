@@ -1,4 +1,4 @@
-/* What the files of attend share: its job, and what the work is cut into. */
+/* What the files of attend share: its job, what the work is cut into, and how that is walked. */
 #ifndef CXLKV_ATTEND_H
 #define CXLKV_ATTEND_H
 #include "ndp/stored.h"
@@ -16,6 +16,8 @@ typedef struct span {
     uint32_t gap_first, gap_pages;      /* a range leaves these pages out */
     bool shared;                        /* rows are of a group, and see all of all pages */
     float *state;                       /* [head][query]{m, l} then [head][query][value_dim] */
+    uint32_t merge;                     /* that it is a part of, unless shared */
+    float *upper;                       /* of a job that is sparing: attend_planes.c */
 } span;
 
 /* What the output of some rows is made of. */
@@ -52,9 +54,95 @@ typedef struct attend_job {
     merge *merges;
     uint32_t span_count, merge_count;
     uint32_t parts;                     /* that the pages of a row are cut in, unless shared */
+    bool sparing;                       /* lower planes are read where args->error wants them */
+    float *spreads;                     /* then: by query, the variance of a logit by the upper
+                                         * plane alone, over the square of its token's scale */
     atomic_ulong bytes;
     local_reads reads;
 } attend_job;
+
+/* Pages that are attended to together, while as many behind them are asked for. */
+enum { BLOCK_PAGES = 8, BLOCK_TOKENS = 64, BLOCK_BYTES = 128 << 10 };
+static inline uint64_t span_queries(const attend_job *job, const span *s) {
+    return s->row_count * job->group;
+}
+
+static inline float *state_of(const attend_job *job, const span *s, uint32_t head) {
+    return s->state + head * span_queries(job, s) * 2;
+}
+
+static inline float *accumulator_of(const attend_job *job, const span *s, uint32_t head) {
+    uint64_t queries = span_queries(job, s);
+    return s->state + s->head_count * queries * 2 +
+           head * queries * job->batch->pool->layout.value_head_dim;
+}
+
+/* Of a head of a span, in the queries of the job or its groups. */
+static inline uint64_t first_query_of(const attend_job *job, const span *s, uint32_t head) {
+    return s->first_query + (s->head_first + head) * s->block + s->row_first * job->group;
+}
+
+/* Some pages of a span, one behind the other in its list. */
+typedef struct page_block {
+    uint32_t count, tokens;             /* tokens: of all */
+    bool whole;                         /* all rows of the span see all of all */
+    uint32_t index[BLOCK_PAGES], held[BLOCK_PAGES];
+    page_rows keys[BLOCK_PAGES], values[BLOCK_PAGES];
+} page_block;
+
+/* A span, and how far its pages have been taken. */
+typedef struct span_walk {
+    const attend_job *job;
+    const span *s;
+    layer_view view;
+    uint64_t rows;                      /* of the sequence */
+    uint32_t at, step;                  /* pages of a block */
+} span_walk;
+
+/* K or V of page i of a block and a head, NULL behind its end. */
+static inline const uint8_t *piece_at(const page_block *block, const page_rows *rows, uint32_t i,
+                               uint32_t head) {
+    return i < block->count ? rows[i].first + head * rows[i].head_bytes : NULL;
+}
+
+/* Some heads of a block of pages that all rows of the span see whole. */
+typedef struct whole_block {
+    const span_walk *w;
+    const page_block *block, *later;
+    uint32_t head_first, head_last, queries;
+    float *logits;                      /* [head][query][token] */
+} whole_block;
+
+static inline float *logits_of(const whole_block *b, uint32_t head) {
+    return b->logits + (uint64_t)(head - b->head_first) * b->queries * b->block->tokens;
+}
+
+/* ---- attend_walk.c ---- */
+/* The next pages, none at the end. Nothing of them is read yet. */
+int block_take(span_walk *w, page_block *block);
+int block_verify(const span_walk *w, const page_block *block);
+/* Pages of a block: enough tokens for a vector or four, not more bytes than a cache holds twice. */
+uint32_t block_pages(const attend_job *job, const span *s);
+/* Logits [count][tokens] under args->softcap. */
+void cap_logits(const attend_job *job, float *logits, uint64_t count);
+/* logits [count][tokens] to weights; raises the queries' maxima, rescales their sums and, unless
+ * accumulator is NULL, what they have accumulated. */
+void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
+                    float (*states)[2], float *accumulator);
+
+/* ---- attend_planes.c ---- */
+/* Floats that a span needs in its .upper, and the job in its .spreads. */
+uint64_t planes_span_floats(const attend_job *job, const span *s);
+void planes_prepare(attend_job *job);
+/* A task for each span, before those that attend: logits by upper planes, and what they sum to. */
+int planes_measure_task(void *context, uint32_t item);
+/* What the spans of a merge have measured, by head and query of a span: M, the largest logit, and
+ * M + log of the sum. */
+void planes_totals(const attend_job *job, const span *s, float (*totals)[2]);
+/* Whole blocks one after the other, from `at` in the span's .upper on; returns where the next one
+ * begins there. room: as many floats as one head's logits of a page. Counts what it reads. */
+float *planes_attend_block(const span_walk *w, const page_block *block, const page_block *later,
+                           float *at, float (*totals)[2], float *room, uint64_t *bytes);
 
 /* ---- attend_cut.c ---- */
 /* Sets job->parts, if it is 0, then job->spans and job->merges, which the caller frees. */

@@ -185,6 +185,7 @@ static void cut_block(attend_job *job, span made) {
         whole.shared_query = s->group_row * job->group;
     }
     whole.count = parts;
+    made.merge = job->merge_count;
     put_merge(job, whole);
     for (uint32_t part = 0; part < parts; part++) {
         made.page_first = low + (uint32_t)((uint64_t)pages * part / parts);
@@ -207,6 +208,7 @@ static void cut_lists(attend_job *job, span made) {
     for (uint32_t head = 0; head < heads; head++) {
         made.head_first = head;
         made.pages = picked->pages + (list * heads + head) * picked->k;
+        made.merge = job->merge_count;
         put_merge(job, (merge){.first = job->span_count, .count = parts});
         for (uint32_t part = 0; part < parts; part++) {
             made.page_first = (uint32_t)((uint64_t)picked->k * part / parts);
@@ -283,7 +285,8 @@ int attend_cut(attend_job *job) {
     if (job->parts > 1 && spans_wanted >= 2 * SPANS_WANTED)
         return fail(CXLKV_E_ARGUMENT, "attend: pages in %u parts are %lu spans", job->parts,
                     spans_wanted);
-    int code = job->args->picked.pages ? 0 : share(job);
+    /* Spans that are shared have no total of their own rows. */
+    int code = job->args->picked.pages || job->sparing ? 0 : share(job);
     if (code < 0) return code;
     cut(job);
     span *spans = calloc(job->span_count + 1ull, sizeof(*spans));

@@ -350,7 +350,7 @@ static uint64_t put_attend(const calling *call, group g, uint32_t parts) {
     const cxlkv_picked *picked = &args->picked;
     request_attend attend = {.layer = args->layer, .q_heads = args->q_heads,
                              .dtype = args->queries.dtype, .scale = args->scale,
-                             .softcap = args->softcap, .rows = (uint32_t)rows_of(call, g),
+                             .softcap = args->softcap, .error = args->error, .rows = (uint32_t)rows_of(call, g),
                              .parts = parts};
     if (picked->pages) {
         attend.per = picked->per;

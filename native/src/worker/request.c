@@ -194,6 +194,8 @@ static int check_attend(const request_facts *facts, const request_attend *a, uin
     if (code < 0) return code;
     if (!(a->softcap >= 0 && a->softcap < INFINITY))
         return fail(CXLKV_E_ARGUMENT, "request: softcap %g", (double)a->softcap);
+    if (!(a->error >= 0 && a->error < INFINITY))
+        return fail(CXLKV_E_ARGUMENT, "request: an error of %g", (double)a->error);
     uint32_t wanted = a->per == CXLKV_PER_QUERY ? a->rows : count;
     if (a->per > CXLKV_PER_SEQUENCE || (a->lists ? a->lists != wanted : a->k || a->per))
         return fail(CXLKV_E_ARGUMENT, "request: %u lists of %u pages, per %u: %u are wanted, or "

@@ -68,8 +68,10 @@ typedef struct request_attend {
     uint32_t lists;              /* 0: all pages; else as many as `per` says */
     uint32_t k;                  /* pages a list */
     uint32_t parts;              /* attend_parts() of the whole call, of which this may be a part */
+    float error;
+    uint32_t reserved;           /* 0: lengths are multiples of 8 */
 } request_attend;
-_Static_assert(sizeof(request_attend) == 40, "no holes");
+_Static_assert(sizeof(request_attend) == 48, "no holes");
 
 /* After the arguments of a select or an attend come its sequences, each array up to a multiple of
  * 8. Then, of a select, the budgets (24 bytes each, cxlkv_budget), of an attend the pages (int32

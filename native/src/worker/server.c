@@ -373,7 +373,7 @@ static int64_t attend_placed(cxlkv_worker *w, const request *r) {
     cxlkv_attend_args args = {
         .layer = a->layer, .q_heads = a->q_heads, .starts = w->starts,
         .queries = query_rows(w, r, a->q_heads, a->dtype), .scale = a->scale,
-        .softcap = a->softcap, .out = of->parts[ATTEND_OUT].data,
+        .softcap = a->softcap, .error = a->error, .out = of->parts[ATTEND_OUT].data,
         .lse = of->parts[ATTEND_LSE].data,
         .picked = {.pages = a->lists ? r->pages : NULL, .lists = a->lists, .k = a->k,
                    .per = a->per}};

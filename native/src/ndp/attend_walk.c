@@ -1,0 +1,96 @@
+/* What an attend walks over, a span's pages block by block, and its online softmax. */
+#include <math.h>
+#include <string.h>
+
+#include "ndp/attend.h"
+
+/* The page at position `at`; -1: none that is seen. */
+static int64_t page_at(const span_walk *w, uint32_t at) {
+    int64_t index = w->s->pages ? w->s->pages[at] : (int64_t)at;
+    if (index >= w->s->gap_first) index += w->s->gap_pages;
+    if (index == -1 && w->s->pages) return -1;
+    if (index < 0 || index >= w->view.pages)
+        return fail(CXLKV_E_ARGUMENT, "attend: page %ld, the sequence has %u", index,
+                    w->view.pages);
+    return index < w->view.first ? -1 : index; /* behind the window of every row */
+}
+
+int block_take(span_walk *w, page_block *block) {
+    block->count = block->tokens = 0;
+    block->whole = true;
+    for (; w->at < w->s->page_last && block->count < w->step; w->at++) {
+        int64_t index = page_at(w, w->at);
+        if (index == -1) continue;
+        if (index < 0) return (int)index;
+        uint32_t i = block->count++;
+        block->index[i] = (uint32_t)index;
+        block->held[i] = view_filled(&w->view, (uint32_t)index);
+        block->tokens += block->held[i];
+        block->keys[i] = view_rows(&w->view, (uint32_t)index, PIECE_KEYS);
+        block->values[i] = view_rows(&w->view, (uint32_t)index, PIECE_VALUES);
+        block->whole &= w->s->shared || view_whole(&w->view, (uint32_t)index, w->s->row_first,
+                                                   w->s->row_count, w->rows);
+    }
+    return 0;
+}
+
+int block_verify(const span_walk *w, const page_block *block) {
+    int code = 0;
+    for (uint32_t i = 0; code == 0 && i < block->count; i++)
+        if (!block->keys[i].local) code = view_verify(&w->view, block->index[i]);
+    return code;
+}
+
+uint32_t block_pages(const attend_job *job, const span *s) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    uint64_t bytes = token_bytes(layout) * layout->page_tokens * s->head_count;
+    uint64_t pages = min_u64(BLOCK_TOKENS / layout->page_tokens, BLOCK_BYTES / bytes);
+    return (uint32_t)min_u64(BLOCK_PAGES, pages ? pages : 1);
+}
+
+/* logits[tokens] of one query to weights; raises the query's maximum, rescales its sum. */
+static float softmax_row(const kernels *isa, float *logits, uint32_t tokens, float state[2]) {
+    float largest = state[0], factor = 1;
+    bool broken = false;
+    for (uint32_t t = 0; t < tokens; t++) {
+        if (logits[t] > largest) largest = logits[t];
+        broken |= isnan(logits[t]);
+    }
+    if (broken) state[1] = NAN; /* as full attention would: such a key spoils the output, visibly */
+    if (largest == -INFINITY) {
+        memset(logits, 0, tokens * sizeof(float));
+        return 1;
+    }
+    if (largest > state[0]) factor = state[0] == -INFINITY ? 0.0f : expf(state[0] - largest);
+    state[0] = largest;
+    state[1] = state[1] * factor + isa->exp_sum(logits, tokens, largest);
+    return factor;
+}
+
+void cap_logits(const attend_job *job, float *logits, uint64_t count) {
+    float cap = job->args->softcap;
+    for (uint64_t i = 0; cap > 0 && i < count; i++) logits[i] = cap * tanhf(logits[i] / cap);
+}
+
+void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
+                    float (*states)[2], float *accumulator) {
+    enum { TOGETHER = 4 };
+    uint32_t value_dim = job->batch->pool->layout.value_head_dim;
+    float factors[TOGETHER];
+    cap_logits(job, logits, (uint64_t)count * tokens);
+    for (uint32_t first = 0; first < count; first += TOGETHER) {
+        uint32_t here = min_u32(TOGETHER, count - first);
+        float *rows = logits + (uint64_t)first * tokens;
+        bool done = job->isa->online_softmax &&
+                    job->isa->online_softmax(rows, tokens, here, states + first, factors);
+        if (!done)
+            for (uint32_t i = 0; i < here; i++)
+                factors[i] = softmax_row(job->isa, rows + (uint64_t)i * tokens, tokens,
+                                         states[first + i]);
+        for (uint32_t i = 0; accumulator && i < here; i++) {
+            float *sums = accumulator + (uint64_t)(first + i) * value_dim;
+            if (factors[i] == 1) continue; /* nearly always, after the first pages */
+            for (uint32_t d = 0; d < value_dim; d++) sums[d] *= factors[i];
+        }
+    }
+}
