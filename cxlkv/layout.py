@@ -64,8 +64,8 @@ class LayerGroup:
     k_encoding, v_encoding: what keys and values are kept as, one of ENCODINGS: "none", as the model
     made them; "int8", "int4": rotated, in 8 or 4 bits a channel, with a float16 scale for each
     token and head (docs/decisions/0034-encodings.md); "progressive": 8 bits in two planes of 4, of
-    which a reader takes as many as it needs (docs/decisions/0035-progressive.md). dtype is what append() takes and fetch()
-    gives.
+    which a reader takes as many as it needs (docs/decisions/0035-progressive.md). dtype is what
+    append() takes and fetch() gives.
     """
 
     layers: int

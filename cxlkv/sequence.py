@@ -31,6 +31,7 @@ from cxlkv.ndp.engine import (
     Selection,
     budget_of,
     check_error,
+    least_error,
 )
 
 PagePlaces = _core.Places
@@ -466,7 +467,7 @@ class Batch:
                 method = simd.cheapest(self._handle, self._layout, asked)
             if method != "all":
                 picked = self.select(layer, q, starts, budgets, method, scale, recall)
-            least = min((budget.error for budget in budgets), default=0.0)
+            least = least_error(budgets)
             found, lse, read = self._attend(layer, q, starts, picked, scale, softcap, least, out)
         except CXLKVError as error:
             error.appended = True

@@ -133,7 +133,7 @@ def mass(batch: _core.Handle, layout: KVLayout, asked: Asked, picked: Selection)
 
     def log_sums(pages: Selection | None) -> npt.NDArray[np.float64]:
         _, lse, _ = simd.attend(
-            batch, layout, asked.layer, asked.queries, asked.starts, pages, asked.scale, None
+            batch, layout, asked.layer, asked.queries, asked.starts, pages, asked.scale, None, 0.0
         )
         return np.asarray(lse, np.float64)
 

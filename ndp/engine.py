@@ -150,6 +150,11 @@ def check_error(error: object) -> None:
         raise BadArgumentError(f"error={error!r}: a number, 0 or more")
 
 
+def least_error(budgets: Sequence[Budget]) -> float:
+    """What attention to all of them together may take; 0 where there is none."""
+    return min((budget.error for budget in budgets), default=0.0)
+
+
 def pages_of_share(share: float, pages: int) -> int:
     """`share` of the pages, rounded up; 0.07 of 100 is 7, though no binary fraction."""
     return math.ceil(share * pages * (1 - 1e-12))

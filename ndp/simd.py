@@ -33,6 +33,7 @@ from cxlkv.ndp.engine import (
     Selection,
     Stages,
     errors_of,
+    least_error,
     uniform,
 )
 
@@ -149,8 +150,7 @@ class Decoding:
         if any(budget.chooses(asked.layer) for budget in asked.budgets):
             array = _core.budgets([b.decode_row(asked.layer) for b in asked.budgets])
             codes, numbers = _words(asked, uniform(asked.budgets))
-        error = min((budget.error for budget in asked.budgets), default=0.0)
-        values = (numbers[0], softcap, error, *numbers[1:])
+        values = (numbers[0], softcap, least_error(asked.budgets), *numbers[1:])
         views, starts = (got, *new), asked.starts
         self._shape, self._dtype = (*got.shape[:2], layout.value_head_dim), got.dtype
         self._arguments = _core.DecodeArguments(views, starts, rewind, array, codes, values)

@@ -215,7 +215,11 @@ def test_fetch_gives_what_the_reference_keeps(
         audit(pool)
 
 
-@pytest.mark.parametrize("bits_of", [("int8", 0.012), ("int4", 0.19), ("progressive", 0.012)], ids=lambda given: given[0])
+@pytest.mark.parametrize(
+    "bits_of",
+    [("int8", 0.012), ("int4", 0.19), ("progressive", 0.012)],
+    ids=lambda given: given[0],
+)
 def test_codes_are_near_what_they_stand_for(
     bits_of: tuple[str, float], rng: np.random.Generator
 ) -> None:

@@ -86,6 +86,7 @@ class Select(_Request):
         default={}, max_length=LAYERS_MAX
     )
     refresh: int = Field(default=1, ge=1)
+    error: float = Field(default=0.0, ge=0)
     method: str
     scale: float | None
     recall: float

@@ -40,7 +40,12 @@ from ..support.waiting import until
 
 HEADS, DIM, PAGE = 2, 16, 4
 WATCHDOG_S = 60
-ENCODINGS = (("int8", "int4"), ("int4", "none"), ("none", "int8"))
+ENCODINGS = (
+    ("int8", "int4"),
+    ("int4", "none"),
+    ("none", "int8"),
+    ("progressive", "progressive"),
+)
 
 SERVE = """
 import sys
@@ -160,6 +165,7 @@ class Twins:
         queries_in: str = "float32",
         scale: float | None = None,
         softcap: float | None = None,
+        error: float = 0.0,
     ) -> None:
         """By the worker, if there is one, and here, to pages that were chosen here or to all: they
         are equal to the last bit."""
@@ -167,7 +173,8 @@ class Twins:
         queries = self.drawn(int(starts[-1]), 2 * HEADS, DIM, dtype=queries_in)
         picked = self.batches[1].select(layer, queries, starts, budget) if budget else None
         one, other = (
-            batch.attend(layer, queries, starts, picked, scale, softcap) for batch in self.batches
+            batch.attend(layer, queries, starts, picked, scale, softcap, error)
+            for batch in self.batches
         )
         for got, wanted in zip(one, other, strict=True):
             assert bits(got) == bits(wanted)
@@ -309,6 +316,7 @@ def test_codes_are_scored_and_summed_as_here(
             twins.select([1, 0, 3], Budget(mass=0.7), layer)
             twins.attend([1, 2, 3], layer, Budget(pages=3) if rng.integers(2) else None)
             twins.attend([0, 1, 0], layer, softcap=2.5)
+            twins.attend([1, 2, 1], layer, error=0.03)
         if window is None and step % 5 == 4:
             twins.truncate(step % 3, len(twins.batches[0].sequences[step % 3]) - step % 7)
         twins.append([1, 2, 3])
@@ -316,7 +324,7 @@ def test_codes_are_scored_and_summed_as_here(
     assert pool.worker.attends_here == 0
 
 
-@pytest.mark.parametrize("k_encoding", ["int8", "int4"])
+@pytest.mark.parametrize("k_encoding", ["int8", "int4", "progressive"])
 def test_estimates_of_codes_are_the_same(serve_twins: Serve, k_encoding: str) -> None:
     _, twins, _ = serve_twins(1, encodings=(k_encoding, "int8"), page_tokens=16)
     twins.append([8005])

@@ -41,7 +41,7 @@ def for_select(budgets: Budget | tuple[Budget | None, ...] | None) -> list[Budge
     given = [b for b in budgets if b is not None]
     if not given:
         return []
-    every_page = replace(given[0], dense_layers=LAYERS_MAX)
+    every_page = replace(given[0], dense_layers=LAYERS_MAX, error=0.0)
     return [every_page if b is None else b for b in budgets]
 
 

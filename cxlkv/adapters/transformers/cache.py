@@ -22,7 +22,7 @@ from cxlkv.adapters.transformers.sparse_prefill import attend_sparsely, check_ma
 from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError
 from cxlkv.layout import KVLayout
-from cxlkv.ndp.engine import Budget, Selection, unscored
+from cxlkv.ndp.engine import Budget, Selection, least_error, unscored
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch
 from cxlkv.sequence import Sequence as Tokens
@@ -365,7 +365,7 @@ class CXLCache(Cache):
         assert self._batch is not None
         index, step = part.index, part.step
         wanted = () if part.window is not None else self._of_selects
-        if not any(budget.chooses(index) for budget in wanted):
+        if not any(budget.chooses(index) or budget.error for budget in wanted):
             wanted = ()
         try:
             found = self._batch.decode(
@@ -457,8 +457,9 @@ class CXLCache(Cache):
         self, batch: Batch, part: LayerStep, queries: Tensor, picked: Selection | None
     ) -> Tensor:
         """Attention in the pool, [rows, q_heads, value_dim]; queries lie on the CPU."""
+        error = least_error(self._of_selects)
         out, lse = batch.attend(
-            part.index, queries, part.step.starts, picked, part.scale, part.softcap
+            part.index, queries, part.step.starts, picked, part.scale, part.softcap, error
         )
         assert isinstance(out, Tensor)
         assert isinstance(lse, Tensor)

@@ -33,7 +33,7 @@ from cxlkv.adapters.vllm.messages import (
     unpacked,
 )
 from cxlkv.errors import CorruptError, CXLKVError, PoolFullError, StaleError
-from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.ndp.engine import Budget, Selection, least_error
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Batch
@@ -340,7 +340,8 @@ class Group:
             asked = (layer, queries, self.starts, self.budgets, self.method, scale)
             picked = self.batch.select(*asked)
         softcap = scores.softcap or None
-        out, lse = self.batch.attend(layer, queries, self.starts, picked, scale, softcap)
+        error = least_error(self.budgets)
+        out, lse = self.batch.attend(layer, queries, self.starts, picked, scale, softcap, error)
         return torch.as_tensor(out), torch.as_tensor(lse)
 
 
