@@ -169,5 +169,6 @@ def test_an_error_that_is_none(error: object, rng: np.random.Generator) -> None:
     with pool_of(layout, 10) as pool:
         sequence = pool.sequence()
         sequence.append(0, *drawn(rng, layout, 4))
+        q = np.ones((1, 2, DIM), np.float32)
         with pytest.raises(BadArgumentError, match=r"error=.*: a number, 0 or more"):
-            sequence.attend(0, np.ones((1, 2, DIM), np.float32), error=error)  # type: ignore[arg-type]
+            sequence.attend(0, q, error=error)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 /* Codes of 8 bits in two planes of 4: what pages of progressive pools hold.
  *
- * The upper plane has the upper 4 bits of each code, and lies as codes of 4 bits do; the lower plane
- * has the others, and lies likewise. A piece is the upper planes of its blocks, the scales, and from
- * the next line on the lower planes. So the front of a piece is one of 4 bits, but for its scales,
- * which are those of 8: what 4 bits stand for is 16 times as much by them. */
+ * The upper plane has the upper 4 bits of each code, and lies as codes of 4 bits do; the lower
+ * plane has the others, and lies likewise. A piece is the upper planes of its blocks, the scales,
+ * and from the next line on the lower planes. So the front of a piece is one of 4 bits, but for its
+ * scales, which are those of 8: what 4 bits stand for is 16 times as much by them. */
 #ifndef CXLKV_CODE_PLANES_H
 #define CXLKV_CODE_PLANES_H
 #include <string.h>

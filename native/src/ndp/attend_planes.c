@@ -1,14 +1,13 @@
 /* Attend that reads lower planes only where an error that the caller allows asks for them.
  *
  * All pages are scored by the upper planes of their keys. That gives each page's share m of a
- * query's softmax, and what a logit is off: rounding to a step is off by step^2 / 12 in the mean
- * square of a channel, so that a logit's variance is s^2 = scale^2 |q|^2 (16 * scale of the
- * token)^2 / 12. An output moves by about m * s of the values' length for each page whose logits are
- * off, and by m * r where its values are, r^2 = 0.0108 being the relative squared error of 4 bits.
- * As shares sum to 1, the sum of m^2 x over pages where m x is below a limit is below that limit. So
- * lower planes are read where m s^2, or m r^2, is at least half of error^2 (all of it where only
- * keys or only values have planes), and the root mean square error over all pages stays below
- * `error`. decision 0035 has how near that comes on a model.
+ * query's softmax. Rounding to a step is off by step^2 / 12 in the mean square of a channel, so
+ * that by the upper plane a logit is off by s, s^2 = scale^2 |q|^2 (16 * scale of the token)^2 / 12,
+ * and a value by r of its length, r^2 = 0.0108. An output moves by m * s of the values' length for
+ * a page whose logits are off, by m * r where its values are. Shares sum to 1: over the pages where
+ * m * s^2 is below a limit, the sum of (m * s)^2 is below it, too. So lower planes are read where
+ * m * s^2, or m * r^2, is at least half of error^2 (all of it where only keys, or only values, have
+ * planes). docs/decisions/0035-progressive.md has how near to that models come.
  *
  * Pages that not all rows see whole, the newest among them, are read in 8 bits anyway. */
 #include <math.h>

@@ -28,7 +28,7 @@ typedef struct scene {
     double tokens, chosen; /* in sight of the last row; of those, chosen at most */
     double queries; /* a kv head has */
     double lists;
-    bool staged; /* sketches would be read */
+    bool staged; /* sketches, or upper planes, would be read */
 } scene;
 
 static double min_f64(double a, double b) { return a < b ? a : b; }
@@ -80,6 +80,20 @@ static work scoring(const cxlkv_pool *pool, const scene *s) {
                   .compute_ns = s->tokens * products_ns(s->queries, layout->head_dim, rate)};
 }
 
+/* Upper planes of all keys, then both planes of the blocks of 16 that may matter: on even keys as
+ * many again as are chosen. */
+static work estimating_by_planes(const cxlkv_pool *pool, const scene *s) {
+    const cxlkv_layout *layout = &pool->layout;
+    code_form form = form_of(layout, PIECE_KEYS), upper = code_upper(&form);
+    double each = (double)kind_token_bytes(layout, PIECE_KEYS);
+    double keys = s->lists * min_f64(2 * s->chosen + 128, s->tokens);
+    work made = scoring(pool, s);
+    made.read_bytes -= s->tokens * (double)code_block_bytes(&upper) / CODE_TOKENS;
+    made.read_bytes += keys * each;
+    made.wait_ns = keys / CODE_TOKENS * 2 * KEY_NS;
+    return made;
+}
+
 /* Sketches of all tokens, then the keys of some: on even keys of half as many as are chosen. */
 static work estimating(const cxlkv_pool *pool, const scene *s, double errors) {
     const cxlkv_layout *layout = &pool->layout;
@@ -117,9 +131,11 @@ uint32_t cheapest_method(cxlkv_batch *batch, const cxlkv_select_args *args, bool
         double scored = time_of(pool, args->read_rate, scoring(pool, &s));
         all += heads * time_of(pool, args->read_rate, attending(pool, &s, s.tokens));
         exact += heads * (scored + chosen);
-        if (s.staged)
-            scored = time_of(pool, args->read_rate, estimating(pool, &s, args->errors)) +
-                     choosing / pool->thread_count;
+        if (s.staged) {
+            work staging = pool->layout.sketch ? estimating(pool, &s, args->errors)
+                                               : estimating_by_planes(pool, &s);
+            scored = time_of(pool, args->read_rate, staging) + choosing / pool->thread_count;
+        }
         staged += heads * (scored + chosen);
     }
     batch_unlock(batch);

@@ -197,9 +197,9 @@ static void score_first(finish *f, uint32_t i, uint32_t count) {
 static void wait_for(finish *f, uint32_t i, uint32_t page, const uint8_t *keys, size_t bytes,
                      const uint16_t *scales, uint32_t tokens) {
     waiting *w = &f->waits[i];
-    size_t lower = f->job->keys.planes ? f->job->keys.lower_offset : 0;
+    const uint8_t *lower = f->job->keys.planes ? keys + f->job->keys.lower_offset : NULL;
     for (size_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(keys + at);
-    for (size_t at = 0; lower && at < bytes; at += LINE_BYTES) __builtin_prefetch(keys + lower + at);
+    for (size_t at = 0; lower && at < bytes; at += LINE_BYTES) __builtin_prefetch(lower + at);
     if (w->count == WAITING_MAX) score_first(f, i, SCORED_TOGETHER);
     w->keys[w->count] = keys;
     w->scales[w->count] = scales;

@@ -350,8 +350,8 @@ static uint64_t put_attend(const calling *call, group g, uint32_t parts) {
     const cxlkv_picked *picked = &args->picked;
     request_attend attend = {.layer = args->layer, .q_heads = args->q_heads,
                              .dtype = args->queries.dtype, .scale = args->scale,
-                             .softcap = args->softcap, .error = args->error, .rows = (uint32_t)rows_of(call, g),
-                             .parts = parts};
+                             .softcap = args->softcap, .error = args->error,
+                             .rows = (uint32_t)rows_of(call, g), .parts = parts};
     if (picked->pages) {
         attend.per = picked->per;
         attend.lists = (uint32_t)lists_of(call, picked->per, g);

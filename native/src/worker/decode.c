@@ -91,8 +91,8 @@ int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args) {
                                 .read_rate = args->read_rate};
     cxlkv_attend_args attend = {
         .layer = args->layer, .q_heads = args->q_heads, .queries = args->queries,
-        .starts = args->starts, .scale = args->scale, .softcap = args->softcap, .error = args->error, .out = args->out,
-        .lse = args->lse};
+        .starts = args->starts, .scale = args->scale, .softcap = args->softcap,
+        .error = args->error, .out = args->out, .lse = args->lse};
     args->appended = args->lists_staged = 0;
     args->bytes_scored = args->bytes_sketched = args->tokens_scored = args->bytes_attended = 0;
     args->mean_error = 0;
