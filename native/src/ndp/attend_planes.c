@@ -2,7 +2,7 @@
  *
  * All pages are scored by the upper planes of their keys. That gives each page's share m of a
  * query's softmax. Rounding to a step is off by step^2 / 12 in the mean square of a channel, so
- * that by the upper plane a logit is off by s, s^2 = scale^2 |q|^2 (16 * scale of the token)^2 / 12,
+ * that by the upper plane a logit is off by s, s^2 = scale^2 |q|^2 (16 * a token's scale)^2 / 12,
  * and a value by r of its length, r^2 = 0.0108. An output moves by m * s of the values' length for
  * a page whose logits are off, by m * r where its values are. Shares sum to 1: over the pages where
  * m * s^2 is below a limit, the sum of (m * s)^2 is below it, too. So lower planes are read where

@@ -562,6 +562,45 @@ static void test_largest(const kernels *isa) {
         }
 }
 
+/* Codes of 8 bits in two planes of 4, each as codes of 4 bits lie; and back. */
+static void test_planes(const kernels *isa, uint32_t dim, uint64_t *seed) {
+    for (int values = 0; values < 2; values++) {
+        code_form form = {.bits = 8, .dim = dim, .values = values}, upper = code_upper(&form);
+        size_t bytes = code_block_bytes(&form);
+        uint8_t *block = guarded(bytes), *joined = guarded(bytes), *planes[2];
+        uint8_t codes[CODE_DIM_MAX], halves[CODE_DIM_MAX];
+        for (int i = 0; i < 2; i++) planes[i] = guarded(bytes / 2);
+        fill(block, bytes, seed);
+        isa->code_split(&form, block, planes[0], planes[1]);
+        for (uint32_t t = 0; t < CODE_TOKENS; t++) {
+            code_take(&form, block, t, codes);
+            code_take(&upper, planes[0], t, halves);
+            for (uint32_t d = 0; d < code_channels(dim); d++) CHECK(halves[d] == codes[d] >> 4);
+            code_take(&upper, planes[1], t, halves);
+            for (uint32_t d = 0; d < code_channels(dim); d++) CHECK(halves[d] == (codes[d] & 15));
+        }
+        isa->code_join(&form, planes[0], planes[1], joined);
+        CHECK(memcmp(joined, block, bytes) == 0);
+        guarded_free(block, bytes);
+        guarded_free(joined, bytes);
+        for (int i = 0; i < 2; i++) guarded_free(planes[i], bytes / 2);
+    }
+}
+
+static void test_raise(const kernels *isa) {
+    float rows[3][CODE_TOKENS], most[CODE_TOKENS];
+    for (int t = 0; t < CODE_TOKENS; t++) {
+        most[t] = -INFINITY;
+        for (int j = 0; j < 3; j++) rows[j][t] = (float)((t * 7 + j * 5) % 11) - 5;
+    }
+    rows[0][3] = rows[1][4] = rows[2][5] = NAN;
+    isa->code_raise(rows[0], 3, most);
+    for (int t = 0; t < CODE_TOKENS; t++) {
+        float want = fmaxf(fmaxf(rows[0][t], rows[1][t]), rows[2][t]);
+        CHECK(t >= 3 && t <= 5 ? isnan(most[t]) : most[t] == want);
+    }
+}
+
 static void test_isa(const char *name, uint64_t seed) {
     if (kernels_force(name) != 0) {
         printf("skipped: this CPU has no %s\n", name);
@@ -572,7 +611,9 @@ static void test_isa(const char *name, uint64_t seed) {
         for (uint32_t form = 0; form < 4; form++) {
             if (dim > 200 && dim != 256 && dim != 576 && dim != 1024) continue;
             test_form(isa, (code_form){form % 2 ? 8 : 4, dim, form / 2}, &seed);
+            if (form == 0) test_planes(isa, dim, &seed);
         }
+    test_raise(isa);
     test_odd_numbers(isa, &seed);
     test_largest(isa);
 }

@@ -124,10 +124,12 @@ static answers ask(cxlkv_sequence *sequence, uint32_t tokens) {
     cxlkv_attend_args args = {.q_heads = 2 * HEADS, .queries = queries, .starts = starts,
                               .scale = 0.3f, .out = out, .lse = lse};
     cxlkv_batch *batch = test_batch(pool, 1, &sequence);
-    CHECK(cxlkv_batch_attend(batch, &args) >= 0);
-    memcpy(room(&a, numbers * layout->value_head_dim * sizeof(float)), out,
-           numbers * layout->value_head_dim * sizeof(float));
-    memcpy(room(&a, numbers * sizeof(float)), lse, numbers * sizeof(float));
+    for (; args.error < 0.1f; args.error += 0.04f) { /* in all bits, and in fewer */
+        CHECK(cxlkv_batch_attend(batch, &args) >= 0);
+        memcpy(room(&a, numbers * layout->value_head_dim * sizeof(float)), out,
+               numbers * layout->value_head_dim * sizeof(float));
+        memcpy(room(&a, numbers * sizeof(float)), lse, numbers * sizeof(float));
+    }
     ask_fetch(batch, tokens, &a);
     ask_scores(batch, rows, &queries, &a);
     cxlkv_batch_destroy(&batch);
@@ -191,7 +193,8 @@ static void step(void) {
 static void walk(shape s, uint32_t k_encoding, uint32_t v_encoding) {
     cxlkv_layout layout = {.layers = 1, .kv_heads = HEADS, .head_dim = s.dim,
                            .value_head_dim = s.value_dim, .page_tokens = s.page_tokens,
-                           .dtype = s.dtype, .checksum = 1, .shard = {0, 1, 0, 1}, .sketch = 1,
+                           .dtype = s.dtype, .checksum = 1, .shard = {0, 1, 0, 1},
+                           .sketch = k_encoding != CXLKV_ENCODING_PROGRESSIVE,
                            .group_count = 1, .k_encoding = k_encoding, .v_encoding = v_encoding};
     CHECK(cxlkv_pool_create(NULL, &layout, NULL, 16 << 20, 0, NULL, 0, &pool) == 0);
     for (uint32_t i = 0; i < LIVE; i++)
@@ -213,7 +216,7 @@ int main(void) {
     seed = test_seed();
     next_mark = 1;
     for (uint32_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++)
-        for (uint32_t k = 0; k <= CXLKV_ENCODING_INT4; k++)
-            for (uint32_t v = 0; v <= CXLKV_ENCODING_INT4; v++) walk(shapes[i], k, v);
+        for (uint32_t k = 0; k <= CXLKV_ENCODING_PROGRESSIVE; k++)
+            for (uint32_t v = 0; v <= CXLKV_ENCODING_PROGRESSIVE; v++) walk(shapes[i], k, v);
     return 0;
 }
