@@ -19,7 +19,7 @@ from .test_transformers_models import all_free, make
 from .test_transformers_models import llama as llama  # a fixture
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ENCODINGS = ("int8", "int4", "int8,int4", "none,int4")
+ENCODINGS = ("int8", "int4", "int8,int4", "none,int4", "progressive")
 
 
 class Rounded(DynamicCache):
@@ -107,6 +107,21 @@ def test_generated_tokens_are_those_of_rounded_keys_and_values(
         before = cache.counters.bytes_read
         assert before % pool.layout.stored_token_bytes == 0
         cache.release()
+
+
+def test_a_budget_with_an_error_reads_fewer_bits(llama: PreTrainedModel) -> None:
+    ids, mask = prompts((96, 80))
+    found, read = [], []
+    with pool_of(llama, "progressive") as pool:
+        for error in (0.0, 0.1):
+            cache = CXLCache(pool, llama, Budget(share=1.0, error=error))
+            found.append(by_steps(llama, cache, (88, 89, 90)))
+            read.append(cache.counters.bytes_read)
+            cache.release()
+    assert torch.isfinite(found[1]).all()
+    print(f"{float((found[1] - found[0]).abs().max()):.2g} apart, {read[1] / read[0]:.3f} of bytes")
+    assert 0.5 < read[1] / read[0] < 0.95
+    assert float((found[1] - found[0]).abs().mean()) < 0.05
 
 
 class OnBoth(CXLCache):

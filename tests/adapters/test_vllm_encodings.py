@@ -118,7 +118,7 @@ def test_blocks_come_back_as_they_are_kept(
 # ---- attention in the pool ----
 
 
-@pytest.mark.parametrize("encoding", ["int8", "int4", "int8,int4"])
+@pytest.mark.parametrize("encoding", ["int8", "int4", "int8,int4", "progressive"])
 def test_rows_attend_to_what_is_kept(tmp_path: Path, encoding: str) -> None:
     """Prefill in pieces, decode beside it, requests whose rows others take."""
     torch = pytest.importorskip("torch", reason="vLLM's tensors are torch's")
