@@ -9,7 +9,7 @@
 
 #include "check.h"
 
-enum { DIM_MAX = 256, TOKENS_MAX = 70 };
+enum { DIM_MAX = CODE_DIM_MAX, ROUNDS = 2 };
 
 static uint64_t seed = 340034;
 
@@ -45,7 +45,7 @@ static void all_sizes(void) {
     float bounds[2 * DIM_MAX];
     for (int exponent = -149; exponent <= 126; exponent++)
         for (uint32_t round = 0; round < 40; round++) {
-            uint32_t dim = 1 + random_below(&seed, DIM_MAX);
+            uint32_t dim = 1 + random_below(&seed, 256);
             for (uint32_t d = 0; d < dim; d++)
                 place(bounds, dim, d, ldexpf(random_unit(), exponent),
                       ldexpf(random_unit(), exponent - (int)random_below(&seed, 12)));
@@ -81,13 +81,15 @@ static void the_largest_is_reached(void) {
     }
 }
 
-/* Keys of a piece, some of them zeros, large, or no numbers; returns how many tokens. */
+/* Keys of a piece, some of them zeros, or no numbers, of sizes that are more or less alike; returns
+ * how many tokens. */
 static uint32_t draw_piece(const code_form *form, uint32_t page_tokens, uint8_t *piece, bool bad) {
     uint16_t *scales = (uint16_t *)(void *)(piece + code_scales_offset(form, page_tokens));
     memset(piece, 0, code_bytes(form, page_tokens));
+    const int apart = 2 + (int)random_below(&seed, 2) * (int)random_below(&seed, 40);
     for (uint32_t t = 0; t < page_tokens; t++) {
-        float row[DIM_MAX], size = ldexpf(1, (int)random_below(&seed, 40) - 20);
-        if (random_below(&seed, 6) == 0) size = 0;
+        float row[DIM_MAX], size = ldexpf(1, (int)random_below(&seed, apart) - apart / 2);
+        if (random_below(&seed, 20) == 0) size = 0;
         for (uint32_t d = 0; d < form->dim; d++) row[d] = size * random_unit();
         if (bad && t == page_tokens / 2) row[form->dim / 2] = t % 2 ? NAN : INFINITY;
         kernels_serial.code_encode(form, CXLKV_FLOAT32, row, 0, t, 1, piece, scales, NULL);
@@ -95,27 +97,54 @@ static uint32_t draw_piece(const code_form *form, uint32_t page_tokens, uint8_t 
     return bad ? page_tokens : 1 + random_below(&seed, page_tokens);
 }
 
-/* Digests lie outside of all their tokens as they are decoded, but for that rounding. */
+/* Out of the rotated space, in double precision. */
+static void turn_back(double *row, uint32_t dim) {
+    for (uint32_t first = 0, size; first < dim; first += size) {
+        size = 1u << (31 - __builtin_clz(dim - first));
+        for (uint32_t half = 1; half < size; half *= 2)
+            for (uint32_t d = first; d < first + size; d++)
+                if (!((d - first) & half)) {
+                    double a = row[d], b = row[d + half];
+                    row[d] = a + b;
+                    row[d + half] = a - b;
+                }
+        for (uint32_t d = first; d < first + size; d++) row[d] /= sqrt(size);
+    }
+    for (uint32_t d = 0; d < dim; d++)
+        if (sketch_signs(d / 64) >> d % 64 & 1) row[d] = -row[d];
+}
+
+/* Digests lie outside of all their tokens, by little more than a step. */
 static void check_digest(const code_form *form, code_piece piece, uint32_t tokens, float scale,
                          const int8_t *codes) {
-    float bounds[2 * DIM_MAX], row[DIM_MAX];
+    float bounds[2 * DIM_MAX], decoded[DIM_MAX];
+    double row[DIM_MAX], least[DIM_MAX], largest[DIM_MAX];
     code_bounds_decode(codes, scale, form->dim, bounds);
     for (uint32_t t = 0; t < tokens; t++) {
-        kernels_serial.code_decode(form, piece, t, 1, row);
-        code_unrotate(row, 1, form->dim);
-        for (uint32_t d = 0; d < form->dim; d++)
+        kernels_serial.code_decode(form, piece, t, 1, decoded);
+        for (uint32_t d = 0; d < form->dim; d++) row[d] = decoded[d]; /* exact */
+        turn_back(row, form->dim);
+        for (uint32_t d = 0; d < form->dim; d++) {
             CHECK(bounds[d] <= row[d] && row[d] <= bounds[form->dim + d]);
+            least[d] = t ? fmin(row[d], least[d]) : row[d];
+            largest[d] = t ? fmax(row[d], largest[d]) : row[d];
+        }
+    }
+    for (uint32_t d = 0; d < form->dim; d++) {
+        CHECK(least[d] - bounds[d] <= 1.0002 * scale);
+        CHECK(bounds[form->dim + d] - largest[d] <= 1.0002 * scale);
     }
 }
 
 static void digests(const char *isa) {
     _Alignas(64) static uint8_t piece[DIM_MAX * 80 + 512];
-    static const uint32_t dims[] = {1, 16, 30, 48, 80, 96, 128, 144, 256};
+    static const uint32_t dims[] = {1,  16,  30,  48,  64,  80,   96,  112,
+                                    128, 144, 256, 512, 768, 1008, 1024};
     static const uint32_t pages[] = {1, 7, 16, 20, 64};
     int8_t codes[2 * DIM_MAX], other[2 * DIM_MAX];
-    for (uint32_t i = 0; i < 9 * 5 * 4; i++) {
-        code_form form = {.bits = i % 2 ? 4 : 8, .dim = dims[i / 4 % 9]};
-        uint32_t page_tokens = pages[i / 36];
+    for (uint32_t i = 0; i < 15 * 5 * 4 * ROUNDS; i++) {
+        code_form form = {.bits = i % 2 ? 4 : 8, .dim = dims[i / 4 % 15]};
+        uint32_t page_tokens = pages[i / 60 % 5];
         bool bad = i % 4 == 3;
         uint32_t tokens = draw_piece(&form, page_tokens, piece, bad);
         code_piece at = {piece, (const uint16_t *)(const void *)(
