@@ -31,18 +31,15 @@ typedef struct seen_block {
 /* Of 64 channels: those whose number % 4 is c, in order, in vector c. */
 typedef struct group_bounds {
     __m512 least[LINE_CHANNELS], largest[LINE_CHANNELS];
+    __m512 norms;                /* the same of all four vectors */
+    __mmask16 flips[LINE_CHANNELS]; /* those that change their sign */
 } group_bounds;
-
-/* Those whose number % 4 is `channel`, of a group's signs: the ones that change. */
-INLINE __mmask16 flips_of(uint32_t group, int channel) {
-    return (__mmask16)_pext_u64(sketch_signs(group), 0x1111111111111111ull << channel);
-}
 
 INLINE uint32_t size_from(uint32_t dim, uint32_t first) {
     return 1u << (31 - __builtin_clz(dim - first));
 }
 
-/* The norms of a group's channels: a lane has the four channels of a line. */
+/* A lane has the four channels of a line. */
 INLINE __m512 norms_of(uint32_t dim, uint32_t group) {
     uint32_t first = 0, size = size_from(dim, 0);
     while (first + size <= group * GROUP_CHANNELS) {
@@ -59,11 +56,22 @@ INLINE __m512 norms_of(uint32_t dim, uint32_t group) {
     return norms;
 }
 
-/* Of some tokens, which are yet to be multiplied with `factors` and the signs. */
-INLINE void widen_group(const __m512 least[4], const __m512 largest[4], __m512 factors,
-                        uint32_t group, bool begins, group_bounds *bounds) {
+/* All groups, before any token is seen. */
+static void begin_groups(uint32_t dim, group_bounds *bounds) {
+    for (uint32_t group = 0; group * GROUP_CHANNELS < dim; group++) {
+        const uint64_t signs = sketch_signs(group);
+        bounds[group].norms = norms_of(dim, group);
+        for (int c = 0; c < LINE_CHANNELS; c++)
+            bounds[group].flips[c] = (__mmask16)_pext_u64(signs, 0x1111111111111111ull << c);
+    }
+}
+
+/* Of some tokens, which are yet to be multiplied with `unit`, norms and signs. */
+INLINE void widen_group(const __m512 least[4], const __m512 largest[4], float unit, bool begins,
+                        group_bounds *bounds) {
+    const __m512 factors = _mm512_mul_ps(bounds->norms, _mm512_set1_ps(unit));
     UNROLL for (int c = 0; c < LINE_CHANNELS; c++) {
-        const __m512i sign = _mm512_maskz_set1_epi32(flips_of(group, c), INT32_MIN);
+        const __m512i sign = _mm512_maskz_set1_epi32(bounds->flips[c], INT32_MIN);
         const __m512 factor = _mm512_xor_ps(factors, _mm512_castsi512_ps(sign));
         __m512 a = _mm512_mul_ps(least[c], factor), b = _mm512_mul_ps(largest[c], factor);
         __m512 low = _mm512_min_ps(a, b), high = _mm512_max_ps(a, b);
@@ -230,8 +238,7 @@ INLINE void bound_by_words(int bits, const seen_block *b, const weights *w, bool
                 largest[odd + 2 * i] = high[i];
             }
         }
-        __m512 factors = _mm512_mul_ps(norms_of(b->dim, group), _mm512_set1_ps(w->unit));
-        widen_group(least, largest, factors, group, begins, bounds + group);
+        widen_group(least, largest, w->unit, begins, bounds + group);
     }
 }
 
@@ -302,7 +309,7 @@ static void bound_by_floats(const seen_block *b, bool begins, group_bounds *boun
                 largest[c] = _mm512_max_ps(largest[c], _mm512_castsi512_ps(x[t]));
             }
         }
-        widen_group(least, largest, norms_of(b->dim, group), group, begins, bounds + group);
+        widen_group(least, largest, 1, begins, bounds + group);
     }
 }
 
@@ -360,6 +367,7 @@ float code_digest_avx512(const code_form *form, code_piece piece, uint32_t token
     seen_block b = {.dim = form->dim, .bits = (int)form->bits};
     group_bounds bounds[CODE_DIM_MAX / GROUP_CHANNELS];
     if (form->dim % LANES) return code_digest_serial(form, piece, tokens, codes);
+    begin_groups(form->dim, bounds);
     for (uint32_t first = 0; first < tokens; first += CODE_TOKENS) {
         b.count = tokens - first < CODE_TOKENS ? tokens - first : CODE_TOKENS;
         b.lanes = _mm512_min_epi32(numbers, _mm512_set1_epi32((int)b.count - 1));

@@ -52,7 +52,7 @@ INLINE void ask_for(const void *next, size_t bytes) {
 typedef struct scaling {
     __m512 scale;                /* of a code of 8 bits; of zeros, 1 */
     __mmask16 alive;             /* neither broken nor zeros */
-    __mmask16 finite;
+    __mmask16 finite, huge;      /* huge: the scale is the largest that there is */
     __m512 sums[8];              /* of squared errors, by the channel's number % 8 */
 } scaling;
 
@@ -60,20 +60,28 @@ INLINE __m512i bits_without_sign(__m512 x) {
     return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MAX));
 }
 
+/* The larger |channel| of two that are the sum and the difference of two others, as bits. Where one
+ * of them is a NaN, the other one is a NaN or infinite, and so is what this returns. */
+INLINE __m512i larger_bits(__m512 sum, __m512 difference) {
+    return _mm512_castps_si512(_mm512_range_ps(sum, difference, 0x0b));
+}
+
 /* Ends the transform of a block: of `parts` channels (a constant) at a time, `distance` apart.
  * Returns the largest |channel|, as bits. */
 INLINE __m512i end_transform(__m512 *channels, uint32_t distance, int parts) {
+    const int pairs = parts / 2;
     __m512i largest[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
     for (uint32_t i = 0; i < distance; i++) {
         __m512 x[PARTS_MAX];
         UNROLL for (int p = 0; p < parts; p++) x[p] = channels[i + p * distance];
         transform(x, parts);
-        UNROLL for (int p = 0; p < parts; p++) {
-            channels[i + p * distance] = x[p];
-            largest[p % 2] = _mm512_max_epi32(largest[p % 2], bits_without_sign(x[p]));
-        }
+        UNROLL for (int p = 0; p < parts; p++) channels[i + p * distance] = x[p];
+        UNROLL for (int p = 0; p < pairs; p++)
+            largest[p % 2] = _mm512_max_epu32(largest[p % 2], larger_bits(x[p], x[p + pairs]));
+        if (pairs == 0) largest[0] = _mm512_max_epu32(largest[0], bits_without_sign(x[0]));
     }
-    return _mm512_max_epi32(largest[0], largest[1]);
+    __m512i all = _mm512_max_epu32(largest[0], largest[1]);
+    return bits_without_sign(_mm512_castsi512_ps(all));
 }
 
 static __m512i rotate_block(__m512 *channels, uint32_t size) {
@@ -118,6 +126,7 @@ INLINE void scale_rows(const code_form *form, __m512i largest_bits, __mmask16 th
     _mm256_mask_storeu_epi16(scales, there, half);
     scale = _mm512_cvtph_ps(half);
     s->alive = _mm512_mask_cmp_ps_mask(s->finite, scale, zero, _CMP_GT_OQ);
+    s->huge = _mm512_cmp_ps_mask(scale, _mm512_set1_ps(65504), _CMP_EQ_OQ);
     s->scale = _mm512_mask_mov_ps(_mm512_set1_ps(1), s->alive, scale);
     UNROLL for (int i = 0; i < 8; i++) s->sums[i] = zero;
 }
@@ -129,20 +138,20 @@ INLINE __m512i encode_four(int bits, bool with_errors, const __m512 *x, __m512 f
     const __m512i lowest = _mm512_set1_epi32(-128);
     __m512i n[4];
     UNROLL for (int i = 0; i < 4; i++) {
-        __m512 steps = _mm512_mul_ps(x[i], factor);
+        __m512 steps = _mm512_mul_ps(x[i], factor), whole = steps;
         /* What is too large for a whole number would be the smallest one. */
-        n[i] = _mm512_mask_cvt_roundps_epi32(lowest, s->alive,
-                                             _mm512_min_ps(steps, _mm512_set1_ps(127)),
+        if (with_errors) whole = _mm512_min_ps(steps, _mm512_set1_ps(127));
+        n[i] = _mm512_mask_cvt_roundps_epi32(lowest, s->alive, whole,
                                              _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
         if (!with_errors) continue;
         __m512i code = _mm512_max_epi32(n[i], lowest);
         __m512 *sum = &s->sums[(first + i) % 8], e;
         if (bits == 8) {
-            __m512 whole = _mm512_cvtepi32_ps(code);
+            whole = _mm512_cvtepi32_ps(code);
             e = _mm512_sub_ps(steps, _mm512_maskz_add_ps(s->alive, whole, _mm512_set1_ps(0.5f)));
         } else {
             const __m512 sixteenth = _mm512_set1_ps(1 / 16.0f);
-            __m512 whole = _mm512_cvtepi32_ps(_mm512_and_si512(code, _mm512_set1_epi32(~15)));
+            whole = _mm512_cvtepi32_ps(_mm512_and_si512(code, _mm512_set1_epi32(~15)));
             whole = _mm512_maskz_fmadd_ps(s->alive, whole, sixteenth, _mm512_set1_ps(0.5f));
             e = _mm512_fmsub_ps(steps, sixteenth, whole);
         }
@@ -238,13 +247,21 @@ INLINE __m512 errors_of(const scaling *s) {
     return _mm512_maskz_mul_ps(s->finite, length, s->scale);
 }
 
-INLINE void encode_form(int bits, bool values, const encoding *e, tokens here, uint8_t *block,
+/* Channels that are far beyond the last code become smaller, so that they fit a whole number. With a
+ * smaller scale none is twice as far out as that one. */
+static __attribute__((noinline)) void limit_channels(encoding *e) {
+    const __m512 limit = _mm512_set1_ps(65504 * 10000.0f);
+    for (uint32_t d = 0; d < e->dim; d++) e->channels[d] = _mm512_min_ps(e->channels[d], limit);
+}
+
+INLINE void encode_form(int bits, bool values, encoding *e, tokens here, uint8_t *block,
                         scaling *s, float *errors) {
     if (errors) {
         encode_channels(bits, values, true, e, here.there, block, s);
         _mm512_mask_storeu_ps(errors, (__mmask16)((1u << here.count) - 1),
                               _mm512_maskz_compress_ps(here.there, errors_of(s)));
     } else {
+        if (s->huge) limit_channels(e);
         encode_channels(bits, values, false, e, here.there, block, s);
     }
 }
