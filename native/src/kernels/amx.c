@@ -287,6 +287,7 @@ const kernels TABLE = {
     .code_score = code_score_avx512,
     .code_score_best = code_score_best_avx512,
     .code_accumulate = code_accumulate_avx512,
+    .code_accumulate_pieces = code_accumulate_pieces_avx512,
 };
 
 #if defined(__clang__)

@@ -121,6 +121,13 @@ CODE_FUNCTIONS(serial);
 #if defined(__x86_64__)
 CODE_FUNCTIONS(avx2);
 CODE_FUNCTIONS(avx512);
+/* Of the first `tokens` tokens of several pieces, bit for bit what accumulate does of one after the
+ * other: piece i has the weights in the columns [i * tokens, (i + 1) * tokens). Accumulators of
+ * many queries are read and written once for some pieces. next[i] is prefetched, unless NULL. */
+void code_accumulate_pieces_avx512(const code_form *form, const code_piece *pieces,
+                                   const void *const *next, uint32_t count, uint32_t tokens,
+                                   const float *weights, size_t weight_stride,
+                                   uint32_t query_count, float *accumulator);
 #elif defined(__aarch64__)
 CODE_FUNCTIONS(neon);
 #endif

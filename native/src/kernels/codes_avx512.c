@@ -715,6 +715,118 @@ void code_accumulate_avx512(const code_form *form, code_piece piece, uint32_t fi
     }
 }
 
+/* ---- accumulate, several pieces ---- */
+
+enum { RUN_BLOCKS = 8 };
+
+/* Blocks whose sums are added up before the next ones' are. */
+typedef struct block_run {
+    uint32_t count;
+    const uint8_t *blocks[RUN_BLOCKS];
+    const uint8_t *next[RUN_BLOCKS];      /* or NULL */
+    const uint16_t *scales[RUN_BLOCKS];
+    const float *weights[RUN_BLOCKS];     /* of the first query */
+    tokens here[RUN_BLOCKS];
+} block_run;
+
+/* As many lines as 16 channels of a block have. */
+INLINE void ask_for_channels(int bits, const uint8_t *lines, size_t apart) {
+    UNROLL for (int t = 0; t < bits / 2; t++) _mm_prefetch(lines + t * apart, _MM_HINT_T0);
+}
+
+/* 16 channels of all blocks, of 8 queries. */
+INLINE void add_run_channels(int bits, uint32_t dim, const block_run *run, uint32_t channel,
+                             const rounded *made, bool asks, float *accumulator) {
+    const size_t apart = (size_t)code_channels(dim) * 4;
+    __m512 totals[SUM_BLOCK];
+    UNROLL for (int q = 0; q < SUM_BLOCK; q++)
+        totals[q] = _mm512_loadu_ps(accumulator + (size_t)q * dim);
+    for (uint32_t i = 0; i < run->count; i++, made++) {
+        const uint8_t *lines = run->blocks[i] + channel * 4;
+        __m512i codes[8], sums[SUM_BLOCK];
+        __asm__("" : "+r"(lines), "+r"(made)); /* as above */
+        if (asks && run->next[i]) ask_for_channels(bits, run->next[i] + channel * 4, apart);
+        load_values(bits, lines, apart, codes);
+        UNROLL for (int q = 0; q < SUM_BLOCK; q++) sums[q] = _mm512_set1_epi32(made->middle[q]);
+        UNROLL for (int k = 0; k < 8; k++) UNROLL for (int q = 0; q < SUM_BLOCK; q++)
+            sums[q] = add_pairs(sums[q], codes[k], made->pairs[q / 2][k / 2][q % 2][k % 2]);
+        UNROLL for (int q = 0; q < SUM_BLOCK; q++)
+            totals[q] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[q]),
+                                        _mm512_set1_ps(made->half_unit[q]), totals[q]);
+    }
+    UNROLL for (int q = 0; q < SUM_BLOCK; q++)
+        _mm512_storeu_ps(accumulator + (size_t)q * dim, totals[q]);
+}
+
+/* 8 queries. */
+INLINE void add_run(int bits, uint32_t dim, const block_run *run, const float *weights,
+                    size_t weight_stride, bool asks, float *accumulator) {
+    _Alignas(64) rounded made[RUN_BLOCKS];
+    for (uint32_t i = 0; i < run->count; i++) {
+        const float *row = run->weights[i] + (weights - run->weights[0]);
+        const __m256i halves = _mm256_loadu_si256((const __m256i *)run->scales[i]);
+        const __m512 scale = _mm512_cvtph_ps(halves);
+        UNROLL for (uint32_t q = 0; q < SUM_BLOCK; q += 4)
+            round_weights(bits, scale, run->here[i], row + q * weight_stride, weight_stride, 4, q,
+                          made + i);
+    }
+    for (uint32_t d = 0; d < dim; d += LANES)
+        add_run_channels(bits, dim, run, d, made, asks, accumulator + d);
+}
+
+/* All queries, of one run; `piece` of each block is needed for those behind the last eight. */
+INLINE void accumulate_run(int bits, const code_form *form, const block_run *run,
+                           const code_piece *pieces, size_t weight_stride, uint32_t query_count,
+                           float *accumulator) {
+    uint32_t q = 0;
+    for (; q + SUM_BLOCK <= query_count; q += SUM_BLOCK) {
+        const float *weights = run->weights[0] + q * weight_stride;
+        float *to = accumulator + (size_t)q * form->dim;
+        if (form->dim == 128) add_run(bits, 128, run, weights, weight_stride, q == 0, to);
+        else add_run(bits, form->dim, run, weights, weight_stride, q == 0, to);
+    }
+    for (uint32_t i = 0; q < query_count && i < run->count; i++)
+        accumulate_tokens(bits, form, pieces[i], run->here[i],
+                          run->weights[i] + q * weight_stride, weight_stride, query_count - q,
+                          accumulator + (size_t)q * form->dim);
+}
+
+void code_accumulate_pieces_avx512(const code_form *form, const code_piece *pieces,
+                                   const void *const *next, uint32_t count, uint32_t tokens_used,
+                                   const float *weights, size_t weight_stride,
+                                   uint32_t query_count, float *accumulator) {
+    const size_t block_bytes = code_block_bytes(form);
+    const bool together = form->dim % LANES == 0 && query_count >= SUM_BLOCK;
+    block_run run = {.count = 0};
+    code_piece of_blocks[RUN_BLOCKS];
+    for (uint32_t i = 0; i < count; i++, weights += tokens_used) {
+        const uint8_t *ahead = next[i];
+        if (!together) {
+            code_accumulate_avx512(form, pieces[i], 0, tokens_used, weights, weight_stride,
+                                   query_count, accumulator, ahead);
+            continue;
+        }
+        if (ahead) _mm_prefetch(ahead + code_blocks(tokens_used) * block_bytes, _MM_HINT_T0);
+        for (uint32_t t = 0; t < tokens_used; t += CODE_TOKENS) {
+            const size_t at = t / CODE_TOKENS * block_bytes;
+            const uint32_t to = run.count++;
+            of_blocks[to] = pieces[i];
+            run.blocks[to] = pieces[i].blocks + at;
+            run.next[to] = ahead ? ahead + at : NULL;
+            run.scales[to] = pieces[i].scales + t;
+            run.weights[to] = weights + t;
+            run.here[to] = tokens_of(t, tokens_used);
+            if (run.count < RUN_BLOCKS && (i + 1 < count || t + CODE_TOKENS < tokens_used))
+                continue;
+            if (form->bits == 8)
+                accumulate_run(8, form, &run, of_blocks, weight_stride, query_count, accumulator);
+            else
+                accumulate_run(4, form, &run, of_blocks, weight_stride, query_count, accumulator);
+            run.count = 0;
+        }
+    }
+}
+
 void code_decode_avx512(const code_form *form, code_piece piece, uint32_t first, uint32_t count,
                         float *rows) {
     code_decode_avx2(form, piece, first, count, rows);

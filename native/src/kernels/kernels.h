@@ -163,6 +163,10 @@ typedef struct kernels {
     void (*code_accumulate)(const code_form *form, code_piece piece, uint32_t first,
                             uint32_t count, const float *weights, size_t weight_stride,
                             uint32_t query_count, float *accumulator, const void *next);
+    void (*code_accumulate_pieces)(const code_form *form, const code_piece *pieces,
+                                   const void *const *next, uint32_t count, uint32_t tokens,
+                                   const float *weights, size_t weight_stride,
+                                   uint32_t query_count, float *accumulator); /* or NULL */
     /* code_planes.h has them. */
     void (*code_split)(const code_form *form, const uint8_t *block, uint8_t *upper,
                        uint8_t *lower);

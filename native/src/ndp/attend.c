@@ -86,15 +86,33 @@ static void accumulate_page(const whole_block *b, uint32_t head, uint32_t i, uin
                       accumulator_of(job, b->w->s, head), values_are_keys(layout) ? NULL : next);
 }
 
+static void accumulate_codes(const whole_block *b, uint32_t head) {
+    const attend_job *job = b->w->job;
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    uint32_t at = b->w->s->head_first + head;
+    code_piece pieces[BLOCK_PAGES];
+    const void *next[BLOCK_PAGES];
+    for (uint32_t i = 0; i < b->block->count; i++) {
+        pieces[i] = stored_codes(&job->values, piece_at(b->block, b->block->values, i, at));
+        next[i] = values_are_keys(layout) ? NULL : piece_at(b->later, b->later->values, i, at);
+    }
+    job->isa->code_accumulate_pieces(&job->values.form, pieces, next, b->block->count,
+                                     b->block->held[0], logits_of(b, head), b->block->tokens,
+                                     b->queries, accumulator_of(job, b->w->s, head));
+}
+
 /* Of one head, all pages together. */
 static void accumulate_head(const whole_block *b, uint32_t head) {
     const attend_job *job = b->w->job;
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint32_t at = b->w->s->head_first + head;
     const void *values[BLOCK_PAGES], *next[BLOCK_PAGES];
+    for (uint32_t i = 0, done = 0; job->values.planes && i < b->block->count; i++) {
+        accumulate_page(b, head, i, done);
+        done += b->block->held[i];
+    }
     if (job->values.encoded) {
-        for (uint32_t i = 0, done = 0; i < b->block->count; done += b->block->held[i], i++)
-            accumulate_page(b, head, i, done);
+        if (!job->values.planes) accumulate_codes(b, head);
         return;
     }
     for (uint32_t i = 0; i < b->block->count; i++) {
@@ -113,8 +131,9 @@ static bool goes_by_head(const whole_block *b) {
     const page_block *block = b->block;
     const attend_job *job = b->w->job;
     if (b->queries < QUERIES_MIN) return false;
-    if (job->values.encoded) return block->count > 1;
-    if (!job->isa->accumulate_pieces) return false;
+    if (job->values.planes) return block->count > 1;
+    if (job->values.encoded ? !job->isa->code_accumulate_pieces : !job->isa->accumulate_pieces)
+        return false;
     for (uint32_t i = 1; i < block->count; i++)
         if (block->held[i] != block->held[0] ||
             block->values[i].row_bytes != block->values[0].row_bytes)
