@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from cxlkv.bench.lab import codes
+from cxlkv.bench.lab.planes import PROGRESSIVE, Planes, Read, attention
 from cxlkv.bench.lab.run import begin, claimed, path_of, save
 from cxlkv.bench.lab.texts import TEXTS
 from cxlkv.bench.lab.units import Arrays
@@ -110,7 +111,8 @@ KINDS = {
 class Encoding:
     """k, v: of KINDS. dense: so many first layers, and as many last ones, keep what the model made.
     query_bits: queries are rotated and rounded to so many, 14 or 8; 0 is not at all. newest: the
-    kind of the newest 128 tokens, if not that of all; sinks: and of so many first ones."""
+    kind of the newest 128 tokens, if not that of all; sinks: and of so many first ones. planes: how
+    much of the codes of 8 bits is read, if not all."""
 
     name: str
     k: str
@@ -119,6 +121,7 @@ class Encoding:
     query_bits: int = 0
     newest: str = ""
     sinks: int = 0
+    planes: Planes | None = None
 
     def bits(self, dim: int, layers: int) -> float:
         """Of a channel, mean of keys and values; layers that are kept have 16. Of a long text: the
@@ -168,6 +171,7 @@ def every_encoding() -> tuple[Encoding, ...]:
         *alone("kivi2", "kivi2 k", "kivi2 v", newest="none"),
         both("q4_0"),
         both("q4_0 rotated"),
+        *(Encoding(name, "int8", "int8", planes=planes) for name, planes in PROGRESSIVE),
     )
 
 
@@ -215,12 +219,14 @@ class Coder:
         self.own = str(model.config._attn_implementation)
         self.layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
         self.encoding: Encoding | None = None
+        self.counted, self.reads = 0, list[Read]()
         AttentionInterface.register(ATTENTION, self.attend)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
     @contextmanager
     def under(self, encoding: Encoding) -> Iterator[None]:
-        self.encoding = encoding
+        """reads: of each layer that attends by planes."""
+        self.encoding, self.reads = encoding, []
         self.model.set_attn_implementation(ATTENTION)
         try:
             yield
@@ -231,6 +237,7 @@ class Coder:
     @torch.inference_mode()
     def chances(self, tokens: Tensor, keep: int) -> Tensor:
         """Log-probabilities behind the last `keep` of the tokens, float32 [keep, words]."""
+        self.counted = keep
         logits = self.model(input_ids=tokens[None], use_cache=False, logits_to_keep=keep).logits[0]
         assert isinstance(logits, Tensor)
         for some in torch.split(logits, ROWS_MAX):
@@ -256,6 +263,11 @@ class Coder:
             return causal(query, key, value, scaling), None
         if encoding.query_bits:
             query = rounded(query, encoding.query_bits)
+        if encoding.planes:
+            rows, scale = (query[0], key[0], value[0]), scaling or query.shape[-1] ** -0.5
+            out, read = attention(*rows, scale, encoding.planes, self.counted)
+            self.reads.append(read)
+            return out.transpose(0, 1)[None].contiguous(), None
         coded = coded_rows(key, KINDS[encoding.k]), coded_rows(value, KINDS[encoding.v])
         if not encoding.newest:
             return causal(query, *coded, scaling), None
@@ -339,14 +351,16 @@ def measure(folder: Path, model: Path, plan: CodesPlan, console: Console) -> lis
 
 def read(coder: Coder, plan: CodesPlan, tokens: Tensor, advance: Callable[[], None]) -> Arrays:
     """One text: losses and divergences in nats, and whether the most likely token is full
-    attention's, [encodings, steps]; full: its own losses [steps]."""
+    attention's, [encodings, steps]; full: its own losses [steps]. reads: [encodings, 3], Read's
+    figures, mean of the layers; NaN where all bits are read."""
     full = coder.chances(tokens[:-1], plan.steps)
     wanted, best = tokens[-plan.steps :, None], full.argmax(-1)
     advance()
-    losses, divergences, agreed = [], [], []
+    losses, divergences, agreed, reads = [], [], [], []
     for encoding in plan.encodings:
         with coder.under(encoding):
             chances = coder.chances(tokens[:-1], plan.steps)
+        reads.append(np.mean(coder.reads or [Read(np.nan, np.nan, np.nan)], axis=0))
         losses.append(-chances.gather(1, wanted)[:, 0].numpy())
         parts = zip(torch.split(full, ROWS_MAX), torch.split(chances, ROWS_MAX), strict=True)
         divergences.append(torch.cat([divergence_from(*pair) for pair in parts]).numpy())
@@ -357,4 +371,5 @@ def read(coder: Coder, plan: CodesPlan, tokens: Tensor, advance: Callable[[], No
         "losses": np.array(losses, np.float32),
         "divergences": np.array(divergences, np.float32),
         "agreed": np.array(agreed, np.bool_),
+        "reads": np.array(reads, np.float32),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,14 @@ from rich.table import Table
 from cxlkv.bench.lab.encodings import CodesPlan, Encoding
 from cxlkv.bench.lab.run import load_arrays, path_of
 from cxlkv.bench.lab.statistics import bootstrap
+from cxlkv.bench.lab.units import Arrays
 from cxlkv.bench.result import Result
-from cxlkv.bench.style import BLUE, GREEN, GREY, ORANGE, canvas, plain
+from cxlkv.bench.style import BLUE, GREEN, GREY, INK, ORANGE, canvas, plain
 from cxlkv.demo.text import inputs
 from cxlkv.errors import BadArgumentError
 
 Samples = npt.NDArray[np.float64]
-FAMILIES = {"int": BLUE, "K int8": BLUE, "fp8": ORANGE, "kivi": GREEN}
+FAMILIES = {"int": BLUE, "K int8": BLUE, "fp8": ORANGE, "kivi": GREEN, "progressive": INK}
 DIVERGENCE_LEAST = 1e-6
 """What is below, in a picture, is drawn there."""
 
@@ -27,13 +29,32 @@ DIVERGENCE_LEAST = 1e-6
 @dataclass(frozen=True)
 class Row:
     """One encoding. Samples are texts, each the mean of its steps: loss, as a share over full
-    attention's; divergence in nats a token; agreed, the share of steps. bits: of a channel."""
+    attention's; divergence in nats a token; agreed, the share of steps. bits: of a channel, as it
+    is stored. read: bits of an element in sight, without scales, of keys and of values, and the
+    squared error of outputs, [3] samples; NaN where all bits are read."""
 
     encoding: Encoding
     bits: float
     loss: Samples
     divergence: Samples
     agreed: Samples
+    read: tuple[Samples, Samples, Samples]
+
+    @property
+    def is_read_in_part(self) -> bool:
+        return bool(np.isfinite(self.read[0]).all())
+
+    @property
+    def bits_read(self) -> float:
+        """Of a channel, mean of keys and values, with scales."""
+        if not self.is_read_in_part:
+            return self.bits
+        return self.bits - 8 + float(np.mean(self.read[:2]))
+
+    @property
+    def error(self) -> Samples:
+        """Of outputs, relative to the values' length: root mean square."""
+        return np.asarray(np.sqrt(self.read[2]), np.float64)
 
 
 @dataclass(frozen=True)
@@ -64,6 +85,7 @@ def find(folder: Path, plan: CodesPlan, model: Path) -> Findings:
             np.array([unit["losses"][at].mean() for unit in units], np.float64) / full - 1,
             np.array([unit["divergences"][at].mean() for unit in units], np.float64),
             np.array([unit["agreed"][at].mean() for unit in units], np.float64),
+            reads_of(units, at),
         )
         for at, encoding in enumerate(plan.encodings)
     ]
@@ -77,17 +99,26 @@ def find(folder: Path, plan: CodesPlan, model: Path) -> Findings:
     return Findings(plan, texts, full, rows, notes)
 
 
+def reads_of(units: Sequence[Arrays], at: int) -> tuple[Samples, Samples, Samples]:
+    keys, values, errors = np.array([unit["reads"][at] for unit in units], np.float64).T
+    return keys, values, errors
+
+
 def table_of(found: Findings) -> Table:
     table = Table(
         title=f"{len(found.texts)} texts, {found.plan.steps} tokens each behind "
         f"{found.plan.prefix}",
         caption="KL: nats a token, mean of the texts, and the worst; loss: over full attention's,\n"
-        "mean, and what it is below with 95 % confidence",
+        "mean, and what it is below with 95 % confidence; read: of keys' and values' bits in\n"
+        "sight, without scales; off: an output's error, root mean square, over the values' length",
     )
-    for name in ("encoding", "bits", "KL", "worst", "loss", "below", "agrees"):
+    names = ("encoding", "bits", "KL", "worst", "loss", "below", "agrees", "read", "off")
+    for name in names if any(row.is_read_in_part for row in found.rows) else names[:-2]:
         table.add_column(name, justify="left" if name == "encoding" else "right", no_wrap=True)
     for row in found.rows:
         loss = bootstrap(row.loss)
+        read = f"{row.read[0].mean():.2f}, {row.read[1].mean():.2f}"
+        more = (read, f"{row.error.mean():.4f}") if row.is_read_in_part else ()
         table.add_row(
             row.encoding.name,
             f"{row.bits:.2f}",
@@ -96,6 +127,7 @@ def table_of(found: Findings) -> Table:
             f"{100 * loss.mean:+.2f} %",
             f"{100 * loss.high:+.2f} %",
             f"{100 * row.agreed.mean():.1f} %",
+            *more,
         )
     return table
 
@@ -106,39 +138,44 @@ def result_of(found: Findings) -> Result:
     result.notes += found.notes
     result.measure("loss_full", list(found.full), "nats a token")
     for row in found.rows:
-        name = row.encoding.name.replace(",", "").replace(" ", "_")
+        name = re.sub(r"[^\w.]+", "_", row.encoding.name.replace(",", "")).strip("_")
         result.measure(f"bits_{name}", [row.bits], "bits a channel")
         result.measure(f"loss_{name}", list(row.loss), "share over full attention's")
         result.measure(f"loss_below_{name}", [bootstrap(row.loss).high], "share, 95 % confidence")
         result.measure(f"divergence_{name}", list(row.divergence), "nats a token")
         result.measure(f"agreement_{name}", list(row.agreed), "share of tokens")
+        if row.is_read_in_part:
+            result.measure(f"keys_read_{name}", list(row.read[0]), "bits of an element in sight")
+            result.measure(f"values_read_{name}", list(row.read[1]), "bits of an element in sight")
+            result.measure(f"error_{name}", list(row.error), "of the values' length")
     return result
 
 
 def draw(path: Path, found: Findings) -> None:
-    """Bits against divergence, and against the loss with its bounds, of encodings of keys and
-    values alike and of whole queries."""
+    """Bits that are read against divergence, and against the loss with its bounds, of encodings of
+    keys and values alike and of whole queries."""
     figure, panels = canvas(10, 4.4, 1, 2)
     hidden = ("only", "query")
     shown = [row for row in found.rows if not any(word in row.encoding.name for word in hidden)]
-    shown.sort(key=lambda row: (row.bits, row.divergence.mean()))
+    shown.sort(key=lambda row: (row.bits_read, row.divergence.mean()))
     for at, row in enumerate(shown):
         color = next((c for n, c in FAMILIES.items() if row.encoding.name.startswith(n)), GREY)
         loss, divergence = bootstrap(row.loss), max(row.divergence.mean(), DIVERGENCE_LEAST)
-        panels[0].plot(row.bits, divergence, "o", color=color, markersize=4)
+        panels[0].plot(row.bits_read, divergence, "o", color=color, markersize=4)
         below, above = (100 * abs(loss.mean - bound) for bound in (loss.low, loss.high))
         panels[1].errorbar(
-            row.bits, 100 * loss.mean, [[below], [above]], fmt="o", color=color, markersize=4,
+            row.bits_read, 100 * loss.mean, [[below], [above]], fmt="o", color=color, markersize=4,
             linewidth=0.8,
         )  # fmt: skip
         for axes, height in ((panels[0], divergence), (panels[1], 100 * loss.mean)):
             axes.annotate(
-                row.encoding.name, (row.bits, height), (-5 if at % 2 else 5, -2), fontsize=6,
+                row.encoding.name, (row.bits_read, height), (-5 if at % 2 else 5, -2), fontsize=6,
                 textcoords="offset points", color=color, ha="right" if at % 2 else "left",
             )  # fmt: skip
-    plain(panels[0], "bits a channel, scales included", title="KL, nats a token")
-    plain(panels[1], "bits a channel, scales included", title="loss over full attention's, %")
-    for axes in panels:
+    for axes, title in zip(
+        panels, ("KL, nats a token", "loss over full attention's, %"), strict=True
+    ):
+        plain(axes, "bits read of a channel, scales included", title=title)
         axes.set_xlim(0.5, 18)
     panels[0].set_yscale("log")
     panels[1].set_yscale("symlog", linthresh=0.1)

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from cxlkv.bench.lab import encodings, encodings_report
 from cxlkv.bench.lab.encodings import Coder, CodesPlan, Encoding, both
+from cxlkv.bench.lab.planes import Planes
 from cxlkv.bench.lab.texts import Text
 from cxlkv.bench.lab.units import Arrays
 from cxlkv.demo.text import inputs
@@ -50,6 +51,9 @@ ENCODINGS = (
     Encoding("kivi2", "kivi2 k", "kivi2 v", newest="none"),
     both("fp8"),
     both("fp8 nearest"),
+    Encoding("progressive 0", "int8", "int8", planes=Planes(0.0)),
+    Encoding("progressive 0.3", "int8", "int8", planes=Planes(0.3)),
+    Encoding("progressive 9", "int8", "int8", planes=Planes(9.0)),
 )
 PLAN = CodesPlan(texts=("one", "two"), prefix=200, steps=100, encodings=ENCODINGS)
 
@@ -93,6 +97,14 @@ def test_fewer_bits_cost_more_and_windows_that_keep_all_cost_nothing(
     assert bits["int4"] == 4.5
     assert bits["int4, dense 1"] == pytest.approx(0.6 * 4.5 + 0.4 * 16)
     assert bits["kivi2"] == 3
+    assert cost["progressive 0"] == pytest.approx(cost["int8"], rel=1e-2)
+    assert cost["progressive 0"] < cost["progressive 0.3"] < cost["progressive 9"]
+    assert cost["progressive 9"] == pytest.approx(cost["int4"], rel=0.2)
+    read = {row.encoding.name: row.read for row in found.rows}
+    assert (read["progressive 0"][0] == 8).all()
+    assert (read["progressive 9"][1] == 4).all()
+    assert 4 < read["progressive 0.3"][0].mean() < 8
+    assert all(row.error.max() < 0.3 for row in found.rows if row.encoding.name[-3:] == "0.3")
 
 
 def test_a_run_goes_on_where_it_was_stopped(
@@ -126,7 +138,15 @@ def test_the_command_writes_result_and_picture(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CodesPlan, "quick", lambda: PLAN)
-    given = ["--quick", "--model", str(model), "--out", str(tmp_path), "--encodings", "int8*;fp8"]
+    given = [
+        "--quick",
+        "--model",
+        str(model),
+        "--out",
+        str(tmp_path),
+        "--encodings",
+        "int8*;fp8;progressive*",
+    ]
     done = CliRunner().invoke(app, ["lab", "encodings", *given])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "lab-encodings.json").read_text())
@@ -134,6 +154,7 @@ def test_the_command_writes_result_and_picture(
     assert "loss_int4" not in result["metrics"]
     assert len(result["metrics"]["divergence_fp8"]["samples"]) == 2
     assert (tmp_path / "lab-encodings.png").stat().st_size > 1000
+    assert result["metrics"]["keys_read_progressive_9"]["median"] == 4
     wrong = CliRunner().invoke(app, ["lab", "encodings", *given[:-1], "int9"])
     assert wrong.exit_code != 0
 
