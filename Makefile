@@ -317,6 +317,8 @@ PEER_mooncake := $(MOONCAKE) numpy
 PEER_lmcache := $(TORCH) lmcache==0.5.6
 # Not part of `make peers`: pip compiles it for ten minutes. make build/peers/llama
 PEER_llama := llama-cpp-python==0.3.36
+# Not part of it either: `cxlkv bench encodings` takes it. hqq changes what transformers imports.
+PEER_caches := $(TORCH) transformers==5.23.0 optimum-quanto==0.2.7 hqq==0.2.8.post1
 PEERS_PIP := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 build/peers/%: FORCE
 	if [ "$$(cat $@/.installed 2>&1)" != "$(PEER_$*)" ]; then \

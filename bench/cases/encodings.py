@@ -4,7 +4,8 @@ Everything is in DRAM and cold. `exact` chooses by all keys, `attend` reads all 
 a layer's tokens into a new sequence. A ratio is of medians of alternating runs: a plain pool's time
 over that of the encoded pool; for append the plain pool has sketches, the encoded one none. To the
 bound: the lower of a streaming read and of an arithmetic loop of the instructions that the kernels
-multiply with.
+multiply with. Rivals (encodings_rivals.py) take their turns with them, where they are installed, by
+one thread.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from cxlkv.bench.cases import encodings_rivals
 from cxlkv.bench.cases.decode_layers import Decoding, Machine, Walk, difference, machine
 from cxlkv.bench.cases.decode_links import clock_s
+from cxlkv.bench.cases.encodings_rivals import Given, Rival
 from cxlkv.bench.result import Result, short
 from cxlkv.emulation.link import emulate
 from cxlkv.layout import KVLayout
@@ -39,6 +42,20 @@ SHAPES = {
     "d64": Decoding(head_dim=64, kv_heads=4, group=8, tokens=65536),
     "smollm2": Decoding(head_dim=64, kv_heads=3, group=3, tokens=7000, sequences=4),
 }
+
+
+BESIDE = {
+    "exact_int8_to_numkong": ("score_numkong_int8", "score_numkong_int8_packed"),
+    "exact_int8_to_q8_0": ("score_q8_0",),
+    "exact_int4_to_q4_0": ("score_q4_0",),
+    "exact_none_to_f16": ("score_f16",),
+    "attend_int8_to_q8_0": ("attend_q8_0",),
+    "attend_int4_to_q4_0": ("attend_q4_0",),
+    "attend_none_to_f16": ("attend_f16",),
+}
+"""Ratios: of ours, to the fastest of a rival's forms."""
+RIVAL_ERRORS = {"q4_0": 0.3, "q8_0": 0.05, "f16": 0.05, "int8": 0.05, "packed": 0.05}
+"""Relative root mean squares that a rival may be off by; ggml sums values in f16."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +160,8 @@ def run(result: Result, size: Size = Size()) -> None:
     `none` two_stage; SHAPE ends in the number of threads. Ratios KIND_E_SHAPE, a plain pool's time
     over the encoded one's, staged_to_exact_E_SHAPE, a plain pool's two_stage over exact of E, and
     bound_KIND_E_SHAPE. tokens_E_SHAPE: tokens a byte over those of a plain pool without sketches.
-    link_KIND_E: the ratio by the clock of an emulated link, over the ratio of bytes."""
+    link_KIND_E: the ratio by the clock of an emulated link, over the ratio of bytes. Metrics
+    score_RIVAL_SHAPE and attend_RIVAL_SHAPE, and the ratios of BESIDE: a rival's time over ours."""
     for name in size.shapes:
         shape = SHAPES[name]
         shape = replace(shape, tokens=min(shape.tokens, size.tokens_most))
@@ -152,7 +170,8 @@ def run(result: Result, size: Size = Size()) -> None:
             point = f"{name}-{short(shape.tokens)}-t{threads}"
             with machine(size.region_bytes) as beside, pools_of(shape, size, threads) as pools:
                 check(result, pools, point)
-                measure(result, size, pools, point, beside, threads)
+                rivals = rivals_of(result, pools["none"]) if threads == 1 else {}
+                measure(result, size, pools, point, beside, threads, rivals)
                 if threads == size.threads[0]:
                     capacities(result, shape, name)
                     over_a_link(result, size, pools, name)
@@ -167,6 +186,28 @@ def check(result: Result, pools: Mapping[str, Encoded], point: str) -> None:
         result.checks[f"attend_{encoding}_{point}"] = found <= most
 
 
+def rivals_of(result: Result, plain: Encoded) -> dict[str, tuple[Rival, Given]]:
+    """Those that are here, after a turn whose scores and outputs are looked at. Notes say which
+    they are, and which are not."""
+    given = Given(plain.shape, plain.keys, plain.values, plain.queries[0])
+    wanted = {"score": given.scores, "attend": given.attended}
+    notes, found = set[str](), dict[str, tuple[Rival, Given]]()
+    for name, rival in encodings_rivals.forms(given):
+        if isinstance(rival, str):
+            notes.add(f"{name}: not measured, {rival}")
+            continue
+        notes.add(f"beside: {rival.version}, by one thread")
+        rival.walk(given)
+        kind, form = name.split("_", 1)
+        most = RIVAL_ERRORS[form.rsplit("_", 1)[-1] if "numkong" in form else form]
+        result.checks[f"{name}_{plain.shape.head_dim}_{plain.shape.tokens}"] = (
+            rival.error(wanted[kind]) <= most
+        )
+        found[name] = rival, given
+    result.notes += sorted(notes.difference(result.notes))
+    return found
+
+
 def measure(
     result: Result,
     size: Size,
@@ -174,8 +215,11 @@ def measure(
     point: str,
     beside: Machine,
     threads: int,
+    rivals: Mapping[str, tuple[Rival, Given]],
 ) -> None:
-    forms: dict[str, Walk] = {}
+    forms: dict[str, Walk] = {
+        name: partial(rival.walk, given) for name, (rival, given) in rivals.items()
+    }
     for encoding, pool in pools.items():
         forms |= {
             f"exact_{encoding}": partial(pool.walk, "exact", size.share),
@@ -185,6 +229,10 @@ def measure(
     forms["two_stage_none"] = partial(pools["none"].walk, "two_stage", size.share)
     samples, bounds = beside.take_turns(forms, size.rounds, "codes")
     us = result.times(samples, "us", f"{{}}_{point}")
+    for name, forms_of in BESIDE.items():
+        times = [us[form] for form in forms_of if form in us]
+        if times:
+            result.ratios[f"{name}_{point}"] = min(times) / us[name.split("_to_")[0]]
     shape = pools["none"].shape
     share = threads / len(beside.reading)
     for encoding in ENCODINGS[1:]:
@@ -251,7 +299,24 @@ def tables(result: Result) -> list[Table]:
     for name in dict.fromkeys(point.rsplit("-", 2)[0] for point in points(result)):
         ratios = [result.ratios[f"tokens_{encoding}_{name}"] for encoding in ("int8", "int4")]
         kept.add_row(name, *(f"{ratio:.2f}" for ratio in ratios))
-    return [speed, near, kept]
+    return [speed, near, kept, *beside_tables(result)]
+
+
+def beside_tables(result: Result) -> list[Table]:
+    """None without a rival."""
+    rows = [
+        [result.ratios.get(f"{name}_{point}") for name in BESIDE]
+        for point in points(result)
+        if point.endswith("-t1")
+    ]
+    if not any(ratio for row in rows for ratio in row):
+        return []
+    table = Table("shape", *(name.replace("_to_", " to ") for name in BESIDE))
+    table.title = "times as fast as others, by one thread"
+    names = [point for point in points(result) if point.endswith("-t1")]
+    for point, row in zip(names, rows, strict=True):
+        table.add_row(point, *("" if ratio is None else f"{ratio:.2f}" for ratio in row))
+    return [table]
 
 
 def draw(result: Result, path: Path) -> None:
