@@ -153,9 +153,9 @@ def result_of(found: Findings) -> Result:
 
 def draw(path: Path, found: Findings) -> None:
     """Bits that are read against divergence, and against the loss with its bounds, of encodings of
-    keys and values alike and of whole queries."""
+    keys and values alike, in all layers, and of whole queries."""
     figure, panels = canvas(10, 4.4, 1, 2)
-    hidden = ("only", "query")
+    hidden = ("only", "query", "dense", "by 32", "head")
     shown = [row for row in found.rows if not any(word in row.encoding.name for word in hidden)]
     shown.sort(key=lambda row: (row.bits_read, row.divergence.mean()))
     for at, row in enumerate(shown):
