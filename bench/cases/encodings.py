@@ -5,14 +5,14 @@ a layer's tokens into a new sequence. A ratio is of medians of alternating runs:
 over that of the encoded pool; for append the plain pool has sketches, the encoded one none. To the
 bound: the lower of a streaming read and of an arithmetic loop of the instructions that the kernels
 multiply with. Rivals (encodings_rivals.py) take their turns with them, where they are installed, by
-one thread.
+one thread; whole steps of a model are beside transformers' caches (encodings_caches.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from cxlkv.bench.cases import encodings_rivals
+from cxlkv.bench.cases import encodings_caches, encodings_rivals
 from cxlkv.bench.cases.decode_layers import Decoding, Machine, Walk, difference, machine
 from cxlkv.bench.cases.decode_links import clock_s
+from cxlkv.bench.cases.encodings_caches import Points
 from cxlkv.bench.cases.encodings_rivals import Given, Rival
 from cxlkv.bench.result import Result, short
 from cxlkv.emulation.link import emulate
@@ -70,9 +71,17 @@ class Size:
     rounds: int = 9
     region_bytes: int = 128 << 20
     share: float = 0.05
+    steps: Points | None = field(default_factory=Points)
 
 
-QUICK = Size(shapes=("d128",), tokens_most=16384, threads=(1,), rounds=3, walk_bytes=32 << 20)
+QUICK = Size(
+    shapes=("d128",),
+    tokens_most=16384,
+    threads=(1,),
+    rounds=3,
+    walk_bytes=32 << 20,
+    steps=None,
+)
 
 
 class Encoded:
@@ -175,6 +184,8 @@ def run(result: Result, size: Size = Size()) -> None:
                 if threads == size.threads[0]:
                     capacities(result, shape, name)
                     over_a_link(result, size, pools, name)
+    if size.steps:
+        encodings_caches.run(result, size.steps)
 
 
 def check(result: Result, pools: Mapping[str, Encoded], point: str) -> None:
@@ -299,7 +310,7 @@ def tables(result: Result) -> list[Table]:
     for name in dict.fromkeys(point.rsplit("-", 2)[0] for point in points(result)):
         ratios = [result.ratios[f"tokens_{encoding}_{name}"] for encoding in ("int8", "int4")]
         kept.add_row(name, *(f"{ratio:.2f}" for ratio in ratios))
-    return [speed, near, kept, *beside_tables(result)]
+    return [speed, near, kept, *beside_tables(result), *encodings_caches.tables(result)]
 
 
 def beside_tables(result: Result) -> list[Table]:

@@ -85,7 +85,7 @@ SMALL: dict[str, dict[str, object]] = {
     "paged": {"kv_bytes": 4 << 20},
     "encodings": {
         **{"shapes": ("smollm2",), "tokens_most": 256, "threads": (1,), "walk_bytes": 1},
-        **{"append_tokens": 64, "region_bytes": UNIT},
+        **{"append_tokens": 64, "region_bytes": UNIT, "steps": None},
     },
     "transport": {"pages": 3, "layers": 2, "rounds": 2, "short_rounds": 2},
 }
