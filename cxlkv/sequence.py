@@ -307,19 +307,24 @@ class Batch:
         layer: int,
         picked: Selection | None = None,
         out: tuple[Array, Array] | None = None,
+        *,
+        decoded: bool = True,
     ) -> tuple[Array, Array]:
         """Copy pages to (k, v), each [rows or n, kv_heads, k, page_tokens, dim], the pool's dtype.
 
         picked=None: every page of every sequence (n lists); not for a layer with a window.
         Unwritten tokens and padding are zero. Where values are a prefix of the keys, v is a copy of
         these channels. Every piece is verified against its CRC on the way: CorruptError.
+        decoded=False gives what has an encoding as the pool keeps it, uint8 [rows or n, kv_heads,
+        k, piece_bytes] (layout.piece_bytes; kernels.attend takes such pieces), for fewer bytes on
+        a link; what has none is rows in any case.
         """
         guess = 0
         if picked is None:
             guess = max(s.page_count(layer) for s in self.sequences)
         transfer = _io_hooks.begin(self._pool)
         number, handle = _layer(layer), self._handle
-        found = simd.fetch(handle, self._layout, number, picked, len(self), guess, out)
+        found = simd.fetch(handle, self._layout, number, picked, len(self), guess, out, decoded)
         if transfer:
             transfer.end_read("fetch", self._layout, layer, self._tokens(layer), picked)
         return found
@@ -589,13 +594,15 @@ class Sequence:
         layer: int,
         picked: Selection | None = None,
         out: tuple[Array, Array] | None = None,
+        *,
+        decoded: bool = True,
     ) -> tuple[Array, Array]:
         """(k, v) of chosen pages, or of all, each [kv_heads, k, page_tokens, dim]; several query
-        rows keep their axis in front."""
+        rows keep their axis in front. decoded: as of Batch.fetch."""
         dropped = picked is None or picked.pages.ndim == 2
         if out is not None and dropped:
             out = (out[0][None], out[1][None])
-        k, v = self._own().fetch(layer, with_axis(picked), out)
+        k, v = self._own().fetch(layer, with_axis(picked), out, decoded=decoded)
         return (k[0], v[0]) if dropped else (k, v)
 
     def attend(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from cxlkv.arrays import (
     address_of,
     empty_like_kind,
     imported,
+    is_torch,
     view,
 )
 from cxlkv.errors import BadArgumentError
@@ -36,6 +38,9 @@ from cxlkv.ndp.engine import (
     least_error,
     uniform,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 ROOM_PAGES = 4096  # the longest lists for which room is made before the core has asked for it
 
@@ -204,8 +209,10 @@ def fetch(
     count: int,
     pages_guess: int,
     out: tuple[Array, Array] | None,
+    decoded: bool = True,
 ) -> tuple[Array, Array]:
-    """Copy chosen pages, or all, to (k, v) [lists, kv_heads, k, page_tokens, dim]."""
+    """Copy chosen pages, or all, to (k, v) [lists, kv_heads, k, page_tokens, dim]; what is encoded
+    as it is kept, uint8 [lists, kv_heads, k, piece_bytes], unless decoded."""
     lists, k, starts = count, pages_guess, None
     rows = picked_rows(picked, layout)
     if picked is not None:
@@ -215,24 +222,61 @@ def fetch(
             raise BadArgumentError(
                 f"the selection is of {len(starts) - 1} sequences, the batch has {count}"
             )
-    dtype = DTYPES.index(layout.dtype)
+    forms = [_fetched(layout, keys, decoded) for keys in (True, False)]
     while True:
-        shape = (lists, layout.kv_heads, k, layout.page_tokens)
+        shapes = [(lists, layout.kv_heads, k, *form.shape) for form in forms]
         made = out
         if made is None:
-            made = (
-                np.empty((*shape, layout.head_dim), NUMPY_DTYPES[dtype]),
-                np.empty((*shape, layout.value_head_dim), NUMPY_DTYPES[dtype]),
-            )
-        keys = _writable(made[0], "out[0]", dtype, (*shape, layout.head_dim))
-        values = _writable(made[1], "out[1]", dtype, (*shape, layout.value_head_dim))
-        code, needed = _core.batch_fetch(batch, layer, rows, starts, keys, values)
+            made = (forms[0].made(shapes[0]), forms[1].made(shapes[1]))
+        keys, values = (forms[i].room(made[i], f"out[{i}]", shapes[i]) for i in range(2))
+        code, needed = _core.batch_fetch(batch, layer, rows, starts, keys, values, not decoded)
         if code == _core.E_ROOM or needed != k:
             if out is not None:
                 raise BadArgumentError(f"out holds {k} pages a sequence, {needed} are wanted")
             k = needed
             continue
         return made
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """Of a page's keys or values of a head, as fetch() gives them: rows of this dtype code, or None
+    for bytes."""
+
+    shape: tuple[int, ...]
+    code: int | None
+
+    def made(self, shape: tuple[int, ...]) -> Array:
+        return cast(
+            Array, np.empty(shape, np.uint8 if self.code is None else NUMPY_DTYPES[self.code])
+        )
+
+    def room(self, array: object, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """(address, bytes) of the caller's array; raises BadArgumentError."""
+        if self.code is not None:
+            return _writable(array, name, self.code, shape)
+        found = array
+        if is_torch(array):
+            tensor = cast("torch.Tensor", array)
+            found = tensor.numpy() if tensor.is_cpu else None
+        if (
+            not isinstance(found, np.ndarray)
+            or found.dtype != np.uint8
+            or found.shape != shape
+            or not found.flags.c_contiguous
+        ):
+            raise BadArgumentError(f"{name} must be contiguous uint8 of shape {shape}, on the CPU")
+        if not found.flags.writeable:
+            raise BadArgumentError(f"{name} is read-only")
+        return address_of(found), found.nbytes
+
+
+def _fetched(layout: KVLayout, keys: bool, decoded: bool) -> _Fetched:
+    dim = layout.head_dim if keys else layout.value_head_dim
+    encoding = layout.k_encoding if keys else layout.v_encoding
+    if encoding != "none" and not decoded:
+        return _Fetched((layout.piece_bytes(dim, encoding),), None)
+    return _Fetched((layout.page_tokens, dim), DTYPES.index(layout.dtype))
 
 
 def _output(

@@ -206,6 +206,7 @@ def batch_fetch(
     starts: Starts | None,
     keys: tuple[int, int],
     values: tuple[int, int],
+    as_kept: bool = False,
 ) -> tuple[int, int]:
     """Fills (address, bytes) of keys and values; returns (code, k), code E_ROOM when too small."""
     args = _arguments.fetch
@@ -213,6 +214,7 @@ def batch_fetch(
     args.layer, args.starts = layer, ffi.NULL if starts is None else int32s(starts)
     args.keys, args.key_capacity_bytes = ffi.cast("void *", keys[0]), keys[1]
     args.values, args.value_capacity_bytes = ffi.cast("void *", values[0]), values[1]
+    args.as_kept = as_kept
     code = lib.cxlkv_batch_fetch(batch, args)
     if code < 0 and code != E_ROOM:
         check(code)

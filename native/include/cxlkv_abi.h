@@ -267,6 +267,9 @@ typedef struct cxlkv_fetch_args {
     void *values;                  /* out: [lists, kv_heads, k, page_tokens, value_head_dim] */
     uint64_t key_capacity_bytes;
     uint64_t value_capacity_bytes;
+    uint32_t as_kept;              /* 1: of what is encoded, a piece's blocks and scales in place of
+                                      [page_tokens, dim] */
+    uint32_t reserved;
 } cxlkv_fetch_args;
 
 typedef struct cxlkv_attend_args {

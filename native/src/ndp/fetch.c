@@ -31,8 +31,27 @@ static void decode_rows(const stored *s, const uint8_t *piece, uint32_t tokens, 
     }
 }
 
+/* Blocks and scales, as they are kept; zeros where a tail has more than its tokens. The copy need
+ * not begin on a line. */
+static void copy_codes(const layer_view *view, uint32_t index, uint32_t kind, const uint8_t *from,
+                       bool stream, uint8_t *to) {
+    static const uint8_t zeros[CODE_DIM_MAX];
+    const cxlkv_layout *layout = &view->sequence->pool->layout;
+    code_form form = form_of(layout, kind);
+    uint32_t end = code_blocks(layout->page_tokens) * CODE_TOKENS;
+    size_t bytes = code_bytes(&form, layout->page_tokens);
+    copy_past(to, from, bytes, stream);
+    if (index < view->complete) return;
+    uint32_t filled = view_filled(view, index);
+    for (uint32_t t = filled; t < end; t++)
+        code_place(&form, zeros, t % CODE_TOKENS,
+                   to + t / CODE_TOKENS * code_block_bytes(&form));
+    size_t scales = (end - filled) * sizeof(uint16_t);
+    memset(to + bytes - scales, 0, scales);
+}
+
 static int copy_piece(const layer_view *view, uint32_t index, uint32_t head, uint32_t kind,
-                      bool stream, uint8_t *to) {
+                      bool stream, bool as_kept, uint8_t *to) {
     cxlkv_pool *pool = view->sequence->pool;
     const cxlkv_layout *layout = &pool->layout;
     size_t size = rows_bytes(layout, kind);
@@ -43,7 +62,10 @@ static int copy_piece(const layer_view *view, uint32_t index, uint32_t head, uin
     bool prefix = kind == PIECE_VALUES && values_are_keys(layout);
     stored s = stored_of(layout, kernels_current(), kind);
     bool is_rows = index >= view->complete || prefix;
-    if (s.encoded) {
+    if (s.encoded && as_kept) {
+        copy_codes(view, index, kind, from, stream, to);
+        if (is_rows) return 0;
+    } else if (s.encoded) {
         decode_rows(&s, from, view_filled(view, index), to);
         memset(to + written, 0, size - written);
         if (is_rows) return 0;
@@ -112,6 +134,14 @@ static void prefetch_piece(const layer_view *view, int64_t index, uint32_t head,
         __builtin_prefetch(piece + line * LINE_BYTES);
 }
 
+/* Of a page's K or V of a head, as the caller wants them. */
+static size_t wanted_bytes(const cxlkv_layout *layout, const cxlkv_fetch_args *args,
+                           uint32_t kind) {
+    if (!args->as_kept || !encoding_of(layout, kind)) return rows_bytes(layout, kind);
+    code_form form = form_of(layout, kind);
+    return code_bytes(&form, layout->page_tokens);
+}
+
 /* One list of one head: all its K, then all its V. */
 static int fetch_task(void *context, uint32_t item) {
     fetch_job *job = context;
@@ -125,14 +155,16 @@ static int fetch_task(void *context, uint32_t item) {
         local_count_reads(&view, job->args->picked.pages + (uint64_t)item * job->k, job->k,
                          &job->reads);
     for (uint32_t kind = PIECE_KEYS; code == 0 && kind <= PIECE_VALUES; kind++) {
-        size_t size = rows_bytes(layout, kind);
+        size_t size = wanted_bytes(layout, job->args, kind);
         uint8_t *to = kind == PIECE_KEYS ? job->args->keys : job->args->values;
         to += (uint64_t)item * job->k * size;
         for (uint32_t j = 0; code == 0 && j < job->k; j++, to += size) {
             int64_t index = page_at(job, item, j);
             if (j + 1 < job->k) prefetch_piece(&view, page_at(job, item, j + 1), head, kind);
             if (index < view.first || index >= view.pages) memset(to, 0, size);
-            else code = copy_piece(&view, (uint32_t)index, head, kind, job->stream, to);
+            else
+                code = copy_piece(&view, (uint32_t)index, head, kind, job->stream,
+                                  job->args->as_kept, to);
         }
     }
     store_fence();
@@ -191,8 +223,8 @@ static int64_t fetch_locked(fetch_job *job) {
     if (items > INT32_MAX || __builtin_mul_overflow(items, job->k, &pieces) || pieces >> 38)
         return fail(CXLKV_E_ARGUMENT, "fetch: %u lists of %u pages are too many at once", lists,
                     job->k);
-    uint64_t key_bytes = pieces * rows_bytes(layout, PIECE_KEYS);
-    uint64_t value_bytes = pieces * rows_bytes(layout, PIECE_VALUES);
+    uint64_t key_bytes = pieces * wanted_bytes(layout, args, PIECE_KEYS);
+    uint64_t value_bytes = pieces * wanted_bytes(layout, args, PIECE_VALUES);
     if (key_bytes > args->key_capacity_bytes || value_bytes > args->value_capacity_bytes)
         return fail(CXLKV_E_ROOM, "fetch: %lu bytes of keys wanted, room for %lu", key_bytes,
                     args->key_capacity_bytes);
@@ -251,7 +283,7 @@ static int page_to_block(const blocks_job *job, const layer_view *view, uint32_t
             uint8_t *to = block_target(job, entry, head, kind) + place * size;
             if (view && head + 1 < layout->kv_heads) prefetch_piece(view, index, head + 1, kind);
             int code = 0;
-            if (view) code = copy_piece(view, index, head, kind, job->stream, to);
+            if (view) code = copy_piece(view, index, head, kind, job->stream, false, to);
             else memset(to, 0, size);
             if (code < 0) return code;
         }

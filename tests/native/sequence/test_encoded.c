@@ -71,12 +71,21 @@ static void *room(answers *a, uint64_t bytes) {
     return a->data + a->bytes - bytes;
 }
 
-static void ask_fetch(cxlkv_batch *batch, uint32_t tokens, answers *a) {
+/* Of a page and head, as rows or, of what is encoded, as it is kept. */
+static uint64_t fetched_bytes(uint32_t kind, bool as_kept) {
+    const cxlkv_layout *layout = &pool->layout;
+    if (!as_kept || !encoding_of(layout, kind)) return rows_bytes(layout, kind);
+    code_form form = form_of(layout, kind);
+    return code_bytes(&form, layout->page_tokens);
+}
+
+static void ask_fetch(cxlkv_batch *batch, uint32_t tokens, bool as_kept, answers *a) {
     const cxlkv_layout *layout = &pool->layout;
     uint64_t pages = (tokens + layout->page_tokens - 1) / layout->page_tokens;
     cxlkv_fetch_args args = {
-        .key_capacity_bytes = pages * HEADS * rows_bytes(layout, PIECE_KEYS),
-        .value_capacity_bytes = pages * HEADS * rows_bytes(layout, PIECE_VALUES)};
+        .key_capacity_bytes = pages * HEADS * fetched_bytes(PIECE_KEYS, as_kept),
+        .value_capacity_bytes = pages * HEADS * fetched_bytes(PIECE_VALUES, as_kept),
+        .as_kept = as_kept};
     uint8_t *keys = malloc(args.key_capacity_bytes), *values = malloc(args.value_capacity_bytes);
     args.keys = keys;
     args.values = values;
@@ -130,7 +139,8 @@ static answers ask(cxlkv_sequence *sequence, uint32_t tokens) {
                numbers * layout->value_head_dim * sizeof(float));
         memcpy(room(&a, numbers * sizeof(float)), lse, numbers * sizeof(float));
     }
-    ask_fetch(batch, tokens, &a);
+    ask_fetch(batch, tokens, false, &a);
+    ask_fetch(batch, tokens, true, &a);
     ask_scores(batch, rows, &queries, &a);
     cxlkv_batch_destroy(&batch);
     free(q);
