@@ -7,6 +7,7 @@ splits (arXiv 2311.01282) are merged by the kernel of `merge.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -21,6 +22,7 @@ from cxlkv.kernels.attend_shape import (
     splits_of,
     tiles_of,
 )
+from cxlkv.kernels.rotate import rotate
 from cxlkv.kernels.runtime import check_table, check_tensor, current, one_device, runs_triton
 
 INTERPRETED_MULTIPROCESSORS = 4
@@ -29,6 +31,7 @@ INTERPRETED_MULTIPROCESSORS = 4
 PAGE_TOKENS_MAX = 1024
 DIM_MAX = 1024
 SPLITS_MAX = 1 << 12
+CODE_BITS = {"none": 0, "int8": 8, "int4": 4}
 TOKENS_MAX = 1 << 30
 """Of a list: places are counted in 32 bits."""
 
@@ -46,6 +49,7 @@ def attend(
     softcap: float | None = None,
     window: int | None = None,
     dtype: torch.dtype | None = None,
+    encodings: tuple[str, str] = ("none", "none"),
     splits: int | None = None,
     programs: int | None = None,
     out: torch.Tensor | None = None,
@@ -66,16 +70,22 @@ def attend(
     a row sees makes its results NaN. softcap: logits become softcap * tanh(logit / softcap).
     scale: dim ** -0.5 if None. dtype: of keys and values, if it is not q's; slow.
 
+    encodings: of keys and of values, "int8" or "int4" where pieces are as a pool keeps them, codes
+    and scales (fetch(decoded=False) gives them). They become numbers in registers. A q of 16 bits
+    is rounded to 11 once it is rotated, and so are weights; one of float32 to 22.
+
     out: [lists, rows, q_heads, value_dim]; lse: [lists, rows, q_heads], natural. Where nothing was
     seen: 0 and -inf. splits: of each list; None: best for `programs` at once, None: as many as the
     GPU holds. scratch: float32, value_dim + 1 for each row, head and split; None: allocated. With
-    a smaller one there are fewer splits. Nothing else is allocated, and nothing waits for the
-    device: with out, lse and scratch given, a call can be captured in a CUDA graph.
+    a smaller one there are fewer splits. Nothing else is allocated, but a rotated q where keys are
+    codes, and nothing waits for the device: with out, lse and scratch given, a call can be captured
+    in a CUDA graph.
 
     Addresses are multiples of 16 that the device can read: neither is checked. Raises
     BadArgumentError for shapes, dtypes and numbers that do not fit.
     """
-    shape = _shape(q, keys_at, values_at, page_tokens, value_dim, softcap, dtype)
+    bits = _bits_of(encodings, values_at is not None)
+    shape = _shape(q, keys_at, values_at, page_tokens, value_dim, softcap, dtype, bits)
     scale = shape.dim**-0.5 if scale is None else scale
     call = Call(q, keys_at, values_at, pages, positions, scale, softcap, window)
     _check(call)
@@ -105,20 +115,29 @@ def _run(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """The kernel, and the merge of its splits where there are several."""
-    from cxlkv.kernels import attend_triton, merge_triton  # they need Triton
+    """The kernel, and the merge of its splits where there are several; rotations where there are
+    codes."""
+    from cxlkv.kernels import attend_codes_triton, attend_triton, merge_triton  # they need Triton
 
+    launch = attend_codes_triton.launch if shape.encoded else attend_triton.launch
+    if shape.encoded:
+        q = call.q.contiguous()
+        call = replace(call, q=rotate(q) if shape.key_bits else q)
     with current(call.q.device):
         if splits == 1:
-            attend_triton.launch(call, shape, tiles, 1, out, lse)
-            return
-        lines = lse.numel() * splits
-        if scratch is None:
-            scratch = torch.empty(lines * (shape.value_dim + 1), device=out.device)
-        parts = scratch[: lines * shape.value_dim]
-        sums = scratch[lines * shape.value_dim : lines * (shape.value_dim + 1)]
-        attend_triton.launch(call, shape, tiles, splits, parts, sums)
-        merge_triton.merge_strided(parts, sums, out, lse, splits, row_stride=splits, part_stride=1)
+            launch(call, shape, tiles, 1, out, lse)
+        else:
+            lines = lse.numel() * splits
+            if scratch is None:
+                scratch = torch.empty(lines * (shape.value_dim + 1), device=out.device)
+            parts = scratch[: lines * shape.value_dim]
+            sums = scratch[lines * shape.value_dim : lines * (shape.value_dim + 1)]
+            launch(call, shape, tiles, splits, parts, sums)
+            merge_triton.merge_strided(
+                parts, sums, out, lse, splits, row_stride=splits, part_stride=1
+            )
+    if shape.value_bits:
+        rotate(out, out, back=True)
 
 
 def _splits(
@@ -149,7 +168,7 @@ def _splits(
         raise BadArgumentError(f"programs is {programs}: 1 or more, or None")
     lists, kv_heads, k = call.keys_at.shape
     work = lists * kv_heads * -(-shape.rows * shape.group // tiles.lines)
-    best = splits_of(work, -(-k * shape.page_tokens // tiles.tokens), programs)
+    best = splits_of(work, -(-k * shape.page_room // tiles.tokens), programs)
     return best if scratch is None else min(best, room)
 
 
@@ -168,6 +187,7 @@ def _shape(
     value_dim: int | None,
     softcap: float | None,
     dtype: torch.dtype | None,
+    bits: tuple[int, int],
 ) -> Shape:
     if q.ndim != 4 or keys_at.ndim != 3 or q.shape[0] != keys_at.shape[0]:
         raise BadArgumentError(
@@ -196,7 +216,20 @@ def _shape(
         raise BadArgumentError(f"softcap is {softcap}: above 0, or None")
     own = values_at is not None
     group = q_heads // kv_heads
-    return Shape(dtype, q.dtype, dim, value_dim, own, group, rows, page_tokens, softcap is not None)
+    capped = softcap is not None
+    return Shape(dtype, q.dtype, dim, value_dim, own, group, rows, page_tokens, capped, *bits)
+
+
+def _bits_of(encodings: tuple[str, str], own_values: bool) -> tuple[int, int]:
+    """Of keys and of values; 0: none."""
+    for name, encoding in zip(("keys", "values"), encodings, strict=True):
+        if encoding not in CODE_BITS:
+            raise BadArgumentError(
+                f"encodings of {name}: {encoding!r} is none of {', '.join(CODE_BITS)}"
+            )
+    if not own_values and encodings != ("none", "none"):
+        raise BadArgumentError("values from keys: these have no encoding")
+    return CODE_BITS[encodings[0]], CODE_BITS[encodings[1]]
 
 
 def _check(call: Call) -> None:

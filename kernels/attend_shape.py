@@ -23,6 +23,17 @@ class Shape:
     rows: int  # of a list
     page_tokens: int
     softcap: bool
+    key_bits: int = 0  # of codes; 0: there are none
+    value_bits: int = 0
+
+    @property
+    def encoded(self) -> bool:
+        return self.key_bits + self.value_bits > 0
+
+    @property
+    def page_room(self) -> int:
+        """Tokens of a page, and of its blocks where there are codes."""
+        return -(-self.page_tokens // 16) * 16 if self.encoded else self.page_tokens
 
     @property
     def compute(self) -> torch.dtype:
@@ -31,7 +42,9 @@ class Shape:
 
     @property
     def token_bytes(self) -> int:
-        return (self.dim + self.own_values * self.value_dim) * self.dtype.itemsize
+        bits = self.dtype.itemsize * 8
+        keys = self.dim * (self.key_bits or bits)
+        return (keys + self.own_values * self.value_dim * (self.value_bits or bits)) // 8
 
     def mixes_rows(self, lines: int) -> bool:
         """Whether tiles of so many lines have lines of several rows, which see other tokens."""
@@ -71,6 +84,8 @@ def tiles_of(shape: Shape) -> Tiles:
     32 KiB of keys and values a stage, two of them on their way, so some 128 KiB an SM.
     """
     widest = max(shape.dim, shape.value_dim)
+    if shape.encoded:
+        return _tiles_of_codes(shape, widest)
     if shape.compute == torch.float32:  # no tensor cores: sums of products in registers
         mixes = shape.mixes_rows(16)
         tokens = 32 if shape.token_bytes <= 1024 and not mixes else 16
@@ -87,6 +102,14 @@ def tiles_of(shape: Shape) -> Tiles:
         return Tiles(lines, 32, warps=4, stages=3, resident=2)
     stages = 4 if shape.token_bytes <= 256 else 3
     return Tiles(lines, 64, 4, stages, resident=3 if shape.token_bytes <= 512 else 2)
+
+
+def _tiles_of_codes(shape: Shape, widest: int) -> Tiles:
+    """A dot takes 16 tokens or more of each place in a word: 64 of 8 bits, 128 of 4."""
+    lines = min(32, max(16, power_of_two(shape.group * shape.rows)))
+    tokens = 128 if shape.value_bits == 4 else 64
+    stages = 4 if lines == 16 and tokens == 64 and widest <= 128 else 3
+    return Tiles(lines, tokens, warps=4 if widest <= 256 else 8, stages=stages, resident=2)
 
 
 START_TILES = 4

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
-from cxlkv.kernels.reference_encode import BITS, SKETCH_CHANNELS, SKETCH_TOKENS, signs
+from cxlkv.kernels.reference_encode import BITS, SKETCH_CHANNELS, SKETCH_TOKENS
+from cxlkv.kernels.rotate_triton import factors, paired
 from cxlkv.kernels.runtime import current
 from cxlkv.kernels.variants import Variant, variant
 
@@ -134,24 +133,6 @@ def _gather(
 
 
 @triton.jit
-def _paired(
-    x,
-    channel,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """A step of the transforms: sums and differences of channels HALF apart, in blocks of at least
-    twice as many. Blocks fall in size, so those are the channels below a multiple of 2 * HALF."""
-    end: tl.constexpr = DIM // (2 * HALF) * (2 * HALF)
-    pairs = tl.reshape(x, [TOKENS, PADDED // (2 * HALF), 2, HALF])
-    low, high = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
-    pairs = tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2])
-    return tl.where((channel < end)[None, :], tl.reshape(pairs, [TOKENS, PADDED]), x)
-
-
-@triton.jit
 def _sketch_kernel(
     keys,
     factors,
@@ -181,7 +162,7 @@ def _sketch_kernel(
     x = tl.load(at, mask=there[:, None] & (channel < DIM)[None, :], other=0).to(tl.float32)
     x *= tl.load(factors + channel)[None, :]
     for step in tl.static_range(STEPS):
-        x = _paired(x, channel, DIM, PADDED, TOKENS, 1 << step)
+        x = paired(x, channel, DIM, PADDED, TOKENS, 1 << step)
     x *= tl.load(factors + PADDED + channel)[None, :]
     squares = tl.sum(x * x, 1)
     step = tl.sqrt_rn(tl.div_rn(squares, DIM * 1.0))[:, None]
@@ -201,19 +182,6 @@ def _sketch_kernel(
     tl.store(to + (lines - 1) * 16, tl.where(there, bits, 0))
 
 
-@cache
-def _factors(dim: int, padded: int, device: torch.device) -> torch.Tensor:
-    """float32 [2, padded]: signs before the transforms, what they are divided by after them."""
-    norms, first = [], 0
-    while first < dim:
-        size = 1 << (dim - first).bit_length() - 1
-        norms.append(torch.full((size,), 1.0) / torch.tensor(float(size)).sqrt())
-        first += size
-    made = torch.zeros((2, padded))
-    made[0, :dim], made[1, :dim] = signs(dim), torch.cat(norms)
-    return made.to(device)
-
-
 def _sketch_shape(dim: int) -> tuple[int, int, int, int]:
     """(channels, steps, tokens of a program, warps)."""
     padded = max(triton.next_power_of_2(dim), SKETCH_CHANNELS)
@@ -228,7 +196,7 @@ def _sketch(k: torch.Tensor, sketches: torch.Tensor, page_tokens: int) -> None:
     filled = -(-page_tokens // SKETCH_TOKENS) * SKETCH_TOKENS
     _sketch_kernel[(pages * heads * (filled // tokens),)](
         k,
-        _factors(dim, padded, k.device),
+        factors(dim, padded, k.device),
         sketches.view(torch.int32),
         *k.stride(),
         heads,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from cxlkv.kernels.attend_shape import Call, Shape
+from cxlkv.kernels.reference_codes import CodeForm, decode
 
 
 def attend(call: Call, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,11 +23,10 @@ def _attend_one(call: Call, shape: Shape, one: int) -> tuple[torch.Tensor, torch
     there = (pages >= 0) & (call.keys_at[one] != 0)
     if call.values_at is not None:
         there &= call.values_at[one] != 0
-    keys = read_pieces(call.keys_at[one] * there, shape.page_tokens, shape.dim, shape.dtype)
+    keys = _read(call.keys_at[one] * there, shape, False)
     values = keys[..., : shape.value_dim]
     if call.values_at is not None:
-        at = call.values_at[one] * there
-        values = read_pieces(at, shape.page_tokens, shape.value_dim, shape.dtype)
+        values = _read(call.values_at[one] * there, shape, True)
     tokens = pages[..., None] * shape.page_tokens + torch.arange(shape.page_tokens)
     tokens = torch.where(there[..., None], tokens, -1).flatten(1)  # [kv_heads, tokens]
     last = call.positions[one][:, None, None]
@@ -51,6 +51,19 @@ def _attend_one(call: Call, shape: Shape, one: int) -> tuple[torch.Tensor, torch
     )
     out = torch.where(total[..., None] == 0, 0, out / total[..., None])
     return out.flatten(1, 2), lse.flatten(1)
+
+
+def _read(at: torch.Tensor, shape: Shape, values: bool) -> torch.Tensor:
+    """Rows [heads, tokens, dim] of keys, or of values, as they are or as their codes say."""
+    dim, bits = (shape.value_dim, shape.value_bits) if values else (shape.dim, shape.key_bits)
+    if not bits:
+        return read_pieces(at, shape.page_tokens, dim, shape.dtype)
+    form = CodeForm(bits, dim, values)
+    pieces = torch.zeros(*at.shape, form.piece_bytes(shape.page_tokens), dtype=torch.uint8)
+    for piece, address in zip(pieces.flatten(0, 1), at.flatten().tolist(), strict=True):
+        if address:
+            ctypes.memmove(piece.data_ptr(), address, len(piece))
+    return decode(pieces, form, shape.page_tokens).flatten(1, 2)
 
 
 def read_pieces(at: torch.Tensor, tokens: int, dim: int, dtype: torch.dtype) -> torch.Tensor:

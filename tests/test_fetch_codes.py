@@ -108,7 +108,7 @@ def test_padding_is_zeros_and_arrays_of_the_caller_are_filled(rng: np.random.Gen
         picked = same_pages([2, -1, 0], HEADS)
         wanted = [np.asarray(each) for each in sequence.fetch(0, picked, decoded=False)]
         every = [np.asarray(each) for each in sequence.fetch(0, decoded=False)]
-        out = tuple(torch.full(each.shape, 7, dtype=torch.uint8) for each in wanted)
+        out = (torch.full(wanted[0].shape, 7).byte(), torch.full(wanted[1].shape, 7).byte())
         sequence.fetch(0, picked, out, decoded=False)
         for got, made, each in zip(out, wanted, every, strict=True):
             assert not made[..., 1, :].any()

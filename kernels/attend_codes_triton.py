@@ -1,0 +1,478 @@
+"""The kernel behind `attend.py` for pieces of codes (native/src/kernels/codes.h has their form).
+
+A word of 4 bytes has 4 or 8 channels of a key, or of a channel the values of 4 or 8 tokens. Words
+are loaded as they lie, and each byte or nibble of them is an operand of a product of its own: q's
+channels 0, 4, 8 ... meet the lowest bytes of keys, and the weights of tokens 0, 4, 8 ... those of
+values. So codes become numbers in registers, nothing is shuffled, and no row is ever whole.
+
+Operands are float16, which has every code less half their number; sums are float32. A token's scale
+goes with its logit, and into its weight. A weight times a scale may be beyond float16's range, so
+the softmax is kept in order by the largest of these products, and not of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from cxlkv.kernels.attend_shape import Call, Shape, Tiles, power_of_two, tiles_of
+from cxlkv.kernels.attend_triton import FAR, LN_2, LOG2_E, NAMES, TYPES, _store
+from cxlkv.kernels.runtime import INTERPRETED
+from cxlkv.kernels.variants import Variant, variant
+
+BLOCK = tl.constexpr(16)  # tokens of a block
+LEAST_SCALE = tl.constexpr(2.0**-25)  # below every float16 but 0
+
+# fmt: off
+
+
+@triton.jit
+def _codes(words, BITS: tl.constexpr):
+    """Codes of each byte of the words, or of each low nibble and then each high one; less half
+    their number, and half a step on: what they stand for, but for the scale."""
+    found = ()
+    for part in tl.static_range(32 // BITS):
+        shift = part * 8 if BITS == 8 else part % 4 * 8 + part // 4 * 4
+        code = words >> shift & (1 << BITS) - 1
+        number = (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)  # 1024 more
+        number = number - (1024 + (1 << BITS - 1)) + 0.5
+        found = found + (number,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _four(x):
+    """x [.., n, 2, 2] as four of [.., n]."""
+    even, odd = tl.split(x)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _dealt(x, LINES: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr):
+    """x [LINES, TOKENS] as the first of each group of tokens in a word, the second ones, ..."""
+    if BITS == 8:
+        found = _four(tl.reshape(x, [LINES, TOKENS // 4, 2, 2]))
+    else:
+        even, odd = tl.split(tl.reshape(x, [LINES, TOKENS // 8, 2, 2, 2]))
+        zero, two, four, six = _four(even)
+        one, three, five, seven = _four(odd)
+        found = (zero, one, two, three, four, five, six, seven)
+    return found
+
+
+@triton.jit
+def _places(
+    keys_at, values_at, pages, token, k,
+    SPAN: tl.constexpr, PAGE_TOKENS: tl.constexpr, PAGE_ROOM: tl.constexpr,
+):
+    """Pieces of these tokens of a list, places in them, positions (-1: nothing is there), and those
+    of the first of SPAN tokens (FAR: no page)."""
+    slot = token // PAGE_ROOM
+    token = token % PAGE_ROOM
+    inside = slot < k
+    page = tl.load(pages + slot, mask=inside, other=-1)
+    key_at = tl.load(keys_at + slot, mask=inside, other=0)
+    value_at = tl.load(values_at + slot, mask=inside, other=0)
+    there = (page >= 0) & (key_at != 0) & (value_at != 0)
+    begin = page.to(tl.int64) * PAGE_TOKENS
+    position = tl.where(there & (token < PAGE_TOKENS), begin + token, -1)
+    first = tl.where(there, begin + token // SPAN * SPAN, FAR)
+    return key_at, value_at, token, position, first
+
+
+@triton.jit
+def _words(at, wanted, COUNT: tl.constexpr, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr,
+           ALONG: tl.constexpr, RUN: tl.constexpr):
+    """int32 of pieces. ALONG: of a row for each address, words side by side; else a word for each
+    address, in COUNT of ROWS rows that are ROW_BYTES apart. Of RUN words all are wanted, or none,
+    and the first lies on 16 bytes."""
+    step = tl.arange(0, ROWS)
+    if ALONG:
+        pointer = at[:, None] + (step * 4)[None, :]
+        mask = wanted[:, None] & (step < COUNT)[None, :]
+    else:
+        pointer = at[None, :] + (step * ROW_BYTES)[:, None]
+        mask = wanted[None, :] & (step < COUNT)[:, None]
+    pointer = pointer.to(tl.pointer_type(tl.int32))
+    pointer = tl.multiple_of(tl.max_contiguous(pointer, [1, RUN]), [16, 16])
+    return tl.load(pointer, mask=tl.max_constancy(mask, [1, RUN]), other=0)
+
+
+@triton.jit
+def _scales(at, token, wanted, OFFSET: tl.constexpr):
+    """Of tokens in pieces, float32; blocks of 16 are wanted, or are not."""
+    pointer = (at + OFFSET + token * 2).to(tl.pointer_type(tl.float16))
+    pointer = tl.multiple_of(tl.max_contiguous(pointer, [16]), [16])
+    return tl.load(pointer, mask=tl.max_constancy(wanted, [16]), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _plain(at, token, wanted, DIM: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr,
+           COMPUTE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Rows of numbers, [tokens, WIDTH]."""
+    channel = tl.arange(0, WIDTH)
+    pointer = (at.to(tl.pointer_type(TYPE)) + token * DIM)[:, None] + channel[None, :]
+    if ALIGNED:
+        pointer = tl.multiple_of(tl.max_contiguous(pointer, [1, WIDTH]), [16, 16])
+    mask = wanted[:, None] & (channel < DIM)[None, :]
+    return tl.load(pointer, mask=mask, other=0.0).to(COMPUTE)
+
+
+@triton.jit
+def _parted(q, row_at, used, scale, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+            PRECISE: tl.constexpr):
+    """_query() for codes."""
+    parts: tl.constexpr = 32 // BITS
+    word = tl.arange(0, WIDTH // parts) * parts
+    rows = ()
+    largest = tl.zeros([row_at.shape[0]], tl.float32)
+    for part in tl.static_range(parts):
+        mask = used[:, None] & (word + part < DIM)[None, :]
+        row = tl.load(q + row_at[:, None] + (word + part)[None, :], mask=mask, other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(row), 1))
+        rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005
+    divisor = tl.where(largest > 0, largest, 1.0)[:, None]
+    found = ()
+    rest = ()
+    for part in tl.static_range(parts):
+        row = rows[part] / divisor
+        found = found + (row.to(tl.float16),)  # type: ignore[assignment]  # noqa: RUF005
+        if PRECISE:
+            left = (row - found[part].to(tl.float32)).to(tl.float16)
+            rest = rest + (left,)  # noqa: RUF005
+    return found, rest, largest * scale
+
+
+@triton.jit
+def _query(q, row_at, used, scale, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+           COMPUTE: tl.constexpr, PRECISE: tl.constexpr):
+    """Of rows: their parts as _codes() has those of keys, what these lack, and what their products
+    are to be multiplied by. Parts are divided by the largest channel: float16 ends at 65504."""
+    if BITS == 0:
+        channel = tl.arange(0, WIDTH)
+        mask = used[:, None] & (channel < DIM)[None, :]
+        part = tl.load(q + row_at[:, None] + channel[None, :], mask=mask, other=0.0)
+        found = (part.to(COMPUTE),)
+        rest = ()
+        factor = tl.where(used, scale, 0.0)
+    else:
+        found, rest, factor = _parted(q, row_at, used, scale, DIM, WIDTH, BITS, PRECISE)
+    return found, rest, factor
+
+
+@triton.jit
+def _scores(
+    query, rest, key_at, token, wanted,
+    KEY_BITS: tl.constexpr, DIM: tl.constexpr, K: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    KEY_SCALES: tl.constexpr, TYPE: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISE: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """Products of the parts with keys, [LINES, TOKENS]."""
+    if KEY_BITS == 0:
+        keys = _plain(key_at, token, wanted, DIM, K, TYPE, COMPUTE, ALIGNED)
+        sums = tl.dot(query[0], tl.trans(keys), input_precision="ieee")
+    else:
+        parts: tl.constexpr = 32 // KEY_BITS
+        at = key_at + token // BLOCK * KEY_BLOCK + token % BLOCK * 4
+        words = _words(at, wanted, (DIM + parts - 1) // parts, K // parts, 64, False, BLOCK)
+        codes = _codes(words, KEY_BITS)
+        sums = tl.zeros([LINES, TOKENS], tl.float32)
+        for part in tl.static_range(parts):
+            sums = tl.dot(query[part], codes[part], sums)
+            if PRECISE:
+                sums = tl.dot(rest[part], codes[part], sums)
+        sums = sums * _scales(key_at, token, wanted, KEY_SCALES)[None, :]
+    return sums
+
+
+@triton.jit
+def _summed(
+    sums, weights, value_at, token, wanted, seen,
+    VALUE_BITS: tl.constexpr, DIM: tl.constexpr, V: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    TYPE: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr, PRECISE: tl.constexpr,
+    SEVERAL: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """sums [LINES, V] and values by their weights [LINES, TOKENS]. value_at and token are of the
+    first token of each group in a word; of each token where values are plain."""
+    if VALUE_BITS == 0:
+        values = _plain(value_at, token, wanted, DIM, V, TYPE, COMPUTE, ALIGNED)
+        if SEVERAL:
+            # A line that does not see a NaN has a weight of 0 for it, which would not hide it.
+            odd = (tl.abs(values.to(tl.float32)) < float("inf")) == 0
+            values = tl.where(odd, 0.0, values).to(COMPUTE)
+            hurt = tl.dot(seen.to(tl.float16), odd.to(tl.float16))
+            sums = tl.where(hurt > 0, float("nan"), sums)
+        sums = tl.dot(weights.to(COMPUTE), values, sums, input_precision="ieee")
+    else:
+        groups: tl.constexpr = 32 // VALUE_BITS
+        width: tl.constexpr = (DIM + 15) // 16 * 64  # bytes of a group
+        at = value_at + token // BLOCK * VALUE_BLOCK + token % BLOCK // groups * width
+        codes = _codes(_words(at, wanted, DIM, V, 0, True, V), VALUE_BITS)
+        high = weights.to(tl.float16)
+        dealt = _dealt(high, LINES, TOKENS, VALUE_BITS)
+        for part in tl.static_range(groups):
+            sums = tl.dot(dealt[part], codes[part], sums)
+        if PRECISE:
+            low = (weights - high.to(tl.float32)).to(tl.float16)
+            rest = _dealt(low, LINES, TOKENS, VALUE_BITS)
+            for part in tl.static_range(groups):
+                sums = tl.dot(rest[part], codes[part], sums)
+    return sums
+
+
+@triton.jit
+def _weighed(logits, scales, seen, top, total, VALUE_BITS: tl.constexpr):
+    """The step of an online softmax, in powers of two: weights, times the values' scales where they
+    have some, how far earlier sums fade, the largest weight so far and the sum of all."""
+    levels = logits
+    if VALUE_BITS:
+        levels = logits + tl.log2(tl.maximum(scales, LEAST_SCALE))[None, :]
+    new_top = tl.maximum(top, tl.max(levels, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(logits - base[:, None])
+    fade = tl.exp2(top - base)
+    total = total * fade + tl.sum(weights, 1)
+    if VALUE_BITS:  # a scale may be NaN
+        weights = tl.where(seen, weights * scales[None, :], 0.0)
+    return weights, fade, new_top, total
+
+
+@triton.jit
+def _sight(positions, row, used, window):
+    """Each line sees the tokens above `above`, up to `last`."""
+    last = tl.load(positions + row, mask=used, other=-1)
+    above = tl.where(window > 0, tl.maximum(last - window, -1), -1)
+    return above, last
+
+
+@triton.jit
+def _attended(
+    query, rest, factor, keys_at, values_at, pages, k, split, splits, softcap, above, last,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, TYPE: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    VALUE_SCALES: tl.constexpr, ALIGNED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    PAGE_ROOM: tl.constexpr, SEVERAL: tl.constexpr, SOFTCAP: tl.constexpr, LINES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """All tiles of a split: the largest weight, the sum of weights, and that of values by them."""
+    any_last = tl.max(last, 0)
+    any_above = tl.min(tl.where(last >= 0, above, FAR), 0)
+    top = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    sums = tl.zeros([LINES, V], tl.float32)
+    in_word: tl.constexpr = 32 // VALUE_BITS if VALUE_BITS else 1
+    token = tl.arange(0, TOKENS)
+    group = tl.arange(0, TOKENS // in_word) * in_word
+    tiles = tl.cdiv(k * PAGE_ROOM, TOKENS)
+    # Addresses are read a tile ahead, so that Triton's pipeliner finds them at hand.
+    next_key = _places(
+        keys_at, values_at, pages, split * TOKENS + token, k, BLOCK, PAGE_TOKENS, PAGE_ROOM)
+    next_value = _places(
+        keys_at, values_at, pages, split * TOKENS + group, k, in_word, PAGE_TOKENS, PAGE_ROOM)
+    for tile in range(split, tiles, splits):
+        key_at, scale_at, in_page, position, first = next_key
+        _, value_at, group_in_page, _, group_first = next_value
+        begin = (tile + splits) * TOKENS
+        next_key = _places(
+            keys_at, values_at, pages, begin + token, k, BLOCK, PAGE_TOKENS, PAGE_ROOM)
+        next_value = _places(
+            keys_at, values_at, pages, begin + group, k, in_word, PAGE_TOKENS, PAGE_ROOM)
+        if SEVERAL:
+            seen = (position[None, :] > above[:, None]) & (position[None, :] <= last[:, None])
+        else:
+            seen = ((position > any_above) & (position <= any_last))[None, :]
+        wanted = (first <= any_last) & (first + BLOCK > any_above + 1)
+        in_sight = (position > any_above) & (position <= any_last)
+        logits = _scores(
+            query, rest, key_at, in_page, wanted if KEY_BITS else in_sight, KEY_BITS, DIM, K,
+            KEY_BLOCK, KEY_SCALES, TYPE, COMPUTE, ALIGNED, PRECISE, LINES, TOKENS)
+        logits *= factor[:, None]
+        if SOFTCAP:  # tanh, from a power that may overflow to infinity
+            logits = softcap * (1 - 2 / (tl.exp2(logits) + 1))
+        logits = tl.where(seen, logits, float("-inf"))
+        scales = logits
+        if VALUE_BITS:
+            scales = _scales(scale_at, in_page, wanted, VALUE_SCALES)
+            in_sight = (group_first <= any_last) & (group_first + in_word > any_above + 1)
+        weights, fade, top, total = _weighed(logits, scales, seen, top, total, VALUE_BITS)
+        sums = sums * fade[:, None]
+        sums = _summed(
+            sums, weights, value_at, group_in_page, in_sight, seen, VALUE_BITS, VALUE_DIM, V,
+            VALUE_BLOCK, TYPE, COMPUTE, ALIGNED, PRECISE, SEVERAL, LINES, TOKENS)
+    return top, total, sums
+
+
+# Counts change from step to step: none of them may compile the kernel once more.
+@triton.jit(
+    do_not_specialize=["k", "rows", "kv_heads", "splits", "window"],
+    do_not_specialize_on_alignment=["keys_at", "values_at", "pages", "positions", "lse"],
+)
+def _attend_codes_kernel(
+    q,  # [lists, rows, q_heads, DIM], contiguous; float32 and rotated where keys are codes
+    keys_at, values_at,  # int64 [lists, kv_heads, k]
+    pages,  # int32 [lists, kv_heads, k]
+    positions,  # int64 [lists, rows]
+    out,  # float32 [lists, rows, q_heads, splits, VALUE_DIM]; rotated where values are codes
+    lse,  # float32 [lists, rows, q_heads, splits]
+    k, rows, kv_heads, splits,
+    scale, softcap,  # in powers of two; with SOFTCAP scale is twice that over the cap
+    window,  # tokens, 0: none
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,  # 0: rows of TYPE
+    TYPE: tl.constexpr, COMPUTE: tl.constexpr,  # of plain rows in memory, and in tl.dot
+    PRECISE: tl.constexpr,  # queries and weights in two float16 each
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr,  # powers of two that have them
+    KEY_BLOCK: tl.constexpr, KEY_SCALES: tl.constexpr,  # bytes of a block, and of all
+    VALUE_BLOCK: tl.constexpr, VALUE_SCALES: tl.constexpr,
+    ALIGNED: tl.constexpr,  # plain rows begin on 16 bytes
+    PAGE_TOKENS: tl.constexpr, PAGE_ROOM: tl.constexpr,  # tokens of a page, and of its blocks
+    GROUP: tl.constexpr,  # query heads of a kv head
+    SEVERAL: tl.constexpr,  # a tile has lines of more than one row
+    SOFTCAP: tl.constexpr,
+    LINES: tl.constexpr, TOKENS: tl.constexpr,  # a tile's query rows (row x head), and its tokens
+):
+    blocks = tl.cdiv(rows * GROUP, LINES)
+    program = tl.program_id(0)
+    split = program // blocks % splits
+    head = program // blocks // splits % kv_heads
+    one = (program // blocks // splits // kv_heads).to(tl.int64)
+    table = (one * kv_heads + head) * k
+    line = program % blocks * LINES + tl.arange(0, LINES)
+    row = line // GROUP
+    used = row < rows
+    line_at = (one * rows + row) * kv_heads * GROUP + head * GROUP + line % GROUP
+    query, rest, factor = _query(
+        q, line_at * DIM, used, scale, DIM, K, KEY_BITS, COMPUTE, PRECISE)
+    above, last = _sight(positions + one * rows, row, used, window)
+    top, total, sums = _attended(
+        query, rest, factor, keys_at + table, values_at + table, pages + table, k, split, splits,
+        softcap, above, last, KEY_BITS, VALUE_BITS, TYPE, COMPUTE, PRECISE, DIM, VALUE_DIM, K, V,
+        KEY_BLOCK, KEY_SCALES, VALUE_BLOCK, VALUE_SCALES, ALIGNED, PAGE_TOKENS, PAGE_ROOM, SEVERAL,
+        SOFTCAP, LINES, TOKENS)
+    total = tl.where(last >= 0, total, 0.0)
+    at = line_at * splits + split
+    _store(out, at, sums, total, used, 0, V, VALUE_DIM)
+    result = (top + tl.log2(tl.where(total == 0, 1.0, total))) * LN_2
+    result = tl.where(total == 0, float("-inf"), result)
+    tl.store(lse + at, result, mask=used)
+
+
+# fmt: on
+
+
+def _width(dim: int, bits: int) -> int:
+    """Channels of a tile of keys: a power of two, 16 or more words."""
+    return max(power_of_two(dim), 16 * (32 // bits if bits else 1))
+
+
+@lru_cache(maxsize=256)
+def constants(shape: Shape, tiles: Tiles) -> dict[str, object]:
+    """The kernel's constants for a shape; one compiled kernel for each set of them."""
+    room = shape.page_room
+    key_block = -(-shape.dim // 16) * 16 * 16 * shape.key_bits // 8
+    value_block = -(-shape.value_dim // 16) * 16 * 16 * shape.value_bits // 8
+    plain = [
+        dim * shape.dtype.itemsize % 16 == 0
+        for dim, bits in ((shape.dim, shape.key_bits), (shape.value_dim, shape.value_bits))
+        if not bits
+    ]
+    return {
+        "KEY_BITS": shape.key_bits,
+        "VALUE_BITS": shape.value_bits,
+        "TYPE": TYPES[shape.dtype],
+        # The interpreter has no bf16: it would multiply the patterns of the bits.
+        "COMPUTE": tl.float32 if INTERPRETED else TYPES[shape.compute],
+        "PRECISE": shape.query_dtype == torch.float32,
+        "DIM": shape.dim,
+        "VALUE_DIM": shape.value_dim,
+        "K": _width(shape.dim, shape.key_bits),
+        "V": max(16, power_of_two(shape.value_dim)),
+        "KEY_BLOCK": key_block,
+        "KEY_SCALES": key_block * (room // 16),
+        "VALUE_BLOCK": value_block,
+        "VALUE_SCALES": value_block * (room // 16),
+        "ALIGNED": all(plain),
+        "PAGE_TOKENS": shape.page_tokens,
+        "PAGE_ROOM": room,
+        "GROUP": shape.group,
+        "SEVERAL": shape.mixes_rows(tiles.lines),
+        "SOFTCAP": shape.softcap,
+        "LINES": tiles.lines,
+        "TOKENS": tiles.tokens,
+    }
+
+
+def launch(
+    call: Call, shape: Shape, tiles: Tiles, splits: int, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """As attend_triton.launch. q is contiguous, float32 and rotated where keys are codes; out is
+    left rotated where values are."""
+    lists, kv_heads, k = call.keys_at.shape
+    blocks = triton.cdiv(shape.rows * shape.group, tiles.lines)
+    factor = call.scale if call.softcap is None else 2 * call.scale / call.softcap
+    _attend_codes_kernel[(blocks * splits * kv_heads * lists,)](
+        call.q,
+        call.keys_at,
+        call.values_at,
+        call.pages,
+        call.positions,
+        out,
+        lse,
+        k,
+        shape.rows,
+        kv_heads,
+        splits,
+        factor * LOG2_E,
+        (call.softcap or 0.0) * LOG2_E,
+        call.window or 0,
+        **constants(shape, tiles),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def variants() -> list[Variant]:
+    """Usual shapes: all pairs of codes, grouped heads, pages of 16 tokens; prompts; plain keys."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    usual = Shape(bf16, bf16, 128, 128, True, 4, 1, 16, False, 8, 8)
+    few = replace(usual, key_bits=4, value_bits=4)
+    shapes = {
+        "int8": usual,
+        "int4": few,
+        "int8_int4": replace(usual, value_bits=4),
+        "int4_int8": replace(usual, key_bits=4),
+        "int8_fp32": replace(usual, dtype=fp32, query_dtype=fp32),
+        "int4_fp32": replace(few, dtype=fp32, query_dtype=fp32),
+        "none_int4": replace(usual, key_bits=0, value_bits=4),
+        "int8_none": replace(usual, value_bits=0),
+    }
+    for name, each in (("int8", usual), ("int4", few)):
+        shapes |= {
+            f"{name}_dim_64": replace(each, dim=64, value_dim=64, group=8),
+            f"{name}_dim_80": replace(each, dim=80, value_dim=80),
+            f"{name}_dim_256_softcap": replace(each, dim=256, value_dim=256, softcap=True),
+            f"{name}_4_rows": replace(each, rows=4),
+            f"{name}_pages_of_32": replace(each, page_tokens=32),
+            f"{name}_512_rows": replace(each, rows=512, page_tokens=64),
+        }
+    return [_variant(name, shape, tiles_of(shape)) for name, shape in shapes.items()]
+
+
+def _variant(name: str, shape: Shape, tiles: Tiles) -> Variant:
+    types = {
+        "q": "*fp32" if shape.key_bits else f"*{NAMES[shape.query_dtype]}",
+        "keys_at values_at positions": "*i64",
+        "pages": "*i32",
+        "out lse": "*fp32",
+        "scale softcap": "fp32",
+        "k rows kv_heads splits window": "i32",
+    }
+    fixed = constants(shape, tiles)
+    return variant(f"attend_{name}", _attend_codes_kernel, types, fixed, tiles.warps, tiles.stages)
