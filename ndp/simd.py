@@ -274,6 +274,8 @@ class _Fetched:
 def _fetched(layout: KVLayout, keys: bool, decoded: bool) -> _Fetched:
     dim = layout.head_dim if keys else layout.value_head_dim
     encoding = layout.k_encoding if keys else layout.v_encoding
+    if encoding == "progressive":
+        encoding = "int8"  # in which form both planes go out
     if encoding != "none" and not decoded:
         return _Fetched((layout.piece_bytes(dim, encoding),), None)
     return _Fetched((layout.page_tokens, dim), DTYPES.index(layout.dtype))
