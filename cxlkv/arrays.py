@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.errors import BadArgumentError
-from cxlkv.layout import DTYPES
+from cxlkv.layout import DTYPES, STORED
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +50,9 @@ NUMPY_DTYPES = (
     np.dtype(np.float32),
 )
 _NUMPY_CODES = {dtype: code for code, dtype in enumerate(NUMPY_DTYPES)}
+_NUMPY_BYTES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e4m3fn))
+BYTES = STORED.index("uint8")
+"""The dtype code of rows of one byte a channel, which a pool in fp8 takes as they are."""
 
 
 class View(NamedTuple):
@@ -86,6 +89,18 @@ def view(array: object, name: str) -> View:
     raise BadArgumentError(
         f"{name} is a {type(array).__name__}: give a numpy array, a torch tensor or a DLPack object"
     )
+
+
+def rows_or_bytes(array: object, name: str) -> View:
+    """As view(), and of uint8 or float8_e4m3fn, too: their code is BYTES."""
+    array = imported(array, name)
+    if isinstance(array, np.ndarray) and array.dtype in _NUMPY_BYTES:
+        return View(array, address_of(array), array.shape, array.strides, BYTES)
+    if is_torch(array):
+        tensor = cast("torch.Tensor", array)
+        if tensor.is_cpu and str(tensor.dtype) in ("torch.uint8", "torch.float8_e4m3fn"):
+            return View(tensor, tensor.data_ptr(), tensor.shape, tensor.stride(), BYTES)
+    return view(array, name)
 
 
 def imported(array: object, name: str) -> object:

@@ -18,8 +18,10 @@ LAYERS_MAX = 1024
 VALUES = ("own", "key_prefix", "object")  # likewise
 LINE_BYTES = 64
 CODE_TOKENS = 16  # of a block of codes, and the channels of its lines
-ENCODINGS = ("none", "int8", "int4", "progressive")  # likewise
+FP8 = "fp8_e4m3"
+ENCODINGS = ("none", "int8", "int4", FP8, "progressive")  # likewise
 OBJECT_BYTES_MAX = 1 << 30
+_CODE_BITS = {"int8": 8, "int4": 4, "progressive": 8}
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 
 
@@ -64,8 +66,9 @@ class LayerGroup:
     k_encoding, v_encoding: what keys and values are kept as, one of ENCODINGS: "none", as the model
     made them; "int8", "int4": rotated, in 8 or 4 bits a channel, with a float16 scale for each
     token and head (docs/decisions/0034-encodings.md); "progressive": 8 bits in two planes of 4, of
-    which a reader takes as many as it needs (docs/decisions/0035-progressive.md). dtype is what
-    append() takes and fetch() gives.
+    which a reader takes as many as it needs (docs/decisions/0035-progressive.md); "fp8_e4m3":
+    float8_e4m3fn, a byte a channel and no scale, to the bit as vLLM's CPU backend stores it. dtype
+    is what append() takes and fetch() gives.
     """
 
     layers: int
@@ -377,14 +380,15 @@ class KVLayout:
 
         more_bytes: behind the rows, or the scales of codes; a digest's scale.
         """
-        if encoding == "none":
-            return self.page_tokens * _row_bytes(channels, encoding, self.dtype) + more_bytes
+        row = _row_bytes(channels, encoding, self.dtype)
+        if encoding not in _CODE_BITS:
+            return self.page_tokens * row + more_bytes
         tokens = -(-self.page_tokens // CODE_TOKENS) * CODE_TOKENS
-        size = tokens * _row_bytes(channels, encoding, self.dtype) + more_bytes
         if encoding != "progressive":
-            return size
+            return tokens * row + more_bytes
         lower = tokens * (_row_bytes(channels, "int4", self.dtype) - 2)  # begins on a line
-        return -(-(size - lower) // LINE_BYTES) * LINE_BYTES + lower
+        upper = tokens * row + more_bytes - lower
+        return -(-upper // LINE_BYTES) * LINE_BYTES + lower
 
     @property
     def summary(self) -> str:
@@ -401,10 +405,9 @@ class KVLayout:
 
 def _row_bytes(channels: int, encoding: str, dtype: str) -> int:
     """Of one token and head: codes of a multiple of 16 channels, and a float16 scale."""
-    if encoding == "none":
-        return channels * DTYPE_BYTES[dtype]
-    bits = {"int8": 8, "int4": 4, "progressive": 8}[encoding]
-    return -(-channels // CODE_TOKENS) * CODE_TOKENS * bits // 8 + 2
+    if encoding not in _CODE_BITS:
+        return channels * (1 if encoding == FP8 else DTYPE_BYTES[dtype])
+    return -(-channels // CODE_TOKENS) * CODE_TOKENS * _CODE_BITS[encoding] // 8 + 2
 
 
 def layer_places(layout: KVLayout, record_layers: int) -> tuple[tuple[int, int], ...]:

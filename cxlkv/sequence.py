@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,16 @@ import numpy.typing as npt
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
 from cxlkv._lifetime import Closing
-from cxlkv.arrays import NUMPY_DTYPES, Array, Starts, View, forms, imported, view
+from cxlkv.arrays import (
+    BYTES,
+    Array,
+    Starts,
+    View,
+    forms,
+    imported,
+    rows_or_bytes,
+    view,
+)
 from cxlkv.errors import (
     BadArgumentError,
     CXLKVError,
@@ -20,7 +30,7 @@ from cxlkv.errors import (
     UnsupportedError,
     state_of,
 )
-from cxlkv.layout import DTYPES, KVLayout, format_bytes
+from cxlkv.layout import DTYPE_BYTES, DTYPES, FP8, STORED, KVLayout, format_bytes
 from cxlkv.ndp import audit, simd, tuning
 from cxlkv.ndp.engine import (
     RECALL,
@@ -35,6 +45,15 @@ from cxlkv.ndp.engine import (
 )
 
 PagePlaces = _core.Places
+
+
+class Row(NamedTuple):
+    """What a pool takes of K or V: dtype is a code; or_bytes: bytes, too, stored as they are."""
+
+    heads: int
+    dim: int
+    dtype: int
+    or_bytes: bool
 
 
 class Batch:
@@ -55,11 +74,14 @@ class Batch:
             if not isinstance(each, Sequence):
                 raise BadArgumentError(f"a batch is of sequences, not of {type(each).__name__}")
         self._layout = layout
-        dtype = DTYPES.index(layout.dtype)
-        self._key_row = (layout.kv_heads, layout.head_dim, dtype)
+        shape = (layout.kv_heads, layout.head_dim, DTYPES.index(layout.dtype))
+        self._key_row = Row(*shape, layout.k_encoding == FP8)
         self._value_row = None  # None: values are a prefix of the keys
         if layout.values == "own":
-            self._value_row = (layout.kv_heads, layout.value_head_dim, dtype)
+            self._value_row = self._key_row._replace(
+                dim=layout.value_head_dim, or_bytes=layout.v_encoding == FP8
+            )
+        self._view = rows_or_bytes if FP8 in (layout.k_encoding, layout.v_encoding) else view
         self._scale = float(layout.head_dim**-0.5)  # unless somebody says another
         self._pool = pool
         self._room = 0  # pages a list, for the next select
@@ -79,8 +101,10 @@ class Batch:
     ) -> None:
         """Append tokens of one layer: k [rows, kv_heads, head_dim], v likewise; any strides.
 
-        v is None when values are a prefix of the keys. Layers are appended in order: layer l never
-        gets ahead of layer l - 1. All or nothing: PoolFullError leaves every sequence as it was.
+        v is None when values are a prefix of the keys. What is kept in fp8_e4m3 may also come as
+        its bytes, uint8 or float8_e4m3fn, which are stored as they are. Layers are appended in
+        order: layer l never gets ahead of layer l - 1. All or nothing: PoolFullError leaves every
+        sequence as it was.
 
         Layers with a window give back the pages behind it, at the next step: until then the step's
         own tokens may attend, and be truncated. rewind=n, given with layer 0: they keep what the
@@ -88,12 +112,12 @@ class Batch:
         further; less, where the step's own attention is computed elsewhere (a long prefill), takes
         no page that nobody will read. Raises OrderError, BadArgumentError.
         """
-        values = None if v is None else view(v, "v")
-        self._append(layer, view(k, "k"), values, self._starts(starts), rewind)
+        values = None if v is None else self._view(v, "v")
+        self._append(layer, self._view(k, "k"), values, self._starts(starts), rewind)
 
     def _check_new(self, layer: int, keys: View, values: View | None, starts: Starts) -> None:
         """Runs for each layer of each token: what is wrong is looked at by calls, the rest not."""
-        rows, (heads, dim, dtype) = int(starts[-1]), self._key_row
+        rows, (heads, dim, dtype, _) = int(starts[-1]), self._key_row
         if keys.shape != (rows, heads, dim) or keys.dtype != dtype:
             _check_rows(keys, "k", rows, self._key_row)
         if values is None or self._value_row is None:
@@ -135,7 +159,8 @@ class Batch:
         """Append whole blocks of an engine's own paged memory to one layer.
 
         keys [block_count, kv_heads, block_tokens, head_dim], values likewise or None, as in
-        append(); a block's rows of one head are contiguous, strides to blocks and heads any.
+        append(), but both of one dtype; a block's rows of one head are contiguous, strides to
+        blocks and heads any.
         block_tokens is page_tokens or a multiple. Of sequence i are the blocks
         blocks[starts[i]:starts[i + 1]], so starts counts blocks here; each sequence ends at the end
         of a page. All or nothing, and all else as in append().
@@ -189,9 +214,9 @@ class Batch:
         self, keys: object, values: object | None, blocks: npt.ArrayLike, starts: npt.ArrayLike
     ) -> tuple[View, View | None, Starts, Starts]:
         """(keys, values, starts, blocks), checked but for the ids and starts' order."""
-        k = view(keys, "keys")
+        k = self._view(keys, "keys")
         _check_blocks(k, "keys", self._key_row)
-        v = None if values is None else view(values, "values")
+        v = None if values is None else self._view(values, "values")
         self._check_values("values", v)
         if v is not None and self._value_row is not None:
             _check_blocks(v, "values", self._value_row)
@@ -199,6 +224,9 @@ class Batch:
                 raise BadArgumentError(
                     f"keys {tuple(k.shape)} and values {tuple(v.shape)}: other blocks or tokens"
                 )
+            if v.dtype != k.dtype:
+                names = f"keys are {STORED[k.dtype]}, values {STORED[v.dtype]}"
+                raise BadArgumentError(f"{names}: blocks have one dtype")
         offsets, ids = self._starts(starts), _int32(blocks, "blocks")
         if ids.shape != (max(0, int(offsets[-1])),):
             raise BadArgumentError(
@@ -443,7 +471,7 @@ class Batch:
     ) -> tuple[Asked, tuple[View, View | None]]:
         """All checked but the queries; arrays: q, k, v."""
         q, k, v = arrays
-        new = (view(k, "k"), None if v is None else view(v, "v"))
+        new = (self._view(k, "k"), None if v is None else self._view(v, "v"))
         offsets = self._starts(starts)
         self._check_new(layer, *new, offsets)
         if len(budgets) not in (0, 1, len(self.sequences)):
@@ -550,10 +578,10 @@ class Sequence:
         self, layer: int, k: object, v: object | None = None, rewind: int | None = None
     ) -> None:
         """Append k [tokens, kv_heads, head_dim] and v to one layer; see Batch.append."""
-        keys = view(k, "k")
-        starts = np.array((0, keys.shape[0] if keys.shape else 0), np.int32)
-        values = None if v is None else view(v, "v")
         batch = self._batch if self._batch is not None else self._own()
+        keys = batch._view(k, "k")
+        starts = np.array((0, keys.shape[0] if keys.shape else 0), np.int32)
+        values = None if v is None else batch._view(v, "v")
         batch._append(layer, keys, values, starts, rewind)
 
     def attach(
@@ -802,26 +830,29 @@ def _layer(layer: int) -> int:
     return layer
 
 
-def _check_rows(got: View, name: str, rows: int, row: tuple[int, int, int]) -> None:
-    """`row` is (heads, dim, dtype code) of what the pool stores."""
-    heads, dim, dtype = row
+def _check_rows(got: View, name: str, rows: int, row: Row) -> None:
+    heads, dim = row[:2]
     if got.shape != (rows, heads, dim):
         shape = tuple(got.shape)
         raise BadArgumentError(f"{name} has shape {shape}, wanted ({rows}, {heads}, {dim})")
-    if got.dtype != dtype:
-        raise BadArgumentError(f"{name} is {DTYPES[got.dtype]}, the pool stores {DTYPES[dtype]}")
+    _check_dtype(got, name, row)
 
 
-def _check_blocks(got: View, name: str, row: tuple[int, int, int]) -> None:
+def _check_dtype(got: View, name: str, row: Row) -> None:
+    if got.dtype != row.dtype and not (row.or_bytes and got.dtype == BYTES):
+        dtype = DTYPES[row.dtype]
+        raise BadArgumentError(f"{name} is {STORED[got.dtype]}, the pool stores {dtype}")
+
+
+def _check_blocks(got: View, name: str, row: Row) -> None:
     """[block_count, heads, block_tokens, dim], contiguous in the last two axes."""
-    heads, dim, dtype = row
+    heads, dim = row[:2]
     shape = tuple(got.shape)
     if len(shape) != 4 or shape[1] != heads or shape[3] != dim:
         wanted = f"(blocks, {heads}, block_tokens, {dim})"
         raise BadArgumentError(f"{name} has shape {shape}, wanted {wanted}")
-    if got.dtype != dtype:
-        raise BadArgumentError(f"{name} is {DTYPES[got.dtype]}, the pool stores {DTYPES[dtype]}")
-    size = NUMPY_DTYPES[dtype].itemsize
+    _check_dtype(got, name, row)
+    size = DTYPE_BYTES[STORED[got.dtype]]
     # An axis of length 1 is never stepped along.
     if (shape[3] > 1 and got.strides[3] != size) or (shape[2] > 1 and got.strides[2] != dim * size):
         raise BadArgumentError(

@@ -16,9 +16,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Selection, Sequence
 from cxlkv.arrays import Doubles, Floats
+from cxlkv.errors import BadArgumentError
 from cxlkv.prefix import prefix_keys
 
 from .conftest import audit
@@ -30,19 +32,23 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 STEP = {"bfloat16": 2**-8, "float16": 2**-10, "float32": 1e-6}
 """Of what fetch gives, relative to the largest channel of its row."""
 METHODS = ("exact", "digest", "two_stage", "attention")
+FP8 = "fp8_e4m3"
 ENCODED = [
     (k, v)
     for k, v in itertools.product(("none", "int8", "int4"), repeat=2)
     if (k, v) != ("none", "none")
 ]
 PLANES = ("progressive", "progressive")
+ENCODED += [(FP8, FP8), (FP8, "int4"), ("int8", FP8), (FP8, "none"), ("none", FP8)]
 ENCODED += [PLANES, ("progressive", "int8"), ("int4", "progressive"), ("none", "progressive")]
 BOTH = (("int8", "int4"), ("int4", "int8"), PLANES)
+"""Of codes."""
+PAIRS = (*BOTH, (FP8, FP8))
 
 
 @pytest.fixture(params=ENCODED, ids="-".join)
 def encodings(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Of keys and of values: all pairs of codes, and some with planes."""
+    """Of keys and of values: all pairs of codes, and some with planes, or in fp8."""
     pair: tuple[str, str] = request.param
     return pair
 
@@ -208,7 +214,7 @@ def test_fetch_gives_what_the_reference_keeps(
         sequence.append(0, case.keys[0], case.values[0])
         for kind, pages in enumerate(sequence.fetch(0)):
             got, want = rows_of(pages, tokens), case.kept(kind)[0]
-            if encodings[kind] == "none":
+            if encodings[kind] in ("none", FP8):
                 np.testing.assert_array_equal(got, want)
             step = STEP[dtype] * np.abs(want).max(axis=-1, keepdims=True)
             assert (np.abs(got - want) <= step + 2**-25).all()  # the smallest half is 2^-24
@@ -252,7 +258,7 @@ def check_lists(
                     own[:, head], queries, budget, method, layout.page_tokens, case.scale, window
                 )
                 near = math.expm1(2 * off) if reference.is_by_mass(budget, method) else off
-                if method == "digest":
+                if method == "digest" and layout.k_encoding in kept.BITS:
                     near += digest_slack(own[:, head], queries, case.scale)
                 check_list(picked, row, head, want, near + 1e-6)
 
@@ -285,7 +291,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("pair", [*BOTH, ("none", "int8"), ("int4", "none")], ids="-".join)
+@pytest.mark.parametrize(
+    "pair", [*PAIRS, ("none", "int8"), ("int4", "none"), (FP8, "int8"), ("int4", FP8)], ids="-".join
+)
 @pytest.mark.parametrize("name", SHAPES)
 def test_select_and_attend_are_the_references(
     name: str, pair: tuple[str, str], rng: np.random.Generator
@@ -359,11 +367,12 @@ def test_far_from_the_raw_numbers_no_more_than_codes_are(rng: np.random.Generato
     assert np.linalg.norm(np.asarray(got) - raw[0], axis=-1).max() < 0.05 * length
 
 
-@pytest.mark.parametrize("pair", BOTH, ids="-".join)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_instruction_sets_give_the_same_bits(
     pair: tuple[str, str], force_isa: Callable[[str], str], rng: np.random.Generator
 ) -> None:
-    """Of fetch, and of scores by keys; sums of softmax and digests differ in their order."""
+    """Of fetch, and of scores by codes; sums of floats, of softmax and digests differ in their
+    order."""
     layout = layout_of(pair, dim=80, value_dim=36, page_tokens=20)
     case = case_of(rng, layout, (107,), (2,), 3)
     found, outs = dict[str, list[bytes]](), dict[str, Doubles]()
@@ -377,7 +386,9 @@ def test_instruction_sets_give_the_same_bits(
             sequence.append(0, case.keys[0][:50], case.values[0][:50])
             sequence.append(0, case.keys[0][50:], case.values[0][50:])
             picked = sequence.select(0, case.queries, Budget(pages=3), method="exact")
-            found[isa] = [bits(picked.pages), bits(picked.scores)]
+            found[isa] = [bits(picked.pages)]
+            if pair[0] in kept.BITS:
+                found[isa].append(bits(picked.scores))
             found[isa] += [bits(pages) for pages in sequence.fetch(0)]
             outs[isa] = np.asarray(sequence.attend(0, case.queries)[0]).astype(np.float64)
     assert len(found) > 1
@@ -458,7 +469,7 @@ def test_blocks_give_the_same_bits(encodings: tuple[str, str], rng: np.random.Ge
         audit(pool)
 
 
-@pytest.mark.parametrize("pair", BOTH, ids="-".join)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_the_order_of_a_batch_changes_no_bit(
     pair: tuple[str, str], rng: np.random.Generator
 ) -> None:
@@ -567,3 +578,120 @@ def test_a_published_tail_says_nothing_of_other_texts(
             names = names_of_keys(pool, prefix_keys(range(69), 64, tail=True))
             found.append(read_all(pool, names))
     np.testing.assert_array_equal(found[0], found[1])
+
+
+# ---- bytes that are kept as they are ----
+
+
+def in_bytes(rows: Floats, kind: str) -> object:
+    """Rows in float8_e4m3fn as the reference has them, held by one library or another."""
+    found = kept.in_fp8(rows.astype(np.float32)).astype(ml_dtypes.float8_e4m3fn)
+    if kind == "float8":
+        return found
+    if kind == "torch":
+        return torch.from_numpy(found.view(np.uint8)).view(torch.float8_e4m3fn)
+    return found.view(np.uint8)
+
+
+@pytest.mark.parametrize("page_tokens", [7, 16])
+@pytest.mark.parametrize("kind", ["float8", "torch", "uint8"])
+def test_bytes_are_kept_as_they_are(kind: str, page_tokens: int, rng: np.random.Generator) -> None:
+    """Keys, values or both of them, in any chunks and strides, beside rows of the pool's dtype."""
+    layout = layout_of((FP8, FP8), dim=24, value_dim=40, page_tokens=page_tokens, dtype="bfloat16")
+    case = case_of(rng, layout, (5 * page_tokens + 3,), (2,), 3)
+    keys, values = case.keys[0], case.values[0]
+    k, v = in_bytes(keys, kind), in_bytes(values, kind)
+    with pool_of(layout, 1000) as pool:
+        whole = pool.sequence()
+        whole.append(0, keys, values)
+        want = seen(whole, case.queries)
+        for most, pair in ((1, (k, v)), (20, (keys, v)), (33, (k, values)), (1000, (k, v))):
+            other = pool.sequence()
+            for first, last in chunks(rng, len(keys), most):
+                other.append(0, *(rows[first:last] for rows in pair))  # type: ignore[index]
+            assert seen(other, case.queries) == want, most
+        other = pool.sequence()
+        other.append(0, heads_first(np.asarray(in_bytes(keys, "uint8"))), v)
+        assert seen(other, case.queries) == want
+        audit(pool)
+
+
+@pytest.mark.parametrize("page_tokens", [8, 16])
+def test_blocks_of_bytes_come_back_as_they_were(page_tokens: int, rng: np.random.Generator) -> None:
+    """Any byte, also one that no number becomes, and however an engine packs them; and the same
+    pages are numbers to who asks for these."""
+    layout = layout_of((FP8, FP8), dim=24, value_dim=40, page_tokens=page_tokens, dtype="float16")
+    k, v = (rng.integers(0, 256, (3, 2, 16, dim), np.uint8) for dim in (24, 40))
+    with pool_of(layout, 200) as pool:
+        sequence = pool.sequence()
+        batch = pool.batch([sequence])
+        batch.append_blocks(0, k, v, np.array([2, 0], np.int32), [0, 2])
+        got_k, got_v = np.zeros_like(k), np.zeros_like(v)
+        batch.fetch_blocks(0, got_k, got_v, np.array([1, 0], np.int32), [0, 2], [0])
+        np.testing.assert_array_equal(got_k[[1, 0]], k[[2, 0]])
+        np.testing.assert_array_equal(got_v[[1, 0]], v[[2, 0]])
+        numbers = [np.zeros(a.shape, np.float16) for a in (k, v)]
+        places = np.array([1, 0], np.int32)
+        batch.fetch_blocks(0, numbers[0], numbers[1], places, [0, 2], [0])
+        for made, given in zip(numbers, (k, v), strict=True):
+            want = given[[2, 0]].view(ml_dtypes.float8_e4m3fn).astype(np.float16)
+            np.testing.assert_array_equal(made[[1, 0]], want)
+        with pytest.raises(BadArgumentError, match="one dtype"):
+            batch.fetch_blocks(0, k, numbers[1], places, [0, 2], [0])
+        audit(pool)
+
+
+def test_a_byte_that_is_no_number_is_seen(rng: np.random.Generator) -> None:
+    """Its page is chosen first by keys and by digests, and what attends to it is NaN."""
+    layout = layout_of((FP8, FP8), dim=24, page_tokens=8)
+    case = case_of(rng, layout, (80,), (1,), 1)
+    keys = np.asarray(in_bytes(case.keys[0], "uint8")).copy()
+    keys[19, 0, 5] = 0xFF
+    with pool_of(layout, 100) as pool:
+        sequence = pool.sequence()
+        sequence.append(0, keys, case.values[0])
+        for method in ("exact", "digest", "two_stage"):
+            budget = Budget(pages=2, sinks=0, recent=0)
+            picked = sequence.select(0, case.queries[0], budget, method=method)
+            assert 2 in picked.pages[0]
+            assert np.isnan(np.asarray(picked.scores)[0]).sum() == 1
+            assert not np.isnan(np.asarray(picked.scores)[1]).any()
+        out = np.asarray(sequence.attend(0, case.queries[0])[0])
+        assert np.isnan(out[0]).all()
+        assert not np.isnan(out[1]).any()
+
+
+@pytest.mark.parametrize("pair", [("none", "none"), ("int8", "int8"), (FP8, "none")], ids="-".join)
+def test_bytes_are_for_what_is_kept_in_fp8(pair: tuple[str, str], rng: np.random.Generator) -> None:
+    layout = layout_of(pair, dim=16, page_tokens=4)
+    rows = drawn(rng, layout, 8)
+    k, v = (np.asarray(in_bytes(a, "uint8")) for a in rows)
+    with pool_of(layout) as pool:
+        sequence = pool.sequence()
+        for given in ((k, v), (rows[0], v)):
+            with pytest.raises(BadArgumentError, match="uint8"):
+                sequence.append(0, *given)
+        keys, values = (a.transpose(1, 0, 2)[None] for a in (k, v))
+        with pytest.raises(BadArgumentError, match=r"uint8|contiguous"):
+            pool.batch([sequence]).append_blocks(0, keys, values, [0], [0, 1])
+        assert len(sequence) == 0
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(80, 36), (256, 160), (1000, 1024)])
+def test_numbers_in_a_byte_are_those_of_bfloat16_that_stand_for_them(
+    dim: int, value_dim: int, rng: np.random.Generator
+) -> None:
+    """Selecting and attending near the data give what a pool without an encoding gives of the same
+    numbers, to the bit where as many pages are taken together."""
+    layout = layout_of((FP8, FP8), dim=dim, value_dim=value_dim, page_tokens=64, dtype="bfloat16")
+    plain = layout.encoded("none")
+    case = case_of(rng, layout, (64 * 5 + 9,), (2,), 3)
+    found = []
+    for one in (layout, plain):
+        with pool_of(one, 400) as pool:
+            sequence = pool.sequence()
+            k, v = (kept.in_fp8(a[0].astype(np.float32)) for a in (case.keys, case.values))
+            k, v = ((a + 0.0).astype(ml_dtypes.bfloat16) for a in (k, v))  # no -0
+            sequence.append(0, k, v)
+            found.append(seen(sequence, case.queries))
+    assert found[0] == found[1]

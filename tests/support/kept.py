@@ -78,10 +78,25 @@ def in_rotated_space(rows: Floats, encoding: str) -> Doubles:
     return (made.astype(np.float64) + 0.5 - half) * scales.astype(np.float64)[..., None]
 
 
+def in_fp8(numbers: Floats) -> Doubles:
+    """What the bytes of float8_e4m3fn stand for that numbers become: the steps from 2^e to 2^(e+1)
+    are 2^(e-3), those below 2^-6 are 2^-9; what is between two of them goes toward zero."""
+    with np.errstate(invalid="ignore"):
+        magnitude = np.where(np.isnan(numbers), 448, np.minimum(np.abs(numbers), 448))
+    magnitude = magnitude.astype(np.float64)
+    magnitude = np.where(magnitude < 2**-6, np.rint(magnitude * 2**29) / 2**29, magnitude)
+    exponent = np.floor(np.log2(np.maximum(magnitude, 2**-6)))
+    step = 2 ** (exponent - 3)
+    kept_sign = np.where(np.isnan(numbers) | (numbers >= 0), 1, -1)
+    return np.asarray(kept_sign * np.floor(magnitude / step) * step, np.float64)
+
+
 def kept(rows: Floats, encoding: str) -> Doubles:
-    """What rows [..., dim] are once they were kept; NaN where a row has no scale."""
+    """What rows [..., dim] are once they were kept; NaN where a row of codes has no scale."""
     if encoding == "none":
         return rows.astype(np.float64)
+    if encoding == "fp8_e4m3":
+        return in_fp8(rows)
     return unrotated(in_rotated_space(rows, encoding))
 
 
@@ -90,7 +105,7 @@ def score_error(keys: Doubles, query: Doubles, scale: float, encoding: str) -> f
     bits, where keys are codes, and float32's."""
     sums = np.abs(keys) @ np.abs(query)
     most = 2e-6 * float(sums.max(initial=0)) * math.sqrt(len(query))
-    if encoding != "none":
+    if encoding in BITS:
         step = 0.5 * float(np.abs(reference.hadamard(query)).max(initial=0)) / QUERY_MOST
         most += step * float(np.abs(reference.hadamard(keys)).sum(axis=-1).max(initial=0))
         most += 1e-6 * float(np.linalg.norm(keys, axis=-1).max(initial=0) * np.linalg.norm(query))
@@ -103,7 +118,7 @@ def out_error(values: Doubles, logit_error: float, encoding: str) -> float:
     codes, weights are rounded to 14 bits of the largest of each block."""
     longest = float(np.linalg.norm(values, axis=-1).max(initial=0))
     most = math.expm1(2 * logit_error) * longest + 1e-5 * longest
-    if encoding != "none":
+    if encoding in BITS:
         channel = float(np.abs(reference.hadamard(values)).max(initial=0))
         by_block = BLOCK / (2 * WEIGHT_MOST)
         most += by_block * 1.1 * channel * math.sqrt(values.shape[-1])

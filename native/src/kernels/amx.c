@@ -288,6 +288,8 @@ const kernels TABLE = {
     .code_score_best = code_score_best_avx512,
     .code_accumulate = code_accumulate_avx512,
     .code_accumulate_pieces = code_accumulate_pieces_avx512,
+    .fp8_encode = fp8_encode_avx512,
+    .fp8_decode = fp8_decode_avx512,
 };
 
 #if defined(__clang__)

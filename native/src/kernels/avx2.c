@@ -770,6 +770,8 @@ const kernels kernels_avx2 = {
     .code_score = code_score_avx2,
     .code_score_best = code_score_best_avx2,
     .code_accumulate = code_accumulate_avx2,
+    .fp8_encode = fp8_encode_avx2,
+    .fp8_decode = fp8_decode_avx2,
 };
 
 #if defined(__clang__)

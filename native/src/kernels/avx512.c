@@ -717,6 +717,8 @@ const kernels kernels_avx512 = {
     .code_score = code_score_avx2,
     .code_score_best = code_score_best_avx2,
     .code_accumulate = code_accumulate_avx2,
+    .fp8_encode = fp8_encode_avx512,
+    .fp8_decode = fp8_decode_avx512,
 };
 
 #if defined(__clang__)

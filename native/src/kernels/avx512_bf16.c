@@ -509,6 +509,8 @@ const kernels kernels_avx512_bf16 = {
     .code_score_best = code_score_best_avx512,
     .code_accumulate = code_accumulate_avx512,
     .code_accumulate_pieces = code_accumulate_pieces_avx512,
+    .fp8_encode = fp8_encode_avx512,
+    .fp8_decode = fp8_decode_avx512,
 };
 
 #if defined(__clang__)

@@ -23,6 +23,7 @@
 #include "kernels/code_bounds.h"
 #include "kernels/code_planes.h"
 #include "kernels/codes.h"
+#include "kernels/fp8.h"
 #include "kernels/sketch.h"
 
 /* Equal to the public CXLKV_BFLOAT16 ...; they stand in the pool's format. */
@@ -173,6 +174,9 @@ typedef struct kernels {
     void (*code_join)(const code_form *form, const uint8_t *upper, const uint8_t *lower,
                       uint8_t *block);
     void (*code_raise)(const float *rows, uint32_t count, float *most);
+    /* fp8.h has them. */
+    void (*fp8_encode)(int dtype, const void *source, size_t count, uint8_t *bytes);
+    void (*fp8_decode)(const uint8_t *bytes, size_t count, uint16_t *numbers, const void *next);
 } kernels;
 
 extern const kernels kernels_serial; /* the reference, on every CPU */

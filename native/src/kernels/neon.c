@@ -804,6 +804,8 @@ const kernels kernels_neon = {
     .code_score = code_score_neon,
     .code_score_best = code_score_best_neon,
     .code_accumulate = code_accumulate_neon,
+    .fp8_encode = fp8_encode_neon,
+    .fp8_decode = fp8_decode_neon,
 };
 
 const kernels kernels_neon_bf16 = {
@@ -832,6 +834,8 @@ const kernels kernels_neon_bf16 = {
     .code_score = code_score_neon,
     .code_score_best = code_score_best_neon,
     .code_accumulate = code_accumulate_neon,
+    .fp8_encode = fp8_encode_neon,
+    .fp8_decode = fp8_decode_neon,
 };
 
 #else

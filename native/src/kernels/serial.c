@@ -287,4 +287,6 @@ const kernels kernels_serial = {
     .code_score = code_score_serial,
     .code_score_best = code_score_best_serial,
     .code_accumulate = code_accumulate_serial,
+    .fp8_encode = fp8_encode_serial,
+    .fp8_decode = fp8_decode_serial,
 };

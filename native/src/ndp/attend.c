@@ -107,12 +107,14 @@ static void accumulate_head(const whole_block *b, uint32_t head) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint32_t at = b->w->s->head_first + head;
     const void *values[BLOCK_PAGES], *next[BLOCK_PAGES];
-    for (uint32_t i = 0, done = 0; job->values.planes && i < b->block->count; i++) {
+    bool by_page = job->values.planes || job->values.fp8;
+    for (uint32_t i = 0, done = 0; by_page && i < b->block->count; i++) {
         accumulate_page(b, head, i, done);
         done += b->block->held[i];
     }
+    if (by_page) return;
     if (job->values.encoded) {
-        if (!job->values.planes) accumulate_codes(b, head);
+        accumulate_codes(b, head);
         return;
     }
     for (uint32_t i = 0; i < b->block->count; i++) {
@@ -131,7 +133,7 @@ static bool goes_by_head(const whole_block *b) {
     const page_block *block = b->block;
     const attend_job *job = b->w->job;
     if (b->queries < QUERIES_MIN) return false;
-    if (job->values.planes) return block->count > 1;
+    if (job->values.planes || job->values.fp8) return block->count > 1;
     if (job->values.encoded ? !job->isa->code_accumulate_pieces : !job->isa->accumulate_pieces)
         return false;
     for (uint32_t i = 1; i < block->count; i++)

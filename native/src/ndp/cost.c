@@ -59,14 +59,16 @@ static double products_ns(double queries, double channels, double rate) {
 }
 
 static double key_rate(const cxlkv_layout *layout, const kernel_rates *rates) {
-    return layout->k_encoding ? rates->code_score : rates->score[layout->dtype];
+    return has_codes(layout, PIECE_KEYS) ? rates->code_score
+                                         : rates->score[kernel_dtype(layout, PIECE_KEYS)];
 }
 
 /* Of `tokens` of a head. */
 static work attending(const cxlkv_pool *pool, const scene *s, double tokens) {
     const cxlkv_layout *layout = &pool->layout;
     const kernel_rates *rates = &kernels_current()->rates;
-    double values = layout->v_encoding ? rates->code_accumulate : rates->accumulate;
+    bool codes = has_codes(layout, PIECE_VALUES);
+    double values = codes ? rates->code_accumulate : rates->accumulate;
     double compute = products_ns(s->queries, layout->head_dim, key_rate(layout, rates)) +
                      s->queries * layout->value_head_dim / values;
     return (work){.read_bytes = tokens * (double)token_bytes(layout),

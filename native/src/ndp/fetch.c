@@ -19,8 +19,13 @@ typedef struct fetch_job {
     local_reads reads;
 } fetch_job;
 
-/* What codes stand for, in the pool's dtype. */
-static void decode_rows(const stored *s, const uint8_t *piece, uint32_t tokens, uint8_t *to) {
+/* What codes or bytes stand for, in the pool's dtype. */
+static void decode_rows(const stored *s, int dtype, const uint8_t *piece, uint32_t tokens,
+                        uint8_t *to) {
+    if (s->fp8) {
+        fp8_fetch(s, dtype, piece, tokens, to);
+        return;
+    }
     _Alignas(LINE_BYTES) float rows[CODE_TOKENS * CODE_DIM_MAX];
     for (uint32_t first = 0; first < tokens; first += CODE_TOKENS) {
         uint32_t count = min_u32(CODE_TOKENS, tokens - first);
@@ -64,23 +69,31 @@ static void copy_codes(const layer_view *view, uint32_t index, uint32_t kind, co
     memset(to + bytes - scales, 0, scales);
 }
 
+/* Of a row that goes to its caller: in the pool's dtype, or as it is stored. */
+static size_t given_row_bytes(const cxlkv_layout *layout, uint32_t kind, uint32_t dtype) {
+    return dtype == CXLKV_BYTES ? stored_row_bytes(layout, kind)
+                                : kind_dim(layout, kind) * dtype_bytes(dtype);
+}
+
+/* dtype: of rows that go to the caller, CXLKV_BYTES for those of fp8 as they are stored; as_kept:
+ * codes as they are. */
 static int copy_piece(const layer_view *view, uint32_t index, uint32_t head, uint32_t kind,
-                      bool stream, bool as_kept, uint8_t *to) {
+                      uint32_t dtype, bool stream, bool as_kept, uint8_t *to) {
     cxlkv_pool *pool = view->sequence->pool;
     const cxlkv_layout *layout = &pool->layout;
-    size_t size = rows_bytes(layout, kind);
-    size_t row = kind_dim(layout, kind) * dtype_bytes(layout->dtype);
+    size_t row = given_row_bytes(layout, kind, dtype), size = layout->page_tokens * row;
     size_t written = view_filled(view, index) * row;
     page_rows rows = view_rows(view, index, kind);
     const uint8_t *from = rows.first + head * rows.head_bytes;
     bool prefix = kind == PIECE_VALUES && values_are_keys(layout);
     stored s = stored_of(layout, kernels_current(), kind);
     bool is_rows = index >= view->complete || prefix;
+    bool decodes = s.encoded || (s.fp8 && dtype != CXLKV_BYTES);
     if (s.encoded && as_kept) {
         copy_codes(view, index, kind, from, stream, to);
         if (is_rows) return 0;
-    } else if (s.encoded) {
-        decode_rows(&s, from, view_filled(view, index), to);
+    } else if (decodes) {
+        decode_rows(&s, (int)dtype, from, view_filled(view, index), to);
         memset(to + written, 0, size - written);
         if (is_rows) return 0;
     } else if (is_rows) {
@@ -89,7 +102,7 @@ static int copy_piece(const layer_view *view, uint32_t index, uint32_t head, uin
         memset(to + written, 0, size - written);
         return 0;
     }
-    if (!s.encoded) copy_past(to, from, size, stream);
+    if (!decodes) copy_past(to, from, size, stream);
     /* Values that are keys were verified with these, a copy when it was made. */
     if (!layout->checksum || rows.local) return 0;
     /* The CRC of the source while it is in the cache; a copy of it is what the caller gets. */
@@ -151,9 +164,15 @@ static void prefetch_piece(const layer_view *view, int64_t index, uint32_t head,
 /* Of a page's K or V of a head, as the caller wants them. */
 static size_t wanted_bytes(const cxlkv_layout *layout, const cxlkv_fetch_args *args,
                            uint32_t kind) {
-    if (!args->as_kept || !encoding_of(layout, kind)) return rows_bytes(layout, kind);
+    if (!args->as_kept) return rows_bytes(layout, kind);
+    if (!has_codes(layout, kind)) return layout->page_tokens * stored_row_bytes(layout, kind);
     code_form form = form_of(layout, kind);
     return code_bytes(&form, layout->page_tokens);
+}
+
+static uint32_t wanted_dtype(const cxlkv_layout *layout, const cxlkv_fetch_args *args,
+                             uint32_t kind) {
+    return args->as_kept && has_fp8(layout, kind) ? CXLKV_BYTES : layout->dtype;
 }
 
 /* One list of one head: all its K, then all its V. */
@@ -177,7 +196,8 @@ static int fetch_task(void *context, uint32_t item) {
             if (j + 1 < job->k) prefetch_piece(&view, page_at(job, item, j + 1), head, kind);
             if (index < view.first || index >= view.pages) memset(to, 0, size);
             else
-                code = copy_piece(&view, (uint32_t)index, head, kind, job->stream,
+                code = copy_piece(&view, (uint32_t)index, head, kind,
+                                  wanted_dtype(layout, job->args, kind), job->stream,
                                   job->args->as_kept, to);
         }
     }
@@ -291,13 +311,14 @@ static int page_to_block(const blocks_job *job, const layer_view *view, uint32_t
                          uint32_t entry, uint32_t place) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++) {
-        size_t size = rows_bytes(layout, kind);
+        uint32_t dtype = job->table->dtype;
+        size_t size = layout->page_tokens * given_row_bytes(layout, kind, dtype);
         if (kind == PIECE_VALUES && values_are_keys(layout)) break;
         for (uint32_t head = 0; head < layout->kv_heads; head++) {
             uint8_t *to = block_target(job, entry, head, kind) + place * size;
             if (view && head + 1 < layout->kv_heads) prefetch_piece(view, index, head + 1, kind);
             int code = 0;
-            if (view) code = copy_piece(view, index, head, kind, job->stream, false, to);
+            if (view) code = copy_piece(view, index, head, kind, dtype, job->stream, false, to);
             else memset(to, 0, size);
             if (code < 0) return code;
         }
@@ -383,9 +404,10 @@ static int check_target(const blocks_job *job, uint32_t *tokens) {
     const cxlkv_blocks *table = job->table;
     if (job->layer >= layout->layers)
         return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", job->layer, layout->layers);
-    if (table->dtype != layout->dtype)
-        return fail(CXLKV_E_ARGUMENT, "blocks of dtype code %u, the pool stores %u", table->dtype,
-                    layout->dtype);
+    for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++)
+        if (!is_given(layout, kind, table->dtype))
+            return fail(CXLKV_E_ARGUMENT, "blocks of dtype code %u, the pool stores %u",
+                        table->dtype, layout->dtype);
     int code = blocks_check(job->batch, table, tokens);
     if (code == 0 && *tokens && (!table->keys || (!table->values) != values_are_keys(layout)))
         code = fail(CXLKV_E_ARGUMENT, "keys or values: no data, or one that the pool lacks");
@@ -402,7 +424,7 @@ static int64_t fetch_blocks_locked(blocks_job *job) {
     if (code < 0) return code;
     for (uint32_t i = 0; i < batch->count; i++) job->good[i] = starts[i + 1] - starts[i];
     uint64_t bytes =
-        (uint64_t)tokens * layout->kv_heads * row_channels(layout) * dtype_bytes(layout->dtype);
+        (uint64_t)tokens * layout->kv_heads * row_channels(layout) * dtype_bytes(job->table->dtype);
     job->stream = bytes > STREAM_BYTES;
     local_enter(batch->pool);
     code = run_tasks(batch->pool, (uint32_t)starts[batch->count], block_task, job);

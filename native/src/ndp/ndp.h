@@ -17,9 +17,8 @@ view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
     cxlkv_pool *pool = view->sequence->pool;
     const cxlkv_geometry *g = &pool->geometry;
     bool keys = kind == PIECE_KEYS || values_are_keys(&pool->layout);
-    size_t dim = keys ? pool->layout.head_dim : pool->layout.value_head_dim;
     uint32_t own = keys ? PIECE_KEYS : PIECE_VALUES;
-    page_rows rows = {.row_bytes = dim * dtype_bytes(pool->layout.dtype)};
+    page_rows rows = {.row_bytes = stored_row_bytes(&pool->layout, own)};
     if (index < view->complete) {
         uint32_t page = sequence_page(view->sequence, view->part, index);
         rows.first = pieces_of(pool, page, view->layer, kind);

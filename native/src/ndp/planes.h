@@ -6,9 +6,10 @@
 /* How one of the two is kept. */
 typedef struct stored {
     const kernels *isa;
-    int dtype;
+    int dtype;                   /* as kernels take it */
     uint32_t dim;
-    bool encoded, planes;
+    bool fp8;
+    bool encoded, planes;        /* in codes; those in two planes */
     code_form form, upper;       /* upper: of the upper plane, where there are two */
     size_t scales_offset;        /* of a piece of codes */
     size_t lower_offset;         /* from a block's upper plane to its lower one */

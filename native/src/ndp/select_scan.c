@@ -160,8 +160,7 @@ static void score_keys(const finish *f, const waiting *w, uint32_t count,
     code_piece blocks[WAITING_MAX];
     const void *next[WAITING_MAX] = {NULL};
     if (!keys->encoded) {
-        kernels_score_each(keys->isa, keys->dtype, w->keys, count, keys->dim, queries,
-                           f->job->args->scale, best);
+        stored_score_each(keys, w->keys, count, queries, f->job->args->scale, best);
         return;
     }
     for (uint32_t i = 0; i < count; i++)

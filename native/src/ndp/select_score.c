@@ -22,11 +22,15 @@ typedef struct scored_page {
     const uint8_t *keys;         /* of a page whose digest the rows are: where its keys are */
 } scored_page;
 
-/* By a head's digest. That of encoded keys has its scale behind their piece, and has no use for
+/* By a head's digest. That of keys in codes has its scale behind their piece, and has no use for
  * codes of queries. */
 static void bound_block(const select_job *job, const scored_page *page, const uint8_t *digest,
                         const kernel_queries *queries, const uint8_t *next, float *maxima) {
     uint32_t dim = job->keys.dim;
+    if (job->keys.fp8) {
+        fp8_bound(&job->keys, digest, queries, job->args->scale, maxima, next);
+        return;
+    }
     if (!job->keys.encoded) {
         job->isa->bound(job->keys.dtype, digest, dim, queries, job->args->scale, maxima, next);
         return;
@@ -210,7 +214,7 @@ static void score_codes(const select_job *job, const void *const *pieces, const 
 void score_run_head(const select_job *job, const plan *p, uint32_t head, const page_run *run,
                     float *best) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
-    size_t row_bytes = layout->head_dim * dtype_bytes(layout->dtype);
+    size_t row_bytes = stored_row_bytes(layout, PIECE_KEYS);
     uint64_t offset = head * job->batch->pool->geometry.key_piece_bytes;
     const void *pieces[RUN_PAGES], *next[RUN_PAGES];
     kernel_queries queries = queries_range(job->queries, p->first_query + head * p->block,
@@ -223,15 +227,15 @@ void score_run_head(const select_job *job, const plan *p, uint32_t head, const p
         score_codes(job, pieces, next, run->count, &queries, best);
         return;
     }
-    if (job->isa->score_pieces &&
+    if (!job->keys.fp8 && job->isa->score_pieces &&
         job->isa->score_pieces((int)layout->dtype, pieces, next, run->count, row_bytes,
                                layout->page_tokens, layout->head_dim, &queries, job->args->scale,
                                best))
         return;
     for (uint32_t i = 0; i < run->count; i++) {
         float maxima[QUERY_BLOCK];
-        job->isa->score_max((int)layout->dtype, pieces[i], row_bytes, layout->page_tokens,
-                            layout->head_dim, &queries, job->args->scale, maxima, next[i]);
+        stored_score_max(&job->keys, pieces[i], row_bytes, 0, layout->page_tokens, &queries,
+                         job->args->scale, maxima, next[i]);
         best[i] = kernels_largest(maxima, queries.count);
     }
 }

@@ -145,8 +145,7 @@ static void score_block_tokens(const select_job *job, const uint8_t *rows, size_
     float logits[QUERIES][SKETCH_TOKENS];
     for (uint32_t t = 0; t < tokens; t++) keys[t] = rows + (first + t) * row_bytes;
     if (!job->keys.encoded) {
-        kernels_score_each(job->isa, job->keys.dtype, keys, tokens, job->keys.dim, queries,
-                           job->args->scale, best);
+        stored_score_each(&job->keys, keys, tokens, queries, job->args->scale, best);
         return;
     }
     for (uint32_t j = 0; j < queries->count; j += QUERIES) {

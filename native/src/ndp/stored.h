@@ -1,11 +1,13 @@
-/* Keys and values as a pool keeps them, scored and summed as they lie: numbers, or codes. */
+/* Keys and values as a pool keeps them, scored and summed as they lie: numbers, numbers in a byte,
+ * or codes. */
 #ifndef CXLKV_STORED_H
 #define CXLKV_STORED_H
 #include "ndp/planes.h"
 
 static inline stored stored_of(const cxlkv_layout *layout, const kernels *isa, uint32_t kind) {
-    stored s = {.isa = isa, .dtype = (int)layout->dtype, .dim = kind_dim(layout, kind),
-                .encoded = encoding_of(layout, kind) != CXLKV_ENCODING_NONE};
+    stored s = {.isa = isa, .dtype = (int)kernel_dtype(layout, kind),
+                .dim = kind_dim(layout, kind), .fp8 = has_fp8(layout, kind),
+                .encoded = has_codes(layout, kind)};
     if (!s.encoded) return s;
     s.form = form_of(layout, kind);
     s.upper = code_upper(&s.form);
@@ -14,6 +16,24 @@ static inline stored stored_of(const cxlkv_layout *layout, const kernels *isa, u
     s.lower_offset = s.planes ? lower_offset(layout, kind) : 0;
     return s;
 }
+
+/* ---- stored_fp8.c: of rows of float8_e4m3, one behind another; else as kernels.h says ---- */
+void fp8_score(const stored *s, const uint8_t *rows, uint32_t count, const kernel_queries *queries,
+               float scale, float *logits, size_t logit_stride, const uint8_t *next);
+void fp8_score_max(const stored *s, const uint8_t *rows, uint32_t count,
+                   const kernel_queries *queries, float scale, float *maxima, const uint8_t *next);
+void fp8_score_each(const stored *s, const void *const *keys, uint32_t count,
+                    const kernel_queries *queries, float scale, float *best);
+/* A digest of them is bytes, too. */
+void fp8_bound(const stored *s, const uint8_t *digest, const kernel_queries *queries, float scale,
+               float *bounds, const uint8_t *next);
+void fp8_accumulate(const stored *s, const uint8_t *rows, uint32_t count, const float *weights,
+                    size_t weight_stride, uint32_t query_count, float *accumulator,
+                    const uint8_t *next);
+/* As numbers of dtype. */
+void fp8_fetch(const stored *s, int dtype, const uint8_t *rows, uint32_t count, uint8_t *to);
+
+/* ---- both, and codes ---- */
 
 static inline code_piece stored_codes(const stored *s, const uint8_t *piece) {
     return (code_piece){piece, (const uint16_t *)(const void *)(piece + s->scales_offset)};
@@ -47,6 +67,8 @@ static inline void stored_score(const stored *s, const uint8_t *rows, size_t row
     else if (__builtin_expect(s->encoded, 0))
         s->isa->code_score(&s->form, stored_codes(s, rows), first, count, stored_queries(queries),
                            queries->count, logits, logit_stride, next);
+    else if (__builtin_expect(s->fp8, 0))
+        fp8_score(s, rows + first * row_bytes, count, queries, scale, logits, logit_stride, next);
     else
         s->isa->score(s->dtype, rows + first * row_bytes, row_bytes, count, s->dim, queries, scale,
                       logits, logit_stride, next);
@@ -58,6 +80,10 @@ static inline void stored_score_max(const stored *s, const uint8_t *rows, size_t
                                     float scale, float *maxima, const void *next) {
     enum { QUERIES = 16 };
     float logits[QUERIES * CODE_TOKENS];
+    if (s->fp8) {
+        fp8_score_max(s, rows + first * row_bytes, count, queries, scale, maxima, next);
+        return;
+    }
     if (!s->encoded) {
         s->isa->score_max(s->dtype, rows + first * row_bytes, row_bytes, count, s->dim, queries,
                           scale, maxima, next);
@@ -79,6 +105,13 @@ static inline void stored_score_max(const stored *s, const uint8_t *rows, size_t
     }
 }
 
+/* Of single keys that are not codes: kernels_score_each(). */
+static inline void stored_score_each(const stored *s, const void *const *keys, uint32_t count,
+                                     const kernel_queries *queries, float scale, float *best) {
+    if (s->fp8) fp8_score_each(s, keys, count, queries, scale, best);
+    else kernels_score_each(s->isa, s->dtype, keys, count, s->dim, queries, scale, best);
+}
+
 /* accumulator[j][dim] += weights of the tokens [first, first + count) times their values; those of
  * codes in the rotated space. */
 static inline void stored_accumulate(const stored *s, const uint8_t *rows, size_t row_bytes,
@@ -91,6 +124,9 @@ static inline void stored_accumulate(const stored *s, const uint8_t *rows, size_
     else if (__builtin_expect(s->encoded, 0))
         s->isa->code_accumulate(&s->form, stored_codes(s, rows), first, count, weights,
                                 weight_stride, query_count, accumulator, next);
+    else if (__builtin_expect(s->fp8, 0))
+        fp8_accumulate(s, rows + first * row_bytes, count, weights, weight_stride, query_count,
+                       accumulator, next);
     else
         s->isa->accumulate(s->dtype, rows + first * row_bytes, row_bytes, count, s->dim, weights,
                            weight_stride, query_count, accumulator, next);

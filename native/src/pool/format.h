@@ -20,6 +20,7 @@ enum {
     CHUNK_PAGES = 256,
     DTYPE_COUNT = 3, /* of K, V and queries */
     OBJECT_BYTES_MAX = 1 << 30,
+    ENCODING_LAST = CXLKV_ENCODING_PROGRESSIVE,
 };
 
 enum { PIECE_DIGEST, PIECE_SKETCH, PIECE_KEYS, PIECE_VALUES, PIECE_KINDS };
@@ -200,7 +201,25 @@ static inline bool is_encoded(const cxlkv_layout *layout) {
 static inline uint32_t kind_dim(const cxlkv_layout *layout, uint32_t kind) {
     return kind == PIECE_VALUES ? layout->value_head_dim : layout->head_dim;
 }
-/* Of keys or values that are encoded. */
+/* Rows of numbers in a byte each: their kernels read bfloat16, which has all of these numbers. */
+static inline bool has_fp8(const cxlkv_layout *layout, uint32_t kind) {
+    return encoding_of(layout, kind) == CXLKV_ENCODING_FP8_E4M3;
+}
+static inline bool has_codes(const cxlkv_layout *layout, uint32_t kind) {
+    return encoding_of(layout, kind) && !has_fp8(layout, kind);
+}
+static inline uint32_t kernel_dtype(const cxlkv_layout *layout, uint32_t kind) {
+    return has_fp8(layout, kind) ? CXLKV_BFLOAT16 : layout->dtype;
+}
+/* Of a row of K or V as it is stored, where it is a row. */
+static inline size_t stored_row_bytes(const cxlkv_layout *layout, uint32_t kind) {
+    return kind_dim(layout, kind) * (has_fp8(layout, kind) ? 1 : dtype_bytes(layout->dtype));
+}
+/* Whether rows of this dtype are taken and given: of the layout's, or bytes as they are stored. */
+static inline bool is_given(const cxlkv_layout *layout, uint32_t kind, uint32_t dtype) {
+    return dtype == layout->dtype || (dtype == CXLKV_BYTES && has_fp8(layout, kind));
+}
+/* Of keys or values that are codes. */
 static inline code_form form_of(const cxlkv_layout *layout, uint32_t kind) {
     return (code_form){.bits = encoding_of(layout, kind) == CXLKV_ENCODING_INT4 ? 4 : 8,
                        .dim = kind_dim(layout, kind), .values = kind == PIECE_VALUES};
@@ -231,13 +250,13 @@ static inline size_t lower_offset(const cxlkv_layout *layout, uint32_t kind) {
 }
 
 /* As they are stored; values that are a prefix of the keys have no piece of their own. A digest of
- * encoded keys has 8 bits a channel, and its scale, a float, lies behind the keys' piece. */
+ * encoded keys has 8 bits a channel: of codes, its scale, a float, lies behind the keys' piece. */
 static inline size_t piece_data_bytes(const cxlkv_layout *layout, uint32_t kind) {
     if (stores_objects(layout)) return kind == PIECE_KEYS ? layout->page_tokens : 0;
     if (kind == PIECE_DIGEST)
         return 2 * layout->head_dim * (layout->k_encoding ? 1 : dtype_bytes(layout->dtype));
     if (kind == PIECE_SKETCH) return sketch_bytes(layout->page_tokens, layout->head_dim);
-    if (!encoding_of(layout, kind)) return rows_bytes(layout, kind);
+    if (!has_codes(layout, kind)) return layout->page_tokens * stored_row_bytes(layout, kind);
     code_form form = form_of(layout, kind), upper = code_upper(&form);
     if (has_planes(layout, kind))
         return lower_offset(layout, kind) + code_scales_offset(&upper, layout->page_tokens);
@@ -247,7 +266,7 @@ static inline size_t piece_data_bytes(const cxlkv_layout *layout, uint32_t kind)
 /* What is read of K or V for a token and a head. */
 static inline size_t kind_token_bytes(const cxlkv_layout *layout, uint32_t kind) {
     if (kind == PIECE_VALUES && values_are_keys(layout)) return 0;
-    if (!encoding_of(layout, kind)) return kind_dim(layout, kind) * dtype_bytes(layout->dtype);
+    if (!has_codes(layout, kind)) return stored_row_bytes(layout, kind);
     code_form form = form_of(layout, kind);
     return code_block_bytes(&form) / CODE_TOKENS + sizeof(uint16_t);
 }

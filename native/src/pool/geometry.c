@@ -24,8 +24,7 @@ static int groups_check(const cxlkv_layout *layout) {
 
 static int encodings_check(const cxlkv_layout *layout) {
     if (!is_encoded(layout)) return 0;
-    if (layout->k_encoding > CXLKV_ENCODING_PROGRESSIVE ||
-        layout->v_encoding > CXLKV_ENCODING_PROGRESSIVE)
+    if (layout->k_encoding > ENCODING_LAST || layout->v_encoding > ENCODING_LAST)
         return fail(CXLKV_E_GEOMETRY, "layout: encoding code %u of keys, %u of values: unknown",
                     layout->k_encoding, layout->v_encoding);
     if (layout->values != CXLKV_VALUES_OWN)

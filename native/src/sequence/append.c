@@ -56,20 +56,21 @@ static void tail_fill_piece(const append_job *job, tail *to, uint32_t kind, uint
                             uint32_t at, uint32_t first, uint32_t count) {
     cxlkv_pool *pool = job->batch->pool;
     const cxlkv_rows *rows = kind == PIECE_KEYS ? job->keys : job->values;
-    size_t element = dtype_bytes(pool->layout.dtype), row_bytes = tail_row_bytes(pool, kind);
+    size_t element = dtype_bytes(rows->dtype), row_bytes = tail_row_bytes(pool, kind);
     uint32_t dim = kind_dim(&pool->layout, kind);
     uint8_t *piece = tail_at(pool, to, kind, head);
     bool dense = rows->stride_bytes[2] == (int64_t)element && rows->stride_bytes[0] > 0;
     _Alignas(LINE_BYTES) uint8_t row[CODE_DIM_MAX * sizeof(float)];
     if (dense && encoding_of(&pool->layout, kind)) {
-        piece_encode(&pool->layout, kind, row_at(rows, first, head),
+        piece_encode(&pool->layout, kind, rows->dtype, row_at(rows, first, head),
                      (size_t)rows->stride_bytes[0], at, count, piece);
         return;
     }
     for (uint32_t i = 0; i < count; i++) {
         uint8_t *made = encoding_of(&pool->layout, kind) ? row : piece + (at + i) * row_bytes;
         row_copy(made, row_at(rows, first + i, head), rows->stride_bytes[2], dim, element);
-        if (made == row) piece_encode(&pool->layout, kind, row, row_bytes, at + i, 1, piece);
+        if (made == row)
+            piece_encode(&pool->layout, kind, rows->dtype, row, row_bytes, at + i, 1, piece);
     }
 }
 
@@ -416,11 +417,12 @@ static void undo(append_job *job) {
 
 /* `rows` is NULL exactly when nothing of that name is stored. */
 static int rows_check(const cxlkv_pool *pool, const cxlkv_rows *rows, const char *name) {
-    bool wanted = name[0] == 'k' || !values_are_keys(&pool->layout);
+    uint32_t kind = name[0] == 'k' ? PIECE_KEYS : PIECE_VALUES;
+    bool wanted = kind == PIECE_KEYS || !values_are_keys(&pool->layout);
     if (wanted != (rows != NULL))
         return fail(CXLKV_E_ARGUMENT, "%s: the pool stores %s", name,
                     wanted ? "them: give an array" : "keys only, values are their prefix");
-    if (rows && rows->dtype != pool->layout.dtype)
+    if (rows && !is_given(&pool->layout, kind, rows->dtype))
         return fail(CXLKV_E_ARGUMENT, "%s: dtype code %u, the pool stores %u", name, rows->dtype,
                     pool->layout.dtype);
     return 0;
@@ -482,7 +484,7 @@ int64_t cxlkv_batch_append(cxlkv_batch *batch, uint32_t layer, const cxlkv_rows 
 int64_t cxlkv_batch_append_blocks(cxlkv_batch *batch, uint32_t layer, const cxlkv_blocks *blocks,
                                   int64_t rewind) {
     const cxlkv_layout *layout = &batch->pool->layout;
-    int64_t element = (int64_t)dtype_bytes(layout->dtype);
+    int64_t element = (int64_t)dtype_bytes(blocks->dtype);
     cxlkv_rows keys = {
         .data = blocks->keys, .dtype = blocks->dtype,
         .stride_bytes = {layout->head_dim * element, blocks->key_stride_bytes[1], element}};

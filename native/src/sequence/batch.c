@@ -159,14 +159,14 @@ static size_t query_row_bytes(const cxlkv_batch *batch, uint64_t query_count) {
     return align_up(query_count * batch->pool->layout.head_dim * sizeof(float), LINE_BYTES);
 }
 
-/* The codes of queries to encoded keys. */
+/* The codes of queries to keys that are codes. */
 static size_t code_query_bytes(const cxlkv_batch *batch, uint64_t query_count) {
     return align_up(query_count * 2 * code_channels(batch->pool->layout.head_dim), LINE_BYTES);
 }
 
 size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_total) {
     size_t bytes = query_row_bytes(batch, query_total);
-    if (batch->pool->layout.k_encoding)
+    if (has_codes(&batch->pool->layout, PIECE_KEYS))
         return bytes + code_query_bytes(batch, query_total) +
                align_up(query_total * sizeof(code_query), LINE_BYTES);
     if (isa->pack) bytes += isa->packed_bytes(batch->pool->layout.head_dim, (uint32_t)query_total);
@@ -226,13 +226,14 @@ kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa,
         .rows = out, .total = (uint32_t)queries_total(batch, source->q_heads, source->starts)};
     queries_unpack(batch, isa, source, out);
     void *packed = (char *)out + query_row_bytes(batch, made.total);
-    if (layout->k_encoding) {
+    if (has_codes(layout, PIECE_KEYS)) {
         code_query *prepared = (void *)((char *)packed + code_query_bytes(batch, made.total));
         code_queries(made.rows, made.total, layout->head_dim, source->scale, packed, prepared);
         made.packed = prepared;
         return made;
     }
-    if (isa->pack && isa->pack((int)layout->dtype, made.rows, layout->head_dim, made.total, packed))
+    int dtype = (int)kernel_dtype(layout, PIECE_KEYS);
+    if (isa->pack && isa->pack(dtype, made.rows, layout->head_dim, made.total, packed))
         made.packed = packed;
     return made;
 }

@@ -45,15 +45,11 @@ void row_copy(void *to, const uint8_t *from, int64_t stride, uint32_t dim, size_
         memcpy((uint8_t *)to + d * element, from + d * stride, element);
 }
 
-static size_t row_bytes_of(const cxlkv_layout *layout, uint32_t kind) {
-    return kind_dim(layout, kind) * dtype_bytes(layout->dtype);
-}
-
 /* Where they lie, if elements and rows do so in order; else gathered. */
 static head_rows rows_of_head(const page_write *w, uint32_t head, uint32_t kind) {
     const cxlkv_layout *layout = &w->pool->layout;
     const cxlkv_rows *rows = kind == PIECE_KEYS ? &w->rows->keys : &w->rows->values;
-    size_t element = dtype_bytes(layout->dtype), row_bytes = row_bytes_of(layout, kind);
+    size_t element = dtype_bytes(rows->dtype), row_bytes = kind_dim(layout, kind) * element;
     if (rows->stride_bytes[2] == (int64_t)element && rows->stride_bytes[0] > 0)
         return (head_rows){row_at(rows, 0, head), (size_t)rows->stride_bytes[0], row_bytes};
     for (uint32_t t = 0; t < layout->page_tokens; t++)
@@ -69,7 +65,7 @@ static inline __attribute__((always_inline)) void expect_rows(const page_write *
     if (!w->next) return;
     const cxlkv_rows *rows = kind == PIECE_KEYS ? &w->next->keys : &w->next->values;
     uint32_t tokens = w->pool->layout.page_tokens;
-    size_t row_bytes = row_bytes_of(&w->pool->layout, kind);
+    size_t row_bytes = kind_dim(&w->pool->layout, kind) * dtype_bytes(rows->dtype);
     for (uint32_t t = tokens * half / 2; t < tokens * (half + 1) / 2; t++)
         for (size_t at = 0; at < row_bytes; at += LINE_BYTES)
             __builtin_prefetch(row_at(rows, t, head) + at, 0, 2);
@@ -185,10 +181,23 @@ static void encode_planes(const cxlkv_layout *layout, uint32_t kind, const void 
     }
 }
 
-void piece_encode(const cxlkv_layout *layout, uint32_t kind, const void *rows,
+static void encode_fp8(uint32_t dim, uint32_t dtype, const void *rows, size_t stride_bytes,
+                       uint32_t count, uint8_t *to) {
+    const kernels *isa = kernels_current();
+    for (uint32_t i = 0; i < count; i++, to += dim) {
+        const uint8_t *row = (const uint8_t *)rows + i * stride_bytes;
+        if (dtype == CXLKV_BYTES) memcpy(to, row, dim);
+        else isa->fp8_encode((int)dtype, row, dim, to);
+    }
+}
+
+void piece_encode(const cxlkv_layout *layout, uint32_t kind, uint32_t dtype, const void *rows,
                   size_t stride_bytes, uint32_t at, uint32_t count, uint8_t *piece) {
+    const uint32_t dim = kind_dim(layout, kind);
     const code_form form = form_of(layout, kind);
-    if (has_planes(layout, kind))
+    if (has_fp8(layout, kind))
+        encode_fp8(dim, dtype, rows, stride_bytes, count, piece + (size_t)at * dim);
+    else if (has_planes(layout, kind))
         encode_planes(layout, kind, rows, stride_bytes, at, count, piece);
     else
         encode_rows(layout, &form, rows, stride_bytes, at, count, piece,
@@ -250,7 +259,37 @@ static void write_sketch_of_codes(const page_write *w, uint32_t head, const uint
     write_made(w, head, PIECE_SKETCH, w->sketch);
 }
 
-/* K or V of a head in memory of ours: codes of tokens, and zeros to the end of the last block. */
+/* Of all rows as they are numbers, which takes no more room than the rows as they came. */
+static const uint16_t *decoded_fp8(const page_write *w, const uint8_t *keys) {
+    uint16_t *numbers = (uint16_t *)(void *)w->gathered;
+    size_t count = (size_t)w->pool->layout.page_tokens * w->pool->layout.head_dim;
+    kernels_current()->fp8_decode(keys, count, numbers, NULL);
+    return numbers;
+}
+
+/* Least and largest numbers are those of a byte, too; a NaN is one that encoding does not make. */
+static void write_digest_of_fp8(const page_write *w, uint32_t head, const uint16_t *keys) {
+    uint32_t dim = w->pool->layout.head_dim;
+    const kernels *isa = kernels_current();
+    uint16_t numbers[2 * CODE_DIM_MAX];
+    _Alignas(LINE_BYTES) uint8_t digest[2 * CODE_DIM_MAX];
+    isa->digest(CXLKV_BFLOAT16, keys, dim * sizeof(*keys), w->tokens, dim, numbers);
+    isa->fp8_encode(CXLKV_BFLOAT16, numbers, 2 * dim, digest);
+    for (uint32_t i = 0; i < 2 * dim; i++)
+        if ((numbers[i] & 0x7fff) > 0x7f80) digest[i] = FP8_NAN;
+    write_made(w, head, PIECE_DIGEST, digest);
+}
+
+static void write_sketch_of_fp8(const page_write *w, uint32_t head, const uint16_t *keys) {
+    const cxlkv_layout *layout = &w->pool->layout;
+    if (!layout->sketch) return;
+    kernels_current()->sketch(CXLKV_BFLOAT16, keys, layout->head_dim * sizeof(*keys),
+                              layout->page_tokens, layout->head_dim, w->sketch);
+    write_made(w, head, PIECE_SKETCH, w->sketch);
+}
+
+/* K or V of a head in memory of ours: bytes of fp8, or codes, which are not in planes yet; zeros to
+ * the end of the page, or of the last block. */
 static uint8_t *codes_of(const page_write *w, uint32_t head, uint32_t kind) {
     static const float nothing[CODE_DIM_MAX];
     const cxlkv_layout *layout = &w->pool->layout;
@@ -264,10 +303,17 @@ static uint8_t *codes_of(const page_write *w, uint32_t head, uint32_t kind) {
         memcpy(w->codes, tail_at(w->pool, w->from, kind, head), piece_data_bytes(layout, kind));
     } else {
         head_rows rows = rows_of_head(w, head, kind);
-        encode_rows(layout, &form, rows.data, rows.stride_bytes, 0, layout->page_tokens, w->codes,
-                    scales);
+        if (has_fp8(layout, kind))
+            encode_fp8(form.dim, kind == PIECE_KEYS ? w->rows->keys.dtype : w->rows->values.dtype,
+                       rows.data, rows.stride_bytes, layout->page_tokens, w->codes);
+        else
+            encode_rows(layout, &form, rows.data, rows.stride_bytes, 0, layout->page_tokens,
+                        w->codes, scales);
     }
-    if (w->tokens < end)
+    if (has_fp8(layout, kind))
+        memset(w->codes + (size_t)w->tokens * form.dim, 0,
+               (size_t)(layout->page_tokens - w->tokens) * form.dim);
+    else if (w->tokens < end)
         encode_rows(layout, &form, nothing, 0, w->tokens, end - w->tokens, w->codes, scales);
     return w->codes;
 }
@@ -276,7 +322,7 @@ static uint8_t *codes_of(const page_write *w, uint32_t head, uint32_t kind) {
 static head_rows plain_rows(const page_write *w, uint32_t head, uint32_t kind) {
     if (!w->from) return rows_of_head(w, head, kind);
     const cxlkv_layout *layout = &w->pool->layout;
-    size_t row = row_bytes_of(layout, kind);
+    size_t row = stored_row_bytes(layout, kind);
     memset(w->gathered, 0, rows_bytes(layout, kind));
     memcpy(w->gathered, tail_at(w->pool, w->from, kind, head), w->tokens * row);
     return (head_rows){w->gathered, row, row};
@@ -294,8 +340,14 @@ static void write_stored(const page_write *w, uint32_t head, uint32_t kind) {
         return;
     }
     uint8_t *codes = codes_of(w, head, kind);
-    if (kind == PIECE_KEYS) write_digest_of_codes(w, head, codes);
-    if (kind == PIECE_KEYS) write_sketch_of_codes(w, head, codes);
+    if (kind == PIECE_KEYS && has_fp8(layout, kind)) {
+        const uint16_t *numbers = decoded_fp8(w, codes);
+        write_digest_of_fp8(w, head, numbers);
+        write_sketch_of_fp8(w, head, numbers);
+    } else if (kind == PIECE_KEYS) {
+        write_digest_of_codes(w, head, codes);
+        write_sketch_of_codes(w, head, codes);
+    }
     if (has_planes(layout, kind)) piece_split(layout, kind, codes, w->planes);
     write_made(w, head, kind, has_planes(layout, kind) ? w->planes : codes);
 }
@@ -369,9 +421,9 @@ int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from,
     const cxlkv_layout *layout = &pool->layout;
     int64_t element = (int64_t)dtype_bytes(layout->dtype);
     int64_t row = (int64_t)tail_row_bytes(pool, PIECE_KEYS);
-    kv_rows rows = {.keys = {.data = tail_at(pool, from, PIECE_KEYS, 0),
+    kv_rows rows = {.keys = {.data = tail_at(pool, from, PIECE_KEYS, 0), .dtype = layout->dtype,
                              .stride_bytes = {row, layout->head_dim * element, element}},
-                    .values = {.data = tail_at(pool, from, PIECE_VALUES, 0),
+                    .values = {.data = tail_at(pool, from, PIECE_VALUES, 0), .dtype = layout->dtype,
                                .stride_bytes = {row, layout->value_head_dim * element, element}}};
     page_write w = {.pool = pool, .page = page, .layer = layer, .tokens = tokens, .rows = &rows,
                     .from = is_encoded(layout) ? from : NULL};

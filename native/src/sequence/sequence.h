@@ -127,7 +127,7 @@ static inline size_t tail_piece_bytes(const cxlkv_pool *pool, uint32_t kind) {
 static inline size_t tail_row_bytes(const cxlkv_pool *pool, uint32_t kind) {
     const cxlkv_layout *layout = &pool->layout;
     uint64_t dims = layout->kv_heads * row_channels(layout);
-    if (is_encoded(layout)) return kind_dim(layout, kind) * dtype_bytes(layout->dtype);
+    if (is_encoded(layout)) return stored_row_bytes(layout, kind);
     return align_up(dims * dtype_bytes(layout->dtype), LINE_BYTES) + LINE_BYTES;
 }
 static inline size_t tail_data_bytes(const cxlkv_pool *pool) {
@@ -169,8 +169,9 @@ typedef struct kv_rows {
 const uint8_t *row_at(const cxlkv_rows *rows, uint32_t row, uint32_t head);
 /* dim elements that lie `stride` bytes apart. */
 void row_copy(void *to, const uint8_t *from, int64_t stride, uint32_t dim, size_t element);
-/* `count` rows of a head into its piece in memory, from token `at` on. */
-void piece_encode(const cxlkv_layout *layout, uint32_t kind, const void *rows,
+/* `count` rows of a head, of the layout's dtype or as they are stored (CXLKV_BYTES), into its piece
+ * in memory, from token `at` on. */
+void piece_encode(const cxlkv_layout *layout, uint32_t kind, uint32_t dtype, const void *rows,
                   size_t stride_bytes, uint32_t at, uint32_t count, uint8_t *piece);
 /* Writes one (page, layer) from page_tokens rows, of which `tokens` count. `next`: what is written
  * next, or NULL; it is asked for in the meantime. The caller fences. */
