@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from cxlkv.adapters.vllm.blocks import request_row_spec
 from cxlkv.adapters.vllm.plugin import NAME
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Scores
+from cxlkv.adapters.vllm.pools import FP8_CACHES
 from cxlkv.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
         refused = {
             "ALiBi": alibi_slopes is not None,
             "attention sinks": sinks is not None,
-            f"{kv_cache_dtype} caches": kv_cache_dtype != "auto",
+            f"{kv_cache_dtype} caches": kv_cache_dtype not in ("auto", *FP8_CACHES),
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
             "layers that share others' K and V": kv_sharing_target_layer_name is not None,
             ", ".join(others): bool(others),

@@ -189,7 +189,7 @@ def pool_layout(
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_size,
             value_head_dim=spec.head_size_v,
-            dtype=dtype_name(spec.dtype),
+            dtype=dtype_name(config.model_config.dtype),
             window=window,
         )
         for window in kinds

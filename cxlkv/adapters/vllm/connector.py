@@ -116,8 +116,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         pools.check_groups([(type(spec).__name__, spec) for spec in specs], self._in_pool)
         self._spec = specs[0]
         packing = "rows" if self._in_pool else packing_of(vllm_config, self._spec)
-        encoding = self.settings.encoding
-        self._words = pools.words_of(vllm_config, self._spec, packing, encoding)
+        cache_dtype = str(vllm_config.cache_config.cache_dtype)
+        self._encoding = pools.kept_as(cache_dtype, self.settings.encoding)
+        self._words = pools.words_of(vllm_config, self._spec, packing, self._encoding)
         self.scheduling: Scheduling | None = None
         self._own: tuple[BlockPool, object] | None = None  # and what it finds blocks in
         self.worker: EngineAttention | PoolAttention | None = None
@@ -323,6 +324,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     # ---- worker ----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        of_model = self._vllm_config.compilation_config.static_forward_context
+        pools.check_caches({name: of_model[name] for name in kv_caches}, self._in_pool)
         if self._in_pool:
             device = next(iter(kv_caches.values())).device
             self.worker = self._make_pool_attention(list(kv_caches), device)
@@ -334,9 +337,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             kv_heads=self._spec.num_kv_heads,
             head_dim=self._spec.head_size,
             page_tokens=tokens,
-            dtype=self._spec.dtype,
+            dtype=self._vllm_config.model_config.dtype,
             shard=ranks.shard,
-        ).encoded(self.settings.encoding)
+        ).encoded(self._encoding)
         tiers = self._make_tiers(layout)
         self.worker = EngineAttention(
             tiers.pool,
@@ -388,7 +391,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         config, ranks = self._vllm_config, self._ranks
         page_tokens = gcd(PAGE_TOKENS, self._spec.block_size)
         layout = pool_layout(config, names, self._spec, page_tokens, ranks.shard)
-        layout = layout.encoded(self.settings.encoding)
+        layout = layout.encoded(self._encoding)
         check_device(device, layout)
         tiers = self._make_tiers(layout, sketch=None)
         return PoolAttention(
@@ -400,7 +403,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             decode_rows=1 + speculated_tokens(config),
             method=self.settings.method,
             step=steps_on(device),
-            many=chunks_on(device, self._spec.dtype),
+            many=chunks_on(device, config.model_config.dtype),
             tiers=tiers,
             quota=self._quota,
         )
@@ -502,9 +505,8 @@ def packing_of(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
         )
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    kind = _get_attn_isa(
-        spec.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
-    )
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    kind = _get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)
     return f"vllm {version} cpu {kind}"
 
 

@@ -15,12 +15,15 @@ from typing import cast
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.keys import namespace, weights_of
 from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
-from cxlkv.errors import PoolMissingError, UnsupportedError
-from cxlkv.layout import KVLayout, parse_bytes
+from cxlkv.errors import BadArgumentError, PoolMissingError, UnsupportedError
+from cxlkv.layout import FP8, KVLayout, parse_bytes
 from cxlkv.machine.regions import ALL, is_device, parse_place
 from cxlkv.pool import CXLPool
 
 PAGE_TOKENS_MAX = 1024
+AS_COMPUTED = ("auto", "bfloat16", "float16", "half", "float32", "float")
+"""Words of --kv-cache-dtype for K and V that are numbers as a model makes them."""
+FP8_CACHES = ("fp8", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,43 @@ def check_groups(kinds: Sequence[tuple[str, object]], in_pool: bool = False) -> 
             f"cxlkv: blocks of {_number(spec, 'block_size')} tokens: a page has at most "
             f"{PAGE_TOKENS_MAX}: give --block-size"
         )
+
+
+def kept_as(cache_dtype: str, wanted: str) -> str:
+    """The encoding of a pool for an engine with this --kv-cache-dtype: fp8's bytes are kept as they
+    are, else it is what the settings want. Raises UnsupportedError, BadArgumentError."""
+    if cache_dtype in AS_COMPUTED:
+        return wanted
+    if cache_dtype not in FP8_CACHES:
+        raise UnsupportedError(
+            f"cxlkv: --kv-cache-dtype {cache_dtype} is not served, only {', '.join(FP8_CACHES)} "
+            "and auto"
+        )
+    if wanted not in ("none", FP8):
+        raise BadArgumentError(
+            f'"encoding": "{wanted}" with --kv-cache-dtype {cache_dtype}: the pool keeps the bytes '
+            "of such an engine as they are. Leave out one of the two"
+        )
+    return FP8
+
+
+def check_caches(layers: Mapping[str, object], in_pool: bool = False) -> None:
+    """layers: the engine's, by name; raises UnsupportedError for caches of several kinds, and where
+    attention is in the pool, for fp8 with scales."""
+    kinds = sorted({str(_of(layer, "kv_cache_dtype")) for layer in layers.values()})
+    if len(kinds) > 1:
+        raise UnsupportedError(
+            f"cxlkv: layers with caches of {' and '.join(kinds)} (kv_cache_dtype_skip_layers) are "
+            "not served: give all of them one"
+        )
+    for name, layer in layers.items() if in_pool and kinds[0] in FP8_CACHES else ():
+        scales = (_of(layer, "_k_scale_float"), _of(layer, "_v_scale_float"))
+        if scales != (1.0, 1.0):
+            raise UnsupportedError(
+                f"cxlkv: {name} has calibrated scales of fp8, {scales[0]} of K and {scales[1]} of "
+                'V, and attention in the pool has none: write "attention": "engine", which hands '
+                "bytes over as they are, or use a checkpoint without scales"
+            )
 
 
 def _check_request_rows(names: Sequence[str]) -> None:
