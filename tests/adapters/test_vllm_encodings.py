@@ -72,6 +72,37 @@ def test_a_pool_of_another_encoding_is_refused(tmp_path: Path) -> None:
         assert '"encoding": "int8,int4"' in said
 
 
+def test_an_engine_in_fp8_has_a_pool_in_fp8() -> None:
+    for cache_dtype in ("auto", "bfloat16"):
+        for encoding in ("none", "int8,int4", "fp8_e4m3"):
+            assert pools.kept_as(cache_dtype, encoding) == encoding
+    for cache_dtype in ("fp8", "fp8_e4m3"):
+        for encoding in ("none", "fp8_e4m3"):
+            assert pools.kept_as(cache_dtype, encoding) == "fp8_e4m3"
+        with pytest.raises(BadArgumentError, match=f"int8.* with --kv-cache-dtype {cache_dtype}:"):
+            pools.kept_as(cache_dtype, "int8")
+    for cache_dtype in ("fp8_e5m2", "nvfp4", "int8_per_token_head"):
+        with pytest.raises(UnsupportedError, match=f"{cache_dtype} is not served"):
+            pools.kept_as(cache_dtype, "none")
+
+
+def test_scales_are_refused_where_attention_is_in_the_pool() -> None:
+    """The engine's attention hands bytes over, whatever they are to be multiplied by."""
+
+    def layer(kind: str = "fp8", k: float = 1.0, v: float = 1.0) -> SimpleNamespace:
+        return SimpleNamespace(kv_cache_dtype=kind, _k_scale_float=k, _v_scale_float=v)
+
+    for in_pool in (False, True):
+        pools.check_caches({"a": layer(), "b": layer()}, in_pool)
+        pools.check_caches({"a": layer("auto", k=0.5)}, in_pool)
+        with pytest.raises(UnsupportedError, match=r"auto and fp8 \(kv_cache_dtype_skip"):
+            pools.check_caches({"a": layer(), "b": layer("auto")}, in_pool)
+    for scaled in (layer(k=0.5), layer(v=2.0)):
+        pools.check_caches({"a": layer(), "b": scaled})
+        with pytest.raises(UnsupportedError, match="b has calibrated scales of fp8"):
+            pools.check_caches({"a": layer(), "b": scaled}, in_pool=True)
+
+
 # ---- the engine's attention: prefixes ----
 
 

@@ -142,10 +142,10 @@ def prompts(lengths: tuple[int, ...], seed: int = 1) -> Tokens:
     return [numbers.integers(0, VOCABULARY_SIZE, n).tolist() for n in lengths]
 
 
-def same(folder: Path, model: str) -> Found:
+def same(folder: Path, model: str, **settings: object) -> Found:
     """Chunked prefill and decode of several requests, and again from the pool."""
     texts = prompts((300, 40, 700, 17))
-    chunks: Found = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}
+    chunks: Found = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, **settings}
     stock = Run(folder, None, model, chunks)
     wanted, _ = stock.generate(texts)
     stock.end()
@@ -170,6 +170,57 @@ def encoded(folder: Path) -> Found:
         told = {"encoding": kept.layout.encoding}
     found: Found = {"equal": [second == first, alone == first], "cached": [none, cached]}
     return {**found, **run.state(), "kept": told}
+
+
+def fp8(folder: Path) -> Found:
+    """An engine that attends to fp8: the pool keeps the same numbers, so the tokens are the same,
+    and others than those of an engine in full."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    found = same(folder, "llama", kv_cache_dtype="fp8")
+    return {**found, "kept": {"encoding": get_kv_transfer_group().worker.pool.layout.encoding}}
+
+
+def fp8_bytes(folder: Path) -> Found:
+    """What vLLM writes to a block for numbers, and what a pool keeps of them, byte for byte: all
+    bfloat16, all float16, random float32 of all sizes."""
+    del folder
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    from cxlkv import CXLPool, KVLayout
+
+    dim, tokens, chance = 64, 1 << 10, np.random.default_rng(1)
+    halves = torch.from_numpy(np.arange(tokens * dim, dtype=np.uint16))
+    words = chance.integers(0, 1 << 32, tokens * dim, np.uint32)
+    near = (words & 0x807FFFFF) | (0x70 + words % 0x1B) << 23  # 2^-15 to 2^11
+    words = np.where(chance.random(len(words)) < 0.5, near, words).astype(np.uint32)
+    equal = []
+    for name, numbers in (
+        ("bfloat16", halves.view(torch.bfloat16)),
+        ("float16", halves.view(torch.float16)),
+        ("float32", torch.from_numpy(words.view(np.float32))),
+    ):
+        rows = numbers.reshape(tokens, 1, dim)
+        # Of float32 too: "vec" keeps values row after row.
+        isa = _get_attn_isa(torch.float32, BLOCK_TOKENS, dim, "fp8")
+        blocks = torch.zeros((2, tokens // BLOCK_TOKENS, 1, BLOCK_TOKENS, dim), dtype=torch.uint8)
+        slots = torch.arange(tokens, dtype=torch.int64)
+        ops.cpu_attn_reshape_and_cache(
+            rows, rows, blocks[0], blocks[1], slots, isa, kv_cache_dtype="fp8"
+        )
+        encoded = {"k_encoding": "fp8_e4m3", "v_encoding": "fp8_e4m3"}
+        layout = KVLayout(layers=1, kv_heads=1, head_dim=dim, dtype=name, page_tokens=32, **encoded)
+        with CXLPool.create("anonymous:", layout=layout, capacity="8MiB") as pool:
+            sequence = pool.sequence()
+            sequence.append(0, rows, rows)
+            kept = torch.zeros_like(blocks)
+            places = np.arange(tokens // BLOCK_TOKENS, dtype=np.int32)
+            ends = [0, len(places)]
+            pool.batch([sequence]).fetch_blocks(0, kept[0], kept[1], places, ends, [0])
+            equal.append(bool((kept[1] == blocks[1]).all()))
+    return {"equal": equal, "clean": True}
 
 
 def as_on_a_gpu(folder: Path, model: str) -> Found:
@@ -389,7 +440,9 @@ def refused(folder: Path) -> Found:
     told = {}
     cases: dict[str, tuple[Found, Found]] = {
         "small": ({"capacity": "3MiB"}, {}),
-        "fp8": ({}, {"kv_cache_dtype": "fp8"}),
+        "fp8_e5m2": ({}, {"kv_cache_dtype": "fp8_e5m2"}),
+        "engine": ({"attention": "engine"}, {"kv_cache_dtype": "fp8_e5m2"}),
+        "both": ({"encoding": "int8"}, {"kv_cache_dtype": "fp8"}),
     }
     for name, (extra, settings) in cases.items():
         try:
@@ -403,6 +456,8 @@ RUNS = {
     "same": lambda folder: same(folder, "llama"),
     "windows": lambda folder: same(folder, "gemma2"),
     "encoded": encoded,
+    "fp8": fp8,
+    "fp8_bytes": fp8_bytes,
     "gpu": lambda folder: as_on_a_gpu(folder, "llama"),
     "gpu_windows": lambda folder: as_on_a_gpu(folder, "gemma2"),
     "chosen_on_cuda": chosen_on_cuda,

@@ -99,6 +99,18 @@ def test_an_encoded_pool_gives_the_same_tokens_by_hits_and_alone(
     assert not seen["failures"]
 
 
+def test_an_engine_in_fp8_has_its_own_tokens(run: Callable[[str], Seen]) -> None:
+    seen = run("fp8")
+    assert seen["equal"] == [True, True]
+    assert seen["cached"] == [[0, 0, 0, 0], [288, 32, 672, 0]]
+    assert seen["kept"] == {"encoding": "fp8_e4m3"}
+    assert not seen["failures"]
+
+
+def test_a_pool_in_fp8_has_the_bytes_of_vllm(run: Callable[[str], Seen]) -> None:
+    assert run("fp8_bytes")["equal"] == [True, True, True]
+
+
 def test_custom_is_ours_on_cuda_where_attention_is_in_the_pool(run: Callable[[str], Seen]) -> None:
     told = run("chosen_on_cuda")["told"]
     assert told["pool"] == "cxlkv.adapters.vllm.attention.GpuPoolBackend"
@@ -155,4 +167,6 @@ def test_a_damaged_page_is_computed_again_and_counted(run: Callable[[str], Seen]
 def test_what_cannot_be_served_is_refused_by_name(run: Callable[[str], Seen]) -> None:
     told = run("refused")["told"]
     assert "Give the pool more capacity" in told["small"]
-    assert "attention in the pool has no fp8 caches" in told["fp8"]
+    assert "attention in the pool has no fp8_e5m2 caches" in told["fp8_e5m2"]
+    assert "--kv-cache-dtype fp8_e5m2 is not served" in told["engine"]
+    assert '"encoding": "int8" with --kv-cache-dtype fp8' in told["both"]

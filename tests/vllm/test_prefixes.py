@@ -123,6 +123,38 @@ def test_an_encoded_pool_keeps_prefixes_of_an_engine_in_full(
     assert check(folder)["pages_held"] == 0
 
 
+def test_engines_in_fp8_find_their_bytes_in_the_pool(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """A prefix that another engine computed is what this one would have in its blocks."""
+    folder, extra = folder_in(tmp_path)
+    stock, full = make_engine(kv_cache_dtype="fp8"), make_engine()
+    one = make_engine(extra, kv_cache_dtype="fp8")
+    assert (stock.ready(), full.ready(), one.ready()) == (None, None, None)
+    wanted = stock.generate(prompts())["tokens"]
+    assert wanted != full.generate(prompts())["tokens"], "fp8 is seen in these texts"
+    full.end()
+    first = one.generate(prompts())
+    assert (first["tokens"], first["cached"]) == (wanted, [0, 0, 0, 0])
+    one.end()
+    with pool_in(folder) as pool:
+        assert (pool.layout.encoding, pool.layout.dtype) == ("fp8_e4m3", "float32")
+    two = make_engine({**extra, "load": "async", "tails": True}, kv_cache_dtype="fp8")
+    assert two.ready() is None
+    second = two.generate(prompts())
+    assert (second["tokens"], second["cached"]) == (wanted, [288, 95, 96, 0])
+    longer = [ids + more for ids, more in zip(prompts(), wanted, strict=True)]
+    again = two.generate(longer)
+    assert sum(again["cached"]) > sum(CACHED)
+    assert again["tokens"] == stock.generate(longer)["tokens"]
+    damage(folder, page=2, layer=1)
+    two.forget()
+    assert two.generate(prompts())["tokens"] == wanted
+    two.end()
+    stock.end()
+    assert check(folder)["pages_held"] == 0
+
+
 def inside_another(extra: dict[str, object], **written: object) -> dict[str, object]:
     """kv_transfer_config with our connector inside vLLM's own MultiConnector."""
     ours = {"kv_connector": "CXLConnector", "kv_role": "kv_both"}
