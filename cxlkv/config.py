@@ -113,7 +113,7 @@ Where = Annotated[str, AfterValidator(_rooted)]
 _Capacity = Annotated[int | str, BeforeValidator(lambda v: v if v == ALL else parse_bytes(v))]
 _DType = Annotated[str | None, BeforeValidator(lambda v: None if v is None else dtype_name(v))]
 _Encodings = Annotated[str, AfterValidator(lambda v: ",".join(dict.fromkeys(encodings_of(v))))]
-_Encoding = Literal["none", "int8", "int4", "progressive"] | None
+_Encoding = Literal["none", "int8", "int4", "fp8_e4m3", "progressive"] | None
 _Shard = Annotated[tuple[int, int, int, int], Field(strict=False)]  # YAML has lists only
 
 
@@ -236,10 +236,10 @@ class PoolKeys(Keys):
     mooncake://HOST:PORT. cold_capacity: its size. compress: records in the file are made smaller.
     policy: which pages make room. remote: pools of other machines, where prefixes are looked for
     that neither the pool nor cold has. remote_secret: the file with the secret by which they are
-    served. encoding: what keys and values are kept as, none, int8 or int4; or two, of keys and of
-    values: int8,int4. huge: all of the memory comes into place before the call returns, by huge
-    pages (require), where the kernel makes such (try), or by small ones (never); as it is used if
-    not given.
+    served. encoding: what keys and values are kept as, none, int8, int4 or fp8_e4m3; or two, of
+    keys and of values: int8,int4. huge: all of the memory comes into place before the call returns,
+    by huge pages (require), where the kernel makes such (try), or by small ones (never); as it is
+    used if not given.
 
     A message on keys that do not go together has them in braces, the wrong one first.
     """

@@ -21,7 +21,7 @@ CODE_TOKENS = 16  # of a block of codes, and the channels of its lines
 FP8 = "fp8_e4m3"
 ENCODINGS = ("none", "int8", "int4", FP8, "progressive")  # likewise
 OBJECT_BYTES_MAX = 1 << 30
-_CODE_BITS = {"int8": 8, "int4": 4, "progressive": 8}
+CODE_BITS = {"int8": 8, "int4": 4, "progressive": 8}
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 
 
@@ -381,7 +381,7 @@ class KVLayout:
         more_bytes: behind the rows, or the scales of codes; a digest's scale.
         """
         row = _row_bytes(channels, encoding, self.dtype)
-        if encoding not in _CODE_BITS:
+        if encoding not in CODE_BITS:
             return self.page_tokens * row + more_bytes
         tokens = -(-self.page_tokens // CODE_TOKENS) * CODE_TOKENS
         if encoding != "progressive":
@@ -405,9 +405,9 @@ class KVLayout:
 
 def _row_bytes(channels: int, encoding: str, dtype: str) -> int:
     """Of one token and head: codes of a multiple of 16 channels, and a float16 scale."""
-    if encoding not in _CODE_BITS:
+    if encoding not in CODE_BITS:
         return channels * (1 if encoding == FP8 else DTYPE_BYTES[dtype])
-    return -(-channels // CODE_TOKENS) * CODE_TOKENS * _CODE_BITS[encoding] // 8 + 2
+    return -(-channels // CODE_TOKENS) * CODE_TOKENS * CODE_BITS[encoding] // 8 + 2
 
 
 def layer_places(layout: KVLayout, record_layers: int) -> tuple[tuple[int, int], ...]:

@@ -210,6 +210,10 @@ def test_encodings() -> None:
     groups = [{**both, "layers": 1, "window": 32}, both]
     found = read_config({**config, "layout": {"layer_groups": groups}})[1]
     assert found.encoding == "int8,int4"
+    for name in ("k_encoding", "v_encoding"):
+        both[name] = "fp8_e4m3"
+    with CXLPool.from_config({**config, "layout": both}) as pool:
+        assert pool.layout.encoding == "fp8_e4m3"
     values = {"layers": 2, "kv_heads": 2, "head_dim": 8, "v_encoding": "int8"}
     with CXLPool.from_config({**config, "layout": values}) as pool:
         assert pool.sketch  # its keys are as they were

@@ -155,6 +155,8 @@ def test_a_pool_gives_its_layout_back() -> None:
         ("int8", ("int8", "int8")),
         ("int8,int4", ("int8", "int4")),
         ("none, int4", ("none", "int4")),
+        ("fp8_e4m3", ("fp8_e4m3", "fp8_e4m3")),
+        ("fp8_e4m3,int4", ("fp8_e4m3", "int4")),
     ],
 )
 def test_a_layout_in_an_encoding(encoding: str, both: tuple[str, str]) -> None:
@@ -166,7 +168,8 @@ def test_a_layout_in_an_encoding(encoding: str, both: tuple[str, str]) -> None:
     assert made.encoded("none") == layout
     assert layout.encoded(made.encoding) == made
     assert made.token_bytes == layout.token_bytes == 3 * 3 * (4 + 4) * 2
-    a_row = {"none": 4 * 2, "int8": 16 + 2, "int4": 8 + 2}  # 4 channels are filled up to 16
+    # Of codes 4 channels are filled up to 16, with a scale.
+    a_row = {"none": 4 * 2, "int8": 16 + 2, "int4": 8 + 2, "fp8_e4m3": 4}
     assert made.stored_token_bytes == 3 * 3 * (a_row[both[0]] + a_row[both[1]])
     assert made.stored_key_bytes == 3 * 3 * a_row[both[0]]
 

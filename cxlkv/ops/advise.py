@@ -71,7 +71,8 @@ def advise(
     page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
     dtype: Annotated[str, typer.Option(help="Type of the stored keys and values.")] = "bf16",
     encoding: Annotated[
-        str, typer.Option(help="What they are kept as: int8, int4; or of each: int8,int4.")
+        str,
+        typer.Option(help="What they are kept as: int8, int4, fp8_e4m3; or of each: int8,int4."),
     ] = "none",
     tokens: Annotated[
         list[int] | None, typer.Option(help="Length of a cached prefix; again for more.", min=1)

@@ -35,7 +35,8 @@ def demo(
         int, typer.Option(help="Of --text: so many layers, the first ones, attend to all pages.")
     ] = 0,
     encoding: Annotated[
-        str, typer.Option(help="Of SmolLM2: the pool keeps K and V in int8, int4, or int8,int4.")
+        str,
+        typer.Option(help="Of SmolLM2: the pool keeps K and V in int8, int4, fp8_e4m3, int8,int4."),
     ] = "none",
     tiny: Annotated[
         bool,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from cxlkv.arrays import Bytes, Codes, Names, Offsets
 from cxlkv.errors import UnsupportedError
-from cxlkv.layout import DTYPE_BYTES, KVLayout, layer_places
+from cxlkv.layout import CODE_BITS, DTYPE_BYTES, KVLayout, layer_places
 from cxlkv.pages import (
     CORRUPT,
     PACKED_HEADER,
@@ -151,9 +151,9 @@ def shape_of(pool: CXLPool) -> Shape:
 
 def _piece_bytes(layout: KVLayout, geometry: dict[str, int]) -> list[int]:
     """Without what fills a piece up to a line; a sketch is whole lines. A digest of encoded keys is
-    bytes, and its scale lies behind the keys."""
+    bytes, and where these are codes its scale lies behind them."""
     encoded = layout.k_encoding != "none"
-    more = SCALE_BYTES if encoded else 0
+    more = SCALE_BYTES if layout.k_encoding in CODE_BITS else 0
     keys = layout.piece_bytes(layout.head_dim, layout.k_encoding, more)
     values = layout.piece_bytes(layout.value_head_dim, layout.v_encoding)
     return [

@@ -19,7 +19,7 @@ from .test_transformers_models import all_free, make
 from .test_transformers_models import llama as llama  # a fixture
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ENCODINGS = ("int8", "int4", "int8,int4", "none,int4", "progressive")
+ENCODINGS = ("int8", "int4", "int8,int4", "none,int4", "fp8_e4m3", "progressive")
 
 
 class Rounded(DynamicCache):
@@ -139,7 +139,7 @@ class OnBoth(CXLCache):
         return out
 
 
-@pytest.mark.parametrize("encoding", ["int8", "int4"])
+@pytest.mark.parametrize("encoding", ["int8", "int4", "fp8_e4m3"])
 def test_few_pages_are_the_same_in_the_pool_and_on_the_device(
     llama: PreTrainedModel, encoding: str
 ) -> None:

@@ -67,7 +67,7 @@ def test_few_pages_read_few_bytes_and_are_counted(examiner: Examiner) -> None:
     assert first.chosen.sum() > 0
 
 
-@pytest.mark.parametrize("encoding", ["int8", "int4"])
+@pytest.mark.parametrize("encoding", ["int8", "int4", "fp8_e4m3"])
 def test_an_encoded_pool_reads_fewer_bytes(examiner: Examiner, encoding: str) -> None:
     """All keys are scored as they are kept; transformers' own cache is as the model made it."""
     rows = examiner.pool.layout

@@ -44,6 +44,7 @@ ENCODINGS = (
     ("int8", "int4"),
     ("int4", "none"),
     ("none", "int8"),
+    ("fp8_e4m3", "fp8_e4m3"),
     ("progressive", "progressive"),
 )
 
@@ -324,7 +325,7 @@ def test_codes_are_scored_and_summed_as_here(
     assert pool.worker.attends_here == 0
 
 
-@pytest.mark.parametrize("k_encoding", ["int8", "int4", "progressive"])
+@pytest.mark.parametrize("k_encoding", ["int8", "int4", "fp8_e4m3", "progressive"])
 def test_estimates_of_codes_are_the_same(serve_twins: Serve, k_encoding: str) -> None:
     _, twins, _ = serve_twins(1, encodings=(k_encoding, "int8"), page_tokens=16)
     twins.append([8005])

@@ -122,22 +122,26 @@ def test_a_pool_is_made_looked_at_checked_and_removed(
     assert not path.exists()
 
 
-def test_an_encoded_pool_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["int8,int4", "fp8_e4m3"])
+def test_an_encoded_pool_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, encoding: str
+) -> None:
+    keys, values = encoding.split(",")[0], encoding.split(",")[-1]
     path = str(tmp_path / "encoded.pool")
-    ended = run(capsys, *CREATE, path, "--encoding", "int8,int4")
+    ended = run(capsys, *CREATE, path, "--encoding", encoding)
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out.rstrip().endswith("pages, int8,int4")
+    assert ended.out.rstrip().endswith(f"pages, {encoding}")
     found = json.loads(run(capsys, "pool", "inspect", "--json", path).out)["layout"]
-    assert found["encoding"] == "int8,int4"
+    assert found["encoding"] == encoding
     group = found["groups"][0]
-    assert (group["k_encoding"], group["v_encoding"]) == ("int8", "int4")
+    assert (group["k_encoding"], group["v_encoding"]) == (keys, values)
     told = run(capsys, "pool", "inspect", path).out
-    assert "k_encoding      int8" in told
-    assert "v_encoding      int4" in told
+    assert f"k_encoding      {keys}" in told
+    assert f"v_encoding      {values}" in told
     (listed,) = json.loads(run(capsys, "pool", "list", "--json", path).out)["pools"]
-    assert listed["encoding"] == "int8,int4"
-    assert "int8,int4" in run(capsys, "pool", "list", path).out
-    assert "int8,int4" in run(capsys, "pool", "top", "--once", path).out
+    assert listed["encoding"] == encoding
+    assert encoding in run(capsys, "pool", "list", path).out
+    assert encoding in run(capsys, "pool", "top", "--once", path).out
     made = ("pool", "create", str(tmp_path / "o.pool"), "--capacity", "8MiB")
     error = run(capsys, *made, "--object-bytes", "64KiB", "--encoding", "int8").err
     assert "--encoding: of K and V" in error

@@ -204,7 +204,12 @@ def test_the_command_that_is_printed_makes_the_pool(
 @pytest.mark.parametrize(
     ("encoding", "a_token"),
     # Of 3 layers, 2 heads, 64 channels: keys and values, each with a float16 scale.
-    [("int8", 6 * (66 + 66)), ("int4", 6 * (34 + 34)), ("int8,int4", 6 * (66 + 34))],
+    [
+        ("int8", 6 * (66 + 66)),
+        ("int4", 6 * (34 + 34)),
+        ("int8,int4", 6 * (66 + 34)),
+        ("fp8_e4m3", 6 * (64 + 64)),
+    ],
 )
 def test_an_encoded_pool_is_as_large_as_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, encoding: str, a_token: int
