@@ -210,8 +210,8 @@ def fp8_bytes(folder: Path) -> Found:
         ops.cpu_attn_reshape_and_cache(
             rows, rows, blocks[0], blocks[1], slots, isa, kv_cache_dtype="fp8"
         )
-        encoded = {"k_encoding": "fp8_e4m3", "v_encoding": "fp8_e4m3"}
-        layout = KVLayout(layers=1, kv_heads=1, head_dim=dim, dtype=name, page_tokens=32, **encoded)
+        layout = KVLayout(layers=1, kv_heads=1, head_dim=dim, dtype=name, page_tokens=32)
+        layout = layout.encoded("fp8_e4m3")
         with CXLPool.create("anonymous:", layout=layout, capacity="8MiB") as pool:
             sequence = pool.sequence()
             sequence.append(0, rows, rows)
