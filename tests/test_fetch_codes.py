@@ -10,7 +10,9 @@ import torch
 
 from cxlkv import KVLayout
 from cxlkv.arrays import Bytes, Floats
+from cxlkv.bench.lab.codes import fp8
 from cxlkv.errors import BadArgumentError, CorruptError
+from cxlkv.layout import FP8
 from cxlkv.ndp.engine import same_pages
 
 from .support import kept
@@ -28,6 +30,11 @@ def check_piece(piece: Bytes, rows: Floats, layout: KVLayout, kind: int) -> None
     """A piece of rows [tokens, dim] has their codes and scales; the tokens behind them have none,
     and codes 0."""
     encoding = (layout.k_encoding, layout.v_encoding)[kind]
+    if encoding == FP8:
+        rest = np.zeros((layout.page_tokens - len(rows), rows.shape[1]), np.uint8)
+        wanted = np.concatenate([fp8(rows.astype(np.float32)), rest])
+        np.testing.assert_array_equal(piece, wanted.ravel())
+        return
     form = Form(kept.BITS[encoding], rows.shape[1], kind == 1)
     all_tokens = -(-layout.page_tokens // 16) * 16
     assert piece.shape == (form.piece_bytes(layout.page_tokens),)

@@ -110,7 +110,6 @@ def test_generated_tokens_are_those_of_rounded_keys_and_values(
 
 
 def test_a_budget_with_an_error_reads_fewer_bits(llama: PreTrainedModel) -> None:
-    ids, mask = prompts((96, 80))
     found, read = [], []
     with pool_of(llama, "progressive") as pool:
         for error in (0.0, 0.1):

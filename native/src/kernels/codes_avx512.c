@@ -247,8 +247,8 @@ INLINE __m512 errors_of(const scaling *s) {
     return _mm512_maskz_mul_ps(s->finite, length, s->scale);
 }
 
-/* Channels that are far beyond the last code become smaller, so that they fit a whole number. With a
- * smaller scale none is twice as far out as that one. */
+/* Channels that are far beyond the last code become smaller, so that they fit a whole number. With
+ * a smaller scale none is twice as far out as that one. */
 static __attribute__((noinline)) void limit_channels(encoding *e) {
     const __m512 limit = _mm512_set1_ps(65504 * 10000.0f);
     for (uint32_t d = 0; d < e->dim; d++) e->channels[d] = _mm512_min_ps(e->channels[d], limit);
