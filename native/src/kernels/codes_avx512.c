@@ -46,6 +46,28 @@ INLINE void ask_for(const void *next, size_t bytes) {
         UNROLL for (; line < end; line += LINE_BYTES) _mm_prefetch(line, _MM_HINT_T0);
 }
 
+/* What is asked for in equal shares, each while something is computed: a CPU waits for few lines at
+ * once, and what it is asked beyond them holds up all else. */
+typedef struct asked {
+    const char *at, *end;
+    size_t share;
+} asked;
+
+/* `bytes` from `next` on, or nothing, in `shares` parts. */
+INLINE asked asked_of(const void *next, size_t bytes, uint32_t shares) {
+    asked made = {.at = next, .end = next};
+    if (!next) return made;
+    made.end += bytes;
+    made.share = (bytes / shares + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+    return made;
+}
+
+INLINE void ask_share(asked *a) {
+    size_t left = (size_t)(a->end - a->at), now = a->share < left ? a->share : left;
+    if (now) ask_for(a->at, now);
+    a->at += now;
+}
+
 /* ---- encode ---- */
 
 /* Of 16 rows, in the lanes. */
@@ -419,9 +441,15 @@ INLINE void score_tokens(int bits, uint32_t channels, const score_part *part,
                               _mm512_maskz_compress_ps(part->here.there, logits[q]));
 }
 
+/* Of score's calls: one for each block of tokens and of queries. */
+INLINE uint32_t shares_of(uint32_t tokens_used, uint32_t query_count) {
+    return code_blocks(tokens_used) * ((query_count + QUERY_BLOCK - 1) / QUERY_BLOCK);
+}
+
 INLINE void score_form(int bits, uint32_t channels, score_part part, const code_query *queries,
-                       uint32_t query_count) {
+                       uint32_t query_count, asked *next) {
     for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) {
+        ask_share(next);
         switch (query_count - q) {
         case 1: score_tokens(bits, channels, &part, queries + q, 1); break;
         case 2: score_tokens(bits, channels, &part, queries + q, 2); break;
@@ -436,7 +464,7 @@ void code_score_avx512(const code_form *form, code_piece piece, uint32_t first, 
                        const code_query *queries, uint32_t query_count, float *logits,
                        size_t logit_stride, const void *next) {
     const uint32_t channels = code_channels(form->dim);
-    ask_for(next, code_bytes(form, count));
+    asked ahead = asked_of(next, code_bytes(form, count), shares_of(count, query_count));
     for (uint32_t t = first; t < first + count;) {
         tokens here = tokens_of(t, first + count);
         const score_part part = {
@@ -445,10 +473,14 @@ void code_score_avx512(const code_form *form, code_piece piece, uint32_t first, 
             .here = here,
             .logits = logits + (t - first),
             .logit_stride = logit_stride};
-        if (form->bits == 8 && channels == 128) score_form(8, 128, part, queries, query_count);
-        else if (form->bits == 8) score_form(8, channels, part, queries, query_count);
-        else if (channels == 128) score_form(4, 128, part, queries, query_count);
-        else score_form(4, channels, part, queries, query_count);
+        if (form->bits == 8 && channels == 128)
+            score_form(8, 128, part, queries, query_count, &ahead);
+        else if (form->bits == 8)
+            score_form(8, channels, part, queries, query_count, &ahead);
+        else if (channels == 128)
+            score_form(4, 128, part, queries, query_count, &ahead);
+        else
+            score_form(4, channels, part, queries, query_count, &ahead);
         t += here.count;
     }
 }
@@ -468,7 +500,7 @@ INLINE __mmask16 raise_best(int bits, const uint8_t *block, uint32_t channels,
 }
 
 INLINE float best_of_piece(int bits, uint32_t channels, code_piece piece, uint32_t tokens_used,
-                           const code_query *queries, uint32_t query_count) {
+                           const code_query *queries, uint32_t query_count, asked next) {
     __m512 most = _mm512_set1_ps(-INFINITY);
     __mmask16 broken = 0;
     for (uint32_t t = 0; t < tokens_used; t += LANES) {
@@ -478,6 +510,7 @@ INLINE float best_of_piece(int bits, uint32_t channels, code_piece piece, uint32
         for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) {
             const code_query *from = queries + q;
             __mmask16 bad;
+            ask_share(&next);
             switch (query_count - q) {
             case 1: bad = raise_best(bits, piece.blocks, channels, scales, from, 1, &best); break;
             case 2: bad = raise_best(bits, piece.blocks, channels, scales, from, 2, &best); break;
@@ -496,10 +529,11 @@ INLINE void best_of_pieces(int bits, uint32_t channels, const code_piece *pieces
                            const void *const *next, uint32_t count, uint32_t tokens_used,
                            const code_query *queries, uint32_t query_count, float *best) {
     const code_form form = {.bits = (uint32_t)bits, .dim = channels};
-    for (uint32_t i = 0; i < count; i++) {
-        ask_for(next ? next[i] : NULL, code_bytes(&form, tokens_used));
-        best[i] = best_of_piece(bits, channels, pieces[i], tokens_used, queries, query_count);
-    }
+    const size_t bytes = code_bytes(&form, tokens_used);
+    const uint32_t shares = shares_of(tokens_used, query_count);
+    for (uint32_t i = 0; i < count; i++)
+        best[i] = best_of_piece(bits, channels, pieces[i], tokens_used, queries, query_count,
+                                asked_of(next ? next[i] : NULL, bytes, shares));
 }
 
 void code_score_best_avx512(const code_form *form, const code_piece *pieces,
