@@ -46,26 +46,24 @@ INLINE void ask_for(const void *next, size_t bytes) {
         UNROLL for (; line < end; line += LINE_BYTES) _mm_prefetch(line, _MM_HINT_T0);
 }
 
-/* What is asked for in equal shares, each while something is computed: a CPU waits for few lines at
- * once, and what it is asked beyond them holds up all else. */
+/* What is asked for line by line, while something is computed: a CPU waits for few lines at once,
+ * and what it is asked beyond them holds up all else. */
 typedef struct asked {
-    const char *at, *end;
-    size_t share;
+    const char *at;
+    bool second;                 /* into the second cache */
 } asked;
 
-/* `bytes` from `next` on, or nothing, in `shares` parts. */
-INLINE asked asked_of(const void *next, size_t bytes, uint32_t shares) {
-    asked made = {.at = next, .end = next};
-    if (!next) return made;
-    made.end += bytes;
-    made.share = (bytes / shares + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
-    return made;
+/* `from` may be NULL: then what is in the cache already, at `own`, is asked for. */
+INLINE asked asked_of(const void *from, const void *own) {
+    bool second = atomic_load_explicit(&kernels_ask_second_cache, memory_order_relaxed);
+    return (asked){.at = from ? from : own, .second = second};
 }
 
-INLINE void ask_share(asked *a) {
-    size_t left = (size_t)(a->end - a->at), now = a->share < left ? a->share : left;
-    if (now) ask_for(a->at, now);
-    a->at += now;
+INLINE void ask_lines(asked *a, uint32_t count, size_t apart) {
+    if (a->second)
+        UNROLL for (uint32_t i = 0; i < count; i++) _mm_prefetch(a->at + i * apart, _MM_HINT_T1);
+    else
+        UNROLL for (uint32_t i = 0; i < count; i++) _mm_prefetch(a->at + i * apart, _MM_HINT_T0);
 }
 
 /* ---- encode ---- */
@@ -334,6 +332,12 @@ void code_encode_avx512(const code_form *form, int dtype, const void *rows, size
     }
 }
 
+/* Those of a whole piece, the lines of which are asked for one by one. */
+INLINE void ask_for_scales(const void *piece, const code_form *form, uint32_t tokens_used) {
+    const size_t at = code_scales_offset(form, tokens_used);
+    if (piece) ask_for((const char *)piece + at, code_bytes(form, tokens_used) - at);
+}
+
 /* ---- score ---- */
 
 /* Four codes of each token by the same four channels of a query. gcc would load them to a register
@@ -368,9 +372,10 @@ INLINE void load_keys(int bits, const uint8_t *lines, __m512i codes[4]) {
 }
 
 /* Logits of 16 tokens, by 1 to 4 queries, before the products with scale and factor: twice as
- * large. Few queries have several sums each, which do not wait for one another. */
+ * large. `each` lines are asked for with 16 channels. Few queries have several sums each, which do not wait for one another. */
 INLINE void score_queries(int bits, const uint8_t *block, uint32_t channels,
-                          const code_query *queries, int queries_here, __m512 sums[QUERY_BLOCK]) {
+                          const code_query *queries, int queries_here, asked *next, uint32_t each,
+                          __m512 sums[QUERY_BLOCK]) {
     const int sums_each = queries_here > 2 ? 2 : 4;
     __m512i high[QUERY_BLOCK][4], low[QUERY_BLOCK][4];
     UNROLL for (int q = 0; q < queries_here; q++) UNROLL for (int i = 0; i < sums_each; i++)
@@ -382,6 +387,8 @@ INLINE void score_queries(int bits, const uint8_t *block, uint32_t channels,
     for (; block < end; block += CODE_CHANNELS * 2 * bits) {
         __m512i codes[4];
         load_keys(bits, block, codes);
+        ask_lines(next, each, LINE_BYTES);
+        next->at += each * LINE_BYTES;
         UNROLL for (int i = 0; i < 4; i++) UNROLL for (int q = 0; q < queries_here; q++) {
             __m512i *h = &high[q][i % sums_each], *l = &low[q][i % sums_each];
             *h = add_products(*h, codes[i], high_at[q] + 4 * i);
@@ -413,10 +420,10 @@ INLINE void score_queries(int bits, const uint8_t *block, uint32_t channels,
 /* Logits of 16 tokens. */
 INLINE void score_block(int bits, const uint8_t *block, uint32_t channels,
                         const uint16_t *scales, const code_query *queries, int queries_here,
-                        __m512 logits[QUERY_BLOCK]) {
+                        asked *next, uint32_t each, __m512 logits[QUERY_BLOCK]) {
     __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
     scale = _mm512_mul_ps(scale, _mm512_set1_ps(0.5f));
-    score_queries(bits, block, channels, queries, queries_here, logits);
+    score_queries(bits, block, channels, queries, queries_here, next, each, logits);
     UNROLL for (int q = 0; q < queries_here; q++)
         logits[q] = _mm512_mul_ps(_mm512_mul_ps(logits[q], scale),
                                   _mm512_set1_ps(queries[q].factor));
@@ -432,29 +439,40 @@ typedef struct score_part {
 } score_part;
 
 INLINE void score_tokens(int bits, uint32_t channels, const score_part *part,
-                         const code_query *queries, int queries_here) {
+                         const code_query *queries, int queries_here, asked *next, uint32_t each) {
     __m512 logits[QUERY_BLOCK];
-    score_block(bits, part->block, channels, part->scales, queries, queries_here, logits);
+    score_block(bits, part->block, channels, part->scales, queries, queries_here, next, each,
+                logits);
     const __mmask16 first = (__mmask16)((1u << part->here.count) - 1);
     UNROLL for (int q = 0; q < queries_here; q++)
         _mm512_mask_storeu_ps(part->logits + q * part->logit_stride, first,
                               _mm512_maskz_compress_ps(part->here.there, logits[q]));
 }
 
-/* Of score's calls: one for each block of tokens and of queries. */
-INLINE uint32_t shares_of(uint32_t tokens_used, uint32_t query_count) {
-    return code_blocks(tokens_used) * ((query_count + QUERY_BLOCK - 1) / QUERY_BLOCK);
+/* Lines of the next block that block `part` of the queries asks for with 16 channels. */
+INLINE uint32_t lines_each(int bits, uint32_t query_count, uint32_t part) {
+    const uint32_t lines = (uint32_t)bits / 2;
+    if (query_count <= QUERY_BLOCK) return lines;
+    if (query_count <= 3 * QUERY_BLOCK) return part < 2 ? lines / 2 : 0;
+    return part < 4 && (bits == 8 || part % 2 == 0);
 }
 
 INLINE void score_form(int bits, uint32_t channels, score_part part, const code_query *queries,
                        uint32_t query_count, asked *next) {
+    const uint32_t lines = (uint32_t)bits / 2;
+    switch (query_count) {
+    case 1: score_tokens(bits, channels, &part, queries, 1, next, lines); return;
+    case 2: score_tokens(bits, channels, &part, queries, 2, next, lines); return;
+    case 3: score_tokens(bits, channels, &part, queries, 3, next, lines); return;
+    case 4: score_tokens(bits, channels, &part, queries, 4, next, lines); return;
+    }
     for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) {
-        ask_share(next);
+        const uint32_t each = lines_each(bits, query_count, q / QUERY_BLOCK);
         switch (query_count - q) {
-        case 1: score_tokens(bits, channels, &part, queries + q, 1); break;
-        case 2: score_tokens(bits, channels, &part, queries + q, 2); break;
-        case 3: score_tokens(bits, channels, &part, queries + q, 3); break;
-        default: score_tokens(bits, channels, &part, queries + q, 4);
+        case 1: score_tokens(bits, channels, &part, queries + q, 1, next, each); break;
+        case 2: score_tokens(bits, channels, &part, queries + q, 2, next, each); break;
+        case 3: score_tokens(bits, channels, &part, queries + q, 3, next, each); break;
+        default: score_tokens(bits, channels, &part, queries + q, 4, next, each);
         }
         part.logits += QUERY_BLOCK * part.logit_stride;
     }
@@ -464,7 +482,8 @@ void code_score_avx512(const code_form *form, code_piece piece, uint32_t first, 
                        const code_query *queries, uint32_t query_count, float *logits,
                        size_t logit_stride, const void *next) {
     const uint32_t channels = code_channels(form->dim);
-    asked ahead = asked_of(next, code_bytes(form, count), shares_of(count, query_count));
+    asked ahead = asked_of(next, piece.blocks);
+    ask_for_scales(next, form, count);
     for (uint32_t t = first; t < first + count;) {
         tokens here = tokens_of(t, first + count);
         const score_part part = {
@@ -488,10 +507,10 @@ void code_score_avx512(const code_form *form, code_piece piece, uint32_t first, 
 /* Raises the largest logits of 16 tokens; returns which of them are a NaN. */
 INLINE __mmask16 raise_best(int bits, const uint8_t *block, uint32_t channels,
                             const uint16_t *scales, const code_query *queries, int queries_here,
-                            __m512 *best) {
+                            asked *next, uint32_t each, __m512 *best) {
     __m512 logits[QUERY_BLOCK];
     __mmask16 broken = 0;
-    score_block(bits, block, channels, scales, queries, queries_here, logits);
+    score_block(bits, block, channels, scales, queries, queries_here, next, each, logits);
     UNROLL for (int q = 0; q < queries_here; q++) {
         broken |= _mm512_cmp_ps_mask(logits[q], logits[q], _CMP_UNORD_Q);
         *best = _mm512_max_ps(logits[q], *best);
@@ -499,26 +518,39 @@ INLINE __mmask16 raise_best(int bits, const uint8_t *block, uint32_t channels,
     return broken;
 }
 
+/* The best of all queries with 16 tokens. */
+INLINE __mmask16 raise_all(int bits, const uint8_t *block, uint32_t channels,
+                           const uint16_t *scales, const code_query *from, uint32_t query_count,
+                           asked *next, __m512 *best) {
+    const uint32_t lines = (uint32_t)bits / 2;
+    __mmask16 bad = 0;
+    switch (query_count) {
+    case 1: return raise_best(bits, block, channels, scales, from, 1, next, lines, best);
+    case 2: return raise_best(bits, block, channels, scales, from, 2, next, lines, best);
+    case 3: return raise_best(bits, block, channels, scales, from, 3, next, lines, best);
+    case 4: return raise_best(bits, block, channels, scales, from, 4, next, lines, best);
+    }
+    for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK, from += QUERY_BLOCK) {
+        const uint32_t each = lines_each(bits, query_count, q / QUERY_BLOCK);
+        switch (query_count - q) {
+        case 1: bad |= raise_best(bits, block, channels, scales, from, 1, next, each, best); break;
+        case 2: bad |= raise_best(bits, block, channels, scales, from, 2, next, each, best); break;
+        case 3: bad |= raise_best(bits, block, channels, scales, from, 3, next, each, best); break;
+        default: bad |= raise_best(bits, block, channels, scales, from, 4, next, each, best);
+        }
+    }
+    return bad;
+}
+
 INLINE float best_of_piece(int bits, uint32_t channels, code_piece piece, uint32_t tokens_used,
-                           const code_query *queries, uint32_t query_count, asked next) {
+                           const code_query *queries, uint32_t query_count, asked *next) {
     __m512 most = _mm512_set1_ps(-INFINITY);
     __mmask16 broken = 0;
     for (uint32_t t = 0; t < tokens_used; t += LANES) {
-        const uint16_t *scales = piece.scales + t;
         const __mmask16 there = tokens_of(t, tokens_used).there;
         __m512 best = most;
-        for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) {
-            const code_query *from = queries + q;
-            __mmask16 bad;
-            ask_share(&next);
-            switch (query_count - q) {
-            case 1: bad = raise_best(bits, piece.blocks, channels, scales, from, 1, &best); break;
-            case 2: bad = raise_best(bits, piece.blocks, channels, scales, from, 2, &best); break;
-            case 3: bad = raise_best(bits, piece.blocks, channels, scales, from, 3, &best); break;
-            default: bad = raise_best(bits, piece.blocks, channels, scales, from, 4, &best);
-            }
-            broken |= bad & there;
-        }
+        broken |= there & raise_all(bits, piece.blocks, channels, piece.scales + t, queries,
+                                    query_count, next, &best);
         most = _mm512_mask_mov_ps(most, there, best);
         piece.blocks += (size_t)channels * 2 * bits;
     }
@@ -529,11 +561,13 @@ INLINE void best_of_pieces(int bits, uint32_t channels, const code_piece *pieces
                            const void *const *next, uint32_t count, uint32_t tokens_used,
                            const code_query *queries, uint32_t query_count, float *best) {
     const code_form form = {.bits = (uint32_t)bits, .dim = channels};
-    const size_t bytes = code_bytes(&form, tokens_used);
-    const uint32_t shares = shares_of(tokens_used, query_count);
-    for (uint32_t i = 0; i < count; i++)
+    for (uint32_t i = 0; i < count; i++) {
+        const void *its_next = next ? next[i] : NULL;
+        asked ahead = asked_of(its_next, pieces[i].blocks);
+        ask_for_scales(its_next, &form, tokens_used);
         best[i] = best_of_piece(bits, channels, pieces[i], tokens_used, queries, query_count,
-                                asked_of(next ? next[i] : NULL, bytes, shares));
+                                &ahead);
+    }
 }
 
 void code_score_best_avx512(const code_form *form, const code_piece *pieces,
@@ -677,12 +711,14 @@ INLINE void add_channels(int bits, uint32_t dim, const uint8_t *lines, uint32_t 
     }
 }
 
+/* `next` has the form of `block`. */
 INLINE void add_block(int bits, uint32_t dim, const uint8_t *block, const rounded *made,
-                      int queries_here, float *accumulator) {
+                      int queries_here, float *accumulator, asked next) {
     const float *end = accumulator + dim / LANES * LANES;
-    for (; accumulator < end; accumulator += LANES, block += LINE_BYTES) {
+    for (; accumulator < end; accumulator += LANES, block += LINE_BYTES, next.at += LINE_BYTES) {
         /* No index in an address, as above, and none made before the loop: gcc would keep all. */
-        __asm__("" : "+r"(block), "+r"(accumulator), "+r"(made));
+        __asm__("" : "+r"(block), "+r"(accumulator), "+r"(made), "+r"(next.at));
+        ask_lines(&next, (uint32_t)bits / 2, (size_t)code_channels(dim) * 4);
         add_channels(bits, dim, block, LANES, made, queries_here, accumulator);
     }
     if (dim % LANES)
@@ -690,14 +726,15 @@ INLINE void add_block(int bits, uint32_t dim, const uint8_t *block, const rounde
 }
 
 typedef void block_adder(uint32_t dim, const uint8_t *block, const rounded *made,
-                         float *accumulator);
+                         float *accumulator, asked next);
 
 /* Functions of their own, as each of them is long. */
 #define BLOCK_ADDER(bits, queries)                                                               \
     static __attribute__((noinline)) void add_##bits##_bits_##queries(                           \
-        uint32_t dim, const uint8_t *block, const rounded *made, float *accumulator) {           \
-        if (dim == 128) add_block(bits, 128, block, made, queries, accumulator);                 \
-        else add_block(bits, dim, block, made, queries, accumulator);                            \
+        uint32_t dim, const uint8_t *block, const rounded *made, float *accumulator,             \
+        asked next) {                                                                            \
+        if (dim == 128) add_block(bits, 128, block, made, queries, accumulator, next);           \
+        else add_block(bits, dim, block, made, queries, accumulator, next);                      \
     }
 BLOCK_ADDER(8, 1)
 BLOCK_ADDER(8, 2)
@@ -715,11 +752,12 @@ static block_adder *const adders[2][SUM_BLOCK + 1] = {
     {NULL, add_4_bits_1, add_4_bits_2, add_4_bits_3, add_4_bits_4, NULL, NULL, NULL, add_4_bits_8},
 };
 
-/* Tokens of one block. */
+/* Tokens of one block; what lies at the same place from `next` on is asked for. */
 INLINE void accumulate_tokens(int bits, const code_form *form, code_piece piece, tokens here,
                               const float *weights, size_t weight_stride, uint32_t query_count,
-                              float *accumulator) {
-    const uint8_t *block = piece.blocks + here.block / CODE_TOKENS * code_block_bytes(form);
+                              float *accumulator, const uint8_t *next) {
+    const size_t at = here.block / CODE_TOKENS * code_block_bytes(form);
+    const uint8_t *block = piece.blocks + at;
     const __m512 scale =
         _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(piece.scales + here.block)));
     for (uint32_t q = 0, queries_here; q < query_count; q += queries_here) {
@@ -730,21 +768,24 @@ INLINE void accumulate_tokens(int bits, const code_form *form, code_piece piece,
         if (queries_here == 8)
             round_weights(bits, scale, here, row + 4 * weight_stride, weight_stride, 4, 4, &made);
         adders[bits == 4][queries_here](form->dim, block, &made,
-                                        accumulator + (size_t)q * form->dim);
+                                        accumulator + (size_t)q * form->dim,
+                                        asked_of(next && q == 0 ? next + at : NULL, block));
     }
 }
 
 void code_accumulate_avx512(const code_form *form, code_piece piece, uint32_t first,
                             uint32_t count, const float *weights, size_t weight_stride,
                             uint32_t query_count, float *accumulator, const void *next) {
-    ask_for(next, code_bytes(form, count));
+    ask_for_scales(next, form, count);
     for (uint32_t t = first; t < first + count;) {
         const tokens here = tokens_of(t, first + count);
         const float *row = weights + (t - first);
         if (form->bits == 8)
-            accumulate_tokens(8, form, piece, here, row, weight_stride, query_count, accumulator);
+            accumulate_tokens(8, form, piece, here, row, weight_stride, query_count, accumulator,
+                              next);
         else
-            accumulate_tokens(4, form, piece, here, row, weight_stride, query_count, accumulator);
+            accumulate_tokens(4, form, piece, here, row, weight_stride, query_count, accumulator,
+                              next);
         t += here.count;
     }
 }
@@ -757,16 +798,12 @@ enum { RUN_BLOCKS = 8 };
 typedef struct block_run {
     uint32_t count;
     const uint8_t *blocks[RUN_BLOCKS];
-    const uint8_t *next[RUN_BLOCKS];      /* or NULL */
+    const uint8_t *next[RUN_BLOCKS];      /* asked for; or the same */
+    bool second;
     const uint16_t *scales[RUN_BLOCKS];
     const float *weights[RUN_BLOCKS];     /* of the first query */
     tokens here[RUN_BLOCKS];
 } block_run;
-
-/* As many lines as 16 channels of a block have. */
-INLINE void ask_for_channels(int bits, const uint8_t *lines, size_t apart) {
-    UNROLL for (int t = 0; t < bits / 2; t++) _mm_prefetch(lines + t * apart, _MM_HINT_T0);
-}
 
 /* 16 channels of all blocks, of 8 queries. */
 INLINE void add_run_channels(int bits, uint32_t dim, const block_run *run, uint32_t channel,
@@ -779,7 +816,10 @@ INLINE void add_run_channels(int bits, uint32_t dim, const block_run *run, uint3
         const uint8_t *lines = run->blocks[i] + channel * 4;
         __m512i codes[8], sums[SUM_BLOCK];
         __asm__("" : "+r"(lines), "+r"(made)); /* as above */
-        if (asks && run->next[i]) ask_for_channels(bits, run->next[i] + channel * 4, apart);
+        if (asks) {
+            asked next = {(const char *)run->next[i] + channel * 4, run->second};
+            ask_lines(&next, (uint32_t)bits / 2, apart);
+        }
         load_values(bits, lines, apart, codes);
         UNROLL for (int q = 0; q < SUM_BLOCK; q++) sums[q] = _mm512_set1_epi32(made->middle[q]);
         UNROLL for (int k = 0; k < 8; k++) UNROLL for (int q = 0; q < SUM_BLOCK; q++)
@@ -822,7 +862,7 @@ INLINE void accumulate_run(int bits, const code_form *form, const block_run *run
     for (uint32_t i = 0; q < query_count && i < run->count; i++)
         accumulate_tokens(bits, form, pieces[i], run->here[i],
                           run->weights[i] + q * weight_stride, weight_stride, query_count - q,
-                          accumulator + (size_t)q * form->dim);
+                          accumulator + (size_t)q * form->dim, NULL);
 }
 
 void code_accumulate_pieces_avx512(const code_form *form, const code_piece *pieces,
@@ -831,7 +871,7 @@ void code_accumulate_pieces_avx512(const code_form *form, const code_piece *piec
                                    uint32_t query_count, float *accumulator) {
     const size_t block_bytes = code_block_bytes(form);
     const bool together = form->dim % LANES == 0 && query_count >= SUM_BLOCK;
-    block_run run = {.count = 0};
+    block_run run = {.count = 0, .second = asked_of(NULL, NULL).second};
     code_piece of_blocks[RUN_BLOCKS];
     for (uint32_t i = 0; i < count; i++, weights += tokens_used) {
         const uint8_t *ahead = next[i];
@@ -840,13 +880,13 @@ void code_accumulate_pieces_avx512(const code_form *form, const code_piece *piec
                                    query_count, accumulator, ahead);
             continue;
         }
-        if (ahead) _mm_prefetch(ahead + code_blocks(tokens_used) * block_bytes, _MM_HINT_T0);
+        ask_for_scales(ahead, form, tokens_used);
         for (uint32_t t = 0; t < tokens_used; t += CODE_TOKENS) {
             const size_t at = t / CODE_TOKENS * block_bytes;
             const uint32_t to = run.count++;
             of_blocks[to] = pieces[i];
             run.blocks[to] = pieces[i].blocks + at;
-            run.next[to] = ahead ? ahead + at : NULL;
+            run.next[to] = (ahead ? ahead : pieces[i].blocks) + at;
             run.scales[to] = pieces[i].scales + t;
             run.weights[to] = weights + t;
             run.here[to] = tokens_of(t, tokens_used);

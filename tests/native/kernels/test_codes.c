@@ -439,10 +439,43 @@ static void check_accumulated(const kernels *isa, const sample *s, uint64_t *see
     guarded_free(got, floats * sizeof(float));
 }
 
+/* Several pieces at once, as many as are taken together and more, against one after the other. */
+static void check_accumulated_pieces(const kernels *isa, const sample *s, uint64_t *seed) {
+    enum { PIECES_MAX = 11 };
+    uint32_t tokens = 1 + random_below(seed, s->tokens), blocks = code_blocks(tokens);
+    uint32_t queries = 1 + random_below(seed, s->query_count), dim = s->form.dim;
+    uint32_t count = 1 + random_below(seed, PIECES_MAX), columns = count * tokens;
+    size_t floats = (size_t)queries * dim, weight_bytes = queries * columns * sizeof(float);
+    code_piece pieces[PIECES_MAX];
+    const void *next[PIECES_MAX];
+    float *want = malloc(floats * sizeof(float)), *got = guarded(floats * sizeof(float));
+    float *weights = guarded(weight_bytes);
+    if (!isa->code_accumulate_pieces) count = 0;
+    for (size_t i = 0; i < floats; i++) want[i] = got[i] = normal(seed);
+    for (uint32_t i = 0; i < queries * columns; i++)
+        weights[i] = random_below(seed, 5) ? expf(3 * normal(seed)) : 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t skipped = random_below(seed, code_blocks(s->tokens) - blocks + 1);
+        pieces[i] = (code_piece){s->want.blocks + skipped * code_block_bytes(&s->form),
+                                 s->want.scales + skipped * CODE_TOKENS};
+        next[i] = random_below(seed, 2) ? s->got.blocks : NULL;
+        reference->code_accumulate(&s->form, pieces[i], 0, tokens, weights + i * tokens, columns,
+                                   queries, want, NULL);
+    }
+    if (count)
+        isa->code_accumulate_pieces(&s->form, pieces, next, count, tokens, weights, columns,
+                                    queries, got);
+    check_same(want, got, floats);
+    free(want);
+    guarded_free(got, floats * sizeof(float));
+    guarded_free(weights, weight_bytes);
+}
+
 static void check_read(const kernels *isa, const sample *s, uint64_t *seed) {
     check_decoded(isa, s, seed);
     if (s->form.values) {
         check_accumulated(isa, s, seed);
+        check_accumulated_pieces(isa, s, seed);
     } else {
         check_scores(isa, s, seed);
         check_best(isa, s, seed);
