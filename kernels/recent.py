@@ -1,6 +1,7 @@
 """Appends fresh rows of K and V to a ring of pages on the device: each request's newest tokens.
 
-ring[request, head, slot] is a piece [page_tokens, dim]; page p of a request lies in slot p % slots.
+ring[request, head, slot] is a piece, [page_tokens, dim] or of codes; page p of a request lies in
+slot p % slots.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from cxlkv.errors import BadArgumentError
+from cxlkv.kernels.reference_codes import CodeForm, encode, place
 from cxlkv.kernels.runtime import current, one_device, runs_triton
 
 
@@ -53,3 +55,54 @@ def append_rows_reference(rows: torch.Tensor, ring: torch.Tensor, positions: tor
     request, step = torch.nonzero(positions >= 0, as_tuple=True)
     at = positions[request, step]
     ring[request, :, at // page_tokens % slots, at % page_tokens] = rows[request, step]
+
+
+def append_codes(
+    rows: torch.Tensor,
+    ring: torch.Tensor,
+    positions: torch.Tensor,
+    form: CodeForm,
+    page_tokens: int,
+) -> None:
+    """As append_rows, into uint8 [requests, heads, slots, piece_bytes]: the rows' codes and scales,
+    which are those that a pool makes of them. What a slot had of other tokens stays."""
+    requests, steps, heads, dim = rows.shape
+    piece_bytes = form.piece_bytes(page_tokens)
+    if (
+        ring.shape[:2] != (requests, heads)
+        or ring.shape[3] != piece_bytes
+        or ring.dtype != torch.uint8
+        or dim != form.dim
+    ):
+        raise BadArgumentError(
+            f"rows {rows.dtype} {tuple(rows.shape)} do not fit a ring {ring.dtype} "
+            f"{tuple(ring.shape)} of pieces of {piece_bytes} bytes, {form.dim} channels"
+        )
+    if tuple(positions.shape) != (requests, steps) or positions.dtype != torch.int64:
+        raise BadArgumentError(f"positions are int64 [{requests}, {steps}]")
+    if not ring.is_contiguous() or not positions.is_contiguous() or rows.stride(3) != 1:
+        raise BadArgumentError("ring and positions are contiguous, and so is a row")
+    if not runs_triton(one_device(rows=rows, ring=ring, positions=positions)):
+        append_codes_reference(rows, ring, positions, form, page_tokens)
+    elif rows.numel():
+        from cxlkv.kernels.recent_codes_triton import launch
+
+        with current(rows.device):
+            launch(rows, ring, positions, form, page_tokens)
+
+
+def append_codes_reference(
+    rows: torch.Tensor,
+    ring: torch.Tensor,
+    positions: torch.Tensor,
+    form: CodeForm,
+    page_tokens: int,
+) -> None:
+    """The same row by row."""
+    slots = ring.shape[2]
+    codes, scales = encode(rows, form)
+    for request, step in torch.nonzero(positions >= 0).tolist():
+        at = int(positions[request, step])
+        pieces = ring[request, :, at // page_tokens % slots]
+        made = codes[request, step], scales[request, step]
+        place(pieces, form, page_tokens, at % page_tokens, *made)

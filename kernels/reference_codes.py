@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cxlkv.kernels.reference_encode import hadamard, signs
+from cxlkv.kernels.reference_encode import butterflies, hadamard, signs
 
 BLOCK_TOKENS = 16
 BLOCK_CHANNELS = 16
@@ -57,3 +57,50 @@ def decode(pieces: torch.Tensor, form: CodeForm, page_tokens: int) -> torch.Tens
     rows = (codes + 0.5 - (1 << form.bits - 1)) * scales[..., :page_tokens, None].double()
     change = signs(form.dim).double().to(pieces.device)
     return hadamard(rows * change) * change
+
+
+def encode(rows: torch.Tensor, form: CodeForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 [..., channels] and scales float16 [...] of rows [..., dim]."""
+    half = 1 << form.bits - 1
+    rows = rows.float()
+    most = rows.abs().amax(-1, keepdim=True)
+    # Of a row so large that its sums are none, the codes are at their ends in any case.
+    rows = torch.where((most > 1e31) & most.isfinite(), rows * 2.0**-30, rows)
+    x, norm = butterflies(rows)
+    y = x * norm
+    finite = y.isfinite().all(-1, keepdim=True)
+    largest = torch.where(finite, y.abs(), 0).amax(-1, keepdim=True)
+    scales = (largest / half).clamp(max=65504).half()
+    steps = (x * (norm / scales.float())).floor().clamp(-half, half - 1) + half
+    codes = torch.where(finite & (scales > 0), steps, 0).to(torch.uint8)
+    codes = torch.nn.functional.pad(codes, (0, form.channels - form.dim))
+    return codes, torch.where(finite, scales, torch.nan)[..., 0]
+
+
+def place(
+    pieces: torch.Tensor,
+    form: CodeForm,
+    page_tokens: int,
+    token: int,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """One token's codes [heads, channels] and scales [heads] into pieces uint8 [heads,
+    piece_bytes]."""
+    block, token = divmod(token, BLOCK_TOKENS)
+    channel = torch.arange(form.channels, device=pieces.device)
+    begin = block * BLOCK_TOKENS * form.channels * form.bits // 8
+    in_word = 32 // form.bits
+    if form.values:
+        at = token // in_word * form.channels * 4 + channel * 4 + token % 4
+        shift = torch.full_like(channel, token % in_word // 4 * 4)
+    else:
+        at = channel // in_word * 64 + token * 4 + channel % 4
+        shift = channel % in_word // 4 * 4
+    mask = ((1 << form.bits) - 1) << shift
+    for low in shift.unique():  # a byte has at most one code of each
+        some = shift == low
+        old = pieces[:, begin + at[some]].int() & ~mask[some]
+        pieces[:, begin + at[some]] = (old | codes[:, some].int() << low).to(torch.uint8)
+    places = pieces[:, form.scales_offset(page_tokens) :].view(torch.float16)
+    places[:, block * BLOCK_TOKENS + token] = scales.half()

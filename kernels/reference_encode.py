@@ -46,23 +46,31 @@ def signs(dim: int) -> torch.Tensor:
     return torch.tensor([1.0 - 2 * (words[d // 64] >> d % 64 & 1) for d in range(dim)])
 
 
-def hadamard(keys: torch.Tensor) -> torch.Tensor:
-    """Walsh-Hadamard transforms of float32 keys [..., dim] with signs changed, in blocks of powers
-    of two from dim's largest down."""
-    dim = keys.shape[-1]
-    keys = keys * signs(dim).to(keys.device)
-    blocks, first = [], 0
+def butterflies(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of rows [..., dim] whose signs were changed, in blocks of powers of two from dim's
+    largest down, and what each channel is to be multiplied by, [dim]: 1 / root of its block."""
+    dim = rows.shape[-1]
+    rows = rows * signs(dim).to(rows.device)
+    blocks, norms, first = [], [], 0
     while first < dim:
         size = 1 << (dim - first).bit_length() - 1
-        block, half = keys[..., first : first + size], 1
+        block, half = rows[..., first : first + size], 1
         while half < size:
             pairs = block.unflatten(-1, (-1, 2, half))
             low, high = pairs[..., 0, :], pairs[..., 1, :]
             block = torch.stack([low + high, low - high], dim=-2).flatten(-3)
             half *= 2
-        blocks.append(block * (1 / torch.tensor(float(size)).sqrt()).to(keys.device))
+        blocks.append(block)
+        norms.append((1 / torch.tensor(float(size)).sqrt()).expand(size))
         first += size
-    return torch.cat(blocks, dim=-1)
+    return torch.cat(blocks, dim=-1), torch.cat(norms).to(rows.device)
+
+
+def hadamard(keys: torch.Tensor) -> torch.Tensor:
+    """Walsh-Hadamard transforms of keys [..., dim] with signs changed, in blocks of powers of two
+    from dim's largest down."""
+    sums, norms = butterflies(keys)
+    return sums * norms
 
 
 def sketches_of(pieces: torch.Tensor) -> torch.Tensor:

@@ -30,12 +30,12 @@ from cxlkv.errors import (
     UnevenError,
 )
 from cxlkv.gpu.driver import driver_of, index_of
-from cxlkv.gpu.errors import check_rows, gpu_errors
+from cxlkv.gpu.errors import gpu_errors
 from cxlkv.gpu.hot import SlotCounts
 from cxlkv.gpu.mailbox import Mailbox
+from cxlkv.gpu.pieces import DTYPES
 from cxlkv.gpu.resident import Resident
 from cxlkv.gpu.selector import DecodeStats, Selector, Step
-from cxlkv.gpu.staging import DTYPES
 from cxlkv.ndp.engine import BudgetLike, budget_of
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
@@ -83,12 +83,6 @@ class Decoder(Closing):
         deadline_s: float = DEADLINE_S,
     ):
         layout = pool.layout
-        check_rows(
-            layout,
-            "a Decoder",
-            'CXLCache(attention="device") decodes from it, as Batch.select() and fetch() do; or '
-            "make the pool without an encoding",
-        )
         if min(requests, rows, pages_max, audit_every) < 1 or not deadline_s > 0:
             raise BadArgumentError(
                 "requests, rows, pages_max and audit_every are at least 1, deadline_s above 0"

@@ -12,11 +12,11 @@ from cxlkv.layout import KVLayout
 
 
 def check_rows(layout: KVLayout, who: str, remedy: str) -> None:
-    """Raises UnsupportedError where a page's pieces are codes: `who` reads or writes rows there."""
+    """Raises UnsupportedError where a page's pieces are codes: `who` writes rows there."""
     if layout.is_encoded:
         raise UnsupportedError(
-            f"{who}: this pool keeps keys and values as {layout.encoding}, and a device's kernels "
-            f"read and write them as the model made them. {remedy}"
+            f"{who}: this pool keeps keys and values as {layout.encoding}, and what a device "
+            f"writes into a pool is as the model made it. {remedy}"
         )
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from cxlkv.errors import BadArgumentError, MemoryShortError, UnsupportedError
+from cxlkv.gpu.pieces import Piece, piece_of
 from cxlkv.kernels import slots as kernel
 from cxlkv.kernels.slots import SLOTS_MAX, Assigned, Slots
 from cxlkv.layout import format_bytes
@@ -53,7 +54,8 @@ class HotBuffer:
     slots: pages that a head keeps, as one number, one for each layer, or for each layer one for
     each head; not fewer than a selection has pages. pages_max: pages that a request may have.
     head_dim, value_head_dim: channels of K and V; value_head_dim None: values are a prefix of the
-    keys. A piece in a slot is [page_tokens, channels], contiguous, at a multiple of 16 bytes.
+    keys. A piece in a slot is [page_tokens, channels], or codes where keys or values have one of
+    `encodings`, contiguous, at a multiple of 16 bytes.
 
     All memory is taken here. Raises MemoryShortError, and then has taken none; BadArgumentError.
     """
@@ -71,6 +73,7 @@ class HotBuffer:
         value_head_dim: int | None,
         dtype: torch.dtype,
         device: torch.device | str,
+        encodings: tuple[str, str] = ("none", "none"),
     ) -> None:
         sizes = {
             "requests": requests,
@@ -87,7 +90,11 @@ class HotBuffer:
         self.requests, self.layers, self.kv_heads = requests, layers, kv_heads
         self.pages_max, self.page_tokens = pages_max, page_tokens
         self.dtype, self.device = dtype, torch.device(device)
-        self.dims = (head_dim,) if value_head_dim is None else (head_dim, value_head_dim)
+        dims = (head_dim,) if value_head_dim is None else (head_dim, value_head_dim)
+        self._pieces = [
+            piece_of(page_tokens, dim, dtype, encodings[i], values=i == 1)
+            for i, dim in enumerate(dims)
+        ]
         self.limits = slots_of_heads(slots, layers, kv_heads)
         self.bytes = self._bytes_wanted()
         check_room(self.bytes, self.device)
@@ -114,7 +121,7 @@ class HotBuffer:
             raise BadArgumentError(
                 f"k is {k}: a head has {least} slots, so from 1 to {least} pages"
             )
-        values = len(self.dims) == 2
+        values = len(self._pieces) == 2
         return kernel.new_assigned(
             self.requests, self.kv_heads, k, values=values, device=self.device
         )
@@ -150,14 +157,15 @@ class HotBuffer:
         return Counters(hits, misses, errors)
 
     def pieces(self, layer: int, request: int, head: int) -> tuple[torch.Tensor, ...]:
-        """Keys and, where they are stored, values of a head's slots: [slots, page_tokens, dim]."""
+        """Keys and, where they are stored, values of a head's slots: [slots, page_tokens, dim], or
+        uint8 [slots, piece_bytes] of codes."""
         limits = self.limits[layer]
         first, last = sum(limits[:head]), sum(limits[: head + 1])
         return tuple(
-            part[request, first:last, : self._piece_bytes(dim)]
-            .view(self.dtype)
-            .view(limits[head], self.page_tokens, dim)
-            for part, dim in zip(self._slot_bytes[layer], self.dims, strict=True)
+            part[request, first:last, : piece.bytes]
+            .view(piece.dtype)
+            .view(limits[head], *piece.shape)
+            for part, piece in zip(self._slot_bytes[layer], self._pieces, strict=True)
         )
 
     def _layer(self, layer: int) -> Slots:
@@ -165,18 +173,16 @@ class HotBuffer:
             raise BadArgumentError(f"layer {layer}: there are {self.layers}, from 0 on")
         return self._state[layer]
 
-    def _piece_bytes(self, dim: int) -> int:
-        return self.page_tokens * dim * self.dtype.itemsize
-
-    def _stride_bytes(self, dim: int) -> int:
-        return -(-self._piece_bytes(dim) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
     def _bytes_wanted(self) -> int:
-        slot_bytes = sum(self._stride_bytes(dim) for dim in self.dims)
+        slot_bytes = sum(map(_stride_bytes, self._pieces))
         pieces = self.requests * sum(map(sum, self.limits)) * slot_bytes
         tables = sum(
             kernel.slots_bytes(
-                self.requests, self.kv_heads, max(row), self.pages_max, values=len(self.dims) == 2
+                self.requests,
+                self.kv_heads,
+                max(row),
+                self.pages_max,
+                values=len(self._pieces) == 2,
             )
             for row in self.limits
         )
@@ -220,11 +226,11 @@ class HotBuffer:
         """Of one layer, keys and values: uint8 [requests, slots of all heads, bytes of a piece]."""
         return [
             torch.empty(
-                (self.requests, sum(limits), self._stride_bytes(dim)),
+                (self.requests, sum(limits), _stride_bytes(piece)),
                 dtype=torch.uint8,
                 device=self.device,
             )
-            for dim in self.dims
+            for piece in self._pieces
         ]
 
     def _addresses(self, part: torch.Tensor, limits: Sequence[int]) -> torch.Tensor:
@@ -239,6 +245,10 @@ class HotBuffer:
             table[:, head, :limit] = at[:, first : first + limit]
             first += limit
         return table
+
+
+def _stride_bytes(piece: Piece) -> int:
+    return -(-piece.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def slots_of_heads(slots: SlotCounts, layers: int, kv_heads: int) -> list[list[int]]:

@@ -40,7 +40,6 @@ from cxlkv.gpu.driver import (
     driver_of,
     index_of,
 )
-from cxlkv.gpu.errors import check_rows
 from cxlkv.layout import format_bytes
 from cxlkv.machine.topology import Memory, probe
 from cxlkv.pages import Pages
@@ -58,8 +57,9 @@ class PageTable(NamedTuple):
     """Where the complete pages of one layer of a sequence are, as kernels take it: int64 on the
     CPU, absolute addresses that the device can read, 0: nothing there (behind a window).
 
-    keys_at, values_at: [kv_heads, pages], a piece each; where values are the first channels of the
-    keys, both are the same. descriptors_at: [pages], 0 also while a page has no seal yet.
+    keys_at, values_at: [kv_heads, pages], a piece each, of codes where the pool has an encoding
+    (kernels.attend takes the layout's); where values are the first channels of the keys, both are
+    the same. descriptors_at: [pages], 0 also while a page has no seal yet.
     generations: [pages], which a descriptor shows as long as the page is this one. pages: [pages],
     their ids.
     """
@@ -127,11 +127,6 @@ class Mapping(Closing):
     def pages(self, sequence: Sequence, layer: int, first: int = 0) -> PageTable:
         """Return the table of the layer's complete pages from `first` on."""
         self._check()
-        check_rows(
-            self.pool.layout,
-            "a page table",
-            "Staging and Batch.fetch() decode them; or make the pool without an encoding",
-        )
         if sequence not in self.pool:
             raise BadArgumentError("the sequence is of another pool than the mapping")
         found = sequence.places(layer, first)

@@ -6,14 +6,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cxlkv.kernels.recent import append_rows
+from cxlkv.gpu.pieces import Piece, pieces_of
+from cxlkv.kernels.recent import append_codes, append_rows
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import same_pages
 from cxlkv.sequence import Sequence
 
 
 class Recent:
-    """keys[layer], values[layer]: [requests, kv_heads, slots, page_tokens, dim]; page p lies in
+    """keys[layer], values[layer]: [requests, kv_heads, slots, page_tokens, dim], or uint8 [...,
+    slots, piece_bytes] of what the pool keeps as codes, which rows become here, too; page p lies in
     slot p % slots. keys_at, values_at [layer]: int64 [requests, kv_heads, slots], the addresses of
     the slots; None for values that are a prefix of the keys."""
 
@@ -21,10 +23,12 @@ class Recent:
         self.slots = slots
         self._layout = layout
         own = layout.values == "own"
-        dims = [layout.head_dim, *([layout.value_head_dim] if own else [])]
-        shape = (layout.layers, requests, layout.kv_heads, slots, layout.page_tokens)
-        dtype = getattr(torch, layout.dtype)
-        made = [torch.zeros((*shape, dim), dtype=dtype, device=device) for dim in dims]
+        self._pieces = pieces_of(layout)
+        shape = (layout.layers, requests, layout.kv_heads, slots)
+        made = [
+            torch.zeros((*shape, *piece.shape), dtype=piece.dtype, device=device)
+            for piece in self._pieces[: 1 + own]
+        ]
         self.keys, self.values = made[0], made[1] if own else None
         self.keys_at = _addresses(self.keys)
         self.values_at = None if self.values is None else _addresses(self.values)
@@ -33,9 +37,17 @@ class Recent:
         self, layer: int, k: torch.Tensor, v: torch.Tensor | None, positions: torch.Tensor
     ) -> None:
         """k, v [requests, rows, kv_heads, dim]; positions int64 [requests, rows], -1: no row."""
-        append_rows(k, self.keys[layer], positions)
+        self._append(k, self.keys[layer], positions, self._pieces[0])
         if self.values is not None and v is not None:
-            append_rows(v, self.values[layer], positions)
+            self._append(v, self.values[layer], positions, self._pieces[1])
+
+    def _append(
+        self, rows: torch.Tensor, ring: torch.Tensor, positions: torch.Tensor, piece: Piece
+    ) -> None:
+        if piece.code is None:
+            append_rows(rows, ring, positions)
+        else:
+            append_codes(rows, ring, positions, piece.code, self._layout.page_tokens)
 
     def load(self, request: int, sequence: Sequence) -> None:
         """Bring a sequence's newest pages, from far memory and from its open tail."""
@@ -62,15 +74,16 @@ class Recent:
         self, sequence: Sequence, layer: int, pages: npt.NDArray[np.int64]
     ) -> list[torch.Tensor]:
         heads = self._layout.kv_heads
-        shape = (1, heads, len(pages), self._layout.page_tokens)
-        keys = torch.empty((*shape, self._layout.head_dim), dtype=self.keys.dtype)
-        values = torch.empty((*shape, self._layout.value_head_dim), dtype=self.keys.dtype)
-        sequence.fetch(layer, same_pages(pages, heads), (keys, values))
+        keys, values = (
+            torch.empty((1, heads, len(pages), *piece.shape), dtype=piece.dtype)
+            for piece in self._pieces
+        )
+        sequence.fetch(layer, same_pages(pages, heads), (keys, values), decoded=False)
         return [keys[0], values[0]]
 
 
 def _addresses(rings: torch.Tensor) -> torch.Tensor:
-    """Of each piece of [layers, requests, heads, slots, page_tokens, dim]."""
+    """Of each piece of [layers, requests, heads, slots, ...]."""
     shape = rings.shape[:4]
     piece = rings[0, 0, 0, 0].numel() * rings.element_size()
     numbers = torch.arange(shape.numel(), dtype=torch.int64, device=rings.device)

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 
 from cxlkv.errors import MemoryShortError, RegistrationError, StaleError, UnsupportedError
-from cxlkv.gpu.errors import check_rows
 from cxlkv.gpu.hot import HotBuffer, SlotCounts
 from cxlkv.gpu.mapping import Mapping
+from cxlkv.gpu.pieces import encodings_of, pieces_of
 from cxlkv.gpu.recent import Recent
 from cxlkv.gpu.tables import PageTables
 from cxlkv.kernels.attend import attend
@@ -54,11 +54,11 @@ class Resident:
         scale: float,
         softcap: float | None,
     ):
-        check_rows(pool.layout, "a Resident", "Make the pool without an encoding")
         self.layout, self.device = pool.layout, device
         self._requests, self._rows = requests, rows
         self._scale, self._softcap = scale, softcap
         self._dtype: torch.dtype = getattr(torch, pool.layout.dtype)
+        self._pieces = pieces_of(pool.layout)
         self.fallback: str | None = None
         self.hot: HotBuffer | None = None
         self._mapping: Mapping | None = None
@@ -77,12 +77,10 @@ class Resident:
     # ---- making ----
 
     def _check_pieces(self) -> None:
-        layout = self.layout
-        for dim in (layout.head_dim, layout.value_head_dim):
-            piece = layout.page_tokens * dim * self._dtype.itemsize
-            if piece % 16:
+        for piece in self._pieces:
+            if piece.bytes % 16:
                 raise UnsupportedError(
-                    f"a page has {piece} bytes of one head: a device takes multiples of 16"
+                    f"a page has {piece.bytes} bytes of one head: a device takes multiples of 16"
                 )
 
     def _map(self, pool: CXLPool, pages_max: int, hot_pages: SlotCounts) -> None:
@@ -105,6 +103,7 @@ class Resident:
             value_head_dim=layout.value_head_dim if layout.values == "own" else None,
             dtype=self._dtype,
             device=self.device,
+            encodings=encodings_of(layout),
         )
 
     def _make_buffers(self, q_heads: int, lists: int) -> None:
@@ -242,14 +241,14 @@ class Resident:
             layer_offset=offset,
             piece_bytes=self._tables.piece_bytes,
         )
-        token_bytes = layout.page_tokens * self._dtype.itemsize
+        key_bytes, value_bytes = (piece.bytes for piece in self._pieces)
         keys_at, values_at = made.miss_targets
-        if layout.values == "own" and layout.head_dim == layout.value_head_dim:
-            copy_fragments(self._sources_at, self._targets_at, token_bytes * layout.head_dim)
+        if layout.values == "own" and key_bytes == value_bytes:
+            copy_fragments(self._sources_at, self._targets_at, key_bytes)
         else:
-            copy_fragments(sources.keys, keys_at, token_bytes * layout.head_dim)
+            copy_fragments(sources.keys, keys_at, key_bytes)
             if values_at is not None:
-                copy_fragments(sources.values, values_at, token_bytes * layout.value_head_dim)
+                copy_fragments(sources.values, values_at, value_bytes)
         found = check_generations(sources.descriptors.view(-1), sources.generations.view(-1))
         self.hot.invalidate(layer, made, found)  # nobody attends to these bytes in a later step
         self._stale += found
@@ -285,6 +284,7 @@ class Resident:
             scale=self._scale,
             softcap=self._softcap,
             window=self.layout.windows[layer],
+            encodings=encodings_of(self.layout),
             out=self._partials[partial],
             lse=self._lses[partial],
         )

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from cxlkv.errors import BadArgumentError, ClosedError, MemoryShortError, UnsupportedError
+from cxlkv.gpu.pieces import Piece, pieces_of
 from cxlkv.layout import format_bytes, parse_bytes
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
@@ -23,7 +24,6 @@ BUFFERS = 3
 """One that is filled, one that is emptied, one that is ready: neither side waits for the other
 over small differences."""
 ALIGNMENT_BYTES = 256
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Waitable(Protocol):
@@ -65,7 +65,8 @@ class Ring:
 class Staged:
     """Pages on the device: keys and values [lists, kv_heads, k, page_tokens, dim] as fetch() gives
     them, there for what a stream does after wait(). Values that are the first channels of the keys
-    are a view of these."""
+    are a view of these. Of get(decoded=False): uint8 [lists, kv_heads, k, piece_bytes] of what is
+    encoded, which kernels.attend takes by the addresses of tables()."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -108,7 +109,6 @@ class Staging:
             raise BadArgumentError(f"{buffers} buffers: 1 or more")
         self.buffer_bytes = parse_bytes(buffer)
         self._layout = pool.layout
-        self._dtype = DTYPES[pool.layout.dtype]
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -135,20 +135,23 @@ class Staging:
         layer: int,
         picked: Selection,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        decoded: bool = True,
     ) -> Staged:
         """Copy chosen pages, open tails too, to the device; each is verified against its CRC.
 
         What does not fit into one buffer goes in several, page after page of all lists. out: keys
         and values on the device, written after what the current stream has now; else they are made.
-        Raises what Batch.fetch raises, before anything of that buffer is sent.
+        decoded=False: what has an encoding stays as the pool keeps it, and so many fewer bytes
+        cross the link. Raises what Batch.fetch raises, before anything of that buffer is sent.
         """
         ring = self._open()
         rows = with_axis(picked)
         assert rows is not None
         lists, heads, k = rows.pages.shape
-        shape = (lists, heads, k, self._layout.page_tokens)
-        targets = self._targets(shape, out)
-        step = self._columns(lists * heads)
+        pieces = pieces_of(self._layout, decoded=decoded)
+        targets = self._targets((lists, heads, k), pieces, out)
+        step = self._columns(lists * heads, pieces)
         for first in range(0, k, step):
             part = replace(
                 rows,
@@ -156,7 +159,7 @@ class Staging:
                 scores=np.ascontiguousarray(rows.scores[:, :, first : first + step]),
             )
             buffer = ring.take()
-            staged = self._fetch(buffer.memory, batch, layer, part)
+            staged = self._fetch(buffer.memory, batch, layer, part, pieces)
             end = first + part.pages.shape[2]
             buffer.busy = self._send([to[:, :, first:end] for to in targets], staged)
         keys = targets[0]
@@ -168,12 +171,9 @@ class Staging:
             raise ClosedError("the staging is closed")
         return self._ring
 
-    def _dims(self) -> tuple[int, int]:
-        return self._layout.head_dim, self._layout.value_head_dim
-
-    def _columns(self, rows: int) -> int:
+    def _columns(self, rows: int, pieces: tuple[Piece, Piece]) -> int:
         """Pages of each list that fit into a buffer together."""
-        page_bytes = rows * self._layout.page_tokens * sum(self._dims()) * self._dtype.itemsize
+        page_bytes = rows * sum(piece.bytes for piece in pieces)
         fitting = (self.buffer_bytes - 2 * ALIGNMENT_BYTES) // max(page_bytes, 1)
         if fitting < 1:
             raise BadArgumentError(
@@ -184,17 +184,20 @@ class Staging:
         return fitting
 
     def _targets(
-        self, shape: tuple[int, int, int, int], out: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        lists: tuple[int, int, int],
+        pieces: tuple[Piece, Piece],
+        out: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> Sequence[torch.Tensor]:
         """Of keys and values; of keys only, where the values are in them."""
-        shapes = [(*shape, dim) for dim in self._dims()]
         if out is not None:
-            for name, array, wanted in zip(("keys", "values"), out, shapes, strict=True):
-                right = array.dtype == self._dtype and array.device.type == self.device.type
+            for name, array, piece in zip(("keys", "values"), out, pieces, strict=True):
+                right = array.dtype == piece.dtype and array.device.type == self.device.type
+                wanted = (*lists, *piece.shape)
                 if not right or tuple(array.shape) != wanted:
                     raise BadArgumentError(
                         f"out {name}: {array.dtype} {tuple(array.shape)} on {array.device}, wanted "
-                        f"{self._dtype} {wanted} on {self.device}"
+                        f"{piece.dtype} {wanted} on {self.device}"
                     )
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -203,26 +206,34 @@ class Staging:
             return out
         # Made on the stream that writes them, so that nothing has to be waited for; the current
         # stream reads them, so their memory is not given away before it has.
-        if self._layout.shape.values != "own":
-            del shapes[1]
+        own = pieces if self._layout.shape.values == "own" else pieces[:1]
         with torch.cuda.stream(self._stream):
-            made = [torch.empty(s, dtype=self._dtype, device=self.device) for s in shapes]
+            made = [
+                torch.empty((*lists, *piece.shape), dtype=piece.dtype, device=self.device)
+                for piece in own
+            ]
         if self._stream is not None:
             for array in made:
                 array.record_stream(torch.cuda.current_stream(self.device))
         return made
 
     def _fetch(
-        self, memory: torch.Tensor, batch: Batch, layer: int, part: Selection
+        self,
+        memory: torch.Tensor,
+        batch: Batch,
+        layer: int,
+        part: Selection,
+        pieces: tuple[Piece, Piece],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The pages in the buffer: keys, then values."""
-        shape = (*part.pages.shape, self._layout.page_tokens)
         views, at = [], 0
-        for dim in self._dims():
-            size = int(np.prod(shape)) * dim * self._dtype.itemsize
-            views.append(memory[at : at + size].view(self._dtype).view(*shape, dim))
+        for piece in pieces:
+            size = int(np.prod(part.pages.shape)) * piece.bytes
+            shape = (*part.pages.shape, *piece.shape)
+            views.append(memory[at : at + size].view(piece.dtype).view(shape))
             at += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        batch.fetch(layer, part, (views[0], views[1]))
+        decoded = all(piece.code is None for piece in pieces)
+        batch.fetch(layer, part, (views[0], views[1]), decoded=decoded)
         return views[0], views[1]
 
     def _send(

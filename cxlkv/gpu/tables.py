@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from cxlkv.errors import BadArgumentError
-from cxlkv.gpu.errors import check_rows
 from cxlkv.kernels.sources import PageRows
 from cxlkv.layout import layer_places
 from cxlkv.pool import CXLPool
@@ -35,7 +34,6 @@ class PageTables:
         base_address: int,
         device: torch.device,
     ):
-        check_rows(pool.layout, "a PageTables", "Make the pool without an encoding")
         geometry = pool.pages.geometry
         self._of_layer = layer_places(pool.layout, geometry["record_layers"])
         self._layer_bytes = geometry["layer_bytes"]

@@ -21,7 +21,8 @@ from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
 from cxlkv.gpu.copier import Copier, Pieces, merge
 from cxlkv.gpu.driver import index_of
 from cxlkv.gpu.errors import check_rows
-from cxlkv.gpu.staging import DTYPES, Waitable
+from cxlkv.gpu.pieces import DTYPES
+from cxlkv.gpu.staging import Waitable
 from cxlkv.kernels.encode import Encoded, encode
 from cxlkv.layout import layer_places
 from cxlkv.pages import NO_PAGE, Pages, places_of
