@@ -142,7 +142,7 @@ arm64_lacks = $(if $(filter aarch64,$(shell uname -m)),this is one: native-test 
     (Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross))))
 
 # The second CPU has neither BF16 nor SDOT.
-ARM64_FIRST := kernels|sketch|codes|crc32c|flush
+ARM64_FIRST := kernels|sketch|codes|fp8|crc32c|flush
 native-test-arm64:  ## the C tests of what arm64 has of its own, in an emulator, where one is installed
 	$(if $(arm64_lacks),@echo "skipped: arm64 in an emulator: $(arm64_lacks)",$(call arm64,\
 	  tests_kernels tests_base,"max -R ^test_($(ARM64_FIRST))$$" "cortex-a72 -R ^test_(kernels|codes)$$"))

@@ -38,4 +38,10 @@ enum { FP8_MOST = 0x7e, FP8_NAN = 0x7f };
 /* Of bfloat16, by payload: these are below 2^-6. From 8 on it is (payload << 4) + FP8_BF16_BIAS. */
 #define FP8_SMALL {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60}
 enum { FP8_BF16_BIAS = 0x3c00, FP8_BF16_NAN = 0x7fc0 };
+/* The same in bytes, for vectors: the upper one is (payload >> 4) + 0x3c, the lower one payload <<
+ * 4; or by the lower four bits of a payload below 8, or of NaN, in these tables. Those are what
+ * payload - 8 is above FP8_LAST for. */
+#define FP8_UPPER {0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0, 0, 0, 0, 0, 0, 0, 0x7f}
+#define FP8_LOWER {0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60, 0, 0, 0, 0, 0, 0, 0, 0xc0}
+enum { FP8_UPPER_BIAS = 0x3c, FP8_LAST = FP8_MOST - 8 };
 #endif

@@ -1,4 +1,4 @@
-/* Numbers in a byte with AVX2: 8 are encoded, 16 decoded at once, the rest by the serial one. */
+/* Numbers in a byte with AVX2: 8 are encoded, 32 decoded at once, the rest by the serial one. */
 #if defined(__x86_64__)
 
 #if defined(__clang__)
@@ -53,30 +53,36 @@ void fp8_encode_avx2(int dtype, const void *source, size_t count, uint8_t *bytes
     else encode_as(KERNEL_FLOAT32, source, count, bytes);
 }
 
-INLINE __m256i numbers_of(__m128i bytes) {
-    static const uint16_t table[8] = FP8_SMALL;
-    __m256i wide = _mm256_cvtepu8_epi16(bytes), low = _mm256_set1_epi16(0x7f);
-    __m256i payload = _mm256_and_si256(wide, low);
-    __m256i sign = _mm256_slli_epi16(_mm256_andnot_si256(low, wide), 8);
-    __m256i number = _mm256_add_epi16(_mm256_slli_epi16(payload, 4),
-                                      _mm256_set1_epi16(FP8_BF16_BIAS));
-    /* A word of the table is the bytes 2 * payload and the next one. */
-    __m256i places = _mm256_add_epi16(_mm256_mullo_epi16(payload, _mm256_set1_epi16(0x0202)),
-                                      _mm256_set1_epi16(0x0100));
-    __m256i smalls = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
-    number = _mm256_blendv_epi8(number, _mm256_shuffle_epi8(smalls, places),
-                                _mm256_cmpgt_epi16(_mm256_set1_epi16(8), payload));
-    __m256i broken = _mm256_cmpeq_epi16(payload, low);
-    number = _mm256_or_si256(number, _mm256_and_si256(broken, _mm256_set1_epi16(FP8_BF16_NAN)));
-    return _mm256_or_si256(number, sign);
+INLINE __m256i by_table(const uint8_t table[16], __m256i places) {
+    __m128i loaded = _mm_loadu_si128((const __m128i *)table);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(loaded), places);
+}
+
+/* The two bytes of each number apart: of all but the specials by a shift, of those by a table. */
+INLINE void halves_of(__m256i bytes, __m256i *upper, __m256i *lower) {
+    static const uint8_t upper_table[16] = FP8_UPPER, lower_table[16] = FP8_LOWER;
+    __m256i payload = _mm256_and_si256(bytes, _mm256_set1_epi8(0x7f));
+    /* payload - 8 > FP8_LAST, of bytes without a sign */
+    __m256i special = _mm256_cmpgt_epi8(_mm256_add_epi8(payload, _mm256_set1_epi8(0x78)),
+                                        _mm256_set1_epi8(FP8_LAST - 0x80));
+    __m256i high = _mm256_and_si256(_mm256_srli_epi16(payload, 4), _mm256_set1_epi8(7));
+    __m256i low = _mm256_and_si256(_mm256_slli_epi16(bytes, 4), _mm256_set1_epi8((char)0xf0));
+    __m256i sign = _mm256_and_si256(bytes, _mm256_set1_epi8((char)0x80));
+    high = _mm256_add_epi8(high, _mm256_set1_epi8(FP8_UPPER_BIAS));
+    high = _mm256_blendv_epi8(high, by_table(upper_table, payload), special);
+    *upper = _mm256_or_si256(high, sign);
+    *lower = _mm256_blendv_epi8(low, by_table(lower_table, payload), special);
 }
 
 void fp8_decode_avx2(const uint8_t *bytes, size_t count, uint16_t *numbers, const void *next) {
     size_t at = 0;
-    for (; at + 16 <= count; at += 16) {
+    for (; at + 32 <= count; at += 32) {
         if (next && at % 64 == 0) _mm_prefetch((const char *)next + at, _MM_HINT_T0);
-        _mm256_storeu_si256((__m256i *)(numbers + at),
-                            numbers_of(_mm_loadu_si128((const __m128i *)(bytes + at))));
+        __m256i some = _mm256_loadu_si256((const __m256i *)(bytes + at)), upper, lower;
+        /* Bytes are interleaved in each half of a vector. */
+        halves_of(_mm256_permute4x64_epi64(some, 0xd8), &upper, &lower);
+        _mm256_storeu_si256((__m256i *)(numbers + at), _mm256_unpacklo_epi8(lower, upper));
+        _mm256_storeu_si256((__m256i *)(numbers + at + 16), _mm256_unpackhi_epi8(lower, upper));
     }
     fp8_decode_serial(bytes + at, count - at, numbers + at, NULL);
 }

@@ -1,4 +1,4 @@
-/* Numbers in a byte with AVX-512: 16 are encoded, 32 decoded at once. */
+/* Numbers in a byte with AVX-512: 16 are encoded, 64 decoded at once. */
 #if defined(__x86_64__)
 
 #if defined(__clang__)
@@ -50,36 +50,50 @@ void fp8_encode_avx512(int dtype, const void *source, size_t count, uint8_t *byt
     else encode_as(KERNEL_FLOAT32, source, count, bytes);
 }
 
-INLINE __m512i numbers_of(__m256i bytes) {
-    static const uint16_t table[8] = FP8_SMALL;
-    __m512i wide = _mm512_cvtepu8_epi16(bytes);
-    __m512i payload = _mm512_and_si512(wide, _mm512_set1_epi16(0x7f));
-    __m512i sign = _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), wide), 8);
-    __m512i number = _mm512_add_epi16(_mm512_slli_epi16(payload, 4),
-                                      _mm512_set1_epi16(FP8_BF16_BIAS));
-    __mmask32 small = _mm512_cmplt_epu16_mask(payload, _mm512_set1_epi16(8));
-    __mmask32 broken = _mm512_cmpeq_epu16_mask(payload, _mm512_set1_epi16(FP8_NAN));
-    __m512i smalls = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
-    number = _mm512_mask_permutexvar_epi16(number, small, payload, smalls);
-    number = _mm512_mask_mov_epi16(number, broken, _mm512_set1_epi16(FP8_BF16_NAN));
-    return _mm512_or_si512(number, sign);
+/* The two bytes of each number apart: of all but the specials by a shift, of those by a table. */
+INLINE void halves_of(__m512i bytes, __m512i *upper, __m512i *lower) {
+    static const uint8_t upper_table[16] = FP8_UPPER, lower_table[16] = FP8_LOWER;
+    __m512i payload = _mm512_and_si512(bytes, _mm512_set1_epi8(0x7f));
+    __mmask64 special = _mm512_cmpgt_epu8_mask(_mm512_sub_epi8(payload, _mm512_set1_epi8(8)),
+                                               _mm512_set1_epi8(FP8_LAST));
+    __m512i high = _mm512_and_si512(_mm512_srli_epi16(payload, 4), _mm512_set1_epi8(7));
+    __m512i low = _mm512_and_si512(_mm512_slli_epi16(bytes, 4), _mm512_set1_epi8((char)0xf0));
+    high = _mm512_add_epi8(high, _mm512_set1_epi8(FP8_UPPER_BIAS));
+    high = _mm512_mask_shuffle_epi8(
+        high, special, _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)upper_table)),
+        payload);
+    *lower = _mm512_mask_shuffle_epi8(
+        low, special, _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)lower_table)),
+        payload);
+    /* high | (bytes & 0x80) */
+    *upper = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8((char)0x80), 0xf8);
+}
+
+/* Of 64 bytes: numbers 0 to 31, then the others. */
+INLINE void numbers_of(__m512i bytes, __m512i numbers[2]) {
+    /* Bytes are interleaved in each quarter of a vector. */
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    __m512i upper, lower;
+    halves_of(_mm512_permutexvar_epi64(order, bytes), &upper, &lower);
+    numbers[0] = _mm512_unpacklo_epi8(lower, upper);
+    numbers[1] = _mm512_unpackhi_epi8(lower, upper);
 }
 
 void fp8_decode_avx512(const uint8_t *bytes, size_t count, uint16_t *numbers, const void *next) {
     size_t at = 0;
+    __m512i made[2];
     for (; at + 64 <= count; at += 64) {
         if (next) _mm_prefetch((const char *)next + at, _MM_HINT_T0);
-        for (size_t i = at; i < at + 64; i += 32)
-            _mm512_storeu_si512(numbers + i,
-                                numbers_of(_mm256_loadu_si256((const __m256i *)(bytes + i))));
+        numbers_of(_mm512_loadu_si512(bytes + at), made);
+        _mm512_storeu_si512(numbers + at, made[0]);
+        _mm512_storeu_si512(numbers + at + 32, made[1]);
     }
-    if (next && at < count) _mm_prefetch((const char *)next + at, _MM_HINT_T0);
-    for (; at < count; at += 32) {
-        uint32_t left = (uint32_t)(count - at < 32 ? count - at : 32);
-        __mmask32 there = left < 32 ? (1u << left) - 1 : ~0u;
-        _mm512_mask_storeu_epi16(numbers + at, there,
-                                 numbers_of(_mm256_maskz_loadu_epi8(there, bytes + at)));
-    }
+    if (at == count) return;
+    if (next) _mm_prefetch((const char *)next + at, _MM_HINT_T0);
+    __mmask64 there = ~0ull >> (64 - (count - at));
+    numbers_of(_mm512_maskz_loadu_epi8(there, bytes + at), made);
+    _mm512_mask_storeu_epi16(numbers + at, (__mmask32)there, made[0]);
+    _mm512_mask_storeu_epi16(numbers + at + 32, (__mmask32)(there >> 32), made[1]);
 }
 
 #if defined(__clang__)

@@ -43,27 +43,27 @@ void fp8_encode_neon(int dtype, const void *source, size_t count, uint8_t *bytes
     else encode_as(KERNEL_FLOAT32, source, count, bytes);
 }
 
-INLINE uint16x8_t numbers_of(uint8x8_t bytes) {
-    static const uint16_t table[8] = FP8_SMALL;
-    uint16x8_t wide = vmovl_u8(bytes), low = vdupq_n_u16(0x7f), payload = vandq_u16(wide, low);
-    uint16x8_t sign = vshlq_n_u16(vbicq_u16(wide, low), 8);
-    uint16x8_t number = vaddq_u16(vshlq_n_u16(payload, 4), vdupq_n_u16(FP8_BF16_BIAS));
-    /* A word of the table is the bytes 2 * payload and the next one. */
-    uint16x8_t places = vaddq_u16(vmulq_n_u16(payload, 0x0202), vdupq_n_u16(0x0100));
-    uint8x16_t smalls = vreinterpretq_u8_u16(vld1q_u16(table));
-    uint16x8_t found = vreinterpretq_u16_u8(vqtbl1q_u8(smalls, vreinterpretq_u8_u16(places)));
-    number = vbslq_u16(vcltq_u16(payload, vdupq_n_u16(8)), found, number);
-    number = vbslq_u16(vceqq_u16(payload, low), vdupq_n_u16(FP8_BF16_NAN), number);
-    return vorrq_u16(number, sign);
+/* The two bytes of each number side by side: of all but the specials by a shift, of those by a
+ * table. */
+INLINE uint8x16x2_t numbers_of(uint8x16_t bytes) {
+    static const uint8_t upper_table[16] = FP8_UPPER, lower_table[16] = FP8_LOWER;
+    uint8x16_t payload = vandq_u8(bytes, vdupq_n_u8(0x7f));
+    uint8x16_t special = vcgtq_u8(vsubq_u8(payload, vdupq_n_u8(8)), vdupq_n_u8(FP8_LAST));
+    uint8x16_t place = vandq_u8(payload, vdupq_n_u8(15));
+    uint8x16_t high = vaddq_u8(vshrq_n_u8(payload, 4), vdupq_n_u8(FP8_UPPER_BIAS));
+    uint8x16_t low = vshlq_n_u8(bytes, 4);
+    high = vbslq_u8(special, vqtbl1q_u8(vld1q_u8(upper_table), place), high);
+    low = vbslq_u8(special, vqtbl1q_u8(vld1q_u8(lower_table), place), low);
+    return vzipq_u8(low, vorrq_u8(high, vandq_u8(bytes, vdupq_n_u8(0x80))));
 }
 
 void fp8_decode_neon(const uint8_t *bytes, size_t count, uint16_t *numbers, const void *next) {
     size_t at = 0;
     for (; at + 16 <= count; at += 16) {
-        uint8x16_t some = vld1q_u8(bytes + at);
         if (next && at % 64 == 0) __builtin_prefetch((const char *)next + at);
-        vst1q_u16(numbers + at, numbers_of(vget_low_u8(some)));
-        vst1q_u16(numbers + at + 8, numbers_of(vget_high_u8(some)));
+        uint8x16x2_t made = numbers_of(vld1q_u8(bytes + at));
+        vst1q_u16(numbers + at, vreinterpretq_u16_u8(made.val[0]));
+        vst1q_u16(numbers + at + 8, vreinterpretq_u16_u8(made.val[1]));
     }
     fp8_decode_serial(bytes + at, count - at, numbers + at, NULL);
 }
