@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from cxlkv.errors import UnsupportedError
 from cxlkv.kernels.attend import CODE_BITS
 from cxlkv.kernels.reference_codes import CodeForm
-from cxlkv.layout import KVLayout
+from cxlkv.layout import FP8, KVLayout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -35,9 +36,27 @@ def piece_of(
     return Piece(torch.uint8, (form.piece_bytes(page_tokens),), form)
 
 
-def pieces_of(layout: KVLayout, *, decoded: bool = False) -> tuple[Piece, Piece]:
-    """Of keys and of values; decoded: as fetch() gives them by itself, rows in any case."""
-    encodings = ("none", "none") if decoded else encodings_of(layout)
+def pieces_of(layout: KVLayout) -> tuple[Piece, Piece]:
+    """Of keys and of values, as they lie in the pool; raises UnsupportedError for what kernels do
+    not read there."""
+    return _pieces_of(layout, encodings_of(layout))
+
+
+def fetched_pieces(layout: KVLayout, decoded: bool) -> tuple[Piece, Piece]:
+    """As fetch() gives them: rows, or, of what is encoded, its codes."""
+    both = (layout.k_encoding, layout.v_encoding)
+    if decoded:
+        return _pieces_of(layout, ("none", "none"))
+    if FP8 in both:
+        raise UnsupportedError(
+            f"decoded=False of a pool that keeps keys and values as {layout.encoding}: kernels do "
+            "not attend to fp8. Leave it out: rows are decoded on the way"
+        )
+    keys, values = ("int8" if each == "progressive" else each for each in both)  # planes are joined
+    return _pieces_of(layout, (keys, values))
+
+
+def _pieces_of(layout: KVLayout, encodings: tuple[str, str]) -> tuple[Piece, Piece]:
     dims, dtype = (layout.head_dim, layout.value_head_dim), DTYPES[layout.dtype]
     keys, values = (
         piece_of(layout.page_tokens, dims[i], dtype, encodings[i], values=i == 1) for i in range(2)
@@ -46,5 +65,11 @@ def pieces_of(layout: KVLayout, *, decoded: bool = False) -> tuple[Piece, Piece]
 
 
 def encodings_of(layout: KVLayout) -> tuple[str, str]:
-    """Of keys and of values, as kernels.attend takes them."""
-    return layout.k_encoding, layout.v_encoding
+    """Of keys and of values, as kernels.attend takes them; raises UnsupportedError for others."""
+    both = (layout.k_encoding, layout.v_encoding)
+    if not set(both) <= set(CODE_BITS):
+        raise UnsupportedError(
+            f"a device's kernels read int8 and int4 in a pool, this one keeps keys and values as "
+            f"{layout.encoding}. Staging brings them; or make the pool in int8"
+        )
+    return both

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cxlkv.errors import BadArgumentError, ClosedError, MemoryShortError, UnsupportedError
-from cxlkv.gpu.pieces import Piece, pieces_of
+from cxlkv.gpu.pieces import Piece, fetched_pieces
 from cxlkv.layout import format_bytes, parse_bytes
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
@@ -149,7 +149,7 @@ class Staging:
         rows = with_axis(picked)
         assert rows is not None
         lists, heads, k = rows.pages.shape
-        pieces = pieces_of(self._layout, decoded=decoded)
+        pieces = fetched_pieces(self._layout, decoded)
         targets = self._targets((lists, heads, k), pieces, out)
         step = self._columns(lists * heads, pieces)
         for first in range(0, k, step):

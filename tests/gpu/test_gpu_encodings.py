@@ -14,7 +14,7 @@ from cxlkv.errors import UnsupportedError
 from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.decode import Decoder
 from cxlkv.gpu.mapping import Mapping
-from cxlkv.gpu.pieces import encodings_of
+from cxlkv.gpu.pieces import encodings_of, pieces_of
 from cxlkv.gpu.staging import Staging
 from cxlkv.gpu.write import WriteThrough
 from cxlkv.kernels import runtime
@@ -249,3 +249,32 @@ def test_pages_that_somebody_else_has_written_are_refused(pool: CXLPool) -> None
         pool.batch([sequence]).attach(pages, [0, 1], np.zeros((2, 1, 2, 4), np.uint32))
     sequence.release()
     pool.pages.free(pages)
+
+
+@pytest.mark.parametrize("encoding", ["progressive", "fp8_e4m3"])
+def test_what_kernels_do_not_read_in_a_pool_is_refused(encoding: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"as {encoding}\. Staging brings them"):
+        pieces_of(LAYOUT.encoded(encoding))
+
+
+def test_planes_are_staged_as_codes_of_8_bits_and_fp8_as_rows(queries: torch.Tensor) -> None:
+    rows = torch.randn((TOKENS, 2, 16), generator=torch.Generator().manual_seed(5))
+    found = {}
+    for encoding in ("int8", "progressive", "fp8_e4m3"):
+        layout = LAYOUT.encoded(encoding)
+        with CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1) as pool:
+            sequence = pool.sequence()
+            for layer in range(2):
+                sequence.append(layer, rows, rows)
+            batch, staging = pool.batch([sequence]), Staging(pool, "cpu")
+            picked = batch.select(1, queries, [0, 1], Budget(pages=3))
+            if encoding == "fp8_e4m3":
+                with pytest.raises(UnsupportedError, match="do not attend to fp8"):
+                    staging.get(batch, 1, picked, decoded=False)
+                assert staging.get(batch, 1, picked).keys.dtype == torch.float32
+                continue
+            staged = staging.get(batch, 1, picked, decoded=False)
+            staged.wait()
+            found[encoding] = (staged.keys, staged.values)
+    assert torch.equal(found["progressive"][0], found["int8"][0])
+    assert torch.equal(found["progressive"][1], found["int8"][1])
