@@ -372,7 +372,8 @@ INLINE void load_keys(int bits, const uint8_t *lines, __m512i codes[4]) {
 }
 
 /* Logits of 16 tokens, by 1 to 4 queries, before the products with scale and factor: twice as
- * large. `each` lines are asked for with 16 channels. Few queries have several sums each, which do not wait for one another. */
+ * large. `each` lines are asked for with 16 channels. Few queries have several sums each, which do
+ * not wait for one another. */
 INLINE void score_queries(int bits, const uint8_t *block, uint32_t channels,
                           const code_query *queries, int queries_here, asked *next, uint32_t each,
                           __m512 sums[QUERY_BLOCK]) {
