@@ -33,9 +33,15 @@ class Transfer(Protocol):
         """pages: [parts, n], of which every byte was read."""
 
     def end_read(
-        self, kind: Kind, layout: KVLayout, layer: int, tokens: Tokens, picked: Selection | None
+        self,
+        kind: Kind,
+        layout: KVLayout,
+        layer: int,
+        tokens: Tokens,
+        picked: Selection | None,
+        most_bytes: int | None = None,
     ) -> None:
-        """K and V of the chosen pages were read, or of all."""
+        """K and V of the chosen pages were read, or of all; most_bytes: no more than that."""
 
 
 class Subscriber(Protocol):

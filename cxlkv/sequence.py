@@ -395,7 +395,8 @@ class Batch:
             handle, self._layout, number, q, starts, picked, factor, softcap, error, out
         )
         if transfer:
-            transfer.end_read("attend", self._layout, layer, self._tokens(layer), picked)
+            most = found[2] if error else None  # lower planes may have stayed
+            transfer.end_read("attend", self._layout, layer, self._tokens(layer), picked, most)
         return found
 
     def decode(

@@ -178,7 +178,13 @@ class Charged(NamedTuple):
         self.end("attach", count * self._page_bytes(layout))
 
     def end_read(
-        self, kind: Kind, layout: KVLayout, layer: int, tokens: Tokens, picked: Selection | None
+        self,
+        kind: Kind,
+        layout: KVLayout,
+        layer: int,
+        tokens: Tokens,
+        picked: Selection | None,
+        most_bytes: int | None = None,
     ) -> None:
         """Neither open tails, nor local copies of chosen pages, come over the link."""
         complete = tokens // layout.page_tokens
@@ -192,7 +198,8 @@ class Charged(NamedTuple):
             pieces = int(((picked.pages >= 0) & (picked.pages < visible)).sum())
         pieces -= max(0, _local_reads(self.pool) - self.local_reads)
         tokens_bytes = layout.stored_token_bytes // layout.layers // layout.kv_heads
-        self.end(kind, pieces * tokens_bytes * layout.page_tokens)
+        size = pieces * tokens_bytes * layout.page_tokens
+        self.end(kind, size if most_bytes is None else min(size, most_bytes))
 
     def _page_bytes(self, layout: KVLayout) -> int:
         """Of one page and layer: digests, sketches, K and V."""

@@ -33,7 +33,9 @@ from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 from cxlkv.sizes import plan
 
-ENCODINGS = ("none", "int8", "int4")
+ENCODINGS = ("none", "int8", "int4", "fp8_e4m3", "progressive")
+NEAR = 0.03
+"""The error that a near attend of a progressive pool is allowed."""
 LINK = "astera-a1000-remote-socket"
 """The emulated device whose link reads 19.5 GB/s."""
 CAPACITY_BYTES = 64 << 30
@@ -107,6 +109,8 @@ class Encoded:
         for layer in range(self.shape.layers):
             if kind == "attend":
                 self.batch.attend(layer, self.queries, self.starts)
+            elif kind == "near":
+                self.batch.attend(layer, self.queries, self.starts, error=NEAR)
             else:
                 self.batch.select(layer, self.queries, self.starts, budget, kind)
         return (perf_counter() - began) / self.shape.layers
@@ -119,6 +123,13 @@ class Encoded:
         took = perf_counter() - began
         sequence.release()
         return took
+
+    def read(self, kind: str, share: float) -> int:
+        """Bytes of keys, or keys and values, that one layer's walk reads."""
+        name = "attended_bytes" if kind in ("attend", "near") else "scored_bytes"
+        before = self.pool.stats()[name]
+        self.walk(kind, share)
+        return (self.pool.stats()[name] - before) // self.shape.layers
 
     def attended(self) -> torch.Tensor:
         return torch.as_tensor(self.batch.attend(0, self.queries, self.starts)[0])
@@ -166,10 +177,14 @@ def layout_of(shape: Decoding, encoding: str) -> KVLayout:
 
 def run(result: Result, size: Size = Size()) -> None:
     """Metrics exact_E_SHAPE, attend_E_SHAPE, append_E_SHAPE in us a layer, by encoding E, and for
-    `none` two_stage; SHAPE ends in the number of threads. Ratios KIND_E_SHAPE, a plain pool's time
-    over the encoded one's, staged_to_exact_E_SHAPE, a plain pool's two_stage over exact of E, and
-    bound_KIND_E_SHAPE. tokens_E_SHAPE: tokens a byte over those of a plain pool without sketches.
-    link_KIND_E: the ratio by the clock of an emulated link, over the ratio of bytes. Metrics
+    `none` and `progressive` two_stage, for `progressive` near, an attend that may be off by
+    NEAR; SHAPE ends in the number of threads. Ratios KIND_E_SHAPE, a plain pool's time
+    over the encoded one's (two_stage over exact, near over attend), bytes_KIND_progressive_SHAPE,
+    its bytes over those of exact or attend of int8, staged_to_exact_E_SHAPE, a plain pool's
+    two_stage over exact of E, and bound_KIND_E_SHAPE. tokens_E_SHAPE: tokens a byte over those of a
+    plain pool without sketches.
+    link_KIND_E: the ratio by the clock of an emulated link, over the ratio of bytes;
+    link_near_progressive and link_two_stage_progressive: the ratio itself. Metrics
     score_RIVAL_SHAPE and attend_RIVAL_SHAPE, and the ratios of BESIDE: a rival's time over ours."""
     for name in size.shapes:
         shape = SHAPES[name]
@@ -192,7 +207,7 @@ def check(result: Result, pools: Mapping[str, Encoded], point: str) -> None:
     """The largest difference from the plain pool's output, over the output's root mean square."""
     plain = pools["none"].attended()
     size = float(plain.float().square().mean().sqrt())
-    for encoding, most in (("int8", 0.1), ("int4", 1.0)):
+    for encoding, most in (("int8", 0.1), ("int4", 1.0), ("fp8_e4m3", 1.0), ("progressive", 0.1)):
         found = difference(pools[encoding].attended(), plain) / size
         result.checks[f"attend_{encoding}_{point}"] = found <= most
 
@@ -237,13 +252,23 @@ def measure(
             f"attend_{encoding}": partial(pool.walk, "attend", size.share),
             f"append_{encoding}": partial(pool.append, size.append_tokens),
         }
+    planes = pools["progressive"]
     forms["two_stage_none"] = partial(pools["none"].walk, "two_stage", size.share)
+    forms["two_stage_progressive"] = partial(planes.walk, "two_stage", size.share)
+    forms["near_progressive"] = partial(planes.walk, "near", size.share)
     samples, bounds = beside.take_turns(forms, size.rounds, "codes")
     us = result.times(samples, "us", f"{{}}_{point}")
     for name, forms_of in BESIDE.items():
         times = [us[form] for form in forms_of if form in us]
         if times:
             result.ratios[f"{name}_{point}"] = min(times) / us[name.split("_to_")[0]]
+    for kind, plain in (("two_stage", "exact"), ("near", "attend")):
+        result.ratios[f"{kind}_progressive_{point}"] = (
+            us[f"{plain}_none"] / us[f"{kind}_progressive"]
+        )
+        if threads == size.threads[0]:
+            read = planes.read(kind, size.share) / pools["int8"].read(plain, size.share)
+            result.ratios[f"bytes_{kind}_progressive_{point}"] = read
     shape = pools["none"].shape
     share = threads / len(beside.reading)
     for encoding in ENCODINGS[1:]:
@@ -285,6 +310,10 @@ def over_a_link(result: Result, size: Size, pools: Mapping[str, Encoded], name: 
             bytes_ratio = layout.token_bytes / layout.stored_token_bytes
             found = seconds["none"] / seconds[encoding] / bytes_ratio
             result.ratios[f"link_{kind}_{encoding}_{name}"] = found
+        planes, fewer = pools["progressive"], {"exact": "two_stage", "attend": "near"}[kind]
+        with emulate(planes.pool, LINK, mode="virtual") as link:
+            took = clock_s(link, partial(planes.walk, fewer, size.share))
+        result.ratios[f"link_{fewer}_progressive_{name}"] = seconds["none"] / took
 
 
 def points(result: Result) -> list[str]:
@@ -310,7 +339,19 @@ def tables(result: Result) -> list[Table]:
     for name in dict.fromkeys(point.rsplit("-", 2)[0] for point in points(result)):
         ratios = [result.ratios[f"tokens_{encoding}_{name}"] for encoding in ("int8", "int4")]
         kept.add_row(name, *(f"{ratio:.2f}" for ratio in ratios))
-    return [speed, near, kept, *beside_tables(result), *encodings_caches.tables(result)]
+    more = Table("shape", "exact fp8", "attend fp8", "two_stage progressive", "attend", "near")
+    more.title = "times as fast as a plain pool, of which a two_stage is beside its exact"
+    read = Table("shape", "select progressive", "near attend", title="bytes, of int8's")
+    wanted = ("exact_fp8_e4m3", "attend_fp8_e4m3", "two_stage_progressive", "attend_progressive")
+    for point in points(result):
+        ratios = [result.ratios[f"{name}_{point}"] for name in (*wanted, "near_progressive")]
+        more.add_row(point, *(f"{ratio:.2f}" for ratio in ratios))
+        if f"bytes_near_progressive_{point}" in result.ratios:
+            ratios = [
+                result.ratios[f"bytes_{k}_progressive_{point}"] for k in ("two_stage", "near")
+            ]
+            read.add_row(point, *(f"{ratio:.2f}" for ratio in ratios))
+    return [speed, near, kept, more, read, *beside_tables(result), *encodings_caches.tables(result)]
 
 
 def beside_tables(result: Result) -> list[Table]:

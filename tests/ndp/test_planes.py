@@ -9,6 +9,7 @@ import pytest
 
 from cxlkv import Budget, CXLPool, Sequence
 from cxlkv.arrays import Doubles, Floats
+from cxlkv.emulation.link import emulate
 from cxlkv.errors import BadArgumentError
 
 from ..test_encodings import case_of, drawn, layout_of, pool_of
@@ -134,6 +135,20 @@ def test_one_of_the_two_in_planes(
             assert float(np.sqrt((gap**2).mean())) <= max(error, 1e-4)
             if pair[0] != "progressive":
                 np.testing.assert_allclose(lse, want_lse, atol=1e-4)
+
+
+def test_an_emulated_link_moves_what_is_read(
+    pairs: dict[str, tuple[CXLPool, Sequence]], rng: np.random.Generator
+) -> None:
+    pool, sequence = pairs["progressive"]
+    q = rng.standard_normal((1, 4, DIM), np.float32)
+    seconds = []
+    for error in (0.0, 1e-6, 0.3):
+        with emulate(pool, "astera-a1000-remote-socket", mode="virtual") as link:
+            sequence.attend(0, q, error=error)
+            seconds.append(link.seconds)
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.02)
+    assert seconds[2] < 0.8 * seconds[0]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
