@@ -17,6 +17,7 @@
  * root of its size), and the sign. Then code_bounds_step(), code_bounds_encode(). */
 float code_digest_serial(const code_form *form, code_piece piece, uint32_t tokens, int8_t *codes);
 #if defined(__x86_64__)
+float code_digest_avx2(const code_form *form, code_piece piece, uint32_t tokens, int8_t *codes);
 float code_digest_avx512(const code_form *form, code_piece piece, uint32_t tokens, int8_t *codes);
 #endif
 /* The step of codes of bounds up to `largest`, which is finite. */

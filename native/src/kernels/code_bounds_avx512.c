@@ -320,7 +320,8 @@ INLINE __m512i encode_group(const __m512 bounds[LINE_CHANNELS], float inverse, b
     __m512i codes = _mm512_setzero_si512();
     UNROLL for (int c = LINE_CHANNELS - 1; c >= 0; c--) {
         const __m512 margin = _mm512_set1_ps(upward ? CODE_BOUNDS_MARGIN : -CODE_BOUNDS_MARGIN);
-        __m512 x = _mm512_fmadd_ps(bounds[c], _mm512_set1_ps(inverse), margin);
+        __m512 x = _mm512_mul_ps(bounds[c], _mm512_set1_ps(inverse));
+        x = _mm512_add_ps(x, margin);
         __m512i code = upward ? _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_POS_INF |
                                                                 _MM_FROUND_NO_EXC)
                               : _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEG_INF |
