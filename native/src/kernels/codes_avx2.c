@@ -387,43 +387,68 @@ void code_score_best_avx2(const code_form *form, const code_piece *pieces,
 
 /* Weights of 16 tokens, of one query. */
 typedef struct rounded {
-    /* Of 4 tokens t: 2 * P of t and t + 2, of t + 1 and t + 3; the rest is no matter. */
-    _Alignas(32) int16_t pairs[4][4][2];
+    /* Of 4 tokens t: 2 * P of t and t + 2, of t + 1 and t + 3, for each lane: a product can take
+     * them from memory, but not have them repeated. */
+    __m256i pairs[8];
     int32_t middle;              /* what the sum begins with: (1 - 2^bits) * sum of P */
     float half_unit;
 } rounded;
 
-static void round_weights(uint32_t bits, const uint16_t *scales, uint32_t low, uint32_t count,
-                          const float *weights, rounded *made) {
+INLINE __m256 products_of(const uint16_t *scales, const float *weights) {
+    __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales));
+    return _mm256_mul_ps(_mm256_loadu_ps(weights), scale);
+}
+
+/* Of the tokens of a block; where some are not there, their weights become 0. */
+INLINE void multiply_weights(const uint16_t *scales, uint32_t low, uint32_t count,
+                             const float *weights, __m256 products[2]) {
     float row[CODE_TOKENS] = {0};
     uint16_t halves[CODE_TOKENS] = {0};
+    if (count == CODE_TOKENS) {
+        products[0] = products_of(scales, weights);
+        products[1] = products_of(scales + LANES, weights + LANES);
+        return;
+    }
+    memcpy(row + low, weights, count * sizeof(float));
+    memcpy(halves + low, scales + low, count * sizeof(uint16_t));
+    products[0] = products_of(halves, row);
+    products[1] = products_of(halves + LANES, row + LANES);
+}
+
+/* The largest of 8 lanes, in all of them. */
+INLINE __m256i largest_lane(__m256i bits) {
+    bits = _mm256_max_epi32(bits, _mm256_permute2x128_si256(bits, bits, 1));
+    bits = _mm256_max_epi32(bits, _mm256_shuffle_epi32(bits, 0x4e));
+    return _mm256_max_epi32(bits, _mm256_shuffle_epi32(bits, 0xb1));
+}
+
+INLINE void round_weights(int bits, const uint16_t *scales, uint32_t low, uint32_t count,
+                          const float *weights, rounded *made) {
+    const __m256 whole = _mm256_set1_ps(16256), none = _mm256_set1_ps(INFINITY);
     __m256 products[2];
-    copy_tokens(row + low, weights, count);
-    if (count == CODE_TOKENS) memcpy(halves, scales, sizeof(halves));
-    else memcpy(halves + low, scales + low, count * sizeof(uint16_t));
-    UNROLL for (int i = 0; i < 2; i++) {
-        __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves + i * LANES)));
-        products[i] = _mm256_mul_ps(_mm256_loadu_ps(row + i * LANES), scale);
-    }
-    const float largest = largest_of(_mm256_max_epi32(bits_without_sign(products[0]),
-                                                      bits_without_sign(products[1])));
-    float inverse = 0;
-    made->half_unit = 0;
-    if (!isfinite(largest)) {
-        made->half_unit = NAN;
-    } else if (largest >= 1e-30f) {
-        inverse = 16256 / largest;
-        made->half_unit = largest / 16256 * 0.5f;
-    }
+    multiply_weights(scales, low, count, weights, products);
+    const __m256 largest = _mm256_castsi256_ps(largest_lane(
+        _mm256_max_epi32(bits_without_sign(products[0]), bits_without_sign(products[1]))));
+    const __m256 some = _mm256_cmp_ps(largest, _mm256_set1_ps(1e-30f), _CMP_NLT_UQ);
+    const __m256 finite = _mm256_cmp_ps(largest, none, _CMP_LT_OQ);
+    const __m256 inverse = _mm256_and_ps(_mm256_div_ps(whole, largest), some);
+    __m128 unit = _mm_div_ss(_mm256_castps256_ps128(largest), _mm256_castps256_ps128(whole));
+    unit = _mm_and_ps(_mm_mul_ss(unit, _mm_set_ss(0.5f)), _mm256_castps256_ps128(some));
+    unit = _mm_blendv_ps(_mm_set_ss(NAN), unit, _mm256_castps256_ps128(finite));
+    made->half_unit = _mm_cvtss_f32(unit);
     __m256i sums = _mm256_setzero_si256();
     UNROLL for (int i = 0; i < 2; i++) {
-        __m256i whole =
-            _mm256_cvtps_epi32(_mm256_mul_ps(products[i], _mm256_set1_ps(inverse)));
-        __m256i twice = _mm256_slli_epi32(whole, 1);
+        __m256i rounded = _mm256_cvtps_epi32(_mm256_mul_ps(products[i], inverse));
+        __m256i twice = _mm256_slli_epi32(rounded, 1);
         __m256i second = _mm256_slli_epi32(_mm256_shuffle_epi32(twice, 0xee), 16);
-        sums = _mm256_add_epi32(sums, whole);
-        _mm256_store_si256((__m256i *)made->pairs[2 * i],
-                           _mm256_blend_epi16(twice, second, 0xaa));
+        __m256i pairs = _mm256_blend_epi16(twice, second, 0xaa);
+        __m256i lower = _mm256_permute4x64_epi64(pairs, 0x00);
+        __m256i upper = _mm256_permute4x64_epi64(pairs, 0xaa);
+        sums = _mm256_add_epi32(sums, rounded);
+        made->pairs[4 * i] = _mm256_shuffle_epi32(lower, 0x00);
+        made->pairs[4 * i + 1] = _mm256_shuffle_epi32(lower, 0x55);
+        made->pairs[4 * i + 2] = _mm256_shuffle_epi32(upper, 0x00);
+        made->pairs[4 * i + 3] = _mm256_shuffle_epi32(upper, 0x55);
     }
     __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
     four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
@@ -442,17 +467,20 @@ INLINE void load_values(int bits, const uint8_t *half_line, size_t apart, __m256
 INLINE __m256 sum_channels(const __m256i codes[8], const rounded *made, __m256 old) {
     __m256i sums[2] = {_mm256_set1_epi32(made->middle), _mm256_setzero_si256()};
     UNROLL for (int i = 0; i < 8; i++)
-        sums[i % 2] = _mm256_add_epi32(
-            sums[i % 2], _mm256_madd_epi16(codes[i], pair_of(made->pairs[i / 2][i % 2])));
+        sums[i % 2] = _mm256_add_epi32(sums[i % 2], _mm256_madd_epi16(codes[i], made->pairs[i]));
     __m256 sum = _mm256_cvtepi32_ps(_mm256_add_epi32(sums[0], sums[1]));
     return _mm256_fmadd_ps(sum, _mm256_set1_ps(made->half_unit), old);
 }
 
+/* `next`, unless NULL, is asked for as the block is read: a CPU waits for few lines at once. */
 INLINE void add_block(int bits, uint32_t dim, const uint8_t *block, const rounded *made,
-                      uint32_t query_count, float *accumulator) {
+                      uint32_t query_count, float *accumulator, const uint8_t *next) {
     const size_t apart = (size_t)code_channels(dim) * 4;
     for (uint32_t d = 0; d < dim; d += LANES) {
         __m256i codes[8];
+        if (next && d % CODE_CHANNELS == 0)
+            UNROLL for (int t = 0; t < bits / 2; t++)
+                _mm_prefetch(next + t * apart + (size_t)d * 4, _MM_HINT_T0);
         load_values(bits, block + (size_t)d * 4, apart, codes);
         for (uint32_t q = 0; q < query_count; q++) {
             float *to = accumulator + (size_t)q * dim + d;
@@ -472,19 +500,22 @@ void code_accumulate_avx2(const code_form *form, code_piece piece, uint32_t firs
                           const float *weights, size_t weight_stride, uint32_t query_count,
                           float *accumulator, const void *next) {
     rounded made[QUERY_ROOM];
-    ask_for(next, code_bytes(form, count));
+    const size_t scales_at = code_scales_offset(form, count);
+    if (next) ask_for((const char *)next + scales_at, code_bytes(form, count) - scales_at);
     for (uint32_t q = 0; q < query_count; q += QUERY_ROOM)
         for (uint32_t t = first, here; t < first + count; t += here) {
             const uint32_t low = t % CODE_TOKENS, block = t / CODE_TOKENS;
             const uint32_t queries_here = at_most(query_count - q, QUERY_ROOM);
             const uint8_t *codes = piece.blocks + block * code_block_bytes(form);
+            const uint8_t *ahead = next && q == 0 ? (const uint8_t *)next + (codes - piece.blocks)
+                                                  : NULL;
             here = at_most(CODE_TOKENS - low, first + count - t);
             for (uint32_t j = 0; j < queries_here; j++)
-                round_weights(form->bits, piece.scales + block * CODE_TOKENS, low, here,
+                round_weights((int)form->bits, piece.scales + block * CODE_TOKENS, low, here,
                               weights + (q + j) * weight_stride + (t - first), made + j);
             float *to = accumulator + (size_t)q * form->dim;
-            if (form->bits == 8) add_block(8, form->dim, codes, made, queries_here, to);
-            else add_block(4, form->dim, codes, made, queries_here, to);
+            if (form->bits == 8) add_block(8, form->dim, codes, made, queries_here, to, ahead);
+            else add_block(4, form->dim, codes, made, queries_here, to, ahead);
         }
 }
 
