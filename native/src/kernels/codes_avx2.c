@@ -263,15 +263,18 @@ INLINE int load_line(int bits, const uint8_t *half_line, __m256i codes[4]) {
     return 4;
 }
 
-/* Logits of 8 tokens by 1 to 4 queries. */
+/* Logits of 8 tokens by 1 to 4 queries. As many lines as half a block has are asked for from `next`
+ * on, unless it is NULL: a CPU waits for few at once. */
 INLINE void score_half(int bits, const uint8_t *half, uint32_t channels, const query_room *room,
-                       uint32_t first, int queries_here, __m256 scale, __m256 logits[QUERY_BLOCK]) {
+                       uint32_t first, int queries_here, __m256 scale, const uint8_t *next,
+                       __m256 logits[QUERY_BLOCK]) {
     const uint32_t groups = (uint32_t)(bits == 8 ? 1 : 2), lines = channels / 4 / groups;
     __m256i sums[QUERY_BLOCK];
     UNROLL for (int q = 0; q < queries_here; q++) sums[q] = _mm256_setzero_si256();
     for (uint32_t line = 0; line < lines; line++) {
         __m256i codes[4];
         const int vectors = load_line(bits, half + line * LINE_BYTES, codes);
+        if (next && line % 2 == 0) _mm_prefetch(next + line * (LINE_BYTES / 2), _MM_HINT_T0);
         UNROLL for (int q = 0; q < queries_here; q++) UNROLL for (int i = 0; i < vectors; i++) {
             const int16_t *pair = room->words[first + q][line * groups + i / 2][i % 2];
             sums[q] = _mm256_add_epi32(sums[q], _mm256_madd_epi16(codes[i], pair_of(pair)));
@@ -288,35 +291,41 @@ INLINE void score_half(int bits, const uint8_t *half, uint32_t channels, const q
 /* Logits of 16 tokens by 1 to 4 queries, to rows of 16. */
 INLINE void score_block_as(int bits, const uint8_t *block, uint32_t channels,
                            const uint16_t *scales, const query_room *room, uint32_t first,
-                           int queries_here, float (*logits)[CODE_TOKENS]) {
+                           int queries_here, const uint8_t *next, float (*logits)[CODE_TOKENS]) {
+    const size_t half_bytes = (size_t)channels * (size_t)bits;
     UNROLL for (int half = 0; half < 2; half++) {
+        const uint8_t *asked = next && first == 0 ? next + half * half_bytes : NULL;
         __m256 made[QUERY_BLOCK];
         __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(scales + half * LANES)));
-        score_half(bits, block + half * 32, channels, room, first, queries_here, scale, made);
+        score_half(bits, block + half * 32, channels, room, first, queries_here, scale, asked,
+                   made);
         UNROLL for (int q = 0; q < queries_here; q++)
             _mm256_storeu_ps(logits[q] + half * LANES, made[q]);
     }
 }
 
 INLINE void score_block(int bits, const uint8_t *block, uint32_t channels, const uint16_t *scales,
-                        const query_room *room, float (*logits)[CODE_TOKENS]) {
+                        const query_room *room, const uint8_t *next,
+                        float (*logits)[CODE_TOKENS]) {
     for (uint32_t q = 0; q < room->count; q += QUERY_BLOCK, logits += QUERY_BLOCK)
         switch (room->count - q) {
-        case 1: score_block_as(bits, block, channels, scales, room, q, 1, logits); break;
-        case 2: score_block_as(bits, block, channels, scales, room, q, 2, logits); break;
-        case 3: score_block_as(bits, block, channels, scales, room, q, 3, logits); break;
-        default: score_block_as(bits, block, channels, scales, room, q, 4, logits);
+        case 1: score_block_as(bits, block, channels, scales, room, q, 1, next, logits); break;
+        case 2: score_block_as(bits, block, channels, scales, room, q, 2, next, logits); break;
+        case 3: score_block_as(bits, block, channels, scales, room, q, 3, next, logits); break;
+        default: score_block_as(bits, block, channels, scales, room, q, 4, next, logits);
         }
 }
 
-/* Of the block that has this token. */
+/* Of the block that has this token; the same one of the piece `next` is asked for. */
 static void score_any(const code_form *form, code_piece piece, uint32_t token,
-                      const query_room *room, float (*logits)[CODE_TOKENS]) {
+                      const query_room *room, const uint8_t *next,
+                      float (*logits)[CODE_TOKENS]) {
     const uint32_t block = token / CODE_TOKENS, channels = code_channels(form->dim);
-    const uint8_t *codes = piece.blocks + block * code_block_bytes(form);
+    const size_t at = block * code_block_bytes(form);
     const uint16_t *scales = piece.scales + block * CODE_TOKENS;
-    if (form->bits == 8) score_block(8, codes, channels, scales, room, logits);
-    else score_block(4, codes, channels, scales, room, logits);
+    if (next) next += at;
+    if (form->bits == 8) score_block(8, piece.blocks + at, channels, scales, room, next, logits);
+    else score_block(4, piece.blocks + at, channels, scales, room, next, logits);
 }
 
 static void ask_for(const void *next, size_t bytes) {
@@ -324,17 +333,23 @@ static void ask_for(const void *next, size_t bytes) {
         _mm_prefetch((const char *)next + at, _MM_HINT_T0);
 }
 
+/* The scales of a piece, whose lines are asked for one by one; or nothing. */
+static void ask_for_scales(const uint8_t *piece, const code_form *form, uint32_t tokens) {
+    const size_t at = code_scales_offset(form, tokens);
+    if (piece) ask_for(piece + at, code_bytes(form, tokens) - at);
+}
+
 void code_score_avx2(const code_form *form, code_piece piece, uint32_t first, uint32_t count,
                      const code_query *queries, uint32_t query_count, float *logits,
                      size_t logit_stride, const void *next) {
     query_room room;
-    ask_for(next, code_bytes(form, count));
+    ask_for_scales(next, form, count);
     for (uint32_t q = 0; q < query_count; q += QUERY_ROOM) {
         make_room(form, queries + q, query_count - q, &room);
         for (uint32_t t = first, here; t < first + count; t += here) {
             float made[QUERY_ROOM][CODE_TOKENS];
             here = at_most(CODE_TOKENS - t % CODE_TOKENS, first + count - t);
-            score_any(form, piece, t, &room, made);
+            score_any(form, piece, t, &room, q == 0 ? next : NULL, made);
             for (uint32_t j = 0; j < room.count; j++)
                 copy_tokens(logits + (q + j) * logit_stride + (t - first),
                             made[j] + t % CODE_TOKENS, here);
@@ -371,10 +386,11 @@ void code_score_best_avx2(const code_form *form, const code_piece *pieces,
     for (uint32_t q = 0; q < query_count; q += QUERY_ROOM) {
         make_room(form, queries + q, query_count - q, &room);
         for (uint32_t i = 0; i < count; i++) {
-            if (q == 0 && next) ask_for(next[i], code_bytes(form, tokens));
+            const uint8_t *ahead = q == 0 && next ? next[i] : NULL;
+            ask_for_scales(ahead, form, tokens);
             for (uint32_t t = 0; t < tokens; t += CODE_TOKENS) {
                 float made[QUERY_ROOM][CODE_TOKENS];
-                score_any(form, pieces[i], t, &room, made);
+                score_any(form, pieces[i], t, &room, ahead, made);
                 best[i] = largest_logit(made, room.count, at_most(tokens - t, CODE_TOKENS),
                                         best[i]);
             }
@@ -500,8 +516,7 @@ void code_accumulate_avx2(const code_form *form, code_piece piece, uint32_t firs
                           const float *weights, size_t weight_stride, uint32_t query_count,
                           float *accumulator, const void *next) {
     rounded made[QUERY_ROOM];
-    const size_t scales_at = code_scales_offset(form, count);
-    if (next) ask_for((const char *)next + scales_at, code_bytes(form, count) - scales_at);
+    ask_for_scales(next, form, count);
     for (uint32_t q = 0; q < query_count; q += QUERY_ROOM)
         for (uint32_t t = first, here; t < first + count; t += here) {
             const uint32_t low = t % CODE_TOKENS, block = t / CODE_TOKENS;
