@@ -491,9 +491,8 @@ void avx512_store_rows(void *destination, const void *source, size_t stride_byte
 /* ---- exponentials ---- */
 
 /* As in kernels_avx2.c; scalef applies 2^n with one rounding, into denormals and to infinity. */
-INLINE __m512 exponential(__m512 x) {
+INLINE __m512 exponential_below(__m512 x) { /* 89, where it is infinite already */
     x = _mm512_max_ps(_mm512_set1_ps(-105.0f), x); /* exp(-104) already rounds to 0 */
-    x = _mm512_min_ps(_mm512_set1_ps(89.0f), x);   /* already infinite */
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(0x1.715476p+0f)),
                                     _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.62e4p-1f), x);
@@ -502,6 +501,10 @@ INLINE __m512 exponential(__m512 x) {
     __m512 sum = _mm512_set1_ps(1.0f / 5040);
     UNROLL for (int i = 0; i < 7; i++) sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(terms[i]));
     return _mm512_scalef_ps(sum, n);
+}
+
+INLINE __m512 exponential(__m512 x) {
+    return exponential_below(_mm512_min_ps(_mm512_set1_ps(89.0f), x));
 }
 
 float avx512_exp_sum(float *values, uint32_t count, float shift) {
@@ -541,73 +544,92 @@ INLINE __m128 sums_of_four(const __m512 rows[4]) {
     return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
 }
 
-/* At most four rows. States lie as {largest, sum}. */
+/* What four states become, {largest, sum} each, by the largest logits and the sums of their rows. */
+INLINE void store_states(__m128 old, __m128 sum, __m128 largest, const __m512 rows[4],
+                         uint32_t count, float (*states)[2], float *factors) {
+    __m512 change = _mm512_castps128_ps512(_mm_sub_ps(old, largest));
+    __m128 factor = _mm512_castps512_ps128(exponential_below(change));
+    sum = _mm_fmadd_ps(sum, factor, sums_of_four(rows));
+    __m256 state = _mm256_set_m128(_mm_unpackhi_ps(largest, sum), _mm_unpacklo_ps(largest, sum));
+    _mm256_mask_storeu_ps(states[0], (__mmask8)((1 << 2 * count) - 1), state);
+    _mm_mask_storeu_ps(factors, (__mmask8)((1 << count) - 1), factor);
+}
+
+/* The largest logits and the sums of up to four states. */
+INLINE void load_states(float (*states)[2], uint32_t count, __m128 *largest, __m128 *sum) {
+    __m256 state = _mm256_maskz_loadu_ps((__mmask8)((1 << 2 * count) - 1), states[0]);
+    __m256 parted = _mm256_permutevar8x32_ps(state, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+    *largest = _mm256_castps256_ps128(parted);
+    *sum = _mm256_extractf128_ps(parted, 1);
+}
+
+INLINE bool all_above(__m128 largest, uint32_t count) {
+    const __mmask8 used = (__mmask8)((1 << count) - 1);
+    return !(_mm_cmp_ps_mask(largest, _mm_set1_ps(-INFINITY), _CMP_EQ_OQ) & used);
+}
+
+/* At most four rows of at most 16 logits. */
 INLINE bool softmax_four(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
                          float *factors) {
     const __mmask16 mask = first_lanes(tokens);
-    const __mmask8 used = (__mmask8)((1 << count) - 1);
     __m512 rows[4];
+    __m128 old, sum;
     __mmask16 broken = 0;
     UNROLL for (uint32_t j = 0; j < 4; j++) {
         rows[j] = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), mask,
                                        logits + (j < count ? j : 0) * (size_t)tokens);
         broken |= _mm512_cmp_ps_mask(rows[j], rows[j], _CMP_UNORD_Q);
     }
-    __m256 state = _mm256_maskz_loadu_ps((__mmask8)((1 << 2 * count) - 1), states[0]);
-    __m256 parted = _mm256_permutevar8x32_ps(state, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
-    __m128 old = _mm256_castps256_ps128(parted), sum = _mm256_extractf128_ps(parted, 1);
-    __m512 found = largest_of_four(rows);
-    __m128 largest = _mm_max_ps(_mm512_castps512_ps128(found), old);
-    if (broken || _mm_cmp_ps_mask(largest, _mm_set1_ps(-INFINITY), _CMP_EQ_OQ) & used)
+    load_states(states, count, &old, &sum);
+    __m128 largest = _mm_max_ps(_mm512_castps512_ps128(largest_of_four(rows)), old);
+    if (broken || !all_above(largest, count))
         return false;
     __m512 shifts = _mm512_broadcast_f32x4(largest);
-    rows[0] = exponential(_mm512_sub_ps(rows[0], _mm512_permute_ps(shifts, 0x00)));
-    rows[1] = exponential(_mm512_sub_ps(rows[1], _mm512_permute_ps(shifts, 0x55)));
-    rows[2] = exponential(_mm512_sub_ps(rows[2], _mm512_permute_ps(shifts, 0xaa)));
-    rows[3] = exponential(_mm512_sub_ps(rows[3], _mm512_permute_ps(shifts, 0xff)));
+    rows[0] = exponential_below(_mm512_sub_ps(rows[0], _mm512_permute_ps(shifts, 0x00)));
+    rows[1] = exponential_below(_mm512_sub_ps(rows[1], _mm512_permute_ps(shifts, 0x55)));
+    rows[2] = exponential_below(_mm512_sub_ps(rows[2], _mm512_permute_ps(shifts, 0xaa)));
+    rows[3] = exponential_below(_mm512_sub_ps(rows[3], _mm512_permute_ps(shifts, 0xff)));
     UNROLL for (uint32_t j = 0; j < 4; j++)
         if (j < count)
             _mm512_mask_storeu_ps(logits + j * (size_t)tokens, mask, rows[j]);
-    __m512 change = _mm512_castps128_ps512(_mm_sub_ps(old, largest));
-    __m128 factor = _mm512_castps512_ps128(exponential(change));
-    sum = _mm_fmadd_ps(sum, factor, sums_of_four(rows));
-    state = _mm256_set_m128(_mm_unpackhi_ps(largest, sum), _mm_unpacklo_ps(largest, sum));
-    _mm256_mask_storeu_ps(states[0], (__mmask8)((1 << 2 * count) - 1), state);
-    _mm_mask_storeu_ps(factors, used, factor);
+    store_states(old, sum, largest, rows, count, states, factors);
     return true;
 }
 
-/* The same of more tokens, row by row. */
+/* The same of more logits, whose rows are read twice. */
 INLINE bool softmax_long(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
                          float *factors) {
+    __m512 rows[4];
+    __m128 old, sum;
+    __mmask16 broken = 0;
     float shifts[4];
-    for (uint32_t j = 0; j < count; j++) {
-        const float *row = logits + j * (size_t)tokens;
-        __m512 largest = _mm512_set1_ps(states[j][0]);
-        __mmask16 broken = 0;
+    UNROLL for (uint32_t j = 0; j < 4; j++) {
+        const float *row = logits + (j < count ? j : 0) * (size_t)tokens;
+        rows[j] = _mm512_set1_ps(-INFINITY);
         for (uint32_t t = 0; t < tokens; t += LANES) {
-            __m512 part = _mm512_mask_loadu_ps(largest, first_lanes(tokens - t), row + t);
+            __m512 part = _mm512_mask_loadu_ps(rows[j], first_lanes(tokens - t), row + t);
             broken |= _mm512_cmp_ps_mask(part, part, _CMP_UNORD_Q);
-            largest = _mm512_max_ps(part, largest);
+            rows[j] = _mm512_max_ps(part, rows[j]);
         }
-        shifts[j] = _mm512_reduce_max_ps(largest);
-        if (broken || shifts[j] == -INFINITY)
-            return false;
     }
-    for (uint32_t j = 0; j < count; j++) {
-        float *row = logits + j * (size_t)tokens;
-        __m512 shift = _mm512_set1_ps(shifts[j]), sum = _mm512_setzero_ps();
-        for (uint32_t t = 0; t < tokens; t += LANES) {
-            __mmask16 mask = first_lanes(tokens - t);
-            __m512 part = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, row + t), shift);
-            part = exponential(part);
-            _mm512_mask_storeu_ps(row + t, mask, part);
-            sum = _mm512_mask_add_ps(sum, mask, sum, part);
+    load_states(states, count, &old, &sum);
+    __m128 largest = _mm_max_ps(_mm512_castps512_ps128(largest_of_four(rows)), old);
+    if (broken || !all_above(largest, count))
+        return false;
+    _mm_storeu_ps(shifts, largest);
+    UNROLL for (uint32_t j = 0; j < 4; j++) rows[j] = _mm512_setzero_ps();
+    for (uint32_t t = 0; t < tokens; t += LANES) {
+        const __mmask16 mask = first_lanes(tokens - t);
+        UNROLL for (uint32_t j = 0; j < 4; j++) {
+            if (j >= count) continue;
+            float *at = logits + j * (size_t)tokens + t;
+            __m512 part = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, at), _mm512_set1_ps(shifts[j]));
+            part = exponential_below(part);
+            _mm512_mask_storeu_ps(at, mask, part);
+            rows[j] = _mm512_mask_add_ps(rows[j], mask, rows[j], part);
         }
-        factors[j] = _mm512_cvtss_f32(exponential(_mm512_set1_ps(states[j][0] - shifts[j])));
-        states[j][0] = shifts[j];
-        states[j][1] = states[j][1] * factors[j] + _mm512_reduce_add_ps(sum);
     }
+    store_states(old, sum, largest, rows, count, states, factors);
     return true;
 }
 
