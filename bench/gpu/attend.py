@@ -1,6 +1,7 @@
 """Sparse decode attention on the GPU: beside the memory that it reads, and beside torch's over all.
 
-K and V of all lists lie in GPU memory; a list is one sequence in decoding, with one query row.
+K and V of all lists lie in GPU memory, in bf16 and as codes; a list is one sequence in decoding,
+with one query row.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch.nn import functional
 
 from cxlkv.bench.gpu.case import ROUNDS, Progress, Timer
 from cxlkv.bench.result import short
-from cxlkv.kernels.attend import attend
+from cxlkv.kernels.attend import CODE_BITS, attend
+from cxlkv.kernels.reference_codes import CodeForm, decode
 
 LONG_BYTES = 256 << 20  # reading less, a launch takes long enough to be seen
 TOLERANCE = 0.02  # relative, in the Frobenius norm, of bf16
@@ -29,6 +31,8 @@ class Size:
     contexts: tuple[int, ...] = (8192, 16384, 32768, 65536, 131072)
     lists: tuple[int, ...] = (1, 16)
     shares: tuple[float, ...] = (0.05, 0.10, 1.0)
+    encodings: tuple[str, ...] = ("int8", "int4")
+    encoded_shares: tuple[float, ...] = (0.10, 1.0)
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
@@ -41,6 +45,7 @@ TINY = Size(
     contexts=(64, 96),
     lists=(1, 2),
     shares=(0.5, 1.0),
+    encoded_shares=(0.5, 1.0),
     q_heads=4,
     kv_heads=2,
     head_dim=32,
@@ -135,9 +140,62 @@ class Lists:
         return wanted < free // 2
 
 
+class Coded:
+    """Codes of as many tokens as lists have: noise, of rows of usual size."""
+
+    def __init__(self, lists: Lists, encoding: str):
+        self.lists, self.encoding = lists, encoding
+        count, heads, tokens, dim = lists.k.shape
+        self.forms = [CodeForm(CODE_BITS[encoding], dim, values) for values in (False, True)]
+        pages = tokens // lists.size.page_tokens
+        self.pieces = [self._draw((count, heads, pages), form) for form in self.forms]
+
+    def _draw(self, shape: tuple[int, int, int], form: CodeForm) -> Tensor:
+        tokens, device = self.lists.size.page_tokens, self.lists.k.device
+        bytes_of = form.piece_bytes(tokens)
+        pieces = torch.randint(0, 256, (*shape, bytes_of), dtype=torch.uint8, device=device)
+        scale = math.sqrt(12) / (1 << form.bits)
+        pieces[..., form.scales_offset(tokens) :].view(torch.float16).fill_(scale)
+        return pieces
+
+    def bytes_of(self, pages: Tensor) -> int:
+        return pages.numel() * sum(pieces.shape[-1] for pieces in self.pieces)
+
+    def sparse(self, pages: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """As of Lists."""
+        count, heads, tokens, _ = self.lists.k.shape
+        positions = torch.full((count, 1), tokens - 1, device=pages.device)
+        first = torch.arange(count * heads, device=pages.device).view(count, heads, 1)
+        keys_at, values_at = (
+            of.data_ptr() + (first * of.shape[2] + pages.to(torch.int64)) * of.shape[3]
+            for of in self.pieces
+        )
+        return partial(
+            attend,
+            self.lists.q,
+            keys_at,
+            values_at,
+            pages,
+            positions,
+            page_tokens=self.lists.size.page_tokens,
+            encodings=(self.encoding, self.encoding),
+        )
+
+    def reference(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the first list's first kv head: out [group, head_dim] and log-sum-exp [group]."""
+        size, chosen = self.lists.size, pages[0, 0].long()
+        k, v = (
+            decode(of[0, 0][chosen], form, size.page_tokens).flatten(0, 1)
+            for of, form in zip(self.pieces, self.forms, strict=True)
+        )
+        q = self.lists.q[0, 0, : size.q_heads // size.kv_heads].double()
+        scores = q @ k.T / math.sqrt(size.head_dim)
+        return (torch.softmax(scores, -1) @ v).float(), scores.logsumexp(-1).float()
+
+
 def run(progress: Progress, device: torch.device, size: Size) -> None:
-    """Metrics attend_<context>_<percent>_x<lists> and sdpa_..., in us, and hbm in bytes/s; ratios
-    of speeds: ..._to_hbm, sparse_..._to_sdpa."""
+    """Metrics attend_<context>_<percent>_x<lists>, <encoding>_... and sdpa_..., in us, and hbm in
+    bytes/s; ratios of speeds: ..._to_hbm, attend_..._to_sdpa, <encoding>_..._to_bf16."""
     result, timer = progress.result, Timer(device, size.rounds)
     hbm = memory(progress, timer, size)
     result.notes.append(
@@ -186,6 +244,7 @@ def measure(progress: Progress, timer: Timer, lists: Lists, hbm: float) -> None:
     functions |= rivals
     timed = timer(functions)
     us = result.times({n: timed[n] for n in chosen}, "us", f"attend_{{}}_{where}")
+    measure_codes(progress, timer, lists, chosen, hbm, where)
     best = min(result.times({n: timed[n] for n in rivals}, "us", f"{{}}_{where}").values())
     for percent, pages in chosen.items():
         name, read = f"attend_{percent}_{where}", lists.bytes_of(pages)
@@ -198,11 +257,36 @@ def measure(progress: Progress, timer: Timer, lists: Lists, hbm: float) -> None:
     progress.save(f"{count} lists of {tokens} tokens", f"{said} us at best")
 
 
+def measure_codes(
+    progress: Progress,
+    timer: Timer,
+    lists: Lists,
+    chosen: dict[str, Tensor],
+    hbm: float,
+    where: str,
+) -> None:
+    """Codes of as many pages, beside bf16, in turns."""
+    size = lists.size
+    for encoding in size.encodings:
+        coded = Coded(lists, encoding)
+        for share in size.encoded_shares:
+            percent = f"{100 * share:g}"
+            pages, name = chosen[percent], f"{encoding}_{percent}_{where}"
+            attention = coded.sparse(pages)
+            check(progress, name, attention(), coded.reference(pages))
+            timed = timer({"bf16": lists.sparse(pages), "codes": attention})
+            us = progress.result.times({"codes": timed["codes"]}, "us", name)["codes"]
+            ratios = progress.result.ratios
+            ratios[f"{name}_to_hbm"] = coded.bytes_of(pages) / (us / 1e6) / hbm
+            ratios[f"{name}_to_bf16"] = min(timed["bf16"]) / min(timed["codes"])
+
+
 def check(
     progress: Progress, name: str, got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]
 ) -> None:
-    """The first list against float32; a NaN is no match."""
-    out, lse = got[0][0, 0].float(), got[1][0, 0].float()
+    """The first list's heads that are wanted, against float32; a NaN is no match."""
+    heads = len(wanted[1])
+    out, lse = got[0][0, 0, :heads].float(), got[1][0, 0, :heads].float()
     error = (out - wanted[0]).norm() / wanted[0].norm()
     apart = (lse - wanted[1]).abs().max()
     progress.result.checks[name] = bool(error < TOLERANCE) and bool(apart < TOLERANCE)
