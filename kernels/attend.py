@@ -81,7 +81,7 @@ def attend(
     GPU holds. scratch: float32, value_dim + 1 for each row, head and split; None: allocated. With
     a smaller one there are fewer splits. Nothing else is allocated, but a rotated q where keys are
     codes, and nothing waits for the device: with out, lse and scratch given, a call can be captured
-    in a CUDA graph.
+    in a CUDA graph, once rotate.prepare() was called where there are codes.
 
     Addresses are multiples of 16 that the device can read: neither is checked. Raises
     BadArgumentError for shapes, dtypes and numbers that do not fit.
@@ -212,14 +212,15 @@ def _shape(
         raise BadArgumentError("the channels of q are not next to each other: pass q.contiguous()")
     if not 1 <= page_tokens <= PAGE_TOKENS_MAX:
         raise BadArgumentError(f"page_tokens is {page_tokens}: outside 1 to {PAGE_TOKENS_MAX}")
-    if keys_at.shape[2] * page_tokens > TOKENS_MAX:
-        raise BadArgumentError(f"{keys_at.shape[2]} pages of {page_tokens} tokens: too long a list")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise BadArgumentError(f"softcap is {softcap}: above 0, or None")
     own = values_at is not None
     group = q_heads // kv_heads
     capped = softcap is not None
-    return Shape(dtype, q.dtype, dim, value_dim, own, group, rows, page_tokens, capped, *bits)
+    shape = Shape(dtype, q.dtype, dim, value_dim, own, group, rows, page_tokens, capped, *bits)
+    if keys_at.shape[2] * shape.page_room > TOKENS_MAX:
+        raise BadArgumentError(f"{keys_at.shape[2]} pages of {page_tokens} tokens: too long a list")
+    return shape
 
 
 def _bits_of(encodings: tuple[str, str], own_values: bool) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from cxlkv.kernels.reference_codes import CodeForm
-from cxlkv.kernels.rotate_triton import SHORT, factors, paired
+from cxlkv.kernels.rotate_triton import SHORT, factors, paired, shape_of
 from cxlkv.kernels.variants import Variant, variant
 
 
@@ -110,7 +110,7 @@ def launch(
     page_tokens: int,
 ) -> None:
     requests, steps, heads, dim = rows.shape
-    padded = max(16, triton.next_power_of_2(dim))
+    padded = shape_of(dim)[0]
     _append_codes_kernel[(requests * heads,)](
         rows,
         factors(dim, padded, rows.device),
@@ -131,8 +131,8 @@ def launch(
 def _constants(form: CodeForm) -> dict[str, object]:
     return {
         "DIM": form.dim,
-        "PADDED": max(16, triton.next_power_of_2(form.dim)),
-        "STEPS": form.dim.bit_length() - 1,
+        "PADDED": shape_of(form.dim)[0],
+        "STEPS": shape_of(form.dim)[1],
         "BITS": form.bits,
         "VALUES": form.values,
     }

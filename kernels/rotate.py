@@ -38,6 +38,15 @@ def rotate(
     return out
 
 
+def prepare(dim: int, device: torch.device) -> None:
+    """Bring the tables of rotations of so many channels to the device, which else a first call
+    does: none may while a CUDA graph is captured."""
+    if runs_triton(device):
+        from cxlkv.kernels.rotate_triton import factors, shape_of
+
+        factors(dim, shape_of(dim)[0], device)
+
+
 def rotate_reference(rows: torch.Tensor, back: bool = False) -> torch.Tensor:
     """The same in torch: the transform is its own inverse, the signs come behind it then."""
     if not back:

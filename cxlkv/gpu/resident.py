@@ -17,6 +17,7 @@ from cxlkv.gpu.tables import PageTables
 from cxlkv.kernels.attend import attend
 from cxlkv.kernels.copies import check_generations, copy_fragments
 from cxlkv.kernels.merge import merge
+from cxlkv.kernels.rotate import prepare
 from cxlkv.kernels.sources import Sources, known_pages, page_sources
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
@@ -82,6 +83,8 @@ class Resident:
                 raise UnsupportedError(
                     f"a page has {piece.bytes} bytes of one head: a device takes multiples of 16"
                 )
+            if piece.code is not None:
+                prepare(piece.code.dim, self.device)
 
     def _map(self, pool: CXLPool, pages_max: int, hot_pages: SlotCounts) -> None:
         try:

@@ -70,6 +70,7 @@ def compiled(module: ModuleType, variant: Variant, target: int) -> dict[str, obj
         "shared": built.metadata.shared,
         "wide_loads": len(re.findall(r"\bld" + wide, ptx)),
         "wide_stores": len(re.findall(r"\bst" + wide, ptx)),
+        "wide_copies": len(re.findall(r"\bcp\.async\.\w+\.shared\.global .*, 0x10,", ptx)),
     }
 
 

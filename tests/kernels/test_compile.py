@@ -38,6 +38,7 @@ class Compiled:
     spilled: int = 0  # bytes stored and loaded again
     wide_loads: int = 0  # of 16 bytes
     wide_stores: int = 0
+    wide_copies: int = 0  # of 16 bytes to shared memory, under way while the kernel works
     error: str = ""
 
     def faults(self) -> Iterator[str]:
@@ -50,6 +51,8 @@ class Compiled:
                 f"{self.shared} bytes of shared memory, where a block has at most "
                 f"{SHARED_BYTES_MAX[self.target]}: the launch would fail"
             )
+        if self.module == "attend_codes_triton" and not self.wide_copies:
+            yield "no copies of 16 bytes: words of codes are loaded one by one"
         wide = WIDE.get((self.module, self.variant))
         if wide is not None and (self.wide_loads, self.wide_stores) != (wide, wide):
             yield (
