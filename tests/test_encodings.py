@@ -613,6 +613,12 @@ def test_bytes_are_kept_as_they_are(kind: str, page_tokens: int, rng: np.random.
         other = pool.sequence()
         other.append(0, heads_first(np.asarray(in_bytes(keys, "uint8"))), v)
         assert seen(other, case.queries) == want
+        stepped = pool.sequence()
+        stepped.append(0, k[:-2], v[:-2])  # type: ignore[index]
+        last = (case.queries, k[-2:], v[-2:])  # type: ignore[index]
+        found = pool.batch([stepped]).decode(0, *last, np.array([0, 2], np.int32))
+        assert bits(found.out) == bits(other.attend(0, case.queries)[0])
+        assert seen(stepped, case.queries) == want
         audit(pool)
 
 

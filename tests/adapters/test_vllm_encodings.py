@@ -93,14 +93,17 @@ def test_scales_are_refused_where_attention_is_in_the_pool() -> None:
         return SimpleNamespace(kv_cache_dtype=kind, _k_scale_float=k, _v_scale_float=v)
 
     for in_pool in (False, True):
-        pools.check_caches({"a": layer(), "b": layer()}, in_pool)
-        pools.check_caches({"a": layer("auto", k=0.5)}, in_pool)
+        pools.check_caches({"a": layer(), "b": layer()}, "fp8", in_pool)
+        pools.check_caches({"a": layer("fp8_e4m3")}, "fp8", in_pool)
+        pools.check_caches({"a": layer("auto", k=0.5)}, "auto", in_pool)
         with pytest.raises(UnsupportedError, match=r"auto and fp8 \(kv_cache_dtype_skip"):
-            pools.check_caches({"a": layer(), "b": layer("auto")}, in_pool)
+            pools.check_caches({"a": layer(), "b": layer("auto")}, "fp8", in_pool)
+        with pytest.raises(UnsupportedError, match="write --kv-cache-dtype fp8"):
+            pools.check_caches({"a": layer()}, "auto", in_pool)
     for scaled in (layer(k=0.5), layer(v=2.0)):
-        pools.check_caches({"a": layer(), "b": scaled})
+        pools.check_caches({"a": layer(), "b": scaled}, "fp8")
         with pytest.raises(UnsupportedError, match="b has calibrated scales of fp8"):
-            pools.check_caches({"a": layer(), "b": scaled}, in_pool=True)
+            pools.check_caches({"a": layer(), "b": scaled}, "fp8", in_pool=True)
 
 
 # ---- the engine's attention: prefixes ----

@@ -116,8 +116,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         pools.check_groups([(type(spec).__name__, spec) for spec in specs], self._in_pool)
         self._spec = specs[0]
         packing = "rows" if self._in_pool else packing_of(vllm_config, self._spec)
-        cache_dtype = str(vllm_config.cache_config.cache_dtype)
-        self._encoding = pools.kept_as(cache_dtype, self.settings.encoding)
+        self._cache_dtype = str(vllm_config.cache_config.cache_dtype)
+        self._encoding = pools.kept_as(self._cache_dtype, self.settings.encoding)
         self._words = pools.words_of(vllm_config, self._spec, packing, self._encoding)
         self.scheduling: Scheduling | None = None
         self._own: tuple[BlockPool, object] | None = None  # and what it finds blocks in
@@ -325,7 +325,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         of_model = self._vllm_config.compilation_config.static_forward_context
-        pools.check_caches({name: of_model[name] for name in kv_caches}, self._in_pool)
+        own = {name: of_model[name] for name in kv_caches}
+        pools.check_caches(own, self._cache_dtype, self._in_pool)
         if self._in_pool:
             device = next(iter(kv_caches.values())).device
             self.worker = self._make_pool_attention(list(kv_caches), device)

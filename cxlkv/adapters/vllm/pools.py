@@ -178,14 +178,21 @@ def kept_as(cache_dtype: str, wanted: str) -> str:
     return FP8
 
 
-def check_caches(layers: Mapping[str, object], in_pool: bool = False) -> None:
-    """layers: the engine's, by name; raises UnsupportedError for caches of several kinds, and where
-    attention is in the pool, for fp8 with scales."""
+def check_caches(
+    layers: Mapping[str, object], cache_dtype: str = "auto", in_pool: bool = False
+) -> None:
+    """layers: the engine's, by name; raises UnsupportedError for caches of several kinds or of
+    another one than cache_dtype, and where attention is in the pool, for fp8 with scales."""
     kinds = sorted({str(_of(layer, "kv_cache_dtype")) for layer in layers.values()})
     if len(kinds) > 1:
         raise UnsupportedError(
             f"cxlkv: layers with caches of {' and '.join(kinds)} (kv_cache_dtype_skip_layers) are "
             "not served: give all of them one"
+        )
+    if kinds and kept_as(kinds[0], "none") != kept_as(cache_dtype, "none"):
+        raise UnsupportedError(
+            f"cxlkv: the checkpoint makes caches of {kinds[0]} where --kv-cache-dtype is "
+            f"{cache_dtype}: write --kv-cache-dtype {kinds[0]}"
         )
     for name, layer in layers.items() if in_pool and kinds[0] in FP8_CACHES else ():
         scales = (_of(layer, "_k_scale_float"), _of(layer, "_v_scale_float"))
