@@ -615,8 +615,9 @@ def test_bytes_are_kept_as_they_are(kind: str, page_tokens: int, rng: np.random.
         assert seen(other, case.queries) == want
         stepped = pool.sequence()
         stepped.append(0, k[:-2], v[:-2])  # type: ignore[index]
-        last = (case.queries, k[-2:], v[-2:])  # type: ignore[index]
-        found = pool.batch([stepped]).decode(0, *last, np.array([0, 2], np.int32))
+        new = [rows[-2:] for rows in (k, v)]  # type: ignore[index]
+        batch, starts = pool.batch([stepped]), np.array([0, 2], np.int32)
+        found = batch.decode(0, case.queries, new[0], new[1], starts)
         assert bits(found.out) == bits(other.attend(0, case.queries)[0])
         assert seen(stepped, case.queries) == want
         audit(pool)
