@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import ClassVar
 
 from rich.console import Console
 
@@ -44,7 +43,7 @@ QUICK = Size(decode=((500, 1),), decode_tokens=9, decode_rounds=2, pool_bytes=12
 class Run(running.Run):
     """Each prompt is new to all; who decodes has all but less than a block of it then."""
 
-    judge: ClassVar[str | None] = ALONE
+    judge = ALONE
 
     def case(self, prompts: Sequence[list[int]]) -> None:
         tokens = len(prompts[0])

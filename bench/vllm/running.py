@@ -132,7 +132,7 @@ class Run:
 
     ways: ClassVar[Ways] = WAYS
     chosen: ClassVar[Sequence[str]] = CHOSEN
-    judge: ClassVar[str | None] = None
+    judge: str | None = None
 
     def __init__(self, result: SideBySide, size: Size, progress: Callable[[str], None]):
         self.result, self.size, self.progress = result, size, progress

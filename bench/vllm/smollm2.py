@@ -67,7 +67,7 @@ class Run(running.Run):
 
     ways: ClassVar[Ways] = WAYS
     chosen: ClassVar[Sequence[str]] = CHOSEN
-    judge: ClassVar[str | None] = CACHED
+    judge = CACHED
 
     def case(self, prompts: Sequence[list[int]]) -> None:
         """Time to all first tokens where nobody has anything of the prompts, and where all but less

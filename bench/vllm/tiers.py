@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 from cxlkv.bench.lab.texts import beginnings
 from cxlkv.bench.peers.running import SideBySide
@@ -24,7 +23,7 @@ class Run(running.Run):
     """One engine, whose pool holds a quarter of the texts: they go round, the longest unread one
     makes room, so that each is in the file when it comes again."""
 
-    judge: ClassVar[str | None] = NAME
+    judge = NAME
 
     def ask_for(self, name: str, prompt: list[int], cached: int) -> Answer | None:
         answer = self.ask(NAME, [prompt], FIRST_TOKENS, cached=cached)

@@ -253,6 +253,10 @@ def test_a_trained_model_by_what_is_kept(tmp_path: Path) -> None:
     programs = engines(tmp_path, encodings.NAMES, cached="sure", pooled="another token")
     encodings.run(wrong, programs, size, tmp_path, PROMPTS[:1])
     assert list(wrong.missing) == ["pooled"]
+    wrong = SideBySide("vllm-encodings")
+    programs = engines(tmp_path, encodings.NAMES, cached_fp8="sure", pooled_fp8="another token")
+    encodings.run(wrong, programs, size, tmp_path, PROMPTS[:1])
+    assert list(wrong.missing) == ["pooled_fp8"], "stock in fp8 is who judges"
 
 
 def test_engines_differ_in_what_is_kept_only(tmp_path: Path) -> None:
