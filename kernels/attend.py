@@ -25,8 +25,6 @@ from cxlkv.kernels.attend_shape import (
 from cxlkv.kernels.rotate import rotate
 from cxlkv.kernels.runtime import check_table, check_tensor, current, one_device, runs_triton
 
-__all__ = ["attend"]
-
 INTERPRETED_MULTIPROCESSORS = 4
 """What splits are chosen for where there is no GPU: the interpreter runs programs in turn."""
 

@@ -19,8 +19,6 @@ from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch, with_axis
 
-__all__ = ["Staging"]
-
 BUFFER_BYTES = 16 << 20
 BUFFERS = 3
 """One that is filled, one that is emptied, one that is ready: neither side waits for the other
