@@ -544,7 +544,7 @@ INLINE __m128 sums_of_four(const __m512 rows[4]) {
     return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
 }
 
-/* What four states become, {largest, sum} each, by the largest logits and the sums of their rows. */
+/* What four states become, {largest, sum} each, by the largest logits and sums of their rows. */
 INLINE void store_states(__m128 old, __m128 sum, __m128 largest, const __m512 rows[4],
                          uint32_t count, float (*states)[2], float *factors) {
     __m512 change = _mm512_castps128_ps512(_mm_sub_ps(old, largest));
