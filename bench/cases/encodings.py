@@ -82,7 +82,7 @@ QUICK = Size(
     threads=(1,),
     rounds=3,
     walk_bytes=32 << 20,
-    steps=None,
+    steps=Points(texts=1, steps=32, timed_behind=1000, rounds=3),
 )
 
 
@@ -356,19 +356,14 @@ def tables(result: Result) -> list[Table]:
 
 def beside_tables(result: Result) -> list[Table]:
     """None without a rival."""
-    rows = [
-        [result.ratios.get(f"{name}_{point}") for name in BESIDE]
-        for point in points(result)
-        if point.endswith("-t1")
-    ]
-    if not any(ratio for row in rows for ratio in row):
-        return []
-    table = Table("shape", *(name.replace("_to_", " to ") for name in BESIDE))
-    table.title = "times as fast as others, by one thread"
     names = [point for point in points(result) if point.endswith("-t1")]
-    for point, row in zip(names, rows, strict=True):
-        table.add_row(point, *("" if ratio is None else f"{ratio:.2f}" for ratio in row))
-    return [table]
+    table = Table("ours to theirs", *names, title="times as fast as others, by one thread")
+    for name in BESIDE:
+        ratios = [result.ratios.get(f"{name}_{point}") for point in names]
+        if any(ratios):
+            row = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+            table.add_row(name.replace("_", " "), *row)
+    return [table] if table.row_count else []
 
 
 def draw(result: Result, path: Path) -> None:

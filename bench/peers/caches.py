@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import Cache
 
-from .serving import Peer, confine
+from .serving import Peer
 
 CHUNK_TOKENS = 512
 Figures = dict[str, list[float]]
@@ -121,9 +121,7 @@ class Caches(Peer):
     def answer(self, asked: dict[str, object]) -> dict[str, object]:
         kind = asked.pop("op")
         if kind == "open":
-            given = Given(**asked)  # type: ignore[arg-type]
-            confine(given.threads)
-            self.steps = Steps(given, cache_of)
+            self.steps = Steps(Given(**asked), cache_of)  # type: ignore[arg-type]
             return {}
         if kind == "quality":
             return {**self.steps.quality(str(asked["form"]), int(str(asked["text"])))}
