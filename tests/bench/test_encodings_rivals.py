@@ -58,8 +58,8 @@ def test_ggml_scores_and_attends_as_arithmetic_does(given: Given) -> None:
         kind, form = name.split("_", 1)
         wanted = given.scores if kind == "score" else given.attended
         assert rival.walk(given) > 0
-        assert rival.error(wanted) < encodings.RIVAL_ERRORS[form], name
-        assert rival.error(wanted[:, ::-1]) > 0.5, name
+        assert rival.error(wanted) < {"q4_0": 0.3, "q8_0": 0.05, "f16": 0.05}[form], name
+        assert rival.error(wanted[:, ::-1]) > encodings.RIVAL_ERROR_MOST, name
 
 
 def test_a_run_without_rivals_says_why(
