@@ -54,6 +54,13 @@ LAYOUTS = {
         group(2, value_head_dim=5, k_encoding="fp8_e4m3", v_encoding="fp8_e4m3"),
         group(2, 10, value_head_dim=5, k_encoding="fp8_e4m3", v_encoding="fp8_e4m3"),
     ),
+    "planes": layout_of(
+        group(2, value_head_dim=5, k_encoding="progressive", v_encoding="progressive"),
+        group(2, 10, value_head_dim=5, k_encoding="progressive", v_encoding="progressive"),
+    ),
+    "keys in planes": layout_of(
+        group(2, dtype="bfloat16", head_dim=64, k_encoding="progressive", v_encoding="int4")
+    ),
     "keys in fp8": layout_of(group(2, dtype="bfloat16", head_dim=64, k_encoding="fp8_e4m3")),
     "latent": layout_of(group(2, kv_heads=1, values="key_prefix", value_head_dim=8)),
     "encoded": layout_of(group(2, dtype="bfloat16", k_encoding="int8", v_encoding="int4")),

@@ -74,6 +74,7 @@ LAYOUTS = {
         layers=2, kv_heads=2, head_dim=24, page_tokens=4, k_encoding="int4", dtype="float32"
     ),
     "fp8": KVLayout(layers=2, kv_heads=2, head_dim=24, page_tokens=20).encoded("fp8_e4m3"),
+    "planes": KVLayout(layers=2, kv_heads=2, head_dim=24, page_tokens=20).encoded("progressive"),
 }
 
 
