@@ -236,10 +236,10 @@ class PoolKeys(Keys):
     mooncake://HOST:PORT. cold_capacity: its size. compress: records in the file are made smaller.
     policy: which pages make room. remote: pools of other machines, where prefixes are looked for
     that neither the pool nor cold has. remote_secret: the file with the secret by which they are
-    served. encoding: what keys and values are kept as, none, int8, int4 or fp8_e4m3; or two, of
-    keys and of values: int8,int4. huge: all of the memory comes into place before the call returns,
-    by huge pages (require), where the kernel makes such (try), or by small ones (never); as it is
-    used if not given.
+    served. encoding: what keys and values are kept as, none, int8, int4, fp8_e4m3 or progressive;
+    or two, of keys and of values: int8,int4. huge: all of the memory comes into place before the
+    call returns, by huge pages (require), where the kernel makes such (try), or by small ones
+    (never); as it is used if not given.
 
     A message on keys that do not go together has them in braces, the wrong one first.
     """

@@ -72,7 +72,9 @@ def advise(
     dtype: Annotated[str, typer.Option(help="Type of the stored keys and values.")] = "bf16",
     encoding: Annotated[
         str,
-        typer.Option(help="What they are kept as: int8, int4, fp8_e4m3; or of each: int8,int4."),
+        typer.Option(
+            help="What they are kept as: int8, int4, fp8_e4m3, progressive; or of each: int8,int4."
+        ),
     ] = "none",
     tokens: Annotated[
         list[int] | None, typer.Option(help="Length of a cached prefix; again for more.", min=1)

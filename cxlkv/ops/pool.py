@@ -44,8 +44,8 @@ Tokens = Annotated[
 Encoding = Annotated[
     str | None,
     typer.Option(
-        help="Keep keys and values in fewer bits: int8, int4, fp8_e4m3, or two, of keys and of "
-        "values: int8,int4.",
+        help="Keep keys and values in fewer bits: int8, int4, fp8_e4m3, progressive; or of each: "
+        "int8,int4.",
         show_default="none",
     ),
 ]

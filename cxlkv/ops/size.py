@@ -30,7 +30,9 @@ Tokens = Annotated[
 ]
 Encoding = Annotated[
     str,
-    typer.Option(help="Of them, in fewer bits: int8, int4, fp8_e4m3; or of each: int8,int4."),
+    typer.Option(
+        help="Of them, in fewer bits: int8, int4, fp8_e4m3, progressive; or of each: int8,int4."
+    ),
 ]
 Requests = Annotated[int, typer.Option(help="Requests that are held at once.", min=1)]
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import CXLKVError
-from cxlkv.layout import format_bytes
+from cxlkv.layout import ENCODINGS, format_bytes
 from cxlkv.machine import topology
 from cxlkv.ops import cli, info
 from cxlkv.ops.pool import share_text
@@ -145,6 +145,14 @@ def test_an_encoded_pool_says_so(
     made = ("pool", "create", str(tmp_path / "o.pool"), "--capacity", "8MiB")
     error = run(capsys, *made, "--object-bytes", "64KiB", "--encoding", "int8").err
     assert "--encoding: of K and V" in error
+
+
+def test_what_may_be_asked_for_is_named() -> None:
+    for path, command in leaves(get_command(cli.app)):
+        for option in command.params:
+            told = getattr(option, "help", None) or ""
+            if option.name == "encoding":
+                assert [name for name in ENCODINGS[1:] if name not in told] == [], path
 
 
 def test_a_pool_of_objects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
