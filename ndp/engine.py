@@ -144,10 +144,13 @@ class Budget:
         return min(visible_pages, max(wanted, sinks + recent))
 
 
+ERROR_MAX = 1e30  # float32 has it, and its square need not be one
+
+
 def check_error(error: object) -> None:
     is_number = isinstance(error, Real) and not isinstance(error, bool)
-    if not is_number or not 0 <= float(error) < math.inf:  # type: ignore[arg-type]
-        raise BadArgumentError(f"error={error!r}: a number, 0 or more")
+    if not is_number or not 0 <= error <= ERROR_MAX:  # type: ignore[operator]
+        raise BadArgumentError(f"error={error!r}: a number, 0 or more, and at most {ERROR_MAX:g}")
 
 
 def least_error(budgets: Sequence[Budget]) -> float:

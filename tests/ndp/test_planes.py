@@ -176,7 +176,7 @@ def test_a_pool_without_planes_takes_an_error_and_reads_all(rng: np.random.Gener
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("error", [-0.1, np.nan, np.inf, "much", True])
+@pytest.mark.parametrize("error", [-0.1, np.nan, np.inf, "much", True, 1e39, 10**400])
 def test_an_error_that_is_none(error: object, rng: np.random.Generator) -> None:
     with pytest.raises(BadArgumentError, match=r"error=.*: a number, 0 or more"):
         Budget(error=error)  # type: ignore[arg-type]
