@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -187,3 +189,24 @@ def test_an_error_that_is_none(error: object, rng: np.random.Generator) -> None:
         q = np.ones((1, 2, DIM), np.float32)
         with pytest.raises(BadArgumentError, match=r"error=.*: a number, 0 or more"):
             sequence.attend(0, q, error=error)  # type: ignore[arg-type]
+
+
+def test_sequences_do_not_keep_the_room_of_an_attend(rng: np.random.Generator) -> None:
+    """Logits by upper planes, 32 MB of each call here; memory of the process, in bytes."""
+
+    def held() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    layout = layout_of(("progressive", "progressive"), dim=DIM, page_tokens=16)
+    keys, values = drawn(rng, layout, 4000)
+    q = rng.standard_normal((256, 8, DIM), np.float32)
+    with pool_of(layout, 4000) as pool:
+        first = pool.sequence()
+        first.append(0, keys, values)
+        sequences = [first, *(first.fork() for _ in range(9))]
+        want, _ = first.attend(0, q, error=0.1)
+        before = held()
+        for sequence in sequences:
+            np.testing.assert_array_equal(sequence.attend(0, q, error=0.1)[0], want)
+        assert held() - before < 128 << 20

@@ -327,7 +327,7 @@ static int merge_task(void *context, uint32_t item) {
 
 /* ---- putting it together ---- */
 
-/* Logits of more than this are not kept: then all bits are read. */
+/* Logits of more than this are not kept, nor where there is no memory: then all bits are read. */
 #define SPARING_BYTES_MAX (1ull << 30)
 
 static uint64_t sparing_floats(const attend_job *job) {
@@ -351,7 +351,8 @@ static int place_scratch(attend_job *job) {
         floats += span_queries(job, &job->spans[i]) * job->spans[i].head_count * state_floats;
     uint64_t upper_floats = job->sparing ? sparing_floats(job) : 0;
     if (upper_floats * sizeof(float) > SPARING_BYTES_MAX) job->sparing = false;
-    if (job->sparing) floats += upper_floats;
+    if (job->sparing) job->room = room_take(batch->pool, upper_floats * sizeof(float));
+    if (!job->room) job->sparing = false;
     uint64_t bytes = query_bytes + group_bytes + floats * sizeof(float);
     uint8_t *at = batch_scratch(batch, bytes + LINE_BYTES);
     if (!at) return -ENOMEM;
@@ -367,8 +368,8 @@ static int place_scratch(attend_job *job) {
         state += span_queries(job, &job->spans[i]) * job->spans[i].head_count * state_floats;
     }
     if (job->sparing) {
-        job->spreads = state;
-        state += job->queries.total;
+        job->spreads = job->room;
+        state = job->room + job->queries.total;
         for (uint32_t i = 0; i < job->span_count; i++) {
             job->spans[i].upper = state;
             state += planes_span_floats(job, &job->spans[i]);
@@ -429,6 +430,7 @@ int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts)
     local_leave(batch->pool, &job.reads);
     code = peers_verify(job.batch->pool, code);
     batch_unlock(batch);
+    room_give(batch->pool, job.room);
     attend_cut_free(&job);
     return code;
 }

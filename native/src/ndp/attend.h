@@ -55,8 +55,9 @@ typedef struct attend_job {
     uint32_t span_count, merge_count;
     uint32_t parts;                     /* that the pages of a row are cut in, unless shared */
     bool sparing;                       /* lower planes are read where args->error wants them */
-    float *spreads;                     /* then: by query, the variance of a logit by the upper
-                                         * plane alone, over the square of its token's scale */
+    float *room;                        /* then: for what follows, and the spans' .upper */
+    float *spreads;                     /* by query, the variance of a logit by the upper plane
+                                         * alone, over the square of its token's scale */
     atomic_ulong bytes;
     local_reads reads;
 } attend_job;

@@ -23,6 +23,7 @@ void pool_drop(cxlkv_pool *pool) {
     free(pool->deadlines.heap);
     free(pool->path);
     free(pool->parts);
+    free(pool->room);
     free(pool);
 }
 

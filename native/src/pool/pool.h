@@ -100,6 +100,7 @@ struct cxlkv_pool {
     _Atomic(struct worker_client *) client; /* of a worker (worker.h); NULL: never asked for one */
     atomic_ulong *seen;          /* of objects, by page: the generation whose CRC was right here */
     atomic_uint lent;            /* objects that are held by leases */
+    struct room *_Atomic room;   /* of the last call that wanted much: room_take() */
     struct local_tier *local;    /* set under the write lock of operations; NULL: there is none */
     struct cxlkv_pool *next;     /* all open pools of this process, for fork */
 };

@@ -89,6 +89,30 @@ void *batch_scratch(cxlkv_batch *batch, size_t bytes) {
     return batch->scratch;
 }
 
+struct room {
+    _Alignas(LINE_BYTES) size_t bytes;
+};
+
+void *room_take(cxlkv_pool *pool, size_t bytes) {
+    struct room *kept = atomic_exchange(&pool->room, NULL);
+    if (kept && kept->bytes >= bytes) return kept + 1;
+    free(kept);
+    size_t wanted = align_up(bytes + bytes / 4, 4096);
+    struct room *made = aligned_alloc(LINE_BYTES, sizeof(*made) + wanted);
+    if (!made) return NULL;
+    made->bytes = wanted;
+    return made + 1;
+}
+
+void room_give(cxlkv_pool *pool, void *taken) {
+    enum { KEPT_BYTES_MAX = 256 << 20 };
+    struct room *given = taken;
+    if (!given) return;
+    given--;
+    if (given->bytes <= KEPT_BYTES_MAX) given = atomic_exchange(&pool->room, given);
+    free(given);
+}
+
 int batch_starts(const cxlkv_batch *batch, const int32_t *starts, uint32_t *rows) {
     if (!starts || starts[0] != 0) return fail(CXLKV_E_ARGUMENT, "starts must begin with 0");
     for (uint32_t i = 0; i < batch->count; i++)

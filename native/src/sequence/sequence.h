@@ -194,6 +194,10 @@ void batch_unlock(cxlkv_batch *batch);
         entered;                                         \
     })
 void *batch_scratch(cxlkv_batch *batch, size_t bytes);
+/* Room for a call that wants much, on a line; NULL: there is no memory. Batches stay, each with the
+ * scratch of its largest call; this is given back, and the pool keeps one for the next call. */
+void *room_take(cxlkv_pool *pool, size_t bytes);
+void room_give(cxlkv_pool *pool, void *taken);
 int batch_starts(const cxlkv_batch *batch, const int32_t *starts, uint32_t *rows);
 /* Of an engine's block table; *rows: the tokens of all blocks. */
 int blocks_check(const cxlkv_batch *batch, const cxlkv_blocks *table, uint32_t *rows);
