@@ -52,8 +52,9 @@ class Budget:
     least of a call's budgets.
 
     error: of a pool in "progressive", how far outputs may be off, root mean square, relative to the
-    values' length, because lower planes are not read where they matter little
-    (docs/decisions/0035-progressive.md); 0 reads all bits. It takes the least of a call's budgets.
+    values' length, because lower planes are not read where they matter little; 0 reads all bits.
+    An estimate, by which roundings are independent: values that are nearly the same are off by
+    more, up to 0.1 (docs/decisions/0035-progressive.md). It takes the least of a call's budgets.
     """
 
     pages: int | None = None

@@ -112,6 +112,28 @@ def test_a_sum_of_planes_is_the_same_by_any_way(
     assert float(off(capped, want).max()) < 0.06
 
 
+@pytest.mark.parametrize("common", [0, 1, 10, np.inf])
+def test_values_that_are_alike_are_no_further_off_than_one_is(
+    common: float, rng: np.random.Generator
+) -> None:
+    """A row that all values have, so many times as long as what is their own: its rounding does not
+    cancel, so that an error holds only while that is short."""
+    layout = layout_of(("progressive", "progressive"), dim=DIM, page_tokens=16, kv_heads=1)
+    keys = rng.standard_normal((4000, 1, DIM), np.float32)
+    own = rng.standard_normal((4000, 1, DIM), np.float32)
+    row = rng.standard_normal((1, 1, DIM), np.float32)
+    values = own + common * row if np.isfinite(common) else own * 0 + row
+    q = rng.standard_normal((1, 4, DIM), np.float32)
+    with pool_of(layout, 4000) as pool:
+        sequence = pool.sequence()
+        sequence.append(0, keys, values)
+        want, _ = sequence.attend(0, q)
+        got, _ = sequence.attend(0, q, error=0.01)
+        gap = np.linalg.norm(np.asarray(got) - np.asarray(want), axis=-1)
+        found = float(np.sqrt((gap**2).mean()) / np.linalg.norm(values, axis=-1).mean())
+        assert found <= (0.01 if common <= 1 else 0.12)
+
+
 @pytest.mark.parametrize(
     "pair",
     [("progressive", "int8"), ("int4", "progressive"), ("none", "progressive")],
