@@ -11,7 +11,7 @@ from cxlkv.ndp.engine import Budget, Selection
 
 if TYPE_CHECKING:
     __version__: str
-    from cxlkv.objects import Buffers, ObjectPool, object_keys
+    from cxlkv.objects import Buffers, ObjectPool, RowForm, object_keys
     from cxlkv.pool import CXLPool
     from cxlkv.sequence import Batch, Hit, Sequence
     from cxlkv.tiers import Tiers
@@ -27,6 +27,7 @@ __all__ = [
     "LayerGroup",
     "ObjectPool",
     "PoolFullError",
+    "RowForm",
     "Selection",
     "Sequence",
     "Tiers",
@@ -42,6 +43,7 @@ _OF_THE_CORE = {
     "Buffers": "objects",
     "Hit": "sequence",
     "ObjectPool": "objects",
+    "RowForm": "objects",
     "Sequence": "sequence",
     "Tiers": "tiers",
     "object_keys": "objects",

@@ -20,7 +20,7 @@ from cxlkv._core import reclaim
 from cxlkv._lifetime import Closing
 from cxlkv.arrays import Addresses, Sizes, is_torch
 from cxlkv.errors import BadArgumentError, CorruptError, ReleasedError
-from cxlkv.layout import format_bytes
+from cxlkv.layout import DTYPES, ENCODINGS, dtype_name, format_bytes
 from cxlkv.pool import Pool
 from cxlkv.prefix import PageKey, PageKeys, key_hashes, root
 
@@ -34,16 +34,54 @@ then forget() it, and it can be put again."""
 Keys = Iterable[str | bytes]
 
 
+class RowForm(NamedTuple):
+    """A buffer of rows, of `dim` channels of dtype each, one behind the other, that objects keep
+    encoded, as KVLayout.k_encoding says: "int8", "int4" or "fp8_e4m3". Rows that are got are what
+    is kept, in dtype."""
+
+    encoding: str
+    dtype: str
+    dim: int
+
+    def stored_bytes(self, size: int) -> int:
+        """What a buffer of so many bytes takes in an object. Raises BadArgumentError for what is no
+        whole number of rows, and for forms that there are not."""
+        return _core.row_form_bytes(*self.codes(), size)
+
+    def codes(self) -> tuple[int, int, int]:
+        """As the core has them. Raises BadArgumentError."""
+        if self.encoding not in ENCODINGS:
+            raise BadArgumentError(f"encoding {self.encoding!r}: objects keep rows as {KEPT_AS}")
+        return ENCODINGS.index(self.encoding), DTYPES.index(dtype_name(self.dtype)), self.dim
+
+
+KEPT_AS = "int8, int4 or fp8_e4m3"
+
+
 class Buffers(NamedTuple):
     """Memory of several objects by its addresses, for engines that know them: nothing is checked.
 
     addresses and sizes in bytes are integers [m]; of object i are those from starts[i] to
-    starts[i + 1], one behind the other; None: one each.
+    starts[i + 1], one behind the other; None: one each. forms: how the first buffers of each object
+    are encoded, in order; the others' bytes stay as they are. To get an object its buffers, so
+    encoded, must have its size exactly.
     """
 
     addresses: npt.ArrayLike
     sizes: npt.ArrayLike
     starts: npt.ArrayLike | None = None
+    forms: Sequence[RowForm] = ()
+
+    def stored_bytes(self) -> npt.NDArray[np.int64]:
+        """[m]: what each buffer takes in its object. Raises BadArgumentError."""
+        sizes = np.asarray(self.sizes, np.int64)
+        stored = sizes.copy()
+        starts = np.arange(len(sizes) + 1) if self.starts is None else np.asarray(self.starts)
+        for place, form in enumerate(self.forms):
+            its = starts[:-1][np.diff(starts) > place] + place
+            for size in np.unique(sizes[its]):
+                stored[its[sizes[its] == size]] = form.stored_bytes(int(size))
+        return stored
 
 
 def object_keys(names: Iterable[str | bytes], salt: bytes = b"") -> PageKeys:
@@ -96,12 +134,12 @@ class ObjectPool(Pool):
         transfer = _io_hooks.begin(self._handle)
         count = len(hashes) // _core.HASH_BYTES
         codes = reclaim.retry(
-            lambda: _core.objects_put(self._handle, hashes, *given), self._handle, lambda: count
+            lambda: _core.objects_put(self._handle, hashes, given), self._handle, lambda: count
         )
         new: npt.NDArray[np.bool_] = codes == 0
         del kept
         if transfer:
-            transfer.end("append", _moved(given, new))
+            transfer.end("append", _moved(buffers, given, new))
         return new
 
     def get_batch_into(self, keys: Keys, buffers: Buffers | Sequence[object]) -> Sizes:
@@ -113,7 +151,7 @@ class ObjectPool(Pool):
         hashes = hashes_of(keys)
         given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, True)
         transfer = _io_hooks.begin(self._handle)
-        sizes = _core.objects_get(self._handle, hashes, *given)
+        sizes = _core.objects_get(self._handle, hashes, given)
         del kept
         if transfer:
             transfer.end("fetch", int(sizes[sizes > 0].sum()))
@@ -360,8 +398,8 @@ def _numbers(given: npt.ArrayLike, name: str) -> Addresses:
 
 def _memory(
     buffers: Buffers | Sequence[object], count: int, writable: bool
-) -> tuple[tuple[Addresses, Addresses, Addresses | None], list[object]]:
-    """Addresses, sizes and starts for so many objects, and what must stay alive meanwhile."""
+) -> tuple[_core.Memory, list[object]]:
+    """For so many objects, and what must stay alive meanwhile."""
     if isinstance(buffers, Buffers):
         return _given_memory(buffers, count), []
     if len(buffers) != count:
@@ -380,10 +418,13 @@ def _memory(
             kept.append(held)
         starts.append(len(addresses))
     ends = None if starts == list(range(count + 1)) else np.array(starts, np.uint64)
-    return (np.array(addresses, np.uint64), np.array(sizes, np.uint64), ends), kept
+    return _core.Memory(np.array(addresses, np.uint64), np.array(sizes, np.uint64), ends), kept
 
 
-def _given_memory(buffers: Buffers, count: int) -> tuple[Addresses, Addresses, Addresses | None]:
+def _given_memory(buffers: Buffers, count: int) -> _core.Memory:
+    forms = None
+    if buffers.forms:
+        forms = np.array([form.codes() for form in buffers.forms], np.uint32)
     addresses = _numbers(buffers.addresses, "addresses")
     sizes = _numbers(buffers.sizes, "sizes")
     if addresses.ndim != 1 or addresses.shape != sizes.shape:
@@ -393,7 +434,7 @@ def _given_memory(buffers: Buffers, count: int) -> tuple[Addresses, Addresses, A
     if buffers.starts is None:
         if len(addresses) != count:
             raise BadArgumentError(f"{len(addresses)} buffers for {count} keys, and no starts")
-        return addresses, sizes, None
+        return _core.Memory(addresses, sizes, None, forms)
     starts = _numbers(buffers.starts, "starts")
     rising = starts.shape == (count + 1,) and bool((starts[1:] >= starts[:-1]).all())
     if not rising or starts[0] != 0 or starts[-1] != len(addresses):
@@ -401,7 +442,7 @@ def _given_memory(buffers: Buffers, count: int) -> tuple[Addresses, Addresses, A
             f"starts {starts.tolist()[:8]}: {count + 1} rising numbers are wanted, from 0 to "
             f"{len(addresses)}"
         )
-    return addresses, sizes, starts
+    return _core.Memory(addresses, sizes, starts, forms)
 
 
 def _place(given: object, writable: bool) -> tuple[int, int, object]:
@@ -432,10 +473,14 @@ def _tensor_place(tensor: torch.Tensor) -> tuple[int, int, object]:
     return tensor.data_ptr(), tensor.nbytes, tensor
 
 
-def _moved(given: tuple[Addresses, Addresses, Addresses | None], new: npt.NDArray[np.bool_]) -> int:
-    """Bytes of the objects that are new."""
-    _, sizes, starts = given
-    if starts is None:
+def _moved(
+    buffers: Buffers | Sequence[object], given: _core.Memory, new: npt.NDArray[np.bool_]
+) -> int:
+    """Bytes in the pool of the objects that are new."""
+    sizes = given.sizes.astype(np.int64)
+    if isinstance(buffers, Buffers) and buffers.forms:
+        sizes = buffers.stored_bytes()
+    if given.starts is None:
         return int(sizes[new].sum())
-    ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(sizes)])
-    return int((ends[starts[1:]] - ends[starts[:-1]])[new].sum())
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    return int((ends[given.starts[1:]] - ends[given.starts[:-1]])[new].sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,30 +35,45 @@ def object_keys(names: bytes, ends: Addresses, root: bytes) -> Hashes:
     return keys
 
 
-def _buffers(addresses: Addresses, sizes: Addresses, starts: Addresses | None) -> Any:
-    """A cxlkv_buffers of arrays that the caller keeps."""
+class Memory(NamedTuple):
+    """A cxlkv_buffers of arrays: addresses and sizes uint64 [m], starts uint64 [n + 1], forms
+    uint32 [k, 3], of each the codes of encoding and dtype, and dim."""
+
+    addresses: Addresses
+    sizes: Addresses
+    starts: Addresses | None = None
+    forms: npt.NDArray[np.uint32] | None = None
+
+
+def _buffers(memory: Memory) -> Any:
+    """Of arrays that the caller keeps."""
     struct = ffi.new("cxlkv_buffers *")
-    struct.addresses, struct.sizes = flat("uint64_t", addresses), flat("uint64_t", sizes)
-    struct.starts = ffi.NULL if starts is None else flat("uint64_t", starts)
+    struct.addresses, struct.sizes = flat("uint64_t", memory[0]), flat("uint64_t", memory[1])
+    struct.starts = ffi.NULL if memory.starts is None else flat("uint64_t", memory.starts)
+    if memory.forms is not None:
+        struct.form_count = len(memory.forms)
+        struct.forms = ffi.cast("cxlkv_row_form *", ffi.from_buffer(memory.forms))
     return struct
 
 
-def objects_put(
-    pool: Handle, keys: bytes, addresses: Addresses, sizes: Addresses, starts: Addresses | None
-) -> npt.NDArray[np.int32]:
+def row_form_bytes(encoding: int, dtype: int, dim: int, size: int) -> int:
+    """What so many bytes of rows take in an object."""
+    form = ffi.new("cxlkv_row_form *", (encoding, dtype, dim))
+    return check(lib.cxlkv_row_form_bytes(form, size))
+
+
+def objects_put(pool: Handle, keys: bytes, memory: Memory) -> npt.NDArray[np.int32]:
     """0 for each object that is new, RECORD_PRESENT for the others."""
     codes = np.empty(len(keys) // HASH_BYTES, np.int32)
-    struct = _buffers(addresses, sizes, starts)
+    struct = _buffers(memory)
     check(lib.cxlkv_objects_put(pool, len(codes), keys, struct, int32s(codes, True)))
     return codes
 
 
-def objects_get(
-    pool: Handle, keys: bytes, addresses: Addresses, sizes: Addresses, starts: Addresses | None
-) -> Sizes:
-    """Bytes of each object, ABSENT or DAMAGED."""
+def objects_get(pool: Handle, keys: bytes, memory: Memory) -> Sizes:
+    """Bytes of each object in the pool, ABSENT or DAMAGED."""
     got = np.empty(len(keys) // HASH_BYTES, np.int64)
-    struct = _buffers(addresses, sizes, starts)
+    struct = _buffers(memory)
     check(lib.cxlkv_objects_get(pool, len(got), keys, struct, int64s(got, True)))
     return got
 

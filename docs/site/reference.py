@@ -39,7 +39,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
     "objects": (
         "Objects",
         "A pool of whole blocks by their keys.",
-        ("cxlkv.ObjectPool", "cxlkv.Buffers", "cxlkv.object_keys"),
+        ("cxlkv.ObjectPool", "cxlkv.Buffers", "cxlkv.RowForm", "cxlkv.object_keys"),
     ),
     "tiers": (
         "Tiers",

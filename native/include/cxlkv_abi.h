@@ -635,13 +635,27 @@ int64_t cxlkv_forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pag
 int64_t cxlkv_object_keys(const uint8_t *names, const uint64_t *ends, uint64_t count,
                           const uint8_t *root, uint8_t *keys);
 
+/* A buffer of rows, one behind the other, that objects keep encoded: a put encodes them on their way
+ * into the pool, a get decodes them. CXLKV_ENCODING_NONE: bytes that stay as they are. */
+typedef struct cxlkv_row_form {
+    uint32_t encoding;             /* not CXLKV_ENCODING_PROGRESSIVE */
+    uint32_t dtype;                /* of the rows, not CXLKV_BYTES */
+    uint32_t dim;                  /* channels of a row, 1 to 1024 */
+} cxlkv_row_form;
+
 /* The caller's memory of several objects: of object i the buffers starts[i] to starts[i + 1], one
- * behind the other; starts NULL: one each. */
+ * behind the other; starts NULL: one each. forms: of the first form_count buffers of each object;
+ * those beyond have none. */
 typedef struct cxlkv_buffers {
     const uint64_t *addresses;
     const uint64_t *sizes;
     const uint64_t *starts;
+    const cxlkv_row_form *forms;
+    uint64_t form_count;
 } cxlkv_buffers;
+/* What a buffer of so many bytes takes in an object; -CXLKV_E_ARGUMENT unless they are whole rows
+ * of a form that there is. */
+int64_t cxlkv_row_form_bytes(const cxlkv_row_form *form, uint64_t bytes);
 /* Where an object's size is told: there is none of this key, or its bytes are not what was put (or
  * cannot be read): then it is to be forgotten. */
 #define CXLKV_OBJECT_ABSENT -1
@@ -652,7 +666,8 @@ typedef struct cxlkv_buffers {
 int64_t cxlkv_objects_put(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                           const cxlkv_buffers *from, int32_t *codes);
 /* Copies the objects that are there into memory of at least their size, every byte verified; all
- * memory of what is damaged is zeros. sizes: of each. Returns the bytes that were copied. */
+ * memory of what is damaged is zeros. With forms that is memory of exactly what they make of its
+ * size. sizes: of each, in the pool. Returns the sum of what was copied. */
 int64_t cxlkv_objects_get(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                           const cxlkv_buffers *to, int64_t *sizes);
 int64_t cxlkv_objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, int64_t *sizes);

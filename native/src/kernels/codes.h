@@ -74,6 +74,11 @@ void code_queries(const float *queries, uint32_t count, uint32_t dim, float scal
 /* In place, `count` rows of `dim` floats, from the rotated space back. */
 void code_unrotate(float *rows, uint32_t count, uint32_t dim);
 
+/* ---- code_rows.c ---- */
+/* As encode below, of any rows, also of numbers whose sums float32 does not have. */
+void code_rows_encode(const code_form *form, int dtype, const void *rows, size_t stride_bytes,
+                      uint32_t at, uint32_t count, uint8_t *blocks, uint16_t *scales);
+
 /* For instruction sets that have no faster way: codes of one token of a block, [code_channels(dim)]
  * bytes. place takes codes of 8 bits, of which 4 bits are the upper half; what else is in the block
  * stays. take gives codes of as many bits as the form has. */

@@ -1,4 +1,5 @@
-/* Objects copied into the pool and out of it, shared out over the pool's threads. */
+/* Objects copied into the pool and out of it, shared out over the pool's threads. Buffers of rows
+ * are encoded and decoded on their way. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -29,20 +30,34 @@ static uint64_t buffer_begin(const cxlkv_buffers *buffers, uint64_t object) {
     return buffers->starts ? buffers->starts[object] : object;
 }
 
-/* Bytes that fit into the buffers of an object, or come from them; UINT64_MAX: more than a pool has
- * for one. */
-static uint64_t buffers_bytes(const cxlkv_buffers *buffers, uint64_t object) {
-    uint64_t sum = 0;
+/* Of buffer i, one of the object's; NULL: bytes that stay as they are. */
+static const cxlkv_row_form *form_at(const cxlkv_buffers *buffers, uint64_t object, uint64_t i) {
+    uint64_t place = i - buffer_begin(buffers, object);
+    if (place >= buffers->form_count || buffers->forms[place].encoding == CXLKV_ENCODING_NONE)
+        return NULL;
+    return &buffers->forms[place];
+}
+
+/* Bytes in the pool that fit into the buffers of an object, or come from them; INT64_MAX: more than
+ * a pool has for one. */
+static int64_t buffers_bytes(const cxlkv_buffers *buffers, uint64_t object) {
+    int64_t sum = 0;
     for (uint64_t i = buffer_begin(buffers, object); i < buffer_begin(buffers, object + 1); i++) {
-        if (buffers->sizes[i] > UINT64_MAX / 2 - sum) return UINT64_MAX;
-        sum += buffers->sizes[i];
+        const cxlkv_row_form *form = form_at(buffers, object, i);
+        if (buffers->sizes[i] > INT64_MAX / 2) return INT64_MAX;
+        int64_t its = form ? cxlkv_row_form_bytes(form, buffers->sizes[i])
+                           : (int64_t)buffers->sizes[i];
+        if (its < 0) return its;
+        if (its > INT64_MAX / 2 - sum) return INT64_MAX;
+        sum += its;
     }
     return sum;
 }
 
-/* With checksums an object is one item: its CRC is of all its bytes, in order. */
+/* With checksums an object is one item: its CRC is of all its bytes, in order. So is one with rows,
+ * of which a span would begin anywhere in its buffers. */
 static int spans_make(move_job *job, uint32_t threads) {
-    bool whole = job->pool->layout.checksum || threads <= 1;
+    bool whole = job->pool->layout.checksum || threads <= 1 || job->buffers->form_count;
     job->span_bytes = whole ? UINT64_MAX : SPAN_BYTES;
     job->spans = malloc((job->count + 1ull) * sizeof(*job->spans));
     if (!job->spans) return fail(ENOMEM, "no memory for a list of %u objects", job->count);
@@ -90,7 +105,19 @@ static uint8_t *walk_on(walk *w, uint64_t most, uint64_t *bytes) {
 
 typedef void (*move_block)(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, size_t bytes);
 
-/* Moves one span, block by block; the CRC of what lies in the pool, or goes there. */
+/* Moves bytes as they are, block by block; the CRC of what lies in the pool, or goes there, behind
+ * what has `crc`. */
+static uint32_t move_bytes(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, uint64_t bytes,
+                           move_block move, bool out, uint32_t crc) {
+    const bool sums = job->pool->layout.checksum;
+    for (uint64_t done = 0, here; done < bytes; done += here) {
+        here = sums ? min_u64(bytes - done, BLOCK_BYTES) : bytes;
+        if (sums) crc = crc32c(crc, out ? pool_bytes + done : mine + done, here);
+        move(job, mine + done, pool_bytes + done, here);
+    }
+    return crc;
+}
+
 static uint32_t move_span(const move_job *job, uint32_t object, uint64_t first, move_block move,
                           bool out) {
     const object_place *place = &job->places[object];
@@ -99,15 +126,56 @@ static uint32_t move_span(const move_job *job, uint32_t object, uint64_t first, 
     if (job->span_bytes < end - first) end = first + job->span_bytes;
     walk w = walk_to(job->buffers, object, first);
     uint32_t crc = 0;
-    while (first < end) {
-        uint64_t bytes, most = end - first;
-        if (job->pool->layout.checksum) most = min_u64(most, BLOCK_BYTES);
-        uint8_t *mine = walk_on(&w, most, &bytes);
-        if (job->pool->layout.checksum) crc = crc32c(crc, out ? at + first : mine, bytes);
-        move(job, mine, at + first, bytes);
-        first += bytes;
+    for (uint64_t bytes; first < end; first += bytes) {
+        uint8_t *mine = walk_on(&w, end - first, &bytes);
+        crc = move_bytes(job, mine, at + first, bytes, move, out, crc);
     }
     return crc;
+}
+
+/* The same of a buffer's rows, piece by piece; *at moves on in the pool. Into it they go by way of
+ * this core's cache: so every line of the pool is written once, whole. */
+static uint32_t move_rows(const move_job *job, const cxlkv_row_form *form, uint8_t *rows,
+                          uint64_t count, uint8_t **at, move_block move, bool out, uint32_t crc) {
+    _Alignas(LINE_BYTES) uint8_t piece[OBJECT_PIECE_BYTES_MAX];
+    for (uint64_t done = 0; done < count; done += OBJECT_PIECE_ROWS) {
+        uint32_t here = (uint32_t)min_u64(OBJECT_PIECE_ROWS, count - done);
+        uint8_t *first = rows + done * row_form_row_bytes(form);
+        size_t bytes = object_piece_bytes(form, here);
+        if (!out) object_piece_encode(form, first, here, piece);
+        if (job->pool->layout.checksum) crc = crc32c(crc, out ? *at : piece, bytes);
+        if (out) object_piece_decode(form, *at, here, first);
+        else move(job, piece, *at, bytes);
+        *at += bytes;
+    }
+    return crc;
+}
+
+static uint32_t move_buffers(const move_job *job, uint32_t object, move_block move, bool out) {
+    const cxlkv_buffers *buffers = job->buffers;
+    uint8_t *at = object_at(job->pool, job->places[object].page);
+    uint8_t *end = at + job->places[object].bytes;
+    uint32_t crc = 0;
+    for (uint64_t i = buffer_begin(buffers, object); i < buffer_begin(buffers, object + 1ull);
+         i++) {
+        const cxlkv_row_form *form = form_at(buffers, object, i);
+        uint8_t *mine = (uint8_t *)(uintptr_t)buffers->addresses[i];
+        if (form) {
+            crc = move_rows(job, form, mine, buffers->sizes[i] / row_form_row_bytes(form), &at,
+                            move, out, crc);
+        } else {
+            uint64_t bytes = min_u64(buffers->sizes[i], (uint64_t)(end - at));
+            crc = move_bytes(job, mine, at, bytes, move, out, crc);
+            at += bytes;
+        }
+    }
+    return crc;
+}
+
+static uint32_t move_item(const move_job *job, uint32_t object, uint64_t first, move_block move,
+                          bool out) {
+    return job->buffers->form_count ? move_buffers(job, object, move, out)
+                                    : move_span(job, object, first, move, out);
 }
 
 static void block_out(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, size_t bytes) {
@@ -117,11 +185,11 @@ static void block_out(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, s
 static bool get_span(const move_job *job, uint32_t object, uint64_t first) {
     uint32_t wanted = 0;
     if (!job->pool->layout.checksum) {
-        move_span(job, object, first, block_out, true);
+        move_item(job, object, first, block_out, true);
         return true;
     }
     return object_crc(job->pool, &job->places[object], &wanted) &&
-           move_span(job, object, first, block_out, true) == wanted;
+           move_item(job, object, first, block_out, true) == wanted;
 }
 
 /* The beginning of what this thread reads next, if all are as fast: it may lie anywhere. */
@@ -149,10 +217,16 @@ static int get_task(void *context, uint32_t item) {
 
 static int targets_check(const move_job *job) {
     for (uint32_t i = 0; i < job->count; i++) {
-        uint64_t room = buffers_bytes(job->buffers, i);
-        if (job->places[i].held && room < job->places[i].bytes)
-            return fail(CXLKV_E_ARGUMENT, "object %u of %u is %u bytes, its buffers hold %lu. "
+        int64_t room = buffers_bytes(job->buffers, i);
+        if (room < 0) return (int)room;
+        if (!job->places[i].held) continue;
+        if (room < job->places[i].bytes)
+            return fail(CXLKV_E_ARGUMENT, "object %u of %u is %u bytes, its buffers hold %ld. "
                         "Nothing was copied", i, job->count, job->places[i].bytes, room);
+        if (job->buffers->form_count && room != job->places[i].bytes)
+            return fail(CXLKV_E_ARGUMENT, "object %u of %u is %u bytes, its buffers and their "
+                        "forms make %ld. Nothing was copied", i, job->count,
+                        job->places[i].bytes, room);
     }
     return 0;
 }
@@ -222,7 +296,7 @@ static void block_in(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, si
 
 static void put_span(const move_job *job, uint32_t object, uint64_t first) {
     uint32_t page = job->places[object].page;
-    uint32_t crc = move_span(job, object, first, block_in, false);
+    uint32_t crc = move_item(job, object, first, block_in, false);
     if (job->pool->layout.checksum) *checksum_of(job->pool, page, 0, 0, PIECE_KEYS) = crc;
 }
 
@@ -239,9 +313,10 @@ static int put_task(void *context, uint32_t item) {
 
 static int sources_check(move_job *job) {
     for (uint32_t i = 0; i < job->count; i++) {
-        uint64_t bytes = buffers_bytes(job->buffers, i);
+        int64_t bytes = buffers_bytes(job->buffers, i);
+        if (bytes < 0) return (int)bytes;
         if (bytes == 0 || bytes > job->pool->layout.page_tokens)
-            return fail(CXLKV_E_ARGUMENT, "object %u of %u is %lu bytes: this pool stores objects "
+            return fail(CXLKV_E_ARGUMENT, "object %u of %u is %ld bytes: this pool stores objects "
                         "of 1 to %u bytes. Nothing was put", i, job->count, bytes,
                         job->pool->layout.page_tokens);
         job->places[i] = (object_place){.page = NO_PAGE, .bytes = (uint32_t)bytes};

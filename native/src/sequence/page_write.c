@@ -1,7 +1,6 @@
 /* A whole page of a layer, written from rows of K and V: head by head, past the caches. Its digest,
  * sketch and checksums are made of rows that were just read, while the stores drain and the next
  * page's rows come from memory. */
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -133,35 +132,7 @@ static code_piece piece_of(const code_form *form, const cxlkv_layout *layout,
     return (code_piece){piece, (const uint16_t *)(const void *)(piece + scales)};
 }
 
-/* A row of numbers so large that their sums are none: of a smaller one, as all of its codes are at
- * their ends, and its scale the largest, in any case. One that has a NaN or an infinity stays. */
-static void encode_huge(const cxlkv_layout *layout, const code_form *form, const uint8_t *row,
-                        uint32_t token, uint8_t *blocks, uint16_t *scales) {
-    const kernels *isa = kernels_current();
-    float smaller[CODE_DIM_MAX];
-    isa->to_float((int)layout->dtype, row, form->dim, smaller);
-    for (uint32_t d = 0; d < form->dim; d++) {
-        if (!isfinite(smaller[d])) return;
-        smaller[d] *= 0x1p-30f;
-    }
-    isa->code_encode(form, CXLKV_FLOAT32, smaller, 0, token, 1, blocks, scales, NULL);
-}
-
-static bool is_nan_half(uint16_t half) { return (half & 0x7fff) > 0x7c00; }
-
-/* Into the places [at, at + count) of some blocks of codes, and their scales. */
-static void encode_rows(const cxlkv_layout *layout, const code_form *form, const void *rows,
-                        size_t stride_bytes, uint32_t at, uint32_t count, uint8_t *blocks,
-                        uint16_t *scales) {
-    kernels_current()->code_encode(form, (int)layout->dtype, rows, stride_bytes, at, count, blocks,
-                                   scales, NULL);
-    for (uint32_t i = 0; i < count; i++)
-        if (is_nan_half(scales[at + i]))
-            encode_huge(layout, form, (const uint8_t *)rows + i * stride_bytes, at + i, blocks,
-                        scales);
-}
-
-/* The same in two planes: each block is joined, has its tokens, and is split again. */
+/* Codes in two planes: each block is joined, has its tokens, and is split again. */
 static void encode_planes(const cxlkv_layout *layout, uint32_t kind, const void *rows,
                           size_t stride_bytes, uint32_t at, uint32_t count, uint8_t *piece) {
     _Alignas(LINE_BYTES) uint8_t room[CODE_TOKENS * CODE_DIM_MAX];
@@ -173,10 +144,10 @@ static void encode_planes(const cxlkv_layout *layout, uint32_t kind, const void 
         uint8_t *upper = piece + block * bytes;
         here = min_u32(CODE_TOKENS - low, count - done);
         if (here < CODE_TOKENS) isa->code_join(&form, upper, upper + lower, room);
-        encode_rows(layout, &form, (const uint8_t *)rows + done * stride_bytes, stride_bytes, low,
-                    here, room,
-                    (uint16_t *)(void *)(piece + scales_offset(layout, kind)) +
-                        block * CODE_TOKENS);
+        code_rows_encode(&form, (int)layout->dtype, (const uint8_t *)rows + done * stride_bytes,
+                         stride_bytes, low, here, room,
+                         (uint16_t *)(void *)(piece + scales_offset(layout, kind)) +
+                             block * CODE_TOKENS);
         isa->code_split(&form, room, upper, upper + lower);
     }
 }
@@ -200,8 +171,8 @@ void piece_encode(const cxlkv_layout *layout, uint32_t kind, uint32_t dtype, con
     else if (has_planes(layout, kind))
         encode_planes(layout, kind, rows, stride_bytes, at, count, piece);
     else
-        encode_rows(layout, &form, rows, stride_bytes, at, count, piece,
-                    (uint16_t *)(void *)(piece + scales_offset(layout, kind)));
+        code_rows_encode(&form, (int)layout->dtype, rows, stride_bytes, at, count, piece,
+                         (uint16_t *)(void *)(piece + scales_offset(layout, kind)));
 }
 
 /* Between a piece in planes and one of 8 bits, the scale of its digest aside. */
@@ -307,14 +278,15 @@ static uint8_t *codes_of(const page_write *w, uint32_t head, uint32_t kind) {
             encode_fp8(form.dim, kind == PIECE_KEYS ? w->rows->keys.dtype : w->rows->values.dtype,
                        rows.data, rows.stride_bytes, layout->page_tokens, w->codes);
         else
-            encode_rows(layout, &form, rows.data, rows.stride_bytes, 0, layout->page_tokens,
-                        w->codes, scales);
+            code_rows_encode(&form, (int)layout->dtype, rows.data, rows.stride_bytes, 0,
+                             layout->page_tokens, w->codes, scales);
     }
     if (has_fp8(layout, kind))
         memset(w->codes + (size_t)w->tokens * form.dim, 0,
                (size_t)(layout->page_tokens - w->tokens) * form.dim);
     else if (w->tokens < end)
-        encode_rows(layout, &form, nothing, 0, w->tokens, end - w->tokens, w->codes, scales);
+        code_rows_encode(&form, (int)layout->dtype, nothing, 0, w->tokens, end - w->tokens,
+                         w->codes, scales);
     return w->codes;
 }
 
