@@ -11,17 +11,15 @@ import pytest
 import torch
 
 from cxlkv import Buffers, KVLayout, ObjectPool, RowForm, object_keys
-from cxlkv.arrays import Floats
 from cxlkv.errors import BadArgumentError
 from cxlkv.objects import DAMAGED
 
 from .support import kept
 from .support.damaging import damage_object
+from .support.kept_rows import check_kept
 
 SIZE = 512 << 10
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24}
-"""Of half a step, relative."""
 PIECE_ROWS, LINE_BYTES = 64, 64
 each_encoding = pytest.mark.parametrize("encoding", ["int8", "int4", "fp8_e4m3"])
 
@@ -63,18 +61,6 @@ def stored_bytes(rows: int, dim: int, encoding: str) -> int:
     return found
 
 
-def check_kept(got: torch.Tensor, given: torch.Tensor, encoding: str, dtype: str) -> None:
-    """Each number is what is kept of it, in the rows' dtype. What codes stand for is turned back in
-    float32, of which a channel has an error of the row's length."""
-    rows: Floats = given.float().numpy()
-    wanted = kept.kept(rows, encoding)
-    length = np.linalg.norm(wanted, axis=-1, keepdims=True)
-    turned = 0 if encoding == "fp8_e4m3" else 1e-6 * length
-    most = np.abs(wanted) * ROUNDING[dtype] + turned + 1e-30
-    away = np.abs(got.double().numpy() - wanted)
-    assert (away <= most).all(), float((away / most).max())
-
-
 @each_encoding
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 80, 128])
@@ -99,7 +85,7 @@ def test_rows_are_what_is_kept(
         assert pool.get_batch_into(["a", "b", "c"], buffers(got, form)).tolist() == [size] * 3
     for was, now in zip(put, got, strict=True):
         for i in (0, 1):
-            check_kept(now[i], was[i], encoding, dtype)
+            check_kept(now[i], was[i], encoding)
         assert torch.equal(now[2], was[2])
 
 
@@ -115,7 +101,7 @@ def test_every_pool_and_thread(pool: ObjectPool, encoding: str) -> None:
     sizes = [form.stored_bytes(one[0].nbytes) for one in given]
     assert pool.get_batch_into(names, buffers(got, form)).tolist() == sizes
     for was, now in zip(given, got, strict=True):
-        check_kept(now[0], was[0], encoding, "bfloat16")
+        check_kept(now[0], was[0], encoding)
 
 
 def test_the_same_rows_are_the_same_bytes(pool: ObjectPool) -> None:
@@ -147,7 +133,7 @@ def test_a_bad_number_makes_a_nan_of_its_row(encoding: str) -> None:
     bad = [3, 17, 18]
     assert got[bad].isnan().all()
     good = [n for n in range(40) if n not in bad]
-    check_kept(got[good], rows[good], encoding, "float32")
+    check_kept(got[good], rows[good], encoding)
 
 
 def test_fp8_has_no_nan(tmp_path: Path) -> None:

@@ -635,8 +635,8 @@ int64_t cxlkv_forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pag
 int64_t cxlkv_object_keys(const uint8_t *names, const uint64_t *ends, uint64_t count,
                           const uint8_t *root, uint8_t *keys);
 
-/* A buffer of rows, one behind the other, that objects keep encoded: a put encodes them on their way
- * into the pool, a get decodes them. CXLKV_ENCODING_NONE: bytes that stay as they are. */
+/* A buffer of rows, one behind the other, that objects keep encoded: a put encodes them on their
+ * way into the pool, a get decodes them. CXLKV_ENCODING_NONE: bytes that stay as they are. */
 typedef struct cxlkv_row_form {
     uint32_t encoding;             /* not CXLKV_ENCODING_PROGRESSIVE */
     uint32_t dtype;                /* of the rows, not CXLKV_BYTES */

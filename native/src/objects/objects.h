@@ -32,8 +32,9 @@ int64_t objects_publish(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
 bool object_crc(const cxlkv_pool *pool, const object_place *place, uint32_t *crc);
 void object_set_damaged(cxlkv_pool *pool, object_place *place);
 /* ---- rows.c ---- */
-/* An object has the rows of a buffer in pieces of so many, the last one of those that are left. A
- * piece is codes in the form of keys, or bytes of fp8 row by row, filled up to a line with zeros. */
+/* An object has the rows of a buffer in pieces of so many, the last one of those that are left.
+ * A piece is codes in the form of keys, or bytes of fp8 row by row, filled up to a line with
+ * zeros. */
 enum { OBJECT_PIECE_ROWS = 64,
        OBJECT_PIECE_BYTES_MAX = OBJECT_PIECE_ROWS * (CODE_DIM_MAX + sizeof(uint16_t)) };
 static inline size_t row_form_row_bytes(const cxlkv_row_form *form) {

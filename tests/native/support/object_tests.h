@@ -76,7 +76,8 @@ static inline void cut_up(pieces *p, uint8_t *bytes, uint64_t count, uint64_t *s
     }
     p->starts[0] = 0;
     p->starts[1] = used;
-    p->buffers = (cxlkv_buffers){p->addresses, p->sizes, p->starts};
+    p->buffers = (cxlkv_buffers){.addresses = p->addresses, .sizes = p->sizes,
+                                 .starts = p->starts};
 }
 
 /* How many are new, or the error. */
