@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cxlkv.adapters.lmcache.settings import check_name, check_served, read_settings
+from cxlkv.adapters.lmcache.settings import check_memory, check_served, read_settings
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 
@@ -27,9 +27,9 @@ def test_what_would_lose_something_is_refused() -> None:
 
 
 def test_the_name_that_lmcache_looks_for_is_told() -> None:
-    check_name(["LocalCPUBackend"])
+    check_memory(["LocalCPUBackend"], "none")
     with pytest.raises(BadArgumentError, match=r"storage_plugins: \[LocalCPUBackend\]"):
-        check_name(["cxlkv"])
+        check_memory(["cxlkv"], "none")
 
 
 def test_the_package_is_there_without_lmcache() -> None:

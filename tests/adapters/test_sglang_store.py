@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ from cxlkv.adapters.sglang.store import MAIN, Rank, Store, restorable
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 
 from ..support.damaging import damage_object
+from ..support.kept_rows import check_kept
 from .test_sglang_settings import Config
 
 TOKENS = 4
@@ -77,21 +78,28 @@ class Engine:
     def __init__(
         self,
         where: str,
-        hosts: dict[str, Host] | None = None,
+        hosts: Mapping[str, Host] | None = None,
         config: Config | None = None,
         zero_copy: bool = True,
         model: str = "a",
         capacity: str = "16MiB",
         salt: str = "",
         quota: int | None = None,
+        encoding: str = "none",
     ) -> None:
         self.counting = Counting(COUNTS, KINDS)
         given = PoolSettings.model_validate(
-            {"where": where, "capacity": capacity, "salt": salt, "quota": quota}
+            {
+                "where": where,
+                "capacity": capacity,
+                "salt": salt,
+                "quota": quota,
+                "encoding": encoding,
+            }
         )
         words: dict[str, object] = {"engine": "sglang", "model": model}
         self.store = Store(Rank(config or Config(), words, given, zero_copy), self.counting)
-        self.hosts = hosts or {MAIN: Host()}
+        self.hosts: Mapping[str, Host] = hosts or {MAIN: Host()}
         for name, host in self.hosts.items():
             self.store.add(name, host)
         self.made.append(self)
@@ -372,3 +380,133 @@ def test_the_first_rank_says_where_the_pool_is(
         tokens = pool.stats()["pages_total"] // 2 * TOKENS
     assert f"cxlkv: found {where}cxlkv-sglang-" in said
     assert f"for {tokens} tokens (" in said
+
+
+# ---- encoded ----
+
+
+class MHATokenToKVPoolHost(Host):
+    """Of SGLang's name: rows of K and V in turn, a buffer of each for every layer."""
+
+    def __init__(
+        self,
+        dim: int = 64,
+        value_dim: int = 64,
+        heads: int = 2,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
+        self._row_count, self._torch_dtype = TOKENS * heads, dtype
+        size = self._row_count * max(dim, value_dim) * dtype.itemsize
+        super().__init__(2 * 2, size, heads)
+        self.dtype, self.head_dim, self.v_head_dim = str(dtype), dim, value_dim
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        begins, _ = super().get_page_buffer_meta(indices) or ([], [])
+        sizes = [self._bytes_of(i) for i in range(len(begins))]
+        return begins, sizes
+
+    def _bytes_of(self, buffer: int) -> int:
+        dim = self.v_head_dim if buffer % 2 else self.head_dim
+        return self._row_count * dim * self._torch_dtype.itemsize
+
+    def rows(self, buffer: int, first: int, pages: int) -> torch.Tensor:
+        """[pages, rows, dim] of some pages, which may be written."""
+        dim = self.v_head_dim if buffer % 2 else self.head_dim
+        some = torch.from_numpy(self.memory[buffer, first : first + pages])
+        return some[:, : self._bytes_of(buffer)].view(self._torch_dtype).view(pages, -1, dim)
+
+    def fill(self, seed: int, pages: int) -> None:
+        made = torch.Generator().manual_seed(seed)
+        for buffer in range(self.buffers):
+            rows = self.rows(buffer, 0, pages)
+            rows.copy_(3 * torch.randn(rows.shape, generator=made))
+
+
+@pytest.mark.parametrize("encoding", ["int8", "int4", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "dtype"),
+    [(64, 64, torch.bfloat16), (128, 80, torch.float16), (80, 80, torch.float32)],
+)
+def test_rows_come_back_as_they_are_kept(
+    where: str, encoding: str, dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    first, second = (MHATokenToKVPoolHost(dim, value_dim, 2, dtype) for _ in range(2))
+    writer = Engine(where, {MAIN: first}, encoding=encoding)
+    reader = Engine(where, {MAIN: second}, encoding=encoding)
+    first.fill(1, 4)
+    assert writer.store.store(MAIN, KEYS[:4], indices(4)).all()
+    assert reader.store.load(MAIN, KEYS[:4], indices(4, first=10)).all()
+    for buffer in range(first.buffers):
+        check_kept(second.rows(buffer, 10, 4), first.rows(buffer, 0, 4), encoding)
+    assert not second.memory[:, 14:].any()
+    taken = writer.counting.counts["stored_bytes"]
+    assert taken == reader.counting.counts["loaded_bytes"] == 4 * writer.store.cache().object_bytes
+    assert len(list(Path(where).glob("*.pool"))) == 1
+
+
+def test_each_encoding_has_a_file_and_keys_of_its_own(where: str) -> None:
+    path = f"{where}one.pool"
+    for place in (where, path):
+        for encoding in ("none", "int8", "int4"):
+            engine = Engine(place, {MAIN: MHATokenToKVPoolHost(heads=16)}, encoding=encoding)
+            assert engine.store.leading(KEYS) == 0
+            engine.hosts[MAIN].fill(1, 2)
+            assert engine.store.store(MAIN, KEYS[:2], indices(2)).all()
+            assert engine.store.leading(KEYS) == 2
+    assert len(list(Path(where).glob("cxlkv-sglang-*.pool"))) == 3
+
+
+def test_a_capacity_holds_more_pages_of_fewer_bits(where: str) -> None:
+    pages = {
+        encoding: Engine(where, {MAIN: MHATokenToKVPoolHost(128, 128, 16)}, encoding=encoding)
+        .store.cache()
+        .pool.stats()["pages_total"]
+        for encoding in ("none", "int8", "int4")
+    }
+    assert pages["int8"] > 1.8 * pages["none"]
+    assert pages["int4"] > 3.2 * pages["none"]
+
+
+def test_a_full_pool_of_encoded_pages_has_the_first_of_a_batch(where: str) -> None:
+    """Stored one by one, each with its forms."""
+    host = MHATokenToKVPoolHost(128, 128, 256)
+    engine = Engine(where, {MAIN: host}, encoding="int8", capacity="9MiB")
+    host.fill(1, PAGES)
+    names = [f"{number:064x}" for number in range(PAGES)]
+    room = engine.store.cache().pool.stats()["pages_total"]
+    assert room < PAGES
+    assert engine.store.store(MAIN, names, indices(PAGES)).tolist() == [
+        number < room for number in range(PAGES)
+    ]
+    before = [host.rows(buffer, 0, room).clone() for buffer in range(host.buffers)]
+    assert engine.store.load(MAIN, names[:room], indices(room)).all()
+    for buffer, was in enumerate(before):
+        check_kept(host.rows(buffer, 0, room), was, "int8")
+
+
+def test_pools_beside_k_and_v_stay_as_they_are(where: str) -> None:
+    hosts = {MAIN: MHATokenToKVPoolHost(), "indexer": Host(1, 1000)}
+    engine = Engine(where, hosts, encoding="int4")
+    hosts["indexer"].fill(2, 3)
+    assert engine.store.store("indexer", KEYS[:3], indices(3)).all()
+    assert engine.store.load("indexer", KEYS[:3], indices(3, first=5)).all()
+    memory = hosts["indexer"].memory
+    assert np.array_equal(memory[:, 5:8], memory[:, :3])
+
+
+def test_what_has_no_rows_to_encode_is_refused(where: str) -> None:
+    fp8 = MHATokenToKVPoolHost()
+    fp8.dtype = "torch.uint8"
+    for host, zero_copy, said in (
+        (Host(), True, r"host pool kv \(Host\) has no rows of K and V by head"),
+        (MHATokenToKVPoolHost(), False, 'write "interface_v1": 1'),
+        (fp8, True, "keeps its cache as uint8, in fewer bits already"),
+    ):
+        with pytest.raises(UnsupportedError, match=said):
+            Engine(where, {MAIN: host}, zero_copy=zero_copy, encoding="int8")
+    odd = MHATokenToKVPoolHost()
+    odd.head_dim = 60
+    odd.memory = np.zeros((4, PAGES, 1000), np.uint8)
+    odd._bytes_of = lambda buffer: 1000  # type: ignore[method-assign]
+    with pytest.raises(BadArgumentError, match="1000 bytes is no whole number of rows of 60"):
+        Engine(where, {MAIN: odd}, encoding="int8")

@@ -337,6 +337,8 @@ def one_of(buffers: Given, index: int) -> Given:
     starts = buffers.starts
     first, last = (index, index + 1) if starts is None else np.asarray(starts)[index : index + 2]
     some = slice(int(first), int(last))
-    return Buffers(
-        np.asarray(buffers.addresses)[some], np.asarray(buffers.sizes)[some], [0, int(last - first)]
+    return buffers._replace(
+        addresses=np.asarray(buffers.addresses)[some],
+        sizes=np.asarray(buffers.sizes)[some],
+        starts=[0, int(last - first)],
     )

@@ -66,6 +66,10 @@ UNSHARED = PoolSettings()
 """Of pools that one host uses."""
 
 
+OF_OBJECTS = ("none", "int8", "int4", "fp8_e4m3")
+"""Encodings of engines' blocks."""
+
+
 class ObjectSettings(PoolSettings):
     """Of engines that keep whole blocks as objects, which no server hands out."""
 
@@ -77,11 +81,10 @@ class ObjectSettings(PoolSettings):
                 "objects is not served to other machines. Leave it out, or share the pool "
                 "({sharing}) or a store ({cold}: mooncake://HOST:PORT)"
             )
-        if self.encoding != "none":
+        if self.encoding not in OF_OBJECTS:
             raise BadArgumentError(
-                "{encoding} is for vLLM: this engine gives whole blocks as objects, whose bytes "
-                "the pool keeps as they come. Leave it out, or let the engine itself keep its "
-                "cache in fewer bits"
+                f"{{encoding}} is {self.encoding!r}: this engine keeps its blocks as objects, K "
+                f"and V alike, and whole. One of {', '.join(OF_OBJECTS)}"
             )
         return self
 

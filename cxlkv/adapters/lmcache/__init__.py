@@ -7,9 +7,9 @@
 
 `storage` is what LMCache calls. `memory` gives it objects whose tensors are the pool's memory, and
 takes them back when LMCache's count of references is 0. Both use an object cache: what goes wrong
-there is a miss, and counted: `metrics` says as what. `form` is what is stored
-behind a chunk: its shapes, dtypes and format; `names` is what its key is made of; `settings` reads
-what the user wrote. Only `storage` and `memory` import LMCache.
+there is a miss, and counted: `metrics` says as what. `form` is what is stored behind a chunk: its
+shapes, dtypes and format; `encoded` is of chunks in fewer bits; `names` is what a key is made of;
+`settings` reads what the user wrote. Only `storage` and `memory` import LMCache.
 """
 
 from __future__ import annotations

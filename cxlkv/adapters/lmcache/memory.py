@@ -28,6 +28,7 @@ from lmcache.v1.memory_management import (
 from cxlkv import _lifetime
 from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.lmcache import form
+from cxlkv.adapters.lmcache.encoded import Forms, stored_bytes
 from cxlkv.adapters.lmcache.form import Form
 from cxlkv.errors import CXLKVError
 from cxlkv.objects import Lease, Reserved
@@ -94,14 +95,18 @@ def form_of(given: MemoryObj) -> Form:
     return Form(given.meta.fmt.name, dtypes, shapes)
 
 
-def about_of(found: Form, payload_bytes: int, address: int) -> MemoryObjMetadata | None:
-    """As LMCache describes an object to be read; None when it does not know such a one."""
+def about_of(
+    found: Form, payload_bytes: int, address: int, forms: Forms = ()
+) -> MemoryObjMetadata | None:
+    """As LMCache describes an object to be read; None when it does not know such a one. forms: that
+    its groups are stored in, if they are encoded."""
     dtypes = [getattr(torch, name, None) for name in found.dtypes]
     shapes = [torch.Size(shape) for shape in found.shapes]
     known = all(isinstance(dtype, torch.dtype) for dtype in dtypes)
     if not known or found.fmt not in MemoryFormat.__members__:
         return None
-    if get_size_bytes(shapes, dtypes) != payload_bytes:
+    wanted = stored_bytes(found, forms) if forms else get_size_bytes(shapes, dtypes)
+    if wanted != payload_bytes:
         return None
     fmt = MemoryFormat[found.fmt]
     return MemoryObjMetadata(
@@ -111,15 +116,20 @@ def about_of(found: Form, payload_bytes: int, address: int) -> MemoryObjMetadata
 
 class PoolAllocator(MemoryAllocatorInterface):
     """fits: whether an object of a form is what LMCache wants to read. audit: is asked to verify an
-    object soon, and must not wait."""
+    object soon, and must not wait. forms: in which chunks are stored; where there are some, what is
+    read has the encoded bytes, and is for our own use."""
 
     def __init__(
-        self, cache: ObjectCache, fits: Callable[[Form], bool], audit: Callable[[PageKeys], None]
+        self,
+        cache: ObjectCache,
+        fits: Callable[[Form], bool],
+        audit: Callable[[PageKeys], None],
+        forms: Callable[[], Forms] = tuple,
     ):
         self.cache, self.lock = cache, threading.RLock()
         self.pinned: dict[CacheEngineKey, PoolObject] = {}
         self.out = 0  # objects that LMCache has
-        self._fits, self._audit = fits, audit
+        self._fits, self._audit, self._forms = fits, audit, forms
         self._room = threading.Condition(self.lock)
         self._freed = 0
         self._sealed_freed = count(1)
@@ -228,9 +238,10 @@ class PoolAllocator(MemoryAllocatorInterface):
         if view is None:
             return None
         described = form.decode(view)
-        about = described and about_of(*described, int(lease.addresses[place]))
-        if about and described and self._fits(described[0]):
-            return PoolObject(lease, place, about, self, key)
+        if described and self._fits(described[0]):
+            about = about_of(*described, int(lease.addresses[place]), self._forms())
+            if about:
+                return PoolObject(lease, place, about, self, key)
         lease.release_one(place)
         self.cache.counting.failed("mismatch", described[0] if described else "no form at all")
         self.cache.forget(key)  # so that a right one can be stored

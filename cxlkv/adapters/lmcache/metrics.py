@@ -8,9 +8,9 @@ PREFIX = "lmcache:cxlkv_"
 COUNTS = {
     "asked_objects": "Objects that LMCache wanted to read; with layerwise, one for each layer",
     "hit_objects": "Of them, those that the pool had whole",
-    "read_bytes": "Bytes of the objects that were read",
+    "read_bytes": "Bytes in the pool of the objects that were read",
     "stored_objects": "Objects that are new in the pool",
-    "stored_bytes": "Bytes of the objects that are new in the pool",
+    "stored_bytes": "Bytes in the pool of the objects that are new there",
     "copied_objects": "Of both, those that were copied to or from memory of LMCache's own",
 }
 """What is counted, by name, with what it means."""
@@ -24,6 +24,8 @@ KINDS = {
     "cxlkv.capacity, or let fewer requests run at once",
     "large": "an object is larger than the pool's pages are, which the first engine chose: remove "
     "the pool (cxlkv pool remove), or give another cxlkv.where",
+    "memory": "LMCache's own memory has no room for an object that is decoded, which is a miss: "
+    "give a larger max_local_cpu_size",
     "unsupported": "an object is not one of plain tensors in the host's memory, and is not stored",
     "bad_options": "what a request asked for makes no sense, and is passed over",
     "quota": "the tenant may have no more, and what it has is in use, so objects are not stored: "

@@ -46,7 +46,9 @@ def priority_of(key: Key) -> int:
     return value
 
 
-def words_of(metadata: object, config: object, version: str) -> dict[str, object]:
+def words_of(
+    metadata: object, config: object, version: str, encoding: str = "none"
+) -> dict[str, object]:
     """Everything that makes a chunk what it is, but what LMCache's key says, and the salt."""
     model = str(_of(metadata, "model_name"))
     return {
@@ -60,6 +62,7 @@ def words_of(metadata: object, config: object, version: str) -> dict[str, object
         "chunk_size": _of(config, "chunk_size"),
         "layerwise": bool(_of(config, "use_layerwise")),
         "hash": _of(config, "pre_caching_hash_algorithm"),
+        **({} if encoding == "none" else {"encoding": encoding}),
     }
 
 

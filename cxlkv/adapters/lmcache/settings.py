@@ -38,11 +38,18 @@ def check_served(config: object) -> None:
         )
 
 
-def check_name(plugins: Sequence[str]) -> None:
+def check_memory(plugins: Sequence[str], encoding: str) -> None:
     """Where LMCache has no memory of its own, the plugin is asked for it by this name.
 
-    Raises BadArgumentError: LMCache would end at a KeyError that says nothing.
+    Raises BadArgumentError: LMCache would end at a KeyError that says nothing. Raises
+    UnsupportedError for chunks that are encoded: what is decoded wants memory of LMCache's.
     """
+    if encoding != "none":
+        raise UnsupportedError(
+            f"cxlkv: {PREFIX}.encoding: {encoding} decodes chunks to memory of LMCache's own, and "
+            "max_local_cpu_size is 0: give it some, and the plugin another name than "
+            f"{MEMORY}, or leave the encoding out"
+        )
     if MEMORY not in plugins:
         raise BadArgumentError(
             f"cxlkv: max_local_cpu_size is 0, so the plugin is LMCache's memory, and LMCache looks "

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import torch
 from lmcache import __version__ as lmcache_version
 from lmcache import torch_dev
@@ -37,11 +38,13 @@ from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.common.metrics import Shown, log
 from cxlkv.adapters.common.object_cache import ObjectCache, leading
 from cxlkv.adapters.lmcache import form, names
+from cxlkv.adapters.lmcache.encoded import Forms, buffers_of, row_forms, stored_bytes
 from cxlkv.adapters.lmcache.form import Form
 from cxlkv.adapters.lmcache.memory import PoolAllocator, PoolObject, form_of
 from cxlkv.adapters.lmcache.metrics import COUNTS, KINDS, PREFIX
-from cxlkv.adapters.lmcache.settings import VERSIONS, check_name, check_served, read_settings
-from cxlkv.errors import BadArgumentError, BusyError, CXLKVError
+from cxlkv.adapters.lmcache.settings import VERSIONS, check_memory, check_served, read_settings
+from cxlkv.arrays import Bytes
+from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, UnsupportedError
 from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.objects import ObjectPool
 from cxlkv.prefix import PageKeys
@@ -72,13 +75,14 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
             init_logger(log.name)
         VERSIONS.check(lmcache_version)
         check_served(config)
-        if local_cpu_backend is None and metadata.role != "scheduler":
-            check_name(config.storage_plugins)
-        PinMonitor.GetOrCreate(config)
         self.settings = read_settings(config.extra_config or {})
+        self._rows, self._has_rows = row_forms(metadata, self.settings.encoding), True
+        if local_cpu_backend is None and metadata.role != "scheduler":
+            check_memory(config.storage_plugins, self.settings.encoding)
+        PinMonitor.GetOrCreate(config)
         usual = MemoryFormat.KV_T2D if config.use_layerwise else MemoryFormat.KV_2LTD
         self._fmt = MemoryFormat.KV_MLA_FMT if metadata.use_mla else usual
-        self._words = names.words_of(metadata, config, lmcache_version)
+        self._words = names.words_of(metadata, config, lmcache_version, self.settings.encoding)
         space = space_of(self._words, self.settings.salt)
         # LMCache's own are made first: they set where figures of several processes are kept.
         labels = PrometheusLogger.GetOrCreate(metadata, config=config).labels
@@ -117,6 +121,12 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         shapes = metadata.get_shapes(config.chunk_size)
         chunk = get_size_bytes(shapes, metadata.get_dtypes())
         size = -(-chunk // metadata.kv_shape[0]) if config.use_layerwise else chunk
+        forms = self._forms()
+        if forms and config.use_layerwise:
+            size = forms[0].stored_bytes(size)
+        elif forms:
+            dtypes = tuple(one.dtype for one in forms)
+            size = stored_bytes(Form("", dtypes, tuple(map(tuple, shapes))), forms)
         wanted = size + form.bytes_of(len(shapes))
         layout = KVLayout.objects(-(-wanted // PAGE_BYTES) * PAGE_BYTES)
         path = pools.path_for(
@@ -142,7 +152,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
 
     def _register(self, pool: ObjectPool) -> object:
         """LMCache's kernels read chunks from the GPU, which must know the pool's memory for it."""
-        if not is_cuda_worker(self.metadata):
+        if not is_cuda_worker(self.metadata) or self._forms():
             return None
         from cxlkv.gpu.mapping import Mapping
 
@@ -151,10 +161,24 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
     def _keys(self, keys: Sequence[CacheEngineKey]) -> PageKeys:
         return self.cache.keys([names.name_of(key) for key in keys])
 
+    def _forms(self) -> Forms:
+        """That chunks are stored in. LMCache may learn of other groups after the start; where one
+        of them has no rows, nothing fits."""
+        try:
+            self._rows, self._has_rows = row_forms(self.metadata, self.settings.encoding), True
+        except UnsupportedError as error:
+            if self._has_rows:
+                self.counting.failed("unsupported", error)
+            self._has_rows = False
+        return self._rows
+
     def _fits(self, found: Form) -> bool:
         """Whether LMCache would have made it so: else a reader of another shape would get it."""
         assert self.metadata is not None
         dtypes = tuple(str(one).removeprefix("torch.") for one in self.metadata.get_dtypes())
+        self._forms()
+        if not self._has_rows:
+            return False
         if found.fmt != self._fmt.name or found.dtypes != dtypes:
             return False
         if not self.config.use_layerwise:
@@ -169,13 +193,14 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
     def initialize_allocator(
         self, config: LMCacheEngineConfig, metadata: LMCacheMetadata
     ) -> PoolAllocator:
-        return PoolAllocator(self.cache, self._fits, self._verify_soon)
+        return PoolAllocator(self.cache, self._fits, self._verify_soon, self._forms)
 
     def get_memory_allocator(self) -> PoolAllocator:
         return self.allocator
 
-    def get_allocator_backend(self) -> CXLStorage:
-        return self
+    def get_allocator_backend(self) -> AllocatorBackendInterface:
+        """What is given to us is encoded from LMCache's own memory, if at all."""
+        return self.local_cpu_backend if self._forms() and self.local_cpu_backend else self
 
     def allocate(
         self,
@@ -200,6 +225,9 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
     ) -> list[MemoryObj] | None:
         """As allocate()."""
         if self._closed:
+            return None
+        if self._forms():
+            self.counting.failed("unsupported", "memory of the pool for chunks that are encoded")
             return None
         return self.allocator.batched_allocate(
             shapes, dtypes, batch_size, fmt or self._fmt, evict=eviction, wait=busy_loop
@@ -247,7 +275,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
     ) -> None:
         new: list[bool] = []
         try:
-            if self._mapping is not None:
+            if is_cuda_worker(self.metadata):
                 torch_dev.synchronize(
                     self.dst_device
                 )  # what the GPU writes may be on its way still
@@ -275,33 +303,53 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         new = [False] * len(chosen)
         if not self.cache.is_whole():
             return new
-        others: list[int] = []
-        buffers: list[list[object]] = []
+        others: dict[int, torch.Tensor] = {}
         for index, (_, one) in enumerate(chosen):
             if isinstance(one, PoolObject) and one.key is None and one.parent() is self.allocator:
                 new[index] = one.seal(packed[index : index + 1])
             elif (memory := self._memory_of(one)) is not None:
-                others.append(index)
-                buffers.append(memory)
-        if others:
-            found = self.cache.put(PageKeys(packed.packed[others], 1), buffers).tolist()
-            for index, is_new in zip(others, found, strict=False):
-                new[index] = is_new
-            self.counting.add(copied_objects=sum(found))
-        sizes = [one.get_size() for (_, one), is_new in zip(chosen, new, strict=True) if is_new]
+                others[index] = memory
+        stored = self._copied(packed, [one for _, one in chosen], others, new)
+        sizes = [size for size, is_new in zip(stored, new, strict=True) if is_new]
         self.counting.add(stored_objects=len(sizes), stored_bytes=sum(sizes))
         return new
 
-    def _memory_of(self, one: MemoryObj) -> list[object] | None:
+    def _copied(
+        self,
+        packed: PageKeys,
+        given: list[MemoryObj],
+        others: dict[int, torch.Tensor],
+        new: list[bool],
+    ) -> list[int]:
+        """Stores the payloads of `others`, by their places; which are new is in `new` then. Returns
+        the bytes in the pool of each that was given."""
+        forms = self._forms()
+        stored = [one.get_size() for one in given]
+        if not others:
+            return stored
+        found = {place: form_of(given[place]) for place in others}
+        for place, one in found.items() if forms else ():
+            stored[place] = stored_bytes(one, forms)
+        feet = [
+            np.frombuffer(form.encode(one, stored[place]), np.uint8) for place, one in found.items()
+        ]
+        buffers = buffers_of(list(others.values()), list(found.values()), feet, forms)
+        are_new = self.cache.put(PageKeys(packed.packed[list(others)], 1), buffers)
+        for place, is_new in zip(others, are_new.tolist(), strict=False):
+            new[place] = is_new
+        self.counting.add(copied_objects=int(are_new.sum()))
+        return stored
+
+    def _memory_of(self, one: MemoryObj) -> torch.Tensor | None:
         """What is to be copied of an object that lies elsewhere; None when that is not served."""
         raw = one.raw_tensor if isinstance(one, TensorMemoryObj) else None
         size = one.get_size()
-        if raw is not None and raw.is_cpu and raw.is_contiguous() and raw.nbytes >= size:
-            found = form_of(one)
-            if self._fits(found):
-                return [raw.reshape(-1).view(torch.uint8)[:size], form.encode(found, size)]
-        self.counting.failed("unsupported", f"{type(one).__name__} of {size} bytes")
-        return None
+        is_plain = raw is not None and raw.is_cpu and raw.is_contiguous()
+        if raw is None or not is_plain or raw.nbytes < size or not self._fits(form_of(one)):
+            self.counting.failed("unsupported", f"{type(one).__name__} of {size} bytes")
+            return None
+        memory: torch.Tensor = raw.reshape(-1).view(torch.uint8)[:size]
+        return memory
 
     def _prioritize(self, keys: Sequence[CacheEngineKey]) -> None:
         """Objects that a request has stored or read, as it has asked."""
@@ -355,20 +403,60 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         read = self._read(keys)
         near = self.local_cpu_backend
-        if near is None or not near.use_hot:
+        if near is None or not near.use_hot or self._forms():
             return read
         return [one and self._brought_near(one, near) for one in read]
 
     def _read(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
-        """In place, each with a reference."""
+        """Each with a reference: in place, or decoded to LMCache's own memory."""
         if self._closed:
             return [None] * len(keys)
         read = self.allocator.read(keys, self._keys(keys))
         self._prioritize(keys)
-        hits = [one.get_size() for one in read if one is not None]
+        hits = [one.meta.phy_size for one in read if one is not None]
         self.counting.add(asked_objects=len(keys), hit_objects=len(hits), read_bytes=sum(hits))
+        decoded = self._decoded(keys, read) if self._forms() else list(read)
         self.cache.inspect()
-        return list(read)
+        return decoded
+
+    def _decoded(
+        self, keys: Sequence[CacheEngineKey], read: Sequence[PoolObject | None]
+    ) -> list[MemoryObj | None]:
+        """What was read, in LMCache's own memory; it is held until it is copied."""
+        found: list[MemoryObj | None] = [None] * len(keys)
+        feet: dict[int, Bytes] = {}
+        near = self.local_cpu_backend
+        for place, one in enumerate(read):
+            made = (
+                one
+                and near
+                and near.allocate(
+                    one.get_shapes(), one.get_dtypes(), one.meta.fmt, eviction=True, busy_loop=False
+                )
+            )
+            if one and made:
+                found[place] = made
+                feet[place] = np.empty(len(one.memory) - one.meta.phy_size, np.uint8)
+            elif one:
+                self.counting.failed("memory", f"{one.get_size()} bytes")
+        made_of = [one for one in found if one is not None]
+        buffers = buffers_of(
+            [one.raw_tensor for one in made_of],
+            [form_of(one) for one in made_of],
+            list(feet.values()),
+            self._forms(),
+        )
+        good = self.cache.load(self._keys([keys[place] for place in feet]), buffers)
+        for place, is_good in zip(feet, good.tolist(), strict=True):
+            made = found[place]
+            if made is not None and not is_good:
+                made.ref_count_down()
+                found[place] = None
+        for one in read:
+            if one is not None:
+                one.ref_count_down()
+        self.counting.add(copied_objects=int(good.sum()))
+        return found
 
     def _brought_near(self, one: MemoryObj, near: LocalCPUBackend) -> MemoryObj | None:
         """A copy in LMCache's own memory, where it keeps what it has read: else its hot cache would

@@ -9,7 +9,8 @@ import torch
 
 from cxlkv.adapters.sglang.names import Config, Words
 from cxlkv.errors import BadArgumentError, UnsupportedError
-from cxlkv.objects import Buffers
+from cxlkv.layout import DTYPES
+from cxlkv.objects import Buffers, RowForm
 
 Meta = tuple[list[int], list[int]]
 
@@ -27,6 +28,15 @@ OF_THE_HOST = (
     "kv_cache_dim",
     "storage_format_tag",
 )
+
+
+OF_HEADS = (
+    "MHATokenToKVPoolHost",
+    "AsymmetricMHATokenToKVPoolHost",
+    "HiSparseMHATokenToKVPoolHost",
+)
+"""Host pools whose buffers are rows of K and of V in turn, of a token and head each; what others of
+these names derive from has scales between its rows."""
 
 
 class Memory(Protocol):
@@ -49,12 +59,21 @@ class HostMemory:
     """One of the engine's host pools, by the name that SGLang gives it.
 
     sizes: bytes of an object's buffers, in the order in which SGLang names them, which is the order
-    of its bytes. parts: objects of a page, more than one with split heads. Where a page lies SGLang
-    is asked each time: some of its pools move pages. Raises UnsupportedError for a host pool whose
-    pages have no addresses.
+    of its bytes. object_bytes: what they take in the pool. encoding: what rows of K and V become
+    there; host pools beside them stay as they are. parts: objects of a page, more than one with
+    split heads. Where a page lies SGLang is asked each time: some of its pools move pages. Raises
+    UnsupportedError for a host pool whose pages have no addresses, and with an encoding for K and V
+    that are no rows of numbers, or copies.
     """
 
-    def __init__(self, pool: Memory, name: str, config: Config, zero_copy: bool = True):
+    def __init__(
+        self,
+        pool: Memory,
+        name: str,
+        config: Config,
+        zero_copy: bool = True,
+        encoding: str = "none",
+    ):
         self._pool, self._name, self._zero_copy = pool, name, zero_copy
         self.parts = 1
         if name == "kv" and config.should_split_heads and zero_copy:
@@ -74,7 +93,33 @@ class HostMemory:
                 "out --hicache-storage-backend"
             )
         self.sizes = [int(size) for size in found[1][: len(found[1]) // self.parts]]
-        self.object_bytes = sum(self.sizes)
+        self._encoding = encoding
+        self._forms = self._row_forms()
+        one = Buffers([0] * len(self.sizes), self.sizes, [0, len(self.sizes)], self._forms)
+        self.object_bytes = int(one.stored_bytes().sum())
+
+    def _row_forms(self) -> list[RowForm]:
+        kind, written = type(self._pool).__name__, f'cxlkv: "encoding": "{self._encoding}"'
+        if self._encoding == "none" or (self._name != "kv" and kind not in OF_HEADS):
+            return []
+        if kind not in OF_HEADS:
+            raise UnsupportedError(
+                f"{written}, and SGLang's host pool {self._name} ({kind}) has no rows of K and V "
+                "by head: leave encoding out"
+            )
+        if not self._zero_copy:
+            raise UnsupportedError(
+                f'{written} is for pages in place, not for copies of them: write "interface_v1": 1 '
+                "beside module_path, or leave encoding out"
+            )
+        dtype = str(getattr(self._pool, "dtype", None)).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise UnsupportedError(
+                f"{written}, and the engine keeps its cache as {dtype}, in fewer bits already: "
+                "leave one of both out (--kv-cache-dtype)"
+            )
+        dims = [int(getattr(self._pool, name)) for name in ("head_dim", "v_head_dim")]
+        return [RowForm(self._encoding, dtype, dims[i % 2]) for i in range(len(self.sizes))]
 
     @property
     def kinds(self) -> set[str]:
@@ -91,6 +136,7 @@ class HostMemory:
             "heads": None if heads is None else int(heads) // self.parts,
             "sizes": self.sizes,
             "zero_copy": self._zero_copy,  # copies of pages may have another order
+            **({"encoding": self._encoding} if self._forms else {}),
         }
 
     def _meta(self, indices: torch.Tensor) -> Meta | None:
@@ -112,4 +158,5 @@ class HostMemory:
             np.array(found[0], np.uint64),
             np.array(found[1], np.uint64),
             np.arange(0, pages * self.parts * each + 1, each),
+            self._forms,
         )

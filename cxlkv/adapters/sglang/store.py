@@ -98,12 +98,13 @@ class Store(Closing):
     # ---- the start ----
 
     def add(self, name: str, pool: Memory) -> None:
-        """Raises UnsupportedError for a host pool that cannot be stored, and after make() what it
-        raises."""
+        """Raises UnsupportedError for a host pool that cannot be stored, or not with this encoding,
+        and after make() what it raises."""
         if name in self._parts:
             return
         config = self._rank.config
-        memory = HostMemory(pool, name, config, self._rank.zero_copy)
+        encoding = self._rank.settings.encoding
+        memory = HostMemory(pool, name, config, self._rank.zero_copy, encoding)
         self._parts[name] = Part(memory, Shards(config, memory.kinds, memory.parts))
         if self._objects:
             self._make(name, self._objects * memory.object_bytes)

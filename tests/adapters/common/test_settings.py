@@ -146,12 +146,14 @@ def test_objects_are_not_had_of_another_machine() -> None:
             ENGINES[name](given)
 
 
-def test_objects_are_kept_as_they_come() -> None:
-    assert ENGINES["vllm"]({"encoding": "int8"}).encoding == "int8"
+def test_objects_have_one_encoding_and_are_read_whole() -> None:
+    assert ENGINES["vllm"]({"encoding": "int8,int4"}).encoding == "int8,int4"
     for name in ("sglang", "lmcache"):
-        assert ENGINES[name]({"encoding": "none"}).encoding == "none"
-        with pytest.raises(BadArgumentError, match=r"encoding is for vLLM: .*as they come"):
-            ENGINES[name]({"encoding": "int8"})
+        for encoding in ("none", "int8", "int4", "fp8_e4m3"):
+            assert ENGINES[name]({"encoding": encoding}).encoding == encoding
+        for encoding in ("int8,int4", "progressive"):
+            with pytest.raises(BadArgumentError, match=rf"encoding is '{encoding}': .*alike"):
+                ENGINES[name]({"encoding": encoding})
 
 
 @each_engine
