@@ -112,6 +112,21 @@ def test_a_sum_of_planes_is_the_same_by_any_way(
     assert float(off(capped, want).max()) < 0.06
 
 
+@pytest.mark.parametrize("sharp", [10, 20, 40])
+def test_outputs_of_coarse_logits(sharp: float, rng: np.random.Generator) -> None:
+    """By the upper planes they are off by 1, 2 and 4, so that shares are off by whole factors."""
+    layout = layout_of(("progressive", "progressive"), dim=DIM, page_tokens=16)
+    keys, values = (rng.standard_normal((4000, 2, DIM), np.float32) for _ in range(2))
+    q = (sharp * rng.standard_normal((40, 1, 4, DIM))).astype(np.float32)
+    with pool_of(layout, 4000) as pool:
+        sequence = pool.sequence()
+        sequence.append(0, keys, values)
+        want = np.stack([sequence.attend(0, row)[0] for row in q])
+        for error in (0.01, 0.03, 0.1):
+            got = np.stack([sequence.attend(0, row, error=error)[0] for row in q])
+            assert float(np.sqrt((off(got, want) ** 2).mean())) <= error
+
+
 @pytest.mark.parametrize("common", [0, 1, 10, np.inf])
 def test_values_that_are_alike_are_no_further_off_than_one_is(
     common: float, rng: np.random.Generator

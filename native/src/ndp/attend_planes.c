@@ -171,6 +171,8 @@ typedef struct head_page {
     uint32_t stride, tokens, queries;
     float (*totals)[2];          /* of each query */
     float *room;                 /* for the logits of a query */
+    const float *spreads;        /* of each query */
+    float scale_squared;         /* the largest of a token */
 } head_page;
 
 /* A logit above which the page may have so large a share that share * worth >= limit. */
@@ -186,8 +188,16 @@ static bool has_share(const head_page *p, uint32_t q, float share) {
     return !(sum < share); /* nor of a NaN */
 }
 
-/* Whether share * worths[q] * factor >= limit for some query; worths NULL: 1. Few pages come near
- * it, which the largest logit tells; under a softcap it does not. */
+/* A share that was measured by logits that are off by s is itself off by a factor of exp(s), which
+ * few standard deviations make large: from s^2 = 1/4 on the mean square of what it moves by grows
+ * nearly as s^2 exp(2 s^2), that of a lognormal number. Returns the log of what s^2 lacks. */
+static float log_more(const head_page *p, uint32_t q) {
+    float squared = p->spreads[q] * p->scale_squared;
+    return squared > 0.25f ? 2 * squared - 0.5f : 0;
+}
+
+/* Whether share * worths[q] * factor >= limit for some query, log_more() aside; worths NULL: 1. Few
+ * pages come near it, which the largest logit tells; under a softcap it does not. */
 static bool is_wanted(const head_page *p, const float *wanted, const float *worths, float factor,
                       float limit) {
     float nearest = -INFINITY, most = logf(factor);
@@ -196,11 +206,14 @@ static bool is_wanted(const head_page *p, const float *wanted, const float *wort
         const float *row = p->rows + (uint64_t)q * p->stride;
         float best = -INFINITY;
         for (uint32_t t = 0; t < p->tokens; t++) best = row[t] > best ? row[t] : best;
-        nearest = best - wanted[q] > nearest ? best - wanted[q] : nearest;
+        float near = best - wanted[q] + log_more(p, q);
+        nearest = near > nearest ? near : nearest;
     }
     if (!looks && nearest + most < 0) return false;
     for (uint32_t q = 0; q < p->queries; q++)
-        if (has_share(p, q, limit / ((worths ? worths[q] : 1) * factor))) return true;
+        if (has_share(p, q, limit / ((worths ? worths[q] : 1) * factor) *
+                                expf(-log_more(p, q))))
+            return true;
     return false;
 }
 
@@ -255,8 +268,9 @@ static uint32_t refine_head(const span_walk *w, const page_block *block, uint32_
         float scale = scales[i * w->s->head_count + head];
         p->rows = rows + done;
         p->tokens = block->held[i];
+        p->scale_squared = scale * scale;
         if (job->keys.planes &&
-            is_wanted(p, keys, spreads, scale * scale, limit)) {
+            is_wanted(p, keys, spreads, p->scale_squared, limit)) {
             refine(p, piece_at(block, block->keys, i, w->s->head_first + head), first_query);
             *bytes += lower_bytes(&job->keys, p->tokens);
         }
@@ -305,7 +319,8 @@ float *planes_attend_block(const span_walk *w, const page_block *block, const pa
     for (uint32_t head = 0; head < s->head_count; head++) {
         float *rows = logits + (uint64_t)head * queries * block->tokens;
         head_page page = {.job = job, .rows = rows, .stride = block->tokens, .queries = queries,
-                          .totals = totals + head * queries, .room = room};
+                          .totals = totals + head * queries, .room = room,
+                          .spreads = job->spreads + first_query_of(job, s, head)};
         uint32_t wanted = refine_head(w, block, head, at, &page, bytes);
         online_softmax(job, rows, block->tokens, queries, (float(*)[2])state_of(job, s, head),
                        accumulator_of(job, s, head));
