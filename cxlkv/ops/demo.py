@@ -36,10 +36,7 @@ def demo(
     ] = 0,
     encoding: Annotated[
         str,
-        typer.Option(
-            help="Of SmolLM2: what the pool keeps K and V as: int8, int4, fp8_e4m3, progressive; "
-            "or of each: int8,int4."
-        ),
+        typer.Option(help="SmolLM2's K and V are in int8, int4, fp8_e4m3, progressive; int8,int4."),
     ] = "none",
     tiny: Annotated[
         bool,
