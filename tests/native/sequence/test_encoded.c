@@ -74,7 +74,8 @@ static void *room(answers *a, uint64_t bytes) {
 /* Of a page and head, as rows or, of what is encoded, as it is kept. */
 static uint64_t fetched_bytes(uint32_t kind, bool as_kept) {
     const cxlkv_layout *layout = &pool->layout;
-    if (!as_kept || !encoding_of(layout, kind)) return rows_bytes(layout, kind);
+    if (!as_kept) return rows_bytes(layout, kind);
+    if (!has_codes(layout, kind)) return layout->page_tokens * stored_row_bytes(layout, kind);
     code_form form = form_of(layout, kind);
     return code_bytes(&form, layout->page_tokens);
 }

@@ -63,6 +63,7 @@ static uint64_t walk_attend(const request *r, const request_facts *facts) {
     uint64_t lists = 0;
     demand(a->layer == r->layer && a->q_heads % facts->kv_heads == 0 && a->q_heads, "layer");
     demand(isfinite(a->scale) && a->scale > 0 && isfinite(a->softcap) && a->softcap >= 0, "number");
+    demand(isfinite(a->error) && a->error >= 0, "error");
     demand(a->parts && (a->k == 0 || a->lists), "list");
     for (uint32_t i = 0; a->lists && i < r->head.count; i++) {
         request_sequence item = r->sequences[i];
