@@ -390,7 +390,8 @@ class Batch:
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         factor = self._scale if scale is None else float(scale)
         number, handle = _layer(layer), self._handle
-        check_error(error)
+        if error:
+            check_error(error)
         found = simd.attend(
             handle, self._layout, number, q, starts, picked, factor, softcap, error, out
         )

@@ -518,6 +518,7 @@ VALUES = {
     "KVLayout",
     "LayerGroup",
     "PoolFullError",
+    "RowForm",
     "Selection",
     "object_keys",
 }

@@ -172,10 +172,10 @@ def attend_with_a_wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def faulty(
         self: Batch, layer: int, q: object, starts: object, picked: object, scale: float,
-        softcap: float,
+        softcap: float, error: float = 0.0,
     ) -> object:  # fmt: skip
-        wrong = 1.1 * scale
-        return attend(self, layer, q, starts, picked, wrong, softcap)  # type: ignore[arg-type]
+        how = (1.1 * scale, softcap, error)
+        return attend(self, layer, q, starts, picked, *how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Batch, "attend", faulty)
 
