@@ -22,10 +22,7 @@ def append_rows(rows: torch.Tensor, ring: torch.Tensor, positions: torch.Tensor)
             f"rows {rows.dtype} {tuple(rows.shape)} do not fit a ring {ring.dtype} "
             f"{tuple(ring.shape)}"
         )
-    if tuple(positions.shape) != (requests, steps) or positions.dtype != torch.int64:
-        raise BadArgumentError(f"positions are int64 [{requests}, {steps}]")
-    if not ring.is_contiguous() or not positions.is_contiguous() or rows.stride(3) != 1:
-        raise BadArgumentError("ring and positions are contiguous, and so is a row")
+    _check_positions(rows, ring, positions)
     if not runs_triton(one_device(rows=rows, ring=ring, positions=positions)):
         append_rows_reference(rows, ring, positions)
         return
@@ -49,6 +46,14 @@ def append_rows(rows: torch.Tensor, ring: torch.Tensor, positions: torch.Tensor)
         )
 
 
+def _check_positions(rows: torch.Tensor, ring: torch.Tensor, positions: torch.Tensor) -> None:
+    wanted = rows.shape[:2]
+    if positions.shape != wanted or positions.dtype != torch.int64:
+        raise BadArgumentError(f"positions are int64 {list(wanted)}")
+    if not ring.is_contiguous() or not positions.is_contiguous() or rows.stride(3) != 1:
+        raise BadArgumentError("ring and positions are contiguous, and so is a row")
+
+
 def append_rows_reference(rows: torch.Tensor, ring: torch.Tensor, positions: torch.Tensor) -> None:
     """The same by indexing."""
     slots, page_tokens = ring.shape[2:4]
@@ -66,7 +71,7 @@ def append_codes(
 ) -> None:
     """As append_rows, into uint8 [requests, heads, slots, piece_bytes]: the rows' codes and scales,
     which are those that a pool makes of them. What a slot had of other tokens stays."""
-    requests, steps, heads, dim = rows.shape
+    requests, _, heads, dim = rows.shape
     piece_bytes = form.piece_bytes(page_tokens)
     if (
         ring.shape[:2] != (requests, heads)
@@ -78,10 +83,7 @@ def append_codes(
             f"rows {rows.dtype} {tuple(rows.shape)} do not fit a ring {ring.dtype} "
             f"{tuple(ring.shape)} of pieces of {piece_bytes} bytes, {form.dim} channels"
         )
-    if tuple(positions.shape) != (requests, steps) or positions.dtype != torch.int64:
-        raise BadArgumentError(f"positions are int64 [{requests}, {steps}]")
-    if not ring.is_contiguous() or not positions.is_contiguous() or rows.stride(3) != 1:
-        raise BadArgumentError("ring and positions are contiguous, and so is a row")
+    _check_positions(rows, ring, positions)
     if not runs_triton(one_device(rows=rows, ring=ring, positions=positions)):
         append_codes_reference(rows, ring, positions, form, page_tokens)
     elif rows.numel():

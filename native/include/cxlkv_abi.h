@@ -48,7 +48,7 @@
 #define CXLKV_ENCODING_INT8 1
 #define CXLKV_ENCODING_INT4 2
 #define CXLKV_ENCODING_FP8_E4M3 3 /* native/src/kernels/fp8.h */
-#define CXLKV_ENCODING_PROGRESSIVE 4 /* 8 bits in two planes of 4, read as far as needed */
+#define CXLKV_ENCODING_PROGRESSIVE 4 /* 8 bits in two planes of 4; a reader may stop at the first */
 #define CXLKV_LAYERS_MAX 1024
 
 /* What a pool stores. Layers of one shape; those of one group also share an attention window. */

@@ -36,19 +36,6 @@ static void decode_rows(const stored *s, int dtype, const uint8_t *piece, uint32
     }
 }
 
-/* Both planes in the form of 8 bits: blocks, then scales. */
-static void copy_joined(const cxlkv_layout *layout, uint32_t kind, const uint8_t *from,
-                        uint8_t *to) {
-    code_form form = form_of(layout, kind);
-    size_t bytes = code_block_bytes(&form), lower = lower_offset(layout, kind);
-    uint32_t blocks = code_blocks(layout->page_tokens);
-    for (uint32_t i = 0; i < blocks; i++)
-        kernels_current()->code_join(&form, from + i * bytes / 2, from + lower + i * bytes / 2,
-                                     to + i * bytes);
-    memcpy(to + blocks * bytes, from + scales_offset(layout, kind),
-           blocks * CODE_TOKENS * sizeof(uint16_t));
-}
-
 /* Blocks and scales, as they are kept, or joined; zeros where a tail has more than its tokens. The
  * copy need not begin on a line. */
 static void copy_codes(const layer_view *view, uint32_t index, uint32_t kind, const uint8_t *from,
@@ -58,7 +45,7 @@ static void copy_codes(const layer_view *view, uint32_t index, uint32_t kind, co
     code_form form = form_of(layout, kind);
     uint32_t end = code_blocks(layout->page_tokens) * CODE_TOKENS;
     size_t bytes = code_bytes(&form, layout->page_tokens);
-    if (has_planes(layout, kind)) copy_joined(layout, kind, from, to);
+    if (has_planes(layout, kind)) piece_join(layout, kind, from, to);
     else copy_past(to, from, bytes, stream);
     if (index < view->complete) return;
     uint32_t filled = view_filled(view, index);

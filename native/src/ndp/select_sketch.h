@@ -65,7 +65,7 @@ static inline uint64_t estimated_bytes(const select_job *job) {
 
 /* Block `block` of a head of some pages, by where their pieces of estimated_kind() begin. */
 typedef struct estimated_blocks {
-    const uint8_t *const *pages, *const *later; /* later: what is wanted soon, NULL where nothing */
+    const uint8_t *const *pages, *const *later; /* later: to be prefetched; entries may be NULL */
     uint32_t count, head, block;
     uint64_t first_query;
     uint32_t query_count;

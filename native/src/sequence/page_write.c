@@ -175,9 +175,7 @@ void piece_encode(const cxlkv_layout *layout, uint32_t kind, uint32_t dtype, con
                          (uint16_t *)(void *)(piece + scales_offset(layout, kind)));
 }
 
-/* Between a piece in planes and one of 8 bits, the scale of its digest aside. */
-static void piece_join(const cxlkv_layout *layout, uint32_t kind, const uint8_t *planes,
-                       uint8_t *piece) {
+void piece_join(const cxlkv_layout *layout, uint32_t kind, const uint8_t *planes, uint8_t *piece) {
     const code_form form = form_of(layout, kind);
     const size_t bytes = code_block_bytes(&form), lower = lower_offset(layout, kind);
     const uint32_t blocks = code_blocks(layout->page_tokens);
