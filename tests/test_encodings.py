@@ -626,7 +626,7 @@ def test_bytes_are_kept_as_they_are(kind: str, page_tokens: int, rng: np.random.
 @pytest.mark.parametrize("page_tokens", [8, 16])
 def test_blocks_of_bytes_come_back_as_they_were(page_tokens: int, rng: np.random.Generator) -> None:
     """Any byte, also one that no number becomes, and however an engine packs them; and the same
-    pages are numbers to who asks for these."""
+    pages can be fetched as numbers."""
     layout = layout_of((FP8, FP8), dim=24, value_dim=40, page_tokens=page_tokens, dtype="float16")
     k, v = (rng.integers(0, 256, (3, 2, 16, dim), np.uint8) for dim in (24, 40))
     with pool_of(layout, 200) as pool:

@@ -1,5 +1,5 @@
-"""`cxlkv bench vllm-encodings`: vLLM's decode on a trained model by what keys and values are kept
-as: stock and stock in fp8, beside pools in bf16, fp8, int8 and int4."""
+"""`cxlkv bench vllm-encodings`: how fast vLLM decodes a trained model in each encoding: stock in
+bf16 and fp8, and pools in bf16, fp8, int8 and int4."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Run(running.Run):
     judge = CACHED
 
     def case(self, prompts: Sequence[list[int]]) -> None:
-        """Time to all first tokens where nobody has anything of the prompts; then, with all but
+        """Time to all first tokens where no cache holds any of the prompts; then, with all but
         less than a block there, tokens of a second of all requests."""
         tokens = len(prompts[0])
         there = (tokens - 1) // self.size.block_tokens * self.size.block_tokens
