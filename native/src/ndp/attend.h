@@ -132,9 +132,9 @@ void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint3
                     float (*states)[2], float *accumulator);
 
 /* ---- attend_planes.c ---- */
-/* Floats that a span needs in its .upper, and the job in its .spreads. */
+/* Floats that a span needs in its .upper. */
 uint64_t planes_span_floats(const attend_job *job, const span *s);
-void planes_prepare(attend_job *job);
+void planes_prepare(attend_job *job); /* fills job->spreads */
 /* A task for each span, before those that attend: logits by upper planes, and what they sum to. */
 int planes_measure_task(void *context, uint32_t item);
 /* What the spans of a merge have measured, by head and query of a span: M, the largest logit, and
