@@ -1,4 +1,4 @@
-"""What encodings are held against computes what it should, and whoever is missing says why."""
+"""What encodings are held against computes what it should; one that is missing is named, with the reason."""
 
 from __future__ import annotations
 

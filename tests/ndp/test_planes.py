@@ -176,6 +176,20 @@ def test_one_of_the_two_in_planes(
                 np.testing.assert_allclose(lse, want_lse, atol=1e-4)
 
 
+@pytest.mark.parametrize("place", [3, 700, 1400])
+def test_a_page_that_has_all_is_read_in_all_bits(place: int, rng: np.random.Generator) -> None:
+    """Wherever it lies among the ranges that a sequence is cut into, whose sums are put together."""
+    layout = layout_of(("progressive", "progressive"), dim=DIM, page_tokens=16)
+    keys, values = rng.standard_normal((2, TOKENS, 2, DIM), np.float32)
+    keys[place] = 4
+    q = np.ones((1, 4, DIM), np.float32)
+    with pool_of(layout, TOKENS) as pool:
+        sequence = pool.sequence()
+        sequence.append(0, keys, values)
+        got, want = (np.asarray(sequence.attend(0, q, error=e)[0]) for e in (0.02, 0.0))
+        assert float(off(got, want).max()) < 1e-4
+
+
 def test_an_emulated_link_moves_what_is_read(
     pairs: dict[str, tuple[CXLPool, Sequence]], rng: np.random.Generator
 ) -> None:
