@@ -1,4 +1,4 @@
-"""What encodings are held against computes what it should; one that is missing is named, with the reason."""
+"""What encodings are held against computes what it should; what is missing is named, and why."""
 
 from __future__ import annotations
 

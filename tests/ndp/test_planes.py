@@ -178,7 +178,7 @@ def test_one_of_the_two_in_planes(
 
 @pytest.mark.parametrize("place", [3, 700, 1400])
 def test_a_page_that_has_all_is_read_in_all_bits(place: int, rng: np.random.Generator) -> None:
-    """Wherever it lies among the ranges that a sequence is cut into, whose sums are put together."""
+    """Wherever it lies among the ranges of a sequence, whose sums are put together."""
     layout = layout_of(("progressive", "progressive"), dim=DIM, page_tokens=16)
     keys, values = rng.standard_normal((2, TOKENS, 2, DIM), np.float32)
     keys[place] = 4
