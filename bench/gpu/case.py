@@ -57,6 +57,21 @@ def new_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+class Replay:
+    """A CUDA graph of one call, on a stream. It keeps what the call reads: the graph has addresses.
+
+    Raises RuntimeError where the call does what cannot be captured."""
+
+    def __init__(self, function: Callable[[], object], stream: torch.cuda.Stream):
+        self._function = function
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            self._kept = function()
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
 class Timer:
     """Times functions on a stream of its own, which is not the legacy one: some calls refuse that.
 
@@ -64,8 +79,8 @@ class Timer:
     the GPU reads it, the host asks for what comes next, and so what the host takes for one call
     hides behind it, as it does in a decode step that has been captured. Where a call takes the
     host longer than that (a loop over thousands of copies), the device waits for the host, and the
-    sample has it. On a CPU the same functions run, to see that they do: what comes out of that is
-    no figure.
+    sample has it; captured() leaves the host out. On a CPU the same functions run, to see that they
+    do: what comes out of that is no figure.
     """
 
     def __init__(self, device: torch.device, rounds: int = ROUNDS, warm: int = 3):
@@ -76,6 +91,7 @@ class Timer:
         words = FLUSH_BYTES // 4 if self.stream else 1
         self._flush = torch.ones(words, dtype=torch.float32, device=device)
         self._sum = torch.empty((), dtype=torch.float32, device=device)
+        self.uncaptured: set[str] = set()
         self.wait()
 
     def here(self) -> AbstractContextManager[object]:
@@ -93,6 +109,26 @@ class Timer:
         self.wait()  # what was prepared may be on another stream
         with self.here():
             return interleave_reported(calls, self.rounds, self.warm)
+
+    def captured(
+        self, functions: Mapping[str, Callable[[], object]]
+    ) -> dict[str, Callable[[], object]]:
+        """Each as the replay of a CUDA graph of one call, which takes the host next to nothing. One
+        that cannot be captured stays a call, and `uncaptured` has its name. On a CPU all do."""
+        found: dict[str, Callable[[], object]] = dict(functions)
+        if self.stream is None:
+            return found
+        for name, function in functions.items():
+            self.wait()
+            with self.here():
+                function()  # compiles, and brings tables to the device
+            self.wait()
+            try:
+                found[name] = Replay(function, self.stream)
+            except RuntimeError:
+                self.wait()
+                self.uncaptured.add(name)
+        return found
 
     def _sample(self, function: Callable[[], object]) -> float:
         if self.stream is None:
