@@ -82,7 +82,9 @@ def attend(
     in a CUDA graph, once rotate.prepare() was called where there are codes.
 
     Addresses are multiples of 16 that the device can read: neither is checked. Raises
-    BadArgumentError for shapes, dtypes and numbers that do not fit.
+    BadArgumentError for shapes, dtypes and numbers that do not fit; UnsupportedError where only
+    values are codes and keys are too wide for shared memory (more than 256 channels of float32
+    beside int4 of as many, 512 beside int8; twice that in 16 bits beside int4).
     """
     bits = _bits_of(encodings, values_at is not None)
     shape = _shape(q, keys_at, values_at, page_tokens, value_dim, softcap, dtype, bits)

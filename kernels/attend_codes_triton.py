@@ -26,21 +26,72 @@ from cxlkv.kernels.variants import Variant, variant
 
 BLOCK = tl.constexpr(16)  # tokens of a block
 LEAST_SCALE = tl.constexpr(2.0**-25)  # below every float16 but 0
+REACH = tl.constexpr(1 << 30)  # tokens behind the last page: farther ones count as if there
+NOWHERE = tl.constexpr((1 << 31) - 1)
+IN_PYTHON = tl.constexpr(INTERPRETED)
+
+
+def _ptx(parts: int, numbers: dict[str, str], lines: list[str]) -> tl.constexpr:
+    """Of two words next to each other, $parts and the next, `parts` pairs of float16."""
+    names = ", ".join(["x0", "x1", "y0", "y1", *numbers])
+    loads = [f"mov.b32 {name}, {text};" for name, text in numbers.items()]
+    text = "\n".join(["{", f".reg .b32 {names};", *loads, *lines, "}"])
+    return tl.constexpr(text.replace("first", f"${parts}").replace("second", f"${parts + 1}"))
+
+
+def _bytes_ptx(half: bool) -> tl.constexpr:
+    """A byte in the low bits of the float16 1024 is added to it."""
+    lines = ["prmt.b32 x0, first, second, 0x5140;", "prmt.b32 x1, first, second, 0x7362;"]
+    for part in range(4):
+        places = ("0x4140", "0x4342")[part % 2]
+        lines.append(f"prmt.b32 ${part}, x{part // 2}, 0x64646464, {places};")
+        lines.append(f"sub.f16x2 ${part}, ${part}, less;")
+        lines += [f"add.f16x2 ${part}, ${part}, half;"] * half
+    return _ptx(4, {"less": "0x64806480", "half": "0x38003800"}, lines)  # 1152 and 0.5
+
+
+def _nibbles_ptx(half: bool) -> tl.constexpr:
+    """Likewise; a high nibble there is added 16 times, which its product with 1/16 mends."""
+    lines = ["prmt.b32 x0, first, second, 0x5410;", "prmt.b32 x1, first, second, 0x7632;"]
+    lines += ["shr.u32 y0, x0, 8;", "shr.u32 y1, x1, 8;"]
+    for low in range(4):
+        of, high = f"{'xy'[low % 2]}{low // 2}", low + 4
+        lines.append(f"lop3.b32 ${low}, {of}, 0x000f000f, 0x64006400, 0xea;")
+        lines.append(f"sub.f16x2 ${low}, ${low}, less;")
+        lines += [f"add.f16x2 ${low}, ${low}, half;"] * half
+        lines.append(f"lop3.b32 ${high}, {of}, 0x00f000f0, 0x64006400, 0xea;")
+        lines.append(f"fma.rn.f16x2 ${high}, ${high}, part, more;")
+    more = "0xd478d478" if half else "0xd480d480"  # -71.5 or -72
+    numbers = {"less": "0x64086408", "half": "0x38003800", "part": "0x2c002c00", "more": more}
+    return _ptx(8, numbers, lines)
+
+
+BYTES, BYTES_HALF = _bytes_ptx(half=False), _bytes_ptx(half=True)
+NIBBLES, NIBBLES_HALF = _nibbles_ptx(half=False), _nibbles_ptx(half=True)
 
 # fmt: off
 
 
 @triton.jit
-def _codes(words, BITS: tl.constexpr):
+def _codes(words, BITS: tl.constexpr, HALF: tl.constexpr):
     """Codes of each byte of the words, or of each low nibble and then each high one; less half
-    their number, and half a step on: what they stand for, but for the scale."""
-    found = ()
-    for part in tl.static_range(32 // BITS):
-        shift = part * 8 if BITS == 8 else part % 4 * 8 + part // 4 * 4
-        code = words >> shift & (1 << BITS) - 1
-        number = (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)  # 1024 more
-        number = number - (1024 + (1 << BITS - 1)) + 0.5
-        found = found + (number,)  # type: ignore[assignment]  # noqa: RUF005
+    their number, and with HALF half a step on: what they stand for, but for the scale."""
+    if IN_PYTHON:
+        found = ()
+        for part in tl.static_range(32 // BITS):
+            shift = part * 8 if BITS == 8 else part % 4 * 8 + part // 4 * 4
+            code = words >> shift & (1 << BITS) - 1
+            number = code.to(tl.float16) - (1 << BITS - 1) + (0.5 if HALF else 0.0)
+            found = found + (number,)  # type: ignore[assignment]  # noqa: RUF005
+    elif BITS == 8:
+        found = tl.inline_asm_elementwise(
+            BYTES_HALF if HALF else BYTES, "=r,=r,=r,=r,r,r", [words],
+            (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        found = tl.inline_asm_elementwise(
+            NIBBLES_HALF if HALF else NIBBLES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words],
+            (tl.float16, tl.float16, tl.float16, tl.float16,
+             tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2)
     return found
 
 
@@ -68,22 +119,22 @@ def _dealt(x, LINES: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _places(
-    keys_at, values_at, pages, token, k,
-    SPAN: tl.constexpr, PAGE_TOKENS: tl.constexpr, PAGE_ROOM: tl.constexpr,
+    keys_at, values_at, pages, token, k, low, high,
+    PAGE_TOKENS: tl.constexpr, PAGE_ROOM: tl.constexpr,
 ):
-    """Pieces of these tokens of a list, places in them, positions (-1: nothing is there), and those
-    of the first of SPAN tokens (FAR: no page)."""
+    """Pieces of these tokens of a list, places in them, positions behind the first of page `high`
+    (NOWHERE: nothing is there), and whether their pages are among those from `low` to `high`."""
     slot = token // PAGE_ROOM
     token = token % PAGE_ROOM
     inside = slot < k
     page = tl.load(pages + slot, mask=inside, other=-1)
     key_at = tl.load(keys_at + slot, mask=inside, other=0)
     value_at = tl.load(values_at + slot, mask=inside, other=0)
-    there = (page >= 0) & (key_at != 0) & (value_at != 0)
-    begin = page.to(tl.int64) * PAGE_TOKENS
-    position = tl.where(there & (token < PAGE_TOKENS), begin + token, -1)
-    first = tl.where(there, begin + token // SPAN * SPAN, FAR)
-    return key_at, value_at, token, position, first
+    wanted = (page >= low) & (page <= high)
+    position = tl.maximum(page - high, -(REACH // PAGE_TOKENS)) * PAGE_TOKENS + token
+    there = wanted & (key_at != 0) & (value_at != 0) & (token < PAGE_TOKENS)
+    position = tl.where(there, position, NOWHERE)
+    return key_at, value_at, token, position, wanted
 
 
 @triton.jit
@@ -105,11 +156,14 @@ def _words(at, wanted, COUNT: tl.constexpr, ROWS: tl.constexpr, ROW_BYTES: tl.co
 
 
 @triton.jit
-def _scales(at, token, wanted, OFFSET: tl.constexpr):
-    """Of tokens in pieces, float32; blocks of 16 are wanted, or are not."""
-    pointer = (at + OFFSET + token * 2).to(tl.pointer_type(tl.float16))
-    pointer = tl.multiple_of(tl.max_contiguous(pointer, [16]), [16])
-    return tl.load(pointer, mask=tl.max_constancy(wanted, [16]), other=0.0).to(tl.float32)
+def _scales(at, token, wanted, OFFSET: tl.constexpr, TOKENS: tl.constexpr):
+    """Of pairs of tokens in pieces, float32 of all TOKENS. Words of two scales are copied while the
+    kernel works, where one scale would be waited for."""
+    pointer = (at + OFFSET + token * 2).to(tl.pointer_type(tl.int32))
+    pair = tl.load(pointer, mask=wanted, other=0)
+    first = pair.to(tl.int16).to(tl.float16, bitcast=True)
+    second = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.join(first, second), [TOKENS]).to(tl.float32)
 
 
 @triton.jit
@@ -127,7 +181,7 @@ def _plain(at, token, wanted, DIM: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.c
 @triton.jit
 def _parted(q, row_at, used, scale, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
             PRECISE: tl.constexpr):
-    """_query() for codes."""
+    """_query() for codes, and half the sum of each row's parts: _codes() leaves it out of keys."""
     parts: tl.constexpr = 32 // BITS
     word = tl.arange(0, WIDTH // parts) * parts
     rows = ()
@@ -140,20 +194,24 @@ def _parted(q, row_at, used, scale, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS
     divisor = tl.where(largest > 0, largest, 1.0)[:, None]
     found = ()
     rest = ()
+    half = tl.zeros([row_at.shape[0]], tl.float32)
     for part in tl.static_range(parts):
         row = rows[part] / divisor
         found = found + (row.to(tl.float16),)  # type: ignore[assignment]  # noqa: RUF005
+        half += tl.sum(found[part].to(tl.float32), 1) * 0.5
         if PRECISE:
             left = (row - found[part].to(tl.float32)).to(tl.float16)
             rest = rest + (left,)  # noqa: RUF005
-    return found, rest, largest * scale
+            half += tl.sum(left.to(tl.float32), 1) * 0.5
+    return found, rest, half, largest * scale
 
 
 @triton.jit
 def _query(q, row_at, used, scale, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
            COMPUTE: tl.constexpr, PRECISE: tl.constexpr):
-    """Of rows: their parts as _codes() has those of keys, what these lack, and what their products
-    are to be multiplied by. Parts are divided by the largest channel: float16 ends at 65504."""
+    """Of rows: their parts as _codes() has those of keys, what these lack, half the sum of both,
+    and what their products are to be multiplied by. Parts are divided by the largest channel:
+    float16 ends at 65504."""
     if BITS == 0:
         channel = tl.arange(0, WIDTH)
         mask = used[:, None] & (channel < DIM)[None, :]
@@ -161,19 +219,20 @@ def _query(q, row_at, used, scale, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS:
         found = (part.to(COMPUTE),)
         rest = ()
         factor = tl.where(used, scale, 0.0)
+        half = factor
     else:
-        found, rest, factor = _parted(q, row_at, used, scale, DIM, WIDTH, BITS, PRECISE)
-    return found, rest, factor
+        found, rest, half, factor = _parted(q, row_at, used, scale, DIM, WIDTH, BITS, PRECISE)
+    return found, rest, half, factor
 
 
 @triton.jit
 def _scores(
-    query, rest, key_at, token, wanted,
+    query, rest, half, key_at, token, wanted,
     KEY_BITS: tl.constexpr, DIM: tl.constexpr, K: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    KEY_SCALES: tl.constexpr, TYPE: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISE: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr,
+    TYPE: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr, PRECISE: tl.constexpr,
+    LINES: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    """Products of the parts with keys, [LINES, TOKENS]."""
+    """Products of the parts with keys, [LINES, TOKENS], but for the scales of keys."""
     if KEY_BITS == 0:
         keys = _plain(key_at, token, wanted, DIM, K, TYPE, COMPUTE, ALIGNED)
         sums = tl.dot(query[0], tl.trans(keys), input_precision="ieee")
@@ -181,13 +240,12 @@ def _scores(
         parts: tl.constexpr = 32 // KEY_BITS
         at = key_at + token // BLOCK * KEY_BLOCK + token % BLOCK * 4
         words = _words(at, wanted, (DIM + parts - 1) // parts, K // parts, 64, False, BLOCK)
-        codes = _codes(words, KEY_BITS)
-        sums = tl.zeros([LINES, TOKENS], tl.float32)
+        codes = _codes(words, KEY_BITS, False)
+        sums = tl.zeros([LINES, TOKENS], tl.float32) + half[:, None]
         for part in tl.static_range(parts):
             sums = tl.dot(query[part], codes[part], sums)
             if PRECISE:
                 sums = tl.dot(rest[part], codes[part], sums)
-        sums = sums * _scales(key_at, token, wanted, KEY_SCALES)[None, :]
     return sums
 
 
@@ -213,7 +271,7 @@ def _summed(
         groups: tl.constexpr = 32 // VALUE_BITS
         width: tl.constexpr = (DIM + 15) // 16 * 64  # bytes of a group
         at = value_at + token // BLOCK * VALUE_BLOCK + token % BLOCK // groups * width
-        codes = _codes(_words(at, wanted, DIM, V, 0, True, V), VALUE_BITS)
+        codes = _codes(_words(at, wanted, DIM, V, 0, True, V), VALUE_BITS, True)
         high = weights.to(tl.float16)
         dealt = _dealt(high, LINES, TOKENS, VALUE_BITS)
         for part in tl.static_range(groups):
@@ -229,15 +287,17 @@ def _summed(
 @triton.jit
 def _weighed(logits, scales, seen, top, total, VALUE_BITS: tl.constexpr):
     """The step of an online softmax, in powers of two: weights, times the values' scales where they
-    have some, how far earlier sums fade, the largest weight so far and the sum of all."""
+    have some, how far earlier sums fade, the largest weight so far and sums by place in a tile."""
     levels = logits
     if VALUE_BITS:
-        levels = logits + tl.log2(tl.maximum(scales, LEAST_SCALE))[None, :]
+        # Near enough to the logarithm: a float's bits, the exponent the whole part.
+        bits = tl.maximum(scales, LEAST_SCALE).to(tl.int32, bitcast=True)
+        levels = logits + (bits.to(tl.float32) * 2.0**-23 - 127)[None, :]
     new_top = tl.maximum(top, tl.max(levels, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(logits - base[:, None])
     fade = tl.exp2(top - base)
-    total = total * fade + tl.sum(weights, 1)
+    total = total * fade[:, None] + weights
     if VALUE_BITS:  # a scale may be NaN
         weights = tl.where(seen, weights * scales[None, :], 0.0)
     return weights, fade, new_top, total
@@ -252,8 +312,14 @@ def _sight(positions, row, used, window):
 
 
 @triton.jit
+def _behind(position, origin):
+    """int32, as _places() has positions."""
+    return tl.minimum(tl.maximum(position - origin, -2 * REACH), NOWHERE).to(tl.int32)
+
+
+@triton.jit
 def _attended(
-    query, rest, factor, keys_at, values_at, pages, k, split, splits, softcap, above, last,
+    query, rest, half, factor, keys_at, values_at, pages, k, split, splits, softcap, above, last,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, TYPE: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_BLOCK: tl.constexpr,
@@ -264,49 +330,58 @@ def _attended(
     """All tiles of a split: the largest weight, the sum of weights, and that of values by them."""
     any_last = tl.max(last, 0)
     any_above = tl.min(tl.where(last >= 0, above, FAR), 0)
+    # Pages that any row sees; positions count from the last of them, in 32 bits.
+    high = tl.where(any_last < 0, -1, tl.minimum(any_last // PAGE_TOKENS, NOWHERE)).to(tl.int32)
+    low = tl.minimum((any_above + 1) // PAGE_TOKENS, NOWHERE).to(tl.int32)
+    origin = high.to(tl.int64) * PAGE_TOKENS
+    last = _behind(last, origin)
+    above = _behind(above, origin)
+    any_last = tl.max(last, 0)
+    any_above = _behind(any_above, origin)
     top = tl.full([LINES], float("-inf"), tl.float32)
-    total = tl.zeros([LINES], tl.float32)
+    total = tl.zeros([LINES, TOKENS], tl.float32)  # by place in a tile
     sums = tl.zeros([LINES, V], tl.float32)
     in_word: tl.constexpr = 32 // VALUE_BITS if VALUE_BITS else 1
     token = tl.arange(0, TOKENS)
     group = tl.arange(0, TOKENS // in_word) * in_word
-    tiles = tl.cdiv(k * PAGE_ROOM, TOKENS)
-    # Addresses are read a tile ahead, so that Triton's pipeliner finds them at hand.
-    next_key = _places(
-        keys_at, values_at, pages, split * TOKENS + token, k, BLOCK, PAGE_TOKENS, PAGE_ROOM)
-    next_value = _places(
-        keys_at, values_at, pages, split * TOKENS + group, k, in_word, PAGE_TOKENS, PAGE_ROOM)
-    for tile in range(split, tiles, splits):
-        key_at, scale_at, in_page, position, first = next_key
-        _, value_at, group_in_page, _, group_first = next_value
-        begin = (tile + splits) * TOKENS
-        next_key = _places(
-            keys_at, values_at, pages, begin + token, k, BLOCK, PAGE_TOKENS, PAGE_ROOM)
-        next_value = _places(
-            keys_at, values_at, pages, begin + group, k, in_word, PAGE_TOKENS, PAGE_ROOM)
+    pair = tl.arange(0, TOKENS // 2) * 2
+    for tile in range(split, tl.cdiv(k * PAGE_ROOM, TOKENS), splits):
+        begin = tile * TOKENS
+        key_at, _, in_page, position, key_wanted = _places(
+            keys_at, values_at, pages, begin + token, k, low, high, PAGE_TOKENS, PAGE_ROOM)
+        _, value_at, group_in_page, _, value_wanted = _places(
+            keys_at, values_at, pages, begin + group, k, low, high, PAGE_TOKENS, PAGE_ROOM)
+        key_scale_at, value_scale_at, pair_in_page, _, scale_wanted = _places(
+            keys_at, values_at, pages, begin + pair, k, low, high, PAGE_TOKENS, PAGE_ROOM)
+        in_sight = (position > any_above) & (position <= any_last)
         if SEVERAL:
             seen = (position[None, :] > above[:, None]) & (position[None, :] <= last[:, None])
         else:
-            seen = ((position > any_above) & (position <= any_last))[None, :]
-        wanted = (first <= any_last) & (first + BLOCK > any_above + 1)
-        in_sight = (position > any_above) & (position <= any_last)
+            seen = in_sight[None, :]
         logits = _scores(
-            query, rest, key_at, in_page, wanted if KEY_BITS else in_sight, KEY_BITS, DIM, K,
-            KEY_BLOCK, KEY_SCALES, TYPE, COMPUTE, ALIGNED, PRECISE, LINES, TOKENS)
+            query, rest, half, key_at, in_page,
+            key_wanted & (key_at != 0) if KEY_BITS else in_sight, KEY_BITS, DIM, K, KEY_BLOCK,
+            TYPE, COMPUTE, ALIGNED, PRECISE, LINES, TOKENS)
+        if KEY_BITS:
+            logits *= _scales(
+                key_scale_at, pair_in_page, scale_wanted & (key_scale_at != 0), KEY_SCALES,
+                TOKENS)[None, :]
         logits *= factor[:, None]
         if SOFTCAP:  # tanh, from a power that may overflow to infinity
             logits = softcap * (1 - 2 / (tl.exp2(logits) + 1))
         logits = tl.where(seen, logits, float("-inf"))
         scales = logits
         if VALUE_BITS:
-            scales = _scales(scale_at, in_page, wanted, VALUE_SCALES)
-            in_sight = (group_first <= any_last) & (group_first + in_word > any_above + 1)
+            scales = _scales(
+                value_scale_at, pair_in_page, scale_wanted & (value_scale_at != 0), VALUE_SCALES,
+                TOKENS)
         weights, fade, top, total = _weighed(logits, scales, seen, top, total, VALUE_BITS)
         sums = sums * fade[:, None]
         sums = _summed(
-            sums, weights, value_at, group_in_page, in_sight, seen, VALUE_BITS, VALUE_DIM, V,
-            VALUE_BLOCK, TYPE, COMPUTE, ALIGNED, PRECISE, SEVERAL, LINES, TOKENS)
-    return top, total, sums
+            sums, weights, value_at, group_in_page,
+            value_wanted & (value_at != 0) if VALUE_BITS else in_sight, seen, VALUE_BITS,
+            VALUE_DIM, V, VALUE_BLOCK, TYPE, COMPUTE, ALIGNED, PRECISE, SEVERAL, LINES, TOKENS)
+    return top, tl.sum(total, 1), sums
 
 
 # Counts change from step to step: none of them may compile the kernel once more.
@@ -348,14 +423,14 @@ def _attend_codes_kernel(
     row = line // GROUP
     used = row < rows
     line_at = (one * rows + row) * kv_heads * GROUP + head * GROUP + line % GROUP
-    query, rest, factor = _query(
+    query, rest, half, factor = _query(
         q, line_at * DIM, used, scale, DIM, K, KEY_BITS, COMPUTE, PRECISE)
     above, last = _sight(positions + one * rows, row, used, window)
     top, total, sums = _attended(
-        query, rest, factor, keys_at + table, values_at + table, pages + table, k, split, splits,
-        softcap, above, last, KEY_BITS, VALUE_BITS, TYPE, COMPUTE, PRECISE, DIM, VALUE_DIM, K, V,
-        KEY_BLOCK, KEY_SCALES, VALUE_BLOCK, VALUE_SCALES, ALIGNED, PAGE_TOKENS, PAGE_ROOM, SEVERAL,
-        SOFTCAP, LINES, TOKENS)
+        query, rest, half, factor, keys_at + table, values_at + table, pages + table, k, split,
+        splits, softcap, above, last, KEY_BITS, VALUE_BITS, TYPE, COMPUTE, PRECISE, DIM, VALUE_DIM,
+        K, V, KEY_BLOCK, KEY_SCALES, VALUE_BLOCK, VALUE_SCALES, ALIGNED, PAGE_TOKENS, PAGE_ROOM,
+        SEVERAL, SOFTCAP, LINES, TOKENS)
     total = tl.where(last >= 0, total, 0.0)
     at = line_at * splits + split
     _store(out, at, sums, total, used, 0, V, VALUE_DIM)
@@ -452,6 +527,7 @@ def variants() -> list[Variant]:
         "int4_fp32": replace(few, dtype=fp32, query_dtype=fp32),
         "none_int4": replace(usual, key_bits=0, value_bits=4),
         "int8_none": replace(usual, value_bits=0),
+        "int8_dim_512_fp32": replace(usual, dtype=fp32, query_dtype=fp32, dim=512, value_dim=512),
     }
     for name, each in (("int8", usual), ("int4", few)):
         shapes |= {

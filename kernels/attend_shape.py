@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import torch
 
+from cxlkv.errors import UnsupportedError
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -104,12 +106,37 @@ def tiles_of(shape: Shape) -> Tiles:
     return Tiles(lines, 64, 4, stages, resident=3 if shape.token_bytes <= 512 else 2)
 
 
+MIXED_BYTES_MAX = 160 << 10
+"""Of a tile's plain rows and codes: with queries, 194 KiB of shared memory where it is full."""
+
+
 def _tiles_of_codes(shape: Shape, widest: int) -> Tiles:
     """A dot takes 16 tokens or more of each place in a word: 64 of 8 bits, 128 of 4."""
-    lines = min(32, max(16, power_of_two(shape.group * shape.rows)))
+    if not (shape.key_bits and shape.value_bits):
+        return Tiles(16, _mixed_tokens(shape), warps=8, stages=2, resident=1)
     tokens = 128 if shape.value_bits == 4 else 64
-    stages = 4 if lines == 16 and tokens == 64 and widest <= 128 else 3
-    return Tiles(lines, tokens, warps=4 if widest <= 256 else 8, stages=stages, resident=2)
+    lines = min(32 if widest <= 256 else 16, max(16, power_of_two(shape.group * shape.rows)))
+    if widest > 128 or (lines == 32 and shape.query_dtype == torch.float32):
+        return Tiles(lines, tokens, warps=8, stages=3 if widest <= 512 else 2, resident=1)
+    resident = 3 if lines == 16 and tokens == 64 else 2
+    return Tiles(lines, tokens, warps=4, stages=5 if lines == 16 else 3, resident=resident)
+
+
+def _mixed_tokens(shape: Shape) -> int:
+    """Of a tile where only keys have an encoding, or only values."""
+    keys, values = power_of_two(shape.dim), power_of_two(shape.value_dim)
+    number_bytes = max(shape.dtype.itemsize, shape.compute.itemsize)
+    if shape.key_bits:
+        return 32 if 32 * values * number_bytes <= 64 << 10 else 16
+    tokens = 128 if shape.value_bits == 4 else 64
+    tile_bytes = tokens * (keys * number_bytes + values * shape.value_bits // 8)
+    if tile_bytes > MIXED_BYTES_MAX:
+        raise UnsupportedError(
+            f"keys of {shape.dtype} with {shape.dim} channels, queries of {shape.query_dtype}, "
+            f"values of {shape.value_dim} as codes: {tokens} tokens take {tile_bytes >> 10} KiB of "
+            f"shared memory, where {MIXED_BYTES_MAX >> 10} are free: encode keys, too, or neither"
+        )
+    return tokens
 
 
 START_TILES = 4
