@@ -113,7 +113,8 @@ MIXED_BYTES_MAX = 160 << 10
 def _tiles_of_codes(shape: Shape, widest: int) -> Tiles:
     """A dot takes 16 tokens or more of each place in a word: 64 of 8 bits, 128 of 4."""
     if not (shape.key_bits and shape.value_bits):
-        return Tiles(16, _mixed_tokens(shape), warps=8, stages=2, resident=1)
+        stages = 1 if widest > 512 and shape.key_bits else 2
+        return Tiles(16, _mixed_tokens(shape), warps=8, stages=stages, resident=1)
     tokens = 128 if shape.value_bits == 4 else 64
     lines = min(32 if widest <= 256 else 16, max(16, power_of_two(shape.group * shape.rows)))
     if widest > 128 or (lines == 32 and shape.query_dtype == torch.float32):
@@ -127,7 +128,7 @@ def _mixed_tokens(shape: Shape) -> int:
     keys, values = power_of_two(shape.dim), power_of_two(shape.value_dim)
     number_bytes = max(shape.dtype.itemsize, shape.compute.itemsize)
     if shape.key_bits:
-        return 32 if 32 * values * number_bytes <= 64 << 10 else 16
+        return 32 if max(keys, values) <= 256 else 16
     tokens = 128 if shape.value_bits == 4 else 64
     tile_bytes = tokens * (keys * number_bytes + values * shape.value_bits // 8)
     if tile_bytes > MIXED_BYTES_MAX:
