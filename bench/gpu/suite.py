@@ -38,7 +38,7 @@ MINUTES = 8.0  # by default; of which each step may take this share at most:
 SHARES = {
     "environment": 0.12,
     "build": 0.25,
-    "tests": 0.40,
+    "tests": 0.45,
     "gather": 0.20,
     "attend": 0.20,
     "decode": 0.30,
