@@ -119,8 +119,11 @@ def _tiles_of_codes(shape: Shape, widest: int) -> Tiles:
     lines = min(32 if widest <= 256 else 16, max(16, power_of_two(shape.group * shape.rows)))
     if widest > 128 or (lines == 32 and shape.query_dtype == torch.float32):
         return Tiles(lines, tokens, warps=8, stages=3 if widest <= 512 else 2, resident=1)
-    resident = 3 if lines == 16 and tokens == 64 else 2
-    return Tiles(lines, tokens, warps=4, stages=5 if lines == 16 else 3, resident=resident)
+    if lines == 32:
+        return Tiles(lines, tokens, warps=4, stages=3, resident=2)
+    if tokens == 128:
+        return Tiles(lines, 128, warps=2, stages=3, resident=4)
+    return Tiles(lines, 64, warps=2, stages=3, resident=4)
 
 
 def _mixed_tokens(shape: Shape) -> int:
