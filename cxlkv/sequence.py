@@ -31,8 +31,9 @@ from cxlkv.errors import (
     state_of,
 )
 from cxlkv.layout import DTYPE_BYTES, DTYPES, FP8, STORED, KVLayout, format_bytes
-from cxlkv.ndp import audit, simd, tuning
+from cxlkv.ndp import audit, scorers, simd, tuning
 from cxlkv.ndp.engine import (
+    METHODS,
     RECALL,
     Asked,
     Budget,
@@ -319,7 +320,8 @@ class Batch:
             raise BadArgumentError(f"{len(several)} budgets for {count} sequences")
         offsets, factor = self._starts(starts), self._scale if scale is None else float(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
-        asked = Asked(_layer(layer), q, offsets, several, method, factor, recall, rate)
+        scorer = 0 if method in METHODS else scorers.number_of(self._pool, self._layout, method)
+        asked = Asked(_layer(layer), q, offsets, several, method, factor, recall, rate, scorer)
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         picked = simd.select(self._handle, self._layout, asked, self._room)
         if transfer:
@@ -481,7 +483,8 @@ class Batch:
         factor = self._scale if scale is None else float(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
         queries = imported(q, "q")
-        return Asked(layer, queries, offsets, budgets, method, factor, recall, rate), new
+        scorer = 0 if method in METHODS else scorers.number_of(self._pool, self._layout, method)
+        return Asked(layer, queries, offsets, budgets, method, factor, recall, rate, scorer), new
 
     def _decode_apart(
         self,
@@ -492,7 +495,7 @@ class Batch:
         out: object | None,
     ) -> Decoded:
         """By three calls, each of which tells who wants to hear of it."""
-        layer, q, starts, budgets, method, scale, recall, _ = asked
+        layer, q, starts, budgets, method, scale, recall, *_ = asked
         self._append(layer, *new, starts, rewind)
         picked = None
         try:

@@ -18,7 +18,7 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.layout import format_bytes
 
 METHODS = ("exact", "digest", "two_stage", "auto", "attention")
-METHODS_TAKEN = (*METHODS, "all", "kept")  # by their numbers in the core
+METHODS_TAKEN = (*METHODS, "all", "kept", "scorer")  # by their numbers in the core
 UNIONS = ("kv_head", "layer")
 PERS = ("query", "sequence")
 RECALL = 0.98
@@ -168,7 +168,8 @@ class Asked(NamedTuple):
     """What a select is asked for: arguments of Batch.select, checked or not.
 
     recall: what share of the pages that "exact" would choose is wanted of "two_stage". read_rate:
-    GB/s at which the pool's memory is read, 0: as far as is known of this machine.
+    GB/s at which the pool's memory is read, 0: as far as is known of this machine. scorer: of a
+    method that is none of METHODS, its number (scorers.number_of).
     """
 
     layer: int
@@ -179,6 +180,7 @@ class Asked(NamedTuple):
     scale: float
     recall: float = RECALL
     read_rate: float = 0.0
+    scorer: int = 0
 
 
 @cache

@@ -25,7 +25,6 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import tuning
 from cxlkv.ndp.engine import (
-    METHODS,
     METHODS_TAKEN,
     PERS,
     UNIONS,
@@ -107,19 +106,24 @@ def select(
         per=first.per,
         starts=asked.starts,
         stages=Stages(*_core.stages(done)) if METHODS_TAKEN[done.method] == "two_stage" else None,
-        method=METHODS_TAKEN[done.method],
+        method=_name_of(done.method, asked.method),
     )
+
+
+def _name_of(taken: int, asked: str) -> str:
+    """Of the method that the core took."""
+    name = METHODS_TAKEN[taken]
+    return asked if name == "scorer" else name
 
 
 def _words(
     asked: Asked, first: Budget
-) -> tuple[tuple[int, int, int, int], tuple[float, float, float]]:
-    """(method, union, per, refresh) by their numbers, and (scale, errors, read_rate), as the core
+) -> tuple[tuple[int, int, int, int, int], tuple[float, float, float]]:
+    """(method, union, per, refresh, scorer) by their numbers, and (scale, errors, read_rate), as the core
     takes them."""
-    if asked.method not in METHODS:
-        raise BadArgumentError(f"method {asked.method!r}: use one of {', '.join(METHODS)}")
     refresh = min(map(attrgetter("refresh"), asked.budgets))
-    codes = METHODS.index(asked.method), UNIONS.index(first.union), PERS.index(first.per), refresh
+    method = METHODS_TAKEN.index("scorer" if asked.scorer else asked.method)
+    codes = method, UNIONS.index(first.union), PERS.index(first.per), refresh, asked.scorer
     rate = asked.read_rate or tuning.current().read_rate
     return codes, (asked.scale, errors_of(asked.recall), rate)
 
@@ -151,13 +155,14 @@ class Decoding:
     ):
         """new: k and v."""
         got = check_queries(layout, asked.queries, int(asked.starts[-1]))
-        array, codes, numbers = None, (0, 0, 0, 1), (asked.scale, 0.0, 0.0)
+        array, codes, numbers = None, (0, 0, 0, 1, 0), (asked.scale, 0.0, 0.0)
         if any(budget.chooses(asked.layer) for budget in asked.budgets):
             array = _core.budgets([b.decode_row(asked.layer) for b in asked.budgets])
             codes, numbers = _words(asked, uniform(asked.budgets))
         values = (numbers[0], softcap, least_error(asked.budgets), *numbers[1:])
         views, starts = (got, *new), asked.starts
         self._shape, self._dtype = (*got.shape[:2], layout.value_head_dim), got.dtype
+        self._asked = asked.method
         self._arguments = _core.DecodeArguments(views, starts, rewind, array, codes, values)
         self.others: tuple[object, ...] | None = None
 
@@ -180,7 +185,7 @@ class Decoding:
             lse=lse,
             bytes_scored=done.bytes_scored,
             bytes_read=done.bytes_attended,
-            method=METHODS_TAKEN[done.method],
+            method=_name_of(done.method, self._asked),
             stages=Stages(*_core.stages(done)) if staged else None,
         )
 

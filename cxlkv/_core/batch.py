@@ -133,13 +133,13 @@ def _fill_select(
     queries: View,
     starts: Starts,
     budget_array: Any,
-    codes: tuple[int, int, int, int],
+    codes: tuple[int, int, int, int, int],
     numbers: tuple[float, float, float],
 ) -> None:
     _fill_rows(args.queries, queries)
     args.layer, args.q_heads, args.starts = layer, queries.shape[1], int32s(starts)
     args.budgets, args.budget_count = budget_array, len(budget_array)
-    args.method, args.union_over, args.per, args.refresh = codes
+    args.method, args.union_over, args.per, args.refresh, args.scorer = codes
     args.scale, args.errors, args.read_rate = numbers
 
 
@@ -149,7 +149,7 @@ def batch_cheapest(
     queries: View,
     starts: Starts,
     budget_array: Any,
-    codes: tuple[int, int, int, int],
+    codes: tuple[int, int, int, int, int],
     numbers: tuple[float, float, float],
 ) -> int:
     """What method "auto" comes to in a decode; arguments as of batch_select()."""
@@ -164,14 +164,15 @@ def batch_select(
     queries: View,
     starts: Starts,
     budget_array: Any,
-    codes: tuple[int, int, int, int],
+    codes: tuple[int, int, int, int, int],
     numbers: tuple[float, float, float],
     pages: PageIndices,
     scores: npt.NDArray[np.float32],
     counts: npt.NDArray[np.int32],
 ) -> tuple[int, int, Any]:
     """Fills the three arrays; returns (code, k, the call's struct). code is E_ROOM when pages is
-    too small for k, and then nothing was scored. codes is (method, union, per, refresh), numbers
+    too small for k, and then nothing was scored. codes is (method, union, per, refresh, scorer),
+    numbers
     (scale, errors, read_rate)."""
     args = _arguments.select
     _fill_select(args, layer, queries, starts, budget_array, codes, numbers)
@@ -254,7 +255,7 @@ class DecodeArguments:
     """All that a decode takes but its layer and the addresses of its arrays, which each call gives:
     the layers of a step share the rest. One call at a time.
 
-    views are of (q, k, v), codes (method, union, per, refresh), numbers (scale, softcap, error,
+    views are of (q, k, v), codes (method, union, per, refresh, scorer), numbers (scale, softcap, error,
     errors, read_rate). budget_array None: attend to all pages.
     """
 
@@ -264,7 +265,7 @@ class DecodeArguments:
         starts: Starts,
         rewind: int,
         budget_array: Any,
-        codes: tuple[int, int, int, int],
+        codes: tuple[int, int, int, int, int],
         numbers: tuple[float, float, float, float, float],
     ):
         self._args = args = ffi.new("cxlkv_decode_args *")
@@ -278,7 +279,7 @@ class DecodeArguments:
         if budget_array is not None:
             args.budgets, args.budget_count = budget_array, len(budget_array)
         self._method = codes[0]
-        _, args.union_over, args.per, args.refresh = codes
+        _, args.union_over, args.per, args.refresh, args.scorer = codes
         args.scale, args.softcap, args.error, args.errors, args.read_rate = numbers
 
     def call(self, batch: Handle, layer: int, addresses: Sequence[int], out: int, lse: int) -> Any:
@@ -312,3 +313,23 @@ def batch_units(
     units = np.empty(picked[0].shape, np.int64)
     check(lib.cxlkv_batch_units(batch, layer, struct, int32s(starts), int64s(units, True)))
     return units
+
+
+def pool_add_scorer(
+    pool: Handle,
+    number: int,
+    summary_bytes: int,
+    summarise: int,
+    score: int,
+    parameters: npt.NDArray[np.float32] | None,
+) -> None:
+    """summarise, score: addresses of C functions; parameters [layers, kv_heads, n]. All of them stay
+    where they are as long as the pool is open."""
+    struct = ffi.new("cxlkv_scorer *")
+    struct.id, struct.summary_bytes = number, summary_bytes
+    struct.summarise = ffi.cast(ffi.typeof(struct.summarise), summarise)
+    struct.score = ffi.cast(ffi.typeof(struct.score), score)
+    if parameters is not None:
+        struct.parameters = ffi.from_buffer("float[]", parameters)
+        struct.parameter_count = parameters.shape[2]
+    check(lib.cxlkv_pool_add_scorer(pool, struct))

@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 15
+#define CXLKV_ABI 16
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -218,6 +218,7 @@ typedef struct cxlkv_budget {
 #define CXLKV_METHOD_ALL 5 /* out: nothing was chosen, all pages were attended to */
 #define CXLKV_METHOD_KEPT                                                                          \
     6 /* out: chosen among what was best in an earlier step, and what is new */
+#define CXLKV_METHOD_SCORER 7 /* by a scorer that the pool knows */
 #define CXLKV_UNION_KV_HEAD 0
 #define CXLKV_UNION_LAYER 1
 #define CXLKV_PER_QUERY 0
@@ -234,6 +235,7 @@ typedef struct cxlkv_select_args {
     uint32_t union_over;
     uint32_t per;
     uint32_t refresh; /* steps that what one found may be used for; 0 and 1: for its own */
+    uint32_t scorer;  /* CXLKV_METHOD_SCORER: its id */
     float scale;
     float errors;                  /* two stages: how many of its errors an estimate may be short */
     float read_rate; /* AUTO: bytes of the pool a ns, by all threads; 0: not known */
@@ -249,6 +251,26 @@ typedef struct cxlkv_select_args {
     uint64_t tokens_scored;        /* out: by their keys, after an estimate; samples not counted */
     uint64_t bytes_fetched;        /* out: K and V of the chosen pages' tokens */
 } cxlkv_select_args;
+
+/* Scores pages by a summary of each, made once. Summaries lie in this process, not in the pool. Both
+ * functions are called by any thread, several at once: they use what they are given and nothing
+ * else, and neither wait nor raise. `parameters` are those of the layer and kv head. */
+#define CXLKV_SUMMARY_BYTES_MAX 16384
+#define CXLKV_SCORERS_MAX 32
+typedef struct cxlkv_scorer {
+    uint32_t id;                   /* not 0; of all processes of a pool, a worker's too */
+    uint32_t summary_bytes;        /* of a page and kv head: a multiple of 8 */
+    /* A complete page: keys [tokens][dim] as attention sees them, from position `first` on. */
+    void (*summarise)(const float *keys, int64_t tokens, int64_t dim, int64_t first,
+                      const float *parameters, void *summary);
+    /* Pages' summaries, one behind another: scores[page], the higher the better. queries [count]
+     * [dim] are all that share the list; logits are scale * q.k. */
+    void (*score)(const float *queries, int64_t count, int64_t dim, float scale,
+                  const void *summaries, int64_t pages, const float *parameters, float *scores);
+    const float *parameters;       /* [layers][kv_heads][parameter_count]; NULL: none. They stay
+                                    * there as long as the pool is open. */
+    uint64_t parameter_count;
+} cxlkv_scorer;
 
 /* Which pages: pages NULL means all. lists is rows (per query) or n (per sequence). */
 typedef struct cxlkv_picked {
@@ -302,6 +324,7 @@ typedef struct cxlkv_decode_args {
     uint32_t union_over;
     uint32_t per;
     uint32_t refresh; /* as of a select */
+    uint32_t scorer;  /* as of a select */
     float read_rate;
     float scale;
     float softcap;
@@ -784,6 +807,8 @@ typedef struct cxlkv_attach_args {
  * theirs from then on. All or nothing: after an error they are still the caller's, to write again,
  * attach or free. Pages behind a window are freed. Returns how many pages of tokens there were. */
 int64_t cxlkv_batch_attach(cxlkv_batch *batch, const cxlkv_attach_args *args);
+/* A scorer that selects of this pool may name from now on, in this process. */
+int cxlkv_pool_add_scorer(cxlkv_pool *pool, const cxlkv_scorer *scorer);
 /* -CXLKV_E_ROOM with args->k set when capacity is too small: nothing was scored. */
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args);
 int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args);

@@ -18,6 +18,10 @@ static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
     uint64_t bytes = 0, key_bytes = kind_token_bytes(layout, PIECE_KEYS);
     uint64_t digest_bytes = piece_data_bytes(layout, PIECE_DIGEST);
     if (p->stage) return sketch_score_pages(job, p, first, last, counts);
+    if (job->scorer) {
+        scorer_score_pages(job, p, first, last, counts);
+        return 0;
+    }
     uint32_t run = first, run_end = last;
     run_of(job, p, &run, &run_end);
     bool asks = counts && run == run_end;
@@ -154,7 +158,8 @@ static int budget_check(const cxlkv_select_args *args, uint32_t i) {
 }
 
 int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
-    if (args->method > CXLKV_METHOD_ATTENTION || args->union_over > CXLKV_UNION_LAYER ||
+    bool by_scorer = args->method == CXLKV_METHOD_SCORER;
+    if ((args->method > CXLKV_METHOD_ATTENTION && !by_scorer) || args->union_over > CXLKV_UNION_LAYER ||
         args->per > CXLKV_PER_SEQUENCE)
         return fail(CXLKV_E_ARGUMENT, "select: unknown method, union or per");
     if (!(args->errors >= 0))
@@ -303,6 +308,8 @@ static int64_t select_locked(select_job *job) {
         if (code < 0) return code;
         sketch_errors_all(job);
     }
+    if (job->scorer) code = scorer_summarise(job);
+    if (code < 0) return code;
     code = run_step_tasks(batch->pool, tasks, score_task, job);
     if (code == 0 && any_stage) {
         uint32_t segments = 0;
@@ -339,9 +346,11 @@ static int64_t select_kept(select_job *job) {
 int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args) {
     select_job job = {.batch = batch, .args = args, .isa = kernels_current()};
     job.keys = stored_of(&batch->pool->layout, job.isa, PIECE_KEYS);
+    int64_t code = scorer_begin(&job);
+    if (code < 0) return code;
     job.plans = calloc(batch->count, sizeof(*job.plans));
     if (!job.plans) return fail(ENOMEM, "no memory to plan a selection");
-    int64_t code = IN_BATCH(batch, false, peers_verify(batch->pool, select_kept(&job)));
+    code = IN_BATCH(batch, false, peers_verify(batch->pool, select_kept(&job)));
     free(job.plans);
     return code;
 }

@@ -35,6 +35,7 @@ typedef struct select_job {
     kernel_queries queries;      /* of all plans */
     uint64_t query_total;
     const sketch_query *sketch_queries; /* the same ones, for estimates */
+    struct pool_scorer *scorer;  /* NULL: the method is one of the core's */
     plan *plans;
     uint32_t group;
     uint32_t task_pages;         /* of the tasks of all plans that are not narrow */
@@ -144,6 +145,14 @@ void score_run_head(const select_job *job, const plan *p, uint32_t head, const p
 uint32_t scored_kind(const select_job *job);
 /* For batch->count * kv_heads items, where pages are chosen by mass: each page's share of it. */
 int mass_task(void *context, uint32_t item);
+
+/* ---- select_scorer.c ---- */
+/* The one that the method names. */
+int scorer_begin(select_job *job);
+/* Of complete pages that have none yet. */
+int scorer_summarise(select_job *job);
+/* Pages that have no summary, or that some row sees a part of only, are before all others. */
+void scorer_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last, bool counts);
 
 /* ---- select_sketch.c ---- */
 /* Floats of scratch for all queries, and for a plan. */

@@ -6,6 +6,7 @@
 
 #include "pool/hooks.h"
 #include "pool/peers.h"
+#include "pool/scorers.h"
 
 void pool_retain(cxlkv_pool *pool) {
     atomic_fetch_add_explicit(&pool->references, 1, memory_order_relaxed);
@@ -60,6 +61,7 @@ static void pool_unmake(cxlkv_pool *pool) {
     if (pool->region.base) region_unmap(&pool->region);
     if (pool->region.fd >= 0) close(pool->region.fd);
     pool->region.fd = -1;
+    scorers_free(pool);
     free(pool->verified);
     free(pool->loose);
     free(pool->late);

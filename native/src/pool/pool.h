@@ -98,6 +98,7 @@ struct cxlkv_pool {
     int fork_state_fd, fork_region_fd;
     struct alive *alive;         /* our slot's lock */
     _Atomic(struct worker_client *) client; /* of a worker (worker.h); NULL: never asked for one */
+    struct pool_scorer *_Atomic scorers; /* the last one added (scorers.h) */
     atomic_ulong *seen;          /* of objects, by page: the generation whose CRC was right here */
     atomic_uint lent;            /* objects that are held by leases */
     struct room *_Atomic room;   /* of the last call that wanted much: room_take() */

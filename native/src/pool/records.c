@@ -5,6 +5,7 @@
 #include "base/crc32c.h"
 #include "coherence/lines.h"
 #include "pool/peers.h"
+#include "pool/scorers.h"
 
 descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page) {
     const cxlkv_geometry *g = &pool->geometry;
@@ -180,15 +181,18 @@ void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer) {
     atomic_fetch_or_explicit(word, bit, memory_order_relaxed);
 }
 
-void verified_clear(cxlkv_pool *pool, uint32_t page) {
-    uint64_t rows = pool->geometry.record_layers, first = page * rows, end = first + rows;
-    while (first < end) {
-        uint64_t stop = min_u64(end, (first / 64 + 1) * 64), count = stop - first;
-        uint64_t ones = count == 64 ? UINT64_MAX : (1ull << count) - 1;
-        atomic_fetch_and_explicit(&pool->verified[first / 64], ~(ones << first % 64),
-                                  memory_order_relaxed);
-        first = stop;
+void bits_clear(atomic_ulong *words, uint64_t first, uint64_t count) {
+    for (uint64_t end = first + count, stop; first < end; first = stop) {
+        stop = min_u64(end, (first / 64 + 1) * 64);
+        uint64_t ones = stop - first == 64 ? UINT64_MAX : (1ull << (stop - first)) - 1;
+        atomic_fetch_and_explicit(&words[first / 64], ~(ones << first % 64), memory_order_relaxed);
     }
+}
+
+void verified_clear(cxlkv_pool *pool, uint32_t page) {
+    uint64_t rows = pool->geometry.record_layers;
+    bits_clear(pool->verified, page * rows, rows);
+    summaries_forget(pool, page);
 }
 
 size_t piece_used_bytes(const cxlkv_pool *pool, uint32_t page, uint32_t kind) {

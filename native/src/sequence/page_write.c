@@ -8,6 +8,7 @@
 #include "base/flush.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
+#include "pool/scorers.h"
 #include "sequence/sequence.h"
 
 /* The rows of a head, `row_bytes` each. */
@@ -365,6 +366,7 @@ static int page_write_all(page_write *w) {
     if (bytes > sizeof(small) && !(buffer = aligned_alloc(LINE_BYTES, bytes)))
         return fail(ENOMEM, "no memory to gather a piece of %zu bytes", bytes);
     place_buffers(w, buffer);
+    summary_forget(pool, w->page, w->layer);
     for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
         if (is_encoded(&pool->layout)) write_head_encoded(w, head);
         else write_head(w, head);

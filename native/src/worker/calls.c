@@ -222,7 +222,8 @@ static uint64_t put_select(const calling *call, group g, const collecting *to) {
                              .errors = args->errors,
                              .rows = (uint32_t)rows_of(call, g),
                              .budget_count = args->budget_count == 1 ? 1 : count,
-                             .k_max = to->k_max};
+                             .k_max = to->k_max,
+                             .scorer = args->scorer};
     const cxlkv_budget *budgets = args->budgets + (args->budget_count == 1 ? 0 : g.low);
     uint8_t *at = call->client->request + sizeof(request_head);
     at = put(at, &select, sizeof(select));

@@ -86,6 +86,7 @@ int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args) {
                                 .union_over = args->union_over,
                                 .per = args->per,
                                 .refresh = args->refresh,
+                                .scorer = args->scorer,
                                 .scale = args->scale,
                                 .errors = args->errors,
                                 .read_rate = args->read_rate};

@@ -53,7 +53,7 @@ typedef struct request_select {
     uint32_t rows;               /* of all sequences */
     uint32_t budget_count;       /* 1, or one for each sequence */
     uint32_t k_max;              /* pages a list that the client has room for */
-    uint32_t reserved; /* 0 */
+    uint32_t scorer;             /* an id, for CXLKV_METHOD_SCORER */
 } request_select;
 _Static_assert(sizeof(request_select) == 48, "no holes");
 

@@ -335,7 +335,8 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
                               .union_over = s->union_over,
                               .per = s->per,
                               .scale = s->scale,
-                              .errors = s->errors};
+                              .errors = s->errors,
+                              .scorer = s->scorer};
     int64_t code = buffer_reserve(&of->parts[SELECT_COUNTS], rows * sizeof(int32_t));
     if (code == 0) code = buffer_reserve(&of->parts[SELECT_HEAD], sizeof(answer_select));
     for (int attempt = 0; code == 0 && attempt < 2; attempt++) {

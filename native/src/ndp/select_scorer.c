@@ -1,0 +1,210 @@
+/* Select by a scorer that the pool was given: by a summary of each page and kv head, which is made
+ * of its keys before a select names the page for the first time. */
+#include "pool/scorers.h"
+
+#include <stdlib.h>
+
+#include "ndp/select_sketch.h"
+
+/* Keys of a page and head, decoded. */
+static uint64_t keys_floats(const cxlkv_layout *layout) {
+    return align_up((uint64_t)layout->page_tokens * layout->head_dim, 16);
+}
+
+/* float32 [page_tokens][head_dim] */
+static void keys_decode(const select_job *job, const uint8_t *piece, float *to) {
+    const stored *keys = &job->keys;
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    uint32_t tokens = layout->page_tokens, dim = keys->dim;
+    if (keys->encoded) {
+        for (uint32_t first = 0, count; first < tokens; first += count) {
+            count = min_u32(CODE_TOKENS, tokens - first);
+            stored_decode(keys, piece, first, count, to + (size_t)first * dim);
+        }
+        code_unrotate(to, tokens, dim);
+    } else if (keys->fp8) {
+        fp8_fetch(keys, CXLKV_FLOAT32, piece, tokens, (uint8_t *)to);
+    } else {
+        job->isa->to_float(keys->dtype, piece, (size_t)tokens * dim, to);
+    }
+}
+
+int scorer_begin(select_job *job) {
+    const cxlkv_select_args *args = job->args;
+    if (args->method != CXLKV_METHOD_SCORER) return 0;
+    job->scorer = scorer_find(job->batch->pool, args->scorer);
+    if (!job->scorer)
+        return fail(CXLKV_E_ARGUMENT,
+                    "select: scorer %u is not known here; a worker knows those that it was begun "
+                    "with (--methods)",
+                    args->scorer);
+    return 0;
+}
+
+/* ---- summaries ---- */
+
+typedef struct wanted_page {
+    const plan *p;
+    uint32_t page, index;
+} wanted_page;
+
+/* Pages that have no summary yet, and who makes which: item i has i, i + items, ... */
+typedef struct summarising {
+    select_job *job;
+    wanted_page *pages;
+    uint32_t count, items;
+    float *keys; /* of each item */
+} summarising;
+
+static int summarise_page(const summarising *s, const wanted_page *w, float *keys) {
+    select_job *job = s->job;
+    cxlkv_pool *pool = job->batch->pool;
+    pool_scorer *scorer = job->scorer;
+    const cxlkv_layout *layout = &pool->layout;
+    uint32_t layer = w->p->view.layer;
+    int code = view_verify(&w->p->view, w->index);
+    if (code < 0) return code;
+    page_rows rows = view_rows(&w->p->view, w->index, PIECE_KEYS);
+    for (uint32_t head = 0; head < layout->kv_heads; head++) {
+        keys_decode(job, rows.first + head * rows.head_bytes, keys);
+        scorer->scorer.summarise(keys, layout->page_tokens, layout->head_dim,
+                                 (int64_t)w->index * layout->page_tokens,
+                                 scorer_parameters(pool, scorer, layer, head),
+                                 summary_of(pool, scorer, w->page, layer, head));
+    }
+    summary_set_made(pool, scorer, w->page, layer);
+    uint64_t bytes = layout->kv_heads * (uint64_t)layout->page_tokens *
+                     kind_token_bytes(layout, PIECE_KEYS);
+    atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
+    return 0;
+}
+
+static int summarise_task(void *context, uint32_t item) {
+    const summarising *s = context;
+    float *keys = s->keys + item * keys_floats(&s->job->batch->pool->layout);
+    int code = 0;
+    for (uint32_t i = item; code == 0 && i < s->count; i += s->items)
+        code = summarise_page(s, &s->pages[i], keys);
+    return code;
+}
+
+/* pages NULL: only how many there are. */
+static uint32_t wanted_pages(const select_job *job, wanted_page *pages) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < job->batch->count; i++) {
+        const plan *p = &job->plans[i];
+        if (!is_scored(p)) continue;
+        for (uint32_t index = first_own_page(p); index < p->view.complete; index++) {
+            uint32_t page = page_of(p, index);
+            if (summary_is_made(job->batch->pool, job->scorer, page, p->view.layer)) continue;
+            if (pages) pages[count] = (wanted_page){p, page, index};
+            count++;
+        }
+    }
+    return count;
+}
+
+static int by_page(const void *a, const void *b) {
+    uint32_t x = ((const wanted_page *)a)->page, y = ((const wanted_page *)b)->page;
+    return (x > y) - (x < y);
+}
+
+/* Two sequences may have a page: each is made once. */
+static uint32_t pages_once(wanted_page *pages, uint32_t count) {
+    uint32_t kept = 0;
+    qsort(pages, count, sizeof(*pages), by_page);
+    for (uint32_t i = 0; i < count; i++)
+        if (i == 0 || pages[i].page != pages[i - 1].page) pages[kept++] = pages[i];
+    return kept;
+}
+
+static int summarise_all(select_job *job) {
+    enum { ITEMS_OF_A_THREAD = 4 };
+    cxlkv_pool *pool = job->batch->pool;
+    summarising s = {.job = job, .count = wanted_pages(job, NULL)};
+    if (s.count == 0) return 0;
+    s.items = min_u32(s.count, ITEMS_OF_A_THREAD * pool->thread_count);
+    s.pages = malloc(s.count * sizeof(*s.pages));
+    s.keys = aligned_alloc(LINE_BYTES, s.items * keys_floats(&pool->layout) * sizeof(float));
+    int code = s.pages && s.keys ? 0 : fail(ENOMEM, "no memory to summarise %u pages", s.count);
+    if (code == 0) {
+        s.count = pages_once(s.pages, wanted_pages(job, s.pages));
+        code = run_step_tasks(pool, s.items, summarise_task, &s);
+    }
+    free(s.pages);
+    free(s.keys);
+    return code;
+}
+
+int scorer_summarise(select_job *job) {
+    if (wanted_pages(job, NULL) == 0) return 0;
+    pthread_mutex_lock(&job->scorer->making);
+    int code = summarise_all(job);
+    pthread_mutex_unlock(&job->scorer->making);
+    return code;
+}
+
+/* ---- scores ---- */
+
+enum { ROOM_BYTES = 32 << 10 };
+_Static_assert(ROOM_BYTES >= CXLKV_SUMMARY_BYTES_MAX, "one at the least");
+
+/* Of the pages [first, last) as many as there is room for, from head `head`, one behind another;
+ * returns how many. */
+static uint32_t summaries_take(const select_job *job, const plan *p, uint32_t head, uint32_t first,
+                               uint32_t last, uint8_t *room) {
+    const cxlkv_pool *pool = job->batch->pool;
+    uint32_t bytes = job->scorer->scorer.summary_bytes;
+    uint32_t count = min_u32(last - first, ROOM_BYTES / bytes);
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t page = page_of(p, first + i);
+        memcpy(room + (size_t)i * bytes, summary_of(pool, job->scorer, page, p->view.layer, head),
+               bytes);
+    }
+    return count;
+}
+
+/* Pages [first, last), which all have summaries and are seen whole by all rows. */
+static void score_whole(const select_job *job, const plan *p, uint32_t first, uint32_t last) {
+    _Alignas(LINE_BYTES) uint8_t room[ROOM_BYTES];
+    const cxlkv_pool *pool = job->batch->pool;
+    const cxlkv_scorer *scorer = &job->scorer->scorer;
+    for (uint32_t head = 0; head < kv_heads(job); head++)
+        for (uint32_t at = first, count; at < last; at += count) {
+            count = summaries_take(job, p, head, at, last, room);
+            const float *parameters =
+                scorer_parameters(pool, job->scorer, p->view.layer, head);
+            for (uint64_t list = 0; list < p->lists; list++) {
+                uint32_t queries;
+                uint64_t query = queries_of_list(job, p, list, head, &queries);
+                scorer->score(job->queries.rows + query * job->keys.dim, queries, job->keys.dim,
+                              job->args->scale, room, count, parameters,
+                              p->scores + (list * kv_heads(job) + head) * p->view.pages + at);
+            }
+        }
+}
+
+static bool has_summary(const select_job *job, const plan *p, uint32_t index) {
+    return summary_is_made(job->batch->pool, job->scorer, page_of(p, index), p->view.layer);
+}
+
+static void put_first(const select_job *job, const plan *p, uint32_t index) {
+    for (uint64_t list = 0; list < lists_of(job, p); list++)
+        p->scores[list * p->view.pages + index] = INFINITY;
+}
+
+void scorer_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last,
+                        bool counts) {
+    uint32_t start = first, end = last, scored = 0;
+    whole_pages(p, &start, &end);
+    for (uint32_t index = first; index < last; index++)
+        if (index < start || index >= end) put_first(job, p, index);
+    for (uint32_t at = start, stop; at < end; at = stop) {
+        for (stop = at; stop < end && has_summary(job, p, stop); stop++) {}
+        score_whole(job, p, at, stop);
+        scored += stop - at;
+        if (stop == at) put_first(job, p, stop++); /* another call appended it meanwhile */
+    }
+    uint64_t bytes = (uint64_t)scored * job->scorer->row_bytes;
+    if (counts) atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
+}

@@ -1,0 +1,37 @@
+/* Scorers that this process gave a pool, and the summaries that they have of its pages. */
+#ifndef CXLKV_SCORERS_H
+#define CXLKV_SCORERS_H
+#include "pool/pool.h"
+
+typedef struct pool_scorer {
+    cxlkv_scorer scorer;
+    uint64_t row_bytes;          /* of a (page, layer): all its heads */
+    uint64_t bytes;
+    uint8_t *summaries;          /* [page][record_layers][kv_heads]; what was not touched is no memory */
+    atomic_ulong *made;          /* bit page * record_layers + row: its summaries are right */
+    pthread_mutex_t making;      /* who makes some */
+    struct pool_scorer *next;
+} pool_scorer;
+
+/* NULL: it has none of that id. */
+pool_scorer *scorer_find(const cxlkv_pool *pool, uint32_t id);
+bool summary_is_made(const cxlkv_pool *pool, const pool_scorer *s, uint32_t page, uint32_t layer);
+void summary_set_made(const cxlkv_pool *pool, pool_scorer *s, uint32_t page, uint32_t layer);
+
+static inline uint8_t *summary_of(const cxlkv_pool *pool, const pool_scorer *s, uint32_t page,
+                                  uint32_t layer, uint32_t head) {
+    uint64_t row = (uint64_t)page * pool->geometry.record_layers + pool->row_of[layer];
+    return s->summaries + row * s->row_bytes + head * (uint64_t)s->scorer.summary_bytes;
+}
+
+static inline const float *scorer_parameters(const cxlkv_pool *pool, const pool_scorer *s,
+                                             uint32_t layer, uint32_t head) {
+    uint64_t place = (uint64_t)layer * pool->layout.kv_heads + head;
+    return s->scorer.parameters ? s->scorer.parameters + place * s->scorer.parameter_count : NULL;
+}
+
+/* A page, or its record of a layer, gets other keys. */
+void summaries_forget(cxlkv_pool *pool, uint32_t page);
+void summary_forget(cxlkv_pool *pool, uint32_t page, uint32_t layer);
+void scorers_free(cxlkv_pool *pool);
+#endif
