@@ -13,6 +13,7 @@ from collections.abc import Sequence as Sequences
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core, _io_hooks
@@ -65,6 +66,7 @@ from cxlkv.machine.regions import (
     parse_place,
     parse_where,
 )
+from cxlkv.ndp import scorers
 from cxlkv.ndp.worker import WorkerUse, worker_use
 from cxlkv.pages import Hotness, Pages, Records
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
@@ -501,6 +503,22 @@ class CXLPool(Pool):
     def worker(self) -> WorkerUse:
         """How this process's calls of the worker went so far."""
         return worker_use(self._handle)
+
+    def calibrate(
+        self, method: str, of: Sequence | npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        """Let a method of docs/methods.md that learns from keys do so, from a text in this pool, or
+        give it what it learned before: float32 [layers, kv_heads, n], which is returned.
+
+        It is for this process; `cxlkv ndp-worker --methods` takes a file that numpy.save made of
+        it. Raises BadArgumentError for another method, and for a sequence without a whole page.
+        """
+        scorer = scorers.of(method)
+        if not scorer.calibrated:
+            raise BadArgumentError(f"method {method!r} learns nothing: it needs no calibration")
+        found = of if isinstance(of, np.ndarray) else scorers.learned(scorer, of.fetch, self.layout)
+        scorers.use(self._handle, self.layout, scorer, found)
+        return found
 
     def sequence(self) -> Sequence:
         """A new, empty sequence."""

@@ -55,9 +55,10 @@ def c_functions(
         score_pages(
             carray(queries, (count, dim)),
             scale,
+            tokens,
             carray(summaries, (pages, *axes)),
             carray(parameters, (parameter_count,)),
-            carray(scores, (pages,)),
+            carray(scores, (count, pages)),
         )
 
     return summarise, score

@@ -7,9 +7,11 @@ which the core calls from its threads, here or in a worker (native/src/ndp/selec
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -17,14 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
+from cxlkv.arrays import Array
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout
 
+BY_MASS = ("auto", "exact", "attention")
+"""Of the core's methods, those that find the pages that hold a share of the attention."""
 GROUP = "cxlkv.scorers"
 """Entry points of packages that have some."""
 SUMMARY_BYTES_MAX = 16384
 Floats = npt.NDArray[np.float32]
-Summary = npt.NDArray[np.generic]
+Words = npt.NDArray[np.uint16]
+Bytes = npt.NDArray[np.uint8]
+Summary = Floats | Words | Bytes
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,10 @@ class Scorer:
     paper: ClassVar[str]
     calibrated: ClassVar[bool] = False
     """Whether it needs calibrate() before its first use."""
+    log_sums: ClassVar[bool] = False
+    """Whether a score is the log of a page's sum of exp(logit). Pages are then chosen by their
+    share of the attention, averaged over the query heads of a kv head, and budgets may be of mass;
+    else by the best score of any query."""
 
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
         """Shape and dtype of a page's summary, 16 KiB at most; float32, int8, uint8, uint16 ..."""
@@ -60,11 +71,20 @@ class Scorer:
 
     @staticmethod
     def score(
-        queries: Floats, scale: float, summaries: Summary, parameters: Floats, scores: Floats
+        queries: Floats,
+        scale: float,
+        tokens: int,
+        summaries: Summary,
+        parameters: Floats,
+        scores: Floats,
     ) -> None:
-        """Fill scores [pages]: the higher, the more it matters to queries [n, dim], which share the
-        list. summaries is [pages, *summary]. Logits are scale * q.k."""
+        """Fill scores [n, pages]: the higher, the more a page of `tokens` tokens matters to queries
+        [n, dim], the logits of which are scale * q.k. summaries is [pages, *summary]."""
         raise NotImplementedError
+
+    def read_bytes(self, shape: Shape) -> int:
+        """Of a summary, those that score() reads."""
+        return summary_bytes(self, shape)
 
     def calibrate(self, keys: Floats) -> Floats:
         """What summarise() and score() get as `parameters`, one axis: of one layer and kv head, of
@@ -74,8 +94,13 @@ class Scorer:
 
 @cache
 def _found() -> dict[str, Scorer]:
-    from cxlkv.ndp.methods import SCORERS
-
+    try:
+        from cxlkv.ndp.methods import SCORERS
+    except ImportError as error:
+        raise UnsupportedError(
+            "methods beside the core's are compiled by numba, which is not installed: "
+            "pip install 'cxlkv[methods]'"
+        ) from error
     found = {made.name: made for made in (each() for each in SCORERS)}
     for entry in entry_points(group=GROUP):
         made = entry.load()()
@@ -103,7 +128,7 @@ def add(scorer: Scorer) -> None:
 
 
 def of(name: str) -> Scorer:
-    """Raises BadArgumentError for a name that no scorer has."""
+    """Raises BadArgumentError for a name that no scorer has; UnsupportedError without numba."""
     try:
         return _found()[name]
     except KeyError:
@@ -111,6 +136,21 @@ def of(name: str) -> Scorer:
 
         known = ", ".join((*METHODS, *names()))
         raise BadArgumentError(f"method {name!r}: use one of {known}") from None
+
+
+def check(method: str) -> None:
+    """Raises BadArgumentError where it is neither the core's nor a scorer's."""
+    from cxlkv.ndp.engine import METHODS
+
+    if method not in METHODS:
+        of(method.partition("=")[0])
+
+
+def takes_mass(method: str) -> bool:
+    """Whether a budget of mass can be met by it; for what check() has not refused."""
+    from cxlkv.ndp.engine import METHODS
+
+    return method in BY_MASS or (method not in METHODS and of(method.partition("=")[0]).log_sums)
 
 
 # ---- compiled ----
@@ -121,6 +161,8 @@ class Compiled:
     """Addresses of C functions, as cxlkv_scorer has them; kept: what they need."""
 
     summary_bytes: int
+    read_bytes: int
+    log_sums: bool
     summarise: int
     score: int
     kept: tuple[object, ...]
@@ -141,18 +183,14 @@ def summary_bytes(scorer: Scorer, shape: Shape) -> int:
 
 @cache
 def compiled(scorer: Scorer, shape: Shape, parameter_count: int = 0) -> Compiled:
-    """By numba, for this CPU. Raises UnsupportedError without numba."""
-    try:
-        from cxlkv.ndp.compile import c_functions
-    except ImportError as error:
-        raise UnsupportedError(
-            f"method {scorer.name!r} is compiled by numba, which is not installed: "
-            "pip install 'cxlkv[methods]'"
-        ) from error
+    """By numba, for this CPU."""
+    from cxlkv.ndp.compile import c_functions
+
     axes, dtype = scorer.summary(shape)
-    size = summary_bytes(scorer, shape)
+    size, read = summary_bytes(scorer, shape), scorer.read_bytes(shape)
     summarise, score = c_functions(scorer, shape, axes, np.dtype(dtype), parameter_count)
-    return Compiled(size, summarise.address, score.address, kept=(summarise, score))
+    addresses = summarise.address, score.address
+    return Compiled(size, read, scorer.log_sums, *addresses, kept=(summarise, score))
 
 
 @dataclass(frozen=True)
@@ -166,36 +204,82 @@ class _Use:
 _uses: WeakKeyDictionary[_core.Handle, dict[str, _Use]] = WeakKeyDictionary()
 
 
-def number_of(pool: _core.Handle, layout: KVLayout, name: str) -> int:
-    """By what the core knows a scorer of this pool; it is added where it is new there.
+def number_of(pool: _core.Handle, layout: KVLayout, word: str) -> int:
+    """By what the core knows a scorer of this pool; it is added where it is new there. word: its
+    name, or "name=file" with what it has learned.
 
-    Raises BadArgumentError for an unknown name and for one that has to be calibrated first.
+    Raises BadArgumentError for an unknown name, and for one that has to learn first.
     """
     used = _uses.get(pool)
-    if used is not None and name in used:
-        return used[name].number
+    if used is not None and word in used:
+        return used[word].number
+    name, _, path = word.partition("=")
     scorer = of(name)
+    if path:
+        return use(pool, layout, scorer, _read(Path(path), layout), word)
     if scorer.calibrated:
         raise BadArgumentError(
-            f"method {name!r} has to learn from keys first: pool.calibrate({name!r}, sequence)"
+            f"method {name!r} learns from keys first: pool.calibrate({name!r}, a sequence of them)"
         )
     return use(pool, layout, scorer, None)
 
 
+def _read(path: Path, layout: KVLayout) -> Floats:
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise BadArgumentError(
+            f"{path}: {error}; numpy.save writes what pool.calibrate() returns"
+        ) from error
+    return np.asarray(found, np.float32)
+
+
 def use(
-    pool: _core.Handle, layout: KVLayout, scorer: Scorer, parameters: Floats | None
+    pool: _core.Handle,
+    layout: KVLayout,
+    scorer: Scorer,
+    parameters: Floats | None,
+    word: str | None = None,
 ) -> int:
-    """parameters: [layers, kv_heads, n], or None."""
-    count = 0 if parameters is None else parameters.shape[2]
+    """parameters: [layers, kv_heads, n], or None. word: what it is called in this pool, its name if
+    None; the last call of a name is what it means. Raises BadArgumentError for another shape."""
+    axes, count = (layout.layers, layout.kv_heads), 0
+    if parameters is not None:
+        if parameters.ndim != 3 or parameters.shape[:2] != axes:
+            raise BadArgumentError(
+                f"method {scorer.name!r}: what it learned has shape {parameters.shape}, wanted "
+                f"[{axes[0]} layers, {axes[1]} kv heads, n]"
+            )
+        count = parameters.shape[2]
     made = compiled(scorer, Shape(layout.page_tokens, layout.head_dim), count)
     number = zlib.crc32(scorer.name.encode(), made.summary_bytes)
     if parameters is not None:
         parameters = np.ascontiguousarray(parameters, np.float32)
         number = zlib.crc32(parameters.tobytes(), number)
     number = number or 1
-    _core.pool_add_scorer(
-        pool, number, made.summary_bytes, made.summarise, made.score, parameters
-    )
     known = _uses.setdefault(pool, {})
-    known[scorer.name] = _Use(number, (made, parameters))
+    if number not in [each.number for each in known.values()]:
+        sizes = made.summary_bytes, made.read_bytes, int(made.log_sums)
+        _core.pool_add_scorer(pool, number, sizes, (made.summarise, made.score), parameters)
+    known[word or scorer.name] = _Use(number, (made, parameters))
     return number
+
+
+CALIBRATED_TOKENS = 16384
+"""Of a sequence, drawn at random, and of each layer and kv head."""
+
+
+def learned(
+    scorer: Scorer, fetch: Callable[[int], tuple[Array, Array]], layout: KVLayout
+) -> Floats:
+    """[layers, kv_heads, n]; fetch: a sequence's. Raises BadArgumentError without a whole page."""
+    random = np.random.default_rng(0)
+    found = []
+    for layer in range(layout.layers):
+        pages = np.asarray(fetch(layer)[0])[:, :-1]  # the last one may not be full
+        keys = pages.reshape(layout.kv_heads, -1, layout.head_dim)
+        if not keys.shape[1]:
+            raise BadArgumentError(f"method {scorer.name!r} learns from two pages or more")
+        some = np.sort(random.permutation(keys.shape[1])[:CALIBRATED_TOKENS])
+        found.append([scorer.calibrate(head[some].astype(np.float32)) for head in keys])
+    return np.array(found, np.float32)

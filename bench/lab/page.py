@@ -95,12 +95,12 @@ def draw_losses(panels: list[Axes], found: Findings) -> None:
         (panels[1], "copy", "copies: loss over full attention's, %"),
     ):
         ticks: set[float] = set()
-        for method in METHODS:
+        for method in dict.fromkeys((*METHODS, *(row.form.method for row in found.rows[1:]))):
             rows = [row for row in plain_rows(found) if row.form.method == method]
             rows.sort(key=lambda row: row.form.share)
             if not rows:
                 continue
-            color, line = LOOKS[method]
+            color, line = LOOKS.get(method, (f"C{len(axes.lines) % 10}", "--"))
             bounds = [bootstrap(getattr(row, figure)) for row in rows]
             shares = [100 * row.form.share for row in rows]
             ticks |= set(shares)

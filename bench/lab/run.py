@@ -28,7 +28,7 @@ from cxlkv.layout import KVLayout
 from cxlkv.machine.state import write_whole
 from cxlkv.pool import CXLPool
 
-PLAN = "plan.json"
+PLAN, COSTS = "plan.json", "costs.npz"
 FORMAT = 2
 """Of the units' files: another number when what they hold, or what it means, changes."""
 
@@ -56,6 +56,7 @@ def run(folder: Path, model: Path, plan: Plan, console: Console) -> list[str]:
     with CXLPool.create("anonymous:", layout=layout, capacity=capacity_bytes(layout, plan)) as pool:
         runner = Runner(Reader(loaded, pool), AutoTokenizer.from_pretrained(model), plan)
         begin(folder, model, asdict(plan), runner.check())
+        runner.prepare(folder / COSTS)
         units = plan.units()
         todo = {name: steps for name, steps in units.items() if not path_of(folder, name).exists()}
         with progress_of(console, sum(units.values()), sum(todo.values())) as progress:

@@ -138,6 +138,11 @@ TEXTS = (
 )  # fmt: skip
 
 
+def learned_from() -> str:
+    """What methods learn from, which no figure is of: prose and code of Python's library."""
+    return library_file("pickletools.py")()
+
+
 def beginnings(folder: Path, tokens: int, count: int, first: int = 0) -> list[list[int]]:
     """Token ids of the first `count` texts that have `tokens` from the token `first` on, by the
     tokenizer of the model in a folder."""

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -16,12 +17,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from cxlkv.bench.lab.heads import WatchedCache
+from cxlkv.bench.lab.costs import costs
 from cxlkv.bench.lab.reading import Reader, stale_pages
 from cxlkv.bench.lab.tasks import ITEMS, KINDS, Context, make_context, single_token_words
-from cxlkv.bench.lab.texts import TEXTS, Text
-from cxlkv.demo.forms import Form
+from cxlkv.bench.lab.texts import TEXTS, Text, learned_from
+from cxlkv.demo.forms import CONTROLS, Form
 from cxlkv.demo.full_attention import keys_and_values
 from cxlkv.errors import BadArgumentError
+from cxlkv.ndp import engine, scorers
 from cxlkv.sequence import Sequence as Tokens
 
 Array = (
@@ -38,6 +41,7 @@ class Advance(Protocol):
 
 METHODS = ("exact", "two_stage", "digest", "random", "newest", "oracle")
 SHARES = (0.02, 0.05, 0.10, 0.20)
+REFERENCES = ("oracle", "newest", "random")
 READ_STEPS, ITEM_STEPS = 40, 14
 """What reading a context and answering an item take, in steps of all forms, about."""
 CUE_TOKENS = 8
@@ -82,7 +86,8 @@ class Plan:
 
     prefix: at most; a shorter text has less in front of its steps.
     variants: forms that read nothing on their own; only what they would keep is measured.
-    part: where these are not all forms, what those were asked for by.
+    part: where these are not all forms, what those were asked for by. timed: methods whose time to
+    choose is measured, too.
     """
 
     texts: tuple[str, ...] = tuple(text.name for text in TEXTS)
@@ -98,6 +103,7 @@ class Plan:
     forms: tuple[Form, ...] = field(default_factory=every_form)
     variants: tuple[Form, ...] = field(default_factory=every_variant)
     part: tuple[str, ...] = ()
+    timed: tuple[str, ...] = ()
 
     @classmethod
     def quick(cls) -> Plan:
@@ -130,6 +136,14 @@ class Plan:
         variants = tuple(form for form in self.variants if wanted(form))
         return replace(self, forms=forms, variants=variants, part=tuple(patterns))
 
+    def of_methods(self, names: Sequence[str], shares: Sequence[float]) -> Plan:
+        """Each method at each share of the pages, beside random, newest and best ones, and all."""
+        forms = [Form.full()]
+        for name in dict.fromkeys((*names, *REFERENCES)):
+            forms += [Form(name, share) for share in shares]
+        part = (*names, *(f"{100 * share:g} %" for share in shares))
+        return replace(self, forms=tuple(forms), variants=(), part=part, timed=tuple(names))
+
     def units(self) -> dict[str, int]:
         """Each unit's name and how many steps of the model it takes."""
         copies = self.copies * self.passage
@@ -152,6 +166,23 @@ class Runner:
         self.reader = reader
         self.tokenizer = tokenizer
         self.plan = plan
+
+    def prepare(self, path: Path) -> None:
+        """Methods that learn do so, from a text that is not measured; path: where what the timed
+        ones cost is written, if it is not there."""
+        chosen = {form.method for form in self.plan.forms} - {*engine.METHODS, *CONTROLS, "full"}
+        learning = [name for name in sorted(chosen) if scorers.of(name).calibrated]
+        times = bool(self.plan.timed) and not path.exists()
+        if not learning and not times:
+            return
+        tokens = self.tokens(learned_from(), self.plan.prefix)
+        cache, _ = self.reader.read(tokens)
+        with self.reader.context(cache, len(tokens)) as context:
+            for name in learning:
+                self.reader.pool.calibrate(name, context)
+            if times:
+                found = costs(self.reader, context, tokens[-1], self.plan.timed)
+                np.savez(path, allow_pickle=False, **found)
 
     def run(self, unit: str, advance: Advance) -> Arrays:
         kind, name = unit.split("-", 1)

@@ -318,15 +318,16 @@ def batch_units(
 def pool_add_scorer(
     pool: Handle,
     number: int,
-    summary_bytes: int,
-    summarise: int,
-    score: int,
+    sizes: tuple[int, int, int],
+    functions: tuple[int, int],
     parameters: npt.NDArray[np.float32] | None,
 ) -> None:
-    """summarise, score: addresses of C functions; parameters [layers, kv_heads, n]. All of them stay
-    where they are as long as the pool is open."""
+    """sizes: (summary_bytes, read_bytes, log_sums); functions: addresses of (summarise, score);
+    parameters [layers, kv_heads, n]. These stay where they are as long as the pool is open."""
     struct = ffi.new("cxlkv_scorer *")
-    struct.id, struct.summary_bytes = number, summary_bytes
+    struct.id = number
+    struct.summary_bytes, struct.read_bytes, struct.log_sums = sizes
+    summarise, score = functions
     struct.summarise = ffi.cast(ffi.typeof(struct.summarise), summarise)
     struct.score = ffi.cast(ffi.typeof(struct.score), score)
     if parameters is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cxlkv.adapters.transformers import CXLCache, LayerStep
 from cxlkv.errors import BadArgumentError
+from cxlkv.ndp import scorers
 from cxlkv.ndp.engine import METHODS, Budget, Selection, unscored
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch
@@ -128,9 +129,8 @@ class FormsCache(CXLCache):
     ) -> None:
         if len(forms) != len(sequences):
             raise BadArgumentError(f"{len(forms)} forms for {len(sequences)} rows: one for each")
-        unknown = {form.method for form in forms} - {*METHODS, *CONTROLS, "full"}
-        if unknown:
-            raise BadArgumentError(f"no method {unknown.pop()}: {', '.join((*METHODS, *CONTROLS))}")
+        for method in {form.method for form in forms} - {*METHODS, *CONTROLS, "full"}:
+            scorers.of(method)  # raises for a name that it does not know
         super().__init__(pool, model, sequences=sequences)
         self.seed = seed
         self.read: dict[Form, Read] = {form: Read() for form in forms}
@@ -176,7 +176,7 @@ class FormsCache(CXLCache):
         budgets = [form.budget() for form in forms]
         if method == "oracle":
             method = "attention"
-        if method in METHODS:
+        if method not in CONTROLS:
             rows = queries.contiguous()
             return batch.select(part.index, rows, starts, budgets, method, part.scale)
         heads, page_tokens = self.pool.layout.kv_heads, self.pool.layout.page_tokens

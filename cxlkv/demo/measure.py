@@ -15,7 +15,8 @@ from cxlkv.adapters.transformers import CXLCache
 from cxlkv.demo.caches import RandomPages, Weighed, WeighedRandomPages
 from cxlkv.demo.task import Context, make_context
 from cxlkv.errors import BadArgumentError
-from cxlkv.ndp.engine import METHODS, Budget
+from cxlkv.ndp import scorers
+from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 
 TRAINED_TOKENS = 16_384
@@ -45,8 +46,8 @@ class Plan:
         Beyond the default length all questions are about one context and asked one by one, so that
         bytes and times are those of a decode step, and transformers' own cache fits in memory.
         """
-        if method is not None and method not in METHODS:
-            raise BadArgumentError(f"method {method!r}: use one of {', '.join(METHODS)}")
+        if method is not None:
+            scorers.check(method)
         plan = replace(cls(), method=method or cls.method)
         if tokens is None:
             return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +40,16 @@ def lab_run(
             "'exact 5 %,*refresh*'. All pages are always there."
         ),
     ] = "",
+    methods: Annotated[
+        str,
+        typer.Option(help="In place of these forms: methods of docs/methods.md, or all of them."),
+    ] = "",
+    budgets: Annotated[
+        str, typer.Option(help="With --methods: shares of the pages.")
+    ] = "0.02,0.05,0.1,0.2",
+    texts: Annotated[
+        int, typer.Option(help="Only so many texts, and as many contexts of tasks.", min=1)
+    ] = 16,
 ) -> None:
     """Measure all forms of selection against full attention on 16 texts and 200 questions.
 
@@ -48,16 +59,23 @@ def lab_run(
     check does not hold. With --forms a folder of its own is wanted.
     """
     with needing("lab", "the lab"):
+        from cxlkv.adapters.transformers import layout_of
         from cxlkv.bench.lab import page, report
         from cxlkv.bench.lab.run import load_units, run
         from cxlkv.bench.lab.units import Plan
         from cxlkv.demo.smollm2 import prepare
+        from cxlkv.demo.text import inputs
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 170)
     plan = Plan.quick() if quick else Plan()
     if forms:
         plan = plan.only([pattern.strip() for pattern in forms.split(",")])
+    if methods:
+        shares = [float(share) for share in budgets.split(",")]
+        plan = plan.of_methods(known_methods(methods), shares)
+    if texts < len(plan.texts):
+        plan = replace(plan, texts=plan.texts[:texts], contexts=min(texts, plan.contexts))
     folder = model or prepare(console)
     out = out or Path("cxlkv-lab-quick" if quick else "cxlkv-lab")
     if elsewhere := run(out, folder, plan, console):
@@ -72,10 +90,33 @@ def lab_run(
         console.print(Text(note), soft_wrap=True)
     result.write(out / "lab.json")
     page.write(out / "lab.html", found, result, units)
+    if plan.timed:
+        from cxlkv.bench.lab import methods as table
+        from cxlkv.bench.lab.run import COSTS, load_arrays
+
+        seconds = load_arrays(out / COSTS)
+        layout = layout_of(inputs.read_config(folder))
+        kept = table.kept_shares(found, layout)
+        (out / "methods.md").write_text(table.markdown(found, seconds, kept) + "\n")
+        table.draw(out / "methods.png", found, seconds)
     files = f"Result file: {out / 'lab.json'}; page: {out / 'lab.html'}"
     console.print(Text(files), soft_wrap=True)
     if not result.passed:
         raise typer.Exit(1)
+
+
+def known_methods(words: str) -> tuple[str, ...]:
+    """All that there are, or those that are named. Raises BadArgumentError for one that is not."""
+    from cxlkv.ndp import scorers
+
+    core = ("exact", "two_stage", "digest")
+    if words == "all":
+        return (*core, *scorers.names())
+    names = tuple(filter(None, map(str.strip, words.split(","))))
+    for name in names:
+        if name not in core:
+            scorers.of(name)
+    return names
 
 
 @lab_app.command("prefill")

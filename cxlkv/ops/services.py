@@ -14,6 +14,7 @@ import typer
 
 from cxlkv.errors import CXLKVError, PoolMissingError, SystemCallError
 from cxlkv.machine.topology import probe
+from cxlkv.ndp import scorers
 from cxlkv.ndp.worker import cpus_near, pin, serve, stop_signals
 from cxlkv.ops.console import HostNumber
 from cxlkv.pool import CXLPool
@@ -77,6 +78,9 @@ def ndp_worker(
         typer.Option(help="Threads that work: the CPUs it may use if not given.", min=1),
     ] = None,
     slots: Annotated[int, typer.Option(help="Processes that it serves.", min=1, max=64)] = 8,
+    methods: Annotated[
+        str, typer.Option(help="Of docs/methods.md, that it is asked for: mean,loki=loki.npy")
+    ] = "",
     host: HostNumber = None,
 ) -> None:
     """Select and attend for the processes of a pool, near its memory, until SIGTERM or Ctrl-C.
@@ -86,6 +90,8 @@ def ndp_worker(
     if node is not None:
         pin(cpus_near(probe(), node))
     with CXLPool.open(pool, host=host, threads=threads) as opened:
+        for word in filter(None, methods.split(",")):
+            scorers.number_of(opened._handle, opened.layout, word.strip())
         serve(opened._handle, lambda line: typer.echo(line), slots=slots)
 
 

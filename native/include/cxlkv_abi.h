@@ -260,11 +260,14 @@ typedef struct cxlkv_select_args {
 typedef struct cxlkv_scorer {
     uint32_t id;                   /* not 0; of all processes of a pool, a worker's too */
     uint32_t summary_bytes;        /* of a page and kv head: a multiple of 8 */
+    uint32_t read_bytes;           /* of them, those that score() reads */
+    uint32_t log_sums;             /* 1: a score is the log of a page's sum of exp(logit), and pages
+                                    * are chosen by attention; 0: by the best score of any query */
     /* A complete page: keys [tokens][dim] as attention sees them, from position `first` on. */
     void (*summarise)(const float *keys, int64_t tokens, int64_t dim, int64_t first,
                       const float *parameters, void *summary);
-    /* Pages' summaries, one behind another: scores[page], the higher the better. queries [count]
-     * [dim] are all that share the list; logits are scale * q.k. */
+    /* Pages' summaries, one behind another, to scores [count][pages] of queries [count][dim], whose
+     * logits are scale * q.k: the higher the better. */
     void (*score)(const float *queries, int64_t count, int64_t dim, float scale,
                   const void *summaries, int64_t pages, const float *parameters, float *scores);
     const float *parameters;       /* [layers][kv_heads][parameter_count]; NULL: none. They stay

@@ -1,7 +1,15 @@
-"""Scorers of this package; each file has its paper in the class's docstring."""
+"""Scorers of this package; the docstring of each class says where it comes from."""
 
 from __future__ import annotations
 
+from cxlkv.ndp.methods.ball import Ball
+from cxlkv.ndp.methods.codebooks import IVF, PQ
+from cxlkv.ndp.methods.fier import Fier
+from cxlkv.ndp.methods.gaussian import Gaussian, Locks
+from cxlkv.ndp.methods.loki import Loki
+from cxlkv.ndp.methods.lsh import LSH
 from cxlkv.ndp.methods.mean import Mean
+from cxlkv.ndp.methods.shadow import Shadow
+from cxlkv.ndp.methods.sparq import SparQ
 
-SCORERS = (Mean,)
+SCORERS = (Mean, Ball, Gaussian, Locks, Fier, SparQ, Loki, PQ, IVF, LSH, Shadow)

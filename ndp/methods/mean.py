@@ -5,37 +5,39 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.scorers import Floats, Scorer, Shape
+from cxlkv.ndp.methods.bfloat16 import from_bfloat16, to_bfloat16
+from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
 
 
 class Mean(Scorer):
-    """The best q.mean(keys) of the queries, as InfLLM (arXiv 2402.04617) and MoBA (arXiv
-    2502.13189) score blocks, and ShadowKV's landmarks (arXiv 2410.21465)."""
+    """q times the mean key of a page: the block score of MoBA (arXiv 2502.13189), UCM's block means
+    and ShadowKV's landmarks (arXiv 2410.21465)."""
 
     name = "mean"
-    paper = "arXiv 2502.13189"
 
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
-        return (shape.dim,), np.float32
+        return (shape.dim,), np.uint16
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Floats) -> None:
-        summary[:] = 0
-        for t in range(keys.shape[0]):
-            for d in range(keys.shape[1]):
-                summary[d] += keys[t, d]
+    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
         for d in range(keys.shape[1]):
-            summary[d] /= keys.shape[0]
+            total = np.float32(0)
+            for t in range(keys.shape[0]):
+                total += keys[t, d]
+            summary[d] = to_bfloat16(total / keys.shape[0])
 
     @staticmethod
     def score(
-        queries: Floats, scale: float, summaries: Floats, parameters: Floats, scores: Floats
+        queries: Floats,
+        scale: float,
+        tokens: int,
+        summaries: Words,
+        parameters: Floats,
+        scores: Floats,
     ) -> None:
         for page in range(summaries.shape[0]):
-            best = np.float32(-np.inf)
             for i in range(queries.shape[0]):
                 total = np.float32(0)
                 for d in range(queries.shape[1]):
-                    total += queries[i, d] * summaries[page, d]
-                best = max(best, total)
-            scores[page] = scale * best
+                    total += queries[i, d] * from_bfloat16(summaries[page, d])
+                scores[i, page] = scale * total

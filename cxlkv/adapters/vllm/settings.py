@@ -12,6 +12,7 @@ from cxlkv.adapters.common.settings import PoolSettings, read
 from cxlkv.adapters.vllm.messages import Options
 from cxlkv.config import Keys, Size, Source, checked
 from cxlkv.errors import BadArgumentError
+from cxlkv.ndp import scorers
 from cxlkv.ndp.engine import Budget, budget_of
 from cxlkv.pages import PRIORITY_MAX
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 PREFIX = "kv_connector_extra_config"
-BY_MASS = ("auto", "exact", "attention")
 
 
 def _budget(given: object) -> Budget | None:
@@ -60,7 +60,7 @@ class Settings(PoolSettings):
 
     attention: Literal["engine", "pool"] = "engine"
     budget: _Budget = None
-    method: Literal["exact", "digest", "two_stage", "auto", "attention"] = "auto"
+    method: str = "auto"
     audit: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
     load: Literal["sync", "async"] = "sync"
     deadline_s: float = Field(5.0, gt=0, description="a number above 0")
@@ -77,10 +77,14 @@ class Settings(PoolSettings):
                     f"{{{name}}} needs {{attention}}: pool, as the engine's attention reads blocks "
                     "of its own, and all of them"
                 )
-        if self.budget is not None and self.budget.mass and self.method not in BY_MASS:
+        try:
+            scorers.check(self.method)
+        except BadArgumentError as error:
+            raise BadArgumentError(f"{{method}}: {error}") from None
+        if self.budget is not None and self.budget.mass and not scorers.takes_mass(self.method):
             raise BadArgumentError(
                 f"{{method}} is {self.method!r}: a {{budget}} of mass needs one of "
-                f"{', '.join(BY_MASS)}"
+                f"{', '.join(scorers.BY_MASS)}, or a method that estimates attention"
             )
         return self
 

@@ -23,7 +23,7 @@ from cxlkv.demo.forms import Form, FormsCache, Read
 from cxlkv.demo.full_attention import divergence_from
 from cxlkv.demo.text.inputs import quiet
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
-from cxlkv.ndp import engine
+from cxlkv.ndp import scorers
 from cxlkv.pool import CXLPool
 
 TOKENS_MIN = 256
@@ -69,8 +69,7 @@ class Plan:
         if tokens < TOKENS_MIN:
             raise BadArgumentError(f"{tokens} tokens are too few: at least {TOKENS_MIN}")
         for method in wanted.methods:
-            if method not in engine.METHODS:
-                raise BadArgumentError(f"no method {method}: {', '.join(engine.METHODS)}")
+            scorers.check(method)
         steps = min(tokens // STEPS_OF_TOKENS, STEPS_MAX)
         return cls(tokens - steps - 1, steps, *wanted)
 

@@ -18,10 +18,7 @@ static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
     uint64_t bytes = 0, key_bytes = kind_token_bytes(layout, PIECE_KEYS);
     uint64_t digest_bytes = piece_data_bytes(layout, PIECE_DIGEST);
     if (p->stage) return sketch_score_pages(job, p, first, last, counts);
-    if (job->scorer) {
-        scorer_score_pages(job, p, first, last, counts);
-        return 0;
-    }
+    if (job->scorer) return scorer_score_pages(job, p, first, last, counts);
     uint32_t run = first, run_end = last;
     run_of(job, p, &run, &run_end);
     bool asks = counts && run == run_end;
@@ -151,9 +148,9 @@ static int budget_check(const cxlkv_select_args *args, uint32_t i) {
     if (is_amount && !(budget->amount > 0 && budget->amount <= 1))
         return fail(CXLKV_E_ARGUMENT, "budget %u: %g is outside (0, 1]", i, budget->amount);
     bool by_mass = args->method == CXLKV_METHOD_EXACT || args->method == CXLKV_METHOD_AUTO ||
-                   args->method == CXLKV_METHOD_ATTENTION;
+                   args->method == CXLKV_METHOD_ATTENTION || args->method == CXLKV_METHOD_SCORER;
     if (budget->kind == CXLKV_BUDGET_MASS && !by_mass)
-        return fail(CXLKV_E_ARGUMENT, "budget %u: attention mass needs method exact", i);
+        return fail(CXLKV_E_ARGUMENT, "budget %u: attention mass needs method exact or attention", i);
     return 0;
 }
 

@@ -6,6 +6,7 @@
 
 #include "ndp/ahead.h"
 #include "ndp/stored.h"
+#include "pool/scorers.h"
 #include "sequence/kept_choice.h"
 
 typedef struct plan {
@@ -35,7 +36,7 @@ typedef struct select_job {
     kernel_queries queries;      /* of all plans */
     uint64_t query_total;
     const sketch_query *sketch_queries; /* the same ones, for estimates */
-    struct pool_scorer *scorer;  /* NULL: the method is one of the core's */
+    pool_scorer *scorer;         /* NULL: the method is one of the core's */
     plan *plans;
     uint32_t group;
     uint32_t task_pages;         /* of the tasks of all plans that are not narrow */
@@ -52,7 +53,8 @@ static inline bool is_scored(const plan *p) {
 
 /* By the share of the attention that pages hold, in place of their best token's score. */
 static inline bool is_by_mass(const select_job *job, const plan *p) {
-    return job->args->method == CXLKV_METHOD_ATTENTION || p->budget->kind == CXLKV_BUDGET_MASS;
+    return job->args->method == CXLKV_METHOD_ATTENTION || p->budget->kind == CXLKV_BUDGET_MASS ||
+           (job->scorer && job->scorer->scorer.log_sums);
 }
 
 /* Pages of a task at most. */
@@ -151,8 +153,9 @@ int mass_task(void *context, uint32_t item);
 int scorer_begin(select_job *job);
 /* Of complete pages that have none yet. */
 int scorer_summarise(select_job *job);
-/* Pages that have no summary, or that some row sees a part of only, are before all others. */
-void scorer_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last, bool counts);
+/* Pages that have no summary, or that some row sees a part of only, are scored by their keys where
+ * scores are log-sums, and are else before all others. */
+int scorer_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last, bool counts);
 
 /* ---- select_sketch.c ---- */
 /* Floats of scratch for all queries, and for a plan. */

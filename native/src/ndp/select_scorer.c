@@ -1,7 +1,5 @@
 /* Select by a scorer that the pool was given: by a summary of each page and kv head, which is made
  * of its keys before a select names the page for the first time. */
-#include "pool/scorers.h"
-
 #include <stdlib.h>
 
 #include "ndp/select_sketch.h"
@@ -38,6 +36,12 @@ int scorer_begin(select_job *job) {
                     "select: scorer %u is not known here; a worker knows those that it was begun "
                     "with (--methods)",
                     args->scorer);
+    for (uint32_t i = 0; i < args->budget_count; i++)
+        if (args->budgets[i].kind == CXLKV_BUDGET_MASS && !job->scorer->scorer.log_sums)
+            return fail(CXLKV_E_ARGUMENT,
+                        "budget %u: this method does not estimate attention, so that it has no "
+                        "mass: give pages or a share",
+                        i);
     return 0;
 }
 
@@ -164,22 +168,43 @@ static uint32_t summaries_take(const select_job *job, const plan *p, uint32_t he
     return count;
 }
 
+/* Scores [count][pages] of queries from `query` on, among those of head `head`, to where they are
+ * chosen by. */
+static void scores_place(const select_job *job, const plan *p, uint32_t head, uint64_t query,
+                         uint32_t count, uint32_t at, uint32_t pages, const float *scores) {
+    uint64_t list_stride = (uint64_t)kv_heads(job) * p->view.pages;
+    for (uint32_t i = 0; i < count; i++) {
+        const float *from = scores + (size_t)i * pages;
+        uint64_t row = (query + i) / job->group;
+        uint64_t list = job->args->per == CXLKV_PER_SEQUENCE ? 0 : row;
+        uint64_t place = (uint64_t)head * p->rows * job->group + query + i;
+        float *best = p->scores + list * list_stride + (uint64_t)head * p->view.pages + at;
+        if (p->log_sums) {
+            memcpy(p->log_sums + place * p->view.pages + at, from, pages * sizeof(*from));
+            continue;
+        }
+        for (uint32_t page = 0; page < pages; page++)
+            if (is_better(from[page], best[page])) best[page] = from[page];
+    }
+}
+
 /* Pages [first, last), which all have summaries and are seen whole by all rows. */
 static void score_whole(const select_job *job, const plan *p, uint32_t first, uint32_t last) {
     _Alignas(LINE_BYTES) uint8_t room[ROOM_BYTES];
-    const cxlkv_pool *pool = job->batch->pool;
+    float scores[QUERY_BLOCK * TASK_PAGES];
     const cxlkv_scorer *scorer = &job->scorer->scorer;
+    uint32_t dim = job->keys.dim, layer = p->view.layer;
+    uint64_t all = p->rows * job->group;
     for (uint32_t head = 0; head < kv_heads(job); head++)
-        for (uint32_t at = first, count; at < last; at += count) {
-            count = summaries_take(job, p, head, at, last, room);
-            const float *parameters =
-                scorer_parameters(pool, job->scorer, p->view.layer, head);
-            for (uint64_t list = 0; list < p->lists; list++) {
-                uint32_t queries;
-                uint64_t query = queries_of_list(job, p, list, head, &queries);
-                scorer->score(job->queries.rows + query * job->keys.dim, queries, job->keys.dim,
-                              job->args->scale, room, count, parameters,
-                              p->scores + (list * kv_heads(job) + head) * p->view.pages + at);
+        for (uint32_t at = first, pages; at < last; at += pages) {
+            pages = summaries_take(job, p, head, at, last, room);
+            for (uint64_t query = 0; query < all; query += QUERY_BLOCK) {
+                uint32_t count = (uint32_t)min_u64(QUERY_BLOCK, all - query);
+                uint64_t from = p->first_query + head * p->block + query;
+                scorer->score(job->queries.rows + from * dim, count, dim, job->args->scale, room,
+                              pages, scorer_parameters(job->batch->pool, job->scorer, layer, head),
+                              scores);
+                scores_place(job, p, head, query, count, at, pages, scores);
             }
         }
 }
@@ -188,23 +213,32 @@ static bool has_summary(const select_job *job, const plan *p, uint32_t index) {
     return summary_is_made(job->batch->pool, job->scorer, page_of(p, index), p->view.layer);
 }
 
-static void put_first(const select_job *job, const plan *p, uint32_t index) {
-    for (uint64_t list = 0; list < lists_of(job, p); list++)
-        p->scores[list * p->view.pages + index] = INFINITY;
+static int score_other(select_job *job, const plan *p, uint32_t index, bool counts) {
+    if (!p->log_sums) {
+        for (uint64_t list = 0; list < lists_of(job, p); list++)
+            p->scores[list * p->view.pages + index] = INFINITY;
+        return 0;
+    }
+    uint64_t bytes = (uint64_t)kv_heads(job) * view_filled(&p->view, index) *
+                     kind_token_bytes(&job->batch->pool->layout, PIECE_KEYS);
+    if (counts) atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
+    return score_page(job, p, index, NULL);
 }
 
-void scorer_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last,
-                        bool counts) {
+int scorer_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last, bool counts) {
     uint32_t start = first, end = last, scored = 0;
+    int code = 0;
     whole_pages(p, &start, &end);
-    for (uint32_t index = first; index < last; index++)
-        if (index < start || index >= end) put_first(job, p, index);
-    for (uint32_t at = start, stop; at < end; at = stop) {
+    for (uint32_t index = first; code == 0 && index < last; index++)
+        if (index < start || index >= end) code = score_other(job, p, index, counts);
+    for (uint32_t at = start, stop; code == 0 && at < end; at = stop) {
         for (stop = at; stop < end && has_summary(job, p, stop); stop++) {}
         score_whole(job, p, at, stop);
         scored += stop - at;
-        if (stop == at) put_first(job, p, stop++); /* another call appended it meanwhile */
+        /* One that another call appended meanwhile. */
+        if (stop == at) code = score_other(job, p, stop++, counts);
     }
-    uint64_t bytes = (uint64_t)scored * job->scorer->row_bytes;
+    uint64_t bytes = (uint64_t)scored * kv_heads(job) * job->scorer->scorer.read_bytes;
     if (counts) atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
+    return code;
 }

@@ -5,6 +5,7 @@
 
 #include "pool/hooks.h"
 #include "pool/peers.h"
+#include "pool/scorers.h"
 
 /* All that were opened and have references left: a closed one has locks, too, which the child of a
  * fork must find free. */
@@ -130,6 +131,7 @@ static void fork_child(void) {
         pool->threads = NULL;
         pool->keeper = NULL; /* its thread is the parent's, and what it was about to log */
         pool->log_count = 0;
+        scorers_forked(pool);
         hooks.worker_forked(pool);
         hooks.local_forked(pool);
         hooks.sequences_forked(pool);

@@ -45,7 +45,7 @@ pool_scorer *scorer_find(const cxlkv_pool *pool, uint32_t id) {
 
 static int scorer_check(const cxlkv_scorer *scorer) {
     uint32_t bytes = scorer->summary_bytes;
-    if (!scorer->id || !scorer->summarise || !scorer->score || bytes == 0 || bytes % 8 ||
+    if (!scorer->id || scorer->read_bytes > bytes || scorer->log_sums > 1 || !scorer->summarise || !scorer->score || bytes == 0 || bytes % 8 ||
         bytes > CXLKV_SUMMARY_BYTES_MAX)
         return fail(CXLKV_E_ARGUMENT,
                     "a scorer with summaries of %u bytes: a multiple of 8, at most %u, an id that "
@@ -56,9 +56,9 @@ static int scorer_check(const cxlkv_scorer *scorer) {
 
 static int scorer_add(cxlkv_pool *pool, const cxlkv_scorer *scorer) {
     uint32_t count = 0;
-    for (pool_scorer *s = atomic_load(&pool->scorers); s; s = s->next, count++)
-        if (s->scorer.id == scorer->id)
-            return fail(CXLKV_E_ARGUMENT, "this pool has a scorer %u already", scorer->id);
+    if (scorer_find(pool, scorer->id))
+        return fail(CXLKV_E_ARGUMENT, "this pool has a scorer %u already", scorer->id);
+    for (pool_scorer *s = atomic_load(&pool->scorers); s; s = s->next) count++;
     if (count == CXLKV_SCORERS_MAX)
         return fail(CXLKV_E_ARGUMENT, "this pool has %u scorers: no more can be added", count);
     pool_scorer *made;
@@ -113,6 +113,11 @@ void summaries_forget(cxlkv_pool *pool, uint32_t page) {
          s = s->next)
         bits_clear(s->made, (uint64_t)page * pool->geometry.record_layers,
                    pool->geometry.record_layers);
+}
+
+void scorers_forked(cxlkv_pool *pool) {
+    for (pool_scorer *s = atomic_load(&pool->scorers); s; s = s->next)
+        pthread_mutex_init(&s->making, NULL);
 }
 
 void scorers_free(cxlkv_pool *pool) {

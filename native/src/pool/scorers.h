@@ -34,4 +34,5 @@ static inline const float *scorer_parameters(const cxlkv_pool *pool, const pool_
 void summaries_forget(cxlkv_pool *pool, uint32_t page);
 void summary_forget(cxlkv_pool *pool, uint32_t page, uint32_t layer);
 void scorers_free(cxlkv_pool *pool);
+void scorers_forked(cxlkv_pool *pool); /* in the child, which has a copy of all summaries */
 #endif

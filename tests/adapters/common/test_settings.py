@@ -114,7 +114,6 @@ def test_all_mistakes_at_once_each_where_it_stands(read: Read, tmp_path: Path) -
         ("compress", COMPRESS),
         ("huge", HUGE),
         ("policy", [name for name in POLICIES if name != "cost"]),  # settings carry no costs
-        ("method", METHODS),
     ],
 )
 def test_all_words_that_there_are_can_be_written(key: str, words: Sequence[str]) -> None:
@@ -122,6 +121,13 @@ def test_all_words_that_there_are_can_be_written(key: str, words: Sequence[str])
     kinds = schema.get("anyOf", [schema])
     found = {word for kind in kinds for word in kind.get("enum", [kind.get("const")])}
     assert found - {None} == set(words)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "gaussian", "loki=learned.npy"])
+def test_every_method_can_be_written(method: str) -> None:
+    given = {"attention": "pool", "method": method}
+    assert of_vllm.read_settings(given).method == method
+
 
 
 @pytest.mark.parametrize(

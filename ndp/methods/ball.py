@@ -1,0 +1,58 @@
+"""Scores a page by a ball around its keys."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv.ndp.methods.bfloat16 import from_bfloat16, to_bfloat16
+from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
+
+
+class Ball(Scorer):
+    """The most that q.k can be in the ball around the mean key that has all keys of a page: q.mean +
+    |q| radius. One of ArkVale's bounding volumes (NeurIPS 2024); its other one, the cuboid, is
+    method "digest". The radius is rounded up."""
+
+    name = "ball"
+
+    def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
+        return (shape.dim + 4 - shape.dim % 4,), np.uint16
+
+    @staticmethod
+    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+        tokens, dim = keys.shape
+        for d in range(dim):
+            total = np.float32(0)
+            for t in range(tokens):
+                total += keys[t, d]
+            summary[d] = to_bfloat16(total / tokens)
+        radius = np.float32(0)
+        for t in range(tokens):
+            square = np.float32(0)
+            for d in range(dim):
+                apart = keys[t, d] - from_bfloat16(summary[d])
+                square += apart * apart
+            radius = max(radius, square)
+        summary[dim] = to_bfloat16(np.sqrt(radius) * np.float32(1.0079))
+
+    @staticmethod
+    def score(
+        queries: Floats,
+        scale: float,
+        tokens: int,
+        summaries: Words,
+        parameters: Floats,
+        scores: Floats,
+    ) -> None:
+        dim = queries.shape[1]
+        for i in range(queries.shape[0]):
+            square = np.float32(0)
+            for d in range(dim):
+                square += queries[i, d] * queries[i, d]
+            length = np.sqrt(square)
+            for page in range(summaries.shape[0]):
+                total = np.float32(0)
+                for d in range(dim):
+                    total += queries[i, d] * from_bfloat16(summaries[page, d])
+                scores[i, page] = scale * (total + length * from_bfloat16(summaries[page, dim]))

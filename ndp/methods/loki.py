@@ -1,0 +1,70 @@
+"""Scores tokens in the space of the keys' principal components."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv.ndp.methods.bfloat16 import from_bfloat16, to_bfloat16
+from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
+
+PART = 8
+"""One component of so many channels is kept."""
+
+
+class Loki(Scorer):
+    """Loki (arXiv 2406.02542): logits of the first principal components of keys, which are learned
+    from a text, of keys behind the rotary embedding. The paper keeps keys in that space in place of
+    their own; here the components are kept beside them."""
+
+    name = "loki"
+    calibrated = True
+    log_sums = True
+
+    def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
+        return (shape.tokens + -shape.tokens % 4, -(-shape.dim // PART)), np.uint16
+
+    def calibrate(self, keys: Floats) -> Floats:
+        """[components, dim]"""
+        values, vectors = np.linalg.eigh(keys.astype(np.float64).T @ keys)
+        order = np.argsort(-values)[: -(-keys.shape[1] // PART)]
+        return vectors[:, order].T.astype(np.float32).ravel()
+
+    @staticmethod
+    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+        dim = keys.shape[1]
+        for t in range(keys.shape[0]):
+            for n in range(summary.shape[1]):
+                total = np.float32(0)
+                for d in range(dim):
+                    total += keys[t, d] * parameters[n * dim + d]
+                summary[t, n] = to_bfloat16(total)
+
+    @staticmethod
+    def score(
+        queries: Floats,
+        scale: float,
+        tokens: int,
+        summaries: Words,
+        parameters: Floats,
+        scores: Floats,
+    ) -> None:
+        dim, components = queries.shape[1], summaries.shape[2]
+        query = np.empty(components, np.float32)
+        logits = np.empty(tokens, np.float32)
+        for i in range(queries.shape[0]):
+            for n in range(components):
+                query[n] = 0
+                for d in range(dim):
+                    query[n] += scale * queries[i, d] * parameters[n * dim + d]
+            for page in range(summaries.shape[0]):
+                for t in range(tokens):
+                    total = np.float32(0)
+                    for n in range(components):
+                        total += query[n] * from_bfloat16(summaries[page, t, n])
+                    logits[t] = total
+                top = np.max(logits)
+                weights = np.float32(0)
+                for t in range(tokens):
+                    weights += np.exp(logits[t] - top)
+                scores[i, page] = top + np.log(weights)

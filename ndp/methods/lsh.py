@@ -1,0 +1,73 @@
+"""Scores tokens by hash values that they share with the query."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv.ndp.scorers import Bytes, Floats, Scorer, Shape
+
+TABLES, BITS = 32, 8
+SEED = 1
+
+
+class LSH(Scorer):
+    """MagicPIG's hashing (arXiv 2410.16179): keys less their mean, in 32 tables by the signs of 8
+    random projections, a byte each. A page has the largest number of tables in which a token's
+    byte is the query's. The paper has 150 tables of 10 bits, samples by them and weighs what it
+    samples; here they only rank pages."""
+
+    name = "lsh"
+    calibrated = True
+
+    def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
+        return (shape.tokens, TABLES), np.uint8
+
+    def calibrate(self, keys: Floats) -> Floats:
+        """The mean key, then [TABLES * BITS, dim]."""
+        planes = np.random.default_rng(SEED).standard_normal((TABLES * BITS, keys.shape[1]))
+        return np.concatenate([keys.mean(0), planes.ravel()]).astype(np.float32)
+
+    @staticmethod
+    def summarise(keys: Floats, first: int, parameters: Floats, summary: Bytes) -> None:
+        dim = keys.shape[1]
+        for t in range(keys.shape[0]):
+            for table in range(TABLES):
+                value = 0
+                for bit in range(BITS):
+                    plane = (1 + table * BITS + bit) * dim
+                    total = np.float32(0)
+                    for d in range(dim):
+                        total += (keys[t, d] - parameters[d]) * parameters[plane + d]
+                    value |= (total > 0) << bit
+                summary[t, table] = value
+
+    @staticmethod
+    def score(
+        queries: Floats,
+        scale: float,
+        tokens: int,
+        summaries: Bytes,
+        parameters: Floats,
+        scores: Floats,
+    ) -> None:
+        dim = queries.shape[1]
+        values = np.empty(TABLES, np.uint8)
+        for i in range(queries.shape[0]):
+            for table in range(TABLES):
+                value = 0
+                for bit in range(BITS):
+                    plane = (1 + table * BITS + bit) * dim
+                    total = np.float32(0)
+                    for d in range(dim):
+                        total += queries[i, d] * parameters[plane + d]
+                    value |= (total > 0) << bit
+                values[table] = value
+            for page in range(summaries.shape[0]):
+                best = 0
+                for t in range(tokens):
+                    same = 0
+                    for table in range(TABLES):
+                        same += summaries[page, t, table] == values[table]
+                    best = max(best, same)
+                scores[i, page] = best

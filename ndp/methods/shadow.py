@@ -1,0 +1,71 @@
+"""Scores pages by landmarks, but keeps those in sight whose landmark says little."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv.ndp.methods.bfloat16 import from_bfloat16, to_bfloat16
+from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
+
+OUTLIERS = 0.005
+"""The share of pages that are outliers: 48 chunks of 8 tokens of 128,000 are 0.3 % in the paper."""
+
+
+class Shadow(Scorer):
+    """ShadowKV (arXiv 2410.21465): the mean key is a page's landmark, and pages in which a key is
+    least like it (by the cosine) are always chosen. Which these are follows from a threshold that
+    is learned from a text; the paper takes a fixed number of each prompt. Its keys of low rank are
+    a way to keep keys, and not to choose them."""
+
+    name = "shadow"
+    calibrated = True
+
+    def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
+        return (shape.dim + 4 - shape.dim % 4,), np.uint16
+
+    def calibrate(self, keys: Floats) -> Floats:
+        """The least cosine below which a page of 16 tokens is an outlier."""
+        pages = keys[: len(keys) // 16 * 16].reshape(-1, 16, keys.shape[1])
+        mean = pages.mean(1, keepdims=True)
+        lengths = np.linalg.norm(pages, axis=2) * np.linalg.norm(mean, axis=2)
+        cosines = ((pages * mean).sum(2) / np.maximum(lengths, 1e-30)).min(1)
+        return np.quantile(cosines, [OUTLIERS]).astype(np.float32)
+
+    @staticmethod
+    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+        tokens, dim = keys.shape
+        for d in range(dim):
+            total = np.float32(0)
+            for t in range(tokens):
+                total += keys[t, d]
+            summary[d] = to_bfloat16(total / tokens)
+        least = np.float32(1)
+        for t in range(tokens):
+            product = np.float32(0)
+            ours = np.float32(1e-30)
+            means = np.float32(1e-30)
+            for d in range(dim):
+                mean = from_bfloat16(summary[d])
+                product += keys[t, d] * mean
+                ours += keys[t, d] * keys[t, d]
+                means += mean * mean
+            least = min(least, product / np.sqrt(ours) / np.sqrt(means))
+        summary[dim] = least < parameters[0]
+
+    @staticmethod
+    def score(
+        queries: Floats,
+        scale: float,
+        tokens: int,
+        summaries: Words,
+        parameters: Floats,
+        scores: Floats,
+    ) -> None:
+        dim = queries.shape[1]
+        for page in range(summaries.shape[0]):
+            for i in range(queries.shape[0]):
+                total = np.float32(0)
+                for d in range(dim):
+                    total += queries[i, d] * from_bfloat16(summaries[page, d])
+                scores[i, page] = np.inf if summaries[page, dim] else scale * total
