@@ -176,7 +176,7 @@ class FormsCache(CXLCache):
         budgets = [form.budget() for form in forms]
         if method == "oracle":
             method = "attention"
-        if method not in CONTROLS:
+        if method not in (*CONTROLS, "full"):
             rows = queries.contiguous()
             return batch.select(part.index, rows, starts, budgets, method, part.scale)
         heads, page_tokens = self.pool.layout.kv_heads, self.pool.layout.page_tokens
