@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba import carray, types
+from numba import types
 
-from cxlkv.ndp.scorers import Scorer, Shape
+from cxlkv.ndp.scorers import Shape
 
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 """Sums may be taken in any order, so that they are vectors; a NaN stays one."""
-OPTIONS = {"error_model": "numpy", "fastmath": FASTMATH}
 FLOATS = types.CPointer(types.float32)
 
 
-class CFunction(Protocol):
-    """numba's, which must stay as long as its address is used."""
-
-    address: int
-
-
 def c_functions(
-    scorer: Scorer,
+    functions: Sequence[object],
     shape: Shape,
     axes: tuple[int, ...],
-    dtype: np.dtype[np.generic],
+    dtype: npt.DTypeLike,
     parameter_count: int,
-) -> Sequence[CFunction]:
-    """(summarise, score) of cxlkv_scorer. Shapes are constants in them, so that loops unroll."""
-    tokens, dim = shape.tokens, shape.dim
-    summarise_page = numba.njit(**OPTIONS)(scorer.summarise)
-    score_pages = numba.njit(**OPTIONS)(scorer.score)
-    size, summary = types.int64, types.CPointer(numba.from_dtype(dtype))
+) -> tuple[tuple[int, int], tuple[object, object]]:
+    """Addresses of (summarise, score) of cxlkv_scorer, and what must stay as long as they are used.
 
-    @numba.cfunc(types.void(FLOATS, size, size, size, FLOATS, summary), **OPTIONS)
-    def summarise(keys, count, width, first, parameters, out):  # type: ignore[no-untyped-def]
+    functions: those of a Scorer. Shapes are constants in them, so that loops unroll.
+    """
+    tokens, dim = shape.tokens, shape.dim
+    summarise_page = numba.njit(error_model="numpy", fastmath=FASTMATH)(functions[0])
+    score_pages = numba.njit(error_model="numpy", fastmath=FASTMATH)(functions[1])
+    element = numba.from_dtype(np.dtype(dtype))
+    carray = numba.carray
+    size, summary = types.int64, types.CPointer(element)
+    of_page = types.void(FLOATS, size, size, size, FLOATS, summary)
+    of_pages = types.void(FLOATS, size, size, types.float32, summary, size, FLOATS, FLOATS)
+
+    @numba.cfunc(of_page, error_model="numpy", fastmath=FASTMATH)
+    def summarise(keys, count, width, first, parameters, out):
         summarise_page(
             carray(keys, (tokens, dim)),
             first,
@@ -46,12 +45,8 @@ def c_functions(
             carray(out, axes),
         )
 
-    @numba.cfunc(
-        types.void(FLOATS, size, size, types.float32, summary, size, FLOATS, FLOATS), **OPTIONS
-    )
-    def score(  # type: ignore[no-untyped-def]
-        queries, count, width, scale, summaries, pages, parameters, scores
-    ):
+    @numba.cfunc(of_pages, error_model="numpy", fastmath=FASTMATH)
+    def score(queries, count, width, scale, summaries, pages, parameters, scores):
         score_pages(
             carray(queries, (count, dim)),
             scale,
@@ -61,4 +56,4 @@ def c_functions(
             carray(scores, (count, pages)),
         )
 
-    return summarise, score
+    return (summarise.address, score.address), (summarise, score)

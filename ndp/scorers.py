@@ -31,7 +31,6 @@ SUMMARY_BYTES_MAX = 16384
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
-Summary = Floats | Words | Bytes
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,19 @@ class Shape:
 class Scorer:
     """One way to score pages, by a summary of each page and kv head.
 
-    A subclass says its `name` and its `paper`, and has the four functions below. summarise() and
-    score() are static and compiled by numba in nopython mode: loops and numpy, no Python objects,
-    nothing allocated, nothing raised. They run on several threads at once.
+    A subclass says its `name`, and has summary() and two static functions, which numba compiles in
+    nopython mode: loops and arrays, no Python objects, nothing raised. They run on several threads
+    at once.
+
+    summarise(keys, first, parameters, summary) fills the summary of a page: keys [tokens, dim] as
+    attention sees them, the first of which is token `first` of its sequence.
+
+    score(queries, scale, tokens, summaries, parameters, scores) fills scores [n, pages]: the
+    higher, the more a page of `tokens` tokens matters to queries [n, dim], the logits of which are
+    scale * q.k. summaries is [pages, *summary].
     """
 
     name: ClassVar[str]
-    paper: ClassVar[str]
     calibrated: ClassVar[bool] = False
     """Whether it needs calibrate() before its first use."""
     log_sums: ClassVar[bool] = False
@@ -61,25 +66,6 @@ class Scorer:
 
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
         """Shape and dtype of a page's summary, 16 KiB at most; float32, int8, uint8, uint16 ..."""
-        raise NotImplementedError
-
-    @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Summary) -> None:
-        """Fill the summary of a page: keys [tokens, dim] as attention sees them, the first of which
-        is token `first` of its sequence."""
-        raise NotImplementedError
-
-    @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Summary,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
-        """Fill scores [n, pages]: the higher, the more a page of `tokens` tokens matters to queries
-        [n, dim], the logits of which are scale * q.k. summaries is [pages, *summary]."""
         raise NotImplementedError
 
     def read_bytes(self, shape: Shape) -> int:
@@ -101,7 +87,7 @@ def _found() -> dict[str, Scorer]:
             "methods beside the core's are compiled by numba, which is not installed: "
             "pip install 'cxlkv[methods]'"
         ) from error
-    found = {made.name: made for made in (each() for each in SCORERS)}
+    found: dict[str, Scorer] = {made.name: made for made in (each() for each in SCORERS)}
     for entry in entry_points(group=GROUP):
         made = entry.load()()
         if made.name != entry.name or made.name in found:
@@ -188,9 +174,13 @@ def compiled(scorer: Scorer, shape: Shape, parameter_count: int = 0) -> Compiled
 
     axes, dtype = scorer.summary(shape)
     size, read = summary_bytes(scorer, shape), scorer.read_bytes(shape)
-    summarise, score = c_functions(scorer, shape, axes, np.dtype(dtype), parameter_count)
-    addresses = summarise.address, score.address
-    return Compiled(size, read, scorer.log_sums, *addresses, kept=(summarise, score))
+    functions = [getattr(scorer, name, None) for name in ("summarise", "score")]
+    if not all(map(callable, functions)):
+        raise BadArgumentError(
+            f"method {scorer.name!r}: a scorer has summarise() and score(), both static"
+        )
+    addresses, kept = c_functions(functions, shape, axes, dtype, parameter_count)
+    return Compiled(size, read, scorer.log_sums, *addresses, kept)
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,8 @@ def _name_of(taken: int, asked: str) -> str:
 def _words(
     asked: Asked, first: Budget
 ) -> tuple[tuple[int, int, int, int, int], tuple[float, float, float]]:
-    """(method, union, per, refresh, scorer) by their numbers, and (scale, errors, read_rate), as the core
-    takes them."""
+    """(method, union, per, refresh, scorer) by their numbers, and (scale, errors, read_rate), as
+    the core takes them."""
     refresh = min(map(attrgetter("refresh"), asked.budgets))
     method = METHODS_TAKEN.index("scorer" if asked.scorer else asked.method)
     codes = method, UNIONS.index(first.union), PERS.index(first.per), refresh, asked.scorer

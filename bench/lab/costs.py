@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.sequence import Batch
 from cxlkv.sequence import Sequence as Tokens
 
+COSTS = "costs.npz"
 SHARE = 0.05
 ROUNDS = 21
 Seconds = npt.NDArray[np.float64]
@@ -34,7 +36,9 @@ class Queries(FormsCache):
 
 
 @torch.inference_mode()
-def costs(reader: Reader, context: Tokens, token: Tensor, names: Sequence[str]) -> dict[str, Seconds]:
+def costs(
+    reader: Reader, context: Tokens, token: Tensor, names: Sequence[str]
+) -> dict[str, Seconds]:
     """Of each method, seconds of [summaries of the context, a step's choices, ...]: of all layers,
     one sequence, at 5 % of the pages; methods take turns."""
     pool, starts = reader.pool, np.array([0, 1], np.int32)
@@ -54,3 +58,9 @@ def costs(reader: Reader, context: Tokens, token: Tensor, names: Sequence[str]) 
             found[name].append(choose(name))
     cache.release()
     return {name: np.array(seconds) for name, seconds in found.items()}
+
+
+def read(path: Path) -> dict[str, Seconds]:
+    """What costs() found, as it was saved."""
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: np.asarray(arrays[name], np.float64) for name in arrays.files}

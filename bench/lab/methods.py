@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from transformers import PretrainedConfig
 
-from cxlkv.bench.lab.costs import SHARE, Seconds
+from cxlkv.adapters.transformers import layout_of
+from cxlkv.bench.lab import costs
+from cxlkv.bench.lab.costs import COSTS, SHARE, Seconds
 from cxlkv.bench.lab.report import Findings, Row
 from cxlkv.bench.lab.statistics import bootstrap
 from cxlkv.bench.style import INK, canvas, plain
 from cxlkv.demo.forms import CONTROLS
 from cxlkv.layout import KVLayout
+from cxlkv.machine.state import write_whole
 from cxlkv.ndp import scorers
 from cxlkv.ndp.engine import METHODS
 
@@ -56,7 +60,9 @@ def cells(
         f"{100 * row.scored:.2f} %",
         f"{100 * kept[name]:.1f} %" if name in kept else "",
         f"{1e3 * np.median(timed[1:]):.2f}" if timed is not None else "",
-        f"{1e3 * (timed[0] - np.median(timed[1:])):.0f}" if timed is not None and name in kept else "",
+        f"{1e3 * (timed[0] - np.median(timed[1:])):.0f}"
+        if timed is not None and name in kept
+        else "",
     ]
 
 
@@ -70,18 +76,32 @@ def draw(path: Path, found: Findings, seconds: Mapping[str, Seconds]) -> None:
         )
         losses = [100 * bootstrap(row.loss).mean for row in rows]
         control = method in CONTROLS
-        look = {"color": INK if control else f"C{at % 10}", "marker": "o" if at < 10 else "s"}
+        color, marker = INK if control else f"C{at % 10}", "o" if at < 10 else "s"
         line = ":" if control else "-" if method in METHODS else "--"
         read = [100 * (row.scored + row.fetched) for row in rows]
-        by_bytes.plot(read, losses, line, label=method, markersize=3, linewidth=1.2, **look)
+        by_bytes.plot(read, losses, line, label=method, markersize=3, color=color, marker=marker)
         if method in seconds:
             spent = 1e3 * float(np.median(seconds[method][1:]))
-            by_time.plot([spent], losses[:1], line, label=method, markersize=6, **look)
+            by_time.plot(
+                [spent], losses[:1], line, label=method, markersize=6, color=color, marker=marker
+            )
             by_time.annotate(method, (spent, losses[0]), fontsize=7, color=INK)
     for axes in (by_bytes, by_time):
         axes.set_xscale("log")
         axes.set_yscale("symlog", linthresh=1)
-    plain(by_bytes, "bytes read a step, % of all keys and values", title="loss over full attention's, %")
+    plain(
+        by_bytes,
+        "bytes read a step, % of all keys and values",
+        title="loss over full attention's, %",
+    )
     plain(by_time, f"ms to choose {100 * SHARE:g} % of the pages", title="at the smallest budget")
     by_bytes.legend(frameon=False, labelcolor=INK, fontsize=7, ncol=2)
     figure.savefig(path, dpi=130)
+
+
+def write(folder: Path, found: Findings, config: PretrainedConfig) -> None:
+    """methods.md and methods.png into the folder of a run."""
+    seconds = costs.read(folder / COSTS)
+    kept = kept_shares(found, layout_of(config))
+    write_whole(folder / "methods.md", markdown(found, seconds, kept) + "\n")
+    draw(folder / "methods.png", found, seconds)

@@ -18,6 +18,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from cxlkv.adapters.transformers import layout_of
+from cxlkv.bench.lab.costs import COSTS
 from cxlkv.bench.lab.reading import Reader
 from cxlkv.bench.lab.units import Arrays, Plan, Runner
 from cxlkv.bench.result import commit
@@ -28,7 +29,7 @@ from cxlkv.layout import KVLayout
 from cxlkv.machine.state import write_whole
 from cxlkv.pool import CXLPool
 
-PLAN, COSTS = "plan.json", "costs.npz"
+PLAN = "plan.json"
 FORMAT = 2
 """Of the units' files: another number when what they hold, or what it means, changes."""
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
-from cxlkv.bench.lab.heads import WatchedCache
 from cxlkv.bench.lab.costs import costs
+from cxlkv.bench.lab.heads import WatchedCache
 from cxlkv.bench.lab.reading import Reader, stale_pages
 from cxlkv.bench.lab.tasks import ITEMS, KINDS, Context, make_context, single_token_words
 from cxlkv.bench.lab.texts import TEXTS, Text, learned_from
@@ -80,6 +80,16 @@ def every_variant() -> tuple[Form, ...]:
     return (*(Form("exact", 0.05, sinks, recent) for sinks, recent in forced), *groups)
 
 
+def known_methods(words: str) -> tuple[str, ...]:
+    """All that there are, or those that are named. Raises BadArgumentError for one that is not."""
+    if words == "all":
+        return ("exact", "two_stage", "digest", *scorers.names())
+    names = tuple(filter(None, map(str.strip, words.split(","))))
+    for name in names:
+        scorers.check(name)
+    return names
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is measured. Lengths are in tokens; distances from the passage to its copy.
@@ -136,13 +146,25 @@ class Plan:
         variants = tuple(form for form in self.variants if wanted(form))
         return replace(self, forms=forms, variants=variants, part=tuple(patterns))
 
-    def of_methods(self, names: Sequence[str], shares: Sequence[float]) -> Plan:
-        """Each method at each share of the pages, beside random, newest and best ones, and all."""
+    def of_methods(self, names: Sequence[str], budgets: str) -> Plan:
+        """Each method at each share of the pages ("0.05,0.15"), beside random, newest and best
+        ones, and all. Raises BadArgumentError."""
+        try:
+            shares = [float(share) for share in budgets.split(",")]
+        except ValueError:
+            raise BadArgumentError(f"budgets are shares of the pages, not {budgets!r}") from None
         forms = [Form.full()]
         for name in dict.fromkeys((*names, *REFERENCES)):
             forms += [Form(name, share) for share in shares]
         part = (*names, *(f"{100 * share:g} %" for share in shares))
         return replace(self, forms=tuple(forms), variants=(), part=part, timed=tuple(names))
+
+    def shorter(self, texts: int, steps: int | None) -> Plan:
+        """Only so many texts, contexts of tasks, and steps behind each text's prefix."""
+        plan = replace(self, texts=self.texts[:texts], contexts=min(texts, self.contexts))
+        if steps is None:
+            return plan
+        return replace(plan, steps=steps, watched_every=min(self.watched_every, steps // 2))
 
     def units(self) -> dict[str, int]:
         """Each unit's name and how many steps of the model it takes."""

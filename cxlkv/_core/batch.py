@@ -255,8 +255,8 @@ class DecodeArguments:
     """All that a decode takes but its layer and the addresses of its arrays, which each call gives:
     the layers of a step share the rest. One call at a time.
 
-    views are of (q, k, v), codes (method, union, per, refresh, scorer), numbers (scale, softcap, error,
-    errors, read_rate). budget_array None: attend to all pages.
+    views are of (q, k, v), codes (method, union, per, refresh, scorer), numbers (scale, softcap,
+    error, errors, read_rate). budget_array None: attend to all pages.
     """
 
     def __init__(

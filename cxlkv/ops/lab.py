@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +23,18 @@ Folder = Annotated[
 ]
 
 
+Methods = Annotated[
+    str, typer.Option(help="In place of these forms: methods of docs/methods.md, or all.")
+]
+Budgets = Annotated[str, typer.Option(help="With --methods: shares of the pages.")]
+Texts = Annotated[
+    int, typer.Option(help="Only so many texts, and as many contexts of tasks.", min=1)
+]
+Steps = Annotated[
+    int | None, typer.Option(help="Only so many steps behind each text's prefix.", min=8)
+]
+
+
 @lab_app.command("run")
 def lab_run(
     out: Folder = None,
@@ -40,16 +51,10 @@ def lab_run(
             "'exact 5 %,*refresh*'. All pages are always there."
         ),
     ] = "",
-    methods: Annotated[
-        str,
-        typer.Option(help="In place of these forms: methods of docs/methods.md, or all of them."),
-    ] = "",
-    budgets: Annotated[
-        str, typer.Option(help="With --methods: shares of the pages.")
-    ] = "0.02,0.05,0.1,0.2",
-    texts: Annotated[
-        int, typer.Option(help="Only so many texts, and as many contexts of tasks.", min=1)
-    ] = 16,
+    methods: Methods = "",
+    budgets: Budgets = "0.02,0.05,0.1,0.2",
+    texts: Texts = 25,
+    steps: Steps = None,
 ) -> None:
     """Measure all forms of selection against full attention on 16 texts and 200 questions.
 
@@ -59,10 +64,10 @@ def lab_run(
     check does not hold. With --forms a folder of its own is wanted.
     """
     with needing("lab", "the lab"):
-        from cxlkv.adapters.transformers import layout_of
+        from cxlkv.bench.lab import methods as table
         from cxlkv.bench.lab import page, report
         from cxlkv.bench.lab.run import load_units, run
-        from cxlkv.bench.lab.units import Plan
+        from cxlkv.bench.lab.units import Plan, known_methods
         from cxlkv.demo.smollm2 import prepare
         from cxlkv.demo.text import inputs
     console = Console()
@@ -72,10 +77,8 @@ def lab_run(
     if forms:
         plan = plan.only([pattern.strip() for pattern in forms.split(",")])
     if methods:
-        shares = [float(share) for share in budgets.split(",")]
-        plan = plan.of_methods(known_methods(methods), shares)
-    if texts < len(plan.texts):
-        plan = replace(plan, texts=plan.texts[:texts], contexts=min(texts, plan.contexts))
+        plan = plan.of_methods(known_methods(methods), budgets)
+    plan = plan.shorter(texts, steps)
     folder = model or prepare(console)
     out = out or Path("cxlkv-lab-quick" if quick else "cxlkv-lab")
     if elsewhere := run(out, folder, plan, console):
@@ -91,32 +94,11 @@ def lab_run(
     result.write(out / "lab.json")
     page.write(out / "lab.html", found, result, units)
     if plan.timed:
-        from cxlkv.bench.lab import methods as table
-        from cxlkv.bench.lab.run import COSTS, load_arrays
-
-        seconds = load_arrays(out / COSTS)
-        layout = layout_of(inputs.read_config(folder))
-        kept = table.kept_shares(found, layout)
-        (out / "methods.md").write_text(table.markdown(found, seconds, kept) + "\n")
-        table.draw(out / "methods.png", found, seconds)
+        table.write(out, found, inputs.read_config(folder))
     files = f"Result file: {out / 'lab.json'}; page: {out / 'lab.html'}"
     console.print(Text(files), soft_wrap=True)
     if not result.passed:
         raise typer.Exit(1)
-
-
-def known_methods(words: str) -> tuple[str, ...]:
-    """All that there are, or those that are named. Raises BadArgumentError for one that is not."""
-    from cxlkv.ndp import scorers
-
-    core = ("exact", "two_stage", "digest")
-    if words == "all":
-        return (*core, *scorers.names())
-    names = tuple(filter(None, map(str.strip, words.split(","))))
-    for name in names:
-        if name not in core:
-            scorers.of(name)
-    return names
 
 
 @lab_app.command("prefill")

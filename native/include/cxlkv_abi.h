@@ -252,7 +252,7 @@ typedef struct cxlkv_select_args {
     uint64_t bytes_fetched;        /* out: K and V of the chosen pages' tokens */
 } cxlkv_select_args;
 
-/* Scores pages by a summary of each, made once. Summaries lie in this process, not in the pool. Both
+/* Scores pages by a summary of each, made once, which lies in this process, not in the pool. Both
  * functions are called by any thread, several at once: they use what they are given and nothing
  * else, and neither wait nor raise. `parameters` are those of the layer and kv head. */
 #define CXLKV_SUMMARY_BYTES_MAX 16384

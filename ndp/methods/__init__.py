@@ -11,5 +11,18 @@ from cxlkv.ndp.methods.lsh import LSH
 from cxlkv.ndp.methods.mean import Mean
 from cxlkv.ndp.methods.shadow import Shadow
 from cxlkv.ndp.methods.sparq import SparQ
+from cxlkv.ndp.scorers import Scorer
 
-SCORERS = (Mean, Ball, Gaussian, Locks, Fier, SparQ, Loki, PQ, IVF, LSH, Shadow)
+SCORERS: tuple[type[Scorer], ...] = (
+    Mean,
+    Ball,
+    Gaussian,
+    Locks,
+    Fier,
+    SparQ,
+    Loki,
+    PQ,
+    IVF,
+    LSH,
+    Shadow,
+)

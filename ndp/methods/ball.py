@@ -10,8 +10,8 @@ from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
 
 
 class Ball(Scorer):
-    """The most that q.k can be in the ball around the mean key that has all keys of a page: q.mean +
-    |q| radius. One of ArkVale's bounding volumes (NeurIPS 2024); its other one, the cuboid, is
+    """The most that q.k can be in the ball around the mean key that has all keys of a page: q.mean
+    + |q| radius. One of ArkVale's bounding volumes (NeurIPS 2024); its other one, the cuboid, is
     method "digest". The radius is rounded up."""
 
     name = "ball"

@@ -7,7 +7,7 @@ import numpy as np
 
 
 @numba.njit
-def to_bfloat16(number):  # type: ignore[no-untyped-def]
+def to_bfloat16(number):
     """The nearest one to a float32, ties to even."""
     bits = np.uint32(np.float32(number).view(np.uint32))
     half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
@@ -15,5 +15,5 @@ def to_bfloat16(number):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def from_bfloat16(number):  # type: ignore[no-untyped-def]
+def from_bfloat16(number):
     return np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)

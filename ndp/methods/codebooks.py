@@ -39,7 +39,7 @@ class PQ(Scorer):
         return (shape.tokens, SUBSPACES), np.uint8
 
     def calibrate(self, keys: Floats) -> Floats:
-        """[SUBSPACES, WORDS, dim / SUBSPACES], of channels in their order, zeros behind the last."""
+        """[SUBSPACES, WORDS, dim / SUBSPACES], of channels in their order, then zeros."""
         part = -(-keys.shape[1] // SUBSPACES)
         padded = np.pad(keys, ((0, 0), (0, part * SUBSPACES - keys.shape[1])))
         books = [k_means(padded[:, part * i : part * (i + 1)], WORDS) for i in range(SUBSPACES)]
@@ -56,7 +56,8 @@ class PQ(Scorer):
                     square = np.float32(0)
                     for d in range(min(part, dim - space * part)):
                         apart = (
-                            keys[t, space * part + d] - parameters[(space * WORDS + word) * part + d]
+                            keys[t, space * part + d]
+                            - parameters[(space * WORDS + word) * part + d]
                         )
                         square += apart * apart
                     if square < least:

@@ -39,7 +39,7 @@ class LSH(Scorer):
                     total = np.float32(0)
                     for d in range(dim):
                         total += (keys[t, d] - parameters[d]) * parameters[plane + d]
-                    value |= (total > 0) << bit
+                    value |= int(total > 0) << bit
                 summary[t, table] = value
 
     @staticmethod
@@ -61,7 +61,7 @@ class LSH(Scorer):
                     total = np.float32(0)
                     for d in range(dim):
                         total += queries[i, d] * parameters[plane + d]
-                    value |= (total > 0) << bit
+                    value |= int(total > 0) << bit
                 values[table] = value
             for page in range(summaries.shape[0]):
                 best = 0

@@ -30,7 +30,7 @@ class Shadow(Scorer):
         mean = pages.mean(1, keepdims=True)
         lengths = np.linalg.norm(pages, axis=2) * np.linalg.norm(mean, axis=2)
         cosines = ((pages * mean).sum(2) / np.maximum(lengths, 1e-30)).min(1)
-        return np.quantile(cosines, [OUTLIERS]).astype(np.float32)
+        return np.array([np.quantile(cosines, OUTLIERS)], np.float32)
 
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:

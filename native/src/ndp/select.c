@@ -150,14 +150,15 @@ static int budget_check(const cxlkv_select_args *args, uint32_t i) {
     bool by_mass = args->method == CXLKV_METHOD_EXACT || args->method == CXLKV_METHOD_AUTO ||
                    args->method == CXLKV_METHOD_ATTENTION || args->method == CXLKV_METHOD_SCORER;
     if (budget->kind == CXLKV_BUDGET_MASS && !by_mass)
-        return fail(CXLKV_E_ARGUMENT, "budget %u: attention mass needs method exact or attention", i);
+        return fail(CXLKV_E_ARGUMENT, "budget %u: attention mass needs method exact or attention",
+                    i);
     return 0;
 }
 
 int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
-    bool by_scorer = args->method == CXLKV_METHOD_SCORER;
-    if ((args->method > CXLKV_METHOD_ATTENTION && !by_scorer) || args->union_over > CXLKV_UNION_LAYER ||
-        args->per > CXLKV_PER_SEQUENCE)
+    bool known =
+        args->method <= CXLKV_METHOD_ATTENTION || args->method == CXLKV_METHOD_SCORER;
+    if (!known || args->union_over > CXLKV_UNION_LAYER || args->per > CXLKV_PER_SEQUENCE)
         return fail(CXLKV_E_ARGUMENT, "select: unknown method, union or per");
     if (!(args->errors >= 0))
         return fail(CXLKV_E_ARGUMENT, "select: %g errors", (double)args->errors);

@@ -45,8 +45,9 @@ pool_scorer *scorer_find(const cxlkv_pool *pool, uint32_t id) {
 
 static int scorer_check(const cxlkv_scorer *scorer) {
     uint32_t bytes = scorer->summary_bytes;
-    if (!scorer->id || scorer->read_bytes > bytes || scorer->log_sums > 1 || !scorer->summarise || !scorer->score || bytes == 0 || bytes % 8 ||
-        bytes > CXLKV_SUMMARY_BYTES_MAX)
+    bool sized = bytes > 0 && bytes % 8 == 0 && bytes <= CXLKV_SUMMARY_BYTES_MAX;
+    if (!sized || scorer->read_bytes > bytes || scorer->log_sums > 1 || !scorer->id ||
+        !scorer->summarise || !scorer->score)
         return fail(CXLKV_E_ARGUMENT,
                     "a scorer with summaries of %u bytes: a multiple of 8, at most %u, an id that "
                     "is not 0 and two functions are wanted",

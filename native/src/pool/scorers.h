@@ -7,7 +7,7 @@ typedef struct pool_scorer {
     cxlkv_scorer scorer;
     uint64_t row_bytes;          /* of a (page, layer): all its heads */
     uint64_t bytes;
-    uint8_t *summaries;          /* [page][record_layers][kv_heads]; what was not touched is no memory */
+    uint8_t *summaries;          /* [page][record_layers][kv_heads]; memory where it was touched */
     atomic_ulong *made;          /* bit page * record_layers + row: its summaries are right */
     pthread_mutex_t making;      /* who makes some */
     struct pool_scorer *next;

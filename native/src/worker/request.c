@@ -147,9 +147,8 @@ static int parse_rows(reading *r, const request_facts *facts, request *out, bool
 static int check_select(const request_facts *facts, const request_select *s, uint32_t count) {
     int code = check_queries(facts, s->layer, s->q_heads, s->dtype, s->rows, s->scale);
     if (code < 0) return code;
-    bool by_scorer = s->method == CXLKV_METHOD_SCORER;
-    if ((s->method > CXLKV_METHOD_ATTENTION && !by_scorer) || s->union_over > CXLKV_UNION_LAYER ||
-        s->per > CXLKV_PER_SEQUENCE)
+    bool known = s->method <= CXLKV_METHOD_ATTENTION || s->method == CXLKV_METHOD_SCORER;
+    if (!known || s->union_over > CXLKV_UNION_LAYER || s->per > CXLKV_PER_SEQUENCE)
         return fail(CXLKV_E_ARGUMENT, "request: unknown method, union or per");
     if (s->method == CXLKV_METHOD_TWO_STAGE && !facts->sketch)
         return fail(CXLKV_E_ARGUMENT, "request: two stages in a pool without sketches");

@@ -30,7 +30,8 @@ static void score(const float *queries, int64_t count, int64_t dim, float scale,
     const summary *of = summaries;
     (void)parameters;
     for (int64_t i = 0; i < count; i++)
-        for (int64_t p = 0; p < pages; p++) scores[i * pages + p] = scale * queries[i * dim] * of[p].sum;
+        for (int64_t p = 0; p < pages; p++)
+            scores[i * pages + p] = scale * queries[i * dim] * of[p].sum;
 }
 
 /* What the parameters of layers and heads add: [TEST_LAYERS][TEST_HEADS]. */
@@ -71,7 +72,8 @@ static void check_lists(cxlkv_sequence *sequence, const uint64_t *marks, uint32_
             chosen[p] = true;
             worst = fminf(worst, right[p]);
         }
-        for (uint32_t p = 0; p < tokens / TEST_PAGE_TOKENS; p++) CHECK(chosen[p] || right[p] <= worst);
+        for (uint32_t p = 0; p < tokens / TEST_PAGE_TOKENS; p++)
+            CHECK(chosen[p] || right[p] <= worst);
     }
 }
 
