@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -359,6 +359,7 @@ class Batch:
             transfer.end_read("fetch", self._layout, layer, self._tokens(layer), picked)
         return found
 
+    @overload
     def attend(
         self,
         layer: int,
@@ -368,15 +369,52 @@ class Batch:
         scale: float | None = None,
         softcap: float | None = None,
         error: float = 0.0,
-    ) -> tuple[Array, Array]:
+        *,
+        page_mass: Literal[False] = False,
+    ) -> tuple[Array, Array]: ...
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: object,
+        starts: npt.ArrayLike,
+        picked: Selection | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        error: float = 0.0,
+        *,
+        page_mass: Literal[True],
+    ) -> tuple[Array, Array, Array]: ...
+
+    def attend(
+        self,
+        layer: int,
+        q: object,
+        starts: npt.ArrayLike,
+        picked: Selection | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        error: float = 0.0,
+        *,
+        page_mass: bool = False,
+    ) -> tuple[Array, Array] | tuple[Array, Array, Array]:
         """softmax(q.k) v near the data: (out [rows, q_heads, value_head_dim] in q's dtype, lse).
 
         lse is float32 [rows, q_heads], natural log: two partial results merge exactly by it.
         picked=None: over all pages that the rows see. Causal, as in select(). softcap: logits
         become softcap * tanh(logit / softcap). error: as of Budget, which decode() takes it from.
+
+        page_mass: a third array, float32 [rows, kv_heads, k], has each page's share of the row's
+        attention, the mean over the queries of a kv head: of picked pages by their places in the
+        list, 0 where it is padded; else by page, k being the pages of the longest sequence. The
+        shares of a list sum to 1, or are all 0 where nothing was seen.
         """
         offsets = self._starts(starts)
-        return self._attend(layer, q, offsets, picked, scale, softcap, error)[:2]
+        found = self._attend(
+            layer, q, offsets, picked, scale, softcap, error, page_mass=page_mass
+        )
+        return found[:2] if found.mass is None else (found.out, found.lse, found.mass)
 
     def _attend(
         self,
@@ -388,17 +426,22 @@ class Batch:
         softcap: float | None,
         error: float = 0.0,
         out: object | None = None,
-    ) -> tuple[Array, Array, int]:
+        page_mass: bool = False,
+    ) -> simd.Attended:
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         factor = self._scale if scale is None else float(scale)
         number, handle = _layer(layer), self._handle
         if error:
             check_error(error)
+        pages = None
+        if page_mass:
+            longest = int(self._tokens(layer).max(initial=0))
+            pages = -(-longest // self._layout.page_tokens)
         found = simd.attend(
-            handle, self._layout, number, q, starts, picked, factor, softcap, error, out
+            handle, self._layout, number, q, starts, picked, factor, softcap, error, out, pages
         )
         if transfer:
-            most = found[2] if error else None  # lower planes may have stayed
+            most = found.read if error else None  # lower planes may have stayed
             transfer.end_read("attend", self._layout, layer, self._tokens(layer), picked, most)
         return found
 
@@ -506,12 +549,12 @@ class Batch:
             if method != "all":
                 picked = self.select(layer, q, starts, budgets, method, scale, recall)
             least = least_error(budgets)
-            found, lse, read = self._attend(layer, q, starts, picked, scale, softcap, least, out)
+            made = self._attend(layer, q, starts, picked, scale, softcap, least, out)
         except CXLKVError as error:
             error.appended = True
             raise
         scored, stages = (picked.bytes_scored, picked.stages) if picked else (0, None)
-        return Decoded(found, lse, scored, read, method, stages)
+        return Decoded(made.out, made.lse, scored, made.read, method, stages)
 
     def verify(self, layer: int, picked: Selection) -> None:
         """That the pages of a selection (per="sequence") are what was written, by their CRCs: for
@@ -638,6 +681,7 @@ class Sequence:
         k, v = self._own().fetch(layer, with_axis(picked), out, decoded=decoded)
         return (k[0], v[0]) if dropped else (k, v)
 
+    @overload
     def attend(
         self,
         layer: int,
@@ -646,12 +690,44 @@ class Sequence:
         scale: float | None = None,
         softcap: float | None = None,
         error: float = 0.0,
-    ) -> tuple[Array, Array]:
-        """(out, lse) for q [q_heads, head_dim] or [rows, q_heads, head_dim]; see Batch.attend."""
+        *,
+        page_mass: Literal[False] = False,
+    ) -> tuple[Array, Array]: ...
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: object,
+        picked: Selection | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        error: float = 0.0,
+        *,
+        page_mass: Literal[True],
+    ) -> tuple[Array, Array, Array]: ...
+
+    def attend(
+        self,
+        layer: int,
+        q: object,
+        picked: Selection | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        error: float = 0.0,
+        *,
+        page_mass: bool = False,
+    ) -> tuple[Array, Array] | tuple[Array, Array, Array]:
+        """(out, lse), and mass if page_mass, for q [q_heads, head_dim] or [rows, q_heads,
+        head_dim]; see Batch.attend."""
         rows, single, starts = query_rows(q)
-        chosen = with_axis(picked)
-        out, lse = self._own().attend(layer, rows, starts, chosen, scale, softcap, error)
-        return (out[0], lse[0]) if single else (out, lse)
+        found = self._own()._attend(
+            layer, rows, starts, with_axis(picked), scale, softcap, error, page_mass=page_mass
+        )
+        out, lse, mass = found.out, found.lse, found.mass
+        if single:
+            out, lse, mass = out[0], lse[0], None if mass is None else mass[0]
+        return (out, lse) if mass is None else (out, lse, mass)
 
     def fork(self) -> Sequence:
         """A child with the same tokens: shares all pages and, until one appends, the tail.

@@ -132,10 +132,10 @@ def mass(batch: _core.Handle, layout: KVLayout, asked: Asked, picked: Selection)
     """Mean over the queries that see something; None when none does, or a key is no number."""
 
     def log_sums(pages: Selection | None) -> npt.NDArray[np.float64]:
-        _, lse, _ = simd.attend(
+        found = simd.attend(
             batch, layout, asked.layer, asked.queries, asked.starts, pages, asked.scale, None, 0.0
         )
-        return np.asarray(lse, np.float64)
+        return np.asarray(found.lse, np.float64)
 
     part, whole = log_sums(picked), log_sums(None)
     seen = whole > -math.inf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -311,6 +311,16 @@ def _writable(array: object, name: str, dtype: int, shape: tuple[int, ...]) -> t
     return got.address, expected
 
 
+class Attended(NamedTuple):
+    """out [rows, q_heads, value_head_dim], lse [rows, q_heads], bytes of K and V that were read, and
+    mass [rows, kv_heads, k] where it was asked for."""
+
+    out: Array
+    lse: Array
+    read: int
+    mass: Array | None
+
+
 def attend(
     batch: _core.Handle,
     layout: KVLayout,
@@ -322,24 +332,34 @@ def attend(
     softcap: float | None,
     error: float,
     out: object | None = None,
-) -> tuple[Array, Array, int]:
-    """softmax(q k) v over chosen pages or all: out [rows, q_heads, value_head_dim], lse, bytes
-    read. error: as of Batch.attend."""
+    mass_pages: int | None = None,
+) -> Attended:
+    """softmax(q k) v over chosen pages or all. error: as of Batch.attend. mass_pages: the pages'
+    shares are wanted, too, of so many pages if none are picked."""
     rows = int(starts[-1])
     queries = imported(queries, "q")
     got = check_queries(layout, queries, rows)
     made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
     lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
-    read = _core.batch_attend(
-        batch,
-        layer,
-        got,
-        starts,
-        picked_rows(picked, layout),
-        scale,
-        softcap or 0.0,
-        float(error),
-        address,
-        view(lse, "lse"),
-    )
-    return made, lse, read
+    mass, k = None, mass_pages
+    if picked is not None and k is not None:
+        k = picked.pages.shape[-1]
+    while True:
+        if k is not None:
+            shape = (rows, layout.kv_heads, k)
+            mass = empty_like_kind(queries, shape, DTYPES.index("float32"))
+        read, k = _core.batch_attend(
+            batch,
+            layer,
+            got,
+            starts,
+            picked_rows(picked, layout),
+            scale,
+            softcap or 0.0,
+            float(error),
+            address,
+            view(lse, "lse"),
+            None if mass is None else view(mass, "mass"),
+        )
+        if read != _core.E_ROOM:  # else another thread has appended since
+            return Attended(made, lse, read, mass)

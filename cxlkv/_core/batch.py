@@ -239,8 +239,10 @@ def batch_attend(
     error: float,
     out_address: int,
     lse: View,
-) -> int:
-    """Fills out and lse; returns the bytes of K and V that were read."""
+    mass: View | None = None,
+) -> tuple[int, int]:
+    """Fills out, lse and mass [rows, kv_heads, k]; returns (the bytes of K and V that were read, k).
+    E_ROOM in place of the bytes: mass is too small for k, and nothing was read."""
     args = _arguments.attend
     _fill_rows(args.queries, queries)
     _fill_picked(args.picked, picked)
@@ -248,7 +250,13 @@ def batch_attend(
     args.scale, args.softcap, args.error = scale, softcap, error
     args.out = ffi.cast("void *", out_address)
     args.lse = ffi.cast("float *", lse.address)
-    return check(lib.cxlkv_batch_attend(batch, args))
+    args.mass = ffi.NULL
+    if mass is not None:
+        args.mass, args.mass_k = ffi.cast("float *", mass.address), mass.shape[2]
+    code = lib.cxlkv_batch_attend(batch, args)
+    if code < 0 and (code != E_ROOM or mass is None):
+        check(code)
+    return code, args.mass_k
 
 
 class DecodeArguments:

@@ -310,6 +310,11 @@ typedef struct cxlkv_attend_args {
                                     * not reading lower planes; 0: all of them are read */
     void *out;                     /* [rows, q_heads, value_head_dim], contiguous, queries' dtype */
     float *lse;                    /* [rows, q_heads], natural log; -inf where nothing was seen */
+    float *mass;                   /* [rows, kv_heads, mass_k]: each page's share of the attention,
+                                    * the mean over the head's queries; by place in the list, or by
+                                    * page of the sequence. NULL: it is not wanted */
+    uint32_t mass_k;               /* picked.k, or pages of the longest sequence, or more: zeros */
+    uint32_t reserved;
 } cxlkv_attend_args;
 
 /* A layer of a step: what append, select and attend take, and what they tell. */
@@ -737,6 +742,9 @@ int64_t cxlkv_hotness_read(cxlkv_pool *pool, uint32_t first, uint32_t count, uin
 int64_t cxlkv_hotness_advance(cxlkv_pool *pool);
 /* Whether this process's uses are counted; they are until it says otherwise. */
 int cxlkv_hotness_enable(cxlkv_pool *pool, uint32_t on);
+/* Whether attends of this process deal out their uses by the attention that pages got. At first
+ * only those do that are asked for it (cxlkv_attend_args.mass). */
+int cxlkv_hotness_by_mass(cxlkv_pool *pool, uint32_t on);
 
 #define CXLKV_PUBLISHED_HELD 1u /* by a process of this host, or pinned by another host */
 #define CXLKV_PUBLISHED_PINNED 2u /* by cxlkv_pin() */

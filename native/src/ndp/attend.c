@@ -15,7 +15,7 @@ enum { LOGITS_TOGETHER = 16 << 10 };
 
 /* One head of a page. */
 typedef struct head_rows {
-    uint32_t tokens;             /* that the page holds */
+    uint32_t at, tokens;         /* its position, and what it holds */
     bool whole;                  /* all rows of the span see all of it */
     page_rows keys, values;
 } head_rows;
@@ -51,10 +51,13 @@ static void attend_head(const attend_job *job, const span *s, const layer_view *
             visible = visible > hidden ? visible - hidden : 0;
         }
         uint64_t first = row * group, last = (row + together) * group;
-        for (uint64_t query = first; visible && query < last; query += SPAN_QUERIES)
-            attend_rows(job, first_query + query, (uint32_t)min_u64(SPAN_QUERIES, last - query),
-                        hidden, visible, seen, state + 2 * query,
+        for (uint64_t query = first; visible && query < last; query += SPAN_QUERIES) {
+            uint32_t count = (uint32_t)min_u64(SPAN_QUERIES, last - query);
+            attend_rows(job, first_query + query, count, hidden, visible, seen, state + 2 * query,
                         accumulator + query * layout->value_head_dim, logits);
+            if (s->sums)
+                mass_of_rows(job, s, seen->at, head, query, count, logits, visible, visible);
+        }
         row += together;
     }
 }
@@ -167,9 +170,11 @@ static void attend_whole(const span_walk *w, const page_block *block, const page
     for (b.head_first = 0; b.head_first < w->s->head_count; b.head_first = b.head_last) {
         b.head_last = min_u32(b.head_first + step, w->s->head_count);
         score_whole(&b);
-        for (uint32_t head = b.head_first; head < b.head_last; head++)
+        for (uint32_t head = b.head_first; head < b.head_last; head++) {
             online_softmax(job, logits_of(&b, head), block->tokens, b.queries,
                            (float(*)[2])state_of(job, w->s, head), accumulator_of(job, w->s, head));
+            if (w->s->sums) mass_of_block(w, block, head, logits_of(&b, head));
+        }
         accumulate_whole(&b);
     }
 }
@@ -177,7 +182,8 @@ static void attend_whole(const span_walk *w, const page_block *block, const page
 /* Page i of a block of which not all rows see all. */
 static void attend_part(const span_walk *w, const page_block *block, uint32_t i, float *logits) {
     const span *s = w->s;
-    head_rows rows = {.tokens = block->held[i], .keys = block->keys[i], .values = block->values[i],
+    head_rows rows = {.at = block->at[i], .tokens = block->held[i], .keys = block->keys[i],
+                      .values = block->values[i],
                       .whole = view_whole(&w->view, block->index[i], s->row_first, s->row_count,
                                           w->rows)};
     rows.keys.first += s->head_first * rows.keys.head_bytes;
@@ -187,6 +193,7 @@ static void attend_part(const span_walk *w, const page_block *block, uint32_t i,
         rows.keys.first += rows.keys.head_bytes;
         rows.values.first += rows.values.head_bytes;
     }
+    if (w->steps) mass_step(w, block->at[i] + 1);
 }
 
 /* What a span of a job that is sparing goes on with. */
@@ -201,14 +208,16 @@ static int attend_block(const span_walk *w, const page_block *block, const page_
     int code = block_verify(w, block);
     if (code < 0) return code;
     bool together = block->whole && span_queries(w->job, w->s) <= SPAN_QUERIES;
-    if (together && upper->at) {
+    bool spares = together && upper->at;
+    if (spares)
         upper->at = planes_attend_block(w, block, later, upper->at, upper->totals, logits,
                                         &upper->bytes);
-        return 0;
-    }
-    upper->bytes += block->tokens * token_bytes(&w->job->batch->pool->layout) * w->s->head_count;
-    if (together) attend_whole(w, block, later, logits);
+    else
+        upper->bytes +=
+            block->tokens * token_bytes(&w->job->batch->pool->layout) * w->s->head_count;
+    if (together && !spares) attend_whole(w, block, later, logits);
     for (uint32_t i = 0; !together && i < block->count; i++) attend_part(w, block, i, logits);
+    if (together && w->steps) mass_step(w, block->at[block->count - 1] + 1);
     return 0;
 }
 
@@ -250,7 +259,10 @@ static int attend_span(void *context, uint32_t item) {
         upper.totals = (float(*)[2])logits;
         planes_totals(job, s, upper.totals);
     }
-    int code = attend_pages(&walk, logits + 2 * queries, &upper);
+    mass_steps steps;
+    int code = job->weighs ? mass_begin(job, s, walk.steps = &steps) : 0;
+    if (code == 0) code = attend_pages(&walk, logits + 2 * queries, &upper);
+    if (walk.steps) mass_end(job, s, &steps);
     free(logits);
     atomic_fetch_add_explicit(&job->bytes, upper.bytes, memory_order_relaxed);
     return code;
@@ -274,6 +286,9 @@ static void write_query(const attend_job *job, uint64_t row, uint32_t q_head, fl
 
 /* One head of a span that a merge is made of, from a query on. */
 typedef struct partial {
+    const span *s;
+    uint32_t head;
+    uint64_t query;
     const float *state;
     float *sums;
 } partial;
@@ -287,9 +302,24 @@ static partial partial_of(const attend_job *job, const merge *m, uint32_t i, uin
         head = 0;
         query += m->shared_query;
     }
-    return (partial){.state = state_of(job, s, head) + 2 * query,
+    return (partial){.s = s, .head = head, .query = query,
+                     .state = state_of(job, s, head) + 2 * query,
                      .sums = accumulator_of(job, s, head) +
                              query * job->batch->pool->layout.value_head_dim};
+}
+
+/* The mean of the group's queries, of which each comes after the other. */
+static void merge_mass(const attend_job *job, const merge *m, uint32_t head, uint64_t query,
+                       float largest, float sum) {
+    const span *s = &job->spans[m->first];
+    uint64_t row = (uint64_t)job->args->starts[s->sequence] + s->row_first + query / job->group;
+    float *to = mass_of_row(job, row, s->head_first + head);
+    if (query % job->group == 0) memset(to, 0, job->mass_k * sizeof(*to));
+    for (uint32_t i = 0; sum != 0 && i < m->count + m->shared_count; i++) {
+        partial p = partial_of(job, m, i, head, query);
+        float factor = p.state[0] == -INFINITY ? 0.0f : expf(p.state[0] - largest);
+        mass_add(job, p.s, p.head, p.query, factor / (sum * (float)job->group), to);
+    }
 }
 
 /* All parts of one (rows, head): into the first part's accumulator, then out. */
@@ -313,6 +343,7 @@ static void merge_query(const attend_job *job, const merge *m, uint32_t head, ui
     uint64_t row = (uint64_t)job->args->starts[s->sequence] + s->row_first + query / job->group;
     uint32_t q_head = (s->head_first + head) * job->group + (uint32_t)(query % job->group);
     write_query(job, row, q_head, total, largest, sum);
+    if (job->weighs) merge_mass(job, m, head, query, largest, sum);
 }
 
 static int merge_task(void *context, uint32_t item) {
@@ -337,6 +368,29 @@ static uint64_t sparing_floats(const attend_job *job) {
     return floats;
 }
 
+/* job->room: queries' spreads and the spans' .upper; then the spans' .sums, and what is asked for
+ * by nothing but the counts of hotness. */
+static int place_room(attend_job *job) {
+    uint64_t upper = job->sparing ? sparing_floats(job) : 0, sums = 0;
+    uint64_t mass = (uint64_t)job->rows * job->batch->pool->layout.kv_heads * job->mass_k;
+    if (upper * sizeof(float) > SPARING_BYTES_MAX) upper = 0;
+    for (uint32_t i = 0; job->weighs && i < job->span_count; i++)
+        sums += mass_span_floats(job, &job->spans[i]);
+    if (job->weighs) sums += job->args->mass ? 1 : mass + 1;
+    if (upper + sums) job->room = room_take(job->batch->pool, (upper + sums) * sizeof(float));
+    job->sparing = upper && job->room;
+    if (!job->room) job->weighs = false;
+    if (job->args->mass && !job->weighs) return fail(ENOMEM, "no memory for what pages weigh");
+    if (!job->weighs) return 0;
+    float *at = job->room + upper;
+    for (uint32_t i = 0; i < job->span_count; i++) {
+        job->spans[i].sums = at;
+        at += mass_span_floats(job, &job->spans[i]);
+    }
+    job->mass = job->args->mass ? job->args->mass : at;
+    return 0;
+}
+
 /* Scratch: packed queries, then those of groups, then the states of spans. */
 static int place_scratch(attend_job *job) {
     const cxlkv_attend_args *args = job->args;
@@ -349,10 +403,8 @@ static int place_scratch(attend_job *job) {
                                     queries_total(batch, args->q_heads, job->group_starts));
     for (uint32_t i = 0; i < job->span_count; i++)
         floats += span_queries(job, &job->spans[i]) * job->spans[i].head_count * state_floats;
-    uint64_t upper_floats = job->sparing ? sparing_floats(job) : 0;
-    if (upper_floats * sizeof(float) > SPARING_BYTES_MAX) job->sparing = false;
-    if (job->sparing) job->room = room_take(batch->pool, upper_floats * sizeof(float));
-    if (!job->room) job->sparing = false;
+    int code = place_room(job);
+    if (code < 0) return code;
     uint64_t bytes = query_bytes + group_bytes + floats * sizeof(float);
     uint8_t *at = batch_scratch(batch, bytes + LINE_BYTES);
     if (!at) return -ENOMEM;
@@ -387,6 +439,22 @@ static int picked_check(const attend_job *job) {
     return fail(CXLKV_E_ARGUMENT, "attend: %u lists of pages, %u wanted", picked->lists, wanted);
 }
 
+/* Where the pages of a row's attention go, if anything asks for it. */
+static int mass_check(attend_job *job) {
+    cxlkv_attend_args *args = job->args;
+    uint32_t pages = args->picked.k;
+    for (uint32_t i = 0; !args->picked.pages && i < job->batch->count; i++) {
+        layer_view view = view_of(job->batch->sequences[i], args->layer);
+        pages = i == 0 || view.pages > pages ? view.pages : pages;
+    }
+    job->weighs = args->mass || hotness_weighs(job->batch);
+    job->mass_k = args->mass ? args->mass_k : pages;
+    if (!args->mass || args->mass_k >= pages) return 0;
+    int code = fail(CXLKV_E_ROOM, "attend: mass of %u pages, room for %u", pages, args->mass_k);
+    args->mass_k = pages;
+    return code;
+}
+
 int attend_check(const cxlkv_attend_args *args) {
     if (!(args->error >= 0 && args->error < INFINITY))
         return fail(CXLKV_E_ARGUMENT, "attend: an error of %g", (double)args->error);
@@ -403,6 +471,7 @@ static int64_t attend_locked(attend_job *job) {
     if (code < 0) return code;
     job->group = args->q_heads / batch->pool->layout.kv_heads;
     code = picked_check(job);
+    if (code == 0) code = mass_check(job);
     if (code < 0) return code;
     code = attend_cut(job);
     if (code == 0) code = place_scratch(job);
@@ -413,7 +482,10 @@ static int64_t attend_locked(attend_job *job) {
     if (code < 0) return code;
     uint64_t bytes = atomic_load(&job->bytes);
     count_add(batch->pool, COUNT_ATTENDED_BYTES, bytes);
-    hotness_count(batch, args->layer, &args->picked, args->starts);
+    if (job->weighs)
+        hotness_weigh(batch, args->layer, &args->picked, args->starts, job->mass, job->mass_k);
+    else
+        hotness_count(batch, args->layer, &args->picked, args->starts);
     return (int64_t)bytes;
 }
 

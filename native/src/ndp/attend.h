@@ -18,6 +18,7 @@ typedef struct span {
     float *state;                       /* [head][query]{m, l} then [head][query][value_dim] */
     uint32_t merge;                     /* that it is a part of, unless shared */
     float *upper;                       /* of a job that is sparing: attend_planes.c */
+    float *sums;                        /* of one that weighs pages: [head][query][page] */
 } span;
 
 /* What the output of some rows is made of. */
@@ -55,9 +56,12 @@ typedef struct attend_job {
     uint32_t span_count, merge_count;
     uint32_t parts;                     /* that the pages of a row are cut in, unless shared */
     bool sparing;                       /* lower planes are read where args->error wants them */
-    float *room;                        /* then: for what follows, and the spans' .upper */
+    float *room;                        /* for what follows, and the spans' .upper and .sums */
     float *spreads;                     /* by query, the variance of a logit by the upper plane
                                          * alone, over the square of its token's scale */
+    bool weighs;                        /* fills mass, [row][kv_head][mass_k]: attend_mass.c */
+    float *mass;
+    uint64_t mass_k;
     atomic_ulong bytes;
     local_reads reads;
 } attend_job;
@@ -88,8 +92,16 @@ typedef struct page_block {
     uint32_t count, tokens;             /* tokens: of all */
     bool whole;                         /* all rows of the span see all of all */
     uint32_t index[BLOCK_PAGES], held[BLOCK_PAGES];
+    uint32_t at[BLOCK_PAGES];           /* positions, as of the span */
     page_rows keys[BLOCK_PAGES], values[BLOCK_PAGES];
 } page_block;
+
+/* Pages of a span, up to a position each, of which a query's weights are of one largest logit. */
+typedef struct mass_steps {
+    uint32_t count;
+    uint32_t *ends;
+    float *largest;                     /* [step][head][query] */
+} mass_steps;
 
 /* A span, and how far its pages have been taken. */
 typedef struct span_walk {
@@ -98,6 +110,7 @@ typedef struct span_walk {
     layer_view view;
     uint64_t rows;                      /* of the sequence */
     uint32_t at, step;                  /* pages of a block */
+    mass_steps *steps;                  /* of a job that weighs pages */
 } span_walk;
 
 /* K or V of page i of a block and a head, NULL behind its end. */
@@ -144,6 +157,24 @@ void planes_totals(const attend_job *job, const span *s, float (*totals)[2]);
  * begins there. room: as many floats as one head's logits of a page. Counts what it reads. */
 float *planes_attend_block(const span_walk *w, const page_block *block, const page_block *later,
                            float *at, float (*totals)[2], float *room, uint64_t *bytes);
+
+/* ---- attend_mass.c ---- */
+/* Floats that a span needs in its .sums. */
+uint64_t mass_span_floats(const attend_job *job, const span *s);
+int mass_begin(const attend_job *job, const span *s, mass_steps *steps);
+/* Weights of `count` queries of a head, `stride` apart, of the page at position `at`. */
+void mass_of_rows(const attend_job *job, const span *s, uint32_t at, uint32_t head, uint64_t query,
+                  uint32_t count, const float *weights, uint32_t stride, uint32_t tokens);
+/* Of all queries of a head, [query][token]. */
+void mass_of_block(const span_walk *w, const page_block *block, uint32_t head,
+                   const float *weights);
+/* After the pages up to position `end`, while the states have their largest logits. */
+void mass_step(const span_walk *w, uint32_t end);
+void mass_end(const attend_job *job, const span *s, mass_steps *steps); /* frees the steps */
+float *mass_of_row(const attend_job *job, uint64_t row, uint32_t kv_head);
+/* What a span has of a query, times a factor, to its row's pages. */
+void mass_add(const attend_job *job, const span *s, uint32_t head, uint64_t query, float factor,
+              float *to);
 
 /* ---- attend_cut.c ---- */
 /* Sets job->parts, if it is 0, then job->spans and job->merges, which the caller frees. */

@@ -324,6 +324,7 @@ float *planes_attend_block(const span_walk *w, const page_block *block, const pa
         uint32_t wanted = refine_head(w, block, head, at, &page, bytes);
         online_softmax(job, rows, block->tokens, queries, (float(*)[2])state_of(job, s, head),
                        accumulator_of(job, s, head));
+        if (s->sums) mass_of_block(w, block, head, rows);
         accumulate_values(w, block, later, head, wanted, rows, bytes);
         *bytes += block->tokens *
                   (upper_token_bytes(job, PIECE_KEYS) + upper_token_bytes(job, PIECE_VALUES));

@@ -23,6 +23,7 @@ int block_take(span_walk *w, page_block *block) {
         if (index == -1) continue;
         if (index < 0) return (int)index;
         uint32_t i = block->count++;
+        block->at[i] = w->at;
         block->index[i] = (uint32_t)index;
         block->held[i] = view_filled(&w->view, (uint32_t)index);
         block->tokens += block->held[i];

@@ -32,7 +32,7 @@ void hotness_asked(cxlkv_pool *pool, uint32_t page) {
     record->hits += record->hits < UINT16_MAX;
     if (atomic_load_explicit(&pool->hotness_off, memory_order_relaxed)) return;
     counting c = counting_begin(pool);
-    count_page(&c, page);
+    count_page(&c, page, 1);
     counting_end(pool, &c);
 }
 
@@ -49,7 +49,7 @@ void hotness_matched(cxlkv_pool *pool, const uint32_t *found, uint32_t part, uin
         record->used = (uint32_t)++pool->host->clock;
         record->hits += record->hits < UINT16_MAX;
         hotness_follows(pool, page, parent); /* which may be another copy than when it was born */
-        if (counts) count_page(&c, page);
+        if (counts) count_page(&c, page, 1);
     }
     counting_end(pool, &c);
 }
@@ -157,5 +157,10 @@ int64_t cxlkv_hotness_advance(cxlkv_pool *pool) {
 
 int cxlkv_hotness_enable(cxlkv_pool *pool, uint32_t on) {
     atomic_store_explicit(&pool->hotness_off, on == 0, memory_order_relaxed);
+    return 0;
+}
+
+int cxlkv_hotness_by_mass(cxlkv_pool *pool, uint32_t on) {
+    atomic_store_explicit(&pool->hotness_by_mass, on != 0, memory_order_relaxed);
     return 0;
 }

@@ -29,12 +29,12 @@ static inline uint32_t decayed(uint32_t hotness, uint32_t epoch) {
     return passed >= HOTNESS_BITS ? 0 : (hotness & HOTNESS_MAX) >> passed;
 }
 
-/* One use more. Threads that meet here may lose one: it is a hint. */
-static inline void hotness_raise(atomic_uint *hotness, uint32_t epoch) {
+/* Some uses more. Threads that meet here may lose some: it is a hint. */
+static inline void hotness_raise(atomic_uint *hotness, uint32_t epoch, uint32_t uses) {
     uint32_t before = atomic_load_explicit(hotness, memory_order_relaxed);
     uint32_t count = decayed(before, epoch);
     if (count && epochs_since(before, epoch) == 0) epoch = before >> HOTNESS_BITS;
-    count += count < HOTNESS_MAX;
+    count += min_u32(uses, HOTNESS_MAX - count);
     atomic_store_explicit(hotness, epoch << HOTNESS_BITS | count, memory_order_relaxed);
 }
 
@@ -54,9 +54,9 @@ static inline void counting_end(cxlkv_pool *pool, const counting *c) {
         atomic_fetch_add_explicit(&pool->host->hotness_uses, c->uses, memory_order_relaxed);
 }
 
-static inline void count_page(counting *c, uint32_t page) {
-    hotness_raise(&c->hotness[page], c->epoch);
-    c->uses++;
+static inline void count_page(counting *c, uint32_t page, uint32_t uses) {
+    hotness_raise(&c->hotness[page], c->epoch, uses);
+    c->uses += uses;
 }
 
 static inline void hotness_freed(cxlkv_pool *pool, uint32_t page) {

@@ -78,6 +78,7 @@ struct cxlkv_pool {
     uint64_t spare_count;
     counter_row *counters;       /* our row in the host state */
     atomic_bool hotness_off;     /* this process counts no hotness */
+    atomic_bool hotness_by_mass; /* its attends count by attention */
     bool shared;                 /* by several hosts */
     enum visibility_mode mode;
     hosts hosts;                 /* how this process reaches the others */

@@ -1,4 +1,4 @@
-/* Counts the uses of the pages that a call has read. */
+/* Counts the uses of the pages that a call has read: one each, or by the attention that they got. */
 #include "pool/hotness.h"
 #include "sequence/sequence.h"
 
@@ -18,26 +18,96 @@ static void count_list(counting *c, const layer_view *view, const int32_t *list,
         uint32_t next = i < length ? page_named(view, list[i]) : NO_PAGE;
         uint32_t page = i < AHEAD_PAGES ? NO_PAGE : page_named(view, list[i - AHEAD_PAGES]);
         if (next != NO_PAGE) __builtin_prefetch(&c->hotness[next], 1);
-        if (page != NO_PAGE) count_page(c, page);
+        if (page != NO_PAGE) count_page(c, page, 1);
     }
+}
+
+/* The first page that one of `rows` query rows sees. */
+static uint32_t first_seen(const layer_view *view, uint64_t rows) {
+    if (!view->window || !rows) return view->first;
+    uint64_t low = view_low(view, 0, rows) / view->sequence->pool->layout.page_tokens;
+    return low > view->first ? (uint32_t)low : view->first;
 }
 
 /* Every page once that some of `rows` query rows see. */
 static void count_seen(counting *c, const layer_view *view, uint64_t rows) {
-    uint32_t first = view->first;
-    if (view->window && rows) {
-        uint64_t low = view_low(view, 0, rows) / view->sequence->pool->layout.page_tokens;
-        if (low > first) first = (uint32_t)low;
+    for (uint32_t index = first_seen(view, rows); index < view->complete; index++)
+        count_page(c, sequence_page(view->sequence, view->part, index), 1);
+}
+
+/* Rows [kv_heads, stride] of an attend that are of one list, or of all pages of a sequence. */
+typedef struct weights {
+    const float *mass;
+    uint64_t rows, heads, stride, row_stride;
+} weights;
+
+/* The uses of the page at a place: its mean share of `pages`. */
+static uint32_t uses_at(const weights *w, uint64_t at, uint64_t pages) {
+    float sum = 0;
+    for (uint64_t row = 0; row < w->rows; row++)
+        for (uint64_t head = 0; head < w->heads; head++)
+            sum += w->mass[row * w->row_stride + head * w->stride + at];
+    float uses = sum * (float)pages / (float)(w->rows * w->heads);
+    if (!(uses >= 0.5f)) return 0; /* nor of a NaN */
+    return uses < HOTNESS_MAX ? (uint32_t)(uses + 0.5f) : HOTNESS_MAX;
+}
+
+/* Of one list and head. */
+static void weigh_list(counting *c, const layer_view *view, const int32_t *list, uint64_t k,
+                       const weights *w) {
+    uint64_t pages = 0;
+    for (uint64_t i = 0; i < k; i++) pages += list[i] >= 0;
+    for (uint64_t i = 0; i < k; i++) {
+        uint32_t page = page_named(view, list[i]);
+        uint32_t uses = page == NO_PAGE ? 0 : uses_at(w, i, pages);
+        if (uses) count_page(c, page, uses);
     }
-    for (uint32_t index = first; index < view->complete; index++)
-        count_page(c, sequence_page(view->sequence, view->part, index));
+}
+
+static void weigh_seen(counting *c, const layer_view *view, const weights *w) {
+    uint32_t first = first_seen(view, w->rows);
+    for (uint32_t index = first; index < view->complete; index++) {
+        uint32_t uses = uses_at(w, index, view->pages - first);
+        if (uses) count_page(c, sequence_page(view->sequence, view->part, index), uses);
+    }
+}
+
+static bool counts(const cxlkv_batch *batch) {
+    return !batch->counted_elsewhere &&
+           !atomic_load_explicit(&batch->pool->hotness_off, memory_order_relaxed);
+}
+
+bool hotness_weighs(const cxlkv_batch *batch) {
+    return atomic_load_explicit(&batch->pool->hotness_by_mass, memory_order_relaxed) &&
+           counts(batch);
+}
+
+void hotness_weigh(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
+                   const int32_t *starts, const float *mass, uint64_t mass_k) {
+    if (!counts(batch)) return;
+    counting c = counting_begin(batch->pool);
+    uint64_t heads = batch->pool->layout.kv_heads;
+    const int32_t *list = picked->pages;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        layer_view view = view_of(batch->sequences[i], layer);
+        weights w = {.mass = mass, .rows = (uint64_t)(starts[i + 1] - starts[i]), .heads = heads,
+                     .stride = mass_k, .row_stride = heads * mass_k};
+        uint64_t lists = list && picked->per == CXLKV_PER_QUERY ? w.rows : 1;
+        mass += w.rows * w.row_stride;
+        if (!list && w.rows) weigh_seen(&c, &view, &w);
+        if (!list) continue;
+        w.rows /= lists ? lists : 1;
+        w.heads = 1;
+        for (uint64_t n = 0; n < lists * heads; n++, list += picked->k, w.mass += mass_k)
+            if (w.rows) weigh_list(&c, &view, list, picked->k, &w);
+    }
+    counting_end(batch->pool, &c);
 }
 
 void hotness_count(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
                    const int32_t *starts) {
     cxlkv_pool *pool = batch->pool;
-    if (batch->counted_elsewhere || atomic_load_explicit(&pool->hotness_off, memory_order_relaxed))
-        return;
+    if (!counts(batch)) return;
     counting c = counting_begin(pool);
     uint64_t list = (uint64_t)pool->layout.kv_heads * picked->k, at = 0;
     for (uint32_t i = 0; i < batch->count; i++) {

@@ -568,7 +568,7 @@ void local_count_reads(const layer_view *view, const int32_t *pages, uint32_t co
         uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
         if (local_find(pool, view->local, page, view->layer)) local_count++;
         else far_count++;
-        hotness_raise(&pool->local->hotness[unit_of(pool, page, view->layer)], epoch);
+        hotness_raise(&pool->local->hotness[unit_of(pool, page, view->layer)], epoch, 1);
     }
     atomic_fetch_add_explicit(&reads->local, local_count, memory_order_relaxed);
     atomic_fetch_add_explicit(&reads->far, far_count, memory_order_relaxed);
