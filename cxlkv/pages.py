@@ -225,6 +225,10 @@ class Hotness:
     needs to sample accesses as a CHMU does. A count is halved with every epoch in which the page is
     not used and stops at 65535. An epoch ends when each page could have been used four times.
     Counts are advice: two threads that use one page at one time may count one use.
+
+    An attend that is asked for its pages' mass, and with by_mass every attend of this process,
+    deals its uses out by the attention that pages got: of a list of k pages, a page that got the
+    share s has k * s, rounded.
     """
 
     name = "uses"
@@ -233,6 +237,7 @@ class Hotness:
         self._pool = pool
         self._total = _core.pool_geometry(pool)["page_count"]
         self._enabled = True
+        self._by_mass = False
 
     @property
     def enabled(self) -> bool:
@@ -243,6 +248,17 @@ class Hotness:
     def enabled(self, on: bool) -> None:
         _core.hotness_enable(self._pool, on)
         self._enabled = on
+
+    @property
+    def by_mass(self) -> bool:
+        """Whether attends of this process that it works on itself all count by attention, decodes
+        too; at first not. Tiers whose policy is "mass" switch it on."""
+        return self._by_mass
+
+    @by_mass.setter
+    def by_mass(self, on: bool) -> None:
+        _core.hotness_by_mass(self._pool, on)
+        self._by_mass = on
 
     @property
     def epoch(self) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from .support.texts import SMALL, grown
 from .test_groups import Key, Page, Twin, Walk
 
 HEADS, DIM, PAGE = 2, 64, 4
+Uses = Counter[int]
 COUNT_MAX = 65535
 GROUP = LayerGroup(layers=1, kv_heads=HEADS, head_dim=DIM, dtype="float32")
 WINDOW = 9
@@ -294,6 +296,91 @@ def test_records_have_the_shape_of_a_hot_list(pool: CXLPool) -> None:
         source.records(0)
 
 
+# ---- by attention ----
+
+
+def dealt(sequence: Sequence, names: npt.NDArray[np.int32], mass: npt.NDArray[np.float64]) -> Uses:
+    """By page id, what an attend counts: of one list of pages of the sequence, and their shares."""
+    uses: Uses = Counter()
+    wanted = mass * np.count_nonzero(names >= 0)
+    for name, count in zip(names.tolist(), wanted.tolist(), strict=True):
+        assert abs(count % 1 - 0.5) > 1e-4, "a tie: take another seed"
+        if 0 <= name < len(sequence.pages):
+            uses[int(sequence.pages[name])] += round(count)
+    return uses
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["asked for", "by_mass"])
+@pytest.mark.parametrize("per", ["query", "sequence", "all"])
+def test_attention_deals_out_uses(asks: bool, per: str, rng: np.random.Generator) -> None:
+    """As much as the returned mass says, whether it was asked for or is counted only."""
+    layout = KVLayout.of([GROUP], page_tokens=PAGE)
+    with CXLPool.create("anonymous:", layout=layout, capacity="8MiB") as pool:
+        sequences = [pool.sequence() for _ in range(3)]
+        for sequence, tokens in zip(sequences, (203, 80, 9), strict=True):
+            sequence.append(0, *rng.standard_normal((2, tokens, HEADS, DIM), np.float32))
+        batch, starts = pool.batch(sequences), np.array([0, 2, 2, 3], np.int32)
+        q = rng.standard_normal((3, 2 * HEADS, DIM), np.float32)
+        picked = None
+        if per != "all":
+            picked = batch.select(0, q, starts, Budget(share=0.5, per=per))
+        wanted, before = Uses(), pool.hotness.counts()
+        mass = np.asarray(batch.attend(0, q, starts, picked, page_mass=True)[2], np.float64)
+        if not asks:
+            pool.hotness.by_mass = True
+            before = pool.hotness.counts()
+            batch.attend(0, q, starts, picked)
+        for i, sequence in enumerate(sequences):
+            own = mass[starts[i] : starts[i + 1]]
+            if len(own) == 0:
+                continue
+            if picked is None:
+                names = np.arange(sequence.page_count(0), dtype=np.int32)
+                wanted += dealt(sequence, names, own.mean(axis=(0, 1))[: len(names)])
+                continue
+            rows = range(len(own)) if per == "query" else [slice(None)]
+            for row in rows:
+                names = picked.pages[starts[i] + row if per == "query" else i]
+                for head in range(HEADS):
+                    shares = own[row, head] if per == "query" else own[:, head].mean(axis=0)
+                    wanted += dealt(sequence, names[head], shares)
+        counted = pool.hotness.counts().astype(np.int64) - before
+        assert {int(page): int(counted[page]) for page in np.flatnonzero(counted)} == wanted
+        assert sum(wanted.values()) > 20
+        pool.hotness.enabled = False
+        before = pool.hotness.counts()
+        batch.attend(0, q, starts, picked, page_mass=True)
+        assert (pool.hotness.counts() == before).all()
+
+
+def test_a_decode_counts_as_its_parts_do(rng: np.random.Generator) -> None:
+    counts = []
+    rows = rng.standard_normal((2, 103, HEADS, DIM), np.float32)
+    q = rng.standard_normal((1, 2 * HEADS, DIM), np.float32)
+    for whole in (True, False):
+        with CXLPool.create(
+            "anonymous:", layout=KVLayout.of([GROUP], page_tokens=PAGE), capacity="8MiB"
+        ) as pool:
+            sequence = pool.sequence()
+            sequence.append(0, *rows[:, :-1])
+            batch, starts = pool.batch([sequence]), [0, 1]
+            pool.hotness.by_mass = whole
+            assert pool.hotness.by_mass == whole
+            if whole:
+                new = rows[:, -1:]
+                batch.decode(0, q, *new, starts, Budget(share=0.5), "exact")
+                batch.decode(0, q, *new, starts)
+            else:
+                batch.append(0, *rows[:, -1:], starts)
+                picked = batch.select(0, q, starts, Budget(share=0.5), "exact")
+                batch.attend(0, q, starts, picked, page_mass=True)
+                batch.append(0, *rows[:, -1:], starts)
+                batch.attend(0, q, starts, page_mass=True)
+            counts.append(pool.hotness.counts().tolist())
+    assert counts[0] == counts[1]
+    assert len(set(counts[0])) > 3
+
+
 # ---- published pages, with literal ids ----
 
 
@@ -405,7 +492,10 @@ def test_what_a_worker_does_is_counted_once(path: Path) -> None:
             wanted += 2 * np.bincount(chosen, minlength=5)
         sequence.attend(0, query)
         wanted += 1
+        mass = np.asarray(sequence.attend(0, query, page_mass=True)[2])
+        wanted += np.rint(mass.mean(axis=0)[:5] * 6).astype(np.int64)
         assert pool.worker.selects == 3
+        assert pool.worker.attends == 5
         assert pool.hotness.counts()[sequence.pages].tolist() == wanted.tolist()
         assert pool.hotness.counts().sum() == wanted.sum()
         worker.end(signal.SIGTERM)

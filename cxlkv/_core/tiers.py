@@ -101,6 +101,7 @@ def hotness_read(
 
 hotness_advance: Callable[[Handle], int] = checked(lib.cxlkv_hotness_advance)
 hotness_enable: Callable[[Handle, bool], int] = checked(lib.cxlkv_hotness_enable)
+hotness_by_mass: Callable[[Handle, bool], int] = checked(lib.cxlkv_hotness_by_mass)
 
 
 def pool_published(pool: Handle) -> tuple[npt.NDArray[np.void], int]:

@@ -4,7 +4,8 @@ Each gives every page a score, and the lowest go first:
 
     lru       0: of equal scores the one that was used longest ago goes
     s3fifo    its turn in two queues: what comes once passes quickly (Yang et al., SOSP'23)
-    mass      how much attention it got: decayed counts of its uses (H2O, arXiv 2306.14048)
+    mass      how much attention it got: decayed counts of its uses, those of attends dealt out by
+              attention (H2O, arXiv 2306.14048)
     adaptive  hits per page held and unit of time, learned from the ages at which pages come back
     cost      the same times the seconds that a hit saves
 
@@ -56,7 +57,7 @@ class Published:
     kept: npt.NDArray[np.bool_]
     """Held, pinned or leased: it stays."""
     hotness: Counts
-    """Decayed count of its uses by select, fetch and attend."""
+    """Decayed count of its uses by select, fetch and attend: pool.hotness."""
     saved_s: Floats | None = None
     """Seconds that a hit saves; None: of all pages the same."""
     priorities: npt.NDArray[np.uint8] | None = None

@@ -116,6 +116,8 @@ class Tiers(ObjectMoves, Closing):
         self.costs = costs
         self._policy = policy_named(policy)
         self._weighs = policy == "cost"
+        if policy == "mass":
+            self.pool.hotness.by_mass = True
         self._lock = threading.RLock()  # one move at a time
         self._counts: Counter[str] = Counter()
         self._limit = _RateLimit(bytes_per_s)

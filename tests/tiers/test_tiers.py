@@ -297,6 +297,7 @@ def test_whatever_order_pages_were_lost_in(
     """Texts with gaps, the pool full, and nothing known of which page follows which."""
     texts = [text(number, 4) for number in range(1, total(pool) // 4 + 9)]
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB", policy=policy) as tiers:
+        assert pool.hotness.by_mass == (policy == "mass")
         for ids in texts:
             publish(pool, ids)
         tiers.reclaim(total(pool))

@@ -642,6 +642,33 @@ bool avx512_online_softmax(float *logits, uint32_t tokens, uint32_t count, float
     return softmax_four(logits, tokens, count, states, factors);
 }
 
+INLINE void row_part_sums(const float *weights, uint32_t parts, uint32_t tokens, float *sums) {
+    for (uint32_t part = 0; part < parts; part += 4) {
+        const uint32_t here = parts - part < 4 ? parts - part : 4;
+        __m512 rows[4];
+        UNROLL for (uint32_t j = 0; j < 4; j++) {
+            const float *at = weights + (part + (j < here ? j : 0)) * (size_t)tokens;
+            rows[j] = _mm512_loadu_ps(at);
+            for (uint32_t t = LANES; t < tokens; t += LANES)
+                rows[j] = _mm512_add_ps(rows[j], _mm512_loadu_ps(at + t));
+        }
+        _mm_mask_storeu_ps(sums + part, (__mmask8)((1 << here) - 1), sums_of_four(rows));
+    }
+}
+
+bool avx512_part_sums(const float *weights, uint32_t parts, uint32_t tokens, uint32_t count,
+                      float *sums, size_t stride) {
+    if (tokens == 0 || tokens % LANES)
+        return false;
+    for (uint32_t row = 0; row < count; row++) {
+        if (tokens == LANES) row_part_sums(weights, parts, LANES, sums);
+        else row_part_sums(weights, parts, tokens, sums);
+        weights += (size_t)parts * tokens;
+        sums += stride;
+    }
+    return true;
+}
+
 /* ---- conversions ---- */
 
 INLINE void to_float_as(int dtype, const char *source, size_t count, float *destination) {
@@ -723,6 +750,7 @@ const kernels kernels_avx512 = {
     .digest = avx512_digest,
     .exp_sum = avx512_exp_sum,
     .online_softmax = avx512_online_softmax,
+    .part_sums = avx512_part_sums,
     .streams = true,
     .store_rows = avx512_store_rows,
     .to_float = avx512_to_float,

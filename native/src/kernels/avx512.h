@@ -201,6 +201,8 @@ void avx512_digest(int dtype, const void *keys, size_t stride_bytes, uint32_t to
 float avx512_exp_sum(float *values, uint32_t count, float shift);
 bool avx512_online_softmax(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
                            float *factors);
+bool avx512_part_sums(const float *weights, uint32_t parts, uint32_t tokens, uint32_t count,
+                      float *sums, size_t stride);
 void avx512_to_float(int dtype, const void *source, size_t count, float *destination);
 void avx512_from_float(int dtype, const float *source, size_t count, void *destination);
 

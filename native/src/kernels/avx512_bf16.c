@@ -492,6 +492,7 @@ const kernels kernels_avx512_bf16 = {
     .digest = avx512_digest,
     .exp_sum = avx512_exp_sum,
     .online_softmax = avx512_online_softmax,
+    .part_sums = avx512_part_sums,
     .streams = true,
     .store_rows = avx512_store_rows,
     .to_float = avx512_to_float,

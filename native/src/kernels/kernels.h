@@ -128,6 +128,12 @@ typedef struct kernels {
     bool (*online_softmax)(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
                            float *factors);
 
+    /* NULL, or of each of `count` rows of parts * tokens weights, one behind the other, the sums of
+     * its parts: sums[row * stride + part], |error| <= tokens * eps of the sum of |weights|. False,
+     * and nothing is done, for parts that it has no fast way for. */
+    bool (*part_sums)(const float *weights, uint32_t parts, uint32_t tokens, uint32_t count,
+                      float *sums, size_t stride);
+
     bool streams;                /* store_rows() goes past the caches, to the last byte */
     /* Copies rows of row_bytes, stride_bytes apart at the source, into one contiguous piece that
      * starts on a 64-byte line. The caller fences. */

@@ -21,43 +21,39 @@ typedef struct head_rows {
 } head_rows;
 
 /* `count` queries that all see the tokens [hidden, hidden + tokens) of one head's page. */
-static void attend_rows(const attend_job *job, uint64_t first_query, uint32_t count,
-                         uint32_t hidden, uint32_t tokens, const head_rows *rows, float *state,
-                         float *accumulator, float *logits) {
-    kernel_queries queries = queries_range(job->queries, first_query, count);
+static void attend_rows(const span_walk *w, uint32_t head, uint64_t query, uint32_t count,
+                        uint32_t hidden, uint32_t tokens, const head_rows *rows, float *logits) {
+    const attend_job *job = w->job;
+    softmax_state state = mass_state(w, rows->at, head, query);
+    kernel_queries queries =
+        queries_range(job->queries, first_query_of(job, w->s, head) + query, count);
     stored_score(&job->keys, rows->keys.first, rows->keys.row_bytes, hidden, tokens, &queries,
                  job->args->scale, logits, tokens, NULL);
-    online_softmax(job, logits, tokens, count, (float(*)[2])state, accumulator);
+    online_softmax(job, logits, tokens, count, &state);
+    if (w->steps) mass_of_rows(w, rows->at, head, query, count, logits, tokens, tokens);
     stored_accumulate(&job->values, rows->values.first, rows->values.row_bytes, hidden, tokens,
-                      logits, tokens, count, accumulator, NULL);
+                      logits, tokens, count, state.accumulator, NULL);
 }
 
-static void attend_head(const attend_job *job, const span *s, const layer_view *view,
-                        uint32_t index, uint32_t head, const head_rows *seen, float *logits) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
-    const cxlkv_attend_args *args = job->args;
-    uint32_t group = job->group;
-    uint64_t rows = (uint64_t)(args->starts[s->sequence + 1] - args->starts[s->sequence]);
-    uint64_t first_query = first_query_of(job, s, head);
-    float *state = state_of(job, s, head), *accumulator = accumulator_of(job, s, head);
+static void attend_head(const span_walk *w, uint32_t index, uint32_t head, const head_rows *seen,
+                        float *logits) {
+    const span *s = w->s;
+    const layer_view *view = &w->view;
+    uint32_t group = w->job->group;
     uint64_t row = 0, together = s->row_count;
     uint32_t visible = seen->tokens, hidden = 0;
     while (row < s->row_count) {
         if (!seen->whole) {
             uint64_t place = s->row_first + row;
-            visible = view_visible(view, index, place, rows);
-            hidden = view_hidden(view, index, place, rows);
-            together = view_together(view, index, place, rows, s->row_count - row);
+            visible = view_visible(view, index, place, w->rows);
+            hidden = view_hidden(view, index, place, w->rows);
+            together = view_together(view, index, place, w->rows, s->row_count - row);
             visible = visible > hidden ? visible - hidden : 0;
         }
         uint64_t first = row * group, last = (row + together) * group;
-        for (uint64_t query = first; visible && query < last; query += SPAN_QUERIES) {
-            uint32_t count = (uint32_t)min_u64(SPAN_QUERIES, last - query);
-            attend_rows(job, first_query + query, count, hidden, visible, seen, state + 2 * query,
-                        accumulator + query * layout->value_head_dim, logits);
-            if (s->sums)
-                mass_of_rows(job, s, seen->at, head, query, count, logits, visible, visible);
-        }
+        for (uint64_t query = first; visible && query < last; query += SPAN_QUERIES)
+            attend_rows(w, head, query, (uint32_t)min_u64(SPAN_QUERIES, last - query), hidden,
+                        visible, seen, logits);
         row += together;
     }
 }
@@ -171,9 +167,9 @@ static void attend_whole(const span_walk *w, const page_block *block, const page
         b.head_last = min_u32(b.head_first + step, w->s->head_count);
         score_whole(&b);
         for (uint32_t head = b.head_first; head < b.head_last; head++) {
-            online_softmax(job, logits_of(&b, head), block->tokens, b.queries,
-                           (float(*)[2])state_of(job, w->s, head), accumulator_of(job, w->s, head));
-            if (w->s->sums) mass_of_block(w, block, head, logits_of(&b, head));
+            softmax_state state = mass_state(w, block->at[0], head, 0);
+            online_softmax(job, logits_of(&b, head), block->tokens, b.queries, &state);
+            if (w->steps) mass_of_block(w, block, head, logits_of(&b, head));
         }
         accumulate_whole(&b);
     }
@@ -189,7 +185,7 @@ static void attend_part(const span_walk *w, const page_block *block, uint32_t i,
     rows.keys.first += s->head_first * rows.keys.head_bytes;
     rows.values.first += s->head_first * rows.values.head_bytes;
     for (uint32_t head = 0; head < s->head_count; head++) {
-        attend_head(w->job, s, &w->view, block->index[i], head, &rows, logits);
+        attend_head(w, block->index[i], head, &rows, logits);
         rows.keys.first += rows.keys.head_bytes;
         rows.values.first += rows.values.head_bytes;
     }
@@ -259,10 +255,10 @@ static int attend_span(void *context, uint32_t item) {
         upper.totals = (float(*)[2])logits;
         planes_totals(job, s, upper.totals);
     }
-    mass_steps steps;
-    int code = job->weighs ? mass_begin(job, s, walk.steps = &steps) : 0;
-    if (code == 0) code = attend_pages(&walk, logits + 2 * queries, &upper);
-    if (walk.steps) mass_end(job, s, &steps);
+    mass_steps steps = {0};
+    if (job->weighs) mass_begin(job, s, walk.steps = &steps);
+    int code = attend_pages(&walk, logits + 2 * queries, &upper);
+    if (walk.steps) mass_end(&walk);
     free(logits);
     atomic_fetch_add_explicit(&job->bytes, upper.bytes, memory_order_relaxed);
     return code;
@@ -289,8 +285,7 @@ typedef struct partial {
     const span *s;
     uint32_t head;
     uint64_t query;
-    const float *state;
-    float *sums;
+    float *state, *sums;
 } partial;
 
 static partial partial_of(const attend_job *job, const merge *m, uint32_t i, uint32_t head,
@@ -308,17 +303,15 @@ static partial partial_of(const attend_job *job, const merge *m, uint32_t i, uin
                              query * job->batch->pool->layout.value_head_dim};
 }
 
-/* The mean of the group's queries, of which each comes after the other. */
+/* The mean of a group's queries, of which each comes after the other. */
 static void merge_mass(const attend_job *job, const merge *m, uint32_t head, uint64_t query,
-                       float largest, float sum) {
-    const span *s = &job->spans[m->first];
-    uint64_t row = (uint64_t)job->args->starts[s->sequence] + s->row_first + query / job->group;
-    float *to = mass_of_row(job, row, s->head_first + head);
+                       uint64_t row, float sum) {
+    float *to = mass_of_row(job, row, job->spans[m->first].head_first + head);
+    float inverse = sum == 0 ? 0 : 1 / (sum * (float)job->group);
     if (query % job->group == 0) memset(to, 0, job->mass_k * sizeof(*to));
-    for (uint32_t i = 0; sum != 0 && i < m->count + m->shared_count; i++) {
+    for (uint32_t i = 0; i < m->count + m->shared_count; i++) {
         partial p = partial_of(job, m, i, head, query);
-        float factor = p.state[0] == -INFINITY ? 0.0f : expf(p.state[0] - largest);
-        mass_add(job, p.s, p.head, p.query, factor / (sum * (float)job->group), to);
+        mass_add(job, p.s, p.head, p.query, p.state[0] * inverse, to);
     }
 }
 
@@ -339,11 +332,12 @@ static void merge_query(const attend_job *job, const merge *m, uint32_t head, ui
         sum += isnan(p.state[1]) ? p.state[1] : factor * p.state[1];
         for (uint32_t d = 0; d < value_dim; d++)
             total[d] = i == 0 ? factor * p.sums[d] : total[d] + factor * p.sums[d];
+        p.state[0] = factor; /* for merge_mass() */
     }
     uint64_t row = (uint64_t)job->args->starts[s->sequence] + s->row_first + query / job->group;
     uint32_t q_head = (s->head_first + head) * job->group + (uint32_t)(query % job->group);
     write_query(job, row, q_head, total, largest, sum);
-    if (job->weighs) merge_mass(job, m, head, query, largest, sum);
+    if (job->weighs) merge_mass(job, m, head, query, row, sum);
 }
 
 static int merge_task(void *context, uint32_t item) {
@@ -442,10 +436,10 @@ static int picked_check(const attend_job *job) {
 /* Where the pages of a row's attention go, if anything asks for it. */
 static int mass_check(attend_job *job) {
     cxlkv_attend_args *args = job->args;
-    uint32_t pages = args->picked.k;
+    uint32_t pages = args->picked.pages ? args->picked.k : 0;
     for (uint32_t i = 0; !args->picked.pages && i < job->batch->count; i++) {
         layer_view view = view_of(job->batch->sequences[i], args->layer);
-        pages = i == 0 || view.pages > pages ? view.pages : pages;
+        if (view.pages > pages) pages = view.pages;
     }
     job->weighs = args->mass || hotness_weighs(job->batch);
     job->mass_k = args->mass ? args->mass_k : pages;

@@ -96,11 +96,12 @@ typedef struct page_block {
     page_rows keys[BLOCK_PAGES], values[BLOCK_PAGES];
 } page_block;
 
-/* Pages of a span, up to a position each, of which a query's weights are of one largest logit. */
+/* Of a span that weighs pages, some that are taken together: attend_mass.c. */
 typedef struct mass_steps {
-    uint32_t count;
-    uint32_t *ends;
+    uint32_t first;                     /* position at which the present one begins */
+    uint32_t count;                     /* that are over */
     float *largest;                     /* [step][head][query] */
+    uint32_t *ends;                     /* positions */
 } mass_steps;
 
 /* A span, and how far its pages have been taken. */
@@ -139,10 +140,16 @@ int block_verify(const span_walk *w, const page_block *block);
 uint32_t block_pages(const attend_job *job, const span *s);
 /* Logits [count][tokens] under args->softcap. */
 void cap_logits(const attend_job *job, float *logits, uint64_t count);
-/* logits [count][tokens] to weights; raises the queries' maxima, rescales their sums and, unless
- * accumulator is NULL, what they have accumulated. */
+/* What some queries of a head have of the pages before: all of it is rescaled together. */
+typedef struct softmax_state {
+    float (*states)[2];
+    float *accumulator;                 /* [query][value_dim], or NULL */
+    float *sums;                        /* of weights: the last pages', [query][sum_stride] */
+    uint64_t sum_count, sum_stride;
+} softmax_state;
+/* logits [count][tokens] to weights; raises the queries' maxima, and rescales all else. */
 void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
-                    float (*states)[2], float *accumulator);
+                    const softmax_state *state);
 
 /* ---- attend_planes.c ---- */
 /* Floats that a span needs in its .upper. */
@@ -161,16 +168,18 @@ float *planes_attend_block(const span_walk *w, const page_block *block, const pa
 /* ---- attend_mass.c ---- */
 /* Floats that a span needs in its .sums. */
 uint64_t mass_span_floats(const attend_job *job, const span *s);
-int mass_begin(const attend_job *job, const span *s, mass_steps *steps);
+void mass_begin(const attend_job *job, const span *s, mass_steps *steps);
+/* Of a head's queries from one on, before the page at position `at`. */
+softmax_state mass_state(const span_walk *w, uint32_t at, uint32_t head, uint64_t query);
 /* Weights of `count` queries of a head, `stride` apart, of the page at position `at`. */
-void mass_of_rows(const attend_job *job, const span *s, uint32_t at, uint32_t head, uint64_t query,
-                  uint32_t count, const float *weights, uint32_t stride, uint32_t tokens);
+void mass_of_rows(const span_walk *w, uint32_t at, uint32_t head, uint64_t query, uint32_t count,
+                  const float *weights, uint32_t stride, uint32_t tokens);
 /* Of all queries of a head, [query][token]. */
 void mass_of_block(const span_walk *w, const page_block *block, uint32_t head,
                    const float *weights);
-/* After the pages up to position `end`, while the states have their largest logits. */
+/* After the pages up to position `end`, of all heads and queries. */
 void mass_step(const span_walk *w, uint32_t end);
-void mass_end(const attend_job *job, const span *s, mass_steps *steps); /* frees the steps */
+void mass_end(const span_walk *w);
 float *mass_of_row(const attend_job *job, uint64_t row, uint32_t kv_head);
 /* What a span has of a query, times a factor, to its row's pages. */
 void mass_add(const attend_job *job, const span *s, uint32_t head, uint64_t query, float factor,

@@ -106,7 +106,8 @@ static void measure_block(const span_walk *w, const page_block *block, const pag
     for (uint32_t head = 0; head < s->head_count; head++) {
         memcpy(room, logits + (uint64_t)head * queries * tokens,
                (uint64_t)queries * tokens * sizeof(float));
-        online_softmax(job, room, tokens, queries, measured_of(job, s, head), NULL);
+        softmax_state state = {.states = measured_of(job, s, head)};
+        online_softmax(job, room, tokens, queries, &state);
     }
 }
 
@@ -322,8 +323,8 @@ float *planes_attend_block(const span_walk *w, const page_block *block, const pa
                           .totals = totals + head * queries, .room = room,
                           .spreads = job->spreads + first_query_of(job, s, head)};
         uint32_t wanted = refine_head(w, block, head, at, &page, bytes);
-        online_softmax(job, rows, block->tokens, queries, (float(*)[2])state_of(job, s, head),
-                       accumulator_of(job, s, head));
+        softmax_state state = mass_state(w, block->at[0], head, 0);
+        online_softmax(job, rows, block->tokens, queries, &state);
         if (s->sums) mass_of_block(w, block, head, rows);
         accumulate_values(w, block, later, head, wanted, rows, bytes);
         *bytes += block->tokens *

@@ -73,8 +73,12 @@ void cap_logits(const attend_job *job, float *logits, uint64_t count) {
     for (uint64_t i = 0; cap > 0 && i < count; i++) logits[i] = cap * tanhf(logits[i] / cap);
 }
 
+static void rescale(float *values, uint64_t count, float factor) {
+    for (uint64_t i = 0; i < count; i++) values[i] *= factor;
+}
+
 void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
-                    float (*states)[2], float *accumulator) {
+                    const softmax_state *state) {
     enum { TOGETHER = 4 };
     uint32_t value_dim = job->batch->pool->layout.value_head_dim;
     float factors[TOGETHER];
@@ -83,15 +87,18 @@ void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint3
         uint32_t here = min_u32(TOGETHER, count - first);
         float *rows = logits + (uint64_t)first * tokens;
         bool done = job->isa->online_softmax &&
-                    job->isa->online_softmax(rows, tokens, here, states + first, factors);
+                    job->isa->online_softmax(rows, tokens, here, state->states + first, factors);
         if (!done)
             for (uint32_t i = 0; i < here; i++)
                 factors[i] = softmax_row(job->isa, rows + (uint64_t)i * tokens, tokens,
-                                         states[first + i]);
-        for (uint32_t i = 0; accumulator && i < here; i++) {
-            float *sums = accumulator + (uint64_t)(first + i) * value_dim;
+                                         state->states[first + i]);
+        for (uint32_t i = 0; i < here; i++) {
             if (factors[i] == 1) continue; /* nearly always, after the first pages */
-            for (uint32_t d = 0; d < value_dim; d++) sums[d] *= factors[i];
+            uint64_t query = first + i;
+            if (state->accumulator)
+                rescale(state->accumulator + query * value_dim, value_dim, factors[i]);
+            if (state->sums)
+                rescale(state->sums + query * state->sum_stride, state->sum_count, factors[i]);
         }
     }
 }

@@ -335,6 +335,12 @@ static int select_all(calling *call) {
 
 /* ---- attend ---- */
 
+/* Pages that the shares of a row are of. */
+static uint64_t mass_pages(const calling *call, group g) {
+    const cxlkv_picked *picked = &call->attend->picked;
+    return picked->pages ? picked->k : pages_of(call, g);
+}
+
 /* A group's pages lie side by side: its lists follow each other. */
 static uint8_t *put_pages(const calling *call, group g, uint8_t *to) {
     const cxlkv_picked *picked = &call->attend->picked;
@@ -352,7 +358,8 @@ static uint64_t put_attend(const calling *call, group g, uint32_t parts) {
     request_attend attend = {.layer = args->layer, .q_heads = args->q_heads,
                              .dtype = args->queries.dtype, .scale = args->scale,
                              .softcap = args->softcap, .error = args->error,
-                             .rows = (uint32_t)rows_of(call, g), .parts = parts};
+                             .rows = (uint32_t)rows_of(call, g), .parts = parts,
+                             .mass = args->mass != NULL};
     if (picked->pages) {
         attend.per = picked->per;
         attend.lists = (uint32_t)lists_of(call, picked->per, g);
@@ -365,6 +372,17 @@ static uint64_t put_attend(const calling *call, group g, uint32_t parts) {
     return put_rows(call, g, at);
 }
 
+/* From k apart, as they come, to mass_k apart. */
+static void take_mass(const calling *call, group g, const uint8_t *from, uint64_t k) {
+    const cxlkv_attend_args *args = call->attend;
+    uint64_t heads = call->facts.kv_heads, first = (uint64_t)call->starts[g.low] * heads;
+    for (uint64_t i = 0; i < rows_of(call, g) * heads; i++, from += k * sizeof(float)) {
+        float *to = args->mass + (first + i) * args->mass_k;
+        memcpy(to, from, k * sizeof(float));
+        memset(to + k, 0, (args->mass_k - k) * sizeof(float));
+    }
+}
+
 static int attend_group(calling *call, group g, uint32_t parts) {
     worker_client *c = call->client;
     const cxlkv_attend_args *args = call->attend;
@@ -374,16 +392,20 @@ static int attend_group(calling *call, group g, uint32_t parts) {
     uint64_t row_bytes = value_dim * dtype_bytes(args->queries.dtype);
     uint64_t first = (uint64_t)call->starts[g.low] * args->q_heads;
     uint64_t rows = rows_of(call, g) * args->q_heads;
+    uint64_t k = args->mass ? mass_pages(call, g) : 0;
+    uint64_t mass_bytes = rows_of(call, g) * call->facts.kv_heads * k * sizeof(float);
     uint64_t bytes = put_attend(call, g, parts);
     int code = client_ask(c, REQUEST_ATTEND, g.high - g.low, bytes, call->deadline_ns, &head,
                           &length);
     if (code == 0)
-        code = take_result(call, head, length, sizeof(found) + rows * (sizeof(float) + row_bytes));
+        code = take_result(call, head, length,
+                           sizeof(found) + rows * (sizeof(float) + row_bytes) + mass_bytes);
     if (code < 0) return code;
     const uint8_t *at = c->result + sizeof(found);
     memcpy(&found, c->result, sizeof(found));
     memcpy(args->lse + first, at, rows * sizeof(float));
     memcpy((uint8_t *)args->out + first * row_bytes, at + rows * sizeof(float), rows * row_bytes);
+    if (args->mass) take_mass(call, g, at + rows * (sizeof(float) + row_bytes), k);
     call->bytes_attended += found.bytes_attended;
     tails_told(call, g);
     return 0;
@@ -475,9 +497,11 @@ static int call_locked(calling *call) {
 }
 
 static bool lists_fit(const calling *call) {
-    if (!call->attend || !call->attend->picked.pages) return true;
-    const cxlkv_picked *picked = &call->attend->picked;
     group all = {0, call->batch->count};
+    if (!call->attend) return true;
+    if (call->attend->mass && call->attend->mass_k < mass_pages(call, all)) return false;
+    if (!call->attend->picked.pages) return true;
+    const cxlkv_picked *picked = &call->attend->picked;
     return picked->lists == lists_of(call, picked->per, all);
 }
 
@@ -493,8 +517,12 @@ static int64_t by_worker(calling *call) {
     if (queries_check(batch, call->layer, call->q_heads, call->queries, call->starts, &rows) == 0 &&
         rows > 0 && lists_fit(call))
         code = call_locked(call);
-    if (code == 0) {
-        cxlkv_picked picked = call->select ? select_chosen(call->select) : call->attend->picked;
+    const cxlkv_attend_args *attend = call->attend;
+    if (code == 0 && attend && attend->mass) {
+        hotness_weigh(batch, call->layer, &attend->picked, call->starts, attend->mass,
+                      attend->mass_k);
+    } else if (code == 0) {
+        cxlkv_picked picked = call->select ? select_chosen(call->select) : attend->picked;
         hotness_count(batch, call->layer, &picked, call->starts);
     }
     batch_unlock(batch);

@@ -200,8 +200,8 @@ static int check_attend(const request_facts *facts, const request_attend *a, uin
     if (a->per > CXLKV_PER_SEQUENCE || (a->lists ? a->lists != wanted : a->k || a->per))
         return fail(CXLKV_E_ARGUMENT, "request: %u lists of %u pages, per %u: %u are wanted, or "
                     "none", a->lists, a->k, a->per, wanted);
-    if (a->parts == 0 || a->parts > REQUEST_PARTS_MAX)
-        return fail(CXLKV_E_ARGUMENT, "request: pages in %u parts", a->parts);
+    if (a->parts == 0 || a->parts > REQUEST_PARTS_MAX || a->mass > 1)
+        return fail(CXLKV_E_ARGUMENT, "request: pages in %u parts, mass %u", a->parts, a->mass);
     return 0;
 }
 

@@ -69,7 +69,7 @@ typedef struct request_attend {
     uint32_t k;                  /* pages a list */
     uint32_t parts;              /* attend_parts() of the whole call, of which this may be a part */
     float error;
-    uint32_t reserved;           /* 0: lengths are multiples of 8 */
+    uint32_t mass;               /* 1: what each page weighs is wanted, too; else 0 */
 } request_attend;
 _Static_assert(sizeof(request_attend) == 48, "no holes");
 
@@ -120,7 +120,9 @@ typedef struct answer_select {
 } answer_select;
 _Static_assert(sizeof(answer_select) == 48, "no holes");
 
-/* Then the log-sum-exp float32 [rows, q_heads] and the output [rows, q_heads, value_head_dim]. */
+/* Then the log-sum-exp float32 [rows, q_heads], the output [rows, q_heads, value_head_dim] and, if
+ * it is wanted, mass float32 [rows, kv_heads, k], k being that of the lists, or the pages of the
+ * request's longest sequence. */
 typedef struct answer_attend {
     uint64_t bytes_attended;
     uint32_t rows;

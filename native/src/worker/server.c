@@ -46,7 +46,7 @@ typedef struct buffer {
 
 /* The last select's or attend's, until the next one: longer ones are fetched in several answers. */
 enum { SELECT_HEAD, SELECT_PAGES, SELECT_SCORES, SELECT_COUNTS, RESULT_PARTS };
-enum { ATTEND_HEAD, ATTEND_LSE, ATTEND_OUT };
+enum { ATTEND_HEAD, ATTEND_LSE, ATTEND_OUT, ATTEND_MASS };
 typedef struct result {
     uint64_t number;             /* 0: none */
     uint64_t nonce;              /* whose it is */
@@ -362,20 +362,35 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
     return 0;
 }
 
+/* Pages that the shares of a row are of. */
+static uint64_t mass_pages(const cxlkv_worker *w, const request *r) {
+    uint64_t tokens = 0, page_tokens = w->facts.page_tokens;
+    for (uint32_t i = 0; i < r->head.count; i++)
+        if (r->sequences[i].tokens > tokens) tokens = r->sequences[i].tokens;
+    return r->attend.lists ? r->attend.k : (tokens + page_tokens - 1) / page_tokens;
+}
+
 static int64_t attend_placed(cxlkv_worker *w, const request *r) {
     const request_attend *a = &r->attend;
     result *of = &w->result;
     uint64_t queries = (uint64_t)a->rows * a->q_heads;
     uint64_t out_bytes = queries * w->pool->layout.value_head_dim * dtype_bytes(a->dtype);
+    uint64_t mass_k = a->mass ? mass_pages(w, r) : 0;
+    uint64_t mass_bytes = mass_k * a->rows * w->facts.kv_heads * sizeof(float);
+    if (mass_k > RESULT_BYTES_MAX / sizeof(float) / (queries ? queries : 1))
+        return fail(CXLKV_E_ARGUMENT, "worker: the mass of %lu pages for %lu queries: ask for "
+                    "fewer rows at once", mass_k, queries);
     int64_t code = buffer_reserve(&of->parts[ATTEND_HEAD], sizeof(answer_attend));
     if (code == 0) code = buffer_reserve(&of->parts[ATTEND_LSE], queries * sizeof(float));
     if (code == 0) code = buffer_reserve(&of->parts[ATTEND_OUT], out_bytes);
+    if (code == 0) code = buffer_reserve(&of->parts[ATTEND_MASS], mass_bytes);
     if (code < 0) return code;
     cxlkv_attend_args args = {
         .layer = a->layer, .q_heads = a->q_heads, .starts = w->starts,
         .queries = query_rows(w, r, a->q_heads, a->dtype), .scale = a->scale,
         .softcap = a->softcap, .error = a->error, .out = of->parts[ATTEND_OUT].data,
         .lse = of->parts[ATTEND_LSE].data,
+        .mass = a->mass ? of->parts[ATTEND_MASS].data : NULL, .mass_k = (uint32_t)mass_k,
         .picked = {.pages = a->lists ? r->pages : NULL, .lists = a->lists, .k = a->k,
                    .per = a->per}};
     code = attend_here(&w->batch, &args, a->parts);

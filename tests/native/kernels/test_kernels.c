@@ -665,6 +665,35 @@ static void test_online_softmax_refuses(const kernels *table) {
     }
 }
 
+/* Rows at a page's end; what is between the rows of sums stays as it was. */
+static void test_part_sums(const kernels *table) {
+    enum { PARTS = 9, STRIDE = PARTS + 2, ROWS = 5 };
+    const uint32_t sizes[] = {16, 32, 80, 128};
+    float sums[ROWS * STRIDE];
+    if (!table->part_sums)
+        return;
+    for (uint32_t i = 0; i < PARTS * ROWS * 4; i++) {
+        uint32_t tokens = sizes[i % 4], parts = i / 4 % PARTS + 1, count = i / 4 / PARTS + 1;
+        buffer weights = make_buffer((size_t)tokens * parts * count * 4, 4);
+        float *rows = (float *)weights.data;
+        for (uint32_t j = 0; j < tokens * parts * count; j++)
+            rows[j] = fabsf(random_float());
+        fill(sums, ROWS * STRIDE, -1);
+        CHECK(table->part_sums(rows, parts, tokens, count, sums, STRIDE));
+        for (uint32_t j = 0; j < ROWS * STRIDE; j++) {
+            double sum = 0;
+            bool is_sum = j / STRIDE < count && j % STRIDE < parts;
+            for (uint32_t t = 0; t < tokens && is_sum; t++)
+                sum += (double)rows[(j / STRIDE * parts + j % STRIDE) * tokens + t];
+            assert_close(sums[j], is_sum ? sum : -1, tokens * 0x1p-24 * sum);
+        }
+        free_buffer(&weights);
+    }
+    fill(sums, STRIDE, -1);
+    CHECK(!table->part_sums(sums, 1, 0, 1, sums, 1) && !table->part_sums(sums, 1, 5, 1, sums, 1));
+    CHECK(sums[0] == -1);
+}
+
 static void test_special_values_in_exp_sum(const kernels *table) {
     for (uint32_t count = 1; count <= 20; count++) {
         float values[20];
@@ -864,6 +893,7 @@ static void test_table(const kernels *table) {
     test_exp_sum(table);
     test_special_values_in_exp_sum(table);
     test_online_softmax(table);
+    test_part_sums(table);
     test_online_softmax_refuses(table);
     test_every_half_there_and_back(table);
     test_rounding(table);

@@ -65,6 +65,7 @@ static uint64_t walk_attend(const request *r, const request_facts *facts) {
     demand(isfinite(a->scale) && a->scale > 0 && isfinite(a->softcap) && a->softcap >= 0, "number");
     demand(isfinite(a->error) && a->error >= 0, "error");
     demand(a->parts && (a->k == 0 || a->lists), "list");
+    demand(a->mass <= 1, "mass");
     for (uint32_t i = 0; a->lists && i < r->head.count; i++) {
         request_sequence item = r->sequences[i];
         uint64_t mine = a->per == CXLKV_PER_QUERY ? item.rows : 1;

@@ -275,6 +275,7 @@ static void wrong_attends(made *m) {
     pages_beyond_64_bits(m);
     REFUSED(good, bad.k = 1, attend(m, bad, TOKENS, 1, 1, NULL));
     REFUSED(good, bad.parts = 0, attend(m, bad, TOKENS, 1, 1, NULL));
+    REFUSED(good, bad.mass = 2, attend(m, bad, TOKENS, 1, 1, NULL));
     bad.parts = REQUEST_PARTS_MAX; /* in range, and more than there is work for */
     SAYS(attend(m, bad, TOKENS, 1, 1, NULL), -CXLKV_E_ARGUMENT, "pages in 1024 parts");
     for (int i = 0; i < 3; i++) {
