@@ -642,30 +642,42 @@ bool avx512_online_softmax(float *logits, uint32_t tokens, uint32_t count, float
     return softmax_four(logits, tokens, count, states, factors);
 }
 
-INLINE void row_part_sums(const float *weights, uint32_t parts, uint32_t tokens, float *sums) {
-    for (uint32_t part = 0; part < parts; part += 4) {
-        const uint32_t here = parts - part < 4 ? parts - part : 4;
-        __m512 rows[4];
-        UNROLL for (uint32_t j = 0; j < 4; j++) {
-            const float *at = weights + (part + (j < here ? j : 0)) * (size_t)tokens;
-            rows[j] = _mm512_loadu_ps(at);
-            for (uint32_t t = LANES; t < tokens; t += LANES)
-                rows[j] = _mm512_add_ps(rows[j], _mm512_loadu_ps(at + t));
-        }
-        _mm_mask_storeu_ps(sums + part, (__mmask8)((1 << here) - 1), sums_of_four(rows));
+/* As sums_of_four(), of rows in memory; half of it for the port that does not shuffle. */
+INLINE __m128 four_part_sums(const float *weights, uint32_t tokens, uint32_t parts) {
+    __m512 rows[4];
+    UNROLL for (uint32_t j = 0; j < 4; j++) {
+        const float *at = weights + (j < parts ? j : 0) * (size_t)tokens;
+        rows[j] = _mm512_loadu_ps(at);
+        for (uint32_t t = LANES; t < tokens; t += LANES)
+            rows[j] = _mm512_add_ps(rows[j], _mm512_loadu_ps(at + t));
     }
+    __m512 ab = _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, rows[0], rows[1]),
+                              _mm512_shuffle_ps(rows[0], rows[1], 0x4e));
+    __m512 cd = _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, rows[2], rows[3]),
+                              _mm512_shuffle_ps(rows[2], rows[3], 0x4e));
+    __m512 quarters = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x88),
+                                    _mm512_shuffle_ps(ab, cd, 0xdd));
+    __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quarters),
+                                  _mm512_extractf32x8_ps(quarters, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
 }
 
 bool avx512_part_sums(const float *weights, uint32_t parts, uint32_t tokens, uint32_t count,
                       float *sums, size_t stride) {
     if (tokens == 0 || tokens % LANES)
         return false;
-    for (uint32_t row = 0; row < count; row++) {
-        if (tokens == LANES) row_part_sums(weights, parts, LANES, sums);
-        else row_part_sums(weights, parts, tokens, sums);
-        weights += (size_t)parts * tokens;
-        sums += stride;
+    if (tokens == LANES && parts == 4) { /* a block of pages of the usual size */
+        for (uint32_t row = 0; row < count; row++, weights += 4 * LANES, sums += stride)
+            _mm_storeu_ps(sums, four_part_sums(weights, LANES, 4));
+        return true;
     }
+    for (uint32_t row = 0; row < count; row++, sums += stride)
+        for (uint32_t part = 0; part < parts; part += 4) {
+            const uint32_t here = parts - part < 4 ? parts - part : 4;
+            _mm_mask_storeu_ps(sums + part, (__mmask8)((1 << here) - 1),
+                               four_part_sums(weights, tokens, here));
+            weights += here * (size_t)tokens;
+        }
     return true;
 }
 

@@ -169,8 +169,8 @@ static void attend_whole(const span_walk *w, const page_block *block, const page
         for (uint32_t head = b.head_first; head < b.head_last; head++) {
             softmax_state state = mass_state(w, block->at[0], head, 0);
             online_softmax(job, logits_of(&b, head), block->tokens, b.queries, &state);
-            if (w->steps) mass_of_block(w, block, head, logits_of(&b, head));
         }
+        if (w->steps) mass_of_block(w, block, b.head_first, b.head_last - b.head_first, logits);
         accumulate_whole(&b);
     }
 }

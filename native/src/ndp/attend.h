@@ -174,8 +174,8 @@ softmax_state mass_state(const span_walk *w, uint32_t at, uint32_t head, uint64_
 /* Weights of `count` queries of a head, `stride` apart, of the page at position `at`. */
 void mass_of_rows(const span_walk *w, uint32_t at, uint32_t head, uint64_t query, uint32_t count,
                   const float *weights, uint32_t stride, uint32_t tokens);
-/* Of all queries of a head, [query][token]. */
-void mass_of_block(const span_walk *w, const page_block *block, uint32_t head,
+/* Of all queries of some heads from one on, [head][query][token]. */
+void mass_of_block(const span_walk *w, const page_block *block, uint32_t head, uint32_t heads,
                    const float *weights);
 /* After the pages up to position `end`, of all heads and queries. */
 void mass_step(const span_walk *w, uint32_t end);

@@ -75,20 +75,20 @@ void mass_of_rows(const span_walk *w, uint32_t at, uint32_t head, uint64_t query
         sums[q * pages] = sum_of(weights + (uint64_t)q * stride, tokens);
 }
 
-void mass_of_block(const span_walk *w, const page_block *block, uint32_t head,
+void mass_of_block(const span_walk *w, const page_block *block, uint32_t head, uint32_t heads,
                    const float *weights) {
     const kernels *isa = w->job->isa;
-    uint32_t queries = (uint32_t)span_queries(w->job, w->s), count = block->count;
-    uint32_t at = block->at[0] - w->s->page_first, wide = block->held[0];
+    uint64_t queries = heads * span_queries(w->job, w->s), pages = pages_of(w->s);
+    uint32_t count = block->count, wide = block->held[0];
+    float *sums = sums_of(w->job, w->s, head, 0) + (block->at[0] - w->s->page_first);
     bool even = block->tokens == count * w->job->batch->pool->layout.page_tokens &&
                 block->at[count - 1] - block->at[0] == count - 1;
     if (even && isa->part_sums &&
-        isa->part_sums(weights, count, wide, queries, sums_of(w->job, w->s, head, 0) + at,
-                       pages_of(w->s)))
+        isa->part_sums(weights, count, wide, (uint32_t)queries, sums, pages))
         return;
-    for (uint32_t i = 0, done = 0; i < count; done += block->held[i], i++)
-        mass_of_rows(w, block->at[i], head, 0, queries, weights + done, block->tokens,
-                     block->held[i]);
+    for (uint64_t q = 0; q < queries; q++, sums += pages)
+        for (uint32_t i = 0; i < count; weights += block->held[i++])
+            sums[block->at[i] - block->at[0]] = sum_of(weights, block->held[i]);
 }
 
 void mass_step(const span_walk *w, uint32_t end) {
@@ -132,9 +132,11 @@ float *mass_of_row(const attend_job *job, uint64_t row, uint32_t kv_head) {
 void mass_add(const attend_job *job, const span *s, uint32_t head, uint64_t query, float factor,
               float *to) {
     const float *sums = sums_of(job, s, head, query);
-    uint32_t gap = s->page_last; /* pages from there on are gap_pages further on */
-    if (s->gap_pages) gap = min_u32(gap, s->gap_first);
-    if (gap < s->page_first) gap = s->page_first;
-    add_times(to + s->page_first, sums, gap - s->page_first, factor);
-    add_times(to + gap + s->gap_pages, sums + (gap - s->page_first), s->page_last - gap, factor);
+    uint32_t count = s->page_last - s->page_first, before = count;
+    if (s->gap_pages) /* pages from there on are so many further on */
+        before = s->gap_first > s->page_first ? min_u32(count, s->gap_first - s->page_first) : 0;
+    to += s->page_first;
+    add_times(to, sums, before, factor);
+    if (before < count)
+        add_times(to + before + s->gap_pages, sums + before, count - before, factor);
 }

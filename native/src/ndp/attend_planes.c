@@ -325,7 +325,7 @@ float *planes_attend_block(const span_walk *w, const page_block *block, const pa
         uint32_t wanted = refine_head(w, block, head, at, &page, bytes);
         softmax_state state = mass_state(w, block->at[0], head, 0);
         online_softmax(job, rows, block->tokens, queries, &state);
-        if (s->sums) mass_of_block(w, block, head, rows);
+        if (s->sums) mass_of_block(w, block, head, 1, rows);
         accumulate_values(w, block, later, head, wanted, rows, bytes);
         *bytes += block->tokens *
                   (upper_token_bytes(job, PIECE_KEYS) + upper_token_bytes(job, PIECE_VALUES));

@@ -1,4 +1,6 @@
 /* Counts the uses of the pages that a call has read: one each, or by the attention that they got. */
+#include <string.h>
+
 #include "pool/hotness.h"
 #include "sequence/sequence.h"
 
@@ -41,15 +43,32 @@ typedef struct weights {
     uint64_t rows, heads, stride, row_stride;
 } weights;
 
-/* The uses of the page at a place: its mean share of `pages`. */
-static uint32_t uses_at(const weights *w, uint64_t at, uint64_t pages) {
-    float sum = 0;
+/* Shares of places from one on, summed over rows and heads. */
+enum { TILE = 64 };
+static void add_tile(const weights *w, uint64_t first, uint64_t count, float sums[TILE]) {
+    memset(sums, 0, TILE * sizeof(*sums));
     for (uint64_t row = 0; row < w->rows; row++)
-        for (uint64_t head = 0; head < w->heads; head++)
-            sum += w->mass[row * w->row_stride + head * w->stride + at];
-    float uses = sum * (float)pages / (float)(w->rows * w->heads);
-    if (!(uses >= 0.5f)) return 0; /* nor of a NaN */
-    return uses < HOTNESS_MAX ? (uint32_t)(uses + 0.5f) : HOTNESS_MAX;
+        for (uint64_t head = 0; head < w->heads; head++) {
+            const float *from = w->mass + row * w->row_stride + head * w->stride + first;
+            for (uint64_t i = 0; i < count; i++) sums[i] += from[i];
+        }
+}
+
+/* Places [first, end): a list's, or NULL: pages. Each has its mean share of `pages` as its uses. */
+static void weigh(counting *c, const layer_view *view, const int32_t *list, uint64_t first,
+                  uint64_t end, uint64_t pages, const weights *w) {
+    float sums[TILE], factor = (float)pages / (float)(w->rows * w->heads);
+    for (uint64_t at = first; at < end; at += TILE) {
+        uint64_t count = min_u64(TILE, end - at);
+        add_tile(w, at, count, sums);
+        for (uint64_t i = 0; i < count; i++) {
+            float uses = sums[i] * factor + 0.5f;
+            if (!(uses >= 1)) continue; /* nor of a NaN */
+            uint32_t page = page_named(view, list ? list[at + i] : (int32_t)(at + i));
+            if (page != NO_PAGE)
+                count_page(c, page, uses < HOTNESS_MAX ? (uint32_t)uses : HOTNESS_MAX);
+        }
+    }
 }
 
 /* Of one list and head. */
@@ -57,19 +76,12 @@ static void weigh_list(counting *c, const layer_view *view, const int32_t *list,
                        const weights *w) {
     uint64_t pages = 0;
     for (uint64_t i = 0; i < k; i++) pages += list[i] >= 0;
-    for (uint64_t i = 0; i < k; i++) {
-        uint32_t page = page_named(view, list[i]);
-        uint32_t uses = page == NO_PAGE ? 0 : uses_at(w, i, pages);
-        if (uses) count_page(c, page, uses);
-    }
+    weigh(c, view, list, 0, k, pages, w);
 }
 
 static void weigh_seen(counting *c, const layer_view *view, const weights *w) {
     uint32_t first = first_seen(view, w->rows);
-    for (uint32_t index = first; index < view->complete; index++) {
-        uint32_t uses = uses_at(w, index, view->pages - first);
-        if (uses) count_page(c, sequence_page(view->sequence, view->part, index), uses);
-    }
+    weigh(c, view, NULL, first, view->complete, view->pages - first, w);
 }
 
 static bool counts(const cxlkv_batch *batch) {
