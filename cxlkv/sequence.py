@@ -86,6 +86,7 @@ class Batch:
         self._scale = float(layout.head_dim**-0.5)  # unless somebody says another
         self._pool = pool
         self._room = 0  # pages a list, for the next select
+        self._mass_room = 0  # pages, for the next attend that says what they weigh
         self._decodings: list[simd.Decoding] = []  # at most one a thread: the last, between calls
         self._handle = _core.batch_create(pool, [s._handle for s in self.sequences])
 
@@ -433,13 +434,12 @@ class Batch:
         number, handle = _layer(layer), self._handle
         if error:
             check_error(error)
-        pages = None
-        if page_mass:
-            longest = int(self._tokens(layer).max(initial=0))
-            pages = -(-longest // self._layout.page_tokens)
+        pages = self._mass_room if page_mass else None
         found = simd.attend(
             handle, self._layout, number, q, starts, picked, factor, softcap, error, out, pages
         )
+        if found.mass is not None and picked is None:
+            self._mass_room = found.mass.shape[2]
         if transfer:
             most = found.read if error else None  # lower planes may have stayed
             transfer.end_read("attend", self._layout, layer, self._tokens(layer), picked, most)

@@ -332,34 +332,28 @@ def attend(
     softcap: float | None,
     error: float,
     out: object | None = None,
-    mass_pages: int | None = None,
+    mass_room: int | None = None,
 ) -> Attended:
-    """softmax(q k) v over chosen pages or all. error: as of Batch.attend. mass_pages: the pages'
-    shares are wanted, too, of so many pages if none are picked."""
+    """softmax(q k) v over chosen pages or all. error: as of Batch.attend. mass_room: the pages'
+    shares are wanted, too; of so many pages, it is thought, if none are picked."""
     rows = int(starts[-1])
     queries = imported(queries, "q")
     got = check_queries(layout, queries, rows)
     made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
     lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
-    mass, k = None, mass_pages
-    if picked is not None and k is not None:
-        k = picked.pages.shape[-1]
+    given = (picked_rows(picked, layout), scale, softcap or 0.0, float(error), address)
+    lse_view = view(lse, "lse")
+    if mass_room is None:
+        read, _ = _core.batch_attend(batch, layer, got, starts, *given, lse_view)
+        return Attended(made, lse, read, None)
+    lists, k = rows * layout.kv_heads, mass_room if picked is None else picked.pages.shape[-1]
     while True:
-        if k is not None:
-            shape = (rows, layout.kv_heads, k)
-            mass = empty_like_kind(queries, shape, DTYPES.index("float32"))
-        read, k = _core.batch_attend(
-            batch,
-            layer,
-            got,
-            starts,
-            picked_rows(picked, layout),
-            scale,
-            softcap or 0.0,
-            float(error),
-            address,
-            view(lse, "lse"),
-            None if mass is None else view(mass, "mass"),
-        )
-        if read != _core.E_ROOM:  # else another thread has appended since
-            return Attended(made, lse, read, mass)
+        room = lists * k
+        mass = empty_like_kind(queries, (room,), DTYPES.index("float32"))
+        at = (address_of(mass), room)
+        read, k = _core.batch_attend(batch, layer, got, starts, *given, lse_view, at)
+        if read != _core.E_ROOM:
+            shares = (mass if lists * k == room else mass[: lists * k]).reshape(
+                (rows, layout.kv_heads, k)
+            )
+            return Attended(made, lse, read, shares)

@@ -239,10 +239,11 @@ def batch_attend(
     error: float,
     out_address: int,
     lse: View,
-    mass: View | None = None,
+    mass: tuple[int, int] | None = None,
 ) -> tuple[int, int]:
-    """Fills out, lse and mass [rows, kv_heads, k]; returns (the bytes of K and V that were read, k).
-    E_ROOM in place of the bytes: mass is too small for k, and nothing was read."""
+    """Fills out, lse and [rows, kv_heads, k] at mass (address, elements); returns (the bytes of K
+    and V that were read, k). E_ROOM in place of the bytes: mass is too small for k, and
+    nothing was read."""
     args = _arguments.attend
     _fill_rows(args.queries, queries)
     _fill_picked(args.picked, picked)
@@ -252,7 +253,7 @@ def batch_attend(
     args.lse = ffi.cast("float *", lse.address)
     args.mass = ffi.NULL
     if mass is not None:
-        args.mass, args.mass_k = ffi.cast("float *", mass.address), mass.shape[2]
+        args.mass, args.mass_capacity = ffi.cast("float *", mass[0]), mass[1]
     code = lib.cxlkv_batch_attend(batch, args)
     if code < 0 and (code != E_ROOM or mass is None):
         check(code)

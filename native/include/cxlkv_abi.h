@@ -310,10 +310,11 @@ typedef struct cxlkv_attend_args {
                                     * not reading lower planes; 0: all of them are read */
     void *out;                     /* [rows, q_heads, value_head_dim], contiguous, queries' dtype */
     float *lse;                    /* [rows, q_heads], natural log; -inf where nothing was seen */
-    float *mass;                   /* [rows, kv_heads, mass_k]: each page's share of the attention,
-                                    * the mean over the head's queries; by place in the list, or by
-                                    * page of the sequence. NULL: it is not wanted */
-    uint32_t mass_k;               /* picked.k, or pages of the longest sequence, or more: zeros */
+    float *mass;                   /* out: [rows, kv_heads, mass_k]: each page's share of the
+                                    * attention, the mean over the head's queries; by place in the
+                                    * list, or by page of the sequence. NULL: it is not wanted */
+    uint64_t mass_capacity;        /* elements of mass; too few: -CXLKV_E_ROOM, nothing is read */
+    uint32_t mass_k;               /* out: picked.k, or pages of the longest sequence */
     uint32_t reserved;
 } cxlkv_attend_args;
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, Sequence, _core
-from cxlkv.arrays import View, view
+from cxlkv.arrays import address_of, view
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Selection
 from cxlkv.tiers.local import LocalTier, units_of
@@ -389,21 +389,25 @@ def test_the_core_says_how_much_room_it_wants(rng: np.random.Generator) -> None:
         out, lse = np.empty((1, 6, 16), np.float32), np.empty((1, 6), np.float32)
         starts = np.array([0, 1], np.int32)
 
-        def asked(pages: int) -> tuple[tuple[int, int], npt.NDArray[np.float32]]:
-            mass = np.full((1, 2, pages), -1, np.float32)
-            views: list[View] = [view(a, "array") for a in (q, out, lse, mass)]
+        def asked(room: int) -> tuple[tuple[int, int], npt.NDArray[np.float32]]:
+            mass = np.full(room, -1, np.float32)
+            views = [view(a, "array") for a in (q, out, lse)]
             found = _core.batch_attend(
                 batch._handle, 0, views[0], starts, None, 0.25, 0.0, 0.0, views[1].address,
-                views[2], views[3],
+                views[2], (address_of(mass), room),
             )
             return found, mass
 
         before = pool.stats()["attended_bytes"]
-        assert asked(6)[0] == (_core.E_ROOM, 7)
+        assert asked(13)[0] == (_core.E_ROOM, 7)
         assert pool.stats()["attended_bytes"] == before
-        (read, k), wider = asked(9)
-        assert read > 0
-        np.testing.assert_array_equal(wider[..., 7:], 0)
-        np.testing.assert_array_equal(wider[..., :7], asked(7)[1])
+        (read, k), wider = asked(17)
+        assert (read > 0, k) == (True, 7)
+        assert (wider[14:] == -1).all()
+        np.testing.assert_array_equal(wider[:14], asked(14)[1])
+        whole = batch.attend(0, q, starts, scale=0.25, page_mass=True)[2]
+        np.testing.assert_array_equal(np.ravel(whole), wider[:14])
+        sequence.truncate(20)
+        assert batch.attend(0, q, starts, page_mass=True)[2].shape == (1, 2, 2)
         with pytest.raises(BadArgumentError):
             batch.attend(0, q, starts, scale=-1.0, page_mass=True)

@@ -239,9 +239,11 @@ static int attend_span(void *context, uint32_t item) {
     uint64_t queries = span_queries(job, s) * s->head_count;
     uint32_t wide = layout->page_tokens > BLOCK_TOKENS ? layout->page_tokens : BLOCK_TOKENS;
     uint64_t one_head = SPAN_QUERIES * wide, most = LOGITS_TOGETHER;
-    float *logits = malloc(((one_head > most ? one_head : most) + 2 * queries) * sizeof(float));
+    uint64_t logits_most = one_head > most ? one_head : most;
+    float *room = malloc((logits_most + 2 * queries) * sizeof(float) + LINE_BYTES);
     sparing upper = {0};
-    if (!logits) return fail(ENOMEM, "no memory for logits");
+    if (!room) return fail(ENOMEM, "no memory for logits");
+    float *logits = (float *)align_up((uintptr_t)room, LINE_BYTES), *totals = logits + logits_most;
     for (uint64_t i = 0; i < queries; i++) {
         s->state[2 * i] = -INFINITY;
         s->state[2 * i + 1] = 0;
@@ -252,14 +254,14 @@ static int attend_span(void *context, uint32_t item) {
                           &job->reads);
     if (job->sparing) {
         upper.at = s->upper + 2 * queries;
-        upper.totals = (float(*)[2])logits;
+        upper.totals = (float(*)[2])totals;
         planes_totals(job, s, upper.totals);
     }
     mass_steps steps = {0};
     if (job->weighs) mass_begin(job, s, walk.steps = &steps);
-    int code = attend_pages(&walk, logits + 2 * queries, &upper);
+    int code = attend_pages(&walk, logits, &upper);
     if (walk.steps) mass_end(&walk);
-    free(logits);
+    free(room);
     atomic_fetch_add_explicit(&job->bytes, upper.bytes, memory_order_relaxed);
     return code;
 }
@@ -441,12 +443,12 @@ static int mass_check(attend_job *job) {
         layer_view view = view_of(job->batch->sequences[i], args->layer);
         if (view.pages > pages) pages = view.pages;
     }
+    uint64_t wanted = (uint64_t)job->rows * job->batch->pool->layout.kv_heads * pages;
     job->weighs = args->mass || hotness_weighs(job->batch);
-    job->mass_k = args->mass ? args->mass_k : pages;
-    if (!args->mass || args->mass_k >= pages) return 0;
-    int code = fail(CXLKV_E_ROOM, "attend: mass of %u pages, room for %u", pages, args->mass_k);
-    args->mass_k = pages;
-    return code;
+    job->mass_k = args->mass_k = pages;
+    if (!args->mass || args->mass_capacity >= wanted) return 0;
+    return fail(CXLKV_E_ROOM, "attend: mass of %lu elements, room for %lu", wanted,
+                args->mass_capacity);
 }
 
 int attend_check(const cxlkv_attend_args *args) {

@@ -81,8 +81,8 @@ void mass_of_block(const span_walk *w, const page_block *block, uint32_t head, u
     uint64_t queries = heads * span_queries(w->job, w->s), pages = pages_of(w->s);
     uint32_t count = block->count, wide = block->held[0];
     float *sums = sums_of(w->job, w->s, head, 0) + (block->at[0] - w->s->page_first);
-    bool even = block->tokens == count * w->job->batch->pool->layout.page_tokens &&
-                block->at[count - 1] - block->at[0] == count - 1;
+    /* No page has more tokens than a full one, and those of a tail all have the same. */
+    bool even = block->tokens == count * wide && block->at[count - 1] - block->at[0] == count - 1;
     if (even && isa->part_sums &&
         isa->part_sums(weights, count, wide, (uint32_t)queries, sums, pages))
         return;

@@ -97,7 +97,7 @@ void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint3
             uint64_t query = first + i;
             if (state->accumulator)
                 rescale(state->accumulator + query * value_dim, value_dim, factors[i]);
-            if (state->sums)
+            if (state->sum_count)
                 rescale(state->sums + query * state->sum_stride, state->sum_count, factors[i]);
         }
     }

@@ -43,15 +43,17 @@ typedef struct weights {
     uint64_t rows, heads, stride, row_stride;
 } weights;
 
-/* Shares of places from one on, summed over rows and heads. */
+/* Shares of places from one on, summed over rows and heads; `sums` is room for them. */
 enum { TILE = 64 };
-static void add_tile(const weights *w, uint64_t first, uint64_t count, float sums[TILE]) {
-    memset(sums, 0, TILE * sizeof(*sums));
-    for (uint64_t row = 0; row < w->rows; row++)
-        for (uint64_t head = 0; head < w->heads; head++) {
-            const float *from = w->mass + row * w->row_stride + head * w->stride + first;
-            for (uint64_t i = 0; i < count; i++) sums[i] += from[i];
-        }
+static const float *sum_tile(const weights *w, uint64_t first, uint64_t count, float sums[TILE]) {
+    if (w->rows == 1 && w->heads == 1) return w->mass + first;
+    memcpy(sums, w->mass + first, count * sizeof(*sums));
+    for (uint64_t i = 1; i < w->rows * w->heads; i++) {
+        const float *from =
+            w->mass + i / w->heads * w->row_stride + i % w->heads * w->stride + first;
+        for (uint64_t at = 0; at < count; at++) sums[at] += from[at];
+    }
+    return sums;
 }
 
 /* Places [first, end): a list's, or NULL: pages. Each has its mean share of `pages` as its uses. */
@@ -60,9 +62,9 @@ static void weigh(counting *c, const layer_view *view, const int32_t *list, uint
     float sums[TILE], factor = (float)pages / (float)(w->rows * w->heads);
     for (uint64_t at = first; at < end; at += TILE) {
         uint64_t count = min_u64(TILE, end - at);
-        add_tile(w, at, count, sums);
+        const float *shares = sum_tile(w, at, count, sums);
         for (uint64_t i = 0; i < count; i++) {
-            float uses = sums[i] * factor + 0.5f;
+            float uses = shares[i] * factor + 0.5f;
             if (!(uses >= 1)) continue; /* nor of a NaN */
             uint32_t page = page_named(view, list ? list[at + i] : (int32_t)(at + i));
             if (page != NO_PAGE)

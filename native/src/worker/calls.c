@@ -499,7 +499,9 @@ static int call_locked(calling *call) {
 static bool lists_fit(const calling *call) {
     group all = {0, call->batch->count};
     if (!call->attend) return true;
-    if (call->attend->mass && call->attend->mass_k < mass_pages(call, all)) return false;
+    call->attend->mass_k = (uint32_t)mass_pages(call, all);
+    uint64_t wanted = rows_of(call, all) * call->facts.kv_heads * call->attend->mass_k;
+    if (call->attend->mass && call->attend->mass_capacity < wanted) return false;
     if (!call->attend->picked.pages) return true;
     const cxlkv_picked *picked = &call->attend->picked;
     return picked->lists == lists_of(call, picked->per, all);
