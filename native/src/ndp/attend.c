@@ -305,16 +305,23 @@ static partial partial_of(const attend_job *job, const merge *m, uint32_t i, uin
                              query * job->batch->pool->layout.value_head_dim};
 }
 
-/* The mean of a group's queries, of which each comes after the other. */
-static void merge_mass(const attend_job *job, const merge *m, uint32_t head, uint64_t query,
-                       uint64_t row, float sum) {
-    float *to = mass_of_row(job, row, job->spans[m->first].head_first + head);
-    float inverse = sum == 0 ? 0 : 1 / (sum * (float)job->group);
-    if (query % job->group == 0) memset(to, 0, job->mass_k * sizeof(*to));
-    for (uint32_t i = 0; i < m->count + m->shared_count; i++) {
-        partial p = partial_of(job, m, i, head, query);
-        mass_add(job, p.s, p.head, p.query, p.state[0] * inverse, to);
-    }
+/* The mean of a group's queries, which are merged: their states are factors and, of the first part,
+ * what the sum is to be multiplied by. */
+static void merge_mass(const attend_job *job, const merge *m, uint32_t head, uint64_t query) {
+    enum { TOGETHER = 16 };
+    const span *s = &job->spans[m->first];
+    uint64_t row = (uint64_t)job->args->starts[s->sequence] + s->row_first + query / job->group;
+    float *to = mass_of_row(job, row, s->head_first + head), factors[TOGETHER];
+    const float *all = partial_of(job, m, 0, head, query).state;
+    memset(to, 0, job->mass_k * sizeof(*to));
+    for (uint32_t i = 0; i < m->count + m->shared_count; i++)
+        for (uint32_t first = 0; first < job->group; first += TOGETHER) {
+            partial p = partial_of(job, m, i, head, query + first);
+            uint32_t count = min_u32(TOGETHER, job->group - first);
+            for (uint32_t q = 0; q < count; q++)
+                factors[q] = p.state[2 * q] * all[2 * (first + q) + 1];
+            mass_add(job, p.s, p.head, p.query, factors, count, to);
+        }
 }
 
 /* All parts of one (rows, head): into the first part's accumulator, then out. */
@@ -339,7 +346,7 @@ static void merge_query(const attend_job *job, const merge *m, uint32_t head, ui
     uint64_t row = (uint64_t)job->args->starts[s->sequence] + s->row_first + query / job->group;
     uint32_t q_head = (s->head_first + head) * job->group + (uint32_t)(query % job->group);
     write_query(job, row, q_head, total, largest, sum);
-    if (job->weighs) merge_mass(job, m, head, query, row, sum);
+    partial_of(job, m, 0, head, query).state[1] = sum == 0 ? 0 : 1 / (sum * (float)job->group);
 }
 
 static int merge_task(void *context, uint32_t item) {
@@ -347,8 +354,11 @@ static int merge_task(void *context, uint32_t item) {
     const merge *m = &job->merges[item];
     const span *s = &job->spans[m->first];
     for (uint32_t head = 0; head < s->head_count; head++)
-        for (uint64_t query = 0; query < span_queries(job, s); query++)
+        for (uint64_t query = 0; query < span_queries(job, s); query++) {
             merge_query(job, m, head, query);
+            if (job->weighs && (query + 1) % job->group == 0)
+                merge_mass(job, m, head, query + 1 - job->group);
+        }
     return 0;
 }
 

@@ -181,9 +181,9 @@ void mass_of_block(const span_walk *w, const page_block *block, uint32_t head, u
 void mass_step(const span_walk *w, uint32_t end);
 void mass_end(const span_walk *w);
 float *mass_of_row(const attend_job *job, uint64_t row, uint32_t kv_head);
-/* What a span has of a query, times a factor, to its row's pages. */
-void mass_add(const attend_job *job, const span *s, uint32_t head, uint64_t query, float factor,
-              float *to);
+/* What a span has of some queries, times a factor each, to their row's pages. */
+void mass_add(const attend_job *job, const span *s, uint32_t head, uint64_t query,
+              const float *factors, uint32_t count, float *to);
 
 /* ---- attend_cut.c ---- */
 /* Sets job->parts, if it is 0, then job->spans and job->merges, which the caller frees. */

@@ -80,7 +80,8 @@ void mass_of_block(const span_walk *w, const page_block *block, uint32_t head, u
     const kernels *isa = w->job->isa;
     uint64_t queries = heads * span_queries(w->job, w->s), pages = pages_of(w->s);
     uint32_t count = block->count, wide = block->held[0];
-    float *sums = sums_of(w->job, w->s, head, 0) + (block->at[0] - w->s->page_first);
+    float *sums = w->s->sums + head * span_queries(w->job, w->s) * pages +
+                  (block->at[0] - w->s->page_first);
     /* No page has more tokens than a full one, and those of a tail all have the same. */
     bool even = block->tokens == count * wide && block->at[count - 1] - block->at[0] == count - 1;
     if (even && isa->part_sums &&
@@ -120,23 +121,32 @@ void mass_end(const span_walk *w) {
 
 /* ---- of a row ---- */
 
-static void add_times(float *restrict to, const float *restrict from, uint64_t count,
-                      float factor) {
-    for (uint64_t i = 0; i < count; i++) to[i] += factor * from[i];
+/* Of four rows at once, what is added to is loaded and stored once. */
+static void add_times(float *restrict to, const float *from, uint64_t stride, uint64_t pages,
+                      const float *factors, uint32_t count) {
+    uint32_t q = 0;
+    for (; q + 4 <= count; q += 4, from += 4 * stride) {
+        const float *a = from, *b = a + stride, *c = b + stride, *d = c + stride;
+        const float e = factors[q], f = factors[q + 1], g = factors[q + 2], h = factors[q + 3];
+        for (uint64_t i = 0; i < pages; i++)
+            to[i] += (e * a[i] + f * b[i]) + (g * c[i] + h * d[i]);
+    }
+    for (; q < count; q++, from += stride)
+        for (uint64_t i = 0; i < pages; i++) to[i] += factors[q] * from[i];
 }
 
 float *mass_of_row(const attend_job *job, uint64_t row, uint32_t kv_head) {
     return job->mass + (row * job->batch->pool->layout.kv_heads + kv_head) * job->mass_k;
 }
 
-void mass_add(const attend_job *job, const span *s, uint32_t head, uint64_t query, float factor,
-              float *to) {
+void mass_add(const attend_job *job, const span *s, uint32_t head, uint64_t query,
+              const float *factors, uint32_t count, float *to) {
     const float *sums = sums_of(job, s, head, query);
-    uint32_t count = s->page_last - s->page_first, before = count;
+    uint64_t pages = pages_of(s), before = pages;
     if (s->gap_pages) /* pages from there on are so many further on */
-        before = s->gap_first > s->page_first ? min_u32(count, s->gap_first - s->page_first) : 0;
+        before = s->gap_first > s->page_first ? min_u64(pages, s->gap_first - s->page_first) : 0;
     to += s->page_first;
-    add_times(to, sums, before, factor);
-    if (before < count)
-        add_times(to + before + s->gap_pages, sums + before, count - before, factor);
+    add_times(to, sums, pages, before, factors, count);
+    if (before < pages)
+        add_times(to + before + s->gap_pages, sums + before, pages, pages - before, factors, count);
 }
