@@ -412,9 +412,7 @@ class Batch:
         shares of a list sum to 1, or are all 0 where nothing was seen.
         """
         offsets = self._starts(starts)
-        found = self._attend(
-            layer, q, offsets, picked, scale, softcap, error, page_mass=page_mass
-        )
+        found = self._attend(layer, q, offsets, picked, scale, softcap, error, page_mass=page_mass)
         return found[:2] if found.mass is None else (found.out, found.lse, found.mass)
 
     def _attend(

@@ -312,7 +312,7 @@ def _writable(array: object, name: str, dtype: int, shape: tuple[int, ...]) -> t
 
 
 class Attended(NamedTuple):
-    """out [rows, q_heads, value_head_dim], lse [rows, q_heads], bytes of K and V that were read, and
+    """out [rows, q_heads, value_head_dim], lse [rows, q_heads], bytes of K and V that were read;
     mass [rows, kv_heads, k] where it was asked for."""
 
     out: Array

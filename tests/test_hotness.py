@@ -357,6 +357,7 @@ def test_a_decode_counts_as_its_parts_do(rng: np.random.Generator) -> None:
     counts = []
     rows = rng.standard_normal((2, 103, HEADS, DIM), np.float32)
     q = rng.standard_normal((1, 2 * HEADS, DIM), np.float32)
+    k, v = rows[:, -1:]
     for whole in (True, False):
         with CXLPool.create(
             "anonymous:", layout=KVLayout.of([GROUP], page_tokens=PAGE), capacity="8MiB"
@@ -367,14 +368,13 @@ def test_a_decode_counts_as_its_parts_do(rng: np.random.Generator) -> None:
             pool.hotness.by_mass = whole
             assert pool.hotness.by_mass == whole
             if whole:
-                new = rows[:, -1:]
-                batch.decode(0, q, *new, starts, Budget(share=0.5), "exact")
-                batch.decode(0, q, *new, starts)
+                batch.decode(0, q, k, v, starts, Budget(share=0.5), "exact")
+                batch.decode(0, q, k, v, starts)
             else:
-                batch.append(0, *rows[:, -1:], starts)
+                batch.append(0, k, v, starts)
                 picked = batch.select(0, q, starts, Budget(share=0.5), "exact")
                 batch.attend(0, q, starts, picked, page_mass=True)
-                batch.append(0, *rows[:, -1:], starts)
+                batch.append(0, k, v, starts)
                 batch.attend(0, q, starts, page_mass=True)
             counts.append(pool.hotness.counts().tolist())
     assert counts[0] == counts[1]

@@ -42,7 +42,7 @@ from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_store import ColdStore, open_cold
 from cxlkv.tiers.local import LocalTier
 from cxlkv.tiers.objects import ObjectMoves
-from cxlkv.tiers.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
+from cxlkv.tiers.policy import DEFAULT, NONE, Lru, Policy, Published, choose, policy_named
 
 if TYPE_CHECKING:
     from cxlkv.tiers.remote import RemoteTier
@@ -114,10 +114,8 @@ class Tiers(ObjectMoves, Closing):
         _check_remote(pool, remote, remote_secret)
         self.pool = cast(CXLPool, pool)  # one of objects has no match(), nor have its tiers
         self.costs = costs
-        self._policy = policy_named(policy)
+        self._policy = self._policy_of(policy)
         self._weighs = policy == "cost"
-        if policy == "mass":
-            self.pool.hotness.by_mass = True
         self._lock = threading.RLock()  # one move at a time
         self._counts: Counter[str] = Counter()
         self._limit = _RateLimit(bytes_per_s)
@@ -151,6 +149,11 @@ class Tiers(ObjectMoves, Closing):
             if self.cold is not None and self.cold is not cold:
                 self.cold.close()
             raise
+
+    def _policy_of(self, name: str) -> Policy:
+        """A new one; "mass" has this process's attends count by attention."""
+        self.pool.hotness.by_mass |= name == "mass"
+        return policy_named(name)
 
     @classmethod
     def from_config(

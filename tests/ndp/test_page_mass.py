@@ -144,14 +144,20 @@ class Texts:
                     if picked is not None:
                         pages = picked.pages[row if picked.per == "query" else i, head].tolist()
                     seen = [
-                        np.arange(max(page * self.shape.page, low), 
-                                  min((page + 1) * self.shape.page, position + 1))
-                        if page >= 0 else np.arange(0)
+                        np.arange(
+                            max(page * self.shape.page, low),
+                            min((page + 1) * self.shape.page, position + 1),
+                        )
+                        if page >= 0
+                        else np.arange(0)
                         for page in pages
                     ]
                     made[row, head, : len(pages)] = self.row(
                         q[row, head * self.shape.group :][: self.shape.group].astype(np.float64),
-                        keys[head], seen, scale, softcap,
+                        keys[head],
+                        seen,
+                        scale,
+                        softcap,
                     )
         return made
 
@@ -173,8 +179,11 @@ class Texts:
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         ends = np.cumsum([len(each) for each in seen])
-        by_page = [weights[:, end - len(each) : end].sum(axis=1) for each, end in zip(seen, ends)]
-        return np.stack(by_page, axis=1).mean(axis=0)
+        by_page = [
+            weights[:, end - len(each) : end].sum(axis=1)
+            for each, end in zip(seen, ends, strict=True)
+        ]
+        return np.asarray(np.stack(by_page, axis=1).mean(axis=0))
 
     def check(
         self,
@@ -192,9 +201,7 @@ class Texts:
         if q is None:
             heads = self.shape.kv_heads * self.shape.group
             q = self.rng.standard_normal((starts[-1], heads, self.shape.dim), np.float32)
-        out, lse, found = batch.attend(
-            0, q, starts, picked, scale, softcap, error, page_mass=True
-        )
+        out, lse, found = batch.attend(0, q, starts, picked, scale, softcap, error, page_mass=True)
         plain = batch.attend(0, q, starts, picked, scale, softcap, error)
         np.testing.assert_array_equal(np.asarray(out), np.asarray(plain[0]))
         np.testing.assert_array_equal(np.asarray(lse), np.asarray(plain[1]))
@@ -294,7 +301,12 @@ def test_logits_that_rise_from_page_to_page(
         lists = np.ascontiguousarray(np.broadcast_to(every, (rows, shape.kv_heads, pages)))
         counts = np.full(lists.shape[:2], pages, np.int32)
         chosen = Selection(
-            lists, np.zeros(lists.shape, np.float32), counts, 0, 0, "query",
+            lists,
+            np.zeros(lists.shape, np.float32),
+            counts,
+            0,
+            0,
+            "query",
             np.array([0, rows], np.int32),
         )
         texts.check([rows], chosen, scale=2 / shape.dim, queries=q)
@@ -343,6 +355,7 @@ def test_one_sequence_has_no_axis_of_rows(rng: np.random.Generator) -> None:
         assert (out.shape, lse.shape, mass.shape) == ((6, 16), (6,), (2, 7))
         assert sequence.attend(0, q[None], page_mass=True)[2].shape == (1, 2, 7)
         tensor = sequence.attend(0, torch.from_numpy(q), page_mass=True)[2]
+        assert isinstance(tensor, torch.Tensor)
         assert tensor.dtype == torch.float32
         np.testing.assert_array_equal(tensor.numpy(), mass)
         picked = sequence.select(0, q, top_k=3)
@@ -362,7 +375,7 @@ def test_nothing_to_see(rng: np.random.Generator) -> None:
         counts = np.zeros((1, 2), np.int32)
         starts = np.array([0, 0, 1], np.int32)
         chosen = Selection(none, np.zeros(none.shape, np.float32), counts, 0, 0, "query", starts)
-        out, lse, mass = batch.attend(0, q, starts, chosen, page_mass=True)
+        _, lse, mass = batch.attend(0, q, starts, chosen, page_mass=True)
         assert (np.asarray(mass) == 0).all()
         assert (np.asarray(lse) == -np.inf).all()
 
@@ -393,8 +406,17 @@ def test_the_core_says_how_much_room_it_wants(rng: np.random.Generator) -> None:
             mass = np.full(room, -1, np.float32)
             views = [view(a, "array") for a in (q, out, lse)]
             found = _core.batch_attend(
-                batch._handle, 0, views[0], starts, None, 0.25, 0.0, 0.0, views[1].address,
-                views[2], (address_of(mass), room),
+                batch._handle,
+                0,
+                views[0],
+                starts,
+                None,
+                0.25,
+                0.0,
+                0.0,
+                views[1].address,
+                views[2],
+                (address_of(mass), room),
             )
             return found, mass
 

@@ -174,8 +174,9 @@ class Twins:
         queries = self.drawn(int(starts[-1]), 2 * HEADS, DIM, dtype=queries_in)
         picked = self.batches[1].select(layer, queries, starts, budget) if budget else None
         weighs = bool(self.rng.integers(2))
+        asked = (layer, queries, starts, picked, scale, softcap, error)
         one, other = (
-            batch.attend(layer, queries, starts, picked, scale, softcap, error, page_mass=weighs)
+            batch.attend(*asked, page_mass=True) if weighs else batch.attend(*asked)
             for batch in self.batches
         )
         for got, wanted in zip(one, other, strict=True):

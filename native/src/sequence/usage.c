@@ -1,4 +1,4 @@
-/* Counts the uses of the pages that a call has read: one each, or by the attention that they got. */
+/* Counts the uses of the pages that a call has read: one each, or by the attention they got. */
 #include <string.h>
 
 #include "pool/hotness.h"

@@ -390,7 +390,8 @@ static int64_t attend_placed(cxlkv_worker *w, const request *r) {
         .queries = query_rows(w, r, a->q_heads, a->dtype), .scale = a->scale,
         .softcap = a->softcap, .error = a->error, .out = of->parts[ATTEND_OUT].data,
         .lse = of->parts[ATTEND_LSE].data,
-        .mass = a->mass ? of->parts[ATTEND_MASS].data : NULL, .mass_capacity = mass_bytes / sizeof(float),
+        .mass = a->mass ? of->parts[ATTEND_MASS].data : NULL,
+        .mass_capacity = mass_bytes / sizeof(float),
         .picked = {.pages = a->lists ? r->pages : NULL, .lists = a->lists, .k = a->k,
                    .per = a->per}};
     code = attend_here(&w->batch, &args, a->parts);
