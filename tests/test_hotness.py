@@ -4,7 +4,6 @@ rows that are made of it; whole processes and a worker that count together."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -12,15 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence
 from cxlkv.errors import BadArgumentError
-from cxlkv.ndp.engine import Selection, unscored
 from cxlkv.pages import HELD, NO_PAGE, HotnessSource, Published
 from cxlkv.prefix import prefix_keys
-from cxlkv.tiers.stability import Stability
 
 from .conftest import MakePool, audit
 from .support.processes import Child
@@ -562,84 +558,3 @@ def test_hosts_list_their_own_pages_and_see_pins(path: Path) -> None:
         assert two.hotness.counts()[pages].tolist() == [2] * 3
         assert one.hotness.counts()[pages].tolist() == [0] * 3
         hit.release()
-
-
-# ---- stability of heads ----
-
-
-def named(pages: npt.NDArray[np.int32]) -> Selection:
-    return unscored(pages, np.zeros(1, np.int32), "sequence")
-
-
-def padded(lists: list[list[int]]) -> npt.NDArray[np.int32]:
-    width = max(map(len, lists))
-    return np.array([[*own, *[-1] * (width - len(own))] for own in lists], np.int32)
-
-
-def test_stability_with_literal_pages() -> None:
-    seen = Stability(2, 3, weight=0.5)
-    assert np.isnan(seen.shares).all()
-    seen.see(1, named(padded([[0, 1, 2, 3], [0, 1], []])))
-    assert np.isnan(seen.shares).all()
-    seen.see(1, named(padded([[0, 2, 3, 9], [5, 6], [7]])))
-    np.testing.assert_array_equal(seen.shares[1], [0.75, 0, 0])
-    seen.see(1, named(padded([[0, 2, 3, 9], [5], []])))
-    np.testing.assert_array_equal(seen.shares[1], [0.875, 0.5, 0])  # nothing said of the last
-    assert np.isnan(seen.shares[0]).all()
-    assert seen.stable_heads(0.5).tolist() == [[False] * 3, [True, True, False]]
-    assert seen.stable_heads(0.0).tolist() == [[False] * 3, [True] * 3]
-
-
-def test_stability_is_the_average_of_shares(rng: np.random.Generator) -> None:
-    """Against sets and plain sums; several lists at once are several steps."""
-    seen, at_once = Stability(1, 4), Stability(1, 4)
-    steps = []
-    for _ in range(30):
-        lists = [
-            sorted(rng.choice(40, int(rng.integers(1, 12)), replace=False).tolist())
-            for _ in range(4)
-        ]
-        steps.append(lists)
-        seen.see(0, named(padded(lists)))
-    width = max(len(own) for lists in steps for own in lists)
-    stacked = np.full((30, 4, width), -1, np.int32)
-    for step, lists in enumerate(steps):
-        for head, own in enumerate(lists):
-            stacked[step, head, : len(own)] = own
-    at_once.see(0, named(stacked[:13]))
-    at_once.see(0, named(stacked[13:]))
-    for head in range(4):
-        average = None
-        for before, now in itertools.pairwise(steps):
-            share = len(set(before[head]) & set(now[head])) / len(now[head])
-            average = share if average is None else average + 0.125 * (share - average)
-        assert average is not None
-        assert seen.shares[0, head] == pytest.approx(average, abs=1e-12)
-    np.testing.assert_array_equal(seen.shares, at_once.shares)
-
-
-def test_stability_takes_what_select_gives(pool: CXLPool) -> None:
-    sequence = grown(pool, range(8 * PAGE))
-    seen = Stability(pool.layout.layers, pool.layout.kv_heads)
-    for _ in range(3):
-        for layer in range(2):
-            query = np.ones((4, 8), np.float32)
-            seen.see(layer, sequence.select(layer, query, Budget(pages=4)))
-    assert (seen.shares == 1).all()
-    assert seen.stable_heads(1.0).all()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: Stability(0, 1),
-        lambda: Stability(1, 1, weight=0),
-        lambda: Stability(1, 1, weight=1.5),
-        lambda: Stability(1, 2).see(1, named(np.zeros((2, 3), np.int32))),
-        lambda: Stability(1, 2).see(0, named(np.zeros((3, 3), np.int32))),
-        lambda: Stability(1, 2).see(0, named(np.zeros(3, np.int32))),
-    ],
-)
-def test_stability_refuses_what_does_not_fit(wrong: Callable[[], object]) -> None:
-    with pytest.raises(BadArgumentError):
-        wrong()

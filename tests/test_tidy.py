@@ -51,7 +51,6 @@ LAYERS = (
         *("tiers.cold_mooncake", "tiers.cold_server", "tiers.cold_shared", "tiers.cold_store"),
         *("tiers.compress", "tiers.local"),
         *("tiers.objects", "tiers.policy", "tiers.prefetch", "tiers.remote", "tiers.reuse"),
-        "tiers.stability",
     },
     {"tiers", "tiers.tiers", "gpu"},
     {"tiers.quota"},

@@ -44,7 +44,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
     "tiers": (
         "Tiers",
         "More than the pool holds: copies in local memory, a file, other machines.",
-        ("cxlkv.Tiers", "cxlkv.tiers.stability.Stability", "cxlkv.tiers.quota.Quota"),
+        ("cxlkv.Tiers", "cxlkv.tiers.quota.Quota"),
     ),
     "transformers": (
         "With transformers",
@@ -93,7 +93,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
 }
 CONSTRUCTED = (
     *("Budget", "KVLayout", "LayerGroup", "Tiers", "Quota", "CXLCache", "CXLRequests", "Decoder"),
-    *("Server", "Remote", "PoolCollector", "StatsCollector", "Stability"),
+    *("Server", "Remote", "PoolCollector", "StatsCollector"),
 )
 """Classes that are made by their names; others are made by a function or a method."""
 ERRORS = ("CXLKVError", "PoolFullError")  # of the front; the page on errors has them
