@@ -3,7 +3,8 @@
 For each layer of a step, in this order in the device's stream:
 
     question    q, k, v go to pinned memory; the host appends k and v and selects pages for q
-    meanwhile   attention to what the device has: the newest pages, and the hot buffer's
+    meanwhile   what a hint named goes into the hot buffer, if hint() gave one before the layer;
+                attention to what the device has: the newest pages, and the hot buffer's
     answer      the chosen pages; those that the hot buffer misses are fetched into its slots
     then        attention to these, and the merge of both by log-sum-exp
 
@@ -36,7 +37,7 @@ from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.pieces import DTYPES
 from cxlkv.gpu.resident import Resident
 from cxlkv.gpu.selector import DecodeStats, Selector, Step
-from cxlkv.ndp.engine import BudgetLike, budget_of
+from cxlkv.ndp.engine import BudgetLike, Selection, budget_of
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
@@ -54,9 +55,8 @@ class Decoder(Closing):
     slots of the hot buffer, a number, or one for each layer, or for each layer and kv head; 0: the
     near-data engine attends, and partial results cross the link. That is also what happens, with
     `fallback` saying why, where the driver does not map the pool's memory. recent_pages: the newest
-    pages, kept on the device. pages_max: the longest sequence, in pages. ahead=True: pages of the
-    next layer are chosen from this layer's query while the device is busy; every audit_every-th
-    such choice is compared with the exact one. deadline_s: how long the device waits for an answer.
+    pages, kept on the device. pages_max: the longest sequence, in pages. deadline_s: how long the
+    device waits for an answer.
 
     Raises MemoryShortError or GpuMemoryError when the device has too little memory, GpuError,
     UnsupportedError without CUDA, BadArgumentError. One thread uses a decoder, and nobody else
@@ -78,26 +78,25 @@ class Decoder(Closing):
         method: str = "auto",
         scale: float | None = None,
         softcap: float | None = None,
-        ahead: bool = False,
-        audit_every: int = 64,
         deadline_s: float = DEADLINE_S,
     ):
         layout = pool.layout
-        if min(requests, rows, pages_max, audit_every) < 1 or not deadline_s > 0:
+        if min(requests, rows, pages_max) < 1 or not deadline_s > 0:
             raise BadArgumentError(
-                "requests, rows, pages_max and audit_every are at least 1, deadline_s above 0"
+                "requests, rows and pages_max are at least 1, deadline_s above 0"
             )
         if q_heads < 1 or q_heads % layout.kv_heads:
             raise BadArgumentError(f"{q_heads} query heads are none for {layout.kv_heads} kv heads")
         self.pool, self.layout, self.device = pool, layout, _device(device)
         self._requests, self._rows, self._q_heads = requests, rows, q_heads
-        self._ahead = ahead
         self._sequences: list[Sequence | None] = [None] * requests
         self._step: Step | None = None
         self._layer = 0
+        self._hint: tuple[int, torch.Tensor] | None = None  # to be asked: a layer, its guess
+        self._brings: int | None = None  # the layer whose hint was asked
         self._closed = False
         scale = layout.head_dim**-0.5 if scale is None else scale
-        self._selector = Selector(budget, method, scale, softcap, audit_every)
+        self._selector = Selector(budget, method, scale, softcap)
         self._resident: Resident | None = None
         if self.device.type == "cpu" and hot_pages == 0:
             return
@@ -121,8 +120,10 @@ class Decoder(Closing):
                 ("q", q_heads, layout.head_dim),
                 ("k", layout.kv_heads, layout.head_dim),
                 ("v", layout.kv_heads, layout.value_head_dim),
+                ("hint", q_heads, layout.head_dim),
             )
         }
+        self._picked: Selection | None = None  # of the question that is being served
         self._mail = Mailbox(self.device, self._serve, self._then, deadline_s)
 
     @property
@@ -161,7 +162,6 @@ class Decoder(Closing):
         self._check_between_steps()
         sequence = self._of(request)
         self._sequences[request] = None
-        self._selector.forget()
         if self._resident is not None:
             self._resident.forget(request)
         return sequence
@@ -187,7 +187,6 @@ class Decoder(Closing):
         return found
 
     def _restart(self, request: int, sequence: Sequence) -> None:
-        self._selector.forget()
         if self._resident is not None:
             self._resident.load(request, sequence)
 
@@ -217,7 +216,36 @@ class Decoder(Closing):
             lengths=[len(sequence) for sequence in sequences],
             recent_from=recent_from,
         )
-        self._layer = 0
+        self._layer, self._hint, self._brings = 0, None, None
+        self._selector.begin()
+
+    def hint(self, layer: int, q: torch.Tensor) -> None:
+        """Say what the query of a layer will be like, q [requests, rows, q_heads, head_dim]: before
+        layer() of the layer in front of it, as soon as that one's input is known, or just behind.
+
+        Pages for it are chosen while the device computes, and fetched into the hot buffer while the
+        host chooses for the query itself; the layer attends to both. q is read when the layer in
+        front has its answer. Where no pages cross the link, a hint does nothing.
+        """
+        if self._step is None or layer not in (self._layer, self._layer + 1):
+            raise OrderError(f"a hint for layer {layer}: only for the next two, within a step")
+        self._check_tensor("q", q, self._q_heads, self.layout.head_dim)
+        if self._resident is None or self._resident.hot is None or layer >= self.layout.layers:
+            return
+        if self._brings == layer:
+            raise OrderError(f"a hint for layer {layer} was given and asked already")
+        self._hint = (layer, q)
+        if layer == self._layer:
+            with gpu_errors(f"a hint for layer {layer}"):
+                self._ask_hint(layer)
+
+    def _ask_hint(self, layer: int) -> None:
+        """Ask what hint() said of a layer. One question at a time is on its way."""
+        if self._hint is None or self._hint[0] != layer:
+            return
+        self._asked["hint"].copy_(self._hint[1], non_blocking=True)
+        self._mail.ask(self.layout.layers + layer)
+        self._hint, self._brings = None, layer
 
     def layer(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None
@@ -236,16 +264,24 @@ class Decoder(Closing):
         if resident is None:
             return self._near(self._step, layer, q, k, v)
         with gpu_errors(f"layer {layer}"):
+            brings, self._brings = self._brings == layer, None
+            if brings:
+                self._mail.await_answer()
+                resident.take_hint(layer, self._mail.answered)
             for name, rows in (("q", q), ("k", k), ("v", v)):
                 if rows is not None:
                     self._asked[name].copy_(rows, non_blocking=True)
             self._mail.ask(layer)
+            if brings:
+                resident.bring(layer)
             resident.attend_resident(layer, q, k, v)
             self._mail.await_answer()
             if resident.hot is None:
                 resident.take_partial(self._mail.answered)
             else:
-                resident.attend_chosen(layer, q, self._mail.answered)
+                resident.take_chosen(layer, self._mail.answered)
+                self._ask_hint(layer + 1)
+                resident.attend_chosen(layer, q)
             return resident.merged()
 
     def end(self, *, replayed: bool = False) -> None:
@@ -294,7 +330,7 @@ class Decoder(Closing):
                 self._cut(request, length)
 
     def _check_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        layout, lead = self.layout, (self._requests, self._rows)
+        layout = self.layout
         if (v is None) == (layout.values == "own"):
             raise BadArgumentError("v is given exactly when the pool stores values of their own")
         for name, tensor, heads, dim in (
@@ -302,42 +338,57 @@ class Decoder(Closing):
             ("k", k, layout.kv_heads, layout.head_dim),
             ("v", v, layout.kv_heads, layout.value_head_dim),
         ):
-            if tensor is None:
-                continue
-            shape = (*lead, heads, dim)
-            if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
-                raise BadArgumentError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, wanted {self.dtype} {shape}"
-                )
-            if tensor.device != self.device:
-                raise BadArgumentError(f"{name} lies on {tensor.device}, not on {self.device}")
+            if tensor is not None:
+                self._check_tensor(name, tensor, heads, dim)
+
+    def _check_tensor(self, name: str, tensor: torch.Tensor, heads: int, dim: int) -> None:
+        shape = (self._requests, self._rows, heads, dim)
+        if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
+            raise BadArgumentError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, wanted {self.dtype} {shape}"
+            )
+        if tensor.device != self.device:
+            raise BadArgumentError(f"{name} lies on {tensor.device}, not on {self.device}")
 
     # ---- near the data ----
 
-    def _serve(self, layer: int) -> None:
-        """Append a layer's rows, choose pages for its queries; the answer lies in pinned memory."""
+    def _serve(self, subject: int) -> None:
+        """Append a layer's rows, choose pages for its queries; the answer lies in pinned memory. Or
+        a hint's: its subject is the layer's number after those of all layers."""
         step, resident = self._step, self._resident
         assert step is not None
         assert resident is not None
+        if subject >= self.layout.layers:
+            self._serve_hint(step, resident, subject - self.layout.layers)
+            return
+        layer = subject
         q, k, v = (step.rows_of(self._asked[name]) for name in "qkv")
-        if self._ahead:  # the next layer's are written over the asked ones, once this is answered
-            self._queries = q.clone()
         own = v if self.layout.values == "own" else None
         picked = self._selector.choose(step, layer, q, k, own)
         if resident.hot is not None:
-            step.batch.verify(layer, picked)  # a device will read them by their addresses
-            chosen = resident.chosen.numpy()
-            chosen[:] = -1
-            chosen[step.active, :, : picked.pages.shape[2]] = picked.pages
+            self._picked = picked
+            self._name(step, layer, picked, resident.chosen)
             return
         out, lse = self._selector.attend(step, layer, q, picked)
         step.put_rows(resident.near_out, out)
         step.put_rows(resident.near_lse, lse)
 
-    def _then(self, layer: int) -> None:
-        step = self._step
-        if self._ahead and step is not None and layer + 1 < self.layout.layers:
-            self._selector.choose_ahead(step, layer + 1, self._queries)
+    def _serve_hint(self, step: Step, resident: Resident, layer: int) -> None:
+        picked = self._selector.follow_hint(step, layer, step.rows_of(self._asked["hint"]))
+        self._name(step, layer, picked, resident.hinted)
+
+    def _name(self, step: Step, layer: int, picked: Selection | None, out: torch.Tensor) -> None:
+        """Write the lists for the device, which will read the pages by their addresses."""
+        lists = out.numpy()
+        lists[:] = -1
+        if picked is not None:
+            step.batch.verify(layer, picked)
+            lists[step.active, :, : picked.pages.shape[2]] = picked.pages
+
+    def _then(self, subject: int) -> None:
+        picked, self._picked = self._picked, None
+        if picked is not None:
+            self._selector.compare(subject, picked)
 
     def _near(
         self, step: Step, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
@@ -348,8 +399,6 @@ class Decoder(Closing):
         found, _ = self._selector.attend(step, layer, rows, picked)
         out = torch.zeros((*q.shape[:3], self.layout.value_head_dim), dtype=q.dtype)
         step.put_rows(out, found)
-        if self._ahead and layer + 1 < self.layout.layers:
-            self._selector.choose_ahead(step, layer + 1, rows)
         return out
 
     # ---- ending ----

@@ -18,6 +18,7 @@ from cxlkv.kernels.attend import attend
 from cxlkv.kernels.copies import check_generations, copy_fragments
 from cxlkv.kernels.merge import merge
 from cxlkv.kernels.rotate import prepare
+from cxlkv.kernels.slots import Assigned
 from cxlkv.kernels.sources import Sources, known_pages, page_sources
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
@@ -117,6 +118,7 @@ class Resident:
         self._ring_host = self._pinned(*ring, dtype=torch.int32)
         self._below_host = self._pinned(requests, dtype=torch.int32)
         self.chosen = self._pinned(*chosen, dtype=torch.int32)  # the host's answer: pages
+        self.hinted = self._pinned(*chosen, dtype=torch.int32)  # the same, of a hint
         self.near_out = self._pinned(*out, layout.value_head_dim, dtype=torch.float32)  # or these
         self.near_lse = self._pinned(*out, dtype=torch.float32)
         self._positions = self._here(requests, rows, dtype=torch.int64)
@@ -124,6 +126,7 @@ class Resident:
         self._below = self._here(requests, dtype=torch.int32)
         self._chosen = self._here(*chosen, dtype=torch.int32)
         self._known = self._here(*chosen, dtype=torch.int32)
+        self._known_hinted = self._here(*chosen, dtype=torch.int32)
         self._stale = self._here(1, dtype=torch.int32)
         self._none = torch.tensor(-1, dtype=torch.int32, device=self.device)
         self._partials = self._here(2, *out, layout.value_head_dim, dtype=torch.float32)
@@ -226,18 +229,40 @@ class Resident:
             torch.where(older, hot_pages, self._none, out=there.pages[:, :, self._recent.slots :])
         self._attend(layer, q, there.keys_at, there.values_at, there.pages, 0)
 
-    def attend_chosen(self, layer: int, q: torch.Tensor, answered: torch.Tensor) -> None:
+    def take_hint(self, layer: int, answered: torch.Tensor) -> None:
+        """Copy what a hint named, for bring(): after that the next question may be asked."""
+        self._take(layer, self.hinted, answered, self._known_hinted)
+
+    def bring(self, layer: int) -> None:
+        """Fetch what the hot buffer misses of the hinted pages: attend_resident() attends to it."""
+        self._fetch(layer, self._known_hinted)
+
+    def take_chosen(self, layer: int, answered: torch.Tensor) -> None:
+        """Copy the lists of chosen pages, for attend_chosen(), as take_hint() does."""
+        self._take(layer, self.chosen, answered, self._known)
+
+    def attend_chosen(self, layer: int, q: torch.Tensor) -> None:
         """Fetch what the hot buffer misses of the chosen pages, and attend to that."""
+        made = self._fetch(layer, self._known)
+        self._attend(layer, q, *made.miss_targets, made.miss_pages, 1)
+
+    def _take(
+        self, layer: int, lists: torch.Tensor, answered: torch.Tensor, known: torch.Tensor
+    ) -> None:
+        part, _ = self._tables.place(layer)
+        self._chosen.copy_(lists, non_blocking=True)
+        known_pages(self._chosen, self._tables.rows[part], answered, known)
+
+    def _fetch(self, layer: int, known: torch.Tensor) -> Assigned:
+        """Give pages slots of the hot buffer, and fetch those that it misses."""
         assert self.hot is not None
         layout = self.layout
         part, offset = self._tables.place(layer)
         rows, sources = self._tables.rows[part], self._sources
-        self._chosen.copy_(self.chosen, non_blocking=True)
-        known_pages(self._chosen, rows, answered, self._known)
         tags = self._tables.tags[part]
-        made = self.hot.assign(layer, self._known, tags, self._assigned)
+        made = self.hot.assign(layer, known, tags, self._assigned)
         page_sources(
-            self._known,
+            known,
             made.missed,
             rows,
             sources,
@@ -255,7 +280,7 @@ class Resident:
         found = check_generations(sources.descriptors.view(-1), sources.generations.view(-1))
         self.hot.invalidate(layer, made, found)  # nobody attends to these bytes in a later step
         self._stale += found
-        self._attend(layer, q, keys_at, values_at, made.miss_pages, 1)
+        return made
 
     def take_partial(self, answered: torch.Tensor) -> None:
         """Copy the near-data engine's partial result, or an empty one if there is no answer."""

@@ -1,4 +1,4 @@
-"""The near-data engine's part of a decode step: append, select, attend, and choose ahead."""
+"""The near-data engine's part of a decode step: append, select, attend, and follow hints."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cxlkv.sequence import Batch
 
 @dataclass
 class DecodeStats:
-    """Counts of a decoder. ahead_*: pages that the exact selection of an audited call chose, and
-    how many of them had been chosen ahead of it, from the query of the layer before."""
+    """Counts of a decoder. hint_*: pages that layers with a hint chose for their own query, and how
+    many of them the hint had named."""
 
     steps: int = 0
     selects: int = 0
-    selects_ahead: int = 0
+    hints: int = 0
     bytes_scored: int = 0
-    ahead_wanted: int = 0
-    ahead_found: int = 0
+    hint_wanted: int = 0
+    hint_found: int = 0
 
     @property
-    def ahead_hit_rate(self) -> float:
-        return self.ahead_found / self.ahead_wanted if self.ahead_wanted else 0.0
+    def hint_hit_rate(self) -> float:
+        return self.hint_found / self.hint_wanted if self.hint_wanted else 0.0
 
 
 @dataclass(frozen=True)
@@ -59,52 +59,43 @@ class Step:
 
 
 class Selector:
-    """Chooses pages for a step's queries, one list for all rows of a request.
+    """Chooses pages for a step's queries, one list for all rows of a request."""
 
-    ahead: the pages of a layer may have been chosen from the query of the layer before; every
-    audit_every-th such choice is compared with the exact one, which is then taken.
-    """
-
-    def __init__(
-        self,
-        budget: BudgetLike,
-        method: str,
-        scale: float,
-        softcap: float | None,
-        audit_every: int,
-    ):
+    def __init__(self, budget: BudgetLike, method: str, scale: float, softcap: float | None):
         self._budget = replace(budget_of(budget), per="sequence")
         self._method, self._scale, self._softcap = method, scale, softcap
-        self._audit_every = audit_every
-        self._ahead: dict[int, Selection] = {}
+        self._hinted: dict[int, Selection] = {}  # by layer, what the step's hints named
         self.stats = DecodeStats()
 
-    def forget(self) -> None:
-        """Drop all choices that were made ahead."""
-        self._ahead.clear()
+    def begin(self) -> None:
+        """A step's hints end with it."""
+        self._hinted.clear()
 
     def choose(
         self, step: Step, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
     ) -> Selection:
         """Append the rows and choose pages; those that the device has are left out: -1."""
         step.batch.append(layer, k, v, step.starts)
-        ahead = self._ahead.pop(layer, None)
-        if ahead is None:
-            return self._far(step, self._select(step, layer, q))
-        audited = self.stats.selects_ahead % self._audit_every == 0
-        self.stats.selects_ahead += 1
-        ahead = self._with_newest(step, layer, ahead)
-        if not audited:
-            return self._far(step, ahead)
-        exact = self._select(step, layer, q)
-        self._compare(self._far(step, ahead), self._far(step, exact))
-        return self._far(step, exact)
+        return self._far(step, self._select(step, layer, q))
 
-    def choose_ahead(self, step: Step, layer: int, q: torch.Tensor) -> None:
-        """For the layer's next choose(), from another query: the layer does not have the step's
-        rows yet, so the tokens before them stand for the queries' own."""
-        if min(sequence.tokens(layer) for sequence in step.batch.sequences) >= step.rows:
-            self._ahead[layer] = self._select(step, layer, q)
+    def follow_hint(self, step: Step, layer: int, q: torch.Tensor) -> Selection | None:
+        """The pages that a guess of the layer's query chooses. The layer does not have the step's
+        rows yet, so the tokens before them stand for the queries' own; None: there are too few."""
+        if min(sequence.tokens(layer) for sequence in step.batch.sequences) < step.rows:
+            return None
+        self.stats.hints += 1
+        self._hinted[layer] = self._far(step, self._select(step, layer, q))
+        return self._hinted[layer]
+
+    def compare(self, layer: int, picked: Selection) -> None:
+        """Count which of the chosen pages the layer's hint had named, if it had one."""
+        hinted = self._hinted.pop(layer, None)
+        if hinted is None:
+            return
+        for named, wanted in zip(_lists(hinted), _lists(picked), strict=True):
+            wanted = wanted[wanted >= 0]
+            self.stats.hint_wanted += len(wanted)
+            self.stats.hint_found += int(np.isin(wanted, named).sum())
 
     def attend(
         self, step: Step, layer: int, q: torch.Tensor, picked: Selection
@@ -125,26 +116,7 @@ class Selector:
         near = picked.pages >= step.recent_from[:, None, None]
         return replace(picked, pages=np.where(near, np.int32(-1), picked.pages))
 
-    def _with_newest(self, step: Step, layer: int, ahead: Selection) -> Selection:
-        """Pages that the step's own rows began come on top: each row sees at least itself."""
-        sequences = step.batch.sequences
-        page_tokens = sequences[0]._layout.page_tokens
-        tokens = np.array([sequence.tokens(layer) for sequence in sequences])[:, None, None]
-        newest = tokens - 1 - page_tokens * np.arange(-(-step.rows // page_tokens))[::-1]
-        began = newest // page_tokens > (tokens - step.rows - 1) // page_tokens
-        began &= newest // page_tokens < step.recent_from[:, None, None]
-        if not began.any():
-            return ahead
-        pages = np.where(began, newest // page_tokens, -1).astype(np.int32)
-        shape = (*ahead.pages.shape[:2], pages.shape[2])
-        return replace(ahead, pages=np.concatenate([ahead.pages, np.broadcast_to(pages, shape)], 2))
 
-    def _compare(self, ahead: Selection, exact: Selection) -> None:
-        for chosen, wanted in zip(
-            ahead.pages.reshape(-1, ahead.pages.shape[2]),
-            exact.pages.reshape(-1, exact.pages.shape[2]),
-            strict=True,
-        ):
-            wanted = wanted[wanted >= 0]
-            self.stats.ahead_wanted += len(wanted)
-            self.stats.ahead_found += int(np.isin(wanted, chosen).sum())
+def _lists(picked: Selection) -> npt.NDArray[np.int32]:
+    """[requests * kv_heads, k]"""
+    return picked.pages.reshape(-1, picked.pages.shape[2])

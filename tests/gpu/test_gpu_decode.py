@@ -96,14 +96,24 @@ class Model:
             self.rows[request] = kept
         return request
 
-    def step(self, decoder: Decoder, seen: list[dict[int, set[tuple[int, int]]]] | None) -> float:
+    def step(
+        self,
+        decoder: Decoder,
+        seen: list[dict[int, set[tuple[int, int]]]] | None,
+        hints: str | None = None,
+    ) -> float:
         """One step of all requests; returns the largest error. seen: pages attended to, by layer
-        and request, as (head, page); None: all of them."""
+        and request, as (head, page); None: all of them. hints: "right" ones for each layer, or
+        "wrong" ones, before the layer in front of it."""
         layout, lead = self.layout, (decoder._requests, decoder._rows)
         decoder.begin()
+        drawn = [self.draw(*lead, HEADS * GROUP, layout.head_dim) for _ in range(layout.layers)]
         outs, queries = [], []
-        for layer in range(layout.layers):
-            q = self.draw(*lead, HEADS * GROUP, layout.head_dim)
+        for layer, q in enumerate(drawn):
+            ahead = range(layer + (layer > 0), min(layer + 2, layout.layers))
+            for other in ahead if hints else ():
+                guess = drawn[other] if hints == "right" else self.draw(*q.shape)
+                decoder.hint(other, guess.to(decoder.device))
             k = self.draw(*lead, layout.kv_heads, layout.head_dim)
             own = layout.values == "own"
             v = self.draw(*lead, layout.kv_heads, layout.value_head_dim) if own else None
@@ -129,10 +139,10 @@ class Model:
                 errors.append(float(np.abs(found - wanted).max()))
         return max(errors)
 
-    def steps(self, decoder: Decoder, count: int = 1) -> None:
+    def steps(self, decoder: Decoder, count: int = 1, hints: str | None = None) -> None:
         """Each of them is attention to all pages."""
         for _ in range(count):
-            assert self.step(decoder, None) < ATTEND_MAX[self.dtype]
+            assert self.step(decoder, None, hints) < ATTEND_MAX[self.dtype]
 
     def drawn(self, decoder: Decoder, requests: int = 1) -> tuple[torch.Tensor, ...]:
         """Rows of a layer: q, k, v."""
@@ -372,9 +382,9 @@ def test_rejected_tokens_and_new_requests(device: torch.device, model: Model) ->
         model.steps(decoder, 3)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("hints", [None, "wrong"])
 def test_random_operations(
-    device: torch.device, seed: int, seen: list[tuple[int, torch.Tensor]], ahead: bool
+    device: torch.device, seed: int, seen: list[tuple[int, torch.Tensor]], hints: str | None
 ) -> None:
     """Requests come, go and are cut back, between steps with a small budget and a small buffer."""
     model, random = Model(seed), np.random.default_rng(seed)
@@ -386,8 +396,6 @@ def test_random_operations(
         pages_max=40,
         rows=2,
         hot_pages=[3, 5],
-        ahead=ahead,
-        audit_every=3,
     ) as decoder:
         for _ in range(80):
             chance, there = random.random(), sorted(model.rows)
@@ -405,7 +413,7 @@ def test_random_operations(
                 model.rows[request] = [(k[:left], v[:left]) for k, v in model.rows[request]]
             else:
                 seen.clear()
-                assert model.step(decoder, Seen(seen)) < ATTEND_MAX[model.dtype]
+                assert model.step(decoder, Seen(seen), hints) < ATTEND_MAX[model.dtype]
                 for layer in by_layer(seen, LAYERS):
                     for request, kept in model.rows.items():
                         newest = (len(kept[0][0]) - 1) // PAGE
@@ -424,11 +432,11 @@ def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @ON_CPU
 @pytest.mark.usefixtures("by_words")
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_thread_answers(device: torch.device, model: Model, ahead: bool) -> None:
-    with dense(model, device, requests=2, ahead=ahead, audit_every=2, deadline_s=60.0) as decoder:
+@pytest.mark.parametrize("hints", [None, "wrong"])
+def test_a_thread_answers(device: torch.device, model: Model, hints: str | None) -> None:
+    with dense(model, device, requests=2, deadline_s=60.0) as decoder:
         model.add(decoder, 50, 7)
-        model.steps(decoder, 6)
+        model.steps(decoder, 6, hints)
         decoder._of(0).release()
         with pytest.raises(ReleasedError):
             model.step(decoder, None)
@@ -464,20 +472,71 @@ def test_a_thread_that_is_late(
         model.steps(decoder, 3)
 
 
-@pytest.mark.parametrize("hot_pages", [0, 8])
-def test_choices_ahead_are_used_and_audited(
-    device: torch.device, model: Model, hot_pages: int
-) -> None:
-    with dense(
-        model, device, hot_pages=24 if hot_pages else 0, ahead=True, audit_every=2
+def test_right_hints_leave_nothing_to_fetch(device: torch.device, model: Model) -> None:
+    """A guess that is the query itself names all that is chosen: the buffer has it by then, though
+    it holds a sixth of the pages, and each step chooses others."""
+    with decoder_of(
+        model, device, budget=Budget(pages=4), requests=2, recent_pages=2, hot_pages=4
     ) as decoder:
-        model.add(decoder, 50)
-        model.steps(decoder, 6)
+        model.add(decoder, 90, 61)
+        fetched: list[int] = []
+        fetch = Resident._fetch
+
+        def count(self: Resident, layer: int, known: torch.Tensor) -> object:
+            made = fetch(self, layer, known)
+            if known is self._known:
+                fetched.append(int(made.missed.sum()))
+            return made
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Resident, "_fetch", count)
+            for hints in ("right", None):
+                fetched.clear()
+                for _ in range(6):
+                    model.step(decoder, None, hints)
+                assert (sum(fetched) == 0) == (hints == "right"), fetched
         stats = decoder.stats
-        assert stats.selects_ahead == 6  # the second layer's
-        assert stats.ahead_wanted > 0
-        assert stats.ahead_hit_rate == 1.0  # the budget is all pages
-        assert stats.selects == 12 + 3  # audits are exact selects as well
+        assert stats.hints == 6 * LAYERS
+        assert stats.hint_wanted > 0
+        assert stats.hint_hit_rate == 1.0
+        assert stats.selects == (2 + 1) * 6 * LAYERS
+
+
+def test_random_hints_find_what_chance_finds(model: Model) -> None:
+    with decoder_of(
+        model, "cpu", budget=Budget(pages=5, sinks=0, recent=0), hot_pages=5
+    ) as decoder:
+        model.add(decoder, 200)
+        for _ in range(30):
+            model.step(decoder, None, "wrong")
+        assert decoder.stats.hint_hit_rate < 0.4
+
+
+def test_where_no_page_crosses_hints_do_nothing(model: Model) -> None:
+    with Decoder(
+        model.pool, requests=1, q_heads=4, budget=Budget(share=1.0), pages_max=64
+    ) as decoder:
+        model.add(decoder, 33)
+        model.steps(decoder, 2, "wrong")
+        assert decoder.stats.hints == 0
+
+
+def test_hints_out_of_order_are_refused(device: torch.device, model: Model) -> None:
+    q = model.drawn(dense(model, device))[0]
+    with dense(model, device) as decoder:
+        model.add(decoder, 50)
+        with pytest.raises(OrderError, match="within a step"):
+            decoder.hint(0, q)
+        decoder.begin()
+        decoder.hint(0, q)
+        with pytest.raises(OrderError, match="already"):
+            decoder.hint(0, q)
+        with pytest.raises(OrderError, match="next two"):
+            decoder.hint(2, q)
+        with pytest.raises(BadArgumentError, match="wanted"):
+            decoder.hint(1, q[..., :1])
+        decoder.abandon()
+        model.steps(decoder, 2)
 
 
 def test_what_fails_near_the_data_is_raised_at_the_end(device: torch.device, model: Model) -> None:
