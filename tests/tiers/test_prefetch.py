@@ -7,12 +7,14 @@ unit is page * layers + layer.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from cxlkv import Batch, CXLPool
-from cxlkv.ndp.engine import Selection
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.tiers.local import LocalTier
-from cxlkv.tiers.prefetch import FLOOR, REST, TRIAL, LastStep, LayerAhead, Prefetcher
+from cxlkv.tiers.prefetch import FLOOR, REST, TRIAL, Hinted, LastStep, LayerAhead, Prefetcher
 
 from ..conftest import MakePool
 
@@ -127,3 +129,100 @@ def test_it_may_go_on_with_a_fork(batch: Batch, tier: LocalTier) -> None:
     prefetcher.batch = Batch(child._pool, child._layout, [child])
     assert prefetcher.observe(0, chosen(1, 5)) == 0
     assert prefetcher.accuracy == 1
+
+
+# ---- hints: a query is guessed for a layer before it has its own ----
+
+
+def best_pages(batch: Batch, layer: int, q: npt.NDArray[np.float32], count: int) -> list[int]:
+    """By the largest product of any query head with any key; the open tail, which cannot be near,
+    takes its place among them."""
+    keys = np.asarray(batch.sequences[0].fetch(layer)[0], np.float64)[0].reshape(-1, 8)
+    scores = (keys @ q[0].T.astype(np.float64)).max(1)
+    scores[4 * PAGES + 2 :] = -np.inf  # not written
+    best = np.argsort(-scores.reshape(-1, 4).max(1), kind="stable")[:count]
+    return sorted(page for page in best.tolist() if page < PAGES)
+
+
+def guess(rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    return rng.standard_normal((1, 2, 8), np.float32)
+
+
+ONLY_BEST = Budget(pages=6, sinks=0, recent=0)
+
+
+def test_a_hint_brings_what_its_query_chooses(
+    batch: Batch, tier: LocalTier, rng: np.random.Generator
+) -> None:
+    prefetcher, q = Hinted(tier, batch), guess(rng)
+    wanted = best_pages(batch, 1, q, 6)
+    moved = prefetcher.hint(1, q, STARTS, ONLY_BEST, "exact")
+    assert moved == len(wanted) > 0
+    assert near(tier) == [LAYERS * page + 1 for page in wanted]
+    assert prefetcher.observe(1, chosen(*wanted)) == 0
+    assert prefetcher.accuracy == 1
+    assert prefetcher.stats() == {"state": "on", "accuracy": 1, "promoted": moved}
+
+
+def test_a_hint_is_united_with_the_last_choice_and_the_rest_goes(
+    batch: Batch, tier: LocalTier, rng: np.random.Generator
+) -> None:
+    prefetcher, first, second = Hinted(tier, batch), guess(rng), guess(rng)
+    prefetcher.hint(0, first, STARTS, ONLY_BEST, "exact")
+    last = [1, 2, 3]
+    prefetcher.observe(0, chosen(*last))
+    prefetcher.hint(0, second, STARTS, ONLY_BEST, "exact")
+    wanted = {*best_pages(batch, 0, second, 6), *last}
+    assert near(tier) == [LAYERS * page for page in sorted(wanted)]
+
+
+def test_without_a_guess_it_is_the_last_choice(batch: Batch, tier: LocalTier) -> None:
+    prefetcher = Hinted(tier, batch)
+    assert prefetcher.hint(0, None, STARTS, ONLY_BEST) == 0
+    prefetcher.observe(0, chosen(4, 7))
+    assert near(tier) == []
+    assert prefetcher.hint(0, None, STARTS, ONLY_BEST) == 2
+    assert near(tier) == [8, 14]
+
+
+def test_each_layer_has_its_part_of_the_slots(
+    batch: Batch, tier: LocalTier, rng: np.random.Generator
+) -> None:
+    """20 slots, 2 layers: what is in guess and last choice goes first, then the guess."""
+    prefetcher, q = Hinted(tier, batch), guess(rng)
+    best = best_pages(batch, 0, q, 8)
+    others = sorted(set(range(PAGES)) - set(best))[:8]
+    prefetcher.observe(0, chosen(*sorted([best[-1], *others])))
+    prefetcher.hint(0, q, STARTS, Budget(pages=8, sinks=0, recent=0), "exact")
+    others = others[: 10 - len(best)]
+    assert near(tier) == [LAYERS * page for page in sorted([*best, *others])]
+
+
+def test_a_layer_that_has_no_tokens_yet_has_no_guess(far: CXLPool, tier: LocalTier) -> None:
+    prefetcher = Hinted(tier, far.batch([far.sequence()]))
+    assert prefetcher.hint(1, np.zeros((1, 2, 8), np.float32), STARTS, ONLY_BEST) == 0
+
+
+def test_hints_of_another_batch_are_refused(batch: Batch, tier: LocalTier) -> None:
+    with pytest.raises(BadArgumentError, match="2 sequences"):
+        Hinted(tier, batch).hint(0, np.zeros((2, 2, 8), np.float32), [0, 1, 2], ONLY_BEST)
+
+
+def test_wrong_hints_rest_and_try_again(
+    batch: Batch, tier: LocalTier, rng: np.random.Generator
+) -> None:
+    prefetcher = Hinted(tier, batch)
+
+    def step(page: int) -> int:
+        moved = prefetcher.hint(0, guess(rng), STARTS, ONLY_BEST, "exact")
+        prefetcher.observe(0, chosen(page))
+        return moved
+
+    for turn in range(TRIAL):
+        step(turn % PAGES)
+    assert prefetcher.state == "resting"
+    promoted = tier.stats()["promoted"]
+    for turn in range(REST):
+        assert step(turn % PAGES) == 0
+    assert prefetcher.state == "shadow"
+    assert tier.stats()["promoted"] == promoted
