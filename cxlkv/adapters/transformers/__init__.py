@@ -13,8 +13,8 @@ layer at most, whatever the number of sequences.
 
 `layouts` says what a model's pool must store, `cache` has the cache, `steps` what one pass knows,
 `prefill` attention over tensors, `latent` the algebra of MLA, `attention` what transformers calls,
-`requests` prefixes that calls of generate() share, `handover` rows that another process goes on
-from.
+`requests` prefixes that calls of generate() share, `hints` what brings pages near beforehand,
+`handover` rows that another process goes on from.
 
 Importing this module registers "cxlkv" as an attention implementation. Raises UnsupportedError
 where transformers is missing or too old.
@@ -24,6 +24,7 @@ from cxlkv.adapters.transformers import _installed as _installed  # first: it ma
 from cxlkv.adapters.transformers.attention import attention, padding_mask, register
 from cxlkv.adapters.transformers.cache import Counters, CXLCache, FarLayer
 from cxlkv.adapters.transformers.handover import hand_over, take_over
+from cxlkv.adapters.transformers.hints import Hints
 from cxlkv.adapters.transformers.layouts import layout_of
 from cxlkv.adapters.transformers.requests import CXLRequests
 from cxlkv.adapters.transformers.steps import LayerStep, Step
@@ -33,6 +34,7 @@ __all__ = [
     "CXLRequests",
     "Counters",
     "FarLayer",
+    "Hints",
     "LayerStep",
     "Step",
     "attention",

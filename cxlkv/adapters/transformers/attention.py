@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -17,6 +20,21 @@ BUILT = (
     f"attention {NAME!r} is causal, over all tokens or the last ones: packed sequences, "
     "bidirectional parts and custom masks are not built yet"
 )
+
+
+class _Query(Exception):
+    """Ends an attention module's call: its query is all that is wanted."""
+
+    def __init__(self, query: Tensor):
+        super().__init__()
+        self.query = query
+
+
+class _Asking(threading.local):
+    query_only = False
+
+
+_asking = _Asking()
 
 
 def register() -> None:
@@ -45,6 +63,8 @@ def attention(
     "sdpa". Raises BadArgumentError for a causal layer without a CXLCache, UnsupportedError for
     dropout, position biases, both directions with a cache, and a window other than the pool's.
     """
+    if _asking.query_only:
+        raise _Query(query)
     layer = layer_of(module, key)
     told = kwargs.get("is_causal")  # else the module says it, else it is so: as in sdpa
     if not (getattr(module, "is_causal", True) if told is None else told):
@@ -69,6 +89,32 @@ def attention(
     positions = told if isinstance(told, Tensor) else None
     call = Call(module, query, key, value, attention_mask, scale, softcap, s_aux, positions)
     return layer.cache.forward(layer, call).contiguous(), None
+
+
+class DecoderLayer(Protocol):
+    """As Llama's is built."""
+
+    input_layernorm: torch.nn.Module
+    self_attn: torch.nn.Module
+
+
+def asked_query(layer: DecoderLayer, states: Tensor, given: dict[str, object]) -> Tensor:
+    """The query [batch, q_heads, tokens, dim] that a decoder layer would have for these hidden
+    states [batch, tokens, channels]. given: what the model gives its layers, positions among them.
+    """
+    rest = {name: value for name, value in given.items() if name != "hidden_states"}
+    rest |= {"past_key_values": None, "attention_mask": None}
+    normed = layer.input_layernorm(states)
+    _asking.query_only = True
+    try:
+        layer.self_attn(hidden_states=normed, **rest)
+    except _Query as found:
+        return found.query
+    finally:
+        _asking.query_only = False
+    raise UnsupportedError(
+        f"{type(layer).__name__} attends otherwise: call set_attn_implementation({NAME!r})"
+    )
 
 
 def _check_window(layer: FarLayer, window: int | None, new_tokens: int) -> None:

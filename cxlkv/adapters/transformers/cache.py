@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -51,6 +51,10 @@ class Counters:
     live_bytes_peak: int = 0
     prefill_blocks: int = 0
     prefill_blocks_causal: int = 0
+
+
+Chosen = Callable[[Batch, int, Selection], None]
+"""Hears what a layer has chosen, before it attends to that."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +215,7 @@ class CXLCache(Cache):
         self.method = method
         self.prefill_mass = check_mass(prefill_mass)
         self.counters = Counters()
+        self.on_choice: Chosen | None = None
         self._config = text_config(model)
         self._dtype = getattr(torch, pool.layout.dtype)
         self._step: Step | None = None
@@ -239,6 +244,11 @@ class CXLCache(Cache):
         self._keep_budget(self._given)
         if self.sequences:
             self._spread_budget(len(self.sequences))
+
+    @property
+    def budgets_of_selects(self) -> tuple[Budget, ...]:
+        """What a step's selects are given: one for all rows, or one for each; empty: no budget."""
+        return tuple(self._of_selects)
 
     def _spread_budget(self, rows: int) -> None:
         if isinstance(self._budget, tuple):
@@ -352,9 +362,11 @@ class CXLCache(Cache):
 
     @property
     def _decodes_at_once(self) -> bool:
-        """Whether a step is one call into the core: attention is in the pool, and no subclass has
-        a way of its own to choose or to attend."""
+        """Whether a step is one call into the core: attention is in the pool, no subclass has a way
+        of its own to choose or to attend, and nobody hears what is chosen."""
         kind = type(self)
+        if self.on_choice is not None:
+            return False
         plain = kind.choose is CXLCache.choose and kind.attend is CXLCache.attend
         return plain and self.attention == "pool"
 
@@ -430,6 +442,8 @@ class CXLCache(Cache):
         if picked is None:
             self.counters.bytes_read += self._visible_bytes(part)
         else:
+            if self.on_choice is not None and self._batch is not None:
+                self.on_choice(self._batch, part.index, picked)
             self.counters.bytes_scored += picked.bytes_scored
             self.counters.bytes_read += picked.bytes_fetched
         if self.attention == "device":
