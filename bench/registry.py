@@ -150,6 +150,7 @@ TABLE = (
     Case("prefix", "cases.prefix"),
     Case("moves", "cases.moves"),
     Case("residency", "cases.residency"),
+    Case("hints", "cases.hints", DECODE, ("hints",)),
     Case("cold", "cases.cold"),
     Case("compression", "cases.compression", files=("compression",)),
     Case("paged", "cases.paged"),
@@ -199,7 +200,8 @@ GROUPS = {
     "Scoring and attention": ("ndp", "encodings", "worker", "recall"),
     "Decode steps": ("decode", "decode-shapes", "decode-attention", "decode-steps", "llama"),
     "Tiers and eviction": (
-        *("tiers", "hotness", "policy", "prefix", "moves", "residency", "cold", "compression"),
+        *("tiers", "hotness", "policy", "prefix", "moves", "residency", "hints", "cold"),
+        "compression",
         *("replay", "tails"),
     ),
     "Several processes and hosts": ("coherence", "litmus", "link", "transport"),
@@ -214,6 +216,7 @@ SECONDS = {
     **{"decode-shapes": 240, "decode-attention": 180, "decode-steps": 600, "decode": 1020},
     **{"hotness": 120, "policy": 5, "prefix": 5, "moves": 25, "residency": 240, "cold": 40},
     **{"compression": 90, "paged": 160, "link": 10, "transport": 70, "coherence": 45, "tiers": 530},
+    **{"hints": 600},
     **{"vllm": 480, "store": 210, "peers": 300},
 }
 """About what the cases took on two cores, some beside other work; what is not here takes as long as
