@@ -302,28 +302,35 @@ def run(result: Result, size: Size = Size()) -> None:
     a step over the link with a tier of N % of the units, a sample a text."""
     folder = smollm2.prepare()
     model = inputs.read_model(folder)
+    vocabulary_size, count = int(model.config.vocab_size), size.prefix + size.steps
+    texts = [
+        inputs.read_tokens(folder, text.read(), vocabulary_size)[:count]
+        for text in TEXTS
+        if text.name in size.texts
+    ]
+    measure(result, size, model, texts)
+
+
+def measure(result: Result, size: Size, model: PreTrainedModel, texts: Sequence[Tensor]) -> None:
+    """The same of any model and texts, int64 [prefix + steps] each."""
     layout = layout_of(model)
     found = [Found(share, layout.layers) for share in size.shares]
     moved: dict[str, list[Moved]] = {}
     capacity = int(2 * (size.prefix + size.steps) * layout.token_bytes) + (64 << 20)
     with CXLPool.create("anonymous:", layout=layout, capacity=capacity) as pool:
         reader = Reader(model, pool, size)
-        for text in TEXTS:
-            if text.name not in size.texts:
-                continue
-            count = size.prefix + size.steps
-            ids = inputs.read_tokens(folder, text.read(), int(model.config.vocab_size))
-            tokens = torch.from_numpy(np.asarray(ids[:count], np.int64))
+        for tokens in texts:
             context = reader.prefilled(tokens)
             reader.guess(context, tokens, found)
-            plain = reader.move(context, tokens, "none", 0)
-            moved.setdefault("none", []).append(plain)
+            without = reader.move(context, tokens, "none", 0)
+            moved.setdefault("none", []).append(without)
+            same = True
             for part in size.tiers:
                 for form in ("counted", "last", "hints"):
-                    name = f"{form}_{100 * part:g}"
-                    moved.setdefault(name, []).append(reader.move(context, tokens, form, part))
-                    same = torch.equal(moved[name][-1].logits, plain.logits)
-                    result.checks["same_outputs"] = result.checks.get("same_outputs", True) and same
+                    one = reader.move(context, tokens, form, part)
+                    moved.setdefault(f"{form}_{100 * part:g}", []).append(one)
+                    same &= torch.equal(one.logits, without.logits)
+            result.checks["same_outputs"] = result.checks.get("same_outputs", True) and same
             context.release()
     tell(result, size, found, moved)
 
@@ -370,13 +377,14 @@ def draw(result: Result, path: Path) -> None:
     """Found pages by layer, and the link's time by form."""
     figure, (left, right) = canvas(11, 4.6, 1, 2)
     lines = {"both": BLUE, "hint": GREEN, "last": ORANGE, "ahead": INK, "chance": GREY}
-    layers = len(result.metrics["found_chance_5"].samples)
+    share = min((n.rpartition("_")[2] for n in result.metrics if n.startswith("found_")), key=float)
+    layers = len(result.metrics[f"found_chance_{share}"].samples)
     for way, color in lines.items():
-        shares = [100 * share for share in result.metrics[f"found_{way}_5"].samples]
+        shares = [100 * share for share in result.metrics[f"found_{way}_{share}"].samples]
         left.plot(range(layers - len(shares), layers), shares, color=color, label=WAYS[way])
     left.set_ylim(0, 100)
     left.legend(frameon=False, fontsize=8, labelcolor=INK, loc="center right")
-    plain(left, "layer", "%", "of a layer's best 5 % of pages, found beforehand")
+    plain(left, "layer", "%", f"of a layer's best {share} % of pages, found beforehand")
     names = [n.removeprefix("in_step_") for n in result.metrics if n.startswith("in_step_")]
     times = [result.metrics[f"in_step_{name}"].median for name in names]
     labels = []

@@ -107,6 +107,7 @@ ELSEWHERE = (
     "decode-attention",
     "decode-shapes",
     "decode-steps",
+    "hints",
     "link",
     "ndp",
 )  # run by tests of their own
