@@ -52,7 +52,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
         tuple(
             f"cxlkv.adapters.transformers.{name}"
             for name in (
-                *("CXLCache", "CXLRequests", "register", "layout_of", "hand_over", "take_over"),
+                *("CXLCache", "CXLRequests", "Hints", "register", "layout_of", "hand_over", "take_over"),
                 *("attention", "padding_mask", "Step", "LayerStep", "FarLayer", "Counters"),
             )
         ),
@@ -93,6 +93,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
 }
 CONSTRUCTED = (
     *("Budget", "KVLayout", "LayerGroup", "Tiers", "Quota", "CXLCache", "CXLRequests", "Decoder"),
+    "Hints",
     *("Server", "Remote", "PoolCollector", "StatsCollector"),
 )
 """Classes that are made by their names; others are made by a function or a method."""
