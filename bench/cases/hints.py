@@ -27,7 +27,7 @@ from cxlkv.adapters.transformers.attention import DecoderLayer, asked_query
 from cxlkv.adapters.transformers.hints import layers_of
 from cxlkv.bench.lab.texts import TEXTS
 from cxlkv.bench.result import Result
-from cxlkv.bench.style import BLUE, GREEN, GREY, INK, ORANGE, canvas, plain
+from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, canvas, plain
 from cxlkv.demo import smollm2
 from cxlkv.demo.full_attention import append_cache
 from cxlkv.demo.text import inputs
@@ -383,7 +383,14 @@ def draw(result: Result, path: Path) -> None:
         shares = [100 * share for share in result.metrics[f"found_{way}_{share}"].samples]
         left.plot(range(layers - len(shares), layers), shares, color=color, label=WAYS[way])
     left.set_ylim(0, 100)
-    left.legend(frameon=False, fontsize=8, labelcolor=INK, loc="center right")
+    left.legend(
+        frameon=False,
+        fontsize=8,
+        labelcolor=INK,
+        ncols=2,
+        loc="center",
+        bbox_to_anchor=(0.55, 0.34),
+    )
     plain(left, "layer", "%", f"of a layer's best {share} % of pages, found beforehand")
     names = [n.removeprefix("in_step_") for n in result.metrics if n.startswith("in_step_")]
     times = [result.metrics[f"in_step_{name}"].median for name in names]
@@ -391,6 +398,10 @@ def draw(result: Result, path: Path) -> None:
     for name in names:
         form, _, percent = name.partition("_")
         labels.append(FORMS[form] + (f", tier of {percent} %" if percent else ""))
-    right.barh(labels[::-1], times[::-1], color=BLUE)
-    plain(right, "ms a step", "", "K and V over 20 GB/s within the step (emulated)", grid="x")
+    ahead = [result.metrics[f"ahead_{name}"].median for name in names]
+    right.barh(labels[::-1], times[::-1], color=BLUE, label="within the step")
+    right.barh(labels[::-1], ahead[::-1], left=times[::-1], color=COLORS[0], label="ahead")
+    right.set_xlim(0, 1.35 * max(times))
+    right.legend(frameon=False, fontsize=8, labelcolor=INK, loc="lower right")
+    plain(right, "ms a step", "", "K and V over 20 GB/s (emulated)", grid="x")
     figure.savefig(path, dpi=150)

@@ -143,15 +143,15 @@ class Hinted(Prefetcher):
     select. Both are of one batch; hint() may be called by another thread, with one of its own that
     has the same sequences, so that it delays nobody.
 
-    Each layer has its part of the tier's slots, so the last ones find room as the first ones do:
-    what a layer was brought goes when it is neither guessed again nor chosen. Together with this
-    one, LocalTier.step() is not needed.
+    Each layer has its part of the tier's slots, so the last ones find room as the first ones do. In
+    it what was guessed or chosen last stays longest (LRU). Together with this one, LocalTier.step()
+    is not needed.
     """
 
     def __init__(self, tier: LocalTier, batch: Batch):
         super().__init__(tier, batch)
         self._last: dict[int, Units] = {}  # by layer, what it chose
-        self._brought: dict[int, Units] = {}  # by layer, what hint() copied and has not taken out
+        self._kept: dict[int, Units] = {}  # by layer, what may be near, the latest first
 
     def hint(
         self,
@@ -219,11 +219,11 @@ class Hinted(Prefetcher):
     def _make_room(self, layer: int, units: Units) -> None:
         if self.state != "on":
             return
-        before = self._brought.get(layer, np.empty(0, np.int64))
-        gone = np.setdiff1d(before, units, assume_unique=True)
+        before = self._kept.get(layer, units)
+        latest = np.concatenate([units, before[~np.isin(before, units, assume_unique=True)]])
+        self._kept[layer], gone = np.split(latest, [self._slots()])
         if len(gone):
             self.tier.demote(gone)
-        self._brought[layer] = units
 
 
 def _by_trust(guess: Units, last: Units) -> Units:

@@ -164,16 +164,32 @@ def test_a_hint_brings_what_its_query_chooses(
     assert prefetcher.stats() == {"state": "on", "accuracy": 1, "promoted": moved}
 
 
-def test_a_hint_is_united_with_the_last_choice_and_the_rest_goes(
+def test_a_hint_is_united_with_the_last_choice(
     batch: Batch, tier: LocalTier, rng: np.random.Generator
 ) -> None:
-    prefetcher, first, second = Hinted(tier, batch), guess(rng), guess(rng)
-    prefetcher.hint(0, first, STARTS, ONLY_BEST, "exact")
-    last = [1, 2, 3]
-    prefetcher.observe(0, chosen(*last))
-    prefetcher.hint(0, second, STARTS, ONLY_BEST, "exact")
-    wanted = {*best_pages(batch, 0, second, 6), *last}
+    prefetcher, q = Hinted(tier, batch), guess(rng)
+    prefetcher.observe(0, chosen(1, 2, 3))
+    prefetcher.hint(0, q, STARTS, ONLY_BEST, "exact")
+    wanted = {*best_pages(batch, 0, q, 6), 1, 2, 3}
     assert near(tier) == [LAYERS * page for page in sorted(wanted)]
+
+
+def test_what_was_guessed_last_stays(batch: Batch, tier: LocalTier) -> None:
+    """20 slots for 2 layers: a layer keeps 10 units, those it named last."""
+    prefetcher = Hinted(tier, batch)
+
+    def name(*pages: int) -> None:
+        prefetcher.observe(0, chosen(*pages))
+        prefetcher.hint(0, None, STARTS, ONLY_BEST)
+
+    name(0, 1, 2, 3)
+    name(4, 5, 6, 7)
+    assert near(tier) == [LAYERS * page for page in range(8)]
+    name(0, 8, 9, 10)
+    assert near(tier) == [LAYERS * page for page in (0, 1, 2, 4, 5, 6, 7, 8, 9, 10)]
+    name(11, 12, 13)
+    assert near(tier) == [LAYERS * page for page in (0, 4, 5, 6, 8, 9, 10, 11, 12, 13)]
+    assert tier.stats()["promoted"] == 4 + 4 + 3 + 3
 
 
 def test_without_a_guess_it_is_the_last_choice(batch: Batch, tier: LocalTier) -> None:

@@ -31,8 +31,6 @@ from cxlkv.sequence import Batch
 from cxlkv.tiers.local import LocalTier
 from cxlkv.tiers.prefetch import Hinted
 
-__all__ = ["Hints", "unhinted"]
-
 
 def unhinted(model: torch.nn.Module, cache: CXLCache) -> str | None:
     """Why there are no hints for a model; None: there are."""
