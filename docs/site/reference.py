@@ -52,7 +52,8 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
         tuple(
             f"cxlkv.adapters.transformers.{name}"
             for name in (
-                *("CXLCache", "CXLRequests", "Hints", "register", "layout_of", "hand_over", "take_over"),
+                *("CXLCache", "CXLRequests", "Hints", "register", "layout_of"),
+                *("hand_over", "take_over"),
                 *("attention", "padding_mask", "Step", "LayerStep", "FarLayer", "Counters"),
             )
         ),
