@@ -27,7 +27,7 @@ from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Tiers, _lifetime, objec
 from cxlkv.adapters.common.metrics import Counting, Failures, Shown
 from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.common.reopening import Reopening
-from cxlkv.adapters.transformers import CXLCache, layout_of
+from cxlkv.adapters.transformers import CXLCache, Hints, layout_of
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part
 from cxlkv.adapters.vllm.prefetch import Prefetch
 from cxlkv.emulation.link import Link, emulate
@@ -459,6 +459,15 @@ def a_cache_of_transformers(world: World) -> Subject:
     return Subject(cache, use, sequence.release)
 
 
+def a_model_with_hints(world: World) -> Subject:
+    cache = a_cache_of_transformers(world).owner
+    assert isinstance(cache, CXLCache)
+    tier = LocalTier(cache.pool, "64KiB")
+    world.after.callback(tier.close)
+    made = Hints(torch.nn.Module(), cache, tier)
+    return Subject(made, made.stats, made.close)
+
+
 def a_mailbox(world: World) -> Subject:
     box = Mailbox(torch.device("cpu"), lambda _: None, lambda _: None, 60.0, threaded=True)
     return Subject(box, box.check, box.close, WorkerError)
@@ -508,6 +517,7 @@ OBJECTS = (
     Row(a_prefetch_of_vllm, "Prefetch"),
     Row(a_reopening, "Reopening"),
     Row(a_cache_of_transformers, "CXLCache"),
+    Row(a_model_with_hints, "Hints"),
     Row(a_mailbox, "Mailbox"),
     Row(a_mapping, "Mapping"),
 )

@@ -6,11 +6,11 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence

@@ -175,7 +175,7 @@ def attend_with_a_wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
         softcap: float, error: float = 0.0,
     ) -> object:  # fmt: skip
         how = (1.1 * scale, softcap, error)
-        return attend(self, layer, q, starts, picked, *how)  # type: ignore[arg-type]
+        return attend(self, layer, q, starts, picked, *how)  # type: ignore[call-overload]
 
     monkeypatch.setattr(Batch, "attend", faulty)
 

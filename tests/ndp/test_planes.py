@@ -239,7 +239,7 @@ def test_an_error_that_is_none(error: object, rng: np.random.Generator) -> None:
         sequence.append(0, *drawn(rng, layout, 4))
         q = np.ones((1, 2, DIM), np.float32)
         with pytest.raises(BadArgumentError, match=r"error=.*: a number, 0 or more"):
-            sequence.attend(0, q, error=error)  # type: ignore[arg-type]
+            sequence.attend(0, q, error=error)  # type: ignore[call-overload]
 
 
 def test_sequences_do_not_keep_the_room_of_an_attend(rng: np.random.Generator) -> None:

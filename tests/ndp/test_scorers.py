@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,8 @@ class Asked:
 
     def logits(self, keys: Doubles) -> Doubles:
         """[n, *keys.shape[:-1]]"""
-        return self.scale * np.einsum("nd,...d->n...", self.queries, keys)
+        found: Doubles = self.scale * np.einsum("nd,...d->n...", self.queries, keys)
+        return found
 
 
 def log_sum(logits: Doubles) -> Doubles:
@@ -57,12 +58,15 @@ def ball(of: Asked) -> Doubles:
     centre = of.keys.mean(1, keepdims=True)
     radius = np.linalg.norm(of.keys - centre, axis=2).max(1)
     lengths = np.linalg.norm(of.queries, axis=1)
-    return of.logits(centre[:, 0]) + of.scale * np.outer(lengths, radius) * ROUNDED_UP
+    found: Doubles = of.logits(centre[:, 0])
+    found += of.scale * np.outer(lengths, radius) * ROUNDED_UP
+    return found
 
 
 def gaussian(of: Asked) -> Doubles:
     quadratic = of.scale**2 * (of.queries**2 @ of.keys.var(1).T)
-    return np.log(of.keys.shape[1]) + mean(of) + quadratic / 2
+    found: Doubles = np.log(of.keys.shape[1]) + mean(of) + quadratic / 2
+    return found
 
 
 def locks(of: Asked) -> Doubles:
@@ -73,7 +77,8 @@ def locks(of: Asked) -> Doubles:
         along[:, page] = of.scale * of.queries @ u
         variance[page] = np.maximum(0, variance[page] - u**2)
     quadratic = of.scale**2 * (of.queries**2 @ variance.T)
-    return np.log(of.keys.shape[1]) + mean(of) + (quadratic + along**2) / 2
+    found: Doubles = np.log(of.keys.shape[1]) + mean(of) + (quadratic + along**2) / 2
+    return found
 
 
 def fier(of: Asked) -> Doubles:
@@ -82,7 +87,8 @@ def fier(of: Asked) -> Doubles:
     counts = is_high.sum(1, keepdims=True)
     high = (of.keys * is_high).sum(1, keepdims=True) / np.maximum(counts, 1)
     low = (of.keys * ~is_high).sum(1, keepdims=True) / (of.keys.shape[1] - counts)
-    return of.logits(np.where(is_high, high, low)).max(-1)
+    found: Doubles = of.logits(np.where(is_high, high, low)).max(-1)
+    return found
 
 
 def sparq_scores(of: Asked) -> Doubles:
@@ -106,13 +112,15 @@ def pq(of: Asked) -> Doubles:
     parts = of.keys.reshape(*of.keys.shape[:2], codebooks.SUBSPACES, 1, part)
     nearest = ((parts - books) ** 2).sum(-1).argmin(-1)
     words = np.take_along_axis(books[None, None], nearest[..., None, None], axis=3)
-    return of.logits(words.reshape(of.keys.shape)).max(-1)
+    found: Doubles = of.logits(words.reshape(of.keys.shape)).max(-1)
+    return found
 
 
 def ivf(of: Asked) -> Doubles:
     cells = of.learned.reshape(codebooks.CELLS, -1)
     nearest = ((of.keys[:, :, None] - cells) ** 2).sum(-1).argmin(-1)
-    return of.logits(cells[nearest]).max(-1)
+    found: Doubles = of.logits(cells[nearest]).max(-1)
+    return found
 
 
 def lsh_scores(of: Asked) -> Doubles:
@@ -121,7 +129,8 @@ def lsh_scores(of: Asked) -> Doubles:
     ours = np.einsum("ptd,abd->ptab", of.keys - of.learned[:dim], planes) > 0
     theirs = np.einsum("nd,abd->nab", of.queries, planes) > 0
     same = (ours == theirs[:, None, None]).all(-1).sum(-1)
-    return same.max(-1).astype(np.float64)
+    found: Doubles = same.max(-1).astype(np.float64)
+    return found
 
 
 def shadow(of: Asked) -> Doubles:
@@ -364,7 +373,7 @@ def test_several_threads_summarise_together(seed: int) -> None:
     def work(fork: Sequence) -> None:
         found.append(fork.select(1, of.queries, budget=Budget(pages=12), method="mean"))
 
-    run_all([lambda fork=fork: work(fork) for fork in forks])
+    run_all([partial(work, fork) for fork in forks])
     assert wanted.pages.shape == found[0].pages.shape
     for other in found[1:]:
         assert np.array_equal(found[0].pages, other.pages)

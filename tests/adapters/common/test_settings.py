@@ -129,7 +129,6 @@ def test_every_method_can_be_written(method: str) -> None:
     assert of_vllm.read_settings(given).method == method
 
 
-
 @pytest.mark.parametrize(
     "written", ["tcp://a:1", "tcp://a:1/", "rdma://a:1?device=x", "rdma://a:1", "tcp://a", "a:1"]
 )
