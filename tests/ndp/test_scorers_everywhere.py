@@ -1,0 +1,291 @@
+"""A scorer chooses the same pages, with the same scores to the bit, whoever has the pages, and
+wherever they were: summaries are of the keys, and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cxlkv import Budget, CXLPool, KVLayout, Sequence
+from cxlkv.bench import loops
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp import scorers
+from cxlkv.ndp.scorers import Floats
+from cxlkv.prefix import prefix_keys
+from cxlkv.tiers import Tiers
+from cxlkv.tiers.local import LocalTier, units_of
+from cxlkv.transport import Remote, Server, pull
+
+from ..support.forking import in_child
+from ..support.processes import Child
+from ..support.texts import append, grown
+from .test_worker import DIM, HEADS, WATCHDOG_S, Twins, make_pool
+
+pytest.importorskip("numba", reason="numba compiles scorers")
+
+NAMES = ("mean", "pq", "gaussian")  # one of each kind: plain, learned, by log-sums
+LAYERS = 2
+STARTS = np.array([0, 1], np.int32)
+SMALL = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+IDS = [7 * i for i in range(4 * 40)]
+FEW = Budget(pages=7)
+
+
+def numbers(dim: int) -> Floats:
+    """What "pq" has learned: [layers, kv_heads, n]."""
+    random = np.random.default_rng(5)
+    keys = random.standard_normal((LAYERS, HEADS, 256, dim)).astype(np.float32)
+    pq = scorers.of("pq")
+    return np.array([[pq.calibrate(head) for head in layer] for layer in keys], np.float32)
+
+
+def know(*pools: CXLPool) -> None:
+    """The pools know all of NAMES."""
+    for pool in pools:
+        pool.calibrate("pq", numbers(pool.layout.head_dim))
+
+
+Lists = tuple[npt.NDArray[np.int32], Floats]
+
+
+def lists(sequence: Sequence, budget: Budget = FEW) -> list[Lists]:
+    """Of all methods, in all layers: pages and scores."""
+    random = np.random.default_rng(9)
+    layout, found = sequence._layout, []
+    queries = random.standard_normal((2, 2 * layout.kv_heads, layout.head_dim)).astype(np.float32)
+    for name in NAMES:
+        for layer in range(layout.layers):
+            picked = sequence.select(layer, queries, budget=budget, method=name)
+            assert picked.method == name
+            found.append((picked.pages, picked.scores))
+    return found
+
+
+def assert_same(one: list[Lists], other: list[Lists]) -> None:
+    for (pages, scores), (theirs, wanted) in zip(one, other, strict=True):
+        np.testing.assert_array_equal(pages, theirs)
+        np.testing.assert_array_equal(scores, wanted)
+
+
+def small(where: str | Path = "anonymous:", **more: object) -> CXLPool:
+    of = {"layout": SMALL, "capacity": "4MiB", "threads": 1} | more
+    made = CXLPool.create(where, **of)  # type: ignore[arg-type]
+    know(made)
+    return made
+
+
+@pytest.fixture
+def right() -> list[Lists]:
+    """What a pool that has just this text says of it."""
+    with small() as pool:
+        return lists(grown(pool, IDS))
+
+
+# ---- the worker ----
+
+
+class Served(Protocol):
+    def __call__(
+        self, methods: str, use: str = "only", **pool: object
+    ) -> tuple[CXLPool, Twins]: ...
+
+
+@pytest.fixture
+def served(path: Path, tmp_path: Path, rng: np.random.Generator) -> Iterator[Served]:
+    """Twins of three sequences, one of which a worker serves that was begun with these methods."""
+    np.save(tmp_path / "pq.npy", numbers(DIM))
+    with ExitStack() as stack:
+
+        def make(methods: str, **more: object) -> tuple[CXLPool, Twins]:
+            pool = stack.enter_context(make_pool(path, **more))  # type: ignore[arg-type]
+            twins = stack.enter_context(Twins(path, pool, rng, 3))
+            know(pool, twins.here)
+            words = ["--methods", methods.replace("pq", f"pq={tmp_path / 'pq.npy'}")]
+            words = words if methods else []
+            command = ["-m", "cxlkv.ops.cli", "ndp-worker", "--pool", path, "--threads", 1]
+            worker = stack.enter_context(Child(*command, *words))
+            assert "serves up to" in worker.hear()
+            pool.use_worker("only", deadline_s=WATCHDOG_S)
+            return pool, twins
+
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("names", "encoding"), [(NAMES, "none"), (("mean",), "int4"), (("mean",), "progressive")]
+)
+def test_a_worker_chooses_what_this_process_would(
+    served: Served, names: tuple[str, ...], encoding: str
+) -> None:
+    pool, twins = served(",".join(names), encodings=(encoding, "none"))
+    twins.append([50, 8, 131])
+    for step in range(3):
+        for layer in range(LAYERS):
+            for name in names:
+                twins.select([1, 2, 3], FEW, layer, name)
+                twins.select([1, 0, 3], Budget(pages=6, per="sequence"), layer, name)
+            if "gaussian" in names:
+                twins.select([1, 2, 1], Budget(mass=0.7), layer, "gaussian")
+        twins.truncate(2, 131 - 20 * step - 3)  # then other keys, in pages of the same numbers
+        twins.append([1, 3, 40])
+    assert (pool.worker.connections, pool.worker.selects_here) == (1, 0)
+
+
+def test_a_worker_decodes_by_a_scorer(served: Served) -> None:
+    pool, twins = served("mean")
+    twins.append([200, 70, 131])
+    starts = np.arange(4, dtype=np.int32)
+    for layer in range(LAYERS):
+        keys, values = (twins.drawn(3, HEADS, DIM) for _ in range(2))
+        q = twins.drawn(3, 2 * HEADS, DIM)
+        one, other = (
+            batch.decode(layer, q, keys, values, starts, FEW, "mean") for batch in twins.batches
+        )
+        assert one.method == other.method == "mean"
+        np.testing.assert_array_equal(one.out, other.out)
+        np.testing.assert_array_equal(one.lse, other.lse)
+        picked = twins.batches[1].select(layer, q, starts, FEW, "mean")
+        out, lse = twins.batches[1].attend(layer, q, starts, picked)
+        np.testing.assert_array_equal(one.out, out)
+        np.testing.assert_array_equal(one.lse, lse)
+    assert pool.worker.selects_here == pool.worker.attends_here == 0
+
+
+def test_a_worker_that_was_not_told_of_a_method_says_how_to_tell_it(served: Served) -> None:
+    pool, twins = served("")
+    twins.append([50, 8, 131])
+    for name in NAMES:
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        with pytest.raises(BadArgumentError, match=r"begun with.*--methods"):
+            twins.select([1, 1, 1], FEW, 0, name)
+        pool.use_worker("if_there", deadline_s=WATCHDOG_S)
+        twins.select([1, 1, 1], FEW, 0, name)
+        assert "--methods" in pool.worker.why
+    assert pool.worker.selects_here == len(NAMES)
+    twins.select([1, 1, 1], FEW, 0, "exact")  # it is as well as before
+    assert (pool.worker.selects, pool.worker.connections) == (1, 1)
+
+
+# ---- other places ----
+
+
+def test_a_forked_child_and_forks_of_a_sequence(right: list[Lists]) -> None:
+    with small() as pool:
+        sequence = grown(pool, IDS)
+        in_child(lambda: assert_same(lists(sequence), right))  # which makes all summaries
+        lists(sequence.fork())
+        in_child(lambda: assert_same(lists(sequence), right))  # which has them
+        other = sequence.fork()
+        other.truncate(4 * 20 + 1)
+        append(other, [13 * i for i in range(60)])
+
+        def told() -> list[Lists]:
+            with small() as alone:
+                return lists(grown(alone, IDS[:81] + [13 * i for i in range(60)]))
+
+        wanted = told()
+        in_child(lambda: assert_same(lists(other), wanted))
+        assert_same(lists(other), wanted)
+        assert_same(lists(sequence), right)
+
+
+def test_pages_of_the_cold_tier_come_back_with_the_same_scores(tmp_path: Path) -> None:
+    """Other texts had their places meanwhile, and were summarised."""
+    texts = {n: [100000 * n + i for i in IDS] for n in range(8)}
+    with (
+        small(capacity="2350KiB") as pool,
+        Tiers(pool, cold=tmp_path / "cold", cold_capacity="4MiB") as tiers,
+    ):
+        for ids in texts.values():
+            sequence = grown(pool, ids)
+            pool.publish_prefix(sequence, ids)
+            lists(sequence)
+            sequence.release()
+        gone = [n for n, ids in texts.items() if not is_here(pool, ids)]
+        assert len(gone) >= 4
+        for number in gone[:2]:
+            with tiers.match(prefix_keys(texts[number], 4)) as hit:
+                assert hit.tokens == len(IDS)
+                sequence = hit.sequence()
+            with small() as alone:
+                assert_same(lists(sequence), lists(grown(alone, texts[number])))
+            sequence.release()
+
+
+def is_here(pool: CXLPool, ids: list[int]) -> bool:
+    with pool.match_prefix(ids) as hit:
+        return hit.tokens == len(ids)
+
+
+def test_copies_in_the_local_tier_change_nothing(right: list[Lists]) -> None:
+    with small() as pool:
+        sequence = grown(pool, IDS)
+        batch = pool.batch([sequence])
+        q = np.ones((1, 4, 8), np.float32)
+        with LocalTier(pool, "1MiB") as tier:
+            picked = [batch.select(n, q, STARTS, Budget(pages=20)) for n in range(LAYERS)]
+            units = [units_of(batch, n, of) for n, of in enumerate(picked)]
+            assert not tier.promote(np.concatenate(units)).refused
+            assert_same(lists(sequence), right)
+            assert_same(lists(sequence), right)
+
+
+def test_pages_that_were_pulled_and_selects_of_a_server(tmp_path: Path, right: list[Lists]) -> None:
+    secret = b"a secret of the tests"
+    with small() as there, small() as here, Server(there, ("127.0.0.1", 0), secret) as server:
+        sequence = grown(there, IDS)
+        there.publish_prefix(sequence, IDS)
+        sequence.release()
+        address = f"{server.address[0]}:{server.address[1]}"
+        with Remote(address, secret, connect=False, deadline_s=WATCHDOG_S) as remote:
+            keys = prefix_keys(IDS, 4)
+            assert pull(remote, here, keys).tokens == len(IDS)
+            with here.match(keys) as hit:
+                assert_same(lists(hit.sequence()), right)
+            random = np.random.default_rng(9)
+            q = random.standard_normal((2, 4, 8)).astype(np.float32)
+            with remote.match(keys) as far:
+                found = [
+                    remote.select(far, layer, q, FEW, method=name)
+                    for name in NAMES
+                    for layer in range(LAYERS)
+                ]
+                assert_same([(of.pages, of.scores) for of in found], right)
+                with pytest.raises(BadArgumentError, match="method 'nothing': use one of"):
+                    remote.select(far, 0, q, FEW, method="nothing")
+
+
+@pytest.mark.skipif(loops.flush_name() == "none", reason="this CPU cannot flush lines")
+def test_two_hosts_and_two_processes(shm_path: Path, right: list[Lists]) -> None:
+    """A page that one host frees and the other fills anew has the other's scores."""
+    shared = {"sharing": "software", "hosts": 2, "host": 0, "capacity": "16MiB"}
+    with small(shm_path, **shared) as first, CXLPool.open(shm_path, host=1, threads=1) as second:
+        know(second)
+        sequence = grown(first, IDS)
+        first.publish_prefix(sequence, IDS)
+        sequence.release()
+        with second.match_prefix(IDS) as hit:
+            theirs = hit.sequence()
+        assert_same(lists(theirs), right)
+        theirs.release()
+        for number in range(1, 4):
+            ids = [100000 * number + i for i in IDS]
+            sequence = grown(first, ids)
+            first.publish_prefix(sequence, ids)
+            sequence.release()
+            with second.match_prefix(ids) as hit:
+                theirs = hit.sequence()
+            with small() as alone:
+                assert_same(lists(theirs), lists(grown(alone, ids)))
+            theirs.release()
+            first.forget(prefix_keys(ids, 4))
+        with CXLPool.open(shm_path, host=0, threads=1) as again:
+            know(again)
+            with again.match_prefix(IDS) as hit:
+                assert_same(lists(hit.sequence()), right)
