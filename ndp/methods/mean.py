@@ -16,7 +16,7 @@ class Mean(Scorer):
     name = "mean"
 
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
-        return (shape.dim,), np.uint16
+        return (shape.dim + -shape.dim % 4,), np.uint16
 
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
