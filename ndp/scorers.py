@@ -6,11 +6,14 @@ which the core calls from its threads, here or in a worker (native/src/ndp/selec
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -28,6 +31,7 @@ BY_MASS = ("auto", "exact", "attention")
 GROUP = "cxlkv.scorers"
 """Entry points of packages that have some."""
 SUMMARY_BYTES_MAX = 16384
+log = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
@@ -77,9 +81,15 @@ class Scorer:
         which these are keys [n, dim]."""
         return np.empty(0, np.float32)
 
+    def parameter_count(self, shape: Shape) -> int | None:
+        """How many numbers calibrate() returns, so that those of another model are refused; None:
+        any number, which both functions then have to look at."""
+        return None
+
 
 @cache
 def _found() -> dict[str, Scorer]:
+    """By their names. One that a package offers and that cannot be used is left out."""
     try:
         from cxlkv.ndp.methods import SCORERS
     except ImportError as error:
@@ -89,14 +99,34 @@ def _found() -> dict[str, Scorer]:
         ) from error
     found: dict[str, Scorer] = {made.name: made for made in (each() for each in SCORERS)}
     for entry in entry_points(group=GROUP):
-        made = entry.load()()
-        if made.name != entry.name or made.name in found:
-            raise BadArgumentError(
-                f"scorer {made.name!r} of {entry.value}: the entry point is {entry.name!r}, which "
-                "must be its name and nobody else's"
-            )
-        found[made.name] = made
+        try:
+            found[entry.name] = _loaded(entry, found)
+        except Exception as error:  # of anyone's code
+            log.warning("scorer %s of %s is left out: %s", entry.name, entry.value, error)
+            _left_out.setdefault(entry.name, f"{type(error).__name__}: {error}")
     return found
+
+
+_left_out: dict[str, str] = {}
+"""Why, by the names of entry points."""
+
+
+def _loaded(entry: EntryPoint, others: dict[str, Scorer]) -> Scorer:
+    made: Scorer = entry.load()()
+    _check_name(made.name)
+    if made.name != entry.name or made.name in others:
+        raise BadArgumentError(
+            f"the scorer is called {made.name!r}, the entry point {entry.name!r}, which must be "
+            "its name and nobody else's"
+        )
+    return made
+
+
+def _check_name(name: str) -> None:
+    from cxlkv.ndp.engine import METHODS_TAKEN
+
+    if name in METHODS_TAKEN or not name.isidentifier():
+        raise BadArgumentError(f"a scorer cannot be called {name!r}")
 
 
 def names() -> tuple[str, ...]:
@@ -105,12 +135,18 @@ def names() -> tuple[str, ...]:
 
 
 def add(scorer: Scorer) -> None:
-    """Make a scorer known to this process by its name. Raises BadArgumentError."""
-    from cxlkv.ndp.engine import METHODS_TAKEN
+    """Make a scorer known to this process by its name, in place of another one that had it. Raises
+    BadArgumentError."""
+    _check_name(scorer.name)
+    found = _found()
+    if scorer.name in found and found[scorer.name] is not scorer:
+        _editions[scorer.name] = _editions.get(scorer.name, 0) + 1
+    found[scorer.name] = scorer
 
-    if scorer.name in METHODS_TAKEN or not scorer.name.isidentifier():
-        raise BadArgumentError(f"a scorer cannot be called {scorer.name!r}")
-    _found()[scorer.name] = scorer
+
+_editions: dict[str, int] = {}
+"""How many scorers of a name were replaced: what the others summarised is not this one's, and a
+worker does not know it."""
 
 
 def of(name: str) -> Scorer:
@@ -120,6 +156,10 @@ def of(name: str) -> Scorer:
     except KeyError:
         from cxlkv.ndp.engine import METHODS
 
+        if name in _left_out:
+            raise BadArgumentError(
+                f"method {name!r} is installed, but cannot be used: {_left_out[name]}"
+            ) from None
         known = ", ".join((*METHODS, *names()))
         raise BadArgumentError(f"method {name!r}: use one of {known}") from None
 
@@ -183,15 +223,26 @@ def compiled(scorer: Scorer, shape: Shape, parameter_count: int = 0) -> Compiled
     return Compiled(size, read, scorer.log_sums, *addresses, kept)
 
 
-@dataclass(frozen=True)
-class _Use:
-    """A scorer in a pool: its number there, and the memory that the core reads."""
+@dataclass
+class _Uses:
+    """Scorers in a pool. by_word: what a method that was asked for is, and its number there; kept:
+    by numbers, the memory that the core reads as long as the pool is open."""
 
-    number: int
-    kept: tuple[object, ...]
+    by_word: dict[str, tuple[Scorer, int]] = field(default_factory=dict)
+    kept: dict[int, tuple[object, ...]] = field(default_factory=dict)
 
 
-_uses: WeakKeyDictionary[_core.Handle, dict[str, _Use]] = WeakKeyDictionary()
+_uses: WeakKeyDictionary[_core.Handle, _Uses] = WeakKeyDictionary()
+_adding = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Another thread of the parent may have had the lock."""
+    global _adding
+    _adding = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def number_of(pool: _core.Handle, layout: KVLayout, word: str) -> int:
@@ -200,11 +251,12 @@ def number_of(pool: _core.Handle, layout: KVLayout, word: str) -> int:
 
     Raises BadArgumentError for an unknown name, and for one that has to learn first.
     """
-    used = _uses.get(pool)
-    if used is not None and word in used:
-        return used[word].number
     name, _, path = word.partition("=")
-    scorer = of(name)
+    scorer, used = of(name), _uses.get(pool)
+    if used is not None and word in used.by_word:
+        known, number = used.by_word[word]
+        if known is scorer:
+            return number
     if path:
         return use(pool, layout, scorer, _read(Path(path), layout), word)
     if scorer.calibrated:
@@ -233,26 +285,43 @@ def use(
 ) -> int:
     """parameters: [layers, kv_heads, n], or None. word: what it is called in this pool, its name if
     None; the last call of a name is what it means. Raises BadArgumentError for another shape."""
-    axes, count = (layout.layers, layout.kv_heads), 0
+    shape, count = Shape(layout.page_tokens, layout.head_dim), 0
     if parameters is not None:
-        if parameters.ndim != 3 or parameters.shape[:2] != axes:
-            raise BadArgumentError(
-                f"method {scorer.name!r}: what it learned has shape {parameters.shape}, wanted "
-                f"[{axes[0]} layers, {axes[1]} kv heads, n]"
-            )
-        count = parameters.shape[2]
-    made = compiled(scorer, Shape(layout.page_tokens, layout.head_dim), count)
-    number = zlib.crc32(scorer.name.encode(), made.summary_bytes)
-    if parameters is not None:
+        _check_learned(scorer, shape, (layout.layers, layout.kv_heads), parameters)
         parameters = np.ascontiguousarray(parameters, np.float32)
-        number = zlib.crc32(parameters.tobytes(), number)
-    number = number or 1
-    known = _uses.setdefault(pool, {})
-    if number not in [each.number for each in known.values()]:
-        sizes = made.summary_bytes, made.read_bytes, int(made.log_sums)
-        _core.pool_add_scorer(pool, number, sizes, (made.summarise, made.score), parameters)
-    known[word or scorer.name] = _Use(number, (made, parameters))
+        count = parameters.shape[2]
+    made = compiled(scorer, shape, count)
+    number = _number(scorer, made.summary_bytes, parameters)
+    with _adding:
+        known = _uses.setdefault(pool, _Uses())
+        if number not in known.kept:
+            sizes = made.summary_bytes, made.read_bytes, int(made.log_sums)
+            _core.pool_add_scorer(pool, number, sizes, (made.summarise, made.score), parameters)
+            known.kept[number] = (made, parameters)
+        known.by_word[word or scorer.name] = (scorer, number)
     return number
+
+
+def _number(scorer: Scorer, summary_bytes: int, parameters: Floats | None) -> int:
+    """The same in all processes that have the scorer installed, and what it learned."""
+    edition = _editions.get(scorer.name, 0)
+    text = f"{scorer.name} {edition}" if edition else scorer.name
+    number = zlib.crc32(text.encode(), summary_bytes)
+    if parameters is not None:
+        number = zlib.crc32(parameters.tobytes(), number)
+    return number or 1
+
+
+def _check_learned(scorer: Scorer, shape: Shape, axes: tuple[int, int], parameters: Floats) -> None:
+    wanted = scorer.parameter_count(shape)
+    given = parameters.shape
+    if len(given) == 3 and given[:2] == axes and wanted in (None, given[2]):
+        return
+    numbers = "n" if wanted is None else f"{wanted} numbers"
+    raise BadArgumentError(
+        f"method {scorer.name!r}: what it learned has shape {given}, wanted [{axes[0]} layers, "
+        f"{axes[1]} kv heads, {numbers}]: learn it with this layout, by pool.calibrate()"
+    )
 
 
 CALIBRATED_TOKENS = 16384
@@ -271,5 +340,10 @@ def learned(
         if not keys.shape[1]:
             raise BadArgumentError(f"method {scorer.name!r} learns from two pages or more")
         some = np.sort(random.permutation(keys.shape[1])[:CALIBRATED_TOKENS])
-        found.append([scorer.calibrate(head[some].astype(np.float32)) for head in keys])
+        try:
+            found.append([scorer.calibrate(head[some].astype(np.float32)) for head in keys])
+        except (ArithmeticError, LookupError, ValueError, np.linalg.LinAlgError) as error:
+            raise BadArgumentError(
+                f"method {scorer.name!r} learns nothing from {len(some)} tokens: {error}"
+            ) from error
     return np.array(found, np.float32)

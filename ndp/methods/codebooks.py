@@ -45,6 +45,9 @@ class PQ(Scorer):
         books = [k_means(padded[:, part * i : part * (i + 1)], WORDS) for i in range(SUBSPACES)]
         return np.stack(books).ravel()
 
+    def parameter_count(self, shape: Shape) -> int:
+        return -(-shape.dim // SUBSPACES) * SUBSPACES * WORDS
+
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Bytes) -> None:
         tokens, dim = keys.shape
@@ -111,6 +114,9 @@ class IVF(Scorer):
     def calibrate(self, keys: Floats) -> Floats:
         """[CELLS, dim]"""
         return k_means(keys, CELLS).ravel()
+
+    def parameter_count(self, shape: Shape) -> int:
+        return CELLS * shape.dim
 
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Bytes) -> None:

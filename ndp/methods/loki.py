@@ -30,6 +30,9 @@ class Loki(Scorer):
         order = np.argsort(-values)[: -(-keys.shape[1] // PART)]
         return vectors[:, order].T.astype(np.float32).ravel()
 
+    def parameter_count(self, shape: Shape) -> int:
+        return -(-shape.dim // PART) * shape.dim
+
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
         dim = keys.shape[1]

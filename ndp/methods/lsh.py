@@ -28,6 +28,9 @@ class LSH(Scorer):
         planes = np.random.default_rng(SEED).standard_normal((TABLES * BITS, keys.shape[1]))
         return np.concatenate([keys.mean(0), planes.ravel()]).astype(np.float32)
 
+    def parameter_count(self, shape: Shape) -> int:
+        return (1 + TABLES * BITS) * shape.dim
+
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Bytes) -> None:
         dim = keys.shape[1]

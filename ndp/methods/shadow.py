@@ -32,6 +32,9 @@ class Shadow(Scorer):
         cosines = ((pages * mean).sum(2) / np.maximum(lengths, 1e-30)).min(1)
         return np.array([np.quantile(cosines, OUTLIERS)], np.float32)
 
+    def parameter_count(self, shape: Shape) -> int:
+        return 1
+
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
         tokens, dim = keys.shape

@@ -91,9 +91,7 @@ def right() -> list[Lists]:
 
 
 class Served(Protocol):
-    def __call__(
-        self, methods: str, use: str = "only", **pool: object
-    ) -> tuple[CXLPool, Twins]: ...
+    def __call__(self, methods: str, **more: object) -> tuple[CXLPool, Twins]: ...
 
 
 @pytest.fixture

@@ -1,0 +1,234 @@
+"""Scorers that are odd, missing, replaced or taught twice, and layouts that are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from importlib.metadata import EntryPoint
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cxlkv import Budget, CXLPool, KVLayout, Sequence, _core
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp import scorers
+from cxlkv.ndp.methods import SCORERS
+from cxlkv.ndp.scorers import Floats, Scorer, Shape
+
+from ..conftest import MakePool
+
+pytest.importorskip("numba", reason="numba compiles scorers")
+
+FEW = Budget(pages=6)
+
+
+def grown(pool: CXLPool, rng: np.random.Generator, tokens: int = 100) -> Sequence:
+    sequence, layout = pool.sequence(), pool.layout
+    for layer in range(layout.layers):
+        keys = rng.standard_normal((tokens, layout.kv_heads, layout.head_dim)).astype(np.float32)
+        values = rng.standard_normal((tokens, layout.kv_heads, layout.value_head_dim))
+        own = None if layout.values == "key_prefix" else values.astype(np.float32)
+        sequence.append(layer, keys, own)
+    return sequence
+
+
+def ones(pool: CXLPool, rows: int = 1) -> Floats:
+    return np.ones((rows, pool.layout.kv_heads, pool.layout.head_dim), np.float32)
+
+
+# ---- what is learned ----
+
+
+def test_a_method_that_learns_again_is_what_it_learned_last(
+    make_pool: MakePool, rng: np.random.Generator
+) -> None:
+    """And what it learned first stays in memory, where the core has its address."""
+    pool = make_pool()
+    sequence = grown(pool, rng, 400)
+    one = pool.calibrate("pq", sequence)
+    other = np.ascontiguousarray(one[::-1, ::-1] * np.float32(0.5))
+    found = []
+    for learned in (one, other, one, other):
+        pool.calibrate("pq", learned)
+        picked = sequence.select(0, ones(pool), budget=FEW, method="pq")
+        found.append((picked.pages.tobytes(), picked.scores.tobytes()))
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("name", [each.name for each in SCORERS if each.calibrated])
+def test_numbers_of_another_model_are_refused(
+    name: str, make_pool: MakePool, rng: np.random.Generator
+) -> None:
+    """The compiled functions do not look at bounds."""
+    pool = make_pool()
+    learned = pool.calibrate(name, grown(pool, rng, 400))
+    assert learned.shape[2] == scorers.of(name).parameter_count(Shape(4, 8))
+    with pytest.raises(BadArgumentError, match=f"'{name}': what it learned has shape"):
+        pool.calibrate(name, np.ascontiguousarray(learned[..., :-1]))
+    with pytest.raises(BadArgumentError, match="learn it with this layout"):
+        pool.calibrate(name, np.concatenate([learned, learned]))
+
+
+def test_too_few_tokens_to_learn_from(make_pool: MakePool, rng: np.random.Generator) -> None:
+    pool = make_pool()
+    with pytest.raises(BadArgumentError, match="'shadow' learns nothing from 8 tokens"):
+        pool.calibrate("shadow", grown(pool, rng, 12))
+
+
+# ---- which scorers there are ----
+
+
+def test_threads_that_ask_for_the_first_time_at_once(
+    make_pool: MakePool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one comes while the first one is in the core with it."""
+    pool = make_pool()
+    sequences = [grown(pool, rng), grown(pool, rng)]
+    errors: list[Exception] = []
+    threads: list[threading.Thread] = []
+
+    def select(sequence: Sequence) -> None:
+        try:
+            sequence.select(0, ones(pool), budget=FEW, method="mean")
+        except Exception as error:
+            errors.append(error)
+
+    add = _core.pool_add_scorer
+
+    def slow(*given: object) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=select, args=(sequences[1],)))
+            threads[0].start()
+            threads[0].join(0.5)  # it waits for us, or would add the same
+        add(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(_core, "pool_add_scorer", slow)
+    select(sequences[0])
+    threads[0].join()
+    assert errors == []
+
+
+class Place(Scorer):
+    """Earlier pages are better, or later ones."""
+
+    def __init__(self, name: str, is_late: bool) -> None:
+        self.name = name  # type: ignore[misc]
+        if is_late:
+            self.score = self.late  # type: ignore[method-assign,assignment]
+
+    def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
+        return (2,), np.float32
+
+    @staticmethod
+    def summarise(keys: Floats, first: int, parameters: Floats, summary: Floats) -> None:
+        summary[0] = first
+
+    @staticmethod
+    def score(
+        queries: Floats,
+        scale: float,
+        tokens: int,
+        summaries: Floats,
+        parameters: Floats,
+        scores: Floats,
+    ) -> None:
+        for page in range(summaries.shape[0]):
+            scores[:, page] = -summaries[page, 0]
+
+    @staticmethod
+    def late(
+        queries: Floats,
+        scale: float,
+        tokens: int,
+        summaries: Floats,
+        parameters: Floats,
+        scores: Floats,
+    ) -> None:
+        for page in range(summaries.shape[0]):
+            scores[:, page] = summaries[page, 0]
+
+
+def test_a_scorer_that_takes_the_place_of_another_is_the_one_that_chooses(
+    make_pool: MakePool, rng: np.random.Generator
+) -> None:
+    """As where a notebook's cell is run again, with other code and the same pool."""
+    pool = make_pool()
+    sequence = grown(pool, rng)
+    chosen = []
+    for is_late in (False, True, False):
+        scorers.add(Place("replaced", is_late))
+        picked = sequence.select(0, ones(pool), budget=FEW, method="replaced")
+        chosen.append(picked.pages[0, 0].tolist())
+    assert chosen == [[0, 1, 2, 3, 23, 24], [0, 20, 21, 22, 23, 24], [0, 1, 2, 3, 23, 24]]
+
+
+def test_a_package_that_is_broken_harms_nobody_else(
+    make_pool: MakePool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [
+        EntryPoint("corner", "no_such_module:Corner", scorers.GROUP),
+        EntryPoint("mean", "cxlkv.ndp.methods.mean:Mean", scorers.GROUP),
+        EntryPoint("other", "cxlkv.ndp.methods.ball:Ball", scorers.GROUP),
+    ]
+    monkeypatch.setattr(scorers, "entry_points", lambda group: entries)
+    monkeypatch.setattr(scorers, "_left_out", {})
+    scorers._found.cache_clear()
+    try:
+        assert not {"corner", "other"} & set(scorers.names())
+        pool = make_pool()
+        sequence = grown(pool, rng)
+        sequence.select(0, ones(pool), budget=FEW, method="mean")
+        with pytest.raises(BadArgumentError, match=r"'corner' is installed, but .*no_such_module"):
+            sequence.select(0, ones(pool), budget=FEW, method="corner")
+        with pytest.raises(BadArgumentError, match=r"called 'ball', the entry point 'other'"):
+            sequence.select(0, ones(pool), budget=FEW, method="other")
+    finally:
+        scorers._found.cache_clear()
+
+
+WITHOUT = """
+import sys
+sys.modules["numba"] = None
+import numpy as np
+from cxlkv import Budget, CXLPool, KVLayout
+from cxlkv.errors import UnsupportedError
+layout = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=4, dtype="float32")
+with CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1) as pool:
+    sequence = pool.sequence()
+    keys = np.ones((100, 1, 8), np.float32)
+    sequence.append(0, keys, keys)
+    for method in ("exact", "two_stage", "auto"):
+        sequence.select(0, keys[0], budget=Budget(pages=4), method=method)
+    try:
+        sequence.select(0, keys[0], budget=Budget(pages=4), method="mean")
+    except UnsupportedError as error:
+        print(error)
+"""
+
+
+def test_without_numba_all_else_works() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "pip install 'cxlkv[methods]'" in done.stdout
+
+
+# ---- layouts ----
+
+
+@pytest.mark.parametrize("dim", [1, 7, 576])
+@pytest.mark.parametrize("name", ["mean", "fier", "pq"])
+def test_odd_dims(name: str, dim: int, make_pool: MakePool, rng: np.random.Generator) -> None:
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=dim, page_tokens=4, dtype="float32")
+    pool = make_pool("8MiB", layout=layout)
+    sequence = grown(pool, rng, 400)
+    if scorers.of(name).calibrated:
+        pool.calibrate(name, sequence)
+    queries = rng.standard_normal((1, dim)).astype(np.float32)
+    picked = sequence.select(0, queries, budget=Budget(pages=30), method=name)
+    exact = sequence.select(0, queries, budget=Budget(pages=30), method="exact")
+    both = set(picked.pages[0].tolist()) & set(exact.pages[0].tolist())
+    print(name, dim, len(both))
+    assert len(both) > 11, "no better than chance, which is 9 of 30"
