@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, Sequence, _core
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, PoisonError
 from cxlkv.ndp import scorers
 from cxlkv.ndp.methods import SCORERS
 from cxlkv.ndp.scorers import Floats, Scorer, Shape
@@ -213,6 +215,30 @@ def test_without_numba_all_else_works() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "pip install 'cxlkv[methods]'" in done.stdout
+
+
+def test_memory_that_fails_while_pages_are_summarised(path: Path, rng: np.random.Generator) -> None:
+    """It is an error each time, nothing waits for ever, and what is elsewhere is well."""
+    layout = KVLayout(layers=1, kv_heads=2, head_dim=64, page_tokens=16, dtype="float32")
+    with CXLPool.create(path, layout=layout, capacity="8MiB", threads=2) as pool:
+        first, second = grown(pool, rng, 16 * 40), grown(pool, rng, 16 * 100)
+        with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=2) as other:
+            copy = other.sequence()
+            copy.append(0, *(tokens(of) for of in first.fetch(0)))
+            right = copy.select(0, ones(other)[0], budget=FEW, method="mean")
+        os.truncate(path, 4 << 20)
+        for name in ("mean", "gaussian", "mean"):
+            with pytest.raises(PoisonError, match="bus error"):
+                second.select(0, ones(pool)[0], budget=FEW, method=name)
+        found = first.select(0, ones(pool)[0], budget=FEW, method="mean")
+        assert found.pages.tolist() == right.pages.tolist()
+        assert found.scores.tolist() == right.scores.tolist()
+
+
+def tokens(pages: object) -> Floats:
+    """[tokens, heads, dim] of [heads, pages, tokens of a page, dim]."""
+    of = np.asarray(pages)
+    return of.transpose(1, 2, 0, 3).reshape(-1, of.shape[0], of.shape[3])
 
 
 # ---- layouts ----
