@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, Sequence, _core
-from cxlkv.errors import BadArgumentError, PoisonError
+from cxlkv.errors import BadArgumentError, ClosedError, PoisonError
 from cxlkv.ndp import scorers
 from cxlkv.ndp.methods import SCORERS
 from cxlkv.ndp.scorers import Floats, Scorer, Shape
@@ -233,6 +233,21 @@ def test_memory_that_fails_while_pages_are_summarised(path: Path, rng: np.random
         found = first.select(0, ones(pool)[0], budget=FEW, method="mean")
         assert found.pages.tolist() == right.pages.tolist()
         assert found.scores.tolist() == right.scores.tolist()
+
+
+def test_what_a_scorer_cannot_do_is_said_before_a_step_appends(
+    make_pool: MakePool, rng: np.random.Generator
+) -> None:
+    pool = make_pool()
+    sequence = grown(pool, rng)
+    batch, new = pool.batch([sequence]), ones(pool)
+    with pytest.raises(BadArgumentError, match="no mass: give pages or a share") as raised:
+        batch.decode(0, new, new, new, [0, 1], Budget(mass=0.5), "mean")
+    assert not raised.value.appended
+    assert sequence.tokens(0) == 100
+    pool.close()
+    with pytest.raises(ClosedError):
+        sequence.select(0, new, budget=FEW, method="mean")
 
 
 def tokens(pages: object) -> Floats:

@@ -176,7 +176,7 @@ int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
         int code = budget_check(args, i);
         if (code < 0) return code;
     }
-    return 0;
+    return scorer_check(batch, args);
 }
 
 /* Followers are kept by how much they share, most first. */
@@ -283,6 +283,7 @@ static int64_t select_locked(select_job *job) {
     int code = queries_check(batch, args->layer, args->q_heads, &args->queries, args->starts,
                              &rows);
     if (code < 0) return code;
+    if (args->method == CXLKV_METHOD_SCORER) job->scorer = scorer_find(batch->pool, args->scorer);
     job->group = args->q_heads / heads;
     job->query_total = queries_total(batch, args->q_heads, args->starts);
     uint64_t lists = make_plans(job) * heads;
@@ -344,11 +345,9 @@ static int64_t select_kept(select_job *job) {
 int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args) {
     select_job job = {.batch = batch, .args = args, .isa = kernels_current()};
     job.keys = stored_of(&batch->pool->layout, job.isa, PIECE_KEYS);
-    int64_t code = scorer_begin(&job);
-    if (code < 0) return code;
     job.plans = calloc(batch->count, sizeof(*job.plans));
     if (!job.plans) return fail(ENOMEM, "no memory to plan a selection");
-    code = IN_BATCH(batch, false, peers_verify(batch->pool, select_kept(&job)));
+    int64_t code = IN_BATCH(batch, false, peers_verify(batch->pool, select_kept(&job)));
     free(job.plans);
     return code;
 }

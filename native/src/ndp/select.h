@@ -149,8 +149,8 @@ uint32_t scored_kind(const select_job *job);
 int mass_task(void *context, uint32_t item);
 
 /* ---- select_scorer.c ---- */
-/* The one that the method names. */
-int scorer_begin(select_job *job);
+/* That the one which the method names is known, and can do what the budgets ask for. */
+int scorer_check(const cxlkv_batch *batch, const cxlkv_select_args *args);
 /* Of complete pages that have none yet. */
 int scorer_summarise(select_job *job);
 /* Pages that have no summary, or that some row sees a part of only, are scored by their keys where

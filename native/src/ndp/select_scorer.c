@@ -27,22 +27,29 @@ static void keys_decode(const select_job *job, const uint8_t *piece, float *to) 
     }
 }
 
-int scorer_begin(select_job *job) {
-    const cxlkv_select_args *args = job->args;
-    if (args->method != CXLKV_METHOD_SCORER) return 0;
-    job->scorer = scorer_find(job->batch->pool, args->scorer);
-    if (!job->scorer)
+static int check_known(const cxlkv_pool *pool, const cxlkv_select_args *args) {
+    const pool_scorer *s = scorer_find(pool, args->scorer);
+    if (!s)
         return fail(CXLKV_E_ARGUMENT,
                     "select: scorer %u is not known here; a worker knows those that it was begun "
-                    "with (--methods)",
+                    "with: `cxlkv ndp-worker --methods`, with the same numbers where they learn",
                     args->scorer);
     for (uint32_t i = 0; i < args->budget_count; i++)
-        if (args->budgets[i].kind == CXLKV_BUDGET_MASS && !job->scorer->scorer.log_sums)
+        if (args->budgets[i].kind == CXLKV_BUDGET_MASS && !s->scorer.log_sums)
             return fail(CXLKV_E_ARGUMENT,
                         "budget %u: this method does not estimate attention, so that it has no "
                         "mass: give pages or a share",
                         i);
     return 0;
+}
+
+int scorer_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
+    if (args->method != CXLKV_METHOD_SCORER) return 0;
+    int code = pool_enter(batch->pool); /* which another thread may be closing */
+    if (code < 0) return code;
+    code = check_known(batch->pool, args);
+    pool_leave(batch->pool);
+    return code;
 }
 
 /* ---- summaries ---- */
