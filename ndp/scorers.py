@@ -219,8 +219,45 @@ def compiled(scorer: Scorer, shape: Shape, parameter_count: int = 0) -> Compiled
         raise BadArgumentError(
             f"method {scorer.name!r}: a scorer has summarise() and score(), both static"
         )
-    addresses, kept = c_functions(functions, shape, axes, dtype, parameter_count)
+    _try_out(scorer, shape, parameter_count)
+    try:
+        addresses, kept = c_functions(functions, shape, axes, dtype, parameter_count)
+    except Exception as error:  # numba's, of many kinds
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise BadArgumentError(
+            f"method {scorer.name!r}: numba cannot compile it: {said[0]} ... {said[-1].strip()}"
+        ) from error
     return Compiled(size, read, scorer.log_sums, *addresses, kept)
+
+
+def _try_out(scorer: Scorer, shape: Shape, parameter_count: int) -> None:
+    """Run what others wrote once as Python, on a page of noise: compiled, it says nothing of an
+    index out of bounds. Raises BadArgumentError."""
+    if type(scorer).__module__.startswith("cxlkv.ndp.methods."):
+        return
+    axes, dtype = scorer.summary(shape)
+    random = np.random.default_rng(1)
+    keys = random.standard_normal((shape.tokens, shape.dim)).astype(np.float32)
+    queries = random.standard_normal((2, shape.dim)).astype(np.float32)
+    parameters = random.standard_normal(parameter_count).astype(np.float32)
+    summaries, scores = np.zeros((1, *axes), dtype), np.full((2, 1), np.nan, np.float32)
+    calls = {
+        "summarise": (keys, 0, parameters, summaries[0]),
+        "score": (queries, shape.dim**-0.5, shape.tokens, summaries, parameters, scores),
+    }
+    for name, arguments in calls.items():
+        try:
+            getattr(scorer, name)(*arguments)
+        except Exception as error:
+            raise BadArgumentError(
+                f"method {scorer.name!r}: {name}() fails on a page of noise, as Python: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    if np.isnan(scores).any():
+        raise BadArgumentError(
+            f"method {scorer.name!r}: score() leaves a score of a page of noise unset, or makes it "
+            "NaN; scores are [queries, pages]"
+        )
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import inspect
 import json
 import os
 import zlib
@@ -27,6 +28,8 @@ from cxlkv.demo.text import inputs
 from cxlkv.errors import BadArgumentError, CorruptError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.machine.state import write_whole
+from cxlkv.ndp import scorers
+from cxlkv.ndp.engine import METHODS
 from cxlkv.pool import CXLPool
 
 PLAN = "plan.json"
@@ -56,7 +59,7 @@ def run(folder: Path, model: Path, plan: Plan, console: Console) -> list[str]:
     layout = layout_of(loaded)
     with CXLPool.create("anonymous:", layout=layout, capacity=capacity_bytes(layout, plan)) as pool:
         runner = Runner(Reader(loaded, pool), AutoTokenizer.from_pretrained(model), plan)
-        begin(folder, model, asdict(plan), runner.check())
+        begin(folder, model, asdict(plan), runner.check(), sources_of(plan))
         runner.prepare(folder / COSTS)
         units = plan.units()
         todo = {name: steps for name, steps in units.items() if not path_of(folder, name).exists()}
@@ -86,11 +89,27 @@ def claimed(path: Path) -> Iterator[bool]:
         lock.unlink(missing_ok=True)
 
 
-def begin(folder: Path, model: Path, plan: dict[str, object], texts: dict[str, str]) -> None:
+def sources_of(plan: Plan) -> dict[str, str]:
+    """Of methods that are scorers, digests of their classes."""
+    found = {}
+    for name in plan.timed:
+        if name not in METHODS:
+            written = inspect.getsource(type(scorers.of(name)))
+            found[name] = hashlib.sha256(written.encode()).hexdigest()[:12]
+    return found
+
+
+def begin(
+    folder: Path,
+    model: Path,
+    plan: dict[str, object],
+    texts: dict[str, str],
+    methods: dict[str, str] | None = None,
+) -> None:
     """Write what the folder is of, or hold it against what it says."""
     folder.mkdir(parents=True, exist_ok=True)
     of: dict[str, object] = {"format": FORMAT, "model": digest_of(model), "texts": texts}
-    of["plan"] = plan
+    of |= {"plan": plan} | ({"source of a method": methods} if methods else {})
     text = json.dumps(of, indent=1)
     path = folder / PLAN
     if not path.exists():

@@ -428,6 +428,37 @@ class Large(First):
         return (1 << 14,), np.uint16
 
 
+class Outside(First):
+    name = "outside"
+
+    @staticmethod
+    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+        summary[4] = 1
+
+
+class Unset(First):
+    name = "unset"
+
+    @staticmethod
+    def score(
+        queries: Floats,
+        scale: float,
+        tokens: int,
+        summaries: Words,
+        parameters: Floats,
+        scores: Floats,
+    ) -> None:
+        scores[0, 0] = 1
+
+
+class Odd(First):
+    name = "odd"
+
+    @staticmethod
+    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+        summary[0] = len(repr(keys[0]))
+
+
 class Exact(First):
     name = "exact"
 
@@ -451,5 +482,13 @@ def test_errors_name_cause_and_remedy(seed: int) -> None:
     scorers.add(Large())
     with pytest.raises(BadArgumentError, match=r"32768 bytes .* 16384 at most"):
         select("large")
+    for wrong, said in (
+        (Outside(), r"'outside': summarise\(\) fails on a page of noise, as Python: IndexError"),
+        (Unset(), r"score\(\) leaves a score of a page of noise unset"),
+        (Odd(), "'odd': numba cannot compile it"),
+    ):
+        scorers.add(wrong)
+        with pytest.raises(BadArgumentError, match=said):
+            select(wrong.name)
     with pytest.raises(BadArgumentError, match="cannot be called 'exact'"):
         scorers.add(Exact())
