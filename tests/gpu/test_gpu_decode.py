@@ -296,9 +296,12 @@ def test_in_the_interpreter_it_is_attention(seed: int, dtype: str) -> None:
         model.steps(decoder, 2)
 
 
-def test_without_a_device_it_is_the_engine_alone(model: Model) -> None:
+@pytest.mark.parametrize("method", ["auto", "mean"])
+def test_without_a_device_it_is_the_engine_alone(model: Model, method: str) -> None:
+    if method == "mean":
+        pytest.importorskip("numba", reason="numba compiles scorers")
     with Decoder(
-        model.pool, requests=2, q_heads=4, budget=Budget(share=1.0), pages_max=64
+        model.pool, requests=2, q_heads=4, budget=Budget(share=1.0), pages_max=64, method=method
     ) as decoder:
         model.add(decoder, 33, 4)
         model.steps(decoder, 4)

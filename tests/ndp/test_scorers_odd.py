@@ -60,6 +60,16 @@ def test_a_method_that_learns_again_is_what_it_learned_last(
     assert found[0] != found[1]
 
 
+def test_a_pool_that_has_as_many_as_it_may(make_pool: MakePool) -> None:
+    pool = make_pool()
+    learned = np.zeros((1, 2, 1), np.float32)
+    for count in range(32):
+        pool.calibrate("shadow", learned + np.float32(count))
+    with pytest.raises(BadArgumentError, match=r"this pool has 32 scorers.*open it again"):
+        pool.calibrate("shadow", learned - np.float32(1))
+    pool.calibrate("shadow", learned)
+
+
 @pytest.mark.parametrize("name", [each.name for each in SCORERS if each.calibrated])
 def test_numbers_of_another_model_are_refused(
     name: str, make_pool: MakePool, rng: np.random.Generator
@@ -119,7 +129,7 @@ class Place(Scorer):
     def __init__(self, name: str, is_late: bool) -> None:
         self.name = name  # type: ignore[misc]
         if is_late:
-            self.score = self.late  # type: ignore[method-assign,assignment]
+            self.score = self.late  # type: ignore[method-assign]
 
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
         return (2,), np.float32
@@ -224,7 +234,8 @@ def test_memory_that_fails_while_pages_are_summarised(path: Path, rng: np.random
         first, second = grown(pool, rng, 16 * 40), grown(pool, rng, 16 * 100)
         with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=2) as other:
             copy = other.sequence()
-            copy.append(0, *(tokens(of) for of in first.fetch(0)))
+            keys, values = first.fetch(0)
+            copy.append(0, tokens(keys), tokens(values))
             right = copy.select(0, ones(other)[0], budget=FEW, method="mean")
         os.truncate(path, 4 << 20)
         for name in ("mean", "gaussian", "mean"):

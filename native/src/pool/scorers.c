@@ -61,7 +61,9 @@ static int scorer_add(cxlkv_pool *pool, const cxlkv_scorer *scorer) {
         return fail(CXLKV_E_ARGUMENT, "this pool has a scorer %u already", scorer->id);
     for (pool_scorer *s = atomic_load(&pool->scorers); s; s = s->next) count++;
     if (count == CXLKV_SCORERS_MAX)
-        return fail(CXLKV_E_ARGUMENT, "this pool has %u scorers: no more can be added", count);
+        return fail(CXLKV_E_ARGUMENT,
+                    "this pool has %u scorers, each with what it learned: open it again for others",
+                    count);
     pool_scorer *made;
     int code = scorer_make(pool, scorer, &made);
     if (code < 0) return code;
