@@ -456,7 +456,7 @@ class Odd(First):
 
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
-        summary[0] = len(repr(keys[0]))
+        summary[0] = len({**{}, first: keys[0].tobytes().hex()})
 
 
 class Exact(First):
