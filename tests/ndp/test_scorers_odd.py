@@ -284,3 +284,51 @@ def test_odd_dims(name: str, dim: int, make_pool: MakePool, rng: np.random.Gener
     both = set(picked.pages[0].tolist()) & set(exact.pages[0].tolist())
     print(name, dim, len(both))
     assert len(both) > 11, "no better than chance, which is 9 of 30"
+
+
+def test_more_queries_than_one_call_has(make_pool: MakePool, rng: np.random.Generator) -> None:
+    """128 query heads of one kv head, as in latent attention, in three rows."""
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=4, dtype="float32")
+    pool = make_pool("8MiB", layout=layout)
+    sequence = grown(pool, rng, 400)
+    queries = rng.standard_normal((3, 128, 8)).astype(np.float32)
+    picked = sequence.select(0, queries, budget=Budget(pages=9), method="mean")
+    means = np.asarray(sequence.fetch(0)[0], np.float64)[0].mean(1)
+    best = (queries @ means.T).max(1) * 8**-0.5
+    for row in range(3):
+        own = picked.pages[row, 0]
+        free = own[(own >= 1) & (own < 98)]
+        np.testing.assert_allclose(picked.scores[row, 0][1:-2], best[row, free], rtol=0.02)
+        others = np.setdiff1d(np.arange(1, 98), free)
+        assert best[row, free].min() >= best[row, others].max() - 0.02
+
+
+class Largest(Place):
+    """A summary of as many bytes as it may have, all of which it looks at."""
+
+    def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
+        return (4096,), np.float32
+
+    @staticmethod
+    def summarise(keys: Floats, first: int, parameters: Floats, summary: Floats) -> None:
+        summary[:] = first
+
+    @staticmethod
+    def score(
+        queries: Floats,
+        scale: float,
+        tokens: int,
+        summaries: Floats,
+        parameters: Floats,
+        scores: Floats,
+    ) -> None:
+        for page in range(summaries.shape[0]):
+            low, high = summaries[page].min(), summaries[page].max()
+            scores[:, page] = -low if low == high else np.inf
+
+
+def test_summaries_as_large_as_they_may_be(make_pool: MakePool, rng: np.random.Generator) -> None:
+    scorers.add(Largest("largest", is_late=False))
+    pool = make_pool()
+    picked = grown(pool, rng).select(0, ones(pool), budget=FEW, method="largest")
+    assert picked.pages[0].tolist() == [[0, 1, 2, 3, 23, 24]] * 2
