@@ -1,6 +1,6 @@
 """Scorers are ways to choose pages that are no part of the core: a class each, found by its name.
 
-docs/how-to/methods.md says how one is written. numba compiles its two functions to C functions,
+docs/adding-a-method.md says how one is written. numba compiles its two functions to C functions,
 which the core calls from its threads, here or in a worker (native/src/ndp/select_scorer.c).
 """
 
