@@ -96,7 +96,7 @@ def select(
         )
         if code != _core.E_ROOM:
             break
-    used, shape = lists * heads * k, (lists, heads, k)
+    used, shape, taken = lists * heads * k, (lists, heads, k), METHODS_TAKEN[done.method]
     return Selection(
         pages=pages[:used].reshape(shape),
         scores=scores[:used].reshape(shape),
@@ -105,15 +105,9 @@ def select(
         bytes_fetched=done.bytes_fetched,
         per=first.per,
         starts=asked.starts,
-        stages=Stages(*_core.stages(done)) if METHODS_TAKEN[done.method] == "two_stage" else None,
-        method=_name_of(done.method, asked.method),
+        stages=Stages(*_core.stages(done)) if taken == "two_stage" else None,
+        method=asked.method if taken == "scorer" else taken,
     )
-
-
-def _name_of(taken: int, asked: str) -> str:
-    """Of the method that the core took."""
-    name = METHODS_TAKEN[taken]
-    return asked if name == "scorer" else name
 
 
 def _words(
@@ -179,14 +173,14 @@ class Decoding:
         made = out if out is not None else empty_like_kind(queries, self._shape, self._dtype)
         addresses = [address_of(each) for each in arrays if each is not None]
         done = self._arguments.call(batch, layer, addresses, address_of(made), address_of(lse))
-        staged = METHODS_TAKEN[done.method] == "two_stage"
+        taken = METHODS_TAKEN[done.method]
         return Decoded(
             out=cast(Array, made),
             lse=lse,
             bytes_scored=done.bytes_scored,
             bytes_read=done.bytes_attended,
-            method=_name_of(done.method, self._asked),
-            stages=Stages(*_core.stages(done)) if staged else None,
+            method=self._asked if taken == "scorer" else taken,
+            stages=Stages(*_core.stages(done)) if taken == "two_stage" else None,
         )
 
     def check_output(self, out: object) -> None:

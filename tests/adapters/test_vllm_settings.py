@@ -63,7 +63,7 @@ def test_settings_as_they_are_written() -> None:
         ({"worker": True}, "worker needs attention: pool"),
         ({"attention": "pool", "worker": 1}, "worker is 1: true or false is wanted"),
         ({"attention": "pool", "local": "much"}, "'much' is not a size"),
-        ({"method": "best"}, "method is 'best': one of exact, digest, two_stage, auto, attention"),
+        ({"method": "best"}, "method 'best': use one of exact, digest, two_stage, auto, attention"),
         (
             {"attention": "pool", "budget": {"mass": 0.9}, "method": "digest"},
             "method is 'digest': a budget of mass needs one of auto, exact, attention",

@@ -249,7 +249,7 @@ def test_what_a_command_cannot_draw_is_refused_at_once(
     for given, what in (
         (
             ("calls", "--picture", absent),
-            "--picture goes with ndp, link, encodings, decode-shapes, ",
+            "--picture goes with ndp, hints, link, encodings, decode-shapes, ",
         ),
         (("ndp", "--model", str(tmp_path)), "--model goes with recall, vllm; not with ndp"),
         (("recall", "--text", str(tmp_path)), "--text goes with --model"),

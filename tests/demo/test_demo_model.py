@@ -503,7 +503,7 @@ def test_options_that_do_not_go_together_are_refused(
         assert "go together" in refused(*options)
     for budget in ("0%", "much", "5%,", "100%"):
         assert "a share of the pages, such as 5%" in refused(folder, text, "--budget", budget)
-    assert "no method best" in refused(folder, text, "--method", "best")
+    assert "method 'best': use one of exact" in refused(folder, text, "--method", "best")
     assert "at least 256" in refused(folder, text, "--tokens", 100)
 
 

@@ -26,7 +26,7 @@ FENCE = re.compile(
     r"(?P<code>.*?)^ *```$",
     re.M | re.S,
 )
-SHOWN = {"console", "text", "c"}
+SHOWN = {"console", "text", "c", "toml"}
 RUN = {"python", "sh", "yaml"}
 # A tmpfs of its own at /dev/shm, so that a page finds no pool of this machine's users and leaves
 # none: in a user namespace, where the kernel lets a process make one.
@@ -100,6 +100,7 @@ def lacking(need: str) -> str | None:
     there, why = {
         "gpu": (has_gpu(), "there is no CUDA device"),
         "lmcache": (has_module("lmcache"), "LMCache is not installed here: make test-lmcache"),
+        "numba": (has_module("numba"), "numba is not installed here"),
         "matplotlib": (has_module("matplotlib"), "matplotlib is not installed here"),
         "numa node 1": (Path("/sys/devices/system/node/node1").exists(), "there is no NUMA node 1"),
         "dax device": (Path("/dev/dax0.0").exists(), "there is no /dev/dax0.0"),

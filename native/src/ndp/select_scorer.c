@@ -249,3 +249,17 @@ int scorer_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
     if (counts) atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
     return code;
 }
+
+/* ---- the interface ---- */
+
+int cxlkv_pool_add_scorer(cxlkv_pool *pool, const cxlkv_scorer *scorer) {
+    int code = scorer_valid(scorer);
+    if (code < 0) return code;
+    code = pool_enter(pool);
+    if (code < 0) return code;
+    pthread_mutex_lock(&pool->list_lock);
+    code = scorer_add(pool, scorer);
+    pthread_mutex_unlock(&pool->list_lock);
+    pool_leave(pool);
+    return code;
+}

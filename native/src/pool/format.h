@@ -179,7 +179,6 @@ int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_he
 size_t piece_used_bytes(const cxlkv_pool *pool, uint32_t page, uint32_t kind);
 void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer);
 void verified_clear(cxlkv_pool *pool, uint32_t page);
-void bits_clear(atomic_ulong *words, uint64_t first, uint64_t count);
 
 static inline bool values_are_keys(const cxlkv_layout *layout) {
     return layout->values == CXLKV_VALUES_KEY_PREFIX;

@@ -181,14 +181,6 @@ void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer) {
     atomic_fetch_or_explicit(word, bit, memory_order_relaxed);
 }
 
-void bits_clear(atomic_ulong *words, uint64_t first, uint64_t count) {
-    for (uint64_t end = first + count, stop; first < end; first = stop) {
-        stop = min_u64(end, (first / 64 + 1) * 64);
-        uint64_t ones = stop - first == 64 ? UINT64_MAX : (1ull << (stop - first)) - 1;
-        atomic_fetch_and_explicit(&words[first / 64], ~(ones << first % 64), memory_order_relaxed);
-    }
-}
-
 void verified_clear(cxlkv_pool *pool, uint32_t page) {
     uint64_t rows = pool->geometry.record_layers;
     bits_clear(pool->verified, page * rows, rows);

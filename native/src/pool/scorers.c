@@ -43,7 +43,7 @@ pool_scorer *scorer_find(const cxlkv_pool *pool, uint32_t id) {
     return s;
 }
 
-static int scorer_check(const cxlkv_scorer *scorer) {
+int scorer_valid(const cxlkv_scorer *scorer) {
     uint32_t bytes = scorer->summary_bytes;
     bool sized = bytes > 0 && bytes % 8 == 0 && bytes <= CXLKV_SUMMARY_BYTES_MAX;
     if (!sized || scorer->read_bytes > bytes || scorer->log_sums > 1 || !scorer->id ||
@@ -55,7 +55,7 @@ static int scorer_check(const cxlkv_scorer *scorer) {
     return 0;
 }
 
-static int scorer_add(cxlkv_pool *pool, const cxlkv_scorer *scorer) {
+int scorer_add(cxlkv_pool *pool, const cxlkv_scorer *scorer) {
     uint32_t count = 0;
     if (scorer_find(pool, scorer->id))
         return fail(CXLKV_E_ARGUMENT, "this pool has a scorer %u already", scorer->id);
@@ -70,18 +70,6 @@ static int scorer_add(cxlkv_pool *pool, const cxlkv_scorer *scorer) {
     made->next = atomic_load(&pool->scorers);
     atomic_store_explicit(&pool->scorers, made, memory_order_release);
     return 0;
-}
-
-int cxlkv_pool_add_scorer(cxlkv_pool *pool, const cxlkv_scorer *scorer) {
-    int code = scorer_check(scorer);
-    if (code < 0) return code;
-    code = pool_enter(pool);
-    if (code < 0) return code;
-    pthread_mutex_lock(&pool->list_lock);
-    code = scorer_add(pool, scorer);
-    pthread_mutex_unlock(&pool->list_lock);
-    pool_leave(pool);
-    return code;
 }
 
 static atomic_ulong *made_word(const cxlkv_pool *pool, const pool_scorer *s, uint32_t page,

@@ -13,6 +13,18 @@ typedef struct pool_scorer {
     struct pool_scorer *next;
 } pool_scorer;
 
+static inline void bits_clear(atomic_ulong *words, uint64_t first, uint64_t count) {
+    for (uint64_t end = first + count, stop; first < end; first = stop) {
+        stop = min_u64(end, (first / 64 + 1) * 64);
+        uint64_t ones = stop - first == 64 ? UINT64_MAX : (1ull << (stop - first)) - 1;
+        atomic_fetch_and_explicit(&words[first / 64], ~(ones << first % 64), memory_order_relaxed);
+    }
+}
+
+/* What a caller gave. */
+int scorer_valid(const cxlkv_scorer *scorer);
+/* Under the pool's list lock. */
+int scorer_add(cxlkv_pool *pool, const cxlkv_scorer *scorer);
 /* NULL: it has none of that id. */
 pool_scorer *scorer_find(const cxlkv_pool *pool, uint32_t id);
 bool summary_is_made(const cxlkv_pool *pool, const pool_scorer *s, uint32_t page, uint32_t layer);
