@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from cxlkv.ndp.methods.bfloat16 import FASTMATH
 from cxlkv.ndp.scorers import Shape
 
-FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-"""Sums may be taken in any order, so that they are vectors; a NaN stays one."""
 FLOATS = types.CPointer(types.float32)
 
 

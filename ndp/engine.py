@@ -168,8 +168,8 @@ class Asked(NamedTuple):
     """What a select is asked for: arguments of Batch.select, checked or not.
 
     recall: what share of the pages that "exact" would choose is wanted of "two_stage". read_rate:
-    GB/s at which the pool's memory is read, 0: as far as is known of this machine. scorer: of a
-    method that is none of METHODS, its number (scorers.number_of).
+    GB/s at which the pool's memory is read; 0: what this machine was measured or assumed to do.
+    scorer: the number of a method that is not in METHODS (scorers.number_of).
     """
 
     layer: int

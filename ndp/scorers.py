@@ -70,7 +70,7 @@ class Scorer:
 
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
         """Shape and dtype of a page's summary, 16 KiB at most; float32, int8, uint8, uint16 ..."""
-        raise NotImplementedError
+        raise BadArgumentError(f"method {self.name!r}: a scorer has summary(), shape and dtype")
 
     def read_bytes(self, shape: Shape) -> int:
         """Of a summary, those that score() reads."""
@@ -116,8 +116,8 @@ def _loaded(entry: EntryPoint, others: dict[str, Scorer]) -> Scorer:
     _check_name(made.name)
     if made.name != entry.name or made.name in others:
         raise BadArgumentError(
-            f"the scorer is called {made.name!r}, the entry point {entry.name!r}, which must be "
-            "its name and nobody else's"
+            f"the scorer is called {made.name!r} and its entry point {entry.name!r}: both must "
+            "have the same name, and no other scorer may have it"
         )
     return made
 

@@ -140,8 +140,8 @@ class Hinted(Prefetcher):
     """A layer chooses what a guess of its query does, and what it chose in the step before.
 
     For each layer of a step: hint() while the layer before it is at work, and observe() behind the
-    select. Both are of one batch; hint() may be called by another thread, with one of its own that
-    has the same sequences, so that it delays nobody.
+    select. Both take one batch. Another thread may call hint() with its own batch of the same
+    sequences; the thread that decodes then does not wait for it.
 
     Each layer has its part of the tier's slots, so the last ones find room as the first ones do. In
     it what was guessed or chosen last stays longest (LRU). Together with this one, LocalTier.step()

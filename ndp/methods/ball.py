@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.methods.bfloat16 import from_bfloat16, to_bfloat16
+from cxlkv.ndp.methods.bfloat16 import from_bfloat16, means_of, product, to_bfloat16
 from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
 
 
@@ -22,11 +22,7 @@ class Ball(Scorer):
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
         tokens, dim = keys.shape
-        for d in range(dim):
-            total = np.float32(0)
-            for t in range(tokens):
-                total += keys[t, d]
-            summary[d] = to_bfloat16(total / tokens)
+        means_of(keys, summary)
         radius = np.float32(0)
         for t in range(tokens):
             square = np.float32(0)
@@ -52,7 +48,5 @@ class Ball(Scorer):
                 square += queries[i, d] * queries[i, d]
             length = np.sqrt(square)
             for page in range(summaries.shape[0]):
-                total = np.float32(0)
-                for d in range(dim):
-                    total += queries[i, d] * from_bfloat16(summaries[page, d])
+                total = product(queries[i], summaries[page])
                 scores[i, page] = scale * (total + length * from_bfloat16(summaries[page, dim]))

@@ -1,9 +1,12 @@
-"""bfloat16 in scorers: numba has no such numbers, so they are uint16."""
+"""bfloat16 in scorers: numba has no such numbers, so they are uint16. Sums that several take."""
 
 from __future__ import annotations
 
 import numba
 import numpy as np
+
+FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+"""Sums may be taken in any order, so that they are vectors; a NaN stays one."""
 
 
 @numba.njit
@@ -17,3 +20,23 @@ def to_bfloat16(number):
 @numba.njit
 def from_bfloat16(number):
     return np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
+
+
+@numba.njit(fastmath=FASTMATH)
+def means_of(keys, means):
+    """Of keys [tokens, dim], rounded, to means[:dim]."""
+    tokens, dim = keys.shape
+    for d in range(dim):
+        total = np.float32(0)
+        for t in range(tokens):
+            total += keys[t, d]
+        means[d] = to_bfloat16(total / tokens)
+
+
+@numba.njit(fastmath=FASTMATH)
+def product(query, numbers):
+    """The sum of float32 query [dim] times numbers[:dim]."""
+    total = np.float32(0)
+    for d in range(query.shape[0]):
+        total += query[d] * from_bfloat16(numbers[d])
+    return total

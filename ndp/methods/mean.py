@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.methods.bfloat16 import from_bfloat16, to_bfloat16
+from cxlkv.ndp.methods.bfloat16 import means_of, product
 from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
 
 
@@ -20,11 +20,7 @@ class Mean(Scorer):
 
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
-        for d in range(keys.shape[1]):
-            total = np.float32(0)
-            for t in range(keys.shape[0]):
-                total += keys[t, d]
-            summary[d] = to_bfloat16(total / keys.shape[0])
+        means_of(keys, summary)
 
     @staticmethod
     def score(
@@ -37,7 +33,5 @@ class Mean(Scorer):
     ) -> None:
         for page in range(summaries.shape[0]):
             for i in range(queries.shape[0]):
-                total = np.float32(0)
-                for d in range(queries.shape[1]):
-                    total += queries[i, d] * from_bfloat16(summaries[page, d])
+                total = product(queries[i], summaries[page])
                 scores[i, page] = scale * total

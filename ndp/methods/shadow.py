@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.methods.bfloat16 import from_bfloat16, to_bfloat16
+from cxlkv.ndp.methods.bfloat16 import from_bfloat16, means_of, product
 from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
 
 OUTLIERS = 0.005
@@ -38,11 +38,7 @@ class Shadow(Scorer):
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
         tokens, dim = keys.shape
-        for d in range(dim):
-            total = np.float32(0)
-            for t in range(tokens):
-                total += keys[t, d]
-            summary[d] = to_bfloat16(total / tokens)
+        means_of(keys, summary)
         least = np.float32(1)
         for t in range(tokens):
             product = np.float32(0)
@@ -68,7 +64,5 @@ class Shadow(Scorer):
         dim = queries.shape[1]
         for page in range(summaries.shape[0]):
             for i in range(queries.shape[0]):
-                total = np.float32(0)
-                for d in range(dim):
-                    total += queries[i, d] * from_bfloat16(summaries[page, d])
+                total = product(queries[i], summaries[page])
                 scores[i, page] = np.inf if summaries[page, dim] else scale * total

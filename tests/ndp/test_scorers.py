@@ -1,4 +1,4 @@
-"""Scorers choose by what numpy says of a page's keys, whenever its summary was made."""
+"""Each scorer chooses the pages that its numpy reference chooses, however old their summaries."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def is_by_attention(name: str) -> bool:
 
 
 class Pages:
-    """A sequence of random pages that differ, and what is asked of it."""
+    """A sequence whose random pages differ from each other, and the queries that tests ask."""
 
     def __init__(
         self,

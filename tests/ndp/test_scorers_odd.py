@@ -195,7 +195,7 @@ def test_a_package_that_is_broken_harms_nobody_else(
         sequence.select(0, ones(pool), budget=FEW, method="mean")
         with pytest.raises(BadArgumentError, match=r"'corner' is installed, but .*no_such_module"):
             sequence.select(0, ones(pool), budget=FEW, method="corner")
-        with pytest.raises(BadArgumentError, match=r"called 'ball', the entry point 'other'"):
+        with pytest.raises(BadArgumentError, match=r"called 'ball' and its entry point 'other'"):
             sequence.select(0, ones(pool), budget=FEW, method="other")
     finally:
         scorers._found.cache_clear()

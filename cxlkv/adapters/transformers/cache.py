@@ -362,8 +362,8 @@ class CXLCache(Cache):
 
     @property
     def _decodes_at_once(self) -> bool:
-        """Whether a step is one call into the core: attention is in the pool, no subclass has a way
-        of its own to choose or to attend, and nobody hears what is chosen."""
+        """Whether a step is one call into the core: attention is in the pool, no subclass chooses
+        or attends in its own way, and on_choice is not set."""
         kind = type(self)
         if self.on_choice is not None:
             return False

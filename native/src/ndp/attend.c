@@ -374,8 +374,8 @@ static uint64_t sparing_floats(const attend_job *job) {
     return floats;
 }
 
-/* job->room: queries' spreads and the spans' .upper; then the spans' .sums, and what is asked for
- * by nothing but the counts of hotness. */
+/* Lays out job->room: the queries' spreads and the spans' .upper, then the spans' .sums, then the
+ * mass where only hotness wants it. */
 static int place_room(attend_job *job) {
     uint64_t upper = job->sparing ? sparing_floats(job) : 0, sums = 0;
     uint64_t mass = (uint64_t)job->rows * job->batch->pool->layout.kv_heads * job->mass_k;
