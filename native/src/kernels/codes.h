@@ -61,7 +61,7 @@ typedef struct code_piece {
 /* A rotated query in 14 bits: channel d of it is about (128 * high[d] + low[d]) * factor, where
  * -64 < high <= 64 and -64 <= low < 64, so that a sum of two products with a byte fits 16 bits. */
 typedef struct code_query {
-    const int8_t *high, *low;    /* [code_channels(dim)], in the order of the channels */
+    const int8_t *high, *low;    /* [code_channels(dim)] each: low, and the next one, behind high */
     int32_t sum;                 /* of 128 * high + low over all channels */
     float factor;                /* scale * largest |channel| / 8127; NaN if the query has one */
 } code_query;

@@ -371,6 +371,13 @@ INLINE void load_keys(int bits, const uint8_t *lines, __m512i codes[4]) {
     }
 }
 
+/* 2 * (128 * high + low) + (1 - 2^bits) * sum, which fits, whatever its parts do. */
+INLINE __m512 sums_of_planes(__m512i high, __m512i low, int bits, int32_t sum) {
+    const uint32_t middle = (uint32_t)sum * (1 - (1u << bits));
+    high = _mm512_add_epi32(_mm512_slli_epi32(high, 8), _mm512_set1_epi32((int32_t)middle));
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(high, _mm512_slli_epi32(low, 1)));
+}
+
 /* Logits of 16 tokens, by 1 to 4 queries, before the products with scale and factor: twice as
  * large. `each` lines are asked for with 16 channels. Few queries have several sums each, which do
  * not wait for one another. */
@@ -411,19 +418,72 @@ INLINE void score_queries(int bits, const uint8_t *block, uint32_t channels,
         }
         h = _mm512_add_epi32(high[q][0], _mm512_srai_epi32(h, shift));
         l = _mm512_add_epi32(low[q][0], _mm512_srai_epi32(l, shift));
-        /* 2 * (128 * h + l) + (1 - 2^bits) * sum, which fits, whatever its parts do. */
-        uint32_t middle = (uint32_t)queries[q].sum * (1 - (1u << bits));
-        h = _mm512_add_epi32(_mm512_slli_epi32(h, 8), _mm512_set1_epi32((int32_t)middle));
-        sums[q] = _mm512_cvtepi32_ps(_mm512_add_epi32(h, _mm512_slli_epi32(l, 1)));
+        sums[q] = sums_of_planes(h, l, bits, queries[q].sum);
     }
+}
+
+enum { MANY_QUERIES = 8 };
+
+/* As score_queries(), of codes of 4 bits and 8 queries that lie one behind the other: codes are
+ * taken apart half as often. `channels` is a constant, as is all that is added to an address, so
+ * that none has an index. */
+INLINE void score_eight(const uint8_t *block, uint32_t channels, const code_query *queries,
+                        asked *next, uint32_t each, __m512 sums[MANY_QUERIES]) {
+    const int8_t *at = queries[0].high;
+    __m512i high[MANY_QUERIES], low[MANY_QUERIES];
+    UNROLL for (int q = 0; q < MANY_QUERIES; q++) high[q] = low[q] = _mm512_setzero_si512();
+    const uint8_t *end = block + (size_t)channels * 8;
+    for (; block < end; block += CODE_CHANNELS * 8, at = step(at)) {
+        __m512i codes[4];
+        load_keys(4, block, codes);
+        UNROLL for (int i = 1; i < 4; i += 2) /* as small as the others: all have one sum */
+            codes[i] = _mm512_and_si512(_mm512_srli_epi16(codes[i], 4), _mm512_set1_epi8(15));
+        ask_lines(next, each, LINE_BYTES);
+        next->at += each * LINE_BYTES;
+        UNROLL for (int i = 0; i < 4; i++) UNROLL for (int q = 0; q < MANY_QUERIES; q++) {
+            const int8_t *four = at + (size_t)q * 2 * channels + 4 * i;
+            high[q] = add_products(high[q], codes[i], four);
+            low[q] = add_products(low[q], codes[i], four + channels);
+        }
+    }
+    UNROLL for (int q = 0; q < MANY_QUERIES; q++)
+        sums[q] = sums_of_planes(high[q], low[q], 4, queries[q].sum);
+}
+
+typedef void eight_scorer(const uint8_t *block, const code_query *queries, asked *next,
+                          uint32_t each, __m512 sums[MANY_QUERIES]);
+
+#define EIGHT_SCORER(channels)                                                                   \
+    static __attribute__((noinline)) void score_eight_##channels(                                \
+        const uint8_t *block, const code_query *queries, asked *next, uint32_t each,             \
+        __m512 sums[MANY_QUERIES]) {                                                             \
+        score_eight(block, channels, queries, next, each, sums);                                 \
+    }
+EIGHT_SCORER(64)
+EIGHT_SCORER(128)
+
+/* NULL: there is none. */
+INLINE eight_scorer *eight_scorer_of(int bits, uint32_t channels, uint32_t query_count) {
+    if (bits == 8 || query_count % MANY_QUERIES) return NULL;
+    return channels == 128 ? score_eight_128 : channels == 64 ? score_eight_64 : NULL;
+}
+
+/* Lines of the next block that 8 of the queries ask for with 16 channels. */
+INLINE uint32_t lines_of_eight(uint32_t query_count, uint32_t q) {
+    if (query_count < 2 * MANY_QUERIES) return 2;
+    return q < 2 * MANY_QUERIES;
+}
+
+INLINE __m512 halved_scale(const uint16_t *scales) {
+    __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
+    return _mm512_mul_ps(scale, _mm512_set1_ps(0.5f));
 }
 
 /* Logits of 16 tokens. */
 INLINE void score_block(int bits, const uint8_t *block, uint32_t channels,
                         const uint16_t *scales, const code_query *queries, int queries_here,
                         asked *next, uint32_t each, __m512 logits[QUERY_BLOCK]) {
-    __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
-    scale = _mm512_mul_ps(scale, _mm512_set1_ps(0.5f));
+    const __m512 scale = halved_scale(scales);
     score_queries(bits, block, channels, queries, queries_here, next, each, logits);
     UNROLL for (int q = 0; q < queries_here; q++)
         logits[q] = _mm512_mul_ps(_mm512_mul_ps(logits[q], scale),
@@ -450,6 +510,20 @@ INLINE void score_tokens(int bits, uint32_t channels, const score_part *part,
                               _mm512_maskz_compress_ps(part->here.there, logits[q]));
 }
 
+INLINE void score_eight_tokens(eight_scorer *eight, const score_part *part,
+                               const code_query *queries, asked *next, uint32_t each) {
+    const __mmask16 first = (__mmask16)((1u << part->here.count) - 1);
+    const __m512 scale = halved_scale(part->scales);
+    __m512 sums[MANY_QUERIES];
+    eight(part->block, queries, next, each, sums);
+    for (int q = 0; q < MANY_QUERIES; q++) {
+        const __m512 factor = _mm512_set1_ps(queries[q].factor);
+        const __m512 logits = _mm512_mul_ps(_mm512_mul_ps(sums[q], scale), factor);
+        _mm512_mask_storeu_ps(part->logits + q * part->logit_stride, first,
+                              _mm512_maskz_compress_ps(part->here.there, logits));
+    }
+}
+
 /* Lines of the next block that block `part` of the queries asks for with 16 channels. */
 INLINE uint32_t lines_each(int bits, uint32_t query_count, uint32_t part) {
     const uint32_t lines = (uint32_t)bits / 2;
@@ -467,7 +541,13 @@ INLINE void score_form(int bits, uint32_t channels, score_part part, const code_
     case 3: score_tokens(bits, channels, &part, queries, 3, next, lines); return;
     case 4: score_tokens(bits, channels, &part, queries, 4, next, lines); return;
     }
-    for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) {
+    eight_scorer *eight = eight_scorer_of(bits, channels, query_count);
+    uint32_t q = 0;
+    for (; eight && q < query_count; q += MANY_QUERIES) {
+        score_eight_tokens(eight, &part, queries + q, next, lines_of_eight(query_count, q));
+        part.logits += MANY_QUERIES * part.logit_stride;
+    }
+    for (; q < query_count; q += QUERY_BLOCK) {
         const uint32_t each = lines_each(bits, query_count, q / QUERY_BLOCK);
         switch (query_count - q) {
         case 1: score_tokens(bits, channels, &part, queries + q, 1, next, each); break;
@@ -519,6 +599,23 @@ INLINE __mmask16 raise_best(int bits, const uint8_t *block, uint32_t channels,
     return broken;
 }
 
+/* As raise_best(), of 8 queries. */
+INLINE __mmask16 raise_eight(eight_scorer *eight, const uint8_t *block, const uint16_t *scales,
+                             const code_query *queries, asked *next, uint32_t each,
+                             __m512 *best) {
+    const __m512 scale = halved_scale(scales);
+    __mmask16 broken = 0;
+    __m512 sums[MANY_QUERIES];
+    eight(block, queries, next, each, sums);
+    UNROLL for (int q = 0; q < MANY_QUERIES; q++) {
+        const __m512 factor = _mm512_set1_ps(queries[q].factor);
+        const __m512 logits = _mm512_mul_ps(_mm512_mul_ps(sums[q], scale), factor);
+        broken |= _mm512_cmp_ps_mask(logits, logits, _CMP_UNORD_Q);
+        *best = _mm512_max_ps(logits, *best);
+    }
+    return broken;
+}
+
 /* The best of all queries with 16 tokens. */
 INLINE __mmask16 raise_all(int bits, const uint8_t *block, uint32_t channels,
                            const uint16_t *scales, const code_query *from, uint32_t query_count,
@@ -531,7 +628,11 @@ INLINE __mmask16 raise_all(int bits, const uint8_t *block, uint32_t channels,
     case 3: return raise_best(bits, block, channels, scales, from, 3, next, lines, best);
     case 4: return raise_best(bits, block, channels, scales, from, 4, next, lines, best);
     }
-    for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK, from += QUERY_BLOCK) {
+    eight_scorer *eight = eight_scorer_of(bits, channels, query_count);
+    uint32_t q = 0;
+    for (; eight && q < query_count; q += MANY_QUERIES, from += MANY_QUERIES)
+        bad |= raise_eight(eight, block, scales, from, next, lines_of_eight(query_count, q), best);
+    for (; q < query_count; q += QUERY_BLOCK, from += QUERY_BLOCK) {
         const uint32_t each = lines_each(bits, query_count, q / QUERY_BLOCK);
         switch (query_count - q) {
         case 1: bad |= raise_best(bits, block, channels, scales, from, 1, next, each, best); break;
@@ -558,11 +659,100 @@ INLINE float best_of_piece(int bits, uint32_t channels, code_piece piece, uint32
     return broken ? NAN : _mm512_reduce_max_ps(most) + 0.0f;
 }
 
+/* Four channels of a query, in all lanes: loaded once for two blocks. */
+INLINE __m512i four_channels(const int8_t *four) {
+    __m512i made;
+    __asm__("vpbroadcastd %1, %0" : "=v"(made) : "m"(*(const int8_t(*)[4])four));
+    return made;
+}
+
+/* In its place: gcc would write the intrinsic's sums to other registers, and move them back. */
+INLINE __m512i add_four(__m512i sums, __m512i codes, __m512i four) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(four));
+    return sums;
+}
+
+/* As score_queries(), of codes of 8 bits, 4 queries that lie one behind the other, and two blocks:
+ * twice as much is computed until the lines that are asked for have to be there. */
+INLINE void score_pair(const uint8_t *const blocks[2], uint32_t channels,
+                       const code_query *queries, asked next[2], uint32_t each,
+                       __m512 sums[2][QUERY_BLOCK]) {
+    const int8_t *at = queries[0].high;
+    const uint8_t *block = blocks[0], *end = block + (size_t)channels * 16;
+    const ptrdiff_t other = blocks[1] - blocks[0];
+    __m512i high[2][QUERY_BLOCK], low[2][QUERY_BLOCK];
+    UNROLL for (int q = 0; q < QUERY_BLOCK; q++) UNROLL for (int b = 0; b < 2; b++)
+        high[b][q] = low[b][q] = _mm512_setzero_si512();
+    for (; block < end; block += CODE_CHANNELS * 16, at = step(at)) {
+        __m512i codes[2][4];
+        load_keys(8, block, codes[0]);
+        load_keys(8, block + other, codes[1]);
+        UNROLL for (int b = 0; b < 2; b++) {
+            ask_lines(&next[b], each, LINE_BYTES);
+            next[b].at += each * LINE_BYTES;
+        }
+        UNROLL for (int i = 0; i < 4; i++) UNROLL for (int q = 0; q < QUERY_BLOCK; q++) {
+            const int8_t *four = at + (size_t)q * 2 * channels + 4 * i;
+            __m512i h = four_channels(four), l = four_channels(four + channels);
+            UNROLL for (int b = 0; b < 2; b++) {
+                high[b][q] = add_four(high[b][q], codes[b][i], h);
+                low[b][q] = add_four(low[b][q], codes[b][i], l);
+            }
+        }
+    }
+    UNROLL for (int q = 0; q < QUERY_BLOCK; q++) UNROLL for (int b = 0; b < 2; b++)
+        sums[b][q] = sums_of_planes(high[b][q], low[b][q], 8, queries[q].sum);
+}
+
+/* As best_of_piece(), of two pieces of 8 bits and a multiple of 4 queries. */
+INLINE void best_of_pair(uint32_t channels, const code_piece pieces[2],
+                         uint32_t tokens_used, const code_query *queries, uint32_t query_count,
+                         asked next[2], float *best) {
+    __m512 most[2] = {_mm512_set1_ps(-INFINITY), _mm512_set1_ps(-INFINITY)};
+    __mmask16 broken[2] = {0, 0};
+    for (uint32_t t = 0; t < tokens_used; t += LANES) {
+        const __mmask16 there = tokens_of(t, tokens_used).there;
+        const size_t at = (size_t)t / CODE_TOKENS * channels * 16;
+        const uint8_t *const blocks[2] = {pieces[0].blocks + at, pieces[1].blocks + at};
+        __m512 scales[2], largest[2];
+        UNROLL for (int b = 0; b < 2; b++) {
+            scales[b] = halved_scale(pieces[b].scales + t);
+            largest[b] = _mm512_set1_ps(-INFINITY);
+        }
+        for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) {
+            __m512 sums[2][QUERY_BLOCK];
+            score_pair(blocks, channels, queries + q, next,
+                       lines_each(8, query_count, q / QUERY_BLOCK), sums);
+            UNROLL for (int i = 0; i < QUERY_BLOCK; i++) UNROLL for (int b = 0; b < 2; b++) {
+                const __m512 factor = _mm512_set1_ps(queries[q + i].factor);
+                __m512 logits = _mm512_mul_ps(_mm512_mul_ps(sums[b][i], scales[b]), factor);
+                broken[b] |= there & _mm512_cmp_ps_mask(logits, logits, _CMP_UNORD_Q);
+                largest[b] = _mm512_max_ps(logits, largest[b]);
+            }
+        }
+        UNROLL for (int b = 0; b < 2; b++)
+            most[b] = _mm512_mask_max_ps(most[b], there, most[b], largest[b]);
+    }
+    UNROLL for (int b = 0; b < 2; b++)
+        best[b] = broken[b] ? NAN : _mm512_reduce_max_ps(most[b]) + 0.0f;
+}
+
 INLINE void best_of_pieces(int bits, uint32_t channels, const code_piece *pieces,
                            const void *const *next, uint32_t count, uint32_t tokens_used,
                            const code_query *queries, uint32_t query_count, float *best) {
     const code_form form = {.bits = (uint32_t)bits, .dim = channels};
-    for (uint32_t i = 0; i < count; i++) {
+    uint32_t i = 0;
+    const bool pairs = bits == 8 && query_count > QUERY_BLOCK && query_count % QUERY_BLOCK == 0;
+    for (; pairs && i + 2 <= count; i += 2) {
+        asked ahead[2];
+        UNROLL for (uint32_t b = 0; b < 2; b++) {
+            const void *its_next = next ? next[i + b] : NULL;
+            ahead[b] = asked_of(its_next, pieces[i + b].blocks);
+            ask_for_scales(its_next, &form, tokens_used);
+        }
+        best_of_pair(channels, pieces + i, tokens_used, queries, query_count, ahead, best + i);
+    }
+    for (; i < count; i++) {
         const void *its_next = next ? next[i] : NULL;
         asked ahead = asked_of(its_next, pieces[i].blocks);
         ask_for_scales(its_next, &form, tokens_used);
