@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
-from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, overload
 
@@ -404,12 +403,15 @@ class Batch:
 
         lse is float32 [rows, q_heads], natural log: two partial results merge exactly by it.
         picked=None: over all pages that the rows see. Causal, as in select(). softcap: logits
-        become softcap * tanh(logit / softcap). error: as of Budget, which decode() takes it from.
+        become softcap * tanh(logit / softcap). error: as of Budget, which decode() takes it from;
+        under picked.log_weights all bits are read. These and picked.rows take part as Selection
+        and VirtualRows say, and out, lse and the shares below are of all that took part.
 
         page_mass: a third array, float32 [rows, kv_heads, k], has each page's share of the row's
         attention, the mean over the queries of a kv head: of picked pages by their places in the
         list, 0 where it is padded; else by page, k being the pages of the longest sequence. The
-        shares of a list sum to 1, or are all 0 where nothing was seen.
+        shares of a list sum to 1, less what its virtual rows have, or are all 0 where nothing was
+        seen.
         """
         offsets = self._starts(starts)
         found = self._attend(layer, q, offsets, picked, scale, softcap, error, page_mass=page_mass)
@@ -439,7 +441,9 @@ class Batch:
         if found.mass is not None and picked is None:
             self._mass_room = found.mass.shape[2]
         if transfer:
-            most = found.read if error else None  # lower planes may have stayed
+            # Lower planes may have stayed, or pages that are left out.
+            weighed = picked is not None and picked.log_weights is not None
+            most = found.read if error or weighed else None
             transfer.end_read("attend", self._layout, layer, self._tokens(layer), picked, most)
         return found
 
@@ -824,11 +828,7 @@ class _Borrowed(Sequence):
 
 
 def with_axis(picked: Selection | None) -> Selection | None:
-    if picked is None or picked.pages.ndim == 3:
-        return picked
-    return replace(
-        picked, pages=picked.pages[None], scores=picked.scores[None], counts=picked.counts[None]
-    )
+    return picked if picked is None or picked.pages.ndim == 3 else picked.at(None)
 
 
 def _budgets_of(given: BudgetLike | Sequences[BudgetLike] | None) -> tuple[Budget, ...]:
@@ -900,7 +900,7 @@ def as_asked(picked: Selection, single: bool, chosen: Budget) -> Selection:
     """Without the first axis where there is one list for each head: Sequence.select()'s shapes."""
     if not single and chosen.per == "query":
         return picked
-    return replace(picked, pages=picked.pages[0], scores=picked.scores[0], counts=picked.counts[0])
+    return picked.at(0)
 
 
 def _layer(layer: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from numbers import Integral, Real
 from statistics import NormalDist
@@ -214,6 +214,21 @@ class Stages:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class VirtualRows:
+    """Tokens that no page has and attention is to see, such as means of what was not chosen.
+
+    k: float32 [lists, kv_heads, n, head_dim]; v: [lists, kv_heads, n, value_head_dim], the same n
+    for all lists; log_counts: [lists, kv_heads, n], the log of how many tokens a row stands for: it
+    is added to the row's logit, scale * q.k under the softcap. -inf: there is no such row, whatever
+    k and v are. Each query of a list sees all of its rows, wherever the query is.
+    """
+
+    k: npt.NDArray[np.float32]
+    v: npt.NDArray[np.float32]
+    log_counts: npt.NDArray[np.float32]
+
+
 @dataclass(frozen=True)
 class Selection:
     """The pages that a select chose.
@@ -224,6 +239,13 @@ class Selection:
     str() of it says why. Where no token of a page was scored by its key, the page's score is an
     estimate. bytes_scored were read to choose; bytes_fetched are K and V of the chosen pages'
     tokens, as fetch and attend read them. method: what "auto" came to, or "kept" (Budget.refresh).
+
+    A choice may have more, which attend takes and all else ignores. log_weights: float32 [rows or
+    n, kv_heads, k, page_tokens], or [.., 1] for a number a page, added to the tokens' logits behind
+    scale and softcap: the log of 1 / p for a token that was drawn with probability p. -inf leaves a
+    token out, and a page of which nothing else is left is not read; a NaN among the values of a
+    token that was left out still shows. NaN and +inf among the weights of tokens are refused. rows:
+    tokens beside the pages'.
     """
 
     pages: npt.NDArray[np.int32]
@@ -235,6 +257,28 @@ class Selection:
     starts: npt.NDArray[np.int32] = field(repr=False)
     stages: Stages | None = None
     method: str = ""
+    log_weights: npt.NDArray[np.float32] | None = field(default=None, repr=False)
+    rows: VirtualRows | None = field(default=None, repr=False)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is pages and nothing else."""
+        return self.log_weights is None and self.rows is None
+
+    def at(self, place: int | None) -> Selection:
+        """The same of each array's [place]: 0 is the first list without its axis, None puts an axis
+        in front."""
+        weights, rows = self.log_weights, self.rows
+        return replace(
+            self,
+            pages=self.pages[place],
+            scores=self.scores[place],
+            counts=self.counts[place],
+            log_weights=None if weights is None else weights[place],
+            rows=None
+            if rows is None
+            else VirtualRows(rows.k[place], rows.v[place], rows.log_counts[place]),
+        )
 
     def __repr__(self) -> str:
         *rows, heads = self.counts.shape
@@ -243,7 +287,10 @@ class Selection:
         lists = f"{heads} kv heads" + "".join(f" of {n:,} {self._rows}" for n in rows)
         read, fetched = format_bytes(self.bytes_scored), format_bytes(self.bytes_fetched)
         by = f", chosen by {self.method}" if self.method else ""
-        return f"<Selection: {pages} pages for {lists}{by}; {read} read, {fetched} to fetch>"
+        more = "" if self.log_weights is None else ", weighed"
+        if self.rows is not None:
+            more += f", {self.rows.log_counts.shape[-1]:,} virtual rows each"
+        return f"<Selection: {pages} pages for {lists}{by}{more}; {read} read, {fetched} to fetch>"
 
     @property
     def _rows(self) -> str:

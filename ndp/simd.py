@@ -200,6 +200,30 @@ def picked_rows(
     return np.ascontiguousarray(picked.pages, np.int32), PERS.index(picked.per)
 
 
+def picked_more(picked: Selection, layout: KVLayout) -> _core.More:
+    """What a selection has besides pages, as the core takes it; raises BadArgumentError."""
+    lists, heads, k = picked.pages.shape
+    weights, rows = picked.log_weights, picked.rows
+    if weights is not None:
+        weights = np.ascontiguousarray(weights, np.float32)
+        tokens = layout.page_tokens
+        if weights.shape not in ((lists, heads, k, tokens), (lists, heads, k, 1)):
+            raise BadArgumentError(
+                f"picked.log_weights has shape {weights.shape}, wanted "
+                f"{(lists, heads, k, tokens)} or {(lists, heads, k, 1)}"
+            )
+    if rows is None:
+        return _core.More(weights, None)
+    arrays = [np.ascontiguousarray(each, np.float32) for each in (rows.k, rows.v, rows.log_counts)]
+    n = arrays[2].shape[-1] if arrays[2].ndim else 0
+    dims = ((layout.head_dim,), (layout.value_head_dim,), ())
+    for name, array, dim in zip(("k", "v", "log_counts"), arrays, dims, strict=True):
+        if array.shape != (lists, heads, n, *dim):
+            wanted = (lists, heads, n, *dim)
+            raise BadArgumentError(f"picked.rows.{name} has shape {array.shape}, wanted {wanted}")
+    return _core.More(weights, (arrays[0], arrays[1], arrays[2]))
+
+
 def fetch(
     batch: _core.Handle,
     layout: KVLayout,
@@ -336,16 +360,17 @@ def attend(
     made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
     lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
     given = (picked_rows(picked, layout), scale, softcap or 0.0, float(error), address)
+    more = None if picked is None or picked.is_plain else picked_more(picked, layout)
     lse_view = view(lse, "lse")
     if mass_room is None:
-        read, _ = _core.batch_attend(batch, layer, got, starts, *given, lse_view)
+        read, _ = _core.batch_attend(batch, layer, got, starts, *given, lse_view, None, more)
         return Attended(made, lse, read, None)
     lists, k = rows * layout.kv_heads, mass_room if picked is None else picked.pages.shape[-1]
     while True:
         room = lists * k
         mass = empty_like_kind(queries, (room,), DTYPES.index("float32"))
         at = (address_of(mass), room)
-        read, k = _core.batch_attend(batch, layer, got, starts, *given, lse_view, at)
+        read, k = _core.batch_attend(batch, layer, got, starts, *given, lse_view, at, more)
         if read != _core.E_ROOM:
             shares = (mass if lists * k == room else mass[: lists * k]).reshape(
                 (rows, layout.kv_heads, k)

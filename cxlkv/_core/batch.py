@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -228,6 +228,33 @@ def batch_verify(batch: Handle, layer: int, picked: tuple[PageIndices, int]) -> 
     check(lib.cxlkv_batch_verify(batch, layer, struct))
 
 
+class More(NamedTuple):
+    """What an attend's picked pages come with, contiguous: log_weights [lists, kv_heads, k,
+    page_tokens or 1]; of virtual rows k, v and log_counts [lists, kv_heads, n, ..]."""
+
+    weights: npt.NDArray[np.float32] | None
+    rows: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]] | None
+
+
+def _attend_to_more(batch: Handle, args: Any, more: More) -> int:
+    """The next attend of this thread finds the struct without it."""
+    picked = args.picked
+    try:
+        if more.weights is not None:
+            picked.weight_tokens = more.weights.shape[3]
+            picked.log_weights = flat("float", more.weights)
+        if more.rows is not None:
+            picked.row_keys, picked.row_values, picked.row_log_counts = (
+                flat("float", each) for each in more.rows
+            )
+            picked.row_count = more.rows[2].shape[2]
+        return int(lib.cxlkv_batch_attend(batch, args))
+    finally:
+        picked.log_weights = picked.row_keys = ffi.NULL
+        picked.row_values = picked.row_log_counts = ffi.NULL
+        picked.row_count = 0
+
+
 def batch_attend(
     batch: Handle,
     layer: int,
@@ -240,10 +267,11 @@ def batch_attend(
     out_address: int,
     lse: View,
     mass: tuple[int, int] | None = None,
+    more: More | None = None,
 ) -> tuple[int, int]:
     """Fills out, lse and [rows, kv_heads, k] at mass (address, elements); returns (the bytes of K
     and V that were read, k). E_ROOM in place of the bytes: mass is too small for k, and
-    nothing was read."""
+    nothing was read. more: with picked only."""
     args = _arguments.attend
     _fill_rows(args.queries, queries)
     _fill_picked(args.picked, picked)
@@ -254,7 +282,10 @@ def batch_attend(
     args.mass = ffi.NULL
     if mass is not None:
         args.mass, args.mass_capacity = ffi.cast("float *", mass[0]), mass[1]
-    code = lib.cxlkv_batch_attend(batch, args)
+    if more is None:
+        code = lib.cxlkv_batch_attend(batch, args)
+    else:
+        code = _attend_to_more(batch, args, more)
     if code < 0 and (code != E_ROOM or mass is None):
         check(code)
     return code, args.mass_k

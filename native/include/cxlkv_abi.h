@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 16
+#define CXLKV_ABI 17
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -275,12 +275,24 @@ typedef struct cxlkv_scorer {
     uint64_t parameter_count;
 } cxlkv_scorer;
 
-/* Which pages: pages NULL means all. lists is rows (per query) or n (per sequence). */
+/* Which pages: pages NULL means all. lists is rows (per query) or n (per sequence). An attend to
+ * listed pages also takes, and all else ignores:
+ * log_weights: added to the tokens' logits, behind scale and softcap; -inf leaves a token out, and
+ *     of a page that has no other nothing is read. NaN and +inf among those that are read are
+ *     refused.
+ * virtual rows: tokens of no page, which all query rows of a list see. A row's log_count is added
+ *     to its logit likewise; -inf: there is no such row; NaN and +inf are refused. */
 typedef struct cxlkv_picked {
     const int32_t *pages;          /* [lists, kv_heads, k] */
     uint32_t lists;
     uint32_t k;
     uint32_t per;
+    uint32_t weight_tokens;        /* of log_weights: page_tokens, or 1: a number a page */
+    const float *log_weights;      /* [lists, kv_heads, k, weight_tokens]; NULL: none */
+    const float *row_keys;         /* [lists, kv_heads, row_count, head_dim] */
+    const float *row_values;       /* [lists, kv_heads, row_count, value_head_dim] */
+    const float *row_log_counts;   /* [lists, kv_heads, row_count] */
+    uint32_t row_count;            /* virtual rows of each; 0: none */
     uint32_t reserved;
 } cxlkv_picked;
 

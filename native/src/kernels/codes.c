@@ -165,6 +165,15 @@ void code_queries(const float *queries, uint32_t count, uint32_t dim, float scal
     }
 }
 
+void code_rotate(float *rows, uint32_t count, uint32_t dim) {
+    uint32_t flips[CODE_DIM_MAX];
+    flips_of(dim, flips);
+    for (uint32_t i = 0; i < count; i++, rows += dim) {
+        flip(rows, dim, flips, rows);
+        transform_blocks(rows, dim);
+    }
+}
+
 void code_unrotate(float *rows, uint32_t count, uint32_t dim) {
     uint32_t flips[CODE_DIM_MAX];
     flips_of(dim, flips);

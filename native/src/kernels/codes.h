@@ -71,7 +71,8 @@ typedef struct code_query {
  * code_channels(dim) bytes, 64-byte aligned. A query of zeros, or below 1e-30, has codes 0. */
 void code_queries(const float *queries, uint32_t count, uint32_t dim, float scale, int8_t *room,
                   code_query *prepared);
-/* In place, `count` rows of `dim` floats, from the rotated space back. */
+/* In place, `count` rows of `dim` floats, into the rotated space, and back. */
+void code_rotate(float *rows, uint32_t count, uint32_t dim);
 void code_unrotate(float *rows, uint32_t count, uint32_t dim);
 
 /* ---- code_rows.c ---- */

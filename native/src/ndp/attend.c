@@ -17,6 +17,7 @@ enum { LOGITS_TOGETHER = 16 << 10 };
 typedef struct head_rows {
     uint32_t at, tokens;         /* its position, and what it holds */
     bool whole;                  /* all rows of the span see all of it */
+    const float *weights;        /* of its tokens, or NULL */
     page_rows keys, values;
 } head_rows;
 
@@ -25,6 +26,7 @@ static void attend_rows(const span_walk *w, uint32_t head, uint64_t query, uint3
                         uint32_t hidden, uint32_t tokens, const head_rows *rows, float *logits) {
     const attend_job *job = w->job;
     softmax_state state = mass_state(w, rows->at, head, query);
+    if (rows->weights) state.log_weights = rows->weights + hidden;
     kernel_queries queries =
         queries_range(job->queries, first_query_of(job, w->s, head) + query, count);
     stored_score(&job->keys, rows->keys.first, rows->keys.row_bytes, hidden, tokens, &queries,
@@ -168,6 +170,7 @@ static void attend_whole(const span_walk *w, const page_block *block, const page
         score_whole(&b);
         for (uint32_t head = b.head_first; head < b.head_last; head++) {
             softmax_state state = mass_state(w, block->at[0], head, 0);
+            state.log_weights = w->weights;
             online_softmax(job, logits_of(&b, head), block->tokens, b.queries, &state);
         }
         if (w->steps) mass_of_block(w, block, b.head_first, b.head_last - b.head_first, logits);
@@ -175,11 +178,12 @@ static void attend_whole(const span_walk *w, const page_block *block, const page
     }
 }
 
-/* Page i of a block of which not all rows see all. */
-static void attend_part(const span_walk *w, const page_block *block, uint32_t i, float *logits) {
+/* Page i of a block of which not all rows see all; weights: of its tokens, or NULL. */
+static void attend_part(const span_walk *w, const page_block *block, uint32_t i,
+                        const float *weights, float *logits) {
     const span *s = w->s;
     head_rows rows = {.at = block->at[i], .tokens = block->held[i], .keys = block->keys[i],
-                      .values = block->values[i],
+                      .values = block->values[i], .weights = weights,
                       .whole = view_whole(&w->view, block->index[i], s->row_first, s->row_count,
                                           w->rows)};
     rows.keys.first += s->head_first * rows.keys.head_bytes;
@@ -202,6 +206,7 @@ typedef struct sparing {
 static int attend_block(const span_walk *w, const page_block *block, const page_block *later,
                         float *logits, sparing *upper) {
     int code = block_verify(w, block);
+    if (code == 0 && w->weights) code = block_weigh(w, block);
     if (code < 0) return code;
     bool together = block->whole && span_queries(w->job, w->s) <= SPAN_QUERIES;
     bool spares = together && upper->at;
@@ -212,7 +217,8 @@ static int attend_block(const span_walk *w, const page_block *block, const page_
         upper->bytes +=
             block->tokens * token_bytes(&w->job->batch->pool->layout) * w->s->head_count;
     if (together && !spares) attend_whole(w, block, later, logits);
-    for (uint32_t i = 0; !together && i < block->count; i++) attend_part(w, block, i, logits);
+    for (uint32_t i = 0, done = 0; !together && i < block->count; done += block->held[i++])
+        attend_part(w, block, i, w->weights ? w->weights + done : NULL, logits);
     if (together && w->steps) mass_step(w, block->at[block->count - 1] + 1);
     return 0;
 }
@@ -240,7 +246,7 @@ static int attend_span(void *context, uint32_t item) {
     uint32_t wide = layout->page_tokens > BLOCK_TOKENS ? layout->page_tokens : BLOCK_TOKENS;
     uint64_t one_head = SPAN_QUERIES * wide, most = LOGITS_TOGETHER;
     uint64_t logits_most = one_head > most ? one_head : most;
-    float *room = malloc((logits_most + 2 * queries) * sizeof(float) + LINE_BYTES);
+    float *room = malloc((logits_most + 2 * queries + wide) * sizeof(float) + LINE_BYTES);
     sparing upper = {0};
     if (!room) return fail(ENOMEM, "no memory for logits");
     float *logits = (float *)align_up((uintptr_t)room, LINE_BYTES), *totals = logits + logits_most;
@@ -259,7 +265,9 @@ static int attend_span(void *context, uint32_t item) {
     }
     mass_steps steps = {0};
     if (job->weighs) mass_begin(job, s, walk.steps = &steps);
-    int code = attend_pages(&walk, logits, &upper);
+    if (job->args->picked.log_weights) walk.weights = totals + 2 * queries;
+    int code = job->args->picked.row_count ? virtual_attend(&walk, logits) : 0;
+    if (code == 0) code = attend_pages(&walk, logits, &upper);
     if (walk.steps) mass_end(&walk);
     free(room);
     atomic_fetch_add_explicit(&job->bytes, upper.bytes, memory_order_relaxed);
@@ -439,6 +447,12 @@ static int place_scratch(attend_job *job) {
 
 static int picked_check(const attend_job *job) {
     const cxlkv_picked *picked = &job->args->picked;
+    uint32_t page_tokens = job->batch->pool->layout.page_tokens;
+    if (!picked->pages && (picked->log_weights || picked->row_count))
+        return fail(CXLKV_E_ARGUMENT, "attend: weights and virtual rows are of lists of pages");
+    if (picked->log_weights && picked->weight_tokens != 1 && picked->weight_tokens != page_tokens)
+        return fail(CXLKV_E_ARGUMENT, "attend: log_weights of %u tokens a page: 1 or %u",
+                    picked->weight_tokens, page_tokens);
     if (!picked->pages) return 0;
     uint32_t wanted = picked->per == CXLKV_PER_QUERY ? job->rows : job->batch->count;
     if (picked->lists == wanted) return 0;
@@ -500,7 +514,9 @@ int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts)
     attend_job job = {.batch = batch, .args = args, .isa = kernels_current(), .parts = parts};
     job.keys = stored_of(layout, job.isa, PIECE_KEYS);
     job.values = stored_of(layout, job.isa, PIECE_VALUES);
-    job.sparing = args->error > 0 && (job.keys.planes || job.values.planes);
+    /* Pages' shares are measured without weights. */
+    job.sparing = args->error > 0 && (job.keys.planes || job.values.planes) &&
+                  !args->picked.log_weights;
     int64_t code = batch_lock(batch, false);
     if (code < 0) return code;
     local_enter(batch->pool);

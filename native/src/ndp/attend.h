@@ -12,6 +12,7 @@ typedef struct span {
     uint64_t row_first, row_count;      /* within the sequence, or the group */
     uint64_t first_query, block;        /* of the sequence or group; as of a select's plan */
     const int32_t *pages;               /* a list, or NULL: the range below */
+    uint64_t list;                      /* which one, of all lists' kv heads */
     uint32_t page_first, page_last;     /* positions in the list, or in the range */
     uint32_t gap_first, gap_pages;      /* a range leaves these pages out */
     bool shared;                        /* rows are of a group, and see all of all pages */
@@ -112,6 +113,8 @@ typedef struct span_walk {
     uint64_t rows;                      /* of the sequence */
     uint32_t at, step;                  /* pages of a block */
     mass_steps *steps;                  /* of a job that weighs pages */
+    float *weights;                     /* room for those of a block's tokens; NULL: there are none
+                                         */
 } span_walk;
 
 /* K or V of page i of a block and a head, NULL behind its end. */
@@ -138,6 +141,8 @@ int block_take(span_walk *w, page_block *block);
 int block_verify(const span_walk *w, const page_block *block);
 /* Pages of a block: enough tokens for a vector or four, not more bytes than a cache holds twice. */
 uint32_t block_pages(const attend_job *job, const span *s);
+/* The log weights of a block's tokens, one page behind the other, to w->weights. */
+int block_weigh(const span_walk *w, const page_block *block);
 /* Logits [count][tokens] under args->softcap. */
 void cap_logits(const attend_job *job, float *logits, uint64_t count);
 /* What some queries of a head have of the pages before: all of it is rescaled together. */
@@ -146,6 +151,7 @@ typedef struct softmax_state {
     float *accumulator;                 /* [query][value_dim], or NULL */
     float *sums;                        /* of weights: the last pages', [query][sum_stride] */
     uint64_t sum_count, sum_stride;
+    const float *log_weights;           /* [tokens], added to all queries' logits; NULL: none */
 } softmax_state;
 /* logits [count][tokens] to weights; raises the queries' maxima, and rescales all else. */
 void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
@@ -184,6 +190,11 @@ float *mass_of_row(const attend_job *job, uint64_t row, uint32_t kv_head);
 /* What a span has of some queries, times a factor each, to their row's pages. */
 void mass_add(const attend_job *job, const span *s, uint32_t head, uint64_t query,
               const float *factors, uint32_t count, float *to);
+
+/* ---- attend_virtual.c ---- */
+/* The span's share of its list's virtual rows, before its first page. logits: room for those of
+ * BLOCK_TOKENS rows and SPAN_QUERIES queries. */
+int virtual_attend(const span_walk *w, float *logits);
 
 /* ---- attend_cut.c ---- */
 /* Sets job->parts, if it is 0, then job->spans and job->merges, which the caller frees. */

@@ -161,9 +161,10 @@ static uint32_t pages_in_sight(const layer_view *view, uint64_t row, uint64_t co
     return (uint32_t)(last / page_tokens) + 1 - *low;
 }
 
-/* At most `wanted` parts of so many pages, none of them small. */
+/* At most `wanted` parts of so many pages and virtual rows, none of them small. */
 static uint32_t parts_of(const attend_job *job, uint32_t wanted, uint32_t pages) {
-    uint64_t tokens = (uint64_t)pages * job->batch->pool->layout.page_tokens;
+    uint64_t tokens = (uint64_t)pages * job->batch->pool->layout.page_tokens +
+                      job->args->picked.row_count;
     return (uint32_t)min_u64(wanted, tokens / SPAN_TOKENS_MIN > 1 ? tokens / SPAN_TOKENS_MIN : 1);
 }
 
@@ -207,7 +208,8 @@ static void cut_lists(attend_job *job, span made) {
     made.head_count = 1;
     for (uint32_t head = 0; head < heads; head++) {
         made.head_first = head;
-        made.pages = picked->pages + (list * heads + head) * picked->k;
+        made.list = list * heads + head;
+        made.pages = picked->pages + made.list * picked->k;
         made.merge = job->merge_count;
         put_merge(job, (merge){.first = job->span_count, .count = parts});
         for (uint32_t part = 0; part < parts; part++) {

@@ -15,12 +15,24 @@ static int64_t page_at(const span_walk *w, uint32_t at) {
     return index < w->view.first ? -1 : index; /* behind the window of every row */
 }
 
+static const float *weights_at(const span_walk *w, uint32_t at) {
+    const cxlkv_picked *picked = &w->job->args->picked;
+    return picked->log_weights + (w->s->list * picked->k + at) * picked->weight_tokens;
+}
+
+static bool is_left_out(const span_walk *w, uint32_t at) {
+    const float *weights = weights_at(w, at);
+    uint32_t left = 0, count = w->job->args->picked.weight_tokens;
+    for (uint32_t t = 0; t < count; t++) left += weights[t] == -INFINITY;
+    return left == count;
+}
+
 int block_take(span_walk *w, page_block *block) {
     block->count = block->tokens = 0;
     block->whole = true;
     for (; w->at < w->s->page_last && block->count < w->step; w->at++) {
         int64_t index = page_at(w, w->at);
-        if (index == -1) continue;
+        if (index == -1 || (index >= 0 && w->weights && is_left_out(w, w->at))) continue;
         if (index < 0) return (int)index;
         uint32_t i = block->count++;
         block->at[i] = w->at;
@@ -40,6 +52,23 @@ int block_verify(const span_walk *w, const page_block *block) {
     for (uint32_t i = 0; code == 0 && i < block->count; i++)
         if (!block->keys[i].local) code = view_verify(&w->view, block->index[i]);
     return code;
+}
+
+int block_weigh(const span_walk *w, const page_block *block) {
+    uint32_t each = w->job->args->picked.weight_tokens > 1;
+    float *to = w->weights;
+    bool wrong = false;
+    for (uint32_t i = 0; i < block->count; to += block->held[i++]) {
+        const float *from = weights_at(w, block->at[i]);
+        for (uint32_t t = 0; t < block->held[i]; t++) {
+            to[t] = from[t * each];
+            wrong |= !(to[t] < INFINITY);
+        }
+    }
+    if (!wrong) return 0;
+    return fail(CXLKV_E_ARGUMENT, "attend: log_weights have NaN or infinity in list %lu of kv "
+                "head %u: numbers and -infinity are wanted",
+                w->s->list / w->job->batch->pool->layout.kv_heads, w->s->head_first);
 }
 
 uint32_t block_pages(const attend_job *job, const span *s) {
@@ -73,6 +102,13 @@ void cap_logits(const attend_job *job, float *logits, uint64_t count) {
     for (uint64_t i = 0; cap > 0 && i < count; i++) logits[i] = cap * tanhf(logits[i] / cap);
 }
 
+/* What is left out does not matter, NaN or not. */
+static void add_weights(float *logits, uint32_t tokens, uint32_t count, const float *weights) {
+    for (uint32_t q = 0; q < count; q++, logits += tokens)
+        for (uint32_t t = 0; t < tokens; t++)
+            logits[t] = weights[t] == -INFINITY ? -INFINITY : logits[t] + weights[t];
+}
+
 static void rescale(float *values, uint64_t count, float factor) {
     for (uint64_t i = 0; i < count; i++) values[i] *= factor;
 }
@@ -83,6 +119,7 @@ void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint3
     uint32_t value_dim = job->batch->pool->layout.value_head_dim;
     float factors[TOGETHER];
     cap_logits(job, logits, (uint64_t)count * tokens);
+    if (state->log_weights) add_weights(logits, tokens, count, state->log_weights);
     for (uint32_t first = 0; first < count; first += TOGETHER) {
         uint32_t here = min_u32(TOGETHER, count - first);
         float *rows = logits + (uint64_t)first * tokens;

@@ -504,6 +504,7 @@ static bool lists_fit(const calling *call) {
     if (call->attend->mass && call->attend->mass_capacity < wanted) return false;
     if (!call->attend->picked.pages) return true;
     const cxlkv_picked *picked = &call->attend->picked;
+    if (picked->log_weights || picked->row_count) return false; /* requests have none */
     return picked->lists == lists_of(call, picked->per, all);
 }
 
