@@ -27,7 +27,7 @@ from cxlkv.errors import (
 )
 from cxlkv.layout import LayerGroup
 from cxlkv.machine.topology import NumaNode, probe
-from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.ndp.engine import Budget, Selection, VirtualRows
 from cxlkv.ndp.worker import cpus_near, serve
 from cxlkv.sequence import Sequence
 from tests.support.stopping import stop
@@ -167,12 +167,15 @@ class Twins:
         scale: float | None = None,
         softcap: float | None = None,
         error: float = 0.0,
+        virtual_rows: int | None = None,
     ) -> None:
         """By the worker, if there is one, and here, to pages that were chosen here or to all: they
-        are equal to the last bit."""
+        are equal to the last bit. virtual_rows: of each list, and weights by tokens or by pages."""
         starts = np.cumsum([0, *rows]).astype(np.int32)
         queries = self.drawn(int(starts[-1]), 2 * HEADS, DIM, dtype=queries_in)
         picked = self.batches[1].select(layer, queries, starts, budget) if budget else None
+        if picked is not None and virtual_rows is not None:
+            picked = self.weighed(picked, virtual_rows)
         weighs = bool(self.rng.integers(2))
         asked = (layer, queries, starts, picked, scale, softcap, error)
         one, other = (
@@ -181,6 +184,18 @@ class Twins:
         )
         for got, wanted in zip(one, other, strict=True):
             assert bits(got) == bits(wanted)
+
+    def weighed(self, picked: Selection, count: int) -> Selection:
+        layout, lists = self.pool.layout, picked.counts.shape
+        tokens = int(self.rng.choice([1, layout.page_tokens]))
+        weights = self.rng.standard_normal((*picked.pages.shape, tokens), np.float32)
+        weights[weights > 1] = -np.inf
+        k = self.rng.standard_normal((*lists, count, DIM), np.float32)
+        v = self.rng.standard_normal((*lists, count, layout.value_head_dim), np.float32)
+        rows = VirtualRows(k, v, self.rng.standard_normal((*lists, count), np.float32))
+        if self.rng.integers(3) == 0:
+            return replace(picked, rows=rows)
+        return replace(picked, log_weights=weights, rows=rows if count else None)
 
     def truncate(self, index: int, tokens: int) -> None:
         for batch in self.batches:
@@ -287,6 +302,25 @@ def test_a_worker_attends_as_this_process_would(
     assert pool.worker.attends == 24
 
 
+@pytest.mark.parametrize("per", ["query", "sequence"])
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_weights_and_virtual_rows_go_along(serve_twins: Serve, dtype: str, per: str) -> None:
+    """More rows than a part has tokens, too; what is wrong in them the worker says."""
+    pool, twins, _ = serve_twins(3, dtype=dtype)
+    twins.append([50, 8, 1031])
+    budget = Budget(share=0.5, per=per)
+    for count in (0, 1, 3, 700):
+        twins.attend([1, 0, 3], count % 2, budget, virtual_rows=count)
+        twins.attend([1, 2, 3], 1, budget, softcap=2.5, virtual_rows=count)
+    assert (pool.worker.attends, pool.worker.attends_here) == (8, 0)
+    sequence, q = twins.batches[0].sequences[2], twins.drawn(2 * HEADS, DIM)
+    picked = sequence.select(0, q, 0.1)
+    wrong = np.full((*picked.pages.shape, 1), np.nan, np.float32)
+    with pytest.raises(BadArgumentError, match="log_weights have NaN or infinity"):
+        sequence.attend(0, q, replace(picked, log_weights=wrong))
+    assert pool.worker.attends == 8
+
+
 @pytest.mark.parametrize(("value_dim", "values"), [(8, "own"), (24, "own"), (8, "key_prefix")])
 def test_values_of_other_shapes(serve_twins: Serve, value_dim: int, values: str) -> None:
     pool, twins, _ = serve_twins(2, value_dim=value_dim, values=values)
@@ -294,6 +328,7 @@ def test_values_of_other_shapes(serve_twins: Serve, value_dim: int, values: str)
     for _ in range(6):
         twins.attend([1, 2], 1)
         twins.attend([1, 2], 1, Budget(pages=3))
+        twins.attend([1, 2], 1, Budget(pages=3), virtual_rows=5)
         twins.select([1, 2], Budget(pages=3), 1)
         twins.append([1, 1])
     assert pool.worker.attends_here == 0
@@ -320,6 +355,7 @@ def test_codes_are_scored_and_summed_as_here(
             twins.attend([1, 2, 3], layer, Budget(pages=3) if rng.integers(2) else None)
             twins.attend([0, 1, 0], layer, softcap=2.5)
             twins.attend([1, 2, 1], layer, error=0.03)
+            twins.attend([1, 0, 2], layer, Budget(pages=3), error=0.03, virtual_rows=2)
         if window is None and step % 5 == 4:
             twins.truncate(step % 3, len(twins.batches[0].sequences[step % 3]) - step % 7)
         twins.append([1, 2, 3])
@@ -469,6 +505,8 @@ def test_large_requests_are_split_and_large_results_come_in_parts(serve_twins: S
     for picked in (None, Budget(pages=7), Budget(pages=9, per="sequence")):
         twins.attend([1] * 9, 0, picked)
         twins.attend([3, 0, 2, 4, 1, 0, 0, 1, 2], 1, picked)
+        for count in (0, 1, 2):
+            twins.attend([1, 0, 2, 1, 1, 0, 0, 1, 2], 1, picked, virtual_rows=count)
     assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 0)
     with pytest.raises(BadArgumentError, match="a slot of the worker has room for 4096"):
         twins.select([20, 1, 1, 1, 1, 1, 1, 1, 1], Budget(pages=3))

@@ -57,11 +57,16 @@ static request_sequence sequence_item(const calling *call, uint32_t index) {
     return item;
 }
 
+/* What the call asks for, beside queries and tails. */
+static uint64_t asked_bytes(const calling *call, group g) {
+    return (g.high - g.low) * call->sequence_bytes + rows_of(call, g) * call->row_bytes;
+}
+
 static uint64_t group_bytes(const calling *call, group g) {
     uint64_t count = g.high - g.low, rows = rows_of(call, g);
     uint64_t bytes = sizeof(request_head) + call->fixed_bytes;
     bytes += count * sizeof(request_sequence);
-    bytes += align_up(count * call->sequence_bytes + rows * call->row_bytes, 8);
+    bytes += align_up(asked_bytes(call, g), 8);
     bytes += align_up(request_query_bytes(&call->facts, rows, call->q_heads, call->queries->dtype),
                       8);
     for (uint32_t i = g.low; i < g.high; i++) {
@@ -341,15 +346,36 @@ static uint64_t mass_pages(const calling *call, group g) {
     return picked->pages ? picked->k : pages_of(call, g);
 }
 
-/* A group's pages lie side by side: its lists follow each other. */
-static uint8_t *put_pages(const calling *call, group g, uint8_t *to) {
-    const cxlkv_picked *picked = &call->attend->picked;
-    if (!picked->pages) return to;
-    uint64_t list = (uint64_t)call->facts.kv_heads * picked->k;
-    uint64_t first = lists_of(call, picked->per, (group){0, g.low});
-    to = put(to, picked->pages + first * list,
-             lists_of(call, picked->per, g) * list * sizeof(*picked->pages));
+/* What a group's lists have lies side by side: they follow each other. each: numbers, of 4 bytes,
+ * of a list and kv head. */
+static uint8_t *put_lists(const calling *call, group g, const void *from, uint64_t each,
+                          uint8_t *to) {
+    uint32_t per = call->attend->picked.per;
+    uint64_t list_bytes = call->facts.kv_heads * each * 4;
+    uint64_t first = lists_of(call, per, (group){0, g.low});
+    if (!from) return to;
+    to = put(to, (const uint8_t *)from + first * list_bytes, lists_of(call, per, g) * list_bytes);
     return fill_to_8(call, to);
+}
+
+static uint8_t *put_picked(const calling *call, group g, uint8_t *to) {
+    const cxlkv_picked *picked = &call->attend->picked;
+    const request_facts *facts = &call->facts;
+    uint64_t k = picked->k, n = picked->row_count;
+    to = put_lists(call, g, picked->pages, k, to);
+    to = put_lists(call, g, picked->log_weights, k * picked->weight_tokens, to);
+    if (!n) return to;
+    to = put_lists(call, g, picked->row_keys, n * facts->head_dim, to);
+    to = put_lists(call, g, picked->row_values, n * facts->row_value_dim, to);
+    return put_lists(call, g, picked->row_log_counts, n, to);
+}
+
+/* Of a list with all its kv heads. */
+static uint64_t picked_bytes(const cxlkv_layout *layout, const cxlkv_picked *picked) {
+    if (!picked->pages) return 0;
+    uint64_t weights = picked->log_weights ? picked->weight_tokens : 0;
+    uint64_t row = 1ull + layout->head_dim + layout->value_head_dim;
+    return 4ull * layout->kv_heads * (picked->k * (1 + weights) + picked->row_count * row);
 }
 
 static uint64_t put_attend(const calling *call, group g, uint32_t parts) {
@@ -364,11 +390,13 @@ static uint64_t put_attend(const calling *call, group g, uint32_t parts) {
         attend.per = picked->per;
         attend.lists = (uint32_t)lists_of(call, picked->per, g);
         attend.k = picked->k;
+        attend.weight_tokens = picked->log_weights ? picked->weight_tokens : 0;
+        attend.virtual_rows = picked->row_count;
     }
     uint8_t *at = call->client->request + sizeof(request_head);
     at = put(at, &attend, sizeof(attend));
     at = put_sequences(call, g, at);
-    at = put_pages(call, g, at);
+    at = put_picked(call, g, at);
     return put_rows(call, g, at);
 }
 
@@ -453,6 +481,7 @@ static double work_bytes(const calling *call) {
                          layout->kv_heads;
         bytes += (double)call->batch->sequences[i]->layer_tokens[call->layer] * token *
                  fmax(1, queries / 8);
+        if (call->attend) bytes += (double)asked_bytes(call, (group){i, i + 1});
     }
     return bytes;
 }
@@ -502,9 +531,12 @@ static bool lists_fit(const calling *call) {
     call->attend->mass_k = (uint32_t)mass_pages(call, all);
     uint64_t wanted = rows_of(call, all) * call->facts.kv_heads * call->attend->mass_k;
     if (call->attend->mass && call->attend->mass_capacity < wanted) return false;
-    if (!call->attend->picked.pages) return true;
+    if (!call->attend->picked.pages)
+        return !call->attend->picked.log_weights && !call->attend->picked.row_count;
     const cxlkv_picked *picked = &call->attend->picked;
-    if (picked->log_weights || picked->row_count) return false; /* requests have none */
+    if (picked->log_weights && picked->weight_tokens != 1 &&
+        picked->weight_tokens != call->facts.page_tokens)
+        return false;
     return picked->lists == lists_of(call, picked->per, all);
 }
 
@@ -551,11 +583,13 @@ static int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args) {
 
 static int64_t worker_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
     const cxlkv_picked *picked = &args->picked;
-    uint64_t list = picked->pages ? 4ull * batch->pool->layout.kv_heads * picked->k : 0;
+    uint64_t list = picked_bytes(&batch->pool->layout, picked);
+    bool more = picked->log_weights || picked->row_count; /* four arrays, each up to 8 bytes */
     bool per_query = picked->per == CXLKV_PER_QUERY;
     calling call = {.batch = batch, .operation = REQUEST_ATTEND, .layer = args->layer,
                     .q_heads = args->q_heads, .queries = &args->queries, .starts = args->starts,
-                    .fixed_bytes = sizeof(request_attend), .run = attend_all, .attend = args,
+                    .fixed_bytes = sizeof(request_attend) + (more ? 4 * 8 : 0),
+                    .run = attend_all, .attend = args,
                     .sequence_bytes = per_query ? 0 : list, .row_bytes = per_query ? list : 0};
     int64_t code = by_worker(&call);
     return code == 0 ? (int64_t)call.bytes_attended : code;

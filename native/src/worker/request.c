@@ -202,6 +202,10 @@ static int check_attend(const request_facts *facts, const request_attend *a, uin
                     "none", a->lists, a->k, a->per, wanted);
     if (a->parts == 0 || a->parts > REQUEST_PARTS_MAX || a->mass > 1)
         return fail(CXLKV_E_ARGUMENT, "request: pages in %u parts, mass %u", a->parts, a->mass);
+    if ((a->weight_tokens > 1 && a->weight_tokens != facts->page_tokens) ||
+        (!a->lists && (a->weight_tokens || a->virtual_rows)))
+        return fail(CXLKV_E_ARGUMENT, "request: %u log-weights a page, %u virtual rows, %u lists",
+                    a->weight_tokens, a->virtual_rows, a->lists);
     return 0;
 }
 
@@ -221,6 +225,29 @@ static int check_pages(const request_facts *facts, const request *out) {
     return 0;
 }
 
+/* An array of float32 by `count` items of `each`; false when fewer bytes are left. Both are in
+ * range, so that the product is. */
+static bool read_floats(reading *r, uint64_t count, uint32_t each, const float **to) {
+    *to = read_array(r, count * each * sizeof(float));
+    return *to;
+}
+
+/* What the lists have besides pages. Numbers are looked at when they are used. */
+static int parse_more(reading *r, const request_facts *facts, request *out) {
+    const request_attend *a = &out->attend;
+    uint64_t lists = (uint64_t)a->lists * facts->kv_heads, rows = lists * a->virtual_rows;
+    out->log_weights = out->row_keys = out->row_values = out->row_log_counts = NULL;
+    if (a->weight_tokens && !read_floats(r, lists * a->k, a->weight_tokens, &out->log_weights))
+        return short_error(r, "its log-weights");
+    if (!a->virtual_rows) return 0;
+    if (a->virtual_rows > r->length / sizeof(float) / lists ||
+        !read_floats(r, rows, facts->head_dim, &out->row_keys) ||
+        !read_floats(r, rows, facts->row_value_dim, &out->row_values) ||
+        !read_floats(r, rows, 1, &out->row_log_counts))
+        return short_error(r, "its virtual rows");
+    return 0;
+}
+
 static int parse_attend(reading *r, const request_facts *facts, request *out) {
     const request_attend *a = &out->attend;
     if (!read_bytes(r, &out->attend, sizeof(*a))) return short_error(r, "its arguments");
@@ -233,6 +260,7 @@ static int parse_attend(reading *r, const request_facts *facts, request *out) {
         !(out->pages = read_array(r, lists * a->k * sizeof(*out->pages))))
         return short_error(r, "its pages");
     code = check_pages(facts, out);
+    if (code == 0) code = parse_more(r, facts, out);
     if (code < 0) return code;
     out->layer = a->layer;
     out->query_bytes = request_query_bytes(facts, a->rows, a->q_heads, a->dtype);

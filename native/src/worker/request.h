@@ -70,16 +70,20 @@ typedef struct request_attend {
     uint32_t parts;              /* attend_parts() of the whole call, of which this may be a part */
     float error;
     uint32_t mass;               /* 1: what each page weighs is wanted, too; else 0 */
+    uint32_t weight_tokens;      /* log-weights a page: 0, 1 or page_tokens */
+    uint32_t virtual_rows;       /* of each list and kv head */
 } request_attend;
-_Static_assert(sizeof(request_attend) == 48, "no holes");
+_Static_assert(sizeof(request_attend) == 56, "no holes");
 
 /* After the arguments of a select or an attend come its sequences, each array up to a multiple of
  * 8. Then, of a select, the budgets (24 bytes each, cxlkv_budget), of an attend the pages (int32
- * [lists, kv_heads, k], -1: none). Then the queries [rows, q_heads, head_dim], and of each sequence
- * the keys of its open tail [keys_known to tokens % page_tokens, kv_heads, head_dim], in the pool's
- * dtype. An attend goes on with the values of the tails, from values_known on, if values are not
- * the keys' channels. The worker has those of the tail's first tokens from earlier calls of this
- * table and layer, in this page. */
+ * [lists, kv_heads, k], -1: none), their log-weights (float32 [lists, kv_heads, k, weight_tokens])
+ * and, where there are virtual rows, their keys [lists, kv_heads, virtual_rows, head_dim], values
+ * likewise and log-counts [lists, kv_heads, virtual_rows], in float32. Then the queries [rows,
+ * q_heads, head_dim], and of each sequence the keys of its open tail [keys_known to tokens %
+ * page_tokens, kv_heads, head_dim], in the pool's dtype. An attend goes on with the values of the
+ * tails, from values_known on, if values are not the keys' channels. The worker has those of the
+ * tail's first tokens from earlier calls of this table and layer, in this page. */
 typedef struct request_sequence {
     uint32_t table;
     uint32_t rows;
@@ -134,6 +138,7 @@ _Static_assert(sizeof(answer_attend) == 16, "no holes");
 typedef struct request_facts {
     uint32_t layers, kv_heads, head_dim, page_tokens, dtype, sketch;
     uint32_t value_dim;          /* of values that are not in the keys; 0: they are */
+    uint32_t row_value_dim;      /* of virtual rows, wherever the pages' values are */
     uint32_t page_count, part_count;
     /* In a pool with an encoding a sequence brings all of its tail, in the form of a page: */
     uint64_t key_pieces_bytes, value_pieces_bytes;
@@ -153,6 +158,8 @@ typedef struct request {
     const cxlkv_budget *budgets;
     request_attend attend;
     const int32_t *pages;
+    const float *log_weights;    /* NULL: none */
+    const float *row_keys, *row_values, *row_log_counts;
     const uint8_t *values;
     request_more more;
 } request;

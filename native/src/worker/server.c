@@ -393,7 +393,10 @@ static int64_t attend_placed(cxlkv_worker *w, const request *r) {
         .mass = a->mass ? of->parts[ATTEND_MASS].data : NULL,
         .mass_capacity = mass_bytes / sizeof(float),
         .picked = {.pages = a->lists ? r->pages : NULL, .lists = a->lists, .k = a->k,
-                   .per = a->per}};
+                   .per = a->per, .weight_tokens = a->weight_tokens,
+                   .log_weights = r->log_weights, .row_keys = r->row_keys,
+                   .row_values = r->row_values, .row_log_counts = r->row_log_counts,
+                   .row_count = a->virtual_rows}};
     code = attend_here(&w->batch, &args, a->parts);
     if (code < 0) return code;
     *(answer_attend *)of->parts[ATTEND_HEAD].data = (answer_attend){

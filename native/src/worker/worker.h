@@ -11,7 +11,7 @@
 #include "sequence/sequence.h"
 #include "worker/request.h"
 
-enum { WORKER_VERSION = 4, WORKER_SLOTS_MAX = 64, CLAIM_BYTE = 64 };
+enum { WORKER_VERSION = 5, WORKER_SLOTS_MAX = 64, CLAIM_BYTE = 64 };
 enum {
     WORKER_BELL = 128,           /* 4: rung by clients while the worker sleeps */
     WORKER_SLEEPS = 192,         /* 8: the worker's */
@@ -75,6 +75,7 @@ static inline request_facts worker_facts(const cxlkv_pool *pool) {
                            .head_dim = layout->head_dim, .page_tokens = layout->page_tokens,
                            .dtype = layout->dtype, .sketch = layout->sketch,
                            .value_dim = values_are_keys(layout) ? 0 : layout->value_head_dim,
+                           .row_value_dim = layout->value_head_dim,
                            .page_count = pool->host->page_count,
                            .key_pieces_bytes = worker_tail_bytes(pool, PIECE_KEYS),
                            .value_pieces_bytes = worker_tail_bytes(pool, PIECE_VALUES),

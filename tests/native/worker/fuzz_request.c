@@ -75,18 +75,26 @@ static uint64_t walk_attend(const request *r, const request_facts *facts) {
                    (*page < 0 || (uint64_t)*page * facts->page_tokens < item.tokens), "page");
     }
     demand(lists == a->lists, "number of lists");
-    return walk_rows(r, facts, a->rows, true);
+    lists *= facts->kv_heads;
+    demand(!r->log_weights == !a->weight_tokens && !r->row_keys == !a->virtual_rows, "more");
+    demand(a->weight_tokens <= 1 || a->weight_tokens == facts->page_tokens, "log-weights");
+    demand(lists || !(a->weight_tokens || a->virtual_rows), "more without lists");
+    uint64_t more = sum_of(r->log_weights, 4 * lists * a->k * a->weight_tokens);
+    more += sum_of(r->row_keys, 4 * lists * a->virtual_rows * facts->head_dim);
+    more += sum_of(r->row_values, 4 * lists * a->virtual_rows * facts->row_value_dim);
+    more += sum_of(r->row_log_counts, 4 * lists * a->virtual_rows);
+    return more + walk_rows(r, facts, a->rows, true);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length) {
     static const request_facts pools[] = {
         {.layers = 3, .kv_heads = 2, .head_dim = 4, .page_tokens = 4, .dtype = CXLKV_FLOAT32,
-         .value_dim = 3, .sketch = 1, .page_count = 100, .part_count = 2},
+         .value_dim = 3, .row_value_dim = 3, .sketch = 1, .page_count = 100, .part_count = 2},
         {.layers = 1, .kv_heads = 1, .head_dim = 3, .page_tokens = 16, .dtype = CXLKV_BFLOAT16,
-         .page_count = 1, .part_count = 1}, /* its values are in the keys */
+         .row_value_dim = 2, .page_count = 1, .part_count = 1}, /* its values are in the keys */
         {.layers = 1, .kv_heads = 1, .head_dim = 3, .page_tokens = 16, .dtype = CXLKV_BFLOAT16,
-         .value_dim = 5, .page_count = 1, .part_count = 1, .key_pieces_bytes = 64,
-         .value_pieces_bytes = 128}}; /* a pool with an encoding */
+         .value_dim = 5, .row_value_dim = 5, .page_count = 1, .part_count = 1,
+         .key_pieces_bytes = 64, .value_pieces_bytes = 128}}; /* a pool with an encoding */
     accepted = 0;
     for (size_t i = 0; i < sizeof(pools) / sizeof(pools[0]); i++) {
         request r;

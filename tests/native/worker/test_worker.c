@@ -112,6 +112,20 @@ static request_attend plain_attend(void) {
                             .parts = 1};
 }
 
+/* Of a list of two pages for each head: log-weights, then virtual rows with the keys 0 and, in
+ * their first channel, the values 9. */
+static float log_weight, log_count;
+static void put_more(made *m, const request_attend *attend) {
+    float row[TEST_DIM] = {0}, value[TEST_DIM] = {9};
+    uint64_t weights = 2ull * TEST_HEADS * min_u32(attend->weight_tokens, TEST_PAGE_TOKENS);
+    uint64_t rows = (uint64_t)TEST_HEADS * min_u32(attend->virtual_rows, 4);
+    for (uint64_t i = 0; i < weights; i++) put(m, &log_weight, sizeof(log_weight));
+    for (uint64_t i = 0; i < rows; i++) put(m, row, sizeof(row));
+    for (uint64_t i = 0; i < rows; i++) put(m, value, sizeof(value));
+    for (uint64_t i = 0; i < rows; i++) put(m, &log_count, sizeof(log_count));
+    while (m->bytes % 8) m->request[m->bytes++] = 0;
+}
+
 /* With a list of two pages for each head, or without any. */
 static int attend(made *m, request_attend attend, uint64_t tokens, uint32_t keys_known,
                   uint32_t values_known, const int32_t *pages) {
@@ -123,6 +137,7 @@ static int attend(made *m, request_attend attend, uint64_t tokens, uint32_t keys
     for (uint32_t head = 0; pages && head < TEST_HEADS; head++)
         put(m, pages, 2 * sizeof(*pages));
     while (m->bytes % 8) m->request[m->bytes++] = 0;
+    if (pages) put_more(m, &attend);
     put_rows(m, 1, 1);
     put_rows(m, tokens % TEST_PAGE_TOKENS - keys_known, 2);
     put_rows(m, tokens % TEST_PAGE_TOKENS - values_known, 5);
@@ -296,6 +311,40 @@ static void wrong_attends(made *m) {
     m->version = 1;
 }
 
+/* Tokens weigh nothing, so that the virtual rows are all there is, and the other way round. */
+static void more_than_pages(made *m) {
+    request_attend picks = plain_attend(), bad;
+    const int32_t tail_only[] = {-1, 4};
+    picks.lists = 1;
+    picks.k = 2;
+    picks.weight_tokens = TEST_PAGE_TOKENS;
+    picks.virtual_rows = 3;
+    log_weight = -INFINITY, log_count = 0;
+    CHECK(attend(m, picks, TOKENS, 1, 1, tail_only) == 0);
+    CHECK(first_out(m) == 9);
+    log_weight = 0, log_count = -INFINITY;
+    CHECK(attend(m, picks, TOKENS, 1, 1, tail_only) == 0);
+    CHECK(first_out(m) == 5);
+    picks.weight_tokens = 1;
+    CHECK(attend(m, picks, TOKENS, 1, 1, tail_only) == 0);
+    REFUSED(picks, bad.weight_tokens = 2, attend(m, bad, TOKENS, 1, 1, tail_only));
+    CHECK(strstr(text(m), "request: 2 log-weights a page"));
+    REFUSED(picks, bad.weight_tokens = UINT32_MAX, attend(m, bad, TOKENS, 1, 1, tail_only));
+    REFUSED(picks, bad.virtual_rows = 5, attend(m, bad, TOKENS, 1, 1, tail_only));
+    REFUSED(picks, bad.virtual_rows = UINT32_MAX, attend(m, bad, TOKENS, 1, 1, tail_only));
+    CHECK(strstr(text(m), "request: its virtual rows end behind"));
+    REFUSED(picks, bad.virtual_rows = 0, attend(m, bad, TOKENS, 1, 1, NULL));
+    REFUSED(picks, (bad.lists = bad.k = 0), attend(m, bad, TOKENS, 1, 1, NULL));
+    CHECK(strstr(text(m), "3 virtual rows, 0 lists"));
+    log_count = NAN;
+    CHECK(attend(m, picks, TOKENS, 1, 1, tail_only) == -CXLKV_E_ARGUMENT);
+    CHECK(strstr(text(m), "log_counts have NaN"));
+    log_weight = INFINITY, log_count = 0;
+    CHECK(attend(m, picks, TOKENS, 1, 1, tail_only) == -CXLKV_E_ARGUMENT);
+    CHECK(strstr(text(m), "log_weights have NaN"));
+    log_weight = 0;
+}
+
 static void wrong_others(made *m) {
     request_more more = {.result = 12345};
     begin(m, REQUEST_MORE, 0);
@@ -329,6 +378,7 @@ int main(void) {
     tables_without_end(&m);
     wrong_selects(&m);
     wrong_attends(&m);
+    more_than_pages(&m);
     wrong_others(&m);
     pages_stay_held(&m);
     unmake(&m);
