@@ -102,24 +102,15 @@ void cap_logits(const attend_job *job, float *logits, uint64_t count) {
     for (uint64_t i = 0; cap > 0 && i < count; i++) logits[i] = cap * tanhf(logits[i] / cap);
 }
 
-/* What is left out does not matter, NaN or not. */
-static void add_weights(float *logits, uint32_t tokens, uint32_t count, const float *weights) {
-    for (uint32_t q = 0; q < count; q++, logits += tokens)
-        for (uint32_t t = 0; t < tokens; t++)
-            logits[t] = weights[t] == -INFINITY ? -INFINITY : logits[t] + weights[t];
-}
-
 static void rescale(float *values, uint64_t count, float factor) {
     for (uint64_t i = 0; i < count; i++) values[i] *= factor;
 }
 
-void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
-                    const softmax_state *state) {
+static void softmax_rows(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
+                         const softmax_state *state) {
     enum { TOGETHER = 4 };
     uint32_t value_dim = job->batch->pool->layout.value_head_dim;
     float factors[TOGETHER];
-    cap_logits(job, logits, (uint64_t)count * tokens);
-    if (state->log_weights) add_weights(logits, tokens, count, state->log_weights);
     for (uint32_t first = 0; first < count; first += TOGETHER) {
         uint32_t here = min_u32(TOGETHER, count - first);
         float *rows = logits + (uint64_t)first * tokens;
@@ -138,4 +129,61 @@ void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint3
                 rescale(state->sums + query * state->sum_stride, state->sum_count, factors[i]);
         }
     }
+}
+
+static uint32_t count_kept(const float *weights, uint32_t tokens) {
+    uint32_t kept = 0;
+    for (uint32_t t = 0; t < tokens; t++) kept += weights[t] != -INFINITY;
+    return kept;
+}
+
+/* Rows of `tokens` logits to rows of those that are kept, with their weights. Masks are random:
+ * what is not kept is written, too, and the next one over it, so that there is no branch. */
+static void close_up(float *logits, uint32_t tokens, uint32_t count, const float *weights) {
+    float *to = logits;
+    for (uint32_t q = 0; q < count; q++, logits += tokens)
+        for (uint32_t t = 0; t < tokens; t++) {
+            *to = logits[t] + weights[t];
+            to += weights[t] != -INFINITY;
+        }
+}
+
+/* And back, with 0 for the others: from the end on, where no row is read any more. */
+static void spread_out(float *logits, uint32_t tokens, uint32_t kept, uint32_t count,
+                       const float *weights) {
+    const float *from = logits + (uint64_t)count * kept;
+    for (uint32_t q = count; q-- > 0;)
+        for (uint32_t t = tokens; t-- > 0;) {
+            uint32_t is_kept = weights[t] != -INFINITY, bits;
+            from -= is_kept;
+            memcpy(&bits, from, sizeof(bits));
+            bits &= 0 - is_kept;
+            memcpy(logits + (uint64_t)q * tokens + t, &bits, sizeof(bits));
+        }
+}
+
+/* Tokens that are left out do not go along: their keys do not matter, NaN or not, and exponentials
+ * that come to 0 are slow. */
+static void weighted_softmax(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
+                             const softmax_state *state) {
+    const float *weights = state->log_weights;
+    uint32_t kept = count_kept(weights, tokens);
+    if (kept == tokens) {
+        for (uint32_t q = 0; q < count; q++)
+            for (uint32_t t = 0; t < tokens; t++) logits[(uint64_t)q * tokens + t] += weights[t];
+        softmax_rows(job, logits, tokens, count, state);
+    } else if (kept == 0) {
+        memset(logits, 0, (uint64_t)count * tokens * sizeof(float));
+    } else {
+        close_up(logits, tokens, count, weights);
+        softmax_rows(job, logits, kept, count, state);
+        spread_out(logits, tokens, kept, count, weights);
+    }
+}
+
+void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
+                    const softmax_state *state) {
+    cap_logits(job, logits, (uint64_t)count * tokens);
+    if (state->log_weights) weighted_softmax(job, logits, tokens, count, state);
+    else softmax_rows(job, logits, tokens, count, state);
 }
