@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.methods.bfloat16 import from_bfloat16, means_of, product, to_bfloat16
+from cxlkv.ndp.methods.bfloat16 import from_bfloat16, product, to_bfloat16
 from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
 
 
 class Ball(Scorer):
-    """The most that q.k can be in the ball around the mean key that has all keys of a page: q.mean
-    + |q| radius. One of ArkVale's bounding volumes (NeurIPS 2024); its other one, the cuboid, is
-    method "digest". The radius is rounded up."""
+    """The most that q.k can be in a ball that has all keys of a page: q.centre + |q| radius. The
+    centre is the middle between the least and the largest value of each channel. One of ArkVale's
+    bounding volumes (NeurIPS 2024); its other one, the cuboid, is method "digest". The radius is
+    rounded up."""
 
     name = "ball"
 
@@ -22,7 +23,13 @@ class Ball(Scorer):
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
         tokens, dim = keys.shape
-        means_of(keys, summary)
+        for d in range(dim):
+            least = keys[0, d]
+            most = keys[0, d]
+            for t in range(tokens):
+                least = min(least, keys[t, d])
+                most = max(most, keys[t, d])
+            summary[d] = to_bfloat16((least + most) / 2)
         radius = np.float32(0)
         for t in range(tokens):
             square = np.float32(0)

@@ -12,6 +12,8 @@ WORDS = 64  # of each subspace
 CELLS = 256  # of whole keys
 ROUNDS = 10
 SEED = 1
+LEAST = 1e-300
+"""Added to a sum of exponentials, so that its log is a number."""
 
 
 def k_means(rows: Floats, count: int) -> Floats:
@@ -29,11 +31,12 @@ def k_means(rows: Floats, count: int) -> Floats:
 
 class PQ(Scorer):
     """PQCache (arXiv 2407.12820): keys by product quantisation, 8 subspaces of 64 words, a byte
-    each. A page has its best token's estimate. The paper learns the codebooks from each prompt;
-    here they are learned once."""
+    each. A page has the attention that its tokens' estimates get. The paper learns the codebooks
+    from each prompt; here they are learned once."""
 
     name = "pq"
     calibrated = True
+    log_sums = True
 
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
         return (shape.tokens, SUBSPACES), np.uint8
@@ -78,8 +81,10 @@ class PQ(Scorer):
     ) -> None:
         dim = queries.shape[1]
         part = -(-dim // SUBSPACES)
-        products = np.empty((SUBSPACES, WORDS), np.float32)
+        # exp of a sum is a product, so that a token needs no exp of its own.
+        weights = np.empty((SUBSPACES, WORDS), np.float64)
         for i in range(queries.shape[0]):
+            highest = np.float64(0)
             for space in range(SUBSPACES):
                 for word in range(WORDS):
                     total = np.float32(0)
@@ -88,25 +93,30 @@ class PQ(Scorer):
                             queries[i, space * part + d]
                             * parameters[(space * WORDS + word) * part + d]
                         )
-                    products[space, word] = scale * total
+                    weights[space, word] = scale * total
+                top = np.max(weights[space])
+                highest += top
+                for word in range(WORDS):
+                    weights[space, word] = np.exp(weights[space, word] - top)
             for page in range(summaries.shape[0]):
-                best = np.float32(-np.inf)
+                attention = LEAST
                 for t in range(tokens):
-                    total = np.float32(0)
+                    product = np.float64(1)
                     for space in range(SUBSPACES):
-                        total += products[space, summaries[page, t, space]]
-                    best = max(best, total)
-                scores[i, page] = best
+                        product *= weights[space, summaries[page, t, space]]
+                    attention += product
+                scores[i, page] = highest + np.log(attention)
 
 
 class IVF(Scorer):
     """An inverted file over keys, as RetrievalAttention's baselines have it (arXiv 2409.10516): a
-    token has the score of the nearest of 256 centroids, a byte a token. ClusterKV (arXiv
-    2412.03213) and RetroInfer (arXiv 2505.02922) choose by such scores, too, of centroids that they
-    learn from each prompt."""
+    token has the score of the nearest of 256 centroids, a byte a token, and a page the attention
+    that its tokens would get. ClusterKV (arXiv 2412.03213) and RetroInfer (arXiv 2505.02922) choose
+    by such scores, too, of centroids that they learn from each prompt."""
 
     name = "ivf"
     calibrated = True
+    log_sums = True
 
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
         return (shape.tokens + -shape.tokens % 8,), np.uint8
@@ -142,15 +152,18 @@ class IVF(Scorer):
         scores: Floats,
     ) -> None:
         dim = queries.shape[1]
-        products = np.empty(CELLS, np.float32)
+        weights = np.empty(CELLS, np.float64)
         for i in range(queries.shape[0]):
             for cell in range(CELLS):
                 total = np.float32(0)
                 for d in range(dim):
                     total += queries[i, d] * parameters[cell * dim + d]
-                products[cell] = scale * total
+                weights[cell] = scale * total
+            top = np.max(weights)
+            for cell in range(CELLS):
+                weights[cell] = np.exp(weights[cell] - top)
             for page in range(summaries.shape[0]):
-                best = np.float32(-np.inf)
+                attention = LEAST
                 for t in range(tokens):
-                    best = max(best, products[summaries[page, t]])
-                scores[i, page] = best
+                    attention += weights[summaries[page, t]]
+                scores[i, page] = top + np.log(attention)

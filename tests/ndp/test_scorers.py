@@ -55,7 +55,7 @@ def mean(of: Asked) -> Doubles:
 
 
 def ball(of: Asked) -> Doubles:
-    centre = of.keys.mean(1, keepdims=True)
+    centre = (of.keys.max(1, keepdims=True) + of.keys.min(1, keepdims=True)) / 2
     radius = np.linalg.norm(of.keys - centre, axis=2).max(1)
     lengths = np.linalg.norm(of.queries, axis=1)
     found: Doubles = of.logits(centre[:, 0])
@@ -112,15 +112,13 @@ def pq(of: Asked) -> Doubles:
     parts = of.keys.reshape(*of.keys.shape[:2], codebooks.SUBSPACES, 1, part)
     nearest = ((parts - books) ** 2).sum(-1).argmin(-1)
     words = np.take_along_axis(books[None, None], nearest[..., None, None], axis=3)
-    found: Doubles = of.logits(words.reshape(of.keys.shape)).max(-1)
-    return found
+    return log_sum(of.logits(words.reshape(of.keys.shape)))
 
 
 def ivf(of: Asked) -> Doubles:
     cells = of.learned.reshape(codebooks.CELLS, -1)
     nearest = ((of.keys[:, :, None] - cells) ** 2).sum(-1).argmin(-1)
-    found: Doubles = of.logits(cells[nearest]).max(-1)
-    return found
+    return log_sum(of.logits(cells[nearest]))
 
 
 def lsh_scores(of: Asked) -> Doubles:
