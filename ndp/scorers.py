@@ -81,6 +81,10 @@ class Scorer:
         which these are keys [n, dim]."""
         return np.empty(0, np.float32)
 
+    def calibrate_pages(self, pages: Floats) -> Floats:
+        """calibrate() of whole pages [n, tokens, dim], for what depends on which keys share one."""
+        return self.calibrate(pages.reshape(-1, pages.shape[2]))
+
     def parameter_count(self, shape: Shape) -> int | None:
         """How many numbers calibrate() returns, so that those of another model are refused; None:
         any number, which both functions then have to look at."""
@@ -362,7 +366,7 @@ def _check_learned(scorer: Scorer, shape: Shape, axes: tuple[int, int], paramete
 
 
 CALIBRATED_TOKENS = 16384
-"""Of a sequence, drawn at random, and of each layer and kv head."""
+"""Of a sequence, in pages drawn at random, and of each layer and kv head."""
 
 
 def learned(
@@ -373,14 +377,15 @@ def learned(
     found = []
     for layer in range(layout.layers):
         pages = np.asarray(fetch(layer)[0])[:, :-1]  # the last one may not be full
-        keys = pages.reshape(layout.kv_heads, -1, layout.head_dim)
-        if not keys.shape[1]:
+        if not pages.shape[1]:
             raise BadArgumentError(f"method {scorer.name!r} learns from two pages or more")
-        some = np.sort(random.permutation(keys.shape[1])[:CALIBRATED_TOKENS])
+        count = -(-CALIBRATED_TOKENS // layout.page_tokens)
+        some = np.sort(random.permutation(pages.shape[1])[:count])
         try:
-            found.append([scorer.calibrate(head[some].astype(np.float32)) for head in keys])
+            found.append([scorer.calibrate_pages(head[some].astype(np.float32)) for head in pages])
         except (ArithmeticError, LookupError, ValueError, np.linalg.LinAlgError) as error:
+            tokens = len(some) * layout.page_tokens
             raise BadArgumentError(
-                f"method {scorer.name!r} learns nothing from {len(some)} tokens: {error}"
+                f"method {scorer.name!r} learns nothing from {tokens} tokens: {error}"
             ) from error
     return np.array(found, np.float32)

@@ -24,9 +24,8 @@ class Shadow(Scorer):
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
         return (shape.dim + 4 - shape.dim % 4,), np.uint16
 
-    def calibrate(self, keys: Floats) -> Floats:
-        """The least cosine below which a page of 16 tokens is an outlier."""
-        pages = keys[: len(keys) // 16 * 16].reshape(-1, 16, keys.shape[1])
+    def calibrate_pages(self, pages: Floats) -> Floats:
+        """The least cosine below which a page is an outlier."""
         mean = pages.mean(1, keepdims=True)
         lengths = np.linalg.norm(pages, axis=2) * np.linalg.norm(mean, axis=2)
         cosines = ((pages * mean).sum(2) / np.maximum(lengths, 1e-30)).min(1)

@@ -412,6 +412,25 @@ class First(Scorer):
                 scores[i, page] = -np.float32(summaries[page, 0])
 
 
+@pytest.mark.parametrize("page_tokens", [16, 32])
+def test_shadow_learns_from_pages_as_they_are(
+    page_tokens: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long text as well, of which some pages are drawn, and of any size: a page has keys that
+    are alike, so that no page is an outlier by what these have in common."""
+    print(f"seed {seed}")
+    monkeypatch.setattr(scorers, "CALIBRATED_TOKENS", 512)
+    random = np.random.default_rng(seed)
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=64, page_tokens=page_tokens, dtype="float32")
+    with CXLPool.create("anonymous:", layout=layout, capacity="16MiB") as pool:
+        middle = np.repeat(random.standard_normal((64, 1, 64)), page_tokens, axis=0)
+        keys = (middle + 0.1 * random.standard_normal(middle.shape)).astype(np.float32)
+        sequence = pool.sequence()
+        sequence.append(0, keys, keys)
+        learned = float(pool.calibrate("shadow", sequence)[0, 0, 0])
+        assert learned > 0.9, "cosines of keys to the mean of their own page"
+
+
 def test_a_scorer_of_ones_own(seed: int) -> None:
     scorers.add(First())
     of = Pages(seed)
