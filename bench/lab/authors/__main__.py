@@ -1,0 +1,34 @@
+"""python -m cxlkv.bench.lab.authors FOLDER: docs/methods.md, "Against the authors' code"."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cxlkv.bench.lab.authors.checkouts import Checkouts
+from cxlkv.bench.lab.authors.report import Plan, markdown, result_of, run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m cxlkv.bench.lab.authors")
+    parser.add_argument("folder", type=Path, help="of checkouts, each OWNER+NAME")
+    parser.add_argument(
+        "--model", type=Path, help="folder of a causal model; else random keys only"
+    )
+    parser.add_argument("--out", type=Path, help="the result file, JSON")
+    given = parser.parse_args()
+    folder = Checkouts(given.folder.resolve())
+    folder.check()
+    found = run(folder, Plan(), given.model)
+    result = result_of(found)
+    print(markdown(found))
+    for name, holds in result.checks.items():
+        if not holds:
+            print(f"not as theirs: {name}")
+    if given.out:
+        result.write(given.out)
+    return 0 if result.passed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,147 @@
+"""Runs all checks on all samples: the result file, and a table in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from cxlkv.bench import sources
+from cxlkv.bench.lab.authors.asked import Asked
+from cxlkv.bench.lab.authors.checkouts import COMMITS, Checkouts
+from cxlkv.bench.lab.authors.checks import CHECKS, Check, Compared, compare
+from cxlkv.bench.lab.texts import TEXTS
+from cxlkv.bench.result import Result
+from cxlkv.demo.text import inputs
+
+MODEL, RANDOM = "model", "random"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """texts and layers of a model, and of random keys with 128 channels as many; queries of each,
+    of tokens behind the first `tokens`, which are what they ask."""
+
+    texts: Sequence[str] = ("handbook", "dialogue")
+    layers: Sequence[int] = (3, 14, 26)
+    tokens: int = 4096
+    queries: Sequence[int] = (7, 60)
+    behind: int = 64
+
+
+def samples(plan: Plan, model: Path | None) -> Iterator[tuple[str, Asked]]:
+    """(MODEL or RANDOM, what is asked); none of a model where there is none."""
+    for taken in taken_of(plan, model) if model else ():
+        for query in plan.queries:
+            yield MODEL, asked_of(taken, plan.tokens, query)
+    made = sources.clustered(plan.tokens, len(plan.queries), head_dim=128)[0]
+    for query in range(len(plan.queries)):
+        yield RANDOM, asked_of(made, plan.tokens, query)
+
+
+def taken_of(plan: Plan, folder: Path) -> Iterator[sources.Taken]:
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), inputs.read_model(folder)
+    for parameter in model.parameters():  # a bfloat16 query has channels of equal size
+        parameter.data = parameter.data.float()
+    for text in TEXTS:
+        if text.name in plan.texts:
+            words = text.read()[: 8 * plan.tokens]
+            ids = torch.tensor(tokenizer(words)["input_ids"][: plan.tokens + plan.behind])
+            yield from sources.take(text.name, model, ids, plan.behind, plan.layers)
+
+
+def asked_of(taken: sources.Taken, tokens: int, query: int) -> Asked:
+    """Keys as a pool of bfloat16 has them, so that no side rounds them."""
+    keys: Tensor = taken.keys[:tokens].bfloat16().float().transpose(0, 1).contiguous()
+    heads, dim = keys.shape[0], keys.shape[2]
+    return Asked(keys, taken.queries[query].float().reshape(heads, -1, dim), taken.scale)
+
+
+@dataclass
+class Findings:
+    """By check and kind of sample."""
+
+    found: dict[tuple[str, str], list[Compared]] = field(default_factory=dict)
+
+    def add(self, check: Check, kind: str, one: Compared) -> None:
+        self.found.setdefault((check.name, kind), []).append(one)
+
+    def lists(self, check: Check, kind: str, name: str, budget: int | None = None) -> list[float]:
+        """A mean a sample."""
+        every = self.found.get((check.name, kind), [])
+        if budget is None:
+            return [float(np.nanmean(getattr(one, name))) for one in every]
+        return [float(np.mean(getattr(one, name)[budget])) for one in every]
+
+
+def run(folder: Checkouts, plan: Plan, model: Path | None) -> Findings:
+    found = Findings()
+    for kind, asked in samples(plan, model):
+        for check in CHECKS:
+            found.add(check, kind, compare(check, folder, asked))
+    return found
+
+
+def result_of(found: Findings) -> Result:
+    """Samples are of one layer and query, means over its heads. A check holds where a method that
+    is the same as theirs orders pages as theirs does."""
+    result = Result("methods-authors")
+    result.notes += [f"{name} {commit}" for name, commit in COMMITS.items()]
+    for check in CHECKS:
+        for kind in (MODEL, RANDOM):
+            if (check.name, kind) not in found.found:
+                continue
+            measure(result, found, check, kind)
+            if check.least:
+                lowest = min(found.lists(check, kind, "correlation"))
+                result.checks[f"{check.name}_{kind}_is_alike"] = lowest >= check.least
+    return result
+
+
+def measure(result: Result, found: Findings, check: Check, kind: str) -> None:
+    name = f"{check.name}_{kind}"
+    result.measure(f"{name}_correlation", found.lists(check, kind, "correlation"), "of ranks")
+    if check.least and check.union == "query_head":
+        unit = "standard deviations of theirs"
+        result.measure(f"{name}_difference", found.lists(check, kind, "difference"), unit)
+    for at, budget in enumerate(check.labels):
+        same = found.lists(check, kind, "same", at)
+        result.measure(f"{name}_same_{budget}", same, "share of the list")
+        for whose, side in (("ours", 0), ("theirs", 1)):
+            held = [one.mass[at][side] for one in found.found[check.name, kind]]
+            result.measure(f"{name}_mass_{budget}_{whose}", held, "share of attention")
+
+
+def markdown(found: Findings) -> str:
+    heads = (
+        *("method", "lists", "theirs", "correlation", "same 5 %", "15 %", "held 5 %: ours"),
+        *("theirs", "random: correlation", "same 5 %", "15 %"),
+    )
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for check in CHECKS:
+        names = f"{check.repository} {COMMITS[check.repository][:8]}, `{check.function}`"
+        kind = check.union.replace("_", " ")
+        size = "token" if check.page_tokens == 1 else "page"
+        cells = [f"`{check.method}`", f"{kind}, {size}s", names]
+        for source in (MODEL, RANDOM):
+            cells += row(found, check, source)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def row(found: Findings, check: Check, kind: str) -> list[str]:
+    every = found.found.get((check.name, kind))
+    if not every:
+        return [""] * (5 if kind == MODEL else 3)
+    cells = [f"{np.mean(found.lists(check, kind, 'correlation')):.4f}"]
+    budgets = range(len(check.labels))
+    cells += [f"{100 * np.mean(found.lists(check, kind, 'same', at)):.1f} %" for at in budgets]
+    cells += [""] * (2 - len(budgets))
+    if kind == MODEL:
+        cells += [f"{np.mean([one.mass[0][side] for one in every]):.3f}" for side in (0, 1)]
+    return cells
