@@ -1,0 +1,210 @@
+"""Methods against their authors' code: where the checkouts are, and the means to do so anywhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cxlkv import Budget
+from cxlkv.bench.lab.authors import ours
+from cxlkv.bench.lab.authors.asked import Answer, Asked
+from cxlkv.bench.lab.authors.checkouts import COMMITS, Checkouts
+from cxlkv.bench.lab.authors.checks import CHECKS, Check, compare, difference, mass, ranks
+from cxlkv.bench.lab.authors.report import RANDOM, Findings, Plan, markdown, result_of, run, samples
+from cxlkv.errors import BadArgumentError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+pytest.importorskip("numba", reason="numba compiles scorers")
+
+FOLDER = os.environ.get("CXLKV_AUTHORS")
+WRITTEN = """
+import a_library_that_is_nowhere
+
+LIMIT = 3
+
+
+@a_library_that_is_nowhere.compiled
+def double(number: Unknown) -> Unknown:
+    return min(2 * number, LIMIT)
+
+
+class Kept:
+    @property
+    def all_of(self, count):
+        total = self.start
+        for index in range(count):
+            step = index + 1
+            step = step * 10
+            total = total + step
+        return total
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Checkouts:
+    """A folder with one repository, called owner/name, of one file."""
+    folder = tmp_path / "owner+name"
+    folder.mkdir()
+    (folder / "file.py").write_text(WRITTEN)
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "A file")):
+        subprocess.run(["git", "-C", str(folder), *words], check=True)
+    return Checkouts(tmp_path)
+
+
+def test_pieces_need_nothing_that_their_file_imports(written: Checkouts) -> None:
+    found = written.pieces("owner/name", "file.py", ["LIMIT", "double"])
+    assert (found.double(1), found.double(5)) == (2, 3)
+    other = written.pieces("owner/name", "file.py", ["double"], LIMIT=100)
+    assert other.double(5) == 10
+
+
+def test_statements_of_a_function_run_alone(written: Checkouts) -> None:
+    name = "Kept.all_of"
+    first = written.run("owner/name", "file.py", name, ("step", "step"), index=4)
+    assert first.step == 5
+    whole = written.run("owner/name", "file.py", name, ("step", "total"), index=4, total=7)
+    assert (whole.step, whole.total) == (50, 57)
+    second = written.run("owner/name", "file.py", name, ("step", "step 2"), index=4)
+    assert second.step == 50
+
+
+def test_what_is_not_their_code_is_refused(written: Checkouts) -> None:
+    with pytest.raises(BadArgumentError, match="their code has no triple"):
+        written.pieces("owner/name", "file.py", ["triple"])
+    with pytest.raises(BadArgumentError, match="does not assign nothing"):
+        written.run("owner/name", "file.py", "double", ("nothing", "nothing"))
+    with pytest.raises(BadArgumentError, match=r"git clone https://github\.com/HugoZHL/PQCache"):
+        written.check()
+    path = written.path("owner/name") / "other.py"
+    path.write_text("LIMIT = 4")
+    with pytest.raises(BadArgumentError, match=r"other\.py was changed, or is missing"):
+        written.pieces("owner/name", "other.py", ["LIMIT"])
+
+
+def test_a_checkout_at_another_commit_is_refused(written: Checkouts) -> None:
+    for repository in COMMITS:
+        written.path(repository).symlink_to(written.path("owner/name"))
+    with pytest.raises(BadArgumentError, match=rf"checkout {COMMITS['HugoZHL/PQCache']}"):
+        written.check()
+
+
+def asked_of(rng: np.random.Generator, heads: int = 2, group: int = 2, tokens: int = 160) -> Asked:
+    numbers = rng.standard_normal((heads, tokens + group, 64)).astype(np.float32)
+    keys, queries = numbers[:, :tokens].copy(), numbers[:, tokens:].copy()
+    return Asked(torch.from_numpy(keys), torch.from_numpy(queries), 0.125)
+
+
+def means(folder: Checkouts, asked: Asked) -> Answer:
+    return Answer(asked.scale * (asked.queries @ asked.pages(16).mean(2).mT).amax(1))
+
+
+def shares(folder: Checkouts, asked: Asked) -> Answer:
+    return Answer((asked.scale * asked.queries @ asked.keys.mT).log_softmax(-1)[:, 0])
+
+
+def opposite(folder: Checkouts, asked: Asked) -> Answer:
+    return Answer(-means(folder, asked).scores)
+
+
+@pytest.mark.parametrize(
+    ("check", "wanted"),
+    [
+        (Check("means", "mean", "", "", means, 16), 1.0),
+        (Check("grouped", "mean", "", "", means, 16, "kv_head"), 1.0),
+        (Check("opposite", "mean", "", "", opposite, 16), -1.0),
+        (Check("attention", "attention", "", "", shares), 1.0),
+    ],
+    ids=lambda one: getattr(one, "name", ""),
+)
+def test_what_is_alike_is_found_alike(
+    check: Check, wanted: float, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    found = compare(check, Checkouts(tmp_path), asked_of(rng))
+    assert len(found.correlation) == (4 if check.union == "query_head" else 2)
+    assert np.abs(found.correlation - wanted).max() < 0.02
+    if wanted > 0:
+        assert found.difference.max() < 0.05
+        assert min(one.min() for one in found.same) == 1.0
+    else:
+        assert max(one.max() for one in found.same) == 0.0
+
+
+def test_equal_scores_are_as_good_as_each_other(rng: np.random.Generator, tmp_path: Path) -> None:
+    def halves(folder: Checkouts, asked: Asked) -> Answer:
+        scores = means(folder, asked).scores
+        return Answer((scores > scores.median(dim=1, keepdim=True).values).float())
+
+    found = compare(Check("halves", "mean", "", "", halves, 16), Checkouts(tmp_path), asked_of(rng))
+    assert [one.tolist() for one in found.same] == [[1.0] * 4, [1.0] * 4]
+
+
+def test_a_mass_is_held_against_their_list(rng: np.random.Generator, tmp_path: Path) -> None:
+    def top(folder: Checkouts, asked: Asked) -> Answer:
+        scores = shares(folder, asked).scores
+        order = scores.argsort(dim=-1, descending=True)
+        before = scores.gather(1, order).exp().cumsum(-1) - scores.gather(1, order).exp()
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, before < 0.5)
+        return Answer(scores, chosen=chosen)
+
+    check = Check("top", "attention", "", "", top, mass=0.5)
+    found = compare(check, Checkouts(tmp_path), asked_of(rng))
+    assert check.labels == ["mass 0.5"]
+    assert found.same[0].min() > 0.95
+
+
+def test_measures_by_hand() -> None:
+    assert ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [2.5, 0.0, 2.5, 1.0]
+    assert difference(np.array([0.0, 5.0, np.inf]), np.array([0.0, 4.0, 1.0])) == 0.5
+    keys = torch.zeros(1, 48, 64)
+    keys[0, 16:32, 0] = 8 * math.log(3)
+    asked = Asked(keys, torch.nn.functional.one_hot(torch.tensor([[0]]), 64).float(), 0.125)
+    chosen = np.array([[True, True, False]])
+    assert math.isclose(mass(asked, chosen), 3 / 4, rel_tol=1e-6)  # the first page counts nothing
+
+
+def test_ours_learns_from_all_keys_that_are_asked(rng: np.random.Generator) -> None:
+    """The same scores as of what those keys give, learned apart."""
+    from cxlkv.ndp import scorers
+
+    asked = asked_of(rng)
+    budgets = [Budget(pages=3, sinks=0, recent=0)]
+    learned = [scorers.of("loki").calibrate(head) for head in asked.keys.numpy()]
+    own = ours.scores("loki", asked, 16, budgets)
+    given = ours.scores("loki", asked, 16, budgets, np.stack(learned))
+    assert np.abs(own.of - given.of).max() < 1e-2
+    assert (own.chosen[0] == given.chosen[0]).mean() > 0.8
+
+
+def test_samples_and_the_table(rng: np.random.Generator, tmp_path: Path) -> None:
+    plan = Plan(tokens=160, queries=(0, 1))
+    kinds, asked = zip(*samples(plan, None), strict=True)
+    assert kinds == (RANDOM, RANDOM)
+    assert asked[0].keys.shape == (2, 160, 128)
+    found = Findings()
+    for check in CHECKS:
+        same = Check("one", "attention", "", "", shares)
+        found.add(check, RANDOM, compare(same, Checkouts(tmp_path), asked_of(rng)))
+    result = result_of(found)
+    assert result.passed
+    assert result.metrics["digest_random_same_5"].samples == [1.0]
+    assert len(markdown(found).splitlines()) == 2 + len(CHECKS)
+
+
+@pytest.mark.skipif(
+    not FOLDER, reason="CXLKV_AUTHORS names a folder of checkouts: docs/methods.md says of which"
+)
+def test_methods_are_those_of_their_authors() -> None:
+    pytest.importorskip("sklearn", reason="their codebooks and components are scikit-learn's")
+    assert FOLDER
+    folder = Checkouts(Path(FOLDER))
+    folder.check()
+    result = result_of(run(folder, Plan(tokens=1024, queries=(0,)), None))
+    print(result.checks)
+    assert result.passed, [name for name, holds in result.checks.items() if not holds]
