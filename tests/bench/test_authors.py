@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from cxlkv import Budget
 from cxlkv.bench.lab.authors import ours
+from cxlkv.bench.lab.authors.__main__ import main
 from cxlkv.bench.lab.authors.asked import Answer, Asked
 from cxlkv.bench.lab.authors.checkouts import COMMITS, Checkouts
 from cxlkv.bench.lab.authors.checks import CHECKS, Check, compare, difference, mass, ranks
@@ -86,6 +88,14 @@ def test_what_is_not_their_code_is_refused(written: Checkouts) -> None:
     path.write_text("LIMIT = 4")
     with pytest.raises(BadArgumentError, match=r"other\.py was changed, or is missing"):
         written.pieces("owner/name", "other.py", ["LIMIT"])
+
+
+def test_the_command_says_what_is_missing(
+    written: Checkouts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["authors", str(written.folder)])
+    assert main() == 2
+    assert "git clone https://github.com/HugoZHL/PQCache" in capsys.readouterr().out
 
 
 def test_a_checkout_at_another_commit_is_refused(written: Checkouts) -> None:

@@ -1,4 +1,4 @@
-"""python -m cxlkv.bench.lab.authors FOLDER: docs/methods.md, "Against the authors' code"."""
+"""`python -m cxlkv.bench.lab.authors FOLDER`; docs/methods.md says what it needs, and finds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cxlkv.bench.lab.authors.checkouts import Checkouts
 from cxlkv.bench.lab.authors.report import Plan, markdown, result_of, run
+from cxlkv.errors import BadArgumentError
 
 
 def main() -> int:
@@ -17,9 +18,13 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="the result file, JSON")
     given = parser.parse_args()
-    folder = Checkouts(given.folder.resolve())
-    folder.check()
-    found = run(folder, Plan(), given.model)
+    folder = Checkouts(given.folder)
+    try:
+        folder.check()
+        found = run(folder, Plan(), given.model)
+    except BadArgumentError as error:
+        print(error)
+        return 2
     result = result_of(found)
     print(markdown(found))
     for name, holds in result.checks.items():

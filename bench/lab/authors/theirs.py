@@ -7,6 +7,7 @@ docstrings say so. Scores are those of logits, scale * q.k, where theirs leave t
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
@@ -126,7 +127,7 @@ def shadowkv(folder: Checkouts, asked: Asked) -> Answer:
     )
     size, kind = tokens + PAGE, torch.float32
     own = theirs.ShadowKVCache(config, 1, size, "cpu", kind, sparse_budget=PAGE, chunk_size=PAGE)
-    own.outlier_chunk, own.local_chunk = max(1, round(shadow.OUTLIERS * pages)), 1
+    own.outlier_chunk, own.local_chunk = math.ceil(shadow.OUTLIERS * (pages - 1)), 1
     keys = torch.cat([asked.keys, asked.keys[:, -PAGE:]], dim=1)[None]
     own.prefill_kv_cache(keys, 0, keys)
     rest = own.k_landmark_idx[0, 0]  # [heads, pages - outliers]
