@@ -40,3 +40,35 @@ def product(query, numbers):
     for d in range(query.shape[0]):
         total += query[d] * from_bfloat16(numbers[d])
     return total
+
+
+@numba.njit(fastmath=FASTMATH)
+def exp_of(number):
+    """Of a float32 of 0 or less, to three units in its last place; some 1e-38 below -87. Unlike
+    the C library's, a loop of it is vectors. (Cephes' polynomial, S. Moshier.)"""
+    if number < np.float32(-87):
+        number = np.float32(-87)
+    power = np.floor(number * np.float32(1.4426950408889634) + np.float32(0.5))
+    rest = number - power * np.float32(0.693359375)
+    rest -= power * np.float32(-2.12194440e-4)
+    total = np.float32(1.9875691500e-4)
+    total = total * rest + np.float32(1.3981999507e-3)
+    total = total * rest + np.float32(8.3334519073e-3)
+    total = total * rest + np.float32(4.1665795894e-2)
+    total = total * rest + np.float32(1.6666665459e-1)
+    total = total * rest + np.float32(5.0000001201e-1)
+    total = total * rest * rest + rest + np.float32(1)
+    bits = np.uint32(np.int32(power) + np.int32(127)) << np.uint32(23)
+    return total * np.uint32(bits).view(np.float32)
+
+
+@numba.njit(fastmath=FASTMATH)
+def log_sum(logits, tokens):
+    """The log of the sum of exp(logit) of float32 logits [:tokens]."""
+    top = logits[0]
+    for t in range(1, tokens):
+        top = max(top, logits[t])
+    weights = np.float32(0)
+    for t in range(tokens):
+        weights += exp_of(logits[t] - top)
+    return top + np.log(weights)

@@ -53,20 +53,21 @@ class Fier(Scorer):
         scores: Floats,
     ) -> None:
         pages, rows, _ = summaries.shape
-        sums = np.empty(16, np.float32)
+        dim = queries.shape[1]
+        steps = np.empty(dim, np.float32)
         for page in range(pages):
             for i in range(queries.shape[0]):
+                base = np.float32(0)
+                for d in range(dim):
+                    low = from_bfloat16(summaries[page, 0, d])
+                    steps[d] = queries[i, d] * (from_bfloat16(summaries[page, 1, d]) - low)
+                    base += queries[i, d] * low
                 best = np.float32(-np.inf)
                 for block in range(2, rows):
-                    sums[:] = 0
-                    base = np.float32(0)
-                    for d in range(queries.shape[1]):
-                        low = from_bfloat16(summaries[page, 0, d])
-                        step = queries[i, d] * (from_bfloat16(summaries[page, 1, d]) - low)
-                        base += queries[i, d] * low
-                        bits = np.int32(summaries[page, block, d])
-                        for t in range(16):
-                            sums[t] += step * np.float32((bits >> np.int32(t)) & 1)
                     for t in range(min(16, tokens - 16 * (block - 2))):
-                        best = max(best, base + sums[t])
-                scores[i, page] = scale * best
+                        total = np.float32(0)
+                        for d in range(dim):
+                            is_high = summaries[page, block, d] & (1 << t)
+                            total += steps[d] if is_high else np.float32(0)
+                        best = max(best, total)
+                scores[i, page] = scale * (base + best)

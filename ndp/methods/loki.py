@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.methods.bfloat16 import from_bfloat16, to_bfloat16
+from cxlkv.ndp.methods.bfloat16 import from_bfloat16, log_sum, to_bfloat16
 from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
 
 PART = 8
@@ -66,8 +66,4 @@ class Loki(Scorer):
                     for n in range(components):
                         total += query[n] * from_bfloat16(summaries[page, t, n])
                     logits[t] = total
-                top = np.max(logits)
-                weights = np.float32(0)
-                for t in range(tokens):
-                    weights += np.exp(logits[t] - top)
-                scores[i, page] = top + np.log(weights)
+                scores[i, page] = log_sum(logits, tokens)

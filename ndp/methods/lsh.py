@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +10,15 @@ from cxlkv.ndp.scorers import Bytes, Floats, Scorer, Shape
 
 TABLES, BITS = 32, 8
 SEED = 1
+ONES = np.uint64(0x0101010101010101)
+LOW = np.uint64(0x7F7F7F7F7F7F7F7F)
+
+
+@numba.njit
+def equal_bytes(differing):
+    """Of eight bytes 1 for each that is 0, else 0."""
+    nonzero = ((differing & LOW) + LOW) | differing
+    return (~nonzero >> np.uint64(7)) & ONES
 
 
 class LSH(Scorer):
@@ -66,11 +76,13 @@ class LSH(Scorer):
                         total += queries[i, d] * parameters[plane + d]
                     value |= int(total > 0) << bit
                 values[table] = value
+            asked = values.view(np.uint64)
             for page in range(summaries.shape[0]):
-                best = 0
+                words = summaries[page].view(np.uint64)
+                best = np.uint64(0)
                 for t in range(tokens):
-                    same = 0
-                    for table in range(TABLES):
-                        same += summaries[page, t, table] == values[table]
-                    best = max(best, same)
+                    equal = np.uint64(0)
+                    for n in range(TABLES // 8):
+                        equal += equal_bytes(words[t, n] ^ asked[n])
+                    best = max(best, (equal * ONES) >> np.uint64(56))
                 scores[i, page] = best

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.methods.bfloat16 import from_bfloat16, to_bfloat16
+from cxlkv.ndp.methods.bfloat16 import from_bfloat16, log_sum, to_bfloat16
 from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
 
 PART = 8
@@ -44,8 +44,9 @@ class SparQ(Scorer):
         dim = queries.shape[1]
         count = -(-dim // PART)
         chosen = np.empty(count, np.int64)
+        parts = np.empty(count, np.float32)
         sizes = np.empty(dim, np.float32)
-        sums = np.empty(summaries.shape[2], np.float32)
+        logits = np.empty(summaries.shape[2], np.float32)
         for i in range(queries.shape[0]):
             total = np.float32(1e-30)
             kept = np.float32(0)
@@ -57,14 +58,19 @@ class SparQ(Scorer):
                 kept += sizes[chosen[n]]
                 sizes[chosen[n]] = -1
             factor = scale / np.sqrt(max(kept / total, np.float32(1e-6)))
+            for n in range(count):
+                parts[n] = factor * queries[i, chosen[n]]
             for page in range(summaries.shape[0]):
-                sums[:] = 0
-                for n in range(count):
-                    q = factor * queries[i, chosen[n]]
-                    for t in range(sums.shape[0]):
-                        sums[t] += q * from_bfloat16(summaries[page, chosen[n], t])
-                top = np.max(sums[:tokens])
-                weights = np.float32(0)
-                for t in range(tokens):
-                    weights += np.exp(sums[t] - top)
-                scores[i, page] = top + np.log(weights)
+                for first in range(0, logits.shape[0], 4):  # four at once
+                    a = b = c = e = np.float32(0)
+                    for n in range(count):
+                        part, d = parts[n], chosen[n]
+                        a += part * from_bfloat16(summaries[page, d, first])
+                        b += part * from_bfloat16(summaries[page, d, first + 1])
+                        c += part * from_bfloat16(summaries[page, d, first + 2])
+                        e += part * from_bfloat16(summaries[page, d, first + 3])
+                    logits[first] = a
+                    logits[first + 1] = b
+                    logits[first + 2] = c
+                    logits[first + 3] = e
+                scores[i, page] = log_sum(logits, tokens)

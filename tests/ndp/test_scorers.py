@@ -362,6 +362,20 @@ def test_a_mass_is_that_of_the_estimates(name: str, seed: int) -> None:
         assert np.abs(scores[:-1] - wanted[head, own[:-1]]).max() <= bounds[head].max()
 
 
+def test_log_sums_are_those_of_doubles(seed: int) -> None:
+    print(f"seed {seed}")
+    bfloat16 = pytest.importorskip("cxlkv.ndp.methods.bfloat16")
+    numbers = np.concatenate([[0, -1e-30, -1e-3], -np.random.default_rng(seed).random(10_000) * 87])
+    found = [bfloat16.exp_of(np.float32(n)) for n in numbers]
+    np.testing.assert_allclose(found, np.exp(numbers.astype(np.float32), dtype=float), rtol=4e-7)
+    assert 0 <= bfloat16.exp_of(np.float32(-np.inf)) < 1e-37
+    for logits in (numbers[:16] - 40, np.array([30.0, 29, -500, -np.inf]), numbers[3:4]):
+        given = logits.astype(np.float32)
+        wanted = log_sum(given.astype(float))
+        assert bfloat16.log_sum(given, len(given)) == pytest.approx(wanted, abs=2e-5)
+    assert np.isnan(bfloat16.log_sum(np.array([1, np.nan, 2], np.float32), 3))
+
+
 def test_several_threads_summarise_together(seed: int) -> None:
     of = Pages(seed, tokens=16 * 100)
     forks = [of.sequence.fork() for _ in range(4)]
