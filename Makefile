@@ -328,6 +328,16 @@ build/peers/%: FORCE
 	    && rm $@.failed && echo "$(PEER_$*)" > $@/.installed || tail -n 1 $@.failed; \
 	fi
 
+# Its retrieval on the CPU, one file of C++, for `cxlkv lab run --methods ucm`: of a checkout of
+# ModelEngine-Group/unified-cache-management, make build/peers/ucm UCM=FOLDER
+UCM_SOURCE = $(UCM)/ucm/sparse/esa/retrieval/cpy/retrieval_backend.cpp
+build/peers/ucm: $(VENV)/.stamp FORCE
+	@test -f $(UCM_SOURCE) || { echo "error: no $(UCM_SOURCE): give UCM=, a checkout"; exit 1; }
+	$(PIP) install -qq --no-deps --upgrade --target $@/pybind11 pybind11==3.1.0
+	$(CXX) -O2 -std=c++17 -shared -fPIC -fvisibility=hidden -pthread -I$@/pybind11/pybind11/include \
+	  -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
+	  $(UCM_SOURCE) -o $@/retrieval_backend.so
+
 FORCE:
 
 .PHONY: peers

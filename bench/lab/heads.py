@@ -7,7 +7,7 @@ transformers made: neither the pool nor its scores are trusted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cxlkv.adapters.transformers import LayerStep
-from cxlkv.demo.forms import Form, FormsCache, Pages
+from cxlkv.demo.forms import Form, FormsCache, Outside, Pages
 from cxlkv.errors import UnsupportedError
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
@@ -45,8 +45,9 @@ class WatchedCache(FormsCache):
         sequence: Tokens,
         held: Sequence[tuple[Tensor, Tensor]],
         seed: int,
+        others: Mapping[str, Outside] | None = None,
     ) -> None:
-        super().__init__(pool, model, [Form.full()], [sequence], seed)
+        super().__init__(pool, model, [Form.full()], [sequence], seed, others)
         self.forms = tuple(forms)
         self.held = held
         self.watched = False

@@ -1,24 +1,32 @@
-"""The table and the picture of a run of methods: docs/methods.md."""
+"""The tables and the picture of a run of methods: docs/methods.md."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from transformers import PretrainedConfig
 
+from cxlkv import sizes
 from cxlkv.adapters.transformers import layout_of
-from cxlkv.bench.lab import costs
-from cxlkv.bench.lab.costs import COSTS, SHARE, Seconds
+from cxlkv.bench.lab import peers
+from cxlkv.bench.lab.costs import COSTS, Costs
+from cxlkv.bench.lab.methods_picture import draw
 from cxlkv.bench.lab.report import Findings, Row
 from cxlkv.bench.lab.statistics import bootstrap
-from cxlkv.bench.style import INK, canvas, plain
 from cxlkv.demo.forms import CONTROLS
 from cxlkv.layout import KVLayout
 from cxlkv.machine.state import write_whole
 from cxlkv.ndp import scorers
 from cxlkv.ndp.engine import METHODS
+
+BYTES = (0.1, 0.2, 0.3, 0.5)
+"""Of all K and V: what all methods are compared at."""
+DIVERGENCES = (0.05, 0.02)
+DIVERGENCE_LEAST = 1e-6  # nats; its log is drawn
 
 
 def kept_shares(found: Findings, layout: KVLayout) -> dict[str, float]:
@@ -26,82 +34,198 @@ def kept_shares(found: Findings, layout: KVLayout) -> dict[str, float]:
     shape = scorers.Shape(layout.page_tokens, layout.head_dim)
     page = layout.token_bytes // (layout.layers * layout.kv_heads) * layout.page_tokens
     methods = {row.form.method for row in found.rows} - {*METHODS, *CONTROLS, "full"}
+    methods -= {*peers.NAMES}
     return {name: scorers.summary_bytes(scorers.of(name), shape) / page for name in methods}
 
 
-def markdown(found: Findings, seconds: Mapping[str, Seconds], kept: Mapping[str, float]) -> str:
-    """A table: a row for each method and share."""
+def kept_bytes(found: Findings, layout: KVLayout, tokens: int) -> dict[str, float]:
+    """Of each method, what it keeps beside K and V, a token in all layers; tokens: of a context,
+    of which an index is made."""
+    kept = {name: share * layout.token_bytes for name, share in kept_shares(found, layout).items()}
+    records = [sizes.plan(layout, 1 << 30, sketch=sketch).geometry for sketch in (True, False)]
+    with_sketches, without = (each["record_bytes"] / each["record_layers"] for each in records)
+    a_layer = (with_sketches - without) / layout.page_tokens
+    kept["two_stage"] = a_layer * layout.layers
+    key = layout.token_bytes / (2 * layout.page_tokens)
+    kept["digest"] = 2 * key
+    kept |= dict.fromkeys(("exact", "attention"), 0.0)
+    return kept | {name: peers.kept_bytes(name, layout, tokens) for name in peers.NAMES}
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def curves(found: Findings) -> dict[str, list[Row]]:
+    """The rows of each method, the fewest pages first."""
+    rows = sorted(found.rows, key=lambda row: row.form.share)
+    names = dict.fromkeys(row.form.method for row in found.rows if row.form.method != "full")
+    return {name: [row for row in rows if row.form.method == name] for name in names}
+
+
+def read_share(row: Row) -> float:
+    """To choose and of what was chosen, of all K and V."""
+    return row.scored + row.fetched
+
+
+# ---- at equal pages ----
+
+
+def at_share(found: Findings, share: float, costs: Costs) -> str:
+    """All methods with so many pages."""
     heads = (
-        *("method", "pages", "loss", "below", "KL", "agrees", "tasks", "mass", "worst", "error"),
-        *("read to choose", "kept", "ms to choose", "ms to summarise"),
+        *("method", "reads to choose", "in all", "loss (below)", "KL", "agrees", "tasks"),
+        *("mass", "worst tenth", "error", "ms to choose", "ms a step"),
     )
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for row in found.rows:
-        lines.append("| " + " | ".join(cells(row, found, seconds, kept)) + " |")
-    return "\n".join(lines)
+    rows = [row for row in found.rows if row.form.method == "full" or row.form.share == share]
+    return table(heads, [cells(row, found, costs) for row in rows])
 
 
-def cells(
-    row: Row, found: Findings, seconds: Mapping[str, Seconds], kept: Mapping[str, float]
-) -> list[str]:
+def cells(row: Row, found: Findings, costs: Costs) -> list[str]:
     loss, name = bootstrap(row.loss), row.form.method
-    timed = seconds.get(name)
+    choose = step = ""
+    if name == "full":
+        step = f"{1e3 * np.median(costs.full):.1f}"
+    elif name in costs.choose:
+        at = costs.shares.index(row.form.share)
+        choose = f"{1e3 * np.median(costs.choose[name][at]):.1f}"
+        step = f"{1e3 * costs.step(name, row.form.share):.1f}"
     return [
-        name,
-        f"{100 * row.form.share:g} %",
-        f"{100 * loss.mean:+.2f} %",
-        f"{100 * loss.high:+.2f} %",
+        "all pages" if name == "full" else f"`{name}`",
+        "" if name == "full" else f"{100 * row.scored:.1f} %",
+        f"{100 * read_share(row):.1f} %",
+        f"{100 * loss.mean:+.2f} % ({100 * loss.high:+.2f} %)",
         f"{row.divergence.mean():.4f}",
         f"{100 * row.agreed.mean():.1f} %",
         f"{row.right}/{found.solved}",
         f"{row.mass[0]:.3f}",
         f"{row.mass[1]:.3f}",
         f"{row.error[0]:.3f}",
-        f"{100 * row.scored:.2f} %",
-        f"{100 * kept[name]:.1f} %" if name in kept else "",
-        f"{1e3 * np.median(timed[1:]):.2f}" if timed is not None else "",
-        f"{1e3 * (timed[0] - np.median(timed[1:])):.0f}"
-        if timed is not None and name in kept
-        else "",
+        choose,
+        step,
     ]
 
 
-def draw(path: Path, found: Findings, seconds: Mapping[str, Seconds]) -> None:
-    """Loss over full attention's, by bytes that are read and by the time that choosing takes."""
-    figure, (by_bytes, by_time) = canvas(11, 4.6, 1, 2)
-    methods = dict.fromkeys(row.form.method for row in found.rows if row.form.method != "full")
-    for at, method in enumerate(methods):
-        rows = sorted(
-            (row for row in found.rows if row.form.method == method), key=lambda row: row.form.share
-        )
-        losses = [100 * bootstrap(row.loss).mean for row in rows]
-        control = method in CONTROLS
-        color, marker = INK if control else f"C{at % 10}", "o" if at < 10 else "s"
-        line = ":" if control else "-" if method in METHODS else "--"
-        read = [100 * (row.scored + row.fetched) for row in rows]
-        by_bytes.plot(read, losses, line, label=method, markersize=3, color=color, marker=marker)
-        if method in seconds:
-            spent = 1e3 * float(np.median(seconds[method][1:]))
-            by_time.plot(
-                [spent], losses[:1], line, label=method, markersize=6, color=color, marker=marker
-            )
-            by_time.annotate(method, (spent, losses[0]), fontsize=7, color=INK)
-    for axes in (by_bytes, by_time):
-        axes.set_xscale("log")
-        axes.set_yscale("symlog", linthresh=1)
-    plain(
-        by_bytes,
-        "bytes read a step, % of all keys and values",
-        title="loss over full attention's, %",
+# ---- at equal bytes ----
+
+
+def points(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """(share of all bytes that is read, KL), the fewest bytes first."""
+    return sorted(
+        (read_share(row), max(float(row.divergence.mean()), DIVERGENCE_LEAST)) for row in rows
     )
-    plain(by_time, f"ms to choose {100 * SHARE:g} % of the pages", title="at the smallest budget")
-    by_bytes.legend(frameon=False, labelcolor=INK, fontsize=7, ncol=2)
-    figure.savefig(path, dpi=130)
+
+
+def divergence_at(curve: Sequence[tuple[float, float]], share: float) -> float | None:
+    """KL at so many bytes, between its budgets, on straight lines of the logs; None outside."""
+    if not curve or not curve[0][0] <= share <= curve[-1][0]:
+        return None
+    read, divergence = np.log(np.array(curve)).T
+    return float(np.exp(np.interp(math.log(share), read, divergence)))
+
+
+def bytes_to(curve: Sequence[tuple[float, float]], divergence: float) -> tuple[str, float]:
+    """The share of all bytes that is read to hold a KL: ("", share), on straight lines of the logs;
+    ("<", the smallest budget's) where that is good enough; (">", the largest one's) where none
+    is."""
+    if curve[0][1] <= divergence:
+        return "<", curve[0][0]
+    for (left, high), (right, low) in pairwise(curve):
+        if low <= divergence:
+            part = math.log(high / divergence) / math.log(high / low)
+            return "", left * (right / left) ** part
+    return ">", curve[-1][0]
+
+
+def at_bytes(found: Findings) -> str:
+    """All methods by what they read in all, between their budgets."""
+    heads = ["method", *(f"KL at {100 * share:g} %" for share in BYTES)]
+    heads += [f"KL {divergence:g}: MB a step" for divergence in DIVERGENCES]
+    lines = []
+    for name, rows in curves(found).items():
+        curve = points(rows)
+        line = [f"`{name}`"]
+        for share in BYTES:
+            divergence = divergence_at(curve, share)
+            line.append("" if divergence is None else f"{divergence:.4f}")
+        for wanted in DIVERGENCES:
+            sign, share = bytes_to(curve, wanted)
+            line.append(
+                f"{sign} {share * found.step_bytes / 1e6:.2f} ({100 * share:.0f} %)".strip()
+            )
+        lines.append(line)
+    return table(heads, lines)
+
+
+# ---- costs ----
+
+
+def costs_of(found: Findings, costs: Costs, kept: Mapping[str, float]) -> str:
+    """What each method keeps, and takes."""
+    shares = [f"{100 * share:g} %" for share in costs.shares]
+    heads = [
+        *("method", "keeps, B a token", "makes it in, µs a token"),
+        *(f"ms a step: {share}" for share in shares),
+        *(f"with the model: {share}" for share in shares),
+    ]
+    rest, lines = float(np.median(costs.rest)), []
+    whole = 1e3 * float(np.median(costs.full))
+    lines.append(
+        ["all pages", "0", "", *[f"{whole:.1f}"] * len(shares)]
+        + [f"{whole + 1e3 * rest:.0f}"] * len(shares)
+    )
+    for name in costs.choose:
+        is_of_pool = name in METHODS
+        made = "" if is_of_pool else f"{1e6 * costs.first[name] / costs.tokens:.0f}"
+        steps = [costs.step(name, share) for share in costs.shares]
+        line = [f"`{name}`", f"{kept[name]:.0f}" if name in kept else "", made]
+        line += [f"{1e3 * step:.1f}" for step in steps]
+        lines.append(line + [f"{1e3 * (step + rest):.0f}" for step in steps])
+    return table(heads, lines)
+
+
+def markdown(found: Findings, costs: Costs, kept: Mapping[str, float], layout: KVLayout) -> str:
+    """All tables, with what their words mean."""
+    lines = [*found.notes, ""]
+    lines += [
+        f"All keys and values: {found.step_bytes / 1e6:.1f} MB a step, of {layout.layers} layers, "
+        f"{layout.token_bytes} B a token.",
+    ]
+    for share in costs.shares:
+        lines += ["", f"### {100 * share:g} % of the pages", "", at_share(found, share, costs)]
+    lines += [
+        "",
+        "Loss over full attention's: mean, and what it is below with 95 % confidence over the "
+        "texts. KL in nats a token. Tasks: of the items that full attention solves. Mass: "
+        "attention that the chosen pages hold; worst tenth: of the heads of all layers. Error: of "
+        "the output, over the length of full attention's. ms to choose, and a step's (to choose "
+        "and to attend): one sequence, all layers, medians.",
+        "",
+        "### At equal bytes",
+        "",
+        at_bytes(found),
+        "",
+        "Bytes are read to choose and of the chosen pages, of all K and V. Between a method's "
+        "budgets KL is on a straight line of the logs; <, >: less than the smallest budget, more "
+        "than the largest.",
+        "",
+        "### Costs",
+        "",
+        costs_of(found, costs, kept),
+        "",
+        f"Behind {costs.tokens:,} tokens. A step: to choose and to attend, all layers. With the "
+        "model: and what a step of the model takes beside attention. What is kept of a page or "
+        "context is made by the first select after an append; an append takes "
+        f"{1e6 * costs.append / costs.tokens:.0f} µs a token, digests and sketches of all pools "
+        "included.",
+    ]
+    return "\n".join(lines)
 
 
 def write(folder: Path, found: Findings, config: PretrainedConfig) -> None:
     """methods.md and methods.png into the folder of a run."""
-    seconds = costs.read(folder / COSTS)
-    kept = kept_shares(found, layout_of(config))
-    write_whole(folder / "methods.md", markdown(found, seconds, kept) + "\n")
-    draw(folder / "methods.png", found, seconds)
+    costs, layout = Costs.read(folder / COSTS), layout_of(config)
+    kept = kept_bytes(found, layout, costs.tokens)
+    write_whole(folder / "methods.md", markdown(found, costs, kept, layout) + "\n")
+    draw(folder / "methods.png", curves(found), costs)

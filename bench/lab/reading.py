@@ -6,7 +6,7 @@ context go into the pool, and each form reads on from a fork of them, a token at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
-from cxlkv.demo.forms import Form, FormsCache
+from cxlkv.demo.forms import Form, FormsCache, Outside
 from cxlkv.demo.full_attention import append_cache, divergence_from
 from cxlkv.errors import BadArgumentError
 from cxlkv.pool import CXLPool
@@ -50,11 +50,19 @@ class Steps:
 
 
 class Reader:
-    """A model, and a pool that holds one context at a time."""
+    """A model, and a pool that holds one context at a time. peers: by their names, what makes
+    other ways to choose for it."""
 
-    def __init__(self, model: PreTrainedModel, pool: CXLPool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pool: CXLPool,
+        peers: Mapping[str, Callable[[Tokens], Outside]] | None = None,
+    ) -> None:
         self.model = model
         self.pool = pool
+        self.peers = dict(peers or {})
+        self.others: dict[str, Outside] = {}
         self.own_attention = str(model.config._attn_implementation)
         if self.own_attention == "cxlkv":
             raise BadArgumentError("the model's own attention is wanted, not cxlkv")
@@ -83,14 +91,18 @@ class Reader:
         sequence = self.pool.sequence()
         try:
             append_cache(sequence, cache, length)
+            self.others = {name: make(sequence) for name, make in self.peers.items()}
             yield sequence
         finally:
+            for other in self.others.values():
+                other.release()
+            self.others = {}
             sequence.release()
 
     def rows(self, context: Tokens, forms: Sequence[Form], seed: int) -> FormsCache:
         """A row for each form, a fork of the context each; to be released."""
         forks = [context.fork() for _ in forms]
-        return FormsCache(self.pool, self.model, forms, forks, seed)
+        return FormsCache(self.pool, self.model, forms, forks, seed, self.others)
 
     @torch.inference_mode()
     def step(self, cache: FormsCache, tokens: Tensor) -> Tensor:

@@ -81,6 +81,8 @@ class Findings:
     notes: Sequence[str]
     stale: int
     """Pages, by layer and kv head, that do not hold what transformers made."""
+    step_bytes: float
+    """Of all keys and values that a step sees, on average."""
 
 
 def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
@@ -132,6 +134,7 @@ def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
     return Findings(
         *(plan, rows, len(full), int(full.sum()), by_kind, losses, dtype, variants, notes),
         stale=sum(int(unit["stale"]) for unit in texts),
+        step_bytes=every / len(texts),
     )
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from cxlkv.adapters.transformers import layout_of
+from cxlkv.bench.lab import peers
 from cxlkv.bench.lab.costs import COSTS
 from cxlkv.bench.lab.reading import Reader
 from cxlkv.bench.lab.units import Arrays, Plan, Runner
@@ -58,7 +59,10 @@ def run(folder: Path, model: Path, plan: Plan, console: Console) -> list[str]:
     loaded = inputs.read_model(model)
     layout = layout_of(loaded)
     with CXLPool.create("anonymous:", layout=layout, capacity=capacity_bytes(layout, plan)) as pool:
-        runner = Runner(Reader(loaded, pool), AutoTokenizer.from_pretrained(model), plan)
+        made = {name: peers.load(name, layout) for name in plan.timed if name in peers.NAMES}
+        runner = Runner(
+            Reader(loaded, pool, made), AutoTokenizer.from_pretrained(model), plan, console
+        )
         begin(folder, model, asdict(plan), runner.check(), sources_of(plan))
         runner.prepare(folder / COSTS)
         units = plan.units()
@@ -93,7 +97,7 @@ def sources_of(plan: Plan) -> dict[str, str]:
     """Of methods that are scorers, digests of their classes."""
     found = {}
     for name in plan.timed:
-        if name not in METHODS:
+        if name not in (*METHODS, *peers.NAMES):
             written = inspect.getsource(type(scorers.of(name)))
             found[name] = hashlib.sha256(written.encode()).hexdigest()[:12]
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,9 +14,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich.console import Console
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
+from cxlkv.bench.lab import peers
 from cxlkv.bench.lab.costs import costs
 from cxlkv.bench.lab.heads import WatchedCache
 from cxlkv.bench.lab.reading import Reader, stale_pages
@@ -23,7 +26,8 @@ from cxlkv.bench.lab.tasks import ITEMS, KINDS, Context, make_context, single_to
 from cxlkv.bench.lab.texts import TEXTS, Text, learned_from
 from cxlkv.demo.forms import CONTROLS, Form
 from cxlkv.demo.full_attention import keys_and_values
-from cxlkv.errors import BadArgumentError
+from cxlkv.demo.progress import tell
+from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.ndp import engine, scorers
 from cxlkv.sequence import Sequence as Tokens
 
@@ -44,6 +48,8 @@ SHARES = (0.02, 0.05, 0.10, 0.20)
 REFERENCES = ("oracle", "newest", "random")
 READ_STEPS, ITEM_STEPS = 40, 14
 """What reading a context and answering an item take, in steps of all forms, about."""
+METHOD_STEPS, METHOD_CONTEXTS = 256, 12
+"""Of a run of methods, behind each text's prefix, and contexts of tasks."""
 CUE_TOKENS = 8
 """So many tokens of a passage are read before the model can know that it comes again."""
 
@@ -81,12 +87,17 @@ def every_variant() -> tuple[Form, ...]:
 
 
 def known_methods(words: str) -> tuple[str, ...]:
-    """All that there are, or those that are named. Raises BadArgumentError for one that is not."""
+    """All that there are, with the peers that are installed, or those that are named. Raises
+    BadArgumentError for one that is not, UnsupportedError for a peer that is not installed."""
     if words == "all":
-        return ("exact", "two_stage", "digest", *scorers.names())
+        found = [name for name in peers.NAMES if not peers.why_not(name)]
+        return ("exact", "two_stage", "digest", *scorers.names(), *found)
     names = tuple(filter(None, map(str.strip, words.split(","))))
     for name in names:
-        scorers.check(name)
+        if name not in peers.NAMES:
+            scorers.check(name)
+        elif reason := peers.why_not(name):
+            raise UnsupportedError(reason)
     return names
 
 
@@ -148,7 +159,8 @@ class Plan:
 
     def of_methods(self, names: Sequence[str], budgets: str) -> Plan:
         """Each method at each share of the pages ("0.05,0.15"), beside random, newest and best
-        ones, and all. Raises BadArgumentError."""
+        ones, and all; of fewer steps and items, so that all methods are measured in four hours.
+        Raises BadArgumentError."""
         try:
             shares = [float(share) for share in budgets.split(",")]
         except ValueError:
@@ -157,7 +169,16 @@ class Plan:
         for name in dict.fromkeys((*names, *REFERENCES)):
             forms += [Form(name, share) for share in shares]
         part = (*names, *(f"{100 * share:g} %" for share in shares))
-        return replace(self, forms=tuple(forms), variants=(), part=part, timed=tuple(names))
+        return replace(
+            self,
+            steps=min(self.steps, METHOD_STEPS),
+            copies=1,
+            contexts=min(self.contexts, METHOD_CONTEXTS),
+            forms=tuple(forms),
+            variants=(),
+            part=part,
+            timed=tuple(names),
+        )
 
     def shorter(self, texts: int, steps: int | None) -> Plan:
         """Only so many texts, contexts of tasks, and steps behind each text's prefix."""
@@ -184,7 +205,10 @@ class Plan:
 class Runner:
     """Measures units of a plan, with one model and one pool."""
 
-    def __init__(self, reader: Reader, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
+    def __init__(
+        self, reader: Reader, tokenizer: PreTrainedTokenizerBase, plan: Plan, console: Console
+    ) -> None:
+        self.console = console
         self.reader = reader
         self.tokenizer = tokenizer
         self.plan = plan
@@ -193,18 +217,24 @@ class Runner:
         """Methods that learn do so, from a text that is not measured; path: where what the timed
         ones cost is written, if it is not there."""
         chosen = {form.method for form in self.plan.forms} - {*engine.METHODS, *CONTROLS, "full"}
+        chosen -= {*peers.NAMES}
         learning = [name for name in sorted(chosen) if scorers.of(name).calibrated]
         times = bool(self.plan.timed) and not path.exists()
         if not learning and not times:
             return
         tokens = self.tokens(learned_from(), self.plan.prefix)
         cache, _ = self.reader.read(tokens)
+        begin = time.perf_counter()
         with self.reader.context(cache, len(tokens)) as context:
+            appended = time.perf_counter() - begin
             for name in learning:
+                tell(self.console, f"{name} learns")
                 self.reader.pool.calibrate(name, context)
             if times:
-                found = costs(self.reader, context, tokens[-1], self.plan.timed)
-                np.savez(path, allow_pickle=False, **found)
+                tell(self.console, "timing methods")
+                shares = sorted({form.share for form in self.plan.forms if form.method != "full"})
+                timed = (self.plan.timed, shares, appended)
+                costs(self.reader, context, tokens[-1], *timed).save(path)
 
     def run(self, unit: str, advance: Advance) -> Arrays:
         kind, name = unit.split("-", 1)
@@ -246,7 +276,9 @@ class Runner:
         advance(READ_STEPS)
         with reader.context(cache, prefix) as context:
             forms, held = (*plan.forms, *plan.variants), list(keys_and_values(cache))
-            watched = WatchedCache(reader.pool, reader.model, forms, context.fork(), held, seed)
+            watched = WatchedCache(
+                reader.pool, reader.model, forms, context.fork(), held, seed, reader.others
+            )
             try:
                 steps = reader.compare(
                     context,

@@ -6,10 +6,10 @@ model's matrices cost is paid once for all forms.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from cxlkv.sequence import Batch
 from cxlkv.sequence import Sequence as Tokens
 
 Pages = npt.NDArray[np.int32]
+Ranks = npt.NDArray[np.float64]
 Number = TypeVar("Number", np.int32, np.float32)
 CONTROLS = ("random", "newest", "oracle", "largest", "union")
 """Random pages, drawn anew in each step, layer and head; the newest ones; those to which
@@ -73,6 +74,19 @@ class Form(NamedTuple):
         )
 
 
+class Outside(Protocol):
+    """A way to rank pages that is neither the core's nor a scorer's, made for one context."""
+
+    def rank(
+        self, layer: int, sequences: Sequence[Tokens], queries: Tensor, wanted: int
+    ) -> tuple[Ranks, int]:
+        """Of forks of the context and their queries [rows, q_heads, dim]: ranks [rows, kv_heads,
+        pages], the higher the better, of which the best `wanted` matter; bytes that were read."""
+        ...
+
+    def release(self) -> None: ...
+
+
 @dataclass
 class Read:
     """What a form reads on its own, of the steps that were counted: bytes over all layers that
@@ -116,7 +130,7 @@ class FormsCache(CXLCache):
     its own, its pages are chosen apart from the others' in one step of sixteen. One with refresh
     is alone in every step, and each is counted: a call has one refresh for all of its rows, and
     one step of sixteen would always meet, or always miss, the looks at all pages. seed: of the
-    random pages.
+    random pages. others: by their names, ways to choose of the context that the rows are forks of.
     """
 
     def __init__(
@@ -126,10 +140,12 @@ class FormsCache(CXLCache):
         forms: Sequence[Form],
         sequences: Sequence[Tokens],
         seed: int = 0,
+        others: Mapping[str, Outside] | None = None,
     ) -> None:
         if len(forms) != len(sequences):
             raise BadArgumentError(f"{len(forms)} forms for {len(sequences)} rows: one for each")
-        for method in {form.method for form in forms} - {*METHODS, *CONTROLS, "full"}:
+        self.others = dict(others or {})
+        for method in {form.method for form in forms} - {*METHODS, *CONTROLS, "full", *self.others}:
             scorers.of(method)  # raises for a name that it does not know
         super().__init__(pool, model, sequences=sequences)
         self.seed = seed
@@ -176,16 +192,21 @@ class FormsCache(CXLCache):
         budgets = [form.budget() for form in forms]
         if method == "oracle":
             method = "attention"
-        if method not in (*CONTROLS, "full"):
+        if method not in (*CONTROLS, "full", *self.others):
             rows = queries.contiguous()
             return batch.select(part.index, rows, starts, budgets, method, part.scale)
         heads, page_tokens = self.pool.layout.kv_heads, self.pool.layout.page_tokens
         counts = -(-lengths // page_tokens)
-        rank = np.zeros((len(forms), heads, int(counts.max())))
+        rank, scored = np.zeros((len(forms), heads, int(counts.max()))), 0
         if method == "random":
             for drawn, form, length in zip(rank, forms, lengths.tolist(), strict=True):
                 key = [self.seed, part.index, length, round(1e6 * form.share)]
                 drawn[:] = np.random.default_rng(key).random(drawn.shape)
+        elif method in self.others:
+            most = int(counts.max())
+            wanted = max(budget.pages_at_most(most, part.index) for budget in budgets)
+            other = self.others[method]
+            rank, scored = other.rank(part.index, batch.sequences, queries, wanted)
         elif method in ("largest", "union"):
             by_head = self.attention_of_heads(batch, part, queries, rank.shape[2])
             places = np.argsort(np.argsort(-by_head, axis=-1), axis=-1)
@@ -196,7 +217,7 @@ class FormsCache(CXLCache):
         tokens = int((pages >= 0).sum()) * page_tokens
         tokens -= int((-lengths % page_tokens).sum()) * heads  # of each last page
         a_token = self.pool.layout.stored_token_bytes // (self.pool.layout.layers * heads)
-        return unscored(pages, starts, "query", tokens * a_token)
+        return replace(unscored(pages, starts, "query", tokens * a_token), bytes_scored=scored)
 
     def attention_of_heads(
         self, batch: Batch, part: LayerStep, queries: Tensor, pages: int

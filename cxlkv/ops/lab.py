@@ -65,7 +65,7 @@ def lab_run(
     """
     with needing("lab", "the lab"):
         from cxlkv.bench.lab import methods as table
-        from cxlkv.bench.lab import page, report
+        from cxlkv.bench.lab import page, peers, report
         from cxlkv.bench.lab.run import load_units, run
         from cxlkv.bench.lab.units import Plan, known_methods
         from cxlkv.demo.smollm2 import prepare
@@ -78,6 +78,8 @@ def lab_run(
         plan = plan.only([pattern.strip() for pattern in forms.split(",")])
     if methods:
         plan = plan.of_methods(known_methods(methods), budgets)
+        for reason in filter(None, map(peers.why_not, peers.NAMES)) if methods == "all" else ():
+            console.print(Text(f"left out: {reason}"), soft_wrap=True)
     plan = plan.shorter(texts, steps)
     folder = model or prepare(console)
     out = out or Path("cxlkv-lab-quick" if quick else "cxlkv-lab")

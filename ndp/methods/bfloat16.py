@@ -7,6 +7,8 @@ import numpy as np
 
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 """Sums may be taken in any order, so that they are vectors; a NaN stays one."""
+ONES = np.uint64(0x0101010101010101)
+LOW = np.uint64(0x7F7F7F7F7F7F7F7F)
 
 
 @numba.njit
@@ -72,3 +74,10 @@ def log_sum(logits, tokens):
     for t in range(tokens):
         weights += exp_of(logits[t] - top)
     return top + np.log(weights)
+
+
+@numba.njit
+def equal_bytes(differing):
+    """Of eight bytes 1 for each that is 0, else 0."""
+    nonzero = ((differing & LOW) + LOW) | differing
+    return (~nonzero >> np.uint64(7)) & ONES

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.ndp.methods.bfloat16 import ONES, equal_bytes
 from cxlkv.ndp.scorers import Bytes, Floats, Scorer, Shape
 
 TABLES, BITS = 32, 8
 SEED = 1
-ONES = np.uint64(0x0101010101010101)
-LOW = np.uint64(0x7F7F7F7F7F7F7F7F)
-
-
-@numba.njit
-def equal_bytes(differing):
-    """Of eight bytes 1 for each that is 0, else 0."""
-    nonzero = ((differing & LOW) + LOW) | differing
-    return (~nonzero >> np.uint64(7)) & ONES
 
 
 class LSH(Scorer):
