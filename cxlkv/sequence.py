@@ -30,7 +30,7 @@ from cxlkv.errors import (
     state_of,
 )
 from cxlkv.layout import DTYPE_BYTES, DTYPES, FP8, STORED, KVLayout, format_bytes
-from cxlkv.ndp import audit, scorers, simd, tuning
+from cxlkv.ndp import audit, choosers, scorers, simd, tuning
 from cxlkv.ndp.engine import (
     METHODS,
     RECALL,
@@ -320,17 +320,35 @@ class Batch:
             raise BadArgumentError(f"{len(several)} budgets for {count} sequences")
         offsets, factor = self._starts(starts), self._scale if scale is None else float(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
-        scorer = 0 if method in METHODS else scorers.number_of(self._pool, self._layout, method)
+        chooser, scorer = self._way(method)
         asked = Asked(_layer(layer), q, offsets, several, method, factor, recall, rate, scorer)
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
-        picked = simd.select(self._handle, self._layout, asked, self._room)
+        if chooser:
+            picked = choosers.select(chooser, self._pool, self._layout, self._texts(layer), asked)
+        else:
+            picked = simd.select(self._handle, self._layout, asked, self._room)
+            # A step later a list is one page longer at most: then one call into the core is enough.
+            self._room = picked.pages.shape[2] + 1
         if transfer:
             transfer.end("select", picked.bytes_scored)
-        # A step later a list is one page longer at most: then one call into the core is enough.
-        self._room = picked.pages.shape[2] + 1
         if audit.used and audit.is_due(self._pool):
             audit.measure(self._pool, self._handle, self._layout, asked, picked)
         return picked
+
+    def _way(self, method: str) -> tuple[choosers.AnyChooser | None, int]:
+        """The chooser that a method is, or a scorer's number, 0 for the core's own."""
+        if method in METHODS:
+            return None, 0
+        chooser = choosers.of(method)
+        if chooser:
+            return chooser, 0
+        return None, scorers.number_of(self._pool, self._layout, method)
+
+    def _texts(self, layer: int) -> list[choosers.Text]:
+        return [
+            choosers.Text(each._handle, each.tokens(layer), partial(each.fetch, layer))
+            for each in self.sequences
+        ]
 
     def fetch(
         self,
@@ -471,6 +489,9 @@ class Batch:
         truncate() takes them back.
         """
         number, several = _layer(layer), _budgets_of(budgets)
+        if method not in METHODS and several and choosers.of(method):
+            asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
+            return self._decode_apart(asked, new, rewind, softcap, out)
         if _io_hooks.subscriber or audit.used:
             asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
             heard = _io_hooks.subscriber and _io_hooks.label(self._pool)
@@ -528,7 +549,7 @@ class Batch:
         factor = self._scale if scale is None else float(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
         queries = imported(q, "q")
-        scorer = 0 if method in METHODS else scorers.number_of(self._pool, self._layout, method)
+        _, scorer = self._way(method)
         return Asked(layer, queries, offsets, budgets, method, factor, recall, rate, scorer), new
 
     def _decode_apart(

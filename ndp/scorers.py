@@ -158,29 +158,34 @@ def of(name: str) -> Scorer:
     try:
         return _found()[name]
     except KeyError:
+        from cxlkv.ndp import choosers
         from cxlkv.ndp.engine import METHODS
 
         if name in _left_out:
             raise BadArgumentError(
                 f"method {name!r} is installed, but cannot be used: {_left_out[name]}"
             ) from None
-        known = ", ".join((*METHODS, *names()))
+        known = ", ".join((*METHODS, *names(), *choosers.names()))
         raise BadArgumentError(f"method {name!r}: use one of {known}") from None
 
 
 def check(method: str) -> None:
-    """Raises BadArgumentError where it is neither the core's nor a scorer's."""
+    """Raises BadArgumentError where it is neither the core's, a chooser's nor a scorer's."""
+    from cxlkv.ndp import choosers
     from cxlkv.ndp.engine import METHODS
 
-    if method not in METHODS:
+    if method not in METHODS and not choosers.of(method):
         of(method.partition("=")[0])
 
 
 def takes_mass(method: str) -> bool:
     """Whether a budget of mass can be met by it; for what check() has not refused."""
+    from cxlkv.ndp import choosers
     from cxlkv.ndp.engine import METHODS
 
-    return method in BY_MASS or (method not in METHODS and of(method.partition("=")[0]).log_sums)
+    if method in METHODS or choosers.of(method):
+        return method in BY_MASS
+    return of(method.partition("=")[0]).log_sums
 
 
 # ---- compiled ----

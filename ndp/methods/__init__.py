@@ -1,14 +1,16 @@
-"""Scorers of this package; the docstring of each class says where it comes from."""
+"""Scorers and choosers of this package; the docstring of each class says where it comes from."""
 
 from __future__ import annotations
 
 from cxlkv.ndp.methods.ball import Ball
+from cxlkv.ndp.methods.clusters import Clusters, Retro
 from cxlkv.ndp.methods.codebooks import IVF, PQ
 from cxlkv.ndp.methods.fier import Fier
 from cxlkv.ndp.methods.gaussian import Gaussian, Locks
 from cxlkv.ndp.methods.loki import Loki
 from cxlkv.ndp.methods.lsh import LSH
 from cxlkv.ndp.methods.mean import Mean
+from cxlkv.ndp.methods.sampling import MagicPIG, SparQMean, VAttention
 from cxlkv.ndp.methods.shadow import Shadow
 from cxlkv.ndp.methods.sparq import SparQ
 from cxlkv.ndp.scorers import Scorer
@@ -26,3 +28,4 @@ SCORERS: tuple[type[Scorer], ...] = (
     LSH,
     Shadow,
 )
+CHOOSERS = (Clusters, Retro, MagicPIG, VAttention, SparQMean)

@@ -1,0 +1,393 @@
+"""Choosers are ways to choose tokens by a state of the sequence, not of each page: clusters of its
+keys, hash tables. A class each, found by its name as a scorer is; all runs in this process.
+
+docs/adding-a-method.md says how one is written, docs/decisions/0038-choosers.md why there are two
+ways.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core
+from cxlkv.arrays import Array, imported, is_torch
+from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.layout import KVLayout
+from cxlkv.ndp import scorers
+from cxlkv.ndp.engine import (
+    METHODS_TAKEN,
+    Asked,
+    Budget,
+    Selection,
+    VirtualRows,
+    same_pages,
+    uniform,
+)
+from cxlkv.ndp.scorers import Floats
+from cxlkv.ndp.simd import check_queries
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP = "cxlkv.choosers"
+"""Entry points of packages that have some."""
+RUN_TOKENS_MAX = 4096
+
+
+class Question(NamedTuple):
+    """What a list is chosen for.
+
+    queries: float32 [kv_heads, n, dim]; a logit is scale * q.k. tokens: those of all states
+    together. first, last: of these, [first, last) are to be chosen among, the others are attended
+    to in any case. most: how many may be chosen for each kv head, 1 to last - first - 1. seed: of
+    what is drawn, another one in each layer, row and length of the sequence.
+    """
+
+    queries: Floats
+    scale: float
+    tokens: int
+    first: int
+    last: int
+    most: int
+    seed: int
+
+
+class Choice(NamedTuple):
+    """log_weights: float32 [kv_heads, tokens], added to a token's logit; -inf: it is left out.
+    Outside of [first, last) they are not looked at. rows: what stands for tokens that are left out,
+    without the axis of lists. bytes_read: of the states."""
+
+    log_weights: Floats
+    rows: VirtualRows | None
+    bytes_read: int
+
+
+Arrays = tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint8], ...]
+State = TypeVar("State", bound=Arrays)
+
+
+class Chooser(Generic[State]):
+    """One way to choose tokens, by states of runs of whole pages.
+
+    A subclass says its `name` and has state() and choose(). Several threads call them, and neither
+    changes a state. seed: of what is drawn at random.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, seed: int = 1) -> None:
+        self.seed = seed
+
+    def state(self, keys: Floats, values: Floats) -> State:
+        """Arrays of a run of pages, kept as long as a sequence has them; they depend on nothing
+        else. keys [kv_heads, tokens, dim], values [kv_heads, tokens, value_dim]."""
+        raise NotImplementedError
+
+    def choose(self, states: list[State], asked: Question) -> Choice:
+        """states: of neighbouring runs, from the sequence's first token on."""
+        raise NotImplementedError
+
+
+AnyChooser = Chooser[Arrays]
+
+# ---- by their names ----
+
+
+@cache
+def _found() -> dict[str, AnyChooser]:
+    try:
+        from cxlkv.ndp.methods import CHOOSERS
+    except ImportError:  # no numba: scorers say so
+        return {}
+    found: dict[str, AnyChooser] = {}
+    for kind in CHOOSERS:
+        found[kind.name] = cast(AnyChooser, kind())
+    for entry in entry_points(group=GROUP):
+        try:
+            made = entry.load()()
+            _check_name(made.name)
+            found[made.name] = made
+        except Exception as error:  # of anyone's code
+            scorers.log.warning("chooser %s of %s is left out: %s", entry.name, entry.value, error)
+    return found
+
+
+def _check_name(name: str) -> None:
+    if name in METHODS_TAKEN or name in scorers.names() or not name.isidentifier():
+        raise BadArgumentError(f"a chooser cannot be called {name!r}")
+
+
+def names() -> tuple[str, ...]:
+    """Of all choosers that are installed, in this package and others."""
+    return tuple(_found())
+
+
+def add(chooser: Chooser[State]) -> None:
+    """Make a chooser known to this process by its name, in place of another one that had it. Raises
+    BadArgumentError."""
+    _check_name(chooser.name)
+    _found()[chooser.name] = cast(AnyChooser, chooser)
+
+
+def of(name: str) -> AnyChooser | None:
+    """None for a name that no chooser has."""
+    return _found().get(name)
+
+
+# ---- states ----
+
+
+class Text(NamedTuple):
+    """A sequence in one layer: its handle in the core, its tokens there; fetch: chosen pages,
+    each [kv_heads, pages, page_tokens, dim]."""
+
+    handle: _core.Handle
+    tokens: int
+    fetch: Callable[[Selection], tuple[Array, Array]]
+
+
+class Run:
+    """The state of neighbouring pages, which lives as long as a sequence that has asked for it."""
+
+    def __init__(self, state: Arrays) -> None:
+        self.state = state
+
+
+Key = tuple[AnyChooser, int, bytes]
+"""A chooser, a layer, and the ids and generations of pages: what they hold never changes."""
+_runs: WeakKeyDictionary[_core.Handle, WeakValueDictionary[Key, Run]] = WeakKeyDictionary()
+_held: WeakKeyDictionary[_core.Handle, dict[tuple[AnyChooser, int], list[Run]]]
+_held = WeakKeyDictionary()
+"""By sequences, so that a fork has the runs of its prefix, and what nobody reads any more goes."""
+_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Another thread of the parent may have had the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def runs_of(pages: int, page_tokens: int) -> Iterator[tuple[int, int]]:
+    """[first, last) of the runs that whole pages are cut into: each a power of four long, and as
+    long as its place allows. So a page that is added makes few runs anew, and sequences that share
+    pages share runs."""
+    first = 0
+    most = max(1, RUN_TOKENS_MAX // page_tokens)
+    while first < pages:
+        size = 1
+        while 4 * size <= most and first % (4 * size) == 0 and first + 4 * size <= pages:
+            size *= 4
+        yield first, first + size
+        first += size
+
+
+def _states(
+    chooser: AnyChooser,
+    pool: _core.Handle,
+    layout: KVLayout,
+    layer: int,
+    text: Text,
+    pages: int,
+) -> tuple[list[Arrays], int]:
+    """Of the first `pages` pages, and the bytes of K and V that were read to make them."""
+    places = _core.sequence_places(text.handle, layer, 0, pages)
+    ids, generations = places.pages, places.generations
+    with _lock:
+        known = _runs.setdefault(pool, WeakValueDictionary())
+    found, read = [], 0
+    for first, last in runs_of(pages, layout.page_tokens):
+        words = ids[first:last].tobytes() + generations[first:last].tobytes()
+        key = (chooser, layer, words)
+        with _lock:
+            run = known.get(key)
+        if run is None:
+            keys, values = text.fetch(same_pages(np.arange(first, last), layout.kv_heads))
+            made = Run(chooser.state(_floats(keys[0]), _floats(values[0])))
+            read += layout.stored_token_bytes // layout.layers * layout.page_tokens * (last - first)
+            with _lock:
+                run = known.setdefault(key, made)
+        found.append(run)
+    with _lock:
+        _held.setdefault(text.handle, {})[chooser, layer] = found
+    return [run.state for run in found], read
+
+
+def _floats(pages: Array) -> Floats:
+    """[kv_heads, pages, page_tokens, dim] -> float32 [kv_heads, tokens, dim]."""
+    array = np.asarray(pages).astype(np.float32)
+    return array.reshape(array.shape[0], -1, array.shape[3])
+
+
+def kept_bytes(chooser: AnyChooser, handle: _core.Handle) -> int:
+    """Of a sequence's states in all layers in which it was asked for."""
+    with _lock:
+        runs = [held for (of, _), held in _held.get(handle, {}).items() if of is chooser]
+    return sum(array.nbytes for held in runs for run in held for array in run.state)
+
+
+# ---- select ----
+
+
+class _List(NamedTuple):
+    """What one list gets: of `pages` pages, `most` tokens of pages [first, last) are to be chosen;
+    the other pages are in. most None: all are."""
+
+    pages: int
+    first: int
+    last: int
+    most: int | None
+
+
+class _Listed(NamedTuple):
+    """A list of each kv head: pages [kv_heads, k], -1 padded; log_weights [kv_heads, k,
+    page_tokens], None: all 0; tokens of the pages of all of them."""
+
+    pages: npt.NDArray[np.int32]
+    log_weights: Floats | None
+    rows: VirtualRows | None
+    tokens: int
+
+
+def select(
+    chooser: AnyChooser,
+    pool: _core.Handle,
+    layout: KVLayout,
+    texts: list[Text],
+    asked: Asked,
+) -> Selection:
+    """Choose tokens for each row, or each sequence, of a batch. A list names every page of which a
+    token is chosen, and has log-weights of its tokens; a budget of n pages is that many pages'
+    tokens. What the rows of a call add to a sequence is always in."""
+    first = uniform(asked.budgets)
+    _check(chooser, layout, asked, first)
+    queries, page_tokens = _queries(layout, asked), layout.page_tokens
+    made, scored = [], 0
+    for at, text in enumerate(texts):
+        begin, end = asked.starts[at : at + 2].tolist()
+        budget = asked.budgets[at % len(asked.budgets)]
+        whole = max(0, text.tokens - max(0, end - begin - 1)) // page_tokens
+        states: list[Arrays] | None = None
+        step = max(1, end - begin) if first.per == "sequence" else 1
+        for row in range(begin, max(end, begin + (first.per == "sequence")), step):
+            tokens = text.tokens - (end - min(end, row + step))
+            wanted = _list(budget, asked.layer, page_tokens, tokens if begin < end else 0, whole)
+            choice = None
+            if wanted.most:
+                if states is None:
+                    states, read = _states(chooser, pool, layout, asked.layer, text, whole)
+                    scored += read
+                of = queries[:, row : row + step].reshape(layout.kv_heads, -1, layout.head_dim)
+                edges = (whole, wanted.first, wanted.last)
+                seed = hash((chooser.seed, asked.layer, tokens, row - begin)) & (2**62 - 1)
+                numbers = (*(n * page_tokens for n in edges), wanted.most, seed)
+                choice = chooser.choose(states, Question(of, asked.scale, *numbers))
+                scored += choice.bytes_read
+            made.append(_listed(layout, tokens, wanted, choice))
+    return _joined(layout, made, scored, asked, chooser.name)
+
+
+def _check(chooser: AnyChooser, layout: KVLayout, asked: Asked, budget: Budget) -> None:
+    name = chooser.name
+    if any(each.mass is not None for each in asked.budgets):
+        raise BadArgumentError(f"method {name!r} knows no mass: give pages or a share")
+    if budget.union != "kv_head":
+        raise UnsupportedError(f"method {name!r} makes a list for each kv head: no union='layer'")
+    if asked.layer < layout.layers and layout.windows[asked.layer] is not None:
+        raise UnsupportedError(f"method {name!r} is not for layers with a window")
+
+
+def _queries(layout: KVLayout, asked: Asked) -> Floats:
+    """float32 [kv_heads, rows, group, dim]"""
+    given = imported(asked.queries, "q")
+    check_queries(layout, given, int(asked.starts[-1]))
+    if is_torch(given):
+        given = cast("torch.Tensor", given).float().numpy()
+    rows: Floats = np.asarray(given).astype(np.float32)
+    by_head = rows.reshape(len(rows), layout.kv_heads, -1, layout.head_dim)
+    return np.ascontiguousarray(by_head.swapaxes(0, 1))
+
+
+def _list(budget: Budget, layer: int, page_tokens: int, tokens: int, whole: int) -> _List:
+    """whole: pages that the states are of; those behind them are in."""
+    pages = -(-tokens // page_tokens)
+    wanted = budget.pages_at_most(pages, layer)
+    last = max(0, min(whole, pages - budget.recent))
+    first = min(budget.sinks, last)
+    free = wanted - (pages - (last - first))
+    if layer < budget.dense_layers or free >= last - first:
+        return _List(pages, first, last, None)
+    return _List(pages, first, last, page_tokens * max(0, free))
+
+
+def _listed(layout: KVLayout, tokens: int, wanted: _List, choice: Choice | None) -> _Listed:
+    pages, first, last, most = wanted
+    heads, page_tokens = layout.kv_heads, layout.page_tokens
+    weights = np.zeros((heads, pages, page_tokens), np.float32)
+    if most is not None:
+        weights[:, first:last] = -np.inf
+    if choice is not None:
+        given = choice.log_weights[:, first * page_tokens : last * page_tokens]
+        weights[:, first:last] = given.reshape(heads, -1, page_tokens)
+    named: npt.NDArray[np.bool_] = np.any(weights > -np.inf, axis=2)
+    fetched = named.sum() * page_tokens - named[:, -1:].sum() * (pages * page_tokens - tokens)
+    counts = named.sum(1, keepdims=True)
+    k = int(counts.max(initial=0))
+    places = np.argsort(~named, axis=1, kind="stable")[:, :k]
+    numbers = np.where(np.arange(k) < counts, places, -1).astype(np.int32)
+    own = None if choice is None else np.take_along_axis(weights, places[..., None], axis=1)
+    return _Listed(numbers, own, None if choice is None else choice.rows, int(fetched))
+
+
+def _joined(
+    layout: KVLayout, made: list[_Listed], scored: int, asked: Asked, method: str
+) -> Selection:
+    k = max((each.pages.shape[1] for each in made), default=0)
+    pages = np.full((len(made), layout.kv_heads, k), -1, np.int32)
+    weights = np.zeros((*pages.shape, layout.page_tokens), np.float32)
+    for at, each in enumerate(made):
+        pages[at, :, : each.pages.shape[1]] = each.pages
+        if each.log_weights is not None:
+            weights[at, :, : each.pages.shape[1]] = each.log_weights
+    a_token = layout.stored_token_bytes // (layout.layers * layout.kv_heads)
+    return Selection(
+        pages=pages,
+        scores=np.where(pages >= 0, 0, -np.inf).astype(np.float32),
+        counts=(pages >= 0).sum(-1, dtype=np.int32),
+        bytes_scored=scored,
+        bytes_fetched=sum(each.tokens for each in made) * a_token,
+        per=asked.budgets[0].per,
+        starts=asked.starts,
+        method=method,
+        log_weights=weights if any(each.log_weights is not None for each in made) else None,
+        rows=_joined_rows([each.rows for each in made]),
+    )
+
+
+def _joined_rows(made: list[VirtualRows | None]) -> VirtualRows | None:
+    """With the axis of lists; what a list has fewer than another is padded, and weighs nothing."""
+    some = next((rows for rows in made if rows is not None), None)
+    if some is None:
+        return None
+    most = max(rows.log_counts.shape[1] for rows in made if rows is not None)
+    heads, lists = len(some.k), len(made)
+    k = np.zeros((lists, heads, most, some.k.shape[2]), np.float32)
+    v = np.zeros((lists, heads, most, some.v.shape[2]), np.float32)
+    log_counts = np.full((lists, heads, most), -np.inf, np.float32)
+    for at, rows in enumerate(made):
+        if rows is not None:
+            n = rows.log_counts.shape[1]
+            k[at, :, :n], v[at, :, :n], log_counts[at, :, :n] = rows.k, rows.v, rows.log_counts
+    return VirtualRows(k, v, log_counts)
