@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar, cast
@@ -49,7 +49,7 @@ class Question(NamedTuple):
     queries: float32 [kv_heads, n, dim]; a logit is scale * q.k. tokens: those of all states
     together. first, last: of these, [first, last) are to be chosen among, the others are attended
     to in any case. most: how many may be chosen for each kv head, 1 to last - first - 1. seed: of
-    what is drawn, another one in each layer, row and length of the sequence.
+    what is drawn, another one for each layer and position of the query.
     """
 
     queries: Floats
@@ -143,6 +143,15 @@ def of(name: str) -> AnyChooser | None:
     return _found().get(name)
 
 
+def refuse(method: str, where: str) -> None:
+    """Raises UnsupportedError for a chooser's name: pages alone are not what it chose."""
+    if method not in METHODS_TAKEN and of(method):
+        raise UnsupportedError(
+            f"method {method!r} chooses tokens, with weights and rows beside them, and {where} "
+            "takes pages alone; attention in the pool takes all of it"
+        )
+
+
 # ---- states ----
 
 
@@ -180,15 +189,24 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def runs_tokens(page_tokens: int) -> int:
+    """Of the longest runs."""
+    tokens = page_tokens
+    while 4 * tokens <= RUN_TOKENS_MAX:
+        tokens *= 4
+    return tokens
+
+
 def runs_of(pages: int, page_tokens: int) -> Iterator[tuple[int, int]]:
     """[first, last) of the runs that whole pages are cut into: each a power of four long, and as
     long as its place allows. So a page that is added makes few runs anew, and sequences that share
     pages share runs."""
-    first = 0
-    most = max(1, RUN_TOKENS_MAX // page_tokens)
+    first, most = 0, runs_tokens(page_tokens)
     while first < pages:
         size = 1
-        while 4 * size <= most and first % (4 * size) == 0 and first + 4 * size <= pages:
+        while (
+            4 * size * page_tokens <= most and first % (4 * size) == 0 and first + 4 * size <= pages
+        ):
             size *= 4
         yield first, first + size
         first += size
@@ -231,11 +249,14 @@ def _floats(pages: Array) -> Floats:
     return array.reshape(array.shape[0], -1, array.shape[3])
 
 
-def kept_bytes(chooser: AnyChooser, handle: _core.Handle) -> int:
-    """Of a sequence's states in all layers in which it was asked for."""
-    with _lock:
-        runs = [held for (of, _), held in _held.get(handle, {}).items() if of is chooser]
-    return sum(array.nbytes for held in runs for run in held for array in run.state)
+def kept_share(chooser: AnyChooser, layout: KVLayout) -> float:
+    """Of the bytes of K and V, those of a chooser's states beside them."""
+    tokens = runs_tokens(layout.page_tokens)
+    noise = np.random.default_rng(1).standard_normal
+    keys = noise((1, tokens, layout.head_dim), np.float32)
+    values = noise((1, tokens, layout.value_head_dim), np.float32)
+    kept = sum(array.nbytes for array in chooser.state(keys, values))
+    return kept * layout.layers * layout.kv_heads / (layout.token_bytes * tokens)
 
 
 # ---- select ----
@@ -289,11 +310,12 @@ def select(
                 if states is None:
                     states, read = _states(chooser, pool, layout, asked.layer, text, whole)
                     scored += read
-                of = queries[:, row : row + step].reshape(layout.kv_heads, -1, layout.head_dim)
+                own = queries[:, row : row + step].reshape(layout.kv_heads, -1, layout.head_dim)
                 edges = (whole, wanted.first, wanted.last)
-                seed = hash((chooser.seed, asked.layer, tokens, row - begin)) & (2**62 - 1)
+                seed = hash((chooser.seed, asked.layer, tokens)) & (2**62 - 1)
                 numbers = (*(n * page_tokens for n in edges), wanted.most, seed)
-                choice = chooser.choose(states, Question(of, asked.scale, *numbers))
+                own = np.ascontiguousarray(own)
+                choice = chooser.choose(states, Question(own, asked.scale, *numbers))
                 scored += choice.bytes_read
             made.append(_listed(layout, tokens, wanted, choice))
     return _joined(layout, made, scored, asked, chooser.name)
@@ -348,7 +370,10 @@ def _listed(layout: KVLayout, tokens: int, wanted: _List, choice: Choice | None)
     places = np.argsort(~named, axis=1, kind="stable")[:, :k]
     numbers = np.where(np.arange(k) < counts, places, -1).astype(np.int32)
     own = None if choice is None else np.take_along_axis(weights, places[..., None], axis=1)
-    return _Listed(numbers, own, None if choice is None else choice.rows, int(fetched))
+    rows = None
+    if choice is not None and choice.rows is not None:
+        rows = VirtualRows(choice.rows.k[None], choice.rows.v[None], choice.rows.log_counts[None])
+    return _Listed(numbers, own, rows, int(fetched))
 
 
 def _joined(
@@ -372,22 +397,24 @@ def _joined(
         starts=asked.starts,
         method=method,
         log_weights=weights if any(each.log_weights is not None for each in made) else None,
-        rows=_joined_rows([each.rows for each in made]),
+        rows=joined_rows([each.rows for each in made], [1] * len(made)),
     )
 
 
-def _joined_rows(made: list[VirtualRows | None]) -> VirtualRows | None:
-    """With the axis of lists; what a list has fewer than another is padded, and weighs nothing."""
+def joined_rows(made: Sequence[VirtualRows | None], lists: Sequence[int]) -> VirtualRows | None:
+    """Those of neighbouring lists, `lists` of them in each, as one; what a list has fewer than
+    another is padded."""
     some = next((rows for rows in made if rows is not None), None)
     if some is None:
         return None
-    most = max(rows.log_counts.shape[1] for rows in made if rows is not None)
-    heads, lists = len(some.k), len(made)
-    k = np.zeros((lists, heads, most, some.k.shape[2]), np.float32)
-    v = np.zeros((lists, heads, most, some.v.shape[2]), np.float32)
-    log_counts = np.full((lists, heads, most), -np.inf, np.float32)
-    for at, rows in enumerate(made):
+    most = max(rows.log_counts.shape[2] for rows in made if rows is not None)
+    shape = (sum(lists), some.k.shape[1], most)
+    k = np.zeros((*shape, some.k.shape[3]), np.float32)
+    v = np.zeros((*shape, some.v.shape[3]), np.float32)
+    log_counts = np.full(shape, -np.inf, np.float32)
+    ends = np.cumsum(lists).tolist()
+    for rows, count, end in zip(made, lists, ends, strict=True):
         if rows is not None:
-            n = rows.log_counts.shape[1]
-            k[at, :, :n], v[at, :, :n], log_counts[at, :, :n] = rows.k, rows.v, rows.log_counts
+            at = np.s_[end - count : end, :, : rows.log_counts.shape[2]]
+            k[at], v[at], log_counts[at] = rows.k, rows.v, rows.log_counts
     return VirtualRows(k, v, log_counts)

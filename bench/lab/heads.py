@@ -77,14 +77,15 @@ class WatchedCache(FormsCache):
                 (self.recall, layout.kv_heads),
             ):
                 kept.append(np.empty((len(self.forms), layout.layers, heads), np.float32))
-        true, wanted = self.by_arithmetic(part, queries)
+        by_token, wanted = self.by_arithmetic(part, queries)
+        true = by_token.sum(axis=-1)
         for at, form in enumerate(self.forms):
             chosen = followed[at] or self.choose_of(
                 form.method, (form,), batch, part, queries, lengths
             )
             some = super().attend(batch, part, queries, chosen)
             error = (some.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-            self.mass[-1][at, part.index] = mass_of(chosen.pages[0], true)
+            self.mass[-1][at, part.index] = mass_of(chosen, by_token)
             self.error[-1][at, part.index] = error[0].numpy()
             best, recall = beside_best(chosen.pages[0], true.mean(axis=1), form)
             self.attainable[-1][at, part.index], self.recall[-1][at, part.index] = best, recall
@@ -97,8 +98,8 @@ class WatchedCache(FormsCache):
                 follower.sequence.release()
 
     def by_arithmetic(self, part: LayerStep, queries: Tensor) -> tuple[Kept, Tensor]:
-        """The weights of attention that each page holds, float32 [kv_heads, group, pages], and the
-        output, float32 [1, q_heads, dim]."""
+        """The weights of attention, float32 [kv_heads, group, pages, page_tokens], and the output,
+        float32 [1, q_heads, dim]."""
         if part.sinks is not None:
             raise UnsupportedError("attention with sinks has weights that no page holds")
         layout, length = self.pool.layout, int(part.step.lengths[0])
@@ -110,8 +111,8 @@ class WatchedCache(FormsCache):
         weights = scores.softmax(dim=-1)
         out = (weights @ values).reshape(1, -1, values.shape[-1])
         padded = pad(weights, (0, -length % layout.page_tokens))
-        by_page = padded.reshape(*padded.shape[:2], -1, layout.page_tokens).sum(dim=-1)
-        return np.asarray(by_page.numpy(), np.float32), out
+        by_token = padded.reshape(*padded.shape[:2], -1, layout.page_tokens)
+        return np.asarray(by_token.numpy(), np.float32), out
 
 
 class Follower:
@@ -135,11 +136,15 @@ class Follower:
         return cache.choose_of(form.method, (form,), self.batch, part, queries, length)
 
 
-def mass_of(chosen: Pages, true: Kept) -> Kept:
-    """The share of attention that the chosen pages [kv_heads, k] hold, by query head."""
-    kept = [
-        masses[:, pages[pages >= 0]].sum(axis=1) for pages, masses in zip(chosen, true, strict=True)
-    ]
+def mass_of(chosen: Selection, true: Kept) -> Kept:
+    """The share of attention, [kv_heads, group, pages, tokens], that one list's tokens hold, by
+    query head; those that its log-weights leave out do not count."""
+    kept = []
+    for head, pages in enumerate(chosen.pages[0]):
+        held = true[head][:, pages[pages >= 0]]
+        if chosen.log_weights is not None:
+            held = held * (chosen.log_weights[0, head][pages >= 0] > -np.inf)
+        kept.append(held.sum(axis=(1, 2)))
     return np.concatenate(kept).astype(np.float32)
 
 

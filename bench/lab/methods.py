@@ -20,7 +20,7 @@ from cxlkv.bench.lab.statistics import bootstrap
 from cxlkv.demo.forms import CONTROLS
 from cxlkv.layout import KVLayout
 from cxlkv.machine.state import write_whole
-from cxlkv.ndp import scorers
+from cxlkv.ndp import choosers, scorers
 from cxlkv.ndp.engine import METHODS
 
 BYTES = (0.1, 0.2, 0.3, 0.5)
@@ -30,12 +30,19 @@ DIVERGENCE_LEAST = 1e-6  # nats; its log is drawn
 
 
 def kept_shares(found: Findings, layout: KVLayout) -> dict[str, float]:
-    """Of the bytes of K and V, those that a scorer keeps beside them."""
+    """Of the bytes of K and V, those that a scorer or chooser keeps beside them."""
     shape = scorers.Shape(layout.page_tokens, layout.head_dim)
     page = layout.token_bytes // (layout.layers * layout.kv_heads) * layout.page_tokens
     methods = {row.form.method for row in found.rows} - {*METHODS, *CONTROLS, "full"}
-    methods -= {*peers.NAMES}
-    return {name: scorers.summary_bytes(scorers.of(name), shape) / page for name in methods}
+    kept = {}
+    for name in methods - {*peers.NAMES}:
+        chooser = choosers.of(name)
+        kept[name] = (
+            choosers.kept_share(chooser, layout)
+            if chooser
+            else scorers.summary_bytes(scorers.of(name), shape) / page
+        )
+    return kept
 
 
 def kept_bytes(found: Findings, layout: KVLayout, tokens: int) -> dict[str, float]:

@@ -29,7 +29,7 @@ from cxlkv.demo.text import inputs
 from cxlkv.errors import BadArgumentError, CorruptError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.machine.state import write_whole
-from cxlkv.ndp import scorers
+from cxlkv.ndp import choosers, scorers
 from cxlkv.ndp.engine import METHODS
 from cxlkv.pool import CXLPool
 
@@ -98,7 +98,7 @@ def sources_of(plan: Plan) -> dict[str, str]:
     found = {}
     for name in plan.timed:
         if name not in (*METHODS, *peers.NAMES):
-            written = inspect.getsource(type(scorers.of(name)))
+            written = inspect.getsource(type(choosers.of(name) or scorers.of(name)))
             found[name] = hashlib.sha256(written.encode()).hexdigest()[:12]
     return found
 

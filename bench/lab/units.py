@@ -28,7 +28,7 @@ from cxlkv.demo.forms import CONTROLS, Form
 from cxlkv.demo.full_attention import keys_and_values
 from cxlkv.demo.progress import tell
 from cxlkv.errors import BadArgumentError, UnsupportedError
-from cxlkv.ndp import engine, scorers
+from cxlkv.ndp import choosers, engine, scorers
 from cxlkv.sequence import Sequence as Tokens
 
 Array = (
@@ -91,7 +91,7 @@ def known_methods(words: str) -> tuple[str, ...]:
     BadArgumentError for one that is not, UnsupportedError for a peer that is not installed."""
     if words == "all":
         found = [name for name in peers.NAMES if not peers.why_not(name)]
-        return ("exact", "two_stage", "digest", *scorers.names(), *found)
+        return ("exact", "two_stage", "digest", *scorers.names(), *choosers.names(), *found)
     names = tuple(filter(None, map(str.strip, words.split(","))))
     for name in names:
         if name not in peers.NAMES:
@@ -217,7 +217,7 @@ class Runner:
         """Methods that learn do so, from a text that is not measured; path: where what the timed
         ones cost is written, if it is not there."""
         chosen = {form.method for form in self.plan.forms} - {*engine.METHODS, *CONTROLS, "full"}
-        chosen -= {*peers.NAMES}
+        chosen -= {*choosers.names(), *peers.NAMES}
         learning = [name for name in sorted(chosen) if scorers.of(name).calibrated]
         times = bool(self.plan.timed) and not path.exists()
         if not learning and not times:

@@ -18,6 +18,7 @@ from torch import Tensor
 from cxlkv.adapters.transformers import CXLCache, LayerStep
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import scorers
+from cxlkv.ndp.choosers import joined_rows
 from cxlkv.ndp.engine import METHODS, Budget, Selection, unscored
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch
@@ -146,7 +147,7 @@ class FormsCache(CXLCache):
             raise BadArgumentError(f"{len(forms)} forms for {len(sequences)} rows: one for each")
         self.others = dict(others or {})
         for method in {form.method for form in forms} - {*METHODS, *CONTROLS, "full", *self.others}:
-            scorers.of(method)  # raises for a name that it does not know
+            scorers.check(method)
         super().__init__(pool, model, sequences=sequences)
         self.seed = seed
         self.read: dict[Form, Read] = {form: Read() for form in forms}
@@ -269,14 +270,30 @@ def joined(selections: Sequence[Selection], starts: Pages) -> Selection:
         bytes_fetched=sum(selection.bytes_fetched for selection in selections),
         per="query",
         starts=starts,
+        log_weights=joined_weights(selections),
+        rows=joined_rows([one.rows for one in selections], [len(one.pages) for one in selections]),
     )
+
+
+def joined_weights(selections: Sequence[Selection]) -> npt.NDArray[np.float32] | None:
+    """0 where a selection has none."""
+    given = [one.log_weights for one in selections]
+    tokens = next((weights.shape[3] for weights in given if weights is not None), 0)
+    if not tokens:
+        return None
+    every = [
+        np.zeros((*one.pages.shape, tokens), np.float32) if weights is None else weights
+        for one, weights in zip(selections, given, strict=True)
+    ]
+    return padded([row for weights in every for row in weights], 0)
 
 
 def padded(rows: Sequence[npt.NDArray[Number]], empty: float) -> npt.NDArray[Number]:
-    """Rows [kv_heads, k] with k of their own as one array [rows, kv_heads, the largest k]."""
-    found = np.full(
-        (len(rows), len(rows[0]), max(row.shape[1] for row in rows)), empty, rows[0].dtype
-    )
+    """Rows [kv_heads, k, ...] with k of their own as one array [rows, kv_heads, the largest k,
+    ...]."""
+    heads, _, *more = rows[0].shape
+    most = max(row.shape[1] for row in rows)
+    found = np.full((len(rows), heads, most, *more), empty, rows[0].dtype)
     for whole, row in zip(found, rows, strict=True):
         whole[:, : row.shape[1]] = row
     return found

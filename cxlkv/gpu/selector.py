@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cxlkv.ndp import choosers
 from cxlkv.ndp.engine import BudgetLike, Selection, budget_of
 from cxlkv.sequence import Batch
 
@@ -62,6 +63,7 @@ class Selector:
     """Chooses pages for a step's queries, one list for all rows of a request."""
 
     def __init__(self, budget: BudgetLike, method: str, scale: float, softcap: float | None):
+        choosers.refuse(method, "a GPU")
         self._budget = replace(budget_of(budget), per="sequence")
         self._method, self._scale, self._softcap = method, scale, softcap
         self._hinted: dict[int, Selection] = {}  # by layer, what the step's hints named

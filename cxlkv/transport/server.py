@@ -26,6 +26,7 @@ from cxlkv._lifetime import Closing
 from cxlkv.arrays import NUMPY_DTYPES, Bytes, Names
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, StaleError
 from cxlkv.layout import DTYPES
+from cxlkv.ndp import choosers
 from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import HASH_BYTES, PageKeys
@@ -365,6 +366,7 @@ class _Session:
         queries = rows.reshape(asked.rows, asked.heads, dim)
         budget = Budget(**asked.model_dump(include=set(m.BUDGET)))
         starts = [0, asked.rows]
+        choosers.refuse(asked.method, "a client")
         picked = sequence._own().select(
             asked.layer, queries, starts, budget, asked.method, asked.scale, asked.recall
         )

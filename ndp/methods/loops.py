@@ -74,20 +74,21 @@ def codes_of(signs, codes):
 
 
 @numba.njit(nogil=True)
-def member_of(token, n):
-    """Which of n queries a token is hashed against."""
-    mixed = np.uint32(np.uint32(token) * np.uint32(2654435761))
-    return np.int64(mixed >> np.uint32(16)) % n
+def member_of(token, seed, n):
+    """Which of n queries a token is hashed against, as if it were drawn."""
+    mixed = np.uint64(token) * np.uint64(2654435761) + seed
+    mixed = (mixed ^ (mixed >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    return np.int64((mixed ^ (mixed >> np.uint64(33))) >> np.uint64(8)) % n
 
 
 @numba.njit(nogil=True)
-def second_hits(codes, theirs, begin, first, last, hits):
+def second_hits(codes, theirs, seed, begin, first, last, hits):
     """Of each token of a run that begins at token `begin`, the table in which its byte is its
     query's for the second time; TABLES: there is none. codes [kv_heads, tokens, TABLES], theirs
     [kv_heads, n, TABLES]"""
     for head in range(codes.shape[0]):
         for t in range(max(0, first - begin), min(codes.shape[1], last - begin)):
-            member = member_of(begin + t, theirs.shape[1])
+            member = member_of(begin + t, seed, theirs.shape[1])
             seen = 0
             for table in range(TABLES):
                 seen += codes[head, t, table] == theirs[head, member, table]

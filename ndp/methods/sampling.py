@@ -46,7 +46,7 @@ class MagicPIG(Chooser[Hashed]):
     the signs of random projections; here in 75 tables by 8 bits, there in 150 by 10. There all that
     is drawn is attended to; here as many tables count as the budget has tokens for, and the mean is
     that of up to 4,096 tokens. There each query head draws; here each token is hashed against one
-    head of the group, so that the chance is the mean of theirs."""
+    head of the group, drawn anew in each step, so that the chance is the mean of theirs."""
 
     name = "magicpig"
 
@@ -69,10 +69,10 @@ class MagicPIG(Chooser[Hashed]):
         theirs = np.empty((heads, n, TABLES), np.uint8)
         for head in range(heads):
             loops.codes_of(asked.queries[head] @ planes, theirs[head])
-        hits = np.full((heads, asked.tokens), TABLES, np.uint8)
+        hits, seed = np.full((heads, asked.tokens), TABLES, np.uint8), np.uint64(asked.seed)
         begins = np.cumsum([0, *(state.codes.shape[1] for state in states)]).tolist()
         for state, begin in zip(states, begins, strict=False):
-            loops.second_hits(state.codes, theirs, begin, asked.first, asked.last, hits)
+            loops.second_hits(state.codes, theirs, seed, begin, asked.first, asked.last, hits)
         by_table = np.array([np.bincount(of, minlength=TABLES + 1) for of in hits])
         tables = (np.cumsum(by_table[:, :TABLES], axis=1) <= asked.most).sum(1)
         log_weights = np.full((heads, asked.tokens), -np.inf, np.float32)
@@ -125,7 +125,7 @@ class VAttention(OfChannels):
 
     def choose(self, states: list[ByChannel], asked: Question) -> Choice:
         found, read = estimates(states, asked)
-        rank = shares(found[:, :, asked.first : asked.last])
+        rank = shares(found)[:, asked.first : asked.last]
         forced = np.r_[: asked.first, asked.last : asked.tokens]
         log_weights = np.full((len(rank), asked.tokens), -np.inf, np.float32)
         random = np.random.default_rng(asked.seed)
@@ -165,15 +165,15 @@ class SparQMean(OfChannels):
         rest = log_sums(np.where(out[:, None], found, -np.inf))
         middle = rest.mean(1, keepdims=True)
         keys = solved(asked.scale * asked.queries, rest - middle)
-        values = sum(state.values for state in states) / np.float32(asked.tokens)
+        values = np.sum([state.values for state in states], axis=0) / np.float32(asked.tokens)
         return Choice(log_weights, VirtualRows(keys[:, None], values[:, None], middle), read)
 
 
 def log_sums(logits: Floats) -> Floats:
     """Over the last axis."""
-    top = logits.max(-1, keepdims=True)
-    sums: Floats = np.exp(logits - top).sum(-1)
-    found: Floats = top[..., 0] + np.log(sums)
+    top = logits.max(-1)
+    sums: Floats = np.exp(logits - np.expand_dims(top, -1)).sum(-1)
+    found: Floats = top + np.log(sums)
     return found
 
 

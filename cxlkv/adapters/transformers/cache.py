@@ -22,6 +22,7 @@ from cxlkv.adapters.transformers.sparse_prefill import attend_sparsely, check_ma
 from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError
 from cxlkv.layout import KVLayout
+from cxlkv.ndp import choosers
 from cxlkv.ndp.engine import Budget, Selection, least_error, unscored
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch
@@ -206,6 +207,8 @@ class CXLCache(Cache):
             budget = budgets.with_dense_layers(budgets.checked(budget), dense_layers)
         if attention not in ("pool", "device"):
             raise BadArgumentError(f"attention={attention!r}: one of pool, device")
+        if attention == "device":
+            choosers.refuse(method, "a device")
         check_layout(pool.layout, layout_of(model))
         layers = [FarLayer(self, index, w) for index, w in enumerate(pool.layout.windows)]
         super().__init__(layers=[*layers])
