@@ -117,7 +117,7 @@ def _found() -> dict[str, AnyChooser]:
             _check_name(made.name)
             found[made.name] = made
         except Exception as error:  # of anyone's code
-            scorers.log.warning("chooser %s of %s is left out: %s", entry.name, entry.value, error)
+            scorers.leave_out(entry, error)
     return found
 
 
@@ -301,21 +301,24 @@ def select(
         budget = asked.budgets[at % len(asked.budgets)]
         whole = max(0, text.tokens - max(0, end - begin - 1)) // page_tokens
         states: list[Arrays] | None = None
-        step = max(1, end - begin) if first.per == "sequence" else 1
-        for row in range(begin, max(end, begin + (first.per == "sequence")), step):
-            tokens = text.tokens - (end - min(end, row + step))
-            wanted = _list(budget, asked.layer, page_tokens, tokens if begin < end else 0, whole)
+        each = (
+            [(begin, end)] if first.per == "sequence" else [(r, r + 1) for r in range(begin, end)]
+        )
+        for rows in each:
+            tokens = text.tokens - (end - rows[1]) if begin < end else 0
+            wanted = _list(budget, asked.layer, page_tokens, tokens, whole)
             choice = None
             if wanted.most:
                 if states is None:
                     states, read = _states(chooser, pool, layout, asked.layer, text, whole)
                     scored += read
-                own = queries[:, row : row + step].reshape(layout.kv_heads, -1, layout.head_dim)
-                edges = (whole, wanted.first, wanted.last)
+                own = queries[:, slice(*rows)].reshape(layout.kv_heads, -1, layout.head_dim)
+                edges = (n * page_tokens for n in (whole, wanted.first, wanted.last))
                 seed = hash((chooser.seed, asked.layer, tokens)) & (2**62 - 1)
-                numbers = (*(n * page_tokens for n in edges), wanted.most, seed)
-                own = np.ascontiguousarray(own)
-                choice = chooser.choose(states, Question(own, asked.scale, *numbers))
+                question = Question(
+                    np.ascontiguousarray(own), asked.scale, *edges, wanted.most, seed
+                )
+                choice = chooser.choose(states, question)
                 scored += choice.bytes_read
             made.append(_listed(layout, tokens, wanted, choice))
     return _joined(layout, made, scored, asked, chooser.name)
@@ -338,7 +341,8 @@ def _queries(layout: KVLayout, asked: Asked) -> Floats:
     if is_torch(given):
         given = cast("torch.Tensor", given).float().numpy()
     rows: Floats = np.asarray(given).astype(np.float32)
-    by_head = rows.reshape(len(rows), layout.kv_heads, -1, layout.head_dim)
+    group = rows.shape[1] // layout.kv_heads
+    by_head = rows.reshape(len(rows), layout.kv_heads, group, layout.head_dim)
     return np.ascontiguousarray(by_head.swapaxes(0, 1))
 
 

@@ -106,9 +106,14 @@ def _found() -> dict[str, Scorer]:
         try:
             found[entry.name] = _loaded(entry, found)
         except Exception as error:  # of anyone's code
-            log.warning("scorer %s of %s is left out: %s", entry.name, entry.value, error)
-            _left_out.setdefault(entry.name, f"{type(error).__name__}: {error}")
+            leave_out(entry, error)
     return found
+
+
+def leave_out(entry: EntryPoint, error: Exception) -> None:
+    """Say so now, and to who asks for it."""
+    log.warning("method %s of %s is left out: %s", entry.name, entry.value, error)
+    _left_out.setdefault(entry.name, f"{type(error).__name__}: {error}")
 
 
 _left_out: dict[str, str] = {}

@@ -147,6 +147,20 @@ def a_batch(world: World) -> Subject:
     return Subject(batch, lambda: batch.select(1, q, [0, 1], Budget(pages=2)), sequence.release)
 
 
+def a_sequence_with_states(world: World) -> Subject:
+    pytest.importorskip("numba", reason="numba compiles choosers")
+    sequence = grown(world.pool(), range(100))
+    query = np.ones((2, 8), np.float32)
+
+    def use() -> None:
+        picked = sequence.select(0, query, top_k=5, method="retro")
+        assert picked.rows is not None
+        sequence.attend(0, query, picked)
+
+    use()
+    return Subject(sequence, use, sequence.release)
+
+
 def a_hit(world: World) -> Subject:
     pool = world.pool()
     hit = pool.match_prefix(published(pool))
@@ -490,6 +504,7 @@ OBJECTS = (
     Row(a_sequence, "Sequence"),
     Row(a_fork, "Sequence"),
     Row(a_batch, "Batch"),
+    Row(a_sequence_with_states, "Sequence"),
     Row(a_hit, "Hit"),
     Row(a_pool_of_objects, "ObjectPool"),
     Row(a_lease, "Lease"),

@@ -79,6 +79,23 @@ def test_few_pages_differ_and_are_the_same_in_the_pool_and_on_the_device(
     assert torch.equal(tokens, others)
 
 
+def test_a_chooser_attends_in_the_pool(llama: PreTrainedModel, pool: CXLPool) -> None:
+    pytest.importorskip("numba", reason="numba compiles choosers")
+    ids, mask = prompts((96, 80))
+    wanted = generate(llama, ids, mask, DynamicCache())
+    whole = CXLCache(pool, llama, Budget(share=1.0), method="retro")
+    assert torch.equal(generate(llama, ids, mask, whole), wanted)
+    cache = Watched(pool, llama, Budget(pages=6), method="retro")
+    generate(llama, ids, mask, cache)
+    assert all(picked.rows is not None for picked in cache.picked)
+    assert cache.counters.bytes_scored > 0
+    at_once = CXLCache(pool, llama, Budget(pages=6), method="retro")
+    again = Watched(pool, llama, Budget(pages=6), method="retro")
+    assert torch.equal(*(generate(llama, ids, mask, each) for each in (at_once, again)))
+    with pytest.raises(UnsupportedError, match="a device takes pages alone"):
+        CXLCache(pool, llama, Budget(pages=6), method="retro", attention="device")
+
+
 def test_where_attention_is_has_two_words_and_an_old_one(
     llama: PreTrainedModel, pool: CXLPool
 ) -> None:

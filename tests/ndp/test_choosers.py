@@ -6,6 +6,7 @@ import gc
 import math
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import EntryPoint
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from cxlkv import Budget, CXLPool, KVLayout
 from cxlkv.bench import loops as flushes
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import LayerGroup
-from cxlkv.ndp import choosers
+from cxlkv.ndp import choosers, scorers
 from cxlkv.ndp.choosers import Choice, Chooser, Question
 from cxlkv.ndp.engine import Selection
 from cxlkv.ndp.scorers import Floats
@@ -511,6 +512,14 @@ def test_batches_and_decode(seed: int) -> None:
             alone = of.sequence.select(layer, q[0], Budget(pages=7), method=name)
             k = alone.pages.shape[1]
             np.testing.assert_array_equal(picked.pages[0, :, :k], alone.pages)
+    for per in ("query", "sequence"):
+        few = Budget(pages=7, per=per)
+        nobody, wanted = (
+            batch.select(0, q[:1], [0, 0, 1, 1], few, method) for method in ("retro", "exact")
+        )
+        assert nobody.counts.shape == wanted.counts.shape
+        assert ((nobody.counts > 0) == (wanted.counts > 0)).all()
+        assert batch.select(0, q[:0], [0] * 4, few, "retro").counts.sum() == 0
     assert batch.decode(0, q, of.rows(3), of.rows(3), starts, None, name).method == "all"
 
 
@@ -667,6 +676,26 @@ def test_errors_name_cause_and_remedy(seed: int) -> None:
         wrong.name = taken  # type: ignore[misc]
         with pytest.raises(BadArgumentError, match=f"cannot be called '{taken}'"):
             choosers.add(wrong)
+
+
+def test_a_package_that_is_broken_harms_nobody_else(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [
+        EntryPoint("corner", "no_such_module:Corner", choosers.GROUP),
+        EntryPoint("counting", f"{__name__}:Counting", choosers.GROUP),
+    ]
+    monkeypatch.setattr(choosers, "entry_points", lambda group: entries)
+    monkeypatch.setattr(scorers, "_left_out", {})
+    choosers._found.cache_clear()
+    try:
+        of = Texts(seed)
+        assert {"counting", *NAMES} <= set(choosers.names())
+        of.sequence.select(0, of.queries, Budget(pages=4), method="counting")
+        with pytest.raises(BadArgumentError, match=r"'corner' is installed, but .*no_such_module"):
+            of.sequence.select(0, of.queries, Budget(pages=4), method="corner")
+    finally:
+        choosers._found.cache_clear()
 
 
 def test_layers_with_a_window_are_refused(seed: int) -> None:

@@ -252,6 +252,8 @@ def test_a_select_there_is_the_same(folder: Path, link: str, rng: np.random.Gene
                     np.testing.assert_array_equal(getattr(picked, name), getattr(wanted, name))
                 assert str(picked.stages) == str(wanted.stages)
                 assert picked.bytes_scored == wanted.bytes_scored
+            with pytest.raises(UnsupportedError, match="a client takes pages alone"):
+                remote.select(hit, 0, q, Budget(pages=3), method="retro")
             once = remote.select(hit, 0, q[0], top_k=3, method="exact", scale=0.5)
             wanted = sequence.select(0, q[0], top_k=3, method="exact", scale=0.5)
             np.testing.assert_array_equal(once.scores, wanted.scores)
