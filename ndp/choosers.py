@@ -313,10 +313,14 @@ def select(
                     states, read = _states(chooser, pool, layout, asked.layer, text, whole)
                     scored += read
                 own = queries[:, slice(*rows)].reshape(layout.kv_heads, -1, layout.head_dim)
-                edges = (n * page_tokens for n in (whole, wanted.first, wanted.last))
-                seed = hash((chooser.seed, asked.layer, tokens)) & (2**62 - 1)
                 question = Question(
-                    np.ascontiguousarray(own), asked.scale, *edges, wanted.most, seed
+                    queries=np.ascontiguousarray(own),
+                    scale=asked.scale,
+                    tokens=whole * page_tokens,
+                    first=wanted.first * page_tokens,
+                    last=wanted.last * page_tokens,
+                    most=wanted.most,
+                    seed=hash((chooser.seed, asked.layer, tokens)) & (2**62 - 1),
                 )
                 choice = chooser.choose(states, question)
                 scored += choice.bytes_read
