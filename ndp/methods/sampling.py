@@ -148,9 +148,9 @@ class VAttention(OfChannels):
 
 class SparQMean(OfChannels):
     """SparQ (arXiv 2312.04985) by tokens, and with the second half of its answer: what is not
-    attended to has the mean of all values, with the weight that the estimates give it. The paper
-    mixes the mean in by the estimated share of the chosen tokens; here it is a row with the
-    estimated sum of the others, beside the right sums of the chosen ones."""
+    attended to has the mean of all values, with the share of the attention that the estimates give
+    it. That is a row here, whose key makes the share right for each query head. It is a share of
+    what the states are of: the last pages are beside it."""
 
     name = "sparq_mean"
 
@@ -160,12 +160,16 @@ class SparQMean(OfChannels):
         best = np.argpartition(-rank[:, asked.first : asked.last], asked.most - 1, axis=1)
         log_weights = np.full(rank.shape, -np.inf, np.float32)
         np.put_along_axis(log_weights, asked.first + best[:, : asked.most], 0, axis=1)
-        out = log_weights < 0
-        out[:, : asked.first] = out[:, asked.last :] = False
-        rest = log_sums(np.where(out[:, None], found, -np.inf))
+        known = log_weights == 0
+        known[:, : asked.first] = known[:, asked.last :] = True
+        rest = log_sums(np.where(known[:, None], -np.inf, found))
+        rest -= log_sums(np.where(known[:, None], found, -np.inf))
+        for head, tokens in enumerate(known):
+            rest[head] += log_sums(exact(states, head, asked, np.flatnonzero(tokens)))
         middle = rest.mean(1, keepdims=True)
         keys = solved(asked.scale * asked.queries, rest - middle)
         values = np.sum([state.values for state in states], axis=0) / np.float32(asked.tokens)
+        read += int(known.sum()) * asked.queries.shape[2] * 2
         return Choice(log_weights, VirtualRows(keys[:, None], values[:, None], middle), read)
 
 

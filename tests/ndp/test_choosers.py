@@ -273,7 +273,9 @@ def test_the_mean_value_stands_for_the_rest(seed: int) -> None:
         best = free[np.argsort(-rank[free])[: PAGE * 6]]
         assert np.isin(np.flatnonzero(found[head, free] == 0) + PAGE, best).mean() > 0.98
         out = np.isinf(found[head, : PAGE * 40])
-        rest = np.log(np.exp(logits[:, out]).sum(1))
+        right = queries @ keys[head, : PAGE * 40].astype(np.float64).T / math.sqrt(DIM)
+        odds = np.exp(logits[:, out]).sum(1) / np.exp(logits[:, ~out]).sum(1)
+        rest = np.log(odds * np.exp(right[:, ~out]).sum(1))
         row = queries @ picked.rows.k[head, 0] / math.sqrt(DIM) + picked.rows.log_counts[head, 0]
         np.testing.assert_allclose(row, rest, atol=0.05)
         np.testing.assert_allclose(
