@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypedDict
 
 import torch
 
@@ -48,6 +49,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
+    log_weights: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     encodings: tuple[str, str] = ("none", "none"),
     splits: int | None = None,
@@ -68,7 +70,8 @@ def attend(
     Token t of page p has position p * page_tokens + t. A row sees `window` positions (None: all),
     its own the last; other tokens do not matter, whatever their bytes. A NaN among the logits that
     a row sees makes its results NaN. softcap: logits become softcap * tanh(logit / softcap).
-    scale: dim ** -0.5 if None. dtype: of keys and values, if it is not q's; slow.
+    scale: dim ** -0.5 if None. log_weights: float32 [lists, kv_heads, k, page_tokens], added to all
+    that; -inf leaves a token out. dtype: of keys and values, if it is not q's; slow.
 
     encodings: of keys and of values, "int8" or "int4" where pieces are as a pool keeps them, codes
     and scales (fetch(decoded=False) gives them). They become numbers in registers. A q of 16 bits
@@ -89,8 +92,8 @@ def attend(
     bits = _bits_of(encodings, values_at is not None)
     shape = _shape(q, keys_at, values_at, page_tokens, value_dim, softcap, dtype, bits)
     scale = shape.dim**-0.5 if scale is None else scale
-    call = Call(q, keys_at, values_at, pages, positions, scale, softcap, window)
-    _check(call)
+    call = Call(q, keys_at, values_at, pages, positions, scale, softcap, window, log_weights)
+    _check(call, page_tokens)
     out = _result("out", out, (*q.shape[:3], shape.value_dim), q.device)
     lse = _result("lse", lse, tuple(q.shape[:3]), q.device)
     device = one_device(q=q, out=out, lse=lse, scratch=scratch)
@@ -98,9 +101,7 @@ def attend(
         out.zero_()
         lse.fill_(float("-inf"))
     elif runs_triton(device) and lse.numel():
-        tiles = tiles_of(shape)
-        parts = _splits(call, shape, tiles, splits, programs, scratch)
-        _run(call, shape, tiles, parts, scratch, out, lse)
+        _run(call, shape, (splits, programs), scratch, out, lse)
     elif lse.numel():
         found = reference.attend(call, shape)
         out.copy_(found[0])
@@ -108,19 +109,61 @@ def attend(
     return out, lse
 
 
+class RowPages(TypedDict):
+    """Arguments of attend(), of pages of a token."""
+
+    keys_at: torch.Tensor
+    values_at: torch.Tensor
+    pages: torch.Tensor
+    positions: torch.Tensor
+    page_tokens: int
+    value_dim: int
+    log_weights: torch.Tensor
+
+
+def rows_as_pages(
+    k: torch.Tensor, v: torch.Tensor, log_counts: torch.Tensor, positions: torch.Tensor
+) -> RowPages:
+    """Virtual rows (cxlkv.ndp.engine.VirtualRows, as tensors) as arguments of attend() beside q:
+    pages of a token, which all query rows at `positions` see.
+
+    attend(q.float(), **rows_as_pages(k, v, log_counts, positions)) and attend() to the pages make
+    attention to both by merge(). k, v and log_counts are float32 and contiguous, and are read where
+    they lie; channels are multiples of 4.
+    """
+    shape = tuple(log_counts.shape)
+    check_tensor("k", k, torch.float32, (*shape, k.shape[-1]))
+    check_tensor("v", v, torch.float32, (*shape, v.shape[-1]))
+    check_tensor("log_counts", log_counts, torch.float32, shape)
+    for name, rows in (("k", k), ("v", v)):
+        if rows.shape[-1] % 4 or rows.data_ptr() % 16:
+            raise BadArgumentError(f"{name}: rows begin at multiples of 16 bytes")
+    first = torch.arange(log_counts.numel(), device=k.device).view(shape)
+    return {
+        "keys_at": k.data_ptr() + first * (k.shape[-1] * 4),
+        "values_at": v.data_ptr() + first * (v.shape[-1] * 4),
+        "pages": torch.zeros(shape, dtype=torch.int32, device=k.device),
+        "positions": torch.where(positions < 0, positions, 0),
+        "page_tokens": 1,
+        "value_dim": v.shape[-1],
+        "log_weights": log_counts[..., None],
+    }
+
+
 def _run(
     call: Call,
     shape: Shape,
-    tiles: Tiles,
-    splits: int,
+    wanted: tuple[int | None, int | None],
     scratch: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
     """The kernel, and the merge of its splits where there are several; rotations where there are
-    codes."""
+    codes. wanted: splits and programs."""
     from cxlkv.kernels import attend_codes_triton, attend_triton, merge_triton  # they need Triton
 
+    tiles = tiles_of(replace(shape, weighed=call.log_weights is not None))
+    splits = _splits(call, shape, tiles, *wanted, scratch)
     launch = attend_codes_triton.launch if shape.encoded else attend_triton.launch
     if shape.encoded:
         q = call.q.contiguous()
@@ -235,7 +278,7 @@ def _bits_of(encodings: tuple[str, str], own_values: bool) -> tuple[int, int]:
     return CODE_BITS[encodings[0]], CODE_BITS[encodings[1]]
 
 
-def _check(call: Call) -> None:
+def _check(call: Call, page_tokens: int) -> None:
     lists, rows = call.q.shape[:2]
     table = tuple(call.keys_at.shape)
     check_table("keys_at", call.keys_at, table)
@@ -243,6 +286,8 @@ def _check(call: Call) -> None:
         check_table("values_at", call.values_at, table)
     check_table("positions", call.positions, (lists, rows))
     check_tensor("pages", call.pages, torch.int32, table)
+    if call.log_weights is not None:
+        check_tensor("log_weights", call.log_weights, torch.float32, (*table, page_tokens))
     if call.window is not None and not 1 <= call.window < 1 << 31:
         raise BadArgumentError(f"window is {call.window}: tokens, 1 to 2**31 - 1, or None")
     one_device(
@@ -251,6 +296,7 @@ def _check(call: Call) -> None:
         values_at=call.values_at,
         pages=call.pages,
         positions=call.positions,
+        log_weights=call.log_weights,
     )
 
 

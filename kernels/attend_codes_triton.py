@@ -318,14 +318,22 @@ def _behind(position, origin):
 
 
 @triton.jit
+def _weights(log_weights, slot, in_page, k, PAGE_TOKENS: tl.constexpr):
+    """Of a tile's tokens, in powers of two; -inf: it is left out."""
+    mask = (in_page < PAGE_TOKENS) & (slot < k)
+    pointer = log_weights + slot * PAGE_TOKENS + in_page
+    return tl.load(pointer, mask=mask, other=float("-inf")) * LOG2_E
+
+
+@triton.jit
 def _attended(
-    query, rest, half, factor, keys_at, values_at, pages, k, split, splits, softcap, above, last,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, TYPE: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    VALUE_SCALES: tl.constexpr, ALIGNED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    PAGE_ROOM: tl.constexpr, SEVERAL: tl.constexpr, SOFTCAP: tl.constexpr, LINES: tl.constexpr,
-    TOKENS: tl.constexpr,
+    query, rest, half, factor, keys_at, values_at, pages, log_weights, k, split, splits, softcap,
+    above, last, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, TYPE: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_SCALES: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, VALUE_SCALES: tl.constexpr, ALIGNED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, PAGE_ROOM: tl.constexpr, SEVERAL: tl.constexpr,
+    SOFTCAP: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr,
 ):
     """All tiles of a split: the largest weight, the sum of weights, and that of values by them."""
     any_last = tl.max(last, 0)
@@ -353,6 +361,10 @@ def _attended(
             keys_at, values_at, pages, begin + group, k, low, high, PAGE_TOKENS, PAGE_ROOM)
         key_scale_at, value_scale_at, pair_in_page, _, scale_wanted = _places(
             keys_at, values_at, pages, begin + pair, k, low, high, PAGE_TOKENS, PAGE_ROOM)
+        weight = None
+        if log_weights is not None:
+            weight = _weights(log_weights, (begin + token) // PAGE_ROOM, in_page, k, PAGE_TOKENS)
+            position = tl.where(weight == float("-inf"), NOWHERE, position)
         in_sight = (position > any_above) & (position <= any_last)
         if SEVERAL:
             seen = (position[None, :] > above[:, None]) & (position[None, :] <= last[:, None])
@@ -369,6 +381,8 @@ def _attended(
         logits *= factor[:, None]
         if SOFTCAP:  # tanh, from a power that may overflow to infinity
             logits = softcap * (1 - 2 / (tl.exp2(logits) + 1))
+        if weight is not None:
+            logits += weight[None, :]
         logits = tl.where(seen, logits, float("-inf"))
         scales = logits
         if VALUE_BITS:
@@ -387,13 +401,15 @@ def _attended(
 # Counts change from step to step: none of them may compile the kernel once more.
 @triton.jit(
     do_not_specialize=["k", "rows", "kv_heads", "splits", "window"],
-    do_not_specialize_on_alignment=["keys_at", "values_at", "pages", "positions", "lse"],
+    do_not_specialize_on_alignment=["keys_at", "values_at", "pages", "positions", "log_weights",
+                                    "lse"],
 )
 def _attend_codes_kernel(
     q,  # [lists, rows, q_heads, DIM], contiguous; float32 and rotated where keys are codes
     keys_at, values_at,  # int64 [lists, kv_heads, k]
     pages,  # int32 [lists, kv_heads, k]
     positions,  # int64 [lists, rows]
+    log_weights,  # float32 [lists, kv_heads, k, PAGE_TOKENS], or None: another kernel
     out,  # float32 [lists, rows, q_heads, splits, VALUE_DIM]; rotated where values are codes
     lse,  # float32 [lists, rows, q_heads, splits]
     k, rows, kv_heads, splits,
@@ -426,11 +442,13 @@ def _attend_codes_kernel(
     query, rest, half, factor = _query(
         q, line_at * DIM, used, scale, DIM, K, KEY_BITS, COMPUTE, PRECISE)
     above, last = _sight(positions + one * rows, row, used, window)
+    if log_weights is not None:
+        log_weights += table * PAGE_TOKENS
     top, total, sums = _attended(
-        query, rest, half, factor, keys_at + table, values_at + table, pages + table, k, split,
-        splits, softcap, above, last, KEY_BITS, VALUE_BITS, TYPE, COMPUTE, PRECISE, DIM, VALUE_DIM,
-        K, V, KEY_BLOCK, KEY_SCALES, VALUE_BLOCK, VALUE_SCALES, ALIGNED, PAGE_TOKENS, PAGE_ROOM,
-        SEVERAL, SOFTCAP, LINES, TOKENS)
+        query, rest, half, factor, keys_at + table, values_at + table, pages + table, log_weights,
+        k, split, splits, softcap, above, last, KEY_BITS, VALUE_BITS, TYPE, COMPUTE, PRECISE, DIM,
+        VALUE_DIM, K, V, KEY_BLOCK, KEY_SCALES, VALUE_BLOCK, VALUE_SCALES, ALIGNED, PAGE_TOKENS,
+        PAGE_ROOM, SEVERAL, SOFTCAP, LINES, TOKENS)
     total = tl.where(last >= 0, total, 0.0)
     at = line_at * splits + split
     _store(out, at, sums, total, used, 0, V, VALUE_DIM)
@@ -498,14 +516,15 @@ def launch(
         call.values_at,
         call.pages,
         call.positions,
+        call.log_weights,
         out,
         lse,
         k,
         shape.rows,
         kv_heads,
         splits,
-        factor * LOG2_E,
-        (call.softcap or 0.0) * LOG2_E,
+        factor * LOG2_E.value,
+        (call.softcap or 0.0) * LOG2_E.value,
         call.window or 0,
         **constants(shape, tiles),
         num_warps=tiles.warps,
@@ -538,6 +557,8 @@ def variants() -> list[Variant]:
             f"{name}_pages_of_32": replace(each, page_tokens=32),
             f"{name}_512_rows": replace(each, rows=512, page_tokens=64),
         }
+    for name in ("int8", "int4"):
+        shapes[f"{name}_weighed"] = replace(shapes[name], weighed=True)
     return [_variant(name, shape, tiles_of(shape)) for name, shape in shapes.items()]
 
 
@@ -551,4 +572,8 @@ def _variant(name: str, shape: Shape, tiles: Tiles) -> Variant:
         "k rows kv_heads splits window": "i32",
     }
     fixed = constants(shape, tiles)
+    if shape.weighed:
+        types["log_weights"] = "*fp32"
+    else:
+        fixed = fixed | {"log_weights": None}
     return variant(f"attend_{name}", _attend_codes_kernel, types, fixed, tiles.warps, tiles.stages)

@@ -27,6 +27,7 @@ class Shape:
     softcap: bool
     key_bits: int = 0  # of codes; 0: there are none
     value_bits: int = 0
+    weighed: bool = False  # with log-weights
 
     @property
     def encoded(self) -> bool:
@@ -65,6 +66,7 @@ class Call:
     scale: float
     softcap: float | None
     window: int | None
+    log_weights: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def tiles_of(shape: Shape) -> Tiles:
     lines = min(most, max(16, power_of_two(shape.group * shape.rows)))
     if widest > 256:
         tokens = 32 if shape.token_bytes <= 1536 else 16
-        few = lines == 16
+        few = lines == 16 and not shape.weighed
         return Tiles(lines, tokens, warps=4 if few else 8, stages=3, resident=2 if few else 1)
     if lines > 16 or shape.token_bytes > 768 or shape.mixes_rows(lines):
         return Tiles(lines, 32, warps=4, stages=3, resident=2)
@@ -122,7 +124,8 @@ def _tiles_of_codes(shape: Shape, widest: int) -> Tiles:
     if lines == 32:
         return Tiles(lines, tokens, warps=4, stages=3, resident=2)
     if tokens == 128:
-        return Tiles(lines, 128, warps=2, stages=3, resident=4)
+        warps, resident = (4, 2) if shape.weighed else (2, 4)
+        return Tiles(lines, 128, warps, stages=3, resident=resident)
     return Tiles(lines, 64, warps=2, stages=3, resident=4)
 
 

@@ -27,7 +27,7 @@ from cxlkv.kernels.variants import Variant, variant
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-LOG2_E = 1 / math.log(2)
+LOG2_E = tl.constexpr(1 / math.log(2))
 LN_2 = tl.constexpr(math.log(2))
 FAR = tl.constexpr(1 << 62)  # past every position
 
@@ -59,6 +59,14 @@ def _look(
 
 
 @triton.jit
+def _weights(log_weights, tile, k, PAGE_TOKENS: tl.constexpr, TOKENS: tl.constexpr):
+    """Of a tile's tokens, in powers of two; -inf: it is left out."""
+    flat = tile * TOKENS + tl.arange(0, TOKENS)
+    inside = flat < k * PAGE_TOKENS
+    return tl.load(log_weights + flat, mask=inside, other=float("-inf")) * LOG2_E
+
+
+@triton.jit
 def _rows(
     at, seen,
     FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ALIGNED: tl.constexpr,
@@ -77,12 +85,13 @@ def _rows(
 
 @triton.jit
 def _step(
-    q1, q2, top, total, sum1, sum2, key_at, value_at, seen, scale, softcap,
+    q1, q2, top, total, sum1, sum2, key_at, value_at, seen, weight, scale, softcap,
     TYPE: tl.constexpr, COMPUTE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     VALUE_BYTES: tl.constexpr, ALIGNED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):
-    """A tile of tokens into the state of an online softmax, in powers of two."""
+    """A tile of tokens into the state of an online softmax, in powers of two; weight: what is added
+    to their logits, or None."""
     k1 = _rows(key_at, seen, 0, K1, DIM, ALIGNED, TYPE, COMPUTE)
     v1 = k1
     if VALUE_BYTES:
@@ -95,6 +104,8 @@ def _step(
     logits *= scale
     if SOFTCAP:  # tanh, from a power that may overflow to infinity
         logits = softcap * (1 - 2 / (tl.exp2(logits) + 1))
+    if weight is not None:
+        logits += weight[None, :]
     logits = tl.where(seen[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -135,7 +146,8 @@ def _store(out, at, part, total, used, FIRST: tl.constexpr, WIDTH: tl.constexpr,
 
 @triton.jit
 def _together(
-    q1, q2, top, total, sum1, sum2, keys_at, values_at, pages, split, splits, k, scale, softcap,
+    q1, q2, top, total, sum1, sum2, keys_at, values_at, pages, log_weights, split, splits, k, scale,
+    softcap,
     above, last, any_above, any_last,  # tokens that all rows see, and those that any row sees
     TYPE: tl.constexpr, COMPUTE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
@@ -148,6 +160,8 @@ def _together(
     high = tl.full([TOKENS], -1, tl.int32)
     next_key_at, next_value_at, next_position = _look(
         keys_at, values_at, pages, split, k, KEY_BYTES, VALUE_BYTES, PAGE_TOKENS, TOKENS)
+    if log_weights is not None:
+        next_weight = _weights(log_weights, split, k, PAGE_TOKENS, TOKENS)
     for tile in range(split, tiles, splits):
         key_at = next_key_at
         value_at = next_value_at
@@ -160,16 +174,21 @@ def _together(
             apart = (position > any_above) & (position <= any_last) & (seen == 0)
             low = tl.minimum(low, tl.where(apart, tile, 2147483647))
             high = tl.maximum(high, tl.where(apart, tile, -1))
+        weight = None
+        if log_weights is not None:
+            weight = next_weight
+            next_weight = _weights(log_weights, tile + splits, k, PAGE_TOKENS, TOKENS)
+            seen = seen & (weight != float("-inf"))
         top, total, sum1, sum2 = _step(
-            q1, q2, top, total, sum1, sum2, key_at, value_at, seen, scale, softcap, TYPE, COMPUTE,
-            DIM, VALUE_DIM, K1, K2, V1, V2, VALUE_BYTES, ALIGNED, SOFTCAP)
+            q1, q2, top, total, sum1, sum2, key_at, value_at, seen, weight, scale, softcap, TYPE,
+            COMPUTE, DIM, VALUE_DIM, K1, K2, V1, V2, VALUE_BYTES, ALIGNED, SOFTCAP)
     return top, total, sum1, sum2, low, high
 
 
 @triton.jit
 def _apart(
-    q1, q2, top, total, sum1, sum2, keys_at, values_at, pages, begin, end, splits, k, scale,
-    softcap, above, last, positions, row, rows, window,
+    q1, q2, top, total, sum1, sum2, keys_at, values_at, pages, log_weights, begin, end, splits, k,
+    scale, softcap, above, last, positions, row, rows, window,
     TYPE: tl.constexpr, COMPUTE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     KEY_BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
@@ -182,13 +201,17 @@ def _apart(
         key_at, value_at, position = _look(
             keys_at, values_at, pages, tile, k, KEY_BYTES, VALUE_BYTES, PAGE_TOKENS, TOKENS)
         left = (position <= above) | (position > last)
+        weight = None
+        if log_weights is not None:
+            weight = _weights(log_weights, tile, k, PAGE_TOKENS, TOKENS)
+            left = left & (weight != float("-inf"))
         for one in tl.range(first_row, last_row + 1, num_stages=1):
             own_last = tl.load(positions + one)
             own_above = tl.where(window > 0, tl.maximum(own_last - window, -1), -1)
             seen = left & (position > own_above) & (position <= own_last)
             new_top, new_total, new_sum1, new_sum2 = _step(
-                q1, q2, top, total, sum1, sum2, key_at, value_at, seen, scale, softcap, TYPE,
-                COMPUTE, DIM, VALUE_DIM, K1, K2, V1, V2, VALUE_BYTES, ALIGNED, SOFTCAP)
+                q1, q2, top, total, sum1, sum2, key_at, value_at, seen, weight, scale, softcap,
+                TYPE, COMPUTE, DIM, VALUE_DIM, K1, K2, V1, V2, VALUE_BYTES, ALIGNED, SOFTCAP)
             mine = row == one
             top = tl.where(mine, new_top, top)
             total = tl.where(mine, new_total, total)
@@ -220,13 +243,15 @@ def _sight(positions, row, used, first_row, window, SEVERAL: tl.constexpr):
 @triton.jit(
     do_not_specialize=["k", "rows", "kv_heads", "splits", "list_stride", "row_stride",
                        "head_stride", "window"],
-    do_not_specialize_on_alignment=["keys_at", "values_at", "pages", "positions", "lse"],
+    do_not_specialize_on_alignment=["keys_at", "values_at", "pages", "positions", "log_weights",
+                                    "lse"],
 )
 def _attend_kernel(
     q,  # [lists, rows, q_heads, DIM], of these strides
     keys_at, values_at,  # int64 [lists, kv_heads, k]
     pages,  # int32 [lists, kv_heads, k]
     positions,  # int64 [lists, rows]
+    log_weights,  # float32 [lists, kv_heads, k, PAGE_TOKENS], or None: another kernel
     out,  # float32 [lists, rows, q_heads, splits, VALUE_DIM]
     lse,  # float32 [lists, rows, q_heads, splits]
     k, rows, kv_heads, splits, list_stride, row_stride, head_stride,
@@ -250,6 +275,8 @@ def _attend_kernel(
     one = (program // blocks // splits // kv_heads).to(tl.int64)
     table = (one * kv_heads + head) * k
     positions += one * rows
+    if log_weights is not None:
+        log_weights += table * PAGE_TOKENS
     first_line = program % blocks * LINES
     line = first_line + tl.arange(0, LINES)
     row = line // GROUP
@@ -267,15 +294,16 @@ def _attend_kernel(
     above, last, any_above, any_last = _sight(
         positions, row, used, first_line // GROUP, window, SEVERAL)
     top, total, sum1, sum2, low, high = _together(
-        q1, q2, top, total, sum1, sum2, keys_at + table, values_at + table, pages + table, split,
-        splits, k, scale, softcap, above, last, any_above, any_last, TYPE, COMPUTE, DIM, VALUE_DIM,
-        K1, K2, V1, V2, KEY_BYTES, VALUE_BYTES, ALIGNED, PAGE_TOKENS, SEVERAL, SOFTCAP, TOKENS)
+        q1, q2, top, total, sum1, sum2, keys_at + table, values_at + table, pages + table,
+        log_weights, split, splits, k, scale, softcap, above, last, any_above, any_last, TYPE,
+        COMPUTE, DIM, VALUE_DIM, K1, K2, V1, V2, KEY_BYTES, VALUE_BYTES, ALIGNED, PAGE_TOKENS,
+        SEVERAL, SOFTCAP, TOKENS)
     if SEVERAL:
         top, total, sum1, sum2 = _apart(
             q1, q2, top, total, sum1, sum2, keys_at + table, values_at + table, pages + table,
-            tl.min(low, 0), tl.max(high, 0) + 1, splits, k, scale, softcap, above, last, positions,
-            row, rows, window, TYPE, COMPUTE, DIM, VALUE_DIM, K1, K2, V1, V2, KEY_BYTES,
-            VALUE_BYTES, ALIGNED, PAGE_TOKENS, SOFTCAP, TOKENS)
+            log_weights, tl.min(low, 0), tl.max(high, 0) + 1, splits, k, scale, softcap, above,
+            last, positions, row, rows, window, TYPE, COMPUTE, DIM, VALUE_DIM, K1, K2, V1, V2,
+            KEY_BYTES, VALUE_BYTES, ALIGNED, PAGE_TOKENS, SOFTCAP, TOKENS)
         # A row that is not there went along with the others.
         there = tl.load(positions + row, mask=used, other=-1) >= 0
         total = tl.where(there, total, 0.0)
@@ -339,6 +367,7 @@ def launch(
         call.keys_at if call.values_at is None else call.values_at,
         call.pages,
         call.positions,
+        call.log_weights,
         out,
         lse,
         k,
@@ -346,8 +375,8 @@ def launch(
         kv_heads,
         splits,
         *strides,
-        factor * LOG2_E,
-        (call.softcap or 0.0) * LOG2_E,
+        factor * LOG2_E.value,
+        (call.softcap or 0.0) * LOG2_E.value,
         call.window or 0,
         **constants(shape, tiles, aligned),
         num_warps=tiles.warps,
@@ -385,6 +414,8 @@ def variants() -> list[Variant]:
         "mla_bf16_128_heads": replace(mla, page_tokens=64, group=128),
         "mla_bf16_128_heads_2_rows": replace(mla, page_tokens=64, group=128, rows=2),
     }
+    for name in ("gqa_bf16", "gqa_bf16_4_rows", "mla_bf16"):
+        shapes[f"{name}_weighed"] = replace(shapes[name], weighed=True)
     return [_variant(name, shape, tiles_of(shape)) for name, shape in shapes.items()]
 
 
@@ -398,5 +429,9 @@ def _variant(name: str, shape: Shape, tiles: Tiles) -> Variant:
         "k rows kv_heads splits list_stride row_stride head_stride window": "i32",
     }
     fixed = constants(shape, tiles, True)
+    if shape.weighed:
+        types["log_weights"] = "*fp32"
+    else:
+        fixed = fixed | {"log_weights": None}
     name = f"attend_{name}"
     return variant(name, _attend_kernel, types, fixed, tiles.warps, tiles.stages)

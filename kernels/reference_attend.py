@@ -33,19 +33,25 @@ def _attend_one(call: Call, shape: Shape, one: int) -> tuple[torch.Tensor, torch
     seen = (tokens >= 0) & (tokens <= last)  # [rows, kv_heads, tokens]
     if call.window is not None:
         seen &= tokens > last - call.window
+    weights = None
+    if call.log_weights is not None:
+        weights = call.log_weights[one].double().flatten(1)  # [kv_heads, tokens]
+        seen &= weights != -torch.inf
     q = call.q[one].double().unflatten(1, (-1, shape.group))  # [rows, kv_heads, group, dim]
     logits = torch.einsum("rhgd,htd->rhgt", q, keys.double()) * call.scale
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
+    if weights is not None:
+        logits = logits + weights[None, :, None]
     logits = torch.where(seen[:, :, None], logits, -torch.inf)
     top = logits.amax(-1, keepdim=True)
-    weights = torch.exp(logits - torch.where(top == -torch.inf, 0, top))
-    total = weights.sum(-1)
+    shares = torch.exp(logits - torch.where(top == -torch.inf, 0, top))
+    total = shares.sum(-1)
     lse = top[..., 0] + torch.log(total)  # NaN, too, where a logit is infinite
     out = torch.stack(
         [
             # A value that the row does not see may be NaN, which its weight of 0 would not hide.
-            torch.einsum("hgt,htd->hgd", weights[row], torch.where(seen[row, ..., None], values, 0))
+            torch.einsum("hgt,htd->hgd", shares[row], torch.where(seen[row, ..., None], values, 0))
             for row in range(shape.rows)
         ]
     )

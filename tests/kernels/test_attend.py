@@ -13,8 +13,9 @@ import torch
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.kernels import attend as subject
-from cxlkv.kernels.attend import attend
+from cxlkv.kernels.attend import attend, rows_as_pages
 from cxlkv.kernels.attend_shape import Shape, blocks_of, splits_of, tiles_of
+from cxlkv.kernels.merge import merge
 from cxlkv.kernels.runtime import INTERPRETED
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -54,6 +55,7 @@ class Given:
     pages: torch.Tensor
     keys: torch.Tensor  # [lists, kv_heads, k, page_tokens, dim]
     values: torch.Tensor
+    log_weights: torch.Tensor | None = None  # [lists, kv_heads, k, page_tokens]
     held: list[torch.Tensor] = field(default_factory=list)
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -123,6 +125,7 @@ def expected(of: Given) -> tuple[torch.Tensor, torch.Tensor]:
             for token in range(case.page_tokens)
             if (page := int(of.pages[one, head, place])) >= 0
             and low < page * case.page_tokens + token <= last
+            and (of.log_weights is None or of.log_weights[one, head, place, token] > -math.inf)
         ]
         if not seen:
             continue
@@ -131,6 +134,9 @@ def expected(of: Given) -> tuple[torch.Tensor, torch.Tensor]:
         logits = keys @ of.q[one, row, q_head].double() * case.dim**-0.5
         if case.softcap is not None:
             logits = case.softcap * torch.tanh(logits / case.softcap)
+        if of.log_weights is not None:
+            mine = of.log_weights[one, head]
+            logits += torch.stack([mine[place, token] for place, token in seen])
         if logits.max() == -math.inf:
             continue
         weights = torch.exp(logits - logits.max())
@@ -156,6 +162,7 @@ def call(
         value_dim=of.case.value_dim,
         window=of.case.window,
         softcap=of.case.softcap,
+        log_weights=None if of.log_weights is None else of.log_weights.to(device),
         **options,  # type: ignore[arg-type]
     )
     return found[0].cpu(), found[1].cpu()
@@ -183,6 +190,19 @@ def close(
 def largest(of: torch.Tensor) -> float:
     finite = of[of.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0
+
+
+def weighed(of: Given, seed: int) -> torch.Tensor:
+    """Weights, some far above the others; of those that are left out, keys and values are NaN, and
+    some pages are left out whole. Padding has NaN."""
+    rng = torch.Generator().manual_seed(seed + 2)
+    weights = 3 * torch.randn(of.keys.shape[:4], generator=rng)
+    weights[torch.rand(weights.shape, generator=rng) < 0.3] = -math.inf
+    weights[torch.rand(weights.shape[:3], generator=rng) < 0.2] = -math.inf
+    gone = weights == -math.inf
+    weights[of.pages < 0] = math.nan
+    of.keys[gone] = of.values[gone] = torch.nan
+    return weights
 
 
 CASES = {
@@ -229,6 +249,98 @@ def test_the_reference_is_attention(case: Case, seed: int, monkeypatch: pytest.M
     monkeypatch.setattr(subject, "runs_triton", lambda device: False)
     of = given(case, FP32, seed)
     close(call(of, torch.device("cpu")), expected(of), FP32)
+
+
+WEIGHED = (
+    "grouped heads, pages of 16",
+    "pages of 5, one head a group",
+    "MLA, tokens",
+    "values in both blocks of the keys",
+    "window",
+    "softcap",
+    "rows with a window",
+    "rows far apart",
+    "no rows",
+    "more lines than a tile",
+)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", WEIGHED)
+def test_log_weights(name: str, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    of = given(CASES[name], dtype, seed)
+    of.log_weights = weighed(of, seed)
+    wanted = expected(of)
+    close(call(of, device), wanted, dtype)
+    close(call(of, device, splits=3), wanted, dtype)
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_the_reference_has_log_weights(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "runs_triton", lambda device: False)
+    of = given(CASES[name], FP32, seed)
+    of.log_weights = weighed(of, seed)
+    close(call(of, torch.device("cpu")), expected(of), FP32)
+
+
+def test_all_tokens_left_out(device: torch.device, seed: int) -> None:
+    of = given(Case([[20, 21], [9, 3]]), FP32, seed)
+    plain = call(of, device)
+    of.log_weights = torch.zeros(of.keys.shape[:4])
+    found = call(of, device)
+    assert torch.equal(found[0], plain[0])
+    assert torch.equal(found[1], plain[1])
+    of.log_weights.fill_(-math.inf)
+    found = call(of, device)
+    assert not found[0].any()
+    assert (found[1] == -math.inf).all()
+
+
+@BROKEN
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_show(wrong: float, device: torch.device, seed: int) -> None:
+    of = given(Case([[20], [22]], kv_heads=1), FP32, seed)
+    of.log_weights = torch.zeros(of.keys.shape[:4])
+    of.log_weights[place_of(of, 1, 22)] = wrong
+    out, lse = call(of, device)
+    assert out.isnan().all(-1).flatten(1).tolist() == [[False] * 2, [True] * 2]
+    assert lse[0].isfinite().all()
+
+
+@pytest.mark.parametrize("case", [CASES["grouped heads, pages of 16"], CASES["softcap"]])
+def test_virtual_rows_are_pages_of_float32(case: Case, device: torch.device, seed: int) -> None:
+    """As rows_as_pages() says: attend to them, and merge."""
+    of = given(replace(case, positions=[[31], [30]]), FP16, seed)
+    of.log_weights = weighed(of, seed)
+    rng = torch.Generator().manual_seed(seed + 3)
+    shape = (2, case.kv_heads, 19)
+    k = torch.randn(*shape, case.dim, generator=rng)
+    v = torch.randn(*shape, case.values, generator=rng)
+    counts = torch.rand(shape, generator=rng) * 3
+    counts[torch.rand(shape, generator=rng) < 0.3] = -math.inf
+    k[counts == -math.inf] = v[counts == -math.inf] = torch.nan
+    moved = k.to(device), v.to(device), counts.to(device)
+    rows = rows_as_pages(*moved, torch.tensor(of.case.positions, device=device))
+    part = attend(of.q.float().to(device), **rows, softcap=case.softcap)
+    other = call(of, device)
+    found = merge([part[0], other[0].to(device)], [part[1], other[1].to(device)])
+    # The same of one list: rows are more tokens, of pages of a token.
+    wanted = torch.zeros_like(other[0], dtype=torch.float64)
+    lse = torch.zeros_like(other[1], dtype=torch.float64)
+    whole = expected(of)
+    for one, q_head in torch.cartesian_prod(torch.arange(2), torch.arange(of.q.shape[2])):
+        head = q_head // case.group
+        there = counts[one, head] > -math.inf
+        logits = k[one, head][there].double() @ of.q[one, 0, q_head].double() * case.dim**-0.5
+        if case.softcap is not None:
+            logits = case.softcap * torch.tanh(logits / case.softcap)
+        logits = torch.cat([logits + counts[one, head][there], whole[1][one, :, q_head]])
+        values = torch.cat([v[one, head][there].double(), whole[0][one, :, q_head]])
+        wanted[one, 0, q_head] = logits.softmax(0) @ values
+        lse[one, 0, q_head] = logits.logsumexp(0)
+    close((found[0].cpu(), found[1].cpu()), (wanted, lse), FP16)
 
 
 @DTYPES
@@ -378,6 +490,8 @@ def wrong_calls() -> dict[str, tuple[str, dict[str, object]]]:
         "value_dim": ("values from keys", {"values_at": None, "value_dim": 17}),
         "window": ("window is 0", {"window": 0}),
         "softcap": ("softcap is -1", {"softcap": -1.0}),
+        "log_weights": ("log_weights is", {"log_weights": torch.zeros(1, 2, 3, 1)}),
+        "dtype of weights": ("log_weights is", {"log_weights": torch.zeros(1, 2, 3, 4).half()}),
         "splits": ("splits is 0", {"splits": 0}),
         "programs": ("programs is 0", {"programs": 0}),
         "out": ("out is", {"out": torch.zeros(1, 1, 4, 15)}),

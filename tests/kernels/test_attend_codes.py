@@ -21,7 +21,7 @@ from cxlkv.kernels.reference_codes import CodeForm, decode
 
 from ..support import kept, reference
 from ..support.encodings import Form
-from .test_attend import BF16, FP16, FP32, Case, Given, expected, given
+from .test_attend import BF16, FP16, FP32, Case, Given, expected, given, weighed
 
 BITS = {"int8": 8, "int4": 4}
 PAIRS = [("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("int4", "int8")]
@@ -115,6 +115,7 @@ class Coded(Given):
             window=self.case.window,
             softcap=self.case.softcap,
             encodings=self.encodings,
+            log_weights=None if self.log_weights is None else self.log_weights.to(device),
             **options,  # type: ignore[arg-type]
         )
         return found[0].cpu(), found[1].cpu()
@@ -223,6 +224,41 @@ def test_the_reference_is_attention(
 ) -> None:
     monkeypatch.setattr(subject, "runs_triton", lambda device: False)
     of = coded(case, encodings, FP32, seed)
+    check(of.call(torch.device("cpu")), expected(of), of)
+
+
+WEIGHED = [
+    *(Way("rows with a window", pair, FP32) for pair in PAIRS + MIXED),
+    *(Way("blocks that are not full", pair, FP16) for pair in PAIRS + MIXED),
+    Way("softcap", PAIRS[0], BF16),
+    Way("few channels, pages of 4", PAIRS[1], FP32),
+]
+
+
+def coded_and_weighed(way: Way, seed: int) -> Coded:
+    """What is left out has the scale NaN."""
+    made = given(CASES[way.case], way.dtype, seed)
+    weights = weighed(made, seed)
+    of = Coded(made.case, way.dtype, made.q, made.pages, made.keys, made.values)
+    of.encode(way.encodings, seed)
+    of.log_weights = weights
+    return of
+
+
+@pytest.mark.parametrize("way", WEIGHED, ids=str)
+def test_log_weights(way: Way, device: torch.device, seed: int) -> None:
+    of = coded_and_weighed(way, seed)
+    wanted = expected(of)
+    check(of.call(device), wanted, of)
+    check(of.call(device, splits=3), wanted, of)
+
+
+@pytest.mark.parametrize("way", WEIGHED, ids=str)
+def test_the_reference_has_log_weights(
+    way: Way, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "runs_triton", lambda device: False)
+    of = coded_and_weighed(way, seed)
     check(of.call(torch.device("cpu")), expected(of), of)
 
 
