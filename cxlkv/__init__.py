@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cxlkv._moved import Moved
 from cxlkv.errors import CXLKVError, PoolFullError
 from cxlkv.layout import KVLayout, LayerGroup
-from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.ndp.engine import Budget, Selection, VirtualRows
 
 if TYPE_CHECKING:
     __version__: str
@@ -31,6 +31,7 @@ __all__ = [
     "Selection",
     "Sequence",
     "Tiers",
+    "VirtualRows",
     "object_keys",
 ]
 

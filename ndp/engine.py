@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.arrays import Array
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import format_bytes
 
 METHODS = ("exact", "digest", "two_stage", "auto", "attention")
@@ -264,6 +264,15 @@ class Selection:
     def is_plain(self) -> bool:
         """Whether it is pages and nothing else."""
         return self.log_weights is None and self.rows is None
+
+    def plain(self, what: str) -> Selection:
+        """Itself; raises UnsupportedError where it is more than pages, for what ignores that."""
+        if self.is_plain:
+            return self
+        raise UnsupportedError(
+            f"{what} takes pages only, and this choice has log_weights or virtual rows: attend to "
+            "it in the pool, by Batch.attend or Sequence.attend"
+        )
 
     def at(self, place: int | None) -> Selection:
         """The same of each array's [place]: 0 is the first list without its axis, None puts an axis

@@ -112,7 +112,7 @@ class Selector:
         picked = step.batch.select(layer, q, step.starts, self._budget, self._method, self._scale)
         self.stats.selects += 1
         self.stats.bytes_scored += picked.bytes_scored
-        return picked
+        return picked.plain("attention on the device")
 
     def _far(self, step: Step, picked: Selection) -> Selection:
         near = picked.pages >= step.recent_from[:, None, None]

@@ -367,8 +367,10 @@ class _Session:
         budget = Budget(**asked.model_dump(include=set(m.BUDGET)))
         starts = [0, asked.rows]
         choosers.refuse(asked.method, "a client")
-        picked = sequence._own().select(
-            asked.layer, queries, starts, budget, asked.method, asked.scale, asked.recall
+        picked = (
+            sequence._own()
+            .select(asked.layer, queries, starts, budget, asked.method, asked.scale, asked.recall)
+            .plain("an answer of a server")
         )
         header: dict[str, object] = {
             "shape": picked.pages.shape,

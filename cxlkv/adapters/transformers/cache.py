@@ -492,7 +492,7 @@ class CXLCache(Cache):
         """Fetch the chosen pages as tensors and attend to them on the device of `queries`."""
         assert self._batch is not None
         layout, step = self.pool.layout, part.step
-        shape = (*picked.pages.shape, layout.page_tokens)
+        shape = (*picked.plain("attention on the device").pages.shape, layout.page_tokens)
         keys = torch.empty((*shape, layout.head_dim), dtype=self._dtype)
         values = torch.empty((*shape, layout.value_head_dim), dtype=self._dtype)
         self._batch.fetch(part.index, picked, out=(keys, values))
