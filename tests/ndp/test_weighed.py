@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, Sequence
-from cxlkv.errors import BadArgumentError
+from cxlkv.demo.forms import joined
+from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.ndp.engine import Selection, VirtualRows, same_pages
 
 ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx", "neon")
@@ -427,3 +428,20 @@ def test_a_sequences_own_shapes(rng: np.random.Generator) -> None:
         k, v = sequence.fetch(0, more.at(0))
         np.testing.assert_array_equal(np.asarray(k), np.asarray(sequence.fetch(0, picked)[0]))
         assert v.shape == (2, 5, 16, 16)
+
+
+def test_what_looks_at_pages_only_refuses_the_rest(rng: np.random.Generator) -> None:
+    with SHAPES["float32"].pool() as pool:
+        texts = Texts(SHAPES["float32"], pool, rng)
+        texts.add(40)
+        picked = texts.pages([1], "query")
+        assert picked.plain("this") is picked
+        for more in (
+            replace(picked, log_weights=texts.weights(picked)),
+            replace(picked, rows=texts.rows(picked, 2)),
+        ):
+            assert not more.is_plain
+            with pytest.raises(UnsupportedError, match="this takes pages only, and this choice"):
+                more.plain("this")
+            with pytest.raises(UnsupportedError, match="joining takes pages only"):
+                joined([picked, more], np.array([0, 2], np.int32))
