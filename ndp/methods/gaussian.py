@@ -56,9 +56,10 @@ class Gaussian(Scorer):
 
 
 class Locks(Scorer):
-    """The same with the covariance as a diagonal and one direction, that of the most variance, as
-    LOCKS (locks-kv) has it in more: v = sum(q_d^2 r_d) + (q.u)^2. Its page needs half as many bytes
-    again as a digest."""
+    """The same with the covariance as a diagonal and one direction, that of the most variance: v =
+    sum(q_d^2 r_d) + (q.u)^2. Its page needs half as many bytes again as a digest. LOCKS (locks-kv)
+    is after the same sum, but restores each key of a page, from a mean and eight directions in 4
+    bits."""
 
     name = "locks"
     log_sums = True

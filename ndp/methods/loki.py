@@ -15,7 +15,8 @@ PART = 8
 class Loki(Scorer):
     """Loki (arXiv 2406.02542): logits of the first principal components of keys, which are learned
     from a text, of keys behind the rotary embedding. The paper keeps keys in that space in place of
-    their own; here the components are kept beside them."""
+    their own; here the components are kept beside them. Those of its code are of the covariance,
+    these of the keys as they are, which hold more of SmolLM2's attention (docs/methods.md)."""
 
     name = "loki"
     calibrated = True

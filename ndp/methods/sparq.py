@@ -14,7 +14,8 @@ PART = 8
 
 class SparQ(Scorer):
     """SparQ (arXiv 2312.04985), its first step: logits of the channels of largest |q| alone, with a
-    temperature for those that are left out. Keys are kept a second time, channel by channel, as the
+    temperature for those that are left out. Each query has channels of its own, where the authors'
+    code has the same for all of a kv head. Keys are kept a second time, channel by channel, as the
     paper has them. Its mean value in place of what is not attended to is left out."""
 
     name = "sparq"

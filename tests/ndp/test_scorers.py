@@ -426,6 +426,17 @@ class First(Scorer):
                 scores[i, page] = -np.float32(summaries[page, 0])
 
 
+@pytest.mark.parametrize("name", ["pq", "ivf"])
+def test_queries_of_any_size_have_scores(name: str, seed: int) -> None:
+    """Of logits so far apart that exp of most is 0."""
+    of = Pages(seed)
+    of.calibrate(name)
+    of.queries *= 1000
+    every = Budget(pages=of.sequence.page_count(0))
+    picked = of.sequence.select(0, of.queries, budget=every, method=name)
+    assert np.abs(picked.scores.sum(axis=1) - 1).max() < 1e-4
+
+
 @pytest.mark.parametrize("page_tokens", [16, 32])
 def test_shadow_learns_from_pages_as_they_are(
     page_tokens: int, seed: int, monkeypatch: pytest.MonkeyPatch
