@@ -197,8 +197,8 @@ def _ucm() -> ModuleType:
     spec = importlib.util.spec_from_file_location("retrieval_backend", path)
     if not path.exists() or spec is None or spec.loader is None:
         raise UnsupportedError(f"ucm: no {path}: make build/peers/ucm UCM=CHECKOUT")
-    module = importlib.util.module_from_spec(spec)
     try:
+        module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
         raise UnsupportedError(f"ucm: {error}") from error
@@ -253,7 +253,8 @@ class UCM:
                 keys = own_keys(sequence, layer, self.whole, self.layout)[:, :count]
                 self.means[at : at + count] = self.means_of(keys)
                 places[row, self.whole : self.whole + count] = at + np.arange(count)
-        request = self.backend.submit(asked.reshape(rows, -1), wanted, places)
+        most = min(wanted, self.whole + max(min(own), 0))  # it gives all rows as many as the first
+        request = self.backend.submit(asked.reshape(rows, -1), most, places)
         self.backend.wait(request)
         result = self.backend.get_result(request)
         pages = max(seq.page_count(layer) for seq in sequences)
