@@ -55,7 +55,10 @@ class Costs:
             arrays[f"first {name}"] = np.array(self.first[name])
             arrays[f"choose {name}"] = self.choose[name]
             arrays[f"attend {name}"] = self.attend[name]
-        np.savez(path, allow_pickle=False, **arrays)
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        with unfinished.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        unfinished.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Costs:

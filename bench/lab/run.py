@@ -64,7 +64,8 @@ def run(folder: Path, model: Path, plan: Plan, console: Console) -> list[str]:
             Reader(loaded, pool, made), AutoTokenizer.from_pretrained(model), plan, console
         )
         begin(folder, model, asdict(plan), runner.check(), sources_of(plan))
-        runner.prepare(folder / COSTS)
+        with alone(folder / COSTS):
+            runner.prepare(folder / COSTS)
         units = plan.units()
         todo = {name: steps for name, steps in units.items() if not path_of(folder, name).exists()}
         with progress_of(console, sum(units.values()), sum(todo.values())) as progress:
@@ -91,6 +92,17 @@ def claimed(path: Path) -> Iterator[bool]:
             return
         yield True
         lock.unlink(missing_ok=True)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Other processes that come here wait, until the file is there, so that times are of one."""
+    with path.with_name(f".{path.name}.lock").open("w") as file:
+        if not path.exists():
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if path.exists():
+                fcntl.flock(file, fcntl.LOCK_UN)
+        yield
 
 
 def sources_of(plan: Plan) -> dict[str, str]:
