@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -57,7 +57,7 @@ class Stub(ModuleType):
         def wait(self, request: int) -> None:
             assert request == 7
 
-        def get_result(self, request: int) -> dict[str, object]:
+        def get_result(self, request: int) -> Mapping[str, object]:
             assert request == 7
             return self.found
 
