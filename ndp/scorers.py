@@ -166,6 +166,11 @@ def of(name: str) -> Scorer:
         from cxlkv.ndp import choosers
         from cxlkv.ndp.engine import METHODS
 
+        if choosers.of(name):
+            raise UnsupportedError(
+                f"method {name!r} chooses by a state of the sequence, which lies in the process "
+                "that asks: nothing is learned beforehand, and a worker cannot have it"
+            ) from None
         if name in _left_out:
             raise BadArgumentError(
                 f"method {name!r} is installed, but cannot be used: {_left_out[name]}"
