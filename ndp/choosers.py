@@ -221,26 +221,33 @@ def _states(
     pages: int,
 ) -> tuple[list[Arrays], int]:
     """Of the first `pages` pages, and the bytes of K and V that were read to make them."""
-    places = _core.sequence_places(text.handle, layer, 0, pages)
-    ids, generations = places.pages, places.generations
+    names = _names(text, layer, 0, pages)
     with _lock:
         known = _runs.setdefault(pool, WeakValueDictionary())
     found, read = [], 0
     for first, last in runs_of(pages, layout.page_tokens):
-        words = ids[first:last].tobytes() + generations[first:last].tobytes()
-        key = (chooser, layer, words)
+        key = (chooser, layer, names[:, first:last].tobytes())
         with _lock:
             run = known.get(key)
         if run is None:
             keys, values = text.fetch(same_pages(np.arange(first, last), layout.kv_heads))
-            made = Run(chooser.state(_floats(keys[0]), _floats(values[0])))
+            run = Run(chooser.state(_floats(keys[0]), _floats(values[0])))
             read += layout.stored_token_bytes // layout.layers * layout.page_tokens * (last - first)
-            with _lock:
-                run = known.setdefault(key, made)
+            # Another thread may have truncated the sequence before the fetch.
+            if np.array_equal(_names(text, layer, first, last), names[:, first:last]):
+                with _lock:
+                    run = known.setdefault(key, run)
         found.append(run)
     with _lock:
         _held.setdefault(text.handle, {})[chooser, layer] = found
     return [run.state for run in found], read
+
+
+def _names(text: Text, layer: int, first: int, last: int) -> npt.NDArray[np.uint64]:
+    """Of pages [first, last), id and generation, [2, pages]."""
+    places = _core.sequence_places(text.handle, layer, first, last - first)
+    both = np.stack([places.pages.astype(np.uint64), places.generations])
+    return both[:, : last - first]
 
 
 def _floats(pages: Array) -> Floats:

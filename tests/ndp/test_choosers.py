@@ -579,6 +579,30 @@ def test_forks_share_states_and_nobody_keeps_old_ones(seed: int) -> None:
     assert not known
 
 
+def test_a_sequence_that_changes_meanwhile_leaves_no_wrong_state(seed: int) -> None:
+    """Another thread truncates it between the look at its pages and the fetch."""
+    of, counting = Texts(seed), Counting()
+    choosers.add(counting)
+    fork, fetch = of.sequence.fork(), Sequence.fetch
+
+    def late(sequence: Sequence, layer: int, picked: Selection) -> object:
+        if sequence.tokens(1) > PAGE * 40:  # once
+            fork.truncate(PAGE * 30)
+            of.append(fork, PAGE * 10)
+        return fetch(sequence, layer, picked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sequence, "fetch", late)
+        fork.select(0, of.queries, Budget(pages=7), method="counting")
+    held = choosers._held[fork._handle]
+    keys = np.asarray(fork.fetch(0)[0]).reshape(HEADS, -1, DIM)
+    found = [run.state[0] for run in held[counting, 0]]  # type: ignore[index]
+    np.testing.assert_array_equal(np.concatenate(found, axis=1), keys[:, : PAGE * 40])
+    counting.made.clear()
+    of.sequence.select(0, of.queries, Budget(pages=7), method="counting")
+    assert counting.made == [16, 4, 4], "its pages are no longer those of the fork"
+
+
 def test_a_chooser_of_another_seed_has_states_of_its_own(seed: int) -> None:
     of = Texts(seed)
     first = of.sequence.select(0, of.queries, Budget(pages=9), method="magicpig")
