@@ -34,7 +34,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
     "selection": (
         "Budgets and selections",
         "Which pages a decode step reads.",
-        ("cxlkv.Budget", "cxlkv.Selection"),
+        ("cxlkv.Budget", "cxlkv.Selection", "cxlkv.VirtualRows"),
     ),
     "objects": (
         "Objects",
@@ -94,7 +94,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
 }
 CONSTRUCTED = (
     *("Budget", "KVLayout", "LayerGroup", "Tiers", "Quota", "CXLCache", "CXLRequests", "Decoder"),
-    "Hints",
+    *("Hints", "VirtualRows"),
     *("Server", "Remote", "PoolCollector", "StatsCollector"),
 )
 """Classes that are made by their names; others are made by a function or a method."""
