@@ -105,12 +105,12 @@ def weigh(keys, centre, queries, begin, hits, tables, log_weights):
         for t in range(keys.shape[1]):
             if hits[head, begin + t] >= tables[head]:
                 continue
-            square = np.float32(1e-30)
+            square = 1e-30
             for d in range(dim):
                 square += (from_bfloat16(keys[head, t, d]) - centre[head, d]) ** 2
             chance = 0.0
             for i in range(n):
-                product, length = np.float32(0), np.float32(1e-30)
+                product, length = 0.0, 1e-30
                 for d in range(dim):
                     q = queries[head, i, d]
                     product += q * (from_bfloat16(keys[head, t, d]) - centre[head, d])

@@ -101,7 +101,8 @@ def sample_size(logits: Floats, chosen: int, rest: int) -> int:
     drawn = weights[:, chosen:]
     whole = weights[:, :chosen].sum(1) + rest * drawn.mean(1)
     errors = NormalDist().inv_cdf(1 - DELTA) * drawn.std(1, ddof=1) * rest / (EPSILON * whole)
-    return math.ceil(float(np.max(errors)) ** 2)
+    size = float(np.max(errors)) ** 2
+    return math.ceil(size) if size < rest else rest  # of keys that are no numbers, too
 
 
 class OfChannels(Chooser[ByChannel]):
@@ -184,6 +185,8 @@ def log_sums(logits: Floats) -> Floats:
 def solved(queries: Floats, logits: Floats) -> Floats:
     """Keys [kv_heads, dim] that have these logits [kv_heads, n] with queries [kv_heads, n, dim], or
     the nearest ones."""
+    if not np.isfinite(queries).all():
+        return np.zeros((len(queries), queries.shape[2]), np.float32)
     inverse = np.linalg.pinv(queries.astype(np.float64), rcond=1e-3)
     found: Floats = (inverse @ logits[..., None])[..., 0].astype(np.float32)
     return found

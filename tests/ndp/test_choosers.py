@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint
@@ -16,7 +17,7 @@ import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout
 from cxlkv.bench import loops as flushes
-from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 from cxlkv.layout import LayerGroup
 from cxlkv.ndp import choosers, scorers
 from cxlkv.ndp.choosers import Choice, Chooser, Question
@@ -408,6 +409,35 @@ def test_a_budget_is_so_many_tokens(name: str, seed: int) -> None:
             assert (chosen == most * PAGE - 11).all()
     none = of.sequence.select(0, of.queries, Budget(pages=9, sinks=0, recent=0), method=name)
     assert 40 in none.pages[0], "what is not a whole page has no state, and is always in"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_and_queries_that_say_nothing(name: str, seed: int) -> None:
+    """All the same, 0, or no numbers: an error of ours at most."""
+    of = Texts(seed, tokens=0)
+    one = of.drawn(1, HEADS, DIM)
+    for key, query in ((one, 1.0), (0 * one, 1.0), (one, 0.0), (0 * one, 0.0)):
+        sequence = of.pool.sequence()
+        rows = np.repeat(key, PAGE * 40 + 5, axis=0)
+        for layer in range(LAYERS):
+            sequence.append(layer, rows, of.rows(len(rows)))
+        queries = of.queries * np.float32(query)
+        picked = sequence.select(0, queries, Budget(pages=9), method=name)
+        out, _ = sequence.attend(0, queries, picked)
+        assert np.isfinite(np.asarray(out)).all()
+        wanted = attention(sequence, 0, queries, picked)
+        np.testing.assert_allclose(np.asarray(out), wanted, atol=1e-3)
+    for bad in (np.nan, np.inf, 3e38):
+        sequence = of.pool.sequence()
+        rows = of.rows(PAGE * 40 + 5)
+        rows[PAGE * 10 + 3] = bad
+        for layer in range(LAYERS):
+            sequence.append(layer, rows, rows)
+        for queries in (of.queries, np.full_like(of.queries, bad)):
+            with suppress(CXLKVError), np.errstate(all="ignore"):
+                sequence.attend(
+                    0, queries, sequence.select(0, queries, Budget(pages=9), method=name)
+                )
 
 
 @pytest.mark.parametrize("name", NAMES)
