@@ -268,7 +268,7 @@ def best_pages(
 def joined(selections: Sequence[Selection], starts: Pages) -> Selection:
     """Selections of neighbouring rows as one."""
     return Selection(
-        pages=padded([row for one in selections for row in one.plain("joining").pages], -1),
+        pages=padded([row for selection in selections for row in selection.pages], -1),
         scores=padded([row for selection in selections for row in selection.scores], -np.inf),
         counts=np.concatenate([selection.counts for selection in selections]),
         bytes_scored=sum(selection.bytes_scored for selection in selections),

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, Sequence
-from cxlkv.demo.forms import joined
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.ndp.engine import Selection, VirtualRows, same_pages
 
@@ -443,5 +442,3 @@ def test_what_looks_at_pages_only_refuses_the_rest(rng: np.random.Generator) -> 
             assert not more.is_plain
             with pytest.raises(UnsupportedError, match="this takes pages only, and this choice"):
                 more.plain("this")
-            with pytest.raises(UnsupportedError, match="joining takes pages only"):
-                joined([picked, more], np.array([0, 2], np.int32))
