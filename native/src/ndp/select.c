@@ -46,7 +46,8 @@ static int score_task(void *context, uint32_t item) {
                                          item)];
     uint32_t begin = first_own_page(p) + (item - p->first_task) * job->task_pages;
     uint32_t end = min_u32(begin + job->task_pages, p->view.pages);
-    uint32_t step = p->follower && begin < p->follower->shared ? TOGETHER_PAGES : TASK_PAGES;
+    bool together = p->follower && begin < p->follower->shared && !job->scorer;
+    uint32_t step = together ? TOGETHER_PAGES : TASK_PAGES; /* a scorer prepares itself each time */
     int code = 0;
     if (p->narrow) return kept_score_task(job, p, item - p->first_task);
     for (uint32_t first = begin; code == 0 && first < end; first += step) {
