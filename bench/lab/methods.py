@@ -17,6 +17,7 @@ from cxlkv.bench.lab.costs import COSTS, Costs
 from cxlkv.bench.lab.methods_picture import draw
 from cxlkv.bench.lab.report import Findings, Row
 from cxlkv.bench.lab.statistics import bootstrap
+from cxlkv.bench.result import Result
 from cxlkv.demo.forms import CONTROLS
 from cxlkv.layout import KVLayout
 from cxlkv.machine.state import write_whole
@@ -228,6 +229,18 @@ def markdown(found: Findings, costs: Costs, kept: Mapping[str, float], layout: K
         "included.",
     ]
     return "\n".join(lines)
+
+
+def measure_times(folder: Path, result: Result) -> None:
+    """Metrics choose_METHOD_N_percent and attend_METHOD_N_percent of a run's folder, and
+    attend_full: ms of a step, all layers."""
+    costs = Costs.read(folder / COSTS)
+    result.measure("attend_full", (1e3 * costs.full).tolist(), "ms")
+    for what, times in (("choose", costs.choose), ("attend", costs.attend)):
+        for name, by_share in times.items():
+            for share, samples in zip(costs.shares, by_share, strict=True):
+                metric = f"{what}_{name}_{100 * share:g}_percent"
+                result.measure(metric, (1e3 * samples).tolist(), "ms")
 
 
 def write(folder: Path, found: Findings, config: PretrainedConfig) -> None:

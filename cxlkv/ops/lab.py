@@ -93,6 +93,8 @@ def lab_run(
     console.print(report.table_of(found))
     for note in result.notes:
         console.print(Text(note), soft_wrap=True)
+    if plan.timed:
+        table.measure_times(out, result)
     result.write(out / "lab.json")
     page.write(out / "lab.html", found, result, units)
     if plan.timed:
