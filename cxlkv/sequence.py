@@ -320,7 +320,7 @@ class Batch:
             raise BadArgumentError(f"{len(several)} budgets for {count} sequences")
         offsets, factor = self._starts(starts), self._scale if scale is None else float(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
-        chooser, scorer = self._way(method)
+        chooser, scorer = (None, 0) if method in METHODS else self._way(method)
         asked = Asked(_layer(layer), q, offsets, several, method, factor, recall, rate, scorer)
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         if chooser:
@@ -336,9 +336,7 @@ class Batch:
         return picked
 
     def _way(self, method: str) -> tuple[choosers.AnyChooser | None, int]:
-        """The chooser that a method is, or a scorer's number, 0 for the core's own."""
-        if method in METHODS:
-            return None, 0
+        """Of a method that is not the core's: its chooser, or a scorer's number."""
         chooser = choosers.of(method)
         if chooser:
             return chooser, 0
@@ -549,7 +547,7 @@ class Batch:
         factor = self._scale if scale is None else float(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
         queries = imported(q, "q")
-        _, scorer = self._way(method)
+        _, scorer = (None, 0) if method in METHODS else self._way(method)
         return Asked(layer, queries, offsets, budgets, method, factor, recall, rate, scorer), new
 
     def _decode_apart(
@@ -686,7 +684,7 @@ class Sequence:
         chosen = one_budget(budget, top_k)
         rows, single, starts = query_rows(q)
         picked = self._own().select(layer, rows, starts, chosen, method, scale, recall)
-        return as_asked(picked, single, chosen)
+        return picked if chosen.per == "query" and not single else picked.at(0)
 
     def fetch(
         self,
@@ -915,13 +913,6 @@ def query_rows(q: object) -> tuple[object, bool, Starts]:
     if single:
         rows = rows[None]  # type: ignore[index]
     return rows, single, np.array([0, 1 if single else shape[0]], np.int32)
-
-
-def as_asked(picked: Selection, single: bool, chosen: Budget) -> Selection:
-    """Without the first axis where there is one list for each head: Sequence.select()'s shapes."""
-    if not single and chosen.per == "query":
-        return picked
-    return picked.at(0)
 
 
 def _layer(layer: int) -> int:

@@ -545,6 +545,7 @@ VALUES = {
     "PoolFullError",
     "RowForm",
     "Selection",
+    "VirtualRows",
     "object_keys",
 }
 """Of cxlkv.__all__: what is nothing but its fields."""

@@ -35,7 +35,7 @@ from cxlkv.ndp.engine import RECALL, BudgetLike, Selection, Stages
 from cxlkv.pages import PRESENT, names_of
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, key_hashes
-from cxlkv.sequence import as_asked, one_budget, query_rows
+from cxlkv.sequence import one_budget, query_rows
 from cxlkv.transport.base import Link, chunk_records
 from cxlkv.transport.far import FarPool, Pieces, Shape, part_of
 from cxlkv.transport.loopback import LoopbackLink
@@ -180,7 +180,8 @@ class Remote(Closing):
         words |= {"recall": float(recall), "layer": index(layer)}
         with self._lock:
             answer, body = self._ask({"op": "select", "hit": hit.number(), **words}, _bytes_of(q))
-        return as_asked(_selection(answer, bytes(body), rows.shape[0]), single, chosen)
+        picked = _selection(answer, bytes(body), rows.shape[0])
+        return picked if chosen.per == "query" and not single else picked.at(0)
 
     def read(
         self,
