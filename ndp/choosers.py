@@ -90,11 +90,11 @@ class Chooser(Generic[State]):
     def state(self, keys: Floats, values: Floats) -> State:
         """Arrays of a run of pages, kept as long as a sequence has them; they depend on nothing
         else. keys [kv_heads, tokens, dim], values [kv_heads, tokens, value_dim]."""
-        raise NotImplementedError
+        raise BadArgumentError(f"method {self.name!r}: a chooser has state()")
 
     def choose(self, states: list[State], asked: Question) -> Choice:
         """states: of neighbouring runs, from the sequence's first token on."""
-        raise NotImplementedError
+        raise BadArgumentError(f"method {self.name!r}: a chooser has choose()")
 
 
 AnyChooser = Chooser[Arrays]
@@ -176,7 +176,7 @@ Key = tuple[AnyChooser, int, bytes]
 _runs: WeakKeyDictionary[_core.Handle, WeakValueDictionary[Key, Run]] = WeakKeyDictionary()
 _held: WeakKeyDictionary[_core.Handle, dict[tuple[AnyChooser, int], list[Run]]]
 _held = WeakKeyDictionary()
-"""By sequences, so that a fork has the runs of its prefix, and what nobody reads any more goes."""
+"""By sequences. A fork finds the runs of its prefix here; a run goes with its last sequence."""
 _lock = threading.Lock()
 
 

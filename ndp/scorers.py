@@ -111,7 +111,7 @@ def _found() -> dict[str, Scorer]:
 
 
 def leave_out(entry: EntryPoint, error: Exception) -> None:
-    """Say so now, and to who asks for it."""
+    """Log why an entry point is left out, and keep the reason for those who ask for its method."""
     log.warning("method %s of %s is left out: %s", entry.name, entry.value, error)
     _left_out.setdefault(entry.name, f"{type(error).__name__}: {error}")
 

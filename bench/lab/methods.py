@@ -147,7 +147,7 @@ def bytes_to(curve: Sequence[tuple[float, float]], divergence: float) -> tuple[s
 
 
 def at_bytes(found: Findings) -> str:
-    """All methods by what they read in all, between their budgets."""
+    """A table of all methods: KL at equal bytes, interpolated between their budgets."""
     heads = ["method", *(f"KL at {100 * share:g} %" for share in BYTES)]
     heads += [f"KL {divergence:g}: MB a step" for divergence in DIVERGENCES]
     lines = []

@@ -30,7 +30,7 @@ BUILT = Path("build/peers")
 NAMES = ("faiss", "ucm")
 FLOAT_BYTES = 4
 PROBED = 8
-"""One of so many lists of faiss's inverted file is read, as far as keys are: an eighth."""
+"""A query reads one in this many lists of faiss's inverted file."""
 FOUND_A_PAGE = 4
 """So many tokens are asked for, for each page that is wanted."""
 UNSEEN = -1e30

@@ -546,11 +546,11 @@ def test_batches_and_decode(seed: int) -> None:
             np.testing.assert_array_equal(picked.pages[0, :, :k], alone.pages)
     for per in ("query", "sequence"):
         few = Budget(pages=7, per=per)
-        nobody, wanted = (
+        chosen, wanted = (
             batch.select(0, q[:1], [0, 0, 1, 1], few, method) for method in ("retro", "exact")
         )
-        assert nobody.counts.shape == wanted.counts.shape
-        assert ((nobody.counts > 0) == (wanted.counts > 0)).all()
+        assert chosen.counts.shape == wanted.counts.shape
+        assert ((chosen.counts > 0) == (wanted.counts > 0)).all()
         assert batch.select(0, q[:0], [0] * 4, few, "retro").counts.sum() == 0
     assert batch.decode(0, q, of.rows(3), of.rows(3), starts, None, name).method == "all"
 

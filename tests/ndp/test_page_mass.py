@@ -13,45 +13,23 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, Sequence, _core
+from cxlkv import Batch, Budget, CXLPool, Sequence, _core
 from cxlkv.arrays import address_of, view
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Selection
 from cxlkv.tiers.local import LocalTier, units_of
 
-ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx", "neon")
+from ..support.one_layer import ISAS, OneLayer, doubles
+
 PAGE = 16
 Shares = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of one layer; error: of a share, relative to it and, a hundredth of that, to the whole."""
+class Shape(OneLayer):
+    """error: of a share, relative to it and, a hundredth of that, to the whole."""
 
-    kv_heads: int = 2
-    group: int = 3
-    dim: int = 16
-    page: int = PAGE
-    dtype: str = "float32"
-    window: int | None = None
-    latent: bool = False
-    encoding: str = "none"
     error: float = 2e-4
-
-    def pool(self, threads: int = 2) -> CXLPool:
-        group = LayerGroup(
-            layers=1,
-            kv_heads=self.kv_heads,
-            head_dim=self.dim,
-            value_head_dim=self.dim // 2 if self.latent else self.dim,
-            dtype=self.dtype,
-            window=self.window,
-            values="key_prefix" if self.latent else "own",
-        )
-        layout = KVLayout.of([group], page_tokens=self.page)
-        if self.encoding != "none":
-            layout = layout.encoded(self.encoding)
-        return CXLPool.create("anonymous:", layout=layout, capacity="32MiB", threads=threads)
 
 
 SHAPES = {
@@ -71,12 +49,6 @@ SHAPES = {
 }
 
 
-def doubles(array: object) -> Shares:
-    if isinstance(array, np.ndarray):
-        return array.astype(np.float64)
-    return np.asarray(array.double().numpy())  # type: ignore[attr-defined]
-
-
 class Texts:
     """Sequences of a pool in a batch, and the keys that it keeps of them, decoded."""
 
@@ -85,15 +57,17 @@ class Texts:
         self.sequences: list[Sequence] = []
         self.keys: dict[Sequence, Shares] = {}
 
-    def drawn(self, *sizes: int) -> object:
-        values = self.rng.standard_normal(sizes, np.float32)
-        if self.shape.dtype == "bfloat16":
-            return pytest.importorskip("torch").from_numpy(values).bfloat16()
-        return values.astype(self.shape.dtype)
-
     def grow(self, sequence: Sequence, tokens: int, keys: object | None = None) -> Sequence:
-        k = self.drawn(tokens, self.shape.kv_heads, self.shape.dim) if keys is None else keys
-        v = None if self.shape.latent else self.drawn(tokens, self.shape.kv_heads, self.shape.dim)
+        k = (
+            self.shape.drawn(self.rng, tokens, self.shape.kv_heads, self.shape.dim)
+            if keys is None
+            else keys
+        )
+        v = (
+            None
+            if self.shape.latent
+            else self.shape.drawn(self.rng, tokens, self.shape.kv_heads, self.shape.value_dim)
+        )
         sequence.append(0, k, v)
         before = [self.keys[sequence]] if sequence in self.keys else []
         self.keys[sequence] = np.concatenate([*before, doubles(k)])

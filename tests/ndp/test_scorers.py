@@ -442,7 +442,7 @@ def test_shadow_learns_from_pages_as_they_are(
     page_tokens: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a long text as well, of which some pages are drawn, and of any size: a page has keys that
-    are alike, so that no page is an outlier by what these have in common."""
+    are alike, so that the common part of the keys makes no page an outlier."""
     print(f"seed {seed}")
     monkeypatch.setattr(scorers, "CALIBRATED_TOKENS", 512)
     random = np.random.default_rng(seed)

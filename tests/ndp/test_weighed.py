@@ -11,45 +11,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, Sequence
+from cxlkv import Batch, Budget, CXLPool, Sequence
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.ndp.engine import Selection, VirtualRows, same_pages
 
-ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx", "neon")
-Doubles = npt.NDArray[np.float64]
+from ..support.one_layer import ISAS, Doubles, OneLayer, doubles
+
 Floats = npt.NDArray[np.float32]
 Result = tuple[Doubles, Doubles, Doubles]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of one layer; error: of an output, relative to the values' size."""
+class Shape(OneLayer):
+    """error: of an output, relative to the values' size."""
 
-    kv_heads: int = 2
-    group: int = 3
-    dim: int = 16
-    value_dim: int = 16
-    page: int = 16
-    dtype: str = "float32"
-    window: int | None = None
-    latent: bool = False
-    encoding: str = "none"
     error: float = 2e-5
-
-    def pool(self, threads: int = 2) -> CXLPool:
-        group = LayerGroup(
-            layers=1,
-            kv_heads=self.kv_heads,
-            head_dim=self.dim,
-            value_head_dim=self.value_dim,
-            dtype=self.dtype,
-            window=self.window,
-            values="key_prefix" if self.latent else "own",
-        )
-        layout = KVLayout.of([group], page_tokens=self.page)
-        if self.encoding != "none":
-            layout = layout.encoded(self.encoding)
-        return CXLPool.create("anonymous:", layout=layout, capacity="32MiB", threads=threads)
 
 
 SHAPES = {
@@ -68,12 +44,6 @@ SHAPES = {
 }
 
 
-def doubles(array: object) -> Doubles:
-    if isinstance(array, np.ndarray):
-        return array.astype(np.float64)
-    return np.asarray(array.double().numpy())  # type: ignore[attr-defined]
-
-
 class Texts:
     """Sequences of a pool in a batch, and their keys and values as they are kept, decoded."""
 
@@ -82,16 +52,14 @@ class Texts:
         self.sequences: list[Sequence] = []
         self.kept: list[tuple[Doubles, Doubles]] = []  # [kv_heads, tokens, dim]
 
-    def drawn(self, *sizes: int) -> object:
-        values = self.rng.standard_normal(sizes, np.float32)
-        if self.shape.dtype == "bfloat16":
-            return pytest.importorskip("torch").from_numpy(values).bfloat16()
-        return values.astype(self.shape.dtype)
-
     def add(self, tokens: int) -> Sequence:
         shape, sequence = self.shape, self.pool.sequence()
-        k = self.drawn(tokens, shape.kv_heads, shape.dim)
-        v = None if shape.latent else self.drawn(tokens, shape.kv_heads, shape.value_dim)
+        k = self.shape.drawn(self.rng, tokens, shape.kv_heads, shape.dim)
+        v = (
+            None
+            if shape.latent
+            else self.shape.drawn(self.rng, tokens, shape.kv_heads, shape.value_dim)
+        )
         sequence.append(0, k, v)
         kept = [doubles(k).swapaxes(0, 1), doubles(k if v is None else v).swapaxes(0, 1)]
         if shape.encoding != "none":

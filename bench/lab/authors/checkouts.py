@@ -163,7 +163,7 @@ def block_of(function: ast.stmt, name: str) -> list[ast.stmt]:
 
 def execute(statements: list[ast.stmt], file: str, space: dict[str, object]) -> None:
     module = ast.Module(body=statements, type_ignores=[])
-    flags = __future__.annotations.compiler_flag  # annotations name what nobody imported here
+    flags = __future__.annotations.compiler_flag  # their types are not imported
     exec(compile(module, file, "exec", flags, dont_inherit=True), space)
 
 

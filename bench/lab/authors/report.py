@@ -35,7 +35,7 @@ class Plan:
 
 
 def samples(plan: Plan, model: Path | None) -> Iterator[tuple[str, Asked]]:
-    """(MODEL or RANDOM, what is asked); none of a model where there is none."""
+    """Pairs of MODEL or RANDOM and what is asked of it; without a model, RANDOM alone."""
     for taken in taken_of(plan, model) if model else ():
         for query in plan.queries:
             yield MODEL, asked_of(taken, plan.tokens, query)
