@@ -367,7 +367,7 @@ def attend(
         return Attended(made, lse, read, None)
     lists, k = rows * layout.kv_heads, mass_room if picked is None else picked.pages.shape[-1]
     while True:
-        room = lists * k
+        room = max(lists * k, 1)  # an empty tensor has no address, which would ask for no mass
         mass = empty_like_kind(queries, (room,), DTYPES.index("float32"))
         at = (address_of(mass), room)
         read, k = _core.batch_attend(batch, layer, got, starts, *given, lse_view, at, more)

@@ -325,10 +325,10 @@ def test_one_sequence_has_no_axis_of_rows(rng: np.random.Generator) -> None:
         texts = Texts(shape, pool, rng)
         sequence = texts.add(100)
         q = rng.standard_normal((6, 16), np.float32)
+        tensor = sequence.attend(0, torch.from_numpy(q), page_mass=True)[2]  # the first of all
         out, lse, mass = sequence.attend(0, q, page_mass=True)
         assert (out.shape, lse.shape, mass.shape) == ((6, 16), (6,), (2, 7))
         assert sequence.attend(0, q[None], page_mass=True)[2].shape == (1, 2, 7)
-        tensor = sequence.attend(0, torch.from_numpy(q), page_mass=True)[2]
         assert isinstance(tensor, torch.Tensor)
         assert tensor.dtype == torch.float32
         np.testing.assert_array_equal(tensor.numpy(), mass)
