@@ -12,6 +12,7 @@ from rich.console import Console
 from cxlkv import errors
 from cxlkv.bench import streams
 from cxlkv.bench.cases import coherence
+from cxlkv.bench.pools import Shape
 from cxlkv.bench.registry import CASES, TABLE
 from cxlkv.bench.result import Result
 from cxlkv.ops import cli
@@ -75,7 +76,10 @@ SMALL: dict[str, dict[str, object]] = {
     "transfer": {"layers": 2, "tokens": 2048},
     "windows": {"prompt": 2048, "decode": 20, "heads": 8},
     "worker": {"tokens": 64, "steps": 20},
-    "hotness": {"tokens": 2048, "pairs": 3},
+    "hotness": {
+        **{"tokens": 2048, "pairs": 3, "mass_pairs": 3},
+        "weighed": (("d64", Shape(layers=1, kv_heads=2, head_dim=64, tokens=256)),),
+    },
     "policy": {"pages": 2000, "rounds": 1},
     "prefix": {"tokens": 2048, "rounds": 1},
     "moves": {"layers": 2, "tokens": 512, "batch_units": 40},
