@@ -145,7 +145,7 @@ TABLE = (
     Case("windows", "cases.windows", files=("windows",)),
     Case("ndp", "cases.ndp", DRAWN, ("ndp",)),
     Case("worker", "cases.worker"),
-    Case("hotness", "cases.hotness"),
+    Case("hotness", "cases.hotness", files=("hotness",)),
     Case("policy", "cases.policy"),
     Case("prefix", "cases.prefix"),
     Case("moves", "cases.moves"),
