@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -29,16 +28,18 @@ class Clustered(NamedTuple):
     values: Floats
 
 
-def spherical_means(keys: Floats, count: int) -> npt.NDArray[np.int64]:
+def spherical_means(keys: Floats, count: int, as_they_are: bool) -> npt.NDArray[np.int64]:
     """The cluster of each of keys [tokens, dim]: k-means by the cosine, begun with keys at equal
-    distances."""
+    distances, or with products with them as they are. A centre is the sum of its keys as they are,
+    so that long ones weigh more; both papers' code does this."""
     rows = keys / np.maximum(np.linalg.norm(keys, axis=1, keepdims=True), 1e-12)
-    centres = rows[((np.arange(count) + 0.5) * len(rows) / count).astype(np.int64)].copy()
+    first = ((np.arange(count) + 0.5) * len(rows) / count).astype(np.int64)
+    centres = (keys if as_they_are else rows)[first].copy()
     for round_ in range(ROUNDS):
         nearest = np.argmax(rows @ centres.T, axis=1)
         if round_ < ROUNDS - 1:
             sums = np.zeros_like(centres)
-            loops.add_to(rows, nearest, sums)
+            loops.add_to(keys, nearest, sums)
             lengths = np.linalg.norm(sums, axis=1, keepdims=True)
             centres = np.where(lengths > 0, sums / np.maximum(lengths, 1e-12), centres)
     found: npt.NDArray[np.int64] = nearest
@@ -54,7 +55,8 @@ class Clusters(Chooser[Clustered]):
     name = "clusters"
     cluster_tokens: ClassVar[int] = 80
     centred: ClassVar[bool] = False
-    """Whether the run's mean key is taken off before the cosines."""
+    """Whether the run's mean key is taken off before the cosines, and the first clusters are those
+    of the largest product."""
     estimates: ClassVar[bool] = False
 
     def state(self, keys: Floats, values: Floats) -> Clustered:
@@ -64,7 +66,8 @@ class Clusters(Chooser[Clustered]):
         means = np.zeros((heads, count, dim), np.float32)
         of_values = np.zeros((heads, count, values.shape[2] * self.estimates), np.float32)
         for head, rows in enumerate(keys):
-            nearest = spherical_means(rows - rows.mean(0) if self.centred else rows, count)
+            own = rows - rows.mean(0) if self.centred else rows
+            nearest = spherical_means(own, count, as_they_are=self.centred)
             sizes = np.maximum(np.bincount(nearest, minlength=count), 1)[:, None]
             loops.add_to(rows, nearest, means[head])
             means[head] /= sizes
@@ -109,7 +112,7 @@ class Clusters(Chooser[Clustered]):
         heads, clusters = left.shape
         wholly = np.take_along_axis(left, order, axis=1) == 0
         best = np.take_along_axis(order, np.argsort(wholly, axis=1, kind="stable"), axis=1)
-        best = best[:, : math.ceil(ESTIMATED * clusters)]
+        best = best[:, : max(1, round(ESTIMATED * clusters))]
         at = np.arange(heads)[:, None]
         with np.errstate(divide="ignore"):
             log_counts = np.log(left[at, best].astype(np.float32))

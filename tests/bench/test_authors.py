@@ -16,10 +16,27 @@ from cxlkv import Budget
 from cxlkv.bench.lab.authors import ours
 from cxlkv.bench.lab.authors.__main__ import main
 from cxlkv.bench.lab.authors.asked import Answer, Asked
-from cxlkv.bench.lab.authors.checkouts import COMMITS, Checkouts
+from cxlkv.bench.lab.authors.checkouts import COMMITS, Checkouts, call
 from cxlkv.bench.lab.authors.checks import CHECKS, Check, compare, difference, mass, ranks
+from cxlkv.bench.lab.authors.choices import (
+    STATE_CHECKS,
+    Promise,
+    StateCheck,
+    compare_choices,
+    output,
+    sums,
+)
 from cxlkv.bench.lab.authors.report import RANDOM, Findings, Plan, markdown, result_of, run, samples
+from cxlkv.bench.lab.authors.states import Sides, triton_module
+from cxlkv.bench.lab.authors.states_report import (
+    StateFindings,
+    run_states,
+    states_markdown,
+    states_result,
+)
 from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.choosers import Choice
+from cxlkv.ndp.engine import VirtualRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 pytest.importorskip("numba", reason="numba compiles scorers")
@@ -37,6 +54,10 @@ def double(number: Unknown) -> Unknown:
 
 
 class Kept:
+    @classmethod
+    def made(cls):
+        return cls()
+
     @property
     def all_of(self, count):
         total = self.start
@@ -54,10 +75,15 @@ def written(tmp_path: Path) -> Checkouts:
     folder = tmp_path / "owner+name"
     folder.mkdir()
     (folder / "file.py").write_text(WRITTEN)
-    who = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "A file")):
-        subprocess.run(["git", "-C", str(folder), *words], check=True)
+    subprocess.run(["git", "-C", str(folder), "init", "-q"], check=True)
+    commit(folder)
     return Checkouts(tmp_path)
+
+
+def commit(folder: Path) -> None:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("add", "."), (*who, "commit", "-q", "-m", "A file")):
+        subprocess.run(["git", "-C", str(folder), *words], check=True)
 
 
 def test_pieces_need_nothing_that_their_file_imports(written: Checkouts) -> None:
@@ -65,6 +91,24 @@ def test_pieces_need_nothing_that_their_file_imports(written: Checkouts) -> None
     assert (found.double(1), found.double(5)) == (2, 3)
     other = written.pieces("owner/name", "file.py", ["double"], LIMIT=100)
     assert other.double(5) == 10
+
+
+def test_a_class_keeps_its_class_methods_and_properties(written: Checkouts) -> None:
+    found = written.pieces("owner/name", "file.py", ["Kept"])
+    made = found.Kept.made()
+    made.start = 3
+    assert isinstance(vars(found.Kept)["all_of"], property)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'count'"):
+        made.all_of  # noqa: B018
+
+
+def test_a_whole_file_is_imported(written: Checkouts) -> None:
+    path = written.path("owner/name")
+    (path / "kernels.py").write_text("def double(number):\n    return 2 * number\n")
+    with pytest.raises(BadArgumentError, match=r"kernels\.py was changed, or is missing"):
+        written.module("owner/name", "kernels.py")
+    commit(path)
+    assert call(written.module("owner/name", "kernels.py").double, 2) == 4
 
 
 def test_statements_of_a_function_run_alone(written: Checkouts) -> None:
@@ -106,9 +150,10 @@ def test_a_checkout_at_another_commit_is_refused(written: Checkouts) -> None:
 
 
 def asked_of(rng: np.random.Generator, heads: int = 2, group: int = 2, tokens: int = 160) -> Asked:
-    numbers = rng.standard_normal((heads, tokens + group, 64)).astype(np.float32)
-    keys, queries = numbers[:, :tokens].copy(), numbers[:, tokens:].copy()
-    return Asked(torch.from_numpy(keys), torch.from_numpy(queries), 0.125)
+    numbers = rng.standard_normal((heads, 2 * tokens + group, 64)).astype(np.float32)
+    parts = (numbers[:, :tokens], numbers[:, tokens:-group], numbers[:, -group:])
+    keys, values, queries = (torch.from_numpy(part.copy()) for part in parts)
+    return Asked(keys, values, queries, 0.125)
 
 
 def means(folder: Checkouts, asked: Asked) -> Answer:
@@ -173,7 +218,8 @@ def test_measures_by_hand() -> None:
     assert difference(np.array([0.0, 5.0, np.inf]), np.array([0.0, 4.0, 1.0])) == 0.5
     keys = torch.zeros(1, 48, 64)
     keys[0, 16:32, 0] = 8 * math.log(3)
-    asked = Asked(keys, torch.nn.functional.one_hot(torch.tensor([[0]]), 64).float(), 0.125)
+    query = torch.nn.functional.one_hot(torch.tensor([[0]]), 64).float()
+    asked = Asked(keys, keys, query, 0.125)
     chosen = np.array([[True, True, False]])
     assert math.isclose(mass(asked, chosen), 3 / 4, rel_tol=1e-6)  # the first page counts nothing
 
@@ -206,6 +252,84 @@ def test_samples_and_the_table(rng: np.random.Generator, tmp_path: Path) -> None
     assert len(markdown(found).splitlines()) == 2 + len(CHECKS)
 
 
+def stated(asked: Asked, least: float) -> StateCheck:
+    """The tokens whose logits are at least so large, weighed by 2, beside all of weight 1."""
+
+    def sides(folder: Checkouts, own: Asked, share: float) -> Sides:
+        logits = (own.scale * own.queries @ own.keys.mT)[:, 0]
+        some = torch.full(logits.shape, math.log(2)).masked_fill(logits < least, -torch.inf)
+        return Sides(
+            Choice(some.numpy(), None, 0), Choice(torch.zeros(logits.shape).numpy(), None, 0)
+        )
+
+    return StateCheck("some", "attention", "MoonshotAI/MoBA", "", sides)
+
+
+def test_choices_are_compared_by_tokens_weights_and_outputs(
+    rng: np.random.Generator, tmp_path: Path
+) -> None:
+    asked = asked_of(rng)
+    found = compare_choices(stated(asked, 0.5), Checkouts(tmp_path), asked)
+    logits = (asked.scale * asked.alone.queries @ asked.alone.keys.mT)[:, 0]
+    chosen = logits >= 0.5
+    chosen[:, :16] = False
+    assert found.same.tolist() == [1.0] * 4
+    assert math.isclose(found.weights, 1, rel_tol=1e-6)
+    assert found.tokens == (chosen.sum(1).double().mean(), 144)
+    assert np.abs(found.errors[1]).max() < 1e-6, "theirs has all tokens"
+    weights = logits.double().exp() * (2 * chosen)
+    weights[:, :16] = logits[:, :16].double().exp()  # in on both sides, as they are
+    ours = (weights / weights.sum(1, keepdim=True))[:, None] @ asked.alone.values.double()
+    full = logits.double().softmax(-1)[:, None] @ asked.alone.values.double()
+    right = (ours - full).norm(dim=-1) / full.norm(dim=-1)
+    np.testing.assert_allclose(found.errors[0], right[:, 0], rtol=1e-5)
+    np.testing.assert_allclose(found.apart, right[:, 0], rtol=1e-5)
+
+
+def test_rows_stand_for_tokens(rng: np.random.Generator) -> None:
+    """A row for each token that is left out, of a count of 1, is full attention."""
+    asked = asked_of(rng).alone
+    weights = np.zeros(asked.keys.shape[:2], np.float32)
+    weights[:, 100:] = -np.inf
+    counts = np.zeros((4, 60), np.float32)
+    rows = VirtualRows(asked.keys[:, 100:].numpy(), asked.values[:, 100:].numpy(), counts)
+    right = output(asked, None)
+    assert (output(asked, Choice(weights, rows, 0)) - right).abs().max() < 1e-12
+    assert (output(asked, Choice(weights, None, 0)) - right).abs().max() > 1e-3
+
+
+def test_sums_and_sizes_by_hand() -> None:
+    keys = torch.zeros(1, 4, 64)
+    keys[0, 0, 0] = 8 * math.log(3)
+    query = torch.nn.functional.one_hot(torch.tensor([[0]]), 64).float()
+    asked = Asked(keys, keys, query, 0.125)
+    half = Choice(np.array([[0, math.log(3), -np.inf, -np.inf]], np.float32), None, 0)
+    assert math.isclose(sums(asked, None), 2, rel_tol=1e-6)  # 1 + 3 / 3
+    assert math.isclose(sums(asked, half), 2, rel_tol=1e-6)
+
+
+def test_the_table_of_states(rng: np.random.Generator, tmp_path: Path) -> None:
+    asked = asked_of(rng)
+    one = compare_choices(stated(asked, 0.5), Checkouts(tmp_path), asked)
+    findings = StateFindings(
+        {(check.name, RANDOM): [one] for check in STATE_CHECKS},
+        {RANDOM: [Promise((0.9, 0.8), (10, 20), (0.1, 0.2), 1)]},
+    )
+    result = states_result(findings)
+    assert not result.passed, "outputs are apart"
+    assert result.checks["promise_random_sizes_are_alike"]
+    assert result.metrics["magicpig_random_same"].samples == [1.0]
+    table = states_markdown(findings).splitlines()
+    assert len(table) == 2 + len(STATE_CHECKS) + 1 + 2 + 1
+    assert "| 90.0 % | 80.0 % | 10 | 20 | 0.1000 | 0.2000 | 1 |" in table[-1]
+
+
+def test_kernels_need_the_interpreter(written: Checkouts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(BadArgumentError, match="set TRITON_INTERPRET=1"):
+        triton_module(written, "owner/name", "file.py")
+
+
 @pytest.mark.skipif(
     not FOLDER, reason="CXLKV_AUTHORS names a folder of checkouts: docs/methods.md says of which"
 )
@@ -215,5 +339,18 @@ def test_methods_are_those_of_their_authors() -> None:
     folder = Checkouts(Path(FOLDER))
     folder.check()
     result = result_of(run(folder, Plan(tokens=1024, queries=(0,)), None))
+    print(result.checks)
+    assert result.passed, [name for name, holds in result.checks.items() if not holds]
+
+
+@pytest.mark.skipif(
+    not FOLDER, reason="CXLKV_AUTHORS names a folder of checkouts: docs/methods.md says of which"
+)
+def test_choosers_are_those_of_their_authors() -> None:
+    pytest.importorskip("triton", reason="RetroInfer's clusters are made by its kernels")
+    assert FOLDER
+    folder = Checkouts(Path(FOLDER))
+    folder.check()
+    result = states_result(run_states(folder, Plan(tokens=1024, queries=(0,)), None))
     print(result.checks)
     assert result.passed, [name for name, holds in result.checks.items() if not holds]

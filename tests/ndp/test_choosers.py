@@ -135,13 +135,14 @@ def assert_same(one: Selection, other: Selection) -> None:
 
 
 def nearest(keys: Floats, count: int, centred: bool) -> npt.NDArray[np.int64]:
-    rows = keys - keys.mean(0) if centred else keys
-    rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    centres = np.array([rows[int((i + 0.5) * len(rows) / count)] for i in range(count)])
+    keys = keys - keys.mean(0) if centred else keys
+    rows = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+    first = keys if centred else rows
+    centres = np.array([first[int((i + 0.5) * len(rows) / count)] for i in range(count)])
     for _ in range(9):
         cells = (rows @ centres.T).argmax(1)
         for cell in set(cells.tolist()):
-            total = rows[cells == cell].sum(0)
+            total = keys[cells == cell].sum(0)
             centres[cell] = total / np.linalg.norm(total)
     found: npt.NDArray[np.int64] = (rows @ centres.T).argmax(1)
     return found
@@ -178,7 +179,7 @@ def by_clusters(
             own = every == cell
             mean = values[own].mean(0).astype(np.float64)
             rest.append((len(left), means[cell].astype(np.float64), mean))
-    return weights, rest[: math.ceil(0.232 * len(means))]
+    return weights, rest[: round(0.232 * len(means))]
 
 
 @pytest.mark.parametrize("name", ["clusters", "retro"])
@@ -202,6 +203,7 @@ def test_clusters_as_numpy_finds_them(name: str, seed: int) -> None:
                 continue
             assert picked.rows is not None
             counts = np.exp(picked.rows.log_counts[head])
+            assert (counts > 0).sum() == len(rows)
             alike = [
                 abs(counts[i] - count) < 1e-3
                 and np.abs(picked.rows.k[head, i] - key).max() < 1e-4

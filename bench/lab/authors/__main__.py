@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cxlkv.bench.lab.authors.checkouts import Checkouts
 from cxlkv.bench.lab.authors.report import Plan, markdown, result_of, run
+from cxlkv.bench.lab.authors.states_report import run_states, states_markdown, states_result
 from cxlkv.errors import BadArgumentError
 
 
@@ -16,17 +17,24 @@ def main() -> int:
     parser.add_argument(
         "--model", type=Path, help="folder of a causal model; else random keys only"
     )
+    parser.add_argument(
+        "--states", action="store_true", help="methods with a state of the sequence, in their place"
+    )
     parser.add_argument("--out", type=Path, help="the result file, JSON")
     given = parser.parse_args()
     folder = Checkouts(given.folder)
     try:
         folder.check()
-        found = run(folder, Plan(), given.model)
+        if given.states:
+            states = run_states(folder, Plan(), given.model)
+            result, table = states_result(states), states_markdown(states)
+        else:
+            found = run(folder, Plan(), given.model)
+            result, table = result_of(found), markdown(found)
     except BadArgumentError as error:
         print(error)
         return 2
-    result = result_of(found)
-    print(markdown(found))
+    print(table)
     for name, holds in result.checks.items():
         if not holds:
             print(f"not as theirs: {name}")

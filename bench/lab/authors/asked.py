@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -10,14 +11,17 @@ import torch
 from torch import Tensor
 
 Floats = npt.NDArray[np.float32]
+FORCED = 16
+"""The first tokens, or the newest, that are in whatever is chosen, where their code has such."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """keys [kv_heads, tokens, dim], queries [kv_heads, group, dim], float32; all keys are before
-    the queries' token. seed: of what either side draws."""
+    """keys, values [kv_heads, tokens, dim], queries [kv_heads, group, dim], float32; all keys are
+    before the queries' token. seed: of what either side draws."""
 
     keys: Tensor
+    values: Tensor
     queries: Tensor
     scale: float
     seed: int = 1
@@ -26,8 +30,21 @@ class Asked:
     def alone(self) -> Asked:
         """The same with a kv head for each query head."""
         heads, group, dim = self.queries.shape
-        keys = self.keys.repeat_interleave(group, dim=0)
-        return Asked(keys, self.queries.reshape(heads * group, 1, dim), self.scale, self.seed)
+        keys, values = (all_.repeat_interleave(group, dim=0) for all_ in (self.keys, self.values))
+        queries = self.queries.reshape(heads * group, 1, dim)
+        return Asked(keys, values, queries, self.scale, self.seed)
+
+    def head(self, index: int) -> Asked:
+        """What one kv head is asked."""
+        own = slice(index, index + 1)
+        return replace(
+            self, keys=self.keys[own], values=self.values[own], queries=self.queries[own]
+        )
+
+    @cached_property
+    def rest(self) -> Asked:
+        """The same without the first tokens, which are in whatever is chosen."""
+        return replace(self, keys=self.keys[:, FORCED:], values=self.values[:, FORCED:])
 
     @property
     def rows(self) -> Tensor:

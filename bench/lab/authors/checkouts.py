@@ -13,8 +13,9 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Protocol, cast
 
 import numpy as np
@@ -31,6 +32,7 @@ COMMITS = {
     "bytedance/ShadowKV": "a21f5a9ebd7956fe3510b0f29cf13c4fe07ca3b1",
     "graphcore-research/llm-inference-research": "ead9b6a70e3304e4666ae887cd2c6f506525fea2",
     "hpcgroup/loki": "005913bc0b64c3b54d0d96871f4e51e799d7b17b",
+    "microsoft/RetrievalAttention": "6b1228c346836769da0ed525dadf05bb7010e96b",
     "mit-han-lab/Quest": "01c1623bf9395009520874e989e29f683203b357",
     "pku-liang/ArkVale": "0c3b45ebe7ecc8c81ff4bc0f9c68c04a0866de88",
     "pzs19/TokenSelect": "8e1e97f03e4e37f38f3dd15d1987fa59e80cdb43",
@@ -47,6 +49,7 @@ GIVEN = {
     "torch": torch,
 }
 """Names that most of their files import."""
+KEPT = ("classmethod", "property", "staticmethod")
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,17 @@ class Checkouts:
         return SimpleNamespace(
             **{name.split(".")[-1]: space[name.split(".")[-1]] for name in names}
         )
+
+    def module(self, repository: str, file: str) -> ModuleType:
+        """A whole file, imported: of Triton kernels, which its interpreter runs."""
+        path = self.path(repository)
+        parsed(path, file)
+        spec = spec_from_file_location(Path(file).stem, path / file)
+        assert spec
+        assert spec.loader
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
 
     def run(
         self, repository: str, file: str, function: str, span: tuple[str, str], /, **given: object
@@ -144,10 +158,12 @@ def flat(target: ast.expr) -> list[ast.expr]:
 
 
 def bare(node: ast.stmt) -> ast.stmt:
-    """Without decorators."""
+    """Without decorators; what a class has inside keeps those of Python itself."""
     for one in ast.walk(node):
         if isinstance(one, (ast.FunctionDef, ast.ClassDef)):
-            one.decorator_list = []
+            named = [each for each in one.decorator_list if isinstance(each, ast.Name)]
+            kept = [each for each in named if each.id in KEPT]
+            one.decorator_list = [] if one is node else list(kept)
     return node
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from cxlkv.bench import sources
@@ -56,10 +55,13 @@ def taken_of(plan: Plan, folder: Path) -> Iterator[sources.Taken]:
 
 
 def asked_of(taken: sources.Taken, tokens: int, query: int) -> Asked:
-    """Keys as a pool of bfloat16 has them, so that no side rounds them."""
-    keys: Tensor = taken.keys[:tokens].bfloat16().float().transpose(0, 1).contiguous()
+    """Keys and values as a pool of bfloat16 has them, so that no side rounds them."""
+    keys, values = (
+        both[:tokens].bfloat16().float().transpose(0, 1).contiguous()
+        for both in (taken.keys, taken.values)
+    )
     heads, dim = keys.shape[0], keys.shape[2]
-    return Asked(keys, taken.queries[query].float().reshape(heads, -1, dim), taken.scale)
+    return Asked(keys, values, taken.queries[query].float().reshape(heads, -1, dim), taken.scale)
 
 
 @dataclass

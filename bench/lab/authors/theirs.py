@@ -117,7 +117,7 @@ def shadowkv(folder: Checkouts, asked: Asked) -> Answer:
         "bytedance/ShadowKV",
         "models/kv_cache.py",
         ["ShadowKVCache"],
-        torch=Torch(SimpleNamespace(Stream=lambda: None)),
+        torch=Torch(cuda=SimpleNamespace(Stream=lambda: None)),
     )
     config = SimpleNamespace(
         num_hidden_layers=1,
@@ -144,10 +144,10 @@ def shadowkv(folder: Checkouts, asked: Asked) -> Answer:
 
 
 class Torch:
-    """torch, with what stands for its cuda."""
+    """torch, with what stands for some of its names."""
 
-    def __init__(self, cuda: SimpleNamespace) -> None:
-        self.cuda = cuda
+    def __init__(self, **own: object) -> None:
+        vars(self).update(own)
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
