@@ -275,7 +275,7 @@ def test_choices_are_compared_by_tokens_weights_and_outputs(
     chosen[:, :16] = False
     assert found.same.tolist() == [1.0] * 4
     assert math.isclose(found.weights, 1, rel_tol=1e-6)
-    assert found.tokens == (chosen.sum(1).double().mean(), 144)
+    assert found.tokens == (float(chosen.sum(1).double().mean()), 144)
     assert np.abs(found.errors[1]).max() < 1e-6, "theirs has all tokens"
     weights = logits.double().exp() * (2 * chosen)
     weights[:, :16] = logits[:, :16].double().exp()  # in on both sides, as they are
