@@ -513,6 +513,7 @@ class CXLPool(Pool):
         It is for this process; `cxlkv ndp-worker --methods` takes a file that numpy.save made of
         it. Raises BadArgumentError for another method, and for a sequence without a whole page.
         """
+        scorers.check(method)
         scorer = scorers.of(method)
         if not scorer.calibrated:
             raise BadArgumentError(f"method {method!r} learns nothing: it needs no calibration")

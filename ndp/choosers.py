@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -22,7 +21,8 @@ from cxlkv import _core
 from cxlkv.arrays import Array, imported, is_torch
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout
-from cxlkv.ndp import scorers
+from cxlkv.ndp import checks, scorers
+from cxlkv.ndp import names as method_names
 from cxlkv.ndp.engine import (
     METHODS_TAKEN,
     Asked,
@@ -108,39 +108,31 @@ def _found() -> dict[str, AnyChooser]:
         from cxlkv.ndp.methods import CHOOSERS
     except ImportError:  # no numba: scorers say so
         return {}
-    found: dict[str, AnyChooser] = {}
-    for kind in CHOOSERS:
-        found[kind.name] = cast(AnyChooser, kind())
-    for entry in entry_points(group=GROUP):
-        try:
-            made = entry.load()()
-            _check_name(made.name)
-            found[made.name] = made
-        except Exception as error:  # of anyone's code
-            scorers.leave_out(entry, error)
-    return found
-
-
-def _check_name(name: str) -> None:
-    if name in METHODS_TAKEN or name in scorers.names() or not name.isidentifier():
-        raise BadArgumentError(f"a chooser cannot be called {name!r}")
+    found = {kind.name: cast(AnyChooser, kind()) for kind in CHOOSERS}
+    return found | method_names.offered(GROUP, Chooser, {*found, *scorers.names()})
 
 
 def names() -> tuple[str, ...]:
     """Of all choosers that are installed, in this package and others."""
-    return tuple(_found())
+    return tuple(name for name in _found() if name not in method_names.left_out)
 
 
 def add(chooser: Chooser[State]) -> None:
-    """Make a chooser known to this process by its name, in place of another one that had it. Raises
+    """Make a chooser known to this process by its name, in place of another one that was added or
+    offered by it; one of this package by its own class alone, with another seed. Raises
     BadArgumentError."""
-    _check_name(chooser.name)
-    _found()[chooser.name] = cast(AnyChooser, chooser)
+    taken = scorers.names()
+    name = method_names.check(chooser, Chooser, taken)
+    method_names.left_out.pop(name, None)
+    _found()[name] = cast(AnyChooser, chooser)
 
 
 def of(name: str) -> AnyChooser | None:
-    """None for a name that no chooser has."""
-    return _found().get(name)
+    """None for a name that no chooser has. Raises BadArgumentError for one that is left out."""
+    found = _found().get(name)
+    if name in method_names.left_out:
+        raise method_names.refusal(name)
+    return found
 
 
 def refuse(method: str, where: str) -> None:
@@ -231,7 +223,7 @@ def _states(
             run = known.get(key)
         if run is None:
             keys, values = text.fetch(same_pages(np.arange(first, last), layout.kv_heads))
-            run = Run(chooser.state(_floats(keys[0]), _floats(values[0])))
+            run = Run(checks.state_of(chooser, _floats(keys[0]), _floats(values[0])))
             read += layout.stored_token_bytes // layout.layers * layout.page_tokens * (last - first)
             # Another thread may have truncated the sequence before the fetch.
             if np.array_equal(_names(text, layer, first, last), names[:, first:last]):
@@ -262,7 +254,7 @@ def kept_share(chooser: AnyChooser, layout: KVLayout) -> float:
     noise = np.random.default_rng(1).standard_normal
     keys = noise((1, tokens, layout.head_dim), np.float32)
     values = noise((1, tokens, layout.value_head_dim), np.float32)
-    kept = sum(array.nbytes for array in chooser.state(keys, values))
+    kept = sum(array.nbytes for array in checks.state_of(chooser, keys, values))
     return kept * layout.layers * layout.kv_heads / (layout.token_bytes * tokens)
 
 
@@ -329,7 +321,7 @@ def select(
                     most=wanted.most,
                     seed=hash((chooser.seed, asked.layer, tokens)) & (2**62 - 1),
                 )
-                choice = chooser.choose(states, question)
+                choice = checks.choice_of(chooser, layout, states, question)
                 scored += choice.bytes_read
             made.append(_listed(layout, tokens, wanted, choice))
     return _joined(layout, made, scored, asked, chooser.name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from typing import Protocol
 
 import numba
 import numpy as np
@@ -13,46 +14,88 @@ from cxlkv.ndp.methods.bfloat16 import FASTMATH
 from cxlkv.ndp.scorers import Shape
 
 FLOATS = types.CPointer(types.float32)
+FAILED = -1
+"""What C gets of an exception; numba would print it and go on."""
 
 
-def c_functions(
-    functions: Sequence[object],
+class CFunction(Protocol):
+    """It must stay as long as its address is used."""
+
+    address: int
+
+
+def c_summarise(
+    function: object,
     shape: Shape,
     axes: tuple[int, ...],
     dtype: npt.DTypeLike,
     parameter_count: int,
-) -> tuple[tuple[int, int], tuple[object, object]]:
-    """Addresses of (summarise, score) of cxlkv_scorer, and what must stay as long as they are used.
-
-    functions: those of a Scorer. Shapes are constants in them, so that loops unroll.
-    """
+) -> CFunction:
+    """summarise() of cxlkv_scorer, by that of a Scorer. Shapes are constants in it, so that loops
+    unroll."""
     tokens, dim = shape.tokens, shape.dim
-    summarise_page = numba.njit(error_model="numpy", fastmath=FASTMATH)(functions[0])
-    score_pages = numba.njit(error_model="numpy", fastmath=FASTMATH)(functions[1])
-    element = numba.from_dtype(np.dtype(dtype))
-    carray = numba.carray
-    size, summary = types.int64, types.CPointer(element)
-    of_page = types.void(FLOATS, size, size, size, FLOATS, summary)
-    of_pages = types.void(FLOATS, size, size, types.float32, summary, size, FLOATS, FLOATS)
+    summarise_page = numba.njit(error_model="numpy", fastmath=FASTMATH)(function)
+    carray, size = numba.carray, types.int64
+    summary = types.CPointer(numba.from_dtype(np.dtype(dtype)))
 
-    @numba.cfunc(of_page, error_model="numpy", fastmath=FASTMATH)
     def summarise(keys, count, width, first, parameters, out):
-        summarise_page(
-            carray(keys, (tokens, dim)),
-            first,
-            carray(parameters, (parameter_count,)),
-            carray(out, axes),
-        )
+        try:
+            summarise_page(
+                carray(keys, (tokens, dim)),
+                first,
+                carray(parameters, (parameter_count,)),
+                carray(out, axes),
+            )
+        except Exception:
+            return FAILED
+        return 0
 
-    @numba.cfunc(of_pages, error_model="numpy", fastmath=FASTMATH)
+    signature = types.int32(FLOATS, size, size, size, FLOATS, summary)
+    made: CFunction = numba.cfunc(signature, error_model="numpy", fastmath=FASTMATH)(summarise)
+    return made
+
+
+def c_score(
+    function: object,
+    shape: Shape,
+    axes: tuple[int, ...],
+    dtype: npt.DTypeLike,
+    parameter_count: int,
+) -> CFunction:
+    """score() of cxlkv_scorer, likewise."""
+    tokens, dim = shape.tokens, shape.dim
+    score_pages = numba.njit(error_model="numpy", fastmath=FASTMATH)(function)
+    carray, size = numba.carray, types.int64
+    summary = types.CPointer(numba.from_dtype(np.dtype(dtype)))
+
     def score(queries, count, width, scale, summaries, pages, parameters, scores):
-        score_pages(
-            carray(queries, (count, dim)),
-            scale,
-            tokens,
-            carray(summaries, (pages, *axes)),
-            carray(parameters, (parameter_count,)),
-            carray(scores, (count, pages)),
-        )
+        of_pages = carray(summaries, (pages, *axes))
+        try:
+            score_pages(
+                carray(queries, (count, dim)),
+                scale,
+                tokens,
+                of_pages,
+                carray(parameters, (parameter_count,)),
+                carray(scores, (count, pages)),
+            )
+        except Exception:
+            return FAILED
+        return 0
 
-    return (summarise.address, score.address), (summarise, score)
+    signature = types.int32(FLOATS, size, size, types.float32, summary, size, FLOATS, FLOATS)
+    made: CFunction = numba.cfunc(signature, error_model="numpy", fastmath=FASTMATH)(score)
+    return made
+
+
+def reason(error: Exception, function: object) -> str:
+    """numba's own sentence, and file:line of what it cannot compile, or else of the function."""
+    said = [line for line in str(error).splitlines() if line and "nopython mode" not in line]
+    sentence = said[0].rstrip(".") if said else type(error).__name__
+    if "scipy" in sentence:
+        sentence += ": pip install scipy, which @ and numpy.dot need"
+    place = re.search(r" at (\S.*) \((\d+)\)", str(error))
+    code = getattr(getattr(function, "py_func", function), "__code__", None)
+    if place:
+        return f"{sentence} ({place[1]}:{place[2]})"
+    return f"{sentence} ({code.co_filename}:{code.co_firstlineno})" if code else sentence

@@ -6,14 +6,12 @@ which the core calls from its threads, here or in a worker (native/src/ndp/selec
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -25,13 +23,14 @@ from cxlkv import _core
 from cxlkv.arrays import Array
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout
+from cxlkv.ndp import checks
+from cxlkv.ndp import names as method_names
 
 BY_MASS = ("auto", "exact", "attention")
 """Of the core's methods, those that find the pages that hold a share of the attention."""
 GROUP = "cxlkv.scorers"
 """Entry points of packages that have some."""
 SUMMARY_BYTES_MAX = 16384
-log = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
@@ -48,9 +47,9 @@ class Shape:
 class Scorer:
     """One way to score pages, by a summary of each page and kv head.
 
-    A subclass says its `name`, and has summary() and two static functions, which numba compiles in
-    nopython mode: loops and arrays, no Python objects, nothing raised. They run on several threads
-    at once.
+    A subclass says its `name`, which no other method has, and has summary() and two static
+    functions, which numba compiles in nopython mode: loops and arrays, no Python objects. They run
+    on several threads at once; what they raise fails the select.
 
     summarise(keys, first, parameters, summary) fills the summary of a page: keys [tokens, dim] as
     attention sees them, the first of which is token `first` of its sequence.
@@ -102,55 +101,25 @@ def _found() -> dict[str, Scorer]:
             "pip install 'cxlkv[methods]'"
         ) from error
     found: dict[str, Scorer] = {made.name: made for made in (each() for each in SCORERS)}
-    for entry in entry_points(group=GROUP):
-        try:
-            found[entry.name] = _loaded(entry, found)
-        except Exception as error:  # of anyone's code
-            leave_out(entry, error)
-    return found
-
-
-def leave_out(entry: EntryPoint, error: Exception) -> None:
-    """Log why an entry point is left out, and keep the reason for those who ask for its method."""
-    log.warning("method %s of %s is left out: %s", entry.name, entry.value, error)
-    _left_out.setdefault(entry.name, f"{type(error).__name__}: {error}")
-
-
-_left_out: dict[str, str] = {}
-"""Why, by the names of entry points."""
-
-
-def _loaded(entry: EntryPoint, others: dict[str, Scorer]) -> Scorer:
-    made: Scorer = entry.load()()
-    _check_name(made.name)
-    if made.name != entry.name or made.name in others:
-        raise BadArgumentError(
-            f"the scorer is called {made.name!r} and its entry point {entry.name!r}: both must "
-            "have the same name, and no other scorer may have it"
-        )
-    return made
-
-
-def _check_name(name: str) -> None:
-    from cxlkv.ndp.engine import METHODS_TAKEN
-
-    if name in METHODS_TAKEN or not name.isidentifier():
-        raise BadArgumentError(f"a scorer cannot be called {name!r}")
+    return found | method_names.offered(GROUP, Scorer, found)
 
 
 def names() -> tuple[str, ...]:
     """Of all scorers that are installed, in this package and others."""
-    return tuple(_found())
+    return tuple(name for name in _found() if name not in method_names.left_out)
 
 
 def add(scorer: Scorer) -> None:
-    """Make a scorer known to this process by its name, in place of another one that had it. Raises
-    BadArgumentError."""
-    _check_name(scorer.name)
+    """Make a scorer known to this process by its name, in place of another one that was added or
+    offered by it; not of one of this package. Raises BadArgumentError."""
+    from cxlkv.ndp import choosers
+
     found = _found()
-    if scorer.name in found and found[scorer.name] is not scorer:
-        _editions[scorer.name] = _editions.get(scorer.name, 0) + 1
-    found[scorer.name] = scorer
+    name = method_names.check(scorer, Scorer, choosers.names())
+    method_names.left_out.pop(name, None)
+    if name in found and found[name] is not scorer:
+        _editions[name] = _editions.get(name, 0) + 1
+    found[name] = scorer
 
 
 _editions: dict[str, int] = {}
@@ -161,7 +130,7 @@ worker does not know it."""
 def of(name: str) -> Scorer:
     """Raises BadArgumentError for a name that no scorer has; UnsupportedError without numba."""
     try:
-        return _found()[name]
+        found = _found()[name]
     except KeyError:
         from cxlkv.ndp import choosers
         from cxlkv.ndp.engine import METHODS
@@ -171,12 +140,15 @@ def of(name: str) -> Scorer:
                 f"method {name!r} chooses by a state of the sequence, which lies in the process "
                 "that asks: nothing is learned beforehand, and a worker cannot have it"
             ) from None
-        if name in _left_out:
-            raise BadArgumentError(
-                f"method {name!r} is installed, but cannot be used: {_left_out[name]}"
-            ) from None
+        if name in method_names.left_out:
+            raise method_names.refusal(name) from None
         known = ", ".join((*METHODS, *names(), *choosers.names()))
-        raise BadArgumentError(f"method {name!r}: use one of {known}") from None
+        raise BadArgumentError(
+            f"method {name!r}: use one of {known}; or is the package that has it not installed?"
+        ) from None
+    if name in method_names.left_out:
+        raise method_names.refusal(name)
+    return found
 
 
 def check(method: str) -> None:
@@ -215,7 +187,7 @@ class Compiled:
 
 def summary_bytes(scorer: Scorer, shape: Shape) -> int:
     """Of a page and kv head. Raises BadArgumentError where there are too many."""
-    axes, dtype = scorer.summary(shape)
+    axes, dtype = checks.summary_of(scorer, shape)
     found = int(np.prod(axes)) * np.dtype(dtype).itemsize
     if found % 8 or not 0 < found <= SUMMARY_BYTES_MAX:
         raise BadArgumentError(
@@ -229,54 +201,28 @@ def summary_bytes(scorer: Scorer, shape: Shape) -> int:
 @cache
 def compiled(scorer: Scorer, shape: Shape, parameter_count: int = 0) -> Compiled:
     """By numba, for this CPU."""
-    from cxlkv.ndp.compile import c_functions
+    from cxlkv.ndp import compile as by_numba
 
-    axes, dtype = scorer.summary(shape)
+    axes, dtype = checks.summary_of(scorer, shape)
     size, read = summary_bytes(scorer, shape), scorer.read_bytes(shape)
-    functions = [getattr(scorer, name, None) for name in ("summarise", "score")]
-    if not all(map(callable, functions)):
+    made_by = {"summarise": by_numba.c_summarise, "score": by_numba.c_score}
+    if not all(callable(getattr(scorer, name, None)) for name in made_by):
         raise BadArgumentError(
             f"method {scorer.name!r}: a scorer has summarise() and score(), both static"
         )
-    _try_out(scorer, shape, parameter_count)
-    try:
-        addresses, kept = c_functions(functions, shape, axes, dtype, parameter_count)
-    except Exception as error:  # numba's, of many kinds
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise BadArgumentError(
-            f"method {scorer.name!r}: numba cannot compile it: {said[0]} ... {said[-1].strip()}"
-        ) from error
-    return Compiled(size, read, scorer.log_sums, *addresses, kept)
-
-
-def _try_out(scorer: Scorer, shape: Shape, parameter_count: int) -> None:
-    """Run what others wrote once as Python, on a page of noise: compiled, it says nothing of an
-    index out of bounds. Raises BadArgumentError."""
-    if type(scorer).__module__.startswith("cxlkv.ndp.methods."):
-        return
-    axes, dtype = scorer.summary(shape)
-    random = np.random.default_rng(1)
-    keys = random.standard_normal((shape.tokens, shape.dim)).astype(np.float32)
-    queries = random.standard_normal((2, shape.dim)).astype(np.float32)
-    parameters = random.standard_normal(parameter_count).astype(np.float32)
-    summaries, scores = np.zeros((1, *axes), dtype), np.full((2, 1), np.nan, np.float32)
-    calls = {
-        "summarise": (keys, 0, parameters, summaries[0]),
-        "score": (queries, shape.dim**-0.5, shape.tokens, summaries, parameters, scores),
-    }
-    for name, arguments in calls.items():
+    checks.try_out(scorer, shape, parameter_count)
+    made = []
+    for name, compile_one in made_by.items():
+        function = getattr(scorer, name)
         try:
-            getattr(scorer, name)(*arguments)
-        except Exception as error:
+            made.append(compile_one(function, shape, axes, dtype, parameter_count))
+        except Exception as error:  # numba's, of many kinds
             raise BadArgumentError(
-                f"method {scorer.name!r}: {name}() fails on a page of noise, as Python: "
-                f"{type(error).__name__}: {error}"
+                f"method {scorer.name!r}: numba cannot compile {name}(): "
+                f"{by_numba.reason(error, function)}"
             ) from error
-    if np.isnan(scores).any():
-        raise BadArgumentError(
-            f"method {scorer.name!r}: score() leaves a score of a page of noise unset, or makes it "
-            "NaN; scores are [queries, pages]"
-        )
+    summarise, score = (each.address for each in made)
+    return Compiled(size, read, scorer.log_sums, summarise, score, tuple(made))
 
 
 @dataclass
@@ -313,6 +259,7 @@ def number_of(pool: _core.Handle, layout: KVLayout, word: str) -> int:
         known, number = used.by_word[word]
         if known is scorer:
             return number
+    check(name)
     if path:
         return use(pool, layout, scorer, _read(Path(path), layout), word)
     if scorer.calibrated:
@@ -352,7 +299,8 @@ def use(
         known = _uses.setdefault(pool, _Uses())
         if number not in known.kept:
             sizes = made.summary_bytes, made.read_bytes, int(made.log_sums)
-            _core.pool_add_scorer(pool, number, sizes, (made.summarise, made.score), parameters)
+            functions = made.summarise, made.score
+            _core.pool_add_scorer(pool, (number, scorer.name), sizes, functions, parameters)
             known.kept[number] = (made, parameters)
         known.by_word[word or scorer.name] = (scorer, number)
     return number

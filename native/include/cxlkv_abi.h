@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 17
+#define CXLKV_ABI 18
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -254,7 +254,8 @@ typedef struct cxlkv_select_args {
 
 /* Scores pages by a summary of each, made once, which lies in this process, not in the pool. Both
  * functions are called by any thread, several at once: they use what they are given and nothing
- * else, and neither wait nor raise. `parameters` are those of the layer and kv head. */
+ * else, and do not wait. They return 0; anything else fails the select, with the scorer's name.
+ * `parameters` are those of the layer and kv head. */
 #define CXLKV_SUMMARY_BYTES_MAX 16384
 #define CXLKV_SCORERS_MAX 32
 typedef struct cxlkv_scorer {
@@ -264,15 +265,16 @@ typedef struct cxlkv_scorer {
     uint32_t log_sums;             /* 1: a score is the log of a page's sum of exp(logit), and pages
                                     * are chosen by attention; 0: by the best score of any query */
     /* A complete page: keys [tokens][dim] as attention sees them, from position `first` on. */
-    void (*summarise)(const float *keys, int64_t tokens, int64_t dim, int64_t first,
-                      const float *parameters, void *summary);
+    int (*summarise)(const float *keys, int64_t tokens, int64_t dim, int64_t first,
+                     const float *parameters, void *summary);
     /* Pages' summaries, one behind another, to scores [count][pages] of queries [count][dim], whose
      * logits are scale * q.k: the higher the better. */
-    void (*score)(const float *queries, int64_t count, int64_t dim, float scale,
-                  const void *summaries, int64_t pages, const float *parameters, float *scores);
+    int (*score)(const float *queries, int64_t count, int64_t dim, float scale,
+                 const void *summaries, int64_t pages, const float *parameters, float *scores);
     const float *parameters;       /* [layers][kv_heads][parameter_count]; NULL: none. They stay
                                     * there as long as the pool is open. */
     uint64_t parameter_count;
+    char name[32];                 /* of messages; ends in 0 */
 } cxlkv_scorer;
 
 /* Which pages: pages NULL means all. lists is rows (per query) or n (per sequence). An attend to

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +21,9 @@ from cxlkv import Budget, CXLPool, KVLayout
 from cxlkv.bench import loops as flushes
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 from cxlkv.layout import LayerGroup
-from cxlkv.ndp import choosers, scorers
+from cxlkv.ndp import choosers, names, scorers
 from cxlkv.ndp.choosers import Choice, Chooser, Question
-from cxlkv.ndp.engine import Selection
+from cxlkv.ndp.engine import Selection, VirtualRows
 from cxlkv.ndp.scorers import Floats
 from cxlkv.prefix import prefix_keys
 from cxlkv.sequence import Sequence
@@ -731,11 +733,140 @@ def test_errors_name_cause_and_remedy(seed: int) -> None:
     choosers.refuse("mean", "a GPU")
     with pytest.raises(UnsupportedError, match=r"'retro' .* a worker cannot have it"):
         scorers.number_of(of.pool._handle, of.layout, "retro")  # as `ndp-worker --methods` does
-    for taken in ("exact", "mean", "two words"):
+    for taken in ("exact", "mean", "retro", "two words", 3):
         wrong = Counting()
-        wrong.name = taken  # type: ignore[misc]
-        with pytest.raises(BadArgumentError, match=f"cannot be called '{taken}'"):
+        wrong.name = taken  # type: ignore[misc,assignment]
+        with pytest.raises(BadArgumentError, match=f"cannot be called {taken!r}"):
             choosers.add(wrong)
+    with pytest.raises(BadArgumentError, match=r"the class Counting is no chooser: Counting\(\)"):
+        choosers.add(Counting)  # type: ignore[arg-type]
+
+
+class Wrong(Counting):
+    """state() and choose() return what a test says, made of what is right."""
+
+    name = "wrong"
+    own_state: Callable[[Floats], object] = staticmethod(lambda keys: (keys,))
+    own_choice: Callable[[Choice], object] = staticmethod(lambda right: right)
+
+    def state(self, keys: Floats, values: Floats) -> tuple[Floats]:
+        return cast(tuple[Floats], self.own_state(keys))
+
+    def choose(self, states: list[tuple[Floats]], asked: Question) -> Choice:
+        weights, _, read = super().choose(states, asked)
+        self.asked = asked
+        k, v = np.ones((2, HEADS, 3, DIM), np.float32)
+        rows = VirtualRows(k, v, np.zeros((HEADS, 3), np.float32))
+        return cast(Choice, self.own_choice(Choice(weights, rows, read)))
+
+
+def changed(right: Choice, **to: object) -> Choice:
+    return right._replace(**to)  # type: ignore[arg-type]
+
+
+def rows_of(right: Choice, name: str, change: Callable[[Floats], object]) -> Choice:
+    assert right.rows is not None
+    own = {each: getattr(right.rows, each) for each in ("k", "v", "log_counts")}
+    return changed(right, rows=VirtualRows(**own | {name: change(own[name])}))
+
+
+def spoiled(array: Floats, value: float) -> Floats:
+    other = array.copy()
+    other[..., 40 % array.shape[-1]] = value
+    return other
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (lambda keys: None, "returns None; wanted is a tuple of numpy arrays"),
+        (lambda keys: keys, r"returns an array, float32 \[2, \d+, 64\]; wanted is a tuple"),
+        (lambda keys: (keys, 3), "returns tuple; wanted is a tuple of numpy arrays"),
+    ],
+)
+def test_states_that_are_no_arrays(state: Callable[[Floats], object], said: str, seed: int) -> None:
+    wrong = Wrong()
+    wrong.own_state = state
+    choosers.add(wrong)
+    of = Texts(seed)
+    with pytest.raises(BadArgumentError, match=rf"^method 'wrong': state\(\) {said}"):
+        of.sequence.select(0, of.queries, Budget(pages=4), method="wrong")
+    with pytest.raises(BadArgumentError, match=r"^method 'wrong': state\(\)"):
+        choosers.kept_share(cast(choosers.AnyChooser, wrong), of.layout)
+
+
+CHOICES: dict[str, tuple[Callable[[Choice], object], str]] = {
+    "nothing": (lambda right: None, r"choose\(\) returns None; wanted is Choice\("),
+    "a pair": (lambda right: (right[0], 1), r"choose\(\) returns tuple; wanted is Choice"),
+    "transposed": (
+        lambda right: changed(right, log_weights=right.log_weights.T),
+        r"log_weights of the Choice is an array, float32 \[640, 2\]; wanted is float32 \[2, 640\]",
+    ),
+    "short": (lambda right: changed(right, log_weights=right.log_weights[:, 16:]), "log_weights"),
+    "whole": (
+        lambda right: changed(right, log_weights=(right.log_weights == 0).astype(np.int64)),
+        "log_weights of the Choice is an array, int64",
+    ),
+    "bool": (
+        lambda right: changed(right, log_weights=right.log_weights == 0),
+        "log_weights of the Choice is an array, bool",
+    ),
+    "NaN": (
+        lambda right: changed(right, log_weights=spoiled(right.log_weights, np.nan)),
+        r"log_weights of the Choice has NaN or \+inf",
+    ),
+    "infinite": (
+        lambda right: changed(right, log_weights=spoiled(right.log_weights, np.inf)),
+        "log_weights of the Choice has NaN",
+    ),
+    "rows": (lambda right: changed(right, rows=(1, 2, 3)), "rows of the Choice are tuple; wanted"),
+    "of a list": (
+        lambda right: rows_of(right, "k", lambda k: k[None]),
+        r"rows.k of the Choice is an array, float32 \[1, 2, 3, 64\]; wanted is float32 \[2, 3",
+    ),
+    "values": (lambda right: rows_of(right, "v", lambda v: v[:, :2]), r"rows\.v of the Choice"),
+    "counts": (
+        lambda right: rows_of(right, "log_counts", lambda counts: None),
+        r"rows\.k of the Choice",
+    ),
+    "NaN of rows": (
+        lambda right: rows_of(right, "v", lambda v: spoiled(v, np.nan)),
+        r"rows\.v of the Choice has NaN",
+    ),
+    "bytes": (lambda right: changed(right, bytes_read=None), "bytes_read is None; wanted"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_that_are_wrong(name: str, seed: int) -> None:
+    made, said = CHOICES[name]
+    wrong = Wrong()
+    wrong.own_choice = made
+    choosers.add(wrong)
+    of = Texts(seed)
+    with pytest.raises(BadArgumentError, match=f"^method 'wrong': {said}"):
+        of.sequence.select(0, of.queries, Budget(pages=4), method="wrong")
+
+
+def test_what_is_not_looked_at_may_be_anything(seed: int) -> None:
+    """Weights outside of [first, last), and rows that are not there."""
+    wrong = Wrong()
+
+    def outside(right: Choice) -> Choice:
+        assert right.rows is not None
+        weights, k, v = right.log_weights.copy(), right.rows.k.copy(), right.rows.v.copy()
+        counts = right.rows.log_counts.copy()
+        weights[:, : wrong.asked.first] = weights[:, wrong.asked.last :] = np.nan
+        k[:, 1] = v[:, 1] = np.nan
+        counts[:, 1] = -np.inf
+        return Choice(weights, VirtualRows(k, v, counts), right.bytes_read)
+
+    wrong.own_choice = outside
+    choosers.add(wrong)
+    of = Texts(seed)
+    picked = of.sequence.select(0, of.queries, Budget(pages=4), method="wrong")
+    out, _ = of.sequence.attend(0, of.queries, picked)
+    assert np.isfinite(np.asarray(out)).all()
 
 
 def test_a_package_that_is_broken_harms_nobody_else(
@@ -745,8 +876,10 @@ def test_a_package_that_is_broken_harms_nobody_else(
         EntryPoint("corner", "no_such_module:Corner", choosers.GROUP),
         EntryPoint("counting", f"{__name__}:Counting", choosers.GROUP),
     ]
-    monkeypatch.setattr(choosers, "entry_points", lambda group: entries)
-    monkeypatch.setattr(scorers, "_left_out", {})
+    monkeypatch.setattr(
+        names, "entry_points", lambda group: [each for each in entries if each.group == group]
+    )
+    monkeypatch.setattr(names, "left_out", {})
     choosers._found.cache_clear()
     try:
         of = Texts(seed)

@@ -526,7 +526,7 @@ def test_errors_name_cause_and_remedy(seed: int) -> None:
         select("large")
     for wrong, said in (
         (Outside(), r"'outside': summarise\(\) fails on a page of noise, as Python: IndexError"),
-        (Unset(), r"score\(\) leaves a score of a page of noise unset"),
+        (Unset(), r"score\(\) leaves a score unset"),
         (Odd(), "'odd': numba cannot compile it"),
     ):
         scorers.add(wrong)

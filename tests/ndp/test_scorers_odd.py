@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import FunctionType
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +20,8 @@ import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, Sequence, _core
 from cxlkv.errors import BadArgumentError, ClosedError, PoisonError
-from cxlkv.ndp import scorers
+from cxlkv.ndp import choosers, names, scorers
+from cxlkv.ndp.choosers import Arrays, Chooser
 from cxlkv.ndp.methods import SCORERS
 from cxlkv.ndp.scorers import Floats, Scorer, Shape
 
@@ -173,6 +179,31 @@ class Place(Scorer):
             scores[:, page] = summaries[page, 0]
 
 
+class Nameless(Place):
+    def __init__(self) -> None:
+        super().__init__(3, is_late=False)  # type: ignore[arg-type]
+
+
+class Other(Scorer):
+    def __init__(self, name: object) -> None:
+        self.name = name  # type: ignore[assignment,misc]
+
+
+Renamed = partial(Other, "before")
+OtherMean, OtherShadow, OtherRetro = (partial(Other, name) for name in ("mean", "shadow", "retro"))
+
+
+class Another(Chooser[Arrays]):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name  # type: ignore[misc]
+
+
+AnotherMean, AnotherShadow, AnotherRetro = (
+    partial(Another, name) for name in ("mean", "shadow", "retro")
+)
+
+
 def test_a_scorer_that_takes_the_place_of_another_is_the_one_that_chooses(
     make_pool: MakePool, rng: np.random.Generator
 ) -> None:
@@ -187,28 +218,232 @@ def test_a_scorer_that_takes_the_place_of_another_is_the_one_that_chooses(
     assert chosen == [[0, 1, 2, 3, 23, 24], [0, 20, 21, 22, 23, 24], [0, 1, 2, 3, 23, 24]]
 
 
+class Offer(Protocol):
+    def __call__(self, *entries: EntryPoint) -> None: ...
+
+
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Offer]:
+    """offer(entries...): what the packages that are installed offer instead."""
+
+    def entries_are(*entries: EntryPoint) -> None:
+        def of(group: str) -> list[EntryPoint]:
+            return [entry for entry in entries if entry.group == group]
+
+        monkeypatch.setattr(names, "entry_points", of)
+        monkeypatch.setattr(names, "left_out", {})
+        for each in (scorers, choosers):
+            each._found.cache_clear()
+
+    yield entries_are
+    for each in (scorers, choosers):
+        each._found.cache_clear()
+
+
 def test_a_package_that_is_broken_harms_nobody_else(
-    make_pool: MakePool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    make_pool: MakePool, rng: np.random.Generator, offer: Offer
 ) -> None:
-    entries = [
+    offer(
         EntryPoint("corner", "no_such_module:Corner", scorers.GROUP),
-        EntryPoint("mean", "cxlkv.ndp.methods.mean:Mean", scorers.GROUP),
-        EntryPoint("other", "cxlkv.ndp.methods.ball:Ball", scorers.GROUP),
-    ]
-    monkeypatch.setattr(scorers, "entry_points", lambda group: entries)
-    monkeypatch.setattr(scorers, "_left_out", {})
-    scorers._found.cache_clear()
-    try:
-        assert not {"corner", "other"} & set(scorers.names())
-        pool = make_pool()
-        sequence = grown(pool, rng)
-        sequence.select(0, ones(pool), budget=FEW, method="mean")
-        with pytest.raises(BadArgumentError, match=r"'corner' is installed, but .*no_such_module"):
-            sequence.select(0, ones(pool), budget=FEW, method="corner")
-        with pytest.raises(BadArgumentError, match=r"called 'ball' and its entry point 'other'"):
-            sequence.select(0, ones(pool), budget=FEW, method="other")
-    finally:
-        scorers._found.cache_clear()
+        EntryPoint("other", "cxlkv.ndp.methods.fier:Fier", scorers.GROUP),
+        EntryPoint("renamed", f"{__name__}:Renamed", scorers.GROUP),
+        EntryPoint("nameless", f"{__name__}:Nameless", scorers.GROUP),
+    )
+    assert not {"corner", "other", "nameless"} & {*scorers.names(), *choosers.names()}
+    pool = make_pool()
+    sequence = grown(pool, rng)
+    sequence.select(0, ones(pool), budget=FEW, method="mean")
+    for name, said in (
+        ("corner", r"'corner' is installed, but .*no_such_module"),
+        ("other", "a scorer cannot be called 'fier', the name of another method here"),
+        ("renamed", "is called 'before' and its entry point 'renamed'"),
+        ("nameless", "a scorer cannot be called 3: Nameless needs a name"),
+    ):
+        with pytest.raises(BadArgumentError, match=said):
+            sequence.select(0, ones(pool), budget=FEW, method=name)
+
+
+@pytest.mark.parametrize("group", [scorers.GROUP, choosers.GROUP])
+@pytest.mark.parametrize("taken", ["mean", "shadow", "retro"])
+def test_a_name_that_a_package_takes_from_a_built_in_method_is_nobodys(
+    group: str,
+    taken: str,
+    make_pool: MakePool,
+    rng: np.random.Generator,
+    offer: Offer,
+) -> None:
+    """One who measures a method of their own must not be given the figures of another."""
+    kind = "Other" if group == scorers.GROUP else "Another"
+    offer(EntryPoint(taken, f"{__name__}:{kind}{taken.title()}", group))
+    pool, built_in = make_pool(), "chooser" if taken == "retro" else "scorer"
+    sequence = grown(pool, rng)
+    said = f"'{taken}' is installed, but .*a built-in {built_in}'s name: rename yours"
+    if taken == "shadow":
+        with pytest.raises(BadArgumentError, match=said):
+            pool.calibrate(taken, sequence)
+    with pytest.raises(BadArgumentError, match=said):
+        sequence.select(0, ones(pool), budget=FEW, method=taken)
+    with pytest.raises(BadArgumentError, match=said):
+        pool.batch([sequence]).decode(0, ones(pool), ones(pool), ones(pool), [0, 1], FEW, taken)
+    with pytest.raises(BadArgumentError, match=said):
+        scorers.check(taken)
+    sequence.select(0, ones(pool), budget=FEW, method="ball")
+    sequence.select(0, ones(pool), budget=FEW, method="clusters")
+
+
+def test_names_that_cannot_be_added() -> None:
+    for wrong, said in (
+        (Other("mean"), "called 'mean', a built-in scorer's name: rename yours"),
+        (Other("clusters"), "called 'clusters', a built-in chooser's name: rename yours"),
+        (Other("two_stage"), "called 'two_stage', one of the core's names"),
+        (Other(3), "called 3: Other needs a name"),
+        (Other(None), "called None: Other needs a name"),
+        (Other, r"the class Other is no scorer: Other\(\) is wanted"),
+        (object(), "object is no scorer: an instance of a subclass"),
+    ):
+        with pytest.raises(BadArgumentError, match=said):
+            scorers.add(wrong)  # type: ignore[arg-type]
+    scorers.add(scorers.of("mean"))
+
+
+# ---- what is refused when a method is compiled ----
+
+
+def compiled(score: object, summary: object = ((2,), np.float32)) -> scorers.Compiled:
+    """Of a scorer "late" with this score(); score may be a static method."""
+    kind = type("Late", (Place,), {"score": score, "summary": lambda self, shape: summary})
+    return scorers.compiled(kind("late", is_late=False), Shape(4, 8))
+
+
+def einsum(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+    scores[:] = 0
+    scores[:] = np.einsum("id,d->i", queries, queries[0])[:, None]  # where the message points
+
+
+def product(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+    scores[:] = 0
+    scores[0, 0] = queries[0] @ queries[0]
+
+
+def unknown(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+    scores[:] = 0
+    if queries.shape[0] > 64:
+        scores[:] = no_such_thing  # type: ignore[name-defined]  # noqa: F821
+
+
+def returned(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+    return queries @ queries.T
+
+
+def pair(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+    scores[:, :2] = 1
+
+
+def cosine(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+    for i in range(queries.shape[0]):
+        scores[i] = queries[i, 0] / np.sqrt((queries[i] ** 2).sum())
+
+
+def raising(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+    if summaries.shape[0] > 40:
+        raise ValueError("so many pages")
+    scores[:] = 1
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        (
+            einsum,
+            r"numba cannot compile score\(\): .*'numpy\.einsum'.*test_scorers_odd\.py:LINE\)$",
+        ),
+        (unknown, r"numba cannot compile score\(\): .*'no_such_thing' is not defined"),
+        (returned, r"leaves a score unset, .* what it returns is ignored"),
+        (pair, "leaves a score unset, .* with 3 queries of noise and 5 pages"),
+        (cosine, "or makes it NaN, with 1 queries of zeros and 1 pages"),
+        (raising, r"score\(\) fails on 1 queries of noise and 64 pages, .*ValueError: so many"),
+    ],
+)
+def test_a_score_that_is_wrong_says_where(score: FunctionType, said: str) -> None:
+    line = inspect.getsourcelines(einsum)[1] + 2
+    with pytest.raises(
+        BadArgumentError, match="^method 'late': .*" + said.replace("LINE", str(line))
+    ):
+        compiled(staticmethod(score))
+
+
+def test_a_function_with_self() -> None:
+    def score(self: object, *given: Floats) -> None:
+        given[-1][:] = 1
+
+    with pytest.raises(BadArgumentError, match=r"'late': score\(\) takes no self: @staticmethod"):
+        compiled(score)
+
+
+def test_products_of_matrices_are_compiled() -> None:
+    """By scipy, which the extra brings."""
+    compiled(staticmethod(product))
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        (2, 8),
+        ((2, 8),),
+        (8, np.float32),
+        ((2.5,), np.float32),
+        ((8,), np.float64),
+        None,
+        ((8,), "x"),
+    ],
+)
+def test_summaries_that_are_none(summary: object) -> None:
+    with pytest.raises(BadArgumentError, match=r"'late': summary\(\) returns .* float32, int8,"):
+        compiled(staticmethod(product), summary)
+
+
+class Late(Place):
+    """Raises where it is called with more than it was tried with, or with keys of another kind."""
+
+    @staticmethod
+    def summarise(keys: Floats, first: int, parameters: Floats, summary: Floats) -> None:
+        if keys[0, 0] > 1e6:
+            raise ValueError("such a key")
+        summary[0] = first
+
+    @staticmethod
+    def score(
+        queries: Floats,
+        scale: float,
+        tokens: int,
+        summaries: Floats,
+        parameters: Floats,
+        scores: Floats,
+    ) -> None:
+        if queries[0, 0] > 1e6:
+            raise ValueError("such a query")
+        scores[:] = 1
+
+
+def test_what_a_compiled_function_raises_fails_the_select(
+    make_pool: MakePool, rng: np.random.Generator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """numba would print it, and the pages be chosen by what was there."""
+    scorers.add(Late("late", is_late=False))
+    pool = make_pool()
+    sequence, query = grown(pool, rng), ones(pool)
+    right = sequence.select(0, query, budget=FEW, method="late")
+    with pytest.raises(BadArgumentError, match=r"method 'late': score\(\) raised .* plain Python"):
+        sequence.select(0, 1e7 * query, budget=FEW, method="late")
+    again = sequence.select(0, query, budget=FEW, method="late")
+    assert again.pages.tolist() == right.pages.tolist()
+    keys = np.full((pool.layout.page_tokens, *query.shape[1:]), 1e7, np.float32)
+    for layer in range(pool.layout.layers):
+        sequence.append(layer, keys, keys)
+    for _ in range(2):  # a summary that failed is not taken for made
+        with pytest.raises(BadArgumentError, match=r"method 'late': summarise\(\) raised"):
+            sequence.select(0, query, budget=FEW, method="late")
+    assert capfd.readouterr().err == ""
 
 
 WITHOUT = """

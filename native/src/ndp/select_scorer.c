@@ -52,6 +52,13 @@ int scorer_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
     return code;
 }
 
+static int fail_raised(const cxlkv_scorer *scorer, const char *function) {
+    return fail(CXLKV_E_ARGUMENT,
+                "method '%s': %s() raised an exception: called as plain Python, with such arrays, "
+                "it says which",
+                scorer->name, function);
+}
+
 /* ---- summaries ---- */
 
 typedef struct wanted_page {
@@ -78,10 +85,11 @@ static int summarise_page(const summarising *s, const wanted_page *w, float *key
     page_rows rows = view_rows(&w->p->view, w->index, PIECE_KEYS);
     for (uint32_t head = 0; head < layout->kv_heads; head++) {
         keys_decode(job, rows.first + head * rows.head_bytes, keys);
-        scorer->scorer.summarise(keys, layout->page_tokens, layout->head_dim,
-                                 (int64_t)w->index * layout->page_tokens,
-                                 scorer_parameters(pool, scorer, layer, head),
-                                 summary_of(pool, scorer, w->page, layer, head));
+        if (scorer->scorer.summarise(keys, layout->page_tokens, layout->head_dim,
+                                     (int64_t)w->index * layout->page_tokens,
+                                     scorer_parameters(pool, scorer, layer, head),
+                                     summary_of(pool, scorer, w->page, layer, head)))
+            return fail_raised(&scorer->scorer, "summarise");
     }
     summary_set_made(pool, scorer, w->page, layer);
     uint64_t bytes = layout->kv_heads * (uint64_t)layout->page_tokens *
@@ -196,7 +204,7 @@ static void scores_place(const select_job *job, const plan *p, uint32_t head, ui
 }
 
 /* Pages [first, last), which all have summaries and are seen whole by all rows. */
-static void score_whole(const select_job *job, const plan *p, uint32_t first, uint32_t last) {
+static int score_whole(const select_job *job, const plan *p, uint32_t first, uint32_t last) {
     _Alignas(LINE_BYTES) uint8_t room[ROOM_BYTES];
     float scores[QUERY_BLOCK * TASK_PAGES];
     const cxlkv_scorer *scorer = &job->scorer->scorer;
@@ -208,12 +216,14 @@ static void score_whole(const select_job *job, const plan *p, uint32_t first, ui
             for (uint64_t query = 0; query < all; query += QUERY_BLOCK) {
                 uint32_t count = (uint32_t)min_u64(QUERY_BLOCK, all - query);
                 uint64_t from = p->first_query + head * p->block + query;
-                scorer->score(job->queries.rows + from * dim, count, dim, job->args->scale, room,
-                              pages, scorer_parameters(job->batch->pool, job->scorer, layer, head),
-                              scores);
+                const float *own = scorer_parameters(job->batch->pool, job->scorer, layer, head);
+                if (scorer->score(job->queries.rows + from * dim, count, dim, job->args->scale,
+                                  room, pages, own, scores))
+                    return fail_raised(scorer, "score");
                 scores_place(job, p, head, query, count, at, pages, scores);
             }
         }
+    return 0;
 }
 
 static bool has_summary(const select_job *job, const plan *p, uint32_t index) {
@@ -240,7 +250,7 @@ int scorer_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
         if (index < start || index >= end) code = score_other(job, p, index, counts);
     for (uint32_t at = start, stop; code == 0 && at < end; at = stop) {
         for (stop = at; stop < end && has_summary(job, p, stop); stop++) {}
-        score_whole(job, p, at, stop);
+        code = score_whole(job, p, at, stop);
         scored += stop - at;
         /* One that another call appended meanwhile. */
         if (stop == at) code = score_other(job, p, stop++, counts);

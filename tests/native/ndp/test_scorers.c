@@ -16,36 +16,37 @@ typedef struct summary {
 } summary;
 
 static atomic_uint made;
+static bool summarise_fails, score_fails;
 
-static void summarise(const float *keys, int64_t tokens, int64_t dim, int64_t first,
-                      const float *parameters, void *out) {
+static int summarise(const float *keys, int64_t tokens, int64_t dim, int64_t first,
+                     const float *parameters, void *out) {
     float sum = *parameters;
     for (int64_t t = 0; t < tokens; t++) sum += keys[t * dim];
     *(summary *)out = (summary){sum, (uint32_t)first};
     atomic_fetch_add(&made, 1);
+    return summarise_fails ? -1 : 0;
 }
 
-static void score(const float *queries, int64_t count, int64_t dim, float scale,
-                  const void *summaries, int64_t pages, const float *parameters, float *scores) {
+static int score(const float *queries, int64_t count, int64_t dim, float scale,
+                 const void *summaries, int64_t pages, const float *parameters, float *scores) {
     const summary *of = summaries;
     (void)parameters;
     for (int64_t i = 0; i < count; i++)
         for (int64_t p = 0; p < pages; p++)
             scores[i * pages + p] = scale * queries[i * dim] * of[p].sum;
+    return score_fails ? -1 : 0;
 }
 
 /* What the parameters of layers and heads add: [TEST_LAYERS][TEST_HEADS]. */
 static const float added[TEST_LAYERS * TEST_HEADS] = {1, 2, 3, 4};
-static const cxlkv_scorer scorer = {.id = SCORER, .summary_bytes = sizeof(summary),
+static const cxlkv_scorer scorer = {.id = SCORER, .name = "sums", .summary_bytes = sizeof(summary),
                                     .read_bytes = sizeof(summary), .summarise = summarise,
                                     .score = score, .parameters = added, .parameter_count = 1};
 
-static void check_lists(cxlkv_sequence *sequence, const uint64_t *marks, uint32_t layer,
-                        uint32_t tokens) {
+static int select_lists(cxlkv_sequence *sequence, uint32_t layer, int32_t *pages, float *scores) {
     static const int32_t starts[] = {0, 1};
     test_rows query;
-    int32_t pages[TEST_HEADS * WANTED], counts[TEST_HEADS];
-    float scores[TEST_HEADS * WANTED];
+    int32_t counts[TEST_HEADS];
     for (uint32_t h = 0; h < TEST_HEADS; h++)
         for (uint32_t d = 0; d < TEST_DIM; d++) query[h][d] = d == 0 ? 1 : 1e6f;
     cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = WANTED};
@@ -56,8 +57,16 @@ static void check_lists(cxlkv_sequence *sequence, const uint64_t *marks, uint32_
                               .capacity = TEST_HEADS * WANTED, .pages = pages, .scores = scores,
                               .counts = counts};
     cxlkv_batch *batch = test_batch(sequence->pool, 1, &sequence);
-    CHECK(cxlkv_batch_select(batch, &args) == WANTED);
+    int found = cxlkv_batch_select(batch, &args);
     cxlkv_batch_destroy(&batch);
+    return found;
+}
+
+static void check_lists(cxlkv_sequence *sequence, const uint64_t *marks, uint32_t layer,
+                        uint32_t tokens) {
+    int32_t pages[TEST_HEADS * WANTED];
+    float scores[TEST_HEADS * WANTED];
+    CHECK(select_lists(sequence, layer, pages, scores) == WANTED);
     for (uint32_t h = 0; h < TEST_HEADS; h++) {
         float right[PAGES], worst = INFINITY;
         bool chosen[PAGES] = {false};
@@ -96,6 +105,19 @@ static void *work(void *context) {
     return NULL;
 }
 
+/* A summary that failed is made again by the next select. */
+static void check_failures(cxlkv_sequence *text) {
+    int32_t pages[TEST_HEADS * WANTED];
+    float scores[TEST_HEADS * WANTED];
+    for (int round = 0; round < 2; round++) {
+        summarise_fails = round == 0, score_fails = round == 1;
+        CHECK(select_lists(text, 0, pages, scores) == -CXLKV_E_ARGUMENT);
+        CHECK(strstr(cxlkv_error_text(), round == 0 ? "'sums': summarise()" : "'sums': score()"));
+    }
+    score_fails = false;
+    CHECK(select_lists(text, 0, pages, scores) == WANTED);
+}
+
 static void check_refused(cxlkv_pool *pool) {
     cxlkv_scorer wrong = scorer;
     CHECK(cxlkv_pool_add_scorer(pool, &scorer) == -CXLKV_E_ARGUMENT); /* it is there */
@@ -120,6 +142,8 @@ int main(void) {
     uint64_t marks[TOKENS], seed = test_seed();
     cxlkv_sequence *text = test_written(pool, marks, 1, TOKENS);
     CHECK(cxlkv_pool_add_scorer(pool, &scorer) == 0);
+    check_failures(text);
+    atomic_store(&made, 0);
     check_lists(text, marks, 1, TOKENS);
     uint32_t first = atomic_load(&made);
     check_lists(text, marks, 1, TOKENS);

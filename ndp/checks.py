@@ -1,0 +1,154 @@
+"""What the functions of others' methods must give, so that an error names the method and says what
+is wanted. Those of this package have tests instead."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.engine import VirtualRows
+from cxlkv.ndp.names import is_built_in
+
+if TYPE_CHECKING:
+    from cxlkv.layout import KVLayout
+    from cxlkv.ndp.choosers import AnyChooser, Arrays, Choice, Question
+    from cxlkv.ndp.scorers import Scorer, Shape
+
+SUMMARY_DTYPES = ("float32", "int8", "uint8", "uint16")
+TRIED_PAGES = 5
+"""Of noise, each with a summary of its own."""
+TRIED = ((1, 1), (3, TRIED_PAGES), (1, 64))
+"""Queries and pages of the calls of score()."""
+
+
+def summary_of(scorer: Scorer, shape: Shape) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of a summary. Raises BadArgumentError."""
+    given = scorer.summary(shape)
+    try:
+        axes, dtype = given
+        found = tuple(map(operator.index, axes)), np.dtype(dtype).name
+    except (TypeError, ValueError):
+        found = (), ""
+    if found[1] not in SUMMARY_DTYPES:
+        raise BadArgumentError(
+            f"method {scorer.name!r}: summary() returns {given!r}; wanted are the shape and the "
+            f"dtype of a summary, such as (2, {shape.dim}), np.float32: one of "
+            f"{', '.join(SUMMARY_DTYPES)}"
+        )
+    return found
+
+
+def try_out(scorer: Scorer, shape: Shape, parameter_count: int) -> None:
+    """Run a scorer's functions as Python, on noise: compiled, they say nothing of an index out of
+    bounds. Raises BadArgumentError."""
+    if is_built_in(scorer):
+        return
+    axes, dtype = summary_of(scorer, shape)
+    random = np.random.default_rng(1)
+    parameters = random.standard_normal(parameter_count).astype(np.float32)
+    made = np.zeros((TRIED_PAGES, *axes), dtype)
+    for page, summary in enumerate(made):
+        keys = random.standard_normal((shape.tokens, shape.dim)).astype(np.float32)
+        first = page * shape.tokens
+        _call(scorer, "summarise", "a page of noise", keys, first, parameters, summary)
+    for count, pages in TRIED:
+        for factor, what in ((1, "noise"), (0, "zeros")):
+            noise = random.standard_normal((count, shape.dim))
+            queries = (factor * noise).astype(np.float32)
+            scores = np.full((count, pages), np.nan, np.float32)
+            of = f"{count} queries of {what} and {pages} pages"
+            summaries = made[np.arange(pages) % TRIED_PAGES]
+            scale = shape.dim**-0.5
+            own = (queries, scale, shape.tokens, summaries, parameters, scores)
+            _call(scorer, "score", of, *own)
+            if np.isnan(scores).any():
+                raise BadArgumentError(
+                    f"method {scorer.name!r}: score() leaves a score unset, or makes it NaN, with "
+                    f"{of}; it fills scores [queries, pages], what it returns is ignored"
+                )
+
+
+def _call(scorer: Scorer, name: str, of: str, *given: object) -> None:
+    """of: what is given, in words."""
+    function = getattr(scorer, name)
+    if inspect.ismethod(function):
+        raise BadArgumentError(
+            f"method {scorer.name!r}: {name}() takes no self: @staticmethod is wanted above it"
+        )
+    try:
+        with np.errstate(all="ignore"):
+            function(*given)
+    except Exception as error:
+        raise BadArgumentError(
+            f"method {scorer.name!r}: {name}() fails on {of}, as Python: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+# ---- choosers ----
+
+
+def state_of(
+    chooser: AnyChooser, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32]
+) -> Arrays:
+    """Of a run of pages. Raises BadArgumentError where it is not arrays."""
+    given: object = chooser.state(keys, values)
+    if isinstance(given, tuple) and all(isinstance(each, np.ndarray) for each in given):
+        return given
+    raise _wrong(chooser, "state() returns", given, "a tuple of numpy arrays: (array,) of one")
+
+
+def choice_of(
+    chooser: AnyChooser, layout: KVLayout, states: list[Arrays], asked: Question
+) -> Choice:
+    """What is chosen. Raises BadArgumentError where it is not as documented: a NaN among the
+    log-weights would leave a token out, and whole numbers would take all tokens."""
+    from cxlkv.ndp.choosers import Choice
+
+    given: object = chooser.choose(states, asked)
+    if not isinstance(given, Choice):
+        raise _wrong(chooser, "choose() returns", given, "Choice(log_weights, rows, bytes_read)")
+    if is_built_in(chooser):
+        return given
+    weights, rows, heads = given.log_weights, given.rows, (layout.kv_heads,)
+    _check_floats(chooser, "log_weights", weights, (*heads, asked.tokens))
+    _check_numbers(chooser, "log_weights", weights[:, asked.first : asked.last])
+    if rows is not None:
+        if not isinstance(rows, VirtualRows):
+            raise _wrong(chooser, "rows of the Choice are", rows, "VirtualRows(k, v, log_counts)")
+        m = np.shape(rows.log_counts)[1:2] or (0,)
+        dims = {"k": (layout.head_dim,), "v": (layout.value_head_dim,), "log_counts": ()}
+        for name, dim in dims.items():
+            _check_floats(chooser, f"rows.{name}", getattr(rows, name), (*heads, *m, *dim))
+        _check_numbers(chooser, "rows.log_counts", rows.log_counts)
+        there = rows.log_counts > -np.inf
+        _check_numbers(chooser, "rows.k", rows.k[there])
+        _check_numbers(chooser, "rows.v", rows.v[there])
+    if not isinstance(given.bytes_read, (int, np.integer)):
+        raise _wrong(chooser, "bytes_read is", given.bytes_read, "a number of bytes")
+    return given
+
+
+def _check_floats(chooser: AnyChooser, name: str, given: object, shape: tuple[int, ...]) -> None:
+    if not isinstance(given, np.ndarray) or given.dtype.kind != "f" or given.shape != shape:
+        raise _wrong(chooser, f"{name} of the Choice is", given, f"float32 {list(shape)}")
+
+
+def _check_numbers(chooser: AnyChooser, name: str, given: npt.NDArray[np.float32]) -> None:
+    if not given.max(initial=-np.inf) < np.inf:
+        raise BadArgumentError(
+            f"method {chooser.name!r}: {name} of the Choice has NaN or +inf, by choose() or by the "
+            "keys and values of the sequence"
+        )
+
+
+def _wrong(chooser: AnyChooser, what: str, given: object, wanted: str) -> BadArgumentError:
+    said = repr(given) if given is None or np.isscalar(given) else type(given).__name__
+    if isinstance(given, np.ndarray):
+        said = f"an array, {given.dtype} {list(given.shape)}"
+    return BadArgumentError(f"method {chooser.name!r}: {what} {said}; wanted is {wanted}")

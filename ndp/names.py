@@ -1,0 +1,87 @@
+"""Names of methods: who may have which, what packages offer, and what is left out and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
+
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.engine import METHODS_TAKEN
+
+log = logging.getLogger(__name__)
+Method = TypeVar("Method")
+left_out: dict[str, str] = {}
+"""Why, by the names of entry points. Nothing is chosen by such a name, whatever else has it: what
+is asked for may be what was left out."""
+
+
+def is_built_in(method: object) -> bool:
+    return type(method).__module__.startswith("cxlkv.ndp.methods.")
+
+
+@cache
+def built_in() -> dict[str, str]:
+    """Of this package: "scorer" or "chooser", by names. Raises ImportError without numba."""
+    from cxlkv.ndp.methods import CHOOSERS, SCORERS
+
+    kinds = {each.name: "scorer" for each in SCORERS}
+    return kinds | {each.name: "chooser" for each in CHOOSERS}
+
+
+def check(method: object, kind: type, others: Collection[str]) -> str:
+    """The name of a method that is to be of a kind, Scorer or Chooser. others: names that it may
+    not have. Raises BadArgumentError."""
+    word = kind.__name__.lower()
+    if not isinstance(method, kind):
+        given, instead = type(method).__name__, "an instance of a subclass"
+        if isinstance(method, type):
+            given, instead = f"the class {method.__name__}", f"{method.__name__}()"
+        raise BadArgumentError(f"{given} is no {word}: {instead} is wanted")
+    name: object = getattr(method, "name", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise BadArgumentError(
+            f"a {word} cannot be called {name!r}: {type(method).__name__} needs a name, such as "
+            'name = "corner": letters, digits and _'
+        )
+    if name in METHODS_TAKEN:
+        whose = "one of the core's names"
+    elif name in built_in() and not (is_built_in(method) and built_in()[name] == word):
+        whose = f"a built-in {built_in()[name]}'s name"
+    elif name in others:
+        whose = "the name of another method here"
+    else:
+        return name
+    raise BadArgumentError(f"a {word} cannot be called {name!r}, {whose}: rename yours")
+
+
+def offered(group: str, kind: type[Method], others: Collection[str]) -> dict[str, Method]:
+    """What packages offer as entry points of a group, by names; what cannot be used is left out."""
+    found: dict[str, Method] = {}
+    for entry in entry_points(group=group):
+        try:
+            made = entry.load()()
+            name = check(made, kind, {*others, *found})
+            if name != entry.name:
+                raise BadArgumentError(
+                    f"it is called {name!r} and its entry point {entry.name!r}: both must be the "
+                    "same"
+                )
+            found[name] = made
+        except Exception as error:  # of anyone's code
+            leave_out(entry, error)
+    return found
+
+
+def leave_out(entry: EntryPoint, error: Exception) -> None:
+    """Log why, and keep the reason for those who ask for the method."""
+    log.warning("method %s of %s is left out: %s", entry.name, entry.value, error)
+    said = str(error) if isinstance(error, BadArgumentError) else f"{type(error).__name__}: {error}"
+    left_out.setdefault(entry.name, f"{entry.value}: {said}")
+
+
+def refusal(name: str) -> BadArgumentError:
+    """Of a name that is left out."""
+    return BadArgumentError(f"method {name!r} is installed, but cannot be used: {left_out[name]}")
