@@ -64,7 +64,7 @@ class Question(NamedTuple):
 class Choice(NamedTuple):
     """log_weights: float32 [kv_heads, tokens], added to a token's logit; -inf: it is left out.
     Outside of [first, last) they are not looked at. rows: what stands for tokens that are left out,
-    without the axis of lists. bytes_read: of the states."""
+    one set for each kv head: k [kv_heads, m, dim]. bytes_read: of the states."""
 
     log_weights: Floats
     rows: VirtualRows | None

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,12 +107,17 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def sources_of(plan: Plan) -> dict[str, str]:
-    """Of methods that are scorers, digests of their classes."""
+    """Of methods that are scorers or choosers, digests of the modules that their classes are of."""
     found = {}
     for name in plan.timed:
         if name not in (*METHODS, *peers.NAMES):
-            written = inspect.getsource(type(choosers.of(name) or scorers.of(name)))
-            found[name] = hashlib.sha256(written.encode()).hexdigest()[:12]
+            kinds = type(choosers.of(name) or scorers.of(name)).__mro__
+            bases = (scorers.__name__, choosers.__name__, "typing", "builtins")
+            digest = hashlib.sha256()
+            for module in dict.fromkeys(kind.__module__ for kind in kinds):
+                if module not in bases:
+                    digest.update(inspect.getsource(sys.modules[module]).encode())
+            found[name] = digest.hexdigest()[:12]
     return found
 
 

@@ -90,7 +90,10 @@ def lab_run(
     units = load_units(out, plan)
     found = report.find(plan, units, folder.name)
     result = report.result_of(found)
-    console.print(report.table_of(found))
+    shown = report.table_of(found)
+    if console.measure(shown).minimum > console.width:
+        shown = report.table_of(found, report.NARROW)
+    console.print(shown)
     for note in result.notes:
         console.print(Text(note), soft_wrap=True)
     if plan.timed:
@@ -100,6 +103,7 @@ def lab_run(
     if plan.timed:
         table.write(out, found, inputs.read_config(folder))
     files = f"Result file: {out / 'lab.json'}; page: {out / 'lab.html'}"
+    files += f"; tables: {out / 'methods.md'}" if plan.timed else ""
     console.print(Text(files), soft_wrap=True)
     if not result.passed:
         raise typer.Exit(1)

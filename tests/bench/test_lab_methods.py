@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,11 +19,12 @@ from cxlkv import CXLPool, KVLayout
 from cxlkv.bench.lab import methods, peers, report
 from cxlkv.bench.lab.costs import COSTS, Costs
 from cxlkv.bench.lab.methods_picture import spread
-from cxlkv.bench.lab.run import load_units, run
+from cxlkv.bench.lab.run import load_units, run, sources_of
 from cxlkv.bench.lab.units import METHOD_CONTEXTS, METHOD_STEPS, Plan, known_methods
 from cxlkv.demo.forms import Outside
 from cxlkv.demo.text import inputs
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.ndp import names, scorers
 from cxlkv.sequence import Sequence
 
 from .test_lab import PLAN, model, texts
@@ -187,6 +189,41 @@ def test_a_run_of_methods_is_a_shorter_plan() -> None:
     assert (plan.steps, plan.contexts) == (METHOD_STEPS, METHOD_CONTEXTS)
     assert Plan.quick().of_methods(("exact",), "0.02").steps == Plan.quick().steps
     assert replace(plan, texts=("one",)).distances_of("one", 7000) == (1000,)
+
+
+SOURCE = """
+from cxlkv.ndp.scorers import Scorer
+{helper}
+class Corner(Scorer):
+    name = "corner"
+"""
+
+
+def test_a_run_knows_the_source_of_its_methods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another function of a method's module is another method."""
+    plan = Plan().of_methods(("exact", "mean", "corner", "retro"), "0.02")
+    found = []
+    for at, helper in enumerate(("def weight(): return 1", "def weight(): return 2")):
+        module = f"corner_{at}"
+        (tmp_path / f"{module}.py").write_text(SOURCE.format(helper=helper))
+        monkeypatch.syspath_prepend(tmp_path)
+        scorers.add(importlib.import_module(module).Corner())
+        found.append(sources_of(plan))
+    scorers._found().pop("corner")
+    assert set(found[0]) == {"mean", "corner", "retro"}
+    assert found[0]["corner"] != found[1]["corner"]
+    assert found[0]["mean"] == found[1]["mean"]
+
+
+def test_a_method_that_was_left_out_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under its name the lab measured the one of this package, and wrote its figures."""
+    monkeypatch.setattr(names, "left_out", {"shadow": "theirs:Shadow: a taken name: rename yours"})
+    with pytest.raises(BadArgumentError, match=r"'shadow' is installed, but .*rename yours"):
+        known_methods("exact,shadow")
+    assert "shadow" not in known_methods("all")
+    assert known_methods("exact,mean") == ("exact", "mean")
 
 
 def test_between_budgets_kl_is_on_straight_lines_of_logs() -> None:
