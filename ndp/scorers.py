@@ -128,9 +128,10 @@ worker does not know it."""
 
 
 def of(name: str) -> Scorer:
-    """Raises BadArgumentError for a name that no scorer has; UnsupportedError without numba."""
+    """Raises BadArgumentError for a name that no scorer has; UnsupportedError without numba. A name
+    that was left out, and that another one has, check() refuses."""
     try:
-        found = _found()[name]
+        return _found()[name]
     except KeyError:
         from cxlkv.ndp import choosers
         from cxlkv.ndp.engine import METHODS
@@ -140,15 +141,10 @@ def of(name: str) -> Scorer:
                 f"method {name!r} chooses by a state of the sequence, which lies in the process "
                 "that asks: nothing is learned beforehand, and a worker cannot have it"
             ) from None
-        if name in method_names.left_out:
-            raise method_names.refusal(name) from None
         known = ", ".join((*METHODS, *names(), *choosers.names()))
         raise BadArgumentError(
             f"method {name!r}: use one of {known}; or is the package that has it not installed?"
         ) from None
-    if name in method_names.left_out:
-        raise method_names.refusal(name)
-    return found
 
 
 def check(method: str) -> None:

@@ -90,10 +90,7 @@ def lab_run(
     units = load_units(out, plan)
     found = report.find(plan, units, folder.name)
     result = report.result_of(found)
-    shown = report.table_of(found)
-    if console.measure(shown).minimum > console.width:
-        shown = report.table_of(found, report.NARROW)
-    console.print(shown)
+    console.print(report.fitting_table(found, console))
     for note in result.notes:
         console.print(Text(note), soft_wrap=True)
     if plan.timed:

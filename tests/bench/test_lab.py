@@ -147,9 +147,13 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_figures(
     for form in PLAN.variants:
         assert f"<td>{form.name}</td>" in text
     assert report.table_of(found).row_count == len(FORMS)
-    narrow, console = report.table_of(found, report.NARROW), Console(width=80)
-    assert len(narrow.columns) == 8
-    assert console.measure(narrow).minimum <= 80 < console.measure(report.table_of(found)).minimum
+    for width, columns in ((170, 15), (80, 7)):
+        console = Console(width=width)
+        shown = report.fitting_table(found, console)
+        assert len(shown.columns) == columns
+        with console.capture() as printed:
+            console.print(shown)
+        assert "…" not in printed.get(), "no figure is cut off"
 
 
 def drop_the_best_page(monkeypatch: pytest.MonkeyPatch) -> None:
