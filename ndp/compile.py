@@ -94,8 +94,8 @@ def reason(error: Exception, function: object) -> str:
     sentence = said[0].rstrip(".") if said else type(error).__name__
     if "scipy" in sentence:
         sentence += ": pip install scipy, which @ and numpy.dot need"
-    place = re.search(r" at (\S.*) \((\d+)\)", str(error))
+    for path, line in re.findall(r" at (\S.*) \((\d+)\)", str(error)):
+        if path != __file__:
+            return f"{sentence} ({path}:{line})"
     code = getattr(getattr(function, "py_func", function), "__code__", None)
-    if place:
-        return f"{sentence} ({place[1]}:{place[2]})"
     return f"{sentence} ({code.co_filename}:{code.co_firstlineno})" if code else sentence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -205,11 +206,12 @@ def test_a_run_knows_the_source_of_its_methods(
     """Another function of a method's module is another method."""
     plan = Plan().of_methods(("exact", "mean", "corner", "retro"), "0.02")
     found = []
-    for at, helper in enumerate(("def weight(): return 1", "def weight(): return 2")):
-        module = f"corner_{at}"
-        (tmp_path / f"{module}.py").write_text(SOURCE.format(helper=helper))
-        monkeypatch.syspath_prepend(tmp_path)
-        scorers.add(importlib.import_module(module).Corner())
+    monkeypatch.syspath_prepend(tmp_path)
+    for helper in ("def weight(): return 1", "def weight(): return 22"):
+        (tmp_path / "corner.py").write_text(SOURCE.format(helper=helper))
+        monkeypatch.delitem(sys.modules, "corner", raising=False)
+        importlib.invalidate_caches()
+        scorers.add(importlib.import_module("corner").Corner())
         found.append(sources_of(plan))
     scorers._found().pop("corner")
     assert set(found[0]) == {"mean", "corner", "retro"}

@@ -357,7 +357,10 @@ def raising(queries, scale, tokens, summaries, parameters, scores):  # type: ign
             einsum,
             r"numba cannot compile score\(\): .*'numpy\.einsum'.*test_scorers_odd\.py:LINE\)$",
         ),
-        (unknown, r"numba cannot compile score\(\): .*'no_such_thing' is not defined"),
+        (
+            unknown,
+            r"numba cannot compile score\(\): .*'no_such_thing' is not defined .*/test_scorers_odd",
+        ),
         (returned, r"leaves a score unset, .* what it returns is ignored"),
         (pair, "leaves a score unset, .* with 3 queries of noise and 5 pages"),
         (cosine, "or makes it NaN, with 1 queries of zeros and 1 pages"),
