@@ -1,5 +1,5 @@
-"""A scorer chooses the same pages, with the same scores to the bit, whoever has the pages, and
-wherever they were: summaries are of the keys, and of nothing else."""
+"""A method chooses the same, to the bit, wherever the pages are and were: summaries and states are
+of keys and values, and of nothing else."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from .test_worker import DIM, HEADS, WATCHDOG_S, Twins, make_pool
 pytest.importorskip("numba", reason="numba compiles scorers")
 
 NAMES = ("mean", "pq", "gaussian")  # one of each kind: plain, learned, by log-sums
+CHOOSERS = ("retro", "vattention")  # tokens and rows; a sample
 LAYERS = 2
 STARTS = np.array([0, 1], np.int32)
 SMALL = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
@@ -55,7 +56,8 @@ Lists = tuple[npt.NDArray[np.int32], Floats]
 
 
 def lists(sequence: Sequence, budget: Budget = FEW) -> list[Lists]:
-    """Of all methods, in all layers: pages and scores."""
+    """Of all methods, in all layers: pages and scores; of choosers weights and what is attended to,
+    too, behind all others."""
     random = np.random.default_rng(9)
     layout, found = sequence._layout, []
     queries = random.standard_normal((2, 2 * layout.kv_heads, layout.head_dim)).astype(np.float32)
@@ -64,6 +66,12 @@ def lists(sequence: Sequence, budget: Budget = FEW) -> list[Lists]:
             picked = sequence.select(layer, queries, budget=budget, method=name)
             assert picked.method == name
             found.append((picked.pages, picked.scores))
+    for name in CHOOSERS:
+        for layer in range(layout.layers):
+            picked = sequence.select(layer, queries, budget=budget, method=name)
+            assert picked.log_weights is not None
+            found.append((picked.pages, picked.log_weights))
+            found.append((picked.pages, np.asarray(sequence.attend(layer, queries, picked)[0])))
     return found
 
 
@@ -254,7 +262,7 @@ def test_pages_that_were_pulled_and_selects_of_a_server(tmp_path: Path, right: l
                     for name in NAMES
                     for layer in range(LAYERS)
                 ]
-                assert_same([(of.pages, of.scores) for of in found], right)
+                assert_same([(of.pages, of.scores) for of in found], right[: len(found)])
                 with pytest.raises(BadArgumentError, match="method 'nothing': use one of"):
                     remote.select(far, 0, q, FEW, method="nothing")
 
