@@ -72,8 +72,15 @@ def gaussian(of: Asked) -> Doubles:
 def locks(of: Asked) -> Doubles:
     variance, along = of.keys.var(1), np.zeros((len(of.queries), len(of.keys)))
     for page, keys in enumerate(of.keys - of.keys.mean(1, keepdims=True)):
-        _, sizes, directions = np.linalg.svd(keys, full_matrices=False)
-        u = directions[0] * sizes[0] / np.sqrt(len(keys))
+        weights = 1.0 + np.arange(len(keys))
+        for _ in range(8):  # as many rounds: where two directions are alike, more change the scores
+            direction = weights @ keys
+            direction /= np.linalg.norm(direction)
+            weights = keys @ direction
+        spread = (weights**2).mean()
+        largest = np.linalg.svd(keys, compute_uv=False)[0] ** 2 / len(keys)
+        assert largest / 2 < spread < 1.0001 * largest  # of noise, whose directions are alike
+        u = direction * np.sqrt(spread)
         along[:, page] = of.scale * of.queries @ u
         variance[page] = np.maximum(0, variance[page] - u**2)
     quadratic = of.scale**2 * (of.queries**2 @ variance.T)
@@ -215,8 +222,6 @@ class Pages:
             scores = REFERENCES[name](of)
             # Numbers of a summary are rounded to 8 bits, and their errors add up like chances.
             size = scale * np.sqrt((own**2) @ (keys[head] ** 2).max(1).T) * 2**-7
-            if name == "locks":  # whose power iteration ends early where directions are alike
-                size *= 4
             if name == "ball":
                 size += scale * np.linalg.norm(own, axis=1)[:, None] * keys[head].max() * 2**-5
             if is_by_attention(name):

@@ -431,7 +431,7 @@ class Late(Place):
 def test_what_a_compiled_function_raises_fails_the_select(
     make_pool: MakePool, rng: np.random.Generator, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """numba would print it, and the pages be chosen by what was there."""
+    """numba would print the exception, and the core would choose pages by stale scores."""
     scorers.add(Late("late", is_late=False))
     pool = make_pool()
     sequence, query = grown(pool, rng), ones(pool)

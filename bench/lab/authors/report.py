@@ -34,7 +34,7 @@ class Plan:
 
 
 def samples(plan: Plan, model: Path | None) -> Iterator[tuple[str, Asked]]:
-    """Pairs of MODEL or RANDOM and what is asked of it; without a model, RANDOM alone."""
+    """The questions for each kind of keys, MODEL and RANDOM; RANDOM alone without a model."""
     for taken in taken_of(plan, model) if model else ():
         for query in plan.queries:
             yield MODEL, asked_of(taken, plan.tokens, query)
