@@ -8,6 +8,7 @@
 #include "coherence/host_lines.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
+#include "pool/scorers.h"
 #include "prefix/prefix.h"
 #include "tiers/local_tier.h"
 
@@ -61,6 +62,12 @@ static int descriptor_settled(cxlkv_pool *pool, uint32_t page, descriptor *line)
     return code;
 }
 
+/* Of a page that keeps what it holds, and so its summaries: another thread may select by them. */
+static void verify_again(cxlkv_pool *pool, uint32_t page) {
+    uint64_t rows = pool->geometry.record_layers;
+    bits_clear(pool->verified, page * rows, rows);
+}
+
 static void check_page(cxlkv_pool *pool, uint32_t page, report *report) {
     descriptor line;
     const page_info *info = &pool->pages[page];
@@ -86,7 +93,7 @@ static void check_page(cxlkv_pool *pool, uint32_t page, report *report) {
         return;
     }
     if (!report->deep || !pool->layout.checksum) return;
-    verified_clear(pool, page);
+    verify_again(pool, page);
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
         if (pool->part_of[layer] == line.part && pieces_verify(pool, page, layer) < 0)
             report_page(report, page);
@@ -101,7 +108,7 @@ static void report_repair(report *report, uint32_t page, const char *what) {
 /* Are all bytes what their CRCs say, now? */
 static int read_again(cxlkv_pool *pool, uint32_t page, uint32_t part) {
     int code = 0;
-    verified_clear(pool, page);
+    verify_again(pool, page);
     for (uint32_t layer = 0; code == 0 && layer < pool->layout.layers; layer++)
         if (pool->part_of[layer] == part) code = pieces_verify(pool, page, layer);
     return code;

@@ -107,8 +107,8 @@ static int summarise_task(void *context, uint32_t item) {
     return code;
 }
 
-/* pages NULL: only how many there are. */
-static uint32_t wanted_pages(const select_job *job, wanted_page *pages) {
+/* How many there are; `room` of them at most to pages: there may be more than a moment ago. */
+static uint32_t wanted_pages(const select_job *job, wanted_page *pages, uint32_t room) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < job->batch->count; i++) {
         const plan *p = &job->plans[i];
@@ -116,7 +116,7 @@ static uint32_t wanted_pages(const select_job *job, wanted_page *pages) {
         for (uint32_t index = first_own_page(p); index < p->view.complete; index++) {
             uint32_t page = page_of(p, index);
             if (summary_is_made(job->batch->pool, job->scorer, page, p->view.layer)) continue;
-            if (pages) pages[count] = (wanted_page){p, page, index};
+            if (count < room) pages[count] = (wanted_page){p, page, index};
             count++;
         }
     }
@@ -140,14 +140,14 @@ static uint32_t pages_once(wanted_page *pages, uint32_t count) {
 static int summarise_all(select_job *job) {
     enum { ITEMS_OF_A_THREAD = 4 };
     cxlkv_pool *pool = job->batch->pool;
-    summarising s = {.job = job, .count = wanted_pages(job, NULL)};
+    summarising s = {.job = job, .count = wanted_pages(job, NULL, 0)};
     if (s.count == 0) return 0;
     s.items = min_u32(s.count, ITEMS_OF_A_THREAD * pool->thread_count);
     s.pages = malloc(s.count * sizeof(*s.pages));
     s.keys = aligned_alloc(LINE_BYTES, s.items * keys_floats(&pool->layout) * sizeof(float));
     int code = s.pages && s.keys ? 0 : fail(ENOMEM, "no memory to summarise %u pages", s.count);
     if (code == 0) {
-        s.count = pages_once(s.pages, wanted_pages(job, s.pages));
+        s.count = pages_once(s.pages, min_u32(s.count, wanted_pages(job, s.pages, s.count)));
         code = run_step_tasks(pool, s.items, summarise_task, &s);
     }
     free(s.pages);
@@ -156,7 +156,7 @@ static int summarise_all(select_job *job) {
 }
 
 int scorer_summarise(select_job *job) {
-    if (wanted_pages(job, NULL) == 0) return 0;
+    if (wanted_pages(job, NULL, 0) == 0) return 0;
     pthread_mutex_lock(&job->scorer->making);
     int code = summarise_all(job);
     pthread_mutex_unlock(&job->scorer->making);

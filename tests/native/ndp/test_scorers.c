@@ -148,6 +148,10 @@ int main(void) {
     uint32_t first = atomic_load(&made);
     check_lists(text, marks, 1, TOKENS);
     CHECK(first == PAGES * TEST_HEADS && atomic_load(&made) == first);
+    char report[4096]; /* a deep check reads pages again, which changes nothing in them */
+    CHECK(cxlkv_pool_check(pool, CXLKV_CHECK_DEEP, report, sizeof(report)) == 0);
+    check_lists(text, marks, 1, TOKENS);
+    CHECK(atomic_load(&made) == first);
     for (uint32_t threads = 1; threads <= 2; threads++) {
         pthread_t running[THREADS];
         CHECK(cxlkv_pool_set_threads(pool, threads) == 0);
