@@ -305,8 +305,7 @@ def use(
 def _number(scorer: Scorer, summary_bytes: int, parameters: Floats | None) -> int:
     """The same in all processes that have the scorer installed, and what it learned."""
     edition = _editions.get(scorer.name, 0)
-    text = f"{scorer.name} {edition}" if edition else scorer.name
-    number = zlib.crc32(text.encode(), summary_bytes)
+    number = zlib.crc32(f"{scorer.name} {edition} {summary_bytes}".encode())
     if parameters is not None:
         number = zlib.crc32(parameters.tobytes(), number)
     return number or 1

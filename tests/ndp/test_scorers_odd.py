@@ -218,6 +218,24 @@ def test_a_scorer_that_takes_the_place_of_another_is_the_one_that_chooses(
     assert chosen == [[0, 1, 2, 3, 23, 24], [0, 20, 21, 22, 23, 24], [0, 1, 2, 3, 23, 24]]
 
 
+class Wide(Place):
+    def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
+        return (4,), np.float32
+
+
+def test_scorers_of_one_pool_are_told_apart(make_pool: MakePool, rng: np.random.Generator) -> None:
+    """Names and sizes of summaries that differ in the same bits: ord("b") ^ ord("z") is 8 ^ 16."""
+    pool = make_pool()
+    sequence = grown(pool, rng)
+    scorers.add(Place("band", is_late=False))
+    scorers.add(Wide("zand", is_late=True))
+    chosen = [
+        sequence.select(0, ones(pool), budget=FEW, method=name).pages[0, 0].tolist()
+        for name in ("band", "zand")
+    ]
+    assert chosen == [[0, 1, 2, 3, 23, 24], [0, 20, 21, 22, 23, 24]]
+
+
 class Offer(Protocol):
     def __call__(self, *entries: EntryPoint) -> None: ...
 
