@@ -107,7 +107,8 @@ def choice_of(
     chooser: AnyChooser, layout: KVLayout, states: list[Arrays], asked: Question
 ) -> Choice:
     """What is chosen. Raises BadArgumentError where it is not as documented: a NaN among the
-    log-weights would leave a token out, and whole numbers would take all tokens."""
+    log-weights would leave a token out, whole numbers would take all tokens, and more tokens than
+    the budget has would look better than a method that keeps to it."""
     from cxlkv.ndp.choosers import Choice
 
     given: object = chooser.choose(states, asked)
@@ -117,7 +118,14 @@ def choice_of(
         return given
     weights, rows, heads = given.log_weights, given.rows, (layout.kv_heads,)
     _check_floats(chooser, "log_weights", weights, (*heads, asked.tokens))
-    _check_numbers(chooser, "log_weights", weights[:, asked.first : asked.last])
+    among = weights[:, asked.first : asked.last]
+    _check_numbers(chooser, "log_weights", among)
+    chosen = int(np.count_nonzero(among > -np.inf, axis=1).max(initial=0))
+    if chosen > asked.most:
+        raise BadArgumentError(
+            f"method {chooser.name!r}: the Choice has {chosen:,} tokens of a kv head in [first, "
+            f"last); the budget has {asked.most:,}, the `most` of the Question"
+        )
     if rows is not None:
         if not isinstance(rows, VirtualRows):
             raise _wrong(chooser, "rows of the Choice are", rows, "VirtualRows(k, v, log_counts)")

@@ -819,6 +819,10 @@ CHOICES: dict[str, tuple[Callable[[Choice], object], str]] = {
         lambda right: changed(right, log_weights=spoiled(right.log_weights, np.inf)),
         "log_weights of the Choice has NaN",
     ),
+    "one too many": (
+        lambda right: changed(right, log_weights=spoiled(right.log_weights, -40)),
+        r"the Choice has 17 tokens of a kv head in \[first, last\); the budget has 16",
+    ),
     "rows": (lambda right: changed(right, rows=(1, 2, 3)), "rows of the Choice are tuple; wanted"),
     "of a list": (
         lambda right: rows_of(right, "k", lambda k: k[None]),
