@@ -10,45 +10,23 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cxlkv import CXLPool, KVLayout, LayerGroup, Sequence
+from cxlkv import CXLPool, Sequence
 from cxlkv.arrays import Floats
 from cxlkv.prefix import content_keys
 
 from ..support import reference
+from ..support.one_layer import ISAS, OneLayer
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 ERROR = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-5}  # of out, which has the dtype
-ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx")
 PAGE = 4
-
-
-@dataclass(frozen=True)
-class Shape:
-    kv_heads: int = 2
-    group: int = 3
-    dim: int = 16
-    value_dim: int = 16
-    dtype: str = "float32"
-    window: int | None = None
-    prefix: bool = False
-
-    @property
-    def layout(self) -> KVLayout:
-        group = LayerGroup(
-            layers=1,
-            kv_heads=self.kv_heads,
-            head_dim=self.dim,
-            value_head_dim=self.value_dim,
-            dtype=self.dtype,
-            window=self.window,
-            values="key_prefix" if self.prefix else "own",
-        )
-        return KVLayout.of([group], page_tokens=PAGE)
+Shape = partial(OneLayer, page=PAGE)
 
 
 @dataclass
@@ -61,7 +39,7 @@ class Text:
 
 
 class Family:
-    def __init__(self, pool: CXLPool, rng: np.random.Generator, shape: Shape):
+    def __init__(self, pool: CXLPool, rng: np.random.Generator, shape: OneLayer):
         self.pool, self.rng, self.shape = pool, rng, shape
 
     def drawn(self, *sizes: int) -> Floats:
@@ -72,10 +50,10 @@ class Family:
         """The same one, with so many tokens more, of its own."""
         keys = self.drawn(tokens, self.shape.kv_heads, self.shape.dim)
         values = self.drawn(tokens, self.shape.kv_heads, self.shape.value_dim)
-        if self.shape.prefix:
+        if self.shape.latent:
             values = keys[:, :, : self.shape.value_dim]
         kind = DTYPES[self.shape.dtype]
-        v = None if self.shape.prefix else values.astype(kind)
+        v = None if self.shape.latent else values.astype(kind)
         text.sequence.append(0, keys.astype(kind), v)
         text.keys = np.concatenate([text.keys, keys])
         text.values = np.concatenate([text.values, values])
@@ -146,7 +124,7 @@ class Family:
 
 
 @contextmanager
-def family(rng: np.random.Generator, shape: Shape) -> Iterator[Family]:
+def family(rng: np.random.Generator, shape: OneLayer) -> Iterator[Family]:
     with CXLPool.create("anonymous:", layout=shape.layout, capacity=64 << 20) as pool:
         yield Family(pool, rng, shape)
 
@@ -183,12 +161,12 @@ def test_forks_and_adopted_prefixes_get_what_they_get_alone(
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize(("dim", "value_dim", "prefix"), [(24, 7, False), (40, 32, True)])
+@pytest.mark.parametrize(("dim", "value_dim", "latent"), [(24, 7, False), (40, 32, True)])
 def test_other_shapes(
-    rng: np.random.Generator, softcap: float | None, dim: int, value_dim: int, prefix: bool
+    rng: np.random.Generator, softcap: float | None, dim: int, value_dim: int, latent: bool
 ) -> None:
     """Values of another length, and latent attention's, which are the keys' first channels."""
-    shape = Shape(kv_heads=1, group=5, dim=dim, value_dim=value_dim, prefix=prefix)
+    shape = Shape(kv_heads=1, group=5, dim=dim, value_dim=value_dim, latent=latent)
     with family(rng, shape) as f:
         texts, rows = relatives(f)
         f.check(texts, rows, saves=0.75, softcap=softcap)

@@ -28,7 +28,8 @@ class OneLayer:
     latent: bool = False
     encoding: str = "none"
 
-    def pool(self, threads: int = 2) -> CXLPool:
+    @property
+    def layout(self) -> KVLayout:
         group = LayerGroup(
             layers=1,
             kv_heads=self.kv_heads,
@@ -39,9 +40,10 @@ class OneLayer:
             values="key_prefix" if self.latent else "own",
         )
         layout = KVLayout.of([group], page_tokens=self.page)
-        if self.encoding != "none":
-            layout = layout.encoded(self.encoding)
-        return CXLPool.create("anonymous:", layout=layout, capacity="32MiB", threads=threads)
+        return layout if self.encoding == "none" else layout.encoded(self.encoding)
+
+    def pool(self, threads: int = 2) -> CXLPool:
+        return CXLPool.create("anonymous:", layout=self.layout, capacity="32MiB", threads=threads)
 
     def drawn(self, rng: np.random.Generator, *sizes: int) -> object:
         """Normal numbers of its dtype."""
