@@ -48,7 +48,7 @@ class Check:
         return [Budget(pages=count, sinks=0, recent=0, union=union) for count in counts]
 
 
-QUEST, ARKVALE, MAGICPIG = "mit-han-lab/Quest", "pku-liang/ArkVale", "Infini-AI-Lab/MagicPIG"
+QUEST, ARKVALE, MAGICPIG = "mit-han-lab/Quest", "pku-liang/ArkVale", theirs.MAGICPIG
 MOBA, UCM = "MoonshotAI/MoBA", "ModelEngine-Group/unified-cache-management"
 SHADOWKV, LOCKS, LOKI = "bytedance/ShadowKV", "Js-Hwang1/locks-kv", "hpcgroup/loki"
 SPARQ, PQCACHE = "graphcore-research/llm-inference-research", "HugoZHL/PQCache"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cxlkv.bench.lab.authors import states
+from cxlkv.bench.lab.authors import states, theirs
 from cxlkv.bench.lab.authors.asked import FORCED, Asked
 from cxlkv.bench.lab.authors.checkouts import Checkouts
 from cxlkv.bench.lab.authors.states import AdaptiveSampling, Sides, choice
@@ -42,7 +42,7 @@ class StateCheck:
 
 
 CLUSTERKV, RETROINFER = states.CLUSTERKV, states.RETROINFER
-HUB, MAGICPIG, SPARQ = states.HUB, states.MAGICPIG, states.SPARQ
+HUB, MAGICPIG, SPARQ = states.HUB, theirs.MAGICPIG, states.SPARQ
 GIVEN, START = states.clusters_given, states.clusters_same_start
 RELEASED, ATTN = states.magicpig_released, "cluster_attn_out"
 STATE_CHECKS = (

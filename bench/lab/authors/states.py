@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cxlkv.bench.lab.authors.asked import FORCED, Asked
 from cxlkv.bench.lab.authors.checkouts import Checkouts
-from cxlkv.bench.lab.authors.theirs import Torch
+from cxlkv.bench.lab.authors.theirs import Torch, sim_cache
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import choosers
 from cxlkv.ndp.choosers import Arrays, Choice, Question
@@ -32,7 +32,7 @@ from cxlkv.ndp.methods.clusters import Clustered, Clusters, Retro
 from cxlkv.ndp.scorers import Floats
 
 CLUSTERKV, RETROINFER = "sjtu-zhao-lab/ClusterKV", "microsoft/RetrievalAttention"
-MAGICPIG, SPARQ = "Infini-AI-Lab/MagicPIG", "graphcore-research/llm-inference-research"
+SPARQ = "graphcore-research/llm-inference-research"
 HUB, IN_HUB = "xAlg-ai/sparse-attention-hub", "sparse_attention_hub/sparse_attention/"
 MASKERS = IN_HUB + "research_attention/maskers/sampling/implementations/"
 
@@ -391,36 +391,8 @@ def magicpig_choice(folder: Checkouts, asked: Asked, planes: Floats, bits: int) 
     """select_kv_cache() and update() of SimCache, for each query head. planes [dim, tables *
     bits]. The token that it keeps for a window is the mean key, which changes no mean."""
     whole = asked.alone
-    heads, tokens, dim = whole.keys.shape
-    file = "evaluations/RULER/pred/cache_ref.py"
-    theirs = folder.pieces(MAGICPIG, file, ["SimCache.select_kv_cache"])
-    names = (
-        *("selected_key_cache", "selected_value_cache", "avg_key", "key_hashcode"),
-        *("unselected_key_cache", "unselected_value_cache"),
-    )
-    own = SimpleNamespace(
-        key_cache=[torch.cat([whole.keys, whole.keys.mean(1, keepdim=True)], dim=1)[None]],
-        value_cache=[torch.zeros(1, heads, tokens + 1, dim)],
-        hash_matrix=[torch.from_numpy(planes).expand(1, heads, -1, -1)],
-        K=bits,
-        L=planes.shape[1] // bits,
-        num_kh=heads,
-        num_qh=heads,
-        head_dim=dim,
-        sparse=0.0,
-        **{name: [] for name in names},
-    )
-    theirs.select_kv_cache(own, 0, 0, 1)
-    ran = folder.run(
-        MAGICPIG,
-        file,
-        "SimCache.update",
-        ("q", "attn_unselected 5"),
-        query_states=whole.rows,
-        layer_idx=0,
-        repeat_kv=lambda codes, count: codes,
-        self=own,
-    )
+    mean = whole.keys.mean(1, keepdim=True)
+    ran = sim_cache(folder, whole, planes, bits, mean, "attn_unselected 5")
     weights = -torch.log(ran.weight[0, :, 0] + loops.LEAST)
     drawn = weights.masked_fill(~ran.mask[0, :, 0], -torch.inf)
     return Choice(drawn.numpy(), None, 0)

@@ -19,8 +19,10 @@ from torch import Tensor
 from cxlkv.bench.lab.authors.asked import Answer, Asked
 from cxlkv.bench.lab.authors.checkouts import Checkouts, call
 from cxlkv.ndp.methods import codebooks, lsh, shadow, sparq
+from cxlkv.ndp.scorers import Floats
 
 PAGE = 16
+MAGICPIG = "Infini-AI-Lab/MagicPIG"
 
 
 def quest(folder: Checkouts, asked: Asked) -> Answer:
@@ -297,52 +299,57 @@ def clusterkv(folder: Checkouts, asked: Asked) -> Answer:
     return Answer(scores, centroids[0].flatten(1).numpy())
 
 
+def sim_cache(
+    folder: Checkouts, asked: Asked, planes: Floats, bits: int, window: Tensor, until: str
+) -> SimpleNamespace:
+    """select_kv_cache() of MagicPIG's SimCache, then the names of update() from the queries' hash
+    values to `until`. planes [dim, tables * bits]; window [kv_heads, 1, dim]: the key of the token
+    that it keeps beside those that it hashes."""
+    heads, tokens, dim = asked.keys.shape
+    file = "evaluations/RULER/pred/cache_ref.py"
+    theirs = folder.pieces(MAGICPIG, file, ["SimCache.select_kv_cache"])
+    names = (
+        *("selected_key_cache", "selected_value_cache", "avg_key", "key_hashcode"),
+        *("unselected_key_cache", "unselected_value_cache"),
+    )
+    own = SimpleNamespace(
+        key_cache=[torch.cat([asked.keys, window], dim=1)[None]],
+        value_cache=[torch.zeros(1, heads, tokens + 1, dim)],
+        hash_matrix=[torch.from_numpy(planes).expand(1, heads, -1, -1)],
+        K=bits,
+        L=planes.shape[1] // bits,
+        num_kh=heads,
+        num_qh=heads,
+        head_dim=dim,
+        sparse=0.0,
+        **{name: [] for name in names},
+    )
+    theirs.select_kv_cache(own, 0, 0, 1)
+    return folder.run(
+        MAGICPIG,
+        file,
+        "SimCache.update",
+        ("q", until),
+        query_states=asked.rows,
+        layer_idx=0,
+        repeat_kv=lambda codes, count: codes,
+        self=own,
+    )
+
+
 def magicpig(
     folder: Checkouts, asked: Asked, tables: int = lsh.TABLES, bits: int = lsh.BITS
 ) -> Answer:
     """select_kv_cache() and update() of SimCache: in how many tables a token has the query's hash
     value, by ours' projections and of keys less their own mean. It samples those of two and more.
     """
-    heads, tokens, dim = asked.keys.shape
+    heads, _, dim = asked.keys.shape
     planes = np.random.default_rng(asked.seed).standard_normal((tables * bits, dim))
-    matrix = torch.from_numpy(planes.astype(np.float32).T.copy()).expand(1, heads, -1, -1)
-    file = "evaluations/RULER/pred/cache_ref.py"
-    theirs = folder.pieces("Infini-AI-Lab/MagicPIG", file, ["SimCache.select_kv_cache"])
-    own = SimpleNamespace(
-        key_cache=[torch.cat([asked.keys, asked.keys[:, -1:]], dim=1)[None]],
-        value_cache=[torch.zeros(1, heads, tokens + 1, dim)],
-        hash_matrix=[matrix],
-        K=bits,
-        L=tables,
-        num_kh=heads,
-        num_qh=heads,
-        head_dim=dim,
-        **{
-            name: []
-            for name in (
-                "selected_key_cache",
-                "selected_value_cache",
-                "unselected_key_cache",
-                "unselected_value_cache",
-                "avg_key",
-                "key_hashcode",
-            )
-        },
-    )
-    theirs.select_kv_cache(own, 0, 0, 1)
-    ran = folder.run(
-        "Infini-AI-Lab/MagicPIG",
-        file,
-        "SimCache.update",
-        ("q", "mask"),
-        query_states=asked.rows,
-        layer_idx=0,
-        repeat_kv=lambda codes, count: codes,
-        self=SimpleNamespace(**vars(own), sparse=0.0),
-    )
+    matrix = planes.astype(np.float32).T.copy()
+    ran = sim_cache(folder, asked, matrix, bits, asked.keys[:, -1:], "mask")
     same = (ran.q_hashcode == ran.k_hashcode).sum(-1)[0]
     assert ((same >= 2) == ran.mask[0]).all(), "their mask is of two tables and more"
-    mean = own.avg_key[0][0, :, 0].numpy()
+    mean = ran.self.avg_key[0][0, :, 0].numpy()
     learned = np.concatenate([mean, np.tile(planes.ravel(), (heads, 1))], axis=1)
     return Answer(same.float(), learned.astype(np.float32) if tables == lsh.TABLES else None)
 
