@@ -129,7 +129,8 @@ def recall(chosen: Selection, exact: Selection) -> float | None:
 
 
 def mass(batch: _core.Handle, layout: KVLayout, asked: Asked, picked: Selection) -> float | None:
-    """Mean over the queries that see something; None when none does, or a key is no number."""
+    """Of the tokens that were chosen, each for itself alone; the mean over the queries that see
+    something. None when none does, or a key is no number."""
 
     def log_sums(pages: Selection | None) -> npt.NDArray[np.float64]:
         found = simd.attend(
@@ -137,7 +138,10 @@ def mass(batch: _core.Handle, layout: KVLayout, asked: Asked, picked: Selection)
         )
         return np.asarray(found.lse, np.float64)
 
-    part, whole = log_sums(picked), log_sums(None)
+    weights = picked.log_weights
+    if weights is not None:
+        weights = np.where(weights > -math.inf, 0, -math.inf).astype(np.float32)
+    part, whole = log_sums(replace(picked, log_weights=weights, rows=None)), log_sums(None)
     seen = whole > -math.inf
     if not seen.any() or np.isnan(part).any() or np.isnan(whole).any():
         return None

@@ -529,6 +529,21 @@ def test_rows_do_not_see_what_comes_later(name: str, seed: int) -> None:
     assert_same(one, two)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_an_audit_counts_what_chosen_tokens_hold(name: str, seed: int) -> None:
+    """Not what they stand for: drawn ones have weights, and rows are of tokens that were left."""
+    of = Texts(seed)
+    of.pool.admin.audit = 1
+    picked = of.sequence.select(0, of.queries, Budget(pages=4), method=name)
+    keys, _ = kept(of.sequence, 0)
+    chosen = weights_of(picked, keys.shape[1]) > -np.inf
+    shares = []
+    for q, query in enumerate(of.queries.astype(np.float64)):
+        weights = np.exp(keys[q // GROUP].astype(np.float64) @ query / math.sqrt(DIM))
+        shares.append(weights[chosen[q // GROUP]].sum() / weights.sum())
+    assert of.pool.admin.overview().totals.mass == pytest.approx(np.mean(shares), abs=1e-5)
+
+
 def test_batches_and_decode(seed: int) -> None:
     of = Texts(seed)
     short, none = of.sequence.fork(), of.pool.sequence()
