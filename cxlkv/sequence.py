@@ -487,7 +487,8 @@ class Batch:
         truncate() takes them back.
         """
         number, several = _layer(layer), _budgets_of(budgets)
-        if method not in METHODS and several and choosers.of(method):
+        chooser, scorer = (None, 0) if method in METHODS else self._way(method)
+        if chooser and several:
             asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
             return self._decode_apart(asked, new, rewind, softcap, out)
         if _io_hooks.subscriber or audit.used:
@@ -496,7 +497,7 @@ class Batch:
             if heard or audit.share(self._pool):
                 return self._decode_apart(asked, new, rewind, softcap, out)
         arrays = forms(q, k, v, out)
-        others = (arrays, several, method, scale, softcap, recall, rewind, tuning.current())
+        others = (arrays, several, method, scorer, scale, softcap, recall, rewind, tuning.current())
         made = self._taken(others, starts)
         if made is None:
             asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)

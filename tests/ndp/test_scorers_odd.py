@@ -218,6 +218,20 @@ def test_a_scorer_that_takes_the_place_of_another_is_the_one_that_chooses(
     assert chosen == [[0, 1, 2, 3, 23, 24], [0, 20, 21, 22, 23, 24], [0, 1, 2, 3, 23, 24]]
 
 
+def test_steps_go_by_what_a_method_is_now(make_pool: MakePool, rng: np.random.Generator) -> None:
+    """decode() keeps what it found right of tensors, and the scorer was one before."""
+    torch = pytest.importorskip("torch")
+    pool = make_pool()
+    sequence, starts = grown(pool, rng, 1000), np.array([0, 1], np.int32)
+    batch, new = pool.batch([sequence]), torch.from_numpy(ones(pool))
+    for is_late in (False, True, False):
+        scorers.add(Place("stepwise", is_late))
+        found = batch.decode(0, new, new, new, starts, FEW, method="stepwise")
+        picked = sequence.select(0, new[0], FEW, method="stepwise")
+        out, _ = sequence.attend(0, new[0], picked)
+        np.testing.assert_array_equal(np.asarray(found.out)[0], np.asarray(out))
+
+
 class Wide(Place):
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
         return (4,), np.float32
