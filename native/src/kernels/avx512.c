@@ -490,9 +490,11 @@ void avx512_store_rows(void *destination, const void *source, size_t stride_byte
 
 /* ---- exponentials ---- */
 
-/* As in kernels_avx2.c; scalef applies 2^n with one rounding, into denormals and to infinity. */
+/* As in avx2.c; scalef applies 2^n with one rounding, to infinity. What would be denormal is 0: it
+ * takes far longer, as does all that is multiplied by it. A NaN passes. */
 INLINE __m512 exponential_below(__m512 x) { /* 89, where it is infinite already */
-    x = _mm512_max_ps(_mm512_set1_ps(-105.0f), x); /* exp(-104) already rounds to 0 */
+    const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.33f), _CMP_NLT_UQ);
+    x = _mm512_max_ps(_mm512_set1_ps(-105.0f), x); /* of -infinity r would be NaN */
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(0x1.715476p+0f)),
                                     _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.62e4p-1f), x);
@@ -500,7 +502,7 @@ INLINE __m512 exponential_below(__m512 x) { /* 89, where it is infinite already 
     static const float terms[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
     __m512 sum = _mm512_set1_ps(1.0f / 5040);
     UNROLL for (int i = 0; i < 7; i++) sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(terms[i]));
-    return _mm512_scalef_ps(sum, n);
+    return _mm512_maskz_scalef_ps(normal, sum, n);
 }
 
 INLINE __m512 exponential(__m512 x) {

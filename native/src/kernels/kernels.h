@@ -116,8 +116,9 @@ typedef struct kernels {
                    void *digest);
 
     /* values[i] = exp(values[i] - shift); returns their sum. Relative error <= 4e-7 against the
-     * exponential of the fp32 difference (plus half a denormal), and (count + 1) * eps more in the
-     * sum. -inf gives 0. A shift of -inf (every value is -inf) gives all 0 and the sum 0. */
+     * exponential of the fp32 difference (plus half a denormal; below 1.2e-38 it may be 0), and
+     * (count + 1) * eps more in the sum. -inf gives 0. A shift of -inf (every value is -inf) gives
+     * all 0 and the sum 0. */
     float (*exp_sum)(float *values, uint32_t count, float shift);
 
     /* NULL, or online softmax of `count` rows of `tokens` logits, one behind the other. Of row j:
