@@ -344,7 +344,7 @@ class Batch:
 
     def _texts(self, layer: int) -> list[choosers.Text]:
         return [
-            choosers.Text(each._handle, each.tokens(layer), partial(each.fetch, layer))
+            choosers.Text(each._handle, each.tokens(layer), partial(_read, each, layer))
             for each in self.sequences
         ]
 
@@ -845,6 +845,12 @@ class _Borrowed(Sequence):
 
     def __init__(self, of: Sequence):
         super().__init__(of._pool, of._layout, of._handle)
+
+
+def _read(sequence: Sequence, layer: int, picked: Selection) -> tuple[Array, Array]:
+    """As Sequence.fetch, for a select, which tells what it has read in all."""
+    own = sequence._own()
+    return simd.fetch(own._handle, own._layout, layer, picked, 1, 0, None)
 
 
 def with_axis(picked: Selection | None) -> Selection | None:

@@ -19,9 +19,10 @@ import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout
 from cxlkv.bench import loops as flushes
+from cxlkv.emulation.link import emulate
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 from cxlkv.layout import LayerGroup
-from cxlkv.ndp import choosers, names, scorers
+from cxlkv.ndp import choosers, names, scorers, simd
 from cxlkv.ndp.choosers import Choice, Chooser, Question
 from cxlkv.ndp.engine import Selection, VirtualRows
 from cxlkv.ndp.scorers import Floats
@@ -544,6 +545,17 @@ def test_an_audit_counts_what_chosen_tokens_hold(name: str, seed: int) -> None:
     assert of.pool.admin.overview().totals.mass == pytest.approx(np.mean(shares), abs=1e-5)
 
 
+def test_a_select_is_one_transfer(seed: int) -> None:
+    """To make states it reads all keys and values, which an emulated link is to carry once."""
+    of = Texts(seed)
+    with emulate(of.pool, "astera-a1000", mode="virtual") as link:
+        for selects in (1, 2):
+            before = link.bytes["select"]
+            picked = of.sequence.select(0, of.queries, Budget(pages=4), method="clusters")
+            assert link.bytes["select"] - before == picked.bytes_scored
+            assert (link.operations["select"], link.operations["fetch"]) == (selects, 0)
+
+
 def test_batches_and_decode(seed: int) -> None:
     of = Texts(seed)
     short, none = of.sequence.fork(), of.pool.sequence()
@@ -632,16 +644,16 @@ def test_a_sequence_that_changes_meanwhile_leaves_no_wrong_state(seed: int) -> N
     """Another thread truncates it between the look at its pages and the fetch."""
     of, counting = Texts(seed), Counting()
     choosers.add(counting)
-    fork, fetch = of.sequence.fork(), Sequence.fetch
+    fork, fetch = of.sequence.fork(), simd.fetch
 
-    def late(sequence: Sequence, layer: int, picked: Selection) -> object:
-        if sequence.tokens(1) > PAGE * 40:  # once
+    def late(*given: object) -> object:
+        if fork.tokens(1) > PAGE * 40:  # once
             fork.truncate(PAGE * 30)
             of.append(fork, PAGE * 10)
-        return fetch(sequence, layer, picked)
+        return fetch(*given)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sequence, "fetch", late)
+        patch.setattr(simd, "fetch", late)
         fork.select(0, of.queries, Budget(pages=7), method="counting")
     held = choosers._held[fork._handle]
     keys = np.asarray(fork.fetch(0)[0]).reshape(HEADS, -1, DIM)
