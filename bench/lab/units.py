@@ -162,9 +162,11 @@ class Plan:
         ones, and all; of fewer steps and items, so that all methods are measured in four hours.
         Raises BadArgumentError."""
         try:
-            shares = [float(share) for share in budgets.split(",")]
+            shares = list(dict.fromkeys(float(share) for share in budgets.split(",")))
         except ValueError:
             raise BadArgumentError(f"budgets are shares of the pages, not {budgets!r}") from None
+        for share in shares:
+            engine.budget_of(share)
         forms = [Form.full()]
         for name in dict.fromkeys((*names, *REFERENCES)):
             forms += [Form(name, share) for share in shares]

@@ -185,8 +185,15 @@ def test_a_run_of_methods_ends_in_tables_and_a_picture(
     np.testing.assert_array_equal(again.attend["ucm"], costs.attend["ucm"])
 
 
+@pytest.mark.parametrize("budgets", ["5", "0.05,0", "nan", "0.1;0.2", ""])
+def test_budgets_that_are_no_shares_are_refused_before_a_model_is_read(budgets: str) -> None:
+    with pytest.raises(BadArgumentError, match="share"):
+        Plan().of_methods(("exact",), budgets)
+
+
 def test_a_run_of_methods_is_a_shorter_plan() -> None:
-    plan = Plan().of_methods(("exact",), "0.02,0.3")
+    plan = Plan().of_methods(("exact",), "0.02,0.3,0.3")
+    assert len(plan.forms) == len({*plan.forms})
     assert (plan.steps, plan.contexts) == (METHOD_STEPS, METHOD_CONTEXTS)
     assert Plan.quick().of_methods(("exact",), "0.02").steps == Plan.quick().steps
     assert replace(plan, texts=("one",)).distances_of("one", 7000) == (1000,)
