@@ -43,6 +43,21 @@ def summary_of(scorer: Scorer, shape: Shape) -> tuple[tuple[int, ...], str]:
     return found
 
 
+def read_bytes_of(scorer: Scorer, shape: Shape, most: int) -> int:
+    """What score() reads of a summary of `most` bytes. Raises BadArgumentError."""
+    given = scorer.read_bytes(shape)
+    try:
+        found = operator.index(given)
+    except TypeError:
+        found = -1
+    if not 0 <= found <= most:
+        raise BadArgumentError(
+            f"method {scorer.name!r}: read_bytes() returns {given!r} of a summary of {most} bytes; "
+            "wanted is the number of bytes that score() reads of it"
+        )
+    return found
+
+
 def try_out(scorer: Scorer, shape: Shape, parameter_count: int) -> None:
     """Run a scorer's functions as Python, on noise: compiled, they say nothing of an index out of
     bounds. Raises BadArgumentError."""

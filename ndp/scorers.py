@@ -68,7 +68,8 @@ class Scorer:
     else by the best score of any query."""
 
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
-        """Shape and dtype of a page's summary, 16 KiB at most; float32, int8, uint8, uint16 ..."""
+        """Shape and dtype of a page's summary, a multiple of 8 bytes and 16 KiB at most; float32,
+        int8, uint8 or uint16."""
         raise BadArgumentError(f"method {self.name!r}: a scorer has summary(), shape and dtype")
 
     def read_bytes(self, shape: Shape) -> int:
@@ -200,7 +201,8 @@ def compiled(scorer: Scorer, shape: Shape, parameter_count: int = 0) -> Compiled
     from cxlkv.ndp import compile as by_numba
 
     axes, dtype = checks.summary_of(scorer, shape)
-    size, read = summary_bytes(scorer, shape), scorer.read_bytes(shape)
+    size = summary_bytes(scorer, shape)
+    read = checks.read_bytes_of(scorer, shape, size)
     made_by = {"summarise": by_numba.c_summarise, "score": by_numba.c_score}
     if not all(callable(getattr(scorer, name, None)) for name in made_by):
         raise BadArgumentError(

@@ -437,6 +437,15 @@ def test_summaries_that_are_none(summary: object) -> None:
         compiled(staticmethod(product), summary)
 
 
+@pytest.mark.parametrize("given", [9, -1, 8 / 2, None])
+def test_bytes_that_are_more_than_there_are(given: object) -> None:
+    reading = Place("reading", is_late=False)
+    reading.read_bytes = lambda shape: given  # type: ignore[assignment,method-assign,return-value]
+    said = f"'reading': read_bytes.. returns {given!r} of a summary of 8 bytes"
+    with pytest.raises(BadArgumentError, match=said):
+        scorers.compiled(reading, Shape(16, 8))
+
+
 class Late(Place):
     """Raises where it is called with more than it was tried with, or with keys of another kind."""
 
