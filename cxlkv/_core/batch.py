@@ -172,8 +172,7 @@ def batch_select(
 ) -> tuple[int, int, Any]:
     """Fills the three arrays; returns (code, k, the call's struct). code is E_ROOM when pages is
     too small for k, and then nothing was scored. codes is (method, union, per, refresh, scorer),
-    numbers
-    (scale, errors, read_rate)."""
+    numbers (scale, errors, read_rate)."""
     args = _arguments.select
     _fill_select(args, layer, queries, starts, budget_array, codes, numbers)
     args.capacity = pages.size
