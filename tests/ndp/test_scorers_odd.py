@@ -417,6 +417,7 @@ def test_a_function_with_self() -> None:
 
 def test_products_of_matrices_are_compiled() -> None:
     """By scipy, which the extra brings."""
+    pytest.importorskip("scipy", reason="numba compiles @ by it")
     compiled(staticmethod(product))
 
 
