@@ -8,6 +8,7 @@ from cxlkv._moved import Moved
 from cxlkv.errors import CXLKVError, PoolFullError
 from cxlkv.layout import KVLayout, LayerGroup
 from cxlkv.ndp.engine import Budget, Selection, VirtualRows
+from cxlkv.rotary import Rotary
 
 if TYPE_CHECKING:
     __version__: str
@@ -27,6 +28,7 @@ __all__ = [
     "LayerGroup",
     "ObjectPool",
     "PoolFullError",
+    "Rotary",
     "RowForm",
     "Selection",
     "Sequence",

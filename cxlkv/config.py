@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -40,6 +40,7 @@ from cxlkv.layout import (
 from cxlkv.machine import numa_mode
 from cxlkv.machine.coherence import AUTO, HOSTS_MAX, LEASE_MAX_S, LEASE_S
 from cxlkv.machine.regions import ALL, capacity_bytes_at, parse_place, parse_where
+from cxlkv.rotary import Rotary
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -117,6 +118,33 @@ _Encoding = Literal["none", "int8", "int4", "fp8_e4m3", "progressive"] | None
 _Shard = Annotated[tuple[int, int, int, int], Field(strict=False)]  # YAML has lists only
 
 
+class _Angles(Keys):
+    """How the model turns keys by their position.
+
+    theta: what the frequencies of pairs of channels are powers of. channels: how many are turned.
+    frequencies: in place of both, of each pair, radians a token. neighbours: pairs are neighbouring
+    channels; false if not given.
+    """
+
+    theta: float | None = None
+    channels: int | None = None
+    frequencies: list[float] | None = None
+    neighbours: bool = False
+
+    def make(self) -> Rotary:
+        named = (self.theta is not None, self.channels is not None)
+        if self.frequencies is not None and not any(named):
+            return Rotary(tuple(self.frequencies), self.neighbours)
+        if self.frequencies is not None or self.theta is None or self.channels is None:
+            raise BadArgumentError("rotary: give theta and channels, or frequencies")
+        return Rotary.of(self.theta, self.channels, neighbours=self.neighbours)
+
+
+def _shape_words(shape: _Group | _OneShape) -> dict[str, Any]:
+    words = shape.model_dump(exclude_none=True, exclude={"rotary"})
+    return words if shape.rotary is None else {**words, "rotary": shape.rotary.make()}
+
+
 class _Group(Keys):
     """Layers of one shape; groups of one pool differ in layers and window only.
 
@@ -124,6 +152,7 @@ class _Group(Keys):
     value, if it has another number. dtype: of K and V, bfloat16 if not given. window: tokens that a
     layer of a sliding window sees. values: "key_prefix": they are the first channels of the keys,
     as in MLA. k_encoding, v_encoding: what keys and values are kept as, none if not given.
+    rotary: how the model turns keys by their position, for methods that ask for it.
     """
 
     layers: int
@@ -135,9 +164,10 @@ class _Group(Keys):
     values: Literal["own", "key_prefix"] | None = None
     k_encoding: _Encoding = None
     v_encoding: _Encoding = None
+    rotary: _Angles | None = None
 
     def make(self) -> LayerGroup:
-        return LayerGroup(**self.model_dump(exclude_none=True))
+        return LayerGroup(**_shape_words(self))
 
 
 class _Layout(Keys):
@@ -166,7 +196,7 @@ class _OneShape(_Layout):
     page_tokens: tokens of a page, 16 if not given. layers: how many. kv_heads: heads of K and V.
     head_dim: channels of a key. value_head_dim: of a value, if it has another number. dtype: of K
     and V, bfloat16 if not given. k_encoding, v_encoding: what keys and values are kept as, none if
-    not given.
+    not given. rotary: how the model turns keys by their position, for methods that ask for it.
     """
 
     page_tokens: int | None = None
@@ -177,9 +207,10 @@ class _OneShape(_Layout):
     dtype: _DType = None
     k_encoding: _Encoding = None
     v_encoding: _Encoding = None
+    rotary: _Angles | None = None
 
     def make(self) -> KVLayout:
-        return KVLayout(**self.model_dump(exclude_none=True))
+        return KVLayout(**_shape_words(self))
 
 
 class _Groups(_Layout):

@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.rotary import PAIRS_MAX, Rotary
 
 DTYPES = ("bfloat16", "float16", "float32")  # a dtype's index is its code in the pool's format
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
@@ -69,6 +70,9 @@ class LayerGroup:
     which a reader takes as many as it needs (docs/decisions/0035-progressive.md); "fp8_e4m3":
     float8_e4m3fn, a byte a channel and no scale, to the bit as vLLM's CPU backend stores it. dtype
     is what append() takes and fetch() gives.
+
+    rotary: how the model turned the keys that it appends, which some methods ask; None: not at all,
+    or not known. Layouts that differ in it alone are equal, as nothing that is stored depends on it.
     """
 
     layers: int
@@ -81,6 +85,7 @@ class LayerGroup:
     kind: str = "attention"
     k_encoding: str = "none"
     v_encoding: str = "none"
+    rotary: Rotary | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if (self.values, self.dtype) != ("object", "uint8"):
@@ -114,13 +119,22 @@ class LayerGroup:
                 f"values={self.values!r} with an encoding: keys and values are encoded where both "
                 "are stored; leave out k_encoding and v_encoding"
             )
+        if self.rotary is not None:
+            self._check_rotary(self.rotary)
         if self.kind not in ("attention", "state"):
             raise BadArgumentError(f"kind={self.kind!r}: 'attention' or 'state'")
 
+    def _check_rotary(self, rotary: Rotary) -> None:
+        if self.values != "own" or rotary.channels > self.head_dim:
+            raise BadArgumentError(
+                f"a rotary embedding of {rotary.channels} channels: it is of keys of their own "
+                f"(values='own'), and of no more channels than they have, {self.head_dim}"
+            )
+
     def __repr__(self) -> str:
-        """Without encodings where there are none: names of pools and keys are made of it, which
-        stay what they were before there were any."""
-        shown = {one.name: getattr(self, one.name) for one in fields(self)}
+        """Without encodings where there are none, and without a rotary embedding: names of pools
+        and keys are made of it, which stay what they were before there were any."""
+        shown = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
         if (self.k_encoding, self.v_encoding) == ("none", "none"):
             del shown["k_encoding"], shown["v_encoding"]
         words = ", ".join(f"{name}={value!r}" for name, value in shown.items())
@@ -174,6 +188,7 @@ class KVLayout:
         model_id: str = "",
         k_encoding: str = "none",
         v_encoding: str = "none",
+        rotary: Rotary | None = None,
     ) -> None:
         group = LayerGroup(
             layers=layers,
@@ -183,6 +198,7 @@ class KVLayout:
             dtype=dtype_name(dtype),
             k_encoding=k_encoding,
             v_encoding=v_encoding,
+            rotary=rotary,
         )
         self._set((group,), (0,) * layers, page_tokens, shard, model_id)
 
@@ -256,6 +272,11 @@ class KVLayout:
             raise BadArgumentError(f"shard {shard}: a rank must be below its size")
         if len(model_id.encode()) > 255 or "\0" in model_id:
             raise BadArgumentError("model_id is longer than 255 bytes, or has a zero byte")
+        pairs = sum(len(group.rotary.frequencies) for group in groups if group.rotary)
+        if pairs > PAIRS_MAX:
+            raise BadArgumentError(
+                f"rotary embeddings of {pairs} pairs of channels in all groups: {PAIRS_MAX} at most"
+            )
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "page_tokens", page_tokens)
@@ -354,6 +375,10 @@ class KVLayout:
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer of the model, None where it sees all tokens."""
         return tuple(self.groups[index].window for index in self.order)
+
+    def rotary_of(self, layer: int) -> Rotary | None:
+        """How the model turned a layer's keys; None: not at all, or not known."""
+        return self.groups[self.order[layer]].rotary
 
     @cached_property
     def object_bytes(self) -> int | None:

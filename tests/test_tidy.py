@@ -21,6 +21,7 @@ LAYERS = (
     {
         "errors",
         "layout",
+        "rotary",
         "_lifetime",
         "_core.abi",
         "_moved",

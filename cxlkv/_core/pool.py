@@ -25,6 +25,7 @@ from cxlkv._core.base import (
 )
 from cxlkv._native import ffi, lib
 from cxlkv.layout import ENCODINGS, STORED, VALUES, KVLayout, LayerGroup
+from cxlkv.rotary import Rotary
 
 _POOL = ("cxlkv_pool **", lib.cxlkv_pool_destroy)
 # Counters that stats() tells of this process, and those of all; telemetry has the others too.
@@ -46,6 +47,7 @@ def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
     made.k_encoding = ENCODINGS.index(shape.k_encoding)
     made.v_encoding = ENCODINGS.index(shape.v_encoding)
     made.group_count = len(layout.groups)
+    _fill_rotary(made.rotary, layout)
     made.windows = [group.window or 0 for group in layout.groups]
     made.group_of = list(layout.order)
     made.checksum, made.sketch = int(checksum), int(sketch)
@@ -54,13 +56,31 @@ def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
     return made
 
 
+def _fill_rotary(made: Any, layout: KVLayout) -> None:
+    frequencies: list[float] = []
+    for index, group in enumerate(layout.groups):
+        if group.rotary is not None:
+            made.pairs[index] = len(group.rotary.frequencies)
+            made.neighbours |= group.rotary.neighbours << index
+            frequencies += group.rotary.frequencies
+    made.frequencies = frequencies
+
+
+def _rotary_from(got: Any, group: int) -> Rotary | None:
+    """Of a cxlkv_rotary, which the core has checked."""
+    first, count = sum(got.pairs[0:group]), got.pairs[group]
+    if not count:
+        return None
+    frequencies = tuple(got.frequencies[first : first + count])
+    return Rotary(frequencies, bool(got.neighbours >> group & 1))
+
+
 def layout_crc(layout: KVLayout, sketch: bool) -> int:
     """Of what a pool of this layout and another one must agree in to exchange records: what
     record_shape() says of a pool."""
     described = bytes(ffi.buffer(_layout_struct(layout, False, sketch)))
-    if not layout.is_encoded:  # as before there were encodings
-        described = described[: ffi.offsetof("cxlkv_layout", "k_encoding")]
-    return crc32c(described)
+    last = "rotary" if layout.is_encoded else "k_encoding"  # as before there were any
+    return crc32c(described[: ffi.offsetof("cxlkv_layout", last)])
 
 
 def _sharing_struct(sharing: tuple[int, int, int]) -> Any:
@@ -171,6 +191,7 @@ def layout_from(got: Any) -> KVLayout:
             values=VALUES[got.values],
             k_encoding=ENCODINGS[got.k_encoding],
             v_encoding=ENCODINGS[got.v_encoding],
+            rotary=_rotary_from(got.rotary, index),
         )
         for index in range(got.group_count)
     ]

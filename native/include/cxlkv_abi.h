@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 18
+#define CXLKV_ABI 19
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -50,6 +50,16 @@
 #define CXLKV_ENCODING_FP8_E4M3 3 /* native/src/kernels/fp8.h */
 #define CXLKV_ENCODING_PROGRESSIVE 4 /* 8 bits in two planes of 4; a reader may stop at the first */
 #define CXLKV_LAYERS_MAX 1024
+#define CXLKV_ROTARY_PAIRS_MAX 256 /* of all groups together */
+
+/* How the model turns keys by their position (RoFormer, arXiv 2104.09864). By group: pairs of
+ * channels, 0 where it does not or where it was not said, and the radians by which a pair turns
+ * from one token to the next, group after group. The core does not turn keys: methods ask. */
+typedef struct cxlkv_rotary {
+    uint32_t neighbours; /* a bit a group: pair i is channels 2i and 2i + 1, else i and pairs + i */
+    uint32_t pairs[16];
+    float frequencies[256];
+} cxlkv_rotary;
 
 /* What a pool stores. Layers of one shape; those of one group also share an attention window. */
 typedef struct cxlkv_layout {
@@ -69,6 +79,7 @@ typedef struct cxlkv_layout {
     uint8_t group_of[1024]; /* by layer */
     uint32_t k_encoding;
     uint32_t v_encoding;
+    cxlkv_rotary rotary; /* nothing that is stored depends on it */
 } cxlkv_layout;
 
 #define CXLKV_SHARING_HOST 0

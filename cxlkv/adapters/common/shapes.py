@@ -5,6 +5,7 @@ A config here is any object with its words as attributes: transformers' own, or 
 
 from __future__ import annotations
 
+from cxlkv.adapters.common.rotary import rotary_of
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
 
@@ -15,7 +16,8 @@ LATENT_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mis
 
 def layout_from(config: object, page_tokens: int, dtype: object) -> KVLayout:
     """One layer group for each window. MLA models store one head of latent and rotary channels;
-    its values are the latent ones.
+    its values are the latent ones. The rotary embedding is that of the models of which it is
+    known.
 
     config: of the part that generates text. Raises UnsupportedError, naming the layers, for what is
     neither: state layers, shared keys, encoders.
@@ -32,7 +34,10 @@ def layout_from(config: object, page_tokens: int, dtype: object) -> KVLayout:
             value_head_dim=value_head_dim,
             dtype=dtype_name(dtype),
             window=window,
-            values="key_prefix" if value_head_dim != head_dim else "own",
+            values="own" if value_head_dim == head_dim else "key_prefix",
+            rotary=rotary_of(config, head_dim, window is not None)
+            if value_head_dim == head_dim
+            else None,
         )
         for window in kinds
     ]

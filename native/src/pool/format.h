@@ -41,7 +41,8 @@ _Static_assert(sizeof(group_row) == 32, "a row of the superblock's group table")
  * FEATURES_KNOWN are the bits of this build; docs/reference/releases.md names them, too. */
 enum { FEATURES_COMPATIBLE, FEATURES_READERS, FEATURES_INCOMPATIBLE, FEATURE_WORDS };
 #define FEATURE_ENCODINGS 1u /* incompatible: K or V are kept in an encoding */
-#define FEATURES_KNOWN {0, 0, FEATURE_ENCODINGS}
+#define FEATURE_ROTARY 1u    /* compatible: the page of the superblock has a rotary_table */
+#define FEATURES_KNOWN {FEATURE_ROTARY, 0, FEATURE_ENCODINGS}
 
 /* For an upgrade a pool of FORMAT_BEFORE will do; who only looks may lack features of writers. */
 enum superblock_purpose { SUPERBLOCK_USE, SUPERBLOCK_INSPECT, SUPERBLOCK_UPGRADE };
@@ -81,6 +82,15 @@ _Static_assert(offsetof(superblock, crc_before) % LINE_BYTES == 0 &&
 
 _Static_assert(sizeof(superblock) <= IN_PLACE_OFFSET && IN_PLACE_OFFSET % LINE_BYTES == 0,
                "behind the CRC");
+
+/* Behind the mark of pools in place, with FEATURE_ROTARY: older builds go on without it. */
+typedef struct rotary_table {
+    cxlkv_rotary rotary;
+    uint32_t crc;                /* of all bytes before it */
+} rotary_table;
+enum { ROTARY_OFFSET = IN_PLACE_OFFSET + LINE_BYTES };
+_Static_assert(ROTARY_OFFSET + sizeof(rotary_table) <= SUPERBLOCK_BYTES - 4 * LINE_BYTES,
+               "leaves the saved counters and the host line");
 
 /* The last line of the superblock's page: which host state speaks for this pool. */
 typedef struct host_line {

@@ -1,4 +1,5 @@
 /* A layout's geometry: how large extents are, where each piece lies in them, how many fit. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -38,6 +39,24 @@ static int encodings_check(const cxlkv_layout *layout) {
 }
 
 /* Limits keep every product below within 64 bits: 1024 * 1024 * 8192 * 1024 * 4 < 2^46. */
+static int rotary_check(const cxlkv_layout *layout) {
+    uint64_t pairs = 0;
+    for (uint32_t group = 0; group < CXLKV_GROUPS_MAX; group++) {
+        uint64_t own = layout->rotary.pairs[group];
+        if (own && (group >= layout->group_count || 2 * own > layout->head_dim))
+            return fail(CXLKV_E_GEOMETRY, "layout: group %u turns %lu pairs of %u channels", group,
+                        own, layout->head_dim);
+        pairs += own;
+    }
+    if (pairs > CXLKV_ROTARY_PAIRS_MAX || layout->rotary.neighbours >> CXLKV_GROUPS_MAX)
+        return fail(CXLKV_E_GEOMETRY, "layout: a rotary embedding of %lu pairs, %d at most", pairs,
+                    CXLKV_ROTARY_PAIRS_MAX);
+    for (uint64_t i = 0; i < pairs; i++)
+        if (!isfinite(layout->rotary.frequencies[i]))
+            return fail(CXLKV_E_GEOMETRY, "layout: a rotary frequency is not finite");
+    return 0;
+}
+
 int layout_check(const cxlkv_layout *layout) {
     bool objects = stores_objects(layout);
     const struct { const char *name; uint32_t value, limit; } fields[] = {
@@ -60,6 +79,7 @@ int layout_check(const cxlkv_layout *layout) {
     if (objects != (layout->dtype == CXLKV_BYTES) || (objects && !one))
         return fail(CXLKV_E_GEOMETRY, "layout: objects are bytes, in one layer of one head");
     int code = encodings_check(layout);
+    if (code == 0) code = rotary_check(layout);
     if (code < 0) return code;
     if (layout->checksum > 1)
         return fail(CXLKV_E_GEOMETRY, "layout: checksum is %u, not 0 or 1", layout->checksum);

@@ -8,6 +8,13 @@
 
 static const uint8_t MAGIC[8] = {'C', 'X', 'L', 'K', 'V', 'P', 'O', 'L'};
 
+static bool has_rotary(const cxlkv_layout *layout) {
+    uint32_t pairs = 0;
+    for (uint32_t group = 0; group < CXLKV_GROUPS_MAX; group++)
+        pairs |= layout->rotary.pairs[group];
+    return pairs != 0;
+}
+
 void superblock_write(cxlkv_pool *pool) {
     superblock *block = (superblock *)pool->region.base;
     const cxlkv_layout *layout = &pool->layout;
@@ -39,6 +46,12 @@ void superblock_write(cxlkv_pool *pool) {
     if (is_encoded(layout)) block->features[FEATURES_INCOMPATIBLE] |= FEATURE_ENCODINGS;
     block->k_encoding = layout->k_encoding;
     block->v_encoding = layout->v_encoding;
+    if (has_rotary(layout)) {
+        rotary_table *table = (rotary_table *)(pool->region.base + ROTARY_OFFSET);
+        block->features[FEATURES_COMPATIBLE] |= FEATURE_ROTARY;
+        table->rotary = layout->rotary;
+        table->crc = crc32c(0, table, offsetof(rotary_table, crc));
+    }
     if (pool->in_place)
         memcpy(pool->region.base + IN_PLACE_OFFSET, IN_PLACE_MARK, sizeof(IN_PLACE_MARK));
     block->crc = crc32c(0, block, offsetof(superblock, crc));
@@ -143,6 +156,15 @@ static bool groups_read(const superblock *block, cxlkv_layout *layout) {
     return true;
 }
 
+/* False where its CRC is wrong; layout_check() looks at what it says. */
+static bool rotary_read(const superblock *block, const uint8_t *page, cxlkv_layout *layout) {
+    rotary_table table;
+    if (!(block->features[FEATURES_COMPATIBLE] & FEATURE_ROTARY)) return true;
+    memcpy(&table, page + ROTARY_OFFSET, sizeof(table));
+    layout->rotary = table.rotary;
+    return table.crc == crc32c(0, &table, offsetof(rotary_table, crc));
+}
+
 int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint64_t file_bytes,
                     const char *path, pool_facts *facts) {
     cxlkv_layout *layout = &facts->layout;
@@ -176,6 +198,9 @@ int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint6
         return fail(CXLKV_E_GEOMETRY, "%s has an encoding without the feature that says so", path);
     if (block.line_bytes != LINE_BYTES || !groups_read(&block, layout))
         return fail(CXLKV_E_GEOMETRY, "%s uses a feature that this build does not have", path);
+    if (block.version == FORMAT_VERSION && !rotary_read(&block, bytes, layout))
+        return fail(CXLKV_E_CORRUPT, "%s: the CRC of its rotary embedding is wrong: its bytes were "
+                    "changed. Create the pool anew", path);
     code = layout_check(layout);
     if (code == 0) code = sharing_check(sharing);
     if (code < 0) return code;

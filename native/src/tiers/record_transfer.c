@@ -46,10 +46,10 @@ static uint32_t layout_crc(const cxlkv_pool *pool) {
     memset(layout.model_id + length, 0, sizeof(layout.model_id) - length);
     layout.checksum = 0; /* outside of a pool every piece has one */
     /* Records of pools without an encoding are as they were before there were any. */
-    return crc32c(0, &layout, is_encoded(&layout) ? sizeof(layout)
+    return crc32c(0, &layout, is_encoded(&layout) ? offsetof(cxlkv_layout, rotary)
                                                   : offsetof(cxlkv_layout, k_encoding));
 }
-_Static_assert(sizeof(cxlkv_layout) == 13 * 4 + 256 + 4 + 16 * 4 + 1024 + 8, "no holes");
+_Static_assert(offsetof(cxlkv_layout, rotary) == 13 * 4 + 256 + 4 + 16 * 4 + 1024 + 8, "no holes");
 
 int64_t cxlkv_record_bytes(cxlkv_pool *pool, uint32_t *layout) {
     if (layout) *layout = layout_crc(pool);

@@ -1,0 +1,86 @@
+"""The rotary embedding: by which angles a model turns keys and queries at their positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv.errors import BadArgumentError
+
+PAIRS_MAX = 256
+"""Of a layer; of all groups of a layout together, too."""
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding (RoFormer, arXiv 2104.09864) of a layer's keys and queries.
+
+    frequencies: of each pair of channels, the radians by which it turns from one token to the
+    next, float32. The pairs are of a head's first 2n channels; the others are not turned.
+    neighbours: pair i is channels 2i and 2i + 1 (GLM, Cohere); else i and n + i (Llama). A factor
+    on all keys, such as YaRN's, is not part of it.
+    """
+
+    frequencies: tuple[float, ...]
+    neighbours: bool = False
+
+    def __post_init__(self) -> None:
+        rounded = tuple(float(np.float32(each)) for each in self.frequencies)
+        if not 1 <= len(rounded) <= PAIRS_MAX or not all(map(math.isfinite, rounded)):
+            raise BadArgumentError(
+                f"frequencies of a rotary embedding: 1 to {PAIRS_MAX} finite numbers, radians a "
+                f"token, not {self.frequencies!r:.60}"
+            )
+        object.__setattr__(self, "frequencies", rounded)
+
+    @classmethod
+    def of(cls, theta: float, channels: int, *, neighbours: bool = False) -> Rotary:
+        """Pair i of `channels` turns by theta ** (-2i / channels). Raises BadArgumentError."""
+        if not theta > 0 or channels < 2 or channels % 2:
+            raise BadArgumentError(
+                f"a rotary embedding of theta {theta} and {channels} channels: theta is above 0, "
+                "channels are an even number"
+            )
+        return cls(
+            tuple(float(theta) ** (-i / channels) for i in range(0, channels, 2)), neighbours
+        )
+
+    @property
+    def channels(self) -> int:
+        """How many are turned."""
+        return 2 * len(self.frequencies)
+
+    @property
+    def pairs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The first and the second channel of each pair."""
+        n = len(self.frequencies)
+        numbers = np.arange(n)
+        return (2 * numbers, 2 * numbers + 1) if self.neighbours else (numbers, n + numbers)
+
+    def rotate(self, x: Floats, positions: Sequence[int] | npt.NDArray[np.int64]) -> Floats:
+        """A copy of keys or queries [..., tokens, dim], turned to their positions [tokens]."""
+        return self._turned(x, np.asarray(positions, np.float64))
+
+    def unrotate(self, x: Floats, positions: Sequence[int] | npt.NDArray[np.int64]) -> Floats:
+        """A copy of keys or queries [..., tokens, dim] as they were before the rotation."""
+        return self._turned(x, -np.asarray(positions, np.float64))
+
+    def _turned(self, x: Floats, turns: npt.NDArray[np.float64]) -> Floats:
+        given = np.asarray(x, np.float32)
+        if given.ndim < 2 or given.shape[-1] < self.channels or turns.shape != given.shape[-2:-1]:
+            raise BadArgumentError(
+                f"keys or queries {given.shape} at positions {turns.shape}: wanted are [..., "
+                f"tokens, dim] of {self.channels} channels or more, and [tokens]"
+            )
+        angles = turns[:, None] * np.array(self.frequencies)
+        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        first, second = self.pairs
+        turned, one, other = given.copy(), given[..., first], given[..., second]
+        turned[..., first] = one * cos - other * sin
+        turned[..., second] = other * cos + one * sin
+        return turned
