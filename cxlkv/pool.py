@@ -505,10 +505,15 @@ class CXLPool(Pool):
         return worker_use(self._handle)
 
     def calibrate(
-        self, method: str, of: Sequence | npt.NDArray[np.float32]
+        self,
+        method: str,
+        of: Sequence | npt.NDArray[np.float32],
+        queries: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]:
         """Let a method of docs/methods.md that learns from keys do so, from a text in this pool, or
-        give it what it learned before: float32 [layers, kv_heads, n], which is returned.
+        give it what it learned before: float32 [layers, kv_heads, n], which is returned. queries:
+        those of the text's last tokens, as attention had them, [layers, rows, q_heads, dim], for a
+        method that learns from them, too; transformers' LastQueries keeps them.
 
         It is for this process; `cxlkv ndp-worker --methods` takes a file that numpy.save made of
         it. Raises BadArgumentError for another method, and for a sequence without a whole page.
@@ -517,7 +522,10 @@ class CXLPool(Pool):
         scorer = scorers.of(method)
         if not scorer.calibrated:
             raise BadArgumentError(f"method {method!r} learns nothing: it needs no calibration")
-        found = of if isinstance(of, np.ndarray) else scorers.learned(scorer, of.fetch, self.layout)
+        if isinstance(of, np.ndarray):
+            found = of
+        else:
+            found = scorers.learned(scorer, self.layout, of.fetch, queries, len(of))
         scorers.use(self._handle, self.layout, scorer, found)
         return found
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import VirtualRows
 from cxlkv.ndp.names import is_built_in
+from cxlkv.rotary import Rotary
 
 if TYPE_CHECKING:
     from cxlkv.layout import KVLayout
@@ -63,9 +64,13 @@ def try_out(scorer: Scorer, shape: Shape, parameter_count: int) -> None:
     bounds. Raises BadArgumentError."""
     if is_built_in(scorer):
         return
+    from cxlkv.ndp.scorers import turns
+
     axes, dtype = summary_of(scorer, shape)
     random = np.random.default_rng(1)
     parameters = random.standard_normal(parameter_count).astype(np.float32)
+    if scorer.rotary:
+        parameters[: 2 * shape.dim] = turns(Rotary.of(1e4, shape.dim // 2 * 2), shape.dim)
     made = np.zeros((TRIED_PAGES, *axes), dtype)
     for page, summary in enumerate(made):
         keys = random.standard_normal((shape.tokens, shape.dim)).astype(np.float32)

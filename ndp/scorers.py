@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,6 +25,7 @@ from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.ndp import checks
 from cxlkv.ndp import names as method_names
+from cxlkv.rotary import Rotary
 
 BY_MASS = ("auto", "exact", "attention")
 """Of the core's methods, those that find the pages that hold a share of the attention."""
@@ -42,6 +43,19 @@ class Shape:
 
     tokens: int
     dim: int
+
+
+class Sample(NamedTuple):
+    """What a scorer learns from, of one layer and kv head.
+
+    pages: keys of whole pages, drawn at random, float32 [n, tokens, dim]. queries: of the text's
+    last tokens, of all query heads of the kv head, [m, dim]; None: not given. rotary: how the model
+    turns both; None: not known. A scorer with `rotary` gets both from before the rotation.
+    """
+
+    pages: Floats
+    queries: Floats | None
+    rotary: Rotary | None
 
 
 class Scorer:
@@ -67,6 +81,11 @@ class Scorer:
     share of the attention, averaged over the query heads of a kv head, and budgets may be of mass;
     else by the best score of any query."""
 
+    rotary: ClassVar[bool] = False
+    """Whether it needs the layout's rotary embedding. `parameters` then begin with 2 * dim numbers
+    of it, which rotate() and unrotate() of cxlkv.ndp.methods.rotary take, and learn() gets keys and
+    queries from before the rotation."""
+
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
         """Shape and dtype of a page's summary, a multiple of 8 bytes and 16 KiB at most; float32,
         int8, uint8 or uint16."""
@@ -81,9 +100,10 @@ class Scorer:
         which these are keys [n, dim]."""
         return np.empty(0, np.float32)
 
-    def calibrate_pages(self, pages: Floats) -> Floats:
-        """calibrate() of whole pages [n, tokens, dim], for what depends on which keys share one."""
-        return self.calibrate(pages.reshape(-1, pages.shape[2]))
+    def learn(self, sample: Sample) -> Floats:
+        """calibrate() for what depends on more than the keys: which of them share a page, the
+        queries that ask them."""
+        return self.calibrate(sample.pages.reshape(-1, sample.pages.shape[2]))
 
     def parameter_count(self, shape: Shape) -> int | None:
         """How many numbers calibrate() returns, so that those of another model are refused; None:
@@ -289,6 +309,9 @@ def use(
     shape, count = Shape(layout.page_tokens, layout.head_dim), 0
     if parameters is not None:
         _check_learned(scorer, shape, (layout.layers, layout.kv_heads), parameters)
+    if scorer.rotary:
+        parameters = _behind_turns(scorer, layout, parameters)
+    if parameters is not None:
         parameters = np.ascontiguousarray(parameters, np.float32)
         count = parameters.shape[2]
     made = compiled(scorer, shape, count)
@@ -302,6 +325,32 @@ def use(
             known.kept[number] = (made, parameters)
         known.by_word[word or scorer.name] = (scorer, number)
     return number
+
+
+def turns(rotary: Rotary | None, dim: int) -> Floats:
+    """What parameters of a scorer with `rotary` begin with, [2 * dim]: the other channel of each
+    channel's pair, and the radians a token by which it turns towards that."""
+    others, radians = np.arange(dim, dtype=np.float32), np.zeros(dim, np.float32)
+    if rotary is not None:
+        first, second = rotary.pairs
+        others[first], others[second] = second, first
+        radians[second] = rotary.frequencies
+        radians[first] = -radians[second]
+    return np.concatenate([others, radians])
+
+
+def _behind_turns(scorer: Scorer, layout: KVLayout, learned: Floats | None) -> Floats:
+    """[layers, kv_heads, n]. Raises BadArgumentError where the layout does not say the rotation."""
+    for layer, window in enumerate(layout.windows):
+        if window is None and layout.rotary_of(layer) is None:
+            raise BadArgumentError(
+                f"method {scorer.name!r} asks how the model turns its keys, which the pool's "
+                f"layout does not say of layer {layer}: create it with layout_of(model), or with "
+                "KVLayout(..., rotary=Rotary.of(theta, channels))"
+            )
+    own = np.stack([turns(layout.rotary_of(n), layout.head_dim) for n in range(layout.layers)])
+    both = np.repeat(own[:, None], layout.kv_heads, axis=1)
+    return both if learned is None else np.concatenate([both, learned], axis=2, dtype=np.float32)
 
 
 def _number(scorer: Scorer, summary_bytes: int, parameters: Floats | None) -> int:
@@ -330,9 +379,16 @@ CALIBRATED_TOKENS = 16384
 
 
 def learned(
-    scorer: Scorer, fetch: Callable[[int], tuple[Array, Array]], layout: KVLayout
+    scorer: Scorer,
+    layout: KVLayout,
+    fetch: Callable[[int], tuple[Array, Array]],
+    queries: Floats | None = None,
+    tokens: int = 0,
 ) -> Floats:
-    """[layers, kv_heads, n]; fetch: a sequence's. Raises BadArgumentError without a whole page."""
+    """[layers, kv_heads, n]. fetch: of a sequence of so many tokens. queries: of its last ones,
+    [layers, rows, q_heads, dim]. Raises BadArgumentError without a whole page."""
+    if queries is not None:
+        _check_queries(layout, queries, tokens)
     random = np.random.default_rng(0)
     found = []
     for layer in range(layout.layers):
@@ -341,11 +397,48 @@ def learned(
             raise BadArgumentError(f"method {scorer.name!r} learns from two pages or more")
         count = -(-CALIBRATED_TOKENS // layout.page_tokens)
         some = np.sort(random.permutation(pages.shape[1])[:count])
+        asked = None if queries is None else (queries[layer], tokens - queries.shape[1])
+        samples = _samples(scorer, layout, layer, (pages[:, some], some), asked)
         try:
-            found.append([scorer.calibrate_pages(head[some].astype(np.float32)) for head in pages])
+            found.append([scorer.learn(sample) for sample in samples])
         except (ArithmeticError, LookupError, ValueError, np.linalg.LinAlgError) as error:
-            tokens = len(some) * layout.page_tokens
+            read = len(some) * layout.page_tokens
             raise BadArgumentError(
-                f"method {scorer.name!r} learns nothing from {tokens} tokens: {error}"
+                f"method {scorer.name!r} learns nothing from {read} tokens: {error}"
             ) from error
     return np.array(found, np.float32)
+
+
+def _check_queries(layout: KVLayout, queries: Floats, tokens: int) -> None:
+    shape = np.shape(queries)
+    wanted = len(shape) == 4 and shape[0] == layout.layers and shape[3] == layout.head_dim
+    if not wanted or not 1 <= shape[1] <= tokens or not shape[2] or shape[2] % layout.kv_heads:
+        raise BadArgumentError(
+            f"queries {shape}: wanted are those of the last of {tokens} tokens, [{layout.layers} "
+            f"layers, rows, a multiple of {layout.kv_heads} heads, {layout.head_dim} channels]"
+        )
+
+
+def _samples(
+    scorer: Scorer,
+    layout: KVLayout,
+    layer: int,
+    pages: tuple[Array, npt.NDArray[np.int64]],
+    queries: tuple[Floats, int] | None,
+) -> list[Sample]:
+    """Of each kv head. pages: [kv_heads, n, tokens, dim] and their numbers; queries: [rows,
+    q_heads, dim] and the position of the first."""
+    rotary, (some, numbers) = layout.rotary_of(layer), pages
+    keys = np.asarray(some).astype(np.float32)
+    asked: list[Floats | None] = [None] * layout.kv_heads
+    back = rotary is not None and scorer.rotary
+    if back:
+        at = (numbers[:, None] * layout.page_tokens + np.arange(layout.page_tokens)).ravel()
+        keys = rotary.unrotate(keys.reshape(len(keys), -1, keys.shape[3]), at).reshape(keys.shape)
+    if queries is not None:
+        rows, first = queries
+        by_head = rows.astype(np.float32).swapaxes(0, 1)  # [q_heads, rows, dim]
+        if back:
+            by_head = rotary.unrotate(by_head, first + np.arange(len(rows)))
+        asked = list(by_head.reshape(layout.kv_heads, -1, layout.head_dim))
+    return [Sample(*each, rotary) for each in zip(keys, asked, strict=True)]

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
+from cxlkv.adapters.transformers.cache import CXLCache
+from cxlkv.adapters.transformers.queries import LastQueries
 from cxlkv.demo.forms import Form, FormsCache, Outside
 from cxlkv.demo.full_attention import append_cache, divergence_from
 from cxlkv.errors import BadArgumentError
@@ -26,6 +28,8 @@ from cxlkv.sequence import Sequence as Tokens
 Figures = npt.NDArray[np.float32]
 ROWS_MAX = 64
 """Full attention's logits are made for so many tokens at a time."""
+QUERIES = 64
+"""Of the text that methods learn from, those of its last tokens."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,22 @@ class Reader:
             input_ids=tokens[None], past_key_values=cache, logits_to_keep=max(keep, 1)
         ).logits
         return torch.log_softmax(logits[0].float(), dim=-1)
+
+    @torch.inference_mode()
+    def last_queries(self, context: Tokens, tokens: Tensor) -> Figures:
+        """Of the last QUERIES tokens of a context: [layers, rows, q_heads, dim]."""
+        fork = context.fork()
+        try:
+            fork.truncate(len(tokens) - QUERIES)
+            cache = CXLCache(self.pool, self.model, sequences=[fork])
+            self.model.set_attn_implementation("cxlkv")
+            with LastQueries(cache, QUERIES) as last:
+                self.model(
+                    input_ids=tokens[None, -QUERIES:], past_key_values=cache, logits_to_keep=1
+                )
+            return last.of(0)
+        finally:
+            fork.release()
 
     @contextmanager
     def context(self, cache: DynamicCache, length: int) -> Iterator[Tokens]:

@@ -229,9 +229,10 @@ class Runner:
         begin = time.perf_counter()
         with self.reader.context(cache, len(tokens)) as context:
             appended = time.perf_counter() - begin
+            queries = self.reader.last_queries(context, tokens) if learning else None
             for name in learning:
                 tell(self.console, f"{name} learns")
-                self.reader.pool.calibrate(name, context)
+                self.reader.pool.calibrate(name, context, queries)
             if times:
                 tell(self.console, "timing methods")
                 shares = sorted({form.share for form in self.plan.forms if form.method != "full"})

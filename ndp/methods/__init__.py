@@ -8,6 +8,7 @@ from cxlkv.ndp.methods.codebooks import IVF, PQ
 from cxlkv.ndp.methods.fier import Fier
 from cxlkv.ndp.methods.gaussian import Gaussian, Locks
 from cxlkv.ndp.methods.loki import Loki
+from cxlkv.ndp.methods.low_rank import LowRank
 from cxlkv.ndp.methods.lsh import LSH
 from cxlkv.ndp.methods.mean import Mean
 from cxlkv.ndp.methods.sampling import MagicPIG, SparQMean, VAttention
@@ -23,6 +24,7 @@ SCORERS: tuple[type[Scorer], ...] = (
     Fier,
     SparQ,
     Loki,
+    LowRank,
     PQ,
     IVF,
     LSH,

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.ndp.methods.bfloat16 import from_bfloat16, means_of, product
-from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
+from cxlkv.ndp.scorers import Floats, Sample, Scorer, Shape, Words
 
 OUTLIERS = 0.005
 """The share of pages that are outliers: 48 chunks of 8 tokens of 128,000 are 0.3 % in the paper."""
@@ -16,7 +16,7 @@ class Shadow(Scorer):
     """ShadowKV (arXiv 2410.21465): the mean key is a page's landmark, and pages in which a key is
     least like it (by the cosine) are always chosen. Which these are follows from a threshold that
     is learned from a text; the paper takes a fixed number of each prompt. Its keys of low rank are
-    a way to keep keys, and not to choose them."""
+    `low_rank`, to choose by."""
 
     name = "shadow"
     calibrated = True
@@ -24,8 +24,9 @@ class Shadow(Scorer):
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
         return (shape.dim + 4 - shape.dim % 4,), np.uint16
 
-    def calibrate_pages(self, pages: Floats) -> Floats:
+    def learn(self, sample: Sample) -> Floats:
         """The least cosine below which a page is an outlier."""
+        pages = sample.pages
         mean = pages.mean(1, keepdims=True)
         lengths = np.linalg.norm(pages, axis=2) * np.linalg.norm(mean, axis=2)
         cosines = ((pages * mean).sum(2) / np.maximum(lengths, 1e-30)).min(1)

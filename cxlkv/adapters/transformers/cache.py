@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -56,6 +57,11 @@ class Counters:
 
 Chosen = Callable[[Batch, int, Selection], None]
 """Hears what a layer has chosen, before it attends to that."""
+
+
+Queried = Callable[[int, Tensor, npt.NDArray[np.int32]], None]
+"""Hears a layer's queries [rows, q_heads, dim], behind the rotation, of sequence i those from
+starts[i] on, before it attends."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +225,7 @@ class CXLCache(Cache):
         self.prefill_mass = check_mass(prefill_mass)
         self.counters = Counters()
         self.on_choice: Chosen | None = None
+        self.on_query: Queried | None = None
         self._config = text_config(model)
         self._dtype = getattr(torch, pool.layout.dtype)
         self._step: Step | None = None
@@ -286,6 +293,8 @@ class CXLCache(Cache):
                 call.mask, call.query.shape[0], call.query.shape[2], call.positions
             )
         step = self._step
+        if self.on_query is not None:
+            self.on_query(layer.index, step.rows(call.query), step.starts)
         part = LayerStep(layer.index, step, call.scale, call.softcap, layer.window, call.sinks)
         at_once = self._decodes_at_once and step.tokens == 1 and not step.first
         if not at_once:
