@@ -11,8 +11,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from cxlkv import CXLPool
 from cxlkv.adapters.common.rotary import HALVES, NEIGHBOURS, rotary_of
-from cxlkv.adapters.transformers import layout_of
+from cxlkv.adapters.transformers import CXLCache, FarLayer, LastQueries, layout_of
+from cxlkv.adapters.transformers.steps import Call
+from cxlkv.errors import BadArgumentError
 
 TOKENS = 40
 SIZES = {
@@ -126,3 +129,74 @@ def test_a_config_of_transformers_4_says_the_same() -> None:
 
     llama = made("llama", rope_parameters=LLAMA3).config
     assert rotary_of(Config(), 16) == rotary_of(llama, 16)
+
+
+class Asked:
+    """Of each layer the queries that attention gets, [batch, tokens, q_heads, dim]."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queries: dict[int, list[np.ndarray]] = {}
+        forward = CXLCache.forward
+
+        def heard(cache: CXLCache, layer: FarLayer, call: Call) -> torch.Tensor:
+            rows = call.query.transpose(1, 2).float().numpy()
+            self.queries.setdefault(layer.index, []).append(rows)
+            return forward(cache, layer, call)
+
+        monkeypatch.setattr(CXLCache, "forward", heard)
+
+    def last(self, row: int, tokens: int, rows: int) -> np.ndarray:
+        """[layers, rows, q_heads, dim]: of the last `tokens`, which are not padding."""
+        every = [np.concatenate(of, axis=1)[row] for of in self.queries.values()]
+        return np.stack([of[len(of) - tokens :][-rows:] for of in every])
+
+
+def test_last_queries_are_those_that_attention_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows of different lengths, in a prefill, in pieces, and in steps."""
+    model, lengths = made("llama"), (30, 11)
+    model.set_attn_implementation("cxlkv")
+    ids = torch.randint(3, 64, (2, 34), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[1, : 30 - 11] = 0
+    asked = Asked(monkeypatch)
+    with CXLPool.create("anonymous:", layout=layout_of(model), capacity="4MiB") as pool:
+        cache = CXLCache(pool, model)
+        with LastQueries(cache, rows=13) as last, torch.inference_mode():
+            for first, end in ((0, 30), (30, 33), (33, 34)):
+                positions = mask.cumsum(-1)[:, first:end].sub(1).clamp_min(0)
+                model(
+                    ids[:, first:end],
+                    attention_mask=mask[:, :end],
+                    position_ids=positions,
+                    past_key_values=cache,
+                )
+            with pytest.raises(BadArgumentError, match="leave that one first"):
+                LastQueries(cache).__enter__()
+        for row, tokens in enumerate(lengths):
+            found = last.of(row)
+            assert found.shape == (2, 13, 4, 16)
+            assert np.array_equal(found, asked.last(row, tokens + 4, 13))
+        with pytest.raises(BadArgumentError, match="no queries of row 2"):
+            last.of(2)
+        assert cache.on_query is None
+
+
+def test_a_method_learns_from_them() -> None:
+    pytest.importorskip("numba", reason="numba compiles scorers")
+    model = made("llama", hidden_size=64)
+    model.set_attn_implementation("cxlkv")
+    ids = torch.randint(3, 64, (1, 80), generator=torch.Generator().manual_seed(5))
+    with CXLPool.create("anonymous:", layout=layout_of(model), capacity="4MiB") as pool:
+        cache = CXLCache(pool, model)
+        with LastQueries(cache) as last, torch.inference_mode():
+            model(ids, past_key_values=cache)
+        plain = pool.calibrate("low_rank", cache.sequences[0])
+        weighed = pool.calibrate("low_rank", cache.sequences[0], last.of(0))
+        assert plain.shape == weighed.shape
+        assert not np.allclose(plain, weighed)
+        decoding = CXLCache(
+            pool, model, budget=0.5, method="low_rank", sequences=[cache.sequences[0].fork()]
+        )
+        with torch.inference_mode():
+            model(ids[:, :1], past_key_values=decoding)
+        assert decoding.counters.bytes_scored

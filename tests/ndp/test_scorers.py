@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout
+from cxlkv import Budget, CXLPool, KVLayout, Rotary
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import LayerGroup
 from cxlkv.ndp import scorers
@@ -113,6 +113,18 @@ def loki_scores(of: Asked) -> Doubles:
     return log_sum(of.logits(projected))
 
 
+def low_rank(of: Asked) -> Doubles:
+    pages, tokens, dim = of.keys.shape
+    down, up = of.learned.reshape(2, -1, dim)
+    turn = np.arange(pages * tokens)[:, None] * np.array(rotary_of(dim).frequencies)
+    turn = np.exp(1j * turn).reshape(pages, tokens, -1)
+    pairs = (of.keys[..., : dim // 2] + 1j * of.keys[..., dim // 2 :]) / turn
+    before = np.concatenate([pairs.real, pairs.imag], axis=-1)
+    kept = np.clip(np.rint(before @ down.T), -127, 127) @ up
+    pairs = (kept[..., : dim // 2] + 1j * kept[..., dim // 2 :]) * turn
+    return log_sum(of.logits(np.concatenate([pairs.real, pairs.imag], axis=-1)))
+
+
 def pq(of: Asked) -> Doubles:
     part = of.keys.shape[2] // codebooks.SUBSPACES
     books = of.learned.reshape(codebooks.SUBSPACES, codebooks.WORDS, part)
@@ -154,11 +166,16 @@ REFERENCES: dict[str, Callable[[Asked], Doubles]] = {
     "fier": fier,
     "sparq": sparq_scores,
     "loki": loki_scores,
+    "low_rank": low_rank,
     "pq": pq,
     "ivf": ivf,
     "lsh": lsh_scores,
     "shadow": shadow,
 }
+
+
+def rotary_of(dim: int) -> Rotary:
+    return Rotary.of(10_000, dim)
 
 
 @cache
@@ -186,6 +203,7 @@ class Pages:
             page_tokens=16,
             dtype="float32",
             k_encoding=encoding,
+            rotary=rotary_of(dim),
             **more,  # type: ignore[arg-type]
         )
         self.pool = CXLPool.create("anonymous:", layout=self.layout, capacity="16MiB")
@@ -277,7 +295,7 @@ def test_pages_are_chosen_as_numpy_chooses_them(name: str, encoding: str, seed: 
     of.check(name, of.calibrate(name))
 
 
-@pytest.mark.parametrize("name", ["gaussian", "sparq", "pq"])
+@pytest.mark.parametrize("name", ["gaussian", "sparq", "pq", "low_rank"])
 def test_other_dims(name: str, seed: int) -> None:
     of = Pages(seed, dim=40)
     of.check(name, of.calibrate(name))

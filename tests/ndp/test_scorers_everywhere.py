@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, Sequence
+from cxlkv import Budget, CXLPool, KVLayout, Rotary, Sequence
 from cxlkv.bench import loops
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import scorers
-from cxlkv.ndp.scorers import Floats
+from cxlkv.ndp.scorers import Floats, Sample
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.local import LocalTier, units_of
@@ -29,27 +29,40 @@ from .test_worker import DIM, HEADS, WATCHDOG_S, Twins, make_pool
 
 pytest.importorskip("numba", reason="numba compiles scorers")
 
-NAMES = ("mean", "pq", "gaussian")  # one of each kind: plain, learned, by log-sums
+NAMES = ("mean", "pq", "gaussian", "low_rank")  # plain, learned, by log-sums, by positions
 CHOOSERS = ("retro", "vattention")  # tokens and rows; a sample
 LAYERS = 2
 STARTS = np.array([0, 1], np.int32)
-SMALL = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+SMALL = KVLayout(
+    layers=LAYERS,
+    kv_heads=2,
+    head_dim=8,
+    page_tokens=4,
+    dtype="float32",
+    rotary=Rotary.of(10_000, 6),
+)
 IDS = [7 * i for i in range(4 * 40)]
 FEW = Budget(pages=7)
 
 
-def numbers(dim: int) -> Floats:
-    """What "pq" has learned: [layers, kv_heads, n]."""
+LEARNED = ("pq", "low_rank")
+
+
+def numbers(name: str, dim: int) -> Floats:
+    """What a method has learned: [layers, kv_heads, n]."""
     random = np.random.default_rng(5)
-    keys = random.standard_normal((LAYERS, HEADS, 256, dim)).astype(np.float32)
-    pq = scorers.of("pq")
-    return np.array([[pq.calibrate(head) for head in layer] for layer in keys], np.float32)
+    pages = random.standard_normal((LAYERS, HEADS, 64, 4, dim)).astype(np.float32)
+    queries = random.standard_normal((9, dim)).astype(np.float32)
+    scorer, rotary = scorers.of(name), Rotary.of(10_000, dim - dim % 2)
+    made = [[scorer.learn(Sample(head, queries, rotary)) for head in layer] for layer in pages]
+    return np.array(made, np.float32)
 
 
 def know(*pools: CXLPool) -> None:
     """The pools know all of NAMES."""
     for pool in pools:
-        pool.calibrate("pq", numbers(pool.layout.head_dim))
+        for name in LEARNED:
+            pool.calibrate(name, numbers(name, pool.layout.head_dim))
 
 
 Lists = tuple[npt.NDArray[np.int32], Floats]
@@ -105,14 +118,17 @@ class Served(Protocol):
 @pytest.fixture
 def served(path: Path, tmp_path: Path, rng: np.random.Generator) -> Iterator[Served]:
     """Twins of three sequences, one of which a worker serves that was begun with these methods."""
-    np.save(tmp_path / "pq.npy", numbers(DIM))
+    for name in LEARNED:
+        np.save(tmp_path / f"{name}.npy", numbers(name, DIM))
     with ExitStack() as stack:
 
         def make(methods: str, **more: object) -> tuple[CXLPool, Twins]:
             pool = stack.enter_context(make_pool(path, **more))  # type: ignore[arg-type]
             twins = stack.enter_context(Twins(path, pool, rng, 3))
             know(pool, twins.here)
-            words = ["--methods", methods.replace("pq", f"pq={tmp_path / 'pq.npy'}")]
+            for name in LEARNED:
+                methods = methods.replace(name, f"{name}={tmp_path / name}.npy")
+            words = ["--methods", methods]
             words = words if methods else []
             command = ["-m", "cxlkv.ops.cli", "ndp-worker", "--pool", path, "--threads", 1]
             worker = stack.enter_context(Child(*command, *words))

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, Sequence, _core
+from cxlkv import Budget, CXLPool, KVLayout, Sequence, _core, Rotary
 from cxlkv.errors import BadArgumentError, ClosedError, PoisonError
 from cxlkv.ndp import choosers, names, scorers
 from cxlkv.ndp.choosers import Arrays, Chooser
@@ -560,10 +560,15 @@ def tokens(pages: object) -> Floats:
 # ---- layouts ----
 
 
-@pytest.mark.parametrize("dim", [1, 7, 576])
-@pytest.mark.parametrize("name", ["mean", "fier", "pq"])
+ODD = [(name, dim) for name in ("mean", "fier", "pq") for dim in (1, 7, 576)]
+
+
+@pytest.mark.parametrize(("name", "dim"), [*ODD, ("low_rank", 7), ("low_rank", 576)])
 def test_odd_dims(name: str, dim: int, make_pool: MakePool, rng: np.random.Generator) -> None:
-    layout = KVLayout(layers=1, kv_heads=1, head_dim=dim, page_tokens=4, dtype="float32")
+    rotary = Rotary.of(10_000, min(dim - dim % 2, 512), neighbours=True) if dim > 1 else None
+    layout = KVLayout(
+        layers=1, kv_heads=1, head_dim=dim, page_tokens=4, dtype="float32", rotary=rotary
+    )
     pool = make_pool("8MiB", layout=layout)
     sequence = grown(pool, rng, 400)
     if scorers.of(name).calibrated:

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import pytest
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import CXLPool, KVLayout, Rotary
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -107,6 +107,7 @@ def make_pool(
         values=values,
         k_encoding=encodings[0],
         v_encoding=encodings[1],
+        rotary=Rotary.of(10_000, DIM) if values == "own" else None,
     )
     layout = KVLayout.of([full], [0, 0], page_tokens=page_tokens)
     if window is not None:

@@ -14,7 +14,7 @@ layer at most, whatever the number of sequences.
 `layouts` says what a model's pool must store, `cache` has the cache, `steps` what one pass knows,
 `prefill` attention over tensors, `latent` the algebra of MLA, `attention` what transformers calls,
 `requests` prefixes that calls of generate() share, `hints` what brings pages near beforehand,
-`handover` rows that another process goes on from.
+`queries` keeps those of the last tokens, `handover` rows that another process goes on from.
 
 Importing this module registers "cxlkv" as an attention implementation. Raises UnsupportedError
 where transformers is missing or too old.
@@ -26,6 +26,7 @@ from cxlkv.adapters.transformers.cache import Counters, CXLCache, FarLayer
 from cxlkv.adapters.transformers.handover import hand_over, take_over
 from cxlkv.adapters.transformers.hints import Hints
 from cxlkv.adapters.transformers.layouts import layout_of
+from cxlkv.adapters.transformers.queries import LastQueries
 from cxlkv.adapters.transformers.requests import CXLRequests
 from cxlkv.adapters.transformers.steps import LayerStep, Step
 
@@ -35,6 +36,7 @@ __all__ = [
     "Counters",
     "FarLayer",
     "Hints",
+    "LastQueries",
     "LayerStep",
     "Step",
     "attention",
