@@ -490,6 +490,8 @@ class Batch:
         chooser, scorer = (None, 0) if method in METHODS else self._way(method)
         if chooser and several:
             asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
+            if any(budget.chooses(number) for budget in several):
+                choosers.check_budgets(chooser, self._layout, asked)
             return self._decode_apart(asked, new, rewind, softcap, out)
         if _io_hooks.subscriber or audit.used:
             asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)

@@ -148,8 +148,8 @@ def refuse(method: str, where: str) -> None:
 
 
 class Text(NamedTuple):
-    """A sequence in one layer: its handle in the core, its tokens there; fetch: chosen pages,
-    each [kv_heads, pages, page_tokens, dim]."""
+    """A sequence in one layer: its handle in the core, its tokens there; fetch: keys and values of
+    chosen pages, each [1, kv_heads, pages, page_tokens, dim]."""
 
     handle: _core.Handle
     tokens: int
@@ -292,7 +292,7 @@ def select(
     token is chosen, and has log-weights of its tokens; a budget of n pages is that many pages'
     tokens. What the rows of a call add to a sequence is always in."""
     first = uniform(asked.budgets)
-    _check(chooser, layout, asked, first)
+    check_budgets(chooser, layout, asked)
     queries, page_tokens = _queries(layout, asked), layout.page_tokens
     made, scored = [], 0
     for at, text in enumerate(texts):
@@ -327,8 +327,9 @@ def select(
     return _joined(layout, made, scored, asked, chooser.name)
 
 
-def _check(chooser: AnyChooser, layout: KVLayout, asked: Asked, budget: Budget) -> None:
-    name = chooser.name
+def check_budgets(chooser: AnyChooser, layout: KVLayout, asked: Asked) -> None:
+    """Raises BadArgumentError and UnsupportedError for what a chooser cannot be asked."""
+    name, budget = chooser.name, uniform(asked.budgets)
     if any(each.mass is not None for each in asked.budgets):
         raise BadArgumentError(f"method {name!r} knows no mass: give pages or a share")
     if budget.union != "kv_head":

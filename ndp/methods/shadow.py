@@ -41,15 +41,15 @@ class Shadow(Scorer):
         means_of(keys, summary)
         least = np.float32(1)
         for t in range(tokens):
-            product = np.float32(0)
+            along = np.float32(0)
             ours = np.float32(1e-30)
             means = np.float32(1e-30)
             for d in range(dim):
                 mean = from_bfloat16(summary[d])
-                product += keys[t, d] * mean
+                along += keys[t, d] * mean
                 ours += keys[t, d] * keys[t, d]
                 means += mean * mean
-            least = min(least, product / np.sqrt(ours) / np.sqrt(means))
+            least = min(least, along / np.sqrt(ours) / np.sqrt(means))
         summary[dim] = least < parameters[0]
 
     @staticmethod

@@ -750,6 +750,12 @@ def test_errors_name_cause_and_remedy(seed: int) -> None:
     ):
         with pytest.raises(error, match=said):
             of.sequence.select(0, of.queries, budget, method="retro")
+        before, row = of.sequence.tokens(0), np.zeros((1, HEADS, DIM), np.float32)
+        with pytest.raises(error, match=said):
+            of.pool.batch([of.sequence]).decode(
+                0, of.queries[None], row, row, [0, 1], budget, method="retro"
+            )
+        assert of.sequence.tokens(0) == before, "refused before anything is stored"
     with pytest.raises(BadArgumentError, match=r"method 'nothing': use one of .*retro"):
         of.sequence.select(0, of.queries, Budget(pages=4), method="nothing")
     with pytest.raises(BadArgumentError, match="no multiple of 2 kv heads"):
