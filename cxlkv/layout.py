@@ -71,8 +71,9 @@ class LayerGroup:
     float8_e4m3fn, a byte a channel and no scale, to the bit as vLLM's CPU backend stores it. dtype
     is what append() takes and fetch() gives.
 
-    rotary: how the model turned the keys that it appends, which some methods ask; None: not at all,
-    or not known. Layouts that differ in it alone are equal, as nothing that is stored depends on it.
+    rotary: how the model turned the keys that it appends, which some methods ask; None: not at
+    all, or not known. Layouts that differ in it alone are equal: what is stored does not depend on
+    it.
     """
 
     layers: int

@@ -89,7 +89,9 @@ def test_a_method_that_needs_it_says_so() -> None:
         rows = np.ones((40, SMALL.kv_heads, SMALL.head_dim), np.float32)
         for layer in range(SMALL.layers):
             sequence.append(layer, rows, rows)
-        with pytest.raises(BadArgumentError, match=r"does not say of layer 0: create it with layou"):
+        with pytest.raises(
+            BadArgumentError, match=r"does not say of layer 0: create it with layou"
+        ):
             pool.calibrate("low_rank", sequence)
         queries = np.ones((SMALL.layers, 41, SMALL.kv_heads, SMALL.head_dim), np.float32)
         with pytest.raises(BadArgumentError, match="wanted are those of the last of 40 tokens"):
@@ -108,9 +110,7 @@ def test_yaml_says_it_by_theta_or_by_frequencies() -> None:
         assert pool.layout.rotary_of(0) == ROTARY
     turned = {"frequencies": [1.0, 0.5], "neighbours": True}
     groups = {"layer_groups": [{**shape, "rotary": turned}]}
-    with CXLPool.from_config(
-        {"where": "anonymous:", "capacity": "4MiB", "layout": groups}
-    ) as pool:
+    with CXLPool.from_config({"where": "anonymous:", "capacity": "4MiB", "layout": groups}) as pool:
         assert pool.layout.rotary_of(0) == Rotary((1.0, 0.5), neighbours=True)
     for wrong in ({"theta": 1e4}, {**by_theta, "frequencies": [1.0]}, {}):
         with pytest.raises(BadArgumentError, match="give theta and channels, or frequencies"):

@@ -39,9 +39,22 @@ def attention(
     return made.transpose(1, 2), None
 
 
-def low(keys: Tensor, basis: Tensor, weights: Tensor) -> Tensor:
+def low(keys: Tensor, basis: Tensor, weights: Tensor, in_bytes: bool = False) -> Tensor:
     """Keys [heads, tokens, dim] by components [heads, dim, rank] of weighed channels."""
-    return (keys * weights) @ basis @ basis.transpose(1, 2) / weights
+    made = (keys * weights) @ basis
+    if in_bytes:
+        size = made.abs().quantile(0.9995, dim=1, keepdim=True) * 1.5 / 127
+        made = (made / size).round().clamp(-127, 127) * size
+    return made @ basis.transpose(1, 2) / weights
+
+
+def weights_of(queries: Tensor, heads: int, pairs: tuple[np.ndarray, np.ndarray]) -> Tensor:
+    """The length that queries [q_heads, tokens, dim] have in each channel, of both of a pair the
+    same: [kv_heads, 1, dim]."""
+    squares = (queries**2).mean(1).unflatten(0, (heads, -1)).mean(1)
+    first, second = pairs
+    squares[:, first] = squares[:, second] = (squares[:, first] + squares[:, second]) / 2
+    return squares.sqrt()[:, None]
 
 
 def best(keys: Tensor, rank: int) -> Tensor:
@@ -101,10 +114,8 @@ def main(model_folder: Path, file: Path) -> None:
                 return torch.from_numpy(rotary.rotate(of.numpy(), positions)).double()
 
             theirs, learned = (part[:, :TOKENS] for part in taught[layer])
-            squares = (theirs**2).mean(1).unflatten(0, (len(keys), -1)).mean(1)
-            first, second = rotary.pairs
-            squares[:, first] = squares[:, second] = (squares[:, first] + squares[:, second]) / 2
-            weighed, alike = squares.sqrt()[:, None], torch.ones(len(keys), 1, keys.shape[2])
+            weighed = weights_of(theirs, len(keys), rotary.pairs)
+            alike = torch.ones_like(weighed)
             asked = queries[:, TOKENS + PAGE - ASKED :].unflatten(0, (len(keys), -1))
             made = {"exact": keys}
             for rank, (how, w) in product((4, 8, 16), (("alike", alike), ("weighed", weighed))):
@@ -115,6 +126,14 @@ def main(model_folder: Path, file: Path) -> None:
                 made[f"before, all heads, {how}, {rank}"] = behind(of_all_heads(own, rank, w))
             for what, estimated in made.items():
                 held.setdefault(what, []).append(mass(keys, estimated, asked))
+            own, before_learned = before(keys), before(learned)
+            in_bytes = low(own, best(before_learned * weighed, 8), weighed, in_bytes=True)
+            mine = weights_of(queries[:, TOKENS - 64 : TOKENS], len(keys), rotary.pairs)
+            by_mine = low(own, best(before_learned * mine, 8), mine)
+            for what, part in (("in bytes", in_bytes), ("by the text's last 64", by_mine)):
+                held.setdefault(f"before, weighed, 8, {what}", []).append(
+                    mass(keys, behind(part), asked)
+                )
         found[name] = held
         for what, layers in held.items():
             print(f"{name:10} {what:32} {np.mean(layers):.4f}", flush=True)

@@ -113,7 +113,10 @@ def test_frequencies_are_scaled_as_transformers_scales_them(
 def test_nothing_is_said_of_what_is_not_known() -> None:
     llama = made("llama").config
     assert rotary_of(llama, 16) is not None
-    for words in ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, {"rope_type": "yarn"}):
+    for words in (
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        {"rope_type": "yarn"},
+    ):
         llama.rope_parameters = words
         assert rotary_of(llama, 16) is None
     assert rotary_of(AutoConfig.for_model("smollm3"), 16) is None  # some layers turn no keys

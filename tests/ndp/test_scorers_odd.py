@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, Sequence, _core, Rotary
+from cxlkv import Budget, CXLPool, KVLayout, Rotary, Sequence, _core
 from cxlkv.errors import BadArgumentError, ClosedError, PoisonError
 from cxlkv.ndp import choosers, names, scorers
 from cxlkv.ndp.choosers import Arrays, Chooser
