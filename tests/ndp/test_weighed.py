@@ -44,6 +44,33 @@ SHAPES = {
 }
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What the rows of a kv head attend to: keys and values [n, dim], what is added to each logit
+    [n], and the place of its page in the list, or -1 for a virtual row."""
+
+    keys: Doubles
+    values: Doubles
+    added: Doubles
+    places: npt.NDArray[np.int_]
+
+
+def softmax(
+    q: Doubles, seen: Seen, scale: float, softcap: float | None
+) -> tuple[Doubles, float, Doubles]:
+    """(out, lse, the share of each)."""
+    if not len(seen.keys):
+        return np.zeros(seen.values.shape[1]), -math.inf, np.zeros(0)
+    logits = seen.keys @ q * scale
+    if softcap:
+        logits = softcap * np.tanh(logits / softcap)
+    logits += seen.added
+    top = logits.max()
+    weights = np.exp(logits - top)
+    total = weights.sum()
+    return weights @ seen.values / total, top + math.log(total), weights / total
+
+
 class Texts:
     """Sequences of a pool in a batch, and their keys and values as they are kept, decoded."""
 
@@ -120,30 +147,25 @@ class Texts:
             for row in range(starts[i], starts[i + 1]):
                 position = sequence.tokens(0) - (starts[i + 1] - row)
                 low = max(0, position - shape.window + 1) if shape.window else 0
-                for head in range(heads):
-                    one = row if picked.per == "query" else i
-                    found = self.one(
-                        q[row, head].astype(np.float64), picked, one, head // shape.group, i,
-                        (low, position + 1), scale, softcap,
-                    )  # fmt: skip
-                    out[row, head], lse[row, head] = found[:2]
-                    mass[row, head // shape.group] += found[2] / shape.group
+                one = row if picked.per == "query" else i
+                for head in range(shape.kv_heads):
+                    seen = self.seen(picked, one, head, i, (low, position + 1))
+                    for q_head in range(head * shape.group, (head + 1) * shape.group):
+                        asked = q[row, q_head].astype(np.float64)
+                        out[row, q_head], lse[row, q_head], shares = softmax(
+                            asked, seen, scale, softcap
+                        )
+                        is_page = seen.places >= 0
+                        np.add.at(
+                            mass[row, head], seen.places[is_page], shares[is_page] / shape.group
+                        )
         return out, lse, mass
 
-    def one(
-        self,
-        q: Doubles,
-        picked: Selection,
-        one: int,
-        head: int,
-        i: int,
-        sight: tuple[int, int],
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Doubles, float, Doubles]:
-        """Of list `one` of sequence i, which sees the tokens [sight)."""
+    def seen(self, picked: Selection, one: int, head: int, i: int, sight: tuple[int, int]) -> Seen:
+        """By list `one` of sequence i, which sees the tokens [sight)."""
         shape, (kept_keys, kept_values) = self.shape, self.kept[i]
-        keys, values, added, places = [], [], [], []
+        keys, values = [np.empty((0, shape.dim))], [np.empty((0, shape.value_dim))]
+        added, places = [], []
         for place, page in enumerate(picked.pages[one, head].tolist()):
             first = page * shape.page
             for token in range(max(first, sight[0]), min(first + shape.page, sight[1])):
@@ -154,31 +176,19 @@ class Texts:
                     mine = picked.log_weights[one, head, place]
                     weight = float(mine[(token - first) % len(mine)] if len(mine) > 1 else mine[0])
                 if weight > -math.inf:
-                    keys.append(kept_keys[head, token])
-                    values.append(kept_values[head, token])
+                    keys.append(kept_keys[head, token : token + 1])
+                    values.append(kept_values[head, token : token + 1])
                     added.append(weight)
                     places.append(place)
         if picked.rows is not None:
-            for row, weight in enumerate(picked.rows.log_counts[one, head].tolist()):
-                if weight > -math.inf:
-                    keys.append(picked.rows.k[one, head, row].astype(np.float64))
-                    values.append(picked.rows.v[one, head, row].astype(np.float64))
-                    added.append(weight)
-                    places.append(-1)
-        shares = np.zeros(picked.pages.shape[-1])
-        if not keys:
-            return np.zeros(shape.value_dim), -math.inf, shares
-        logits = np.array(keys) @ q * scale
-        if softcap:
-            logits = softcap * np.tanh(logits / softcap)
-        logits += np.array(added)
-        top = logits.max()
-        weights = np.exp(logits - top)
-        total = weights.sum()
-        for place, weight in zip(places, weights / total, strict=True):
-            if place >= 0:
-                shares[place] += weight
-        return weights @ np.array(values) / total, top + math.log(total), shares
+            there = picked.rows.log_counts[one, head] > -np.inf
+            keys.append(picked.rows.k[one, head, there].astype(np.float64))
+            values.append(picked.rows.v[one, head, there].astype(np.float64))
+            added.extend(picked.rows.log_counts[one, head, there].tolist())
+            places.extend([-1] * int(there.sum()))
+        return Seen(
+            np.concatenate(keys), np.concatenate(values), np.array(added), np.array(places, int)
+        )
 
     def check(
         self,
