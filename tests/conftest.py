@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import ClosedError, UnsupportedError
 from cxlkv.pool import Pool
 
-from .support import states
+from .support import interpreter, states
 
 # Triton reads this when a kernel's module is imported: without a GPU its interpreter runs them.
 if not Path("/dev/nvidiactl").exists():
@@ -57,6 +58,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             for name, text in report.user_properties if report.when == "call" else []:
                 if name == "show":
                     terminalreporter.write_line(str(text))
+
+
+def pytest_collection_finish() -> None:
+    """Where tests run kernels, and Triton's interpreter runs them: with less to look for."""
+    kernels = sys.modules.get("cxlkv.kernels.runtime")
+    if kernels is not None and kernels.INTERPRETED:
+        interpreter.hasten()
 
 
 @pytest.fixture(autouse=True, scope="session")
