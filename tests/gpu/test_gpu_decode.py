@@ -505,9 +505,9 @@ def test_right_hints_leave_nothing_to_fetch(device: torch.device, model: Model) 
         assert stats.selects == (2 + 1) * 6 * LAYERS
 
 
-def test_random_hints_find_what_chance_finds(model: Model) -> None:
+def test_random_hints_find_what_chance_finds(device: torch.device, model: Model) -> None:
     with decoder_of(
-        model, "cpu", budget=Budget(pages=5, sinks=0, recent=0), hot_pages=5
+        model, device, budget=Budget(pages=5, sinks=0, recent=0), hot_pages=5
     ) as decoder:
         model.add(decoder, 200)
         for _ in range(30):
