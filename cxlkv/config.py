@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -140,9 +140,8 @@ class _Angles(Keys):
         return Rotary.of(self.theta, self.channels, neighbours=self.neighbours)
 
 
-def _shape_words(shape: _Group | _OneShape) -> dict[str, Any]:
-    words = shape.model_dump(exclude_none=True, exclude={"rotary"})
-    return words if shape.rotary is None else {**words, "rotary": shape.rotary.make()}
+def _rotary(said: _Angles | None) -> Rotary | None:
+    return None if said is None else said.make()
 
 
 class _Group(Keys):
@@ -167,7 +166,8 @@ class _Group(Keys):
     rotary: _Angles | None = None
 
     def make(self) -> LayerGroup:
-        return LayerGroup(**_shape_words(self))
+        words = self.model_dump(exclude_none=True, exclude={"rotary"})
+        return LayerGroup(**words, rotary=_rotary(self.rotary))
 
 
 class _Layout(Keys):
@@ -210,7 +210,8 @@ class _OneShape(_Layout):
     rotary: _Angles | None = None
 
     def make(self) -> KVLayout:
-        return KVLayout(**_shape_words(self))
+        words = self.model_dump(exclude_none=True, exclude={"rotary"})
+        return KVLayout(**words, rotary=_rotary(self.rotary))
 
 
 class _Groups(_Layout):

@@ -431,14 +431,14 @@ def _samples(
     rotary, (some, numbers) = layout.rotary_of(layer), pages
     keys = np.asarray(some).astype(np.float32)
     asked: list[Floats | None] = [None] * layout.kv_heads
-    back = rotary is not None and scorer.rotary
-    if back:
+    back = rotary if scorer.rotary else None
+    if back is not None:
         at = (numbers[:, None] * layout.page_tokens + np.arange(layout.page_tokens)).ravel()
-        keys = rotary.unrotate(keys.reshape(len(keys), -1, keys.shape[3]), at).reshape(keys.shape)
+        keys = back.unrotate(keys.reshape(len(keys), -1, keys.shape[3]), at).reshape(keys.shape)
     if queries is not None:
         rows, first = queries
         by_head = rows.astype(np.float32).swapaxes(0, 1)  # [q_heads, rows, dim]
-        if back:
-            by_head = rotary.unrotate(by_head, first + np.arange(len(rows)))
+        if back is not None:
+            by_head = back.unrotate(by_head, first + np.arange(len(rows)))
         asked = list(by_head.reshape(layout.kv_heads, -1, layout.head_dim))
     return [Sample(*each, rotary) for each in zip(keys, asked, strict=True)]

@@ -609,7 +609,8 @@ def test_mistakes_in_layer_groups(tmp_path: Path) -> None:
     )
     assert [line.partition(";")[0] for line in message(path).splitlines()] == [
         "FILE, line 5: layout.layer_groups[0].windov is not one of layers, kv_heads, "
-        "head_dim, value_head_dim, dtype, window, values, k_encoding, v_encoding",
+        "head_dim, value_head_dim, dtype, window, values, k_encoding, v_encoding, "
+        "rotary",
         "FILE, line 6: layout.layer_groups[1].layers is 'x': a whole number is wanted",
         "FILE, line 6: layout.layer_groups[1].values is 'theirs': one of own, key_prefix",
         "FILE, line 7: layout.layer_groups[2] is 5: keys and values are wanted",

@@ -544,6 +544,7 @@ VALUES = {
     "LayerGroup",
     "PoolFullError",
     "RowForm",
+    "Rotary",
     "Selection",
     "VirtualRows",
     "object_keys",

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoTokenizer
 
+from cxlkv import Rotary
 from cxlkv.adapters.transformers import layout_of
 from cxlkv.bench.lab.texts import TEXTS
 from cxlkv.bench.result import commit
@@ -32,7 +37,7 @@ def attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, **rest: object
 ) -> tuple[Tensor, None]:
     """Full attention, of which queries [heads, tokens, dim] and keys are kept."""
-    seen[module.layer_idx] = query[0].double(), key[0].double()
+    seen[int(cast(int, module.layer_idx))] = query[0].double(), key[0].double()
     made = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, enable_gqa=True
     )
@@ -48,10 +53,12 @@ def low(keys: Tensor, basis: Tensor, weights: Tensor, in_bytes: bool = False) ->
     return made @ basis.transpose(1, 2) / weights
 
 
-def weights_of(queries: Tensor, heads: int, pairs: tuple[np.ndarray, np.ndarray]) -> Tensor:
+def weights_of(
+    queries: Tensor, heads: int, pairs: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+) -> Tensor:
     """The length that queries [q_heads, tokens, dim] have in each channel, of both of a pair the
     same: [kv_heads, 1, dim]."""
-    squares = (queries**2).mean(1).unflatten(0, (heads, -1)).mean(1)
+    squares = (queries**2).mean(1).reshape(heads, -1, queries.shape[2]).mean(1)
     first, second = pairs
     squares[:, first] = squares[:, second] = (squares[:, first] + squares[:, second]) / 2
     return squares.sqrt()[:, None]
@@ -59,7 +66,8 @@ def weights_of(queries: Tensor, heads: int, pairs: tuple[np.ndarray, np.ndarray]
 
 def best(keys: Tensor, rank: int) -> Tensor:
     """The first components of each head, [heads, dim, rank]."""
-    return torch.linalg.eigh(keys.transpose(1, 2) @ keys)[1][..., -rank:]
+    vectors: Tensor = torch.linalg.eigh(keys.transpose(1, 2) @ keys)[1]
+    return vectors[..., -rank:]
 
 
 def of_all_heads(keys: Tensor, rank: int, weights: Tensor) -> Tensor:
@@ -67,8 +75,23 @@ def of_all_heads(keys: Tensor, rank: int, weights: Tensor) -> Tensor:
     heads, tokens, dim = keys.shape
     rows = (keys * weights).transpose(0, 1).reshape(tokens, heads * dim)
     u, s, v = torch.linalg.svd(rows, full_matrices=False)
-    made = (u[:, : rank * heads] * s[: rank * heads]) @ v[: rank * heads]
+    made: Tensor = (u[:, : rank * heads] * s[: rank * heads]) @ v[: rank * heads]
     return made.reshape(tokens, heads, dim).transpose(0, 1) / weights
+
+
+Turn = Callable[[Tensor], Tensor]
+
+
+def turning(rotary: Rotary, positions: npt.NDArray[np.int64]) -> tuple[Turn, Turn]:
+    """What turns keys back, and what turns them."""
+
+    def before(keys: Tensor) -> Tensor:
+        return torch.from_numpy(rotary.unrotate(keys.numpy(), positions)).double()
+
+    def behind(keys: Tensor) -> Tensor:
+        return torch.from_numpy(rotary.rotate(keys.numpy(), positions)).double()
+
+    return before, behind
 
 
 def mass(keys: Tensor, estimated: Tensor, queries: Tensor) -> float:
@@ -77,7 +100,7 @@ def mass(keys: Tensor, estimated: Tensor, queries: Tensor) -> float:
 
     def shares(of: Tensor) -> Tensor:
         logits = torch.einsum("hgrd,htd->hgrt", queries, of) * of.shape[2] ** -0.5
-        return torch.softmax(logits, -1).unflatten(-1, (-1, PAGE)).sum(-1)
+        return torch.softmax(logits, -1).reshape(*logits.shape[:3], -1, PAGE).sum(-1)
 
     order = shares(estimated).mean(1)
     order[..., 0] = order[..., -2:] = 9
@@ -87,7 +110,7 @@ def mass(keys: Tensor, estimated: Tensor, queries: Tensor) -> float:
 
 
 def main(model_folder: Path, file: Path) -> None:
-    model = inputs.read_model(model_folder).float()
+    model = inputs.read_model(model_folder).float()  # type: ignore[no-untyped-call]
     tokenizer, layout = AutoTokenizer.from_pretrained(model_folder), layout_of(model)
     AttentionInterface.register("recorded", attention)
     model.set_attn_implementation("recorded")
@@ -99,24 +122,20 @@ def main(model_folder: Path, file: Path) -> None:
             model(torch.tensor([ids]))
         return dict(seen)
 
-    positions, found = np.arange(TOKENS), {}
+    positions = np.arange(TOKENS)
+    found: dict[str, dict[str, list[float]]] = {}
     taught = read(TAUGHT)
     for name in READ:
-        text, held = read(name), {}
+        text, held = read(name), defaultdict[str, list[float]](list)
         for layer, (queries, every) in text.items():
             keys, rotary = every[:, :TOKENS], layout.rotary_of(layer)
             assert rotary is not None
 
-            def before(of: Tensor, rotary=rotary) -> Tensor:
-                return torch.from_numpy(rotary.unrotate(of.numpy(), positions)).double()
-
-            def behind(of: Tensor, rotary=rotary) -> Tensor:
-                return torch.from_numpy(rotary.rotate(of.numpy(), positions)).double()
-
+            before, behind = turning(rotary, positions)
             theirs, learned = (part[:, :TOKENS] for part in taught[layer])
             weighed = weights_of(theirs, len(keys), rotary.pairs)
             alike = torch.ones_like(weighed)
-            asked = queries[:, TOKENS + PAGE - ASKED :].unflatten(0, (len(keys), -1))
+            asked = queries[:, TOKENS + PAGE - ASKED :].reshape(len(keys), -1, ASKED, keys.shape[2])
             made = {"exact": keys}
             for rank, (how, w) in product((4, 8, 16), (("alike", alike), ("weighed", weighed))):
                 made[f"behind, {how}, {rank}"] = low(keys, best(learned * w, rank), w)
@@ -125,15 +144,13 @@ def main(model_folder: Path, file: Path) -> None:
                 made[f"before, {how}, {rank}"] = behind(of_head)
                 made[f"before, all heads, {how}, {rank}"] = behind(of_all_heads(own, rank, w))
             for what, estimated in made.items():
-                held.setdefault(what, []).append(mass(keys, estimated, asked))
+                held[what].append(mass(keys, estimated, asked))
             own, before_learned = before(keys), before(learned)
             in_bytes = low(own, best(before_learned * weighed, 8), weighed, in_bytes=True)
             mine = weights_of(queries[:, TOKENS - 64 : TOKENS], len(keys), rotary.pairs)
             by_mine = low(own, best(before_learned * mine, 8), mine)
             for what, part in (("in bytes", in_bytes), ("by the text's last 64", by_mine)):
-                held.setdefault(f"before, weighed, 8, {what}", []).append(
-                    mass(keys, behind(part), asked)
-                )
+                held[f"before, weighed, 8, {what}"].append(mass(keys, behind(part), asked))
         found[name] = held
         for what, layers in held.items():
             print(f"{name:10} {what:32} {np.mean(layers):.4f}", flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,14 +124,10 @@ def test_nothing_is_said_of_what_is_not_known() -> None:
 
 
 def test_a_config_of_transformers_4_says_the_same() -> None:
-    class Config:
-        model_type = "llama"
-        rope_theta = 5e5
-        max_position_embeddings = 4096
-        rope_scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
-
+    config = SimpleNamespace(model_type="llama", rope_theta=5e5, max_position_embeddings=4096)
+    config.rope_scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
     llama = made("llama", rope_parameters=LLAMA3).config
-    assert rotary_of(Config(), 16) == rotary_of(llama, 16)
+    assert rotary_of(config, 16) == rotary_of(llama, 16)
 
 
 class Asked:
