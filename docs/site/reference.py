@@ -27,7 +27,13 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
         "A pool of K and V, what it stores, and the sequences in it.",
         (
             *("cxlkv.CXLPool", "cxlkv.Sequence", "cxlkv.Batch", "cxlkv.Hit"),
-            *("cxlkv.KVLayout", "cxlkv.LayerGroup", "cxlkv.admin.Admin", "cxlkv.pages.Pages"),
+            *(
+                "cxlkv.KVLayout",
+                "cxlkv.LayerGroup",
+                "cxlkv.Rotary",
+                "cxlkv.admin.Admin",
+                "cxlkv.pages.Pages",
+            ),
             *("cxlkv.pages.Hotness", "cxlkv.pages.Records", "cxlkv.prefix.prefix_keys"),
         ),
     ),
@@ -52,7 +58,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
         tuple(
             f"cxlkv.adapters.transformers.{name}"
             for name in (
-                *("CXLCache", "CXLRequests", "Hints", "register", "layout_of"),
+                *("CXLCache", "CXLRequests", "Hints", "LastQueries", "register", "layout_of"),
                 *("hand_over", "take_over"),
                 *("attention", "padding_mask", "Step", "LayerStep", "FarLayer", "Counters"),
             )
@@ -94,7 +100,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
 }
 CONSTRUCTED = (
     *("Budget", "KVLayout", "LayerGroup", "Tiers", "Quota", "CXLCache", "CXLRequests", "Decoder"),
-    *("Hints", "VirtualRows"),
+    *("Hints", "LastQueries", "Rotary", "VirtualRows"),
     *("Server", "Remote", "PoolCollector", "StatsCollector"),
 )
 """Classes that are made by their names; others are made by a function or a method."""
