@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Rotary
-from cxlkv.errors import BadArgumentError, CorruptError
+from cxlkv._core import crc32c
+from cxlkv.errors import BadArgumentError, CorruptError, GeometryError
 
 from .support.texts import SMALL
 
@@ -64,6 +65,30 @@ def test_a_table_that_was_changed_is_refused(path: Path, at: int) -> None:
         file.seek(TABLE + at)
         file.write(bytes([before[0] ^ 0x40]))
     with pytest.raises(CorruptError, match="rotary embedding is wrong"):
+        CXLPool.open(path)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "said"),
+    [
+        (4, (5).to_bytes(4, "little"), "group 0 turns 5 pairs of 8 channels"),
+        (4, (2**31).to_bytes(4, "little"), "group 0 turns 2147483648 pairs"),
+        (8, (1).to_bytes(4, "little"), "group 1 turns 1 pairs"),
+        (0, (1 << 16).to_bytes(4, "little"), "a rotary embedding of 3 pairs"),
+        (68, np.float32(np.inf).tobytes(), "a rotary frequency is not finite"),
+    ],
+)
+def test_numbers_of_a_table_are_checked_whatever_its_crc_says(
+    path: Path, at: int, value: bytes, said: str
+) -> None:
+    CXLPool.create(path, layout=KVLayout.of([GROUP]), capacity="4MiB").close()
+    with path.open("r+b") as file:
+        file.seek(TABLE)
+        table = bytearray(file.read(1092))
+        table[at : at + 4] = value
+        file.seek(TABLE)
+        file.write(table + crc32c(bytes(table)).to_bytes(4, "little"))
+    with pytest.raises(GeometryError, match=said):
         CXLPool.open(path)
 
 
