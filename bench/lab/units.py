@@ -48,7 +48,7 @@ SHARES = (0.02, 0.05, 0.10, 0.20)
 REFERENCES = ("oracle", "newest", "random")
 READ_STEPS, ITEM_STEPS = 40, 14
 """What reading a context and answering an item take, in steps of all forms, about."""
-METHOD_STEPS, METHOD_CONTEXTS = 256, 12
+METHOD_STEPS, METHOD_CONTEXTS = 128, 12
 """Of a run of methods, behind each text's prefix, and contexts of tasks."""
 CUE_TOKENS = 8
 """So many tokens of a passage are read before the model can know that it comes again."""

@@ -52,7 +52,7 @@ def lab_run(
         ),
     ] = "",
     methods: Methods = "",
-    budgets: Budgets = "0.02,0.05,0.1,0.2",
+    budgets: Budgets = "0.02,0.05,0.15",
     texts: Texts = 25,
     steps: Steps = None,
 ) -> None:

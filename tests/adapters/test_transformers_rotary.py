@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -17,6 +18,7 @@ from cxlkv.adapters.transformers import CXLCache, FarLayer, LastQueries, layout_
 from cxlkv.adapters.transformers.steps import Call
 from cxlkv.errors import BadArgumentError
 
+Floats = npt.NDArray[np.float32]
 TOKENS = 40
 SIZES = {
     "vocab_size": 64,
@@ -57,14 +59,17 @@ SCALINGS = {
 def made(kind: str, **more: object) -> PreTrainedModel:
     torch.manual_seed(1)
     words = SIZES | (EXPERTS if "mo" in kind or "mix" in kind else {}) | more
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **words)).eval()
+    config = AutoConfig.for_model(kind, **words)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.train(False)
+    return model
 
 
 class Recorder:
     """Of each layer, keys before and after the rotation, float32 [kv_heads, tokens, dim]."""
 
     def __init__(self, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.keys: list[tuple[np.ndarray, np.ndarray]] = []
+        self.keys: list[tuple[Floats, Floats]] = []
         turn = module.apply_rotary_pos_emb
 
         def recorded(q: torch.Tensor, k: torch.Tensor, *rest: object, **more: object) -> object:
@@ -78,7 +83,7 @@ class Recorder:
 
 def turned_keys(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+) -> Iterator[tuple[Floats, Floats]]:
     recorder = Recorder(sys.modules[type(model).__module__], monkeypatch)
     with torch.inference_mode():
         model(torch.randint(3, 64, (1, TOKENS), generator=torch.Generator().manual_seed(2)))
@@ -134,7 +139,7 @@ class Asked:
     """Of each layer the queries that attention gets, [batch, tokens, q_heads, dim]."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.queries: dict[int, list[np.ndarray]] = {}
+        self.queries: dict[int, list[Floats]] = {}
         forward = CXLCache.forward
 
         def heard(cache: CXLCache, layer: FarLayer, call: Call) -> torch.Tensor:
@@ -144,7 +149,7 @@ class Asked:
 
         monkeypatch.setattr(CXLCache, "forward", heard)
 
-    def last(self, row: int, tokens: int, rows: int) -> np.ndarray:
+    def last(self, row: int, tokens: int, rows: int) -> Floats:
         """[layers, rows, q_heads, dim]: of the last `tokens`, which are not padding."""
         every = [np.concatenate(of, axis=1)[row] for of in self.queries.values()]
         return np.stack([of[len(of) - tokens :][-rows:] for of in every])
