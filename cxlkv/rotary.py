@@ -56,6 +56,13 @@ class Rotary:
         return 2 * len(self.frequencies)
 
     @property
+    def summary(self) -> str:
+        """In a few words, for people."""
+        how = "neighbours" if self.neighbours else "halves"
+        first, last = self.frequencies[0], self.frequencies[-1]
+        return f"{self.channels} channels, {how}, {first:.3g} to {last:.3g} radians a token"
+
+    @property
     def pairs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The first and the second channel of each pair."""
         n = len(self.frequencies)

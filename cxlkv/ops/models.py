@@ -27,6 +27,7 @@ SHIPPED: Mapping[str, Mapping[str, object]] = {
         "num_attention_heads": 9,
         "num_hidden_layers": 30,
         "num_key_value_heads": 3,
+        "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
         "dtype": "bfloat16",
     }
 }
@@ -35,7 +36,8 @@ _HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _READ = (
     *("model_type", "is_encoder_decoder", "num_kv_shared_layers", "kv_lora_rank", "layer_types"),
     *("qk_rope_head_dim", "sliding_window", "max_position_embeddings", "head_dim", "hidden_size"),
-    *_HEADS,
+    *("rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"),
+    *("partial_rotary_factor", *_HEADS),
 )
 # Model types whose config.json says all that a layout needs, and the words that it must have. Of
 # all others transformers is asked, which knows what a config leaves out.

@@ -234,7 +234,9 @@ def inspect_pool(path: PoolPath, host: HostNumber = None, as_json: AsJson = Fals
     told = [*pairs(str(path), {**described, **of})]
     for index, group in enumerate(groups):
         layers = [layer for layer, group_of in enumerate(layout.order) if group_of == index]
-        told += pairs(f"layer group {index}", {**asdict(group), "layers": ranges(layers)})
+        shown = {**asdict(group), "layers": ranges(layers)}
+        shown["rotary"] = group.rotary and group.rotary.summary
+        told += pairs(f"layer group {index}", shown)
     told += pairs("where its parts lie", geometry)
     used = {name: value for name, value in stats.items() if value or name == "pages_free"}
     told += pairs("pages now, and what was counted", used)

@@ -27,6 +27,13 @@ LLAMA = {
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
 
 
 def written(folder: Path, words: dict[str, object]) -> str:
@@ -291,6 +298,8 @@ def test_names_are_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monkey
         {"model_type": "qwen3_moe", "use_sliding_window": False, "head_dim": 32},
         {"model_type": "phi3", "sliding_window": 1024},
         {"model_type": "gemma3_text", "head_dim": 32},
+        {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": LLAMA3},
+        {"model_type": "qwen3", "use_sliding_window": False, "head_dim": 32, "rope_theta": 1e6},
         {
             "model_type": "gpt_oss",
             "head_dim": 32,
@@ -315,6 +324,10 @@ def test_a_config_gives_the_layout_that_the_adapter_gives(
     found = models.layout_of_model(model, dtype="bfloat16")
     assert (found.groups, found.order) == (wanted.groups, wanted.order)
     assert found.model_id == model
+    if "rope_theta" in words or words["model_type"] == "gemma3_text":  # else only its class says it
+        turned = [group.rotary for group in found.groups]
+        assert turned == [group.rotary for group in wanted.groups]
+        assert None not in turned
     if "text_config" not in words:  # of a part of a config nobody knows the name or dtype
         assert models.layout_of_model(model) == wanted
 
@@ -332,4 +345,5 @@ def test_what_ships_is_what_its_config_says() -> None:
     wanted = layout_of(config)
     found = models.layout_of_model("smollm2", dtype=wanted.dtype)
     assert found.groups == wanted.groups
+    assert found.rotary_of(0) == wanted.rotary_of(0) is not None
     assert models.layout_of_model("smollm2").dtype == "bfloat16"
