@@ -19,6 +19,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from cxlkv.adapters.common.rotary import rotary_of
 from cxlkv.adapters.vllm.admission import Room
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
@@ -182,6 +183,7 @@ def pool_layout(
     """Of this rank's layers; those with the same window are a group."""
     layers = config.compilation_config.static_forward_context
     windows = [layers[name].impl.sliding_window for name in names]
+    text, own_values = config.model_config.hf_text_config, spec.head_size_v == spec.head_size
     kinds = sorted(set(windows), key=lambda window: (window is not None, window or 0))
     groups = [
         LayerGroup(
@@ -191,6 +193,7 @@ def pool_layout(
             value_head_dim=spec.head_size_v,
             dtype=dtype_name(config.model_config.dtype),
             window=window,
+            rotary=rotary_of(text, spec.head_size, window is not None) if own_values else None,
         )
         for window in kinds
     ]
