@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -60,7 +60,8 @@ def made(kind: str, **more: object) -> PreTrainedModel:
     torch.manual_seed(1)
     words = SIZES | (EXPERTS if "mo" in kind or "mix" in kind else {}) | more
     config = AutoConfig.for_model(kind, **words)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    make: Callable[[object], PreTrainedModel] = AutoModelForCausalLM.from_config
+    model = make(config)
     model.train(False)
     return model
 
