@@ -81,7 +81,7 @@ def test_numbers_of_another_model_are_refused(
     name: str, make_pool: MakePool, rng: np.random.Generator
 ) -> None:
     """The compiled functions do not look at bounds."""
-    pool = make_pool()
+    pool = make_pool(rotary=Rotary.of(10_000, 8))
     learned = pool.calibrate(name, grown(pool, rng, 400))
     assert learned.shape[2] == scorers.of(name).parameter_count(Shape(4, 8))
     with pytest.raises(BadArgumentError, match=f"'{name}': what it learned has shape"):
