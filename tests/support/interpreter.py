@@ -1,4 +1,4 @@
-"""Triton's interpreter without its search for what to replace at each call of a function."""
+"""Makes Triton's interpreter faster: it searches its language once, not at each call."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import cache
 
 @cache
 def hasten() -> None:
-    """Its names are looked up once. Triton lists all members of its language, sorted, for each call
-    of a function within a kernel, which is a fifth of the time of a test of kernels. What is
-    replaced, and by what, stays Triton's."""
+    """Look up the names once. For each call of a function within a kernel, Triton lists and sorts
+    all members of its language, which is a fifth of the time of a test of kernels. Triton still
+    replaces the same members by the same functions."""
     import triton.language as tl
     from triton.runtime import interpreter
 
