@@ -324,7 +324,8 @@ class Batch:
         asked = Asked(_layer(layer), q, offsets, several, method, factor, recall, rate, scorer)
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         if chooser:
-            picked = choosers.select(chooser, self._pool, self._layout, self._texts(layer), asked)
+            of = (self._pool, self._layout, self._handle)
+            picked = choosers.select(chooser, *of, self._texts(layer), asked)
         else:
             picked = simd.select(self._handle, self._layout, asked, self._room)
             # A step later a list is one page longer at most: then one call into the core is enough.
@@ -344,7 +345,12 @@ class Batch:
 
     def _texts(self, layer: int) -> list[choosers.Text]:
         return [
-            choosers.Text(each._handle, each.tokens(layer), partial(_read, each, layer))
+            choosers.Text(
+                each._handle,
+                each.tokens(layer),
+                partial(_read, each, layer),
+                choosers.held_of(each._handle),
+            )
             for each in self.sequences
         ]
 

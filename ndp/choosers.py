@@ -1,5 +1,5 @@
 """Choosers are ways to choose tokens by a state of the sequence, not of each page: clusters of its
-keys, hash tables. A class each, found by its name as a scorer is; all runs in this process.
+keys, hash tables. A class each, found by its name as a scorer is; they run here, or in a worker.
 
 docs/adding-a-method.md says how one is written, docs/decisions/0038-choosers.md why there are two
 ways.
@@ -7,8 +7,11 @@ ways.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar, cast
@@ -18,13 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.arrays import Array, imported, is_torch
-from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.arrays import Array, imported, is_torch, view
+from cxlkv.errors import BadArgumentError, BusyError, UnsupportedError, WorkerError
 from cxlkv.layout import KVLayout
 from cxlkv.ndp import checks, scorers
 from cxlkv.ndp import names as method_names
 from cxlkv.ndp.engine import (
     METHODS_TAKEN,
+    PERS,
     Asked,
     Budget,
     Selection,
@@ -103,13 +107,19 @@ AnyChooser = Chooser[Arrays]
 
 
 @cache
-def _found() -> dict[str, AnyChooser]:
+def _installed() -> dict[str, AnyChooser]:
     try:
         from cxlkv.ndp.methods import CHOOSERS
     except ImportError:  # no numba: scorers say so
         return {}
     found = {kind.name: cast(AnyChooser, kind()) for kind in CHOOSERS}
     return found | method_names.offered(GROUP, Chooser, {*found, *scorers.names()})
+
+
+@cache
+def _found() -> dict[str, AnyChooser]:
+    """Those that are installed, and what this process added."""
+    return dict(_installed())
 
 
 def names() -> tuple[str, ...]:
@@ -135,6 +145,13 @@ def of(name: str) -> AnyChooser | None:
     return found
 
 
+def number_of(chooser: AnyChooser) -> int:
+    """By what a worker knows it; 0 for one that this process added, which no worker has."""
+    if _installed().get(chooser.name) is not chooser:
+        return 0
+    return zlib.crc32(f"chooser {chooser.name} {chooser.seed}".encode()) or 1
+
+
 def refuse(method: str, where: str) -> None:
     """Raises UnsupportedError for a chooser's name: pages alone are not what it chose."""
     if method not in METHODS_TAKEN and of(method):
@@ -147,15 +164,6 @@ def refuse(method: str, where: str) -> None:
 # ---- states ----
 
 
-class Text(NamedTuple):
-    """A sequence in one layer: its handle in the core, its tokens there; fetch: keys and values of
-    chosen pages, each [1, kv_heads, pages, page_tokens, dim]."""
-
-    handle: _core.Handle
-    tokens: int
-    fetch: Callable[[Selection], tuple[Array, Array]]
-
-
 class Run:
     """The state of neighbouring pages, which lives as long as a sequence that has asked for it."""
 
@@ -163,11 +171,34 @@ class Run:
         self.state = state
 
 
+class Held:
+    """What keeps a sequence's runs alive, by choosers and layers. bytes_read: of K and V, to make
+    some that no select has told of."""
+
+    def __init__(self) -> None:
+        self.runs: dict[tuple[AnyChooser, int], list[Run]] = {}
+        self.bytes_read = 0
+
+    def told(self) -> int:
+        with _lock:
+            read, self.bytes_read = self.bytes_read, 0
+        return read
+
+
+class Text(NamedTuple):
+    """A sequence in one layer: its handle in the core, its tokens there; fetch: keys and values of
+    chosen pages, each [1, kv_heads, pages, page_tokens, dim]; held: of the sequence."""
+
+    handle: _core.Handle
+    tokens: int
+    fetch: Callable[[Selection], tuple[Array, Array]]
+    held: Held
+
+
 Key = tuple[AnyChooser, int, bytes]
 """A chooser, a layer, and the ids and generations of pages: what they hold never changes."""
 _runs: WeakKeyDictionary[_core.Handle, WeakValueDictionary[Key, Run]] = WeakKeyDictionary()
-_held: WeakKeyDictionary[_core.Handle, dict[tuple[AnyChooser, int], list[Run]]]
-_held = WeakKeyDictionary()
+_held: WeakKeyDictionary[_core.Handle, Held] = WeakKeyDictionary()
 """By sequences. A fork finds the runs of its prefix here; a run goes with its last sequence."""
 _lock = threading.Lock()
 
@@ -179,6 +210,16 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def held_of(handle: _core.Handle) -> Held:
+    """Of a sequence of this process."""
+    with _lock:
+        return _held.setdefault(handle, Held())
+
+
+class UnfinishedError(Exception):
+    """There was no time for all states: those that are made are kept for the next select."""
 
 
 def runs_tokens(page_tokens: int) -> int:
@@ -211,28 +252,39 @@ def _states(
     layer: int,
     text: Text,
     pages: int,
-) -> tuple[list[Arrays], int]:
-    """Of the first `pages` pages, and the bytes of K and V that were read to make them."""
+    end_s: float,
+) -> list[Arrays]:
+    """Of the first `pages` pages. Raises UnfinishedError after a state that was made, if it is later
+    than end_s and others are wanted."""
     names = _names(text, layer, 0, pages)
     with _lock:
         known = _runs.setdefault(pool, WeakValueDictionary())
-    found, read = [], 0
+    found: list[Run] = []
+    held, late = text.held, False
+    token_bytes = layout.stored_token_bytes // layout.layers
     for first, last in runs_of(pages, layout.page_tokens):
         key = (chooser, layer, names[:, first:last].tobytes())
         with _lock:
             run = known.get(key)
         if run is None:
+            if late:
+                with _lock:
+                    before = held.runs.get((chooser, layer), [])
+                    held.runs[chooser, layer] = found + before
+                raise UnfinishedError(f"states of {first} of {pages} pages are made")
             keys, values = text.fetch(same_pages(np.arange(first, last), layout.kv_heads))
             run = Run(checks.state_of(chooser, _floats(keys[0]), _floats(values[0])))
-            read += layout.stored_token_bytes // layout.layers * layout.page_tokens * (last - first)
             # Another thread may have truncated the sequence before the fetch.
             if np.array_equal(_names(text, layer, first, last), names[:, first:last]):
                 with _lock:
                     run = known.setdefault(key, run)
+            with _lock:
+                held.bytes_read += token_bytes * layout.page_tokens * (last - first)
+            late = time.monotonic() > end_s
         found.append(run)
     with _lock:
-        _held.setdefault(text.handle, {})[chooser, layer] = found
-    return [run.state for run in found], read
+        held.runs[chooser, layer] = found
+    return [run.state for run in found]
 
 
 def _names(text: Text, layer: int, first: int, last: int) -> npt.NDArray[np.uint64]:
@@ -273,27 +325,50 @@ class _List(NamedTuple):
 
 class _Listed(NamedTuple):
     """A list of each kv head: pages [kv_heads, k], -1 padded; log_weights [kv_heads, k,
-    page_tokens], None: all 0; tokens of the pages of all of them."""
+    page_tokens], None: all 0; fetched: bytes of K and V of all these pages' tokens."""
 
     pages: npt.NDArray[np.int32]
     log_weights: Floats | None
     rows: VirtualRows | None
-    tokens: int
+    fetched: int
 
 
 def select(
     chooser: AnyChooser,
     pool: _core.Handle,
     layout: KVLayout,
+    batch: _core.Handle,
     texts: list[Text],
     asked: Asked,
 ) -> Selection:
     """Choose tokens for each row, or each sequence, of a batch. A list names every page of which a
     token is chosen, and has log-weights of its tokens; a budget of n pages is that many pages'
     tokens. What the rows of a call add to a sequence is always in."""
-    first = uniform(asked.budgets)
+    uniform(asked.budgets)
     check_budgets(chooser, layout, asked)
-    queries, page_tokens = _queries(layout, asked), layout.page_tokens
+    rows, number = _float_rows(layout, asked), number_of(chooser)
+    if number:
+        try:
+            made = _by_worker(number, layout, batch, texts, rows, asked)
+        except BusyError as error:  # "only", and it never ends
+            raise WorkerError(str(error)) from error
+        if made is not None:
+            return _joined(layout, *made, asked, chooser.name)
+    return select_here(chooser, pool, layout, texts, asked._replace(queries=rows))
+
+
+def select_here(
+    chooser: AnyChooser,
+    pool: _core.Handle,
+    layout: KVLayout,
+    texts: list[Text],
+    asked: Asked,
+    end_s: float = math.inf,
+) -> Selection:
+    """select() in this process, by arguments that were checked, queries float32 [rows, q_heads,
+    dim]. Raises UnfinishedError when the time on the monotonic clock is later than end_s."""
+    first = asked.budgets[0]
+    queries, page_tokens = _by_heads(layout, cast(Floats, asked.queries)), layout.page_tokens
     made, scored = [], 0
     for at, text in enumerate(texts):
         begin, end = asked.starts[at : at + 2].tolist()
@@ -309,8 +384,8 @@ def select(
             choice = None
             if wanted.most:
                 if states is None:
-                    states, read = _states(chooser, pool, layout, asked.layer, text, whole)
-                    scored += read
+                    of = (chooser, pool, layout, asked.layer, text, whole, end_s)
+                    states = _states(*of)
                 own = queries[:, slice(*rows)].reshape(layout.kv_heads, -1, layout.head_dim)
                 question = Question(
                     queries=np.ascontiguousarray(own),
@@ -324,7 +399,44 @@ def select(
                 choice = checks.choice_of(chooser, layout, states, question)
                 scored += choice.bytes_read
             made.append(_listed(layout, tokens, wanted, choice))
+    scored += sum(text.held.told() for text in texts)
     return _joined(layout, made, scored, asked, chooser.name)
+
+
+def _by_worker(
+    number: int,
+    layout: KVLayout,
+    batch: _core.Handle,
+    texts: list[Text],
+    queries: Floats,
+    asked: Asked,
+) -> tuple[list[_Listed], int] | None:
+    """The lists, and the bytes read to choose; None: nobody else does it."""
+    budgets = _core.budgets([budget.row(asked.layer) for budget in asked.budgets])
+    words = PERS.index(asked.budgets[0].per), number, asked.scale
+    dims = layout.kv_heads, layout.page_tokens, layout.head_dim, layout.value_head_dim
+    made: list[_Listed] = []
+    scored = first = 0
+    # It makes a state, of a page or more, each time that it is asked.
+    left = len(texts) + sum(text.tokens // layout.page_tokens for text in texts)
+    while first < len(texts):
+        ask = (batch, asked.layer, view(queries, "q"), asked.starts, budgets, words, first, dims)
+        found = _core.batch_choose(*ask, may_wait=left > 0)
+        left -= 1
+        if found is None:
+            return None
+        if found.end == 0:
+            continue
+        fetched = found.bytes_fetched
+        for at, pages in enumerate(found.pages):
+            weights = None if found.log_weights is None else found.log_weights[at]
+            of_rows = [each[at : at + 1] for each in found.rows or ()]
+            made.append(
+                _Listed(pages, weights, VirtualRows(*of_rows) if of_rows else None, fetched)
+            )
+            fetched = 0
+        scored, first = scored + found.bytes_scored, found.end
+    return made, scored
 
 
 def check_budgets(chooser: AnyChooser, layout: KVLayout, asked: Asked) -> None:
@@ -338,13 +450,37 @@ def check_budgets(chooser: AnyChooser, layout: KVLayout, asked: Asked) -> None:
         raise UnsupportedError(f"method {name!r} is not for layers with a window")
 
 
-def _queries(layout: KVLayout, asked: Asked) -> Floats:
-    """float32 [kv_heads, rows, group, dim]"""
+def try_out(chooser: AnyChooser, layout: KVLayout) -> None:
+    """Have it compiled for a layout, by a state and a choice that are of noise. Raises
+    BadArgumentError where it fails."""
+    noise, heads = np.random.default_rng(1), layout.kv_heads
+    tokens = 16 * layout.page_tokens
+    keys = noise.standard_normal((heads, tokens, layout.head_dim), np.float32)
+    values = noise.standard_normal((heads, tokens, layout.value_head_dim), np.float32)
+    question = Question(keys[:, :1].copy(), 1.0, tokens, 0, tokens, layout.page_tokens, 1)
+    try:
+        states = [checks.state_of(chooser, keys, values)]
+        checks.choice_of(chooser, layout, states, question)
+    except BadArgumentError:
+        raise
+    except Exception as error:  # of anyone's code
+        raise BadArgumentError(
+            f"method {chooser.name!r} fails on noise, {tokens} tokens of this layout: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _float_rows(layout: KVLayout, asked: Asked) -> Floats:
+    """The queries, float32 [rows, q_heads, dim], contiguous."""
     given = imported(asked.queries, "q")
     check_queries(layout, given, int(asked.starts[-1]))
     if is_torch(given):
         given = cast("torch.Tensor", given).float().numpy()
-    rows: Floats = np.asarray(given).astype(np.float32)
+    return np.ascontiguousarray(given, np.float32)
+
+
+def _by_heads(layout: KVLayout, rows: Floats) -> Floats:
+    """[rows, q_heads, dim] -> [kv_heads, rows, group, dim]"""
     group = rows.shape[1] // layout.kv_heads
     by_head = rows.reshape(len(rows), layout.kv_heads, group, layout.head_dim)
     return np.ascontiguousarray(by_head.swapaxes(0, 1))
@@ -381,7 +517,8 @@ def _listed(layout: KVLayout, tokens: int, wanted: _List, choice: Choice | None)
     rows = None
     if choice is not None and choice.rows is not None:
         rows = VirtualRows(choice.rows.k[None], choice.rows.v[None], choice.rows.log_counts[None])
-    return _Listed(numbers, own, rows, int(fetched))
+    a_token = layout.stored_token_bytes // (layout.layers * heads)
+    return _Listed(numbers, own, rows, int(fetched) * a_token)
 
 
 def _joined(
@@ -394,13 +531,12 @@ def _joined(
         pages[at, :, : each.pages.shape[1]] = each.pages
         if each.log_weights is not None:
             weights[at, :, : each.pages.shape[1]] = each.log_weights
-    a_token = layout.stored_token_bytes // (layout.layers * layout.kv_heads)
     return Selection(
         pages=pages,
         scores=np.where(pages >= 0, 0, -np.inf).astype(np.float32),
         counts=(pages >= 0).sum(-1, dtype=np.int32),
         bytes_scored=scored,
-        bytes_fetched=sum(each.tokens for each in made) * a_token,
+        bytes_fetched=sum(each.fetched for each in made),
         per=asked.budgets[0].per,
         starts=asked.starts,
         method=method,

@@ -9,18 +9,27 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from types import FrameType
 
+import numpy as np
+
 from cxlkv import _core
-from cxlkv.errors import BadArgumentError
+from cxlkv.arrays import Array
+from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.machine.topology import Machine
+from cxlkv.ndp import choosers, scorers, simd
+from cxlkv.ndp.engine import PERS, Asked, Budget, Selection
 
 SLOTS = 8
 PAYLOAD_BYTES = 1 << 20  # of a request, and of an answer
 SERVE_S = 0.2  # so long a signal may wait
 STATUS_S = 60
+STATES_S = 0.02  # a call in which states are made longer is to be made again
 
 
 @dataclass(frozen=True)
@@ -102,8 +111,10 @@ def serve(
     request_bytes: int = PAYLOAD_BYTES,
     response_bytes: int = PAYLOAD_BYTES,
     mode: str = "coherent",
+    choose: Choosers | None = None,
 ) -> None:
     """Serve clients until SIGTERM or SIGINT; `say` gets a line at first, now and then, and last.
+    choose: what answers for choosers.
 
     Raises BusyError when the pool has a worker already.
     """
@@ -113,8 +124,11 @@ def serve(
             say(f"worker {os.getpid()}: serves up to {slots} processes")
             waited_s, requests = 0.0, 0
             while not stopped:
+                begin = time.monotonic()
                 _core.worker_serve(worker, SERVE_S)
-                waited_s += SERVE_S
+                if choose:
+                    choose.answer(worker)
+                waited_s += time.monotonic() - begin
                 if waited_s >= STATUS_S:
                     waited_s, state = 0.0, _core.worker_state(worker)
                     if state["requests"] != requests:
@@ -123,6 +137,100 @@ def serve(
             say(f"{status_line(_core.worker_state(worker))}: ends")
         finally:
             _core.worker_destroy(worker)
+
+
+class Choosers:
+    """Those of a worker by their numbers, and the states that they have made for its clients, which
+    live as long as a client has the sequence."""
+
+    def __init__(self, pool: _core.Handle, layout: KVLayout, methods: Iterable[str]) -> None:
+        """methods: as `cxlkv ndp-worker --methods` has them, scorers among them, which the core
+        gets. Raises BadArgumentError for unknown ones."""
+        self._pool, self._layout = pool, layout
+        self._known: dict[int, choosers.AnyChooser] = {}
+        self._held: dict[int, choosers.Held] = {}
+        for word in methods:
+            chooser = choosers.of(word)
+            if chooser is None:
+                scorers.number_of(pool, layout, word)
+                continue
+            choosers.try_out(chooser, layout)
+            self._known[choosers.number_of(chooser)] = chooser
+
+    def answer(self, worker: _core.Handle) -> None:
+        """What a client asks now, if anything."""
+        asked = _core.worker_asked(worker, self._layout.head_dim)
+        if asked is None:
+            self._forget(worker)
+            return
+        try:
+            found = self._select(asked)
+        except choosers.UnfinishedError as error:
+            _core.worker_refuse(worker, str(error), again=True)
+        except Exception as error:  # of anyone's code; the client does it, and gets its own
+            _core.worker_refuse(worker, f"{type(error).__name__}: {error}", again=False)
+        else:
+            of = found.rows
+            rows = None if of is None else (of.k, of.v, of.log_counts)
+            read = (found.bytes_scored, found.bytes_fetched)
+            _core.worker_answer(worker, found.pages, found.log_weights, rows, read)
+
+    def _select(self, asked: _core.WorkerQuestion) -> Selection:
+        chooser, layout = self._known.get(asked.chooser), self._layout
+        if chooser is None:
+            known = ", ".join(each.name for each in self._known.values()) or "none"
+            raise UnsupportedError(
+                f"the worker does not know the chooser of number {asked.chooser}, of another "
+                f"package or seed; those that it was begun with (--methods): {known}"
+            )
+        if DTYPES[asked.dtype] != "float32":
+            raise UnsupportedError(f"queries of {DTYPES[asked.dtype]}: choosers take float32")
+        shape = (int(asked.starts[-1]), asked.q_heads, layout.head_dim)
+        question = Asked(
+            layer=asked.layer,
+            queries=np.frombuffer(asked.queries, np.float32).reshape(shape),
+            starts=asked.starts,
+            budgets=[_budget_of(*row, asked.per) for row in asked.budgets],
+            method=chooser.name,
+            scale=asked.scale,
+        )
+        choosers.check_budgets(chooser, layout, question)
+        texts = [
+            choosers.Text(
+                sequence,
+                tokens,
+                partial(self._fetch, sequence, asked.layer),
+                self._held.setdefault(table, choosers.Held()),
+            )
+            for sequence, tokens, table in zip(
+                asked.sequences, asked.tokens, asked.tables, strict=True
+            )
+        ]
+        end_s = time.monotonic() + STATES_S
+        return choosers.select_here(chooser, self._pool, layout, texts, question, end_s)
+
+    def _fetch(self, sequence: _core.Handle, layer: int, picked: Selection) -> tuple[Array, Array]:
+        batch = _core.batch_create(self._pool, [sequence])
+        return simd.fetch(batch, self._layout, layer, picked, 1, 0, None)
+
+    def _forget(self, worker: _core.Handle) -> None:
+        if self._held:
+            there = _core.worker_tables(worker)
+            self._held = {table: of for table, of in self._held.items() if table in there}
+
+
+@lru_cache(maxsize=256)
+def _budget_of(kind: int, pages: int, amount: float, sinks: int, recent: int, per: int) -> Budget:
+    """What Budget.row() was of."""
+    share = (None, amount, None, 1.0)[kind]
+    return Budget(
+        pages=pages if kind == 0 else None,
+        share=share,
+        mass=amount if kind == 2 else None,
+        sinks=sinks,
+        recent=recent,
+        per=PERS[per],
+    )
 
 
 def status_line(state: dict[str, int]) -> str:

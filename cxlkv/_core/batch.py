@@ -10,7 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import errors
-from cxlkv._core.base import E_ROOM, Handle, check, flat, int32s, int64s, made
+from cxlkv._core.base import (
+    E_BUSY,
+    E_ROOM,
+    Handle,
+    check,
+    flat,
+    int32s,
+    int64s,
+    made,
+    new_place,
+)
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import PageIndices, Starts, Units, View
 
@@ -182,6 +192,74 @@ def batch_select(
     if code < 0 and code != E_ROOM:
         check(code)
     return code, args.k, args
+
+
+class Chosen(NamedTuple):
+    """What a worker's chooser chose for sequences up to `end`; 0: it has to be asked again. pages
+    [lists, kv_heads, k]; log_weights [lists, kv_heads, k, page_tokens], None: all 0; rows: k, v and
+    log_counts [lists, kv_heads, n, ..]."""
+
+    end: int
+    pages: PageIndices
+    log_weights: npt.NDArray[np.float32] | None
+    rows: tuple[npt.NDArray[np.float32], ...] | None
+    bytes_scored: int
+    bytes_fetched: int
+
+
+_UNFINISHED = Chosen(0, np.empty((0, 0, 0), np.int32), None, None, 0, 0)
+
+
+def batch_choose(
+    batch: Handle,
+    layer: int,
+    queries: View,
+    starts: Starts,
+    budget_array: Any,
+    words: tuple[int, int, float],
+    first: int,
+    dims: tuple[int, int, int, int],
+    may_wait: bool,
+) -> Chosen | None:
+    """By the worker, for sequences from `first` on; None: this process has to. words is (per, the
+    chooser's number, scale), dims (kv_heads, page_tokens, head_dim, value_head_dim). may_wait:
+    whether it may be asked again, else BusyError."""
+    args = _arguments.select
+    per, chooser, scale = words
+    codes = (0, 0, per, 0, chooser)
+    _fill_select(args, layer, queries, starts, budget_array, codes, (scale, 0.0, 0.0))
+    out = new_place("cxlkv_choice **", lib.cxlkv_choice_destroy)
+    code = lib.cxlkv_batch_choose(batch, args, first, out)
+    if code == E_BUSY and may_wait:
+        return _UNFINISHED
+    if check(code) == 0:
+        return None
+    try:
+        return _chosen(out[0], dims)
+    finally:
+        ffi.release(out)
+
+
+def _chosen(choice: Any, dims: tuple[int, int, int, int]) -> Chosen:
+    heads, page_tokens, head_dim, value_dim = dims
+    picked = choice.picked
+    lists, k, n = picked.lists, picked.k, picked.row_count
+
+    def copy(pointer: Any, dtype: type, *shape: int) -> npt.NDArray[Any]:
+        size = 4 * int(np.prod(shape))
+        return np.frombuffer(bytes(ffi.buffer(pointer, size)), dtype).reshape(shape).copy()
+
+    weights, rows = None, None
+    if picked.weight_tokens:
+        weights = copy(picked.log_weights, np.float32, lists, heads, k, page_tokens)
+    if n:
+        rows = (
+            copy(picked.row_keys, np.float32, lists, heads, n, head_dim),
+            copy(picked.row_values, np.float32, lists, heads, n, value_dim),
+            copy(picked.row_log_counts, np.float32, lists, heads, n),
+        )
+    pages = copy(picked.pages, np.int32, lists, heads, k)
+    return Chosen(choice.end, pages, weights, rows, choice.bytes_scored, choice.bytes_fetched)
 
 
 def stages(done: Any) -> tuple[int, float, int, int, int]:

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
-from cxlkv._core.base import VISIBILITY_MODES, Handle, check, made, numbers_from, numbers_of
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv._core.base import (
+    VISIBILITY_MODES,
+    Handle,
+    check,
+    flat,
+    int32s,
+    made,
+    numbers_from,
+    numbers_of,
+)
 from cxlkv._native import ffi, lib
+from cxlkv.arrays import PageIndices, Starts
 
 WORKER_USES = ("none", "if_there", "only")  # by the core's number
 
@@ -27,6 +42,91 @@ def worker_serve(worker: Handle, timeout_s: float) -> int:
 def worker_state(worker: Handle) -> dict[str, int]:
     """What the worker says of itself."""
     return numbers_from("cxlkv_worker_state *", lib.cxlkv_worker_state_of, worker)
+
+
+class WorkerQuestion(NamedTuple):
+    """What a client asks one of a worker's choosers. queries: bytes of [rows, q_heads, head_dim];
+    budgets: (kind, pages, amount, sinks, recent); sequences: the worker's own, until it answers;
+    tokens and tables: of each."""
+
+    chooser: int
+    layer: int
+    q_heads: int
+    dtype: int
+    queries: bytes
+    starts: Starts
+    budgets: list[tuple[int, int, float, int, int]]
+    per: int
+    scale: float
+    sequences: list[Handle]
+    tokens: list[int]
+    tables: list[int]
+
+
+def worker_asked(worker: Handle, head_dim: int) -> WorkerQuestion | None:
+    """What a client asks now, if anything. Copies."""
+    got = ffi.new("cxlkv_question *")
+    if not check(lib.cxlkv_worker_asked(worker, got)):
+        return None
+    asked, n = got.asked, got.count
+    starts = np.frombuffer(bytes(ffi.buffer(asked.starts, 4 * (n + 1))), np.int32).copy()
+    element = asked.queries.stride_bytes[2]
+    size = int(starts[-1]) * asked.q_heads * head_dim * element
+    budgets = asked.budgets[0 : asked.budget_count]
+    return WorkerQuestion(
+        chooser=asked.scorer,
+        layer=asked.layer,
+        q_heads=asked.q_heads,
+        dtype=asked.queries.dtype,
+        queries=bytes(ffi.buffer(ffi.cast("uint8_t *", asked.queries.data), size)),
+        starts=starts,
+        budgets=[(each.kind, each.pages, each.amount, each.sinks, each.recent) for each in budgets],
+        per=asked.per,
+        scale=asked.scale,
+        sequences=list(got.sequences[0:n]),
+        tokens=list(got.tokens[0:n]),
+        tables=list(got.tables[0:n]),
+    )
+
+
+def worker_answer(
+    worker: Handle,
+    pages: PageIndices,
+    log_weights: npt.NDArray[np.float32] | None,
+    rows: tuple[npt.NDArray[np.float32], ...] | None,
+    bytes_read: tuple[int, int],
+) -> None:
+    """pages [lists, kv_heads, k], log_weights [lists, kv_heads, k, page_tokens], rows: k, v and
+    log_counts [lists, kv_heads, n, ..], all contiguous; bytes_read: scored, fetched."""
+    choice: Any = ffi.new("cxlkv_choice *")
+    picked = choice.picked
+    picked.pages, picked.lists, picked.k = int32s(pages), pages.shape[0], pages.shape[2]
+    if log_weights is not None:
+        picked.log_weights = flat("float", log_weights)
+        picked.weight_tokens = log_weights.shape[3]
+    if rows is not None:
+        keys, values, counts = (flat("float", each) for each in rows)
+        picked.row_keys, picked.row_values, picked.row_log_counts = keys, values, counts
+        picked.row_count = rows[2].shape[2]
+    choice.bytes_scored, choice.bytes_fetched = bytes_read
+    check(lib.cxlkv_worker_answer(worker, choice))
+
+
+def worker_refuse(worker: Handle, text: str, again: bool) -> None:
+    """again: the client is to ask at once, for what is now being made."""
+    code = lib.CXLKV_E_BUSY if again else lib.CXLKV_E_ARGUMENT
+    check(lib.cxlkv_worker_refuse(worker, code, text.encode(errors="replace")))
+
+
+def worker_tables(worker: Handle) -> set[int]:
+    """Numbers of the sequences that it has for its clients."""
+    room = 0
+    while True:
+        found = np.empty(room, np.uint64)
+        n = check(lib.cxlkv_worker_tables(worker, flat("uint64_t", found, True), room))
+        if n <= room:
+            return set(found[:n].tolist())
+        room = n
 
 
 def pool_use_worker(pool: Handle, use: str, deadline_s: float) -> None:

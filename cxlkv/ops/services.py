@@ -14,8 +14,7 @@ import typer
 
 from cxlkv.errors import CXLKVError, PoolMissingError, SystemCallError
 from cxlkv.machine.topology import probe
-from cxlkv.ndp import scorers
-from cxlkv.ndp.worker import cpus_near, pin, serve, stop_signals
+from cxlkv.ndp.worker import Choosers, cpus_near, pin, serve, stop_signals
 from cxlkv.ops.console import HostNumber
 from cxlkv.pool import CXLPool
 from cxlkv.stats import find, pool_folders
@@ -90,9 +89,9 @@ def ndp_worker(
     if node is not None:
         pin(cpus_near(probe(), node))
     with CXLPool.open(pool, host=host, threads=threads) as opened:
-        for word in filter(None, methods.split(",")):
-            scorers.number_of(opened._handle, opened.layout, word.strip())
-        serve(opened._handle, lambda line: typer.echo(line), slots=slots)
+        words = [word.strip() for word in methods.split(",") if word]
+        choose = Choosers(opened._handle, opened.layout, words)
+        serve(opened._handle, lambda line: typer.echo(line), slots=slots, choose=choose)
 
 
 def no_port(given: str | None) -> None:

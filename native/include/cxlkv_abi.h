@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 19
+#define CXLKV_ABI 20
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -889,8 +889,32 @@ typedef struct cxlkv_worker_state {
  * 0 coherent, 1 fast, 2 strict, as of the memory that worker and clients share. */
 int cxlkv_worker_make(cxlkv_pool *pool, uint32_t slots, uint32_t request_bytes,
                       uint32_t response_bytes, uint32_t mode, cxlkv_worker **worker);
-/* Answers requests for timeout_s; returns how many. One thread at a time. */
+/* Answers requests for timeout_s, or until one asks a chooser, which is not the core's; returns how
+ * many. One thread at a time. A question that has no answer when this is called again is refused. */
 int64_t cxlkv_worker_serve(cxlkv_worker *worker, double timeout_s);
+/* Some sequences of a client, as they are until the answer. */
+typedef struct cxlkv_question {
+    cxlkv_select_args asked;        /* scorer: the chooser's number; queries: contiguous */
+    uint32_t count;
+    cxlkv_sequence *const *sequences; /* [count], the worker's own */
+    const uint64_t *tokens;         /* of each in the layer; its complete pages are there */
+    const uint64_t *tables;         /* numbers that no other sequence of this worker ever has */
+} cxlkv_question;
+/* What was chosen for sequences [.., end) of a batch. */
+typedef struct cxlkv_choice {
+    cxlkv_picked picked;
+    uint64_t bytes_scored;
+    uint64_t bytes_fetched;         /* as of a select */
+    uint32_t end;
+} cxlkv_choice;
+/* Returns 1, or 0 when nothing is asked. What it points to lasts until the answer. */
+int cxlkv_worker_asked(cxlkv_worker *worker, cxlkv_question *question);
+/* The answer; CXLKV_E_ARGUMENT, and the client is told, when it is too long for one. */
+int cxlkv_worker_answer(cxlkv_worker *worker, const cxlkv_choice *choice);
+/* The client gets this error. CXLKV_E_BUSY: it asks again at once. */
+int cxlkv_worker_refuse(cxlkv_worker *worker, int code, const char *text);
+/* Tables that there are, `capacity` of them at most; returns how many there are. */
+int64_t cxlkv_worker_tables(cxlkv_worker *worker, uint64_t *tables, uint64_t capacity);
 int cxlkv_worker_state_of(cxlkv_worker *worker, cxlkv_worker_state *state);
 void cxlkv_worker_destroy(cxlkv_worker **at);
 
@@ -900,6 +924,12 @@ void cxlkv_worker_destroy(cxlkv_worker **at);
 /* deadline_s: how long an answer may take; 0: by the work. */
 int cxlkv_pool_use_worker(cxlkv_pool *pool, uint32_t use, double deadline_s);
 int cxlkv_pool_worker_state(cxlkv_pool *pool, cxlkv_worker_state *state);
+/* Asks the worker's chooser args->scorer for sequences of the batch, from `first` on, as many as
+ * have room in a request. Returns 1, or 0 when this process has to do it itself; CXLKV_E_BUSY: the
+ * worker is not done with its states, and goes on when it is asked again. */
+int cxlkv_batch_choose(cxlkv_batch *batch, const cxlkv_select_args *args, uint32_t first,
+                       cxlkv_choice **choice);
+void cxlkv_choice_destroy(cxlkv_choice **at);
 
 /* ---- the local tier: docs/explanation/local-tier.md ---- */
 

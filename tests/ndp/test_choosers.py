@@ -657,7 +657,7 @@ def test_a_sequence_that_changes_meanwhile_leaves_no_wrong_state(seed: int) -> N
         fork.select(0, of.queries, Budget(pages=7), method="counting")
     held = choosers._held[fork._handle]
     keys = np.asarray(fork.fetch(0)[0]).reshape(HEADS, -1, DIM)
-    found = [run.state[0] for run in held[counting, 0]]  # type: ignore[index]
+    found = [run.state[0] for run in held.runs[counting, 0]]  # type: ignore[index]
     np.testing.assert_array_equal(np.concatenate(found, axis=1), keys[:, : PAGE * 40])
     counting.made.clear()
     of.sequence.select(0, of.queries, Budget(pages=7), method="counting")

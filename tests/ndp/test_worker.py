@@ -251,7 +251,15 @@ def same(one: Selection, other: Selection) -> None:
     np.testing.assert_array_equal(one.scores, other.scores)
     np.testing.assert_array_equal(one.counts, other.counts)
     assert (one.bytes_scored, one.bytes_fetched) == (other.bytes_scored, other.bytes_fetched)
-    assert (one.per, one.stages) == (other.per, other.stages)
+    assert (one.per, one.stages, one.method) == (other.per, other.stages, other.method)
+    for array, wanted in zip(beside_pages(one), beside_pages(other), strict=True):
+        assert (array is None) == (wanted is None)
+        np.testing.assert_array_equal(array, wanted)  # type: ignore[arg-type]
+
+
+def beside_pages(of: Selection) -> tuple[object, ...]:
+    rows = of.rows
+    return (of.log_weights, *((None,) * 3 if rows is None else (rows.k, rows.v, rows.log_counts)))
 
 
 BUDGETS = {

@@ -251,20 +251,24 @@ int rpc_server(rpc_slot *slot, void *memory, uint32_t request_bytes_max,
     return 0;
 }
 
+void rpc_answer(rpc_slot *slot, uint32_t operation, int64_t bytes) {
+    if (bytes > slot->response_bytes_max) bytes = -CXLKV_E_ROOM;
+    if (bytes < -ERROR_MAX) bytes = -CXLKV_E_ARGUMENT;
+    rpc_header answer = {.sequence = slot->sequence, .operation = operation,
+                         .bytes = bytes < 0 ? 0 : (uint32_t)bytes,
+                         .status = bytes < 0 ? (int32_t)bytes : 0};
+    send_message(slot, slot->response, slot->request, &answer, rpc_response(slot));
+}
+
 int rpc_serve_once(rpc_slot *slot, rpc_handler handler, void *context) {
     rpc_header header;
-    uint8_t *response = slot->local + slot->request_bytes_max;
     int code = receive(slot, false, &header, slot->local);
     if (code == 0) return 0;
     int64_t bytes = code;
-    if (code > 0) bytes = handler(context, header.operation, slot->local, header.bytes, response);
-    if (bytes > slot->response_bytes_max) bytes = -CXLKV_E_ROOM;
-    if (bytes < -ERROR_MAX) bytes = -CXLKV_E_ARGUMENT;
-    rpc_header answer = {.sequence = header.sequence, .operation = header.operation,
-                         .bytes = bytes < 0 ? 0 : (uint32_t)bytes,
-                         .status = bytes < 0 ? (int32_t)bytes : 0};
-    send_message(slot, slot->response, slot->request, &answer, response);
+    if (code > 0)
+        bytes = handler(context, header.operation, slot->local, header.bytes, rpc_response(slot));
     slot->sequence = header.sequence;
+    if (bytes != RPC_LATER) rpc_answer(slot, header.operation, bytes);
     return code;
 }
 

@@ -63,12 +63,19 @@ int rpc_receive(rpc_slot *slot, void *response, uint32_t *bytes);
 /* ---- server ---- */
 
 /* Returns the bytes of the response, at most response_bytes_max, or a negated error, which the
- * client's call returns. */
+ * client's call returns; RPC_LATER: rpc_answer() comes, before this slot is looked at again. */
+#define RPC_LATER INT64_MIN
 typedef int64_t (*rpc_handler)(void *context, uint32_t operation, const void *request,
                                uint32_t bytes, void *response);
 /* One look: 1 when a request was answered, 0 when there is none, -CXLKV_E_CORRUPT when there is one
  * that cannot be read: it was answered with that error. */
 int rpc_serve_once(rpc_slot *slot, rpc_handler handler, void *context);
+/* Where the response is made: memory of response_bytes_max. */
+static inline uint8_t *rpc_response(const rpc_slot *slot) {
+    return slot->local + slot->request_bytes_max;
+}
+/* What the handler did not return; bytes: as it would have. */
+void rpc_answer(rpc_slot *slot, uint32_t operation, int64_t bytes);
 /* Looks at all of them until at least one request was answered, and returns how many were, or 0
  * when none came within timeout_s. What cannot be read counts as answered. */
 uint32_t rpc_serve(rpc_slot *slots, uint32_t count, rpc_handler handler, void *context,

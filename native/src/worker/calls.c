@@ -1,4 +1,4 @@
-/* Calls by the worker: select and attend, in as many requests as have room, and their results. */
+/* Calls by the worker: select, choose and attend, in as many requests as have room, and results. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,22 +8,26 @@
 #include "worker/client.h"
 
 enum { NOT_BY_WORKER = INT32_MIN }; /* no error: do it in this process */
+/* What takes as long as a chooser's state of one run of pages may: two seconds. */
+#define STATE_BYTES 1e9
 
 /* A call, and what selects and attends have in common. */
 typedef struct calling {
     worker_client *client;
     cxlkv_batch *batch;
     request_facts facts;
-    uint32_t operation;          /* REQUEST_SELECT or REQUEST_ATTEND */
+    uint32_t operation;          /* REQUEST_SELECT, REQUEST_CHOOSE or REQUEST_ATTEND */
     uint32_t layer, q_heads;
     const cxlkv_rows *queries;
     const int32_t *starts;
     /* Of a request beside queries and tails: whatever it asks for, by sequence and by row. */
     uint64_t fixed_bytes, sequence_bytes, row_bytes;
     int (*run)(struct calling *call);
-    cxlkv_select_args *select;   /* one of the two */
+    cxlkv_select_args *select;   /* one of the two; of a choose, too */
     cxlkv_attend_args *attend;
     uint64_t bytes_attended;
+    uint32_t first;              /* of a choose: the first sequence */
+    cxlkv_choice **choice;
     uint64_t deadline_ns;
 } calling;
 
@@ -42,6 +46,8 @@ static bool sends_values(const calling *call) {
     return call->operation == REQUEST_ATTEND && call->facts.value_dim;
 }
 
+static bool sends_keys(const calling *call) { return call->operation != REQUEST_CHOOSE; }
+
 /* As the worker is told of it: its length, and what of its tail the worker has. */
 static request_sequence sequence_item(const calling *call, uint32_t index) {
     const cxlkv_sequence *sequence = call->batch->sequences[index];
@@ -51,7 +57,7 @@ static request_sequence sequence_item(const calling *call, uint32_t index) {
     uint64_t first = tokens - tokens % call->facts.page_tokens;
     request_sequence item = {.table = known->table, .version = known->version, .tokens = tokens,
                              .rows = (uint32_t)rows_of(call, (group){index, index + 1})};
-    if (had->keys > first) item.keys_known = (uint32_t)(had->keys - first);
+    if (sends_keys(call) && had->keys > first) item.keys_known = (uint32_t)(had->keys - first);
     if (sends_values(call) && had->values > first)
         item.values_known = (uint32_t)(had->values - first);
     return item;
@@ -71,7 +77,7 @@ static uint64_t group_bytes(const calling *call, group g) {
                       8);
     for (uint32_t i = g.low; i < g.high; i++) {
         request_sequence item = sequence_item(call, i);
-        bytes += request_key_bytes(&call->facts, &item);
+        if (sends_keys(call)) bytes += request_key_bytes(&call->facts, &item);
         if (sends_values(call)) bytes += request_value_bytes(&call->facts, &item);
     }
     return bytes;
@@ -154,7 +160,7 @@ static uint8_t *put_tails(const calling *call, group g, uint32_t kind, uint8_t *
 /* Queries and tails, behind all else; returns the length of the whole. */
 static uint64_t put_rows(const calling *call, group g, uint8_t *to) {
     to = put_queries(call, g, to);
-    to = put_tails(call, g, PIECE_KEYS, to);
+    if (sends_keys(call)) to = put_tails(call, g, PIECE_KEYS, to);
     if (sends_values(call)) to = put_tails(call, g, PIECE_VALUES, to);
     return (uint64_t)(to - call->client->request);
 }
@@ -184,7 +190,7 @@ static int result_reserve(worker_client *c, uint64_t bytes) {
 static int take_result(const calling *call, answer_head head, uint64_t length,
                        uint64_t expected) {
     worker_client *c = call->client;
-    if (head.bytes != expected)
+    if (head.bytes != expected || head.bytes > REQUEST_RESULT_MAX)
         return client_lost(c, fail(CXLKV_E_WORKER, "the worker's result has %lu bytes, wanted "
                                    "%lu", head.bytes, expected), RETRY_NS);
     int code = result_reserve(c, head.bytes);
@@ -338,6 +344,73 @@ static int select_all(calling *call) {
     return 0;
 }
 
+/* ---- choose ---- */
+
+/* The result has the bytes that it says, and names pages that there are. */
+static bool choice_is_whole(const calling *call, group g, const answer_choose *found, uint32_t k,
+                            uint64_t bytes) {
+    const request_facts *facts = &call->facts;
+    uint64_t end = pages_of(call, g);
+    /* In double, which is exact where it is equal. */
+    double heads = (double)found->lists * facts->kv_heads;
+    double page = 1 + (double)found->weight_tokens;
+    double row = 1 + (double)facts->head_dim + (double)facts->row_value_dim;
+    double wanted = sizeof(*found) + 4 * heads * (k * page + found->virtual_rows * row);
+    if (found->lists != lists_of(call, call->select->per, g) || k > end ||
+        (found->weight_tokens && found->weight_tokens != facts->page_tokens) ||
+        wanted != (double)bytes)
+        return false;
+    const int32_t *pages = (const int32_t *)(const void *)(call->client->result + sizeof(*found));
+    bool right = true;
+    for (uint64_t i = 0; i < (uint64_t)found->lists * facts->kv_heads * k; i++)
+        right &= pages[i] >= -1 && pages[i] < (int64_t)end;
+    return right;
+}
+
+/* The result's bytes with what points to them. */
+static cxlkv_choice *choice_of(const calling *call, const answer_choose *found, uint32_t k,
+                               uint64_t bytes) {
+    const request_facts *facts = &call->facts;
+    cxlkv_choice *made = malloc(sizeof(*made) + bytes);
+    if (!made) return NULL;
+    memcpy(made + 1, call->client->result + sizeof(*found), bytes - sizeof(*found));
+    uint64_t lists = (uint64_t)found->lists * facts->kv_heads, rows = lists * found->virtual_rows;
+    const int32_t *pages = (const int32_t *)(made + 1);
+    const float *weights = (const float *)(pages + lists * k);
+    const float *keys = weights + lists * k * found->weight_tokens;
+    const float *values = keys + rows * facts->head_dim;
+    *made = (cxlkv_choice){
+        .picked = {.pages = pages, .lists = found->lists, .k = k, .per = call->select->per,
+                   .weight_tokens = found->weight_tokens, .log_weights = weights,
+                   .row_count = found->virtual_rows, .row_keys = keys, .row_values = values,
+                   .row_log_counts = values + rows * facts->row_value_dim},
+        .bytes_scored = found->bytes_scored, .bytes_fetched = found->bytes_fetched};
+    return made;
+}
+
+static int choose_some(calling *call) {
+    worker_client *c = call->client;
+    answer_head head = {0};
+    answer_choose found;
+    uint64_t length = 0;
+    group g;
+    int code = group_from(call, call->first, &g);
+    if (code < 0) return code;
+    uint64_t bytes = put_select(call, g, &(collecting){0});
+    code = client_ask(c, REQUEST_CHOOSE, g.high - g.low, bytes, call->deadline_ns, &head, &length);
+    if (code == 0)
+        code = take_result(call, head, length, head.bytes < sizeof(found) ? 0 : head.bytes);
+    if (code < 0) return code;
+    memcpy(&found, c->result, sizeof(found));
+    if (!choice_is_whole(call, g, &found, head.k, head.bytes))
+        return client_lost(c, fail(CXLKV_E_WORKER, "the worker's choice of %lu bytes is none of "
+                                   "this pool", head.bytes), RETRY_NS);
+    *call->choice = choice_of(call, &found, head.k, head.bytes);
+    if (!*call->choice) return fail(ENOMEM, "no memory for a choice of %lu bytes", head.bytes);
+    (*call->choice)->end = g.high;
+    return 0;
+}
+
 /* ---- attend ---- */
 
 /* Pages that the shares of a row are of. */
@@ -474,8 +547,9 @@ static int tables_reserve(cxlkv_batch *batch) {
 /* Keys, and values, that are read at most, times what more than 8 queries a head take. */
 static double work_bytes(const calling *call) {
     const cxlkv_layout *layout = &call->batch->pool->layout;
-    double dim = layout->head_dim + (call->attend ? layout->value_head_dim : 0);
-    double bytes = 0, token = layout->kv_heads * dim * 4;
+    bool chooses = call->operation == REQUEST_CHOOSE;
+    double dim = layout->head_dim + (call->attend || chooses ? layout->value_head_dim : 0);
+    double bytes = chooses ? STATE_BYTES : 0, token = layout->kv_heads * dim * 4;
     for (uint32_t i = 0; i < call->batch->count; i++) {
         double queries = (double)rows_of(call, (group){i, i + 1}) * call->q_heads /
                          layout->kv_heads;
@@ -493,6 +567,12 @@ static int told_and_run(calling *call) {
         code = client_forget(c, call->deadline_ns);
     if (code == 0) code = client_tell(c, call->batch, call->layer, call->deadline_ns);
     return code == 0 ? call->run(call) : code;
+}
+
+/* Not this process's work yet. */
+static bool again_by_caller(const calling *call, int64_t code) {
+    return (code == -CXLKV_E_ROOM && call->operation == REQUEST_SELECT) ||
+           (code == -CXLKV_E_BUSY && call->operation == REQUEST_CHOOSE);
 }
 
 /* Under the locks of the batch. */
@@ -515,7 +595,7 @@ static int call_locked(calling *call) {
     }
     if (code == 0) {
         *(call->select ? &c->state.selects : &c->state.attends) += 1;
-    } else if (code != -CXLKV_E_ROOM || !call->select) {
+    } else if (!again_by_caller(call, code)) {
         if (!strstr(cxlkv_error_text(), "is left alone for"))
             snprintf(c->state.why, sizeof(c->state.why), "%s", cxlkv_error_text());
         *(call->select ? &c->state.selects_here : &c->state.attends_here) +=
@@ -556,12 +636,12 @@ static int64_t by_worker(calling *call) {
     if (code == 0 && attend && attend->mass) {
         hotness_weigh(batch, call->layer, &attend->picked, call->starts, attend->mass,
                       attend->mass_k);
-    } else if (code == 0) {
+    } else if (code == 0 && call->operation != REQUEST_CHOOSE) {
         cxlkv_picked picked = call->select ? select_chosen(call->select) : attend->picked;
         hotness_count(batch, call->layer, &picked, call->starts);
     }
     batch_unlock(batch);
-    if (code >= 0 || (code == -CXLKV_E_ROOM && call->select)) return code;
+    if (code >= 0 || again_by_caller(call, code)) return code;
     return use == CXLKV_WORKER_ONLY ? code : NOT_BY_WORKER;
 }
 
@@ -580,6 +660,32 @@ static int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args) {
     int64_t code = by_worker(&call);
     return code == 0 ? args->k : code;
 }
+
+int cxlkv_batch_choose(cxlkv_batch *batch, const cxlkv_select_args *args, uint32_t first,
+                       cxlkv_choice **choice) {
+    bool one = args->budget_count == 1;
+    cxlkv_select_args asked = *args;
+    asked.method = CXLKV_METHOD_SCORER;
+    if (first >= batch->count || (!one && args->budget_count != batch->count))
+        return fail(CXLKV_E_ARGUMENT, "choose: from sequence %u of %u on, by %u budgets", first,
+                    batch->count, args->budget_count);
+    calling call = {.batch = batch,
+                    .operation = REQUEST_CHOOSE,
+                    .layer = args->layer,
+                    .q_heads = args->q_heads,
+                    .queries = &args->queries,
+                    .starts = args->starts,
+                    .fixed_bytes = sizeof(request_select) + (one ? sizeof(cxlkv_budget) : 0),
+                    .sequence_bytes = one ? 0 : sizeof(cxlkv_budget),
+                    .run = choose_some,
+                    .select = &asked,
+                    .first = first,
+                    .choice = choice};
+    int64_t code = by_worker(&call);
+    return code == NOT_BY_WORKER ? 0 : code < 0 ? (int)code : 1;
+}
+
+void cxlkv_choice_destroy(cxlkv_choice **at) { free(*at); }
 
 static int64_t worker_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
     const cxlkv_picked *picked = &args->picked;

@@ -132,9 +132,11 @@ static int parse_sequences(reading *r, const request_facts *facts, request *out,
 }
 
 /* The last of a request: queries, then what is new of the tails. */
-static int parse_rows(reading *r, const request_facts *facts, request *out, bool attends) {
+static int parse_rows(reading *r, const request_facts *facts, request *out) {
+    bool attends = out->head.operation == REQUEST_ATTEND;
+    bool chooses = out->head.operation == REQUEST_CHOOSE;
     uint64_t key_bytes = 0, value_bytes = 0;
-    for (uint32_t i = 0; i < out->head.count; i++) {
+    for (uint32_t i = 0; !chooses && i < out->head.count; i++) {
         key_bytes += request_key_bytes(facts, &out->sequences[i]);
         if (attends) value_bytes += request_value_bytes(facts, &out->sequences[i]);
     }
@@ -144,10 +146,13 @@ static int parse_rows(reading *r, const request_facts *facts, request *out, bool
     return out->values ? 0 : short_error(r, "the values of its tails");
 }
 
-static int check_select(const request_facts *facts, const request_select *s, uint32_t count) {
+static int check_select(const request_facts *facts, const request_select *s,
+                        const request_head *head) {
     int code = check_queries(facts, s->layer, s->q_heads, s->dtype, s->rows, s->scale);
+    uint32_t count = head->count;
     if (code < 0) return code;
-    bool known = s->method <= CXLKV_METHOD_ATTENTION || s->method == CXLKV_METHOD_SCORER;
+    bool chooses = head->operation == REQUEST_CHOOSE, scorer = s->method == CXLKV_METHOD_SCORER;
+    bool known = chooses ? scorer : scorer || s->method <= CXLKV_METHOD_ATTENTION;
     if (!known || s->union_over > CXLKV_UNION_LAYER || s->per > CXLKV_PER_SEQUENCE)
         return fail(CXLKV_E_ARGUMENT, "request: unknown method, union or per");
     if (s->method == CXLKV_METHOD_TWO_STAGE && !facts->sketch)
@@ -177,7 +182,7 @@ static int check_budgets(const request *out) {
 static int parse_select(reading *r, const request_facts *facts, request *out) {
     const request_select *s = &out->select;
     if (!read_bytes(r, &out->select, sizeof(*s))) return short_error(r, "its arguments");
-    int code = check_select(facts, s, out->head.count);
+    int code = check_select(facts, s, &out->head);
     if (code < 0) return code;
     code = parse_sequences(r, facts, out, s->rows, false);
     if (code < 0) return code;
@@ -185,7 +190,7 @@ static int parse_select(reading *r, const request_facts *facts, request *out) {
     if (!out->budgets) return short_error(r, "its budgets");
     out->layer = s->layer;
     out->query_bytes = request_query_bytes(facts, s->rows, s->q_heads, s->dtype);
-    code = parse_rows(r, facts, out, false);
+    code = parse_rows(r, facts, out);
     return code < 0 ? code : check_budgets(out);
 }
 
@@ -264,7 +269,7 @@ static int parse_attend(reading *r, const request_facts *facts, request *out) {
     if (code < 0) return code;
     out->layer = a->layer;
     out->query_bytes = request_query_bytes(facts, a->rows, a->q_heads, a->dtype);
-    return parse_rows(r, facts, out, true);
+    return parse_rows(r, facts, out);
 }
 
 /* ---- all ---- */
@@ -277,13 +282,15 @@ int request_parse(const uint8_t *bytes, uint64_t length, const request_facts *fa
         return fail(CXLKV_E_ARGUMENT, "request: these %lu bytes are none", length);
     if (out->head.bytes != length)
         return fail(CXLKV_E_ARGUMENT, "request: %lu bytes, it says %u", length, out->head.bytes);
-    bool counts = out->head.operation == REQUEST_TABLES ||
-                  out->head.operation == REQUEST_SELECT || out->head.operation == REQUEST_ATTEND;
+    bool selects = out->head.operation == REQUEST_SELECT ||
+                   out->head.operation == REQUEST_CHOOSE;
+    bool counts = out->head.operation == REQUEST_TABLES || selects ||
+                  out->head.operation == REQUEST_ATTEND;
     if (counts != (out->head.count > 0))
         return fail(CXLKV_E_ARGUMENT, "request: operation %u of %u items", out->head.operation,
                     out->head.count);
     if (out->head.operation == REQUEST_TABLES) code = parse_tables(&r, facts, out);
-    else if (out->head.operation == REQUEST_SELECT) code = parse_select(&r, facts, out);
+    else if (selects) code = parse_select(&r, facts, out);
     else if (out->head.operation == REQUEST_ATTEND) code = parse_attend(&r, facts, out);
     else if (out->head.operation == REQUEST_MORE)
         code = read_bytes(&r, &out->more, sizeof(out->more)) ? 0 : short_error(&r, "its numbers");

@@ -14,9 +14,10 @@
 
 #define REQUEST_MAGIC 0x51564b43u /* "CKVQ" */
 enum { REQUEST_TABLES = 1, REQUEST_SELECT = 2, REQUEST_MORE = 3, REQUEST_LEAVE = 4,
-       REQUEST_ATTEND = 5 };
+       REQUEST_ATTEND = 5, REQUEST_CHOOSE = 6 };
 enum { REQUEST_TABLES_MAX = 1 << 14, REQUEST_PAGES_MAX = 1 << 24 /* of one sequence */,
-       REQUEST_ENTRY_BYTES = 12, REQUEST_GROUP_MAX = 4096, REQUEST_PARTS_MAX = 1024 };
+       REQUEST_ENTRY_BYTES = 12, REQUEST_GROUP_MAX = 4096, REQUEST_PARTS_MAX = 1024,
+       REQUEST_RESULT_MAX = 256 << 20 /* bytes of a result */ };
 
 /* Every request begins with it. `count`: tables or sequences; 0 for the others. */
 typedef struct request_head {
@@ -53,7 +54,7 @@ typedef struct request_select {
     uint32_t rows;               /* of all sequences */
     uint32_t budget_count;       /* 1, or one for each sequence */
     uint32_t k_max;              /* pages a list that the client has room for */
-    uint32_t scorer;             /* an id, for CXLKV_METHOD_SCORER */
+    uint32_t scorer;             /* an id, for CXLKV_METHOD_SCORER; of a choose, the chooser's */
 } request_select;
 _Static_assert(sizeof(request_select) == 48, "no holes");
 
@@ -75,7 +76,9 @@ typedef struct request_attend {
 } request_attend;
 _Static_assert(sizeof(request_attend) == 56, "no holes");
 
-/* After the arguments of a select or an attend come its sequences, each array up to a multiple of
+/* A choose has the form of a select with CXLKV_METHOD_SCORER, and no tails.
+ *
+ * After the arguments of a select or an attend come its sequences, each array up to a multiple of
  * 8. Then, of a select, the budgets (24 bytes each, cxlkv_budget), of an attend the pages (int32
  * [lists, kv_heads, k], -1: none), their log-weights (float32 [lists, kv_heads, k, weight_tokens])
  * and, where there are virtual rows, their keys [lists, kv_heads, virtual_rows, head_dim], values
@@ -124,6 +127,19 @@ typedef struct answer_select {
 } answer_select;
 _Static_assert(sizeof(answer_select) == 48, "no holes");
 
+/* Of a choose. Then pages int32 [lists, kv_heads, k], -1: none, and, in float32, log-weights [lists,
+ * kv_heads, k, weight_tokens] and keys, values and log-counts of virtual rows, as an attend has
+ * them. */
+typedef struct answer_choose {
+    uint64_t bytes_scored;
+    uint64_t bytes_fetched;
+    uint32_t lists;
+    uint32_t weight_tokens;      /* 0: all log-weights are 0; else page_tokens */
+    uint32_t virtual_rows;
+    uint32_t reserved;
+} answer_choose;
+_Static_assert(sizeof(answer_choose) == 32, "no holes");
+
 /* Then the log-sum-exp float32 [rows, q_heads], the output [rows, q_heads, value_head_dim] and, if
  * it is wanted, mass float32 [rows, kv_heads, k], k being that of the lists, or the pages of the
  * request's longest sequence. */
@@ -150,7 +166,7 @@ typedef struct request {
     const request_table *tables; /* [head.count]: TABLES */
     const uint8_t *entries;
     uint64_t entry_count;
-    const request_sequence *sequences; /* [head.count]: SELECT and ATTEND */
+    const request_sequence *sequences; /* [head.count]: SELECT, CHOOSE and ATTEND */
     uint32_t layer;
     const uint8_t *queries, *keys;
     uint64_t query_bytes;

@@ -7,7 +7,7 @@
  * is dropped when its lock on the slot is gone. */
 #include "ndp/ndp.h"
 #include "prefix/prefix.h"
-#include "worker/worker.h"
+#include "worker/server.h"
 
 #include <sched.h>
 #include <stdlib.h>
@@ -17,57 +17,10 @@
 
 /* Without requests: spins, then lets others run, then sleeps until a client rings. */
 enum { SPIN_NS = 300000, YIELD_NS = 2000000, LOOK_NS = 100000000, SLEEP_NS = LOOK_NS };
-enum { RESULT_BYTES_MAX = 256 << 20, RESULT_BYTES_KEPT = 16 << 20 /* of an array, for later */ };
+enum { RESULT_BYTES_KEPT = 16 << 20 /* of an array, for later */ };
 /* A sequence with a window has a list of its chunks from its first page on, 12 bytes for 256 pages,
  * though it holds few of them: what one client's tables may come to. */
 enum { SPAN_PAGES_MAX = 1 << 28 };
-
-typedef struct table {
-    cxlkv_sequence *sequence;    /* NULL: there is none; pages of one part only */
-    uint64_t version;
-    uint64_t request;            /* that used it last */
-    uint32_t part;
-} table;
-
-/* What one client has told. */
-typedef struct session {
-    struct cxlkv_worker *worker;
-    uint64_t nonce;              /* of the claim that it belongs to; 0: none */
-    table *tables;
-    uint32_t table_capacity;
-    uint64_t span_pages;         /* of its tables, those behind their windows too */
-} session;
-
-/* Memory that grows, and how much of it a result has. */
-typedef struct buffer {
-    void *data;
-    uint64_t capacity, bytes;
-} buffer;
-
-/* The last select's or attend's, until the next one: longer ones are fetched in several answers. */
-enum { SELECT_HEAD, SELECT_PAGES, SELECT_SCORES, SELECT_COUNTS, RESULT_PARTS };
-enum { ATTEND_HEAD, ATTEND_LSE, ATTEND_OUT, ATTEND_MASS };
-typedef struct result {
-    uint64_t number;             /* 0: none */
-    uint64_t nonce;              /* whose it is */
-    uint32_t k;
-    buffer parts[RESULT_PARTS];  /* all of it, in this order */
-} result;
-
-struct cxlkv_worker {
-    cxlkv_pool *pool;
-    worker_file file;
-    request_facts facts;
-    rpc_slot slots[WORKER_SLOTS_MAX];
-    session sessions[WORKER_SLOTS_MAX];
-    uint8_t *local;              /* of all slots: a request and an answer */
-    cxlkv_batch batch;           /* of the request that is worked on; keeps its scratch */
-    uint32_t batch_capacity;
-    int32_t *starts;
-    result result;
-    uint64_t requests, refused;
-    uint64_t looked_ns, served_ns;
-};
 
 /* ---- tables ---- */
 
@@ -100,6 +53,7 @@ static int table_renew(cxlkv_pool *pool, table *t, const request_table *item,
     cxlkv_sequence *made;
     int code = sequence_make(pool, &made);
     if (code < 0) return code;
+    uint64_t number = t->sequence && t->part == item->part ? t->number : 0;
     made->page_count = made->tables[item->part].first = item->first;
     code = sequence_hold(made, item->part, entries, item->added);
     if (code < 0) {
@@ -116,7 +70,7 @@ static int table_renew(cxlkv_pool *pool, table *t, const request_table *item,
         made->worker_tails = both.worker_tails;
     }
     table_clear(t);
-    *t = (table){.sequence = made, .part = item->part};
+    *t = (table){.sequence = made, .number = number, .part = item->part};
     return 0;
 }
 
@@ -142,6 +96,7 @@ static int table_apply(session *s, table *t, const request_table *item, const ui
     }
     if (code < 0) table_clear(t);
     else t->version = item->to;
+    if (code == 0 && !t->number) t->number = ++s->worker->tables_made;
     return code;
 }
 
@@ -178,16 +133,20 @@ static int batch_reserve(cxlkv_worker *w, uint32_t count) {
     uint32_t capacity = count + count / 2;
     cxlkv_sequence **lists = malloc(2 * (uint64_t)capacity * sizeof(*lists));
     int32_t *starts = malloc((capacity + 1ull) * sizeof(*starts));
-    if (!lists || !starts) {
+    uint64_t *numbers = malloc(2 * (uint64_t)capacity * sizeof(*numbers));
+    if (!lists || !starts || !numbers) {
         free(lists);
         free(starts);
+        free(numbers);
         return fail(ENOMEM, "worker: no memory for %u sequences", count);
     }
     free(w->batch.sequences);
     free(w->starts);
+    free(w->numbers);
     w->batch.sequences = lists;
     w->batch.lock_order = lists + capacity;
     w->starts = starts;
+    w->numbers = numbers;
     w->batch_capacity = capacity;
     return 0;
 }
@@ -237,6 +196,14 @@ static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t 
     return 0;
 }
 
+/* A chooser has states of complete pages, and needs no tail. */
+static void place_pages(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t layer,
+                        uint64_t tokens) {
+    uint64_t *had = &sequence->layer_tokens[layer];
+    tokens -= tokens % w->facts.page_tokens;
+    if (*had < tokens) *had = tokens;
+}
+
 /* Sequence `index` of the request, as long as it says, in the batch; keys and values move on. */
 static int place_sequence(session *s, const request *r, uint32_t index, const uint8_t **keys,
                           const uint8_t **values) {
@@ -253,11 +220,15 @@ static int place_sequence(session *s, const request *r, uint32_t index, const ui
         return fail(CXLKV_E_ARGUMENT, "worker: table %u has %u pages of part %u, %lu tokens of "
                     "layer %u are wanted", item.table, t->sequence->page_count, t->part,
                     item.tokens, r->layer);
-    int code = place_tail(w, t->sequence, r->layer, &item, *keys, *values);
+    bool chooses = r->head.operation == REQUEST_CHOOSE;
+    if (chooses) place_pages(w, t->sequence, r->layer, item.tokens);
+    int code = chooses ? 0 : place_tail(w, t->sequence, r->layer, &item, *keys, *values);
     if (code < 0) return code;
-    *keys += request_key_bytes(&w->facts, &item);
+    if (!chooses) *keys += request_key_bytes(&w->facts, &item);
     if (*values) *values += request_value_bytes(&w->facts, &item);
     t->request = w->requests;
+    w->numbers[index] = item.tokens;
+    w->numbers[w->batch_capacity + index] = t->number;
     w->batch.sequences[index] = w->batch.lock_order[index] = t->sequence;
     w->starts[index + 1] = w->starts[index] + (int32_t)item.rows;
     w->batch.count = index + 1;
@@ -277,8 +248,8 @@ static int place_batch(session *s, const request *r) {
     return code;
 }
 
-static cxlkv_rows query_rows(const cxlkv_worker *w, const request *r, uint32_t q_heads,
-                             uint32_t dtype) {
+cxlkv_rows server_queries(const cxlkv_worker *w, const request *r, uint32_t q_heads,
+                          uint32_t dtype) {
     cxlkv_rows rows = {.data = r->queries, .dtype = dtype};
     rows.stride_bytes[2] = (int64_t)dtype_bytes(dtype);
     rows.stride_bytes[1] = rows.stride_bytes[2] * w->facts.head_dim;
@@ -288,10 +259,10 @@ static cxlkv_rows query_rows(const cxlkv_worker *w, const request *r, uint32_t q
 
 /* ---- select and attend ---- */
 
-static int buffer_reserve(buffer *of, uint64_t bytes) {
+int server_reserve(buffer *of, uint64_t bytes) {
     of->bytes = bytes;
     if (bytes <= of->capacity) return 0;
-    if (bytes > RESULT_BYTES_MAX)
+    if (bytes > REQUEST_RESULT_MAX)
         return fail(CXLKV_E_ARGUMENT, "worker: a result of %lu MiB: ask for fewer rows at once",
                     bytes >> 20);
     free(of->data);
@@ -313,11 +284,11 @@ static void result_clear(result *of, uint64_t kept) {
 
 /* The pages of all lists, and their scores: both together no more than a result may have. */
 static int lists_reserve(result *of, uint64_t elements) {
-    if (elements > RESULT_BYTES_MAX / (sizeof(int32_t) + sizeof(float)))
+    if (elements > REQUEST_RESULT_MAX / (sizeof(int32_t) + sizeof(float)))
         return fail(CXLKV_E_ARGUMENT, "worker: lists of %lu pages in all: ask for fewer rows at "
                     "once, or a smaller budget", elements);
-    int code = buffer_reserve(&of->parts[SELECT_PAGES], elements * sizeof(int32_t));
-    return code < 0 ? code : buffer_reserve(&of->parts[SELECT_SCORES], elements * sizeof(float));
+    int code = server_reserve(&of->parts[SELECT_PAGES], elements * sizeof(int32_t));
+    return code < 0 ? code : server_reserve(&of->parts[SELECT_SCORES], elements * sizeof(float));
 }
 
 static int64_t select_placed(cxlkv_worker *w, const request *r) {
@@ -329,7 +300,7 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
     cxlkv_select_args args = {.layer = s->layer,
                               .q_heads = s->q_heads,
                               .starts = w->starts,
-                              .queries = query_rows(w, r, s->q_heads, s->dtype),
+                              .queries = server_queries(w, r, s->q_heads, s->dtype),
                               .budgets = r->budgets,
                               .budget_count = s->budget_count,
                               .union_over = s->union_over,
@@ -337,8 +308,8 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
                               .scale = s->scale,
                               .errors = s->errors,
                               .scorer = s->scorer};
-    int64_t code = buffer_reserve(&of->parts[SELECT_COUNTS], rows * sizeof(int32_t));
-    if (code == 0) code = buffer_reserve(&of->parts[SELECT_HEAD], sizeof(answer_select));
+    int64_t code = server_reserve(&of->parts[SELECT_COUNTS], rows * sizeof(int32_t));
+    if (code == 0) code = server_reserve(&of->parts[SELECT_HEAD], sizeof(answer_select));
     for (int attempt = 0; code == 0 && attempt < 2; attempt++) {
         args.method = s->method;
         args.pages = pages->data;
@@ -377,17 +348,17 @@ static int64_t attend_placed(cxlkv_worker *w, const request *r) {
     uint64_t out_bytes = queries * w->pool->layout.value_head_dim * dtype_bytes(a->dtype);
     uint64_t mass_k = a->mass ? mass_pages(w, r) : 0;
     uint64_t mass_bytes = mass_k * a->rows * w->facts.kv_heads * sizeof(float);
-    if (mass_k > RESULT_BYTES_MAX / sizeof(float) / (queries ? queries : 1))
+    if (mass_k > REQUEST_RESULT_MAX / sizeof(float) / (queries ? queries : 1))
         return fail(CXLKV_E_ARGUMENT, "worker: the mass of %lu pages for %lu queries: ask for "
                     "fewer rows at once", mass_k, queries);
-    int64_t code = buffer_reserve(&of->parts[ATTEND_HEAD], sizeof(answer_attend));
-    if (code == 0) code = buffer_reserve(&of->parts[ATTEND_LSE], queries * sizeof(float));
-    if (code == 0) code = buffer_reserve(&of->parts[ATTEND_OUT], out_bytes);
-    if (code == 0) code = buffer_reserve(&of->parts[ATTEND_MASS], mass_bytes);
+    int64_t code = server_reserve(&of->parts[ATTEND_HEAD], sizeof(answer_attend));
+    if (code == 0) code = server_reserve(&of->parts[ATTEND_LSE], queries * sizeof(float));
+    if (code == 0) code = server_reserve(&of->parts[ATTEND_OUT], out_bytes);
+    if (code == 0) code = server_reserve(&of->parts[ATTEND_MASS], mass_bytes);
     if (code < 0) return code;
     cxlkv_attend_args args = {
         .layer = a->layer, .q_heads = a->q_heads, .starts = w->starts,
-        .queries = query_rows(w, r, a->q_heads, a->dtype), .scale = a->scale,
+        .queries = server_queries(w, r, a->q_heads, a->dtype), .scale = a->scale,
         .softcap = a->softcap, .error = a->error, .out = of->parts[ATTEND_OUT].data,
         .lse = of->parts[ATTEND_LSE].data,
         .mass = a->mass ? of->parts[ATTEND_MASS].data : NULL,
@@ -404,10 +375,18 @@ static int64_t attend_placed(cxlkv_worker *w, const request *r) {
     return 0;
 }
 
+/* It stays in its slot until the answer, and so do the tables: the client waits. */
+static int64_t ask(session *s, const request *r) {
+    s->worker->asking = s;
+    s->worker->question = *r;
+    return RPC_LATER;
+}
+
 static int64_t do_call(session *s, const request *r) {
     cxlkv_worker *w = s->worker;
     result_clear(&w->result, RESULT_BYTES_KEPT);
     int64_t code = place_batch(s, r);
+    if (code == 0 && r->head.operation == REQUEST_CHOOSE) return ask(s, r);
     if (code == 0)
         code = r->head.operation == REQUEST_SELECT ? select_placed(w, r) : attend_placed(w, r);
     if (code < 0) return code;
@@ -445,6 +424,19 @@ static uint64_t answer_error(int64_t code, uint32_t k, uint8_t *response) {
     return sizeof(head) + head.bytes;
 }
 
+/* To the client: the error, the result of a call from the offset on, or that it was done. */
+int64_t server_respond(cxlkv_worker *w, int64_t code, uint32_t operation, uint64_t offset,
+                       uint8_t *response) {
+    w->refused += code < 0 && code != -CXLKV_E_BUSY;
+    flush_store_word(w->file.base + WORKER_COUNTS, w->requests);
+    flush_store_word(w->file.base + WORKER_COUNTS + 8, w->refused);
+    if (code < 0) return (int64_t)answer_error(code, w->result.k, response);
+    if (operation != REQUEST_TABLES && operation != REQUEST_LEAVE)
+        return (int64_t)answer_result(w, offset, response);
+    memset(response, 0, sizeof(answer_head));
+    return sizeof(answer_head);
+}
+
 static int64_t handle(void *context, uint32_t operation, const void *bytes, uint32_t length,
                       void *response) {
     session *s = context;
@@ -454,27 +446,19 @@ static int64_t handle(void *context, uint32_t operation, const void *bytes, uint
     if (s->nonce != nonce) session_clear(s);
     s->nonce = nonce;
     w->requests++;
-    bool calls = operation == REQUEST_SELECT || operation == REQUEST_ATTEND;
     int64_t code = request_parse(bytes, length, &w->facts, &r);
     if (code == 0 && r.head.operation != operation)
         code = fail(CXLKV_E_ARGUMENT, "request: operation %u, its slot says %u",
                     r.head.operation, operation);
     if (code == 0 && operation == REQUEST_TABLES) code = do_tables(s, &r);
-    else if (code == 0 && calls) code = do_call(s, &r);
     else if (code == 0 && operation == REQUEST_LEAVE) session_clear(s), s->nonce = nonce;
+    else if (code == 0 && operation != REQUEST_MORE) code = do_call(s, &r);
     else if (code == 0) {
         offset = r.more.offset;
         if (w->result.number == 0 || r.more.result != w->result.number || w->result.nonce != nonce)
             code = fail(CXLKV_E_STALE, "worker: result %lu is gone", r.more.result);
     }
-    w->refused += code < 0;
-    flush_store_word(w->file.base + WORKER_COUNTS, w->requests);
-    flush_store_word(w->file.base + WORKER_COUNTS + 8, w->refused);
-    if (code < 0) return (int64_t)answer_error(code, w->result.k, response);
-    if (calls || operation == REQUEST_MORE)
-        return (int64_t)answer_result(w, offset, response);
-    memset(response, 0, sizeof(answer_head));
-    return sizeof(answer_head);
+    return code == RPC_LATER ? code : server_respond(w, code, operation, offset, response);
 }
 
 /* ---- serving ---- */
@@ -482,7 +466,7 @@ static int64_t handle(void *context, uint32_t operation, const void *bytes, uint
 static bool serve_each(void *context) {
     cxlkv_worker *w = context;
     bool served = false;
-    for (uint32_t i = 0; i < w->file.header.slot_count; i++)
+    for (uint32_t i = 0; i < w->file.header.slot_count && !w->asking; i++)
         served |= rpc_serve_once(&w->slots[i], handle, &w->sessions[i]) != 0;
     if (served) w->served_ns = boottime_ns();
     return served;
@@ -502,11 +486,13 @@ static void look_at_clients(cxlkv_worker *w) {
 int64_t cxlkv_worker_serve(cxlkv_worker *w, double timeout_s) {
     uint64_t before = w->requests, begin = boottime_ns(), now = begin;
     uint64_t length = timeout_s > 0 && timeout_s < 1e6 ? (uint64_t)(timeout_s * 1e9) : 0;
-    while (now - begin < length) {
+    if (w->asking)
+        cxlkv_worker_refuse(w, CXLKV_E_ARGUMENT, "this worker was begun without choosers");
+    while (now - begin < length && !w->asking) {
         bool served = serve_each(w);
         now = boottime_ns();
         if (now - w->looked_ns > LOOK_NS) look_at_clients(w);
-        if (served) continue;
+        if (served || w->asking) continue;
         if (now - w->served_ns > YIELD_NS)
             worker_sleep(&w->file, min_u64(SLEEP_NS, length), serve_each, w);
         else if (now - w->served_ns > SPIN_NS) sched_yield();
@@ -539,6 +525,7 @@ void cxlkv_worker_destroy(cxlkv_worker **at) {
     free(w->batch.sequences);
     free(w->batch.scratch);
     free(w->starts);
+    free(w->numbers);
     result_clear(&w->result, 0);
     free(w->local);
     pool_drop(w->pool);

@@ -11,7 +11,7 @@
 #include "sequence/sequence.h"
 #include "worker/request.h"
 
-enum { WORKER_VERSION = 5, WORKER_SLOTS_MAX = 64, CLAIM_BYTE = 64 };
+enum { WORKER_VERSION = 6, WORKER_SLOTS_MAX = 64, CLAIM_BYTE = 64 };
 enum {
     WORKER_BELL = 128,           /* 4: rung by clients while the worker sleeps */
     WORKER_SLEEPS = 192,         /* 8: the worker's */

@@ -37,12 +37,13 @@ static uint64_t walk_rows(const request *r, const request_facts *facts, uint32_t
                           bool attends) {
     uint64_t rows = 0, keys = 0, values = 0;
     demand(r->layer < facts->layers, "layer");
+    bool tails = r->head.operation != REQUEST_CHOOSE;
     for (uint32_t i = 0; i < r->head.count; i++) {
         request_sequence item = r->sequences[i];
         uint64_t filled = item.tokens % facts->page_tokens;
         demand(item.keys_known <= filled && item.values_known <= (attends ? filled : 0), "tail");
         rows += item.rows;
-        keys += request_key_bytes(facts, &item);
+        if (tails) keys += request_key_bytes(facts, &item);
         if (attends) values += request_value_bytes(facts, &item);
     }
     demand(rows == rows_wanted, "number of rows");
@@ -101,7 +102,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length) {
         if (request_parse(bytes, length, &pools[i], &r) < 0) continue;
         accepted++;
         if (r.head.operation == REQUEST_TABLES) fuzz_seen += walk_tables(&r, &pools[i]);
-        if (r.head.operation == REQUEST_SELECT) fuzz_seen += walk_select(&r, &pools[i]);
+        if (r.head.operation == REQUEST_SELECT || r.head.operation == REQUEST_CHOOSE)
+            fuzz_seen += walk_select(&r, &pools[i]);
         if (r.head.operation == REQUEST_ATTEND) fuzz_seen += walk_attend(&r, &pools[i]);
     }
     return 0;

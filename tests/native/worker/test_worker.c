@@ -31,20 +31,29 @@ static void begin(made *m, uint32_t operation, uint32_t count) {
     put(m, &head, sizeof(head));
 }
 
-/* Sends what was put, has it served, and returns the answer's code. */
-static int ask_bytes(made *m, uint32_t operation) {
-    uint32_t length = 0;
-    answer_head head;
+static void send_bytes(made *m, uint32_t operation) {
     while (m->bytes % 8) m->request[m->bytes++] = 0;
     uint32_t bytes = (uint32_t)m->bytes;
     memcpy(m->request + offsetof(request_head, bytes), &bytes, 4);
     CHECK(rpc_send(&m->slot, operation, m->request, bytes) == 0);
     while (cxlkv_worker_serve(m->worker, 0.001) == 0) continue;
+}
+
+/* The code of the answer that is there. */
+static int answer(made *m) {
+    uint32_t length = 0;
+    answer_head head;
     CHECK(rpc_receive(&m->slot, m->response, &length) == 1);
     CHECK(length >= sizeof(head));
     memcpy(&head, m->response, sizeof(head));
     m->response[length < BYTES ? length : BYTES - 1] = 0;
     return head.code;
+}
+
+/* Sends what was put, has it served, and returns the answer's code. */
+static int ask_bytes(made *m, uint32_t operation) {
+    send_bytes(m, operation);
+    return answer(m);
 }
 
 static const char *text(const made *m) { return (const char *)m->response + sizeof(answer_head); }
@@ -359,6 +368,80 @@ static void wrong_others(made *m) {
     CHECK(ask_bytes(m, REQUEST_SELECT) == -CXLKV_E_ARGUMENT);
 }
 
+static void put_choose(made *m, request_select select, uint64_t tokens) {
+    request_sequence item = {.rows = select.rows, .version = 1, .tokens = tokens};
+    cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = 2};
+    begin(m, REQUEST_CHOOSE, 1);
+    put(m, &select, sizeof(select));
+    put(m, &item, sizeof(item));
+    put(m, &budget, sizeof(budget));
+    put_rows(m, 1, 1);
+}
+
+static int choose(made *m, request_select select, uint64_t tokens) {
+    put_choose(m, select, tokens);
+    return ask_bytes(m, REQUEST_CHOOSE);
+}
+
+/* A question waits for the program that serves, which answers, refuses or forgets it. */
+static void questions(made *m) {
+    const int32_t pages[TEST_HEADS * 2] = {0, 4, 3, -1};
+    const float weights[TEST_HEADS * 2 * TEST_PAGE_TOKENS] = {0}, rows[TEST_HEADS * TEST_DIM] = {7};
+    request_select good = plain_select(), bad;
+    cxlkv_question got;
+    uint64_t table = 0;
+    cxlkv_choice choice = {.bytes_scored = 5, .bytes_fetched = 6,
+                           .picked = {.pages = pages, .lists = 1, .k = 2}};
+    good.method = CXLKV_METHOD_SCORER, good.scorer = 99;
+    CHECK(cxlkv_worker_asked(m->worker, &got) == 0);
+    CHECK(cxlkv_worker_answer(m->worker, &choice) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_worker_refuse(m->worker, CXLKV_E_BUSY, "") == -CXLKV_E_ARGUMENT);
+    REFUSED(good, bad.method = CXLKV_METHOD_EXACT, choose(m, bad, TOKENS));
+    REFUSED(good, bad.scale = NAN, choose(m, bad, TOKENS));
+    REFUSED(good, bad.rows = 2, choose(m, bad, TOKENS));
+    CHECK(choose(m, good, TOKENS + TEST_PAGE_TOKENS) == -CXLKV_E_ARGUMENT);
+    put_choose(m, good, TOKENS); /* with a tail, which it must not have */
+    put_rows(m, 1, 2);
+    SAYS(ask_bytes(m, REQUEST_CHOOSE), -CXLKV_E_ARGUMENT, "bytes are left over");
+
+    CHECK(ask(m, plain_select(), 1, TOKENS, 0) == 0);
+    put_choose(m, good, TOKENS);
+    send_bytes(m, REQUEST_CHOOSE);
+    CHECK(cxlkv_worker_asked(m->worker, &got) == 1);
+    CHECK(got.asked.scorer == 99 && got.count == 1 && got.tokens[0] == TOKENS);
+    CHECK(got.asked.budgets[0].pages == 2 && got.asked.starts[1] == 1);
+    CHECK(cxlkv_sequence_tokens(got.sequences[0], 0) == TOKENS);
+    CHECK(cxlkv_worker_tables(m->worker, NULL, 0) == 1);
+    CHECK(cxlkv_worker_tables(m->worker, &table, 1) == 1 && table == got.tables[0]);
+    choice.picked.weight_tokens = TEST_PAGE_TOKENS;
+    choice.picked.log_weights = weights;
+    choice.picked.row_count = 1;
+    choice.picked.row_keys = choice.picked.row_values = choice.picked.row_log_counts = rows;
+    CHECK(cxlkv_worker_answer(m->worker, &choice) == 0);
+    CHECK(answer(m) == 0);
+    answer_head head;
+    answer_choose found;
+    memcpy(&head, m->response, sizeof(head));
+    memcpy(&found, m->response + sizeof(head), sizeof(found));
+    CHECK(head.k == 2 && found.lists == 1 && found.virtual_rows == 1 && found.bytes_scored == 5);
+    CHECK(head.bytes == sizeof(found) + sizeof(pages) + sizeof(weights) + 2 * sizeof(rows) +
+                            TEST_HEADS * sizeof(float));
+    CHECK(ask(m, plain_select(), 1, TOKENS, 1) == 0); /* its tail is known as before */
+
+    put_choose(m, good, TOKENS);
+    send_bytes(m, REQUEST_CHOOSE);
+    CHECK(cxlkv_worker_refuse(m->worker, CXLKV_E_BUSY, "not yet") == 0);
+    SAYS(answer(m), -CXLKV_E_BUSY, "not yet");
+    put_choose(m, good, TOKENS);
+    send_bytes(m, REQUEST_CHOOSE);
+    CHECK(cxlkv_worker_serve(m->worker, 0.001) == 0);
+    SAYS(answer(m), -CXLKV_E_ARGUMENT, "without choosers");
+    CHECK(tell(m, 1, 0, 1, 0, 4, NO_PAGE, NO_PAGE) == 0);
+    CHECK(cxlkv_worker_tables(m->worker, &table, 1) == 2);
+    CHECK(tell_item(m, (request_table){.table = 1}) == 0);
+    CHECK(cxlkv_worker_tables(m->worker, &table, 1) == 1);
+}
+
 /* The client dies with its tables told, or lets go of a page: the worker's hold keeps it whole. */
 static void pages_stay_held(made *m) {
     CHECK(ask(m, plain_select(), 1, TOKENS, 1) == 0);
@@ -380,6 +463,7 @@ int main(void) {
     wrong_attends(&m);
     more_than_pages(&m);
     wrong_others(&m);
+    questions(&m);
     pages_stay_held(&m);
     unmake(&m);
     printf("wrong requests are refused by name\n");

@@ -1,0 +1,317 @@
+"""Choosers in the worker choose what they would here, to the bit; their states are made once for all
+of its clients, and go with the last sequence."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cxlkv import CXLPool, _core
+from cxlkv.errors import BadArgumentError, UnsupportedError, WorkerError
+from cxlkv.ndp import choosers, worker
+from cxlkv.ndp.choosers import Choice, Chooser, Question
+from cxlkv.ndp.engine import Budget
+from cxlkv.ndp.methods import sampling
+from cxlkv.ndp.scorers import Floats
+from cxlkv.sequence import Sequence
+
+from ..support.processes import Child
+from ..support.waiting import until
+from .test_choosers import Counting
+from .test_scorers_everywhere import served  # noqa: F401  (a fixture)
+from .test_scorers_everywhere import Served
+from .test_worker import DIM, HEADS, PAGE, WATCHDOG_S, Twins, make_pool, same
+
+NAMES = ("clusters", "retro", "magicpig", "vattention", "sparq_mean")
+FEW = Budget(pages=7)
+BUDGETS = (
+    FEW,
+    Budget(share=0.2, sinks=0, recent=0),
+    Budget(share=0.2, dense_layers=1),
+    Budget(share=0.1, by_layer={1: 0.4}),
+)
+
+
+@pytest.mark.parametrize("encoding", ["none", "int4", "progressive"])
+def test_a_worker_chooses_what_this_process_would(served: Served, encoding: str) -> None:  # noqa: F811
+    pool, twins = served(",".join(NAMES), encodings=(encoding, "none"))
+    twins.append([150, 8, 331])
+    calls = 0
+    for step in range(3):
+        for layer in range(2):
+            for name in NAMES:
+                twins.select([1, 2, 3], BUDGETS[(step + layer) % 4], layer, name)
+                per_sequence = Budget(pages=6 + step, per="sequence")
+                twins.select([1, 0, 3], per_sequence, layer, name)
+                twins.select([1, 1, 1], [FEW, Budget(pages=9), Budget(share=1.0)], layer, name)
+                calls += 3
+        twins.truncate(2, 331 - 20 * step - 3)  # then other keys, in pages of the same numbers
+        twins.append([1, 3, 40])
+    use = pool.worker
+    assert (use.connections, use.selects_here, use.selects) == (1, 0, calls)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_worker_decodes_by_a_chooser(served: Served, name: str) -> None:  # noqa: F811
+    pool, twins = served(name)
+    twins.append([200, 70, 131])
+    starts = np.arange(4, dtype=np.int32)
+    for step in range(2 * PAGE + 2):
+        layer = step % 2
+        new = [twins.drawn(3, HEADS, DIM) for _ in range(2)]
+        q = twins.drawn(3, 2 * HEADS, DIM)
+        one, other = (
+            batch.decode(layer, q, *new, starts, Budget(share=0.3), name)
+            for batch in twins.batches
+        )
+        assert one.method == other.method == name
+        np.testing.assert_array_equal(one.out, other.out)
+        np.testing.assert_array_equal(one.lse, other.lse)
+    use = pool.worker
+    assert (use.selects_here, use.attends_here, use.attends) == (0, 0, 2 * PAGE + 2)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "float16"])
+def test_queries_of_other_dtypes(served: Served, dtype: str) -> None:  # noqa: F811
+    _, twins = served("retro", dtype="bf16")
+    torch = pytest.importorskip("torch", reason="numpy has no bfloat16")
+    twins.append([150, 8, 331])
+    q = torch.randn(3, 2 * HEADS, DIM, dtype=torch.bfloat16 if dtype == "bf16" else torch.float16)
+    starts = np.arange(4, dtype=np.int32)
+    same(*(batch.select(0, q, starts, FEW, "retro") for batch in twins.batches))
+
+
+def test_requests_that_are_split(path: Path, rng: np.random.Generator, tmp_path: Path) -> None:
+    """By sequences, when a slot is small; and answers that are longer than a slot."""
+    with make_pool(path) as pool, Twins(path, pool, rng, 12) as twins:
+        with serving(pool, ["retro"], request_bytes=4096, response_bytes=4096):
+            pool.use_worker("only", deadline_s=WATCHDOG_S)
+            twins.append([90 + 7 * n for n in range(12)])
+            twins.select([1] * 12, Budget(share=0.4), 0, "retro")
+            twins.select([1] * 12, [Budget(pages=5 + n) for n in range(12)], 1, "retro")
+            twins.select([0, 1, 3] * 4, Budget(pages=6, per="sequence"), 0, "retro")
+
+
+# ---- states ----
+
+
+@contextlib.contextmanager
+def serving(
+    pool: CXLPool,
+    methods: list[str],
+    request_bytes: int = 1 << 20,
+    response_bytes: int = 1 << 20,
+) -> Iterator[worker.Choosers]:
+    """A worker that is a thread of this process, with a pool of its own."""
+    with CXLPool.open(pool.path, threads=1) as own:
+        choose = worker.Choosers(own._handle, own.layout, methods)
+        sizes = (4, request_bytes, response_bytes, "coherent")
+        handle, over = _core.worker_make(own._handle, *sizes), threading.Event()
+
+        def serve() -> None:
+            while not over.is_set():
+                _core.worker_serve(handle, 0.02)
+                choose.answer(handle)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield choose
+        finally:
+            pool.use_worker("none")
+            over.set()
+            thread.join()
+            _core.worker_destroy(handle)
+
+
+class CountingPages(Counting):
+    def state(self, keys: Floats, values: Floats) -> tuple[Floats]:
+        self.made.append(keys.shape[1] // PAGE)
+        return (keys.copy(),)
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """A chooser that packages here and there offer, as it seems."""
+    made = CountingPages()
+    monkeypatch.setitem(choosers._installed(), "counting", made)
+    monkeypatch.setitem(choosers._found(), "counting", made)
+    return made
+
+
+def chosen(sequence: Sequence, name: str = "counting") -> int:
+    """Bytes that a select read."""
+    q = np.ones((2 * HEADS, DIM), np.float32)
+    return sequence.select(0, q, FEW, method=name).bytes_scored
+
+
+def test_processes_share_states_and_nobody_keeps_old_ones(path: Path, counting: Counting) -> None:
+    rows = np.zeros((PAGE * 20, HEADS, DIM), np.float32)
+    with make_pool(path) as pool, serving(pool, ["counting"]) as choose:
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        counting.made.clear()
+        sequence = pool.sequence()
+        for layer in range(2):
+            sequence.append(layer, rows, rows)
+        token_bytes = pool.layout.stored_token_bytes // 2
+        assert chosen(sequence) == 100 + PAGE * 20 * token_bytes
+        assert counting.made == [16, 4]
+        with CXLPool.open(path, threads=1) as other:
+            other.use_worker("only", deadline_s=WATCHDOG_S)
+            theirs = other.adopt(sequence.handle)
+            assert chosen(theirs) == chosen(sequence) == 100
+            fork = sequence.fork()
+            assert chosen(fork) == 100
+            assert counting.made == [16, 4]
+            known = choosers._runs[choose._pool]
+            assert len(choose._held) == 3
+            sequence.release()
+            fork.release()
+            until(lambda: len(choose._held) == 1)
+            assert len(known) == 2
+            theirs.release()
+            until(lambda: not choose._held)
+        until(lambda: not known)
+
+
+def test_states_are_made_in_steps(
+    path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """Each question is answered when a state is made, and asked again until all are."""
+    monkeypatch.setattr(worker, "STATES_S", 0.0)
+    with make_pool(path) as pool, Twins(path, pool, rng, 3) as twins:
+        with serving(pool, ["counting", "retro"]):
+            pool.use_worker("only", deadline_s=WATCHDOG_S)
+            twins.append([PAGE * 23, 3, PAGE * 5])
+            counting.made.clear()
+            before = pool.worker.selects
+            twins.select([1, 1, 1], FEW, 0, "counting")
+            twins.select([1, 1, 1], FEW, 1, "retro")
+            assert counting.made == 2 * [16, 4, 1, 1, 1], "by the worker, and here"
+            assert (pool.worker.selects - before, pool.worker.selects_here) == (2, 0)
+
+
+class Wrong(Chooser[tuple[Floats]]):
+    """It does well when it is tried out."""
+
+    name = "wrong"
+
+    def state(self, keys: Floats, values: Floats) -> tuple[Floats]:
+        return (keys,)
+
+    def choose(self, states: list[tuple[Floats]], asked: Question) -> Choice:
+        if asked.tokens != PAGE * 16:
+            raise LookupError("there is no such cluster")
+        return Choice(np.full((HEADS, asked.tokens), -np.inf, np.float32), None, 0)
+
+
+def test_what_a_worker_cannot_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is done here, where errors are as without a worker."""
+    wrong = Wrong()
+    for known in (choosers._installed(), choosers._found()):
+        monkeypatch.setitem(known, "wrong", wrong)
+    rows = np.zeros((PAGE * 20, HEADS, DIM), np.float32)
+    with make_pool(path, window=PAGE * 4) as pool, serving(pool, ["wrong", "retro"]):
+        pool.use_worker("if_there", deadline_s=WATCHDOG_S)
+        sequence = pool.sequence()
+        for layer in range(3):
+            sequence.append(layer, rows, rows)
+        with pytest.raises(LookupError, match="no such cluster"):
+            chosen(sequence, "wrong")
+        assert "LookupError: there is no such cluster" in pool.worker.why
+        assert pool.worker.selects_here == 1
+        chosen(sequence, "clusters")
+        assert "--methods): wrong, retro" in pool.worker.why
+        choosers.add(sampling.MagicPIG(seed=2))
+        try:
+            chosen(sequence, "magicpig")  # the worker has another one, and is not asked
+        finally:
+            choosers._found()["magicpig"] = choosers._installed()["magicpig"]
+        assert pool.worker.selects_here == 2
+        q = np.ones((2 * HEADS, DIM), np.float32)
+        with pytest.raises(UnsupportedError, match="window"):
+            sequence.select(2, q, FEW, method="retro")
+        with pytest.raises(BadArgumentError, match="no mass"):
+            sequence.select(0, q, Budget(mass=0.5), method="retro")
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        with pytest.raises(BadArgumentError, match="LookupError"):
+            chosen(sequence, "wrong")
+        chosen(sequence, "retro")
+        assert pool.worker.connections == 1
+
+
+@pytest.mark.parametrize("wrong", ["page", "lists", "pages"])
+def test_an_answer_that_is_none(path: Path, wrong: str) -> None:
+    """Of a worker that is broken: it is left, and the process chooses."""
+    rows = np.zeros((PAGE * 20, HEADS, DIM), np.float32)
+    with make_pool(path) as pool, serving(pool, ["retro"]) as choose:
+        answer = choose.answer
+
+        def wrongly(handle: _core.Handle) -> None:
+            if _core.worker_asked(handle, DIM) is None:
+                answer(handle)
+                return
+            shape = {"page": (1, HEADS, 1), "lists": (2, HEADS, 1), "pages": (1, HEADS, 21)}[wrong]
+            pages = np.full(shape, 20 if wrong == "page" else 0, np.int32)
+            _core.worker_answer(handle, pages, None, None, (0, 0))
+
+        choose.answer = wrongly  # type: ignore[method-assign]
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        sequence = pool.sequence()
+        sequence.append(0, rows, rows)
+        with pytest.raises(WorkerError, match="is none of this pool"):
+            chosen(sequence, "retro")
+        pool.use_worker("if_there", deadline_s=WATCHDOG_S)
+        assert chosen(sequence, "retro") > 0
+        assert "is none of this pool" in pool.worker.why
+        choose.answer = answer  # type: ignore[method-assign]
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        assert chosen(sequence, "retro") > 0
+
+
+# ---- who dies ----
+
+STUCK = """
+import sys, time
+from cxlkv import CXLPool
+from cxlkv.ndp import choosers
+from cxlkv.ndp.worker import Choosers, serve
+with CXLPool.open(sys.argv[1], threads=1) as pool:
+    choose = Choosers(pool._handle, pool.layout, ["retro"])
+    def state(keys, values):
+        print("asked", flush=True)
+        time.sleep(3600)
+    choosers.of("retro").state = state
+    serve(pool._handle, lambda line: print(line, flush=True), choose=choose)
+"""
+
+
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+def test_a_worker_that_dies_or_stops_meanwhile(
+    path: Path, way: str, rng: np.random.Generator
+) -> None:
+    with make_pool(path) as pool, Twins(path, pool, rng, 2) as twins:
+        with Child("-c", STUCK, path) as stuck:
+            assert "serves up to" in stuck.hear()
+            pool.use_worker("if_there", deadline_s=WATCHDOG_S if way == "killed" else 0.1)
+            twins.append([PAGE * 20, 9])
+
+            def kill() -> None:
+                assert stuck.hear() == "asked"
+                if way == "killed":
+                    os.kill(stuck.pid, signal.SIGKILL)
+
+            killer = threading.Thread(target=kill)
+            killer.start()
+            twins.select([1, 1], FEW, 0, "retro")
+            killer.join()
+            use = pool.worker
+            assert (use.selects, use.selects_here) == (0, 1)
+            assert ("is dead" if way == "killed" else "did not answer in time") in use.why
