@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import pytest
 
-from cxlkv import CXLPool, KVLayout, Rotary
+from cxlkv import CXLPool, KVLayout, Rotary, _core
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -381,17 +381,25 @@ def test_estimates_of_codes_are_the_same(serve_twins: Serve, k_encoding: str) ->
 
 
 def test_no_token_of_a_tail_is_sent_twice(serve_twins: Serve) -> None:
-    """A tail that is full has four times the keys, or values, that a request has room for."""
+    """A tail that is full has four times the keys, or values, that a slot has room for: it would
+    take more requests than one."""
     pool, twins, _ = serve_twins(1, worker={"request_bytes": 4096}, page_tokens=64)
     twins.append([64 * PAGE + 20])
     twins.select([1], Budget(pages=3))
     twins.attend([1])
+    before, calls = requests_of(pool), 0
     for step in range(80):
         twins.append([1])
         twins.select([1], Budget(pages=3))
         if step % 10 == 0:
             twins.attend([1], 0, Budget(pages=3))
+        calls += 1 + (step % 10 == 0)
     assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 0)
+    assert requests_of(pool) - before == calls + 1, "the other one told of a page"
+
+
+def requests_of(pool: CXLPool) -> int:
+    return _core.pool_worker_state(pool._handle)[0]["requests"]
 
 
 def test_estimates_are_the_same(serve_twins: Serve) -> None:
@@ -516,14 +524,20 @@ def test_large_requests_are_split_and_large_results_come_in_parts(serve_twins: S
         twins.attend([3, 0, 2, 4, 1, 0, 0, 1, 2], 1, picked)
         for count in (0, 1, 2):
             twins.attend([1, 0, 2, 1, 1, 0, 0, 1, 2], 1, picked, virtual_rows=count)
+    # A row of a query has 256 bytes: those of one sequence have no room in a slot.
+    for first in (20, 100, 400):
+        rows = [first, 1, 1, 1, 1, 1, 1, 1, 1]
+        twins.select(rows, Budget(pages=3), first // 20 % 2)
+        twins.attend(rows, first // 20 % 2)
+        twins.attend(rows, 1, Budget(pages=3), virtual_rows=7)
     assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 0)
-    with pytest.raises(BadArgumentError, match="a slot of the worker has room for 4096"):
-        twins.select([20, 1, 1, 1, 1, 1, 1, 1, 1], Budget(pages=3))
+    few = [1, 0, 0, 0, 0, 0, 0, 0, 0]
+    with pytest.raises(BadArgumentError, match="the worker takes 16777216: ask with fewer rows"):
+        twins.attend(few, 0, Budget(pages=3), virtual_rows=64_000)
     pool.use_worker("if_there", deadline_s=WATCHDOG_S)
-    twins.select([20, 1, 1, 1, 1, 1, 1, 1, 1], Budget(pages=3))
+    twins.attend(few, 0, Budget(pages=3), virtual_rows=64_000)
     assert "ask with fewer rows" in pool.worker.why
-    twins.attend([20, 1, 1, 1, 1, 1, 1, 1, 1])
-    assert (pool.worker.selects_here, pool.worker.attends_here) == (1, 1)
+    assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 1)
 
 
 def test_an_output_of_many_rows_comes_in_parts(serve_twins: Serve) -> None:

@@ -83,7 +83,8 @@ static uint64_t group_bytes(const calling *call, group g) {
     return bytes;
 }
 
-/* The longest group from `low` on that has room in a request. */
+/* The longest group from `low` on that has room in a slot, or one sequence whose request goes in
+ * parts. */
 static int group_from(const calling *call, uint32_t low, group *g) {
     uint64_t room = call->client->file.header.request_bytes;
     *g = (group){low, low};
@@ -95,10 +96,11 @@ static int group_from(const calling *call, uint32_t low, group *g) {
             g->high += step;
         if (g->high == call->batch->count) break;
     }
-    if (g->high > low) return 0;
-    g->high = low + 1;
-    return fail(CXLKV_E_ARGUMENT, "sequence %u's request has %lu bytes, a slot of the worker has "
-                "room for %lu: ask with fewer rows at once", low, group_bytes(call, *g), room);
+    if (g->high == low) g->high++;
+    uint64_t bytes = group_bytes(call, *g);
+    if (bytes <= REQUEST_BYTES_MAX) return client_reserve(call->client, bytes);
+    return fail(CXLKV_E_ARGUMENT, "sequence %u's request has %lu bytes, the worker takes %d: ask "
+                "with fewer rows at once", low, bytes, REQUEST_BYTES_MAX);
 }
 
 static uint8_t *fill_to_8(const calling *call, uint8_t *at) {

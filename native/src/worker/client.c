@@ -24,7 +24,8 @@ static void disconnect(worker_client *c, bool unclaims) {
     worker_file_close(&c->file);
     free(c->request);
     free(c->response);
-    c->request = c->response = NULL;
+    free(c->part);
+    c->request = c->response = c->part = NULL;
     c->connected = false;
     c->state.connected = 0;
     c->epoch++;
@@ -42,6 +43,7 @@ static int connect_slot(worker_client *c) {
     c->slot = (rpc_slot){.mode = (enum visibility_mode)header->mode, .same_host = true};
     c->request = malloc(header->request_bytes);
     c->response = malloc(header->response_bytes);
+    c->request_capacity = header->request_bytes;
     if (!c->request || !c->response) return fail(ENOMEM, "no memory for calls of the worker");
     int code = worker_claim(&c->file, &c->slot_index);
     if (code < 0) return code;
@@ -84,12 +86,21 @@ static int64_t await(worker_client *c, uint64_t deadline_ns) {
     }
 }
 
-int client_ask(worker_client *c, uint32_t operation, uint32_t count, uint64_t bytes,
-               uint64_t deadline_ns, answer_head *head, uint64_t *length) {
-    request_head request = {REQUEST_MAGIC, operation, (uint32_t)bytes, count};
-    memcpy(c->request, &request, sizeof(request));
+int client_reserve(worker_client *c, uint64_t bytes) {
+    if (bytes <= c->request_capacity) return 0;
+    uint8_t *made = malloc(bytes);
+    if (!made) return fail(ENOMEM, "no memory for a request of %lu bytes", bytes);
+    free(c->request);
+    c->request = made;
+    c->request_capacity = bytes;
+    return 0;
+}
+
+/* One that has room in a slot. */
+static int ask_once(worker_client *c, uint32_t operation, const uint8_t *request, uint64_t bytes,
+                    uint64_t deadline_ns, answer_head *head, uint64_t *length) {
     c->state.requests++;
-    int64_t code = rpc_send(&c->slot, operation, c->request, (uint32_t)bytes);
+    int64_t code = rpc_send(&c->slot, operation, request, (uint32_t)bytes);
     if (code < 0) return (int)code;
     worker_ring(&c->file);
     code = await(c, deadline_ns);
@@ -107,6 +118,37 @@ int client_ask(worker_client *c, uint32_t operation, uint32_t count, uint64_t by
     c->state.refused++;
     return fail(-head->code, "%.*s", (int)min_u64(*length, 500),
                 (const char *)c->response + sizeof(*head));
+}
+
+/* All bytes of a long request. */
+static int send_parts(worker_client *c, uint64_t bytes, uint64_t deadline_ns) {
+    uint64_t before = sizeof(request_head) + sizeof(request_part), slot = c->file.header.request_bytes;
+    if (!c->part && !(c->part = malloc(slot)))
+        return fail(ENOMEM, "no memory for a part of a request");
+    for (request_part part = {0}; part.offset < bytes;) {
+        uint64_t length = min_u64(bytes - part.offset, slot - before), answered;
+        request_head head = {REQUEST_MAGIC, REQUEST_PART, (uint32_t)(before + length), 0};
+        answer_head got;
+        memcpy(c->part, &head, sizeof(head));
+        memcpy(c->part + sizeof(head), &part, sizeof(part));
+        memcpy(c->part + before, c->request + part.offset, length);
+        int code = ask_once(c, REQUEST_PART, c->part, before + length, deadline_ns, &got,
+                            &answered);
+        if (code < 0) return code;
+        part.offset += length;
+    }
+    return 0;
+}
+
+int client_ask(worker_client *c, uint32_t operation, uint32_t count, uint64_t bytes,
+               uint64_t deadline_ns, answer_head *head, uint64_t *length) {
+    request_head request = {REQUEST_MAGIC, operation, (uint32_t)bytes, count};
+    memcpy(c->request, &request, sizeof(request));
+    bool is_long = bytes > c->file.header.request_bytes;
+    int code = is_long ? send_parts(c, bytes, deadline_ns) : 0;
+    if (code < 0) return code;
+    return ask_once(c, operation, c->request, is_long ? sizeof(request) : bytes, deadline_ns, head,
+                    length);
 }
 
 uint64_t client_deadline(const worker_client *c, double work_bytes) {

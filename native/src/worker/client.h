@@ -21,7 +21,9 @@ typedef struct worker_client {
     uint64_t next_version;
     uint64_t retry_ns;           /* no connection is tried before */
     atomic_bool untold;          /* pages went, and the worker could not be told */
-    uint8_t *request, *response; /* as long as a slot's */
+    uint8_t *request, *response; /* as long as a slot's, a request maybe longer */
+    uint64_t request_capacity;
+    uint8_t *part;               /* a slot's of a long one */
     uint8_t *result;             /* of one request */
     uint64_t result_capacity;
     cxlkv_worker_state state;
@@ -34,6 +36,8 @@ uint64_t client_deadline(const worker_client *c, double work_bytes);
 int client_connect(cxlkv_pool *pool, worker_client *c);
 /* After a failed call: ends the connection and returns `code`; the text of the error stays. */
 int client_lost(worker_client *c, int code, uint64_t retry_ns);
+/* Room for a request of so many bytes, which may be more than a slot has; none of it is kept. */
+int client_reserve(worker_client *c, uint64_t bytes);
 /* Sends c->request; 0 and the answer's length, or an error: the connection's (it has ended), or the
  * one with which the worker refused. */
 int client_ask(worker_client *c, uint32_t operation, uint32_t count, uint64_t bytes,

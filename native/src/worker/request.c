@@ -272,6 +272,18 @@ static int parse_attend(reading *r, const request_facts *facts, request *out) {
     return parse_rows(r, facts, out);
 }
 
+/* ---- requests in parts ---- */
+
+static int parse_part(reading *r, request *out) {
+    if (!read_bytes(r, &out->part, sizeof(out->part))) return short_error(r, "its offset");
+    out->part_length = r->length - r->at;
+    out->part_bytes = r->bytes + r->at;
+    r->at = r->length;
+    if (out->part.offset <= REQUEST_BYTES_MAX - out->part_length) return 0;
+    return fail(CXLKV_E_ARGUMENT, "request: %lu bytes from %lu on: at most %d in all",
+                out->part_length, out->part.offset, REQUEST_BYTES_MAX);
+}
+
 /* ---- all ---- */
 
 int request_parse(const uint8_t *bytes, uint64_t length, const request_facts *facts,
@@ -294,6 +306,7 @@ int request_parse(const uint8_t *bytes, uint64_t length, const request_facts *fa
     else if (out->head.operation == REQUEST_ATTEND) code = parse_attend(&r, facts, out);
     else if (out->head.operation == REQUEST_MORE)
         code = read_bytes(&r, &out->more, sizeof(out->more)) ? 0 : short_error(&r, "its numbers");
+    else if (out->head.operation == REQUEST_PART) code = parse_part(&r, out);
     else if (out->head.operation != REQUEST_LEAVE)
         code = fail(CXLKV_E_ARGUMENT, "request: operation %u", out->head.operation);
     if (code == 0 && r.at != length)

@@ -14,10 +14,10 @@
 
 #define REQUEST_MAGIC 0x51564b43u /* "CKVQ" */
 enum { REQUEST_TABLES = 1, REQUEST_SELECT = 2, REQUEST_MORE = 3, REQUEST_LEAVE = 4,
-       REQUEST_ATTEND = 5, REQUEST_CHOOSE = 6 };
+       REQUEST_ATTEND = 5, REQUEST_CHOOSE = 6, REQUEST_PART = 7 };
 enum { REQUEST_TABLES_MAX = 1 << 14, REQUEST_PAGES_MAX = 1 << 24 /* of one sequence */,
        REQUEST_ENTRY_BYTES = 12, REQUEST_GROUP_MAX = 4096, REQUEST_PARTS_MAX = 1024,
-       REQUEST_RESULT_MAX = 256 << 20 /* bytes of a result */ };
+       REQUEST_RESULT_MAX = 256 << 20 /* bytes of a result */, REQUEST_BYTES_MAX = 16 << 20 };
 
 /* Every request begins with it. `count`: tables or sequences; 0 for the others. */
 typedef struct request_head {
@@ -97,6 +97,12 @@ typedef struct request_sequence {
 } request_sequence;
 _Static_assert(sizeof(request_sequence) == 32, "no holes");
 _Static_assert(sizeof(cxlkv_budget) == 24, "no holes");
+
+/* Some bytes of a request that is longer than a slot, from an offset on; they follow. All its bytes
+ * come so, in order; then the head alone in a request of its own. */
+typedef struct request_part {
+    uint64_t offset;
+} request_part;
 
 /* The next bytes of a result that was longer than an answer. */
 typedef struct request_more {
@@ -178,6 +184,9 @@ typedef struct request {
     const float *row_keys, *row_values, *row_log_counts;
     const uint8_t *values;
     request_more more;
+    request_part part;
+    const uint8_t *part_bytes;
+    uint64_t part_length;
 } request;
 
 /* 0, or -CXLKV_E_ARGUMENT and a text that names what is wrong. `bytes` lie at a multiple of 8, and

@@ -32,6 +32,7 @@ static void table_clear(table *t) {
 static void session_clear(session *s) {
     for (uint32_t i = 0; i < s->table_capacity; i++) table_clear(&s->tables[i]);
     free(s->tables);
+    free(s->parts.data);
     *s = (session){.worker = s->worker};
 }
 
@@ -431,10 +432,51 @@ int64_t server_respond(cxlkv_worker *w, int64_t code, uint32_t operation, uint64
     flush_store_word(w->file.base + WORKER_COUNTS, w->requests);
     flush_store_word(w->file.base + WORKER_COUNTS + 8, w->refused);
     if (code < 0) return (int64_t)answer_error(code, w->result.k, response);
-    if (operation != REQUEST_TABLES && operation != REQUEST_LEAVE)
-        return (int64_t)answer_result(w, offset, response);
+    bool has_result = operation != REQUEST_TABLES && operation != REQUEST_PART &&
+                      operation != REQUEST_LEAVE;
+    if (has_result) return (int64_t)answer_result(w, offset, response);
     memset(response, 0, sizeof(answer_head));
     return sizeof(answer_head);
+}
+
+/* The next bytes of a long request. */
+static int gather(session *s, const request *r) {
+    buffer *to = &s->parts;
+    uint64_t wanted = r->part.offset + r->part_length;
+    if (r->part.offset == 0) to->bytes = 0;
+    if (r->part.offset != to->bytes)
+        return fail(CXLKV_E_STALE, "worker: bytes from %lu on of a request of which it has %lu",
+                    r->part.offset, to->bytes);
+    if (wanted > to->capacity) {
+        uint64_t capacity = min_u64(REQUEST_BYTES_MAX, wanted + wanted / 2);
+        void *grown = realloc(to->data, capacity);
+        if (!grown) return fail(ENOMEM, "worker: no memory for a request of %lu bytes", wanted);
+        to->data = grown;
+        to->capacity = capacity;
+    }
+    memcpy((uint8_t *)to->data + to->bytes, r->part_bytes, r->part_length);
+    to->bytes = wanted;
+    return 0;
+}
+
+/* A head alone stands for the request whose parts came before it. They stay until another request:
+ * a question still reads them. */
+static int parse(session *s, uint32_t operation, const void *bytes, uint32_t length, request *r) {
+    buffer *parts = &s->parts;
+    uint64_t whole = length;
+    request_head head = {0};
+    if (length == sizeof(head)) memcpy(&head, bytes, sizeof(head));
+    if (head.magic == REQUEST_MAGIC && head.bytes > length && head.bytes == parts->bytes) {
+        bytes = parts->data;
+        whole = parts->bytes;
+    } else if (operation != REQUEST_PART) {
+        parts->bytes = 0;
+        if (parts->capacity > RESULT_BYTES_KEPT) {
+            free(parts->data);
+            *parts = (buffer){0};
+        }
+    }
+    return request_parse(bytes, whole, &s->worker->facts, r);
 }
 
 static int64_t handle(void *context, uint32_t operation, const void *bytes, uint32_t length,
@@ -446,11 +488,12 @@ static int64_t handle(void *context, uint32_t operation, const void *bytes, uint
     if (s->nonce != nonce) session_clear(s);
     s->nonce = nonce;
     w->requests++;
-    int64_t code = request_parse(bytes, length, &w->facts, &r);
+    int64_t code = parse(s, operation, bytes, length, &r);
     if (code == 0 && r.head.operation != operation)
         code = fail(CXLKV_E_ARGUMENT, "request: operation %u, its slot says %u",
                     r.head.operation, operation);
     if (code == 0 && operation == REQUEST_TABLES) code = do_tables(s, &r);
+    else if (code == 0 && operation == REQUEST_PART) code = gather(s, &r);
     else if (code == 0 && operation == REQUEST_LEAVE) session_clear(s), s->nonce = nonce;
     else if (code == 0 && operation != REQUEST_MORE) code = do_call(s, &r);
     else if (code == 0) {

@@ -12,6 +12,12 @@ typedef struct table {
     uint32_t part;
 } table;
 
+/* Memory that grows, and how much of it is used. */
+typedef struct buffer {
+    void *data;
+    uint64_t capacity, bytes;
+} buffer;
+
 /* What one client has told. */
 typedef struct session {
     struct cxlkv_worker *worker;
@@ -19,13 +25,8 @@ typedef struct session {
     table *tables;
     uint32_t table_capacity;
     uint64_t span_pages;         /* of its tables, those behind their windows too */
+    buffer parts;                /* of a request that is longer than a slot, so far */
 } session;
-
-/* Memory that grows, and how much of it a result has. */
-typedef struct buffer {
-    void *data;
-    uint64_t capacity, bytes;
-} buffer;
 
 /* The last call's, until the next one: longer ones are fetched in several answers. */
 enum { SELECT_HEAD, SELECT_PAGES, SELECT_SCORES, SELECT_COUNTS };

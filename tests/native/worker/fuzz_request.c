@@ -87,6 +87,11 @@ static uint64_t walk_attend(const request *r, const request_facts *facts) {
     return more + walk_rows(r, facts, a->rows, true);
 }
 
+static uint64_t walk_part(const request *r) {
+    demand(r->part.offset + r->part_length <= REQUEST_BYTES_MAX, "part");
+    return sum_of(r->part_bytes, r->part_length);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length) {
     static const request_facts pools[] = {
         {.layers = 3, .kv_heads = 2, .head_dim = 4, .page_tokens = 4, .dtype = CXLKV_FLOAT32,
@@ -104,6 +109,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length) {
         if (r.head.operation == REQUEST_TABLES) fuzz_seen += walk_tables(&r, &pools[i]);
         if (r.head.operation == REQUEST_SELECT || r.head.operation == REQUEST_CHOOSE)
             fuzz_seen += walk_select(&r, &pools[i]);
+        if (r.head.operation == REQUEST_PART) fuzz_seen += walk_part(&r);
         if (r.head.operation == REQUEST_ATTEND) fuzz_seen += walk_attend(&r, &pools[i]);
     }
     return 0;

@@ -442,6 +442,44 @@ static void questions(made *m) {
     CHECK(cxlkv_worker_tables(m->worker, &table, 1) == 1);
 }
 
+static int put_part(made *m, uint64_t offset, const void *from, uint64_t bytes) {
+    begin(m, REQUEST_PART, 0);
+    put(m, &offset, sizeof(offset));
+    put(m, from, bytes);
+    return ask_bytes(m, REQUEST_PART);
+}
+
+/* A request in three parts is answered as it is in one, and no other one is made of its parts. */
+static void parts(made *m) {
+    static uint8_t whole[BYTES];
+    request_head head = {REQUEST_MAGIC, REQUEST_SELECT, 0, 1};
+    CHECK(ask(m, plain_select(), 1, TOKENS, 0) == 0);
+    uint64_t bytes = m->bytes;
+    memcpy(whole, m->request, bytes);
+    head.bytes = (uint32_t)bytes;
+    for (int turn = 0; turn < 2; turn++) {
+        CHECK(put_part(m, 0, whole, 64) == 0);
+        CHECK(put_part(m, 64, whole + 64, 16) == 0);
+        SAYS(put_part(m, 88, whole + 88, bytes - 88), -CXLKV_E_STALE, "of which it has 80");
+        CHECK(put_part(m, 80, whole + 80, bytes - 80) == 0);
+        m->bytes = 0;
+        put(m, &head, sizeof(head));
+        CHECK(rpc_send(&m->slot, REQUEST_SELECT, m->request, sizeof(head)) == 0);
+        while (cxlkv_worker_serve(m->worker, 0.001) == 0) continue;
+        CHECK(answer(m) == 0);
+    }
+    CHECK(ask(m, plain_select(), 1, TOKENS, 1) == 0); /* in its place: the parts are gone */
+    CHECK(rpc_send(&m->slot, REQUEST_SELECT, &head, sizeof(head)) == 0);
+    while (cxlkv_worker_serve(m->worker, 0.001) == 0) continue;
+    SAYS(answer(m), -CXLKV_E_ARGUMENT, "request: 16 bytes, it says");
+    CHECK(put_part(m, 0, whole, 64) == 0);
+    SAYS(put_part(m, REQUEST_BYTES_MAX - 8, whole, 16), -CXLKV_E_ARGUMENT, "at most 16777216");
+    SAYS(put_part(m, UINT64_MAX - 7, whole, 16), -CXLKV_E_ARGUMENT, "at most 16777216");
+    CHECK(rpc_send(&m->slot, REQUEST_SELECT, &head, sizeof(head)) == 0); /* 64 of its bytes */
+    while (cxlkv_worker_serve(m->worker, 0.001) == 0) continue;
+    CHECK(answer(m) == -CXLKV_E_ARGUMENT);
+}
+
 /* The client dies with its tables told, or lets go of a page: the worker's hold keeps it whole. */
 static void pages_stay_held(made *m) {
     CHECK(ask(m, plain_select(), 1, TOKENS, 1) == 0);
@@ -464,6 +502,7 @@ int main(void) {
     more_than_pages(&m);
     wrong_others(&m);
     questions(&m);
+    parts(&m);
     pages_stay_held(&m);
     unmake(&m);
     printf("wrong requests are refused by name\n");
