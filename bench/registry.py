@@ -144,7 +144,7 @@ TABLE = (
     Case("transfer", "cases.transfer"),
     Case("windows", "cases.windows", files=("windows",)),
     Case("ndp", "cases.ndp", DRAWN, ("ndp",)),
-    Case("worker", "cases.worker"),
+    Case("worker", "cases.worker", files=("worker",)),
     Case("hotness", "cases.hotness", files=("hotness",)),
     Case("policy", "cases.policy"),
     Case("prefix", "cases.prefix"),

@@ -254,8 +254,8 @@ def _states(
     pages: int,
     end_s: float,
 ) -> list[Arrays]:
-    """Of the first `pages` pages. Raises UnfinishedError after a state that was made, if it is later
-    than end_s and others are wanted."""
+    """Of the first `pages` pages. Raises UnfinishedError behind a state that was made, if end_s is
+    over and others are wanted."""
     names = _names(text, layer, 0, pages)
     with _lock:
         known = _runs.setdefault(pool, WeakValueDictionary())

@@ -61,7 +61,7 @@ def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) 
                  "attend_to_stream", "attend_to_torch"):  # fmt: skip
         if f"{name}_{threads[-1]}t" in result.ratios:
             result.ratios[name] = result.ratios[f"{name}_{threads[-1]}t"]
-    worker.run(result, size.worker)
+    worker.round_trip(result, size.worker)
 
 
 class Stage:

@@ -890,7 +890,8 @@ typedef struct cxlkv_worker_state {
 int cxlkv_worker_make(cxlkv_pool *pool, uint32_t slots, uint32_t request_bytes,
                       uint32_t response_bytes, uint32_t mode, cxlkv_worker **worker);
 /* Answers requests for timeout_s, or until one asks a chooser, which is not the core's; returns how
- * many. One thread at a time. A question that has no answer when this is called again is refused. */
+ * many. One thread at a time. A question that is not answered when this is called again is refused.
+ */
 int64_t cxlkv_worker_serve(cxlkv_worker *worker, double timeout_s);
 /* Some sequences of a client, as they are until the answer. */
 typedef struct cxlkv_question {

@@ -75,7 +75,7 @@ SMALL: dict[str, dict[str, object]] = {
     "calls": {"layers": 2, "counts": (1, 3)},
     "transfer": {"layers": 2, "tokens": 2048},
     "windows": {"prompt": 2048, "decode": 20, "heads": 8},
-    "worker": {"tokens": 64, "steps": 20},
+    "worker": {},
     "hotness": {
         **{"tokens": 2048, "pairs": 3, "mass_pairs": 3},
         "weighed": (("d64", Shape(layers=1, kv_heads=2, head_dim=64, tokens=256)),),
@@ -105,6 +105,7 @@ RATIOS = {
         for threads in (1, 2)
     },
     "transport": {"file_pull_to_bare", "socket_push_to_bare"},
+    "worker": {"retro_1x16_512_worker_to_here", "magicpig_1x16_512_worker_to_here"},
 }
 ELSEWHERE = (
     "agree",
@@ -132,7 +133,9 @@ def test_a_case_runs_small(case: str) -> None:
     if case == "compression":
         pytest.importorskip("zstandard", reason="no zstandard: pip install 'cxlkv[compress]'")
     result, module, given = Result(case), CASES[case].load(), SMALL[case]
-    if hasattr(module, "Size"):
+    if case == "worker":
+        worker.run(result, SMALL_NDP.worker, worker.ChooserSize(((1, 16, 512),), 4))
+    elif hasattr(module, "Size"):
         names = {field.name for field in dataclasses.fields(module.Size)}
         given = {**{name: value for name, value in ONCE.items() if name in names}, **given}
         module.run(result, module.Size(**given))

@@ -917,7 +917,7 @@ def test_a_package_that_is_broken_harms_nobody_else(
         names, "entry_points", lambda group: [each for each in entries if each.group == group]
     )
     monkeypatch.setattr(names, "left_out", {})
-    choosers._found.cache_clear()
+    look_again()
     try:
         of = Texts(seed)
         assert {"counting", *NAMES} <= set(choosers.names())
@@ -925,7 +925,12 @@ def test_a_package_that_is_broken_harms_nobody_else(
         with pytest.raises(BadArgumentError, match=r"'corner' is installed, but .*no_such_module"):
             of.sequence.select(0, of.queries, Budget(pages=4), method="corner")
     finally:
-        choosers._found.cache_clear()
+        look_again()
+
+
+def look_again() -> None:
+    choosers._installed.cache_clear()
+    choosers._found.cache_clear()
 
 
 def test_layers_with_a_window_are_refused(seed: int) -> None:

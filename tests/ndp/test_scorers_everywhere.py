@@ -25,12 +25,13 @@ from cxlkv.transport import Remote, Server, pull
 from ..support.forking import in_child
 from ..support.processes import Child
 from ..support.texts import append, grown
-from .test_worker import DIM, HEADS, WATCHDOG_S, Twins, make_pool
+from .test_worker import DIM, HEADS, PAGE, WATCHDOG_S, Twins, make_pool
 
 pytest.importorskip("numba", reason="numba compiles scorers")
 
 NAMES = ("mean", "pq", "gaussian", "low_rank")  # plain, learned, by log-sums, by positions
 CHOOSERS = ("retro", "vattention")  # tokens and rows; a sample
+ALL_CHOOSERS = ("clusters", "retro", "magicpig", "vattention", "sparq_mean")
 LAYERS = 2
 STARTS = np.array([0, 1], np.int32)
 SMALL = KVLayout(
@@ -43,6 +44,12 @@ SMALL = KVLayout(
 )
 IDS = [7 * i for i in range(4 * 40)]
 FEW = Budget(pages=7)
+AMOUNTS = (
+    FEW,
+    Budget(share=0.2, sinks=0, recent=0),
+    Budget(share=0.2, dense_layers=1),
+    Budget(share=0.1, by_layer={1: 0.4}),
+)
 
 
 LEARNED = ("pq", "low_rank")
@@ -177,6 +184,45 @@ def test_a_worker_decodes_by_a_scorer(served: Served) -> None:
         np.testing.assert_array_equal(one.out, out)
         np.testing.assert_array_equal(one.lse, lse)
     assert pool.worker.selects_here == pool.worker.attends_here == 0
+
+
+@pytest.mark.parametrize("encoding", ["none", "int4", "progressive"])
+def test_a_worker_chooses_tokens_that_this_process_would(served: Served, encoding: str) -> None:
+    pool, twins = served(",".join(ALL_CHOOSERS), encodings=(encoding, "none"))
+    twins.append([150, 8, 331])
+    calls = 0
+    for step in range(3):
+        for layer in range(2):
+            for name in ALL_CHOOSERS:
+                twins.select([1, 2, 3], AMOUNTS[(step + layer) % 4], layer, name)
+                per_sequence = Budget(pages=6 + step, per="sequence")
+                twins.select([1, 0, 3], per_sequence, layer, name)
+                twins.select([1, 1, 1], [FEW, Budget(pages=9), Budget(share=1.0)], layer, name)
+                calls += 3
+        twins.truncate(2, 331 - 20 * step - 3)  # then other keys, in pages of the same numbers
+        twins.append([1, 3, 40])
+    use = pool.worker
+    assert (use.connections, use.selects_here, use.selects) == (1, 0, calls)
+
+
+@pytest.mark.parametrize("name", ALL_CHOOSERS)
+def test_a_worker_decodes_by_a_chooser(served: Served, name: str) -> None:
+    pool, twins = served(name)
+    twins.append([200, 70, 131])
+    starts = np.arange(4, dtype=np.int32)
+    for step in range(2 * PAGE + 2):
+        layer = step % 2
+        keys, values = (twins.drawn(3, HEADS, DIM) for _ in range(2))
+        q = twins.drawn(3, 2 * HEADS, DIM)
+        one, other = (
+            batch.decode(layer, q, keys, values, starts, Budget(share=0.3), name)
+            for batch in twins.batches
+        )
+        assert one.method == other.method == name
+        np.testing.assert_array_equal(one.out, other.out)
+        np.testing.assert_array_equal(one.lse, other.lse)
+    use = pool.worker
+    assert (use.selects_here, use.attends_here, use.attends) == (0, 0, 2 * PAGE + 2)
 
 
 def test_a_worker_that_was_not_told_of_a_method_says_how_to_tell_it(served: Served) -> None:

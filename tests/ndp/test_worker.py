@@ -254,7 +254,7 @@ def same(one: Selection, other: Selection) -> None:
     assert (one.per, one.stages, one.method) == (other.per, other.stages, other.method)
     for array, wanted in zip(beside_pages(one), beside_pages(other), strict=True):
         assert (array is None) == (wanted is None)
-        np.testing.assert_array_equal(array, wanted)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(array, wanted)
 
 
 def beside_pages(of: Selection) -> tuple[object, ...]:

@@ -1,5 +1,5 @@
-"""Choosers in the worker choose what they would here, to the bit; their states are made once for all
-of its clients, and go with the last sequence."""
+"""Choosers in the worker: their states are made once for all of its clients, and go with the last
+sequence; what it cannot do is done here."""
 
 from __future__ import annotations
 
@@ -25,78 +25,39 @@ from cxlkv.sequence import Sequence
 from ..support.processes import Child
 from ..support.waiting import until
 from .test_choosers import Counting
-from .test_scorers_everywhere import served  # noqa: F401  (a fixture)
-from .test_scorers_everywhere import Served
 from .test_worker import DIM, HEADS, PAGE, WATCHDOG_S, Twins, make_pool, same
 
-NAMES = ("clusters", "retro", "magicpig", "vattention", "sparq_mean")
 FEW = Budget(pages=7)
-BUDGETS = (
-    FEW,
-    Budget(share=0.2, sinks=0, recent=0),
-    Budget(share=0.2, dense_layers=1),
-    Budget(share=0.1, by_layer={1: 0.4}),
-)
-
-
-@pytest.mark.parametrize("encoding", ["none", "int4", "progressive"])
-def test_a_worker_chooses_what_this_process_would(served: Served, encoding: str) -> None:  # noqa: F811
-    pool, twins = served(",".join(NAMES), encodings=(encoding, "none"))
-    twins.append([150, 8, 331])
-    calls = 0
-    for step in range(3):
-        for layer in range(2):
-            for name in NAMES:
-                twins.select([1, 2, 3], BUDGETS[(step + layer) % 4], layer, name)
-                per_sequence = Budget(pages=6 + step, per="sequence")
-                twins.select([1, 0, 3], per_sequence, layer, name)
-                twins.select([1, 1, 1], [FEW, Budget(pages=9), Budget(share=1.0)], layer, name)
-                calls += 3
-        twins.truncate(2, 331 - 20 * step - 3)  # then other keys, in pages of the same numbers
-        twins.append([1, 3, 40])
-    use = pool.worker
-    assert (use.connections, use.selects_here, use.selects) == (1, 0, calls)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_worker_decodes_by_a_chooser(served: Served, name: str) -> None:  # noqa: F811
-    pool, twins = served(name)
-    twins.append([200, 70, 131])
-    starts = np.arange(4, dtype=np.int32)
-    for step in range(2 * PAGE + 2):
-        layer = step % 2
-        new = [twins.drawn(3, HEADS, DIM) for _ in range(2)]
-        q = twins.drawn(3, 2 * HEADS, DIM)
-        one, other = (
-            batch.decode(layer, q, *new, starts, Budget(share=0.3), name)
-            for batch in twins.batches
-        )
-        assert one.method == other.method == name
-        np.testing.assert_array_equal(one.out, other.out)
-        np.testing.assert_array_equal(one.lse, other.lse)
-    use = pool.worker
-    assert (use.selects_here, use.attends_here, use.attends) == (0, 0, 2 * PAGE + 2)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "float16"])
-def test_queries_of_other_dtypes(served: Served, dtype: str) -> None:  # noqa: F811
-    _, twins = served("retro", dtype="bf16")
+def test_queries_of_other_dtypes(path: Path, rng: np.random.Generator, dtype: str) -> None:
     torch = pytest.importorskip("torch", reason="numpy has no bfloat16")
-    twins.append([150, 8, 331])
-    q = torch.randn(3, 2 * HEADS, DIM, dtype=torch.bfloat16 if dtype == "bf16" else torch.float16)
-    starts = np.arange(4, dtype=np.int32)
-    same(*(batch.select(0, q, starts, FEW, "retro") for batch in twins.batches))
+    wanted = torch.bfloat16 if dtype == "bf16" else torch.float16
+    q = torch.from_numpy(rng.standard_normal((3, 2 * HEADS, DIM), np.float32)).to(wanted)
+    with (
+        make_pool(path, "bf16") as pool,
+        Twins(path, pool, rng, 3) as twins,
+        serving(pool, ["retro"]),
+    ):
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        twins.append([150, 8, 331])
+        starts = np.arange(4, dtype=np.int32)
+        same(*(batch.select(0, q, starts, FEW, "retro") for batch in twins.batches))
 
 
-def test_requests_that_are_split(path: Path, rng: np.random.Generator, tmp_path: Path) -> None:
+def test_requests_that_are_split(path: Path, rng: np.random.Generator) -> None:
     """By sequences, when a slot is small; and answers that are longer than a slot."""
-    with make_pool(path) as pool, Twins(path, pool, rng, 12) as twins:
-        with serving(pool, ["retro"], request_bytes=4096, response_bytes=4096):
-            pool.use_worker("only", deadline_s=WATCHDOG_S)
-            twins.append([90 + 7 * n for n in range(12)])
-            twins.select([1] * 12, Budget(share=0.4), 0, "retro")
-            twins.select([1] * 12, [Budget(pages=5 + n) for n in range(12)], 1, "retro")
-            twins.select([0, 1, 3] * 4, Budget(pages=6, per="sequence"), 0, "retro")
+    with (
+        make_pool(path) as pool,
+        Twins(path, pool, rng, 12) as twins,
+        serving(pool, ["retro"], request_bytes=4096, response_bytes=4096),
+    ):
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        twins.append([90 + 7 * n for n in range(12)])
+        twins.select([1] * 12, Budget(share=0.4), 0, "retro")
+        twins.select([1] * 12, [Budget(pages=5 + n) for n in range(12)], 1, "retro")
+        twins.select([0, 1, 3] * 4, Budget(pages=6, per="sequence"), 0, "retro")
 
 
 # ---- states ----
@@ -110,6 +71,7 @@ def serving(
     response_bytes: int = 1 << 20,
 ) -> Iterator[worker.Choosers]:
     """A worker that is a thread of this process, with a pool of its own."""
+    assert pool.path
     with CXLPool.open(pool.path, threads=1) as own:
         choose = worker.Choosers(own._handle, own.layout, methods)
         sizes = (4, request_bytes, response_bytes, "coherent")
@@ -186,16 +148,18 @@ def test_states_are_made_in_steps(
 ) -> None:
     """Each question is answered when a state is made, and asked again until all are."""
     monkeypatch.setattr(worker, "STATES_S", 0.0)
-    with make_pool(path) as pool, Twins(path, pool, rng, 3) as twins:
-        with serving(pool, ["counting", "retro"]):
-            pool.use_worker("only", deadline_s=WATCHDOG_S)
-            twins.append([PAGE * 23, 3, PAGE * 5])
-            counting.made.clear()
-            before = pool.worker.selects
-            twins.select([1, 1, 1], FEW, 0, "counting")
-            twins.select([1, 1, 1], FEW, 1, "retro")
-            assert counting.made == 2 * [16, 4, 1, 1, 1], "by the worker, and here"
-            assert (pool.worker.selects - before, pool.worker.selects_here) == (2, 0)
+    with (
+        make_pool(path) as pool,
+        Twins(path, pool, rng, 3) as twins,
+        serving(pool, ["counting", "retro"]),
+    ):
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        twins.append([PAGE * 23, 3, PAGE * 5])
+        counting.made.clear()
+        twins.select([1, 1, 1], FEW, 0, "counting")
+        twins.select([1, 1, 1], FEW, 1, "retro")
+        assert counting.made == 2 * [16, 4, 1, 1, 1], "by the worker, and here"
+        assert (pool.worker.selects, pool.worker.selects_here) == (2, 0)
 
 
 class Wrong(Chooser[tuple[Floats]]):
@@ -262,7 +226,7 @@ def test_an_answer_that_is_none(path: Path, wrong: str) -> None:
             pages = np.full(shape, 20 if wrong == "page" else 0, np.int32)
             _core.worker_answer(handle, pages, None, None, (0, 0))
 
-        choose.answer = wrongly  # type: ignore[method-assign]
+        choose.answer = wrongly  # type: ignore[assignment, method-assign]
         pool.use_worker("only", deadline_s=WATCHDOG_S)
         sequence = pool.sequence()
         sequence.append(0, rows, rows)
@@ -297,21 +261,24 @@ with CXLPool.open(sys.argv[1], threads=1) as pool:
 def test_a_worker_that_dies_or_stops_meanwhile(
     path: Path, way: str, rng: np.random.Generator
 ) -> None:
-    with make_pool(path) as pool, Twins(path, pool, rng, 2) as twins:
-        with Child("-c", STUCK, path) as stuck:
-            assert "serves up to" in stuck.hear()
-            pool.use_worker("if_there", deadline_s=WATCHDOG_S if way == "killed" else 0.1)
-            twins.append([PAGE * 20, 9])
+    with (
+        make_pool(path) as pool,
+        Twins(path, pool, rng, 2) as twins,
+        Child("-c", STUCK, path) as stuck,
+    ):
+        assert "serves up to" in stuck.hear()
+        pool.use_worker("if_there", deadline_s=WATCHDOG_S if way == "killed" else 0.1)
+        twins.append([PAGE * 20, 9])
 
-            def kill() -> None:
-                assert stuck.hear() == "asked"
-                if way == "killed":
-                    os.kill(stuck.pid, signal.SIGKILL)
+        def kill() -> None:
+            assert stuck.hear() == "asked"
+            if way == "killed":
+                os.kill(stuck.pid, signal.SIGKILL)
 
-            killer = threading.Thread(target=kill)
-            killer.start()
-            twins.select([1, 1], FEW, 0, "retro")
-            killer.join()
-            use = pool.worker
-            assert (use.selects, use.selects_here) == (0, 1)
-            assert ("is dead" if way == "killed" else "did not answer in time") in use.why
+        killer = threading.Thread(target=kill)
+        killer.start()
+        twins.select([1, 1], FEW, 0, "retro")
+        killer.join()
+        use = pool.worker
+        assert (use.selects, use.selects_here) == (0, 1)
+        assert ("is dead" if way == "killed" else "did not answer in time") in use.why

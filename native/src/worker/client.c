@@ -122,7 +122,8 @@ static int ask_once(worker_client *c, uint32_t operation, const uint8_t *request
 
 /* All bytes of a long request. */
 static int send_parts(worker_client *c, uint64_t bytes, uint64_t deadline_ns) {
-    uint64_t before = sizeof(request_head) + sizeof(request_part), slot = c->file.header.request_bytes;
+    uint64_t before = sizeof(request_head) + sizeof(request_part);
+    uint64_t slot = c->file.header.request_bytes;
     if (!c->part && !(c->part = malloc(slot)))
         return fail(ENOMEM, "no memory for a part of a request");
     for (request_part part = {0}; part.offset < bytes;) {

@@ -133,9 +133,9 @@ typedef struct answer_select {
 } answer_select;
 _Static_assert(sizeof(answer_select) == 48, "no holes");
 
-/* Of a choose. Then pages int32 [lists, kv_heads, k], -1: none, and, in float32, log-weights [lists,
- * kv_heads, k, weight_tokens] and keys, values and log-counts of virtual rows, as an attend has
- * them. */
+/* Of a choose. Then pages int32 [lists, kv_heads, k], -1: none, and, in float32, log-weights
+ * [lists, kv_heads, k, weight_tokens] and keys, values and log-counts of virtual rows, as an attend
+ * has them. */
 typedef struct answer_choose {
     uint64_t bytes_scored;
     uint64_t bytes_fetched;

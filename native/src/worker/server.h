@@ -1,5 +1,5 @@
-/* The worker's own state, between server.c, which serves, and question.c, which has what is asked of
- * choosers. */
+/* The worker's own state, between server.c, which serves, and question.c, which has what choosers
+ * are asked. */
 #ifndef CXLKV_WORKER_SERVER_H
 #define CXLKV_WORKER_SERVER_H
 #include "worker/worker.h"
