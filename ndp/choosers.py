@@ -347,6 +347,7 @@ def select(
     uniform(asked.budgets)
     check_budgets(chooser, layout, asked)
     rows, number = _float_rows(layout, asked), number_of(chooser)
+    asked = asked._replace(scale=float(np.float32(asked.scale)))  # as a worker has it
     if number:
         try:
             made = _by_worker(number, layout, batch, texts, rows, asked)
@@ -471,12 +472,13 @@ def try_out(chooser: AnyChooser, layout: KVLayout) -> None:
 
 
 def _float_rows(layout: KVLayout, asked: Asked) -> Floats:
-    """The queries, float32 [rows, q_heads, dim], contiguous."""
+    """The queries, float32 [rows, q_heads, dim], contiguous; writable, since numba makes other code
+    of what is not, which rounds otherwise."""
     given = imported(asked.queries, "q")
     check_queries(layout, given, int(asked.starts[-1]))
     if is_torch(given):
         given = cast("torch.Tensor", given).float().numpy()
-    return np.ascontiguousarray(given, np.float32)
+    return np.require(given, np.float32, ["C", "W"])
 
 
 def _by_heads(layout: KVLayout, rows: Floats) -> Floats:

@@ -188,7 +188,7 @@ class Choosers:
         shape = (int(asked.starts[-1]), asked.q_heads, layout.head_dim)
         question = Asked(
             layer=asked.layer,
-            queries=np.frombuffer(asked.queries, np.float32).reshape(shape),
+            queries=np.frombuffer(bytearray(asked.queries), np.float32).reshape(shape),
             starts=asked.starts,
             budgets=[_budget_of(*row, asked.per) for row in asked.budgets],
             method=chooser.name,

@@ -197,7 +197,8 @@ def test_a_worker_chooses_tokens_that_this_process_would(served: Served, encodin
                 twins.select([1, 2, 3], AMOUNTS[(step + layer) % 4], layer, name)
                 per_sequence = Budget(pages=6 + step, per="sequence")
                 twins.select([1, 0, 3], per_sequence, layer, name)
-                twins.select([1, 1, 1], [FEW, Budget(pages=9), Budget(share=1.0)], layer, name)
+                several = [FEW, Budget(pages=9), Budget(share=1.0)]
+                twins.select([1, 1, 1], several, layer, name, scale=0.3 / 7)
                 calls += 3
         twins.truncate(2, 331 - 20 * step - 3)  # then other keys, in pages of the same numbers
         twins.append([1, 3, 40])

@@ -151,11 +151,13 @@ class Twins:
         layer: int = 0,
         method: str = "exact",
         queries_in: str = "float32",
+        scale: float | None = None,
     ) -> list[Selection]:
         """By the worker, if there is one, and here: they are equal."""
         starts = np.cumsum([0, *rows]).astype(np.int32)
         queries = self.drawn(int(starts[-1]), 2 * HEADS, DIM, dtype=queries_in)
-        got = [batch.select(layer, queries, starts, budget, method) for batch in self.batches]
+        asked = (layer, queries, starts, budget, method, scale)
+        got = [batch.select(*asked) for batch in self.batches]
         same(*got)
         return got
 
