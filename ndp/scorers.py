@@ -159,8 +159,7 @@ def of(name: str) -> Scorer:
 
         if choosers.of(name):
             raise UnsupportedError(
-                f"method {name!r} chooses by a state of the sequence, which lies in the process "
-                "that asks: nothing is learned beforehand, and a worker cannot have it"
+                f"method {name!r} chooses by a state of the sequence: nothing is learned beforehand"
             ) from None
         known = ", ".join((*METHODS, *names(), *choosers.names()))
         raise BadArgumentError(

@@ -78,7 +78,7 @@ def ndp_worker(
     ] = None,
     slots: Annotated[int, typer.Option(help="Processes that it serves.", min=1, max=64)] = 8,
     methods: Annotated[
-        str, typer.Option(help="Of docs/methods.md, that it is asked for: mean,loki=loki.npy")
+        str, typer.Option(help="Of docs/methods.md, that it may be asked for: retro,loki=loki.npy")
     ] = "",
     host: HostNumber = None,
 ) -> None:

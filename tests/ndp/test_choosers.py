@@ -764,8 +764,8 @@ def test_errors_name_cause_and_remedy(seed: int) -> None:
         choosers.refuse("retro", "a GPU")
     choosers.refuse("two_stage", "a GPU")
     choosers.refuse("mean", "a GPU")
-    with pytest.raises(UnsupportedError, match=r"'retro' .* a worker cannot have it"):
-        scorers.number_of(of.pool._handle, of.layout, "retro")  # as `ndp-worker --methods` does
+    with pytest.raises(UnsupportedError, match=r"'retro' .* nothing is learned"):
+        scorers.number_of(of.pool._handle, of.layout, "retro")  # as pool.calibrate() would
     for taken in ("exact", "mean", "retro", "two words", 3):
         wrong = Counting()
         wrong.name = taken  # type: ignore[misc,assignment]
