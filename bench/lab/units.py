@@ -48,8 +48,8 @@ SHARES = (0.02, 0.05, 0.10, 0.20)
 REFERENCES = ("oracle", "newest", "random")
 READ_STEPS, ITEM_STEPS = 40, 14
 """What reading a context and answering an item take, in steps of all forms, about."""
-METHOD_STEPS, METHOD_CONTEXTS = 128, 12
-"""Of a run of methods, behind each text's prefix, and contexts of tasks."""
+METHOD_TEXTS, METHOD_STEPS = 6, 64
+"""Of a run of methods: texts, and as many contexts of tasks; steps behind each text's prefix."""
 CUE_TOKENS = 8
 """So many tokens of a passage are read before the model can know that it comes again."""
 
@@ -157,10 +157,10 @@ class Plan:
         variants = tuple(form for form in self.variants if wanted(form))
         return replace(self, forms=forms, variants=variants, part=tuple(patterns))
 
-    def of_methods(self, names: Sequence[str], budgets: str) -> Plan:
+    def of_methods(self, names: Sequence[str], budgets: str, texts: int = METHOD_TEXTS) -> Plan:
         """Each method at each share of the pages ("0.05,0.15"), beside random, newest and best
-        ones, and all; of fewer steps and items, so that all methods are measured in four hours.
-        Raises BadArgumentError."""
+        ones, and all; of fewer texts, steps and items, so that all methods are measured in less
+        than two hours. Raises BadArgumentError."""
         try:
             shares = list(dict.fromkeys(float(share) for share in budgets.split(",")))
         except ValueError:
@@ -171,23 +171,20 @@ class Plan:
         for name in dict.fromkeys((*names, *REFERENCES)):
             forms += [Form(name, share) for share in shares]
         part = (*names, *(f"{100 * share:g} %" for share in shares))
-        return replace(
-            self,
-            steps=min(self.steps, METHOD_STEPS),
-            copies=1,
-            contexts=min(self.contexts, METHOD_CONTEXTS),
-            forms=tuple(forms),
-            variants=(),
-            part=part,
-            timed=tuple(names),
+        plan = replace(
+            self, copies=1, forms=tuple(forms), variants=(), part=part, timed=tuple(names)
         )
+        return plan.shorter(texts, min(self.steps, METHOD_STEPS))
 
-    def shorter(self, texts: int, steps: int | None) -> Plan:
+    def shorter(self, texts: int | None, steps: int | None) -> Plan:
         """Only so many texts, contexts of tasks, and steps behind each text's prefix."""
-        plan = replace(self, texts=self.texts[:texts], contexts=min(texts, self.contexts))
-        if steps is None:
-            return plan
-        return replace(plan, steps=steps, watched_every=min(self.watched_every, steps // 2))
+        plan = self
+        if texts is not None:
+            plan = replace(plan, texts=self.texts[:texts], contexts=min(texts, self.contexts))
+        if steps is not None:
+            watched = min(self.watched_every, steps // 2)
+            plan = replace(plan, steps=steps, watched_every=watched)
+        return plan
 
     def units(self) -> dict[str, int]:
         """Each unit's name and how many steps of the model it takes."""

@@ -28,7 +28,7 @@ Methods = Annotated[
 ]
 Budgets = Annotated[str, typer.Option(help="With --methods: shares of the pages.")]
 Texts = Annotated[
-    int, typer.Option(help="Only so many texts, and as many contexts of tasks.", min=1)
+    int | None, typer.Option(help="Only so many texts, and as many contexts of tasks.", min=1)
 ]
 Steps = Annotated[
     int | None, typer.Option(help="Only so many steps behind each text's prefix.", min=8)
@@ -53,7 +53,7 @@ def lab_run(
     ] = "",
     methods: Methods = "",
     budgets: Budgets = "0.02,0.05,0.15",
-    texts: Texts = 25,
+    texts: Texts = None,
     steps: Steps = None,
 ) -> None:
     """Measure all forms of selection against full attention on 16 texts and 200 questions.
@@ -67,7 +67,7 @@ def lab_run(
         from cxlkv.bench.lab import methods as table
         from cxlkv.bench.lab import page, peers, report
         from cxlkv.bench.lab.run import load_units, run
-        from cxlkv.bench.lab.units import Plan, known_methods
+        from cxlkv.bench.lab.units import METHOD_TEXTS, Plan, known_methods
         from cxlkv.demo.smollm2 import prepare
         from cxlkv.demo.text import inputs
     console = Console()
@@ -77,10 +77,10 @@ def lab_run(
     if forms:
         plan = plan.only([pattern.strip() for pattern in forms.split(",")])
     if methods:
-        plan = plan.of_methods(known_methods(methods), budgets)
+        plan = plan.of_methods(known_methods(methods), budgets, texts or METHOD_TEXTS)
         for reason in filter(None, map(peers.why_not, peers.NAMES)) if methods == "all" else ():
             console.print(Text(f"left out: {reason}"), soft_wrap=True)
-    plan = plan.shorter(texts, steps)
+    plan = plan.shorter(None if methods else texts, steps)
     folder = model or prepare(console)
     out = out or Path("cxlkv-lab-quick" if quick else "cxlkv-lab")
     if elsewhere := run(out, folder, plan, console):

@@ -21,7 +21,7 @@ from cxlkv.bench.lab import methods, peers, report
 from cxlkv.bench.lab.costs import COSTS, Costs
 from cxlkv.bench.lab.methods_picture import spread
 from cxlkv.bench.lab.run import load_units, run, sources_of
-from cxlkv.bench.lab.units import METHOD_CONTEXTS, METHOD_STEPS, Plan, known_methods
+from cxlkv.bench.lab.units import METHOD_STEPS, METHOD_TEXTS, Plan, known_methods
 from cxlkv.demo.forms import Outside
 from cxlkv.demo.text import inputs
 from cxlkv.errors import BadArgumentError, UnsupportedError
@@ -194,7 +194,11 @@ def test_budgets_that_are_no_shares_are_refused_before_a_model_is_read(budgets: 
 def test_a_run_of_methods_is_a_shorter_plan() -> None:
     plan = Plan().of_methods(("exact",), "0.02,0.3,0.3")
     assert len(plan.forms) == len({*plan.forms})
-    assert (plan.steps, plan.contexts) == (METHOD_STEPS, METHOD_CONTEXTS)
+    assert (plan.steps, plan.watched_every) == (METHOD_STEPS, METHOD_STEPS // 2)
+    assert (len(plan.texts), plan.contexts) == (METHOD_TEXTS, METHOD_TEXTS)
+    more = Plan().of_methods(("exact",), "0.02", 16)
+    assert (more.texts, more.contexts) == (Plan().texts, 16)
+    assert more.shorter(None, 256).steps == 256
     assert Plan.quick().of_methods(("exact",), "0.02").steps == Plan.quick().steps
     assert replace(plan, texts=("one",)).distances_of("one", 7000) == (1000,)
 
