@@ -173,7 +173,8 @@ class Choosers:
             of = found.rows
             rows = None if of is None else (of.k, of.v, of.log_counts)
             read = (found.bytes_scored, found.bytes_fetched)
-            _core.worker_answer(worker, found.pages, found.log_weights, rows, read)
+            with contextlib.suppress(BadArgumentError):  # too long: the client has the error
+                _core.worker_answer(worker, found.pages, found.log_weights, rows, read)
 
     def _select(self, asked: _core.WorkerQuestion) -> Selection:
         chooser, layout = self._known.get(asked.chooser), self._layout

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from cxlkv import CXLPool, _core
 from cxlkv.errors import BadArgumentError, UnsupportedError, WorkerError
 from cxlkv.ndp import choosers, worker
 from cxlkv.ndp.choosers import Choice, Chooser, Question
-from cxlkv.ndp.engine import Budget
+from cxlkv.ndp.engine import Budget, Selection, VirtualRows
 from cxlkv.ndp.methods import sampling
 from cxlkv.ndp.scorers import Floats
 from cxlkv.sequence import Sequence
@@ -209,6 +210,27 @@ def test_what_a_worker_cannot_do(path: Path, monkeypatch: pytest.MonkeyPatch) ->
             chosen(sequence, "wrong")
         chosen(sequence, "retro")
         assert pool.worker.connections == 1
+
+
+def test_a_choice_that_is_too_long(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker says so, and serves on."""
+    rows = np.zeros((PAGE * 20, HEADS, DIM), np.float32)
+    many = np.zeros((1, HEADS, 1_100_000, DIM), np.float32)
+    with make_pool(path) as pool, serving(pool, ["retro"]):
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        sequence = pool.sequence()
+        sequence.append(0, rows, rows)
+        right = choosers.select_here
+
+        def longer(*given: object) -> Selection:
+            found = right(*given)  # type: ignore[arg-type]
+            return replace(found, rows=VirtualRows(many, many, many[..., 0].copy()))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(choosers, "select_here", longer)
+            with pytest.raises(BadArgumentError, match="ask for fewer rows"):
+                chosen(sequence, "retro")
+        assert chosen(sequence, "retro") > 0
 
 
 @pytest.mark.parametrize("wrong", ["page", "lists", "pages"])
