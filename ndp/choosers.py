@@ -351,7 +351,7 @@ def select(
     if number:
         try:
             made = _by_worker(number, layout, batch, texts, rows, asked)
-        except BusyError as error:  # "only", and it never ends
+        except BusyError as error:  # "only", and the worker never ends
             raise WorkerError(str(error)) from error
         if made is not None:
             return _joined(layout, *made, asked, chooser.name)
@@ -472,13 +472,13 @@ def try_out(chooser: AnyChooser, layout: KVLayout) -> None:
 
 
 def _float_rows(layout: KVLayout, asked: Asked) -> Floats:
-    """The queries, float32 [rows, q_heads, dim], contiguous; writable, since numba makes other code
-    of what is not, which rounds otherwise."""
+    """The queries, float32 [rows, q_heads, dim]: a contiguous copy, which is a chooser's own. Numba
+    makes other code of what cannot be written to, and that rounds otherwise."""
     given = imported(asked.queries, "q")
     check_queries(layout, given, int(asked.starts[-1]))
     if is_torch(given):
         given = cast("torch.Tensor", given).float().numpy()
-    return np.require(given, np.float32, ["C", "W"])
+    return np.array(given, np.float32, order="C")
 
 
 def _by_heads(layout: KVLayout, rows: Floats) -> Floats:

@@ -226,7 +226,7 @@ def batch_choose(
     whether it may be asked again, else BusyError."""
     args = _arguments.select
     per, chooser, scale = words
-    codes = (0, 0, per, 0, chooser)
+    codes = (0, 0, per, int(may_wait), chooser)
     _fill_select(args, layer, queries, starts, budget_array, codes, (scale, 0.0, 0.0))
     out = new_place("cxlkv_choice **", lib.cxlkv_choice_destroy)
     code = lib.cxlkv_batch_choose(batch, args, first, out)

@@ -927,7 +927,8 @@ int cxlkv_pool_use_worker(cxlkv_pool *pool, uint32_t use, double deadline_s);
 int cxlkv_pool_worker_state(cxlkv_pool *pool, cxlkv_worker_state *state);
 /* Asks the worker's chooser args->scorer for sequences of the batch, from `first` on, as many as
  * have room in a request. Returns 1, or 0 when this process has to do it itself; CXLKV_E_BUSY: the
- * worker is not done with its states, and goes on when it is asked again. */
+ * worker is not done with its states, and goes on when it is asked again. args->refresh 0: it was
+ * asked often enough. */
 int cxlkv_batch_choose(cxlkv_batch *batch, const cxlkv_select_args *args, uint32_t first,
                        cxlkv_choice **choice);
 void cxlkv_choice_destroy(cxlkv_choice **at);

@@ -163,6 +163,32 @@ def test_states_are_made_in_steps(
         assert (pool.worker.selects, pool.worker.selects_here) == (2, 0)
 
 
+def test_a_worker_that_is_never_done(path: Path) -> None:
+    """It is asked as often as there are pages, and no more."""
+    rows = np.zeros((PAGE * 20, HEADS, DIM), np.float32)
+    with make_pool(path) as pool, serving(pool, ["retro"]) as choose:
+        answer, asked = choose.answer, []
+
+        def never(handle: _core.Handle) -> None:
+            if _core.worker_asked(handle, DIM) is None:
+                answer(handle)
+                return
+            asked.append(1)
+            _core.worker_refuse(handle, "states of 0 pages are made", again=True)
+
+        choose.answer = never  # type: ignore[assignment, method-assign]
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        sequence = pool.sequence()
+        sequence.append(0, rows, rows)
+        with pytest.raises(WorkerError, match="of 0 pages"):
+            chosen(sequence, "retro")
+        assert 20 <= len(asked) <= 25
+        pool.use_worker("if_there", deadline_s=WATCHDOG_S)
+        assert chosen(sequence, "retro") > 0
+        assert pool.worker.selects_here == 1
+        assert "of 0 pages" in pool.worker.why
+
+
 class Wrong(Chooser[tuple[Floats]]):
     """It does well when it is tried out."""
 

@@ -574,7 +574,7 @@ static int told_and_run(calling *call) {
 /* Not this process's work yet. */
 static bool again_by_caller(const calling *call, int64_t code) {
     return (code == -CXLKV_E_ROOM && call->operation == REQUEST_SELECT) ||
-           (code == -CXLKV_E_BUSY && call->operation == REQUEST_CHOOSE);
+           (code == -CXLKV_E_BUSY && call->operation == REQUEST_CHOOSE && call->select->refresh);
 }
 
 /* Under the locks of the batch. */
