@@ -247,7 +247,7 @@ def _chosen(choice: Any, dims: tuple[int, int, int, int]) -> Chosen:
 
     def copy(pointer: Any, dtype: type, *shape: int) -> npt.NDArray[Any]:
         size = 4 * int(np.prod(shape))
-        return np.frombuffer(bytes(ffi.buffer(pointer, size)), dtype).reshape(shape).copy()
+        return np.frombuffer(ffi.buffer(pointer, size), dtype).reshape(shape).copy()
 
     weights, rows = None, None
     if picked.weight_tokens:

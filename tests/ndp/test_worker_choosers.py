@@ -59,6 +59,7 @@ def test_requests_that_are_split(path: Path, rng: np.random.Generator) -> None:
         twins.select([1] * 12, Budget(share=0.4), 0, "retro")
         twins.select([1] * 12, [Budget(pages=5 + n) for n in range(12)], 1, "retro")
         twins.select([0, 1, 3] * 4, Budget(pages=6, per="sequence"), 0, "retro")
+        twins.select([0] * 11 + [1], FEW, 1, "retro")  # requests that have no list
 
 
 # ---- states ----
