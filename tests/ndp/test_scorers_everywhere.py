@@ -3,6 +3,7 @@ of keys and values, and of nothing else."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,15 +24,18 @@ from cxlkv.tiers.local import LocalTier, units_of
 from cxlkv.transport import Remote, Server, pull
 
 from ..support.forking import in_child
+from ..support.lengths import nightly
 from ..support.processes import Child
 from ..support.texts import append, grown
 from .test_worker import DIM, HEADS, PAGE, WATCHDOG_S, Twins, make_pool
 
-pytest.importorskip("numba", reason="numba compiles scorers")
+methods = pytest.importorskip("cxlkv.ndp.methods", reason="numba compiles scorers")
 
-NAMES = ("mean", "pq", "gaussian", "low_rank")  # plain, learned, by log-sums, by positions
-CHOOSERS = ("retro", "vattention")  # tokens and rows; a sample
-ALL_CHOOSERS = ("clusters", "retro", "magicpig", "vattention", "sparq_mean")
+# Of each run: plain, learned, by log-sums, by positions; tokens and rows, a sample. All at night.
+NAMES: tuple[str, ...] = ("mean", "pq", "gaussian", "low_rank")
+CHOOSERS: tuple[str, ...] = ("retro", "vattention")
+ALL_NAMES = tuple(each.name for each in methods.SCORERS)
+ALL_CHOOSERS = tuple(each.name for each in methods.CHOOSERS)
 LAYERS = 2
 STARTS = np.array([0, 1], np.int32)
 SMALL = KVLayout(
@@ -52,7 +56,15 @@ AMOUNTS = (
 )
 
 
-LEARNED = ("pq", "low_rank")
+@pytest.fixture(autouse=True, params=["some methods", nightly("all methods")])
+def chosen_methods(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "all methods":
+        monkeypatch.setattr(sys.modules[__name__], "NAMES", ALL_NAMES)
+        monkeypatch.setattr(sys.modules[__name__], "CHOOSERS", ALL_CHOOSERS)
+
+
+def learned() -> list[str]:
+    return [name for name in NAMES if scorers.of(name).calibrated]
 
 
 def numbers(name: str, dim: int) -> Floats:
@@ -68,7 +80,7 @@ def numbers(name: str, dim: int) -> Floats:
 def know(*pools: CXLPool) -> None:
     """The pools know all of NAMES."""
     for pool in pools:
-        for name in LEARNED:
+        for name in learned():
             pool.calibrate(name, numbers(name, pool.layout.head_dim))
 
 
@@ -125,7 +137,7 @@ class Served(Protocol):
 @pytest.fixture
 def served(path: Path, tmp_path: Path, rng: np.random.Generator) -> Iterator[Served]:
     """Twins of three sequences, one of which a worker serves that was begun with these methods."""
-    for name in LEARNED:
+    for name in learned():
         np.save(tmp_path / f"{name}.npy", numbers(name, DIM))
     with ExitStack() as stack:
 
@@ -133,10 +145,11 @@ def served(path: Path, tmp_path: Path, rng: np.random.Generator) -> Iterator[Ser
             pool = stack.enter_context(make_pool(path, **more))  # type: ignore[arg-type]
             twins = stack.enter_context(Twins(path, pool, rng, 3))
             know(pool, twins.here)
-            for name in LEARNED:
-                methods = methods.replace(name, f"{name}={tmp_path / name}.npy")
-            words = ["--methods", methods]
-            words = words if methods else []
+            words = [
+                f"{word}={tmp_path / word}.npy" if word in learned() else word
+                for word in filter(None, methods.split(","))
+            ]
+            words = ["--methods", ",".join(words)] if words else []
             command = ["-m", "cxlkv.ops.cli", "ndp-worker", "--pool", path, "--threads", 1]
             worker = stack.enter_context(Child(*command, *words))
             assert "serves up to" in worker.hear()
@@ -146,12 +159,9 @@ def served(path: Path, tmp_path: Path, rng: np.random.Generator) -> Iterator[Ser
         yield make
 
 
-@pytest.mark.parametrize(
-    ("names", "encoding"), [(NAMES, "none"), (("mean",), "int4"), (("mean",), "progressive")]
-)
-def test_a_worker_chooses_what_this_process_would(
-    served: Served, names: tuple[str, ...], encoding: str
-) -> None:
+@pytest.mark.parametrize("encoding", ["none", "int4", "progressive"])
+def test_a_worker_chooses_what_this_process_would(served: Served, encoding: str) -> None:
+    names = NAMES if encoding == "none" or NAMES == ALL_NAMES else ("mean",)
     pool, twins = served(",".join(names), encodings=(encoding, "none"))
     twins.append([50, 8, 131])
     for step in range(3):
