@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import cast
@@ -30,6 +31,7 @@ from ..support.small_models import (
     prompts,
     run,
 )
+from ..support.worker_thread import serving
 from .test_transformers_models import llama as llama  # a fixture
 from .test_transformers_models import make
 
@@ -94,6 +96,26 @@ def test_a_chooser_attends_in_the_pool(llama: PreTrainedModel, pool: CXLPool) ->
     assert torch.equal(*(generate(llama, ids, mask, each) for each in (at_once, again)))
     with pytest.raises(UnsupportedError, match="a device takes pages alone"):
         CXLCache(pool, llama, Budget(pages=6), method="retro", attention="device")
+
+
+def test_a_worker_chooses_and_attends_for_a_model(llama: PreTrainedModel, path: Path) -> None:
+    pytest.importorskip("numba", reason="numba compiles choosers")
+    ids, mask = prompts((96, 80))
+    layout = layout_of(llama, page_tokens=4)
+    with CXLPool.create(path, layout=layout, capacity="8MiB", threads=1) as pool:
+        forms = [
+            partial(CXLCache, pool, llama, Budget(pages=6), method=method)
+            for method in ("retro", "vattention")
+        ]
+        wanted = [generate(llama, ids, mask, make_cache()) for make_cache in forms]
+        with serving(pool, ["retro", "vattention"]):
+            pool.use_worker("only", deadline_s=60)
+            found = [generate(llama, ids, mask, make_cache()) for make_cache in forms]
+            use = pool.worker
+        assert all(map(torch.equal, found, wanted))
+        assert use.selects > 0
+        assert use.attends >= use.selects
+        assert (use.selects_here, use.attends_here) == (0, 0)
 
 
 def test_where_attention_is_has_two_words_and_an_old_one(

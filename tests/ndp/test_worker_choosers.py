@@ -3,11 +3,9 @@ sequence; what it cannot do is done here."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +17,16 @@ from cxlkv.errors import BadArgumentError, UnsupportedError, WorkerError
 from cxlkv.ndp import choosers, worker
 from cxlkv.ndp.choosers import Choice, Chooser, Question
 from cxlkv.ndp.engine import Budget, Selection, VirtualRows
-from cxlkv.ndp.methods import sampling
 from cxlkv.ndp.scorers import Floats
 from cxlkv.sequence import Sequence
 
 from ..support.processes import Child
 from ..support.waiting import until
+from ..support.worker_thread import serving
 from .test_choosers import Counting
 from .test_worker import DIM, HEADS, PAGE, WATCHDOG_S, Twins, make_pool, same
+
+sampling = pytest.importorskip("cxlkv.ndp.methods.sampling", reason="numba compiles choosers")
 
 FEW = Budget(pages=7)
 
@@ -63,36 +63,6 @@ def test_requests_that_are_split(path: Path, rng: np.random.Generator) -> None:
 
 
 # ---- states ----
-
-
-@contextlib.contextmanager
-def serving(
-    pool: CXLPool,
-    methods: list[str],
-    request_bytes: int = 1 << 20,
-    response_bytes: int = 1 << 20,
-) -> Iterator[worker.Choosers]:
-    """A worker that is a thread of this process, with a pool of its own."""
-    assert pool.path
-    with CXLPool.open(pool.path, threads=1) as own:
-        choose = worker.Choosers(own._handle, own.layout, methods)
-        sizes = (4, request_bytes, response_bytes, "coherent")
-        handle, over = _core.worker_make(own._handle, *sizes), threading.Event()
-
-        def serve() -> None:
-            while not over.is_set():
-                _core.worker_serve(handle, 0.02)
-                choose.answer(handle)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield choose
-        finally:
-            pool.use_worker("none")
-            over.set()
-            thread.join()
-            _core.worker_destroy(handle)
 
 
 class CountingPages(Counting):
