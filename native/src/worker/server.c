@@ -459,14 +459,16 @@ static int gather(session *s, const request *r) {
     return 0;
 }
 
-/* A head alone stands for the request whose parts came before it. They stay until another request:
- * a question still reads them. */
+/* A head alone stands for the request whose parts came before it, which is no part itself: it would
+ * be gathered into what it lies in. They stay until another request: a question still reads them.
+ */
 static int parse(session *s, uint32_t operation, const void *bytes, uint32_t length, request *r) {
     buffer *parts = &s->parts;
     uint64_t whole = length;
     request_head head = {0};
     if (length == sizeof(head)) memcpy(&head, bytes, sizeof(head));
-    if (head.magic == REQUEST_MAGIC && head.bytes > length && head.bytes == parts->bytes) {
+    bool stands = head.magic == REQUEST_MAGIC && operation != REQUEST_PART;
+    if (stands && head.bytes > length && head.bytes == parts->bytes) {
         bytes = parts->data;
         whole = parts->bytes;
     } else if (operation != REQUEST_PART) {
@@ -532,9 +534,10 @@ int64_t cxlkv_worker_serve(cxlkv_worker *w, double timeout_s) {
     if (w->asking)
         cxlkv_worker_refuse(w, CXLKV_E_ARGUMENT, "this worker was begun without choosers");
     while (now - begin < length && !w->asking) {
+        /* Before the next question: while one waits, what it points to stays, whoever died. */
+        if (now - w->looked_ns > LOOK_NS) look_at_clients(w);
         bool served = serve_each(w);
         now = boottime_ns();
-        if (now - w->looked_ns > LOOK_NS) look_at_clients(w);
         if (served || w->asking) continue;
         if (now - w->served_ns > YIELD_NS)
             worker_sleep(&w->file, min_u64(SLEEP_NS, length), serve_each, w);
