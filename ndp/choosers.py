@@ -348,13 +348,12 @@ def select(
     check_budgets(chooser, layout, asked)
     rows, number = _float_rows(layout, asked), number_of(chooser)
     asked = asked._replace(scale=float(np.float32(asked.scale)))  # as a worker has it
-    if number:
-        try:
-            made = _by_worker(number, layout, batch, texts, rows, asked)
-        except BusyError as error:  # "only", and it never ends
-            raise WorkerError(str(error)) from error
-        if made is not None:
-            return _joined(layout, *made, asked, chooser.name)
+    try:
+        made = _by_worker(number, layout, batch, texts, rows, asked)
+    except BusyError as error:  # "only", and it never ends
+        raise WorkerError(str(error)) from error
+    if made is not None:
+        return _joined(layout, *made, asked, chooser.name)
     return select_here(chooser, pool, layout, texts, asked._replace(queries=rows))
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from cxlkv import CXLPool, _core
 from cxlkv.errors import BadArgumentError, UnsupportedError, WorkerError
 from cxlkv.ndp import choosers, worker
 from cxlkv.ndp.choosers import Choice, Chooser, Question
-from cxlkv.ndp.engine import Budget
+from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.ndp.methods import sampling
 from cxlkv.ndp.scorers import Floats
 from cxlkv.sequence import Sequence
@@ -58,6 +59,8 @@ def test_requests_that_are_split(path: Path, rng: np.random.Generator) -> None:
         twins.select([1] * 12, Budget(share=0.4), 0, "retro")
         twins.select([1] * 12, [Budget(pages=5 + n) for n in range(12)], 1, "retro")
         twins.select([0, 1, 3] * 4, Budget(pages=6, per="sequence"), 0, "retro")
+        twins.select([20, 0, 0, 0, 0, 30, 0, 0, 0, 0, 0, 1], FEW, 0, "retro")
+        assert (pool.worker.selects, pool.worker.selects_here) == (4, 0)
 
 
 # ---- states ----
@@ -196,9 +199,14 @@ def test_what_a_worker_cannot_do(path: Path, monkeypatch: pytest.MonkeyPatch) ->
         choosers.add(sampling.MagicPIG(seed=2))
         try:
             chosen(sequence, "magicpig")  # the worker has another one, and is not asked
+            assert "this process added the chooser itself" in pool.worker.why
+            assert pool.worker.selects_here == 3
+            pool.use_worker("only", deadline_s=WATCHDOG_S)
+            with pytest.raises(WorkerError, match="no worker has it"):
+                chosen(sequence, "magicpig")
+            pool.use_worker("if_there", deadline_s=WATCHDOG_S)
         finally:
             choosers._found()["magicpig"] = choosers._installed()["magicpig"]
-        assert pool.worker.selects_here == 2
         q = np.ones((2 * HEADS, DIM), np.float32)
         with pytest.raises(UnsupportedError, match="window"):
             sequence.select(2, q, FEW, method="retro")
@@ -209,6 +217,82 @@ def test_what_a_worker_cannot_do(path: Path, monkeypatch: pytest.MonkeyPatch) ->
             chosen(sequence, "wrong")
         chosen(sequence, "retro")
         assert pool.worker.connections == 1
+
+
+def test_a_choice_that_is_too_long_harms_no_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client chooses, and the worker lives on."""
+    rows = np.zeros((PAGE * 20, HEADS, DIM), np.float32)
+    with make_pool(path) as pool, serving(pool, ["retro"]) as choose:
+        pool.use_worker("if_there", deadline_s=WATCHDOG_S)
+        sequence = pool.sequence()
+        sequence.append(0, rows, rows)
+        wanted = chosen(sequence, "retro")
+        select = choose._select
+
+        def without_end(asked: _core.WorkerQuestion) -> Selection:
+            pages = np.zeros((1, HEADS, 256 << 20), np.int32)  # more than a result may have
+            return replace(select(asked), pages=pages)
+
+        monkeypatch.setattr(choose, "_select", without_end)
+        assert chosen(sequence, "retro") > 0
+        assert "ask for fewer rows at once" in pool.worker.why
+        assert (pool.worker.selects, pool.worker.selects_here) == (1, 1)
+        monkeypatch.setattr(choose, "_select", select)
+        assert chosen(sequence, "retro") <= wanted
+        assert (pool.worker.selects, pool.worker.connections) == (2, 1)
+
+
+def test_a_worker_that_is_always_asked_forgets(
+    path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no time between two questions."""
+    monkeypatch.setattr(worker, "FORGET_S", 0.0)
+    rows = np.zeros((PAGE * 20, HEADS, DIM), np.float32)
+    with make_pool(path) as pool, serving(pool, ["counting"]) as choose:
+        answer = choose.answer
+
+        def when_asked(handle: _core.Handle) -> None:
+            if _core.worker_asked(handle, DIM) is not None:
+                answer(handle)
+
+        monkeypatch.setattr(choose, "answer", when_asked)
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        for _ in range(9):
+            sequence = pool.sequence()
+            sequence.append(0, rows, rows)
+            chosen(sequence)
+            assert len(choose._held) == 1
+            sequence.release()
+
+
+@pytest.mark.parametrize("use", ["if_there", "only"])
+def test_a_worker_that_is_never_done(path: Path, use: str) -> None:
+    rows = np.zeros((PAGE * 20, HEADS, DIM), np.float32)
+    with make_pool(path) as pool, serving(pool, ["retro"]) as choose:
+        answer = choose.answer
+
+        def not_yet(handle: _core.Handle) -> None:
+            if _core.worker_asked(handle, DIM) is None:
+                answer(handle)
+            else:
+                _core.worker_refuse(handle, "not yet", again=True)
+
+        choose.answer = not_yet  # type: ignore[method-assign]
+        pool.use_worker(use, deadline_s=WATCHDOG_S)
+        sequence = pool.sequence()
+        sequence.append(0, rows, rows)
+        if use == "only":
+            with pytest.raises(WorkerError, match="not yet"):
+                chosen(sequence, "retro")
+        else:
+            assert chosen(sequence, "retro") > 0
+            assert (pool.worker.selects, pool.worker.selects_here) == (0, 1)
+            assert pool.worker.why == "not yet"
+        choose.answer = answer  # type: ignore[method-assign]
+        assert chosen(sequence, "retro") > 0
+        assert pool.worker.selects == 1
 
 
 @pytest.mark.parametrize("wrong", ["page", "lists", "pages"])

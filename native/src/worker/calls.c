@@ -27,6 +27,7 @@ typedef struct calling {
     cxlkv_attend_args *attend;
     uint64_t bytes_attended;
     uint32_t first;              /* of a choose: the first sequence */
+    bool may_wait;               /* the caller asks again when it is told to */
     cxlkv_choice **choice;
     uint64_t deadline_ns;
 } calling;
@@ -396,6 +397,8 @@ static int choose_some(calling *call) {
     answer_choose found;
     uint64_t length = 0;
     group g;
+    if (!call->select->scorer)
+        return fail(CXLKV_E_WORKER, "this process added the chooser itself: no worker has it");
     int code = group_from(call, call->first, &g);
     if (code < 0) return code;
     uint64_t bytes = put_select(call, g, &(collecting){0});
@@ -574,7 +577,7 @@ static int told_and_run(calling *call) {
 /* Not this process's work yet. */
 static bool again_by_caller(const calling *call, int64_t code) {
     return (code == -CXLKV_E_ROOM && call->operation == REQUEST_SELECT) ||
-           (code == -CXLKV_E_BUSY && call->operation == REQUEST_CHOOSE);
+           (code == -CXLKV_E_BUSY && call->may_wait);
 }
 
 /* Under the locks of the batch. */
@@ -595,8 +598,9 @@ static int call_locked(calling *call) {
         if (c->connected) c->epoch++, c->next_table = 0;
         code = 0;
     }
-    if (code == 0) {
-        *(call->select ? &c->state.selects : &c->state.attends) += 1;
+    bool goes_on = code == 0 && call->choice && (*call->choice)->end < call->batch->count;
+    if (code == 0) { /* a choose of several requests is one select */
+        *(call->select ? &c->state.selects : &c->state.attends) += !goes_on;
     } else if (!again_by_caller(call, code)) {
         if (!strstr(cxlkv_error_text(), "is left alone for"))
             snprintf(c->state.why, sizeof(c->state.why), "%s", cxlkv_error_text());
@@ -664,7 +668,7 @@ static int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args) {
 }
 
 int cxlkv_batch_choose(cxlkv_batch *batch, const cxlkv_select_args *args, uint32_t first,
-                       cxlkv_choice **choice) {
+                       uint32_t may_wait, cxlkv_choice **choice) {
     bool one = args->budget_count == 1;
     cxlkv_select_args asked = *args;
     asked.method = CXLKV_METHOD_SCORER;
@@ -682,6 +686,7 @@ int cxlkv_batch_choose(cxlkv_batch *batch, const cxlkv_select_args *args, uint32
                     .run = choose_some,
                     .select = &asked,
                     .first = first,
+                    .may_wait = may_wait != 0,
                     .choice = choice};
     int64_t code = by_worker(&call);
     return code == NOT_BY_WORKER ? 0 : code < 0 ? (int)code : 1;
