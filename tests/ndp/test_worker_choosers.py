@@ -324,6 +324,41 @@ def test_an_answer_that_is_none(path: Path, wrong: str) -> None:
         assert chosen(sequence, "retro") > 0
 
 
+COMPILED = '''
+import sys
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+from cxlkv import Budget, CXLPool, KVLayout
+from cxlkv.ndp import choosers
+from cxlkv.ndp.methods import loops
+
+def kinds():
+    made = {name: each for name, each in vars(loops).items() if isinstance(each, Dispatcher)}
+    return {name: len(each.signatures) for name, each in made.items()}
+
+dims = {"layers": 1, "kv_heads": int(sys.argv[1]), "head_dim": 16, "page_tokens": 4}
+layout = KVLayout(**dims, dtype="float32")
+for name in choosers.names():
+    choosers.try_out(choosers.of(name), layout)
+before = kinds()
+with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool:
+    for tokens in (64, 66, 900):
+        rows = np.random.default_rng(1).standard_normal((tokens, layout.kv_heads, 16), np.float32)
+        sequence = pool.sequence()
+        sequence.append(0, rows, rows)
+        for name in choosers.names():
+            sequence.select(0, rows[0], Budget(pages=7), method=name)
+        sequence.release()
+print("more:", [name for name, count in kinds().items() if count != before[name]], flush=True)
+'''
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_all_is_compiled_before_a_worker_serves(heads: int) -> None:
+    with Child("-c", COMPILED, heads) as child:
+        assert child.hear() == "more: []"
+
+
 # ---- who dies ----
 
 STUCK = """
