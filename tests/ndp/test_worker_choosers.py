@@ -63,6 +63,45 @@ def test_requests_that_are_split(path: Path, rng: np.random.Generator) -> None:
         assert (pool.worker.selects, pool.worker.selects_here) == (4, 0)
 
 
+def test_a_sequence_that_grows_and_shrinks(path: Path, rng: np.random.Generator) -> None:
+    """The worker knows of no page that it let go, and nothing of a tail is told in vain."""
+    with (
+        make_pool(path) as pool,
+        Twins(path, pool, rng, 2) as twins,
+        serving(pool, ["retro"]),
+    ):
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        twins.append([PAGE * 300 + 3, PAGE * 9])
+        twins.select([1, 1], FEW)
+        twins.append([PAGE, 0])
+        twins.select([1, 1], FEW, 0, "retro")
+        twins.truncate(0, PAGE * 300 + 1)
+        twins.select([1, 1], FEW)
+        assert _core.pool_worker_state(pool._handle)[0]["refused"] == 0
+        for tokens in (PAGE * 32 + 3, PAGE * 20):
+            twins.select([1, 1], FEW, 1, "retro")
+            twins.truncate(0, tokens)
+            twins.select([1, 1], FEW, 0, "retro")
+            twins.select([1, 1], FEW)
+            twins.append([PAGE * 40, 0])
+
+
+def test_pages_of_a_step_that_is_half_done(path: Path, rng: np.random.Generator) -> None:
+    """They have no record yet but that of their last use, when the last layer was longer."""
+    with (
+        make_pool(path) as pool,
+        Twins(path, pool, rng, 1) as twins,
+        serving(pool, ["retro"]),
+    ):
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        twins.append([PAGE * 40])
+        for layer in range(2):
+            twins.select([1], FEW, layer, "retro")
+        twins.truncate(0, PAGE * 20)
+        twins.append([PAGE * 20], layers=[0])
+        twins.select([1], FEW, 0, "retro")
+
+
 # ---- states ----
 
 

@@ -391,6 +391,17 @@ static cxlkv_choice *choice_of(const calling *call, const answer_choose *found, 
     return made;
 }
 
+/* The worker forgets what it had of the keys of another page's tail. */
+static void tails_left(const calling *call, group g) {
+    uint64_t page_tokens = call->facts.page_tokens;
+    for (uint32_t i = g.low; i < g.high; i++) {
+        cxlkv_sequence *sequence = call->batch->sequences[i];
+        worker_tail *had = &sequence->worker_tails[call->layer];
+        if (had->keys / page_tokens != sequence->layer_tokens[call->layer] / page_tokens)
+            had->keys = 0;
+    }
+}
+
 static int choose_some(calling *call) {
     worker_client *c = call->client;
     answer_head head = {0};
@@ -401,6 +412,7 @@ static int choose_some(calling *call) {
         return fail(CXLKV_E_WORKER, "this process added the chooser itself: no worker has it");
     int code = group_from(call, call->first, &g);
     if (code < 0) return code;
+    tails_left(call, g);
     uint64_t bytes = put_select(call, g, &(collecting){0});
     code = client_ask(c, REQUEST_CHOOSE, g.high - g.low, bytes, call->deadline_ns, &head, &length);
     if (code == 0)

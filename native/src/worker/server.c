@@ -54,6 +54,7 @@ static int table_renew(cxlkv_pool *pool, table *t, const request_table *item,
     cxlkv_sequence *made;
     int code = sequence_make(pool, &made);
     if (code < 0) return code;
+    made->of_client = true;
     uint64_t number = t->sequence && t->part == item->part ? t->number : 0;
     made->page_count = made->tables[item->part].first = item->first;
     code = sequence_hold(made, item->part, entries, item->added);
@@ -197,12 +198,12 @@ static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t 
     return 0;
 }
 
-/* A chooser has states of complete pages, and needs no tail. */
+/* A chooser has states of complete pages, and needs no tail: what is known of the open one stays. No
+ * more tokens are there than pages, which the table may have let go. */
 static void place_pages(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t layer,
                         uint64_t tokens) {
-    uint64_t *had = &sequence->layer_tokens[layer];
-    tokens -= tokens % w->facts.page_tokens;
-    if (*had < tokens) *had = tokens;
+    uint64_t *had = &sequence->layer_tokens[layer], page_tokens = w->facts.page_tokens;
+    if (*had / page_tokens != tokens / page_tokens) *had = tokens - tokens % page_tokens;
 }
 
 /* Sequence `index` of the request, as long as it says, in the batch; keys and values move on. */

@@ -377,7 +377,7 @@ static void wrong_others(made *m) {
 }
 
 static void put_choose(made *m, request_select select, uint64_t tokens) {
-    request_sequence item = {.rows = select.rows, .version = 1, .tokens = tokens};
+    request_sequence item = {.rows = select.rows, .version = m->version, .tokens = tokens};
     cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = 2};
     begin(m, REQUEST_CHOOSE, 1);
     put(m, &select, sizeof(select));
@@ -436,10 +436,18 @@ static void questions(made *m) {
                             TEST_HEADS * sizeof(float));
     CHECK(ask(m, plain_select(), 1, TOKENS, 1) == 0); /* its tail is known as before */
 
-    put_choose(m, good, TOKENS);
+    /* Of a table that has fewer pages than before, no tokens are left behind them. */
+    CHECK(tell(m, 0, 1, 2, 2, 0, NO_PAGE, NO_PAGE) == 0);
+    m->version = 2;
+    put_choose(m, good, 2 * TEST_PAGE_TOKENS + 1);
     send_bytes(m, REQUEST_CHOOSE);
+    CHECK(cxlkv_worker_asked(m->worker, &got) == 1);
+    CHECK(cxlkv_sequence_tokens(got.sequences[0], 0) == 2 * TEST_PAGE_TOKENS);
     CHECK(cxlkv_worker_refuse(m->worker, CXLKV_E_BUSY, "not yet") == 0);
     SAYS(answer(m), -CXLKV_E_BUSY, "not yet");
+    CHECK(tell(m, 0, 0, 1, 0, 4, NO_PAGE, NO_PAGE) == 0);
+    m->version = 1;
+
     put_choose(m, good, TOKENS);
     send_bytes(m, REQUEST_CHOOSE);
     CHECK(cxlkv_worker_serve(m->worker, 0.001) == 0);
