@@ -162,10 +162,13 @@ class Choosers:
     def answer(self, worker: _core.Handle) -> None:
         """What a client asks now, if anything."""
         asked = _core.worker_asked(worker, self._layout.head_dim)
+        if asked is not None:
+            self._answer(worker, asked)
+        # Behind it: who told its sequences anew has found their states again by now.
         if asked is None or time.monotonic() > self._forget_s:
             self._forget(worker)
-        if asked is None:
-            return
+
+    def _answer(self, worker: _core.Handle, asked: _core.WorkerQuestion) -> None:
         try:
             found = self._select(asked)
         except choosers.UnfinishedError as error:

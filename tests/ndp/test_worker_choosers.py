@@ -302,8 +302,34 @@ def test_a_worker_that_is_always_asked_forgets(
             sequence = pool.sequence()
             sequence.append(0, rows, rows)
             chosen(sequence)
-            assert len(choose._held) == 1
+            until(lambda: len(choose._held) == 1)
             sequence.release()
+
+
+def test_states_stay_when_all_is_told_anew(
+    path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a release that had no time to tell of it."""
+    monkeypatch.setattr(worker, "FORGET_S", 0.0)
+    monkeypatch.setattr(worker, "STATES_S", 0.0)
+    rows = np.zeros((PAGE * 23, HEADS, DIM), np.float32)
+    with make_pool(path) as pool, serving(pool, ["counting"]) as choose:
+        answer = choose.answer
+
+        def when_asked(handle: _core.Handle) -> None:
+            if _core.worker_asked(handle, DIM) is not None:
+                answer(handle)
+
+        choose.answer = when_asked  # type: ignore[assignment, method-assign]
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        sequence = pool.sequence()
+        sequence.append(0, rows, rows)
+        counting.made.clear()
+        chosen(sequence)
+        pool.use_worker("none")
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        chosen(sequence)
+        assert counting.made == [16, 4, 1, 1, 1]
 
 
 @pytest.mark.parametrize("use", ["if_there", "only"])
@@ -318,7 +344,7 @@ def test_a_worker_that_is_never_done(path: Path, use: str) -> None:
             else:
                 _core.worker_refuse(handle, "not yet", again=True)
 
-        choose.answer = not_yet  # type: ignore[method-assign]
+        choose.answer = not_yet  # type: ignore[assignment, method-assign]
         pool.use_worker(use, deadline_s=WATCHDOG_S)
         sequence = pool.sequence()
         sequence.append(0, rows, rows)
@@ -363,7 +389,7 @@ def test_an_answer_that_is_none(path: Path, wrong: str) -> None:
         assert chosen(sequence, "retro") > 0
 
 
-COMPILED = '''
+COMPILED = """
 import sys
 import numpy as np
 from numba.core.dispatcher import Dispatcher
@@ -389,7 +415,7 @@ with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as 
             sequence.select(0, rows[0], Budget(pages=7), method=name)
         sequence.release()
 print("more:", [name for name, count in kinds().items() if count != before[name]], flush=True)
-'''
+"""
 
 
 @pytest.mark.parametrize("heads", [1, 2])
