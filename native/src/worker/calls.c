@@ -8,8 +8,10 @@
 #include "worker/client.h"
 
 enum { NOT_BY_WORKER = INT32_MIN }; /* no error: do it in this process */
-/* What takes as long as a chooser's state of one run of pages may: two seconds. */
+/* What takes as long as a chooser's state of one run of pages may: two seconds, by so many channels
+ * of a token's keys and values, such as 8 kv heads of 128 each. */
 #define STATE_BYTES 1e9
+#define STATE_CHANNELS 2048
 
 /* A call, and what selects and attends have in common. */
 typedef struct calling {
@@ -566,7 +568,8 @@ static double work_bytes(const calling *call) {
     const cxlkv_layout *layout = &call->batch->pool->layout;
     bool chooses = call->operation == REQUEST_CHOOSE;
     double dim = layout->head_dim + (call->attend || chooses ? layout->value_head_dim : 0);
-    double bytes = chooses ? STATE_BYTES : 0, token = layout->kv_heads * dim * 4;
+    double channels = layout->kv_heads * dim, token = channels * 4;
+    double bytes = chooses ? STATE_BYTES * fmax(1, channels / STATE_CHANNELS) : 0;
     for (uint32_t i = 0; i < call->batch->count; i++) {
         double queries = (double)rows_of(call, (group){i, i + 1}) * call->q_heads /
                          layout->kv_heads;
