@@ -198,8 +198,8 @@ static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t 
     return 0;
 }
 
-/* A chooser has states of complete pages, and needs no tail: what is known of the open one stays. No
- * more tokens are there than pages, which the table may have let go. */
+/* A chooser has states of complete pages, and needs no tail: what is known of the open one stays.
+ * No more tokens are there than pages, which the table may have let go. */
 static void place_pages(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t layer,
                         uint64_t tokens) {
     uint64_t *had = &sequence->layer_tokens[layer], page_tokens = w->facts.page_tokens;
