@@ -348,13 +348,12 @@ def select(
     check_budgets(chooser, layout, asked)
     rows, number = _float_rows(layout, asked), number_of(chooser)
     asked = asked._replace(scale=float(np.float32(asked.scale)))  # as a worker has it
-    if number:
-        try:
-            made = _by_worker(number, layout, batch, texts, rows, asked)
-        except BusyError as error:  # "only", and the worker never ends
-            raise WorkerError(str(error)) from error
-        if made is not None:
-            return _joined(layout, *made, asked, chooser.name)
+    try:
+        made = _by_worker(number, layout, batch, texts, rows, asked)
+    except BusyError as error:  # "only", and it never ends
+        raise WorkerError(str(error)) from error
+    if made is not None:
+        return _joined(layout, *made, asked, chooser.name)
     return select_here(chooser, pool, layout, texts, asked._replace(queries=rows))
 
 
@@ -452,16 +451,18 @@ def check_budgets(chooser: AnyChooser, layout: KVLayout, asked: Asked) -> None:
 
 
 def try_out(chooser: AnyChooser, layout: KVLayout) -> None:
-    """Have it compiled for a layout, by a state and a choice that are of noise. Raises
-    BadArgumentError where it fails."""
+    """Have it compiled for a layout, by states and choices that are of noise: of one run, and of
+    several, whose parts of an array are not contiguous. Raises BadArgumentError where it fails."""
     noise, heads = np.random.default_rng(1), layout.kv_heads
     tokens = 16 * layout.page_tokens
     keys = noise.standard_normal((heads, tokens, layout.head_dim), np.float32)
     values = noise.standard_normal((heads, tokens, layout.value_head_dim), np.float32)
     question = Question(keys[:, :1].copy(), 1.0, tokens, 0, tokens, layout.page_tokens, 1)
     try:
-        states = [checks.state_of(chooser, keys, values)]
-        checks.choice_of(chooser, layout, states, question)
+        for runs in (1, 4):
+            parts = zip(np.split(keys, runs, axis=1), np.split(values, runs, axis=1), strict=True)
+            states = [checks.state_of(chooser, k.copy(), v.copy()) for k, v in parts]
+            checks.choice_of(chooser, layout, states, question)
     except BadArgumentError:
         raise
     except Exception as error:  # of anyone's code

@@ -19,7 +19,7 @@ import numpy as np
 
 from cxlkv import _core
 from cxlkv.arrays import Array
-from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.machine.topology import Machine
 from cxlkv.ndp import choosers, scorers, simd
@@ -30,6 +30,7 @@ PAYLOAD_BYTES = 1 << 20  # of a request, and of an answer
 SERVE_S = 0.2  # so long a signal may wait
 STATUS_S = 60
 STATES_S = 0.02  # a call in which states are made longer is to be made again
+FORGET_S = 0.1  # what clients let go is kept so much longer, while others ask
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class Choosers:
         self._pool, self._layout = pool, layout
         self._known: dict[int, choosers.AnyChooser] = {}
         self._held: dict[int, choosers.Held] = {}
+        self._forget_s = 0.0
         for word in methods:
             chooser = choosers.of(word)
             if chooser is None:
@@ -160,9 +162,13 @@ class Choosers:
     def answer(self, worker: _core.Handle) -> None:
         """What a client asks now, if anything."""
         asked = _core.worker_asked(worker, self._layout.head_dim)
-        if asked is None:
+        if asked is not None:
+            self._answer(worker, asked)
+        # Behind it: who told its sequences anew has found their states again by now.
+        if asked is None or time.monotonic() > self._forget_s:
             self._forget(worker)
-            return
+
+    def _answer(self, worker: _core.Handle, asked: _core.WorkerQuestion) -> None:
         try:
             found = self._select(asked)
         except choosers.UnfinishedError as error:
@@ -173,7 +179,7 @@ class Choosers:
             of = found.rows
             rows = None if of is None else (of.k, of.v, of.log_counts)
             read = (found.bytes_scored, found.bytes_fetched)
-            with contextlib.suppress(BadArgumentError):  # too long: the client has the error
+            with contextlib.suppress(CXLKVError):  # it is too long, and the client was told so
                 _core.worker_answer(worker, found.pages, found.log_weights, rows, read)
 
     def _select(self, asked: _core.WorkerQuestion) -> Selection:
@@ -218,6 +224,7 @@ class Choosers:
         if self._held:
             there = _core.worker_tables(worker)
             self._held = {table: of for table, of in self._held.items() if table in there}
+        self._forget_s = time.monotonic() + FORGET_S
 
 
 @lru_cache(maxsize=256)

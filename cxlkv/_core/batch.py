@@ -223,13 +223,13 @@ def batch_choose(
 ) -> Chosen | None:
     """By the worker, for sequences from `first` on; None: this process has to. words is (per, the
     chooser's number, scale), dims (kv_heads, page_tokens, head_dim, value_head_dim). may_wait:
-    whether it may be asked again, else BusyError."""
+    whether it may be asked again, else BusyError of a worker that is to do it in any case."""
     args = _arguments.select
     per, chooser, scale = words
-    codes = (0, 0, per, int(may_wait), chooser)
+    codes = (0, 0, per, 0, chooser)
     _fill_select(args, layer, queries, starts, budget_array, codes, (scale, 0.0, 0.0))
     out = new_place("cxlkv_choice **", lib.cxlkv_choice_destroy)
-    code = lib.cxlkv_batch_choose(batch, args, first, out)
+    code = lib.cxlkv_batch_choose(batch, args, first, may_wait, out)
     if code == E_BUSY and may_wait:
         return _UNFINISHED
     if check(code) == 0:

@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 20
+#define CXLKV_ABI 21
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -926,11 +926,11 @@ void cxlkv_worker_destroy(cxlkv_worker **at);
 int cxlkv_pool_use_worker(cxlkv_pool *pool, uint32_t use, double deadline_s);
 int cxlkv_pool_worker_state(cxlkv_pool *pool, cxlkv_worker_state *state);
 /* Asks the worker's chooser args->scorer for sequences of the batch, from `first` on, as many as
- * have room in a request. Returns 1, or 0 when this process has to do it itself; CXLKV_E_BUSY: the
- * worker is not done with its states, and goes on when it is asked again. args->refresh 0: it was
- * asked often enough. */
+ * have room in a request; number 0: of a chooser that no worker has. Returns 1, or 0 when this
+ * process has to do it itself. CXLKV_E_BUSY: the worker is not done with its states, and goes on
+ * when it is asked again; without may_wait that is one more reason to do it here. */
 int cxlkv_batch_choose(cxlkv_batch *batch, const cxlkv_select_args *args, uint32_t first,
-                       cxlkv_choice **choice);
+                       uint32_t may_wait, cxlkv_choice **choice);
 void cxlkv_choice_destroy(cxlkv_choice **at);
 
 /* ---- the local tier: docs/explanation/local-tier.md ---- */

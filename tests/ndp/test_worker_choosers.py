@@ -60,6 +60,47 @@ def test_requests_that_are_split(path: Path, rng: np.random.Generator) -> None:
         twins.select([1] * 12, [Budget(pages=5 + n) for n in range(12)], 1, "retro")
         twins.select([0, 1, 3] * 4, Budget(pages=6, per="sequence"), 0, "retro")
         twins.select([0] * 11 + [1], FEW, 1, "retro")  # requests that have no list
+        twins.select([20, 0, 0, 0, 0, 30, 0, 0, 0, 0, 0, 1], FEW, 0, "retro")
+        assert (pool.worker.selects, pool.worker.selects_here) == (5, 0)
+
+
+def test_a_sequence_that_grows_and_shrinks(path: Path, rng: np.random.Generator) -> None:
+    """The worker knows of no page that it let go, and nothing of a tail is told in vain."""
+    with (
+        make_pool(path) as pool,
+        Twins(path, pool, rng, 2) as twins,
+        serving(pool, ["retro"]),
+    ):
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        twins.append([PAGE * 300 + 3, PAGE * 9])
+        twins.select([1, 1], FEW)
+        twins.append([PAGE, 0])
+        twins.select([1, 1], FEW, 0, "retro")
+        twins.truncate(0, PAGE * 300 + 1)
+        twins.select([1, 1], FEW)
+        assert _core.pool_worker_state(pool._handle)[0]["refused"] == 0
+        for tokens in (PAGE * 32 + 3, PAGE * 20):
+            twins.select([1, 1], FEW, 1, "retro")
+            twins.truncate(0, tokens)
+            twins.select([1, 1], FEW, 0, "retro")
+            twins.select([1, 1], FEW)
+            twins.append([PAGE * 40, 0])
+
+
+def test_pages_of_a_step_that_is_half_done(path: Path, rng: np.random.Generator) -> None:
+    """They have no record yet but that of their last use, when the last layer was longer."""
+    with (
+        make_pool(path) as pool,
+        Twins(path, pool, rng, 1) as twins,
+        serving(pool, ["retro"]),
+    ):
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        twins.append([PAGE * 40])
+        for layer in range(2):
+            twins.select([1], FEW, layer, "retro")
+        twins.truncate(0, PAGE * 20)
+        twins.append([PAGE * 20], layers=[0])
+        twins.select([1], FEW, 0, "retro")
 
 
 # ---- states ----
@@ -194,9 +235,14 @@ def test_what_a_worker_cannot_do(path: Path, monkeypatch: pytest.MonkeyPatch) ->
         choosers.add(sampling.MagicPIG(seed=2))
         try:
             chosen(sequence, "magicpig")  # the worker has another one, and is not asked
+            assert "this process added the chooser itself" in pool.worker.why
+            assert pool.worker.selects_here == 3
+            pool.use_worker("only", deadline_s=WATCHDOG_S)
+            with pytest.raises(WorkerError, match="no worker has it"):
+                chosen(sequence, "magicpig")
+            pool.use_worker("if_there", deadline_s=WATCHDOG_S)
         finally:
             choosers._found()["magicpig"] = choosers._installed()["magicpig"]
-        assert pool.worker.selects_here == 2
         q = np.ones((2 * HEADS, DIM), np.float32)
         with pytest.raises(UnsupportedError, match="window"):
             sequence.select(2, q, FEW, method="retro")
@@ -230,6 +276,55 @@ def test_a_choice_that_is_too_long(path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert chosen(sequence, "retro") > 0
 
 
+def test_a_worker_that_is_always_asked_forgets(
+    path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no time between two questions."""
+    monkeypatch.setattr(worker, "FORGET_S", 0.0)
+    rows = np.zeros((PAGE * 20, HEADS, DIM), np.float32)
+    with make_pool(path) as pool, serving(pool, ["counting"]) as choose:
+        answer = choose.answer
+
+        def when_asked(handle: _core.Handle) -> None:
+            if _core.worker_asked(handle, DIM) is not None:
+                answer(handle)
+
+        monkeypatch.setattr(choose, "answer", when_asked)
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        for _ in range(9):
+            sequence = pool.sequence()
+            sequence.append(0, rows, rows)
+            chosen(sequence)
+            until(lambda: len(choose._held) == 1)
+            sequence.release()
+
+
+def test_states_stay_when_all_is_told_anew(
+    path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a release that had no time to tell of it."""
+    monkeypatch.setattr(worker, "FORGET_S", 0.0)
+    monkeypatch.setattr(worker, "STATES_S", 0.0)
+    rows = np.zeros((PAGE * 23, HEADS, DIM), np.float32)
+    with make_pool(path) as pool, serving(pool, ["counting"]) as choose:
+        answer = choose.answer
+
+        def when_asked(handle: _core.Handle) -> None:
+            if _core.worker_asked(handle, DIM) is not None:
+                answer(handle)
+
+        choose.answer = when_asked  # type: ignore[assignment, method-assign]
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        sequence = pool.sequence()
+        sequence.append(0, rows, rows)
+        counting.made.clear()
+        chosen(sequence)
+        pool.use_worker("none")
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        chosen(sequence)
+        assert counting.made == [16, 4, 1, 1, 1]
+
+
 @pytest.mark.parametrize("wrong", ["page", "lists", "pages"])
 def test_an_answer_that_is_none(path: Path, wrong: str) -> None:
     """Of a worker that is broken: it is left, and the process chooses."""
@@ -257,6 +352,41 @@ def test_an_answer_that_is_none(path: Path, wrong: str) -> None:
         choose.answer = answer  # type: ignore[method-assign]
         pool.use_worker("only", deadline_s=WATCHDOG_S)
         assert chosen(sequence, "retro") > 0
+
+
+COMPILED = """
+import sys
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+from cxlkv import Budget, CXLPool, KVLayout
+from cxlkv.ndp import choosers
+from cxlkv.ndp.methods import loops
+
+def kinds():
+    made = {name: each for name, each in vars(loops).items() if isinstance(each, Dispatcher)}
+    return {name: len(each.signatures) for name, each in made.items()}
+
+dims = {"layers": 1, "kv_heads": int(sys.argv[1]), "head_dim": 16, "page_tokens": 4}
+layout = KVLayout(**dims, dtype="float32")
+for name in choosers.names():
+    choosers.try_out(choosers.of(name), layout)
+before = kinds()
+with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool:
+    for tokens in (64, 66, 900):
+        rows = np.random.default_rng(1).standard_normal((tokens, layout.kv_heads, 16), np.float32)
+        sequence = pool.sequence()
+        sequence.append(0, rows, rows)
+        for name in choosers.names():
+            sequence.select(0, rows[0], Budget(pages=7), method=name)
+        sequence.release()
+print("more:", [name for name, count in kinds().items() if count != before[name]], flush=True)
+"""
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_all_is_compiled_before_a_worker_serves(heads: int) -> None:
+    with Child("-c", COMPILED, heads) as child:
+        assert child.hear() == "more: []"
 
 
 # ---- who dies ----

@@ -51,6 +51,7 @@ struct cxlkv_sequence {
     pthread_rwlock_t lock;
     bool released;
     bool expired;
+    bool of_client;              /* a worker's: its layers are as long as they were asked last */
     bool approximate;            /* it has pages that a key of content found: fixed when made */
     atomic_ulong lease_deadline_ns;  /* CLOCK_BOOTTIME; 0: none; read without the lock */
     uint32_t deadline_place;     /* in the pool's deadlines, from 1; 0: nowhere */
@@ -298,6 +299,7 @@ static inline uint64_t view_together(const layer_view *view, uint32_t index, uin
  * asked. */
 static inline uint64_t view_sealed(const layer_view *view) {
     const cxlkv_pool *pool = view->sequence->pool;
+    if (view->sequence->of_client) return 0;
     uint32_t last_layer = pool->parts[view->part].last_layer;
     return view->sequence->layer_tokens[last_layer] / pool->layout.page_tokens;
 }

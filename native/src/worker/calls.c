@@ -8,8 +8,10 @@
 #include "worker/client.h"
 
 enum { NOT_BY_WORKER = INT32_MIN }; /* no error: do it in this process */
-/* What takes as long as a chooser's state of one run of pages may: two seconds. */
+/* What takes as long as a chooser's state of one run of pages may: two seconds, by so many channels
+ * of a token's keys and values, such as 8 kv heads of 128 each. */
 #define STATE_BYTES 1e9
+#define STATE_CHANNELS 2048
 
 /* A call, and what selects and attends have in common. */
 typedef struct calling {
@@ -27,6 +29,7 @@ typedef struct calling {
     cxlkv_attend_args *attend;
     uint64_t bytes_attended;
     uint32_t first;              /* of a choose: the first sequence */
+    bool may_wait;               /* the caller asks again when it is told to */
     cxlkv_choice **choice;
     uint64_t deadline_ns;
 } calling;
@@ -390,14 +393,28 @@ static cxlkv_choice *choice_of(const calling *call, const answer_choose *found, 
     return made;
 }
 
+/* The worker forgets what it had of the keys of another page's tail. */
+static void tails_left(const calling *call, group g) {
+    uint64_t page_tokens = call->facts.page_tokens;
+    for (uint32_t i = g.low; i < g.high; i++) {
+        cxlkv_sequence *sequence = call->batch->sequences[i];
+        worker_tail *had = &sequence->worker_tails[call->layer];
+        if (had->keys / page_tokens != sequence->layer_tokens[call->layer] / page_tokens)
+            had->keys = 0;
+    }
+}
+
 static int choose_some(calling *call) {
     worker_client *c = call->client;
     answer_head head = {0};
     answer_choose found;
     uint64_t length = 0;
     group g;
+    if (!call->select->scorer)
+        return fail(CXLKV_E_WORKER, "this process added the chooser itself: no worker has it");
     int code = group_from(call, call->first, &g);
     if (code < 0) return code;
+    tails_left(call, g);
     uint64_t bytes = put_select(call, g, &(collecting){0});
     code = client_ask(c, REQUEST_CHOOSE, g.high - g.low, bytes, call->deadline_ns, &head, &length);
     if (code == 0)
@@ -551,7 +568,8 @@ static double work_bytes(const calling *call) {
     const cxlkv_layout *layout = &call->batch->pool->layout;
     bool chooses = call->operation == REQUEST_CHOOSE;
     double dim = layout->head_dim + (call->attend || chooses ? layout->value_head_dim : 0);
-    double bytes = chooses ? STATE_BYTES : 0, token = layout->kv_heads * dim * 4;
+    double channels = layout->kv_heads * dim, token = channels * 4;
+    double bytes = chooses ? STATE_BYTES * fmax(1, channels / STATE_CHANNELS) : 0;
     for (uint32_t i = 0; i < call->batch->count; i++) {
         double queries = (double)rows_of(call, (group){i, i + 1}) * call->q_heads /
                          layout->kv_heads;
@@ -574,7 +592,7 @@ static int told_and_run(calling *call) {
 /* Not this process's work yet. */
 static bool again_by_caller(const calling *call, int64_t code) {
     return (code == -CXLKV_E_ROOM && call->operation == REQUEST_SELECT) ||
-           (code == -CXLKV_E_BUSY && call->operation == REQUEST_CHOOSE && call->select->refresh);
+           (code == -CXLKV_E_BUSY && call->may_wait);
 }
 
 /* Under the locks of the batch. */
@@ -595,8 +613,9 @@ static int call_locked(calling *call) {
         if (c->connected) c->epoch++, c->next_table = 0;
         code = 0;
     }
-    if (code == 0) {
-        *(call->select ? &c->state.selects : &c->state.attends) += 1;
+    bool goes_on = code == 0 && call->choice && (*call->choice)->end < call->batch->count;
+    if (code == 0) { /* a choose of several requests is one select */
+        *(call->select ? &c->state.selects : &c->state.attends) += !goes_on;
     } else if (!again_by_caller(call, code)) {
         if (!strstr(cxlkv_error_text(), "is left alone for"))
             snprintf(c->state.why, sizeof(c->state.why), "%s", cxlkv_error_text());
@@ -664,7 +683,7 @@ static int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args) {
 }
 
 int cxlkv_batch_choose(cxlkv_batch *batch, const cxlkv_select_args *args, uint32_t first,
-                       cxlkv_choice **choice) {
+                       uint32_t may_wait, cxlkv_choice **choice) {
     bool one = args->budget_count == 1;
     cxlkv_select_args asked = *args;
     asked.method = CXLKV_METHOD_SCORER;
@@ -682,6 +701,7 @@ int cxlkv_batch_choose(cxlkv_batch *batch, const cxlkv_select_args *args, uint32
                     .run = choose_some,
                     .select = &asked,
                     .first = first,
+                    .may_wait = may_wait != 0,
                     .choice = choice};
     int64_t code = by_worker(&call);
     return code == NOT_BY_WORKER ? 0 : code < 0 ? (int)code : 1;

@@ -115,7 +115,7 @@ static int ask_once(worker_client *c, uint32_t operation, const uint8_t *request
                                    "none", head->code), RETRY_NS);
     *length = (uint64_t)code - sizeof(*head);
     if (head->code >= 0) return 0;
-    c->state.refused++;
+    c->state.refused += head->code != -CXLKV_E_BUSY;
     return fail(-head->code, "%.*s", (int)min_u64(*length, 500),
                 (const char *)c->response + sizeof(*head));
 }

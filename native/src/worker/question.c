@@ -64,9 +64,11 @@ static int nothing_asked(void) {
 int cxlkv_worker_answer(cxlkv_worker *w, const cxlkv_choice *choice) {
     if (!w->asking) return nothing_asked();
     int code = put_choice(w, choice);
-    w->result.number = w->requests;
-    w->result.nonce = w->asking->nonce;
-    w->result.k = choice->picked.k;
+    if (code == 0) { /* else no one gets what there is of it */
+        w->result.number = w->requests;
+        w->result.nonce = w->asking->nonce;
+        w->result.k = choice->picked.k;
+    }
     respond(w, code);
     return code;
 }

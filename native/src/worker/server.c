@@ -54,6 +54,7 @@ static int table_renew(cxlkv_pool *pool, table *t, const request_table *item,
     cxlkv_sequence *made;
     int code = sequence_make(pool, &made);
     if (code < 0) return code;
+    made->of_client = true;
     uint64_t number = t->sequence && t->part == item->part ? t->number : 0;
     made->page_count = made->tables[item->part].first = item->first;
     code = sequence_hold(made, item->part, entries, item->added);
@@ -197,12 +198,12 @@ static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t 
     return 0;
 }
 
-/* A chooser has states of complete pages, and needs no tail. */
+/* A chooser has states of complete pages, and needs no tail: what is known of the open one stays.
+ * No more tokens are there than pages, which the table may have let go. */
 static void place_pages(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t layer,
                         uint64_t tokens) {
-    uint64_t *had = &sequence->layer_tokens[layer];
-    tokens -= tokens % w->facts.page_tokens;
-    if (*had < tokens) *had = tokens;
+    uint64_t *had = &sequence->layer_tokens[layer], page_tokens = w->facts.page_tokens;
+    if (*had / page_tokens != tokens / page_tokens) *had = tokens - tokens % page_tokens;
 }
 
 /* Sequence `index` of the request, as long as it says, in the batch; keys and values move on. */
@@ -459,14 +460,16 @@ static int gather(session *s, const request *r) {
     return 0;
 }
 
-/* A head alone stands for the request whose parts came before it. They stay until another request:
- * a question still reads them. */
+/* A head alone stands for the request whose parts came before it, which is no part itself: it would
+ * be gathered into what it lies in. They stay until another request: a question still reads them.
+ */
 static int parse(session *s, uint32_t operation, const void *bytes, uint32_t length, request *r) {
     buffer *parts = &s->parts;
     uint64_t whole = length;
     request_head head = {0};
     if (length == sizeof(head)) memcpy(&head, bytes, sizeof(head));
-    if (head.magic == REQUEST_MAGIC && head.bytes > length && head.bytes == parts->bytes) {
+    bool stands = head.magic == REQUEST_MAGIC && operation != REQUEST_PART;
+    if (stands && head.bytes > length && head.bytes == parts->bytes) {
         bytes = parts->data;
         whole = parts->bytes;
     } else if (operation != REQUEST_PART) {
@@ -532,9 +535,10 @@ int64_t cxlkv_worker_serve(cxlkv_worker *w, double timeout_s) {
     if (w->asking)
         cxlkv_worker_refuse(w, CXLKV_E_ARGUMENT, "this worker was begun without choosers");
     while (now - begin < length && !w->asking) {
+        /* Before the next question: while one waits, what it points to stays, whoever died. */
+        if (now - w->looked_ns > LOOK_NS) look_at_clients(w);
         bool served = serve_each(w);
         now = boottime_ns();
-        if (now - w->looked_ns > LOOK_NS) look_at_clients(w);
         if (served || w->asking) continue;
         if (now - w->served_ns > YIELD_NS)
             worker_sleep(&w->file, min_u64(SLEEP_NS, length), serve_each, w);

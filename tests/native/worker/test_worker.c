@@ -3,7 +3,7 @@
 #include <math.h>
 
 #include "check.h"
-#include "worker/worker.h"
+#include "worker/server.h"
 
 enum { PAGES = 64, BYTES = 8192, TOKENS = 4 * TEST_PAGE_TOKENS + 1 };
 
@@ -31,11 +31,15 @@ static void begin(made *m, uint32_t operation, uint32_t count) {
     put(m, &head, sizeof(head));
 }
 
-static void send_bytes(made *m, uint32_t operation) {
+static void send_unserved(made *m, uint32_t operation) {
     while (m->bytes % 8) m->request[m->bytes++] = 0;
     uint32_t bytes = (uint32_t)m->bytes;
     memcpy(m->request + offsetof(request_head, bytes), &bytes, 4);
     CHECK(rpc_send(&m->slot, operation, m->request, bytes) == 0);
+}
+
+static void send_bytes(made *m, uint32_t operation) {
+    send_unserved(m, operation);
     while (cxlkv_worker_serve(m->worker, 0.001) == 0) continue;
 }
 
@@ -161,16 +165,20 @@ static float first_out(const made *m) {
     return out;
 }
 
+static void connect_client(made *m) {
+    uint32_t slot;
+    CHECK(worker_file_open(m->pool, &m->file) == 0);
+    CHECK(worker_claim(&m->file, &slot) == 0);
+    m->slot = (rpc_slot){.mode = VISIBILITY_COHERENT, .same_host = true};
+    CHECK(rpc_client(&m->slot, worker_slot(&m->file, slot), BYTES, BYTES) == 0);
+}
+
 static void make(made *m) {
     const char *path = test_path("worker");
     m->pool = test_pool(path, PAGES);
     CHECK(cxlkv_pool_open(path, NULL, &m->served) == 0);
     CHECK(cxlkv_worker_make(m->served, 2, BYTES, BYTES, 0, &m->worker) == 0);
-    CHECK(worker_file_open(m->pool, &m->file) == 0);
-    uint32_t slot;
-    CHECK(worker_claim(&m->file, &slot) == 0);
-    m->slot = (rpc_slot){.mode = VISIBILITY_COHERENT, .same_host = true};
-    CHECK(rpc_client(&m->slot, worker_slot(&m->file, slot), BYTES, BYTES) == 0);
+    connect_client(m);
     m->sequence = test_written(m->pool, m->marks, 1, TOKENS);
 }
 
@@ -369,7 +377,7 @@ static void wrong_others(made *m) {
 }
 
 static void put_choose(made *m, request_select select, uint64_t tokens) {
-    request_sequence item = {.rows = select.rows, .version = 1, .tokens = tokens};
+    request_sequence item = {.rows = select.rows, .version = m->version, .tokens = tokens};
     cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = 2};
     begin(m, REQUEST_CHOOSE, 1);
     put(m, &select, sizeof(select));
@@ -428,10 +436,18 @@ static void questions(made *m) {
                             TEST_HEADS * sizeof(float));
     CHECK(ask(m, plain_select(), 1, TOKENS, 1) == 0); /* its tail is known as before */
 
-    put_choose(m, good, TOKENS);
+    /* Of a table that has fewer pages than before, no tokens are left behind them. */
+    CHECK(tell(m, 0, 1, 2, 2, 0, NO_PAGE, NO_PAGE) == 0);
+    m->version = 2;
+    put_choose(m, good, 2 * TEST_PAGE_TOKENS + 1);
     send_bytes(m, REQUEST_CHOOSE);
+    CHECK(cxlkv_worker_asked(m->worker, &got) == 1);
+    CHECK(cxlkv_sequence_tokens(got.sequences[0], 0) == 2 * TEST_PAGE_TOKENS);
     CHECK(cxlkv_worker_refuse(m->worker, CXLKV_E_BUSY, "not yet") == 0);
     SAYS(answer(m), -CXLKV_E_BUSY, "not yet");
+    CHECK(tell(m, 0, 0, 1, 0, 4, NO_PAGE, NO_PAGE) == 0);
+    m->version = 1;
+
     put_choose(m, good, TOKENS);
     send_bytes(m, REQUEST_CHOOSE);
     CHECK(cxlkv_worker_serve(m->worker, 0.001) == 0);
@@ -440,6 +456,24 @@ static void questions(made *m) {
     CHECK(cxlkv_worker_tables(m->worker, &table, 1) == 2);
     CHECK(tell_item(m, (request_table){.table = 1}) == 0);
     CHECK(cxlkv_worker_tables(m->worker, &table, 1) == 1);
+}
+
+/* What there is of a choice that is too long is no result that a client could fetch. */
+static void choice_without_end(made *m) {
+    static const int32_t pages[1];
+    request_select good = plain_select();
+    cxlkv_choice choice = {.picked = {.pages = pages, .lists = 1, .k = REQUEST_RESULT_MAX}};
+    cxlkv_worker_state state;
+    good.method = CXLKV_METHOD_SCORER;
+    put_choose(m, good, TOKENS);
+    send_bytes(m, REQUEST_CHOOSE);
+    CHECK(cxlkv_worker_answer(m->worker, &choice) == -CXLKV_E_ARGUMENT);
+    SAYS(answer(m), -CXLKV_E_ARGUMENT, "ask for fewer rows at once");
+    CHECK(cxlkv_worker_state_of(m->worker, &state) == 0);
+    request_more more = {.result = state.requests, .offset = REQUEST_RESULT_MAX / 2};
+    begin(m, REQUEST_MORE, 0);
+    put(m, &more, sizeof(more));
+    CHECK(ask_bytes(m, REQUEST_MORE) == -CXLKV_E_STALE);
 }
 
 static int put_part(made *m, uint64_t offset, const void *from, uint64_t bytes) {
@@ -478,6 +512,18 @@ static void parts(made *m) {
     CHECK(rpc_send(&m->slot, REQUEST_SELECT, &head, sizeof(head)) == 0); /* 64 of its bytes */
     while (cxlkv_worker_serve(m->worker, 0.001) == 0) continue;
     CHECK(answer(m) == -CXLKV_E_ARGUMENT);
+
+    /* A part is not gathered out of what is gathered: from its place on, or behind it. */
+    for (uint64_t offset = 0; offset <= 4096; offset += 4096) {
+        request_head part = {REQUEST_MAGIC, REQUEST_PART, 4096, 0};
+        memset(whole, 0, sizeof(whole));
+        memcpy(whole, &part, sizeof(part));
+        memcpy(whole + sizeof(part), &offset, sizeof(offset));
+        CHECK(put_part(m, 0, whole, 4096) == 0);
+        CHECK(rpc_send(&m->slot, REQUEST_PART, &part, sizeof(part)) == 0);
+        while (cxlkv_worker_serve(m->worker, 0.001) == 0) continue;
+        SAYS(answer(m), -CXLKV_E_ARGUMENT, "request: 16 bytes, it says 4096");
+    }
 }
 
 /* The client dies with its tables told, or lets go of a page: the worker's hold keeps it whole. */
@@ -492,6 +538,31 @@ static void pages_stay_held(made *m) {
     CHECK(ask(m, plain_select(), 1, TOKENS, 0) == -CXLKV_E_STALE);
 }
 
+/* A client dies before its question is looked at, and while it waits for an answer: what a question
+ * points to is there until then, and goes later. */
+static void death_of_who_asks(made *m) {
+    request_select good = plain_select();
+    cxlkv_question got;
+    good.method = CXLKV_METHOD_SCORER;
+    for (int late = 0; late < 2; late++) {
+        put_choose(m, good, TOKENS);
+        if (late) send_bytes(m, REQUEST_CHOOSE);
+        else send_unserved(m, REQUEST_CHOOSE);
+        worker_file_close(&m->file); /* its lock on the slot goes, as when it dies */
+        m->worker->looked_ns = 0;
+        while (!late && cxlkv_worker_serve(m->worker, 0.001) == 0) continue;
+        bool asked = cxlkv_worker_asked(m->worker, &got) == 1;
+        CHECK(asked || !late);
+        CHECK(!asked || cxlkv_worker_tables(m->worker, NULL, 0) == 1);
+        CHECK(!asked || cxlkv_worker_refuse(m->worker, CXLKV_E_BUSY, "not yet") == 0);
+        CHECK(cxlkv_worker_serve(m->worker, 0.001) == 0);
+        CHECK(cxlkv_worker_tables(m->worker, NULL, 0) == 0);
+        connect_client(m);
+        CHECK(tell(m, 0, 0, 1, 0, 4, NO_PAGE, NO_PAGE) == 0);
+        CHECK(ask(m, plain_select(), 1, TOKENS, 0) == 0);
+    }
+}
+
 int main(void) {
     static made m;
     make(&m);
@@ -502,7 +573,9 @@ int main(void) {
     more_than_pages(&m);
     wrong_others(&m);
     questions(&m);
+    choice_without_end(&m);
     parts(&m);
+    death_of_who_asks(&m);
     pages_stay_held(&m);
     unmake(&m);
     printf("wrong requests are refused by name\n");
