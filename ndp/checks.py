@@ -149,8 +149,11 @@ def choice_of(
     if rows is not None:
         if not isinstance(rows, VirtualRows):
             raise _wrong(chooser, "rows of the Choice are", rows, "VirtualRows(k, v, log_counts)")
-        m = np.shape(rows.log_counts)[1:2] or (0,)
-        dims = {"k": (layout.head_dim,), "v": (layout.value_head_dim,), "log_counts": ()}
+        if np.ndim(rows.log_counts) != 2:
+            wanted = f"float32 [{layout.kv_heads}, m]"
+            raise _wrong(chooser, "rows.log_counts of the Choice is", rows.log_counts, wanted)
+        m = np.shape(rows.log_counts)[1:2]
+        dims = {"log_counts": (), "k": (layout.head_dim,), "v": (layout.value_head_dim,)}
         for name, dim in dims.items():
             _check_floats(chooser, f"rows.{name}", getattr(rows, name), (*heads, *m, *dim))
         _check_numbers(chooser, "rows.log_counts", rows.log_counts)

@@ -94,11 +94,11 @@ class Chooser(Generic[State]):
     def state(self, keys: Floats, values: Floats) -> State:
         """Arrays of a run of pages, kept as long as a sequence has them; they depend on nothing
         else. keys [kv_heads, tokens, dim], values [kv_heads, tokens, value_dim]."""
-        raise BadArgumentError(f"method {self.name!r}: a chooser has state()")
+        raise BadArgumentError(f"method {self.name!r} has no state(keys, values)")
 
     def choose(self, states: list[State], asked: Question) -> Choice:
         """states: of neighbouring runs, from the sequence's first token on."""
-        raise BadArgumentError(f"method {self.name!r}: a chooser has choose()")
+        raise BadArgumentError(f"method {self.name!r} has no choose(states, asked)")
 
 
 AnyChooser = Chooser[Arrays]
@@ -149,7 +149,8 @@ def number_of(chooser: AnyChooser) -> int:
     """By what a worker knows it; 0 for one that this process added, which no worker has."""
     if _installed().get(chooser.name) is not chooser:
         return 0
-    return zlib.crc32(f"chooser {chooser.name} {chooser.seed}".encode()) or 1
+    source = method_names.source_of(chooser)
+    return zlib.crc32(f"chooser {chooser.name} {chooser.seed} {source}".encode()) or 1
 
 
 def refuse(method: str, where: str) -> None:

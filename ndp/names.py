@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import logging
+import sys
 from collections.abc import Collection
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import TypeVar
 
 from cxlkv.errors import BadArgumentError
@@ -29,6 +33,27 @@ def built_in() -> dict[str, str]:
 
     kinds = {each.name: "scorer" for each in SCORERS}
     return kinds | {each.name: "chooser" for each in CHOOSERS}
+
+
+def source_of(method: object) -> str:
+    """A digest of the modules that a method's class and its bases are of, those of this interface
+    left out: a worker that was begun before they changed has another one. "" of what was typed in.
+    """
+    names = dict.fromkeys(each.__module__ for each in type(method).__mro__)
+    for interface in ("cxlkv.ndp.scorers", "cxlkv.ndp.choosers", "typing", "builtins"):
+        names.pop(interface, None)
+    return _digest_of(tuple(map(sys.modules.get, names)))
+
+
+@cache
+def _digest_of(modules: tuple[ModuleType | None, ...]) -> str:
+    digest = hashlib.sha256()
+    for module in modules:
+        try:
+            digest.update(inspect.getsource(module).encode())  # type: ignore[arg-type]
+        except (OSError, TypeError):
+            return ""
+    return digest.hexdigest()[:12]
 
 
 def check(method: object, kind: type, others: Collection[str]) -> str:

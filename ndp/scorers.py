@@ -353,9 +353,9 @@ def _behind_turns(scorer: Scorer, layout: KVLayout, learned: Floats | None) -> F
 
 
 def _number(scorer: Scorer, summary_bytes: int, parameters: Floats | None) -> int:
-    """The same in all processes that have the scorer installed, and what it learned."""
-    edition = _editions.get(scorer.name, 0)
-    number = zlib.crc32(f"{scorer.name} {edition} {summary_bytes}".encode())
+    """The same in all processes that have the same scorer installed, and what it learned."""
+    edition, source = _editions.get(scorer.name, 0), method_names.source_of(scorer)
+    number = zlib.crc32(f"{scorer.name} {edition} {summary_bytes} {source}".encode())
     if parameters is not None:
         number = zlib.crc32(parameters.tobytes(), number)
     return number or 1

@@ -187,8 +187,8 @@ class Choosers:
         if chooser is None:
             known = ", ".join(each.name for each in self._known.values()) or "none"
             raise UnsupportedError(
-                f"the worker does not know the chooser of number {asked.chooser}, of another "
-                f"package or seed; those that it was begun with (--methods): {known}"
+                f"the worker does not know the chooser of number {asked.chooser}, of another name, "
+                f"seed or code; those that it was begun with (--methods): {known}"
             )
         if DTYPES[asked.dtype] != "float32":
             raise UnsupportedError(f"queries of {DTYPES[asked.dtype]}: choosers take float32")

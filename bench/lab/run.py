@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import inspect
 import json
 import os
-import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +28,7 @@ from cxlkv.demo.text import inputs
 from cxlkv.errors import BadArgumentError, CorruptError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.machine.state import write_whole
-from cxlkv.ndp import choosers, scorers
+from cxlkv.ndp import choosers, names, scorers
 from cxlkv.ndp.engine import METHODS
 from cxlkv.pool import CXLPool
 
@@ -111,13 +109,7 @@ def sources_of(plan: Plan) -> dict[str, str]:
     found = {}
     for name in plan.timed:
         if name not in (*METHODS, *peers.NAMES):
-            kinds = type(choosers.of(name) or scorers.of(name)).__mro__
-            bases = (scorers.__name__, choosers.__name__, "typing", "builtins")
-            digest = hashlib.sha256()
-            for module in dict.fromkeys(kind.__module__ for kind in kinds):
-                if module not in bases:
-                    digest.update(inspect.getsource(sys.modules[module]).encode())
-            found[name] = digest.hexdigest()[:12]
+            found[name] = names.source_of(choosers.of(name) or scorers.of(name))
     return found
 
 
@@ -144,8 +136,13 @@ def begin(
     wanted = json.loads(text)
     for name in of:
         if before.get(name) != wanted[name]:
+            what = name
+            if methods and name == "source of a method":
+                had = before.get(name) or {}
+                changed = [each for each, source in methods.items() if had.get(each) != source]
+                what = f"source of {', '.join(changed)}"
             raise BadArgumentError(
-                f"{folder} holds a run with another {name}: give another folder with --out"
+                f"{folder} holds a run with another {what}: give another folder with --out"
             )
 
 

@@ -864,7 +864,7 @@ CHOICES: dict[str, tuple[Callable[[Choice], object], str]] = {
     "values": (lambda right: rows_of(right, "v", lambda v: v[:, :2]), r"rows\.v of the Choice"),
     "counts": (
         lambda right: rows_of(right, "log_counts", lambda counts: None),
-        r"rows\.k of the Choice",
+        r"rows\.log_counts of the Choice",
     ),
     "NaN of rows": (
         lambda right: rows_of(right, "v", lambda v: spoiled(v, np.nan)),

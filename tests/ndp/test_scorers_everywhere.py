@@ -251,6 +251,83 @@ def test_a_worker_that_was_not_told_of_a_method_says_how_to_tell_it(served: Serv
     assert (pool.worker.selects, pool.worker.connections) == (1, 1)
 
 
+CODE = """
+import numpy as np
+from cxlkv.ndp.choosers import Choice, Chooser
+from cxlkv.ndp.scorers import Scorer
+
+class First(Scorer):
+    name = "first"
+    def summary(self, shape):
+        return (shape.dim,), np.float32
+    @staticmethod
+    def summarise(keys, first, parameters, summary):
+        for d in range(keys.shape[1]):
+            summary[d] = keys[0, d]
+    @staticmethod
+    def score(queries, scale, tokens, summaries, parameters, scores):
+        for i in range(queries.shape[0]):
+            for page in range(summaries.shape[0]):
+                scores[i, page] = SIGN * scale * np.dot(queries[i], summaries[page])
+
+class Begin(Chooser):
+    name = "begin"
+    def state(self, keys, values):
+        return (keys[..., 0].copy(),)
+    def choose(self, states, asked):
+        weights = np.full((len(asked.queries), asked.tokens), -np.inf, np.float32)
+        weights[:, asked.first : asked.first + asked.most] = SIGN - 1
+        return Choice(weights, None, 0)
+"""
+PACKAGE = {
+    "cxlkv.scorers": "first = own_methods:First",
+    "cxlkv.choosers": "begin = own_methods:Begin",
+}
+
+
+def install(folder: Path, sign: int) -> None:
+    """A package with two methods, whose scores have the sign."""
+    (folder / "own_methods.py").write_text(CODE.replace("SIGN", str(sign)))
+    told = folder / "own_methods-1.dist-info"
+    told.mkdir(exist_ok=True)
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: own-methods\nVersion: 1\n")
+    points = [f"[{group}]\n{point}\n" for group, point in PACKAGE.items()]
+    (told / "entry_points.txt").write_text("\n".join(points))
+
+
+ASK = """
+import sys
+import numpy as np
+from cxlkv import Budget, CXLPool
+with CXLPool.open(sys.argv[1], threads=1, worker=True) as pool:
+    sequence = pool.sequence()
+    rows = np.random.default_rng(1).standard_normal((200, 2, 16)).astype(np.float32)
+    sequence.append(0, rows, rows)
+    for name in ("first", "begin"):
+        sequence.select(0, rows[:2].reshape(4, 16), Budget(pages=7), method=name)
+    print(pool.worker.selects, pool.worker.why)
+    sequence.release()
+"""
+
+
+def test_a_worker_has_no_method_whose_code_has_changed(path: Path, tmp_path: Path) -> None:
+    install(tmp_path, 1)
+    at = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = ["-m", "cxlkv.ops.cli", "ndp-worker", "--pool", path, "--threads", 1]
+    with (
+        make_pool(path),
+        Child(*command, "--methods", "first,begin", before=(), **at) as worker,
+    ):
+        assert "serves up to" in worker.hear()
+        with Child("-c", ASK, path, before=(), **at) as asks:
+            assert asks.hear() == "2 "
+        install(tmp_path, -1)
+        with Child("-c", ASK, path, before=(), **at) as asks:
+            said = asks.hear()
+        assert said.startswith("0 ")
+        assert "of another name, seed or code" in said
+
+
 # ---- other places ----
 
 

@@ -266,10 +266,12 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Offer]:
         monkeypatch.setattr(names, "left_out", {})
         for each in (scorers, choosers):
             each._found.cache_clear()
+        choosers._installed.cache_clear()
 
     yield entries_are
     for each in (scorers, choosers):
         each._found.cache_clear()
+    choosers._installed.cache_clear()
 
 
 def test_a_package_that_is_broken_harms_nobody_else(

@@ -32,7 +32,8 @@ static int check_known(const cxlkv_pool *pool, const cxlkv_select_args *args) {
     if (!s)
         return fail(CXLKV_E_ARGUMENT,
                     "select: scorer %u is not known here; a worker knows those that it was begun "
-                    "with: `cxlkv ndp-worker --methods`, with the same numbers where they learn",
+                    "with: `cxlkv ndp-worker --methods`, of the same code, with the same numbers "
+                    "where they learn",
                     args->scorer);
     for (uint32_t i = 0; i < args->budget_count; i++)
         if (args->budgets[i].kind == CXLKV_BUDGET_MASS && !s->scorer.log_sums)

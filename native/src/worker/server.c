@@ -17,7 +17,7 @@
 
 /* Without requests: spins, then lets others run, then sleeps until a client rings. */
 enum { SPIN_NS = 300000, YIELD_NS = 2000000, LOOK_NS = 100000000, SLEEP_NS = LOOK_NS };
-enum { RESULT_BYTES_KEPT = 16 << 20 /* of an array, for later */ };
+enum { RESULT_BYTES_KEPT = 16 << 20 /* of an array, for later */, PARTS_BYTES_KEPT = 4 << 20 };
 /* A sequence with a window has a list of its chunks from its first page on, 12 bytes for 256 pages,
  * though it holds few of them: what one client's tables may come to. */
 enum { SPAN_PAGES_MAX = 1 << 28 };
@@ -474,7 +474,7 @@ static int parse(session *s, uint32_t operation, const void *bytes, uint32_t len
         whole = parts->bytes;
     } else if (operation != REQUEST_PART) {
         parts->bytes = 0;
-        if (parts->capacity > RESULT_BYTES_KEPT) {
+        if (parts->capacity > PARTS_BYTES_KEPT) {
             free(parts->data);
             *parts = (buffer){0};
         }
