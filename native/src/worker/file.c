@@ -150,7 +150,8 @@ static int file_check(const cxlkv_pool *pool, worker_file *file, const char *pat
         return fail(CXLKV_E_WORKER, "%s: the worker is of another version", path);
     if (memcmp(header->identity, pool->identity, sizeof(header->identity)) != 0 ||
         header->slot_count > WORKER_SLOTS_MAX || header->request_bytes > RPC_BYTES_MAX ||
-        header->request_bytes < 4096 || header->response_bytes > RPC_BYTES_MAX || header->response_bytes < 4096 ||
+        header->request_bytes < 4096 || header->response_bytes > RPC_BYTES_MAX ||
+        header->response_bytes < 4096 ||
         header->slot_stride != rpc_slot_bytes(header->request_bytes, header->response_bytes) ||
         (uint64_t)status.st_size != file_bytes(header))
         return fail(CXLKV_E_WORKER, "%s does not fit the pool", path);
