@@ -49,14 +49,6 @@ static int put_choice(cxlkv_worker *w, const cxlkv_choice *choice) {
     return code;
 }
 
-static void respond(cxlkv_worker *w, int64_t code) {
-    rpc_slot *slot = &w->slots[w->asking - w->sessions];
-    int64_t bytes = server_respond(w, code, REQUEST_CHOOSE, 0, rpc_response(slot));
-    w->asking = NULL;
-    rpc_answer(slot, REQUEST_CHOOSE, bytes);
-    w->served_ns = boottime_ns();
-}
-
 static int nothing_asked(void) {
     return fail(CXLKV_E_ARGUMENT, "worker: no question waits for an answer");
 }
@@ -69,13 +61,13 @@ int cxlkv_worker_answer(cxlkv_worker *w, const cxlkv_choice *choice) {
         w->result.nonce = w->asking->nonce;
         w->result.k = choice->picked.k;
     }
-    respond(w, code);
+    server_answer(w, code);
     return code;
 }
 
 int cxlkv_worker_refuse(cxlkv_worker *w, int code, const char *text) {
     if (!w->asking) return nothing_asked();
-    respond(w, fail(code, "%s", text));
+    server_answer(w, fail(code, "%s", text));
     return 0;
 }
 

@@ -427,7 +427,7 @@ static uint64_t answer_error(int64_t code, uint32_t k, uint8_t *response) {
 }
 
 /* To the client: the error, the result of a call from the offset on, or that it was done. */
-int64_t server_respond(cxlkv_worker *w, int64_t code, uint32_t operation, uint64_t offset,
+static int64_t respond(cxlkv_worker *w, int64_t code, uint32_t operation, uint64_t offset,
                        uint8_t *response) {
     w->refused += code < 0 && code != -CXLKV_E_BUSY;
     flush_store_word(w->file.base + WORKER_COUNTS, w->requests);
@@ -482,6 +482,14 @@ static int parse(session *s, uint32_t operation, const void *bytes, uint32_t len
     return request_parse(bytes, whole, &s->worker->facts, r);
 }
 
+void server_answer(cxlkv_worker *w, int64_t code) {
+    rpc_slot *slot = &w->slots[w->asking - w->sessions];
+    int64_t bytes = respond(w, code, REQUEST_CHOOSE, 0, rpc_response(slot));
+    w->asking = NULL;
+    rpc_answer(slot, REQUEST_CHOOSE, bytes);
+    w->served_ns = boottime_ns();
+}
+
 static int64_t handle(void *context, uint32_t operation, const void *bytes, uint32_t length,
                       void *response) {
     session *s = context;
@@ -504,7 +512,7 @@ static int64_t handle(void *context, uint32_t operation, const void *bytes, uint
         if (w->result.number == 0 || r.more.result != w->result.number || w->result.nonce != nonce)
             code = fail(CXLKV_E_STALE, "worker: result %lu is gone", r.more.result);
     }
-    return code == RPC_LATER ? code : server_respond(w, code, operation, offset, response);
+    return code == RPC_LATER ? code : respond(w, code, operation, offset, response);
 }
 
 /* ---- serving ---- */
@@ -533,7 +541,7 @@ int64_t cxlkv_worker_serve(cxlkv_worker *w, double timeout_s) {
     uint64_t before = w->requests, begin = boottime_ns(), now = begin;
     uint64_t length = timeout_s > 0 && timeout_s < 1e6 ? (uint64_t)(timeout_s * 1e9) : 0;
     if (w->asking)
-        cxlkv_worker_refuse(w, CXLKV_E_ARGUMENT, "this worker was begun without choosers");
+        server_answer(w, fail(CXLKV_E_ARGUMENT, "this worker was begun without choosers"));
     while (now - begin < length && !w->asking) {
         /* Before the next question: while one waits, what it points to stays, whoever died. */
         if (now - w->looked_ns > LOOK_NS) look_at_clients(w);

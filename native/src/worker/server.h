@@ -62,6 +62,6 @@ struct cxlkv_worker {
 int server_reserve(buffer *of, uint64_t bytes);
 cxlkv_rows server_queries(const cxlkv_worker *w, const request *r, uint32_t q_heads,
                           uint32_t dtype);
-int64_t server_respond(cxlkv_worker *w, int64_t code, uint32_t operation, uint64_t offset,
-                       uint8_t *response);
+/* To who is asking: the result, or the error that a negative code is of. */
+void server_answer(cxlkv_worker *w, int64_t code);
 #endif
