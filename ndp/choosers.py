@@ -345,7 +345,6 @@ def select(
     """Choose tokens for each row, or each sequence, of a batch. A list names every page of which a
     token is chosen, and has log-weights of its tokens; a budget of n pages is that many pages'
     tokens. What the rows of a call add to a sequence is always in."""
-    uniform(asked.budgets)
     check_budgets(chooser, layout, asked)
     rows, number = _float_rows(layout, asked), number_of(chooser)
     asked = asked._replace(scale=float(np.float32(asked.scale)))  # as a worker has it
@@ -412,7 +411,7 @@ def _by_worker(
     queries: Floats,
     asked: Asked,
 ) -> tuple[list[_Listed], int] | None:
-    """The lists, and the bytes read to choose; None: nobody else does it."""
+    """The lists, and the bytes read to choose; None where no worker chooses."""
     budgets = _core.budgets([budget.row(asked.layer) for budget in asked.budgets])
     words = PERS.index(asked.budgets[0].per), number, asked.scale
     dims = layout.kv_heads, layout.page_tokens, layout.head_dim, layout.value_head_dim

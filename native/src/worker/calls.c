@@ -666,43 +666,38 @@ static int64_t by_worker(calling *call) {
     return use == CXLKV_WORKER_ONLY ? code : NOT_BY_WORKER;
 }
 
-static int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args) {
+static calling select_call(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t operation) {
     bool one = args->budget_count == 1;
-    calling call = {.batch = batch,
-                    .operation = REQUEST_SELECT,
-                    .layer = args->layer,
-                    .q_heads = args->q_heads,
-                    .queries = &args->queries,
-                    .starts = args->starts,
-                    .fixed_bytes = sizeof(request_select) + (one ? sizeof(cxlkv_budget) : 0),
-                    .sequence_bytes = one ? 0 : sizeof(cxlkv_budget),
-                    .run = select_all,
-                    .select = args};
+    return (calling){.batch = batch,
+                     .operation = operation,
+                     .layer = args->layer,
+                     .q_heads = args->q_heads,
+                     .queries = &args->queries,
+                     .starts = args->starts,
+                     .fixed_bytes = sizeof(request_select) + (one ? sizeof(cxlkv_budget) : 0),
+                     .sequence_bytes = one ? 0 : sizeof(cxlkv_budget),
+                     .select = args};
+}
+
+static int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args) {
+    calling call = select_call(batch, args, REQUEST_SELECT);
+    call.run = select_all;
     int64_t code = by_worker(&call);
     return code == 0 ? args->k : code;
 }
 
 int cxlkv_batch_choose(cxlkv_batch *batch, const cxlkv_select_args *args, uint32_t first,
                        uint32_t may_wait, cxlkv_choice **choice) {
-    bool one = args->budget_count == 1;
     cxlkv_select_args asked = *args;
     asked.method = CXLKV_METHOD_SCORER;
-    if (first >= batch->count || (!one && args->budget_count != batch->count))
+    if (first >= batch->count || (args->budget_count != 1 && args->budget_count != batch->count))
         return fail(CXLKV_E_ARGUMENT, "choose: from sequence %u of %u on, by %u budgets", first,
                     batch->count, args->budget_count);
-    calling call = {.batch = batch,
-                    .operation = REQUEST_CHOOSE,
-                    .layer = args->layer,
-                    .q_heads = args->q_heads,
-                    .queries = &args->queries,
-                    .starts = args->starts,
-                    .fixed_bytes = sizeof(request_select) + (one ? sizeof(cxlkv_budget) : 0),
-                    .sequence_bytes = one ? 0 : sizeof(cxlkv_budget),
-                    .run = choose_some,
-                    .select = &asked,
-                    .first = first,
-                    .may_wait = may_wait != 0,
-                    .choice = choice};
+    calling call = select_call(batch, &asked, REQUEST_CHOOSE);
+    call.run = choose_some;
+    call.first = first;
+    call.may_wait = may_wait != 0;
+    call.choice = choice;
     int64_t code = by_worker(&call);
     return code == NOT_BY_WORKER ? 0 : code < 0 ? (int)code : 1;
 }

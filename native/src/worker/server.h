@@ -51,7 +51,7 @@ struct cxlkv_worker {
     int32_t *starts;
     uint64_t *numbers;           /* tokens and tables of a question, [2][batch_capacity] */
     result result;
-    session *asking;             /* waits for an answer to `question`; NULL: nobody does */
+    session *asking;             /* the client that asked `question`; NULL: none waits */
     request question;
     uint64_t tables_made;
     uint64_t requests, refused;
