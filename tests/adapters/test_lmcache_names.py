@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -16,6 +15,8 @@ from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.lmcache.names import PRIORITY, file_name, name_of, priority_of, words_of
 from cxlkv.errors import BadArgumentError
 from cxlkv.prefix import PageKeys
+
+from ..support.weight_files import change, safetensors
 
 
 def keys_of(keys: Sequence[Key], space: bytes) -> PageKeys:
@@ -121,9 +122,8 @@ def test_salt_version_and_weights_make_another_space(tmp_path: Path) -> None:
     assert space_of(words, "") != space_of(words, "tenant")
     assert words == words_of(METADATA, CONFIG, "0.5.7")
     assert words != words_of(METADATA, CONFIG, "0.6.0")
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"1")
+    weights = safetensors(tmp_path / "model.safetensors")
     local = SimpleNamespace(**{**vars(METADATA), "model_name": str(tmp_path)})
     before = words_of(local, CONFIG, "0.5.6")
-    os.utime(weights, ns=(1, 1))
+    change(weights, -1)
     assert words_of(local, CONFIG, "0.5.6") != before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ import cxlkv.adapters.sglang as adapter
 from cxlkv.adapters.sglang.names import Shards, Words, engine_words, file_name, space_of
 from cxlkv.adapters.sglang.settings import check_version, is_zero_copy, read_settings
 from cxlkv.errors import BadArgumentError, UnsupportedError
+
+from ..support.weight_files import change, safetensors
 
 MHA, MLA, STATE = {"MHATokenToKVPoolHost"}, {"MLATokenToKVPoolHost"}, {"MambaPoolHost"}
 HOST: Words = {"pool": "kv", "dtype": "torch.bfloat16", "sizes": [4096, 4096]}
@@ -92,7 +95,9 @@ def space(
     config: Config, of: object = None, salt: str = "", release: str = "0.5.23", **host: object
 ) -> tuple[bytes, tuple[int, ...]]:
     """The namespace of a rank's keys, and its shards."""
-    words = engine_words(config, server() if of is None else of, release)
+    of = server() if of is None else of
+    stated = "" if os.path.isdir(str(getattr(of, "model_path", ""))) else "stated"
+    words = engine_words(config, of, release, stated)
     shards = Shards(config, MLA if config.is_mla_model else MHA, 1)
     return space_of(words, {**HOST, **host}, shards, salt), tuple(shards.numbers)
 
@@ -130,11 +135,26 @@ def test_each_word_makes_other_keys(tmp_path: Path) -> None:
     ]
     (tmp_path / "config.json").write_text('{"rope_theta": 10000.0}')
     found.append(space(first, folder))
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    weights = safetensors(tmp_path / "model.safetensors")
+    found += [space(first, folder)]
+    assert space(first, folder) == found[-1]
+    change(weights, -1)
     found.append(space(first, folder))
     assert len(set(found)) == len(found)
     assert space(first) == found[0], "the same again"
     assert space(replace(first, dp_rank=1)) == found[0], "other requests, the same model"
+
+
+def test_an_engine_whose_weights_nothing_names_shares_nothing(tmp_path: Path) -> None:
+    folder = server(model_path=str(tmp_path))
+    assert space(Config(), folder) != space(Config(), folder)
+
+
+def test_long_rope_is_refused(tmp_path: Path) -> None:
+    """SGLang's factors depend on what else is in the batch."""
+    (tmp_path / "config.json").write_text('{"rope_scaling": {"type": "longrope"}}')
+    with pytest.raises(UnsupportedError, match="LongRoPE"):
+        engine_words(Config(), server(model_path=str(tmp_path)), "0.5.23")
 
 
 def test_the_served_name_counts_where_nothing_else_is_known() -> None:

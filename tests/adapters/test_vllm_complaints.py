@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import PreTrainedConfig
 
 from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.common.keys import space_of
@@ -128,9 +129,12 @@ def test_512_requests_at_once(tmp_path: Path) -> None:
         assert pool.admin.check(deep=True)["clean"]
 
 
+DEFAULT_ROPE: dict[str, object] = {"rope_theta": 1e4, "rope_type": "default"}
+
+
 def config(folder: str) -> SimpleNamespace:
     """What words_of() reads of vLLM's configuration."""
-    rope = {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": None}
+    text = {"original_max_position_embeddings": 2048}
     return SimpleNamespace(
         model_config=SimpleNamespace(
             model=folder,
@@ -140,7 +144,11 @@ def config(folder: str) -> SimpleNamespace:
             quantization=None,
             hf_overrides={},
             max_model_len=4096,
-            hf_text_config=SimpleNamespace(num_hidden_layers=4, **rope),
+            hf_text_config=PreTrainedConfig.from_dict(
+                {"rope_parameters": {**DEFAULT_ROPE}, **text}
+            ),
+            disable_sliding_window=False,
+            mm_processor_kwargs=None,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         load_config=SimpleNamespace(load_format="auto"),
@@ -160,9 +168,10 @@ def spec() -> SimpleNamespace:
         ("model_config", "dtype", "float16"),
         ("model_config", "quantization", "awq"),
         ("model_config", "hf_overrides", {"rope_theta": 1}),
-        ("model_config.hf_text_config", "rope_parameters", {"rope_theta": 1e6}),
-        ("model_config.hf_text_config", "rope_scaling", {"factor": 2}),
-        ("model_config.hf_text_config", "num_hidden_layers", 5),
+        ("model_config", "hf_overrides", lambda config: config),
+        ("model_config", "model_weights", "s3://models/m"),
+        ("model_config", "disable_sliding_window", True),
+        ("model_config", "mm_processor_kwargs", {"num_crops": 4}),
         ("cache_config", "cache_dtype", "fp8"),
         ("cache_config", "prefix_caching_hash_algo", "sha256_cbor"),
         ("parallel_config", "tensor_parallel_size", 2),
@@ -197,11 +206,30 @@ def test_each_word_of_the_engine_makes_other_keys(
     assert space(False) == space(False) != space(True)
 
 
-def test_weights_that_were_trained_on_make_other_keys(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"1")
-    before = pools.words_of(config(str(tmp_path)), spec(), "vec")
-    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
-    assert pools.words_of(config(str(tmp_path)), spec(), "vec") != before
+def test_without_a_name_of_its_weights_an_engine_shares_nothing(tmp_path: Path) -> None:
+    found = config(str(tmp_path))
+    assert not pools.are_identified(pools.words_of(found, spec(), "vec"))
+    stated = [pools.words_of(found, spec(), "vec", identity=name) for name in ("v1", "v1", "v2")]
+    assert all(pools.are_identified(one) for one in stated)
+    assert stated[0] == stated[1] != stated[2]
+    found.load_config.load_format = "dummy"
+    assert pools.are_identified(pools.words_of(found, spec(), "vec"))
+
+
+def test_max_model_len_is_in_the_key_where_a_rope_depends_on_it(tmp_path: Path) -> None:
+    """Else an engine of another length finds nothing, and leaves a second pool behind."""
+
+    def words(kind: str, length: int) -> dict[str, object]:
+        found = config(str(tmp_path))
+        found.model_config.max_model_len = length
+        found.model_config.hf_text_config.rope_parameters["rope_type"] = kind
+        return pools.words_of(found, spec(), "vec")
+
+    for kind in ("default", "linear", "llama3", "yarn"):
+        assert words(kind, 1024) == words(kind, 4096)
+    assert words("longrope", 1024) == words("longrope", 2048) != words("longrope", 2049)
+    assert words("longrope", 2049) == words("longrope", 4096)
+    assert words("unheard of", 1024) != words("unheard of", 2048)
 
 
 def test_ranks_share_what_the_container_may_use(

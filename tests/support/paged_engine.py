@@ -20,6 +20,7 @@ from cxlkv import CXLPool
 from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.common.pools import open_tiers, quota_of
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
+from cxlkv.adapters.vllm.loaded import LoadedWeights
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.remote import open_remote
@@ -45,6 +46,7 @@ class Request:
     lora_request: Adapter | None = None
     trace_headers: Mapping[str, str] | None = None
     salt: bytes = b""
+    weights: bytes = b""  # of the engine when it came: of these its keys are
     images: Mapping[int, bytes] = field(default_factory=dict)  # by the token where it is
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -72,7 +74,7 @@ class Request:
         """[K or V, kv_heads, tokens, dim]: what is right for block `index` of this text, as far as
         that goes."""
         for at in range(len(self._texts), self.num_tokens):
-            before = self._texts[-1] if at else self.salt
+            before = self._texts[-1] if at else self.salt + self.weights
             own = f"{self.all_token_ids[at]} {self.images.get(at)!r}"
             self._texts.append(hashlib.sha256(before + own.encode()).digest())
         some = tuple(self._texts[index * TOKENS : (index + 1) * TOKENS])
@@ -109,6 +111,7 @@ class Rank:
     def __init__(self, pool: CXLPool, settings: Settings, blocks: int, rank: int, ranks: int):
         layers, heads = pool.layout.layers, pool.layout.kv_heads
         self.rank, self.heads = rank, range(rank * heads, (rank + 1) * heads)
+        self.loaded: LoadedWeights | None = None  # that watches its weights
         self.memory = np.full((layers, blocks, 2, heads, TOKENS, 8), np.nan, np.float32)
         named = {
             f"layers.{layer}": BlockMemory(own[:, 0], own[:, 1])
@@ -178,6 +181,7 @@ class Engine:
         self.told_blocks = 0  # that ranks said they have stored
         self.shares = shares  # requests of one text share blocks, as with the engine's own cache
         self.users: Counter[int] = Counter()  # of a block
+        self.weights = b""  # of which K and V are that are computed from now on
         self.lost_in: int | None = None  # the layer of the next step in which the pools are lost
         self.elsewhere: dict[str, int] = {}  # tokens of a request that another connector loads
         self.fails_elsewhere = False
@@ -219,6 +223,7 @@ class Engine:
 
     def join(self, request: Request) -> Request:
         self.requests[request.request_id] = request
+        request.weights = self.weights
         self.waiting.append(request)
         self.scheduling.expect(request)
         return request
@@ -348,7 +353,10 @@ class Engine:
     def _run(self, step: Step, message: Message) -> None:
         """What the workers do with a step, then what the scheduler makes of it."""
         for rank in self.ranks:
-            rank.worker.hear(message)
+            if rank.loaded is None:
+                rank.worker.hear(message)
+            else:
+                rank.loaded.hear(message, rank.worker)
             rank.worker.start_loads()
         bad = self._load_elsewhere(step)
         computing = [*step.fresh, *step.going]
@@ -390,7 +398,13 @@ class Engine:
             for rank in self.ranks:
                 right = request.block(index, layer, rank.heads)[:, :, first:count]
                 to = rank.memory[layer][request.blocks[index]]
-                to[:, :, first:count] = right if there else right + 1
+                to[:, :, first:count] = (
+                    right if there and not self._is_older(request) else right + 1
+                )
+
+    def _is_older(self, request: Request) -> bool:
+        """Whether it runs on with weights that are not those of its keys."""
+        return request.weights != self.weights
 
     def _learn(
         self, step: Step, done: list[set[str]], bad: set[int], reports: list[Report]
@@ -444,7 +458,7 @@ class Engine:
             (request.request_id, index)
             for rank in self.ranks
             for request in self.requests.values()
-            if not request.is_loading
+            if not request.is_loading and not self._is_older(request)
             for index, count in parts(0, request.computed)
             if not rank.is_right(request, index, count)
         ]

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.prefix import HASH_BYTES, PageKeys
-
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def namespace(words: Mapping[str, object]) -> bytes:
@@ -35,14 +33,14 @@ def space_of(words: Mapping[str, object], salt: str) -> bytes:
     return namespace({**words, "salt": salt})
 
 
-def weights_of(model: str) -> list[tuple[str, int, int]]:
-    """Of a model in a folder: names, bytes and times of its weight files, so that weights that were
-    trained on are others. Empty for a name in a model hub, which has a revision instead."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return []
-    files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)})
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+def unshared(space: bytes) -> bytes:
+    """A namespace of one engine's run, which no other has."""
+    return xor(space, os.urandom(HASH_BYTES))
+
+
+def xor(space: bytes, other: bytes) -> bytes:
+    """Of two namespaces: keys of both. Spaces of shards differ after it by what they did before."""
+    return bytes(a ^ b for a, b in zip(space, other, strict=True))
 
 
 def block_keys(hashes: Sequence[bytes], page_tokens: int, space: bytes) -> PageKeys:

@@ -44,13 +44,15 @@ class PoolSettings(PoolKeys):
     remote: pools that other machines serve, where prefixes are looked for that the pool and the
     cold tier lack: tcp://HOST:PORT of one, or of each of an engine's ranks. remote_secret: a file.
 
-    salt: keeps tenants apart. quota: bytes that what this engine has published may take, of all its
-    ranks together. config: the path of a YAML file with any of these, for what is not written
-    beside it.
+    identity: what the user calls these weights, where they are no .safetensors or .gguf on a disk:
+    engines that call theirs the same share pages. salt: keeps tenants apart. quota: bytes that what
+    this engine has published may take, of all its ranks together. config: the path of a YAML file
+    with any of these, for what is not written beside it.
     """
 
     where: Annotated[Where, AfterValidator(_in_a_file)] = "/dev/shm/"
     huge: Literal["never", "try", "require"] = "try"
+    identity: str = ""
     salt: str = ""
     quota: Size | None = None
     config: str | None = None

@@ -8,10 +8,12 @@ by signs that may be in them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from cxlkv.adapters.common.keys import namespace, weights_of
+from cxlkv.adapters.common.identity import folder_of, model_words
+from cxlkv.adapters.common.keys import namespace
 from cxlkv.errors import BadArgumentError
 from cxlkv.pages import PRIORITY_MAX
 
@@ -47,23 +49,33 @@ def priority_of(key: Key) -> int:
 
 
 def words_of(
-    metadata: object, config: object, version: str, encoding: str = "none"
+    metadata: object, config: object, version: str, encoding: str = "none", identity: str = ""
 ) -> dict[str, object]:
-    """Everything that makes a chunk what it is, but what LMCache's key says, and the salt."""
+    """Everything that makes a chunk what it is, but what LMCache's key says, and the salt.
+
+    LMCache does not tell a revision: of several in the hub's cache nobody knows which it is.
+    """
     model = str(_of(metadata, "model_name"))
+    words = model_words(model, identity=identity)
+    if not identity and not os.path.exists(model) and _snapshots(model) > 1:
+        words["weights"] = None
     return {
         "engine": "lmcache",
         "version": ".".join(version.split(".")[:2]),
-        "model": model,
-        "weights": weights_of(model),
+        **words,
         "kv_shape": [int(str(one)) for one in _shape(metadata)],
         "dtype": str(_of(metadata, "kv_dtype")),
         "mla": bool(_of(metadata, "use_mla")),
         "chunk_size": _of(config, "chunk_size"),
         "layerwise": bool(_of(config, "use_layerwise")),
         "hash": _of(config, "pre_caching_hash_algorithm"),
-        **({} if encoding == "none" else {"encoding": encoding}),
+        "encoding": encoding,
     }
+
+
+def _snapshots(model: str) -> int:
+    folder = folder_of(model)
+    return 0 if folder is None else len(list(folder.parent.iterdir()))
 
 
 def file_name(words: dict[str, object]) -> str:

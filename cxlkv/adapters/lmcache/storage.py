@@ -34,7 +34,8 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from cxlkv import _lifetime
 from cxlkv.adapters.common import pools
-from cxlkv.adapters.common.keys import space_of
+from cxlkv.adapters.common.identity import warn_unshared
+from cxlkv.adapters.common.keys import space_of, unshared
 from cxlkv.adapters.common.metrics import Shown, log
 from cxlkv.adapters.common.object_cache import ObjectCache, leading
 from cxlkv.adapters.lmcache import form, names
@@ -82,8 +83,14 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         PinMonitor.GetOrCreate(config)
         usual = MemoryFormat.KV_T2D if config.use_layerwise else MemoryFormat.KV_2LTD
         self._fmt = MemoryFormat.KV_MLA_FMT if metadata.use_mla else usual
-        self._words = names.words_of(metadata, config, lmcache_version, self.settings.encoding)
-        space = space_of(self._words, self.settings.salt)
+        settings = self.settings
+        self._words = names.words_of(
+            metadata, config, lmcache_version, settings.encoding, settings.identity
+        )
+        space = space_of(self._words, settings.salt)
+        if self._words["weights"] is None:
+            warn_unshared(str(self._words["model"]), "extra_config (cxlkv.identity)")
+            space = unshared(space)
         # LMCache's own are made first: they set where figures of several processes are kept.
         labels = PrometheusLogger.GetOrCreate(metadata, config=config).labels
         shown = {name: str(value) for name, value in labels.items()}

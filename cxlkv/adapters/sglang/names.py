@@ -9,13 +9,11 @@ The pool's file is named by all but the salt: ranks and tenants share it.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
-from cxlkv.adapters.common.keys import namespace, weights_of
+from cxlkv.adapters.common.identity import has_rope, model_words
+from cxlkv.adapters.common.keys import namespace, unshared
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 Words = dict[str, object]
@@ -53,10 +51,11 @@ class Config(Protocol):
     extra_config: Mapping[str, object] | None
 
 
-def engine_words(config: Config, server: object | None, version: str) -> Words:
+def engine_words(config: Config, server: object | None, version: str, identity: str = "") -> Words:
     """Of the model as this engine runs it. server: SGLang's arguments, None where it has none.
+    identity: as in PoolSettings.
 
-    Raises BadArgumentError when nobody says which model it is.
+    Raises BadArgumentError when nobody says which model it is, UnsupportedError for LongRoPE.
     """
     path = str(getattr(server, "model_path", None) or config.model_name or "")
     if not path:
@@ -64,31 +63,39 @@ def engine_words(config: Config, server: object | None, version: str) -> Words:
             "cxlkv: SGLang does not say which model this is, so another's pages could be found: "
             "give --model-path"
         )
-    draft = getattr(server, "speculative_draft_model_path", None)
+    if has_rope(path, "longrope"):
+        raise UnsupportedError(
+            f"cxlkv: {path} has LongRoPE, and SGLang takes its factors by the longest text of a "
+            "batch: K of one text differs from run to run. Leave out --hicache-storage-backend"
+        )
     is_random = "dummy" in str(getattr(server, "load_format", None))
     return {
         "engine": "sglang",
         "version": version,
-        **_model_words(path),
-        "draft": _model_words(str(draft)) if draft else None,
+        **model_words(path, _revision(server, "revision"), identity),
+        "draft": _draft_words(server),
         "server": {name: str(getattr(server, name, None)) for name in OF_THE_SERVER},
         "random": str(getattr(server, "random_seed", None)) if is_random else None,
         "tag": (config.extra_config or {}).get("extra_backend_tag"),
     }
 
 
-def _model_words(path: str) -> Words:
-    is_folder = os.path.isdir(path)
-    return {
-        "model": os.path.realpath(path) if is_folder else path,
-        "weights": weights_of(path),
-        "config": _digest(Path(path) / "config.json") if is_folder else None,
-    }
+def _revision(server: object | None, name: str) -> str | None:
+    found = getattr(server, name, None)
+    return None if found is None else str(found)
 
 
-def _digest(path: Path) -> str | None:
-    """Of a model's own description: its rope, windows and shapes."""
-    return hashlib.blake2b(path.read_bytes()).hexdigest() if path.is_file() else None
+def _draft_words(server: object | None) -> Words | None:
+    draft = getattr(server, "speculative_draft_model_path", None)
+    if not draft:
+        return None
+    return model_words(str(draft), _revision(server, "speculative_draft_model_revision"))
+
+
+def are_identified(engine: Words) -> bool:
+    """Whether something says which weights an engine has, its draft model's too."""
+    models = [engine, engine["draft"]] if isinstance(engine["draft"], dict) else [engine]
+    return engine["random"] is not None or all(one["weights"] is not None for one in models)
 
 
 class Shards:
@@ -129,8 +136,10 @@ class Shards:
 
 
 def space_of(engine: Words, host: Words, shards: Shards, salt: str) -> bytes:
-    """The namespace of the keys of one stage and tenant, in one host pool's objects."""
-    return namespace({"engine": engine, "host": host, **shards.words(), "salt": salt})
+    """The namespace of the keys of one stage and tenant, in one host pool's objects; of this run
+    alone, where nothing says which weights the engine has."""
+    space = namespace({"engine": engine, "host": host, **shards.words(), "salt": salt})
+    return space if are_identified(engine) else unshared(space)
 
 
 def file_name(engine: Words, host: Words, shards: Shards) -> str:

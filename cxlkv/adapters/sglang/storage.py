@@ -21,11 +21,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.runtime_context import get_server_args
 
+from cxlkv.adapters.common.identity import warn_unshared
 from cxlkv.adapters.common.metrics import Counting, Shown
 from cxlkv.adapters.sglang import names
 from cxlkv.adapters.sglang.host import Memory
 from cxlkv.adapters.sglang.metrics import COUNTS, KINDS, PREFIX
-from cxlkv.adapters.sglang.settings import check_version, is_zero_copy, read_settings
+from cxlkv.adapters.sglang.settings import EXTRA, check_version, is_zero_copy, read_settings
 from cxlkv.adapters.sglang.store import MAIN, Rank, Store
 
 if TYPE_CHECKING:
@@ -44,10 +45,14 @@ class CXLHiCache(HiCacheStorage):
         release, extra = version("sglang"), storage_config.extra_config
         check_version(release)
         server = _server_args()
+        settings = read_settings(extra)
+        engine = names.engine_words(storage_config, server, release, settings.identity)
+        if not names.are_identified(engine):
+            warn_unshared(str(engine["model"]), EXTRA)
         rank = Rank(
             storage_config,
-            names.engine_words(storage_config, server, release),
-            read_settings(extra),
+            engine,
+            settings,
             is_zero_copy(extra),
             int(getattr(server, "context_length", None) or 0),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedConfig
 
+from cxlkv.adapters.common import identity
 from cxlkv.adapters.common.shapes import layout_from
 from cxlkv.errors import BadArgumentError, GeometryError
 from cxlkv.layout import KVLayout
@@ -35,12 +36,8 @@ def text_config(model: object) -> PreTrainedConfig:
 
 
 def config_words(model: object) -> dict[str, object]:
-    """What the config says of the model's results: not where it lies, nor who saved it."""
-    return {
-        name: value
-        for name, value in text_config(model).to_dict().items()
-        if not name.startswith("_") and name != "transformers_version"
-    }
+    """What the config says of the model's keys and values: identity.ALLOWED is left out."""
+    return {"class": type(model).__name__, **identity.config_words(text_config(model).to_dict())}
 
 
 def check_layout(pool: KVLayout, model: KVLayout) -> None:

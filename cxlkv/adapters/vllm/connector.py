@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import vllm
+from torch import nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1 import (
@@ -33,7 +34,8 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cxlkv.adapters.common.keys import space_of
+from cxlkv.adapters.common.identity import warn_unshared
+from cxlkv.adapters.common.keys import space_of, unshared
 from cxlkv.adapters.common.metrics import Moves
 from cxlkv.adapters.common.pools import open_tiers, quota_of
 from cxlkv.adapters.common.reopening import LOOKS_A_LEASE, Reopening
@@ -45,6 +47,7 @@ from cxlkv.adapters.vllm.counting import Counting, Looking
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.events import Removed, Stored
 from cxlkv.adapters.vllm.gpu_step import check_device, steps_on
+from cxlkv.adapters.vllm.loaded import LoadedWeights
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.metrics import Reporting
@@ -118,7 +121,10 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         packing = "rows" if self._in_pool else packing_of(vllm_config, self._spec)
         self._cache_dtype = str(vllm_config.cache_config.cache_dtype)
         self._encoding = pools.kept_as(self._cache_dtype, self.settings.encoding)
-        self._words = pools.words_of(vllm_config, self._spec, packing, self._encoding)
+        self._words = pools.words_of(
+            vllm_config, self._spec, packing, self._encoding, self.settings.identity
+        )
+        self._loaded: LoadedWeights | None = None  # a worker's
         self.scheduling: Scheduling | None = None
         self._own: tuple[BlockPool, object] | None = None  # and what it finds blocks in
         self.worker: EngineAttention | PoolAttention | None = None
@@ -167,7 +173,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self.moves = [Moves(one) for one in tiers]
         made = Scheduling(
             opened,
-            space_of(self._words, self.settings.salt),
+            self._space(),
             self.settings,
             block_tokens=self._spec.block_size,
             hash_tokens=self._kv_cache_config.hash_block_size,
@@ -182,6 +188,14 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         for path, pool in zip(paths, made.pools, strict=True):
             self._look_after(pool, partial(pools.open_one, path, self.settings))
         return made
+
+    def _space(self) -> bytes:
+        """The namespace of the engine's keys."""
+        space = space_of(self._words, self.settings.salt)
+        if pools.are_identified(self._words):
+            return space
+        warn_unshared(str(self._words["model"]), "kv_connector_extra_config")
+        return unshared(space)
 
     @property
     def _is_tiered(self) -> bool:
@@ -327,6 +341,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         of_model = self._vllm_config.compilation_config.static_forward_context
         own = {name: of_model[name] for name in kv_caches}
         pools.check_caches(own, self._cache_dtype, self._in_pool)
+        self._loaded = LoadedWeights(cast("Iterable[nn.Module]", own.values()), self._ranks.rank)
         if self._in_pool:
             device = next(iter(kv_caches.values())).device
             self.worker = self._make_pool_attention(list(kv_caches), device)
@@ -418,7 +433,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
                 self.worker.tiers.close()
             with suppress(CXLKVError):  # lost once more: it will be there again
                 self.worker.reopened(pool, self._tiers_of(pool))
-        self.worker.hear(connector_metadata.message)
+        assert self._loaded is not None, "made with the worker"
+        self._loaded.hear(connector_metadata.message, self.worker)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         self._worker.start_loads()
@@ -433,6 +449,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         self._worker.end_step()
+        assert self._loaded is not None, "made with the worker"
+        self._loaded.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self._worker.finished() or None

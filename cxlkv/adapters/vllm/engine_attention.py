@@ -8,7 +8,7 @@ So what a step computed from a hit that turns out to be damaged is never publish
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -123,6 +123,7 @@ class EngineAttention:
         for name in message.loaded:
             for held in self._held.values():
                 held.awaits.discard(name)
+        self.stop_saving(message.unshared)
         for left in message.left:
             self._save_left(left)
         for name in message.ended:
@@ -473,7 +474,20 @@ class EngineAttention:
             self._report.stored.append(Span(name, held.saved, whole))
         return len(keys) > whole
 
+    def stop_saving(self, names: Iterable[str] | None = None) -> None:
+        """No more of these requests is saved, nor loaded beside the steps. None: of all, as K and V
+        are not those that their keys name."""
+        some = set(self._held if names is None else names)
+        for name in some & self._held.keys():
+            self._drop(name)
+        for other, load in self._beside:
+            if other in some:
+                load.give_up()
+
     # ---- for the scheduler ----
+
+    def tell_weights(self, state: bytes) -> None:
+        self._report.weights[self._rank] = state
 
     def report(self) -> Report:
         """What happened since the last call."""

@@ -105,13 +105,18 @@ class Left:
 class Message:
     """One step. ended (finished, aborted, preempted) is to be heard first, and before it what is
     left: a request that was preempted may start again in the same step. loaded: hits that all
-    ranks have loaded whole, and another connector's."""
+    ranks have loaded whole, and another connector's. unshared: requests of which no more is saved.
+    weights: of which keys and hits are, a state of LoadedWeights for each rank; none: those of the
+    start. look: whether weights are to be looked at."""
 
     started: list[Started] = field(default_factory=list)
     continued: list[Continued] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
+    unshared: list[str] = field(default_factory=list)
+    weights: tuple[bytes, ...] = ()
+    look: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,8 @@ class Span:
 class Report:
     """What a worker did in a step: requests whose hits it has loaded whole, or has not; those that
     another connector loaded in it; blocks that its pool has now, and tokens of tails by request;
-    failures by kind, as PoolRequests counts them."""
+    failures by kind, as PoolRequests counts them; the state of its weights by rank, where it was
+    asked or is another than the message's."""
 
     loaded: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -135,6 +141,7 @@ class Report:
     stored: list[Span] = field(default_factory=list)
     tails: dict[str, int] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
+    weights: dict[int, bytes] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return self != Report()

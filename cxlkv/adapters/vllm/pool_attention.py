@@ -14,7 +14,7 @@ it then, and pages that are damaged are forgotten.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
 
@@ -126,6 +126,7 @@ class PoolAttention:
 
     def hear(self, message: Message) -> None:
         self._step, self._failed = None, set()
+        self.stop_saving(message.unshared)
         for name in message.ended:
             self._release(name)
         for started in message.started:
@@ -198,6 +199,17 @@ class PoolAttention:
                 self._load(held, None, 0)  # empty: the engine begins again
             elif held.options.save:
                 self._publish(held)
+
+    def stop_saving(self, names: Iterable[str] | None = None) -> None:
+        """No more of these requests is published. None: of all, as K and V are not those that their
+        keys name."""
+        for name in list(self._held if names is None else names):
+            if name in self._held:
+                held = self._held[name]
+                held.options = replace(held.options, save=False)
+
+    def tell_weights(self, state: bytes) -> None:
+        self._report.weights[self._rank] = state
 
     def report(self) -> Report:
         """What happened since the last one."""

@@ -7,20 +7,34 @@ each other's prefixes there, others another file.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from cxlkv.adapters.common import pools
-from cxlkv.adapters.common.keys import namespace, weights_of
+from cxlkv.adapters.common.identity import model_words, rope_kinds
+from cxlkv.adapters.common.keys import namespace
 from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
 from cxlkv.errors import BadArgumentError, PoolMissingError, UnsupportedError
 from cxlkv.layout import FP8, KVLayout, parse_bytes
 from cxlkv.machine.regions import ALL, is_device, parse_place
 from cxlkv.pool import CXLPool
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 PAGE_TOKENS_MAX = 1024
+ROPES_OF_THE_CONFIG = {
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+    "dynamic",
+    "ntk",
+    "mrope",
+    "deepseek_yarn",
+}
+"""Kinds of rope that vLLM makes from the model's config alone (rotary_embedding/ of 0.32)."""
 AS_COMPUTED = ("auto", "bfloat16", "float16", "half", "float32", "float")
 """Words of --kv-cache-dtype for K and V that are numbers as a model makes them."""
 FP8_CACHES = ("fp8", "fp8_e4m3")
@@ -231,37 +245,67 @@ def hash_concern(algorithm: str, environment: Mapping[str, str]) -> str | None:
 
 
 def words_of(
-    vllm_config: object, spec: object, packing: str, encoding: str = "none"
+    vllm_config: object, spec: object, packing: str, encoding: str = "none", identity: str = ""
 ) -> dict[str, object]:
-    """Everything that makes K and V what they are, but the salt: see keys.namespace()."""
+    """Everything that makes K and V what they are, but the salt: see keys.namespace().
+
+    Read from files and settings, never from the engine's own config, which models may change while
+    they are loaded: scheduler and workers must find the same words.
+    """
     model, cache = _of(vllm_config, "model_config"), _of(vllm_config, "cache_config")
-    path = str(_of(model, "model"))
     load = _of(_of(vllm_config, "load_config"), "load_format")
-    text = _of(model, "hf_text_config")
-    rope = {
-        name: getattr(text, name, None)
-        for name in ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
-    }
+    # Object storage: vLLM has a folder with its descriptions only.
+    source = str(getattr(model, "model_weights", "") or _of(model, "model"))
+    revision = cast("str | None", _of(model, "revision"))
     ranks = ranks_of(vllm_config)
     return {
         "engine": "vllm",
-        "model": os.path.realpath(path) if os.path.isdir(path) else path,
-        "revision": _of(model, "revision"),
-        "weights": weights_of(path),
+        **model_words(source, revision, identity),
         "random": str(_of(model, "seed")) if "dummy" in str(load) else None,
         "dtype": str(_of(model, "dtype")),
         "quantization": str(_of(model, "quantization")),
         "cache_dtype": str(_of(cache, "cache_dtype")),
         "hash": str(_of(cache, "prefix_caching_hash_algo")),
-        "overrides": str(getattr(model, "hf_overrides", None)),
-        "rope": rope,
-        "max_model_len": None if rope["rope_scaling"] is None else _of(model, "max_model_len"),
+        "overrides": _overrides(getattr(model, "hf_overrides", None)),
+        "windows": not getattr(model, "disable_sliding_window", False),
+        "processor": getattr(model, "mm_processor_kwargs", None),
+        "length": _length(model),
         "page_tokens": _number(spec, "block_size"),
         "heads": _number(spec, "num_kv_heads"),
         "head_dim": _number(spec, "head_size"),
-        "layers": getattr(text, "num_hidden_layers", None),
         "shards": (ranks.tensor, ranks.pipeline),
         "packing": packing,
-        # Pools without one have the names and keys that they had before there were any.
-        **({} if encoding == "none" else {"encoding": encoding}),
+        "encoding": encoding,
     }
+
+
+def are_identified(words: Mapping[str, object]) -> bool:
+    """Whether something says which weights an engine has; else it shares nothing."""
+    return words["weights"] is not None or words["random"] is not None
+
+
+def _overrides(given: object) -> object:
+    """Of the model's config, by hf_overrides; what a function of a user does is its code's to say,
+    and that of what it calls is not seen."""
+    if not callable(given):
+        return given or None
+    code = getattr(given, "__code__", None)
+    name = f"{getattr(given, '__module__', '')}.{getattr(given, '__qualname__', type(given))}"
+    return (name, None if code is None else (code.co_code.hex(), repr(code.co_consts)))
+
+
+def _length(model: object) -> object:
+    """What of max_model_len is in K: with LongRoPE, vLLM takes the long factors for all texts of an
+    engine that may have long ones. No other rope of it reads this number."""
+    config = cast("PretrainedConfig", _of(model, "hf_text_config")).to_dict()
+    kinds = set(rope_kinds(config))
+    if kinds <= ROPES_OF_THE_CONFIG:
+        return None
+    longest = int(str(_of(model, "max_model_len")))
+    short = config.get("original_max_position_embeddings")
+    rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        short = rope.get("original_max_position_embeddings", short)
+    if kinds - ROPES_OF_THE_CONFIG == {"longrope"} and isinstance(short, int):
+        return "long" if longest > short else "short"
+    return longest

@@ -6,7 +6,7 @@ request ends or is preempted, so that nothing takes its pages before the workers
 
 from __future__ import annotations
 
-import os
+import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.adapters.common.keys import block_keys, namespace, weights_of
+from cxlkv.adapters.common.keys import block_keys, xor
 from cxlkv.adapters.common.metrics import Failures
 from cxlkv.adapters.vllm.events import Events, Removed, Stored, there
 from cxlkv.adapters.vllm.keeping import Keeping
+from cxlkv.adapters.vllm.lora import Adapters
 from cxlkv.adapters.vllm.messages import (
     FAR,
     KEY_BYTES,
@@ -34,12 +35,15 @@ from cxlkv.adapters.vllm.prefetch import Prefetch
 from cxlkv.adapters.vllm.settings import Settings, read_options
 from cxlkv.adapters.vllm.tails import Tails, Words
 from cxlkv.adapters.vllm.texts import EngineRequest, hashes_of
+from cxlkv.adapters.vllm.weights import Weights
 from cxlkv.arrays import Hashes
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit
 from cxlkv.tiers import Tiers
+
+log = logging.getLogger("cxlkv")
 
 LEASE_S = 60.0
 
@@ -117,6 +121,8 @@ class Scheduling:
         words: Words | None = None,
     ):
         self.pools, self.space, self.settings = list(pools), space, settings
+        self._weights = Weights(space, len(self.pools))
+        self._adapters = Adapters()
         self.block_tokens = block_tokens
         self._every = block_tokens // (hash_tokens or block_tokens)
         self._requests: dict[str, EngineRequest] = {}
@@ -129,6 +135,7 @@ class Scheduling:
         self._failed: set[str] = set()  # requests that do not try again: a slow pool stays slow
         self._local: dict[str, int] = {}  # tokens that the engine had itself, at the last match
         self._elsewhere: dict[str, list[int]] = {}  # blocks that another connector loads
+        self._unshared: list[str] = []  # requests of which no more is saved
         self._loaded: list[str] = []
         self._left: list[Left] = []  # by those that ended since the last step
         self._loads, self._saves = loads, saves
@@ -159,6 +166,8 @@ class Scheduling:
         """It has joined the queue: what it needs of the tiers below may come while it waits."""
         if self._prefetch is None or not self._loads or self._options_of(request).tier == FAR:
             return
+        if self._weights.awaited:
+            return
         blocks = (request.num_tokens - 1) // self.block_tokens
         self._spaces[request.request_id] = self._space_of(request)
         keys = unpacked(self._keys(request, 0, blocks), self.block_tokens)
@@ -179,9 +188,13 @@ class Scheduling:
         self._forget_match(name)
         if self._told.pop(name, None) is not None:  # the engine has nothing of it any more
             self._again.add(name)
+        if self._weights.awaited:
+            return None, False
         self._requests[name], self._local[name] = request, local
         self._options[name] = self._options_of(request)
         self._spaces[name] = self._space_of(request)
+        if local and self._weights.are_mixed:
+            self._options[name] = replace(self._options[name], save=False)
         if self.events is not None:
             self.events.begin(request, self._spaces[name])
         most = request.num_tokens - 1
@@ -222,9 +235,14 @@ class Scheduling:
         adapter = getattr(request, "lora_request", None)
         if adapter is None:
             return self.space
-        path = str(getattr(adapter, "lora_path", adapter))
-        own = namespace({"adapter": path, "weights": weights_of(path)})
-        return bytes(a ^ b for a, b in zip(self.space, own, strict=True))
+        own, has_changed = self._adapters.space_of(adapter)
+        if has_changed:
+            self._unshared += [
+                name
+                for name, other in self._requests.items()
+                if getattr(other, "lora_request", None) == adapter and other is not request
+            ]
+        return xor(self.space, own)
 
     def _options_of(self, request: EngineRequest) -> Options:
         try:
@@ -313,9 +331,14 @@ class Scheduling:
         for name in self._matches.keys() - self._starts.keys() - self._told.keys():
             self._forget_match(name)
         message = Message(
-            ended=sorted(step.ended | self._again), loaded=self._loaded, left=self._left
+            ended=sorted(step.ended | self._again),
+            loaded=self._loaded,
+            left=self._left,
+            unshared=self._unshared,
+            weights=self._weights.told,
+            look=bool(self._weights.awaited),
         )
-        self._again, self._loaded, self._left = set(), [], []
+        self._again, self._loaded, self._left, self._unshared = set(), [], [], []
         for name in step.ended:
             self._told.pop(name, None)
             if name not in self._starts:
@@ -413,6 +436,8 @@ class Scheduling:
             if set(self._elsewhere.pop(name, ())).isdisjoint(bad):
                 counts[name] = len(reports)
         self._loaded += [name for name, count in counts.items() if count == len(reports)]
+        if self._weights.hear(reports):
+            self._change_weights()
         for report in reports:
             self.failures.update(report.failures)
             self._failed.update(name for name in report.failed if name in self._requests)
@@ -423,8 +448,20 @@ class Scheduling:
         """What there is to tell routers since the last call."""
         return [] if self.events is None else self.events.changes()
 
+    def _change_weights(self) -> None:
+        """Workers save no more of what runs; what comes has other keys."""
+        self.space = self._weights.space
+        log.warning(
+            "cxlkv: the engine's weights have changed: pages are found by others from now on"
+        )
+        self._keeping.close()  # no request finds those pages any more
+        if self.events is not None:
+            self.events.reset()
+
     def forgotten(self) -> None:
-        """Routers have dropped all that they knew of this engine."""
+        """The engine has reset its own prefix cache, and routers have dropped all that they knew of
+        it. Weights may have changed, which the workers are asked before anything is matched."""
+        self._weights.ask()
         if self.events is not None:
             self.events.forgotten()
 
@@ -433,7 +470,8 @@ class Scheduling:
 
         Other engines have other keys from now on, as nobody knows which weights are alike.
         """
-        self.space = namespace({"before": self.space.hex(), "reset": os.urandom(16).hex()})
+        self._weights.reset()
+        self.space = self._weights.space
         self._keeping.close()  # no request finds those pages any more
         if self.events is not None:
             self.events.reset()

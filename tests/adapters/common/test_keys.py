@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from pathlib import Path
 
 import pytest
 
-from cxlkv.adapters.common.keys import block_keys, namespace, weights_of
+from cxlkv.adapters.common.keys import block_keys, namespace, unshared, xor
 from cxlkv.errors import BadArgumentError
 
 WORDS: dict[str, object] = {"model": "m", "dtype": "bfloat16", "page": 32, "tp": [0, 2]}
@@ -41,11 +39,7 @@ def test_short_hashes_are_refused() -> None:
         block_keys([bytes(32), bytes(16)], 32, bytes(16))
 
 
-def test_weights_that_change_are_others(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"one")
-    before = weights_of(str(tmp_path))
-    assert [name for name, _, _ in before] == ["model.safetensors"]
-    os.utime(file, ns=(1, 1))
-    assert weights_of(str(tmp_path)) != before
-    assert weights_of("org/model") == []
+def test_a_run_that_shares_nothing_has_a_space_of_its_own() -> None:
+    space = namespace({})
+    assert len({space, unshared(space), unshared(space)}) == 3
+    assert xor(xor(space, namespace(WORDS)), namespace(WORDS)) == space
