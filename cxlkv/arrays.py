@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +15,8 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, STORED
 
 if TYPE_CHECKING:
+    from typing import TypeGuard
+
     import torch
 
     # float32 stands for every stored dtype: numpy's types have no bfloat16.
@@ -53,6 +56,9 @@ _NUMPY_CODES = {dtype: code for code, dtype in enumerate(NUMPY_DTYPES)}
 _NUMPY_BYTES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e4m3fn))
 BYTES = STORED.index("uint8")
 """The dtype code of rows of one byte a channel, which a pool in fp8 takes as they are."""
+_CODE_BYTES = (*(dtype.itemsize for dtype in NUMPY_DTYPES), 1)
+NEAR = 1 << 44
+"""Below are few addresses of a process, and all of elements that have no storage."""
 
 
 class View(NamedTuple):
@@ -68,14 +74,21 @@ class View(NamedTuple):
     dtype: int
 
 
-def is_torch(array: object) -> bool:
+_tensors: tuple[type, ...] = ()  # torch.Tensor, once somebody has imported torch
+
+
+def is_torch(array: object) -> TypeGuard[torch.Tensor]:
     """True for a torch tensor; does not import torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)
+    global _tensors
+    if not _tensors and hasattr(sys.modules.get("torch"), "Tensor"):
+        _tensors = (sys.modules["torch"].Tensor,)
+    return isinstance(array, _tensors)
 
 
 def view(array: object, name: str) -> View:
-    """`array` as a View; raises BadArgumentError naming `name` for what cannot be read in place."""
+    """`array` as a View; raises BadArgumentError naming `name` for what cannot be read in place.
+
+    Of a tensor with torch's negative bit, whose memory has the other sign, it is a copy."""
     if isinstance(array, np.ndarray):
         code = _NUMPY_CODES.get(array.dtype)
         if code is None:
@@ -83,7 +96,7 @@ def view(array: object, name: str) -> View:
         address: int = array.__array_interface__["data"][0]
         return tuple.__new__(View, (array, address, array.shape, array.strides, code))
     if is_torch(array):
-        return _torch_view(cast("torch.Tensor", array), name)
+        return _torch_view(array, name)
     if hasattr(array, "__dlpack__"):
         return view(_from_dlpack(array, name), name)
     raise BadArgumentError(
@@ -95,12 +108,24 @@ def rows_or_bytes(array: object, name: str) -> View:
     """As view(), and of uint8 or float8_e4m3fn, too: their code is BYTES."""
     array = imported(array, name)
     if isinstance(array, np.ndarray) and array.dtype in _NUMPY_BYTES:
-        return View(array, address_of(array), array.shape, array.strides, BYTES)
-    if is_torch(array):
-        tensor = cast("torch.Tensor", array)
-        if tensor.is_cpu and str(tensor.dtype) in ("torch.uint8", "torch.float8_e4m3fn"):
-            return View(tensor, tensor.data_ptr(), tensor.shape, tensor.stride(), BYTES)
+        address: int = array.__array_interface__["data"][0]
+        return View(array, address, array.shape, array.strides, BYTES)
+    if is_torch(array) and str(array.dtype) in ("torch.uint8", "torch.float8_e4m3fn"):
+        return _torch_view(array, name, BYTES)
     return view(array, name)
+
+
+def target(array: object, name: str) -> View:
+    """As rows_or_bytes(), of what is to be written; raises BadArgumentError where that would be
+    lost, or gradients would not know of it."""
+    if is_torch(array):
+        memory_of(array, name)
+        if array.requires_grad:
+            raise BadArgumentError(f"{name} requires grad and is to be written: give it detached")
+    got = rows_or_bytes(array, name)
+    if isinstance(got.owner, np.ndarray) and not got.owner.flags.writeable:
+        raise BadArgumentError(f"{name} is read-only")
+    return got
 
 
 def imported(array: object, name: str) -> object:
@@ -110,15 +135,67 @@ def imported(array: object, name: str) -> object:
     return _from_dlpack(array, name)
 
 
-def _torch_view(tensor: torch.Tensor, name: str) -> View:
-    code = _torch_codes().get(tensor.dtype)
-    if code is None:
+def _torch_view(tensor: torch.Tensor, name: str, code: int | None = None) -> View:
+    if code is None and (code := _torch_codes().get(tensor.dtype)) is None:
         raise _wrong_dtype(name, tensor.dtype)
-    if not tensor.is_cpu:
+    if not tensor.is_cpu and not tensor.is_meta:
         raise BadArgumentError(f"{name} lies on {tensor.device}: bring it to the CPU first")
-    size = NUMPY_DTYPES[code].itemsize
-    strides = tuple([stride * size for stride in tensor.stride()])
-    return tuple.__new__(View, (tensor, tensor.data_ptr(), tensor.shape, strides, code))
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    size = _CODE_BYTES[code]
+    try:
+        address, steps = tensor.data_ptr(), tensor.stride()
+    except RuntimeError:
+        _no_memory(tensor, name)
+    if address < NEAR:
+        _check_near(tensor, address, name)
+    strides = tuple([stride * size for stride in steps])
+    return tuple.__new__(View, (tensor, address, tensor.shape, strides, code))
+
+
+def memory_of(tensor: torch.Tensor, name: str) -> int:
+    """The address of a tensor's elements, on any device: other files take it here, or by a view.
+    Raises BadArgumentError where what lies there is not its values."""
+    if values_of(tensor, name) is not tensor:
+        raise BadArgumentError(
+            f"{name} has torch's negative or conjugate bit, its memory other values: give "
+            f"{name}.resolve_conj().resolve_neg()"
+        )
+    return address_of(tensor, name)
+
+
+def values_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The tensor, or a copy where torch's negative or conjugate bit says that its memory has other
+    values. Raises BadArgumentError for what needs more than memory."""
+    if tensor.is_nested or tensor.is_quantized:
+        _no_memory(tensor, name)
+    if tensor.is_neg() or tensor.is_conj():
+        return tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
+def check_memory(tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """As memory_of() does, of several by their names; of what is read by kernels."""
+    for name, tensor in tensors.items():
+        try:
+            if tensor is not None and (tensor.is_neg() or tensor.data_ptr() < NEAR):
+                memory_of(tensor, name)
+        except RuntimeError:
+            _no_memory(cast("torch.Tensor", tensor), name)
+
+
+def _check_near(tensor: torch.Tensor, address: int, name: str) -> None:
+    """Elements of no storage begin at their offset in it."""
+    if address == tensor.storage_offset() * tensor.element_size() and tensor.numel():
+        _no_memory(tensor, name)
+
+
+def _no_memory(tensor: torch.Tensor, name: str) -> NoReturn:
+    raise BadArgumentError(
+        f"{name} is a {type(tensor).__name__} that has no plain memory of its own (traced, wrapped,"
+        " batched, nested, sparse, quantized, meta, freed, or zeros that torch does not store): "
+        "give a plain tensor with its values"
+    ) from None
 
 
 @cache
@@ -151,27 +228,34 @@ def _wrong_dtype(name: str, dtype: object) -> BadArgumentError:
     return BadArgumentError(f"{name} has dtype {dtype}: use one of {', '.join(DTYPES)}")
 
 
-def address_of(array: object) -> int:
-    """Of the first element of what view() takes."""
-    if isinstance(array, np.ndarray):
-        return int(array.__array_interface__["data"][0])
-    if is_torch(array):
-        return cast("torch.Tensor", array).data_ptr()
-    return view(array, "").address
+def address_of(array: object, name: str) -> int:
+    """Of the first element of what view() takes; of a tensor, of what forms() knows."""
+    if not is_torch(array):
+        return view(array, name).address
+    try:
+        address = array.data_ptr()
+    except RuntimeError:
+        _no_memory(array, name)
+    if address < NEAR:
+        _check_near(array, address, name)
+    return address
 
 
 def forms(*arrays: object) -> tuple[object, ...] | None:
     """What a call into the core takes of torch tensors but their addresses: where it is equal, what
-    was found right of others is so of these. None where one is something else."""
+    was found right of others is so of these. None where one is something else, or view() copies it.
+    """
     found: list[object] = []
-    for array in arrays:
-        if array is None:
-            found.append(None)
-        elif is_torch(array):
-            tensor = cast("torch.Tensor", array)
-            found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cpu))
-        else:
-            return None
+    try:
+        for array in arrays:
+            if array is None:
+                found.append(None)
+            elif is_torch(array) and not array.is_neg():
+                found.append((array.shape, array.stride(), array.dtype, array.is_cpu))
+            else:
+                return None
+    except RuntimeError:  # of what is sparse or nested
+        return None
     return tuple(found)
 
 

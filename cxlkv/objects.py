@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
 from cxlkv._lifetime import Closing
-from cxlkv.arrays import Addresses, Sizes, is_torch
+from cxlkv.arrays import Addresses, Sizes, address_of, is_torch, memory_of, values_of
 from cxlkv.errors import BadArgumentError, CorruptError, ReleasedError
 from cxlkv.layout import DTYPES, ENCODINGS, dtype_name, format_bytes
 from cxlkv.pool import Pool
@@ -131,7 +131,7 @@ class ObjectPool(Pool):
         """
         hashes = hashes_of(keys)
         given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, False)
-        transfer = _io_hooks.begin(self._handle)
+        transfer = _io_hooks.begin(self._handle) if _io_hooks.subscriber else None
         count = len(hashes) // _core.HASH_BYTES
         codes = reclaim.retry(
             lambda: _core.objects_put(self._handle, hashes, given), self._handle, lambda: count
@@ -150,7 +150,7 @@ class ObjectPool(Pool):
         """
         hashes = hashes_of(keys)
         given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, True)
-        transfer = _io_hooks.begin(self._handle)
+        transfer = _io_hooks.begin(self._handle) if _io_hooks.subscriber else None
         sizes = _core.objects_get(self._handle, hashes, given)
         del kept
         if transfer:
@@ -448,7 +448,7 @@ def _given_memory(buffers: Buffers, count: int) -> _core.Memory:
 def _place(given: object, writable: bool) -> tuple[int, int, object]:
     """Address, bytes, and what must stay alive."""
     if is_torch(given):
-        return _tensor_place(cast("torch.Tensor", given))
+        return _tensor_place(given, writable)
     if not isinstance(given, np.ndarray):
         try:
             given = np.frombuffer(cast(bytes, given), np.uint8)
@@ -465,12 +465,19 @@ def _place(given: object, writable: bool) -> tuple[int, int, object]:
     return int(given.__array_interface__["data"][0]), given.nbytes, given
 
 
-def _tensor_place(tensor: torch.Tensor) -> tuple[int, int, object]:
-    if not tensor.is_cpu:
+def _tensor_place(tensor: torch.Tensor, writable: bool) -> tuple[int, int, object]:
+    if not tensor.is_cpu and not tensor.is_meta:
         raise BadArgumentError(f"the tensor lies on {tensor.device}: bring it to the CPU first")
+    if writable and tensor.requires_grad:
+        raise BadArgumentError("the tensor requires grad, and is to be written: give it detached")
+    if writable:
+        address = memory_of(tensor, "the tensor")
+    else:
+        tensor = values_of(tensor, "the tensor")
+        address = address_of(tensor, "the tensor")
     if not tensor.is_contiguous():
         raise BadArgumentError(f"a tensor of strides {tensor.stride()}: contiguous is wanted")
-    return tensor.data_ptr(), tensor.nbytes, tensor
+    return address, tensor.nbytes, tensor
 
 
 def _moved(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Sequences
 from functools import partial
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from cxlkv.arrays import (
     forms,
     imported,
     rows_or_bytes,
+    target,
     view,
 )
 from cxlkv.errors import (
@@ -198,10 +200,10 @@ class Batch:
         PoisonError, StaleError), and error.good says of each sequence how many of its blocks are
         right, from the first on. After other errors that is 0 for all.
         """
-        k, v, offsets, ids = self._blocks(keys, values, blocks, starts)
         for array, name in ((keys, "keys"), (values, "values")):
-            if isinstance(array, np.ndarray) and not array.flags.writeable:
-                raise BadArgumentError(f"{name} is read-only")
+            if array is not None:
+                _check_apart(target(array, name), name)
+        k, v, offsets, ids = self._blocks(keys, values, blocks, starts)
         pages = _int32(first, "first")
         if pages.shape != (len(self),):
             raise BadArgumentError(f"first has shape {pages.shape}, wanted ({len(self)},)")
@@ -513,6 +515,7 @@ class Batch:
             q = asked.queries
             if out is not None:
                 made.check_output(out)
+            k, v = new[0].owner, None if new[1] is None else new[1].owner
             if arrays and not any(b.dense_layers or b.by_layer for b in several):
                 made.others = (*others, asked.starts.tobytes())
         work = partial(made.decode, self._handle, number, (q, k, v), out)
@@ -707,7 +710,8 @@ class Sequence:
         rows keep their axis in front. decoded: as of Batch.fetch."""
         dropped = picked is None or picked.pages.ndim == 2
         if out is not None and dropped:
-            out = (out[0][None], out[1][None])
+            k, v = (cast(Array, target(out[i], f"out[{i}]").owner) for i in range(2))
+            out = (k[None], v[None])
         k, v = self._own().fetch(layer, with_axis(picked), out, decoded=decoded)
         return (k[0], v[0]) if dropped else (k, v)
 
@@ -920,8 +924,7 @@ def one_budget(budget: BudgetLike | None, top_k: int | None) -> Budget:
 
 def query_rows(q: object) -> tuple[object, bool, Starts]:
     """Queries of one sequence as [rows, q_heads, head_dim], and whether they had no first axis."""
-    rows = imported(q, "q")
-    shape: tuple[int, ...] = rows.shape if hasattr(rows, "shape") else view(rows, "q").shape
+    rows, _, shape, *_ = view(q, "q")
     if len(shape) not in (2, 3):
         raise BadArgumentError(f"q has shape {shape}, wanted [q_heads, dim] or [rows, ...]")
     single = len(shape) == 2
@@ -948,6 +951,16 @@ def _check_dtype(got: View, name: str, row: Row) -> None:
     if got.dtype != row.dtype and not (row.or_bytes and got.dtype == BYTES):
         dtype = DTYPES[row.dtype]
         raise BadArgumentError(f"{name} is {STORED[got.dtype]}, the pool stores {dtype}")
+
+
+def _check_apart(got: View, name: str) -> None:
+    """Raises BadArgumentError where blocks or heads to be written begin within one another."""
+    size = math.prod(got.shape[2:]) * DTYPE_BYTES[STORED[got.dtype]]
+    for length, stride in zip(got.shape[:2], got.strides[:2], strict=True):
+        if length > 1 and abs(stride) < size:
+            raise BadArgumentError(
+                f"{name}: blocks overlap, strides {got.strides} bytes: each is to have its memory"
+            )
 
 
 def _check_blocks(got: View, name: str, row: Row) -> None:

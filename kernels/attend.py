@@ -13,6 +13,7 @@ from typing import TypedDict
 
 import torch
 
+from cxlkv.arrays import memory_of
 from cxlkv.errors import BadArgumentError
 from cxlkv.kernels import reference_attend as reference
 from cxlkv.kernels.attend_shape import (
@@ -136,12 +137,12 @@ def rows_as_pages(
     check_tensor("v", v, torch.float32, (*shape, v.shape[-1]))
     check_tensor("log_counts", log_counts, torch.float32, shape)
     for name, rows in (("k", k), ("v", v)):
-        if rows.shape[-1] % 4 or rows.data_ptr() % 16:
+        if rows.shape[-1] % 4 or memory_of(rows, name) % 16:
             raise BadArgumentError(f"{name}: rows begin at multiples of 16 bytes")
     first = torch.arange(log_counts.numel(), device=k.device).view(shape)
     return {
-        "keys_at": k.data_ptr() + first * (k.shape[-1] * 4),
-        "values_at": v.data_ptr() + first * (v.shape[-1] * 4),
+        "keys_at": memory_of(k, "k") + first * (k.shape[-1] * 4),
+        "values_at": memory_of(v, "v") + first * (v.shape[-1] * 4),
         "pages": torch.zeros(shape, dtype=torch.int32, device=k.device),
         "positions": torch.where(positions < 0, positions, 0),
         "page_tokens": 1,

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from cxlkv.arrays import address_of
 from cxlkv.kernels.attend_shape import Call, Shape, Tiles, blocks_of, tiles_of
 from cxlkv.kernels.runtime import INTERPRETED
 from cxlkv.kernels.variants import Variant, variant
@@ -359,7 +360,7 @@ def launch(
     blocks = triton.cdiv(shape.rows * shape.group, tiles.lines)
     strides = call.q.stride()[:3]
     row_bytes = [stride * call.q.element_size() for stride in strides]
-    aligned = all(at % 16 == 0 for at in (call.q.data_ptr(), *row_bytes))
+    aligned = all(at % 16 == 0 for at in (address_of(call.q, "q"), *row_bytes))
     factor = call.scale if call.softcap is None else 2 * call.scale / call.softcap
     _attend_kernel[(blocks * splits * kv_heads * lists,)](
         call.q,

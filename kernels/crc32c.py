@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from cxlkv.arrays import address_of
 from cxlkv.errors import BadArgumentError
 from cxlkv.kernels.reference_encode import checksums_of
 from cxlkv.kernels.runtime import one_device, runs_triton
@@ -106,7 +107,7 @@ def checksums(
             and pieces.is_contiguous()
             and pieces.shape[:-1] == shape
             and pieces.shape[-1] == -(-size // 64) * 64
-            and pieces.data_ptr() % 16 == 0
+            and address_of(pieces, "pieces") % 16 == 0
         ):
             raise BadArgumentError(
                 f"pieces of {size} bytes: wanted contiguous uint8, whole lines of 64 bytes each, "

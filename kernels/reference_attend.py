@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cxlkv.arrays import address_of
 from cxlkv.kernels.attend_shape import Call, Shape
 from cxlkv.kernels.reference_codes import CodeForm, decode
 
@@ -68,7 +69,7 @@ def _read(at: torch.Tensor, shape: Shape, values: bool) -> torch.Tensor:
     pieces = torch.zeros(*at.shape, form.piece_bytes(shape.page_tokens), dtype=torch.uint8)
     for piece, address in zip(pieces.flatten(0, 1), at.flatten().tolist(), strict=True):
         if address:
-            ctypes.memmove(piece.data_ptr(), address, len(piece))
+            ctypes.memmove(address_of(piece, "piece"), address, len(piece))
     return decode(pieces, form, shape.page_tokens).flatten(1, 2)
 
 
@@ -78,7 +79,7 @@ def read_pieces(at: torch.Tensor, tokens: int, dim: int, dtype: torch.dtype) -> 
     piece_bytes = tokens * dim * dtype.itemsize
     for index, address in enumerate(at.flatten().tolist()):
         if address:
-            ctypes.memmove(pieces[index].data_ptr(), address, piece_bytes)
+            ctypes.memmove(address_of(pieces[index], "piece"), address, piece_bytes)
     return pieces.double().view(at.shape[0], -1, dim)
 
 

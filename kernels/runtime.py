@@ -8,6 +8,7 @@ import os
 
 import torch
 
+from cxlkv.arrays import check_memory
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -36,7 +37,9 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def one_device(**tensors: torch.Tensor | None) -> torch.device:
-    """The device of all tensors given by name; raises BadArgumentError when they differ."""
+    """The device of all tensors given by name; raises BadArgumentError when they differ, and for
+    what a kernel would read or write wrongly by its address."""
+    check_memory(tensors)
     found = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     if len(set(found.values())) != 1:
         raise BadArgumentError(f"tensors lie on different devices: {found}")

@@ -14,14 +14,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar, cast
+from typing import ClassVar, Generic, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.arrays import Array, imported, is_torch, view
+from cxlkv.arrays import Array, is_torch, view
 from cxlkv.errors import BadArgumentError, BusyError, UnsupportedError, WorkerError
 from cxlkv.layout import KVLayout
 from cxlkv.ndp import checks, scorers
@@ -38,9 +38,6 @@ from cxlkv.ndp.engine import (
 )
 from cxlkv.ndp.scorers import Floats
 from cxlkv.ndp.simd import check_queries
-
-if TYPE_CHECKING:
-    import torch
 
 GROUP = "cxlkv.choosers"
 """Entry points of packages that have some."""
@@ -475,10 +472,9 @@ def try_out(chooser: AnyChooser, layout: KVLayout) -> None:
 def _float_rows(layout: KVLayout, asked: Asked) -> Floats:
     """The queries, float32 [rows, q_heads, dim]: a contiguous copy, which is a chooser's own. Numba
     makes other code of what cannot be written to, and that rounds otherwise."""
-    given = imported(asked.queries, "q")
-    check_queries(layout, given, int(asked.starts[-1]))
+    given = check_queries(layout, asked.queries, int(asked.starts[-1])).owner
     if is_torch(given):
-        given = cast("torch.Tensor", given).float().numpy()
+        given = given.detach().float().numpy()
     return np.array(given, np.float32, order="C")
 
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
 from cxlkv.arrays import (
+    BYTES,
     NUMPY_DTYPES,
     Array,
     Starts,
     View,
     address_of,
     empty_like_kind,
-    imported,
-    is_torch,
+    target,
     view,
 )
 from cxlkv.errors import BadArgumentError
-from cxlkv.layout import DTYPES, KVLayout
+from cxlkv.layout import DTYPE_BYTES, DTYPES, STORED, KVLayout
 from cxlkv.ndp import tuning
 from cxlkv.ndp.engine import (
     METHODS_TAKEN,
@@ -37,9 +37,6 @@ from cxlkv.ndp.engine import (
     least_error,
     uniform,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 ROOM_PAGES = 4096  # the longest lists for which room is made before the core has asked for it
 
@@ -171,8 +168,10 @@ class Decoding:
         queries = arrays[0]
         lse = empty_like_kind(queries, self._shape[:2], DTYPES.index("float32"))
         made = out if out is not None else empty_like_kind(queries, self._shape, self._dtype)
-        addresses = [address_of(each) for each in arrays if each is not None]
-        done = self._arguments.call(batch, layer, addresses, address_of(made), address_of(lse))
+        named = zip(arrays, "qkv", strict=True)
+        addresses = [address_of(each, name) for each, name in named if each is not None]
+        places = address_of(made, "out"), address_of(lse, "lse")
+        done = self._arguments.call(batch, layer, addresses, *places)
         taken = METHODS_TAKEN[done.method]
         return Decoded(
             out=cast(Array, made),
@@ -276,22 +275,7 @@ class _Fetched:
 
     def room(self, array: object, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
         """(address, bytes) of the caller's array; raises BadArgumentError."""
-        if self.code is not None:
-            return _writable(array, name, self.code, shape)
-        found = array
-        if is_torch(array):
-            tensor = cast("torch.Tensor", array)
-            found = tensor.numpy() if tensor.is_cpu else None
-        if (
-            not isinstance(found, np.ndarray)
-            or found.dtype != np.uint8
-            or found.shape != shape
-            or not found.flags.c_contiguous
-        ):
-            raise BadArgumentError(f"{name} must be contiguous uint8 of shape {shape}, on the CPU")
-        if not found.flags.writeable:
-            raise BadArgumentError(f"{name} is read-only")
-        return address_of(found), found.nbytes
+        return _writable(array, name, BYTES if self.code is None else self.code, shape)
 
 
 def _fetched(layout: KVLayout, keys: bool, decoded: bool) -> _Fetched:
@@ -316,16 +300,14 @@ def _output(
 
 def _writable(array: object, name: str, dtype: int, shape: tuple[int, ...]) -> tuple[int, int]:
     """(address, bytes) of a contiguous output array; raises BadArgumentError."""
-    got = view(array, name)
-    expected, contiguous = NUMPY_DTYPES[dtype].itemsize, True
+    got = target(array, name)
+    expected, contiguous = DTYPE_BYTES[STORED[dtype]], True
     for length, stride in zip(reversed(got.shape), reversed(got.strides), strict=True):
         # An axis of length 1 is never stepped along: numpy may give it any stride.
         contiguous = contiguous and (length == 1 or stride == expected or 0 in shape)
         expected *= length
     if got.shape != shape or got.dtype != dtype or not contiguous:
-        raise BadArgumentError(f"{name} must be contiguous {DTYPES[dtype]} of shape {shape}")
-    if isinstance(array, np.ndarray) and not array.flags.writeable:
-        raise BadArgumentError(f"{name} is read-only")
+        raise BadArgumentError(f"{name} must be contiguous {STORED[dtype]} of shape {shape}")
     return got.address, expected
 
 
@@ -355,8 +337,8 @@ def attend(
     """softmax(q k) v over chosen pages or all. error: as of Batch.attend. mass_room: the pages'
     shares are wanted, too; of so many pages, it is thought, if none are picked."""
     rows = int(starts[-1])
-    queries = imported(queries, "q")
     got = check_queries(layout, queries, rows)
+    queries = got.owner
     made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
     lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
     given = (picked_rows(picked, layout), scale, softcap or 0.0, float(error), address)
@@ -369,7 +351,7 @@ def attend(
     while True:
         room = max(lists * k, 1)  # an empty tensor has no address, which would ask for no mass
         mass = empty_like_kind(queries, (room,), DTYPES.index("float32"))
-        at = (address_of(mass), room)
+        at = (address_of(mass, "mass"), room)
         read, k = _core.batch_attend(batch, layer, got, starts, *given, lse_view, at, more)
         if read != _core.E_ROOM:
             shares = (mass if lists * k == room else mass[: lists * k]).reshape(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from cxlkv.arrays import memory_of
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.result import Result
 from cxlkv.errors import UnsupportedError
@@ -107,7 +108,7 @@ def _copy(
     count, piece = point
     places = np.random.default_rng(7).permutation(mapping.size // (2 * piece))[:count]
     source_at = mapping.device_address + torch.from_numpy(places.astype(np.int64)) * (2 * piece)
-    target_at = target.data_ptr() + torch.arange(count, dtype=torch.int64) * piece
+    target_at = memory_of(target, "target") + torch.arange(count, dtype=torch.int64) * piece
     copier = Copier(mapping, constants)
     return lambda: copier.copy(source_at, target_at, piece).synchronize()
 

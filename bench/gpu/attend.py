@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cxlkv.arrays import memory_of
 from cxlkv.bench.gpu.case import ROUNDS, Progress, Timer
 from cxlkv.bench.result import short
 from cxlkv.kernels.attend import CODE_BITS, attend
@@ -80,7 +81,7 @@ class Lists:
         count, heads, tokens, dim = of.shape
         row = dim * of.element_size()
         first = torch.arange(count * heads, device=of.device).view(count, heads, 1)
-        found = of.data_ptr() + first * (tokens * row)
+        found = memory_of(of, "of") + first * (tokens * row)
         return (found + pages.to(torch.int64) * (self.size.page_tokens * row)).contiguous()
 
     def bytes_of(self, pages: Tensor) -> int:
@@ -167,7 +168,7 @@ class Coded:
         positions = torch.full((count, 1), tokens - 1, device=pages.device)
         first = torch.arange(count * heads, device=pages.device).view(count, heads, 1)
         keys_at, values_at = (
-            of.data_ptr() + (first * of.shape[2] + pages.to(torch.int64)) * of.shape[3]
+            memory_of(of, "pieces") + (first * of.shape[2] + pages.to(torch.int64)) * of.shape[3]
             for of in self.pieces
         )
         return partial(

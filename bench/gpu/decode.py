@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cxlkv.arrays import Pointers
+from cxlkv.arrays import Pointers, memory_of
 from cxlkv.bench.gpu.attend import TOLERANCE
 from cxlkv.bench.gpu.case import Progress, Timer
 from cxlkv.bench.result import short
@@ -151,7 +151,7 @@ class Context:
         place = np.arange(self.pages, dtype=np.int64) * (heads * piece)
         both = np.array([0, self.store.numel() // 2], np.int64)[:, None, None]
         head = np.arange(heads, dtype=np.int64)[:, None] * piece
-        self.targets = self.store.data_ptr() + both + head + place
+        self.targets = memory_of(self.store, "store") + both + head + place
         self.all_at = self._up(self.targets)
         self.all_pages = self._up(np.arange(self.pages, dtype=np.int32)).expand(1, heads, -1)
         self.all_pages = self.all_pages.contiguous()
@@ -160,7 +160,7 @@ class Context:
         # What a full fetch brought stands for what stays: attention to it reads other addresses.
         self.kept = torch.empty(2 * heads * len(forced) * piece, dtype=torch.uint8).to(self.device)
         count = 2 * heads * len(forced)
-        kept_at = self.kept.data_ptr() + np.arange(count, dtype=np.int64) * piece
+        kept_at = memory_of(self.kept, "kept") + np.arange(count, dtype=np.int64) * piece
         self.kept_host = kept_at.reshape(2, heads, -1)
         self.kept_at = self._up(self.kept_host)
         self.kept_pages = self._up(np.tile(self.forced, (1, heads, 1)))

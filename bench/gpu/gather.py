@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cxlkv.arrays import memory_of
 from cxlkv.bench.gpu.case import ROUNDS, Progress, Timer
 from cxlkv.bench.gpu.suite import link
 from cxlkv.gpu.copier import Copier
@@ -95,8 +96,8 @@ class Memory:
     def choose(self, piece: int, count: int, seed: int) -> Choice:
         slots = self.size.source_bytes // piece
         drawn = np.random.default_rng(seed).choice(slots, count, replace=False).astype(np.int64)
-        source = self.source.data_ptr() + drawn * piece
-        target = self.target.data_ptr() + np.arange(count, dtype=np.int64) * piece
+        source = memory_of(self.source, "source") + drawn * piece
+        target = memory_of(self.target, "target") + np.arange(count, dtype=np.int64) * piece
         return Choice(
             torch.from_numpy(drawn),
             torch.from_numpy(source).to(self.device),

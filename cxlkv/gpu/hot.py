@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from cxlkv.arrays import memory_of
 from cxlkv.errors import BadArgumentError, MemoryShortError, UnsupportedError
 from cxlkv.gpu.pieces import Piece, piece_of
 from cxlkv.kernels import slots as kernel
@@ -236,7 +237,7 @@ class HotBuffer:
     def _addresses(self, part: torch.Tensor, limits: Sequence[int]) -> torch.Tensor:
         """int64 [requests, kv_heads, max(limits)]: where the slots of a layer are, 0 beyond."""
         numbers = torch.arange(self.requests * sum(limits), device=self.device)
-        at = (part.data_ptr() + numbers * part.stride(1)).view(self.requests, sum(limits))
+        at = (memory_of(part, "part") + numbers * part.stride(1)).view(self.requests, sum(limits))
         table = torch.zeros(
             (self.requests, self.kv_heads, max(limits)), dtype=torch.int64, device=self.device
         )

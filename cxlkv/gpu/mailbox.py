@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from cxlkv import _core, _lifetime
+from cxlkv.arrays import memory_of
 from cxlkv.errors import WorkerError
 
 IDLE_S = 0.2  # how long the thread waits before it looks whether it is to end
@@ -45,7 +46,7 @@ class Mailbox:
         if not (pinned if threaded is None else threaded):
             return
         self._words = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
-        at = self._words.data_ptr()
+        at = memory_of(self._words, "words")
         self._table = torch.tensor([at, at + 8], device=device)
         self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
         self._ends = False
@@ -124,7 +125,8 @@ class Mailbox:
     def _run(self) -> None:
         from cxlkv.kernels.mail import SUBJECTS
 
-        question, answer = self._words.data_ptr(), self._words.data_ptr() + 8
+        question = memory_of(self._words, "words")
+        answer = question + 8
         old = 0
         while not self._ends:
             came, word = _core.word_wait(question, old, IDLE_S)

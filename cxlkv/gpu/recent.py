@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cxlkv.arrays import memory_of
 from cxlkv.gpu.pieces import Piece, pieces_of
 from cxlkv.kernels.recent import append_codes, append_rows
 from cxlkv.layout import KVLayout
@@ -87,4 +88,4 @@ def _addresses(rings: torch.Tensor) -> torch.Tensor:
     shape = rings.shape[:4]
     piece = rings[0, 0, 0, 0].numel() * rings.element_size()
     numbers = torch.arange(shape.numel(), dtype=torch.int64, device=rings.device)
-    return (rings.data_ptr() + numbers * piece).reshape(shape)
+    return (memory_of(rings, "rings") + numbers * piece).reshape(shape)

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from cxlkv.arrays import memory_of
 from cxlkv.errors import BadArgumentError, ClosedError, MemoryShortError, UnsupportedError
 from cxlkv.gpu.pieces import Piece, fetched_pieces
 from cxlkv.layout import format_bytes, parse_bytes
@@ -262,7 +263,7 @@ class Staging:
 
 def _pieces_at(pages: torch.Tensor) -> torch.Tensor:
     """Addresses by the first three axes."""
-    at = torch.full((), pages.data_ptr(), dtype=torch.int64, device=pages.device)
+    at = torch.full((), memory_of(pages, "pages"), dtype=torch.int64, device=pages.device)
     for count, stride in zip(pages.shape[:3], pages.stride()[:3], strict=True):
         steps = torch.arange(count, dtype=torch.int64, device=pages.device)
         at = at[..., None] + steps * (stride * pages.element_size())

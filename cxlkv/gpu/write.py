@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from cxlkv._lifetime import Closing
-from cxlkv.arrays import PageIds
+from cxlkv.arrays import PageIds, memory_of
 from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
 from cxlkv.gpu.copier import Copier, Pieces, merge
 from cxlkv.gpu.driver import index_of
@@ -314,7 +314,7 @@ class WriteThrough(Closing):
             tensor = tensors[kind]
             size = tensor.shape[1] * tensor.shape[2]
             there = np.flatnonzero(offsets >= 0)
-            sources.append(tensor.data_ptr() + there * size)
+            sources.append(memory_of(tensor, kind) + there * size)
             targets.append(base + offsets[there])
             sizes.append(np.full(len(there), size, np.int64))
         return Pieces(*(np.concatenate(row) for row in (sources, targets, sizes)))
@@ -367,5 +367,5 @@ def _same_device(one: torch.device, other: torch.device) -> bool:
 
 def _with(pieces: Pieces, source: torch.Tensor, target: torch.Tensor) -> Pieces:
     """And a copy of a whole tensor, which is contiguous, as its target is."""
-    one = (source.data_ptr(), target.data_ptr(), source.nbytes)
+    one = (memory_of(source, "source"), memory_of(target, "target"), source.nbytes)
     return Pieces(*(np.append(row, value) for row, value in zip(pieces, one, strict=True)))

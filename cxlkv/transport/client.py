@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from operator import index
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +41,6 @@ from cxlkv.transport.far import FarPool, Pieces, Shape, part_of
 from cxlkv.transport.loopback import LoopbackLink
 from cxlkv.transport.messages import BUDGET, ROWS_MAX
 from cxlkv.transport.wire import Body, Deadline, Header, Wire, parse_address
-
-if TYPE_CHECKING:
-    import torch
 
 DEADLINE_S = 10.0
 CONNECT_S = 3.0  # of a server that is there: it greets at once
@@ -438,7 +435,7 @@ def _bytes_of(q: object) -> bytes:
         return np.asarray(q).tobytes()
     from torch import uint8
 
-    return cast("torch.Tensor", q).detach().contiguous().view(uint8).numpy().tobytes()
+    return q.detach().contiguous().view(uint8).numpy().tobytes()
 
 
 def _told(answer: Header) -> Exception:

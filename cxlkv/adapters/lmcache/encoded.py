@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cxlkv.adapters.lmcache.form import Form
-from cxlkv.arrays import Bytes
+from cxlkv.arrays import Bytes, memory_of
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import DTYPE_BYTES, DTYPES
 from cxlkv.objects import Buffers, RowForm
@@ -78,7 +78,7 @@ def buffers_of(
     of them stay the caller's."""
     addresses, sizes, starts = [], [], [0]
     for payload, one, foot in zip(payloads, found, feet, strict=True):
-        at = payload.data_ptr()
+        at = memory_of(payload, "payload")
         for size in group_bytes(one) if forms else [payload.nbytes]:
             addresses.append(at)
             sizes.append(size)

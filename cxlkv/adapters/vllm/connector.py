@@ -57,6 +57,7 @@ from cxlkv.adapters.vllm.remote import open_remote
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import check_enclosing, check_loads, read_settings
 from cxlkv.adapters.vllm.texts import EngineRequest
+from cxlkv.arrays import memory_of
 from cxlkv.errors import CXLKVError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
@@ -543,8 +544,9 @@ def layers_of(kv_caches: dict[str, torch.Tensor], spec: AttentionSpec) -> dict[s
                 f"{memory.device}; (blocks, {', '.join(map(str, wanted))}) of {spec.dtype} on the "
                 "CPU is what is served yet"
             )
-        if memory.data_ptr() not in seen:  # else: it shares the memory of a layer before it
-            seen.add(memory.data_ptr())
+        at = memory_of(memory, name)
+        if at not in seen:  # else: it shares the memory of a layer before it
+            seen.add(at)
             halves = memory.view(-1, spec.num_kv_heads, 2 * tokens, dim)
             found[name] = BlockMemory(halves[:, :, :tokens], halves[:, :, tokens:])
     return found

@@ -32,6 +32,7 @@ from cxlkv.adapters.vllm.pool_attention import (
     Scores,
     Step,
 )
+from cxlkv.arrays import memory_of
 from cxlkv.errors import UnsupportedError
 from cxlkv.kernels.attend import attend
 from cxlkv.kernels.merge import merge
@@ -316,4 +317,4 @@ def addresses(pieces: torch.Tensor) -> torch.Tensor:
     """Where the pieces of every head lie: int64 [1, heads, pieces]."""
     heads, count, tokens, dim = pieces.shape
     index = torch.arange(heads * count, device=pieces.device).view(1, heads, count)
-    return index * (tokens * dim * pieces.element_size()) + pieces.data_ptr()
+    return index * (tokens * dim * pieces.element_size()) + memory_of(pieces, "pieces")
