@@ -515,8 +515,9 @@ class CXLPool(Pool):
         those of the text's last tokens, as attention had them, [layers, rows, q_heads, dim], for a
         method that learns from them, too; transformers' LastQueries keeps them.
 
-        It is for this process; `cxlkv ndp-worker --methods` takes a file that numpy.save made of
-        it. Raises BadArgumentError for another method, and for a sequence without a whole page.
+        It is for this process; `--methods` of `cxlkv ndp-worker` and `cxlkv serve` takes a file
+        that numpy.save made of it. Raises BadArgumentError for another method, and for a sequence
+        without a whole page.
         """
         scorers.check(method)
         scorer = scorers.of(method)
@@ -528,6 +529,10 @@ class CXLPool(Pool):
             found = scorers.learned(scorer, self.layout, of.fetch, queries, len(of))
         scorers.use(self._handle, self.layout, scorer, found)
         return found
+
+    def _load_method(self, word: str) -> str:
+        """As scorers.load(), for who serves the pool to others."""
+        return scorers.load(self._handle, self.layout, word)
 
     def sequence(self) -> Sequence:
         """A new, empty sequence."""

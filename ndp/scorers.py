@@ -278,7 +278,7 @@ def number_of(pool: _core.Handle, layout: KVLayout, word: str) -> int:
             return number
     check(name)
     if path:
-        return use(pool, layout, scorer, _read(Path(path), layout), word)
+        return use(pool, layout, scorer, _read(Path(path)), word)
     if scorer.calibrated:
         raise BadArgumentError(
             f"method {name!r} learns from keys first: pool.calibrate({name!r}, a sequence of them)"
@@ -286,14 +286,31 @@ def number_of(pool: _core.Handle, layout: KVLayout, word: str) -> int:
     return use(pool, layout, scorer, None)
 
 
-def _read(path: Path, layout: KVLayout) -> Floats:
+def load(pool: _core.Handle, layout: KVLayout, word: str) -> str:
+    """The name by which a scorer is known in this pool from now on, with what it has learned; word
+    and errors as of number_of()."""
+    name, _, path = word.partition("=")
+    check(name)
+    if path:
+        use(pool, layout, of(name), _read(Path(path)))
+    else:
+        number_of(pool, layout, name)
+    return name
+
+
+def _read(path: Path) -> Floats:
+    """Does not wait for a FIFO, and believes no size that a file's header says."""
     try:
-        found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+        with open(path, "rb", opener=_open_at_once) as file:
+            return np.asarray(np.load(file, allow_pickle=False), np.float32)
+    except (OSError, ValueError, TypeError, EOFError, MemoryError) as error:
         raise BadArgumentError(
             f"{path}: {error}; numpy.save writes what pool.calibrate() returns"
         ) from error
-    return np.asarray(found, np.float32)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def use(

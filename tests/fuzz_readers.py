@@ -28,6 +28,7 @@ import numpy as np
 from cxlkv import CXLPool, KVLayout
 from cxlkv._core import crc32c
 from cxlkv.errors import CXLKVError, PeerError
+from cxlkv.ndp.engine import METHODS
 from cxlkv.tiers import cold, cold_file
 from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import BLOCK_BYTES, FILE_HEADER, SLOT_HEADER, RecordShape
@@ -150,7 +151,8 @@ class WireReader:
         return talk
 
     def read(self, data: bytes) -> None:
-        session = _Session(self._pool, cast(Wire, Talk(data)), self._record_bytes, None)
+        talk = cast(Wire, Talk(data))
+        session = _Session(self._pool, talk, self._record_bytes, None, METHODS)
         try:
             with suppress(PeerError):
                 session.run()

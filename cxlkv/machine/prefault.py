@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 
 from cxlkv import _core
-from cxlkv.errors import CXLKVError
 from cxlkv.layout import format_bytes
 from cxlkv.machine.huge_pages import huge_bytes, mapped
 
@@ -35,7 +34,7 @@ def begin(pool: _core.Handle, huge: bool = True) -> Callable[[], None]:
                 address, size = _core.pool_memory(pool)
                 found = format_bytes(huge_bytes(mapped(address, size)))
                 log.info("huge pages hold %s of the pool's %s", found, format_bytes(size))
-        except CXLKVError as error:
+        except Exception as error:  # a pool that is closed, /proc that cannot be read
             log.info("the pool's memory comes into place when it is used first: %s", error)
 
     thread = threading.Thread(target=work, name="cxlkv-prefault", daemon=True)

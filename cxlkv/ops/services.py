@@ -89,9 +89,12 @@ def ndp_worker(
     if node is not None:
         pin(cpus_near(probe(), node))
     with CXLPool.open(pool, host=host, threads=threads) as opened:
-        words = [word.strip() for word in methods.split(",") if word]
-        choose = Choosers(opened._handle, opened.layout, words)
+        choose = Choosers(opened._handle, opened.layout, _words(methods))
         serve(opened._handle, lambda line: typer.echo(line), slots=slots, choose=choose)
+
+
+def _words(methods: str) -> list[str]:
+    return [word.strip() for word in methods.split(",") if word.strip()]
 
 
 def no_port(given: str | None) -> None:
@@ -108,6 +111,9 @@ def serve_pool(
         str | None, typer.Option(help="Also over this RDMA device; `rdma link` lists them.")
     ] = None,
     connections: Annotated[int, typer.Option(help="Peers at the same time.", min=1)] = 32,
+    methods: Annotated[
+        str, typer.Option(help="Of docs/methods.md, that peers may ask for: mean,loki=loki.npy")
+    ] = "",
     host: HostNumber = None,
     port: Annotated[str | None, typer.Option(hidden=True, callback=no_port, is_eager=True)] = None,
 ) -> None:
@@ -121,8 +127,11 @@ def serve_pool(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     known, where = read_secret(secret), parse_address(listen)
     with stop_signals() as stopped, CXLPool.open(pool, host=host) as opened:
+        loaded = _words(methods)
         with listening(*where, "--listen"):
-            server = Server(opened, where, known, device=device, connections=connections)
+            server = Server(
+                opened, where, known, device=device, connections=connections, methods=loaded
+            )
         with server:
             typer.echo(f"serves {pool} on {server.address[0]}:{server.address[1]}")
             while not stopped:

@@ -315,9 +315,14 @@ class MooncakeTier(Closing):
     def _timed(self, call: Callable[[], Made], limit_s: float) -> Made | None:
         """None when it has not returned by then; it goes on, and the tier is off until it ends."""
         made: list[Made] = []
-        thread = threading.Thread(
-            target=lambda: made.append(call()), name="cxlkv-mooncake", daemon=True
-        )
+
+        def work() -> None:
+            try:
+                made.append(call())
+            except Exception as error:  # as no answer
+                log.warning("Mooncake raised %s: %s", type(error).__name__, error)
+
+        thread = threading.Thread(target=work, name="cxlkv-mooncake", daemon=True)
         with self._lock:
             self._check()
             self._calls = [one for one in self._calls if one.is_alive()]

@@ -7,6 +7,7 @@ records lie there, and only what is to be done with them goes through the socket
 from __future__ import annotations
 
 import _socket
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,6 +17,7 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +36,7 @@ VERSION = 1
 NAMES_MAX = 1 << 16  # of one message
 RECORDS_BYTES = 16 << 20  # of one message: so much is on the disk long before a peer's deadline
 MESSAGE_BYTES = 64 << 10
+ACCEPT_PAUSE_S = 0.1  # after a peer that could not be accepted
 SOCKET_NAME_MAX = 80  # letters, so that an address has room for it
 ADDRESS_MAX = 107  # letters
 
@@ -53,6 +56,8 @@ class SharedRows:
         size = heads + rows * record_bytes
         if os.fstat(descriptor).st_size < size:
             raise OSError(f"memory of {os.fstat(descriptor).st_size} bytes; {size} are needed")
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError("memory that its maker could make shorter, and so end who reads it")
         memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         names = memory[: 2 * NAMES_MAX * NAME_BYTES].reshape(2, NAMES_MAX, NAME_BYTES)
         self.names, self.parents = names
@@ -81,12 +86,20 @@ class _OwnedSocket(socket.socket):
 
 
 def _accept(listener: socket.socket, owner: weakref.ref[ColdServer]) -> None:
+    """Nothing ends it but the owner's end: what fails is tried again."""
+    said = False
     while True:
         try:
             peer, _ = listener.accept()
-        except OSError:  # closed, or shut down
-            listener.close()
-            return
+        except OSError as error:
+            if error.errno in (errno.EBADF, errno.EINVAL):  # closed, or shut down
+                listener.close()
+                return
+            if not said:  # no descriptor, no memory
+                log.warning("the cold file takes no peer for now: %s", error)
+            said = True
+            time.sleep(ACCEPT_PAUSE_S)
+            continue
         server = owner()
         if server is None:
             peer.close()
@@ -135,15 +148,15 @@ class ColdServer(Closing):
 
     def admit(self, peer: socket.socket) -> None:
         """Of this user: serves it, in a thread."""
-        thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
-        with self._mutex:
-            if self._closed or not is_own(peer):
-                peer.close()
-                return
-            self._peers[peer] = thread
         try:
+            thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
+            with self._mutex:
+                if self._closed or not is_own(peer):
+                    peer.close()
+                    return
+                self._peers[peer] = thread
             thread.start()
-        except RuntimeError:  # no thread to be had: it asks again
+        except Exception:  # no thread, no memory to be had: it asks again
             self._leave(peer)
 
     def _serve(self, peer: socket.socket) -> None:
@@ -154,6 +167,8 @@ class ColdServer(Closing):
                 send(peer, self._answer(request, rows))
         except (OSError, CXLKVError, KeyError, TypeError, ValueError):
             pass  # it has gone, speaks another language, or the tier was closed: its own loss
+        except Exception:
+            log.exception("a peer of the cold file %s was left by a fault of ours", self._path)
         finally:
             self._leave(peer)
 
@@ -313,6 +328,6 @@ def receive(peer: socket.socket, descriptors: int = 0) -> tuple[Message, list[in
 def _message(data: bytes) -> Message | None:
     try:
         message = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None

@@ -18,7 +18,7 @@ import numpy as np
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
 from cxlkv.arrays import Bytes, Mask
-from cxlkv.errors import BadArgumentError, BusyError, ClosedError, CXLKVError, GeometryError
+from cxlkv.errors import BadArgumentError, BusyError, ClosedError, GeometryError
 from cxlkv.layout import parse_bytes
 from cxlkv.tiers import cold_server
 from cxlkv.tiers.cold import ColdTier, check_rows
@@ -34,6 +34,9 @@ SETUP_S = 10.0
 PAUSE_S, PAUSE_MAX_S = 1.0, 60.0
 """After a failure nothing is asked for so long, twice as long after the next; an engine computes
 meanwhile."""
+
+ANSWERS = {"stats": ("stats", dict), "check": ("problems", list), "clear": ("cleared", bool)}
+"""Name and type of what the owner answers."""
 
 log = logging.getLogger("cxlkv")
 
@@ -218,8 +221,8 @@ class SharedColdTier(Closing):
         side, reason = None, ""
         try:
             side = self._joined()
-        except CXLKVError as error:
-            reason = str(error)
+        except Exception as error:  # else nobody would be asked again, ever
+            reason = str(error) or type(error).__name__
         with self._mutex:
             self._joining = None
             if side is None:
@@ -336,7 +339,11 @@ class _Peer(Closing):
 
     def ask(self, request: Message) -> Message:
         with self._mutex:
-            return self._exchange(request)
+            answer = self._exchange(request)
+        name, kind = ANSWERS[str(request["do"])]
+        if not isinstance(answer.get(name), kind):
+            raise ConnectionError(f"{self.name} answers what makes no sense: no {name}")
+        return answer
 
     def _exchange(self, request: Message) -> Message:
         """One call that an interrupt (Ctrl-C) ended would leave its answer to the next."""

@@ -1,8 +1,8 @@
 """Prefixes that another machine's pool has come into a pool here: docs/explanation/remote-tier.md.
 
 The far pool is served by `cxlkv serve`, and only read. Nothing here raises for what is wrong there:
-what did not come is a shorter hit. After a failure no request asks that pool, until a thread has
-reached it again: so no request waits for a dead pool twice.
+what did not come, or makes no sense, is a shorter hit. After a failure no request asks that pool,
+until a thread has reached it again: so no request waits for a dead pool twice.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from cxlkv.transport.base import chunk_records
 from cxlkv.transport.far import HEADER_BYTES, Shape, in_order, parents_of, shape_of
 from cxlkv.transport.shards import (
     Heads,
+    check_heads,
     heads_between,
     layout_among,
     put_headers,
@@ -80,9 +81,11 @@ class Source:
     layout_crc: int
     delta: bytes = SAME
 
-    @property
-    def shape(self) -> Shape:
-        return self.remote.shape(self.layout_crc)
+    def shape(self, here: Shape) -> Shape:
+        """Of the far pool. Raises GeometryError where its heads are none of those here."""
+        far = self.remote.shape(self.layout_crc)
+        check_heads(here, far, self.heads)
+        return far
 
     def match(self, keys: PageKeys) -> RemoteHit:
         there = PageKeys(renamed(keys.packed, self.delta), keys.page_tokens, keys.strict)
@@ -166,9 +169,7 @@ class RemoteTier(Closing):
             try:
                 self._bring(coming)
                 self._pause_s = PAUSE_S[0]
-            except PoolFullError:
-                self._counts["refused"] += 1
-            except (CXLKVError, ValueError) as error:  # a peer may say anything of its pool
+            except Exception as error:  # a peer may say anything, and no engine is to end by it
                 if coming.counts["pages"] and coming.deadline.is_over():
                     self._counts["late"] += 1  # slow, but there
                 else:
@@ -179,22 +180,31 @@ class RemoteTier(Closing):
     def _bring(self, coming: _Coming) -> None:
         """Page after page, until the far pools have no more, or what they have is not right."""
         with ExitStack() as held:
-            hits = self._match(coming.keys, held)
+            hits = self._match(coming, held)
             same = all(hit.parts == hits[0].parts for hit in hits)
             if hits[0].tokens <= coming.hit.tokens or not same:
                 return
             order = coming.missing(hits[0])
-            step = min(chunk_records(source.shape.record_bytes) for source in self._sources)
+            shapes = [self._shape, *(source.shape(self._shape) for source in self._sources)]
+            step = min(chunk_records(shape.record_bytes) for shape in shapes)
             for first in range(0, len(order), step):
-                some = order[first : first + step]
-                if not coming.take(*self._read(coming, hits, some)):
-                    return
+                records, codes = self._read(coming, hits, order[first : first + step])
+                try:
+                    if coming.take(records, codes):
+                        continue
+                except PoolFullError:
+                    self._counts["refused"] += 1
+                if coming.counts["damaged"] and not coming.counts["pages"]:
+                    self._forget()  # what it has said of its pool may be wrong
+                return
 
-    def _match(self, keys: PageKeys, held: ExitStack) -> list[RemoteHit]:
+    def _match(self, coming: _Coming, held: ExitStack) -> list[RemoteHit]:
         """What all of the far pools have of the prefix, held there."""
+        keys = coming.keys
         while True:
+            coming.deadline.left()  # raises; each round asks all of them
             for source in self._sources:
-                _ = source.shape  # raises for a pool of something else
+                source.shape(self._shape)  # raises for a pool of something else
             hits = [held.enter_context(source.match(keys)) for source in self._sources]
             tokens = min(hit.tokens for hit in hits)
             if all(hit.tokens == tokens for hit in hits):
@@ -216,7 +226,8 @@ class RemoteTier(Closing):
                 if not len(lines):
                     lines = rows[:, :HEADER_BYTES].copy()
                 found[(found == 0) & ~same_names(rows, lines)] = STALE
-                put_heads(out, self._shape, rows, source.shape, source.heads)
+                far = source.shape(self._shape)
+                put_heads(out, self._shape, rows, far, source.heads)
             np.copyto(codes, found, where=codes == 0)
         put_headers(out, self._shape, lines, self._sources[0].delta)
         return out, codes
@@ -226,11 +237,18 @@ class RemoteTier(Closing):
 
     # ---- when it fails ----
 
+    def _forget(self) -> None:
+        """All that the far pools have said: the next call connects again."""
+        for source in self._sources:
+            source.remote.close()
+
     def _fail(self, error: Exception) -> None:
         self._counts["errors"] += 1
         self.error, self._is_off = error, True
         where = ", ".join(source.remote.address for source in self._sources)
-        log.warning("cxlkv: nothing comes from %s until it answers again: %s", where, error)
+        fault = None if isinstance(error, CXLKVError) else error  # of ours, maybe: where it was
+        said = "cxlkv: nothing comes from %s until it answers again: %s"
+        log.warning(said, where, error, exc_info=fault)
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_S[1])
         watcher = threading.Thread(
             target=self._watch, args=(pause_s, where), name="cxlkv-remote", daemon=True
@@ -247,9 +265,10 @@ class RemoteTier(Closing):
                 self._wake.get(timeout=pause_s)
             if self._ended:
                 return
-            with suppress(CXLKVError, ValueError):
+            with suppress(Exception):  # without this thread the tier would be off for ever
+                self._forget()
                 for source in self._sources:
-                    _ = source.shape
+                    source.shape(self._shape)
                 log.info("cxlkv: %s answers again", where)
                 self._is_off = False
                 return
@@ -275,8 +294,7 @@ class RemoteTier(Closing):
         if self._watcher is not None:
             self._watcher.join()
         with self._lock:
-            for source in self._sources:
-                source.remote.close()
+            self._forget()
 
     def reset_after_fork(self) -> None:
         """The thread stays with the parent, and connections do."""

@@ -11,19 +11,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from operator import index
 from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
 
-from cxlkv import _lifetime, errors
+from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
 from cxlkv.arrays import Bytes, Codes, Names, Offsets, RecordBytes, is_torch, view
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
+    CXLKVError,
     GeometryError,
     PeerError,
     SecretError,
@@ -31,11 +32,12 @@ from cxlkv.errors import (
     VersionError,
 )
 from cxlkv.layout import DTYPES
-from cxlkv.ndp.engine import RECALL, BudgetLike, Selection, Stages
+from cxlkv.ndp.engine import PAGES_MAX, RECALL, BudgetLike, Selection
 from cxlkv.pages import PRESENT, names_of
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, key_hashes
 from cxlkv.sequence import one_budget, query_rows
+from cxlkv.transport import answers
 from cxlkv.transport.base import Link, chunk_records
 from cxlkv.transport.far import FarPool, Pieces, Shape, part_of
 from cxlkv.transport.loopback import LoopbackLink
@@ -58,11 +60,9 @@ class RemoteHit(Closing):
     parts[i] of part i; those behind a window are not there.
     """
 
-    def __init__(self, remote: Remote, header: Header, body: bytes | bytearray):
+    def __init__(self, remote: Remote, found: answers.Held, body: bytearray):
         self._remote, self._life = remote, remote._life
-        self._number = cast(int, header["hit"])
-        self.tokens = cast(int, header["tokens"])
-        self.parts = cast("list[int]", header["parts"])
+        self._number, self.tokens, self.parts = found.hit, found.tokens, found.parts
         count = sum(self.parts)
         self.pages = np.frombuffer(body, np.uint32, count)
         self.generations = np.frombuffer(body, np.uint64, count, 4 * count)
@@ -73,8 +73,8 @@ class RemoteHit(Closing):
     def release(self) -> None:
         """A second time, or when the connection is lost, there is nothing left to do."""
         if self._number and self._life == self._remote._life:
-            with contextlib.suppress(PeerError, StaleError):
-                self._remote._ask({"op": "release", "hit": self._number})
+            with contextlib.suppress(CXLKVError):
+                self._remote._ask({"op": "release", "hit": self._number}, answers.nothing)
         self._number = 0
 
     close = release
@@ -141,14 +141,20 @@ class Remote(Closing):
         def once(deadline: Deadline) -> RemoteHit:
             shape = self._shape(deadline)
             single = isinstance(keys, PageKeys) and keys.page_tokens == shape.page_tokens
-            answer, body = self._call({**ask, "single": single}, deadline, hashes)
-            return RemoteHit(self, answer, body)
+            most = PAGES_MAX * shape.page_tokens
+            if isinstance(keys, PageKeys):
+                most = len(keys) * keys.page_tokens
+            read = partial(answers.held, shape, most)
+            return RemoteHit(self, *self._call({**ask, "single": single}, deadline, read, hashes))
 
         return self.retried(once)
 
     def adopt(self, handle: bytes) -> RemoteHit:
         """The sequence there that a handle names, to select on; see CXLPool.adopt()."""
-        return RemoteHit(self, *self._ask({"op": "adopt"}, handle))
+        with self._lock:
+            shape = self._shape(Deadline(self.deadline_s))
+            read = partial(answers.held, shape, PAGES_MAX * shape.page_tokens)
+            return RemoteHit(self, *self._ask({"op": "adopt"}, read, handle))
 
     def select(
         self,
@@ -163,7 +169,8 @@ class Remote(Closing):
         recall: float = RECALL,
     ) -> Selection:
         """Sequence.select(), done there: the same arguments, shapes and errors. At most ROWS_MAX
-        query rows; StaleError for a hit that is not held any more."""
+        query rows; of the methods, the core's and those that the server has loaded. StaleError for
+        a hit that is not held any more."""
         chosen = one_budget(budget, top_k)
         q, single, _ = query_rows(q)
         rows = view(q, "q")
@@ -176,8 +183,11 @@ class Remote(Closing):
         words |= {"method": method, "scale": None if scale is None else float(scale)}
         words |= {"recall": float(recall), "layer": index(layer)}
         with self._lock:
-            answer, body = self._ask({"op": "select", "hit": hit.number(), **words}, _bytes_of(q))
-        picked = _selection(answer, bytes(body), rows.shape[0])
+            ask: Header = {"op": "select", "hit": hit.number(), **words}
+            shape = self._shape(Deadline(self.deadline_s))
+            pages = -(-hit.tokens // shape.page_tokens)
+            read = partial(answers.selection, rows.shape[0], chosen.per, shape.kv_heads, pages)
+            picked = self._ask(ask, read, _bytes_of(q))
         return picked if chosen.per == "query" and not single else picked.at(0)
 
     def read(
@@ -223,12 +233,14 @@ class Remote(Closing):
 
     def lacks(self, names: Names) -> npt.NDArray[np.bool_]:
         """Which of these names no published page has there."""
-        _, body = self._ask({"op": "lacks"}, np.ascontiguousarray(names).tobytes())
-        return np.frombuffer(body, np.bool_)
+        read = partial(answers.flags, len(names))
+        return self._ask({"op": "lacks"}, read, np.ascontiguousarray(names).tobytes())
 
     def check_fits(self, pool: CXLPool) -> None:
         """Raises GeometryError if records of one of the two pools are none of the other."""
-        self.shape(pool.records.shape[1])
+        record_bytes, layout_crc = pool.records.shape
+        if self.shape(layout_crc).record_bytes != record_bytes:
+            raise GeometryError(f"the pool of {self.address} has records of other sizes")
 
     def shape(self, layout_crc: int) -> Shape:
         """What the server says of its pool; raises GeometryError if its layout is another one
@@ -318,13 +330,10 @@ class Remote(Closing):
         try:
             self._wire.greet(self._secret, deadline)
             header, _ = self._wire.receive(deadline)
-            shape = Shape.model_validate(header)
+            shape = answers.checked(Shape, header)
             self._far = FarPool(shape)
             self._life += 1
             self._link = self._make_link(shape, deadline)
-        except ValidationError as error:
-            self._drop()
-            raise PeerError(f"the server described no pool: {error.errors()[0]['msg']}") from error
         except (PeerError, SecretError, VersionError, BusyError) as error:
             self._drop()
             raise type(error)(f"{self.address}: {error}") from error
@@ -350,29 +359,30 @@ class Remote(Closing):
         if wire is not None:
             wire.close()
 
-    def _ask(self, header: Header, body: bytes = b"") -> tuple[Header, bytearray]:
+    def _ask(self, header: Header, read: answers.Reader[T], body: bytes = b"") -> T:
         deadline = Deadline(self.deadline_s)
         with self._lock:
             self._shape(deadline)
-            return self._call(header, deadline, body)
+            return self._call(header, deadline, read, body)
 
     def _call(
-        self, header: Header, deadline: Deadline, body: Body = b""
-    ) -> tuple[Header, bytearray]:
-        """One request and its answer. An answer that did not come ends the connection: a later one
-        would be taken for another's."""
+        self, header: Header, deadline: Deadline, read: answers.Reader[T], body: Body = b""
+    ) -> T:
+        """One request, and what `read` makes of its answer. One that did not come, or makes no
+        sense, ends the connection: a later one would be taken for another's."""
         if self._wire is None:
             raise PeerError("the connection is lost")
         try:
             self._wire.send(header, deadline, body)
             answer, data = self._wire.receive(deadline)
+            if "error" not in answer:
+                return read(answer, data)
+            refused = answers.told(answer)
         except BaseException as error:
             if not isinstance(error, BadArgumentError):
                 self._drop()
             raise
-        if "error" in answer:
-            raise _told(answer)
-        return answer, data
+        raise refused
 
     # ---- records ----
 
@@ -425,8 +435,8 @@ class Remote(Closing):
             raise
         given = np.zeros((len(records), 16), np.uint8) if parents is None else parents
         ask: Header = {"op": "publish", "records": len(records)}
-        _, body = self._call(ask, deadline, np.ascontiguousarray(given).tobytes())
-        return np.frombuffer(body, np.int32)
+        read = partial(answers.codes, len(records))
+        return self._call(ask, deadline, read, np.ascontiguousarray(given).tobytes())
 
 
 def _bytes_of(q: object) -> bytes:
@@ -436,28 +446,3 @@ def _bytes_of(q: object) -> bytes:
     from torch import uint8
 
     return q.detach().contiguous().view(uint8).numpy().tobytes()
-
-
-def _told(answer: Header) -> Exception:
-    """What the server raised: its error if it is one of ours, as it would be here."""
-    name, text = str(answer["error"]), str(answer.get("text", ""))[:4096]
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, errors.CXLKVError):
-        return kind(f"{text} (at the server)")
-    return PeerError(f"the server failed: {name}: {text}")
-
-
-def _selection(answer: Header, body: bytes, rows: int) -> Selection:
-    shape = tuple(cast("list[int]", answer["shape"]))
-    entries = int(np.prod(shape))
-    stages = cast("dict[str, int] | None", answer["stages"])
-    return Selection(
-        pages=np.frombuffer(body, np.int32, entries).reshape(shape),
-        scores=np.frombuffer(body, np.float32, entries, 4 * entries).reshape(shape),
-        counts=np.frombuffer(body, np.int32, offset=8 * entries).reshape(shape[:2]),
-        bytes_scored=cast(int, answer["bytes_scored"]),
-        bytes_fetched=cast(int, answer["bytes_fetched"]),
-        per=cast(str, answer["per"]),
-        starts=np.array([0, rows], np.int32),
-        stages=None if stages is None else Stages(**stages),
-    )

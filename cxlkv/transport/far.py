@@ -9,7 +9,7 @@ Records.write() then holds every piece against the table before anything can be 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from cxlkv.arrays import Bytes, Codes, Names, Offsets
 from cxlkv.errors import UnsupportedError
-from cxlkv.layout import CODE_BITS, DTYPE_BYTES, KVLayout, layer_places
+from cxlkv.layout import CODE_BITS, DTYPE_BYTES, LAYERS_MAX, KVLayout, layer_places
 from cxlkv.pages import (
     CORRUPT,
     PACKED_HEADER,
@@ -36,7 +36,14 @@ HEADER_BYTES = RECORD_HEADER.itemsize  # of either form
 CRC_OFFSET = HEADER_BYTES - 4
 SCALE_BYTES = 4
 KINDS = ("digest", "sketch", "key", "value")
+RECORD_BYTES_MAX = 1 << 30  # that are served
+HEADS_MAX = 1 << 16  # of all layers
+PAGE_TOKENS_MAX = 1024
 _LAYER_OFFSETS = (None, "sketches_offset", "keys_offset", "values_offset")
+_GEOMETRY = """extents_offset extent_bytes checksums_offset layers_offset layer_bytes
+    sketches_offset keys_offset values_offset checksum_bytes digest_piece_bytes sketch_piece_bytes
+    key_piece_bytes value_piece_bytes slab_slots page_count region_bytes""".split()
+_Bytes = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 PagesOfPart = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]
 
@@ -80,29 +87,58 @@ class Shape(BaseModel):
     """What a server says of its pool: enough to find every byte of a page.
 
     piece_bytes, strides: of digest, sketch, K, V of one kv head; 0: there are none. part_layers:
-    how many layers the pages of each part have.
+    how many layers the pages of each part have. All pieces lie in the region, and a record's bytes
+    are those of its pieces, so that nothing is allocated or read by one wrong number.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    record_bytes: PositiveInt
+    record_bytes: int = Field(ge=1, le=RECORD_BYTES_MAX)
     layout_crc: int = Field(ge=0, lt=1 << 32)
-    page_tokens: PositiveInt
-    kv_heads: PositiveInt
-    piece_bytes: list[int] = Field(min_length=4, max_length=4)
-    part_layers: list[PositiveInt] = Field(min_length=1, max_length=1024)
-    geometry: dict[str, int]
+    page_tokens: int = Field(ge=1, le=PAGE_TOKENS_MAX)
+    kv_heads: int = Field(ge=1, le=HEADS_MAX)
+    piece_bytes: list[_Bytes] = Field(min_length=4, max_length=4)
+    part_layers: list[PositiveInt] = Field(min_length=1, max_length=LAYERS_MAX)
+    geometry: dict[str, _Bytes] = Field(min_length=len(_GEOMETRY), max_length=len(_GEOMETRY))
 
     @model_validator(mode="after")
     def _check(self) -> Shape:
-        missing = [name for name in _GEOMETRY if self.geometry.get(name, -1) < 0]
+        missing = [name for name in _GEOMETRY if name not in self.geometry]
         if missing:
             raise ValueError(f"the geometry lacks {', '.join(missing)}")
-        if min(self.piece_bytes) < 0 or min(self.geometry["slab_slots"], *self.strides()[2:3]) < 1:
-            raise ValueError("pieces of less than nothing")
-        if self.payload_offset + self.layer_bytes * max(self.part_layers) > self.record_bytes:
+        if sum(self.part_layers) * self.kv_heads > HEADS_MAX:
+            raise ValueError("more heads than are served")
+        layers, of = max(self.part_layers), self.geometry
+        table = layers * self.kv_heads * 4 * len(KINDS)
+        used = self.payload_offset + self.layer_bytes * layers
+        sizes = list(zip(self.piece_bytes, self.strides(), strict=True))
+        if (
+            of["checksum_bytes"] != table + -table % HEADER_BYTES
+            or self.record_bytes != used + -used % HEADER_BYTES
+            or any(size > stride or (stride and not size) for size, stride in sizes)
+        ):
             raise ValueError("pieces do not fit the record")
+        if not self._is_inside(layers):
+            raise ValueError("pages do not fit the region")
         return self
+
+    def _is_inside(self, layers: int) -> bool:
+        """Each place in a page's slab lies before the next one, and slabs in the region."""
+        of = self.geometry
+        slots, heads = of["slab_slots"], self.kv_heads
+        starts = [0, *(of[name] for name in _LAYER_OFFSETS if name), of["layer_bytes"]]
+        slabs = [slots * heads * stride for stride in self.strides()]
+        ends = [start + size for start, size in zip(starts[:-1], slabs, strict=True)]
+        extents = -(-of["page_count"] // max(slots, 1))
+        return bool(
+            slots >= 1
+            and of["page_count"] < 1 << 31
+            and all(end <= start for end, start in zip(ends, starts[1:], strict=True))
+            and slots * HEADER_BYTES <= of["checksums_offset"]
+            and of["checksums_offset"] + slots * of["checksum_bytes"] <= of["layers_offset"]
+            and of["layers_offset"] + layers * of["layer_bytes"] <= of["extent_bytes"]
+            and of["extents_offset"] + extents * of["extent_bytes"] <= of["region_bytes"]
+        )
 
     def strides(self) -> list[int]:
         return [self.geometry[f"{kind}_piece_bytes"] for kind in KINDS]
@@ -117,11 +153,6 @@ class Shape(BaseModel):
         return sum(self.piece_bytes) * self.kv_heads
 
 
-_GEOMETRY = """extents_offset extent_bytes checksums_offset layers_offset layer_bytes
-    sketches_offset keys_offset values_offset checksum_bytes digest_piece_bytes sketch_piece_bytes
-    key_piece_bytes value_piece_bytes slab_slots page_count region_bytes""".split()
-
-
 def shape_of(pool: CXLPool) -> Shape:
     """Raises UnsupportedError for pools that cannot be read from afar."""
     layout = pool.layout
@@ -134,6 +165,11 @@ def shape_of(pool: CXLPool) -> Shape:
         )
     geometry = pool.pages.geometry
     record_bytes, layout_crc = pool.records.shape
+    if record_bytes > RECORD_BYTES_MAX or layout.layers * layout.kv_heads > HEADS_MAX:
+        raise UnsupportedError(
+            f"pages of {record_bytes} bytes, {layout.layers} layers of {layout.kv_heads} heads: up "
+            f"to {RECORD_BYTES_MAX} bytes and {HEADS_MAX} heads of all layers are served"
+        )
     places = layer_places(layout, geometry["record_layers"])
     rows = [0] * geometry["part_count"]
     for part, row in places:
@@ -171,11 +207,7 @@ class FarPool:
         self.shape = shape
         self._heads = _heads_template(shape)
         self._payloads = [_payload_template(shape, rows) for rows in shape.part_layers]
-        heads = shape.kv_heads
-        there = np.array([size > 0 for size in shape.piece_bytes])
-        self._entries = np.zeros((len(shape.part_layers), shape.geometry["checksum_bytes"] // 4))
-        for part, rows in enumerate(shape.part_layers):
-            self._entries[part, : rows * heads * 4] = np.tile(there, rows * heads)
+        self._absent = np.array([size == 0 for size in shape.piece_bytes])
 
     def heads(self, pages: npt.NDArray[np.uint32]) -> Pieces:
         """The header and the checksum table of each page, to its row of the buffer."""
@@ -228,7 +260,10 @@ class FarPool:
         )
 
     def _packed(self, header: np.void, table: Bytes) -> Bytes:
-        table.view(np.uint32)[self._entries[header["part"]] == 0] = 0
+        entries = table.view(np.uint32)
+        used = self.shape.part_layers[header["part"]] * self.shape.kv_heads * len(KINDS)
+        entries[:used].reshape(-1, len(KINDS))[:, self._absent] = 0
+        entries[used:] = 0
         packed = np.zeros(1, PACKED_HEADER)
         packed["magic"], packed["version"] = PACKED_MAGIC, PACKED_VERSION
         packed["bytes"], packed["layout_crc"] = self.shape.record_bytes, self.shape.layout_crc

@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import os
 import stat
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from cxlkv.arrays import Bytes
 from cxlkv.errors import PeerError, PoisonError
+from cxlkv.transport import answers
 from cxlkv.transport.base import Door, Link, chunk_records
 from cxlkv.transport.far import Pieces
 from cxlkv.transport.wire import BODY_BYTES_MAX, Body, Deadline, Header
 
 PARTS_MAX = 1024  # of one preadv
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+T = TypeVar("T")
 
 
 class Call(Protocol):
     """Asks the server over the control connection."""
 
     def __call__(
-        self, header: Header, deadline: Deadline, body: Body = ...
-    ) -> tuple[Header, bytearray]: ...
+        self, header: Header, deadline: Deadline, read: answers.Reader[T], body: Body = ...
+    ) -> T: ...
 
 
 class LoopbackLink(Link):
@@ -37,8 +40,7 @@ class LoopbackLink(Link):
     def __init__(self, call: Call, record_bytes: int, deadline: Deadline):
         self.buffer: Bytes = np.zeros(chunk_records(record_bytes) * record_bytes, np.uint8)
         self._call = call
-        answer, _ = call({"op": "loopback"}, deadline)
-        self._file = _open_same(answer)
+        self._file = _open_same(call({"op": "loopback"}, deadline, answers.place))
         self.name = "file" if self._file >= 0 else "socket"
 
     def read(self, pieces: Pieces, deadline: Deadline) -> None:
@@ -50,9 +52,8 @@ class LoopbackLink(Link):
         first = np.array(cuts[:-1])
         sizes = np.add.reduceat(pieces.size, first)
         asked = np.stack([pieces.far[first], sizes], axis=1)
-        _, body = self._call({"op": "read"}, deadline, asked.tobytes())
-        if len(body) != pieces.size.sum():
-            raise PeerError(f"{len(body)} bytes came, {pieces.size.sum()} were asked for")
+        size = partial(answers.body_of, int(pieces.size.sum()))
+        body = self._call({"op": "read"}, deadline, size, asked.tobytes())
         came, at = np.frombuffer(body, np.uint8), 0
         for near, size in zip(pieces.near.tolist(), pieces.size.tolist(), strict=True):
             self.buffer[near : near + size] = came[at : at + size]
@@ -76,7 +77,8 @@ class LoopbackLink(Link):
     def write(self, pieces: Pieces, deadline: Deadline) -> None:
         """As Link.write()."""
         for far, near, size in zip(*(column.tolist() for column in pieces), strict=True):
-            self._call({"op": "write", "at": far}, deadline, self.buffer[near : near + size].data)
+            data = self.buffer[near : near + size].data
+            self._call({"op": "write", "at": far}, deadline, answers.nothing, data)
 
     def close(self) -> None:
         """As Link.close()."""
@@ -144,17 +146,22 @@ def _boot() -> str:
         return ""
 
 
-def _open_same(answer: Header) -> int:
-    """The server's file, if this process sees the same one and may read it; else -1."""
-    path, boot = answer.get("path"), _boot()
-    if not isinstance(path, str) or not boot or answer.get("boot") != boot:
+def _open_same(said: answers.Place) -> int:
+    """The server's file, if this process sees the same one and may read it; else -1. Nothing else
+    is opened, whatever a server names: a FIFO would wait, and a device may act."""
+    boot = _boot()
+    if said.path is None or not boot or said.boot != boot:
         return -1
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        place = os.open(said.path, os.O_PATH | os.O_CLOEXEC)
     except (OSError, ValueError):
         return -1
-    found = os.fstat(file)
-    if stat.S_ISREG(found.st_mode) and [found.st_dev, found.st_ino] == answer.get("file"):
-        return file
-    os.close(file)
-    return -1
+    try:
+        found = os.fstat(place)
+        if not stat.S_ISREG(found.st_mode) or [found.st_dev, found.st_ino] != said.file:
+            return -1
+        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    finally:
+        os.close(place)

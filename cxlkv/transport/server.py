@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -27,7 +28,7 @@ from cxlkv.arrays import NUMPY_DTYPES, Bytes, Names
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, StaleError
 from cxlkv.layout import DTYPES
 from cxlkv.ndp import choosers
-from cxlkv.ndp.engine import Budget
+from cxlkv.ndp.engine import METHODS, Budget
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import HASH_BYTES, PageKeys
 from cxlkv.sequence import Hit, Sequence
@@ -56,9 +57,11 @@ class Server(Closing):
 
     listen: (host, port); port 0 takes a free one, see `address`. device: also over this RDMA
     device. connections: peers that know the secret; those that have not shown it yet have a few
-    seconds, count apart, and lock nobody out. In a forked child it is closed, while the parent
-    serves on. Raises UnsupportedError for pools without checksums or of objects, RdmaError,
-    BadArgumentError for an address that cannot be had.
+    seconds, count apart, and lock nobody out. methods: scorers that peers may ask for besides the
+    core's methods, "mean" or "loki=loki.npy" with what it has learned, all loaded now: a request
+    names none of this machine's files. In a forked child it is closed, while the parent serves on.
+    Raises UnsupportedError for pools without checksums or of objects, and for choosers, RdmaError,
+    BadArgumentError for an address that cannot be had, or a method.
     """
 
     def __init__(
@@ -69,9 +72,10 @@ class Server(Closing):
         *,
         device: str | None = None,
         connections: int = CONNECTIONS_MAX,
+        methods: Iterable[str] = (),
     ):
         self._pool, self._secret, self._connections = pool, secret, connections
-        self._shape = shape_of(pool)
+        self._shape, self._methods = shape_of(pool), _loaded(pool, methods)
         # By the state of their peer; a session in neither is ending, and its thread with it.
         self._sessions: set[_Session] = set()
         self._strangers: dict[_Session, None] = {}  # the oldest first
@@ -125,7 +129,8 @@ class Server(Closing):
     def _begin(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         session: _Session | None = None
         try:
-            session = _Session(self._pool, Wire(sock), self._shape.record_bytes, self._verbs)
+            size, wire = self._shape.record_bytes, Wire(sock)
+            session = _Session(self._pool, wire, size, self._verbs, self._methods)
             with self._mutex:
                 if self._closed or len(self._sessions) >= self._connections + 2 * STRANGERS_MAX:
                     sock.close()  # those that were pushed out are not gone yet
@@ -230,9 +235,14 @@ class _Session:
     """One peer: what it asked for last, and what it holds."""
 
     def __init__(
-        self, pool: CXLPool, wire: Wire, record_bytes: int, verbs: VerbsHost | None
+        self,
+        pool: CXLPool,
+        wire: Wire,
+        record_bytes: int,
+        verbs: VerbsHost | None,
+        methods: Collection[str],
     ) -> None:
-        self.wire = wire
+        self.wire, self._methods = wire, methods
         self._pool, self._verbs = pool, verbs
         self._records = chunk_records(record_bytes)
         self._record_bytes = record_bytes
@@ -366,7 +376,11 @@ class _Session:
         queries = rows.reshape(asked.rows, asked.heads, dim)
         budget = Budget(**asked.model_dump(include=set(m.BUDGET)))
         starts = [0, asked.rows]
-        choosers.refuse(asked.method, "a client")
+        if asked.method not in self._methods:
+            raise BadArgumentError(
+                f"method {asked.method[:60]!r}: this server takes {', '.join(self._methods)}; "
+                "`cxlkv serve --methods` loads others at its start"
+            )
         picked = (
             sequence._own()
             .select(asked.layer, queries, starts, budget, asked.method, asked.scale, asked.recall)
@@ -405,6 +419,18 @@ def _listener(listen: tuple[str, int]) -> socket.socket:
         raise BadArgumentError(
             f"cannot listen on {listen[0]}:{listen[1]}: {error.strerror or error}"
         ) from error
+
+
+def _loaded(pool: CXLPool, methods: Iterable[str]) -> tuple[str, ...]:
+    """Names that a request may have, of the core's methods and of these."""
+    names = list(METHODS)
+    for word in methods:
+        name = word.partition("=")[0]
+        choosers.refuse(name, "a client")
+        if name in names:
+            raise BadArgumentError(f"method {word!r}: a server has {name!r} already, once")
+        names.append(pool._load_method(word))
+    return tuple(names)
 
 
 def _names(body: bytes) -> Names:

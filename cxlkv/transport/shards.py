@@ -58,15 +58,21 @@ def layout_among(layout: KVLayout, rank: int, ranks: int) -> KVLayout:
     )
 
 
+def check_heads(here: Shape, far: Shape, heads: Heads) -> None:
+    """Raises GeometryError where a far pool does not have these heads of pages like those here."""
+    like = ("piece_bytes", "part_layers", "page_tokens")
+    if any(getattr(far, name) != getattr(here, name) for name in like):
+        raise GeometryError("the far pool's pieces are of another size: it stores something else")
+    end = heads.first + heads.count
+    if end > far.kv_heads:
+        raise GeometryError(f"the far pool has {far.kv_heads} heads, {end} were expected")
+
+
 def put_heads(
     out: RecordBytes, here: Shape, records: RecordBytes, far: Shape, heads: Heads
 ) -> None:
-    """Copies them, with their CRCs, from far records into records here."""
-    if far.piece_bytes != here.piece_bytes or far.part_layers != here.part_layers:
-        raise GeometryError("the far pool's pieces are of another size: it stores something else")
+    """Copies them, with their CRCs, from far records into records here; after check_heads()."""
     there = slice(heads.first, heads.first + heads.count)
-    if there.stop > far.kv_heads:
-        raise GeometryError(f"the far pool has {far.kv_heads} heads, {there.stop} were expected")
     for mine, theirs in zip(_by_head(out, here), _by_head(records, far), strict=True):
         mine[:, :, heads.at : heads.at + heads.count] = theirs[:, :, there]
 

@@ -16,15 +16,16 @@ import time
 from functools import cache
 from ipaddress import IPv6Address, ip_address
 from types import ModuleType
-from typing import NamedTuple, Protocol, cast
+from typing import Annotated, NamedTuple, Protocol, cast
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import Field
 
 from cxlkv import _lifetime
 from cxlkv.arrays import Bytes
 from cxlkv.errors import PeerError, RdmaError
 from cxlkv.layout import format_bytes
+from cxlkv.transport import answers
 from cxlkv.transport.base import chunk_records
 from cxlkv.transport.far import Pieces
 from cxlkv.transport.loopback import Call
@@ -108,11 +109,25 @@ def device_names() -> list[str]:
         return []
 
 
-class Far(QueuePair):
-    """What a server answers: its queue pair, and its two memories as (address, bytes, key)."""
+Memory = tuple[
+    Annotated[int, Field(ge=0, lt=1 << 63)],
+    Annotated[int, Field(ge=0, lt=1 << 63)],
+    Annotated[int, Field(ge=0, lt=1 << 32)],
+]
+"""Address, bytes, key."""
 
-    region: tuple[int, int, int]
-    staging: tuple[int, int, int]
+
+class Far(QueuePair):
+    """What a server answers: its queue pair, and its two memories."""
+
+    region: Memory
+    staging: Memory
+
+
+def far_of(header: Header, body: bytearray) -> Far:
+    """As an answers.Reader; JSON has no tuples."""
+    lists = {name: tuple(of) for name, of in header.items() if isinstance(of, list)}
+    return answers.checked(Far, header | lists)
 
 
 class _Device:
@@ -275,14 +290,8 @@ class VerbsLink:
         try:
             self._memory = self._device.register(_address(self.buffer), self.buffer.size, access)
             self._queue = _Queue(self._device, access, local_host)
-            answer, _ = call({"op": "verbs", **self._queue.words()}, deadline)
-            self._far = Far.model_validate(
-                {**answer, "region": _three(answer, "region"), "staging": _three(answer, "staging")}
-            )
+            self._far = call({"op": "verbs", **self._queue.words()}, deadline, far_of)
             self._queue.connect(self._far)
-        except ValidationError as error:
-            self.close()
-            raise PeerError(f"the server described no queue pair: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -429,12 +438,6 @@ def _status(number: int) -> str:
 
 def _address(memory: Bytes) -> int:
     return cast(int, memory.__array_interface__["data"][0])
-
-
-def _three(answer: Header, name: str) -> object:
-    """JSON has no tuples."""
-    found = answer.get(name)
-    return tuple(found) if isinstance(found, list) else found
 
 
 def _quietly(*objects: _Closes) -> None:

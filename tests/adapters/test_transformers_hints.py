@@ -100,6 +100,22 @@ def test_outputs_are_what_they_are_without_hints(
     assert cache.on_choice is None  # and a step is one call again
 
 
+@pytest.mark.parametrize("error", [TypeError("a fault"), ReleasedError("gone")])
+def test_a_hint_that_fails_is_counted_and_fails_no_step(
+    model: PreTrainedModel, pool: CXLPool, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Hinted, "hint", fail)
+    ids, mask = prompts((40, 33))
+    cache = CXLCache(pool, model, BUDGET, method="exact")
+    with LocalTier(pool, "1MiB") as tier, Hints(model, cache, tier, wait=True) as hints:
+        run(model, ids[:, :39], cache, mask[:, :39])
+        run(model, ids[:, 39:], cache, mask)
+        assert cast(int, hints.stats()["failed"]) > 0
+
+
 def test_what_has_no_hints_says_why(pool: CXLPool) -> None:
     for name, words in (("mistral", "windows"), ("deepseek-v3", "MLA")):
         other = make(name)

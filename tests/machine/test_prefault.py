@@ -12,6 +12,8 @@ from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import ClosedError
 from cxlkv.machine import prefault as prefaulting
 
+from ..support.waiting import until
+
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=64, page_tokens=16, dtype="float32")
 SIZE = 48 << 20
 
@@ -57,6 +59,20 @@ def test_in_the_background_until_the_pool_is_closed(where: str) -> None:
     pool.close()
     with pytest.raises(ClosedError):
         pool.admin.prefault()
+
+
+def test_what_fails_in_the_background_is_said(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(address: int, size: int) -> None:
+        raise OSError("smaps cannot be read")
+
+    caplog.set_level("INFO", "cxlkv")
+    monkeypatch.setattr(prefaulting, "mapped", fail)
+    with CXLPool.create(where, layout=LAYOUT, capacity=SIZE) as pool:
+        end = prefaulting.begin(pool._handle)
+        until(lambda: "when it is used first: smaps cannot be read" in caplog.text)
+        end()
 
 
 def test_it_can_be_stopped_between_two_steps(tmp_path: Path) -> None:

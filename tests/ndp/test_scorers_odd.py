@@ -76,6 +76,25 @@ def test_a_pool_that_has_as_many_as_it_may(make_pool: MakePool) -> None:
     pool.calibrate("shadow", learned)
 
 
+@pytest.mark.parametrize(
+    "name", ["nothing", "folder", "fifo", "empty", "text", "many.npz", "huge.npy", "words.npy"]
+)
+def test_a_file_that_nothing_was_learned_in(tmp_path: Path, name: str) -> None:
+    """It is refused at once, whatever it is and whatever size it claims."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("no array")
+    np.savez(tmp_path / "many.npz", np.zeros(3))
+    np.save(tmp_path / "words.npy", np.array(["a", "b"]))
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,), }"
+    (tmp_path / "huge.npy").write_bytes(
+        b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    )
+    with pytest.raises(BadArgumentError, match=r"numpy\.save writes"):
+        scorers._read(tmp_path / name)
+
+
 @pytest.mark.parametrize("name", [each.name for each in SCORERS if each.calibrated])
 def test_numbers_of_another_model_are_refused(
     name: str, make_pool: MakePool, rng: np.random.Generator

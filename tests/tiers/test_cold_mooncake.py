@@ -30,7 +30,7 @@ from cxlkv.errors import (
     UnsupportedError,
 )
 from cxlkv.prefix import prefix_keys
-from cxlkv.tiers import Tiers
+from cxlkv.tiers import Tiers, cold_mooncake
 from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import BLOCK_BYTES, RecordShape
 from cxlkv.tiers.cold_mooncake import MooncakeTier
@@ -62,6 +62,31 @@ def mooncake() -> None:
     if importlib.util.find_spec("mooncake") is None:
         pytest.skip("Mooncake is not installed here: `make test-remote` has it in its environment")
     os.environ["MC_TCP_BIND_ADDRESS"] = LOOPBACK
+
+
+class Raises:
+    """A client whose calls raise, once it is set up."""
+
+    def setup(self, *options: str | int) -> int:
+        return 0
+
+    register_buffer = setup
+
+    def close(self) -> int:
+        return 0
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        raise RuntimeError("a fault of its own")
+
+
+def test_a_call_that_raises_is_as_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cold_mooncake, "_client", lambda where: Raises())
+    with MooncakeTier("mooncake://127.0.0.1:1?local=127.0.0.1", shape=SHAPE) as tier:
+        assert not tier.contains(names(1)).any()
+        assert tier.stats()["errors"] == 1
+    assert "RuntimeError: a fault of its own" in caplog.text
 
 
 @contextmanager

@@ -5,6 +5,8 @@ What they have in common with the file itself is in test_cold_mooncake.py.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import random
@@ -228,11 +230,13 @@ def test_threads_of_two_sides(path: Path, seed: int) -> None:
 
 
 def messages() -> Iterator[Callable[[socket.socket], None]]:
-    def sends(data: bytes, *sizes: int) -> Callable[[socket.socket], None]:
+    def sends(data: bytes, *sizes: int, seal: bool = True) -> Callable[[socket.socket], None]:
         def do(peer: socket.socket) -> None:
-            memory = [os.memfd_create("test") for _ in sizes]
+            memory = [os.memfd_create("test", os.MFD_ALLOW_SEALING) for _ in sizes]
             for one, size in zip(memory, sizes, strict=True):
                 os.ftruncate(one, size)
+                if seal:
+                    fcntl.fcntl(one, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             socket.send_fds(peer, [data], memory)
             for one in memory:
                 os.close(one)
@@ -243,8 +247,10 @@ def messages() -> Iterator[Callable[[socket.socket], None]]:
     hello, large = json.dumps(terms).encode(), 32 << 20
     yield sends(b"\xff\xfe", large)
     yield sends(b"[1, 2]", large)
+    yield sends(b"[" * 60_000, large)
     yield sends(hello)
     yield sends(hello, 4096)
+    yield sends(hello, large, seal=False)
     yield sends(hello, large, large)
     for request in (
         {"do": "store", "count": 1 << 40},
@@ -271,6 +277,64 @@ def test_a_hostile_peer_is_its_own_loss(path: Path) -> None:
                 while peer.recv(4096):  # answers, and then the end
                     pass
         assert friend.store(names(1), records(1)).all()
+        assert load(owner, 1) == [True]
+
+
+def test_memory_that_could_be_made_shorter_is_not_taken() -> None:
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 32 << 20)
+    with pytest.raises(OSError, match="shorter"):
+        cold_server.SharedRows(descriptor, 1000)
+    os.close(descriptor)
+
+
+@pytest.mark.usefixtures("short_deadlines")
+def test_an_owner_that_gets_no_descriptor_takes_the_next_peer(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures, accept = iter([errno.EMFILE, errno.ENOMEM]), socket.socket.accept
+
+    def flaky(listener: socket.socket) -> tuple[socket.socket, object]:
+        for code in failures:
+            raise OSError(code, os.strerror(code))
+        return accept(listener)
+
+    monkeypatch.setattr(cold_server, "ACCEPT_PAUSE_S", 0.01)
+    monkeypatch.setattr(cold_server._OwnedSocket, "accept", flaky)
+    with shared(path) as owner, shared(path) as peer:
+        assert peer.store(names(1), records(1)).all()
+        assert load(owner, 1) == [True]
+    assert caplog.text.count("takes no peer for now") == 1
+
+
+@pytest.mark.usefixtures("short_deadlines")
+def test_what_opens_it_again_outlives_anything(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with shared(path) as owner, shared(path) as peer:
+        assert peer.store(names(1), records(1)).all()
+        with monkeypatch.context() as patch:
+
+            def fail(tier: SharedColdTier) -> None:
+                raise MemoryError
+
+            patch.setattr(SharedColdTier, "_joined", fail)
+            owner.close()
+            until(lambda: "MemoryError" in peer._reason or not peer.contains(names(1)).all())
+            until(lambda: "MemoryError" in peer._reason)
+        until(lambda: bool(peer.contains(names(1)).all()))
+        assert peer.is_owner
+
+
+@pytest.mark.parametrize("said", [{}, {"stats": 5}, {"stats": None}, {"more": [1]}])
+def test_an_owner_that_answers_nonsense_is_lost(
+    path: Path, said: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shared(path) as owner, shared(path) as peer:
+        assert peer.store(names(1), records(1)).all()
+        with monkeypatch.context() as patch:
+            patch.setattr(cold_server.ColdServer, "_answer", lambda *_: said)
+            assert "hits" not in peer.stats()
+            assert peer.check() == [""]
+        assert "hits" in peer.stats()
         assert load(owner, 1) == [True]
 
 

@@ -22,12 +22,14 @@ from cxlkv.prefix import PageKeys, prefix_keys
 from cxlkv.tiers import remote as module
 from cxlkv.tiers.policy import NONE
 from cxlkv.tiers.remote import open_remote, parse_remote
-from cxlkv.transport import Server
+from cxlkv.transport import Remote, Server
 from cxlkv.transport.shards import layout_among, renamed
 
 from ..conftest import audit
 from ..support.cable import Cable
 from ..support.damaging import damage_piece
+from ..support.lengths import nightly
+from ..support.liar import Liar, liar_before, lying_once, truth
 from ..support.waiting import until
 from ..test_records import LAYOUTS, PAGE, names_of_keys, read_all
 
@@ -231,6 +233,93 @@ def test_what_is_wrong_there_is_said_once(secret: Path, caplog: pytest.LogCaptur
                 assert [found(tiers, keys_of()) for _ in range(5)] == [0] * 5
                 said = [one for one in caplog.records if one.levelname == "WARNING"]
                 assert len(said) == tiers.stats()["remote_errors"] == 1
+
+
+@contextmanager
+def lied_to(
+    secret: Path, layout: KVLayout, rng: np.random.Generator
+) -> Iterator[tuple[CXLPool, Tiers, Liar]]:
+    """A pool and its tiers, below which is the pool of a server that a liar stands before."""
+    with served([layout]) as (pools, addresses), pool_of(layout) as pool:
+        fill(pools[0])
+        host, _, port = addresses[0].removeprefix("tcp://").partition(":")
+        with liar_before((host, int(port)), SECRET) as liar:
+            remote = open_remote(pool, [f"tcp://{liar.address}"], secret)
+            with Tiers(pool, remote=remote) as tiers:
+                yield pool, tiers, liar
+
+
+@pytest.mark.usefixtures("looked_for_soon")
+@pytest.mark.parametrize("trials", [60, nightly(1500)])
+@pytest.mark.parametrize("name", ["bfloat16", "gemma"])
+def test_answers_that_make_no_sense_are_a_shorter_hit(
+    secret: Path, name: str, trials: int, rng: np.random.Generator
+) -> None:
+    """One of a match's answers is changed, or all are: no error here, nothing wrong is found, and
+    all of it once the server is sane."""
+    layout, off = LAYOUTS[name], 0
+    with lied_to(secret, layout, rng) as (pool, tiers, liar), pool_of(layout) as right:
+        fill(right)
+        remote = tiers.remote
+        assert remote is not None
+        for trial in range(trials):
+            always = trial % 4 == 0
+            if trial % 2:
+                remote._forget()
+            liar.lie = lying_once(rng, 0 if always else int(rng.integers(6)), always)
+            assert found(tiers, keys_of()) in range(0, TOKENS + 1, PAGE)
+            names = names_of_keys(pool, keys_of())
+            there = names[pool.records.here(names)]
+            assert np.array_equal(read_all(pool, there), read_all(right, there))
+            off += not remote.is_on
+            liar.lie = truth
+            until(lambda: remote.is_on)
+            found(tiers, keys_of())  # a first one may still be by what was said of the pool
+            assert found(tiers, keys_of()) == TOKENS
+            pool.forget(keys_of())
+    assert off > trials / 4, "most lies are to be seen"
+
+
+@pytest.mark.usefixtures("looked_for_soon")
+def test_what_looks_for_it_outlives_anything(
+    secret: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MemoryError, TypeError: the thread goes on, and the tier comes back."""
+    with lied_to(secret, LAYOUTS["bfloat16"], rng) as (_, tiers, _):
+        remote = tiers.remote
+        assert remote is not None
+        for error in (MemoryError(), TypeError("of ours"), KeyError("parts")):
+            asked: list[int] = []
+
+            def fail(*_: object, error: Exception = error, asked: list[int] = asked) -> None:
+                asked.append(1)
+                raise error
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Remote, "shape", fail)
+                assert found(tiers, keys_of()) == 0
+                assert not remote.is_on
+                until(lambda asked=asked: len(asked) > 3)  # type: ignore[misc]
+            until(lambda: remote.is_on)
+        assert found(tiers, keys_of()) == TOKENS
+
+
+@pytest.mark.usefixtures("looked_for_soon")
+def test_another_pool_at_the_same_address_is_found(secret: Path, rng: np.random.Generator) -> None:
+    """Of another layout first: what was said of it is not believed for ever."""
+    with lied_to(secret, LAYOUTS["bfloat16"], rng) as (_, tiers, liar):
+        remote = tiers.remote
+        assert remote is not None
+        remote._forget()
+        liar.lie = lambda op, header, body: (
+            {**header, "layout_crc": 1} if op == "hello" else header,
+            body,
+        )
+        assert found(tiers, keys_of()) == 0
+        assert not remote.is_on
+        liar.lie = truth
+        until(lambda: remote.is_on)
+        assert found(tiers, keys_of()) == TOKENS
 
 
 def test_a_damaged_page_ends_the_prefix(secret: Path, tmp_path: Path) -> None:

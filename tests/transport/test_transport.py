@@ -41,7 +41,17 @@ from cxlkv.errors import (
 )
 from cxlkv.ndp.engine import Selection
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
-from cxlkv.transport import Moved, Remote, Server, pull, push, read_secret, transfer, wire
+from cxlkv.transport import (
+    Moved,
+    Remote,
+    Server,
+    answers,
+    pull,
+    push,
+    read_secret,
+    transfer,
+    wire,
+)
 from cxlkv.transport.client import RemoteHit
 from cxlkv.transport.far import Pieces
 from cxlkv.transport.server import STRANGERS_MAX
@@ -101,8 +111,9 @@ def device_of(link: str) -> str | None:
 
 
 @contextmanager
-def serving(pool: CXLPool, link: str, **more: int) -> Iterator[Server]:
-    with Server(pool, (HOST, 0), SECRET, device=device_of(link), **more) as server:
+def serving(pool: CXLPool, link: str, connections: int = 32) -> Iterator[Server]:
+    device = device_of(link)
+    with Server(pool, (HOST, 0), SECRET, device=device, connections=connections) as server:
         yield server
 
 
@@ -252,8 +263,6 @@ def test_a_select_there_is_the_same(folder: Path, link: str, rng: np.random.Gene
                     np.testing.assert_array_equal(getattr(picked, name), getattr(wanted, name))
                 assert str(picked.stages) == str(wanted.stages)
                 assert picked.bytes_scored == wanted.bytes_scored
-            with pytest.raises(UnsupportedError, match="a client takes pages alone"):
-                remote.select(hit, 0, q, Budget(pages=3), method="retro")
             once = remote.select(hit, 0, q[0], top_k=3, method="exact", scale=0.5)
             wanted = sequence.select(0, q[0], top_k=3, method="exact", scale=0.5)
             np.testing.assert_array_equal(once.scores, wanted.scores)
@@ -263,6 +272,63 @@ def test_a_select_there_is_the_same(folder: Path, link: str, rng: np.random.Gene
                 again.pages, remote.select(hit, 0, q, Budget(pages=3)).pages
             )
             adopted.release()
+            sequence.release()
+
+
+@pytest.mark.parametrize(
+    "name", ["private", "not-there", "fifo", "folder", "loki.npy", "../../etc/passwd"]
+)
+def test_a_request_names_no_file_of_the_server(
+    folder: Path, name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is opened or said, whatever lies there; a FIFO would hold the thread."""
+    (folder / "private").write_text("secret")
+    np.save(folder / "loki.npy", np.zeros((1, 2, 12), np.float32))
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "fifo")
+    opened: list[object] = []
+    monkeypatch.setattr("cxlkv.ndp.scorers._read", opened.append)
+    with both(folder, "socket") as (pool, _, remote), remote.match(publish(pool, rng)) as hit:
+        said = set()
+        for method in (f"mean={folder / name}", f"loki={folder / name}", str(folder / name)):
+            with pytest.raises(
+                BadArgumentError, match=r"this server takes exact, .*--methods"
+            ) as e:
+                remote.select(hit, 0, QUERY, Budget(pages=1), method=method)
+            said.add(str(e.value).partition(": this server")[2])
+        assert len(said) == 1
+        assert not opened
+        assert ask(remote, hit).counts.any()
+
+
+def test_a_server_has_the_methods_that_it_was_begun_with(
+    folder: Path, rng: np.random.Generator
+) -> None:
+    """By their names, learned ones too; files are read at its start and never again."""
+    file = folder / "loki.npy"
+    with local(LAYOUTS["float32"]) as other:
+        np.save(file, other.calibrate("loki", grown(other, rng, TOKENS)))
+    with made(folder, "socket", LAYOUTS["float32"]) as pool:
+        keys = publish(pool, rng)
+        for wrong in ("exact", "retro", "loki", "best", f"loki={folder}", "loki=nowhere"):
+            with pytest.raises((BadArgumentError, UnsupportedError)):
+                Server(pool, (HOST, 0), SECRET, methods=[wrong])
+        given = ["mean", f"loki={file}"]
+        with (
+            Server(pool, (HOST, 0), SECRET, methods=given) as server,
+            remote_of(server.address, "socket") as remote,
+            remote.match(keys) as hit,
+            pool.match(keys) as near,
+        ):
+            sequence = near.sequence()
+            file.unlink()
+            for name in ("mean", "loki"):
+                found = remote.select(hit, 0, QUERY, top_k=3, method=name)
+                wanted = sequence.select(0, QUERY, top_k=3, method=name)
+                np.testing.assert_array_equal(found.pages, wanted.pages)
+            for unknown in ("best", "retro", "norm"):
+                with pytest.raises(BadArgumentError, match=r"takes exact, .*, mean, loki"):
+                    remote.select(hit, 0, QUERY, top_k=3, method=unknown)
             sequence.release()
 
 
@@ -529,7 +595,7 @@ def test_bad_requests_are_answered_and_change_nothing(
         wrong: list[tuple[dict[str, object], bytes]] = [*BAD_REQUESTS, ({"op": "read"}, over)]
         for header, body in wrong:
             with pytest.raises((CXLKVError,), match="at the server"):
-                remote._ask(header, body)
+                remote._ask(header, answers.nothing, body)
         with remote.match(keys) as hit:
             assert ask(remote, hit).pages.shape == (1, 2, 3)
             assert hit.tokens == TOKENS
@@ -553,7 +619,6 @@ def test_a_select_there_refuses_what_one_here_does(folder: Path, rng: np.random.
                 ((0, q[:, :, :0], Budget(pages=1)), {}),
                 ((0, q[:, :0], Budget(pages=1)), {}),
                 ((0, np.zeros((1, 3, 12), np.float32), Budget(pages=1)), {}),
-                ((0, q, Budget(pages=1)), {"method": "best"}),
                 ((0, q, Budget(pages=1)), {"method": "two_stage", "recall": 0.1}),
                 ((0, q, Budget(pages=1)), {"scale": -1.0}),
             ):
@@ -1026,10 +1091,11 @@ def elsewhere(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
 class ServerProcess(Child):
     """`cxlkv serve` of a pool in a file."""
 
-    def __init__(self, folder: Path, link: str, port: int = 0, name: str = "pool"):
+    def __init__(self, folder: Path, link: str, port: int = 0, methods: str = ""):
         listen, secret = f"{HOST}:{port}", str(folder / "secret")
-        device = ["--device", RDMA] if link == "verbs" else []
-        command = ["serve", folder / name, "--listen", listen, "--secret", secret, *device]
+        more = ["--device", RDMA] if link == "verbs" else []
+        more += ["--methods", methods] if methods else []
+        command = ["serve", folder / "pool", "--listen", listen, "--secret", secret, *more]
         super().__init__("-m", "cxlkv.ops.cli", *command)
         said = self.hear()
         found = re.search(r" on (\S+):(\d+)$", said)
@@ -1090,6 +1156,26 @@ def test_a_server_that_comes_back_is_found_again(
             assert remote.link == link
             assert what(here, keys) == what(pool, keys)
             again.end(signal.SIGTERM)
+
+
+def test_the_command_loads_methods(folder: Path, rng: np.random.Generator) -> None:
+    with made(folder, "file", LAYOUTS["float32"]) as pool:
+        keys = publish(pool, rng)
+        with (
+            ServerProcess(folder, "file", methods="mean, ball") as server,
+            remote_of(server.address, "file") as remote,
+            remote.match(keys) as hit,
+        ):
+            assert remote.select(hit, 0, QUERY, top_k=3, method="mean").counts.any()
+            with pytest.raises(BadArgumentError, match="attention, mean, ball; "):
+                remote.select(hit, 0, QUERY, top_k=3, method="loki")
+    words: list[str | Path] = ["serve", folder / "pool", "--listen", f"{HOST}:0"]
+    words += ["--secret", folder / "secret"]
+    words += ["--methods", f"loki={folder}"]
+    run = [sys.executable, "-m", "cxlkv.ops.cli", *words]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode > 0
+    assert "numpy.save writes" in " ".join(done.stderr.split())
 
 
 CLIENT = """

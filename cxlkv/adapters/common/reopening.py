@@ -75,8 +75,10 @@ class Reopening(Closing, Generic[Kind]):
             left.close()
 
     def _run(self) -> None:
+        """Nothing ends it but close(), and a pool that its user has closed: without it a lost pool
+        would stay lost."""
         while self._goes_on():
-            with suppress(CXLKVError):
+            with suppress(Exception):
                 self._look()
             try:
                 self._pool.admin.hosts()  # this raises, too, where no other call is made
@@ -85,7 +87,7 @@ class Reopening(Closing, Generic[Kind]):
                     self._return()
             except ClosedError:  # by its user
                 return
-            except CXLKVError:  # its calls say so
+            except Exception:  # its calls say so
                 continue
 
     def _goes_on(self) -> bool:
@@ -95,7 +97,7 @@ class Reopening(Closing, Generic[Kind]):
     def _leave(self, error: CXLKVError) -> bool:
         try:
             self._pool.close()
-        except CXLKVError:  # the next look tries again
+        except Exception:  # the next look tries again
             self._say(f"{self._pool.path}: {error}. It stays open while memory of it is in use")
             return False
         log.warning("cxlkv: %s: %s; the engine computes until it is", self._pool.path, error)
@@ -105,7 +107,7 @@ class Reopening(Closing, Generic[Kind]):
         while self._goes_on():
             try:
                 pool = self._again()
-            except (CXLKVError, OSError) as error:
+            except Exception as error:  # no memory, no descriptor: the next attempt may have it
                 self._say(f"{self._pool.path} cannot be opened again yet: {error}")
                 continue
             with suppress(CXLKVError):

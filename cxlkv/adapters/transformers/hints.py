@@ -12,6 +12,7 @@ called with this layer's input, and what it hands to the attention function is t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -30,6 +31,8 @@ from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.sequence import Batch
 from cxlkv.tiers.local import LocalTier
 from cxlkv.tiers.prefetch import Hinted
+
+log = logging.getLogger("cxlkv")
 
 
 def unhinted(model: torch.nn.Module, cache: CXLCache) -> str | None:
@@ -153,8 +156,10 @@ class Hints(Closing):
             starts = np.arange(len(sequences) + 1, dtype=np.int32)
             method = self._cache.method
             self._prefetcher.hint(layer, query, starts, budgets, method, batch=self._own)
-        except CXLKVError:
+        except Exception as error:  # a hint is advice: nobody asks the thread what became of it
             self._failed += 1
+            if not isinstance(error, CXLKVError):
+                log.exception("a hint failed")
 
     def _chosen(self, batch: Batch, layer: int, picked: Selection) -> None:
         if self._prefetcher is not None:

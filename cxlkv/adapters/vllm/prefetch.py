@@ -8,6 +8,7 @@ only, so that requests far back in a long queue take no room from those in front
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -24,6 +25,8 @@ from cxlkv.errors import CXLKVError
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit
 from cxlkv.tiers import Tiers
+
+log = logging.getLogger("cxlkv")
 
 SHARE = 0.25
 """Of the smallest pool: room for what has come and is not matched yet. One request may have
@@ -157,8 +160,10 @@ class Prefetch(Closing):
     def _run(self) -> None:
         while (wanted := self._queue.get()) is not None:
             wanted.until_s = max(wanted.until_s, time.monotonic() + self._deadline_s)
-            with suppress(Exception):  # a closed pool, too: the scheduler has gone on
+            try:
                 self._bring(wanted)
+            except Exception:  # without the thread all later requests would wait in vain
+                log.exception("a prefix was not brought; the engine computes instead")
             wanted.is_done = True
 
     def _bring(self, wanted: _Wanted) -> None:

@@ -102,6 +102,33 @@ def test_it_is_opened_as_soon_as_that_works(
     assert "is open again, as host 1" in said[2]
 
 
+def test_nothing_ends_what_looks_after_it(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory, no thread, a fault of ours: the pool is opened again all the same."""
+    look, failures = _core.pool_hosts, iter([MemoryError(), RuntimeError("no thread")])
+    attempts = iter([MemoryError(), OSError("no descriptor"), ValueError("a fault")])
+
+    def hosts_of(handle: _core.Handle) -> list[dict[str, int]]:
+        for error in failures:
+            raise error
+        return look(handle)
+
+    def again() -> CXLPool:
+        for error in attempts:
+            raise error
+        return machines.open(1)
+
+    def fail() -> None:
+        raise KeyError("a fault of what is looked at")
+
+    monkeypatch.setattr(_core, "pool_hosts", hosts_of)
+    machines.take_number()
+    with Reopening(machines.pool, again, EVERY_S, fail) as reopening:
+        until(lambda: reopening._opened is not None)
+        assert reopening.take() is machines.made[1]
+
+
 def test_it_is_lost_again_and_again(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what was opened and not taken yet."""
     look, lost = _core.pool_hosts, {id(machines.pool._handle)}
