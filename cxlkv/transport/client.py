@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import index
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
