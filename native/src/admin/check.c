@@ -268,7 +268,7 @@ static void check_all(cxlkv_pool *pool, report *report) {
 }
 
 int64_t cxlkv_pool_check(cxlkv_pool *pool, uint32_t flags, char *text, uint64_t text_bytes) {
-    if (text_bytes < 2) return fail(CXLKV_E_ARGUMENT, "a check needs room for its report");
+    if (!text || text_bytes < 2) return fail(CXLKV_E_ARGUMENT, "a check needs room for its report");
     int code = pool_enter(pool);
     if (code < 0) return code;
     report report = {.text = text, .bytes = text_bytes, .deep = flags & CXLKV_CHECK_DEEP};

@@ -47,7 +47,9 @@ static int count_extents(cxlkv_pool *pool, cxlkv_host_row *rows, uint32_t capaci
 }
 
 int64_t cxlkv_pool_hosts(cxlkv_pool *pool, cxlkv_host_row *rows, uint32_t capacity) {
-    int code = pool_enter(pool);
+    int code = need(capacity, "rows", rows, NULL);
+    if (code < 0) return code;
+    code = pool_enter(pool);
     if (code < 0) return code;
     code = need_shared(pool);
     if (code == 0) code = host_lock(pool);

@@ -38,6 +38,9 @@ static inline uint32_t entry_at(const void *begins, size_t stride, uint32_t coun
 
 /* ---- error.c ---- */
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* The caller's memory is there: CXLKV_E_ARGUMENT where one of these names and addresses, in turn to
+ * a NULL, is to have `count` of something and is NULL. */
+int need(uint64_t count, ...) __attribute__((sentinel));
 
 /* ---- clock.c ---- */
 uint64_t boottime_ns(void);                /* CLOCK_BOOTTIME: it goes on while the machine sleeps */

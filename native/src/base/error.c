@@ -15,6 +15,17 @@ int fail(int code, const char *format, ...) {
     return -code;
 }
 
+int need(uint64_t count, ...) {
+    const char *name, *missing = NULL;
+    va_list arguments;
+    if (!count) return 0;
+    va_start(arguments, count);
+    while (!missing && (name = va_arg(arguments, const char *)))
+        if (!va_arg(arguments, const void *)) missing = name;
+    va_end(arguments);
+    return missing ? fail(CXLKV_E_ARGUMENT, "%s: no address (NULL), %lu wanted", missing, count) : 0;
+}
+
 const char *cxlkv_error_text(void) { return text; }
 
 uint32_t cxlkv_abi(void) { return CXLKV_ABI; }

@@ -16,6 +16,7 @@ static double now_s(void) { return 1e-9 * (double)monotonic_ns(); }
 
 int cxlkv_word_wait(const int64_t *word, int64_t old, double timeout_s, int64_t *found) {
     int code = word_check(word);
+    if (code == 0) code = need(1, "found", found, NULL);
     if (code < 0) return code;
     const double ends = now_s() + timeout_s;
     const struct timespec nap = {.tv_nsec = NAP_NS};

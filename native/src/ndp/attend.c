@@ -475,7 +475,16 @@ static int mass_check(attend_job *job) {
                 args->mass_capacity);
 }
 
-int attend_check(const cxlkv_attend_args *args) {
+int attend_check(const cxlkv_batch *batch, const cxlkv_attend_args *args) {
+    const cxlkv_picked *picked = &args->picked;
+    int32_t last = args->starts ? args->starts[batch->count] : 0;
+    uint64_t rows = last > 0 ? (uint64_t)last : 0;
+    int code = need(rows, "queries", args->queries.data, "out", args->out, "lse", args->lse, NULL);
+    if (code == 0)
+        code = need((uint64_t)picked->lists * picked->row_count, "row_keys", picked->row_keys,
+                    "row_values", picked->row_values, "row_log_counts", picked->row_log_counts,
+                    NULL);
+    if (code < 0) return code;
     if (!(args->error >= 0 && args->error < INFINITY))
         return fail(CXLKV_E_ARGUMENT, "attend: an error of %g", (double)args->error);
     if (args->scale > 0 && args->scale < INFINITY && args->softcap >= 0) return 0;

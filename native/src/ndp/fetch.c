@@ -249,6 +249,9 @@ static int64_t fetch_locked(fetch_job *job) {
     if (key_bytes > args->key_capacity_bytes || value_bytes > args->value_capacity_bytes)
         return fail(CXLKV_E_ROOM, "fetch: %lu bytes of keys wanted, room for %lu", key_bytes,
                     args->key_capacity_bytes);
+    code = need(key_bytes, "keys", args->keys, NULL);
+    if (code == 0) code = need(value_bytes, "values", args->values, NULL);
+    if (code < 0) return code;
     job->stream = key_bytes + value_bytes > STREAM_BYTES;
     code = run_tasks(job->batch->pool, lists * layout->kv_heads, fetch_task, job);
     if (code < 0) return code;
@@ -427,8 +430,10 @@ int64_t cxlkv_batch_fetch_blocks(cxlkv_batch *batch, uint32_t layer, const cxlkv
                                  const int32_t *first, int32_t *good) {
     blocks_job job = {.batch = batch, .layer = layer, .table = blocks, .first = first,
                       .good = good, .lock = PTHREAD_MUTEX_INITIALIZER};
+    int64_t code = need(batch->count, "first", first, "good", good, NULL);
+    if (code < 0) return code;
     memset(good, 0, batch->count * sizeof(*good));
-    int64_t code = IN_BATCH(batch, false, peers_verify(batch->pool, fetch_blocks_locked(&job)));
+    code = IN_BATCH(batch, false, peers_verify(batch->pool, fetch_blocks_locked(&job)));
     if (code < 0 && code != job.code) memset(good, 0, batch->count * sizeof(*good));
     pthread_mutex_destroy(&job.lock);
     return code;

@@ -42,7 +42,7 @@ view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
 /* Into how many ranges the pages of each row are cut, under the locks of the batch: together with
  * the call's rows it decides the last bits of the output. */
 uint32_t attend_parts(cxlkv_batch *batch, cxlkv_attend_args *args);
-int attend_check(const cxlkv_attend_args *args);
+int attend_check(const cxlkv_batch *batch, const cxlkv_attend_args *args);
 /* cxlkv_batch_attend in this process, by arguments that were checked; parts 0: chosen. */
 int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts);
 

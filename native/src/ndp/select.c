@@ -173,10 +173,9 @@ int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
     if (args->budget_count != 1 && args->budget_count != batch->count)
         return fail(CXLKV_E_ARGUMENT, "%u budgets for %u sequences: give 1, or one for each",
                     args->budget_count, batch->count);
-    for (uint32_t i = 0; i < args->budget_count; i++) {
-        int code = budget_check(args, i);
-        if (code < 0) return code;
-    }
+    int code = need(args->budget_count, "budgets", args->budgets, NULL);
+    for (uint32_t i = 0; code == 0 && i < args->budget_count; i++) code = budget_check(args, i);
+    if (code < 0) return code;
     return scorer_check(batch, args);
 }
 

@@ -58,6 +58,9 @@ static void keys_of(const uint8_t *names, const uint64_t *ends, uint64_t first, 
 
 int64_t cxlkv_object_keys(const uint8_t *names, const uint64_t *ends, uint64_t count,
                           const uint8_t *root, uint8_t *keys) {
+    int code = need(count, "ends", ends, "root", root, "keys", keys, NULL);
+    if (code == 0) code = need(count ? ends[count - 1] : 0, "names", names, NULL);
+    if (code < 0) return code;
     for (uint64_t i = 0; i < count; i++) {
         uint64_t begin = i ? ends[i - 1] : 0;
         if (ends[i] < begin)

@@ -55,7 +55,8 @@ static void drop_damaged(cxlkv_lease *lease) {
 int64_t cxlkv_lease_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                          uint64_t *addresses, int64_t *sizes, cxlkv_lease **out) {
     cxlkv_lease *made = NULL;
-    int64_t code = pool_enter(pool);
+    int64_t code = need(count, "keys", keys, "addresses", addresses, "sizes", sizes, NULL);
+    if (code == 0) code = pool_enter(pool);
     if (code < 0) return code;
     code = lease_make(pool, count, false, &made);
     if (code == 0) code = objects_hold(pool, count, keys, made->places);
@@ -76,7 +77,8 @@ int64_t cxlkv_lease_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
 int64_t cxlkv_lease_reserve(cxlkv_pool *pool, uint32_t count, const uint64_t *sizes,
                             uint64_t *addresses, cxlkv_lease **out) {
     cxlkv_lease *made = NULL;
-    int64_t code = pool_enter(pool);
+    int64_t code = need(count, "sizes", sizes, "addresses", addresses, NULL);
+    if (code == 0) code = pool_enter(pool);
     if (code < 0) return code;
     int32_t *codes = calloc(count + 1ull, sizeof(*codes));
     code = codes ? lease_make(pool, count, true, &made) : fail(ENOMEM, "no memory for a lease");
@@ -158,7 +160,8 @@ static int64_t publish_locked(cxlkv_lease *lease, uint32_t count, const uint32_t
 
 int64_t cxlkv_lease_publish(cxlkv_lease *lease, uint32_t count, const uint32_t *places,
                             const uint8_t *keys, int32_t *codes) {
-    int64_t code = pool_enter(lease->pool);
+    int64_t code = need(count, "places", places, "keys", keys, "codes", codes, NULL);
+    if (code == 0) code = pool_enter(lease->pool);
     if (code < 0) return code;
     pthread_mutex_lock(&lease->lock);
     code = publish_locked(lease, count, places, keys, codes);

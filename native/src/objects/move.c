@@ -44,6 +44,8 @@ static int64_t buffers_bytes(const cxlkv_buffers *buffers, uint64_t object) {
     int64_t sum = 0;
     for (uint64_t i = buffer_begin(buffers, object); i < buffer_begin(buffers, object + 1); i++) {
         const cxlkv_row_form *form = form_at(buffers, object, i);
+        if (buffers->sizes[i] && !buffers->addresses[i])
+            return need(buffers->sizes[i], "a buffer", NULL, NULL);
         if (buffers->sizes[i] > INT64_MAX / 2) return INT64_MAX;
         int64_t its = form ? cxlkv_row_form_bytes(form, buffers->sizes[i])
                            : (int64_t)buffers->sizes[i];
@@ -267,9 +269,14 @@ static int64_t get_places(move_job *job) {
     return code;
 }
 
-/* With a place for each object. */
-static int64_t move_objects(move_job job, int64_t (*move)(move_job *job)) {
+/* With a place for each object. results: where each is told how it went. */
+static int64_t move_objects(move_job job, const void *results, int64_t (*move)(move_job *job)) {
+    const cxlkv_buffers *b = job.buffers;
     int64_t code = objects_check(job.pool);
+    if (code == 0) code = need(job.count, "keys", job.keys, "results", results, NULL);
+    if (code == 0)
+        code = need(buffer_begin(b, job.count), "addresses", b->addresses, "sizes", b->sizes, NULL);
+    if (code == 0) code = need(b->form_count, "forms", b->forms, NULL);
     if (code < 0) return code;
     job.places = malloc((job.count + 1ull) * sizeof(*job.places));
     if (!job.places) return fail(ENOMEM, "no memory for a list of %u objects", job.count);
@@ -281,7 +288,7 @@ static int64_t move_objects(move_job job, int64_t (*move)(move_job *job)) {
 int64_t cxlkv_objects_get(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                           const cxlkv_buffers *to, int64_t *sizes) {
     return move_objects((move_job){.pool = pool, .buffers = to, .keys = keys, .count = count,
-                                   .sizes = sizes}, get_places);
+                                   .sizes = sizes}, sizes, get_places);
 }
 
 /* ---- into the pool ---- */
@@ -343,7 +350,7 @@ static int64_t put_places(move_job *job) {
 int64_t cxlkv_objects_put(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                           const cxlkv_buffers *from, int32_t *codes) {
     return move_objects((move_job){.pool = pool, .buffers = from, .keys = keys, .count = count,
-                                   .codes = codes}, put_places);
+                                   .codes = codes}, codes, put_places);
 }
 
 /* ---- some bytes of objects, wherever they lie in them ---- */
@@ -405,7 +412,10 @@ static int64_t ranges_held(range_job *job, uint32_t count, uint32_t range_count,
 int64_t cxlkv_objects_ranges(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                              uint32_t range_count, const cxlkv_range *ranges, uint8_t *to,
                              uint64_t to_bytes, int64_t *sizes) {
-    int64_t code = pool_enter(pool);
+    int64_t code = need(count, "keys", keys, NULL);
+    if (code == 0) code = need(range_count, "ranges", ranges, "sizes", sizes, NULL);
+    if (code == 0) code = need(to_bytes, "to", to, NULL);
+    if (code == 0) code = pool_enter(pool);
     if (code < 0) return code;
     code = objects_check(pool);
     object_place *places = code == 0 ? malloc((count + 1ull) * sizeof(*places)) : NULL;

@@ -81,6 +81,8 @@ static int64_t take_loose(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
 }
 
 int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
+    int code = need(count, "pages", pages, NULL);
+    if (code < 0) return code;
     return IN_POOL(pool, HOST_LOCKED_BY(host_lock_with_room(pool, count), pool,
                                         take_loose(pool, count, pages)));
 }
@@ -104,7 +106,8 @@ int pages_claim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
 }
 
 int64_t cxlkv_pages_free(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
-    int code = pool_enter_to_release(pool);
+    int code = need(count, "pages", pages, NULL);
+    if (code == 0) code = pool_enter_to_release(pool);
     if (code < 0) return code;
     code = host_lock(pool);
     if (code == 0) {

@@ -121,7 +121,8 @@ static int64_t list_locked(cxlkv_pool *pool, cxlkv_published *rows, uint32_t cap
 
 int64_t cxlkv_pool_published(cxlkv_pool *pool, cxlkv_published *rows, uint32_t capacity,
                              uint64_t *clock) {
-    int64_t code = pool_enter(pool);
+    int64_t code = need(capacity, "rows", rows, NULL);
+    if (code == 0) code = pool_enter(pool);
     if (code < 0) return code;
     hooks.sequences_expire(pool);
     uint32_t *places = malloc(pool->geometry.page_count * sizeof(*places));
@@ -134,7 +135,8 @@ int64_t cxlkv_pool_published(cxlkv_pool *pool, cxlkv_published *rows, uint32_t c
 
 int64_t cxlkv_hotness_read(cxlkv_pool *pool, uint32_t first, uint32_t count, uint32_t *counts,
                            uint32_t *epochs) {
-    int code = pool_enter(pool);
+    int code = need(count, "counts", counts, "epochs", epochs, NULL);
+    if (code == 0) code = pool_enter(pool);
     if (code < 0) return code;
     uint32_t pages = pool->geometry.page_count, epoch = epoch_now(pool->host);
     if (first > pages || count > pages - first)

@@ -129,7 +129,8 @@ static int64_t choose_owed(cxlkv_pool *pool, uint64_t *turns, uint32_t *pages) {
 int64_t cxlkv_pages_wanted(cxlkv_pool *pool, uint32_t *pages, uint64_t capacity) {
     if (capacity < pool->geometry.page_count)
         return fail(CXLKV_E_ROOM, "room for %u pages is wanted", pool->geometry.page_count);
-    if (!pool->shared) return 0;
+    int code = need(capacity, "pages", pages, NULL);
+    if (code < 0 || !pool->shared) return code;
     uint64_t *turns = malloc(pool->geometry.extent_count * sizeof(*turns));
     if (!turns) return fail(ENOMEM, "no memory for %u extents", pool->geometry.extent_count);
     int64_t found = IN_POOL(pool, choose_owed(pool, turns, pages));

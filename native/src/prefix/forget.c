@@ -28,7 +28,8 @@ static int pages_of_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes
 /* A whole call. reaps: what the worker holds is given back as well. */
 static int keys_call(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bool reaps,
                      page_function *each, void *context) {
-    int code = pool_enter(pool);
+    int code = need(count, "hashes", hashes, NULL);
+    if (code == 0) code = pool_enter(pool);
     if (code < 0) return code;
     sequences_expire(pool);
     if (reaps) hooks.worker_give_back(pool); /* it may hold what our tables do not have any more */
@@ -130,5 +131,7 @@ static int64_t list_evictable(const cxlkv_pool *pool, uint8_t *flags) {
 int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity) {
     if (capacity < pool->geometry.page_count)
         return fail(CXLKV_E_ROOM, "flags for %u pages are wanted", pool->geometry.page_count);
+    int code = need(capacity, "flags", flags, NULL);
+    if (code < 0) return code;
     return IN_POOL(pool, (sequences_expire(pool), HOST_LOCKED(pool, list_evictable(pool, flags))));
 }

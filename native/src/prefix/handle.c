@@ -287,7 +287,8 @@ int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
                          cxlkv_sequence **out) {
     handle_header header;
     bool approximate = false;
-    int code = pool_enter(pool);
+    int code = need(size, "bytes", bytes, NULL);
+    if (code == 0) code = pool_enter(pool);
     if (code < 0) return code;
     cxlkv_sequence *made = NULL;
     code = handle_read(pool, bytes, size, &header, &approximate);

@@ -65,6 +65,8 @@ int64_t cxlkv_page_keys(const int64_t *ids, uint64_t count, uint32_t page_tokens
         return fail(CXLKV_E_ARGUMENT, "keys of kind %u for pages of %u tokens", kind, page_tokens);
     uint32_t before[KEY_WORDS], hashes[BLAKE2S_LANES][PAGE_WORDS];
     uint64_t pages = count / page_tokens;
+    int code = need(pages, "ids", ids, "root", root, "keys", keys, NULL);
+    if (code < 0 || pages == 0) return code;
     blake2s start;
     memcpy(before, root, sizeof(before));
     blake2s_begin(&start, 4 * KEY_WORDS, CHAIN_PURPOSE, 0);
@@ -87,6 +89,8 @@ int64_t cxlkv_page_keys(const int64_t *ids, uint64_t count, uint32_t page_tokens
  * the state before it serves all lengths that reach as far. */
 int64_t cxlkv_tail_keys(const int64_t *ids, uint32_t count, const uint8_t *before, uint8_t *keys) {
     uint32_t block[BLOCK] = {0}, used = KEY_WORDS;
+    int code = need(count, "ids", ids, "before", before, "keys", keys, NULL);
+    if (code < 0 || count == 0) return code;
     blake2s state;
     blake2s_begin(&state, 4 * KEY_WORDS, TAIL_PURPOSE, 0);
     memcpy(block, before, 4 * KEY_WORDS);

@@ -229,7 +229,9 @@ int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequen
     if (args->ids && args->id_count / pool->layout.page_tokens < args->count)
         return fail(CXLKV_E_ARGUMENT, "match: %u keys of %lu token ids", args->count,
                     args->id_count);
-    int code = pool_enter(pool);
+    int code = need(args->count, "hashes", args->hashes, NULL);
+    if (code == 0) code = need(args->ids ? args->id_count : 0, "root", args->root, NULL);
+    if (code == 0) code = pool_enter(pool);
     if (code < 0) return code;
     sequences_expire(pool);
     cxlkv_sequence *made = NULL;

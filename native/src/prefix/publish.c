@@ -86,7 +86,8 @@ int publish_check(const cxlkv_sequence *sequence) {
 
 int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
                       const uint8_t *hashes, uint32_t content) {
-    int code = content ? 0 : publish_check(sequence);
+    int code = need(count, "hashes", hashes, NULL);
+    if (code == 0 && !content) code = publish_check(sequence);
     if (code < 0) return code;
     return IN_SEQUENCE(sequence, false, publish_locked(sequence, count, tokens_per_key, hashes));
 }

@@ -133,7 +133,8 @@ static int64_t publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uin
 
 int64_t cxlkv_publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uint8_t *before,
                            const uint8_t *key) {
-    int code = publish_check(sequence);
+    int code = need(1, "key", key, NULL);
+    if (code == 0) code = publish_check(sequence);
     if (code < 0) return code;
     return IN_SEQUENCE(sequence, false, publish_tail(sequence, tokens, before, key));
 }

@@ -14,6 +14,8 @@ int cxlkv_batch_create(cxlkv_pool *pool, uint32_t count, cxlkv_sequence **sequen
                        cxlkv_batch **out) {
     if (count == 0 || count > 1u << 20)
         return fail(CXLKV_E_ARGUMENT, "a batch of %u sequences: outside 1 to 1048576", count);
+    int code = need(count, "sequences", sequences, NULL);
+    if (code < 0) return code;
     for (uint32_t i = 0; i < count; i++)
         if (sequences[i]->pool != pool)
             return fail(CXLKV_E_ARGUMENT, "sequence %u of the batch is of another pool", i);
@@ -135,12 +137,13 @@ int blocks_check(const cxlkv_batch *batch, const cxlkv_blocks *table, uint32_t *
                     tokens, layout->page_tokens);
     if ((uint64_t)blocks * tokens > INT32_MAX)
         return fail(CXLKV_E_ARGUMENT, "%u blocks of %u tokens: copy fewer at once", blocks, tokens);
-    for (uint32_t i = 0; i < blocks; i++)
+    code = need(blocks, "blocks", table->blocks, NULL);
+    for (uint32_t i = 0; code == 0 && i < blocks; i++)
         if (table->blocks[i] < 0 || (uint32_t)table->blocks[i] >= table->block_count)
             return fail(CXLKV_E_ARGUMENT, "blocks[%u] is %d: there are blocks 0 to %d", i,
                         table->blocks[i], (int)table->block_count - 1);
     *rows = blocks * tokens;
-    return 0;
+    return code;
 }
 
 int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
@@ -154,6 +157,7 @@ int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
     if (queries->dtype >= DTYPE_COUNT)
         return fail(CXLKV_E_ARGUMENT, "queries: dtype code %u is unknown", queries->dtype);
     int code = batch_starts(batch, starts, rows);
+    if (code == 0) code = need(*rows, "queries", queries->data, NULL);
     if (code == 0 && (uint64_t)*rows * q_heads > INT32_MAX)
         return fail(CXLKV_E_ARGUMENT, "%u query rows of %u heads: ask with fewer rows at once",
                     *rows, q_heads);

@@ -14,7 +14,10 @@ int64_t cxlkv_sequence_places(cxlkv_sequence *sequence, uint32_t layer, uint64_t
     cxlkv_pool *pool = sequence->pool;
     if (layer >= pool->layout.layers)
         return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, pool->layout.layers);
-    int code = sequence_enter(sequence, false);
+    int code = need(capacity, "key_offsets", key_offsets, "value_offsets", value_offsets,
+                    "descriptor_offsets", descriptor_offsets, "pages", pages, "generations",
+                    generations, NULL);
+    if (code == 0) code = sequence_enter(sequence, false);
     if (code < 0) return code;
     layer_view view = view_of(sequence, layer);
     uint64_t sealed = view_sealed(&view);

@@ -562,7 +562,8 @@ int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence, uint32_t layer) {
 }
 
 int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t capacity) {
-    int64_t count = sequence_enter(sequence, false);
+    int64_t count = need(capacity, "pages", pages, NULL);
+    if (count == 0) count = sequence_enter(sequence, false);
     if (count < 0) return count;
     for (uint32_t part = 0; part < sequence->pool->geometry.part_count; part++)
         for (uint32_t i = sequence->tables[part].first; i < sequence->page_count; i++, count++)

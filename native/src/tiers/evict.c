@@ -67,6 +67,10 @@ static uint32_t choose_into(candidates *c, uint32_t count, const uint32_t *paren
 int64_t cxlkv_choose(uint32_t count, const uint8_t *priorities, const float *scores,
                      const uint32_t *ages, const uint32_t *parents, const uint8_t *blocked,
                      uint32_t wanted, uint32_t *chosen) {
+    int code = need(count, "priorities", priorities, "scores", scores, "ages", ages, "parents",
+                    parents, "blocked", blocked, NULL);
+    if (code == 0) code = need(min_u32(count, wanted), "chosen", chosen, NULL);
+    if (code < 0) return code;
     for (uint32_t page = 0; page < count; page++)
         if (scores[page] != scores[page])
             return fail(CXLKV_E_ARGUMENT, "choose: the score of page %u is not a number", page);

@@ -459,7 +459,8 @@ static int64_t promote(cxlkv_pool *pool, local_move *moves, uint32_t count) {
 
 int64_t cxlkv_local_promote(cxlkv_pool *pool, uint32_t count, const int64_t *units,
                            const uint64_t *generations, int32_t *codes) {
-    int64_t code = tier_enter(pool);
+    int64_t code = need(count, "units", units, "codes", codes, NULL);
+    if (code == 0) code = tier_enter(pool);
     if (code < 0) return code;
     local_move *moves = calloc((size_t)count + 1, sizeof(*moves));
     if (!moves) code = fail(ENOMEM, "no memory to promote %u units: fewer at once", count);
@@ -477,7 +478,8 @@ int64_t cxlkv_local_promote(cxlkv_pool *pool, uint32_t count, const int64_t *uni
 /* ---- the rest ---- */
 
 int64_t cxlkv_local_demote(cxlkv_pool *pool, uint32_t count, const int64_t *units) {
-    int64_t code = tier_enter(pool);
+    int64_t code = need(count, "units", units, NULL);
+    if (code == 0) code = tier_enter(pool);
     if (code < 0) return code;
     local_tier *tier = pool->local;
     pthread_mutex_lock(&tier->lock);
@@ -498,7 +500,8 @@ int64_t cxlkv_local_demote(cxlkv_pool *pool, uint32_t count, const int64_t *unit
 
 int64_t cxlkv_local_hotness(cxlkv_pool *pool, int64_t *units, uint32_t *counts, uint8_t *resident,
                         uint64_t capacity) {
-    int64_t code = tier_enter(pool);
+    int64_t code = need(capacity, "units", units, "counts", counts, "resident", resident, NULL);
+    if (code == 0) code = tier_enter(pool);
     if (code < 0) return code;
     local_tier *tier = pool->local;
     pthread_mutex_lock(&tier->lock);
@@ -600,6 +603,8 @@ static int batch_units(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *p
     if (picked->lists != lists)
         return fail(CXLKV_E_ARGUMENT, "units: %u lists of pages, %u wanted", picked->lists, lists);
     uint64_t list = (uint64_t)layout->kv_heads * picked->k;
+    code = need(lists * list, "pages", picked->pages, "units", units, NULL);
+    if (code < 0) return code;
     for (uint32_t i = 0; i < batch->count; i++) {
         uint64_t first = per_query ? (uint64_t)starts[i] : i;
         uint64_t count = per_query ? (uint64_t)(starts[i + 1] - starts[i]) : 1;

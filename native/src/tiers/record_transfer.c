@@ -222,6 +222,9 @@ static record_job job_of(cxlkv_pool *pool, uint32_t count, uint8_t *bytes, int32
 
 int64_t cxlkv_records_read(cxlkv_pool *pool, uint32_t count, const uint32_t *pages,
                            const uint64_t *generations, uint8_t *bytes, int32_t *codes) {
+    int code = need(count, "pages", pages, "generations", generations, "bytes", bytes, "codes",
+                    codes, NULL);
+    if (code < 0) return code;
     record_job job = job_of(pool, count, bytes, codes);
     job.pages = pages;
     job.generations = generations;
@@ -412,7 +415,8 @@ static int64_t settle_arrivals(write_job *write, uint32_t count, int64_t code) {
 
 int64_t cxlkv_records_write(cxlkv_pool *pool, uint32_t count, const uint8_t *bytes,
                             const uint8_t *parents, int32_t *codes) {
-    int64_t code = pool_enter(pool);
+    int64_t code = need(count, "bytes", bytes, "codes", codes, NULL);
+    if (code == 0) code = pool_enter(pool);
     if (code < 0) return code;
     /* Nothing below writes to the records: reading and writing share their functions. */
     write_job write = {.common = job_of(pool, count, (uint8_t *)(uintptr_t)bytes, codes)};
@@ -437,6 +441,8 @@ int64_t cxlkv_records_write(cxlkv_pool *pool, uint32_t count, const uint8_t *byt
 
 int cxlkv_names(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t places,
                 uint8_t *names) {
+    int code = need((uint64_t)count * places, "hashes", hashes, "names", names, NULL);
+    if (code < 0) return code;
     for (uint64_t key = 0; key < count; key++)
         for (uint32_t place = 0; place < places; place++)
             for (uint32_t part = 0; part < pool->geometry.part_count; part++, names += 16) {
@@ -462,6 +468,8 @@ static int64_t find_pages(const cxlkv_pool *pool, uint32_t count, const uint8_t 
 
 int64_t cxlkv_find_pages(cxlkv_pool *pool, uint32_t count, const uint8_t *names, uint32_t *pages,
                          uint64_t *generations) {
+    int code = need(count, "names", names, "pages", pages, "generations", generations, NULL);
+    if (code < 0) return code;
     return IN_POOL(pool, HOST_LOCKED(pool, find_pages(pool, count, names, pages, generations)));
 }
 
@@ -497,6 +505,8 @@ static int64_t forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pa
 
 int64_t cxlkv_forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pages,
                            const uint64_t *generations, uint32_t only_unheld, int32_t *codes) {
+    int code = need(count, "pages", pages, "generations", generations, "codes", codes, NULL);
+    if (code < 0) return code;
     /* The worker may hold what our tables do not have any more. */
     return IN_POOL(pool, (sequences_expire(pool), hooks.worker_give_back(pool),
                           HOST_LOCKED(pool, forget_pages(pool, count, pages, generations,

@@ -722,6 +722,8 @@ static int64_t worker_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
 
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
     int64_t code = select_check(batch, args);
+    if (code == 0) code = need(args->capacity, "pages", args->pages, "scores", args->scores, NULL);
+    if (code == 0) code = need(batch->count, "counts", args->counts, NULL);
     if (code < 0) return code;
     if (args->method == CXLKV_METHOD_AUTO) args->method = cheapest_method(batch, args, false);
     code = worker_select(batch, args);
@@ -729,7 +731,7 @@ int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
 }
 
 int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
-    int64_t code = attend_check(args);
+    int64_t code = attend_check(batch, args);
     if (code < 0) return code;
     code = worker_attend(batch, args);
     return code == NOT_BY_WORKER ? attend_here(batch, args, 0) : code;

@@ -97,7 +97,7 @@ int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args) {
     args->appended = args->lists_staged = 0;
     args->bytes_scored = args->bytes_sketched = args->tokens_scored = args->bytes_attended = 0;
     args->mean_error = 0;
-    int64_t code = attend_check(&attend);
+    int64_t code = attend_check(batch, &attend);
     if (code == 0 && args->budget_count) code = select_check(batch, &select);
     if (code < 0) return code;
     const cxlkv_rows *values = args->values.data ? &args->values : NULL;

@@ -35,7 +35,11 @@ static int put_choice(cxlkv_worker *w, const cxlkv_choice *choice) {
                           .bytes_fetched = choice->bytes_fetched, .lists = picked->lists,
                           .weight_tokens = weight_tokens, .virtual_rows = picked->row_count};
     buffer *parts = w->result.parts, *of_rows = parts + CHOOSE_ROWS;
-    int code = put(&parts[CHOOSE_HEAD], &head, sizeof(head));
+    int code = need(pages, "pages", picked->pages, NULL);
+    if (code == 0)
+        code = need(rows, "row_keys", picked->row_keys, "row_values", picked->row_values,
+                    "row_log_counts", picked->row_log_counts, NULL);
+    if (code == 0) code = put(&parts[CHOOSE_HEAD], &head, sizeof(head));
     if (code == 0) code = put(&parts[CHOOSE_PAGES], picked->pages, pages);
     if (code == 0) code = put(&parts[CHOOSE_WEIGHTS], picked->log_weights, pages * weight_tokens);
     if (code == 0) code = put(&of_rows[0], picked->row_keys, rows * facts->head_dim);
@@ -73,6 +77,8 @@ int cxlkv_worker_refuse(cxlkv_worker *w, int code, const char *text) {
 
 int64_t cxlkv_worker_tables(cxlkv_worker *w, uint64_t *tables, uint64_t capacity) {
     uint64_t found = 0;
+    int code = need(capacity, "tables", tables, NULL);
+    if (code < 0) return code;
     for (uint32_t i = 0; i < w->file.header.slot_count; i++)
         for (uint32_t n = 0; n < w->sessions[i].table_capacity; n++) {
             const table *each = &w->sessions[i].tables[n];
