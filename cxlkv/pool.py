@@ -531,7 +531,7 @@ class CXLPool(Pool):
         return found
 
     def _load_method(self, word: str) -> str:
-        """As scorers.load(), for who serves the pool to others."""
+        """Load a method that a Server offers to its peers: see scorers.load()."""
         return scorers.load(self._handle, self.layout, word)
 
     def sequence(self) -> Sequence:

@@ -221,7 +221,7 @@ class SharedColdTier(Closing):
         side, reason = None, ""
         try:
             side = self._joined()
-        except Exception as error:  # else nobody would be asked again, ever
+        except Exception as error:  # the next look tries again; without this thread none would
             reason = str(error) or type(error).__name__
         with self._mutex:
             self._joining = None

@@ -1,6 +1,6 @@
 """What a server may answer: a model for each header, and how long its body is; else PeerError.
 
-A server is believed nothing: no number of it says how much is allocated here, or where is read.
+The client trusts no number of a server: none decides how much it allocates, or where it reads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Kind = TypeVar("Kind", bound=BaseModel)
 Made = TypeVar("Made")
 Reader = Callable[[Header, bytearray], Made]
-"""What makes of a header and a body what was asked for; raises PeerError."""
+"""Turns an answer's header and body into the call's result; raises PeerError."""
 
 
 class _Answer(BaseModel):

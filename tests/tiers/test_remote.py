@@ -274,7 +274,7 @@ def test_answers_that_make_no_sense_are_a_shorter_hit(
             off += not remote.is_on
             liar.lie = truth
             until(lambda: remote.is_on)
-            found(tiers, keys_of())  # a first one may still be by what was said of the pool
+            found(tiers, keys_of())  # the first one may still use the old description
             assert found(tiers, keys_of()) == TOKENS
             pool.forget(keys_of())
     assert off > trials / 4, "most lies are to be seen"
@@ -306,7 +306,7 @@ def test_what_looks_for_it_outlives_anything(
 
 @pytest.mark.usefixtures("looked_for_soon")
 def test_another_pool_at_the_same_address_is_found(secret: Path, rng: np.random.Generator) -> None:
-    """Of another layout first: what was said of it is not believed for ever."""
+    """The tier comes back when a pool of the right layout takes the place of a wrong one."""
     with lied_to(secret, LAYOUTS["bfloat16"], rng) as (_, tiers, liar):
         remote = tiers.remote
         assert remote is not None

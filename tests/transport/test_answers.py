@@ -113,7 +113,7 @@ def test_an_answer_that_makes_no_sense_is_an_error_of_ours(
             with here.match(keys) as hit:
                 some = keys[: hit.tokens // pool.layout.page_tokens]
             assert not some or what(here, some) == what(pool, some)
-            remote.close()  # what was said of the pool is of a connection
+            remote.close()  # each connection describes the pool anew
             assert pull(remote, here, keys).tokens == TOKENS
             assert what(here, keys) == right
         sequence.release()

@@ -39,7 +39,7 @@ def unshared(space: bytes) -> bytes:
 
 
 def xor(space: bytes, other: bytes) -> bytes:
-    """Of two namespaces: keys of both. Spaces of shards differ after it by what they did before."""
+    """One namespace of two. Two spaces combined with the same third differ as they did before."""
     return bytes(a ^ b for a, b in zip(space, other, strict=True))
 
 

@@ -53,7 +53,8 @@ def words_of(
 ) -> dict[str, object]:
     """Everything that makes a chunk what it is, but what LMCache's key says, and the salt.
 
-    LMCache does not tell a revision: of several in the hub's cache nobody knows which it is.
+    LMCache does not say which revision it loaded, so a hub's name with several revisions in the
+    cache identifies no weights.
     """
     model = str(_of(metadata, "model_name"))
     words = model_words(model, identity=identity)

@@ -55,7 +55,7 @@ def engine_words(config: Config, server: object | None, version: str, identity: 
     """Of the model as this engine runs it. server: SGLang's arguments, None where it has none.
     identity: as in PoolSettings.
 
-    Raises BadArgumentError when nobody says which model it is, UnsupportedError for LongRoPE.
+    Raises BadArgumentError when SGLang names no model, UnsupportedError for LongRoPE.
     """
     path = str(getattr(server, "model_path", None) or config.model_name or "")
     if not path:

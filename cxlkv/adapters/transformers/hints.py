@@ -156,7 +156,7 @@ class Hints(Closing):
             starts = np.arange(len(sequences) + 1, dtype=np.int32)
             method = self._cache.method
             self._prefetcher.hint(layer, query, starts, budgets, method, batch=self._own)
-        except Exception as error:  # a hint is advice: nobody asks the thread what became of it
+        except Exception as error:  # a failed hint slows a step, and must not end the thread
             self._failed += 1
             if not isinstance(error, CXLKVError):
                 log.exception("a hint failed")

@@ -61,7 +61,7 @@ class LoadedWeights:
         return b"" if self._now == self._start else self._now
 
     def hear(self, message: Message, worker: Saves) -> None:
-        """Hands the step's message to the worker, as far as it is of the weights that are here."""
+        """Pass the step's message to the worker; of other weights' keys, load and save nothing."""
         is_idle = time.monotonic() - self._ended_s > IDLE_S
         has_changed = False
         if message.look or is_idle or self._loads != self._seen_loads:

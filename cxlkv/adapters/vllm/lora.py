@@ -1,9 +1,9 @@
 """Names what an engine's LoRA adapters are, as a pool outlives the engine and its names of them.
 
 vLLM loads an adapter when a request first names it, by lora_int_id, and again where a request says
-load_inplace. It tells connectors neither. So an adapter's files are read when its id is first seen,
-and again with load_inplace. Where they have changed without it, vLLM has the old weights or the new
-ones; then its pages are shared with nobody.
+load_inplace. It tells connectors neither. So this file reads an adapter's files when its id first
+comes, and again with load_inplace. If the files change without it, vLLM may run the old weights or
+the new ones, and the adapter's pages are shared with no other engine.
 """
 
 from __future__ import annotations
