@@ -19,7 +19,6 @@ from cxlkv.arrays import (
     Starts,
     View,
     forms,
-    imported,
     rows_or_bytes,
     target,
     view,
@@ -558,7 +557,7 @@ class Batch:
             raise BadArgumentError(f"{len(budgets)} budgets for {len(self.sequences)} sequences")
         factor = self._scale if scale is None else float(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
-        queries = imported(q, "q")
+        queries = view(q, "q").owner
         _, scorer = (None, 0) if method in METHODS else self._way(method)
         return Asked(layer, queries, offsets, budgets, method, factor, recall, rate, scorer), new
 

@@ -10,15 +10,14 @@ are not copied, only named; a handle takes each row's open tail along as a page.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import zlib
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from cxlkv.adapters.common.keys import namespace
+from cxlkv.adapters.common.parameters import fingerprint
 from cxlkv.adapters.transformers.cache import CXLCache, Settings
 from cxlkv.adapters.transformers.layouts import check_layout, config_words, layout_of
 from cxlkv.errors import BadArgumentError, CXLKVError, StaleError
@@ -33,7 +32,6 @@ VERSION = 1
 HEADER = struct.Struct("<4sIIQ16s")
 LENGTH = struct.Struct("<I")
 CRC = struct.Struct("<I")
-SAMPLE_BYTES = 1024
 
 
 def hand_over(cache: CXLCache, model: torch.nn.Module) -> bytes:
@@ -122,36 +120,21 @@ def _read(data: bytes) -> tuple[int, bytes, list[bytes]]:
 
 
 def name_of(model: torch.nn.Module) -> bytes:
-    """16 bytes of the model's config, dtype, and of the beginning, middle and end of each weight.
+    """16 bytes of the model's config, dtype, and samples of each weight.
 
     Not all of the weights are read, as CXLRequests does once: a hand-over is to take no longer for
     a larger model.
     """
-    found: list[tuple[str, tuple[int, ...], str]] = []
-    pieces: list[Tensor] = []
-    for name, weight in sorted(model.state_dict().items()):
+    weights = sorted(model.state_dict().items())
+    for name, weight in weights:
         if weight.is_meta:
             raise BadArgumentError(
                 f"{name} is not in memory, so the model cannot be told from another: hand over "
                 "each row's handle, cache.sequences[row].handle, and see to it yourself"
             )
-        found.append((name, tuple(weight.shape), str(weight.dtype)))
-        pieces += _sampled(weight)
-    sample = hashlib.sha256()
-    for piece in pieces:
-        sample.update(piece.cpu().numpy().data)
     words = {
         "config": config_words(model),
         "dtype": str(getattr(model, "dtype", None)),
-        "weights": found,
-        "sample": sample.hexdigest(),
+        "weights": fingerprint(weights).hex(),
     }
     return namespace(words)
-
-
-def _sampled(weight: Tensor) -> list[Tensor]:
-    """Bytes of its beginning, middle and end, uint8 [SAMPLE_BYTES] each or less."""
-    flat = weight.detach().reshape(-1)
-    count = max(1, SAMPLE_BYTES // flat.element_size())
-    last = max(0, len(flat) - count)
-    return [flat[at : at + count].view(torch.uint8) for at in (0, last // 2, last)]
