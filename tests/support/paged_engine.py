@@ -435,8 +435,7 @@ class Engine:
             or any(request.is_loading for request in self.requests.values())
         ):
             assert time.monotonic() < until, "a load does not end"
-            self.step()
-            time.sleep(0.001)  # as vLLM does, for threads like those that load
+            self.step()  # one that has nothing to do waits for who loads, by itself
 
     def wrong(self) -> list[tuple[str, int]]:
         """Blocks that count as computed, and are not what they should be."""

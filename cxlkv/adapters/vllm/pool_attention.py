@@ -128,6 +128,7 @@ class PoolAttention:
         self._step, self._failed = None, set()
         for name in message.ended:
             self._release(name)
+        self._report.ended += message.ended
         for started in message.started:
             self._start(started)
         for continued in message.continued:
