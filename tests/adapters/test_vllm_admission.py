@@ -58,6 +58,19 @@ def test_who_owes_room_begins_no_request_until_it_is_given(hosts: Hosts, taking:
     assert room.waits
 
 
+def test_room_is_what_is_free_and_comes_back(hosts: Hosts) -> None:
+    """In a step: less what it gives, with what ends in it."""
+    owner, _ = opened(hosts)
+    room = Room([owner], LEASE_S)
+    room.begin()
+    assert room.has(room.tokens)
+    assert room.fits("a request", 0, PAGE_TOKENS)
+    room.take("a request")
+    assert not room.has(room.tokens)
+    room.give_back("a request")
+    assert room.has(room.tokens)
+
+
 def test_a_request_of_more_than_a_share_gets_it(hosts: Hosts, taking: Taking) -> None:
     """While others run beside it, no more than the share is asked for."""
     owner, other = opened(hosts)

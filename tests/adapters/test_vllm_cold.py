@@ -13,11 +13,15 @@ from typing import Protocol
 import pytest
 
 from cxlkv import CXLPool
+from cxlkv.adapters.vllm import engine_attention, scheduler
+from cxlkv.adapters.vllm.prefetch import TRIES_MAX
+from cxlkv.adapters.vllm.scheduler import Step
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.cold_shared import SharedColdTier
 
-from ..support.paged_engine import Engine
+from ..support.paged_engine import Engine, Request
+from ..support.waiting import until
 from .test_vllm_engine_attention import layout_of, text
 
 TEXT = 162  # tokens, of which 160 are whole blocks
@@ -256,3 +260,110 @@ def test_a_session_keeps_its_longest_turn_until_it_lets_go(make_engine: MakeEngi
         engine.step()
         engine.end(f"{tokens}")
         assert [one.tokens for one in engine.scheduling._keeping._kept] == kept
+
+
+def test_a_step_with_nothing_to_do_waits_for_what_comes(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the second step has it: no steps follow each other while the thread is at work."""
+    engine = make_engine()
+    serve(engine, *range(8))
+    monkeypatch.setattr(scheduler, "IDLE_S", 60)
+    for number in range(4):
+        engine.add(f"{number}", text(number, TEXT))
+        for _ in range(2):
+            engine.step()
+        assert engine.cached[f"{number}"] == 160
+        engine.end(f"{number}")
+        engine.step()
+
+
+def test_a_step_with_nothing_to_do_waits_for_loads(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(load="async")
+    serve(engine, 1)
+    monkeypatch.setattr(engine_attention, "IDLE_S", 60)
+    for turn in range(8):
+        request = engine.serve(f"{turn}", text(1, TEXT))
+        assert not request.is_loading
+        engine.step()
+        engine.end(f"{turn}")
+        engine.step()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_comes_when_who_has_ended_lets_go(make_engine: MakeEngine, ranks: int) -> None:
+    """A request comes between the end of another one and the step in which the workers hear of
+    that: pages that it needs are still held."""
+    engine = make_engine(ranks)
+    serve(engine, *range(8))
+    prefetch = engine.scheduling._prefetch
+    assert prefetch is not None
+    for turn in range(3):
+        engine.serve("large", text(50 + turn, 400))
+        engine.end("large")
+        engine.add("next", text(turn, TEXT))
+        tried = turn + 1
+        until(lambda: prefetch.tiers[0].moved_pages("refused") >= 40 * tried)  # noqa: B023
+        engine.settle()
+        assert engine.cached["next"] == 160
+        engine.end("next")
+    assert not engine.scheduling.failures
+
+
+def test_what_is_held_for_later_ones_gives_way(make_engine: MakeEngine) -> None:
+    """One in front of them is asked and not let in, and none runs: prefixes that came for later
+    ones, and those that were kept of earlier ones."""
+    engine = make_engine()
+    serve(engine, *range(8))
+    (pool,) = engine.scheduling.pools
+    engine.serve("kept", text(77, 82), ttl_s=600)
+    engine.end("kept")
+    engine.step()
+    behind, front = Request("behind", text(0, TEXT)), Request("front", text(60, 266))
+    engine.scheduling.expect(behind)
+    prefetch = engine.scheduling._prefetch
+    assert prefetch is not None
+    prefetch.rest(60)
+    assert pool.stats()["pages_held"] == 60
+    assert engine.scheduling.match(front, 0) == (0, False)
+    engine.scheduling.message(Step())
+    assert pool.stats()["pages_held"] == 0
+    for request in (front, behind):
+        engine.scheduling.ended(request)
+
+
+def test_a_prefix_without_room_comes_when_there_is_some(make_engine: MakeEngine) -> None:
+    """Where its request waits for that room, too; not again and again, as others may take it."""
+    engine = make_engine()
+    serve(engine, *range(8))
+    scheduling = engine.scheduling
+    prefetch, has_room = scheduling._prefetch, [False]
+    assert prefetch is not None
+    scheduling.plan_by(lambda tokens: has_room[0] and 0 < tokens <= 160)
+    request = Request("a", text(0, TEXT))
+
+    def match() -> tuple[int, int | None]:
+        """How often it waits, and what there is then."""
+        waits = 0
+        while (found := scheduling.match(request, 0)[0]) is None:
+            prefetch.rest(60)
+            waits += 1
+        return waits, found
+
+    engine.serve("large", text(50, 400))
+    assert match() == (1, 0)
+    assert match() == (0, 0)
+    engine.end("large")
+    engine.step()
+    has_room[0] = True
+    assert match() == (1, 160)
+    scheduling.ended(request)
+    serve(engine, *range(8, 12))
+    engine.serve("large", text(51, 400))
+    waits, found = match()
+    assert waits == TRIES_MAX
+    assert found is not None
+    assert found < 160
+    scheduling.ended(request)

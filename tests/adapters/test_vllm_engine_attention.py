@@ -22,6 +22,7 @@ from cxlkv.tiers.policy import policy_named
 
 from ..support.damaging import damage_piece
 from ..support.paged_engine import SPACE, TOKENS, Adapter, Engine, Request, words_of
+from ..support.weight_files import change, safetensors
 
 LAYERS = 3
 
@@ -429,15 +430,20 @@ def test_adapter_with_other_weights_under_its_name_is_a_miss(
 ) -> None:
     engine, folder = make_engine(), tmp_path / "lora"
     folder.mkdir()
-    weights = folder / "adapter_model.safetensors"
-    for name, text_of_weights, cached in (("a", "1", 0), ("b", "1", 32), ("c", "two", 0)):
-        if not weights.exists() or weights.read_text() != text_of_weights:
-            weights.write_text(text_of_weights)
-        engine.add(name, text(1, 33)).lora_request = Adapter(str(folder))
+    weights = safetensors(folder / "adapter_model.safetensors")
+
+    def cached(name: str, number: int = 1) -> int:
+        engine.add(name, text(1, 33)).lora_request = Adapter(str(folder), number)
         engine.step()
-        assert engine.cached[name] == cached
-    engine.serve("d", text(1, 33))
-    assert engine.cached["d"] == 0
+        return engine.cached[name]
+
+    assert [cached("a"), cached("b")] == [0, 32]
+    change(weights, -1)
+    assert [cached("c", 2), cached("d", 2)] == [0, 32]
+    change(weights, -1)
+    assert cached("e", 3) == 32, "what it was at first"
+    engine.serve("f", text(1, 33))
+    assert engine.cached["f"] == 0
 
 
 def test_reset_makes_all_that_was_stored_a_miss(make_engine: MakeEngine, paths: list[str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from cxlkv.adapters.vllm import loaded
 from cxlkv.adapters.vllm.loaded import LoadedWeights, models_with
 from cxlkv.adapters.vllm.lora import Adapters
 
-from ..support.paged_engine import TOKENS, Engine
+from ..support.paged_engine import TOKENS, Adapter, Engine
 from ..support.weight_files import change, safetensors
 from .test_vllm_engine_attention import layout_of, text
 
@@ -197,13 +196,6 @@ def test_a_fingerprint_sees_each_tensor_and_its_shape() -> None:
 
 
 # ---- adapters ----
-
-
-@dataclass
-class Adapter:
-    lora_path: str
-    lora_int_id: int = 1
-    load_inplace: bool = False
 
 
 def test_adapters_are_named_by_their_contents(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def main() -> None:
             scheduling.reset()
         elif act == "forgotten":
             scheduling.forgotten()
+            engine.step()  # the workers say that their weights are the same
         else:
             now_s[0] += 2
         said = Said(

@@ -36,6 +36,8 @@ SPACE = bytes(range(16))
 @dataclass
 class Adapter:
     lora_path: str
+    lora_int_id: int = 1
+    load_inplace: bool = False
 
 
 @dataclass
@@ -353,8 +355,10 @@ class Engine:
     def _run(self, step: Step, message: Message) -> None:
         """What the workers do with a step, then what the scheduler makes of it."""
         for rank in self.ranks:
-            if rank.loaded is None:
+            if rank.loaded is None:  # its weights are those of the start
                 rank.worker.hear(message)
+                if message.look:
+                    rank.worker.tell_weights(b"")
             else:
                 rank.loaded.hear(message, rank.worker)
             rank.worker.start_loads()
@@ -449,8 +453,7 @@ class Engine:
             or any(request.is_loading for request in self.requests.values())
         ):
             assert time.monotonic() < until, "a load does not end"
-            self.step()
-            time.sleep(0.001)  # as vLLM does, for threads like those that load
+            self.step()  # one that has nothing to do waits for who loads, by itself
 
     def wrong(self) -> list[tuple[str, int]]:
         """Blocks that count as computed, and are not what they should be."""

@@ -85,6 +85,10 @@ class Room:
             self._want(missing)
         return missing <= 0
 
+    def has(self, tokens: int) -> bool:
+        """Whether there is room in this step for so many more, whoever has them then."""
+        return self._pages(tokens) + self._given <= self._room()
+
     def _want(self, pages: int) -> None:
         """Asks the other hosts to evict pages that no process reads."""
         for pool, parts in zip(self._pools, self._parts, strict=True):

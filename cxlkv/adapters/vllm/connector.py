@@ -186,6 +186,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         )
         if self._in_pool:
             self._room = enter_room(made.pools, config, self.settings.lease_s)
+            made.plan_by(self._room.has)
         for path, pool in zip(paths, made.pools, strict=True):
             self._look_after(pool, partial(pools.open_one, path, self.settings))
         return made

@@ -15,7 +15,7 @@ import numpy as np
 
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.vllm.events import there
-from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part, kind_of
+from cxlkv.adapters.vllm.loading import IDLE_S, BlockMemory, Load, Loader, Part, kind_of
 from cxlkv.adapters.vllm.messages import (
     KEY_BYTES,
     Continued,
@@ -128,6 +128,7 @@ class EngineAttention:
             self._save_left(left)
         for name in message.ended:
             self._end(name)
+        self._report.ended += message.ended
         for held in self._held.values():
             held.scheduled = 0
         now: list[Part] = []
@@ -233,7 +234,10 @@ class EngineAttention:
             self._now.wait(self._layers[name] + 1)
 
     def finished(self) -> set[str]:
-        """Requests whose load beside the steps has ended, well or not."""
+        """Requests whose load beside the steps has ended, well or not. A step that has nothing else
+        to do waits for the next one, as Prefetch.rest() does."""
+        if self._beside and not any(held.scheduled for held in self._held.values()):
+            self._beside[0][1].rest(IDLE_S)
         ended = [(name, load) for name, load in self._beside if load.look()]
         self._beside = [one for one in self._beside if one not in ended]
         for _, load in ended:

@@ -68,6 +68,11 @@ class Keeping:
             self._kept.remove(one)
             self._end(one)
 
+    def give_way(self) -> None:
+        """The oldest one goes: a request lacks room, and none runs whose end would give it some."""
+        if self._kept:
+            self._end(self._kept.popleft())
+
     def close(self) -> None:
         while self._kept:
             self._end(self._kept.popleft())

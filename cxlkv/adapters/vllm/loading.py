@@ -23,6 +23,10 @@ from cxlkv.errors import CorruptError, CXLKVError
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
+IDLE_S = 0.005
+"""A step that has nothing to do but to wait for a thread waits so long at most: what comes to the
+engine meanwhile waits as long."""
+
 log = logging.getLogger("cxlkv")
 
 
@@ -159,6 +163,11 @@ class Load:
                 return
             self._given_up = self.is_late = True
             self._changed.wait_for(lambda: self.has_ended)
+
+    def rest(self, most_s: float) -> None:
+        """Until it has ended, but not longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.has_ended, most_s)
 
     def give_up(self) -> None:
         """Nobody wants it any more; has_ended says when its blocks are free."""

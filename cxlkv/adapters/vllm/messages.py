@@ -130,11 +130,13 @@ class Span:
 
 @dataclass
 class Report:
-    """What a worker did in a step: requests whose hits it has loaded whole, or has not; those that
-    another connector loaded in it; blocks that its pool has now, and tokens of tails by request;
-    failures by kind, as PoolRequests counts them; the state of its weights by rank, where it was
-    asked or is another than the message's."""
+    """What a worker did in a step: requests that it heard had ended, whose pages it has let go of;
+    those whose hits it has loaded whole, or has not; those that another connector loaded in it;
+    blocks that its pool has now, and tokens of tails by request; failures by kind, as PoolRequests
+    counts them; the state of its weights by rank, where it was asked or is another than the
+    message's."""
 
+    ended: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)

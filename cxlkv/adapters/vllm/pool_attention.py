@@ -129,6 +129,7 @@ class PoolAttention:
         self.stop_saving(message.unshared)
         for name in message.ended:
             self._release(name)
+        self._report.ended += message.ended
         for started in message.started:
             self._start(started)
         for continued in message.continued:

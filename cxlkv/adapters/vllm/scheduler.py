@@ -7,8 +7,9 @@ request ends or is preempted, so that nothing takes its pages before the workers
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,7 @@ from cxlkv.adapters.common.keys import block_keys, xor
 from cxlkv.adapters.common.metrics import Failures
 from cxlkv.adapters.vllm.events import Events, Removed, Stored, there
 from cxlkv.adapters.vllm.keeping import Keeping
+from cxlkv.adapters.vllm.loading import IDLE_S
 from cxlkv.adapters.vllm.lora import Adapters
 from cxlkv.adapters.vllm.messages import (
     FAR,
@@ -130,6 +132,7 @@ class Scheduling:
         self._spaces: dict[str, bytes] = {}
         self._matches: dict[str, _Match] = {}
         self._told: dict[str, _Told] = {}
+        self._asked: set[str] = set()  # since the last step, and told how much of them is there
         self._starts: dict[str, Started] = {}  # allocated since the last step
         self._again: set[str] = set()  # what the workers know of them is not true any more
         self._failed: set[str] = set()  # requests that do not try again: a slow pool stays slow
@@ -195,6 +198,7 @@ class Scheduling:
         self._spaces[name] = self._space_of(request)
         if local and self._weights.are_mixed:
             self._options[name] = replace(self._options[name], save=False)
+        self._asked.add(name)
         if self.events is not None:
             self.events.begin(request, self._spaces[name])
         most = request.num_tokens - 1
@@ -204,6 +208,7 @@ class Scheduling:
             return 0, False
         deep = self._prefetch if self._options[name].tier != FAR else None
         if deep is not None and deep.is_going(name):
+            self._asked.discard(name)
             return None, False
         keys = unpacked(self._keys(request, 0, -(-most // self.block_tokens)), self.block_tokens)
         found = self._find(self._chain(request, keys), local)
@@ -211,6 +216,7 @@ class Scheduling:
         if deep is not None and deep.matched(name, keys, tokens):
             for hit in found.hits if found is not None else ():
                 hit.release()
+            self._asked.discard(name)
             return None, False
         if found is None:
             return 0, False
@@ -221,6 +227,11 @@ class Scheduling:
         # A hit that attention reads where it lies is there at once.
         beside = self.settings.load == "async" and self.settings.attention == "engine"
         return found.tokens - local, beside
+
+    def plan_by(self, has_room: Callable[[int], bool]) -> None:
+        """Requests begin when the pools have room for them, of so many tokens."""
+        if self._prefetch is not None:
+            self._prefetch.has_room = has_room
 
     @property
     def come_tokens(self) -> Counter[str]:
@@ -340,6 +351,7 @@ class Scheduling:
         )
         self._again, self._loaded, self._left, self._unshared = set(), [], [], []
         for name in step.ended:
+            self._leaves(name)
             self._told.pop(name, None)
             if name not in self._starts:
                 self._forget_match(name)
@@ -359,7 +371,24 @@ class Scheduling:
                 options = self._options.get(one.request, Options())
                 message.started.append(self._start(Started(one.request, [], options=options), one))
         message.continued += [self._go_on(one, one.blocks) for one in step.going]
+        if not (message.started or message.continued or message.ended or message.left):
+            self._rest()
+        self._asked.clear()
         return message
+
+    def _rest(self) -> None:
+        """The step has nothing to do. Where none runs, nothing that is held for later ones may keep
+        the next one waiting."""
+        if self._asked and not self._told:
+            self._keeping.give_way()
+            if self._prefetch is not None:
+                self._prefetch.let_go()
+        if (self._prefetch is None or not self._prefetch.rest(IDLE_S)) and not self._told:
+            time.sleep(IDLE_S)  # for room, of which nothing tells; workers wait for their loads
+
+    def _leaves(self, name: str) -> None:
+        if self._prefetch is not None and name in self._told:
+            self._prefetch.leaves(name)
 
     def _start(self, start: Started, now: Scheduled | None) -> Started:
         if now is not None:
@@ -389,6 +418,7 @@ class Scheduling:
     def ended(self, request: EngineRequest) -> None:
         """Finished or aborted; the workers hear of it with the next step."""
         name = request.request_id
+        self._leaves(name)
         self._forget_match(name)
         options = self._options.pop(name, None)
         if options is not None and options.save and self.settings.attention == "engine":
@@ -438,6 +468,8 @@ class Scheduling:
         self._loaded += [name for name, count in counts.items() if count == len(reports)]
         if self._weights.hear(reports):
             self._change_weights()
+        if self._prefetch is not None:
+            self._prefetch.has_left({name for report in reports for name in report.ended})
         for report in reports:
             self.failures.update(report.failures)
             self._failed.update(name for name in report.failed if name in self._requests)

@@ -23,7 +23,8 @@ int need(uint64_t count, ...) {
     while (!missing && (name = va_arg(arguments, const char *)))
         if (!va_arg(arguments, const void *)) missing = name;
     va_end(arguments);
-    return missing ? fail(CXLKV_E_ARGUMENT, "%s: no address (NULL), %lu wanted", missing, count) : 0;
+    if (!missing) return 0;
+    return fail(CXLKV_E_ARGUMENT, "%s: no address (NULL), %lu wanted", missing, count);
 }
 
 const char *cxlkv_error_text(void) { return text; }
