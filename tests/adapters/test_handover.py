@@ -439,7 +439,7 @@ def test_another_pool_and_things_that_are_no_hand_over(pool: CXLPool) -> None:
         take_over(cache.sequences[0].handle, pool, model)
     with pytest.raises(BadArgumentError, match="bytes, not str"):
         take_over("text", pool, model)  # type: ignore[arg-type]
-    with pytest.raises(StaleError, match="has version 7, this cxlkv reads 1"):
+    with pytest.raises(StaleError, match="has version 7, this cxlkv reads 2"):
         take_over(sealed(data[:4] + struct.pack("<I", 7) + data[8:-4]), pool, model)
 
 

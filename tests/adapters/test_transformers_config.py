@@ -25,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 OTHER: dict[str, object] = {
     "_name_or_path": "/elsewhere",
     "transformers_version": "4.0",
-    "architectures": ["Another"],
     "dtype": "bfloat16",
     "torch_dtype": "bfloat16",
     "use_cache": False,

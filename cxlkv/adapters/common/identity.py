@@ -24,7 +24,6 @@ log = logging.getLogger("cxlkv")
 ALLOWED: dict[str, str] = {
     "_name_or_path": "where the config was read from",
     "transformers_version": "who wrote the file",
-    "architectures": "which head stands on the layers: the model's class is a word of its own",
     "dtype": "what the file's weights have; the dtype that runs is a word of its own",
     "torch_dtype": "the same, under its older name",
     "use_cache": "whether a cache is returned, not what is in it",

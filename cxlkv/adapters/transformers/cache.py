@@ -19,6 +19,7 @@ from cxlkv.adapters.transformers import budgets
 from cxlkv.adapters.transformers.latent import Absorbed
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
 from cxlkv.adapters.transformers.prefill import attend_to_new, attend_to_pages, beside_sinks
+from cxlkv.adapters.transformers.resets import give_back
 from cxlkv.adapters.transformers.sparse_prefill import attend_sparsely, check_mass, long_rows
 from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError
@@ -216,6 +217,7 @@ class CXLCache(Cache):
         if attention == "device":
             choosers.refuse(method, "a device")
         check_layout(pool.layout, layout_of(model))
+        give_back(model, CXLCache)
         layers = [FarLayer(self, index, w) for index, w in enumerate(pool.layout.windows)]
         super().__init__(layers=[*layers])
         self._far_layers = layers
@@ -559,6 +561,13 @@ class CXLCache(Cache):
             sequence.release()
         self._start_from((), 0)
         self._keep_budget(self._given)
+
+    def restart(self) -> None:
+        """Empty all rows, which stay: the whole text is read anew."""
+        rows = [self.pool.sequence() for _ in self.sequences]
+        for sequence in self.sequences:
+            sequence.release()
+        self._start_from(rows, 0)
 
     def reset(self) -> None:
         """release(), under the name that transformers uses."""

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from cxlkv.adapters.common.keys import namespace
-from cxlkv.adapters.common.parameters import fingerprint
 from cxlkv.adapters.transformers.cache import CXLCache, Settings
-from cxlkv.adapters.transformers.layouts import check_layout, config_words, layout_of
+from cxlkv.adapters.transformers.identity import Identity
+from cxlkv.adapters.transformers.layouts import check_layout, layout_of
+from cxlkv.adapters.transformers.ropes import form_of
 from cxlkv.errors import BadArgumentError, CXLKVError, StaleError
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence as Tokens
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MAGIC, OF_ONE_SEQUENCE = b"CKVC", b"CKVH"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<4sIIQ16s")
 LENGTH = struct.Struct("<I")
 CRC = struct.Struct("<I")
@@ -48,7 +49,8 @@ def hand_over(cache: CXLCache, model: torch.nn.Module) -> bytes:
     if not cache.sequences:
         raise BadArgumentError("the cache is empty: run the prompt through the model first")
     check_layout(cache.pool.layout, layout_of(model))
-    header = (MAGIC, VERSION, len(cache.sequences), cache.get_seq_length(), name_of(model))
+    tokens = cache.get_seq_length()
+    header = (MAGIC, VERSION, len(cache.sequences), tokens, name_of(model, tokens))
     parts = [HEADER.pack(*header)]
     for sequence in cache.sequences:
         handle = sequence.handle
@@ -69,10 +71,11 @@ def take_over(
     """
     tokens, name, handles = _read(data)
     check_layout(pool.layout, layout_of(model))
-    if name != name_of(model):
+    if name != name_of(model, tokens):
         raise BadArgumentError(
-            "the prompt was read by another model: config, dtype or weights differ. Load the same "
-            "one, or read the prompt with this one"
+            "the prompt was read by another model: config, dtype or weights differ, or which "
+            "adapters are on, or what longer texts made of its rope. Load the same one and switch "
+            "the same adapters on, or read the prompt with this one"
         )
     rows: list[Tokens] = []
     try:
@@ -119,22 +122,17 @@ def _read(data: bytes) -> tuple[int, bytes, list[bytes]]:
     return tokens, name, handles
 
 
-def name_of(model: torch.nn.Module) -> bytes:
-    """16 bytes of the model's config, dtype, and samples of each weight.
+def name_of(model: torch.nn.Module, tokens: int) -> bytes:
+    """16 bytes of what the model is now, and of how it turns keys behind so many tokens.
 
-    Not all of the weights are read, as CXLRequests does once: a hand-over is to take no longer for
-    a larger model.
+    Not all of the weights are read, as CXLRequests does: a hand-over is to take no longer for a
+    larger model.
     """
-    weights = sorted(model.state_dict().items())
-    for name, weight in weights:
-        if weight.is_meta:
-            raise BadArgumentError(
-                f"{name} is not in memory, so the model cannot be told from another: hand over "
-                "each row's handle, cache.sequences[row].handle, and see to it yourself"
-            )
-    words = {
-        "config": config_words(model),
-        "dtype": str(getattr(model, "dtype", None)),
-        "weights": fingerprint(weights).hex(),
-    }
-    return namespace(words)
+    found = Identity(model, sampled=True).now()
+    if found.far:
+        raise BadArgumentError(
+            f"{found.far[0]} is not in memory, so the model cannot be told from another: hand over "
+            "each row's handle, cache.sequences[row].handle, and see to it yourself"
+        )
+    form = form_of(found.ropes, tokens).hex() if found.ropes else ""
+    return namespace({"model": found.words, "form": form})

@@ -37,7 +37,7 @@ def text_config(model: object) -> PreTrainedConfig:
 
 def config_words(model: object) -> dict[str, object]:
     """What the config says of the model's keys and values: identity.ALLOWED is left out."""
-    return {"class": type(model).__name__, **identity.config_words(text_config(model).to_dict())}
+    return identity.config_words(text_config(model).to_dict())
 
 
 def check_layout(pool: KVLayout, model: KVLayout) -> None:

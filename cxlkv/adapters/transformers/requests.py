@@ -11,12 +11,10 @@ gives the requests of these names to a model.
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
@@ -24,7 +22,9 @@ from torch import Tensor
 from cxlkv.adapters.common.keys import block_keys, namespace
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.transformers.cache import CXLCache, Settings
-from cxlkv.adapters.transformers.layouts import check_layout, config_words, layout_of, text_config
+from cxlkv.adapters.transformers.identity import Identity
+from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
+from cxlkv.adapters.transformers.ropes import form_now, form_of
 from cxlkv.adapters.transformers.steps import Step
 from cxlkv.errors import BadArgumentError, PoolFullError, UnsupportedError
 from cxlkv.pool import CXLPool
@@ -37,11 +37,54 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+MIXED = b""
+"""The space of keys and values that were made in several."""
+
+CHANGED = (
+    "the pages that begin() found were made otherwise than this pass makes its own: the model, its "
+    "adapters or its rope are others now. Change them before begin(), and where the rope depends "
+    "on the length of the text, feed the rest of it in one pass (prefill_chunk_size=None)"
+)
+CHANGED_SINCE = (
+    "the model is not as it was when the prompt was read, so nothing of it is published: change "
+    "its weights and adapters before begin() or after its end"
+)
+
+
+class ModelKeys(PageKeys):
+    """Keys that know their space: 16 bytes of all, beside the text, that makes keys and values."""
+
+    space: bytes = MIXED
+
+    @classmethod
+    def of(cls, keys: PageKeys, space: bytes) -> ModelKeys:
+        made = cls(keys.packed, keys.page_tokens, keys.strict)
+        made.space = space
+        return made
+
+    @overload
+    def __getitem__(self, place: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, place: slice[int | None, int | None, int | None]) -> ModelKeys: ...
+
+    def __getitem__(
+        self, place: int | slice[int | None, int | None, int | None]
+    ) -> bytes | ModelKeys:
+        found = super().__getitem__(place)
+        return ModelKeys.of(found, self.space) if isinstance(found, PageKeys) else found
+
+
 class _RowsCache(CXLCache):
-    """A cache that knows whether its rows still go on with the texts that it was made for."""
+    """A cache that knows whether its rows still go on with the texts that it was made for, and in
+    which space its keys and values were made."""
 
     texts: Sequence[tuple[list[int], int]] = ()  # of each row, and the padding before it
     known, beams = True, False
+    passes: _Passes | None = None
+    loaded = False  # whether all that is there was found in the pool
+    runs: tuple[tuple[int, bytes | None], ...] = ()
+    """(up to which token, padding included; space, None where it is not known)."""
 
     def _begin(
         self, mask: Tensor | None, batch: int, tokens: int, positions: Tensor | None = None
@@ -50,7 +93,25 @@ class _RowsCache(CXLCache):
         rows = len(self.sequences)
         if rows == len(self.texts) and rows < batch and batch % rows == 0:
             self.batch_repeat_interleave(batch // rows)
-        return super()._begin(mask, batch, tokens, positions)
+        step = super()._begin(mask, batch, tokens, positions)
+        if self.passes is not None:
+            self._note(self.get_seq_length() + tokens, self.passes.space())
+        return step
+
+    def _note(self, end: int, space: bytes) -> None:
+        """A pass makes keys and values up to token `end` in this space."""
+        before = self.runs[-1][1] if self.runs else None
+        goes_on = before in (None, space)
+        if self.loaded and not goes_on:
+            raise BadArgumentError(CHANGED)
+        self.loaded = False
+        self.runs = (*(self.runs[:-1] if goes_on else self.runs), (end, space))
+
+    def _start_from(self, sequences: Sequence[Tokens], seen: int) -> None:
+        super()._start_from(sequences, seen)
+        begins = (0, *(end for end, _ in self.runs))
+        ends = ((min(end, seen), space) for end, space in self.runs)
+        self.runs = tuple(run for begin, run in zip(begins, ends, strict=False) if begin < seen)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.beams = True
@@ -73,13 +134,31 @@ class _RowsCache(CXLCache):
         self.known = self.known and self.get_seq_length() >= longest
 
 
+class _Passes:
+    """Says of each pass in which space it makes keys and values. The model is looked at in the
+    first one; what the length decides is seen in each."""
+
+    def __init__(self, look: Callable[[], tuple[bytes, Sequence[torch.nn.Module]]]) -> None:
+        self._look = look
+        self.model, self._space = b"", b""
+        self._ropes: Sequence[torch.nn.Module] = ()
+
+    def space(self) -> bytes:
+        if not self.model:
+            self.model, self._ropes = self._look()
+            self._space = _space_of(self.model)
+        return _space_of(self.model, form_now(self._ropes)) if self._ropes else self._space
+
+
 class CXLRequests(PoolRequests):
     """Requests of a model over a pool, for calls of generate() that begin with the same text.
 
-    Keys name the model's config, its weights (a hash, made here once: make another CXLRequests when
-    they change), the pool's layout and the salt. weights: what names them instead, which saves
-    reading them. Raises GeometryError when the pool is laid out for another model, UnsupportedError
-    for a model that also reads images or sounds: these have no token ids of their own.
+    Keys name the model as it is when they are made (its config, adapters and switches, a hash of
+    all bytes of its weights, which are read again where they have changed: identity.py), the
+    frequencies that turn them (ropes.py), the pool's layout and the salt. weights: what names them
+    instead of that hash, which saves reading them. Raises GeometryError when the pool is laid out
+    for another model, UnsupportedError for a model that also reads images or sounds, and for
+    virtual tokens (prompt tuning): these have no token ids of their own.
     """
 
     def __init__(
@@ -100,21 +179,54 @@ class CXLRequests(PoolRequests):
                 "their token ids, which are the same for every image: use a CXLCache without it"
             )
         self._model = model
-        words = {
-            "config": config_words(model),
-            "dtype": str(getattr(model, "dtype", None)),
-            "weights": hash_of(model) if weights is None else weights,
-            "layout": str(pool.layout),
-            "salt": salt.hex(),
-        }
-        self._space = namespace(words)
+        self._identity, self._unnamed = Identity(model, weights), weights is None
+        self._words = {"layout": str(pool.layout), "salt": salt.hex()}
+        self._look()  # may refuse
         self._rows: dict[str, tuple[_RowsCache, int, int]] = {}  # cache, row, rows when it was made
+        self._spaces: dict[str, bytes | None] = {}  # of what load() found
         self._begun = 0
 
     def keys(self, ids: Sequence[int]) -> PageKeys:
-        """Of the full pages of token ids."""
+        """Of the full pages of token ids, as a pass over all of them makes them now."""
+        return self._keys(ids, self._space(len(ids)))
+
+    def _keys(self, ids: Sequence[int], space: bytes) -> ModelKeys:
         size = self.pool.layout.page_tokens
-        return block_keys(list(prefix_keys(ids, size)), size, self._space)
+        return ModelKeys.of(block_keys(list(prefix_keys(ids, size)), size, space), space)
+
+    # ---- spaces ----
+
+    def _look(self) -> tuple[bytes, Sequence[torch.nn.Module]]:
+        """16 bytes of the model as it is now, which nobody else has where nobody may find its
+        pages, and what turns its keys where the length decides that."""
+        if _has_virtual_tokens(self._model):
+            raise UnsupportedError(
+                "the active adapter has virtual tokens, and CXLRequests finds prompts by the ids "
+                "of their tokens, which these have not: use a CXLCache without it"
+            )
+        found = self._identity.now()
+        if found.far and self._unnamed:
+            raise BadArgumentError(f"{found.far[0]} is not in memory: say weights=, which name it")
+        if found.doubts:
+            self.fail("doubt", UnsupportedError(f"no pages are shared: {found.doubts[0]}"))
+            return os.urandom(16), found.ropes
+        return namespace({"model": found.words, **self._words}), found.ropes
+
+    def _space(self, tokens: int) -> bytes:
+        """Of a pass now whose last token is number `tokens` of its text."""
+        model, ropes = self._look()
+        return _space_of(model, form_of(ropes, tokens) if ropes else b"")
+
+    def _publishable(self, cache: _RowsCache) -> tuple[bytes, int]:
+        """In which space the cache's tokens were made, and up to which one, padding included; none
+        when the model has changed since."""
+        if not cache.runs or cache.passes is None or not cache.passes.model:
+            return MIXED, 0
+        if self._look()[0] != cache.passes.model:
+            self.fail("changed", BadArgumentError(CHANGED_SINCE))
+            return MIXED, 0
+        end, space = cache.runs[0]
+        return (space, end) if space else (MIXED, 0)
 
     # ---- rows ----
 
@@ -129,9 +241,45 @@ class CXLRequests(PoolRequests):
         made = _RowsCache(self.pool, self._model, sequences=sequences, **settings)
         if seen is not None:
             made._start_from(made.sequences, seen)
+        if made.get_seq_length():
+            spaces = {self._space_of_row(name) for name in names if len(self.sequences[name])}
+            space = spaces.pop() if len(spaces) == 1 else MIXED
+            made.runs = ((made.get_seq_length(), space),)
+            made.loaded = bool(space) and not any(name in self._rows for name in names)
+        made.passes = _Passes(self._look)
         for row, name in enumerate(names):
             self._rows[name] = made, row, len(names)
         return made
+
+    def _space_of_row(self, request: str) -> bytes | None:
+        """Of all that the request has; None: not known, or nothing."""
+        if request not in self._rows:
+            return self._spaces.get(request)
+        runs = self._rows[request][0].runs
+        return runs[0][1] if len(runs) == 1 else (MIXED if runs else None)
+
+    def load(
+        self,
+        request: str,
+        handle: bytes | None,
+        tokens: int,
+        keys: PageKeys | None = None,
+        *,
+        verify: bool = True,
+    ) -> int:
+        count = super().load(request, handle, tokens, keys, verify=verify)
+        self._spaces[request] = keys.space if count and isinstance(keys, ModelKeys) else None
+        return count
+
+    def store(self, request: str, keys: PageKeys) -> int:
+        """As PoolRequests has it, of what a pass made in the space of these keys, if any did."""
+        if request in self._rows and isinstance(keys, ModelKeys):
+            cache = self._rows[request][0]
+            space, end = self._publishable(cache)
+            padding = cache.get_seq_length() - len(self.sequence(request))
+            tokens = max(0, end - padding) if space == keys.space else 0
+            keys = keys[: tokens // keys.page_tokens]
+        return super().store(request, keys)
 
     def _group(self, request: str) -> Sequence[Tokens]:
         """generate() may have made several rows of one, for beams and samples."""
@@ -149,6 +297,7 @@ class CXLRequests(PoolRequests):
             for sequence in self._group(request):
                 sequence.release()
             del self._rows[request]
+        self._spaces.pop(request, None)
         super().release(request)
 
     # ---- generate() ----
@@ -175,18 +324,22 @@ class CXLRequests(PoolRequests):
             self.fail("full", error)
             raise
         finally:
-            for name, (text, _) in zip(names, texts, strict=True):
-                if cache.known:
-                    self.store(name, self.keys(text))
+            if cache.known:
+                space, end = self._publishable(cache)
+                for name, (text, pad) in zip(names, texts, strict=True) if end else ():
+                    kept = text[: max(0, end - pad)]
+                    self._publish(self.sequence(name), self._keys(kept, space), 0)
+            for name in names:
                 self.release(name)
             cache.release()
 
     def _load(self, names: list[str], texts: list[tuple[list[int], int]]) -> int:
         """Begins the requests; returns how many tokens, padding included, all rows have then."""
         page_tokens = self.pool.layout.page_tokens
+        space = self._space(max(len(text) for text, _ in texts))
         with ExitStack() as held:
             # The model needs a token to go on from, so the last one is never taken from a hit.
-            keys = [self.keys(text)[: (len(text) - 1) // page_tokens] for text, _ in texts]
+            keys = [self._keys(text, space)[: (len(text) - 1) // page_tokens] for text, _ in texts]
             hits = [held.enter_context(self.match(of)) for of in keys]
             seen = min(hit.tokens + pad for hit, (_, pad) in zip(hits, texts, strict=True))
             wanted = [max(0, seen - pad) for _, pad in texts]
@@ -211,13 +364,17 @@ class CXLRequests(PoolRequests):
         if not isinstance(cache, _RowsCache) or not cache.texts:
             raise BadArgumentError("keep() wants a cache of begin()")
         _check_kept(cache, tokens)
+        space, end = self._publishable(cache)
+        if not end:
+            return 0
         new, size = 0, len(cache.sequences) // len(cache.texts)
         for row, sequence in enumerate(cache.sequences):
             prompt, pad = cache.texts[row // size]
             ids = tokens[row, pad:].tolist()
             if ids[: len(prompt)] != prompt or len(ids) < len(sequence):
                 raise BadArgumentError(f"tokens: row {row} is not what the cache was made with")
-            new += self._publish(sequence, self.keys(ids[: len(sequence)]), 0)[0]
+            made = self._keys(ids[: min(len(sequence), max(0, end - pad))], space)
+            new += self._publish(sequence, made, 0)[0]
         return new
 
 
@@ -246,20 +403,11 @@ def _texts(ids: Tensor, mask: Tensor | None) -> list[tuple[list[int], int]]:
     return [(row[pad:].tolist(), pad) for row, pad in zip(ids, pads, strict=True)]
 
 
-def hash_of(model: torch.nn.Module) -> str:
-    """Of all bytes of all weights, as they are now; on as many CPUs as there are."""
-    weights = sorted(model.state_dict().items())
-    for name, weight in weights:
-        if weight.is_meta:
-            raise BadArgumentError(f"{name} is not in memory: say weights=, which name them")
-    found = hashlib.sha256()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        digests = threads.map(_digest, [weight for _, weight in weights])
-        for (name, weight), digest in zip(weights, digests, strict=True):
-            found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + digest)
-    return found.hexdigest()
+def _space_of(model: bytes, form: bytes = b"") -> bytes:
+    return namespace({"model": model.hex(), "form": form.hex()})
 
 
-def _digest(weight: Tensor) -> bytes:
-    flat = weight.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
+def _has_virtual_tokens(model: torch.nn.Module) -> bool:
+    """Whether PEFT puts learnt ones before each text."""
+    active = getattr(model, "active_peft_config", None)
+    return bool(getattr(active, "is_prompt_learning", False))
