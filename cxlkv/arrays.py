@@ -178,7 +178,9 @@ def check_memory(tensors: Mapping[str, torch.Tensor | None]) -> None:
     """As memory_of() does, of several by their names; of what is read by kernels."""
     for name, tensor in tensors.items():
         try:
-            if tensor is not None and (tensor.is_neg() or tensor.data_ptr() < NEAR):
+            if tensor is None or tensor.is_meta:  # no kernel runs there
+                continue
+            if tensor.is_neg() or tensor.data_ptr() < NEAR:
                 memory_of(tensor, name)
         except RuntimeError:
             _no_memory(cast("torch.Tensor", tensor), name)
@@ -230,6 +232,8 @@ def _wrong_dtype(name: str, dtype: object) -> BadArgumentError:
 
 def address_of(array: object, name: str) -> int:
     """Of the first element of what view() takes; of a tensor, of what forms() knows."""
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
     if not is_torch(array):
         return view(array, name).address
     try:

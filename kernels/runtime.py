@@ -39,10 +39,10 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 def one_device(**tensors: torch.Tensor | None) -> torch.device:
     """The device of all tensors given by name; raises BadArgumentError when they differ, and for
     what a kernel would read or write wrongly by its address."""
-    check_memory(tensors)
     found = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     if len(set(found.values())) != 1:
         raise BadArgumentError(f"tensors lie on different devices: {found}")
+    check_memory(tensors)
     return next(iter(found.values()))
 
 

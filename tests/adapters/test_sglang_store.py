@@ -97,7 +97,8 @@ class Engine:
                 "encoding": encoding,
             }
         )
-        words: dict[str, object] = {"engine": "sglang", "model": model}
+        words: dict[str, object] = {"engine": "sglang", "model": model, "weights": "stated"}
+        words |= {"draft": None, "random": None}
         self.store = Store(Rank(config or Config(), words, given, zero_copy), self.counting)
         self.hosts: Mapping[str, Host] = hosts or {MAIN: Host()}
         for name, host in self.hosts.items():

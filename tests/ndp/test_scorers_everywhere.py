@@ -394,7 +394,11 @@ def test_copies_in_the_local_tier_change_nothing(right: list[Lists]) -> None:
 
 def test_pages_that_were_pulled_and_selects_of_a_server(tmp_path: Path, right: list[Lists]) -> None:
     secret = b"a secret of the tests"
-    with small() as there, small() as here, Server(there, ("127.0.0.1", 0), secret) as server:
+    with (
+        small() as there,
+        small() as here,
+        Server(there, ("127.0.0.1", 0), secret, methods=NAMES) as server,
+    ):
         sequence = grown(there, IDS)
         there.publish_prefix(sequence, IDS)
         sequence.release()
@@ -413,7 +417,7 @@ def test_pages_that_were_pulled_and_selects_of_a_server(tmp_path: Path, right: l
                     for layer in range(LAYERS)
                 ]
                 assert_same([(of.pages, of.scores) for of in found], right[: len(found)])
-                with pytest.raises(BadArgumentError, match="method 'nothing': use one of"):
+                with pytest.raises(BadArgumentError, match="method 'nothing': this server takes"):
                     remote.select(far, 0, q, FEW, method="nothing")
 
 

@@ -75,9 +75,11 @@ def attention(
         return sdpa_attention_forward(*given, **kwargs)  # type: ignore[arg-type]
     if layer is None:
         raise BadArgumentError(
-            f"attention {NAME!r} works on a CXLCache, which {type(module).__name__} has not: pass "
-            "past_key_values=CXLCache(pool, model); where that is in a part of the model that has "
-            f"no cache, leave it out: model.set_attn_implementation({{'text_config': {NAME!r}}})"
+            f"attention {NAME!r} works on a CXLCache, and {type(module).__name__} was called "
+            "without one: pass past_key_values=CXLCache(pool, model). generate() makes passes of "
+            "its own without it for guidance_scale and assistant_early_exit: use attention 'sdpa' "
+            "for these. Where a part of the model has no cache, leave it out: "
+            f"model.set_attn_implementation({{'text_config': {NAME!r}}})"
         )
     if dropout:
         raise UnsupportedError(f"attention {NAME!r} has no dropout: call model.eval() first")

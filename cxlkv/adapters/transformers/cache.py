@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cxlkv.adapters.transformers import budgets
+from cxlkv.adapters.transformers.gradients import without_gradients
 from cxlkv.adapters.transformers.latent import Absorbed
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
 from cxlkv.adapters.transformers.prefill import attend_to_new, attend_to_pages, beside_sinks
@@ -179,7 +180,11 @@ class CXLCache(Cache):
     where their lengths differ, the attention mask must show the shorter ones padded on the left.
 
     A filled cache goes on with its text: generate() takes all of it, and what is new. For another
-    text call release() first; one that is longer than the cached one is not told from it.
+    text call release() first; one that is longer than the cached one is not told from it. A pass
+    with its whole text, longer than the cached one, begins anew: assisted decoding makes such.
+
+    Gradients of a pass on an empty cache are right, unless the pool is encoded. A backward pass
+    through any other one raises UnsupportedError: the pool keeps no graph of what made its keys.
 
     Raises GeometryError when the pool is laid out for another model, UnsupportedError as
     layout_of. In a forward pass: BadArgumentError for right padding, custom masks and a text that
@@ -232,6 +237,7 @@ class CXLCache(Cache):
         self._dtype = getattr(torch, pool.layout.dtype)
         self._step: Step | None = None
         self._pending: Announced | None = None
+        self._holds_traced = False  # keys and values that gradients were to lead to
         self._start_from(sequences, max((len(s) for s in sequences), default=0))
         self.budget = budget
 
@@ -241,6 +247,7 @@ class CXLCache(Cache):
         self._lengths = np.array([len(s) for s in self.sequences], np.int64)
         self._step = None
         self._pending = None
+        self._holds_traced = self._holds_traced and seen > 0
         for layer in self._far_layers:
             layer.seen = seen
             layer.is_initialized = bool(self.sequences)
@@ -301,8 +308,11 @@ class CXLCache(Cache):
         at_once = self._decodes_at_once and step.tokens == 1 and not step.first
         if not at_once:
             self._append(layer, step, new)
+        is_traced = torch.is_grad_enabled() and (self._holds_traced or _is_traced(call))
+        self._holds_traced = self._holds_traced or is_traced
         if self.prefill_mass is not None and new.values is not None and long_rows(part).any():
-            return self._prefill_sparsely(part, call, self.prefill_mass)
+            out = self._prefill_sparsely(part, call, self.prefill_mass)
+            return without_gradients(out, call.query) if is_traced else out
         if self._attends_to_new(step):
             return attend_to_new(part, call.query, call.key, call.value)
         absorbed = None
@@ -316,7 +326,8 @@ class CXLCache(Cache):
         else:
             out = (self._decode if step.tokens == 1 else self._attend_in_pool)(part, rows)
         out = step.unrows(out)
-        return out if absorbed is None else absorbed.outputs(out)
+        out = out if absorbed is None else absorbed.outputs(out)
+        return without_gradients(out, call.query) if is_traced else out
 
     def _begin(
         self, mask: Tensor | None, batch: int, tokens: int, positions: Tensor | None = None
@@ -329,26 +340,37 @@ class CXLCache(Cache):
                 f"a batch of {batch} rows, the cache holds {len(self.sequences)} sequences: "
                 f"{ANOTHER_PROMPT}"
             )
+        ends = self._ends(positions)
+        whole = ends is not None and (ends <= tokens)[self._lengths > 0].all()
+        if whole and (self._lengths < tokens).all():
+            self.restart()  # it has its whole text, cached tokens too
+        elif ends is not None:
+            self._check_goes_on(ends, tokens)
         before = self._far_layers[0].seen
-        self._check_goes_on(positions)
         new, real = real_tokens(mask, batch, before, tokens, self._lengths)
         starts = np.zeros(batch + 1, np.int32)
         np.cumsum(new, out=starts[1:])
         return Step(batch, tokens, before == 0, starts, new, self._lengths + new, real)
 
-    def _check_goes_on(self, positions: Tensor | None) -> None:
-        """Raises BadArgumentError when new tokens end where cached ones are, by their positions
-        [1 or batch, tokens]: generate() drops as many tokens of a prompt as are cached, whatever
-        they are."""
+    def _ends(self, positions: Tensor | None) -> npt.NDArray[np.int64] | None:
+        """How long each row's text is with a pass of these positions [1 or batch, tokens]; None:
+        nothing is cached, or the model does not tell."""
         if positions is None or positions.ndim != 2 or not self._lengths.any():
-            return
-        last = positions[:, -1].cpu().numpy()
-        again = last < self._lengths
-        if again.any() and len(last) in (1, len(self._lengths)):
+            return None
+        if len(positions) not in (1, len(self._lengths)):
+            return None
+        ends: npt.NDArray[np.int64] = positions[:, -1].cpu().numpy().astype(np.int64) + 1
+        return np.broadcast_to(ends, self._lengths.shape)
+
+    def _check_goes_on(self, ends: npt.NDArray[np.int64], tokens: int) -> None:
+        """Raises BadArgumentError when new tokens begin or end where cached ones are: generate()
+        drops as many tokens of a prompt as are cached, whatever they are."""
+        again = (ends < self._lengths + tokens) & (self._lengths > 0)
+        if again.any():
             row = int(np.argmax(again))
             raise BadArgumentError(
                 f"the cache holds {self._lengths[row]} tokens, and the prompt ends at token "
-                f"{last[row % len(last)] + 1}: {ANOTHER_PROMPT}"
+                f"{ends[row]}, of which the pass brings {tokens}: {ANOTHER_PROMPT}"
             )
 
     def _attends_to_new(self, step: Step) -> bool:
@@ -652,6 +674,10 @@ def _truncated_forks(sequences: Sequence[Tokens], lengths: list[int]) -> list[To
     for sequence in sequences:
         sequence.release()
     return forks
+
+
+def _is_traced(call: Call) -> bool:
+    return any(one.requires_grad for one in (call.query, call.key, call.value))
 
 
 def _at_home(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -121,5 +121,5 @@ def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     """
     if sinks is None:
         return out
-    kept = torch.sigmoid(lse - sinks.detach().to(lse.device, torch.float32))
+    kept = torch.sigmoid(lse - sinks.to(lse.device, torch.float32))
     return out * kept[..., None].to(out.dtype)
