@@ -741,10 +741,10 @@ int64_t cxlkv_objects_ranges(cxlkv_pool *pool, uint32_t count, const uint8_t *ke
                              uint32_t range_count, const cxlkv_range *ranges, uint8_t *to,
                              uint64_t to_bytes, int64_t *sizes);
 
-/* Says that these objects follow each other in a text, its first ones or any of it, so that eviction
- * takes its end before its beginning, and who finds one is taken to want all before it. Of objects
- * that are there now, this host's own; the last call that names one says what is before it. Returns
- * how many are there. */
+/* Says that these objects follow each other in a text, from its beginning or any part of it, so that
+ * eviction takes its end first, and who finds one is taken to want all before it. Of objects that
+ * are there now, this host's own; the last call that has one behind another holds. Returns how many
+ * are there. */
 int64_t cxlkv_objects_chain(cxlkv_pool *pool, uint32_t count, const uint8_t *keys);
 
 /* Objects that this process holds, to be read, or written, where they lie. They last until they are

@@ -53,6 +53,9 @@ static uint32_t pop(candidates *c) {
 /* Each page is visited twice: on the way up to one that is known, and down again. */
 static void find_lost(candidates *c, uint32_t count, const uint32_t *parents) {
     enum { UNKNOWN = 2, VISITED = 3 };
+    uint32_t lost = 0;
+    for (uint32_t page = 0; page < count; page++) lost += parents[page] == CXLKV_PARENT_LOST;
+    if (lost == 0) return;
     memset(c->lost, UNKNOWN, count);
     for (uint32_t page = 0; page < count; page++) {
         uint32_t up = page;
