@@ -182,6 +182,17 @@ class ObjectPool(Pool):
         """int64 [n]: the bytes of each object, ABSENT or DAMAGED; no use of it is counted."""
         return _core.objects_sizes(self._handle, hashes_of(keys))
 
+    def chain(self, keys: Keys) -> int:
+        """Say that these objects follow each other in a text, from its beginning or any part of it;
+        how many of them are there.
+
+        Each is of use to who has all before it. So tiers evict a text's end before its beginning,
+        and take who gets one as if all before it were got, too. It is said of objects that are
+        there: after they were put, or came back; of a text that is put in several calls with the
+        last object of the call before at first. What was said of an object ends with it.
+        """
+        return _core.objects_chain(self._handle, hashes_of(keys))
+
     def lease(self, keys: Keys) -> Lease:
         """Hold objects, to read them where they lie; each is verified first."""
         hashes = hashes_of(keys)

@@ -25,8 +25,9 @@ NO_PAGE = _core.NO_PAGE  # in place of an id: none, behind a window
 
 COUNTER_WIDTH = 16
 COUNT_MAX = (1 << COUNTER_WIDTH) - 1
-HELD, PINNED = _core.PUBLISHED_HELD, _core.PUBLISHED_PINNED
+HELD, PINNED, LOST = _core.PUBLISHED_HELD, _core.PUBLISHED_PINNED, _core.PUBLISHED_LOST
 choose_pages = _core.choose  # which published pages an eviction takes
+PARENT_LOST = _core.PARENT_LOST
 PRIORITY_MAX = _core.PRIORITY_MAX  # of a published page, from 0
 
 CORRUPT, STALE, PRESENT = _core.E_CORRUPT, _core.E_STALE, _core.RECORD_PRESENT
@@ -200,8 +201,8 @@ class Published(NamedTuple):
     """Pages that match() finds, as eviction policies read them (`Hotness.published`).
 
     rows: a structured array, by page, with the fields page, generation, hash (two words: the key in
-    the index), used, born, hits, parent (page, or NO_PAGE), part, hotness, flags (HELD: in use) and
-    priority.
+    the index), used, born, hits, parent (page, or NO_PAGE), part, hotness, flags (HELD: in use;
+    LOST: of an object, that the one before it in its text is not there) and priority.
     clock: pages that were found or published so far, one by one; used and born are its low 32 bits
     when the page was found last, or published, and when it was published.
     """

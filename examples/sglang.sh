@@ -17,5 +17,6 @@ exec python -m sglang.launch_server --model-path "$model" \
         "module_path": "cxlkv.adapters.sglang",
         "class_name": "CXLHiCache",
         "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": true,
         "cxlkv": {"capacity": "64GiB"}
     }' "$@"

@@ -84,6 +84,11 @@ def objects_sizes(pool: Handle, keys: bytes) -> Sizes:
     return got
 
 
+def objects_chain(pool: Handle, keys: bytes) -> int:
+    """They follow each other; how many are there."""
+    return check(lib.cxlkv_objects_chain(pool, len(keys) // HASH_BYTES, keys))
+
+
 def objects_ranges(pool: Handle, keys: bytes, ranges: Addresses, address: int, size: int) -> Sizes:
     """ranges is uint64 [m, 4]: object, offset, bytes, target in the memory at `address`."""
     got = np.empty(len(ranges), np.int64)

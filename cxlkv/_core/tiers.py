@@ -88,6 +88,8 @@ def names_of(records: RecordBytes) -> Names:
 PUBLISHED = dtype_of("cxlkv_published")
 PUBLISHED_HELD: int = lib.CXLKV_PUBLISHED_HELD
 PUBLISHED_PINNED: int = lib.CXLKV_PUBLISHED_PINNED
+PUBLISHED_LOST: int = lib.CXLKV_PUBLISHED_LOST
+PARENT_LOST: int = lib.CXLKV_PARENT_LOST
 
 
 def hotness_read(

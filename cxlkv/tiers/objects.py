@@ -42,16 +42,18 @@ class ObjectMoves(ABC):
         """Bring back those of the objects that are only in the cold tier, as far as there is room.
 
         bool [n]: which of all are in the pool now, where get_batch_into(), get_ranges() and lease()
-        of the pool find them, until others need the room. Objects of this call make none for each
-        other. One that is damaged in the file is absent. Raises BadArgumentError for a pool of K
-        and V, whose match() does this.
+        of the pool find them, until others need the room. The first ones get room first, and
+        objects of this call make none for each other. What chain() said of one ended when it went.
+        One that is damaged in the file is absent. Raises BadArgumentError for a pool of K and V,
+        whose match() does this.
         """
         names = self._object_names(keys)
         pages, _ = self.pool.records.find(names)
         here: Mask = pages != NO_PAGE
         if self.cold is None or here.all():
             return here
-        wanted = np.unique(names[self.cold.contains(names) & ~here], axis=0)
+        wanted = names[self.cold.contains(names) & ~here]
+        wanted = wanted[np.sort(np.unique(wanted, axis=0, return_index=True)[1])]
         if len(wanted):
             with self._lock:
                 self._coming = pages[here]

@@ -13,8 +13,9 @@ Those of lower priority go before all of higher (admin.prioritize()), whatever t
 half of the pages count as of higher priority than 0: of more, those that were used longest ago go
 by their scores.
 
-A page goes only after all that continue it: without it they could not be found. Pages that are
-held, pinned or leased never go. A choice is all or nothing.
+A page goes only after all that continue it: without it they could not be found. Those that cannot
+be found already go before all of their priority. Pages that are held, pinned or leased never go. A
+choice is all or nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Published:
     hits: Counts
     """How often it was found since."""
     parents: Counts
-    """Row of the page before it in its chain, or NONE."""
+    """Row of the page before it in its chain, or NONE; PARENT_LOST: one that is not there, so that
+    nobody finds this one."""
     kept: npt.NDArray[np.bool_]
     """Held, pinned or leased: it stays."""
     hotness: Counts

@@ -34,7 +34,16 @@ from cxlkv.arrays import Mask, Names, PageIds
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
 from cxlkv.layout import KVLayout
 from cxlkv.machine.costs import Costs, kv_bytes
-from cxlkv.pages import CORRUPT, HELD, NO_PAGE, PINNED, PRESENT, choose_pages
+from cxlkv.pages import (
+    CORRUPT,
+    HELD,
+    LOST,
+    NO_PAGE,
+    PARENT_LOST,
+    PINNED,
+    PRESENT,
+    choose_pages,
+)
 from cxlkv.pool import CXLPool, Pool
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
 from cxlkv.sequence import Hit
@@ -447,7 +456,8 @@ class Tiers(ObjectMoves, Closing):
         """The chosen rows' pages to cold, or away; returns how many are free."""
         above = published.parents[chosen]
         parents = np.zeros((len(chosen), 16), np.uint8)
-        parents[above != NONE] = names_of(rows[above[above != NONE]])
+        known = above < len(rows)
+        parents[known] = names_of(rows[above[known]])
         freed = 0
         for first in range(0, len(chosen), self._batch):
             some = slice(first, first + self._batch)
@@ -462,6 +472,8 @@ class Tiers(ObjectMoves, Closing):
         place = np.full(self._total + 1, NONE, np.uint32)
         place[rows["page"]] = np.arange(len(rows), dtype=np.uint32)
         parents = place[np.minimum(rows["parent"], self._total)]
+        if self.cold is None:  # else what is before it may be there, and comes back
+            parents[(rows["flags"] & LOST) != 0] = PARENT_LOST
         made = Published(
             clock=clock,
             pages=rows["page"].copy(),

@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 21
+#define CXLKV_ABI 22
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -741,6 +741,12 @@ int64_t cxlkv_objects_ranges(cxlkv_pool *pool, uint32_t count, const uint8_t *ke
                              uint32_t range_count, const cxlkv_range *ranges, uint8_t *to,
                              uint64_t to_bytes, int64_t *sizes);
 
+/* These objects follow each other in a text, from its beginning or from any place in it: eviction
+ * takes its end first, and a use of one counts as a use of all before it. Of objects that are there
+ * now, this host's own; of several calls that place one object, the last holds. Returns how many
+ * are there. */
+int64_t cxlkv_objects_chain(cxlkv_pool *pool, uint32_t count, const uint8_t *keys);
+
 /* Objects that this process holds, to be read, or written, where they lie. They last until they are
  * given back, or the process ends: a pool with leases cannot be closed (CXLKV_E_BUSY). */
 typedef struct cxlkv_lease cxlkv_lease;
@@ -774,6 +780,7 @@ int cxlkv_hotness_by_mass(cxlkv_pool *pool, uint32_t on);
 
 #define CXLKV_PUBLISHED_HELD 1u /* by a process of this host, or pinned by another host */
 #define CXLKV_PUBLISHED_PINNED 2u /* by cxlkv_pin() */
+#define CXLKV_PUBLISHED_LOST 4u /* an object, and the one before it in its text is not there */
 
 /* A page that match() finds, of this host's own. */
 typedef struct cxlkv_published {
@@ -862,7 +869,9 @@ int cxlkv_batch_verify(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *p
 /* Which of `count` pages go, at most `wanted`: lowest priority first, of equal ones the lowest
  * score, then the older, then the lower index. parents are indexes; any other number is none. A
  * page goes only after all whose parent it is, whatever their priorities; blocked ones and their
- * ancestors stay. Returns how many, in the order of going. */
+ * ancestors stay. Of equal priority those go first whose parent, or an ancestor's, is
+ * CXLKV_PARENT_LOST: nobody finds them. Returns how many, in the order of going. */
+#define CXLKV_PARENT_LOST 0xfffffffeu
 int64_t cxlkv_choose(uint32_t count, const uint8_t *priorities, const float *scores,
                      const uint32_t *ages, const uint32_t *parents, const uint8_t *blocked,
                      uint32_t wanted, uint32_t *chosen);

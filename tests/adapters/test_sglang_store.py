@@ -18,6 +18,7 @@ from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.sglang.metrics import COUNTS, KINDS
 from cxlkv.adapters.sglang.store import MAIN, Rank, Store, restorable
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
+from cxlkv.pages import NO_PAGE
 
 from ..support.damaging import damage_object
 from ..support.kept_rows import check_kept
@@ -164,6 +165,41 @@ def test_pages_go_and_come(where: str) -> None:
     assert first.counting.counts["stored_pages"] == 4
     assert [one.pages for one in second.store.take_moves()[0]] == [4]
     assert second.store.take_moves() == ([], [])
+
+
+@pytest.mark.parametrize("how", ["told", "asked"])
+def test_of_texts_in_several_calls_the_beginnings_stay(where: str, how: str) -> None:
+    """SGLang says which pages are before those of a call, or has asked for the text before."""
+    engine = Engine(where, {MAIN: Host(size=64 << 10)})
+    texts = [[f"{text:032x}{page:032x}" for page in range(PAGES)] for text in range(20)]
+    total = engine.store.cache().pool.stats()["pages_total"]
+    for first in range(0, PAGES, 4):
+        for text in texts:
+            if how == "asked":
+                engine.store.leading(text)
+            before = text[:first] if how == "told" else None
+            assert engine.store.store(MAIN, text[first : first + 4], indices(4), before).all()
+    there = [engine.store.present(MAIN, text) for text in texts]
+    stay, found = sum(map(np.count_nonzero, there)), sum(map(leading, there))
+    assert total - 8 <= stay <= total
+    assert stay - found <= 4, "one call's at most, the last that found no beginning"
+
+
+def test_what_is_loaded_is_known_as_a_text(where: str) -> None:
+    """After a restart of all engines nobody has told the pool of any."""
+    Engine(where).store.store(MAIN, KEYS, indices(8))
+    Engine.made.pop().store.close()
+    engine = Engine(where)
+    pool = engine.store.cache().pool
+
+    def before() -> int:
+        return int((pool.hotness.published().rows["parent"] != NO_PAGE).sum())
+
+    assert before() == 0
+    assert engine.store.load(MAIN, KEYS[:4], indices(4)).all()
+    assert before() == 3
+    assert engine.store.load(MAIN, KEYS[4:], indices(4), KEYS[:4]).all()
+    assert before() == 7
 
 
 def test_an_object_of_another_size_is_not_there(where: str) -> None:

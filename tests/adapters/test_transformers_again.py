@@ -152,7 +152,8 @@ def test_gradients_of_a_pass_on_an_empty_cache_are_right(
     model: PreTrainedModel, pool: CXLPool, ids: Tensor
 ) -> None:
     model.set_attn_implementation("sdpa")
-    loss(model, ids, DynamicCache(config=model.config), 1).backward()  # type: ignore[no-untyped-call]
+    found = loss(model, ids, DynamicCache(config=model.config), 1)
+    found.backward()  # type: ignore[no-untyped-call]
     right = {
         name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
     }

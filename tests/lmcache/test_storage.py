@@ -16,6 +16,7 @@ import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat, MemoryObj
 
+from cxlkv.adapters.common.object_cache import leading
 from cxlkv.adapters.lmcache import form, memory
 from cxlkv.adapters.lmcache.storage import LAYERWISE_LOOKUP, CXLStorage
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
@@ -42,6 +43,49 @@ def test_what_was_put_is_got(storage: CXLStorage) -> None:
     assert storage.counting.counts["asked_objects"] == 5
     assert storage.counting.counts["hit_objects"] == 3
     assert storage.batched_get_blocking([]) == []
+
+
+@pytest.mark.parametrize("memory_of", [None, foreign])
+def test_of_texts_in_several_calls_the_beginnings_stay(
+    storage: CXLStorage, memory_of: Callable[[int], MemoryObj] | None
+) -> None:
+    """As with chunked prefill: LMCache has asked for the text before. Written in place, or copied
+    from memory of LMCache's own."""
+    total, chunks = storage.pool.stats()["pages_total"], 16
+    texts = [range(text, text + chunks) for text in range(0, 2 * total, chunks)]
+    for text in texts:
+        assert storage.batched_contains([key(one) for one in text]) == 0
+        for first in range(0, chunks, 4):
+            given = text[first : first + 4]
+            if memory_of is None:
+                put(storage, *given)
+                continue
+            objects = [memory_of(number) for number in given]
+            storage.batched_submit_put_task([key(number) for number in given], objects)
+            storage.drain()
+    there = [storage.cache.present(storage._keys([key(n) for n in text])) for text in texts]
+    assert sum(one.sum() for one in there) > total - 8
+    assert all(leading(one) == one.sum() for one in there)
+
+
+def test_by_layers_a_text_loses_its_last_chunk_first(make_storage: MakeStorage) -> None:
+    """With all its layers: without one a chunk is none."""
+    storage = make_storage(use_layerwise=True)
+    shape, chunks = torch.Size([CHUNK, 2, HEADS * DIM]), 4
+    total = storage.pool.stats()["pages_total"]
+    texts = [[key(n) for n in range(t, t + chunks)] for t in range(0, total, chunks)]
+    for text in texts:
+        by_chunk = [one.split_layers(LAYERS) for one in text]
+        for layer in range(LAYERS):
+            objects = storage.batched_allocate(shape, DTYPE, chunks) or []
+            storage.batched_submit_put_task([one[layer] for one in by_chunk], objects)
+            for one in objects:
+                one.ref_count_down()
+            storage.drain()
+    for text in texts:
+        layers = [layer for one in text for layer in one.split_layers(LAYERS)]
+        there = storage.cache.present(storage._keys(layers))
+        assert leading(there) == there.sum()
 
 
 def test_the_first_of_equal_keys_stays(storage: CXLStorage) -> None:

@@ -174,14 +174,16 @@ class Engine:
         names = [name for name in self.hosts if name != "kv"]
         return [PoolTransfer(PoolName(name), indices_from_pool=PoolName.KV) for name in names]
 
-    def save(self, text: list[int], payloads: dict[str, list[Bytes]]) -> int:
+    def save(
+        self, text: list[int], payloads: dict[str, list[Bytes]], before: list[str] | None = None
+    ) -> int:
         """Pages of each host pool, as the backup thread stores them; returns tokens that it says
-        are stored."""
+        are stored. before: hashes that it passes, with "hicache_storage_pass_prefix_keys"."""
         indices = self.host.alloc(len(text))
         for name, host in self.hosts.items():
             write_pages(host, indices, payloads[name])
         sides = self.sides() or None
-        self.controller.write_storage(indices, text, self.hashes(text), extra_pools=sides)
+        self.controller.write_storage(indices, text, self.hashes(text), before, sides)
         done = self.controller.ack_backup_queue.get(timeout=WAIT_S)
         self.host.free(indices)
         return int(done.completed_tokens)

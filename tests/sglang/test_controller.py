@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cxlkv import ObjectPool
+from cxlkv.adapters.common.object_cache import leading
 from cxlkv.adapters.sglang.metrics import KINDS as KINDS_OF_FAILURES
 from cxlkv.arrays import Bytes
 
@@ -70,6 +71,23 @@ def test_a_restarted_engine_loads_what_was_stored(
     assert tokens == 3 * second.page_tokens
     same(found, pages, 3)
     second.close()
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_of_long_texts_the_beginnings_stay(folder: str, passed: bool) -> None:
+    """Each is stored in two batches; SGLang passes what is before, or has asked for the text."""
+    engine = Engine(folder, policy="lru")
+    page = payloads(engine, 1)["kv"]
+    texts = [text(engine, 160, seed) for seed in range(4)]
+    for ids in texts:
+        if not passed:
+            assert engine.fetch(ids)[0] == 0
+        assert engine.save(ids, {"kv": page * 160}, [] if passed else None) == len(ids)
+    cache = engine.backend.store.cache()
+    there = [engine.backend.store.present("kv", engine.hashes(ids)) for ids in texts]
+    assert sum(one.sum() for one in there) > cache.pool.stats()["pages_total"] - 8
+    assert all(leading(one) == one.sum() for one in there)
+    engine.close()
 
 
 def test_of_a_damaged_page_the_text_before_it_is_loaded(folder: str) -> None:

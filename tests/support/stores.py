@@ -233,6 +233,17 @@ class StoreBasics:
         assert hits[-4:] == [True] * 4
         assert not any(store.failures().values())
 
+    def test_of_texts_that_go_the_beginnings_stay(self, store: Driver) -> None:
+        """Those of a call are a text, whose last payloads nobody finds without its first."""
+        texts = store.pool.stats()["pages_total"] // 6 + 8
+        named = [[f"{text}, {block}" for block in range(6)] for text in range(texts)]
+        for text in named:
+            self.fill(store, text)
+        there = [store.exists(text) for text in named]
+        assert any(0 < sum(some) < 6 for some in there)
+        for some in there:
+            assert some == [True] * sum(some) + [False] * (6 - sum(some))
+
     def test_a_pool_that_is_full_of_what_is_used(self, store: Driver) -> None:
         """Nothing can go, so nothing new is stored; what is there is loaded, and all goes on."""
         self.fill(store, ["one", "two"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from cxlkv import CXLPool, KVLayout, ObjectPool, Tiers, object_keys
+from cxlkv.adapters.common.object_cache import leading
 from cxlkv.arrays import Bytes
 from cxlkv.emulation.link import emulate
 from cxlkv.errors import BadArgumentError, PoolFullError
@@ -31,6 +34,7 @@ from cxlkv.tiers.local import LocalTier
 from ..conftest import audit
 from ..support.damaging import change_byte
 from ..support.forking import in_child
+from ..support.processes import Child
 
 SIZE = 64 << 10
 LAYOUT = KVLayout.objects(SIZE)
@@ -76,6 +80,161 @@ def put_until_full(pool: ObjectPool) -> list[str]:
         names.append(f"first {len(names)}")
         assert pool.put(names[-1], made(names[-1]))
     return names
+
+
+# ---- texts ----
+
+BLOCKS, TEXTS = 64, 20
+POLICIES = ["adaptive", "lru", "s3fifo", "mass"]
+Text = list[str]
+
+
+def useful(pool: ObjectPool, texts: Sequence[Text]) -> float:
+    """Of what stays of texts, the share that can be found, as all before it is there, too."""
+    stay: set[str] = set()
+    found: set[str] = set()
+    for text in texts:
+        there = pool.object_sizes(text) >= 0
+        stay.update(key for key, is_there in zip(text, there, strict=True) if is_there)
+        found.update(text[: leading(there)])
+    assert len(stay) > 0.9 * pool.stats()["pages_total"]
+    return len(found) / len(stay)
+
+
+def put_text(pool: ObjectPool, text: Text, first: int = 0, end: int = BLOCKS) -> None:
+    """A part of it, for which what is before it makes no room."""
+    before = text[max(0, first - 1) : first]
+    with pool.lease(before):
+        pool.put_batch(text[first:end], [b"x"] * (end - first))
+    assert pool.chain(before + text[first:end]) >= end - first
+
+
+def stored_whole(pool: ObjectPool, texts: list[Text], chance: Random) -> None:
+    for text in texts:
+        put_text(pool, text)
+
+
+def stored_in_turn(pool: ObjectPool, texts: list[Text], chance: Random) -> None:
+    for first in range(0, BLOCKS, 8):
+        for text in texts:
+            put_text(pool, text, first, first + 8)
+
+
+def read_in_between(pool: ObjectPool, texts: list[Text], chance: Random) -> None:
+    """Of what is there its end, as of an engine that has the beginning; the rest is put."""
+    out = np.empty((BLOCKS, 4096), np.uint8)
+    for _ in range(4 * TEXTS):
+        text = texts[min(TEXTS - 1, int(chance.expovariate(0.15)))]
+        there = leading(pool.object_sizes(text) >= 0)
+        if there:
+            some = text[chance.randrange(there) : there]
+            pool.get_batch_into(some, list(out[: len(some)]))
+        put_text(pool, text, min(there, BLOCKS - 1))
+
+
+def of_one_beginning(pool: ObjectPool, texts: list[Text], chance: Random) -> None:
+    for text in texts:
+        text[: BLOCKS // 2] = texts[0][: BLOCKS // 2]
+        put_text(pool, text)
+
+
+def raised(pool: ObjectPool, texts: list[Text], chance: Random) -> None:
+    for number, text in enumerate(texts):
+        put_text(pool, text)
+        if number % 3 == 0:
+            pool.admin.prioritize(text[BLOCKS // 2 :], 1 + number)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "fill", [stored_whole, stored_in_turn, read_in_between, of_one_beginning, raised]
+)
+def test_what_stays_of_texts_can_be_found(
+    policy: str, fill: Callable[[ObjectPool, list[Text], Random], None]
+) -> None:
+    """Of 20 texts a third. Of what was put last a part may have lost its beginning meanwhile."""
+    texts = [[f"text {text}, {block}" for block in range(BLOCKS)] for text in range(TEXTS)]
+    layout = KVLayout.objects("4KiB")
+    with ObjectPool.create("anonymous:", layout=layout, capacity="4MiB") as pool:
+        with Tiers(pool, policy=policy):
+            fill(pool, texts, Random(1))
+            assert useful(pool, texts) >= 0.98
+        audit(pool)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_its_beginning_a_text_goes_first(pool: ObjectPool, policy: str) -> None:
+    """Also when it was used last; with it again, it is like any other."""
+    with Tiers(pool, policy=policy):
+        names = put_until_full(pool)
+        lost, whole, others = names[:5], names[5:10], names[10:]
+        pool.chain(lost), pool.chain(whole)
+        pool.forget(lost[:1])
+        pool.lease(lost[1:]).release()
+        for i in range(5):
+            assert pool.put(f"more {i}", b"x")
+        assert not (pool.object_sizes(lost) >= 0).any()
+        assert (pool.object_sizes(whole + others) >= 0).all()
+        put_text(pool, lost, 0, 5)
+        pool.put("still more", b"x")
+        assert leading(pool.object_sizes(lost) >= 0) >= 4
+
+
+FILLER = """
+import sys
+from contextlib import suppress
+from cxlkv import ObjectPool, Tiers
+from cxlkv.errors import PoolFullError
+path, number, texts, blocks = sys.argv[1], *map(int, sys.argv[2:])
+with ObjectPool.open(path, threads=1) as pool, Tiers(pool, policy="lru"):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for text in range(texts):
+        keys = [f"{number}: {text}, {block}" for block in range(blocks)]
+        with suppress(PoolFullError):  # the other one evicted what this one chose
+            pool.put_batch(keys, [b"x"] * blocks)
+        pool.chain(keys)
+    print("done", flush=True)
+"""
+
+
+def test_processes_that_evict_leave_beginnings(tmp_path: Path) -> None:
+    path, numbers = tmp_path / "shared", range(2)
+    with ObjectPool.create(path, layout=KVLayout.objects("4KiB"), capacity="4MiB") as pool:
+        with ExitStack() as stack:
+            given = [("-c", FILLER, path, number, TEXTS, BLOCKS) for number in numbers]
+            children = [stack.enter_context(Child(*words)) for words in given]
+            for child in children:
+                assert child.hear() == "ready"
+            for child in children:
+                child.tell("go")
+            for child in children:
+                assert child.hear() == "done"
+        texts = [
+            [f"{number}: {text}, {block}" for block in range(BLOCKS)]
+            for number in numbers
+            for text in range(TEXTS)
+        ]
+        assert useful(pool, texts) >= 0.9
+        audit(pool)
+
+
+def test_of_a_text_in_the_file_the_beginning_comes_back(pool: ObjectPool, tmp_path: Path) -> None:
+    """As far as there is room; and the file drops its end first."""
+    text, total = [f"block {i}" for i in range(60)], pool.stats()["pages_total"]
+    with Tiers(pool, cold=tmp_path / "cold", cold_capacity="7MiB", fsync="none") as tiers:
+        for first in range(0, 60, 10)[::-1]:
+            pool.put_batch(text[first : first + 10], [b"x"] * 10)
+            pool.chain(text[first : first + 10])
+            tiers.reclaim(total)
+        tiers._batch = 4
+        back = tiers.restore(text)
+        assert leading(back) == back.sum() == total // 4 * 4 < len(text)
+        pool.chain(text)
+        for number in range(2 * total):
+            pool.put(f"other {number}", b"x")
+        there = tiers.contains(text)
+        assert 0 < leading(there) == there.sum() < len(text)
 
 
 # ---- making room ----

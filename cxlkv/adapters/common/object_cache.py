@@ -28,6 +28,9 @@ from cxlkv.objects import ABSENT, DAMAGED, Buffers, Lease, ObjectPool, Reserved,
 from cxlkv.prefix import PageKeys
 from cxlkv.tiers.quota import Quota
 
+ORDER_MAX = 1 << 17
+"""Keys of which it is known what came before them, at least the latest half of so many."""
+
 T = TypeVar("T")
 Given = Buffers | Sequence[object]
 
@@ -70,6 +73,9 @@ class ObjectCache(Closing):
         self._space, self._has_one_size = space, object_bytes is not None
         self._scratch: npt.NDArray[np.uint8] | None = None
         self._scratch_lock = threading.Lock()
+        # By key, which one the engine named before it: as it asks for a text before it stores it.
+        self._before: dict[bytes, bytes] = {}
+        self._earlier = self._before
         _lifetime.watch(self)
         self._begin()
         self.object_bytes = object_bytes or int(self.pool.layout.object_bytes or 0)
@@ -141,11 +147,33 @@ class ObjectCache(Closing):
     # ---- find ----
 
     def present(self, keys: PageKeys) -> Mask:
-        """bool [n]: which of them are there, whole as far as one can see without reading."""
+        """bool [n]: which of them are there, whole as far as one can see without reading. They are
+        taken to follow each other in a text."""
+        self._note_order(keys)
         right = self._right(keys, self._sizes(lambda: self.pool.object_sizes(keys), len(keys)))
         if self._tiers.cold is None or right.all():
             return right
         return right | self._asked(lambda: self._tiers.contains(keys), right)
+
+    def _note_order(self, keys: PageKeys) -> None:
+        if len(self._before) > ORDER_MAX // 2:
+            self._earlier, self._before = self._before, {}
+        rows = _rows(keys)
+        self._before.update(zip(rows[1:], rows, strict=False))
+
+    def text(self, keys: PageKeys, before: PageKeys | None = None) -> PageKeys:
+        """These keys of a text, behind the one before them: the last of `before`, or the one that
+        the engine named before the first when it asked."""
+        first = _rows(keys[:1])
+        row = self._before.get(first[0]) or self._earlier.get(first[0]) if first else None
+        if before is None or not len(before):
+            before = PageKeys(np.frombuffer(row or b"", np.uint8).reshape(-1, 16), 1)
+        return PageKeys(np.concatenate([before.packed[-1:], keys.packed]), keys.page_tokens)
+
+    def chain(self, text: PageKeys) -> None:
+        """Tell the pool of a text's objects that are there by now."""
+        if len(text) > 1:
+            self._asked(lambda: self.pool.chain(text), 0)
 
     def _restore(self, keys: PageKeys) -> None:
         """Reads objects back from the cold tier, while there is room."""
@@ -228,9 +256,17 @@ class ObjectCache(Closing):
         self._restore(keys)
         return self._right(keys, self._sizes(get, len(keys)))
 
-    def put(self, keys: PageKeys, buffers: Given) -> Mask:
+    def put(self, keys: PageKeys, buffers: Given, before: PageKeys | None = None) -> Mask:
         """Store copies. bool [m]: of those that are in the pool then, from the first on, which are
-        new. In a full pool, or of a quota, those get room that come first."""
+        new. In a full pool, or of a quota, those get room that come first; before: objects that
+        make none, nor do those before them in their texts."""
+        with nullcontext() if before is None or not len(before) else self._held(before):
+            return self._put(keys, buffers)
+
+    def _held(self, keys: PageKeys) -> AbstractContextManager[object]:
+        return self._asked(lambda: self.pool.lease(keys), None) or nullcontext()
+
+    def _put(self, keys: PageKeys, buffers: Given) -> Mask:
         new: list[bool] = []
         try:
             with self._room_for(keys):
@@ -323,6 +359,11 @@ def stat_of(pool: ObjectPool) -> os.stat_result | None:
         return os.stat(str(pool.path))
     except OSError:  # it was removed, and its memory lasts
         return None
+
+
+def _rows(keys: PageKeys) -> list[bytes]:
+    joined = keys.packed.tobytes()
+    return [joined[at : at + 16] for at in range(0, len(joined), 16)]
 
 
 def leading(there: Mask) -> int:

@@ -317,9 +317,22 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
             elif (memory := self._memory_of(one)) is not None:
                 others[index] = memory
         stored = self._copied(packed, [one for _, one in chosen], others, new)
+        self._chain([key for key, _ in chosen], packed)
         sizes = [size for size, is_new in zip(stored, new, strict=True) if is_new]
         self.counting.add(stored_objects=len(sizes), stored_bytes=sum(sizes))
         return new
+
+    def _chain(self, keys: Sequence[CacheEngineKey], packed: PageKeys) -> None:
+        """Tells the pool that these chunks follow each other in a text. By layers LMCache stores
+        and reads the first one of all chunks, then the next: with the last one each chunk's layers
+        follow those of the chunk before."""
+        last = keys[-1] if keys else None
+        if not isinstance(last, LayerCacheEngineKey):
+            self.cache.chain(self.cache.text(packed))
+        elif self.metadata and last.layer_id == self.metadata.kv_shape[0] - 1:
+            layers = self.metadata.kv_shape[0]
+            whole = [one for key in keys for one in key.split_layers(layers)]
+            self.cache.chain(self._keys(whole))
 
     def _copied(
         self,
@@ -341,7 +354,8 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
             np.frombuffer(form.encode(one, stored[place]), np.uint8) for place, one in found.items()
         ]
         buffers = buffers_of(list(others.values()), list(found.values()), feet, forms)
-        are_new = self.cache.put(PageKeys(packed.packed[list(others)], 1), buffers)
+        before = self.cache.text(packed)[: -len(packed)]
+        are_new = self.cache.put(PageKeys(packed.packed[list(others)], 1), buffers, before)
         for place, is_new in zip(others, are_new.tolist(), strict=False):
             new[place] = is_new
         self.counting.add(copied_objects=int(are_new.sum()))
@@ -418,7 +432,9 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         """Each with a reference: in place, or decoded to LMCache's own memory."""
         if self._closed:
             return [None] * len(keys)
-        read = self.allocator.read(keys, self._keys(keys))
+        packed = self._keys(keys)
+        read = self.allocator.read(keys, packed)
+        self._chain(keys, packed)
         self._prioritize(keys)
         hits = [one.meta.phy_size for one in read if one is not None]
         self.counting.add(asked_objects=len(keys), hit_objects=len(hits), read_bytes=sum(hits))

@@ -4,7 +4,8 @@ docs/engines/sglang.md explains it.
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "cxlkv", "interface_v1": 1,
-        "module_path": "cxlkv.adapters.sglang", "class_name": "CXLHiCache"}'
+        "module_path": "cxlkv.adapters.sglang", "class_name": "CXLHiCache",
+        "hicache_storage_pass_prefix_keys": true}'
 
 `storage` is the class that SGLang calls, and alone imports SGLang. It asks `store`, which has an
 object cache for each of SGLang's host pools: `host` says where their pages lie, `names` what

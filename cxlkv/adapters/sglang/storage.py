@@ -87,7 +87,7 @@ class CXLHiCache(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        found: list[bool] = self.store.load(MAIN, keys, host_indices).tolist()
+        found: list[bool] = self.store.load(MAIN, keys, host_indices, before(extra_info)).tolist()
         return found
 
     def batch_set_v1(
@@ -96,7 +96,7 @@ class CXLHiCache(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        found: list[bool] = self.store.store(MAIN, keys, host_indices).tolist()
+        found: list[bool] = self.store.store(MAIN, keys, host_indices, before(extra_info)).tolist()
         return found
 
     # ---- several host pools ----
@@ -120,16 +120,22 @@ class CXLHiCache(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
+        said = before(extra_info)
         return {
-            one.name: self.store.load(str(one.name), one.keys or [], one.host_indices).tolist()
+            one.name: self.store.load(
+                str(one.name), one.keys or [], one.host_indices, said
+            ).tolist()
             for one in transfers
         }
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
+        said = before(extra_info)
         return {
-            one.name: self.store.store(str(one.name), one.keys or [], one.host_indices).tolist()
+            one.name: self.store.store(
+                str(one.name), one.keys or [], one.host_indices, said
+            ).tolist()
             for one in transfers
         }
 
@@ -196,6 +202,11 @@ class CXLHiCache(HiCacheStorage):
 
     def close(self) -> None:
         self.store.close()
+
+
+def before(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
+    """Keys of what comes before a call's pages in their text, as far as SGLang passes them."""
+    return extra_info.prefix_keys if extra_info is not None else None
 
 
 def _server_args() -> object | None:

@@ -34,6 +34,8 @@ from cxlkv.prefix import PageKeys
 MAIN = "kv"
 """The host pool of K and V; SGLang's PoolName.KV."""
 Call = Callable[[ObjectCache, PageKeys], Mask]
+Before = Sequence[str] | None
+"""SGLang's keys of a text's pages before those of a call; None: it does not say."""
 
 MOVES_MAX = 1024
 """That nobody takes: older ones are dropped."""
@@ -213,21 +215,34 @@ class Store(Closing):
         self._counting.add(asked_pages=len(keys), hit_pages=max(lengths, default=0))
         return Hits(found, lengths)
 
-    def load(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Mask:
-        """Copy pages into the host pool of this name; bool [n]: which are right."""
-        return self._loaded(name, keys, lambda: self._buffers(name, keys, indices))
+    def load(
+        self,
+        name: str,
+        keys: Sequence[str],
+        indices: torch.Tensor | None,
+        before: Before = None,
+    ) -> Mask:
+        """Copy pages, which follow each other in a text, into the host pool of this name; bool [n]:
+        which are right."""
+        return self._loaded(name, keys, lambda: self._buffers(name, keys, indices), before)
 
-    def store(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Mask:
+    def store(
+        self,
+        name: str,
+        keys: Sequence[str],
+        indices: torch.Tensor | None,
+        before: Before = None,
+    ) -> Mask:
         """bool [n]: which pages of the host pool of this name are stored then."""
-        return self._stored(name, keys, lambda: self._buffers(name, keys, indices))
+        return self._stored(name, keys, lambda: self._buffers(name, keys, indices), before)
 
     def load_copies(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> Mask:
         """load() of K and V, to memory that SGLang copies pages from."""
-        return self._loaded(MAIN, keys, lambda: targets)
+        return self._loaded(MAIN, keys, lambda: targets, None)
 
     def store_copies(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> Mask:
         """store() of K and V, from memory that SGLang has copied pages to."""
-        return self._stored(MAIN, keys, lambda: [page.contiguous() for page in pages])
+        return self._stored(MAIN, keys, lambda: [page.contiguous() for page in pages], None)
 
     def clear(self) -> None:
         """Take all pages of this model out, of all its ranks and tenants."""
@@ -255,17 +270,29 @@ class Store(Closing):
     def _buffers(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Given:
         return self._parts[name].memory.buffers(len(keys), indices)
 
-    def _loaded(self, name: str, keys: Sequence[str], memory: Callable[[], Given]) -> Mask:
+    def _text(self, name: str, objects: PageKeys, before: Before) -> PageKeys:
+        """The objects of pages, and the one before them."""
+        cache = self.cache(name)
+        return cache.text(objects, cache.keys(self._parts[name].names((before or [])[-1:])))
+
+    def _loaded(
+        self, name: str, keys: Sequence[str], memory: Callable[[], Given], before: Before
+    ) -> Mask:
         def load(cache: ObjectCache, objects: PageKeys) -> Mask:
             good = cache.load(objects, memory())
+            cache.chain(self._text(name, objects, before))
             self._count("loaded", good, cache)
             return good
 
         return self._moved(name, keys, load, self._loads)
 
-    def _stored(self, name: str, keys: Sequence[str], memory: Callable[[], Given]) -> Mask:
+    def _stored(
+        self, name: str, keys: Sequence[str], memory: Callable[[], Given], before: Before
+    ) -> Mask:
         def put(cache: ObjectCache, objects: PageKeys) -> Mask:
-            new = cache.put(objects, memory())
+            text = self._text(name, objects, before)
+            new = cache.put(objects, memory(), text[: len(text) - len(objects)])
+            cache.chain(text)
             self._count("stored", new, cache)
             there: Mask = np.arange(len(objects)) < len(new)
             return there

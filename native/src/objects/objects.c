@@ -133,6 +133,7 @@ static void expect_place(const cxlkv_pool *pool, uint32_t count, const uint8_t *
 static int hold_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                        object_place *places) {
     uint64_t found = 0;
+    uint32_t since = (uint32_t)pool->host->clock;
     follow(pool, count, keys);
     for (uint32_t i = 0; i < count; i++) {
         expect_place(pool, count, keys, i);
@@ -143,7 +144,7 @@ static int hold_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
         if (places[i].code != 0) continue;
         pages_hold(pool, 1, &places[i].page);
         places[i].held = true;
-        hotness_asked(pool, places[i].page);
+        hotness_reached(pool, places[i].page, since);
         found++;
     }
     count_add(pool, COUNT_MATCH_KEYS_ASKED, count);
@@ -197,6 +198,30 @@ int64_t cxlkv_objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *key
     int64_t code = need(count, "keys", keys, "sizes", sizes, NULL);
     if (code == 0) code = objects_check(pool);
     return code < 0 ? code : IN_POOL(pool, HOST_LOCKED(pool, sizes_of(pool, count, keys, sizes)));
+}
+
+/* ---- texts ---- */
+
+static int64_t chain_locked(cxlkv_pool *pool, uint32_t count, const uint8_t *keys) {
+    int64_t found = 0;
+    uint32_t before = NO_PAGE;
+    if (pool->shared) peers_follow(pool);
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t hash[2];
+        key_hash(keys, i, hash);
+        uint32_t page = index_find(pool, hash);
+        if (page != NO_PAGE && page != before && i && page_is_ours(pool, page))
+            hotness_chained(pool, page, before);
+        /* Behind another host's object nothing is known: that host evicts it by itself. */
+        before = page == NO_PAGE ? PARENT_LOST : page_is_ours(pool, page) ? page : NO_PAGE;
+        found += page != NO_PAGE;
+    }
+    return found;
+}
+
+int64_t cxlkv_objects_chain(cxlkv_pool *pool, uint32_t count, const uint8_t *keys) {
+    int64_t code = objects_check(pool);
+    return code < 0 ? code : IN_POOL(pool, HOST_LOCKED(pool, chain_locked(pool, count, keys)));
 }
 
 /* ---- verifying ---- */

@@ -39,7 +39,7 @@ typedef struct index_entry {
 /* Of a published page: when it was asked for, in the pages asked for so far (hotness.c). */
 typedef struct reuse_record {
     uint32_t used, born;         /* when it was found last, and published */
-    uint32_t parent_plus_one;    /* the page before it in the tree of prefixes; 0: none is known */
+    uint32_t parent_plus_one;    /* the page before it in its text; 0: none is known */
     uint16_t hits;
     uint16_t parent_born;        /* low bits: a page published since then is no parent any more */
     uint16_t part;

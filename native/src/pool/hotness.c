@@ -16,7 +16,7 @@
 void hotness_follows(cxlkv_pool *pool, uint32_t page, uint32_t parent) {
     reuse_record *record = &pool->reuse[page];
     record->parent_plus_one = parent + 1; /* NO_PAGE: 0 */
-    record->parent_born = parent == NO_PAGE ? 0 : (uint16_t)pool->reuse[parent].born;
+    record->parent_born = parent < PARENT_LOST ? (uint16_t)pool->reuse[parent].born : 0;
 }
 
 void hotness_published(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t parent) {
@@ -58,26 +58,54 @@ static bool is_listed(const cxlkv_pool *pool, uint32_t page) {
     return pool->pages[page].published && page_is_ours(pool, page);
 }
 
-/* The page before it, if it is still that one: published since then, it has another text. */
+static bool is_after(uint32_t time, uint32_t other) { return (int32_t)(time - other) > 0; }
+
+/* The page before it, if it is still that one: published since then, it has another text. Keys of
+ * prefixes hash what is before them. Users say what is before an object, in a ring perhaps: so one
+ * follows older ones only. */
 static uint32_t parent_of(const cxlkv_pool *pool, const reuse_record *record) {
     uint32_t parent = record->parent_plus_one - 1;
+    if (parent == NO_PAGE || parent == PARENT_LOST) return parent;
+    bool objects = stores_objects(&pool->layout);
     if (parent >= pool->host->page_count || !is_listed(pool, parent) ||
-        (uint16_t)pool->reuse[parent].born != record->parent_born)
-        return NO_PAGE;
+        (uint16_t)pool->reuse[parent].born != record->parent_born ||
+        (objects && !is_after(record->born, pool->reuse[parent].born)))
+        return objects ? PARENT_LOST : NO_PAGE;
     return parent;
+}
+
+/* ---- texts of objects ---- */
+
+/* One that is older than what comes before it is taken as published now. */
+void hotness_chained(cxlkv_pool *pool, uint32_t page, uint32_t parent) {
+    reuse_record *record = &pool->reuse[page];
+    if (parent_of(pool, record) == parent) return;
+    if (parent < PARENT_LOST && !is_after(record->born, pool->reuse[parent].born))
+        record->born = (uint32_t)++pool->host->clock;
+    hotness_follows(pool, page, parent);
+}
+
+void hotness_reached(cxlkv_pool *pool, uint32_t page, uint32_t since) {
+    while (page < PARENT_LOST && !is_after(pool->reuse[page].used, since)) {
+        hotness_asked(pool, page);
+        page = page_is_ours(pool, page) ? parent_of(pool, &pool->reuse[page]) : NO_PAGE;
+    }
 }
 
 static cxlkv_published row_of(const cxlkv_pool *pool, uint32_t page, uint32_t epoch, bool pinned) {
     const page_info *info = &pool->pages[page];
     const reuse_record *record = &pool->reuse[page];
     uint32_t hotness = atomic_load_explicit(&pool->hotness[page], memory_order_relaxed);
+    uint32_t parent = parent_of(pool, record);
     return (cxlkv_published){.generation = info->generation, .page = page, .used = record->used,
-                             .born = record->born, .parent = parent_of(pool, record),
+                             .born = record->born,
+                             .parent = parent == PARENT_LOST ? NO_PAGE : parent,
                              .hits = record->hits, .hotness = decayed(hotness, epoch),
                              .part = record->part,
                              .priority = min_u32(record->priority, CXLKV_PRIORITY_MAX),
                              .flags = (info->holders || pinned ? CXLKV_PUBLISHED_HELD : 0) |
-                                      (info->pinned ? CXLKV_PUBLISHED_PINNED : 0)};
+                                      (info->pinned ? CXLKV_PUBLISHED_PINNED : 0) |
+                                      (parent == PARENT_LOST ? CXLKV_PUBLISHED_LOST : 0)};
 }
 
 /* By page; `places` says of each listed page which row is its. Returns how many are listed. */

@@ -73,6 +73,11 @@ static inline void hotness_found(cxlkv_pool *pool, uint32_t page, uint32_t part)
 /* parent: the page before it, or NO_PAGE. */
 void hotness_published(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t parent);
 void hotness_follows(cxlkv_pool *pool, uint32_t page, uint32_t parent);
+/* Of objects: the one before it in its text, PARENT_LOST: that one is not there. */
+#define PARENT_LOST (NO_PAGE - 1)
+void hotness_chained(cxlkv_pool *pool, uint32_t page, uint32_t parent);
+/* An object is found, and with it all before it; each once since a clock. */
+void hotness_reached(cxlkv_pool *pool, uint32_t page, uint32_t since);
 void hotness_asked(cxlkv_pool *pool, uint32_t page);  /* the last page of a hit, not full */
 /* Pages [first, count) of a part are a hit's; found is [count][part_count]. */
 void hotness_matched(cxlkv_pool *pool, const uint32_t *found, uint32_t part, uint32_t first,

@@ -1,7 +1,9 @@
 /* Which pages go: those of lowest priority, then of lowest score, leaves of the prefix tree first.
  * Only arrays are read. A page whose children stay must stay: without it they could not be found.
- * So it stays as long as the highest priority behind it. */
+ * So it stays as long as the highest priority behind it. What cannot be found already goes before
+ * all else of its priority. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/base.h"
 #include "coherence/hosts.h"
@@ -10,6 +12,7 @@ typedef struct candidates {
     const uint8_t *priorities;
     const float *scores;
     const uint32_t *ages;
+    uint8_t *lost;               /* of each page: one before it is not there */
     uint32_t *heap;              /* leaves, the one that goes next at the top */
     uint32_t size;
 } candidates;
@@ -17,6 +20,7 @@ typedef struct candidates {
 /* A total order, so that equal calls choose alike. */
 static bool goes_before(const candidates *c, uint32_t a, uint32_t b) {
     if (c->priorities[a] != c->priorities[b]) return c->priorities[a] < c->priorities[b];
+    if (c->lost[a] != c->lost[b]) return c->lost[a];
     if (c->scores[a] != c->scores[b]) return c->scores[a] < c->scores[b];
     if (c->ages[a] != c->ages[b]) return c->ages[a] > c->ages[b];
     return a < b;
@@ -44,6 +48,22 @@ static uint32_t pop(candidates *c) {
     c->heap[0] = c->heap[--c->size];
     if (c->size) sift_down(c, 0);
     return top;
+}
+
+/* Each page is visited twice: on the way up to one that is known, and down again. */
+static void find_lost(candidates *c, uint32_t count, const uint32_t *parents) {
+    enum { UNKNOWN = 2, VISITED = 3 };
+    uint32_t lost = 0;
+    for (uint32_t page = 0; page < count; page++) lost += parents[page] == CXLKV_PARENT_LOST;
+    if (lost == 0) return;
+    memset(c->lost, UNKNOWN, count);
+    for (uint32_t page = 0; page < count; page++) {
+        uint32_t up = page;
+        for (; up < count && c->lost[up] == UNKNOWN; up = parents[up]) c->lost[up] = VISITED;
+        uint8_t found = up == CXLKV_PARENT_LOST || (up < count && c->lost[up] == 1);
+        for (up = page; up < count && c->lost[up] == VISITED; up = parents[up])
+            c->lost[up] = found;
+    }
 }
 
 /* children counts those that are still there: in a cycle, which no chain has, nothing is a leaf. */
@@ -76,13 +96,17 @@ int64_t cxlkv_choose(uint32_t count, const uint8_t *priorities, const float *sco
             return fail(CXLKV_E_ARGUMENT, "choose: the score of page %u is not a number", page);
     candidates c = {.priorities = priorities, .scores = scores, .ages = ages};
     c.heap = malloc(((size_t)count + 1) * sizeof(*c.heap));
+    c.lost = calloc((size_t)count + 1, sizeof(*c.lost));
     uint32_t *children = calloc((size_t)count + 1, sizeof(*children));
     int64_t taken;
-    if (c.heap && children)
+    if (c.heap && c.lost && children) {
+        find_lost(&c, count, parents);
         taken = choose_into(&c, count, parents, blocked, children, wanted, chosen);
-    else
+    } else {
         taken = fail(ENOMEM, "no memory to choose among %u pages", count);
+    }
     free(c.heap);
+    free(c.lost);
     free(children);
     return taken;
 }

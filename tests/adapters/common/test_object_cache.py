@@ -69,7 +69,10 @@ class ObjectCacheDriver:
         return Buffers(addresses.reshape(-1), sizes, np.arange(0, addresses.size + 1, 4))
 
     def store(self, names: Sequence[str], payloads: Sequence[Bytes]) -> list[bool]:
-        new = self.cache.put(self.keys(names), self.buffers(payloads))
+        keys = self.keys(names)
+        text = self.cache.text(keys)
+        new = self.cache.put(keys, self.buffers(payloads), text[: len(text) - len(keys)])
+        self.cache.chain(text)
         return [place < len(new) for place in range(len(names))]
 
     def load(self, names: Sequence[str]) -> list[Bytes | None]:

@@ -151,6 +151,84 @@ static void test_close_together(void) {
     cxlkv_pool_destroy(&pool);
 }
 
+/* ---- texts ---- */
+
+enum { CHAINED = 8 };
+
+/* The pool's row of an object. */
+static cxlkv_published row_of(cxlkv_pool *pool, uint64_t name) {
+    cxlkv_published rows[CHAINED];
+    uint64_t clock, generation;
+    uint32_t page = page_of(pool, name, &generation);
+    int64_t count = cxlkv_pool_published(pool, rows, CHAINED, &clock);
+    for (int64_t i = 0; i < count; i++)
+        if (rows[i].page == page) return rows[i];
+    CHECK(false);
+    return rows[0];
+}
+
+static int64_t chain(cxlkv_pool *pool, uint32_t count, const uint64_t *names) {
+    uint8_t keys[16 * CHAINED];
+    for (uint32_t i = 0; i < count; i++) test_hashes(keys + 16 * i, names[i], 1);
+    return cxlkv_objects_chain(pool, count, keys);
+}
+
+static bool follows(cxlkv_pool *pool, uint64_t name, uint64_t before) {
+    uint64_t generation;
+    return row_of(pool, name).parent == page_of(pool, before, &generation);
+}
+
+static bool is_lost(cxlkv_pool *pool, uint64_t name) {
+    cxlkv_published row = row_of(pool, name);
+    CHECK(!(row.flags & CXLKV_PUBLISHED_LOST) || row.parent == UINT32_MAX);
+    return row.flags & CXLKV_PUBLISHED_LOST;
+}
+
+static void put_some(cxlkv_pool *pool, uint64_t first, uint64_t end) {
+    for (; first < end; first++) CHECK(put(pool, first, first, SMALL, &seed) == 1);
+}
+
+/* Told in any order, and in rings: each object follows an older one, so no ring is ever made. */
+static void test_chain(void) {
+    cxlkv_pool *pool = object_pool(NULL, SMALL, true, 4 << 20, 1);
+    put_some(pool, 0, 4);
+    CHECK(chain(pool, 5, (uint64_t[]){0, 1, 2, 3, 9}) == 4 && chain(pool, 0, NULL) == 0);
+    CHECK(row_of(pool, 0).parent == UINT32_MAX && !is_lost(pool, 0));
+    for (uint64_t name = 1; name < 4; name++) CHECK(follows(pool, name, name - 1));
+    expect(pool, 2, 2, SMALL, &seed); /* all before it are found as often */
+    for (uint64_t name = 0; name < 4; name++) CHECK(row_of(pool, name).hits == (name < 3 ? 2 : 0));
+    put_some(pool, 4, 5);
+    CHECK(chain(pool, 3, (uint64_t[]){1, 9, 4}) == 2 && is_lost(pool, 4)); /* behind a gap */
+    CHECK(chain(pool, 2, (uint64_t[]){1, 4}) == 2 && follows(pool, 4, 1) && follows(pool, 2, 1));
+    CHECK(forget(pool, 0) == 1 && is_lost(pool, 1) && follows(pool, 2, 1));
+    put_some(pool, 0, 1);
+    CHECK(is_lost(pool, 1)); /* another one of its name, until that is told */
+    CHECK(chain(pool, 4, (uint64_t[]){0, 1, 2, 3}) == 4);
+    for (uint64_t name = 1; name < 4; name++) CHECK(follows(pool, name, name - 1));
+    CHECK(chain(pool, 3, (uint64_t[]){3, 0, 3}) == 3);
+    CHECK(chain(pool, 6, (uint64_t[]){4, 3, 2, 1, 0, 0}) == 6);
+    for (uint32_t round = 0; round < 500; round++) {
+        uint64_t names[CHAINED];
+        for (uint32_t i = 0; i < CHAINED; i++) names[i] = random_below(&seed, 5);
+        CHECK(chain(pool, CHAINED, names) == CHAINED);
+        for (uint64_t name = 0; name < 5; name++) {
+            uint32_t steps = 0, page = row_of(pool, name).parent;
+            cxlkv_published rows[CHAINED];
+            uint64_t clock;
+            CHECK(cxlkv_pool_published(pool, rows, CHAINED, &clock) == 5);
+            for (; page != UINT32_MAX; steps++)
+                for (uint32_t i = 0; i < 5; i++)
+                    if (rows[i].page == page) {
+                        page = rows[i].parent;
+                        break;
+                    }
+            CHECK(steps < 5);
+        }
+    }
+    test_clean(pool);
+    cxlkv_pool_destroy(&pool);
+}
+
 /* ---- leases and reservations ---- */
 
 static void test_lease(void) {
@@ -516,6 +594,7 @@ int main(void) {
     test_batches(1);
     test_batches(2);
     test_close_together();
+    test_chain();
     test_lease();
     test_other_pools();
     for (int where = 0; where < 2 * PLACES; where++) test_damage(where / 2, where % 2);

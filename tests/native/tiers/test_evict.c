@@ -1,5 +1,6 @@
 /* Goal: cxlkv_choose takes what an obvious loop takes, whatever the parents are.
- * Method: random forests, cycles and strangers among them, against a search of all pages a time. */
+ * Method: random forests, cycles, strangers and lost parents among them, against a search of all
+ * pages a time. */
 #include <math.h>
 
 #include "check.h"
@@ -21,8 +22,9 @@ static forest forest_make(uint64_t *seed) {
         f.scores[page] = (float)random_below(seed, 4) - 1.0f;
         f.ages[page] = random_below(seed, 3);
         f.blocked[page] = random_below(seed, 8) == 0;
-        uint32_t kind = random_below(seed, 10);
+        uint32_t kind = random_below(seed, 11);
         f.parents[page] = kind == 0   ? UINT32_MAX
+                          : kind == 10 ? CXLKV_PARENT_LOST
                           : kind == 1 ? random_below(seed, 2 * PAGES_MAX)
                           : page      ? random_below(seed, page)
                                       : UINT32_MAX;
@@ -36,10 +38,16 @@ static bool is_leaf(const forest *f, const bool *gone, uint32_t page) {
     return true;
 }
 
+static bool is_lost(const forest *f, uint32_t page) {
+    for (uint32_t steps = 0; page < f->count && steps <= f->count; steps++) page = f->parents[page];
+    return page == CXLKV_PARENT_LOST;
+}
+
 static bool goes_first(const forest *f, uint32_t page, uint32_t best) {
     if (best == UINT32_MAX) return true;
     if (f->priorities[page] != f->priorities[best])
         return f->priorities[page] < f->priorities[best];
+    if (is_lost(f, page) != is_lost(f, best)) return is_lost(f, page);
     if (f->scores[page] != f->scores[best]) return f->scores[page] < f->scores[best];
     return f->ages[page] > f->ages[best];
 }
