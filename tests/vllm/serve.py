@@ -16,7 +16,8 @@ FIXED = {"detokenize": False, "ignore_eos": True, "temperature": 0}
 
 class Asked(TypedDict):
     """do: "generate", "storm" (all prompts at once, some aborted at random), "reset", "sleep",
-    "wake", "metrics" (ours and the engine's of connectors, by name and labels), "end"."""
+    "wake", "reload" (weights of another folder), "metrics" (ours and the engine's of connectors, by
+    name and labels), "end"."""
 
     do: str
     prompts: list[list[int]]
@@ -25,6 +26,7 @@ class Asked(TypedDict):
     salt: str | None  # of the prompts' hashes
     connector: bool  # to be reset as well
     level: int  # of sleep
+    weights: str  # the folder of those that are loaded
     share: float  # of running requests that each step aborts
     seed: int
 
@@ -57,6 +59,9 @@ def main() -> None:
         elif asked["do"] == "wake":
             llm.wake_up()
             say({"sleeps": llm.llm_engine.is_sleeping()})
+        elif asked["do"] == "reload":
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": asked["weights"]})
+            say({"reloaded": asked["weights"]})
         elif asked["do"] == "metrics":
             say(metrics(llm))
         else:
