@@ -77,8 +77,9 @@ def test_what_is_another_model_finds_nothing(
     shutil.copytree(model, folder)
 
     def serve_once(longest: int = 1024) -> tuple[list[list[int]], list[int]]:
-        lengths = {"max_model_len": longest, "max_num_batched_tokens": longest}
-        engine = make_engine(extra, model=str(folder), **lengths)
+        engine = make_engine(
+            extra, model=str(folder), max_model_len=longest, max_num_batched_tokens=longest
+        )
         assert engine.ready() is None
         found = serve(engine)
         engine.end()
