@@ -128,7 +128,7 @@ def test_tokens_of_a_model_with_images_equal_those_of_dynamic_cache(
 def test_the_text_part_still_needs_a_cache() -> None:
     model, given = llava()
     model.set_attn_implementation("cxlkv")
-    with pytest.raises(BadArgumentError, match="CXLCache, which LlamaAttention has not"):
+    with pytest.raises(BadArgumentError, match="CXLCache, and LlamaAttention was called without"):
         model(**given)
 
 

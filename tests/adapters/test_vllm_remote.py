@@ -22,6 +22,7 @@ from cxlkv.transport.shards import layout_among
 from ..support.cable import Cable
 from ..support.paged_engine import HEADS, TOKENS, Adapter, Engine, Request
 from ..support.waiting import until
+from ..support.weight_files import change, safetensors
 from .test_vllm_engine_attention import layout_of, text
 
 TEXT = 162  # tokens, of which 160 are whole blocks
@@ -137,7 +138,7 @@ def test_only_what_is_lacking_comes(machines: Machines) -> None:
     first, second = machines.both(2, 1)
     whole = text(1, TEXT)
     first.serve("a", whole)
-    second.serve("a", whole[:62])
+    second.run_to_end("a", whole[:62])
     second.add("b", whole)
     second.settle()
     assert second.cached["b"] == 160
@@ -150,11 +151,14 @@ def test_an_adapter_of_other_ranks(machines: Machines, tmp_path: Path) -> None:
     first, second = machines.both(2, 1)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter.safetensors").write_text(name)
+        weights = safetensors(tmp_path / name / "adapter.safetensors")
+    change(weights, -1)
     cached = {}
     for engine, adapters in ((first, "a"), (second, "ab")):
         for name in adapters:
-            engine.join(Request(name, text(1, TEXT), None, Adapter(str(tmp_path / name))))
+            engine.join(
+                Request(name, text(1, TEXT), None, Adapter(str(tmp_path / name), ord(name)))
+            )
             engine.settle()
             cached[name] = engine.cached[name]
     second.add("none", text(1, TEXT))
