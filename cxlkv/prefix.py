@@ -130,12 +130,17 @@ def prefix_keys(
     """
     ids = whole_ids(token_ids)
     first = root(salt)
-    keys = _core.page_keys(ids, _page_tokens(page_tokens), _core.KEYS_CHAINED, first)
+    keys = chain(first, ids, page_tokens)
     rest = ids[len(keys) * page_tokens :]
     if tail and len(rest):
         before = keys[-1].tobytes() if len(keys) else first
         keys = np.concatenate([keys, tail_keys(rest, before)[-1:]])
     return PageKeys(keys, page_tokens)
+
+
+def chain(before: bytes, ids: npt.NDArray[np.int64], page_tokens: int) -> Hashes:
+    """Keys of the full pages of ids that follow the page of key `before`, or a root()."""
+    return _core.page_keys(ids, _page_tokens(page_tokens), _core.KEYS_CHAINED, before)
 
 
 def content_keys(token_ids: npt.ArrayLike, page_tokens: int, salt: bytes = b"") -> PageKeys:

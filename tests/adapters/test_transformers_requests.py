@@ -256,9 +256,13 @@ def test_what_is_no_longer_the_prompt_is_not_published(
             model(ids[:, :29], past_key_values=cache)
             cache.reset() if undo == "reset" else cache.crop(-20)
             model(ids[:, :20].flip(1), past_key_values=cache)
-            with pytest.raises(BadArgumentError, match="released, or cut back"):
+            with pytest.raises(BadArgumentError, match="released or cut back"):
                 requests.keep(cache, ids)
-        assert pool.stats()["pages_published"] == 0
+        with requests.match(requests.keys(ids[0].tolist())) as hit:
+            assert hit.tokens == (0 if undo == "reset" else 8), "9 tokens were read and stayed"
+        del hit
+    assert requests.failures() == {"unseen": 2}
+    pool.forget(requests.keys(ids[0].tolist()))
     pair, _ = prompts((30, 30))
     for move in ("reorder_cache", "batch_select_indices"):
         with requests.begin(pair) as cache, torch.no_grad():

@@ -12,23 +12,27 @@ gives the requests of these names to a model.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cxlkv.adapters.common.keys import block_keys, namespace
+from cxlkv.adapters.common.keys import block_keys, namespace, xor
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.transformers.cache import CXLCache, Settings
+from cxlkv.adapters.transformers.fed import UNSEEN, Fed, Row, leading
 from cxlkv.adapters.transformers.identity import Identity
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
 from cxlkv.adapters.transformers.ropes import form_now, form_of
+from cxlkv.adapters.transformers.sparse_prefill import is_long
 from cxlkv.adapters.transformers.steps import Step
 from cxlkv.errors import BadArgumentError, PoolFullError, UnsupportedError
 from cxlkv.pool import CXLPool
-from cxlkv.prefix import PageKeys, prefix_keys
+from cxlkv.prefix import PageKeys, chain, prefix_keys, root
 from cxlkv.sequence import Sequence as Tokens
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
@@ -49,6 +53,24 @@ CHANGED_SINCE = (
     "the model is not as it was when the prompt was read, so nothing of it is published: change "
     "its weights and adapters before begin() or after its end"
 )
+
+
+UNSEEN_TOKENS = (
+    "a text is published only as far as the model was seen to read it: not where embeddings took "
+    "the place of ids, not other ids or positions (for a padded batch model() wants position_ids), "
+    "not what a budget or prefill_mass left out, nor what another model read"
+)
+NOT_FED = (
+    "tokens: row {} is not what the model was seen to read: the cache was released or cut back, "
+    "its rows were moved, or beam search returned others"
+)
+
+
+class Heard(NamedTuple):
+    """What a pass is fed, int64 [rows, tokens], and at which positions [1 or rows, tokens]."""
+
+    ids: Tensor
+    positions: Tensor
 
 
 class ModelKeys(PageKeys):
@@ -76,11 +98,12 @@ class ModelKeys(PageKeys):
 
 
 class _RowsCache(CXLCache):
-    """A cache that knows whether its rows still go on with the texts that it was made for, and in
-    which space its keys and values were made."""
+    """A cache of requests: which texts begin() made it for, what it was fed, and in which space its
+    keys and values were made."""
 
     texts: Sequence[tuple[list[int], int]] = ()  # of each row, and the padding before it
-    known, beams = True, False
+    fed: Fed | None = None
+    heard: Heard | None = None  # of the next pass
     passes: _Passes | None = None
     loaded = False  # whether all that is there was found in the pool
     runs: tuple[tuple[int, bytes | None], ...] = ()
@@ -93,10 +116,22 @@ class _RowsCache(CXLCache):
         rows = len(self.sequences)
         if rows == len(self.texts) and rows < batch and batch % rows == 0:
             self.batch_repeat_interleave(batch // rows)
+        heard, self.heard = self.heard, None
         step = super()._begin(mask, batch, tokens, positions)
+        before = self.get_seq_length()
         if self.passes is not None:
-            self._note(self.get_seq_length() + tokens, self.passes.space())
+            self._note(before + tokens, self.passes.space())
+        told = heard is not None and heard.ids.shape == (batch, tokens)
+        if self.fed is not None and heard is not None and told and not self._leaves_out(step):
+            self.fed.add(before, heard.ids, heard.positions)
         return step
+
+    def _leaves_out(self, step: Step) -> bool:
+        """Whether the pass may attend to less than all: what it makes is near what others would
+        find, and no more."""
+        if step.tokens == 1 and not step.first:
+            return bool(self.budgets_of_selects)
+        return self.prefill_mass is not None and bool(is_long(step).any())
 
     def _note(self, end: int, space: bytes) -> None:
         """A pass makes keys and values up to token `end` in this space."""
@@ -112,26 +147,18 @@ class _RowsCache(CXLCache):
         begins = (0, *(end for end, _ in self.runs))
         ends = ((min(end, seen), space) for end, space in self.runs)
         self.runs = tuple(run for begin, run in zip(begins, ends, strict=False) if begin < seen)
+        if self.fed is not None:
+            self.fed.resize(seen, len(sequences))
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.beams = True
-        size = max(1, len(self.sequences) // max(1, len(self.texts)))
-        if any(row // size != at // size for at, row in enumerate(beam_idx.tolist())):
-            self.known = False  # another prompt's row, which no beam search takes
-        super().reorder_cache(beam_idx)
+    def _pick_rows(self, rows: list[int]) -> None:
+        if self.fed is not None and self.sequences:
+            self.fed.pick(rows)
+        super()._pick_rows(rows)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.known = False
-        super().batch_select_indices(indices)
-
-    def release(self) -> None:
-        self.known = False
-        super().release()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        longest = max((pad + len(text) for text, pad in self.texts), default=0)
-        self.known = self.known and self.get_seq_length() >= longest
+    def fed_row(self, row: int) -> Row:
+        """What was fed to a row, without its padding."""
+        assert self.fed is not None
+        return self.fed.row(row, self.get_seq_length() - len(self.sequences[row]))
 
 
 class _Passes:
@@ -183,8 +210,11 @@ class CXLRequests(PoolRequests):
         self._words = {"layout": str(pool.layout), "salt": salt.hex()}
         self._look()  # may refuse
         self._rows: dict[str, tuple[_RowsCache, int, int]] = {}  # cache, row, rows when it was made
-        self._spaces: dict[str, bytes | None] = {}  # of what load() found
+        self._loaded: dict[str, PageKeys | None] = {}  # of what load() found
         self._begun = 0
+        decoder = getattr(model, "get_decoder", lambda: model)()
+        hook = decoder.register_forward_pre_hook(_hear, with_kwargs=True)
+        weakref.finalize(self, hook.remove)
 
     def keys(self, ids: Sequence[int]) -> PageKeys:
         """Of the full pages of token ids, as a pass over all of them makes them now."""
@@ -238,9 +268,11 @@ class CXLRequests(PoolRequests):
         for name in names:
             self.sequences[name] = self.sequence(name)
         sequences = [self.sequences[name] for name in names]
+        fed = [self._fed_row(name) for name in names]
         made = _RowsCache(self.pool, self._model, sequences=sequences, **settings)
         if seen is not None:
             made._start_from(made.sequences, seen)
+        made.fed = Fed(fed, made.get_seq_length())
         if made.get_seq_length():
             spaces = {self._space_of_row(name) for name in names if len(self.sequences[name])}
             space = spaces.pop() if len(spaces) == 1 else MIXED
@@ -251,10 +283,20 @@ class CXLRequests(PoolRequests):
             self._rows[name] = made, row, len(names)
         return made
 
+    def _fed_row(self, request: str) -> Row:
+        """Of all that the request has; load() is told keys, and no ids."""
+        count = len(self.sequence(request))
+        if request not in self._rows or not (group := self._group(request)):
+            return Row(np.full(count, UNSEEN), np.arange(count))
+        cache, place, _ = self._rows[request]
+        row = cache.fed_row(place * len(group))
+        return Row(row.ids[:count], row.positions[:count])
+
     def _space_of_row(self, request: str) -> bytes | None:
         """Of all that the request has; None: not known, or nothing."""
         if request not in self._rows:
-            return self._spaces.get(request)
+            found = self._loaded.get(request)
+            return found.space if isinstance(found, ModelKeys) else None
         runs = self._rows[request][0].runs
         return runs[0][1] if len(runs) == 1 else (MIXED if runs else None)
 
@@ -268,18 +310,46 @@ class CXLRequests(PoolRequests):
         verify: bool = True,
     ) -> int:
         count = super().load(request, handle, tokens, keys, verify=verify)
-        self._spaces[request] = keys.space if count and isinstance(keys, ModelKeys) else None
+        self._loaded[request] = None if keys is None else keys[: count // keys.page_tokens]
         return count
 
     def store(self, request: str, keys: PageKeys) -> int:
-        """As PoolRequests has it, of what a pass made in the space of these keys, if any did."""
-        if request in self._rows and isinstance(keys, ModelKeys):
-            cache = self._rows[request][0]
-            space, end = self._publishable(cache)
-            padding = cache.get_seq_length() - len(self.sequence(request))
-            tokens = max(0, end - padding) if space == keys.space else 0
-            keys = keys[: tokens // keys.page_tokens]
+        """As PoolRequests has it, of what passes made in the space of these keys, of the tokens
+        that the keys name, at their positions. Keys that are not this object's name no space, and
+        only positions can be compared."""
+        if request in self._rows and self._group(request):
+            row = self._fed_row(request)
+            tokens = row.placed
+            if isinstance(keys, ModelKeys):
+                cache = self._rows[request][0]
+                space, end = self._publishable(cache)
+                padding = cache.get_seq_length() - len(self.sequence(request))
+                tokens = min(tokens, end - padding) if space == keys.space else 0
+                tokens = min(tokens, self._agreed(request, row, keys))
+            there = min(len(keys), len(self.sequence(request)) // keys.page_tokens)
+            keys = keys[: max(0, tokens) // keys.page_tokens]
+            self._count_unseen(len(keys) < there)
         return super().store(request, keys)
+
+    def _agreed(self, request: str, row: Row, keys: ModelKeys) -> int:
+        """Of how many tokens these are the keys, as far as their ids or, of those that load()
+        found, their keys are known."""
+        size, found = keys.page_tokens, self._loaded.get(request)
+        blank = leading(row.ids == UNSEEN)
+        known = blank // size
+        if found is not None and not np.array_equal(found.packed[:known], keys.packed[:known]):
+            return 0
+        if blank % size or known > len(keys):
+            return known * size
+        before = xor(keys[known - 1], keys.space) if known else root(b"")
+        own = chain(before, row.ids[blank:][: leading(row.ids[blank:] != UNSEEN)], size)
+        given = keys.packed[known:] ^ np.frombuffer(keys.space, np.uint8)
+        count = min(len(own), len(given))
+        return (known + leading((own[:count] == given[:count]).all(1))) * size
+
+    def _count_unseen(self, is_less: bool) -> None:
+        if is_less:
+            self.fail("unseen", BadArgumentError(UNSEEN_TOKENS))
 
     def _group(self, request: str) -> Sequence[Tokens]:
         """generate() may have made several rows of one, for beams and samples."""
@@ -297,7 +367,7 @@ class CXLRequests(PoolRequests):
             for sequence in self._group(request):
                 sequence.release()
             del self._rows[request]
-        self._spaces.pop(request, None)
+        self._loaded.pop(request, None)
         super().release(request)
 
     # ---- generate() ----
@@ -307,7 +377,8 @@ class CXLRequests(PoolRequests):
         self, ids: Tensor, mask: Tensor | None = None, **settings: Unpack[Settings]
     ) -> Iterator[CXLCache]:
         """A cache for generate(ids, attention_mask=mask): it has what is published of the prompts,
-        and at the end their full pages are published and the cache is released.
+        and at the end their full pages are published and the cache is released: those of which the
+        model was seen to read all tokens.
 
         Rows of a batch advance together, so it goes on from where the least is known of a row: an
         other prompt beside known ones makes all of them be computed. settings as CXLCache takes
@@ -317,21 +388,34 @@ class CXLRequests(PoolRequests):
         names = [f"row {self._begun + row}" for row in range(len(texts))]
         self._begun += len(texts)
         cache = self.cache(names, self._load(names, texts), **settings)
-        cache.texts = texts
+        cache.texts, seen = texts, cache.get_seq_length()
+        there = [np.array(text[: max(0, seen - pad)], np.int64) for text, pad in texts]
+        cache.fed = Fed([Row(ids, np.arange(len(ids))) for ids in there], seen)
         try:
             yield cache
         except PoolFullError as error:
             self.fail("full", error)
             raise
         finally:
-            if cache.known:
-                space, end = self._publishable(cache)
-                for name, (text, pad) in zip(names, texts, strict=True) if end else ():
-                    kept = text[: max(0, end - pad)]
-                    self._publish(self.sequence(name), self._keys(kept, space), 0)
+            self._publish_prompts(cache, names)
             for name in names:
                 self.release(name)
             cache.release()
+
+    def _publish_prompts(self, cache: _RowsCache, names: Sequence[str]) -> None:
+        space, end = self._publishable(cache)
+        for name, (text, pad) in zip(names, cache.texts, strict=True) if end else ():
+            if self._group(name):
+                self._publish_seen(self.sequence(name), self._fed_row(name), text, end - pad, space)
+
+    def _publish_seen(
+        self, sequence: Tokens, row: Row, text: list[int], most: int, space: bytes
+    ) -> int:
+        """What the row was fed of a text, up to token `most`; returns how many pages are new."""
+        there = min(len(text), len(sequence), max(0, most))
+        agreed = min(there, row.agreed(text))
+        self._count_unseen(agreed < there)
+        return self._publish(sequence, self._keys(text[:agreed], space), 0)[0]
 
     def _load(self, names: list[str], texts: list[tuple[list[int], int]]) -> int:
         """Begins the requests; returns how many tokens, padding included, all rows have then."""
@@ -357,9 +441,9 @@ class CXLRequests(PoolRequests):
         """Publish what generate() made as well, so that the next turn of a talk finds it.
 
         tokens: what it returned, prompts included, from greedy decoding or samples. Returns how
-        many pages are new. Raises BadArgumentError for beams, since the rows' texts are not known
-        then, and under a budget, since what was made under one is an approximation that others
-        must not find.
+        many pages are new. Raises BadArgumentError for tokens that the model was not seen to read,
+        and under a budget, since what was made under one is an approximation that others must not
+        find.
         """
         if not isinstance(cache, _RowsCache) or not cache.texts:
             raise BadArgumentError("keep() wants a cache of begin()")
@@ -368,13 +452,12 @@ class CXLRequests(PoolRequests):
         if not end:
             return 0
         new, size = 0, len(cache.sequences) // len(cache.texts)
-        for row, sequence in enumerate(cache.sequences):
-            prompt, pad = cache.texts[row // size]
-            ids = tokens[row, pad:].tolist()
-            if ids[: len(prompt)] != prompt or len(ids) < len(sequence):
-                raise BadArgumentError(f"tokens: row {row} is not what the cache was made with")
-            made = self._keys(ids[: min(len(sequence), max(0, end - pad))], space)
-            new += self._publish(sequence, made, 0)[0]
+        for index, sequence in enumerate(cache.sequences):
+            prompt, pad = cache.texts[index // size]
+            ids, row = tokens[index, pad:].tolist(), cache.fed_row(index)
+            if ids[: len(prompt)] != prompt or row.agreed(ids) < len(sequence):
+                raise BadArgumentError(NOT_FED.format(index))
+            new += self._publish_seen(sequence, row, ids, end - pad, space)
         return new
 
 
@@ -382,14 +465,27 @@ def _check_kept(cache: _RowsCache, tokens: Tensor) -> None:
     budget = cache.budget
     if any(budget) if isinstance(budget, tuple) else budget:
         raise BadArgumentError("what was generated under a budget is an approximation")
-    if cache.beams:
-        raise BadArgumentError("after beam search it is not known which text a row holds")
-    if not cache.known or not cache.sequences:
-        raise BadArgumentError("the cache was released, or cut back into its prompts")
-    if tokens.ndim != 2 or len(tokens) != len(cache.sequences):
+    if tokens.ndim != 2 or len(tokens) != len(cache.sequences) or not len(tokens):
         raise BadArgumentError(
-            f"tokens have shape {tuple(tokens.shape)}, the cache {len(cache.sequences)} rows"
+            f"tokens have shape {tuple(tokens.shape)}, the cache {len(cache.sequences)} rows: it "
+            "was released, or beam search made more rows than it returned"
         )
+
+
+def _hear(module: torch.nn.Module, args: tuple[object, ...], given: dict[str, object]) -> None:
+    """Before each pass of a model: its cache, if it is one of requests, hears what is fed."""
+    cache = given.get("past_key_values")
+    if not isinstance(cache, _RowsCache):
+        return
+    ids = args[0] if args else given.get("input_ids")
+    cache.heard = None
+    if isinstance(ids, Tensor) and given.get("inputs_embeds") is None:
+        seen, places = cache.get_seq_length(), given.get("position_ids")
+        if places is None:
+            places = torch.arange(seen, seen + ids.shape[-1], device=ids.device)[None]
+        if isinstance(places, Tensor) and places.shape in (ids.shape, (1, ids.shape[-1])):
+            # Copies: a caller may write the next ones to the same tensors.
+            cache.heard = Heard(ids.detach().long().clone(), places.detach().long().clone())
 
 
 def _texts(ids: Tensor, mask: Tensor | None) -> list[tuple[list[int], int]]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from cxlkv.adapters.transformers.steps import LayerStep
+from cxlkv.adapters.transformers.steps import LayerStep, Step
 from cxlkv.errors import BadArgumentError
 
 BLOCK_TOKENS = 128
@@ -62,8 +62,12 @@ def long_rows(part: LayerStep) -> npt.NDArray[np.bool_]:
     """Which sequences have a prefill that is long enough to be sparse, [batch]; none of layers with
     windows, softcap or sinks."""
     plain = part.window is None and part.softcap is None and part.sinks is None
-    step = part.step
-    return plain & (step.new >= BLOCK_TOKENS) & (step.lengths >= TOKENS_LEAST)
+    return plain & is_long(part.step)
+
+
+def is_long(step: Step) -> npt.NDArray[np.bool_]:
+    """Which sequences have a prefill of at least so many tokens, [batch]."""
+    return (step.new >= BLOCK_TOKENS) & (step.lengths >= TOKENS_LEAST)
 
 
 def attend_sparsely(
