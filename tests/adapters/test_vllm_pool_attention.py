@@ -272,6 +272,46 @@ def test_a_damaged_page_is_forgotten_and_harms_only_its_own(
         fresh.close()
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_an_audited_hit(pool: CXLPool, attention: PoolAttention, is_wrong: bool) -> None:
+    """The block behind it is compared when it is computed. Where it is another one, all that have
+    hits begin again, and nothing that runs is published."""
+    one, two = Text("other" if is_wrong else "one", 70), Text("two", 70)
+    one.keys = Text("one", 70).keys
+    rows = [(1, one, 0, 70), (2, two, 0, 70)]
+    run(attention, Message(started=[one.start(1), two.start(2)]), rows)
+    run(attention, Message(ended=[one.name, two.name]), [])
+    attention.report()
+    keys = unpacked(one.keys, BLOCK)
+    again, beside, new = Text("one", 70), Text("two", 70), Text("new", 40)
+    again.name, beside.name = "again", "beside"
+    with pool.match(keys[:3]) as hit, pool.match(unpacked(two.keys, BLOCK)) as far:
+        assert (hit.tokens, far.tokens) == (48, 64)
+        started = [
+            again.start(4, handle=hit.handle, tokens=48),
+            beside.start(5, handle=far.handle, tokens=64),
+            new.start(6),
+        ]
+        started[0].audit = True
+        rows = [(4, again, 48, 10), (5, beside, 64, 6), (6, new, 0, 40)]
+        run(attention, Message(started=started), rows)
+    assert not attention.report().audited, "its block is not whole yet"
+    rows = [(4, again, 58, 12), (5, beside, 70, 0)]
+    run(attention, Message(), rows)
+    report = attention.report()
+    assert report.audited == 1
+    assert report.failures["audit"] == is_wrong
+    assert attention.bad_blocks() == ({4, 5} if is_wrong else set())
+    with pool.match(keys) as hit:
+        assert hit.tokens == (48 if is_wrong else 64)
+    if is_wrong:
+        found = run(attention, Message(), [(4, again, 0, 70), (5, beside, 0, 70)])
+        assert all(is_right(piece) for piece in found)
+        assert not attention.report().stored
+        with pool.match(keys) as hit:
+            assert hit.tokens == 48, "what is right of it is not believed to be its keys'"
+
+
 def test_a_full_pool_harms_nobody_but_who_wanted_more(
     pool: CXLPool, attention: PoolAttention
 ) -> None:

@@ -20,6 +20,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.adapters.common.audits import difference, withdraw
 from cxlkv.adapters.common.metrics import Failures
 from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError, QuotaError, StaleError
 from cxlkv.ndp.engine import same_pages
@@ -160,6 +161,38 @@ class PoolRequests:
         returns how many this host has."""
         return self.pool.admin.prioritize(keys, priority, strict=keys.strict)
 
+    def audit(self, keys: PageKeys, own: Sequence, place: int) -> bool:
+        """Whether the block of the last key is what the engine has computed, pages of its sequence
+        from `place` on; also where it is not there any more, or cannot be read. If not, that is
+        counted in failures(), and the block is forgotten."""
+        size = self.pool.layout.page_tokens
+        count, text = keys.page_tokens // size, ""
+        try:
+            with self.pool.match(keys) as hit:
+                if hit.tokens < len(keys) * keys.page_tokens:
+                    return True
+                found, first = hit.sequence(), (len(keys) - 1) * count
+                try:
+                    text = difference(self.pool, found, own, first, place, count)
+                finally:
+                    found.release()
+        except CXLKVError as error:
+            self.fail(_KINDS.get(type(error), "stale"), error)
+            return True
+        if text:
+            self.fail("audit", CorruptError(f"an audited hit is wrong: {text}"))
+            self.forget(keys[-1:])
+        return not text
+
+    def withdraw(self, space: bytes) -> None:
+        """Of this namespace, if it is one, nobody is to find anything any more."""
+        if not space:
+            return
+        try:
+            withdraw(self.pool, space, None if self.tiers is None else self.tiers.cold)
+        except CXLKVError as error:
+            self.fail("save", error)
+
     def truncate(self, request: str, tokens: int) -> None:
         """The request has only `tokens` tokens: what was computed after them is not its text."""
         self.sequence(request).truncate(tokens)
@@ -222,7 +255,8 @@ class PoolRequests:
         self._stored.clear()
 
     def failures(self) -> Counter[str]:
-        """Counts since the start: "stale", "corrupt", "full", "quota", "window", "host"."""
+        """Counts since the start: "stale", "corrupt", "full", "quota", "window", "host",
+        "audit"."""
         return Counter(self._failures)
 
     def fail(self, kind: str, error: CXLKVError) -> None:

@@ -11,6 +11,7 @@ gives the requests of these names to a model.
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cxlkv.adapters.common.audits import WITHDRAWN, Audits, is_withdrawn
 from cxlkv.adapters.common.keys import block_keys, namespace, xor
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.transformers.cache import CXLCache, Settings
@@ -30,7 +32,7 @@ from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_co
 from cxlkv.adapters.transformers.ropes import form_now, form_of
 from cxlkv.adapters.transformers.sparse_prefill import is_long
 from cxlkv.adapters.transformers.steps import Step
-from cxlkv.errors import BadArgumentError, PoolFullError, UnsupportedError
+from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError, UnsupportedError
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, chain, prefix_keys, root
 from cxlkv.sequence import Sequence as Tokens
@@ -40,6 +42,8 @@ from cxlkv.tiers.quota import Quota
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+
+log = logging.getLogger("cxlkv")
 
 MIXED = b""
 """The space of keys and values that were made in several."""
@@ -183,9 +187,12 @@ class CXLRequests(PoolRequests):
     Keys name the model as it is when they are made (its config, adapters and switches, a hash of
     all bytes of its weights, which are read again where they have changed: identity.py), the
     frequencies that turn them (ropes.py), the pool's layout and the salt. weights: what names them
-    instead of that hash, which saves reading them. Raises GeometryError when the pool is laid out
-    for another model, UnsupportedError for a model that also reads images or sounds, and for
-    virtual tokens (prompt tuning): these have no token ids of their own.
+    instead of that hash, which saves reading them. audit_hits: of every so many texts that begin()
+    finds, one is audited (common/audits.py); 0: none.
+
+    Raises GeometryError when the pool is laid out for another model, UnsupportedError for a model
+    that also reads images or sounds, and for virtual tokens (prompt tuning): these have no token
+    ids of their own.
     """
 
     def __init__(
@@ -197,6 +204,7 @@ class CXLRequests(PoolRequests):
         salt: bytes = b"",
         weights: object = None,
         quota: Quota | None = None,
+        audit_hits: int = 0,
     ):
         super().__init__(pool, tiers, quota)
         check_layout(pool.layout, layout_of(model))
@@ -208,7 +216,10 @@ class CXLRequests(PoolRequests):
         self._model = model
         self._identity, self._unnamed = Identity(model, weights), weights is None
         self._words = {"layout": str(pool.layout), "salt": salt.hex()}
-        self._look()  # may refuse
+        self._audits, self._audited = Audits(audit_hits), dict[str, PageKeys]()
+        self.audited_hits = 0
+        self._unshared = b""  # a space of nobody, where this model's was withdrawn
+        self._look(first=True)  # may refuse
         self._rows: dict[str, tuple[_RowsCache, int, int]] = {}  # cache, row, rows when it was made
         self._loaded: dict[str, PageKeys | None] = {}  # of what load() found
         self._begun = 0
@@ -226,7 +237,7 @@ class CXLRequests(PoolRequests):
 
     # ---- spaces ----
 
-    def _look(self) -> tuple[bytes, Sequence[torch.nn.Module]]:
+    def _look(self, first: bool = False) -> tuple[bytes, Sequence[torch.nn.Module]]:
         """16 bytes of the model as it is now, which nobody else has where nobody may find its
         pages, and what turns its keys where the length decides that."""
         if _has_virtual_tokens(self._model):
@@ -240,7 +251,12 @@ class CXLRequests(PoolRequests):
         if found.doubts:
             self.fail("doubt", UnsupportedError(f"no pages are shared: {found.doubts[0]}"))
             return os.urandom(16), found.ropes
-        return namespace({"model": found.words, **self._words}), found.ropes
+        space = namespace({"model": found.words, **self._words})
+        cold = self.tiers.cold if first and self.tiers is not None else None
+        if is_withdrawn(self.pool, space, cold) and not self._unshared:
+            log.warning(WITHDRAWN)
+            self._unshared = os.urandom(16)
+        return xor(space, self._unshared) if self._unshared else space, found.ropes
 
     def _space(self, tokens: int) -> bytes:
         """Of a pass now whose last token is number `tokens` of its text."""
@@ -368,6 +384,7 @@ class CXLRequests(PoolRequests):
                 sequence.release()
             del self._rows[request]
         self._loaded.pop(request, None)
+        self._audited.pop(request, None)
         super().release(request)
 
     # ---- generate() ----
@@ -383,6 +400,9 @@ class CXLRequests(PoolRequests):
         Rows of a batch advance together, so it goes on from where the least is known of a row: an
         other prompt beside known ones makes all of them be computed. settings as CXLCache takes
         them.
+
+        Raises CorruptError at the end where an audit found a wrong page: what was generated may be
+        wrong then.
         """
         texts = _texts(ids, mask)
         names = [f"row {self._begun + row}" for row in range(len(texts))]
@@ -397,16 +417,42 @@ class CXLRequests(PoolRequests):
             self.fail("full", error)
             raise
         finally:
-            self._publish_prompts(cache, names)
+            right = self._publish_prompts(cache, names)
             for name in names:
                 self.release(name)
             cache.release()
+        if not right:
+            raise CorruptError(
+                "an audit found that a page of these prompts was not made as its key says, so what "
+                "was computed behind it may be wrong: do it again; nothing is found this time"
+            )
 
-    def _publish_prompts(self, cache: _RowsCache, names: Sequence[str]) -> None:
+    def _publish_prompts(self, cache: _RowsCache, names: Sequence[str]) -> bool:
+        """Whether no audit found a wrong page; else nothing is published."""
         space, end = self._publishable(cache)
-        for name, (text, pad) in zip(names, cache.texts, strict=True) if end else ():
-            if self._group(name):
-                self._publish_seen(self.sequence(name), self._fed_row(name), text, end - pad, space)
+        there = [(name, *of) for name, of in zip(names, cache.texts, strict=True)]
+        there = [(name, text, pad) for name, text, pad in there if end and self._group(name)]
+        if not all(self._is_right(name, text) for name, text, _ in there):
+            return False
+        for name, text, pad in there:
+            self._publish_seen(self.sequence(name), self._fed_row(name), text, end - pad, space)
+        return True
+
+    def _is_right(self, name: str, text: list[int]) -> bool:
+        """Whether the row's audit, if there is one, finds no wrong page; else the model's space is
+        withdrawn."""
+        keys = self._audited.get(name)
+        sequence, size = self.sequence(name), self.pool.layout.page_tokens
+        agreed = min(len(sequence), self._fed_row(name).agreed(text))
+        if keys is None or agreed < len(keys) * size:
+            return True
+        self.audited_hits += 1
+        if self.audit(keys, sequence, len(keys) - 1):
+            return True
+        log.warning(WITHDRAWN)
+        self.withdraw(self._look()[0])
+        self._unshared = os.urandom(16)
+        return False
 
     def _publish_seen(
         self, sequence: Tokens, row: Row, text: list[int], most: int, space: bytes
@@ -426,11 +472,22 @@ class CXLRequests(PoolRequests):
             keys = [self._keys(text, space)[: (len(text) - 1) // page_tokens] for text, _ in texts]
             hits = [held.enter_context(self.match(of)) for of in keys]
             seen = min(hit.tokens + pad for hit, (_, pad) in zip(hits, texts, strict=True))
+            ends = [hit.tokens for hit in hits]
+            is_short = any(seen - page_tokens > pad for _, pad in texts) and self._audits.is_due()
+            seen -= page_tokens if is_short else 0
             wanted = [max(0, seen - pad) for _, pad in texts]
+            if is_short:  # found anew: layers with windows may have given back what a cut would see
+                hits = [
+                    held.enter_context(self.match(of[: -(-count // page_tokens)]))
+                    for of, count in zip(keys, wanted, strict=True)
+                ]
             if any(wanted) and all(
                 self.load(name, hit.handle if count else None, count, of) == count
                 for name, hit, count, of in zip(names, hits, wanted, keys, strict=True)
             ):
+                for name, end, count, of in zip(names, ends, wanted, keys, strict=True):
+                    if is_short and count % page_tokens == 0 and end > count > 0:
+                        self._audited[name] = of[: count // page_tokens + 1]
                 return seen
         for name in names:
             self.release(name)

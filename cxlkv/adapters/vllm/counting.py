@@ -33,6 +33,7 @@ TOKENS = {
 }
 BYTES = ("appended_bytes", "fetched_bytes", "attended_bytes", "scored_bytes")
 AUDITS = {
+    "audited_hits": "Hits given a block short, which was computed and compared, by each rank",
     "audited_selects": COUNTERS["audited_selects"],
     "audited_recall": "Recall, summed over the audited selects",
     "audited_mass": "Attention mass kept, summed over the audited selects",
@@ -57,6 +58,7 @@ KINDS = (
     "remote",
     "host",
     "bad_options",
+    "audit",
 )
 """Failures that are shown from the start, as 0; others appear when they happen."""
 
@@ -152,6 +154,7 @@ class Counting:
         """Of all ranks about one step: what every one of them has counts."""
         if not reports:
             return
+        self._counts["audited_hits"] += sum(report.audited for report in reports)
         loaded = Counter(name for report in reports for name in set(report.loaded))
         for name, count in loaded.items():
             if count == len(reports):

@@ -46,6 +46,8 @@ class _Held:
 
     awaits: requests whose loads must have gone well in all ranks, and in other connectors, before
     what was computed from them is published; since: where the step began that computed from them.
+    loaded: blocks of the engine that were filled from the pool. audited: the block that is to be
+    compared with the pool's.
     """
 
     blocks: list[int]
@@ -56,6 +58,8 @@ class _Held:
     scheduled: int = 0
     awaits: set[str] = field(default_factory=set)
     since: int = 0
+    loaded: list[int] = field(default_factory=list)
+    audited: int | None = None
 
     def complete(self, block_tokens: int) -> int:
         return min(len(self.keys) // KEY_BYTES, self.valid // block_tokens, len(self.blocks))
@@ -124,6 +128,7 @@ class EngineAttention:
             for held in self._held.values():
                 held.awaits.discard(name)
         self.stop_saving(message.unshared)
+        self.requests.withdraw(message.withdrawn)
         for left in message.left:
             self._save_left(left)
         for name in message.ended:
@@ -153,7 +158,9 @@ class EngineAttention:
         self._held[name] = held
         if start.handles is None:
             return
+        held.audited = start.tokens // self.block_tokens if start.audit else None
         part = self._part(start, start.handles[self._rank])
+        held.loaded = part.blocks
         (now if start.scheduled else self._later).append(part)
 
     def _part(self, start: Started, handle: bytes) -> Part:
@@ -273,7 +280,7 @@ class EngineAttention:
                 last = part.tail if part.good == len(part.blocks) - 1 else b""
                 self._forget(last or held.keys[good * KEY_BYTES :][:KEY_BYTES])
             self.requests.release(part.request)
-            held.saved = 0
+            held.saved, held.audited = 0, None
             held.valid = min(held.valid, good * self.block_tokens)
 
     def _end_trace(self, part: Part, load: Load) -> None:
@@ -399,12 +406,10 @@ class EngineAttention:
             self._now.wait(len(self._memory))
             self._settle(self._now)
             self._now = None
-            for held in self._held.values() if self._bad else ():
-                # Blocks may be shared: whoever computed from a bad one has computed nonsense.
-                place = next((i for i, block in enumerate(held.blocks) if block in self._bad), None)
-                if place is not None:
-                    held.valid = min(held.valid, place * self.block_tokens)
+            self._mark_invalid()
         writing, self._writing = self._writing, None
+        if not self._audit():
+            return
         if writing is None:
             return
         if writing.layers < len(self._memory):
@@ -412,6 +417,39 @@ class EngineAttention:
             return
         for name, end in writing.upto.items():
             self._publish(name, end)
+
+    def _mark_invalid(self) -> None:
+        """Blocks may be shared: whoever computed from a bad one has computed nonsense."""
+        for held in self._held.values() if self._bad else ():
+            place = next((i for i, block in enumerate(held.blocks) if block in self._bad), None)
+            if place is not None:
+                held.valid = min(held.valid, place * self.block_tokens)
+
+    def _audit(self) -> bool:
+        """Compares blocks that are computed by now. Whether no page of the pool is wrong; else the
+        engine computes all again that it has from there, and nothing of what runs is saved."""
+        right = True
+        for held in self._held.values():
+            block = held.audited
+            if block is None or held.awaits or held.complete(self.block_tokens) <= block:
+                continue
+            held.audited, self._report.audited = None, self._report.audited + 1
+            own, blocks = self.pool.sequence(), np.array([held.blocks[block]], np.int32)
+            try:
+                batch, starts = self.pool.batch([own]), np.array([0, 1], np.int32)
+                for layer, of in enumerate(self._memory):
+                    batch.append_blocks(layer, of.keys, of.values, blocks, starts)
+                keys = unpacked(held.keys, self.block_tokens)[: block + 1]
+                right = self.requests.audit(keys, own, 0) and right
+            except CXLKVError as error:
+                self.requests.fail("full" if isinstance(error, PoolFullError) else "save", error)
+            finally:
+                own.release()
+        if not right:
+            self.stop_saving()
+            self._bad.update(block for held in self._held.values() for block in held.loaded)
+            self._mark_invalid()
+        return right
 
     def _publish(self, name: str, end: int) -> None:
         held = self._held[name]

@@ -54,8 +54,9 @@ class Started:
     back from below the pool. tail: the key of the hit's last block, where it is not a whole one. In
     this step the tokens from `computed` on are computed, `scheduled` of them; 0 while the hit is
     loaded beside the steps (asynchronously), and then the request comes again as Continued.
-    elsewhere: another connector of the engine loads tokens before these. trace: the headers that
-    came with the request, of a hit.
+    elsewhere: another connector of the engine loads tokens before these. audit: the pool has the
+    block behind the hit, which is to be compared with what the engine computes. trace: the headers
+    that came with the request, of a hit.
     """
 
     request: str
@@ -69,6 +70,7 @@ class Started:
     computed: int = 0
     scheduled: int = 0
     elsewhere: bool = False
+    audit: bool = False
     trace: dict[str, str] | None = None
     options: Options = field(default_factory=Options)
 
@@ -107,7 +109,8 @@ class Message:
     left: a request that was preempted may start again in the same step. loaded: hits that all
     ranks have loaded whole, and another connector's. unshared: requests of which no more is saved.
     weights: of which keys and hits are, a state of LoadedWeights for each rank; none: those of the
-    start. look: whether weights are to be looked at."""
+    start. look: whether weights are to be looked at. withdrawn: a namespace of which nobody is to
+    find anything any more; b"": none."""
 
     started: list[Started] = field(default_factory=list)
     continued: list[Continued] = field(default_factory=list)
@@ -117,6 +120,7 @@ class Message:
     unshared: list[str] = field(default_factory=list)
     weights: tuple[bytes, ...] = ()
     look: bool = False
+    withdrawn: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -132,9 +136,9 @@ class Span:
 class Report:
     """What a worker did in a step: requests that it heard had ended, whose pages it has let go of;
     those whose hits it has loaded whole, or has not; those that another connector loaded in it;
-    blocks that its pool has now, and tokens of tails by request; failures by kind, as PoolRequests
-    counts them; the state of its weights by rank, where it was asked or is another than the
-    message's."""
+    blocks that its pool has now, and tokens of tails by request; how many hits it has audited;
+    failures by kind, as PoolRequests counts them; the state of its weights by rank, where it was
+    asked or is another than the message's."""
 
     ended: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
@@ -142,6 +146,7 @@ class Report:
     elsewhere: list[str] = field(default_factory=list)
     stored: list[Span] = field(default_factory=list)
     tails: dict[str, int] = field(default_factory=dict)
+    audited: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     weights: dict[int, bytes] = field(default_factory=dict)
 

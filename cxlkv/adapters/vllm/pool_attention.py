@@ -69,6 +69,8 @@ class Held:
     options: Options
     keys: bytes = b""
     stored: int = 0  # blocks of it that the report has told of
+    has_hit: bool = False
+    audited: int | None = None  # the block that is to be compared with the pool's
 
 
 class PoolAttention:
@@ -127,6 +129,7 @@ class PoolAttention:
     def hear(self, message: Message) -> None:
         self._step, self._failed = None, set()
         self.stop_saving(message.unshared)
+        self.requests.withdraw(message.withdrawn)
         for name in message.ended:
             self._release(name)
         self._report.ended += message.ended
@@ -144,6 +147,8 @@ class PoolAttention:
         # Without its hit the sequence is shorter than the step wants it: a failure, seen there.
         # Pages are verified when attention reads them.
         self._load(held, handle, started.tokens)
+        held.has_hit = held.stored > 0
+        held.audited = held.stored if started.audit and held.has_hit else None
         self._held[held.name] = held
         self.by_request_row[held.request_row] = held
         try:
@@ -190,16 +195,49 @@ class PoolAttention:
     def end_step(self) -> None:
         """Publish what is complete, mend what broke."""
         step, self._step = self._step, None
-        for place, held in enumerate(step.held if step is not None else ()):
-            if step is None or held is None or self._held.get(held.name) is not held:
-                continue
-            if place in step.broken:
-                if isinstance(step.broken[place], CorruptError):
+        there = [
+            (place, held)
+            for place, held in enumerate(step.held if step is not None else ())
+            if held is not None and self._held.get(held.name) is held
+        ]
+        broken = {} if step is None else step.broken
+        if not all(self._is_right(held) for place, held in there if place not in broken):
+            self._doubt()
+            return
+        for place, held in there:
+            if place in broken:
+                if isinstance(broken[place], CorruptError):
                     self._forget(held)
-                self.requests.release(held.name)
-                self._load(held, None, 0)  # empty: the engine begins again
+                self._empty(held)
             elif held.options.save:
                 self._publish(held)
+
+    def _empty(self, held: Held) -> None:
+        """The engine begins again."""
+        self.requests.release(held.name)
+        self._load(held, None, 0)
+        held.has_hit, held.audited = False, None
+
+    def _doubt(self) -> None:
+        """The pool has a page that is not what its key says: who has a hit begins again, and
+        nothing of what runs is published."""
+        self.stop_saving()
+        for held in self._held.values():
+            if held.has_hit:
+                self._failed.add(held.request_row)
+                self._empty(held)
+
+    def _is_right(self, held: Held) -> bool:
+        """Whether its audit, if there is one and its block is computed, finds no wrong page."""
+        block, keys = held.audited, self._keys(held)
+        sequence = self.requests.sequences.get(held.name)
+        if block is None or sequence is None:
+            return True
+        if min(len(keys), len(sequence) // self.block_tokens) <= block:
+            return True
+        held.audited, self._report.audited = None, self._report.audited + 1
+        place = block * self.block_tokens // self.pool.layout.page_tokens
+        return self.requests.audit(keys[: block + 1], sequence, place)
 
     def stop_saving(self, names: Iterable[str] | None = None) -> None:
         """No more of these requests is published. None: of all, as K and V are not those that their

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.adapters.common.audits import WITHDRAWN, Audits, is_withdrawn
 from cxlkv.adapters.common.keys import block_keys, xor
 from cxlkv.adapters.common.metrics import Failures
 from cxlkv.adapters.vllm.events import Events, Removed, Stored, there
@@ -44,6 +45,7 @@ from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.cold_store import ColdStore
 
 log = logging.getLogger("cxlkv")
 
@@ -72,13 +74,14 @@ class Step:
 @dataclass
 class _Match:
     """A hit, as long as it is held. `local` tokens the engine had itself. tail: the key of its last
-    block, where that is not a whole one."""
+    block, where that is not a whole one. audit: it is given without its last block."""
 
     hits: list[Hit]
     handles: list[bytes]
     tokens: int
     local: int
     tail: bytes = b""
+    audit: bool = False
 
 
 @dataclass
@@ -146,6 +149,9 @@ class Scheduling:
         if words is not None and settings.tails and settings.attention == "engine":
             self._tails = Tails(block_tokens, words)
         self.failures = Failures()
+        self._audits = Audits(settings.audit_hits)
+        self._audited: dict[str, bool] = {}  # by request with a hit
+        self._withdrawn = b""  # a namespace, for the workers
         self._keeping = Keeping(self.pools)
         self._prefetch: Prefetch | None = None
         if tiers:
@@ -154,6 +160,7 @@ class Scheduling:
         if events:
             cold = [one.cold for one in tiers]
             self.events = Events(self.pools, self.failures, block_tokens, self._every, cold=cold)
+        self._check_withdrawn([one.cold for one in tiers])
 
     def reopened(self, rank: int, pool: CXLPool, tiers: Tiers | None) -> None:
         """This rank's pool was lost, and what was held there with it; it is open again."""
@@ -189,6 +196,7 @@ class Scheduling:
         """
         name = request.request_id
         self._forget_match(name)
+        self._check_withdrawn()
         if self._told.pop(name, None) is not None:  # the engine has nothing of it any more
             self._again.add(name)
         if self._weights.awaited:
@@ -221,12 +229,44 @@ class Scheduling:
         if found is None:
             return 0, False
         found.tokens = min(found.tokens, most)
+        found = self._shortened(name, keys, found)
         self._matches[name] = found
         if self.events is not None:
             self.events.found(name, found.tokens // self.block_tokens)
         # A hit that attention reads where it lies is there at once.
         beside = self.settings.load == "async" and self.settings.attention == "engine"
         return found.tokens - local, beside
+
+    def _shortened(self, name: str, keys: PageKeys, found: _Match) -> _Match:
+        """The hit, or where it is to be audited one that lacks the last whole block. It is found
+        anew: layers with windows may have given back what a cut would see."""
+        blocks = found.tokens // self.block_tokens - 1
+        if blocks * self.block_tokens <= found.local:
+            return found
+        if name not in self._audited:
+            self._audited[name] = self._audits.is_due()
+        if not self._audited[name]:
+            return found
+        chain = _Chain(keys[:blocks], blocks * self.block_tokens)
+        shorter = self._find(chain, found.local)
+        if shorter is None:
+            return found
+        for hit in found.hits:
+            hit.release()
+        shorter.audit = shorter.tokens == chain.end
+        return shorter
+
+    def _check_withdrawn(self, colds: Sequence[ColdStore | None] = ()) -> None:
+        """Whether any engine has withdrawn this one's namespace. colds: below the pools, by rank;
+        what is withdrawn while the engine runs is in the pools."""
+        try:
+            for rank, pool in enumerate(self.pools):
+                if is_withdrawn(pool, self.space, colds[rank] if colds else None):
+                    log.warning(WITHDRAWN)
+                    self.reset()
+                    return
+        except CXLKVError as error:
+            self.failures.add("match", error)
 
     def plan_by(self, has_room: Callable[[int], bool]) -> None:
         """Requests begin when the pools have room for them, of so many tokens."""
@@ -325,6 +365,7 @@ class Scheduling:
             brought=self._brought(name, found.local + external),
             local=found.local,
             tail=found.tail,
+            audit=found.audit,
             trace=dict(getattr(request, "trace_headers", None) or {}) or None,
             computed=found.local + external,
             options=self._options[name],
@@ -348,7 +389,9 @@ class Scheduling:
             unshared=self._unshared,
             weights=self._weights.told,
             look=bool(self._weights.awaited),
+            withdrawn=self._withdrawn,
         )
+        self._withdrawn = b""
         self._again, self._loaded, self._left, self._unshared = set(), [], [], []
         for name in step.ended:
             self._leaves(name)
@@ -426,7 +469,7 @@ class Scheduling:
         if options is not None and options.ttl_s is not None:
             keys = unpacked(self._keys(request, 0), self.block_tokens)
             self._keeping.keep(keys, options.ttl_s)
-        for kept in (self._spaces, self._starts, self._local, self._elsewhere):
+        for kept in (self._spaces, self._starts, self._local, self._elsewhere, self._audited):
             kept.pop(name, None)
         self._failed.discard(name)
         if self._prefetch is not None:
@@ -473,6 +516,8 @@ class Scheduling:
         for report in reports:
             self.failures.update(report.failures)
             self._failed.update(name for name in report.failed if name in self._requests)
+        if any(report.failures["audit"] for report in reports):
+            self._withdraw()
         if self.events is not None:
             self.events.heard(reports)
 
@@ -489,6 +534,14 @@ class Scheduling:
         self._keeping.close()  # no request finds those pages any more
         if self.events is not None:
             self.events.reset()
+
+    def _withdraw(self) -> None:
+        """An audit found a page that is not what its key says: nobody is to find others like it,
+        and workers save no more of what runs, which may have been computed from such pages."""
+        log.warning(WITHDRAWN)
+        self._withdrawn = self.space
+        self._unshared += list(self._requests)
+        self.reset()
 
     def forgotten(self) -> None:
         """The engine has reset its own prefix cache, and routers have dropped all that they knew of

@@ -49,7 +49,8 @@ class Settings(PoolSettings):
 
     budget: for decode steps of requests that say nothing, with attention="pool"; method: how it
     chooses pages, as in Batch.select. audit: share of
-    selects whose recall is measured. load: "sync": a step waits for its hits layer by layer;
+    selects whose recall is measured. audit_hits: of every so many hits one is audited, 0: of none.
+    load: "sync": a step waits for its hits layer by layer;
     "async": requests wait, steps do not. deadline_s: a load that takes longer has failed.
     load_failure: "recompute": tokens of a hit that could not be loaded are computed; "fail": what
     the engine does with its requests is left as the engine has it, which by default is to fail
@@ -62,6 +63,7 @@ class Settings(PoolSettings):
     budget: _Budget = None
     method: str = "auto"
     audit: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
+    audit_hits: int = Field(0, ge=0, description="a whole number, 0 or more")
     load: Literal["sync", "async"] = "sync"
     deadline_s: float = Field(5.0, gt=0, description="a number above 0")
     load_failure: Literal["recompute", "fail"] = "recompute"
