@@ -172,6 +172,27 @@ def test_the_model_is_found_by_its_attention() -> None:
     assert models_with([other.attention, one.attention]) == [other, one]
 
 
+class Runner:
+    """As vLLM's, which calls with its model's layers, or with those of a draft beside them."""
+
+    def __init__(self) -> None:
+        self.model, self.draft = Model(), Model()
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+    def models_with(self, *layers: nn.Module) -> list[nn.Module]:
+        return models_with(layers)
+
+
+def test_the_model_of_the_runner_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner()
+    own, drafts = runner.model.attention, runner.draft.attention
+    assert runner.models_with(own, drafts) == [runner.model, runner.draft]
+    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("all objects are looked through"))
+    assert runner.models_with(own) == [runner.model]
+
+
 def test_a_fingerprint_sees_each_tensor_and_its_shape() -> None:
     tensors = {
         "plain": torch.zeros(3000),
