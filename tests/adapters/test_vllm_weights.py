@@ -7,8 +7,9 @@ say of which weights they are.
 from __future__ import annotations
 
 import gc
-import shutil
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from cxlkv.adapters.vllm import loaded
 from cxlkv.adapters.vllm.loaded import LoadedWeights, models_with
 from cxlkv.adapters.vllm.lora import Adapters
 
-from ..support.paged_engine import TOKENS, Adapter, Engine
+from ..support.paged_engine import TOKENS, Adapter, Engine, Request
 from ..support.weight_files import change, safetensors
 from .test_vllm_engine_attention import layout_of, text
 
@@ -171,6 +172,27 @@ def test_the_model_is_found_by_its_attention() -> None:
     assert models_with([other.attention, one.attention]) == [other, one]
 
 
+class Runner:
+    """As vLLM's, which calls with its model's layers, or with those of a draft beside them."""
+
+    def __init__(self) -> None:
+        self.model, self.draft = Model(), Model()
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+    def models_with(self, *layers: nn.Module) -> list[nn.Module]:
+        return models_with(layers)
+
+
+def test_the_model_of_the_runner_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner()
+    own, drafts = runner.model.attention, runner.draft.attention
+    assert runner.models_with(own, drafts) == [runner.model, runner.draft]
+    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("all objects are looked through"))
+    assert runner.models_with(own) == [runner.model]
+
+
 def test_a_fingerprint_sees_each_tensor_and_its_shape() -> None:
     tensors = {
         "plain": torch.zeros(3000),
@@ -213,27 +235,106 @@ def test_adapters_are_named_by_their_contents(tmp_path: Path) -> None:
     assert len({space, scaled, trained}) == 3
 
 
-def test_an_adapter_that_is_loaded_in_place_is_another(tmp_path: Path) -> None:
-    path = safetensors(tmp_path / "adapter_model.safetensors")
-    adapters, one = Adapters(), Adapter(str(tmp_path))
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return safetensors(tmp_path / "adapter_model.safetensors")
+
+
+def test_an_adapter_that_is_loaded_in_place_is_another(file: Path) -> None:
+    adapters, one = Adapters(), Adapter(str(file.parent))
     first, _ = adapters.space_of(one)
-    shutil.copy(path, tmp_path / "kept")
-    change(path, -1)
-    second, changed = adapters.space_of(Adapter(str(tmp_path), load_inplace=True))
-    assert changed
-    assert second not in (first,)
+    assert adapters.space_of(replace(one, load_inplace=True)) == (first, False)
+    change(file, -1)
+    second, changed = adapters.space_of(replace(one, load_inplace=True))
+    assert (changed, second == first) == (True, False)
     assert second == Adapters().space_of(one)[0], "a new engine loads the same"
+    assert adapters.may_save(one, 0)
+    assert not adapters.may_save(one, 8), "the engine's own prefix cache has blocks of the first"
+    adapters.forgotten()
+    assert adapters.may_save(one, 8)
 
 
-def test_an_adapter_that_changed_on_disk_alone_is_shared_with_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_adapter_that_changed_on_disk_alone_shares_nothing_until_it_is_loaded(
+    file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = safetensors(tmp_path / "adapter_model.safetensors")
-    adapters, one = Adapters(), Adapter(str(tmp_path))
+    """The engine may load it between two requests, where it had no room for it."""
+    adapters, one = Adapters(), Adapter(str(file.parent))
     adapters.space_of(one)
-    change(path, -1)
-    found, changed = adapters.space_of(one)
-    assert changed
-    assert found != Adapters().space_of(one)[0]
-    assert "may have either" in caplog.text
-    assert adapters.space_of(one) == (found, False)
+    change(file, -1)
+    found = [adapters.space_of(one) for _ in range(3)]
+    assert [changed for _, changed in found] == [True, False, False]
+    known, _ = Adapters().space_of(one)
+    assert len({known, *(space for space, _ in found)}) == 4
+    assert not adapters.may_save(one, 0)
+    assert caplog.text.count("may have either") == 1
+    assert adapters.space_of(replace(one, load_inplace=True)) == (known, True)
+    assert adapters.may_save(one, 0)
+
+
+def test_an_adapter_whose_files_are_touched_is_the_same(file: Path) -> None:
+    adapters, one = Adapters(), Adapter(str(file.parent))
+    first, _ = adapters.space_of(one)
+    os.utime(file)
+    assert adapters.space_of(one) == (first, False)
+
+
+def test_an_adapter_that_was_removed_is_loaded_once(file: Path) -> None:
+    adapters, one = Adapters(), Adapter(str(file.parent))
+    adapters.space_of(one)
+    adapters.removed(1)
+    change(file, -1)
+    assert adapters.space_of(one) == (Adapters().space_of(one)[0], True)
+    change(file, -2)
+    adapters.space_of(one)
+    assert not adapters.may_save(one, 0)
+
+
+def test_two_ids_of_one_path_share_the_engines_own_blocks(file: Path) -> None:
+    adapters, one = Adapters(), Adapter(str(file.parent))
+    adapters.space_of(one)
+    change(file, -1)
+    other = replace(one, lora_int_id=2)
+    adapters.space_of(other)
+    assert adapters.may_save(other, 0)
+    assert not adapters.may_save(other, 8)
+
+
+def test_a_request_whose_adapter_is_loaded_in_each_step_stores_no_more_when_it_changes(
+    served: Served, file: Path
+) -> None:
+    engine, adapter = served.engine, Adapter(str(file.parent), load_inplace=True)
+    engine.join(Request("a", list(IDS), lora_request=adapter))
+    engine.step()
+    engine.step()
+    stored = engine.told_blocks
+    assert stored == 6
+    change(file, -1)
+    for _ in range(3 * TOKENS):
+        engine.step()
+    engine.end("a")
+    engine.step()
+    assert engine.told_blocks == stored
+
+
+def test_an_adapter_that_is_loaded_beside_requests_is_named_then(
+    served: Served, file: Path
+) -> None:
+    """And what the engine does not load is not."""
+    scheduling, one = served.engine.scheduling, Adapter(str(file.parent))
+    scheduling.adapter_loaded(one)
+    change(file, -1)
+    for name in "ab":
+        request = served.engine.join(Request(name, list(IDS), lora_request=one))
+        served.engine.settle()
+        served.engine.end(request.request_id)
+        served.engine.step()
+        assert served.engine.cached[name] == 0
+    assert served.engine.told_blocks == 0
+    scheduling.adapter_removed(1)
+    for name, cached in {"c": 0, "d": 5 * TOKENS}.items():
+        served.engine.join(Request(name, list(IDS), lora_request=one))
+        served.engine.settle()
+        served.engine.step()
+        served.engine.end(name)
+        served.engine.step()
+        assert served.engine.cached[name] == cached

@@ -90,9 +90,20 @@ class Engine:
         error = answer.get("error")
         return None if error is None else str(error)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int = 16, **more: object) -> Generated:
-        found = self.ask(do="generate", prompts=prompts, max_tokens=max_tokens, more=more)
-        return cast(Generated, found)
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 16,
+        adapter: dict[str, object] | None = None,
+        **more: object,
+    ) -> Generated:
+        asked = {
+            "prompts": prompts,
+            "max_tokens": max_tokens,
+            "adapter": adapter or {},
+            "more": more,
+        }
+        return cast(Generated, self.ask(do="generate", **asked))
 
     def storm(self, prompts: list[list[int]], max_tokens: int, share: float, seed: int) -> Storm:
         """All at once, and each step aborts `share` of those that run."""

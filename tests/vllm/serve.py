@@ -9,6 +9,7 @@ import sys
 from typing import TypedDict
 
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
 
 SHOWN = ("kind", "state", "tier", "direction")  # labels that are part of a metric's name here
 FIXED = {"detokenize": False, "ignore_eos": True, "temperature": 0}
@@ -16,8 +17,8 @@ FIXED = {"detokenize": False, "ignore_eos": True, "temperature": 0}
 
 class Asked(TypedDict):
     """do: "generate", "storm" (all prompts at once, some aborted at random), "reset", "sleep",
-    "wake", "reload" (weights of another folder), "metrics" (ours and the engine's of connectors, by
-    name and labels), "end"."""
+    "wake", "reload" (weights of another folder), "adapter" (load it now), "metrics" (ours and the
+    engine's of connectors, by name and labels), "end"."""
 
     do: str
     prompts: list[list[int]]
@@ -27,6 +28,7 @@ class Asked(TypedDict):
     connector: bool  # to be reset as well
     level: int  # of sleep
     weights: str  # the folder of those that are loaded
+    adapter: dict[str, object]  # of LoRARequest; none: without one
     share: float  # of running requests that each step aborts
     seed: int
 
@@ -62,6 +64,8 @@ def main() -> None:
         elif asked["do"] == "reload":
             llm.collective_rpc("reload_weights", kwargs={"weights_path": asked["weights"]})
             say({"reloaded": asked["weights"]})
+        elif asked["do"] == "adapter":
+            say({"loaded": llm.llm_engine.add_lora(LoRARequest(**asked["adapter"]))})
         elif asked["do"] == "metrics":
             say(metrics(llm))
         else:
@@ -74,7 +78,9 @@ def generate(llm: LLM, asked: Asked) -> dict[str, object]:
     params = SamplingParams(**FIXED, max_tokens=asked["max_tokens"], **asked["more"])
     salt: TokensPrompt = {"cache_salt": asked["salt"]} if asked.get("salt") else {}
     prompts = [TokensPrompt(prompt_token_ids=ids, **salt) for ids in asked["prompts"]]
-    done = llm.generate(prompts, params, use_tqdm=False)
+    given = asked.get("adapter")
+    adapter = LoRARequest(**given) if given else None
+    done = llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
     return {
         "tokens": [list(one.outputs[0].token_ids) for one in done],
         "cached": [one.num_cached_tokens for one in done],

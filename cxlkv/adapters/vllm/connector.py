@@ -49,6 +49,7 @@ from cxlkv.adapters.vllm.events import Removed, Stored
 from cxlkv.adapters.vllm.gpu_step import check_device, steps_on
 from cxlkv.adapters.vllm.loaded import LoadedWeights
 from cxlkv.adapters.vllm.loading import BlockMemory
+from cxlkv.adapters.vllm.lora import watch_loads
 from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.metrics import Reporting
 from cxlkv.adapters.vllm.plugin import VERSIONS
@@ -135,6 +136,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self._reopening: list[Reopening[CXLPool]] = []  # of the pools that are used here
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling = self._make_scheduling()
+            watch_loads()
             self.counting = Counting(self._spec.block_size)
 
     def _check_enclosing(self) -> None:

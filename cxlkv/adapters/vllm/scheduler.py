@@ -22,7 +22,7 @@ from cxlkv.adapters.common.metrics import Failures
 from cxlkv.adapters.vllm.events import Events, Removed, Stored, there
 from cxlkv.adapters.vllm.keeping import Keeping
 from cxlkv.adapters.vllm.loading import IDLE_S
-from cxlkv.adapters.vllm.lora import Adapters
+from cxlkv.adapters.vllm.lora import Adapter, Adapters
 from cxlkv.adapters.vllm.messages import (
     FAR,
     KEY_BYTES,
@@ -204,7 +204,9 @@ class Scheduling:
         self._requests[name], self._local[name] = request, local
         self._options[name] = self._options_of(request)
         self._spaces[name] = self._space_of(request)
-        if local and self._weights.are_mixed:
+        adapter = _adapter_of(request)
+        is_right = adapter is None or self._adapters.may_save(adapter, local)
+        if not is_right or (local and self._weights.are_mixed):
             self._options[name] = replace(self._options[name], save=False)
         self._asked.add(name)
         if self.events is not None:
@@ -283,17 +285,46 @@ class Scheduling:
         """The engine's hashes know an adapter (LoRA) by its name; what its weights are is ours to
         say, as a pool outlives the engine. By xor, so that the spaces of two engines that share
         shards differ for each adapter as they do without (vllm/remote.py)."""
-        adapter = getattr(request, "lora_request", None)
+        adapter = _adapter_of(request)
         if adapter is None:
             return self.space
         own, has_changed = self._adapters.space_of(adapter)
         if has_changed:
-            self._unshared += [
-                name
-                for name, other in self._requests.items()
-                if getattr(other, "lora_request", None) == adapter and other is not request
-            ]
+            self._stop_saving(adapter, besides=request)
         return xor(self.space, own)
+
+    def _stop_saving(self, adapter: Adapter, besides: EngineRequest | None = None) -> None:
+        """Of requests that have begun with what it was before."""
+        for name, other in self._requests.items():
+            own = _adapter_of(other)
+            if own is None or own.lora_int_id != adapter.lora_int_id or other is besides:
+                continue
+            self._unshared.append(name)
+            self._options[name] = replace(self._options[name], save=False)
+            if name in self._starts:
+                self._starts[name].options = self._options[name]
+
+    def _look_at_adapters(self, step: Step) -> None:
+        """The engine loads adapters in the step, and their files may have changed since the match:
+        of those that begin, and of those that go on with load_inplace."""
+        if not self._adapters:
+            return
+        begin = {one.request for one in step.fresh}
+        used: dict[int, Adapter] = {}
+        for name in [*begin, *(one.request for one in step.going)]:
+            adapter = _adapter_of(self._requests[name]) if name in self._requests else None
+            if adapter is not None and (name in begin or self._adapters.is_loading(adapter)):
+                used[adapter.lora_int_id] = adapter
+        for adapter in used.values():
+            self.adapter_loaded(adapter)
+
+    def adapter_loaded(self, adapter: Adapter) -> None:
+        """The engine was asked to, beside its requests too; it does so if it lacks it."""
+        if self._adapters.space_of(adapter)[1]:
+            self._stop_saving(adapter)
+
+    def adapter_removed(self, number: int) -> None:
+        self._adapters.removed(number)
 
     def _options_of(self, request: EngineRequest) -> Options:
         try:
@@ -379,6 +410,7 @@ class Scheduling:
     def message(self, step: Step) -> Message:
         """What the workers must know of this step."""
         self._keeping.expire()
+        self._look_at_adapters(step)
         # Who was not let in is asked for again, and keeps no pages from those who run.
         for name in self._matches.keys() - self._starts.keys() - self._told.keys():
             self._forget_match(name)
@@ -547,6 +579,7 @@ class Scheduling:
         """The engine has reset its own prefix cache, and routers have dropped all that they knew of
         it. Weights may have changed, which the workers are asked before anything is matched."""
         self._weights.ask()
+        self._adapters.forgotten()
         if self.events is not None:
             self.events.forgotten()
 
@@ -569,3 +602,7 @@ class Scheduling:
             self._prefetch.close()
         for pool in self.pools:
             pool.close()
+
+
+def _adapter_of(request: EngineRequest) -> Adapter | None:
+    return getattr(request, "lora_request", None)
