@@ -28,7 +28,7 @@ DASHBOARD, ALERTS = ROOT / "docs/dashboard.json", ROOT / "docs/alerts.yml"
 ALERTS_TEST = ROOT / "tests/ops/alerts_test.yml"
 RANGE = "5s"  # of every rate here: some scrapes
 SCRAPES = 4
-MADE_UP = {"CxlkvHostSilent", "CxlkvEngineFailures"}
+MADE_UP = {"CxlkvHostSilent", "CxlkvEngineFailures", "CxlkvWrongPage"}
 """Alerts that fire for the figures of tests.support.engine_metrics."""
 
 needs_prometheus = pytest.mark.skipif(
