@@ -51,7 +51,7 @@ class Served:
 
     def __init__(self, folder: str, **extra: str):
         self.model = Model()
-        self.engine = Engine(folder, **(extra or {"identity": "of zeros"}))  # type: ignore[arg-type]
+        self.engine = Engine(folder, **extra)  # type: ignore[arg-type]
         self.text = list(range(PAGES * self.engine.page_tokens))
 
     def update(self, number: float, how: str | None) -> None:
@@ -132,11 +132,11 @@ def test_a_backend_that_is_attached_later_shares_nothing_unless_told(
     (tmp_path / "model").mkdir()
     safetensors(tmp_path / "model/model.safetensors")
     model = str(tmp_path / "model")
-    first = serve(model=model)
-    assert (first.save(), serve(model=model).fetch()) == (PAGES, PAGES)
+    first = serve(model=model, identity="")
+    assert (first.save(), serve(model=model, identity="").fetch()) == (PAGES, PAGES)
     updater = type(UPDATER, (), {})()
     updater.offload_tags = set()
-    late = serve(model=model)
+    late = serve(model=model, identity="")
     assert "may have loaded other weights" in caplog.text
     assert (late.fetch(), late.save(), late.fetch()) == (0, PAGES, PAGES)
     named = serve(model=model, identity="mine")
