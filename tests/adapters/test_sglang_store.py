@@ -17,6 +17,7 @@ from cxlkv.adapters.common.object_cache import leading
 from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.sglang.metrics import COUNTS, KINDS
 from cxlkv.adapters.sglang.store import MAIN, Rank, Store, restorable
+from cxlkv.adapters.sglang.weights import HeardWeights
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 from cxlkv.pages import NO_PAGE
 
@@ -100,7 +101,9 @@ class Engine:
         )
         words: dict[str, object] = {"engine": "sglang", "model": model, "weights": "stated"}
         words |= {"draft": None, "random": None}
-        self.store = Store(Rank(config or Config(), words, given, zero_copy), self.counting)
+        rank = Rank(config or Config(), words, given, zero_copy)
+        self.weights = HeardWeights(rank.config)
+        self.store = Store(rank, self.counting, self.weights)
         self.hosts: Mapping[str, Host] = hosts or {MAIN: Host()}
         for name, host in self.hosts.items():
             self.store.add(name, host)

@@ -6,46 +6,24 @@ say of which weights they are.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from cxlkv import CXLPool
-from cxlkv.adapters.common.parameters import fingerprint
-from cxlkv.adapters.vllm import loaded
-from cxlkv.adapters.vllm.loaded import LoadedWeights, models_with
+from cxlkv.adapters.common import loaded
+from cxlkv.adapters.vllm.loaded import LoadedWeights
 from cxlkv.adapters.vllm.lora import Adapters
 
 from ..support.paged_engine import TOKENS, Adapter, Engine, Request
+from ..support.reloaded import Model
 from ..support.weight_files import change, safetensors
 from .test_vllm_engine_attention import layout_of, text
 
 IDS = text(1, 5 * TOKENS + 3)
-
-
-class Model(nn.Module):
-    """As vLLM's: parameters, and layers whose weights a kernel has taken away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, 32)
-        self.attention = nn.Module()
-        self.linear = nn.Linear(32, 32, bias=False)
-
-    def load_weights(self, weights: torch.Tensor) -> None:
-        self.embedding.weight.data.copy_(weights)
-
-    def pack(self) -> None:
-        """As vLLM's CPU backend does with linear layers."""
-        packed = self.linear.weight.detach().clone()
-        self.linear.__dict__["kernel"] = lambda x: x @ packed.T
-        self.linear.weight = nn.Parameter(torch.empty(0))
 
 
 class Served:
@@ -59,8 +37,6 @@ class Served:
                 made.close()
         self.engine = Engine(self.paths)
         self.models = [Model() for _ in range(ranks)]
-        for model in self.models:
-            nn.init.zeros_(model.embedding.weight)
         self.watched = [
             LoadedWeights([model.attention], rank) for rank, model in enumerate(self.models)
         ]
@@ -70,7 +46,7 @@ class Served:
     def load(self, number: float) -> None:
         """Other weights in all ranks, as a trainer writes them."""
         for model in self.models:
-            model.embedding.weight.data.fill_(number)
+            model.write(number)
         self.engine.weights = b"%g" % number if number else b""
 
     def run(self, name: str, ids: list[int] = IDS) -> int:
@@ -129,7 +105,7 @@ def test_other_weights_without_a_reset_are_noticed_in_the_step(
         served.load(3)
     else:
         served.engine.weights = b"3"
-        served.models[0].load_weights(torch.full((64, 32), 3.0))
+        served.models[0].load(3)
     served.run("b")
     assert served.engine.recomputed == 1
     assert served.run("c") == 0
@@ -152,69 +128,6 @@ def test_a_request_that_runs_through_a_change_stores_no_more(served: Served) -> 
     served.load(0)
     served.engine.scheduling.forgotten()
     assert served.run("c") == 5 * TOKENS
-
-
-def test_weights_that_a_kernel_has_taken_are_others_when_they_are_made_anew(
-    served: Served,
-) -> None:
-    model, own = served.models[0], served.watched[0]
-    model.pack()
-    own._start = own._now = own._fingerprint()
-    assert own._fingerprint() == own._start
-    model.pack()
-    assert own._fingerprint() != own._start
-
-
-def test_the_model_is_found_by_its_attention() -> None:
-    one, other = Model(), Model()
-    gc.collect()
-    assert models_with([one.attention]) == [one]
-    assert models_with([other.attention, one.attention]) == [other, one]
-
-
-class Runner:
-    """As vLLM's, which calls with its model's layers, or with those of a draft beside them."""
-
-    def __init__(self) -> None:
-        self.model, self.draft = Model(), Model()
-
-    def get_model(self) -> nn.Module:
-        return self.model
-
-    def models_with(self, *layers: nn.Module) -> list[nn.Module]:
-        return models_with(layers)
-
-
-def test_the_model_of_the_runner_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Runner()
-    own, drafts = runner.model.attention, runner.draft.attention
-    assert runner.models_with(own, drafts) == [runner.model, runner.draft]
-    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("all objects are looked through"))
-    assert runner.models_with(own) == [runner.model]
-
-
-def test_a_fingerprint_sees_each_tensor_and_its_shape() -> None:
-    tensors = {
-        "plain": torch.zeros(3000),
-        "transposed": torch.zeros(200, 300).T,
-        "sliced": torch.zeros(50, 400)[:, ::2],
-        "expanded": torch.zeros(1, 4).expand(8, 4),
-        "none": torch.zeros(0),
-        "scalar": torch.tensor(0.0),
-        "bf16": torch.zeros(64, dtype=torch.bfloat16),
-        "bool": torch.zeros(5, dtype=torch.bool),
-    }
-    before = fingerprint(tensors.items())
-    assert fingerprint(tensors.items()) == before
-    for name, tensor in tensors.items():
-        if name in ("none", "expanded"):
-            continue
-        kept = tensor.clone()
-        tensor.view(-1)[-1:].fill_(1) if tensor.is_contiguous() else tensor[-1, -1].fill_(1)
-        assert fingerprint(tensors.items()) != before, name
-        tensor.copy_(kept)
-    assert fingerprint(tensors.items()) == before
-    assert fingerprint({**tensors, "plain": torch.zeros(3001)}.items()) != before
 
 
 # ---- adapters ----

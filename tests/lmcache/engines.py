@@ -230,6 +230,7 @@ def config_of(
             f"storage_plugin.{plugin}.class_name": "CXLStorage",
             "cxlkv.where": str(where),
             "cxlkv.capacity": capacity,
+            "cxlkv.identity": "stated",
             **extra,
         },
     }

@@ -73,7 +73,7 @@ class HiCacheDriver:
             self.host = host_pool(self.kind, self.layout, device, PAGE_TOKENS)
         self.backend = made(
             self.host,
-            {"where": where, "capacity": capacity, "salt": salt},
+            {"where": where, "capacity": capacity, "salt": salt, "identity": model},
             zero_copy=self.zero_copy,
             is_mla_model=self.kind == "mla",
             model_name=model,

@@ -127,7 +127,7 @@ class Engine:
         **extra: object,
     ):
         self.page_tokens = 64 if kind == "dsa" else PAGE_TOKENS
-        ours = {"where": where, "capacity": "16MiB", **extra}
+        ours = {"where": where, "capacity": "16MiB", "identity": model, **extra}
         settings = {**CLASS, "interface_v1": int(zero_copy), "cxlkv": ours}
         with in_place(place):
             self._make(kind, layout, model, settings, metrics)

@@ -34,7 +34,8 @@ def test_the_command_is_taken_and_makes_our_store(tmp_path: Path, folder: str) -
     assert given.enable_hierarchical_cache
     assert given.hicache_storage_backend == "dynamic"
     extra = json.loads(given.hicache_storage_backend_extra_config)
-    assert {**extra, "cxlkv": None} == {**CLASS, "interface_v1": 1, "cxlkv": None}
+    wanted = {**CLASS, "interface_v1": 1, "hicache_storage_pass_prefix_keys": True}
+    assert {**extra, "cxlkv": None} == {**wanted, "cxlkv": None}
     small = {"where": f"{folder}a.pool", "capacity": "64MiB"}
     store = made(host(layout=given.hicache_mem_layout), {**extra["cxlkv"], **small})
     assert Path(f"{folder}a.pool").is_file()

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
+from cxlkv.adapters.common.keys import namespace, xor
 from cxlkv.adapters.common.metrics import LOST, Counting
 from cxlkv.adapters.common.pools import open_tiers, quota_of
 from cxlkv.adapters.common.reopening import LOOKS_A_LEASE, Reopening
@@ -114,8 +115,10 @@ class ObjectCache(Closing):
         except LOST:
             self.let_go()
 
-    def keys(self, names: Sequence[str]) -> PageKeys:
-        return object_keys(names, salt=self._space)
+    def keys(self, names: Sequence[str], weights: bytes = b"") -> PageKeys:
+        """weights: a state of KeyedWeights; none for those of the engine's start."""
+        space = xor(self._space, namespace({"weights": weights.hex()})) if weights else self._space
+        return object_keys(names, salt=space)
 
     def is_whole(self) -> bool:
         """Whether the pool's file is as long as it was: else who reads or writes in place would die

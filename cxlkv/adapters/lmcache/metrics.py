@@ -32,6 +32,8 @@ KINDS = {
     "give a larger cxlkv.quota",
     "host": "this host was declared off, or another machine has its number: objects are misses, "
     "and not stored, until the pool is open again",
+    "weights": "the engine's weights have changed, and LMCache hears of no reset of its cache: "
+    "objects are misses, and not stored, until the engine starts anew",
     "pool": "the pool cannot be used: what was asked for is a miss",
 }
 """Failures, each with what it means."""

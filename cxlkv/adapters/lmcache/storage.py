@@ -35,6 +35,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from cxlkv import _lifetime
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.identity import warn_unshared
+from cxlkv.adapters.common.keyed_weights import KeyedWeights
 from cxlkv.adapters.common.keys import space_of, unshared
 from cxlkv.adapters.common.metrics import Shown, log
 from cxlkv.adapters.common.object_cache import ObjectCache, leading
@@ -102,6 +103,8 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
             settings=self.settings,
             processes=metadata.world_size,
         )
+        # LMCache hears of no reset of the engine's own cache: once changed, nothing is shared.
+        self._weights = KeyedWeights(["vllm", "sglang"], metadata.world_size == 1)
         self.allocator = self.initialize_allocator(config, metadata)
         self._putting: dict[CacheEngineKey, bool] = {}  # whether it is still wanted
         self._put_lock = threading.Lock()
@@ -195,6 +198,13 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         whole = torch.Size(self.metadata.get_shapes(1)[0]).numel() // self.metadata.kv_shape[0]
         return bool(torch.Size(found.shapes[0]).numel() % whole == 0)
 
+    def _is_off(self, objects: int) -> bool:
+        """Whether nothing may be found or stored: it is closed, or the weights have changed."""
+        if not self._closed and self._weights.state is None:
+            self.counting.failed("weights", count=objects)
+            return True
+        return self._closed
+
     # ---- memory to be written ----
 
     def initialize_allocator(
@@ -257,8 +267,9 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> list[Future[None]] | None:
         """One future for all. on_complete_callback: for each key that is new in the pool then."""
+        self._weights.look()  # in the thread of the engine's steps: when it sleeps, nothing reads
         with self._put_lock:
-            if self._closed:
+            if self._is_off(len(keys)):
                 return None
             chosen: list[tuple[CacheEngineKey, MemoryObj]] = []
             for key, one in zip(keys, objs, strict=True):
@@ -397,7 +408,9 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         return self.batched_contains([key], pin) == 1
 
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
-        if self._closed or not keys:
+        if self.config.use_layerwise:
+            self._weights.look()  # its retrieval by layers ends at an error where nothing is left
+        if not keys or self._is_off(len(keys)):
             return 0
         packed = self._keys(keys)
         there = leading(self.cache.present(packed))
@@ -414,6 +427,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False
     ) -> int:
         """Pins nothing: the objects that LMCache reads next hold themselves."""
+        self._weights.look()
         return await asyncio.to_thread(self.batched_contains, keys)
 
     # ---- read ----
@@ -422,6 +436,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         return self.batched_get_blocking([key])[0]
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
+        self._weights.look()
         read = self._read(keys)
         near = self.local_cpu_backend
         if near is None or not near.use_hot or self._forms():
@@ -430,7 +445,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
 
     def _read(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         """Each with a reference: in place, or decoded to LMCache's own memory."""
-        if self._closed:
+        if self._is_off(len(keys)):
             return [None] * len(keys)
         packed = self._keys(keys)
         read = self.allocator.read(keys, packed)

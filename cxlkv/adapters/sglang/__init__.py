@@ -9,7 +9,8 @@ docs/engines/sglang.md explains it.
 
 `storage` is the class that SGLang calls, and alone imports SGLang. It asks `store`, which has an
 object cache for each of SGLang's host pools: `host` says where their pages lie, `names` what
-makes their bytes what they are. `settings` reads what the user wrote.
+makes their bytes what they are, `weights` whether the engine has other weights by now. `settings`
+reads what the user wrote.
 """
 
 from __future__ import annotations

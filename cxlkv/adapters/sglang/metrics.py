@@ -25,6 +25,8 @@ KINDS = {
     "give a larger quota",
     "host": "this host was declared off, or another machine has its number: pages are misses, and "
     "not stored, until the pool is open again",
+    "weights": "the engine's weights have changed, and its cache was not flushed since: pages are "
+    "misses, and not stored, until /flush_cache",
     "pool": "the pool could not be used, so this was a miss, or was not stored",
 }
 """Failures, each with what it means."""

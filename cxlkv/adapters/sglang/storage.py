@@ -22,12 +22,13 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_server_args
 
 from cxlkv.adapters.common.identity import warn_unshared
-from cxlkv.adapters.common.metrics import Counting, Shown
+from cxlkv.adapters.common.metrics import Counting, Shown, log
 from cxlkv.adapters.sglang import names
 from cxlkv.adapters.sglang.host import Memory
 from cxlkv.adapters.sglang.metrics import COUNTS, KINDS, PREFIX
 from cxlkv.adapters.sglang.settings import EXTRA, check_version, is_zero_copy, read_settings
 from cxlkv.adapters.sglang.store import MAIN, Rank, Store
+from cxlkv.adapters.sglang.weights import HeardWeights, updaters
 
 if TYPE_CHECKING:
     from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -49,23 +50,34 @@ class CXLHiCache(HiCacheStorage):
         engine = names.engine_words(storage_config, server, release, settings.identity)
         if not names.are_identified(engine):
             warn_unshared(str(engine["model"]), EXTRA)
+        is_late = bool(updaters()) and not settings.identity
+        if is_late:
+            log.warning(
+                "cxlkv: attached to a server that runs, which may have loaded other weights since "
+                "its start: pages are shared with no other engine. Attach it at the start, or "
+                "write a name of these weights as identity in %s",
+                EXTRA,
+            )
         rank = Rank(
             storage_config,
             engine,
             settings,
             is_zero_copy(extra),
             int(getattr(server, "context_length", None) or 0),
+            is_late,
         )
         self.counting = Counting(COUNTS, KINDS)
         if storage_config.enable_storage_metrics:
             labels = {name: str(getattr(storage_config, name, 0)) for name in LABELS}
             self.counting = Shown(PREFIX, labels, COUNTS, KINDS)
-        self.store = Store(rank, self.counting)
+        self._weights = HeardWeights(storage_config)
+        self.store = Store(rank, self.counting, self._weights)
 
     # ---- the host pools ----
 
     def register_mem_pool_host(self, mem_pool_host: Memory) -> None:
         self.mem_pool_host = mem_pool_host
+        self._weights.hear(mem_pool_host)
         self.store.add(MAIN, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Memory, host_pool_name: str) -> None:
@@ -201,6 +213,7 @@ class CXLHiCache(HiCacheStorage):
         )
 
     def close(self) -> None:
+        self._weights.end()
         self.store.close()
 
 

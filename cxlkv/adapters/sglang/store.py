@@ -18,6 +18,8 @@ import torch
 
 from cxlkv._lifetime import Closing
 from cxlkv.adapters.common import pools
+from cxlkv.adapters.common.keyed_weights import KeyedWeights
+from cxlkv.adapters.common.keys import unshared
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import Given, ObjectCache, leading
 from cxlkv.adapters.common.settings import PoolSettings
@@ -44,7 +46,8 @@ MOVES_MAX = 1024
 class Rank(NamedTuple):
     """One of the engine's ranks: what SGLang says of it and of the model, what a user wrote.
 
-    context_tokens: of the longest request, 0 for unknown.
+    context_tokens: of the longest request, 0 for unknown. is_unknown: nothing says which weights
+    the engine has by now.
     """
 
     config: Config
@@ -52,6 +55,7 @@ class Rank(NamedTuple):
     settings: PoolSettings
     zero_copy: bool = True
     context_tokens: int = 0
+    is_unknown: bool = False
 
 
 class Part(NamedTuple):
@@ -87,10 +91,10 @@ class Hits(NamedTuple):
 
 class Store(Closing):
     """Any thread may call. Raises at the start only: what goes wrong later is a miss, and counted.
-    After close() everything is a miss."""
+    After close() everything is a miss. weights: that the engine has."""
 
-    def __init__(self, rank: Rank, counting: Counting):
-        self._rank, self._counting = rank, counting
+    def __init__(self, rank: Rank, counting: Counting, weights: KeyedWeights):
+        self._rank, self._counting, self._weights = rank, counting, weights
         self._parts: dict[str, Part] = {}
         self._caches: dict[str, ObjectCache] = {}
         self._objects = 0  # that each pool holds, once they are made
@@ -163,6 +167,7 @@ class Store(Closing):
             return pool
 
         space = names.space_of(self._rank.engine, memory.words(), shards, mine.salt)
+        space = unshared(space) if self._rank.is_unknown else space
         self._caches[name] = ObjectCache(
             opened,
             space,
@@ -273,7 +278,8 @@ class Store(Closing):
     def _text(self, name: str, objects: PageKeys, before: Before) -> PageKeys:
         """The objects of pages, and the one before them."""
         cache = self.cache(name)
-        return cache.text(objects, cache.keys(self._parts[name].names((before or [])[-1:])))
+        last = self._parts[name].names((before or [])[-1:])
+        return cache.text(objects, cache.keys(last, self._weights.state or b""))
 
     def _loaded(
         self, name: str, keys: Sequence[str], memory: Callable[[], Given], before: Before
@@ -319,8 +325,11 @@ class Store(Closing):
         """What the call says of the objects of these pages; that none is there when it fails for
         any reason."""
         try:
-            cache, part = self.cache(name), self._parts[name]
-            return part.pages(call(cache, cache.keys(part.names(keys))))
+            cache, part, weights = self.cache(name), self._parts[name], self._weights.state
+            if weights is not None:
+                return part.pages(call(cache, cache.keys(part.names(keys), weights)))
+            self._counting.failed("weights", count=len(keys))
+            return np.zeros(len(keys), np.bool_)
         except Exception as error:  # SGLang's own, too: its threads must not end
             self._counting.failed("pool", f"{type(error).__name__}: {error}")
             return np.zeros(len(keys), np.bool_)
