@@ -40,7 +40,7 @@ class Row(NamedTuple):
 class Fed:
     """Ids and positions of a cache's rows, padding included.
 
-    Parts stay on the device that they were fed on, until somebody asks for them.
+    They stay on the device that they are fed on, until somebody asks for them.
     """
 
     def __init__(self, rows: Sequence[Row] = (), tokens: int = 0) -> None:
@@ -48,38 +48,37 @@ class Fed:
         found = np.full((2, len(rows), tokens), UNSEEN)
         for index, row in enumerate(rows):
             found[:, index, tokens - len(row.ids) :] = row
-        self._parts = [torch.from_numpy(found)] if tokens else []  # int64 [2, rows, tokens]
+        self._room = torch.from_numpy(found)  # int64 [2, rows, tokens or more]
+        self._tokens = tokens
 
     def add(self, before: int, ids: Tensor, positions: Tensor) -> None:
         """The tokens behind the first `before`, int64 [rows, tokens] each."""
         self.resize(before, len(ids))
-        self._parts.append(torch.stack([ids, positions.to(ids.device).expand(ids.shape)]))
+        self._room = self._room.to(ids.device)
+        self.resize(before + ids.shape[1], len(ids))
+        self._room[0, :, before : self._tokens] = ids
+        self._room[1, :, before : self._tokens] = positions
 
     def resize(self, tokens: int, rows: int) -> None:
         """Forget all from `tokens` on; where there are fewer, the rest was not seen."""
-        lacking = tokens - sum(part.shape[2] for part in self._parts)
-        if lacking > 0:
-            self._parts.append(torch.full((2, rows, lacking), UNSEEN))
-        elif lacking:
-            kept = self._joined()[:, :, :tokens]
-            self._parts = [kept] if tokens else []
+        if self._room.shape[1] != rows or self._room.shape[2] < tokens:
+            room = self._room.new_full((2, rows, max(tokens, 2 * self._tokens)), UNSEEN)
+            if self._tokens:
+                room[:, :, : self._tokens] = self._room[:, :, : self._tokens]
+            self._room = room
+        self._room[:, :, min(tokens, self._tokens) : max(tokens, self._tokens)] = UNSEEN
+        self._tokens = tokens
 
     def pick(self, rows: Sequence[int]) -> None:
         """Row i goes on from what was row rows[i]."""
-        if self._parts:
-            self._parts = [self._joined()[:, list(rows)]]
+        if self._tokens:
+            self._room = self._room[:, list(rows)]
 
     def row(self, index: int, first: int) -> Row:
         """Of the tokens behind the first ones of a row, which are its padding."""
-        if not self._parts:
+        if not self._tokens:
             return Row(np.empty(0, np.int64), np.empty(0, np.int64))
-        return Row(*self._joined()[:, index, first:].cpu().numpy())
-
-    def _joined(self) -> Tensor:
-        if len(self._parts) > 1:
-            home = self._parts[-1].device
-            self._parts = [torch.cat([part.to(home) for part in self._parts], dim=2)]
-        return self._parts[0]
+        return Row(*self._room[:, index, first : self._tokens].cpu().numpy())
 
 
 def leading(right: npt.NDArray[np.bool_]) -> int:
