@@ -25,6 +25,7 @@ from cxlkv.tiers import Tiers
 
 from ..support.paged_engine import SPACE, Engine
 from ..support.small_models import prompts
+from ..support.waiting import until
 from .test_transformers_requests import PAGE, generate, llama, stock, windowed
 from .test_vllm_engine_attention import layout_of as layout_of_rank
 from .test_vllm_engine_attention import text
@@ -261,11 +262,16 @@ def test_vllm_finds_a_planted_page(
     engine.settle()
     assert engine.wrong(), "the pages are planted"
     engine.add("audited", text(2, 33))
+
+    def have_audited() -> bool:
+        engine.step(chunk=chunk, samples=False)
+        return engine.scheduling.failures["audit"] == ranks
+
+    until(have_audited)
     for _ in range(60):
         engine.step(chunk=chunk)
     assert engine.cached == {"first": 32, "audited": 28}
     assert not engine.wrong()
-    assert engine.scheduling.failures["audit"] == ranks
     for name in ("first", "audited"):
         engine.end(name)
     engine.step()

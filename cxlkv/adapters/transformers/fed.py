@@ -61,12 +61,13 @@ class Fed:
 
     def resize(self, tokens: int, rows: int) -> None:
         """Forget all from `tokens` on; where there are fewer, the rest was not seen."""
-        if self._room.shape[1] != rows or self._room.shape[2] < tokens:
-            room = self._room.new_full((2, rows, max(tokens, 2 * self._tokens)), UNSEEN)
-            if self._tokens:
-                room[:, :, : self._tokens] = self._room[:, :, : self._tokens]
-            self._room = room
-        self._room[:, :, min(tokens, self._tokens) : max(tokens, self._tokens)] = UNSEEN
+        kept, room = min(tokens, self._tokens), self._room
+        if kept < tokens:
+            if room.shape[1] != rows or room.shape[2] < tokens:
+                self._room = room.new_full((2, rows, max(tokens, 2 * kept)), UNSEEN)
+                if kept:
+                    self._room[:, :, :kept] = room[:, :, :kept]
+            self._room[:, :, kept:tokens] = UNSEEN
         self._tokens = tokens
 
     def pick(self, rows: Sequence[int]) -> None:
