@@ -522,6 +522,7 @@ class EngineAttention:
         some = set(self._held if names is None else names)
         for name in some & self._held.keys():
             self._drop(name)
+            self._held[name].audited = None
         for other, load in self._beside:
             if other in some:
                 load.give_up()

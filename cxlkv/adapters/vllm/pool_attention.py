@@ -229,10 +229,10 @@ class PoolAttention:
 
     def _is_right(self, held: Held) -> bool:
         """Whether its audit, if there is one and its block is computed, finds no wrong page."""
-        block, keys = held.audited, self._keys(held)
-        sequence = self.requests.sequences.get(held.name)
+        block, sequence = held.audited, self.requests.sequences.get(held.name)
         if block is None or sequence is None:
             return True
+        keys = self._keys(held)
         if min(len(keys), len(sequence) // self.block_tokens) <= block:
             return True
         held.audited, self._report.audited = None, self._report.audited + 1
@@ -245,7 +245,7 @@ class PoolAttention:
         for name in list(self._held if names is None else names):
             if name in self._held:
                 held = self._held[name]
-                held.options = replace(held.options, save=False)
+                held.options, held.audited = replace(held.options, save=False), None
 
     def tell_weights(self, state: bytes) -> None:
         self._report.weights[self._rank] = state

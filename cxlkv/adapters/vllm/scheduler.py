@@ -161,6 +161,7 @@ class Scheduling:
             cold = [one.cold for one in tiers]
             self.events = Events(self.pools, self.failures, block_tokens, self._every, cold=cold)
         self._check_withdrawn([one.cold for one in tiers])
+        self._weights.are_mixed = False  # the engine's own prefix cache is empty yet
 
     def reopened(self, rank: int, pool: CXLPool, tiers: Tiers | None) -> None:
         """This rank's pool was lost, and what was held there with it; it is open again."""
@@ -206,7 +207,8 @@ class Scheduling:
         self._spaces[name] = self._space_of(request)
         adapter = _adapter_of(request)
         is_right = adapter is None or self._adapters.may_save(adapter, local)
-        if not is_right or (local and self._weights.are_mixed):
+        is_right = is_right and not (local and self._weights.are_mixed)
+        if not is_right:
             self._options[name] = replace(self._options[name], save=False)
         self._asked.add(name)
         if self.events is not None:
@@ -231,7 +233,8 @@ class Scheduling:
         if found is None:
             return 0, False
         found.tokens = min(found.tokens, most)
-        found = self._shortened(name, keys, found)
+        if is_right:  # else what it computes is not what its keys say
+            found = self._shortened(name, keys, found)
         self._matches[name] = found
         if self.events is not None:
             self.events.found(name, found.tokens // self.block_tokens)
@@ -264,8 +267,7 @@ class Scheduling:
         with suppress(CXLKVError):  # pools that cannot be asked have no hit, which is counted
             for rank, pool in enumerate(self.pools):
                 if is_withdrawn(pool, self.space, colds[rank] if colds else None):
-                    log.warning(WITHDRAWN)
-                    self.reset()
+                    self._give_up()
                     return
 
     def plan_by(self, has_room: Callable[[int], bool]) -> None:
@@ -568,10 +570,16 @@ class Scheduling:
     def _withdraw(self) -> None:
         """An audit found a page that is not what its key says: nobody is to find others like it,
         and workers save no more of what runs, which may have been computed from such pages."""
-        log.warning(WITHDRAWN)
         self._withdrawn = self.space
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """The namespace is withdrawn. The engine's own prefix cache may have blocks that came from
+        it: who has some leaves nothing, until that is reset."""
+        log.warning(WITHDRAWN)
         self._unshared += list(self._requests)
         self.reset()
+        self._weights.are_mixed = True
 
     def forgotten(self) -> None:
         """The engine has reset its own prefix cache, and routers have dropped all that they knew of
