@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -131,9 +132,10 @@ def _times(path: str) -> Times:
     """Of an adapter's files: names, bytes and both times."""
     folder = folder_of(path) or Path(path)
     found = []
-    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        status = file.stat()
-        found.append((file.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    with suppress(OSError):  # somebody is writing there: what is seen of it is another time
+        for file in sorted(folder.iterdir()):
+            status = file.lstat() if file.is_symlink() else file.stat()
+            found.append((file.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     return tuple(found)
 
 
