@@ -12,6 +12,7 @@ weights, and tells when the engine has dropped all that it had computed.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -34,6 +35,7 @@ class KeyedWeights:
         self._loaded = Loaded(models_of(*packages), are_alone)
         self._can_read = can_read
         self._are_mixed = False
+        self._lock = threading.Lock()  # nobody goes on before who looks has seen
         self._looked_s = time.monotonic()
 
     @property
@@ -44,14 +46,16 @@ class KeyedWeights:
 
     def look(self) -> None:
         """Never raises, nor does flushed()."""
-        is_idle = time.monotonic() - self._looked_s > loaded.IDLE_S
-        self._looked_s = time.monotonic()
-        if is_idle or self._loaded.may_differ:
-            self._are_mixed = self._have_changed() is not False or self._are_mixed
+        with self._lock:
+            is_idle = time.monotonic() - self._looked_s > loaded.IDLE_S
+            self._looked_s = time.monotonic()
+            if (is_idle or self._loaded.may_differ) and self._have_changed() is not False:
+                self._are_mixed = True
 
     def flushed(self) -> None:
         """The engine has dropped all that it had computed."""
-        self._are_mixed = self._have_changed() is None
+        with self._lock:
+            self._are_mixed = self._have_changed() is None
 
     def _have_changed(self) -> bool | None:
         """Since the last time; None: they cannot be read."""
