@@ -51,6 +51,9 @@ class PoolRequests:
         self.sequences: dict[str, Sequence] = {}
         self._stored: dict[str, int] = {}  # tokens of a request that were published, or came so
         self._failures = Failures()
+        self._unsaid: set[bytes] = (
+            set()
+        )  # namespaces that are withdrawn, and the pool says it not yet
 
     def match(self, keys: PageKeys) -> Hit:
         """The longest published prefix, held until its release(); tokens may be 0."""
@@ -184,14 +187,17 @@ class PoolRequests:
             self.forget(keys[-1:])
         return not text
 
-    def withdraw(self, space: bytes) -> None:
-        """Of this namespace, if it is one, nobody is to find anything any more."""
-        if not space:
-            return
-        try:
-            withdraw(self.pool, space, None if self.tiers is None else self.tiers.cold)
-        except CXLKVError as error:
-            self.fail("save", error)
+    def withdraw(self, space: bytes = b"") -> None:
+        """Of this namespace, if it is one, nobody is to find anything any more. Where a full pool
+        has no room for the mark, the next call tries again."""
+        if space:
+            self._unsaid.add(space)
+        for one in tuple(self._unsaid):
+            try:
+                withdraw(self.pool, one, None if self.tiers is None else self.tiers.cold)
+                self._unsaid.discard(one)
+            except CXLKVError as error:
+                self.fail("save", error)
 
     def truncate(self, request: str, tokens: int) -> None:
         """The request has only `tokens` tokens: what was computed after them is not its text."""
