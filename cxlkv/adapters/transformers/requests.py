@@ -51,11 +51,12 @@ MIXED = b""
 CHANGED = (
     "the pages that begin() found were made otherwise than this pass makes its own: the model, its "
     "adapters or its rope are others now. Change them before begin(), and where the rope depends "
-    "on the length of the text, feed the rest of it in one pass (prefill_chunk_size=None)"
+    "on the length of the text, feed the rest of it in one pass (prefill_chunk_size=None). Or an "
+    "audit has withdrawn them meanwhile: then call begin() again"
 )
 CHANGED_SINCE = (
     "the model is not as it was when the prompt was read, so nothing of it is published: change "
-    "its weights and adapters before begin() or after its end"
+    "its weights and adapters before begin() or after its end; or an audit has withdrawn its pages"
 )
 
 
@@ -68,6 +69,10 @@ NOT_FED = (
     "tokens: row {} is not what the model was seen to read: the cache was released or cut back, "
     "its rows were moved, or beam search returned others"
 )
+
+
+HEARD = ("input_ids", "attention_mask", "position_ids", "cache_position")
+"""What a pass may be given as tensors: of others, such as token_type_ids, no key says anything."""
 
 
 class Heard(NamedTuple):
@@ -219,7 +224,8 @@ class CXLRequests(PoolRequests):
         self._audits, self._audited = Audits(audit_hits), dict[str, PageKeys]()
         self.audited_hits = 0
         self._unshared = b""  # a space of nobody, where this model's was withdrawn
-        self._look(first=True)  # may refuse
+        self._looked: set[bytes] = set()  # spaces whose marks below the pool were looked for
+        self._look()  # may refuse
         self._rows: dict[str, tuple[_RowsCache, int, int]] = {}  # cache, row, rows when it was made
         self._loaded: dict[str, PageKeys | None] = {}  # of what load() found
         self._begun = 0
@@ -237,7 +243,7 @@ class CXLRequests(PoolRequests):
 
     # ---- spaces ----
 
-    def _look(self, first: bool = False) -> tuple[bytes, Sequence[torch.nn.Module]]:
+    def _look(self) -> tuple[bytes, Sequence[torch.nn.Module]]:
         """16 bytes of the model as it is now, which nobody else has where nobody may find its
         pages, and what turns its keys where the length decides that."""
         if _has_virtual_tokens(self._model):
@@ -252,7 +258,8 @@ class CXLRequests(PoolRequests):
             self.fail("doubt", UnsupportedError(f"no pages are shared: {found.doubts[0]}"))
             return os.urandom(16), found.ropes
         space = namespace({"model": found.words, **self._words})
-        cold = self.tiers.cold if first and self.tiers is not None else None
+        cold = None if self.tiers is None or space in self._looked else self.tiers.cold
+        self._looked.add(space)
         if is_withdrawn(self.pool, space, cold) and not self._unshared:
             log.warning(WITHDRAWN)
             self._unshared = os.urandom(16)
@@ -417,10 +424,12 @@ class CXLRequests(PoolRequests):
             self.fail("full", error)
             raise
         finally:
-            right = self._publish_prompts(cache, names)
-            for name in names:
-                self.release(name)
-            cache.release()
+            try:
+                right = self._publish_prompts(cache, names)
+            finally:
+                for name in names:
+                    self.release(name)
+                cache.release()
         if not right:
             raise CorruptError(
                 "an audit found that a page of these prompts was not made as its key says, so what "
@@ -442,9 +451,10 @@ class CXLRequests(PoolRequests):
         """Whether the row's audit, if there is one, finds no wrong page; else the model's space is
         withdrawn."""
         keys = self._audited.get(name)
+        if keys is None:
+            return True
         sequence, size = self.sequence(name), self.pool.layout.page_tokens
-        agreed = min(len(sequence), self._fed_row(name).agreed(text))
-        if keys is None or agreed < len(keys) * size:
+        if min(len(sequence), self._fed_row(name).agreed(text)) < len(keys) * size:
             return True
         self.audited_hits += 1
         if self.audit(keys, sequence, len(keys) - 1):
@@ -473,14 +483,17 @@ class CXLRequests(PoolRequests):
             hits = [held.enter_context(self.match(of)) for of in keys]
             seen = min(hit.tokens + pad for hit, (_, pad) in zip(hits, texts, strict=True))
             ends = [hit.tokens for hit in hits]
-            is_short = any(seen - page_tokens > pad for _, pad in texts) and self._audits.is_due()
+            counts = [max(0, seen - page_tokens - pad) for _, pad in texts]
+            is_short = any(counts) and self._audits.is_due()
+            if is_short:  # found anew: layers with windows may have given back what a cut would see
+                cut = [
+                    held.enter_context(self.match(of[: -(-count // page_tokens)]))
+                    for of, count in zip(keys, counts, strict=True)
+                ]
+                is_short = all(hit.tokens >= count for hit, count in zip(cut, counts, strict=True))
+                hits = cut if is_short else hits
             seen -= page_tokens if is_short else 0
             wanted = [max(0, seen - pad) for _, pad in texts]
-            if is_short:  # found anew: layers with windows may have given back what a cut would see
-                hits = [
-                    held.enter_context(self.match(of[: -(-count // page_tokens)]))
-                    for of, count in zip(keys, wanted, strict=True)
-                ]
             if any(wanted) and all(
                 self.load(name, hit.handle if count else None, count, of) == count
                 for name, hit, count, of in zip(names, hits, wanted, keys, strict=True)
@@ -536,7 +549,8 @@ def _hear(module: torch.nn.Module, args: tuple[object, ...], given: dict[str, ob
         return
     ids = args[0] if args else given.get("input_ids")
     cache.heard = None
-    if isinstance(ids, Tensor) and given.get("inputs_embeds") is None:
+    beside = [*args[1:], *(one for name, one in given.items() if name not in HEARD)]
+    if isinstance(ids, Tensor) and not any(isinstance(one, Tensor) for one in beside):
         seen, places = cache.get_seq_length(), given.get("position_ids")
         if places is None:
             places = torch.arange(seen, seen + ids.shape[-1], device=ids.device)[None]
