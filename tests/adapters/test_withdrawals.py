@@ -181,7 +181,7 @@ def test_an_error_at_the_end_of_begin_holds_no_pages() -> None:
         def fail() -> None:
             with requests.begin(ids) as cache:
                 generate(model, ids, None, cache)
-                model.active_peft_config = SimpleNamespace(is_prompt_learning=True)
+                vars(model)["active_peft_config"] = SimpleNamespace(is_prompt_learning=True)
 
         with pytest.raises(UnsupportedError):
             fail()
@@ -292,6 +292,6 @@ def test_positions_that_are_given_by_place_are_not_overheard() -> None:
     with CXLPool.create("anonymous:", layout=layout_of(model, PAGE), capacity="8MiB") as pool:
         requests = CXLRequests(pool, model)
         with torch.no_grad(), requests.begin(ids) as cache:
-            model.model(ids, None, places, past_key_values=cache)  # type: ignore[operator]
+            model.model(ids, None, places, past_key_values=cache)
         with requests.match(requests.keys(ids[0].tolist())) as hit:
             assert hit.tokens == 0

@@ -131,10 +131,13 @@ def _read(path: str) -> bytes:
 def _times(path: str) -> Times:
     """Of an adapter's files: names, bytes and both times."""
     folder = folder_of(path) or Path(path)
+    files: list[Path] = []
+    with suppress(OSError):  # no folder
+        files = sorted(folder.iterdir())
     found = []
-    with suppress(OSError):  # somebody is writing there: what is seen of it is another time
-        for file in sorted(folder.iterdir()):
-            status = file.lstat() if file.is_symlink() else file.stat()
+    for file in files:
+        with suppress(OSError):  # it has gone since, or is a link to nothing
+            status = file.stat()
             found.append((file.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     return tuple(found)
 
