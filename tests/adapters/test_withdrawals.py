@@ -21,7 +21,7 @@ from cxlkv.adapters.transformers import CXLRequests, layout_of
 from cxlkv.adapters.transformers.fed import Fed
 from cxlkv.adapters.vllm.lora import Adapters
 from cxlkv.adapters.vllm.settings import Settings
-from cxlkv.errors import CXLKVError, UnsupportedError
+from cxlkv.errors import CorruptError, CXLKVError, UnsupportedError
 from cxlkv.tiers import Tiers
 
 from ..support.paged_engine import SPACE, Adapter, Engine
@@ -143,6 +143,33 @@ def test_an_audit_that_finds_no_shorter_hit_is_left_out() -> None:
             with requests.begin(ids) as cache:
                 assert cache.get_seq_length() == begins
                 assert torch.equal(generate(model, ids, None, cache), stock(model, ids))
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_layers_whose_window_has_given_the_page_back_are_left_out(is_wrong: bool) -> None:
+    """The others are compared."""
+    model, (ids, _) = windowed(), prompts((400,))
+    with CXLPool.create("anonymous:", layout=layout_of(model, PAGE), capacity="16MiB") as pool:
+        requests = CXLRequests(pool, model, audit_hits=1)
+        short = ids[:, :26].clone()
+        requests.load("one", None, 0)
+        with torch.no_grad():
+            model(short.flip(1) if is_wrong else short, past_key_values=requests.cache(["one"]))
+        keys = requests.keys(short[0].tolist())
+        pool.publish(requests.sequence("one"), keys, PAGE)
+        requests.release("one")
+
+        def go_on() -> None:
+            with requests.begin(ids) as cache:
+                assert cache.get_seq_length() == 16
+                generate(model, ids, None, cache)
+
+        if is_wrong:
+            with pytest.raises(CorruptError):
+                go_on()
+        else:
+            go_on()
+        assert requests.failures() == ({"audit": 1} if is_wrong else {})
 
 
 def test_a_mark_below_the_pool_counts_for_a_model_as_it_is_later(tmp_path: Path) -> None:

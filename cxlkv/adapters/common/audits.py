@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cxlkv.adapters.common.keys import namespace
 from cxlkv.arrays import Names
+from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import same_pages
 from cxlkv.pages import NO_PAGE, PRIORITY_MAX
@@ -61,8 +62,11 @@ def difference(
     """
     layout = pool.layout
     for layer in range(layout.layers):
-        theirs = _rows(pool, found, layer, first, count)
-        mine = _rows(pool, own, layer, place, count)
+        try:
+            theirs = _rows(pool, found, layer, first, count)
+            mine = _rows(pool, own, layer, place, count)
+        except BadArgumentError:  # a window has given them back
+            continue
         for name, a, b in zip(("keys", "values"), theirs, mine, strict=True):
             off = float(((a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-9)).median())
             if not off <= _bound(layout, name):
