@@ -92,6 +92,22 @@ def test_what_is_gone_is_not_audited() -> None:
         requests.release("own")
 
 
+def test_numbers_that_are_none() -> None:
+    """Of half precision keys may overflow, in what is computed twice alike."""
+    layout = KVLayout(layers=1, kv_heads=2, head_dim=8, page_tokens=16, dtype="float16")
+    rows = torch.randn(32, 2, 8)
+    keys = prefix_keys(np.arange(32), 16)
+    with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool:
+        rows[:, 0, 0], rows[::2, 1, 0] = torch.inf, torch.nan
+        requests = filled(pool, rows.half())
+        requests.store("own", keys)
+        assert requests.audit(keys, requests.sequence("own"), 1)
+        other = filled(pool, rows.nan_to_num(0, 0, 0).half())
+        assert not other.audit(keys, other.sequence("own"), 1)
+        for one in (requests, other):
+            one.release("own")
+
+
 # ---- a namespace that is withdrawn ----
 
 

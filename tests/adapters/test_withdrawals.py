@@ -309,7 +309,7 @@ def test_a_withdrawal_that_has_no_room_is_said_later() -> None:
         requests.withdraw(SPACE)
         assert not is_withdrawn(pool, SPACE)
         pool.pages.free(taken)
-        requests.withdraw(b"")  # as in each step
+        requests.withdraw()  # as in each step
         assert is_withdrawn(pool, SPACE)
 
 

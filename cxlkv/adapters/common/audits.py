@@ -8,7 +8,7 @@ of its own says so to every engine of the pool, and stays longer than what it is
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -68,10 +68,19 @@ def difference(
         except BadArgumentError:  # a window has given them back
             continue
         for name, a, b in zip(("keys", "values"), theirs, mine, strict=True):
-            off = float(((a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-9)).median())
-            if not off <= _bound(layout, name):
+            off = float(_off(a, b).median())
+            if off > _bound(layout, name):
                 return f"{name} of layer {layer} are off by {off:.2g} of their length"
     return ""
+
+
+def _off(a: Tensor, b: Tensor) -> Tensor:
+    """Of each token, the difference as a share of its length; of numbers that are none in both,
+    as of an overflow, nothing is known."""
+    finite, other = b.isfinite(), a.isfinite()
+    a, b = a.where(other, 0), b.where(finite, 0)
+    off: Tensor = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-9)
+    return off.where((finite == other).all(1), torch.inf)
 
 
 def _rows(
@@ -97,7 +106,7 @@ def _bound(layout: KVLayout, what: str) -> float:
 # ---- namespaces that are withdrawn ----
 
 
-@cache
+@lru_cache(maxsize=64)
 def _mark(space: bytes, page_tokens: int) -> PageKeys:
     packed = np.frombuffer(namespace({"withdrawn": space.hex()}), np.uint8).reshape(1, -1)
     return PageKeys(packed, page_tokens)

@@ -51,9 +51,7 @@ class PoolRequests:
         self.sequences: dict[str, Sequence] = {}
         self._stored: dict[str, int] = {}  # tokens of a request that were published, or came so
         self._failures = Failures()
-        self._unsaid: set[bytes] = (
-            set()
-        )  # namespaces that are withdrawn, and the pool says it not yet
+        self._unsaid = set[bytes]()  # namespaces that no mark in the pool withdraws yet
 
     def match(self, keys: PageKeys) -> Hit:
         """The longest published prefix, held until its release(); tokens may be 0."""
@@ -187,11 +185,10 @@ class PoolRequests:
             self.forget(keys[-1:])
         return not text
 
-    def withdraw(self, space: bytes = b"") -> None:
-        """Of this namespace, if it is one, nobody is to find anything any more. Where a full pool
-        has no room for the mark, the next call tries again."""
-        if space:
-            self._unsaid.add(space)
+    def withdraw(self, *spaces: bytes) -> None:
+        """Of these namespaces nobody is to find anything any more. Where a full pool has no room
+        for a mark, the next call tries again."""
+        self._unsaid.update(spaces)
         for one in tuple(self._unsaid):
             try:
                 withdraw(self.pool, one, None if self.tiers is None else self.tiers.cold)

@@ -128,7 +128,7 @@ class EngineAttention:
             for held in self._held.values():
                 held.awaits.discard(name)
         self.stop_saving(message.unshared)
-        self.requests.withdraw(message.withdrawn)
+        self.requests.withdraw(*message.withdrawn)
         for left in message.left:
             self._save_left(left)
         for name in message.ended:

@@ -109,8 +109,8 @@ class Message:
     left: a request that was preempted may start again in the same step. loaded: hits that all
     ranks have loaded whole, and another connector's. unshared: requests of which no more is saved.
     weights: of which keys and hits are, a state of LoadedWeights for each rank; none: those of the
-    start. look: whether weights are to be looked at. withdrawn: a namespace of which nobody is to
-    find anything any more; b"": none."""
+    start. look: whether weights are to be looked at. withdrawn: namespaces of which nobody is
+    to find anything any more."""
 
     started: list[Started] = field(default_factory=list)
     continued: list[Continued] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Message:
     unshared: list[str] = field(default_factory=list)
     weights: tuple[bytes, ...] = ()
     look: bool = False
-    withdrawn: bytes = b""
+    withdrawn: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

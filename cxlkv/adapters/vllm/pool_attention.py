@@ -129,7 +129,7 @@ class PoolAttention:
     def hear(self, message: Message) -> None:
         self._step, self._failed = None, set()
         self.stop_saving(message.unshared)
-        self.requests.withdraw(message.withdrawn)
+        self.requests.withdraw(*message.withdrawn)
         for name in message.ended:
             self._release(name)
         self._report.ended += message.ended

@@ -151,7 +151,7 @@ class Scheduling:
         self.failures = Failures()
         self._audits = Audits(settings.audit_hits)
         self._audited: dict[str, bool] = {}  # by request with a hit
-        self._withdrawn = b""  # a namespace, for the workers
+        self._withdrawn: list[bytes] = []  # namespaces, for the workers
         self._keeping = Keeping(self.pools)
         self._prefetch: Prefetch | None = None
         if tiers:
@@ -256,10 +256,10 @@ class Scheduling:
         shorter = self._find(chain, found.local)
         if shorter is None:
             return found
-        for hit in found.hits:
+        is_whole = shorter.tokens == chain.end
+        for hit in (found if is_whole else shorter).hits:
             hit.release()
-        shorter.audit = shorter.tokens == chain.end
-        return shorter
+        return replace(shorter, audit=True) if is_whole else found
 
     def _check_withdrawn(self, colds: Sequence[ColdStore | None] = ()) -> None:
         """Whether any engine has withdrawn this one's namespace. colds: below the pools, by rank;
@@ -423,7 +423,7 @@ class Scheduling:
             look=bool(self._weights.awaited),
             withdrawn=self._withdrawn,
         )
-        self._withdrawn = b""
+        self._withdrawn = []
         self._again, self._loaded, self._left, self._unshared = set(), [], [], []
         for name in step.ended:
             self._leaves(name)
@@ -541,6 +541,8 @@ class Scheduling:
             if set(self._elsewhere.pop(name, ())).isdisjoint(bad):
                 counts[name] = len(reports)
         self._loaded += [name for name, count in counts.items() if count == len(reports)]
+        if any(report.failures["audit"] for report in reports):
+            self._withdraw()  # before the weights, which may have changed since
         if self._weights.hear(reports):
             self._change_weights()
         if self._prefetch is not None:
@@ -548,8 +550,6 @@ class Scheduling:
         for report in reports:
             self.failures.update(report.failures)
             self._failed.update(name for name in report.failed if name in self._requests)
-        if any(report.failures["audit"] for report in reports):
-            self._withdraw()
         if self.events is not None:
             self.events.heard(reports)
 
@@ -570,7 +570,7 @@ class Scheduling:
     def _withdraw(self) -> None:
         """An audit found a page that is not what its key says: nobody is to find others like it,
         and workers save no more of what runs, which may have been computed from such pages."""
-        self._withdrawn = self.space
+        self._withdrawn.append(self.space)
         self._give_up()
 
     def _give_up(self) -> None:
