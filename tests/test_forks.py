@@ -24,6 +24,7 @@ from transformers import LlamaConfig
 
 import cxlkv
 from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Tiers, _lifetime, object_keys
+from cxlkv.adapters.common.keyed_weights import KeyedWeights
 from cxlkv.adapters.common.metrics import Counting, Failures, Shown
 from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.common.reopening import Reopening
@@ -401,6 +402,17 @@ def shown(world: World) -> Subject:
     return Subject(made, use, tiers.close)
 
 
+def weights_of_an_engine(world: World) -> Subject:
+    made = KeyedWeights(["engine"], are_alone=True)
+
+    def use() -> None:
+        made.look()
+        made.flushed()
+        assert made.state == b""
+
+    return Subject(made, use, lambda: None)
+
+
 def object_cache(world: World) -> Subject:
     pool = world.objects()
     made = ObjectCache(
@@ -527,6 +539,7 @@ OBJECTS = (
     Row(collectors, "PoolCollector StatsCollector"),
     Row(counting, "Counting"),
     Row(shown, "Shown"),
+    Row(weights_of_an_engine, "KeyedWeights"),
     Row(object_cache, "ObjectCache"),
     Row(loads_of_vllm, "Load Loader"),
     Row(a_prefetch_of_vllm, "Prefetch"),

@@ -9,10 +9,9 @@ of its own says so to every engine of the pool, and stays longer than what it is
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from cxlkv.adapters.common.keys import namespace
 from cxlkv.arrays import Names
@@ -24,6 +23,9 @@ from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Sequence
 from cxlkv.tiers.cold_store import ColdStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NOISE = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.08}
 """What an engine computes twice, in other steps or batches, differs by less, as a share of a
@@ -80,13 +82,15 @@ def _off(a: Tensor, b: Tensor) -> Tensor:
     finite, other = b.isfinite(), a.isfinite()
     a, b = a.where(other, 0), b.where(finite, 0)
     off: Tensor = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-9)
-    return off.where((finite == other).all(1), torch.inf)
+    return off.where((finite == other).all(1), float("inf"))
 
 
 def _rows(
     pool: CXLPool, sequence: Sequence, layer: int, first: int, count: int
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of each token, float32 [tokens, heads * dim]."""
+    import torch  # numpy has no bfloat16; a scheduler that audits nothing does without
+
     layout = pool.layout
     shape, dtype = (1, layout.kv_heads, count, layout.page_tokens), getattr(torch, layout.dtype)
     out = tuple(
@@ -123,6 +127,8 @@ def is_withdrawn(pool: CXLPool, space: bytes, cold: ColdStore | None = None) -> 
 
 def withdraw(pool: CXLPool, space: bytes, cold: ColdStore | None = None) -> None:
     """Says that nobody is to find what is stored in this namespace. Raises CXLKVError."""
+    import torch
+
     layout, mark = pool.layout, _mark(space, pool.layout.page_tokens)
     dtype = getattr(torch, layout.dtype)
     keys, values = (

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from cxlkv import _lifetime
 from cxlkv.adapters.common import loaded
 from cxlkv.adapters.common.loaded import Loaded, models_of
 
@@ -37,6 +38,10 @@ class KeyedWeights:
         self._are_mixed = False
         self._lock = threading.Lock()  # nobody goes on before who looks has seen
         self._looked_s = time.monotonic()
+        _lifetime.watch(self)
+
+    def reset_after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     @property
     def state(self) -> bytes | None:
