@@ -47,6 +47,12 @@ Halves = npt.NDArray[np.float16]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
+
+def leading(right: Mask) -> int:
+    """How many are true, from the first one on."""
+    return len(right) if right.all() else int(np.argmin(right))
+
+
 NUMPY_DTYPES = (
     np.dtype(ml_dtypes.bfloat16),
     np.dtype(np.float16),

@@ -22,7 +22,7 @@ import numpy as np
 
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
-from cxlkv.arrays import Bytes, Codes, Mask, Names, Offsets, RecordBytes
+from cxlkv.arrays import Bytes, Codes, Mask, Names, Offsets, RecordBytes, leading
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
 from cxlkv.pages import CORRUPT, PRESENT, STALE, layout_crc
 from cxlkv.pool import CXLPool
@@ -321,7 +321,7 @@ class _Coming:
     def take(self, records: RecordBytes, codes: Codes) -> bool:
         """Publishes them up to the first that is not right, and holds them; whether all are."""
         right = (codes == 0) | (codes == PRESENT)
-        good = len(right) if right.all() else int(np.argmin(right))
+        good = leading(right)
         parents = parents_of(records[:good], self._seen)
         came = codes[:good] == 0
         if came.any():

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
-from cxlkv.arrays import Mask, Names, PageIds
+from cxlkv.arrays import Mask, Names, PageIds, leading
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
 from cxlkv.layout import KVLayout
 from cxlkv.machine.costs import Costs, kv_bytes
@@ -364,9 +364,9 @@ class Tiers(ObjectMoves, Closing):
                 break
             records = self._records(len(some))
             found = self.cold.load(some, records)
-            count = len(some) if found.all() else int(np.argmin(found))
+            count = leading(found)
             right = self._write(records[:count], before[:count])
-            done = count if right.all() else int(np.argmin(right))
+            done = leading(right)
             brought += done
             if done < len(some):
                 break

@@ -13,11 +13,11 @@ import torch
 
 from cxlkv import ObjectPool
 from cxlkv.adapters.common.metrics import Counting
-from cxlkv.adapters.common.object_cache import leading
 from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.sglang.metrics import COUNTS, KINDS
 from cxlkv.adapters.sglang.store import MAIN, Rank, Store, restorable
 from cxlkv.adapters.sglang.weights import HeardWeights
+from cxlkv.arrays import leading
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 from cxlkv.pages import NO_PAGE
 

@@ -138,15 +138,17 @@ def test_keys_of_another_text_publish_nothing(pool: CXLPool) -> None:
         requests.release("one")
         assert there(requests, ids) == 16
         assert there(requests, other) == 8, "up to where they differ"
-        for loaded in (keys, None):  # its ids are not known then, only its keys
+        for loaded in (
+            keys,
+            None,
+        ):  # the ids of a load are not known, only its keys, if it has some
             with requests.match(keys) as hit:
                 requests.load("one", hit.handle, hit.tokens, loaded)
             model(ids[:, 16:], past_key_values=requests.cache(["one"]))
-            cut = requests.keys(other[0].tolist())
-            if loaded is not None:
-                assert requests.store("one", cut) == 0
+            assert requests.store("one", others) == 0
             assert requests.store("one", keys) == (2 if loaded is not None else 0)
             requests.release("one")
+    assert there(requests, other) == 8
     assert there(requests, ids) == 32
 
 

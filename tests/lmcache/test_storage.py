@@ -16,9 +16,9 @@ import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat, MemoryObj
 
-from cxlkv.adapters.common.object_cache import leading
 from cxlkv.adapters.lmcache import form, memory
 from cxlkv.adapters.lmcache.storage import LAYERWISE_LOOKUP, CXLStorage
+from cxlkv.arrays import leading
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 
 from .conftest import MakeStorage

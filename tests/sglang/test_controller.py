@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from cxlkv import ObjectPool
-from cxlkv.adapters.common.object_cache import leading
 from cxlkv.adapters.sglang.metrics import KINDS as KINDS_OF_FAILURES
-from cxlkv.arrays import Bytes
+from cxlkv.arrays import Bytes, leading
 
 from ..support.damaging import damage_object
 from .hicache import Engine, page_bytes

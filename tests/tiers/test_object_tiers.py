@@ -22,8 +22,7 @@ from hypothesis.stateful import (
 )
 
 from cxlkv import CXLPool, KVLayout, ObjectPool, Tiers, object_keys
-from cxlkv.adapters.common.object_cache import leading
-from cxlkv.arrays import Bytes
+from cxlkv.arrays import Bytes, leading
 from cxlkv.emulation.link import emulate
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.machine.costs import Costs

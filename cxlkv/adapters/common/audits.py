@@ -1,20 +1,19 @@
-"""Audits of hits: of every n-th one an engine computes the last block again, and what it gets is
-compared with the block that the hit had.
+"""Audits of hits: an engine computes the last block of every n-th hit again, and compares what it
+gets with the block in the pool.
 
-No checksum finds a page that is whole and was made otherwise than its key says: by another model,
-adapter or text. Where one is found, nothing of its namespace is to be believed. A page under a key
-of its own says so to every engine of the pool, and stays longer than what it is about.
+No checksum finds a page that is whole but was made by another model, adapter or text than its key
+says. Where an audit finds one, the other pages of its namespace may be wrong, too. A page under a
+key of its own marks the namespace as withdrawn, for every engine of the pool.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cxlkv.adapters.common.keys import namespace
-from cxlkv.arrays import Names
+from cxlkv.arrays import Floats, Names
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import same_pages
@@ -24,20 +23,17 @@ from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Sequence
 from cxlkv.tiers.cold_store import ColdStore
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 NOISE = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.08}
-"""What an engine computes twice, in other steps or batches, differs by less, as a share of a
-token's length: three times what SmolLM2 shows in its worst layer (docs/engines/vllm.md)."""
+"""The most by which keys or values may differ when an engine computes them twice, as a share of a
+token's length: three times what SmolLM2 shows in its worst layer (docs/decisions/0041)."""
 ROUNDING = {"none": 0.0, "int8": 0.03, "progressive": 0.03, "fp8_e4m3": 0.06, "int4": 0.3}
-"""And by so much more where both are encoded."""
+"""What an encoding adds to that, as both sides are encoded."""
 
 WITHDRAWN = (
-    "cxlkv: an audit found a page that was not made as its key says: nothing that was stored in "
-    "this namespace is found any more, by any engine of the pool, and this one shares no pages "
-    "until it starts anew. Something that makes keys and values is not in the key: report what "
-    "you run. For pages of your own, start engines with another salt"
+    "cxlkv: an audit found a page that was not made as its key says. No engine of the pool finds "
+    "pages of this namespace any more, and this engine shares no pages until it is started again. "
+    "The key leaves out something that changes keys and values: please report what you run. To "
+    "share pages again, start the engines with another salt"
 )
 
 
@@ -70,36 +66,31 @@ def difference(
         except BadArgumentError:  # a window has given them back
             continue
         for name, a, b in zip(("keys", "values"), theirs, mine, strict=True):
-            off = float(_off(a, b).median())
+            off = float(np.median(_off(a, b)))
             if off > _bound(layout, name):
                 return f"{name} of layer {layer} are off by {off:.2g} of their length"
     return ""
 
 
-def _off(a: Tensor, b: Tensor) -> Tensor:
-    """Of each token, the difference as a share of its length; of numbers that are none in both,
-    as of an overflow, nothing is known."""
-    finite, other = b.isfinite(), a.isfinite()
-    a, b = a.where(other, 0), b.where(finite, 0)
-    off: Tensor = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-9)
-    return off.where((finite == other).all(1), float("inf"))
+def _off(a: Floats, b: Floats) -> Floats:
+    """The difference of each token as a share of its length. Numbers that have overflowed in both
+    are left out."""
+    finite, other = np.isfinite(b), np.isfinite(a)
+    a, b = np.where(other, a, 0), np.where(finite, b, 0)
+    lengths = np.maximum(np.linalg.norm(b, axis=1), 1e-9)
+    off: Floats = np.linalg.norm(a - b, axis=1) / lengths
+    return np.where((finite == other).all(1), off, np.float32(np.inf))
 
 
 def _rows(
     pool: CXLPool, sequence: Sequence, layer: int, first: int, count: int
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of each token, float32 [tokens, heads * dim]."""
-    import torch  # numpy has no bfloat16; a scheduler that audits nothing does without
-
-    layout = pool.layout
-    shape, dtype = (1, layout.kv_heads, count, layout.page_tokens), getattr(torch, layout.dtype)
-    out = tuple(
-        torch.zeros(*shape, n, dtype=dtype) for n in (layout.head_dim, layout.value_head_dim)
-    )
-    pages = same_pages(range(first, first + count), layout.kv_heads)
-    pool.batch([sequence]).fetch(layer, pages, out=(out[0], out[1]))
-    rows = [of[0].permute(1, 2, 0, 3).flatten(2).flatten(0, 1).float() for of in out]
-    return rows[0], rows[1]
+) -> tuple[Floats, Floats]:
+    """Keys and values of each token, [tokens, heads * dim]."""
+    pages = same_pages(range(first, first + count), pool.layout.kv_heads)
+    found = pool.batch([sequence]).fetch(layer, pages)  # [1, heads, pages, tokens, dim] each
+    tokens = count * pool.layout.page_tokens
+    k, v = (np.moveaxis(np.asarray(of, np.float32)[0], 0, 2).reshape(tokens, -1) for of in found)
+    return k, v
 
 
 def _bound(layout: KVLayout, what: str) -> float:
@@ -126,13 +117,11 @@ def is_withdrawn(pool: CXLPool, space: bytes, cold: ColdStore | None = None) -> 
 
 
 def withdraw(pool: CXLPool, space: bytes, cold: ColdStore | None = None) -> None:
-    """Says that nobody is to find what is stored in this namespace. Raises CXLKVError."""
-    import torch
-
+    """Marks a namespace: engines that see the mark find nothing that is stored in it. Raises
+    CXLKVError."""
     layout, mark = pool.layout, _mark(space, pool.layout.page_tokens)
-    dtype = getattr(torch, layout.dtype)
     keys, values = (
-        torch.zeros(layout.page_tokens, layout.kv_heads, dim, dtype=dtype)
+        np.zeros((layout.page_tokens, layout.kv_heads, dim), layout.dtype)
         for dim in (layout.head_dim, layout.value_head_dim)
     )
     sequence = pool.sequence()

@@ -36,7 +36,7 @@ class KeyedWeights:
         self._loaded = Loaded(models_of(*packages), are_alone)
         self._can_read = can_read
         self._are_mixed = False
-        self._lock = threading.Lock()  # nobody goes on before who looks has seen
+        self._lock = threading.Lock()  # a call returns when the look under way has ended
         self._looked_s = time.monotonic()
         _lifetime.watch(self)
 

@@ -369,11 +369,6 @@ def _rows(keys: PageKeys) -> list[bytes]:
     return [joined[at : at + 16] for at in range(0, len(joined), 16)]
 
 
-def leading(there: Mask) -> int:
-    """How many are true, from the first on."""
-    return len(there) if there.all() else int(np.argmin(there))
-
-
 def one_of(buffers: Given, index: int) -> Given:
     """The memory of one of the objects."""
     if not isinstance(buffers, Buffers):

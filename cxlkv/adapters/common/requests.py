@@ -163,9 +163,9 @@ class PoolRequests:
         return self.pool.admin.prioritize(keys, priority, strict=keys.strict)
 
     def audit(self, keys: PageKeys, own: Sequence, place: int) -> bool:
-        """Whether the block of the last key is what the engine has computed, pages of its sequence
-        from `place` on; also where it is not there any more, or cannot be read. If not, that is
-        counted in failures(), and the block is forgotten."""
+        """Compares the published block of the last key with pages of `own` from `place` on. False
+        where they differ: the block is forgotten then, and failures() counts it. True also where
+        the block is gone or cannot be read."""
         size = self.pool.layout.page_tokens
         count, text = keys.page_tokens // size, ""
         try:
@@ -186,8 +186,8 @@ class PoolRequests:
         return not text
 
     def withdraw(self, *spaces: bytes) -> None:
-        """Of these namespaces nobody is to find anything any more. Where a full pool has no room
-        for a mark, the next call tries again."""
+        """Marks these namespaces as withdrawn. Where a full pool has no room for a mark, the next
+        call tries again."""
         self._unsaid.update(spaces)
         for one in tuple(self._unsaid):
             try:

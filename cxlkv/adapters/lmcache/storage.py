@@ -38,14 +38,14 @@ from cxlkv.adapters.common.identity import warn_unshared
 from cxlkv.adapters.common.keyed_weights import KeyedWeights
 from cxlkv.adapters.common.keys import space_of, unshared
 from cxlkv.adapters.common.metrics import Shown, log
-from cxlkv.adapters.common.object_cache import ObjectCache, leading
+from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.lmcache import form, names
 from cxlkv.adapters.lmcache.encoded import Forms, buffers_of, row_forms, stored_bytes
 from cxlkv.adapters.lmcache.form import Form
 from cxlkv.adapters.lmcache.memory import PoolAllocator, PoolObject, form_of
 from cxlkv.adapters.lmcache.metrics import COUNTS, KINDS, PREFIX
 from cxlkv.adapters.lmcache.settings import VERSIONS, check_memory, check_served, read_settings
-from cxlkv.arrays import Bytes
+from cxlkv.arrays import Bytes, leading
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, UnsupportedError
 from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.objects import ObjectPool

@@ -21,12 +21,12 @@ from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.keyed_weights import KeyedWeights
 from cxlkv.adapters.common.keys import unshared
 from cxlkv.adapters.common.metrics import Counting
-from cxlkv.adapters.common.object_cache import Given, ObjectCache, leading
+from cxlkv.adapters.common.object_cache import Given, ObjectCache
 from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.sglang import names
 from cxlkv.adapters.sglang.host import HostMemory, Memory
 from cxlkv.adapters.sglang.names import Config, Shards, Words
-from cxlkv.arrays import Mask
+from cxlkv.arrays import Mask, leading
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.layout import KVLayout, parse_bytes
 from cxlkv.machine.regions import ALL, parse_place

@@ -1,4 +1,4 @@
-"""How a storage backend hears that SGLang has other weights: by what happens to its host pool.
+"""Tells a storage backend that SGLang may have other weights, by the calls of its host pool.
 
 SGLang tells its storage nothing of weights that it loads anew, nor of flushes. But the thread that
 loads them, the scheduler's, asks the host pool for room before each load and each store, and clears

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cxlkv.arrays import leading
+
 UNSEEN = -1
 """Id or position of a token that was not seen."""
 
@@ -80,8 +82,3 @@ class Fed:
         if not self._tokens:
             return Row(np.empty(0, np.int64), np.empty(0, np.int64))
         return Row(*self._room[:, index, first : self._tokens].cpu().numpy())
-
-
-def leading(right: npt.NDArray[np.bool_]) -> int:
-    """How many are, from the first one on."""
-    return len(right) if right.all() else int(np.argmin(right))

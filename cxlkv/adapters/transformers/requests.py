@@ -26,12 +26,13 @@ from cxlkv.adapters.common.audits import WITHDRAWN, Audits, is_withdrawn
 from cxlkv.adapters.common.keys import block_keys, namespace, xor
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.transformers.cache import CXLCache, Settings
-from cxlkv.adapters.transformers.fed import UNSEEN, Fed, Row, leading
+from cxlkv.adapters.transformers.fed import UNSEEN, Fed, Row
 from cxlkv.adapters.transformers.identity import Identity
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
 from cxlkv.adapters.transformers.ropes import form_now, form_of
 from cxlkv.adapters.transformers.sparse_prefill import is_long
 from cxlkv.adapters.transformers.steps import Step
+from cxlkv.arrays import leading
 from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError, UnsupportedError
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, chain, prefix_keys, root
@@ -61,9 +62,10 @@ CHANGED_SINCE = (
 
 
 UNSEEN_TOKENS = (
-    "a text is published only as far as the model was seen to read it: not where embeddings took "
-    "the place of ids, not other ids or positions (for a padded batch model() wants position_ids), "
-    "not what a budget or prefill_mass left out, nor what another model read"
+    "a part of the text is not published, as this model was not seen to read its tokens at their "
+    "positions: it was given embeddings, other ids, other tensors or other positions (pass "
+    "position_ids to model() for a padded batch), it read them under a budget or prefill_mass, or "
+    "another model did"
 )
 NOT_FED = (
     "tokens: row {} is not what the model was seen to read: the cache was released or cut back, "
@@ -223,7 +225,7 @@ class CXLRequests(PoolRequests):
         self._words = {"layout": str(pool.layout), "salt": salt.hex()}
         self._audits, self._audited = Audits(audit_hits), dict[str, PageKeys]()
         self.audited_hits = 0
-        self._unshared = b""  # a space of nobody, where this model's was withdrawn
+        self._unshared = b""  # a random space, once this model's own was withdrawn
         self._looked: set[bytes] = set()  # spaces whose marks below the pool were looked for
         self._look()  # may refuse
         self._rows: dict[str, tuple[_RowsCache, int, int]] = {}  # cache, row, rows when it was made
@@ -355,12 +357,13 @@ class CXLRequests(PoolRequests):
         return super().store(request, keys)
 
     def _agreed(self, request: str, row: Row, keys: ModelKeys) -> int:
-        """Of how many tokens these are the keys, as far as their ids or, of those that load()
-        found, their keys are known."""
+        """How many tokens of the row these keys name. The ids of what load() found are not known:
+        there the keys must be those that load() was given."""
         size, found = keys.page_tokens, self._loaded.get(request)
         blank = leading(row.ids == UNSEEN)
         known = blank // size
-        if found is not None and not np.array_equal(found.packed[:known], keys.packed[:known]):
+        told = keys[:0] if found is None else found[:known]
+        if known and told != keys[:known]:
             return 0
         if blank % size or known > len(keys):
             return known * size

@@ -109,8 +109,8 @@ class Message:
     left: a request that was preempted may start again in the same step. loaded: hits that all
     ranks have loaded whole, and another connector's. unshared: requests of which no more is saved.
     weights: of which keys and hits are, a state of LoadedWeights for each rank; none: those of the
-    start. look: whether weights are to be looked at. withdrawn: namespaces of which nobody is
-    to find anything any more."""
+    start. look: whether weights are to be looked at. withdrawn: namespaces that the
+    workers are to mark in their pools."""
 
     started: list[Started] = field(default_factory=list)
     continued: list[Continued] = field(default_factory=list)

@@ -219,8 +219,8 @@ class PoolAttention:
         held.has_hit, held.audited = False, None
 
     def _doubt(self) -> None:
-        """The pool has a page that is not what its key says: who has a hit begins again, and
-        nothing of what runs is published."""
+        """The pool has a page that is not what its key says. Requests with a hit begin again, and
+        no running request is published."""
         self.stop_saving()
         for held in self._held.values():
             if held.has_hit:

@@ -39,7 +39,7 @@ from cxlkv.adapters.vllm.settings import Settings, read_options
 from cxlkv.adapters.vllm.tails import Tails, Words
 from cxlkv.adapters.vllm.texts import EngineRequest, hashes_of
 from cxlkv.adapters.vllm.weights import Weights
-from cxlkv.arrays import Hashes
+from cxlkv.arrays import Hashes, leading
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
@@ -343,7 +343,7 @@ class Scheduling:
             return chain
         with suppress(CXLKVError):  # pools that cannot be asked have no hit, which is counted
             here = self._here(keys.packed)
-            whole = len(keys) if here.all() else int(np.argmin(here))
+            whole = leading(here)
             before = keys[whole - 1] if whole else self._spaces[request.request_id]
             tails = self._tails.keys(request, before, whole * tokens, request.num_tokens)
             lengths = np.flatnonzero(self._here(tails)) + 1
@@ -568,14 +568,14 @@ class Scheduling:
             self.events.reset()
 
     def _withdraw(self) -> None:
-        """An audit found a page that is not what its key says: nobody is to find others like it,
-        and workers save no more of what runs, which may have been computed from such pages."""
+        """An audit found a page that is not what its key says. The workers mark the namespace, and
+        save no more of the requests that run: these may have been computed from such pages."""
         self._withdrawn.append(self.space)
         self._give_up()
 
     def _give_up(self) -> None:
-        """The namespace is withdrawn. The engine's own prefix cache may have blocks that came from
-        it: who has some leaves nothing, until that is reset."""
+        """The namespace is withdrawn. The engine's own prefix cache may have blocks from it: until
+        it is reset, nothing is saved of requests that use it."""
         log.warning(WITHDRAWN)
         self._unshared += list(self._requests)
         self.reset()

@@ -18,9 +18,9 @@ from cxlkv import Buffers, KVLayout, ObjectPool, _core, object_keys
 from cxlkv.adapters.common import object_cache, pools
 from cxlkv.adapters.common.keys import namespace
 from cxlkv.adapters.common.metrics import Counting
-from cxlkv.adapters.common.object_cache import ObjectCache, leading
+from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.common.settings import PoolSettings
-from cxlkv.arrays import Bytes
+from cxlkv.arrays import Bytes, leading
 from cxlkv.errors import BusyError, CXLKVError
 from cxlkv.objects import ABSENT, Lease
 from cxlkv.prefix import PageKeys
