@@ -34,6 +34,7 @@ from cxlkv.errors import BadArgumentError, PeerError, SystemCallError
 from cxlkv.layout import parse_bytes
 from cxlkv.machine import certificate, sysfs
 from cxlkv.machine.certificate import Certificate, Machine, Row
+from cxlkv.machine.regions import check_below_dev
 from cxlkv.stats import MAGIC as POOL_MAGIC
 
 MAGIC = b"CXLKVLIT"
@@ -176,6 +177,7 @@ def open_region(path: Path) -> Region:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
+        check_below_dev(path)
         with suppress(FileExistsError):  # the other role was quicker
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             made = True

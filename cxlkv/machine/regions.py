@@ -27,6 +27,7 @@ HOST_FOLDER = "/dev/shm"
 ADDRESSES_BYTES = 1 << 47  # of one process on today's machines
 STRIPED = "dax:"  # before the paths of several devices, with a + between
 ALL = "all"  # the capacity of a whole device, or of a file that keeps its size
+OF_FILES = ("/dev/shm/", "/dev/hugepages/")  # below /dev, whether something is mounted there or not
 
 
 class Place(NamedTuple):
@@ -92,13 +93,35 @@ def _device_of(text: str, name: str) -> str:
         return STRIPED + "+".join(parts)
     path = _path_in_dev(text, name)
     if not _is_there(path):
-        there = sorted(str(device) for device in Path("/dev").glob("dax*"))
-        what = f"there are {', '.join(there)}" if there else "this machine has none (cxlkv info)"
         raise UnsupportedError(
             f"{text}: {path} is no device, nor a file with the size that it keeps; of dax devices "
-            f"{what}"
+            f"{_dax_devices_there()}"
         )
     return path
+
+
+def _dax_devices_there() -> str:
+    there = sorted(str(device) for device in Path("/dev").glob("dax*"))
+    return f"there are {', '.join(there)}" if there else "this machine has none (cxlkv info)"
+
+
+def check_below_dev(path: str | os.PathLike[str]) -> None:
+    """Raises UnsupportedError for a file that would be made among the devices of /dev.
+
+    The name is meant for a device, which is not there now or has another number since the last
+    boot. A file of that name would lie in this host's memory, and each host would have its own.
+    """
+    folder = os.path.dirname(os.path.realpath(path))
+    if not f"{folder}/".startswith("/dev/") or f"{folder}/".startswith(OF_FILES):
+        return
+    with suppress(OSError):  # no such folder: no file either
+        if os.stat(folder).st_dev != os.stat("/dev").st_dev:
+            return  # something is mounted there
+    raise UnsupportedError(
+        f"{path}: there is no such device, and no file is made among devices; of dax devices "
+        f"{_dax_devices_there()}. Name a device that is there, or a file in memory, as "
+        "/dev/shm/my.pool"
+    )
 
 
 def _path_in_dev(text: str, name: str) -> str:
@@ -216,6 +239,8 @@ def capacity_bytes_at(place: Place, capacity: str | int) -> int:
             )
         return size_bytes
     if place.path is None or not is_device(place.path):
+        if place.path is not None:
+            check_below_dev(place.path)
         raise BadArgumentError(
             "capacity 'all' is for a dax device, or a file in place (dax:PATH): say how much, "
             "like 8GiB"
@@ -230,7 +255,7 @@ def check_room(place: Place, capacity_bytes: int) -> None:
     it, and asks the file system for what a file with holes lacks. Any other file is reserved
     whole when it is made, so that it cannot fail later; memory that backs /dev/shm or an anonymous
     pool is also held against what is available and the cgroup's limit. Raises SystemCallError when
-    the folder cannot be written.
+    the folder cannot be written, UnsupportedError for a file among the devices of /dev.
     """
     if capacity_bytes >= ADDRESSES_BYTES:
         raise MemoryShortError(
@@ -244,6 +269,7 @@ def check_room(place: Place, capacity_bytes: int) -> None:
             check_memory(max(0, capacity_bytes - os.stat(path).st_blocks * 512))
         return
     if path is not None:
+        check_below_dev(path)
         folder = Path(path).absolute().parent
         if not os.access(folder, os.W_OK | os.X_OK):
             raise SystemCallError(

@@ -10,7 +10,7 @@ from typing import Literal
 
 from cxlkv.adapters.common.pools import path_for, share_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError
-from cxlkv.machine.regions import Place, is_device, is_striped, parse_place
+from cxlkv.machine.regions import Place, check_below_dev, is_device, is_striped, parse_place
 
 State = Literal["error", "warning", "ok", "absent"]
 STATES: tuple[State, ...] = ("error", "warning", "ok", "absent")
@@ -69,6 +69,8 @@ class Ask:
         bytes may be somebody's."""
         try:
             place = self.parse()
+            if place.path is not None:
+                check_below_dev(place.path)
         except (CXLKVError, OSError):  # the check of the place says why
             return None
         fixed = place.path and (place.in_place or is_striped(place.path) or is_device(place.path))

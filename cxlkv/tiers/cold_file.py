@@ -29,6 +29,7 @@ from cxlkv.errors import (
     VersionError,
 )
 from cxlkv.layout import DTYPE_BYTES, format_bytes
+from cxlkv.machine.regions import check_below_dev
 from cxlkv.pages import crc32c
 from cxlkv.pool import Pool
 
@@ -148,6 +149,8 @@ class _OwnedFile(FileIO):
 
 def _opened(path: str) -> FileIO:
     """A plain file, made if there is none."""
+    if not os.path.exists(path):
+        check_below_dev(path)
     opened: list[FileIO] = []
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     try:  # in one call, so that no interrupt comes while a number alone stands for the open file

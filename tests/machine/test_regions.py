@@ -1,4 +1,4 @@
-"""Places for a pool: huge pages, and file systems that do not say how large they are."""
+"""Places for a pool: huge pages, devices, and file systems that do not say how large they are."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout
+from cxlkv.bench.cases.litmus import open_region
 from cxlkv.errors import (
     BadArgumentError,
     MemoryShortError,
@@ -18,6 +19,7 @@ from cxlkv.errors import (
 from cxlkv.machine import regions
 from cxlkv.machine.devices import Devices
 from cxlkv.stats import find
+from cxlkv.tiers import Tiers
 
 
 def huge_folder() -> Path:
@@ -107,6 +109,45 @@ def test_all_is_the_capacity_of_a_device_only(tmp_path: Path) -> None:
             CXLPool.create(where, layout=layout, capacity="all")
     with pytest.raises(UnsupportedError, match="/dev/null is no dax device"):
         CXLPool.create("/dev/null", layout=layout, capacity="all")
+
+
+def test_no_file_is_made_among_devices(tmp_path: Path) -> None:
+    """The name of a device that is not there makes no pool of this host's own memory."""
+    path, layout = "/dev/dax97.3", KVLayout(layers=2, kv_heads=2, head_dim=64)
+    link = tmp_path / "a.pool"
+    link.symlink_to(path)
+    try:
+        for make in (CXLPool.create, CXLPool.open_or_create):
+            for capacity in ("16MiB", "all"):
+                with pytest.raises(UnsupportedError, match="no such device, and no file is made"):
+                    make(path, layout=layout, capacity=capacity)
+        described = (
+            f"where: {path}\ncapacity: 16MiB\nlayout: {{layers: 2, kv_heads: 2, head_dim: 64}}"
+        )
+        (tmp_path / "pool.yaml").write_text(described)
+        with pytest.raises(UnsupportedError, match="no such device"):
+            CXLPool.from_config(tmp_path / "pool.yaml")
+        with CXLPool.create("anonymous:", layout=layout, capacity="16MiB") as pool:
+            for where in (path, str(link)):
+                with pytest.raises(UnsupportedError, match="no such device"):
+                    Tiers(pool, cold=where, cold_capacity="16MiB")
+        with pytest.raises(UnsupportedError, match="no such device"):
+            open_region(Path(path))
+        assert not os.path.lexists(path)
+    finally:
+        Path(path).unlink(missing_ok=True)
+
+
+def test_files_below_dev_where_something_is_mounted() -> None:
+    regions.check_below_dev("/dev/shm/cxlkv-test.pool")
+    regions.check_below_dev("/dev/hugepages/2M/cxlkv-test.pool")
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    for folder in mounts:
+        if folder.startswith("/dev/") and os.path.isdir(folder):
+            regions.check_below_dev(f"{folder}/cxlkv-test.pool")
+    for folder in ("/dev", "/dev/shm/..", "/dev/no-such-folder"):
+        with pytest.raises(UnsupportedError, match="no such device"):
+            regions.check_below_dev(f"{folder}/cxlkv-test.pool")
 
 
 def test_a_device_that_is_no_dax_device_is_refused() -> None:

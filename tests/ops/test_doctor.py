@@ -254,7 +254,6 @@ print(*doctor_machine.numa(Ask()))
     [
         ("devdax-unbound", "dax:/dev/dax0.0", "daxctl reconfigure-device --mode=devdax dax0.0"),
         ("cxl-node", "dax:dax0.0", "daxctl reconfigure-device --mode=devdax --force dax0.0"),
-        ("laptop", "dax:/dev/dax7.0", "cxlkv info"),
     ],
 )
 def test_a_device_in_another_mode(machine: str, where: str, command: str, tmp_path: Path) -> None:
@@ -262,6 +261,15 @@ def test_a_device_in_another_mode(machine: str, where: str, command: str, tmp_pa
     assert command in told.of("dax").command
     assert told.of("place").seen.startswith(where)
     told.of("pool", "absent")
+
+
+@pytest.mark.parametrize("where", ["/dev/dax97.3", "dax:/dev/dax97.3"])
+def test_a_device_that_is_not_there_is_said_once(where: str) -> None:
+    told = asked(where=where, capacity=8 << 20)
+    assert [each.name for each in told.findings if "dax97.3" in each.seen] == ["place"]
+    assert told.of("place", "error").command
+    assert told.of("pool", "absent").seen == "not tried: no place where a file may be made"
+    assert not os.path.lexists("/dev/dax97.3")
 
 
 @needs("unshare", "-rT", "--boottime", "5000", "true")
