@@ -397,12 +397,15 @@ class Pool(MovedToAdmin, Closing):
         except CXLKVError as error:
             return f"<{name}: {state_of(error)}>"
         free, page_bytes = stats["pages_free"], geometry["extent_bytes"] // geometry["slab_slots"]
-        used = stats["pages_total"] - free
+        elsewhere = stats["pages_elsewhere"] - stats["pages_published_elsewhere"]
+        used = stats["pages_total"] - free - elsewhere
         parts = [
             f"{count:,} pages {word} ({self._holds(count, geometry['part_count'])}"
             f"{format_bytes(count * page_bytes)})"
             for word, count in (("used", used), ("free", free))
         ]
+        if elsewhere:
+            parts.append(f"{elsewhere:,} of other hosts or of none")
         if published := stats["pages_published"]:
             parts.append(f"{published:,} published")
         return f"<{name}: {', '.join(parts)}; {self.layout.summary}>"

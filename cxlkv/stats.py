@@ -121,8 +121,8 @@ class Overview:
     state: live (a process has it open), idle, damaged, half-made (its creator was killed), being
     made, orphan (a host state whose pool is gone), part (of a striped pool), or closed (another
     user's). pages: by PAGE_STATES; each page is in one state: a published page that a process holds
-    counts as held. settled: False while the counts include processes that have died. detail: a
-    sentence more, or "".
+    counts as held; elsewhere: in extents of other hosts, or of none. settled: False while the
+    counts include processes that have died. detail: a sentence more, or "".
     """
 
     path: str
@@ -137,9 +137,17 @@ class Overview:
     pages_total: int = 0
     prefix_pages: int = 0  # found by match(), held or not
     pinned_pages: int = 0  # of them, those that CXLPool.pin() marked on this host
+    published_elsewhere: int = 0  # by other hosts
     processes: tuple[Process, ...] = ()
     totals: Counters = field(default_factory=Counters)
     settled: bool = True
+
+    @property
+    def pages_used(self) -> int:
+        """Pages that are not free; of other hosts those that they have published: what else they
+        hold is not seen from here."""
+        unused = self.pages.get("free", 0) + self.pages.get("elsewhere", 0)
+        return self.pages_total - unused + self.published_elsewhere
 
 
 def of_pool(pool: _core.Handle, path: str | None) -> Overview:
@@ -197,6 +205,7 @@ def _overview(path: str, got: _core.Overview) -> Overview:
         pages_total=numbers["pages_total"],
         prefix_pages=numbers["pages_published"],
         pinned_pages=numbers["pages_pinned"],
+        published_elsewhere=numbers["pages_published_elsewhere"],
         processes=tuple(_process(*row) for row in got.processes),
         totals=Counters(got.totals),
         settled=bool(numbers["in_use"]) or not numbers["host_state"],

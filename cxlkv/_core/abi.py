@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ABI = 22
+ABI = 23
 """CXLKV_ABI of native/include/cxlkv_abi.h as these files know it; counted up together."""
 
 

@@ -14,9 +14,10 @@ STATUS = ("unused", "live", "left", "damaged")  # by the core's number
 
 @dataclass(frozen=True)
 class Host:
-    """One host: state is "unused", "live", "silent" (for longer than a lease), "fenced" (its epoch
-    was ended), "off" (and its machine is declared off), "left" (in order) or "damaged". build: the
-    version of cxlkv that runs there, or ran last; "" where no build has told it.
+    """One host: state is "unused", "live", "unseen" (it says that it is there, and has not beaten
+    yet since this host first looked: live or dead), "silent" (for longer than a lease), "fenced"
+    (its epoch was ended), "off" (and its machine is declared off), "left" (in order) or "damaged".
+    build: the version of cxlkv that runs there, or ran last; "" where no build has told it.
     """
 
     number: int
@@ -26,6 +27,7 @@ class Host:
     silent_s: float  # since this host saw it beat last; 0 for itself and for those not there
     extents: int
     build: str
+    seen: bool  # False: silent_s is since this host first looked, and in truth it is longer
 
 
 def build_text(build: int) -> str:
@@ -63,7 +65,8 @@ def _host(row: dict[str, int]) -> Host:
     silent_s = row["silent_ns"] / 1e9
     state = STATUS[row["status"]]
     if state == "live":
-        state = next((word for word in ("off", "fenced", "silent") if row[word]), state)
+        said = next((word for word in ("off", "fenced", "silent") if row[word]), "")
+        state = said or ("live" if row["seen"] else "unseen")
     return Host(
         number=row["number"],
         state=state,
@@ -72,4 +75,5 @@ def _host(row: dict[str, int]) -> Host:
         silent_s=round(silent_s, 3) if STATUS[row["status"]] == "live" else 0.0,
         extents=row["extents"],
         build=build_text(row["build"]),
+        seen=bool(row["seen"]),
     )

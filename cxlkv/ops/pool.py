@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from cxlkv._core import FORMAT_VERSION
 from cxlkv.errors import BadArgumentError, BusyError
 from cxlkv.layout import KVLayout, format_bytes, parse_bytes
 from cxlkv.machine.coherence import parse_sharing
+from cxlkv.machine.hosts import Host
 from cxlkv.machine.regions import is_striped, parse_place
 from cxlkv.ops.console import AsJson, HostNumber, columns, pairs, print_json, step
 from cxlkv.ops.gc import collect, find_garbage
@@ -26,6 +28,8 @@ from cxlkv.ops.top import as_dict, encoding_text, model_name, model_text, none_f
 from cxlkv.pool import Pool
 from cxlkv.sizes import parse_tokens, plan_for
 from cxlkv.stats import Overview, find, inspect, pool_folders
+
+WATCH_S = 5.0
 
 pool_app = typer.Typer(help="Make, find, watch, check and remove pools.", no_args_is_help=True)
 
@@ -276,14 +280,26 @@ def check(
 def list_hosts(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
     """The hosts of a shared pool: which are there, silent, fenced or gone, and what they own."""
     with Pool.open(path, host=host) as pool:
-        rows = [asdict(row) for row in pool.admin.hosts()]
+        rows = [asdict(row) for row in watched(pool)]
     if as_json:
         print_json(rows)
         return
     used = [row for row in rows if row["state"] != "unused"]
-    table = [tuple(str(value) for value in row.values()) for row in used]
-    for line in columns(tuple(rows[0]), table):
+    for row in used:
+        row["silent_s"] = f"{'' if row.pop('seen') else '> '}{row['silent_s']}"
+    for line in columns(tuple(used[0]), [tuple(map(str, row.values())) for row in used]):
         Console(soft_wrap=True).print(Text(line))
+
+
+def watched(pool: Pool) -> list[Host]:
+    """The hosts, as soon as each was seen to beat or has been silent for a lease; after WATCH_S at
+    the latest."""
+    until_s = time.monotonic() + WATCH_S
+    while True:
+        found = pool.admin.hosts()
+        if time.monotonic() > until_s or all(row.state != "unseen" for row in found):
+            return found
+        time.sleep(0.02)
 
 
 @pool_app.command()
@@ -389,10 +405,9 @@ def share_text(part: int, whole: int) -> str:
 
 
 def pool_lines(found: Sequence[Overview]) -> Iterator[str]:
-    """A line for each pool, its path at the end; used pages are those that are not free."""
+    """A line for each pool, its path at the end."""
     rows = []
     for overview in found:
-        used = overview.pages_total - overview.pages.get("free", 0)
         pids = [str(process.pid) for process in overview.processes if process.alive]
         rows.append(
             (
@@ -400,7 +415,7 @@ def pool_lines(found: Sequence[Overview]) -> Iterator[str]:
                 plain(model_text(overview)),
                 format_bytes(overview.bytes),
                 f"{overview.tokens:,}" if overview.tokens else "",
-                share_text(used, overview.pages_total),
+                share_text(overview.pages_used, overview.pages_total),
                 " ".join(pids),
                 plain(overview.path),
             )

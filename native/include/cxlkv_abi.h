@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 22
+#define CXLKV_ABI 23
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -145,6 +145,7 @@ typedef struct cxlkv_page_counts {
     uint64_t withdrawn;             /* freed here, and still read by another host */
     uint64_t elsewhere;             /* in other hosts' extents, or in free ones */
     uint64_t borrowed;              /* of those, held by a live process of this host */
+    uint64_t published_elsewhere;   /* of those, as this host knows; who holds others is not seen */
     uint64_t pinned;                /* published and not to be evicted */
 } cxlkv_page_counts;
 
@@ -491,7 +492,8 @@ typedef struct cxlkv_host_row {
     uint32_t is_self;
     uint32_t silent;                /* for longer than a lease */
     uint32_t build;                 /* of its processes, likewise; 0: older than 0.2.0 */
-    uint64_t silent_ns;             /* since this host saw it beat last */
+    uint64_t silent_ns;             /* since this host saw it beat last, or its first look */
+    uint64_t seen;                  /* it has beaten since this host's first look */
     uint64_t extents;
 } cxlkv_host_row;
 /* The hosts of a shared pool, `capacity` of them at most; returns how many there may be. */

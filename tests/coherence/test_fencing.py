@@ -17,6 +17,8 @@ from cxlkv import CXLPool
 from cxlkv.errors import BadArgumentError, BusyError, CorruptError, PoolFullError
 from cxlkv.machine.hosts import Host
 from cxlkv.ops.cli import app
+from cxlkv.ops.pool import pool_lines, share_text
+from cxlkv.stats import inspect
 from tests.support.stopping import stop
 
 from ..support.damaging import change_byte, poke
@@ -218,6 +220,45 @@ def test_commands(hosts: Hosts, pool: CXLPool, other: Remote) -> None:
     assert (
         run(app, ["pool", "check", hosts.path, "--deep", "--repair", "--host", "0"]).exit_code == 0
     )
+
+
+def test_a_dead_host_is_live_to_nobody(hosts: Hosts, pool: CXLPool, other: Remote) -> None:
+    """Who comes after its death has never seen it beat, and does not say that it lives."""
+    other.kill()
+    late = hosts.open(2, SHORT_LEASE_S)
+    first = state(late, 1)
+    assert (first.state, first.seen) == ("unseen", False)
+    until(lambda: state(late, 1).state == "silent", "a lease has passed")
+    assert not state(late, 1).seen
+    until(lambda: state(late, 0).state == "live", "a host that beats was seen to")
+    assert state(late, 0).seen
+
+
+def test_the_command_waits_until_it_knows(hosts: Hosts, pool: CXLPool, other: Remote) -> None:
+    other.kill()
+    lines = CliRunner().invoke(app, ["pool", "hosts", hosts.path, "--host", "2"]).stdout
+    row = next(line.split() for line in lines.splitlines() if line.split()[0] == "1")
+    assert (row[1], row[4]) == ("silent", ">")
+    shown = CliRunner().invoke(app, ["pool", "hosts", hosts.path, "--host", "2", "--json"])
+    assert [row["state"] for row in json.loads(shown.stdout)] == [
+        "live",
+        "silent",
+        "live",
+        "unused",
+    ]
+
+
+def test_pages_that_hosts_may_take_are_not_used(pool: CXLPool, other: Remote) -> None:
+    """By `pool list`, from outside: host 0 publishes twice, host 1 once; extents are much more."""
+    publish(pool, 2)
+    publish(pool, 3)
+    seen = inspect(str(pool.path))
+    text_pages = TOKENS // PAGE_TOKENS
+    assert seen.pages["elsewhere"] > seen.pages_used
+    assert (seen.pages_used, seen.published_elsewhere) == (3 * text_pages, text_pages)
+    assert f": {3 * text_pages} pages used" in repr(pool)
+    listed = list(pool_lines([seen]))[1]
+    assert share_text(3 * text_pages, seen.pages_total) in listed
 
 
 # ---- repair ----

@@ -33,7 +33,7 @@ STATES = {
 COLD = "cold"
 """Beside STATES, of objects or tokens: what the cold tier has, wherever else it is."""
 IN_COLD = {COLD: "in the cold tier, wherever else"}
-HOST_STATES = ("live", "silent", "fenced", "off", "left", "damaged")
+HOST_STATES = ("live", "unseen", "silent", "fenced", "off", "left", "damaged")
 """Of a host that has been there, as Host.state has it."""
 MOVES = {
     "demoted_bytes": "Bytes of pages that made room and went to the cold tier",

@@ -28,6 +28,7 @@ static void fill_row(cxlkv_pool *pool, uint32_t number, cxlkv_host_row *row) {
     if (name.status == HOST_UNUSED) return;
     row->silent = pool->hosts.silent(pool->hosts.context, number);
     if (!row->is_self) row->silent_ns = boottime_ns() - view->since_ns;
+    row->seen = row->is_self || view->seen;
     if (hosts_fence_now(&pool->hosts, number, name.epoch, &fence) < 0) return;
     row->fenced = fence.fenced; /* what is not decided is not so yet */
     row->off = fence.off;

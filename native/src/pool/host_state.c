@@ -9,7 +9,7 @@
 
 #include "pool/peers.h"
 
-#define HOST_MAGIC 0x34315453484b5643ull /* "CVKHST14" */
+#define HOST_MAGIC 0x35315453484b5643ull /* "CVKHST15" */
 
 uint64_t host_state_layout(uint32_t page_count, host_state *host) {
     uint64_t capacity = 64;

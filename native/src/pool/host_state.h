@@ -86,6 +86,7 @@ _Static_assert(sizeof(counter_row) % LINE_BYTES == 0, "a row shares no line");
 typedef struct host_view {
     uint64_t beats, since_ns;    /* its last heartbeat, and since when by our own clock */
     uint64_t lease_ns;           /* that it promises to beat within, if longer than ours */
+    uint64_t seen;               /* 1: it has beaten since our first look */
     uint64_t wanted_extents;
     log_place log;               /* how far its log was read */
 } host_view;

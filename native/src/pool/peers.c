@@ -20,6 +20,7 @@ void peers_look_around(cxlkv_pool *pool) {
         if (lease_ns < pool->lease_ns) lease_ns = pool->lease_ns;
         __atomic_store_n(&view->lease_ns, lease_ns, __ATOMIC_RELAXED);
         if (view->beats == beats[host] && view->since_ns != 0) continue;
+        if (view->since_ns != 0) view->seen = 1;
         view->beats = beats[host];
         view->since_ns = now;
     }

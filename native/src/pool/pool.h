@@ -144,6 +144,7 @@ static inline void page_count(cxlkv_page_counts *counts, const page_info *info, 
     if (!ours) {
         counts->elsewhere++;
         counts->borrowed += held;
+        counts->published_elsewhere += published;
     } else if (info->withdrawn) counts->withdrawn++;
     else if (retired) counts->retired++;
     else if (quarantined) counts->quarantined++;
