@@ -47,7 +47,7 @@ from cxlkv.machine.coherence import (
     parse_sharing,
 )
 from cxlkv.machine.hosts import format_of, numbers_here
-from cxlkv.machine.huge_pages import check_huge
+from cxlkv.machine.huge_pages import check_huge, page_kind
 from cxlkv.machine.placement import (
     OPEN_PAGES,
     check_nodes,
@@ -427,14 +427,14 @@ class Pool(MovedToAdmin, Closing):
         """Layout, geometry and memory of the pool, for people."""
         kind, durable, hosts = _core.pool_sharing(self._handle)
         flushes = flushes_of(SHARING[kind], self.path)
-        page_kind = _core.pool_page_kind(self._handle)
-        note = durable_note(DURABLE[durable], page_kind)
+        kind_of_pages = page_kind(self._handle)
+        note = durable_note(DURABLE[durable], kind_of_pages)
         emulated = _io_hooks.label(self._handle)
         return {
             "path": self.path or "anonymous:",
             "identity": _core.pool_identity(self._handle),
             "format": format_of(self._handle),
-            "page_kind": page_kind,
+            "page_kind": kind_of_pages,
             "placement": self._placement(),
             "layout": self.layout,
             "checksum": self.checksum,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
-from cxlkv.errors import BadArgumentError, MemoryShortError
+from cxlkv import _core
+from cxlkv.errors import BadArgumentError, CXLKVError, MemoryShortError
 from cxlkv.layout import format_bytes
 
 HUGE = ("never", "try", "require")
 SMALLEST = 2 << 20
+LOOKS_MAX = 512
 _FIELDS = ("ShmemPmdMapped", "FilePmdMapped", "AnonHugePages")
 
 
@@ -37,6 +40,34 @@ def huge_bytes(kib: dict[str, int]) -> int:
     if kib.get("KernelPageSize", 4) << 10 >= SMALLEST:  # hugetlbfs, a device
         return max(kib.get(name, 0) for name in ("Size", "Rss")) << 10
     return max(kib.get(name, 0) for name in _FIELDS) << 10
+
+
+def page_kind(pool: _core.Handle) -> str:
+    """What backs the pool: "hugetlb", "devdax", "fsdax"; "thp" where at least half of what this
+    process has touched lies in huge pages that the kernel made, else "4KiB"."""
+    kind = _core.pool_page_kind(pool)
+    if kind == "4KiB":
+        with suppress(OSError):  # no smaps here
+            kib = mapped(*_core.pool_memory(pool))
+            huge = huge_bytes(kib)
+            kind = "thp" if huge and 2 * huge >= kib["Rss"] << 10 else kind
+    return kind
+
+
+def look(pool: _core.Handle) -> tuple[int, int]:
+    """(bytes in huge pages, bytes looked at) of a pool that was just opened: touches a page of each
+    2 MiB, of LOOKS_MAX of them at most, as the kernel tells only of what was touched."""
+    address, size = _core.pool_memory(pool)
+    units = -(-size // SMALLEST)
+    step = -(-units // LOOKS_MAX)
+    try:
+        for unit in range(0, units, step):
+            _core.pool_prefault(pool, unit * SMALLEST, 1, False)
+        huge = huge_bytes(mapped(address, size))
+    except (CXLKVError, OSError):  # an older kernel, no smaps here
+        return 0, 0
+    looked_at = min(size, -(-units // step) * SMALLEST)
+    return min(looked_at, huge), looked_at
 
 
 def require(name: str, address: int, size: int) -> None:

@@ -19,6 +19,7 @@ from cxlkv.errors import BadArgumentError, BusyError
 from cxlkv.layout import KVLayout, format_bytes, parse_bytes
 from cxlkv.machine.coherence import parse_sharing
 from cxlkv.machine.hosts import Host
+from cxlkv.machine.huge_pages import look
 from cxlkv.machine.regions import is_striped, parse_place
 from cxlkv.ops.console import AsJson, HostNumber, columns, pairs, print_json, step
 from cxlkv.ops.gc import collect, find_garbage
@@ -211,14 +212,18 @@ def layout_of(
 def inspect_pool(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
     """Say what a pool stores, where its parts lie, and how many pages are in which state."""
     with Pool.open(path, host=host) as pool:
+        huge, looked_at = look(pool._handle)  # first: describe() tells of what was touched
         described, stats = pool.describe(), pool.stats()
         tokens = pool.admin.overview().tokens
+    if described["page_kind"] == "thp" and 2 * huge < looked_at:
+        described["page_kind"] = "4KiB"
     layout = cast("KVLayout", described.pop("layout"))
     geometry = cast("dict[str, int]", described.pop("geometry"))
     if as_json:
         stored = {**asdict(layout), "object_bytes": layout.object_bytes}
         stored["encoding"] = layout.encoding
-        of_pool = {**described, "tokens": tokens, "layout": stored}
+        pages = {"huge_bytes": huge, "huge_looked_at_bytes": looked_at}
+        of_pool = {**described, **pages, "tokens": tokens, "layout": stored}
         print_json({**of_pool, "geometry": geometry, "stats": stats})
         return
     console = Console(soft_wrap=True)  # paths stay in one piece
@@ -235,6 +240,7 @@ def inspect_pool(path: PoolPath, host: HostNumber = None, as_json: AsJson = Fals
         del described["sketch"]
         geometry = {name: number for name, number in geometry.items() if number}  # what it has
     of |= {"shard": layout.shard, "model_id": layout.model_id}
+    of["huge_pages"] = f"{format_bytes(huge)} of {format_bytes(looked_at)} looked at"
     told = [*pairs(str(path), {**described, **of})]
     for index, group in enumerate(groups):
         layers = [layer for layer, group_of in enumerate(layout.order) if group_of == index]

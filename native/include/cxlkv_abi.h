@@ -440,8 +440,8 @@ typedef struct cxlkv_description {
     cxlkv_sharing sharing;
     cxlkv_geometry geometry;
     uint8_t identity[16];
-    char page_kind[16];           /* what the kernel gave: "hugetlb", "thp", "4KiB", "devdax", or
-                                   * "fsdax" (mapped with MAP_SYNC) */
+    char page_kind[16];           /* what the kernel gave: "hugetlb", "devdax", "fsdax" (mapped with
+                                   * MAP_SYNC), or "4KiB", some of which it may have made huge */
 } cxlkv_description;
 void cxlkv_pool_describe(cxlkv_pool *pool, cxlkv_description *description);
 int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats);

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import BadArgumentError, MemoryShortError
 from cxlkv.machine import huge_pages
 from cxlkv.machine.topology import gives_huge_pages, probe
+from cxlkv.ops.cli import app
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=64, dtype="float32")
 
@@ -50,6 +53,24 @@ with CXLPool.open({str(shm_path)!r}, host={host!r}) as pool:
             found = hit.sequence().fetch(1)[0]  # [kv_heads, pages, tokens of a page, channels]
         assert np.array_equal(found.reshape(2, -1, 64), rows[: hit.tokens].transpose(1, 0, 2))
         assert pool.admin.check(deep=True)["clean"]
+
+
+@needs_huge
+@pytest.mark.parametrize("huge", ["require", "never"])
+def test_inspect_says_which_pages_there_are(shm_path: Path, huge: str) -> None:
+    """Of a pool that this process has not touched, whatever the kernel's settings are."""
+    with CXLPool.create(shm_path, layout=LAYOUT, capacity="32MiB", huge=huge) as pool:
+        size = pool.pages.memory()[1]
+        if huge == "require":
+            assert pool.describe()["page_kind"] == "thp"
+    told = CliRunner().invoke(
+        app, ["pool", "inspect", str(shm_path), "--json"], catch_exceptions=False
+    )
+    found = json.loads(told.stdout)
+    assert found["huge_looked_at_bytes"] == size
+    whole = size // huge_pages.SMALLEST * huge_pages.SMALLEST
+    wanted = ("thp", whole) if huge == "require" else ("4KiB", 0)
+    assert (found["page_kind"], found["huge_bytes"]) == wanted
 
 
 @needs_huge

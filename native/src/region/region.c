@@ -64,7 +64,8 @@ void region_unmap(region *to) {
     to->base = NULL;
 }
 
-/* What the kernel will back the mapping with, as far as it says; it is unmapped in whole units. */
+/* What the kernel backs the mapping with, which is unmapped in whole units. Which of its small pages
+ * are huge ones now, the kernel says elsewhere (machine/huge_pages.py). */
 static const char *kind_of(int fd, uint64_t *unit_bytes) {
     struct stat status;
     device_facts device;
@@ -75,15 +76,7 @@ static const char *kind_of(int fd, uint64_t *unit_bytes) {
         return "devdax";
     }
     *unit_bytes = 4096;
-    FILE *file = fopen("/sys/kernel/mm/transparent_hugepage/shmem_enabled", "re");
-    char line[128] = "";
-    if (file) {
-        if (!fgets(line, sizeof(line), file)) line[0] = 0;
-        fclose(file);
-    }
-    bool huge = strstr(line, "[always]") || strstr(line, "[advise]") ||
-                strstr(line, "[within_size]") || strstr(line, "[force]");
-    return huge ? "thp" : "4KiB";
+    return "4KiB";
 }
 
 int region_map_file(region *to, uint64_t bytes) {
