@@ -1,4 +1,5 @@
-"""Every `cxlkv ...` that a message, a help or a page of the docs names is a command that exists."""
+"""Every `cxlkv ...` that a message, a help or a page of the docs names is a command that exists,
+and takes what stands behind it."""
 
 from __future__ import annotations
 
@@ -17,14 +18,21 @@ from cxlkv.ops.cli import app, spelled_out
 
 ROOT = Path(__file__).resolve().parents[2]
 # Ends a command line: what follows is the shell's or a sentence's.
-END = re.compile(r"[`'\"|;<>()#\n]|&&|\\n|\. |, |: | \\$")
+END = re.compile(r"[`'\"|;<>()#\n]| &|\\n|\. |, |: | \\$")
 NAMED = re.compile(r"(?<![\w/.=-])cxlkv +(?=[a-z-])")
 HISTORY = ROOT / "docs/decisions"  # they name what there was
 
 
+# What stands for something: MODEL, N, and what a format string or an alert puts in.
+PLACEHOLDER = re.compile(r"[A-Z_]+|%[a-z]+")
+
+
 class Hint(NamedTuple):
+    """certain: quoted as a command line, so that no words of a sentence follow."""
+
     where: str
     words: tuple[str, ...]
+    certain: bool = True
 
 
 @cache
@@ -62,6 +70,24 @@ def fault(words: tuple[str, ...]) -> str:
     return ""
 
 
+def misuse(words: tuple[str, ...]) -> str:
+    """What the command's own parser says, where a value is given; empty: it takes that. A command
+    that is only named, with an option perhaps, lacks its arguments."""
+    path, command, rest = list[str](), get_command(app), spelled_out(words)
+    while rest and rest[0] in (commands := getattr(command, "commands", {})):
+        path.append(rest[0])
+        command = commands[rest.pop(0)]
+    if all(word.startswith("-") for word in rest) or hasattr(command, "commands"):
+        return ""
+    try:
+        command.make_context(" ".join(path), ["1" if PLACEHOLDER.fullmatch(w) else w for w in rest])
+    except Exception as error:  # click's, of which typer has its own copy
+        if not hasattr(error, "format_message"):
+            raise
+        return f"cxlkv {' '.join(path)}: {error.format_message()}"
+    return ""
+
+
 def commands_in(text: str, certain: bool) -> Iterator[tuple[str, ...]]:
     """certain: all of the text is a command line, or quoted as one; else it must begin with a word
     that is a command, as a sentence may have our name as its subject."""
@@ -78,6 +104,7 @@ def in_page(path: Path) -> Iterator[Hint]:
     block = ""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         where = f"{path.relative_to(ROOT)}:{number}"
+        line = re.sub(r'\{\{.*?\}\}|"\$\w+"', "X", line)
         if line.lstrip().startswith("```"):
             block = "" if block else line.lstrip()
             continue
@@ -106,14 +133,14 @@ def in_strings(path: Path) -> Iterator[Hint]:
             for words in commands_in(" ".join(span.split()), True):
                 yield Hint(f"{path.relative_to(ROOT)}:{node.lineno}", words)
         for words in commands_in(" ".join(text.split()), False):
-            yield Hint(f"{path.relative_to(ROOT)}:{node.lineno}", words)
+            yield Hint(f"{path.relative_to(ROOT)}:{node.lineno}", words, certain=False)
 
 
 def in_c(path: Path) -> Iterator[Hint]:
     text = re.sub(r'"\s*"', "", path.read_text())
     for number, line in enumerate(text.splitlines(), 1):
         for words in commands_in(line, False):
-            yield Hint(f"{path.relative_to(ROOT)}:{number}", words)
+            yield Hint(f"{path.relative_to(ROOT)}:{number}", words, certain=False)
         for span in re.findall(r"`([^`]+)`", line):
             for words in commands_in(span, True):
                 yield Hint(f"{path.relative_to(ROOT)}:{number}", words)
@@ -130,7 +157,8 @@ def hints() -> list[Hint]:
     for pattern in ("native/**/*.c", "native/**/*.h"):
         for path in sorted(ROOT.glob(pattern)):
             found.update(dict.fromkeys(in_c(path)))
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    for path in (ROOT / "README.md", ROOT / "docs/alerts.yml", *pages):
         if not path.is_relative_to(HISTORY):
             found.update(dict.fromkeys(in_page(path)))
     return list(found)
@@ -145,6 +173,29 @@ def test_there_are_hints_of_every_kind() -> None:
 def test_every_command_that_is_named_exists() -> None:
     wrong = [f"{hint.where}: {fault(hint.words)}" for hint in hints() if fault(hint.words)]
     assert wrong == []
+
+
+def test_every_command_takes_what_stands_behind_it() -> None:
+    certain = [hint for hint in hints() if hint.certain and not fault(hint.words)]
+    wrong = [f"{hint.where}: {said}" for hint in certain if (said := misuse(hint.words))]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("pool fence N --confirmed-off", "cxlkv pool fence: Missing argument 'DEAD'."),
+        ("pool fence PATH N --confirmed-off --host M", ""),
+        ("pool fence --confirmed-off", ""),
+        ("pool check", ""),
+        ("pool create --model M --tokens 1M", "cxlkv pool create: Missing argument 'path'."),
+        ("pool check a b", "cxlkv pool check: Got unexpected extra argument(s) (b)"),
+        ("bench latency --rounds many", "cxlkv bench run: Invalid value for '--rounds': "),
+    ],
+)
+def test_what_a_command_does_not_take_is_seen(line: str, said: str) -> None:
+    assert misuse(tuple(line.split())).startswith(said)
+    assert bool(misuse(tuple(line.split()))) == bool(said)
 
 
 @pytest.mark.parametrize(

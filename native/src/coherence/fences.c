@@ -85,7 +85,7 @@ static int maker_goes_on(const hosts *h, uint32_t maker, uint32_t host, const ho
     if (maker == h->self || !h->silent(h->context, maker)) return 1;
     return fail(CXLKV_E_TIMEOUT,
                 "host %u went silent while it fenced host %u: nobody can tell what counts. Bring "
-                "it back, or switch it off and say `cxlkv pool fence %u --confirmed-off`",
+                "it back, or switch it off and say `cxlkv pool fence PATH %u --confirmed-off`",
                 maker, host, maker);
 }
 
