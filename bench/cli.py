@@ -177,9 +177,13 @@ def wide_console() -> Console:
 
 
 def show(result: Result, console: Console, json_path: Path | None) -> None:
-    """Print the table and write the result file; raises SystemExit when a check failed."""
+    """Print the table, notes and doubts, write the result file; raises SystemExit when a check
+    failed."""
     console.print(table(result))
+    for note in result.notes:
+        console.print(Text(note), soft_wrap=True)
     finish(result, console, json_path, None)
+    show_doubts(result, console)
 
 
 def finish(result: Result, console: Console, json_path: Path | None, csv_path: Path | None) -> None:

@@ -103,7 +103,7 @@ def warnings_of(samples: Sequence[float]) -> list[str]:
     found = []
     middle = statistics.median(samples)
     deviation = statistics.median(abs(sample - middle) for sample in samples)
-    if len(samples) >= SAMPLES_TO_JUDGE and middle:
+    if len(samples) >= SAMPLES_TO_JUDGE and any(samples):
         low, high = median_interval(samples)
         if high - low > SPREAD_MAX * abs(middle):
             found.append(f"noisy: the median is only known within {low:.4g} to {high:.4g}")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -30,8 +30,12 @@ from cxlkv.ndp.tuning import current
 from cxlkv.ops.top import plain
 from cxlkv.pool import Pool
 
+if TYPE_CHECKING:
+    from cxlkv.bench.result import Result
+
 TOKENS = (1024, 4096, 16384, 65536)
 DISK = Path("/var/tmp")
+DOUBTS_SHOWN = 3
 GPU_BYTES_PER_S, GPU_SOURCE = 2.0e12, "about that of an A100 80 GB by its data sheet"
 """Where no GPU can be measured."""
 
@@ -228,25 +232,37 @@ def measured(
     """What `cxlkv tune` kept; memory and a disk are measured now where it kept nothing, and what is
     named. Adds to `sources` what figures do not say of themselves."""
     from cxlkv.bench.calibrate import rates
+    from cxlkv.bench.cli import load_warning
     from cxlkv.bench.result import Result
 
     group = max(1, (q_heads or 4 * layout.kv_heads) // layout.kv_heads)
-    result = Result("advise")
+    result, warning = Result("advise"), load_warning()
     kept = current().costs
     if kept is None or pool is not None:
         cold_kept = None if kept is None else kept.cold
         kept = replace(rates.run(result, layout, pool=pool, group=group), cold=cold_kept)
     else:
         sources.append("what was measured by `cxlkv tune` was taken; it measures anew")
-    if kept.cold is not None and cold is None:
-        return kept
-    try:
-        return replace(kept, cold=rates.file(result, layout, cold or DISK))
-    except CXLKVError as error:
-        if cold is not None:
-            raise
-        sources.append(f"cold was not measured: {error}; --cold PATH measures another disk")
-        return kept
+    if kept.cold is None or cold is not None:
+        try:
+            kept = replace(kept, cold=rates.file(result, layout, cold or DISK))
+        except CXLKVError as error:
+            if cold is not None:
+                raise
+            sources.append(f"cold was not measured: {error}; --cold PATH measures another disk")
+    if result.metrics:  # else nothing was measured now
+        sources += doubts_of(result, warning)
+    return kept
+
+
+def doubts_of(result: Result, warning: str) -> Iterator[str]:
+    """What makes figures doubtful that were measured now: other programs, and their own samples."""
+    if warning:
+        yield warning.removeprefix("warning: ")
+    doubts = result.doubts()
+    yield from [*result.notes, *doubts[:DOUBTS_SHOWN]]
+    if len(doubts) > DOUBTS_SHOWN:
+        yield f"{len(doubts) - DOUBTS_SHOWN} more figures are noisy: measure on a quiet machine"
 
 
 def with_gpu(costs: Costs, link_gb_per_s: float | None, sources: list[str]) -> Costs:
@@ -256,8 +272,9 @@ def with_gpu(costs: Costs, link_gb_per_s: float | None, sources: list[str]) -> C
     from cxlkv.bench.result import Result
 
     memory, of = GPU_BYTES_PER_S, GPU_SOURCE
+    result = Result("advise")
     try:
-        gpu = links.run(Result("advise"))
+        gpu = links.run(result)
         link, memory = gpu.link_bytes_per_s, gpu.bytes_per_s
         how, of = f"measured by copies from pinned memory to {gpu.name}", f"measured on {gpu.name}"
     except UnsupportedError as error:
@@ -269,6 +286,7 @@ def with_gpu(costs: Costs, link_gb_per_s: float | None, sources: list[str]) -> C
             return costs
     if link_gb_per_s is not None:
         link, how = link_gb_per_s * 1e9, "as --link-gb-per-s says"
+    sources += doubts_of(result, "")
     sources.append(f"link: {_rate(link)}, {how}; a GPU decodes at {_rate(memory)}, {of}")
     return replace(
         costs,
@@ -437,7 +455,7 @@ def costs_table(costs: Costs) -> Table:
         made.add_row(
             name,
             _rate(tier.bytes_per_s),
-            format_seconds(tier.latency_s),
+            format_seconds(tier.latency_s) if tier.latency_s else "too short to tell",
             "" if write is None else _rate(write),
             Text(plain(tier.where), overflow="fold"),
         )

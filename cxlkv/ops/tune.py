@@ -43,6 +43,7 @@ def tune(
         return
     console = cli.wide_console()
     result, path = Result("tune"), default_path()
+    result.notes += filter(None, [cli.load_warning()])
     if gpu:
         if threads or pool or cold:
             raise BadArgumentError("--gpu goes without --threads, --pool and --cold")
@@ -70,6 +71,7 @@ def tune_profile(name: str, json_file: Path | None) -> None:
 
     console, result = cli.wide_console(), Result("tune")
     profiles.check_new(profiles.own_path(), name)
+    result.notes += filter(None, [cli.load_warning()])
     with step("measuring; half a minute"):
         found = profile.run(result)
     cli.show(result, console, json_file)  # ends it where a check failed: nothing is written then

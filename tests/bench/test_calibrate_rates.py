@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,33 @@ def test_memory_is_measured_through_a_pool() -> None:
     assert costs.far.write_bytes_per_s is not None
     assert costs.far.where == rates.LOCAL
     assert set(result.metrics) >= {"local_read", "local_write", "local_score", "local_attend_call"}
+
+
+def test_no_finding_of_one_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call costs beside its bytes was one number of two medians: 0 in a run, 768 us in the
+    next. One slow round of many changes nothing that is kept, and is said."""
+    calls_s = [20e-6, 900e-6, 20e-6, 0.0, 20e-6, 21e-6, 20e-6, 20e-6, 19e-6, 20e-6, 20e-6]
+
+    def measured(functions: Mapping[str, object], *_: int) -> dict[str, list[float]]:
+        small = all(name.endswith("_small") for name in functions)
+        return {name: [(0 if small else 1e-3) + s for s in calls_s] for name in functions}
+
+    monkeypatch.setattr(rates, "interleave", measured)
+    monkeypatch.setattr(rates, "fit", lambda large_s, small_s, *_: (1e9, small_s))
+    result = Result("tune")
+    costs = rates.run(result, SMALL, threads=1)
+    for verb in ("read", "score", "attend"):
+        assert len(result.metrics[f"local_{verb}_call"].samples) == len(calls_s)
+    assert costs.local is not None
+    assert costs.local.latency_s == pytest.approx(20e-6, rel=0.1)
+    assert any("outliers" in doubt for doubt in result.doubts())
+    monkeypatch.setattr(rates, "fit", lambda *_: (1e9, 0.0))
+    rates.run(result, SMALL, threads=1)
+    assert "local_read_call: too short to be told from the time of bytes" in result.notes
+    monkeypatch.undo()
+    monkeypatch.setattr(rates, "SIZE", rates.Size(1 << 20, 1 << 20, 256 << 10, rounds=3))
+    rates.file(result, SMALL, tmp_path)
+    assert len(result.metrics["cold_write"].samples) == 3
 
 
 def test_what_is_read_is_what_was_appended() -> None:
@@ -142,7 +170,7 @@ def test_a_file_system_without_o_direct(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "open", refuse)
     fd, how = rates._open_past_the_cache(made)
     assert how == rates.FORGOTTEN
-    assert rates._write(made, 4096, 8) > 0
+    assert sum(records for records, _ in rates._write(made, 4096, 8)) == 8
     runs, singles = rates._read(fd, 4096, 8, 4, how)
     assert len(runs) >= 2
     assert len(singles) == 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,6 +218,17 @@ def test_an_untuned_machine_is_measured(tmp_path: Path) -> None:
     assert [row["tier"] for row in found["rows"][:3]] == ["local", "far", "cold"]
     assert found["costs"]["cold"]["where"].startswith(str(tmp_path))
     assert not tuning.default_path().exists()  # only `cxlkv tune` keeps what it finds
+
+
+def test_a_busy_machine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (77.0, 77.0, 77.0))
+    said = "load average 77.0 on "
+    assert f"note: {said}" in advise(*MODEL, "--cold", str(tmp_path))
+    tuned = CliRunner().invoke(cli.app, ["tune", "--threads", "1"])
+    assert f"warning: {said}" in tuned.stdout
+    tuning.write(tuning.Tuning(machine=tuning.this_machine(), costs=KEPT), tuning.default_path())
+    tuning.current.cache_clear()
+    assert said not in advise(*MODEL)  # nothing is measured now
 
 
 def test_a_pool_gives_its_layout_and_its_memory(tmp_path: Path) -> None:
