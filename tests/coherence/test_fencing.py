@@ -217,8 +217,11 @@ def test_commands(hosts: Hosts, pool: CXLPool, other: Remote) -> None:
     assert [row["state"] for row in json.loads(shown.stdout)][2:] == ["unused", "unused"]
     done = run(app, ["pool", "fence", hosts.path, "1", "--confirmed-off", "--host", "0"])
     assert "host 1: off, epoch 1, " in done.stdout
+    checked = run(app, ["pool", "check", hosts.path, "--deep", "--repair", "--host", "0"])
+    assert checked.exit_code == 0
+    elsewhere = pool.stats()["pages_elsewhere"]
     assert (
-        run(app, ["pool", "check", hosts.path, "--deep", "--repair", "--host", "0"]).exit_code == 0
+        f"clean\n{elsewhere} pages of other hosts, or of none, were not looked at" in checked.stdout
     )
 
 
