@@ -10,7 +10,7 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.machine import prefault
 from cxlkv.machine.coherence import HOSTS_MAX
 from cxlkv.machine.hosts import Host, hosts_of
-from cxlkv.machine.huge_pages import check_huge, huge_bytes, mapped, require
+from cxlkv.machine.huge_pages import check_huge, huge_bytes, look, mapped, require
 from cxlkv.machine.placement import CHECK_PAGES, warn_of_moves
 from cxlkv.ndp import audit
 from cxlkv.pages import PRIORITY_MAX
@@ -166,3 +166,8 @@ class Admin:
         """Of the pool's memory that this process has touched, what huge pages hold, as the kernel
         says."""
         return huge_bytes(mapped(*_core.pool_memory(self._handle)))
+
+    def huge_looked_at(self) -> tuple[int, int]:
+        """(bytes in huge pages, bytes looked at), after touching a page of each 2 MiB, of 512 of
+        them at most; (0, 0) where the kernel does not say."""
+        return look(self._handle)

@@ -19,7 +19,6 @@ from cxlkv.errors import BadArgumentError, BusyError
 from cxlkv.layout import KVLayout, format_bytes, parse_bytes
 from cxlkv.machine.coherence import parse_sharing
 from cxlkv.machine.hosts import Host
-from cxlkv.machine.huge_pages import look
 from cxlkv.machine.regions import is_striped, parse_place
 from cxlkv.ops.console import AsJson, HostNumber, columns, pairs, print_json, step
 from cxlkv.ops.gc import collect, find_garbage
@@ -212,7 +211,7 @@ def layout_of(
 def inspect_pool(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
     """Say what a pool stores, where its parts lie, and how many pages are in which state."""
     with Pool.open(path, host=host) as pool:
-        huge, looked_at = look(pool._handle)  # first: describe() tells of what was touched
+        huge, looked_at = pool.admin.huge_looked_at()  # first: describe() tells of what was touched
         described, stats = pool.describe(), pool.stats()
         tokens = pool.admin.overview().tokens
     if described["page_kind"] == "thp" and 2 * huge < looked_at:

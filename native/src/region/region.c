@@ -64,8 +64,8 @@ void region_unmap(region *to) {
     to->base = NULL;
 }
 
-/* What the kernel backs the mapping with, which is unmapped in whole units. Which of its small pages
- * are huge ones now, the kernel says elsewhere (machine/huge_pages.py). */
+/* What the kernel backs the mapping with, which is unmapped in whole units. Which small pages are
+ * huge ones now, it says elsewhere (machine/huge_pages.py). */
 static const char *kind_of(int fd, uint64_t *unit_bytes) {
     struct stat status;
     device_facts device;
