@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.counted import Watched, as_python
 from cxlkv.ndp.engine import VirtualRows
 from cxlkv.ndp.names import is_built_in
 from cxlkv.rotary import Rotary
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
     from cxlkv.ndp.choosers import AnyChooser, Arrays, Choice, Question
     from cxlkv.ndp.scorers import Scorer, Shape
 
+Floats = npt.NDArray[np.float32]
+Summaries = Floats | npt.NDArray[np.int8] | npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 SUMMARY_DTYPES = ("float32", "int8", "uint8", "uint16")
 TRIED_PAGES = 5
 """Of noise, each with a summary of its own."""
+COUNTED_QUERIES = (1, 8)
 TRIED = ((1, 1), (3, TRIED_PAGES), (1, 64))
 """Queries and pages of the calls of score()."""
 
@@ -44,19 +48,24 @@ def summary_of(scorer: Scorer, shape: Shape) -> tuple[tuple[int, ...], str]:
     return found
 
 
-def read_bytes_of(scorer: Scorer, shape: Shape, most: int) -> int:
-    """What score() reads of a summary of `most` bytes. Raises BadArgumentError."""
-    given = scorer.read_bytes(shape)
-    try:
-        found = operator.index(given)
-    except TypeError:
-        found = -1
-    if not 0 <= found <= most:
-        raise BadArgumentError(
-            f"method {scorer.name!r}: read_bytes() returns {given!r} of a summary of {most} bytes; "
-            "wanted is the number of bytes that score() reads of it"
-        )
-    return found
+def read_of(scorer: Scorer, shape: Shape, most: int, count: int) -> tuple[int | None, int]:
+    """The bytes that score() reads of a summary of `most`, None where it returns them, and of so
+    many parameters. Raises BadArgumentError."""
+    of_summary, of_parameters = scorer.read_bytes(shape), scorer.parameter_bytes(shape, count)
+    for name, given, of, room in (
+        ("read_bytes", of_summary, "a summary", most),
+        ("parameter_bytes", of_parameters, f"{count} parameters", 4 * count),
+    ):
+        try:
+            wrong = not 0 <= operator.index(given) <= room  # type: ignore[arg-type]
+        except TypeError:
+            wrong = given is not None or name == "parameter_bytes"
+        if wrong:
+            raise BadArgumentError(
+                f"method {scorer.name!r}: {name}() returns {given!r} of {of} of {room} bytes; "
+                "wanted is the number of bytes that score() reads of them"
+            )
+    return of_summary, of_parameters
 
 
 def try_out(scorer: Scorer, shape: Shape, parameter_count: int) -> None:
@@ -91,6 +100,50 @@ def try_out(scorer: Scorer, shape: Shape, parameter_count: int) -> None:
                     f"method {scorer.name!r}: score() leaves a score unset, or makes it NaN, with "
                     f"{of}; it fills scores [queries, pages], what it returns is ignored"
                 )
+    for count in COUNTED_QUERIES:
+        queries = random.standard_normal((count, shape.dim)).astype(np.float32)
+        hold_reads(scorer, shape, queries, made[:1], parameters)
+
+
+def reads(
+    scorer: Scorer, shape: Shape, queries: Floats, summaries: Summaries, parameters: Floats
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes that score() reads of a summary and of the parameters, counted, as Python; and those
+    that the scorer says it reads."""
+    of_pages, learned = Watched.of(summaries), Watched.of(parameters)
+    scores = np.empty((len(queries), len(summaries)), np.float32)
+    with np.errstate(all="ignore"):
+        asked = queries, shape.dim**-0.5, shape.tokens, of_pages, learned, scores
+        returned = as_python(getattr(scorer, "score"))(*asked)  # noqa: B009
+    said, of_parameters = read_of(scorer, shape, summaries[0].nbytes, len(parameters))
+    counted = -(-of_pages.bytes_read // len(summaries)), learned.bytes_read
+    return counted, (operator.index(returned) if said is None else said, of_parameters)
+
+
+def hold_reads(
+    scorer: Scorer, shape: Shape, queries: Floats, summaries: Summaries, parameters: Floats
+) -> None:
+    """Raises BadArgumentError where score() reads more than the scorer says. What only runs
+    compiled is believed."""
+    try:
+        counted, said = reads(scorer, shape, queries, summaries, parameters)
+    except Exception as error:
+        if scorer.read_bytes(shape) is None and isinstance(error, TypeError):
+            raise BadArgumentError(
+                f"method {scorer.name!r}: read_bytes() returns None, so that score() is to return "
+                f"how many bytes of a summary it read: {error}"
+            ) from error
+        return
+    for name, of, found, own in zip(
+        ("read_bytes", "parameter_bytes"), ("a summary", "the parameters"), counted, said,
+        strict=True,
+    ):  # fmt: skip
+        if found > own:
+            raise BadArgumentError(
+                f"method {scorer.name!r}: score() reads {found} bytes of {of} for {len(queries)} "
+                f"queries and says {own}: {name}() is to return as many, or, of a summary, None, "
+                "and score() how many they are"
+            )
 
 
 def _call(scorer: Scorer, name: str, of: str, *given: object) -> None:

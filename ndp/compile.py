@@ -61,17 +61,19 @@ def c_score(
     axes: tuple[int, ...],
     dtype: npt.DTypeLike,
     parameter_count: int,
+    counted: bool = False,
 ) -> CFunction:
-    """score() of cxlkv_scorer, likewise."""
+    """score() of cxlkv_scorer, likewise. counted: it returns the bytes that it read."""
     tokens, dim = shape.tokens, shape.dim
     score_pages = numba.njit(error_model="numpy", fastmath=FASTMATH)(function)
+    bytes_of = numba.njit((lambda found: found) if counted else (lambda found: 0))
     carray, size = numba.carray, types.int64
     summary = types.CPointer(numba.from_dtype(np.dtype(dtype)))
 
     def score(queries, count, width, scale, summaries, pages, parameters, scores):
         of_pages = carray(summaries, (pages, *axes))
         try:
-            score_pages(
+            found = score_pages(
                 carray(queries, (count, dim)),
                 scale,
                 tokens,
@@ -81,7 +83,7 @@ def c_score(
             )
         except Exception:
             return FAILED
-        return 0
+        return bytes_of(found)
 
     signature = types.int32(FLOATS, size, size, types.float32, summary, size, FLOATS, FLOATS)
     made: CFunction = numba.cfunc(signature, error_model="numpy", fastmath=FASTMATH)(score)

@@ -11,7 +11,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
@@ -91,9 +91,14 @@ class Scorer:
         int8, uint8 or uint16."""
         raise BadArgumentError(f"method {self.name!r}: a scorer has summary(), shape and dtype")
 
-    def read_bytes(self, shape: Shape) -> int:
-        """Of a summary, those that score() reads."""
+    def read_bytes(self, shape: Shape) -> int | None:
+        """Of a summary, those that score() reads; None: it depends on the queries, and score()
+        returns how many it read of each for all of them together."""
         return summary_bytes(self, shape)
+
+    def parameter_bytes(self, shape: Shape, count: int) -> int:
+        """Of so many parameters, the bytes that score() reads."""
+        return 4 * count
 
     def calibrate(self, keys: Floats) -> Floats:
         """What summarise() and score() get as `parameters`, one axis: of one layer and kv head, of
@@ -191,10 +196,11 @@ def takes_mass(method: str) -> bool:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Addresses of C functions, as cxlkv_scorer has them; kept: what they need."""
+    """Numbers and addresses of C functions, as cxlkv_scorer has them; kept: what they need."""
 
     summary_bytes: int
     read_bytes: int
+    parameter_bytes: int
     log_sums: bool
     summarise: int
     score: int
@@ -221,8 +227,9 @@ def compiled(scorer: Scorer, shape: Shape, parameter_count: int = 0) -> Compiled
 
     axes, dtype = checks.summary_of(scorer, shape)
     size = summary_bytes(scorer, shape)
-    read = checks.read_bytes_of(scorer, shape, size)
-    made_by = {"summarise": by_numba.c_summarise, "score": by_numba.c_score}
+    read, learned = checks.read_of(scorer, shape, size, parameter_count)
+    c_score = partial(by_numba.c_score, counted=read is None)
+    made_by = {"summarise": partial(by_numba.c_summarise), "score": c_score}
     if not all(callable(getattr(scorer, name, None)) for name in made_by):
         raise BadArgumentError(
             f"method {scorer.name!r}: a scorer has summarise() and score(), both static"
@@ -239,7 +246,7 @@ def compiled(scorer: Scorer, shape: Shape, parameter_count: int = 0) -> Compiled
                 f"{by_numba.reason(error, function)}"
             ) from error
     summarise, score = (each.address for each in made)
-    return Compiled(size, read, scorer.log_sums, summarise, score, tuple(made))
+    return Compiled(size, read or 0, learned, scorer.log_sums, summarise, score, tuple(made))
 
 
 @dataclass
@@ -335,8 +342,8 @@ def use(
     with _adding:
         known = _uses.setdefault(pool, _Uses())
         if number not in known.kept:
-            sizes = made.summary_bytes, made.read_bytes, int(made.log_sums)
-            functions = made.summarise, made.score
+            reads = made.summary_bytes, made.read_bytes, made.parameter_bytes
+            sizes, functions = (*reads, int(made.log_sums)), (made.summarise, made.score)
             _core.pool_add_scorer(pool, (number, scorer.name), sizes, functions, parameters)
             known.kept[number] = (made, parameters)
         known.by_word[word or scorer.name] = (scorer, number)

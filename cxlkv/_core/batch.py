@@ -435,17 +435,17 @@ def batch_units(
 def pool_add_scorer(
     pool: Handle,
     of: tuple[int, str],
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
     functions: tuple[int, int],
     parameters: npt.NDArray[np.float32] | None,
 ) -> None:
-    """of: number and name; sizes: (summary_bytes, read_bytes, log_sums); functions: addresses of
-    (summarise, score); parameters [layers, kv_heads, n]. These stay where they are as long as the
-    pool is open."""
+    """of: number and name; sizes: (summary_bytes, read_bytes, parameter_bytes, log_sums);
+    functions: addresses of (summarise, score); parameters [layers, kv_heads, n]. These stay where
+    they are as long as the pool is open."""
     struct = ffi.new("cxlkv_scorer *")
     struct.id, name = of
     struct.name = name.encode()[: ffi.sizeof(struct.name) - 1]
-    struct.summary_bytes, struct.read_bytes, struct.log_sums = sizes
+    struct.summary_bytes, struct.read_bytes, struct.parameter_bytes, struct.log_sums = sizes
     summarise, score = functions
     struct.summarise = ffi.cast(ffi.typeof(struct.summarise), summarise)
     struct.score = ffi.cast(ffi.typeof(struct.score), score)

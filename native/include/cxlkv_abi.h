@@ -266,21 +266,24 @@ typedef struct cxlkv_select_args {
 
 /* Scores pages by a summary of each, made once, which lies in this process, not in the pool. Both
  * functions are called by any thread, several at once: they use what they are given and nothing
- * else, and do not wait. They return 0; anything else fails the select, with the scorer's name.
- * `parameters` are those of the layer and kv head. */
+ * else, and do not wait. They return 0; a number below 0 fails the select, with the scorer's name. `parameters` are
+ * those of the layer and kv head. */
 #define CXLKV_SUMMARY_BYTES_MAX 16384
 #define CXLKV_SCORERS_MAX 32
 typedef struct cxlkv_scorer {
     uint32_t id;                   /* not 0; of all processes of a pool, a worker's too */
     uint32_t summary_bytes;        /* of a page and kv head: a multiple of 8 */
-    uint32_t read_bytes;           /* of them, those that score() reads */
+    uint32_t read_bytes;           /* of them, those that score() reads; 0: it depends on the
+                                    * queries, and score() returns it */
+    uint32_t parameter_bytes;      /* of its parameters, those that score() reads */
     uint32_t log_sums;             /* 1: a score is the log of a page's sum of exp(logit), and pages
                                     * are chosen by attention; 0: by the best score of any query */
     /* A complete page: keys [tokens][dim] as attention sees them, from position `first` on. */
     int (*summarise)(const float *keys, int64_t tokens, int64_t dim, int64_t first,
                      const float *parameters, void *summary);
     /* Pages' summaries, one behind another, to scores [count][pages] of queries [count][dim], whose
-     * logits are scale * q.k: the higher the better. */
+     * logits are scale * q.k: the higher the better. NaN is refused where neither a query nor a key
+     * has one or is infinite. */
     int (*score)(const float *queries, int64_t count, int64_t dim, float scale,
                  const void *summaries, int64_t pages, const float *parameters, float *scores);
     const float *parameters;       /* [layers][kv_heads][parameter_count]; NULL: none. They stay

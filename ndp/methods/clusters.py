@@ -93,7 +93,8 @@ class Clusters(Chooser[Clustered]):
         for state, offset, begin in places:
             part = log_weights[:, begin : begin + state.cells.shape[1]]
             loops.take(state.cells, offset, asked.first - begin, asked.last - begin, left, part)
-        read = sum(state.keys.nbytes + state.cells.nbytes for state in states)
+        read = sum(state.keys.nbytes for state in states)
+        read += heads * (asked.last - asked.first) * states[0].cells.itemsize
         rows = self.rows(states, order, counts - given) if self.estimates else None
         return Choice(log_weights, rows, read + (0 if rows is None else rows.v.nbytes))
 
@@ -116,11 +117,16 @@ class Clusters(Chooser[Clustered]):
         at = np.arange(heads)[:, None]
         with np.errstate(divide="ignore"):
             log_counts = np.log(left[at, best].astype(np.float32))
-        return VirtualRows(
-            np.concatenate([state.keys for state in states], axis=1)[at, best],
-            np.concatenate([state.values for state in states], axis=1)[at, best],
-            log_counts,
-        )
+        keys = np.empty((*best.shape, states[0].keys.shape[2]), np.float32)
+        values = np.empty((*best.shape, states[0].values.shape[2]), np.float32)
+        first = 0
+        for state in states:  # of the best alone is read what they have
+            head, row = np.nonzero((best >= first) & (best < first + state.keys.shape[1]))
+            cluster = best[head, row] - first
+            keys[head, row] = state.keys[head, cluster]
+            values[head, row] = state.values[head, cluster]
+            first += state.keys.shape[1]
+        return VirtualRows(keys, values, log_counts)
 
 
 class Retro(Clusters):

@@ -62,6 +62,9 @@ class LowRank(Scorer):
     def parameter_count(self, shape: Shape) -> int:
         return 2 * components(shape.dim) * shape.dim
 
+    def parameter_bytes(self, shape: Shape, count: int) -> int:
+        return 4 * (2 + components(shape.dim)) * shape.dim
+
     @staticmethod
     def summarise(
         keys: Floats, first: int, parameters: Floats, summary: npt.NDArray[np.int8]

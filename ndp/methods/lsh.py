@@ -32,6 +32,9 @@ class LSH(Scorer):
     def parameter_count(self, shape: Shape) -> int:
         return (1 + TABLES * BITS) * shape.dim
 
+    def parameter_bytes(self, shape: Shape, count: int) -> int:
+        return 4 * TABLES * BITS * shape.dim
+
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Bytes) -> None:
         dim = keys.shape[1]

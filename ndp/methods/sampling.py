@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, reduce
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -78,9 +78,13 @@ class MagicPIG(Chooser[Hashed]):
         log_weights = np.full((heads, asked.tokens), -np.inf, np.float32)
         for state, begin in zip(states, begins, strict=False):
             loops.weigh(state.keys, state.centre, asked.queries, begin, hits, tables, log_weights)
-        scanned = heads * (asked.last - asked.first) * TABLES
-        weighed = int((log_weights > -np.inf).sum()) * dim * 2
-        return Choice(log_weights, None, scanned + weighed)
+        looked = np.minimum(hits[:, asked.first : asked.last].astype(np.int64) + 1, TABLES)
+        weighed = log_weights > -np.inf
+        read = planes.nbytes + int(looked.sum()) + int(weighed.sum()) * dim * 2
+        for state, begin in zip(states, begins, strict=False):
+            some = weighed[:, begin : begin + state.codes.shape[1]].any(1)
+            read += int(some.sum()) * dim * state.centre.itemsize
+        return Choice(log_weights, None, read)
 
 
 # ---- the best, and a sample of the rest ----
@@ -125,7 +129,8 @@ class VAttention(OfChannels):
     name = "vattention"
 
     def choose(self, states: list[ByChannel], asked: Question) -> Choice:
-        found, read = estimates(states, asked)
+        found, channels = estimates(states, asked)
+        read = int(channels.sum()) * asked.tokens * 2
         rank = shares(found)[:, asked.first : asked.last]
         forced = np.r_[: asked.first, asked.last : asked.tokens]
         log_weights = np.full((len(rank), asked.tokens), -np.inf, np.float32)
@@ -143,7 +148,7 @@ class VAttention(OfChannels):
                 size = min(max(wanted, base), most)
             log_weights[head, order[:best]] = 0
             log_weights[head, drawn[:size]] = math.log((free - best) / size)
-            read += len(known) * asked.queries.shape[2] * 2
+            read += len(known) * int((~channels[head]).sum()) * 2
         return Choice(log_weights, None, read)
 
 
@@ -156,7 +161,7 @@ class SparQMean(OfChannels):
     name = "sparq_mean"
 
     def choose(self, states: list[ByChannel], asked: Question) -> Choice:
-        found, read = estimates(states, asked)
+        found, channels = estimates(states, asked)
         rank = shares(found)
         best = np.argpartition(-rank[:, asked.first : asked.last], asked.most - 1, axis=1)
         log_weights = np.full(rank.shape, -np.inf, np.float32)
@@ -169,8 +174,9 @@ class SparQMean(OfChannels):
             rest[head] += log_sums(exact(states, head, asked, np.flatnonzero(tokens)))
         middle = rest.mean(1, keepdims=True)
         keys = solved(asked.scale * asked.queries, rest - middle)
-        values = np.sum([state.values for state in states], axis=0) / np.float32(asked.tokens)
-        read += int(known.sum()) * asked.queries.shape[2] * 2
+        values = reduce(np.add, [state.values for state in states]) / np.float32(asked.tokens)
+        read = int(channels.sum()) * asked.tokens * 2 + sum(each.values.nbytes for each in states)
+        read += int((known.sum(1) * (~channels).sum(1)).sum()) * 2
         return Choice(log_weights, VirtualRows(keys[:, None], values[:, None], middle), read)
 
 
@@ -204,9 +210,9 @@ def exact(
     return logits
 
 
-def estimates(states: list[ByChannel], asked: Question) -> tuple[Floats, int]:
+def estimates(states: list[ByChannel], asked: Question) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """Logits [kv_heads, n, tokens] by the channels in which a query is largest, with SparQ's
-    temperature, and the bytes that were read."""
+    temperature, and which channels some query has, [kv_heads, dim]."""
     heads, n, dim = asked.queries.shape
     count = -(-dim // PART)
     sizes = np.abs(asked.queries)
@@ -219,7 +225,9 @@ def estimates(states: list[ByChannel], asked: Question) -> tuple[Floats, int]:
     for state in states:
         loops.estimate(state.keys, asked.queries, channels, factors, begin, logits)
         begin += state.keys.shape[2]
-    return logits, heads * min(n * count, dim) * asked.tokens * 2
+    is_read = np.zeros((heads, dim), np.bool_)
+    np.put_along_axis(is_read, channels.reshape(heads, -1), True, axis=1)
+    return logits, is_read
 
 
 def shares(logits: Floats) -> Floats:

@@ -35,6 +35,9 @@ class Shadow(Scorer):
     def parameter_count(self, shape: Shape) -> int:
         return 1
 
+    def parameter_bytes(self, shape: Shape, count: int) -> int:
+        return 0
+
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
         tokens, dim = keys.shape

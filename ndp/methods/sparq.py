@@ -24,8 +24,8 @@ class SparQ(Scorer):
     def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
         return (shape.dim, shape.tokens + -shape.tokens % 4), np.uint16
 
-    def read_bytes(self, shape: Shape) -> int:
-        return -(-shape.dim // PART) * (shape.tokens + -shape.tokens % 4) * 2
+    def read_bytes(self, shape: Shape) -> None:
+        """score() returns it: of the channels that some query has."""
 
     @staticmethod
     def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
@@ -41,13 +41,14 @@ class SparQ(Scorer):
         summaries: Words,
         parameters: Floats,
         scores: Floats,
-    ) -> None:
+    ) -> int:
         dim = queries.shape[1]
         count = -(-dim // PART)
         chosen = np.empty(count, np.int64)
         parts = np.empty(count, np.float32)
         sizes = np.empty(dim, np.float32)
         logits = np.empty(summaries.shape[2], np.float32)
+        is_read = np.zeros(dim, np.int64)
         for i in range(queries.shape[0]):
             total = np.float32(1e-30)
             kept = np.float32(0)
@@ -56,6 +57,7 @@ class SparQ(Scorer):
                 total += sizes[d]
             for n in range(count):
                 chosen[n] = np.argmax(sizes)
+                is_read[chosen[n]] = 1
                 kept += sizes[chosen[n]]
                 sizes[chosen[n]] = -1
             factor = scale / np.sqrt(max(kept / total, np.float32(1e-6)))
@@ -75,3 +77,4 @@ class SparQ(Scorer):
                     logits[first + 2] = c
                     logits[first + 3] = e
                 scores[i, page] = log_sum(logits, tokens)
+        return int(is_read.sum()) * logits.size * 2

@@ -459,7 +459,7 @@ def test_summaries_that_are_none(summary: object) -> None:
         compiled(staticmethod(product), summary)
 
 
-@pytest.mark.parametrize("given", [9, -1, 8 / 2, None])
+@pytest.mark.parametrize("given", [9, -1, 8 / 2])
 def test_bytes_that_are_more_than_there_are(given: object) -> None:
     reading = Place("reading", is_late=False)
     reading.read_bytes = lambda shape: given  # type: ignore[assignment,method-assign,return-value]

@@ -89,7 +89,7 @@ static int summarise_page(const summarising *s, const wanted_page *w, float *key
         if (scorer->scorer.summarise(keys, layout->page_tokens, layout->head_dim,
                                      (int64_t)w->index * layout->page_tokens,
                                      scorer_parameters(pool, scorer, layer, head),
-                                     summary_of(pool, scorer, w->page, layer, head)))
+                                     summary_of(pool, scorer, w->page, layer, head)) < 0)
             return fail_raised(&scorer->scorer, "summarise");
     }
     summary_set_made(pool, scorer, w->page, layer);
@@ -156,32 +156,95 @@ static int summarise_all(select_job *job) {
     return code;
 }
 
+static bool scores_any(const select_job *job) {
+    for (uint32_t i = 0; i < job->batch->count; i++) {
+        const plan *p = &job->plans[i];
+        if (is_scored(p) && first_own_page(p) < p->view.complete) return true;
+    }
+    return false;
+}
+
+/* Parameters are read once a select: by score(), and all of them to make summaries. */
 int scorer_summarise(select_job *job) {
-    if (wanted_pages(job, NULL, 0) == 0) return 0;
-    pthread_mutex_lock(&job->scorer->making);
-    int code = summarise_all(job);
-    pthread_mutex_unlock(&job->scorer->making);
+    const cxlkv_scorer *scorer = &job->scorer->scorer;
+    uint64_t bytes = scorer->parameter_bytes;
+    int code = 0;
+    if (wanted_pages(job, NULL, 0)) {
+        bytes = scorer->parameter_count * sizeof(float);
+        pthread_mutex_lock(&job->scorer->making);
+        code = summarise_all(job);
+        pthread_mutex_unlock(&job->scorer->making);
+    }
+    if (scores_any(job))
+        atomic_fetch_add_explicit(&job->bytes_scored, bytes * kv_heads(job), memory_order_relaxed);
     return code;
 }
 
 /* ---- scores ---- */
 
-enum { ROOM_BYTES = 32 << 10 };
+enum { ROOM_BYTES = 32 << 10, RUN_LEAST = 8 };
 _Static_assert(ROOM_BYTES >= CXLKV_SUMMARY_BYTES_MAX, "one at the least");
 
-/* Of the pages [first, last) as many as there is room for, from head `head`, one behind another;
- * returns how many. */
-static uint32_t summaries_take(const select_job *job, const plan *p, uint32_t head, uint32_t first,
-                               uint32_t last, uint8_t *room) {
+/* Summaries of head `head`, one behind another: where they lie or, copied, in `room`. */
+typedef struct summary_run {
+    const uint8_t *at;
+    uint32_t pages;
+    bool copied;
+} summary_run;
+
+/* Of the pages [first, last) as many as follow one another in the pool, if these are not few; else
+ * as many as there is room for, since score() prepares itself each time. */
+static summary_run summaries_take(const select_job *job, const plan *p, uint32_t head,
+                                  uint32_t first, uint32_t last, uint8_t *room) {
     const cxlkv_pool *pool = job->batch->pool;
-    uint32_t bytes = job->scorer->scorer.summary_bytes;
-    uint32_t count = min_u32(last - first, ROOM_BYTES / bytes);
-    for (uint32_t i = 0; i < count; i++) {
-        uint32_t page = page_of(p, first + i);
-        memcpy(room + (size_t)i * bytes, summary_of(pool, job->scorer, page, p->view.layer, head),
-               bytes);
+    uint32_t bytes = job->scorer->scorer.summary_bytes, layer = p->view.layer;
+    uint32_t begin = page_of(p, first), count = 1;
+    while (first + count < last && page_of(p, first + count) == begin + count) count++;
+    if (count == last - first || count >= RUN_LEAST)
+        return (summary_run){summary_of(pool, job->scorer, begin, layer, head), count, false};
+    count = min_u32(last - first, ROOM_BYTES / bytes);
+    for (uint32_t i = 0; i < count; i++)
+        memcpy(room + (size_t)i * bytes,
+               summary_of(pool, job->scorer, page_of(p, first + i), layer, head), bytes);
+    return (summary_run){room, count, true};
+}
+
+static bool are_finite(const float *numbers, uint64_t count) {
+    for (uint64_t i = 0; i < count; i++)
+        if (!isfinite(numbers[i])) return false;
+    return true;
+}
+
+/* A score is NaN: whether one of the keys is, or is infinite, or of the queries. */
+static int check_nan(const select_job *job, const plan *p, uint32_t head, const float *query,
+                     uint32_t index) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    page_rows rows = view_rows(&p->view, index, PIECE_KEYS);
+    float *keys = aligned_alloc(LINE_BYTES, keys_floats(layout) * sizeof(float));
+    if (!keys) return fail(ENOMEM, "no memory for the keys of a page");
+    keys_decode(job, rows.first + head * rows.head_bytes, keys);
+    uint64_t count = (uint64_t)layout->page_tokens * layout->head_dim;
+    bool is_own = are_finite(query, job->keys.dim) && are_finite(keys, count);
+    free(keys);
+    if (!is_own) return 0;
+    return fail(CXLKV_E_ARGUMENT,
+                "method '%s': score() gives NaN for page %u of kv head %u in layer %u, whose keys "
+                "are numbers, and for a query of numbers: it is not defined for them, or overflows",
+                job->scorer->scorer.name, index, head, p->view.layer);
+}
+
+/* Scores [count][pages] of queries [count][dim] and of pages from `at` on. */
+static int check_scores(const select_job *job, const plan *p, uint32_t head, const float *queries,
+                        uint32_t count, uint32_t at, uint32_t pages, const float *scores) {
+    bool any = false;
+    for (uint32_t i = 0; i < count * pages; i++) any |= scores[i] != scores[i];
+    for (uint32_t i = 0; any && i < count * pages; i++) {
+        if (!isnan(scores[i])) continue;
+        int code = check_nan(job, p, head, queries + (size_t)(i / pages) * job->keys.dim,
+                             at + i % pages);
+        if (code < 0) return code;
     }
-    return count;
+    return 0;
 }
 
 /* Scores [count][pages] of queries from `query` on, among those of head `head`, to where they are
@@ -204,26 +267,43 @@ static void scores_place(const select_job *job, const plan *p, uint32_t head, ui
     }
 }
 
-/* Pages [first, last), which all have summaries and are seen whole by all rows. */
-static int score_whole(const select_job *job, const plan *p, uint32_t first, uint32_t last) {
-    _Alignas(LINE_BYTES) uint8_t room[ROOM_BYTES];
+/* One head's pages from `at` on, by all queries. Returns the bytes that are read of a summary. */
+static int score_run_of(const select_job *job, const plan *p, uint32_t head, uint32_t at,
+                        const summary_run *run) {
     float scores[QUERY_BLOCK * TASK_PAGES];
     const cxlkv_scorer *scorer = &job->scorer->scorer;
-    uint32_t dim = job->keys.dim, layer = p->view.layer;
+    const float *own = scorer_parameters(job->batch->pool, job->scorer, p->view.layer, head);
+    uint32_t dim = job->keys.dim, read = run->copied ? scorer->summary_bytes : scorer->read_bytes;
     uint64_t all = p->rows * job->group;
+    for (uint64_t query = 0; query < all; query += QUERY_BLOCK) {
+        uint32_t count = (uint32_t)min_u64(QUERY_BLOCK, all - query);
+        const float *from = job->queries.rows + (p->first_query + head * p->block + query) * dim;
+        int bytes = scorer->score(from, count, dim, job->args->scale, run->at, run->pages, own,
+                                  scores);
+        if (bytes < 0) return fail_raised(scorer, "score");
+        int code = check_scores(job, p, head, from, count, at, run->pages, scores);
+        if (code < 0) return code;
+        if (!scorer->read_bytes) read = min_u32(read + (uint32_t)bytes, scorer->summary_bytes);
+        scores_place(job, p, head, query, count, at, run->pages, scores);
+    }
+    return (int)read;
+}
+
+/* Pages [first, last), which all have summaries and are seen whole by all rows. */
+static int score_whole(select_job *job, const plan *p, uint32_t first, uint32_t last, bool counts) {
+    _Alignas(LINE_BYTES) uint8_t room[ROOM_BYTES];
+    uint64_t bytes = 0;
     for (uint32_t head = 0; head < kv_heads(job); head++)
-        for (uint32_t at = first, pages; at < last; at += pages) {
-            pages = summaries_take(job, p, head, at, last, room);
-            for (uint64_t query = 0; query < all; query += QUERY_BLOCK) {
-                uint32_t count = (uint32_t)min_u64(QUERY_BLOCK, all - query);
-                uint64_t from = p->first_query + head * p->block + query;
-                const float *own = scorer_parameters(job->batch->pool, job->scorer, layer, head);
-                if (scorer->score(job->queries.rows + from * dim, count, dim, job->args->scale,
-                                  room, pages, own, scores))
-                    return fail_raised(scorer, "score");
-                scores_place(job, p, head, query, count, at, pages, scores);
-            }
+        for (uint32_t at = first; at < last;) {
+            summary_run run = summaries_take(job, p, head, at, last, room);
+            int read = score_run_of(job, p, head, at, &run);
+            if (read < 0) return read;
+            bytes += (uint64_t)read * run.pages;
+            at += run.pages;
         }
+    /* Other queries read other bytes. */
+    if (counts || !job->scorer->scorer.read_bytes)
+        atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
     return 0;
 }
 
@@ -244,20 +324,17 @@ static int score_other(select_job *job, const plan *p, uint32_t index, bool coun
 }
 
 int scorer_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last, bool counts) {
-    uint32_t start = first, end = last, scored = 0;
+    uint32_t start = first, end = last;
     int code = 0;
     whole_pages(p, &start, &end);
     for (uint32_t index = first; code == 0 && index < last; index++)
         if (index < start || index >= end) code = score_other(job, p, index, counts);
     for (uint32_t at = start, stop; code == 0 && at < end; at = stop) {
         for (stop = at; stop < end && has_summary(job, p, stop); stop++) {}
-        code = score_whole(job, p, at, stop);
-        scored += stop - at;
+        code = score_whole(job, p, at, stop, counts);
         /* One that another call appended meanwhile. */
         if (stop == at) code = score_other(job, p, stop++, counts);
     }
-    uint64_t bytes = (uint64_t)scored * kv_heads(job) * job->scorer->scorer.read_bytes;
-    if (counts) atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
     return code;
 }
 

@@ -21,8 +21,7 @@ static int scorer_make(const cxlkv_pool *pool, const cxlkv_scorer *scorer, pool_
     if (!s) return fail(ENOMEM, "no memory for a scorer");
     pthread_mutex_init(&s->making, NULL);
     s->scorer = *scorer;
-    s->row_bytes = (uint64_t)pool->layout.kv_heads * scorer->summary_bytes;
-    s->bytes = records_of(pool) * s->row_bytes;
+    s->bytes = records_of(pool) * pool->layout.kv_heads * scorer->summary_bytes;
     s->made = calloc(records_of(pool) / 64 + 1, sizeof(*s->made));
     void *at = mmap(NULL, s->bytes, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -46,12 +45,16 @@ pool_scorer *scorer_find(const cxlkv_pool *pool, uint32_t id) {
 int scorer_valid(const cxlkv_scorer *scorer) {
     uint32_t bytes = scorer->summary_bytes;
     bool sized = bytes > 0 && bytes % 8 == 0 && bytes <= CXLKV_SUMMARY_BYTES_MAX;
-    if (!sized || scorer->read_bytes > bytes || scorer->log_sums > 1 || !scorer->id ||
+    bool reads = scorer->read_bytes <= bytes &&
+                 scorer->parameter_bytes <= scorer->parameter_count * sizeof(float);
+    if (!sized || !reads || scorer->log_sums > 1 || !scorer->id ||
         !scorer->summarise || !scorer->score)
         return fail(CXLKV_E_ARGUMENT,
-                    "a scorer with summaries of %u bytes: a multiple of 8, at most %u, an id that "
+                    "a scorer with summaries of %u bytes, %u of them read, and %u bytes of %lu "
+                    "parameters: a multiple of 8, at most %u, no more than there are, an id that "
                     "is not 0 and two functions are wanted",
-                    bytes, CXLKV_SUMMARY_BYTES_MAX);
+                    bytes, scorer->read_bytes, scorer->parameter_bytes, scorer->parameter_count,
+                    CXLKV_SUMMARY_BYTES_MAX);
     return 0;
 }
 
