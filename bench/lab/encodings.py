@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attention_of
-from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
+from transformers import AttentionInterface, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from cxlkv.bench.lab import codes
@@ -263,31 +264,44 @@ class Coder:
         **more: object,
     ) -> tuple[Tensor, None]:
         """Attention of one row over its whole text, [1, heads, tokens, dim] each."""
-        if attention_mask is not None or more.get("softcap") or more.get("sliding_window"):
-            raise UnsupportedError("the lab measures layers that see the whole text, uncapped")
+        window = cast(int | None, more.get("sliding_window"))
+        if more.get("softcap") or (attention_mask is not None and window is None):
+            raise UnsupportedError(f"{type(module).__name__}: logits are capped, or tokens masked")
         encoding, layer = self.encoding, int(getattr(module, "layer_idx"))  # noqa: B009
         assert encoding is not None
         if min(layer, self.layers - 1 - layer) < encoding.dense:
-            return causal(query, key, value, scaling), None
+            return causal(query, key, value, scaling, window), None
         if encoding.query_bits:
             query = rounded(query, encoding.query_bits)
         if encoding.planes:
             rows, scale = (query[0], key[0], value[0]), scaling or query.shape[-1] ** -0.5
-            out, read = attention(*rows, scale, encoding.planes, self.counted)
+            out, read = attention(*rows, scale, encoding.planes, self.counted, window)
             self.reads.append(read)
             return out.transpose(0, 1)[None].contiguous(), None
         coded = coded_rows(key, KINDS[encoding.k]), coded_rows(value, KINDS[encoding.v])
         if not encoding.newest:
-            return causal(query, *coded, scaling), None
+            return causal(query, *coded, scaling, window), None
         kept = KINDS[encoding.newest]
         newest = coded_rows(key, kept), coded_rows(value, kept)
-        return windowed(query, newest, coded, encoding.sinks, scaling), None
+        return by_age(query, newest, coded, encoding.sinks, scaling, window), None
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+def seen_by(first: int, last: int, window: int | None) -> Tensor:
+    """Which of the tokens [0, last) those from `first` on see: up to themselves, of a layer with a
+    window the newest so many. bool [last - first, last]"""
+    seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
+    return seen if window is None else seen.triu(first - window + 1)
+
+
+def causal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None = None
+) -> Tensor:
     """[1, tokens, heads, dim]."""
-    grouped = key.shape[1] != query.shape[1]
-    out = attention_of(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    grouped, tokens = key.shape[1] != query.shape[1], query.shape[2]
+    seen = None if window is None or window >= tokens else seen_by(0, tokens, window)
+    out = attention_of(
+        query, key, value, seen, is_causal=seen is None, scale=scaling, enable_gqa=grouped
+    )
     return out.transpose(1, 2).contiguous()
 
 
@@ -302,12 +316,13 @@ def rounded(query: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(codes.unrotate(wholes.astype(np.float32) * factors[..., None]))[None]
 
 
-def windowed(
+def by_age(
     query: Tensor,
     kept: tuple[Tensor, Tensor],
     coded: tuple[Tensor, Tensor],
     sinks: int,
     scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     """Each query sees the newest tokens, 128 to 159, as they are kept, older ones as they are coded
     in groups of 32, and the first `sinks` tokens as they are kept, too."""
@@ -319,7 +334,7 @@ def windowed(
             torch.cat([k[:, :, : min(sinks, old)], c[:, :, sinks:old], k[:, :, old:last]], dim=2)
             for k, c in zip(kept, coded, strict=True)
         )
-        seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
+        seen = seen_by(first, last, window)
         some = query[:, :, first:last]
         grouped = query.shape[1] != kept[0].shape[1]
         part = attention_of(some, key, value, attn_mask=seen, scale=scaling, enable_gqa=grouped)
@@ -327,9 +342,26 @@ def windowed(
     return torch.cat(out, dim=2).transpose(1, 2).contiguous()
 
 
+def check_layers(config: PretrainedConfig) -> None:
+    """Raises UnsupportedError for layers that are not measured, before weights are read."""
+    decoder = config.get_text_config(decoder=True)
+    kinds = set(getattr(decoder, "layer_types", None) or ["full_attention"])
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    if getattr(decoder, "attn_logit_softcapping", None):
+        others.append("capped logits")
+    if getattr(decoder, "kv_lora_rank", None):
+        others.append("latent attention")
+    if others:
+        raise UnsupportedError(
+            f"cxlkv lab encodings: a {decoder.model_type} model has {', '.join(others)}; measured "
+            "are layers that attend to all tokens, or to the newest ones of a window"
+        )
+
+
 def measure(folder: Path, model: Path, plan: CodesPlan, console: Console) -> list[str]:
     """Read the texts that the folder lacks, but for those that another process reads now; these
     are returned. Raises what cxlkv.bench.lab.run.run() does."""
+    check_layers(inputs.read_config(model))
     loaded, tokenizer = inputs.read_model(model), AutoTokenizer.from_pretrained(model)
     coder = Coder(loaded)
     length = plan.prefix + plan.steps + 1

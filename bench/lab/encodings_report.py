@@ -125,7 +125,7 @@ def table_of(found: Findings) -> Table:
             f"{row.divergence.mean():.1e}",
             f"{row.divergence.max():.1e}",
             f"{100 * loss.mean:+.2f} %",
-            f"{100 * loss.high:+.2f} %",
+            loss.below(2),
             f"{100 * row.agreed.mean():.1f} %",
             *more,
         )
@@ -141,7 +141,9 @@ def result_of(found: Findings) -> Result:
         name = re.sub(r"[^\w.]+", "_", row.encoding.name.replace(",", "")).strip("_")
         result.measure(f"bits_{name}", [row.bits], "bits a channel")
         result.measure(f"loss_{name}", list(row.loss), "share over full attention's")
-        result.measure(f"loss_below_{name}", [bootstrap(row.loss).high], "share, 95 % confidence")
+        if len(row.loss) > 1:
+            above = bootstrap(row.loss).high
+            result.measure(f"loss_below_{name}", [above], "share, 95 % confidence")
         result.measure(f"divergence_{name}", list(row.divergence), "nats a token")
         result.measure(f"agreement_{name}", list(row.agreed), "share of tokens")
         if row.is_read_in_part:
@@ -162,7 +164,8 @@ def draw(path: Path, found: Findings) -> None:
         color = next((c for n, c in FAMILIES.items() if row.encoding.name.startswith(n)), GREY)
         loss, divergence = bootstrap(row.loss), max(row.divergence.mean(), DIVERGENCE_LEAST)
         panels[0].plot(row.bits_read, divergence, "o", color=color, markersize=4)
-        below, above = (100 * abs(loss.mean - bound) for bound in (loss.low, loss.high))
+        bounds = (loss.low, loss.high) if len(row.loss) > 1 else (loss.mean, loss.mean)
+        below, above = (100 * abs(loss.mean - bound) for bound in bounds)
         panels[1].errorbar(
             row.bits_read, 100 * loss.mean, [[below], [above]], fmt="o", color=color, markersize=4,
             linewidth=0.8,

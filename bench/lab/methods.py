@@ -103,7 +103,7 @@ def cells(row: Row, found: Findings, costs: Costs) -> list[str]:
         "all pages" if name == "full" else f"`{name}`",
         "" if name == "full" else f"{100 * row.scored:.1f} %",
         f"{100 * read_share(row):.1f} %",
-        f"{100 * loss.mean:+.2f} % ({100 * loss.high:+.2f} %)",
+        f"{100 * loss.mean:+.2f} % ({loss.below(2)})",
         f"{row.divergence.mean():.4f}",
         f"{100 * row.agreed.mean():.1f} %",
         f"{row.right}/{found.solved}",
@@ -193,9 +193,16 @@ def costs_of(found: Findings, costs: Costs, kept: Mapping[str, float]) -> str:
     return table(heads, lines)
 
 
-def markdown(found: Findings, costs: Costs, kept: Mapping[str, float], layout: KVLayout) -> str:
-    """All tables, with what their words mean."""
+def markdown(
+    found: Findings,
+    costs: Costs,
+    kept: Mapping[str, float],
+    layout: KVLayout,
+    failed: Sequence[str] = (),
+) -> str:
+    """All tables, with what their words mean; failed: checks that do not hold."""
     lines = [*found.notes, ""]
+    lines += [f"**Failed checks: {', '.join(failed)}. These figures do not count.**"] * any(failed)
     lines += [
         f"All keys and values: {found.step_bytes / 1e6:.1f} MB a step, of {layout.layers} layers, "
         f"{layout.token_bytes} B a token.",
@@ -243,9 +250,11 @@ def measure_times(folder: Path, result: Result) -> None:
                 result.measure(metric, (1e3 * samples).tolist(), "ms")
 
 
-def write(folder: Path, found: Findings, config: PretrainedConfig) -> None:
+def write(
+    folder: Path, found: Findings, config: PretrainedConfig, failed: Sequence[str] = ()
+) -> None:
     """methods.md and methods.png into the folder of a run."""
     costs, layout = Costs.read(folder / COSTS), layout_of(config)
     kept = kept_bytes(found, layout, costs.tokens)
-    write_whole(folder / "methods.md", markdown(found, costs, kept, layout) + "\n")
+    write_whole(folder / "methods.md", markdown(found, costs, kept, layout, failed) + "\n")
     draw(folder / "methods.png", curves(found), costs)

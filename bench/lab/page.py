@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from matplotlib.axes import Axes
 
-from cxlkv.bench.lab.report import Findings, Row, cells
+from cxlkv.bench.lab.report import Findings, Row, cells, failed_checks
 from cxlkv.bench.lab.statistics import bootstrap
 from cxlkv.bench.lab.texts import TEXTS
 from cxlkv.bench.lab.units import METHODS, Arrays
@@ -60,7 +60,7 @@ def write(path: Path, found: Findings, result: Result, units: Mapping[str, Array
         found=found,
         machine=result.as_dict()["machine"],
         commit=result.as_dict()["commit"],
-        failed=[name for name, holds in result.checks.items() if not holds],
+        failed=failed_checks(result),
         heads=HEADS,
         rows=[(row, cells(row, found)) for row in found.rows],
         texts=[(sources[name], found.loss_full[at]) for at, name in enumerate(found.plan.texts)],
@@ -108,7 +108,7 @@ def draw_losses(panels: list[Axes], found: Findings) -> None:
                 shares, [100 * b.mean for b in bounds], line, color=color, marker="o",
                 markersize=3, label=method,
             )  # fmt: skip
-            if method in ("exact", "two_stage", "digest"):
+            if method in ("exact", "two_stage", "digest") and len(found.plan.texts) > 1:
                 low, high = ([100 * b[i] for b in bounds] for i in (1, 2))
                 axes.fill_between(shares, low, high, color=color, alpha=0.12, linewidth=0)
         axes.set_xscale("log")

@@ -64,58 +64,76 @@ def rows_of(raw: Tensor) -> list[Rows]:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, planes: Planes, counted: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    planes: Planes,
+    counted: int,
+    window: int | None = None,
 ) -> tuple[Tensor, Read]:
     """The outputs [heads, tokens, dim] of one row's queries over keys and values [kv_heads, tokens,
-    dim], each token as a decode step of its own; what the last `counted` of them read."""
+    dim], each token as a decode step of its own; what the last `counted` of them read. window: each
+    token sees so many, itself among them."""
+    window = min(window or key.shape[1], key.shape[1])
     group = query.shape[0] // key.shape[0]
     outputs, reads = [], []
     for head, (keys, values) in enumerate(zip(rows_of(key), rows_of(value), strict=True)):
         some = query[head * group : (head + 1) * group]
-        limits = limits_of(some, keys.steps, scale, planes)
-        output, heavy = by_shares(some * scale, keys, values, limits)
-        exact = plain(some * scale, key[head], value[head])
+        limits = limits_of(some, keys.steps, scale, planes, window)
+        output, heavy = by_shares(some * scale, keys, values, limits, window)
+        exact = plain(some * scale, key[head], value[head], window)
         length = value[head].square().sum(-1).mean()
         error = (output - exact)[:, -counted:].square().sum(-1).mean() / length
         outputs.append(output)
-        reads.append((*(bits_of(part, counted) for part in heavy), float(error)))
+        reads.append((*(bits_of(part, counted, window) for part in heavy), float(error)))
     return torch.cat(outputs), Read(*np.mean(reads, axis=0).tolist())
 
 
 def limits_of(
-    query: Tensor, steps: Tensor, scale: float, planes: Planes
+    query: Tensor, steps: Tensor, scale: float, planes: Planes, window: int
 ) -> tuple[Tensor | float, float]:
     """Shares of keys, one for each query token [tokens, 1], and of values. query: [group, tokens,
     dim], without the scale; steps: [tokens]."""
     if planes.limits is not None:
         return planes.limits
     lengths = query.square().sum(-1).amax(0)
-    squares = steps.square().cumsum(0) / torch.arange(1, len(steps) + 1)
+    squares = steps.square().cumsum(0)
+    squares[window:] -= squares[:-window].clone()
+    squares /= torch.arange(1, len(steps) + 1).clamp(max=window)
     variances = scale**2 * lengths * squares / 12
     half = planes.error**2 / 2
     return (half / variances)[:, None], half / VALUES_ERROR
 
 
 def by_shares(
-    query: Tensor, keys: Rows, values: Rows, limits: tuple[Tensor | float, float]
+    query: Tensor,
+    keys: Rows,
+    values: Rows,
+    limits: tuple[Tensor | float, float],
+    window: int,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Outputs [group, tokens, dim]; tokens whose keys, and whose values, were read in 8 bits:
     bool [tokens, tokens] each."""
-    rough = scores_of(query, keys.four)
+    rough = scores_of(query, keys.four, window)
     heavy = from_limit(rough.softmax(-1), limits[0])
-    weights = torch.where(heavy, scores_of(query, keys.eight), rough).softmax(-1)
+    weights = torch.where(heavy, scores_of(query, keys.eight, window), rough).softmax(-1)
     best = from_limit(weights, limits[1])
     return weights @ values.four + (weights * best) @ (values.eight - values.four), (heavy, best)
 
 
-def scores_of(query: Tensor, keys: Tensor) -> Tensor:
-    """Of tokens up to the query's own: [group, tokens, tokens], the others minus infinity."""
-    later = torch.ones(len(keys), len(keys), dtype=torch.bool).triu(1)
-    return (query @ keys.mT).masked_fill_(later, -math.inf)
+def scores_of(query: Tensor, keys: Tensor, window: int) -> Tensor:
+    """Of tokens in sight: [group, tokens, tokens], the others minus infinity."""
+    return (query @ keys.mT).masked_fill_(~in_sight(len(keys), window), -math.inf)
 
 
-def plain(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    return scores_of(query, keys).softmax(-1) @ values
+def in_sight(tokens: int, window: int) -> Tensor:
+    """Of each token those up to itself, `window` at most."""
+    return torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(1 - window)
+
+
+def plain(query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    return scores_of(query, keys, window).softmax(-1) @ values
 
 
 def from_limit(weights: Tensor, limit: Tensor | float) -> Tensor:
@@ -126,9 +144,9 @@ def from_limit(weights: Tensor, limit: Tensor | float) -> Tensor:
     return (shares >= limit).repeat_interleave(PAGE_TOKENS, dim=-1)[:, :tokens]
 
 
-def bits_of(heavy: Tensor, counted: int) -> float:
+def bits_of(heavy: Tensor, counted: int, window: int) -> float:
     """Mean over the elements in sight of the last `counted` queries."""
-    seen = torch.ones_like(heavy).tril()[-counted:]
+    seen = in_sight(len(heavy), window)[-counted:]
     return float(4 + 4 * (heavy[-counted:] & seen).sum() / seen.sum())
 
 

@@ -126,8 +126,11 @@ def table_of(found: Readings) -> Table:
     for mass, readings in found.sparse.items():
         inside, behind = (bootstrap(found.relative(mass, of)) for of in ("inside", "behind"))
         blocks = np.mean([one.attended for one in readings])
-        figures = (inside.mean, inside.high, behind.mean, behind.high)
-        cells = [f"{100 * figure:+.2f} %" for figure in figures]
+        cells = [
+            word
+            for loss in (inside, behind)
+            for word in (f"{100 * loss.mean:+.2f} %", loss.below(2))
+        ]
         table.add_row(f"{mass:g}", *cells, f"{100 * blocks:.1f} %")
     return table
 

@@ -47,8 +47,13 @@ def run(folder: Path, model: Path, plan: Plan, console: Console) -> list[str]:
     """
     config = inputs.read_config(model)
     layout = layout_of(config)
-    if layout.values == "key_prefix" or any(window is not None for window in layout.windows):
-        raise UnsupportedError("the lab measures models whose layers see the whole text, not MLA")
+    windows = sum(window is not None for window in layout.windows)
+    if windows or layout.values == "key_prefix":
+        what = f"{windows} of {layout.layers} layers have a window" if windows else "it is MLA"
+        raise UnsupportedError(
+            f"cxlkv lab run measures models whose layers all see the whole text: {what}; "
+            "`cxlkv lab encodings` measures layers with a window"
+        )
     decoder = config.get_text_config(decoder=True)
     most = max(plan.prefix + plan.steps + 1, plan.context_tokens * 5 // 4)
     if getattr(decoder, "max_position_embeddings", most) < most:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from math import comb
 from typing import NamedTuple
@@ -22,12 +23,18 @@ class Bounded(NamedTuple):
     low: float
     high: float
 
+    def below(self, digits: int = 1) -> str:
+        """The bound above a share, in words."""
+        return f"{100 * self.high:+.{digits}f} %" if math.isfinite(self.high) else "no bound"
+
 
 def bootstrap(samples: Samples) -> Bounded:
     """samples: one a text, the mean of its steps; what is resampled are texts, since the steps of
     one text are alike. Each bound alone holds with 95 %. (Efron, Tibshirani, An Introduction to
-    the Bootstrap, 1993, 13.)"""
+    the Bootstrap, 1993, 13.) One text says nothing of others: its bounds are infinite."""
     values = np.asarray(samples, np.float64)
+    if len(values) == 1:
+        return Bounded(float(values[0]), -math.inf, math.inf)
     random = np.random.default_rng(SEED)
     drawn = values[random.integers(len(values), size=(RESAMPLES, len(values)))].mean(axis=1)
     low, high = np.quantile(drawn, [1 - CONFIDENCE, CONFIDENCE])
