@@ -295,6 +295,31 @@ def test_a_part_of_the_plan_says_so(
         run(tmp_path, model, PLAN, Console())
 
 
+def test_a_failed_check_is_loud(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was an exit code, and a word in a file."""
+    monkeypatch.setattr(Plan, "quick", lambda: PLAN)
+    drop_the_best_page(monkeypatch)
+    asked = ["lab", "run", "--quick", "--model", str(model), "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, [*asked, "--methods", "exact", "--budgets", "0.1"])
+    assert done.exit_code == 1
+    assert "Failed checks: oracle_knows_the_best_pages" in done.output
+    assert not json.loads((tmp_path / "lab.json").read_text())["checks"][
+        "oracle_knows_the_best_pages"
+    ]
+    for name in ("lab.html", "methods.md"):
+        assert "ailed checks: oracle_knows_the_best_pages" in (tmp_path / name).read_text()
+
+
+def test_one_text_has_no_bound() -> None:
+    """Its mean was printed as what it is below."""
+    bounded = bootstrap([0.25])
+    assert bounded == (0.25, -math.inf, math.inf)
+    assert bounded.below() == "no bound"
+    assert bootstrap([0.25, 0.5]).below(2).endswith(" %")
+
+
 def test_the_plan_has_forms_with_refresh_beside_their_plain_ones() -> None:
     forms = Plan().forms
     refreshed = [form for form in forms if form.refresh > 1]

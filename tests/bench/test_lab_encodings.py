@@ -15,16 +15,22 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
 from cxlkv.bench.lab import encodings, encodings_report
 from cxlkv.bench.lab.encodings import Coder, CodesPlan, Encoding, both
-from cxlkv.bench.lab.planes import Planes
+from cxlkv.bench.lab.planes import Planes, attention
 from cxlkv.bench.lab.texts import Text
 from cxlkv.bench.lab.units import Arrays
 from cxlkv.demo.text import inputs
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.ops.cli import app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -168,3 +174,76 @@ def test_every_encoding_of_the_plan_can_be_measured(model: Path) -> None:
         assert torch.isfinite(found).all(), encoding.name
         assert not torch.equal(found, full), encoding.name
     assert torch.equal(coder.chances(tokens, 20), full)
+
+
+WINDOW = 40
+
+
+@pytest.fixture(scope="module")
+def gemma(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with windows in four of six layers, as Gemma 3 has them."""
+    folder = tmp_path_factory.mktemp("windows")
+    kinds = [*["sliding_attention"] * 2, "full_attention"] * 2
+    shape = SHAPE | {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": WINDOW}
+    torch.manual_seed(5)
+    Gemma3ForCausalLM(Gemma3TextConfig(**shape)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((model / name).read_bytes())
+    return folder
+
+
+def test_layers_with_a_window_are_measured(gemma: Path, tmp_path: Path) -> None:
+    """They were refused when the first text was read."""
+    assert encodings.measure(tmp_path, gemma, PLAN, Console()) == []
+    found = encodings_report.find(tmp_path, PLAN, gemma)
+    cost = {row.encoding.name: row.divergence.mean() for row in found.rows}
+    assert cost["kept by windows"] < 1e-6
+    assert 1e-7 < cost["int8"] < cost["int4"] / 10
+    assert cost["progressive 0"] == pytest.approx(cost["int8"], rel=1e-2)
+    assert cost["progressive 9"] == pytest.approx(cost["int4"], rel=0.3)
+
+
+def test_each_way_to_attend_sees_as_far_as_a_window(seed: int) -> None:
+    torch.manual_seed(seed)
+    query, key, value = torch.randn(4, 90, 32), torch.randn(2, 90, 32), torch.randn(2, 90, 32)
+    there = torch.arange(90)
+    apart = there[:, None] - there
+    keys, values = (each.repeat_interleave(2, 0) for each in (key, value))
+    logits = (query @ keys.mT * 0.2).masked_fill((apart < 0) | (apart >= WINDOW), -torch.inf)
+    wanted = logits.softmax(-1) @ values
+    given = query[None], key[None], value[None]
+    plain = encodings.causal(*given, 0.2, WINDOW)
+    kept = encodings.by_age(query[None], given[1:], given[1:], 4, 0.2, WINDOW)
+    read, _ = attention(query, key, value, 0.2, Planes(0.0), 20, WINDOW)
+    torch.testing.assert_close(plain[0].transpose(0, 1), wanted)
+    torch.testing.assert_close(kept[0].transpose(0, 1), wanted)
+    assert float((read - wanted).abs().max()) < 0.1  # codes of 8 bits
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "capped logits"),
+        ({"layer_types": ["chunked_attention"] * 5}, "chunked_attention"),
+    ],
+)
+def test_what_is_not_measured_is_refused_before_weights_are_read(
+    more: dict[str, object], said: str, model: Path, tmp_path: Path
+) -> None:
+    for path in model.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text()) | more
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=f"a llama model has {said}"):
+        encodings.measure(tmp_path / "out", tmp_path, PLAN, Console())
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_text_has_no_bound(model: Path, tmp_path: Path) -> None:
+    plan = replace(PLAN, texts=("one",), encodings=ENCODINGS[1:2])
+    encodings.measure(tmp_path, model, plan, Console())
+    found = encodings_report.find(tmp_path, plan, model)
+    table = encodings_report.table_of(found)
+    assert "no bound" in [*table.columns[5].cells]
+    assert not any("below" in name for name in encodings_report.result_of(found).metrics)
+    encodings_report.draw(tmp_path / "one.png", found)

@@ -512,6 +512,47 @@ def test_what_a_compiled_function_raises_fails_the_select(
     assert capfd.readouterr().err == ""
 
 
+class Loud(Place):
+    """NaN for queries that are large."""
+
+    log_sums = True
+
+    @staticmethod
+    def score(
+        queries: Floats,
+        scale: float,
+        tokens: int,
+        summaries: Floats,
+        parameters: Floats,
+        scores: Floats,
+    ) -> None:
+        for i in range(queries.shape[0]):
+            for page in range(summaries.shape[0]):
+                scores[i, page] = np.log(100 - queries[i, 0]) + summaries[page, 0]
+
+
+class LoudBest(Loud):
+    log_sums = False
+
+
+@pytest.mark.parametrize("kind", [Loud, LoudBest])
+def test_a_score_that_is_nan_for_some_queries_fails_the_select(
+    kind: type[Place], make_pool: MakePool, rng: np.random.Generator
+) -> None:
+    """It was the best score, and the pages looked chosen. Of a query or a key that is no number it
+    stays so."""
+    scorers.add(kind("loud", is_late=False))
+    pool = make_pool()
+    sequence, query = grown(pool, rng), ones(pool)
+    sequence.select(0, query, budget=FEW, method="loud")
+    query[0, 1, 0] = 1000
+    said = r"method 'loud': score\(\) gives NaN for page 0 of kv head 1 in layer 0"
+    with pytest.raises(BadArgumentError, match=said):
+        sequence.select(0, query, budget=FEW, method="loud")
+    query[0, 1, 1] = np.inf
+    sequence.select(0, query, budget=FEW, method="loud")
+
+
 WITHOUT = """
 import sys
 sys.modules["numba"] = None
