@@ -186,7 +186,7 @@ def gemma(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kinds = [*["sliding_attention"] * 2, "full_attention"] * 2
     shape = SHAPE | {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": WINDOW}
     torch.manual_seed(5)
-    Gemma3ForCausalLM(Gemma3TextConfig(**shape)).save_pretrained(folder)
+    Gemma3ForCausalLM(Gemma3TextConfig.from_dict(shape)).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((model / name).read_bytes())
     return folder
