@@ -102,9 +102,14 @@ def lab_run(
     files = f"Result file: {out / 'lab.json'}; page: {out / 'lab.html'}"
     files += f"; tables: {out / 'methods.md'}" if plan.timed else ""
     console.print(Text(files), soft_wrap=True)
-    if failed := report.failed_checks(result):
+    end_by(report.failed_checks(result))
+
+
+def end_by(failed: list[str]) -> None:
+    """Exit code 1 where a check failed, with its name."""
+    if failed:
         text = f"Failed checks: {', '.join(failed)}. These figures do not count: what each check "
-        text += "holds is in docs/how-to/lab.md, 'What can fail'."
+        text += "is for is in docs/how-to/lab.md, 'What can fail'."
         Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
         raise typer.Exit(1)
 

@@ -266,8 +266,8 @@ typedef struct cxlkv_select_args {
 
 /* Scores pages by a summary of each, made once, which lies in this process, not in the pool. Both
  * functions are called by any thread, several at once: they use what they are given and nothing
- * else, and do not wait. They return 0; a number below 0 fails the select, with the scorer's name. `parameters` are
- * those of the layer and kv head. */
+ * else, and do not wait. They return 0; a number below 0 fails the select, with the scorer's name.
+ * `parameters` are those of the layer and kv head. */
 #define CXLKV_SUMMARY_BYTES_MAX 16384
 #define CXLKV_SCORERS_MAX 32
 typedef struct cxlkv_scorer {

@@ -69,7 +69,8 @@ def test_tokens_are_no_list_of_pages() -> None:
 
 
 def test_choosers_are_held_against_the_best_of_their_pages(model: Path, tmp_path: Path) -> None:
-    plan = PLAN.of_methods(("exact", "retro", "sparq_mean"), "0.1")
+    forms = (Form.full(), Form("exact", 0.1), Form("retro", 0.1), Form("oracle", 0.1))
+    plan = replace(PLAN, forms=forms, variants=(), texts=("one",), steps=8, watched_every=4)
     run(tmp_path, model, plan, Console())
     found = report.find(plan, load_units(tmp_path, plan), "small")
     result = report.result_of(found)
