@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -65,6 +66,25 @@ BYTES = STORED.index("uint8")
 _CODE_BYTES = (*(dtype.itemsize for dtype in NUMPY_DTYPES), 1)
 NEAR = 1 << 44
 """Below are few addresses of a process, and all of elements that have no storage."""
+FLOAT32_LEAST, FLOAT32_MOST = 2.0**-149, (2 - 2.0**-23) * 2.0**127
+
+
+def positive_float32(value: object, name: str) -> float:
+    """`value`, of a scale or a softcap, as a float; raises BadArgumentError for what float32 has
+    not above 0."""
+    try:
+        found = float(value) if math.isfinite(value) else -1.0  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last by torch
+        found = -1.0
+    if isinstance(value, bool) or not FLOAT32_LEAST <= found <= FLOAT32_MOST:
+        raise BadArgumentError(f"{name}={value!r} must be positive and finite, in float32, too")
+    return found
+
+
+def softcap_of(softcap: object) -> float:
+    """As the core takes it: 0 where there is none. Raises BadArgumentError."""
+    is_none = softcap is None or (isinstance(softcap, (int, float)) and softcap == 0)
+    return 0.0 if is_none else positive_float32(softcap, "softcap")
 
 
 class View(NamedTuple):

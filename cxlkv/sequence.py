@@ -19,7 +19,9 @@ from cxlkv.arrays import (
     Starts,
     View,
     forms,
+    positive_float32,
     rows_or_bytes,
+    softcap_of,
     target,
     view,
 )
@@ -319,7 +321,8 @@ class Batch:
         count = len(self.sequences)
         if len(several) not in (1, count):
             raise BadArgumentError(f"{len(several)} budgets for {count} sequences")
-        offsets, factor = self._starts(starts), self._scale if scale is None else float(scale)
+        offsets = self._starts(starts)
+        factor = self._scale if scale is None else positive_float32(scale, "scale")
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
         chooser, scorer = (None, 0) if method in METHODS else self._way(method)
         asked = Asked(_layer(layer), q, offsets, several, method, factor, recall, rate, scorer)
@@ -453,7 +456,7 @@ class Batch:
         page_mass: bool = False,
     ) -> simd.Attended:
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
-        factor = self._scale if scale is None else float(scale)
+        factor = self._scale if scale is None else positive_float32(scale, "scale")
         number, handle = _layer(layer), self._handle
         if error:
             check_error(error)
@@ -510,7 +513,7 @@ class Batch:
         made = self._taken(others, starts)
         if made is None:
             asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
-            made = simd.Decoding(self._layout, asked, new, _back(rewind), softcap or 0.0)
+            made = simd.Decoding(self._layout, asked, new, _back(rewind), softcap_of(softcap))
             q = asked.queries
             if out is not None:
                 made.check_output(out)
@@ -555,7 +558,7 @@ class Batch:
         self._check_new(layer, *new, offsets)
         if len(budgets) not in (0, 1, len(self.sequences)):
             raise BadArgumentError(f"{len(budgets)} budgets for {len(self.sequences)} sequences")
-        factor = self._scale if scale is None else float(scale)
+        factor = self._scale if scale is None else positive_float32(scale, "scale")
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
         queries = view(q, "q").owner
         _, scorer = (None, 0) if method in METHODS else self._way(method)
@@ -571,6 +574,7 @@ class Batch:
     ) -> Decoded:
         """By three calls, each of which tells who wants to hear of it."""
         layer, q, starts, budgets, method, scale, recall, *_ = asked
+        softcap_of(softcap)  # what is wrong is said before the tokens are there
         self._append(layer, *new, starts, rewind)
         picked = None
         try:

@@ -13,7 +13,7 @@ from typing import TypedDict
 
 import torch
 
-from cxlkv.arrays import memory_of
+from cxlkv.arrays import memory_of, positive_float32
 from cxlkv.errors import BadArgumentError
 from cxlkv.kernels import reference_attend as reference
 from cxlkv.kernels.attend_shape import (
@@ -33,6 +33,8 @@ INTERPRETED_MULTIPROCESSORS = 4
 PAGE_TOKENS_MAX = 1024
 DIM_MAX = 1024
 SPLITS_MAX = 1 << 12
+SOFTCAP_MAX = 1e4
+"""Models have 50 or less."""
 CODE_BITS = {"none": 0, "int8": 8, "int4": 4}
 TOKENS_MAX = 1 << 30
 """Of a list: places are counted in 32 bits."""
@@ -70,9 +72,9 @@ def attend(
 
     Token t of page p has position p * page_tokens + t. A row sees `window` positions (None: all),
     its own the last; other tokens do not matter, whatever their bytes. A NaN among the logits that
-    a row sees makes its results NaN. softcap: logits become softcap * tanh(logit / softcap).
-    scale: dim ** -0.5 if None. log_weights: float32 [lists, kv_heads, k, page_tokens], added to all
-    that; -inf leaves a token out. dtype: of keys and values, if it is not q's; slow.
+    a row sees makes its results NaN. softcap: logits become softcap * tanh(logit / softcap), off by
+    2**-23 of it, up to 1e4. scale: dim ** -0.5 if None. log_weights: float32 [lists, kv_heads, k,
+    page_tokens], added to all that; -inf leaves a token out. dtype: of keys and values, if not q's.
 
     encodings: of keys and of values, "int8" or "int4" where pieces are as a pool keeps them, codes
     and scales (fetch(decoded=False) gives them). They become numbers in registers. A q of 16 bits
@@ -92,7 +94,7 @@ def attend(
     """
     bits = _bits_of(encodings, values_at is not None)
     shape = _shape(q, keys_at, values_at, page_tokens, value_dim, softcap, dtype, bits)
-    scale = shape.dim**-0.5 if scale is None else scale
+    scale = shape.dim**-0.5 if scale is None else positive_float32(scale, "scale")
     call = Call(q, keys_at, values_at, pages, positions, scale, softcap, window, log_weights)
     _check(call, page_tokens)
     out = _result("out", out, (*q.shape[:3], shape.value_dim), q.device)
@@ -256,8 +258,8 @@ def _shape(
         raise BadArgumentError("the channels of q are not next to each other: pass q.contiguous()")
     if not 1 <= page_tokens <= PAGE_TOKENS_MAX:
         raise BadArgumentError(f"page_tokens is {page_tokens}: outside 1 to {PAGE_TOKENS_MAX}")
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise BadArgumentError(f"softcap is {softcap}: above 0, or None")
+    if softcap is not None and positive_float32(softcap, "softcap") > SOFTCAP_MAX:
+        raise BadArgumentError(f"softcap={softcap!r}: {SOFTCAP_MAX:g} at most")
     own = values_at is not None
     group = q_heads // kv_heads
     capped = softcap is not None

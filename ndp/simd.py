@@ -18,6 +18,7 @@ from cxlkv.arrays import (
     View,
     address_of,
     empty_like_kind,
+    softcap_of,
     target,
     view,
 )
@@ -341,7 +342,7 @@ def attend(
     queries = got.owner
     made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
     lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
-    given = (picked_rows(picked, layout), scale, softcap or 0.0, float(error), address)
+    given = (picked_rows(picked, layout), scale, softcap_of(softcap), float(error), address)
     more = None if picked is None or picked.is_plain else picked_more(picked, layout)
     lse_view = view(lse, "lse")
     if mass_room is None:

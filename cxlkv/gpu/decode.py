@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from cxlkv._lifetime import Closing
+from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import (
     BadArgumentError,
     ClosedError,
@@ -95,7 +96,8 @@ class Decoder(Closing):
         self._hint: tuple[int, torch.Tensor] | None = None  # to be asked: a layer, its guess
         self._brings: int | None = None  # the layer whose hint was asked
         self._closed = False
-        scale = layout.head_dim**-0.5 if scale is None else scale
+        scale = layout.head_dim**-0.5 if scale is None else positive_float32(scale, "scale")
+        softcap = softcap_of(softcap) or None
         self._selector = Selector(budget, method, scale, softcap)
         self._resident: Resident | None = None
         if self.device.type == "cpu" and hot_pages == 0:

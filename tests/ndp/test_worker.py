@@ -97,6 +97,7 @@ def make_pool(
     value_dim: int = DIM,
     values: str = "own",
     encodings: tuple[str, str] = ("none", "none"),
+    sketch: bool = True,
 ) -> CXLPool:
     full = LayerGroup(
         layers=2,
@@ -114,7 +115,7 @@ def make_pool(
         layout = KVLayout.of(
             [full, replace(full, layers=1, window=window)], [0, 0, 1], page_tokens=page_tokens
         )
-    return CXLPool.create(path, layout=layout, capacity=capacity, sketch=True, threads=1)
+    return CXLPool.create(path, layout=layout, capacity=capacity, sketch=sketch, threads=1)
 
 
 class Twins:
@@ -375,8 +376,11 @@ def test_codes_are_scored_and_summed_as_here(
 
 
 @pytest.mark.parametrize("k_encoding", ["int8", "int4", "fp8_e4m3", "progressive"])
-def test_estimates_of_codes_are_the_same(serve_twins: Serve, k_encoding: str) -> None:
-    _, twins, _ = serve_twins(1, encodings=(k_encoding, "int8"), page_tokens=16)
+@pytest.mark.parametrize("sketch", [True, False])
+def test_estimates_of_codes_are_the_same(serve_twins: Serve, k_encoding: str, sketch: bool) -> None:
+    if not sketch and k_encoding != "progressive":
+        pytest.skip("nothing to estimate by")
+    _, twins, _ = serve_twins(1, encodings=(k_encoding, "int8"), page_tokens=16, sketch=sketch)
     twins.append([8005])
     for recall in (Budget(pages=20), Budget(pages=30, per="sequence")):
         twins.select([2], recall, 1, "two_stage")
@@ -777,7 +781,7 @@ def test_errors_of_a_select_are_its_own(serve_twins: Serve, rng: np.random.Gener
         twins.select([31], Budget(pages=3))
     with pytest.raises(BadArgumentError, match="fewer than its 31 query rows"):
         twins.attend([31])
-    with pytest.raises(BadArgumentError, match="softcap -1 must be positive"):
+    with pytest.raises(BadArgumentError, match="softcap=-1 must be positive"):
         twins.attend([1], softcap=-1)
     sequence, query = twins.batches[0].sequences[0], rng.standard_normal((HEADS, DIM))
     picked = sequence.select(0, query.astype(np.float32), top_k=3)

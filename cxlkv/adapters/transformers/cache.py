@@ -23,6 +23,7 @@ from cxlkv.adapters.transformers.prefill import attend_to_new, attend_to_pages, 
 from cxlkv.adapters.transformers.resets import give_back
 from cxlkv.adapters.transformers.sparse_prefill import attend_sparsely, check_mass, long_rows
 from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
+from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError
 from cxlkv.layout import KVLayout
 from cxlkv.ndp import choosers
@@ -304,7 +305,8 @@ class CXLCache(Cache):
         step = self._step
         if self.on_query is not None:
             self.on_query(layer.index, step.rows(call.query), step.starts)
-        part = LayerStep(layer.index, step, call.scale, call.softcap, layer.window, call.sinks)
+        scale, softcap = positive_float32(call.scale, "scaling"), softcap_of(call.softcap) or None
+        part = LayerStep(layer.index, step, scale, softcap, layer.window, call.sinks)
         at_once = self._decodes_at_once and step.tokens == 1 and not step.first
         if not at_once:
             self._append(layer, step, new)

@@ -35,6 +35,7 @@ from cxlkv.adapters.vllm.blocks import request_row_spec
 from cxlkv.adapters.vllm.plugin import NAME
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Scores
 from cxlkv.adapters.vllm.pools import FP8_CACHES
+from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -168,9 +169,10 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
                 "in kv_connector_extra_config for this model; prefixes are kept in the pool then"
             )
         self.num_heads, self.head_size = num_heads, head_size
-        self.scale, self.num_kv_heads = float(scale), num_kv_heads
+        self.scale = positive_float32(scale, "scale")
+        self.num_kv_heads = num_kv_heads
         self.sliding_window = sliding_window
-        self._scores = Scores(float(scale), float(logits_soft_cap or 0), sliding_window)
+        self._scores = Scores(self.scale, softcap_of(logits_soft_cap), sliding_window)
 
     def forward(
         self,

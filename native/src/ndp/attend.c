@@ -445,17 +445,18 @@ static int place_scratch(attend_job *job) {
     return 0;
 }
 
-static int picked_check(const attend_job *job) {
-    const cxlkv_picked *picked = &job->args->picked;
-    uint32_t page_tokens = job->batch->pool->layout.page_tokens;
+static int picked_bounds(const cxlkv_layout *layout, const cxlkv_picked *picked, uint32_t rows,
+                         uint32_t sequences) {
+    uint32_t wanted = picked->per == CXLKV_PER_QUERY ? rows : sequences;
     if (!picked->pages && (picked->log_weights || picked->row_count))
         return fail(CXLKV_E_ARGUMENT, "attend: weights and virtual rows are of lists of pages");
-    if (picked->log_weights && picked->weight_tokens != 1 && picked->weight_tokens != page_tokens)
+    if (picked->log_weights && picked->weight_tokens != 1 &&
+        picked->weight_tokens != layout->page_tokens)
         return fail(CXLKV_E_ARGUMENT, "attend: log_weights of %u tokens a page: 1 or %u",
-                    picked->weight_tokens, page_tokens);
-    if (!picked->pages) return 0;
-    uint32_t wanted = picked->per == CXLKV_PER_QUERY ? job->rows : job->batch->count;
-    if (picked->lists == wanted) return 0;
+                    picked->weight_tokens, layout->page_tokens);
+    if (picked->per > CXLKV_PER_SEQUENCE)
+        return fail(CXLKV_E_ARGUMENT, "attend: a list per %u, which is unknown", picked->per);
+    if (!picked->pages || picked->lists == wanted) return 0;
     return fail(CXLKV_E_ARGUMENT, "attend: %u lists of pages, %u wanted", picked->lists, wanted);
 }
 
@@ -475,21 +476,28 @@ static int mass_check(attend_job *job) {
                 args->mass_capacity);
 }
 
+int attend_bounds(const cxlkv_layout *layout, const cxlkv_attend_args *args, uint32_t rows,
+                  uint32_t sequences) {
+    int code = queries_bounds(layout, args->layer, args->q_heads, args->queries.dtype, rows);
+    if (code < 0) return code;
+    if (!(args->error >= 0 && args->error < INFINITY))
+        return fail(CXLKV_E_ARGUMENT, "attend: an error of %g", (double)args->error);
+    if (!(args->scale > 0 && args->scale < INFINITY && args->softcap >= 0 &&
+          args->softcap < INFINITY))
+        return fail(CXLKV_E_ARGUMENT, "attend: scale %g and softcap %g must be positive and finite",
+                    (double)args->scale, (double)args->softcap);
+    return picked_bounds(layout, &args->picked, rows, sequences);
+}
+
 int attend_check(const cxlkv_batch *batch, const cxlkv_attend_args *args) {
     const cxlkv_picked *picked = &args->picked;
-    int32_t last = args->starts ? args->starts[batch->count] : 0;
-    uint64_t rows = last > 0 ? (uint64_t)last : 0;
+    uint32_t rows = rows_asked(batch, args->starts);
     int code = need(rows, "queries", args->queries.data, "out", args->out, "lse", args->lse, NULL);
     if (code == 0)
         code = need((uint64_t)picked->lists * picked->row_count, "row_keys", picked->row_keys,
                     "row_values", picked->row_values, "row_log_counts", picked->row_log_counts,
                     NULL);
-    if (code < 0) return code;
-    if (!(args->error >= 0 && args->error < INFINITY))
-        return fail(CXLKV_E_ARGUMENT, "attend: an error of %g", (double)args->error);
-    if (args->scale > 0 && args->scale < INFINITY && args->softcap >= 0) return 0;
-    return fail(CXLKV_E_ARGUMENT, "attend: scale %g and softcap %g must be positive",
-                (double)args->scale, (double)args->softcap);
+    return code < 0 ? code : attend_bounds(&batch->pool->layout, args, rows, batch->count);
 }
 
 static int64_t attend_locked(attend_job *job) {
@@ -499,8 +507,7 @@ static int64_t attend_locked(attend_job *job) {
                              &job->rows);
     if (code < 0) return code;
     job->group = args->q_heads / batch->pool->layout.kv_heads;
-    code = picked_check(job);
-    if (code == 0) code = mass_check(job);
+    code = mass_check(job);
     if (code < 0) return code;
     code = attend_cut(job);
     if (code == 0) code = place_scratch(job);

@@ -42,6 +42,10 @@ view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
 /* Into how many ranges the pages of each row are cut, under the locks of the batch: together with
  * the call's rows it decides the last bits of the output. */
 uint32_t attend_parts(cxlkv_batch *batch, cxlkv_attend_args *args);
+/* What is to be said of the numbers of an attend, whoever asks: a caller of this process, or a
+ * request to the worker. Pages and weights themselves are looked at when they are used. */
+int attend_bounds(const cxlkv_layout *layout, const cxlkv_attend_args *args, uint32_t rows,
+                  uint32_t sequences);
 int attend_check(const cxlkv_batch *batch, const cxlkv_attend_args *args);
 /* cxlkv_batch_attend in this process, by arguments that were checked; parts 0: chosen. */
 int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts);
@@ -51,6 +55,9 @@ int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts)
 uint32_t cheapest_method(cxlkv_batch *batch, const cxlkv_select_args *args, bool may_skip);
 
 /* ---- select.c ---- */
+/* As attend_bounds(), of numbers and budgets. */
+int select_bounds(const cxlkv_layout *layout, const cxlkv_select_args *args, uint32_t rows,
+                  uint32_t sequences);
 int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args);
 /* In this process, by arguments that were checked and a method that is not AUTO. */
 int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args);

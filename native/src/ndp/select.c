@@ -156,27 +156,36 @@ static int budget_check(const cxlkv_select_args *args, uint32_t i) {
     return 0;
 }
 
-int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
+int select_bounds(const cxlkv_layout *layout, const cxlkv_select_args *args, uint32_t rows,
+                  uint32_t sequences) {
     bool known =
         args->method <= CXLKV_METHOD_ATTENTION || args->method == CXLKV_METHOD_SCORER;
+    int code = queries_bounds(layout, args->layer, args->q_heads, args->queries.dtype, rows);
+    if (code < 0) return code;
     if (!known || args->union_over > CXLKV_UNION_LAYER || args->per > CXLKV_PER_SEQUENCE)
         return fail(CXLKV_E_ARGUMENT, "select: unknown method, union or per");
     if (!(args->errors >= 0))
         return fail(CXLKV_E_ARGUMENT, "select: %g errors", (double)args->errors);
-    const cxlkv_layout *layout = &batch->pool->layout;
     if (args->method == CXLKV_METHOD_TWO_STAGE && !layout->sketch &&
         !has_planes(layout, PIECE_KEYS))
         return fail(CXLKV_E_ARGUMENT, "select: this pool has no sketches (it was made with "
                     "sketch=False), nor keys in progressive: use method exact or digest");
     if (!(args->scale > 0 && args->scale < INFINITY))
-        return fail(CXLKV_E_ARGUMENT, "select: scale %g must be positive", (double)args->scale);
-    if (args->budget_count != 1 && args->budget_count != batch->count)
+        return fail(CXLKV_E_ARGUMENT, "select: scale %g must be positive and finite",
+                    (double)args->scale);
+    if (args->budget_count != 1 && args->budget_count != sequences)
         return fail(CXLKV_E_ARGUMENT, "%u budgets for %u sequences: give 1, or one for each",
-                    args->budget_count, batch->count);
-    int code = need(args->budget_count, "budgets", args->budgets, NULL);
+                    args->budget_count, sequences);
     for (uint32_t i = 0; code == 0 && i < args->budget_count; i++) code = budget_check(args, i);
-    if (code < 0) return code;
-    return scorer_check(batch, args);
+    return code;
+}
+
+int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
+    int code = need(args->budget_count, "budgets", args->budgets, NULL);
+    if (code == 0)
+        code = select_bounds(&batch->pool->layout, args, rows_asked(batch, args->starts),
+                             batch->count);
+    return code < 0 ? code : scorer_check(batch, args);
 }
 
 /* Followers are kept by how much they share, most first. */

@@ -146,21 +146,32 @@ int blocks_check(const cxlkv_batch *batch, const cxlkv_blocks *table, uint32_t *
     return code;
 }
 
+int queries_bounds(const cxlkv_layout *layout, uint32_t layer, uint32_t q_heads, uint32_t dtype,
+                   uint32_t rows) {
+    enum { GROUP_MAX = 4096 };
+    if (layer >= layout->layers)
+        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, layout->layers);
+    if (q_heads == 0 || q_heads % layout->kv_heads || q_heads / layout->kv_heads > GROUP_MAX)
+        return fail(CXLKV_E_ARGUMENT, "%u query heads are no multiple of %u kv heads, 1 to %d "
+                    "times them", q_heads, layout->kv_heads, GROUP_MAX);
+    if (dtype >= DTYPE_COUNT)
+        return fail(CXLKV_E_ARGUMENT, "queries: dtype code %u is unknown", dtype);
+    if (rows > INT32_MAX || (uint64_t)rows * q_heads > INT32_MAX)
+        return fail(CXLKV_E_ARGUMENT, "%u query rows of %u heads: ask with fewer rows at once",
+                    rows, q_heads);
+    return 0;
+}
+
+uint32_t rows_asked(const cxlkv_batch *batch, const int32_t *starts) {
+    return starts && starts[batch->count] > 0 ? (uint32_t)starts[batch->count] : 0;
+}
+
 int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
                   const cxlkv_rows *queries, const int32_t *starts, uint32_t *rows) {
     const cxlkv_layout *layout = &batch->pool->layout;
-    if (layer >= layout->layers)
-        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, layout->layers);
-    if (q_heads == 0 || q_heads % layout->kv_heads)
-        return fail(CXLKV_E_ARGUMENT, "%u query heads are no multiple of %u kv heads", q_heads,
-                    layout->kv_heads);
-    if (queries->dtype >= DTYPE_COUNT)
-        return fail(CXLKV_E_ARGUMENT, "queries: dtype code %u is unknown", queries->dtype);
     int code = batch_starts(batch, starts, rows);
+    if (code == 0) code = queries_bounds(layout, layer, q_heads, queries->dtype, *rows);
     if (code == 0) code = need(*rows, "queries", queries->data, NULL);
-    if (code == 0 && (uint64_t)*rows * q_heads > INT32_MAX)
-        return fail(CXLKV_E_ARGUMENT, "%u query rows of %u heads: ask with fewer rows at once",
-                    *rows, q_heads);
     for (uint32_t i = 0; code == 0 && i < batch->count; i++) {
         uint64_t tokens = batch->sequences[i]->layer_tokens[layer];
         uint64_t wanted = (uint64_t)(starts[i + 1] - starts[i]);

@@ -57,7 +57,7 @@ static request_sequence sequence_item(const calling *call, uint32_t index) {
     const worker_table *known = &sequence->worker_tables[call->batch->pool->part_of[call->layer]];
     const worker_tail *had = &sequence->worker_tails[call->layer];
     uint64_t tokens = sequence->layer_tokens[call->layer];
-    uint64_t first = tokens - tokens % call->facts.page_tokens;
+    uint64_t first = tokens - tokens % call->facts.layout->page_tokens;
     request_sequence item = {.table = known->table, .version = known->version, .tokens = tokens,
                              .rows = (uint32_t)rows_of(call, (group){index, index + 1})};
     if (sends_keys(call) && had->keys > first) item.keys_known = (uint32_t)(had->keys - first);
@@ -126,7 +126,7 @@ static uint8_t *put_sequences(const calling *call, group g, uint8_t *to) {
 
 static uint8_t *put_queries(const calling *call, group g, uint8_t *to) {
     const cxlkv_rows *queries = call->queries;
-    uint32_t dim = call->facts.head_dim;
+    uint32_t dim = call->facts.layout->head_dim;
     size_t element = dtype_bytes(queries->dtype);
     for (int64_t row = call->starts[g.low]; row < call->starts[g.high]; row++)
         for (uint32_t head = 0; head < call->q_heads; head++) {
@@ -145,11 +145,11 @@ static uint8_t *put_queries(const calling *call, group g, uint8_t *to) {
 /* K or V of the tails' tokens that the worker does not have. */
 static uint8_t *put_tails(const calling *call, group g, uint32_t kind, uint8_t *to) {
     cxlkv_pool *pool = call->batch->pool;
-    uint64_t dim = kind == PIECE_KEYS ? call->facts.head_dim : call->facts.value_dim;
-    uint64_t bytes = call->facts.kv_heads * dim * dtype_bytes(call->facts.dtype);
+    uint64_t dim = kind == PIECE_KEYS ? call->facts.layout->head_dim : call->facts.value_dim;
+    uint64_t bytes = call->facts.layout->kv_heads * dim * dtype_bytes(call->facts.layout->dtype);
     for (uint32_t i = g.low; i < g.high; i++) {
         request_sequence item = sequence_item(call, i);
-        uint64_t filled = item.tokens % call->facts.page_tokens;
+        uint64_t filled = item.tokens % call->facts.layout->page_tokens;
         tail *from = call->batch->sequences[i]->tails[call->layer];
         uint64_t t = kind == PIECE_KEYS ? item.keys_known : item.values_known;
         uint64_t whole = worker_tail_bytes(pool, kind);
@@ -175,7 +175,7 @@ static void tails_told(const calling *call, group g) {
     for (uint32_t i = g.low; i < g.high; i++) {
         cxlkv_sequence *sequence = call->batch->sequences[i];
         uint64_t tokens = sequence->layer_tokens[call->layer];
-        uint64_t known = tokens % call->facts.page_tokens ? tokens : 0;
+        uint64_t known = tokens % call->facts.layout->page_tokens ? tokens : 0;
         sequence->worker_tails[call->layer].keys = known;
         if (sends_values(call)) sequence->worker_tails[call->layer].values = known;
     }
@@ -296,7 +296,7 @@ static uint64_t pages_of(const calling *call, group g) {
         uint64_t tokens = call->batch->sequences[i]->layer_tokens[call->layer];
         if (tokens > longest) longest = tokens;
     }
-    return (longest + call->facts.page_tokens - 1) / call->facts.page_tokens;
+    return (longest + call->facts.layout->page_tokens - 1) / call->facts.layout->page_tokens;
 }
 
 static int select_group(const calling *call, group g, collecting *to) {
@@ -304,7 +304,7 @@ static int select_group(const calling *call, group g, collecting *to) {
     cxlkv_select_args *args = call->select;
     answer_head head = {0};
     answer_select found;
-    uint64_t length = 0, rows = lists_of(call, args->per, g) * call->facts.kv_heads;
+    uint64_t length = 0, rows = lists_of(call, args->per, g) * call->facts.layout->kv_heads;
     uint64_t bytes = put_select(call, g, to);
     int code = client_ask(c, REQUEST_SELECT, g.high - g.low, bytes, call->deadline_ns, &head,
                           &length);
@@ -333,7 +333,7 @@ static int select_group(const calling *call, group g, collecting *to) {
 static int select_all(calling *call) {
     cxlkv_select_args *args = call->select;
     uint64_t rows = lists_of(call, args->per, (group){0, call->batch->count}) *
-                    call->facts.kv_heads;
+                    call->facts.layout->kv_heads;
     collecting to = {.k_max = (uint32_t)min_u64(INT32_MAX, args->capacity / rows)};
     int code = 0;
     args->lists_staged = 0;
@@ -357,17 +357,17 @@ static bool choice_is_whole(const calling *call, group g, const answer_choose *f
     const request_facts *facts = &call->facts;
     uint64_t end = pages_of(call, g);
     /* In double, which is exact where it is equal. */
-    double heads = (double)found->lists * facts->kv_heads;
+    double heads = (double)found->lists * facts->layout->kv_heads;
     double page = 1 + (double)found->weight_tokens;
-    double row = 1 + (double)facts->head_dim + (double)facts->row_value_dim;
+    double row = 1 + (double)facts->layout->head_dim + (double)facts->layout->value_head_dim;
     double wanted = sizeof(*found) + 4 * heads * (k * page + found->virtual_rows * row);
     if (found->lists != lists_of(call, call->select->per, g) || k > end ||
-        (found->weight_tokens && found->weight_tokens != facts->page_tokens) ||
+        (found->weight_tokens && found->weight_tokens != facts->layout->page_tokens) ||
         wanted != (double)bytes)
         return false;
     const int32_t *pages = (const int32_t *)(const void *)(call->client->result + sizeof(*found));
     bool right = true;
-    for (uint64_t i = 0; i < (uint64_t)found->lists * facts->kv_heads * k; i++)
+    for (uint64_t i = 0; i < (uint64_t)found->lists * facts->layout->kv_heads * k; i++)
         right &= pages[i] >= -1 && pages[i] < (int64_t)end;
     return right;
 }
@@ -379,23 +379,24 @@ static cxlkv_choice *choice_of(const calling *call, const answer_choose *found, 
     cxlkv_choice *made = malloc(sizeof(*made) + bytes);
     if (!made) return NULL;
     memcpy(made + 1, call->client->result + sizeof(*found), bytes - sizeof(*found));
-    uint64_t lists = (uint64_t)found->lists * facts->kv_heads, rows = lists * found->virtual_rows;
+    uint64_t lists = (uint64_t)found->lists * facts->layout->kv_heads;
+    uint64_t rows = lists * found->virtual_rows;
     const int32_t *pages = (const int32_t *)(made + 1);
     const float *weights = (const float *)(pages + lists * k);
     const float *keys = weights + lists * k * found->weight_tokens;
-    const float *values = keys + rows * facts->head_dim;
+    const float *values = keys + rows * facts->layout->head_dim;
     *made = (cxlkv_choice){
         .picked = {.pages = pages, .lists = found->lists, .k = k, .per = call->select->per,
                    .weight_tokens = found->weight_tokens, .log_weights = weights,
                    .row_count = found->virtual_rows, .row_keys = keys, .row_values = values,
-                   .row_log_counts = values + rows * facts->row_value_dim},
+                   .row_log_counts = values + rows * facts->layout->value_head_dim},
         .bytes_scored = found->bytes_scored, .bytes_fetched = found->bytes_fetched};
     return made;
 }
 
 /* The worker forgets what it had of the keys of another page's tail. */
 static void tails_left(const calling *call, group g) {
-    uint64_t page_tokens = call->facts.page_tokens;
+    uint64_t page_tokens = call->facts.layout->page_tokens;
     for (uint32_t i = g.low; i < g.high; i++) {
         cxlkv_sequence *sequence = call->batch->sequences[i];
         worker_tail *had = &sequence->worker_tails[call->layer];
@@ -443,7 +444,7 @@ static uint64_t mass_pages(const calling *call, group g) {
 static uint8_t *put_lists(const calling *call, group g, const void *from, uint64_t each,
                           uint8_t *to) {
     uint32_t per = call->attend->picked.per;
-    uint64_t list_bytes = call->facts.kv_heads * each * 4;
+    uint64_t list_bytes = call->facts.layout->kv_heads * each * 4;
     uint64_t first = lists_of(call, per, (group){0, g.low});
     if (!from) return to;
     to = put(to, (const uint8_t *)from + first * list_bytes, lists_of(call, per, g) * list_bytes);
@@ -457,8 +458,8 @@ static uint8_t *put_picked(const calling *call, group g, uint8_t *to) {
     to = put_lists(call, g, picked->pages, k, to);
     to = put_lists(call, g, picked->log_weights, k * picked->weight_tokens, to);
     if (!n) return to;
-    to = put_lists(call, g, picked->row_keys, n * facts->head_dim, to);
-    to = put_lists(call, g, picked->row_values, n * facts->row_value_dim, to);
+    to = put_lists(call, g, picked->row_keys, n * facts->layout->head_dim, to);
+    to = put_lists(call, g, picked->row_values, n * facts->layout->value_head_dim, to);
     return put_lists(call, g, picked->row_log_counts, n, to);
 }
 
@@ -495,7 +496,7 @@ static uint64_t put_attend(const calling *call, group g, uint32_t parts) {
 /* From k apart, as they come, to mass_k apart. */
 static void take_mass(const calling *call, group g, const uint8_t *from, uint64_t k) {
     const cxlkv_attend_args *args = call->attend;
-    uint64_t heads = call->facts.kv_heads, first = (uint64_t)call->starts[g.low] * heads;
+    uint64_t heads = call->facts.layout->kv_heads, first = (uint64_t)call->starts[g.low] * heads;
     for (uint64_t i = 0; i < rows_of(call, g) * heads; i++, from += k * sizeof(float)) {
         float *to = args->mass + (first + i) * args->mass_k;
         memcpy(to, from, k * sizeof(float));
@@ -513,7 +514,7 @@ static int attend_group(calling *call, group g, uint32_t parts) {
     uint64_t first = (uint64_t)call->starts[g.low] * args->q_heads;
     uint64_t rows = rows_of(call, g) * args->q_heads;
     uint64_t k = args->mass ? mass_pages(call, g) : 0;
-    uint64_t mass_bytes = rows_of(call, g) * call->facts.kv_heads * k * sizeof(float);
+    uint64_t mass_bytes = rows_of(call, g) * call->facts.layout->kv_heads * k * sizeof(float);
     uint64_t bytes = put_attend(call, g, parts);
     int code = client_ask(c, REQUEST_ATTEND, g.high - g.low, bytes, call->deadline_ns, &head,
                           &length);
@@ -626,19 +627,13 @@ static int call_locked(calling *call) {
     return code;
 }
 
-static bool lists_fit(const calling *call) {
+/* Sets what an attend says of the mass: its k. */
+static bool mass_fits(const calling *call) {
     group all = {0, call->batch->count};
     if (!call->attend) return true;
     call->attend->mass_k = (uint32_t)mass_pages(call, all);
-    uint64_t wanted = rows_of(call, all) * call->facts.kv_heads * call->attend->mass_k;
-    if (call->attend->mass && call->attend->mass_capacity < wanted) return false;
-    if (!call->attend->picked.pages)
-        return !call->attend->picked.log_weights && !call->attend->picked.row_count;
-    const cxlkv_picked *picked = &call->attend->picked;
-    if (picked->log_weights && picked->weight_tokens != 1 &&
-        picked->weight_tokens != call->facts.page_tokens)
-        return false;
-    return picked->lists == lists_of(call, picked->per, all);
+    uint64_t wanted = rows_of(call, all) * call->facts.layout->kv_heads * call->attend->mass_k;
+    return !call->attend->mass || call->attend->mass_capacity >= wanted;
 }
 
 /* 0, an error that is the caller's, or NOT_BY_WORKER. */
@@ -651,7 +646,7 @@ static int64_t by_worker(calling *call) {
     call->facts = worker_facts(batch->pool);
     /* What is wrong in the arguments is said by this process. */
     if (queries_check(batch, call->layer, call->q_heads, call->queries, call->starts, &rows) == 0 &&
-        rows > 0 && lists_fit(call))
+        rows > 0 && mass_fits(call))
         code = call_locked(call);
     const cxlkv_attend_args *attend = call->attend;
     if (code == 0 && attend && attend->mass) {
@@ -690,16 +685,20 @@ int cxlkv_batch_choose(cxlkv_batch *batch, const cxlkv_select_args *args, uint32
                        uint32_t may_wait, cxlkv_choice **choice) {
     cxlkv_select_args asked = *args;
     asked.method = CXLKV_METHOD_SCORER;
-    if (first >= batch->count || (args->budget_count != 1 && args->budget_count != batch->count))
-        return fail(CXLKV_E_ARGUMENT, "choose: from sequence %u of %u on, by %u budgets", first,
-                    batch->count, args->budget_count);
+    int code = need(args->budget_count, "budgets", args->budgets, NULL);
+    if (code == 0)
+        code = select_bounds(&batch->pool->layout, &asked, rows_asked(batch, args->starts),
+                             batch->count);
+    if (code < 0) return code;
+    if (first >= batch->count)
+        return fail(CXLKV_E_ARGUMENT, "choose: from sequence %u of %u on", first, batch->count);
     calling call = select_call(batch, &asked, REQUEST_CHOOSE);
     call.run = choose_some;
     call.first = first;
     call.may_wait = may_wait != 0;
     call.choice = choice;
-    int64_t code = by_worker(&call);
-    return code == NOT_BY_WORKER ? 0 : code < 0 ? (int)code : 1;
+    code = (int)by_worker(&call);
+    return code == NOT_BY_WORKER ? 0 : code < 0 ? code : 1;
 }
 
 void cxlkv_choice_destroy(cxlkv_choice **at) { free(*at); }

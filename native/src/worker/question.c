@@ -6,16 +6,11 @@
 
 int cxlkv_worker_asked(cxlkv_worker *w, cxlkv_question *question) {
     const request *r = &w->question;
-    const request_select *s = &r->select;
     if (!w->asking) return 0;
-    *question = (cxlkv_question){
-        .asked = {.layer = s->layer, .q_heads = s->q_heads, .starts = w->starts,
-                  .queries = server_queries(w, r, s->q_heads, s->dtype), .budgets = r->budgets,
-                  .budget_count = s->budget_count, .method = s->method,
-                  .union_over = s->union_over, .per = s->per, .scale = s->scale,
-                  .scorer = s->scorer},
-        .count = r->head.count, .sequences = w->batch.sequences, .tokens = w->numbers,
-        .tables = w->numbers + w->batch_capacity};
+    *question = (cxlkv_question){.asked = r->selecting, .count = r->head.count,
+                                 .sequences = w->batch.sequences, .tokens = w->numbers,
+                                 .tables = w->numbers + w->batch_capacity};
+    question->asked.starts = w->starts;
     return 1;
 }
 
@@ -27,9 +22,9 @@ static int put(buffer *to, const void *from, uint64_t bytes) {
 
 static int put_choice(cxlkv_worker *w, const cxlkv_choice *choice) {
     const cxlkv_picked *picked = &choice->picked;
-    const request_facts *facts = &w->facts;
+    const cxlkv_layout *layout = w->facts.layout;
     uint32_t weight_tokens = picked->log_weights ? picked->weight_tokens : 0;
-    uint64_t heads = 4ull * picked->lists * facts->kv_heads; /* all numbers have 4 bytes */
+    uint64_t heads = 4ull * picked->lists * layout->kv_heads; /* all numbers have 4 bytes */
     uint64_t pages = heads * picked->k, rows = heads * picked->row_count;
     answer_choose head = {.bytes_scored = choice->bytes_scored,
                           .bytes_fetched = choice->bytes_fetched, .lists = picked->lists,
@@ -42,8 +37,8 @@ static int put_choice(cxlkv_worker *w, const cxlkv_choice *choice) {
     if (code == 0) code = put(&parts[CHOOSE_HEAD], &head, sizeof(head));
     if (code == 0) code = put(&parts[CHOOSE_PAGES], picked->pages, pages);
     if (code == 0) code = put(&parts[CHOOSE_WEIGHTS], picked->log_weights, pages * weight_tokens);
-    if (code == 0) code = put(&of_rows[0], picked->row_keys, rows * facts->head_dim);
-    if (code == 0) code = put(&of_rows[1], picked->row_values, rows * facts->row_value_dim);
+    if (code == 0) code = put(&of_rows[0], picked->row_keys, rows * layout->head_dim);
+    if (code == 0) code = put(&of_rows[1], picked->row_values, rows * layout->value_head_dim);
     if (code == 0) code = put(&of_rows[2], picked->row_log_counts, rows);
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < RESULT_PARTS; i++) bytes += parts[i].bytes;

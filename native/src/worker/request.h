@@ -16,7 +16,7 @@
 enum { REQUEST_TABLES = 1, REQUEST_SELECT = 2, REQUEST_MORE = 3, REQUEST_LEAVE = 4,
        REQUEST_ATTEND = 5, REQUEST_CHOOSE = 6, REQUEST_PART = 7 };
 enum { REQUEST_TABLES_MAX = 1 << 14, REQUEST_PAGES_MAX = 1 << 24 /* of one sequence */,
-       REQUEST_ENTRY_BYTES = 12, REQUEST_GROUP_MAX = 4096, REQUEST_PARTS_MAX = 1024,
+       REQUEST_ENTRY_BYTES = 12, REQUEST_PARTS_MAX = 1024,
        REQUEST_RESULT_MAX = 256 << 20 /* bytes of a result */, REQUEST_BYTES_MAX = 16 << 20 };
 
 /* Every request begins with it. `count`: tables or sequences; 0 for the others. */
@@ -158,9 +158,8 @@ _Static_assert(sizeof(answer_attend) == 16, "no holes");
 
 /* What a request is checked against. */
 typedef struct request_facts {
-    uint32_t layers, kv_heads, head_dim, page_tokens, dtype, sketch;
+    const cxlkv_layout *layout;
     uint32_t value_dim;          /* of values that are not in the keys; 0: they are */
-    uint32_t row_value_dim;      /* of virtual rows, wherever the pages' values are */
     uint32_t page_count, part_count;
     /* In a pool with an encoding a sequence brings all of its tail, in the form of a page: */
     uint64_t key_pieces_bytes, value_pieces_bytes;
@@ -174,15 +173,13 @@ typedef struct request {
     uint64_t entry_count;
     const request_sequence *sequences; /* [head.count]: SELECT, CHOOSE and ATTEND */
     uint32_t layer;
-    const uint8_t *queries, *keys;
+    const uint8_t *queries, *keys, *values;
     uint64_t query_bytes;
     request_select select;
-    const cxlkv_budget *budgets;
     request_attend attend;
-    const int32_t *pages;
-    const float *log_weights;    /* NULL: none */
-    const float *row_keys, *row_values, *row_log_counts;
-    const uint8_t *values;
+    /* What of the two the core takes: all but starts, and room for results. */
+    cxlkv_select_args selecting;
+    cxlkv_attend_args attending;
     request_more more;
     request_part part;
     const uint8_t *part_bytes;

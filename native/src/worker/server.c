@@ -156,7 +156,8 @@ static int batch_reserve(cxlkv_worker *w, uint32_t count) {
 /* Is the tail there up to `had`, of this page, and as much of it as the client believes? */
 static int tail_check(const cxlkv_worker *w, const request_sequence *item, uint64_t had,
                       uint32_t known) {
-    uint64_t page_tokens = w->facts.page_tokens, first = item->tokens - item->tokens % page_tokens;
+    uint64_t page_tokens = w->facts.layout->page_tokens;
+    uint64_t first = item->tokens - item->tokens % page_tokens;
     if (known == 0 || (had / page_tokens == first / page_tokens && had >= first + known)) return 0;
     return fail(CXLKV_E_STALE, "worker: table %u has %lu tokens of a layer, not %lu", item->table,
                 had, first + known);
@@ -164,8 +165,8 @@ static int tail_check(const cxlkv_worker *w, const request_sequence *item, uint6
 
 static void tail_fill(const cxlkv_worker *w, tail *to, uint32_t kind, uint32_t known,
                       uint64_t filled, const uint8_t *rows) {
-    uint64_t dim = kind == PIECE_KEYS ? w->facts.head_dim : w->facts.value_dim;
-    uint64_t bytes = w->facts.kv_heads * dim * dtype_bytes(w->facts.dtype);
+    uint64_t dim = kind == PIECE_KEYS ? w->facts.layout->head_dim : w->facts.value_dim;
+    uint64_t bytes = w->facts.layout->kv_heads * dim * dtype_bytes(w->facts.layout->dtype);
     uint64_t whole = worker_tail_bytes(w->pool, kind);
     if (whole && filled) memcpy(tail_at(w->pool, to, kind, 0), rows, whole);
     if (whole) return;
@@ -177,9 +178,9 @@ static void tail_fill(const cxlkv_worker *w, tail *to, uint32_t kind, uint32_t k
  * Values are NULL in a select, which looks at none. */
 static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t layer,
                       const request_sequence *item, const uint8_t *keys, const uint8_t *values) {
-    uint64_t filled = item->tokens % w->facts.page_tokens;
+    uint64_t filled = item->tokens % w->facts.layout->page_tokens;
     if (values && !sequence->worker_tails) {
-        sequence->worker_tails = calloc(w->facts.layers, sizeof(*sequence->worker_tails));
+        sequence->worker_tails = calloc(w->facts.layout->layers, sizeof(*sequence->worker_tails));
         if (!sequence->worker_tails) return fail(ENOMEM, "worker: no memory for a tail");
     }
     uint64_t *had_values = values ? &sequence->worker_tails[layer].values : NULL;
@@ -202,7 +203,7 @@ static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t 
  * No more tokens are there than pages, which the table may have let go. */
 static void place_pages(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t layer,
                         uint64_t tokens) {
-    uint64_t *had = &sequence->layer_tokens[layer], page_tokens = w->facts.page_tokens;
+    uint64_t *had = &sequence->layer_tokens[layer], page_tokens = w->facts.layout->page_tokens;
     if (*had / page_tokens != tokens / page_tokens) *had = tokens - tokens % page_tokens;
 }
 
@@ -218,7 +219,7 @@ static int place_sequence(session *s, const request *r, uint32_t index, const ui
     if (t->request == w->requests)
         return fail(CXLKV_E_ARGUMENT, "worker: table %u is there twice", item.table);
     if (t->part != w->pool->part_of[r->layer] ||
-        item.tokens / w->facts.page_tokens > t->sequence->page_count)
+        item.tokens / w->facts.layout->page_tokens > t->sequence->page_count)
         return fail(CXLKV_E_ARGUMENT, "worker: table %u has %u pages of part %u, %lu tokens of "
                     "layer %u are wanted", item.table, t->sequence->page_count, t->part,
                     item.tokens, r->layer);
@@ -248,15 +249,6 @@ static int place_batch(session *s, const request *r) {
     for (uint32_t i = 0; code == 0 && i < r->head.count; i++)
         code = place_sequence(s, r, i, &keys, &values);
     return code;
-}
-
-cxlkv_rows server_queries(const cxlkv_worker *w, const request *r, uint32_t q_heads,
-                          uint32_t dtype) {
-    cxlkv_rows rows = {.data = r->queries, .dtype = dtype};
-    rows.stride_bytes[2] = (int64_t)dtype_bytes(dtype);
-    rows.stride_bytes[1] = rows.stride_bytes[2] * w->facts.head_dim;
-    rows.stride_bytes[0] = rows.stride_bytes[1] * q_heads;
-    return rows;
 }
 
 /* ---- select and attend ---- */
@@ -298,18 +290,9 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
     result *of = &w->result;
     buffer *pages = &of->parts[SELECT_PAGES], *scores = &of->parts[SELECT_SCORES];
     uint32_t lists = s->per == CXLKV_PER_QUERY ? s->rows : r->head.count;
-    uint64_t rows = (uint64_t)lists * w->facts.kv_heads;
-    cxlkv_select_args args = {.layer = s->layer,
-                              .q_heads = s->q_heads,
-                              .starts = w->starts,
-                              .queries = server_queries(w, r, s->q_heads, s->dtype),
-                              .budgets = r->budgets,
-                              .budget_count = s->budget_count,
-                              .union_over = s->union_over,
-                              .per = s->per,
-                              .scale = s->scale,
-                              .errors = s->errors,
-                              .scorer = s->scorer};
+    uint64_t rows = (uint64_t)lists * w->facts.layout->kv_heads;
+    cxlkv_select_args args = r->selecting;
+    args.starts = w->starts;
     int64_t code = server_reserve(&of->parts[SELECT_COUNTS], rows * sizeof(int32_t));
     if (code == 0) code = server_reserve(&of->parts[SELECT_HEAD], sizeof(answer_select));
     for (int attempt = 0; code == 0 && attempt < 2; attempt++) {
@@ -337,7 +320,7 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
 
 /* Pages that the shares of a row are of. */
 static uint64_t mass_pages(const cxlkv_worker *w, const request *r) {
-    uint64_t tokens = 0, page_tokens = w->facts.page_tokens;
+    uint64_t tokens = 0, page_tokens = w->facts.layout->page_tokens;
     for (uint32_t i = 0; i < r->head.count; i++)
         if (r->sequences[i].tokens > tokens) tokens = r->sequences[i].tokens;
     return r->attend.lists ? r->attend.k : (tokens + page_tokens - 1) / page_tokens;
@@ -349,7 +332,7 @@ static int64_t attend_placed(cxlkv_worker *w, const request *r) {
     uint64_t queries = (uint64_t)a->rows * a->q_heads;
     uint64_t out_bytes = queries * w->pool->layout.value_head_dim * dtype_bytes(a->dtype);
     uint64_t mass_k = a->mass ? mass_pages(w, r) : 0;
-    uint64_t mass_bytes = mass_k * a->rows * w->facts.kv_heads * sizeof(float);
+    uint64_t mass_bytes = mass_k * a->rows * w->facts.layout->kv_heads * sizeof(float);
     if (mass_k > REQUEST_RESULT_MAX / sizeof(float) / (queries ? queries : 1))
         return fail(CXLKV_E_ARGUMENT, "worker: the mass of %lu pages for %lu queries: ask for "
                     "fewer rows at once", mass_k, queries);
@@ -358,18 +341,12 @@ static int64_t attend_placed(cxlkv_worker *w, const request *r) {
     if (code == 0) code = server_reserve(&of->parts[ATTEND_OUT], out_bytes);
     if (code == 0) code = server_reserve(&of->parts[ATTEND_MASS], mass_bytes);
     if (code < 0) return code;
-    cxlkv_attend_args args = {
-        .layer = a->layer, .q_heads = a->q_heads, .starts = w->starts,
-        .queries = server_queries(w, r, a->q_heads, a->dtype), .scale = a->scale,
-        .softcap = a->softcap, .error = a->error, .out = of->parts[ATTEND_OUT].data,
-        .lse = of->parts[ATTEND_LSE].data,
-        .mass = a->mass ? of->parts[ATTEND_MASS].data : NULL,
-        .mass_capacity = mass_bytes / sizeof(float),
-        .picked = {.pages = a->lists ? r->pages : NULL, .lists = a->lists, .k = a->k,
-                   .per = a->per, .weight_tokens = a->weight_tokens,
-                   .log_weights = r->log_weights, .row_keys = r->row_keys,
-                   .row_values = r->row_values, .row_log_counts = r->row_log_counts,
-                   .row_count = a->virtual_rows}};
+    cxlkv_attend_args args = r->attending;
+    args.starts = w->starts;
+    args.out = of->parts[ATTEND_OUT].data;
+    args.lse = of->parts[ATTEND_LSE].data;
+    args.mass = a->mass ? of->parts[ATTEND_MASS].data : NULL;
+    args.mass_capacity = mass_bytes / sizeof(float);
     code = attend_here(&w->batch, &args, a->parts);
     if (code < 0) return code;
     *(answer_attend *)of->parts[ATTEND_HEAD].data = (answer_attend){

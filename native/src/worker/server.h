@@ -60,8 +60,6 @@ struct cxlkv_worker {
 
 /* Room for so many bytes of a result. */
 int server_reserve(buffer *of, uint64_t bytes);
-cxlkv_rows server_queries(const cxlkv_worker *w, const request *r, uint32_t q_heads,
-                          uint32_t dtype);
 /* To who is asking: the result, or the error that a negative code is of. */
 void server_answer(cxlkv_worker *w, int64_t code);
 #endif

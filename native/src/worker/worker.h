@@ -71,11 +71,8 @@ static inline uint64_t worker_tail_bytes(const cxlkv_pool *pool, uint32_t kind) 
 /* What a request is checked against, on both sides. */
 static inline request_facts worker_facts(const cxlkv_pool *pool) {
     const cxlkv_layout *layout = &pool->layout;
-    return (request_facts){.layers = layout->layers, .kv_heads = layout->kv_heads,
-                           .head_dim = layout->head_dim, .page_tokens = layout->page_tokens,
-                           .dtype = layout->dtype, .sketch = layout->sketch,
+    return (request_facts){.layout = layout,
                            .value_dim = values_are_keys(layout) ? 0 : layout->value_head_dim,
-                           .row_value_dim = layout->value_head_dim,
                            .page_count = pool->host->page_count,
                            .key_pieces_bytes = worker_tail_bytes(pool, PIECE_KEYS),
                            .value_pieces_bytes = worker_tail_bytes(pool, PIECE_VALUES),

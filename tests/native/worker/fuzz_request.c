@@ -36,11 +36,11 @@ static uint64_t walk_tables(const request *r, const request_facts *facts) {
 static uint64_t walk_rows(const request *r, const request_facts *facts, uint32_t rows_wanted,
                           bool attends) {
     uint64_t rows = 0, keys = 0, values = 0;
-    demand(r->layer < facts->layers, "layer");
+    demand(r->layer < facts->layout->layers, "layer");
     bool tails = r->head.operation != REQUEST_CHOOSE;
     for (uint32_t i = 0; i < r->head.count; i++) {
         request_sequence item = r->sequences[i];
-        uint64_t filled = item.tokens % facts->page_tokens;
+        uint64_t filled = item.tokens % facts->layout->page_tokens;
         demand(item.keys_known <= filled && item.values_known <= (attends ? filled : 0), "tail");
         rows += item.rows;
         if (tails) keys += request_key_bytes(facts, &item);
@@ -52,17 +52,20 @@ static uint64_t walk_rows(const request *r, const request_facts *facts, uint32_t
 
 static uint64_t walk_select(const request *r, const request_facts *facts) {
     const request_select *s = &r->select;
-    demand(s->layer == r->layer && s->q_heads % facts->kv_heads == 0 && s->q_heads, "layer");
+    demand(s->layer == r->layer && s->q_heads, "layer");
+    demand(s->q_heads % facts->layout->kv_heads == 0, "heads");
     demand(isfinite(s->scale) && s->scale > 0 && s->errors >= 0, "number");
-    return sum_of(r->budgets, s->budget_count * sizeof(cxlkv_budget)) +
+    return sum_of(r->selecting.budgets, s->budget_count * sizeof(cxlkv_budget)) +
            walk_rows(r, facts, s->rows, false);
 }
 
 static uint64_t walk_attend(const request *r, const request_facts *facts) {
     const request_attend *a = &r->attend;
-    const int32_t *page = r->pages;
+    const cxlkv_picked *picked = &r->attending.picked;
+    const int32_t *page = picked->pages;
     uint64_t lists = 0;
-    demand(a->layer == r->layer && a->q_heads % facts->kv_heads == 0 && a->q_heads, "layer");
+    demand(a->layer == r->layer && a->q_heads, "layer");
+    demand(a->q_heads % facts->layout->kv_heads == 0, "heads");
     demand(isfinite(a->scale) && a->scale > 0 && isfinite(a->softcap) && a->softcap >= 0, "number");
     demand(isfinite(a->error) && a->error >= 0, "error");
     demand(a->parts && (a->k == 0 || a->lists), "list");
@@ -71,19 +74,21 @@ static uint64_t walk_attend(const request *r, const request_facts *facts) {
         request_sequence item = r->sequences[i];
         uint64_t mine = a->per == CXLKV_PER_QUERY ? item.rows : 1;
         lists += mine;
-        for (uint64_t n = mine * facts->kv_heads * a->k; n; n--, page++)
-            demand(*page >= -1 &&
-                   (*page < 0 || (uint64_t)*page * facts->page_tokens < item.tokens), "page");
+        for (uint64_t n = mine * facts->layout->kv_heads * a->k; n; n--, page++) {
+            uint64_t first = *page < 0 ? 0 : (uint64_t)*page * facts->layout->page_tokens;
+            demand(*page >= -1 && (*page < 0 || first < item.tokens), "page");
+        }
     }
     demand(lists == a->lists, "number of lists");
-    lists *= facts->kv_heads;
-    demand(!r->log_weights == !a->weight_tokens && !r->row_keys == !a->virtual_rows, "more");
-    demand(a->weight_tokens <= 1 || a->weight_tokens == facts->page_tokens, "log-weights");
+    lists *= facts->layout->kv_heads;
+    demand(!picked->log_weights == !a->weight_tokens, "log-weights");
+    demand(!picked->row_keys == !a->virtual_rows, "virtual rows");
+    demand(a->weight_tokens <= 1 || a->weight_tokens == facts->layout->page_tokens, "log-weights");
     demand(lists || !(a->weight_tokens || a->virtual_rows), "more without lists");
-    uint64_t more = sum_of(r->log_weights, 4 * lists * a->k * a->weight_tokens);
-    more += sum_of(r->row_keys, 4 * lists * a->virtual_rows * facts->head_dim);
-    more += sum_of(r->row_values, 4 * lists * a->virtual_rows * facts->row_value_dim);
-    more += sum_of(r->row_log_counts, 4 * lists * a->virtual_rows);
+    uint64_t more = sum_of(picked->log_weights, 4 * lists * a->k * a->weight_tokens);
+    more += sum_of(picked->row_keys, 4 * lists * a->virtual_rows * facts->layout->head_dim);
+    more += sum_of(picked->row_values, 4 * lists * a->virtual_rows * facts->layout->value_head_dim);
+    more += sum_of(picked->row_log_counts, 4 * lists * a->virtual_rows);
     return more + walk_rows(r, facts, a->rows, true);
 }
 
@@ -93,13 +98,17 @@ static uint64_t walk_part(const request *r) {
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length) {
+    static const cxlkv_layout layouts[] = {
+        {.layers = 3, .kv_heads = 2, .head_dim = 4, .value_head_dim = 3, .page_tokens = 4,
+         .dtype = CXLKV_FLOAT32, .sketch = 1},
+        {.layers = 1, .kv_heads = 1, .head_dim = 3, .value_head_dim = 2, .page_tokens = 16,
+         .dtype = CXLKV_BFLOAT16},
+        {.layers = 1, .kv_heads = 1, .head_dim = 3, .value_head_dim = 5, .page_tokens = 16,
+         .dtype = CXLKV_BFLOAT16}};
     static const request_facts pools[] = {
-        {.layers = 3, .kv_heads = 2, .head_dim = 4, .page_tokens = 4, .dtype = CXLKV_FLOAT32,
-         .value_dim = 3, .row_value_dim = 3, .sketch = 1, .page_count = 100, .part_count = 2},
-        {.layers = 1, .kv_heads = 1, .head_dim = 3, .page_tokens = 16, .dtype = CXLKV_BFLOAT16,
-         .row_value_dim = 2, .page_count = 1, .part_count = 1}, /* its values are in the keys */
-        {.layers = 1, .kv_heads = 1, .head_dim = 3, .page_tokens = 16, .dtype = CXLKV_BFLOAT16,
-         .value_dim = 5, .row_value_dim = 5, .page_count = 1, .part_count = 1,
+        {.layout = &layouts[0], .value_dim = 3, .page_count = 100, .part_count = 2},
+        {.layout = &layouts[1], .page_count = 1, .part_count = 1}, /* values are in the keys */
+        {.layout = &layouts[2], .value_dim = 5, .page_count = 1, .part_count = 1,
          .key_pieces_bytes = 64, .value_pieces_bytes = 128}}; /* a pool with an encoding */
     accepted = 0;
     for (size_t i = 0; i < sizeof(pools) / sizeof(pools[0]); i++) {
