@@ -15,7 +15,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, _io_hooks
+from cxlkv import Budget, CXLPool, KVLayout, Sequence, _io_hooks
+from cxlkv._native import lib
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.ndp import audit
 
@@ -293,6 +294,38 @@ def python_calls(call: Callable[[], object]) -> list[tuple[str, str]]:
         sys.setprofile(None)
         gc.enable()
     return seen[1:]  # without the lambda
+
+
+class Growing:
+    """The core, whose `call` finds the sequence longer each time."""
+
+    def __init__(self, core: object, call: str, sequence: Sequence, times: int):
+        self._core, self._call, self._sequence, self._times = core, call, sequence, times
+
+    def __getattr__(self, name: str) -> object:
+        if name == self._call and self._times:
+            self._times -= 1
+            append(self._sequence, range(len(self._sequence), len(self._sequence) + 200))
+        return getattr(self._core, name)
+
+
+def test_a_handle_of_a_sequence_that_grows_meanwhile(
+    pool: CXLPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size is known only when it is written: another thread may append or truncate."""
+    sequence = grown(pool, range(2000))
+    core = Growing(lib, "cxlkv_sequence_export", sequence, 4)
+    monkeypatch.setattr("cxlkv._core.sequence.lib", core)
+    verify(pool.adopt(sequence.handle), range(len(sequence)))
+
+
+def test_pages_of_a_sequence_that_grows_meanwhile(
+    pool: CXLPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence = grown(pool, range(2000))
+    core = Growing(lib, "cxlkv_sequence_pages", sequence, 3)
+    monkeypatch.setattr("cxlkv._core.sequence.lib", core)
+    assert len(np.unique(sequence.pages)) == len(sequence) // PAGE
 
 
 def test_append_and_select_are_few_calls_from_the_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,16 @@ def keep(into: list[Made], make: Callable[..., Made], *arguments: Any) -> None:
     into.extend(map(make, *((argument,) for argument in arguments)))
 
 
+def with_room(fill: Callable[[int], tuple[Made, int]], room: int = 0) -> Made:
+    """What fill(room) makes, called again with more room until it has enough: what it is about may
+    grow in between. It returns what it made, and the room for all of it."""
+    while True:
+        found, wanted = fill(room)
+        if wanted <= room:
+            return found
+        room = wanted + wanted // 8
+
+
 def version() -> str:
     """The version of the C core."""
     return str(ffi.string(lib.cxlkv_version()).decode())

@@ -17,8 +17,11 @@ from cxlkv._core.base import (
     int64s,
     made,
     new_place,
+    with_room,
 )
 from cxlkv._native import ffi, lib
+
+HANDLE_BYTES_GUESS, PAGES_GUESS = 4096, 256
 
 
 # made(), written out: these are called for each request, and take a microsecond in all.
@@ -47,10 +50,13 @@ def sequence_tokens(sequence: Handle, layer: int = lib.CXLKV_LAYER_LAST) -> int:
 
 def sequence_pages(sequence: Handle) -> npt.NDArray[np.uint32]:
     """Ids of its complete pages in the pool."""
-    count = check(lib.cxlkv_sequence_pages(sequence, ffi.NULL, 0))
-    pages = np.empty(count, np.uint32)
-    got = lib.cxlkv_sequence_pages(sequence, ffi.from_buffer("uint32_t[]", pages, True), count)
-    return pages[: check(got)]
+
+    def fill(room: int) -> tuple[npt.NDArray[np.uint32], int]:
+        pages = np.empty(room, np.uint32)
+        n = check(lib.cxlkv_sequence_pages(sequence, flat("uint32_t", pages, True), room))
+        return pages[:n], n
+
+    return with_room(fill, PAGES_GUESS)
 
 
 class Places(NamedTuple):
@@ -69,7 +75,8 @@ class Places(NamedTuple):
 
 def sequence_places(sequence: Handle, layer: int, first: int = 0, room: int = 0) -> Places:
     """Of the pages from `first` on that are complete in the layer; room: a guess of how many."""
-    while True:
+
+    def fill(room: int) -> tuple[Places, int]:
         keys, values, descriptors = (np.empty(room, np.int64) for _ in range(3))
         pages, generations = np.empty(room, np.uint32), np.empty(room, np.uint64)
         out = (
@@ -78,15 +85,18 @@ def sequence_places(sequence: Handle, layer: int, first: int = 0, room: int = 0)
             flat("uint64_t", generations, True),
         )
         n = check(lib.cxlkv_sequence_places(sequence, layer, first, room, *out))
-        if n <= room:
-            return Places(keys[:n], values[:n], descriptors[:n], pages[:n], generations[:n])
-        room = n
+        return Places(keys[:n], values[:n], descriptors[:n], pages[:n], generations[:n]), n
+
+    return with_room(fill, room)
 
 
 def sequence_export(sequence: Handle) -> bytes:
-    size = check(lib.cxlkv_sequence_export(sequence, ffi.NULL, 0))
-    out = ffi.new("uint8_t[]", size)
-    return bytes(ffi.buffer(out, check(lib.cxlkv_sequence_export(sequence, out, size))))
+    def fill(room: int) -> tuple[bytes, int]:
+        out = ffi.new("uint8_t[]", room)
+        n = check(lib.cxlkv_sequence_export(sequence, out, room))
+        return bytes(ffi.buffer(out, min(n, room))), n
+
+    return with_room(fill, HANDLE_BYTES_GUESS)
 
 
 def sequence_adopt(pool: Handle, handle: bytes) -> Handle:

@@ -21,6 +21,7 @@ from cxlkv._core.base import (
     int64s,
     keep,
     numbers_from,
+    with_room,
 )
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import Codes, Names, RecordBytes, Units
@@ -109,14 +110,14 @@ hotness_by_mass: Callable[[Handle, bool], int] = checked(lib.cxlkv_hotness_by_ma
 def pool_published(pool: Handle) -> tuple[npt.NDArray[np.void], int]:
     """A row of PUBLISHED for each page that match() finds, by page; and the clock."""
     clock = ffi.new("uint64_t *")
-    room = check(lib.cxlkv_pool_published(pool, ffi.NULL, 0, clock))
-    while True:
+
+    def fill(room: int) -> tuple[npt.NDArray[np.void], int]:
         rows = np.empty(room, PUBLISHED)
         at = ffi.from_buffer("cxlkv_published[]", rows, True)
-        count = check(lib.cxlkv_pool_published(pool, at, room, clock))
-        if count <= room:
-            return rows[:count], int(clock[0])
-        room = count
+        n = check(lib.cxlkv_pool_published(pool, at, room, clock))
+        return rows[:n], n
+
+    return with_room(fill), int(clock[0])
 
 
 def choose(
@@ -172,16 +173,18 @@ def local_demote(pool: Handle, units: Units) -> int:
     return check(lib.cxlkv_local_demote(pool, len(units), int64s(units)))
 
 
-def local_hotness(
-    pool: Handle, room: int
-) -> tuple[Units, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+Hotness = tuple[Units, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
+
+
+def local_hotness(pool: Handle, room: int) -> Hotness:
     """(units, counts, resident) of all units with a count or a copy; room is a guess of how many
     these are."""
-    while True:
+
+    def fill(room: int) -> tuple[Hotness, int]:
         units, counts = np.empty(room, np.int64), np.empty(room, np.uint32)
         resident = np.empty(room, np.uint8)
         out = (int64s(units, True), flat("uint32_t", counts, True), flat("uint8_t", resident, True))
-        found = check(lib.cxlkv_local_hotness(pool, *out, room))
-        if found <= room:
-            return units[:found], counts[:found], resident[:found].astype(np.bool_)
-        room = found + found // 8
+        n = check(lib.cxlkv_local_hotness(pool, *out, room))
+        return (units[:n], counts[:n], resident[:n].astype(np.bool_)), n
+
+    return with_room(fill, room)

@@ -16,6 +16,7 @@ from cxlkv._core.base import (
     made,
     numbers_from,
     numbers_of,
+    with_room,
 )
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import PageIndices, Starts
@@ -120,13 +121,13 @@ def worker_refuse(worker: Handle, text: str, again: bool) -> None:
 
 def worker_tables(worker: Handle) -> set[int]:
     """Numbers of the sequences that it has for its clients."""
-    room = 0
-    while True:
+
+    def fill(room: int) -> tuple[npt.NDArray[np.uint64], int]:
         found = np.empty(room, np.uint64)
         n = check(lib.cxlkv_worker_tables(worker, flat("uint64_t", found, True), room))
-        if n <= room:
-            return set(found[:n].tolist())
-        room = n
+        return found[:n], n
+
+    return set(with_room(fill).tolist())
 
 
 def pool_use_worker(pool: Handle, use: str, deadline_s: float) -> None:

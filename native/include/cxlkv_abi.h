@@ -555,7 +555,8 @@ int64_t cxlkv_pool_prefault(cxlkv_pool *pool, uint64_t offset, uint64_t bytes, u
 int64_t cxlkv_sequence_places(cxlkv_sequence *sequence, uint32_t layer, uint64_t first,
                               uint64_t capacity, int64_t *key_offsets, int64_t *value_offsets,
                               int64_t *descriptor_offsets, uint32_t *pages, uint64_t *generations);
-/* Writes a handle, the tail in a page of its own; returns its size. bytes may be NULL. */
+/* Writes a handle, the tail in a page of its own; returns its size. Above capacity: nothing was
+ * written, and a call with as much room may find that the sequence has grown once more. */
 int64_t cxlkv_sequence_export(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t capacity);
 int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
                          cxlkv_sequence **sequence);

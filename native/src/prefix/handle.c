@@ -106,8 +106,7 @@ static int64_t export_locked(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t 
     for (uint32_t part = 0; part < pool->geometry.part_count; part++)
         entries += count - sequence->tables[part].first;
     uint64_t size = handle_bytes(pool, entries);
-    if (!bytes) return (int64_t)size;
-    if (capacity < size) return fail(CXLKV_E_ROOM, "the handle needs %lu bytes", size);
+    if (capacity < size) return (int64_t)size;
     int code = export_tail(sequence, tokens);
     if (code == 0) code = show_pages(sequence, count);
     if (code < 0) return code;
