@@ -132,9 +132,11 @@ class ObjectPool(Pool):
         hashes = hashes_of(keys)
         given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, False)
         transfer = _io_hooks.begin(self._handle) if _io_hooks.subscriber else None
-        count = len(hashes) // _core.HASH_BYTES
+        size = _core.HASH_BYTES
         codes = reclaim.retry(
-            lambda: _core.objects_put(self._handle, hashes, given), self._handle, lambda: count
+            lambda: _core.objects_put(self._handle, hashes, given),
+            self._handle,
+            lambda: len({hashes[at : at + size] for at in range(0, len(hashes), size)}),
         )
         new: npt.NDArray[np.bool_] = codes == 0
         del kept

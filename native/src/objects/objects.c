@@ -281,16 +281,32 @@ int objects_verify(cxlkv_pool *pool, uint32_t count, object_place *places) {
 
 /* ---- taking pages, and publishing them ---- */
 
+/* Which keys stand here a second time: of those the first one's object is put. By a hash table of
+ * `slots` zeros, a power of two above count. */
+static void mark_repeats(uint32_t count, const uint8_t *keys, uint32_t *table, uint64_t slots,
+                         bool *repeats) {
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t hash[2];
+        key_hash(keys, i, hash);
+        uint64_t at = hash[0] & (slots - 1);
+        while (table[at] && memcmp(keys + 16ull * (table[at] - 1), keys + 16ull * i, 16) != 0)
+            at = (at + 1) & (slots - 1);
+        repeats[i] = table[at] != 0;
+        if (!table[at]) table[at] = i + 1;
+    }
+}
+
 /* Under the host lock. */
 static int take_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
-                       object_place *places, int32_t *codes, uint32_t *pages,
-                       uint64_t *room) {
+                       object_place *places, int32_t *codes, const bool *repeats,
+                       uint32_t *pages, uint64_t *room) {
     uint32_t wanted = 0, used = 0;
     if (pool->shared) peers_follow(pool); /* what others forgot is not published any more */
     for (uint32_t i = 0; i < count; i++) {
         uint64_t hash[2];
         if (keys) key_hash(keys, i, hash);
-        codes[i] = keys && index_find(pool, hash) != NO_PAGE ? CXLKV_RECORD_PRESENT : 0;
+        bool present = keys && (repeats[i] || index_find(pool, hash) != NO_PAGE);
+        codes[i] = present ? CXLKV_RECORD_PRESENT : 0;
         wanted += codes[i] == 0;
     }
     /* No page follows another: they lie close together, so that whole extents stay empty. */
@@ -308,11 +324,14 @@ static int take_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
 
 int objects_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_place *places,
                  int32_t *codes) {
-    uint64_t room = 0;
-    uint32_t *pages = malloc((count + 1ull) * sizeof(*pages));
+    uint64_t room = 0, slots = 4;
+    while (slots < 2ull * count) slots *= 2;
+    uint32_t *pages = calloc(slots, sizeof(*pages) + sizeof(bool)); /* a table of keys before */
     if (!pages) return fail(ENOMEM, "no memory for a list of %u objects", count);
-    int code = TAKING_PAGES(pool, room, take_places(pool, count, keys, places, codes, pages,
-                                                    &room));
+    bool *repeats = (bool *)(pages + slots);
+    if (keys) mark_repeats(count, keys, pages, slots, repeats);
+    int code = TAKING_PAGES(pool, room, take_places(pool, count, keys, places, codes, repeats,
+                                                    pages, &room));
     free(pages);
     return code;
 }

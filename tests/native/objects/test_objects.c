@@ -64,6 +64,19 @@ static void many_free(many *m) {
     free(m->codes);
 }
 
+/* In a full pool of `count` objects, of which one goes: a key needs room once. */
+static void twins_in_what_is_left(cxlkv_pool *pool, const many *of, uint32_t count) {
+    static const uint64_t names[4] = {9, 9, 2, 9}; /* 2 is there */
+    many twins = many_of(4, SMALL, names);
+    CHECK(cxlkv_forget(pool, 1, of->keys + 16ull * (count - 1), NULL) == 1);
+    CHECK(cxlkv_objects_put(pool, 4, twins.keys, &twins.buffers, twins.codes) == 1);
+    CHECK(twins.codes[0] == 0 && test_stats(pool).pages.free == 0);
+    for (int i = 1; i < 4; i++) CHECK(twins.codes[i] == CXLKV_RECORD_PRESENT);
+    CHECK(cxlkv_forget(pool, 1, twins.keys, NULL) == 1);
+    CHECK(cxlkv_objects_put(pool, 1, of->keys + 16ull * (count - 1), &of->buffers, of->codes) == 1);
+    many_free(&twins);
+}
+
 /* The same key twice: the first one's bytes. All have room or none. */
 static void test_batches(uint32_t threads) {
     static const uint64_t names[5] = {1, 2, 1, 3, 1};
@@ -87,6 +100,7 @@ static void test_batches(uint32_t threads) {
     test_hashes(all.keys, 2, 1); /* one that is there needs no room */
     CHECK(cxlkv_objects_put(pool, count, all.keys, &all.buffers, all.codes) == count - 1);
     CHECK(all.codes[0] == CXLKV_RECORD_PRESENT && test_stats(pool).pages.free == 0);
+    twins_in_what_is_left(pool, &all, count);
     all.sizes[count - 1]--; /* one that does not fit: nothing is copied */
     memset(all.bytes, 7, (uint64_t)count * SMALL);
     CHECK(cxlkv_objects_get(pool, count, all.keys, &all.buffers, all.found) ==
