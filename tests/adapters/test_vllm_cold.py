@@ -312,6 +312,21 @@ def test_it_comes_when_who_has_ended_lets_go(make_engine: MakeEngine, ranks: int
     assert not engine.scheduling.failures
 
 
+def test_for_a_request_that_skips_reading_nothing_comes(make_engine: MakeEngine) -> None:
+    """One that wants the logprobs of its prompt: the engine computes it all, whatever we have."""
+    engine = make_engine()
+    serve(engine, *range(8))
+    (pool,) = engine.scheduling.pools
+    request = Request("a", text(0, TEXT), skip_reading_prefix_cache=True)
+    engine.scheduling.expect(request)
+    prefetch = engine.scheduling._prefetch
+    assert prefetch is not None
+    prefetch.rest(60)
+    assert engine.scheduling.match(request, 0) == (0, False)
+    assert pool.stats()["pages_held"] == 0
+    engine.scheduling.ended(request)
+
+
 def test_what_is_held_for_later_ones_gives_way(make_engine: MakeEngine) -> None:
     """One in front of them is asked and not let in, and none runs: prefixes that came for later
     ones, and those that were kept of earlier ones."""

@@ -130,6 +130,17 @@ def test_a_request_that_runs_through_a_change_stores_no_more(served: Served) -> 
     assert served.run("c") == 5 * TOKENS
 
 
+def test_one_that_skips_reading_waits_for_no_look_at_weights(served: Served) -> None:
+    """The engine begins it, whatever is said; of which weights its K and V are is not known yet."""
+    served.load(2)
+    scheduling = served.engine.scheduling
+    scheduling.forgotten()
+    request = Request("a", list(IDS), skip_reading_prefix_cache=True)
+    assert scheduling.match(request, 0) == (0, False)
+    assert not scheduling._options["a"].save
+    scheduling.ended(request)
+
+
 # ---- adapters ----
 
 

@@ -53,6 +53,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     is_loading: bool = False
+    skip_reading_prefix_cache: bool = False
     _texts: list[bytes] = field(default_factory=list)  # hashes of the text up to each token
 
     @property

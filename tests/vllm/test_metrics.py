@@ -65,12 +65,16 @@ def test_hits_of_a_second_request_show(
     engine.generate([prompt(1)], max_tokens=1)
     engine.forget()
     assert engine.generate([prompt(1)], max_tokens=1)["cached"] == [TOKENS]
+    engine.forget()  # what reads no prefixes is no miss
+    skips = engine.generate([prompt(1)], max_tokens=1, skip_reading_prefix_cache=True)
+    assert skips["cached"] == [0]
     moved_bytes = TOKENS * TOKEN_BYTES
     found = metrics(engine, lambda found: found["vllm:cxlkv_fetched_bytes"] >= moved_bytes)
     for name in ("saved", "loaded", "hit"):
         assert found[f"vllm:cxlkv_{name}_tokens"] == TOKENS
     assert found["vllm:external_prefix_cache_hits"] == TOKENS  # as the engine counts
-    assert found["vllm:cxlkv_asked_tokens"] == found["vllm:external_prefix_cache_queries"]
+    asked = found["vllm:external_prefix_cache_queries"] - len(prompt(1))  # the skipped one's
+    assert found["vllm:cxlkv_asked_tokens"] == asked
     assert found["vllm:cxlkv_appended_bytes"] == found["vllm:cxlkv_fetched_bytes"] == moved_bytes
     (pool,) = list(tmp_path.glob("*.pool"))[-1:]
     with CXLPool.open(pool) as opened:

@@ -239,10 +239,11 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         self._notice_reset()
         self._take_reopened()
-        if self._room is not None and self._room.waits:
+        reads = not request.skip_reading_prefix_cache  # else it begins, whatever is said here
+        if self._room is not None and self._room.waits and reads:
             return None, False  # it is asked again in the next step
         tokens, beside = self._scheduler.match(request, num_computed_tokens)
-        if tokens is not None:
+        if tokens is not None and reads:
             asked = request.num_tokens - num_computed_tokens
             self._counting.matched(request.request_id, asked, tokens)
         return tokens, beside

@@ -175,9 +175,9 @@ class Scheduling:
 
     def expect(self, request: EngineRequest) -> None:
         """It has joined the queue: what it needs of the tiers below may come while it waits."""
-        if self._prefetch is None or not self._loads or self._options_of(request).tier == FAR:
+        if self._prefetch is None or not self._reads(request):
             return
-        if self._weights.awaited:
+        if self._weights.awaited or self._options_of(request).tier == FAR:
             return
         blocks = (request.num_tokens - 1) // self.block_tokens
         self._spaces[request.request_id] = self._space_of(request)
@@ -187,6 +187,11 @@ class Scheduling:
         self._prefetch.begin(request.request_id, keys, tokens)
         for hit in found.hits if found is not None else ():
             hit.release()
+
+    def _reads(self, request: EngineRequest) -> bool:
+        """Whether it may take tokens from the pools: one that wants the logprobs of its prompt, or
+        is pooled, has all of them computed. The engine makes such a one wait for nothing."""
+        return self._loads and not request.skip_reading_prefix_cache
 
     def match(self, request: EngineRequest, local: int) -> tuple[int | None, bool]:
         """(tokens that the pools have beyond the engine's own `local`, whether they are loaded
@@ -200,7 +205,7 @@ class Scheduling:
         self._check_withdrawn()
         if self._told.pop(name, None) is not None:  # the engine has nothing of it any more
             self._again.add(name)
-        if self._weights.awaited:
+        if self._weights.awaited and not request.skip_reading_prefix_cache:
             return None, False
         self._requests[name], self._local[name] = request, local
         self._options[name] = self._options_of(request)
@@ -208,6 +213,7 @@ class Scheduling:
         adapter = _adapter_of(request)
         is_right = adapter is None or self._adapters.may_save(adapter, local)
         is_right = is_right and not (local and self._weights.are_mixed)
+        is_right = is_right and not self._weights.awaited  # one that did not wait for them
         if not is_right:
             self._options[name] = replace(self._options[name], save=False)
         self._asked.add(name)
@@ -216,7 +222,7 @@ class Scheduling:
         most = request.num_tokens - 1
         if self._tails is None:
             most -= most % self.block_tokens
-        if most <= local or not self._loads or name in self._failed:
+        if most <= local or not self._reads(request) or name in self._failed:
             return 0, False
         deep = self._prefetch if self._options[name].tier != FAR else None
         if deep is not None and deep.is_going(name):

@@ -54,6 +54,7 @@ class Request:
     num_tokens: int = 0
     num_computed_tokens: int = 0
     all_token_ids: Sequence[int] = ()
+    skip_reading_prefix_cache: bool = False
 
     @property
     def block_hashes(self) -> list[bytes]:
