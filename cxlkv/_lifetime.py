@@ -15,8 +15,10 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, NoReturn, Protocol, SupportsIndex
 from weakref import WeakSet
+
+from cxlkv.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,7 +26,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("cxlkv")
 
 
-class Closing(ABC):
+class OfThisProcess:
+    """Is memory, pages or threads of this process: neither pickled nor copied."""
+
+    _instead: ClassVar[str] = "make another one where it is wanted"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        kind = type(self).__name__
+        raise UnsupportedError(f"{kind}: cannot be pickled or copied: {self._instead}")
+
+
+class Closing(OfThisProcess, ABC):
     """Has a close(); a second one does nothing."""
 
     @abstractmethod

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TypedDict
 
 from cxlkv import _core
+from cxlkv._lifetime import OfThisProcess
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine import prefault
 from cxlkv.machine.coherence import HOSTS_MAX
@@ -26,8 +27,10 @@ class CheckReport(TypedDict):
     repairs: list[str]
 
 
-class Admin:
+class Admin(OfThisProcess):
     """`pool.admin`: looks into a pool, and changes what no request does."""
+
+    _instead = "open the pool by its path there"
 
     def __init__(
         self,

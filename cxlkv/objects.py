@@ -228,6 +228,8 @@ class _Leased(Closing):
     that was made of this lease's views is gone.
     """
 
+    _instead = "pass the keys on, and lease() them there"
+
     _writable = False
 
     def __init__(

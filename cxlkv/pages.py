@@ -17,6 +17,7 @@ import numpy.typing as npt
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
 from cxlkv._core.reclaim import Reclaimer, T
+from cxlkv._lifetime import OfThisProcess
 from cxlkv.arrays import Codes, Counts, Generations, Names, Offsets, PageIds, RecordBytes
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, layer_places
@@ -80,8 +81,10 @@ def places_of(geometry: Mapping[str, int], layout: KVLayout, pages: PageIds, lay
     )
 
 
-class Pages:
+class Pages(OfThisProcess):
     """`pool.pages`: takes and gives back pages by id; batched, one lock a call."""
+
+    _instead = "open the pool by its path there"
 
     def __init__(self, pool: _core.Handle) -> None:
         self._pool = pool
@@ -218,7 +221,7 @@ class Published(NamedTuple):
         return held
 
 
-class Hotness:
+class Hotness(OfThisProcess):
     """`pool.hotness`: how often each page was used, by all processes of this host.
 
     A use: a select chose the page for a head; a fetch or attend read it for a head, or read all
@@ -231,6 +234,8 @@ class Hotness:
     deals its uses out by the attention that pages got: of a list of k pages, a page that got the
     share s has k * s, rounded.
     """
+
+    _instead = "open the pool by its path there"
 
     name = "uses"
 
@@ -325,8 +330,10 @@ class Hotness:
         return Published(*_core.pool_published(self._pool))
 
 
-class Records:
+class Records(OfThisProcess):
     """`pool.records`: batched; every call says of each page or record, by a code, how it went."""
+
+    _instead = "open the pool by its path there"
 
     def __init__(self, pool: _core.Handle) -> None:
         self._pool = pool

@@ -92,6 +92,8 @@ class Pool(MovedToAdmin, Closing):
     be called from any thread.
     """
 
+    _instead = "open it by its path there, which one in anonymous memory has not"
+
     def __init__(self, handle: _core.Handle, path: str | None):
         self._handle = handle
         self.path = path

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
-from cxlkv._lifetime import Closing
+from cxlkv._lifetime import Closing, OfThisProcess
 from cxlkv.arrays import (
     BYTES,
     Array,
@@ -59,13 +59,15 @@ class Row(NamedTuple):
     or_bytes: bool
 
 
-class Batch:
+class Batch(OfThisProcess):
     """Sequences that are worked on together; reusable, any number of steps.
 
     Arrays have one row for each token or query, sequence after sequence: rows
     [starts[i], starts[i + 1]) are of sequence i; starts is int32 [n + 1], an engine's
     query_start_loc. Tables and tails live in C: nothing here grows with the tokens.
     """
+
+    _instead = "make another one of sequences that were adopted there"
 
     def __init__(self, pool: _core.Handle, layout: KVLayout, sequences: Sequences[Sequence]):
         if not isinstance(sequences, Sequences):
@@ -617,11 +619,13 @@ class Batch:
         return offsets
 
 
-class Sequence:
+class Sequence(OfThisProcess):
     """The pages and the open tail of one request. From pool.sequence(), fork() or pool.adopt().
 
     A method here is a Batch's of one sequence with the leading axis dropped.
     """
+
+    _instead = "pass its handle on, and adopt() it there; fork() copies it here"
 
     def __init__(self, pool: _core.Handle, layout: KVLayout, handle: _core.Handle):
         self._pool = pool
@@ -808,6 +812,8 @@ class Sequence:
 
 class Hit(Closing):
     """The published pages that a match found, held until release() or the end of the lease."""
+
+    _instead = "pass its handle on, and adopt() it there"
 
     def __init__(
         self,

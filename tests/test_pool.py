@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout
-from cxlkv.errors import BadArgumentError, GeometryError, StaleError
+from cxlkv import Budget, CXLPool, KVLayout, ObjectPool
+from cxlkv.errors import BadArgumentError, GeometryError, StaleError, UnsupportedError
+from cxlkv.tiers import Tiers
+from cxlkv.tiers.local import LocalTier
 
 from .support.damaging import poke
 from .support.texts import SMALL, grown, verify
@@ -172,3 +177,37 @@ def test_threads_are_counted_from_one(pool: CXLPool) -> None:
             pool.set_threads(threads)
     pool.set_threads(7)
     pool.set_threads(1)
+
+
+COPIES = (pickle.dumps, copy.copy, copy.deepcopy)
+
+
+@pytest.mark.parametrize("copies", COPIES, ids=lambda call: call.__name__)
+def test_what_is_of_this_process_is_neither_pickled_nor_copied(
+    pool: CXLPool, copies: Callable[[object], object]
+) -> None:
+    sequence = grown(pool, range(9))
+    keys = [b"a", b"b"]
+    pool.publish(sequence, keys, 4)
+    refused: dict[str, tuple[object, ...]] = {}
+    refused["open"] = (pool, pool.admin, pool.pages, pool.hotness, pool.records)
+    with pool.match(keys) as hit, Tiers(pool) as tiers, LocalTier(pool, "1MiB") as local:
+        refused["adopt"] = (sequence, hit, pool.batch([sequence]))
+        refused["another one"] = (tiers, local)
+        for remedy, ones in refused.items():
+            for one in ones:
+                with pytest.raises(UnsupportedError, match=rf"copied: .*\b{remedy}"):
+                    copies(one)
+
+
+@pytest.mark.parametrize("copies", COPIES, ids=lambda call: call.__name__)
+def test_leases_are_neither_pickled_nor_copied(copies: Callable[[object], object]) -> None:
+    layout = KVLayout.objects(4096)
+    with ObjectPool.create("anonymous:", layout=layout, capacity="8MiB") as pool:
+        pool.put("a", b"bytes")
+        with pool.lease(["a"]) as lease, pool.reserve([10]) as reserved:
+            for one in (lease, reserved):
+                with pytest.raises(UnsupportedError, match="lease"):
+                    copies(one)
+        with pytest.raises(UnsupportedError, match="open it by its path"):
+            copies(pool)

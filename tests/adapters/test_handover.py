@@ -6,10 +6,13 @@ model.
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import pickle
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -29,6 +32,7 @@ from cxlkv.errors import (
     PoolFullError,
     StaleError,
     UnevenError,
+    UnsupportedError,
 )
 
 from ..conftest import audit
@@ -124,6 +128,19 @@ def overwrite(pool: CXLPool, model: PreTrainedModel, texts: int = 10_000) -> Non
             run(model, ids, caches[-1])
     for cache in caches:
         cache.release()
+
+
+@pytest.mark.parametrize(
+    "copies", [pickle.dumps, copy.copy, lambda one: torch.save(one, io.BytesIO())]
+)
+def test_a_cache_is_handed_over_and_not_pickled(
+    pool: CXLPool, copies: Callable[[object], object]
+) -> None:
+    cache = prefill(pool, model_of(*LLAMA), ONE)
+    for one in (cache, cache.layers[0]):
+        with pytest.raises(UnsupportedError, match=r"copied: .*hand_over\(\) makes bytes of"):
+            copies(one)
+    cache.release()
 
 
 # ---- the same tokens ----

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from cxlkv._lifetime import OfThisProcess
 from cxlkv.adapters.transformers import budgets
 from cxlkv.adapters.transformers.gradients import without_gradients
 from cxlkv.adapters.transformers.latent import Absorbed
@@ -96,8 +97,10 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class FarLayer(CacheLayerMixin):
+class FarLayer(OfThisProcess, CacheLayerMixin):
     """One layer of a CXLCache: holds a length, no tensors."""
+
+    _instead = "its cache has K and V: hand_over() makes bytes of that"
 
     is_croppable = True
 
@@ -164,7 +167,7 @@ def layer_of(module: torch.nn.Module, key: Tensor) -> FarLayer | None:
     return layer if known else None
 
 
-class CXLCache(Cache):
+class CXLCache(OfThisProcess, Cache):
     """Keys and values of a model in a CXLPool, one sequence for each row of the batch.
 
     budget: which pages a step of one token attends to, a share of them (0.05) or a Budget; None:
@@ -192,6 +195,8 @@ class CXLCache(Cache):
     begins anew, PoolFullError when the pool has no room; crop(length before) undoes a pass that
     failed.
     """
+
+    _instead = "hand_over() makes bytes of it, take_over() a cache there; fork() copies it here"
 
     rewind_tokens = 128
     """How many tokens crop() can surely take back where layers have windows, as drafts are: these
