@@ -18,6 +18,7 @@ import zipfile
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 import cxlkv
@@ -138,6 +139,53 @@ def make_wheel(
         if more:
             archive.writestr(more, "")
     return wheel
+
+
+# The C core is left out: Python's files alone tell what is importable.
+BUILD = """
+from scikit_build_core.build import build_editable
+build_editable("..", {"wheel.cmake": "false", "wheel.py-api": "py3"})
+"""
+# In a bare interpreter: addsitedir() does with an installation what the start of Python does.
+IMPORT = """
+import json, sys
+from importlib.machinery import PathFinder
+from site import addsitedir
+addsitedir(sys.argv[1])
+sys.path.append(sys.argv[2])
+import cxlkv, cxlkv.kernels, numpy
+checked = PathFinder.find_spec("cxlkv")  # as type checkers look for it, who do not run the finder
+print(json.dumps({
+    "imported": [one.__file__ for one in (cxlkv, cxlkv.kernels, numpy)],
+    "checked": checked and checked.origin,
+    "others": [name for name in sys.argv[3:] if PathFinder.find_spec(name)],
+}))
+"""
+
+
+def test_an_editable_install_makes_only_cxlkv_importable(tmp_path: Path) -> None:
+    """Not the checkout's other folders, nor what lies beside it. Type checkers find cxlkv, too."""
+    pytest.importorskip("scikit_build_core")
+    clones, site = tmp_path / "clones", tmp_path / "site"
+    checkout, numpy_at = clones / "checkout", Path(np.__file__).parents[1]
+    folders = ["kernels", "ndp", "emulation", "bench"]
+    left_out = shutil.ignore_patterns("__pycache__", "*.so", "results")
+    for name in ("cxlkv", ".editable", *folders):
+        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=left_out)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    for name in ("tests.py", "vllm.py", "numpy.py"):
+        (clones / name).write_text("raise SystemExit('planted')")
+    subprocess.run([sys.executable, "-c", BUILD], cwd=checkout, check=True, capture_output=True)
+    zipfile.ZipFile(*clones.glob("*.whl")).extractall(site)
+    command = [sys.executable, "-I", "-S", "-c", IMPORT, site, numpy_at, *folders, "tests"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    ours = [f"{checkout}/cxlkv/__init__.py", f"{checkout}/cxlkv/kernels/__init__.py"]
+    assert found["imported"] == [*ours, np.__file__]
+    assert Path(found["checked"]).resolve() == Path(ours[0])
+    assert found["others"] == []
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake here")
