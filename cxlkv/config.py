@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
@@ -28,10 +28,11 @@ from pydantic import (
 )
 
 from cxlkv import _io_hooks
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import SHOWN_LETTERS_MAX, BadArgumentError, shown
 from cxlkv.layout import (
     KVLayout,
     LayerGroup,
+    differences,
     dtype_name,
     encodings_of,
     format_bytes,
@@ -39,7 +40,7 @@ from cxlkv.layout import (
 )
 from cxlkv.machine import numa_mode
 from cxlkv.machine.coherence import AUTO, HOSTS_MAX, LEASE_MAX_S, LEASE_S
-from cxlkv.machine.regions import ALL, capacity_bytes_at, parse_place, parse_where
+from cxlkv.machine.regions import ALL, capacity_bytes_at, meant_by, parse_place, parse_where
 from cxlkv.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 FILE_BYTES_MAX = 64 << 10
 NESTING_MAX = 8
-VALUE_LETTERS_MAX = 60  # of a wrong value that a message repeats
 ALIGNMENT_BYTES = 4 << 20  # a pool is at most this and one extent smaller than its capacity
 
 # What to ask for, by pydantic's word for the mistake, where the key has no description of its own.
@@ -80,8 +80,8 @@ def _rooted(value: str) -> str:
     if "$" in value:
         raise BadArgumentError(f"{value}: environment variables are not expanded: write the path")
     if ":" not in value and not value.startswith("/"):
-        wanted = 'a path from the root is wanted, like /dev/shm/my.pool, or "anonymous:"'
-        raise BadArgumentError(f"{_shown(value)}: {wanted}")
+        like = meant_by(value) or f"/dev/shm/{os.path.basename(value) or 'my.pool'}"
+        raise BadArgumentError(f"{shown(value)}: a path from the root is wanted: write {like}")
     return value
 
 
@@ -370,11 +370,11 @@ class PoolConfig(PoolKeys):
     ) -> list[str]:
         """How a pool that is there differs from the one described, of `layout`, key by key; `there`
         has what it was made with: checksum, sketch, sharing, durable, hosts."""
-        found = list(_layout_differences(there_layout, layout))
+        found = list(differences(there_layout, layout))
         for name, value in there.items():
             wanted = getattr(self, name)
             if wanted is not None and value != wanted:
-                found.append(f"{name} is {_shown(value)} there, {_shown(wanted)} wanted")
+                found.append(f"{name} is {shown(value)} there, {shown(wanted)} wanted")
         there_bytes = geometry["region_bytes"]
         wanted_bytes = capacity_bytes_at(parse_place(self.where), self.capacity)
         largest_bytes = there_bytes + geometry["extent_bytes"] + ALIGNMENT_BYTES
@@ -388,30 +388,6 @@ class _WholeConfig(PoolConfig):
     layout: _AnyLayout
 
 
-def _layout_differences(there: KVLayout, wanted: KVLayout) -> Iterator[str]:
-    pairs: list[tuple[str, object, object]] = [("layout", there, wanted)]
-    if there.object_bytes != wanted.object_bytes:
-        yield f"layout is of {_stored(there)} there, of {_stored(wanted)} wanted"
-        return
-    if len(there.groups) == len(wanted.groups):
-        groups = enumerate(zip(there.groups, wanted.groups, strict=True))
-        several = len(there.groups) > 1
-        pairs += [(f"layer_groups[{i}]" if several else "layout", *two) for i, two in groups]
-    elif there.groups != wanted.groups:
-        yield f"layout has {len(there.groups)} layer groups there, {len(wanted.groups)} wanted"
-    for name, mine, yours in pairs:
-        for one in fields(mine):  # type: ignore[arg-type]
-            old, new = getattr(mine, one.name), getattr(yours, one.name)
-            told = one.name == "groups" or (one.name == "order" and there.groups != wanted.groups)
-            if old != new and not told:
-                yield f"{name}.{one.name} is {_shown(old)} there, {_shown(new)} wanted"
-
-
-def _stored(layout: KVLayout) -> str:
-    size = layout.object_bytes
-    return "K and V" if size is None else f"objects up to {format_bytes(size)}"
-
-
 def read_config(
     config: str | os.PathLike[str] | Mapping[str, object], layout: KVLayout | None = None
 ) -> tuple[PoolConfig, KVLayout]:
@@ -423,7 +399,7 @@ def read_config(
     if isinstance(config, Mapping):
         return _checked_pool(config, Source("the configuration"), layout)
     if not isinstance(config, (str, os.PathLike)):
-        raise BadArgumentError(f"a configuration is a path or a mapping, not {_shown(config)}")
+        raise BadArgumentError(f"a configuration is a path or a mapping, not {shown(config)}")
     return _checked_pool(*read_yaml(os.fspath(config)), layout)
 
 
@@ -431,7 +407,7 @@ def for_call(name: str, layout: KVLayout, *, where: object, **given: object) -> 
     """The same of the arguments of a call, which may name a path from where it runs."""
     if not isinstance(layout, KVLayout):
         raise BadArgumentError(f"layout is a KVLayout, not {type(layout).__name__}")
-    if isinstance(where, str) and where and ":" not in where:
+    if isinstance(where, str) and where and ":" not in where and not meant_by(where):
         where = os.path.abspath(where)
     if layout.object_bytes is not None:
         given.pop("sketch")  # as create() does
@@ -478,7 +454,7 @@ def _text_of(name: str) -> str:
         if isinstance(error, BadArgumentError):
             raise
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise BadArgumentError(f"{name[:VALUE_LETTERS_MAX]}: cannot be read: {reason}") from None
+        raise BadArgumentError(f"{name[:SHOWN_LETTERS_MAX]}: cannot be read: {reason}") from None
     if len(data) > FILE_BYTES_MAX:
         most = format_bytes(FILE_BYTES_MAX)
         raise BadArgumentError(f"{name}: larger than {most}: no pool's configuration")
@@ -547,7 +523,7 @@ def _lines_of(name: str, node: yaml.Node, place: _Place) -> Iterator[tuple[_Plac
     for key, value in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-            raise BadArgumentError(f"{name}, line {line}: a key is a word, not {_shown(key.value)}")
+            raise BadArgumentError(f"{name}, line {line}: a key is a word, not {shown(key.value)}")
         inner = (*place, key.value)
         if inner in first:
             source = Source(name, name, {inner: line})
@@ -563,7 +539,7 @@ def _check_scalar(source: Source, node: yaml.ScalarNode, place: _Place) -> None:
     try:
         yaml.constructor.SafeConstructor().construct_object(node)
     except (ValueError, OverflowError):
-        what = f" is {_shown(node.value)}, which cannot be read; in quotes it is text"
+        what = f" is {shown(node.value)}, which cannot be read; in quotes it is text"
         raise BadArgumentError(source.mistake(place, what)) from None
 
 
@@ -571,7 +547,7 @@ def checked(kind: type[Model], data: Mapping[str, object], source: Source) -> Mo
     """What was written; raises BadArgumentError for all mistakes at once."""
     for key in data:
         if not isinstance(key, str):
-            raise BadArgumentError(f"{source.name}: a key is a word, not {_shown(key)}")
+            raise BadArgumentError(f"{source.name}: a key is a word, not {shown(key)}")
     try:
         return kind.model_validate(dict(data))
     except ValidationError as error:
@@ -630,7 +606,7 @@ def _check_layout(source: Source, layout: _OneShape | _Groups | _Objects) -> Non
 
 def _explained(kind: type[Keys], source: Source, error: ErrorDetails) -> str:
     """One mistake that pydantic found, in our words."""
-    at, what, value = error["loc"], error["type"], _shown(error["input"])
+    at, what, value = error["loc"], error["type"], shown(error["input"])
     form = str(at[1]) if at[:1] == ("layout",) and len(at) > 1 else ""
     place = at[:1] + at[2:] if form else at  # without the name of the form
     if what == "value_error":
@@ -666,11 +642,3 @@ def _unknown_key(kind: type[Keys], source: Source, place: _Place, form: str) -> 
     if model is _OneShape:
         more = "; or layer_groups, for layers of several kinds; or object_bytes, for objects"
     return f" is not one of {', '.join(known)}{more}{meant}"
-
-
-def _shown(value: object) -> str:
-    """A value in a message, never long."""
-    if value is None or isinstance(value, bool):
-        return {None: "nothing", False: "false", True: "true"}[value]
-    text = repr(value) if isinstance(value, (str, list, dict)) else str(value)
-    return text if len(text) <= VALUE_LETTERS_MAX else text[:VALUE_LETTERS_MAX] + "..."

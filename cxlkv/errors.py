@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+SHOWN_LETTERS_MAX = 60  # of a value that a message repeats
+
 
 class CXLKVError(Exception):
     """Root of all errors that cxlkv raises on purpose; the text names cause and remedy.
@@ -12,6 +14,14 @@ class CXLKVError(Exception):
 
     good: tuple[int, ...] = ()
     appended: bool = False
+
+
+def shown(value: object) -> str:
+    """Writes a value for a message, never long, in words that YAML, JSON and Python share."""
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", False: "false", True: "true"}[value]
+    text = repr(value) if isinstance(value, (str, list, dict)) else str(value)
+    return text if len(text) <= SHOWN_LETTERS_MAX else text[:SHOWN_LETTERS_MAX] + "..."
 
 
 def state_of(error: CXLKVError) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property
+from numbers import Integral, Real
 
-from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.errors import BadArgumentError, UnsupportedError, shown
 from cxlkv.rotary import PAIRS_MAX, Rotary
 
 DTYPES = ("bfloat16", "float16", "float32")  # a dtype's index is its code in the pool's format
@@ -448,7 +449,61 @@ def layer_places(layout: KVLayout, record_layers: int) -> tuple[tuple[int, int],
     return tuple(places)
 
 
-# ---- sizes ----
+def differences(there: KVLayout, wanted: KVLayout) -> Iterator[str]:
+    """Tells what makes a pool of the one layout another than one of `wanted`, field by field.
+
+    A rotary embedding that nobody states is no difference.
+    """
+    pairs: list[tuple[str, KVLayout | LayerGroup, KVLayout | LayerGroup]]
+    pairs = [("layout", there, wanted)]
+    if there.object_bytes != wanted.object_bytes:
+        yield f"layout is of {_stored(there)} there, of {_stored(wanted)} wanted"
+        return
+    if len(there.groups) == len(wanted.groups):
+        groups = enumerate(zip(there.groups, wanted.groups, strict=True))
+        several = len(there.groups) > 1
+        pairs += [(f"layer_groups[{i}]" if several else "layout", *two) for i, two in groups]
+    elif there.groups != wanted.groups:
+        yield f"layout has {len(there.groups)} layer groups there, {len(wanted.groups)} wanted"
+    for name, mine, yours in pairs:
+        for one in fields(mine):
+            old, new = getattr(mine, one.name), getattr(yours, one.name)
+            told = one.name == "groups" or (one.name == "order" and there.groups != wanted.groups)
+            told |= one.name == "value_head_dim" and (old, new) == (mine.head_dim, yours.head_dim)
+            if old != new and not told and (one.compare or new is not None):
+                yield f"{name}.{one.name} is {shown(old)} there, {shown(new)} wanted"
+
+
+def _stored(layout: KVLayout) -> str:
+    size = layout.object_bytes
+    return "K and V" if size is None else f"objects up to {format_bytes(size)}"
+
+
+# ---- shares and sizes ----
+
+_SHARE = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]-\d+)?)\s*(%?)\s*", re.ASCII)
+
+
+def parse_share(share: float | str, what: str = "a share") -> float:
+    """The part of a whole in `share`, above 0 and up to 1: 0.05, or text such as "5%" or "0.05".
+
+    A bare 1 is refused: one means all by it, another 1 %, a third one page. what: the name of it
+    for the message. Raises BadArgumentError.
+    """
+    given: object = share
+    part = 0.0
+    if isinstance(given, str) and (match := _SHARE.fullmatch(given)):
+        is_bare = match[1].isdigit() and not match[2]
+        part = 0.0 if is_bare else float(match[1]) / (100 if match[2] else 1)
+    elif isinstance(given, Real) and not isinstance(given, Integral):
+        part = float(given)
+    if not 0 < part <= 1:  # also refuses NaN
+        raise BadArgumentError(
+            f"{shown(given)} is not {what}: write it like 0.05 or 5%; all is 1.0 or 100%, a "
+            "hundredth 0.01 or 1%"
+        )
+    return part
+
 
 _UNIT_BYTES = {
     "b": 1,

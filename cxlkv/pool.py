@@ -32,7 +32,7 @@ from cxlkv.errors import (
     SystemCallError,
     state_of,
 )
-from cxlkv.layout import KVLayout, format_bytes
+from cxlkv.layout import KVLayout, differences, format_bytes
 from cxlkv.machine import numa_mode
 from cxlkv.machine.coherence import (
     AUTO,
@@ -313,7 +313,10 @@ class Pool(MovedToAdmin, Closing):
         pool = cls._for(_core.pool_layout(handle)[0])(handle, place)
         if layout is not None and layout != pool.layout:
             pool.close()
-            raise GeometryError(f"{place} stores {pool.layout}, not {layout}")
+            raise GeometryError(
+                f"{place} is another pool than the layout given: "
+                f"{'; '.join(differences(pool.layout, layout))}"
+            )
         warn_of_moves(pool._handle, place, nodes)
         pool._with_threads(threads)
         if worker:

@@ -16,8 +16,8 @@ from cxlkv.layout import KVLayout
 
 CAPACITY_STEP_BYTES = 1 << 20  # capacities are told in whole MiB
 REWIND_TOKENS = 128  # what a window keeps beside itself, to be rewound: adapters.transformers
-_TOKENS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmM]?)i?\s*", re.ASCII)
-_MULTIPLES = {"": 1, "k": 1 << 10, "m": 1 << 20}
+_TOKENS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)i?\s*", re.ASCII)
+_MULTIPLES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _parts(layout: KVLayout, record_layers: int) -> list[int | None]:
 
 
 def parse_tokens(text: str | int) -> int:
-    """Of "1M", "128K", "32k" or "5000": K is 1024 and M is 1024 K, as of contexts."""
+    """Of "1M", "128K", "32k" or "5000": K is 1024, M is 1024 K and G 1024 M, as of contexts."""
     match = _TOKENS.fullmatch(str(text))
     count = Fraction(match[1]) * _MULTIPLES[match[2].lower()] if match else Fraction(0)
     if count.denominator != 1 or count < 1:

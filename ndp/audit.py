@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.errors import BadArgumentError, CXLKVError
-from cxlkv.layout import KVLayout
+from cxlkv.errors import CXLKVError
+from cxlkv.layout import KVLayout, parse_share
 from cxlkv.ndp import simd
 from cxlkv.ndp.engine import Asked, Selection
 
@@ -46,11 +46,17 @@ used = False
 _plans: WeakKeyDictionary[_core.Handle, _Plan] = WeakKeyDictionary()
 
 
+def share_or_none(given: float | str) -> float:
+    """A share of the selects; 0: none of them. Raises BadArgumentError."""
+    if given == 0 and not isinstance(given, bool):
+        return 0.0
+    return parse_share(given, "a share of the selects, or 0 for none")
+
+
 def set_share(pool: _core.Handle, share: float) -> None:
     """Audit this share of the selects from now on: every round(1 / share)-th, none for 0."""
-    if not 0 <= share <= 1:  # also refuses NaN
-        raise BadArgumentError(f"audit={share}: a share of the selects, 0 to 1")
     global used
+    share = share_or_none(share)
     _plans.pop(pool, None)
     if share > 0:
         used = True

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cxlkv.arrays import Array
 from cxlkv.errors import BadArgumentError, UnsupportedError
-from cxlkv.layout import format_bytes
+from cxlkv.layout import format_bytes, parse_share
 
 METHODS = ("exact", "digest", "two_stage", "auto", "attention")
 METHODS_TAKEN = (*METHODS, "all", "kept", "scorer")  # by their numbers in the core
@@ -26,6 +26,7 @@ PAGES_MAX = 2**31 - 1  # page numbers are int32
 AMOUNTS = ("pages", "share", "mass")
 REFRESH_MAX = 1024  # steps
 SHARE = 0.15
+SHARES = {"share": "a share of the pages", "mass": "a share of the attention"}
 """Of the pages, where a budget says nothing: docs/how-to/budgets.md says what it costs a model."""
 STAGED_TOKENS = 1024
 """Sketches are read of sequences from so many tokens on."""
@@ -76,7 +77,8 @@ class Budget:
             given = ["share"]
         if len(given) != 1:
             raise BadArgumentError("a budget is one of pages=, share= and mass=, not several")
-        self._check_amount(given[0], getattr(self, given[0]))
+        amount = self._amount(given[0], getattr(self, given[0]))
+        object.__setattr__(self, given[0], amount)
         for word in ("sinks", "recent", "dense_layers", "refresh"):
             value: object = getattr(self, word)
             if isinstance(value, bool) or not isinstance(value, Integral):
@@ -91,22 +93,24 @@ class Budget:
         layers: object = self.by_layer
         if not isinstance(layers, Mapping):
             raise BadArgumentError(f"by_layer={layers!r}: a mapping of layers to amounts is wanted")
-        for layer, amount in layers.items():
+        for layer in layers:
             if not isinstance(layer, Integral) or layer < 0:
                 raise BadArgumentError(f"by_layer: {layer!r} is no number of a layer")
-            self._check_amount(given[0], amount)
         # A copy, so that the budget stays as it was checked.
-        object.__setattr__(self, "by_layer", {int(n): of for n, of in self.by_layer.items()})
+        amounts = {int(n): self._amount(given[0], of) for n, of in layers.items()}
+        object.__setattr__(self, "by_layer", amounts)
 
-    def _check_amount(self, name: str, value: float) -> None:
-        given: object = value
-        is_number = isinstance(given, Real) and not isinstance(given, bool)
-        if not is_number or not abs(value) < math.inf:
-            raise BadArgumentError(f"{name}={value!r}: a number is wanted")
-        if name != "pages" and not (0 < value <= 1):
-            raise BadArgumentError(f"{name}={value}: outside (0, 1]")
-        if name == "pages" and (value < 1 or value != int(value)):
-            raise BadArgumentError(f"a budget of {value} pages: a whole number, at least 1")
+    @staticmethod
+    def _amount(name: str, given: float) -> float:
+        """Of pages, as it was given; else a share. Raises BadArgumentError."""
+        if name != "pages":
+            return parse_share(given, SHARES[name])
+        value: object = given
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise BadArgumentError(f"pages={value!r}: a number is wanted")
+        if not 1 <= given < math.inf or given != int(given):
+            raise BadArgumentError(f"a budget of {given} pages: a whole number, at least 1")
+        return given
 
     def chooses(self, layer: int) -> bool:
         """Whether there is anything to choose in this layer, or all pages are attended to."""
@@ -324,30 +328,21 @@ class Decoded:
     stages: Stages | None = None
 
 
-BudgetLike = Budget | float
-"""What stands for a budget: 0.05 is Budget(share=0.05)."""
+BudgetLike = Budget | float | str
+"""What stands for a budget: 0.05 and "5%" are Budget(share=0.05)."""
 
 
 def budget_of(given: BudgetLike) -> Budget:
     """The Budget that was given, or that of a share of the pages. Raises BadArgumentError."""
     if isinstance(given, Budget):
         return given
-    wanted = "a share of the pages such as 0.05, or a Budget such as Budget(pages=64), is wanted"
-    number: object = given
-    if isinstance(number, bool) or not isinstance(number, Real):
-        raise BadArgumentError(f"a budget of {given!r}: {wanted}")
-    share = float(given)
-    if share > 1 and share.is_integer():
+    try:
+        return _of_share(parse_share(given, SHARES["share"]))
+    except BadArgumentError as error:
         raise BadArgumentError(
-            f"a budget of {given}: a number is a share of the pages, at most 1; for that many "
-            f'pages write Budget(pages={given}), in settings {{"pages": {given}}}'
-        )
-    if not 0 < share <= 1:
-        raise BadArgumentError(
-            f"a budget of {given}: a share of the pages is above 0 and at most 1; None, where it "
-            "is allowed, is all pages"
-        )
-    return _of_share(share)
+            f'{error}. A number of pages is Budget(pages=64), in settings {{"pages": 64}}; None, '
+            "where it is allowed, is all"
+        ) from None
 
 
 @lru_cache(maxsize=64)  # decode steps ask for it in each layer

@@ -70,7 +70,7 @@ def test_a_file_that_is_no_pool(path: Path, content: bytes) -> None:
 
 
 def test_a_folder_and_a_fifo_are_no_pools(tmp_path: Path) -> None:
-    with pytest.raises(errors.CXLKVError, match="directory"):
+    with pytest.raises(errors.CXLKVError, match="is a folder: write a file in it"):
         CXLPool.open(tmp_path)
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(errors.NotAPoolError, match="neither a regular file nor a dax"):
@@ -96,7 +96,7 @@ def test_another_version(closed_file: Path) -> None:
 
 def test_another_layout_than_expected(closed_file: Path) -> None:
     expected = KVLayout(layers=3, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
-    with pytest.raises(errors.GeometryError, match=r"stores KVLayout.*not KVLayout"):
+    with pytest.raises(errors.GeometryError, match="another pool than the layout given: layout"):
         CXLPool.open(closed_file, layout=expected)
     CXLPool.open(closed_file, layout=SMALL).close()
 
@@ -244,10 +244,7 @@ def test_regions_that_are_not_here_are_refused_by_name(where: str) -> None:
 @pytest.mark.parametrize("where", ["tape:0", "s3:bucket", "anonymous", "", "/dev/shm/", "x\0y"])
 def test_places_that_are_none(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    if where == "anonymous":  # a file of that name in this folder, which is as good as any
-        CXLPool.create(where, layout=SMALL, capacity=CAPACITY).close()
-        return
-    with pytest.raises(errors.BadArgumentError, match=r"unknown region|not a path"):
+    with pytest.raises(errors.BadArgumentError, match=r"unknown region|not a path|: write |folder"):
         CXLPool.create(where, layout=SMALL, capacity=CAPACITY)
 
 

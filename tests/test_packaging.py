@@ -177,9 +177,9 @@ def test_an_editable_install_makes_only_cxlkv_importable(tmp_path: Path) -> None
     for name in ("tests.py", "vllm.py", "numpy.py"):
         (clones / name).write_text("raise SystemExit('planted')")
     subprocess.run([sys.executable, "-c", BUILD], cwd=checkout, check=True, capture_output=True)
-    zipfile.ZipFile(*clones.glob("*.whl")).extractall(site)
-    command = [sys.executable, "-I", "-S", "-c", IMPORT, site, numpy_at, *folders, "tests"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    zipfile.ZipFile(next(clones.glob("*.whl"))).extractall(site)
+    command = [sys.executable, "-I", "-S", "-c", IMPORT, str(site), str(numpy_at)]
+    done = subprocess.run([*command, *folders, "tests"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     ours = [f"{checkout}/cxlkv/__init__.py", f"{checkout}/cxlkv/kernels/__init__.py"]

@@ -28,6 +28,7 @@ from cxlkv.demo.forms import CONTROLS, Form
 from cxlkv.demo.full_attention import keys_and_values
 from cxlkv.demo.progress import tell
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.layout import parse_share
 from cxlkv.ndp import choosers, engine, scorers
 from cxlkv.sequence import Sequence as Tokens
 
@@ -161,12 +162,8 @@ class Plan:
         """Each method at each share of the pages ("0.05,0.15"), beside random, newest and best
         ones, and all; of fewer texts, steps and items, so that all methods are measured in less
         than two hours. Raises BadArgumentError."""
-        try:
-            shares = list(dict.fromkeys(float(share) for share in budgets.split(",")))
-        except ValueError:
-            raise BadArgumentError(f"budgets are shares of the pages, not {budgets!r}") from None
-        for share in shares:
-            engine.budget_of(share)
+        words = budgets.split(",")
+        shares = list(dict.fromkeys(parse_share(word, "a share of the pages") for word in words))
         forms = [Form.full()]
         for name in dict.fromkeys((*names, *REFERENCES)):
             forms += [Form(name, share) for share in shares]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -151,9 +152,24 @@ def striped_paths(path: str) -> list[str]:
     return path.removeprefix(STRIPED).split("+") if is_striped(path) else [path]
 
 
+def meant_by(text: str) -> str | None:
+    """The place that a bare word surely means which else would be a file's name; None: no other."""
+    if re.fullmatch(r"dax\d+\.\d+", text, re.ASCII):
+        return f"/dev/{text}"
+    return {"anonymous": "anonymous:", "numa": "numa:NODE"}.get(text)
+
+
 def _path_of(text: str) -> str:
-    if not text or "\0" in text or text.endswith("/"):
+    if not text or "\0" in text:
         raise BadArgumentError(f"{text!r} is not a path of a file")
+    if text.endswith("/") or os.path.isdir(text):
+        raise BadArgumentError(
+            f"{text} is a folder: write a file in it, like {os.path.join(text, 'my.pool')}"
+        )
+    if meant := meant_by(text):
+        raise BadArgumentError(
+            f"{text} would be a file in this folder: write {meant}, or ./{text} for the file"
+        )
     parent = Path(text).absolute().parent
     if not os.path.isdir(parent):
         raise BadArgumentError(

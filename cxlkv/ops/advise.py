@@ -22,13 +22,14 @@ from cxlkv.errors import (
     PoolMissingError,
     UnsupportedError,
 )
-from cxlkv.layout import KVLayout
+from cxlkv.layout import KVLayout, differences, parse_share
 from cxlkv.machine.costs import Costs, Decision, Prefill, Verdict, format_seconds, half_of_model
 from cxlkv.machine.state import write_whole
 from cxlkv.ndp.engine import SHARE
 from cxlkv.ndp.tuning import current
 from cxlkv.ops.top import plain
 from cxlkv.pool import Pool
+from cxlkv.sizes import parse_tokens
 
 if TYPE_CHECKING:
     from cxlkv.bench.result import Result
@@ -40,7 +41,7 @@ GPU_BYTES_PER_S, GPU_SOURCE = 2.0e12, "about that of an A100 80 GB by its data s
 """Where no GPU can be measured."""
 
 Share = Annotated[
-    float, typer.Option(help="Of the pages that a step attends to, whichever way is taken.")
+    str, typer.Option(help="Of the pages that a step attends to, whichever way is taken: 5%.")
 ]
 Speeds = Annotated[
     list[str] | None,
@@ -81,10 +82,10 @@ def advise(
         ),
     ] = "none",
     tokens: Annotated[
-        list[int] | None, typer.Option(help="Length of a cached prefix; again for more.", min=1)
+        list[str] | None, typer.Option(help="Length of a cached prefix, 32K; again for more.")
     ] = None,
     decode_tokens: Annotated[int, typer.Option(help="Decoded after each hit.", min=0)] = 128,
-    share: Share = SHARE,
+    share: Share = f"{SHARE}",
     prefill_tokens_per_s: Speeds = None,
     tflops: Annotated[
         float | None,
@@ -113,16 +114,15 @@ def advise(
     speed = prefill_of(layout, prefill_tokens_per_s or [], tflops, parameters, q_heads)
     if link_gb_per_s is not None and not 0 < link_gb_per_s < math.inf:
         raise BadArgumentError(f"--link-gb-per-s is {link_gb_per_s}: a number above 0 is wanted")
-    if not 0 < share <= 1:
-        raise BadArgumentError(f"--share is {share}: outside (0, 1]")
+    part = parse_share(share, "a --share of the pages")
     console = wide_console()
     sources: list[str] = []
     with console.status("measuring ..."):
         costs = measured(layout, pool or pool_of(config, layout), cold, q_heads, sources)
         costs = with_gpu(costs, link_gb_per_s, sources)
     costs = replace(costs, prefill=speed)
-    lengths = sorted(set(tokens or TOKENS))
-    answer = Answer.of(layout, costs, lengths, decode_tokens, share, sources)
+    lengths = sorted({parse_tokens(length) for length in tokens or TOKENS})
+    answer = Answer.of(layout, costs, lengths, decode_tokens, part, sources)
     show(answer, console)
     if json_file is not None:
         write(answer, json_file)
@@ -179,7 +179,10 @@ def pool_of(config: Path | None, layout: KVLayout) -> Path | None:
     except (PoolMissingError, NotAPoolError):
         return None  # not made yet: from_config() will, or says what is in the way
     if there != layout:
-        raise GeometryError(f"{where}: the pool there has another layout than {config} describes")
+        raise GeometryError(
+            f"{where} is another pool than {config} describes: "
+            f"{'; '.join(differences(there, layout))}"
+        )
     return Path(where)
 
 

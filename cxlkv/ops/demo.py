@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 
 from cxlkv.errors import BadArgumentError, UnsupportedError
-from cxlkv.layout import encodings_of
+from cxlkv.layout import encodings_of, parse_share
 from cxlkv.ops.console import JsonFile, needing
+from cxlkv.sizes import parse_tokens
 
 
 def demo(
@@ -19,8 +20,8 @@ def demo(
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Text file (UTF-8) for --model.")] = None,
     tokens: Annotated[
-        int | None,
-        typer.Option(help="Length of the context: 16384 of --tiny, or 4096 of --text."),
+        str | None,
+        typer.Option(help="Length of the context: 16K of --tiny, or 4K of --text."),
     ] = None,
     method: Annotated[
         str | None,
@@ -71,15 +72,16 @@ def demo(
         from cxlkv.demo import handover as handing_over
         from cxlkv.demo.text.measure import METHODS, SHARES, Wanted
         from cxlkv.demo.text.run import run as run_text
+    length = None if tokens is None else parse_tokens(tokens)
     if handover:
-        passed = handing_over.run(json_file, tokens)
+        passed = handing_over.run(json_file, length)
     elif model is not None and text is not None:
         methods = tuple(dict.fromkeys(map(str.strip, method.split(",")))) if method else METHODS
         rows = Wanted(methods, shares_of(budget) if budget else SHARES, dense_layers)
-        passed = run_text(model, text, tokens, rows, json_file, picture)
+        passed = run_text(model, text, length, rows, json_file, picture)
     else:
         folder = None if tiny or tokens or method else model_if_there(encoding)
-        passed = run_questions(folder, tokens, method, encoding, json_file, picture)
+        passed = run_questions(folder, length, method, encoding, json_file, picture)
     if not passed:
         raise typer.Exit(1)
 
@@ -151,14 +153,6 @@ def model_if_there(encoding: str) -> Path | None:
 
 def shares_of(text: str) -> tuple[float, ...]:
     """Of "2%,5%" or "0.02,0.05"."""
-    found = []
-    for word in text.split(","):
-        number = word.strip().removesuffix("%")
-        try:
-            share = float(number) / (100 if word.strip().endswith("%") else 1)
-        except ValueError:
-            share = 0.0
-        if not 0 < share < 1:
-            raise BadArgumentError(f"--budget {word.strip()}: a share of the pages, such as 5%")
-        found.append(share)
-    return tuple(sorted(set(found)))
+    return tuple(
+        sorted({parse_share(word, "a --budget, a share of the pages") for word in text.split(",")})
+    )

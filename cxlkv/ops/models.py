@@ -85,8 +85,8 @@ def find_config(model: str) -> tuple[Mapping[str, object], Path | None]:
     near = get_close_matches(model.lower(), [*ALIASES, *map(str.lower, SHIPPED)], 1, 0.8)
     meant = f"did you mean {near[0]}? " if near else ""
     raise PoolMissingError(
-        f"{meant}{model} is neither a folder or config.json here, nor in the cache of Hugging Face "
-        f"({_hub()}), nor a model that ships (smollm2). Nothing is downloaded: run "
+        f"{meant}{model} is neither a folder nor a config.json here, nor in the cache of Hugging "
+        f"Face ({_hub()}), nor a model that ships (smollm2). Nothing is downloaded: run "
         f"hf download {name} config.json, or give the model's folder"
     )
 

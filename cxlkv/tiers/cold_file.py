@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -87,6 +88,8 @@ REMEDIES = {
     errno.ENOTDIR: "Its folder is a file: choose another path",
     errno.EIO: "The disk fails: look at the kernel's log, and replace it",
 }
+# "head_dim=64" of a layout's text, "order=(0, 0)", "without sketches".
+_WORD = re.compile(r"[a-z_]+=(?:'[^']*'|\([^()]*\)|[^,()]+)|with\w* sketches")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -110,6 +113,16 @@ class RecordShape:
         text = f"{pool.layout}, {'with' if pool.sketch else 'without'} sketches"
         element = 1 if pool.layout.is_encoded else DTYPE_BYTES.get(pool.layout.dtype, 1)
         return cls(*pool.records.shape, text, element)
+
+    def apart(self, pool: RecordShape) -> str:
+        """Tells how records that are there differ from a pool's, by the words that differ."""
+        texts = [_WORD.findall(one.text) for one in (self, pool)]
+        sides = zip((self, pool), texts, reversed(texts), strict=True)
+        there, ours = (
+            f"{one.bytes} bytes each, {', '.join(w for w in own if w not in others) or one.text}"
+            for one, own, others in sides
+        )
+        return f"{there}; this pool's have {ours}"
 
 
 class Place(NamedTuple):
@@ -260,11 +273,12 @@ class ColdFile:
         if header["state"] == BEING_MADE:  # killed before anything was stored
             return BEING_MADE
         if (header["record_bytes"], header["layout"]) != (self.shape.bytes, self.shape.layout):
+            there = RecordShape(
+                header["record_bytes"], header["layout"], header["text"].decode(errors="replace")
+            )
             raise GeometryError(
-                f"{self.path} holds records of another pool layout: "
-                f"{header['text'].decode(errors='replace')}, {header['record_bytes']} bytes each; "
-                f"this pool's have {self.shape.bytes}: {self.shape.text}. Give each layout a file "
-                "of its own"
+                f"{self.path} holds records of another pool layout: {there.apart(self.shape)}. "
+                "Give each layout a file of its own"
             )
         if version != VERSIONS[self.compress]:
             made = next(name for name, number in VERSIONS.items() if number == version)

@@ -74,7 +74,6 @@ def open_cold(
         raise BadArgumentError("cold_capacity= and compress= go with the path of a file")
     if (cold.shape.bytes, cold.shape.layout) != (shape.bytes, shape.layout):
         raise GeometryError(
-            f"cold= keeps records of another pool layout: {cold.shape.text}, {cold.shape.bytes} "
-            f"bytes each; this pool's have {shape.bytes}: {shape.text}"
+            f"cold= keeps records of another pool layout: {cold.shape.apart(shape)}"
         )
     return cold

@@ -58,7 +58,7 @@ def test_settings_as_they_are_written() -> None:
         ({"hosts": 2}, "hosts is for a pool that hosts share: add sharing, software"),
         ({"load_failure": "ignore"}, "load_failure is 'ignore': one of recompute, fail"),
         ({"deadline_s": 0}, "deadline_s is 0: a number above 0"),
-        ({"audit": 2}, "audit is 2: a number from 0 to 1"),
+        ({"audit": 2}, "audit: 2 is not a share of the selects, or 0 for none"),
         ({"local": "1GiB"}, "local needs attention: pool"),
         ({"worker": True}, "worker needs attention: pool"),
         ({"attention": "pool", "worker": 1}, "worker is 1: true or false is wanted"),
@@ -71,9 +71,15 @@ def test_settings_as_they_are_written() -> None:
         ({"budget": {"share": 0.1}}, "budget needs attention: pool"),
         ({"attention": "pool", "budget": 64}, r'in settings {"pages": 64}'),
         ({"attention": "pool", "budget": {"part": 0.1}}, "budget: .* of pages, share, mass"),
-        ({"attention": "pool", "budget": {"share": 2}}, r"share=2: outside \(0, 1\]"),
+        (
+            {"attention": "pool", "budget": {"share": 2}},
+            "budget: 2 is not a share of the pages: write it like 0.05 or 5%",
+        ),
         ({"attention": "pool", "budget": {"pages": 1.5}}, "budget: a budget of 1.5 pages: a whole"),
-        ({"attention": "pool", "budget": {"share": "a"}}, "budget: share='a': a number is wanted"),
+        (
+            {"attention": "pool", "budget": {"share": "a"}},
+            "budget: 'a' is not a share of the pages",
+        ),
         (
             {"attention": "pool", "budget": {"pages": 4, "by_layer": 3}},
             "by_layer=3: a mapping of",

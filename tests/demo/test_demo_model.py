@@ -502,7 +502,9 @@ def test_options_that_do_not_go_together_are_refused(
     for options in ((folder, None), (None, text)):
         assert "go together" in refused(*options)
     for budget in ("0%", "much", "5%,", "100%"):
-        assert "a share of the pages, such as 5%" in refused(folder, text, "--budget", budget)
+        assert "a share of the pages: write it like 0.05 or 5%" in refused(
+            folder, text, "--budget", budget
+        )
     assert "method 'best': use one of exact" in refused(folder, text, "--method", "best")
     assert "at least 256" in refused(folder, text, "--tokens", 100)
 

@@ -331,7 +331,7 @@ def test_a_small_pool_of_another_shape_is_refused_with_both(
     make_engine(where / "one.pool", form="tier")
     make_engine(where / "one.pool", form="tier", chunk_size=2 * CHUNK)
     assert len(heard) == 1
-    assert "wanted here" in heard[0]
+    assert "another pool than the one wanted" in heard[0]
     half = make_engine(where / "one.pool", form="tier", chunk_size=CHUNK // 2)
     stored(half, 1)
     assert half.storage.counting.counts["stored_objects"] == 12

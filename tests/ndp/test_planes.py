@@ -59,7 +59,7 @@ def read_of(pool: CXLPool, sequence: Sequence, q: Floats, error: float) -> tuple
         np.zeros((len(q), 2, DIM), np.float32),
         np.zeros((len(q), 2, DIM), np.float32),
         [0, len(q)],
-        Budget(share=1, error=error),
+        Budget(share=1.0, error=error),
     )
     sequence.truncate(TOKENS)
     return np.asarray(found.out), found.bytes_read * 8 / (2 * 2 * DIM * (TOKENS + len(q)))
@@ -98,7 +98,7 @@ def test_a_sum_of_planes_is_the_same_by_any_way(
     np.testing.assert_array_equal(both[0], both[1])
     np.testing.assert_allclose(both[:1], alone, atol=2e-5)
     twin.release()
-    every = sequence.select(0, q, Budget(share=1), method="exact")
+    every = sequence.select(0, q, Budget(share=1.0), method="exact")
     listed, _ = sequence.attend(0, q, every, error=0.03)
     np.testing.assert_allclose(listed, alone, atol=2e-2)
     some = sequence.select(0, q, Budget(pages=20), method="two_stage")

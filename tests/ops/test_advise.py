@@ -276,7 +276,8 @@ def test_a_configuration_of_another_pool(
     CXLPool.create(path, layout=other, capacity="8MiB").close()
     shape = "{layers: 2, kv_heads: 2, head_dim: 32}"
     config.write_text(f"where: {path}\ncapacity: 8MiB\nif_exists: replace\nlayout: {shape}\n")
-    assert "another layout" in refused(capsys, "--config", str(config))
+    wrong = refused(capsys, "--config", str(config))
+    assert "describes: layout.layers is 1 there, 2 wanted" in wrong
     with CXLPool.open(path) as pool:
         assert pool.layout == other
 
@@ -302,7 +303,7 @@ def test_a_configuration_of_another_pool(
         ("MODEL --parameters 8e9 --prefill-tokens-per-s 9", "--parameters goes with --q-heads"),
         ("MODEL --parameters 8e9 --q-heads 8", "--parameters goes with --tflops or one"),
         ("MODEL --tflops nan --parameters 8e9 --q-heads 8", "flops_per_s is nan"),
-        ("MODEL --share 0", "--share is 0.0"),
+        ("MODEL --share 0", "'0' is not a --share of the pages: write it like 0.05 or 5%"),
         ("MODEL --link-gb-per-s nan", "--link-gb-per-s is nan"),
         ("MODEL --cold absent/cold", "its folder does not exist"),
         ("MODEL --json absent/advice.json", "its folder does not exist"),

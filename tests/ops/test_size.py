@@ -250,7 +250,7 @@ def test_an_encoded_pool_is_as_large_as_told(
         (("smollm2", "--encoding", "int2"), "one of none, int8, int4"),
         (("absent",), "hf download ORGANISATION/absent config.json"),
         (("smolm2",), "did you mean smollm2?"),
-        (("smollm2", "--tokens", "1G"), "not a number of tokens"),
+        (("smollm2", "--tokens", "1T"), "not a number of tokens"),
         (("smollm2", "--tokens", "1K", "--capacity", "1GiB"), "give one"),
         (("smollm2", "--capacity", "1MiB"), "holds no page"),
     ],

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
 from cxlkv.errors import BadArgumentError, GeometryError
-from cxlkv.layout import KVLayout, format_bytes, parse_bytes
+from cxlkv.layout import KVLayout, differences, format_bytes, parse_bytes
 from cxlkv.machine.regions import is_device, one_maker, parse_place
 from cxlkv.machine.topology import Machine, missing, probe
 from cxlkv.pool import Pool
@@ -177,7 +177,9 @@ def _opened(kind: type[Kind], path: str, layout: KVLayout, shared: PoolSettings)
     larger = (there.object_bytes or 0) >= (layout.object_bytes or 0) > 0
     if (there == layout or larger) and pool.checksum and isinstance(pool, kind):
         return pool
-    lacks = "" if pool.checksum else " and has no checksums"
+    found = [] if larger else list(differences(there, layout))
+    if not pool.checksum:
+        found.append("it has no checksums")
     pool.close()
     if isinstance(pool, kind) and _but_for_encodings(there) == _but_for_encodings(layout) != there:
         raise GeometryError(
@@ -186,8 +188,8 @@ def _opened(kind: type[Kind], path: str, layout: KVLayout, shared: PoolSettings)
             "encoding gets a file of its own"
         )
     raise GeometryError(
-        f"{path} stores {there}{lacks}; wanted here: {layout}. Give a folder as where, in which "
-        "each model gets a file of its own, or another path"
+        f"{path} is another pool than the one wanted: {'; '.join(found)}. Give a folder as where, "
+        "in which each model gets a file of its own, or another path"
     )
 
 

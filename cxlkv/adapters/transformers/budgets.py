@@ -16,7 +16,7 @@ def checked(budgets: Budgets) -> Budget | tuple[Budget | None, ...] | None:
     """As it is kept; raises BadArgumentError for what is no budget, and for mixed union or per."""
     if budgets is None:
         return None
-    if not isinstance(budgets, Sequence) or isinstance(budgets, str):
+    if isinstance(budgets, str) or not isinstance(budgets, Sequence):
         return budget_of(budgets)
     kept = tuple(None if one is None else budget_of(one) for one in budgets)
     if not kept:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from cxlkv.adapters.transformers.steps import LayerStep, Step
-from cxlkv.errors import BadArgumentError
+from cxlkv.layout import parse_share
 
 BLOCK_TOKENS = 128
 STRIDE = 16
@@ -51,11 +51,7 @@ class Prefill(NamedTuple):
 
 def check_mass(mass: float | None) -> float | None:
     """The share of the attention to keep as it is. Raises BadArgumentError when it is none."""
-    if mass is not None and not 0 < mass <= 1:
-        raise BadArgumentError(
-            f"prefill_mass={mass!r}: a share of the attention above 0 and up to 1, or None for all"
-        )
-    return mass
+    return None if mass is None else parse_share(mass, "a prefill_mass, a share of the attention")
 
 
 def long_rows(part: LayerStep) -> npt.NDArray[np.bool_]:

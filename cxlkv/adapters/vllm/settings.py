@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from cxlkv.adapters.common.settings import PoolSettings, read
 from cxlkv.adapters.vllm.messages import Options
 from cxlkv.config import Keys, Size, Source, checked
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import scorers
+from cxlkv.ndp.audit import share_or_none
 from cxlkv.ndp.engine import Budget, budget_of
 from cxlkv.pages import PRIORITY_MAX
 
@@ -23,13 +24,13 @@ PREFIX = "kv_connector_extra_config"
 
 
 def _budget(given: object) -> Budget | None:
-    """A budget written as a share of the pages, like 0.1, or as a mapping of Budget's own words,
-    like {"pages": 64}; true is Budget(), null and false are all pages."""
+    """A budget written as a share of the pages, like 0.1 or "10%", or as a mapping of Budget's own
+    words, like {"pages": 64}; true is Budget(), null and false are all pages."""
     if given is None or given is False:
         return None
     if given is True:
         return Budget()
-    if isinstance(given, (Budget, float, int)):
+    if isinstance(given, (Budget, float, int, str)):
         return budget_of(given)
     known, words = [one.name for one in fields(Budget)], given
     if not isinstance(words, Mapping) or not set(words) <= set(known):
@@ -62,7 +63,7 @@ class Settings(PoolSettings):
     attention: Literal["engine", "pool"] = "engine"
     budget: _Budget = None
     method: str = "auto"
-    audit: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
+    audit: Annotated[float, BeforeValidator(share_or_none)] = 0.0
     audit_hits: int = Field(0, ge=0, description="a whole number, 0 or more")
     load: Literal["sync", "async"] = "sync"
     deadline_s: float = Field(5.0, gt=0, description="a number above 0")
