@@ -753,8 +753,8 @@ OTHER_KINDS: dict[str, tuple[Callable[[CXLPool, Sequence], object], str]] = {
     "no names": (lambda *_: object_keys(other(None)), "keys are a list"),
     "pages for a budget": (lambda _, one: one.select(0, rows(1)[0], 64), "pages=64"),
     "text for budgets": (
-        lambda pool, one: pool.batch([one]).select(0, rows(1), [0, 1], other(["5%"])),
-        "such as 0.05",
+        lambda pool, one: pool.batch([one]).select(0, rows(1), [0, 1], other(["few"])),
+        "write it like 0.05",
     ),
     "no sequence to publish": (
         lambda pool, _: pool.publish_prefix(other(b"h"), [1]),
