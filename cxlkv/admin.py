@@ -14,6 +14,7 @@ from cxlkv.machine.hosts import Host, hosts_of
 from cxlkv.machine.huge_pages import check_huge, huge_bytes, look, mapped, require
 from cxlkv.machine.placement import CHECK_PAGES, warn_of_moves
 from cxlkv.ndp import audit
+from cxlkv.numbers import is_whole
 from cxlkv.pages import PRIORITY_MAX
 from cxlkv.stats import Overview, of_pool
 
@@ -97,7 +98,7 @@ class Admin(OfThisProcess):
         certainly does not run, since stores of a running one would land in others' pages. Raises
         BusyError when it beats, BadArgumentError when it is not there.
         """
-        if not 0 <= host < HOSTS_MAX:
+        if not is_whole(host, 0, HOSTS_MAX - 1):
             raise BadArgumentError(f"host {host}: outside 0 to {HOSTS_MAX - 1}")
         _core.pool_fence(self._handle, host, confirmed_off)
 
@@ -142,7 +143,7 @@ class Admin(OfThisProcess):
         count as of more than 0, those that were used last. Like a pin, it is of this host, for its
         own pages. Raises BadArgumentError.
         """
-        if not 0 <= priority <= PRIORITY_MAX:
+        if not is_whole(priority, 0, PRIORITY_MAX):
             raise BadArgumentError(f"priority {priority}: 0 to {PRIORITY_MAX}")
         return _core.prioritize(self._handle, self._hashes(keys, strict), priority, lowers)
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, STORED
+from cxlkv.numbers import FLOAT32_MAX
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -66,7 +67,7 @@ BYTES = STORED.index("uint8")
 _CODE_BYTES = (*(dtype.itemsize for dtype in NUMPY_DTYPES), 1)
 NEAR = 1 << 44
 """Below are few addresses of a process, and all of elements that have no storage."""
-FLOAT32_LEAST, FLOAT32_MOST = 2.0**-149, (2 - 2.0**-23) * 2.0**127
+FLOAT32_LEAST = 2.0**-149
 
 
 def positive_float32(value: object, name: str) -> float:
@@ -76,7 +77,7 @@ def positive_float32(value: object, name: str) -> float:
         found = float(value) if math.isfinite(value) else -1.0  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last by torch
         found = -1.0
-    if isinstance(value, bool) or not FLOAT32_LEAST <= found <= FLOAT32_MOST:
+    if isinstance(value, bool) or not FLOAT32_LEAST <= found <= FLOAT32_MAX:
         raise BadArgumentError(f"{name}={value!r} must be positive and finite, in float32, too")
     return found
 

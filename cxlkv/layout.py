@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property
-from numbers import Integral, Real
 
 from cxlkv.errors import BadArgumentError, UnsupportedError, shown
+from cxlkv.numbers import is_real, is_whole
 from cxlkv.rotary import PAIRS_MAX, Rotary
 
 DTYPES = ("bfloat16", "float16", "float32")  # a dtype's index is its code in the pool's format
@@ -52,10 +52,6 @@ def encodings_of(text: str) -> tuple[str, str]:
 _SHAPE = ("kv_heads", "head_dim", "value_head_dim", "dtype", "values", "k_encoding", "v_encoding")
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
     """Layers of one shape.
@@ -96,11 +92,11 @@ class LayerGroup:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         for name in ("layers", "kv_heads", "head_dim", "value_head_dim"):
             value = getattr(self, name)
-            if not _is_whole(value) or not 1 <= value < 2**31:
+            if not is_whole(value, 1, 2**31 - 1):
                 raise BadArgumentError(f"{name} is {value!r}: it must be a whole number above 0")
         if self.layers > LAYERS_MAX:
             raise BadArgumentError(f"layers is {self.layers}: outside 1 to {LAYERS_MAX}")
-        if self.window is not None and not (_is_whole(self.window) and 1 <= self.window < 2**31):
+        if self.window is not None and not is_whole(self.window, 1, 2**31 - 1):
             raise BadArgumentError(f"window is {self.window!r}: tokens, above 0, or None")
         if self.values not in VALUES:
             raise BadArgumentError(f"values={self.values!r}: 'own' or 'key_prefix'")
@@ -223,6 +219,9 @@ class KVLayout:
         if order is None:
             order = [index for index, group in enumerate(groups) for _ in range(group.layers)]
         layout = cls.__new__(cls)
+        given: object = order
+        if not isinstance(given, Iterable):
+            raise BadArgumentError(f"order={given!r:.40}: the group of each layer, such as (0, 1)")
         layout._set(tuple(groups), tuple(order), page_tokens, shard, model_id)
         return layout
 
@@ -257,6 +256,8 @@ class KVLayout:
     ) -> None:
         if not groups:
             raise BadArgumentError("a layout needs at least one layer group")
+        if not all(is_whole(index, 0, len(groups) - 1) for index in order):
+            raise BadArgumentError(f"order {order!r:.60}: indices of {len(groups)} groups, from 0")
         if [order.count(index) for index in range(len(groups))] != [g.layers for g in groups] or (
             len(order) != sum(g.layers for g in groups)
         ):
@@ -265,9 +266,11 @@ class KVLayout:
                 f"{[group.layers for group in groups]}"
             )
         most = OBJECT_BYTES_MAX if groups[0].values == "object" else 1024
-        if not _is_whole(page_tokens) or not 1 <= page_tokens <= most:
+        if not is_whole(page_tokens, 1, most):
             raise BadArgumentError(f"page_tokens is {page_tokens!r}: outside 1 to {most}")
-        if [_is_whole(x) and x < 2**31 for x in shard] != [True] * 4:
+        given: object = shard
+        each = [is_whole(x, 0, 2**31 - 1) for x in given] if isinstance(given, Iterable) else []
+        if each != [True] * 4:
             raise BadArgumentError(f"shard {shard}: (tp rank, tp size, pp rank, pp size)")
         rank, size, stage, stages = shard
         if not (0 <= rank < size and 0 <= stage < stages):
@@ -380,6 +383,8 @@ class KVLayout:
 
     def rotary_of(self, layer: int) -> Rotary | None:
         """How the model turned a layer's keys; None: not at all, or not known."""
+        if not is_whole(layer, 0, len(self.order) - 1):
+            raise BadArgumentError(f"layer {layer!r}: the layout has {len(self.order)}")
         return self.groups[self.order[layer]].rotary
 
     @cached_property
@@ -405,8 +410,11 @@ class KVLayout:
     def piece_bytes(self, channels: int, encoding: str, more_bytes: int = 0) -> int:
         """Of a page's tokens, of one head: as the model made them, or whole blocks of codes.
 
-        more_bytes: behind the rows, or the scales of codes; a digest's scale.
+        more_bytes: behind the rows, or the scales of codes; a digest's scale. Raises
+        BadArgumentError.
         """
+        if not is_whole(channels, 1) or not is_whole(more_bytes):
+            raise BadArgumentError(f"pieces of {channels!r:.40} channels and {more_bytes!r:.40}")
         row = _row_bytes(channels, encoding, self.dtype)
         if encoding not in CODE_BITS:
             return self.page_tokens * row + more_bytes
@@ -487,17 +495,17 @@ _SHARE = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]-\d+)?)\s*(%?)\s*", re.ASCII
 def parse_share(share: float | str, what: str = "a share") -> float:
     """The part of a whole in `share`, above 0 and up to 1: 0.05, or text such as "5%" or "0.05".
 
-    A bare 1 is refused: one means all by it, another 1 %, a third one page. what: the name of it
-    for the message. Raises BadArgumentError.
+    The text "1" is refused: one means all by it, another 1 %. what: the name of it for the
+    message. Raises BadArgumentError.
     """
     given: object = share
     part = 0.0
     if isinstance(given, str) and (match := _SHARE.fullmatch(given)):
         is_bare = match[1].isdigit() and not match[2]
         part = 0.0 if is_bare else float(match[1]) / (100 if match[2] else 1)
-    elif isinstance(given, Real) and not isinstance(given, Integral):
+    elif is_real(given, 0, 1):
         part = float(given)
-    if not 0 < part <= 1:  # also refuses NaN
+    if not 0 < part <= 1:
         raise BadArgumentError(
             f"{shown(given)} is not {what}: write it like 0.05 or 5%; all is 1.0 or 100%, a "
             "hundredth 0.01 or 1%"
@@ -516,7 +524,7 @@ _UNIT_BYTES = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
 def parse_bytes(size: str | int) -> int:
@@ -525,12 +533,13 @@ def parse_bytes(size: str | int) -> int:
     A bare "G" is refused, as half of the world means 10**9 by it and the other half 2**30.
     Raises BadArgumentError for anything that is not a whole number of bytes, 0 or more.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise BadArgumentError(f"{size!r} is not a size: give bytes as a number, or text like 2GiB")
-    if isinstance(size, int):
-        if size < 0:
+    if not isinstance(size, str):
+        if is_whole(size):
+            return int(size)
+        if is_whole(size, -(2**63)):
             raise BadArgumentError(f"a size cannot be negative: {size}")
-        return size
+        wrong = "is not a size: give bytes as a number below 2**63, or text like 2GiB"
+        raise BadArgumentError(f"{size!r:.40} {wrong}")
     match = _SIZE.fullmatch(size)
     unit_bytes = _UNIT_BYTES.get(match[2].lower() or "b") if match else None
     if match is None or unit_bytes is None:
@@ -538,7 +547,7 @@ def parse_bytes(size: str | int) -> int:
     count = Fraction(match[1]) * unit_bytes
     if count.denominator != 1:
         raise BadArgumentError(f"{size!r} is not a whole number of bytes")
-    return int(count)
+    return parse_bytes(int(count))
 
 
 def format_bytes(size_bytes: int) -> str:

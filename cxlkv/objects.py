@@ -21,6 +21,7 @@ from cxlkv._lifetime import Closing
 from cxlkv.arrays import Addresses, Sizes, address_of, is_torch, memory_of, values_of
 from cxlkv.errors import BadArgumentError, CorruptError, ReleasedError
 from cxlkv.layout import DTYPES, ENCODINGS, dtype_name, format_bytes
+from cxlkv.numbers import array_of, is_whole
 from cxlkv.pool import Pool
 from cxlkv.prefix import PageKey, PageKeys, key_hashes, root
 
@@ -46,12 +47,16 @@ class RowForm(NamedTuple):
     def stored_bytes(self, size: int) -> int:
         """What a buffer of so many bytes takes in an object. Raises BadArgumentError for what is no
         whole number of rows, and for forms that there are not."""
+        if not is_whole(size):
+            raise BadArgumentError(f"rows of {size!r:.40} bytes: a whole number, 0 or more")
         return _core.row_form_bytes(*self.codes(), size)
 
     def codes(self) -> tuple[int, int, int]:
         """As the core has them. Raises BadArgumentError."""
         if self.encoding not in ENCODINGS:
             raise BadArgumentError(f"encoding {self.encoding!r}: objects keep rows as {KEPT_AS}")
+        if not is_whole(self.dim, 1, 2**32 - 1):
+            raise BadArgumentError(f"rows of {self.dim!r:.40} channels: a whole number, above 0")
         return ENCODINGS.index(self.encoding), DTYPES.index(dtype_name(self.dtype)), self.dim
 
 
@@ -339,7 +344,7 @@ class Reserved(_Leased):
         places that were given back.
         """
         given = range(len(self)) if places is None else places
-        chosen = _numbers(np.asarray(given), "places")
+        chosen = _numbers(given, "places")
         hashes = hashes_of(keys)
         if len(hashes) != len(chosen) * _core.HASH_BYTES:
             raise BadArgumentError(
@@ -405,7 +410,7 @@ def _encoded(names: list[str | bytes]) -> tuple[bytes, list[str | bytes]]:
 
 def _numbers(given: npt.ArrayLike, name: str) -> Addresses:
     """Whole numbers, none of them negative."""
-    found = np.asarray(given)
+    found = array_of(given, name)
     if found.size and (found.dtype.kind not in "iu" or (found < 0).any()):
         raise BadArgumentError(f"{name}: whole numbers from 0 are wanted, not {found.dtype}")
     return found.astype(np.uint64)

@@ -21,8 +21,10 @@ from cxlkv._lifetime import OfThisProcess
 from cxlkv.arrays import Codes, Counts, Generations, Names, Offsets, PageIds, RecordBytes
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, layer_places
+from cxlkv.numbers import is_whole
 
 NO_PAGE = _core.NO_PAGE  # in place of an id: none, behind a window
+PLACES_MAX = _core.PLACES_MAX
 
 COUNTER_WIDTH = 16
 COUNT_MAX = (1 << COUNTER_WIDTH) - 1
@@ -52,7 +54,7 @@ class Places(NamedTuple):
 
 def places_of(geometry: Mapping[str, int], layout: KVLayout, pages: PageIds, layer: int) -> Places:
     """Places by geometry alone, of pages of the layer's part: docs/reference/memory-layout.md."""
-    if not 0 <= layer < layout.layers:
+    if not is_whole(layer, 0, layout.layers - 1):
         raise BadArgumentError(f"layer {layer}: the pool has {layout.layers}")
     given: Offsets = np.asarray(pages, np.int64)
     if given.size and not 0 <= given.min() <= given.max() < geometry["page_count"]:
@@ -81,6 +83,11 @@ def places_of(geometry: Mapping[str, int], layout: KVLayout, pages: PageIds, lay
     )
 
 
+def _check_pages(count: int) -> None:
+    if not is_whole(count):
+        raise BadArgumentError(f"{count!r} pages: a whole number, 0 or more")
+
+
 class Pages(OfThisProcess):
     """`pool.pages`: takes and gives back pages by id; batched, one lock a call."""
 
@@ -104,8 +111,7 @@ class Pages(OfThisProcess):
 
     def alloc(self, count: int) -> PageIds:
         """`count` page ids, uint32; neighbours where there are any. Raises PoolFullError."""
-        if count < 0:
-            raise BadArgumentError(f"{count} pages")
+        _check_pages(count)
         pages = np.full(min(count, self._total + 1), NO_PAGE, np.uint32)
         try:
             _core.pages_alloc(self._pool, pages)
@@ -129,6 +135,7 @@ class Pages(OfThisProcess):
 
     def retry(self, call: Callable[[], T], pages: int) -> T:
         """What `call` returns, which takes at most that many pages; as reclaim.retry()."""
+        _check_pages(pages)
         return reclaim.retry(call, self._pool, lambda: pages)
 
     def evictable(self) -> npt.NDArray[np.bool_]:
@@ -145,8 +152,7 @@ class Pages(OfThisProcess):
         as this host has, if that is more, but not beyond its share; for a caller that can also wait
         for its own requests to end.
         """
-        if pages < 0:
-            raise BadArgumentError(f"{pages} pages")
+        _check_pages(pages)
         _core.pages_want(self._pool, pages, within_share)
 
     def owes_room(self) -> bool:
@@ -298,8 +304,7 @@ class Hotness(OfThisProcess):
         return self._best(count, among, self.counts())
 
     def _best(self, count: int, among: PageIds | None, ranks: Counts) -> PageIds:
-        if count < 0:
-            raise BadArgumentError(f"{count} pages")
+        _check_pages(count)
         pages = np.arange(self._total, dtype=np.uint32)
         if among is not None:
             pages = np.asarray(among, np.uint32)
@@ -319,7 +324,7 @@ class Hotness(OfThisProcess):
         Documentation/trace/cxl-hmu.rst: an entry is (unit_index << counter_width) | count, where a
         unit is a range of the device's memory. Here units are pages, in their order.
         """
-        if threshold < 1:
+        if not is_whole(threshold, 1):
             raise BadArgumentError(f"a threshold of {threshold} uses: at least 1")
         counts, _, epoch = _core.hotness_read(self._pool, 0, self._total)
         units = np.flatnonzero(counts >= threshold).astype(np.uint64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import warnings
@@ -68,6 +67,7 @@ from cxlkv.machine.regions import (
 )
 from cxlkv.ndp import scorers
 from cxlkv.ndp.worker import WorkerUse, worker_use
+from cxlkv.numbers import is_whole, seconds
 from cxlkv.pages import Hotness, Pages, Records
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
 from cxlkv.sequence import Batch, Hit, Sequence
@@ -151,12 +151,12 @@ class Pool(MovedToAdmin, Closing):
             raise BadArgumentError(f"layout is a KVLayout, not {type(layout).__name__}")
         kind = cls._for(layout)
         shared = parse_sharing(sharing, durable, hosts)
-        _check_threads(threads)  # first: a pool that was made would stay behind
+        _check_threads(1 if threads is None else threads)  # first: a pool made would stay behind
         if huge is not None:
             check_huge(huge)
         place = numa_mode.emulated(parse_place(where))
         path, nodes, in_place = place
-        own = next(iter(parse_host(host, lease_s, path)), None) if shared[0] else None
+        own = next(iter(parse_host(host, lease_s, path)[: shared[0]]), None)  # shared[0] 0: alone
         capacity_bytes = capacity_bytes_at(place, capacity)
         check_host_folder(path)
         if nodes:
@@ -502,9 +502,8 @@ class CXLPool(Pool):
         """
         if use not in _core.WORKER_USES:
             raise BadArgumentError(f"use {use!r}: one of {', '.join(_core.WORKER_USES)}")
-        if deadline_s is not None and not 0 < deadline_s < math.inf:
-            raise BadArgumentError(f"deadline_s={deadline_s}: more than 0")
-        _core.pool_use_worker(self._handle, use, deadline_s or 0.0)
+        limit_s = 0.0 if deadline_s is None else seconds("deadline_s", deadline_s)
+        _core.pool_use_worker(self._handle, use, limit_s)
         return self.worker
 
     @property
@@ -568,7 +567,7 @@ class CXLPool(Pool):
         those of content_keys(). Raises BadArgumentError for a sequence that goes on from such
         pages, unless strict=False.
         """
-        if tokens_per_key < 1:
+        if not is_whole(tokens_per_key, 1):
             raise BadArgumentError(f"{tokens_per_key} tokens a key: at least 1")
         if not isinstance(seq, Sequence):
             raise BadArgumentError(f"a sequence is wanted, not {type(seq).__name__}")
@@ -671,6 +670,6 @@ def _settled(path: str, host: Host) -> _core.Handle:
     return handle
 
 
-def _check_threads(threads: int | None) -> None:
-    if threads is not None and not 1 <= threads <= THREADS_MAX:
+def _check_threads(threads: int) -> None:
+    if not is_whole(threads, 1, THREADS_MAX):
         raise BadArgumentError(f"{threads} threads: outside 1 to {THREADS_MAX}")

@@ -29,6 +29,7 @@ from cxlkv import _core
 from cxlkv._core import tail_keys as tail_keys
 from cxlkv.arrays import Hashes
 from cxlkv.errors import BadArgumentError
+from cxlkv.numbers import array_of, is_whole
 
 __all__ = ["prefix_keys"]
 
@@ -167,7 +168,7 @@ def root(salt: bytes) -> bytes:
 
 def whole_ids(token_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """Token ids as int64, one after the other."""
-    given = np.asarray(token_ids)
+    given = array_of(token_ids, "token ids")
     if given.ndim != 1:
         raise BadArgumentError(f"token ids have shape {given.shape}, wanted one dimension")
     if given.size and given.dtype.kind not in "iu":
@@ -176,6 +177,6 @@ def whole_ids(token_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
 
 def _page_tokens(page_tokens: int) -> int:
-    if not 1 <= page_tokens < 1 << 32:
+    if not is_whole(page_tokens, 1, 2**32 - 1):
         raise BadArgumentError(f"pages of {page_tokens} tokens: at least 1")
     return page_tokens

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv.errors import BadArgumentError
+from cxlkv.numbers import FLOAT32_MAX, array_of, is_real, is_whole
 
 PAIRS_MAX = 256
 """Of a layer; of all groups of a layout together, too."""
@@ -30,21 +31,25 @@ class Rotary:
     neighbours: bool = False
 
     def __post_init__(self) -> None:
-        rounded = tuple(float(np.float32(each)) for each in self.frequencies)
-        if not 1 <= len(rounded) <= PAIRS_MAX or not all(map(math.isfinite, rounded)):
+        some: object = self.frequencies
+        given = tuple(islice(some, PAIRS_MAX + 1)) if isinstance(some, Iterable) else ()
+        finite = all(is_real(each, -FLOAT32_MAX, FLOAT32_MAX) for each in given)
+        if not 1 <= len(given) <= PAIRS_MAX or not finite:
             raise BadArgumentError(
                 f"frequencies of a rotary embedding: 1 to {PAIRS_MAX} finite numbers, radians a "
                 f"token, not {self.frequencies!r:.60}"
             )
+        rounded = tuple(float(np.float32(each)) for each in given)
         object.__setattr__(self, "frequencies", rounded)
 
     @classmethod
     def of(cls, theta: float, channels: int, *, neighbours: bool = False) -> Rotary:
         """Pair i of `channels` turns by theta ** (-2i / channels). Raises BadArgumentError."""
-        if not theta > 0 or channels < 2 or channels % 2:
+        right = is_real(theta, 1e-30) and is_whole(channels, 2, 2 * PAIRS_MAX)
+        if not right or channels % 2:
             raise BadArgumentError(
-                f"a rotary embedding of theta {theta} and {channels} channels: theta is above 0, "
-                "channels are an even number"
+                f"a rotary embedding of theta {theta!r:.40} and {channels!r:.40} channels: theta "
+                f"is above 0, channels are an even number up to {2 * PAIRS_MAX}"
             )
         return cls(
             tuple(float(theta) ** (-i / channels) for i in range(0, channels, 2)), neighbours
@@ -71,11 +76,11 @@ class Rotary:
 
     def rotate(self, x: Floats, positions: Sequence[int] | npt.NDArray[np.int64]) -> Floats:
         """A copy of keys or queries [..., tokens, dim], turned to their positions [tokens]."""
-        return self._turned(x, np.asarray(positions, np.float64))
+        return self._turned(x, _places(positions))
 
     def unrotate(self, x: Floats, positions: Sequence[int] | npt.NDArray[np.int64]) -> Floats:
         """A copy of keys or queries [..., tokens, dim] as they were before the rotation."""
-        return self._turned(x, -np.asarray(positions, np.float64))
+        return self._turned(x, -_places(positions))
 
     def _turned(self, x: Floats, turns: npt.NDArray[np.float64]) -> Floats:
         given = np.asarray(x, np.float32)
@@ -91,3 +96,10 @@ class Rotary:
         turned[..., first] = one * cos - other * sin
         turned[..., second] = other * cos + one * sin
         return turned
+
+
+def _places(positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    given = array_of(positions, "positions")
+    if given.dtype.kind not in "iuf" or not np.isfinite(given).all():
+        raise BadArgumentError(f"positions {positions!r:.60}: numbers of tokens are wanted")
+    return given.astype(np.float64)

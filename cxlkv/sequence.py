@@ -44,8 +44,10 @@ from cxlkv.ndp.engine import (
     Selection,
     budget_of,
     check_error,
+    errors_of,
     least_error,
 )
+from cxlkv.numbers import array_of, is_whole
 
 PagePlaces = _core.Places
 
@@ -130,7 +132,7 @@ class Batch(OfThisProcess):
             self._check_values("v", values)
         elif values.shape != (rows, heads, self._value_row[1]) or values.dtype != dtype:
             _check_rows(values, "v", rows, self._value_row)
-        if not 0 <= layer < 1 << 32:
+        if type(layer) is not int or not 0 <= layer < 1 << 32:
             _layer(layer)
 
     def _append(
@@ -324,7 +326,7 @@ class Batch(OfThisProcess):
         if len(several) not in (1, count):
             raise BadArgumentError(f"{len(several)} budgets for {count} sequences")
         offsets = self._starts(starts)
-        factor = self._scale if scale is None else positive_float32(scale, "scale")
+        factor = self._factor(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
         chooser, scorer = (None, 0) if method in METHODS else self._way(method)
         asked = Asked(_layer(layer), q, offsets, several, method, factor, recall, rate, scorer)
@@ -458,9 +460,9 @@ class Batch(OfThisProcess):
         page_mass: bool = False,
     ) -> simd.Attended:
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
-        factor = self._scale if scale is None else positive_float32(scale, "scale")
+        factor = self._factor(scale)
         number, handle = _layer(layer), self._handle
-        if error:
+        if error != 0:
             check_error(error)
         pages = self._mass_room if page_mass else None
         found = simd.attend(
@@ -560,7 +562,8 @@ class Batch(OfThisProcess):
         self._check_new(layer, *new, offsets)
         if len(budgets) not in (0, 1, len(self.sequences)):
             raise BadArgumentError(f"{len(budgets)} budgets for {len(self.sequences)} sequences")
-        factor = self._scale if scale is None else positive_float32(scale, "scale")
+        errors_of(recall)  # raises for what is none; without budgets nobody else looks
+        factor = self._factor(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
         queries = view(q, "q").owner
         _, scorer = (None, 0) if method in METHODS else self._way(method)
@@ -604,15 +607,17 @@ class Batch(OfThisProcess):
         assert rows is not None
         _core.batch_verify(self._handle, _layer(layer), rows)
 
+    def _factor(self, scale: float | None) -> float:
+        return self._scale if scale is None else positive_float32(scale, "scale")
+
     def _tokens(self, layer: int) -> npt.NDArray[np.int64]:
         """Of each sequence."""
         return np.array([s.tokens(layer) for s in self.sequences], np.int64)
 
     def _starts(self, starts: npt.ArrayLike) -> Starts:
-        given = np.asarray(starts)
-        if given.dtype != np.int32:
-            given = _whole_int32(given, "starts")
-        offsets = np.ascontiguousarray(given)
+        if type(starts) is not np.ndarray or starts.dtype != np.int32:
+            starts = _whole_int32(array_of(starts, "starts"), "starts")
+        offsets: Starts = np.ascontiguousarray(starts)
         wanted = (len(self.sequences) + 1,)
         if offsets.shape != wanted:
             raise BadArgumentError(f"starts has shape {offsets.shape}, wanted {wanted}")
@@ -660,7 +665,9 @@ class Sequence(OfThisProcess):
 
     def places(self, layer: int, first: int = 0) -> PagePlaces:
         """Where the pages from `first` on lie that are complete in the layer."""
-        return _core.sequence_places(self._handle, layer, first)
+        if not is_whole(first, 0, 2**32 - 1):
+            raise BadArgumentError(f"first={first!r}: pages are counted from 0")
+        return _core.sequence_places(self._handle, _layer(layer), first)
 
     def append(
         self, layer: int, k: object, v: object | None = None, rewind: int | None = None
@@ -783,7 +790,7 @@ class Sequence(OfThisProcess):
         BadArgumentError, and nothing changed, when a window has given back what that token would
         see: append with a larger rewind=.
         """
-        if not 0 <= tokens < 1 << 63:
+        if not is_whole(tokens):
             raise BadArgumentError(f"truncate to {tokens} tokens: 0 to the sequence's length")
         _core.sequence_truncate(self._handle, tokens)
 
@@ -881,13 +888,15 @@ def with_axis(picked: Selection | None) -> Selection | None:
 def _budgets_of(given: BudgetLike | Sequences[BudgetLike] | None) -> tuple[Budget, ...]:
     """One for all sequences, or one for each; of None, none."""
     if isinstance(given, Sequences) and not isinstance(given, str):
+        if not given:
+            raise BadArgumentError("a list of no budgets: one, or one for each sequence; or None")
         return tuple(map(budget_of, given))
     return () if given is None else (budget_of(given),)
 
 
 def _int32(given: npt.ArrayLike, name: str) -> Starts:
     """A copy: the caller's array may change meanwhile."""
-    array = np.asarray(given)
+    array = array_of(given, name)
     if array.size == 0:  # of any dtype
         array = array.astype(np.int32)
     return np.array(_whole_int32(array, name), np.int32, order="C")
@@ -903,7 +912,7 @@ def _whole_int32(given: npt.NDArray[np.int64], name: str) -> Starts:
 
 def _words(given: npt.ArrayLike, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.uint32]:
     """As contiguous uint32 of this shape; bits of int32 stay what they are."""
-    array = np.asarray(given)
+    array = array_of(given, name)
     if array.shape == shape[1:] and shape[0] == 1:
         array = array[None]
     if array.shape != shape:
@@ -917,8 +926,8 @@ def _words(given: npt.ArrayLike, name: str, shape: tuple[int, ...]) -> npt.NDArr
 
 def _back(rewind: int | None) -> int:
     """As the core takes it."""
-    if rewind is not None and not 0 <= rewind < 1 << 62:
-        raise BadArgumentError(f"rewind={rewind}: a number of tokens, 0 or more")
+    if rewind is not None and not is_whole(rewind, 0, (1 << 62) - 1):
+        raise BadArgumentError(f"rewind={rewind!r}: a number of tokens, 0 or more")
     return -1 if rewind is None else rewind
 
 
@@ -943,8 +952,8 @@ def query_rows(q: object) -> tuple[object, bool, Starts]:
 
 
 def _layer(layer: int) -> int:
-    if not 0 <= layer < 1 << 32:  # the core knows how many there are
-        raise BadArgumentError(f"layer {layer}: layers are counted from 0")
+    if not is_whole(layer, 0, 2**32 - 1):  # the core knows how many there are
+        raise BadArgumentError(f"layer {layer!r}: layers are counted from 0")
     return layer
 
 

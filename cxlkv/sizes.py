@@ -13,10 +13,11 @@ from fractions import Fraction
 from cxlkv import _core
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout
+from cxlkv.numbers import is_whole
 
 CAPACITY_STEP_BYTES = 1 << 20  # capacities are told in whole MiB
 REWIND_TOKENS = 128  # what a window keeps beside itself, to be rewound: adapters.transformers
-_TOKENS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)i?\s*", re.ASCII)
+_TOKENS = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kKmMgG]?)i?\s*", re.ASCII)
 _MULTIPLES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -71,7 +72,7 @@ def plan_for(
     """The smallest pool, in whole MiB, for `requests` requests of so many tokens each."""
     if layout.object_bytes is not None:
         raise BadArgumentError("a pool of objects holds no tokens: give its capacity")
-    if tokens < 1 or requests < 1:
+    if not is_whole(tokens, 1) or not is_whole(requests, 1):
         raise BadArgumentError(f"{tokens} tokens of {requests} requests: 1 or more of each")
 
     def at(steps: int) -> Plan | None:

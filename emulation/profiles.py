@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from difflib import get_close_matches
 from itertools import pairwise
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.state import state_folder, write_whole
+from cxlkv.numbers import is_real
 
 OURS = Path(__file__).with_name("profiles.yaml")
 FILE_BYTES_MAX = 1 << 20
@@ -116,8 +116,9 @@ class Profile(BaseModel):
 
     def slowed(self, factor: float) -> Profile:
         """The same device, everything `factor` times as slow."""
-        if not 0 < factor < math.inf:
-            raise BadArgumentError(f"slow={factor}: how many times as slow, more than 0")
+        wrong = f"slow={factor!r:.40}: how many times as slow, more than 0, to a device that can be"
+        if not is_real(factor) or factor == 0:
+            raise BadArgumentError(wrong)
         if factor == 1:
             return self
         numbers: dict[str, object] = self.model_dump(exclude_none=True)
@@ -126,7 +127,10 @@ class Profile(BaseModel):
                 numbers[name] = value / factor
         numbers["latency_ns"] = self.latency_ns * factor
         numbers["loaded"] = [(load / factor, ns * factor) for load, ns in self.loaded]
-        return Profile.model_validate(numbers)
+        try:
+            return Profile.model_validate(numbers)
+        except ValidationError:  # of numbers that no device has
+            raise BadArgumentError(wrong) from None
 
 
 def _queue(utilization: float) -> float:

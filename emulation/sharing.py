@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from cxlkv.emulation.profiles import Profile
 from cxlkv.errors import BadArgumentError
+from cxlkv.numbers import is_real, is_whole
 
 __all__ = ["simulate"]
 
@@ -98,10 +99,12 @@ class Stream:
     begins_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.operation_bytes < 1 or self.operations < 1 or not self.begins_s >= 0:
+        counts = (self.operation_bytes, self.operations)
+        if not all(is_whole(one, 1) for one in counts) or not is_real(self.begins_s):
             raise BadArgumentError(f"{self}: one operation of one byte, or more, from 0 on")
-        if self.at_most_gb_per_s is not None and not self.at_most_gb_per_s > 0:
-            raise BadArgumentError(f"at_most_gb_per_s={self.at_most_gb_per_s}: more than 0")
+        most = self.at_most_gb_per_s
+        if most is not None and not (is_real(most) and most > 0):
+            raise BadArgumentError(f"at_most_gb_per_s={most!r}: a number above 0")
 
 
 @dataclass
@@ -179,9 +182,12 @@ def _transfer(stream: Stream, from_s: float) -> Transfer:
     return Transfer(stream.operation_bytes, stream.write, stream.device, at_most, from_s)
 
 
+DEVICES_MAX = 1024
+
+
 def check_devices(devices: int, used: Sequence[int] = ()) -> None:
-    if devices < 1:
-        raise BadArgumentError(f"devices={devices}: at least 1")
+    if not is_whole(devices, 1, DEVICES_MAX):
+        raise BadArgumentError(f"devices={devices!r:.40}: a whole number from 1 to {DEVICES_MAX}")
     for device in used:
-        if not -1 <= device < devices:
+        if not is_whole(device, -1, devices - 1):
             raise BadArgumentError(f"device {device}: 0 to {devices - 1}, or -1 for all")

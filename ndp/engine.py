@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
-from numbers import Integral, Real
+from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from cxlkv.arrays import Array
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import format_bytes, parse_share
+from cxlkv.numbers import is_real, is_whole
 
 METHODS = ("exact", "digest", "two_stage", "auto", "attention")
 METHODS_TAKEN = (*METHODS, "all", "kept", "scorer")  # by their numbers in the core
@@ -24,6 +24,7 @@ PERS = ("query", "sequence")
 RECALL = 0.98
 PAGES_MAX = 2**31 - 1  # page numbers are int32
 AMOUNTS = ("pages", "share", "mass")
+COUNTS = ("sinks", "recent", "dense_layers", "refresh")
 REFRESH_MAX = 1024  # steps
 SHARE = 0.15
 SHARES = {"share": "a share of the pages", "mass": "a share of the attention"}
@@ -79,12 +80,10 @@ class Budget:
             raise BadArgumentError("a budget is one of pages=, share= and mass=, not several")
         amount = self._amount(given[0], getattr(self, given[0]))
         object.__setattr__(self, given[0], amount)
-        for word in ("sinks", "recent", "dense_layers", "refresh"):
+        for word in COUNTS:
             value: object = getattr(self, word)
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise BadArgumentError(f"{word}={value!r}: a whole number is wanted")
-            if word != "refresh" and value < 0:
-                raise BadArgumentError(f"{word}={value!r}: a whole number, 0 or more")
+            if not is_whole(value):
+                raise BadArgumentError(f"{word}={value!r}: a whole number, 0 or more, is wanted")
         if not 1 <= self.refresh <= REFRESH_MAX:
             raise BadArgumentError(f"refresh={self.refresh}: 1 to {REFRESH_MAX} steps")
         check_error(self.error)
@@ -94,23 +93,23 @@ class Budget:
         if not isinstance(layers, Mapping):
             raise BadArgumentError(f"by_layer={layers!r}: a mapping of layers to amounts is wanted")
         for layer in layers:
-            if not isinstance(layer, Integral) or layer < 0:
+            if not is_whole(layer):
                 raise BadArgumentError(f"by_layer: {layer!r} is no number of a layer")
-        # A copy, so that the budget stays as it was checked.
+        # Copies, so that the budget stays as it was checked, and of Python's types.
         amounts = {int(n): self._amount(given[0], of) for n, of in layers.items()}
         object.__setattr__(self, "by_layer", amounts)
+        object.__setattr__(self, "error", float(self.error))
+        for word in COUNTS:
+            object.__setattr__(self, word, int(getattr(self, word)))
 
     @staticmethod
     def _amount(name: str, given: float) -> float:
-        """Of pages, as it was given; else a share. Raises BadArgumentError."""
+        """Of pages, or a share. Raises BadArgumentError."""
         if name != "pages":
             return parse_share(given, SHARES[name])
-        value: object = given
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise BadArgumentError(f"pages={value!r}: a number is wanted")
-        if not 1 <= given < math.inf or given != int(given):
-            raise BadArgumentError(f"a budget of {given} pages: a whole number, at least 1")
-        return given
+        if not is_real(given, 1) or given != int(given):
+            raise BadArgumentError(f"a budget of {given!r} pages: a whole number, at least 1")
+        return int(given)
 
     def chooses(self, layer: int) -> bool:
         """Whether there is anything to choose in this layer, or all pages are attended to."""
@@ -140,6 +139,10 @@ class Budget:
     def pages_at_most(self, visible_pages: int, layer: int | None = None) -> int:
         """The longest list that the budget gives when `visible_pages` are in sight; in one layer,
         or in any."""
+        if not is_whole(visible_pages):
+            raise BadArgumentError(f"{visible_pages!r:.40} pages: a whole number, 0 or more")
+        if layer is not None and not is_whole(layer):
+            raise BadArgumentError(f"layer {layer!r:.40}: layers are counted from 0")
         if layer is None:
             other = max([self.dense_layers, *(one + 1 for one in self.by_layer)])
             layers = {0, other, *self.by_layer}
@@ -153,8 +156,7 @@ ERROR_MAX = 1e30  # float32 has it, and its square need not be one
 
 
 def check_error(error: object) -> None:
-    is_number = isinstance(error, Real) and not isinstance(error, bool)
-    if not is_number or not 0 <= error <= ERROR_MAX:  # type: ignore[operator]
+    if not is_real(error, 0, ERROR_MAX):
         raise BadArgumentError(f"error={error!r}: a number, 0 or more, and at most {ERROR_MAX:g}")
 
 
@@ -187,13 +189,17 @@ class Asked(NamedTuple):
     scorer: int = 0
 
 
-@cache
 def errors_of(recall: float) -> float:
     """By how many of its root mean square errors an estimate may be short of the threshold: as
     many as a normal one is but for half of the misses. The other half are pages near the
     threshold, which is of estimates, and so a bit high."""
-    if not 0.5 <= recall <= 1:
-        raise BadArgumentError(f"recall={recall}: 0.5 to 1")
+    if not is_real(recall, 0.5, 1):
+        raise BadArgumentError(f"recall={recall!r:.40}: 0.5 to 1")
+    return _errors_of(float(recall))
+
+
+@lru_cache(maxsize=64)
+def _errors_of(recall: float) -> float:
     return NormalDist().inv_cdf((1 + recall) / 2) if recall < 1 else math.inf
 
 
@@ -337,7 +343,8 @@ def budget_of(given: BudgetLike) -> Budget:
     if isinstance(given, Budget):
         return given
     try:
-        return _of_share(parse_share(given, SHARES["share"]))
+        bare = str(given) if is_whole(given) else given  # 1: all, or one page?
+        return _of_share(parse_share(bare, SHARES["share"]))
     except BadArgumentError as error:
         raise BadArgumentError(
             f'{error}. A number of pages is Budget(pages=64), in settings {{"pages": 64}}; None, '

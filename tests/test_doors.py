@@ -63,11 +63,21 @@ def test_a_share(share_at: Callable[[float], float | None], given: float, share:
     assert share_at(given) == share
 
 
-@pytest.mark.parametrize("given", [1, "1", 5, "5", 1.5, "101%", "-5%", "0%", "5%%", "all", "nan%"])
+NO_SHARE = r"not a.*: write it like 0.05 or 5%; all is 1.0"
+
+
+@pytest.mark.parametrize("given", ["1", 5, "5", 1.5, "101%", "-5%", "0%", "5%%", "all", "nan%"])
 def test_what_is_no_share(share_at: Callable[[float], float | None], given: float) -> None:
-    """A bare 1 above all: it was 100 %, where 1 % or a page may have been meant."""
-    with pytest.raises(BadArgumentError, match=r"not a.*: write it like 0.05 or 5%; all is 1.0"):
+    with pytest.raises(BadArgumentError, match=NO_SHARE):
         share_at(given)
+
+
+@pytest.mark.parametrize("door", ["Python", "settings", "a request", "YAML", "a command"])
+def test_a_bare_1_is_no_budget(door: str, tmp_path: Path) -> None:
+    """It was 100 %, where 1 % or a page may have been meant; Budget(share=1) says which."""
+    with pytest.raises(BadArgumentError, match=NO_SHARE):
+        SHARE_DOORS[door](1, tmp_path)
+    assert SHARE_DOORS["Budget"](1, tmp_path) == 1
 
 
 def test_a_share_in_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ LAYERS = (
     {
         "errors",
         "layout",
+        "numbers",
         "rotary",
         "_lifetime",
         "_core.abi",
@@ -79,7 +80,7 @@ SPLIT = ("machine", "ops", "tiers")  # folders whose modules have a layer each
 # Low to high as well: whatever its layer, a module imports from no folder above its own. The
 # front, cxlkv/*.py, has two floors: the binding needs the lower one.
 FOLDERS = (
-    {"errors", "layout", "rotary", "arrays", "_lifetime", "_moved"},
+    {"errors", "numbers", "layout", "rotary", "arrays", "_lifetime", "_moved"},
     {"_core"},
     {"machine"},
     {

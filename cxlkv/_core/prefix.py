@@ -12,7 +12,10 @@ from cxlkv._core.base import HASH_BYTES, Handle, check, flat, handle_of, int32s,
 from cxlkv._core.pool import pool_geometry
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import Codes, Hashes, Names, Tokens
+from cxlkv.numbers import is_whole, seconds
 
+PLACES_MAX = 4096
+"""Pages of one key."""
 KEYS_CHAINED: int = lib.CXLKV_KEYS_CHAINED
 KEYS_CONTENT: int = lib.CXLKV_KEYS_CONTENT
 PAGE_HELD: int = lib.CXLKV_PAGE_HELD
@@ -57,7 +60,7 @@ def match(
     """ids and root: keys are page_keys(); finds a page that is not full behind them, too."""
     args = ffi.new("cxlkv_match_args *")
     args.hashes, args.count = ffi.from_buffer("uint8_t[]", hashes), len(hashes) // HASH_BYTES
-    args.single, args.content, args.lease_s = single, content, lease_s
+    args.single, args.content, args.lease_s = single, content, seconds("lease_s", lease_s)
     if ids is not None:
         args.ids, args.id_count = ffi.from_buffer("int64_t[]", ids), len(ids)
         args.root = ffi.from_buffer("uint8_t[]", root)
@@ -122,8 +125,8 @@ def pages_wanted(pool: Handle, page_count: int) -> npt.NDArray[np.uint32]:
 
 def names(pool: Handle, hashes: bytes, places: int) -> npt.NDArray[np.uint8]:
     """[keys, places, parts, 16]: under what match() looks for each of the keys, in its order."""
-    if places < 0:
-        raise errors.BadArgumentError(f"{places} places")
+    if not is_whole(places, 0, PLACES_MAX):
+        raise errors.BadArgumentError(f"{places!r:.40} places of a key: 0 to {PLACES_MAX}")
     count = len(hashes) // 16
     out = np.empty((count, places, pool_geometry(pool)["part_count"], 16), np.uint8)
     check(lib.cxlkv_names(pool, count, hashes, places, flat("uint8_t", out, True)))

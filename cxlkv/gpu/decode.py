@@ -39,6 +39,7 @@ from cxlkv.gpu.pieces import DTYPES
 from cxlkv.gpu.resident import Resident
 from cxlkv.gpu.selector import DecodeStats, Selector, Step
 from cxlkv.ndp.engine import BudgetLike, Selection, budget_of
+from cxlkv.numbers import is_whole, seconds
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
@@ -82,11 +83,12 @@ class Decoder(Closing):
         deadline_s: float = DEADLINE_S,
     ):
         layout = pool.layout
-        if min(requests, rows, pages_max) < 1 or not deadline_s > 0:
-            raise BadArgumentError(
-                "requests, rows and pages_max are at least 1, deadline_s above 0"
-            )
-        if q_heads < 1 or q_heads % layout.kv_heads:
+        if not all(is_whole(one, 1, 2**31 - 1) for one in (requests, rows, pages_max)):
+            raise BadArgumentError("requests, rows and pages_max are whole numbers, at least 1")
+        if not is_whole(recent_pages, 0, 2**31 - 1):
+            raise BadArgumentError(f"recent_pages={recent_pages!r:.40}: a whole number, 0 or more")
+        deadline_s = seconds("deadline_s", deadline_s)
+        if not is_whole(q_heads, 1) or q_heads % layout.kv_heads:
             raise BadArgumentError(f"{q_heads} query heads are none for {layout.kv_heads} kv heads")
         self.pool, self.layout, self.device = pool, layout, _device(device)
         self._requests, self._rows, self._q_heads = requests, rows, q_heads
@@ -100,7 +102,7 @@ class Decoder(Closing):
         softcap = softcap_of(softcap) or None
         self._selector = Selector(budget, method, scale, softcap)
         self._resident: Resident | None = None
-        if self.device.type == "cpu" and hot_pages == 0:
+        if self.device.type == "cpu" and is_whole(hot_pages, 0, 0):
             return
         with gpu_errors("a decoder's memory"):
             self._resident = Resident(
@@ -183,9 +185,10 @@ class Decoder(Closing):
             self._restart(request, sequence)
 
     def _of(self, request: int) -> Sequence:
-        found = self._sequences[request] if 0 <= request < self._requests else None
+        known = is_whole(request, 0, self._requests - 1)
+        found = self._sequences[request] if known else None
         if found is None:
-            raise BadArgumentError(f"there is no request {request}")
+            raise BadArgumentError(f"there is no request {request!r:.40}")
         return found
 
     def _restart(self, request: int, sequence: Sequence) -> None:

@@ -14,8 +14,8 @@ one stream, or ordered by events. Nothing here waits for the device but `counter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 
@@ -26,6 +26,7 @@ from cxlkv.kernels import slots as kernel
 from cxlkv.kernels.slots import SLOTS_MAX, Assigned, Slots
 from cxlkv.layout import format_bytes
 from cxlkv.machine.regions import check_memory
+from cxlkv.numbers import is_whole
 
 ALIGNMENT_BYTES = 16
 """Pieces begin at multiples of this: kernels read words of 16 bytes."""
@@ -254,16 +255,21 @@ def _stride_bytes(piece: Piece) -> int:
 
 def slots_of_heads(slots: SlotCounts, layers: int, kv_heads: int) -> list[list[int]]:
     """For each layer, the slots of each head."""
-    by_layer = [slots] * layers if isinstance(slots, int) else slots
-    found = [[row] * kv_heads if isinstance(row, int) else list(row) for row in by_layer]
+    by_layer = _spread(slots, layers)
+    found = [_spread(row, kv_heads) for row in by_layer]
     if len(found) != layers or any(len(row) != kv_heads for row in found):
         raise BadArgumentError(
             f"slots={slots!r}: one number, one for each of {layers} layers, or for each layer one "
             f"for each of {kv_heads} heads"
         )
-    if any(not 1 <= count <= SLOTS_MAX for row in found for count in row):
+    if not all(is_whole(count, 1, SLOTS_MAX) for row in found for count in row):
         raise BadArgumentError(f"slots={slots!r}: a head has from 1 to {SLOTS_MAX} slots")
     return found
+
+
+def _spread(given: object, count: int) -> list[int]:
+    """The numbers of a list; so many times one that is given alone."""
+    return list(given) if isinstance(given, Iterable) else [cast(int, given)] * count
 
 
 def check_room(wanted_bytes: int, device: torch.device) -> None:

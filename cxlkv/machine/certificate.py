@@ -18,6 +18,7 @@ from cxlkv.errors import BadArgumentError, CorruptError
 from cxlkv.machine.state import state_folder, write_whole
 from cxlkv.machine.sysfs import fields
 from cxlkv.machine.sysfs import read as read_text
+from cxlkv.numbers import is_whole
 
 __all__ = ["certified_mode"]
 
@@ -195,6 +196,8 @@ def certified_mode(
     certificate: None for where `cxlkv bench litmus` writes it. Never raises for what is wrong with
     a certificate: that is "strict", with the reason.
     """
+    if not is_whole(hosts, 1):
+        raise BadArgumentError(f"hosts={hosts!r:.40}: a whole number, at least 1")
     try:
         identity = region_identity(region_path)
         path = certificate or default_path(identity)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.certificate import certified_mode
+from cxlkv.numbers import is_real, is_whole
 
 SHARING = ("host", "hw_coherent", "software")  # by the core's number
 DURABLE = ("process", "host")
@@ -33,7 +34,7 @@ def parse_sharing(sharing: str, durable: str, hosts: int | None) -> Sharing:
             "sharing='software', or 'hw_coherent' where the hardware keeps their caches coherent"
         )
     count = 1 if sharing == "host" else HOSTS_DEFAULT if hosts is None else hosts
-    if not 1 <= count <= HOSTS_MAX:
+    if not is_whole(count, 1, HOSTS_MAX):
         raise BadArgumentError(f"{count} hosts: outside 1 to {HOSTS_MAX}")
     return SHARING.index(sharing), DURABLE.index(durable), count
 
@@ -49,20 +50,21 @@ def parse_host(
     """
     name = "host" if host is not None else HOST_VARIABLE
     host = named_host(host)
+    if not is_real(lease_s, 0.01, LEASE_MAX_S):
+        raise BadArgumentError(f"lease_s={lease_s!r:.40}: outside 0.01 to {LEASE_MAX_S}")
     if host is None:
         return []
-    if isinstance(host, str) and host.isdecimal():
+    if isinstance(host, str) and host.isdecimal() and len(host) < 10:
         host = int(host)
-    if isinstance(host, int):
-        wanted = [host]
-    elif host == AUTO:
+    if isinstance(host, str) and host == AUTO:
         wanted = [*here, *(number for number in range(HOSTS_MAX) if number not in here)]
+    elif is_whole(host, 0, HOSTS_MAX - 1):
+        wanted = [host]
     else:
-        raise BadArgumentError(f"{name}={host!r}: the number of this host, from 0, or {AUTO}")
-    if not all(0 <= number < HOSTS_MAX for number in wanted):
-        raise BadArgumentError(f"host={host}: outside 0 to {HOSTS_MAX - 1}")
-    if not 0.01 <= lease_s <= LEASE_MAX_S:
-        raise BadArgumentError(f"lease_s={lease_s}: outside 0.01 to {LEASE_MAX_S}")
+        wrong = f"outside 0 to {HOSTS_MAX - 1}"
+        if not isinstance(host, int):
+            wrong = f"the number of this host, from 0, or {AUTO}"
+        raise BadArgumentError(f"{name}={host!r:.40}: {wrong}")
     certified = path is not None and certified_mode(path).mode == "fast"
     return [(number, certified, lease_s) for number in wanted]
 

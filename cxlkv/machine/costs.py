@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
-from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +16,7 @@ import numpy.typing as npt
 from cxlkv.arrays import Doubles
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout
+from cxlkv.numbers import is_real
 
 TIERS = ("local", "far", "cold")
 CHOICES = ("recompute", "fetch", "attend")  # of equals the first: it needs nothing of us
@@ -118,6 +117,7 @@ class Prefill:
 
 def half_of_model(layout: KVLayout, parameters: float, q_heads: int) -> float:
     """Prefill.context_half by counting operations; infinite when every layer has a window."""
+    _check_rate("parameters", parameters)
     base, by_position = _token_flops(layout, parameters, q_heads)
     return base / by_position if by_position else math.inf
 
@@ -539,18 +539,14 @@ def format_seconds(seconds: float) -> str:
 
 def _check_rate(name: str, value: object) -> None:
     """A finite number above 0."""
-    if not _is_number(value) or not 0 < float(value) < math.inf:
+    if not is_real(value) or value == 0:
         raise BadArgumentError(f"{name} is {value!r}: a number above 0 is wanted")
 
 
 def _check_number(name: str, value: object) -> None:
     """A finite number, 0 or more."""
-    if not _is_number(value) or not 0 <= float(value) < math.inf:
+    if not is_real(value):
         raise BadArgumentError(f"{name} is {value!r}: a number, 0 or more, is wanted")
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _whole(name: str, value: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from cxlkv.ops.console import AsJson, JsonFile, needing, print_json
+from cxlkv.ops.console import AsJson, JsonFile, finite, needing, print_json
 
 bench_app = typer.Typer(
     help="Run microbenchmarks, or the litmus tests of memory that hosts share; compare and show "
@@ -57,7 +57,8 @@ LocalSize = Annotated[
 ]
 ColdSize = Annotated[str, typer.Option(help="replay: size of the cold tier, with --far.")]
 Minutes = Annotated[
-    float | None, typer.Option(help="replay: only so much of the trace's time.", min=0)
+    float | None,
+    typer.Option(help="replay: only so much of the trace's time.", min=0, callback=finite),
 ]
 ReplayPool = Annotated[
     Path | None,
@@ -135,7 +136,7 @@ def bench_compare(
     old: Annotated[Path, typer.Argument(help="Result file (--json) of the run before.")],
     new: Annotated[Path, typer.Argument(help="Result file of the same case now.")],
     threshold: Annotated[
-        float, typer.Option(help="Percent of change that is let pass.", min=0)
+        float, typer.Option(help="Percent of change that is let pass.", min=0, callback=finite)
     ] = 10.0,
     as_json: AsJson = False,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,13 @@ HostNumber = Annotated[
         help="Which host this is, in a shared pool (default: CXLKV_HOST).",
     ),
 ]
+
+
+def finite(value: float | None) -> float | None:
+    """For an option's callback: its bounds let NaN pass."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no number to go by")
+    return value
 
 
 CPU_TORCH = """

@@ -20,7 +20,8 @@ from cxlkv.layout import KVLayout, format_bytes, parse_bytes
 from cxlkv.machine.coherence import parse_sharing
 from cxlkv.machine.hosts import Host
 from cxlkv.machine.regions import is_striped, parse_place
-from cxlkv.ops.console import AsJson, HostNumber, columns, pairs, print_json, step
+from cxlkv.numbers import SECONDS_MAX
+from cxlkv.ops.console import AsJson, HostNumber, columns, finite, pairs, print_json, step
 from cxlkv.ops.gc import collect, find_garbage
 from cxlkv.ops.info import ranges
 from cxlkv.ops.models import layout_of_model
@@ -450,7 +451,9 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     idle_s: Annotated[
         float | None,
-        typer.Option(help="Also pools that nobody has used for so many seconds.", min=0),
+        typer.Option(
+            help="Also pools that nobody has used for so many seconds.", min=0, callback=finite
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -480,7 +483,10 @@ def gc(
 @pool_app.command()
 def top(
     places: Folders = None,
-    interval_s: Annotated[float, typer.Option(help="Seconds between frames.", min=0.01)] = 2,
+    interval_s: Annotated[
+        float,
+        typer.Option(help="Seconds between frames.", min=0.01, max=SECONDS_MAX, callback=finite),
+    ] = 2,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -22,6 +22,7 @@ from cxlkv import _lifetime
 from cxlkv.arrays import Names
 from cxlkv.errors import BadArgumentError, QuotaError
 from cxlkv.layout import format_bytes, parse_bytes
+from cxlkv.numbers import is_whole
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.tiers import Tiers
@@ -42,8 +43,8 @@ class Quota:
     """
 
     def __init__(self, tiers: Tiers, pages: int):
-        if pages < 1:
-            raise BadArgumentError(f"a quota of {pages} pages: at least 1")
+        if not is_whole(pages, 1):
+            raise BadArgumentError(f"a quota of {pages!r} pages: a whole number, at least 1")
         self.tiers, self.pages = tiers, pages
         self._records = tiers.pool.records
         self._page_tokens = tiers.pool.layout.page_tokens

@@ -34,6 +34,7 @@ from cxlkv.arrays import Mask, Names, PageIds, leading
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
 from cxlkv.layout import KVLayout
 from cxlkv.machine.costs import Costs, kv_bytes
+from cxlkv.numbers import is_real, is_whole, seconds
 from cxlkv.pages import (
     CORRUPT,
     HELD,
@@ -41,6 +42,7 @@ from cxlkv.pages import (
     NO_PAGE,
     PARENT_LOST,
     PINNED,
+    PLACES_MAX,
     PRESENT,
     choose_pages,
 )
@@ -60,8 +62,6 @@ LOW_SHARE, HIGH_SHARE = 0.02, 0.05
 """Watermarks of free pages: below the first step() evicts until the second is free."""
 BATCH_BYTES = 64 << 20
 """Of records on their way at once."""
-PLACES_MAX = 4096
-"""Pages of one key that are looked for in the cold tier."""
 
 log = logging.getLogger("cxlkv")
 
@@ -118,8 +118,8 @@ class Tiers(ObjectMoves, Closing):
                 "local= and costs= are of K and V, which are read in place or computed again: this "
                 "pool stores objects"
             )
-        if bytes_per_s is not None and not bytes_per_s > 0:
-            raise BadArgumentError(f"bytes_per_s={bytes_per_s}: more than 0")
+        if bytes_per_s is not None and not (is_real(bytes_per_s) and bytes_per_s > 0):
+            raise BadArgumentError(f"bytes_per_s={bytes_per_s!r}: a number above 0")
         _check_remote(pool, remote, remote_secret)
         self.pool = cast(CXLPool, pool)  # one of objects has no match(), nor have its tiers
         self.costs = costs
@@ -392,6 +392,8 @@ class Tiers(ObjectMoves, Closing):
     def reclaim(self, pages: int) -> int:
         """Evict until `pages` are free; returns how many were freed, 0 when that cannot be done."""
         self._check()
+        if not is_whole(pages):
+            raise BadArgumentError(f"{pages!r} pages: a whole number, 0 or more")
         with self._lock:
             short = pages - self._free()
             if short <= 0:
@@ -442,6 +444,8 @@ class Tiers(ObjectMoves, Closing):
         priority first, of equal ones the least recently used; to cold or away. How many: those that
         are held, pinned or leased stay, and what they continue."""
         self._check()
+        if not is_whole(count):
+            raise BadArgumentError(f"{count!r} pages: a whole number, 0 or more")
         with self._lock:
             rows, published = self.published()
             pages, _ = self.pool.records.find(names)
@@ -568,8 +572,7 @@ class Tiers(ObjectMoves, Closing):
 
     def start(self, every_s: float = 0.1) -> None:
         """Step in a thread of its own, until close(); the pool's close() calls it."""
-        if not every_s > 0:
-            raise BadArgumentError(f"every_s={every_s}: more than 0")
+        every_s = seconds("every_s", every_s)
         self._check()
         with self._lock:
             if self._mover is None:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from operator import index
 from typing import TypeVar
 
 import numpy as np
@@ -20,7 +19,16 @@ import numpy.typing as npt
 
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
-from cxlkv.arrays import Bytes, Codes, Names, Offsets, RecordBytes, is_torch, view
+from cxlkv.arrays import (
+    Bytes,
+    Codes,
+    Names,
+    Offsets,
+    RecordBytes,
+    is_torch,
+    positive_float32,
+    view,
+)
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -32,7 +40,8 @@ from cxlkv.errors import (
     VersionError,
 )
 from cxlkv.layout import DTYPES
-from cxlkv.ndp.engine import PAGES_MAX, RECALL, BudgetLike, Selection
+from cxlkv.ndp.engine import PAGES_MAX, RECALL, BudgetLike, Selection, errors_of
+from cxlkv.numbers import is_whole, seconds
 from cxlkv.pages import PRESENT, names_of
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, key_hashes
@@ -110,8 +119,9 @@ class Remote(Closing):
         attempts: int | None = None,
         connect: bool = True,
     ):
-        if deadline_s <= 0:
-            raise BadArgumentError(f"deadline_s={deadline_s}: more than 0")
+        if attempts is not None and not is_whole(attempts, 1):
+            raise BadArgumentError(f"attempts={attempts!r}: a whole number, at least 1")
+        Deadline(deadline_s)  # raises for what is none
         self.address, self._place = address, parse_address(address)
         self._secret, self._device, self.deadline_s = secret, device, deadline_s
         self._attempts = attempts
@@ -136,7 +146,7 @@ class Remote(Closing):
     ) -> RemoteHit:
         """The longest prefix of `keys` published there, held for lease_s; see CXLPool.match()."""
         hashes = key_hashes(keys, strict)
-        ask: Header = {"op": "match", "lease_s": float(lease_s), "strict": strict}
+        ask: Header = {"op": "match", "lease_s": seconds("lease_s", lease_s), "strict": strict}
 
         def once(deadline: Deadline) -> RemoteHit:
             shape = self._shape(deadline)
@@ -177,11 +187,15 @@ class Remote(Closing):
         if rows.shape[0] > ROWS_MAX:
             raise BadArgumentError(f"{rows.shape[0]} query rows: a server takes {ROWS_MAX} at once")
         words: Header = {"rows": rows.shape[0], "heads": rows.shape[1], "dtype": DTYPES[rows.dtype]}
-        given = {name: getattr(chosen, name) for name in BUDGET}
-        words |= {n: v.item() if isinstance(v, np.generic) else v for n, v in given.items()}
-        words["by_layer"] = {str(layer): float(of) for layer, of in chosen.by_layer.items()}
-        words |= {"method": method, "scale": None if scale is None else float(scale)}
-        words |= {"recall": float(recall), "layer": index(layer)}
+        if not is_whole(layer, 0, 2**32 - 1):
+            raise BadArgumentError(f"layer {layer!r}: layers are counted from 0")
+        errors_of(recall)  # raises for what is none
+        words |= {name: getattr(chosen, name) for name in BUDGET}
+        words["by_layer"] = {str(number): of for number, of in chosen.by_layer.items()}
+        if scale is not None:
+            scale = positive_float32(scale, "scale")
+        words |= {"method": method, "scale": scale}
+        words |= {"recall": float(recall), "layer": int(layer)}
         with self._lock:
             ask: Header = {"op": "select", "hit": hit.number(), **words}
             shape = self._shape(Deadline(self.deadline_s))

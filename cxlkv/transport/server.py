@@ -29,6 +29,7 @@ from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, StaleError
 from cxlkv.layout import DTYPES
 from cxlkv.ndp import choosers
 from cxlkv.ndp.engine import METHODS, Budget
+from cxlkv.numbers import is_whole
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import HASH_BYTES, PageKeys
 from cxlkv.sequence import Hit, Sequence
@@ -74,6 +75,8 @@ class Server(Closing):
         connections: int = CONNECTIONS_MAX,
         methods: Iterable[str] = (),
     ):
+        if not is_whole(connections, 1):
+            raise BadArgumentError(f"connections={connections!r}: a whole number, at least 1")
         self._pool, self._secret, self._connections = pool, secret, connections
         self._shape, self._methods = shape_of(pool), _loaded(pool, methods)
         # By the state of their peer; a session in neither is ending, and its thread with it.
@@ -412,6 +415,13 @@ class _Session:
 
 
 def _listener(listen: tuple[str, int]) -> socket.socket:
+    pair: object = listen
+    if (
+        not isinstance(pair, tuple)
+        or list(map(type, pair)) != [str, int]
+        or not (0 <= listen[1] < 1 << 16)
+    ):
+        raise BadArgumentError(f"listen={listen!r:.60}: (host, port), a port being 0 to 65535")
     try:
         family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
         return socket.create_server(listen, family=family, backlog=64)

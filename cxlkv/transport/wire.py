@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import cast
 
+from cxlkv import numbers
 from cxlkv.errors import BadArgumentError, BusyError, PeerError, SecretError, VersionError
 
 PROTOCOL = 1
@@ -45,8 +46,8 @@ class Deadline:
     """Until when a call, with all that it waits for, must be done."""
 
     def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
+        self.seconds = numbers.seconds("deadline_s", seconds)
+        self._end = time.monotonic() + self.seconds
 
     def left(self) -> float:
         """Seconds; raises PeerError when there are none."""

@@ -17,6 +17,7 @@ from cxlkv.arrays import Floats, Names
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import same_pages
+from cxlkv.numbers import is_whole
 from cxlkv.pages import NO_PAGE, PRIORITY_MAX
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
@@ -41,6 +42,8 @@ class Audits:
     """Chooses hits. every: one of so many; 0: none."""
 
     def __init__(self, every: int = 0) -> None:
+        if not is_whole(every):
+            raise BadArgumentError(f"audit_hits={every!r:.40}: a whole number, 0 or more")
         self._every, self._hits = every, 0
 
     def is_due(self) -> bool:

@@ -24,6 +24,7 @@ from cxlkv.adapters.common.audits import difference, withdraw
 from cxlkv.adapters.common.metrics import Failures
 from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError, QuotaError, StaleError
 from cxlkv.ndp.engine import same_pages
+from cxlkv.numbers import is_whole
 from cxlkv.pages import CORRUPT, NO_PAGE
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
@@ -77,6 +78,8 @@ class PoolRequests:
         """
         if request in self.sequences:
             raise BadArgumentError(f"request {request} is there already: release() it first")
+        if not is_whole(tokens):
+            raise BadArgumentError(f"{tokens!r:.40} tokens: a whole number, 0 or more")
         sequence = None
         if handle is not None and tokens:
             sequence = self._adopted(handle, tokens, keys, verify)
@@ -166,6 +169,8 @@ class PoolRequests:
         """Compares the published block of the last key with pages of `own` from `place` on. False
         where they differ: the block is forgotten then, and failures() counts it. True also where
         the block is gone or cannot be read."""
+        if not is_whole(place):
+            raise BadArgumentError(f"place {place!r:.40}: pages are counted from 0")
         size = self.pool.layout.page_tokens
         count, text = keys.page_tokens // size, ""
         try:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cxlkv.adapters.transformers.cache import CXLCache
 from cxlkv.errors import BadArgumentError
+from cxlkv.numbers import is_whole
 
 
 class LastQueries:
@@ -24,8 +25,8 @@ class LastQueries:
     """
 
     def __init__(self, cache: CXLCache, rows: int = 64) -> None:
-        if rows < 1:
-            raise BadArgumentError(f"rows={rows}: 1 or more")
+        if not is_whole(rows, 1):
+            raise BadArgumentError(f"rows={rows!r:.40}: a whole number, 1 or more")
         self._cache, self._rows = cache, rows
         self._kept: dict[tuple[int, int], Tensor] = {}
 
@@ -41,6 +42,8 @@ class LastQueries:
     def of(self, sequence: int) -> npt.NDArray[np.float32]:
         """Of a row of the batch, [layers, rows, q_heads, dim]; `rows` are fewer where it read
         fewer. Raises BadArgumentError where it read nothing."""
+        if not is_whole(sequence):
+            raise BadArgumentError(f"sequence {sequence!r:.40}: rows are counted from 0")
         layers = self._cache.pool.layout.layers
         try:
             kept = [self._kept[layer, sequence] for layer in range(layers)]

@@ -34,8 +34,9 @@ from cxlkv.adapters.transformers.sparse_prefill import is_long
 from cxlkv.adapters.transformers.steps import Step
 from cxlkv.arrays import leading
 from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError, UnsupportedError
+from cxlkv.numbers import is_whole
 from cxlkv.pool import CXLPool
-from cxlkv.prefix import PageKeys, chain, prefix_keys, root
+from cxlkv.prefix import PageKeys, chain, prefix_keys, root, whole_ids
 from cxlkv.sequence import Sequence as Tokens
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
@@ -237,6 +238,7 @@ class CXLRequests(PoolRequests):
 
     def keys(self, ids: Sequence[int]) -> PageKeys:
         """Of the full pages of token ids, as a pass over all of them makes them now."""
+        ids = whole_ids(ids).tolist()
         return self._keys(ids, self._space(len(ids)))
 
     def _keys(self, ids: Sequence[int], space: bytes) -> ModelKeys:
@@ -290,6 +292,8 @@ class CXLRequests(PoolRequests):
     ) -> _RowsCache:
         """A cache whose rows are these requests, instead of one that had them before. seen: how
         many tokens the model is to think were there, padding included."""
+        if seen is not None and not is_whole(seen, 0, 2**31 - 1):
+            raise BadArgumentError(f"seen={seen!r:.40}: a number of tokens, 0 or more")
         for name in names:
             self.sequences[name] = self.sequence(name)
         sequences = [self.sequences[name] for name in names]
