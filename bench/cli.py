@@ -22,7 +22,8 @@ from cxlkv.bench.registry import (
     Shown,
     named,
 )
-from cxlkv.bench.result import Result, lower_is_better, read
+from cxlkv.bench.result import HERE, Result, check_clock, lower_is_better, read
+from cxlkv.emulation.link import marked
 from cxlkv.errors import BadArgumentError, CXLKVError
 
 WARNINGS_SHOWN = 6
@@ -40,6 +41,8 @@ def run(name: str, options: Options) -> Result:
         )
     case = named(RENAMED.get(name, name))
     case.refuse_other_options(options)
+    if case.over_links:
+        check_clock(f"bench {name}")
     if len(options.region) > 1 and "role" not in case.options:
         raise BadArgumentError("--region: one, with latency or bandwidth; litmus takes several")
     return perform(name, run_all if name == "all" else case.run, options)
@@ -63,10 +66,14 @@ def perform(name: str, measure: Callable[[Options, Say], Shown], options: Option
 
         shown = measure(options, say)
     result = shown.result
+    label = None
+    if name != "all":  # whose parts have been labelled
+        tell_late(result)
+        label = result.emulated
     for one in shown.tables or [table(result)]:
-        console.print(one)
+        console.print(labelled(one, label))
     for line in (*shown.lines, *result.notes):
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(marked(line, label)), soft_wrap=True)
     if warning:
         result.notes.insert(0, warning)
     if options.picture is not None and shown.draw is not None:
@@ -86,7 +93,7 @@ def run_all(options: Options, say: Say) -> Shown:
         parts = [named(name) for name in WITHIN_A_MINUTE]
     for part in parts:
         say(part.name)
-        result = Result(part.name)
+        result = Result(part.name, over_links=part.over_links)
         try:
             part.measure(result, replace(options, json=None))
         except ModuleNotFoundError as error:
@@ -94,8 +101,10 @@ def run_all(options: Options, say: Say) -> Shown:
         except (CXLKVError, OSError) as error:
             whole.notes.append(f"{part.name}: not measured, {error}")
         else:
+            tell_late(result)
             add(whole, result)
-            tables += part.tables(result) or [table(result)]
+            shown = part.tables(result) or [table(result)]
+            tables += [labelled(one, result.emulated) for one in shown]
     return Shown(whole, tables)
 
 
@@ -104,10 +113,12 @@ def add(whole: Result, part: Result) -> None:
     whole.checks.update({f"{part.case}/{name}": holds for name, holds in part.checks.items()})
     if not part.checks:
         whole.checks[f"{part.case}/was_checked"] = False
-    whole.notes.extend(part.notes)
+    whole.notes.extend(marked(note, part.emulated) for note in part.notes)
     if part.passed:
         whole.metrics.update({f"{part.case}/{name}": m for name, m in part.metrics.items()})
         whole.ratios.update({f"{part.case}/{name}": r for name, r in part.ratios.items()})
+        for name in (*part.metrics, *part.ratios):
+            whole.put_label(f"{part.case}/{name}", part.label_of(name) or HERE)
 
 
 def load_warning() -> str:
@@ -141,7 +152,8 @@ def run_compare(
     if tell is not None:
         found = compare.changes(old, new, threshold_percent)
         differences = compare.differences(old, new)
-        tell({"case": new.case, "machines": differences, "changes": [*map(asdict, found)]})
+        told = {"case": new.case, "emulated": new.emulated, "machines": differences}
+        tell({**told, "changes": [*map(asdict, found)]})
         return not any(change.verdict == "worse" for change in found)
     console = wide_console()
     for difference in compare.differences(old, new):
@@ -179,9 +191,10 @@ def wide_console() -> Console:
 def show(result: Result, console: Console, json_path: Path | None) -> None:
     """Print the table, notes and doubts, write the result file; raises SystemExit when a check
     failed."""
-    console.print(table(result))
+    tell_late(result)
+    console.print(labelled(table(result), result.emulated))
     for note in result.notes:
-        console.print(Text(note), soft_wrap=True)
+        console.print(Text(marked(note, result.emulated)), soft_wrap=True)
     finish(result, console, json_path, None)
     show_doubts(result, console)
 
@@ -202,12 +215,27 @@ def finish(result: Result, console: Console, json_path: Path | None, csv_path: P
         raise SystemExit(1)
 
 
+def tell_late(result: Result) -> None:
+    """A note of how often this machine was slower than the link of CXLKV_EMULATE, if that waits."""
+    if told := result.late_text():
+        result.notes.append(told)
+
+
+def labelled(made: Table, label: str | None) -> Table:
+    """The table, with what is emulated in its title."""
+    if label:
+        made.title = marked(str(made.title or ""), label).strip()
+    return made
+
+
 def table(result: Result) -> Table:
-    """Metrics as median (low to high), then ratios; no times, speeds, ratios if a check failed."""
+    """Metrics as median (low to high), then ratios; no times, speeds, ratios if a check failed. A
+    column says what is emulated, where figures differ in that."""
     made = Table(title=f"cxlkv bench {result.case}")
     for column in ("figure", "median", "low to high", "unit"):
         side: Literal["left", "right"] = "left" if column in ("figure", "unit") else "right"
         made.add_column(column, justify=side, no_wrap=True)
+    made.add_column("emulated", overflow="fold")
     for name, metric in result.metrics.items():
         if not result.passed and lower_is_better(metric.unit) is not None:
             continue  # a count, of violations say, is shown all the more
@@ -215,7 +243,10 @@ def table(result: Result) -> Table:
         if unit.startswith("bytes"):
             unit, scale = unit.replace("bytes", "MiB", 1), 1 / (1 << 20)
         low, high = scale * min(metric.samples), scale * max(metric.samples)
-        made.add_row(name, f"{scale * metric.median:.4g}", f"{low:.4g} to {high:.4g}", unit)
+        interval, label = f"{low:.4g} to {high:.4g}", result.label_of(name) or ""
+        made.add_row(name, f"{scale * metric.median:.4g}", interval, unit, label)
     for name, value in result.ratios.items() if result.passed else ():
-        made.add_row(name, f"{value:.3g}", "", "ratio")
+        made.add_row(name, f"{value:.3g}", "", "ratio", result.label_of(name) or "")
+    if not result.links:
+        made.columns.pop()
     return made

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 from rich.text import Text
 
 from cxlkv.bench.measure import SAMPLES_TO_JUDGE, change_interval
 from cxlkv.bench.result import MetricRead, ResultRead, lower_is_better
+from cxlkv.emulation.link import marked
 from cxlkv.errors import BadArgumentError
 
 THRESHOLD_PERCENT = 10.0
@@ -29,15 +30,16 @@ class Change:
     low: float | None
     high: float | None
     verdict: str  # "", "better", "worse", "changed": which way is good is not known
+    emulated: str | None = None
 
 
 def refuse_unlike(old: ResultRead, new: ResultRead) -> None:
     """Raises BadArgumentError where a comparison would mean nothing."""
     if old.case != new.case:
         raise BadArgumentError(f"these are of two cases, {old.case} and {new.case}")
-    if old.emulated != new.emulated:
-        was, is_ = (result.emulated or "not emulated" for result in (old, new))
-        raise BadArgumentError(f"the old run is {was}, the new one {is_}: compare like with like")
+    _refuse_unlike_links("run", "one", old.emulated, new.emulated)
+    for name in ({*old.metrics} & {*new.metrics}) | ({*old.ratios} & {*new.ratios}):
+        _refuse_unlike_links(f"run's {name}", "one's", old.label_of(name), new.label_of(name))
     for name, result in (("old", old), ("new", new)):
         if not result.passed:
             failed = [check for check, holds in result.checks.items() if not holds]
@@ -45,6 +47,14 @@ def refuse_unlike(old: ResultRead, new: ResultRead) -> None:
                 f"the {name} run's figures mean nothing: "
                 + (f"its check {failed[0]} failed" if failed else "it has no checks")
             )
+
+
+def _refuse_unlike_links(what: str, other: str, old: str | None, new: str | None) -> None:
+    if old != new:
+        was, is_ = (label or "not emulated" for label in (old, new))
+        raise BadArgumentError(
+            f"the old {what} is {was}, the new {other} {is_}: compare like with like"
+        )
 
 
 def differences(old: ResultRead, new: ResultRead) -> list[str]:
@@ -67,7 +77,7 @@ def changes(old: ResultRead, new: ResultRead, threshold_percent: float) -> list[
     for name, ratio in new.ratios.items():
         if name in old.ratios:
             found.append(_of_ratio(name, old.ratios[name], ratio, threshold_percent))
-    return found
+    return [replace(change, emulated=new.label_of(change.name)) for change in found]
 
 
 def _of_metric(name: str, old: MetricRead, new: MetricRead, threshold_percent: float) -> Change:
@@ -113,6 +123,11 @@ def table(found: list[Change]) -> Table:
             no_wrap=column != "figure",
             overflow="fold",
         )
+    labels = {change.emulated for change in found}
+    if len(labels) > 1:
+        made.add_column("emulated", overflow="fold")
+    else:
+        made.title = marked("old to new", *labels)
     colors = {"better": "green", "worse": "red", "changed": "yellow", "": ""}
     for change in found:
         interval = ""
@@ -126,6 +141,7 @@ def table(found: list[Change]) -> Table:
             _percent(change.factor),
             interval,
             Text(change.verdict, style=colors[change.verdict]),
+            *([Text(change.emulated or "")] if len(labels) > 1 else []),
         )
     return made
 

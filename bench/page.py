@@ -23,6 +23,7 @@ from cxlkv.bench.page_pictures import (
     ratios_of,
 )
 from cxlkv.bench.result import MetricRead, ResultRead, lower_is_better, read
+from cxlkv.emulation.link import marked
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.state import write_whole
 
@@ -46,6 +47,7 @@ class Part:
     matrices: Sequence[Matrix]
     metrics: Mapping[str, MetricRead]
     ratios: Mapping[str, float]
+    labels: Mapping[str, str | None]
 
 
 @dataclass(frozen=True)
@@ -184,18 +186,21 @@ def _plain(value: object) -> str:
     return " ".join(str(one) for one in value) if isinstance(value, list) else str(value)
 
 
-Figures = tuple[dict[str, MetricRead], dict[str, float]]
+Figures = tuple[dict[str, MetricRead], dict[str, float], dict[str, str | None]]
+"""Of a part; and what each figure says is emulated."""
 
 
 def _split(result: ResultRead) -> dict[str, Figures]:
     """By what stands before the slash, in `all`."""
     parts: dict[str, Figures] = {}
-    for name, metric in result.metrics.items():
+    for name in (*result.metrics, *result.ratios):
         part, _, short = name.rpartition("/")
-        parts.setdefault(part or result.case, ({}, {}))[0][short] = metric
-    for name, ratio in result.ratios.items():
-        part, _, short = name.rpartition("/")
-        parts.setdefault(part or result.case, ({}, {}))[1][short] = ratio
+        metrics, ratios, labels = parts.setdefault(part or result.case, ({}, {}, {}))
+        if name in result.metrics:
+            metrics[short] = result.metrics[name]
+        if name in result.ratios:
+            ratios[short] = result.ratios[name]
+        labels[short] = result.label_of(name)
     return parts
 
 
@@ -203,20 +208,24 @@ def _part(
     name: str,
     metrics: dict[str, MetricRead],
     ratios: dict[str, float],
+    labels: dict[str, str | None],
     other: Mlc | None,
     samples: int,
 ) -> Part:
     units: dict[str, dict[str, MetricRead]] = {}
     for figure, metric in metrics.items():
         units.setdefault(metric.unit, {})[figure] = metric
-    groups = [bars for unit, some in units.items() for bars in bars_of(name, unit, some, samples)]
+    groups = []
+    for unit, some in units.items():
+        groups += bars_of(name, unit, some, samples, labels)
     if ratios:
-        groups.append(ratios_of(name, ratios))
+        groups.append(ratios_of(name, ratios, labels))
     curves = None
     if name == LATENCY and (ours := _curves(metrics)):
         theirs = {} if other is None else other.curves
         curves = curves_of(ours, {f"MLC, {kind}": points for kind, points in theirs.items()})
-    return Part(name, words.of_part(name), groups, curves, _matrices(metrics), metrics, ratios)
+    about, matrices = words.of_part(name), _matrices(metrics)
+    return Part(name, about, groups, curves, matrices, metrics, ratios, labels)
 
 
 def _curves(metrics: dict[str, MetricRead]) -> dict[str, list[tuple[float, float]]]:
@@ -245,18 +254,22 @@ def _matrices(metrics: dict[str, MetricRead]) -> list[Matrix]:
 
 
 def _summary(
-    part: str, metrics: dict[str, MetricRead], ratios: dict[str, float]
+    part: str,
+    metrics: dict[str, MetricRead],
+    ratios: dict[str, float],
+    labels: dict[str, str | None],
 ) -> list[tuple[str, str]]:
     found = []
     for pattern in words.HEADLINES.get(part, ()):
         if fits := [name for name in metrics if re.fullmatch(pattern, name)]:
             metric = metrics[fits[-1]]
-            text = words.of_figure(part, fits[-1], metric.unit)
+            text = marked(words.of_figure(part, fits[-1], metric.unit), labels[fits[-1]])
             found.append((text, f"{metric.median:.4g} {metric.unit}"))
     if not found:
         some = list(ratios.items())[:RATIOS_SUMMED_UP]
         found = [
-            (f"{part}: {words.of_figure(part, n, 'ratio')}", f"{r:.3g} times") for n, r in some
+            (f"{part}: {marked(words.of_figure(part, n, 'ratio'), labels[n])}", f"{r:.3g} times")
+            for n, r in some
         ]
     return found
 
@@ -277,7 +290,7 @@ def _other(found: Mlc | None) -> Other | None:
 
 def _beside(split: Mapping[str, Figures], other: Mlc) -> list[Beside]:
     """What both have measured, each by its own loops: loads, and streams of all threads."""
-    latency, bandwidth = (split.get(name, ({}, {}))[0] for name in (LATENCY, BANDWIDTH))
+    latency, bandwidth = (split.get(name, ({}, {}, {}))[0] for name in (LATENCY, BANDWIDTH))
     curve = other.curves.get(READS_ONLY)
     full = curve[-1][1] if curve else None
     pairs = (

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from cxlkv.bench import words
 from cxlkv.bench.measure import median_interval
 from cxlkv.bench.result import MetricRead
+from cxlkv.emulation.link import marked
 
 BARS_MAX = 60  # more of one unit than this would be a page of their own
 LOG_FROM = 50  # times the smallest: else small ones would not be seen
@@ -79,8 +80,15 @@ class Matrix:
     rows: Mapping[int, Sequence[tuple[str, int]]] = field(default_factory=dict)
 
 
-def bars_of(part: str, unit: str, metrics: Mapping[str, MetricRead], samples: int) -> list[Bars]:
-    """Some BARS_MAX in each; samples: how many of a figure are drawn."""
+def bars_of(
+    part: str,
+    unit: str,
+    metrics: Mapping[str, MetricRead],
+    samples: int,
+    labels: Mapping[str, str | None],
+) -> list[Bars]:
+    """Some BARS_MAX in each; samples: how many of a figure are drawn; labels: of what is
+    emulated."""
     every = list(metrics.items())
     found = []
     for first in range(0, len(every), BARS_MAX):
@@ -88,7 +96,7 @@ def bars_of(part: str, unit: str, metrics: Mapping[str, MetricRead], samples: in
         place = _scale_of(some)
         about = words.of_unit(unit) + (" The axis is logarithmic." if place.is_log else "")
         bars = [
-            _bar(name, words.of_figure(part, name, unit), one, place, samples)
+            _bar(name, marked(words.of_figure(part, name, unit), labels[name]), one, place, samples)
             for name, one in some.items()
         ]
         found.append(Bars(unit or "counts", about, bars))
@@ -136,7 +144,7 @@ def _scale_of(metrics: Mapping[str, MetricRead]) -> _Scale:
     return _Scale(min(0.0, low), max(0.0, high), False)
 
 
-def ratios_of(part: str, ratios: Mapping[str, float]) -> Bars:
+def ratios_of(part: str, ratios: Mapping[str, float], labels: Mapping[str, str | None]) -> Bars:
     """From 1 on, to the left or to the right, on a logarithmic axis; where one is not above 0, on a
     plain one."""
     values = [*ratios.values(), 1.0]
@@ -148,7 +156,7 @@ def ratios_of(part: str, ratios: Mapping[str, float]) -> Bars:
     bars = []
     for name, value in ratios.items():
         begin, end = sorted((one, place(value)))
-        text = words.of_figure(part, name, "ratio")
+        text = marked(words.of_figure(part, name, "ratio"), labels[name])
         bars.append(Bar(name, text, f"{value:.3g}", begin, end))
     return Bars("ratios", words.of_unit("ratio"), bars, one)
 

@@ -64,7 +64,8 @@ class Case:
     with --quick and a place with --region, draw(result, path) if it goes with --picture, and
     tables(result) if it is shown in others than the result's own.
     is_command: it has command(options, say) instead, which returns Shown. options: those that go
-    with it, besides --json. files: its results in docs/results. parts: it is several cases."""
+    with it, besides --json. files: its results in docs/results. parts: it is several cases.
+    over_links: False where it times no operation of a pool."""
 
     name: str
     module: str = ""
@@ -72,6 +73,7 @@ class Case:
     files: tuple[str, ...] = ()
     is_command: bool = False
     parts: tuple[str, ...] = ()
+    over_links: bool = True
 
     def load(self) -> ModuleType:
         return import_module(f"cxlkv.bench.{self.module}")
@@ -81,7 +83,7 @@ class Case:
             shown = self.load().command(options, say)
             assert isinstance(shown, Shown)
             return shown
-        result = Result(self.name)
+        result = Result(self.name, over_links=self.over_links)
         for part in self.parts or (self.name,):
             say(part)
             try:
@@ -133,20 +135,20 @@ REPLAY = ("picture", "trace", "policy", "far", "local", "cold", "minutes", "pool
 TRACES = ("agents", "loops", "scans", "zipf")
 
 TABLE = (
-    Case("latency", "cases.latency", PLACED),
-    Case("bandwidth", "cases.bandwidth", PLACED),
+    Case("latency", "cases.latency", PLACED, over_links=False),
+    Case("bandwidth", "cases.bandwidth", PLACED, over_links=False),
     Case("pages", "cases.pages", MICRO),
-    Case("copy", "cases.copy", MICRO),
+    Case("copy", "cases.copy", MICRO, over_links=False),
     Case("gather", "cases.gather", MICRO),
     Case("coherence", "cases.coherence", MICRO, ("coherence",)),
-    Case("agree", "cases.agree", MICRO, ("agree",)),
+    Case("agree", "cases.agree", MICRO, ("agree",), over_links=False),
     Case("calls", "cases.calls"),
     Case("transfer", "cases.transfer"),
     Case("windows", "cases.windows", files=("windows",)),
     Case("ndp", "cases.ndp", DRAWN, ("ndp",)),
     Case("worker", "cases.worker", files=("worker",)),
     Case("hotness", "cases.hotness", files=("hotness",)),
-    Case("policy", "cases.policy"),
+    Case("policy", "cases.policy", over_links=False),
     Case("prefix", "cases.prefix"),
     Case("moves", "cases.moves"),
     Case("residency", "cases.residency"),
@@ -169,7 +171,7 @@ TABLE = (
         is_command=True,
     ),
     Case("tails", "replay.tails", ("trace", "minutes"), ("tails",), is_command=True),
-    Case("litmus", "cases.litmus", LITMUS, ("litmus",), is_command=True),
+    Case("litmus", "cases.litmus", LITMUS, ("litmus",), is_command=True, over_links=False),
     Case("peers", "peers.running", (), ("peers",), is_command=True),
     Case("store", "peers.store", MICRO, ("store",), is_command=True),
     Case("llama", "cases.llama", MICRO, ("llama",), is_command=True),

@@ -131,6 +131,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.rounds < 2:
         parser.error("--rounds: at least 2")
+    os.environ.pop("CXLKV_EMULATE", None)  # the core is timed, and no link
     commit = base_commit(asked.base)
     sites = {"base": build(checked_out(commit), "base"), "new": build(CHECKOUT, "new")}
     medians: dict[str, list[dict[str, float]]] = {"base": [], "new": []}

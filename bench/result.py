@@ -9,11 +9,12 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from cxlkv import _core
 from cxlkv.bench.measure import median_interval, warnings_of
 from cxlkv.emulation import link
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.machine import numa_mode
 from cxlkv.machine.state import write_whole
 from cxlkv.machine.topology import probe
@@ -31,9 +32,20 @@ from cxlkv.machine.topology import probe
 TIMES = {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}
 """How many of them a second has."""
 FILE_BYTES_MAX = 64 << 20
+HEAD = (
+    *("case", "figure", "unit", "median", "median_low", "median_high", "low", "high", "samples"),
+    "emulated",
+)
+"""Of the CSV."""
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]*$")]
+Label = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f]*$")]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 LIBRARIES = ("numpy", "torch", "transformers", "triton")
+HERE = ""
+"""The label of a figure that this machine alone made, whatever stands for far memory elsewhere."""
+LATE = "late_operations"
+"""Of this process's operations over CXLKV_EMULATE's link so far: the share in which this machine
+was the slower one."""
 
 
 def lower_is_better(unit: str) -> bool | None:
@@ -41,6 +53,11 @@ def lower_is_better(unit: str) -> bool | None:
     if unit in TIMES or unit.startswith(tuple(f"{time}/" for time in TIMES)):
         return True
     return False if unit.endswith("/s") else None
+
+
+def is_timed(unit: str) -> bool:
+    """Of times and rates: a clock made the figure."""
+    return re.split("[ /]", unit)[0] in TIMES or unit.endswith("/s")
 
 
 def short(tokens: int) -> str:
@@ -118,20 +135,46 @@ class Metric:
         }
 
 
-def emulation() -> str | None:
+def emulation(over_links: bool = True) -> str | None:
     """What stands for far memory in this process: a link, or another node (CXLKV_EMULATE)."""
     nodes = numa_mode.from_environment()
-    found = [link.labels(), numa_mode.label(nodes) if nodes else None]
+    found = [link.labels() if over_links else None, numa_mode.label(nodes) if nodes else None]
     return "; ".join(text for text in found if text) or None
 
 
+def check_clock(what: str) -> None:
+    """Raises UnsupportedError where `what` goes by this machine's clock, over a virtual link."""
+    label = emulation()
+    if label is not None and link.is_virtual(label):
+        raise UnsupportedError(
+            f"{what} goes by this machine's clock, and nothing waits for the emulated link ({label}"
+            "). Leave out `, virtual`"
+        )
+
+
+class Labelled:
+    """A run's figures, and how each was made."""
+
+    emulated: str | None
+    links: dict[str, str]
+
+    def label_of(self, name: str) -> str | None:
+        """What stood for far memory in a figure, "PROFILE, mode"; None: nothing did."""
+        return self.links.get(name, self.emulated) or None
+
+    def labels(self) -> list[str]:
+        """Of all figures."""
+        return sorted({label for label in (self.emulated, *self.links.values()) if label})
+
+
 @dataclass
-class Result:
+class Result(Labelled):
     """One run of one case; what `--json FILE` writes.
 
     checks: what must hold for the figures to mean anything; when one does not, no ratio is
-    written. A ratio's name says what is divided by what. emulated: "PROFILE, mode", or None when
-    the memory was what it says; of pools that live while it is made, or while it measures.
+    written. A ratio's name says what is divided by what. emulated: what CXLKV_EMULATE or a pool
+    that is open says stands for far memory, "PROFILE, mode", or None; links: the same of figures
+    for which it is something else. over_links: False where no operation of a pool is timed.
     """
 
     case: str
@@ -139,27 +182,76 @@ class Result:
     metrics: dict[str, Metric] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    emulated: str | None = field(default_factory=emulation)
+    over_links: InitVar[bool] = True
+    emulated: str | None = field(init=False)
+    links: dict[str, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self, over_links: bool) -> None:
+        self._over_links = over_links
+        self.emulated = emulation(over_links)
+        found = link.of_environment() if over_links else None
+        self._link = found if found and found.mode == "wait" else None
 
     @property
     def passed(self) -> bool:
         """Whether every check holds; False when nothing was checked."""
         return bool(self.checks) and all(self.checks.values())
 
-    def measure(self, name: str, samples: Sequence[float], unit: str) -> Metric:
-        """Add a metric; returns it."""
-        self.emulated = self.emulated or emulation()
+    def measure(
+        self, name: str, samples: Sequence[float], unit: str, label: str | None = None
+    ) -> Metric:
+        """Add a metric; returns it. label: of the link whose time it is, or HERE; None: of what
+        stands for far memory now. Raises as check_clock() for a time or a rate without a label."""
+        if label is None and is_timed(unit) and self._over_links:
+            check_clock(name)
+        self.put_label(name, label)
         self.metrics[name] = Metric([float(sample) for sample in samples], unit)
+        self._count_late()
         return self.metrics[name]
 
+    def ratio(self, name: str, value: float, label: str | None = None) -> None:
+        """Add a ratio, with a label as measure() does."""
+        self.put_label(name, label)
+        self.ratios[name] = value
+
+    def put_label(self, name: str, label: str | None) -> None:
+        if label is None:
+            label = emulation(self._over_links) or self.emulated or HERE
+        self.links.pop(name, None)
+        if label != (self.emulated or HERE):
+            self.links[name] = label
+
+    def _count_late(self) -> None:
+        """Keeps LATE the last metric, up to date, as soon as anything went over the link."""
+        late, count = self._link.counts() if self._link else (0, 0)
+        if count:
+            self.metrics.pop(LATE, None)
+            self.metrics[LATE] = Metric([late / count], "share of operations")
+
+    def late_text(self) -> str:
+        """How often this machine was slower than the link that CXLKV_EMULATE names; "" without."""
+        if self._link is None:
+            return ""
+        if LATE not in self.metrics:
+            return "no operation of this process was charged to the emulated link"
+        share = self.metrics[LATE].median
+        return (
+            f"this machine was slower than the emulated link in {100 * share:.3g} % of the "
+            "operations: these took as long as they do here"
+        )
+
     def times(
-        self, samples: Mapping[str, Sequence[float]], unit: str, name: str = "{}"
+        self,
+        samples: Mapping[str, Sequence[float]],
+        unit: str,
+        name: str = "{}",
+        label: str | None = None,
     ) -> dict[str, float]:
         """Add seconds as metrics in `unit`, like "us" or "ms a query"; `name` has {} for the key.
         Returns the medians by key."""
         scale = TIMES[unit.replace("/", " ").split()[0]]
         return {
-            key: self.measure(name.format(key), [scale * s for s in seconds], unit).median
+            key: self.measure(name.format(key), [scale * s for s in seconds], unit, label).median
             for key, seconds in samples.items()
         }
 
@@ -185,6 +277,7 @@ class Result:
             "machine": machine(),
             "commit": commit(),
             "emulated": self.emulated,
+            **({"links": dict(self.links)} if self.links else {}),
             "checks": dict(self.checks),
             "metrics": {name: metric.as_dict() for name, metric in self.metrics.items()},
             "ratios": dict(self.ratios) if self.passed else {},
@@ -202,17 +295,18 @@ class Result:
 
     def write_csv(self, path: Path) -> None:
         """A row for each figure, with the interval that has its median at 95 % confidence, then
-        a row for each ratio; nothing but the head where a check failed."""
+        a row for each ratio; nothing but the head where a check failed. The last column says what
+        was emulated."""
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
-        rows.writerow("case figure unit median median_low median_high low high samples".split())
+        rows.writerow(HEAD)
         for name, metric in self.metrics.items() if self.passed else ():
             low, high = min(metric.samples), max(metric.samples)
             interval = median_interval(metric.samples)
             figures = (metric.median, *interval, low, high, len(metric.samples))
-            rows.writerow([self.case, name, metric.unit, *figures])
+            rows.writerow([self.case, name, metric.unit, *figures, self.label_of(name)])
         for name, ratio in self.ratios.items() if self.passed else ():
-            rows.writerow([self.case, name, "ratio", ratio, *[""] * 5])
+            rows.writerow([self.case, name, "ratio", ratio, *[""] * 5, self.label_of(name)])
         write_whole(path, text.getvalue())
 
     def write(self, path: Path) -> None:
@@ -252,13 +346,14 @@ class MetricRead(_Strict):
         return self
 
 
-class ResultRead(_Strict):
+class ResultRead(_Strict, Labelled):
     """What Result.as_dict() has written; docs/reference/benchmarks.md tells what is what."""
 
     case: Name
     machine: dict[str, object]
     commit: Annotated[str, Field(max_length=200)]
-    emulated: Annotated[str, Field(max_length=200)] | None
+    emulated: Label | None
+    links: dict[Name, Label] = {}
     checks: dict[Name, bool]
     metrics: dict[Name, MetricRead]
     ratios: dict[Name, Number]

@@ -11,6 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from cxlkv.bench.result import emulation
+
 BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#e07b28", "#3b8f4d", "#9a9a9a", "#333333"
 COLORS = ("#a9c8e8", "#5f97cf", BLUE, "#123a66")  # of one kind of thing, small to large
 DOTTED = (0, (1, 2))
@@ -25,9 +27,11 @@ def canvas(
     shared: Literal["", "x", "xy"] = "",
     heights: Sequence[float] | None = None,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure and its panels, row by row. shared: the axes that they have in common; heights: of
-    the rows, to each other."""
+    """A figure and its panels, row by row, and below them what is emulated. shared: the axes that
+    they have in common; heights: of the rows, to each other."""
     figure = Figure(figsize=(width, height), layout="constrained")
+    if label := emulation():
+        figure.supxlabel(f"emulated: {label}", color=INK, fontsize=9)
     FigureCanvasAgg(figure)  # draws without a display
     panels = figure.subplots(
         rows,

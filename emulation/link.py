@@ -95,6 +95,11 @@ class Link:
                 return
             self._wait(size_bytes, write, began_s)
 
+    def counts(self) -> tuple[int, int]:
+        """Operations in which this machine was slower than the device, and all operations."""
+        with self._lock:
+            return self.late_operations, sum(self.operations.values())
+
     def moved_bytes(self, pool: _core.Handle) -> tuple[int, int]:
         """Read and written of one pool."""
         with self._lock:
@@ -249,8 +254,22 @@ def charge(pool: _core.Handle, link: Link | None) -> Link | None:
 
 
 def labels() -> str | None:
-    """What the memory of all pools of this process is said to be, for what is measured now."""
-    return "; ".join(sorted({link.label for link in _links.of.values()})) or None
+    """What the memory of pools is said to be, for what is measured now: of those open here, and of
+    all that CXLKV_EMULATE is about, also in child processes. None: what it is. Raises
+    BadArgumentError for a CXLKV_EMULATE that names no link."""
+    link = of_environment()
+    found = {each.label for each in _links.of.values()} | ({link.label} if link else set())
+    return "; ".join(sorted(found)) or None
+
+
+def marked(text: str, label: str | None) -> str:
+    """A figure's text with what is emulated behind it, if anything is."""
+    return f"{text} (emulated: {label})" if label else text
+
+
+def is_virtual(label: str) -> bool:
+    """Tell whether nothing waits for one of the links: this machine's clock says nothing of it."""
+    return any(one.endswith(", virtual") for one in label.split("; "))
 
 
 def _local_reads(pool: _core.Handle) -> int:
@@ -320,11 +339,17 @@ def from_environment() -> str | None:
     return None if not text or numa_mode.is_mode(text) else text
 
 
+def of_environment() -> Link | None:
+    """The link that CXLKV_EMULATE puts this process's pools behind. Raises BadArgumentError."""
+    text = from_environment()
+    try:
+        return None if text is None else shared(text)
+    except BadArgumentError as error:
+        raise BadArgumentError(f"{numa_mode.VARIABLE}={text}: {error}") from None
+
+
 def begin_from_environment(handle: _core.Handle) -> None:
     """As CXLKV_EMULATE says, for each pool that is made or opened. Raises BadArgumentError."""
-    text = from_environment()
-    if text is not None:
-        try:
-            begin(handle, text)
-        except BadArgumentError as error:
-            raise BadArgumentError(f"{numa_mode.VARIABLE}={text}: {error}") from None
+    link = of_environment()
+    if link is not None:
+        charge(handle, link)

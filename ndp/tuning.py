@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from cxlkv import _core
+from cxlkv.errors import BadArgumentError
 from cxlkv.machine import certificate
 from cxlkv.machine.costs import TIERS, Costs, Tier
 from cxlkv.machine.state import state_folder, write_whole
@@ -61,7 +62,9 @@ def default_path() -> Path:
 
 
 def write(tuning: Tuning, path: Path) -> None:
-    """Whole or not at all; raises OSError."""
+    """Whole or not at all; raises OSError, and BadArgumentError for costs of an emulated link."""
+    if tuning.costs is not None and tuning.costs.emulated:
+        raise BadArgumentError(f"{tuning.costs.emulated}: what is emulated is no cost of a machine")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(asdict(tuning), indent=2) + "\n")
 

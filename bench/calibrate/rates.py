@@ -23,7 +23,7 @@ import numpy as np
 
 from cxlkv.arrays import NUMPY_DTYPES
 from cxlkv.bench.measure import interleave, median_interval
-from cxlkv.bench.result import Result
+from cxlkv.bench.result import HERE, Result
 from cxlkv.errors import BadArgumentError, MemoryShortError, PoolFullError, SystemCallError
 from cxlkv.layout import DTYPES, KVLayout, format_bytes
 from cxlkv.machine.costs import Costs, Tier, key_share
@@ -90,7 +90,7 @@ def run(
         )
     if cold is not None:
         costs = replace(costs, cold=file(result, layout, cold))
-    return costs
+    return replace(costs, emulated=result.emulated or "")
 
 
 def memory(
@@ -274,10 +274,10 @@ def file(result: Result, layout: KVLayout, path: Path) -> Tier:
     rate, latency_s = fit(
         statistics.median(large), statistics.median(small), run * kv_bytes, kv_bytes
     )
-    result.measure("cold_read", [run * kv_bytes / took for took in large], "bytes/s")
-    result.measure("cold_read_record", [1e6 * took for took in small], "us")
+    result.measure("cold_read", [run * kv_bytes / took for took in large], "bytes/s", HERE)
+    result.measure("cold_read_record", [1e6 * took for took in small], "us", HERE)
     written = [records * kv_bytes / took for records, took in written_s]
-    write = result.measure("cold_write", written, "bytes/s")
+    write = result.measure("cold_write", written, "bytes/s", HERE)
     return Tier(
         bytes_per_s=rate,
         latency_s=latency_s,

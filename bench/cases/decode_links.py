@@ -33,13 +33,13 @@ def over_links(
         name = point.format(device)
         with emulate(pool, device) as link:
             samples = interleave_reported(forms, rounds)
-        late = link.late_operations / sum(link.operations.values())
-        result.measure(f"late_{name}", [late], "share of operations")
-        with emulate(pool, device, mode="virtual") as link:
-            for form, walk in forms.items():
-                samples[f"{form}_clock"] = [clock_s(link, walk) / parts]
-        steps = {form: [parts_of_step * s for s in found] for form, found in samples.items()}
-        result.times(steps, "ms/step", f"{{}}_{name}")
+        late, count = link.counts()
+        result.measure(f"late_{name}", [late / count], "share of operations", link.label)
+        with emulate(pool, device, mode="virtual") as clock:
+            clocked = {f"{form}_clock": [clock_s(clock, forms[form]) / parts] for form in forms}
+        for some, label in ((samples, link.label), (clocked, clock.label)):
+            steps = {form: [parts_of_step * s for s in found] for form, found in some.items()}
+            result.times(steps, "ms/step", f"{{}}_{name}", label)
 
 
 def clock_s(link: Link, form: Walk) -> float:

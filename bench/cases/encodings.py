@@ -308,11 +308,11 @@ def over_a_link(result: Result, size: Size, pools: Mapping[str, Encoded], name: 
             layout = pools[encoding].pool.layout
             bytes_ratio = layout.token_bytes / layout.stored_token_bytes
             found = seconds["none"] / seconds[encoding] / bytes_ratio
-            result.ratios[f"link_{kind}_{encoding}_{name}"] = found
+            result.ratio(f"link_{kind}_{encoding}_{name}", found, link.label)
         planes, fewer = pools["progressive"], {"exact": "two_stage", "attend": "near"}[kind]
         with emulate(planes.pool, LINK, mode="virtual") as link:
             took = clock_s(link, partial(planes.walk, fewer, size.share))
-        result.ratios[f"link_{fewer}_progressive_{name}"] = seconds["none"] / took
+        result.ratio(f"link_{fewer}_progressive_{name}", seconds["none"] / took, link.label)
 
 
 def points(result: Result) -> list[str]:

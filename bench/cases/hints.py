@@ -31,7 +31,7 @@ from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, canvas, pl
 from cxlkv.demo import smollm2
 from cxlkv.demo.full_attention import append_cache
 from cxlkv.demo.text import inputs
-from cxlkv.emulation.link import Link, emulate
+from cxlkv.emulation.link import Link, emulate, marked
 from cxlkv.emulation.profiles import Profile
 from cxlkv.ndp.engine import Budget, Selection, pages_of_share
 from cxlkv.pool import CXLPool
@@ -230,6 +230,7 @@ class Moved:
     ahead: float
     accuracy: float
     logits: Tensor
+    label: str
 
 
 class Reader:
@@ -285,9 +286,8 @@ class Reader:
             accuracy = float(hints.stats()["accuracy"]) if hints else 1.0
         cache.release()
         steps = self.size.steps
-        return Moved(
-            ms_of(link, "attend") / steps, ms_of(link, "promote") / steps, accuracy, logits
-        )
+        times = (ms_of(link, "attend") / steps, ms_of(link, "promote") / steps)
+        return Moved(*times, accuracy, logits, link.label)
 
 
 def ms_of(link: Link, kind: str) -> float:
@@ -344,8 +344,9 @@ def tell(result: Result, size: Size, found: Sequence[Found], moved: dict[str, li
         sizes = one.sizes("both")
         result.measure(f"size_both_{percent}", sizes[~np.isnan(sizes)].tolist(), "times the pages")
     for name, texts in moved.items():
-        result.measure(f"in_step_{name}", [one.in_step for one in texts], "ms of link a step")
-        result.measure(f"ahead_{name}", [one.ahead for one in texts], "ms of link a step")
+        unit, label = "ms of link a step", texts[0].label
+        result.measure(f"in_step_{name}", [one.in_step for one in texts], unit, label)
+        result.measure(f"ahead_{name}", [one.ahead for one in texts], unit, label)
         if name.startswith(("last", "hints")):
             result.measure(f"accuracy_{name}", [one.accuracy for one in texts], "share of guesses")
     pages = pages_of_share(size.shares[0], -(-size.prefix // 16))
@@ -364,7 +365,8 @@ def tables(result: Result) -> list[Table]:
     for way, words in WAYS.items():
         cells = [fmean(result.metrics[f"found_{way}_{n}"].samples) for n in shares]
         first.add_row(words, *(f"{100 * cell:.0f} %" for cell in cells))
-    second = Table("ms of link a step", "within", "ahead")
+    label = next((result.label_of(n) for n in result.metrics if n.startswith("in_step_")), None)
+    second = Table("ms of link a step", "within", "ahead", title=marked("", label).strip())
     for name in (n.removeprefix("in_step_") for n in result.metrics if n.startswith("in_step_")):
         form, _, percent = name.partition("_")
         words = FORMS[form] + (f", {percent} % of the units" if percent else "")

@@ -97,7 +97,7 @@ def _bandwidth(
     late = link.late_operations
     for name, speed in result.speeds(interleave(calls, size.rounds), moved).items():
         expected = moved[name] / link.alone_s(moved[name], write=name == "append") / 1e9
-        result.ratios[f"{name}_to_profile"] = speed / expected
+        result.ratio(f"{name}_to_profile", speed / expected, link.label)
     most = LATE_MOST * (size.rounds + 1) * len(calls)
     result.checks["host_faster_in_bulk"] = link.late_operations - late <= most
 
@@ -119,7 +119,8 @@ def _latency(result: Result, link: Link, call: Callable[[], object], size: Size)
         bytes_s = moved / (1e9 * link.profile.gb_per_s(0))
         found.append(1e6 * (seconds_of(call) - bytes_s))
     metric = result.measure("latency", found, "us")
-    result.ratios["latency_to_profile"] = metric.median * 1e3 / link.profile.latency_ns
+    ratio = metric.median * 1e3 / link.profile.latency_ns
+    result.ratio("latency_to_profile", ratio, link.label)
     most = LATE_MOST * size.latency_calls
     result.checks["host_faster_in_latency"] = link.late_operations - late <= most
 

@@ -418,7 +418,8 @@ def _certificate(opened: Sequence[Region], role: str, played: Played) -> Certifi
 
 
 def _result(made: Certificate, played: Played) -> Result:
-    result = Result("litmus", checks={"no_violations": made["violations"] == 0})
+    checks = {"no_violations": made["violations"] == 0}
+    result = Result("litmus", checks, over_links=False)
     timed = list(zip(played.rows, played.seconds, strict=True))
     for test in loops.LITMUS_TESTS:  # samples are the pairs of regions
         pairs = [(row, seconds) for row, seconds in timed if row["test"] == test]

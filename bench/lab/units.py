@@ -24,6 +24,7 @@ from cxlkv.bench.lab.heads import WatchedCache
 from cxlkv.bench.lab.reading import Reader, stale_pages
 from cxlkv.bench.lab.tasks import ITEMS, KINDS, Context, make_context, single_token_words
 from cxlkv.bench.lab.texts import TEXTS, Text, learned_from
+from cxlkv.bench.result import emulation
 from cxlkv.demo.forms import CONTROLS, Form
 from cxlkv.demo.full_attention import keys_and_values
 from cxlkv.demo.progress import tell
@@ -161,7 +162,9 @@ class Plan:
     def of_methods(self, names: Sequence[str], budgets: str, texts: int = METHOD_TEXTS) -> Plan:
         """Each method at each share of the pages ("0.05,0.15"), beside random, newest and best
         ones, and all; of fewer texts, steps and items, so that all methods are measured in less
-        than two hours. Raises BadArgumentError."""
+        than two hours. Raises BadArgumentError, and UnsupportedError over an emulated link."""
+        if label := emulation():
+            raise UnsupportedError(f"methods are timed here, not over {label}: unset CXLKV_EMULATE")
         words = budgets.split(",")
         shares = list(dict.fromkeys(parse_share(word, "a share of the pages") for word in words))
         forms = [Form.full()]

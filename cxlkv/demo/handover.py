@@ -19,6 +19,7 @@ from cxlkv.adapters.transformers import CXLCache, hand_over, layout_of, take_ove
 from cxlkv.bench.result import Result
 from cxlkv.demo.measure import TRAINED_TOKENS, Asked, Examiner, Plan
 from cxlkv.demo.run import SHARED_MEMORY, SMALL_SHARE, demo_pool, finish, load_model
+from cxlkv.emulation.link import marked
 from cxlkv.errors import MemoryShortError, PeerError
 from cxlkv.layout import format_bytes
 from cxlkv.pool import CXLPool
@@ -77,7 +78,7 @@ def run(
     result = result_of(seen)
     result.notes.append(f"memory: {place}")
     for line in lines_of(seen):
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(marked(line, result.emulated)), soft_wrap=True)
     return finish(result, console, json_path)
 
 

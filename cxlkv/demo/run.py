@@ -16,10 +16,12 @@ from transformers import LlamaForTokenClassification
 from transformers.utils import logging
 
 from cxlkv.adapters.transformers import layout_of
+from cxlkv.bench.cli import labelled
 from cxlkv.bench.result import Result
 from cxlkv.demo.measure import TRAINED_TOKENS, Asked, Examiner, Plan, Row
 from cxlkv.demo.picture import draw
 from cxlkv.demo.progress import tell
+from cxlkv.emulation.link import marked
 from cxlkv.errors import MemoryShortError
 from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.machine.topology import probe
@@ -54,7 +56,7 @@ def run(
         kv_bytes = examiner.kv_bytes()
     result = result_of(plan, full, rows, kv_bytes)
     result.notes += [f"memory: {place}", *notes, *notes_on(plan)]
-    console.print(table_of(plan, full, rows, kv_bytes))
+    console.print(labelled(table_of(plan, full, rows, kv_bytes), result.emulated))
     for note in notes_on(plan):
         console.print(Text(note), soft_wrap=True)
     if picture is not None:
@@ -66,6 +68,9 @@ def run(
 
 def finish(result: Result, console: Console, json_path: Path | None) -> bool:
     """Write the result file, print a line for each check, then the verdict, which is returned."""
+    if told := result.late_text():
+        result.notes.append(told)
+        console.print(Text(marked(told, result.emulated)), soft_wrap=True)
     if json_path is not None:
         result.write(json_path)
         console.print(Text(f"Result file: {json_path}"), soft_wrap=True)

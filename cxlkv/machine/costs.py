@@ -204,6 +204,7 @@ class Costs:
     and V; step_latency_s: of a layer's select and attend, whatever their size. engine_...: the same
     where the engine decodes, once K and V are fetched or recomputed; None: as near the data.
     link_bytes_per_s: from this host's memory to the GPU, None: the engine computes in this memory.
+    emulated: what stood for the pools' memory, "" if nothing did; not for the cold tier's.
     """
 
     local: Tier | None = None
@@ -217,6 +218,7 @@ class Costs:
     engine_step_latency_s: float = 0.0
     link_bytes_per_s: float | None = None
     prefill: Prefill | None = None
+    emulated: str = ""
 
     def __post_init__(self) -> None:
         for name in ("score", "attend", "engine_score", "engine_attend", "link"):

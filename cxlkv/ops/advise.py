@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cxlkv.emulation.link import marked
 from cxlkv.errors import (
     BadArgumentError,
     CXLKVError,
@@ -236,14 +237,16 @@ def measured(
     named. Adds to `sources` what figures do not say of themselves."""
     from cxlkv.bench.calibrate import rates
     from cxlkv.bench.cli import load_warning
-    from cxlkv.bench.result import Result
+    from cxlkv.bench.result import Result, check_clock
 
     group = max(1, (q_heads or 4 * layout.kv_heads) // layout.kv_heads)
+    check_clock("advise")
     result, warning = Result("advise"), load_warning()
     kept = current().costs
-    if kept is None or pool is not None:
+    if kept is None or pool is not None or result.emulated:
         cold_kept = None if kept is None else kept.cold
         kept = replace(rates.run(result, layout, pool=pool, group=group), cold=cold_kept)
+        sources.extend(filter(None, [result.late_text()]))
     else:
         sources.append("what was measured by `cxlkv tune` was taken; it measures anew")
     if kept.cold is None or cold is not None:
@@ -275,7 +278,7 @@ def with_gpu(costs: Costs, link_gb_per_s: float | None, sources: list[str]) -> C
     from cxlkv.bench.result import Result
 
     memory, of = GPU_BYTES_PER_S, GPU_SOURCE
-    result = Result("advise")
+    result = Result("advise", over_links=False)
     try:
         gpu = links.run(result)
         link, memory = gpu.link_bytes_per_s, gpu.bytes_per_s
@@ -419,16 +422,19 @@ def _notes(costs: Costs) -> Iterator[str]:
 
 
 def show(answer: Answer, console: Console) -> None:
-    """Two tables, then for each tier what they mean."""
+    """Two tables, then for each tier what they mean; each says what is emulated."""
+    label = answer.costs.emulated
     console.print(costs_table(answer.costs))
     console.print(rows_table(answer))
     for tier in answer.costs.tiers:
         for verdict in telling([row.verdict for row in answer.rows if row.verdict.tier == tier]):
             sentences = [verdict.sentence, *filter(None, [writing(verdict)])]
-            console.print("; ".join(sentences), soft_wrap=True, highlight=False, markup=False)
+            line = marked("; ".join(sentences), label)
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
     for note in answer.notes:
         console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
-    console.print(Text(f"advice: {answer.advice}", style="bold"), soft_wrap=True)
+    advice = marked(f"advice: {answer.advice}", label)
+    console.print(Text(advice, style="bold"), soft_wrap=True)
 
 
 def telling(verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -450,17 +456,17 @@ def writing(verdict: Verdict) -> str:
 
 
 def costs_table(costs: Costs) -> Table:
-
     made = Table("tier", "read", "an operation", "write", "measured", title="What things cost here")
     for name in costs.tiers:
         tier = costs.tier(name)
         write = tier.write_bytes_per_s
+        where = marked(plain(tier.where), None if name == "cold" else costs.emulated)
         made.add_row(
             name,
             _rate(tier.bytes_per_s),
             format_seconds(tier.latency_s) if tier.latency_s else "too short to tell",
             "" if write is None else _rate(write),
-            Text(plain(tier.where), overflow="fold"),
+            Text(where, overflow="fold"),
         )
     if costs.score_bytes_per_s is not None and costs.attend_bytes_per_s is not None:
         made.caption = (
@@ -468,6 +474,7 @@ def costs_table(costs: Costs) -> Table:
             f"{_rate(costs.attend_bytes_per_s)} of keys and values, "
             f"{format_seconds(costs.step_latency_s)} a layer"
         )
+        made.caption = marked(made.caption, costs.emulated)
     return made
 
 
@@ -475,8 +482,11 @@ def rows_table(answer: Answer) -> Table:
     known = answer.costs.prefill is not None
     last = ("recompute", "choice") if known else ("pays below, tokens/s of prefill",)
     made = Table(
-        title=f"A prefix, then {answer.decode_tokens} tokens decoded with "
-        f"{100 * answer.share:g} % of pages"
+        title=marked(
+            f"A prefix, then {answer.decode_tokens} tokens decoded with {100 * answer.share:g} % "
+            "of pages",
+            answer.costs.emulated,
+        )
     )
     for column in ("tokens", "tier", "fetch", "attend", *last):
         made.add_column(column, justify="left" if column in ("tier", "choice") else "right")
@@ -515,7 +525,9 @@ def write(answer: Answer, path: Path) -> None:
                 "reason": None if decision is None else decision.reason,
             }
         )
-    found = {"machine": machine(), "commit": commit(), **asdict(answer), "rows": rows}
+    emulated = answer.costs.emulated or None
+    found = {"machine": machine(), "commit": commit(), "emulated": emulated, **asdict(answer)}
+    found["rows"] = rows
     write_whole(path, json.dumps(_finite(found), indent=2, allow_nan=False) + "\n")
 
 

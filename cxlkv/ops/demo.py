@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cxlkv.bench.result import check_clock
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import encodings_of, parse_share
 from cxlkv.ops.console import JsonFile, needing
@@ -119,7 +120,8 @@ def check_options(
     tiny: bool,
     handover: bool,
 ) -> None:
-    """Raises BadArgumentError for options that do not go together."""
+    """Raises BadArgumentError for options that do not go together, and as check_clock()."""
+    check_clock("the demo")
     if dense_layers and model is None:
         raise BadArgumentError("--dense-layers goes with --model and --text")
     if (model is None) != (text is None) or (budget is not None and model is None):

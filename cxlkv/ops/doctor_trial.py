@@ -92,6 +92,8 @@ def _speed(pool: CXLPool) -> Finding:
     read = _rate(lambda: np.copyto(plain, region), region.nbytes)
     write = _rate(lambda: np.copyto(region, plain), region.nbytes)  # the bytes that it has
     seen = f"reads {read:.1f}, writes {write:.1f} GB/s; plain memory {memory:.1f}"
+    if label := pool.describe().get("emulated"):
+        seen += f" (this machine's memory: such copies do not go over the emulated {label})"
     if min(read, write) >= SLOW * memory:
         return Finding("speed", "ok", seen)
     command = "--where /dev/shm/, or memory nearer to these CPUs: cxlkv info"

@@ -17,12 +17,12 @@ from rich.text import Text
 from rich.tree import Tree
 
 from cxlkv import _core
-from cxlkv.emulation.link import from_environment, parse
-from cxlkv.errors import BadArgumentError
+from cxlkv.emulation import link
+from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import format_bytes
+from cxlkv.machine import numa_mode
 from cxlkv.machine.devices import CxlRegion, DaxDevice, Devices, probe_devices
 from cxlkv.machine.nodes import Access, NodeDetails, Numa, probe_nodes
-from cxlkv.machine.numa_mode import VARIABLE
 from cxlkv.machine.suggestions import FOUND_BY, Place, lacking, suggest
 from cxlkv.machine.sysfs import trouble
 from cxlkv.machine.topology import (
@@ -96,6 +96,15 @@ def _unknown(root: Path) -> Iterator[Unknown]:
             yield Unknown(f"/{name}", why, what)
 
 
+def emulated() -> str | None:
+    """What this environment's pools lie behind, or on."""
+    nodes = numa_mode.from_environment()
+    try:
+        return numa_mode.label(nodes) if nodes else link.labels()
+    except UnsupportedError:  # no pool can be made then; the machine is told of all the same
+        return f"{numa_mode.SCHEME}{','.join(map(str, nodes))}, which is not there"
+
+
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a tree.")] = False,
     root: Annotated[
@@ -107,14 +116,13 @@ def info(
     Exit code 0 however much of the machine is hidden: what could not be read is named.
     """
     found = survey(root)
-    environment = from_environment()  # the link that pools of it are behind
-    link = None if environment is None else parse(environment).label
+    label = emulated()
     if as_json:
-        typer.echo(json.dumps({**as_dict(found), "emulated": link}, indent=2))
+        typer.echo(json.dumps({**as_dict(found), "emulated": label}, indent=2))
         return
     Console(width=WIDTH).print(tree(found))  # its lines stay whole: paths are copied
-    if link is not None:
-        Console().print(f"Emulated ({VARIABLE}): {link}")
+    if label is not None:
+        Console(soft_wrap=True).print(_line(f"Emulated ({numa_mode.VARIABLE}): {label}"))
     console = Console(soft_wrap=True)  # a command must stay in one piece to be copied
     for item in found.unknown:
         console.print(_line(f"Not known: {item.what} ({item.path}: {item.why})", "yellow"))

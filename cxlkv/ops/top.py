@@ -19,7 +19,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from cxlkv.emulation.link import marked
 from cxlkv.layout import format_bytes
+from cxlkv.machine.numa_mode import VARIABLE
 from cxlkv.ops.console import print_json
 from cxlkv.stats import Counters, Overview, Process, find
 
@@ -83,7 +85,8 @@ class Top:
                     else (process.counters[which] - before[which]) / elapsed_s
                     for which in RATES
                 }
-                rows.append({**asdict(process), "command": command_of(process), **rates})
+                told = {"command": command_of(process), "emulated": emulated_by(process)}
+                rows.append({**asdict(process), **told, **rates})
             pools.append({**pool, "processes": rows})
         self._keep(found)
         return {"pools": pools, "missing": gone}
@@ -134,7 +137,12 @@ class Top:
             )
         sums = [format_bytes(overview.totals[which]) for which in RATES]
         table.add("", "all, since it was made", "", "", *sums, *quality(overview.totals))
-        return table
+        lines = [
+            Text(marked(f"pid {row.pid}: its rates", label), style="yellow")
+            for row in rows
+            if row.alive and (label := emulated_by(row))
+        ]
+        return Group(table, *lines)
 
 
 class Processes:
@@ -269,6 +277,20 @@ def command_of(process: Process) -> str:
     if name.startswith("python"):
         name = " ".join(filter(None, (name, program_of(words[1:]))))
     return plain(name)[:NAME_LENGTH_MAX]
+
+
+def emulated_by(process: Process) -> str | None:
+    """What CXLKV_EMULATE says in a process's environment, as it began; None also where that may not
+    be read, as of another user's."""
+    if command_of(process) == "?":
+        return None
+    try:
+        found = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    name = f"{VARIABLE}=".encode()
+    values = [one.removeprefix(name) for one in found if one.startswith(name)]
+    return plain(values[0].decode(errors="replace")).strip() or None if values else None
 
 
 def program_of(words: Sequence[str]) -> str:

@@ -30,10 +30,11 @@ def tune(
     ] = None,
 ) -> None:
     """Measure on this machine what reading, writing, scoring and attending cost, for method "auto"
-    and `cxlkv advise`. What was measured of the GPU, or of all else, is kept."""
+    and `cxlkv advise`. What was measured of the GPU, or of all else, is kept; what is emulated
+    (CXLKV_EMULATE) is shown only."""
     from cxlkv.bench import cli
     from cxlkv.bench.calibrate import rates
-    from cxlkv.bench.result import Result
+    from cxlkv.bench.result import Result, check_clock
     from cxlkv.ndp.tuning import Tuning, default_path, read, this_machine, write
 
     if profile is not None:
@@ -41,6 +42,7 @@ def tune(
             raise BadArgumentError("--profile goes without --threads, --pool, --cold and --gpu")
         tune_profile(profile, json_file)
         return
+    check_clock("tune")
     console = cli.wide_console()
     result, path = Result("tune"), default_path()
     result.notes += filter(None, [cli.load_warning()])
@@ -58,6 +60,9 @@ def tune(
             result.checks["measured"] = True
             found = Tuning(this_machine(), costs, read(path).gpu)
     cli.show(result, console, json_file)  # ends it where a check failed: nothing is written then
+    if result.emulated:
+        console.print(f"not kept: emulated ({result.emulated}); {path} has the machine's")
+        return
     write(found, path)
     console.print(f"written: {path}", soft_wrap=True)
 
@@ -69,7 +74,7 @@ def tune_profile(name: str, json_file: Path | None) -> None:
     from cxlkv.bench.result import Result
     from cxlkv.emulation import profiles
 
-    console, result = cli.wide_console(), Result("tune")
+    console, result = cli.wide_console(), Result("tune", over_links=False)
     profiles.check_new(profiles.own_path(), name)
     result.notes += filter(None, [cli.load_warning()])
     with step("measuring; half a minute"):

@@ -143,6 +143,10 @@ def test_a_case_runs_small(case: str) -> None:
         module.run(result, **given)
     check_result(result)
     assert set(result.ratios) >= RATIOS.get(case, set())
+    if case == "encodings":
+        of_link = {name for name in result.ratios if name.startswith("link_")}
+        assert of_link
+        assert set(result.links) == of_link
     if case == "residency":
         served = {n.split("_")[1]: m.median for n, m in result.metrics.items() if "served" in n}
         assert 0 < served["ours"] <= 1

@@ -103,7 +103,8 @@ def test_attention_in_memory_and_over_links(
     result = Result("decode-attention")
     decode_attention.run(result, ATTENTION)
     check_result(result)
-    assert result.emulated is None  # what is over a link is named so
+    assert result.emulated is None  # what is over a link is named so, and says so
+    assert all(bool(result.label_of(name)) == ("-over-" in name) for name in result.metrics)
     median = {name: metric.median for name, metric in result.metrics.items()}
     for form in ("all", "exact_15", "two_stage_5", "auto_5", "sdpa", "flex", "floor"):
         assert median[f"{form}_135m_2x2k"] > 0
@@ -174,7 +175,8 @@ def test_steps_of_a_tiny_model(tmp_path: Path) -> None:
     devices = ("astera-a1000", "skhynix-niagara2")
     size = decode_steps.Size(trained=STEPS, devices=devices, link_rounds=1)
     decode_steps.emulated(result, size, reader)
-    assert result.emulated is None  # what is over a link is named so
+    assert result.emulated is None  # what is over a link is named so, and says so
+    assert all(bool(result.label_of(name)) == ("-over-" in name) for name in result.metrics)
     median = {name: metric.median for name, metric in result.metrics.items()}
     slow, fast = (f"tiny-over-{device}_1x160" for device in reversed(devices))
     for form in ("all", "auto_15", "auto_5"):

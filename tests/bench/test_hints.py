@@ -54,6 +54,8 @@ def test_where_layers_add_nothing_hints_are_right(texts: list[Tensor]) -> None:
         assert result.metrics[f"found_both_{share}"].samples == [1.0] * (LAYERS - 1)
         assert max(result.metrics[f"found_ahead_{share}"].samples) < 1
     # Only the first layer has no hint, and what a last page completes is not there yet.
+    of_link = {name for name in result.metrics if name.startswith(("in_step_", "ahead_"))}
+    assert {name for name in result.metrics if result.label_of(name)} == of_link
     within = result.metrics["in_step_hints_100"].median
     assert within < 0.6 * result.metrics["in_step_none"].median
 

@@ -37,7 +37,7 @@ BANDWIDTH = bandwidth.Size(UNIT, (1, 0), sample_s=0, rounds=1)
 
 
 def run_small(case: str, where: str | None = None) -> Result:
-    result = Result(case)
+    result = Result(case, over_links=CASES[case].over_links)
     if case == "latency":
         latency.run(result, LATENCY, where)
     else:
@@ -247,6 +247,7 @@ def test_csv_has_a_row_for_each_figure(tmp_path: Path) -> None:
     assert dict(zip(head, time, strict=True)) == {
         **{"case": "story", "figure": "time", "unit": "us", "median": "10.5", "samples": "20"},
         **{"median_low": "6.0", "median_high": "15.0", "low": "1.0", "high": "20.0"},
+        "emulated": "",
     }
     assert ratio[:4] == ["story", "a_to_b", "ratio", "2.0"]
 

@@ -20,7 +20,7 @@ from cxlkv.bench.result import Result
 from cxlkv.emulation.link import Link, _links, emulate, link_of, parse
 from cxlkv.emulation.profiles import OURS, Profile, named, read
 from cxlkv.emulation.sharing import Stream, simulate
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.tiers.local import LocalTier
 
 from ..test_records import grown
@@ -266,11 +266,18 @@ def test_it_is_said_by_pool_and_results(pool: CXLPool) -> None:
     with emulate(pool, "astera-a1000", mode="virtual"):
         assert pool.describe()["emulated"] == "astera-a1000, virtual"
         assert Result("x").emulated == "astera-a1000, virtual"
-        early.measure("a", [1], "s")
+        early.measure("bytes", [1], "bytes")
+        with pytest.raises(UnsupportedError, match="a goes by this machine's clock, and nothing"):
+            early.measure("a", [1], "s")
+        early.measure("a", [1], "s", "astera-a1000, virtual")  # of that clock, as it says
+        early.ratio("b", 1.0)
         with emulate(pool, "pond-pool", slow=4):
             assert pool.describe()["emulated"] == "pond-pool slowed 4 times, wait"
         assert _io_hooks.label(pool._handle) == "astera-a1000, virtual"
-    assert early.as_dict()["emulated"] == "astera-a1000, virtual"
+    early.measure("here", [1], "s")
+    found = early.as_dict()
+    assert found["emulated"] is None
+    assert found["links"] == dict.fromkeys(("bytes", "a", "b"), "astera-a1000, virtual")
     assert "emulated" not in pool.describe()
 
 

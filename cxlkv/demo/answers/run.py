@@ -12,6 +12,7 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cxlkv.adapters.transformers import layout_of
+from cxlkv.bench.cli import labelled
 from cxlkv.bench.result import Result
 from cxlkv.demo import smollm2
 from cxlkv.demo.answers.ask import FORMS, Asked, Examiner, Question, handbook, quicker_threads
@@ -71,7 +72,8 @@ def run(
                 )
             asked = [ask(examiner, question, console) for question in questions]
         examiner.release()
-    console.print(table_of(asked, kv_bytes))
+    result = result_of(asked, kv_bytes)
+    console.print(labelled(table_of(asked, kv_bytes), result.emulated))
     console.print(
         "What a token read: from the pool, what was scored to choose pages "
         f"({scored_text(layout)}) and the pages themselves.",
@@ -81,7 +83,7 @@ def run(
     if picture is not None:
         draw(picture, title, asked, len(tokens), layout.page_tokens)
         console.print(Text(f"Picture: {picture}"), soft_wrap=True)
-    return finish(result_of(asked, kv_bytes), console, json_path)
+    return finish(result, console, json_path)
 
 
 def kept_text(layout: KVLayout, tokens: int) -> str:
