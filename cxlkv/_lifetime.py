@@ -15,8 +15,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from types import MethodType
 from typing import TYPE_CHECKING, ClassVar, NoReturn, Protocol, SupportsIndex
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 from cxlkv.errors import UnsupportedError
 
@@ -61,28 +62,32 @@ class BeforeClose:
     """Calls to make before memory is unmapped: a device, or a server, may have it on loan.
 
     The last one registered is made first, and each once; after an interrupt in it, the next run()
-    makes it again. A forked child has none: what its parent lent ends with the parent.
+    makes it again. A method stands for as long as its object lives, so that what was closed is not
+    kept: an object that is not ended yet is kept by its thread, or ends itself when it is dropped.
+    A forked child has none: what its parent lent ends with the parent.
     """
 
     def __init__(self) -> None:
-        self._calls: list[Callable[[], object]] = []
+        self._calls: list[Callable[[], Callable[[], object] | None]] = []
         watch(self)
 
     def __call__(self, call: Callable[[], object]) -> None:
         """Registers a call."""
-        self._calls.append(call)
+        weak = isinstance(call, MethodType)
+        self._calls.append(WeakMethod(call, self._forget) if weak else lambda: call)
 
     def run(self) -> None:
-        while self._calls:
-            call = self._calls[-1]
+        while last := self._calls[-1:]:
+            call = last[0]()
             try:
-                call()
+                if call is not None:
+                    call()
             except Exception:
-                self._forget(call)
+                self._forget(last[0])
                 raise
-            self._forget(call)
+            self._forget(last[0])
 
-    def _forget(self, call: Callable[[], object]) -> None:
+    def _forget(self, call: Callable[[], Callable[[], object] | None]) -> None:
         with suppress(ValueError):  # another thread closes, too
             self._calls.remove(call)
 

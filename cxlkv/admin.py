@@ -160,7 +160,7 @@ class Admin(OfThisProcess):
         """
         check_huge(huge)
         if background and huge != "require":
-            self._before_close(prefault.begin(self._handle, huge != "never"))
+            self._before_close(prefault.Background(self._handle, huge != "never").end)
         else:
             prefault.run(self._handle, huge != "never")
         if huge == "require":

@@ -110,7 +110,7 @@ class Mapping(Closing):
             starts = np.array([at for at, _ in held.pieces[1:]], np.int64)
             self.cuts = starts - host_address + self._address
         self._closer = weakref.finalize(self, _release, held, self._pid, pool.pages)
-        pool.before_close(self._closer)
+        pool.before_close(self.close)
 
     @property
     def tensor(self) -> torch.Tensor:

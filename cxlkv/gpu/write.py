@@ -117,7 +117,7 @@ class WriteThrough(Closing):
         self._state = State(pool.pages)
         self._closer = weakref.finalize(self, self._state.abandon)
         self._closer.atexit = False  # the process's pages are freed anyway
-        pool.before_close(self._closer)
+        pool.before_close(self._end)
 
     def put(
         self,
@@ -186,6 +186,10 @@ class WriteThrough(Closing):
         self._state.abandon()
 
     close = abandon
+
+    def _end(self) -> None:
+        """For good: the pool is closed."""
+        self._closer()
 
     # ---- what is asked ----
 

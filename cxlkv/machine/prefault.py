@@ -12,6 +12,7 @@ from cxlkv.machine.huge_pages import huge_bytes, mapped
 
 log = logging.getLogger("cxlkv")
 
+LATER = "the pool's memory comes into place when it is used first: %s"
 STEP_BYTES = 16 << 20
 """At once: the kernel lets nobody map or unmap memory of this process for that long, 5 to 40 ms."""
 
@@ -23,30 +24,30 @@ def run(pool: _core.Handle, huge: bool = True, is_over: Callable[[], bool] = lam
         offset = _core.pool_prefault(pool, offset, STEP_BYTES, huge)
 
 
-def begin(pool: _core.Handle, huge: bool = True) -> Callable[[], None]:
-    """Prefault in a thread; call the returned function, which stops it, before closing the pool."""
-    over = False  # no Event: an interrupt in its set() can leave its lock taken
+class Background:
+    """Prefaults in a thread of its own, until all is there or end(), which comes before the pool's
+    close()."""
 
-    def work() -> None:
+    def __init__(self, pool: _core.Handle, huge: bool = True):
+        self._pool, self._huge = pool, huge
+        self._over = False  # no Event: an interrupt in its set() can leave its lock taken
+        self._thread = threading.Thread(target=self._work, name="cxlkv-prefault", daemon=True)
         try:
-            run(pool, huge, lambda: over)
-            if not over:
-                address, size = _core.pool_memory(pool)
+            self._thread.start()
+        except RuntimeError as error:
+            log.info(LATER, error)
+
+    def _work(self) -> None:
+        try:
+            run(self._pool, self._huge, lambda: self._over)
+            if not self._over:
+                address, size = _core.pool_memory(self._pool)
                 found = format_bytes(huge_bytes(mapped(address, size)))
                 log.info("huge pages hold %s of the pool's %s", found, format_bytes(size))
         except Exception as error:  # a pool that is closed, /proc that cannot be read
-            log.info("the pool's memory comes into place when it is used first: %s", error)
+            log.info(LATER, error)
 
-    thread = threading.Thread(target=work, name="cxlkv-prefault", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:
-        log.info("the pool's memory comes into place when it is used first: %s", error)
-        return lambda: None
-
-    def end() -> None:
-        nonlocal over
-        over = True
-        thread.join()
-
-    return end
+    def end(self) -> None:
+        self._over = True
+        if self._thread.ident is not None:
+            self._thread.join()

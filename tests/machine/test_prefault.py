@@ -70,9 +70,9 @@ def test_what_fails_in_the_background_is_said(
     caplog.set_level("INFO", "cxlkv")
     monkeypatch.setattr(prefaulting, "mapped", fail)
     with CXLPool.create(where, layout=LAYOUT, capacity=SIZE) as pool:
-        end = prefaulting.begin(pool._handle)
+        background = prefaulting.Background(pool._handle)
         until(lambda: "when it is used first: smaps cannot be read" in caplog.text)
-        end()
+        background.end()
 
 
 def test_it_can_be_stopped_between_two_steps(tmp_path: Path) -> None:
