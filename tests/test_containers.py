@@ -1,6 +1,6 @@
 """Containers: processes that share a pool and not all else of the machine.
 
-Goal: other mounts and other PID namespaces than those of the pool's other users cost nobody a page,
+Goal: other mounts, PID and time namespaces than those of the pool's other users cost nobody a page,
 a slot or a wrong answer. Method: real processes under unshare(1), and skipped where that is not
 allowed. New features with state of their own beside a pool add their case here.
 """
@@ -11,16 +11,19 @@ import functools
 import os
 import select
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from cxlkv import KVLayout, ObjectPool
+from cxlkv import Budget, CXLPool, KVLayout, ObjectPool
 from cxlkv.stats import inspect
 
 from .support.processes import Child, python
+from .support.texts import DIM, HEADS, SMALL, grown
 from .support.waiting import until
 
 LAYOUT = KVLayout.objects("4KiB")
@@ -248,3 +251,59 @@ if child == 0:
     assert select.select([grandchild], [], [], 60)[0]
     os.close(grandchild)
     assert (pool.stats()["pages_free"], pool.stats()["processes"]) == (free, 1)
+
+
+# ---- time namespaces ----
+
+# A host that has run for longer than its machine, as one that was restored may think.
+AHEAD = ("-rT", "--boottime", "86400", "--monotonic", "86400", "--kill-child")
+LOOK = """
+import sys
+from cxlkv import ObjectPool
+pool = ObjectPool.open(sys.argv[1], host=0, lease_s=0.5, threads=1)
+for _ in sys.stdin:
+    print(pool.admin.hosts()[1].state, flush=True)
+"""
+
+
+@needs(*AHEAD)
+def test_clocks_of_their_own_make_no_live_host_silent(path: Path) -> None:
+    """Two processes of a host look at another in turn; each has noted when that last beat."""
+    with (
+        ObjectPool.create(
+            path,
+            layout=LAYOUT,
+            capacity="16MiB",
+            sharing="software",
+            hosts=2,
+            host=0,
+            lease_s=0.5,
+            threads=1,
+        ) as pool,
+        Child("-c", LOOK, path, before=("unshare", *AHEAD)) as ahead,
+    ):
+        with ObjectPool.open(path, host=1, lease_s=0.5, threads=1):
+            for _ in range(50):
+                assert ahead.ask("") == "live"
+                assert pool.admin.hosts()[1].state == "live"
+                time.sleep(0.02)
+        assert ahead.ask("") == pool.admin.hosts()[1].state == "left"
+        ahead.end()
+
+
+@needs(*AHEAD)
+def test_a_worker_with_a_clock_of_its_own_is_alive(path: Path) -> None:
+    """A process is known by its start, which /proc shifts for whoever looks."""
+    command = ("-m", "cxlkv.ops.cli", "ndp-worker", "--pool", path, "--threads", 1)
+    with (
+        CXLPool.create(path, layout=SMALL, capacity="16MiB", threads=1) as pool,
+        Child(*command, before=("unshare", *AHEAD)) as worker,
+    ):
+        worker.hear()
+        pool.use_worker("only", deadline_s=60)
+        sequence = grown(pool, range(40))
+        query = np.ones((1, HEADS, DIM), np.float32)
+        assert sequence.select(0, query, Budget(pages=2)).pages.size
+        assert pool.worker.connected
+        worker.kill()  # and the kernel with it who is within
+        until(lambda: pool.stats()["processes"] == 1)

@@ -33,7 +33,6 @@ CHECKS: tuple[tuple[str, Callable[[Ask], Iterator[Finding]]], ...] = (
     ("pool", trial),
     ("locked memory", doctor_machine.locked),
     ("numa", doctor_machine.numa),
-    ("clock", doctor_machine.clock),
     ("port", doctor_engine.ports),
     ("left-overs", doctor_machine.left_overs),
 )

@@ -205,22 +205,7 @@ def dax(ask: Ask) -> Iterator[Finding]:
         yield Finding("dax", "absent", "none")
 
 
-# ---- time, and what others left ----
-
-
-def clock(ask: Ask) -> Iterator[Finding]:
-    """The clock since boot: processes of a pool that hosts share compare it between containers."""
-    offsets = read(ask.root / "proc/self/timens_offsets")
-    off = re.search(r"^boottime +(?!0 +0$)(-?[0-9]+) +[0-9]+$", offsets, re.M)
-    if off:
-        seen = f"this time namespace is {off[1]} s off the machine's"
-        why = (
-            "in a pool that hosts share, live hosts are taken for silent, and silent ones for live"
-        )
-        command = "start all processes of a pool in one time namespace: no unshare -T"
-        yield Finding("clock", "warning", seen, why, command)
-    else:
-        yield Finding("clock", "ok", "as the machine's")
+# ---- what others left ----
 
 
 def left_overs(ask: Ask) -> Iterator[Finding]:

@@ -271,7 +271,7 @@ def command_of(process: Process) -> str:
         words = (folder / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except (OSError, IndexError):
         return "?"
-    if process.start_time and int(started) != process.start_time:
+    if process.start_time and abs(int(started) - process.start_time) > 2:  # ticks; see Process
         return "?"
     name = os.path.basename(words[0])
     if name.startswith("python"):

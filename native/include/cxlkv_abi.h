@@ -185,7 +185,7 @@ typedef struct cxlkv_stats {
 typedef struct cxlkv_process {
     int32_t pid;
     uint32_t alive;                 /* 0: dead, and nobody has given its pages back yet */
-    uint64_t start_time;            /* clock ticks since boot: a reused pid has another */
+    uint64_t start_time;            /* as /proc has it here, +-2: a reused pid has another */
     uint64_t pages_held;
     uint64_t sequences;
     cxlkv_counters counters;

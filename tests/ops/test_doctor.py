@@ -216,7 +216,7 @@ def test_huge_pages_after_the_remedy() -> None:
     assert re.match(r"\d+ of 6\d MiB", found.seen)
 
 
-# ---- nodes, devices, clock ----
+# ---- nodes, devices ----
 
 
 def test_memory_that_is_bound_elsewhere(tmp_path: Path) -> None:
@@ -270,15 +270,6 @@ def test_a_device_that_is_not_there_is_said_once(where: str) -> None:
     assert told.of("place", "error").command
     assert told.of("pool", "absent").seen == "not tried: no place where a file may be made"
     assert not os.path.lexists("/dev/dax97.3")
-
-
-@needs("unshare", "-rT", "--boottime", "5000", "true")
-def test_a_clock_of_its_own(pool_path: str) -> None:
-    shell = ("unshare", "-rT", "--boottime", "5000")
-    told = doctor("--where", pool_path, "--capacity", "8MiB", shell=shell)
-    found = told.of("clock", "warning")
-    assert "5000 s off" in found.seen
-    assert "unshare -T" in found.command
 
 
 # ---- what lies there ----

@@ -30,7 +30,7 @@ static uint32_t inspect_processes(host_state *host, int state_fd, const host_sta
             memset(process, 0, sizeof(*process));
             process->pid = slot.pid;
             process->alive = !slot_is_dead(state_fd, i);
-            process->start_time = slot.start_time;
+            if (slot.start_time) process->start_time = slot.start_time + process_shift_ticks();
             process->pages_held = pages_held(
                 (const uint32_t *)((uint8_t *)host + offsets->held_offset +
                                    i * offsets->held_stride_bytes), offsets->page_count);

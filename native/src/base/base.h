@@ -43,7 +43,10 @@ int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3))
 int need(uint64_t count, ...) __attribute__((sentinel));
 
 /* ---- clock.c ---- */
-uint64_t boottime_ns(void);                /* CLOCK_BOOTTIME: it goes on while the machine sleeps */
+/* CLOCK_BOOTTIME, which goes on while the machine sleeps: the same in all time namespaces. */
+uint64_t boottime_ns(void);
+int64_t boottime_offset_ns(void);         /* what our namespace's clock is ahead of that */
+int64_t boottime_offset_of(const char *text); /* as /proc/PID/timens_offsets says it */
 uint64_t monotonic_ns(void);              /* CLOCK_MONOTONIC: nobody sets it */
 uint64_t random_u64(void);                /* never 0 */
 static inline struct timespec timespec_of(uint64_t ns) {

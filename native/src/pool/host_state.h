@@ -25,7 +25,7 @@ typedef struct run_info {
 typedef struct process_slot {
     uint32_t state;              /* 0 unused, 1 live, 2 made for a child about to be forked */
     int32_t pid;
-    uint64_t start_time;         /* clock ticks since boot: a reused pid has another */
+    uint64_t start_time;         /* ticks of the machine's clock: a reused pid has another */
     uint64_t pid_namespace;
     uint64_t nonce;
 } process_slot;
@@ -84,7 +84,7 @@ _Static_assert(sizeof(counter_row) % LINE_BYTES == 0, "a row shares no line");
 
 /* Another host, as this one sees it. */
 typedef struct host_view {
-    uint64_t beats, since_ns;    /* its last heartbeat, and since when by our own clock */
+    uint64_t beats, since_ns;    /* its last heartbeat, and since when by our machine's clock */
     uint64_t lease_ns;           /* that it promises to beat within, if longer than ours */
     uint64_t seen;               /* 1: it has beaten since our first look */
     uint64_t wanted_extents;
@@ -185,6 +185,7 @@ typedef struct process_view {
     uint64_t thread_count, start_time;
 } process_view;
 bool process_look(int32_t pid, process_view *seen);
+uint64_t process_shift_ticks(void); /* from the machine's clock to that of /proc as we see it */
 void process_identify(process_slot *slot);
 bool process_is_dead(const process_slot *slot);
 bool slot_is_dead(int state_fd, uint32_t slot); /* one that is taken, in a host state's file */

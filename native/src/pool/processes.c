@@ -10,6 +10,11 @@
 
 #include "pool/pages.h"
 
+/* /proc shifts the starts of processes as its reader's time namespace says, and rounds after it. */
+enum { TICK_NS = 10000000, ROUNDING_TICKS = 2 };
+
+uint64_t process_shift_ticks(void) { return (uint64_t)(boottime_offset_ns() / TICK_NS); }
+
 bool process_look(int32_t pid, process_view *seen) {
     char path[64], line[1024];
     snprintf(path, sizeof(path), "/proc/%d/stat", pid);
@@ -27,7 +32,7 @@ bool process_look(int32_t pid, process_view *seen) {
         if (!at) return false;
         if (field + 1 == 20) seen->thread_count = strtoull(at, NULL, 10);
     }
-    seen->start_time = strtoull(at, NULL, 10);
+    seen->start_time = strtoull(at, NULL, 10) - process_shift_ticks();
     return true;
 }
 
@@ -47,7 +52,8 @@ bool process_is_dead(const process_slot *slot) {
     uint64_t ours = stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
     if (slot->pid_namespace != ours) return false;
     if (!process_look(slot->pid, &seen)) return kill(slot->pid, 0) < 0 && errno == ESRCH;
-    if (slot->start_time && seen.start_time != slot->start_time) return true;
+    uint64_t later = seen.start_time - slot->start_time + ROUNDING_TICKS;
+    if (slot->start_time && later > 2 * ROUNDING_TICKS) return true;
     /* While a zombie has threads on their way out, one of them may still be storing to a page. */
     return (seen.state == 'Z' || seen.state == 'X') && seen.thread_count <= 1;
 }
