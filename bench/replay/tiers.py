@@ -129,7 +129,8 @@ def open_at(where: Where, requests: Sequence[Request]) -> tuple[Counts, CXLPool]
     """A new pool, or the one of a run that was killed, and how far that was. where.far becomes what
     the pool really has: it is made of whole extents."""
     notes = notes_of(where)
-    if where.path and notes and notes.is_file() and where.path.exists():
+    is_ours = notes is not None and notes.is_file()
+    if where.path and notes and is_ours and where.path.exists():
         said = json.loads(notes.read_text())
         if said.pop("of") == len(requests):
             counts = Counts(**said)
@@ -143,8 +144,11 @@ def open_at(where: Where, requests: Sequence[Request]) -> tuple[Counts, CXLPool]
     if where.path is None:
         pool = CXLPool.create("anonymous:", layout=LAYOUT, capacity=capacity)
     else:
-        pool = CXLPool.create(where.path, layout=LAYOUT, capacity=capacity, replace=True)
-        Path(f"{where.path}.cold").unlink(missing_ok=True)
+        cold = Path(f"{where.path}.cold")
+        if cold.exists() and not is_ours:
+            raise BadArgumentError(f"{cold} is no replay's: give another --pool, or move it away")
+        pool = CXLPool.create(where.path, layout=LAYOUT, capacity=capacity, replace=is_ours)
+        cold.unlink(missing_ok=True)
     where.far = pool.stats()["pages_total"]
     return Counts(), pool
 

@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import socket
+import stat
 import struct
 import threading
 import time
@@ -27,7 +28,7 @@ import numpy as np
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
 from cxlkv.arrays import Bytes
-from cxlkv.errors import CXLKVError
+from cxlkv.errors import CXLKVError, NotAColdFileError
 from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import NAME_BYTES
 
@@ -36,6 +37,7 @@ VERSION = 1
 NAMES_MAX = 1 << 16  # of one message
 RECORDS_BYTES = 16 << 20  # of one message: so much is on the disk long before a peer's deadline
 MESSAGE_BYTES = 64 << 10
+WELCOME_S = 3.0  # a peer that has not said its terms by then is left
 ACCEPT_PAUSE_S = 0.1  # after a peer that could not be accepted
 SOCKET_NAME_MAX = 80  # letters, so that an address has room for it
 ADDRESS_MAX = 107  # letters
@@ -113,12 +115,18 @@ class ColdServer(Closing):
     file system takes no sockets, or the process gets no thread, the tier is this process's alone:
     the log says so.
 
-    terms: what peers must agree in, besides the shape of records.
+    terms: what peers must agree in, besides the shape of records. Raises NotAColdFileError where
+    something else lies at the socket's path.
     """
 
     def __init__(self, tier: ColdTier, terms: Message):
         self._tier, self._terms = tier, terms
         self._path = socket_path(tier.path)
+        if _is_others(self._path):
+            raise NotAColdFileError(
+                f"{self._path} is no cold tier's socket, which is to lie there. Nothing was "
+                f"changed: give another path than {tier.path}, or move that away"
+            )
         self._peers: dict[socket.socket, threading.Thread] = {}
         self._mutex = threading.Lock()
         self._closed = False
@@ -178,7 +186,9 @@ class ColdServer(Closing):
         peer.close()
 
     def _welcome(self, peer: socket.socket) -> SharedRows | None:
+        peer.settimeout(WELCOME_S)
         terms, descriptors = receive(peer, descriptors=1)
+        peer.settimeout(None)
         try:
             wrong = difference(terms, self._terms)
             send(peer, {"wrong": wrong})
@@ -228,7 +238,8 @@ class ColdServer(Closing):
                 thread.join()
         self._listener.close()
         with suppress(OSError):
-            if os.stat(self._path).st_ino == self._inode:  # else: of another owner and file
+            there = os.lstat(self._path)  # of another owner and file, or another file, by now?
+            if stat.S_ISSOCK(there.st_mode) and there.st_ino == self._inode:
                 os.unlink(self._path)
 
     def __del__(self, end: int = socket.SHUT_RDWR) -> None:
@@ -275,6 +286,18 @@ def _address(path: str) -> Iterator[str]:
         yield f"/proc/self/fd/{folder}/{name}"
     finally:
         os.close(folder)
+
+
+def _is_others(path: str) -> bool:
+    """Something lies there that is no cold tier's socket, a dead owner's or a live one's."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return True
+        with _OwnedSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe, _address(path) as to:
+            probe.setblocking(False)
+            return probe.connect_ex(to) == errno.EPROTOTYPE  # a program listens, by streams
+    except OSError:
+        return False
 
 
 def connect(path: str) -> socket.socket:

@@ -259,7 +259,11 @@ class _Owner(Closing):
         self, path: str, shape: RecordShape, capacity: int, fsync: str, compress: str | None
     ):
         self.tier = ColdTier(path, shape=shape, capacity=capacity, fsync=fsync, compress=compress)
-        self._server = ColdServer(self.tier, _terms(shape, capacity, fsync, compress))
+        try:
+            self._server = ColdServer(self.tier, _terms(shape, capacity, fsync, compress))
+        except BaseException:
+            self.tier.close()
+            raise
         self.name = "this process"
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from cxlkv import CXLPool
 from cxlkv.bench.replay import case, traces
 from cxlkv.bench.replay.simulation import Simulation
 from cxlkv.bench.replay.simulation import replay as simulate
@@ -18,9 +19,10 @@ from cxlkv.bench.replay.tiers import Where, parse_size
 from cxlkv.bench.replay.tiers import replay as replay_bytes
 from cxlkv.bench.replay.traces import Request
 from cxlkv.bench.result import Result
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, PoolExistsError
 from cxlkv.tiers.policy import policy_named
 
+from ..support import texts
 from ..support.command import run
 
 SMALL = traces.agents(2, 800)
@@ -130,6 +132,24 @@ def test_table_and_checks() -> None:
     text = console.export_text()
     for word in ("adaptive", "textbook sieve", "optimum"):
         assert word in text
+
+
+def test_files_of_others_stay(shm_path: Path) -> None:
+    requests, where = SMALL[:5], Where(far=900, path=shm_path)
+    beside = Path(f"{shm_path}.cold")
+    beside.write_text("somebody's")
+    try:
+        with pytest.raises(BadArgumentError, match="is no replay's"):
+            replay_bytes(requests, where)
+        assert beside.read_text() == "somebody's"
+    finally:
+        beside.unlink()
+    with CXLPool.create(shm_path, layout=texts.SMALL, capacity="8MiB", threads=1) as pool:
+        pages = texts.publish(pool, range(40))
+    with pytest.raises(PoolExistsError):
+        replay_bytes(requests, where)
+    with CXLPool.open(shm_path) as pool:
+        assert pool.stats()["pages_published"] == pages
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

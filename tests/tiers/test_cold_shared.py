@@ -13,7 +13,7 @@ import random
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.errors import BusyError, ClosedError, GeometryError
+from cxlkv.errors import BusyError, ClosedError, GeometryError, NotAColdFileError
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers, cold_server, cold_shared
 from cxlkv.tiers.cold import ColdTier
@@ -102,6 +102,35 @@ def test_the_next_one_takes_the_file(path: Path) -> None:
             assert second.stats()["records"] == 3
             assert second.stats()["errors"] == 0
     assert not list(path.parent.glob("*.sock")), "a socket stays behind"
+
+
+@contextmanager
+def something_at(place: Path, what: str) -> Iterator[None]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        if what == "file":
+            place.write_text("somebody's")
+        elif what == "folder":
+            place.mkdir()
+        else:
+            listener.bind(str(place))
+            listener.listen()
+        yield
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "program"])
+def test_what_is_no_socket_of_ours_stays(path: Path, what: str) -> None:
+    place = Path(cold_server.socket_path(str(path)))
+    with something_at(place, what):
+        before = place.lstat()
+        with pytest.raises(NotAColdFileError, match=f"{place} is no cold tier's socket"):
+            shared(path)
+        assert os.path.samestat(before, place.lstat())
+    place.rename(f"{place}.away")
+    with shared(path) as tier:  # nobody has kept the file
+        assert tier.is_owner
+        place.unlink()
+        place.write_text("somebody's")
+    assert place.read_text() == "somebody's"
 
 
 @pytest.mark.parametrize("count", [6, nightly(100)])
@@ -278,6 +307,15 @@ def test_a_hostile_peer_is_its_own_loss(path: Path) -> None:
                     pass
         assert friend.store(names(1), records(1)).all()
         assert load(owner, 1) == [True]
+
+
+def test_a_peer_that_says_nothing_is_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_server, "WELCOME_S", 0.05)
+    with shared(path) as tier, shared(path) as other, cold_server.connect(str(path)) as silent:
+        silent.settimeout(60)
+        assert silent.recv(1) == b""
+        assert other.store(names(1), records(1)).all()
+        assert load(tier, 1) == [True]
 
 
 def test_memory_that_could_be_made_shorter_is_not_taken() -> None:
