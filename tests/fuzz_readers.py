@@ -27,6 +27,7 @@ import numpy as np
 
 from cxlkv import CXLPool, KVLayout
 from cxlkv._core import crc32c
+from cxlkv.arrays import Floats
 from cxlkv.errors import CXLKVError, PeerError
 from cxlkv.ndp.engine import METHODS
 from cxlkv.tiers import cold, cold_file
@@ -34,7 +35,7 @@ from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import BLOCK_BYTES, FILE_HEADER, SLOT_HEADER, RecordShape
 from cxlkv.transport import server
 from cxlkv.transport.server import _Session
-from cxlkv.transport.wire import Wire
+from cxlkv.transport.wire import Header, Wire
 
 SAVED = Path(__file__).parent / "fuzz"
 SHAPE = RecordShape(1000, 7, "fuzz")
@@ -109,6 +110,25 @@ class Talk:
         pass
 
 
+def requests(names: bytes, handle: bytes, query: Floats) -> list[tuple[Header, bytes]]:
+    """All that a client of `cxlkv serve` may ask, well formed."""
+    heads = query.shape[1]
+    select = {"op": "select", "hit": 1, "layer": 0, "rows": 1, "heads": heads, "dtype": "float32"}
+    select |= {"pages": 1, "share": None, "mass": None, "sinks": 0, "recent": 0}
+    select |= {"union": "head", "per": "query", "method": "exact", "scale": None, "recall": 0.9}
+    return [
+        ({"op": "loopback"}, b""),
+        ({"op": "match", "lease_s": 1.0, "strict": False, "single": True}, names),
+        (select, query.tobytes()),
+        ({"op": "adopt"}, handle),
+        ({"op": "lacks"}, names),
+        ({"op": "read"}, np.array([[4096, 64]]).tobytes()),
+        ({"op": "write", "at": 0}, b"record"),
+        ({"op": "publish", "records": 1}, names[:16]),
+        ({"op": "release", "hit": 1}, b""),
+    ]
+
+
 class WireReader:
     """What a peer that knows the secret may send to `cxlkv serve`."""
 
@@ -128,24 +148,9 @@ class WireReader:
         self.seeds = [self._talk()]
 
     def _talk(self) -> bytes:
-        """All requests that there are, well formed."""
-        query, names = np.ones((1, 2, 8), np.float32).tobytes(), b"".join(self._keys)
-        select = {"op": "select", "hit": 1, "layer": 0, "rows": 1, "heads": 2, "dtype": "float32"}
-        select |= {"pages": 1, "share": None, "mass": None, "sinks": 0, "recent": 0}
-        select |= {"union": "head", "per": "query", "method": "exact", "scale": None, "recall": 0.9}
-        requests: list[tuple[dict[str, object], bytes]] = [
-            ({"op": "loopback"}, b""),
-            ({"op": "match", "lease_s": 1.0, "strict": False, "single": True}, names),
-            (select, query),
-            ({"op": "adopt"}, self._handle),
-            ({"op": "lacks"}, names),
-            ({"op": "read"}, np.array([[4096, 64]]).tobytes()),
-            ({"op": "write", "at": 0}, b"record"),
-            ({"op": "publish", "records": 1}, names[:16]),
-            ({"op": "release", "hit": 1}, b""),
-        ]
         talk = b""
-        for header, body in requests:
+        query = np.ones((1, 2, 8), np.float32)
+        for header, body in requests(b"".join(self._keys), self._handle, query):
             text = json.dumps(header).encode()
             talk += struct.pack("<HH", len(text), len(body)) + text + body
         return talk

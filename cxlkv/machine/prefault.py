@@ -24,20 +24,19 @@ def run(pool: _core.Handle, huge: bool = True, is_over: Callable[[], bool] = lam
         offset = _core.pool_prefault(pool, offset, STEP_BYTES, huge)
 
 
-class Background:
-    """Prefaults in a thread of its own, until all is there or end(), which comes before the pool's
-    close()."""
+class Background(threading.Thread):
+    """Prefaults until all is there, or until end(), which comes before the pool's close()."""
 
     def __init__(self, pool: _core.Handle, huge: bool = True):
+        super().__init__(name="cxlkv-prefault", daemon=True)
         self._pool, self._huge = pool, huge
         self._over = False  # no Event: an interrupt in its set() can leave its lock taken
-        self._thread = threading.Thread(target=self._work, name="cxlkv-prefault", daemon=True)
         try:
-            self._thread.start()
+            self.start()
         except RuntimeError as error:
             log.info(LATER, error)
 
-    def _work(self) -> None:
+    def run(self) -> None:
         try:
             run(self._pool, self._huge, lambda: self._over)
             if not self._over:
@@ -49,5 +48,5 @@ class Background:
 
     def end(self) -> None:
         self._over = True
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.ident is not None:
+            self.join()

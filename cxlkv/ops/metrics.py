@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from threading import Thread
-from wsgiref.simple_server import WSGIServer
+from io import BytesIO
+from socketserver import BaseServer
+from typing import cast
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cxlkv import pool as pools
-from cxlkv.errors import CXLKVError
+from cxlkv.errors import CXLKVError, PeerError
 from cxlkv.stats import COUNTERS, PAGE_STATES, Overview, Process, inspect
+from cxlkv.transport.listener import Listener, listen
+from cxlkv.transport.wire import GREET_S, MESSAGE_S, Deadline, Wire
 
 __all__ = ["PoolCollector", "StatsCollector", "registry"]
 
 ENDS = {signal.SIGINT, signal.SIGTERM}
+REQUEST_BYTES_MAX = 16 << 10
 
 Pool = pools.Pool | str | os.PathLike[str]
 
@@ -79,28 +84,69 @@ def registry(pools: Iterable[Pool]) -> CollectorRegistry:
     return made
 
 
-def begin(paths: Iterable[str], port: int, address: str) -> tuple[WSGIServer, Thread]:
-    """Serve /metrics in a thread; port 0 takes a free one, the line that is printed names it.
+def begin(paths: Iterable[str], port: int, address: str) -> Exporter:
+    """Serve /metrics in threads; port 0 takes a free one, the line that is printed names it.
 
     SIGINT and SIGTERM wait from now on for until_stopped(), in all threads.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # before the server's thread begins
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # before the listener's thread begins
     try:
-        server, thread = start_http_server(port, address, registry(paths))
+        exporter = Exporter(listen(address, port), registry(paths))
+        exporter.start()
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         raise
     host = f"[{address}]" if ":" in address else address
-    print(f"serving http://{host}:{server.server_port}/metrics", flush=True)
-    return server, thread
+    print(f"serving http://{host}:{exporter.address[1]}/metrics", flush=True)
+    return exporter
 
 
-def until_stopped(server: WSGIServer, thread: Thread) -> None:
-    """Wait for SIGINT or SIGTERM, then end the server."""
+def until_stopped(exporter: Exporter) -> None:
+    """Wait for SIGINT or SIGTERM, then end the exporter."""
     signal.sigwait(ENDS)
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    exporter.close()
+
+
+class Exporter(Listener["_Scrape"]):
+    """Answers scrapers: each is a stranger, so that one which says or reads nothing makes room."""
+
+    def __init__(self, listening: socket.socket, registry: CollectorRegistry):
+        super().__init__(listening)
+        self._registry = registry
+
+    def _session(self, sock: socket.socket) -> _Scrape:
+        return _Scrape(sock)
+
+    def _serve(self, session: _Scrape) -> None:
+        session.answer(self._registry)
+
+
+class _Scrape(Wire):
+    """A connection for one request."""
+
+    def answer(self, registry: CollectorRegistry) -> None:
+        """Raises PeerError for a request that is too long, or takes too long."""
+        deadline, head = Deadline(GREET_S), bytearray()
+        while not head.endswith((b"\r\n\r\n", b"\n\n")):
+            if len(head) == REQUEST_BYTES_MAX:
+                raise PeerError(f"a request of more than {REQUEST_BYTES_MAX} bytes")
+            head += self._receive(1, deadline)
+        _Answer(registry, head, self._socket)
+
+
+class _Answer(MetricsHandler):
+    """To a request that was read already."""
+
+    timeout = MESSAGE_S
+
+    def __init__(self, registry: CollectorRegistry, head: bytearray, client: socket.socket):
+        self.registry, self._head = registry, head
+        super().__init__(client, client.getpeername(), cast("BaseServer", None))
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = BytesIO(self._head)
 
 
 def _source(pool: Pool) -> tuple[str, Callable[[], Overview]]:

@@ -45,8 +45,8 @@ def metrics(
             "cxlkv metrics /dev/shm/my.pool"
         )
     with listening(address, port, "--port"):
-        begun = begin(paths, port, address)
-    until_stopped(*begun)
+        exporter = begin(paths, port, address)
+    until_stopped(exporter)
 
 
 @contextmanager

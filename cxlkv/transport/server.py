@@ -8,22 +8,16 @@ lease, too.
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
-import threading
-import time
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from functools import partial
 from itertools import count
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import ValidationError
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.arrays import NUMPY_DTYPES, Bytes, Names
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, StaleError
 from cxlkv.layout import DTYPES
@@ -36,6 +30,7 @@ from cxlkv.sequence import Hit, Sequence
 from cxlkv.transport import messages as m
 from cxlkv.transport.base import chunk_records
 from cxlkv.transport.far import pages_of_parts, shape_of
+from cxlkv.transport.listener import Listener, listen
 from cxlkv.transport.loopback import LoopbackDoor
 from cxlkv.transport.wire import MESSAGE_S, Body, Deadline, Wire
 
@@ -43,17 +38,12 @@ if TYPE_CHECKING:
     from cxlkv.transport.verbs import VerbsDoor, VerbsHost
 
 CONNECTIONS_MAX = 32  # of peers that have proved that they know the secret
-STRANGERS_MAX = 32  # that have not yet; more push out the oldest ones
 HITS_MAX = 1024  # of one connection
-END_S = 10.0
-ACCEPT_PAUSE_S = (0.01, 0.5)  # after a connection that could not be accepted: first, at most
-LOG_EVERY_S = 60.0
 
-log = logging.getLogger(__name__)
 Answer = tuple[dict[str, object], Body]
 
 
-class Server(Closing):
+class Server(Listener["_Session"]):
     """Serves until close(), which pool.close() calls.
 
     listen: (host, port); port 0 takes a free one, see `address`. device: also over this RDMA
@@ -77,159 +67,37 @@ class Server(Closing):
     ):
         if not is_whole(connections, 1):
             raise BadArgumentError(f"connections={connections!r}: a whole number, at least 1")
-        self._pool, self._secret, self._connections = pool, secret, connections
+        self._pool, self._secret = pool, secret
         self._shape, self._methods = shape_of(pool), _loaded(pool, methods)
-        # By the state of their peer; a session in neither is ending, and its thread with it.
-        self._sessions: set[_Session] = set()
-        self._strangers: dict[_Session, None] = {}  # the oldest first
-        self._proved: set[_Session] = set()
-        # Taken by itself, and no Event for _over: an interrupt (Ctrl-C) in the `with` of a
-        # Condition, or in set(), can leave the lock taken.
-        self._mutex = threading.RLock()
-        self._lock = threading.Condition(self._mutex)
-        self._closed = False
-        self._ended = False  # and all of it is done
-        self._over = SimpleQueue[None]()
         self._verbs: VerbsHost | None = None
-        self._listener = _listener(listen)
-        _lifetime.watch(self)
+        super().__init__(_listening(listen), connections)
         if device is not None:
             from cxlkv.transport.verbs import VerbsHost  # pyverbs, which few machines have
 
             try:
                 self._verbs = VerbsHost(device, *pool.pages.memory())
             except BaseException:
-                self._listener.close()
+                self._end()
                 raise
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._thread = threading.Thread(target=self._accept, name="cxlkv-serve", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:
-            self._end_listening()
-            raise
+        self.start()
         pool.before_close(self.close)
 
-    def _accept(self) -> None:
-        """Nothing ends it but close(): what fails is tried again, and waits longer each time."""
-        failures, quiet_until_s = 0, 0.0
-        while not self._closed:
-            try:
-                self._begin(*self._listener.accept())
-                failures = 0
-            except Exception as error:  # no descriptor, no thread, no memory; or a peer that left
-                if self._closed:
-                    return
-                self._push_out()  # what it has may be what is missing
-                if time.monotonic() >= quiet_until_s:
-                    quiet_until_s = time.monotonic() + LOG_EVERY_S
-                    log.warning("a connection could not be accepted: %s", error)
-                first_s, most_s = ACCEPT_PAUSE_S
-                with contextlib.suppress(Empty):
-                    self._over.get(timeout=min(first_s * 2**failures, most_s))
-                failures = min(failures + 1, 16)
+    def _session(self, sock: socket.socket) -> _Session:
+        size = self._shape.record_bytes
+        return _Session(self._pool, Wire(sock), size, self._verbs, self._methods)
 
-    def _begin(self, sock: socket.socket, peer: tuple[str, int]) -> None:
-        session: _Session | None = None
-        try:
-            size, wire = self._shape.record_bytes, Wire(sock)
-            session = _Session(self._pool, wire, size, self._verbs, self._methods)
-            with self._mutex:
-                if self._closed or len(self._sessions) >= self._connections + 2 * STRANGERS_MAX:
-                    sock.close()  # those that were pushed out are not gone yet
-                    return
-                if len(self._strangers) >= STRANGERS_MAX:
-                    self._push_out()
-                self._sessions.add(session)
-                self._strangers[session] = None
-            args = (session, f"{peer[0]}:{peer[1]}")
-            thread = threading.Thread(target=self._serve, args=args, name="cxlkv-peer", daemon=True)
-            thread.start()
-        except BaseException:
-            sock.close()
-            with self._mutex:
-                if session is not None:
-                    self._forget(session)
-            raise
+    def _serve(self, session: _Session) -> None:
+        session.wire.admit(self._secret, self._is_full(), partial(self._enter, session))
+        session.wire.send(self._shape.model_dump(), Deadline(MESSAGE_S))
+        session.run()
 
-    def _push_out(self) -> None:
-        """The oldest of those who have not proved themselves: a peer does so at once."""
-        with self._mutex:
-            for oldest in self._strangers:
-                del self._strangers[oldest]
-                oldest.wire.end()
-                return
-
-    def _is_full(self) -> bool:
-        return len(self._proved) >= self._connections
-
-    def _enter(self, session: _Session) -> bool:
-        """The peer has proved itself. False: there is no place for it, or it was pushed out."""
-        with self._mutex:
-            if session not in self._strangers or self._is_full():
-                return False
-            del self._strangers[session]
-            self._proved.add(session)
-            return True
-
-    def _forget(self, session: _Session) -> None:
-        self._sessions.discard(session)
-        self._strangers.pop(session, None)
-        self._proved.discard(session)
-        self._lock.notify_all()
-
-    def _serve(self, session: _Session, peer: str) -> None:
-        try:
-            session.wire.admit(self._secret, self._is_full(), partial(self._enter, session))
-            session.wire.send(self._shape.model_dump(), Deadline(MESSAGE_S))
-            session.run()
-        except (CXLKVError, OSError) as error:
-            if not self._closed:
-                log.info("the connection of %s ended: %s", peer, error)
-        except Exception:
-            log.exception("the connection of %s ended by a fault of ours", peer)
-        finally:
-            session.close()
-            with self._mutex:
-                self._forget(session)
-
-    def connections(self) -> int:
-        """Peers that are connected now, and those that try to."""
-        with self._mutex:
-            return len(self._sessions)
-
-    def close(self) -> None:
-        """Ends all connections and gives back what they held; a second time does nothing."""
-        with self._mutex:
-            if self._ended:
-                return
-            self._closed = True
-            for session in self._sessions:
-                session.wire.end()
-        self._over.put(None)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(END_S)
-        with self._mutex:
-            self._lock.wait_for(lambda: not self._sessions, END_S)
-        self._end_listening()
-        self._ended = True
-
-    def _end_listening(self) -> None:
-        self._listener.close()
+    def _end(self) -> None:
+        super()._end()
         if self._verbs is not None:
             self._verbs.close()
 
     def reset_after_fork(self) -> None:
-        """Nobody is served here, and nothing is held for the parent's peers."""
-        self._mutex = threading.RLock()
-        self._lock = threading.Condition(self._mutex)
-        self._closed = self._ended = True
-        self._listener.close()
-        for session in self._sessions:
-            session.leave()
-        for each in (self._sessions, self._strangers, self._proved):
-            each.clear()
+        super().reset_after_fork()
         if self._verbs is not None:
             self._verbs.leave()
 
@@ -270,8 +138,10 @@ class _Session:
                 answer, data = _refusal(BadArgumentError(f"bad request: {error}"))
             self.wire.send(answer, Deadline(MESSAGE_S), data)
 
+    def end(self) -> None:
+        self.wire.end()
+
     def close(self) -> None:
-        """Gives back all that the peer held."""
         if self._door is not None:
             self._door.close()
         self._give_back()
@@ -279,7 +149,6 @@ class _Session:
         self.wire.close()
 
     def leave(self) -> None:
-        """In a forked child: what the peer holds, it holds of the parent."""
         self.wire.leave()
         if self._door is not None:
             self._door.leave()
@@ -414,20 +283,20 @@ class _Session:
         return {}, codes.tobytes()
 
 
-def _listener(listen: tuple[str, int]) -> socket.socket:
-    pair: object = listen
+def _listening(address: tuple[str, int]) -> socket.socket:
+    pair: object = address
     if (
         not isinstance(pair, tuple)
         or list(map(type, pair)) != [str, int]
-        or not (0 <= listen[1] < 1 << 16)
+        or not (0 <= address[1] < 1 << 16)
     ):
-        raise BadArgumentError(f"listen={listen!r:.60}: (host, port), a port being 0 to 65535")
+        raise BadArgumentError(f"listen={address!r:.60}: (host, port), a port being 0 to 65535")
     try:
-        family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
-        return socket.create_server(listen, family=family, backlog=64)
+        return listen(*address)
     except OSError as error:
+        host, port = address
         raise BadArgumentError(
-            f"cannot listen on {listen[0]}:{listen[1]}: {error.strerror or error}"
+            f"cannot listen on {host}:{port}: {error.strerror or error}"
         ) from error
 
 

@@ -6,6 +6,8 @@ import contextlib
 import os
 import re
 import signal
+import socket
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +18,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cxlkv import Budget, CXLPool, KVLayout
-from cxlkv.ops.metrics import PoolCollector, StatsCollector, registry
+from cxlkv.ops.metrics import REQUEST_BYTES_MAX, PoolCollector, StatsCollector, registry
 from cxlkv.stats import COUNTERS
 from cxlkv.tiers import Tiers
+from cxlkv.transport.listener import STRANGERS_MAX
 
 from ..support.damaging import poke
 from ..support.processes import Child
+from ..support.waiting import until
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 WAIT_S = 60
@@ -72,14 +76,20 @@ def of(samples: Samples, name: str, pool: str, **labels: str) -> float:
 
 
 @contextlib.contextmanager
-def exporter(*pools: str) -> Iterator[str]:
-    """The real command on a free port; yields its URL, and ends it as an operator would."""
+def exporting(*pools: str) -> Iterator[tuple[Child, str]]:
+    """The real command on a free port, and its URL; it is ended as an operator would."""
     with Child("-m", "cxlkv.ops.cli", "metrics", "--port", "0", *pools) as child:
         line = child.hear()
         found = re.fullmatch(r"serving (http://127\.0\.0\.1:\d+/metrics)", line)
         assert found, line
-        yield found[1]
+        yield child, found[1]
         child.end(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def exporter(*pools: str) -> Iterator[str]:
+    with exporting(*pools) as (_, url):
+        yield url
 
 
 def scrape(url: str) -> Samples:
@@ -130,6 +140,34 @@ def test_scraped_over_http_it_is_what_the_pool_says(path: str) -> None:
         assert of(samples, "match_keys_hit_total", path) == 2
         for name in COUNTERS:
             assert of(samples, f"{name}_total", path) == pool.admin.overview().totals[name]
+
+
+def test_silent_clients_hold_nothing_for_long(path: str) -> None:
+    """Nor those that say a bit, or never end what they say; who asks is answered at once."""
+
+    def held() -> tuple[int, int]:
+        process = f"/proc/{child.pid}"
+        return len(os.listdir(f"{process}/task")), len(os.listdir(f"{process}/fd"))
+
+    def connect(says: bytes) -> socket.socket:
+        client = clients.enter_context(socket.create_connection((url.hostname, url.port)))
+        client.settimeout(WAIT_S)
+        client.sendall(says)
+        return client
+
+    with exporting(path) as (child, address), contextlib.ExitStack() as clients:
+        url = urllib.parse.urlsplit(address)
+        before = held()
+        first = connect(b"")
+        for _ in range(2 * STRANGERS_MAX):
+            connect(b"GET /metrics HT")
+        until(lambda: max(held()) <= max(before) + 2 * STRANGERS_MAX)
+        assert first.recv(1) == b"", "it was pushed out"
+        assert of(scrape(address), "pool_up", path) == 0
+        with contextlib.suppress(ConnectionError):
+            assert connect(b"GET / " + b"x" * REQUEST_BYTES_MAX).recv(1) == b""
+        assert connect(b"GET /metrics HTTP/1.0\n\n").recv(12) == b"HTTP/1.0 200"
+        until(lambda: held() == before)  # all have had their time
 
 
 def test_counters_never_fall(path: str) -> None:

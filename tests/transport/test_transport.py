@@ -54,7 +54,7 @@ from cxlkv.transport import (
 )
 from cxlkv.transport.client import RemoteHit
 from cxlkv.transport.far import Pieces
-from cxlkv.transport.server import STRANGERS_MAX
+from cxlkv.transport.listener import STRANGERS_MAX
 from cxlkv.transport.verbs import Far, VerbsLink
 from cxlkv.transport.wire import Deadline, Wire, parse_address
 
