@@ -104,7 +104,8 @@ def _share(part: float, whole: int) -> float | None:
 
 @dataclass(frozen=True)
 class Process:
-    """One that has the pool open; alive=False: it was killed, and its pages wait to be reaped."""
+    """One that has the pool open; alive=False: it was killed, and its pages wait to be reaped.
+    start_time: as /proc/PID/stat has it here, to two ticks."""
 
     pid: int
     start_time: int

@@ -240,8 +240,9 @@ def test_two_extensions_share_no_state() -> None:
     """Each links objects of the core: two handlers of SIGBUS would be one too many."""
     native, measure = map(written_symbols, ["_native.abi3.so", "_measure.abi3.so"])
     assert {"previous_action", "install_lock"} <= native, "the guard, which the loops have not"
-    # Which instructions this CPU has, found by each and the same; the text of its own last error.
-    assert native & measure == {"known", "chosen", "text"}
+    # Which instructions this CPU has, and how far its time namespace's clock is off: found by each
+    # and the same. The text of its own last error.
+    assert native & measure == {"known", "chosen", "offset_ns", "gap_ns", "text"}
 
 
 def test_a_right_wheel_has_no_faults(tmp_path: Path) -> None:
