@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +64,9 @@ def listening(address: str, port: int, option: str) -> Iterator[None]:
             errno.EADDRNOTAVAIL: "this machine has no such address: `ip addr` lists those it has",
             errno.EACCES: "ports below 1024 are root's: give one above",
         }.get(error.errno or 0, "is that an address of this machine?")
-        raise SystemCallError(f"{address}:{port}: {error.strerror or error}: {what}") from error
+        number = error.errno or 0
+        said = os.strerror(number) if number in errno.errorcode else error.strerror
+        raise SystemCallError(f"{address}:{port}: {said or error}: {what}") from error
 
 
 def ndp_worker(
