@@ -190,13 +190,31 @@ class Spec:
     block_size: int = 16
 
 
-def test_groups_that_are_not_served_are_named() -> None:
+def test_groups_that_are_not_served_are_named_with_what_serves_the_model() -> None:
+    """The remedies are tried in tests/vllm/test_models.py."""
     pools.check_groups([("FullAttentionSpec", Spec())])
-    with pytest.raises(UnsupportedError, match=r"2 groups of layers \(A, B\).*disable-hybrid"):
-        pools.check_groups([("A", Spec()), ("B", Spec())])
-    for kind in ("MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"):
-        with pytest.raises(UnsupportedError, match=f"{kind} are not served yet"):
-            pools.check_groups([(kind, Spec())])
+    pools.check_groups([("RequestRowSpec", Spec())], in_pool=True)
+    flag, alone = "--disable-hybrid-kv-cache-manager", "start vLLM without --kv-transfer-config$"
+    full, window, state = "FullAttentionSpec", "SlidingWindowSpec", "MambaSpec"
+    for kinds, said in [
+        ([window, full], rf"2 groups of layers \(SlidingWindowSpec, FullAtt.*{flag}"),
+        (["ChunkedLocalAttentionSpec", full], flag),
+        ([window], '1 group of layers.* write "attention": "pool"'),
+        ([full, full], alone),  # as behind the flag
+        ([state, full], f"a state instead of K and V .*{alone}"),
+        (["CrossAttentionSpec"], rf"\(CrossAttentionSpec\), which are not served: {alone}"),
+        (["MLAAttentionSpec"], f"latents .*set VLLM_MLA_DISABLE=1 .*{alone}"),
+    ]:
+        with pytest.raises(UnsupportedError, match=said):
+            pools.check_groups([(kind, Spec()) for kind in kinds])
+    for kinds, said in [
+        ([full], "vLLM has not loaded the plugin"),
+        (["MLAAttentionSpec"], "latents .*set VLLM_MLA_DISABLE=1"),
+        ([state], f"a state instead of K and V .*{alone}"),
+        (["ChunkedLocalAttentionSpec"], f'in chunks .*leave out "attention".*{flag}'),
+    ]:
+        with pytest.raises(UnsupportedError, match=said):
+            pools.check_groups([(kind, Spec()) for kind in kinds], in_pool=True)
     with pytest.raises(UnsupportedError, match="blocks of 2048 tokens"):
         pools.check_groups([("FullAttentionSpec", Spec(2048))])
 

@@ -7,28 +7,15 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import pytest
 
 from cxlkv import CXLPool
 
-from .engines import LAYERS, VOCABULARY_SIZE, Engine
+from .engines import VOCABULARY_SIZE, Engine
 from .servers import Servers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-SHAPE: dict[str, object] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": VOCABULARY_SIZE,
-    "max_position_embeddings": 4096,
-}
+from .tiny_models import tiny
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -37,29 +24,9 @@ def vllm_is_there() -> None:
         pytest.skip("vLLM is not installed here: `make test-vllm` has an environment of its own")
 
 
-def saved(made: PreTrainedModel, folder: Path) -> Path:
-    """Random weights, and not small ones: logits would hardly depend on keys and values."""
-    import torch
-
-    for weight in made.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.12)
-    made.save_pretrained(folder)
-    return folder
-
-
-def random_llama(folder: Path) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig.from_dict(SHAPE)
-    return saved(LlamaForCausalLM(config), folder)
-
-
 @pytest.fixture(scope="session")
 def model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_llama(tmp_path_factory.mktemp("model"))
+    return tiny("Llama", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
@@ -77,16 +44,7 @@ def spoken(model: Path) -> Path:
 @pytest.fixture(scope="session")
 def windowed_model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Gemma-3: every other layer sees the last 64 tokens only."""
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    torch.manual_seed(0)
-    windows = {
-        **{"num_hidden_layers": 4, "max_position_embeddings": 2048, "sliding_window": 64},
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }
-    config = Gemma3TextConfig.from_dict({**SHAPE, **windows})
-    return saved(Gemma3ForCausalLM(config), tmp_path_factory.mktemp("windowed"))
+    return tiny("Gemma-3", tmp_path_factory.mktemp("windowed"))
 
 
 class MakeEngine(Protocol):

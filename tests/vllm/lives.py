@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from typing import IO, TypedDict
+from typing import IO, TypedDict, cast
 
 import vllm.v1.engine.llm_engine  # noqa: F401  what else a life would import
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -70,6 +70,7 @@ def serve(settings: dict[str, object], link: socket.socket, answers: IO[str]) ->
     def say(answer: object) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
+    os.environ.update(cast("dict[str, str]", settings.pop("environment", {})))
     try:
         llm = LLM(**settings)
     except Exception as error:

