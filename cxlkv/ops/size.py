@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from shlex import quote
 from typing import Annotated
 
@@ -37,6 +37,9 @@ Encoding = Annotated[
 Requests = Annotated[int, typer.Option(help="Requests that are held at once.", min=1)]
 
 
+VLLM_BLOCK_TOKENS = 128  # its --block-size on CPUs, unless it is given: a block is a page
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What is told: a pool as create() makes it, and one without sketches, or without encoding."""
@@ -47,6 +50,7 @@ class Sizes:
     requests: int
     pool: Plan
     other: Plan
+    of_vllm: Plan | None  # the pool that vLLM makes for prefixes; None: it makes none
     asked: str  # the option that told its size
     dtype: str | None = None  # if it was given
 
@@ -58,7 +62,10 @@ def size(
     capacity: Annotated[
         str | None, typer.Option(help="Instead of --tokens: a pool's size, e.g. 8GiB.")
     ] = None,
-    page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
+    page_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a page.", show_default="16; vLLM's blocks have 128"),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="Type of the stored keys and values.", show_default="the model's"),
@@ -72,19 +79,24 @@ def size(
     """
     if tokens is not None and capacity is not None:
         raise BadArgumentError("--tokens and --capacity: one follows from the other, give one")
-    layout = layout_of_model(model, page_tokens, dtype).encoded(encoding)
+    layout = layout_of_model(model, page_tokens or 16, dtype).encoded(encoding)
     beside, sketch = layout.encoded("none"), layout.is_encoded
+    blocks, of_vllm = layout_of_vllm(layout, page_tokens or VLLM_BLOCK_TOKENS), None
     if capacity is None:
         asked = f"--tokens {tokens or '32K'}"
         count = parse_tokens(tokens or "32K")
         pool = plan_for(layout, count, requests)
         other = plan_for(beside, count, requests, sketch=sketch)
+        if blocks is not None:
+            of_vllm = plan_for(blocks, count, requests, sketch=False)
     else:
         asked = f"--capacity {capacity}"
         pool = plan(layout, parse_bytes(capacity))
         other = plan(beside, parse_bytes(capacity), sketch=sketch)
+        if blocks is not None:
+            of_vllm = plan(blocks, parse_bytes(capacity), sketch=False)
         count = pool.tokens(requests)
-    found = Sizes(model, layout, count, requests, pool, other, asked, dtype)
+    found = Sizes(model, layout, count, requests, pool, other, of_vllm, asked, dtype)
     if as_json:
         print_json(as_dict(found))
         return
@@ -93,9 +105,18 @@ def size(
         console.print(Text(plain(line)))
 
 
+def layout_of_vllm(layout: KVLayout, page_tokens: int) -> KVLayout | None:
+    """Of the pool in which vLLM keeps prefixes, with its own attention: its blocks, with all tokens
+    of all layers. None: its adapter serves no such layers."""
+    first, *others = (replace(group, layers=1, window=None) for group in layout.groups)
+    if layout.is_encoded or first.values != "own" or any(group != first for group in others):
+        return None
+    return KVLayout.of([replace(first, layers=layout.layers)], page_tokens=page_tokens)
+
+
 def as_dict(found: Sizes) -> dict[str, object]:
     """The JSON; numbers are bytes, tokens and counts."""
-    layout = found.layout
+    layout, of_vllm = found.layout, found.of_vllm
     return {
         "model": found.model,
         "layers": layout.layers,
@@ -123,12 +144,18 @@ def as_dict(found: Sizes) -> dict[str, object]:
         "requests": found.requests,
         "pages": found.pool.pages,
         "capacity_bytes": found.pool.capacity_bytes,
-        "without_encoding" if layout.is_encoded else "without_sketches": {
-            "tokens": found.other.tokens(found.requests),
-            "page_bytes": found.other.record_bytes,
-            "pages": found.other.pages,
-            "capacity_bytes": found.other.capacity_bytes,
-        },
+        "without_encoding" if layout.is_encoded else "without_sketches": _plan(found.other, found),
+        "prefixes_of_vllm": None if of_vllm is None else _plan(of_vllm, found),
+    }
+
+
+def _plan(plan: Plan, found: Sizes) -> dict[str, int]:
+    return {
+        "page_tokens": plan.layout.page_tokens,
+        "tokens": plan.tokens(found.requests),
+        "page_bytes": plan.record_bytes,
+        "pages": plan.pages,
+        "capacity_bytes": plan.capacity_bytes,
     }
 
 
@@ -155,20 +182,26 @@ def lines(found: Sizes) -> Iterator[str]:
     yield from columns(("layers", "heads", "a token", held), rows)
     yield ""
     yield f"A pool of {format_bytes(pool.capacity_bytes)} holds {held}."
-    if found.asked.startswith("--capacity"):
-        more = held_text(found.other.tokens(found.requests), found.requests)
-    else:
-        more = f"{format_bytes(found.other.capacity_bytes)} are enough"
     if layout.is_encoded:
-        yield f"With K and V as the model makes them: {more.removesuffix(' are enough')}."
+        yield f"With K and V as the model makes them: {more_text(found.other, found)}."
+    elif found.of_vllm is not None:
+        blocks = f"{found.of_vllm.layout.page_tokens} tokens"
+        yield f"vLLM that keeps prefixes, in blocks of {blocks}: {more_text(found.of_vllm, found)}."
     else:
-        yield f"Engines that only keep prefixes make it without sketches: {more}."
+        yield "vLLM's adapter does not serve these layers: docs/engines/vllm-models.md."
     if any(group.window for group in groups):
         yield "Layers with a window keep the last tokens of each request."
     beside = "digests, sketches" if layout.sketches(None) else "digests"
     yield f"A page has {format_bytes(pool.record_bytes)} with its {beside} and checksums."
     yield ""
     yield f"Make it: {create_command(found)}"
+
+
+def more_text(plan: Plan, found: Sizes) -> str:
+    """What was not asked for: tokens of the capacity, or the capacity of the tokens."""
+    if found.asked.startswith("--capacity"):
+        return held_text(plan.tokens(found.requests), found.requests)
+    return f"{format_bytes(plan.capacity_bytes)}"
 
 
 def held_text(tokens: int, requests: int) -> str:
