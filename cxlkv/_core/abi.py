@@ -3,6 +3,7 @@ not fail but read the wrong bytes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,10 @@ def finding_the_core() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        if error.name == "_cffi_backend":
+            raise ImportError(
+                f"cxlkv needs cffi, which is not there: {sys.executable} -m pip install 'cffi>=2.0'"
+            ) from error
         if error.name != "cxlkv._native":
             raise
         raise ImportError(

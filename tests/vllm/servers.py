@@ -43,7 +43,7 @@ def asked(prompt: Tokens, new: int, **more: object) -> dict[str, object]:
 
 
 class Server:
-    """`vllm serve`, or the proxy: a process with a port, in a group of its own."""
+    """vLLM's server, or the proxy: a process with a port, in a group of its own."""
 
     def __init__(self, log: Path, port: int, *words: object):
         self.port, self.log = port, log
