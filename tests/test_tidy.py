@@ -59,8 +59,9 @@ LAYERS = (
     {"adapters"},
     {
         *("bench", "demo", "ops", "ops.advise", "ops.bench", "ops.cli", "ops.console", "ops.demo"),
-        *("ops.doctor", "ops.doctor_engine", "ops.doctor_findings", "ops.doctor_machine"),
+        *("ops.doctor", "ops.doctor_engine", "ops.doctor_findings", "ops.doctor_imports"),
         *(
+            "ops.doctor_machine",
             "ops.doctor_trial",
             "ops.info",
             "ops.lab",

@@ -54,7 +54,9 @@ except BaseException as error:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
     found = {"error": f"{type(error).__name__}: {error}"}
-    found["missing"] = getattr(error, "name", None) if isinstance(error, ImportError) else None
+    lacks = getattr(error, "obj", None)  # a module, of an AttributeError
+    found["missing"] = error.name if isinstance(error, ImportError) else None
+    found["missing"] = lacks.__name__ if isinstance(lacks, type(sys)) else found["missing"]
     for path in sys.path if isinstance(error, SyntaxError) else ():  # no frame is in that file
         if path and str(error.filename).startswith(os.path.join(path, "")):
             names.append(os.path.relpath(error.filename, path).partition(os.sep)[0])
@@ -73,7 +75,7 @@ os._exit(0)  # an engine's threads may hold up the end
 class Failure:
     """Of importing modules. error: in the words of Python. packages: at the top of what was
     importing then, the innermost first; none, if the process hung or crashed. missing: a module
-    that is not there. here: what the working directory gave."""
+    that is not there, or lacks a name. here: what the working directory gave."""
 
     modules: tuple[str, ...]
     error: str

