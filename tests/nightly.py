@@ -109,7 +109,7 @@ PARTS = {
             *("cxlkv/adapters/common/pools.py", "cxlkv/adapters/common/reopening.py"),
         ),
     ),
-    "vllm": engine("vllm", 25, "cxlkv/adapters/vllm/"),
+    "vllm": engine("vllm", 33, "cxlkv/adapters/vllm/", "cxlkv/ops/doctor_"),
     "vllm-storm": Part(
         "CXLKV_KILLS=30 make test-vllm ARGS='-k killed_at_any_moment'",
         35,
