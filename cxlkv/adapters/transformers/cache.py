@@ -428,7 +428,7 @@ class CXLCache(OfThisProcess, Cache):
                 _at_home(queries),
                 *self._new_rows(step, new),
                 step.starts,
-                wanted,
+                wanted or None,
                 self.method,
                 part.scale,
                 part.softcap,

@@ -373,7 +373,7 @@ class Group:
             k,
             v,
             self.starts,
-            self.budgets,
+            self.budgets or None,
             self.method,
             scores.scale,
             scores.softcap or None,
