@@ -506,11 +506,15 @@ def parse_share(share: float | str, what: str = "a share") -> float:
     elif is_real(given, 0, 1):
         part = float(given)
     if not 0 < part <= 1:
-        raise BadArgumentError(
-            f"{shown(given)} is not {what}: write it like 0.05 or 5%; all is 1.0 or 100%, a "
-            "hundredth 0.01 or 1%"
-        )
+        raise no_share(given, what)
     return part
+
+
+def no_share(given: object, what: str) -> BadArgumentError:
+    return BadArgumentError(
+        f"{shown(given)} is not {what}: write it like 0.05 or 5%; all is 1.0 or 100%, a "
+        "hundredth 0.01 or 1%"
+    )
 
 
 _UNIT_BYTES = {

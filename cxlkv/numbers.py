@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from numbers import Integral, Real
-from typing import TypeGuard, cast
+from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,11 @@ SECONDS_MAX = 1e9  # 30 years: what clocks, timeouts and the core take
 
 def is_whole(value: object, least: int = 0, most: int = 2**63 - 1) -> TypeGuard[int]:
     """Whether it is a whole number from `least` to `most`, numpy's too; True and False are none."""
-    if type(value) is not int and (type(value) is bool or not isinstance(value, Integral)):
+    if type(value) is int:
+        return least <= value <= most
+    if type(value) is bool or not isinstance(value, Integral):
         return False
-    return least <= cast(int, value) <= most
+    return least <= int(value) <= most
 
 
 def is_real(value: object, least: float = 0, most: float = sys.float_info.max) -> TypeGuard[float]:
@@ -32,7 +34,7 @@ def is_real(value: object, least: float = 0, most: float = sys.float_info.max) -
         return least <= value <= most
     if type(value) is bool or not isinstance(value, Real):
         return False
-    number = cast(int, value) if isinstance(value, Integral) else float(value)  # of any length
+    number = int(value) if isinstance(value, Integral) else float(value)  # of any length
     return least <= number <= most
 
 

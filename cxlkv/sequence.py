@@ -952,9 +952,9 @@ def query_rows(q: object) -> tuple[object, bool, Starts]:
 
 
 def _layer(layer: int) -> int:
-    if not is_whole(layer, 0, 2**32 - 1):  # the core knows how many there are
+    if (type(layer) is not int and not is_whole(layer)) or not 0 <= layer < 1 << 32:
         raise BadArgumentError(f"layer {layer!r}: layers are counted from 0")
-    return layer
+    return layer  # the core knows how many there are
 
 
 def _check_rows(got: View, name: str, rows: int, row: Row) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from cxlkv.arrays import Array
 from cxlkv.errors import BadArgumentError, UnsupportedError
-from cxlkv.layout import format_bytes, parse_share
+from cxlkv.layout import format_bytes, no_share, parse_share
 from cxlkv.numbers import is_real, is_whole
 
 METHODS = ("exact", "digest", "two_stage", "auto", "attention")
@@ -141,12 +141,12 @@ class Budget:
         or in any."""
         if not is_whole(visible_pages):
             raise BadArgumentError(f"{visible_pages!r:.40} pages: a whole number, 0 or more")
-        if layer is not None and not is_whole(layer):
-            raise BadArgumentError(f"layer {layer!r:.40}: layers are counted from 0")
         if layer is None:
             other = max([self.dense_layers, *(one + 1 for one in self.by_layer)])
             layers = {0, other, *self.by_layer}
             return max(self.pages_at_most(visible_pages, one) for one in layers)
+        if not is_whole(layer):
+            raise BadArgumentError(f"layer {layer!r:.40}: layers are counted from 0")
         kind, pages, share, sinks, recent = self.row(layer)
         wanted = (pages, pages_of_share(share, visible_pages), visible_pages, visible_pages)[kind]
         return min(visible_pages, max(wanted, sinks + recent))
@@ -343,12 +343,14 @@ def budget_of(given: BudgetLike) -> Budget:
     if isinstance(given, Budget):
         return given
     try:
-        bare = str(given) if is_whole(given) else given  # 1: all, or one page?
-        return _of_share(parse_share(bare, SHARES["share"]))
+        if is_whole(given):  # 1: all, or one page?
+            raise no_share(given, SHARES["share"])
+        return _of_share(parse_share(given, SHARES["share"]))
     except BadArgumentError as error:
+        pages = given if is_whole(given, 1) else 64
         raise BadArgumentError(
-            f'{error}. A number of pages is Budget(pages=64), in settings {{"pages": 64}}; None, '
-            "where it is allowed, is all"
+            f'{error}. A number of pages is Budget(pages={pages}), in settings {{"pages": '
+            f"{pages}}}; None, where it is allowed, is all"
         ) from None
 
 

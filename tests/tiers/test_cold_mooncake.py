@@ -252,7 +252,7 @@ def test_an_open_store_is_the_callers(tmp_path: Path, pool: CXLPool) -> None:
             Tiers(pool, cold=mine, cold_capacity="2MiB")
     with (
         ColdTier(tmp_path / "b", shape=SHAPE, capacity="2MiB") as other,
-        pytest.raises(GeometryError, match="another pool layout: a layout"),
+        pytest.raises(GeometryError, match=r"another pool layout: .*a layout"),
     ):
         Tiers(pool, cold=other)
 
