@@ -25,6 +25,7 @@ from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.ndp import checks
 from cxlkv.ndp import names as method_names
+from cxlkv.ndp.engine import Selection, same_pages
 from cxlkv.rotary import Rotary
 
 BY_MASS = ("auto", "exact", "attention")
@@ -404,24 +405,28 @@ CALIBRATED_TOKENS = 16384
 def learned(
     scorer: Scorer,
     layout: KVLayout,
-    fetch: Callable[[int], tuple[Array, Array]],
-    queries: Floats | None = None,
-    tokens: int = 0,
+    fetch: Callable[[int, Selection], tuple[Array, Array]],
+    queries: Floats | None,
+    tokens: int,
 ) -> Floats:
-    """[layers, kv_heads, n]. fetch: of a sequence of so many tokens. queries: of its last ones,
-    [layers, rows, q_heads, dim]. Raises BadArgumentError without a whole page."""
+    """[layers, kv_heads, n], of a layer with a window by the pages in it. fetch: of a sequence of
+    so many tokens. queries: of its last ones, [layers, rows, q_heads, dim]. Raises
+    BadArgumentError without a whole page."""
     if queries is not None:
         _check_queries(layout, queries, tokens)
     random = np.random.default_rng(0)
     found = []
-    for layer in range(layout.layers):
-        pages = np.asarray(fetch(layer)[0])[:, :-1]  # the last one may not be full
+    end = -(-tokens // layout.page_tokens)
+    for layer, window in enumerate(layout.windows):
+        first = 0 if window is None else max(0, tokens + 1 - window) // layout.page_tokens
+        picked = same_pages(range(first, end), layout.kv_heads)
+        pages = np.asarray(fetch(layer, picked)[0])[0, :, :-1]  # the last one may not be full
         if not pages.shape[1]:
             raise BadArgumentError(f"method {scorer.name!r} learns from two pages or more")
         count = -(-CALIBRATED_TOKENS // layout.page_tokens)
         some = np.sort(random.permutation(pages.shape[1])[:count])
         asked = None if queries is None else (queries[layer], tokens - queries.shape[1])
-        samples = _samples(scorer, layout, layer, (pages[:, some], some), asked)
+        samples = _samples(scorer, layout, layer, (pages[:, some], first + some), asked)
         try:
             found.append([scorer.learn(sample) for sample in samples])
         except (ArithmeticError, LookupError, ValueError, np.linalg.LinAlgError) as error:

@@ -103,18 +103,20 @@ class Watch(FormsCache):
         return picked
 
     def choose_with(self, form: Form) -> tuple[float, dict[int, Selection]]:
-        """Seconds, and the choices of all layers."""
+        """Seconds, and the choices of all layers without a window."""
         begin, batch = time.perf_counter(), self.apart[0].batch
         picked = {
             layer: self.choose_of(form.method, (form,), batch, part, queries, part.step.lengths)
             for layer, (part, queries) in self.parts.items()
+            if part.window is None
         }
         return time.perf_counter() - begin, picked
 
-    def attend_to(self, picked: Mapping[int, Selection | None]) -> float:
+    def attend_to(self, picked: Mapping[int, Selection]) -> float:
+        """Seconds of all layers, which attend to all that they see where nothing is picked."""
         begin, batch = time.perf_counter(), self.apart[0].batch
         for layer, (part, queries) in self.parts.items():
-            super().attend(batch, part, queries, picked[layer])
+            super().attend(batch, part, queries, picked.get(layer))
         return time.perf_counter() - begin
 
 
@@ -142,7 +144,7 @@ def costs(
     full = np.empty(ROUNDS)
     advance()
     for at in range(ROUNDS):
-        full[at] = cache.attend_to(dict.fromkeys(cache.parts))
+        full[at] = cache.attend_to({})
         for name in names:
             for number, share in enumerate(shares):
                 choose[name][number, at], picked = cache.choose_with(Form(name, share))
@@ -157,15 +159,17 @@ def costs(
 def compile_all(reader: Reader, context: Tokens, names: Sequence[str]) -> None:
     """Methods that are compiled are, by a choice in another sequence."""
     layout = reader.pool.layout
-    pages = context.fetch(0, same_pages(range(4), layout.kv_heads))
+    last = layout.windows.index(None)
+    pages = context.fetch(last, same_pages(range(4), layout.kv_heads))
     keys, values = (np.asarray(each).reshape(layout.kv_heads, -1, each.shape[-1]) for each in pages)
     other = reader.pool.sequence()
     try:
-        other.append(0, keys.swapaxes(0, 1).copy(), values.swapaxes(0, 1).copy())
+        for layer in range(last + 1):
+            other.append(layer, keys.swapaxes(0, 1).copy(), values.swapaxes(0, 1).copy())
         query = np.ones((layout.kv_heads, layout.head_dim), keys.dtype)
         for name in names:
             if name not in reader.others:
-                other.select(0, query, budget=0.5, method=name)
+                other.select(last, query, budget=0.5, method=name)
     finally:
         other.release()
 

@@ -34,7 +34,8 @@ class WatchedCache(FormsCache):
 
     held: keys and values of each layer, of all tokens that will be read, [kv_heads, tokens, dim].
     Of each watched step, mass, error: [forms, layers, q_heads]; attainable: the mass of the best
-    list of that length, recall: the share of it that is chosen, [forms, layers, kv_heads].
+    list of that length, recall: the share of it that is chosen, [forms, layers, kv_heads]. Layers
+    are those without a window: the others choose nothing.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class WatchedCache(FormsCache):
         self.forms = tuple(forms)
         self.held = held
         self.watched = False
+        windows = pool.layout.windows
+        self.choosing = [layer for layer, window in enumerate(windows) if window is None]
         self.followers = [
             Follower(pool, form, sequence.fork(), held) if form.refresh > 1 else None
             for form in forms
@@ -66,9 +69,9 @@ class WatchedCache(FormsCache):
         out = super().attend(batch, part, queries, picked)
         lengths = part.step.lengths
         followed = [one.choose(self, part, queries) if one else None for one in self.followers]
-        if not self.watched:
+        if not self.watched or part.window is not None:
             return out
-        if part.index == 0:
+        if part.index == self.first_chosen:
             layout = self.pool.layout
             for kept, heads in (
                 (self.mass, self._config.num_attention_heads),
@@ -76,7 +79,8 @@ class WatchedCache(FormsCache):
                 (self.attainable, layout.kv_heads),
                 (self.recall, layout.kv_heads),
             ):
-                kept.append(np.empty((len(self.forms), layout.layers, heads), np.float32))
+                kept.append(np.empty((len(self.forms), len(self.choosing), heads), np.float32))
+        layer = self.choosing.index(part.index)
         by_token, wanted = self.by_arithmetic(part, queries)
         true = by_token.sum(axis=-1)
         for at, form in enumerate(self.forms):
@@ -85,10 +89,10 @@ class WatchedCache(FormsCache):
             )
             some = super().attend(batch, part, queries, chosen)
             error = (some.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-            self.mass[-1][at, part.index] = mass_of(chosen, by_token)
-            self.error[-1][at, part.index] = error[0].numpy()
+            self.mass[-1][at, layer] = mass_of(chosen, by_token)
+            self.error[-1][at, layer] = error[0].numpy()
             best, recall = beside_best(chosen.pages[0], true.mean(axis=1), form)
-            self.attainable[-1][at, part.index], self.recall[-1][at, part.index] = best, recall
+            self.attainable[-1][at, layer], self.recall[-1][at, layer] = best, recall
         return out
 
     def release(self) -> None:
@@ -126,12 +130,14 @@ class Follower:
         self.batch = pool.batch([sequence])
         self.held = held
 
-    def choose(self, cache: FormsCache, part: LayerStep, queries: Tensor) -> Selection:
-        """The pages of this step's query, of one layer after the other."""
+    def choose(self, cache: FormsCache, part: LayerStep, queries: Tensor) -> Selection | None:
+        """The pages of this step's query, of one layer after the other; None: all of a window."""
         length = part.step.lengths
         last = slice(int(length[0]) - 1, int(length[0]))
         keys, values = (one[:, last].transpose(0, 1).contiguous() for one in self.held[part.index])
         self.sequence.append(part.index, keys, values)
+        if part.window is not None:
+            return None
         form = self.form
         return cache.choose_of(form.method, (form,), self.batch, part, queries, length)
 

@@ -30,6 +30,12 @@ DIVERGENCES = (0.05, 0.02)
 DIVERGENCE_LEAST = 1e-6  # nats; its log is drawn
 
 
+def that_choose(layout: KVLayout) -> KVLayout:
+    """Only the layers without a window: the others choose nothing, and need nothing for it."""
+    groups = [group for group in layout.groups if group.window is None]
+    return KVLayout.of(groups, page_tokens=layout.page_tokens)
+
+
 def kept_shares(found: Findings, layout: KVLayout) -> dict[str, float]:
     """Of the bytes of K and V, those that a scorer or chooser keeps beside them."""
     shape = scorers.Shape(layout.page_tokens, layout.head_dim)
@@ -47,8 +53,8 @@ def kept_shares(found: Findings, layout: KVLayout) -> dict[str, float]:
 
 
 def kept_bytes(found: Findings, layout: KVLayout, tokens: int) -> dict[str, float]:
-    """Of each method, what it keeps beside K and V, a token in all layers; tokens: of a context,
-    of which an index is made."""
+    """Of each method, what it keeps beside K and V, a token in all layers that choose; tokens: of a
+    context, of which an index is made."""
     kept = {name: share * layout.token_bytes for name, share in kept_shares(found, layout).items()}
     records = [sizes.plan(layout, 1 << 30, sketch=sketch).geometry for sketch in (True, False)]
     with_sketches, without = (each["record_bytes"] / each["record_layers"] for each in records)
@@ -254,7 +260,7 @@ def write(
     folder: Path, found: Findings, config: PretrainedConfig, failed: Sequence[str] = ()
 ) -> None:
     """methods.md and methods.png into the folder of a run."""
-    costs, layout = Costs.read(folder / COSTS), layout_of(config)
+    costs, layout = Costs.read(folder / COSTS), that_choose(layout_of(config))
     kept = kept_bytes(found, layout, costs.tokens)
     write_whole(folder / "methods.md", markdown(found, costs, kept, layout, failed) + "\n")
     draw(folder / "methods.png", curves(found), costs)

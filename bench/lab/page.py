@@ -138,7 +138,8 @@ def draw_heads(panels: list[Axes], found: Findings, units: Mapping[str, Arrays])
         axes.imshow(mass, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         plain(axes, "head", title=f"{form.name}: {mass.mean():.2f}")
         axes.grid(visible=False)
-    panels[0].set_ylabel("layer", color=INK)
+    windows = texts[0].get("windows", np.zeros(0)).any()
+    panels[0].set_ylabel("layer without a window" if windows else "layer", color=INK)
     shown = [image for axes in panels for image in axes.images]
     if shown:
         panels[0].figure.colorbar(shown[-1], ax=panels[-1], label="attention kept")

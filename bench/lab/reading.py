@@ -22,6 +22,7 @@ from cxlkv.adapters.transformers.queries import LastQueries
 from cxlkv.demo.forms import Form, FormsCache, Outside
 from cxlkv.demo.full_attention import append_cache, divergence_from
 from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.engine import same_pages
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence as Tokens
 
@@ -180,10 +181,12 @@ def stale_pages(context: Tokens, held: Sequence[tuple[Tensor, Tensor]], page_tok
     made of these tokens."""
     count = 0
     for layer, made in enumerate(held):
-        for stored, tensor in zip(context.fetch(layer), made, strict=True):
+        # Of layers with a window, too: they give back nothing before a second step.
+        every = same_pages(range(context.page_count(layer)), len(made[0]))
+        for stored, tensor in zip(context.fetch(layer, every), made, strict=True):
             wanted = tensor[:, : len(context)].float()
             wanted = pad(wanted, (0, 0, 0, -len(context) % page_tokens))
-            found = np.asarray(stored).astype(np.float32)
+            found = np.asarray(stored)[0].astype(np.float32)
             differs = found != wanted.numpy().reshape(found.shape)
             count += int(differs.any(axis=(2, 3)).sum())
     return count

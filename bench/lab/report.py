@@ -84,7 +84,7 @@ class Findings:
     stale: int
     """Pages, by layer and kv head, that do not hold what transformers made."""
     step_bytes: float
-    """Of all keys and values that a step sees, on average."""
+    """Of all keys and values that a step sees in layers without a window, on average."""
 
 
 def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
@@ -151,6 +151,13 @@ def notes_of(plan: Plan, rows: Sequence[Row], units: Mapping[str, Arrays], model
         f"contexts of items of {min(lengths):,} to {max(lengths):,}",
         f"measured at commit {', '.join(commits)}",
     ]
+    windows = units[f"text-{plan.texts[0]}"].get("windows", np.zeros(0))
+    if windows.any():
+        notes.insert(
+            1,
+            f"{np.count_nonzero(windows)} of {len(windows)} layers have a window and attend to all "
+            "of it: budgets, bytes, mass, error and recall are of the others",
+        )
     if plan.part:
         forms = ", ".join(repr(pattern) for pattern in plan.part)
         notes.insert(0, f"a part of the plan: all pages, and the forms like {forms}")

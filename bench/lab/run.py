@@ -43,17 +43,14 @@ def run(folder: Path, model: Path, plan: Plan, console: Console) -> list[str]:
 
     Raises BadArgumentError where the folder holds those of another plan, model or texts, and for
     what cannot be measured: a model that takes too few tokens, or a tokenizer of another kind;
-    UnsupportedError for layers that do not see the whole text.
+    UnsupportedError for MLA, for attention sinks, and where all layers have a window.
     """
     config = inputs.read_config(model)
     layout = layout_of(config)
-    windows = sum(window is not None for window in layout.windows)
-    if windows or layout.values == "key_prefix":
-        what = f"{windows} of {layout.layers} layers have a window" if windows else "it is MLA"
-        raise UnsupportedError(
-            f"cxlkv lab run measures models whose layers all see the whole text: {what}; "
-            "`cxlkv lab encodings` measures layers with a window"
-        )
+    is_latent = layout.values == "key_prefix"
+    if is_latent or None not in layout.windows:
+        what = "is MLA" if is_latent else "has a window in each layer, so that nothing is chosen"
+        raise UnsupportedError(f"cxlkv lab run: this model {what}; see docs/how-to/lab.md")
     decoder = config.get_text_config(decoder=True)
     most = max(plan.prefix + plan.steps + 1, plan.context_tokens * 5 // 4)
     if getattr(decoder, "max_position_embeddings", most) < most:
@@ -61,6 +58,10 @@ def run(folder: Path, model: Path, plan: Plan, console: Console) -> list[str]:
             f"the model takes {decoder.max_position_embeddings} tokens, the lab reads {most}"
         )
     loaded = inputs.read_model(model)
+    if any(name.endswith(".sinks") for name, _ in loaded.named_parameters()):
+        raise UnsupportedError(
+            "cxlkv lab run: this model's attention has learned sinks, which are in no page"
+        )
     layout = layout_of(loaded)
     with CXLPool.create("anonymous:", layout=layout, capacity=capacity_bytes(layout, plan)) as pool:
         made = {name: peers.load(name, layout) for name in plan.timed if name in peers.NAMES}

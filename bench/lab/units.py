@@ -299,6 +299,7 @@ class Runner:
             ]
         return {
             "dtype": np.array(reader.pool.layout.dtype),
+            "windows": np.array([window or 0 for window in reader.pool.layout.windows]),
             "full": steps.full,
             "losses": steps.losses,
             "divergences": steps.divergences,

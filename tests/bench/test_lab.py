@@ -15,7 +15,15 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
 from cxlkv import Budget, Selection
@@ -27,7 +35,7 @@ from cxlkv.bench.lab.texts import TEXTS, Text
 from cxlkv.bench.lab.units import Plan, Runner
 from cxlkv.demo import smollm2
 from cxlkv.demo.forms import Form
-from cxlkv.errors import BadArgumentError, CorruptError
+from cxlkv.errors import BadArgumentError, CorruptError, UnsupportedError
 from cxlkv.ops.cli import app
 from cxlkv.sequence import Batch
 from cxlkv.sequence import Sequence as Tokens
@@ -156,6 +164,82 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_figures(
         assert "…" not in printed.get(), "no figure is cut off"
 
 
+WINDOW = 72
+
+
+@pytest.fixture(scope="module")
+def gemma(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with windows in four of six layers, the first among them, as Gemma 3 has them."""
+    folder = tmp_path_factory.mktemp("windows")
+    kinds = [*["sliding_attention"] * 2, "full_attention"] * 2
+    shape = SHAPE | {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": WINDOW}
+    torch.manual_seed(5)
+    Gemma3ForCausalLM(Gemma3TextConfig.from_dict(shape)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((model / name).read_bytes())
+    return folder
+
+
+def test_a_model_with_windows_is_measured(
+    gemma: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused. Budgets, and what they are judged by, are of the layers without a window."""
+    every = (Form("exact", 1.0), Form("two_stage", 1.0))
+    plan = replace(PLAN, forms=(*FORMS, *every))
+    monkeypatch.setattr(Plan, "quick", lambda: plan)
+    asked = ["lab", "run", "--quick", "--model", str(gemma), "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    units = load_units(tmp_path, plan)
+    found = report.find(plan, units, "small")
+    full, exact, *_, oracle, whole, staged = found.rows
+    assert units["text-one"]["mass"].shape[1:3] == (len(plan.forms) + len(plan.variants), 2)
+    assert full.divergence.max() < 1e-6
+    for row in (whole, staged):
+        np.testing.assert_array_equal(row.divergence, full.divergence)
+        np.testing.assert_array_equal(row.loss, full.loss)
+        assert row.mass[0] == pytest.approx(1, abs=1e-5)
+    assert full.mass[0] == pytest.approx(1, abs=1e-5)
+    assert exact.divergence.min() > 1e-4
+    assert exact.mass[0] <= oracle.mass[0] + 1e-6
+    assert 0.05 < exact.fetched < 0.2 < 0.4 < exact.scored < 0.6
+    a_layer = 2 * 2 * 16 * 4  # bytes of a token: K and V, kv heads, channels, float32
+    assert found.step_bytes == pytest.approx(2 * a_layer * (PLAN.prefix + PLAN.steps / 2), rel=0.02)
+    assert "4 of 6 layers have a window" in done.output
+    assert "4 of 6 layers have a window" in (tmp_path / "lab.html").read_text()
+
+
+def test_methods_are_measured_in_a_model_with_windows(
+    gemma: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that learn, too, and choosers, which are not for layers with a window."""
+    monkeypatch.setattr(Plan, "quick", lambda: replace(PLAN, texts=("one",)))
+    asked = ["lab", "run", "--quick", "--model", str(gemma), "--out", str(tmp_path)]
+    names = "exact,digest,low_rank,retro"
+    done = CliRunner().invoke(app, [*asked, "--methods", names, "--budgets", "0.1"])
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "methods.md").read_text()
+    assert "of 2 layers, 512 B a token" in text
+    assert "| `digest` | 32 |" in text
+
+
+def test_windows_alone_are_refused_before_weights_are_read(gemma: Path, tmp_path: Path) -> None:
+    kinds = ["sliding_attention"] * 6
+    config = json.loads((gemma / "config.json").read_text()) | {"layer_types": kinds}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="has a window in each layer"):
+        run(tmp_path / "out", tmp_path, PLAN, Console())
+    assert not (tmp_path / "out").exists()
+
+
+def test_learned_sinks_are_refused_before_a_text_is_read(tmp_path: Path) -> None:
+    shape = SHAPE | {"num_local_experts": 2, "num_experts_per_tok": 1}
+    GptOssForCausalLM(GptOssConfig.from_dict(shape)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="learned sinks"):
+        run(tmp_path / "out", tmp_path, PLAN, Console())
+    assert not (tmp_path / "out").exists()
+
+
 def drop_the_best_page(monkeypatch: pytest.MonkeyPatch) -> None:
     select = Batch.select
 
@@ -234,6 +318,14 @@ def test_a_fault_is_caught(
     fault(monkeypatch)
     run(tmp_path, model, PLAN, Console())
     assert not checks_of(tmp_path)[check]
+
+
+def test_a_stale_page_behind_a_window_is_caught(
+    gemma: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_one_stale_page(monkeypatch)
+    run(tmp_path, gemma, PLAN, Console())
+    assert not checks_of(tmp_path)["the_pool_holds_what_was_read"]
 
 
 def test_all_pages_are_full_attention_to_the_last_bits(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import subprocess
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, Rotary, Sequence, _core
+from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Rotary, Sequence, _core
 from cxlkv.errors import BadArgumentError, ClosedError, PoisonError
 from cxlkv.ndp import choosers, names, scorers
 from cxlkv.ndp.choosers import Arrays, Chooser
@@ -64,6 +65,22 @@ def test_a_method_that_learns_again_is_what_it_learned_last(
         found.append((picked.pages.tobytes(), picked.scores.tobytes()))
     assert found[:2] == found[2:]
     assert found[0] != found[1]
+
+
+def test_a_layer_with_a_window_is_learned_from_what_is_in_it(
+    make_pool: MakePool, rng: np.random.Generator
+) -> None:
+    """Such a pool was refused, as its first pages are given back."""
+    group = LayerGroup(layers=1, kv_heads=2, head_dim=16, dtype="float32", window=64)
+    pool = make_pool(layout=KVLayout.of([group, dataclasses.replace(group, window=None)]))
+    sequence = grown(pool, rng, 400)
+    for layer in range(2):  # a second step, before which all pages are there
+        row = np.ones((1, 2, 16), np.float32)
+        sequence.append(layer, row, row)
+    learned = pool.calibrate("pq", sequence)
+    assert np.isfinite(learned).all()
+    assert learned[0].any()
+    assert learned[1].any()
 
 
 def test_a_pool_that_has_as_many_as_it_may(make_pool: MakePool) -> None:
