@@ -92,6 +92,8 @@ def commands_in(text: str, certain: bool) -> Iterator[tuple[str, ...]]:
     """certain: all of the text is a command line, or quoted as one; else it must begin with a word
     that is a command, as a sentence may have our name as its subject."""
     first = {*options_of(())[0], "--version"}
+    if certain:
+        text = re.sub(r"'[^']*'", "X", text)
     for found in NAMED.finditer(text):
         line = END.split(text[found.end() :], maxsplit=1)[0]
         words = tuple(line.replace("[", " ").replace("]", " ").rstrip(".,:").split())

@@ -182,31 +182,30 @@ int scorer_summarise(select_job *job) {
 
 /* ---- scores ---- */
 
-enum { ROOM_BYTES = 32 << 10, RUN_LEAST = 8 };
+enum { ROOM_BYTES = 32 << 10 };
 _Static_assert(ROOM_BYTES >= CXLKV_SUMMARY_BYTES_MAX, "one at the least");
 
-/* Summaries of head `head`, one behind another: where they lie or, copied, in `room`. */
+/* Summaries of one head, one behind another. */
 typedef struct summary_run {
     const uint8_t *at;
     uint32_t pages;
-    bool copied;
 } summary_run;
 
-/* Of the pages [first, last) as many as follow one another in the pool, if these are not few; else
- * as many as there is room for, since score() prepares itself each time. */
+/* Of the pages [first, last) as many as there is room for, read where they lie if they follow one
+ * another in the pool, else copied. Where they lie does not change how many a call scores, since the
+ * last bits of scores depend on that, nor the bytes that are counted. */
 static summary_run summaries_take(const select_job *job, const plan *p, uint32_t head,
                                   uint32_t first, uint32_t last, uint8_t *room) {
     const cxlkv_pool *pool = job->batch->pool;
     uint32_t bytes = job->scorer->scorer.summary_bytes, layer = p->view.layer;
-    uint32_t begin = page_of(p, first), count = 1;
-    while (first + count < last && page_of(p, first + count) == begin + count) count++;
-    if (count == last - first || count >= RUN_LEAST)
-        return (summary_run){summary_of(pool, job->scorer, begin, layer, head), count, false};
-    count = min_u32(last - first, ROOM_BYTES / bytes);
-    for (uint32_t i = 0; i < count; i++)
+    uint32_t pages = min_u32(last - first, ROOM_BYTES / bytes), begin = page_of(p, first), run = 1;
+    while (run < pages && page_of(p, first + run) == begin + run) run++;
+    if (run == pages)
+        return (summary_run){summary_of(pool, job->scorer, begin, layer, head), pages};
+    for (uint32_t i = 0; i < pages; i++)
         memcpy(room + (size_t)i * bytes,
                summary_of(pool, job->scorer, page_of(p, first + i), layer, head), bytes);
-    return (summary_run){room, count, true};
+    return (summary_run){room, pages};
 }
 
 static bool are_finite(const float *numbers, uint64_t count) {
@@ -273,7 +272,7 @@ static int score_run_of(const select_job *job, const plan *p, uint32_t head, uin
     float scores[QUERY_BLOCK * TASK_PAGES];
     const cxlkv_scorer *scorer = &job->scorer->scorer;
     const float *own = scorer_parameters(job->batch->pool, job->scorer, p->view.layer, head);
-    uint32_t dim = job->keys.dim, read = run->copied ? scorer->summary_bytes : scorer->read_bytes;
+    uint32_t dim = job->keys.dim, read = scorer->read_bytes;
     uint64_t all = p->rows * job->group;
     for (uint64_t query = 0; query < all; query += QUERY_BLOCK) {
         uint32_t count = (uint32_t)min_u64(QUERY_BLOCK, all - query);
