@@ -192,8 +192,8 @@ typedef struct summary_run {
 } summary_run;
 
 /* Of the pages [first, last) as many as there is room for, read where they lie if they follow one
- * another in the pool, else copied. Where they lie does not change how many a call scores, since the
- * last bits of scores depend on that, nor the bytes that are counted. */
+ * another in the pool, else copied. Where they lie does not change how many a call scores, since
+ * the last bits of scores depend on that, nor the bytes that are counted. */
 static summary_run summaries_take(const select_job *job, const plan *p, uint32_t head,
                                   uint32_t first, uint32_t last, uint8_t *room) {
     const cxlkv_pool *pool = job->batch->pool;
