@@ -460,7 +460,7 @@ def layer_places(layout: KVLayout, record_layers: int) -> tuple[tuple[int, int],
 def differences(there: KVLayout, wanted: KVLayout) -> Iterator[str]:
     """Tells what makes a pool of the one layout another than one of `wanted`, field by field.
 
-    A rotary embedding that nobody states is no difference.
+    `wanted` need not have a rotary embedding: then any will do.
     """
     pairs: list[tuple[str, KVLayout | LayerGroup, KVLayout | LayerGroup]]
     pairs = [("layout", there, wanted)]

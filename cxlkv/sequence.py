@@ -562,7 +562,7 @@ class Batch(OfThisProcess):
         self._check_new(layer, *new, offsets)
         if len(budgets) not in (0, 1, len(self.sequences)):
             raise BadArgumentError(f"{len(budgets)} budgets for {len(self.sequences)} sequences")
-        errors_of(recall)  # raises for what is none; without budgets nobody else looks
+        errors_of(recall)  # raises for what is none, also where no budget uses it
         factor = self._factor(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
         queries = view(q, "q").owner

@@ -302,23 +302,18 @@ class Growing:
         return getattr(self._core, name)
 
 
-def test_a_handle_of_a_sequence_that_grows_meanwhile(
-    pool: CXLPool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("call", "times"), [("export", 4), ("pages", 3)])
+def test_a_sequence_that_grows_while_it_is_read(
+    pool: CXLPool, monkeypatch: pytest.MonkeyPatch, call: str, times: int
 ) -> None:
-    """Its size is known only when it is written: another thread may append or truncate."""
+    """How much there is to read is known only when it is read: another thread may append."""
     sequence = grown(pool, range(2000))
-    core = Growing(lib, "cxlkv_sequence_export", sequence, 4)
+    core = Growing(lib, f"cxlkv_sequence_{call}", sequence, times)
     monkeypatch.setattr("cxlkv._core.sequence.lib", core)
-    verify(pool.adopt(sequence.handle), range(len(sequence)))
-
-
-def test_pages_of_a_sequence_that_grows_meanwhile(
-    pool: CXLPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sequence = grown(pool, range(2000))
-    core = Growing(lib, "cxlkv_sequence_pages", sequence, 3)
-    monkeypatch.setattr("cxlkv._core.sequence.lib", core)
-    assert len(np.unique(sequence.pages)) == len(sequence) // PAGE
+    if call == "export":
+        verify(pool.adopt(sequence.handle), range(len(sequence)))
+    else:
+        assert len(np.unique(sequence.pages)) == len(sequence) // PAGE
 
 
 def test_append_and_select_are_few_calls_from_the_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -39,6 +37,8 @@ from cxlkv.errors import BadArgumentError, CorruptError, UnsupportedError
 from cxlkv.ops.cli import app
 from cxlkv.sequence import Batch
 from cxlkv.sequence import Sequence as Tokens
+
+from ..support.small_models import save_with_windows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -169,15 +169,7 @@ WINDOW = 72
 
 @pytest.fixture(scope="module")
 def gemma(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with windows in four of six layers, the first among them, as Gemma 3 has them."""
-    folder = tmp_path_factory.mktemp("windows")
-    kinds = [*["sliding_attention"] * 2, "full_attention"] * 2
-    shape = SHAPE | {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": WINDOW}
-    torch.manual_seed(5)
-    Gemma3ForCausalLM(Gemma3TextConfig.from_dict(shape)).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((model / name).read_bytes())
-    return folder
+    return save_with_windows(model, tmp_path_factory.mktemp("windows"), SHAPE, WINDOW)
 
 
 def test_a_model_with_windows_is_measured(

@@ -16,8 +16,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -32,6 +30,8 @@ from cxlkv.bench.lab.units import Arrays
 from cxlkv.demo.text import inputs
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.ops.cli import app
+
+from ..support.small_models import save_with_windows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -181,15 +181,7 @@ WINDOW = 40
 
 @pytest.fixture(scope="module")
 def gemma(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with windows in four of six layers, as Gemma 3 has them."""
-    folder = tmp_path_factory.mktemp("windows")
-    kinds = [*["sliding_attention"] * 2, "full_attention"] * 2
-    shape = SHAPE | {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": WINDOW}
-    torch.manual_seed(5)
-    Gemma3ForCausalLM(Gemma3TextConfig.from_dict(shape)).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((model / name).read_bytes())
-    return folder
+    return save_with_windows(model, tmp_path_factory.mktemp("windows"), SHAPE, WINDOW)
 
 
 def test_layers_with_a_window_are_measured(gemma: Path, tmp_path: Path) -> None:

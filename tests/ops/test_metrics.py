@@ -143,7 +143,7 @@ def test_scraped_over_http_it_is_what_the_pool_says(path: str) -> None:
 
 
 def test_silent_clients_hold_nothing_for_long(path: str) -> None:
-    """Nor those that say a bit, or never end what they say; who asks is answered at once."""
+    """Nor do those that send half a request, or one without an end. Others are answered at once."""
 
     def held() -> tuple[int, int]:
         process = f"/proc/{child.pid}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from cxlkv.adapters.transformers import CXLCache
 
@@ -30,6 +31,18 @@ SHAPE: dict[str, object] = {
     "eos_token_id": None,
 }
 NO_KERNEL = ("gemma2", "gpt_oss")  # softcap and sinks: transformers' sdpa leaves them out
+
+
+def save_with_windows(model: Path, folder: Path, shape: Mapping[str, object], window: int) -> Path:
+    """A Gemma 3 of this shape, with windows in four of six layers, the first among them, and with
+    another model's tokenizer."""
+    kinds = [*["sliding_attention"] * 2, "full_attention"] * 2
+    made = {**shape, "num_hidden_layers": 6, "layer_types": kinds, "sliding_window": window}
+    torch.manual_seed(5)
+    Gemma3ForCausalLM(Gemma3TextConfig.from_dict(made)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((model / name).read_bytes())
+    return folder
 
 
 def prompts(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:

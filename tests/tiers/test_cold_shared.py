@@ -126,7 +126,7 @@ def test_what_is_no_socket_of_ours_stays(path: Path, what: str) -> None:
             shared(path)
         assert os.path.samestat(before, place.lstat())
     place.rename(f"{place}.away")
-    with shared(path) as tier:  # nobody has kept the file
+    with shared(path) as tier:  # the file is free again
         assert tier.is_owner
         place.unlink()
         place.write_text("somebody's")

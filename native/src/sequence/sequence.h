@@ -208,7 +208,7 @@ int blocks_check(const cxlkv_batch *batch, const cxlkv_blocks *table, uint32_t *
 /* Of queries, whoever asks: what only a batch can tell, queries_check() looks at. */
 int queries_bounds(const cxlkv_layout *layout, uint32_t layer, uint32_t q_heads, uint32_t dtype,
                    uint32_t rows);
-/* As starts say, which nobody has checked. */
+/* By `starts`, which need not be right. */
 uint32_t rows_asked(const cxlkv_batch *batch, const int32_t *starts);
 int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
                   const cxlkv_rows *queries, const int32_t *starts, uint32_t *rows);
