@@ -1,6 +1,6 @@
 """What methods say they read is what they read: each is run as Python, on arrays that mark it.
 
-Of the core's own methods, which are C, the sums are compared with the layout's.
+Of the core's own methods, which are C, tests/native/ndp/test_counted.c does it.
 """
 
 from __future__ import annotations
@@ -177,24 +177,3 @@ def test_a_method_that_reads_more_than_it_says_is_refused() -> None:
         scorers.compiled(Half(), SHAPE)
     with pytest.raises(BadArgumentError, match=r"'untold': .* score\(\) is to return how many"):
         scorers.compiled(Untold(), SHAPE)
-
-
-# ---- the core's own ----
-
-
-def test_the_core_counts_what_the_layout_has(seed: int) -> None:
-    heads, dim, pages, tokens = 2, 64, 80, 1280
-    layout = KVLayout(layers=1, kv_heads=heads, head_dim=dim, page_tokens=16, dtype="float32")
-    keys = np.random.default_rng(seed).standard_normal((2, tokens, heads, dim), np.float32)
-    with CXLPool.create("anonymous:", layout=layout, capacity="8MiB") as pool:
-        sequence = pool.sequence()
-        sequence.append(0, *keys)
-        for count in (1, 8):
-            queries = np.ones((heads * count, dim), np.float32)
-            for method, each in (
-                ("exact", 16 * dim * 4),
-                ("attention", 16 * dim * 4),
-                ("digest", 2 * dim * 4),
-            ):
-                picked = sequence.select(0, queries, Budget(pages=9), method=method)
-                assert picked.bytes_scored == heads * pages * each

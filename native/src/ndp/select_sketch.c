@@ -200,6 +200,7 @@ static int sample_list(select_job *job, const plan *p, uint64_t list, uint32_t h
     }
     uint64_t sketched = SAMPLES * estimated_bytes(job) / blocks_of(job);
     uint64_t scored = (uint64_t)made->count * kind_token_bytes(layout, PIECE_KEYS);
+    if (!layout->sketch) scored -= sketched; /* upper planes are of these keys */
     atomic_fetch_add_explicit(&job->bytes_scored, sketched + scored, memory_order_relaxed);
     atomic_fetch_add_explicit(&job->bytes_sketched, sketched, memory_order_relaxed);
     return 0;
