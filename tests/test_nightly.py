@@ -113,11 +113,13 @@ def test_parts_of_another_commit_count_for_nothing(
     assert results(tmp_path) == {"none": "skipped"}
 
 
-def test_a_part_without_time_fails_by_name(
+def test_a_part_without_time_is_named_with_the_command_that_runs_it(
     run_parts: RunParts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_parts("--minutes", "0.5", "right") == 1
-    assert "right no time" in capsys.readouterr().out
+    assert run_parts("--minutes", "0.5", "right") == 0
+    assert "make nightly ARGS='right'" in capsys.readouterr().out.splitlines()[-1]
+    assert run_parts("right") == 0
+    assert nightly.recorded()["right"].result == "passed"
 
 
 def test_a_part_that_takes_too_long_is_stopped(
