@@ -1,7 +1,7 @@
 """The code blocks of README and docs/, and how a reader runs them: each page from its top, in one
-folder, as it stands, twice.
+folder, as it stands.
 
-    python tests/support/pages.py FOLDER    one round, of what is in FOLDER/steps.json
+    python tests/support/pages.py FOLDER    runs what FOLDER/steps.json lists
 
 Fences say what they are: `python` and `sh` are run; a `yaml` block with a title is written to a
 file of that name; `console` (a terminal's commands and what they print) and `text` are only shown.
@@ -113,11 +113,10 @@ def lacking(need: str) -> str | None:
     return None if there else why
 
 
-def as_reader(steps: Sequence[Step], folder: Path, rounds: int = 2) -> str:
-    """Runs them in the folder, each round in a new process; what failed printed, or ""."""
+def as_reader(steps: Sequence[Step], folder: Path) -> str:
+    """Run the steps in the folder, in a process of their own; return what failed printed, or ""."""
     (folder / "steps.json").write_text(json.dumps(steps))
-    command = ["sh", "-c", 'for round in $(seq "$1"); do "$2" "$3" "$4" || exit 1; done', "sh"]
-    command += [str(rounds), sys.executable, str(Path(__file__).resolve()), str(folder)]
+    command = [sys.executable, str(Path(__file__).resolve()), str(folder)]
     if subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode == 0:
         command = [*ALONE, *command]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -136,7 +135,7 @@ def as_reader(steps: Sequence[Step], folder: Path, rounds: int = 2) -> str:
 
 
 def main(folder: str) -> None:
-    """One round: Python blocks share a session, as what is pasted from a page's top does."""
+    """Run the steps: Python blocks share a session, as what is pasted from a page's top does."""
     steps: list[Step] = json.loads(Path(folder, "steps.json").read_text())
     session: dict[str, object] = {"__name__": "__main__"}
     for step in steps:
