@@ -61,6 +61,37 @@ class Row(NamedTuple):
     or_bytes: bool
 
 
+class Member(OfThisProcess):
+    """A sequence as a batch sees it: what it holds, and how long it is."""
+
+    _instead = "pass its handle on, and adopt() it there; fork() copies it here"
+
+    def __init__(self, pool: _core.Handle, layout: KVLayout, handle: _core.Handle):
+        self._pool = pool
+        self._layout = layout
+        self._handle = handle
+        self._batch: Batch | None = None
+
+    def __len__(self) -> int:
+        """Tokens that all layers have."""
+        return _core.sequence_tokens(self._handle)
+
+    def tokens(self, layer: int) -> int:
+        """Tokens of one layer."""
+        return _core.sequence_tokens(self._handle, _layer(layer))
+
+    def page_count(self, layer: int) -> int:
+        """Pages of one layer, the open tail included."""
+        return -(-self.tokens(layer) // self._layout.page_tokens)
+
+    def _own(self) -> Batch:
+        """A batch of this sequence alone, of which it is no member: that would be a cycle."""
+        if self._batch is None:
+            alone = Member(self._pool, self._layout, self._handle)
+            self._batch = Batch(self._pool, self._layout, [alone])
+        return self._batch
+
+
 class Batch(OfThisProcess):
     """Sequences that are worked on together; reusable, any number of steps.
 
@@ -71,14 +102,14 @@ class Batch(OfThisProcess):
 
     _instead = "make another one of sequences that were adopted there"
 
-    def __init__(self, pool: _core.Handle, layout: KVLayout, sequences: Sequences[Sequence]):
+    def __init__(self, pool: _core.Handle, layout: KVLayout, sequences: Sequences[Member]):
         if not isinstance(sequences, Sequences):
             raise BadArgumentError(f"a list of sequences is wanted, not {type(sequences).__name__}")
         if not sequences:
             raise BadArgumentError("a batch needs at least one sequence")
         self.sequences = tuple(sequences)
         for each in self.sequences:
-            if not isinstance(each, Sequence):
+            if not isinstance(each, Member):
                 raise BadArgumentError(f"a batch is of sequences, not of {type(each).__name__}")
         self._layout = layout
         shape = (layout.kv_heads, layout.head_dim, DTYPES.index(layout.dtype))
@@ -624,23 +655,11 @@ class Batch(OfThisProcess):
         return offsets
 
 
-class Sequence(OfThisProcess):
+class Sequence(Member):
     """The pages and the open tail of one request. From pool.sequence(), fork() or pool.adopt().
 
     A method here is a Batch's of one sequence with the leading axis dropped.
     """
-
-    _instead = "pass its handle on, and adopt() it there; fork() copies it here"
-
-    def __init__(self, pool: _core.Handle, layout: KVLayout, handle: _core.Handle):
-        self._pool = pool
-        self._layout = layout
-        self._handle = handle
-        self._batch: Batch | None = None
-
-    def __len__(self) -> int:
-        """Tokens that all layers have."""
-        return _core.sequence_tokens(self._handle)
 
     def __repr__(self) -> str:
         try:
@@ -649,14 +668,6 @@ class Sequence(OfThisProcess):
             return f"<Sequence: {state_of(error)}>"
         ahead = f", {first:,} in layer 0: a step is half done" if first != tokens else ""
         return f"<Sequence: {_size(tokens, self._layout)}{ahead}>"
-
-    def tokens(self, layer: int) -> int:
-        """Tokens of one layer."""
-        return _core.sequence_tokens(self._handle, _layer(layer))
-
-    def page_count(self, layer: int) -> int:
-        """Pages of one layer, the open tail included."""
-        return -(-self.tokens(layer) // self._layout.page_tokens)
 
     @property
     def pages(self) -> npt.NDArray[np.uint32]:
@@ -811,11 +822,6 @@ class Sequence(OfThisProcess):
     def _parts(self) -> int:
         return _core.pool_geometry(self._pool)["part_count"]
 
-    def _own(self) -> Batch:
-        if self._batch is None:
-            self._batch = Batch(self._pool, self._layout, [_Borrowed(self)])
-        return self._batch
-
 
 class Hit(Closing):
     """The published pages that a match found, held until release() or the end of the lease."""
@@ -868,14 +874,7 @@ def _size(tokens: int, layout: KVLayout) -> str:
     return f"{tokens:,} tokens in {pages} ({format_bytes(tokens * layout.stored_token_bytes)})"
 
 
-class _Borrowed(Sequence):
-    """A sequence as its own batch sees it: without a reference back, which would be a cycle."""
-
-    def __init__(self, of: Sequence):
-        super().__init__(of._pool, of._layout, of._handle)
-
-
-def _read(sequence: Sequence, layer: int, picked: Selection) -> tuple[Array, Array]:
+def _read(sequence: Member, layer: int, picked: Selection) -> tuple[Array, Array]:
     """As Sequence.fetch, for a select, which tells what it has read in all."""
     own = sequence._own()
     return simd.fetch(own._handle, own._layout, layer, picked, 1, 0, None)
