@@ -1,20 +1,18 @@
-"""Sequences and batches of them: append, select, fetch, attend; one call into the core for each."""
+"""Batches of sequences: append, select, fetch, attend; one call into the core for each."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Sequences
 from functools import partial
-from typing import Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Literal, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
-from cxlkv._lifetime import Closing, OfThisProcess
+from cxlkv._lifetime import OfThisProcess
 from cxlkv.arrays import (
-    BYTES,
     Array,
     Starts,
     View,
@@ -30,9 +28,8 @@ from cxlkv.errors import (
     CXLKVError,
     PoolFullError,
     UnsupportedError,
-    state_of,
 )
-from cxlkv.layout import DTYPE_BYTES, DTYPES, FP8, STORED, KVLayout, format_bytes
+from cxlkv.layout import DTYPES, FP8, STORED, KVLayout
 from cxlkv.ndp import audit, choosers, scorers, simd, tuning
 from cxlkv.ndp.engine import (
     METHODS,
@@ -42,23 +39,26 @@ from cxlkv.ndp.engine import (
     BudgetLike,
     Decoded,
     Selection,
-    budget_of,
     check_error,
     errors_of,
     least_error,
 )
-from cxlkv.numbers import array_of, is_whole
+from cxlkv.numbers import array_of
+from cxlkv.sequence.checks import (
+    Row,
+    budgets_of,
+    check_apart,
+    check_blocks,
+    check_rows,
+    int32_of,
+    layer_of,
+    rewind_of,
+    whole_int32,
+    words_of,
+)
 
-PagePlaces = _core.Places
-
-
-class Row(NamedTuple):
-    """What a pool takes of K or V: dtype is a code; or_bytes: bytes, too, stored as they are."""
-
-    heads: int
-    dim: int
-    dtype: int
-    or_bytes: bool
+if TYPE_CHECKING:
+    from cxlkv.sequence.sequence import Sequence
 
 
 class Member(OfThisProcess):
@@ -78,7 +78,7 @@ class Member(OfThisProcess):
 
     def tokens(self, layer: int) -> int:
         """Tokens of one layer."""
-        return _core.sequence_tokens(self._handle, _layer(layer))
+        return _core.sequence_tokens(self._handle, layer_of(layer))
 
     def page_count(self, layer: int) -> int:
         """Pages of one layer, the open tail included."""
@@ -107,7 +107,7 @@ class Batch(OfThisProcess):
             raise BadArgumentError(f"a list of sequences is wanted, not {type(sequences).__name__}")
         if not sequences:
             raise BadArgumentError("a batch needs at least one sequence")
-        self.sequences = tuple(sequences)
+        self.sequences = cast("tuple[Sequence, ...]", tuple(sequences))
         for each in self.sequences:
             if not isinstance(each, Member):
                 raise BadArgumentError(f"a batch is of sequences, not of {type(each).__name__}")
@@ -158,19 +158,19 @@ class Batch(OfThisProcess):
         """Runs for each layer of each token: what is wrong is looked at by calls, the rest not."""
         rows, (heads, dim, dtype, _) = int(starts[-1]), self._key_row
         if keys.shape != (rows, heads, dim) or keys.dtype != dtype:
-            _check_rows(keys, "k", rows, self._key_row)
+            check_rows(keys, "k", rows, self._key_row)
         if values is None or self._value_row is None:
             self._check_values("v", values)
         elif values.shape != (rows, heads, self._value_row[1]) or values.dtype != dtype:
-            _check_rows(values, "v", rows, self._value_row)
+            check_rows(values, "v", rows, self._value_row)
         if type(layer) is not int or not 0 <= layer < 1 << 32:
-            _layer(layer)
+            layer_of(layer)
 
     def _append(
         self, layer: int, keys: View, values: View | None, starts: Starts, rewind: int | None
     ) -> None:
         self._check_new(layer, keys, values, starts)
-        back = -1 if rewind is None else _back(rewind)
+        back = -1 if rewind is None else rewind_of(rewind)
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         try:
             _core.batch_append(self._handle, layer, keys, values, starts, back)
@@ -209,7 +209,7 @@ class Batch(OfThisProcess):
         layer with a window packed blocks must be as long as pages.
         """
         k, v, offsets, ids = self._blocks(keys, values, blocks, starts)
-        number, back = _layer(layer), _back(rewind)
+        number, back = layer_of(layer), rewind_of(rewind)
         call = partial(_core.batch_append_blocks, self._handle, number, k, v, ids, offsets, back)
         transfer = _io_hooks.begin(self._pool)
         reclaim.retry(call, self._pool, lambda: self._pages_of(offsets, k.shape[2]))
@@ -238,13 +238,13 @@ class Batch(OfThisProcess):
         """
         for array, name in ((keys, "keys"), (values, "values")):
             if array is not None:
-                _check_apart(target(array, name), name)
+                check_apart(target(array, name), name)
         k, v, offsets, ids = self._blocks(keys, values, blocks, starts)
-        pages = _int32(first, "first")
+        pages = int32_of(first, "first")
         if pages.shape != (len(self),):
             raise BadArgumentError(f"first has shape {pages.shape}, wanted ({len(self)},)")
         transfer = _io_hooks.begin(self._pool)
-        _core.batch_fetch_blocks(self._handle, _layer(layer), k, v, ids, offsets, pages)
+        _core.batch_fetch_blocks(self._handle, layer_of(layer), k, v, ids, offsets, pages)
         if transfer:
             piece_bytes = self._layout.stored_token_bytes // self._layout.layers * k.shape[2]
             transfer.end("fetch", int(offsets[-1]) * piece_bytes)
@@ -254,11 +254,11 @@ class Batch(OfThisProcess):
     ) -> tuple[View, View | None, Starts, Starts]:
         """(keys, values, starts, blocks), checked but for the ids and starts' order."""
         k = self._view(keys, "keys")
-        _check_blocks(k, "keys", self._key_row)
+        check_blocks(k, "keys", self._key_row)
         v = None if values is None else self._view(values, "values")
         self._check_values("values", v)
         if v is not None and self._value_row is not None:
-            _check_blocks(v, "values", self._value_row)
+            check_blocks(v, "values", self._value_row)
             if v.shape[::2] != k.shape[::2]:
                 raise BadArgumentError(
                     f"keys {tuple(k.shape)} and values {tuple(v.shape)}: other blocks or tokens"
@@ -266,7 +266,7 @@ class Batch(OfThisProcess):
             if v.dtype != k.dtype:
                 names = f"keys are {STORED[k.dtype]}, values {STORED[v.dtype]}"
                 raise BadArgumentError(f"{names}: blocks have one dtype")
-        offsets, ids = self._starts(starts), _int32(blocks, "blocks")
+        offsets, ids = self._starts(starts), int32_of(blocks, "blocks")
         if ids.shape != (max(0, int(offsets[-1])),):
             raise BadArgumentError(
                 f"blocks has shape {ids.shape}, wanted ({offsets[-1]},) by the last of starts"
@@ -312,13 +312,13 @@ class Batch(OfThisProcess):
         offsets = self._starts(starts)
         count = int(offsets[-1])
         geometry = _core.pool_geometry(self._pool)
-        given = _words(pages, "pages", (geometry["part_count"], count))
+        given = words_of(pages, "pages", (geometry["part_count"], count))
         sums = None
         if checksums is not None:
             heads = self._layout.kv_heads
-            sums = _words(checksums, "checksums", (self._layout.layers, count, heads, 4))
+            sums = words_of(checksums, "checksums", (self._layout.layers, count, heads, 4))
         transfer = _io_hooks.begin(self._pool)
-        _core.batch_attach(self._handle, offsets, given, sums, _back(rewind), verify)
+        _core.batch_attach(self._handle, offsets, given, sums, rewind_of(rewind), verify)
         if transfer and verify:  # else only tables and headers are written
             transfer.end_attach(self._layout, given)
 
@@ -352,7 +352,7 @@ class Batch(OfThisProcess):
         one for each sequence; 0.05 is Budget(share=0.05). In a layer with a window a row sees the
         pages of its window only, and budgets count these. scale defaults to head_dim ** -0.5.
         """
-        several = (budgets,) if isinstance(budgets, Budget) else _budgets_of(budgets)
+        several = (budgets,) if isinstance(budgets, Budget) else budgets_of(budgets)
         count = len(self.sequences)
         if len(several) not in (1, count):
             raise BadArgumentError(f"{len(several)} budgets for {count} sequences")
@@ -360,7 +360,7 @@ class Batch(OfThisProcess):
         factor = self._factor(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
         chooser, scorer = (None, 0) if method in METHODS else self._way(method)
-        asked = Asked(_layer(layer), q, offsets, several, method, factor, recall, rate, scorer)
+        asked = Asked(layer_of(layer), q, offsets, several, method, factor, recall, rate, scorer)
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         if chooser:
             of = (self._pool, self._layout, self._handle)
@@ -414,7 +414,7 @@ class Batch(OfThisProcess):
         if picked is None:
             guess = max(s.page_count(layer) for s in self.sequences)
         transfer = _io_hooks.begin(self._pool)
-        number, handle = _layer(layer), self._handle
+        number, handle = layer_of(layer), self._handle
         found = simd.fetch(handle, self._layout, number, picked, len(self), guess, out, decoded)
         if transfer:
             transfer.end_read("fetch", self._layout, layer, self._tokens(layer), picked)
@@ -492,7 +492,7 @@ class Batch(OfThisProcess):
     ) -> simd.Attended:
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         factor = self._factor(scale)
-        number, handle = _layer(layer), self._handle
+        number, handle = layer_of(layer), self._handle
         if error != 0:
             check_error(error)
         pages = self._mass_room if page_mass else None
@@ -531,7 +531,7 @@ class Batch(OfThisProcess):
         came after the tokens were there: the output may be asked for again by attend(), or
         truncate() takes them back.
         """
-        number, several = _layer(layer), _budgets_of(budgets)
+        number, several = layer_of(layer), budgets_of(budgets)
         chooser, scorer = (None, 0) if method in METHODS else self._way(method)
         if chooser and several:
             asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
@@ -548,7 +548,7 @@ class Batch(OfThisProcess):
         made = self._taken(others, starts)
         if made is None:
             asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
-            made = simd.Decoding(self._layout, asked, new, _back(rewind), softcap_of(softcap))
+            made = simd.Decoding(self._layout, asked, new, rewind_of(rewind), softcap_of(softcap))
             q = asked.queries
             if out is not None:
                 made.check_output(out)
@@ -636,7 +636,7 @@ class Batch(OfThisProcess):
         """
         rows = simd.picked_rows(picked, self._layout)
         assert rows is not None
-        _core.batch_verify(self._handle, _layer(layer), rows)
+        _core.batch_verify(self._handle, layer_of(layer), rows)
 
     def _factor(self, scale: float | None) -> float:
         return self._scale if scale is None else positive_float32(scale, "scale")
@@ -647,7 +647,7 @@ class Batch(OfThisProcess):
 
     def _starts(self, starts: npt.ArrayLike) -> Starts:
         if type(starts) is not np.ndarray or starts.dtype != np.int32:
-            starts = _whole_int32(array_of(starts, "starts"), "starts")
+            starts = whole_int32(array_of(starts, "starts"), "starts")
         offsets: Starts = np.ascontiguousarray(starts)
         wanted = (len(self.sequences) + 1,)
         if offsets.shape != wanted:
@@ -655,342 +655,7 @@ class Batch(OfThisProcess):
         return offsets
 
 
-class Sequence(Member):
-    """The pages and the open tail of one request. From pool.sequence(), fork() or pool.adopt().
-
-    A method here is a Batch's of one sequence with the leading axis dropped.
-    """
-
-    def __repr__(self) -> str:
-        try:
-            tokens, first = len(self), self.tokens(0)
-        except CXLKVError as error:
-            return f"<Sequence: {state_of(error)}>"
-        ahead = f", {first:,} in layer 0: a step is half done" if first != tokens else ""
-        return f"<Sequence: {_size(tokens, self._layout)}{ahead}>"
-
-    @property
-    def pages(self) -> npt.NDArray[np.uint32]:
-        """Ids in the pool of the complete pages; of all groups of layers, one after the other."""
-        return _core.sequence_pages(self._handle)
-
-    def places(self, layer: int, first: int = 0) -> PagePlaces:
-        """Where the pages from `first` on lie that are complete in the layer."""
-        if not is_whole(first, 0, 2**32 - 1):
-            raise BadArgumentError(f"first={first!r}: pages are counted from 0")
-        return _core.sequence_places(self._handle, _layer(layer), first)
-
-    def append(
-        self, layer: int, k: object, v: object | None = None, rewind: int | None = None
-    ) -> None:
-        """Append k [tokens, kv_heads, head_dim] and v to one layer; see Batch.append."""
-        batch = self._batch if self._batch is not None else self._own()
-        keys = batch._view(k, "k")
-        starts = np.array((0, keys.shape[0] if keys.shape else 0), np.int32)
-        values = None if v is None else batch._view(v, "v")
-        batch._append(layer, keys, values, starts, rewind)
-
-    def attach(
-        self,
-        pages: npt.ArrayLike,
-        checksums: npt.ArrayLike | None = None,
-        *,
-        rewind: int | None = None,
-        verify: bool = False,
-    ) -> None:
-        """Go on with pages that somebody else has written; see Batch.attach."""
-        count = np.shape(pages)[-1] if np.ndim(pages) else 0
-        self._own().attach(pages, [0, count], checksums, rewind=rewind, verify=verify)
-
-    def select(
-        self,
-        layer: int,
-        q: object,
-        budget: BudgetLike | None = None,
-        *,
-        top_k: int | None = None,
-        method: str = "auto",
-        scale: float | None = None,
-        recall: float = RECALL,
-    ) -> Selection:
-        """Choose pages; q [q_heads, head_dim] gives pages [kv_heads, k], several rows [rows, ...].
-
-        0.05 is short for Budget(share=0.05), top_k=n for Budget(pages=n); without both it is
-        Budget().
-        """
-        chosen = one_budget(budget, top_k)
-        rows, single, starts = query_rows(q)
-        picked = self._own().select(layer, rows, starts, chosen, method, scale, recall)
-        return picked if chosen.per == "query" and not single else picked.at(0)
-
-    def fetch(
-        self,
-        layer: int,
-        picked: Selection | None = None,
-        out: tuple[Array, Array] | None = None,
-        *,
-        decoded: bool = True,
-    ) -> tuple[Array, Array]:
-        """(k, v) of chosen pages, or of all, each [kv_heads, k, page_tokens, dim]; several query
-        rows keep their axis in front. decoded: as of Batch.fetch."""
-        dropped = picked is None or picked.pages.ndim == 2
-        if out is not None and dropped:
-            k, v = (cast(Array, target(out[i], f"out[{i}]").owner) for i in range(2))
-            out = (k[None], v[None])
-        k, v = self._own().fetch(layer, with_axis(picked), out, decoded=decoded)
-        return (k[0], v[0]) if dropped else (k, v)
-
-    @overload
-    def attend(
-        self,
-        layer: int,
-        q: object,
-        picked: Selection | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        error: float = 0.0,
-        *,
-        page_mass: Literal[False] = False,
-    ) -> tuple[Array, Array]: ...
-
-    @overload
-    def attend(
-        self,
-        layer: int,
-        q: object,
-        picked: Selection | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        error: float = 0.0,
-        *,
-        page_mass: Literal[True],
-    ) -> tuple[Array, Array, Array]: ...
-
-    def attend(
-        self,
-        layer: int,
-        q: object,
-        picked: Selection | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        error: float = 0.0,
-        *,
-        page_mass: bool = False,
-    ) -> tuple[Array, Array] | tuple[Array, Array, Array]:
-        """(out, lse), and mass if page_mass, for q [q_heads, head_dim] or [rows, q_heads,
-        head_dim]; see Batch.attend."""
-        rows, single, starts = query_rows(q)
-        found = self._own()._attend(
-            layer, rows, starts, with_axis(picked), scale, softcap, error, page_mass=page_mass
-        )
-        out, lse, mass = found.out, found.lse, found.mass
-        if single:
-            out, lse, mass = out[0], lse[0], None if mass is None else mass[0]
-        return (out, lse) if mass is None else (out, lse, mass)
-
-    def fork(self) -> Sequence:
-        """A child with the same tokens: shares all pages and, until one appends, the tail.
-
-        Raises UnevenError in the middle of a step."""
-        return Sequence(self._pool, self._layout, _core.sequence_fork(self._handle))
-
-    def truncate(self, tokens: int) -> None:
-        """Forget all tokens from `tokens` on; reaches back into complete pages by copying them.
-
-        In a layer with a window only what the next token sees is sure to be there afterwards.
-        BadArgumentError, and nothing changed, when a window has given back what that token would
-        see: append with a larger rewind=.
-        """
-        if not is_whole(tokens):
-            raise BadArgumentError(f"truncate to {tokens} tokens: 0 to the sequence's length")
-        _core.sequence_truncate(self._handle, tokens)
-
-    def release(self) -> None:
-        """Give the pages back; a second time does nothing. Published pages stay in the pool."""
-        _core.sequence_release(self._handle)
-
-    @property
-    def handle(self) -> bytes:
-        """Bytes by which any process adopts this sequence, while this one is not released.
-
-        An open tail goes along as a page of its own, which the next handle with another tail
-        replaces: the older handle is then stale. Raises UnevenError, PoolFullError.
-        """
-        call = partial(_core.sequence_export, self._handle)
-        return reclaim.retry(call, self._pool, self._parts)
-
-    def _parts(self) -> int:
-        return _core.pool_geometry(self._pool)["part_count"]
-
-
-class Hit(Closing):
-    """The published pages that a match found, held until release() or the end of the lease."""
-
-    _instead = "pass its handle on, and adopt() it there"
-
-    def __init__(
-        self,
-        pool: _core.Handle,
-        layout: KVLayout,
-        tokens: int,
-        handle: _core.Handle,
-        strict: bool = True,
-    ):
-        self.tokens = tokens
-        self.strict = strict  # False: pages may have been computed behind other text
-        self._sequence = Sequence(pool, layout, handle)
-
-    def __bool__(self) -> bool:
-        return self.tokens > 0
-
-    def __repr__(self) -> str:
-        kind = "" if self.strict else ", computed behind other text, perhaps"
-        try:
-            len(self._sequence)
-            state = "held"
-        except CXLKVError as error:
-            state = state_of(error)
-        return f"<Hit: {_size(self.tokens, self._sequence._layout)}{kind}, {state}>"
-
-    @property
-    def handle(self) -> bytes:
-        """Bytes for pool.adopt() in any process, while the hit is pinned. Raises StaleError."""
-        return self._sequence.handle
-
-    def sequence(self) -> Sequence:
-        """A sequence of the hit's tokens, to go on from; it outlives the hit."""
-        return self._sequence.fork()
-
-    def release(self) -> None:
-        """Unpin; a second time does nothing."""
-        self._sequence.release()
-
-    close = release
-
-
-def _size(tokens: int, layout: KVLayout) -> str:
-    """For people."""
-    pages = f"{-(-tokens // layout.page_tokens):,} pages"
-    return f"{tokens:,} tokens in {pages} ({format_bytes(tokens * layout.stored_token_bytes)})"
-
-
 def _read(sequence: Member, layer: int, picked: Selection) -> tuple[Array, Array]:
     """As Sequence.fetch, for a select, which tells what it has read in all."""
     own = sequence._own()
     return simd.fetch(own._handle, own._layout, layer, picked, 1, 0, None)
-
-
-def with_axis(picked: Selection | None) -> Selection | None:
-    return picked if picked is None or picked.pages.ndim == 3 else picked.at(None)
-
-
-def _budgets_of(given: BudgetLike | Sequences[BudgetLike] | None) -> tuple[Budget, ...]:
-    """One for all sequences, or one for each; of None, none."""
-    if isinstance(given, Sequences) and not isinstance(given, str):
-        if not given:
-            raise BadArgumentError("a list of no budgets: one, or one for each sequence; or None")
-        return tuple(map(budget_of, given))
-    return () if given is None else (budget_of(given),)
-
-
-def _int32(given: npt.ArrayLike, name: str) -> Starts:
-    """A copy: the caller's array may change meanwhile."""
-    array = array_of(given, name)
-    if array.size == 0:  # of any dtype
-        array = array.astype(np.int32)
-    return np.array(_whole_int32(array, name), np.int32, order="C")
-
-
-def _whole_int32(given: npt.NDArray[np.int64], name: str) -> Starts:
-    """Other integers as int32, none of them changed."""
-    narrow = given.astype(np.int32) if given.dtype.kind in "iu" else None
-    if narrow is None or not np.array_equal(narrow, given):
-        raise BadArgumentError(f"{name} are {given.dtype}: whole numbers below 2**31 are wanted")
-    return narrow
-
-
-def _words(given: npt.ArrayLike, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.uint32]:
-    """As contiguous uint32 of this shape; bits of int32 stay what they are."""
-    array = array_of(given, name)
-    if array.shape == shape[1:] and shape[0] == 1:
-        array = array[None]
-    if array.shape != shape:
-        raise BadArgumentError(f"{name} has shape {array.shape}, wanted {shape}")
-    if array.dtype == np.int32:
-        array = np.ascontiguousarray(array).view(np.uint32)
-    if array.dtype != np.uint32:
-        raise BadArgumentError(f"{name} are {array.dtype}: uint32 is wanted")
-    return np.ascontiguousarray(array)
-
-
-def _back(rewind: int | None) -> int:
-    """As the core takes it."""
-    if rewind is not None and not is_whole(rewind, 0, (1 << 62) - 1):
-        raise BadArgumentError(f"rewind={rewind!r}: a number of tokens, 0 or more")
-    return -1 if rewind is None else rewind
-
-
-def one_budget(budget: BudgetLike | None, top_k: int | None) -> Budget:
-    """Of the arguments of a select of one sequence, here or at a server."""
-    if budget is not None and top_k is not None:
-        raise BadArgumentError("select takes a budget or top_k=, not both")
-    if top_k is not None:
-        return Budget(pages=top_k)
-    return Budget() if budget is None else budget_of(budget)
-
-
-def query_rows(q: object) -> tuple[object, bool, Starts]:
-    """Queries of one sequence as [rows, q_heads, head_dim], and whether they had no first axis."""
-    rows, _, shape, *_ = view(q, "q")
-    if len(shape) not in (2, 3):
-        raise BadArgumentError(f"q has shape {shape}, wanted [q_heads, dim] or [rows, ...]")
-    single = len(shape) == 2
-    if single:
-        rows = rows[None]  # type: ignore[index]
-    return rows, single, np.array([0, 1 if single else shape[0]], np.int32)
-
-
-def _layer(layer: int) -> int:
-    if (type(layer) is not int and not is_whole(layer)) or not 0 <= layer < 1 << 32:
-        raise BadArgumentError(f"layer {layer!r}: layers are counted from 0")
-    return layer  # the core knows how many there are
-
-
-def _check_rows(got: View, name: str, rows: int, row: Row) -> None:
-    heads, dim = row[:2]
-    if got.shape != (rows, heads, dim):
-        shape = tuple(got.shape)
-        raise BadArgumentError(f"{name} has shape {shape}, wanted ({rows}, {heads}, {dim})")
-    _check_dtype(got, name, row)
-
-
-def _check_dtype(got: View, name: str, row: Row) -> None:
-    if got.dtype != row.dtype and not (row.or_bytes and got.dtype == BYTES):
-        dtype = DTYPES[row.dtype]
-        raise BadArgumentError(f"{name} is {STORED[got.dtype]}, the pool stores {dtype}")
-
-
-def _check_apart(got: View, name: str) -> None:
-    """Raises BadArgumentError where blocks or heads to be written begin within one another."""
-    size = math.prod(got.shape[2:]) * DTYPE_BYTES[STORED[got.dtype]]
-    for length, stride in zip(got.shape[:2], got.strides[:2], strict=True):
-        if length > 1 and abs(stride) < size:
-            raise BadArgumentError(
-                f"{name}: blocks overlap, strides {got.strides} bytes: each is to have its memory"
-            )
-
-
-def _check_blocks(got: View, name: str, row: Row) -> None:
-    """[block_count, heads, block_tokens, dim], contiguous in the last two axes."""
-    heads, dim = row[:2]
-    shape = tuple(got.shape)
-    if len(shape) != 4 or shape[1] != heads or shape[3] != dim:
-        wanted = f"(blocks, {heads}, block_tokens, {dim})"
-        raise BadArgumentError(f"{name} has shape {shape}, wanted {wanted}")
-    _check_dtype(got, name, row)
-    size = DTYPE_BYTES[STORED[got.dtype]]
-    # An axis of length 1 is never stepped along.
-    if (shape[3] > 1 and got.strides[3] != size) or (shape[2] > 1 and got.strides[2] != dim * size):
-        raise BadArgumentError(
-            f"{name}: tokens of a block and head are not contiguous, strides {got.strides} bytes"
-        )
