@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cxlkv import _core
@@ -125,7 +126,7 @@ class Metric:
 
     def as_dict(self) -> dict[str, object]:
         """Six digits of each sample: no clock gives more."""
-        samples = [s if s.is_integer() else float(f"{s:.6g}") for s in map(float, self.samples)]
+        samples = [rounded(s) for s in map(float, self.samples)]
         return {
             "median": statistics.median(samples),
             "low": min(samples),
@@ -133,6 +134,11 @@ class Metric:
             "unit": self.unit,
             "samples": samples,
         }
+
+
+def rounded(value: float, digits: int = 6) -> float:
+    """Counts stay as they are."""
+    return value if value.is_integer() else float(f"{value:.{digits}g}")
 
 
 def emulation(over_links: bool = True) -> str | None:
@@ -280,7 +286,7 @@ class Result(Labelled):
             **({"links": dict(self.links)} if self.links else {}),
             "checks": dict(self.checks),
             "metrics": {name: metric.as_dict() for name, metric in self.metrics.items()},
-            "ratios": dict(self.ratios) if self.passed else {},
+            "ratios": {n: rounded(float(r)) for n, r in self.ratios.items()} if self.passed else {},
             "notes": list(self.notes),
         }
 
@@ -314,13 +320,35 @@ class Result(Labelled):
         write_whole(path, as_text(self.as_dict()))
 
 
-def as_text(result: dict[str, object]) -> str:
+SAMPLES_KEPT = 41
+
+
+def thinned(result: ResultRead) -> str:
+    """The file without what docs/results has no use for: times and rates have four digits, other
+    numbers five, a metric SAMPLES_KEPT samples at most (its quantiles, so that median, low and high
+    stay), and what follows from the samples is left out."""
+    metrics = {}
+    for name, metric in result.metrics.items():
+        kept = metric.samples
+        if len(kept) > SAMPLES_KEPT:
+            kept = np.quantile(kept, np.linspace(0, 1, SAMPLES_KEPT)).tolist()
+        digits = 4 if is_timed(metric.unit) else 5
+        samples = [int(s) if s.is_integer() else rounded(s, digits) for s in kept]
+        metrics[name] = {"unit": metric.unit, "samples": samples}
+    whole = result.model_dump(exclude={"metrics"} if result.links else {"metrics", "links"})
+    ratios = {name: rounded(ratio, 4) for name, ratio in result.ratios.items()}
+    return as_text({**whole, "ratios": ratios, "metrics": metrics}, is_thin=True)
+
+
+def as_text(result: dict[str, object], is_thin: bool = False) -> str:
     """A result file: a line for each metric, however many samples it has."""
     metrics = result["metrics"]
     assert isinstance(metrics, dict)
-    lines = [f"  {json.dumps(n)}: {json.dumps(m, allow_nan=False)}" for n, m in metrics.items()]
-    rest = json.dumps({**result, "metrics": None}, indent=1, allow_nan=False)
-    shown = "{\n" + ",\n".join(lines) + "\n }" if lines else "{}"
+    space, indent = ("", 0) if is_thin else (" ", 1)
+    encoder = json.JSONEncoder(separators=(f",{space}", f":{space}"), allow_nan=False)
+    lines = [f"{2 * space}{json.dumps(n)}:{space}{encoder.encode(m)}" for n, m in metrics.items()]
+    rest = json.dumps({**result, "metrics": None}, indent=indent, allow_nan=False)
+    shown = "{\n" + ",\n".join(lines) + f"\n{space}}}" if lines else "{}"
     return rest.replace('"metrics": null', f'"metrics": {shown}') + "\n"
 
 
@@ -329,20 +357,22 @@ class _Strict(BaseModel):
 
 
 class MetricRead(_Strict):
-    median: Number
-    low: Number
-    high: Number
+    """The three sums may be missing: thinned() leaves them out."""
+
+    median: Number = math.nan
+    low: Number = math.nan
+    high: Number = math.nan
     unit: Annotated[str, Field(max_length=40)]
     samples: Annotated[list[Number], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _sums_up_its_samples(self) -> MetricRead:
-        wanted = (statistics.median(self.samples), min(self.samples), max(self.samples))
-        for name, is_, was in zip(
-            ("median", "low", "high"), (self.median, self.low, self.high), wanted, strict=True
-        ):
-            if not math.isclose(is_, was, rel_tol=1e-9, abs_tol=1e-12):
-                raise ValueError(f"its {name} is {is_:g}, but {was:g} of its samples")
+        for name, sum_up in (("median", statistics.median), ("low", min), ("high", max)):
+            found, wanted = getattr(self, name), float(sum_up(self.samples))
+            if name not in self.model_fields_set:
+                object.__setattr__(self, name, wanted)
+            elif not math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-12):
+                raise ValueError(f"its {name} is {found:g}, but {wanted:g} of its samples")
         return self
 
 
@@ -387,3 +417,8 @@ def read(path: Path) -> ResultRead:
             f"{path}: not a whole, unchanged result file of `cxlkv bench --json`: "
             f"{where + ': ' if where else ''}{first['msg']}"
         ) from error
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        write_whole(path, thinned(read(path)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cxlkv.bench import result
-from cxlkv.bench.result import Result
+from cxlkv.bench.result import Result, read, thinned
 from cxlkv.errors import BadArgumentError
 
 
@@ -73,3 +73,28 @@ def test_a_result_says_which_node_stands_for_far_memory(monkeypatch: pytest.Monk
     assert Result("x").emulated is None
     monkeypatch.setenv("CXLKV_EMULATE", "numa:1,2")
     assert Result("x").emulated == "far (1, 2)"
+
+
+def test_a_thin_file_says_the_same_in_fewer_bytes(tmp_path: Path) -> None:
+    """Of what docs/results keeps: medians, ends, ratios and labels stay to four digits."""
+    whole = Result("story", checks={"right": True}, ratios={"a_to_b": 1 / 3}, notes=["a note"])
+    whole.measure("times", [100 + i % 37 / 7 for i in range(2000)], "us", label="a link, waiting")
+    whole.measure("losses", [1.2345678], "nats")
+    whole.measure("bytes", [1 << 40], "bytes")
+    whole.write(tmp_path / "whole.json")
+    old = read(tmp_path / "whole.json")
+    (tmp_path / "thin.json").write_text(thinned(old))
+    new = read(tmp_path / "thin.json")
+    assert (tmp_path / "thin.json").stat().st_size < (tmp_path / "whole.json").stat().st_size / 5
+    assert (new.case, new.checks, new.notes, new.links) == (
+        *(old.case, old.checks, old.notes, old.links),
+    )
+    assert new.ratios == {"a_to_b": 0.3333}
+    times, was = new.metrics["times"], old.metrics["times"]
+    assert len(times.samples) == result.SAMPLES_KEPT
+    for name in ("median", "low", "high"):
+        assert getattr(times, name) == pytest.approx(getattr(was, name), rel=1e-3)
+    assert new.metrics["losses"].samples == [1.2346]
+    assert new.metrics["bytes"].median == 1 << 40
+    (tmp_path / "again.json").write_text(thinned(new))
+    assert read(tmp_path / "again.json") == new
