@@ -4,10 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ndp/ndp.h"
+#include "ndp/door.h"
 #include "worker/client.h"
 
-enum { NOT_BY_WORKER = INT32_MIN }; /* no error: do it in this process */
 /* What takes as long as a chooser's state of one run of pages may: two seconds, by so many channels
  * of a token's keys and values, such as 8 kv heads of 128 each. */
 #define STATE_BYTES 1e9
@@ -717,21 +716,8 @@ static int64_t worker_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
     return code == 0 ? (int64_t)call.bytes_attended : code;
 }
 
-/* ---- the interface: by the worker, if there is one, else in this process ---- */
-
-int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
-    int64_t code = select_check(batch, args);
-    if (code == 0) code = need(args->capacity, "pages", args->pages, "scores", args->scores, NULL);
-    if (code == 0) code = need(batch->count, "counts", args->counts, NULL);
-    if (code < 0) return code;
-    if (args->method == CXLKV_METHOD_AUTO) args->method = cheapest_method(batch, args, false);
-    code = worker_select(batch, args);
-    return code == NOT_BY_WORKER ? select_here(batch, args) : code;
-}
-
-int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
-    int64_t code = attend_check(batch, args);
-    if (code < 0) return code;
-    code = worker_attend(batch, args);
-    return code == NOT_BY_WORKER ? attend_here(batch, args, 0) : code;
+int cxlkv_pool_use_worker(cxlkv_pool *pool, uint32_t use, double deadline_s) {
+    static const door_worker calls = {.select = worker_select, .attend = worker_attend};
+    door_answers(&calls);
+    return client_use(pool, use, deadline_s);
 }

@@ -309,7 +309,7 @@ static worker_client *client_make(void) {
     return made;
 }
 
-int cxlkv_pool_use_worker(cxlkv_pool *pool, uint32_t use, double deadline_s) {
+int client_use(cxlkv_pool *pool, uint32_t use, double deadline_s) {
     if (use > CXLKV_WORKER_ONLY || !(deadline_s >= 0))
         return fail(CXLKV_E_ARGUMENT, "worker: use %u within %g s", use, deadline_s);
     if (!pool->path)

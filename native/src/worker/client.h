@@ -1,5 +1,5 @@
-/* A process's end of the worker, between its files: worker_client.c has the connection and tells
- * the worker of pages, worker_calls.c asks it to select and to attend. */
+/* A process's end of the worker, between its files: client.c has the connection and tells the
+ * worker of pages, calls.c asks it to select and to attend. */
 #ifndef CXLKV_WORKER_CLIENT_H
 #define CXLKV_WORKER_CLIENT_H
 #include "tiers/local_tier.h"
@@ -29,7 +29,9 @@ typedef struct worker_client {
     cxlkv_worker_state state;
 } worker_client;
 
-/* All of these under the client's lock, but for the first. */
+/* What cxlkv_pool_use_worker does, but for the door. */
+int client_use(cxlkv_pool *pool, uint32_t use, double deadline_s);
+/* All that follow under the client's lock, but for the first. */
 /* Another thread may be in a call: waits until the deadline at most. */
 int client_lock(worker_client *c, uint64_t deadline_ns);
 uint64_t client_deadline(const worker_client *c, double work_bytes);

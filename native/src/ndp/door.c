@@ -1,7 +1,35 @@
-/* Decode: a layer of a step in one call. The chosen pages stay in the core. */
+/* Where select, attend and decode of a process enter: by the worker, if one answers, else here. A
+ * decode is a layer of a step in one call; the chosen pages stay in the core. */
+#include "ndp/door.h"
+
+#include <stdatomic.h>
 #include <stdlib.h>
 
-#include "ndp/ndp.h"
+/* NULL until a pool of this process uses a worker. */
+static _Atomic(const door_worker *) answering;
+
+void door_answers(const door_worker *worker) { atomic_store(&answering, worker); }
+
+int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
+    int64_t code = select_check(batch, args);
+    if (code == 0) code = need(args->capacity, "pages", args->pages, "scores", args->scores, NULL);
+    if (code == 0) code = need(batch->count, "counts", args->counts, NULL);
+    if (code < 0) return code;
+    if (args->method == CXLKV_METHOD_AUTO) args->method = cheapest_method(batch, args, false);
+    const door_worker *worker = atomic_load(&answering);
+    code = worker ? worker->select(batch, args) : NOT_BY_WORKER;
+    return code == NOT_BY_WORKER ? select_here(batch, args) : code;
+}
+
+int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
+    int64_t code = attend_check(batch, args);
+    if (code < 0) return code;
+    const door_worker *worker = atomic_load(&answering);
+    code = worker ? worker->attend(batch, args) : NOT_BY_WORKER;
+    return code == NOT_BY_WORKER ? attend_here(batch, args, 0) : code;
+}
+
+/* ---- decode ---- */
 
 /* The lists of a decode. */
 typedef struct chosen_lists {
