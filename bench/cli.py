@@ -14,7 +14,6 @@ from rich.text import Text
 
 from cxlkv.bench import compare
 from cxlkv.bench.registry import (
-    RENAMED,
     TABLE,
     WITHIN_A_MINUTE,
     Options,
@@ -35,11 +34,7 @@ def run(name: str, options: Options) -> Result:
     Raises BadArgumentError for an unknown case, or an option that does not go with it, SystemExit
     when a check fails.
     """
-    if name in RENAMED:
-        wide_console().print(
-            f"{name} is {RENAMED[name]} now; the old name goes with the next release"
-        )
-    case = named(RENAMED.get(name, name))
+    case = named(name)
     case.refuse_other_options(options)
     if case.over_links:
         check_clock(f"bench {name}")

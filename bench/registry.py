@@ -16,6 +16,7 @@ from rich.table import Table
 
 from cxlkv.bench.result import Result
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.refusals import REMOVED_CASES, refusal
 
 Say = Callable[[str], None]
 """Tells how far a case is: "step", or "step: detail"."""
@@ -225,24 +226,13 @@ SECONDS = {
 what it is given: a trace, rounds, or a minute and less."""
 WITHIN_A_MINUTE = ("latency", "bandwidth", "pages", "copy", "gather", "coherence")
 """What `all --quick` runs."""
-RENAMED = {
-    **{"alloc": "pages", "allocating": "pages", "copying": "transfer", "publish": "coherence"},
-    **{
-        "calling": "calls",
-        "selecting": "ndp",
-        "selection": "ndp",
-        "grouping": "windows",
-        "working": "worker",
-    },
-    **{"deciding": "policy", "matching": "prefix", "moving": "moves", "decoding": "residency"},
-    "packing": "compression",
-}
-"""What cases were called up to 0.2, or are part of, for one release."""
 
 
 def named(name: str) -> Case:
     """Raises BadArgumentError for an unknown case."""
     if name not in CASES:
+        if text := refusal(REMOVED_CASES, name):
+            raise BadArgumentError(text)
         near = get_close_matches(name, CASES, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise BadArgumentError(f"unknown case {name!r}: {meant}`cxlkv bench list` has all")

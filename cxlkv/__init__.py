@@ -1,13 +1,12 @@
 """cxlkv: a KV-cache pool in CXL and other far memory, with scoring near the data."""
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from cxlkv._moved import Moved
 from cxlkv.errors import CXLKVError, PoolFullError
 from cxlkv.layout import KVLayout, LayerGroup
 from cxlkv.ndp.engine import Budget, Selection, VirtualRows
+from cxlkv.refusals import no_attribute
 from cxlkv.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ __all__ = [
     "object_keys",
 ]
 
-sys.meta_path.append(Moved())  # old names of modules, for one release
-
 # What needs the C core is imported when it is asked for: the rest works where it is not built.
 _OF_THE_CORE = {
     "CXLPool": "pool",
@@ -57,5 +54,5 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         return import_module("cxlkv._core").version()
     if name not in _OF_THE_CORE:
-        raise AttributeError(f"module 'cxlkv' has no attribute {name!r}")
+        no_attribute("cxlkv", name)
     return getattr(import_module(f"cxlkv.{_OF_THE_CORE[name]}"), name)

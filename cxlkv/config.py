@@ -41,6 +41,7 @@ from cxlkv.layout import (
 from cxlkv.machine import numa_mode
 from cxlkv.machine.coherence import AUTO, HOSTS_MAX, LEASE_MAX_S, LEASE_S
 from cxlkv.machine.regions import ALL, capacity_bytes_at, meant_by, parse_place, parse_where
+from cxlkv.refusals import SETTINGS, refusal
 from cxlkv.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -613,7 +614,11 @@ def _explained(kind: type[Keys], source: Source, error: ErrorDetails) -> str:
         said = str(error["ctx"]["error"])
         return source.mistake(place, f": {said}") if place else source.mistake_of_several(said)
     if what == "extra_forbidden":
+        if text := refusal(SETTINGS, str(place[-1])):
+            return source.mistake(place, text.removeprefix(str(place[-1])))
         return source.mistake(place, _unknown_key(kind, source, place, form))
+    if text := refusal(SETTINGS, f"{place[-1]}: {error['input']}" if place else ""):
+        return source.mistake(place, text.removeprefix(str(place[-1])))
     if "shard" in place and what in ("missing", "too_long"):
         numbers = "tp rank, tp size, pp rank, pp size"
         return source.mistake(place[:2], f": four numbers are wanted: {numbers}")

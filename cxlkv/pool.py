@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,6 @@ import numpy.typing as npt
 
 from cxlkv import _core, _io_hooks
 from cxlkv._lifetime import BeforeClose, Closing
-from cxlkv._moved import MovedToAdmin
 from cxlkv.admin import Admin
 from cxlkv.errors import (
     BadArgumentError,
@@ -70,6 +68,7 @@ from cxlkv.ndp.worker import WorkerUse, worker_use
 from cxlkv.numbers import is_whole, seconds
 from cxlkv.pages import Hotness, Pages, Records
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
+from cxlkv.refusals import refusing
 from cxlkv.sequence import Batch, Hit, Sequence
 from cxlkv.stats import inspect
 
@@ -84,7 +83,8 @@ SETTLE_S = 1.0  # between two machines that take a host's number at once; far mo
 _CONFIGURED = "capacity checksum sketch sharing durable hosts host lease_s threads huge".split()
 
 
-class Pool(MovedToAdmin, Closing):
+@refusing
+class Pool(Closing):
     """What pools of K and V (CXLPool) and of objects (ObjectPool) have in common.
 
     Made by create() or open(); on this class itself they return the one or the other, by what is
@@ -325,18 +325,16 @@ class Pool(MovedToAdmin, Closing):
 
     @classmethod
     def _for(cls, layout: KVLayout) -> type[Self]:
-        """The class of a pool of this layout; up to 0.2 a CXLPool was one of objects, too."""
+        """The class of a pool of this layout."""
         kind: type[Pool] = CXLPool
         if layout.object_bytes is not None:
             from cxlkv.objects import ObjectPool as kind
         if issubclass(cls, kind):
             return cls
         if not issubclass(kind, cls):
-            if kind is CXLPool:
-                raise BadArgumentError("this pool stores K and V: it is a CXLPool")
-            text = "a pool of objects is an ObjectPool; the next release's CXLPool makes none"
-            warnings.warn(text, DeprecationWarning, stacklevel=3)
-        return cast("type[Self]", kind)
+            stored = "K and V: it is a" if kind is CXLPool else "objects: it is an"
+            raise BadArgumentError(f"this pool stores {stored} {kind.__name__}")
+        return kind
 
     def _emulate(self, profile: str | None) -> None:
         """Charge this process's transfers to a link; None: as CXLKV_EMULATE says."""

@@ -6,10 +6,10 @@ import os
 import pwd
 import re
 import stat
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from glob import glob
+from typing import NoReturn
 
 from cxlkv import _core
 from cxlkv.errors import (
@@ -23,6 +23,7 @@ from cxlkv.errors import (
 )
 from cxlkv.layout import KVLayout
 from cxlkv.machine.regions import STRIPED, is_device, parse_where, striped_paths
+from cxlkv.refusals import no_attribute
 from cxlkv.sizes import tokens_in
 
 __all__ = ["Counters", "Overview", "Process", "find", "inspect"]
@@ -172,13 +173,8 @@ def inspect(path: str) -> Overview:
         return Overview(where, "damaged", str(error), bytes=size_bytes)
 
 
-def __getattr__(name: str) -> object:
-    """The name that inspect() had up to 0.2, for one release."""
-    if name != "look":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    text = "cxlkv.stats.look is inspect now; the old name goes with the next release"
-    warnings.warn(text, DeprecationWarning, stacklevel=2)
-    return inspect
+def __getattr__(name: str) -> NoReturn:
+    no_attribute(__name__, name)
 
 
 def _plain(place: str) -> str:

@@ -373,20 +373,17 @@ def test_bad_input_is_named(pool: ObjectPool) -> None:
 
 
 def test_the_pools_class_is_of_what_it_stores(tmp_path: Path) -> None:
-    """A CXLPool makes and opens pools of objects for one more release."""
     path = tmp_path / "objects"
     kv = KVLayout(layers=1, kv_heads=1, head_dim=64)
     with pytest.raises(BadArgumentError, match="it is a CXLPool"):
         ObjectPool.create(tmp_path / "kv", layout=kv, capacity="8MiB")
     assert not (tmp_path / "kv").exists()
-    with pytest.warns(DeprecationWarning, match="is an ObjectPool"):
-        made: Pool = CXLPool.create(path, layout=LAYOUT, capacity="8MiB")
-    assert isinstance(made, ObjectPool)
-    made.close()
-    with pytest.warns(DeprecationWarning, match="is an ObjectPool"):
-        made = CXLPool.open(path)
-    assert isinstance(made, ObjectPool)
-    made.close()
+    with pytest.raises(BadArgumentError, match="it is an ObjectPool"):
+        CXLPool.create(path, layout=LAYOUT, capacity="8MiB")
+    assert not path.exists()
+    ObjectPool.create(path, layout=LAYOUT, capacity="8MiB").close()
+    with pytest.raises(BadArgumentError, match="it is an ObjectPool"):
+        CXLPool.open(path)
     with Pool.open(path) as pool:
         assert isinstance(pool, ObjectPool)
     with Pool.create("anonymous:", layout=kv, capacity="8MiB") as pool:

@@ -436,8 +436,6 @@ BY_MODELS = "transformers calls it, with numbers of the model or of its own"
 WITHOUT: Mapping[str, str] = {
     "Buffers": "a named tuple, of which nothing is checked: what takes it checks it",
     "RowForm": "a named tuple: stored_bytes() and what takes it check it",
-    "Tiers.near": "the old name of local=",
-    "CXLCache.dense_layers": "the old place of Budget's",
     "Selection.at": "an index as numpy takes it, of the arrays that the selection has",
     "Moved.count": "what pull() and push() count by",
     "Remote.shape": "what pull() and push() compare",
@@ -631,7 +629,7 @@ def test_odd_numbers_in_yaml(place: tuple[str | int, ...], tmp_path: Path, guard
                 at = at[part]  # type: ignore[index, assignment]
             at[key] = "ODD"
             file.write_text(yaml.safe_dump(wanted).replace("ODD", word))
-            opener = Tiers if key in config.TIERS else CXLPool
+            opener: type[Tiers | CXLPool] = Tiers if key in config.TIERS else CXLPool
             fault = fault_of(partial(opener.from_config, file), word)
             assert not fault, f"{key}: {word:.40}: {fault}"
     assert state() == before

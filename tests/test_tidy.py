@@ -25,7 +25,7 @@ LAYERS = (
         "rotary",
         "_lifetime",
         "_core.abi",
-        "_moved",
+        "refusals",
         "machine.state",
     },
     {"arrays"},
@@ -81,7 +81,7 @@ SPLIT = ("machine", "ops", "tiers")  # folders whose modules have a layer each
 # Low to high as well: whatever its layer, a module imports from no folder above its own. The
 # front, cxlkv/*.py, has two floors: the binding needs the lower one.
 FOLDERS = (
-    {"errors", "numbers", "layout", "rotary", "arrays", "_lifetime", "_moved"},
+    {"errors", "numbers", "layout", "rotary", "arrays", "_lifetime", "refusals"},
     {"_core"},
     {"machine"},
     {

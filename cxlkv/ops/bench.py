@@ -52,9 +52,7 @@ PolicyName = Annotated[
 FarSize = Annotated[
     str | None, typer.Option(help="replay: real bytes in a pool of 10%, 5000 (pages) or 2GiB.")
 ]
-LocalSize = Annotated[
-    str, typer.Option("--local", "--near", help="replay: size of the local tier, with --far.")
-]
+LocalSize = Annotated[str, typer.Option(help="replay: size of the local tier, with --far.")]
 ColdSize = Annotated[str, typer.Option(help="replay: size of the cold tier, with --far.")]
 Minutes = Annotated[
     float | None,

@@ -27,6 +27,7 @@ from cxlkv.ops.pool import pool_app
 from cxlkv.ops.services import metrics, ndp_worker, serve_pool
 from cxlkv.ops.size import size
 from cxlkv.ops.tune import tune
+from cxlkv.refusals import refused_words
 
 # By what somebody wants; `cxlkv --help` has them in this order.
 START, RUN, MEASURE, SERVE = "Start here", "Run a pool", "Measure", "Serve"
@@ -110,6 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     never broken: what they name is copied by people.
     """
     given = spelled_out(sys.argv[1:] if arguments is None else arguments)
+    if refused := refused_words(given):
+        Console(stderr=True, soft_wrap=True).print(Text(f"error: {refused}", style="red"))
+        raise SystemExit(2)
     try:
         code = app(args=given, prog_name="cxlkv", standalone_mode=False)
     except (CXLKVError, OSError) as error:

@@ -17,13 +17,12 @@ import logging
 import os
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +47,7 @@ from cxlkv.pages import (
 )
 from cxlkv.pool import CXLPool, Pool
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
+from cxlkv.refusals import refuse_arguments, refusing
 from cxlkv.sequence import Hit
 from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_store import ColdStore, open_cold
@@ -66,6 +66,7 @@ BATCH_BYTES = 64 << 20
 log = logging.getLogger("cxlkv")
 
 
+@refusing
 class Tiers(ObjectMoves, Closing):
     """Decides which page is in which tier. One for each pool and process; any thread may call it.
 
@@ -100,13 +101,11 @@ class Tiers(ObjectMoves, Closing):
         policy: str = DEFAULT,
         costs: Costs | None = None,
         bytes_per_s: float | None = None,
-        near: str | int | None = None,
         remote: str | Sequence[str] | RemoteTier | None = None,
         remote_secret: str | os.PathLike[str] | None = None,
+        **removed: NoReturn,
     ):
-        if near is not None:
-            _renamed("near=", "local=")
-            local = near
+        refuse_arguments("Tiers", removed)
         if cold is None and cold_capacity is not None:
             raise BadArgumentError("cold= and cold_capacity= go together")
         if compress is not None and cold is None:
@@ -601,12 +600,6 @@ class Tiers(ObjectMoves, Closing):
     # ---- what is where ----
 
     @property
-    def near(self) -> LocalTier | None:
-        """Tiers.local by its name up to 0.2; goes with the next release."""
-        _renamed("Tiers.near", "Tiers.local")
-        return self.local
-
-    @property
     def brought_pages(self) -> int:
         """From cold, so far."""
         return self.moved_pages("promoted")
@@ -696,11 +689,6 @@ def _opened(
     from cxlkv.tiers.remote import open_remote  # pydantic, which few programs need
 
     return open_remote(pool, [remote] if isinstance(remote, str) else remote, secret)
-
-
-def _renamed(old: str, new: str) -> None:
-    text = f"{old} is {new} now; the old name goes with the next release"
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def leading_keys(pages: PageIds, there: Mask) -> int:

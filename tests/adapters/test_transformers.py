@@ -118,12 +118,9 @@ def test_a_worker_chooses_and_attends_for_a_model(llama: PreTrainedModel, path: 
         assert (use.selects_here, use.attends_here) == (0, 0)
 
 
-def test_where_attention_is_has_two_words_and_an_old_one(
-    llama: PreTrainedModel, pool: CXLPool
-) -> None:
-    for near, attention in ((True, "pool"), (False, "device")):
-        with pytest.warns(DeprecationWarning, match=f"near={near} is attention='{attention}' now"):
-            assert CXLCache(pool, llama, near=near).attention == attention
+def test_where_attention_is_has_two_words(llama: PreTrainedModel, pool: CXLPool) -> None:
+    for attention in ("pool", "device"):
+        assert CXLCache(pool, llama, attention=attention).attention == attention
     with pytest.raises(BadArgumentError, match="attention='gpu': one of pool, device"):
         CXLCache(pool, llama, attention="gpu")
 

@@ -600,9 +600,6 @@ def test_dense_layers_attend_to_all_pages(llama: PreTrainedModel, pool: CXLPool)
         run(llama, ids[:, -1:], cache)
         scored.append(cache.counters.bytes_scored)
     assert [LAYERS * s for s in scored] == [scored[0] * (LAYERS - n) for n in range(LAYERS + 1)]
-    with pytest.warns(DeprecationWarning, match="dense_layers=2 is Budget's now"):
-        cache = CXLCache(pool, llama, [FEW, None], dense_layers=2)
-    assert cache.budget == (replace(FEW, dense_layers=2), None)
 
 
 def test_budgets_that_fit_no_rows_are_refused(llama: PreTrainedModel, pool: CXLPool) -> None:

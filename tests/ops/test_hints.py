@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from typer.main import get_command
 
-from cxlkv.bench.registry import CASES, RENAMED
+from cxlkv.bench.registry import CASES
 from cxlkv.ops.cli import app, spelled_out
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def fault(words: tuple[str, ...]) -> str:
                 case = words[words.index("bench") + 1 :][:1]
                 case = case if case != ("run",) else words[words.index("run") + 1 :][:1]
                 if case and re.fullmatch(r"[a-z][a-z-]*", case[0]):
-                    known = {*CASES, *RENAMED, "run", "list", "compare", "report"}
+                    known = {*CASES, "run", "list", "compare", "report"}
                     if case[0] not in known:
                         return f"no bench case {case[0]}"
     return ""

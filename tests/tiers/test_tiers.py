@@ -602,10 +602,3 @@ TestTiersModel.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-
-
-def test_the_name_of_the_local_tier_up_to_0_2_warns(pool: CXLPool) -> None:
-    with pytest.warns(DeprecationWarning, match="near= is local= now"):
-        tiers = Tiers(pool, near="64KiB")
-    with tiers, pytest.warns(DeprecationWarning, match=r"Tiers\.near is Tiers\.local now"):
-        assert tiers.near is tiers.local is not None

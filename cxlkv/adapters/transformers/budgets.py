@@ -43,11 +43,3 @@ def for_select(budgets: Budget | tuple[Budget | None, ...] | None) -> list[Budge
         return []
     every_page = replace(given[0], dense_layers=LAYERS_MAX, error=0.0)
     return [every_page if b is None else b for b in budgets]
-
-
-def with_dense_layers(
-    budgets: Budget | tuple[Budget | None, ...] | None, layers: int
-) -> Budget | tuple[Budget | None, ...] | None:
-    if budgets is None or isinstance(budgets, Budget):
-        return budgets and replace(budgets, dense_layers=layers)
-    return tuple(b and replace(b, dense_layers=layers) for b in budgets)

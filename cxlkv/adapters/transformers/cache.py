@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NoReturn, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +29,7 @@ from cxlkv.layout import KVLayout
 from cxlkv.ndp import choosers
 from cxlkv.ndp.engine import Budget, Selection, least_error, unscored
 from cxlkv.pool import CXLPool
+from cxlkv.refusals import refuse_arguments
 from cxlkv.sequence import Batch
 from cxlkv.sequence import Sequence as Tokens
 
@@ -82,9 +82,7 @@ class Settings(TypedDict, total=False):
 
     budget: budgets.Budgets
     attention: str
-    near: bool | None
     method: str
-    dense_layers: int | None
     prefill_mass: float | None
 
 
@@ -175,13 +173,13 @@ class CXLCache(OfThisProcess, Cache):
     row keeps its own when rows move, and `cache.budget = ...` changes it between steps. Layers with
     a window attend to all of it.
     attention: "pool": where the data lies; "device": the selected pages are fetched as tensors to
-    the model's device, which attends: the form for a GPU. near=True and False are the old names of
-    these. method: as in Batch.select. dense_layers: the old place of Budget's. prefill_mass: the
-    share of the attention, above 0 and up to 1, that a prefill of 2,048 tokens or more keeps by
-    attending to blocks of keys (sparse_prefill.py), which changes its results; None: all of it, as
-    in layers with windows, softcap, sinks or latents. sequences: to start
-    from instead of from nothing (pool.adopt, pool.match, Sequence.fork); the cache then owns them;
-    where their lengths differ, the attention mask must show the shorter ones padded on the left.
+    the model's device, which attends: the form for a GPU. method: as
+    in Batch.select. prefill_mass: the share of the attention, above 0 and up to 1, that a prefill
+    of 2,048 tokens or more keeps by attending to blocks of keys (sparse_prefill.py), which changes
+    its results; None: all of it, as in layers with windows, softcap, sinks or latents. sequences:
+    to start from instead of from nothing (pool.adopt, pool.match, Sequence.fork); the cache then
+    owns them; where their lengths differ, the attention mask must show the shorter ones padded on
+    the left.
 
     A filled cache goes on with its text: generate() takes all of it, and what is new. For another
     text call release() first; one that is longer than the cached one is not told from it. A pass
@@ -209,20 +207,12 @@ class CXLCache(OfThisProcess, Cache):
         budget: budgets.Budgets = None,
         *,
         attention: str = "pool",
-        near: bool | None = None,
         method: str = "auto",
-        dense_layers: int | None = None,
         prefill_mass: float | None = None,
         sequences: Sequence[Tokens] = (),
+        **removed: NoReturn,
     ) -> None:
-        if near is not None:
-            attention = "pool" if near else "device"
-            text = f"near={near} is attention={attention!r} now; it goes with the next release"
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-        if dense_layers is not None:
-            text = f"dense_layers={dense_layers} is Budget's now; this goes with the next release"
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-            budget = budgets.with_dense_layers(budgets.checked(budget), dense_layers)
+        refuse_arguments("CXLCache", removed)
         if attention not in ("pool", "device"):
             raise BadArgumentError(f"attention={attention!r}: one of pool, device")
         if attention == "device":

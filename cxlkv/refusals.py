@@ -1,0 +1,134 @@
+"""The one table of names that were taken out, with what to say instead of each.
+
+A line stays for one release. Whoever takes a name out adds its line; each door looks its own table
+up before it says that a name is unknown: config.py SETTINGS, ops/cli.py COMMANDS and OPTIONS,
+bench/registry.py REMOVED_CASES, and modules and classes NAMES and ARGUMENTS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn, TypeVar
+
+from cxlkv.errors import BadArgumentError
+
+SETTINGS: dict[str, str] = {}
+"""A key of YAML or of an engine's settings, "key", or a value of one, "key: value"."""
+
+COMMANDS: dict[str, str] = {}
+"""A command's words behind cxlkv: "pool watch"."""
+
+OPTIONS: dict[str, str] = {
+    "bench run --near": "say --local",
+}
+"""An option behind its command, "pool create --option", or with a value, "demo --option value"."""
+
+REMOVED_CASES: dict[str, str] = {
+    **dict.fromkeys(("alloc", "allocating"), "say pages"),
+    "copying": "say transfer",
+    "publish": "say coherence",
+    "calling": "say calls",
+    **dict.fromkeys(("selecting", "selection"), "say ndp"),
+    "grouping": "say windows",
+    "working": "say worker",
+    "deciding": "say policy",
+    "matching": "say prefix",
+    "moving": "say moves",
+    "decoding": "say residency",
+    "packing": "say compression",
+}
+"""A case of `cxlkv bench`."""
+
+NAMES: dict[str, str] = {
+    **{f"cxlkv.{name}": f"say cxlkv.machine.{name}" for name in ("certificate", "costs")},
+    **{f"cxlkv.{name}": f"say cxlkv.ops.{name}" for name in ("cli", "metrics")},
+    **{
+        f"cxlkv.{name}": f"say cxlkv.tiers.{name}"
+        for name in ("cold", "cold_mooncake", "cold_store", "policy", "prefetch")
+    },
+    "cxlkv.near": "say cxlkv.tiers.local",
+    "cxlkv.tenants": "say cxlkv.tiers.quota",
+    "cxlkv.stats.look": "say cxlkv.stats.inspect",
+    **{
+        f"Pool.{name}": f"say pool.admin.{name}"
+        for name in (
+            *("audit", "check", "fence", "hosts", "overview", "pin", "prefault", "scrub", "unpin"),
+        )
+    },
+    "Tiers.near": "say Tiers.local",
+}
+"""A module, what stands in one, or an attribute, "Class.name"."""
+
+ARGUMENTS: dict[str, str] = {
+    "CXLCache(near=)": 'say attention="pool" for near=True, attention="device" for near=False',
+    "CXLCache(dense_layers=)": "say budget=Budget(dense_layers=)",
+    "Tiers(near=)": "say local=",
+}
+"""A keyword argument, "Callable(name=)"."""
+
+
+def refusal(table: Mapping[str, str], name: str) -> str | None:
+    """What to tell somebody who says `name`; None where it was not taken out."""
+    return f"{name} was taken out: {table[name]}" if name in table else None
+
+
+def refused_words(words: Sequence[str]) -> str | None:
+    """What to tell somebody who gives these words of a command line, behind cxlkv."""
+    for name in COMMANDS:
+        if " ".join(words[: len(name.split())]) == name:
+            return refusal(COMMANDS, name)
+    for name in OPTIONS:
+        command, _, option = name.partition(" --")
+        rest = words[len(command.split()) :]
+        said = f" {' '.join(rest)} ".replace("=", " ")
+        if [*words] == [*command.split(), *rest] and f" --{option} " in said:
+            return refusal(OPTIONS, name)
+    return None
+
+
+def no_attribute(module: str, name: str) -> NoReturn:
+    """For a module's __getattr__. Raises AttributeError, which hasattr() expects."""
+    raise AttributeError(
+        refusal(NAMES, f"{module}.{name}") or f"module {module!r} has no attribute {name!r}"
+    )
+
+
+def refuse_arguments(callee: str, given: Mapping[str, object]) -> None:
+    """Raises BadArgumentError for an argument that was taken out, TypeError for any other."""
+    for name in given:
+        if text := refusal(ARGUMENTS, f"{callee}({name}=)"):
+            raise BadArgumentError(text)
+        raise TypeError(f"{callee}() got an unexpected keyword argument {name!r}")
+
+
+class _Refused:
+    """An attribute that can neither be read nor set."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __get__(self, instance: object, owner: type) -> object:
+        if instance is None:
+            return self
+        raise AttributeError(self.text)
+
+    def __set__(self, instance: object, value: object) -> NoReturn:
+        raise AttributeError(self.text)
+
+
+Kind = TypeVar("Kind", bound=type)
+
+
+def refusing(kind: Kind) -> Kind:
+    """Decorates a class that had names of NAMES.
+
+    Not by __getattr__: all attributes of a class that has one are slower.
+    """
+    for name in attributes_of(kind.__name__):
+        setattr(kind, name, _Refused(str(refusal(NAMES, f"{kind.__name__}.{name}"))))
+    return kind
+
+
+def attributes_of(kind: str) -> Iterator[str]:
+    """What was taken out of the class of this name."""
+    return (name.removeprefix(f"{kind}.") for name in NAMES if name.startswith(f"{kind}."))
