@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -263,15 +263,38 @@ def without_c_comments(text: str) -> str:
     return re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.S)
 
 
-@pytest.mark.parametrize("path", files(".py"), ids=name_of)
-def test_python_file_is_tidy(path: Path) -> None:
+def python_faults(path: Path) -> list[str]:
     text = path.read_text()
     tree = ast.parse(text)
-    assert layer_faults(path, tree) == []
-    assert ast.get_docstring(tree), "say in the first line what the file is for"
-    long = [name for name, count in python_functions(tree) if count > FUNCTION_LINES_MAX]
-    assert long == [], f"functions of more than {FUNCTION_LINES_MAX} lines"
-    assert too_long_lines(text) == []
+    docstring = [] if ast.get_docstring(tree) else ["say in the first line what the file is for"]
+    return [*layer_faults(path, tree), *docstring, *too_long(text, python_functions(tree))]
+
+
+def c_faults(path: Path) -> list[str]:
+    text = path.read_text()
+    faults = too_long(text, c_functions(text.splitlines()))
+    if not text.startswith(("/*", "//")):
+        faults.append("say in the first line what the file is for")
+    if name_of(path).startswith("native/") and not FLUSH_ALLOWED.fullmatch(name_of(path)):
+        found = [match[0] for match in FLUSH.finditer(without_c_comments(text))]
+        faults += [f"{one}: flush in base/flush.c and kernels/*.c only" for one in found]
+    return faults
+
+
+def too_long(text: str, functions: Iterable[tuple[str, int]]) -> list[str]:
+    lines = enumerate(text.splitlines(), start=1)
+    found = [f"line {number} is too long" for number, line in lines if len(line) > LINE_LENGTH_MAX]
+    return found + [
+        f"{name} has more than {FUNCTION_LINES_MAX} lines"
+        for name, count in functions
+        if count > FUNCTION_LINES_MAX
+    ]
+
+
+def test_files_are_tidy() -> None:
+    faults = [(name_of(path), fault) for path in files(".py") for fault in python_faults(path)]
+    faults += [(name_of(path), fault) for path in files(".c", ".h") for fault in c_faults(path)]
+    assert faults == []
 
 
 def imports_the_core(tree: ast.AST) -> bool:
@@ -303,23 +326,6 @@ def test_only_the_front_has_the_core_and_its_handles() -> None:
     assert {name for name, tree in trees.items() if imports_the_core(tree)} == CORE_USERS_ELSEWHERE
     readers = {name for name, tree in trees.items() if reads_a_handle(tree)}
     assert readers == HANDLE_READERS_ELSEWHERE
-
-
-@pytest.mark.parametrize("path", files(".c", ".h"), ids=name_of)
-def test_c_file_is_tidy(path: Path) -> None:
-    text = path.read_text()
-    assert text.startswith(("/*", "//")), "say in the first line what the file is for"
-    long = [name for name, count in c_functions(text.splitlines()) if count > FUNCTION_LINES_MAX]
-    assert long == [], f"functions of more than {FUNCTION_LINES_MAX} lines"
-    assert too_long_lines(text) == []
-    if name_of(path).startswith("native/") and not FLUSH_ALLOWED.fullmatch(name_of(path)):
-        found = [match[0] for match in FLUSH.finditer(without_c_comments(text))]
-        assert found == [], "cache lines are flushed in base/flush.c and kernels/*.c only"
-
-
-def too_long_lines(text: str) -> list[int]:
-    lines = enumerate(text.splitlines(), start=1)
-    return [number for number, line in lines if len(line) > LINE_LENGTH_MAX]
 
 
 def test_no_file_names_a_folder_of_one_machine() -> None:
