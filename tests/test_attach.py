@@ -21,6 +21,8 @@ from cxlkv.pages import NO_PAGE
 from cxlkv.prefix import prefix_keys
 from cxlkv.sequence import Sequence
 
+from .support.lengths import nightly
+
 SEED = 7020
 Rows = tuple[Floats, Floats]  # K and V of a layer
 PAGE_TOKENS = 4
@@ -123,13 +125,21 @@ STEP = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(steps=st.lists(STEP, min_size=3, max_size=9), groups=st.sampled_from([1, 2]))
+@pytest.mark.parametrize("examples", [15, nightly(60)])
 def test_attached_pages_read_as_appended_ones(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]], groups: int
+    tmp_path_factory: pytest.TempPathFactory, examples: int
 ) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(steps=st.lists(STEP, min_size=3, max_size=9), groups=st.sampled_from([1, 2]))
+    def check(steps: list[tuple[str, int]], groups: int) -> None:
+        check_steps(tmp_path_factory.mktemp("attach"), steps, groups)
+
+    check()
+
+
+def check_steps(folder: Path, steps: list[tuple[str, int]], groups: int) -> None:
     generator = np.random.default_rng(SEED)
-    with pool_at(tmp_path_factory.mktemp("attach"), groups) as pool:
+    with pool_at(folder, groups) as pool:
         elsewhere = Elsewhere(pool)
         attached, appended = pool.sequence(), pool.sequence()
         for step, amount in steps:

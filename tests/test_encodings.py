@@ -25,6 +25,7 @@ from cxlkv.prefix import prefix_keys
 
 from .conftest import audit
 from .support import kept, reference
+from .support.lengths import matrix
 from .test_records import names_of_keys, read_all
 
 ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx", "neon")
@@ -183,10 +184,10 @@ def seen(sequence: Sequence, queries: Floats) -> list[bytes]:
 # ---- what is kept, and what comes of it ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("dim", "value_dim", "page_tokens"),
-    [
+@matrix(
+    encodings=ENCODED,
+    dtype=DTYPES,
+    sizes=[
         (16, 16, 1),
         (80, 24, 7),
         (96, 256, 8),
@@ -199,11 +200,10 @@ def seen(sequence: Sequence, queries: Floats) -> list[bytes]:
 def test_fetch_gives_what_the_reference_keeps(
     encodings: tuple[str, str],
     dtype: str,
-    dim: int,
-    value_dim: int,
-    page_tokens: int,
+    sizes: tuple[int, int, int],
     rng: np.random.Generator,
 ) -> None:
+    dim, value_dim, page_tokens = sizes
     layout = layout_of(
         encodings, dim=dim, value_dim=value_dim, page_tokens=page_tokens, dtype=dtype
     )
@@ -291,10 +291,11 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(
-    "pair", [*PAIRS, ("none", "int8"), ("int4", "none"), (FP8, "int8"), ("int4", FP8)], ids="-".join
+@matrix(
+    name=SHAPES,
+    pair=[*PAIRS, ("none", "int8"), ("int4", "none"), (FP8, "int8"), ("int4", FP8)],
+    times=2,
 )
-@pytest.mark.parametrize("name", SHAPES)
 def test_select_and_attend_are_the_references(
     name: str, pair: tuple[str, str], rng: np.random.Generator
 ) -> None:
@@ -424,8 +425,7 @@ def heads_first(rows: Floats) -> Floats:
     return np.ascontiguousarray(rows.transpose(1, 0, 2)).transpose(1, 0, 2)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("page_tokens", [7, 16, 20])
+@matrix(encodings=ENCODED, page_tokens=[7, 16, 20], dtype=["bfloat16", "float32"])
 def test_any_chunks_and_strides_give_the_same_bits(
     encodings: tuple[str, str], page_tokens: int, dtype: str, rng: np.random.Generator
 ) -> None:
@@ -527,7 +527,7 @@ def test_forks_and_what_was_truncated_change_no_bit(
         audit(pool)
 
 
-@pytest.mark.parametrize("filled", [0, 1, 5, 17, 19])
+@matrix(encodings=ENCODED, filled=[0, 1, 5, 17, 19])
 def test_handles_and_published_tails_change_no_bit(
     encodings: tuple[str, str], filled: int, rng: np.random.Generator
 ) -> None:

@@ -18,10 +18,9 @@ from cxlkv.ndp.engine import same_pages
 from .support import kept
 from .support.damaging import change_byte
 from .support.encodings import Form, unpack
+from .support.lengths import matrix
 from .test_encoded_pools import place_of
-from .test_encodings import BOTH, DTYPES, bits, drawn, encodings, layout_of, pool_of
-
-__all__ = ["encodings"]  # a fixture
+from .test_encodings import BOTH, DTYPES, ENCODED, bits, drawn, layout_of, pool_of
 
 HEADS = 2
 
@@ -46,19 +45,19 @@ def check_piece(piece: Bytes, rows: Floats, layout: KVLayout, kind: int) -> None
     assert not found.scales[len(rows) :].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("dim", "value_dim", "page_tokens"), [(16, 16, 4), (80, 24, 20), (128, 64, 16), (3, 256, 32)]
+@matrix(
+    encodings=ENCODED,
+    dtype=DTYPES,
+    sizes=[(16, 16, 4), (80, 24, 20), (128, 64, 16), (3, 256, 32)],
 )
 def test_pieces_are_those_of_the_reference(
     encodings: tuple[str, str],
     dtype: str,
-    dim: int,
-    value_dim: int,
-    page_tokens: int,
+    sizes: tuple[int, int, int],
     rng: np.random.Generator,
 ) -> None:
     """Complete pages and the open tail; what has no encoding is rows as ever."""
+    dim, value_dim, page_tokens = sizes
     layout = layout_of(
         encodings, dim=dim, value_dim=value_dim, page_tokens=page_tokens, dtype=dtype
     )

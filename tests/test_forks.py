@@ -54,6 +54,7 @@ from cxlkv.transport.shards import heads_between
 from .conftest import audit
 from .ndp.test_worker import WorkerProcess
 from .support.forking import child_beside, in_child
+from .support.lengths import matrix
 from .support.small_models import VOCABULARY_SIZE
 from .support.texts import SMALL, append, grown, publish, verify
 
@@ -631,12 +632,15 @@ def everything(subject: Subject, closes: bool, in_parent: bool) -> None:
     gc.collect(1)  # a full one takes longer than all the rest, with torch in the heap
 
 
-@pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
-@pytest.mark.parametrize("first", ["child", "parent"])
-@pytest.mark.parametrize("row", OBJECTS, ids=lambda row: row.make.__name__)
-def test_a_fork_of(world: World, row: Row, first: str, closes: bool) -> None:
+@matrix(
+    row=[row.make.__name__ for row in OBJECTS],
+    first=["child", "parent"],
+    end=["closed", "dropped"],
+)
+def test_a_fork_of(world: World, row: str, first: str, end: str) -> None:
     """The child neither hangs nor disturbs: what the parent does is as without it."""
-    subject = [row.make(world)]
+    make = next(each.make for each in OBJECTS if each.make.__name__ == row)
+    subject, closes = [make(world)], end == "closed"
 
     def child() -> None:
         everything(subject.pop(), closes, in_parent=False)

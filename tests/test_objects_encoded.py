@@ -17,6 +17,7 @@ from cxlkv.objects import DAMAGED
 from .support import kept
 from .support.damaging import damage_object
 from .support.kept_rows import check_kept
+from .support.lengths import matrix
 
 SIZE = 512 << 10
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -61,10 +62,13 @@ def stored_bytes(rows: int, dim: int, encoding: str) -> int:
     return found
 
 
-@each_encoding
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("rows", [1, 16, 64, 67, 200])
+@matrix(
+    rows=[1, 16, 64, 67, 200],
+    dim=[64, 80, 128],
+    dtype=DTYPES,
+    encoding=["int8", "int4", "fp8_e4m3"],
+    times=3,
+)
 def test_rows_are_what_is_kept(
     tmp_path: Path, encoding: str, dtype: str, dim: int, rows: int
 ) -> None:

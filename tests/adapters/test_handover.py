@@ -37,6 +37,7 @@ from cxlkv.errors import (
 
 from ..conftest import audit
 from ..support.handover_worker import LEASE_S, Words, decode, model_of, prefill
+from ..support.lengths import matrix
 from ..support.processes import Child
 from ..support.sharing import shared
 from ..support.small_models import PAGE_TOKENS, generate, prompts, run
@@ -146,9 +147,12 @@ def test_a_cache_is_handed_over_and_not_pickled(
 # ---- the same tokens ----
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "deepseek-v3"])
+@matrix(
+    name=["llama", "gemma3", "gpt-oss", "deepseek-v3"],
+    dtype=["float32", "bfloat16"],
+    mode=MODES,
+    times=2,
+)
 def test_another_process_makes_the_same_tokens(
     other: Process, path: str, name: str, dtype: str, mode: str
 ) -> None:

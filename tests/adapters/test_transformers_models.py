@@ -22,6 +22,7 @@ from cxlkv.adapters.transformers import CXLCache, LayerStep, Step, layout_of
 from cxlkv.adapters.transformers.prefill import attend_to_new
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 
+from ..support.lengths import matrix
 from ..support.small_models import (
     LAYERS,
     PAGE_TOKENS,
@@ -166,7 +167,7 @@ MODES: dict[str, dict[str, object]] = {
 REWIND_TOKENS = 24
 
 
-@pytest.mark.parametrize("mode", MODES)
+@matrix(model=MODELS, mode=MODES, times=2, indirect=["model"])
 def test_generated_tokens_equal_those_of_dynamic_cache(
     model: PreTrainedModel, pool: CXLPool, mode: str
 ) -> None:
@@ -229,7 +230,7 @@ def test_an_assistant_may_keep_its_tokens_in_the_same_pool(
     assert all_free(pool)
 
 
-@pytest.mark.parametrize("attention", ["pool", "device"])
+@matrix(model=MODELS, attention=["pool", "device"], indirect=["model"])
 def test_logits_of_every_step_equal_those_of_one_pass(
     model: PreTrainedModel, pool: CXLPool, attention: str
 ) -> None:
@@ -245,15 +246,15 @@ def test_logits_of_every_step_equal_those_of_one_pass(
     assert close(found[mask.bool()], wanted[mask.bool()])
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt-oss", "deepseek-v3"])
-@pytest.mark.parametrize(
-    ("of_model", "of_pool"),
-    [(torch.bfloat16, "bfloat16"), (torch.float32, "bfloat16"), (torch.float16, "float16")],
+@matrix(
+    name=["llama", "gemma2", "gemma3", "gpt-oss", "deepseek-v3"],
+    dtypes=[("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float16")],
 )
 def test_pools_of_shorter_numbers_are_near_dynamic_cache(
-    name: str, of_model: torch.dtype, of_pool: str
+    name: str, dtypes: tuple[str, str]
 ) -> None:
-    model = make(name).to(of_model)  # type: ignore[arg-type]
+    of_model, of_pool = getattr(torch, dtypes[0]), dtypes[1]
+    model = make(name).to(of_model)
     ids, mask = prompts((60, 37))
     wanted = run(model, ids, dynamic(model), mask)[:, -5:]
     layout = layout_of(model, PAGE_TOKENS, dtype=of_pool)

@@ -25,6 +25,7 @@ from cxlkv.errors import BusyError, CXLKVError
 from cxlkv.objects import ABSENT, Lease
 from cxlkv.prefix import PageKeys
 
+from ...support.lengths import nightly
 from ...support.states import states_of
 from ...support.stores import CAPACITY, StoreSuite
 from ...support.threads import run_all
@@ -514,7 +515,8 @@ def test_room_is_given_to_a_host_that_has_none(hosts: Hosts) -> None:
         assert failed <= {"full"}
 
 
-def test_any_calls_while_it_is_lost_again_and_again(hosts: Hosts, seed: int) -> None:
+@pytest.mark.parametrize("losses", [2, nightly(5)])
+def test_any_calls_while_it_is_lost_again_and_again(hosts: Hosts, seed: int, losses: int) -> None:
     """Of four threads: none raises, and whatever is found is right."""
     cache = hosts.begin(lease_s=NEVER_S)
     names = ["x" * size for size in range(1, 13)]
@@ -546,7 +548,7 @@ def test_any_calls_while_it_is_lost_again_and_again(hosts: Hosts, seed: int) -> 
 
     def lose() -> None:
         try:
-            for _ in range(5):
+            for _ in range(losses):
                 before = cache.pool
                 taker = hosts.lose(cache)
                 until(lambda: cache.pool is not before)  # noqa: B023 it is called at once
