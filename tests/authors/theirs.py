@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cxlkv.bench.lab.authors.asked import Answer, Asked
-from cxlkv.bench.lab.authors.checkouts import Checkouts, call
 from cxlkv.ndp.methods import codebooks, lsh, shadow, sparq
 from cxlkv.ndp.scorers import Floats
+from tests.authors.asked import Answer, Asked
+from tests.authors.checkouts import Checkouts, call
 
 PAGE = 16
 MAGICPIG = "Infini-AI-Lab/MagicPIG"

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import Budget, CXLPool, KVLayout
-from cxlkv.bench.lab.authors.asked import Asked, Floats
 from cxlkv.ndp import scorers
 from cxlkv.ndp.engine import METHODS, Selection
 from cxlkv.sequence import Sequence as Tokens
+from tests.authors.asked import Asked, Floats
 
 Doubles = npt.NDArray[np.float64]
 CAPACITY = 1 << 28

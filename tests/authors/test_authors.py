@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from cxlkv import Budget
-from cxlkv.bench.lab.authors import ours
-from cxlkv.bench.lab.authors.__main__ import main
-from cxlkv.bench.lab.authors.asked import Answer, Asked
-from cxlkv.bench.lab.authors.checkouts import COMMITS, Checkouts, call
-from cxlkv.bench.lab.authors.checks import CHECKS, Check, compare, difference, mass, ranks
-from cxlkv.bench.lab.authors.choices import (
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.choosers import Choice
+from cxlkv.ndp.engine import VirtualRows
+from tests.authors import ours
+from tests.authors.__main__ import main
+from tests.authors.asked import Answer, Asked
+from tests.authors.checkouts import COMMITS, Checkouts, call
+from tests.authors.checks import CHECKS, Check, compare, difference, mass, ranks
+from tests.authors.choices import (
     STATE_CHECKS,
     Promise,
     StateCheck,
@@ -26,17 +29,14 @@ from cxlkv.bench.lab.authors.choices import (
     output,
     sums,
 )
-from cxlkv.bench.lab.authors.report import RANDOM, Findings, Plan, markdown, result_of, run, samples
-from cxlkv.bench.lab.authors.states import Sides, triton_module
-from cxlkv.bench.lab.authors.states_report import (
+from tests.authors.report import RANDOM, Findings, Plan, markdown, result_of, run, samples
+from tests.authors.states import Sides, triton_module
+from tests.authors.states_report import (
     StateFindings,
     run_states,
     states_markdown,
     states_result,
 )
-from cxlkv.errors import BadArgumentError
-from cxlkv.ndp.choosers import Choice
-from cxlkv.ndp.engine import VirtualRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 pytest.importorskip("numba", reason="numba compiles scorers")

@@ -20,9 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cxlkv.bench.lab.authors.asked import FORCED, Asked
-from cxlkv.bench.lab.authors.checkouts import Checkouts
-from cxlkv.bench.lab.authors.theirs import Torch, sim_cache
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import choosers
 from cxlkv.ndp.choosers import Arrays, Choice, Question
@@ -30,6 +27,9 @@ from cxlkv.ndp.engine import VirtualRows
 from cxlkv.ndp.methods import clusters, loops, sampling
 from cxlkv.ndp.methods.clusters import Clustered, Clusters, Retro
 from cxlkv.ndp.scorers import Floats
+from tests.authors.asked import FORCED, Asked
+from tests.authors.checkouts import Checkouts
+from tests.authors.theirs import Torch, sim_cache
 
 CLUSTERKV, RETROINFER = "sjtu-zhao-lab/ClusterKV", "microsoft/RetrievalAttention"
 SPARQ = "graphcore-research/llm-inference-research"

@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cxlkv.bench.lab.authors import states, theirs
-from cxlkv.bench.lab.authors.asked import FORCED, Asked
-from cxlkv.bench.lab.authors.checkouts import Checkouts
-from cxlkv.bench.lab.authors.states import AdaptiveSampling, Sides, choice
 from cxlkv.ndp.choosers import Choice
 from cxlkv.ndp.methods import sampling
+from tests.authors import states, theirs
+from tests.authors.asked import FORCED, Asked
+from tests.authors.checkouts import Checkouts
+from tests.authors.states import AdaptiveSampling, Sides, choice
 
 SHARE = 0.05
 SEEDS = 100

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cxlkv.bench.lab.authors.checkouts import COMMITS, Checkouts
-from cxlkv.bench.lab.authors.choices import (
+from cxlkv.bench.result import Result
+from tests.authors.checkouts import COMMITS, Checkouts
+from tests.authors.choices import (
     STATE_CHECKS,
     ChoicesCompared,
     Promise,
@@ -16,8 +17,7 @@ from cxlkv.bench.lab.authors.choices import (
     compare_choices,
     promise,
 )
-from cxlkv.bench.lab.authors.report import MODEL, RANDOM, Plan, samples
-from cxlkv.bench.result import Result
+from tests.authors.report import MODEL, RANDOM, Plan, samples
 
 WHAT = {"within": "share of sums", "tokens": "a head", "errors": "of outputs, median"}
 """Of a promise."""

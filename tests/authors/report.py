@@ -11,12 +11,12 @@ import torch
 from transformers import AutoTokenizer
 
 from cxlkv.bench import sources
-from cxlkv.bench.lab.authors.asked import Asked
-from cxlkv.bench.lab.authors.checkouts import COMMITS, Checkouts
-from cxlkv.bench.lab.authors.checks import CHECKS, Check, Compared, compare
 from cxlkv.bench.lab.texts import TEXTS
 from cxlkv.bench.result import Result
 from cxlkv.demo.text import inputs
+from tests.authors.asked import Asked
+from tests.authors.checkouts import COMMITS, Checkouts
+from tests.authors.checks import CHECKS, Check, Compared, compare
 
 MODEL, RANDOM = "model", "random"
 

@@ -1,18 +1,18 @@
-"""`python -m cxlkv.bench.lab.authors FOLDER`; docs/methods.md says what it needs, and finds."""
+"""`python -m tests.authors FOLDER`; docs/methods.md says what it needs, and finds."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from cxlkv.bench.lab.authors.checkouts import Checkouts
-from cxlkv.bench.lab.authors.report import Plan, markdown, result_of, run
-from cxlkv.bench.lab.authors.states_report import run_states, states_markdown, states_result
 from cxlkv.errors import BadArgumentError
+from tests.authors.checkouts import Checkouts
+from tests.authors.report import Plan, markdown, result_of, run
+from tests.authors.states_report import run_states, states_markdown, states_result
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m cxlkv.bench.lab.authors")
+    parser = argparse.ArgumentParser(prog="python -m tests.authors")
     parser.add_argument("folder", type=Path, help="of checkouts, each OWNER+NAME")
     parser.add_argument(
         "--model", type=Path, help="folder of a causal model; else random keys only"

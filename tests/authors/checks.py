@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 
 from cxlkv import Budget
-from cxlkv.bench.lab.authors import ours, theirs
-from cxlkv.bench.lab.authors.asked import Answer, Asked
-from cxlkv.bench.lab.authors.checkouts import Checkouts
+from tests.authors import ours, theirs
+from tests.authors.asked import Answer, Asked
+from tests.authors.checkouts import Checkouts
 
 SHARES = (0.05, 0.15)
 MASS = 0.9

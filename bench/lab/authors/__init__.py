@@ -1,1 +1,0 @@
-"""Methods against the code of those who published them, on the same keys and queries."""
