@@ -26,6 +26,7 @@ from cxlkv.emulation.link import marked
 from cxlkv.errors import BadArgumentError, CXLKVError
 
 WARNINGS_SHOWN = 6
+UNBOUNDED_WIDTH = 2000
 
 
 def run(name: str, options: Options) -> Result:
@@ -154,6 +155,9 @@ def run_compare(
     for difference in compare.differences(old, new):
         warning = f"warning: the machines differ in {difference}"
         console.print(Text(warning, style="yellow"), soft_wrap=True)
+    if compare.is_one_commit(old, new):
+        text = f"both runs are of {new.commit} on one machine: whatever changed is noise"
+        console.print(Text(text, style="yellow"), soft_wrap=True)
     changes = compare.changes(old, new, threshold_percent)
     if not changes:
         raise BadArgumentError("the two runs have no figure in common")
@@ -177,9 +181,10 @@ def check_files(*paths: Path | None) -> None:
 
 
 def wide_console() -> Console:
+    """Where there is no terminal, as wide as the widest table: files and pipes have no edge."""
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, 110)
+        console.width = UNBOUNDED_WIDTH
     return console
 
 
@@ -229,7 +234,7 @@ def table(result: Result) -> Table:
     made = Table(title=f"cxlkv bench {result.case}")
     for column in ("figure", "median", "low to high", "unit"):
         side: Literal["left", "right"] = "left" if column in ("figure", "unit") else "right"
-        made.add_column(column, justify=side, no_wrap=True)
+        made.add_column(column, justify=side, no_wrap=column != "figure", overflow="fold")
     made.add_column("emulated", overflow="fold")
     for name, metric in result.metrics.items():
         if not result.passed and lower_is_better(metric.unit) is not None:

@@ -29,7 +29,8 @@ class Change:
     factor: float
     low: float | None
     high: float | None
-    verdict: str  # "", "better", "worse", "changed": which way is good is not known
+    verdict: str
+    """"", "better", "worse", "changed" where nobody knows which way is good, or "noise"."""
     emulated: str | None = None
 
 
@@ -67,6 +68,12 @@ def differences(old: ResultRead, new: ResultRead) -> list[str]:
     ]
 
 
+def is_one_commit(old: ResultRead, new: ResultRead) -> bool:
+    """Whether nothing but noise can tell the runs apart: unchanged code, on one machine."""
+    is_clean = not new.commit.endswith("-dirty")
+    return is_clean and old.commit == new.commit and not differences(old, new)
+
+
 def changes(old: ResultRead, new: ResultRead, threshold_percent: float) -> list[Change]:
     """Of each metric and ratio that both have."""
     found = [
@@ -77,6 +84,8 @@ def changes(old: ResultRead, new: ResultRead, threshold_percent: float) -> list[
     for name, ratio in new.ratios.items():
         if name in old.ratios:
             found.append(_of_ratio(name, old.ratios[name], ratio, threshold_percent))
+    if is_one_commit(old, new):
+        found = [replace(one, verdict=one.verdict and "noise") for one in found]
     return [replace(change, emulated=new.label_of(change.name)) for change in found]
 
 
@@ -98,11 +107,10 @@ def _of_metric(name: str, old: MetricRead, new: MetricRead, threshold_percent: f
 
 
 def _of_ratio(name: str, old: float, new: float, threshold_percent: float) -> Change:
+    """A ratio also changes where only its base does: what got worse is told by the metrics."""
     factor = new / old if old > 0 and new > 0 else float("nan")
-    lower = True if "_cost" in name else False if "_to_" in name or "speedup" in name else None
-    return Change(
-        name, "ratio", old, new, factor, None, None, _verdict(factor, lower, threshold_percent)
-    )
+    verdict = _verdict(factor, None, threshold_percent)
+    return Change(name, "ratio", old, new, factor, None, None, verdict)
 
 
 def _verdict(factor: float, lower: bool | None, threshold_percent: float) -> str:
@@ -128,7 +136,7 @@ def table(found: list[Change]) -> Table:
         made.add_column("emulated", overflow="fold")
     else:
         made.title = marked("old to new", *labels)
-    colors = {"better": "green", "worse": "red", "changed": "yellow", "": ""}
+    colors = {"better": "green", "worse": "red", "changed": "yellow", "noise": "dim", "": ""}
     for change in found:
         interval = ""
         if change.low is not None and change.high is not None:

@@ -63,7 +63,7 @@ def run(result: Result, size: Size = Size()) -> None:
         what, _, tool = name.partition("_")
         ours = result.metrics[f"{what}_ours"].median
         ratio = result.ratios[f"{what}_to_{tool}"] = ours / result.metrics[name].median
-        agrees = abs(ratio - 1) <= AGREE_WITHIN
+        agrees = result.checks[f"{what}_agrees_with_{tool}"] = abs(ratio - 1) <= AGREE_WITHIN
         result.notes.append(
             f"{what}: ours is {ratio:.3f} of {tool}'s, medians of {size.rounds} alternations: "
             + ("agrees within 15 %" if agrees else "DISAGREES by more than 15 %")

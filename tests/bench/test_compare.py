@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cxlkv.bench.cli import show, wide_console
 from cxlkv.bench.result import Result, lower_is_better, read
 from cxlkv.errors import BadArgumentError
 from cxlkv.ops import cli
@@ -16,8 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 Json = dict[str, object]
 
 
-def stored(path: Path, factor: float = 1.0, *, case: str = "story", ratio: float = 2.0) -> Path:
-    """A run whose times are `factor` times as long."""
+def stored(
+    path: Path,
+    factor: float = 1.0,
+    *,
+    case: str = "story",
+    ratio: float = 2.0,
+    commit: str | None = None,
+) -> Path:
+    """A run whose times are `factor` times as long, of a commit of its own if none is given."""
     result = Result(case, checks={"right": True}, ratios={"ours_to_theirs": ratio})
     samples = [factor * (100 + i % 5) for i in range(20)]
     result.measure("part/time", samples, "us")
@@ -25,7 +33,7 @@ def stored(path: Path, factor: float = 1.0, *, case: str = "story", ratio: float
     result.measure("part/bytes", [4096], "bytes")
     result.notes.append("a <b>note</b>")
     result.write(path)
-    return path
+    return changed(path, lambda found: found.update(commit=commit or path.stem))
 
 
 def changed(path: Path, change: Callable[[Json], object]) -> Path:
@@ -61,7 +69,7 @@ def test_units_tell_which_way_is_good() -> None:
         (1.05, 2.0, 0, ("+5.0 %",)),
         (1.5, 2.0, 3, ("worse by more than 10 %: part/time, part/speed",)),
         (0.5, 2.0, 0, ("better",)),
-        (1.0, 1.0, 3, ("worse by more than 10 %: ours_to_theirs",)),
+        (1.0, 1.0, 0, ("-50.0 %", "changed")),
     ],
 )
 def test_compare_tells_worse_from_the_same(
@@ -79,6 +87,68 @@ def test_compare_tells_worse_from_the_same(
     assert all(text in shown for text in said)
     assert ("worse" in shown) == (code == 3)
     assert status("compare", old, new, "--threshold", "200") == 0
+
+
+def test_a_ratio_is_not_worse_because_its_base_became_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours takes as long as before, theirs half as long."""
+    for name, theirs in (("old", 200), ("new", 100)):
+        result = Result("story", checks={"right": True})
+        ours = result.measure("ours", [100 + i % 5 for i in range(20)], "us")
+        base = result.measure("theirs", [theirs + i % 5 for i in range(20)], "us")
+        result.ratio("ours_to_theirs", base.median / ours.median)
+        result.write(tmp_path / f"{name}.json")
+        changed(tmp_path / f"{name}.json", lambda found, name=name: found.update(commit=name))
+    assert status("compare", tmp_path / "old.json", tmp_path / "new.json") == 0
+    shown = capsys.readouterr().out
+    assert "worse" not in shown
+    assert "better" in shown
+
+
+def test_two_runs_of_one_commit_are_noise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever changed between them, no code did; on another machine the machine did."""
+    old = stored(tmp_path / "old.json", commit="0123abcd")
+    new = stored(tmp_path / "new.json", 1.5, ratio=1.0, commit="0123abcd")
+    assert status("compare", old, new) == 0
+    shown = capsys.readouterr().out
+    assert "both runs are of 0123abcd on one machine" in shown
+    assert "noise" in shown
+    assert "worse" not in shown
+    for commit, cpu in (("0123abcd-dirty", "one"), ("0123abcd", "another")):
+        for path in (old, new):
+            changed(path, lambda found, commit=commit: found.update(commit=commit))
+        changed(new, lambda found, cpu=cpu: machine_of(found).update(cpu=cpu))
+        changed(old, lambda found: machine_of(found).update(cpu="one"))
+        assert status("compare", old, new) == 3
+        assert "worse" in capsys.readouterr().out
+
+
+def machine_of(found: Json) -> Json:
+    machine = found["machine"]
+    assert isinstance(machine, dict)
+    return machine
+
+
+def test_no_figure_is_cut_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither of a comparison nor of a run, however long its name is."""
+    name, label = "time_of_" + "a_long_name_" * 12, "astera-a1000-remote-socket, waiting " * 4
+    for which in ("old", "new"):
+        result = Result("story", checks={"right": True})
+        result.measure(name, [123.4, 123.5], "microseconds a step of all layers", label)
+        result.write(tmp_path / f"{which}.json")
+    assert status("compare", tmp_path / "old.json", tmp_path / "new.json") == 0
+    result.notes.append("as it was")
+    show(result, wide_console(), None)
+    shown = capsys.readouterr().out
+    assert shown.count(f" {name} ") == 2
+    assert shown.count(label.strip()) == 2
+    assert "123.4 to 123.5" in shown
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
 
 
 def test_compare_is_not_sure_of_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from cxlkv.bench import words
 from cxlkv.bench.result import Result
 
-from .test_compare import ROOT, Json, changed, status, stored
+from .test_compare import ROOT, changed, machine_of, status, stored
 from .test_mlc import MLC
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed: pip install 'cxlkv[report]'")
@@ -45,12 +45,6 @@ class Page(HTMLParser):
 def page_of(*arguments: object, out: Path) -> Page:
     assert status("report", *arguments, "-o", out) == 0
     return Page(out.read_text())
-
-
-def machine_of(found: Json) -> Json:
-    machine = found["machine"]
-    assert isinstance(machine, dict)
-    return machine
 
 
 def latency(path: Path, **more: float) -> Path:
