@@ -189,7 +189,7 @@ def test_agree_names_the_programs_that_are_not_here(
 def test_agree_takes_figures_of_another_program(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A stand-in for mbw, as it prints, that is slower than any memory: it disagrees, and no page is
+    """A stand-in for mbw, as it prints, and slower than any memory: it disagrees, and no page is
     green over that. The true ones are compared by the case itself."""
     program = tmp_path / "mbw"
     program.write_text(
