@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cxlkv.kernels.crc32c import KINDS_MAX, POLYNOMIAL, lanes_for, shifts
+from cxlkv.kernels.crc32c_shifts import KINDS_MAX, POLYNOMIAL, lanes_for, shifts
 from cxlkv.kernels.runtime import current
 from cxlkv.kernels.variants import Variant, variant
 

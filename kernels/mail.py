@@ -14,9 +14,6 @@ import torch
 from cxlkv.errors import BadArgumentError
 from cxlkv.kernels.runtime import check_table, current, one_device
 
-SUBJECTS = 1024
-"""What a question can be about: 0 to SUBJECTS - 1. Its word is ticket * SUBJECTS + subject."""
-
 
 def _check(ticket: torch.Tensor, words: torch.Tensor) -> None:
     check_table("ticket", ticket, (1,))
@@ -28,12 +25,12 @@ def ask(ticket: torch.Tensor, words: torch.Tensor, subject: int) -> None:
     """Count the ticket up and write the question's word. ticket int64 [1]; words int64 [2]: the
     addresses of the question's and of the answer's word."""
     _check(ticket, words)
-    if not 0 <= subject < SUBJECTS:
-        raise BadArgumentError(f"subject {subject}: 0 to {SUBJECTS - 1}")
     from cxlkv.kernels import mail_triton as kernels
 
+    if not 0 <= subject < kernels.SUBJECTS:
+        raise BadArgumentError(f"subject {subject}: 0 to {kernels.SUBJECTS - 1}")
     with current(ticket.device):
-        kernels._ask_kernel[(1,)](ticket, words, subject, SUBJECTS, num_warps=1)
+        kernels._ask_kernel[(1,)](ticket, words, subject, kernels.SUBJECTS, num_warps=1)
 
 
 def await_answer(

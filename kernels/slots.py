@@ -30,8 +30,6 @@ from cxlkv.kernels.runtime import check_table, current, one_device, runs_triton
 
 SLOTS_MAX = 2**15 - 1
 """Slots of a head: their numbers are kept in 16 bits for each page that a request may have."""
-BLOCK_MAX = 1024
-"""Pages or slots that a program works on at once; more are walked in blocks."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def _launch_assign(state: Slots, pages: torch.Tensor, tags: torch.Tensor, out: A
 
     requests, kv_heads, slots = state.shape
     k = pages.shape[2]
-    block_k, block_s, warps = blocks_of(k, slots)
+    block_k, block_s, warps = kernels.blocks_of(k, slots)
     # Without values the kernel gets the tables of the keys in their place and leaves them alone.
     slot_at = (state.slot_keys_at, _or(state.slot_values_at, state.slot_keys_at))
     at = (out.keys_at, _or(out.values_at, out.keys_at))
@@ -242,7 +240,7 @@ def residents(state: Slots, tags: torch.Tensor, out: torch.Tensor | None = None)
         return out.copy_(reference_slots.residents(state, tags))
     from cxlkv.kernels import slots_triton as kernels
 
-    block = block_of(slots, 256)
+    block = kernels.block_of(slots, 256)
     with current(device):
         kernels._residents_kernel[(requests, kv_heads, -(-slots // block))](
             tags,
@@ -256,7 +254,7 @@ def residents(state: Slots, tags: torch.Tensor, out: torch.Tensor | None = None)
             state.pages_max,
             state.page_of_slot.stride(0),
             BLOCK=block,
-            num_warps=warps_of(block),
+            num_warps=kernels.warps_of(block),
             num_stages=1,
         )
     return out
@@ -290,7 +288,7 @@ def invalidate(state: Slots, assigned: Assigned, failed: torch.Tensor | None = N
         return
     from cxlkv.kernels import slots_triton as kernels
 
-    block = block_of(k, 256)
+    block = kernels.block_of(k, 256)
     with current(device):
         kernels._invalidate_kernel[(requests, kv_heads, -(-k // block))](
             assigned.slot,
@@ -305,7 +303,7 @@ def invalidate(state: Slots, assigned: Assigned, failed: torch.Tensor | None = N
             failed.stride(1),
             failed.stride(2),
             BLOCK=block,
-            num_warps=warps_of(block),
+            num_warps=kernels.warps_of(block),
             num_stages=1,
         )
 
@@ -334,17 +332,3 @@ def _check_tags(state: Slots, tags: torch.Tensor) -> None:
 
 def _or(table: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     return other if table is None else table
-
-
-def block_of(count: int, most: int = BLOCK_MAX) -> int:
-    return max(32, min(1 << (count - 1).bit_length(), most))
-
-
-def warps_of(block: int) -> int:
-    return max(1, min(block // 64, 8))
-
-
-def blocks_of(k: int, slots: int) -> tuple[int, int, int]:
-    """Pages and slots at once, and warps: no thread idle, none has more than 4."""
-    warps = warps_of(max(block_of(k), block_of(slots)))
-    return max(block_of(k), 32 * warps), max(block_of(slots), 32 * warps), warps

@@ -5,8 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cxlkv.kernels.slots import blocks_of, warps_of
 from cxlkv.kernels.variants import Variant, variant
+
+BLOCK_MAX = 1024
+"""Pages or slots that a program works on at once; more are walked in blocks."""
+
+
+def block_of(count: int, most: int = BLOCK_MAX) -> int:
+    return max(32, min(1 << (count - 1).bit_length(), most))
+
+
+def warps_of(block: int) -> int:
+    return max(1, min(block // 64, 8))
+
+
+def blocks_of(k: int, slots: int) -> tuple[int, int, int]:
+    """Pages and slots at once, and warps: no thread idle, none has more than 4."""
+    warps = warps_of(max(block_of(k), block_of(slots)))
+    return max(block_of(k), 32 * warps), max(block_of(slots), 32 * warps), warps
 
 
 @triton.jit

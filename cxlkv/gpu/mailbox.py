@@ -123,7 +123,7 @@ class Mailbox:
         return True
 
     def _run(self) -> None:
-        from cxlkv.kernels.mail import SUBJECTS
+        from cxlkv.kernels.mail_triton import SUBJECTS
 
         question = memory_of(self._words, "words")
         answer = question + 8

@@ -14,6 +14,7 @@ from cxlkv import CXLPool, KVLayout, LayerGroup, _core
 from cxlkv.arrays import Bytes
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.kernels import crc32c, encode
+from cxlkv.kernels.crc32c_shifts import lanes_for
 from cxlkv.kernels.encode import Encoded
 from cxlkv.kernels.reference_encode import hadamard
 from cxlkv.pages import places_of
@@ -234,7 +235,7 @@ def test_long_pieces_have_long_rows_of_lanes(where: torch.device, tmp_path: Path
     """Pieces above 16 KiB go in rows of 512 words."""
     generator = np.random.default_rng(SEED + 3)
     k = rows(generator, (33, 1, 140), "float32").to(where)
-    assert crc32c.lanes_for(33 * 140 * 4) == 512
+    assert lanes_for(33 * 140 * 4) == 512
     check(k, None, 33, tmp_path, "float32")
 
 
