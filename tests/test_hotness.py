@@ -19,6 +19,7 @@ from cxlkv.pages import HELD, NO_PAGE, HotnessSource, Published
 from cxlkv.prefix import prefix_keys
 
 from .conftest import MakePool, audit
+from .support.lengths import nightly
 from .support.processes import Child
 from .support.sharing import shared
 from .support.texts import SMALL, grown
@@ -214,10 +215,11 @@ class HotnessWalk(Walk):
         assert len({tuple(row) for row in got.rows["hash"].tolist()}) == len(wanted)
 
 
+@pytest.mark.parametrize("steps", [1000, nightly(3000)])
 @pytest.mark.parametrize("name", SHAPES)
-def test_counts_and_rows_are_a_dictionarys(name: str, seed: int) -> None:
+def test_counts_and_rows_are_a_dictionarys(name: str, steps: int, seed: int) -> None:
     walk = HotnessWalk(*SHAPES[name], seed)
-    walk.run(3000, "uses", "hits", "epochs", "orphans", "another key", "full")
+    walk.run(steps, "uses", "hits", "epochs", "orphans", "another key", "full")
 
 
 # ---- decay, lists ----

@@ -25,6 +25,7 @@ from cxlkv.errors import BadArgumentError, BusyError, PoolFullError, ReleasedErr
 from cxlkv.objects import ABSENT, Lease, Reserved
 
 from .conftest import audit
+from .support.lengths import matrix
 
 SIZE = 300 << 10  # without checksums two threads share it
 NAMES = [f"n{i}" for i in range(10)]
@@ -349,8 +350,7 @@ class Store(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(600)  # a failure is made small, which takes minutes
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("checksum", [True, False])
+@matrix(threads=[1, 2], checksum=[True, False])
 def test_any_calls_agree_with_a_dictionary(tmp_path: Path, checksum: bool, threads: int) -> None:
     Store.folder, Store.checksum, Store.threads = tmp_path, checksum, threads
     run_state_machine_as_test(

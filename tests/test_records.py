@@ -21,6 +21,7 @@ from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
 
 from .conftest import MakePool, audit
 from .support.damaging import change_byte
+from .support.lengths import matrix
 from .support.processes import Child
 
 PAGE = 4
@@ -144,9 +145,7 @@ def published(rng: np.random.Generator) -> Iterator[Source]:
 # ---- there and back ----
 
 
-@pytest.mark.parametrize("sketch", [True, False], ids=["sketch", "no sketch"])
-@pytest.mark.parametrize("checksum", [True, False], ids=["checksum", "no checksum"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@matrix(name=LAYOUTS, checksum=[True, False], sketch=[True, False])
 def test_another_pool_finds_the_same(
     name: str, checksum: bool, sketch: bool, rng: np.random.Generator
 ) -> None:

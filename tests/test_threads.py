@@ -25,6 +25,7 @@ from cxlkv.arrays import Floats
 from cxlkv.errors import BadArgumentError, ClosedError
 
 from .support import reference
+from .support.lengths import matrix, nightly
 from .support.texts import DIM, HEADS, SMALL, append, grown, numbers, verify
 from .support.threads import run_all
 from .support.walks import FAMILIES, TOKENS_MAX, WEIGHTS, TextWalk, keys_of
@@ -180,15 +181,15 @@ def walkers(pool: CXLPool, seed: int, threads: int = THREADS) -> list[Walker]:
     return [Walker(pool, Random(f"{seed}-{i}"), common) for i in range(threads)]
 
 
+@pytest.mark.parametrize("operations", [3200, nightly(9600)])
 @pytest.mark.parametrize(
     ("layout", "checksum"),
     [(SMALL, True), (SMALL, False), (WITH_WINDOW, True)],
     ids=["checksums", "none", "a window"],
 )
 def test_random_work_agrees_with_plain_lists(
-    seed: int, path: str, layout: KVLayout, checksum: bool
+    seed: int, path: str, layout: KVLayout, checksum: bool, operations: int
 ) -> None:
-    operations = 9600
     with CXLPool.create(path, layout=layout, capacity="3MiB", checksum=checksum) as pool:
         ballast = pool.pages.alloc(pool.stats()["pages_total"] - USABLE_PAGES)
         crew = walkers(pool, seed)
@@ -396,8 +397,7 @@ class Reader:
         return lambda state: not all(state)
 
 
-@pytest.mark.parametrize("sharing", ["sequences", "batch"])
-@pytest.mark.parametrize("threads", [1, 3])
+@matrix(sharing=["sequences", "batch"], threads=[1, 3])
 def test_readers_see_what_was_before_or_after_a_write(
     pool: CXLPool, seed: int, sharing: str, threads: int
 ) -> None:

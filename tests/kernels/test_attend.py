@@ -18,6 +18,8 @@ from cxlkv.kernels.attend_shape import Shape, blocks_of, splits_of, tiles_of
 from cxlkv.kernels.merge import merge
 from cxlkv.kernels.runtime import INTERPRETED
 
+from ..support.lengths import matrix
+
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["fp32", "fp16", "bf16"])
 # The interpreter hands NaN and infinity to numpy, which says so.
@@ -235,12 +237,11 @@ CASES = {
 }
 
 
-@DTYPES
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@matrix(name=CASES, dtype=[FP32, FP16, BF16])
 def test_attend_is_attention(
-    case: Case, dtype: torch.dtype, device: torch.device, seed: int
+    name: str, dtype: torch.dtype, device: torch.device, seed: int
 ) -> None:
-    of = given(case, dtype, seed)
+    of = given(CASES[name], dtype, seed)
     close(call(of, device), expected(of), dtype)
 
 
@@ -265,8 +266,7 @@ WEIGHED = (
 )
 
 
-@DTYPES
-@pytest.mark.parametrize("name", WEIGHED)
+@matrix(name=WEIGHED, dtype=[FP32, FP16, BF16])
 def test_log_weights(name: str, dtype: torch.dtype, device: torch.device, seed: int) -> None:
     of = given(CASES[name], dtype, seed)
     of.log_weights = weighed(of, seed)

@@ -21,6 +21,7 @@ from cxlkv.kernels.reference_codes import CodeForm, decode
 
 from ..support import kept, reference
 from ..support.encodings import Form
+from ..support.lengths import matrix
 from .test_attend import BF16, FP16, FP32, Case, Given, expected, given, weighed
 
 BITS = {"int8": 8, "int4": 4}
@@ -217,13 +218,12 @@ def test_attend_is_attention_to_what_codes_stand_for(
     check(of.call(device), expected(of), of)
 
 
-@pytest.mark.parametrize("encodings", PAIRS + MIXED, ids="-".join)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@matrix(name=CASES, encodings=PAIRS + MIXED)
 def test_the_reference_is_attention(
-    case: Case, encodings: Encodings, seed: int, monkeypatch: pytest.MonkeyPatch
+    name: str, encodings: Encodings, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subject, "runs_triton", lambda device: False)
-    of = coded(case, encodings, FP32, seed)
+    of = coded(CASES[name], encodings, FP32, seed)
     check(of.call(torch.device("cpu")), expected(of), of)
 
 

@@ -19,6 +19,8 @@ from cxlkv.kernels.encode import Encoded
 from cxlkv.kernels.reference_encode import hadamard
 from cxlkv.pages import places_of
 
+from ..support.lengths import matrix
+
 SEED = 7010
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # page_tokens, heads, dim, value_dim; None: values are a prefix of the keys
@@ -184,8 +186,7 @@ def check(
         assert (sums[..., 0] == written.checksums[..., 0]).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@matrix(shape=SHAPES, dtype=DTYPES)
 def test_pieces_are_those_of_the_core(
     where: torch.device, shape: tuple[int, int, int, int | None], dtype: str, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from cxlkv.ndp.engine import Budget
 from tests.conftest import MakePool
 
 from ..support import reference
+from ..support.lengths import matrix
 
 BROKEN = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 EPSILON = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -64,9 +65,7 @@ def close(
     )
 
 
-@DTYPES
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 70])
-@pytest.mark.parametrize("stacked", [False, True], ids=["list", "tensor"])
+@matrix(count=[1, 2, 3, 4, 5, 70], stacked=[False, True], dtype=EPSILON)
 def test_parts_merge(
     count: int, stacked: bool, dtype: torch.dtype, device: torch.device, seed: int
 ) -> None:

@@ -18,6 +18,7 @@ from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError
 from cxlkv.ndp.engine import METHODS, Decoded
 
 from ..support.damaging import damage_piece
+from ..support.lengths import matrix
 
 HEADS, GROUP, DIM, LAYERS, PAGE_TOKENS = 2, 3, 32, 3, 4
 LENGTHS = (150, 3, 90, 61)
@@ -103,9 +104,9 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("layer", [0, LAYERS - 1], ids=["all", "window"])
-@pytest.mark.parametrize(("name", "method"), PAIRS)
-def test_one_call_does_what_three_do(step: Step, name: str, method: str, layer: int) -> None:
+@matrix(step=[False, True], layer=[0, LAYERS - 1], pair=PAIRS, indirect=["step"])
+def test_one_call_does_what_three_do(step: Step, pair: tuple[str, str], layer: int) -> None:
+    name, method = pair
     budget = BUDGETS[name]
     twin, q = step.twin(), step.queries()
     for at in range(layer + 1):

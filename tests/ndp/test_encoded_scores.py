@@ -13,6 +13,7 @@ from cxlkv import Budget, CXLPool, Selection, Sequence
 from cxlkv.arrays import Doubles, Floats
 
 from ..support import kept, reference
+from ..support.lengths import matrix
 from ..test_encodings import (
     BOTH,
     ENCODED,
@@ -58,11 +59,15 @@ def rows_to_bound(rng: np.random.Generator, tokens: int, dim: int) -> Floats:
     return rows.astype(np.float32)
 
 
-@pytest.mark.parametrize("k_encoding", ["int8", "int4", FP8, "progressive"])
-@pytest.mark.parametrize(("dim", "page_tokens"), [(16, 1), (80, 7), (128, 16), (100, 20), (30, 64)])
+@matrix(
+    k_encoding=["int8", "int4", FP8, "progressive"],
+    sizes=[(16, 1), (80, 7), (128, 16), (100, 20), (30, 64)],
+    times=2,
+)
 def test_a_digest_is_never_below_a_score(
-    k_encoding: str, dim: int, page_tokens: int, rng: np.random.Generator
+    k_encoding: str, sizes: tuple[int, int], rng: np.random.Generator
 ) -> None:
+    dim, page_tokens = sizes
     layout = layout_of((k_encoding, "none"), dim=dim, page_tokens=page_tokens)
     pages = 12
     tokens = pages * page_tokens
@@ -235,8 +240,7 @@ def outputs(sequence: Sequence, q: Floats) -> Iterator[Floats]:
     yield from (np.asarray(a) for a in sequence.fetch(0))
 
 
-@pytest.mark.parametrize("encodings", ENCODED, ids="-".join)
-@pytest.mark.parametrize("outlier", [1e4, 1e30, 3e38, 1e-30, 1e-42, 0.0])
+@matrix(encodings=ENCODED, outlier=[1e4, 1e30, 3e38, 1e-30, 1e-42, 0.0])
 def test_finite_numbers_give_no_nan(
     outlier: float, encodings: tuple[str, str], rng: np.random.Generator
 ) -> None:

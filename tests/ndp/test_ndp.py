@@ -26,6 +26,7 @@ from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.ndp.engine import unscored
 
 from ..support import reference
+from ..support.lengths import matrix, nightly
 
 ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -419,9 +420,7 @@ def test_sequences_without_rows(backend: Backend, rng: np.random.Generator) -> N
 # ---- what is broken stays visible ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("method", ["exact", "digest"])
-@pytest.mark.parametrize("page_tokens", [1, 3])
+@matrix(dtype=DTYPES, method=["exact", "digest"], page_tokens=[1, 3])
 def test_nan_keys_are_chosen(backend: Backend, dtype: str, method: str, page_tokens: int) -> None:
     case = column([1, 9, np.nan, 8, 2, np.nan, 7], page_tokens, dtype)
     assert pages_of(backend.select(case, [best(1)], method, 1)) == [2]
@@ -599,18 +598,15 @@ def check_budgets(subject: Simd, case: Case, *chosen: tuple[Budget, str]) -> Non
 
 
 @pytest.mark.parametrize("name", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "value_dim", "group", "page_tokens"), SHAPES)
+@matrix(shape=SHAPES, dtype=DTYPES)
 def test_shapes(
     request: pytest.FixtureRequest,
     rng: np.random.Generator,
     name: str,
     dtype: str,
-    dim: int,
-    value_dim: int | None,
-    group: int,
-    page_tokens: int,
+    shape: tuple[int, int | None, int, int],
 ) -> None:
+    dim, value_dim, group, page_tokens = shape
     subject = made(request, name)
     lengths = (5 * page_tokens + 1, 1, 3 * page_tokens)  # a tail of one token, one, none
     case = make_case(
@@ -761,7 +757,7 @@ def drawn_cases(draw: st.DrawFn) -> tuple[Case, list[Budget], str, float]:
     )
 
 
-@pytest.mark.parametrize("examples", [150, pytest.param(1500, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [40, nightly(1500)])
 @pytest.mark.parametrize("name", ISAS)
 def test_whole_numbers_agree_exactly(
     request: pytest.FixtureRequest, name: str, examples: int
@@ -824,7 +820,7 @@ def test_an_instruction_set_that_is_not_here() -> None:
         _core.isa_force(elsewhere)
 
 
-@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("name", ["auto", *map(nightly, ISAS)])
 def test_threads_change_nothing(
     force_isa: Callable[[str], str], rng: np.random.Generator, name: str
 ) -> None:

@@ -19,6 +19,7 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Selection
 from cxlkv.tiers.local import LocalTier, units_of
 
+from ..support.lengths import matrix
 from ..support.one_layer import ISAS, OneLayer, doubles
 
 PAGE = 16
@@ -191,8 +192,7 @@ class Texts:
         return mass
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", SHAPES)
+@matrix(name=SHAPES, threads=[1, 2])
 def test_all_pages(name: str, threads: int, rng: np.random.Generator) -> None:
     """Sequences of several lengths, and rows that do not see all; none of the third."""
     with SHAPES[name].pool(threads) as pool:
@@ -203,8 +203,7 @@ def test_all_pages(name: str, threads: int, rng: np.random.Generator) -> None:
         texts.check([5, 37, 0, 1], softcap=2.0)
 
 
-@pytest.mark.parametrize("per", ["query", "sequence"])
-@pytest.mark.parametrize("name", SHAPES)
+@matrix(name=SHAPES, per=["query", "sequence"])
 def test_picked_pages(name: str, per: str, rng: np.random.Generator) -> None:
     """Lists as selects make them, and lists in any order, some pages named twice, with gaps."""
     shape = SHAPES[name]
@@ -224,8 +223,7 @@ def test_picked_pages(name: str, per: str, rng: np.random.Generator) -> None:
         assert (mass[0, 0] == 0).all()
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "large pages", "odd"])
+@matrix(name=["float32", "bfloat16", "int8", "large pages", "odd"], isa=ISAS, times=2)
 def test_every_instruction_set(
     name: str, isa: str, rng: np.random.Generator, force_isa: Callable[[str], str]
 ) -> None:
@@ -253,8 +251,7 @@ def test_pages_that_sequences_share(name: str, rng: np.random.Generator) -> None
         texts.check([2, 1, 0, 3, 1, 1], softcap=4.0)
 
 
-@pytest.mark.parametrize("order", ["rising", "falling"])
-@pytest.mark.parametrize("name", ["small pages", "float16", "int8"])
+@matrix(name=["small pages", "float16", "int8"], order=["rising", "falling"])
 def test_logits_that_rise_from_page_to_page(
     name: str, order: str, rng: np.random.Generator
 ) -> None:

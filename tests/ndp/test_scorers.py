@@ -19,6 +19,7 @@ from cxlkv.ndp.methods import SCORERS, codebooks, lsh, sparq
 from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
 from cxlkv.sequence import Sequence
 
+from ..support.lengths import matrix
 from ..support.threads import run_all
 
 pytest.importorskip("numba", reason="numba compiles scorers")
@@ -288,8 +289,7 @@ def assert_chosen(picked: Selection, wanted: Doubles, bounds: Doubles, is_sharp:
     assert odd <= (0 if is_sharp else 0.05 * count), f"{odd} of {count} scores are wrong"
 
 
-@pytest.mark.parametrize("encoding", ["none", "int8", "progressive", "fp8_e4m3"])
-@pytest.mark.parametrize("name", NAMES)
+@matrix(name=NAMES, encoding=["none", "int8", "progressive", "fp8_e4m3"])
 def test_pages_are_chosen_as_numpy_chooses_them(name: str, encoding: str, seed: int) -> None:
     of = Pages(seed, encoding=encoding, dim=64)
     of.check(name, of.calibrate(name))

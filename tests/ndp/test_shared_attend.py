@@ -21,6 +21,7 @@ from cxlkv.arrays import Floats
 from cxlkv.prefix import content_keys
 
 from ..support import reference
+from ..support.lengths import matrix
 from ..support.one_layer import ISAS, OneLayer
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -148,9 +149,7 @@ def relatives(f: Family) -> tuple[list[Text], list[int]]:
     return texts, [1, 1, 3, 2, 1, 2, 1, 0, 30]
 
 
-@pytest.mark.parametrize("name", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [1, 3, 8])
+@matrix(name=ISAS, dtype=DTYPES, group=[1, 3, 8], times=2)
 def test_forks_and_adopted_prefixes_get_what_they_get_alone(
     force_isa: Callable[[str], str], rng: np.random.Generator, name: str, dtype: str, group: int
 ) -> None:

@@ -20,6 +20,7 @@ from cxlkv.arrays import Floats
 from cxlkv.errors import BadArgumentError
 
 from ..support import reference
+from ..support.lengths import matrix
 
 ISAS = ("serial", "avx2", "avx512_bf16", "neon")  # those that differ in sketches
 PAGES = 1100
@@ -123,10 +124,9 @@ BUDGETS = (
 )
 
 
-@pytest.mark.parametrize("name", ISAS)
-@pytest.mark.parametrize(
-    ("dim", "page_tokens", "group", "dtype", "window"),
-    [
+@matrix(
+    name=ISAS,
+    case=[
         (32, 8, 4, "float32", None),
         (20, 10, 1, "float32", None),
         (64, 20, 2, "bfloat16", None),
@@ -134,18 +134,16 @@ BUDGETS = (
         (32, 16, 2, "bfloat16", 18_000),
         (100, 16, 8, "bfloat16", None),
     ],
+    times=2,
 )
 def test_all_tokens_scored_by_their_keys_are_exact(
     rng: np.random.Generator,
     force_isa: Callable[[str], str],
     name: str,
-    dim: int,
-    page_tokens: int,
-    group: int,
-    dtype: str,
-    window: int | None,
+    case: tuple[int, int, int, str, int | None],
 ) -> None:
     """On whole numbers, whose sums are the same in any order; ties are many."""
+    dim, page_tokens, group, dtype, window = case
     tokens = (PAGES + (200 if window else 0)) * page_tokens + page_tokens // 2
     keys = rng.integers(-3, 4, (tokens, 2, dim)).astype(np.float32)
     q = rng.integers(-3, 4, (3, 2 * group, dim)).astype(np.float32)
@@ -183,15 +181,14 @@ def test_a_batch_of_long_and_short_sequences(rng: np.random.Generator) -> None:
 # ---- less than all ----
 
 
-@pytest.mark.parametrize("name", ISAS)
-@pytest.mark.parametrize(("wanted", "least"), [(0.9, 0.85), (0.98, 0.96), (0.999, 0.99)])
+@matrix(name=ISAS, recall=[(0.9, 0.85), (0.98, 0.96), (0.999, 0.99)])
 def test_recall_is_about_what_was_asked_for(
     rng: np.random.Generator,
     force_isa: Callable[[str], str],
     name: str,
-    wanted: float,
-    least: float,
+    recall: tuple[float, float],
 ) -> None:
+    wanted, least = recall
     keys = rng.standard_normal((4096 * 16, 2, 64)).astype(np.float32)
     force_isa(name)
     with filled(keys, page_tokens=16, dtype="bfloat16") as (_, sequence):
@@ -338,9 +335,12 @@ def test_audits_measure_the_recall(rng: np.random.Generator) -> None:
 # ---- sequences that share pages ----
 
 
-@pytest.mark.parametrize("method", ["exact", "digest", "two_stage", "attention"])
-@pytest.mark.parametrize("window", [None, 12_000])
-@pytest.mark.parametrize("dense", [None, 0, 3])
+@matrix(
+    method=["exact", "digest", "two_stage", "attention"],
+    window=[None, 12_000],
+    dense=[None, 0, 3],
+    times=2,
+)
 def test_forks_in_one_batch_are_as_each_alone(
     rng: np.random.Generator, method: str, window: int | None, dense: int | None
 ) -> None:

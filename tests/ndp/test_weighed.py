@@ -15,6 +15,7 @@ from cxlkv import Batch, Budget, CXLPool, Sequence
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.ndp.engine import Selection, VirtualRows, same_pages
 
+from ..support.lengths import matrix
 from ..support.one_layer import ISAS, Doubles, OneLayer, doubles
 
 Floats = npt.NDArray[np.float32]
@@ -223,8 +224,7 @@ def texts_of(shape: Shape, pool: CXLPool, rng: np.random.Generator) -> Texts:
     return texts
 
 
-@pytest.mark.parametrize("per", ["query", "sequence"])
-@pytest.mark.parametrize("name", SHAPES)
+@matrix(name=SHAPES, per=["query", "sequence"])
 def test_weights_and_rows(name: str, per: str, rng: np.random.Generator) -> None:
     """Each alone and both, by tokens and by pages; several rows, which see other ends."""
     with SHAPES[name].pool() as pool:
@@ -238,8 +238,7 @@ def test_weights_and_rows(name: str, per: str, rng: np.random.Generator) -> None
         texts.check(replace(picked, rows=rows, log_weights=weights), softcap=3.0)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "fp8_e4m3", "odd"])
+@matrix(name=["float32", "bfloat16", "int8", "fp8_e4m3", "odd"], isa=ISAS, times=2)
 def test_every_instruction_set(
     name: str, isa: str, rng: np.random.Generator, force_isa: Callable[[str], str]
 ) -> None:

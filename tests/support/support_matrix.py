@@ -92,7 +92,7 @@ def workflow_text() -> str:
 
 def cpu_rows() -> Iterator[tuple[str, ...]]:
     yield "CPU", "wheel", "tests in the public CI"
-    wheels = one(r"^WHEEL_CPUS \?= (.*)", MAKEFILE).split()
+    wheels = one(r"^RELEASE_CPUS := (.*)", MAKEFILE).split()
     for cpu, runner in zip(wheels, runners("test"), strict=True):
         glibc = one(r"-target \$\$cpu-linux-gnu\.([\d.]+)", MAKEFILE)
         yield cpu, f"glibc {glibc} or later", f"C and Python, on {runner}"

@@ -24,6 +24,7 @@ from cxlkv.tiers.local import LocalTier, choose, units_of
 
 from ..conftest import MakePool
 from ..support.forking import in_child
+from ..support.lengths import matrix
 from ..support.threads import run_all
 from ..test_records import grown
 
@@ -88,9 +89,7 @@ def outputs(batch: Batch, q: object, picked: list[Selection]) -> list[npt.NDArra
     return [np.ascontiguousarray(a).view(np.uint8) for a in made]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("checksum", [True, False])
-@pytest.mark.parametrize("name", LAYOUTS)
+@matrix(name=LAYOUTS, checksum=[True, False], threads=[1, 2])
 def test_fetch_and_attend_give_the_same_bits(
     name: str, checksum: bool, threads: int, rng: np.random.Generator
 ) -> None:

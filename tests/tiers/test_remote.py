@@ -28,7 +28,7 @@ from cxlkv.transport.shards import layout_among, renamed
 from ..conftest import audit
 from ..support.cable import Cable
 from ..support.damaging import damage_piece
-from ..support.lengths import nightly
+from ..support.lengths import matrix, nightly
 from ..support.liar import Liar, liar_before, lying_once, truth
 from ..support.waiting import until
 from ..test_records import LAYOUTS, PAGE, names_of_keys, read_all
@@ -98,13 +98,16 @@ def found(tiers: Tiers, keys: PageKeys) -> int:
 # ---- what comes ----
 
 
-@pytest.mark.parametrize(("there", "here"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("chunk", [3, 1000])
+@matrix(name=WHOLE, ranks=[(1, 1), (2, 1), (1, 2)], chunk=[3, 1000])
 def test_it_is_what_this_rank_would_have_written(
-    secret: Path, name: str, there: int, here: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+    secret: Path,
+    name: str,
+    ranks: tuple[int, int],
+    chunk: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every record, byte for byte; a prefix of which a part is here; a longer one in its place."""
+    there, here = ranks
     monkeypatch.setattr(module, "chunk_records", lambda record_bytes: chunk)
     layout, keys = WHOLE[name], keys_of()
     with served([layout_among(layout, rank, there) for rank in range(there)]) as (pools, addresses):

@@ -62,6 +62,7 @@ from ..conftest import audit
 from ..support.cable import Cable
 from ..support.damaging import damage_piece
 from ..support.forking import in_child, living_child
+from ..support.lengths import matrix
 from ..support.processes import Child
 from ..support.sharing import shared
 from ..support.stopping import stop
@@ -181,16 +182,11 @@ def what(pool: CXLPool, keys: PageKeys, seed: int = 3) -> list[object]:
 # ---- what moves ----
 
 
-@pytest.mark.parametrize("move", [pull, push])
-@pytest.mark.parametrize("name", LAYOUTS)
+@matrix(name=LAYOUTS, verb=["pull", "push"])
 def test_a_prefix_that_was_moved_is_the_same(
-    folder: Path,
-    link: str,
-    name: str,
-    move: Callable[[Remote, CXLPool, PageKeys], Moved],
-    rng: np.random.Generator,
+    folder: Path, link: str, name: str, verb: str, rng: np.random.Generator
 ) -> None:
-    layout = LAYOUTS[name]
+    move, layout = {"pull": pull, "push": push}[verb], LAYOUTS[name]
     with both(folder, link, layout) as (pool, _, remote), local(layout) as here:
         keys = publish(pool if move is pull else here, rng)
         moved = move(remote, here, keys)
