@@ -161,7 +161,7 @@ def assert_settled(path: str, kind: Kind) -> None:
 EVENTS = ("new", "found", "ranges found", "published", "forgotten", "scrubbed", "full")
 
 
-@pytest.mark.parametrize(("kills", "kills_of_hosts"), [(15, 6), nightly(600, 200)])
+@pytest.mark.parametrize(("kills", "kills_of_hosts"), [(8, 4), nightly(600, 200)])
 def test_killed_at_random(
     path: str,
     kind: Kind,

@@ -70,7 +70,7 @@ def assert_settled(path: str) -> dict[str, int]:
         return stats
 
 
-@pytest.mark.parametrize("operations", [8_000, nightly(200_000)])
+@pytest.mark.parametrize("operations", [4_000, nightly(200_000)])
 def test_four_processes_with_one_killed(
     pool_path: str, tmp_path: Path, seed: int, operations: int
 ) -> None:
@@ -91,7 +91,7 @@ def test_four_processes_with_one_killed(
     assert_settled(path)
 
 
-@pytest.mark.parametrize("kills", [30, nightly(1000)])
+@pytest.mark.parametrize("kills", [12, nightly(1000)])
 def test_kills_at_random_instants(pool_path: str, tmp_path: Path, seed: int, kills: int) -> None:
     """Two work on while others are killed beside them, wherever they happen to be."""
     path, box = pool_path, tmp_path

@@ -15,6 +15,8 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Decoded, unscored
 from cxlkv.sequence import Sequence
 
+from ..support.lengths import matrix
+
 HEADS, GROUP, DIM, PAGE_TOKENS = 2, 3, 64, 16
 SCALE = DIM**-0.5
 KEPT_TIMES, WANTED_SHARE = 4, 0.95
@@ -124,9 +126,9 @@ def pool() -> Iterator[CXLPool]:
         yield pool
 
 
-@pytest.mark.parametrize("pace", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize(
-    "budget", [Budget(share=0.1, refresh=8), Budget(pages=3, sinks=0, recent=1, refresh=4)]
+@matrix(
+    pace=[0.0, 0.1, 0.5],
+    budget=[Budget(share=0.1, refresh=8), Budget(pages=3, sinks=0, recent=1, refresh=4)],
 )
 def test_what_is_chosen_is_what_the_rules_say(
     pool: CXLPool, rng: np.random.Generator, budget: Budget, pace: float

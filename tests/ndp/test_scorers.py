@@ -19,7 +19,7 @@ from cxlkv.ndp.methods import SCORERS, codebooks, lsh, sparq
 from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
 from cxlkv.sequence import Sequence
 
-from ..support.lengths import matrix
+from ..support.lengths import matrix, nightly
 from ..support.threads import run_all
 
 pytest.importorskip("numba", reason="numba compiles scorers")
@@ -295,7 +295,7 @@ def test_pages_are_chosen_as_numpy_chooses_them(name: str, encoding: str, seed: 
     of.check(name, of.calibrate(name))
 
 
-@pytest.mark.parametrize("name", ["gaussian", "sparq", "pq", "low_rank"])
+@pytest.mark.parametrize("name", ["gaussian", "sparq", nightly("pq"), nightly("low_rank")])
 def test_other_dims(name: str, seed: int) -> None:
     of = Pages(seed, dim=40)
     of.check(name, of.calibrate(name))

@@ -27,6 +27,7 @@ from cxlkv.ndp.methods import SCORERS
 from cxlkv.ndp.scorers import Floats, Scorer, Shape
 
 from ..conftest import MakePool
+from ..support.lengths import nightly
 
 pytest.importorskip("numba", reason="numba compiles scorers")
 
@@ -639,10 +640,13 @@ def tokens(pages: object) -> Floats:
 # ---- layouts ----
 
 
-ODD = [(name, dim) for name in ("mean", "fier", "pq") for dim in (1, 7, 576)]
+ODD = [("mean", 1), ("fier", 7), ("pq", 576), ("low_rank", 7)]
+MORE = [("mean", 7), ("mean", 576), ("fier", 1), ("fier", 576), ("pq", 1), ("pq", 7)]
 
 
-@pytest.mark.parametrize(("name", "dim"), [*ODD, ("low_rank", 7), ("low_rank", 576)])
+@pytest.mark.parametrize(
+    ("name", "dim"), [*ODD, *(nightly(*pair) for pair in (*MORE, ("low_rank", 576)))]
+)
 def test_odd_dims(name: str, dim: int, make_pool: MakePool, rng: np.random.Generator) -> None:
     rotary = Rotary.of(10_000, min(dim - dim % 2, 512), neighbours=True) if dim > 1 else None
     layout = KVLayout(
