@@ -159,7 +159,7 @@ def served(path: Path, tmp_path: Path, rng: np.random.Generator) -> Iterator[Ser
         yield make
 
 
-@pytest.mark.parametrize("encoding", ["none", "int4", "progressive"])
+@pytest.mark.parametrize("encoding", ["none", "int4", nightly("progressive")])
 def test_a_worker_chooses_what_this_process_would(served: Served, encoding: str) -> None:
     names = NAMES if encoding == "none" or NAMES == ALL_NAMES else ("mean",)
     pool, twins = served(",".join(names), encodings=(encoding, "none"))
@@ -196,7 +196,7 @@ def test_a_worker_decodes_by_a_scorer(served: Served) -> None:
     assert pool.worker.selects_here == pool.worker.attends_here == 0
 
 
-@pytest.mark.parametrize("encoding", ["none", "int4", "progressive"])
+@pytest.mark.parametrize("encoding", ["progressive", nightly("none"), nightly("int4")])
 def test_a_worker_chooses_tokens_that_this_process_would(served: Served, encoding: str) -> None:
     pool, twins = served(",".join(ALL_CHOOSERS), encodings=(encoding, "none"))
     twins.append([150, 8, 331])
@@ -216,13 +216,13 @@ def test_a_worker_chooses_tokens_that_this_process_would(served: Served, encodin
     assert (use.connections, use.selects_here, use.selects) == (1, 0, calls)
 
 
-@pytest.mark.parametrize("name", ALL_CHOOSERS)
-def test_a_worker_decodes_by_a_chooser(served: Served, name: str) -> None:
-    pool, twins = served(name)
+def test_a_worker_decodes_by_choosers(served: Served) -> None:
+    """By each in turn, across the borders of pages."""
+    pool, twins = served(",".join(CHOOSERS))
     twins.append([200, 70, 131])
-    starts = np.arange(4, dtype=np.int32)
-    for step in range(2 * PAGE + 2):
-        layer = step % 2
+    starts, steps = np.arange(4, dtype=np.int32), len(CHOOSERS) * (2 * PAGE + 2)
+    for step in range(steps):
+        name, layer = CHOOSERS[step // 2 % len(CHOOSERS)], step % 2
         keys, values = (twins.drawn(3, HEADS, DIM) for _ in range(2))
         q = twins.drawn(3, 2 * HEADS, DIM)
         one, other = (
@@ -233,7 +233,7 @@ def test_a_worker_decodes_by_a_chooser(served: Served, name: str) -> None:
         np.testing.assert_array_equal(one.out, other.out)
         np.testing.assert_array_equal(one.lse, other.lse)
     use = pool.worker
-    assert (use.selects_here, use.attends_here, use.attends) == (0, 0, 2 * PAGE + 2)
+    assert (use.selects_here, use.attends_here, use.attends) == (0, 0, steps)
 
 
 def test_a_worker_that_was_not_told_of_a_method_says_how_to_tell_it(served: Served) -> None:

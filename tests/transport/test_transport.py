@@ -62,7 +62,7 @@ from ..conftest import audit
 from ..support.cable import Cable
 from ..support.damaging import damage_piece
 from ..support.forking import in_child, living_child
-from ..support.lengths import matrix
+from ..support.lengths import matrix, nightly
 from ..support.processes import Child
 from ..support.sharing import shared
 from ..support.stopping import stop
@@ -1202,7 +1202,7 @@ with Remote(address, read_secret(secret), device=device or None, deadline_s=60) 
 """
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("after_s", [0.05, nightly(0.0), nightly(0.3)])
 @pytest.mark.usefixtures("elsewhere")
 def test_killed_clients_leave_nothing(
     folder: Path, link: str, rng: np.random.Generator, after_s: float
