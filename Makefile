@@ -93,11 +93,11 @@ test-seeds:   ## the protocol between hosts at length: 20,000 seeds
 test-gpu: $(VENV)/.built  ## the Python tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(ARGS)
 
-# It needs none of this where there is a GPU but no network: python3 bench/gpu/suite.py OUT.
+# It needs none of this where there is a GPU but no network: python3 tests/gpu_suite/suite.py OUT.
 .PHONY: gpu-suite
 OUT ?= build/gpu-suite
 gpu-suite: $(VENV)/.built  ## GPU tests, benches and pictures into OUT; without a GPU: what can run
-	$(BIN)/python bench/gpu/suite.py $(OUT) $(ARGS)
+	$(BIN)/python tests/gpu_suite/suite.py $(OUT) $(ARGS)
 
 lint: $(VENV)/.stamp  ## style
 	$(BIN)/ruff check .

@@ -91,7 +91,7 @@ PARTS = {
     "storms": Part(
         "make pytest-nightly ARGS='--ignore tests/kernels'",
         6,
-        (*CORE, "cxlkv/", "ndp/", "bench/gpu", "tests/"),
+        (*CORE, "cxlkv/", "ndp/", "tests/"),
     ),
     "seeds": Part("make test-seeds", 6, PROTOCOL),
     "models": Part("python3 docs/models/check.py", 6, ("docs/models/",), tools=(("spin", "spin"),)),

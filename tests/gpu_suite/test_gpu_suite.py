@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch", reason="the suite measures kernels for torch's tensors")
-from cxlkv.bench.gpu import attend, decode, gather, results  # noqa: E402
-from cxlkv.bench.gpu import case as gpu_case  # noqa: E402
-from cxlkv.bench.gpu import suite as gpu_suite  # noqa: E402
-from cxlkv.bench.gpu.case import Progress, Timer  # noqa: E402
 from cxlkv.bench.result import Result  # noqa: E402
 from cxlkv.errors import BadArgumentError  # noqa: E402
 
 from ..support.pool_worker import is_alive  # noqa: E402
+from . import attend, decode, gather, results  # noqa: E402
+from . import case as gpu_case  # noqa: E402
+from . import suite as gpu_suite  # noqa: E402
+from .case import Progress, Timer  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "bench/gpu/suite.py"
+SCRIPT = ROOT / "tests/gpu_suite/suite.py"
 PNG = b"\x89PNG\r\n\x1a\n"
 CPU = torch.device("cpu")
 RUN: dict[str, Callable[[Progress], None]] = {

@@ -1,6 +1,6 @@
 """The GPU suite: builds, tests and measures from a bare checkout, without network, into a folder.
 
-    python3 bench/gpu/suite.py OUT [--wheels FOLDER] [--quick] [--minutes N]
+    python3 tests/gpu_suite/suite.py OUT [--wheels FOLDER] [--quick] [--minutes N]
 
 It needs Python >= 3.10 with torch, triton, numpy and pytest, CMake and a C compiler; wheels of what
 else is missing lie in FOLDER. Only the standard library is imported here: each step is a process of
@@ -482,7 +482,7 @@ def case(suite: Suite, name: str) -> Step:
     if not any(step.name == "build" and step.state == "passed" for step in suite.steps):
         return Step(name, "skipped", "the C core was not built")
     seconds = suite.left_s(name)
-    command: list[str | Path] = [sys.executable, "-m", "cxlkv.bench.gpu.case", name, suite.out]
+    command: list[str | Path] = [sys.executable, "-m", "tests.gpu_suite.case", name, suite.out]
     command += ["--seconds", f"{max(5.0, seconds - STOP_S):.0f}"]
     if suite.quick or suite.no_gpu:
         command.append("--tiny")
@@ -507,7 +507,7 @@ def pictures(suite: Suite) -> Step:
     """Drawn from the files of the cases, so that they can be drawn again later."""
     if not any(suite.result(name).get("metrics") for name in CASES):
         return Step("pictures", "skipped", "no figures to draw")
-    command = [sys.executable, "-m", "cxlkv.bench.gpu.results", str(suite.out)]
+    command = [sys.executable, "-m", "tests.gpu_suite.results", str(suite.out)]
     ran = run(command, suite.env, suite.left_s("pictures"))
     return Step("pictures", "failed" if ran.fault else "passed", ran.fault, tail=ran.text)
 

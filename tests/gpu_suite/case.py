@@ -1,4 +1,4 @@
-"""One case of the GPU suite: python -m cxlkv.bench.gpu.case CASE FOLDER [--seconds S] [--tiny].
+"""One case of the GPU suite: python -m tests.gpu_suite.case CASE FOLDER [--seconds S] [--tiny].
 
 Writes FOLDER/CASE.json after each part, so that a cut loses little. Exit status 77: what the case
 measures is not there, and the last line says what.
@@ -173,7 +173,7 @@ def run(name: str, folder: Path, device: torch.device, seconds: float, tiny: boo
         result.notes.append(NO_FIGURES if device.type != "cuda" else "tiny: no figures")
     progress = Progress(result, folder / f"{name}.json", seconds, figures)
     try:
-        case = import_module(f"cxlkv.bench.gpu.{name}")
+        case = import_module(f".{name}", __package__)
         size = case.TINY if tiny or device.type != "cuda" else case.Size()
         case.run(progress, device, size)
     finally:

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 from cxlkv.arrays import Pointers, memory_of
-from cxlkv.bench.gpu.attend import TOLERANCE
-from cxlkv.bench.gpu.case import Progress, Timer
 from cxlkv.bench.result import short
 from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.decode import Decoder
@@ -33,6 +31,9 @@ from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Budget, Selection, unscored
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
+
+from .attend import TOLERANCE
+from .case import Progress, Timer
 
 CHUNK_TOKENS = 65536
 SINKS, RECENT = 1, 2  # pages that stay on the GPU

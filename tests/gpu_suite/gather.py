@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from cxlkv.arrays import memory_of
-from cxlkv.bench.gpu.case import ROUNDS, Progress, Timer
-from cxlkv.bench.gpu.suite import link
 from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.kernels.copies import copy_fragments
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
+
+from .case import ROUNDS, Progress, Timer
+from .suite import link
 
 BREAK_EVEN_BYTES, BREAK_EVEN_COUNT = 28 << 10, 16  # as published for kernel copies
 BELUGA_US = 211.0  # for FRAGMENTS: 16 sparse tokens of a model of 32 billion parameters

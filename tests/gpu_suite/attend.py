@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from cxlkv.arrays import memory_of
-from cxlkv.bench.gpu.case import ROUNDS, Progress, Timer
 from cxlkv.bench.result import short
 from cxlkv.kernels.attend import CODE_BITS, attend
 from cxlkv.kernels.reference_codes import CodeForm, decode
+
+from .case import ROUNDS, Progress, Timer
 
 LONG_BYTES = 256 << 20  # reading less, a launch takes long enough to be seen
 TOLERANCE = 0.02  # relative, in the Frobenius norm, of bf16

@@ -1,6 +1,6 @@
 """Draws what the GPU suite found, from its result files alone, into the folder of a run.
 
-    python -m cxlkv.bench.gpu.results FOLDER
+    python -m tests.gpu_suite.results FOLDER
 
 gather: bandwidth against the size of a piece; attend: time against context; decode: the parts of a
 step, full fetch and selected side by side.
