@@ -33,6 +33,10 @@ class Change:
     """"", "better", "worse", "changed" where nobody knows which way is good, or "noise"."""
     emulated: str | None = None
 
+    @property
+    def percent(self) -> str:
+        return _percent(self.factor)
+
 
 def refuse_unlike(old: ResultRead, new: ResultRead) -> None:
     """Raises BadArgumentError where a comparison would mean nothing."""
@@ -146,7 +150,7 @@ def table(found: list[Change]) -> Table:
             f"{change.old:.4g}",
             f"{change.new:.4g}",
             Text(change.unit),
-            _percent(change.factor),
+            change.percent,
             interval,
             Text(change.verdict, style=colors[change.verdict]),
             *([Text(change.emulated or "")] if len(labels) > 1 else []),

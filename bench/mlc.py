@@ -24,6 +24,8 @@ TO_NS = {"ns": 1.0, "us": 1e3, "ms": 1e6}
 
 Matrix = dict[tuple[int, int], float]
 """By node of the CPUs and node of the memory."""
+Points = list[tuple[float, float]]
+"""Of a curve: GB/s and ns."""
 
 
 @dataclass
@@ -37,13 +39,26 @@ class Mlc:
     latency: Matrix = field(default_factory=dict)
     peak: dict[str, float] = field(default_factory=dict)
     bandwidth: Matrix = field(default_factory=dict)
-    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    curves: dict[str, Points] = field(default_factory=dict)
 
     def idle(self) -> float | None:
         """Of a node's CPUs and its own memory: the best of the matrix, or what stands alone."""
         own = [value for (near, node), value in self.latency.items() if near == node]
         found = own or self.idle_ns or list(self.latency.values())
         return min(found, default=None)
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Each of its numbers but those of curves, and what it is of."""
+        for ns in self.idle_ns:
+            yield "idle latency", f"{ns:.4g} ns"
+        for what, cells, unit in (
+            ("idle latency", self.latency, "ns"),
+            ("read bandwidth", self.bandwidth, "GB/s"),
+        ):
+            for (near, node), value in cells.items():
+                yield f"{what}, CPUs of node {near}, memory of {node}", f"{value:.4g} {unit}"
+        for name, speed in self.peak.items():
+            yield name, f"{speed:.4g} GB/s"
 
 
 def read(path: Path) -> Mlc:

@@ -1,93 +1,81 @@
-"""`cxlkv bench report`: runs as one HTML page, its pictures in it, for light and dark screens."""
+"""`cxlkv bench report`: runs as one HTML page, a table for each, for light and dark screens."""
 
 from __future__ import annotations
 
+import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from cxlkv.bench import mlc, words
+from cxlkv.bench import mlc, pictures
 from cxlkv.bench.compare import THRESHOLD_PERCENT, Change, changes, refuse_unlike
 from cxlkv.bench.measure import median_interval, warnings_of
-from cxlkv.bench.mlc import Mlc
-from cxlkv.bench.page_pictures import (
-    Bars,
-    Curves,
-    Matrix,
-    bars_of,
-    curves_of,
-    matrix_of,
-    ratios_of,
-)
-from cxlkv.bench.result import MetricRead, ResultRead, lower_is_better, read
+from cxlkv.bench.mlc import Mlc, Points
+from cxlkv.bench.result import ResultRead, lower_is_better, read
 from cxlkv.emulation.link import marked
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.state import write_whole
 
 TEMPLATE = Path(__file__).resolve().parent / "page.html.j2"
 BYTES_MAX = 2 << 20
-SAMPLES_DRAWN = (60, 0)  # of a figure; without them where the page would be too large
-RATIOS_SUMMED_UP = 3
-LATENCY, BANDWIDTH = "latency", "bandwidth"
-LOADED = re.compile(r"loaded_(?:(\d)r(\d)w_)?(.+)_ns")
+SUMMED_UP = 3  # figures of a run, on top of the page
+LOADED = re.compile(r"(?:.+/)?loaded_(?:(\d)r(\d)w_)?(.+)_ns")
 READS_ONLY = "reads only"
+BESIDE = (
+    ("idle latency", r"idle_.+_ns", "ns"),
+    ("latency under full load", r"loaded_full_ns", "ns"),
+    ("reads", r"read_\d+t", "GB/s"),
+    ("two reads to a write", r"mixed_\d+t", "GB/s"),
+)
+"""What MLC measures as well: its name here, our figures of it (the last counts), and the unit."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """One case's figures: those of `all` are split by their names."""
+class Row:
+    """A figure. share: of the largest of its unit, in percent, for its bar."""
 
     name: str
-    about: str
-    groups: Sequence[Bars]
-    curves: Curves | None
-    matrices: Sequence[Matrix]
-    metrics: Mapping[str, MetricRead]
-    ratios: Mapping[str, float]
-    labels: Mapping[str, str | None]
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A figure of ours and what MLC says of the same; ratio: ours over theirs."""
-
-    what: str
-    ours: str
-    theirs: str
-    ratio: str
+    median: float
+    unit: str
+    share: float
+    sure: str = ""
+    between: str = ""
+    samples: int = 1
+    emulated: str = ""
+    change: Change | None = None
 
 
 @dataclass
 class Run:
-    """summary: its most important figures in words, with their numbers. doubts: how many of its
-    figures are noisy."""
+    """doubts: how many of its figures are noisy; beside: ours and MLC's of the same; curves: a PNG
+    of the latency under load, as text."""
 
     title: str
     result: ResultRead
     machine: Mapping[str, str]
     failed: Sequence[str]
     warning: str
-    parts: Sequence[Part] = ()
-    summary: Sequence[tuple[str, str]] = ()
+    rows: Sequence[Row] = ()
     doubts: int = 0
-    changes: Sequence[Change] = ()
     unlike: str = ""
-    beside: Sequence[Beside] = ()
+    is_compared: bool = False
+    beside: Sequence[tuple[str, str, str, str]] = ()
+    curves: str = ""
+
+    @property
+    def summary(self) -> list[tuple[str, str]]:
+        """The first ratios, or what comes first."""
+        first = [row for row in self.rows if row.unit == "ratio"] or list(self.rows)
+        return [
+            (marked(row.name, row.emulated or None), f"{row.median:.4g} {row.unit}")
+            for row in first[:SUMMED_UP]
+        ]
 
     def count(self, verdict: str) -> int:
-        return sum(change.verdict == verdict for change in self.changes)
-
-
-@dataclass(frozen=True)
-class Other:
-    """MLC's own tables."""
-
-    mlc: Mlc
-    curves: Curves | None
-    matrices: Sequence[Matrix]
+        return sum(row.change is not None and row.change.verdict == verdict for row in self.rows)
 
 
 def write(paths: Sequence[Path], out: Path, mlc_file: Path | None = None) -> None:
@@ -100,35 +88,21 @@ def write(paths: Sequence[Path], out: Path, mlc_file: Path | None = None) -> Non
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    template = environment.from_string(TEMPLATE.read_text())
-    for samples in SAMPLES_DRAWN:
-        page = template.render(
-            runs=_runs(results, other, samples),
-            other=_other(other),
-            of_figure=words.of_figure,
-            interval=median_interval,
-        )
-        if len(page.encode()) < BYTES_MAX:
-            write_whole(out, page + "\n")
-            return
-    raise BadArgumentError(
-        f"the page would have {len(page.encode()) >> 10} KiB, more than {BYTES_MAX >> 10}: give "
-        "fewer runs to each page"
-    )
-
-
-def _runs(results: Sequence[tuple[Path, ResultRead]], other: Mlc | None, samples: int) -> list[Run]:
     firsts: dict[str, ResultRead] = {}
-    found = []
+    runs = []
     for path, result in results:
-        found.append(_run(path, result, firsts.get(result.case), other, samples))
+        runs.append(_run(path, result, firsts.get(result.case), other))
         firsts.setdefault(result.case, result)
-    return found
+    page = environment.from_string(TEMPLATE.read_text()).render(runs=runs, other=other)
+    if len(page.encode()) >= BYTES_MAX:
+        raise BadArgumentError(
+            f"the page would have {len(page.encode()) >> 10} KiB, more than {BYTES_MAX >> 10}: "
+            "give fewer runs to each page"
+        )
+    write_whole(out, page + "\n")
 
 
-def _run(
-    path: Path, result: ResultRead, first: ResultRead | None, other: Mlc | None, samples: int
-) -> Run:
+def _run(path: Path, result: ResultRead, first: ResultRead | None, other: Mlc | None) -> Run:
     failed = [name for name, holds in result.checks.items() if not holds]
     if not result.checks:
         failed = ["nothing was checked"]
@@ -136,23 +110,47 @@ def _run(
     run = Run(title, result, _machine(result), failed, _warning(result))
     if failed:
         return run
-    split = _split(result)
-    run.parts = [_part(name, *figures, other, samples) for name, figures in split.items()]
-    run.summary = [line for name, figures in split.items() for line in _summary(name, *figures)]
+    found: dict[str, Change] = {}
+    if first is not None:
+        try:
+            refuse_unlike(first, result)
+            found = {one.name: one for one in changes(first, result, THRESHOLD_PERCENT)}
+            run.is_compared = bool(found)
+        except BadArgumentError as error:
+            run.unlike = str(error)
+    run.rows = list(_rows(result, found))
     run.doubts = sum(
         bool(warnings_of(metric.samples))
         for metric in result.metrics.values()
         if lower_is_better(metric.unit) is not None
     )
-    run.beside = [] if other is None else _beside(split, other)
-    if first is not None:
-        try:
-            refuse_unlike(first, result)
-            found = changes(first, result, THRESHOLD_PERCENT)
-            run.changes = [change for change in found if change.factor == change.factor]
-        except BadArgumentError as error:
-            run.unlike = str(error)
+    theirs = {} if other is None else other.curves
+    if curves := _curves(result):
+        drawn = pictures.loaded_latency(curves, {f"MLC, {kind}": p for kind, p in theirs.items()})
+        run.curves = base64.b64encode(drawn).decode()
+    run.beside = [] if other is None else list(_beside(result, other))
     return run
+
+
+def _rows(result: ResultRead, found: Mapping[str, Change]) -> Iterator[Row]:
+    largest: dict[str, float] = {"ratio": max(map(abs, result.ratios.values()), default=0)}
+    for metric in result.metrics.values():
+        largest[metric.unit] = max(largest.get(metric.unit, 0), abs(metric.median))
+
+    def share(value: float, unit: str) -> float:
+        return round(100 * abs(value) / largest[unit], 1) if largest[unit] else 0.0
+
+    for name, one in result.metrics.items():
+        sure = between = ""
+        if len(one.samples) > 1:
+            sure = "{:.4g} to {:.4g}".format(*median_interval(one.samples))
+            between = f"{one.low:.4g} to {one.high:.4g}"
+        figures = (one.median, one.unit, share(one.median, one.unit), sure, between)
+        label = result.label_of(name) or ""
+        yield Row(name, *figures, len(one.samples), label, found.get(name))
+    for name, ratio in result.ratios.items():
+        label, change = result.label_of(name) or "", found.get(name)
+        yield Row(name, ratio, "ratio", share(ratio, "ratio"), emulated=label, change=change)
 
 
 def _warning(result: ResultRead) -> str:
@@ -168,13 +166,8 @@ def _warning(result: ResultRead) -> str:
 
 
 def _machine(result: ResultRead) -> dict[str, str]:
-    """The lines of a machine that people ask for first; then commit."""
-    machine = result.machine
-    rows = {name.replace("_", " "): _plain(value) for name, value in machine.items() if value}
-    memory = machine.get("memory_bytes")
-    if isinstance(memory, int):
-        rows["memory"] = f"{memory / (1 << 30):.1f} GiB"
-        del rows["memory bytes"]
+    """What the run was made on, then its commit."""
+    rows = {name.replace("_", " "): _plain(v) for name, v in result.machine.items() if v}
     return {**rows, "commit": result.commit}
 
 
@@ -186,135 +179,30 @@ def _plain(value: object) -> str:
     return " ".join(str(one) for one in value) if isinstance(value, list) else str(value)
 
 
-Figures = tuple[dict[str, MetricRead], dict[str, float], dict[str, str | None]]
-"""Of a part; and what each figure says is emulated."""
-
-
-def _split(result: ResultRead) -> dict[str, Figures]:
-    """By what stands before the slash, in `all`."""
-    parts: dict[str, Figures] = {}
-    for name in (*result.metrics, *result.ratios):
-        part, _, short = name.rpartition("/")
-        metrics, ratios, labels = parts.setdefault(part or result.case, ({}, {}, {}))
-        if name in result.metrics:
-            metrics[short] = result.metrics[name]
-        if name in result.ratios:
-            ratios[short] = result.ratios[name]
-        labels[short] = result.label_of(name)
-    return parts
-
-
-def _part(
-    name: str,
-    metrics: dict[str, MetricRead],
-    ratios: dict[str, float],
-    labels: dict[str, str | None],
-    other: Mlc | None,
-    samples: int,
-) -> Part:
-    units: dict[str, dict[str, MetricRead]] = {}
-    for figure, metric in metrics.items():
-        units.setdefault(metric.unit, {})[figure] = metric
-    groups = []
-    for unit, some in units.items():
-        groups += bars_of(name, unit, some, samples, labels)
-    if ratios:
-        groups.append(ratios_of(name, ratios, labels))
-    curves = None
-    if name == LATENCY and (ours := _curves(metrics)):
-        theirs = {} if other is None else other.curves
-        curves = curves_of(ours, {f"MLC, {kind}": points for kind, points in theirs.items()})
-    about, matrices = words.of_part(name), _matrices(metrics)
-    return Part(name, about, groups, curves, matrices, metrics, ratios, labels)
-
-
-def _curves(metrics: dict[str, MetricRead]) -> dict[str, list[tuple[float, float]]]:
+def _curves(result: ResultRead) -> dict[str, Points]:
     """(GB/s, ns) of the loaded latencies by kind of traffic, each from the idle one in the largest
     region on."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for name, metric in metrics.items():
-        speed = metrics.get(f"{name[:-3]}_speed")
+    found: dict[str, Points] = {}
+    for name, metric in result.metrics.items():
+        speed = result.metrics.get(f"{name[:-3]}_speed")
         if speed is not None and (loaded := LOADED.fullmatch(name)):
             kind = f"{loaded[1]}:{loaded[2]} reads and writes" if loaded[1] else READS_ONLY
             found.setdefault(kind, []).append((speed.median, metric.median))
-    idle = [metric.median for name, metric in metrics.items() if name.startswith("idle_")]
-    return {
-        kind: sorted([(0.0, of), *points]) for kind, points in found.items() for of in idle[-1:]
-    }
+    idle = _last(result, r"idle_.+_ns")
+    return {kind: sorted([(0.0, idle), *p]) for kind, p in found.items() if idle is not None}
 
 
-def _matrices(metrics: dict[str, MetricRead]) -> list[Matrix]:
-    """Of figures of every node's memory from every node's CPUs."""
-    cells: dict[str, dict[tuple[int, int], float]] = {}
-    for name, metric in metrics.items():
-        if found := re.fullmatch(r"(?:read_)?node(\d+)_from_node(\d+)(?:_ns)?", name):
-            cells.setdefault(metric.unit, {})[int(found[2]), int(found[1])] = metric.median
-    made = [matrix_of("Nodes", unit, some) for unit, some in cells.items()]
-    return [one for one in made if one is not None]
+def _last(result: ResultRead, pattern: str) -> float | None:
+    fits = [m.median for n, m in result.metrics.items() if re.fullmatch(f"(?:.+/)?{pattern}", n)]
+    return fits[-1] if fits else None
 
 
-def _summary(
-    part: str,
-    metrics: dict[str, MetricRead],
-    ratios: dict[str, float],
-    labels: dict[str, str | None],
-) -> list[tuple[str, str]]:
-    found = []
-    for pattern in words.HEADLINES.get(part, ()):
-        if fits := [name for name in metrics if re.fullmatch(pattern, name)]:
-            metric = metrics[fits[-1]]
-            text = marked(words.of_figure(part, fits[-1], metric.unit), labels[fits[-1]])
-            found.append((text, f"{metric.median:.4g} {metric.unit}"))
-    if not found:
-        some = list(ratios.items())[:RATIOS_SUMMED_UP]
-        found = [
-            (f"{part}: {marked(words.of_figure(part, n, 'ratio'), labels[n])}", f"{r:.3g} times")
-            for n, r in some
-        ]
-    return found
-
-
-# ---- beside Intel's MLC ----
-
-
-def _other(found: Mlc | None) -> Other | None:
-    if found is None:
-        return None
-    matrices = [
-        matrix_of("Idle latency between nodes", "ns", found.latency),
-        matrix_of("Read bandwidth between nodes", "GB/s", found.bandwidth),
-    ]
-    kept = [one for one in matrices if one is not None]
-    return Other(found, curves_of({}, found.curves), kept)
-
-
-def _beside(split: Mapping[str, Figures], other: Mlc) -> list[Beside]:
+def _beside(result: ResultRead, other: Mlc) -> Iterator[tuple[str, str, str, str]]:
     """What both have measured, each by its own loops: loads, and streams of all threads."""
-    latency, bandwidth = (split.get(name, ({}, {}, {}))[0] for name in (LATENCY, BANDWIDTH))
     curve = other.curves.get(READS_ONLY)
     full = curve[-1][1] if curve else None
-    pairs = (
-        ("idle latency", latency, r"idle_.+_ns", other.idle(), "ns"),
-        (
-            "latency under full load",
-            latency,
-            r"loaded_full_ns",
-            full,
-            "ns",
-        ),
-        ("reads", bandwidth, r"read_\d+t", other.peak.get("ALL Reads"), "GB/s"),
-        (
-            "two reads to a write",
-            bandwidth,
-            r"mixed_\d+t",
-            other.peak.get("2:1 Reads-Writes"),
-            "GB/s",
-        ),
-    )
-    found = []
-    for what, metrics, pattern, theirs, unit in pairs:
-        fits = [metric.median for name, metric in metrics.items() if re.fullmatch(pattern, name)]
-        if fits and theirs:
-            ours, other_ones = (f"{value:.4g} {unit}" for value in (fits[-1], theirs))
-            found.append(Beside(what, ours, other_ones, f"{fits[-1] / theirs:.3g}"))
-    return found
+    peaks = (other.peak.get("ALL Reads"), other.peak.get("2:1 Reads-Writes"))
+    for (what, pattern, unit), theirs in zip(BESIDE, (other.idle(), full, *peaks), strict=True):
+        ours = _last(result, pattern)
+        if ours and theirs:
+            yield what, f"{ours:.4g} {unit}", f"{theirs:.4g} {unit}", f"{ours / theirs:.3g}"

@@ -175,6 +175,6 @@ def tables(result: Result) -> list[Table]:
 
 
 def draw(result: Result, path: Path) -> None:
-    from cxlkv.bench.pictures_decode import heat_maps
+    from cxlkv.bench.pictures import heat_maps
 
     heat_maps(result, RATIOS, path)

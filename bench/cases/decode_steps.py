@@ -265,6 +265,6 @@ def tables(result: Result) -> list[Table]:
 
 
 def draw(result: Result, path: Path) -> None:
-    from cxlkv.bench.pictures_decode import over_contexts
+    from cxlkv.bench.pictures import over_contexts
 
     over_contexts(result, "a step of a model", path)
