@@ -83,7 +83,7 @@ def positive_float32(value: object, name: str) -> float:
 
 
 def softcap_of(softcap: object) -> float:
-    """As the core takes it: 0 where there is none. Raises BadArgumentError."""
+    """The softcap as the core takes it: 0 where there is none. Raises BadArgumentError."""
     is_none = softcap is None or (isinstance(softcap, (int, float)) and softcap == 0)
     return 0.0 if is_none else positive_float32(softcap, "softcap")
 
@@ -132,7 +132,7 @@ def view(array: object, name: str) -> View:
 
 
 def rows_or_bytes(array: object, name: str) -> View:
-    """As view(), and of uint8 or float8_e4m3fn, too: their code is BYTES."""
+    """view(), which also takes uint8 or float8_e4m3fn: their code is BYTES."""
     array = imported(array, name)
     if isinstance(array, np.ndarray) and array.dtype in _NUMPY_BYTES:
         address: int = array.__array_interface__["data"][0]
@@ -143,8 +143,8 @@ def rows_or_bytes(array: object, name: str) -> View:
 
 
 def target(array: object, name: str) -> View:
-    """As rows_or_bytes(), of what is to be written; raises BadArgumentError where that would be
-    lost, or gradients would not know of it."""
+    """rows_or_bytes() of what is to be written; raises BadArgumentError where that would be lost,
+    or gradients would not know of it."""
     if is_torch(array):
         memory_of(array, name)
         if array.requires_grad:
@@ -202,7 +202,7 @@ def values_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def check_memory(tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """As memory_of() does, of several by their names; of what is read by kernels."""
+    """Check by memory_of() the tensors, by name, that kernels read."""
     for name, tensor in tensors.items():
         try:
             if tensor is None or tensor.is_meta:  # no kernel runs there
@@ -258,7 +258,7 @@ def _wrong_dtype(name: str, dtype: object) -> BadArgumentError:
 
 
 def address_of(array: object, name: str) -> int:
-    """Of the first element of what view() takes; of a tensor, of what forms() knows."""
+    """Address of the first element of what view() takes; of a tensor, of what forms() knows."""
     if isinstance(array, np.ndarray):
         return int(array.__array_interface__["data"][0])
     if not is_torch(array):

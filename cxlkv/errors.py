@@ -25,7 +25,7 @@ def shown(value: object) -> str:
 
 
 def state_of(error: CXLKVError) -> str:
-    """Of what raised it, in a word, for a repr: closed, released, fenced, stale."""
+    """The state of what raised it, in a word, for a repr: closed, released, fenced, stale."""
     return type(error).__name__.removesuffix("Error").lower()
 
 

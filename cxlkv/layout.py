@@ -38,7 +38,8 @@ def dtype_name(dtype: object) -> str:
 
 
 def encodings_of(text: str) -> tuple[str, str]:
-    """Of keys and of values, in "int8" (both) or "int8,int4"; raises BadArgumentError."""
+    """The encodings of keys and of values in "int8" (both) or "int8,int4"; raises
+    BadArgumentError."""
     names = [name.strip() for name in str(text).split(",")]
     if not 1 <= len(names) <= 2 or any(name not in ENCODINGS for name in names):
         raise BadArgumentError(
@@ -233,7 +234,8 @@ class KVLayout:
         shard: tuple[int, int, int, int] = (0, 1, 0, 1),
         model_id: str = "",
     ) -> KVLayout:
-        """Of a pool that stores objects, each up to object_bytes (text like "2MiB"), by their keys.
+        """The layout of a pool that stores objects, each up to object_bytes (text like "2MiB"), by
+        their keys.
 
         Such a pool is used by put(), get_into() and lease(), for engines that move whole blocks; it
         has no sequences. A page is one object, in one piece.
@@ -347,7 +349,8 @@ class KVLayout:
 
     @cached_property
     def encoding(self) -> str:
-        """Of keys and values in one word, "int8"; in two where they differ, "int8,int4"."""
+        """The encoding of keys and values in one word, "int8"; in two where they differ,
+        "int8,int4"."""
         both = (self.k_encoding, self.v_encoding)
         return ",".join(dict.fromkeys(both))
 
@@ -389,7 +392,7 @@ class KVLayout:
 
     @cached_property
     def object_bytes(self) -> int | None:
-        """Of a pool of objects the most that one may have; None where K and V are stored."""
+        """The most bytes of an object in a pool of objects; None where K and V are stored."""
         return self.page_tokens if self.values == "object" else None
 
     @cached_property
@@ -408,7 +411,7 @@ class KVLayout:
         return sum(group.stored_key_bytes for group in self.groups)
 
     def piece_bytes(self, channels: int, encoding: str, more_bytes: int = 0) -> int:
-        """Of a page's tokens, of one head: as the model made them, or whole blocks of codes.
+        """Bytes of one head's tokens in a page: as the model made them, or whole blocks of codes.
 
         more_bytes: behind the rows, or the scales of codes; a digest's scale. Raises
         BadArgumentError.
@@ -439,7 +442,7 @@ class KVLayout:
 
 
 def _row_bytes(channels: int, encoding: str, dtype: str) -> int:
-    """Of one token and head: codes of a multiple of 16 channels, and a float16 scale."""
+    """Bytes of one token and head: codes of a multiple of 16 channels, and a float16 scale."""
     if encoding not in CODE_BITS:
         return channels * (1 if encoding == FP8 else DTYPE_BYTES[dtype])
     return -(-channels // CODE_TOKENS) * CODE_TOKENS * CODE_BITS[encoding] // 8 + 2

@@ -52,7 +52,7 @@ class RowForm(NamedTuple):
         return _core.row_form_bytes(*self.codes(), size)
 
     def codes(self) -> tuple[int, int, int]:
-        """As the core has them. Raises BadArgumentError."""
+        """The form's codes in the core. Raises BadArgumentError."""
         if self.encoding not in ENCODINGS:
             raise BadArgumentError(f"encoding {self.encoding!r}: objects keep rows as {KEPT_AS}")
         if not is_whole(self.dim, 1, 2**32 - 1):
@@ -388,7 +388,7 @@ def list_of_keys(keys: Keys) -> list[str | bytes]:
 
 
 def hashes_of(keys: Keys) -> bytes:
-    """Of names, hashed; of object_keys() what they are: 16 bytes each, joined."""
+    """Hashes of names, 16 bytes each, joined; object_keys() are hashes already."""
     if isinstance(keys, (str, bytes)):
         raise BadArgumentError("one key where several are wanted: put it into a list")
     if isinstance(keys, PageKeys):

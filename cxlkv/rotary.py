@@ -13,7 +13,7 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.numbers import FLOAT32_MAX, array_of, is_real, is_whole
 
 PAIRS_MAX = 256
-"""Of a layer; of all groups of a layout together, too."""
+"""Most pairs of a layer; of all groups of a layout together, too."""
 Floats = npt.NDArray[np.float32]
 
 

@@ -37,7 +37,7 @@ SOFTCAP_MAX = 1e4
 """Models have 50 or less."""
 CODE_BITS = {"none": 0, "int8": 8, "int4": 4}
 TOKENS_MAX = 1 << 30
-"""Of a list: places are counted in 32 bits."""
+"""Most tokens of a list: places are counted in 32 bits."""
 
 
 def attend(
@@ -270,7 +270,7 @@ def _shape(
 
 
 def _bits_of(encodings: tuple[str, str], own_values: bool) -> tuple[int, int]:
-    """Of keys and of values; 0: none."""
+    """Bits of keys and of values; 0: none."""
     for name, encoding in zip(("keys", "values"), encodings, strict=True):
         if encoding not in CODE_BITS:
             raise BadArgumentError(

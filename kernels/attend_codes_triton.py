@@ -32,7 +32,7 @@ IN_PYTHON = tl.constexpr(INTERPRETED)
 
 
 def _ptx(parts: int, numbers: dict[str, str], lines: list[str]) -> tl.constexpr:
-    """Of two words next to each other, $parts and the next, `parts` pairs of float16."""
+    """PTX for `parts` pairs of float16 of two words next to each other, $parts and the next."""
     names = ", ".join(["x0", "x1", "y0", "y1", *numbers])
     loads = [f"mov.b32 {name}, {text};" for name, text in numbers.items()]
     text = "\n".join(["{", f".reg .b32 {names};", *loads, *lines, "}"])
@@ -157,8 +157,8 @@ def _words(at, wanted, COUNT: tl.constexpr, ROWS: tl.constexpr, ROW_BYTES: tl.co
 
 @triton.jit
 def _scales(at, token, wanted, OFFSET: tl.constexpr, TOKENS: tl.constexpr):
-    """Of pairs of tokens in pieces, float32 of all TOKENS. Words of two scales are copied while the
-    kernel works, where one scale would be waited for."""
+    """Scales of pairs of tokens in pieces, float32 of all TOKENS. Words of two scales are copied
+    while the kernel works, where one scale would be waited for."""
     pointer = (at + OFFSET + token * 2).to(tl.pointer_type(tl.int32))
     pair = tl.load(pointer, mask=wanted, other=0)
     first = pair.to(tl.int16).to(tl.float16, bitcast=True)
@@ -209,9 +209,9 @@ def _parted(q, row_at, used, scale, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS
 @triton.jit
 def _query(q, row_at, used, scale, DIM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
            COMPUTE: tl.constexpr, PRECISE: tl.constexpr):
-    """Of rows: their parts as _codes() has those of keys, what these lack, half the sum of both,
-    and what their products are to be multiplied by. Parts are divided by the largest channel:
-    float16 ends at 65504."""
+    """The parts of rows as _codes() has those of keys, what these lack, half the sum of both, and
+    what their products are to be multiplied by. Parts are divided by the largest channel: float16
+    ends at 65504."""
     if BITS == 0:
         channel = tl.arange(0, WIDTH)
         mask = used[:, None] & (channel < DIM)[None, :]
@@ -319,7 +319,7 @@ def _behind(position, origin):
 
 @triton.jit
 def _weights(log_weights, slot, in_page, k, PAGE_TOKENS: tl.constexpr):
-    """Of a tile's tokens, in powers of two; -inf: it is left out."""
+    """Weights of a tile's tokens, in powers of two; -inf: it is left out."""
     mask = (in_page < PAGE_TOKENS) & (slot < k)
     pointer = log_weights + slot * PAGE_TOKENS + in_page
     return tl.load(pointer, mask=mask, other=float("-inf")) * LOG2_E
@@ -505,8 +505,8 @@ def constants(shape: Shape, tiles: Tiles) -> dict[str, object]:
 def launch(
     call: Call, shape: Shape, tiles: Tiles, splits: int, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """As attend_triton.launch. q is contiguous, float32 and rotated where keys are codes; out is
-    left rotated where values are."""
+    """attend_triton.launch for codes. q is contiguous, float32 and rotated where keys are codes;
+    out is left rotated where values are."""
     lists, kv_heads, k = call.keys_at.shape
     blocks = triton.cdiv(shape.rows * shape.group, tiles.lines)
     factor = call.scale if call.softcap is None else 2 * call.scale / call.softcap

@@ -14,7 +14,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one call: what decides how the kernel is compiled."""
+    """The shape of one call: what decides how the kernel is compiled."""
 
     dtype: torch.dtype  # of keys and values
     query_dtype: torch.dtype
@@ -109,7 +109,8 @@ def tiles_of(shape: Shape) -> Tiles:
 
 
 MIXED_BYTES_MAX = 160 << 10
-"""Of a tile's plain rows and codes: with queries, 194 KiB of shared memory where it is full."""
+"""Most bytes of a tile's plain rows and codes: with queries, 194 KiB of shared memory where it is
+full."""
 
 
 def _tiles_of_codes(shape: Shape, widest: int) -> Tiles:
@@ -130,7 +131,7 @@ def _tiles_of_codes(shape: Shape, widest: int) -> Tiles:
 
 
 def _mixed_tokens(shape: Shape) -> int:
-    """Of a tile where only keys have an encoding, or only values."""
+    """Tokens of a tile where only keys have an encoding, or only values."""
     keys, values = power_of_two(shape.dim), power_of_two(shape.value_dim)
     number_bytes = max(shape.dtype.itemsize, shape.compute.itemsize)
     if shape.key_bits:

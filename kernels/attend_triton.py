@@ -61,7 +61,7 @@ def _look(
 
 @triton.jit
 def _weights(log_weights, tile, k, PAGE_TOKENS: tl.constexpr, TOKENS: tl.constexpr):
-    """Of a tile's tokens, in powers of two; -inf: it is left out."""
+    """Weights of a tile's tokens, in powers of two; -inf: it is left out."""
     flat = tile * TOKENS + tl.arange(0, TOKENS)
     inside = flat < k * PAGE_TOKENS
     return tl.load(log_weights + flat, mask=inside, other=float("-inf")) * LOG2_E

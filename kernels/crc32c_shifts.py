@@ -42,7 +42,7 @@ def of_zeros(size: int) -> int:
 
 
 def signed(words: list[int]) -> torch.Tensor:
-    """As int32, which is what kernels load."""
+    """The words as int32, which is what kernels load."""
     return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 

@@ -38,7 +38,7 @@ class Encoded:
 
 
 def sketch_bytes(page_tokens: int, dim: int) -> int:
-    """Of a sketch piece."""
+    """Bytes of a sketch piece."""
     return -(-page_tokens // SKETCH_TOKENS) * (-(-dim // SKETCH_CHANNELS) + 1) * LINE_BYTES
 
 

@@ -213,7 +213,8 @@ def _sketch(k: torch.Tensor, sketches: torch.Tensor, page_tokens: int) -> None:
 
 
 def variants() -> list[Variant]:
-    """Of usual models: 128 channels, MLA's 576, small heads and float32, contiguous channels."""
+    """Variants for usual models: 128 channels, MLA's 576, small heads and float32, contiguous
+    channels."""
     found: list[Variant] = []
     for dim, dtype in ((128, torch.bfloat16), (64, torch.float16), (576, torch.bfloat16)):
         found += [_gather_variant(dim, dtype, digest=True), _sketch_variant(dim, dtype)]

@@ -69,7 +69,7 @@ def append_codes(
     form: CodeForm,
     page_tokens: int,
 ) -> None:
-    """As append_rows, into uint8 [requests, heads, slots, piece_bytes]: the rows' codes and scales,
+    """append_rows into uint8 [requests, heads, slots, piece_bytes]: the rows' codes and scales,
     which are those that a pool makes of them. What a slot had of other tokens stays."""
     requests, _, heads, dim = rows.shape
     piece_bytes = form.piece_bytes(page_tokens)

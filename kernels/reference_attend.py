@@ -13,7 +13,7 @@ from cxlkv.kernels.reference_codes import CodeForm, decode
 
 
 def attend(call: Call, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """As kernels.attend.attend, list by list: float64 (out, lse)."""
+    """kernels.attend.attend, list by list: float64 (out, lse)."""
     results = [_attend_one(call, shape, one) for one in range(len(call.q))]
     return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
 
@@ -89,7 +89,7 @@ def merge(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """As kernels.merge.merge, into out and lse."""
+    """kernels.merge.merge, into out and lse."""
     sums = torch.stack(list(lses)).double()
     parts = torch.stack([part.double() for part in outs])
     top = sums.amax(0)

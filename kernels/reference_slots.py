@@ -16,7 +16,7 @@ FREE, HELD, USED, BEYOND = range(4)  # kinds of slots, in the order of a call's 
 
 
 def assign(state: Slots, pages: torch.Tensor, tags: torch.Tensor, out: Assigned) -> None:
-    """As `slots.assign`, into out."""
+    """`slots.assign`, into out."""
     state.clock.add_(1)
     valid = (pages >= 0) & (pages < state.pages_max)
     page = torch.where(valid, pages, 0).long()
@@ -62,7 +62,7 @@ def assign(state: Slots, pages: torch.Tensor, tags: torch.Tensor, out: Assigned)
 
 
 def residents(state: Slots, tags: torch.Tensor) -> torch.Tensor:
-    """As `slots.residents`."""
+    """`slots.residents`."""
     page = state.page_of_slot.clamp(min=0).long()
     now = tags.unsqueeze(1).expand(-1, page.shape[1], -1).gather(2, page)
     numbers = torch.arange(page.shape[2], device=tags.device)
@@ -72,7 +72,7 @@ def residents(state: Slots, tags: torch.Tensor) -> torch.Tensor:
 
 
 def invalidate(state: Slots, assigned: Assigned, failed: torch.Tensor) -> None:
-    """As `slots.invalidate`; failed is [requests, kv_heads, k]."""
+    """`slots.invalidate`; failed is [requests, kv_heads, k]."""
     slot = assigned.slot.long()
     bad = (failed != 0) & (assigned.miss_pages >= 0) & (slot >= 0) & (slot < state.shape[2])
     there = state.page_of_slot.gather(2, torch.where(bad, slot, 0))

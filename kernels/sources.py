@@ -21,7 +21,8 @@ class PageRows(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Of each page of a list, int64 [requests, kv_heads, k]; 0 where nothing is to be fetched."""
+    """Where each page of a list is, int64 [requests, kv_heads, k]; 0 where nothing is to be
+    fetched."""
 
     keys: torch.Tensor
     values: torch.Tensor

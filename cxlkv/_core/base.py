@@ -199,7 +199,7 @@ def dtype_of(struct: str) -> np.dtype[np.void]:
 def view_of(
     address: int, size: int, kept: tuple[object, ...]
 ) -> tuple[memoryview, weakref.ref[object]]:
-    """Of memory that lasts as long as what is `kept`; and a reference to its buffer."""
+    """A view of memory that lasts as long as `kept` does, and a weak reference to its buffer."""
     # As handle_of() does: it compares two pointers with a third, when the memory has no view left.
     memory = ffi.buffer(ffi.gc(ffi.cast(_BYTES, address), kept.__contains__), size)
     return memoryview(memory), weakref.ref(memory)

@@ -90,7 +90,8 @@ def batch_append_blocks(
     starts: Starts,
     rewind: int,
 ) -> int:
-    """Of keys and values the last two axes are contiguous; starts[-1] is len(blocks)."""
+    """Append blocks: the last two axes of keys and values are contiguous; starts[-1] is
+    len(blocks)."""
     struct = _fill_blocks(keys, values, starts, blocks)
     return check(lib.cxlkv_batch_append_blocks(batch, layer, struct, rewind))
 
@@ -263,7 +264,8 @@ def _chosen(choice: Any, dims: tuple[int, int, int, int]) -> Chosen:
 
 
 def stages(done: Any) -> tuple[int, float, int, int, int]:
-    """Of a select's or a decode's struct: lists, mean error, tokens, bytes of sketches, of keys."""
+    """Unpack the struct of a select or a decode: lists, mean error, tokens, bytes of sketches, of
+    keys."""
     keys = done.bytes_scored - done.bytes_sketched
     return done.lists_staged, done.mean_error, done.tokens_scored, done.bytes_sketched, keys
 

@@ -28,7 +28,7 @@ DAMAGED: int = lib.CXLKV_OBJECT_DAMAGED
 
 
 def object_keys(names: bytes, ends: Addresses, root: bytes) -> Hashes:
-    """Of the names that end at `ends` in `names`: [n, HASH_BYTES]."""
+    """Hash the names that end at `ends` in `names`: [n, HASH_BYTES]."""
     keys = np.empty((len(ends), HASH_BYTES), np.uint8)
     out = flat("uint8_t", keys, True)
     check(lib.cxlkv_object_keys(names, flat("uint64_t", ends), len(ends), root, out))
@@ -46,7 +46,7 @@ class Memory(NamedTuple):
 
 
 def _buffers(memory: Memory) -> Any:
-    """Of arrays that the caller keeps."""
+    """Buffers of arrays that the caller keeps alive."""
     struct = ffi.new("cxlkv_buffers *")
     struct.addresses, struct.sizes = flat("uint64_t", memory[0]), flat("uint64_t", memory[1])
     struct.starts = ffi.NULL if memory.starts is None else flat("uint64_t", memory.starts)
@@ -121,8 +121,8 @@ def lease_reserve(pool: Handle, sizes: Addresses) -> tuple[Handle, Addresses]:
 def lease_views(
     pool: Handle, lease: Handle, places: Sequence[tuple[int, int]], writable: bool
 ) -> tuple[list[memoryview | None], list[weakref.ref[object] | None]]:
-    """Of each (address, bytes) its memory, None at address 0; and a reference by which it can be
-    told whether somebody has a view of it still, or of a part of it, in whatever form.
+    """The memory of each (address, bytes), None at address 0, and a weak reference that lives as
+    long as any view of it, or of a part of it, in whatever form.
 
     Each keeps the lease, and the pool, which would be unmapped when nobody has it any more.
     """
@@ -142,7 +142,7 @@ def lease_views(
 def lease_publish(
     lease: Handle, places: npt.NDArray[np.uint32], keys: bytes
 ) -> npt.NDArray[np.int32]:
-    """As objects_put()."""
+    """Publish reserved objects; the codes are those of objects_put()."""
     codes = np.empty(len(places), np.int32)
     given = (len(places), flat("uint32_t", places), keys)
     check(lib.cxlkv_lease_publish(lease, *given, int32s(codes, True)))

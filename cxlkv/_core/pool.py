@@ -67,7 +67,7 @@ def _fill_rotary(made: Any, layout: KVLayout) -> None:
 
 
 def _rotary_from(got: Any, group: int) -> Rotary | None:
-    """Of a cxlkv_rotary, which the core has checked."""
+    """The Rotary of a cxlkv_rotary, which the core has checked."""
     first, count = sum(got.pairs[0:group]), got.pairs[group]
     if not count:
         return None
@@ -76,8 +76,8 @@ def _rotary_from(got: Any, group: int) -> Rotary | None:
 
 
 def layout_crc(layout: KVLayout, sketch: bool) -> int:
-    """Of what a pool of this layout and another one must agree in to exchange records: what
-    record_shape() says of a pool."""
+    """The CRC of what a pool of this layout and another must agree in to exchange records;
+    record_shape() has it of a pool."""
     described = bytes(ffi.buffer(_layout_struct(layout, False, sketch)))
     last = "rotary" if layout.is_encoded else "k_encoding"  # as before there were any
     return crc32c(described[: ffi.offsetof("cxlkv_layout", last)])
@@ -178,7 +178,7 @@ def pool_layout(pool: Handle) -> tuple[KVLayout, bool, bool]:
 
 
 def layout_from(got: Any) -> KVLayout:
-    """Of a cxlkv_layout."""
+    """The KVLayout of a cxlkv_layout."""
     order = list(got.group_of)[: got.layers]
     groups = [
         LayerGroup(

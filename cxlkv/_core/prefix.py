@@ -31,7 +31,7 @@ def page_keys(ids: Tokens, page_tokens: int, kind: int, root: bytes) -> Hashes:
 
 
 def tail_keys(ids: Tokens, before: bytes) -> Hashes:
-    """Of the first 1, 2 ... of these ids."""
+    """Keys of every prefix of ids: [:1], [:2], ..."""
     keys = np.empty((len(ids), HASH_BYTES), np.uint8)
     out = flat("uint8_t", keys, True)
     check(lib.cxlkv_tail_keys(flat("int64_t", ids), len(ids), before, out))

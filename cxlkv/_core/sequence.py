@@ -74,7 +74,7 @@ class Places(NamedTuple):
 
 
 def sequence_places(sequence: Handle, layer: int, first: int = 0, room: int = 0) -> Places:
-    """Of the pages from `first` on that are complete in the layer; room: a guess of how many."""
+    """Places of the layer's complete pages, from `first` on; room: a guess of how many."""
 
     def fill(room: int) -> tuple[Places, int]:
         keys, values, descriptors = (np.empty(room, np.int64) for _ in range(3))

@@ -154,7 +154,7 @@ class HotBuffer:
         self._pages_of_slots[request].fill_(-1)
 
     def counters(self) -> Counters:
-        """Of all requests and layers. Waits for the device."""
+        """Counters of all requests and layers. Waits for the device."""
         hits, misses, errors = self._counters.sum(1).tolist()
         return Counters(hits, misses, errors)
 
@@ -225,7 +225,8 @@ class HotBuffer:
         return slot_bytes, pages_of_slots, counters, state
 
     def _take_pieces(self, limits: Sequence[int]) -> list[torch.Tensor]:
-        """Of one layer, keys and values: uint8 [requests, slots of all heads, bytes of a piece]."""
+        """Memory for the pieces of one layer, keys and values: uint8 [requests, slots of all heads,
+        bytes of a piece]."""
         return [
             torch.empty(
                 (self.requests, sum(limits), _stride_bytes(piece)),

@@ -47,7 +47,8 @@ from cxlkv.pool import Pool
 from cxlkv.sequence import Sequence
 
 PIECE_BYTES_MAX = 64 << 30
-"""Of one registration, where all at once is refused: some drivers (R580) refuse 512 GiB."""
+"""Most bytes of one registration, where all at once is refused: some drivers (R580) refuse 512
+GiB."""
 ALIGNMENT_BYTES = 2 << 20
 RESIDENT_STEP_BYTES = 1 << 30
 UNCHARGED = ("hugetlb", "devdax")  # kinds of pages that no memory cgroup counts

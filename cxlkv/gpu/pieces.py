@@ -37,13 +37,13 @@ def piece_of(
 
 
 def pieces_of(layout: KVLayout) -> tuple[Piece, Piece]:
-    """Of keys and of values, as they lie in the pool; raises UnsupportedError for what kernels do
-    not read there."""
+    """The pieces of keys and of values, as they lie in the pool; raises UnsupportedError for what
+    kernels do not read there."""
     return _pieces_of(layout, encodings_of(layout))
 
 
 def fetched_pieces(layout: KVLayout, decoded: bool) -> tuple[Piece, Piece]:
-    """As fetch() gives them: rows, or, of what is encoded, its codes."""
+    """The pieces that fetch() returns: rows, or the codes of what is encoded."""
     both = (layout.k_encoding, layout.v_encoding)
     if decoded:
         return _pieces_of(layout, ("none", "none"))
@@ -65,7 +65,8 @@ def _pieces_of(layout: KVLayout, encodings: tuple[str, str]) -> tuple[Piece, Pie
 
 
 def encodings_of(layout: KVLayout) -> tuple[str, str]:
-    """Of keys and of values, as kernels.attend takes them; raises UnsupportedError for others."""
+    """The encodings of keys and of values, as kernels.attend takes them; raises UnsupportedError
+    for others."""
     both = (layout.k_encoding, layout.v_encoding)
     if not set(both) <= set(CODE_BITS):
         raise UnsupportedError(

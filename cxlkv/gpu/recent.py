@@ -84,7 +84,7 @@ class Recent:
 
 
 def _addresses(rings: torch.Tensor) -> torch.Tensor:
-    """Of each piece of [layers, requests, heads, slots, ...]."""
+    """Addresses of each piece of [layers, requests, heads, slots, ...]."""
     shape = rings.shape[:4]
     piece = rings[0, 0, 0, 0].numel() * rings.element_size()
     numbers = torch.arange(shape.numel(), dtype=torch.int64, device=rings.device)

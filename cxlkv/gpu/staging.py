@@ -190,7 +190,7 @@ class Staging:
         pieces: tuple[Piece, Piece],
         out: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> Sequence[torch.Tensor]:
-        """Of keys and values; of keys only, where the values are in them."""
+        """The outputs for keys and values; for keys only, where the values are in them."""
         if out is not None:
             for name, array, piece in zip(("keys", "values"), out, pieces, strict=True):
                 right = array.dtype == piece.dtype and array.device.type == self.device.type

@@ -123,7 +123,7 @@ def half_of_model(layout: KVLayout, parameters: float, q_heads: int) -> float:
 
 
 def _token_flops(layout: KVLayout, parameters: float, q_heads: int) -> tuple[float, float]:
-    """Of one token: operations wherever it stands, and those for each token before it.
+    """Operations of one token: those wherever it stands, and those for each token before it.
 
     A multiplication and an addition for each parameter; for each key in sight one product of
     head_dim and one of value_head_dim channels a query head. Layers with a window see all of it.
@@ -146,7 +146,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Of many requests: choice[i] is an index in CHOICES, seconds [n, 3] in the same order."""
+    """The choices for many requests: choice[i] is an index in CHOICES, seconds [n, 3] in the same
+    order."""
 
     choice: npt.NDArray[np.int64]
     seconds: Doubles

@@ -36,7 +36,8 @@ def mapped(address: int, size: int, smaps: Path = Path("/proc/self/smaps")) -> d
 
 
 def huge_bytes(kib: dict[str, int]) -> int:
-    """Of what mapped() found; memory that this process has not touched yet is not in it."""
+    """Bytes in huge pages of what mapped() found; memory that this process has not touched yet is
+    not in it."""
     if kib.get("KernelPageSize", 4) << 10 >= SMALLEST:  # hugetlbfs, a device
         return max(kib.get(name, 0) for name in ("Size", "Rss")) << 10
     return max(kib.get(name, 0) for name in _FIELDS) << 10

@@ -179,7 +179,7 @@ def named(nodes: Sequence[int]) -> str:
 
 
 def _free_bytes(path: Path) -> int | None:
-    """Of a node: what is free, and the page cache, which the kernel drops on demand."""
+    """Free bytes of a node: what is free, and the page cache, which the kernel drops on demand."""
     info = node_fields(path)
     free_bytes = kilobytes(info.get("MemFree"))
     if free_bytes is None:

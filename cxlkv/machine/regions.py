@@ -126,7 +126,8 @@ def check_below_dev(path: str | os.PathLike[str]) -> None:
 
 
 def _path_in_dev(text: str, name: str) -> str:
-    """Of a device's name, or of a folder of sysfs that has one: it lasts when numbers change."""
+    """The path in /dev of a device's name, or of a folder of sysfs that has one: it lasts when
+    numbers change."""
     if not name.startswith("/sys/"):
         return name if name.startswith("/") else f"/dev/{name}"
     if "\0" in name or not os.path.isdir(name):

@@ -376,7 +376,7 @@ class Batch(OfThisProcess):
         return picked
 
     def _way(self, method: str) -> tuple[choosers.AnyChooser | None, int]:
-        """Of a method that is not the core's: its chooser, or a scorer's number."""
+        """The chooser of a method that is not the core's, or its scorer's number."""
         chooser = choosers.of(method)
         if chooser:
             return chooser, 0
@@ -608,7 +608,7 @@ class Batch(OfThisProcess):
         softcap: float | None,
         out: object | None,
     ) -> Decoded:
-        """By three calls, each of which tells who wants to hear of it."""
+        """Decode by three calls, each of which tells its subscriber."""
         layer, q, starts, budgets, method, scale, recall, *_ = asked
         softcap_of(softcap)  # what is wrong is said before the tokens are there
         self._append(layer, *new, starts, rewind)
@@ -629,8 +629,8 @@ class Batch(OfThisProcess):
         return Decoded(made.out, made.lse, scored, made.read, method, stages)
 
     def verify(self, layer: int, picked: Selection) -> None:
-        """That the pages of a selection (per="sequence") are what was written, by their CRCs: for
-        who reads them by their addresses, as a GPU does. fetch, select and attend do it themselves.
+        """Verify the pages of a selection (per="sequence") by their CRCs, for a GPU or another
+        reader that has only their addresses. fetch, select and attend do it themselves.
 
         What this process has found right before is not read again. Raises CorruptError.
         """
@@ -642,7 +642,7 @@ class Batch(OfThisProcess):
         return self._scale if scale is None else positive_float32(scale, "scale")
 
     def _tokens(self, layer: int) -> npt.NDArray[np.int64]:
-        """Of each sequence."""
+        """Tokens of each sequence."""
         return np.array([s.tokens(layer) for s in self.sequences], np.int64)
 
     def _starts(self, starts: npt.ArrayLike) -> Starts:
@@ -656,6 +656,6 @@ class Batch(OfThisProcess):
 
 
 def _read(sequence: Member, layer: int, picked: Selection) -> tuple[Array, Array]:
-    """As Sequence.fetch, for a select, which tells what it has read in all."""
+    """Sequence.fetch for a select, which counts what it has read in all."""
     own = sequence._own()
     return simd.fetch(own._handle, own._layout, layer, picked, 1, 0, None)

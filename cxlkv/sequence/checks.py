@@ -61,7 +61,7 @@ def whole_int32(given: npt.NDArray[np.int64], name: str) -> Starts:
 
 
 def words_of(given: npt.ArrayLike, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.uint32]:
-    """As contiguous uint32 of this shape; bits of int32 stay what they are."""
+    """Words as contiguous uint32 of this shape; bits of int32 stay what they are."""
     array = array_of(given, name)
     if array.shape == shape[1:] and shape[0] == 1:
         array = array[None]
@@ -75,7 +75,7 @@ def words_of(given: npt.ArrayLike, name: str, shape: tuple[int, ...]) -> npt.NDA
 
 
 def rewind_of(rewind: int | None) -> int:
-    """As the core takes it."""
+    """rewind= as the core takes it: -1 for none."""
     if rewind is not None and not is_whole(rewind, 0, (1 << 62) - 1):
         raise BadArgumentError(f"rewind={rewind!r}: a number of tokens, 0 or more")
     return -1 if rewind is None else rewind

@@ -215,7 +215,7 @@ def with_axis(picked: Selection | None) -> Selection | None:
 
 
 def one_budget(budget: BudgetLike | None, top_k: int | None) -> Budget:
-    """Of the arguments of a select of one sequence, here or at a server."""
+    """The budget in the arguments of a select of one sequence, here or at a server."""
     if budget is not None and top_k is not None:
         raise BadArgumentError("select takes a budget or top_k=, not both")
     if top_k is not None:

@@ -359,7 +359,7 @@ class ColdTier(Closing):
                 self._writing.difference_update(set(wanted) - {item.key for item in reserved})
 
     def _packed(self, records: list[Bytes]) -> list[Bytes]:
-        """Of each the form that takes fewer slots."""
+        """Each record in the form that takes fewer slots."""
         if self._codec is None:
             return records
         began, raw = time.perf_counter_ns(), self._file.slots_of(self.shape.bytes)

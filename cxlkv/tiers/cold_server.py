@@ -33,7 +33,7 @@ from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import NAME_BYTES
 
 VERSION = 1
-"""Of the messages; peers of other releases are told so."""
+"""Version of the messages; peers of other releases learn of it from the answer."""
 NAMES_MAX = 1 << 16  # of one message
 RECORDS_BYTES = 16 << 20  # of one message: so much is on the disk long before a peer's deadline
 MESSAGE_BYTES = 64 << 10
@@ -155,7 +155,7 @@ class ColdServer(Closing):
         self._listener.listen(64)
 
     def admit(self, peer: socket.socket) -> None:
-        """Of this user: serves it, in a thread."""
+        """Serve a peer of this user, in a thread."""
         try:
             thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
             with self._mutex:
@@ -250,7 +250,7 @@ class ColdServer(Closing):
             pass
 
     def reset_after_fork(self) -> None:
-        """The sockets, and who waits at them, are the parent's."""
+        """The sockets, and the threads that wait at them, are the parent's."""
         self._mutex, self._closed = threading.Lock(), True
         for one in (self._listener, *self._peers):
             one.close()
@@ -267,7 +267,7 @@ def difference(terms: Message, wanted: Message) -> str:
 
 
 def socket_path(path: str) -> str:
-    """Of the owner of a cold file."""
+    """Path of the socket of a cold file's owner."""
     folder, name = os.path.split(os.path.abspath(path))
     if len(os.fsencode(name)) > SOCKET_NAME_MAX:
         name = hashlib.blake2s(os.fsencode(name), digest_size=16).hexdigest()
@@ -276,7 +276,7 @@ def socket_path(path: str) -> str:
 
 @contextmanager
 def _address(path: str) -> Iterator[str]:
-    """As a socket takes it: a long path by its folder's descriptor."""
+    """The path as a socket takes it: a long one by its folder's descriptor."""
     if len(os.fsencode(path)) <= ADDRESS_MAX:
         yield path
         return

@@ -118,13 +118,13 @@ class SharedColdTier(Closing):
         }
 
     def moved_bytes(self) -> tuple[int, int]:
-        """As ColdTier.moved_bytes(), while this process has the file open: each byte is counted by
-        one process."""
+        """ColdTier.moved_bytes(), while this process has the file open: each byte is counted by one
+        process."""
         file = self.file
         return (0, 0) if file is None else file.moved_bytes()
 
     def check(self, deep: bool = False) -> list[str]:
-        """As ColdTier.check(); the first hundred where another process has the file."""
+        """ColdTier.check(); the first hundred problems where another process has the file."""
         answer = self._asked("check", deep=deep)
         return cast("list[str]", answer.get("problems", [self.why_off]))
 
@@ -200,7 +200,7 @@ class SharedColdTier(Closing):
             time.sleep(0.01)  # it has taken the lock, and reads or makes the file
 
     def _present(self) -> _Owner | _Peer | None:
-        """Who serves this process; None while nobody does."""
+        """The side that serves this process; None while none does."""
         with self._mutex:
             if self._closed:
                 raise ClosedError(f"the cold tier {self.path} was closed, or is another process's")

@@ -63,7 +63,7 @@ class Codec:
         self._threads = ThreadPoolExecutor(self._parts, thread_name_prefix="cxlkv-zstd")
 
     def pack(self, records: Sequence[Bytes]) -> list[Bytes]:
-        """Of each record its packed form, which may be longer than the record."""
+        """Pack each record; its packed form may be longer than the record."""
         return self._share(self._pack_some, records)
 
     def unpack(self, packed: Sequence[tuple[Bytes, Bytes]]) -> list[bool]:

@@ -23,12 +23,13 @@ from cxlkv.pool import CXLPool
 from cxlkv.tiers.cold_store import ColdStore
 
 HEADER_BYTES = 64
-"""Of a record: key, size, and the CRC of its checksums (docs/reference/memory-layout.md)."""
+"""Bytes of a record's header: key, size, and the CRC of its checksums
+(docs/reference/memory-layout.md)."""
 SAVED_MAX = 1 << 17
 
 
 class ObjectMoves(ABC):
-    """Of Tiers, which has the lock, the counts and the moves."""
+    """Moves objects for Tiers, which has the lock, the counts and the moves."""
 
     pool: CXLPool
     cold: ColdStore | None

@@ -35,7 +35,7 @@ from cxlkv.tiers.reuse import Ledger, Records, Reuse
 NONE = 0xFFFFFFFF
 """A page's parent when it is the first of its chain."""
 RAISED_SHARE = 0.5
-"""Of the pages, at most so many count as of higher priority than 0: others must have room, too."""
+"""Share of the pages that may count as of higher priority than 0: others need pages, too."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Published:
     saved_s: Floats | None = None
     """Seconds that a hit saves; None: of all pages the same."""
     priorities: npt.NDArray[np.uint8] | None = None
-    """As admin.prioritize() gave them; None: all 0."""
+    """Set by admin.prioritize(); None: all 0."""
 
     def __len__(self) -> int:
         return len(self.pages)

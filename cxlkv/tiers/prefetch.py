@@ -213,7 +213,7 @@ class Hinted(Prefetcher):
         return units_of(batch, layer, batch.select(layer, q, starts, fresh, method, scale))
 
     def _slots(self) -> int:
-        """Of one layer."""
+        """Slots of one layer."""
         return int(self.tier.stats()["slots_total"]) // self.batch._layout.layers
 
     def _make_room(self, layer: int, units: Units) -> None:

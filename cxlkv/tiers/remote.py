@@ -82,7 +82,8 @@ class Source:
     delta: bytes = SAME
 
     def shape(self, here: Shape) -> Shape:
-        """Of the far pool. Raises GeometryError where its heads are none of those here."""
+        """The shape of the far pool. Raises GeometryError where its heads are none of those
+        here."""
         far = self.remote.shape(self.layout_crc)
         check_heads(here, far, self.heads)
         return far

@@ -32,7 +32,7 @@ Records = npt.NDArray[np.void]
 Integers = npt.NDArray[np.int64]
 
 BINS = 129
-"""Of ages: four an octave, up to 2**32, which rounds up to a bin of its own."""
+"""Bins of ages: four an octave, up to 2**32, which rounds up to a bin of its own."""
 EDGES: Doubles = 2.0 ** (np.arange(BINS + 1) // 4) * (1 + np.arange(BINS + 1) % 4 / 4)
 GAPS = 32
 """Kinds of time between finds, an octave each."""
@@ -96,7 +96,7 @@ class Ledger:
 
 
 def bin_of(ages: UInt32s) -> npt.NDArray[np.int32]:
-    """Of each age its bin: the exponent of its float32, and two bits of the mantissa."""
+    """The bin of each age: the exponent of its float32, and two bits of the mantissa."""
     bits = np.maximum(ages, 1).astype(np.float32).view(np.int32)
     return (bits >> 21) - np.int32(127 << 2)
 

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 LOW_SHARE, HIGH_SHARE = 0.02, 0.05
 """Watermarks of free pages: below the first step() evicts until the second is free."""
 BATCH_BYTES = 64 << 20
-"""Of records on their way at once."""
+"""Bytes of records on their way at once."""
 
 log = logging.getLogger("cxlkv")
 
@@ -307,7 +307,8 @@ class Tiers(ObjectMoves, Closing):
             places *= 2
 
     def _where(self, names: Names) -> tuple[PageIds, npt.NDArray[np.bool_]]:
-        """Of each name: its page in the pool, or NO_PAGE; and is its record in the cold tier?"""
+        """The page in the pool of each name, or NO_PAGE; and whether its record is in the cold
+        tier."""
         assert self.cold is not None
         flat = np.ascontiguousarray(names).reshape(-1, 16)
         pages, _ = self.pool.records.find(flat)
@@ -692,8 +693,8 @@ def _opened(
 
 
 def leading_keys(pages: PageIds, there: Mask) -> int:
-    """Of how many keys, from the first on, all is in the pool or in the cold tier; [keys, places,
-    parts]. A part with a window has gaps by right."""
+    """How many keys, from the first on, have all their pages in the pool or in the cold tier;
+    [keys, places, parts]. A part with a window has gaps by right."""
     gaps = np.flatnonzero(~((pages != NO_PAGE) | there)[:, 0].any(axis=1))
     return int(gaps[0]) if len(gaps) else len(pages)
 

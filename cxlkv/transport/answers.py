@@ -53,7 +53,8 @@ class Place(_Answer):
 
 
 class Held(_Answer):
-    """Of a hit: 0 is none. Body: uint32 ids and uint64 generations of pages, part after part."""
+    """A hit's number, 0: none. Body: uint32 ids and uint64 generations of pages, part after
+    part."""
 
     hit: Count
     tokens: Count
@@ -133,7 +134,7 @@ def codes(count: int, header: Header, body: bytearray) -> Codes:
 
 
 def held(shape: Shape, tokens_max: int, header: Header, body: bytearray) -> tuple[Held, bytearray]:
-    """Of a pool of this shape, of so many tokens at most."""
+    """Read a hit in a pool of this shape, of so many tokens at most."""
     found = checked(Held, header)
     pages_max = -(-found.tokens // shape.page_tokens)
     parts = len(shape.part_layers) if found.hit else 0
@@ -153,7 +154,7 @@ def held(shape: Shape, tokens_max: int, header: Header, body: bytearray) -> tupl
 def selection(
     rows: int, per: str, heads: int, pages_max: int, header: Header, body: bytearray
 ) -> Selection:
-    """Of so many queries and kv heads, of a sequence of so many pages."""
+    """Read the selection of so many queries and kv heads, of a sequence of so many pages."""
     found = checked(Selected, header)
     lists, k = rows if per == "query" else 1, found.shape[2]
     if found.per != per or found.shape[:2] != [lists, heads] or k > pages_max:

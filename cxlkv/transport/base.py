@@ -53,5 +53,4 @@ class Door(Protocol):
         """Takes back what was lent: nothing arrives from afar when this has returned."""
 
     def leave(self) -> None:
-        """As Link.leave()."""
         self.close()

@@ -407,8 +407,8 @@ class Remote(Closing):
         deadline: Deadline,
         skip: Skip | None = None,
     ) -> tuple[RecordBytes, Codes]:
-        """Of as many pages as a chunk has at most; the records lie in the link's buffer. Records
-        whose names `skip` says are left out: PRESENT."""
+        """Read the records of as many pages as a chunk has at most; they lie in the link's buffer.
+        Records whose names `skip` says are left out: PRESENT."""
         self._shape(deadline)
         far, link = self._far, self._link
         assert far is not None
@@ -454,7 +454,7 @@ class Remote(Closing):
 
 
 def _bytes_of(q: object) -> bytes:
-    """Of a numpy array or a torch tensor; numpy has no bfloat16 of torch's."""
+    """Bytes of a numpy array or a torch tensor; numpy has no bfloat16 of torch's."""
     if not is_torch(q):
         return np.asarray(q).tobytes()
     from torch import uint8

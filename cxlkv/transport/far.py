@@ -149,7 +149,7 @@ class Shape(BaseModel):
 
     @property
     def layer_bytes(self) -> int:
-        """Of one layer in a packed record."""
+        """Bytes of one layer in a packed record."""
         return sum(self.piece_bytes) * self.kv_heads
 
 
@@ -311,8 +311,8 @@ def pages_of_parts(pool: CXLPool, sequence: PoolSequence) -> list[PagesOfPart]:
 
 
 def in_order(parts: Sequence[int]) -> Offsets:
-    """Of so many pages in each part, one part after the other, all ending at the same token: their
-    places in the order of their tokens, so that what comes of them is a prefix."""
+    """Places of pages in the order of their tokens, so that what comes of them is a prefix: there
+    are so many of each layer group, one group after the other, all ending at the same token."""
     ends = [np.arange(count) - count for count in parts]
     return np.argsort(np.concatenate(ends), kind="stable")
 

@@ -69,7 +69,7 @@ class Listener(Closing, Generic[S]):
 
     @abstractmethod
     def _session(self, sock: socket.socket) -> S:
-        """Of a new connection."""
+        """The session of a new connection."""
 
     @abstractmethod
     def _serve(self, session: S) -> None:

@@ -44,7 +44,6 @@ class LoopbackLink(Link):
         self.name = "file" if self._file >= 0 else "socket"
 
     def read(self, pieces: Pieces, deadline: Deadline) -> None:
-        """As Link.read()."""
         cuts = pieces.cuts(PARTS_MAX, len(self.buffer))
         if self._file >= 0:
             self._read_file(pieces, cuts)
@@ -75,13 +74,11 @@ class LoopbackLink(Link):
                 raise PeerError("the pool's file ends before its pages do: it was truncated")
 
     def write(self, pieces: Pieces, deadline: Deadline) -> None:
-        """As Link.write()."""
         for far, near, size in zip(*(column.tolist() for column in pieces), strict=True):
             data = self.buffer[near : near + size].data
             self._call({"op": "write", "at": far}, deadline, answers.nothing, data)
 
     def close(self) -> None:
-        """As Link.close()."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -98,7 +95,7 @@ class LoopbackDoor(Door):
         self._memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
 
     def answer(self) -> dict[str, object]:
-        """As Door.answer(): a file is known by its place and the boot of its machine."""
+        """A file is known by its place and the boot of its machine."""
         if self._path is None or not os.path.isfile(self._path):
             return {"path": None}
         found = os.stat(self._path)
@@ -133,7 +130,6 @@ class LoopbackDoor(Door):
         self._staging[at : at + len(data)] = np.frombuffer(data, np.uint8)
 
     def close(self) -> None:
-        """As Door.close()."""
         if self._memory >= 0:
             os.close(self._memory)
         self._memory = -1

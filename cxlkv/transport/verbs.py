@@ -125,7 +125,7 @@ class Far(QueuePair):
 
 
 def far_of(header: Header, body: bytearray) -> Far:
-    """As an answers.Reader; JSON has no tuples."""
+    """The far end in an answer; JSON has no tuples."""
     lists = {name: tuple(of) for name, of in header.items() if isinstance(of, list)}
     return answers.checked(Far, header | lists)
 
@@ -274,7 +274,7 @@ class _Queue:
 
 
 class VerbsLink:
-    """As Link: the client's queue pair, and a buffer that its device knows."""
+    """The client's Link: a queue pair, and a buffer that its device knows."""
 
     name = "verbs"
 
@@ -297,11 +297,9 @@ class VerbsLink:
             raise
 
     def read(self, pieces: Pieces, deadline: Deadline) -> None:
-        """As Link.read()."""
         self._run(_pyverbs().enums.IBV_WR_RDMA_READ, pieces, self._far.region, deadline)
 
     def write(self, pieces: Pieces, deadline: Deadline) -> None:
-        """As Link.write()."""
         self._run(_pyverbs().enums.IBV_WR_RDMA_WRITE, pieces, self._far.staging, deadline)
 
     def _run(
@@ -344,7 +342,6 @@ class VerbsLink:
             self._queue.run(work, deadline)
 
     def close(self) -> None:
-        """As Link.close()."""
         if self._queue is not None:
             self._queue.close()
         if self._memory is not None:
@@ -353,7 +350,7 @@ class VerbsLink:
         self._device.close()
 
     def leave(self) -> None:
-        """As Link.leave(): the kernel has one queue pair for both processes."""
+        """The kernel has one queue pair for both processes."""
         _lifetime.keep_for_ever(self)
 
 
@@ -386,7 +383,7 @@ class VerbsHost:
 
 
 class VerbsDoor:
-    """As Door: a queue pair and a staging area that one peer may write to."""
+    """The server's Door: a queue pair and a staging area that one peer may write to."""
 
     def __init__(
         self,
@@ -416,16 +413,13 @@ class VerbsDoor:
             raise
 
     def answer(self) -> Header:
-        """As Door.answer()."""
         return self._answer
 
     def close(self) -> None:
-        """As Door.close()."""
         self._queue.close()
         _quietly(self._staging)
 
     def leave(self) -> None:
-        """As Door.leave()."""
         _lifetime.keep_for_ever(self)
 
 

@@ -145,6 +145,6 @@ def withdraw(pool: CXLPool, space: bytes, cold: ColdStore | None = None) -> None
 
 
 def _names(pool: CXLPool, space: bytes) -> Names:
-    """Of the mark's pages."""
+    """Names of the mark's pages."""
     packed = _mark(space, pool.layout.page_tokens).packed
     return pool.records.names(packed.tobytes(), 1).reshape(-1, packed.shape[1])

@@ -114,7 +114,8 @@ def has_rope(model: str, kind: str) -> bool:
 def model_words(
     model: str, revision: str | None = None, identity: str | None = None
 ) -> dict[str, object]:
-    """Of a model or an adapter as its files are now; "weights" is None where nothing names them.
+    """Identify a model or an adapter by its files as they are now; "weights" is None where nothing
+    names them.
 
     model: a folder, a hub's name, or a GGUF file. identity: what the user states instead of it.
     """

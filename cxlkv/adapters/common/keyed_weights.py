@@ -24,8 +24,9 @@ log = logging.getLogger("cxlkv")
 
 
 class KeyedWeights:
-    """Of the models of these packages in this process. are_alone: as in Loaded. can_read: whether
-    their memory is there; engines that sleep take it away, and reading it ends the process."""
+    """The state of the weights of these packages' models in this process, for keys. are_alone: as
+    in Loaded. can_read: whether their memory is there; engines that sleep take it away, and reading
+    it ends the process."""
 
     def __init__(
         self,

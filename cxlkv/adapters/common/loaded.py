@@ -39,7 +39,7 @@ class Loaded:
 
     @property
     def state(self) -> bytes:
-        """As of the last look; empty as long as the weights are those of the start."""
+        """The state at the last look; empty as long as the weights are those of the start."""
         return b"" if self._now == self._start else self._now
 
     @property

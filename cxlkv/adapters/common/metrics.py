@@ -29,12 +29,12 @@ STATES = {
     "held": "read or written by a process",
     "published_only": "objects that nobody reads now",
 }
-"""Of the memory of a pool of objects."""
+"""States of the memory of a pool of objects."""
 COLD = "cold"
 """Beside STATES, of objects or tokens: what the cold tier has, wherever else it is."""
 IN_COLD = {COLD: "in the cold tier, wherever else"}
 HOST_STATES = ("live", "unseen", "silent", "fenced", "off", "left", "damaged")
-"""Of a host that has been there, as Host.state has it."""
+"""States of a host that has joined, as Host.state names them."""
 MOVES = {
     "demoted_bytes": "Bytes of pages that made room and went to the cold tier",
     "dropped_bytes": "Bytes of pages that were to go to the cold tier, which did not take them",
@@ -215,7 +215,7 @@ class Metrics:
 
 
 _shared: dict[str, Metrics] = {}
-"""Of this process, by prefix; several stores in it share one."""
+"""This process's metrics by prefix; several stores share one."""
 
 
 class Shown(Counting):

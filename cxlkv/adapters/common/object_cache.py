@@ -296,7 +296,7 @@ class ObjectCache(Closing):
         return new
 
     def _room_for(self, keys: PageKeys) -> AbstractContextManager[None]:
-        """Of the tenant's quota, while they are published. Raises QuotaError."""
+        """Reserve the tenant's quota while these keys are published. Raises QuotaError."""
         return nullcontext() if self.quota is None else self.quota.room_for(keys)
 
     # ---- in place ----

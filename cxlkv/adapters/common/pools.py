@@ -32,8 +32,8 @@ log = logging.getLogger("cxlkv")
 SHARED_MEMORY = "/dev/shm/"
 MODEL_LENGTH_MAX = 60  # of a model's name in a file's
 SHARE = 0.25
-"""Of the memory that this container may still use, for all of an engine's pools, if nobody says
-more."""
+"""Share of the memory that this container may still use, for all of an engine's pools, if the user
+sets no capacity."""
 
 
 def path_for(where: str, name: str, model: str = "") -> str:
@@ -59,7 +59,7 @@ def path_for(where: str, name: str, model: str = "") -> str:
 
 
 def readable(model: str) -> str:
-    """Of a model's path or name, what a file name may have: its last part."""
+    """The last component of a model's path or name, in letters that a file name may have."""
     last = model.rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._]+", "-", last).strip("-.")[:MODEL_LENGTH_MAX] or "model"
 
@@ -286,7 +286,7 @@ def say(place: Place, wanted_tokens: int) -> None:
 
 
 def measure(pool: Overview, made: bool, tokens: int, rank: int, ranks: int) -> Place:
-    """Of a pool's file; a device has neither room nor holes."""
+    """Measure a pool's file; a device has neither free space nor holes."""
     room_bytes, missing_bytes = None, 0
     if os.path.isfile(pool.path):
         space = os.statvfs(pool.path)

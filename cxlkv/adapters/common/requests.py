@@ -33,7 +33,7 @@ from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
 
 MEND_BYTES = 16 << 20
-"""Of pages that are read to find damaged ones, at once."""
+"""Bytes of pages that are read at once to find damaged ones."""
 
 
 class PoolRequests:
@@ -227,7 +227,7 @@ class PoolRequests:
         return found
 
     def _damaged(self, keys: PageKeys) -> npt.NDArray[np.bool_]:
-        """Of which keys a published page is not what was written; every byte is read."""
+        """Which keys' published pages are not what was written; every byte is read."""
         records = self.pool.records
         places = -(-keys.page_tokens // self.pool.layout.page_tokens)
         names = records.names(keys.packed.tobytes(), places)

@@ -23,7 +23,7 @@ Numbers = Mapping[str, object]
 
 
 def rotary_of(config: object, head_dim: int, windowed: bool = False) -> Rotary | None:
-    """Of layers with a window, or of those that see all; None where it is not known.
+    """The rotation of layers with a window, or of those that see all; None where it is not known.
 
     config: of the part that generates text.
     """

@@ -65,7 +65,7 @@ class PoolSettings(PoolKeys):
 
 
 UNSHARED = PoolSettings()
-"""Of pools that one host uses."""
+"""Settings of pools that one host uses."""
 
 
 OF_OBJECTS = ("none", "int8", "int4", "fp8_e4m3")
@@ -73,7 +73,7 @@ OF_OBJECTS = ("none", "int8", "int4", "fp8_e4m3")
 
 
 class ObjectSettings(PoolSettings):
-    """Of engines that keep whole blocks as objects, which no server hands out."""
+    """Settings of engines that keep whole blocks as objects, which no server hands out."""
 
     @model_validator(mode="after")
     def _only_for_rows(self) -> Self:

@@ -138,7 +138,7 @@ def _gguf(descriptor: int) -> tuple[bytes, Spans]:
 
 
 _GGUF_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Of a value of each kind of number; of others:"""
+"""Bytes of a value of each kind of number; of others:"""
 _GGUF_TEXT, _GGUF_ARRAY = 8, 9
 
 

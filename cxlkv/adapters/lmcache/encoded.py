@@ -24,7 +24,8 @@ Forms = tuple[RowForm, ...]
 
 
 def row_forms(metadata: object, encoding: str) -> Forms:
-    """Of each of LMCache's groups; none without an encoding. metadata: an LMCacheMetadata.
+    """The row forms of each of LMCache's groups; none without an encoding. metadata: an
+    LMCacheMetadata.
 
     Raises UnsupportedError for what are no rows of K and V of heads, or in fewer bits already.
     """
@@ -57,13 +58,14 @@ def row_forms(metadata: object, encoding: str) -> Forms:
 
 
 def group_bytes(found: Form) -> list[int]:
-    """Of each group as LMCache has it."""
+    """Bytes of each group as LMCache has it."""
     sizes = [DTYPE_BYTES.get(dtype, 0) for dtype in found.dtypes]
     return [size * math.prod(shape) for size, shape in zip(sizes, found.shapes, strict=True)]
 
 
 def stored_bytes(found: Form, forms: Forms) -> int:
-    """Of the payload in the pool. Raises BadArgumentError for what is no whole number of rows."""
+    """Bytes of the payload in the pool. Raises BadArgumentError for what is no whole number of
+    rows."""
     sizes = zip(forms, group_bytes(found), strict=True)
     return sum(form.stored_bytes(size) for form, size in sizes)
 

@@ -33,7 +33,7 @@ class Form(NamedTuple):
 
 
 def bytes_of(groups: int) -> int:
-    """Of the form of so many groups."""
+    """Bytes of the form of so many groups."""
     return groups * _GROUP.size + _FOOT.size
 
 

@@ -35,7 +35,7 @@ from cxlkv.objects import Lease, Reserved
 from cxlkv.prefix import PageKeys
 
 AUDIT_EVERY = 64
-"""Of so many published objects that are given back one is verified again."""
+"""One of so many published objects that are given back is verified again."""
 WAIT_S = 1.0
 """At most, for somebody to give something back, where LMCache wants to wait for room."""
 LOOK_S = 0.05
@@ -76,8 +76,8 @@ class PoolObject(TensorMemoryObj):
 
 
 class _Bytes:
-    """Of a lease or reservation, for numpy: an array of it keeps that. Torch knows no memory that
-    is not to be written."""
+    """The memory of a lease or reservation, for numpy: an array of it keeps that alive. Torch knows
+    no read-only memory."""
 
     def __init__(self, held: Lease | Reserved, place: int):
         self.held = held
@@ -98,8 +98,8 @@ def form_of(given: MemoryObj) -> Form:
 def about_of(
     found: Form, payload_bytes: int, address: int, forms: Forms = ()
 ) -> MemoryObjMetadata | None:
-    """As LMCache describes an object to be read; None when it does not know such a one. forms: that
-    its groups are stored in, if they are encoded."""
+    """Describe an object to be read as LMCache does; None when it does not know such a one. forms:
+    those of its groups, if they are encoded."""
     dtypes = [getattr(torch, name, None) for name in found.dtypes]
     shapes = [torch.Size(shape) for shape in found.shapes]
     known = all(isinstance(dtype, torch.dtype) for dtype in dtypes)

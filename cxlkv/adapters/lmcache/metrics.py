@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PREFIX = "lmcache:cxlkv_"
-"""Of our metrics beside LMCache's own."""
+"""Prefix of our metrics beside LMCache's own."""
 
 COUNTS = {
     "asked_objects": "Objects that LMCache wanted to read; with layerwise, one for each layer",

@@ -22,7 +22,7 @@ PRIORITY = "lmcache.cxlkv.priority"
 
 
 class Key(Protocol):
-    """As LMCache's CacheEngineKey; a LayerCacheEngineKey has a layer_id, too."""
+    """What is read of LMCache's CacheEngineKey; a LayerCacheEngineKey has a layer_id, too."""
 
     model_name: str
     world_size: int
@@ -80,7 +80,7 @@ def _snapshots(model: str) -> int:
 
 
 def file_name(words: dict[str, object]) -> str:
-    """Of the pool that all ranks and engines of one model share in a folder."""
+    """File name of the pool that all ranks and engines of one model share in a folder."""
     return f"cxlkv-lmcache-{namespace({'name': 'pool', **words}).hex()[:16]}.pool"
 
 

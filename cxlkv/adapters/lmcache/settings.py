@@ -19,7 +19,7 @@ MEMORY = "LocalCPUBackend"
 
 
 def read_settings(extra: Mapping[str, object]) -> ObjectSettings:
-    """Of what extra_config has of ours; raises BadArgumentError, which names the key."""
+    """Read our keys of extra_config; raises BadArgumentError, which names the key."""
     mine = {name: value for name, value in extra.items() if name.lower().startswith(PREFIX)}
     return read(ObjectSettings, mine, "extra_config", prefix=f"{PREFIX}.")
 

@@ -240,7 +240,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         eviction: bool = True,
         busy_loop: bool = True,
     ) -> list[MemoryObj] | None:
-        """As allocate()."""
+        """Allocate several objects; busy_loop as in allocate()."""
         if self._closed:
             return None
         if self._forms():
@@ -399,8 +399,8 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
     # ---- find ----
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
-        """Of a chunk's first layer: whether all of them are there. LMCache asks for no other before
-        it stores or reads the chunk, and the pool evicts each by itself."""
+        """Whether all layers of a chunk are there, asked of its first one. LMCache asks for no
+        other before it stores or reads the chunk, and the pool evicts each by itself."""
         first = isinstance(key, LayerCacheEngineKey) and key.layer_id == 0
         if first and not pin and self.metadata is not None:
             keys = key.split_layers(self.metadata.kv_shape[0])

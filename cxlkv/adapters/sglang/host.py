@@ -145,7 +145,8 @@ class HostMemory:
         return self._pool.get_page_buffer_meta(indices)
 
     def buffers(self, pages: int, indices: torch.Tensor | None) -> Buffers:
-        """Of the objects of so many pages. Raises BadArgumentError for another number of indices"""
+        """The buffers of so many pages' objects. Raises BadArgumentError for another number of
+        indices"""
         tokens = 0 if indices is None else len(indices)
         if indices is None or tokens != pages * self.page_tokens:
             raise BadArgumentError(

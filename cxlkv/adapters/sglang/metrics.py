@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PREFIX = "sglang:cxlkv_"
-"""Of our metrics beside SGLang's own."""
+"""Prefix of our metrics beside SGLang's own."""
 
 COUNTS = {
     "asked_pages": "Pages that the engine asked for, whether they are there",

@@ -52,8 +52,8 @@ class Config(Protocol):
 
 
 def engine_words(config: Config, server: object | None, version: str, identity: str = "") -> Words:
-    """Of the model as this engine runs it. server: SGLang's arguments, None where it has none.
-    identity: as in PoolSettings.
+    """The words that name the model as this engine runs it. server: SGLang's arguments, None where
+    it has none. identity: as in PoolSettings.
 
     Raises BadArgumentError when SGLang names no model, UnsupportedError for LongRoPE.
     """
@@ -143,8 +143,8 @@ def space_of(engine: Words, host: Words, shards: Shards, salt: str) -> bytes:
 
 
 def file_name(engine: Words, host: Words, shards: Shards) -> str:
-    """Of the pool that all ranks and engines of one model share in a folder; stages of a pipeline
-    have other layers, and another file."""
+    """File name of the pool that all ranks and engines of one model share in a folder; stages of a
+    pipeline have other layers, and another file."""
     words = {"name": "pool", "engine": engine, "host": host, **shards.file_words()}
     side = "" if host["pool"] == "kv" else f"-{host['pool']}"
     return f"cxlkv-sglang-{namespace(words).hex()[:16]}{side}.pool"

@@ -18,7 +18,7 @@ VERSIONS = Versions("SGLang", TESTED, (0, 6), "storage backends")
 
 
 def read_settings(extra_config: Mapping[str, object] | None) -> ObjectSettings:
-    """Of SGLang's mapping the part that is ours. Raises BadArgumentError, which names the key."""
+    """Read our keys of SGLang's mapping. Raises BadArgumentError, which names the key."""
     extra = extra_config or {}
     for name in ObjectSettings.model_fields:
         if name in extra:

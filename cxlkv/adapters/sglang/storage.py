@@ -195,7 +195,7 @@ class CXLHiCache(HiCacheStorage):
     # ---- the rest ----
 
     def clear(self) -> None:
-        """Of all ranks, tenants and engines of this model."""
+        """Clear the pages of all ranks, tenants and engines of this model."""
         self.store.clear()
 
     def get_stats(self) -> StorageMetrics | None:

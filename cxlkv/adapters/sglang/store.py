@@ -65,11 +65,11 @@ class Part(NamedTuple):
     shards: Shards
 
     def names(self, keys: Sequence[str]) -> list[str]:
-        """Of the objects of these pages, page after page."""
+        """Names of the objects of these pages, page after page."""
         return [f"{key}.{number}" for key in keys for number in self.shards.numbers]
 
     def pages(self, objects: Mask) -> Mask:
-        """Of each page, whether that is so of all its objects."""
+        """Which pages have all their objects in the mask."""
         found: Mask = np.logical_and.reduce(objects.reshape(-1, self.memory.parts), axis=1)
         return found
 
@@ -179,7 +179,7 @@ class Store(Closing):
         )
 
     def _share(self, name: str) -> float:
-        """Of cold_capacity and quota, for this pool: all hold about as many pages."""
+        """This pool's share of cold_capacity and quota: all hold about as many pages."""
         sizes = {one: part.memory.object_bytes for one, part in self._parts.items()}
         return sizes[name] / sum(sizes.values()) / self._rank.config.pp_size
 
@@ -207,8 +207,8 @@ class Store(Closing):
         return count
 
     def hits(self, keys: Sequence[str], sides: Mapping[str, int | None]) -> Hits:
-        """Of a text's pages; sides: host pools that must have their part, and of how many of the
-        last pages, None: of all."""
+        """Hits among a text's pages; sides: host pools that must have their part, and of how many
+        of the last pages, None: of all."""
         pages = leading(self.present(MAIN, keys))
         whole = np.ones(pages + 1, np.bool_)
         found = {MAIN: pages}

@@ -30,7 +30,7 @@ def updaters() -> list[Updater]:
 
 
 class HeardWeights(KeyedWeights):
-    """Of the models of this rank, the draft model's too."""
+    """The weights of this rank's models, the draft model's too."""
 
     def __init__(self, config: Config):
         self._updaters: list[Updater] = []
@@ -43,7 +43,7 @@ class HeardWeights(KeyedWeights):
         return not any("weights" in one.offload_tags for one in self._updaters)
 
     def hear(self, pool: object) -> None:
-        """Of the calls of a host pool, until end()."""
+        """Hear the calls of a host pool, until end()."""
         self._pool = pool
         _tell_before(pool, "alloc", self.look)
         _tell_before(pool, "clear", self.flushed)

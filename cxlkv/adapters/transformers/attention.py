@@ -94,7 +94,7 @@ def attention(
 
 
 class DecoderLayer(Protocol):
-    """As Llama's is built."""
+    """A decoder layer that is built as Llama's is."""
 
     input_layernorm: torch.nn.Module
     self_attn: torch.nn.Module

@@ -13,7 +13,8 @@ Budgets = BudgetLike | Sequence[BudgetLike | None] | None
 
 
 def checked(budgets: Budgets) -> Budget | tuple[Budget | None, ...] | None:
-    """As it is kept; raises BadArgumentError for what is no budget, and for mixed union or per."""
+    """Check budgets, and return them as a cache keeps them; raises BadArgumentError for what is no
+    budget, and for mixed union or per."""
     if budgets is None:
         return None
     if isinstance(budgets, str) or not isinstance(budgets, Sequence):
@@ -35,7 +36,7 @@ def for_rows(budgets: tuple[Budget | None, ...], rows: int) -> tuple[Budget | No
 
 
 def for_select(budgets: Budget | tuple[Budget | None, ...] | None) -> list[Budget]:
-    """As Batch.select takes them, one or one for each row; none when no row has one."""
+    """Budgets as Batch.select takes them, one or one for each row; none when no row has one."""
     if budgets is None or isinstance(budgets, Budget):
         return [] if budgets is None else [budgets]
     given = [b for b in budgets if b is not None]

@@ -78,7 +78,7 @@ class Announced:
 
 
 class Settings(TypedDict, total=False):
-    """Of a CXLCache."""
+    """Settings of a CXLCache."""
 
     budget: budgets.Budgets
     attention: str

@@ -78,7 +78,7 @@ class Fed:
             self._room = self._room[:, list(rows)]
 
     def row(self, index: int, first: int) -> Row:
-        """Of the tokens behind the first ones of a row, which are its padding."""
+        """The tokens of a row behind the first ones, which are its padding."""
         if not self._tokens:
             return Row(np.empty(0, np.int64), np.empty(0, np.int64))
         return Row(*self._room[:, index, first : self._tokens].cpu().numpy())

@@ -53,7 +53,7 @@ def unhinted(model: torch.nn.Module, cache: CXLCache) -> str | None:
 
 
 def layers_of(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """Of the decoder; none where there is no list of them."""
+    """Layers of the decoder; none where there is no list of them."""
     decoder = getattr(model, "get_decoder", lambda: model)()
     layers = getattr(decoder, "layers", None)
     return tuple(layers) if isinstance(layers, torch.nn.ModuleList) else ()

@@ -26,7 +26,7 @@ from cxlkv.adapters.transformers.layouts import config_words
 from cxlkv.adapters.transformers.modules import Walk
 
 PIECES, PIECE_BYTES = 32, 64
-"""Of a tensor these are looked at each time."""
+"""How many pieces of a tensor are looked at each time, and their size."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Found:
 
 
 class Identity:
-    """Of one model. weights: what names them, else all their bytes are read; sampled=True: else
-    2 KiB of each tensor stand for them."""
+    """Identity of one model. weights: what names them, else all their bytes are read; sampled=True:
+    else 2 KiB of each tensor stand for them."""
 
     def __init__(
         self, model: torch.nn.Module, weights: object = None, *, sampled: bool = False
@@ -108,7 +108,7 @@ class Identity:
 
 
 class _State(NamedTuple):
-    """Of a tensor; another one once it has changed."""
+    """State of a tensor; another one once it has changed."""
 
     place: int
     version: int
@@ -145,7 +145,7 @@ def _states(tensors: list[Tensor]) -> list[_State]:
 
 
 def _samples(tensors: list[Tensor]) -> list[bytes]:
-    """Of each tensor bytes of up to PIECES places, copied from each device at once."""
+    """Copy bytes of up to PIECES places of each tensor, from each device at once."""
     pieces = [_sample(tensor) for tensor in tensors]
     found = [b""] * len(tensors)
     for like in {(piece.device, piece.ndim) for piece in pieces}:

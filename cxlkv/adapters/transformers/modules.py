@@ -255,7 +255,7 @@ def _copy(value: object) -> object:
 
 
 def _name(value: object) -> str:
-    """Of a function or class, else of its class."""
+    """Name of a function or class, else of its class."""
     if isinstance(value, partial):
         return _name(value.func)
     if not hasattr(value, "__qualname__"):

@@ -40,8 +40,8 @@ class LastQueries:
         self._cache.on_query = None
 
     def of(self, sequence: int) -> npt.NDArray[np.float32]:
-        """Of a row of the batch, [layers, rows, q_heads, dim]; `rows` are fewer where it read
-        fewer. Raises BadArgumentError where it read nothing."""
+        """Queries of a row of the batch, [layers, rows, q_heads, dim]; `rows` are fewer where it
+        read fewer. Raises BadArgumentError where it read nothing."""
         if not is_whole(sequence):
             raise BadArgumentError(f"sequence {sequence!r:.40}: rows are counted from 0")
         layers = self._cache.pool.layout.layers

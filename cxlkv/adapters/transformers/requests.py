@@ -237,7 +237,7 @@ class CXLRequests(PoolRequests):
         weakref.finalize(self, hook.remove)
 
     def keys(self, ids: Sequence[int]) -> PageKeys:
-        """Of the full pages of token ids, as a pass over all of them makes them now."""
+        """Keys of the full pages of token ids, as a pass over all of them makes them now."""
         ids = whole_ids(ids).tolist()
         return self._keys(ids, self._space(len(ids)))
 
@@ -270,7 +270,7 @@ class CXLRequests(PoolRequests):
         return xor(space, self._unshared) if self._unshared else space, found.ropes
 
     def _space(self, tokens: int) -> bytes:
-        """Of a pass now whose last token is number `tokens` of its text."""
+        """The key space of a pass now whose last token is number `tokens` of its text."""
         model, ropes = self._look()
         return _space_of(model, form_of(ropes, tokens) if ropes else b"")
 
@@ -313,7 +313,7 @@ class CXLRequests(PoolRequests):
         return made
 
     def _fed_row(self, request: str) -> Row:
-        """Of all that the request has; load() is told keys, and no ids."""
+        """The row of all that the request has; load() gets keys, and no ids."""
         count = len(self.sequence(request))
         if request not in self._rows or not (group := self._group(request)):
             return Row(np.full(count, UNSEEN), np.arange(count))
@@ -322,7 +322,7 @@ class CXLRequests(PoolRequests):
         return Row(row.ids[:count], row.positions[:count])
 
     def _space_of_row(self, request: str) -> bytes | None:
-        """Of all that the request has; None: not known, or nothing."""
+        """The key space of all that the request has; None: not known, or nothing."""
         if request not in self._rows:
             found = self._loaded.get(request)
             return found.space if isinstance(found, ModelKeys) else None
@@ -343,9 +343,9 @@ class CXLRequests(PoolRequests):
         return count
 
     def store(self, request: str, keys: PageKeys) -> int:
-        """As PoolRequests has it, of what passes made in the space of these keys, of the tokens
-        that the keys name, at their positions. Keys that are not this object's name no space, and
-        only positions can be compared."""
+        """Store as PoolRequests does, but only what passes made in the space of these keys, of the
+        tokens that the keys name, at their positions. Keys that are not this object's name no
+        space, and only positions can be compared."""
         if request in self._rows and self._group(request):
             row = self._fed_row(request)
             tokens = row.placed
@@ -567,7 +567,7 @@ def _hear(module: torch.nn.Module, args: tuple[object, ...], given: dict[str, ob
 
 
 def _texts(ids: Tensor, mask: Tensor | None) -> list[tuple[list[int], int]]:
-    """Of each row its ids without padding, and how much of that is before them."""
+    """The ids of each row without padding, and how much padding is before them."""
     if ids.ndim != 2 or (mask is not None and mask.shape != ids.shape):
         shape = None if mask is None else tuple(mask.shape)
         raise BadArgumentError(f"ids {tuple(ids.shape)} and mask {shape}: both [rows, tokens]")

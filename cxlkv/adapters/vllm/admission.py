@@ -42,7 +42,7 @@ class Room:
 
     @property
     def tokens(self) -> int:
-        """Of one request, in the smallest pool, if nobody else holds anything."""
+        """Tokens that one request may have in the smallest pool, if no other holds any."""
         totals = [pool.stats()["pages_total"] for pool in self._pools]
         pages = min(total // parts for total, parts in zip(totals, self._parts, strict=True))
         return pages * self._page_tokens

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from cxlkv.adapters.vllm.pool_attention import Ints
 
 _built: VllmConfig | None = None
-"""Of the engine whose layers were built last: vLLM asks for their cache specs without saying whose
-they are, right after it built them."""
+"""Config of the engine whose layers were built last: vLLM asks for their cache specs without saying
+whose they are, right after it built them."""
 
 
 def in_pool(config: VllmConfig | None) -> bool:
@@ -91,7 +91,7 @@ class PoolBackend(CPUAttentionBackend):
 
 @dataclass
 class PoolMetadata:
-    """Of a step: whose rows are where."""
+    """Whose rows are where in a step."""
 
     num_actual_tokens: int
     request_rows: list[int]

@@ -183,7 +183,7 @@ def pool_layout(
     page_tokens: int,
     shard: tuple[int, int, int, int],
 ) -> KVLayout:
-    """Of this rank's layers; those with the same window are a group."""
+    """The layout of this rank's layers; those with the same window are a group."""
     layers = config.compilation_config.static_forward_context
     windows = [layers[name].impl.sliding_window for name in names]
     text, own_values = config.model_config.hf_text_config, spec.head_size_v == spec.head_size

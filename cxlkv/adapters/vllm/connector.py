@@ -79,10 +79,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("cxlkv")
 
 PAGE_TOKENS = 16
-"""Of a page where attention is in the pool: what a budget chooses is pages."""
+"""Tokens of a page where attention is in the pool: what a budget chooses is pages."""
 EVENT_TIER = {"medium": MEDIUM_CPU, "locality": "LOCAL", "group_idx": 0}
-"""Of KV events: host memory that this engine loads from. Routers drop a name like "CXL", or weigh
-it as a GPU (docs/engines/vllm.md)."""
+"""The tier that KV events name: host memory that this engine loads from. Routers drop a name like
+"CXL", or weigh it as a GPU (docs/engines/vllm.md)."""
 
 
 class StepMessage(KVConnectorMetadata):
@@ -277,7 +277,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, object] | None]:
-        """Of the other form, beside connectors in a MultiConnector that know one group only."""
+        """The other form of this call, for a MultiConnector with connectors that know one group
+        only."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -378,7 +379,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         return pools.ranks_of(self._vllm_config, self._vllm_config.parallel_config.rank)
 
     def _make_tiers(self, layout: KVLayout, sketch: bool | None = False) -> Tiers:
-        """Of this rank's pool, which is opened anew when it is lost."""
+        """Make the tiers of this rank's pool, which is opened anew when it is lost."""
         where = pools.pool_path(self.settings.where, self._words, self._ranks)
         wanted = (self._ranks, self._vllm_config.model_config.max_model_len)
         again = partial(
@@ -480,7 +481,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
 
 def external(hashes: list[bytes]) -> list[ExternalBlockHash]:
-    """As events have them: bytes, or numbers if the engine's settings say so."""
+    """Hashes as events have them: bytes, or numbers if the engine's settings say so."""
     return [maybe_convert_block_hash(BlockHash(one)) for one in hashes]
 
 

@@ -97,7 +97,7 @@ def is_empty(figures: Figures) -> bool:
 
 
 def joined(one: Figures, other: Figures) -> Figures:
-    """Of two ranks, or of two intervals, of which `other` is the later one."""
+    """Join the figures of two ranks, or of two intervals, of which `other` is the later one."""
     return {
         "counts": added(one["counts"], other["counts"]),
         "failures": dict(Counter(one["failures"]) + Counter(other["failures"])),
@@ -151,7 +151,7 @@ class Counting:
         self._ended.add(name)
 
     def heard(self, reports: Sequence[Report]) -> None:
-        """Of all ranks about one step: what every one of them has counts."""
+        """Count what the reports of all ranks about one step have in common."""
         if not reports:
             return
         self._counts["audited_hits"] += sum(report.audited for report in reports)

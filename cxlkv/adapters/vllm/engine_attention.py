@@ -213,7 +213,7 @@ class EngineAttention:
                 load.give_up()
 
     def _prioritize(self, held: _Held) -> None:
-        """Of its text all that the pool has, from whomever."""
+        """Prioritize all pages of its text that the pool has, whichever engine stored them."""
         try:
             keys = unpacked(held.keys, self.block_tokens)
             self.requests.prioritize(keys, held.options.priority)
@@ -329,7 +329,7 @@ class EngineAttention:
             return None
 
     def _adopt(self, name: str, held: _Held, complete: int) -> None:
-        """What the pool has of the text already, from whomever."""
+        """Adopt what the pool has of the text already, whichever engine stored it."""
         if name in self.requests.sequences and complete - held.saved == 1:
             return  # a block that a decode step has completed: its text is new
         with self.pool.match(unpacked(held.keys, self.block_tokens)[:complete]) as hit:
@@ -419,7 +419,7 @@ class EngineAttention:
             self._publish(name, end)
 
     def _mark_invalid(self) -> None:
-        """Blocks may be shared: whoever computed from a bad one has computed nonsense."""
+        """Blocks may be shared: all that was computed from a bad one is nonsense."""
         for held in self._held.values() if self._bad else ():
             place = next((i for i, block in enumerate(held.blocks) if block in self._bad), None)
             if place is not None:
@@ -472,7 +472,8 @@ class EngineAttention:
         held.saved = end
 
     def _save_left(self, left: Left) -> None:
-        """Of a request that has ended: nothing has been written to its blocks since."""
+        """Save what is left of a request that has ended: nothing has been written to its blocks
+        since."""
         name, held = left.request, self._held.get(left.request)
         if held is None or not held.options.save or held.awaits:
             return

@@ -117,7 +117,7 @@ class Events:
         self._tell(self._texts[name], 0, blocks)
 
     def heard(self, reports: Sequence[Report]) -> None:
-        """Of all ranks about one step."""
+        """Hear the reports of all ranks about one step."""
         for span in {span for report in reports for span in report.stored}:
             text = self._texts.get(span.request) or self._ended.get(span.request)
             if text is not None:

@@ -149,7 +149,7 @@ class DeviceStep(Step):
         out: torch.Tensor,
         scores: Scores,
     ) -> None:
-        """As Step.attend, but for where the tensors are."""
+        """Do what Step.attend does, with tensors on the device."""
         link, rows = self._link, int(self.starts[-1])
         near_q = link.bring("q", q[:rows], self._near_spans())
         near_k, near_v = (
@@ -308,7 +308,7 @@ def as_pieces(rows: torch.Tensor) -> torch.Tensor:
 
 
 def numbers(pieces: torch.Tensor, some: Span) -> torch.Tensor:
-    """Of these pieces of every head: int32 [1, heads, n]."""
+    """Numbers of these pieces of every head: int32 [1, heads, n]."""
     found = torch.arange(some.start, some.stop, dtype=torch.int32, device=pieces.device)
     return found.expand(1, pieces.shape[0], -1).contiguous()
 

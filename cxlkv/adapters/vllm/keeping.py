@@ -19,7 +19,7 @@ from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit
 
 SHARE = 0.5
-"""Of the pool, at most: the oldest ones go before their time, as others must have room, too."""
+"""Share of the pool, at most: the oldest ones go before their time, as others need pages, too."""
 
 
 class _Kept(NamedTuple):
@@ -30,8 +30,8 @@ class _Kept(NamedTuple):
 
 
 class Keeping:
-    """Of one engine; pools are those of all ranks, as they are at each call. Methods are the
-    scheduler's, in one thread."""
+    """The prefixes that stay for one engine; pools are those of all ranks, as they are at each
+    call. Methods are the scheduler's, in one thread."""
 
     def __init__(self, pools: Sequence[CXLPool], clock: Callable[[], float] = time.monotonic):
         self._pools, self._clock = pools, clock

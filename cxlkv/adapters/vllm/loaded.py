@@ -37,7 +37,7 @@ class Saves(Protocol):
 
 
 class LoadedWeights:
-    """Of one worker. layers: some of its models, such as their attention."""
+    """The loaded weights of one worker. layers: some of its models, such as their attention."""
 
     def __init__(self, layers: Iterable[nn.Module], rank: int = 0):
         self._rank = rank

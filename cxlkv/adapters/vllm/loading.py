@@ -60,7 +60,7 @@ class Part:
 
     @property
     def whole(self) -> int:
-        """Of the good ones, those that come layer by layer."""
+        """How many of the good ones come layer by layer."""
         return min(self.good, len(self.blocks) - self.partial)
 
     def bad_blocks(self) -> list[int]:

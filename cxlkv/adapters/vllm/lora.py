@@ -129,7 +129,7 @@ def _read(path: str) -> bytes:
 
 
 def _times(path: str) -> Times:
-    """Of an adapter's files: names, bytes and both times."""
+    """Names, bytes and both times of an adapter's files."""
     folder = folder_of(path) or Path(path)
     files: list[Path] = []
     with suppress(OSError):  # no folder

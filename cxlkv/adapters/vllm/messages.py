@@ -75,7 +75,7 @@ class Started:
     options: Options = field(default_factory=Options)
 
     def brought_keys(self, block_tokens: int) -> PageKeys:
-        """Of blocks that the scheduler brought back."""
+        """Keys of blocks that the scheduler brought back."""
         keys = unpacked(self.keys, block_tokens)
         return keys[(self.tokens - self.brought) // block_tokens : self.tokens // block_tokens]
 

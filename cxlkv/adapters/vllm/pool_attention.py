@@ -174,7 +174,7 @@ class PoolAttention:
         self.requests.release(name)
 
     def _prioritize(self, held: Held) -> None:
-        """Of its text all that the pool has, from whomever."""
+        """Prioritize all pages of its text that the pool has, whichever engine stored them."""
         try:
             self.requests.prioritize(self._keys(held), held.options.priority)
         except CXLKVError as error:
@@ -385,7 +385,7 @@ class Group:
     def attend(
         self, layer: int, q: torch.Tensor, scores: Scores, picked: Selection | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of its rows of q: (out, lse). picked: instead of what its kind says."""
+        """Attend for its rows of q: (out, lse). picked: instead of what its kind says."""
         queries, scale = q[self.rows], scores.scale
         if any(budget.chooses(layer) for budget in self.budgets):
             asked = (layer, queries, self.starts, self.budgets, self.method, scale)
@@ -566,7 +566,7 @@ class Step:
         self._attention.count(error)
 
     def _fill_failed(self, out: torch.Tensor) -> None:
-        """Zeros for rows of nobody, and of who has no pages of what was computed before."""
+        """Zero the rows of unknown requests and of requests whose earlier pages are lost."""
         for place, held in enumerate(self.held):
             lost = held is None or (place in self.broken and self.computed[place])
             if lost and self._count(place):

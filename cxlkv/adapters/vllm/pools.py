@@ -42,7 +42,7 @@ PLAIN_KINDS = (
     *("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"),
     "RequestRowSpec",
 )
-"""Of layers with K and V of each token."""
+"""Kinds of layers with K and V of each token."""
 WITHOUT_US = "start vLLM without --kv-transfer-config"
 ENGINES_FORM = (
     'leave out "attention" in kv_connector_extra_config, and start vLLM with '
@@ -53,7 +53,8 @@ ENGINES_FORM = (
 
 @dataclass(frozen=True)
 class Ranks:
-    """Of one engine: (tensor-parallel size, pipeline-parallel size), and which one this is."""
+    """Ranks of one engine: (tensor-parallel size, pipeline-parallel size), and which one this
+    is."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -308,8 +309,8 @@ def are_identified(words: Mapping[str, object]) -> bool:
 
 
 def _overrides(given: object) -> object:
-    """Of the model's config, by hf_overrides; what a function of a user does is its code's to say,
-    and that of what it calls is not seen."""
+    """What hf_overrides change in the model's config; a user's function is named by its code, and
+    the code that it calls is not seen."""
     if not callable(given):
         return given or None
     code = getattr(given, "__code__", None)

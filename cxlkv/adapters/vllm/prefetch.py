@@ -32,10 +32,10 @@ from cxlkv.tiers import Tiers
 log = logging.getLogger("cxlkv")
 
 SHARE = 0.25
-"""Of the smallest pool: room for what has come and is not matched yet. One request may have
+"""Share of the smallest pool for what has come and is not matched yet. One request may have
 more."""
 TRIES_MAX = 3
-"""Of a prefix that found no room: others may take it again."""
+"""Tries of a prefix that found no free pages: others may take them again."""
 
 
 @dataclass
@@ -151,8 +151,8 @@ class Prefetch(Closing):
             self._changed.notify_all()
 
     def let_go(self) -> None:
-        """Of what is held for requests that are not matched yet: one in front of them lacks room.
-        They begin anew when they are asked for."""
+        """Let go of what is held for requests that are not matched yet: one in front of them lacks
+        pages. They begin anew when they are asked for."""
         for wanted in self._wanted.values():
             self._give_up(wanted)
         self._wanted.clear()
@@ -199,7 +199,7 @@ class Prefetch(Closing):
         return come
 
     def brought(self, request: str, tokens: int) -> int:
-        """Of so many tokens of its prefix, how many came from below the pool."""
+        """How many of so many tokens of its prefix came from below the pool."""
         return max(0, tokens - self._there.get(request, tokens))
 
     def _count_remote(self) -> None:
@@ -247,7 +247,7 @@ class Prefetch(Closing):
             wanted.lacked_room = self._refusals() > before
 
     def _refusals(self) -> int:
-        """Of the tiers, for want of room."""
+        """How often the tiers refused for want of free pages."""
         remotes = [one.remote for one in self.tiers if one.remote is not None]
         far = sum(one.stats()["refused"] for one in remotes)
         return far + sum(one.moved_pages("refused") for one in self.tiers)

@@ -300,7 +300,7 @@ class Scheduling:
         return xor(self.space, own)
 
     def _stop_saving(self, adapter: Adapter, besides: EngineRequest | None = None) -> None:
-        """Of requests that have begun with what it was before."""
+        """Stop saving for requests that began with what the adapter was before."""
         for name, other in self._requests.items():
             own = _adapter_of(other)
             if own is None or own.lora_int_id != adapter.lora_int_id or other is besides:

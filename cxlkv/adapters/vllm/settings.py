@@ -131,7 +131,7 @@ def check_loads(settings: Settings, connector: object, policy: object) -> None:
 
 
 class _Request(Keys):
-    """Of one request, as Options.
+    """Options of one request.
 
     budget: pages that its decode steps may attend to; null: all. save: whether its prefix is
     published. tier: from how far down its hit may come. ttl_s: so many seconds its prefix stays in
@@ -151,8 +151,8 @@ class _Request(Keys):
 
 
 def read_options(given: object, settings: Settings) -> Options:
-    """Of one request: {"cxlkv": {"budget": {"pages": 8} or null, "save": false, "tier": "far",
-    "ttl_s": 60, "priority": 3}}.
+    """Read the options of one request: {"cxlkv": {"budget": {"pages": 8} or null, "save": false,
+    "tier": "far", "ttl_s": 60, "priority": 3}}.
 
     Raises BadArgumentError; other connectors' keys beside "cxlkv" are theirs.
     """

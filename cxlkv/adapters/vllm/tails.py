@@ -24,7 +24,7 @@ Words = Callable[[EngineRequest, int, int], bytes]
 
 
 class Tails:
-    """Of one engine's texts."""
+    """Keys of the tails of one engine's texts."""
 
     def __init__(self, block_tokens: int, words: Words):
         self._most, self._words = block_tokens - 1, words

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Trace:
-    """Of one load of so many tokens, from when it is made until end()."""
+    """The trace of one load of so many tokens, from when it is made until end()."""
 
     headers: Mapping[str, str]
     request: str
@@ -22,8 +22,8 @@ class Trace:
     began_ns: int = field(default_factory=time.time_ns)
 
     def end(self, attributes: Mapping[str, str | int | float]) -> None:
-        """Of the span, beside the request's name and its seconds. Never raises: whoever traces must
-        not fail who serves."""
+        """End the span; attributes: beside the request's name and its seconds. Never raises:
+        tracing must not make serving fail."""
         with suppress(Exception):
             self._emit(attributes)
 

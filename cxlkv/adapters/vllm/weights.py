@@ -44,7 +44,7 @@ class Weights:
 
     @property
     def space(self) -> bytes:
-        """Of keys from now on."""
+        """The space of keys from now on."""
         if not self.told:
             return self._start
         return xor(self._start, namespace({"weights": [state.hex() for state in self._states]}))
