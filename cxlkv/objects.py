@@ -130,7 +130,7 @@ class ObjectPool(Pool):
         return None if size == ABSENT else size
 
     def put_batch(self, keys: Keys, buffers: Buffers | Sequence[object]) -> npt.NDArray[np.bool_]:
-        """put() of several in one call: bool [n], which are new. All of them have room or none.
+        """put() of several in one call: bool [n], which are new. All of them fit or none.
 
         buffers: for each key what put() takes, or Buffers.
         """
@@ -210,7 +210,7 @@ class ObjectPool(Pool):
         return lease
 
     def reserve(self, sizes: npt.ArrayLike) -> Reserved:
-        """Room for objects of these sizes, to be written where it lies, and then published.
+        """Memory for objects of these sizes, to be written where it lies, and then published.
 
         All or none: PoolFullError.
         """
@@ -331,7 +331,7 @@ class Lease(_Leased):
 
 
 class Reserved(_Leased):
-    """Room for objects that nobody finds yet; views are to be written."""
+    """Memory for objects that nobody finds yet; views are to be written."""
 
     _writable = True
 

@@ -81,7 +81,7 @@ def test_first_and_room(pool: CXLPool) -> None:
     rows = np.zeros((6 * 4, 2, 8), np.float32)
     sequence.append(0, rows, rows)
     whole = _core.sequence_places(sequence._handle, 0)
-    later = _core.sequence_places(sequence._handle, 0, first=4, room=5)
+    later = _core.sequence_places(sequence._handle, 0, first=4, capacity=5)
     assert len(whole.pages) == 6
     assert later.keys.tolist() == whole.keys[4:].tolist()
     assert later.pages.tolist() == whole.pages[4:].tolist()

@@ -119,14 +119,14 @@ def keep(into: list[Made], make: Callable[..., Made], *arguments: Any) -> None:
     into.extend(map(make, *((argument,) for argument in arguments)))
 
 
-def with_room(fill: Callable[[int], tuple[Made, int]], room: int = 0) -> Made:
-    """What fill(room) makes, called again with more room until it has enough: what it is about may
-    grow in between. It returns what it made, and the room for all of it."""
+def with_capacity(fill: Callable[[int], tuple[Made, int]], capacity: int = 0) -> Made:
+    """Call fill(capacity) with more and more until it is enough: what it reads may grow in between.
+    It returns what it made, and the capacity for all of it."""
     while True:
-        found, wanted = fill(room)
-        if wanted <= room:
+        found, wanted = fill(capacity)
+        if wanted <= capacity:
             return found
-        room = wanted + wanted // 8
+        capacity = wanted + wanted // 8
 
 
 def version() -> str:

@@ -17,7 +17,7 @@ from cxlkv._core.base import (
     int64s,
     made,
     new_place,
-    with_room,
+    with_capacity,
 )
 from cxlkv._native import ffi, lib
 
@@ -51,12 +51,12 @@ def sequence_tokens(sequence: Handle, layer: int = lib.CXLKV_LAYER_LAST) -> int:
 def sequence_pages(sequence: Handle) -> npt.NDArray[np.uint32]:
     """Ids of its complete pages in the pool."""
 
-    def fill(room: int) -> tuple[npt.NDArray[np.uint32], int]:
-        pages = np.empty(room, np.uint32)
-        n = check(lib.cxlkv_sequence_pages(sequence, flat("uint32_t", pages, True), room))
+    def fill(capacity: int) -> tuple[npt.NDArray[np.uint32], int]:
+        pages = np.empty(capacity, np.uint32)
+        n = check(lib.cxlkv_sequence_pages(sequence, flat("uint32_t", pages, True), capacity))
         return pages[:n], n
 
-    return with_room(fill, PAGES_GUESS)
+    return with_capacity(fill, PAGES_GUESS)
 
 
 class Places(NamedTuple):
@@ -73,30 +73,30 @@ class Places(NamedTuple):
     generations: npt.NDArray[np.uint64]
 
 
-def sequence_places(sequence: Handle, layer: int, first: int = 0, room: int = 0) -> Places:
-    """Places of the layer's complete pages, from `first` on; room: a guess of how many."""
+def sequence_places(sequence: Handle, layer: int, first: int = 0, capacity: int = 0) -> Places:
+    """Places of the layer's complete pages, from `first` on; capacity: a guess of how many."""
 
-    def fill(room: int) -> tuple[Places, int]:
-        keys, values, descriptors = (np.empty(room, np.int64) for _ in range(3))
-        pages, generations = np.empty(room, np.uint32), np.empty(room, np.uint64)
+    def fill(capacity: int) -> tuple[Places, int]:
+        keys, values, descriptors = (np.empty(capacity, np.int64) for _ in range(3))
+        pages, generations = np.empty(capacity, np.uint32), np.empty(capacity, np.uint64)
         out = (
             *(int64s(array, True) for array in (keys, values, descriptors)),
             flat("uint32_t", pages, True),
             flat("uint64_t", generations, True),
         )
-        n = check(lib.cxlkv_sequence_places(sequence, layer, first, room, *out))
+        n = check(lib.cxlkv_sequence_places(sequence, layer, first, capacity, *out))
         return Places(keys[:n], values[:n], descriptors[:n], pages[:n], generations[:n]), n
 
-    return with_room(fill, room)
+    return with_capacity(fill, capacity)
 
 
 def sequence_export(sequence: Handle) -> bytes:
-    def fill(room: int) -> tuple[bytes, int]:
-        out = ffi.new("uint8_t[]", room)
-        n = check(lib.cxlkv_sequence_export(sequence, out, room))
-        return bytes(ffi.buffer(out, min(n, room))), n
+    def fill(capacity: int) -> tuple[bytes, int]:
+        out = ffi.new("uint8_t[]", capacity)
+        n = check(lib.cxlkv_sequence_export(sequence, out, capacity))
+        return bytes(ffi.buffer(out, min(n, capacity))), n
 
-    return with_room(fill, HANDLE_BYTES_GUESS)
+    return with_capacity(fill, HANDLE_BYTES_GUESS)
 
 
 def sequence_adopt(pool: Handle, handle: bytes) -> Handle:

@@ -21,7 +21,7 @@ from cxlkv._core.base import (
     int64s,
     keep,
     numbers_from,
-    with_room,
+    with_capacity,
 )
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import Codes, Names, RecordBytes, Units
@@ -111,13 +111,13 @@ def pool_published(pool: Handle) -> tuple[npt.NDArray[np.void], int]:
     """A row of PUBLISHED for each page that match() finds, by page; and the clock."""
     clock = ffi.new("uint64_t *")
 
-    def fill(room: int) -> tuple[npt.NDArray[np.void], int]:
-        rows = np.empty(room, PUBLISHED)
+    def fill(capacity: int) -> tuple[npt.NDArray[np.void], int]:
+        rows = np.empty(capacity, PUBLISHED)
         at = ffi.from_buffer("cxlkv_published[]", rows, True)
-        n = check(lib.cxlkv_pool_published(pool, at, room, clock))
+        n = check(lib.cxlkv_pool_published(pool, at, capacity, clock))
         return rows[:n], n
 
-    return with_room(fill), int(clock[0])
+    return with_capacity(fill), int(clock[0])
 
 
 def choose(
@@ -176,15 +176,15 @@ def local_demote(pool: Handle, units: Units) -> int:
 Hotness = tuple[Units, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 
 
-def local_hotness(pool: Handle, room: int) -> Hotness:
-    """(units, counts, resident) of all units with a count or a copy; room is a guess of how many
-    these are."""
+def local_hotness(pool: Handle, capacity: int) -> Hotness:
+    """(units, counts, resident) of all units with a count or a copy; capacity: a guess of how
+    many."""
 
-    def fill(room: int) -> tuple[Hotness, int]:
-        units, counts = np.empty(room, np.int64), np.empty(room, np.uint32)
-        resident = np.empty(room, np.uint8)
+    def fill(capacity: int) -> tuple[Hotness, int]:
+        units, counts = np.empty(capacity, np.int64), np.empty(capacity, np.uint32)
+        resident = np.empty(capacity, np.uint8)
         out = (int64s(units, True), flat("uint32_t", counts, True), flat("uint8_t", resident, True))
-        n = check(lib.cxlkv_local_hotness(pool, *out, room))
+        n = check(lib.cxlkv_local_hotness(pool, *out, capacity))
         return (units[:n], counts[:n], resident[:n].astype(np.bool_)), n
 
-    return with_room(fill, room)
+    return with_capacity(fill, capacity)

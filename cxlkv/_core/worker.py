@@ -16,7 +16,7 @@ from cxlkv._core.base import (
     made,
     numbers_from,
     numbers_of,
-    with_room,
+    with_capacity,
 )
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import PageIndices, Starts
@@ -122,12 +122,12 @@ def worker_refuse(worker: Handle, text: str, again: bool) -> None:
 def worker_tables(worker: Handle) -> set[int]:
     """Numbers of the sequences that it has for its clients."""
 
-    def fill(room: int) -> tuple[npt.NDArray[np.uint64], int]:
-        found = np.empty(room, np.uint64)
-        n = check(lib.cxlkv_worker_tables(worker, flat("uint64_t", found, True), room))
+    def fill(capacity: int) -> tuple[npt.NDArray[np.uint64], int]:
+        found = np.empty(capacity, np.uint64)
+        n = check(lib.cxlkv_worker_tables(worker, flat("uint64_t", found, True), capacity))
         return found[:n], n
 
-    return set(with_room(fill).tolist())
+    return set(with_capacity(fill).tolist())
 
 
 def pool_use_worker(pool: Handle, use: str, deadline_s: float) -> None:

@@ -122,8 +122,8 @@ class Batch(OfThisProcess):
         self._view = rows_or_bytes if FP8 in (layout.k_encoding, layout.v_encoding) else view
         self._scale = float(layout.head_dim**-0.5)  # unless somebody says another
         self._pool = pool
-        self._room = 0  # pages a list, for the next select
-        self._mass_room = 0  # pages, for the next attend that says what they weigh
+        self._list_pages = 0  # pages a list, for the next select
+        self._mass_pages = 0  # pages, for the next attend that says what they weigh
         self._decodings: list[simd.Decoding] = []  # at most one a thread: the last, between calls
         self._handle = _core.batch_create(pool, [s._handle for s in self.sequences])
 
@@ -366,9 +366,9 @@ class Batch(OfThisProcess):
             of = (self._pool, self._layout, self._handle)
             picked = choosers.select(chooser, *of, self._texts(layer), asked)
         else:
-            picked = simd.select(self._handle, self._layout, asked, self._room)
+            picked = simd.select(self._handle, self._layout, asked, self._list_pages)
             # A step later a list is one page longer at most: then one call into the core is enough.
-            self._room = picked.pages.shape[2] + 1
+            self._list_pages = picked.pages.shape[2] + 1
         if transfer:
             transfer.end("select", picked.bytes_scored)
         if audit.used and audit.is_due(self._pool):
@@ -495,12 +495,12 @@ class Batch(OfThisProcess):
         number, handle = layer_of(layer), self._handle
         if error != 0:
             check_error(error)
-        pages = self._mass_room if page_mass else None
+        pages = self._mass_pages if page_mass else None
         found = simd.attend(
             handle, self._layout, number, q, starts, picked, factor, softcap, error, out, pages
         )
         if found.mass is not None and picked is None:
-            self._mass_room = found.mass.shape[2]
+            self._mass_pages = found.mass.shape[2]
         if transfer:
             # Lower planes may have stayed, or pages that are left out.
             weighed = picked is not None and picked.log_weights is not None

@@ -75,7 +75,7 @@ class LocalTier(Closing):
         self._bounces = np.zeros(self._unit_count, np.uint8)
         self._epoch = 0
         self._no_room = 0
-        self._room = 4096
+        self._capacity = 4096
 
     def promote(self, units: npt.ArrayLike, generations: Generations | None = None) -> Moved:
         """Copy units into free slots, as far as there are some; each is verified by its CRCs.
@@ -105,8 +105,8 @@ class LocalTier(Closing):
 
     def hotness(self) -> tuple[Units, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
         """(units, counts, resident) of all units that were read lately, or have a copy."""
-        units, counts, resident = _core.local_hotness(self._pool, self._room)
-        self._room = max(self._room, len(units) + len(units) // 8)
+        units, counts, resident = _core.local_hotness(self._pool, self._capacity)
+        self._capacity = max(self._capacity, len(units) + len(units) // 8)
         return units, counts, resident
 
     def step(self, limit_bytes: int | None = None) -> Moved:

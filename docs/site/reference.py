@@ -395,7 +395,7 @@ def metrics() -> str:
     ]
     rooms = {"bytes": {**common.STATES, **common.IN_COLD, **common.QUOTA}}
     for title, prefix, counts, room, failures, page in (
-        ("vLLM", vllm.PREFIX, vllm.COUNTS, vllm.ROOMS, None, "vllm"),
+        ("vLLM", vllm.PREFIX, vllm.COUNTS, vllm.CAPACITIES, None, "vllm"),
         ("SGLang", sglang.PREFIX, sglang.COUNTS | common.MOVES, rooms, sglang.KINDS, "sglang"),
         ("LMCache", lmcache.PREFIX, lmcache.COUNTS | common.MOVES, rooms, lmcache.KINDS, "lmcache"),
     ):

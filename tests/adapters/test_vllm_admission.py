@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from cxlkv import CXLPool
-from cxlkv.adapters.vllm.admission import Room
+from cxlkv.adapters.vllm.admission import Admission
 from cxlkv.tiers import Tiers
 
 from ..coherence.test_hosts import PAGE_TOKENS, TOKENS, Hosts, publish
@@ -22,7 +22,7 @@ def opened(hosts: Hosts) -> tuple[CXLPool, CXLPool]:
     return hosts.open(0, LEASE_S), hosts.open(1, LEASE_S)
 
 
-def begins(room: Room, tokens: int) -> bool:
+def begins(room: Admission, tokens: int) -> bool:
     """In a step of its own."""
     room.begin()
     return not room.waits and room.fits("a request", 0, tokens)
@@ -31,7 +31,7 @@ def begins(room: Room, tokens: int) -> bool:
 def test_who_owes_room_begins_no_request_until_it_is_given(hosts: Hosts, taking: Taking) -> None:
     """It waits for what runs there, and a lease more; what cannot be given then ends no service."""
     owner, other = opened(hosts)
-    room, others_room = Room([owner], LEASE_S), Room([other], LEASE_S)
+    room, others_room = Admission([owner], LEASE_S), Admission([other], LEASE_S)
     taking.extents(owner, EXTENTS)
     room.begin()
     assert room.fits("one that runs", 0, 0)
@@ -61,7 +61,7 @@ def test_who_owes_room_begins_no_request_until_it_is_given(hosts: Hosts, taking:
 def test_room_is_what_is_free_and_comes_back(hosts: Hosts) -> None:
     """In a step: less what it gives, with what ends in it."""
     owner, _ = opened(hosts)
-    room = Room([owner], LEASE_S)
+    room = Admission([owner], LEASE_S)
     room.begin()
     assert room.has(room.tokens)
     assert room.fits("a request", 0, PAGE_TOKENS)
@@ -76,7 +76,7 @@ def test_a_request_of_more_than_a_share_gets_it(hosts: Hosts, taking: Taking) ->
     owner, other = opened(hosts)
     taking.extents(other, EXTENTS // 2 + 1)
     fill(owner, EXTENTS // 2)
-    room = Room([other], LEASE_S)
+    room = Admission([other], LEASE_S)
     room.begin()
     room.fits("one that runs", 0, 0)
     room.take("one that runs")
@@ -98,7 +98,7 @@ def test_what_a_host_left_behind_is_room(hosts: Hosts, taking: Taking) -> None:
     owner, other = opened(hosts)
     publish(owner, 1)
     taking.extents(owner, EXTENTS - 1)
-    room = Room([other], LEASE_S)
+    room = Admission([other], LEASE_S)
     assert not begins(room, SHARE_TOKENS)
     owner.close()
     assert begins(room, SHARE_TOKENS)

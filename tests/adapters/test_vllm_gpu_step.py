@@ -158,8 +158,8 @@ def test_the_link_has_its_own_memory_and_keeps_it() -> None:
     link.wait()
     there[1:] = 0
     assert here[[1, 2, 5]].tolist() == [[2, 3], [4, 5], [10, 11]]
-    assert link.room("q", (2, 3), torch.float32).data_ptr() == here.data_ptr()
-    assert link.room("q", (7, 2), torch.float32).shape == (7, 2)
+    assert link.buffer("q", (2, 3), torch.float32).data_ptr() == here.data_ptr()
+    assert link.buffer("q", (7, 2), torch.float32).shape == (7, 2)
     link.send(here, there, [slice(2, 3)])
     assert there[2].tolist() == [4, 5]
 

@@ -145,7 +145,7 @@ class Metrics:
     """Counters and gauges by an engine's labels, of which `values` are one process's or rank's.
 
     counter, gauge: of prometheus_client, or what an engine has in their place. counts: what is
-    counted, with what it means; rooms: states of a pool's room with what they mean, by its unit.
+    counted, with what it means; capacities: states of a pool's capacity, likewise, by its unit.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Metrics:
         prefix: str,
         labels: Sequence[str],
         counts: Mapping[str, str],
-        rooms: Mapping[str, Mapping[str, str]],
+        capacities: Mapping[str, Mapping[str, str]],
     ):
         self._counts = {
             name: counter(name=prefix + name, documentation=meaning, labelnames=[*labels])
@@ -173,9 +173,9 @@ class Metrics:
             labelnames=[*labels, "tier", "direction"],
         )
         meanings = {"hosts": "Hosts of a shared pool by state"}
-        for unit, states in rooms.items():
+        for unit, states in capacities.items():
             said = "; ".join(f"{state}: {meaning}" for state, meaning in states.items())
-            meanings[unit] = f"Room of a pool by state, in {unit}: {said}"
+            meanings[unit] = f"Capacity of a pool by state, in {unit}: {said}"
         self._pools = {
             of: gauge(
                 name=f"{prefix}pool_{of}",
@@ -208,7 +208,7 @@ class Metrics:
     def fill(
         self, values: Sequence[object], pool: str, found: Mapping[str, Mapping[str, int]]
     ) -> None:
-        """found: by unit of the room, or "hosts", and state."""
+        """found: by unit of the capacity, or "hosts", and state."""
         for of, states in found.items():
             for state, size in states.items():
                 self._pools[of].labels(*values, pool, state).set(size)
@@ -240,8 +240,8 @@ class Shown(Counting):
         if prefix not in _shared:
             from prometheus_client import Counter, Gauge
 
-            shown, rooms = {**counts, **MOVES}, {"bytes": {**STATES, **IN_COLD, **QUOTA}}
-            _shared[prefix] = Metrics(Counter, Gauge, prefix, [*labels], shown, rooms)
+            shown, capacities = {**counts, **MOVES}, {"bytes": {**STATES, **IN_COLD, **QUOTA}}
+            _shared[prefix] = Metrics(Counter, Gauge, prefix, [*labels], shown, capacities)
         self._metrics = _shared[prefix]
         self._metrics.begin(self._labels, kinds)
 

@@ -313,7 +313,7 @@ class ObjectCache(Closing):
         return found
 
     def reserve(self, sizes: Sequence[int], evict: bool = True) -> Reserved | None:
-        """Room to be written and published, for all or for none."""
+        """Memory to be written and published, for all or for none."""
         if max(sizes) > self.object_bytes:
             self.counting.failed("large", f"{max(sizes)} bytes, pages of {self.object_bytes}")
             return None

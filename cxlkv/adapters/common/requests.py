@@ -236,11 +236,11 @@ class PoolRequests:
         there = np.flatnonzero(pages != NO_PAGE)
         record_bytes, _ = records.shape
         many = max(1, MEND_BYTES // record_bytes)
-        room = np.empty((min(many, len(there)), record_bytes), np.uint8)
+        buffer = np.empty((min(many, len(there)), record_bytes), np.uint8)
         wrong = np.zeros(len(pages), np.bool_)
         for first in range(0, len(there), many):
             some = there[first : first + many]
-            codes = records.read(pages[some], generations[some], room[: len(some)])
+            codes = records.read(pages[some], generations[some], buffer[: len(some)])
             wrong[some] = codes == CORRUPT
         found: npt.NDArray[np.bool_] = np.logical_or.reduce(wrong.reshape(-1, per_key), axis=1)
         return found

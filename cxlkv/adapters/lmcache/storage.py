@@ -148,9 +148,9 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         chunks = objects // metadata.kv_shape[0] if config.use_layerwise else objects
         found = "made" if made else "found"
         stays = "" if made else "; its capacity stays what it was made with"
-        room = f"{chunks} chunks of a rank, {chunks * config.chunk_size} tokens"
+        size = f"{chunks} chunks of a rank, {chunks * config.chunk_size} tokens"
         log.info(
-            "cxlkv: %s %s, for %s (%s)%s", found, path, room, format_bytes(chunks * chunk), stays
+            "cxlkv: %s %s, for %s (%s)%s", found, path, size, format_bytes(chunks * chunk), stays
         )
         try:
             self._mapping = self._register(pool)

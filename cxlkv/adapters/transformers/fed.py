@@ -50,35 +50,35 @@ class Fed:
         found = np.full((2, len(rows), tokens), UNSEEN)
         for index, row in enumerate(rows):
             found[:, index, tokens - len(row.ids) :] = row
-        self._room = torch.from_numpy(found)  # int64 [2, rows, tokens or more]
+        self._buffer = torch.from_numpy(found)  # int64 [2, rows, tokens or more]
         self._tokens = tokens
 
     def add(self, before: int, ids: Tensor, positions: Tensor) -> None:
         """The tokens behind the first `before`, int64 [rows, tokens] each."""
         self.resize(before, len(ids))
-        self._room = self._room.to(ids.device)
+        self._buffer = self._buffer.to(ids.device)
         self.resize(before + ids.shape[1], len(ids))
-        self._room[0, :, before : self._tokens] = ids
-        self._room[1, :, before : self._tokens] = positions
+        self._buffer[0, :, before : self._tokens] = ids
+        self._buffer[1, :, before : self._tokens] = positions
 
     def resize(self, tokens: int, rows: int) -> None:
         """Forget all from `tokens` on; where there are fewer, the rest was not seen."""
-        kept, room = min(tokens, self._tokens), self._room
+        kept, buffer = min(tokens, self._tokens), self._buffer
         if kept < tokens:
-            if room.shape[1] != rows or room.shape[2] < tokens:
-                self._room = room.new_full((2, rows, max(tokens, 2 * kept)), UNSEEN)
+            if buffer.shape[1] != rows or buffer.shape[2] < tokens:
+                self._buffer = buffer.new_full((2, rows, max(tokens, 2 * kept)), UNSEEN)
                 if kept:
-                    self._room[:, :, :kept] = room[:, :, :kept]
-            self._room[:, :, kept:tokens] = UNSEEN
+                    self._buffer[:, :, :kept] = buffer[:, :, :kept]
+            self._buffer[:, :, kept:tokens] = UNSEEN
         self._tokens = tokens
 
     def pick(self, rows: Sequence[int]) -> None:
         """Row i goes on from what was row rows[i]."""
         if self._tokens:
-            self._room = self._room[:, list(rows)]
+            self._buffer = self._buffer[:, list(rows)]
 
     def row(self, index: int, first: int) -> Row:
         """The tokens of a row behind the first ones, which are its padding."""
         if not self._tokens:
             return Row(np.empty(0, np.int64), np.empty(0, np.int64))
-        return Row(*self._room[:, index, first : self._tokens].cpu().numpy())
+        return Row(*self._buffer[:, index, first : self._tokens].cpu().numpy())

@@ -43,8 +43,8 @@ def _causal(part: LayerStep, query: Tensor, key: Tensor, value: Tensor) -> Tenso
     first = 0
     while first < tokens:
         start = 0 if part.window is None else max(0, first - part.window + 1)
-        room = BLOCK_LOGITS // (query.shape[0] * query.shape[1] * (first + BLOCK_ROWS - start))
-        last = min(tokens, first + max(1, min(BLOCK_ROWS, room)))
+        rows_max = BLOCK_LOGITS // (query.shape[0] * query.shape[1] * (first + BLOCK_ROWS - start))
+        last = min(tokens, first + max(1, min(BLOCK_ROWS, rows_max)))
         seen = _seen(first, last, start, part.window, query.device)
         attend = _kernel if plain else _spelled_out
         block = (query[:, :, first:last], key[:, :, start:last], value[:, :, start:last])

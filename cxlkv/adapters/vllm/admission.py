@@ -13,7 +13,7 @@ from cxlkv.machine.coherence import LEASE_S
 from cxlkv.pool import CXLPool
 
 
-class Room:
+class Admission:
     """Pages of one step, over all shards' pools: the fullest one says. A page is counted once for
     all groups of layers.
 
@@ -79,7 +79,7 @@ class Room:
         pages = self._asked[request] = self._pages(wanted) - self._pages(have)
         if request not in self._held:
             self._left = None  # its hit is held by now, and no longer free
-        missing = pages + self._given - self._room() if pages > 0 else 0
+        missing = pages + self._given - self._free() if pages > 0 else 0
         if missing > 0:
             self._wants = True
             self._want(missing)
@@ -87,7 +87,7 @@ class Room:
 
     def has(self, tokens: int) -> bool:
         """Whether there is room in this step for so many more, whoever has them then."""
-        return self._pages(tokens) + self._given <= self._room()
+        return self._pages(tokens) + self._given <= self._free()
 
     def _want(self, pages: int) -> None:
         """Asks the other hosts to evict pages that no process reads."""
@@ -109,7 +109,7 @@ class Room:
         self._given -= self._held.pop(request, 0)
         self._asked.pop(request, None)
 
-    def _room(self) -> int:
+    def _free(self) -> int:
         if self._left is None:
             free = [_free(pool) for pool in self._pools]
             self._left = min(n // parts for n, parts in zip(free, self._parts, strict=True))

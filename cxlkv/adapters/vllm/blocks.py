@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from cxlkv.adapters.common.rotary import rotary_of
-from cxlkv.adapters.vllm.admission import Room
+from cxlkv.adapters.vllm.admission import Admission
 from cxlkv.adapters.vllm.pools import check_kinds
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
@@ -29,7 +29,7 @@ from cxlkv.pool import CXLPool
 DRAFTERS = ("ngram", "suffix")
 """Ways to speculate that need no layers."""
 
-rooms: dict[str, Room] = {}
+admissions: dict[str, Admission] = {}
 """By engine: what its scheduler knows of its pools. The connector enters it, managers look here."""
 
 
@@ -80,8 +80,8 @@ class RequestRowManager(SingleTypeKVCacheManager):
     block_pool: BlockPool
 
     @property
-    def _room(self) -> Room:
-        found = rooms.get(self.kv_cache_spec.engine)
+    def _admission(self) -> Admission:
+        found = admissions.get(self.kv_cache_spec.engine)
         if found is None:
             raise BadArgumentError(
                 "attention in the pool, but no CXLConnector in the scheduler's process: start the "
@@ -100,7 +100,7 @@ class RequestRowManager(SingleTypeKVCacheManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        if not self._room.fits(request_id, total_computed_tokens, num_tokens):
+        if not self._admission.fits(request_id, total_computed_tokens, num_tokens):
             return int(self.block_pool.num_gpu_blocks) + 1  # more than there are: wait, or preempt
         return 0 if self.req_to_blocks.get(request_id) else 1
 
@@ -116,7 +116,7 @@ class RequestRowManager(SingleTypeKVCacheManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        self._room.take(request_id)
+        self._admission.take(request_id)
         return self._give_request_row(request_id)
 
     def _give_request_row(self, request_id: str) -> list[KVCacheBlock]:
@@ -127,12 +127,12 @@ class RequestRowManager(SingleTypeKVCacheManager):
         return list(taken)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        self._room.give_back(request_id)
+        self._admission.give_back(request_id)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks
 
     def new_step_starts(self) -> None:
-        self._room.begin()
+        self._admission.begin()
 
     @classmethod
     def find_longest_cache_hit(
@@ -150,17 +150,17 @@ class RequestRowManager(SingleTypeKVCacheManager):
         return tuple([] for _ in kv_cache_group_ids), 0
 
 
-def enter_room(pools: Sequence[CXLPool], config: VllmConfig, lease_s: float) -> Room:
+def begin_admission(pools: Sequence[CXLPool], config: VllmConfig, lease_s: float) -> Admission:
     """Let this engine's scheduler plan by its pools. Raises UnsupportedError, MemoryShortError."""
     if config.scheduler_config.async_scheduling:
         raise UnsupportedError(
             "attention in the pool: the next step is planned when the one before has ended, so "
             "start the engine with --no-async-scheduling"
         )
-    room = Room(pools, lease_s)
-    room.check(config.model_config.max_model_len)
-    rooms[config.kv_transfer_config.engine_id] = room
-    return room
+    admission = Admission(pools, lease_s)
+    admission.check(config.model_config.max_model_len)
+    admissions[config.kv_transfer_config.engine_id] = admission
+    return admission
 
 
 def speculated_tokens(config: VllmConfig) -> int:

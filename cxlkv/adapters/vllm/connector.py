@@ -40,8 +40,8 @@ from cxlkv.adapters.common.metrics import Moves
 from cxlkv.adapters.common.pools import open_tiers, quota_of
 from cxlkv.adapters.common.reopening import LOOKS_A_LEASE, Reopening
 from cxlkv.adapters.vllm import pools
-from cxlkv.adapters.vllm.admission import Room
-from cxlkv.adapters.vllm.blocks import enter_room, pool_layout, speculated_tokens
+from cxlkv.adapters.vllm.admission import Admission
+from cxlkv.adapters.vllm.blocks import begin_admission, pool_layout, speculated_tokens
 from cxlkv.adapters.vllm.chunks import chunks_on
 from cxlkv.adapters.vllm.counting import Counting, Looking
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
@@ -132,7 +132,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self.worker: EngineAttention | PoolAttention | None = None
         self.moves: list[Moves] = []
         self._quota: Quota | None = None  # a worker's
-        self._room: Room | None = None
+        self._admission: Admission | None = None
         self._reopening: list[Reopening[CXLPool]] = []  # of the pools that are used here
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling = self._make_scheduling()
@@ -187,8 +187,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             words=words_of,
         )
         if self._in_pool:
-            self._room = enter_room(made.pools, config, self.settings.lease_s)
-            made.plan_by(self._room.has)
+            self._admission = begin_admission(made.pools, config, self.settings.lease_s)
+            made.plan_by(self._admission.has)
         for path, pool in zip(paths, made.pools, strict=True):
             self._look_after(pool, partial(pools.open_one, path, self.settings))
         return made
@@ -216,7 +216,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self._reopening.append(Reopening(pool, again, every_s, self._give))
 
     def _give(self) -> None:
-        """Room to hosts that have none."""
+        """Give pages to hosts that have none."""
         if self.worker is not None:
             self.worker.tiers.give()
 
@@ -240,7 +240,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self._notice_reset()
         self._take_reopened()
         reads = not request.skip_reading_prefix_cache  # else it begins, whatever is said here
-        if self._room is not None and self._room.waits and reads:
+        if self._admission is not None and self._admission.waits and reads:
             return None, False  # it is asked again in the next step
         tokens, beside = self._scheduler.match(request, num_computed_tokens)
         if tokens is not None and reads:

@@ -68,11 +68,11 @@ STATES = {
     "published": "prefixes that nobody reads now",
 }
 LOCAL = "local"
-ROOMS = {
+CAPACITIES = {
     "tokens": {**STATES, **IN_COLD, **QUOTA},
     "bytes": {**STATES, **IN_COLD, **QUOTA, LOCAL: "copies in this engine's own memory"},
 }
-"""States of a pool's room, by its unit."""
+"""States of a pool's capacity, by its unit."""
 
 LOOK_EVERY_S = 1.0
 LOOK_SHARE = 0.01  # of the time; a look at a pool of a terabyte takes milliseconds
@@ -210,7 +210,7 @@ class Looking:
             return None
         try:
             overview, there = self._pool.admin.overview(), hosts(self._pool)
-            counts, room = _own(self._tiers, overview), self._room(overview)
+            counts, capacity = _own(self._tiers, overview), self._capacity(overview)
         except (CXLKVError, OSError):
             self._next_s = begin_s + LOOK_EVERY_S
             return None
@@ -220,10 +220,10 @@ class Looking:
         self._told = counts
         found = nothing()
         found["counts"].update({name: count for name, count in new.items() if count > 0})
-        found["pools"][overview.path] = {**room, "hosts": there}
+        found["pools"][overview.path] = {**capacity, "hosts": there}
         return with_moves(found, self._moves)
 
-    def _room(self, overview: Overview) -> dict[str, dict[str, int]]:
+    def _capacity(self, overview: Overview) -> dict[str, dict[str, int]]:
         pages = {name: overview.pages[name] for name in STATES}
         if self._quota is not None:
             own = self._quota.stats()
@@ -282,9 +282,9 @@ def line(figures: Figures) -> str:
 
 def _fill(pools: Iterable[Mapping[str, Mapping[str, int]]]) -> str:
     """Ranks have the same tokens, each its shard of them: the fullest pool is what matters."""
-    rooms = [one["tokens"] for one in pools]
+    tokens = [one["tokens"] for one in pools]
     totals = [
-        (one["held"] + one["published"], sum(one[state] for state in STATES)) for one in rooms
+        (one["held"] + one["published"], sum(one[state] for state in STATES)) for one in tokens
     ]
     held, total = max(totals, key=lambda pair: pair[0] / pair[1] if pair[1] else 1.0)
     share = held / total * 100 if total else 100

@@ -62,7 +62,7 @@ class Link:
         self._done = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._held: dict[str, torch.Tensor] = {}
 
-    def room(self, name: str, shape: Sequences[int], dtype: torch.dtype) -> torch.Tensor:
+    def buffer(self, name: str, shape: Sequences[int], dtype: torch.dtype) -> torch.Tensor:
         """Host memory of this name, the same every time; it grows when more is wanted."""
         wanted, held = prod(shape), self._held.get(name)
         if held is None or held.dtype != dtype or held.numel() < wanted:
@@ -73,7 +73,7 @@ class Link:
 
     def bring(self, name: str, there: torch.Tensor, spans: Sequences[Span]) -> torch.Tensor:
         """Rows of a tensor on the device; only these are written, at their own numbers."""
-        here = self.room(name, there.shape, there.dtype)
+        here = self.buffer(name, there.shape, there.dtype)
         for span in spans:
             here[span].copy_(there[span], non_blocking=True)
         return here
@@ -162,8 +162,8 @@ class DeviceStep(Step):
         parts = {split.place: attend_behind(split, q, k, v, scores) for split in self._splits()}
         link.wait()
         self._each(self._all, lambda group: group.append(layer, near_k, near_v))
-        found = link.room("out", (rows, *out.shape[1:]), out.dtype)
-        sums = link.room("lse", (rows, q.shape[1]), torch.float32)
+        found = link.buffer("out", (rows, *out.shape[1:]), out.dtype)
+        sums = link.buffer("lse", (rows, q.shape[1]), torch.float32)
 
         def near(group: Group) -> None:
             picked = None

@@ -19,10 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from cxlkv.adapters.common.metrics import Metrics, Moves
 from cxlkv.adapters.vllm import counting
 from cxlkv.adapters.vllm.counting import (
+    CAPACITIES,
     COUNTS,
     KINDS,
     PREFIX,
-    ROOMS,
     Counting,
     Figures,
     Looking,
@@ -98,7 +98,7 @@ class CXLMetrics(KVConnectorPromMetrics):
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         types = metric_types[Counter], metric_types[Gauge]
-        self._metrics = Metrics(*types, PREFIX, labelnames, COUNTS, ROOMS)
+        self._metrics = Metrics(*types, PREFIX, labelnames, COUNTS, CAPACITIES)
         for values in per_engine_labelvalues.values():
             self._metrics.begin(values, KINDS)
 

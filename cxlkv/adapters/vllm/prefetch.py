@@ -59,7 +59,7 @@ class Prefetch(Closing):
     """Over all ranks' tiers. Methods are the scheduler's, in one thread.
 
     deadline_s: after so long a request goes on with what is there. lease_s: of what was brought
-    back. has_room: whether the pools have room for so many tokens now; asked for a prefix that
+    back. has_capacity: whether the pools have room for so many tokens now; asked for a prefix that
     found none, where its request could not be computed without that room either.
     """
 
@@ -74,7 +74,7 @@ class Prefetch(Closing):
         self._there: dict[str, int] = {}  # tokens of a request's prefix that nothing had to bring
         self._futile: dict[str, _Wanted] = {}  # of requests for which not all could come
         self._leaving: set[str] = set()  # that have ended, and still have pages at the workers
-        self.has_room: Callable[[int], bool] = lambda tokens: False
+        self.has_capacity: Callable[[int], bool] = lambda tokens: False
         self._most = int(SHARE * min(tokens_of(one.pool) for one in tiers))
         self._queue = SimpleQueue[_Wanted | None]()
         self._changed = threading.Condition()  # what a _Wanted holds, and who is leaving
@@ -110,7 +110,7 @@ class Prefetch(Closing):
 
     def _comes_now(self, before: _Wanted) -> bool:
         lacked = before.lacked_room and before.tries < TRIES_MAX
-        return lacked and self.has_room(before.tokens - before.there)
+        return lacked and self.has_capacity(before.tokens - before.there)
 
     def _has_remote(self) -> bool:
         return all(one.remote is not None and one.remote.is_on for one in self.tiers)

@@ -276,10 +276,10 @@ class Scheduling:
                     self._give_up()
                     return
 
-    def plan_by(self, has_room: Callable[[int], bool]) -> None:
+    def plan_by(self, has_capacity: Callable[[int], bool]) -> None:
         """Requests begin when the pools have room for them, of so many tokens."""
         if self._prefetch is not None:
-            self._prefetch.has_room = has_room
+            self._prefetch.has_capacity = has_capacity
 
     @property
     def come_tokens(self) -> Counter[str]:

@@ -26,7 +26,7 @@ def exported(prefix: str) -> set[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def endpoints() -> None:
-    Metrics(Counter, Gauge, vllm.PREFIX, ["engine"], vllm.COUNTS, vllm.ROOMS)
+    Metrics(Counter, Gauge, vllm.PREFIX, ["engine"], vllm.COUNTS, vllm.CAPACITIES)
     for engine in (sglang, lmcache):
         Shown(engine.PREFIX, {"rank": "0"}, engine.COUNTS, engine.KINDS)
 
