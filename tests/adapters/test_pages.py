@@ -129,9 +129,3 @@ def test_the_tested_version_is_the_one_that_the_tests_install(page: Page) -> Non
     page.versions.check(page.tested)
     assert page.tested in page.text
     assert f"{page.engine.upper()}_VERSION := {page.tested}" in (ROOT / "Makefile").read_text()
-
-
-@pytest.mark.parametrize("page", [PAGES[0], PAGES[2]], ids=lambda page: page.engine)
-def test_all_modules_are_on_the_map(page: Page) -> None:
-    modules = {path.name for path in (ROOT / "cxlkv/adapters" / page.engine).glob("*.py")}
-    assert modules - {"__init__.py"} <= set(re.findall(r"\w+\.py", page.text))
