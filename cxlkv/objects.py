@@ -18,11 +18,11 @@ import numpy.typing as npt
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
 from cxlkv._lifetime import Closing
+from cxlkv._pool import Pool
 from cxlkv.arrays import Addresses, Sizes, address_of, is_torch, memory_of, values_of
 from cxlkv.errors import BadArgumentError, CorruptError, ReleasedError
 from cxlkv.layout import DTYPES, ENCODINGS, dtype_name, format_bytes
 from cxlkv.numbers import array_of, is_whole
-from cxlkv.pool import Pool
 from cxlkv.prefix import PageKey, PageKeys, key_hashes, root
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def object_keys(names: Iterable[str | bytes], salt: bytes = b"") -> PageKeys:
     return PageKeys(_core.object_keys(joined, ends, root(salt)), 1)
 
 
-class ObjectPool(Pool):
+class ObjectPool(Pool, stores="objects"):
     """Whole objects in far memory, put and got by their keys, by any number of processes."""
 
     def _hashes(self, keys: Keys, strict: bool) -> bytes:
@@ -193,7 +193,7 @@ class ObjectPool(Pool):
         """Say that these objects follow each other in a text, from its beginning or any part of it;
         how many of them are there.
 
-        Each is of use to who has all before it. So tiers evict a text's end before its beginning,
+        Each is of use only with all before it. So tiers evict a text's end before its beginning,
         and take who gets one as if all before it were got, too. It is said of objects that are
         there: after they were put, or came back; of a text that is put in several calls with the
         last object of the call before at first. What was said of an object ends with it.

@@ -47,6 +47,7 @@ LAYERS = (
     {"ndp"},
     {"ndp.audit", "_io_hooks"},
     {"sequence", "pages", "config", "admin"},
+    {"_pool"},
     {"pool", "objects"},
     {
         *("emulation", "transport", "ops.metrics", "tiers.cold", "tiers.cold_file"),
@@ -86,7 +87,7 @@ FOLDERS = (
     {"machine"},
     {
         *("_io_hooks", "config", "pages", "prefix", "stats", "sequence", "objects", "admin"),
-        *("pool", "ndp", "sizes"),
+        *("_pool", "pool", "ndp", "sizes"),
     },
     {"emulation", "transport"},
     {"tiers", "gpu"},
