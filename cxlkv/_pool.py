@@ -8,7 +8,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, TypedDict, cast
 
 from cxlkv import _core, _io_hooks
 from cxlkv._lifetime import BeforeClose, Closing
@@ -66,14 +66,27 @@ from cxlkv.sequence import Batch, Sequence
 from cxlkv.stats import inspect
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
     from cxlkv.config import PoolConfig
 
 Path = str | os.PathLike[str]
 THREADS_MAX = 1024  # the core's limit
 SETTLE_S = 1.0  # between two machines that take a host's number at once; far more than they need
-_CONFIGURED = "capacity checksum sketch sharing durable hosts host lease_s threads huge".split()
+
+
+class Options(TypedDict, total=False):
+    """Arguments of create() beside layout and capacity that a configuration has, too."""
+
+    checksum: bool
+    sketch: bool | None
+    sharing: str
+    durable: str
+    hosts: int | None
+    host: HostNumber
+    lease_s: float
+    threads: int | None
+    huge: str | None
 
 
 @refusing
@@ -183,27 +196,21 @@ class Pool(Closing):
         *,
         layout: KVLayout,
         capacity: str | int,
-        checksum: bool = True,
-        sketch: bool | None = None,
-        sharing: str = "host",
-        durable: str = "process",
-        hosts: int | None = None,
-        host: HostNumber = None,
-        lease_s: float = LEASE_S,
-        threads: int | None = None,
-        huge: str | None = None,
+        **options: Unpack[Options],
     ) -> Self:
-        """The pool at a path, opened; or made, where there is none: the arguments are create()'s.
+        """Open the pool at a path, or make it where there is none: the options are create()'s.
 
         Processes that start at once make it once. Raises GeometryError, which names all that
         differs, when the pool there is another than asked for; NotAPoolError for something else at
         the path; and what open() and create() raise. from_config() reads the same from a file.
         """
-        given = {name: value for name, value in locals().items() if name in _CONFIGURED}
         from cxlkv.config import for_call
 
+        call = f"{cls.__name__}.open_or_create"
+        if unknown := options.keys() - Options.__annotations__:
+            raise TypeError(f"{call}() got an unexpected keyword argument {min(unknown)!r}")
         place = os.fspath(where) if isinstance(where, os.PathLike) else where
-        wanted = for_call(f"{cls.__name__}.open_or_create", layout, where=place, **given)
+        wanted = for_call(call, layout, where=place, capacity=capacity, **options)
         return cls._configured(wanted, layout)
 
     @classmethod
@@ -243,7 +250,7 @@ class Pool(Closing):
         if numa_mode.is_mode(wanted.emulate):
             where = numa_mode.configured(where, wanted.emulate)
         path, _, in_place = parse_place(where)
-        given = {name: getattr(wanted, name) for name in _CONFIGURED}
+        given = {name: getattr(wanted, name) for name in ("capacity", *Options.__annotations__)}
         make = partial(cls._for(layout).create, where, layout=layout, **given)
         if path is None:
             return make()

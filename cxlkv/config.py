@@ -405,13 +405,13 @@ def read_config(
 
 
 def for_call(name: str, layout: KVLayout, *, where: object, **given: object) -> PoolConfig:
-    """The same of the arguments of a call, which may name a path from where it runs."""
+    """The same for the arguments of a call, which may name a path from where it runs."""
     if not isinstance(layout, KVLayout):
         raise BadArgumentError(f"layout is a KVLayout, not {type(layout).__name__}")
     if isinstance(where, str) and where and ":" not in where and not meant_by(where):
         where = os.path.abspath(where)
     if layout.object_bytes is not None:
-        given.pop("sketch")  # as create() does
+        given.pop("sketch", None)  # as create() does
     return _checked_pool({"where": where, **given}, Source(name), layout)[0]
 
 
