@@ -130,7 +130,7 @@ class PoolAllocator(MemoryAllocatorInterface):
         self.pinned: dict[CacheEngineKey, PoolObject] = {}
         self.out = 0  # objects that LMCache has
         self._fits, self._audit, self._forms = fits, audit, forms
-        self._freed = threading.Condition(self.lock)
+        self._given_back = threading.Condition(self.lock)
         self._freed = 0
         self._sealed_freed = count(1)
         cache.let_go = self.unpin_everything
@@ -139,7 +139,7 @@ class PoolAllocator(MemoryAllocatorInterface):
     def reset_after_fork(self) -> None:
         # Its objects have the lock, too, so it stays the same one: as threading does with its own.
         self.lock._at_fork_reinit()  # type: ignore[attr-defined, unused-ignore]
-        self._freed = threading.Condition(self.lock)
+        self._given_back = threading.Condition(self.lock)
 
     # ---- to be written ----
 
@@ -198,7 +198,7 @@ class PoolAllocator(MemoryAllocatorInterface):
                 break
             with self.lock:
                 if self._freed == before:
-                    self._freed.wait(min(left_s, LOOK_S))
+                    self._given_back.wait(min(left_s, LOOK_S))
         if evict and max(sizes) <= self.cache.object_bytes:
             self.cache.counting.failed("full", f"{len(sizes)} objects wanted", len(sizes))
         return None
@@ -302,7 +302,7 @@ class PoolAllocator(MemoryAllocatorInterface):
             except CXLKVError as error:
                 self.cache.counting.failed("pool", error)
             self._freed += 1
-            self._freed.notify_all()
+            self._given_back.notify_all()
         if memory_obj.key is not None and next(self._sealed_freed) % AUDIT_EVERY == 0:
             self._audit(memory_obj.key)
 
