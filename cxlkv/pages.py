@@ -103,7 +103,7 @@ class Pages(OfThisProcess):
         return _core.pool_layout(self._pool)[0]
 
     def places(self, pages: PageIds, layer: int) -> Places:
-        """Where the pieces of one layer of these pages lie, for who writes them himself.
+        """Where the pieces of one layer of these pages lie, for a caller that writes them itself.
 
         The pages are of the layer's part: Batch.attach() says which those are.
         """

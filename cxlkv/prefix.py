@@ -8,12 +8,12 @@ What they are, H being BLAKE2s (RFC 7693) with a person= of its own for each pur
     tail of n   = H(key before it + its n ids, 8 bytes each)                                16 bytes
     content i   = H(root + page i), with salt=i           16 bytes
 
-Against whom. Who finds two texts with one key makes the pool serve one's K and V to the other. A
-tenant who chooses texts and knows the salt needs 2**64 hashes for any such pair, and 2**128 for a
-text that has the key of somebody else's; no better attack on BLAKE2s is known. One who does not
-know the salt cannot try out a single text away from the pool, nor ask by its keys whether another
-tenant has a text. So give each tenant that does not trust the others a secret salt of 16 random
-bytes. Nothing here hides the K and V of a pool from a process that has it open.
+Against whom. An attacker who finds two texts with one key makes the pool serve one's K and V to the
+other. A tenant who chooses texts and knows the salt needs 2**64 hashes for any such pair, and
+2**128 for a text that has the key of somebody else's; no better attack on BLAKE2s is known. One who
+does not know the salt cannot try out a single text away from the pool, nor ask by its keys whether
+another tenant has a text. So give each tenant that does not trust the others a secret salt of 16
+random bytes. Nothing here hides the K and V of a pool from a process that has it open.
 """
 
 from __future__ import annotations

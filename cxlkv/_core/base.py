@@ -113,8 +113,8 @@ def made(kind: str, destroy: Any, make: Callable[..., int], *arguments: Any) -> 
 def keep(into: list[Made], make: Callable[..., Made], *arguments: Any) -> None:
     """into.append(make(*arguments)), of a function in C: no interrupt comes between the two.
 
-    Python asks for signals between bytecodes, and this is one call. Who looks into the list in a
-    `finally` knows whether something was made that is to be given back.
+    Python asks for signals between bytecodes, and this is one call. A caller that looks into the
+    list in a `finally` knows whether something was made that is to be given back.
     """
     into.extend(map(make, *((argument,) for argument in arguments)))
 

@@ -94,7 +94,7 @@ def _host_struct(host: tuple[int, bool, float] | None) -> Any:
 
 
 def pool_place() -> Any:
-    """For a pool that is to be made: who is interrupted finds it there."""
+    """The place of a pool that is to be made: a caller that is interrupted finds it there."""
     return new_place(*_POOL)
 
 

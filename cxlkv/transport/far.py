@@ -311,8 +311,8 @@ def pages_of_parts(pool: CXLPool, sequence: PoolSequence) -> list[PagesOfPart]:
 
 
 def in_order(parts: Sequence[int]) -> Offsets:
-    """Places of pages in the order of their tokens, so that what comes of them is a prefix: there
-    are so many of each layer group, one group after the other, all ending at the same token."""
+    """Places of pages in the order of their tokens, so that what comes of them is a prefix. There
+    are so many of each part, one part after the other, all ending at the same token."""
     ends = [np.arange(count) - count for count in parts]
     return np.argsort(np.concatenate(ends), kind="stable")
 

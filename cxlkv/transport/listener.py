@@ -1,7 +1,7 @@
 """A listener accepts connections and serves each in a thread; idle strangers never fill it up.
 
-Who has not proved itself is a stranger. Strangers are few, and one more pushes out the oldest: so a
-client that says nothing holds no thread and no descriptor that another one needs.
+A peer that has not proved itself is a stranger. Strangers are few, and one more pushes out the
+oldest: so a client that says nothing holds no thread and no descriptor that another one needs.
 """
 
 from __future__ import annotations

@@ -218,7 +218,8 @@ class ObjectCache(Closing):
         return right
 
     def forget(self, keys: PageKeys) -> int:
-        """How many were there. Who reads one keeps it until it gives it back."""
+        """Forget objects; returns how many were there. A reader keeps one until it gives it
+        back."""
         return self._asked(lambda: self._tiers.forget(keys), 0)
 
     def prioritize(self, keys: PageKeys, priority: int) -> int:

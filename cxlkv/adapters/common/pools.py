@@ -78,7 +78,7 @@ def make_or_open(
     its capacity.
 
     capacity: of it alone; None: share_bytes(), as one of `parts` pools. sketch: as create() takes
-    it. shared: who shares it.
+    it. shared: which hosts share it, and how.
     Raises GeometryError for a pool that stores something else, or is shared otherwise; one of
     larger objects will do for objects. Raises BadArgumentError for another user's, HostError where
     another machine is this host.

@@ -72,9 +72,9 @@ class PoolRequests:
         Less where pages are gone or damaged, or a window lacks what `tokens` see: failures() counts
         it, and the engine computes. keys, those of the hit: damaged ones are taken out, so that
         nobody finds them again, and what is left of the prefix is loaded; without them 0.
-        verify=False: for who reads the pages by a call that verifies them on the way, and then
-        calls mend() if one is damaged. Raises BadArgumentError for a request that is there already,
-        and for more tokens than the hit has.
+        verify=False: for callers that read the pages by a call that verifies them on the way, and
+        then calls mend() if one is damaged. Raises BadArgumentError for a request that is there
+        already, and for more tokens than the hit has.
         """
         if request in self.sequences:
             raise BadArgumentError(f"request {request} is there already: release() it first")

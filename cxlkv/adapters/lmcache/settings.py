@@ -15,7 +15,7 @@ PREFIX = "cxlkv"
 VERSIONS = Versions("LMCache", (0, 5), (0, 6), "storage plugins")
 
 MEMORY = "LocalCPUBackend"
-"""The name under which LMCache looks for who gives it memory."""
+"""The name under which LMCache looks for its allocator."""
 
 
 def read_settings(extra: Mapping[str, object]) -> ObjectSettings:

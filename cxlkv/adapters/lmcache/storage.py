@@ -543,8 +543,8 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         return self.batched_remove([key], force) == 1
 
     def batched_remove(self, keys: list[CacheEngineKey], force: bool = True) -> int:
-        """Who reads one keeps its memory until it gives it back. force=False: not what is pinned
-        here."""
+        """Remove objects; a reader keeps an object's memory until it gives it back. force=False:
+        not what is pinned here."""
         with self._put_lock:
             pending = [key for key in keys if key in self._putting]
             self._putting.update(dict.fromkeys(pending, False))

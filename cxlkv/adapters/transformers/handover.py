@@ -41,7 +41,7 @@ def hand_over(cache: CXLCache, model: torch.nn.Module) -> bytes:
     Valid while the cache's rows are not released and their process (of another host: its machine)
     lives: keep the cache until the other side has taken over. A second one is as good as the first
     until the cache has grown; then the first may be stale, where a cache.fork() would have kept it.
-    The text is not in it: who goes on needs the token ids from elsewhere.
+    The text is not in it: its receiver needs the token ids from elsewhere.
 
     Raises BadArgumentError for an empty cache, UnevenError where a pass failed half way,
     PoolFullError when there is no page for a row's open tail.

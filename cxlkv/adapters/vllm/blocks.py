@@ -204,6 +204,6 @@ def pool_layout(
     return KVLayout.of(groups, order, page_tokens=page_tokens, shard=shard)
 
 
-# Here and not in the plugin: who unpickles a RequestRowSpec knows its manager.
+# Here and not in the plugin: what unpickles a RequestRowSpec knows its manager.
 KVCacheSpecRegistry._ensure_registered()  # else ours alone would count as all of them
 KVCacheSpecRegistry.register(RequestRowSpec, RequestRowManager, RequestRowSpec)

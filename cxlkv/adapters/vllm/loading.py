@@ -1,7 +1,7 @@
 """A thread loads hits from the pool into the engine's blocks, layer by layer.
 
-A load never writes after it was given back: who gives up on one (`give_up`) gets its blocks when
-the thread has left them, at most one layer's copy later.
+A load never writes after it was given back: a request that gives up on one (`give_up`) gets its
+blocks when the thread has left them, at most one layer's copy later.
 """
 
 from __future__ import annotations

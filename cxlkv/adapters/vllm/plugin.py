@@ -13,7 +13,7 @@ VERSIONS = Versions("vLLM", (0, 32), (0, 33), "connectors")
 
 
 def register() -> None:
-    """Make the connector's name known. Never raises: who does not use it must not feel it."""
+    """Make the connector's name known. Never raises: engines without it must not feel it."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -1,6 +1,6 @@
 """A worker's side of attention in the pool: rows of requests, where K and V go, what is read.
 
-    hear(message)            before a step: who has ended, who starts with which hit
+    hear(message)            before a step: which requests ended, which start with which hit
     step(request_rows, ...)  in the step, once: its rows' sequences, each as long as it must be
     step.attend(layer, ...)  for each layer: append K and V, attend near them
     end_step()               after it: complete pages are published
@@ -265,16 +265,16 @@ class PoolAttention:
         self.tiers.close()
         self.pool.close()
 
-    # ---- what is for who copies K and V to the engine, and back ----
+    # ---- no-ops here; engine_attention copies K and V ----
 
     def start_loads(self) -> None:
-        """Nothing: a hit is adopted when it is heard of."""
+        """A hit is adopted when it is heard of."""
 
     def wait_for_layer(self, name: str) -> None:
-        """Nothing, too."""
+        """Attention reads the pool itself."""
 
     def save_layer(self, name: str) -> None:
-        """Nothing: attention has appended them."""
+        """Attention has appended K and V."""
 
     def finished(self) -> set[str]:
         return set()

@@ -77,7 +77,9 @@ class Prefetch(Closing):
         self.has_capacity: Callable[[int], bool] = lambda tokens: False
         self._most = int(SHARE * min(tokens_of(one.pool) for one in tiers))
         self._queue = SimpleQueue[_Wanted | None]()
-        self._changed = threading.Condition()  # what a _Wanted holds, and who is leaving
+        self._changed = (
+            threading.Condition()
+        )  # what a _Wanted holds, and which requests are leaving
         self._thread = threading.Thread(target=self._run, name="cxlkv-prefetch", daemon=True)
         _lifetime.watch(self)
         self._thread.start()

@@ -417,7 +417,7 @@ class Scheduling:
         """What the workers must know of this step."""
         self._keeping.expire()
         self._look_at_adapters(step)
-        # Who was not let in is asked for again, and keeps no pages from those who run.
+        # A request that was not admitted is asked for again, and keeps no pages from running ones.
         for name in self._matches.keys() - self._starts.keys() - self._told.keys():
             self._forget_match(name)
         message = Message(
