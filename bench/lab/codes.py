@@ -175,12 +175,6 @@ def rounded_query(rotated: Floats, bits: int = 14, scale: float = 1.0) -> Query:
     return Query(wholes.astype(np.int32), factors.astype(np.float32))
 
 
-def halves_of_query(wholes: Wholes) -> tuple[Wholes, Wholes]:
-    """high, low: 128 * high + low is the whole number, -64 <= low < 64."""
-    high = (wholes + 64) >> 7
-    return high, wholes - 128 * high
-
-
 # ---- fp8 ----
 
 
@@ -278,23 +272,3 @@ def q4_0(rows: Floats) -> Floats:
     codes = np.clip(np.floor(groups * inverse + np.float32(8.5)), 0, 15)
     found = (codes - np.float32(8)) * scales.astype(np.float16).astype(np.float32)
     return np.asarray(found, np.float32).reshape(rows.shape)
-
-
-# ---- errors ----
-
-
-def relative_error(found: Floats, rows: Floats) -> float:
-    """Sum of squares of what is off, over that of the rows."""
-    off = found.astype(np.float64) - rows
-    return float((off**2).sum() / (rows.astype(np.float64) ** 2).sum())
-
-
-def bound_of(rotated: Floats, encoded: Encoded, bits: int) -> Floats:
-    """No channel is further off than this, float32 [...]: half a scale, or what the largest channel
-    is above the outermost code where the scale was rounded down or cut off at 65504; and the
-    rounding of float32."""
-    largest = np.abs(rotated).max(axis=-1)
-    scales = encoded.scales.astype(np.float32)
-    outermost = (np.float32(1 << bits - 1) - np.float32(0.5)) * scales
-    bound = np.maximum(scales / 2, largest - outermost)
-    return np.asarray(bound + np.float32(2.0**-22) * largest, np.float32)
