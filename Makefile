@@ -309,7 +309,7 @@ models:       ## spin over the models of the coherence protocol and all their mu
 # Root and Debian's packages are needed once, and five minutes.
 .PHONY: test-drivers
 test-drivers: $(VENV)/.built  ## the pool on the true Linux drivers, in QEMU guests: docs/project/drivers.md
-	$(BIN)/python -m cxlkv.emulation.qemu.drivers $(ARGS) || [ $$? -eq 77 ]
+	$(BIN)/python -m tests.qemu.drivers $(ARGS) || [ $$? -eq 77 ]
 
 # Some ten minutes; nothing else should run beside it.
 .PHONY: regress

@@ -97,16 +97,16 @@ PARTS = {
     "models": Part("python3 docs/models/check.py", 6, ("docs/models/",), tools=(("spin", "spin"),)),
     "mutants": Part("make mutants", 15, (*PROTOCOL, "tests/native/mutants.py")),
     "drivers": Part(
-        "make setup && .venv/bin/python -m cxlkv.emulation.qemu.drivers "
+        "make setup && .venv/bin/python -m tests.qemu.drivers "
         "device litmus sharing handover nodes rdma suites",
         6,
-        ("emulation/qemu/", "cxlkv/machine/", "cxlkv/transport/", "native/src/region/"),
+        ("tests/qemu/", "cxlkv/machine/", "cxlkv/transport/", "native/src/region/"),
     ),
     "drivers-engines": Part(
-        "make setup && .venv/bin/python -m cxlkv.emulation.qemu.drivers engines",
+        "make setup && .venv/bin/python -m tests.qemu.drivers engines",
         6,
         (
-            *("emulation/qemu/guest/engine", "emulation/qemu/guest/recording"),
+            *("tests/qemu/guest/engine", "tests/qemu/guest/recording"),
             *("cxlkv/adapters/vllm/messages.py", "cxlkv/adapters/vllm/scheduler.py"),
             *("cxlkv/adapters/common/pools.py", "cxlkv/adapters/common/reopening.py"),
         ),

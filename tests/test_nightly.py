@@ -8,9 +8,9 @@ from typing import Protocol
 
 import pytest
 
-from cxlkv.emulation.qemu.drivers import SCENARIOS
 from tests import nightly
 from tests.nightly import Part, Row
+from tests.qemu.drivers import SCENARIOS
 
 COMMANDS = {
     "right": "echo fine",
@@ -61,7 +61,7 @@ def test_paths_that_call_for_a_part_are_there() -> None:
         ("native/src/coherence/rpc.c", ["tsan", "arm64", "storms", "seeds", "mutants"]),
         ("cxlkv/adapters/vllm/plugin.py", ["storms", "vllm"]),
         ("cxlkv/adapters/vllm/scheduler.py", ["storms", "drivers-engines", "vllm"]),
-        ("emulation/qemu/guest/engines.py", ["drivers", "drivers-engines"]),
+        ("tests/qemu/guest/engines.py", ["storms", "drivers", "drivers-engines"]),
         ("cxlkv/adapters/common/settings.py", ["storms", "vllm", "sglang", "lmcache"]),
         ("kernels/merge.py", ["triton"]),
         ("examples/prefill_decode.py", []),

@@ -110,9 +110,6 @@ CORE_USERS_ELSEWHERE = {
 }
 HANDLE_READERS_ELSEWHERE = {"cxlkv/ops/services.py", "cxlkv/tiers/local.py", "emulation/link.py"}
 
-# Beside the package: they use it as a program does, from its front door.
-PROGRAMS = ("emulation/qemu/",)
-
 SHIPPED = ("kernels", "ndp", "emulation", "bench")  # top-level folders that ship inside cxlkv
 PUBLIC_NAMES_MAX = 60
 LINE_LENGTH_MAX = 100
@@ -152,8 +149,6 @@ def module_of(path: Path) -> str | None:
     """Which module of the layers a shipped file belongs to: "pool", "machine.sysfs", "ndp"; None
     elsewhere."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    if name_of(path).startswith(PROGRAMS):
-        return None
     if parts[0] == "cxlkv":
         return layered(list(parts[1:]))
     return layered(list(parts)) if parts[0] in SHIPPED else None
@@ -321,7 +316,7 @@ def test_only_the_front_has_the_core_and_its_handles() -> None:
         name_of(path): ast.parse(path.read_text())
         for path in files(".py")
         if name_of(path).startswith(("cxlkv/", "ndp/", "emulation/"))
-        and not name_of(path).startswith(("cxlkv/_core/", *PROGRAMS))
+        and not name_of(path).startswith("cxlkv/_core/")
         and name_of(path.parent) not in CORE_USERS
     }
     assert {name for name, tree in trees.items() if imports_the_core(tree)} == CORE_USERS_ELSEWHERE
@@ -432,7 +427,6 @@ def test_the_links_lead_to_the_shipped_folders() -> None:
         ("emulation/link.py", "from cxlkv.pool import CXLPool", 0),
         ("cxlkv/pool.py", "from cxlkv.emulation import link", 1),
         ("cxlkv/sequence/batch.py", "def f():\n    from cxlkv.emulation.link import Link", 1),
-        ("emulation/qemu/drivers.py", "from cxlkv import CXLPool", 0),
     ],
 )
 def test_the_layer_rule_sees_every_way_to_import(name: str, source: str, faults: int) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from cxlkv.adapters.vllm.loading import BlockMemory, Load
 from cxlkv.adapters.vllm.settings import read_settings
-from cxlkv.emulation.qemu.guest.engine import Engine
-from cxlkv.emulation.qemu.guest.recording import Matched, read, write
+from tests.qemu.guest.engine import Engine
+from tests.qemu.guest.recording import Matched, read, write
 
 from ..support.damaging import damage_piece
 
@@ -93,7 +93,7 @@ def test_what_is_damaged_is_computed_again_and_saved(make_engine: MakeEngine) ->
 def test_no_engine_is_imported() -> None:
     """They load for minutes in a guest."""
     text = (
-        "import sys; import cxlkv.emulation.qemu.guest.engine; "
+        "import sys; import tests.qemu.guest.engine; "
         "sys.exit(', '.join(sys.modules.keys() & {'torch', 'vllm', 'transformers'}) or 0)"
     )
     subprocess.run([sys.executable, "-c", text], check=True)

@@ -8,7 +8,7 @@ import torch
 from cxlkv import CXLPool
 from cxlkv.demo.run import MODEL, load_model
 from cxlkv.demo.task import make_context
-from cxlkv.emulation.qemu.guest.llama import Llama
+from tests.qemu.guest.llama import Llama
 
 
 def test_scores_are_those_of_transformers() -> None:

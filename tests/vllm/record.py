@@ -3,7 +3,7 @@
     build/vllm/env/bin/python -m tests.vllm.record [FILE]
 
 Conversations of three turns, of which some begin alike, at a tiny random model; what is recorded,
-and where it goes without FILE, is in emulation/qemu/guest/recording.py.
+and where it goes without FILE, is in tests/qemu/guest/recording.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cxlkv import CXLPool
 from cxlkv.adapters.vllm.messages import Message
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.texts import EngineRequest
-from cxlkv.emulation.qemu.guest.recording import (
+from tests.qemu.guest.recording import (
     FILE,
     Allocated,
     Emptied,

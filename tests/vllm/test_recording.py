@@ -1,4 +1,4 @@
-"""What the guests in QEMU play back is what this vLLM asks and decides: emulation/qemu/guest."""
+"""What the guests in QEMU play back is what this vLLM asks and decides: tests/qemu/guest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cxlkv.emulation.qemu.guest.recording import Event, Matched, read
+from tests.qemu.guest.recording import Event, Matched, read
 
 from ..support.processes import ROOT
 from .record import CONVERSATIONS

@@ -20,7 +20,10 @@ import numpy as np
 
 from cxlkv import CXLPool, Sequence
 from cxlkv.arrays import PageIds
-from cxlkv.emulation.qemu.guest.steps import (
+from cxlkv.errors import BadArgumentError, HostError, PoolFullError
+from cxlkv.prefix import prefix_keys
+from cxlkv.stats import find
+from tests.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
     SHARED,
@@ -32,11 +35,8 @@ from cxlkv.emulation.qemu.guest.steps import (
     token_ids,
     wait_for,
 )
-from cxlkv.emulation.qemu.guest.steps import found as find_text
-from cxlkv.emulation.qemu.guest.steps import publish as publish_text
-from cxlkv.errors import BadArgumentError, HostError, PoolFullError
-from cxlkv.prefix import prefix_keys
-from cxlkv.stats import find
+from tests.qemu.guest.steps import found as find_text
+from tests.qemu.guest.steps import publish as publish_text
 
 A, B = 0, 1  # the numbers of the hosts
 TOKENS = 40 * LAYOUT.page_tokens
@@ -50,7 +50,7 @@ GARBAGE_BYTES = 8 << 20
 # In a process of its own, on the same host: it reads what the other host published.
 OTHER_PROCESS = f"""
 from cxlkv import CXLPool
-from cxlkv.emulation.qemu.guest.sharing import B, HOST_LEASE_S, found, OF_A
+from tests.qemu.guest.sharing import B, HOST_LEASE_S, found, OF_A
 with CXLPool.open("{DEVICE}", host=B, lease_s=HOST_LEASE_S) as pool:
     for seed in OF_A:
         found(pool, seed).release()

@@ -14,9 +14,10 @@ import numpy as np
 
 from cxlkv import CXLPool
 from cxlkv.demo.task import FIRST_FILLER
-from cxlkv.emulation.qemu.guest.answering import MODEL, SEEDS, TOKENS, answers, prefilled
-from cxlkv.emulation.qemu.guest.llama import Llama
-from cxlkv.emulation.qemu.guest.steps import (
+from cxlkv.errors import PoolFullError, StaleError
+from tests.qemu.guest.answering import MODEL, SEEDS, TOKENS, answers, prefilled
+from tests.qemu.guest.llama import Llama
+from tests.qemu.guest.steps import (
     DEVICE,
     SHARED,
     bind_device,
@@ -25,7 +26,6 @@ from cxlkv.emulation.qemu.guest.steps import (
     say,
     wait_for,
 )
-from cxlkv.errors import PoolFullError, StaleError
 
 A, B = 0, 1  # the numbers of the hosts
 HOST_LEASE_S = 4.0

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from cxlkv.emulation.qemu.image import QEMU, Image
+from tests.qemu.image import QEMU, Image
 
 OWN_BYTES = 768 << 20  # and no more: the firmware's tables at its end must not be shared
 FAR_AT = 4 << 30
@@ -186,7 +186,7 @@ def _start_script(image: Image, name: str, module: str) -> str:
         "END",
         "chmod +x /guest/bin/daxctl",
         f"cd {shlex.quote(str(CHECKOUT))}",
-        f"exec {shlex.quote(sys.executable)} -m cxlkv.emulation.qemu.guest.{module} {name}",
+        f"exec {shlex.quote(sys.executable)} -m tests.qemu.guest.{module} {name}",
     ]
     return "\n".join(lines) + "\n"
 

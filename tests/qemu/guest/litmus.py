@@ -11,14 +11,6 @@ from pathlib import Path
 
 from cxlkv import CXLPool
 from cxlkv.bench.cases import litmus
-from cxlkv.emulation.qemu.guest.steps import (
-    DEVICE,
-    LAYOUT,
-    SHARED,
-    bind_device,
-    command,
-    refusal,
-)
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.certificate import (
     ROUNDS_NEEDED,
@@ -26,6 +18,14 @@ from cxlkv.machine.certificate import (
     default_path,
     read,
     region_identity,
+)
+from tests.qemu.guest.steps import (
+    DEVICE,
+    LAYOUT,
+    SHARED,
+    bind_device,
+    command,
+    refusal,
 )
 
 ROUNDS = max(ROUNDS_NEEDED.values())

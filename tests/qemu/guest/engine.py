@@ -26,7 +26,10 @@ from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import Settings
-from cxlkv.emulation.qemu.guest.recording import (
+from cxlkv.errors import CXLKVError
+from cxlkv.machine.hosts import Host
+from cxlkv.prefix import PageKeys
+from tests.qemu.guest.recording import (
     Allocated,
     Emptied,
     Ended,
@@ -35,9 +38,6 @@ from cxlkv.emulation.qemu.guest.recording import (
     Recording,
     Stepped,
 )
-from cxlkv.errors import CXLKVError
-from cxlkv.machine.hosts import Host
-from cxlkv.prefix import PageKeys
 
 Block = npt.NDArray[np.float32]
 LOAD, SAVE = "load", "save"

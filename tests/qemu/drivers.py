@@ -19,9 +19,9 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from cxlkv.emulation.qemu.guest.answering import SEEDS, STEPS, answers_alone
-from cxlkv.emulation.qemu.image import Image, Missing, prepare
-from cxlkv.emulation.qemu.machine import (
+from tests.qemu.guest.answering import SEEDS, STEPS, answers_alone
+from tests.qemu.image import Image, Missing, prepare
+from tests.qemu.machine import (
     CHECKOUT,
     Failed,
     Guest,

@@ -11,12 +11,12 @@ import time
 
 from cxlkv import CXLPool
 from cxlkv.demo.task import make_context
-from cxlkv.emulation.qemu.guest.answering import FACTS, MODEL, SEEDS, TOKENS, answers, prefilled
-from cxlkv.emulation.qemu.guest.llama import Llama
-from cxlkv.emulation.qemu.guest.soft_rdma import check, connected, end, near_pool, server
-from cxlkv.emulation.qemu.guest.steps import DEVICE, SHARED, say, wait_for
 from cxlkv.prefix import prefix_keys
 from cxlkv.transport import pull
+from tests.qemu.guest.answering import FACTS, MODEL, SEEDS, TOKENS, answers, prefilled
+from tests.qemu.guest.llama import Llama
+from tests.qemu.guest.soft_rdma import check, connected, end, near_pool, server
+from tests.qemu.guest.steps import DEVICE, SHARED, say, wait_for
 
 SEED = SEEDS[0]
 IDS = make_context(SEED, TOKENS, FACTS, 0).tokens

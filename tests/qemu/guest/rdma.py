@@ -19,8 +19,13 @@ import numpy as np
 import pytest
 
 from cxlkv import Budget, CXLPool
-from cxlkv.emulation.qemu.guest.far_answers import pull_and_answer, read_and_serve
-from cxlkv.emulation.qemu.guest.soft_rdma import (
+from cxlkv.errors import PeerError, StaleError
+from cxlkv.prefix import PageKeys, prefix_keys
+from cxlkv.transport import pull, push
+from cxlkv.transport.far import Pieces
+from cxlkv.transport.wire import Deadline
+from tests.qemu.guest.far_answers import pull_and_answer, read_and_serve
+from tests.qemu.guest.soft_rdma import (
     ADDRESSES,
     DEADLINE_S,
     RXE,
@@ -32,7 +37,7 @@ from cxlkv.emulation.qemu.guest.soft_rdma import (
     near_pool,
     server,
 )
-from cxlkv.emulation.qemu.guest.steps import (
+from tests.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
     SHARED,
@@ -47,11 +52,6 @@ from cxlkv.emulation.qemu.guest.steps import (
     wait_for,
     wait_until,
 )
-from cxlkv.errors import PeerError, StaleError
-from cxlkv.prefix import PageKeys, prefix_keys
-from cxlkv.transport import pull, push
-from cxlkv.transport.far import Pieces
-from cxlkv.transport.wire import Deadline
 
 TOKENS = 40 * LAYOUT.page_tokens
 OF_A, OF_B = 1, 2  # seeds of published texts

@@ -21,7 +21,17 @@ from pathlib import Path
 from typing import cast
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.emulation.qemu.guest.steps import (
+from cxlkv.errors import (
+    BusyError,
+    MemoryShortError,
+    NotAPoolError,
+    PoolExistsError,
+    SystemCallError,
+    TruncatedError,
+)
+from cxlkv.ops.gc import find_garbage
+from cxlkv.stats import find
+from tests.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
     TEXTS,
@@ -38,16 +48,6 @@ from cxlkv.emulation.qemu.guest.steps import (
     token_ids,
     wait_for,
 )
-from cxlkv.errors import (
-    BusyError,
-    MemoryShortError,
-    NotAPoolError,
-    PoolExistsError,
-    SystemCallError,
-    TruncatedError,
-)
-from cxlkv.ops.gc import find_garbage
-from cxlkv.stats import find
 
 UNIT_BYTES = 2 << 20
 DEVICE_BYTES = 256 << 20
@@ -56,7 +56,7 @@ CREATE = partial(CXLPool.create, DEVICE, layout=LAYOUT)
 # In a process of its own: it finds and compares text 1.
 OTHER_PROCESS = f"""
 from cxlkv import CXLPool
-from cxlkv.emulation.qemu.guest.steps import found
+from tests.qemu.guest.steps import found
 with CXLPool.open("{DEVICE}") as pool:
     found(pool, 1, {TEXTS[1]}).release()
 """

@@ -19,9 +19,11 @@ import numpy as np
 from cxlkv import CXLPool
 from cxlkv.adapters.vllm.settings import read_settings
 from cxlkv.arrays import PageIds
-from cxlkv.emulation.qemu.guest.engine import LOAD, SAVE, Engine
-from cxlkv.emulation.qemu.guest.recording import read
-from cxlkv.emulation.qemu.guest.steps import (
+from cxlkv.errors import PoolFullError
+from cxlkv.stats import find
+from tests.qemu.guest.engine import LOAD, SAVE, Engine
+from tests.qemu.guest.recording import read
+from tests.qemu.guest.steps import (
     DEVICE,
     SHARED,
     bind_device,
@@ -33,8 +35,6 @@ from cxlkv.emulation.qemu.guest.steps import (
     wait_for,
     wait_until,
 )
-from cxlkv.errors import PoolFullError
-from cxlkv.stats import find
 
 A, B = 0, 1  # the numbers that the hosts take
 SETTINGS = read_settings(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cxlkv import CXLPool, Sequence
 from cxlkv.demo import task
-from cxlkv.emulation.qemu.guest.llama import Llama
+from tests.qemu.guest.llama import Llama
 
 MODEL = Path(task.__file__).parent / "model"
 SEEDS = (101, 102)

@@ -11,8 +11,8 @@ from typing import Concatenate, ParamSpec
 import pytest
 
 from cxlkv import CXLPool
-from cxlkv.emulation.qemu.guest.placement import NODES, pages_by_node
-from cxlkv.emulation.qemu.guest.steps import command, end_parts, part
+from tests.qemu.guest.placement import NODES, pages_by_node
+from tests.qemu.guest.steps import command, end_parts, part
 
 NODE = 1
 # Files, and which of their tests. Of NDP those of the guests' best instruction set, with one type

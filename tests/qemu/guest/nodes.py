@@ -18,8 +18,16 @@ from functools import partial
 from pathlib import Path
 
 from cxlkv import CXLPool
-from cxlkv.emulation.qemu.guest.placement import NODES, WEIGHTS, flags_of, pages_by_node
-from cxlkv.emulation.qemu.guest.steps import (
+from cxlkv.errors import (
+    GeometryError,
+    MemoryShortError,
+    NotAPoolError,
+    PoolExistsError,
+    SystemCallError,
+    UnsupportedError,
+)
+from tests.qemu.guest.placement import NODES, WEIGHTS, flags_of, pages_by_node
+from tests.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
     Skip,
@@ -34,14 +42,6 @@ from cxlkv.emulation.qemu.guest.steps import (
     read_texts,
     refusal,
     wait_until,
-)
-from cxlkv.errors import (
-    GeometryError,
-    MemoryShortError,
-    NotAPoolError,
-    PoolExistsError,
-    SystemCallError,
-    UnsupportedError,
 )
 
 FAR, SECOND_FAR, ABSENT = 2, 4, 9  # nodes
@@ -118,7 +118,7 @@ def mappings() -> list[tuple[str, int, int]]:
 def read_elsewhere(where: str) -> None:
     """A process of its own finds and compares what was published."""
     text = (
-        "from cxlkv import CXLPool; from cxlkv.emulation.qemu.guest.steps import read_texts; "
+        "from cxlkv import CXLPool; from tests.qemu.guest.steps import read_texts; "
         f"pool = CXLPool.open({where!r}); read_texts(pool); pool.close()"
     )
     subprocess.run([sys.executable, "-c", text], check=True)

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.emulation.qemu.guest import steps
-from cxlkv.emulation.qemu.guest.steps import DEVICE, Skip, command, load, wait_until
 from cxlkv.transport import Remote
+from tests.qemu.guest import steps
+from tests.qemu.guest.steps import DEVICE, Skip, command, load, wait_until
 
 RXE = "rxe0"
 ADDRESSES = {"suite": "10.77.0.9", "a": "10.77.0.10", "b": "10.77.0.11"}

@@ -1,1 +1,0 @@
-"""What runs inside a guest: its init, and one module for each scenario."""
