@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import cast
 
