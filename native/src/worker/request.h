@@ -1,5 +1,5 @@
 /* What clients ask of the worker near the memory (worker.h), and what it answers, as bytes in a
- * slot; docs/reference/memory-layout.md has both byte by byte.
+ * slot of the file that docs/reference/memory-layout.md has.
  *
  * A table is what the worker knows of one part of a client's sequence: its complete pages, which it
  * holds. A client names its tables by small numbers and changes them from one version to the next;
