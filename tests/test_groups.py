@@ -406,8 +406,7 @@ def test_parts_follow_from_the_layout() -> None:
             for i, n in enumerate(sizes)
         ]
         with CXLPool.create("anonymous:", layout=KVLayout.of(groups), capacity="8MiB") as pool:
-            geometry = pool.describe()["geometry"]
-            assert isinstance(geometry, dict)
+            geometry = pool.pages.geometry
             assert (geometry["record_layers"], geometry["part_count"]) == (record_layers, parts)
             assert pool.layout.groups == tuple(groups)
 

@@ -179,7 +179,7 @@ def test_another_pool_finds_the_same(
 def test_keys_of_several_pages_have_several_places(rng: np.random.Generator) -> None:
     keys = [b"a", b"b"]
     with pool_of(LAYOUTS["gemma"]) as pool:
-        parts = pool.describe()["geometry"]["part_count"]  # type: ignore[index]
+        parts = pool.pages.geometry["part_count"]
         with held(pool, rng, 6 * PAGE) as sequence:
             pool.publish(sequence, keys, 3 * PAGE)
             names = pool.records.names(key_hashes(keys), 4)
@@ -388,8 +388,7 @@ def test_a_damaged_page_is_not_read_out(tmp_path: Path, rng: np.random.Generator
         with held(pool, rng, len(ids)) as sequence:
             pool.publish_prefix(sequence, ids)
             middle = int(sequence.pages[1])
-        geometry = pool.describe()["geometry"]
-        assert isinstance(geometry, dict)
+        geometry = pool.pages.geometry
         extent, slot = divmod(middle, geometry["slab_slots"])
         at = geometry["extents_offset"] + extent * geometry["extent_bytes"]
         at += geometry["layers_offset"] + geometry["keys_offset"]

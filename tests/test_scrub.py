@@ -62,8 +62,7 @@ def left(path: Path) -> list[int]:
 
 def extents_of(pool: CXLPool, path: Path) -> bytes:
     """Where records lie; the file without its metadata."""
-    geometry = pool.describe()["geometry"]
-    assert isinstance(geometry, dict)
+    geometry = pool.pages.geometry
     return path.read_bytes()[geometry["extents_offset"] :]
 
 

@@ -302,8 +302,7 @@ def test_a_full_pool_is_named_and_crop_undoes_the_pass(llama: PreTrainedModel) -
 
 def piece(pool: CXLPool, path: Path, page: int, layer: int, kind: str) -> npt.NDArray[np.float32]:
     """The pool's own bytes: keys or values of (page, layer), [kv_heads, page_tokens, dim]."""
-    geometry = pool.describe()["geometry"]
-    assert isinstance(geometry, dict)
+    geometry = pool.pages.geometry
     extent, slot = divmod(page, geometry["slab_slots"])
     heads, dim = pool.layout.kv_heads, pool.layout.head_dim
     piece_bytes = geometry[f"{kind}_piece_bytes"]
@@ -326,7 +325,7 @@ def test_a_step_reads_the_selected_pages_from_the_pool_and_no_others(
 ) -> None:
     path = tmp_path / "pool"
     layout = layout_of(llama, PAGE_TOKENS)
-    with CXLPool.create(path, layout=layout, capacity="16MiB", checksum=False) as pool:
+    with CXLPool.create(path, layout=layout, capacity="16MiB", checksum=False, threads=1) as pool:
         ids, _ = prompts((161,))
         parent = Watched(pool, llama, Budget(pages=6), attention=attention)
         run(llama, ids[:, :160], parent)

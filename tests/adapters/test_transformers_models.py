@@ -320,8 +320,7 @@ def test_pages_behind_a_window_are_freed_or_never_taken(
     model: PreTrainedModel, pool: CXLPool
 ) -> None:
     assert pool.layout.windows in WINDOWS.values()
-    geometry = pool.describe()["geometry"]
-    assert isinstance(geometry, dict)
+    geometry = pool.pages.geometry
     # A page holds so many layers; groups with more have several pages for the same tokens.
     windows = pool.layout.windows
     parts = [w for w in set(windows) for _ in range(windows.count(w) // geometry["record_layers"])]

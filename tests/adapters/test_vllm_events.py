@@ -19,6 +19,7 @@ from cxlkv.adapters.vllm.events import Events, Removed, Stored
 from cxlkv.adapters.vllm.messages import Report, Span
 
 from ..support.events_worker import Said
+from ..support.lengths import nightly
 from ..support.paged_engine import SPACE, TOKENS, Request
 from ..support.processes import Child
 from ..support.router import Router, as_array
@@ -151,7 +152,7 @@ def ending() -> Iterator[ExitStack]:
         yield found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, nightly(1)])
 def test_a_router_holds_what_the_pools_hold(
     tmp_path: Path, ending: ExitStack, ranks: int, seed: int
 ) -> None:

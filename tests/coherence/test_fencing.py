@@ -48,9 +48,7 @@ def state(pool: CXLPool, number: int) -> Host:
 
 
 def geometry_of(pool: CXLPool) -> dict[str, int]:
-    found = pool.describe()["geometry"]
-    assert isinstance(found, dict)
-    return found
+    return pool.pages.geometry
 
 
 def owned(pool: CXLPool, number: int) -> int:

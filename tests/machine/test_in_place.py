@@ -12,7 +12,6 @@ import platform
 import signal
 import struct
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -62,7 +61,7 @@ def test_it_is_made_used_and_ended_in_the_same_file(file: Path) -> None:
     keys = np.random.default_rng(7).standard_normal((480, 4, 64)).astype(np.float16)
     with make(file) as pool:
         assert pool.path == str(file)
-        size = cast("dict[str, int]", pool.describe()["geometry"])["region_bytes"]
+        size = pool.pages.geometry["region_bytes"]
         assert FILE_BYTES - (3 << 20) < size <= FILE_BYTES
         sequence = pool.sequence()
         for layer in range(2):
@@ -182,7 +181,7 @@ def test_a_creation_that_is_killed_leaves_no_pool(file: Path) -> None:
     os.truncate(file, 64 << 20)
     while True:  # until it was killed in time
         with CXLPool.create(f"dax:{file}", layout=layout, capacity="all", replace=True) as pool:
-            geometry = cast("dict[str, int]", pool.describe()["geometry"])
+            geometry = pool.pages.geometry
         first, count = geometry["descriptors_offset"], geometry["page_count"]
         # Where the generation of a descriptor is; erased, so that its writing can be seen.
         early, last = (first + page * DESCRIPTOR_BYTES + 1 for page in (count // 8, count - 1))

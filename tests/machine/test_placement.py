@@ -63,7 +63,7 @@ def test_an_anonymous_pool_is_bound_and_read_back(node: int) -> None:
     with CXLPool.create(f"numa:{node}", layout=LAYOUT, capacity="16MiB") as pool:
         found = placement.placement_of(pool._handle)
         assert (found.policy, found.wanted_nodes) == ("bind", (node,))
-        geometry = cast("dict[str, int]", pool.describe()["geometry"])
+        geometry = pool.pages.geometry
         pages = -(-geometry["region_bytes"] // found.page_bytes)
         assert found.pages_by_node == {node: pages}
         assert found.shares == {node: 1.0}

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +76,7 @@ def test_stripes_lie_in_turn_and_read_as_one(parts: list[Path], count: int) -> N
                     rows = np.asarray(fetched).reshape(4, -1, 64).transpose(1, 0, 2)
                     assert np.array_equal(rows, keys)
             assert other.admin.check(deep=True)["clean"]
-        size = cast("dict[str, int]", pool.describe()["geometry"])["region_bytes"]
+        size = pool.pages.geometry["region_bytes"]
         address, _ = _core.pool_memory(pool._handle)
         mapped = ctypes.string_at(address, size)
     data = [path.read_bytes()[LABEL_BYTES:] for path in parts]
