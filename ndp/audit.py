@@ -88,7 +88,7 @@ def measure(
     try:
         exact = picked
         if picked.method not in ("exact", "attention"):  # which read all that they judge by
-            budgets = [replace(budget, refresh=1) for budget in asked.budgets]
+            budgets = tuple(replace(budget, refresh=1) for budget in asked.budgets)
             wanted = asked._replace(method="exact", budgets=budgets, scorer=0)
             exact = simd.select(batch, layout, wanted, picked.pages.shape[2])
         got = recall(picked, exact)

@@ -409,15 +409,14 @@ def _by_worker(
     asked: Asked,
 ) -> tuple[list[_Listed], int] | None:
     """The lists, and the bytes read to choose; None where no worker chooses."""
-    budgets = _core.budgets([budget.row(asked.layer) for budget in asked.budgets])
-    words = PERS.index(asked.budgets[0].per), number, asked.scale
-    dims = layout.kv_heads, layout.page_tokens, layout.head_dim, layout.value_head_dim
+    criteria = _core.Criteria(0, 0, PERS.index(asked.budgets[0].per), scorer=number)
+    by = _core.criterion([budget.row(asked.layer) for budget in asked.budgets], criteria)
     made: list[_Listed] = []
     scored = first = 0
     # It makes a state, of a page or more, each time that it is asked.
     left = len(texts) + sum(text.tokens // layout.page_tokens for text in texts)
     while first < len(texts):
-        ask = (batch, asked.layer, view(queries, "q"), asked.starts, budgets, words, first, dims)
+        ask = (batch, asked.layer, view(queries, "q"), asked.starts, by, asked.scale, first, layout)
         found = _core.batch_choose(*ask, may_wait=left > 0)
         left -= 1
         if found is None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv._core import BudgetRow
 from cxlkv.arrays import Array
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import format_bytes, no_share, parse_share
@@ -116,25 +117,25 @@ class Budget:
         share = 0.0 if self.share is None else self.by_layer.get(layer, self.share)
         return layer >= self.dense_layers and share < 1
 
-    def row(self, layer: int) -> tuple[int, int, float, int, int]:
-        """(kind, pages, amount, sinks, recent) for a layer, as the C core takes it."""
+    def row(self, layer: int) -> BudgetRow:
+        """For a layer, as the C core takes it."""
         # No sequence has more pages than PAGES_MAX, so that a larger number means the same.
         forced = (min(self.sinks, PAGES_MAX), min(self.recent, PAGES_MAX))
         if layer < self.dense_layers:
-            return (ALL, 0, 0.0, *forced)
+            return BudgetRow(ALL, 0, 0.0, *forced)
         own = self.by_layer.get(layer)
         if self.pages is not None:
-            return (0, min(int(own or self.pages), PAGES_MAX), 0.0, *forced)
+            return BudgetRow(0, min(int(own or self.pages), PAGES_MAX), 0.0, *forced)
         if self.share is not None:
-            return (1, 0, own or self.share, *forced)
+            return BudgetRow(1, 0, own or self.share, *forced)
         assert self.mass is not None
-        return (2, 0, own or self.mass, *forced)
+        return BudgetRow(2, 0, own or self.mass, *forced)
 
-    def decode_row(self, layer: int) -> tuple[int, int, float, int, int]:
+    def decode_row(self, layer: int) -> BudgetRow:
         """row() for decode, which needs no scores: no key is read where all pages are attended
         to."""
         row = self.row(layer)
-        return row if self.chooses(layer) else (ALL, 0, 0.0, *row[3:])
+        return row if self.chooses(layer) else BudgetRow(ALL, 0, 0.0, row.sinks, row.recent)
 
     def pages_at_most(self, visible_pages: int, layer: int | None = None) -> int:
         """The longest list that the budget gives when `visible_pages` are in sight; in one layer,
@@ -147,9 +148,10 @@ class Budget:
             return max(self.pages_at_most(visible_pages, one) for one in layers)
         if not is_whole(layer):
             raise BadArgumentError(f"layer {layer!r:.40}: layers are counted from 0")
-        kind, pages, share, sinks, recent = self.row(layer)
-        wanted = (pages, pages_of_share(share, visible_pages), visible_pages, visible_pages)[kind]
-        return min(visible_pages, max(wanted, sinks + recent))
+        row = self.row(layer)
+        of_share = pages_of_share(row.amount, visible_pages)
+        wanted = (row.pages, of_share, visible_pages, visible_pages)[row.kind]
+        return min(visible_pages, max(wanted, row.sinks + row.recent))
 
 
 ERROR_MAX = 1e30  # float32 has it, and its square need not be one
@@ -181,7 +183,7 @@ class Asked(NamedTuple):
     layer: int
     queries: object
     starts: npt.NDArray[np.int32]
-    budgets: Sequence[Budget]
+    budgets: tuple[Budget, ...]
     method: str
     scale: float
     recall: float = RECALL

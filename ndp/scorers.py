@@ -197,14 +197,9 @@ def takes_mass(method: str) -> bool:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Numbers and addresses of C functions, as cxlkv_scorer has them; kept: what they need."""
+    """C functions as the core takes them; kept: what they need."""
 
-    summary_bytes: int
-    read_bytes: int
-    parameter_bytes: int
-    log_sums: bool
-    summarise: int
-    score: int
+    code: _core.ScorerCode
     kept: tuple[object, ...]
 
 
@@ -247,7 +242,8 @@ def compiled(scorer: Scorer, shape: Shape, parameter_count: int = 0) -> Compiled
                 f"{by_numba.reason(error, function)}"
             ) from error
     summarise, score = (each.address for each in made)
-    return Compiled(size, read or 0, learned, scorer.log_sums, summarise, score, tuple(made))
+    code = _core.ScorerCode(size, read or 0, learned, scorer.log_sums, summarise, score)
+    return Compiled(code, tuple(made))
 
 
 @dataclass
@@ -339,13 +335,11 @@ def use(
         parameters = np.ascontiguousarray(parameters, np.float32)
         count = parameters.shape[2]
     made = compiled(scorer, shape, count)
-    number = _number(scorer, made.summary_bytes, parameters)
+    number = _number(scorer, made.code.summary_bytes, parameters)
     with _adding:
         known = _uses.setdefault(pool, _Uses())
         if number not in known.kept:
-            reads = made.summary_bytes, made.read_bytes, made.parameter_bytes
-            sizes, functions = (*reads, int(made.log_sums)), (made.summarise, made.score)
-            _core.pool_add_scorer(pool, (number, scorer.name), sizes, functions, parameters)
+            _core.pool_add_scorer(pool, number, scorer.name, made.code, parameters)
             known.kept[number] = (made, parameters)
         known.by_word[word or scorer.name] = (scorer, number)
     return number

@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from cxlkv import _core
 from cxlkv.arrays import (
@@ -70,28 +69,17 @@ def select(
     rows, budgets = int(asked.starts[-1]), asked.budgets
     got = check_queries(layout, asked.queries, rows)
     first = uniform(budgets)
-    codes, numbers = _words(asked, first)
+    by = _criterion(asked, first, [b.row(asked.layer) for b in budgets])
     lists = rows if first.per == "query" else len(asked.starts) - 1
     heads = layout.kv_heads
-    array = _core.budgets([b.row(asked.layer) for b in budgets])
     counts = np.empty((lists, heads), np.int32)
     guess = (b.pages_at_most(64 if b.pages is None else ROOM_PAGES, asked.layer) for b in budgets)
     k = max(room, *guess)
     while True:
         pages = np.empty(lists * heads * k, np.int32)
         scores = np.empty(lists * heads * k, np.float32)
-        code, k, done = _core.batch_select(
-            batch,
-            asked.layer,
-            got,
-            asked.starts,
-            array,
-            codes,
-            numbers,
-            pages,
-            scores,
-            counts,
-        )
+        of = (batch, asked.layer, got, asked.starts, by, asked.scale)
+        code, k, done = _core.batch_select(*of, pages, scores, counts)
         if code != _core.E_ROOM:
             break
     used, shape, taken = lists * heads * k, (lists, heads, k), METHODS_TAKEN[done.method]
@@ -103,29 +91,37 @@ def select(
         bytes_fetched=done.bytes_fetched,
         per=first.per,
         starts=asked.starts,
-        stages=Stages(*_core.stages(done)) if taken == "two_stage" else None,
+        stages=_stages(done) if taken == "two_stage" else None,
         method=asked.method if taken == "scorer" else taken,
     )
 
 
-def _words(
-    asked: Asked, first: Budget
-) -> tuple[tuple[int, int, int, int, int], tuple[float, float, float]]:
-    """(method, union, per, refresh, scorer) by their numbers, and (scale, errors, read_rate), as
-    the core takes them."""
-    refresh = min(map(attrgetter("refresh"), asked.budgets))
-    method = METHODS_TAKEN.index("scorer" if asked.scorer else asked.method)
-    codes = method, UNIONS.index(first.union), PERS.index(first.per), refresh, asked.scorer
-    rate = asked.read_rate or tuning.current().read_rate
-    return codes, (asked.scale, errors_of(asked.recall), rate)
+def _criterion(asked: Asked, first: Budget, rows: list[_core.BudgetRow]) -> _core.Criterion:
+    """As the core takes what is asked. first: of the budgets; rows: of each."""
+    criteria = _core.Criteria(
+        method=METHODS_TAKEN.index("scorer" if asked.scorer else asked.method),
+        union=UNIONS.index(first.union),
+        per=PERS.index(first.per),
+        refresh=min(map(attrgetter("refresh"), asked.budgets)),
+        scorer=asked.scorer,
+        errors=errors_of(asked.recall),
+        read_rate=asked.read_rate or tuning.current().read_rate,
+    )
+    return _core.criterion(rows, criteria)
+
+
+def _stages(done: _core.Scored) -> Stages:
+    """Of a cxlkv_scored."""
+    keys = done.bytes_scored - done.bytes_sketched
+    return Stages(done.lists_staged, done.mean_error, done.tokens_scored, done.bytes_sketched, keys)
 
 
 def cheapest(batch: _core.Handle, layout: KVLayout, asked: Asked) -> str:
     """The method that "auto" comes to where chosen pages are then attended to, or "all"."""
     got = check_queries(layout, asked.queries, int(asked.starts[-1]))
-    array = _core.budgets([b.decode_row(asked.layer) for b in asked.budgets])
-    words = _words(asked, uniform(asked.budgets))
-    code = _core.batch_cheapest(batch, asked.layer, got, asked.starts, array, *words)
+    rows = [b.decode_row(asked.layer) for b in asked.budgets]
+    by = _criterion(asked, uniform(asked.budgets), rows)
+    code = _core.batch_cheapest(batch, asked.layer, got, asked.starts, by, asked.scale)
     return METHODS_TAKEN[code]
 
 
@@ -147,15 +143,16 @@ class Decoding:
     ):
         """new: k and v."""
         got = check_queries(layout, asked.queries, int(asked.starts[-1]))
-        array, codes, numbers = None, (0, 0, 0, 1, 0), (asked.scale, 0.0, 0.0)
+        by = None
         if any(budget.chooses(asked.layer) for budget in asked.budgets):
-            array = _core.budgets([b.decode_row(asked.layer) for b in asked.budgets])
-            codes, numbers = _words(asked, uniform(asked.budgets))
-        values = (numbers[0], softcap, least_error(asked.budgets), *numbers[1:])
-        views, starts = (got, *new), asked.starts
+            rows = [b.decode_row(asked.layer) for b in asked.budgets]
+            by = _criterion(asked, uniform(asked.budgets), rows)
         self._shape, self._dtype = (*got.shape[:2], layout.value_head_dim), got.dtype
         self._asked = asked.method
-        self._arguments = _core.DecodeArguments(views, starts, rewind, array, codes, values)
+        least = least_error(asked.budgets)
+        self._arguments = _core.DecodeArguments(
+            (got, *new), asked.starts, rewind, by, asked.scale, softcap, least
+        )
         self.others: tuple[object, ...] | None = None
 
     def decode(
@@ -173,14 +170,15 @@ class Decoding:
         addresses = [address_of(each, name) for each, name in named if each is not None]
         places = address_of(made, "out"), address_of(lse, "lse")
         done = self._arguments.call(batch, layer, addresses, *places)
-        taken = METHODS_TAKEN[done.method]
+        found = done.found
+        taken = METHODS_TAKEN[found.method]
         return Decoded(
             out=cast(Array, made),
             lse=lse,
-            bytes_scored=done.bytes_scored,
+            bytes_scored=found.bytes_scored,
             bytes_read=done.bytes_attended,
             method=self._asked if taken == "scorer" else taken,
-            stages=Stages(*_core.stages(done)) if taken == "two_stage" else None,
+            stages=_stages(found) if taken == "two_stage" else None,
         )
 
     def check_output(self, out: object) -> None:
@@ -188,20 +186,20 @@ class Decoding:
         _writable(out, "out", self._dtype, self._shape)
 
 
-def picked_rows(
-    picked: Selection | None, layout: KVLayout
-) -> tuple[npt.NDArray[np.int32], int] | None:
-    """A selection as the core takes it; raises BadArgumentError for one of another layout."""
-    if picked is None:
-        return None
+def picked_pages(picked: Selection, layout: KVLayout) -> _core.Picked:
+    """The pages of a selection as the core takes them; raises BadArgumentError for those of another
+    layout."""
     shape = picked.pages.shape
     if len(shape) != 3 or shape[1] != layout.kv_heads:
         raise BadArgumentError(f"picked.pages has shape {shape}, wanted [.., {layout.kv_heads}, k]")
-    return np.ascontiguousarray(picked.pages, np.int32), PERS.index(picked.per)
+    return _core.Picked(np.ascontiguousarray(picked.pages, np.int32), PERS.index(picked.per))
 
 
-def picked_more(picked: Selection, layout: KVLayout) -> _core.More:
-    """What a selection has besides pages, as the core takes it; raises BadArgumentError."""
+def _picked_whole(picked: Selection, layout: KVLayout) -> _core.Picked:
+    """With what a selection has besides pages."""
+    pages = picked_pages(picked, layout)
+    if picked.log_weights is None and picked.rows is None:
+        return pages
     lists, heads, k = picked.pages.shape
     weights, rows = picked.log_weights, picked.rows
     if weights is not None:
@@ -213,7 +211,7 @@ def picked_more(picked: Selection, layout: KVLayout) -> _core.More:
                 f"{(lists, heads, k, tokens)} or {(lists, heads, k, 1)}"
             )
     if rows is None:
-        return _core.More(weights, None)
+        return pages._replace(weights=weights)
     arrays = [np.ascontiguousarray(each, np.float32) for each in (rows.k, rows.v, rows.log_counts)]
     n = arrays[2].shape[-1] if arrays[2].ndim else 0
     dims = ((layout.head_dim,), (layout.value_head_dim,), ())
@@ -221,7 +219,7 @@ def picked_more(picked: Selection, layout: KVLayout) -> _core.More:
         if array.shape != (lists, heads, n, *dim):
             wanted = (lists, heads, n, *dim)
             raise BadArgumentError(f"picked.rows.{name} has shape {array.shape}, wanted {wanted}")
-    return _core.More(weights, (arrays[0], arrays[1], arrays[2]))
+    return pages._replace(weights=weights, rows=tuple(arrays))
 
 
 def fetch(
@@ -237,7 +235,7 @@ def fetch(
     """Copy chosen pages, or all, to (k, v) [lists, kv_heads, k, page_tokens, dim]; what is encoded
     as it is kept, uint8 [lists, kv_heads, k, piece_bytes], unless decoded."""
     lists, k, starts = count, pages_guess, None
-    rows = picked_rows(picked, layout)
+    rows = None if picked is None else picked_pages(picked, layout)
     if picked is not None:
         lists, _, k = picked.pages.shape
         starts = np.ascontiguousarray(picked.starts, np.int32)
@@ -342,18 +340,18 @@ def attend(
     queries = got.owner
     made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
     lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
-    given = (picked_rows(picked, layout), scale, softcap_of(softcap), float(error), address)
-    more = None if picked is None or picked.is_plain else picked_more(picked, layout)
-    lse_view = view(lse, "lse")
+    whole = None if picked is None else _picked_whole(picked, layout)
+    cap, places = softcap_of(softcap), (address, view(lse, "lse").address)
+    of = (batch, layer, got, starts, whole, scale, cap, float(error), *places)
     if mass_room is None:
-        read, _ = _core.batch_attend(batch, layer, got, starts, *given, lse_view, None, more)
+        read, _ = _core.batch_attend(*of)
         return Attended(made, lse, read, None)
     lists, k = rows * layout.kv_heads, mass_room if picked is None else picked.pages.shape[-1]
     while True:
         room = max(lists * k, 1)  # an empty tensor has no address, which would ask for no mass
         mass = empty_like_kind(queries, (room,), DTYPES.index("float32"))
         at = (address_of(mass, "mass"), room)
-        read, k = _core.batch_attend(batch, layer, got, starts, *given, lse_view, at, more)
+        read, k = _core.batch_attend(*of, at)
         if read != _core.E_ROOM:
             shares = (mass if lists * k == room else mass[: lists * k]).reshape(
                 (rows, layout.kv_heads, k)

@@ -178,9 +178,15 @@ class Choosers:
         else:
             of = found.rows
             rows = None if of is None else (of.k, of.v, of.log_counts)
-            read = (found.bytes_scored, found.bytes_fetched)
             with contextlib.suppress(CXLKVError):  # it is too long, and the client was told so
-                _core.worker_answer(worker, found.pages, found.log_weights, rows, read)
+                _core.worker_answer(
+                    worker,
+                    found.pages,
+                    found.log_weights,
+                    rows,
+                    found.bytes_scored,
+                    found.bytes_fetched,
+                )
 
     def _select(self, asked: _core.WorkerQuestion) -> Selection:
         chooser, layout = self._known.get(asked.chooser), self._layout
@@ -197,7 +203,7 @@ class Choosers:
             layer=asked.layer,
             queries=np.frombuffer(bytearray(asked.queries), np.float32).reshape(shape),
             starts=asked.starts,
-            budgets=[_budget_of(*row, asked.per) for row in asked.budgets],
+            budgets=tuple(_budget_of(row, asked.per) for row in asked.budgets),
             method=chooser.name,
             scale=asked.scale,
         )
@@ -228,15 +234,14 @@ class Choosers:
 
 
 @lru_cache(maxsize=256)
-def _budget_of(kind: int, pages: int, amount: float, sinks: int, recent: int, per: int) -> Budget:
+def _budget_of(row: _core.BudgetRow, per: int) -> Budget:
     """What Budget.row() was of."""
-    share = (None, amount, None, 1.0)[kind]
     return Budget(
-        pages=pages if kind == 0 else None,
-        share=share,
-        mass=amount if kind == 2 else None,
-        sinks=sinks,
-        recent=recent,
+        pages=row.pages if row.kind == 0 else None,
+        share=(None, row.amount, None, 1.0)[row.kind],
+        mass=row.amount if row.kind == 2 else None,
+        sinks=row.sinks,
+        recent=row.recent,
         per=PERS[per],
     )
 

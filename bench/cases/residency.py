@@ -92,7 +92,9 @@ class Watcher:
         read = units_of(batch, layer, picked)
         self.reads.append(read)
         self.near.append(int(np.isin(read, near).sum()))
-        by_heads = _core.batch_units(batch._handle, layer, (picked.pages, 0), picked.starts)
+        by_heads = _core.batch_units(
+            batch._handle, layer, _core.Picked(picked.pages, 0), picked.starts
+        )
         self.near_by_heads += int(np.isin(by_heads, near).sum())
         for prefetcher in self.prefetchers:
             prefetcher.batch = batch

@@ -23,6 +23,7 @@ from cxlkv._core.base import (
 )
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import PageIndices, Starts, Units, View
+from cxlkv.layout import KVLayout
 
 
 class _Arguments(threading.local):
@@ -38,12 +39,6 @@ class _Arguments(threading.local):
 
 
 _arguments = _Arguments()
-
-
-def _fill_rows(struct: Any, view: View) -> None:
-    struct.data = ffi.cast("void *", view.address)
-    struct.stride_bytes = view.strides
-    struct.dtype = view.dtype
 
 
 def batch_create(pool: Handle, sequences: Sequence[Handle]) -> Handle:
@@ -133,39 +128,64 @@ def batch_attach(
     return check(lib.cxlkv_batch_attach(batch, args))
 
 
-def budgets(rows: Sequence[tuple[int, int, float, int, int]]) -> Any:
-    """An array of cxlkv_budget from (kind, pages, amount, sinks, recent)."""
-    return ffi.new("cxlkv_budget[]", list(rows))
+Scored = Any  # a cxlkv_scored: how it went that pages were chosen
+
+
+class BudgetRow(NamedTuple):
+    """A cxlkv_budget: of one sequence in one layer; kind by the core's number."""
+
+    kind: int
+    pages: int
+    amount: float
+    sinks: int
+    recent: int
+
+
+class Criteria(NamedTuple):
+    """A cxlkv_criteria, by what pages are chosen, beside its budgets: numbers as the core has them.
+    errors: how many of its errors an estimate may be short; read_rate: GB/s, 0: not known."""
+
+    method: int
+    union: int
+    per: int
+    refresh: int = 1
+    scorer: int = 0
+    errors: float = 0.0
+    read_rate: float = 0.0
+
+
+class Criterion(NamedTuple):
+    """The struct of the core, and the budgets that it has the address of."""
+
+    struct: Any
+    budgets: Any
+
+
+def criterion(rows: Sequence[BudgetRow], criteria: Criteria) -> Criterion:
+    """rows: one for all sequences, or one for each."""
+    made, budgets = ffi.new("cxlkv_criteria *"), ffi.new("cxlkv_budget[]", list(rows))
+    made.budgets, made.budget_count = budgets, len(rows)
+    made.method, made.union_over, made.per, made.refresh, made.scorer = criteria[:5]
+    made.errors, made.read_rate = criteria[5:]
+    return Criterion(made[0], budgets)
 
 
 def _fill_select(
-    args: Any,
-    layer: int,
-    queries: View,
-    starts: Starts,
-    budget_array: Any,
-    codes: tuple[int, int, int, int, int],
-    numbers: tuple[float, float, float],
+    args: Any, layer: int, queries: View, starts: Starts, by: Criterion, scale: float
 ) -> None:
-    _fill_rows(args.queries, queries)
-    args.layer, args.q_heads, args.starts = layer, queries.shape[1], int32s(starts)
-    args.budgets, args.budget_count = budget_array, len(budget_array)
-    args.method, args.union_over, args.per, args.refresh, args.scorer = codes
-    args.scale, args.errors, args.read_rate = numbers
+    rows = args.queries
+    rows.data = ffi.cast("void *", queries.address)
+    rows.stride_bytes, rows.dtype = queries.strides, queries.dtype
+    args.layer, args.q_heads, args.by, args.scale = layer, queries.shape[1], by.struct, scale
+    args.starts = ffi.from_buffer("int32_t[]", starts)
 
 
 def batch_cheapest(
-    batch: Handle,
-    layer: int,
-    queries: View,
-    starts: Starts,
-    budget_array: Any,
-    codes: tuple[int, int, int, int, int],
-    numbers: tuple[float, float, float],
+    batch: Handle, layer: int, queries: View, starts: Starts, by: Criterion, scale: float
 ) -> int:
-    """What method "auto" comes to in a decode; arguments as of batch_select()."""
+    """What method "auto" comes to in a decode."""
     args = _arguments.select
-    _fill_select(args, layer, queries, starts, budget_array, codes, numbers)
+    _fill_select(args, layer, queries, starts, by, scale)
     return check(lib.cxlkv_batch_cheapest(batch, args))
 
 
@@ -174,25 +194,24 @@ def batch_select(
     layer: int,
     queries: View,
     starts: Starts,
-    budget_array: Any,
-    codes: tuple[int, int, int, int, int],
-    numbers: tuple[float, float, float],
+    by: Criterion,
+    scale: float,
     pages: PageIndices,
     scores: npt.NDArray[np.float32],
     counts: npt.NDArray[np.int32],
-) -> tuple[int, int, Any]:
-    """Fills the three arrays; returns (code, k, the call's struct). code is E_ROOM when pages is
-    too small for k, and then nothing was scored. codes is (method, union, per, refresh, scorer),
-    numbers (scale, errors, read_rate)."""
+) -> tuple[int, int, Scored]:
+    """Fills the three arrays; returns (code, k, how it went, until this thread's next call). code
+    is E_ROOM when pages is too small for k, and then nothing was scored."""
     args = _arguments.select
-    _fill_select(args, layer, queries, starts, budget_array, codes, numbers)
+    _fill_select(args, layer, queries, starts, by, scale)
     args.capacity = pages.size
-    args.pages, args.counts = int32s(pages, True), int32s(counts, True)
+    args.pages = ffi.from_buffer("int32_t[]", pages, True)
     args.scores = ffi.from_buffer("float[]", scores, True)
+    args.counts = ffi.from_buffer("int32_t[]", counts, True)
     code = lib.cxlkv_batch_select(batch, args)
     if code < 0 and code != E_ROOM:
         check(code)
-    return code, args.k, args
+    return code, args.k, args.found
 
 
 class Chosen(NamedTuple):
@@ -216,19 +235,17 @@ def batch_choose(
     layer: int,
     queries: View,
     starts: Starts,
-    budget_array: Any,
-    words: tuple[int, int, float],
+    by: Criterion,
+    scale: float,
     first: int,
-    dims: tuple[int, int, int, int],
+    layout: KVLayout,
     may_wait: bool,
 ) -> Chosen | None:
-    """By the worker, for sequences from `first` on; None: this process has to. words is (per, the
-    chooser's number, scale), dims (kv_heads, page_tokens, head_dim, value_head_dim). may_wait:
-    whether it may be asked again, else BusyError of a worker that is to do it in any case."""
+    """By the worker, for sequences from `first` on; None: this process has to. by.scorer: the
+    chooser's number. may_wait: whether it may be asked again, else BusyError of a worker that is to
+    do it in any case."""
     args = _arguments.select
-    per, chooser, scale = words
-    codes = (0, 0, per, 0, chooser)
-    _fill_select(args, layer, queries, starts, budget_array, codes, (scale, 0.0, 0.0))
+    _fill_select(args, layer, queries, starts, by, scale)
     out = new_place("cxlkv_choice **", lib.cxlkv_choice_destroy)
     code = lib.cxlkv_batch_choose(batch, args, first, may_wait, out)
     if code == E_BUSY and may_wait:
@@ -236,14 +253,13 @@ def batch_choose(
     if check(code) == 0:
         return None
     try:
-        return _chosen(out[0], dims)
+        return _chosen(out[0], layout)
     finally:
         ffi.release(out)
 
 
-def _chosen(choice: Any, dims: tuple[int, int, int, int]) -> Chosen:
-    heads, page_tokens, head_dim, value_dim = dims
-    picked = choice.picked
+def _chosen(choice: Any, layout: KVLayout) -> Chosen:
+    heads, picked = layout.kv_heads, choice.picked
     lists, k, n = picked.lists, picked.k, picked.row_count
 
     def copy(pointer: Any, dtype: type, *shape: int) -> npt.NDArray[Any]:
@@ -252,37 +268,41 @@ def _chosen(choice: Any, dims: tuple[int, int, int, int]) -> Chosen:
 
     weights, rows = None, None
     if picked.weight_tokens:
-        weights = copy(picked.log_weights, np.float32, lists, heads, k, page_tokens)
+        weights = copy(picked.log_weights, np.float32, lists, heads, k, layout.page_tokens)
     if n:
         rows = (
-            copy(picked.row_keys, np.float32, lists, heads, n, head_dim),
-            copy(picked.row_values, np.float32, lists, heads, n, value_dim),
+            copy(picked.row_keys, np.float32, lists, heads, n, layout.head_dim),
+            copy(picked.row_values, np.float32, lists, heads, n, layout.value_head_dim),
             copy(picked.row_log_counts, np.float32, lists, heads, n),
         )
     pages = copy(picked.pages, np.int32, lists, heads, k)
     return Chosen(choice.end, pages, weights, rows, choice.bytes_scored, choice.bytes_fetched)
 
 
-def stages(done: Any) -> tuple[int, float, int, int, int]:
-    """Unpack the struct of a select or a decode: lists, mean error, tokens, bytes of sketches, of
-    keys."""
-    keys = done.bytes_scored - done.bytes_sketched
-    return done.lists_staged, done.mean_error, done.tokens_scored, done.bytes_sketched, keys
+class Picked(NamedTuple):
+    """Chosen pages [lists, kv_heads, k], and per what a list is, by the core's number. An attend
+    also takes, contiguous: log_weights [lists, kv_heads, k, page_tokens or 1]; of virtual rows k, v
+    and log_counts [lists, kv_heads, n, ..]."""
+
+    pages: PageIndices
+    per: int
+    weights: npt.NDArray[np.float32] | None = None
+    rows: tuple[npt.NDArray[np.float32], ...] | None = None
 
 
-def _fill_picked(struct: Any, picked: tuple[PageIndices, int] | None) -> None:
-    """picked is ([lists, kv_heads, k], per)."""
+def _fill_picked(struct: Any, picked: Picked | None) -> None:
     if picked is None:
         struct.pages = ffi.NULL
         return
-    pages, struct.per = picked
-    struct.pages, struct.lists, struct.k = int32s(pages), pages.shape[0], pages.shape[2]
+    pages = picked.pages
+    struct.pages = ffi.from_buffer("int32_t[]", pages)
+    struct.lists, struct.k, struct.per = pages.shape[0], pages.shape[2], picked.per
 
 
 def batch_fetch(
     batch: Handle,
     layer: int,
-    picked: tuple[PageIndices, int] | None,
+    picked: Picked | None,
     starts: Starts | None,
     keys: tuple[int, int],
     values: tuple[int, int],
@@ -301,37 +321,29 @@ def batch_fetch(
     return code, args.k
 
 
-def batch_verify(batch: Handle, layer: int, picked: tuple[PageIndices, int]) -> None:
+def batch_verify(batch: Handle, layer: int, picked: Picked) -> None:
     struct = ffi.new("cxlkv_picked *")
     _fill_picked(struct, picked)
     check(lib.cxlkv_batch_verify(batch, layer, struct))
 
 
-class More(NamedTuple):
-    """What an attend's picked pages come with, contiguous: log_weights [lists, kv_heads, k,
-    page_tokens or 1]; of virtual rows k, v and log_counts [lists, kv_heads, n, ..]."""
-
-    weights: npt.NDArray[np.float32] | None
-    rows: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]] | None
-
-
-def _attend_to_more(batch: Handle, args: Any, more: More) -> int:
-    """The next attend of this thread finds the struct without it."""
-    picked = args.picked
+def _attend_weighed(batch: Handle, args: Any, picked: Picked) -> int:
+    """The next attend of this thread finds the struct without weights and rows."""
+    struct = args.picked
     try:
-        if more.weights is not None:
-            picked.weight_tokens = more.weights.shape[3]
-            picked.log_weights = flat("float", more.weights)
-        if more.rows is not None:
-            picked.row_keys, picked.row_values, picked.row_log_counts = (
-                flat("float", each) for each in more.rows
+        if picked.weights is not None:
+            struct.weight_tokens = picked.weights.shape[3]
+            struct.log_weights = flat("float", picked.weights)
+        if picked.rows is not None:
+            struct.row_keys, struct.row_values, struct.row_log_counts = (
+                flat("float", each) for each in picked.rows
             )
-            picked.row_count = more.rows[2].shape[2]
+            struct.row_count = picked.rows[2].shape[2]
         return int(lib.cxlkv_batch_attend(batch, args))
     finally:
-        picked.log_weights = picked.row_keys = ffi.NULL
-        picked.row_values = picked.row_log_counts = ffi.NULL
-        picked.row_count = 0
+        struct.log_weights = struct.row_keys = ffi.NULL
+        struct.row_values = struct.row_log_counts = ffi.NULL
+        struct.row_count = 0
 
 
 def batch_attend(
@@ -339,32 +351,33 @@ def batch_attend(
     layer: int,
     queries: View,
     starts: Starts,
-    picked: tuple[PageIndices, int] | None,
+    picked: Picked | None,
     scale: float,
     softcap: float,
     error: float,
-    out_address: int,
-    lse: View,
+    out: int,
+    lse: int,
     mass: tuple[int, int] | None = None,
-    more: More | None = None,
 ) -> tuple[int, int]:
-    """Fills out, lse and [rows, kv_heads, k] at mass (address, elements); returns (the bytes of K
-    and V that were read, k). E_ROOM in place of the bytes: mass is too small for k, and
-    nothing was read. more: with picked only."""
+    """Fills memory at the addresses out and lse, and [rows, kv_heads, k] at mass (address,
+    elements); returns (the bytes of K and V that were read, k). E_ROOM in place of the bytes: mass
+    is too small for k, and nothing was read."""
     args = _arguments.attend
-    _fill_rows(args.queries, queries)
+    rows = args.queries
+    rows.data = ffi.cast("void *", queries.address)
+    rows.stride_bytes, rows.dtype = queries.strides, queries.dtype
     _fill_picked(args.picked, picked)
-    args.layer, args.q_heads, args.starts = layer, queries.shape[1], int32s(starts)
+    args.layer, args.q_heads = layer, queries.shape[1]
+    args.starts = ffi.from_buffer("int32_t[]", starts)
     args.scale, args.softcap, args.error = scale, softcap, error
-    args.out = ffi.cast("void *", out_address)
-    args.lse = ffi.cast("float *", lse.address)
+    args.out, args.lse = ffi.cast("void *", out), ffi.cast("float *", lse)
     args.mass = ffi.NULL
     if mass is not None:
         args.mass, args.mass_capacity = ffi.cast("float *", mass[0]), mass[1]
-    if more is None:
+    if picked is None or (picked.weights is None and picked.rows is None):
         code = lib.cxlkv_batch_attend(batch, args)
     else:
-        code = _attend_to_more(batch, args, more)
+        code = _attend_weighed(batch, args, picked)
     if code < 0 and (code != E_ROOM or mass is None):
         check(code)
     return code, args.mass_k
@@ -374,8 +387,7 @@ class DecodeArguments:
     """All that a decode takes but its layer and the addresses of its arrays, which each call gives:
     the layers of a step share the rest. One call at a time.
 
-    views are of (q, k, v), codes (method, union, per, refresh, scorer), numbers (scale, softcap,
-    error, errors, read_rate). budget_array None: attend to all pages.
+    views are of (q, k, v). by None: attend to all pages.
     """
 
     def __init__(
@@ -383,23 +395,22 @@ class DecodeArguments:
         views: tuple[View, View, View | None],
         starts: Starts,
         rewind: int,
-        budget_array: Any,
-        codes: tuple[int, int, int, int, int],
-        numbers: tuple[float, float, float, float, float],
+        by: Criterion | None,
+        scale: float,
+        softcap: float,
+        error: float,
     ):
         self._args = args = ffi.new("cxlkv_decode_args *")
-        self._kept = (starts, budget_array)  # the struct has their addresses
+        self._kept = (starts, by)  # the struct has their addresses
         rows = (args.queries, args.keys, args.values)
         self._rows = rows[: 2 if views[2] is None else 3]
         for struct, each in zip(rows, views, strict=True):
             if each is not None:
                 struct.stride_bytes, struct.dtype = each.strides, each.dtype
         args.q_heads, args.rewind, args.starts = views[0].shape[1], rewind, int32s(starts)
-        if budget_array is not None:
-            args.budgets, args.budget_count = budget_array, len(budget_array)
-        self._method = codes[0]
-        _, args.union_over, args.per, args.refresh, args.scorer = codes
-        args.scale, args.softcap, args.error, args.errors, args.read_rate = numbers
+        if by is not None:
+            args.by = by.struct
+        args.scale, args.softcap, args.error = scale, softcap, error
 
     def call(self, batch: Handle, layer: int, addresses: Sequence[int], out: int, lse: int) -> Any:
         """Fills out and lse; returns the call's struct, which is the next call's, too. addresses:
@@ -408,7 +419,7 @@ class DecodeArguments:
         After an error, `error.appended` says whether the tokens are there.
         """
         args = self._args
-        args.layer, args.method = layer, self._method
+        args.layer = layer
         for struct, address in zip(self._rows, addresses, strict=True):
             struct.data = ffi.cast("void *", address)
         args.out, args.lse = ffi.cast("void *", out), ffi.cast("float *", lse)
@@ -423,34 +434,42 @@ class DecodeArguments:
         return args
 
 
-def batch_units(
-    batch: Handle, layer: int, picked: tuple[PageIndices, int], starts: Starts
-) -> Units:
+def batch_units(batch: Handle, layer: int, picked: Picked, starts: Starts) -> Units:
     """The units of chosen pages, in their shape; -1 for what cannot be promoted."""
     struct = ffi.new("cxlkv_picked *")
     _fill_picked(struct, picked)
-    units = np.empty(picked[0].shape, np.int64)
+    units = np.empty(picked.pages.shape, np.int64)
     check(lib.cxlkv_batch_units(batch, layer, struct, int32s(starts), int64s(units, True)))
     return units
 
 
+class ScorerCode(NamedTuple):
+    """Of a scorer's cxlkv_scorer: bytes of a summary, of it and of its parameters those that are
+    read (0: score() returns how many), and addresses of its two C functions."""
+
+    summary_bytes: int
+    read_bytes: int
+    parameter_bytes: int
+    log_sums: bool
+    summarise: int
+    score: int
+
+
 def pool_add_scorer(
     pool: Handle,
-    of: tuple[int, str],
-    sizes: tuple[int, int, int, int],
-    functions: tuple[int, int],
+    number: int,
+    name: str,
+    code: ScorerCode,
     parameters: npt.NDArray[np.float32] | None,
 ) -> None:
-    """of: number and name; sizes: (summary_bytes, read_bytes, parameter_bytes, log_sums);
-    functions: addresses of (summarise, score); parameters [layers, kv_heads, n]. These stay where
-    they are as long as the pool is open."""
+    """parameters [layers, kv_heads, n]. These and the functions stay where they are as long as the
+    pool is open."""
     struct = ffi.new("cxlkv_scorer *")
-    struct.id, name = of
-    struct.name = name.encode()[: ffi.sizeof(struct.name) - 1]
-    struct.summary_bytes, struct.read_bytes, struct.parameter_bytes, struct.log_sums = sizes
-    summarise, score = functions
-    struct.summarise = ffi.cast(ffi.typeof(struct.summarise), summarise)
-    struct.score = ffi.cast(ffi.typeof(struct.score), score)
+    struct.id, struct.name = number, name.encode()[: ffi.sizeof(struct.name) - 1]
+    struct.summary_bytes, struct.read_bytes = code.summary_bytes, code.read_bytes
+    struct.parameter_bytes, struct.log_sums = code.parameter_bytes, code.log_sums
+    struct.summarise = ffi.cast(ffi.typeof(struct.summarise), code.summarise)
+    struct.score = ffi.cast(ffi.typeof(struct.score), code.score)
     if parameters is not None:
         struct.parameters = ffi.from_buffer("float[]", parameters)
         struct.parameter_count = parameters.shape[2]

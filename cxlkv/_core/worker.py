@@ -18,6 +18,7 @@ from cxlkv._core.base import (
     numbers_of,
     with_capacity,
 )
+from cxlkv._core.batch import BudgetRow
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import PageIndices, Starts
 
@@ -47,7 +48,7 @@ def worker_state(worker: Handle) -> dict[str, int]:
 
 class WorkerQuestion(NamedTuple):
     """What a client asks one of a worker's choosers. queries: bytes of [rows, q_heads, head_dim];
-    budgets: (kind, pages, amount, sinks, recent); sequences: the worker's own, until it answers;
+    sequences: the worker's own, until it answers;
     tokens and tables: of each."""
 
     chooser: int
@@ -56,7 +57,7 @@ class WorkerQuestion(NamedTuple):
     dtype: int
     queries: bytes
     starts: Starts
-    budgets: list[tuple[int, int, float, int, int]]
+    budgets: list[BudgetRow]
     per: int
     scale: float
     sequences: list[Handle]
@@ -73,16 +74,18 @@ def worker_asked(worker: Handle, head_dim: int) -> WorkerQuestion | None:
     starts = np.frombuffer(bytes(ffi.buffer(asked.starts, 4 * (n + 1))), np.int32).copy()
     element = asked.queries.stride_bytes[2]
     size = int(starts[-1]) * asked.q_heads * head_dim * element
-    budgets = asked.budgets[0 : asked.budget_count]
     return WorkerQuestion(
-        chooser=asked.scorer,
+        chooser=asked.by.scorer,
         layer=asked.layer,
         q_heads=asked.q_heads,
         dtype=asked.queries.dtype,
         queries=bytes(ffi.buffer(ffi.cast("uint8_t *", asked.queries.data), size)),
         starts=starts,
-        budgets=[(each.kind, each.pages, each.amount, each.sinks, each.recent) for each in budgets],
-        per=asked.per,
+        budgets=[
+            BudgetRow(each.kind, each.pages, each.amount, each.sinks, each.recent)
+            for each in asked.by.budgets[0 : asked.by.budget_count]
+        ],
+        per=asked.by.per,
         scale=asked.scale,
         sequences=list(got.sequences[0:n]),
         tokens=list(got.tokens[0:n]),
@@ -95,10 +98,11 @@ def worker_answer(
     pages: PageIndices,
     log_weights: npt.NDArray[np.float32] | None,
     rows: tuple[npt.NDArray[np.float32], ...] | None,
-    bytes_read: tuple[int, int],
+    bytes_scored: int,
+    bytes_fetched: int,
 ) -> None:
     """pages [lists, kv_heads, k], log_weights [lists, kv_heads, k, page_tokens], rows: k, v and
-    log_counts [lists, kv_heads, n, ..], all contiguous; bytes_read: scored, fetched."""
+    log_counts [lists, kv_heads, n, ..], all contiguous."""
     choice: Any = ffi.new("cxlkv_choice *")
     picked = choice.picked
     picked.pages, picked.lists, picked.k = int32s(pages), pages.shape[0], pages.shape[2]
@@ -109,7 +113,7 @@ def worker_answer(
         keys, values, counts = (flat("float", each) for each in rows)
         picked.row_keys, picked.row_values, picked.row_log_counts = keys, values, counts
         picked.row_count = rows[2].shape[2]
-    choice.bytes_scored, choice.bytes_fetched = bytes_read
+    choice.bytes_scored, choice.bytes_fetched = bytes_scored, bytes_fetched
     check(lib.cxlkv_worker_answer(worker, choice))
 
 

@@ -634,8 +634,7 @@ class Batch(OfThisProcess):
 
         What this process has found right before is not read again. Raises CorruptError.
         """
-        rows = simd.picked_rows(picked, self._layout)
-        assert rows is not None
+        rows = simd.picked_pages(picked, self._layout)
         _core.batch_verify(self._handle, layer_of(layer), rows)
 
     def _factor(self, scale: float | None) -> float:

@@ -21,7 +21,7 @@ from cxlkv.arrays import Doubles, Generations, Units
 from cxlkv.errors import BadArgumentError, ClosedError
 from cxlkv.layout import parse_bytes
 from cxlkv.ndp.engine import Selection
-from cxlkv.ndp.simd import picked_rows
+from cxlkv.ndp.simd import picked_pages
 from cxlkv.pool import Pool
 from cxlkv.sequence import Batch
 
@@ -232,8 +232,7 @@ def _lowest(values: Doubles, among: npt.NDArray[np.intp], count: int) -> npt.NDA
 def units_of(batch: Batch, layer: int, picked: Selection) -> Units:
     """The units that a selection names, each once, ascending; without those that cannot be
     promoted: padding, open tails, pages that are not complete in all layers or behind a window."""
-    rows = picked_rows(picked, batch._layout)
-    assert rows is not None
+    rows = picked_pages(picked, batch._layout)
     starts = np.ascontiguousarray(picked.starts, np.int32)
     if starts.shape != (len(batch) + 1,):
         raise BadArgumentError(

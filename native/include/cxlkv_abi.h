@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 23
+#define CXLKV_ABI 24
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -236,32 +236,44 @@ typedef struct cxlkv_budget {
 #define CXLKV_PER_QUERY 0
 #define CXLKV_PER_SEQUENCE 1
 
+/* By what pages are chosen. */
+typedef struct cxlkv_criteria {
+    const cxlkv_budget *budgets;   /* [budget_count] */
+    uint32_t budget_count;         /* 1, or one for each sequence */
+    uint32_t method;
+    uint32_t union_over;
+    uint32_t per;
+    uint32_t refresh;              /* steps that what one found may be used for; 0, 1: its own */
+    uint32_t scorer;               /* CXLKV_METHOD_SCORER: its id */
+    float errors;                  /* two stages: how many of its errors an estimate may be short */
+    float read_rate;               /* AUTO: bytes of the pool a ns, by all threads; 0: not known */
+} cxlkv_criteria;
+
+/* How that went. */
+typedef struct cxlkv_scored {
+    uint64_t bytes_scored;
+    uint64_t bytes_sketched;       /* of them, those of sketches */
+    uint64_t tokens_scored;        /* by their keys, after an estimate; samples not counted */
+    uint64_t bytes_fetched;        /* K and V of the chosen pages' tokens */
+    uint32_t method;               /* that was taken */
+    uint32_t lists_staged;         /* lists and heads that went through two stages */
+    float mean_error;              /* of their estimates, as logits; 0 when there are none */
+    uint32_t lists;
+} cxlkv_scored;
+
 typedef struct cxlkv_select_args {
     uint32_t layer;
     uint32_t q_heads;
     cxlkv_rows queries;            /* [rows, q_heads, head_dim] */
     const int32_t *starts;         /* [n + 1] */
-    const cxlkv_budget *budgets;   /* [budget_count], 1 or n */
-    uint32_t budget_count;
-    uint32_t method; /* in and out: in place of AUTO, the method that was taken */
-    uint32_t union_over;
-    uint32_t per;
-    uint32_t refresh; /* steps that what one found may be used for; 0 and 1: for its own */
-    uint32_t scorer;  /* CXLKV_METHOD_SCORER: its id */
+    cxlkv_criteria by;             /* method AUTO is replaced by the one that is taken */
     float scale;
-    float errors;                  /* two stages: how many of its errors an estimate may be short */
-    float read_rate; /* AUTO: bytes of the pool a ns, by all threads; 0: not known */
     uint32_t k;                    /* out: pages in the longest list */
-    uint32_t lists_staged;         /* out: lists and heads that went through two stages */
-    float mean_error;              /* out: of their estimates, as logits; 0 when there are none */
     uint64_t capacity;             /* elements of pages and of scores */
     int32_t *pages;                /* out: [lists, kv_heads, k], ascending, -1 padded */
     float *scores;                 /* out: the same shape, -inf padded */
     int32_t *counts;               /* out: [lists, kv_heads] */
-    uint64_t bytes_scored;         /* out */
-    uint64_t bytes_sketched;       /* out: of them, those of sketches */
-    uint64_t tokens_scored;        /* out: by their keys, after an estimate; samples not counted */
-    uint64_t bytes_fetched;        /* out: K and V of the chosen pages' tokens */
+    cxlkv_scored found;            /* out */
 } cxlkv_select_args;
 
 /* Scores pages by a summary of each, made once, which lies in this process, not in the pool. Both
@@ -356,24 +368,12 @@ typedef struct cxlkv_decode_args {
     cxlkv_rows queries;
     const int32_t *starts;
     int64_t rewind;
-    const cxlkv_budget *budgets;   /* [budget_count]: 1, n, or none: all pages are attended to */
-    uint32_t budget_count;
-    uint32_t method; /* in and out, as of a select */
-    uint32_t union_over;
-    uint32_t per;
-    uint32_t refresh; /* as of a select */
-    uint32_t scorer;  /* as of a select */
-    float read_rate;
+    cxlkv_criteria by;             /* no budgets: all pages are attended to */
     float scale;
     float softcap;
     float error;                   /* as of an attend */
-    float errors;
-    float mean_error;              /* out, as of a select */
-    uint32_t lists_staged;         /* out */
     uint32_t appended;             /* out: 1: also after an error, the tokens are there */
-    uint64_t bytes_scored;         /* out */
-    uint64_t bytes_sketched;       /* out */
-    uint64_t tokens_scored;        /* out */
+    cxlkv_scored found;            /* out */
     uint64_t bytes_attended;       /* out */
     void *out;
     float *lse;

@@ -386,7 +386,7 @@ def test_the_core_says_how_much_room_it_wants(rng: np.random.Generator) -> None:
                 0.0,
                 0.0,
                 views[1].address,
-                views[2],
+                views[2].address,
                 (address_of(mass, "mass"), room),
             )
             return found, mass

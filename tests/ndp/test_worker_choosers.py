@@ -338,7 +338,7 @@ def test_an_answer_that_is_none(path: Path, wrong: str) -> None:
                 return
             shape = {"page": (1, HEADS, 1), "lists": (2, HEADS, 1), "pages": (1, HEADS, 21)}[wrong]
             pages = np.full(shape, 20 if wrong == "page" else 0, np.int32)
-            _core.worker_answer(handle, pages, None, None, (0, 0))
+            _core.worker_answer(handle, pages, None, None, 0, 0)
 
         choose.answer = wrongly  # type: ignore[assignment, method-assign]
         pool.use_worker("only", deadline_s=WATCHDOG_S)

@@ -35,13 +35,13 @@ static double min_f64(double a, double b) { return a < b ? a : b; }
 
 static scene scene_of(const cxlkv_batch *batch, const cxlkv_select_args *args, uint32_t i) {
     const cxlkv_layout *layout = &batch->pool->layout;
-    const cxlkv_budget *budget = &args->budgets[args->budget_count == 1 ? 0 : i];
+    const cxlkv_budget *budget = &args->by.budgets[args->by.budget_count == 1 ? 0 : i];
     layer_view view = view_of(batch->sequences[i], args->layer);
     uint64_t rows = (uint64_t)(args->starts[i + 1] - args->starts[i]);
     uint64_t seen = view.window ? min_u64(view.tokens, view.window) : view.tokens;
     scene s = {.tokens = (double)seen,
                .queries = (double)(rows * (args->q_heads / layout->kv_heads)),
-               .lists = args->per == CXLKV_PER_QUERY ? (double)rows : 1};
+               .lists = args->by.per == CXLKV_PER_QUERY ? (double)rows : 1};
     double forced = (double)(budget->sinks + budget->recent + 1) * layout->page_tokens;
     double wanted = budget->kind == CXLKV_BUDGET_SHARE ? budget->amount * s.tokens
                     : budget->kind == CXLKV_BUDGET_PAGES
@@ -119,8 +119,8 @@ uint32_t cheapest_method(cxlkv_batch *batch, const cxlkv_select_args *args, bool
     const cxlkv_pool *pool = batch->pool;
     double all = 0, exact = 0, staged = 0, heads = pool->layout.kv_heads;
     bool any_mass = false;
-    for (uint32_t i = 0; i < args->budget_count; i++)
-        any_mass |= args->budgets[i].kind == CXLKV_BUDGET_MASS;
+    for (uint32_t i = 0; i < args->by.budget_count; i++)
+        any_mass |= args->by.budgets[i].kind == CXLKV_BUDGET_MASS;
     /* What is wrong is said by the select. */
     if (any_mass || args->layer >= pool->layout.layers || batch_lock(batch, false) < 0)
         return CXLKV_METHOD_EXACT;
@@ -128,15 +128,15 @@ uint32_t cheapest_method(cxlkv_batch *batch, const cxlkv_select_args *args, bool
         scene s = scene_of(batch, args, i);
         if (s.queries == 0) continue;
         double choosing = s.lists * (LIST_NS + PAGE_NS * s.tokens / pool->layout.page_tokens);
-        double chosen = time_of(pool, args->read_rate, attending(pool, &s, s.chosen)) +
+        double chosen = time_of(pool, args->by.read_rate, attending(pool, &s, s.chosen)) +
                         choosing / pool->thread_count;
-        double scored = time_of(pool, args->read_rate, scoring(pool, &s));
-        all += heads * time_of(pool, args->read_rate, attending(pool, &s, s.tokens));
+        double scored = time_of(pool, args->by.read_rate, scoring(pool, &s));
+        all += heads * time_of(pool, args->by.read_rate, attending(pool, &s, s.tokens));
         exact += heads * (scored + chosen);
         if (s.staged) {
-            work staging = pool->layout.sketch ? estimating(pool, &s, args->errors)
+            work staging = pool->layout.sketch ? estimating(pool, &s, args->by.errors)
                                                : estimating_by_planes(pool, &s);
-            scored = time_of(pool, args->read_rate, staging) + choosing / pool->thread_count;
+            scored = time_of(pool, args->by.read_rate, staging) + choosing / pool->thread_count;
         }
         staged += heads * (scored + chosen);
     }

@@ -15,7 +15,7 @@ int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
     if (code == 0) code = need(args->capacity, "pages", args->pages, "scores", args->scores, NULL);
     if (code == 0) code = need(batch->count, "counts", args->counts, NULL);
     if (code < 0) return code;
-    if (args->method == CXLKV_METHOD_AUTO) args->method = cheapest_method(batch, args, false);
+    if (args->by.method == CXLKV_METHOD_AUTO) args->by.method = cheapest_method(batch, args, false);
     const door_worker *worker = atomic_load(&answering);
     code = worker ? worker->select(batch, args) : NOT_BY_WORKER;
     return code == NOT_BY_WORKER ? select_here(batch, args) : code;
@@ -56,8 +56,7 @@ static int chosen_reserve(chosen_lists *chosen, uint64_t pages) {
                : fail(ENOMEM, "no memory for %lu lists of %lu pages", chosen->lists, pages);
 }
 
-static int64_t choose(cxlkv_batch *batch, cxlkv_decode_args *args, chosen_lists *chosen,
-                      cxlkv_select_args *select) {
+static int64_t choose(cxlkv_batch *batch, cxlkv_select_args *select, chosen_lists *chosen) {
     /* A step later a list is a page longer at most. */
     uint64_t pages = atomic_load_explicit(&batch->chosen_pages, memory_order_relaxed) + 1ull;
     int64_t code;
@@ -68,19 +67,12 @@ static int64_t choose(cxlkv_batch *batch, cxlkv_decode_args *args, chosen_lists 
         select->pages = chosen->pages;
         select->scores = chosen->scores;
         select->counts = chosen->counts;
-        select->method = args->method;
         code = cxlkv_batch_select(batch, select);
         pages = select->k;
     } while (code == -CXLKV_E_ROOM);
     if (code < 0) return code;
     chosen->k = select->k;
     atomic_store_explicit(&batch->chosen_pages, select->k, memory_order_relaxed);
-    args->method = select->method;
-    args->bytes_scored = select->bytes_scored;
-    args->bytes_sketched = select->bytes_sketched;
-    args->tokens_scored = select->tokens_scored;
-    args->lists_staged = select->lists_staged;
-    args->mean_error = select->mean_error;
     return 0;
 }
 
@@ -88,16 +80,18 @@ static int64_t choose(cxlkv_batch *batch, cxlkv_decode_args *args, chosen_lists 
 static int64_t attend_to_chosen(cxlkv_batch *batch, cxlkv_decode_args *args,
                                 cxlkv_select_args *select, cxlkv_attend_args *attend) {
     uint32_t rows = (uint32_t)args->starts[batch->count];
-    uint32_t lists = args->per == CXLKV_PER_QUERY ? rows : batch->count;
+    uint32_t lists = args->by.per == CXLKV_PER_QUERY ? rows : batch->count;
     chosen_lists chosen = {.lists = (uint64_t)lists * batch->pool->layout.kv_heads};
     int64_t code = 0;
-    if (!args->budget_count) args->method = CXLKV_METHOD_ALL;
-    if (args->method == CXLKV_METHOD_AUTO) args->method = cheapest_method(batch, select, true);
-    if (args->method != CXLKV_METHOD_ALL) {
-        code = choose(batch, args, &chosen, select);
-        attend->picked =
-            (cxlkv_picked){.pages = chosen.pages, .lists = lists, .k = chosen.k, .per = args->per};
+    uint32_t method = args->by.budget_count ? args->by.method : CXLKV_METHOD_ALL;
+    if (method == CXLKV_METHOD_AUTO) method = cheapest_method(batch, select, true);
+    select->by.method = select->found.method = method;
+    if (method != CXLKV_METHOD_ALL) {
+        code = choose(batch, select, &chosen);
+        attend->picked = (cxlkv_picked){
+            .pages = chosen.pages, .lists = lists, .k = chosen.k, .per = args->by.per};
     }
+    args->found = select->found;
     if (code >= 0) code = cxlkv_batch_attend(batch, attend);
     chosen_free(&chosen);
     return code;
@@ -108,25 +102,17 @@ int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args) {
                                 .q_heads = args->q_heads,
                                 .queries = args->queries,
                                 .starts = args->starts,
-                                .budgets = args->budgets,
-                                .budget_count = args->budget_count,
-                                .method = args->method,
-                                .union_over = args->union_over,
-                                .per = args->per,
-                                .refresh = args->refresh,
-                                .scorer = args->scorer,
-                                .scale = args->scale,
-                                .errors = args->errors,
-                                .read_rate = args->read_rate};
+                                .by = args->by,
+                                .scale = args->scale};
     cxlkv_attend_args attend = {
         .layer = args->layer, .q_heads = args->q_heads, .queries = args->queries,
         .starts = args->starts, .scale = args->scale, .softcap = args->softcap,
         .error = args->error, .out = args->out, .lse = args->lse};
-    args->appended = args->lists_staged = 0;
-    args->bytes_scored = args->bytes_sketched = args->tokens_scored = args->bytes_attended = 0;
-    args->mean_error = 0;
+    args->found = (cxlkv_scored){0};
+    args->appended = 0;
+    args->bytes_attended = 0;
     int64_t code = attend_check(batch, &attend);
-    if (code == 0 && args->budget_count) code = select_check(batch, &select);
+    if (code == 0 && args->by.budget_count) code = select_check(batch, &select);
     if (code < 0) return code;
     const cxlkv_rows *values = args->values.data ? &args->values : NULL;
     code = cxlkv_batch_append(batch, args->layer, &args->keys, values, args->starts, args->rewind);

@@ -65,7 +65,7 @@ int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args);
 bool sketch_pays(const cxlkv_pool *pool, uint32_t pages);
 /* What a select chose, as fetch and attend take it. */
 static inline cxlkv_picked select_chosen(const cxlkv_select_args *args) {
-    return (cxlkv_picked){.pages = args->pages, .k = args->k, .per = args->per};
+    return (cxlkv_picked){.pages = args->pages, .k = args->k, .per = args->by.per};
 }
 
 #endif

@@ -32,7 +32,7 @@ static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
         bool done = index >= run && index < run_end;
         code = done ? 0 : score_page(job, p, index, asks ? &next : NULL);
         if (code < 0) return code;
-        bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
+        bool digest = job->args->by.method == CXLKV_METHOD_DIGEST && index < p->view.complete;
         bytes += layout->kv_heads *
                  (digest ? digest_bytes : key_bytes * view_filled(&p->view, index));
     }
@@ -93,7 +93,7 @@ static int choose_list(select_job *job, const plan *p, uint64_t list, uint32_t h
     window w = window_of(job, p, list);
     uint64_t row = (p->first_list + list) * heads + head;
     float *scores = p->scores + (list * heads + head) * p->view.pages;
-    bool layer = args->union_over == CXLKV_UNION_LAYER;
+    bool layer = args->by.union_over == CXLKV_UNION_LAYER;
     if (layer && heads > 1) merge_heads(p, is_by_mass(job, p), scores, heads);
     int code = choose_pages(job, p, &w, row, scores, ranks, chosen);
     if (code < 0) return code;
@@ -113,7 +113,7 @@ static int choose_task(void *context, uint32_t item) {
     select_job *job = context;
     uint32_t heads = job->batch->pool->layout.kv_heads, head = item % heads;
     const plan *p = &job->plans[item / heads];
-    if (job->args->union_over == CXLKV_UNION_LAYER && head) return 0;
+    if (job->args->by.union_over == CXLKV_UNION_LAYER && head) return 0;
     uint32_t *ranks = malloc((p->view.pages + 1) * (sizeof(*ranks) + 1));
     if (!ranks) return fail(ENOMEM, "no memory to choose among %u pages", p->view.pages);
     uint8_t *chosen = (uint8_t *)(ranks + p->view.pages + 1);
@@ -142,14 +142,15 @@ static void compact(const select_job *job, uint64_t rows) {
 /* ---- putting it together ---- */
 
 static int budget_check(const cxlkv_select_args *args, uint32_t i) {
-    const cxlkv_budget *budget = &args->budgets[i];
+    const cxlkv_budget *budget = &args->by.budgets[i];
     if (budget->kind > CXLKV_BUDGET_ALL || (budget->kind == CXLKV_BUDGET_PAGES && !budget->pages))
         return fail(CXLKV_E_ARGUMENT, "budget %u: at least one page", i);
     bool is_amount = budget->kind == CXLKV_BUDGET_SHARE || budget->kind == CXLKV_BUDGET_MASS;
     if (is_amount && !(budget->amount > 0 && budget->amount <= 1))
         return fail(CXLKV_E_ARGUMENT, "budget %u: %g is outside (0, 1]", i, budget->amount);
-    bool by_mass = args->method == CXLKV_METHOD_EXACT || args->method == CXLKV_METHOD_AUTO ||
-                   args->method == CXLKV_METHOD_ATTENTION || args->method == CXLKV_METHOD_SCORER;
+    uint32_t method = args->by.method;
+    bool by_mass = method == CXLKV_METHOD_EXACT || method == CXLKV_METHOD_AUTO ||
+                   method == CXLKV_METHOD_ATTENTION || method == CXLKV_METHOD_SCORER;
     if (budget->kind == CXLKV_BUDGET_MASS && !by_mass)
         return fail(CXLKV_E_ARGUMENT, "budget %u: attention mass needs method exact or attention",
                     i);
@@ -159,29 +160,29 @@ static int budget_check(const cxlkv_select_args *args, uint32_t i) {
 int select_bounds(const cxlkv_layout *layout, const cxlkv_select_args *args, uint32_t rows,
                   uint32_t sequences) {
     bool known =
-        args->method <= CXLKV_METHOD_ATTENTION || args->method == CXLKV_METHOD_SCORER;
+        args->by.method <= CXLKV_METHOD_ATTENTION || args->by.method == CXLKV_METHOD_SCORER;
     int code = queries_bounds(layout, args->layer, args->q_heads, args->queries.dtype, rows);
     if (code < 0) return code;
-    if (!known || args->union_over > CXLKV_UNION_LAYER || args->per > CXLKV_PER_SEQUENCE)
+    if (!known || args->by.union_over > CXLKV_UNION_LAYER || args->by.per > CXLKV_PER_SEQUENCE)
         return fail(CXLKV_E_ARGUMENT, "select: unknown method, union or per");
-    if (!(args->errors >= 0))
-        return fail(CXLKV_E_ARGUMENT, "select: %g errors", (double)args->errors);
-    if (args->method == CXLKV_METHOD_TWO_STAGE && !layout->sketch &&
+    if (!(args->by.errors >= 0))
+        return fail(CXLKV_E_ARGUMENT, "select: %g errors", (double)args->by.errors);
+    if (args->by.method == CXLKV_METHOD_TWO_STAGE && !layout->sketch &&
         !has_planes(layout, PIECE_KEYS))
         return fail(CXLKV_E_ARGUMENT, "select: this pool has no sketches (it was made with "
                     "sketch=False), nor keys in progressive: use method exact or digest");
     if (!(args->scale > 0 && args->scale < INFINITY))
         return fail(CXLKV_E_ARGUMENT, "select: scale %g must be positive and finite",
                     (double)args->scale);
-    if (args->budget_count != 1 && args->budget_count != sequences)
+    if (args->by.budget_count != 1 && args->by.budget_count != sequences)
         return fail(CXLKV_E_ARGUMENT, "%u budgets for %u sequences: give 1, or one for each",
-                    args->budget_count, sequences);
-    for (uint32_t i = 0; code == 0 && i < args->budget_count; i++) code = budget_check(args, i);
+                    args->by.budget_count, sequences);
+    for (uint32_t i = 0; code == 0 && i < args->by.budget_count; i++) code = budget_check(args, i);
     return code;
 }
 
 int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
-    int code = need(args->budget_count, "budgets", args->budgets, NULL);
+    int code = need(args->by.budget_count, "budgets", args->by.budgets, NULL);
     if (code == 0)
         code = select_bounds(&batch->pool->layout, args, rows_asked(batch, args->starts),
                              batch->count);
@@ -220,19 +221,19 @@ static uint64_t make_plans(select_job *job) {
     uint64_t lists = 0, queries = 0;
     uint32_t tasks = 0, page_tokens = job->batch->pool->layout.page_tokens;
     uint32_t kv_heads = job->batch->pool->layout.kv_heads;
-    args->k = args->lists_staged = 0;
-    args->mean_error = 0;
+    args->k = args->found.lists_staged = 0;
+    args->found.mean_error = 0;
     job->task_pages = task_pages_of(job->batch, args->layer);
     for (uint32_t i = 0; i < job->batch->count; i++) {
         plan *p = &job->plans[i];
         p->view = view_of(job->batch->sequences[i], args->layer);
-        p->budget = &args->budgets[args->budget_count == 1 ? 0 : i];
+        p->budget = &args->by.budgets[args->by.budget_count == 1 ? 0 : i];
         p->first_row = (uint64_t)args->starts[i];
         p->rows = (uint64_t)(args->starts[i + 1] - args->starts[i]);
         p->first_query = query_place(p->rows, job->group, kv_heads, &queries);
         p->block = query_block(p->rows, job->group);
         p->first_list = lists;
-        p->lists = args->per == CXLKV_PER_QUERY ? p->rows : 1;
+        p->lists = args->by.per == CXLKV_PER_QUERY ? p->rows : 1;
         p->first_task = tasks;
         p->low = p->rows ? (uint32_t)(view_low(&p->view, 0, p->rows) / page_tokens) : 0;
         kept_begin(job, p);
@@ -254,7 +255,7 @@ static int place_scratch(select_job *job, uint32_t rows) {
     uint64_t heads = job->batch->pool->layout.kv_heads, q_heads = job->args->q_heads;
     uint64_t query_floats = queries_bytes(job->batch, job->isa, job->query_total) / sizeof(float);
     uint64_t sketch_floats = 0, floats = query_floats;
-    if (job->args->method == CXLKV_METHOD_TWO_STAGE)
+    if (job->args->by.method == CXLKV_METHOD_TWO_STAGE)
         floats += sketch_floats = sketch_query_floats(job, job->query_total);
     for (uint32_t pass = 0; pass < 2; pass++) {
         float *at = (float *)job->batch->scratch + query_floats + sketch_floats;
@@ -292,7 +293,8 @@ static int64_t select_locked(select_job *job) {
     int code = queries_check(batch, args->layer, args->q_heads, &args->queries, args->starts,
                              &rows);
     if (code < 0) return code;
-    if (args->method == CXLKV_METHOD_SCORER) job->scorer = scorer_find(batch->pool, args->scorer);
+    if (args->by.method == CXLKV_METHOD_SCORER)
+        job->scorer = scorer_find(batch->pool, args->by.scorer);
     job->group = args->q_heads / heads;
     job->query_total = queries_total(batch, args->q_heads, args->starts);
     uint64_t lists = make_plans(job) * heads;
@@ -308,7 +310,7 @@ static int64_t select_locked(select_job *job) {
         any_mass |= job->plans[i].log_sums != NULL;
         any_stage |= job->plans[i].stage != NULL;
     }
-    if (args->method == CXLKV_METHOD_TWO_STAGE) {
+    if (args->by.method == CXLKV_METHOD_TWO_STAGE) {
         uint64_t used = queries_bytes(batch, job->isa, job->queries.total);
         sketch_prepare(job, (float *)((uint8_t *)batch->scratch + used));
         if (any_stage)
@@ -330,11 +332,12 @@ static int64_t select_locked(select_job *job) {
     if (code == 0) code = run_step_tasks(batch->pool, batch->count * heads, choose_task, job);
     if (code < 0) return code;
     compact(job, lists);
-    args->bytes_scored = atomic_load(&job->bytes_scored);
-    args->bytes_sketched = atomic_load(&job->bytes_sketched);
-    args->tokens_scored = atomic_load(&job->tokens_scored);
-    args->bytes_fetched = atomic_load(&job->bytes_fetched);
-    count_add(batch->pool, COUNT_SCORED_BYTES, args->bytes_scored);
+    args->found.lists = (uint32_t)(lists / heads);
+    args->found.bytes_scored = atomic_load(&job->bytes_scored);
+    args->found.bytes_sketched = atomic_load(&job->bytes_sketched);
+    args->found.tokens_scored = atomic_load(&job->tokens_scored);
+    args->found.bytes_fetched = atomic_load(&job->bytes_fetched);
+    count_add(batch->pool, COUNT_SCORED_BYTES, args->found.bytes_scored);
     cxlkv_picked chosen = select_chosen(args);
     hotness_count(batch, args->layer, &chosen, args->starts);
     return args->k;
@@ -347,7 +350,7 @@ static int64_t select_kept(select_job *job) {
         narrow |= job->plans[i].narrow;
         kept_end(job, &job->plans[i], code);
     }
-    if (narrow && code >= 0) job->args->method = CXLKV_METHOD_KEPT;
+    job->args->found.method = narrow ? CXLKV_METHOD_KEPT : job->args->by.method;
     return code;
 }
 

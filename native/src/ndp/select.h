@@ -24,7 +24,7 @@ typedef struct plan {
      * an earlier plan's, while they are in the cache. Tasks are for the others. */
     struct plan *leader, *follower; /* follower: the next one with the same leader */
     uint32_t shared;
-    kept_choice *kept; /* of its sequence, where args->refresh is for more steps */
+    kept_choice *kept; /* of its sequence, where criteria.refresh is for more steps */
     bool narrow; /* some head looks at what was kept only */
 } plan;
 
@@ -53,7 +53,7 @@ static inline bool is_scored(const plan *p) {
 
 /* By the share of the attention that pages hold, in place of their best token's score. */
 static inline bool is_by_mass(const select_job *job, const plan *p) {
-    return job->args->method == CXLKV_METHOD_ATTENTION || p->budget->kind == CXLKV_BUDGET_MASS ||
+    return job->args->by.method == CXLKV_METHOD_ATTENTION || p->budget->kind == CXLKV_BUDGET_MASS ||
            (job->scorer && job->scorer->scorer.log_sums);
 }
 

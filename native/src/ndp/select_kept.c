@@ -1,4 +1,4 @@
-/* A step of one token that chooses among what earlier ones found (args->refresh).
+/* A step of one token that chooses among what earlier ones found (criteria.refresh).
  *
  * From one token to the next mostly the same pages hold the attention. Of each kv head of a
  * sequence the pages are kept that were best when all were looked at, KEPT_TIMES as many as a list
@@ -6,7 +6,7 @@
  * keys, or by estimates alone where these tell a sequence's pages apart. When a head looks at all
  * pages again, its new list tells what would have been missed: where the kept ones have
  * WANTED_SHARE of it, by the exponentials of the scores, the next look is twice as far off, up to
- * args->refresh steps; else half as far. Heads look in different steps, each at its own pace. */
+ * criteria.refresh steps; else half as far. Heads look in different steps, each at its own pace. */
 #include <stdlib.h>
 
 #include "ndp/select_sketch.h"
@@ -19,7 +19,7 @@ static const double WANTED_SHARE = 0.95;
 static bool goes_on(const select_job *job, const plan *p) {
     const kept_choice *kept = p->kept;
     return kept->tokens && kept->tokens + 1 == p->view.tokens &&
-           kept->refresh == job->args->refresh && kept->q_heads == job->args->q_heads &&
+           kept->refresh == job->args->by.refresh && kept->q_heads == job->args->q_heads &&
            kept->scale == job->args->scale &&
            memcmp(&kept->budget, p->budget, sizeof(kept->budget)) == 0;
 }
@@ -35,9 +35,10 @@ static uint32_t page_at(const plan *p, const kept_head *kept, uint32_t at) {
 
 void kept_begin(select_job *job, plan *p) {
     const cxlkv_select_args *args = job->args;
-    bool by_score = args->method == CXLKV_METHOD_EXACT || args->method == CXLKV_METHOD_TWO_STAGE;
-    if (args->refresh <= 1 || !by_score || is_by_mass(job, p) || !is_scored(p) || p->rows != 1 ||
-        args->union_over != CXLKV_UNION_KV_HEAD || job->batch->counted_elsewhere)
+    uint32_t method = args->by.method;
+    bool by_score = method == CXLKV_METHOD_EXACT || method == CXLKV_METHOD_TWO_STAGE;
+    if (args->by.refresh <= 1 || !by_score || is_by_mass(job, p) || !is_scored(p) || p->rows != 1 ||
+        args->by.union_over != CXLKV_UNION_KV_HEAD || job->batch->counted_elsewhere)
         return;
     p->kept = kept_take(p->view.sequence, args->layer);
     if (!p->kept) return;
@@ -60,7 +61,7 @@ void kept_end(const select_job *job, plan *p, int64_t code) {
         p->kept->budget = *p->budget;
         p->kept->scale = args->scale;
         p->kept->q_heads = args->q_heads;
-        p->kept->refresh = args->refresh;
+        p->kept->refresh = args->by.refresh;
         p->kept->tokens = p->view.tokens;
         if (!p->narrow) p->kept->estimates = p->stage != NULL;
     } else if (code != -CXLKV_E_ROOM) p->kept->tokens = 0; /* some heads are ahead of others */
@@ -142,8 +143,9 @@ int kept_score_task(select_job *job, const plan *p, uint32_t item) {
     const cxlkv_pool *pool = job->batch->pool;
     const kept_head *heads = p->kept->heads;
     uint32_t head = entry_at(&heads->first_task, sizeof(*heads), pool->layout.kv_heads, item);
+    bool staged = job->args->by.method == CXLKV_METHOD_TWO_STAGE;
     kept_walk w = {.job = job, .p = p, .kept = &heads[head], .head = head,
-                   .estimates = job->args->method == CXLKV_METHOD_TWO_STAGE && p->kept->estimates,
+                   .estimates = staged && p->kept->estimates,
                    .at = (item - heads[head].first_task) * TASK_PAGES};
     w.kind = w.estimates ? estimated_kind(pool) : PIECE_KEYS;
     w.step = page_run_step(job, w.kind, 1);
@@ -203,7 +205,7 @@ int kept_chosen(const select_job *job, const plan *p, uint32_t head, uint32_t *r
     window w = window_of(job, p, 0);
     bool had = before && share_kept(kept, args->pages + row * args->k, args->scores + row * args->k,
                                     (uint32_t)args->counts[row]) >= WANTED_SHARE;
-    kept->interval = had ? min_u32(2 * before, args->refresh) : (before + 1) / 2;
+    kept->interval = had ? min_u32(2 * before, args->by.refresh) : (before + 1) / 2;
     if (kept->interval == 0) kept->interval = 1;
     kept->left = kept->interval - 1;
     if (kept->interval > before && kept->left)

@@ -97,7 +97,7 @@ static float cut_of(const select_job *job, const plan *p, uint64_t list, uint32_
     if (wanted == 0) return INFINITY;
     if (wanted >= pages || !isfinite(stage_of(job, p).slacks[list * heads + head]))
         return -INFINITY;
-    if (job->args->union_over == CXLKV_UNION_LAYER) {
+    if (job->args->by.union_over == CXLKV_UNION_LAYER) {
         memcpy(merged, all, pages * sizeof(*merged));
         for (uint32_t each = 1; each < heads; each++)
             for (uint32_t i = 0; i < pages; i++) {

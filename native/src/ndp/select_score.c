@@ -64,7 +64,7 @@ static void score_head(const select_job *job, const plan *p, const scored_page *
                        const uint8_t *next) {
     uint32_t group = job->group, heads = job->batch->pool->layout.kv_heads, index = page->index;
     uint32_t visible = view_filled(&p->view, index), hidden = 0;
-    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
+    bool one_list = job->args->by.per == CXLKV_PER_SEQUENCE;
     uint64_t stride = (uint64_t)heads * p->view.pages;
     float *out = p->scores + (uint64_t)head * p->view.pages + index;
     const uint8_t *keys = page->rows.first + head * page->rows.head_bytes;
@@ -124,7 +124,7 @@ static void mass_head(const select_job *job, const plan *p, const scored_page *p
 }
 
 uint32_t scored_kind(const select_job *job) {
-    return job->args->method == CXLKV_METHOD_DIGEST ? PIECE_DIGEST : PIECE_KEYS;
+    return job->args->by.method == CXLKV_METHOD_DIGEST ? PIECE_DIGEST : PIECE_KEYS;
 }
 
 static int page_open(const select_job *job, const plan *p, uint32_t index, scored_page *page) {
@@ -272,7 +272,7 @@ int mass_task(void *context, uint32_t item) {
     uint32_t heads = job->batch->pool->layout.kv_heads, head = item % heads;
     const plan *p = &job->plans[item / heads];
     uint32_t pages = p->view.pages;
-    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
+    bool one_list = job->args->by.per == CXLKV_PER_SEQUENCE;
     float share = 1.0f / (float)(job->group * (one_list ? p->rows : 1));
     if (!p->log_sums) return 0;
     for (uint64_t list = 0; list < p->lists; list++)

@@ -28,15 +28,15 @@ static void keys_decode(const select_job *job, const uint8_t *piece, float *to) 
 }
 
 static int check_known(const cxlkv_pool *pool, const cxlkv_select_args *args) {
-    const pool_scorer *s = scorer_find(pool, args->scorer);
+    const pool_scorer *s = scorer_find(pool, args->by.scorer);
     if (!s)
         return fail(CXLKV_E_ARGUMENT,
                     "select: scorer %u is not known here; a worker knows those that it was begun "
                     "with: `cxlkv ndp-worker --methods`, of the same code, with the same numbers "
                     "where they learn",
-                    args->scorer);
-    for (uint32_t i = 0; i < args->budget_count; i++)
-        if (args->budgets[i].kind == CXLKV_BUDGET_MASS && !s->scorer.log_sums)
+                    args->by.scorer);
+    for (uint32_t i = 0; i < args->by.budget_count; i++)
+        if (args->by.budgets[i].kind == CXLKV_BUDGET_MASS && !s->scorer.log_sums)
             return fail(CXLKV_E_ARGUMENT,
                         "budget %u: this method does not estimate attention, so that it has no "
                         "mass: give pages or a share",
@@ -45,7 +45,7 @@ static int check_known(const cxlkv_pool *pool, const cxlkv_select_args *args) {
 }
 
 int scorer_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
-    if (args->method != CXLKV_METHOD_SCORER) return 0;
+    if (args->by.method != CXLKV_METHOD_SCORER) return 0;
     int code = pool_enter(batch->pool); /* which another thread may be closing */
     if (code < 0) return code;
     code = check_known(batch->pool, args);
@@ -254,7 +254,7 @@ static void scores_place(const select_job *job, const plan *p, uint32_t head, ui
     for (uint32_t i = 0; i < count; i++) {
         const float *from = scores + (size_t)i * pages;
         uint64_t row = (query + i) / job->group;
-        uint64_t list = job->args->per == CXLKV_PER_SEQUENCE ? 0 : row;
+        uint64_t list = job->args->by.per == CXLKV_PER_SEQUENCE ? 0 : row;
         uint64_t place = (uint64_t)head * p->rows * job->group + query + i;
         float *best = p->scores + list * list_stride + (uint64_t)head * p->view.pages + at;
         if (p->log_sums) {

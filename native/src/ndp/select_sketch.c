@@ -35,7 +35,7 @@ bool sketch_pays(const cxlkv_pool *pool, uint32_t pages) {
 }
 
 static bool sketch_is_for(const select_job *job, const plan *p) {
-    if (job->args->method != CXLKV_METHOD_TWO_STAGE || !is_scored(p) || is_by_mass(job, p) ||
+    if (job->args->by.method != CXLKV_METHOD_TWO_STAGE || !is_scored(p) || is_by_mass(job, p) ||
         p->narrow)
         return false;
     window w = window_of(job, p, 0);
@@ -224,7 +224,7 @@ static bool is_flat(const select_job *job, const sample *own, float error) {
         lowest = fminf(lowest, own->best[i]);
         highest = fmaxf(highest, own->best[i]);
     }
-    float margin = job->args->errors * error;
+    float margin = job->args->by.errors * error;
     return isfinite(margin) && highest - lowest <= margin / 2;
 }
 
@@ -236,26 +236,27 @@ static uint32_t errors_of_list(select_job *job, const plan *p, uint64_t list) {
     for (uint32_t head = 0; head < heads; head++) {
         float error = sqrtf(own[head].squares / own[head].count);
         stage.slacks[list * heads + head] =
-            job->args->errors * sqrtf(own[head].scaled / own[head].count);
+            job->args->by.errors * sqrtf(own[head].scaled / own[head].count);
         flat += is_flat(job, &own[head], error);
-        job->args->mean_error += error;
+        job->args->found.mean_error += error;
     }
     return flat;
 }
 
 void sketch_errors_all(select_job *job) {
+    cxlkv_scored *found = &job->args->found;
     for (uint32_t i = 0; i < job->batch->count; i++) {
         plan *p = &job->plans[i];
         uint64_t flat = 0, lists = p->stage ? lists_of(job, p) : 0;
-        float before = job->args->mean_error;
+        float before = found->mean_error;
         for (uint64_t list = 0; p->stage && list < p->lists; list++)
             flat += errors_of_list(job, p, list);
         if (2 * flat <= lists) {
-            job->args->lists_staged += (uint32_t)lists;
+            found->lists_staged += (uint32_t)lists;
         } else {
             p->stage = NULL;
-            job->args->mean_error = before;
+            found->mean_error = before;
         }
     }
-    if (job->args->lists_staged) job->args->mean_error /= (float)job->args->lists_staged;
+    if (found->lists_staged) found->mean_error /= (float)found->lists_staged;
 }

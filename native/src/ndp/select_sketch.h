@@ -46,7 +46,7 @@ static inline uint32_t free_pages(const plan *p, const window *w, uint32_t *firs
 /* The queries that list `list` of a plan has in a head. */
 static inline uint64_t queries_of_list(const select_job *job, const plan *p, uint64_t list,
                                        uint32_t head, uint32_t *count) {
-    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
+    bool one_list = job->args->by.per == CXLKV_PER_SEQUENCE;
     *count = (uint32_t)(one_list ? p->rows : 1) * job->group;
     return p->first_query + head * p->block + (one_list ? 0 : list * job->group);
 }

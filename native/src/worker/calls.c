@@ -230,16 +230,16 @@ static uint64_t put_select(const calling *call, group g, const collecting *to) {
     request_select select = {.layer = args->layer,
                              .q_heads = args->q_heads,
                              .dtype = args->queries.dtype,
-                             .method = args->method,
-                             .union_over = args->union_over,
-                             .per = args->per,
+                             .method = args->by.method,
+                             .union_over = args->by.union_over,
+                             .per = args->by.per,
                              .scale = args->scale,
-                             .errors = args->errors,
+                             .errors = args->by.errors,
                              .rows = (uint32_t)rows_of(call, g),
-                             .budget_count = args->budget_count == 1 ? 1 : count,
+                             .budget_count = args->by.budget_count == 1 ? 1 : count,
                              .k_max = to->k_max,
-                             .scorer = args->scorer};
-    const cxlkv_budget *budgets = args->budgets + (args->budget_count == 1 ? 0 : g.low);
+                             .scorer = args->by.scorer};
+    const cxlkv_budget *budgets = args->by.budgets + (args->by.budget_count == 1 ? 0 : g.low);
     uint8_t *at = call->client->request + sizeof(request_head);
     at = put(at, &select, sizeof(select));
     at = put_sequences(call, g, at);
@@ -303,7 +303,7 @@ static int select_group(const calling *call, group g, collecting *to) {
     cxlkv_select_args *args = call->select;
     answer_head head = {0};
     answer_select found;
-    uint64_t length = 0, rows = lists_of(call, args->per, g) * call->facts.layout->kv_heads;
+    uint64_t length = 0, rows = lists_of(call, args->by.per, g) * call->facts.layout->kv_heads;
     uint64_t bytes = put_select(call, g, to);
     int code = client_ask(c, REQUEST_SELECT, g.high - g.low, bytes, call->deadline_ns, &head,
                           &length);
@@ -316,12 +316,12 @@ static int select_group(const calling *call, group g, collecting *to) {
     if (code == 0) code = place_lists(c, args, rows, head.k, pages_of(call, g), to);
     if (code < 0) return code;
     memcpy(&found, c->result, sizeof(found));
-    args->bytes_scored += found.bytes_scored;
-    args->bytes_sketched += found.bytes_sketched;
-    args->tokens_scored += found.tokens_scored;
-    args->bytes_fetched += found.bytes_fetched;
-    args->method = found.method;
-    args->lists_staged += found.lists_staged;
+    args->found.bytes_scored += found.bytes_scored;
+    args->found.bytes_sketched += found.bytes_sketched;
+    args->found.tokens_scored += found.tokens_scored;
+    args->found.bytes_fetched += found.bytes_fetched;
+    args->found.method = found.method;
+    args->found.lists_staged += found.lists_staged;
     to->error += (double)found.mean_error * found.lists_staged;
     to->row += rows;
     if (head.k > to->k) to->k = head.k;
@@ -331,19 +331,19 @@ static int select_group(const calling *call, group g, collecting *to) {
 
 static int select_all(calling *call) {
     cxlkv_select_args *args = call->select;
-    uint64_t rows = lists_of(call, args->per, (group){0, call->batch->count}) *
+    uint64_t rows = lists_of(call, args->by.per, (group){0, call->batch->count}) *
                     call->facts.layout->kv_heads;
     collecting to = {.k_max = (uint32_t)min_u64(INT32_MAX, args->capacity / rows)};
     int code = 0;
-    args->lists_staged = 0;
-    args->bytes_scored = args->bytes_sketched = args->tokens_scored = args->bytes_fetched = 0;
+    args->found = (cxlkv_scored){.lists = (uint32_t)(rows / call->facts.layout->kv_heads)};
     for (group g = {0, 0}; code == 0 && g.high < call->batch->count;) {
         code = group_from(call, g.high, &g);
         if (code == 0) code = select_group(call, g, &to);
     }
     if (code < 0) return code;
     args->k = to.k;
-    args->mean_error = args->lists_staged ? (float)(to.error / args->lists_staged) : 0;
+    if (args->found.lists_staged)
+        args->found.mean_error = (float)(to.error / args->found.lists_staged);
     close_gaps(args, &to);
     return 0;
 }
@@ -360,7 +360,7 @@ static bool choice_is_whole(const calling *call, group g, const answer_choose *f
     double page = 1 + (double)found->weight_tokens;
     double row = 1 + (double)facts->layout->head_dim + (double)facts->layout->value_head_dim;
     double wanted = sizeof(*found) + 4 * heads * (k * page + found->virtual_rows * row);
-    if (found->lists != lists_of(call, call->select->per, g) || k > end ||
+    if (found->lists != lists_of(call, call->select->by.per, g) || k > end ||
         (found->weight_tokens && found->weight_tokens != facts->layout->page_tokens) ||
         wanted != (double)bytes)
         return false;
@@ -385,7 +385,7 @@ static cxlkv_choice *choice_of(const calling *call, const answer_choose *found, 
     const float *keys = weights + lists * k * found->weight_tokens;
     const float *values = keys + rows * facts->layout->head_dim;
     *made = (cxlkv_choice){
-        .picked = {.pages = pages, .lists = found->lists, .k = k, .per = call->select->per,
+        .picked = {.pages = pages, .lists = found->lists, .k = k, .per = call->select->by.per,
                    .weight_tokens = found->weight_tokens, .log_weights = weights,
                    .row_count = found->virtual_rows, .row_keys = keys, .row_values = values,
                    .row_log_counts = values + rows * facts->layout->value_head_dim},
@@ -410,7 +410,7 @@ static int choose_some(calling *call) {
     answer_choose found;
     uint64_t length = 0;
     group g;
-    if (!call->select->scorer)
+    if (!call->select->by.scorer)
         return fail(CXLKV_E_WORKER, "this process added the chooser itself: no worker has it");
     int code = group_from(call, call->first, &g);
     if (code < 0) return code;
@@ -661,7 +661,7 @@ static int64_t by_worker(calling *call) {
 }
 
 static calling select_call(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t operation) {
-    bool one = args->budget_count == 1;
+    bool one = args->by.budget_count == 1;
     return (calling){.batch = batch,
                      .operation = operation,
                      .layer = args->layer,
@@ -683,8 +683,8 @@ static int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args) {
 int cxlkv_batch_choose(cxlkv_batch *batch, const cxlkv_select_args *args, uint32_t first,
                        uint32_t may_wait, cxlkv_choice **choice) {
     cxlkv_select_args asked = *args;
-    asked.method = CXLKV_METHOD_SCORER;
-    int code = need(args->budget_count, "budgets", args->budgets, NULL);
+    asked.by.method = CXLKV_METHOD_SCORER;
+    int code = need(args->by.budget_count, "budgets", args->by.budgets, NULL);
     if (code == 0)
         code = select_bounds(&batch->pool->layout, &asked, rows_asked(batch, args->starts),
                              batch->count);

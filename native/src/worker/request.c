@@ -144,11 +144,11 @@ static int parse_select(reading *r, const request_facts *facts, request *out) {
     int code = parse_sequences(r, facts, out, s->rows, false);
     if (code < 0) return code;
     out->selecting = (cxlkv_select_args){
-        .layer = s->layer, .q_heads = s->q_heads, .queries.dtype = s->dtype, .method = s->method,
-        .union_over = s->union_over, .per = s->per, .scale = s->scale, .errors = s->errors,
-        .scorer = s->scorer, .budget_count = s->budget_count,
-        .budgets = read_array(r, (uint64_t)s->budget_count * sizeof(cxlkv_budget))};
-    if (!out->selecting.budgets) return short_error(r, "its budgets");
+        .layer = s->layer, .q_heads = s->q_heads, .queries.dtype = s->dtype, .scale = s->scale,
+        .by = {.method = s->method, .union_over = s->union_over, .per = s->per,
+               .errors = s->errors, .scorer = s->scorer, .budget_count = s->budget_count,
+               .budgets = read_array(r, (uint64_t)s->budget_count * sizeof(cxlkv_budget))}};
+    if (!out->selecting.by.budgets) return short_error(r, "its budgets");
     code = select_bounds(facts->layout, &out->selecting, s->rows, out->head.count);
     if (code < 0) return code;
     if (out->head.operation == REQUEST_CHOOSE && s->method != CXLKV_METHOD_SCORER)

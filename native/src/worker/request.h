@@ -119,18 +119,9 @@ typedef struct answer_head {
 } answer_head;
 _Static_assert(sizeof(answer_head) == 24, "no holes");
 
-/* Then pages int32 [lists, kv_heads, k], scores float32 likewise, counts int32 [lists, kv_heads].
- */
-typedef struct answer_select {
-    uint64_t bytes_scored;
-    uint64_t bytes_sketched;
-    uint64_t tokens_scored;
-    uint64_t bytes_fetched;
-    uint32_t method;
-    uint32_t lists_staged;
-    float mean_error;
-    uint32_t lists;
-} answer_select;
+/* Of a select. Then pages int32 [lists, kv_heads, k], scores float32 likewise, counts int32 [lists,
+ * kv_heads]. */
+typedef cxlkv_scored answer_select;
 _Static_assert(sizeof(answer_select) == 48, "no holes");
 
 /* Of a choose. Then pages int32 [lists, kv_heads, k], -1: none, and, in float32, log-weights

@@ -296,7 +296,7 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
     int64_t code = server_reserve(&of->parts[SELECT_COUNTS], rows * sizeof(int32_t));
     if (code == 0) code = server_reserve(&of->parts[SELECT_HEAD], sizeof(answer_select));
     for (int attempt = 0; code == 0 && attempt < 2; attempt++) {
-        args.method = s->method;
+        args.by.method = s->method;
         args.pages = pages->data;
         args.scores = scores->data;
         args.counts = of->parts[SELECT_COUNTS].data;
@@ -309,11 +309,7 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
     if (code >= 0 && of->k > s->k_max)
         code = fail(CXLKV_E_ROOM, "worker: lists of %u pages, room for %u", of->k, s->k_max);
     if (code < 0) return code;
-    *(answer_select *)of->parts[SELECT_HEAD].data = (answer_select){
-        .bytes_scored = args.bytes_scored, .bytes_sketched = args.bytes_sketched,
-        .tokens_scored = args.tokens_scored, .bytes_fetched = args.bytes_fetched,
-        .method = args.method, .lists_staged = args.lists_staged,
-        .mean_error = args.mean_error, .lists = lists};
+    *(answer_select *)of->parts[SELECT_HEAD].data = args.found;
     pages->bytes = scores->bytes = rows * of->k * sizeof(float);
     return 0;
 }

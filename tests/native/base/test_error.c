@@ -116,14 +116,14 @@ static void test_select(cxlkv_batch *batch) {
     const int32_t starts[2] = {0, 1};
     const cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = 1};
     const cxlkv_select_args right = {.q_heads = TEST_HEADS, .queries = test_rows_at(floats),
-                                     .starts = starts, .budgets = &budget, .budget_count = 1,
-                                     .per = CXLKV_PER_SEQUENCE, .scale = 1, .capacity = 64,
+                                     .starts = starts, .by = {.budgets = &budget, .budget_count = 1,
+                                            .per = CXLKV_PER_SEQUENCE}, .scale = 1, .capacity = 64,
                                      .pages = codes, .scores = floats, .counts = codes};
     cxlkv_select_args args = right;
     args.queries.data = NULL;
     REFUSED("queries", cxlkv_batch_select(batch, &args));
     args = right;
-    args.budgets = NULL;
+    args.by.budgets = NULL;
     REFUSED("budgets", cxlkv_batch_select(batch, &args));
     REFUSED("budgets", cxlkv_batch_cheapest(batch, &args));
     args = right;
@@ -185,7 +185,7 @@ static void test_decode(cxlkv_batch *batch, cxlkv_sequence *sequence) {
     args.queries.data = NULL;
     REFUSED("queries", cxlkv_batch_decode(batch, &args));
     args = right;
-    args.budget_count = 1;
+    args.by.budget_count = 1;
     REFUSED("budgets", cxlkv_batch_decode(batch, &args));
     args = right;
     args.keys.data = NULL;

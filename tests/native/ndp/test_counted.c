@@ -221,10 +221,10 @@ static void check_bytes(cxlkv_sequence *sequence, uint32_t method, uint32_t grou
     for (uint32_t i = 0; i < HEADS * group * dim; i++) queries[i] = normal(state);
     cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = pages};
     cxlkv_select_args args = {
-        .q_heads = HEADS * group, .starts = starts, .budgets = &budget, .budget_count = 1,
+        .q_heads = HEADS * group, .starts = starts, .by.budgets = &budget, .by.budget_count = 1,
         .queries = {.data = queries, .dtype = CXLKV_FLOAT32,
                     .stride_bytes = {HEADS * group * dim * 4, dim * 4, 4}},
-        .method = method, .errors = 2, .scale = 1 / sqrtf((float)dim),
+        .by.method = method, .by.errors = 2, .scale = 1 / sqrtf((float)dim),
         .capacity = HEADS * TOKENS, .pages = chosen, .scores = scores, .counts = counts};
     cxlkv_batch *batch = test_batch(sequence->pool, 1, &sequence);
     const cxlkv_layout *layout = &sequence->pool->layout;
@@ -236,9 +236,9 @@ static void check_bytes(cxlkv_sequence *sequence, uint32_t method, uint32_t grou
     cxlkv_batch_destroy(&batch);
     end_stage();
     printf("%s, group %u, %u pages: says %lu, reads %lu and %lu\n", names[method], group, pages,
-           args.bytes_scored, counted, open);
-    CHECK(args.bytes_scored == counted + open);
-    staged += args.lists_staged == HEADS;
+           args.found.bytes_scored, counted, open);
+    CHECK(args.found.bytes_scored == counted + open);
+    staged += args.found.lists_staged == HEADS;
 }
 
 static void check_form(form f, uint64_t *state) {

@@ -32,7 +32,7 @@ static void select_one(cxlkv_sequence *sequence) {
     int32_t starts[2] = {0, 1}, pages[TEST_HEADS], counts[TEST_HEADS];
     cxlkv_budget budget = {.pages = 1};
     cxlkv_select_args args = {
-        .q_heads = TEST_HEADS, .starts = starts, .budgets = &budget, .budget_count = 1,
+        .q_heads = TEST_HEADS, .starts = starts, .by.budgets = &budget, .by.budget_count = 1,
         .scale = 1, .capacity = TEST_HEADS, .pages = pages, .scores = scores, .counts = counts,
         .queries = test_rows_at(q)};
     cxlkv_batch *batch = test_batch(sequence->pool, 1, &sequence);

@@ -85,8 +85,8 @@ static int64_t do_select(void) {
     int32_t starts[2] = {0, 1}, pages[TEST_HEADS * 8], counts[TEST_HEADS];
     float scores[TEST_HEADS * 8];
     cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = 8, .sinks = 1, .recent = 1};
-    cxlkv_select_args args = {.q_heads = TEST_HEADS, .starts = starts, .budgets = &budget,
-                              .budget_count = 1, .scale = 1, .capacity = TEST_HEADS * 8,
+    cxlkv_select_args args = {.q_heads = TEST_HEADS, .starts = starts, .by.budgets = &budget,
+                              .by.budget_count = 1, .scale = 1, .capacity = TEST_HEADS * 8,
                               .pages = pages, .scores = scores, .counts = counts,
                               .queries = test_rows_at(rows)};
     return cxlkv_batch_select(batch, &args);

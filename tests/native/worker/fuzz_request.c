@@ -55,7 +55,7 @@ static uint64_t walk_select(const request *r, const request_facts *facts) {
     demand(s->layer == r->layer && s->q_heads, "layer");
     demand(s->q_heads % facts->layout->kv_heads == 0, "heads");
     demand(isfinite(s->scale) && s->scale > 0 && s->errors >= 0, "number");
-    return sum_of(r->selecting.budgets, s->budget_count * sizeof(cxlkv_budget)) +
+    return sum_of(r->selecting.by.budgets, s->budget_count * sizeof(cxlkv_budget)) +
            walk_rows(r, facts, s->rows, false);
 }
 

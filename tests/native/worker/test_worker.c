@@ -416,8 +416,8 @@ static void questions(made *m) {
     put_choose(m, good, TOKENS);
     send_bytes(m, REQUEST_CHOOSE);
     CHECK(cxlkv_worker_asked(m->worker, &got) == 1);
-    CHECK(got.asked.scorer == 99 && got.count == 1 && got.tokens[0] == TOKENS);
-    CHECK(got.asked.budgets[0].pages == 2 && got.asked.starts[1] == 1);
+    CHECK(got.asked.by.scorer == 99 && got.count == 1 && got.tokens[0] == TOKENS);
+    CHECK(got.asked.by.budgets[0].pages == 2 && got.asked.starts[1] == 1);
     CHECK(cxlkv_sequence_tokens(got.sequences[0], 0) == TOKENS);
     CHECK(cxlkv_worker_tables(m->worker, NULL, 0) == 1);
     CHECK(cxlkv_worker_tables(m->worker, &table, 1) == 1 && table == got.tables[0]);
