@@ -351,7 +351,8 @@ def select(
         raise WorkerError(str(error)) from error
     if made is not None:
         return _joined(layout, *made, asked, chooser.name)
-    return select_here(chooser, pool, layout, texts, asked._replace(queries=rows))
+    here = asked._replace(queries=view(rows, "q"))
+    return select_here(chooser, pool, layout, texts, here)
 
 
 def select_here(
@@ -362,10 +363,11 @@ def select_here(
     asked: Asked,
     end_s: float = math.inf,
 ) -> Selection:
-    """select() in this process, by arguments that were checked, queries float32 [rows, q_heads,
-    dim]. Raises UnfinishedError when the time on the monotonic clock is later than end_s."""
+    """select() in this process, by arguments that were checked, queries a float32
+    array [rows, q_heads, dim]. Raises UnfinishedError when the time on the monotonic clock is later
+    than end_s."""
     first = asked.budgets[0]
-    queries, page_tokens = _by_heads(layout, cast(Floats, asked.queries)), layout.page_tokens
+    queries, page_tokens = _by_heads(layout, cast(Floats, asked.queries.owner)), layout.page_tokens
     made, scored = [], 0
     for at, text in enumerate(texts):
         begin, end = asked.starts[at : at + 2].tolist()
@@ -471,10 +473,11 @@ def try_out(chooser: AnyChooser, layout: KVLayout) -> None:
 def _float_rows(layout: KVLayout, asked: Asked) -> Floats:
     """The queries, float32 [rows, q_heads, dim]: a contiguous copy, which is a chooser's own. Numba
     makes other code of what cannot be written to, and that rounds otherwise."""
-    given = check_queries(layout, asked.queries, int(asked.starts[-1])).owner
+    check_queries(layout, asked.queries, int(asked.starts[-1]))
+    given = asked.queries.owner
     if is_torch(given):
         given = given.detach().float().numpy()
-    return np.array(given, np.float32, order="C")
+    return np.array(given, np.float32, order="C").reshape(asked.queries.shape)
 
 
 def _by_heads(layout: KVLayout, rows: Floats) -> Floats:

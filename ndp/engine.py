@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv._core import BudgetRow
-from cxlkv.arrays import Array
+from cxlkv.arrays import Array, View
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import format_bytes, no_share, parse_share
 from cxlkv.numbers import is_real, is_whole
@@ -181,7 +181,7 @@ class Asked(NamedTuple):
     """
 
     layer: int
-    queries: object
+    queries: View
     starts: npt.NDArray[np.int32]
     budgets: tuple[Budget, ...]
     method: str
@@ -334,6 +334,11 @@ class Decoded:
     bytes_read: int
     method: str
     stages: Stages | None = None
+
+
+def with_axis(picked: Selection) -> Selection:
+    """Lists with their axis in front, also where a single list came without it."""
+    return picked if picked.pages.ndim == 3 else picked.at(None)
 
 
 BudgetLike = Budget | float | str

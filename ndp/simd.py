@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple, cast
 
@@ -19,7 +20,6 @@ from cxlkv.arrays import (
     empty_like_kind,
     softcap_of,
     target,
-    view,
 )
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPE_BYTES, DTYPES, STORED, KVLayout
@@ -36,78 +36,107 @@ from cxlkv.ndp.engine import (
     errors_of,
     least_error,
     uniform,
+    with_axis,
 )
 
-ROOM_PAGES = 4096  # the longest lists for which room is made before the core has asked for it
+FLOAT32 = DTYPES.index("float32")
+GUESS_PAGES = 4096  # the longest lists for which there is memory before the core asks for it
 
 
-def check_queries(layout: KVLayout, queries: object, rows: int) -> View:
-    """`queries` [rows, q_heads, head_dim] as a View; raises BadArgumentError."""
-    got = view(queries, "q")
-    if len(got.shape) != 3 or got.shape[0] != rows or got.shape[2] != layout.head_dim:
+def check_queries(layout: KVLayout, queries: View, rows: int) -> None:
+    """Raises BadArgumentError unless they are [rows, q_heads, head_dim]."""
+    shape = queries.shape
+    if len(shape) != 3 or shape[0] != rows or shape[2] != layout.head_dim:
         raise BadArgumentError(
-            f"q has shape {got.shape}, wanted [{rows} rows, q_heads, {layout.head_dim}]"
+            f"q has shape {shape}, wanted [{rows} rows, q_heads, {layout.head_dim}]"
         )
-    if got.shape[1] == 0 or got.shape[1] % layout.kv_heads:
+    if shape[1] == 0 or shape[1] % layout.kv_heads:
         raise BadArgumentError(
-            f"{got.shape[1]} query heads are no multiple of {layout.kv_heads} kv heads"
+            f"{shape[1]} query heads are no multiple of {layout.kv_heads} kv heads"
         )
-    return got
 
 
 def select(
-    batch: _core.Handle,
-    layout: KVLayout,
-    asked: Asked,
-    room: int = 0,
+    batch: _core.Handle, layout: KVLayout, asked: Asked, list_pages: int = 0, lone: bool = False
 ) -> Selection:
     """Score the pages of a batch's sequences and choose; one call into the core.
 
-    The result has room for lists of `room` pages, or more as the budgets suggest; when lists turn
-    out longer, the core says how long before it scores anything, and the call is made once more.
+    The result has room for lists of `list_pages` pages, or more as the budgets suggest; when lists
+    turn out longer, the core says how long before it scores anything, and the call is made once
+    more. lone: the result is of the first list, without an axis for lists.
     """
-    rows, budgets = int(asked.starts[-1]), asked.budgets
-    got = check_queries(layout, asked.queries, rows)
-    first = uniform(budgets)
-    by = _criterion(asked, first, [b.row(asked.layer) for b in budgets])
-    lists = rows if first.per == "query" else len(asked.starts) - 1
-    heads = layout.kv_heads
+    queries, starts, heads = asked.queries, asked.starts, layout.kv_heads
+    rows = int(starts[-1])
+    check_queries(layout, queries, rows)
+    by = _criterion(asked, False)
+    lists = rows if by.per == "query" else len(starts) - 1
     counts = np.empty((lists, heads), np.int32)
-    guess = (b.pages_at_most(64 if b.pages is None else ROOM_PAGES, asked.layer) for b in budgets)
-    k = max(room, *guess)
+    k = max(list_pages, by.pages)
     while True:
         pages = np.empty(lists * heads * k, np.int32)
         scores = np.empty(lists * heads * k, np.float32)
-        of = (batch, asked.layer, got, asked.starts, by, asked.scale)
+        of = (batch, asked.layer, queries, starts, by.core, asked.scale)
         code, k, done = _core.batch_select(*of, pages, scores, counts)
         if code != _core.E_ROOM:
             break
-    used, shape, taken = lists * heads * k, (lists, heads, k), METHODS_TAKEN[done.method]
+    used = lists * heads * k
+    shape, taken = (heads, k) if lone else (lists, heads, k), METHODS_TAKEN[done.method]
     return Selection(
         pages=pages[:used].reshape(shape),
         scores=scores[:used].reshape(shape),
-        counts=counts,
+        counts=counts[0] if lone else counts,
         bytes_scored=done.bytes_scored,
         bytes_fetched=done.bytes_fetched,
-        per=first.per,
-        starts=asked.starts,
+        per=by.per,
+        starts=starts,
         stages=_stages(done) if taken == "two_stage" else None,
         method=asked.method if taken == "scorer" else taken,
     )
 
 
-def _criterion(asked: Asked, first: Budget, rows: list[_core.BudgetRow]) -> _core.Criterion:
-    """As the core takes what is asked. first: of the budgets; rows: of each."""
+class _By(NamedTuple):
+    """What is asked for, as the core takes it; per what a list is; how long lists may be, a guess.
+    """
+
+    core: _core.Criterion
+    per: str
+    pages: int
+
+
+def _criterion(asked: Asked, decodes: bool) -> _By:
+    """decodes: nothing is scored in a layer that attends to all pages."""
+    recall = asked.recall
+    if type(recall) is not float:
+        errors_of(recall)  # raises for what is no number
+    rate = asked.read_rate or tuning.current().read_rate
+    method = "scorer" if asked.scorer else asked.method
+    of = (asked.budgets, asked.layer, method, asked.scorer, float(recall), rate, decodes)
+    return _criterion_of(*of)
+
+
+@lru_cache(maxsize=1024)  # layers, and lengths of a step's budgets, come again with each step
+def _criterion_of(
+    budgets: tuple[Budget, ...],
+    layer: int,
+    method: str,
+    scorer: int,
+    recall: float,
+    read_rate: float,
+    decodes: bool,
+) -> _By:
+    first = uniform(budgets)
     criteria = _core.Criteria(
-        method=METHODS_TAKEN.index("scorer" if asked.scorer else asked.method),
+        method=METHODS_TAKEN.index(method),
         union=UNIONS.index(first.union),
         per=PERS.index(first.per),
-        refresh=min(map(attrgetter("refresh"), asked.budgets)),
-        scorer=asked.scorer,
-        errors=errors_of(asked.recall),
-        read_rate=asked.read_rate or tuning.current().read_rate,
+        refresh=min(map(attrgetter("refresh"), budgets)),
+        scorer=scorer,
+        errors=errors_of(recall),
+        read_rate=read_rate,
     )
-    return _core.criterion(rows, criteria)
+    rows = [b.decode_row(layer) if decodes else b.row(layer) for b in budgets]
+    pages = (b.pages_at_most(64 if b.pages is None else GUESS_PAGES, layer) for b in budgets)
+    return _By(_core.criterion(rows, criteria), first.per, max(pages))
 
 
 def _stages(done: _core.Scored) -> Stages:
@@ -118,10 +147,9 @@ def _stages(done: _core.Scored) -> Stages:
 
 def cheapest(batch: _core.Handle, layout: KVLayout, asked: Asked) -> str:
     """The method that "auto" comes to where chosen pages are then attended to, or "all"."""
-    got = check_queries(layout, asked.queries, int(asked.starts[-1]))
-    rows = [b.decode_row(asked.layer) for b in asked.budgets]
-    by = _criterion(asked, uniform(asked.budgets), rows)
-    code = _core.batch_cheapest(batch, asked.layer, got, asked.starts, by, asked.scale)
+    check_queries(layout, asked.queries, int(asked.starts[-1]))
+    by = _criterion(asked, True).core
+    code = _core.batch_cheapest(batch, asked.layer, asked.queries, asked.starts, by, asked.scale)
     return METHODS_TAKEN[code]
 
 
@@ -142,11 +170,11 @@ class Decoding:
         softcap: float,
     ):
         """new: k and v."""
-        got = check_queries(layout, asked.queries, int(asked.starts[-1]))
+        got = asked.queries
+        check_queries(layout, got, int(asked.starts[-1]))
         by = None
         if any(budget.chooses(asked.layer) for budget in asked.budgets):
-            rows = [b.decode_row(asked.layer) for b in asked.budgets]
-            by = _criterion(asked, uniform(asked.budgets), rows)
+            by = _criterion(asked, True).core
         self._shape, self._dtype = (*got.shape[:2], layout.value_head_dim), got.dtype
         self._asked = asked.method
         least = least_error(asked.budgets)
@@ -164,7 +192,7 @@ class Decoding:
     ) -> Decoded:
         """arrays: q, k, v. They and out have the forms of those it was made of."""
         queries = arrays[0]
-        lse = empty_like_kind(queries, self._shape[:2], DTYPES.index("float32"))
+        lse = empty_like_kind(queries, self._shape[:2], FLOAT32)
         made = out if out is not None else empty_like_kind(queries, self._shape, self._dtype)
         named = zip(arrays, "qkv", strict=True)
         addresses = [address_of(each, name) for each, name in named if each is not None]
@@ -186,21 +214,19 @@ class Decoding:
         _writable(out, "out", self._dtype, self._shape)
 
 
-def picked_pages(picked: Selection, layout: KVLayout) -> _core.Picked:
+def picked_pages(picked: Selection, layout: KVLayout, lone: bool = False) -> _core.Picked:
     """The pages of a selection as the core takes them; raises BadArgumentError for those of another
-    layout."""
-    shape = picked.pages.shape
+    layout. lone: of one list, which may lack its axis."""
+    pages = picked.pages[None] if lone and picked.pages.ndim == 2 else picked.pages
+    shape = pages.shape
     if len(shape) != 3 or shape[1] != layout.kv_heads:
         raise BadArgumentError(f"picked.pages has shape {shape}, wanted [.., {layout.kv_heads}, k]")
-    return _core.Picked(np.ascontiguousarray(picked.pages, np.int32), PERS.index(picked.per))
+    return _core.Picked(np.ascontiguousarray(pages, np.int32), PERS.index(picked.per))
 
 
-def _picked_whole(picked: Selection, layout: KVLayout) -> _core.Picked:
+def _picked_more(picked: Selection, layout: KVLayout, pages: _core.Picked) -> _core.Picked:
     """With what a selection has besides pages."""
-    pages = picked_pages(picked, layout)
-    if picked.log_weights is None and picked.rows is None:
-        return pages
-    lists, heads, k = picked.pages.shape
+    lists, heads, k = pages.pages.shape
     weights, rows = picked.log_weights, picked.rows
     if weights is not None:
         weights = np.ascontiguousarray(weights, np.float32)
@@ -287,14 +313,13 @@ def _fetched(layout: KVLayout, keys: bool, decoded: bool) -> _Fetched:
     return _Fetched((layout.page_tokens, dim), DTYPES.index(layout.dtype))
 
 
-def _output(
-    given: object | None, like: object, shape: tuple[int, ...], dtype: int
-) -> tuple[Array, int]:
-    """The caller's array, or a new one like `like`, and its address."""
-    if given is not None:
-        return cast(Array, given), _writable(given, "out", dtype, shape)[0]
+def _fresh(like: object, shape: tuple[int, ...], dtype: int) -> tuple[Array, int]:
+    """A new array of the kind of another one, and its address."""
+    if type(like) is np.ndarray:
+        array = np.empty(shape, NUMPY_DTYPES[dtype])
+        return array, array.__array_interface__["data"][0]
     made = empty_like_kind(like, shape, dtype)
-    return made, view(made, "out").address
+    return made, address_of(made, "out")
 
 
 def _writable(array: object, name: str, dtype: int, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -324,34 +349,43 @@ def attend(
     batch: _core.Handle,
     layout: KVLayout,
     layer: int,
-    queries: object,
+    queries: View,
     starts: Starts,
     picked: Selection | None,
     scale: float,
     softcap: float | None,
     error: float,
     out: object | None = None,
-    mass_room: int | None = None,
+    mass_pages: int | None = None,
+    lone: bool = False,
 ) -> Attended:
-    """softmax(q k) v over chosen pages or all. error: as of Batch.attend. mass_room: the pages'
-    shares are wanted, too; of so many pages, it is thought, if none are picked."""
-    rows = int(starts[-1])
-    got = check_queries(layout, queries, rows)
-    queries = got.owner
-    made, address = _output(out, queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
-    lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
-    whole = None if picked is None else _picked_whole(picked, layout)
-    cap, places = softcap_of(softcap), (address, view(lse, "lse").address)
-    of = (batch, layer, got, starts, whole, scale, cap, float(error), *places)
-    if mass_room is None:
+    """softmax(q k) v over chosen pages or all. error: as of Batch.attend. mass_pages: the pages'
+    shares are wanted, too; of so many pages, it is thought, if none are picked. lone: picked may be
+    of one list without its axis."""
+    rows, like = int(starts[-1]), queries.owner
+    check_queries(layout, queries, rows)
+    q_heads = queries.shape[1]
+    shape = (rows, q_heads, layout.value_head_dim)
+    if out is None:
+        made, address = _fresh(like, shape, queries.dtype)
+    else:
+        made, (address, _) = cast(Array, out), _writable(out, "out", queries.dtype, shape)
+    lse, lse_address = _fresh(like, (rows, q_heads), FLOAT32)
+    whole = None
+    if picked is not None:
+        whole = picked_pages(picked, layout, lone)
+        if picked.log_weights is not None or picked.rows is not None:
+            whole = _picked_more(with_axis(picked), layout, whole)
+    cap = 0.0 if softcap is None else softcap_of(softcap)
+    of = (batch, layer, queries, starts, whole, scale, cap, float(error), address, lse_address)
+    if mass_pages is None:
         read, _ = _core.batch_attend(*of)
         return Attended(made, lse, read, None)
-    lists, k = rows * layout.kv_heads, mass_room if picked is None else picked.pages.shape[-1]
+    lists, k = rows * layout.kv_heads, mass_pages if picked is None else picked.pages.shape[-1]
     while True:
         room = max(lists * k, 1)  # an empty tensor has no address, which would ask for no mass
-        mass = empty_like_kind(queries, (room,), DTYPES.index("float32"))
-        at = (address_of(mass, "mass"), room)
-        read, k = _core.batch_attend(*of, at)
+        mass, at = _fresh(like, (room,), FLOAT32)
+        read, k = _core.batch_attend(*of, (at, room))
         if read != _core.E_ROOM:
             shares = (mass if lists * k == room else mass[: lists * k]).reshape(
                 (rows, layout.kv_heads, k)

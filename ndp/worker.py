@@ -18,7 +18,7 @@ from types import FrameType
 import numpy as np
 
 from cxlkv import _core
-from cxlkv.arrays import Array
+from cxlkv.arrays import Array, view
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.machine.topology import Machine
@@ -201,7 +201,7 @@ class Choosers:
         shape = (int(asked.starts[-1]), asked.q_heads, layout.head_dim)
         question = Asked(
             layer=asked.layer,
-            queries=np.frombuffer(bytearray(asked.queries), np.float32).reshape(shape),
+            queries=view(np.frombuffer(bytearray(asked.queries), np.float32).reshape(shape), "q"),
             starts=asked.starts,
             budgets=tuple(_budget_of(row, asked.per) for row in asked.budgets),
             method=chooser.name,

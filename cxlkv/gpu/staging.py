@@ -16,9 +16,9 @@ from cxlkv.arrays import memory_of
 from cxlkv.errors import BadArgumentError, ClosedError, MemoryShortError, UnsupportedError
 from cxlkv.gpu.pieces import Piece, fetched_pieces
 from cxlkv.layout import format_bytes, parse_bytes
-from cxlkv.ndp.engine import Selection
+from cxlkv.ndp.engine import Selection, with_axis
 from cxlkv.pool import CXLPool
-from cxlkv.sequence import Batch, with_axis
+from cxlkv.sequence import Batch
 
 BUFFER_BYTES = 16 << 20
 BUFFERS = 3
@@ -148,7 +148,6 @@ class Staging:
         """
         ring = self._open()
         rows = with_axis(picked)
-        assert rows is not None
         lists, heads, k = rows.pages.shape
         pieces = fetched_pieces(self._layout, decoded)
         targets = self._targets((lists, heads, k), pieces, out)

@@ -6,4 +6,3 @@ from cxlkv.sequence.sequence import PagePlaces as PagePlaces
 from cxlkv.sequence.sequence import Sequence as Sequence
 from cxlkv.sequence.sequence import one_budget as one_budget
 from cxlkv.sequence.sequence import query_rows as query_rows
-from cxlkv.sequence.sequence import with_axis as with_axis

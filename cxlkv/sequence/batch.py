@@ -42,6 +42,7 @@ from cxlkv.ndp.engine import (
     check_error,
     errors_of,
     least_error,
+    with_axis,
 )
 from cxlkv.numbers import array_of
 from cxlkv.sequence.checks import (
@@ -357,22 +358,39 @@ class Batch(OfThisProcess):
         if len(several) not in (1, count):
             raise BadArgumentError(f"{len(several)} budgets for {count} sequences")
         offsets = self._starts(starts)
-        factor = self._factor(scale)
+        return self._select(layer, view(q, "q"), offsets, several, method, scale, recall)
+
+    def _select(
+        self,
+        layer: int,
+        queries: View,
+        starts: Starts,
+        budgets: tuple[Budget, ...],
+        method: str,
+        scale: float | None,
+        recall: float,
+        lone: bool = False,
+    ) -> Selection:
+        """lone: there is one list for each kv head, and the result has no axis for lists."""
+        factor = self._scale if scale is None else positive_float32(scale, "scale")
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
         chooser, scorer = (None, 0) if method in METHODS else self._way(method)
-        asked = Asked(layer_of(layer), q, offsets, several, method, factor, recall, rate, scorer)
+        if type(layer) is not int or not 0 <= layer < 1 << 32:
+            layer_of(layer)
+        asked = Asked(layer, queries, starts, budgets, method, factor, recall, rate, scorer)
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         if chooser:
             of = (self._pool, self._layout, self._handle)
             picked = choosers.select(chooser, *of, self._texts(layer), asked)
+            picked = picked.at(0) if lone else picked
         else:
-            picked = simd.select(self._handle, self._layout, asked, self._list_pages)
+            picked = simd.select(self._handle, self._layout, asked, self._list_pages, lone)
             # A step later a list is one page longer at most: then one call into the core is enough.
-            self._list_pages = picked.pages.shape[2] + 1
+            self._list_pages = picked.pages.shape[-1] + 1
         if transfer:
             transfer.end("select", picked.bytes_scored)
         if audit.used and audit.is_due(self._pool):
-            audit.measure(self._pool, self._handle, self._layout, asked, picked)
+            audit.measure(self._pool, self._handle, self._layout, asked, with_axis(picked))
         return picked
 
     def _way(self, method: str) -> tuple[choosers.AnyChooser | None, int]:
@@ -475,13 +493,15 @@ class Batch(OfThisProcess):
         seen.
         """
         offsets = self._starts(starts)
-        found = self._attend(layer, q, offsets, picked, scale, softcap, error, page_mass=page_mass)
+        queries = view(q, "q")
+        of = (layer, queries, offsets, picked, scale, softcap, error)
+        found = self._attend(*of, page_mass=page_mass)
         return found[:2] if found.mass is None else (found.out, found.lse, found.mass)
 
     def _attend(
         self,
         layer: int,
-        q: object,
+        queries: View,
         starts: Starts,
         picked: Selection | None,
         scale: float | None,
@@ -489,15 +509,28 @@ class Batch(OfThisProcess):
         error: float = 0.0,
         out: object | None = None,
         page_mass: bool = False,
+        lone: bool = False,
     ) -> simd.Attended:
+        """lone: picked may be of one list without its axis."""
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
-        factor = self._factor(scale)
-        number, handle = layer_of(layer), self._handle
+        factor = self._scale if scale is None else positive_float32(scale, "scale")
+        if type(layer) is not int or not 0 <= layer < 1 << 32:
+            layer_of(layer)
         if error != 0:
             check_error(error)
-        pages = self._mass_pages if page_mass else None
         found = simd.attend(
-            handle, self._layout, number, q, starts, picked, factor, softcap, error, out, pages
+            self._handle,
+            self._layout,
+            layer,
+            queries,
+            starts,
+            picked,
+            factor,
+            softcap,
+            error,
+            out,
+            self._mass_pages if page_mass else None,
+            lone,
         )
         if found.mass is not None and picked is None:
             self._mass_pages = found.mass.shape[2]
@@ -505,7 +538,8 @@ class Batch(OfThisProcess):
             # Lower planes may have stayed, or pages that are left out.
             weighed = picked is not None and picked.log_weights is not None
             most = found.read if error or weighed else None
-            transfer.end_read("attend", self._layout, layer, self._tokens(layer), picked, most)
+            lists = None if picked is None else with_axis(picked)
+            transfer.end_read("attend", self._layout, layer, self._tokens(layer), lists, most)
         return found
 
     def decode(
@@ -549,7 +583,7 @@ class Batch(OfThisProcess):
         if made is None:
             asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
             made = simd.Decoding(self._layout, asked, new, rewind_of(rewind), softcap_of(softcap))
-            q = asked.queries
+            q = asked.queries.owner
             if out is not None:
                 made.check_output(out)
             k, v = new[0].owner, None if new[1] is None else new[1].owner
@@ -596,7 +630,7 @@ class Batch(OfThisProcess):
         errors_of(recall)  # raises for what is none, also where no budget uses it
         factor = self._factor(scale)
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
-        queries = view(q, "q").owner
+        queries = view(q, "q")
         _, scorer = (None, 0) if method in METHODS else self._way(method)
         return Asked(layer, queries, offsets, budgets, method, factor, recall, rate, scorer), new
 
@@ -609,7 +643,7 @@ class Batch(OfThisProcess):
         out: object | None,
     ) -> Decoded:
         """Decode by three calls, each of which tells its subscriber."""
-        layer, q, starts, budgets, method, scale, recall, *_ = asked
+        layer, queries, starts, budgets, method, scale, recall, *_ = asked
         softcap_of(softcap)  # what is wrong is said before the tokens are there
         self._append(layer, *new, starts, rewind)
         picked = None
@@ -619,9 +653,9 @@ class Batch(OfThisProcess):
             elif method == "auto":
                 method = simd.cheapest(self._handle, self._layout, asked)
             if method != "all":
-                picked = self.select(layer, q, starts, budgets, method, scale, recall)
+                picked = self._select(layer, queries, starts, budgets, method, scale, recall)
             least = least_error(budgets)
-            made = self._attend(layer, q, starts, picked, scale, softcap, least, out)
+            made = self._attend(layer, queries, starts, picked, scale, softcap, least, out)
         except CXLKVError as error:
             error.appended = True
             raise

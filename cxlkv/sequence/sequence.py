@@ -13,6 +13,7 @@ from cxlkv._core import reclaim
 from cxlkv.arrays import (
     Array,
     Starts,
+    View,
     target,
     view,
 )
@@ -28,6 +29,7 @@ from cxlkv.ndp.engine import (
     BudgetLike,
     Selection,
     budget_of,
+    with_axis,
 )
 from cxlkv.numbers import is_whole
 from cxlkv.sequence.batch import Member
@@ -99,10 +101,13 @@ class Sequence(Member):
         0.05 is short for Budget(share=0.05), top_k=n for Budget(pages=n); without both it is
         Budget().
         """
-        chosen = one_budget(budget, top_k)
+        batch = self._batch if self._batch is not None else self._own()
+        chosen = budget if top_k is None else None
+        if not isinstance(chosen, Budget):
+            chosen = one_budget(budget, top_k)
         rows, single, starts = query_rows(q)
-        picked = self._own().select(layer, rows, starts, chosen, method, scale, recall)
-        return picked if chosen.per == "query" and not single else picked.at(0)
+        lone = single or chosen.per != "query"
+        return batch._select(layer, rows, starts, (chosen,), method, scale, recall, lone)
 
     def fetch(
         self,
@@ -118,7 +123,8 @@ class Sequence(Member):
         if out is not None and dropped:
             k, v = (cast(Array, target(out[i], f"out[{i}]").owner) for i in range(2))
             out = (k[None], v[None])
-        k, v = self._own().fetch(layer, with_axis(picked), out, decoded=decoded)
+        lists = None if picked is None else with_axis(picked)
+        k, v = self._own().fetch(layer, lists, out, decoded=decoded)
         return (k[0], v[0]) if dropped else (k, v)
 
     @overload
@@ -160,9 +166,10 @@ class Sequence(Member):
     ) -> tuple[Array, Array] | tuple[Array, Array, Array]:
         """(out, lse), and mass if page_mass, for q [q_heads, head_dim] or [rows, q_heads,
         head_dim]; see Batch.attend."""
+        batch = self._batch if self._batch is not None else self._own()
         rows, single, starts = query_rows(q)
-        found = self._own()._attend(
-            layer, rows, starts, with_axis(picked), scale, softcap, error, page_mass=page_mass
+        found = batch._attend(
+            layer, rows, starts, picked, scale, softcap, error, page_mass=page_mass, lone=True
         )
         out, lse, mass = found.out, found.lse, found.mass
         if single:
@@ -210,10 +217,6 @@ def size_text(tokens: int, layout: KVLayout) -> str:
     return f"{tokens:,} tokens in {pages} ({format_bytes(tokens * layout.stored_token_bytes)})"
 
 
-def with_axis(picked: Selection | None) -> Selection | None:
-    return picked if picked is None or picked.pages.ndim == 3 else picked.at(None)
-
-
 def one_budget(budget: BudgetLike | None, top_k: int | None) -> Budget:
     """The budget in the arguments of a select of one sequence, here or at a server."""
     if budget is not None and top_k is not None:
@@ -223,12 +226,14 @@ def one_budget(budget: BudgetLike | None, top_k: int | None) -> Budget:
     return Budget() if budget is None else budget_of(budget)
 
 
-def query_rows(q: object) -> tuple[object, bool, Starts]:
-    """Queries of one sequence as [rows, q_heads, head_dim], and whether they had no first axis."""
-    rows, _, shape, *_ = view(q, "q")
-    if len(shape) not in (2, 3):
+def query_rows(q: object) -> tuple[View, bool, Starts]:
+    """Queries of one sequence as [rows, q_heads, head_dim], and whether they had no first axis,
+    which their owner then has not either."""
+    got = view(q, "q")
+    owner, address, shape, strides, dtype = got
+    if len(shape) == 3:
+        return got, False, np.array((0, shape[0]), np.int32)
+    if len(shape) != 2:
         raise BadArgumentError(f"q has shape {shape}, wanted [q_heads, dim] or [rows, ...]")
-    single = len(shape) == 2
-    if single:
-        rows = rows[None]  # type: ignore[index]
-    return rows, single, np.array([0, 1 if single else shape[0]], np.int32)
+    one = (owner, address, (1, *shape), (0, *strides), dtype)
+    return tuple.__new__(View, one), True, np.array((0, 1), np.int32)

@@ -27,7 +27,6 @@ from cxlkv.arrays import (
     RecordBytes,
     is_torch,
     positive_float32,
-    view,
 )
 from cxlkv.errors import (
     BadArgumentError,
@@ -182,8 +181,7 @@ class Remote(Closing):
         query rows; of the methods, the core's and those that the server has loaded. StaleError for
         a hit that is not held any more."""
         chosen = one_budget(budget, top_k)
-        q, single, _ = query_rows(q)
-        rows = view(q, "q")
+        rows, single, _ = query_rows(q)
         if rows.shape[0] > ROWS_MAX:
             raise BadArgumentError(f"{rows.shape[0]} query rows: a server takes {ROWS_MAX} at once")
         words: Header = {"rows": rows.shape[0], "heads": rows.shape[1], "dtype": DTYPES[rows.dtype]}
@@ -201,7 +199,7 @@ class Remote(Closing):
             shape = self._shape(Deadline(self.deadline_s))
             pages = -(-hit.tokens // shape.page_tokens)
             read = partial(answers.selection, rows.shape[0], chosen.per, shape.kv_heads, pages)
-            picked = self._ask(ask, read, _bytes_of(q))
+            picked = self._ask(ask, read, _bytes_of(rows.owner))
         return picked if chosen.per == "query" and not single else picked.at(0)
 
     def read(
