@@ -394,7 +394,7 @@ class Pool(Closing):
 
     @abstractmethod
     def _hashes(self, keys: Iterable[str | bytes], strict: bool) -> bytes:
-        """Of keys as the pool's calls take them."""
+        """Hashes of keys, as the pool's calls take them."""
 
     def __repr__(self) -> str:
         """One line for people, of two calls into the core."""

@@ -15,7 +15,7 @@ import pytest
 from cxlkv import Budget, CXLPool
 from cxlkv.adapters.common.pools import make_or_open
 from cxlkv.adapters.common.settings import PoolSettings
-from cxlkv.adapters.vllm.admission import Room
+from cxlkv.adapters.vllm.admission import Admission
 from cxlkv.adapters.vllm.messages import Continued, Message, Options, unpacked
 from cxlkv.adapters.vllm.pools import open_all
 from cxlkv.errors import MemoryShortError
@@ -166,7 +166,7 @@ def test_what_one_host_publishes_another_finds(shm_path: Path) -> None:
     (scheduler,) = open_all([str(shm_path)], shared)
     assert [host.is_self for host in scheduler.admin.hosts()] == [False, True]
     one, again = Text("one", 70), Text("one", 70)
-    room = Room([scheduler])
+    room = Admission([scheduler])
     assert room.fits("again", 0, 70), "what no host has yet is room"
     assert not room.fits("again", 0, room.tokens + PAGE)
     assert is_right(run(first, Message(started=[one.start(1)]), [(1, one, 0, 70)])[0])
@@ -183,7 +183,7 @@ def test_what_one_host_publishes_another_finds(shm_path: Path) -> None:
 
 def test_a_pool_that_is_lost_and_opened_anew(pool: CXLPool, make: Make, tmp_path: Path) -> None:
     """Lost in the middle of a step: who has tokens there is computed again, whole texts at once."""
-    attention, room = make(pool), Room([pool])
+    attention, room = make(pool), Admission([pool])
     one, two, three = Text("one", 70), Text("two", 40), Text("three", 50)
     run(attention, Message(started=[one.start(1)]), [(1, one, 0, 40)])
     attention.hear(Message(started=[two.start(2)]))
@@ -317,7 +317,7 @@ def test_a_full_pool_harms_nobody_but_who_wanted_more(
 ) -> None:
     """A text that is longer than the pool: its first step is right, computed from the step alone;
     then it gives zeros, and the engine may begin again. The others go on."""
-    small, large = Text("small", 60), Text("large", Room([pool]).tokens + 64)
+    small, large = Text("small", 60), Text("large", Admission([pool]).tokens + 64)
     run(attention, Message(started=[small.start(1)]), [(1, small, 0, 40)])
     rows = [(1, small, 40, 11), (2, large, 0, large.tokens - 20)]
     assert all(map(is_right, run(attention, Message(started=[large.start(2)]), rows)))
@@ -330,7 +330,7 @@ def test_a_full_pool_harms_nobody_but_who_wanted_more(
 
 
 def test_published_pages_make_room(pool: CXLPool, attention: PoolAttention) -> None:
-    tokens = Room([pool]).tokens // BLOCK * BLOCK
+    tokens = Admission([pool]).tokens // BLOCK * BLOCK
     for number in range(3):
         text = Text(f"text {number}", tokens)
         message = Message(started=[text.start(1)], ended=[f"text {number - 1}"])
@@ -353,7 +353,7 @@ def test_pages_of_higher_priority_make_room_later(pool: CXLPool, attention: Pool
         again = found.start(2, handle=hit.handle, tokens=hit.tokens)
         run(attention, Message(started=[again]), [])
     run(attention, Message(ended=["saved", "found", "plain"]), [])
-    tokens = (Room([pool]).tokens - 128) // BLOCK * BLOCK
+    tokens = (Admission([pool]).tokens - 128) // BLOCK * BLOCK
     for number in range(3):
         text = Text(f"text {number}", tokens)
         run(attention, Message(started=[text.start(1)]), [(1, text, 0, tokens)])
@@ -380,7 +380,7 @@ def test_keys_that_come_later_are_published_then(pool: CXLPool, attention: PoolA
 def test_room_is_what_the_pool_has_less_what_was_promised(
     pool: CXLPool, attention: PoolAttention
 ) -> None:
-    room = Room([pool])
+    room = Admission([pool])
     room.check(room.tokens)
     with pytest.raises(MemoryShortError, match="max_model_len is"):
         room.check(room.tokens + 1)

@@ -23,8 +23,8 @@ OBJECT_ROOMS = {"bytes": {**metrics.STATES, **metrics.IN_COLD, **metrics.QUOTA}}
 
 
 def main() -> None:
-    of_vllm = Metrics(Counter, Gauge, vllm.PREFIX, ["engine"], vllm.COUNTS, vllm.ROOMS)
-    made = [(of_vllm, vllm.COUNTS, tuple(vllm.KINDS), vllm.ROOMS)]
+    of_vllm = Metrics(Counter, Gauge, vllm.PREFIX, ["engine"], vllm.COUNTS, vllm.CAPACITIES)
+    made = [(of_vllm, vllm.COUNTS, tuple(vllm.KINDS), vllm.CAPACITIES)]
     for engine in (sglang, lmcache):
         counts = {**engine.COUNTS, **MOVES}
         shown = Metrics(Counter, Gauge, engine.PREFIX, ["rank"], counts, OBJECT_ROOMS)
