@@ -5,47 +5,34 @@ from __future__ import annotations
 
 import inspect
 import operator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv.errors import BadArgumentError
+from cxlkv.layout import KVLayout
 from cxlkv.ndp.counted import Watched, as_python
 from cxlkv.ndp.engine import VirtualRows
+from cxlkv.ndp.kinds import (
+    AnyChooser,
+    Arrays,
+    Choice,
+    Floats,
+    Question,
+    Scorer,
+    Shape,
+    summary_of,
+    turns,
+)
 from cxlkv.ndp.names import is_built_in
 from cxlkv.rotary import Rotary
 
-if TYPE_CHECKING:
-    from cxlkv.layout import KVLayout
-    from cxlkv.ndp.choosers import AnyChooser, Arrays, Choice, Question
-    from cxlkv.ndp.scorers import Scorer, Shape
-
-Floats = npt.NDArray[np.float32]
 Summaries = Floats | npt.NDArray[np.int8] | npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
-SUMMARY_DTYPES = ("float32", "int8", "uint8", "uint16")
 TRIED_PAGES = 5
 """Of noise, each with a summary of its own."""
 COUNTED_QUERIES = (1, 8)
 TRIED = ((1, 1), (3, TRIED_PAGES), (1, 64))
 """Queries and pages of the calls of score()."""
-
-
-def summary_of(scorer: Scorer, shape: Shape) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of a summary. Raises BadArgumentError."""
-    given = scorer.summary(shape)
-    try:
-        axes, dtype = given
-        found = tuple(map(operator.index, axes)), np.dtype(dtype).name
-    except (TypeError, ValueError):
-        found = (), ""
-    if found[1] not in SUMMARY_DTYPES:
-        raise BadArgumentError(
-            f"method {scorer.name!r}: summary() returns {given!r}; wanted are the shape and the "
-            f"dtype of a summary, such as (2, {shape.dim}), np.float32: one of "
-            f"{', '.join(SUMMARY_DTYPES)}"
-        )
-    return found
 
 
 def read_of(scorer: Scorer, shape: Shape, most: int, count: int) -> tuple[int | None, int]:
@@ -73,8 +60,6 @@ def try_out(scorer: Scorer, shape: Shape, parameter_count: int) -> None:
     bounds. Raises BadArgumentError."""
     if is_built_in(scorer):
         return
-    from cxlkv.ndp.scorers import turns
-
     axes, dtype = summary_of(scorer, shape)
     random = np.random.default_rng(1)
     parameters = random.standard_normal(parameter_count).astype(np.float32)
@@ -182,8 +167,6 @@ def choice_of(
     """What is chosen. Raises BadArgumentError where it is not as documented: a NaN among the
     log-weights would leave a token out, whole numbers would take all tokens, and more tokens than
     the budget has would look better than a method that keeps to it."""
-    from cxlkv.ndp.choosers import Choice
-
     given: object = chooser.choose(states, asked)
     if not isinstance(given, Choice):
         raise _wrong(chooser, "choose() returns", given, "Choice(log_weights, rows, bytes_read)")

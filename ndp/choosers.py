@@ -13,8 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from typing import ClassVar, Generic, NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
@@ -24,7 +23,7 @@ from cxlkv import _core
 from cxlkv.arrays import Array, is_torch, view
 from cxlkv.errors import BadArgumentError, BusyError, UnsupportedError, WorkerError
 from cxlkv.layout import KVLayout
-from cxlkv.ndp import checks, scorers
+from cxlkv.ndp import checks
 from cxlkv.ndp import names as method_names
 from cxlkv.ndp.engine import (
     METHODS_TAKEN,
@@ -36,115 +35,41 @@ from cxlkv.ndp.engine import (
     same_pages,
     uniform,
 )
-from cxlkv.ndp.scorers import Floats
+from cxlkv.ndp.kinds import AnyChooser as AnyChooser
+from cxlkv.ndp.kinds import Arrays as Arrays
+from cxlkv.ndp.kinds import Choice as Choice
+from cxlkv.ndp.kinds import Chooser as Chooser
+from cxlkv.ndp.kinds import Floats, State
+from cxlkv.ndp.kinds import Question as Question
 from cxlkv.ndp.simd import check_queries
 
-GROUP = "cxlkv.choosers"
-"""Entry points of packages that have some."""
 RUN_TOKENS_MAX = 4096
 
-
-class Question(NamedTuple):
-    """What a list is chosen for.
-
-    queries: float32 [kv_heads, n, dim]; a logit is scale * q.k. tokens: those of all states
-    together. first, last: of these, [first, last) are to be chosen among, the others are attended
-    to in any case. most: how many may be chosen for each kv head, 1 to last - first - 1. seed: of
-    what is drawn, another one for each layer and position of the query.
-    """
-
-    queries: Floats
-    scale: float
-    tokens: int
-    first: int
-    last: int
-    most: int
-    seed: int
-
-
-class Choice(NamedTuple):
-    """log_weights: float32 [kv_heads, tokens], added to a token's logit; -inf: it is left out.
-    Outside of [first, last) they are not looked at. rows: what stands for tokens that are left out,
-    one set for each kv head: k [kv_heads, m, dim]. bytes_read: of the states."""
-
-    log_weights: Floats
-    rows: VirtualRows | None
-    bytes_read: int
-
-
-Arrays = tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint8], ...]
-State = TypeVar("State", bound=Arrays)
-
-
-class Chooser(Generic[State]):
-    """One way to choose tokens, by states of runs of whole pages.
-
-    A subclass says its `name` and has state() and choose(). Several threads call them, and neither
-    changes a state. seed: of what is drawn at random.
-    """
-
-    name: ClassVar[str]
-
-    def __init__(self, seed: int = 1) -> None:
-        self.seed = seed
-
-    def state(self, keys: Floats, values: Floats) -> State:
-        """Arrays of a run of pages, kept as long as a sequence has them; they depend on nothing
-        else. keys [kv_heads, tokens, dim], values [kv_heads, tokens, value_dim]."""
-        raise BadArgumentError(f"method {self.name!r} has no state(keys, values)")
-
-    def choose(self, states: list[State], asked: Question) -> Choice:
-        """states: of neighbouring runs, from the sequence's first token on."""
-        raise BadArgumentError(f"method {self.name!r} has no choose(states, asked)")
-
-
-AnyChooser = Chooser[Arrays]
 
 # ---- by their names ----
 
 
-@cache
-def _installed() -> dict[str, AnyChooser]:
-    try:
-        from cxlkv.ndp.methods import CHOOSERS
-    except ImportError:  # no numba: scorers say so
-        return {}
-    found = {kind.name: cast(AnyChooser, kind()) for kind in CHOOSERS}
-    return found | method_names.offered(GROUP, Chooser, {*found, *scorers.names()})
-
-
-@cache
-def _found() -> dict[str, AnyChooser]:
-    """Those that are installed, and what this process added."""
-    return dict(_installed())
+of = method_names.chooser_of
 
 
 def names() -> tuple[str, ...]:
     """Of all choosers that are installed, in this package and others."""
-    return tuple(name for name in _found() if name not in method_names.left_out)
+    return method_names.known(method_names.choosers())
 
 
 def add(chooser: Chooser[State]) -> None:
     """Make a chooser known to this process by its name, in place of another one that was added or
     offered by it; one of this package by its own class alone, with another seed. Raises
     BadArgumentError."""
-    taken = scorers.names()
+    taken = method_names.known(method_names.scorers())
     name = method_names.check(chooser, Chooser, taken)
     method_names.left_out.pop(name, None)
-    _found()[name] = cast(AnyChooser, chooser)
-
-
-def of(name: str) -> AnyChooser | None:
-    """None for a name that no chooser has. Raises BadArgumentError for one that is left out."""
-    found = _found().get(name)
-    if name in method_names.left_out:
-        raise method_names.refusal(name)
-    return found
+    method_names.choosers()[name] = cast(AnyChooser, chooser)
 
 
 def number_of(chooser: AnyChooser) -> int:
     """By what a worker knows it; 0 for one that this process added, which no worker has."""
-    if _installed().get(chooser.name) is not chooser:
+    if method_names.installed_choosers().get(chooser.name) is not chooser:
         return 0
     source = method_names.source_of(chooser)
     return zlib.crc32(f"chooser {chooser.name} {chooser.seed} {source}".encode()) or 1

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from cxlkv.ndp.kinds import Shape
 from cxlkv.ndp.methods.bfloat16 import FASTMATH
-from cxlkv.ndp.scorers import Shape
 
 FLOATS = types.CPointer(types.float32)
 FAILED = -1

@@ -6,17 +6,21 @@ import hashlib
 import inspect
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.ndp.engine import METHODS_TAKEN
+from cxlkv.ndp.kinds import AnyChooser, Chooser, Scorer
 
 log = logging.getLogger(__name__)
 Method = TypeVar("Method")
+SCORER_GROUP = "cxlkv.scorers"
+"""Entry points of packages that have some."""
+CHOOSER_GROUP = "cxlkv.choosers"
 left_out: dict[str, str] = {}
 """Why, by the names of entry points. Nothing is chosen by such a name, whatever else has it: what
 is asked for may be what was left out."""
@@ -40,7 +44,7 @@ def source_of(method: object) -> str:
     left out: a worker that was begun before they changed has another one. "" of what was typed in.
     """
     names = dict.fromkeys(each.__module__ for each in type(method).__mro__)
-    for interface in ("cxlkv.ndp.scorers", "cxlkv.ndp.choosers", "typing", "builtins"):
+    for interface in ("cxlkv.ndp.kinds", "typing", "builtins"):
         names.pop(interface, None)
     return _digest_of(tuple(map(sys.modules.get, names)))
 
@@ -110,3 +114,49 @@ def leave_out(entry: EntryPoint, error: Exception) -> None:
 def refusal(name: str) -> BadArgumentError:
     """Of a name that is left out."""
     return BadArgumentError(f"method {name!r} is installed, but cannot be used: {left_out[name]}")
+
+
+# ---- what this process knows ----
+
+
+@cache
+def scorers() -> dict[str, Scorer]:
+    """By their names. One that a package offers and that cannot be used is left out."""
+    try:
+        from cxlkv.ndp.methods import SCORERS
+    except ImportError as error:
+        raise UnsupportedError(
+            "methods beside the core's are compiled by numba, which is not installed: "
+            "pip install 'cxlkv[methods]'"
+        ) from error
+    found: dict[str, Scorer] = {made.name: made for made in (each() for each in SCORERS)}
+    return found | offered(SCORER_GROUP, Scorer, found)
+
+
+@cache
+def installed_choosers() -> dict[str, AnyChooser]:
+    try:
+        from cxlkv.ndp.methods import CHOOSERS
+    except ImportError:  # no numba: scorers say so
+        return {}
+    found = {kind.name: cast(AnyChooser, kind()) for kind in CHOOSERS}
+    return found | offered(CHOOSER_GROUP, Chooser, {*found, *known(scorers())})
+
+
+@cache
+def choosers() -> dict[str, AnyChooser]:
+    """Those that are installed, and what this process added."""
+    return dict(installed_choosers())
+
+
+def known(found: Mapping[str, object]) -> tuple[str, ...]:
+    """Names of scorers() or choosers() that are not left out."""
+    return tuple(name for name in found if name not in left_out)
+
+
+def chooser_of(name: str) -> AnyChooser | None:
+    """None for a name that no chooser has. Raises BadArgumentError for one that is left out."""
+    found = choosers().get(name)
+    if name in left_out:
+        raise refusal(name)
+    return found

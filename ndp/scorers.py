@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,124 +24,31 @@ from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.ndp import checks
 from cxlkv.ndp import names as method_names
-from cxlkv.ndp.engine import Selection, same_pages
-from cxlkv.rotary import Rotary
+from cxlkv.ndp.engine import METHODS, Selection, same_pages
+from cxlkv.ndp.kinds import Bytes as Bytes
+from cxlkv.ndp.kinds import Floats as Floats
+from cxlkv.ndp.kinds import Sample as Sample
+from cxlkv.ndp.kinds import Scorer as Scorer
+from cxlkv.ndp.kinds import Shape as Shape
+from cxlkv.ndp.kinds import Words as Words
+from cxlkv.ndp.kinds import summary_bytes as summary_bytes
+from cxlkv.ndp.kinds import summary_of
+from cxlkv.ndp.kinds import turns as turns
 
 BY_MASS = ("auto", "exact", "attention")
 """Of the core's methods, those that find the pages that hold a share of the attention."""
-GROUP = "cxlkv.scorers"
-"""Entry points of packages that have some."""
-SUMMARY_BYTES_MAX = 16384
-Floats = npt.NDArray[np.float32]
-Words = npt.NDArray[np.uint16]
-Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a scorer is compiled for: tokens of a page, channels of a key."""
-
-    tokens: int
-    dim: int
-
-
-class Sample(NamedTuple):
-    """What a scorer learns from, of one layer and kv head.
-
-    pages: keys of whole pages, drawn at random, float32 [n, tokens, dim]. queries: of the text's
-    last tokens, of all query heads of the kv head, [m, dim]; None: not given. rotary: how the model
-    turns both; None: not known. A scorer with `rotary` gets both from before the rotation.
-    """
-
-    pages: Floats
-    queries: Floats | None
-    rotary: Rotary | None
-
-
-class Scorer:
-    """One way to score pages, by a summary of each page and kv head.
-
-    A subclass says its `name`, which no other method has, and has summary() and two static
-    functions, which numba compiles in nopython mode: loops and arrays, no Python objects. They run
-    on several threads at once; what they raise fails the select.
-
-    summarise(keys, first, parameters, summary) fills the summary of a page: keys [tokens, dim] as
-    attention sees them, the first of which is token `first` of its sequence.
-
-    score(queries, scale, tokens, summaries, parameters, scores) fills scores [n, pages]: the
-    higher, the more a page of `tokens` tokens matters to queries [n, dim], the logits of which are
-    scale * q.k. summaries is [pages, *summary].
-    """
-
-    name: ClassVar[str]
-    calibrated: ClassVar[bool] = False
-    """Whether it needs calibrate() before its first use."""
-    log_sums: ClassVar[bool] = False
-    """Whether a score is the log of a page's sum of exp(logit). Pages are then chosen by their
-    share of the attention, averaged over the query heads of a kv head, and budgets may be of mass;
-    else by the best score of any query."""
-
-    rotary: ClassVar[bool] = False
-    """Whether it needs the layout's rotary embedding. `parameters` then begin with 2 * dim numbers
-    of it, which rotate() and unrotate() of cxlkv.ndp.methods.rotary take, and learn() gets keys and
-    queries from before the rotation."""
-
-    def summary(self, shape: Shape) -> tuple[tuple[int, ...], npt.DTypeLike]:
-        """Shape and dtype of a page's summary, a multiple of 8 bytes and 16 KiB at most; float32,
-        int8, uint8 or uint16."""
-        raise BadArgumentError(f"method {self.name!r}: a scorer has summary(), shape and dtype")
-
-    def read_bytes(self, shape: Shape) -> int | None:
-        """Of a summary, those that score() reads; None: it depends on the queries, and score()
-        returns how many it read of each for all of them together."""
-        return summary_bytes(self, shape)
-
-    def parameter_bytes(self, shape: Shape, count: int) -> int:
-        """Of so many parameters, the bytes that score() reads."""
-        return 4 * count
-
-    def calibrate(self, keys: Floats) -> Floats:
-        """What summarise() and score() get as `parameters`, one axis: of one layer and kv head, of
-        which these are keys [n, dim]."""
-        return np.empty(0, np.float32)
-
-    def learn(self, sample: Sample) -> Floats:
-        """calibrate() for what depends on more than the keys: which of them share a page, the
-        queries that ask them."""
-        return self.calibrate(sample.pages.reshape(-1, sample.pages.shape[2]))
-
-    def parameter_count(self, shape: Shape) -> int | None:
-        """How many numbers calibrate() returns, so that those of another model are refused; None:
-        any number, which both functions then have to look at."""
-        return None
-
-
-@cache
-def _found() -> dict[str, Scorer]:
-    """By their names. One that a package offers and that cannot be used is left out."""
-    try:
-        from cxlkv.ndp.methods import SCORERS
-    except ImportError as error:
-        raise UnsupportedError(
-            "methods beside the core's are compiled by numba, which is not installed: "
-            "pip install 'cxlkv[methods]'"
-        ) from error
-    found: dict[str, Scorer] = {made.name: made for made in (each() for each in SCORERS)}
-    return found | method_names.offered(GROUP, Scorer, found)
 
 
 def names() -> tuple[str, ...]:
     """Of all scorers that are installed, in this package and others."""
-    return tuple(name for name in _found() if name not in method_names.left_out)
+    return method_names.known(method_names.scorers())
 
 
 def add(scorer: Scorer) -> None:
     """Make a scorer known to this process by its name, in place of another one that was added or
     offered by it; not of one of this package. Raises BadArgumentError."""
-    from cxlkv.ndp import choosers
-
-    found = _found()
-    name = method_names.check(scorer, Scorer, choosers.names())
+    found = method_names.scorers()
+    name = method_names.check(scorer, Scorer, method_names.known(method_names.choosers()))
     method_names.left_out.pop(name, None)
     if name in found and found[name] is not scorer:
         _editions[name] = _editions.get(name, 0) + 1
@@ -158,16 +64,13 @@ def of(name: str) -> Scorer:
     """Raises BadArgumentError for a name that no scorer has; UnsupportedError without numba. A name
     that was left out, and that another one has, check() refuses."""
     try:
-        return _found()[name]
+        return method_names.scorers()[name]
     except KeyError:
-        from cxlkv.ndp import choosers
-        from cxlkv.ndp.engine import METHODS
-
-        if choosers.of(name):
+        if method_names.chooser_of(name):
             raise UnsupportedError(
                 f"method {name!r} chooses by a state of the sequence: nothing is learned beforehand"
             ) from None
-        known = ", ".join((*METHODS, *names(), *choosers.names()))
+        known = ", ".join((*METHODS, *names(), *method_names.known(method_names.choosers())))
         raise BadArgumentError(
             f"method {name!r}: use one of {known}; or is the package that has it not installed?"
         ) from None
@@ -175,19 +78,13 @@ def of(name: str) -> Scorer:
 
 def check(method: str) -> None:
     """Raises BadArgumentError where it is neither the core's, a chooser's nor a scorer's."""
-    from cxlkv.ndp import choosers
-    from cxlkv.ndp.engine import METHODS
-
-    if method not in METHODS and not choosers.of(method):
+    if method not in METHODS and not method_names.chooser_of(method):
         of(method.partition("=")[0])
 
 
 def takes_mass(method: str) -> bool:
     """Whether a budget of mass can be met by it; for what check() has not refused."""
-    from cxlkv.ndp import choosers
-    from cxlkv.ndp.engine import METHODS
-
-    if method in METHODS or choosers.of(method):
+    if method in METHODS or method_names.chooser_of(method):
         return method in BY_MASS
     return of(method.partition("=")[0]).log_sums
 
@@ -203,25 +100,12 @@ class Compiled:
     kept: tuple[object, ...]
 
 
-def summary_bytes(scorer: Scorer, shape: Shape) -> int:
-    """Of a page and kv head. Raises BadArgumentError where there are too many."""
-    axes, dtype = checks.summary_of(scorer, shape)
-    found = int(np.prod(axes)) * np.dtype(dtype).itemsize
-    if found % 8 or not 0 < found <= SUMMARY_BYTES_MAX:
-        raise BadArgumentError(
-            f"method {scorer.name!r}: a summary of {found} bytes for pages of {shape.tokens} "
-            f"tokens and {shape.dim} channels; a multiple of 8 is wanted, {SUMMARY_BYTES_MAX} at "
-            "most"
-        )
-    return found
-
-
 @cache
 def compiled(scorer: Scorer, shape: Shape, parameter_count: int = 0) -> Compiled:
     """By numba, for this CPU."""
     from cxlkv.ndp import compile as by_numba
 
-    axes, dtype = checks.summary_of(scorer, shape)
+    axes, dtype = summary_of(scorer, shape)
     size = summary_bytes(scorer, shape)
     read, learned = checks.read_of(scorer, shape, size, parameter_count)
     c_score = partial(by_numba.c_score, counted=read is None)
@@ -343,18 +227,6 @@ def use(
             known.kept[number] = (made, parameters)
         known.by_word[word or scorer.name] = (scorer, number)
     return number
-
-
-def turns(rotary: Rotary | None, dim: int) -> Floats:
-    """What parameters of a scorer with `rotary` begin with, [2 * dim]: the other channel of each
-    channel's pair, and the radians a token by which it turns towards that."""
-    others, radians = np.arange(dim, dtype=np.float32), np.zeros(dim, np.float32)
-    if rotary is not None:
-        first, second = rotary.pairs
-        others[first], others[second] = second, first
-        radians[second] = rotary.frequencies
-        radians[first] = -radians[second]
-    return np.concatenate([others, radians])
 
 
 def _behind_turns(scorer: Scorer, layout: KVLayout, learned: Floats | None) -> Floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,7 +155,8 @@ class Criteria(NamedTuple):
     read_rate: float = 0.0
 
 
-class Criterion(NamedTuple):
+@dataclass(frozen=True)
+class Criterion:
     """The struct of the core, and the budgets that it has the address of."""
 
     struct: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cxlkv.ndp.kinds import Scorer
 from cxlkv.ndp.methods.ball import Ball
 from cxlkv.ndp.methods.clusters import Clusters, Retro
 from cxlkv.ndp.methods.codebooks import IVF, PQ
@@ -14,7 +15,6 @@ from cxlkv.ndp.methods.mean import Mean
 from cxlkv.ndp.methods.sampling import MagicPIG, SparQMean, VAttention
 from cxlkv.ndp.methods.shadow import Shadow
 from cxlkv.ndp.methods.sparq import SparQ
-from cxlkv.ndp.scorers import Scorer
 
 SCORERS: tuple[type[Scorer], ...] = (
     Mean,

@@ -7,10 +7,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.choosers import Choice, Chooser, Question
 from cxlkv.ndp.engine import VirtualRows
+from cxlkv.ndp.kinds import Choice, Chooser, Floats, Question
 from cxlkv.ndp.methods import loops
-from cxlkv.ndp.scorers import Floats
 
 Numbers = npt.NDArray[np.int32]
 Cells = npt.NDArray[np.uint16]

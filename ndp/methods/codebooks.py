@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.scorers import Bytes, Floats, Scorer, Shape
+from cxlkv.ndp.kinds import Bytes, Floats, Scorer, Shape
 
 SUBSPACES = 8
 WORDS = 64  # of each subspace

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.ndp.kinds import Floats, Scorer, Shape, Words
 from cxlkv.ndp.methods.bfloat16 import from_bfloat16, to_bfloat16
-from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
 
 
 class Gaussian(Scorer):

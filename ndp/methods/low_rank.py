@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.ndp.kinds import Floats, Sample, Scorer, Shape
 from cxlkv.ndp.methods.bfloat16 import log_sum
 from cxlkv.ndp.methods.rotary import (
     FIRST_BYTES,
@@ -16,7 +17,6 @@ from cxlkv.ndp.methods.rotary import (
     turns_of,
     unrotate,
 )
-from cxlkv.ndp.scorers import Floats, Sample, Scorer, Shape
 
 PART = 8
 """One component of so many channels is kept."""

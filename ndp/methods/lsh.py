@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.ndp.kinds import Bytes, Floats, Scorer, Shape
 from cxlkv.ndp.methods.bfloat16 import ONES, equal_bytes
-from cxlkv.ndp.scorers import Bytes, Floats, Scorer, Shape
 
 TABLES, BITS = 32, 8
 SEED = 1

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.choosers import Choice, Chooser, Question
 from cxlkv.ndp.engine import VirtualRows
+from cxlkv.ndp.kinds import Bytes, Choice, Chooser, Floats, Question, Words
 from cxlkv.ndp.methods import loops
 from cxlkv.ndp.methods.loops import BITS, TABLES
-from cxlkv.ndp.scorers import Bytes, Floats, Words
 
 PART = 8
 """One channel of so many is read for an estimate."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.ndp.kinds import Floats, Sample, Scorer, Shape, Words
 from cxlkv.ndp.methods.bfloat16 import from_bfloat16, means_of, product
-from cxlkv.ndp.scorers import Floats, Sample, Scorer, Shape, Words
 
 OUTLIERS = 0.005
 """The share of pages that are outliers: 48 chunks of 8 tokens of 128,000 are 0.3 % in the paper."""

@@ -224,7 +224,7 @@ def test_a_run_knows_the_source_of_its_methods(
         importlib.invalidate_caches()
         scorers.add(importlib.import_module("corner").Corner())
         found.append(sources_of(plan))
-    scorers._found().pop("corner")
+    names.scorers().pop("corner")
     assert set(found[0]) == {"mean", "corner", "retro"}
     assert found[0]["corner"] != found[1]["corner"]
     assert found[0]["mean"] == found[1]["mean"]

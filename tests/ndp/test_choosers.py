@@ -910,8 +910,8 @@ def test_a_package_that_is_broken_harms_nobody_else(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = [
-        EntryPoint("corner", "no_such_module:Corner", choosers.GROUP),
-        EntryPoint("counting", f"{__name__}:Counting", choosers.GROUP),
+        EntryPoint("corner", "no_such_module:Corner", names.CHOOSER_GROUP),
+        EntryPoint("counting", f"{__name__}:Counting", names.CHOOSER_GROUP),
     ]
     monkeypatch.setattr(
         names, "entry_points", lambda group: [each for each in entries if each.group == group]
@@ -929,8 +929,8 @@ def test_a_package_that_is_broken_harms_nobody_else(
 
 
 def look_again() -> None:
-    choosers._installed.cache_clear()
-    choosers._found.cache_clear()
+    names.installed_choosers.cache_clear()
+    names.choosers.cache_clear()
 
 
 def test_layers_with_a_window_are_refused(seed: int) -> None:

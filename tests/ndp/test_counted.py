@@ -14,7 +14,7 @@ import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, Rotary
 from cxlkv.errors import BadArgumentError
-from cxlkv.ndp import checks, scorers
+from cxlkv.ndp import checks, kinds, scorers
 from cxlkv.ndp.choosers import AnyChooser, Question
 from cxlkv.ndp.counted import Watched
 from cxlkv.ndp.scorers import Floats, Sample, Scorer, Shape
@@ -43,7 +43,7 @@ def test_a_scorer_reads_what_it_says(kind: type[Scorer], count: int, seed: int) 
     random, scorer = np.random.default_rng(seed), kind()
     keys = random.standard_normal((40, SHAPE.tokens, SHAPE.dim)).astype(np.float32)
     parameters = learned(scorer, keys)
-    axes, dtype = checks.summary_of(scorer, SHAPE)
+    axes, dtype = kinds.summary_of(scorer, SHAPE)
     summaries = np.zeros((PAGES, *axes), dtype)
     for page in range(PAGES):
         first = page * SHAPE.tokens

@@ -301,24 +301,24 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Offer]:
 
         monkeypatch.setattr(names, "entry_points", of)
         monkeypatch.setattr(names, "left_out", {})
-        for each in (scorers, choosers):
-            each._found.cache_clear()
-        choosers._installed.cache_clear()
+        for each in (names.scorers, names.choosers):
+            each.cache_clear()
+        names.installed_choosers.cache_clear()
 
     yield entries_are
-    for each in (scorers, choosers):
-        each._found.cache_clear()
-    choosers._installed.cache_clear()
+    for each in (names.scorers, names.choosers):
+        each.cache_clear()
+    names.installed_choosers.cache_clear()
 
 
 def test_a_package_that_is_broken_harms_nobody_else(
     make_pool: MakePool, rng: np.random.Generator, offer: Offer
 ) -> None:
     offer(
-        EntryPoint("corner", "no_such_module:Corner", scorers.GROUP),
-        EntryPoint("other", "cxlkv.ndp.methods.fier:Fier", scorers.GROUP),
-        EntryPoint("renamed", f"{__name__}:Renamed", scorers.GROUP),
-        EntryPoint("nameless", f"{__name__}:Nameless", scorers.GROUP),
+        EntryPoint("corner", "no_such_module:Corner", names.SCORER_GROUP),
+        EntryPoint("other", "cxlkv.ndp.methods.fier:Fier", names.SCORER_GROUP),
+        EntryPoint("renamed", f"{__name__}:Renamed", names.SCORER_GROUP),
+        EntryPoint("nameless", f"{__name__}:Nameless", names.SCORER_GROUP),
     )
     assert not {"corner", "other", "nameless"} & {*scorers.names(), *choosers.names()}
     pool = make_pool()
@@ -334,7 +334,7 @@ def test_a_package_that_is_broken_harms_nobody_else(
             sequence.select(0, ones(pool), budget=FEW, method=name)
 
 
-@pytest.mark.parametrize("group", [scorers.GROUP, choosers.GROUP])
+@pytest.mark.parametrize("group", [names.SCORER_GROUP, names.CHOOSER_GROUP])
 @pytest.mark.parametrize("taken", ["mean", "shadow", "retro"])
 def test_a_name_that_a_package_takes_from_a_built_in_method_is_nobodys(
     group: str,
@@ -344,7 +344,7 @@ def test_a_name_that_a_package_takes_from_a_built_in_method_is_nobodys(
     offer: Offer,
 ) -> None:
     """One who measures a method of their own must not be given the figures of another."""
-    kind = "Other" if group == scorers.GROUP else "Another"
+    kind = "Other" if group == names.SCORER_GROUP else "Another"
     offer(EntryPoint(taken, f"{__name__}:{kind}{taken.title()}", group))
     pool, built_in = make_pool(), "chooser" if taken == "retro" else "scorer"
     sequence = grown(pool, rng)

@@ -14,7 +14,7 @@ import pytest
 
 from cxlkv import CXLPool, _core
 from cxlkv.errors import BadArgumentError, UnsupportedError, WorkerError
-from cxlkv.ndp import choosers, worker
+from cxlkv.ndp import choosers, names, worker
 from cxlkv.ndp.choosers import Choice, Chooser, Question
 from cxlkv.ndp.engine import Budget, Selection, VirtualRows
 from cxlkv.ndp.scorers import Floats
@@ -116,8 +116,8 @@ class CountingPages(Counting):
 def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     """A chooser that packages here and there offer, as it seems."""
     made = CountingPages()
-    monkeypatch.setitem(choosers._installed(), "counting", made)
-    monkeypatch.setitem(choosers._found(), "counting", made)
+    monkeypatch.setitem(names.installed_choosers(), "counting", made)
+    monkeypatch.setitem(names.choosers(), "counting", made)
     return made
 
 
@@ -218,7 +218,7 @@ class Wrong(Chooser[tuple[Floats]]):
 def test_what_a_worker_cannot_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is done here, where errors are as without a worker."""
     wrong = Wrong()
-    for known in (choosers._installed(), choosers._found()):
+    for known in (names.installed_choosers(), names.choosers()):
         monkeypatch.setitem(known, "wrong", wrong)
     rows = np.zeros((PAGE * 20, HEADS, DIM), np.float32)
     with make_pool(path, window=PAGE * 4) as pool, serving(pool, ["wrong", "retro"]):
@@ -242,7 +242,7 @@ def test_what_a_worker_cannot_do(path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 chosen(sequence, "magicpig")
             pool.use_worker("if_there", deadline_s=WATCHDOG_S)
         finally:
-            choosers._found()["magicpig"] = choosers._installed()["magicpig"]
+            names.choosers()["magicpig"] = names.installed_choosers()["magicpig"]
         q = np.ones((2 * HEADS, DIM), np.float32)
         with pytest.raises(UnsupportedError, match="window"):
             sequence.select(2, q, FEW, method="retro")
