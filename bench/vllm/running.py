@@ -1,4 +1,4 @@
-"""`cxlkv bench vllm`: vLLM with and without us, time to the first token and decode speed."""
+"""Runs vLLM with and without us: time to the first token and decode speed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from itertools import chain
 from math import inf
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from cxlkv.bench.peers.running import Ring, SideBySide, need_room
 from cxlkv.bench.peers.talking import ContenderError, Program, checked
-from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.result import short
 from cxlkv.bench.vllm.model import Model
 from cxlkv.errors import UnsupportedError
@@ -433,18 +431,3 @@ def connector(pool: Path, size: Size, **extra: object) -> dict[str, object]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": own,
     }
-
-
-def command(options: Options, say: Say) -> Shown:
-    """Raises UnsupportedError where there is no environment with vLLM, or not the model."""
-    python = python_of_engines()
-    if options.model is not None:
-        from cxlkv.bench.vllm import smollm2  # it needs torch
-
-        return smollm2.command(options, say, python)
-    result, size = SideBySide("vllm"), QUICK if options.quick else Size()
-    with TemporaryDirectory(dir=SHARED, prefix="cxlkv-bench-vllm-") as made:
-        say("making the model")
-        place = Path(made)
-        run(result, programs_of(python, place, size), size, place, say)
-    return Shown(result, lines=result.who())

@@ -19,7 +19,7 @@ from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options
 from cxlkv.bench.result import read as read_result
-from cxlkv.bench.vllm import encodings, prefill_decode, running, smollm2
+from cxlkv.bench.vllm import case, encodings, prefill_decode, running, smollm2
 from cxlkv.demo import smollm2 as model
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.prefix import prefix_keys
@@ -167,7 +167,7 @@ def test_where_no_engine_is_installed_the_remedy_is_said(
 ) -> None:
     monkeypatch.setenv(running.PYTHON_VARIABLE, str(tmp_path / "python"))
     with pytest.raises(UnsupportedError, match=r"is no Python: make test-vllm"):
-        running.command(Options(quick=True), print)
+        case.command(Options(quick=True), print)
 
 
 def test_a_python_without_the_engine_is_told_of(
@@ -179,7 +179,7 @@ def test_a_python_without_the_engine_is_told_of(
     monkeypatch.setenv(running.PYTHON_VARIABLE, str(python))
     monkeypatch.setattr(running, "SHARED", str(tmp_path))
     with pytest.raises(UnsupportedError, match=r"cannot make the model: No module named torch"):
-        running.command(Options(quick=True), print)
+        case.command(Options(quick=True), print)
     assert os.listdir(tmp_path) == ["python"]
 
 

@@ -12,7 +12,7 @@ from cxlkv.bench.cli import perform
 from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.registry import Options
 from cxlkv.bench.result import read as read_result
-from cxlkv.bench.vllm import prefill_decode, running
+from cxlkv.bench.vllm import case, prefill_decode, running
 from cxlkv.errors import UnsupportedError
 
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,7 @@ def test_engines_side_by_side(
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.setattr(running, "SHARED", str(place))
-    result = perform("vllm", running.command, Options(json=tmp_path / "vllm.json", quick=True))
+    result = perform("vllm", case.command, Options(json=tmp_path / "vllm.json", quick=True))
     assert isinstance(result, SideBySide)
     assert result.missing == {}
     shown = capsys.readouterr().out
@@ -48,7 +48,7 @@ def test_engines_with_a_trained_model(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(running, "SHARED", str(tmp_path))
     options = Options(json=tmp_path / "vllm.json", quick=True, model=Path("smollm2"))
     try:
-        result = perform("vllm", running.command, options)
+        result = perform("vllm", case.command, options)
     except UnsupportedError as error:
         pytest.skip(str(error))
     assert isinstance(result, SideBySide)

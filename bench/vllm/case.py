@@ -1,0 +1,25 @@
+"""`cxlkv bench vllm`: on a small random model, or on a trained one (--model)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from cxlkv.bench.peers.running import SideBySide
+from cxlkv.bench.registry import Options, Say, Shown
+from cxlkv.bench.vllm import running
+
+
+def command(options: Options, say: Say) -> Shown:
+    """Raises UnsupportedError where there is no environment with vLLM, or not the model."""
+    python = running.python_of_engines()
+    if options.model is not None:
+        from cxlkv.bench.vllm import smollm2  # it needs torch
+
+        return smollm2.command(options, say, python)
+    result, size = SideBySide("vllm"), running.QUICK if options.quick else running.Size()
+    with TemporaryDirectory(dir=running.SHARED, prefix="cxlkv-bench-vllm-") as made:
+        say("making the model")
+        place = Path(made)
+        running.run(result, running.programs_of(python, place, size), size, place, say)
+    return Shown(result, lines=result.who())
