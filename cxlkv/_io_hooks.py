@@ -62,7 +62,7 @@ subscriber: Subscriber | None = None
 
 
 def begin(pool: _core.Handle) -> Transfer | None:
-    """Before a transfer; None: nobody wants to hear of it."""
+    """Begin a transfer; None: it has no subscriber."""
     return subscriber.begin(pool) if subscriber else None
 
 
@@ -82,10 +82,10 @@ class Plugin(Protocol):
     """cxlkv.emulation.link, as the front knows it; its functions raise BadArgumentError."""
 
     def parse(self, text: str) -> object:
-        """That `text` names a link."""
+        """Read `text`, which names a link."""
 
     def begin(self, pool: _core.Handle, text: str) -> None:
-        """From now on the pool's transfers are charged to the link that `text` names."""
+        """Charge the pool's transfers to the link that `text` names, from now on."""
 
     def begin_from_environment(self, pool: _core.Handle) -> None:
         """The same for what CXLKV_EMULATE names."""

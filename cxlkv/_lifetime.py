@@ -54,8 +54,8 @@ class Forked(Protocol):
     """Has threads, locks, sockets or files of this process."""
 
     def reset_after_fork(self) -> None:
-        """In a child, before anything else runs there: makes locks anew, forgets threads, closes
-        the child's copies of sockets and files, and asks nobody. It may not wait for a lock."""
+        """Makes locks anew in a child, before anything else runs there, forgets threads, closes the
+        child's copies of sockets and files, and asks nobody. It may not wait for a lock."""
 
 
 class BeforeClose:
@@ -99,7 +99,7 @@ _watched: WeakSet[Forked] = WeakSet()
 
 
 def watch(one: Forked) -> None:
-    """From now on, and while it lives, each forked child resets it first, in any order.
+    """Have each forked child reset it first, from now on and while it lives, in any order.
 
     To be called before the first thread begins or the first socket is made.
     """

@@ -379,7 +379,7 @@ class Pool(Closing):
         return Admin(self._handle, self.path, self._hashes, self.before_close)
 
     def set_threads(self, threads: int) -> None:
-        """How many threads, the caller's included, share a scan or a copy."""
+        """Set how many threads, the caller's included, share a scan or a copy."""
         _check_threads(threads)
         _core.pool_set_threads(self._handle, threads)
 

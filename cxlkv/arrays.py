@@ -51,7 +51,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 def leading(right: Mask) -> int:
-    """How many are true, from the first one on."""
+    """How many values are true before the first false one."""
     return len(right) if right.all() else int(np.argmin(right))
 
 

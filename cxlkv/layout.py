@@ -131,8 +131,8 @@ class LayerGroup:
             )
 
     def __repr__(self) -> str:
-        """Without encodings where there are none, and without a rotary embedding: names of pools
-        and keys are made of it, which stay what they were before there were any."""
+        """Leaves out encodings and rotary embeddings that are not there: names of pools and keys
+        are made of this text, and stay what they were before there were any."""
         shown = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
         if (self.k_encoding, self.v_encoding) == ("none", "none"):
             del shown["k_encoding"], shown["v_encoding"]
@@ -430,7 +430,7 @@ class KVLayout:
 
     @property
     def summary(self) -> str:
-        """In a few words, for people."""
+        """A few words for people."""
         if self.object_bytes is not None:
             return f"objects of up to {format_bytes(self.object_bytes)}"
         windows = ", some with a window" if any(self.windows) else ""

@@ -368,7 +368,8 @@ class Reserved(_Leased):
 
 
 def _end(view: memoryview | None) -> None:
-    """It raises from now on, unless an array was made of it, which still reads by it."""
+    """End a view: it raises from now on, unless an array was made of it, which still reads by
+    it."""
     if view is not None:
         # contextlib.suppress would take three times as long as the rest.
         try:  # noqa: SIM105
@@ -419,7 +420,7 @@ def _numbers(given: npt.ArrayLike, name: str) -> Addresses:
 def _memory(
     buffers: Buffers | Sequence[object], count: int, writable: bool
 ) -> tuple[_core.Memory, list[object]]:
-    """For so many objects, and what must stay alive meanwhile."""
+    """Memory of so many objects, and what must stay alive meanwhile."""
     if isinstance(buffers, Buffers):
         return _given_memory(buffers, count), []
     if len(buffers) != count:

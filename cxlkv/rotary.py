@@ -62,7 +62,7 @@ class Rotary:
 
     @property
     def summary(self) -> str:
-        """In a few words, for people."""
+        """A few words for people."""
         how = "neighbours" if self.neighbours else "halves"
         first, last = self.frequencies[0], self.frequencies[-1]
         return f"{self.channels} channels, {how}, {first:.3g} to {last:.3g} radians a token"

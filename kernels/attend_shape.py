@@ -151,7 +151,7 @@ START_TILES = 4
 """What a program costs before and after its loop, in tiles: a guess until it is measured."""
 
 SPLITS_MAX = 256
-"""That are chosen; more cost the merge more than they win."""
+"""Most splits that are chosen; more cost the merge more than they win."""
 
 
 @lru_cache(maxsize=4096)

@@ -56,7 +56,7 @@ class Shifts(NamedTuple):
 
 @cache
 def shifts(sizes: tuple[int, ...], lanes: int, device: torch.device) -> Shifts:
-    """For pieces of these bytes (0: there are none), in rows of `lanes` words."""
+    """The shifts for pieces of these bytes (0: there are none), in rows of `lanes` words."""
     step = power(32 * lanes)
     tables = [multiplied(byte << 8 * place, step) for place in range(4) for byte in range(256)]
     factors, constants = [], []

@@ -10,9 +10,9 @@ from cxlkv.kernels.runtime import check_table, check_tensor, current, one_device
 
 
 class PageRows(NamedTuple):
-    """By request and page of its sequence, int64 [requests, pages]: the address of the K run and
-    of the V run of the part's first layer, of the descriptor, and the generation. 0: no such page
-    in far memory."""
+    """Pages by request and place in its sequence, int64 [requests, pages]: the address of the K run
+    and of the V run of the part's first layer, of the descriptor, and the generation. 0: no such
+    page in far memory."""
 
     keys: torch.Tensor
     values: torch.Tensor

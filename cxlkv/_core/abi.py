@@ -1,5 +1,5 @@
-"""That the C core and these Python files are of one build: they share structs, so a mixture would
-not fail but read the wrong bytes."""
+"""Checks that the C core and these Python files are of one build: they share structs, so a mixture
+would not fail but read the wrong bytes."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ Numbers = Callable[[Handle], dict[str, int]]
 
 
 def numbers_from(kind: str, fill: Callable[..., int], *arguments: Any) -> dict[str, int]:
-    """Those of a struct that a function of the core fills, its last argument."""
+    """Numbers of a struct that a function of the core fills, its last argument."""
     got = ffi.new(kind)
     check(fill(*arguments, got))
     return numbers_of(got[0])

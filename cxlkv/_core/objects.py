@@ -85,7 +85,7 @@ def objects_sizes(pool: Handle, keys: bytes) -> Sizes:
 
 
 def objects_chain(pool: Handle, keys: bytes) -> int:
-    """They follow each other; how many are there."""
+    """How many objects of a chain of keys are there, from the first on."""
     return check(lib.cxlkv_objects_chain(pool, len(keys) // HASH_BYTES, keys))
 
 

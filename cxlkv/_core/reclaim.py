@@ -1,4 +1,4 @@
-"""When a pool is full, its tiers reclaim pages for the call that wants more."""
+"""Tiers of a full pool reclaim pages for the call that wants more."""
 
 from __future__ import annotations
 

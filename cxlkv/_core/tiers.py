@@ -82,7 +82,7 @@ def _check_records(pool: Handle, count: int, records: RecordBytes) -> None:
 
 
 def names_of(records: RecordBytes) -> Names:
-    """Under which each of the records is published; zeros for one that was not read."""
+    """Names that the records are published under; zeros for one that was not read."""
     return np.ascontiguousarray(records[:, _HASH : _HASH + HASH_BYTES])
 
 

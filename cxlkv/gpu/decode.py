@@ -420,7 +420,7 @@ class Decoder(Closing):
 
 
 def _device(given: str | torch.device) -> torch.device:
-    """With its number: tensors have one, too. Raises UnsupportedError without CUDA."""
+    """The device with its number: tensors have one, too. Raises UnsupportedError without CUDA."""
     device = torch.device(given)
     if device.type == "cpu":
         return device

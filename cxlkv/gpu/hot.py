@@ -255,7 +255,7 @@ def _stride_bytes(piece: Piece) -> int:
 
 
 def slots_of_heads(slots: SlotCounts, layers: int, kv_heads: int) -> list[list[int]]:
-    """For each layer, the slots of each head."""
+    """The slots of each head, by layer."""
     by_layer = _spread(slots, layers)
     found = [_spread(row, kv_heads) for row in by_layer]
     if len(found) != layers or any(len(row) != kv_heads for row in found):

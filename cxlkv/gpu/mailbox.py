@@ -89,8 +89,8 @@ class Mailbox:
         await_answer(self._ticket, self._table, self.answered, looks)
 
     def check(self) -> None:
-        """After the stream was waited for: waits until nothing is served any more, a late question
-        either, and raises what went wrong since the last check."""
+        """Wait until nothing is served any more, a late question either, once the stream was waited
+        for, and raise what went wrong since the last check."""
         if self._thread is not None:
             with self._mutex:
                 self._idle.wait_for(lambda: self._is_parents or self._done == int(self._words[0]))

@@ -99,7 +99,7 @@ class Mapping(Closing):
         """Whether the device may write: not where hosts share the pool, as most is not ours."""
         self._address = host_address
         self.driver: Driver | None = None
-        """By which the device was told of the region; None on the CPU."""
+        """How the device was told of the region; None on the CPU."""
         self.cuts = np.empty(0, np.int64)
         """Device addresses that no DMA may go across: where pieces of the registration meet."""
         held = None
@@ -180,7 +180,7 @@ _registrations: dict[tuple[Driver, int], _Registration] = {}
 
 
 def _forget() -> None:
-    """In a forked child: what is registered is its parent's."""
+    """Forget registrations in a forked child: they are its parent's."""
     global _lock
     _lock = threading.RLock()
     _registrations.clear()
@@ -272,8 +272,9 @@ def _device_address(held: _Registration) -> int:
 
 
 def _unregister(held: _Registration) -> None:
-    """After all work of the devices. Errors are the driver's own end, as the process ends, or a
-    failure that the next call shows, too; the memory is the pool's in any case."""
+    """Unregister memory after all work of the devices. Errors are the driver's own end, as the
+    process ends, or a failure that the next call shows, too; the memory is the pool's in any
+    case."""
     for device in held.devices:
         with suppress(GpuError), held.driver.current(device):
             held.driver.synchronize()

@@ -323,7 +323,8 @@ class Resident:
             torch.cuda.current_stream(self.device).synchronize()
 
     def check(self) -> None:
-        """After synchronize(): StaleError when pages were freed while they were on their way."""
+        """Call after synchronize(): raises StaleError when pages were freed while they were on
+        their way."""
         stale = int(self._stale[0])
         self._stale.zero_()
         if stale:

@@ -188,7 +188,7 @@ class WriteThrough(Closing):
     close = abandon
 
     def _end(self) -> None:
-        """For good: the pool is closed."""
+        """End for good: the pool is closed."""
         self._closer()
 
     # ---- what is asked ----
@@ -288,7 +288,7 @@ class WriteThrough(Closing):
     # ---- bytes ----
 
     def _targets(self, chunk: Chunk, layer: int) -> dict[str, npt.NDArray[np.int64]]:
-        """By kind, the region's offsets of each page's pieces; negative: no page."""
+        """The region's offsets of each page's pieces, by kind; negative: no page."""
         pages = chunk.pages[self._parts[layer][0]]
         there = pages != NO_PAGE
         found = places_of(self._geometry, self.pool.layout, np.where(there, pages, 0), layer)
@@ -370,6 +370,6 @@ def _same_device(one: torch.device, other: torch.device) -> bool:
 
 
 def _with(pieces: Pieces, source: torch.Tensor, target: torch.Tensor) -> Pieces:
-    """And a copy of a whole tensor, which is contiguous, as its target is."""
+    """Add a copy of a whole tensor, which is contiguous, as its target is."""
     one = (memory_of(source, "source"), memory_of(target, "target"), source.nbytes)
     return Pieces(*(np.append(row, value) for row, value in zip(pieces, one, strict=True)))

@@ -62,7 +62,7 @@ class Prefill:
             _check_rate("context_half", self.context_half)
 
     def seconds(self, first: npt.ArrayLike, end: npt.ArrayLike) -> Doubles:
-        """For tokens [first, end) of a context, those before `first` being there."""
+        """Seconds for tokens [first, end) of a context, those before `first` being there."""
         begins, ends = np.asarray(first, np.float64), np.asarray(end, np.float64)
         middle = (begins + ends) / 2
         return (ends - begins) * (1 + middle / self.context_half) / self.tokens_per_s
@@ -71,7 +71,7 @@ class Prefill:
     def measured(
         cls, points: Sequence[tuple[float, float]], context_half: float = math.inf
     ) -> Prefill:
-        """From (tokens/s, prompt's tokens): one or two measurements of whole prompts.
+        """The rate by (tokens/s, prompt's tokens): one or two measurements of whole prompts.
 
         Two say how much attention adds. With one, `context_half` says it, of half_of_model().
         """
@@ -105,7 +105,8 @@ class Prefill:
     def of_model(
         cls, layout: KVLayout, parameters: float, q_heads: int, flops_per_s: float
     ) -> Prefill:
-        """From floating-point operations: flops_per_s are what the engine reaches, not the peak.
+        """The rate by floating-point operations: flops_per_s are what the engine reaches, not the
+        peak.
 
         parameters: active for one token, of the shard that `layout` describes.
         """
@@ -318,7 +319,7 @@ class Costs:
         return calls * known.latency_s + read_s
 
     def _cold_seconds(self, layout: KVLayout, tokens: npt.NDArray[np.int64]) -> Doubles:
-        """From the file to the pool."""
+        """Seconds from the file to the pool."""
         known = self.tier("cold")
         read = stored_bytes(layout, tokens) / known.bytes_per_s
         return _records(layout, tokens) * known.latency_s + read
@@ -533,7 +534,7 @@ def _records(layout: KVLayout, tokens: npt.NDArray[np.int64]) -> Doubles:
 
 
 def format_seconds(seconds: float) -> str:
-    """For a person, with three digits: 12.5 us, 3.1 ms, 2.4 s."""
+    """Seconds for a person, with three digits: 12.5 us, 3.1 ms, 2.4 s."""
     for scale, unit in ((1e-6, "us"), (1e-3, "ms")):
         if seconds < 999.5 * scale:
             return f"{seconds / scale:.3g} {unit}"

@@ -128,7 +128,7 @@ def probe_devices(root: Path = Path("/")) -> Devices:
 
 
 def dax_devices_of(devices: Devices, folder: str) -> list[DaxDevice]:
-    """Those at or below a folder of sysfs, or with memory of a CXL device that is there.
+    """DAX devices at or below a folder of sysfs, or with memory of a CXL device that is there.
 
     So a PCI address names its dax device, whatever numbers the kernel gave on the way.
     """

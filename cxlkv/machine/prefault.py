@@ -14,7 +14,8 @@ log = logging.getLogger("cxlkv")
 
 LATER = "the pool's memory comes into place when it is used first: %s"
 STEP_BYTES = 16 << 20
-"""At once: the kernel lets nobody map or unmap memory of this process for that long, 5 to 40 ms."""
+"""Bytes that are touched at once: meanwhile the kernel lets nobody map or unmap memory of this
+process, 5 to 40 ms."""
 
 
 def run(pool: _core.Handle, huge: bool = True, is_over: Callable[[], bool] = lambda: False) -> None:

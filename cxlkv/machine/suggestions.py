@@ -152,7 +152,8 @@ def _devices(devices: Devices) -> Iterator[Place]:
 
 
 def _lasting(device: DaxDevice, devices: Devices) -> str:
-    """By the bus address of a CXL device with its memory, where that means no other."""
+    """The device's name by the bus address of a CXL device with its memory, where that means no
+    other."""
     region = next((each for each in devices.cxl_regions if each.name == device.region), None)
     paths = {memory.name: memory.path for memory in devices.cxl_memory_devices}
     for name in region.targets if region else ():
@@ -209,7 +210,8 @@ def _far_nodes(machine: Machine, numa: Numa, devices: Devices) -> Iterator[Place
 
 
 def _without_cpus(machine: Machine, numa: Numa) -> Iterator[NumaNode]:
-    """Not those in a faster tier than the CPUs' own memory: that is HBM, of a CPU or of a GPU."""
+    """Nodes without CPUs, but not those in a faster tier than the CPUs' own memory: that is HBM, of
+    a CPU or of a GPU."""
     tiers = {each.node: each.tier for each in numa.nodes if each.tier is not None}
     near = [tiers[node.node] for node in machine.nodes if node.cpus and node.node in tiers]
     with_cpus = {each.node for each in numa.nodes if each.has_cpus}
@@ -329,7 +331,7 @@ def _near(machine: Machine, has_far: bool) -> Place:
 
 
 def _other_sockets(machine: Machine, numa: Numa) -> Iterator[Place]:
-    """On a server of several sockets: another one's memory, in the role of far memory."""
+    """Another socket's memory in the role of far memory, on a server of several."""
     allowed = set(machine.cpu.cores_allowed)
     with_both = [node for node in machine.nodes if node.cpus and node.total_bytes]
     with_both.sort(key=lambda node: -len(allowed & set(node.cpus)))  # the first is this process's
@@ -348,7 +350,7 @@ def _other_sockets(machine: Machine, numa: Numa) -> Iterator[Place]:
 
 
 def _most(machine: Machine, free_bytes: int | None, share: float) -> str:
-    """That share of what is free there and what this process may still have."""
+    """The given share of what is free there and what this process may still have."""
     memory = machine.memory
     limits = [each for each in (free_bytes, memory.available_bytes) if each is not None]
     if memory.cgroup_limit_bytes is not None:
@@ -372,6 +374,6 @@ def _size(value_bytes: int | None) -> str:
 
 
 def _scalar(text: str) -> str:
-    """In quotes where YAML would take it for something else."""
+    """Quote text that YAML would take for something else."""
     plain = re.fullmatch(r"[\w/][\w/.:+-]*", text) and not text.endswith(":")
     return text if plain else json.dumps(text)

@@ -324,7 +324,7 @@ class Batch(OfThisProcess):
             transfer.end_attach(self._layout, given)
 
     def _pages_of(self, starts: Starts, unit: int) -> int:
-        """No step of these rows takes more pages."""
+        """The most pages that a step of these rows can take."""
         geometry, tokens = _core.pool_geometry(self._pool), self._layout.page_tokens
         before = np.array([len(s) for s in self.sequences], np.int64)
         pages = (before + np.diff(starts).astype(np.int64) * unit) // tokens - before // tokens

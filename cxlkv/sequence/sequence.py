@@ -212,7 +212,7 @@ class Sequence(Member):
 
 
 def size_text(tokens: int, layout: KVLayout) -> str:
-    """For people."""
+    """A length in tokens, pages and bytes, for people."""
     pages = f"{-(-tokens // layout.page_tokens):,} pages"
     return f"{tokens:,} tokens in {pages} ({format_bytes(tokens * layout.stored_token_bytes)})"
 

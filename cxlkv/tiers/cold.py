@@ -285,7 +285,7 @@ class ColdTier(Closing):
                 self._lock.notify_all()
 
     def _look_anew(self) -> None:
-        """While no call runs."""
+        """Read the tables from the file anew, while no call runs."""
         self._index.clear()
         self._writing.clear()
         self._state[:], self._readers[:], self._checked[:] = FREE, 0, False
@@ -373,8 +373,8 @@ class ColdTier(Closing):
         ]
 
     def _evict(self, count: int, kept: set[bytes]) -> list[int]:
-        """So many slots, if that can be, and less than a record more: reserved now. Those that are
-        not written are to be discarded, or an opening finds what was in them again."""
+        """Reserve so many slots, if that can be, and less than a record more. Those that are not
+        written are to be discarded, or an opening finds what was in them again."""
         victims: list[bytes] = []
         freed: list[int] = []
         for key, place in self._index.items():
@@ -491,7 +491,7 @@ class ColdTier(Closing):
         return right
 
     def _unlink(self, key: bytes) -> Place:
-        """Not found any more; its slots are to be discarded."""
+        """Take a record out of the index; its slots are to be discarded."""
         place = self._index.pop(key)
         self._state[list(place.slots)] = RESERVED
         self._checked[place.slots[0]] = False

@@ -257,7 +257,7 @@ class ColdFile:
             self._make()
 
     def _check_header(self, header: np.void) -> int:
-        """Its state; raises when the file is not what this tier asks for."""
+        """The file's state; raises when it is not what this tier asks for."""
         version = int(header["version"])
         if version not in VERSIONS.values():
             known = " and ".join(map(str, VERSIONS.values()))
@@ -343,7 +343,8 @@ class ColdFile:
         os.fdatasync(self.fd)
 
     def close(self, unlock: bool = True) -> None:
-        """By name: a forked child that has not yet closed its descriptors would keep the lock."""
+        """Unlocks by name: a forked child that has not yet closed its descriptors would keep the
+        lock."""
         if unlock and self.fd >= 0:
             with suppress(OSError):
                 fcntl.flock(self.fd, fcntl.LOCK_UN)

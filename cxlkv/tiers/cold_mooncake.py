@@ -48,7 +48,7 @@ STAGE_BYTES = 64 << 20
 LOCAL_BUFFER_BYTES = 16 << 20  # of Mooncake's own; our transfers do not go through it
 SETUP_S = 30.0
 PAUSE_S = 5.0
-"""After a failure nothing is asked for so long: an engine computes meanwhile."""
+"""Pause after a failure: an engine computes meanwhile."""
 NO_SPACE, DOES_NOT_FIT, NOT_FOUND = -200, -600, -704  # Mooncake's codes
 
 Made = TypeVar("Made")
@@ -313,7 +313,8 @@ class MooncakeTier(Closing):
         return codes
 
     def _timed(self, call: Callable[[], Made], limit_s: float) -> Made | None:
-        """None when it has not returned by then; it goes on, and the tier is off until it ends."""
+        """Call with a limit of time; None when that is over: the call goes on, and the tier is off
+        until it ends."""
         made: list[Made] = []
 
         def work() -> None:

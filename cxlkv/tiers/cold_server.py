@@ -68,7 +68,8 @@ class SharedRows:
 
     @staticmethod
     def make(record_bytes: int) -> tuple[int, SharedRows]:
-        """And its descriptor. Sealed: a peer that made it shorter would end who reads it."""
+        """Make shared rows and their descriptor. Sealed: a peer that made them shorter would end
+        the reader."""
         rows = max(1, RECORDS_BYTES // record_bytes)
         descriptor = os.memfd_create("cxlkv-cold", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -88,7 +89,7 @@ class _OwnedSocket(socket.socket):
 
 
 def _accept(listener: socket.socket, owner: weakref.ref[ColdServer]) -> None:
-    """Nothing ends it but the owner's end: what fails is tried again."""
+    """Accept peers. Nothing ends it but the owner's end: what fails is tried again."""
     said = False
     while True:
         try:
@@ -301,7 +302,7 @@ def _is_others(path: str) -> bool:
 
 
 def connect(path: str) -> socket.socket:
-    """To the owner of a cold file; raises OSError."""
+    """Connect to the owner of a cold file; raises OSError."""
     peer = _OwnedSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with _address(socket_path(path)) as address:

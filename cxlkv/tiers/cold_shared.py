@@ -32,8 +32,7 @@ CHECK_S = 600.0
 SETUP_S = 10.0
 """An owner that has the lock serves the file by then: it has looked through it, or made it."""
 PAUSE_S, PAUSE_MAX_S = 1.0, 60.0
-"""After a failure nothing is asked for so long, twice as long after the next; an engine computes
-meanwhile."""
+"""Pause after a failure, twice as long after the next; an engine computes meanwhile."""
 
 ANSWERS = {"stats": ("stats", dict), "check": ("problems", list), "clear": ("cleared", bool)}
 """Name and type of what the owner answers."""
@@ -234,8 +233,8 @@ class SharedColdTier(Closing):
             side.close()
 
     def _lose(self, side: _Owner | _Peer, error: Exception) -> None:
-        """It has gone, or does not answer; a stopped one still has the file, so that to ask again
-        at once would only cost another deadline."""
+        """Drop a side that has gone, or does not answer; a stopped one still has the file, so that
+        asking again at once would only cost another deadline."""
         with self._mutex:
             if self._side is side:
                 self._side = None

@@ -183,7 +183,7 @@ class LocalTier(Closing):
 
 
 _owners: WeakKeyDictionary[_core.Handle, int] = WeakKeyDictionary()
-"""By pool the LocalTier that made its tier last: no other one ends it."""
+"""The LocalTier that made a pool's tier last: no other one ends it."""
 
 
 def _end(pool: _core.Handle, owner: int) -> None:

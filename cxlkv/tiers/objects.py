@@ -116,7 +116,7 @@ class ObjectMoves(ABC):
         return old | ~there
 
     def _note(self, names: Names, records: Names) -> None:
-        """That the cold tier has exactly these."""
+        """Note that the cold tier has exactly these."""
         assert self.cold is not None
         for name, record in zip(names, records[:, :HEADER_BYTES], strict=True):
             self._saved[name.tobytes()] = record.tobytes()

@@ -170,7 +170,7 @@ class Quota:
             )
 
     def _evict(self, count: int, kept: Names) -> None:
-        """So many of the tenant's pages, and some more, if they may go; none of those kept."""
+        """Evict so many of the tenant's pages, and some more, if they may go; none of `kept`."""
         if count <= 0:
             return
         before = len(self._own)

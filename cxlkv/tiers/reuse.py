@@ -102,7 +102,8 @@ def bin_of(ages: UInt32s) -> npt.NDArray[np.int32]:
 
 
 def kind_of(hits: UInt32s, span: UInt32s) -> Kinds:
-    """By how often a page was found, and the mean time between: `span` is that of all of them."""
+    """Kind of a page by how often it was found, and the mean time between: `span` is that of all
+    finds."""
     gap = np.maximum(span // np.maximum(hits, 1), 1).astype(np.float32).view(np.int32)
     octaves = np.minimum((gap >> 23) - 127, GAPS - 1)
     often = 2 + octaves + np.where(hits >= 8, GAPS, 0)
@@ -197,7 +198,7 @@ class Reuse:
     def _return(
         self, records: Records, new: Integers, names: npt.NDArray[np.uint64], born: UInt32s
     ) -> None:
-        """Those that are remembered were asked for when they were published again."""
+        """Count remembered pages as asked for when they were published again."""
         places = names[new] & np.uint64(len(self._ghosts) - 1)
         known = self._haunted[places] & (self._ghosts["name"][places] == names[new])
         new, places = new[known], places[known]

@@ -435,7 +435,7 @@ class Tiers(ObjectMoves, Closing):
         return self.pool.stats()["pages_free"]
 
     def _evict(self, count: int) -> int:
-        """So many pages, chosen by the policy, to cold or away; all or nothing."""
+        """Evict so many pages, chosen by the policy, to cold or away; all or nothing."""
         rows, published = self.published()
         return self._let_go(rows, published, choose(self._policy, published, count))
 
@@ -602,11 +602,12 @@ class Tiers(ObjectMoves, Closing):
 
     @property
     def brought_pages(self) -> int:
-        """From cold, so far."""
+        """Pages that came from cold, so far."""
         return self.moved_pages("promoted")
 
     def moved_pages(self, what: str) -> int:
-        """So far: "promoted", "demoted", "dropped", "evicted" and so on, as stats() has them."""
+        """Pages moved so far: "promoted", "demoted", "dropped", "evicted" and so on, as stats() has
+        them."""
         return self._counts[f"{what}_pages"]
 
     def link_bytes(self) -> dict[tuple[str, str], int]:
@@ -706,7 +707,7 @@ def names_of(rows: npt.NDArray[np.void]) -> Names:
 
 
 class _RateLimit:
-    """So many bytes a second, of which a second's worth may come at once."""
+    """Limits bytes a second, of which a second's worth may come at once."""
 
     def __init__(self, bytes_per_s: float | None):
         self._rate = bytes_per_s

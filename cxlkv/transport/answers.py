@@ -106,7 +106,7 @@ def told(header: Header) -> CXLKVError:
 
 
 def body_of(size: int, header: Header, body: bytearray) -> bytearray:
-    """So many bytes, and no words."""
+    """Read a body of so many bytes, and no words."""
     checked(Nothing, header)
     if len(body) != size:
         raise _wrong(f"{len(body)} bytes came, {size} were asked for")

@@ -30,16 +30,16 @@ class Link(Protocol):
     buffer: Bytes  # near memory: chunk_records() of them, side by side
 
     def read(self, pieces: Pieces, deadline: Deadline) -> None:
-        """From the far pool's region into the buffer."""
+        """Copy from the far pool's region into the buffer."""
 
     def write(self, pieces: Pieces, deadline: Deadline) -> None:
-        """From the buffer into the far staging area."""
+        """Copy from the buffer into the far staging area."""
 
     def close(self) -> None:
         """A second time does nothing."""
 
     def leave(self) -> None:
-        """In a forked child, in place of close(): what the parent uses of it goes on."""
+        """Called in a forked child in place of close(): what the parent uses of it goes on."""
         self.close()
 
 

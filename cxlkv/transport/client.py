@@ -88,7 +88,7 @@ class RemoteHit(Closing):
     close = release
 
     def number(self) -> int:
-        """By which the server knows it; raises StaleError."""
+        """The number by which the server knows it; raises StaleError."""
         if self._life != self._remote._life:
             raise StaleError("the connection that held this hit was lost: match again")
         if not self._number:

@@ -186,8 +186,8 @@ def shape_of(pool: CXLPool) -> Shape:
 
 
 def _piece_bytes(layout: KVLayout, geometry: dict[str, int]) -> list[int]:
-    """Without what fills a piece up to a line; a sketch is whole lines. A digest of encoded keys is
-    bytes, and where these are codes its scale lies behind them."""
+    """Bytes of pieces without what fills them up to a line; a sketch is whole lines. A digest of
+    encoded keys is bytes, and where these are codes its scale lies behind them."""
     encoded = layout.k_encoding != "none"
     more = SCALE_BYTES if layout.k_encoding in CODE_BITS else 0
     keys = layout.piece_bytes(layout.head_dim, layout.k_encoding, more)

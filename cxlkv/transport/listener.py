@@ -37,7 +37,7 @@ class Session(Protocol):
         """Gives back all that the peer held."""
 
     def leave(self) -> None:
-        """In a forked child: what the peer holds, it holds of the parent."""
+        """Leave the peer to the parent, in a forked child."""
 
 
 S = TypeVar("S", bound=Session)
@@ -73,7 +73,7 @@ class Listener(Closing, Generic[S]):
 
     @abstractmethod
     def _serve(self, session: S) -> None:
-        """In a thread of its own; calls _enter() when the peer has proved itself."""
+        """Serve a session in its thread; calls _enter() when the peer has proved itself."""
 
     def start(self) -> None:
         try:
@@ -83,7 +83,8 @@ class Listener(Closing, Generic[S]):
             raise
 
     def _accept(self) -> None:
-        """Nothing ends it but close(): what fails is tried again, and waits longer each time."""
+        """Accept connections. Nothing ends it but close(): what fails is tried again, and waits
+        longer each time."""
         failures, quiet_until_s = 0, 0.0
         while not self._closed:
             try:

@@ -378,7 +378,7 @@ class VerbsHost:
         self._device.close()
 
     def leave(self) -> None:
-        """In a forked child: the parent serves on."""
+        """Leave the door to the parent, in a forked child."""
         _lifetime.keep_for_ever(self)
 
 

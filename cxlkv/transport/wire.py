@@ -43,7 +43,7 @@ Body = bytes | bytearray | memoryview
 
 
 class Deadline:
-    """Until when a call, with all that it waits for, must be done."""
+    """The time by which a call, with all that it waits for, must be done."""
 
     def __init__(self, seconds: float):
         self.seconds = numbers.seconds("deadline_s", seconds)
@@ -218,7 +218,7 @@ class Wire:
         self._socket.close()
 
     def leave(self) -> None:
-        """In a forked child: the connection is the parent's, and goes on."""
+        """Leave the connection to the parent, in a forked child."""
         self._socket.close()
 
 

@@ -152,7 +152,8 @@ def _descriptions(folder: Path) -> dict[str, object]:
 
 
 def warn_unshared(model: str, where: str) -> None:
-    """Once for an engine whose weights nothing identifies. where: `identity` is written there."""
+    """Warn once that nothing identifies the weights of an engine. where: `identity` is written
+    there."""
     log.warning(
         "cxlkv: nothing says which weights %s has: they are no .safetensors or .gguf files in a "
         "folder or in the hub's cache. So pages are shared with no other engine, and not found "

@@ -51,7 +51,7 @@ class KeyedWeights:
         return None if self._are_mixed or self._loaded.may_differ else self._loaded.state
 
     def look(self) -> None:
-        """Never raises, nor does flushed()."""
+        """Look at the weights. Never raises, nor does flushed()."""
         with self._lock:
             is_idle = time.monotonic() - self._looked_s > loaded.IDLE_S
             self._looked_s = time.monotonic()

@@ -103,7 +103,8 @@ class ObjectCache(Closing):
         self.pool, self._file = pool, stat_of(pool)
 
     def _begin_again(self) -> ObjectPool:
-        """After the pool before was closed, in a thread: calls that are under way are misses."""
+        """Open the pool anew in a thread, after the one before was closed: calls that are under way
+        are misses."""
         self._tiers.close()
         self._begin()
         return self.pool
@@ -223,7 +224,7 @@ class ObjectCache(Closing):
         return self._asked(lambda: self._tiers.forget(keys), 0)
 
     def prioritize(self, keys: PageKeys, priority: int) -> int:
-        """Those that are there make room after all of lower priority; how many this host has."""
+        """Evict these after all of lower priority; returns how many this host has."""
         return self._asked(lambda: self.pool.admin.prioritize(keys, priority), 0)
 
     def clear(self) -> None:

@@ -37,8 +37,8 @@ def _sampled(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its numbers in the order of memory where that is one piece, as of a transposed matrix; else
-    those of its first, middle and last row."""
+    """A tensor's numbers in the order of memory where that is one piece, as of a transposed matrix;
+    else those of its first, middle and last row."""
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
     dense = tensor.permute(order)

@@ -104,7 +104,8 @@ def make_or_open(
 
 
 def share_bytes(place: str, parts: int = 1) -> int:
-    """For one of so many pools: of what this container may still use, and the file system has."""
+    """Bytes for one of so many pools, of what this container may still use and the file system
+    has."""
     memory = probe().memory
     free = [b for b in (memory.available_bytes,) if b is not None]
     if memory.cgroup_limit_bytes is not None:
@@ -277,7 +278,7 @@ class Place:
 
 
 def say(place: Place, wanted_tokens: int) -> None:
-    """In the log, by the first rank: once for the engine."""
+    """Log what pool an engine has, once for it: by its first rank."""
     if place.rank:
         return
     log.info(found_at(place))

@@ -75,8 +75,8 @@ class Reopening(Closing, Generic[Kind]):
             left.close()
 
     def _run(self) -> None:
-        """Nothing ends it but close(), and a pool that its user has closed: without it a lost pool
-        would stay lost."""
+        """Reopen lost pools. Nothing ends it but close(), and a pool that its user has closed:
+        without it a lost pool would stay lost."""
         while self._goes_on():
             with suppress(Exception):
                 self._look()

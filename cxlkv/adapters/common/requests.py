@@ -131,7 +131,7 @@ class PoolRequests:
             batch.verify(layer, same_pages(pages, layout.kv_heads))
 
     def sequence(self, request: str) -> Sequence:
-        """Where the request's K and V are; append to it, attend to it."""
+        """The sequence of the request's K and V; append to it, attend to it."""
         if request not in self.sequences:
             raise BadArgumentError(f"request {request} is not there: load() begins one")
         return self.sequences[request]
@@ -218,8 +218,8 @@ class PoolRequests:
         return self.pool.forget(keys)
 
     def mend(self, keys: PageKeys) -> list[int]:
-        """After a CorruptError while a request's pages were read: takes damaged ones of these keys
-        out, and returns which keys' (by number). The request is released and computed anew."""
+        """Take out damaged pages of these keys, after a CorruptError while a request's pages were
+        read; returns which keys' (by number). The request is released and computed anew."""
         damaged = np.flatnonzero(self._damaged(keys))
         if len(damaged):
             self.forget(PageKeys(keys.packed[damaged], keys.page_tokens, keys.strict))

@@ -50,7 +50,7 @@ def layout_from(config: object, page_tokens: int, dtype: object) -> KVLayout:
 
 
 def windows_of(config: object) -> tuple[int | None, ...]:
-    """For each layer: how many tokens it sees, its own included; None: all.
+    """How many tokens each layer sees, its own included; None: all.
 
     A window that is no shorter than the longest text of the model counts as none: such a layer
     may have a budget.

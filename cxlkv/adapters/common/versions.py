@@ -22,7 +22,8 @@ class Versions(NamedTuple):
         return f"{self.engine.lower()}>={first},<{end}"
 
     def check(self, version: str) -> tuple[int, ...]:
-        """Its numbers; raises UnsupportedError for a version that nobody has tested this with."""
+        """The numbers of a version; raises UnsupportedError for one that this was not tested
+        with."""
         numbers = re.match(r"\d+(\.\d+)*", version)
         found = tuple(map(int, numbers[0].split("."))) if numbers else ()
         if not self.first <= found < self.end:

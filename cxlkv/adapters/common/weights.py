@@ -69,7 +69,7 @@ def _kept() -> dict[str, str]:
 
 
 def _keep(new: dict[str, str]) -> None:
-    """Where the folder cannot be written, files are sampled again next time."""
+    """Save digests; where the folder cannot be written, files are sampled again next time."""
     with suppress(OSError):
         file = _cache_file()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def _format_of(file: Path) -> Callable[[int], tuple[bytes, Spans]]:
 
 
 def _safetensors(descriptor: int) -> tuple[bytes, Spans]:
-    """Its header, and where each tensor begins and ends."""
+    """The file's header, and where each tensor begins and ends."""
     size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if not 2 <= size <= SAFETENSORS_HEADER_BYTES_MAX:
         raise ValueError(f"a header of {size} bytes")

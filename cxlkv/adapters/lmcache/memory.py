@@ -37,7 +37,7 @@ from cxlkv.prefix import PageKeys
 AUDIT_EVERY = 64
 """One of so many published objects that are given back is verified again."""
 WAIT_S = 1.0
-"""At most, for somebody to give something back, where LMCache wants to wait for room."""
+"""Longest wait for memory to be given back, where LMCache wants to wait."""
 LOOK_S = 0.05
 """Other processes give back without telling."""
 
@@ -150,7 +150,7 @@ class PoolAllocator(MemoryAllocatorInterface):
         fmt: MemoryFormat = MemoryFormat.UNDEFINED,
         allocator_type: str | None = None,
     ) -> PoolObject | None:
-        """None when the pool is full of what is held."""
+        """Allocate an object; None when the pool is full of what is held."""
         found = self.batched_allocate(shapes, dtypes, 1, fmt)
         return found[0] if found else None
 
@@ -206,7 +206,7 @@ class PoolAllocator(MemoryAllocatorInterface):
     # ---- to be read ----
 
     def read(self, keys: Sequence[CacheEngineKey], packed: PageKeys) -> list[PoolObject | None]:
-        """With a reference each; None: a miss."""
+        """Read objects, with a reference each; None: a miss."""
         if self.pinned and not self.cache.keeps():
             return [None] * len(keys)
         with self.lock:

@@ -18,7 +18,8 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.pages import PRIORITY_MAX
 
 PRIORITY = "lmcache.cxlkv.priority"
-"""In a request's kv_transfer_params; LMCache hands on what begins so, and it is in no key."""
+"""Key of a priority in a request's kv_transfer_params; LMCache hands on what begins so, and it is
+in no key."""
 
 
 class Key(Protocol):
@@ -40,7 +41,7 @@ def name_of(key: Key) -> str:
 
 
 def priority_of(key: Key) -> int:
-    """That the key's request has asked for; 0: none. Raises BadArgumentError."""
+    """The priority that the key's request has asked for; 0: none. Raises BadArgumentError."""
     said: Mapping[str, object] = getattr(key, "request_configs", None) or {}
     value = said.get(PRIORITY, 0)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= PRIORITY_MAX:

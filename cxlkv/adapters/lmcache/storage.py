@@ -172,8 +172,8 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         return self.cache.keys([names.name_of(key) for key in keys])
 
     def _forms(self) -> Forms:
-        """That chunks are stored in. LMCache may learn of other groups after the start; where one
-        of them has no rows, nothing fits."""
+        """Forms that chunks are stored in. LMCache may learn of other groups after the start; where
+        one of them has no rows, nothing fits."""
         try:
             self._rows, self._has_rows = row_forms(self.metadata, self.settings.encoding), True
         except UnsupportedError as error:
@@ -316,7 +316,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self.cache.inspect()
 
     def _stored(self, chosen: list[tuple[CacheEngineKey, MemoryObj]]) -> list[bool]:
-        """In place what lies in the pool, by copies what does not; which are new."""
+        """Publish in place what lies in the pool, and copies of what does not; which are new."""
         packed = self._keys([key for key, _ in chosen])
         new = [False] * len(chosen)
         if not self.cache.is_whole():
@@ -517,8 +517,8 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: object = None
     ) -> list[MemoryObj]:
-        """Those from the first on that are there. Of one layer all, or LookupError: LMCache would
-        leave the others' places in the engine as they are."""
+        """Objects that are there, from the first on. Of one layer all, or LookupError: LMCache
+        would leave the others' places in the engine as they are."""
         found = await asyncio.to_thread(self._read, keys)
         hits = found.index(None) if None in found else len(found)
         one_layer = lookup_id == LAYERWISE_LOOKUP and isinstance(keys[0], LayerCacheEngineKey)

@@ -14,7 +14,7 @@ log = logging.getLogger("cxlkv")
 EXTRA = "--hicache-storage-backend-extra-config"
 TESTED = (0, 5, 23)
 VERSIONS = Versions("SGLang", TESTED, (0, 6), "storage backends")
-"""Later ones than TESTED are taken with a warning."""
+"""Versions later than TESTED are taken with a warning."""
 
 
 def read_settings(extra_config: Mapping[str, object] | None) -> ObjectSettings:

@@ -40,7 +40,7 @@ Before = Sequence[str] | None
 """SGLang's keys of a text's pages before those of a call; None: it does not say."""
 
 MOVES_MAX = 1024
-"""That nobody takes: older ones are dropped."""
+"""Moves that wait for a reader: older ones are dropped."""
 
 
 class Rank(NamedTuple):
@@ -184,7 +184,7 @@ class Store(Closing):
         return sizes[name] / sum(sizes.values()) / self._rank.config.pp_size
 
     def _say(self, pool: ObjectPool, made: bool) -> None:
-        """Once for an engine."""
+        """Log the pool, once for an engine."""
         memory, shards = self._parts[MAIN]
         pages = pool.stats()["pages_total"] // shards.sharing_ranks
         config = self._rank.config
@@ -267,7 +267,7 @@ class Store(Closing):
             cache.close()
 
     def cache(self, name: str = MAIN) -> ObjectCache:
-        """Where the pages of the host pool of this name are."""
+        """The cache of the pages of the host pool of this name."""
         if name not in self._caches:
             raise BadArgumentError(f"nobody stores pages of the host pool {name}")
         return self._caches[name]

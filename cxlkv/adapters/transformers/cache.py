@@ -678,7 +678,8 @@ def _is_traced(call: Call) -> bool:
 
 
 def _at_home(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """On the CPU, where the pool is, and in `dtype`; the tensor itself when it is so already."""
+    """Bring a tensor to the CPU, where the pool is, and to `dtype`; the tensor itself when it is so
+    already."""
     return tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype)
 
 

@@ -92,7 +92,7 @@ class Hints(Closing):
         cache.on_choice = self._chosen
 
     def stats(self) -> dict[str, float | str]:
-        """Those of the prefetcher (state, accuracy, promoted), and how many hints failed or came
+        """Figures of the prefetcher (state, accuracy, promoted), and how many hints failed or came
         too late."""
         found = {} if self._prefetcher is None else self._prefetcher.stats()
         return {**found, "failed": self._failed, "late": self._late}

@@ -97,7 +97,8 @@ class Walk:
         return same and _classes_and_tensors(self._modules) == self._classes_and_tensors
 
     def _unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Without torch.compile's and LoRA's wrappers, which leave results as they are."""
+        """The model without torch.compile's and LoRA's wrappers, which leave results as they
+        are."""
         model = getattr(model, "_orig_mod", model)
         tuner = getattr(model, "base_model", None)
         lora = _peft("peft.tuners.lora.model")
@@ -246,7 +247,7 @@ def _classes_and_tensors(modules: list[torch.nn.Module]) -> list[object]:
 
 
 def _copy(value: object) -> object:
-    """With containers of its own, all the way down; tensors and objects are the same ones."""
+    """Copy a value with all its containers; tensors and objects are the same ones."""
     if isinstance(value, dict):
         return {name: _copy(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -280,7 +281,7 @@ def _peft(name: str) -> ModuleType | None:
 
 
 def _adapters_of(module: torch.nn.Module) -> list[str] | None:
-    """Those that take part in a LoRA layer; None: no such layer, or one in which others do, too."""
+    """Adapters that take part in a LoRA layer; None: no such layer, or one with others, too."""
     lora = _peft("peft.tuners.lora.layer")
     if lora is None or not isinstance(module, lora.LoraLayer):
         return None

@@ -78,7 +78,8 @@ def _kernel(
 def _spelled_out(
     part: LayerStep, query: Tensor, key: Tensor, value: Tensor, seen: Tensor
 ) -> Tensor:
-    """With softcap and sinks, which the kernels do not have: [batch, q_heads, rows, value_dim]."""
+    """Attention with softcap and sinks, which the kernels do not have: [batch, q_heads, rows,
+    value_dim]."""
     batch, q_heads, rows, _ = query.shape
     grouped = query.reshape(batch, key.shape[1], -1, query.shape[3])
     logits = _capped(part, grouped @ key.mT).view(batch, q_heads, rows, -1)

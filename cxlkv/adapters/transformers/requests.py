@@ -275,8 +275,8 @@ class CXLRequests(PoolRequests):
         return _space_of(model, form_of(ropes, tokens) if ropes else b"")
 
     def _publishable(self, cache: _RowsCache) -> tuple[bytes, int]:
-        """In which space the cache's tokens were made, and up to which one, padding included; none
-        when the model has changed since."""
+        """The space that the cache's tokens were made in, and the last of these, padding included;
+        none when the model has changed since."""
         if not cache.runs or cache.passes is None or not cache.passes.model:
             return MIXED, 0
         if self._look()[0] != cache.passes.model:
@@ -550,7 +550,7 @@ def _check_kept(cache: _RowsCache, tokens: Tensor) -> None:
 
 
 def _hear(module: torch.nn.Module, args: tuple[object, ...], given: dict[str, object]) -> None:
-    """Before each pass of a model: its cache, if it is one of requests, hears what is fed."""
+    """Tell a model's cache, if it is one of requests, what each pass is fed."""
     cache = given.get("past_key_values")
     if not isinstance(cache, _RowsCache):
         return

@@ -27,7 +27,7 @@ def depends_on_length(module: torch.nn.Module) -> bool:
 
 
 def _kinds(module: torch.nn.Module) -> dict[str | None, str]:
-    """Its ropes, by type of layer where these differ."""
+    """The module's ropes, by type of layer where these differ."""
     told = getattr(module, "rope_type", None)
     if isinstance(told, Mapping):
         return {str(layers): str(kind) for layers, kind in told.items()}

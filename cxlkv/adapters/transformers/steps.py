@@ -61,7 +61,7 @@ class LayerStep:
     sinks: Tensor | None = None
 
     def oldest_seen(self) -> npt.NDArray[np.int64]:
-        """For each sequence, int64 [batch], the first token that its last one sees."""
+        """The first token that each sequence's last one sees, int64 [batch]."""
         if self.window is None:
             return np.zeros_like(self.step.lengths)
         return np.maximum(self.step.lengths - self.window, 0)

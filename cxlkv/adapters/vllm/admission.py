@@ -96,13 +96,14 @@ class Admission:
                 pool.pages.want_room(pages * parts, within_share=bool(self._held))
 
     def take(self, request: str) -> None:
-        """It was planned as it was asked for."""
+        """The request was planned as it was asked for."""
         pages = self._asked.pop(request, 0)
         self._given += pages
         self._held[request] = self._held.get(request, 0) + pages
 
     def give_back(self, request: str) -> None:
-        """It was preempted, or has ended: the workers hear of it before the step's tokens come.
+        """The request was preempted, or has ended: the workers hear of it before the step's tokens
+        come.
 
         Pages of its hit do not count: others may hold them, too.
         """

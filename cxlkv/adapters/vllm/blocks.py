@@ -30,7 +30,7 @@ DRAFTERS = ("ngram", "suffix")
 """Ways to speculate that need no layers."""
 
 admissions: dict[str, Admission] = {}
-"""By engine: what its scheduler knows of its pools. The connector enters it, managers look here."""
+"""What each engine's scheduler knows of its pools. The connector enters it, managers look here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,8 @@ def begin_admission(pools: Sequence[CXLPool], config: VllmConfig, lease_s: float
 
 
 def speculated_tokens(config: VllmConfig) -> int:
-    """In a step of one request; raises UnsupportedError for drafters that have K and V."""
+    """Tokens that a step of one request may speculate; raises UnsupportedError for drafters that
+    have K and V."""
     speculative = config.speculative_config
     if speculative is None:
         return 0

@@ -17,7 +17,7 @@ BLOCK_TOKENS = 32  # what the kernel takes at least
 
 
 def chunks_on(device: torch.device, dtype: torch.dtype) -> Many | None:
-    """None where attention in the pool is as fast."""
+    """Attention for many rows; None where attention in the pool is as fast."""
     return attend_chunk if device.type == "cpu" and dtype == torch.float32 else None
 
 

@@ -140,8 +140,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             self.counting = Counting(self._spec.block_size)
 
     def _check_enclosing(self) -> None:
-        """Only workers can: there vLLM says which settings it runs with, before its scheduler is
-        made."""
+        """Check the settings around us. Only workers can: there vLLM says which settings it runs
+        with, before its scheduler is made."""
         own, engine = self._kv_transfer_config, get_current_vllm_config_or_none()
         written = None if engine is None else engine.kv_transfer_config
         if written is None or written.kv_connector == own.kv_connector:
@@ -520,7 +520,7 @@ def step_of(output: SchedulerOutput) -> Step:
 
 
 def packing_of(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
-    """In what order the engine keeps the numbers of a block: part of its keys' namespace."""
+    """The order in which the engine keeps the numbers of a block: part of its keys' namespace."""
     from vllm.platforms import current_platform
 
     version = ".".join(vllm.__version__.split(".")[:2])

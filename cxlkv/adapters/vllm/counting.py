@@ -107,7 +107,7 @@ def joined(one: Figures, other: Figures) -> Figures:
 
 
 def with_moves(figures: Figures, moves: Moves) -> Figures:
-    """And what this process's tiers have moved since they were asked last."""
+    """Add what this process's tiers have moved since the last call."""
     counts, links = moves.take()
     return joined(figures, {**nothing(), "counts": dict(counts), "links": links})
 
@@ -263,7 +263,7 @@ def _local(tiers: Tiers) -> dict[str, float]:
 
 
 def line(figures: Figures) -> str:
-    """For people, of one interval; what there is nothing to say of is left out."""
+    """One interval's figures for people; what is nothing is left out."""
     counts, parts = figures["counts"], []
     asked = int(counts.get("asked_tokens", 0))
     if asked:

@@ -112,8 +112,8 @@ class EngineAttention:
         self._told = self.requests.failures()
 
     def reopened(self, pool: CXLPool, tiers: Tiers | None = None) -> None:
-        """Between two steps: the pool before was lost with what requests held there. They go on,
-        and what this pool lacks of them is saved."""
+        """Go on in a new pool, between two steps: the one before was lost with what requests held.
+        They go on, and what this pool lacks of them is saved."""
         self.pool, self.tiers = pool, tiers or Tiers(pool)
         self.requests.reopened(pool, self.tiers)
         self._writing = None
@@ -196,7 +196,8 @@ class EngineAttention:
         held.since = more.computed if not held.awaits else held.since
 
     def _mark_awaiting(self, loading: list[str]) -> None:
-        """It is not known here how these loads end: what is computed with them may be wrong."""
+        """Mark requests that await loads: how these end is not known here, and what is computed
+        with them may be wrong."""
         for name in loading:
             mine = set(self._held[name].blocks)
             for held in self._held.values():
@@ -236,7 +237,7 @@ class EngineAttention:
         self._later = []
 
     def wait_for_layer(self, name: str) -> None:
-        """Until this layer's hits are in the engine's blocks, right or given up."""
+        """Wait until this layer's hits are in the engine's blocks, right or given up."""
         if self._now is not None and name in self._layers:
             self._now.wait(self._layers[name] + 1)
 
@@ -257,7 +258,7 @@ class EngineAttention:
         return found
 
     def _settle(self, load: Load) -> None:
-        """After its end: counts what failed, and forgets what is damaged."""
+        """Count what failed of a load that has ended, and forget what is damaged."""
         for part in load.parts:
             bad = part.bad_blocks()
             if part.trace is not None:
@@ -386,7 +387,7 @@ class EngineAttention:
         return rest
 
     def _drop(self, name: str) -> None:
-        """No more is saved of this request."""
+        """Save no more of this request."""
         self.requests.release(name)
         self._held[name].saved = 0
         self._held[name].options = replace(self._held[name].options, save=False)
@@ -518,7 +519,7 @@ class EngineAttention:
         return len(keys) > whole
 
     def stop_saving(self, names: Iterable[str] | None = None) -> None:
-        """No more of these requests is saved, nor loaded beside the steps. None: of all, as K and V
+        """Save no more of these requests, nor load them beside the steps. None: of all, as K and V
         are not those that their keys name."""
         some = set(self._held if names is None else names)
         for name in some & self._held.keys():

@@ -95,7 +95,7 @@ class Load:
                     part.sequence.release()
 
     def run(self, memory: Sequences[BlockMemory]) -> None:
-        """In the thread: one layer after the other, until all are there or it is given up."""
+        """Load in the thread, one layer after the other, until all are there or it is given up."""
         try:
             for part in self.parts:
                 part.good = len(part.blocks) if part.sequence is not None else 0
@@ -155,7 +155,7 @@ class Load:
                     part.good, part.error = kept, error
 
     def wait(self, layers: int) -> None:
-        """Until so many layers are there, or it has ended; gives up at the deadline."""
+        """Wait until so many layers are there, or it has ended; gives up at the deadline."""
         with self._changed:
             left_s = self._until - time.monotonic()
             there = lambda: self.has_ended or self._layers >= layers  # noqa: E731
@@ -165,7 +165,7 @@ class Load:
             self._changed.wait_for(lambda: self.has_ended)
 
     def rest(self, most_s: float) -> None:
-        """Until it has ended, but not longer."""
+        """Wait until it has ended, but for most_s at most."""
         with self._changed:
             self._changed.wait_for(lambda: self.has_ended, most_s)
 

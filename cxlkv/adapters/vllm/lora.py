@@ -52,7 +52,7 @@ class _Loaded:
 
 
 class Adapters:
-    """Those of one engine, by id."""
+    """The adapters of one engine, by id."""
 
     def __init__(self) -> None:
         self._loaded: dict[int, _Loaded] = {}

@@ -21,7 +21,7 @@ def unpacked(keys: bytes, block_tokens: int) -> PageKeys:
 
 
 FAR, COLD = TIERS = ("far", "cold")
-"""From where hits come: the pool alone, or what is below it, too."""
+"""Where hits come from: the pool alone, or what is below it, too."""
 
 
 @dataclass(frozen=True)

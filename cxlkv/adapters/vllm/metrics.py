@@ -87,7 +87,7 @@ class Reporting:
 
 
 class CXLMetrics(KVConnectorPromMetrics):
-    """In the process of the endpoint. Every counter is there from the start, as 0."""
+    """Metrics in the endpoint's process. Every counter is there from the start, as 0."""
 
     def __init__(
         self,

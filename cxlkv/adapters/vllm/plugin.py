@@ -44,8 +44,9 @@ def _log_as_engine() -> None:
 
 
 def _register_attention() -> None:
-    """On CPU in place of the engine's: the stock one, unless the settings ask for the pool's. On
-    CUDA as CUSTOM, which a user asks for, and which another plugin may have taken."""
+    """Register attention: on CPU in place of the engine's, and as the stock one unless the settings
+    ask for the pool's. On CUDA as CUSTOM, which a user asks for, and which another plugin may have
+    taken."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

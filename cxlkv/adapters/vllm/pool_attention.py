@@ -51,7 +51,7 @@ OWN: Kind = ("own",)  # none: the step's own K and V are all there is, and someb
 
 ROWS_ALONE = 256
 ROWS_MANY = 64
-"""From so many rows of a request on it pays to copy its pages for a kernel that is faster."""
+"""Rows of a request from which it pays to copy its pages for a kernel that is faster."""
 
 KINDS: tuple[tuple[type[CXLKVError], str], ...] = (
     (CorruptError, "corrupt"),
@@ -115,9 +115,9 @@ class PoolAttention:
         self._report, self._told = Report(), Counter[str]()
 
     def reopened(self, pool: CXLPool, tiers: Tiers | None = None) -> None:
-        """Between two steps: the pool before was lost, and K and V of all requests with it. They
-        are empty here, so that the next step fails for those that have tokens, and the engine
-        computes them again."""
+        """Go on in a new pool, between two steps: the one before was lost, with K and V of all
+        requests. They are empty here, so that the next step fails for those that have tokens, and
+        the engine computes them again."""
         self.pool, self.tiers = pool, tiers or Tiers(pool)
         self.requests.reopened(pool, self.tiers)
         self._batches.clear()
@@ -240,8 +240,8 @@ class PoolAttention:
         return self.requests.audit(keys[: block + 1], sequence, place)
 
     def stop_saving(self, names: Iterable[str] | None = None) -> None:
-        """No more of these requests is published. None: of all, as K and V are not those that their
-        keys name."""
+        """Publish no more of these requests. None: of all, as K and V are not those that their keys
+        name."""
         for name in list(self._held if names is None else names):
             if name in self._held:
                 held = self._held[name]
@@ -304,7 +304,7 @@ class PoolAttention:
     # ---- failures ----
 
     def _forget(self, held: Held) -> None:
-        """Its damaged pages are found no more."""
+        """Forget its damaged pages."""
         try:
             self.requests.mend(self._keys(held))
         except CXLKVError as error:
@@ -438,7 +438,7 @@ class Step:
         return held
 
     def _plan(self) -> list[Group]:
-        """By how they are attended to: one call has one kind."""
+        """Group rows by how they are attended to: one call has one kind."""
         kinds: dict[Kind, list[int]] = {}
         for place in self._sound():
             kinds.setdefault(self._kind(place), []).append(place)
@@ -602,7 +602,7 @@ def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scor
 
 
 Many = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scores], torch.Tensor]
-"""From q [rows, heads, dim] of a text's last tokens, and k and v of all of them: attention."""
+"""Attention of q [rows, heads, dim], a text's last tokens, to k and v of all of them."""
 MakeStep = Callable[[PoolAttention, Sequences[int], Ints, Sequences[int]], Step]
 
 

@@ -142,7 +142,7 @@ class Prefetch(Closing):
             return bool(self._wanted)
 
     def leaves(self, request: str) -> None:
-        """It has ended, or was preempted; the workers are still to hear of it."""
+        """The request has ended, or was preempted; the workers are still to hear of it."""
         with self._changed:
             self._leaving.add(request)
 
@@ -166,7 +166,7 @@ class Prefetch(Closing):
         return self.begin(request, keys, tokens)
 
     def end(self, request: str, for_good: bool = False) -> None:
-        """It waits no longer. for_good: it has ended."""
+        """The request waits no longer. for_good: it has ended."""
         self._count_remote()
         wanted = self._wanted.pop(request, None)
         if for_good:
@@ -229,7 +229,7 @@ class Prefetch(Closing):
                 self._changed.notify_all()
 
     def _bring(self, wanted: _Wanted) -> None:
-        """Once more where it lacked room, and requests were leaving."""
+        """Bring a prefix, once more where it lacked pages and requests were leaving."""
         with self._changed:
             leaving = set(self._leaving)
         self._hold(wanted)

@@ -174,7 +174,8 @@ class Scheduling:
     # ---- a request comes ----
 
     def expect(self, request: EngineRequest) -> None:
-        """It has joined the queue: what it needs of the tiers below may come while it waits."""
+        """The request has joined the queue: what it needs of the tiers below may come while it
+        waits."""
         if self._prefetch is None or not self._reads(request):
             return
         if self._weights.awaited or self._options_of(request).tier == FAR:
@@ -283,8 +284,8 @@ class Scheduling:
 
     @property
     def come_tokens(self) -> Counter[str]:
-        """That came for requests, so far: "restored_tokens" from the cold tier, "pulled_tokens"
-        from a remote pool."""
+        """Tokens that came for requests, so far: "restored_tokens" from the cold tier,
+        "pulled_tokens" from a remote pool."""
         return Counter() if self._prefetch is None else self._prefetch.tokens
 
     def _space_of(self, request: EngineRequest) -> bytes:

@@ -98,7 +98,8 @@ def read_settings(given: Mapping[str, object]) -> Settings:
 
 
 def check_enclosing(settings: Settings, connector: object) -> None:
-    """Where `connector` has us in it, beside others: they want blocks that the engine attends to.
+    """Check settings where `connector` has us beside others, which want blocks that the engine
+    attends to.
 
     Raises BadArgumentError.
     """

@@ -39,7 +39,7 @@ class Weights:
 
     @property
     def told(self) -> tuple[bytes, ...]:
-        """For a message: by rank; empty as long as all are those of the start."""
+        """States by rank, for a message; empty as long as all are those of the start."""
         return tuple(self._states) if any(self._states) else ()
 
     @property
