@@ -44,7 +44,7 @@ def _log_as_engine() -> None:
 
 
 def _register_attention() -> None:
-    """Register attention: on CPU in place of the engine's, and as the stock one unless the settings
+    """Register attention. On CPU in place of the engine's: it is the stock one unless the settings
     ask for the pool's. On CUDA as CUSTOM, which a user asks for, and which another plugin may have
     taken."""
     from vllm.platforms import current_platform
