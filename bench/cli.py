@@ -15,7 +15,6 @@ from rich.text import Text
 from cxlkv.bench import compare
 from cxlkv.bench.registry import (
     TABLE,
-    WITHIN_A_MINUTE,
     Options,
     Say,
     Shown,
@@ -40,7 +39,7 @@ def run(name: str, options: Options) -> Result:
     if case.over_links:
         check_clock(f"bench {name}")
     if len(options.region) > 1 and "role" not in case.options:
-        raise BadArgumentError("--region: one, with latency or bandwidth; litmus takes several")
+        raise BadArgumentError("--region: one with memory; litmus takes several")
     return perform(name, run_all if name == "all" else case.run, options)
 
 
@@ -84,10 +83,9 @@ def run_all(options: Options, say: Say) -> Shown:
     """Every case in one result, figures as CASE/NAME; what cannot run here is named and why. The
     figures of a case of which a check failed are left out."""
     whole, tables = Result("all"), list[Table]()
-    parts = [case for case in TABLE if case.module and not case.is_command]
-    if options.quick:
-        parts = [named(name) for name in WITHIN_A_MINUTE]
-    for part in parts:
+    for part in (leaf for case in TABLE for leaf in case.leaves):
+        if part.is_command or not part.module or (options.quick and not part.is_short):
+            continue
         say(part.name)
         result = Result(part.name, over_links=part.over_links)
         try:

@@ -5,6 +5,7 @@ under load for the report."""
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import isnan, nan
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
-from cxlkv.bench.decode_figures import Cells, Lines, columns_of, contexts_of, lines_of, maps_of
 from cxlkv.bench.result import Result, short
 from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, canvas, numbered, plain
 
@@ -190,6 +190,49 @@ def loaded_latency(
 
 
 # ---- decode ----
+
+Cells = dict[str, dict[str, dict[str, float]]]
+"""Of a map: by row, column and kind of ratio."""
+Lines = dict[str, dict[int, float]]
+"""Milliseconds a step: by form and tokens."""
+POINT = re.compile(r"(?P<form>\w+)_(?P<of>[^_]+)_(?P<requests>\d+)x(?P<tokens>\d+k?)")
+
+
+def maps_of(result: Result, ratios: Sequence[str]) -> dict[str, Cells]:
+    """RATIO_MAP_ROW_COLUMN: by map."""
+    maps: dict[str, Cells] = {}
+    for name, value in result.ratios.items():
+        for ratio in ratios:
+            match name.removeprefix(f"{ratio}_").split("_"):
+                case [of, row, column]:
+                    cells = maps.setdefault(of, {}).setdefault(row, {})
+                    cells.setdefault(column, {})[ratio] = value
+    return maps
+
+
+def columns_of(cells: Cells) -> list[str]:
+    return list(dict.fromkeys(column for row in cells.values() for column in row))
+
+
+def lines_of(result: Result, forms: Sequence[str]) -> dict[tuple[str, int], Lines]:
+    """FORM_OF_REQUESTSxTOKENS: by what it is of, and requests."""
+    found: dict[tuple[str, int], Lines] = {}
+    for name, metric in result.metrics.items():
+        match = POINT.fullmatch(name)
+        if match and match["form"] in forms:
+            lines = found.setdefault((match["of"], int(match["requests"])), {})
+            lines.setdefault(match["form"], {})[tokens_of(match["tokens"])] = metric.median
+    return found
+
+
+def tokens_of(text: str) -> int:
+    """What short() made this of."""
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+
+
+def contexts_of(lines: Lines) -> list[int]:
+    return sorted({tokens for line in lines.values() for tokens in line})
+
 
 GOALS = {
     "exact_to_bound": 0.8,

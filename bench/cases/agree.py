@@ -71,7 +71,7 @@ def run(result: Result, size: Size = Size()) -> None:
 
 
 def _ours(result: Result, data: Bytes, cpu: int, size: Size) -> Tool:
-    """The same loops as in the cases bandwidth, copy and latency; a copy is one call of memcpy."""
+    """The same loops as in the case memory; a copy is one call of memcpy."""
     copy = Stream("copy", data, cpu, block_bytes=size.copy_bytes)
     read = Stream("read", data, cpu)
 

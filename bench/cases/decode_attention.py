@@ -28,8 +28,8 @@ from cxlkv.bench.cases.decode_layers import (
     machine,
 )
 from cxlkv.bench.cases.decode_links import over_links
-from cxlkv.bench.decode_figures import line_table
 from cxlkv.bench.result import Result, short
+from cxlkv.bench.tables import medians, pivot
 from cxlkv.ndp.engine import Budget
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -186,7 +186,7 @@ def emulated(result: Result, size: Size, tokens: int) -> None:
 def tables(result: Result) -> list[Table]:
     ours = [f"{method}_{100 * share:g}" for share, method in product(SHARES, METHODS)]
     forms = ("all", *ours, "sdpa", "flex", "floor")
-    return [line_table(result, forms, "cxlkv bench decode-attention")]
+    return pivot("cxlkv bench decode/attention, ms a step", medians(result), forms)
 
 
 def draw(result: Result, path: Path) -> None:

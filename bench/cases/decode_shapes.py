@@ -26,8 +26,8 @@ from cxlkv.bench.cases.decode_layers import (
     layers_of,
     machine,
 )
-from cxlkv.bench.decode_figures import map_tables
 from cxlkv.bench.result import Result, short
+from cxlkv.bench.tables import pivot
 from cxlkv.ndp.engine import Budget
 
 METHODS = ("exact", "two_stage", "auto")
@@ -95,7 +95,7 @@ def run(result: Result, size: Size = Size()) -> None:
             shape = some[0].shape
             if shape.key_bytes > size.keys_most_bytes:
                 names = ", ".join(cell.name for cell in some)
-                result.notes.append(f"decode-shapes: {names} left out, too large")
+                result.notes.append(f"decode/shapes: {names} left out, too large")
                 continue
             with layers_of(shape.walked(size.walk_bytes), seed) as layers:
                 for cell in some:
@@ -166,12 +166,7 @@ def sum_up(result: Result, cells: Sequence[Cell]) -> None:
 
 
 def tables(result: Result) -> list[Table]:
-    """The maps, and what all cells come to."""
-    summary = Table("", "of all cells", title="cxlkv bench decode-shapes")
-    for name, value in result.ratios.items():
-        if name.endswith(("_least", "_median")):
-            summary.add_row(name, f"{value:.2f}")
-    return [*map_tables(result, RATIOS), summary]
+    return pivot("cxlkv bench decode/shapes", result.ratios, RATIOS)
 
 
 def draw(result: Result, path: Path) -> None:

@@ -23,10 +23,10 @@ from transformers import DynamicCache, PreTrainedModel
 from cxlkv.adapters.transformers import CXLCache, layout_of
 from cxlkv.bench.cases.decode_layers import Walk, all_threads
 from cxlkv.bench.cases.decode_links import DEVICES, over_links
-from cxlkv.bench.decode_figures import line_table
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.models.random_llama import noise_like, random_llama, random_words
 from cxlkv.bench.result import Result, short
+from cxlkv.bench.tables import medians, pivot
 from cxlkv.demo import smollm2
 from cxlkv.demo.answers.ask import handbook
 from cxlkv.demo.full_attention import append_cache, divergence_from, keys_and_values
@@ -97,7 +97,7 @@ def run(result: Result, size: Size = Size()) -> None:
 
 
 def tell(result: Result, model: str) -> None:
-    result.notes.append(f"decode-steps: {model}".replace("torch.", ""))
+    result.notes.append(f"decode/steps: {model}".replace("torch.", ""))
 
 
 def trained(folder: Path, points: Points) -> Reader:
@@ -261,7 +261,8 @@ def slopes(result: Result, ms: Mapping[int, Mapping[str, float]], name: str) -> 
 
 def tables(result: Result) -> list[Table]:
     ours = ["all", *(f"auto_{100 * share:g}" for share in SHARES)]
-    return [line_table(result, [*ours, "dynamic", "dynamic_masked"], "cxlkv bench decode-steps")]
+    forms = [*ours, "dynamic", "dynamic_masked"]
+    return pivot("cxlkv bench decode/steps, ms a step", medians(result), forms)
 
 
 def draw(result: Result, path: Path) -> None:

@@ -27,6 +27,7 @@ from cxlkv.bench.cases.decode_links import clock_s
 from cxlkv.bench.cases.encodings_caches import Points
 from cxlkv.bench.cases.encodings_rivals import Given, Rival
 from cxlkv.bench.result import Result, short
+from cxlkv.bench.tables import pivot
 from cxlkv.emulation.link import emulate
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Budget
@@ -322,47 +323,24 @@ def points(result: Result) -> list[str]:
 
 
 def tables(result: Result) -> list[Table]:
-    kinds = [
-        (kind, encoding) for kind in ("exact", "attend", "append") for encoding in ("int8", "int4")
+    """Ratios by shape and number of threads, and by shape alone; then those to rivals."""
+    kinds = ("exact", "attend", "append")
+    speeds = [f"{kind}_{encoding}" for encoding in ENCODINGS[1:] for kind in kinds]
+    speeds += ["two_stage_progressive", "near_progressive"]
+    bounds = [f"bound_{kind}_{encoding}" for encoding in ENCODINGS[1:] for kind in kinds[:2]]
+    read = ["bytes_two_stage_progressive", "bytes_near_progressive"]
+    return [
+        *pivot("times as fast as a plain pool", result.ratios, speeds),
+        *pivot("of what memory and arithmetic allow", result.ratios, bounds),
+        *pivot(
+            "tokens a byte, of a plain pool's",
+            result.ratios,
+            [f"tokens_{encoding}" for encoding in ENCODINGS[1:]],
+        ),
+        *pivot("bytes read, of int8's", result.ratios, read),
+        *pivot("times as fast as others, by one thread", result.ratios, tuple(BESIDE)),
+        *encodings_caches.tables(result),
     ]
-    speed = Table("shape", *(f"{kind} {encoding}" for kind, encoding in kinds))
-    speed.title = "times as fast as a plain pool"
-    near = Table("shape", *(f"{kind} {encoding}" for kind, encoding in kinds[:4]))
-    near.title = "of what memory and arithmetic allow"
-    for point in points(result):
-        ratios = [result.ratios[f"{kind}_{encoding}_{point}"] for kind, encoding in kinds]
-        speed.add_row(point, *(f"{ratio:.2f}" for ratio in ratios))
-        bounds = [result.ratios[f"bound_{kind}_{encoding}_{point}"] for kind, encoding in kinds[:4]]
-        near.add_row(point, *(f"{ratio:.2f}" for ratio in bounds))
-    kept = Table("shape", "tokens a byte, int8", "int4", title="of a plain pool's without sketches")
-    for name in dict.fromkeys(point.rsplit("-", 2)[0] for point in points(result)):
-        ratios = [result.ratios[f"tokens_{encoding}_{name}"] for encoding in ("int8", "int4")]
-        kept.add_row(name, *(f"{ratio:.2f}" for ratio in ratios))
-    more = Table("shape", "exact fp8", "attend fp8", "two_stage progressive", "attend", "near")
-    more.title = "times as fast as a plain pool, of which a two_stage is beside its exact"
-    read = Table("shape", "select progressive", "near attend", title="bytes, of int8's")
-    wanted = ("exact_fp8_e4m3", "attend_fp8_e4m3", "two_stage_progressive", "attend_progressive")
-    for point in points(result):
-        ratios = [result.ratios[f"{name}_{point}"] for name in (*wanted, "near_progressive")]
-        more.add_row(point, *(f"{ratio:.2f}" for ratio in ratios))
-        if f"bytes_near_progressive_{point}" in result.ratios:
-            ratios = [
-                result.ratios[f"bytes_{k}_progressive_{point}"] for k in ("two_stage", "near")
-            ]
-            read.add_row(point, *(f"{ratio:.2f}" for ratio in ratios))
-    return [speed, near, kept, more, read, *beside_tables(result), *encodings_caches.tables(result)]
-
-
-def beside_tables(result: Result) -> list[Table]:
-    """None without a rival."""
-    names = [point for point in points(result) if point.endswith("-t1")]
-    table = Table("ours to theirs", *names, title="times as fast as others, by one thread")
-    for name in BESIDE:
-        ratios = [result.ratios.get(f"{name}_{point}") for point in names]
-        if any(ratios):
-            row = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
-            table.add_row(name.replace("_to_", " to "), *row)
-    return [table] if table.row_count else []
 
 
 def draw(result: Result, path: Path) -> None:

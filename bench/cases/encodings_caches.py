@@ -26,6 +26,7 @@ from cxlkv.bench.peers.caches import Figures, Given, Steps
 from cxlkv.bench.peers.running import ENVIRONMENTS
 from cxlkv.bench.peers.talking import ContenderError, Conversation, checked, program_of
 from cxlkv.bench.result import Result
+from cxlkv.bench.tables import medians, pivot
 from cxlkv.demo import smollm2
 from cxlkv.demo.text import inputs
 from cxlkv.errors import UnsupportedError
@@ -190,17 +191,5 @@ def take_turns(result: Result, ways: Mapping[str, Way], points: Points) -> None:
 
 def tables(result: Result) -> list[Table]:
     """None where no model was read."""
-    names = [name.removeprefix("step_") for name in result.metrics if name.startswith("step_")]
-    if not names:
-        return []
-    table = Table("cache", "ms a step", "KL", "loss, %", "agrees, %")
-    table.title = "SmolLM2 by cache"
-    for name in names:
-        step, divergence, loss, agreed = (
-            float(np.mean(result.metrics[f"{kind}_{name}"].samples))
-            for kind in ("step", "divergence", "loss", "agreement")
-        )
-        table.add_row(
-            name, f"{step:.1f}", f"{divergence:.1e}", f"{100 * loss:+.2f}", f"{100 * agreed:.1f}"
-        )
-    return [table]
+    columns = ("step", "divergence", "loss", "agreement")
+    return pivot("SmolLM2 by cache: ms, nats, shares", medians(result), columns)

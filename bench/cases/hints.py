@@ -28,6 +28,7 @@ from cxlkv.adapters.transformers.hints import layers_of
 from cxlkv.bench.lab.texts import TEXTS
 from cxlkv.bench.result import Result
 from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, canvas, plain
+from cxlkv.bench.tables import medians, pivot
 from cxlkv.demo import smollm2
 from cxlkv.demo.full_attention import append_cache
 from cxlkv.demo.text import inputs
@@ -359,20 +360,16 @@ def tell(result: Result, size: Size, found: Sequence[Found], moved: dict[str, li
 
 
 def tables(result: Result) -> list[Table]:
-    """Found pages by way, and the link's time by form."""
-    shares = sorted({int(n.rpartition("_")[2]) for n in result.metrics if n.startswith("found_")})
-    first = Table("found beforehand, mean over layers", *(f"best {n} %" for n in shares))
-    for way, words in WAYS.items():
-        cells = [fmean(result.metrics[f"found_{way}_{n}"].samples) for n in shares]
-        first.add_row(words, *(f"{100 * cell:.0f} %" for cell in cells))
+    """Found pages by way and percent, and the link's time by form and percent of the units."""
     label = next((result.label_of(n) for n in result.metrics if n.startswith("in_step_")), None)
-    second = Table("ms of link a step", "within", "ahead", title=marked("", label).strip())
-    for name in (n.removeprefix("in_step_") for n in result.metrics if n.startswith("in_step_")):
-        form, _, percent = name.partition("_")
-        words = FORMS[form] + (f", {percent} % of the units" if percent else "")
-        cells = [result.metrics[f"{of}_{name}"].median for of in ("in_step", "ahead")]
-        second.add_row(words, *(f"{cell:.2f}" for cell in cells))
-    return [first, second]
+    return [
+        *pivot("share found beforehand, mean over layers", means(result), ("found",)),
+        *pivot(marked("ms of link a step", label), medians(result), ("in_step", "ahead")),
+    ]
+
+
+def means(result: Result) -> dict[str, float]:
+    return {name: fmean(metric.samples) for name, metric in result.metrics.items()}
 
 
 def draw(result: Result, path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from cxlkv.arrays import Floats
 from cxlkv.bench import loops
-from cxlkv.bench.cases.copy import shared
+from cxlkv.bench.cases.memory import shared
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.pools import Shape, pool_in_file
 from cxlkv.bench.result import Result

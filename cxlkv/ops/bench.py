@@ -26,8 +26,8 @@ Quick = Annotated[
 Regions = Annotated[
     list[str] | None,
     typer.Option(
-        help="litmus: a dax device without a pool, or a scratch file. Overwritten. latency, "
-        "bandwidth: whose memory is measured: anonymous:, numa:N, dax:DEVICE or a file that is "
+        help="litmus: a dax device without a pool, or a scratch file. Overwritten. memory: "
+        "whose memory is measured: anonymous:, numa:N, dax:DEVICE or a file that is "
         "made and removed."
     ),
 ]
@@ -87,7 +87,7 @@ def bench(
     picture: Annotated[
         Path | None,
         typer.Option(
-            help="decode-..., link, ndp, recall, replay: draw the figures into this file."
+            help="decode/..., link, ndp, recall, replay: draw the figures into this file."
         ),
     ] = None,
     trace: Trace = None,

@@ -51,7 +51,7 @@ int64_t cxlkv_coherence_visible(uint32_t mode, uint64_t record_bytes, uint32_t c
 /* What lines are written back with: "clwb", "clflushopt", "clflush", "dc", or "none". */
 const char *cxlkv_flush_name(void);
 
-/* ---- what `cxlkv bench latency`, bandwidth, copy and gather measure ---- */
+/* ---- what `cxlkv bench memory` and foundation/gather measure ---- */
 
 /* What a stream does, block after block, from the beginning again when the memory ends. */
 #define CXLKV_MEMORY_CHASE 0      /* one load behind the other, along the ring in the memory */

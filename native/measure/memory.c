@@ -1,4 +1,4 @@
-/* What `cxlkv bench latency`, bandwidth, copy and gather time: loops over memory, each stream of
+/* What `cxlkv bench memory` and foundation/gather time: loops over memory, each stream of
  * them on a thread of its own. What they read is summed and what they write can be foretold, so
  * that nothing is optimised away and a wrong loop is seen. */
 #include <errno.h>

@@ -13,7 +13,7 @@ from cxlkv import errors
 from cxlkv.bench import streams
 from cxlkv.bench.cases import coherence
 from cxlkv.bench.pools import Shape
-from cxlkv.bench.registry import CASES, TABLE
+from cxlkv.bench.registry import CASES
 from cxlkv.bench.result import Result
 from cxlkv.ops import cli
 
@@ -59,34 +59,35 @@ SMALL_RECALL = recall.Size(short=2048, long=16384, queries=2, shares=(0.05,), re
 UNIT = 16 * streams.UNIT_BYTES
 # What a case's Size is made of, or what its run() takes that has none.
 SMALL: dict[str, dict[str, object]] = {
-    "latency": {"region_bytes": (4096, UNIT), "load_bytes": UNIT, "pace_ns": (100, 0)},
-    "bandwidth": {"region_bytes": UNIT, "threads": (1, 0)},
-    "pages": {
+    "memory": {
+        **{"ring_bytes": (4096, UNIT), "data_bytes": UNIT, "pace_ns": (100, 0)},
+        **{"threads": (1, 0), "block_bytes": (4096,)},
+    },
+    "foundation/pages": {
         **{"layers": 2, "capacity": 64 << 20, "counts": (1, 8), "pages": 16, "tokens": 128},
         **{"forks": 2, "repeat": 1, "fork_rounds": 1},
     },
-    "copy": {"region_bytes": UNIT, "block_bytes": (4096,)},
-    "gather": {"kv_bytes": 4 << 20, "call_bytes": 2 << 20, "page_tokens": (16, 64)},
+    "foundation/gather": {"kv_bytes": 4 << 20, "call_bytes": 2 << 20, "page_tokens": (16, 64)},
     "coherence": {
         **{"record_bytes": (4096,), "table_bytes": (64,), "memory_bytes": 1 << 20, "rounds": 2},
         **{"sample_bytes": 1 << 16, "calls": 40, "call_rounds": 1},
         **{"pool_bytes": 8 << 20, "pool_rounds": 1},
     },
-    "calls": {"layers": 2, "counts": (1, 3)},
-    "transfer": {"layers": 2, "tokens": 2048},
+    "foundation/calls": {"layers": 2, "counts": (1, 3)},
+    "foundation/transfer": {"layers": 2, "tokens": 2048},
     "windows": {"prompt": 2048, "decode": 20, "heads": 8},
     "worker": {},
-    "hotness": {
+    "tiers/hotness": {
         **{"tokens": 2048, "pairs": 3, "mass_pairs": 3},
         "weighed": (("d64", Shape(layers=1, kv_heads=2, head_dim=64, tokens=256)),),
     },
-    "policy": {"pages": 2000, "rounds": 1},
-    "prefix": {"tokens": 2048, "rounds": 1},
-    "moves": {"layers": 2, "tokens": 512, "batch_units": 40},
-    "residency": {"tokens": 2048, "tiers": (0.25,)},
-    "cold": {"layers": 2, "kv_heads": 2, "call_records": 3, "calls": 2},
-    "compression": {"tokens": 512, "batch_bytes": 1 << 16},
-    "paged": {"kv_bytes": 4 << 20},
+    "tiers/policy": {"pages": 2000, "rounds": 1},
+    "tiers/prefix": {"tokens": 2048, "rounds": 1},
+    "tiers/moves": {"layers": 2, "tokens": 512, "batch_units": 40},
+    "tiers/residency": {"tokens": 2048, "tiers": (0.25,)},
+    "tiers/cold": {"layers": 2, "kv_heads": 2, "call_records": 3, "calls": 2},
+    "tiers/compression": {"tokens": 512, "batch_bytes": 1 << 16},
+    "foundation/paged": {"kv_bytes": 4 << 20},
     "encodings": {
         **{"shapes": ("smollm2",), "tokens_most": 256, "threads": (1,), "walk_bytes": 1},
         **{"append_tokens": 64, "region_bytes": UNIT, "steps": None},
@@ -96,9 +97,9 @@ SMALL: dict[str, dict[str, object]] = {
 ONCE = {"rounds": 1, "sample_s": 0, "settle_s": 0}
 """Of what a Size has of these, unless its line says more."""
 RATIOS = {
-    "cold": {"read_to_memcpy", "write_to_memcpy"},
-    "moves": {"move_to_memcpy"},
-    "paged": {
+    "tiers/cold": {"read_to_memcpy", "write_to_memcpy"},
+    "tiers/moves": {"move_to_memcpy"},
+    "foundation/paged": {
         f"{verb}_{pool}_{threads}_to_memcpy"
         for verb in ("append", "fetch")
         for pool in ("plain", "crc", "sketches")
@@ -109,9 +110,9 @@ RATIOS = {
 }
 ELSEWHERE = (
     "agree",
-    "decode-attention",
-    "decode-shapes",
-    "decode-steps",
+    "decode/attention",
+    "decode/shapes",
+    "decode/steps",
     "hints",
     "link",
     "ndp",
@@ -127,10 +128,11 @@ def check_result(result: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [c.name for c in TABLE if c.module and not c.is_command and c.name not in ELSEWHERE]
+    "case",
+    [c.name for c in CASES.values() if c.module and not c.is_command and c.name not in ELSEWHERE],
 )
 def test_a_case_runs_small(case: str) -> None:
-    if case == "compression":
+    if case == "tiers/compression":
         pytest.importorskip("zstandard", reason="no zstandard: pip install 'cxlkv[compress]'")
     result, module, given = Result(case), CASES[case].load(), SMALL[case]
     if case == "worker":
@@ -147,12 +149,12 @@ def test_a_case_runs_small(case: str) -> None:
         of_link = {name for name in result.ratios if name.startswith("link_")}
         assert of_link
         assert set(result.links) == of_link
-    if case == "residency":
+    if case == "tiers/residency":
         served = {n.split("_")[1]: m.median for n, m in result.metrics.items() if "served" in n}
         assert 0 < served["ours"] <= 1
         assert 0 < served["optimum"] <= 1
         assert served["static"] > served["random"]
-    if case == "compression":
+    if case == "tiers/compression":
         assert result.ratios["noise_share"] >= 1
         assert result.ratios["text_bfloat16_share"] < 0.8
 
@@ -259,8 +261,8 @@ def test_what_a_command_cannot_draw_is_refused_at_once(
     absent = str(tmp_path / "absent" / "x.png")
     for given, what in (
         (
-            ("calls", "--picture", absent),
-            "--picture goes with ndp, hints, link, encodings, decode-shapes, ",
+            ("foundation", "--picture", absent),
+            "--picture goes with ndp, encodings, recall, decode/shapes, ",
         ),
         (("ndp", "--model", str(tmp_path)), "--model goes with recall, vllm; not with ndp"),
         (("recall", "--text", str(tmp_path)), "--text goes with --model"),

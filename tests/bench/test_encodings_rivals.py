@@ -74,4 +74,4 @@ def test_a_run_without_rivals_says_why(
         "numkong": "not installed: pip install numkong",
         "ggml": f"no ggml in {tmp_path / 'llama'}: make build/peers/llama",
     }
-    assert encodings.beside_tables(Result("encodings")) == []
+    assert encodings.tables(Result("encodings")) == []

@@ -71,7 +71,7 @@ def test_what_is_found_and_moved_adds_up(texts: list[Tensor], tmp_path: Path) ->
         )
         assert found["chance"] == pytest.approx([float(share) / 100] * LAYERS, abs=0.06)
     tables = CASES["hints"].tables(result)
-    assert [table.row_count for table in tables] == [len(hints.WAYS), 4]
+    assert [table.row_count for table in tables] == [2 * len(hints.WAYS), 4]
     hints.draw(result, tmp_path / "hints.png")
     assert (tmp_path / "hints.png").read_bytes().startswith(PNG)
 

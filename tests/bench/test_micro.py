@@ -14,10 +14,10 @@ import pytest
 from cxlkv import _core
 from cxlkv.bench import cli as bench_cli
 from cxlkv.bench import loops, streams
-from cxlkv.bench.cases import agree, bandwidth, latency
+from cxlkv.bench.cases import agree, memory
 from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import change_interval, median_interval, warnings_of
-from cxlkv.bench.registry import CASES, GROUPS, TABLE, Case, Options, filled
+from cxlkv.bench.registry import CASES, TABLE, Case, Options, filled, named
 from cxlkv.bench.result import Result
 from cxlkv.errors import (
     BadArgumentError,
@@ -32,34 +32,25 @@ from ..support.command import run
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = 16 * streams.UNIT_BYTES
-LATENCY = latency.Size((4096, UNIT), UNIT, (100, 0), sample_s=0, rounds=1)
-BANDWIDTH = bandwidth.Size(UNIT, (1, 0), sample_s=0, rounds=1)
+MEMORY = memory.Size((4096, UNIT), UNIT, (100, 0), (1, 0), (4096,), sample_s=0, rounds=1)
 
 
-def run_small(case: str, where: str | None = None) -> Result:
-    result = Result(case, over_links=CASES[case].over_links)
-    if case == "latency":
-        latency.run(result, LATENCY, where)
-    else:
-        bandwidth.run(result, BANDWIDTH, where)
+def run_small(where: str | None = None) -> Result:
+    result = Result("memory", over_links=CASES["memory"].over_links)
+    memory.run(result, MEMORY, where)
     return result
 
 
-@pytest.mark.parametrize(
-    ("case", "check"),
-    [("latency", "latency_sums_right"), ("bandwidth", "read_1t_right")],
-)
-def test_a_wrong_sum_fails_the_check(
-    case: str, check: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_sum_fails_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     run = loops.memory_run
 
     def wrong(running: list[Stream], seconds: float) -> list[loops.Streamed]:
         return [did._replace(sum=did.sum + 1) for did in run(running, seconds)]
 
     monkeypatch.setattr(loops, "memory_run", wrong)
-    result = run_small(case)
-    assert not result.checks[check]
+    result = run_small()
+    assert not result.checks["latency_sums_right"]
+    assert not result.checks["read_1t_right"]
 
 
 @pytest.fixture(params=["anonymous:", "file", "striped"])
@@ -78,10 +69,7 @@ def place(request: pytest.FixtureRequest, shm_path: Path) -> Iterator[str]:
     assert [path.exists() for path in paths] == [request.param == "striped"] * 2
 
 
-@pytest.mark.parametrize("case", ["latency", "bandwidth"])
-def test_the_memory_of_a_place_is_measured(
-    case: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_of_a_place_is_measured(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It, and not this process's: its name is in the notes, and no link is charged for loads."""
     monkeypatch.setattr(loops, "memory_taken", None)  # nobody asks for memory of the process
     monkeypatch.setenv("CXLKV_EMULATE", "astera-a1000")
@@ -101,7 +89,7 @@ def test_the_memory_of_a_place_is_measured(
 
     monkeypatch.setattr(_core, "pool_memory", noted)
     monkeypatch.setattr(loops, "memory_run", watched)
-    result = run_small(case, place)
+    result = run_small(place)
     assert result.passed
     assert used
     assert any(place in note for note in result.notes)
@@ -112,13 +100,13 @@ def test_a_place_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "letters"
     file.write_text("dear")
     with pytest.raises(PoolExistsError):
-        bandwidth.run(Result("bandwidth"), BANDWIDTH, str(file))
+        memory.run(Result("memory"), MEMORY, str(file))
     assert file.read_text() == "dear"
     for case, region, why in (
-        ("copy", ["anonymous:"], "not with copy"),
-        ("latency", ["anonymous:", "numa:0"], "--region: one"),
+        ("agree", ["anonymous:"], "--region goes with memory, litmus; not with agree"),
+        ("memory", ["anonymous:", "numa:0"], "--region: one"),
         ("all", ["anonymous:"], "not with all"),
-        ("latency", ["dax:dax99.9"], "no device"),
+        ("memory", ["dax:dax99.9"], "no device"),
     ):
         options = [word for each in region for word in ("--region", each)]
         with pytest.raises(CXLKVError, match=why):
@@ -166,8 +154,7 @@ def test_matrices_name_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "places", lambda need_bytes: two)
     taken = loops.memory_taken
     monkeypatch.setattr(loops, "memory_taken", lambda size, node=-1: taken(size))
-    found = set(run_small("bandwidth").metrics) | set(run_small("latency").metrics)
-    assert {"read_node0_from_node1", "node0_from_node1_ns"} <= found
+    assert {"read_node0_from_node1", "node0_from_node1_ns"} <= set(run_small().metrics)
 
 
 def test_agree_names_the_programs_that_are_not_here(
@@ -215,25 +202,25 @@ def test_all_keeps_what_runs_and_names_the_rest(
 ) -> None:
     def measure(case: Case, result: Result, options: Options) -> None:
         assert options.quick
-        if case.name == "latency":
+        if case.name == "memory":
             raise ModuleNotFoundError("No module named 'torch'", name="torch")
-        if case.name == "copy":
+        if case.name == "coherence":
             raise UnsupportedError("no such thing here")
         result.measure("time", [1.0, 2.0, 3.0], "us")
-        result.checks["right"] = case.name != "gather"
+        result.checks["right"] = case.name != "foundation/gather"
 
     monkeypatch.setattr(Case, "measure", measure)
     out, table = tmp_path / "r.json", tmp_path / "r.csv"
     ended = run(capsys, "bench", "all", "--quick", "--json", out, "--csv", table)
     assert ended.code == 1
     found = json.loads(out.read_text())
-    assert set(found["metrics"]) == {"pages/time", "bandwidth/time", "coherence/time"}
-    assert found["checks"]["gather/right"] is False
+    assert set(found["metrics"]) == {"foundation/pages/time"}
+    assert found["checks"]["foundation/gather/right"] is False
     assert found["ratios"] == {}
     shown = ended.out
-    assert "check failed: gather/right" in shown
-    assert "latency: not measured, torch is not installed" in shown
-    assert "copy: not measured, no such thing here" in shown
+    assert "check failed: foundation/gather/right" in shown
+    assert "memory: not measured, torch is not installed" in shown
+    assert "coherence: not measured, no such thing here" in shown
     assert len(table.read_text().splitlines()) == 1  # a check failed: the head only
 
 
@@ -262,7 +249,7 @@ def test_csv_has_a_row_for_each_figure(tmp_path: Path) -> None:
 def test_every_case_is_listed_with_what_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sorted(name for group in GROUPS.values() for name in group) == sorted(CASES)
+    assert all(case.group for case in CASES.values())
     monkeypatch.setenv("COLUMNS", "80")
     shown = run(capsys, "bench", "list").out
     for name in CASES:
@@ -274,11 +261,31 @@ def test_every_case_is_listed_with_what_it_is(
     assert len(set(said)) == len(CASES), "two cases with one description"
 
 
+def test_a_joined_case_runs_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their figures are in one result; a part that cannot run here is named."""
+
+    def measure(part: Case, result: Result, options: Options) -> None:
+        if part.name == "decode/steps":
+            raise UnsupportedError("no such thing here")
+        result.measure(part.name, [1.0], "us")
+
+    monkeypatch.setattr(Case, "measure", measure)
+    decode, said = named("decode"), list[str]()
+    result = decode.run(Options(), said.append).result
+    assert said == [part.name for part in decode.parts]
+    assert list(result.metrics) == ["decode/shapes", "decode/attention"]
+    assert result.notes == ["decode/steps: not measured, no such thing here"]
+    with pytest.raises(UnsupportedError):
+        named("decode/steps").run(Options(), said.append)
+    assert decode.seconds == sum(part.seconds or 0 for part in decode.parts)
+    assert len(TABLE) <= 24
+
+
 def test_the_docs_have_every_case_and_its_result() -> None:
     docs = ROOT / "docs"
     text = (docs / "reference/benchmarks.md").read_text()
     assert filled(text) == text, "python -m cxlkv.bench.registry writes the table"
-    named_files = {name for case in TABLE for name in case.files}
+    named_files = {name for case in CASES.values() for name in case.files}
     # Of commands that are no case:
     others = {"demo", "demo-answers", "lab", "lab-encodings", "lab-encodings-gemma", "lab-kept"}
     others |= {"lab-sketches", "methods-2000", "methods-7000", "methods-authors"}
@@ -287,7 +294,7 @@ def test_the_docs_have_every_case_and_its_result() -> None:
 
 
 def test_quick_goes_where_there_is_a_quick_size(capsys: pytest.CaptureFixture[str]) -> None:
-    for case in ("calls", "replay"):
+    for case in ("foundation/calls", "foundation", "replay"):
         more = ("--trace", "zipf") if case == "replay" else ()
         ended = run(capsys, "bench", case, "--quick", *more)
         assert (ended.code, "--quick" in ended.err) == (1, True)

@@ -145,7 +145,7 @@ def advise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     files = tmp_path / "b.json", tmp_path / "b.csv"
-    shown = run(capsys, "bench", "gather", "--quick", "--json", files[0], "--csv", files[1])
+    shown = run(capsys, "bench", "foundation/gather", "--quick", "--json", files[0], "--csv", files[1])
     assert shown.code == 0
     return in_text(shown.out) + in_json(files[0]) + in_csv(files[1])
 
@@ -302,7 +302,7 @@ def test_loads_of_bare_memory_are_not_called_emulated(
 
 @pytest.mark.parametrize(
     "words",
-    [("tune",), ("advise", *MODEL), ("bench", "gather", "--quick"), ("demo", "--tiny")],
+    [("tune",), ("advise", *MODEL), ("bench", "foundation/gather", "--quick"), ("demo", "--tiny")],
     ids=lambda words: words[0],
 )
 def test_no_command_goes_by_the_wall_clock_over_a_virtual_link(
