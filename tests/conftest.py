@@ -21,6 +21,10 @@ from cxlkv.pool import Pool
 
 from .support import interpreter, states
 
+# Torch's threads wait for each other at each of many small operations: with as many tests at once
+# as there are cores, longer than they compute. Processes of the tests inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Triton reads this when a kernel's module is imported: without a GPU its interpreter runs them.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -181,14 +185,3 @@ def make_pool() -> Iterator[MakePool]:
 def pool(make_pool: MakePool) -> CXLPool:
     """A small pool: 2 layers, 2 kv heads of 8 channels, pages of 4 tokens, float32."""
     return make_pool(layers=2)
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Torch's threads wait for each other, at each of many small operations, on a busy machine."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

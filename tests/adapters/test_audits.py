@@ -30,8 +30,6 @@ from .test_transformers_requests import PAGE, generate, llama, stock, windowed
 from .test_vllm_engine_attention import layout_of as layout_of_rank
 from .test_vllm_engine_attention import text
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_every_nth_hit() -> None:
     assert [Audits(3).is_due() for _ in range(2)] == [False, False]

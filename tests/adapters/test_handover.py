@@ -43,8 +43,6 @@ from ..support.sharing import shared
 from ..support.small_models import PAGE_TOKENS, generate, prompts, run
 from .test_transformers_models import all_free, dynamic, make
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LENGTHS = (103, 70, 5)  # 102, 69 and 4 tokens are read: two rows end within a page
 ONE = (103,)
 LLAMA = ["llama", "float32"]

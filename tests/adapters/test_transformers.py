@@ -35,8 +35,6 @@ from ..support.worker_thread import serving
 from .test_transformers_models import llama as llama  # a fixture
 from .test_transformers_models import make
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def pool(llama: PreTrainedModel) -> Iterator[CXLPool]:

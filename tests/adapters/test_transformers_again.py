@@ -20,8 +20,6 @@ from cxlkv.errors import BadArgumentError, UnsupportedError
 from ..support.small_models import PAGE_TOKENS, VOCABULARY_SIZE
 from .test_transformers_models import make
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NEW = 10
 ASSISTED = ("prompt_lookup", "assistant")
 

@@ -20,8 +20,6 @@ from cxlkv.adapters.transformers.layouts import config_words as words_of
 from ..support.small_models import VOCABULARY_SIZE
 from .test_transformers_models import MODELS, make
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 OTHER: dict[str, object] = {
     "_name_or_path": "/elsewhere",
     "transformers_version": "4.0",

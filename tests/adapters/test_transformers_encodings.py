@@ -18,7 +18,6 @@ from ..support.small_models import LAYERS, PAGE_TOKENS, close, generate, prompts
 from .test_transformers_models import all_free, make
 from .test_transformers_models import llama as llama  # a fixture
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ENCODINGS = ("int8", "int4", "int8,int4", "none,int4", "fp8_e4m3", "progressive")
 
 

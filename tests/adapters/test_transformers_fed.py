@@ -21,8 +21,6 @@ from cxlkv.prefix import prefix_keys
 from ..support.small_models import prompts
 from .test_transformers_requests import PAGE, built, generate, llama, stock
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def pool() -> Iterator[CXLPool]:

@@ -27,7 +27,6 @@ from cxlkv.tiers.prefetch import Hinted
 from ..support.small_models import LAYERS, PAGE_TOKENS, prompts, run
 from .test_transformers_models import make
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BUDGET = Budget(pages=3, sinks=1, recent=1)
 
 

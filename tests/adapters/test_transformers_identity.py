@@ -38,7 +38,6 @@ from ..support.adapted_worker import PAGE, adapted, base, lora, read
 from ..support.small_models import Generates, prompts
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     # PEFT asks transformers by an old name; a second adapter, and positions, are no news.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),

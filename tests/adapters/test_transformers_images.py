@@ -20,8 +20,6 @@ from cxlkv.errors import BadArgumentError, UnsupportedError
 
 from ..support.small_models import VOCABULARY_SIZE, Generates
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 IMAGE = 60  # the id that stands for a part of an image
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 TEXT: dict[str, object] = {

@@ -38,8 +38,6 @@ from ..support.small_models import (
 )
 from ..support.threads import run_all
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LATENT: dict[str, object] = {
     "num_key_value_heads": 4,
     "head_dim": 8,  # of the rotary channels, as these configs mean it

@@ -31,8 +31,6 @@ from ..conftest import audit
 from ..support.adapters import AdapterSuite
 from ..support.small_models import SHAPE, VOCABULARY_SIZE, Generates, prompts
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PAGE = 8
 SMALLER: dict[str, object] = {
     **SHAPE,

@@ -35,8 +35,6 @@ from cxlkv.errors import BadArgumentError
 from ..conftest import audit
 from ..support.small_models import SHAPE, Generates, prompts
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PAGE, BORDER = 8, 64
 SMALL: dict[str, object] = {
     **SHAPE,

@@ -23,8 +23,6 @@ from ..support.small_models import PAGE_TOKENS, close, prompts, run
 from .test_transformers_models import llama as llama  # a fixture
 from .test_transformers_models import make
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SCALE, Q_HEADS, KV_HEADS, DIM = 0.5, 4, 2, 16
 TOKENS = 900
 LENGTHS = (700, 300, 420)

@@ -30,8 +30,6 @@ from .test_transformers_requests import PAGE, built, generate, llama, stock, win
 from .test_vllm_engine_attention import layout_of as layout_of_rank
 from .test_vllm_engine_attention import text
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # ---- vLLM ----
 
 

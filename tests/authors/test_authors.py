@@ -38,7 +38,6 @@ from tests.authors.states_report import (
     states_result,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 pytest.importorskip("numba", reason="numba compiles scorers")
 
 FOLDER = os.environ.get("CXLKV_AUTHORS")

@@ -167,7 +167,6 @@ NDP_RATIOS = (
 )
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_ndp_runs_small_and_says_what_it_did_not_measure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -212,7 +211,6 @@ def test_ndp_writes_no_ratio_when_forms_disagree(monkeypatch: pytest.MonkeyPatch
     assert result.as_dict()["ratios"] == {}
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_recall_runs_small_and_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     size, result = SMALL_RECALL, Result("recall")
     every = recall.named_sources(size, tmp_path)

@@ -160,7 +160,6 @@ def tiny_reader() -> decode_steps.Reader:
     return decode_steps.Reader("tiny", model, tokens, decode_steps.read(model, tokens[:160]))
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_steps_of_a_tiny_model(tmp_path: Path) -> None:
     result, reader = Result("decode/steps"), tiny_reader()
     decode_steps.measure(result, STEPS, reader)
@@ -187,7 +186,6 @@ def test_steps_of_a_tiny_model(tmp_path: Path) -> None:
     assert (tmp_path / "steps.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_steps_tell_a_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool is given the values of a text read backwards; of random weights, too."""
 
@@ -206,7 +204,6 @@ def test_steps_tell_a_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.checks[f"dynamic_masked_agrees_{reader.name}_1x160"]
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_steps_of_random_weights() -> None:
     """Noise has the deviation of what the model makes."""
     points = decode_steps.Points((64, 160), (1, 2), steps=2, rounds=1)

@@ -17,8 +17,6 @@ from cxlkv.bench.peers.caches import Given, Steps, cache_of
 from cxlkv.bench.result import Result
 from cxlkv.demo import smollm2
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHAPE = {
     "vocab_size": 200,
     "hidden_size": 64,

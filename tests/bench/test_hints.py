@@ -19,7 +19,6 @@ from ..adapters.test_transformers_models import make  # noqa: E402
 from ..support.small_models import LAYERS, VOCABULARY_SIZE  # noqa: E402
 from .test_cases import PNG, check_result  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SIZE = hints.Size(prefix=640, steps=6, shares=(0.2, 0.5), tiers=(1.0,))
 
 

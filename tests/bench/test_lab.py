@@ -40,8 +40,6 @@ from cxlkv.sequence import Sequence as Tokens
 
 from ..support.small_models import save_with_windows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NUMBERS = 300
 SHAPE = {
     "vocab_size": NUMBERS + len(WORDS) + 8,

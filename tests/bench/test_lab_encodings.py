@@ -33,8 +33,6 @@ from cxlkv.ops.cli import app
 
 from ..support.small_models import save_with_windows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NUMBERS = 300
 SHAPE = {
     "vocab_size": NUMBERS,

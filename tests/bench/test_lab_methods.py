@@ -31,8 +31,6 @@ from cxlkv.sequence import Sequence
 from .test_lab import PLAN, model, texts
 
 __all__ = ["model", "texts"]  # fixtures
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 HEADS, GROUP, DIM, PAGE = 2, 3, 16, 16
 LAYOUT = KVLayout(layers=2, kv_heads=HEADS, head_dim=DIM, page_tokens=PAGE, dtype="float32")
 Floats = npt.NDArray[np.float32]

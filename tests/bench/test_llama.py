@@ -57,7 +57,6 @@ def run(folder: Path, fault: str) -> SideBySide:
     return result
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_steps_of_a_peer_and_of_the_pool(tmp_path: Path) -> None:
     result = run(tmp_path, "none")
     assert result.missing == {}

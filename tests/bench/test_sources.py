@@ -30,8 +30,6 @@ from cxlkv.demo.run import load_model
 from cxlkv.demo.task import FACT_KEYS, VALUES, make_context
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHAPE = {
     "vocab_size": 256,
     "hidden_size": 32,

@@ -13,8 +13,6 @@ from cxlkv.bench.models.corpus import standard_library
 from cxlkv.bench.models.train_text import Samples, Stage, Training
 from cxlkv.bench.sources import TEXT_MODEL
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_no_file_is_both_learned_and_held_out() -> None:
     corpus = standard_library()

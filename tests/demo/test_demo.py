@@ -22,8 +22,6 @@ from cxlkv.demo.measure import Asked, Examiner, Plan, Row
 from cxlkv.errors import BadArgumentError
 from cxlkv.ops import cli
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMALL = Plan(tokens=2048, facts=128, seeds=(101,), questions=16, together=8, shares=(0.05, 0.2, 1))
 PNG = b"\x89PNG\r\n\x1a\n"
 

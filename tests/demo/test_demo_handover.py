@@ -16,8 +16,6 @@ from cxlkv.demo.measure import Asked, Plan
 from cxlkv.errors import BadArgumentError, MemoryShortError, PeerError
 from cxlkv.ops import cli
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TOKENS = 2053  # five in the open tail
 
 

@@ -44,8 +44,6 @@ from cxlkv.machine.topology import probe
 
 from ..support import command
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PNG = b"\x89PNG\r\n\x1a\n"
 WORDS = 512
 SHAPE = {

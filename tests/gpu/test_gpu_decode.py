@@ -39,7 +39,6 @@ from cxlkv.sequence import Sequence
 
 from ..support.reference import attend as attend_reference
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE, HEADS, GROUP, DIM, LAYERS = 4, 2, 2, 16, 2
 ATTEND_MAX = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

@@ -27,7 +27,6 @@ from .test_gpu_decode import GROUP, HEADS, Model, decoder_of, dense, device, res
 
 __all__ = ["device"]  # a fixture
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=16, page_tokens=4, dtype="float32")
 TOKENS = 9
 ENCODINGS = ["int8", "int4", "int8,int4", "none,int4"]

@@ -18,8 +18,6 @@ from cxlkv.kernels.copies import (
 GUARD = 0xA5
 GAP = 32  # guard bytes between targets
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Memory:
     """Bytes at known addresses: host memory that the device reads, or the device's own."""

@@ -27,7 +27,6 @@ SLOTS = 256
 OBJECT_BYTES = 2 * LAYERS * CHUNK * HEADS * DIM * 2
 
 _names = count()
-torch.set_num_threads(1)  # of so small tensors
 
 
 class Paged(GPUConnectorInterface):

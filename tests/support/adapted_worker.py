@@ -69,7 +69,6 @@ def read(requests: CXLRequests, model: torch.nn.Module, ids: Tensor) -> tuple[in
 
 def main() -> None:
     told = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
     model, answers = adapted("x"), []
     model.add_adapter("y", lora())
     with CXLPool.open(told["path"], threads=1) as pool:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import sys
 
-import torch
-
 from cxlkv import CXLPool
 from cxlkv.adapters.transformers import CXLRequests, layout_of
 from cxlkv.transport import Server, read_secret
@@ -21,7 +19,6 @@ MODELS = {"llama": llama, "windowed": windowed}
 
 
 def main(name: str, lengths: str, where: str, secret: str, host: str, device: str) -> None:
-    torch.set_num_threads(1)
     model = MODELS[name]()
     ids, mask = prompts(tuple(int(length) for length in lengths.split(",")))
     layout = layout_of(model, PAGE)

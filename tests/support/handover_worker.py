@@ -109,7 +109,6 @@ class Commands:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     for line in sys.stdin:
         words = json.loads(line)
         try:

@@ -27,8 +27,6 @@ from .test_transport import HOST, LINKS, device_of, folder, remote_of
 
 __all__ = ["folder"]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @contextmanager
 def prefilled(folder: Path, link: str, name: str, lengths: tuple[int, ...]) -> Iterator[str]:
