@@ -161,18 +161,24 @@ def assert_settled(path: str, kind: Kind) -> None:
 EVENTS = ("new", "found", "ranges found", "published", "forgotten", "scrubbed", "full")
 
 
-@pytest.mark.parametrize(("kills", "kills_of_hosts"), [(8, 4), nightly(600, 200)])
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [
+        ("plain, 2 threads", 9),
+        ("2 hosts", 4),
+        *(nightly(name, 600 if KINDS[name].hosts == 1 else 200) for name in KINDS),
+    ],
+    indirect=["kind"],
+)
 def test_killed_at_random(
     path: str,
     kind: Kind,
     processes: list[Process],
     kills: int,
-    kills_of_hosts: int,
     seed: int,
 ) -> None:
     """Two write and one reads while others are killed beside them."""
     threads, start = kind.threads, time.monotonic()
-    kills = kills if kind.hosts == 1 else kills_of_hosts
     with opened(path, kind) as watcher:
         steady = [
             Process("work", path, seed + i, threads, int(i == 2), host=host)

@@ -15,6 +15,8 @@ from cxlkv.errors import BadArgumentError, MemoryShortError, UnsupportedError
 from cxlkv.gpu.hot import HotBuffer, SlotCounts, slots_of_heads
 from cxlkv.kernels.slots import Assigned
 
+from ..support.lengths import matrix
+
 PAGE_TOKENS, DIM, VALUE_DIM = 3, 4, 6
 
 
@@ -165,8 +167,7 @@ def test_a_fetch_that_fails_leaves_no_page_behind(device: torch.device) -> None:
     assert hot.assign(0, selected([2, 7], hot), tags).missed.tolist() == [[[0, 1]]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("value_head_dim", [VALUE_DIM, None])
+@matrix(dtype=[torch.float32, torch.float16, torch.bfloat16], value_head_dim=[VALUE_DIM, None])
 def test_a_budget_for_each_layer_and_head(
     device: torch.device,
     dtype: torch.dtype,

@@ -27,6 +27,7 @@ from cxlkv.kernels.runtime import INTERPRETED
 from cxlkv.ndp.engine import Budget
 from cxlkv.sequence import Sequence
 
+from ..support.lengths import matrix
 from ..support.sharing import shared
 
 SEED = 7030
@@ -127,8 +128,7 @@ def writer_for(pool: CXLPool, device: torch.device, way: str) -> WriteThrough:
 WAYS = pytest.mark.parametrize("way", ["copier", "pinned memory"])
 
 
-@WAYS
-@pytest.mark.parametrize("pool", ["plain", "mla"], indirect=True)
+@matrix(pool=["plain", "mla"], way=["copier", "pinned memory"], indirect=["pool"])
 def test_a_chunk_reads_as_if_it_were_appended(
     pool: CXLPool, device: torch.device, way: str
 ) -> None:
