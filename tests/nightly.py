@@ -87,10 +87,16 @@ PARTS = {
     ),
     "tsan": Part("make native-tsan-rest", 3, C_TESTS),
     "arm64": Part("make native-test-arm64-rest", 2, C_TESTS, tools=ARM64),
-    "triton": Part("make pytest-nightly ARGS=tests/kernels", 3, ("kernels/", "tests/kernels/")),
+    "triton": Part("make pytest-nightly ARGS=tests/kernels", 5, ("kernels/", "tests/kernels/")),
+    "matrices": Part(
+        "make pytest-nightly ARGS='tests/ndp tests/adapters'",
+        8,
+        (*CORE, "cxlkv/adapters/", "ndp/", "tests/adapters/", "tests/ndp/", "tests/support/"),
+    ),
     "storms": Part(
-        "make pytest-nightly ARGS='--ignore tests/kernels'",
-        6,
+        "make pytest-nightly "
+        "ARGS='--ignore tests/kernels --ignore tests/ndp --ignore tests/adapters'",
+        8,
         (*CORE, "cxlkv/", "ndp/", "tests/"),
     ),
     "seeds": Part("make test-seeds", 6, PROTOCOL),
