@@ -10,7 +10,6 @@ import torch
 
 from cxlkv import KVLayout
 from cxlkv.arrays import Bytes, Floats
-from cxlkv.bench.lab.codes import fp8
 from cxlkv.errors import BadArgumentError, CorruptError
 from cxlkv.layout import FP8
 from cxlkv.ndp.engine import same_pages
@@ -31,15 +30,17 @@ def check_piece(piece: Bytes, rows: Floats, layout: KVLayout, kind: int) -> None
     encoding = (layout.k_encoding, layout.v_encoding)[kind]
     if encoding == FP8:
         rest = np.zeros((layout.page_tokens - len(rows), rows.shape[1]), np.uint8)
-        wanted = np.concatenate([fp8(rows.astype(np.float32)), rest])
+        numbers = torch.from_numpy(kept.in_fp8(rows.astype(np.float32)))  # which fp8 has
+        codes = numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        wanted = np.concatenate([codes, rest])
         np.testing.assert_array_equal(piece, wanted.ravel())
         return
     form = Form(kept.BITS[encoding], rows.shape[1], kind == 1)
     all_tokens = -(-layout.page_tokens // 16) * 16
     assert piece.shape == (form.piece_bytes(layout.page_tokens),)
     found = unpack(form, piece, all_tokens)
-    codes, scales = kept.codes(rows.astype(np.float32), encoding)
-    np.testing.assert_array_equal(found.codes[: len(rows)], codes)
+    made, scales = kept.codes(rows.astype(np.float32), encoding)
+    np.testing.assert_array_equal(found.codes[: len(rows)], made)
     np.testing.assert_array_equal(found.scales[: len(rows)].astype(np.float32), scales)
     assert not found.codes[len(rows) :].any()
     assert not found.scales[len(rows) :].any()

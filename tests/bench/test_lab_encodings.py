@@ -22,7 +22,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from cxlkv.bench.lab import encodings, encodings_report
+from cxlkv.bench.lab import encodings, encodings_report, rivals
 from cxlkv.bench.lab.encodings import Coder, CodesPlan, Encoding, both
 from cxlkv.bench.lab.stored import attention
 from cxlkv.bench.lab.texts import Text
@@ -238,3 +238,36 @@ def test_one_text_has_no_bound(model: Path, tmp_path: Path) -> None:
     assert "no bound" in [*table.columns[5].cells]
     assert not any("below" in name for name in encodings_report.result_of(found).metrics)
     encodings_report.draw(tmp_path / "one.png", found)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_kivi_is_within_half_a_step(bits: int, seed: int) -> None:
+    keys = torch.randn(70, 64, generator=torch.Generator().manual_seed(seed))
+    found = rivals.kivi_keys(keys, bits)
+    assert (found[64:] == keys[64:]).all()  # no whole group
+    for group in (slice(0, 32), slice(32, 64)):
+        spread = keys[group].amax(0) - keys[group].amin(0)
+        step = spread / ((1 << bits) - 1)
+        room = 0.5 * step + 2.0**-10 * (spread + keys[group].abs().amax(0))
+        assert ((found[group] - keys[group]).abs() <= room).all()
+    whole = rivals.kivi_values(keys, bits)
+    assert torch.equal(rivals.kivi_values(keys[69:], bits), whole[69:])
+    assert (rivals.kivi_keys(torch.full((32, 64), 0.3), bits) - 0.3).abs().max() < 2.0**-11
+
+
+def test_q4_0_has_its_largest_channel_to_float16(seed: int) -> None:
+    rows = torch.randn(30, 64, generator=torch.Generator().manual_seed(seed))
+    groups, made = (rivals.in_groups(each, 32) for each in (rows, rivals.q4_0(rows)))
+    at = groups.abs().argmax(-1, keepdim=True)
+    torch.testing.assert_close(made.gather(-1, at), groups.gather(-1, at), rtol=2.0**-10, atol=0)
+    assert (made - groups).square().sum() < 0.01 * groups.square().sum()
+    assert (rivals.q4_0(torch.zeros(1, 32)) == 0).all()
+
+
+def test_a_rounded_query_is_off_by_half_a_step(seed: int) -> None:
+    query = torch.randn(50, 64, generator=torch.Generator().manual_seed(seed))
+    for bits, most in rivals.QUERY_MOST.items():
+        off = rivals.rounded_query(query, bits) - query
+        turned = rivals.rotate_reference(query).abs().amax(-1)
+        assert (off.norm(dim=-1) <= 0.51 * 8 * turned / most + 1e-5).all()
+    assert (rivals.rounded_query(torch.zeros(1, 64), 14) == 0).all()
