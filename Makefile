@@ -96,7 +96,7 @@ test-gpu: $(VENV)/.built  ## the Python tests that need a CUDA device
 # It needs none of this where there is a GPU but no network: python3 tests/gpu_suite/suite.py OUT.
 .PHONY: gpu-suite
 OUT ?= build/gpu-suite
-gpu-suite: $(VENV)/.built  ## GPU tests, benches and pictures into OUT; without a GPU: what can run
+gpu-suite: $(VENV)/.built  ## GPU tests and benches into OUT; without a GPU: what can run
 	$(BIN)/python tests/gpu_suite/suite.py $(OUT) $(ARGS)
 
 lint: $(VENV)/.stamp  ## style

@@ -42,7 +42,6 @@ SHARES = {
     "gather": 0.20,
     "attend": 0.20,
     "decode": 0.30,
-    "pictures": 0.10,
 }
 CASES = ("gather", "attend", "decode")
 TAIL_CHARACTERS = 6000  # of a step's output, kept in the index
@@ -65,7 +64,6 @@ MODULES = {
     "triton": "the kernels",
     "pytest": "the tests",
     "hypothesis": "the tests",
-    "matplotlib": "the pictures",
 }
 NEEDED = (
     *("cffi", "pycparser", "numpy", "ml_dtypes", "torch"),
@@ -243,7 +241,6 @@ class Suite:
             "environment": self.environment,
             "steps": [asdict(step) for step in self.steps],
             "results": [f"{case}.json" for case in CASES if self.result(case)],
-            "pictures": [f"{case}.png" for case in CASES if (self.out / f"{case}.png").exists()],
         }
         texts = {"index.json": json.dumps(index, indent=2) + "\n", "summary.md": summary(self)}
         for name, text in texts.items():
@@ -474,7 +471,7 @@ def counted(name: str, report: Path, ran: Ran) -> TestFile:
     return TestFile(name, passed, failures, skips, ran.text[-TAIL_CHARACTERS:] if failures else "")
 
 
-# ---- cases and pictures ----
+# ---- cases ----
 
 
 def case(suite: Suite, name: str) -> Step:
@@ -503,15 +500,6 @@ def case(suite: Suite, name: str) -> Step:
     return Step(name, "passed", f"{held} checks hold{'; ' if why else ''}{why}")
 
 
-def pictures(suite: Suite) -> Step:
-    """Drawn from the files of the cases, so that they can be drawn again later."""
-    if not any(suite.result(name).get("metrics") for name in CASES):
-        return Step("pictures", "skipped", "no figures to draw")
-    command = [sys.executable, "-m", "tests.gpu_suite.results", str(suite.out)]
-    ran = run(command, suite.env, suite.left_s("pictures"))
-    return Step("pictures", "failed" if ran.fault else "passed", ran.fault, tail=ran.text)
-
-
 STEPS = {
     "environment": environment,
     "build": build,
@@ -519,7 +507,6 @@ STEPS = {
     "gather": lambda suite: case(suite, "gather"),
     "attend": lambda suite: case(suite, "attend"),
     "decode": lambda suite: case(suite, "decode"),
-    "pictures": pictures,
 }
 
 
@@ -573,7 +560,7 @@ def summary(suite: Suite) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Build, test and measure the GPU path.")
-    parser.add_argument("out", type=Path, help="the folder for JSON files, pictures, summary.md")
+    parser.add_argument("out", type=Path, help="the folder for JSON files and summary.md")
     parser.add_argument("--wheels", type=Path, help="a folder with wheels of what is missing here")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, no tests: does it run?")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all of it (8)")
@@ -584,7 +571,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"--minutes {given.minutes}: a number above 0 is wanted")
     out = given.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("index.json", "summary.md", *(f"{c}.{s}" for c in CASES for s in ("json", "png"))):
+    for name in ("index.json", "summary.md", *(f"{case}.json" for case in CASES)):
         (out / name).unlink(missing_ok=True)  # of an earlier run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children end with us
     with tempfile.TemporaryDirectory(prefix="cxlkv-gpu-suite-") as work:

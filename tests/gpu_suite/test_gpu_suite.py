@@ -17,17 +17,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the suite measures kernels for torch's tensors")
 from cxlkv.bench.result import Result  # noqa: E402
-from cxlkv.errors import BadArgumentError  # noqa: E402
 
 from ..support.pool_worker import is_alive  # noqa: E402
-from . import attend, decode, gather, results  # noqa: E402
+from . import attend, decode, gather  # noqa: E402
 from . import case as gpu_case  # noqa: E402
 from . import suite as gpu_suite  # noqa: E402
 from .case import Progress, Timer  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/gpu_suite/suite.py"
-PNG = b"\x89PNG\r\n\x1a\n"
 CPU = torch.device("cpu")
 RUN: dict[str, Callable[[Progress], None]] = {
     "gather": lambda progress: gather.run(progress, CPU, gather.TINY),
@@ -60,7 +58,7 @@ def of_any_size(name: str) -> str:
     return re.sub(r"\d+k?", "#", name)
 
 
-def test_cases_are_right_and_name_figures_as_pictures_and_pages_read_them(
+def test_cases_are_right_and_name_figures_as_the_summary_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attend, "LONG_BYTES", 0)
@@ -71,9 +69,6 @@ def test_cases_are_right_and_name_figures_as_pictures_and_pages_read_them(
     made = {of_any_size(name) for result in found.values() for name in result.ratios}
     on_a_gpu = {"kernel_below_break_even_to_dma"}  # there is no DMA on a CPU
     assert {of_any_size(name) for name in gpu_suite.WANTED.keys() - on_a_gpu} <= made
-    drawn = results.draw_all(tmp_path)
-    assert drawn == [tmp_path / f"{case}.png" for case in RUN]
-    assert all(path.read_bytes().startswith(PNG) for path in drawn)
 
 
 def test_a_case_whose_time_is_over_says_what_it_left_out(tmp_path: Path) -> None:
@@ -82,17 +77,11 @@ def test_a_case_whose_time_is_over_says_what_it_left_out(tmp_path: Path) -> None
     assert not result.passed
 
 
-def test_what_is_not_a_result_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "gather.json").write_text('{"metrics": {"h2d": 1}}')
-    with pytest.raises(BadArgumentError, match=r"gather\.json: not a whole, unchanged result file"):
-        results.draw_all(tmp_path)
-
-
 # ---- the script ----
 
 
 def test_the_script_comes_to_its_end_without_a_gpu(tmp_path: Path) -> None:
-    (tmp_path / "gather.png").write_bytes(b"of an earlier run")
+    (tmp_path / "gather.json").write_bytes(b"of an earlier run")
     # Without the interpreter, which the tests of the cases have, the torch references run.
     env = dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), TRITON_INTERPRET="0")
     command = [sys.executable, str(SCRIPT), str(tmp_path), "--quick"]
@@ -104,8 +93,7 @@ def test_the_script_comes_to_its_end_without_a_gpu(tmp_path: Path) -> None:
     steps = {step["name"]: step for step in index["steps"]}
     assert list(steps) == list(gpu_suite.STEPS)
     for name, step in steps.items():
-        skipped = name in ("tests", "pictures")
-        assert step["state"] == ("skipped" if skipped else "passed"), step
+        assert step["state"] == ("skipped" if name == "tests" else "passed"), step
         assert step["reason"] or name == "environment"
     assert "no GPU" in steps["tests"]["reason"]
     assert "no figures" in steps["gather"]["reason"]
