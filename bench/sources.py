@@ -22,6 +22,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     DynamicCache,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer
@@ -30,7 +31,6 @@ from transformers.masking_utils import sdpa_mask
 
 from cxlkv.adapters.common.shapes import windows_of
 from cxlkv.adapters.transformers.layouts import layout_of, text_config
-from cxlkv.bench.models import train_text
 from cxlkv.bench.models.corpus import held_out_text
 from cxlkv.demo.run import load_model
 from cxlkv.demo.task import FACT_KEYS, make_context
@@ -83,9 +83,17 @@ def text(
     of one core, 65,536 take four minutes and 1.4 GB; its README says how good the model is.
     """
     with quiet():
-        model = train_text.load(TEXT_MODEL)
+        model = load(TEXT_MODEL)
     ids = _cut(torch.tensor(list(held_out_text())), tokens, first)
     return take("text", model, ids, queries, layers)
+
+
+def load(folder: Path) -> LlamaForCausalLM:
+    """The model in a folder, its rounded weights widened to float32."""
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True
+    )
+    return model
 
 
 def folder(

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from cxlkv.bench.models import train_text
 from cxlkv.bench.models.corpus import standard_library
-from cxlkv.bench.models.train_text import Samples, Stage, Training
-from cxlkv.bench.sources import TEXT_MODEL
+from cxlkv.bench.sources import TEXT_MODEL, load
+
+from . import train_text
+from .train_text import Samples, Stage, Training
 
 
 def test_no_file_is_both_learned_and_held_out() -> None:
@@ -96,6 +97,6 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_been(
 
 def test_the_shipped_model_looks_up_values_that_were_given_before() -> None:
     """Up to 2,000 bytes before, in text that it was not trained on; one in ten is chance."""
-    model = train_text.load(TEXT_MODEL)
+    model = load(TEXT_MODEL)
     assert train_text.recalled(model, standard_library().held_out, 2048, 6) > 0.4
     assert (TEXT_MODEL / "model.safetensors").stat().st_size <= 4_000_000

@@ -1,7 +1,7 @@
 """Trains the byte-level Llama of bench/models/text on the sources of Python's own library.
 
-    nice python -m cxlkv.bench.models.train_text --out FOLDER     43 minutes on one busy core
-    python -m cxlkv.bench.models.train_text --evaluate FOLDER     ten minutes
+    nice python -m tests.bench.train_text --out FOLDER     43 minutes on one busy core
+    python -m tests.bench.train_text --evaluate FOLDER     ten minutes
 
 What it is for: keys and queries of a model that was trained on text and that really looks back
 thousands of tokens, small enough to ship. A stopped run goes on where it was when started again.
@@ -32,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cxlkv.arrays import Bytes
 from cxlkv.bench.models.corpus import Corpus, standard_library
+from cxlkv.bench.sources import load
 
 SEED = 1
 LONGEST = 65_536
@@ -295,14 +296,6 @@ def evaluation(model: LlamaForCausalLM, corpus: Corpus) -> Iterator[str]:
     for tokens, texts in ((1024, 64), (4096, 16), (16384, 4)):
         share = recalled(model, corpus.held_out, tokens, texts)
         yield f"digits of values given before, in {tokens:6,d} bytes: {share:.3f} right"
-
-
-def load(folder: Path) -> LlamaForCausalLM:
-    """The exported model, its rounded weights widened to float32."""
-    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True
-    )
-    return model
 
 
 def main() -> None:
