@@ -500,7 +500,7 @@ def case(suite: Suite, name: str) -> Step:
     return Step(name, "passed", f"{held} checks hold{'; ' if why else ''}{why}")
 
 
-STEPS = {
+STEPS: dict[str, Callable[[Suite], Step]] = {
     "environment": environment,
     "build": build,
     "tests": tests,
