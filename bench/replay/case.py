@@ -174,8 +174,8 @@ def run_bytes(
     memory_hits = counts.hits - counts.cold_hits
     for name, pages in (
         ("hits", counts.hits),
-        ("near_hits", counts.near_hits),
-        ("far_hits", memory_hits - counts.near_hits),
+        ("local_hits", counts.local_hits),
+        ("far_hits", memory_hits - counts.local_hits),
         ("cold_hits", counts.cold_hits),
     ):
         result.measure(name, [pages / max(counts.asked, 1)], "share of the pages asked for")

@@ -38,14 +38,14 @@ SAVE_EVERY = 256
 
 @dataclass
 class Counts:
-    """In pages, but for the first and the last two. Near hits were read from copies, cold ones were
+    """In pages, but for the first and last two. Local hits were read from copies, cold ones were
     in the file when they were asked for; the others were in the pool."""
 
     requests: int = 0
     asked: int = 0
     hits: int = 0
     cold_hits: int = 0
-    near_hits: int = 0
+    local_hits: int = 0
     unpublished: int = 0
     wrong: int = 0
     resumed: int = 0
@@ -177,7 +177,7 @@ def one(tiers: Tiers, request: Request, counts: Counts) -> None:
     if hits:
         before = local_reads(tiers)
         counts.wrong += verify(tiers.pool.batch([sequence]), names[:hits])
-        counts.near_hits += local_reads(tiers) - before
+        counts.local_hits += local_reads(tiers) - before
     if hits < len(names):
         rows = content(names[hits:])
         try:

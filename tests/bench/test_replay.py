@@ -66,7 +66,7 @@ def test_cold_pages_come_back_with_their_bytes() -> None:
     assert problems == []
     assert counts.hits == counts.asked - everything, "nothing is lost: only first times are misses"
     assert counts.cold_hits > 0
-    assert counts.near_hits > 0
+    assert counts.local_hits > 0
     assert stats["dropped_pages"] == 0
 
 
