@@ -15,13 +15,20 @@ from cxlkv.bench.peers.running import SideBySide, need_room
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.vllm import running, smollm2
-from cxlkv.bench.vllm.running import CACHED, POOLED, Answer, Ways
+from cxlkv.bench.vllm.running import CACHED, POOL_ATTENTION, Answer, Ways
 from cxlkv.demo import smollm2 as model
 
-CACHED_FP8, POOLED_FP8 = "cached_fp8", "pooled_fp8"
+CACHED_FP8, POOL_ATTENTION_FP8 = "cached_fp8", "pool_attention_fp8"
 """Engines with --kv-cache-dtype fp8: vLLM's own attention, and ours."""
-NAMES = (CACHED, CACHED_FP8, POOLED, POOLED_FP8, "pooled_int8", "pooled_int4")
-CHOSEN = (CACHED_FP8, POOLED_FP8, "pooled_int8", "pooled_int4")
+NAMES = (
+    CACHED,
+    CACHED_FP8,
+    POOL_ATTENTION,
+    POOL_ATTENTION_FP8,
+    "pool_attention_int8",
+    "pool_attention_int4",
+)
+CHOSEN = (CACHED_FP8, POOL_ATTENTION_FP8, "pool_attention_int8", "pool_attention_int4")
 """Whose tokens may be others than stock's."""
 
 
@@ -63,16 +70,20 @@ class Run(running.Run):
         self, what: str, prompts: Sequence[list[int]], answers: Mapping[str, Answer | None]
     ) -> None:
         super().decoded(what, prompts, answers)
-        ours, stock = answers[POOLED_FP8], answers[CACHED_FP8]
+        ours, stock = answers[POOL_ATTENTION_FP8], answers[CACHED_FP8]
         if ours is not None and stock is not None:
             self.judge = CACHED_FP8
-            self.must_equal(POOLED_FP8, prompts, ours, stock, f"{what}, {POOLED_FP8}")
+            self.must_equal(
+                POOL_ATTENTION_FP8, prompts, ours, stock, f"{what}, {POOL_ATTENTION_FP8}"
+            )
             self.judge = CACHED
             same = running.same_tokens(ours, stock)
-            self.add(f"{what}_{POOLED_FP8}_tokens_of_{CACHED_FP8}", "share", same)
-        ours, stock = answers[POOLED], answers[CACHED]
+            self.add(f"{what}_{POOL_ATTENTION_FP8}_tokens_of_{CACHED_FP8}", "share", same)
+        ours, stock = answers[POOL_ATTENTION], answers[CACHED]
         if ours is not None and stock is not None:
-            self.add(f"{what}_{POOLED}_same_tokens", "share", running.same_tokens(ours, stock))
+            self.add(
+                f"{what}_{POOL_ATTENTION}_same_tokens", "share", running.same_tokens(ours, stock)
+            )
 
 
 def run(
@@ -102,11 +113,11 @@ def settings_of(name: str, place: Path, folder: Path, size: Size) -> dict[str, o
         **running.of_all(size),
         "model": str(folder),
         "dtype": "bfloat16",
-        "enable_prefix_caching": not name.startswith(POOLED),
+        "enable_prefix_caching": not name.startswith(POOL_ATTENTION),
         "kv_cache_dtype": "fp8" if name.endswith("fp8") else "auto",
     }
-    if name.startswith(POOLED):
-        kept = name.removeprefix(POOLED).lstrip("_")
+    if name.startswith(POOL_ATTENTION):
+        kept = name.removeprefix(POOL_ATTENTION).lstrip("_")
         encoding = {"encoding": kept} if kept.startswith("int") else {}
         pool = place / f"{name}.pool"
         settings["kv_transfer_config"] = running.connector(

@@ -33,16 +33,21 @@ IDLE_LEAST_S = 5.0
 """In less, the fifth of a second that answers leave behind them looks like spinning."""
 FIRST_TOKENS = 4  # of a request whose first one is timed; the others are checked
 
-STOCK, CACHED, SAVED, POOLED = NAMES = ("stock", "cached", "saved", "pooled")
+STOCK, CACHED, ENGINE_ATTENTION, POOL_ATTENTION = NAMES = (
+    "stock",
+    "cached",
+    "engine_attention",
+    "pool_attention",
+)
 """vLLM alone, which computes all; with its own prefix cache; with prefixes in our pool; with K and
 V of all requests in our pool, and attention there."""
-OURS = (SAVED, POOLED)
+OURS = (ENGINE_ATTENTION, POOL_ATTENTION)
 
 BOUNDS = {
-    "ttft_saved_hit_to_stock": 0.3,
-    "ttft_pooled_hit_to_stock": 0.3,
-    "ttft_saved_miss_to_stock": 1.03,
-    "ttft_pooled_miss_to_stock": 1.03,
+    "ttft_engine_attention_hit_to_stock": 0.3,
+    "ttft_pool_attention_hit_to_stock": 0.3,
+    "ttft_engine_attention_miss_to_stock": 1.03,
+    "ttft_pool_attention_miss_to_stock": 1.03,
 }
 """Of ratios of times, at most."""
 
@@ -55,13 +60,13 @@ Ways = Mapping[str, tuple[str, dict[str, object] | None]]
 
 WAYS: Ways = {
     CACHED: (CACHED, None),
-    SAVED: (SAVED, None),
-    POOLED: (POOLED, None),
-    "pooled_100": (POOLED, {"budget": {"share": 1.0}}),
-    "pooled_10": (POOLED, {"budget": {"share": 0.1}}),
+    ENGINE_ATTENTION: (ENGINE_ATTENTION, None),
+    POOL_ATTENTION: (POOL_ATTENTION, None),
+    "pool_attention_100": (POOL_ATTENTION, {"budget": {"share": 1.0}}),
+    "pool_attention_10": (POOL_ATTENTION, {"budget": {"share": 0.1}}),
 }
 """Without a budget nothing is chosen; stock's decode is that of `cached`."""
-CHOSEN = ("pooled_10",)
+CHOSEN = ("pool_attention_10",)
 """Other tokens than stock's are no mistake of theirs."""
 
 
@@ -70,7 +75,7 @@ class Size:
     """Texts of random ids: a prefix, which is there or not, and less than a block that is new.
 
     decode: (tokens of the prefix, requests at once) of each case; longer prefixes than
-    prefix_tokens go without `saved`. rounds: measured ones, after one that warms.
+    prefix_tokens go without `engine_attention`. rounds: measured ones, after one that warms.
     """
 
     model: Model = field(default_factory=Model)
@@ -252,7 +257,7 @@ class Run:
         size, what = self.size, f"decode_{short(tokens)}_{requests}"
         ways = dict(self.ways)
         if tokens != size.prefix_tokens:
-            del ways[SAVED]
+            del ways[ENGINE_ATTENTION]
             prefixes = [self.text(tokens) for _ in range(requests)]
             for name in dict.fromkeys(name for name, _ in ways.values()):
                 self.progress(f"{what}: prefix, {name}")
@@ -304,7 +309,7 @@ class Run:
             result.measure(name, samples, unit)
         found = result.metrics
         for name, metric in found.items():
-            # Of decode_8k_1_saved, decode_8k_1_cached.
+            # Of decode_8k_1_pool_attention, decode_8k_1_cached.
             decoded = "_".join([*name.split("_")[:3], CACHED])
             stock = "ttft_stock" if name.startswith("ttft_") else decoded
             if name != stock and stock in found and metric.unit == found[stock].unit:
@@ -406,7 +411,7 @@ def settings_of(name: str, place: Path, size: Size) -> dict[str, object]:
         "enable_prefix_caching": name == CACHED,
     }
     if name in OURS:
-        attention = "pool" if name == POOLED else "engine"
+        attention = "pool" if name == POOL_ATTENTION else "engine"
         pool = place / f"{name}.pool"
         settings["kv_transfer_config"] = connector(pool, size, attention=attention)
     return settings

@@ -16,29 +16,34 @@ from cxlkv.bench.peers.running import SideBySide, need_room
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.vllm import running, tiers
-from cxlkv.bench.vllm.running import CACHED, POOLED, Answer, Ways
+from cxlkv.bench.vllm.running import CACHED, POOL_ATTENTION, Answer, Ways
 from cxlkv.demo import smollm2
 from cxlkv.errors import BadArgumentError
 
 MODEL = "smollm2"
 TWO_STAGE, OFFLOADED, LMCACHE = "two_stage", "offloaded", "lmcache"
 """Ours, which chooses pages by sketches; vLLM with its own offloading, and with LMCache."""
-OURS = (CACHED, POOLED, TWO_STAGE)
+OURS = (CACHED, POOL_ATTENTION, TWO_STAGE)
 """Who must be right. Of the others it is said why they are missing."""
 NAMES = (*OURS, OFFLOADED, LMCACHE)
 
 WAYS: Ways = {
     CACHED: (CACHED, None),
-    POOLED: (POOLED, None),
-    "pooled_100": (POOLED, {"budget": {"share": 1.0}}),
-    "pooled_15": (POOLED, {"budget": True}),
-    "pooled_5_exact": (POOLED, {"budget": {"share": 0.05}}),
-    "pooled_5_two_stage": (TWO_STAGE, {"budget": {"share": 0.05}}),
-    "pooled_5_kept": (TWO_STAGE, {"budget": {"share": 0.05, "refresh": 32}}),
+    POOL_ATTENTION: (POOL_ATTENTION, None),
+    "pool_attention_100": (POOL_ATTENTION, {"budget": {"share": 1.0}}),
+    "pool_attention_15": (POOL_ATTENTION, {"budget": True}),
+    "pool_attention_5_exact": (POOL_ATTENTION, {"budget": {"share": 0.05}}),
+    "pool_attention_5_two_stage": (TWO_STAGE, {"budget": {"share": 0.05}}),
+    "pool_attention_5_kept": (TWO_STAGE, {"budget": {"share": 0.05, "refresh": 32}}),
     OFFLOADED: (OFFLOADED, None),
     LMCACHE: (LMCACHE, None),
 }
-CHOSEN = ("pooled_15", "pooled_5_exact", "pooled_5_two_stage", "pooled_5_kept")
+CHOSEN = (
+    "pool_attention_15",
+    "pool_attention_5_exact",
+    "pool_attention_5_two_stage",
+    "pool_attention_5_kept",
+)
 DISK = "/var/tmp"  # of the cold file
 
 
@@ -135,8 +140,8 @@ def settings_of(name: str, place: Path, folder: Path, size: Size) -> dict[str, o
         "dtype": "bfloat16",
         "enable_prefix_caching": name in (CACHED, OFFLOADED),
     }
-    if name in (POOLED, TWO_STAGE):
-        method = "exact" if name == POOLED else name
+    if name in (POOL_ATTENTION, TWO_STAGE):
+        method = "exact" if name == POOL_ATTENTION else name
         settings["kv_transfer_config"] = running.connector(
             place / "smollm2.pool", size, attention="pool", method=method
         )

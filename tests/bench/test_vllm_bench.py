@@ -107,16 +107,16 @@ def test_engines_side_by_side(tmp_path: Path) -> None:
     assert result.passed
     found = result.metrics
     assert found["ttft_stock"].samples == [1.0] * 2 * SMALL.rounds  # what warms is left out
-    assert found["ttft_saved_hit"].samples == [0.25] * SMALL.rounds
-    assert found["decode_128_2_pooled_100"].samples == [8.0] * SMALL.decode_rounds
-    assert found["decode_128_1_pooled_10_same_tokens"].median == 8 / 9
-    assert "decode_256_1_saved" not in found
-    assert result.ratios["ttft_pooled_hit_to_stock"] == 0.25
-    assert result.ratios["decode_256_1_pooled_10_to_stock"] == 1
+    assert found["ttft_engine_attention_hit"].samples == [0.25] * SMALL.rounds
+    assert found["decode_128_2_pool_attention_100"].samples == [8.0] * SMALL.decode_rounds
+    assert found["decode_128_1_pool_attention_10_same_tokens"].median == 8 / 9
+    assert "decode_256_1_engine_attention" not in found
+    assert result.ratios["ttft_pool_attention_hit_to_stock"] == 0.25
+    assert result.ratios["decode_256_1_pool_attention_10_to_stock"] == 1
     assert not any("same_tokens" in name or "cached_to" in name for name in result.ratios)
-    assert "ttft_saved_hit_to_stock: at most 0.3 wanted: kept" in result.notes
+    assert "ttft_engine_attention_hit_to_stock: at most 0.3 wanted: kept" in result.notes
     assert "ttft_cached_miss_to_stock: at most 0.1 wanted: NOT kept" in result.notes
-    assert any("round 2 of 2: pooled_10" in text for text in said)
+    assert any("round 2 of 2: pool_attention_10" in text for text in said)
     result.write(tmp_path / "vllm.json")
     assert read_result(tmp_path / "vllm.json").ratios == result.ratios
 
@@ -138,7 +138,7 @@ def test_each_engine_comes_first_in_turn() -> None:
         ("dies", r"it died with exit code 1: std::bad_alloc"),
     ],
 )
-@pytest.mark.parametrize("name", ["saved", "pooled"])
+@pytest.mark.parametrize("name", ["engine_attention", "pool_attention"])
 def test_no_ratio_when_an_engine_fails(tmp_path: Path, name: str, fault: str, reason: str) -> None:
     result = SideBySide("vllm")
     running.run(result, engines(tmp_path, **{name: fault}), SMALL, tmp_path)
@@ -207,22 +207,22 @@ PROMPTS = [
 def test_a_trained_model_and_several_requests(tmp_path: Path) -> None:
     """Contenders that cannot be had are named, and a token that is as likely is counted."""
     result = SideBySide("vllm")
-    faults = {"offloaded": "cannot start", "pooled": "another token later"}
+    faults = {"offloaded": "cannot start", "pool_attention": "another token later"}
     smollm2.run(result, engines(tmp_path, smollm2.NAMES, **faults), TRAINED, tmp_path, PROMPTS)
     assert set(result.missing) == {"offloaded"}
     assert {name for name in result.checks if name.endswith("right")} == {
-        "cached_right", "pooled_right", "two_stage_right"
+        "cached_right", "pool_attention_right", "two_stage_right"
     }  # fmt: skip
     assert result.passed
     found = result.metrics
-    assert found["prompt_100_2_pooled"].samples == [1.0]
+    assert found["prompt_100_2_pool_attention"].samples == [1.0]
     assert "prompt_100_2_two_stage" not in found
-    assert found["first_100_2_pooled_15"].samples == [0.25] * TRAINED.decode_rounds
+    assert found["first_100_2_pool_attention_15"].samples == [0.25] * TRAINED.decode_rounds
     assert found["decode_70_3_lmcache"].samples == [12.0] * TRAINED.decode_rounds
-    assert found["decode_70_3_pooled_5_two_stage_same_tokens"].median == 8 / 9
-    assert found["decode_70_3_pooled_same_tokens"].median == 1
-    assert result.ratios["first_70_3_pooled_100_to_stock"] == 1
-    assert result.ratios["decode_100_2_pooled_5_exact_to_stock"] == 1
+    assert found["decode_70_3_pool_attention_5_two_stage_same_tokens"].median == 8 / 9
+    assert found["decode_70_3_pool_attention_same_tokens"].median == 1
+    assert result.ratios["first_70_3_pool_attention_100_to_stock"] == 1
+    assert result.ratios["decode_100_2_pool_attention_5_exact_to_stock"] == 1
     (note,) = result.notes
     assert note.startswith("1 times a token was another than stock's")
     assert note.endswith("at most 0.200 apart")
@@ -230,33 +230,37 @@ def test_a_trained_model_and_several_requests(tmp_path: Path) -> None:
 
 def test_a_token_that_is_much_less_likely_is_no_tie(tmp_path: Path) -> None:
     result = SideBySide("vllm")
-    programs = engines(tmp_path, smollm2.NAMES, cached="sure", pooled="another token later")
+    programs = engines(tmp_path, smollm2.NAMES, cached="sure", pool_attention="another token later")
     smollm2.run(result, programs, TRAINED, tmp_path, PROMPTS)
-    assert "other tokens than stock, from token 3 of request 0" in result.missing["pooled"]
-    assert [check for check, holds in result.checks.items() if not holds] == ["pooled_right"]
+    assert "other tokens than stock, from token 3 of request 0" in result.missing["pool_attention"]
+    assert [check for check, holds in result.checks.items() if not holds] == [
+        "pool_attention_right"
+    ]
     assert result.as_dict()["ratios"] == {}
 
 
 def test_a_trained_model_by_what_is_kept(tmp_path: Path) -> None:
     """What is kept otherwise may say other tokens; a pool of what stock has may not."""
     result, size = SideBySide("vllm-encodings"), replace(encodings.QUICK, decode=((100, 2),))
-    programs = engines(tmp_path, encodings.NAMES, pooled_int4="another token")
+    programs = engines(tmp_path, encodings.NAMES, pool_attention_int4="another token")
     encodings.run(result, programs, size, tmp_path, PROMPTS[:1])
     assert result.missing == {}
     assert result.passed
     found = result.metrics
-    assert found["decode_100_2_pooled_fp8"].samples == [8.0] * size.decode_rounds
-    assert found["decode_100_2_pooled_fp8_tokens_of_cached_fp8"].median == 1
-    assert min(found["decode_100_2_pooled_int4_same_tokens"].samples) < 1
-    assert result.ratios["decode_100_2_pooled_int8_to_stock"] == 1
+    assert found["decode_100_2_pool_attention_fp8"].samples == [8.0] * size.decode_rounds
+    assert found["decode_100_2_pool_attention_fp8_tokens_of_cached_fp8"].median == 1
+    assert min(found["decode_100_2_pool_attention_int4_same_tokens"].samples) < 1
+    assert result.ratios["decode_100_2_pool_attention_int8_to_stock"] == 1
     wrong = SideBySide("vllm-encodings")
-    programs = engines(tmp_path, encodings.NAMES, cached="sure", pooled="another token")
+    programs = engines(tmp_path, encodings.NAMES, cached="sure", pool_attention="another token")
     encodings.run(wrong, programs, size, tmp_path, PROMPTS[:1])
-    assert list(wrong.missing) == ["pooled"]
+    assert list(wrong.missing) == ["pool_attention"]
     wrong = SideBySide("vllm-encodings")
-    programs = engines(tmp_path, encodings.NAMES, cached_fp8="sure", pooled_fp8="another token")
+    programs = engines(
+        tmp_path, encodings.NAMES, cached_fp8="sure", pool_attention_fp8="another token"
+    )
     encodings.run(wrong, programs, size, tmp_path, PROMPTS[:1])
-    assert list(wrong.missing) == ["pooled_fp8"], "stock in fp8 is who judges"
+    assert list(wrong.missing) == ["pool_attention_fp8"], "stock in fp8 is who judges"
 
 
 def test_engines_differ_in_what_is_kept_only(tmp_path: Path) -> None:
@@ -271,8 +275,8 @@ def test_engines_differ_in_what_is_kept_only(tmp_path: Path) -> None:
         assert own.items() <= encodings.settings_of("cached", tmp_path, tmp_path, size).items()
     assert found == {
         **{"cached": ("auto", None), "cached_fp8": ("fp8", None)},
-        **{"pooled": ("auto", None), "pooled_fp8": ("fp8", None)},
-        **{"pooled_int8": ("auto", "int8"), "pooled_int4": ("auto", "int4")},
+        **{"pool_attention": ("auto", None), "pool_attention_fp8": ("fp8", None)},
+        **{"pool_attention_int8": ("auto", "int8"), "pool_attention_int4": ("auto", "int4")},
     }
 
 
@@ -318,7 +322,9 @@ def test_a_trained_models_engines_differ_in_what_is_compared_only(tmp_path: Path
         del own["enable_prefix_caching"]
         assert own == settings["cached"]
     assert [name for name in smollm2.NAMES if transfers[name] is None] == ["cached"]
-    assert str(transfers["pooled"]).replace("'exact'", "'two_stage'") == str(transfers["two_stage"])
+    assert str(transfers["pool_attention"]).replace("'exact'", "'two_stage'") == str(
+        transfers["two_stage"]
+    )
 
 
 @pytest.mark.skipif(model.model_file() is None, reason=f"no model: {model.INSTALL}")

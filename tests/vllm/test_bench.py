@@ -37,8 +37,8 @@ def test_engines_side_by_side(
     assert "decode_1k_1, round 2 of 2" in shown
     written = read_result(tmp_path / "vllm.json")
     assert written.passed
-    assert len(written.metrics["ttft_saved_hit"].samples) == running.QUICK.rounds
-    assert "ttft_pooled_hit_to_stock" in written.ratios
+    assert len(written.metrics["ttft_engine_attention_hit"].samples) == running.QUICK.rounds
+    assert "ttft_pool_attention_hit_to_stock" in written.ratios
     assert list(place.iterdir()) == []
 
 
@@ -55,8 +55,8 @@ def test_engines_with_a_trained_model(tmp_path: Path, monkeypatch: pytest.Monkey
     assert set(result.missing) <= {"offloaded", "lmcache"}
     written = read_result(tmp_path / "vllm.json")
     assert written.passed
-    assert written.metrics["decode_100_4_pooled_5_two_stage"].median > 0
-    assert "decode_500_2_pooled_100_to_stock" in written.ratios
+    assert written.metrics["decode_100_4_pool_attention_5_two_stage"].median > 0
+    assert "decode_500_2_pool_attention_100_to_stock" in written.ratios
 
 
 @pytest.mark.timeout(600)
