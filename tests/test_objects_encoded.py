@@ -49,7 +49,7 @@ def buffers(tensors: list[list[torch.Tensor]], form: RowForm) -> Buffers:
 
 
 def stored_bytes(rows: int, dim: int, encoding: str) -> int:
-    """As native/src/objects/objects.h says: pieces of 64 rows, of whole lines."""
+    """As native/src/objects/rows.h says: pieces of 64 rows, of whole lines."""
     found = 0
     for first in range(0, rows, PIECE_ROWS):
         count = min(PIECE_ROWS, rows - first)

@@ -55,7 +55,7 @@ from .test_processes import DIE_WITH_THE_LOCK, MUTEX_OFFSET
 
 SHORT_LEASE_S = 0.3
 NEVER_S = 3600.0  # a keeper that does not work while a test runs
-NAME_LINE, BEAT_LINE, LOCK_LINE, LOG_LINES = 0, 1, 2, 16  # of a host's block; hosts.h
+NAME_LINE, BEAT_LINE, LOCK_LINE, LOG_LINES = 0, 1, 2, 16  # of a host's block; types.h
 
 REMOTE = """
 import sys
@@ -384,7 +384,7 @@ def test_beats_that_jump(hosts: Hosts) -> None:
 
 
 def name_line(host: int, epoch: int, status: int) -> bytes:
-    """Twice; host_name in hosts.h."""
+    """Twice; host_name in coherence/types.h."""
     name = struct.pack("<QIIIII", 12345, epoch, status, host, 0, 0)
     return 2 * (name + struct.pack("<I", _core.crc32c(name)))
 

@@ -5,12 +5,22 @@
 #include <string.h>
 #include <time.h>
 
-#include "coherence/host_lines.h"
+#include "base/guard.h"
+#include "coherence/host_log.h"
+#include "coherence/hosts.h"
+#include "coherence/lost_lines.h"
+#include "pool/hotness.h"
+#include "pool/locks.h"
+#include "pool/log_writer.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
+#include "pool/poison.h"
+#include "pool/processes.h"
+#include "pool/published.h"
+#include "pool/rebuild.h"
+#include "pool/records.h"
 #include "pool/scorers.h"
-#include "prefix/prefix.h"
-#include "tiers/local_tier.h"
+#include "pool/superblock.h"
+#include "sequence/sequence.h"
 
 typedef struct report {
     char *text;

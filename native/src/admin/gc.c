@@ -9,7 +9,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "tiers/local_tier.h"
+#include "pool/host_state.h"
+#include "pool/state_folder.h"
+#include "pool/superblock.h"
+#include "region/region.h"
 
 typedef struct candidate {
     const char *path;

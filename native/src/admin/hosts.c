@@ -2,7 +2,13 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "coherence/host_lines.h"
+#include "base/clock.h"
+#include "coherence/claims.h"
+#include "coherence/fences.h"
+#include "coherence/hosts.h"
+#include "pool/claims_lock.h"
+#include "pool/locks.h"
+#include "pool/mapping.h"
 #include "pool/peers.h"
 
 static int need_shared(const cxlkv_pool *pool) {

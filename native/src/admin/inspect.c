@@ -9,7 +9,17 @@
 #include <unistd.h>
 
 #include "base/crc32c.h"
-#include "tiers/local_tier.h"
+#include "base/guard.h"
+#include "pool/counters.h"
+#include "pool/create.h"
+#include "pool/host_state.h"
+#include "pool/locks.h"
+#include "pool/pool.h"
+#include "pool/processes.h"
+#include "pool/state_folder.h"
+#include "pool/superblock.h"
+#include "region/region.h"
+#include "region/stripes.h"
 
 static uint64_t pages_held(const uint32_t *held, uint32_t count) {
     uint64_t pages = 0;

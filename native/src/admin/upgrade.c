@@ -9,7 +9,14 @@
 #include <string.h>
 
 #include "base/flush.h"
-#include "pool/pool.h"
+#include "base/guard.h"
+#include "coherence/fences.h"
+#include "coherence/hosts.h"
+#include "pool/create.h"
+#include "pool/geometry.h"
+#include "pool/locks.h"
+#include "pool/superblock.h"
+#include "region/region.h"
 
 /* ---- has everybody left? ---- */
 

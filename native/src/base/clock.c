@@ -8,7 +8,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "base/base.h"
+#include "base/clock.h"
+#include "base/types.h"
 
 static uint64_t clock_ns(clockid_t clock) {
     struct timespec now;

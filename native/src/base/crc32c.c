@@ -1,5 +1,6 @@
 /* CRC32C by table, by the x86-64 instruction in three interleaved streams, or by the arm64 one; by
  * wider products in crc32c_avx512.c. */
+#include "base/cpu.h"
 #include "base/crc32c.h"
 
 #include <errno.h>
@@ -7,7 +8,6 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "base/cpu.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

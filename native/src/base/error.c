@@ -2,8 +2,8 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-#include "base/base.h"
 #include "base/crc32c.h"
+#include "base/error.h"
 
 static _Thread_local char text[512];
 

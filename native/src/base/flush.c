@@ -1,9 +1,9 @@
 /* The seam on real memory: x86 by what CPUID offers, arm64 by dc and dsb, else fences only. */
+#include "base/cpu.h"
 #include "base/flush.h"
 
 #include <string.h>
 
-#include "base/cpu.h"
 
 static uintptr_t first_line(const void *address) {
     return (uintptr_t)address & ~(uintptr_t)(FLUSH_LINE_BYTES - 1);

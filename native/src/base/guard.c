@@ -2,7 +2,8 @@
 #include <signal.h>
 #include <string.h>
 
-#include "base/base.h"
+#include "base/guard.h"
+#include "base/types.h"
 
 static _Thread_local guard *current;
 static _Thread_local volatile sig_atomic_t passing_on;

@@ -1,7 +1,8 @@
 /* Words by which a device and this process tell each other something: loads, stores, waiting. */
 #include <time.h>
 
-#include "base/base.h"
+#include "base/clock.h"
+#include "base/types.h"
 
 enum { SPINS = 65536, CLOCK_LOOKS = 256, NAP_NS = 20000 };
 

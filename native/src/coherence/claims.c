@@ -5,7 +5,13 @@
 #include <string.h>
 
 #include "base/crc32c.h"
+#include "base/guard.h"
+#include "base/types.h"
+#include "coherence/claims.h"
+#include "coherence/fences.h"
 #include "coherence/host_lines.h"
+#include "coherence/hosts.h"
+#include "coherence/lost_lines.h"
 
 static uint32_t claim_crc(const claim *c, uint32_t extent) {
     return crc32c(crc32c(0, &extent, sizeof(extent)), c, offsetof(claim, crc));

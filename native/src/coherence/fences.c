@@ -3,7 +3,12 @@
  * {closed}, count, {cut}: whoever sees closed waits. Several hosts may fence one: the smallest cut
  * counts. No commit that anybody believed is above it: it was in memory before the closing was.
  * Two that fence each other: the one that finds itself closed after it has closed gives way. */
+#include "base/guard.h"
+#include "base/types.h"
+#include "coherence/fences.h"
 #include "coherence/host_lines.h"
+#include "coherence/hosts.h"
+#include "coherence/lost_lines.h"
 
 /* A word that cannot be read says nothing if its host never was, or if it is about that host: none
  * fences itself. Else it may say anything. */

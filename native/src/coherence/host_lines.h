@@ -1,18 +1,9 @@
 /* What the files about hosts share: lines kept and looked at, words that say several things. */
-#ifndef CXLKV_HOST_LINES_H
-#define CXLKV_HOST_LINES_H
-#include "base/base.h"
-#include "coherence/hosts.h"
+#ifndef CXLKV_COHERENCE_HOST_LINES_H
+#define CXLKV_COHERENCE_HOST_LINES_H
+#include "base/guard.h"
 #include "coherence/lines.h"
-
-/* ---- lines that raise SIGBUS (lost_lines.c) ---- */
-/* Into `to`; false when they cannot be read: then `to` is zeros. */
-bool line_try(const hosts *h, void *to, const void *line);
-bool word_try(const hosts *h, const void *word, uint64_t *value);
-/* Of `count` lines; a bit for each that cannot be read, whose value is 0. */
-uint64_t words_try(const hosts *h, const void *const *words, uint32_t count, uint64_t *values);
-/* Counts it. The error says whose line it was, and what mends that. */
-int hosts_lost(const hosts *h, const guard *fault);
+#include "coherence/types.h"
 
 /* ---- an own line goes to memory, before anything that follows ---- */
 static inline void line_keep(const hosts *h, enum flush_site site, const void *first,
@@ -74,17 +65,4 @@ typedef struct claim_pair {
 static inline uint8_t *claims_of(const hosts *h, uint32_t host) {
     return h->area.base + host * h->area.block_bytes + h->area.claims_offset;
 }
-
-/* Writes our own name line. */
-void hosts_keep_name(const hosts *h, uint64_t nonce, uint32_t epoch, uint32_t status);
-/* Writes the name line of a host that is off, and whose own is damaged. */
-int hosts_name_again(const hosts *h, uint32_t host, host_name *name);
-/* Commits of a host, over all its epochs. */
-uint64_t hosts_commits(const hosts *h, uint32_t host);
-void hosts_set_commits(const hosts *h, uint64_t commits);
-/* Own claims that were never committed, or do not count: as if never made. */
-void hosts_forget_claims(const hosts *h, uint64_t commits);
-/* Lines of one append reach memory in any order. Where its writer died in between, an earlier one
- * may be missing, and readers would take that for the end: put there a record that says nothing. */
-void hosts_mend_log(const hosts *h);
 #endif

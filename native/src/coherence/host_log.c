@@ -6,7 +6,11 @@
 #include <string.h>
 
 #include "base/crc32c.h"
+#include "base/guard.h"
+#include "base/types.h"
 #include "coherence/host_lines.h"
+#include "coherence/host_log.h"
+#include "coherence/lost_lines.h"
 
 enum { ATTEMPTS = 64 };
 #define SEQUENCE_MAX (1ull << 62) /* whatever a damaged line says: what follows is one more */

@@ -2,9 +2,13 @@
 
 #include <string.h>
 
+#include "base/clock.h"
 #include "base/crc32c.h"
+#include "base/guard.h"
+#include "base/types.h"
 #include "coherence/host_lines.h"
 #include "coherence/hosts.h"
+#include "coherence/lost_lines.h"
 
 void hosts_area_make(hosts_area *area) {
     uint64_t log_bytes = (uint64_t)area->log_records * LINE_BYTES;

@@ -2,7 +2,13 @@
  *
  * First come, first served once the ticket is drawn. The slot of a fenced epoch reads as 0, which
  * is the failure that the algorithm allows. */
+#include "base/error.h"
+#include "base/guard.h"
+#include "coherence/fences.h"
 #include "coherence/host_lines.h"
+#include "coherence/hosts.h"
+#include "coherence/hosts_lock.h"
+#include "coherence/lost_lines.h"
 
 static void put_slot(const hosts *h, bool chooses, uint64_t ticket) {
     uint64_t *word = (uint64_t *)hosts_line(h, h->self, LOCK_LINE);

@@ -3,7 +3,10 @@
  * (V8) passes over such lines. */
 #include <string.h>
 
-#include "coherence/host_lines.h"
+#include "base/flush.h"
+#include "base/guard.h"
+#include "base/types.h"
+#include "coherence/lost_lines.h"
 
 /* Of what lies before the blocks, or behind them, nobody can be told. */
 static uint32_t host_of(const hosts *h, uintptr_t address) {

@@ -1,6 +1,15 @@
 /* A host's membership: it arrives, returns after it was fenced, and leaves; and what a process that
  * died left undone. */
+#include "base/guard.h"
+#include "base/types.h"
+#include "coherence/claims.h"
+#include "coherence/fences.h"
 #include "coherence/host_lines.h"
+#include "coherence/host_log.h"
+#include "coherence/hosts.h"
+#include "coherence/hosts_lock.h"
+#include "coherence/lost_lines.h"
+#include "coherence/membership.h"
 
 static void clear_pins(const hosts *h) {
     uint8_t *first = (uint8_t *)hosts_pin_word(h, h->self, 0);

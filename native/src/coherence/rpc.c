@@ -1,5 +1,8 @@
 /* Request and response slots over the flush seam; rpc.h says what holds. */
-#include "base/base.h"
+#include "base/clock.h"
+#include "base/crc32c.h"
+#include "base/flush.h"
+#include "base/types.h"
 #include "coherence/rpc.h"
 
 #include <linux/futex.h>
@@ -9,8 +12,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "base/crc32c.h"
-#include "base/flush.h"
 
 enum { LINE = FLUSH_LINE_BYTES, ATTEMPTS = 8, ERROR_MAX = 4095 };
 /* Of a wait: spins until SPIN_NS, lets others run until YIELD_NS, then sleeps. */

@@ -1,14 +1,11 @@
 /* Publish, acquire and free over memory that hosts share without coherence.
  * docs/explanation/coherence.md explains it. */
-#include "base/base.h"
-#include "coherence/visibility.h"
+#include "base/crc32c.h"
+#include "coherence/lines.h"
+#include "cxlkv.h"
 
 #include <string.h>
 
-#include "base/crc32c.h"
-#include "cxlkv.h"
-#include "base/flush.h"
-#include "coherence/lines.h"
 
 enum { LINE = FLUSH_LINE_BYTES, ATTEMPTS = 8, EXPECTED_LINES = 257 };
 /* Of an item on its way: to be looked at (again), and seen and being copied. */

@@ -5,7 +5,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "base/base.h"
+#include "base/types.h"
 #include "base/cpu.h"
 
 /* NULL until first use. The tables are constants, so a relaxed load of the pointer is enough: no

@@ -8,7 +8,13 @@
 #include <string.h>
 
 #include "ndp/attend.h"
-#include "pool/peers.h"
+#include "ndp/ndp.h"
+#include "ndp/stored.h"
+#include "pool/this_host.h"
+#include "pool/threads.h"
+#include "sequence/batch.h"
+#include "sequence/usage.h"
+#include "tiers/local_tier.h"
 
 /* Of several heads, unless one has more: 64 KiB. */
 enum { LOGITS_TOGETHER = 16 << 10 };

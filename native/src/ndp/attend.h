@@ -1,7 +1,9 @@
 /* What the files of attend share: its job, what the work is cut into, and how that is walked. */
 #ifndef CXLKV_ATTEND_H
 #define CXLKV_ATTEND_H
-#include "ndp/stored.h"
+#include "ndp/ndp.h"
+#include "ndp/planes.h"
+#include "tiers/local_tier.h"
 
 /* The most queries of a kv head that go together. */
 enum { SPAN_QUERIES = 64 };

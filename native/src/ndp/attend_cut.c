@@ -4,6 +4,8 @@
 #include <stdlib.h>
 
 #include "ndp/attend.h"
+#include "ndp/ndp.h"
+#include "sequence/batch.h"
 
 enum { SPAN_TOKENS_MIN = 512, SPANS_WANTED = 128 };
 

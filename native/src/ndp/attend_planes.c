@@ -15,6 +15,9 @@
 #include <string.h>
 
 #include "ndp/attend.h"
+#include "ndp/planes.h"
+#include "ndp/stored.h"
+#include "sequence/batch.h"
 
 static const float VALUES_SQUARED = 0.0108f; /* r^2 */
 

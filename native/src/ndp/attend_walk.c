@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "ndp/attend.h"
+#include "sequence/batch.h"
 
 /* The page at position `at`; -1: none that is seen. */
 static int64_t page_at(const span_walk *w, uint32_t at) {

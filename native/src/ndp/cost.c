@@ -8,6 +8,7 @@
  * docs/decisions/0030-auto.md has how near the estimates are. */
 #include "kernels/sketch.h"
 #include "ndp/ndp.h"
+#include "sequence/batch.h"
 
 /* Of each thread, in bytes a ns, where nobody has measured it; and up to so many threads. */
 static const double READ_RATE = 12;

@@ -1,6 +1,7 @@
 /* Where select, attend and decode of a process enter: by the worker, if one answers, else here. A
  * decode is a layer of a step in one call; the chosen pages stay in the core. */
 #include "ndp/door.h"
+#include "ndp/ndp.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>

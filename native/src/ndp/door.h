@@ -2,7 +2,7 @@
  * place. worker/ lies above this folder, and says so by a table of its functions. */
 #ifndef CXLKV_DOOR_H
 #define CXLKV_DOOR_H
-#include "ndp/ndp.h"
+#include "sequence/types.h"
 
 enum { NOT_BY_WORKER = INT32_MIN }; /* no error: this process does it */
 

@@ -4,8 +4,18 @@
 #include <string.h>
 
 #include "base/flush.h"
+#include "base/guard.h"
+#include "ndp/ndp.h"
+#include "ndp/planes.h"
 #include "ndp/stored.h"
-#include "pool/peers.h"
+#include "pool/locks.h"
+#include "pool/records.h"
+#include "pool/this_host.h"
+#include "pool/threads.h"
+#include "sequence/batch.h"
+#include "sequence/page_write.h"
+#include "sequence/usage.h"
+#include "tiers/local_tier.h"
 
 /* Above this the copy would only push other data out of the caches. */
 enum { STREAM_BYTES = 16 << 20, PREFETCH_LINES = 8 };

@@ -1,7 +1,7 @@
 /* Pieces in two planes (kernels/code_planes.h), read in all 8 bits or in the upper 4. */
 #ifndef CXLKV_PLANES_H
 #define CXLKV_PLANES_H
-#include "ndp/ndp.h"
+#include "kernels/kernels.h"
 
 /* How one of the two is kept. */
 typedef struct stored {

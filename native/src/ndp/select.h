@@ -4,8 +4,9 @@
 #include <math.h>
 #include <string.h>
 
+#include "kernels/sketch.h"
 #include "ndp/ahead.h"
-#include "ndp/stored.h"
+#include "ndp/planes.h"
 #include "pool/scorers.h"
 #include "sequence/kept_choice.h"
 

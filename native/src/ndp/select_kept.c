@@ -9,7 +9,11 @@
  * criteria.refresh steps; else half as far. Heads look in different steps, each at its own pace. */
 #include <stdlib.h>
 
+#include "kernels/sketch.h"
+#include "ndp/select.h"
 #include "ndp/select_sketch.h"
+#include "sequence/batch.h"
+#include "sequence/kept_choice.h"
 
 enum { KEPT_TIMES = 4 };
 static const double WANTED_SHARE = 0.95;

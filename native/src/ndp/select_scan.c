@@ -8,7 +8,12 @@
  * memory of its own, and neighbours are translated together. */
 #include <stdlib.h>
 
+#include "kernels/sketch.h"
+#include "ndp/ndp.h"
+#include "ndp/planes.h"
+#include "ndp/select.h"
 #include "ndp/select_sketch.h"
+#include "ndp/stored.h"
 
 /* The free pages among [first, last) that are estimated: *first to the end that is returned. The
  * others are scored by their keys. */

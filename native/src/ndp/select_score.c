@@ -1,7 +1,11 @@
 /* Select's scores by keys and digests: one page, all its heads and queries. */
 
 #include "kernels/code_bounds.h"
+#include "ndp/ahead.h"
+#include "ndp/ndp.h"
 #include "ndp/select.h"
+#include "ndp/stored.h"
+#include "sequence/batch.h"
 
 /* Of `rows` rows with `group` maxima each, to out[row * out_stride], or all to out[0]. */
 static void max_over_group(const float *maxima, uint64_t rows, uint32_t group, float *out,

@@ -2,7 +2,15 @@
  * of its keys before a select names the page for the first time. */
 #include <stdlib.h>
 
+#include "ndp/ndp.h"
+#include "ndp/planes.h"
+#include "ndp/select.h"
 #include "ndp/select_sketch.h"
+#include "ndp/stored.h"
+#include "pool/locks.h"
+#include "pool/scorers.h"
+#include "pool/threads.h"
+#include "sequence/batch.h"
 
 /* Keys of a page and head, decoded. */
 static uint64_t keys_floats(const cxlkv_layout *layout) {

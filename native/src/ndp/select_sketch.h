@@ -3,6 +3,7 @@
 #ifndef CXLKV_SELECT_SKETCH_H
 #define CXLKV_SELECT_SKETCH_H
 
+#include "kernels/sketch.h"
 #include "ndp/select.h"
 
 enum { SAMPLES = 8 };

@@ -1,8 +1,8 @@
 /* Keys of objects from their names, hashed as cxlkv/objects.py says, in terms of hashlib. */
 #include <string.h>
 
+#include "base/types.h"
 #include "kernels/blake2s.h"
-#include "tiers/local_tier.h"
 
 enum { KEY_BYTES = 16 };
 

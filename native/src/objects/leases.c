@@ -4,7 +4,12 @@
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "objects/objects.h"
-#include "pool/peers.h"
+#include "pool/locks.h"
+#include "pool/mapping.h"
+#include "pool/pool.h"
+#include "pool/records.h"
+#include "pool/this_host.h"
+#include "pool/threads.h"
 
 struct cxlkv_lease {
     cxlkv_pool *pool;

@@ -5,8 +5,13 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
+#include "base/guard.h"
 #include "objects/objects.h"
-#include "pool/peers.h"
+#include "objects/rows.h"
+#include "pool/locks.h"
+#include "pool/records.h"
+#include "pool/this_host.h"
+#include "pool/threads.h"
 
 /* A call that reads more than STREAM_BYTES writes past the caches: that much does not fit into a
  * core's own, and a line that is written whole need not be read first. */

@@ -6,12 +6,21 @@
 #include <stdlib.h>
 
 #include "base/crc32c.h"
+#include "base/guard.h"
 #include "coherence/lines.h"
 #include "objects/objects.h"
+#include "pool/alloc.h"
+#include "pool/borrow.h"
+#include "pool/hotness.h"
+#include "pool/locks.h"
+#include "pool/log_reader.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
-#include "prefix/prefix.h"
-#include "tiers/local_tier.h"
+#include "pool/poison.h"
+#include "pool/published.h"
+#include "pool/records.h"
+#include "pool/runs.h"
+#include "pool/this_host.h"
+#include "pool/threads.h"
 
 /* ---- finding and holding ---- */
 

@@ -1,7 +1,8 @@
 /* Rows that objects keep encoded, a piece of some of them at a time. */
 #include <string.h>
 
-#include "objects/objects.h"
+#include "kernels/kernels.h"
+#include "objects/rows.h"
 
 static code_form codes_of(const cxlkv_row_form *form) {
     return (code_form){.bits = form->encoding == CXLKV_ENCODING_INT4 ? 4 : 8, .dim = form->dim};

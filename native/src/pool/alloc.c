@@ -1,7 +1,14 @@
 /* Pages are taken: from those that are free, from the dead, from ended leases, from other hosts. */
+#include "base/guard.h"
+#include "pool/alloc.h"
+#include "pool/extents.h"
 #include "pool/hooks.h"
+#include "pool/locks.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
+#include "pool/poison.h"
+#include "pool/processes.h"
+#include "pool/records.h"
+#include "pool/runs.h"
 
 int full_error(cxlkv_pool *pool, uint32_t wanted) {
     const char *why = pool->shared ? extents_why() : "";
@@ -57,7 +64,7 @@ static bool clear_loose(cxlkv_pool *pool, uint32_t page) {
 int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count) {
     int code = host_lock(pool);
     if (code < 0 || pool->host->free_pages >= page_count) return code;
-    host_unlock(pool); /* a sequence is locked before it: pool.h */
+    host_unlock(pool); /* a sequence is locked before it: types.h */
     hooks.sequences_expire(pool);
     hooks.worker_give_back(pool); /* it may hold what our tables do not have any more */
     code = host_lock(pool);

@@ -2,8 +2,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "coherence/host_lines.h"
-#include "pool/peers.h"
+#include "base/guard.h"
+#include "coherence/fences.h"
+#include "coherence/hosts.h"
+#include "coherence/lost_lines.h"
+#include "pool/borrow.h"
+#include "pool/poison.h"
+#include "pool/records.h"
 
 enum { BORROW_BATCH = 16 };
 

@@ -1,7 +1,13 @@
 /* Dealing with other hosts: one thread of a host at a time has the host's claims, and waits for
  * other hosts with these alone. The host lock stays free meanwhile: who reads what is ours does not
  * notice. See host_state for what each of the two guards. */
+#include "base/clock.h"
+#include "base/guard.h"
+#include "coherence/membership.h"
+#include "pool/claims_lock.h"
+#include "pool/locks.h"
 #include "pool/peers.h"
+#include "pool/poison.h"
 
 /* ---- how who has the claims waits: as the host, not as this thread ---- */
 

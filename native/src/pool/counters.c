@@ -2,7 +2,9 @@
 #include <string.h>
 
 #include "base/crc32c.h"
-#include "pool/pool.h"
+#include "base/guard.h"
+#include "coherence/lost_lines.h"
+#include "pool/counters.h"
 
 /* Where a pool without a host state counts: a closed one, whose last sequences are still let go. */
 static counter_row nowhere;

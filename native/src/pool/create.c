@@ -5,7 +5,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "pool/pool.h"
+#include "pool/create.h"
+#include "pool/host_state.h"
+#include "pool/superblock.h"
+#include "region/device.h"
+#include "region/region.h"
+#include "region/stripes.h"
 
 /* ---- on several devices: the superblock lies behind the label of the first ---- */
 

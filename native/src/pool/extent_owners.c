@@ -4,9 +4,18 @@
 #include <unistd.h>
 
 #include "base/crc32c.h"
+#include "base/guard.h"
+#include "coherence/claims.h"
 #include "coherence/host_lines.h"
-#include "pool/pages.h"
-#include "pool/peers.h"
+#include "coherence/lost_lines.h"
+#include "pool/borrow.h"
+#include "pool/extent_owners.h"
+#include "pool/locks.h"
+#include "pool/log_writer.h"
+#include "pool/mapping.h"
+#include "pool/poison.h"
+#include "pool/rebuild.h"
+#include "pool/runs.h"
 
 static void hand_over(const cxlkv_pool *pool, uint32_t extent, bool gives) {
     const cxlkv_geometry *g = &pool->geometry;

@@ -2,7 +2,20 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "base/clock.h"
+#include "base/guard.h"
+#include "coherence/claims.h"
+#include "coherence/hosts.h"
+#include "coherence/hosts_lock.h"
+#include "pool/claims_lock.h"
+#include "pool/extent_owners.h"
+#include "pool/extents.h"
+#include "pool/locks.h"
+#include "pool/mapping.h"
+#include "pool/peers.h"
+#include "pool/poison.h"
 #include "pool/shares.h"
+#include "pool/this_host.h"
 
 /* ---- wanting: under the host lock. Each wish ends by itself, for who has it may die ---- */
 

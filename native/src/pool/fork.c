@@ -3,9 +3,17 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "base/guard.h"
+#include "pool/counters.h"
+#include "pool/fork.h"
 #include "pool/hooks.h"
-#include "pool/peers.h"
+#include "pool/keeper.h"
+#include "pool/locks.h"
+#include "pool/processes.h"
 #include "pool/scorers.h"
+#include "pool/state_folder.h"
+#include "region/alive.h"
+#include "region/region.h"
 
 /* All that were opened and have references left: a closed one has locks, too, which the child of a
  * fork must find free. */

@@ -3,7 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "pool/pool.h"
+#include "coherence/hosts.h"
+#include "pool/geometry.h"
 
 /* Every group has a layer, and what is not used is 0, so that equal layouts have equal bytes. */
 static int groups_check(const cxlkv_layout *layout) {

@@ -3,7 +3,7 @@
 #ifndef CXLKV_HOOKS_H
 #define CXLKV_HOOKS_H
 
-#include "cxlkv.h"
+#include "pool/types.h"
 
 typedef struct pool_hooks {
     /* sequence/: ended leases give up their pages; all sequences after a fork, and when the pool is

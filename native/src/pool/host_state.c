@@ -7,7 +7,19 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/clock.h"
+#include "base/guard.h"
+#include "pool/counters.h"
+#include "pool/host_state.h"
+#include "pool/locks.h"
 #include "pool/peers.h"
+#include "pool/processes.h"
+#include "pool/rebuild.h"
+#include "pool/state_folder.h"
+#include "pool/superblock.h"
+#include "pool/this_host.h"
+#include "region/alive.h"
+#include "region/region.h"
 
 #define HOST_MAGIC 0x35315453484b5643ull /* "CVKHST15" */
 

@@ -7,9 +7,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "pool/borrow.h"
 #include "pool/hooks.h"
 #include "pool/hotness.h"
-#include "pool/peers.h"
+#include "pool/locks.h"
+#include "pool/processes.h"
 
 /* ---- reuse: all under the host lock ---- */
 

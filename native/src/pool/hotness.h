@@ -2,7 +2,7 @@
 #ifndef CXLKV_HOTNESS_H
 #define CXLKV_HOTNESS_H
 
-#include "pool/pool.h"
+#include "pool/types.h"
 
 /* An epoch ends when each page could have been used so often. */
 enum { EPOCH_USES_PER_PAGE = 4 };
@@ -57,10 +57,6 @@ static inline void counting_end(cxlkv_pool *pool, const counting *c) {
 static inline void count_page(counting *c, uint32_t page, uint32_t uses) {
     hotness_raise(&c->hotness[page], c->epoch, uses);
     c->uses += uses;
-}
-
-static inline void hotness_freed(cxlkv_pool *pool, uint32_t page) {
-    atomic_store_explicit(&pool->hotness[page], 0, memory_order_relaxed);
 }
 
 /* ---- reuse: all under the host lock ---- */

@@ -3,8 +3,20 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "base/clock.h"
+#include "base/guard.h"
+#include "coherence/fences.h"
+#include "coherence/hosts_lock.h"
+#include "pool/claims_lock.h"
+#include "pool/extent_owners.h"
+#include "pool/extents.h"
+#include "pool/keeper.h"
+#include "pool/locks.h"
+#include "pool/log_reader.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
+#include "pool/poison.h"
+#include "pool/this_host.h"
 
 struct keeper {
     pthread_t thread;

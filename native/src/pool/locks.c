@@ -1,8 +1,20 @@
 /* The locks of a pool: the host lock, which mends what a death inside it left; operations. */
 #include <time.h>
 
+#include "base/clock.h"
+#include "base/guard.h"
+#include "coherence/host_log.h"
+#include "coherence/membership.h"
+#include "pool/borrow.h"
+#include "pool/locks.h"
+#include "pool/log_writer.h"
+#include "pool/mapping.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
+#include "pool/poison.h"
+#include "pool/processes.h"
+#include "pool/rebuild.h"
+#include "pool/records.h"
 
 /* Its holder died in the middle of a change: derive all that is derived anew. */
 static void repair(cxlkv_pool *pool) {

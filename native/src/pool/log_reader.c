@@ -1,8 +1,15 @@
 /* Logs, ours and the others': what hosts tell each other about what can be found where. */
 #include <string.h>
 
-#include "pool/pages.h"
-#include "pool/peers.h"
+#include "base/guard.h"
+#include "coherence/host_log.h"
+#include "pool/log_reader.h"
+#include "pool/log_writer.h"
+#include "pool/mapping.h"
+#include "pool/poison.h"
+#include "pool/published.h"
+#include "pool/rebuild.h"
+#include "pool/records.h"
 
 /* By the page's descriptor, from memory. */
 static bool says_so(cxlkv_pool *pool, const log_record *record) {

@@ -9,7 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "pool/peers.h"
+#include "base/guard.h"
+#include "coherence/host_log.h"
+#include "pool/log_writer.h"
+#include "pool/records.h"
 
 /* The page's descriptor, from memory; false when it cannot be read, or is damaged. */
 static bool descriptor_look(cxlkv_pool *pool, uint32_t page, descriptor *line) {

@@ -1,7 +1,8 @@
 /* The mapping of a shared pool: what is not this host's can only be read. */
 #include <sys/mman.h>
 
-#include "pool/peers.h"
+#include "coherence/lost_lines.h"
+#include "pool/mapping.h"
 
 /* What lies from `end` of the last one on, up to `first`, goes with it. */
 typedef struct stretch {

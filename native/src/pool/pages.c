@@ -3,8 +3,11 @@
 #include <string.h>
 
 #include "base/flush.h"
+#include "base/guard.h"
+#include "pool/borrow.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
+#include "pool/records.h"
+#include "pool/runs.h"
 
 void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
     for (uint32_t i = 0; i < count; i++) {

@@ -2,8 +2,14 @@
 #include <sched.h>
 #include <time.h>
 
+#include "base/clock.h"
 #include "base/flush.h"
+#include "coherence/fences.h"
+#include "coherence/hosts.h"
+#include "pool/geometry.h"
+#include "pool/mapping.h"
 #include "pool/peers.h"
+#include "pool/superblock.h"
 
 enum { YIELDS = 64 };
 #define LONGEST_LEASE_NS (3600 * 1000000000ull) /* whatever a line says */

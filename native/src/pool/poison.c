@@ -1,6 +1,8 @@
 /* Lost memory: which pages a bus error has hit. They are retired. */
-#include "pool/pages.h"
-#include "pool/peers.h"
+#include "base/guard.h"
+#include "pool/poison.h"
+#include "pool/records.h"
+#include "pool/runs.h"
 
 /* Slots of one slab (piece run of run_bytes a slot) that overlap [start, end) within the slab. */
 static uint64_t slab_mask(const cxlkv_geometry *g, uint64_t slab, uint64_t run_bytes,

@@ -4,9 +4,23 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/guard.h"
+#include "pool/counters.h"
+#include "pool/create.h"
+#include "pool/fork.h"
+#include "pool/geometry.h"
 #include "pool/hooks.h"
+#include "pool/host_state.h"
+#include "pool/keeper.h"
+#include "pool/locks.h"
 #include "pool/peers.h"
+#include "pool/pool.h"
+#include "pool/processes.h"
 #include "pool/scorers.h"
+#include "pool/threads.h"
+#include "region/nodes.h"
+#include "region/prefault.h"
+#include "region/region.h"
 
 void pool_retain(cxlkv_pool *pool) {
     atomic_fetch_add_explicit(&pool->references, 1, memory_order_relaxed);

@@ -8,7 +8,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/clock.h"
+#include "pool/counters.h"
 #include "pool/pages.h"
+#include "pool/processes.h"
+#include "region/region.h"
 
 /* /proc shifts the starts of processes as its reader's time namespace says, and rounds after it. */
 enum { TICK_NS = 10000000, ROUNDING_TICKS = 2 };

@@ -2,8 +2,12 @@
  * lock. */
 #include <string.h>
 
+#include "base/guard.h"
+#include "pool/log_writer.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
+#include "pool/published.h"
+#include "pool/records.h"
+#include "pool/runs.h"
 
 /* ---- the index: open addressing in the host state, linear probing ---- */
 

@@ -3,8 +3,16 @@
 #include <stdlib.h>
 
 #include "base/flush.h"
+#include "base/guard.h"
+#include "pool/borrow.h"
+#include "pool/hotness.h"
+#include "pool/log_writer.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
+#include "pool/poison.h"
+#include "pool/published.h"
+#include "pool/rebuild.h"
+#include "pool/records.h"
+#include "pool/runs.h"
 
 /* A death inside rewrite_begin .. rewrite_end may have torn the record's lines. Only whole, sealed
  * pages are rewritten, so it is made one again; the rebuild frees it if nobody holds it. */

@@ -4,7 +4,7 @@
 
 #include "base/crc32c.h"
 #include "coherence/lines.h"
-#include "pool/peers.h"
+#include "pool/records.h"
 #include "pool/scorers.h"
 
 descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page) {

@@ -4,7 +4,7 @@
  * none. A sequence takes the slot after its last page if that is free in the same run; else it
  * opens a free run; only when there is none does it fill another's gaps. So runs are kept together
  * without being reserved, and no page is out of reach. Every step is O(1) a page. */
-#include "pool/pages.h"
+#include "pool/runs.h"
 
 /* All slots of a run free; the last run of a pool may have fewer. */
 static uint16_t full_mask(const cxlkv_pool *pool, uint32_t run) {

@@ -1,7 +1,7 @@
 /* Scorers that this process gave a pool, and the summaries that they have of its pages. */
 #ifndef CXLKV_SCORERS_H
 #define CXLKV_SCORERS_H
-#include "pool/pool.h"
+#include "pool/types.h"
 
 typedef struct pool_scorer {
     cxlkv_scorer scorer;

@@ -2,7 +2,9 @@
 #ifndef CXLKV_SHARES_H
 #define CXLKV_SHARES_H
 
-#include "pool/peers.h"
+#include "pool/types.h"
+
+enum { GIVE_MAX = 64 };
 
 /* Of hosts that are silent nothing counts. Who has nothing and wants nothing has no share.
  *   sum of owned + takeable <= the pool's extents

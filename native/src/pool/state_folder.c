@@ -12,7 +12,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "pool/host_state.h"
+#include "base/clock.h"
+#include "pool/state_folder.h"
+#include "region/region.h"
 
 #define SHARED_MEMORY "/dev/shm"
 enum { FOLDER_MODE = 0700 };

@@ -2,9 +2,16 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "base/clock.h"
 #include "base/crc32c.h"
 #include "base/flush.h"
-#include "pool/pool.h"
+#include "base/guard.h"
+#include "coherence/lost_lines.h"
+#include "pool/geometry.h"
+#include "pool/poison.h"
+#include "pool/records.h"
+#include "pool/superblock.h"
+#include "region/stripes.h"
 
 static const uint8_t MAGIC[8] = {'C', 'X', 'L', 'K', 'V', 'P', 'O', 'L'};
 

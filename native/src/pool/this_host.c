@@ -1,7 +1,18 @@
 /* This host in the pool: it arrives, is fenced and returns, leaves. */
 #include <time.h>
 
+#include "base/clock.h"
+#include "coherence/fences.h"
+#include "coherence/host_log.h"
+#include "coherence/hosts.h"
+#include "coherence/lost_lines.h"
+#include "coherence/membership.h"
+#include "pool/extent_owners.h"
+#include "pool/locks.h"
+#include "pool/log_writer.h"
+#include "pool/mapping.h"
 #include "pool/peers.h"
+#include "pool/this_host.h"
 
 /* Another machine that has our number beats: it must not be us as well. */
 static int watch_number(cxlkv_pool *pool) {

@@ -12,8 +12,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/clock.h"
+#include "base/guard.h"
 #include "base/team.h"
-#include "pool/pool.h"
+#include "pool/locks.h"
+#include "pool/threads.h"
 
 enum { LOOK_OUT_NS = 100000 };
 

@@ -2,9 +2,14 @@
  * the way. What is evicted is for the programs of a host to say: nothing here frees a page. */
 #include <stdlib.h>
 
+#include "coherence/claims.h"
+#include "pool/claims_lock.h"
+#include "pool/extents.h"
 #include "pool/hooks.h"
-#include "pool/pages.h"
+#include "pool/locks.h"
+#include "pool/peers.h"
 #include "pool/shares.h"
+#include "pool/wants.h"
 
 /* ---- shares ---- */
 

@@ -1,9 +1,12 @@
 /* Published pages by their keys: forgotten, scrubbed, pinned, prioritized. */
 
 #include "pool/hooks.h"
-#include "pool/pages.h"
-#include "pool/peers.h"
-#include "prefix/prefix.h"
+#include "pool/locks.h"
+#include "pool/log_reader.h"
+#include "pool/processes.h"
+#include "pool/published.h"
+#include "pool/wants.h"
+#include "sequence/sequence.h"
 
 typedef void page_function(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context);
 

@@ -2,9 +2,16 @@
 #include <string.h>
 
 #include "base/crc32c.h"
+#include "base/guard.h"
+#include "pool/alloc.h"
+#include "pool/borrow.h"
+#include "pool/counters.h"
+#include "pool/locks.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
-#include "prefix/prefix.h"
+#include "pool/records.h"
+#include "prefix/handle.h"
+#include "sequence/page_write.h"
+#include "sequence/sequence.h"
 
 #define HANDLE_MAGIC 0x48564b43u /* "CKVH" */
 

@@ -5,7 +5,7 @@
  * as all that this core reads. */
 #include <string.h>
 
-#include "base/base.h"
+#include "base/types.h"
 #include "kernels/blake2s.h"
 
 enum { KEY_WORDS = 4, PAGE_WORDS = 8, BLOCK = BLAKE2S_BLOCK_WORDS };

@@ -2,11 +2,18 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/clock.h"
 #include "coherence/lines.h"
-#include "pool/hooks.h"
+#include "pool/borrow.h"
+#include "pool/hotness.h"
+#include "pool/locks.h"
+#include "pool/log_reader.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
-#include "prefix/prefix.h"
+#include "pool/published.h"
+#include "pool/records.h"
+#include "prefix/tails.h"
+#include "sequence/deadlines.h"
+#include "sequence/sequence.h"
 
 /* A page that is missing ends the search, as each key stands for one and no window hides it. */
 static bool ends_search(const cxlkv_pool *pool, const cxlkv_match_args *args, uint32_t part) {

@@ -4,9 +4,21 @@
  * key that names its tokens and how many they are. Who finds it copies it back to local memory. */
 #include <stdlib.h>
 
+#include "base/guard.h"
+#include "pool/alloc.h"
+#include "pool/hotness.h"
+#include "pool/locks.h"
+#include "pool/log_reader.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
-#include "prefix/prefix.h"
+#include "pool/poison.h"
+#include "pool/published.h"
+#include "pool/records.h"
+#include "pool/runs.h"
+#include "pool/this_host.h"
+#include "prefix/handle.h"
+#include "prefix/publish.h"
+#include "prefix/tails.h"
+#include "sequence/sequence.h"
 
 /* ---- publish ---- */
 

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "region/alive.h"
 #include "region/region.h"
 
 struct alive {

@@ -16,7 +16,8 @@
 #include <unistd.h>
 
 #include "base/flush.h"
-#include "region/region.h"
+#include "base/guard.h"
+#include "region/device.h"
 
 enum { FOLDER_BYTES = 1024 };    /* the name of a device's folder in sysfs */
 

@@ -9,7 +9,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "region/region.h"
+#include "base/guard.h"
+#include "region/nodes.h"
 
 #ifndef MPOL_WEIGHTED_INTERLEAVE /* Linux 6.9 */
 #define MPOL_WEIGHTED_INTERLEAVE 6

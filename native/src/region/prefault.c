@@ -5,7 +5,8 @@
 #include <sys/mman.h>
 #include <sys/statfs.h>
 
-#include "region/region.h"
+#include "region/nodes.h"
+#include "region/prefault.h"
 
 #ifndef MADV_POPULATE_READ /* Linux 5.14; older kernels refuse them */
 #define MADV_POPULATE_READ 22

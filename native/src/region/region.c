@@ -10,6 +10,9 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include "base/clock.h"
+#include "region/device.h"
+#include "region/nodes.h"
 #include "region/region.h"
 
 const char *remedy_of(int code) {

@@ -13,7 +13,10 @@
 #include <unistd.h>
 
 #include "base/crc32c.h"
+#include "base/guard.h"
+#include "region/device.h"
 #include "region/region.h"
+#include "region/stripes.h"
 
 enum {
     MEMBERS_MAX = 8,

@@ -10,8 +10,12 @@
 #include <string.h>
 
 #include "base/flush.h"
-#include "pool/pages.h"
-#include "pool/peers.h"
+#include "pool/alloc.h"
+#include "pool/locks.h"
+#include "pool/records.h"
+#include "pool/threads.h"
+#include "sequence/batch.h"
+#include "sequence/page_write.h"
 #include "sequence/sequence.h"
 
 typedef struct plan {

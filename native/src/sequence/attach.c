@@ -9,8 +9,13 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
+#include "pool/alloc.h"
+#include "pool/locks.h"
+#include "pool/mapping.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
+#include "pool/records.h"
+#include "pool/threads.h"
+#include "sequence/batch.h"
 #include "sequence/sequence.h"
 
 /* What becomes of one sequence. */

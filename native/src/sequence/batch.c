@@ -2,6 +2,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "pool/locks.h"
+#include "pool/pool.h"
+#include "pool/records.h"
+#include "sequence/batch.h"
 #include "sequence/sequence.h"
 
 static int by_address(const void *a, const void *b) {

@@ -2,7 +2,7 @@
  * a look at what has not. */
 #include <stdlib.h>
 
-#include "sequence/sequence.h"
+#include "sequence/deadlines.h"
 
 static uint64_t end_of(const cxlkv_sequence *sequence) {
     return atomic_load_explicit(&sequence->lease_deadline_ns, memory_order_relaxed);

@@ -1,7 +1,7 @@
 /* What decode keeps of its choices: the pages that were best in an earlier step. */
 #ifndef CXLKV_KEPT_CHOICE_H
 #define CXLKV_KEPT_CHOICE_H
-#include "sequence/sequence.h"
+#include "sequence/types.h"
 
 /* Of a kv head. */
 typedef struct kept_head {

@@ -6,10 +6,13 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
+#include "kernels/fp8.h"
+#include "kernels/sketch.h"
+#include "pool/mapping.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
+#include "pool/records.h"
 #include "pool/scorers.h"
-#include "sequence/sequence.h"
+#include "sequence/page_write.h"
 
 /* The rows of a head, `row_bytes` each. */
 typedef struct head_rows {

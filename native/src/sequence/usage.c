@@ -2,7 +2,8 @@
 #include <string.h>
 
 #include "pool/hotness.h"
-#include "sequence/sequence.h"
+#include "sequence/batch.h"
+#include "sequence/usage.h"
 
 /* A page's count is asked for so many pages before it is raised. */
 enum { AHEAD_PAGES = 32 };

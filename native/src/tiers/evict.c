@@ -5,8 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/base.h"
-#include "coherence/hosts.h"
+#include "base/types.h"
 
 typedef struct candidates {
     const uint8_t *priorities;

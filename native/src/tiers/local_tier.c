@@ -10,8 +10,16 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
+#include "base/guard.h"
+#include "pool/hotness.h"
+#include "pool/locks.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
+#include "pool/poison.h"
+#include "pool/records.h"
+#include "pool/this_host.h"
+#include "pool/threads.h"
+#include "region/region.h"
+#include "sequence/batch.h"
 #include "tiers/local_tier.h"
 
 #ifndef MADV_POPULATE_WRITE

@@ -2,7 +2,7 @@
 #ifndef CXLKV_LOCAL_TIER_H
 #define CXLKV_LOCAL_TIER_H
 
-#include "sequence/sequence.h"
+#include "sequence/types.h"
 
 typedef struct local_slot {
     int64_t unit;

@@ -8,10 +8,20 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
+#include "base/guard.h"
+#include "pool/alloc.h"
 #include "pool/hooks.h"
+#include "pool/hotness.h"
+#include "pool/locks.h"
+#include "pool/log_reader.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
-#include "prefix/prefix.h"
+#include "pool/poison.h"
+#include "pool/processes.h"
+#include "pool/published.h"
+#include "pool/records.h"
+#include "pool/this_host.h"
+#include "pool/threads.h"
+#include "sequence/sequence.h"
 
 enum { STREAM_BYTES = 16 << 20, AHEAD_LINES = 8 };
 

@@ -4,7 +4,12 @@
  * those that a release or a truncate drops, at once. Whatever goes wrong (no worker, a dead, slow
  * or full one, a refusal), the connection's epoch ends where it must, and the call is done here.
  * A worker that comes back is found within RETRY_NS, and told everything anew. */
+#include "base/clock.h"
+#include "coherence/rpc.h"
+#include "pool/locks.h"
 #include "worker/client.h"
+#include "worker/request.h"
+#include "worker/worker.h"
 
 #include <math.h>
 #include <stdio.h>

@@ -2,7 +2,8 @@
  * worker of pages, calls.c asks it to select and to attend. */
 #ifndef CXLKV_WORKER_CLIENT_H
 #define CXLKV_WORKER_CLIENT_H
-#include "tiers/local_tier.h"
+#include "coherence/rpc.h"
+#include "worker/request.h"
 #include "worker/worker.h"
 
 /* A look for a worker costs a few us; a slow one is left alone for longer. */

@@ -1,6 +1,11 @@
 /* The file with the slots of the worker and its clients; worker.h says what holds. */
+#include "base/clock.h"
 #include "base/crc32c.h"
-#include "tiers/local_tier.h"
+#include "base/flush.h"
+#include "coherence/rpc.h"
+#include "pool/processes.h"
+#include "pool/state_folder.h"
+#include "region/region.h"
 #include "worker/worker.h"
 
 #include <fcntl.h>
@@ -13,7 +18,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "base/flush.h"
 
 static const uint8_t magic[8] = {'C', 'X', 'L', 'K', 'V', 'W', 'R', 'K'};
 

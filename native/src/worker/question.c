@@ -2,6 +2,7 @@
  * between two calls of cxlkv_worker_serve(). */
 #include <string.h>
 
+#include "worker/request.h"
 #include "worker/server.h"
 
 int cxlkv_worker_asked(cxlkv_worker *w, cxlkv_question *question) {

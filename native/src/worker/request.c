@@ -1,9 +1,9 @@
 /* Requests to the worker, checked: the one place that reads their bytes before they are trusted. */
+#include "ndp/ndp.h"
 #include "worker/request.h"
 
 #include <string.h>
 
-#include "ndp/ndp.h"
 
 /* Reads on from `at`; false when fewer bytes are left. */
 typedef struct reading {

@@ -5,15 +5,22 @@
  * under the rules of adopt() before a byte of them is read. The work itself is done by the same
  * functions as anywhere, on sequences that are made of the tables. What a dead client's tables hold
  * is dropped when its lock on the slot is gone. */
+#include "base/clock.h"
+#include "base/flush.h"
+#include "coherence/rpc.h"
 #include "ndp/ndp.h"
-#include "prefix/prefix.h"
+#include "pool/locks.h"
+#include "pool/pool.h"
+#include "prefix/handle.h"
+#include "sequence/sequence.h"
+#include "worker/request.h"
 #include "worker/server.h"
+#include "worker/worker.h"
 
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/flush.h"
 
 /* Without requests: spins, then lets others run, then sleeps until a client rings. */
 enum { SPIN_NS = 300000, YIELD_NS = 2000000, LOOK_NS = 100000000, SLEEP_NS = LOOK_NS };

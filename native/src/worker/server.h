@@ -2,6 +2,8 @@
  * are asked. */
 #ifndef CXLKV_WORKER_SERVER_H
 #define CXLKV_WORKER_SERVER_H
+#include "coherence/rpc.h"
+#include "worker/request.h"
 #include "worker/worker.h"
 
 typedef struct table {

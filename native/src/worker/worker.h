@@ -7,8 +7,7 @@
  * new file, so that no slot outlives its server, and clients of the old one see its lock go. */
 #ifndef CXLKV_WORKER_H
 #define CXLKV_WORKER_H
-#include "coherence/rpc.h"
-#include "sequence/sequence.h"
+#include "sequence/types.h"
 #include "worker/request.h"
 
 enum { WORKER_VERSION = 6, WORKER_SLOTS_MAX = 64, CLAIM_BYTE = 64 };

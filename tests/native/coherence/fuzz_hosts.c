@@ -4,10 +4,16 @@
  * 2, at: 1, count: 1, bytes}; the highest bit of `at` sets the CRCs of the line right, as a fuzzer
  * cannot guess them. */
 #include "base/crc32c.h"
-#include "coherence/host_lines.h"
-
 #include "check.h"
+#include "coherence/claims.h"
+#include "coherence/fences.h"
+#include "coherence/host_lines.h"
+#include "coherence/host_log.h"
+#include "coherence/hosts.h"
+#include "coherence/hosts_lock.h"
+#include "coherence/membership.h"
 #include "fuzz.h"
+
 
 enum { HOSTS = 3, EXTENTS = 10, PAGES = 640, RECORDS = 8, PATIENCE = 40, PAUSES_MAX = 100000 };
 

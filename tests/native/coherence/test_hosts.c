@@ -1,6 +1,12 @@
 /* Hosts on real memory, one after the other: names, lock, fences, claims, logs, hostile lines. */
 
 #include "check.h"
+#include "coherence/claims.h"
+#include "coherence/fences.h"
+#include "coherence/host_log.h"
+#include "coherence/hosts.h"
+#include "coherence/hosts_lock.h"
+#include "coherence/membership.h"
 
 enum { HOSTS = 3, EXTENTS = 10, PAGES = 640, RECORDS = 8 };
 

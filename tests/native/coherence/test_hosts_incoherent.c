@@ -9,7 +9,13 @@
  *
  * 25 seeds for each step, or what knobs.h says; there is nothing to limit. */
 #include "check.h"
+#include "coherence/claims.h"
+#include "coherence/fences.h"
 #include "coherence/host_lines.h"
+#include "coherence/host_log.h"
+#include "coherence/hosts.h"
+#include "coherence/hosts_lock.h"
+#include "coherence/membership.h"
 #include "knobs.h"
 
 enum { READER, FENCER, OTHER, HOSTS, EXTENTS = 2, PAGES = 64, RECORDS = 8, NONCE = 7 };

@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <time.h>
 
+#include "base/flush.h"
 #include "check.h"
 #include "incoherent.h"
 

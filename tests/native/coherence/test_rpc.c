@@ -4,6 +4,8 @@
 #include <signal.h>
 #include <sys/mman.h>
 
+#include "base/flush.h"
+#include "coherence/rpc.h"
 #include "rpc_scenario.h"
 
 static const double LONG_S = 60, SHORT_S = 0.02;

@@ -6,6 +6,7 @@
  * flush or fence left out it must fail: tests/native/mutants.py.
  *
  * 300 seeds, or what knobs.h says. */
+#include "coherence/rpc.h"
 #include "knobs.h"
 #include "rpc_scenario.h"
 

@@ -1,13 +1,11 @@
 /* Goal: digests of encoded keys in 8 bits bound what they are made of, by little more than a step,
  * and all instruction sets have the same. Method: bounds of all sizes, random and at the ends,
  * decoded and compared; digests of random keys against the keys that codes stand for. */
-#include "kernels/code_bounds.h"
+#include "check.h"
 
 #include <math.h>
 
-#include "kernels/kernels.h"
 
-#include "check.h"
 
 enum { DIM_MAX = CODE_DIM_MAX, ROUNDS = 2 };
 

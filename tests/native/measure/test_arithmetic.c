@@ -3,7 +3,6 @@
 #include <errno.h>
 
 #include "check.h"
-#include "kernels/kernels.h"
 #include "measure/measure.h"
 
 enum { INSTRUCTIONS = 12 * 1024 }; /* of one turn of a loop */

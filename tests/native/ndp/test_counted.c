@@ -5,8 +5,6 @@
 #include <math.h>
 
 #include "check.h"
-#include "kernels/kernels.h"
-#include "ndp/planes.h"
 
 const kernels *__real_kernels_current(void);
 const kernels *__wrap_kernels_current(void);

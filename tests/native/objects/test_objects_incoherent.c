@@ -6,6 +6,7 @@
  * `make mutants` leaves the write-backs out one by one: then this test must fail. */
 #include "object_tests.h"
 #include "pool/pages.h"
+#include "pool/records.h"
 #include "private_caches.h"
 
 enum { OBJECT_BYTES = 300 << 10, SMALL = 5000, TWINS = 40, MODES = 8 };

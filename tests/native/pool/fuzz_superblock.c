@@ -1,9 +1,10 @@
 /* A superblock of any bytes is refused, or says what fits into its file. What an upgrade accepts it
  * makes a superblock that is read. The CRC is set right first, as a fuzzer cannot guess it. */
 #include "base/crc32c.h"
-#include "pool/pool.h"
-
 #include "fuzz.h"
+#include "pool/geometry.h"
+#include "pool/superblock.h"
+
 
 static uint8_t page[SUPERBLOCK_BYTES];
 

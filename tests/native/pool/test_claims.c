@@ -10,8 +10,9 @@
 
 #include "check.h"
 #include "coherence/host_lines.h"
-#include "pool/pages.h"
-#include "pool/peers.h"
+#include "coherence/hosts.h"
+#include "pool/locks.h"
+#include "pool/runs.h"
 
 enum { READS = 2000, TOKENS = 4 * TEST_PAGE_TOKENS };
 

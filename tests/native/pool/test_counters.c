@@ -4,6 +4,8 @@
 #include <signal.h>
 
 #include "check.h"
+#include "pool/counters.h"
+#include "pool/pool.h"
 
 enum { CHILDREN = 40, ROUNDS = 300, THREADS = 4, THREAD_COUNTS = 20000 };
 

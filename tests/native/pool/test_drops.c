@@ -5,6 +5,8 @@
 #include <semaphore.h>
 
 #include "object_tests.h"
+#include "pool/locks.h"
+#include "sequence/sequence.h"
 
 enum { TOKENS = 8 * TEST_PAGE_TOKENS };
 

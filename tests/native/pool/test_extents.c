@@ -4,7 +4,9 @@
 #include <sys/mman.h>
 
 #include "check.h"
-#include "pool/peers.h"
+#include "pool/locks.h"
+#include "pool/mapping.h"
+#include "pool/records.h"
 
 /* Fills in which of the pool's pages may be written, and returns how many may not. Each unit is one
  * or the other as a whole. How many mappings a list has for that is not the pool's: Linux shows

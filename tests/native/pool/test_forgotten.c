@@ -4,9 +4,9 @@
  * another, whose log is then written over many times; a third is there, or comes late. Wishes that
  * a log has no room for are counted. And two hosts put one object at the same time: one reads past
  * the other's record of it, so that each has a copy. */
+#include "coherence/host_log.h"
 #include "object_tests.h"
-#include "pool/pages.h"
-#include "prefix/prefix.h"
+#include "pool/published.h"
 
 enum { WISHES, DEAD, OTHER, HOSTS };
 enum { OBJECT_BYTES = 8192, LOG_RECORDS = 64, FEW = 20, MANY = 80, LAPS = 4 };

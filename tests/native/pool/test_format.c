@@ -3,6 +3,8 @@
  * superblocks whose numbers lie while their CRC is right. */
 #include "base/crc32c.h"
 #include "check.h"
+#include "pool/records.h"
+#include "pool/superblock.h"
 
 /* ---- geometry ---- */
 

@@ -4,7 +4,8 @@
  * the same pages at once (for TSan); children that die inside the lock, some with random bytes
  * where the records of reuse were. */
 #include "check.h"
-#include "pool/pages.h"
+#include "pool/locks.h"
+#include "pool/published.h"
 
 enum { PAGES = 8, TOKENS = PAGES * TEST_PAGE_TOKENS, THREADS = 3, DEATHS = 40 };
 #ifdef __SANITIZE_THREAD__

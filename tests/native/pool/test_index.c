@@ -2,7 +2,7 @@
  * Method: random insert, erase and find against a plain array; hashes that collide on purpose, at
  * the table's wrap as well. */
 #include "check.h"
-#include "pool/pages.h"
+#include "pool/published.h"
 
 enum { KEYS = 120, STEPS = 60000 };
 

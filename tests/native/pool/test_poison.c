@@ -13,9 +13,17 @@
 #include <signal.h>
 #include <sys/mman.h>
 
+#include "coherence/membership.h"
 #include "object_tests.h"
+#include "pool/borrow.h"
+#include "pool/claims_lock.h"
+#include "pool/extent_owners.h"
+#include "pool/extents.h"
+#include "pool/locks.h"
+#include "pool/log_reader.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
+#include "pool/rebuild.h"
 
 enum { MACHINE_PAGE = 4096, TOKENS = 3 * TEST_PAGE_TOKENS + 1, KEYS = 3, OBJECTS = 6, ROOM = 3000,
        LOOSE = 2 };

@@ -5,6 +5,10 @@
 #include <fcntl.h>
 
 #include "check.h"
+#include "pool/pool.h"
+#include "pool/state_folder.h"
+#include "pool/superblock.h"
+#include "region/region.h"
 
 /* A state that its users left behind, as those that are killed do: another name keeps it. */
 static void state_keep(cxlkv_pool *pool, state_place *place) {

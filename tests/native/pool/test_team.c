@@ -6,6 +6,7 @@
 
 #include "base/team.h"
 #include "check.h"
+#include "pool/threads.h"
 
 enum { ITEMS = 1000, TEAM_MAX = 8, POOL_THREADS = 3 };
 

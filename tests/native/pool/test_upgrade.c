@@ -10,6 +10,7 @@
 
 #include "base/crc32c.h"
 #include "check.h"
+#include "pool/superblock.h"
 
 enum { TOKENS = 3 * TEST_PAGE_TOKENS, KEYS = TOKENS / TEST_PAGE_TOKENS, STATES_MAX = 64 };
 

@@ -5,6 +5,7 @@
 #include "base/crc32c.h"
 #include "check.h"
 #include "knobs.h"
+#include "pool/superblock.h"
 
 static struct scene {
     incoherent *sim;

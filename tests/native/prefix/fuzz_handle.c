@@ -1,9 +1,9 @@
 /* A handle of any bytes is refused, or names pages that its sequence then holds, and gives back.
  * Identity and CRC are set right first, as a fuzzer cannot guess them. */
 #include "base/crc32c.h"
-
 #include "check.h"
 #include "fuzz.h"
+
 
 enum { TOKENS = 10 };
 

@@ -2,10 +2,11 @@
  * pages are hashed together and whatever the CPU has.
  * A tail keeps its number of tokens when it is forgotten.
  * Method: known answers; eight messages together against one by one; each instruction set. */
-#include "kernels/blake2s.h"
 #include "check.h"
+#include "kernels/blake2s.h"
+#include "pool/locks.h"
 #include "pool/pages.h"
-#include "prefix/prefix.h"
+#include "pool/published.h"
 
 static void check_hex(const void *bytes, const char *hex) {
     char text[65];

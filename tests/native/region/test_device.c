@@ -6,6 +6,7 @@
 #include <sys/sysmacros.h>
 
 #include "check.h"
+#include "region/device.h"
 
 static char root[256];
 

@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 
 #include "check.h"
+#include "region/nodes.h"
 
 enum { SKIPPED = 77, CAPACITY_BYTES = 8 << 20 };
 

@@ -6,6 +6,7 @@
 
 #include "base/crc32c.h"
 #include "check.h"
+#include "pool/create.h"
 
 enum { MEMBERS = 3, MEMBER_BYTES = 8 << 20, STRIPE_BYTES = 2 << 20, CAPACITY_BYTES = 14 << 20 };
 

@@ -2,6 +2,8 @@
  * what has not ended is not looked at. Method: random adds, removals and ends against a plain
  * array; then hits of a pool, some of them in use when they end. */
 #include "check.h"
+#include "sequence/deadlines.h"
+#include "sequence/sequence.h"
 
 enum { SEQUENCES = 300, STEPS = 40000 };
 

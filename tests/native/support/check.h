@@ -10,7 +10,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "tiers/local_tier.h"
+#include "base/clock.h"
+#include "pool/geometry.h"
+#include "sequence/types.h"
 
 #define CHECK(claim)                                                                      \
     do {                                                                                  \

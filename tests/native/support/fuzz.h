@@ -14,6 +14,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cxlkv.h"
+
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length);
 
 static int accepted; /* by how many readers, the last time */

@@ -9,6 +9,7 @@
 #define CXLKV_KNOBS_H
 #include <stdlib.h>
 
+#include "base/flush.h"
 #include "incoherent.h"
 
 static inline uint64_t knob(const char *name, uint64_t otherwise) {

@@ -12,7 +12,8 @@
 
 #include "base/flush.h"
 #include "check.h"
-#include "pool/peers.h"
+#include "pool/locks.h"
+#include "pool/mapping.h"
 
 typedef struct private_cache {
     uint8_t *base;               /* where the pool sees it, partly read-only */

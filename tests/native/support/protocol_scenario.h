@@ -9,6 +9,13 @@
  * acquire with none. */
 #ifndef CXLKV_PROTOCOL_SCENARIO_H
 #define CXLKV_PROTOCOL_SCENARIO_H
+#include "coherence/claims.h"
+#include "coherence/fences.h"
+#include "coherence/host_log.h"
+#include "coherence/hosts.h"
+#include "coherence/hosts_lock.h"
+#include "coherence/lost_lines.h"
+#include "coherence/membership.h"
 #include "protocol_oracle.h"
 
 enum page_state { NOT_OURS, FREE, WRITING, SEALED, FREEING };

@@ -2,9 +2,7 @@
 #ifndef CXLKV_RPC_SCENARIO_H
 #define CXLKV_RPC_SCENARIO_H
 #include "base/crc32c.h"
-#include "base/flush.h"
 #include "check.h"
-#include "coherence/rpc.h"
 
 /* Odd sizes: ends of lines are met. Operation 0 always fails with this error. */
 enum { QUESTION_MAX = 250, ANSWER_MAX = 330, OPERATION_FAILS = 0, OPERATIONS = 5 };

@@ -5,6 +5,7 @@
 #include <sched.h>
 
 #include "check.h"
+#include "tiers/local_tier.h"
 
 #ifdef __SANITIZE_THREAD__
 enum { ROUNDS = 300, FORKS = 0 }; /* it takes a child's locks for those that its parent holds */

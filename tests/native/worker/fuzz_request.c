@@ -1,9 +1,9 @@
 /* Whatever bytes a request has, the parser reads within them, and what it accepts is in range. */
 #include <math.h>
 
+#include "fuzz.h"
 #include "worker/request.h"
 
-#include "fuzz.h"
 
 static uint64_t sum_of(const void *array, uint64_t count) {
     const uint8_t *bytes = array;

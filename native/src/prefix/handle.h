@@ -1,14 +1,11 @@
-/* Sequences found again by the keys of their pages: published, matched, forgotten, handed over. */
-#ifndef CXLKV_PREFIX_H
-#define CXLKV_PREFIX_H
-
-#include "sequence/sequence.h"
+/* Sequences are handed over by a handle. */
+#ifndef CXLKV_PREFIX_HANDLE_H
+#define CXLKV_PREFIX_HANDLE_H
+#include "sequence/types.h"
 
 /* Under the host lock. Is the page what a handle says, and still alive? */
 int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_t generation,
                        uint32_t tokens);
-/* Refuses one whose pages are approximate. */
-int publish_check(const cxlkv_sequence *sequence);
 /* Writes the first `filled` tokens of a tail to a (page, layer). */
 int export_layer(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t filled);
 /* A last page that is not full, pushed as if it were, becomes an open tail of this process. */
@@ -16,10 +13,4 @@ int reopen_tail(cxlkv_sequence *sequence, uint64_t tokens);
 /* Complete pages of one part behind those that it has, held under adopt()'s rules; entries are as
  * in a handle. On an error some of them are held: destroy it. */
 int sequence_hold(cxlkv_sequence *sequence, uint32_t part, const uint8_t *entries, uint32_t count);
-
-/* ---- tails.c ---- */
-/* Adds the longest published page that is not full behind the sequence's pages, if there is one;
- * the sequence is nobody else's. Returns its tokens, or 0. */
-int64_t match_tail(cxlkv_sequence *sequence, const cxlkv_match_args *args);
-
 #endif

@@ -1,0 +1,17 @@
+/* What the store door's files share: an object's place in the pool, found, held and read. */
+#ifndef CXLKV_OBJECTS_TYPES_H
+#define CXLKV_OBJECTS_TYPES_H
+
+typedef struct object_place {
+    uint64_t generation;
+    uint32_t page;
+    uint32_t bytes;
+    int32_t code;                /* 0, CXLKV_OBJECT_ABSENT or CXLKV_OBJECT_DAMAGED */
+    bool held;
+    bool published;              /* of a reservation: it is an object by now */
+} object_place;
+/* Its bytes, or why there are none. */
+static inline int64_t object_size(const object_place *place) {
+    return place->code < 0 ? place->code : (int64_t)place->bytes;
+}
+#endif

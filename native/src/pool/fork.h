@@ -1,0 +1,11 @@
+/* All pools of this process, which a fork goes through. */
+#ifndef CXLKV_POOL_FORK_H
+#define CXLKV_POOL_FORK_H
+#include "pool/types.h"
+
+void fork_register(void);
+void pools_add(cxlkv_pool *pool);
+void pools_remove(const cxlkv_pool *pool);
+void pools_lock(void);                    /* no fork until pools_unlock() */
+void pools_unlock(void);
+#endif
