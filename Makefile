@@ -115,15 +115,17 @@ define ctests
 	@grep -h "^skipped: " $(1)/Testing/Temporary/LastTest.log || true
 endef
 # Where threads and processes meet: `make test` has these under TSan, `make nightly` the others.
-TSAN_FIRST := '^(coherence|objects|pool)$$'
+TSAN_FOLDERS := coherence format pages host sharing pool objects
+nothing :=
+TSAN_FIRST := '^($(subst $(nothing) $(nothing),|,$(TSAN_FOLDERS)))$$'
 
 native-test: native-asan native-tsan  ## the C tests under ASan+UBSan, part of them under TSan
 
 native-asan:  ## the C tests under ASan+UBSan
 	$(call ctests,build/native-address,address$(,)undefined,all,)
 
-native-tsan:  ## the C tests of coherence, pool and objects under TSan
-	$(call ctests,build/native-thread,thread,tests_coherence tests_objects tests_pool,-L $(TSAN_FIRST))
+native-tsan:  ## the C tests of coherence, the pool's rooms and objects under TSan
+	$(call ctests,build/native-thread,thread,$(TSAN_FOLDERS:%=tests_%),-L $(TSAN_FIRST))
 
 native-tsan-rest:  ## the C tests of the other folders under TSan
 	$(call ctests,build/native-thread,thread,all,-LE $(TSAN_FIRST))

@@ -54,7 +54,7 @@ COUNTERS = {
     "lost_forgets": "Pages of dead hosts that newcomers find, though they were to be forgotten",
 }
 _DRAFT = re.compile(r".\.[0-9a-f]{16}\.new$")
-# As native/src/pool/state_folder.c names them; up to 0.1.0 they lay in /dev/shm itself.
+# As native/src/format/state_folder.c names them; up to 0.1.0 they lay in /dev/shm itself.
 _HOST_STATE = re.compile(
     r"/dev/shm/(cxlkv\.[0-9]+/[0-9a-f]{32}(-[0-9a-f]+)+|cxlkv-[0-9a-f]{32}-[0-9a-f]+)\.host"
 )

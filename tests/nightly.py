@@ -64,7 +64,8 @@ ARM64 = (
 CORE = ("native/src/", "native/include/")
 C_TESTS = ("native/", "tests/native/")
 PROTOCOL = (
-    *(f"native/src/{name}/" for name in ("base", "coherence", "objects", "pool", "prefix")),
+    *(f"native/src/{name}/" for name in ("base", "coherence", "objects", "prefix")),
+    *(f"native/src/{name}/" for name in ("format", "pages", "host", "sharing", "pool")),
     "native/emulation/",
     "tests/native/coherence/",
 )

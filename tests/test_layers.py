@@ -15,10 +15,10 @@ from tests.test_tidy import ROOT, files, name_of, without_c_comments
 
 # From below. A folder may use itself and what stands before it.
 FOLDERS = (
-    "base kernels region coherence pool sequence prefix tiers ndp worker objects admin"
+    "base kernels region coherence format pages host sharing pool sequence prefix tiers ndp worker objects admin"
 ).split()
 SOURCES = ROOT / "native/src"
-HOOKS = SOURCES / "hooks.c"  # where folders above answer pool/hooks.h
+HOOKS = SOURCES / "hooks.c"  # where folders above answer host/hooks.h
 HOOKS_MAX = 12
 
 DEFINED = re.compile(
@@ -110,6 +110,6 @@ def test_the_measuring_loops_use_the_lowest_folders_only() -> None:
 def test_hooks_are_few() -> None:
     """A hook is an arrow upward that the test above does not see."""
     answered = re.findall(r"^    \.(\w+) = \w+,$", HOOKS.read_text(), re.MULTILINE)
-    declared = re.findall(r"\(\*(\w+)\)\(", (SOURCES / "pool/hooks.h").read_text())
+    declared = re.findall(r"\(\*(\w+)\)\(", (SOURCES / "host/hooks.h").read_text())
     assert answered == declared
     assert len(answered) <= HOOKS_MAX

@@ -79,7 +79,7 @@ def test_the_docs_tell_the_numbers_of_the_formats() -> None:
     cold = ", ".join(map(str, sorted(cold_file.VERSIONS.values())))
     numbers = {
         "pools": _core.FORMAT_VERSION,
-        "also upgrades": constant("native/src/pool/format.h", "FORMAT_BEFORE"),
+        "also upgrades": constant("native/src/format/format.h", "FORMAT_BEFORE"),
         "cold files": cold,
         "records": _core.PACKED_VERSION,
         "handles": constant("native/src/prefix/handle.c", "HANDLE_VERSION"),

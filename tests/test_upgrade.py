@@ -1,6 +1,6 @@
 """Pools as each release left them: opened, or refused with the remedy, upgraded, and read.
 
-What an upgrade leaves behind when it is stopped is tests/native/pool/test_upgrade.c's.
+What an upgrade leaves behind when it is stopped is tests/native/format/test_upgrade.c's.
 """
 
 from __future__ import annotations

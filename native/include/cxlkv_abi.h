@@ -608,7 +608,7 @@ int64_t cxlkv_prioritize(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes
 int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity);
 /* Tells the other hosts of a shared pool for two leases that this one lacks room for so many pages
  * beyond what it has and may take; 0: no more. within_share: for so many, or as many as it has, but
- * for no more than it lacks of its share (native/src/pool/shares.h). */
+ * for no more than it lacks of its share (native/src/sharing/shares.h). */
 int64_t cxlkv_pages_want(cxlkv_pool *pool, uint64_t page_count, uint32_t within_share);
 /* How many extents this host is to empty for others, and how many it may take. */
 int64_t cxlkv_extents_owed(cxlkv_pool *pool);

@@ -1,5 +1,5 @@
 /* Fills the pool's table of hooks with functions of the folders above it. */
-#include "pool/hooks.h"
+#include "host/hooks.h"
 #include "sequence/sequence.h"
 #include "tiers/local_tier.h"
 #include "worker/worker.h"

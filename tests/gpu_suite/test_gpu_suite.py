@@ -238,7 +238,7 @@ def test_a_bare_checkout_gets_its_core(tmp_path: Path) -> None:
     step = gpu_suite.compile_core(suite(tmp_path), checkout)
     assert step.state == "passed", step.tail
     assert step.reason.startswith("compiled: 0.")
-    (checkout / "native/src/pool/pages.c").write_text("#error broken\n")
+    (checkout / "native/src/pages/pages.c").write_text("#error broken\n")
     again = tmp_path / "again"
     again.mkdir()
     step = gpu_suite.compile_core(suite(again), checkout)

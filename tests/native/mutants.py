@@ -154,10 +154,10 @@ CHECKS = {
         "if (is_blank(&record) || record_is_whole(h, &record, s)) break;",
         "break;",
     ),
-    "FORGET_CARRIED": Check("pool/log_writer.c", "    forgotten_carry(pool, count);\n", ""),
-    "FORGET_FOLLOWED": Check("pool/log_reader.c", "        forget_foreign(pool);\n", ""),
+    "FORGET_CARRIED": Check("pages/log_writer.c", "    forgotten_carry(pool, count);\n", ""),
+    "FORGET_FOLLOWED": Check("sharing/log_reader.c", "        forget_foreign(pool);\n", ""),
     "FORGET_REBUILT": Check(
-        "pool/rebuild.c", "state == PAGE_PUBLISHED && is_forgotten(pool, &line)", "false"
+        "host/rebuild.c", "state == PAGE_PUBLISHED && is_forgotten(pool, &line)", "false"
     ),
     "CLAIM_CRC": Check(
         "coherence/claims.c", "|| c->crc != claim_crc(c, extent) || c->commit", "|| c->commit"
@@ -272,22 +272,24 @@ CHECKS = {
         "objects/objects.c", "i == 0 || foreign[i]->page != foreign[i - 1]->page", "true"
     ),
     "SCRUB_BACK": Check(
-        "pool/pages.c", "flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes)", "(void)0"
+        "pages/pages.c", "flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes)", "(void)0"
     ),
     "SCRUB_TABLE_BACK": Check(
-        "pool/records.c",
+        "format/records.c",
         "flush_write_back(FLUSH_PUBLISH_HEADER, checksum_table(pool, page), g->checksum_bytes)",
         "(void)0",
     ),
     "UNSEALED": Check(
-        "pool/pages.c", "FOR_BITS(pages, i) clean_unsealed", "FOR_BITS(0 * pages, i) clean_unsealed"
+        "pages/pages.c",
+        "FOR_BITS(pages, i) clean_unsealed",
+        "FOR_BITS(0 * pages, i) clean_unsealed",
     ),
     # An upgrade's fields are in memory before its version.
     "UPGRADE_EVICT": Check(
-        "pool/superblock.c", "if (flush_supported()) flush_evict(FLUSH_NONE, to, bytes);", ""
+        "format/superblock.c", "if (flush_supported()) flush_evict(FLUSH_NONE, to, bytes);", ""
     ),
     "UPGRADE_ORDER": Check(
-        "pool/superblock.c",
+        "format/superblock.c",
         "    upgrade_store(line, &made.crc_before, LINE_BYTES, base);\n",
         "    upgrade_store(base + 8, &made.version, sizeof(uint64_t), base);\n"
         "    upgrade_store(line, &made.crc_before, LINE_BYTES, base);\n",

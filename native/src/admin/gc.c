@@ -9,9 +9,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "format/state_folder.h"
+#include "format/superblock.h"
 #include "pool/host_state.h"
-#include "pool/state_folder.h"
-#include "pool/superblock.h"
 #include "region/region.h"
 
 typedef struct candidate {

@@ -6,10 +6,10 @@
 #include "coherence/claims.h"
 #include "coherence/fences.h"
 #include "coherence/hosts.h"
-#include "pool/claims_lock.h"
-#include "pool/locks.h"
-#include "pool/mapping.h"
-#include "pool/peers.h"
+#include "format/mapping.h"
+#include "host/locks.h"
+#include "pages/peers.h"
+#include "sharing/claims_lock.h"
 
 static int need_shared(const cxlkv_pool *pool) {
     if (pool->shared) return 0;

@@ -12,10 +12,10 @@
 #include "base/guard.h"
 #include "coherence/fences.h"
 #include "coherence/hosts.h"
+#include "format/geometry.h"
+#include "format/superblock.h"
+#include "host/locks.h"
 #include "pool/create.h"
-#include "pool/geometry.h"
-#include "pool/locks.h"
-#include "pool/superblock.h"
 #include "region/region.h"
 
 /* ---- has everybody left? ---- */

@@ -6,7 +6,7 @@
  * memory is hostile: what is read is checked, a host number or an offset never comes from there.
  * Callers of one host take turns, by two locks: for its slot, claims, commits and name one that may
  * be held for long, and for its beats, log, pins and fences one that nobody waits with
- * (pool/types.h).
+ * (format/types.h).
  *
  * Any line may raise SIGBUS. Nothing here lets that out: what another host says is then not known,
  * and taken for whatever is safe (lost_lines.c); a call that writes own lines ends where it is, as

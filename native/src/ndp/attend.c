@@ -7,13 +7,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "host/threads.h"
 #include "ndp/attend.h"
 #include "ndp/ndp.h"
 #include "ndp/stored.h"
-#include "pool/this_host.h"
-#include "pool/threads.h"
 #include "sequence/batch.h"
 #include "sequence/usage.h"
+#include "sharing/this_host.h"
 #include "tiers/local_tier.h"
 
 /* Of several heads, unless one has more: 64 KiB. */

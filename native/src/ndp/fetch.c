@@ -5,16 +5,16 @@
 
 #include "base/flush.h"
 #include "base/guard.h"
+#include "format/records.h"
+#include "host/locks.h"
+#include "host/threads.h"
 #include "ndp/ndp.h"
 #include "ndp/planes.h"
 #include "ndp/stored.h"
-#include "pool/locks.h"
-#include "pool/records.h"
-#include "pool/this_host.h"
-#include "pool/threads.h"
 #include "sequence/batch.h"
 #include "sequence/page_write.h"
 #include "sequence/usage.h"
+#include "sharing/this_host.h"
 #include "tiers/local_tier.h"
 
 /* Above this the copy would only push other data out of the caches. */

@@ -6,16 +6,16 @@
  * wins. */
 #include <stdlib.h>
 
+#include "format/scorers.h"
+#include "host/threads.h"
 #include "ndp/ahead.h"
 #include "ndp/ndp.h"
 #include "ndp/select.h"
 #include "ndp/select_sketch.h"
 #include "ndp/stored.h"
-#include "pool/scorers.h"
-#include "pool/this_host.h"
-#include "pool/threads.h"
 #include "sequence/batch.h"
 #include "sequence/usage.h"
+#include "sharing/this_host.h"
 
 enum { TOGETHER_PAGES = 8, SCRATCH_LIMIT = 1 << 30 };
 

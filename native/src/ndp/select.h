@@ -4,10 +4,10 @@
 #include <math.h>
 #include <string.h>
 
+#include "format/scorers.h"
 #include "kernels/sketch.h"
 #include "ndp/ahead.h"
 #include "ndp/planes.h"
-#include "pool/scorers.h"
 #include "sequence/kept_choice.h"
 
 typedef struct plan {

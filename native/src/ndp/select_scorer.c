@@ -2,14 +2,14 @@
  * of its keys before a select names the page for the first time. */
 #include <stdlib.h>
 
+#include "format/scorers.h"
+#include "host/locks.h"
+#include "host/threads.h"
 #include "ndp/ndp.h"
 #include "ndp/planes.h"
 #include "ndp/select.h"
 #include "ndp/select_sketch.h"
 #include "ndp/stored.h"
-#include "pool/locks.h"
-#include "pool/scorers.h"
-#include "pool/threads.h"
 #include "sequence/batch.h"
 
 /* Keys of a page and head, decoded. */

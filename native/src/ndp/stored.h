@@ -2,8 +2,8 @@
  * or codes. */
 #ifndef CXLKV_STORED_H
 #define CXLKV_STORED_H
+#include "format/layout.h"
 #include "ndp/planes.h"
-#include "pool/layout.h"
 
 static inline stored stored_of(const cxlkv_layout *layout, const kernels *isa, uint32_t kind) {
     stored s = {.isa = isa, .dtype = (int)kernel_dtype(layout, kind),

@@ -3,13 +3,13 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
+#include "format/mapping.h"
+#include "format/records.h"
+#include "host/locks.h"
+#include "host/threads.h"
 #include "objects/objects.h"
-#include "pool/locks.h"
-#include "pool/mapping.h"
 #include "pool/pool.h"
-#include "pool/records.h"
-#include "pool/this_host.h"
-#include "pool/threads.h"
+#include "sharing/this_host.h"
 
 struct cxlkv_lease {
     cxlkv_pool *pool;

@@ -6,12 +6,12 @@
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "base/guard.h"
+#include "format/records.h"
+#include "host/locks.h"
+#include "host/threads.h"
 #include "objects/objects.h"
 #include "objects/rows.h"
-#include "pool/locks.h"
-#include "pool/records.h"
-#include "pool/this_host.h"
-#include "pool/threads.h"
+#include "sharing/this_host.h"
 
 /* A call that reads more than STREAM_BYTES writes past the caches: that much does not fit into a
  * core's own, and a line that is written whole need not be read first. */

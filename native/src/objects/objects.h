@@ -1,8 +1,8 @@
 /* Objects are found, held, verified, taken and published. */
 #ifndef CXLKV_OBJECTS_OBJECTS_H
 #define CXLKV_OBJECTS_OBJECTS_H
+#include "format/types.h"
 #include "objects/types.h"
-#include "pool/types.h"
 
 int objects_check(const cxlkv_pool *pool); /* that it stores objects */
 /* Finds the objects of these keys and holds each that is there. */

@@ -1,7 +1,7 @@
 /* The bytes of an object that holds the rows of a buffer. */
 #ifndef CXLKV_OBJECTS_ROWS_H
 #define CXLKV_OBJECTS_ROWS_H
-#include "pool/layout.h"
+#include "format/layout.h"
 
 /* An object has the rows of a buffer in pieces of so many, the last one of those that are left.
  * A piece is codes in the form of keys, or bytes of fp8 row by row, filled up to a line with

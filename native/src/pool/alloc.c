@@ -1,14 +1,14 @@
 /* Pages are taken: from those that are free, from the dead, from ended leases, from other hosts. */
 #include "base/guard.h"
+#include "format/poison.h"
+#include "format/records.h"
+#include "format/runs.h"
+#include "host/hooks.h"
+#include "host/locks.h"
+#include "host/processes.h"
+#include "pages/pages.h"
 #include "pool/alloc.h"
-#include "pool/extents.h"
-#include "pool/hooks.h"
-#include "pool/locks.h"
-#include "pool/pages.h"
-#include "pool/poison.h"
-#include "pool/processes.h"
-#include "pool/records.h"
-#include "pool/runs.h"
+#include "sharing/extents.h"
 
 int full_error(cxlkv_pool *pool, uint32_t wanted) {
     const char *why = pool->shared ? extents_why() : "";

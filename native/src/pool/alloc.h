@@ -3,7 +3,7 @@
  * The caller has the host lock, but for pages_unclaim() and host_lock_with_room(). */
 #ifndef CXLKV_POOL_ALLOC_H
 #define CXLKV_POOL_ALLOC_H
-#include "pool/locks.h"
+#include "host/locks.h"
 
 /* Tries to have so many free pages: dead processes', withdrawn ones. See host_lock_with_room(). */
 void pages_make_room(cxlkv_pool *pool, uint64_t count);

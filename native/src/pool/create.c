@@ -5,9 +5,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "format/superblock.h"
 #include "pool/create.h"
 #include "pool/host_state.h"
-#include "pool/superblock.h"
 #include "region/device.h"
 #include "region/region.h"
 #include "region/stripes.h"

@@ -1,7 +1,7 @@
 /* What lies at a path: made, opened, closed. */
 #ifndef CXLKV_POOL_CREATE_H
 #define CXLKV_POOL_CREATE_H
-#include "pool/types.h"
+#include "format/types.h"
 #include "region/stripes.h"
 
 int create_region(cxlkv_pool *pool, const char *path, uint32_t flags);

@@ -4,16 +4,16 @@
 #include <unistd.h>
 
 #include "base/guard.h"
-#include "pool/counters.h"
+#include "format/scorers.h"
+#include "format/state_folder.h"
+#include "host/counters.h"
+#include "host/hooks.h"
+#include "host/locks.h"
+#include "host/processes.h"
 #include "pool/fork.h"
-#include "pool/hooks.h"
-#include "pool/keeper.h"
-#include "pool/locks.h"
-#include "pool/processes.h"
-#include "pool/scorers.h"
-#include "pool/state_folder.h"
 #include "region/alive.h"
 #include "region/region.h"
+#include "sharing/keeper.h"
 
 /* All that were opened and have references left: a closed one has locks, too, which the child of a
  * fork must find free. */

@@ -1,7 +1,7 @@
 /* All pools of this process, which a fork goes through. */
 #ifndef CXLKV_POOL_FORK_H
 #define CXLKV_POOL_FORK_H
-#include "pool/types.h"
+#include "format/types.h"
 
 void fork_register(void);
 void pools_add(cxlkv_pool *pool);

@@ -9,17 +9,17 @@
 
 #include "base/clock.h"
 #include "base/guard.h"
-#include "pool/counters.h"
+#include "format/state_folder.h"
+#include "format/superblock.h"
+#include "host/counters.h"
+#include "host/locks.h"
+#include "host/processes.h"
+#include "host/rebuild.h"
+#include "pages/peers.h"
 #include "pool/host_state.h"
-#include "pool/locks.h"
-#include "pool/peers.h"
-#include "pool/processes.h"
-#include "pool/rebuild.h"
-#include "pool/state_folder.h"
-#include "pool/superblock.h"
-#include "pool/this_host.h"
 #include "region/alive.h"
 #include "region/region.h"
+#include "sharing/this_host.h"
 
 #define HOST_MAGIC 0x35315453484b5643ull /* "CVKHST15" */
 

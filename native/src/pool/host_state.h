@@ -1,7 +1,7 @@
 /* The host state: made, joined, left, removed. */
 #ifndef CXLKV_POOL_HOST_STATE_H
 #define CXLKV_POOL_HOST_STATE_H
-#include "pool/types.h"
+#include "format/types.h"
 
 int host_attach(cxlkv_pool *pool);        /* joins or makes the host state; registers us */
 void host_detach(cxlkv_pool *pool);

@@ -5,22 +5,22 @@
 #include <unistd.h>
 
 #include "base/guard.h"
-#include "pool/counters.h"
+#include "format/geometry.h"
+#include "format/scorers.h"
+#include "host/counters.h"
+#include "host/hooks.h"
+#include "host/locks.h"
+#include "host/processes.h"
+#include "host/threads.h"
+#include "pages/peers.h"
 #include "pool/create.h"
 #include "pool/fork.h"
-#include "pool/geometry.h"
-#include "pool/hooks.h"
 #include "pool/host_state.h"
-#include "pool/keeper.h"
-#include "pool/locks.h"
-#include "pool/peers.h"
 #include "pool/pool.h"
-#include "pool/processes.h"
-#include "pool/scorers.h"
-#include "pool/threads.h"
 #include "region/nodes.h"
 #include "region/prefault.h"
 #include "region/region.h"
+#include "sharing/keeper.h"
 
 void pool_retain(cxlkv_pool *pool) {
     atomic_fetch_add_explicit(&pool->references, 1, memory_order_relaxed);

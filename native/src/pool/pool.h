@@ -1,7 +1,7 @@
 /* A pool is retained and dropped; its pages are counted. */
 #ifndef CXLKV_POOL_POOL_H
 #define CXLKV_POOL_POOL_H
-#include "pool/types.h"
+#include "format/types.h"
 
 /* One page more, which others may be changing; free ones, which are most, count nowhere. */
 static inline void page_count(cxlkv_page_counts *counts, const page_info *info, bool ours) {

@@ -1,12 +1,12 @@
 /* Published pages by their keys: forgotten, scrubbed, pinned, prioritized. */
 
-#include "pool/hooks.h"
-#include "pool/locks.h"
-#include "pool/log_reader.h"
-#include "pool/processes.h"
-#include "pool/published.h"
-#include "pool/wants.h"
+#include "host/hooks.h"
+#include "host/locks.h"
+#include "host/processes.h"
+#include "pages/published.h"
 #include "sequence/sequence.h"
+#include "sharing/log_reader.h"
+#include "sharing/wants.h"
 
 typedef void page_function(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context);
 

@@ -4,16 +4,16 @@
 
 #include "base/clock.h"
 #include "coherence/lines.h"
-#include "pool/borrow.h"
-#include "pool/hotness.h"
-#include "pool/locks.h"
-#include "pool/log_reader.h"
-#include "pool/pages.h"
-#include "pool/published.h"
-#include "pool/records.h"
+#include "format/records.h"
+#include "host/hotness.h"
+#include "host/locks.h"
+#include "pages/borrow.h"
+#include "pages/pages.h"
+#include "pages/published.h"
 #include "prefix/tails.h"
 #include "sequence/deadlines.h"
 #include "sequence/sequence.h"
+#include "sharing/log_reader.h"
 
 /* A page that is missing ends the search, as each key stands for one and no window hides it. */
 static bool ends_search(const cxlkv_pool *pool, const cxlkv_match_args *args, uint32_t part) {

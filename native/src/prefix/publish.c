@@ -5,13 +5,13 @@
  * part. The ordinal in the descriptor makes a chain with a gap end at the gap. A part with a window
  * has gaps by right: it matches up to where all that the next token sees is there. */
 
-#include "pool/hotness.h"
-#include "pool/locks.h"
-#include "pool/log_reader.h"
-#include "pool/published.h"
-#include "pool/this_host.h"
+#include "host/hotness.h"
+#include "host/locks.h"
+#include "pages/published.h"
 #include "prefix/publish.h"
 #include "sequence/sequence.h"
+#include "sharing/log_reader.h"
+#include "sharing/this_host.h"
 
 /* The page of part 0 at a place of a key, or NO_PAGE. */
 static uint32_t find_first_part(const cxlkv_pool *pool, const uint8_t *hashes, uint64_t key,

@@ -5,20 +5,20 @@
 #include <stdlib.h>
 
 #include "base/guard.h"
+#include "format/poison.h"
+#include "format/records.h"
+#include "format/runs.h"
+#include "host/hotness.h"
+#include "host/locks.h"
+#include "pages/pages.h"
+#include "pages/published.h"
 #include "pool/alloc.h"
-#include "pool/hotness.h"
-#include "pool/locks.h"
-#include "pool/log_reader.h"
-#include "pool/pages.h"
-#include "pool/poison.h"
-#include "pool/published.h"
-#include "pool/records.h"
-#include "pool/runs.h"
-#include "pool/this_host.h"
 #include "prefix/handle.h"
 #include "prefix/publish.h"
 #include "prefix/tails.h"
 #include "sequence/sequence.h"
+#include "sharing/log_reader.h"
+#include "sharing/this_host.h"
 
 /* ---- publish ---- */
 

@@ -10,10 +10,10 @@
 #include <string.h>
 
 #include "base/flush.h"
+#include "format/records.h"
+#include "host/locks.h"
+#include "host/threads.h"
 #include "pool/alloc.h"
-#include "pool/locks.h"
-#include "pool/records.h"
-#include "pool/threads.h"
 #include "sequence/batch.h"
 #include "sequence/page_write.h"
 #include "sequence/sequence.h"

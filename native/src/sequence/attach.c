@@ -9,12 +9,12 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
+#include "format/mapping.h"
+#include "format/records.h"
+#include "host/locks.h"
+#include "host/threads.h"
+#include "pages/pages.h"
 #include "pool/alloc.h"
-#include "pool/locks.h"
-#include "pool/mapping.h"
-#include "pool/pages.h"
-#include "pool/records.h"
-#include "pool/threads.h"
 #include "sequence/batch.h"
 #include "sequence/sequence.h"
 

@@ -2,9 +2,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "pool/locks.h"
+#include "format/records.h"
+#include "host/locks.h"
 #include "pool/pool.h"
-#include "pool/records.h"
 #include "sequence/batch.h"
 #include "sequence/sequence.h"
 

@@ -6,12 +6,12 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
+#include "format/mapping.h"
+#include "format/records.h"
+#include "format/scorers.h"
 #include "kernels/fp8.h"
 #include "kernels/sketch.h"
-#include "pool/mapping.h"
-#include "pool/pages.h"
-#include "pool/records.h"
-#include "pool/scorers.h"
+#include "pages/pages.h"
 #include "sequence/page_write.h"
 
 /* The rows of a head, `row_bytes` each. */

@@ -1,11 +1,11 @@
 /* For a GPU, which reads pages past the core: where they lie, and that they are whole. */
-#include "pool/locks.h"
-#include "pool/records.h"
-#include "pool/this_host.h"
-#include "pool/threads.h"
+#include "format/records.h"
+#include "host/locks.h"
+#include "host/threads.h"
 #include "sequence/batch.h"
 #include "sequence/sequence.h"
 #include "sequence/usage.h"
+#include "sharing/this_host.h"
 
 int64_t cxlkv_pool_memory(cxlkv_pool *pool, uint64_t *address) {
     return IN_POOL(pool, (*address = (uintptr_t)pool->region.base,

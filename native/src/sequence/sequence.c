@@ -3,16 +3,16 @@
 #include <string.h>
 
 #include "base/clock.h"
-#include "pool/hooks.h"
-#include "pool/locks.h"
-#include "pool/pages.h"
+#include "format/records.h"
+#include "host/hooks.h"
+#include "host/locks.h"
+#include "host/threads.h"
+#include "pages/pages.h"
 #include "pool/pool.h"
-#include "pool/records.h"
-#include "pool/this_host.h"
-#include "pool/threads.h"
 #include "sequence/deadlines.h"
 #include "sequence/kept_choice.h"
 #include "sequence/sequence.h"
+#include "sharing/this_host.h"
 
 /* Tails that nobody uses wait in a list, so that a fork's first append finds touched memory. */
 enum { SPARE_TAIL_BYTES = 64 << 20 };

@@ -1,7 +1,7 @@
 /* Sequences and batches of them: page tables, tails, appending, leases. */
 #ifndef CXLKV_SEQUENCE_TYPES_H
 #define CXLKV_SEQUENCE_TYPES_H
-#include "pool/types.h"
+#include "format/types.h"
 
 /* Up to 256 page ids, shared by forks; it holds one reference on each of pages [first, count). */
 typedef struct chunk {

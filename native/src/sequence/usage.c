@@ -1,7 +1,7 @@
 /* Counts the uses of the pages that a call has read: one each, or by the attention they got. */
 #include <string.h>
 
-#include "pool/hotness.h"
+#include "host/hotness.h"
 #include "sequence/batch.h"
 #include "sequence/usage.h"
 

@@ -6,7 +6,7 @@
  * A worker that comes back is found within RETRY_NS, and told everything anew. */
 #include "base/clock.h"
 #include "coherence/rpc.h"
-#include "pool/locks.h"
+#include "host/locks.h"
 #include "worker/client.h"
 #include "worker/request.h"
 #include "worker/worker.h"

@@ -3,8 +3,8 @@
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "coherence/rpc.h"
-#include "pool/processes.h"
-#include "pool/state_folder.h"
+#include "format/state_folder.h"
+#include "host/processes.h"
 #include "region/region.h"
 #include "worker/worker.h"
 

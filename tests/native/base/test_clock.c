@@ -7,7 +7,7 @@
 #include <time.h>
 
 #include "check.h"
-#include "pool/processes.h"
+#include "host/processes.h"
 
 #ifndef CLONE_NEWTIME
 #define CLONE_NEWTIME 0x00000080

@@ -5,7 +5,7 @@
 #include <sys/mman.h>
 
 #include "check.h"
-#include "pool/locks.h"
+#include "host/locks.h"
 
 enum { PAGES = 6, TOKENS = PAGES * TEST_PAGE_TOKENS + 1 };
 static uint64_t marks[TOKENS];

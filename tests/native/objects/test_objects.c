@@ -3,8 +3,8 @@
  * border, buffers that begin anywhere, each kind of damage, threads on the same keys, on one host
  * and on two that share the pool. */
 #include "base/crc32c.h"
+#include "format/records.h"
 #include "object_tests.h"
-#include "pool/records.h"
 
 enum { BIG = 700 << 10, SMALL = 3000, NAMES = 12, THREADS = 4 };
 static uint64_t seed;

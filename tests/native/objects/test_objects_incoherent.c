@@ -4,9 +4,9 @@
  * copies that go past the caches, and copies that do not; one thread, and two.
  *
  * `make mutants` leaves the write-backs out one by one: then this test must fail. */
+#include "format/records.h"
 #include "object_tests.h"
-#include "pool/pages.h"
-#include "pool/records.h"
+#include "pages/pages.h"
 #include "private_caches.h"
 
 enum { OBJECT_BYTES = 300 << 10, SMALL = 5000, TWINS = 40, MODES = 8 };

@@ -4,8 +4,8 @@
 #include <signal.h>
 
 #include "check.h"
+#include "format/records.h"
 #include "pool/alloc.h"
-#include "pool/records.h"
 
 enum { TOKENS = 3 * TEST_PAGE_TOKENS + 2 };
 static uint64_t marks[TOKENS + 8];

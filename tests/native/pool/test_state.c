@@ -5,9 +5,9 @@
 #include <fcntl.h>
 
 #include "check.h"
+#include "format/state_folder.h"
+#include "format/superblock.h"
 #include "pool/pool.h"
-#include "pool/state_folder.h"
-#include "pool/superblock.h"
 #include "region/region.h"
 
 /* A state that its users left behind, as those that are killed do: another name keeps it. */

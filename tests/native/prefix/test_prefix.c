@@ -3,10 +3,10 @@
  * A tail keeps its number of tokens when it is forgotten.
  * Method: known answers; eight messages together against one by one; each instruction set. */
 #include "check.h"
+#include "host/locks.h"
 #include "kernels/blake2s.h"
-#include "pool/locks.h"
-#include "pool/pages.h"
-#include "pool/published.h"
+#include "pages/pages.h"
+#include "pages/published.h"
 
 static void check_hex(const void *bytes, const char *hex) {
     char text[65];

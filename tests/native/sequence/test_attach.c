@@ -5,7 +5,7 @@
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "check.h"
-#include "pool/records.h"
+#include "format/records.h"
 
 enum { COUNT_MAX = 6, TOKENS_MAX = 160, STEPS = 1500 };
 static uint64_t seed = 20261122, next_mark = 1;

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "pool/geometry.h"
+#include "format/geometry.h"
 #include "sequence/types.h"
 
 #define CHECK(claim)                                                                      \

@@ -12,8 +12,8 @@
 
 #include "base/flush.h"
 #include "check.h"
-#include "pool/locks.h"
-#include "pool/mapping.h"
+#include "format/mapping.h"
+#include "host/locks.h"
 
 typedef struct private_cache {
     uint8_t *base;               /* where the pool sees it, partly read-only */

@@ -1,0 +1,35 @@
+/* Records and descriptors: sealed, read, verified. */
+#ifndef CXLKV_FORMAT_RECORDS_H
+#define CXLKV_FORMAT_RECORDS_H
+#include "format/types.h"
+
+descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page);
+void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t state,
+                      uint32_t tokens, const page_key *key);
+void descriptor_restore(cxlkv_pool *pool, uint32_t page, const descriptor *line);
+/* Another host's: what is read next comes from memory. */
+void descriptor_drop(const cxlkv_pool *pool, uint32_t page);
+/* Copies the line and verifies the copy; 0 or -CXLKV_E_CORRUPT. */
+int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy);
+void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
+                 const page_key *key);
+void record_header_wipe(const cxlkv_pool *pool, uint32_t page); /* and its checksum table */
+bool record_header_read(const cxlkv_pool *pool, uint32_t page, record_header *header);
+bool record_table_is_whole(const cxlkv_pool *pool, uint32_t page, const record_header *header);
+/* As its header says, even one whose rewriting was broken off: that does not change them. */
+uint32_t record_part(const cxlkv_pool *pool, uint32_t page);
+uint32_t record_tokens(const cxlkv_pool *pool, uint32_t page);
+void record_expect(const cxlkv_pool *pool, uint32_t page);     /* it is checked soon */
+/* Verifies header against page, generation and tokens. */
+int record_check(const cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens);
+uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head,
+                      uint32_t kind);
+/* Verifies all pieces of (page, layer), once per acquisition of the page by this process. */
+int pieces_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer);
+int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head, uint32_t kind,
+                 const void *bytes);
+/* Of a piece the bytes that its CRC covers: all, but of an object that does not fill its page. */
+size_t piece_used_bytes(const cxlkv_pool *pool, uint32_t page, uint32_t kind);
+void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer);
+void verified_clear(cxlkv_pool *pool, uint32_t page);
+#endif

@@ -1,0 +1,345 @@
+/* What the processes of one host share about a pool, in their own DRAM (which pages are free, held
+ * and found, who the processes are, what was counted), and what each of them has of it open.
+ *
+ * Words: a *page* is a record of page_tokens tokens of all layers; a *piece* is the K, V or digest
+ * of one (page, layer, kv head); a *run* is 16 neighbouring slots, the grain of placement; a *slot*
+ * of the host state is a process.
+ *
+ * The order of locks, for who takes several:
+ *   pools_lock()
+ *   operations
+ *   a batch's, then its sequences' by their addresses
+ *   list_lock (who has it only tries a sequence's), then spare_lock
+ *   the local tier's lock, then its readers
+ *   claims of the host state, then its mutex, the host lock
+ * Who has the host lock waits for no other host, and not for readers, who may wait for it. */
+#ifndef CXLKV_FORMAT_TYPES_H
+#define CXLKV_FORMAT_TYPES_H
+#include <stdatomic.h>
+#include <string.h>
+
+#include "coherence/types.h"
+#include "format/layout.h"
+#include "kernels/kernels.h"
+
+typedef struct page_info {
+    uint64_t generation;         /* the descriptor's; bumped when the page is freed */
+    uint32_t holders;            /* processes with held[page] > 0 */
+    uint8_t published, retired, quarantined;
+    /* Where hosts share the pool. Shown: others may know this generation. Withdrawn: free but for
+     * the pins of another host. */
+    uint8_t shown : 1, withdrawn : 1;
+    uint8_t pinned : 1;          /* by a user: published, and eviction leaves it alone */
+    uint8_t scrub : 1;           /* its bytes are not to outlive its last holder */
+} page_info;
+
+typedef struct run_info {
+    uint16_t free_mask;          /* bit i: slot i is free */
+    uint16_t ours;               /* 1: it lies in an extent of this host */
+    uint32_t next, previous;     /* in the list of free runs, or of partly free ones */
+} run_info;
+
+typedef struct process_slot {
+    uint32_t state;              /* 0 unused, 1 live, 2 made for a child about to be forked */
+    int32_t pid;
+    uint64_t start_time;         /* ticks of the machine's clock: a reused pid has another */
+    uint64_t pid_namespace;
+    uint64_t nonce;
+} process_slot;
+
+typedef struct index_entry {
+    uint64_t hash[2];
+    uint32_t page_plus_one;      /* 0: empty */
+    uint32_t reserved;
+} index_entry;
+
+/* Of a published page: when it was asked for, in the pages asked for so far (hotness.c). */
+typedef struct reuse_record {
+    uint32_t used, born;         /* when it was found last, and published */
+    uint32_t parent_plus_one;    /* the page before it in its text; 0: none is known */
+    uint16_t hits;
+    uint16_t parent_born;        /* low bits: a page published since then is no parent any more */
+    uint16_t part;
+    uint16_t priority;           /* of who asked that it stay longer than others; 0: nobody */
+} reuse_record;
+_Static_assert(sizeof(reuse_record) == 20, "24 bytes a page, with its hotness");
+
+/* In the order of cxlkv_counters, which says what each counts. */
+enum counter {
+    COUNT_APPENDED_BYTES,
+    COUNT_SCORED_BYTES,
+    COUNT_FETCHED_BYTES,
+    COUNT_ATTENDED_BYTES,
+    COUNT_CORRUPT_PIECES,
+    COUNT_STALE_HANDLES,
+    COUNT_POOL_FULL,
+    COUNT_MATCH_KEYS_ASKED,
+    COUNT_MATCH_KEYS_HIT,
+    COUNT_WINDOW_PAGES_FREED,
+    COUNT_WINDOW_PAGES_SKIPPED,
+    COUNT_AUDITED_SELECTS,
+    COUNT_AUDITED_RECALL,
+    COUNT_AUDITED_MASS,
+    COUNT_REAPED_PROCESSES,
+    COUNT_REBUILDS,
+    COUNT_QUEUED_DROPS,
+    COUNT_LOCK_WAITS,
+    COUNT_LOST_LINES,
+    COUNT_LOG_RESCANS,
+    COUNT_LOST_FORGETS,
+    COUNT_KINDS
+};
+_Static_assert(sizeof(cxlkv_counters) == COUNT_KINDS * sizeof(uint64_t), "one for each");
+
+/* On lines of its own: no process waits for another to count. */
+typedef struct counter_row {
+    _Alignas(LINE_BYTES) atomic_ulong counts[COUNT_KINDS];
+    /* Not sums but numbers now: sequences, and references that wait in pages_drop_later(). */
+    atomic_ulong sequences, late_drops;
+} counter_row;
+_Static_assert(sizeof(counter_row) % LINE_BYTES == 0, "a row shares no line");
+
+/* Another host, as this one sees it. */
+typedef struct host_view {
+    uint64_t beats, since_ns;    /* its last heartbeat, and since when by our machine's clock */
+    uint64_t lease_ns;           /* that it promises to beat within, if longer than ours */
+    uint64_t seen;               /* 1: it has beaten since our first look */
+    uint64_t wanted_extents;
+    log_place log;               /* how far its log was read */
+} host_view;
+
+/* Two locks, both robust and process-shared; the top has the order of all.
+ *
+ * `claims`: whose this host's dealings with the others are: its place in the queue for the lock
+ * between hosts, its claims and commits, its epoch. Who waits for another host has this one at
+ * most.
+ * `mutex`, the host lock: all else here, the held tables, the rest of this host's lines (beats,
+ * log, pins, what it says of others: fences). Never held while another host is waited for, so who
+ * reads what is its own waits for this host's processes only.
+ *
+ * Which extents are ours (run_info.ours) and the epoch change under both. Who finds that a holder
+ * died mends what that lock guards, and nothing of the other: its holder may be alive. The model is
+ * docs/models/processes.pml. */
+typedef struct host_state {
+    uint64_t magic;
+    uint64_t nonce;
+    uint8_t identity[16];
+    uint64_t bytes;              /* from here to `ready`, as host_state_layout() says */
+    uint64_t pages_offset, runs_offset, index_offset, held_offset, held_stride_bytes;
+    uint32_t page_count, run_count, index_capacity, ready;
+    pthread_mutex_t mutex, claims;
+    uint32_t holder, claimer;    /* slots of the last holders, named in time-out errors */
+    uint32_t free_runs, partial_runs;  /* heads of the two lists, NO_PAGE when empty */
+    uint64_t free_pages, published_pages;
+    uint32_t rewriting;          /* page whose sealed record is being rewritten, or NO_PAGE */
+    process_slot processes[PROCESS_MAX];
+    /* Where hosts share the pool; under the mutex like the rest. */
+    uint32_t host_epoch;
+    uint32_t stopped;            /* an error number: this host may not go on */
+    /* How often it was in doubt which extents are ours, and up to which time it was looked at. */
+    uint32_t owners_doubted, owners_sure;
+    uint64_t beats, beat_ns;     /* our last heartbeat */
+    uint64_t safe_ns;            /* of the last one after which we were not fenced */
+    uint64_t wanted_extents;     /* by a process of this host, until then */
+    uint64_t wanted_until_ns;
+    uint64_t log_next;           /* the record of our log that is written next */
+    uint32_t publications;       /* as they are counted in descriptors */
+    uint64_t extents_version;    /* moves when extents come or go */
+    uint64_t withdrawn_pages;
+    host_view views[HOSTS_MAX];
+    uint64_t pool_device, pool_inode;
+    char pool_path[512];         /* where the pool's file lay; empty when the name is longer */
+    uint64_t hotness_offset, reuse_offset;
+    uint64_t clock;              /* pages that were found or published so far */
+    /* Of hotness, without the mutex: uses counted so far, and epochs begun by hand. */
+    _Alignas(LINE_BYTES) atomic_ulong hotness_uses;
+    atomic_ulong hotness_advances;
+    /* A row for each slot, written by the slot's process only and never set back: the pool's total
+     * is the sum of all rows, and no death can take from it or add twice. What a process counted
+     * is its row less what stood there when it came. The last row is written under the lock: what
+     * was counted before this state was made, and what no process of its own counts. */
+    counter_row counters[PROCESS_MAX + 1];
+    counter_row counters_before[PROCESS_MAX];
+} host_state;
+
+/* The totals, as the last to leave wrote them before the host line: they outlive the host state. */
+typedef struct saved_counters {
+    uint64_t counts[COUNT_KINDS];
+    uint32_t crc;
+} saved_counters;
+enum { SAVED_COUNTERS_OFFSET = SUPERBLOCK_BYTES - 4 * LINE_BYTES };
+_Static_assert(sizeof(saved_counters) <= 3 * LINE_BYTES, "leaves the host line");
+
+/* Where a host state lies (state_folder.c). */
+enum { STATE_PATH_BYTES = 128 };
+typedef struct state_place {
+    int folder;                  /* -1: there is none */
+    uid_t owner;                 /* of the pool's file; folder and files are that user's */
+    uint32_t name_at;            /* where in path the file's own name begins */
+    char path[STATE_PATH_BYTES]; /* of the file, for messages: it is reached by the folder */
+} state_place;
+
+/* Sequences whose leases end, a heap: the earliest first. */
+typedef struct deadlines {
+    struct cxlkv_sequence **heap;
+    uint32_t count, capacity;
+    atomic_ulong first_ns;       /* when the first ends; UINT64_MAX: there is none */
+} deadlines;
+
+typedef struct helpers helpers; /* threads of this process; worker.h is about another one */
+
+/* Up to record_layers layers of one group: what one page holds. Derived from the layout. */
+typedef struct part {
+    uint32_t window;             /* 0: none */
+    uint32_t layers;
+    uint32_t first_layer, last_layer;
+} part;
+
+struct cxlkv_pool {
+    char *path;                  /* NULL: anonymous */
+    region region;               /* its memory, mapped */
+    int host_fd;
+    state_place state;           /* open as long as the pool: who leaves may have no file free */
+    cxlkv_layout layout;
+    cxlkv_geometry geometry;
+    cxlkv_sharing sharing;
+    part *parts;
+    uint16_t part_of[CXLKV_LAYERS_MAX], row_of[CXLKV_LAYERS_MAX];  /* by layer: where it lies */
+    bool windowed;               /* a part has a window */
+    uint8_t identity[16];
+    bool in_place;               /* made where its file, or device, was before */
+    host_state *host;
+    page_info *pages;
+    atomic_uint *hotness;
+    reuse_record *reuse;
+    run_info *runs;
+    index_entry *index;
+    uint32_t *held;              /* our row of the held table: references by page */
+    atomic_ulong *loose;         /* bit by page: taken by pages_alloc(), and nobody's else */
+    /* By page: references that nobody here needs, and that wait for the host lock to go; and how
+     * many these are. */
+    atomic_uint *late;
+    atomic_ulong late_count;
+    uint32_t slot;
+    uint64_t lock_wait_ns;       /* for the host lock, before that is an error */
+    atomic_ulong *verified;      /* bit page * record_layers + row: its CRCs were right here */
+    pthread_rwlock_t operations; /* read: an operation runs; write: close */
+    bool closed;
+    pthread_mutex_t list_lock;   /* guards sequences, deadlines, the worker threads' creation */
+    struct cxlkv_sequence *sequences;
+    uint64_t sequence_count;
+    deadlines deadlines;         /* of those that are hits */
+    atomic_uint references;
+    uint32_t thread_count;
+    helpers *threads;
+    pthread_mutex_t spare_lock;  /* guards the two below */
+    struct tail *spare_tails;
+    uint64_t spare_count;
+    counter_row *counters;       /* our row in the host state */
+    atomic_bool hotness_off;     /* this process counts no hotness */
+    atomic_bool hotness_by_mass; /* its attends count by attention */
+    bool shared;                 /* by several hosts */
+    enum visibility_mode mode;
+    hosts hosts;                 /* how this process reaches the others */
+    uint64_t lease_ns;
+    uint64_t mapped_version;     /* host->extents_version when the mapping was made to fit it */
+    uint32_t pauses;             /* in the present wait for another host, with the host lock */
+    atomic_uint claim_pauses;    /* and with the claims */
+    pthread_t lock_thread;       /* which of this process has the host lock; 0: none */
+    struct keeper *keeper;
+    log_record log_waiting[LOG_BATCH]; /* written when the host lock is given back */
+    uint32_t log_count;
+    log_record *forgotten;       /* while all is read anew, or a log is followed */
+    uint32_t forgotten_count, forgotten_room;
+    /* Between fork's prepare and its end: the slot that was made for the child, the slot's nonce,
+     * and files that the child inherits: one keeps the slot, one is the child's own region file. */
+    uint32_t fork_slot;
+    uint64_t fork_nonce;
+    int fork_state_fd, fork_region_fd;
+    struct alive *alive;         /* our slot's lock */
+    _Atomic(struct worker_client *) client; /* of a worker (worker.h); NULL: never asked for one */
+    struct pool_scorer *_Atomic scorers; /* the last one added (scorers.h) */
+    atomic_ulong *seen;          /* of objects, by page: the generation whose CRC was right here */
+    atomic_uint lent;            /* objects that are held by leases */
+    struct room *_Atomic room;   /* of the last call that wanted much: room_take() */
+    struct local_tier *local;    /* set under the write lock of operations; NULL: there is none */
+    struct cxlkv_pool *next;     /* all open pools of this process, for fork */
+};
+
+/* The first of kv_heads neighbouring pieces of (page, layer). */
+static inline uint8_t *pieces_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer,
+                                 uint32_t kind) {
+    const cxlkv_geometry *g = &pool->geometry;
+    uint64_t slot = page % g->slab_slots;
+    uint8_t *at = pool->region.base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
+                  g->layers_offset + pool->row_of[layer] * g->layer_bytes;
+    if (kind == PIECE_VALUES && values_are_keys(&pool->layout)) kind = PIECE_KEYS;
+    return at + slab_offset(g, kind) + slot * pool->layout.kv_heads * piece_stride(g, kind);
+}
+
+/* past: past the caches, if it begins on a line. */
+static inline void copy_past(uint8_t *to, const uint8_t *from, size_t bytes, bool past) {
+    if (past && (uintptr_t)to % LINE_BYTES == 0)
+        kernels_current()->store_rows(to, from, bytes, 1, bytes);
+    else
+        memcpy(to, from, bytes);
+}
+
+static inline uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot) {
+    const host_state *host = pool->host;
+    return (uint32_t *)((uint8_t *)host + host->held_offset + slot * host->held_stride_bytes);
+}
+
+static inline void count_add(cxlkv_pool *pool, enum counter which, uint64_t amount) {
+    atomic_fetch_add_explicit(&pool->counters->counts[which], amount, memory_order_relaxed);
+}
+/* The last row is nobody's own: whoever has the lock writes it. */
+static inline void host_count(host_state *host, enum counter which) {
+    atomic_fetch_add_explicit(&host->counters[PROCESS_MAX].counts[which], 1, memory_order_relaxed);
+}
+/* The number of sequences now; under list_lock. */
+static inline void count_sequences(cxlkv_pool *pool) {
+    atomic_store_explicit(&pool->counters->sequences, pool->sequence_count, memory_order_relaxed);
+}
+static inline bool page_is_free(const cxlkv_pool *pool, uint32_t page) {
+    return pool->runs[page / RUN_SLOTS].free_mask >> page % RUN_SLOTS & 1;
+}
+/* Round each change of a record that others may hold: a death there is mended. */
+static inline void rewrite_begin(cxlkv_pool *pool, uint32_t page) {
+    pool->host->rewriting = page;
+    atomic_signal_fence(memory_order_seq_cst); /* a death is seen in program order: no CPU fence */
+}
+static inline void rewrite_end(cxlkv_pool *pool) {
+    atomic_signal_fence(memory_order_seq_cst);
+    pool->host->rewriting = NO_PAGE;
+}
+static inline void hotness_freed(cxlkv_pool *pool, uint32_t page) {
+    atomic_store_explicit(&pool->hotness[page], 0, memory_order_relaxed);
+}
+/* The page is in no index any more; its entry is the caller's to erase. */
+static inline void page_unpublish(cxlkv_pool *pool, uint32_t page) {
+    pool->host->published_pages -= pool->pages[page].published;
+    pool->pages[page].published = 0;
+    pool->pages[page].pinned = 0;
+    pool->reuse[page] = (reuse_record){0};
+}
+static inline uint64_t extents_of(const cxlkv_pool *pool, uint64_t page_count) {
+    uint64_t slots = pool->geometry.slab_slots;
+    return page_count / slots + (page_count % slots != 0);
+}
+static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
+    return pool->runs[page / RUN_SLOTS].ours;
+}
+static inline uint32_t first_run_of(const cxlkv_pool *pool, uint32_t extent) {
+    return extent * pool->geometry.slab_slots / RUN_SLOTS;
+}
+/* It is in doubt which are ours, until somebody with the claims has looked; the number is for who
+ * clears the doubt itself. */
+static inline uint32_t extents_doubt(cxlkv_pool *pool) {
+    return __atomic_add_fetch(&pool->host->owners_doubted, 1, __ATOMIC_SEQ_CST);
+}
+static inline bool extents_in_doubt(const cxlkv_pool *pool) {
+    return __atomic_load_n(&pool->host->owners_doubted, __ATOMIC_RELAXED) !=
+           __atomic_load_n(&pool->host->owners_sure, __ATOMIC_RELAXED);
+}
+#endif

@@ -1,8 +1,0 @@
-/* A thread that beats and does what others wait for. */
-#ifndef CXLKV_POOL_KEEPER_H
-#define CXLKV_POOL_KEEPER_H
-#include "pool/types.h"
-
-int keeper_start(cxlkv_pool *pool);
-void keeper_stop(cxlkv_pool *pool);
-#endif

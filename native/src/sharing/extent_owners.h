@@ -1,0 +1,15 @@
+/* Which extents are ours. */
+#ifndef CXLKV_SHARING_EXTENT_OWNERS_H
+#define CXLKV_SHARING_EXTENT_OWNERS_H
+#include "format/types.h"
+
+/* Which are ours, from what all hosts claim: with the claims, without the host lock. */
+int extents_refresh(cxlkv_pool *pool, const hosts *turn);
+/* Claimed ones become ours to use; one is ours no more, under the host lock. */
+int extents_take_in(cxlkv_pool *pool, const uint32_t *extents, uint32_t count);
+void extent_leave(cxlkv_pool *pool, uint32_t extent);
+/* Which boot of which machine has dropped what its caches held of all our extents; 0 while some are
+ * on their way to us, or it is not known whether they came. */
+int settled_set(const cxlkv_pool *pool, uint64_t boot);
+uint64_t settled_get(const cxlkv_pool *pool);
+#endif
