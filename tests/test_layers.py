@@ -1,24 +1,29 @@
 """The layers of the C core: a folder uses those below it, a file what does not use it in turn.
 
-Who uses whom is read from the text: which functions and variables a file defines for others, and
-whose names occur in it. So a prototype that somebody writes by hand is no way round.
+The build keeps a folder from the headers of those above it (native/CMakeLists.txt), which is tried
+here. It does not see calls that need no header of ours: of the public interface, and of files
+within a folder. Those are read from the text.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 from tests.test_tidy import ROOT, files, name_of, without_c_comments
 
-# From below. A folder may use itself and what stands before it.
-FOLDERS = (
-    "base kernels region coherence format pages host sharing pool sequence prefix tiers ndp worker objects admin"
-).split()
 SOURCES = ROOT / "native/src"
-HOOKS = SOURCES / "hooks.c"  # where folders above answer host/hooks.h
+BUILD = (ROOT / "native/CMakeLists.txt").read_text()
+FOLDERS = re.findall(r"^set\(folders ([^)]*)\)", BUILD, re.MULTILINE)[0].split()
+"""From below. A folder may use itself and what stands before it."""
+HOOKS = SOURCES / "hooks/hooks.c"  # where folders above answer host/hooks.h
 HOOKS_MAX = 12
 
 DEFINED = re.compile(
@@ -35,7 +40,7 @@ def folder_of(path: Path) -> str:
 
 @cache
 def text_of(path: Path) -> str:
-    """Without comments, strings and the lines of the preprocessor, but for what it includes."""
+    """Without comments, strings and the lines of the preprocessor."""
     text = without_c_comments(path.read_text())
     kept = [line for line in text.splitlines() if not line.startswith("#")]
     return STRING.sub('""', "\n".join(kept))
@@ -51,35 +56,15 @@ def definitions() -> dict[str, Path]:
     return found
 
 
-def used_by(path: Path) -> set[tuple[str, Path]]:
-    """Names and where they are defined, of what a file uses or includes of others."""
-    words = set(re.findall(r"(?<![.\w>])([A-Za-z_]\w*)\(", text_of(path)))
-    used = {(name, definitions()[name]) for name in words & definitions().keys()}
-    for name in re.findall(r'^#include "(\w+/\w+\.h)"', path.read_text(), re.MULTILINE):
-        if (SOURCES / name).is_file():
-            used.add((name, SOURCES / name))
-    return {(name, where) for name, where in used if where != path}
-
-
-def upward() -> set[str]:
-    found = set()
-    for path in files(".c", ".h"):
-        if not path.is_relative_to(SOURCES) or path == HOOKS:
-            continue
-        rank = FOLDERS.index(folder_of(path))
-        for name, where in used_by(path):
-            if FOLDERS.index(folder_of(where)) > rank:
-                found.add(f"{name_of(path)[len('native/src/') :]} uses {name}")
-    return found
-
-
 def calls() -> dict[str, set[str]]:
-    """Which files' functions a file calls. Headers do not count: they are read by all."""
-    sources = [path for path in files(".c") if path.is_relative_to(SOURCES) and path != HOOKS]
-    return {
-        name_of(path): {name_of(where) for _, where in used_by(path) if where.suffix == ".c"}
-        for path in sources
-    }
+    """Which files' functions a file calls."""
+    found = {}
+    for path in files(".c"):
+        if path.is_relative_to(SOURCES) and path != HOOKS:
+            words = set(re.findall(r"(?<![.\w>])([A-Za-z_]\w*)\(", text_of(path)))
+            used = {definitions()[name] for name in words & definitions().keys()} - {path}
+            found[name_of(path)] = {name_of(where) for where in used}
+    return found
 
 
 def test_no_files_call_each_other_round() -> None:
@@ -89,22 +74,73 @@ def test_no_files_call_each_other_round() -> None:
         raise AssertionError(f"a circle: {' uses '.join(reversed(error.args[1]))}") from error
 
 
-def test_the_core_uses_no_folder_above_its_own() -> None:
-    assert upward() == set(), "a file uses what lies in a folder above its own"
+def test_the_core_calls_no_folder_above_its_own() -> None:
+    def rank(name: str) -> int:
+        return FOLDERS.index(folder_of(ROOT / name))
+
+    upward = {
+        f"{caller} calls {called}"
+        for caller, all_called in calls().items()
+        for called in all_called
+        if rank(called) > rank(caller)
+    }
+    assert upward == set()
 
 
 def test_the_folders_are_those_of_the_layers() -> None:
-    assert {path.name for path in SOURCES.iterdir()} == {*FOLDERS, HOOKS.name}
+    assert {path.name for path in SOURCES.iterdir()} == {*FOLDERS}
 
 
-def test_the_measuring_loops_use_the_lowest_folders_only() -> None:
-    """They are an extension of their own, which has no part of a pool."""
-    for path in files(".c", ".h"):
-        if path.is_relative_to(ROOT / "native/measure"):
-            own = re.findall(r"^static [^=;]*?(\w+)\(", text_of(path), re.MULTILINE)
-            for name, where in used_by(path):
-                if name not in own:
-                    assert folder_of(where) in ("base", "coherence"), f"{path.name} uses {name}"
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """How a file of each folder is compiled, by the folder."""
+    if shutil.which("cmake") is None:
+        pytest.skip("no cmake here")
+    build = tmp_path_factory.mktemp("layers")
+    configure = ["cmake", f"-S{ROOT / 'native'}", f"-B{build}"]
+    subprocess.run([*configure, "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"], check=True)
+    found = {}
+    for each in json.loads((build / "compile_commands.json").read_text()):
+        path = Path(each["file"])
+        command = each["command"].split()
+        found[path.parent.name] = [*command[: command.index("-o")], "-fsyntax-only", "-xc", "-"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("folder", "header", "sees"),
+    [
+        ("base", "region/types.h", False),
+        ("format", "base/types.h", True),
+        ("format", "pages/borrow.h", False),
+        ("host", "pool/host_state.h", False),
+        ("sharing", "host/locks.h", True),
+        ("tiers", "ndp/ndp.h", False),
+        ("measure", "coherence/rpc.h", True),
+        ("measure", "kernels/kernels.h", False),
+    ],
+)
+def test_a_folder_sees_those_below_it_only(
+    commands: dict[str, list[str]], folder: str, header: str, sees: bool
+) -> None:
+    program = f'#include "{header}"\nint unused;\n'
+    command = commands[folder]
+    done = subprocess.run(command, input=program, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode == 0) is sees, done.stderr
+    assert sees or f"{header}: No such file" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake here")
+def test_no_include_goes_round_the_walls(tmp_path: Path) -> None:
+    (tmp_path / "src/base").mkdir(parents=True)
+    source = tmp_path / "src/base/error.c"
+    script = ROOT / "native/includes.cmake"
+    for line, code in ('#include "base/error.h"', 0), ('#include "../pool/pool.h"', 1):
+        source.write_text(line + "\n")
+        command = ["cmake", f"-DFOLDER={tmp_path}", "-P", str(script)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+    assert "include a header as folder/name.h" in done.stderr
 
 
 def test_hooks_are_few() -> None:

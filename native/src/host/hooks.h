@@ -1,5 +1,5 @@
 /* Hooks: the pool calls folders above it through this table, and so do sequence/, prefix/ and
- * tiers/. native/src/hooks.c fills it, with one function for each hook. */
+ * tiers/. native/src/hooks/hooks.c fills it, with one function for each hook. */
 #ifndef CXLKV_HOST_HOOKS_H
 #define CXLKV_HOST_HOOKS_H
 
