@@ -294,7 +294,7 @@ class PoolKeys(Keys):
     cold: str | None = None
     cold_capacity: Size | None = None
     compress: Literal["zstd"] | None = None
-    policy: Literal["adaptive", "lru", "mass", "s3fifo"] = "adaptive"
+    policy: Literal["adaptive", "lru"] = "adaptive"
     remote: Annotated[
         tuple[Annotated[str, Field(pattern=_REMOTE)], ...], BeforeValidator(_listed)
     ] = Field(

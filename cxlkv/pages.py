@@ -264,7 +264,7 @@ class Hotness(OfThisProcess):
     @property
     def by_mass(self) -> bool:
         """Whether attends of this process that it works on itself all count by attention, decodes
-        too; at first not. Tiers whose policy is "mass" switch it on."""
+        too; at first not."""
         return self._by_mass
 
     @by_mass.setter

@@ -12,7 +12,10 @@ from typing import NoReturn, TypeVar
 
 from cxlkv.errors import BadArgumentError
 
-SETTINGS: dict[str, str] = {}
+SETTINGS: dict[str, str] = {
+    "policy: mass": "leave it out; adaptive, the default, has more hits",
+    "policy: s3fifo": "leave it out; adaptive, the default, has more hits",
+}
 """A key of YAML or of an engine's settings, "key", or a value of one, "key: value"."""
 
 COMMANDS: dict[str, str] = {}

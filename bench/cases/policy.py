@@ -40,7 +40,6 @@ class Day:
             hits=self.hits,
             parents=self.parents,
             kept=np.zeros(self.count, np.bool_),
-            hotness=self.hits,
         )
         return len(choose(self.policy, published, min(WANTED, self.count // 2)))
 

@@ -97,7 +97,6 @@ class Simulation:
             hits=self._hits[there],
             parents=parents,
             kept=np.zeros(len(there), np.bool_),
-            hotness=self._hits[there],
             saved_s=1 + self._depths[there] / np.float32(HALF_PAGES),
         )
         rows = there[choose(self._policy, published, count)]

@@ -53,7 +53,7 @@ from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_store import ColdStore, open_cold
 from cxlkv.tiers.local import LocalTier
 from cxlkv.tiers.objects import ObjectMoves
-from cxlkv.tiers.policy import DEFAULT, NONE, Lru, Policy, Published, choose, policy_named
+from cxlkv.tiers.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
 
 if TYPE_CHECKING:
     from cxlkv.tiers.remote import RemoteTier
@@ -122,7 +122,7 @@ class Tiers(ObjectMoves, Closing):
         _check_remote(pool, remote, remote_secret)
         self.pool = cast(CXLPool, pool)  # one of objects has no match(), nor have its tiers
         self.costs = costs
-        self._policy = self._policy_of(policy)
+        self._policy = policy_named(policy)
         self._weighs = policy == "cost"
         self._lock = threading.RLock()  # one move at a time
         self._counts: Counter[str] = Counter()
@@ -157,11 +157,6 @@ class Tiers(ObjectMoves, Closing):
             if self.cold is not None and self.cold is not cold:
                 self.cold.close()
             raise
-
-    def _policy_of(self, name: str) -> Policy:
-        """A new one; "mass" has this process's attends count by attention."""
-        self.pool.hotness.by_mass |= name == "mass"
-        return policy_named(name)
 
     @classmethod
     def from_config(
@@ -487,7 +482,6 @@ class Tiers(ObjectMoves, Closing):
             hits=rows["hits"].copy(),
             parents=parents,
             kept=((rows["flags"] & (HELD | PINNED)) != 0) | np.isin(rows["page"], self._coming),
-            hotness=rows["hotness"].copy(),
             saved_s=self._saved_s(parents) if self._weighs else None,
             priorities=rows["priority"].astype(np.uint8),
         )

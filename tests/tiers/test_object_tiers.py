@@ -84,7 +84,7 @@ def put_until_full(pool: ObjectPool) -> list[str]:
 # ---- texts ----
 
 BLOCKS, TEXTS = 64, 20
-POLICIES = ["adaptive", "lru", "s3fifo", "mass"]
+POLICIES = ["adaptive", "lru"]
 Text = list[str]
 
 

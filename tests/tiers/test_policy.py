@@ -24,7 +24,6 @@ def published(
     hits: list[int] | None = None,
     parents: list[int] | None = None,
     kept: tuple[int, ...] = (),
-    hotness: list[int] | None = None,
     saved_s: list[float] | None = None,
 ) -> Published:
     """Pages 0, 1, ... in the pool, each a chain of its own unless parents says otherwise."""
@@ -42,7 +41,6 @@ def published(
         hits=words(hits, 0),
         parents=words(parents, NONE),
         kept=np.isin(np.arange(count), kept),
-        hotness=words(hotness, 0),
         saved_s=None if saved_s is None else np.array(saved_s, np.float32),
     )
 
@@ -61,9 +59,6 @@ def chosen(policy: Policy, pages: Published, wanted: int) -> list[int]:
         # The clock is at 5 after a wrap: page 1 was used 3 ago, page 0 long before the wrap.
         pytest.param(
             "lru", published([0xFFFFFF00, 2, 0xFFFFFFF0], clock=5), [0, 2, 1], id="time may wrap"
-        ),
-        pytest.param(
-            "mass", published([10, 20, 30, 40], hotness=[7, 9, 0, 1]), [2, 3], id="least attention"
         ),
         # 0 <- 1 <- 2 and 0 <- 3: page 0 is the oldest and goes last.
         pytest.param(
@@ -96,33 +91,6 @@ def test_all_or_nothing(name: str) -> None:
     assert chosen(policy_named(name), pages, 4) == []
     assert chosen(policy_named(name), pages, 0) == []
     assert chosen(policy_named(name), published([]), 1) == []
-
-
-def test_s3fifo_lets_newcomers_pass_and_keeps_what_was_found_twice() -> None:
-    """Ten pages come; 2 was found twice and 3 once: of the older ones 2 alone stays."""
-    policy = policy_named("s3fifo")
-    hits = [0, 0, 2, 1, 0, 0, 0, 0, 0, 0]
-    pages = published(list(range(10)), born=list(range(10)), hits=hits)
-    assert chosen(policy, pages, 4) == [0, 1, 3, 4]
-
-
-def test_s3fifo_remembers_who_went() -> None:
-    """Page 0 goes, and comes back under its name: it is no newcomer any more."""
-    policy = policy_named("s3fifo")
-    first = published(list(range(10)), born=list(range(10)))
-    assert chosen(policy, first, 1) == [0]
-    again = published([50, *range(1, 10)], born=[50, *range(1, 10)])
-    assert chosen(policy, again, 8) == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_s3fifo_main_gives_each_find_another_turn_and_not_more() -> None:
-    policy = policy_named("s3fifo")
-    hits = [2] * 10
-    pages = published(list(range(10)), born=list(range(10)), hits=hits)
-    assert chosen(policy, pages, 1) == [0], "all were found: the first to come has its turn"
-    hits = [2, 3, *hits[2:]]
-    later = published([50, 60, *range(2, 10)], born=[50, *range(1, 10)], hits=[0, *hits[1:]])
-    assert chosen(policy, later, 2) == [2, 3], "1 was found again, 0 is new"
 
 
 def come_back_after(policy: Policy, gap: int, rounds: int) -> int:
