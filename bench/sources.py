@@ -32,7 +32,7 @@ from transformers.masking_utils import sdpa_mask
 from cxlkv.adapters.common.shapes import windows_of
 from cxlkv.adapters.transformers.layouts import layout_of, text_config
 from cxlkv.bench.models.corpus import held_out_text
-from cxlkv.demo.run import load_model
+from cxlkv.demo.facts import load_model
 from cxlkv.demo.task import FACT_KEYS, make_context
 from cxlkv.demo.text.inputs import quiet, read_config, read_model, read_text, read_tokens
 from cxlkv.errors import BadArgumentError, UnsupportedError

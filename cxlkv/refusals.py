@@ -23,6 +23,8 @@ COMMANDS: dict[str, str] = {}
 
 OPTIONS: dict[str, str] = {
     "bench run --near": "say --local",
+    "demo --handover": "hand_over() and take_over() are in docs/engines/handover.md",
+    "demo --tiny": "leave it out: SmolLM2 answers, offline once it is installed",
 }
 """An option behind its command, "pool create --option", or with a value, "demo --option value"."""
 

@@ -98,7 +98,7 @@ def test_numbers_of_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         ["size", "smollm2", "--tokens"],
         ["pool", "create", f"{tmp_path}/pool", *shape, "--tokens"],
         ["advise", *shape, "--tokens"],
-        ["demo", "--tiny", "--tokens"],
+        ["demo", "--model", ".", "--text", ".", "--tokens"],
     ):
         assert "write it like 5000, 32K or 1M" in command.run(capsys, *words, "32KB").err
 

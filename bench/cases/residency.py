@@ -12,8 +12,7 @@ from cxlkv.adapters.transformers import CXLCache, LayerStep, layout_of
 from cxlkv.arrays import Units
 from cxlkv.bench.replay.caches import belady
 from cxlkv.bench.result import Result
-from cxlkv.demo.measure import Examiner, Plan
-from cxlkv.demo.run import demo_pool, load_model
+from cxlkv.demo.facts import Examiner, Plan, load_model, pool_for
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.sequence import Batch
 from cxlkv.tiers.local import LocalTier, units_of
@@ -128,8 +127,8 @@ def run(result: Result, size: Size = Size()) -> None:
     apart. A check holds the core's count of near reads against where the units were.
     """
     model = load_model()
-    plan = Plan.of(size.tokens, None)
-    with demo_pool(layout_of(model), plan) as (pool, _):
+    plan = Plan.of(size.tokens)
+    with pool_for(layout_of(model), plan) as pool:
         examiner = Examiner(model, pool, plan)
         examiner.prefill()
         budget = examiner.budget(size.share)

@@ -1,4 +1,4 @@
-"""How far a long run is: a bar on a terminal, a line now and then elsewhere."""
+"""Says how far a long run is, and at its end whether all checks hold."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from cxlkv.bench.result import Result
+from cxlkv.emulation.link import marked
 
 SAY_S = 30
 """Without a terminal, progress is a line that often."""
@@ -70,3 +75,19 @@ def progress_of(console: Console, total: int, todo: int | None = None) -> Iterat
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
         yield Steps(progress, console, total, total if todo is None else todo)
+
+
+def finish(result: Result, console: Console, json_path: Path | None) -> bool:
+    """Write the result file, print a line for each check, then the verdict, which is returned."""
+    if told := result.late_text():
+        result.notes.append(told)
+        console.print(Text(marked(told, result.emulated)), soft_wrap=True)
+    if json_path is not None:
+        result.write(json_path)
+        console.print(Text(f"Result file: {json_path}"), soft_wrap=True)
+    for name, holds in result.checks.items():
+        mark = Text("  yes  " if holds else "  NO   ", style="green" if holds else "bold red")
+        console.print(mark + Text(name.replace("_", " "), style="default"))
+    verdict = "PASS" if result.passed else "FAIL"
+    console.print(Text(f"demo: {verdict}", style="bold green" if result.passed else "bold red"))
+    return result.passed

@@ -17,7 +17,7 @@ from cxlkv.adapters.transformers import CXLCache, Hints, LayerStep, layout_of
 from cxlkv.adapters.transformers.attention import DecoderLayer, asked_query
 from cxlkv.adapters.transformers.hints import layers_of, unhinted
 from cxlkv.adapters.transformers.steps import Call
-from cxlkv.demo.run import load_model
+from cxlkv.demo.facts import load_model
 from cxlkv.demo.task import make_context
 from cxlkv.errors import ReleasedError
 from cxlkv.ndp.engine import Selection

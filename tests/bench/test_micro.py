@@ -287,7 +287,7 @@ def test_the_docs_have_every_case_and_its_result() -> None:
     assert filled(text) == text, "python -m cxlkv.bench.registry writes the table"
     named_files = {name for case in CASES.values() for name in case.files}
     # Of commands that are no case:
-    others = {"demo", "demo-answers", "lab", "lab-encodings", "lab-encodings-gemma", "lab-kept"}
+    others = {"demo-answers", "lab", "lab-encodings", "lab-encodings-gemma", "lab-kept"}
     others |= {"lab-sketches", "methods-2000", "methods-7000", "methods-authors"}
     others |= {"methods-authors-states"}
     assert named_files | others == {path.stem for path in (docs / "results").glob("*.json")}

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from cxlkv.bench import sources
 from cxlkv.bench.sources import Taken, take
-from cxlkv.demo.run import load_model
+from cxlkv.demo.facts import load_model
 from cxlkv.demo.task import FACT_KEYS, VALUES, make_context
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 

@@ -33,7 +33,7 @@ from transformers import (
 from cxlkv import Budget, CXLPool, Selection
 from cxlkv.adapters.transformers import LayerStep, layout_of
 from cxlkv.bench.lab.statistics import bootstrap_blocks
-from cxlkv.demo import run as demo
+from cxlkv.demo import facts
 from cxlkv.demo.forms import Form, FormsCache, Read
 from cxlkv.demo.task import FIRST_FILLER, FIRST_QUERY, VALUES, VOCABULARY_SIZE
 from cxlkv.demo.text import inputs, measure, run
@@ -136,9 +136,9 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 
 def facts_model() -> LlamaForCausalLM:
     """The packaged model, which finds facts, saying a value as the question for the key of it."""
-    trained = demo.load_model()
+    trained = facts.load_model()
     assert isinstance(trained.score, torch.nn.Linear)
-    config = LlamaConfig.from_pretrained(demo.MODEL)
+    config = LlamaConfig.from_pretrained(facts.MODEL)
     config.architectures = None
     model = LlamaForCausalLM(config)
     model.model.load_state_dict(trained.model.state_dict())
@@ -421,7 +421,7 @@ def test_a_folder_that_is_no_causal_model_is_refused(
     assert "encoder-decoder" in refused(tmp_path / "t5", text)
 
     save_tokenizer(tmp_path / "facts", VOCABULARY_SIZE)
-    demo.load_model().save_pretrained(tmp_path / "facts")
+    facts.load_model().save_pretrained(tmp_path / "facts")
     assert "lack lm_head.weight" in refused(tmp_path / "facts", text)
 
     config = BertConfig.from_dict({**SHAPE, "num_key_value_heads": 4})

@@ -170,19 +170,18 @@ def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     pytest.importorskip("transformers")
-    from cxlkv.demo import handover
-    from cxlkv.demo import run as tiny
-    from cxlkv.demo.measure import Plan
+    from cxlkv.demo.text import run as on_text
+    from tests.demo.test_demo_model import qwen, save
 
-    plan = Plan(2048, facts=128, seeds=(101,), questions=8, together=8, shares=(0.05, 1.0))
-    console, found = Console(record=True, width=200), []
-    tiny.run(tmp_path / "d.json", None, plan, console)
-    found += in_json(tmp_path / "d.json")
-    handover.run(tmp_path / "h.json", 2048, console)
-    found += in_json(tmp_path / "h.json")
-    text = console.export_text()
-    assert "B took over in" in text
-    return in_text(text) + found
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(word % 500) for word in range(0, 3000, 7)))
+    console = Console(record=True, width=200)
+    on_text.run(
+        save(qwen(), tmp_path / "qwen"), text, json_path=tmp_path / "d.json", console=console
+    )
+    shown = console.export_text()
+    assert "perplexity" in shown
+    return in_text(shown) + in_json(tmp_path / "d.json")
 
 
 WALKS: dict[str, Walk] = {
@@ -302,7 +301,7 @@ def test_loads_of_bare_memory_are_not_called_emulated(
 
 @pytest.mark.parametrize(
     "words",
-    [("tune",), ("advise", *MODEL), ("bench", "foundation/gather", "--quick"), ("demo", "--tiny")],
+    [("tune",), ("advise", *MODEL), ("bench", "foundation/gather", "--quick"), ("demo",)],
     ids=lambda words: words[0],
 )
 def test_no_command_goes_by_the_wall_clock_over_a_virtual_link(

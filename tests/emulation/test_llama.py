@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from cxlkv import CXLPool
-from cxlkv.demo.run import MODEL, load_model
+from cxlkv.demo.facts import MODEL, load_model
 from cxlkv.demo.task import make_context
 from tests.qemu.guest.llama import Llama
 

@@ -17,8 +17,7 @@ from cxlkv.bench.result import Result
 from cxlkv.demo import smollm2
 from cxlkv.demo.answers.ask import FORMS, Asked, Examiner, Question, handbook, quicker_threads
 from cxlkv.demo.answers.picture import WORDS, draw, figures_of
-from cxlkv.demo.progress import progress_of
-from cxlkv.demo.run import finish
+from cxlkv.demo.progress import finish, progress_of
 from cxlkv.demo.text.inputs import quiet
 from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.pool import CXLPool

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cxlkv.adapters.transformers import layout_of
-from cxlkv.demo.progress import progress_of
-from cxlkv.demo.run import finish
+from cxlkv.demo.progress import finish, progress_of
 from cxlkv.demo.text import inputs
 from cxlkv.demo.text.measure import EVERY, TOKENS_MIN, Plan, Reading, Wanted
 from cxlkv.demo.text.picture import draw

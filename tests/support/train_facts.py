@@ -1,4 +1,4 @@
-"""Trains the small Llama that the demo ships: `python -m cxlkv.demo.train --out PATH`.
+"""Trains the small Llama of cxlkv/demo/model: `python -m tests.support.train_facts --out PATH`.
 
 The model has to find one fact among 16,384 tokens (see `task`). Two things make this cheap enough
 for one core. First, the embedding table is learned in factors (a row for a key plus a row for a
