@@ -161,13 +161,23 @@ def stand_in_for_the_core() -> None:
     """Modules above the core can be imported afterwards, whether or not it is built."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    if find_spec("cxlkv._native") is None:
+    if not is_core_built():
         text = (ROOT / "cxlkv/_core/abi.py").read_text()
         (number,) = re.findall(r"^ABI = (\d+)", text, re.M)
         module = types.ModuleType("cxlkv._native")
         lib = MagicMock(CXLKV_ABI=int(number), cxlkv_abi=lambda: int(number))
         sys.modules["cxlkv._native"] = module
         module.__dict__.update(lib=lib, ffi=MagicMock())
+
+
+def is_core_built() -> bool:
+    """Whether cxlkv can be imported as it is; what a failed import leaves behind is taken out."""
+    try:
+        return find_spec("cxlkv._native") is not None
+    except ImportError:  # find_spec imports the package, and that its core
+        for name in [one for one in sys.modules if one.partition(".")[0] == "cxlkv"]:
+            del sys.modules[name]
+        return False
 
 
 CODE = re.compile(
