@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from cxlkv import Budget
 from cxlkv.adapters.transformers import layout_of
 from cxlkv.demo.facts import Examiner, Plan, load_model, pool_for
 from cxlkv.demo.forms import best_pages
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = replace(Plan.of(2048), questions=16, seeds=(101,), together=8)
 

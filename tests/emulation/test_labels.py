@@ -145,7 +145,9 @@ def advise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     files = tmp_path / "b.json", tmp_path / "b.csv"
-    shown = run(capsys, "bench", "foundation/gather", "--quick", "--json", files[0], "--csv", files[1])
+    shown = run(
+        capsys, "bench", "foundation/gather", "--quick", "--json", files[0], "--csv", files[1]
+    )
     assert shown.code == 0
     return in_text(shown.out) + in_json(files[0]) + in_csv(files[1])
 
