@@ -13,8 +13,8 @@ from typing import NoReturn, TypeVar
 from cxlkv.errors import BadArgumentError
 
 SETTINGS: dict[str, str] = {
-    "policy: mass": "leave it out; adaptive, the default, has more hits",
-    "policy: s3fifo": "leave it out; adaptive, the default, has more hits",
+    "policy: mass": "leave it out: adaptive, the default, mostly has more hits",
+    "policy: s3fifo": "leave it out: adaptive, the default, mostly has more hits",
 }
 """A key of YAML or of an engine's settings, "key", or a value of one, "key: value"."""
 
