@@ -32,7 +32,7 @@ def matrix(
     cells = []
     for at in itertools.product(*(range(len(some)) for some in values.values())):
         cell = [some[index] for some, index in zip(values.values(), at, strict=True)]
-        marks = () if at in drawn else pytest.mark.nightly
+        marks = [] if at in drawn else [pytest.mark.nightly]
         cells.append(pytest.param(*cell, marks=marks, id="-".join(map(name_of, cell))))
     return pytest.mark.parametrize(tuple(values), cells, indirect=indirect)
 
