@@ -145,9 +145,8 @@ def advise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     files = tmp_path / "b.json", tmp_path / "b.csv"
-    shown = run(
-        capsys, "bench", "foundation/gather", "--quick", "--json", files[0], "--csv", files[1]
-    )
+    case, files_to = "foundation/gather", ("--json", files[0], "--csv", files[1])
+    shown = run(capsys, "bench", case, "--quick", *files_to)
     assert shown.code == 0
     return in_text(shown.out) + in_json(files[0]) + in_csv(files[1])
 
