@@ -7,9 +7,6 @@ out and built in build/regress, this checkout beside it, and pytest-benchmark ru
 bench/regress_calls.py with both in turn: machines differ from day to day, so no figure of another
 day is compared. A call is slower when the whole 95 % interval of its ratio of medians lies above
 1.05; then the exit status is 1. Both builds run the calls of this checkout.
-
-Then bench/regress_tails.py times single calls beside a second writer, a reap and a rebuild, with
-both builds in turn: the median, 99 %, 99.9 % and the worst of them are told, and judged by nobody.
 """
 
 from __future__ import annotations
@@ -25,8 +22,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -35,11 +30,8 @@ from rich.text import Text
 CHECKOUT = Path(__file__).resolve().parent.parent
 WORK = CHECKOUT / "build/regress"
 CALLS = CHECKOUT / "bench/regress_calls.py"
-TAILS = CHECKOUT / "bench/regress_tails.py"
 SLOWER = 1.05
 """The lowest ratio of times, new to base, that is too slow."""
-TAIL_EVERY = 3  # rounds
-TAIL_SHARES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9, "worst": 100.0}
 # Student's t for 95 %, by degrees of freedom; beyond, that of the last.
 T = (0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160)
 T_BEYOND = 2.145
@@ -103,16 +95,6 @@ def times(site: Path, folder: Path) -> dict[str, float]:
     return {row["name"].removeprefix("test_"): row["stats"]["median"] for row in rows}
 
 
-def single_calls(site: Path, folder: Path, count: int) -> dict[str, npt.NDArray[np.int64]]:
-    """Nanoseconds of each of `count` calls, by what was called and what was beside it."""
-    pools, out = folder / "pools", folder / "tails.npz"
-    pools.mkdir(exist_ok=True)
-    command = [sys.executable, "-P", str(folder / TAILS.name), str(pools), str(count), str(out)]
-    subprocess.run(command, env={**os.environ, "CXLKV_SITE": str(site)}, check=True)
-    with np.load(out) as found:
-        return dict(found)
-
-
 def interval(ratios: list[float]) -> tuple[float, float, float]:
     """The geometric mean, and the 95 % interval round it."""
     logs = [math.log(ratio) for ratio in ratios]
@@ -126,7 +108,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--base", metavar="REV", help="compare with it, not with the merge base")
     parser.add_argument("--rounds", type=int, default=15, help="of both builds, at least 2")
-    parser.add_argument("--calls", type=int, default=20_000, help="single ones of a kind, a round")
     parser.add_argument("--json", type=Path, metavar="PATH", help="all medians go there")
     asked = parser.parse_args()
     if asked.rounds < 2:
@@ -135,34 +116,16 @@ def main() -> int:
     commit = base_commit(asked.base)
     sites = {"base": build(checked_out(commit), "base"), "new": build(CHECKOUT, "new")}
     medians: dict[str, list[dict[str, float]]] = {"base": [], "new": []}
-    singles: dict[str, list[dict[str, npt.NDArray[np.int64]]]] = {"base": [], "new": []}
     with tempfile.TemporaryDirectory(prefix="cxlkv-regress-", dir="/dev/shm") as name:
         folder = Path(name)
         shutil.copy(CALLS, folder)
-        shutil.copy(TAILS, folder)
         for i in track(range(asked.rounds), description="rounds"):
             for which in ("base", "new") if i % 2 == 0 else ("new", "base"):
                 medians[which].append(times(sites[which], folder))
-                if i % TAIL_EVERY == 0:
-                    singles[which].append(single_calls(sites[which], folder, asked.calls))
     if asked.json:
         told = {"base": commit, "new": git("rev-parse", "HEAD"), "median_s": medians}
         asked.json.write_text(json.dumps(told, indent=1) + "\n")
-    Console(width=110).print(tails(singles))
     return report(commit, medians)
-
-
-def tails(singles: dict[str, list[dict[str, npt.NDArray[np.int64]]]]) -> Table:
-    """Of the calls of all rounds together, in microseconds."""
-    table = Table("call, beside", "build", title="single calls, us")
-    for column in TAIL_SHARES:
-        table.add_column(column, justify="right")
-    for call in singles["base"][0]:
-        for which, rounds in singles.items():
-            took = np.concatenate([found[call] for found in rounds]) / 1e3
-            cells = [f"{np.percentile(took, share):.1f}" for share in TAIL_SHARES.values()]
-            table.add_row(Text(call), which, *cells)
-    return table
 
 
 def report(commit: str, medians: dict[str, list[dict[str, float]]]) -> int:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from rich.console import Console
 
 from cxlkv.bench import regress
 
@@ -46,25 +43,3 @@ def test_every_call_can_be_made(tmp_path: Path) -> None:
     command += ["-p", "no:cacheprovider", f"--basetemp={tmp_path}", str(regress.CALLS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-
-
-def test_single_calls_are_timed_beside_other_processes(tmp_path: Path, shm_path: Path) -> None:
-    """Every call beside a writer, a reap and a rebuild, which the program demands to have been."""
-    shm_path.mkdir()
-    out = tmp_path / "tails.npz"
-    command = [sys.executable, str(regress.TAILS), str(shm_path), "30", str(out)]
-    try:
-        subprocess.run(command, check=True, timeout=200)
-    finally:
-        shutil.rmtree(shm_path)
-    with np.load(out) as found:
-        singles = dict(found)
-    assert {name.partition(", ")[0] for name in singles} == set(
-        "put get match publish append".split()
-    )
-    assert {name.partition(", ")[2] for name in singles} == {"writer", "reap", "rebuild"}
-    assert len(singles) == 15
-    assert all(len(took) == 30 and (took > 0).all() for took in singles.values())
-    shown = Console(width=110, record=True)
-    shown.print(regress.tails({"base": [singles], "new": [singles, singles]}))
-    assert shown.export_text().count("put, rebuild") == 2
