@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv._core import BudgetRow
 from cxlkv.arrays import Array, View
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import format_bytes, no_share, parse_share
@@ -33,6 +32,16 @@ SHARES = {"share": "a share of the pages", "mass": "a share of the attention"}
 STAGED_TOKENS = 1024
 """Sketches are read of sequences from so many tokens on."""
 ALL = 3  # in place of an amount, in the C core: all pages, of which no key is read
+
+
+class BudgetRow(NamedTuple):
+    """A budget of one sequence in one layer, as the core takes it; kind by its number."""
+
+    kind: int
+    pages: int
+    amount: float
+    sinks: int
+    recent: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.machine.topology import Machine
 from cxlkv.ndp import choosers, scorers, simd
-from cxlkv.ndp.engine import PERS, Asked, Budget, Selection
+from cxlkv.ndp.engine import PERS, Asked, Budget, BudgetRow, Selection
 
 SLOTS = 8
 PAYLOAD_BYTES = 1 << 20  # of a request, and of an answer
@@ -234,7 +234,7 @@ class Choosers:
 
 
 @lru_cache(maxsize=256)
-def _budget_of(row: _core.BudgetRow, per: int) -> Budget:
+def _budget_of(row: BudgetRow, per: int) -> Budget:
     """What Budget.row() was of."""
     return Budget(
         pages=row.pages if row.kind == 0 else None,

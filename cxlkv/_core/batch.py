@@ -25,6 +25,7 @@ from cxlkv._core.base import (
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import PageIndices, Starts, Units, View
 from cxlkv.layout import KVLayout
+from cxlkv.ndp.engine import BudgetRow
 
 
 class _Arguments(threading.local):
@@ -130,16 +131,6 @@ def batch_attach(
 
 
 Scored = Any  # a cxlkv_scored: how it went that pages were chosen
-
-
-class BudgetRow(NamedTuple):
-    """A cxlkv_budget: of one sequence in one layer; kind by the core's number."""
-
-    kind: int
-    pages: int
-    amount: float
-    sinks: int
-    recent: int
 
 
 class Criteria(NamedTuple):

@@ -18,9 +18,9 @@ from cxlkv._core.base import (
     numbers_of,
     with_capacity,
 )
-from cxlkv._core.batch import BudgetRow
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import PageIndices, Starts
+from cxlkv.ndp.engine import BudgetRow
 
 WORKER_USES = ("none", "if_there", "only")  # by the core's number
 
