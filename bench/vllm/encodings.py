@@ -3,16 +3,14 @@ bf16 and fp8, and pools in bf16, fp8, int8 and int4."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 from rich.console import Console
 
-from cxlkv.bench.peers.running import SideBySide, need_room
-from cxlkv.bench.peers.talking import Program
+from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.vllm import running, smollm2
 from cxlkv.bench.vllm.running import CACHED, POOL_ATTENTION, Answer, Ways
@@ -50,21 +48,8 @@ class Run(running.Run):
 
     ways: ClassVar[Ways] = {name: (name, None) for name in NAMES}
     chosen: ClassVar[Sequence[str]] = CHOSEN
+    must_be_right: ClassVar[Sequence[str]] = NAMES
     judge = CACHED
-
-    def case(self, prompts: Sequence[list[int]]) -> None:
-        """Time to all first tokens where no cache holds any of the prompts; then, with all but
-        less than a block there, tokens of a second of all requests."""
-        tokens = len(prompts[0])
-        there = (tokens - 1) // self.size.block_tokens * self.size.block_tokens
-        what = f"{tokens}_{len(prompts)}"
-        for name in NAMES:
-            self.progress(f"prompts of {what}: {name}")
-            answer = self.ask(name, prompts, 1, cached=0)
-            if answer is not None:
-                self.add(f"prompt_{what}_{name}", "s", answer.first_s)
-        for turn in range(self.size.decode_rounds + 1):
-            self.decode_round(f"decode_{what}", turn, prompts, self.ways, there)
 
     def decoded(
         self, what: str, prompts: Sequence[list[int]], answers: Mapping[str, Answer | None]
@@ -86,36 +71,14 @@ class Run(running.Run):
             )
 
 
-def run(
-    result: SideBySide,
-    programs: Sequence[Program],
-    size: Size,
-    place: Path,
-    cases: Sequence[Sequence[list[int]]],
-    progress: Callable[[str], None] = lambda text: None,
-) -> None:
-    """Metrics and ratios of all programs, whose names are NAMES. cases: the prompts of each."""
-    one = Run(result, size, progress)
-    with one.running(programs, place):
-        for prompts in cases:
-            one.case(prompts)
-    one.finish(NAMES)
-    if one.gaps:
-        result.notes.append(
-            f"{len(one.gaps)} times a token was another than stock's of the same dtype of the "
-            f"cache: its logits of the two are at most {max(one.gaps.values()):.3f} apart"
-        )
-
-
 def settings_of(name: str, place: Path, folder: Path, size: Size) -> dict[str, object]:
-    """What vllm.LLM takes. bf16, as the model was trained."""
-    settings = {
-        **running.of_all(size),
-        "model": str(folder),
-        "dtype": "bfloat16",
-        "enable_prefix_caching": not name.startswith(POOL_ATTENTION),
-        "kv_cache_dtype": "fp8" if name.endswith("fp8") else "auto",
-    }
+    """What vllm.LLM takes."""
+    settings = running.of_trained(
+        folder,
+        size,
+        enable_prefix_caching=not name.startswith(POOL_ATTENTION),
+        kv_cache_dtype="fp8" if name.endswith("fp8") else "auto",
+    )
     if name.startswith(POOL_ATTENTION):
         kept = name.removeprefix(POOL_ATTENTION).lstrip("_")
         encoding = {"encoding": kept} if kept.startswith("int") else {}
@@ -133,13 +96,11 @@ def command(options: Options, say: Say) -> Shown:
     say("preparing the model and its texts")
     folder = model.prepare(Console(quiet=True))
     texts = smollm2.prompts_of(folder, size)
-    with TemporaryDirectory(dir=running.SHARED, prefix="cxlkv-bench-vllm-") as made:
-        place = Path(made)
-        need_room(place, 5 * size.pool_bytes, "the pools need")
+    with running.shared_folder(5 * size.pool_bytes, "the pools need") as place:
         env = running.environment(place, size)
         programs = [
             running.engine(name, python, settings_of(name, place, folder, size), env)
             for name in NAMES
         ]
-        run(result, programs, size, place, texts, say)
+        running.run_cases(Run(result, size, say), programs, place, texts)
     return Shown(result, lines=result.who())

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import ClassVar
 
 from rich.console import Console
 
 from cxlkv.bench.lab.texts import beginnings
-from cxlkv.bench.peers.running import SideBySide, need_room
+from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.vllm import running
@@ -43,11 +43,11 @@ QUICK = Size(decode=((500, 1),), decode_tokens=9, decode_rounds=2, pool_bytes=12
 class Run(running.Run):
     """Each prompt is new to all; who decodes has all but less than a block of it then."""
 
+    must_be_right: ClassVar[Sequence[str]] = NAMES
     judge = ALONE
 
     def case(self, prompts: Sequence[list[int]]) -> None:
-        tokens = len(prompts[0])
-        there = (tokens - 1) // self.size.block_tokens * self.size.block_tokens
+        tokens, there = len(prompts[0]), self.there(prompts[0])
         for turn, prompt in enumerate(prompts):
             self.progress(f"prompts of {tokens}: round {turn} of {self.size.decode_rounds}")
             answers = {
@@ -79,10 +79,7 @@ def run(
     one: Run, programs: Iterable[Program], place: Path, cases: Sequence[Sequence[list[int]]]
 ) -> None:
     """Metrics and ratios of all programs, whose names are NAMES. cases: the prompts of each."""
-    with one.running(programs, place):
-        for prompts in cases:
-            one.case(prompts)
-    one.finish(NAMES)
+    running.run_cases(one, programs, place, cases)
     ratios, found = one.result.ratios, one.result.metrics
     for prompts in cases:
         tokens = len(prompts[0])
@@ -99,12 +96,7 @@ def programs_of(
     """The engines one after the other: the last is told who serves the first pool, which is there
     once the one before has started."""
     env = running.environment(place, size)
-    common = {
-        **running.of_all(size),
-        "model": str(folder),
-        "dtype": "bfloat16",
-        "enable_prefix_caching": False,
-    }
+    common = running.of_trained(folder, size)
 
     def program(name: str, role: str, pool: str, **own: object) -> Program:
         given = running.connector(place / pool, size, **own) | {"kv_role": role}
@@ -165,11 +157,9 @@ def command(options: Options, say: Say) -> Shown:
     folder = smollm2.prepare(Console(quiet=True))
     cases = prompts_of(folder, size)
     with (
-        TemporaryDirectory(dir=running.SHARED, prefix="cxlkv-bench-vllm-") as made,
+        running.shared_folder(2 * size.pool_bytes, "two pools need") as place,
         contextlib.ExitStack() as stack,
     ):
-        place = Path(made)
-        need_room(place, 2 * size.pool_bytes, "two pools need")
         programs = programs_of(python, place, folder, size, stack)
         run(Run(result, size, say), programs, place, cases)
     result.notes.append("all on one machine: the engines work one after the other, TCP is loopback")

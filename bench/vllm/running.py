@@ -135,9 +135,18 @@ class Run:
 
     ways: ClassVar[Ways] = WAYS
     chosen: ClassVar[Sequence[str]] = CHOSEN
+    sharing: ClassVar[Sequence[str]] = ()
+    """Engines on the pool of one that is asked before them."""
+    must_be_right: ClassVar[Sequence[str]] = NAMES
+    """Engines whose failure fails a check; of others it is said why they are missing."""
     judge: str | None = None
 
-    def __init__(self, result: SideBySide, size: Size, progress: Callable[[str], None]):
+    def __init__(
+        self,
+        result: SideBySide,
+        size: Size,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.result, self.size, self.progress = result, size, progress
         self.ring = Ring(result)
         self.chance = random.Random(5)  # a run has the same texts as any other
@@ -295,12 +304,29 @@ class Run:
             if answer.outside_us:
                 self.add(f"{what}_{way}_outside", "us", answer.outside_us)
 
+    def case(self, prompts: Sequence[list[int]]) -> None:
+        """Time to all first tokens where no cache holds any of the prompts; then, with all but
+        less than a block there, tokens of a second of all requests."""
+        what, there = f"{len(prompts[0])}_{len(prompts)}", self.there(prompts[0])
+        for name in dict.fromkeys(name for name, _ in self.ways.values()):
+            self.progress(f"prompts of {what}: {name}")
+            is_there = name in self.sharing
+            answer = self.ask(name, prompts, 1, cached=there if is_there else 0)
+            if answer is not None and not is_there:
+                self.add(f"prompt_{what}_{name}", "s", answer.first_s)
+        for turn in range(self.size.decode_rounds + 1):
+            self.decode_round(f"decode_{what}", turn, prompts, self.ways, there)
+
+    def there(self, prompt: list[int]) -> int:
+        """Tokens that an engine has which had the prompt before: all but less than a block."""
+        return (len(prompt) - 1) // self.size.block_tokens * self.size.block_tokens
+
     # ---- what came of it ----
 
-    def finish(self, names: Sequence[str]) -> None:
+    def finish(self) -> None:
         """Checks, metrics and ratios of what was measured."""
         result = self.result
-        for name in names:
+        for name in self.must_be_right:
             result.checks[f"{name}_right"] = name not in result.missing
             idle_s, used_s = self.idle.get(name, (0.0, 0.0))
             if idle_s > IDLE_LEAST_S:
@@ -355,7 +381,30 @@ def run(
         prefixes = one.first_tokens()
         for tokens, requests in size.decode:
             one.decode(prefixes, tokens, requests)
-    one.finish([program.name for program in programs])
+    one.finish()
+
+
+def run_cases(
+    one: Run, programs: Iterable[Program], place: Path, cases: Sequence[Sequence[list[int]]]
+) -> None:
+    """Metrics and ratios of a trained model's engines. cases: the prompts of each."""
+    with one.running(programs, place):
+        for prompts in cases:
+            one.case(prompts)
+    one.finish()
+    if one.gaps:
+        one.result.notes.append(
+            f"{len(one.gaps)} times a token was another than stock's of the same dtype of the "
+            f"cache: its logits of the two are at most {max(one.gaps.values()):.3f} apart"
+        )
+
+
+@contextlib.contextmanager
+def shared_folder(needed_bytes: int, who_needs: str) -> Iterator[Path]:
+    """A folder in shared memory for pools and logs; raises MemoryShortError where there is less."""
+    with TemporaryDirectory(dir=SHARED, prefix="cxlkv-bench-vllm-") as made:
+        need_room(made, needed_bytes, who_needs)
+        yield Path(made)
 
 
 def python_of_engines() -> str:
@@ -426,6 +475,12 @@ def of_all(size: Size) -> dict[str, object]:
         "max_num_seqs": max(requests for _, requests in size.decode),
         "block_size": size.block_tokens,
     }
+
+
+def of_trained(folder: Path, size: Size, **more: object) -> dict[str, object]:
+    """What vllm.LLM takes of a trained model, in bf16 as it was trained."""
+    own = {"model": str(folder), "dtype": "bfloat16", "enable_prefix_caching": False}
+    return {**of_all(size), **own, **more}
 
 
 def connector(pool: Path, size: Size, **extra: object) -> dict[str, object]:

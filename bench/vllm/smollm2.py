@@ -3,7 +3,7 @@ own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,8 +12,7 @@ from typing import ClassVar
 from rich.console import Console
 
 from cxlkv.bench.lab.texts import beginnings
-from cxlkv.bench.peers.running import SideBySide, need_room
-from cxlkv.bench.peers.talking import Program
+from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.vllm import running, tiers
 from cxlkv.bench.vllm.running import CACHED, POOL_ATTENTION, Answer, Ways
@@ -72,22 +71,9 @@ class Run(running.Run):
 
     ways: ClassVar[Ways] = WAYS
     chosen: ClassVar[Sequence[str]] = CHOSEN
+    sharing: ClassVar[Sequence[str]] = (TWO_STAGE,)
+    must_be_right: ClassVar[Sequence[str]] = OURS
     judge = CACHED
-
-    def case(self, prompts: Sequence[list[int]]) -> None:
-        """Time to all first tokens where nobody has anything of the prompts, and where all but less
-        than a block is there; then tokens of a second of all requests."""
-        tokens = len(prompts[0])
-        there = (tokens - 1) // self.size.block_tokens * self.size.block_tokens
-        what = f"{tokens}_{len(prompts)}"
-        for name in NAMES:
-            self.progress(f"prompts of {what}: {name}")
-            # They have one pool.
-            answer = self.ask(name, prompts, 1, cached=there if name == TWO_STAGE else 0)
-            if answer is not None and name != TWO_STAGE:
-                self.add(f"prompt_{what}_{name}", "s", answer.first_s)
-        for turn in range(self.size.decode_rounds + 1):
-            self.decode_round(f"decode_{what}", turn, prompts, self.ways, there)
 
     def decoded(
         self, what: str, prompts: Sequence[list[int]], answers: Mapping[str, Answer | None]
@@ -102,27 +88,6 @@ class Run(running.Run):
                 self.add(f"{what}_{way}_same_tokens", "share", running.same_tokens(answer, right))
 
 
-def run(
-    result: SideBySide,
-    programs: Sequence[Program],
-    size: Size,
-    place: Path,
-    cases: Sequence[Sequence[list[int]]],
-    progress: Callable[[str], None] = lambda text: None,
-) -> None:
-    """Metrics and ratios of all programs, whose names are NAMES. cases: the prompts of each."""
-    one = Run(result, size, progress)
-    with one.running(programs, place):
-        for prompts in cases:
-            one.case(prompts)
-    one.finish(OURS)
-    if one.gaps:
-        result.notes.append(
-            f"{len(one.gaps)} times a token was another than stock's where all pages are attended "
-            f"to: stock's own logits of the two are at most {max(one.gaps.values()):.3f} apart"
-        )
-
-
 def prompts_of(folder: Path, size: running.Size) -> list[list[list[int]]]:
     """Of each case. Texts begin a token later than in the case before, so that nobody has a prefix
     of an earlier one."""
@@ -133,13 +98,8 @@ def prompts_of(folder: Path, size: running.Size) -> list[list[list[int]]]:
 
 
 def settings_of(name: str, place: Path, folder: Path, size: Size) -> dict[str, object]:
-    """What vllm.LLM takes. bf16, as the model was trained."""
-    settings = {
-        **running.of_all(size),
-        "model": str(folder),
-        "dtype": "bfloat16",
-        "enable_prefix_caching": name in (CACHED, OFFLOADED),
-    }
+    """What vllm.LLM takes."""
+    settings = running.of_trained(folder, size, enable_prefix_caching=name in (CACHED, OFFLOADED))
     if name in (POOL_ATTENTION, TWO_STAGE):
         method = "exact" if name == POOL_ATTENTION else name
         settings["kv_transfer_config"] = running.connector(
@@ -169,11 +129,9 @@ def command(options: Options, say: Say, python: str) -> Shown:
     folder = smollm2.prepare(Console(quiet=True))
     cases = prompts_of(folder, size)
     with (
-        TemporaryDirectory(dir=running.SHARED, prefix="cxlkv-bench-vllm-") as made,
+        running.shared_folder(2 * size.pool_bytes, "a pool and what others keep need") as place,
         TemporaryDirectory(dir=DISK, prefix="cxlkv-bench-vllm-") as files,
     ):
-        place = Path(made)
-        need_room(place, 2 * size.pool_bytes, "a pool and what others keep need")
         env = {
             **running.environment(place, size),
             "LMCACHE_LOCAL_CPU": "True",
@@ -183,6 +141,6 @@ def command(options: Options, say: Say, python: str) -> Shown:
             running.engine(name, python, settings_of(name, place, folder, size), env)
             for name in NAMES
         ]
-        run(result, programs, size, place, cases, say)
+        running.run_cases(Run(result, size, say), programs, place, cases)
         tiers.run(result, python, place, Path(files), folder, size, size.tiered_tokens, say)
     return Shown(result, lines=result.who())

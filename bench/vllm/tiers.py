@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 from cxlkv.bench.lab.texts import beginnings
 from cxlkv.bench.peers.running import SideBySide
@@ -23,6 +24,7 @@ class Run(running.Run):
     """One engine, whose pool holds a quarter of the texts: they go round, the longest unread one
     makes room, so that each is in the file when it comes again."""
 
+    must_be_right: ClassVar[Sequence[str]] = (NAME,)
     judge = NAME
 
     def ask_for(self, name: str, prompt: list[int], cached: int) -> Answer | None:
@@ -32,13 +34,12 @@ class Run(running.Run):
         return answer
 
     def rounds(self, prompts: Sequence[list[int]], files: Path) -> None:
-        size = self.size
-        there = (len(prompts[0]) - 1) // size.block_tokens * size.block_tokens
+        there = self.there(prompts[0])
         right: list[Answer | None] = []
         for place, prompt in enumerate(prompts):
             self.progress(f"tiers: computing text {place + 1} of {len(prompts)}")
             right.append(self.ask_for("first_computed", prompt, 0))
-        for turn in range(size.decode_rounds):
+        for turn in range(self.size.decode_rounds):
             self.progress(f"tiers: from the file and from the pool, round {turn + 1}")
             for prompt, computed in zip(prompts, right, strict=True):
                 forget_pages(files)
@@ -65,13 +66,8 @@ def settings_of(
         "cold_capacity": 2 * texts * tokens * BYTES_A_TOKEN,
         "policy": "lru",
     }
-    return {
-        **running.of_all(size),
-        "model": str(folder),
-        "dtype": "bfloat16",
-        "enable_prefix_caching": False,
-        "kv_transfer_config": running.connector(place / "tiers.pool", small, **own),
-    }
+    pool = running.connector(place / "tiers.pool", small, **own)
+    return running.of_trained(folder, size, kv_transfer_config=pool)
 
 
 def run(
@@ -91,7 +87,7 @@ def run(
     one = Run(result, replace(size, bounds={}), progress)
     with one.running([program], place):
         one.rounds(prompts, files)
-    one.finish([NAME])
+    one.finish()
     found = result.metrics
     if "first_from_file" in found:
         for name in ("first_from_file", "first_from_pool"):

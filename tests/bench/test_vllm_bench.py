@@ -208,7 +208,9 @@ def test_a_trained_model_and_several_requests(tmp_path: Path) -> None:
     """Contenders that cannot be had are named, and a token that is as likely is counted."""
     result = SideBySide("vllm")
     faults = {"offloaded": "cannot start", "pool_attention": "another token later"}
-    smollm2.run(result, engines(tmp_path, smollm2.NAMES, **faults), TRAINED, tmp_path, PROMPTS)
+    running.run_cases(
+        smollm2.Run(result, TRAINED), engines(tmp_path, smollm2.NAMES, **faults), tmp_path, PROMPTS
+    )
     assert set(result.missing) == {"offloaded"}
     assert {name for name in result.checks if name.endswith("right")} == {
         "cached_right", "pool_attention_right", "two_stage_right"
@@ -231,7 +233,7 @@ def test_a_trained_model_and_several_requests(tmp_path: Path) -> None:
 def test_a_token_that_is_much_less_likely_is_no_tie(tmp_path: Path) -> None:
     result = SideBySide("vllm")
     programs = engines(tmp_path, smollm2.NAMES, cached="sure", pool_attention="another token later")
-    smollm2.run(result, programs, TRAINED, tmp_path, PROMPTS)
+    running.run_cases(smollm2.Run(result, TRAINED), programs, tmp_path, PROMPTS)
     assert "other tokens than stock, from token 3 of request 0" in result.missing["pool_attention"]
     assert [check for check, holds in result.checks.items() if not holds] == [
         "pool_attention_right"
@@ -243,7 +245,7 @@ def test_a_trained_model_by_what_is_kept(tmp_path: Path) -> None:
     """What is kept otherwise may say other tokens; a pool of what stock has may not."""
     result, size = SideBySide("vllm-encodings"), replace(encodings.QUICK, decode=((100, 2),))
     programs = engines(tmp_path, encodings.NAMES, pool_attention_int4="another token")
-    encodings.run(result, programs, size, tmp_path, PROMPTS[:1])
+    running.run_cases(encodings.Run(result, size), programs, tmp_path, PROMPTS[:1])
     assert result.missing == {}
     assert result.passed
     found = result.metrics
@@ -253,13 +255,13 @@ def test_a_trained_model_by_what_is_kept(tmp_path: Path) -> None:
     assert result.ratios["decode_100_2_pool_attention_int8_to_stock"] == 1
     wrong = SideBySide("vllm-encodings")
     programs = engines(tmp_path, encodings.NAMES, cached="sure", pool_attention="another token")
-    encodings.run(wrong, programs, size, tmp_path, PROMPTS[:1])
+    running.run_cases(encodings.Run(wrong, size), programs, tmp_path, PROMPTS[:1])
     assert list(wrong.missing) == ["pool_attention"]
     wrong = SideBySide("vllm-encodings")
     programs = engines(
         tmp_path, encodings.NAMES, cached_fp8="sure", pool_attention_fp8="another token"
     )
-    encodings.run(wrong, programs, size, tmp_path, PROMPTS[:1])
+    running.run_cases(encodings.Run(wrong, size), programs, tmp_path, PROMPTS[:1])
     assert list(wrong.missing) == ["pool_attention_fp8"], "stock in fp8 is who judges"
 
 
@@ -284,7 +286,7 @@ def test_prefill_in_one_and_decode_in_another(tmp_path: Path) -> None:
     result, size = SideBySide("prefill-decode"), replace(prefill_decode.QUICK, decode=((100, 1),))
     prompts = [[at % (7 + turn) for at in range(100)] for turn in range(size.decode_rounds + 1)]
     programs = engines(tmp_path, prefill_decode.NAMES, prefill="never cached")
-    one = prefill_decode.Run(result, size, lambda said: None)
+    one = prefill_decode.Run(result, size)
     prefill_decode.run(one, programs, tmp_path, [prompts])
     assert result.missing == {}
     assert result.passed
