@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import cast
 
@@ -25,12 +24,11 @@ from transformers import AttentionInterface, AutoTokenizer, PretrainedConfig, Pr
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from cxlkv.bench.lab import rivals
-from cxlkv.bench.lab.run import begin, claimed, path_of, save
+from cxlkv.bench.lab.run import begin, measure_units
 from cxlkv.bench.lab.stored import Read, attention, in_sight, stored
 from cxlkv.bench.lab.texts import TEXTS
-from cxlkv.bench.lab.units import Arrays
+from cxlkv.bench.lab.units import Arrays, names_like
 from cxlkv.demo.full_attention import divergence_from
-from cxlkv.demo.progress import progress_of
 from cxlkv.demo.text import inputs
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import FP8
@@ -189,14 +187,8 @@ class CodesPlan:
     def only(self, patterns: list[str]) -> CodesPlan:
         """The encodings whose names are like a pattern (fnmatch); BadArgumentError for a pattern
         that no name is like."""
-        names = [one.name for one in self.encodings]
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise BadArgumentError(f"no encoding is like {pattern!r}: {'; '.join(names)}")
-        chosen = [
-            one for one in self.encodings if any(fnmatchcase(one.name, some) for some in patterns)
-        ]
-        return replace(self, encodings=tuple(chosen))
+        found = names_like([one.name for one in self.encodings], patterns, "encoding")
+        return replace(self, encodings=tuple(one for one in self.encodings if one.name in found))
 
 
 class Coder:
@@ -342,18 +334,10 @@ def measure(folder: Path, model: Path, plan: CodesPlan, console: Console) -> lis
             raise BadArgumentError(f"the text {name} has {len(tokens)} tokens, not {length}")
     digests = {n: hashlib.sha256(text.encode()).hexdigest()[:12] for n, text in texts.items()}
     begin(folder, model, asdict(plan), digests)
-    todo = [name for name in plan.texts if not path_of(folder, name).exists()]
-    passes = len(plan.encodings) + 1
-    with progress_of(console, passes * len(plan.texts), passes * len(todo)) as progress:
-        for name in todo:
-            path = path_of(folder, name)
-            with claimed(path) as is_ours:
-                if not is_ours or path.exists():
-                    progress.skip(passes)
-                    continue
-                progress.begin(f"reading {name}")
-                save(path, read(coder, plan, ids[name], progress.advance))
-    return [name for name in plan.texts if not path_of(folder, name).exists()]
+    steps = dict.fromkeys(plan.texts, len(plan.encodings) + 1)
+    return measure_units(
+        folder, steps, lambda name, advance: read(coder, plan, ids[name], advance), console
+    )
 
 
 def read(coder: Coder, plan: CodesPlan, tokens: Tensor, advance: Callable[[], None]) -> Arrays:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +21,7 @@ from cxlkv.adapters.transformers import layout_of
 from cxlkv.bench.lab import peers
 from cxlkv.bench.lab.costs import COSTS
 from cxlkv.bench.lab.reading import Reader
-from cxlkv.bench.lab.units import Arrays, Plan, Runner
+from cxlkv.bench.lab.units import Advance, Arrays, Plan, Runner
 from cxlkv.bench.result import commit
 from cxlkv.demo.progress import progress_of
 from cxlkv.demo.text import inputs
@@ -71,17 +71,27 @@ def run(folder: Path, model: Path, plan: Plan, console: Console) -> list[str]:
         begin(folder, model, asdict(plan), runner.check(), sources_of(plan))
         with alone(folder / COSTS):
             runner.prepare(folder / COSTS)
-        units = plan.units()
-        todo = {name: steps for name, steps in units.items() if not path_of(folder, name).exists()}
-        with progress_of(console, sum(units.values()), sum(todo.values())) as progress:
-            for name, steps in todo.items():
-                path = path_of(folder, name)
-                with claimed(path) as is_ours:
-                    if not is_ours or path.exists():
-                        progress.skip(steps)
-                        continue
-                    progress.begin(f"reading {name}")
-                    save(path, runner.run(name, progress.advance))
+        return measure_units(folder, plan.units(), runner.run, console)
+
+
+def measure_units(
+    folder: Path,
+    units: Mapping[str, int],
+    measure: Callable[[str, Advance], Arrays],
+    console: Console,
+) -> list[str]:
+    """Measure the units that the folder lacks, but for those that another process measures now;
+    these are returned. units: the steps that each takes."""
+    todo = {name: steps for name, steps in units.items() if not path_of(folder, name).exists()}
+    with progress_of(console, sum(units.values()), sum(todo.values())) as progress:
+        for name, steps in todo.items():
+            path = path_of(folder, name)
+            with claimed(path) as is_ours:
+                if not is_ours or path.exists():
+                    progress.skip(steps)
+                    continue
+                progress.begin(f"reading {name}")
+                save(path, measure(name, progress.advance))
     return [name for name in units if not path_of(folder, name).exists()]
 
 

@@ -103,6 +103,17 @@ def known_methods(words: str) -> tuple[str, ...]:
     return names
 
 
+def names_like(names: Sequence[str], patterns: Sequence[str], what: str) -> set[str]:
+    """Those that are like a pattern (fnmatch); BadArgumentError for one that no name is like."""
+    found = set[str]()
+    for pattern in patterns:
+        some = {name for name in names if fnmatchcase(name, pattern)}
+        if not some:
+            raise BadArgumentError(f"no {what} is like {pattern!r}: {'; '.join(names)}")
+        found |= some
+    return found
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is measured. Lengths are in tokens; distances from the passage to its copy.
@@ -147,16 +158,9 @@ class Plan:
 
         Raises BadArgumentError for a pattern that no name is like.
         """
-        names = [form.name for form in (*self.forms, *self.variants)]
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise BadArgumentError(f"no form is like {pattern!r}: {'; '.join(names)}")
-
-        def wanted(form: Form) -> bool:
-            return any(fnmatchcase(form.name, pattern) for pattern in patterns)
-
-        forms = tuple(form for form in self.forms if form.method == "full" or wanted(form))
-        variants = tuple(form for form in self.variants if wanted(form))
+        found = names_like([form.name for form in (*self.forms, *self.variants)], patterns, "form")
+        forms = tuple(one for one in self.forms if one.method == "full" or one.name in found)
+        variants = tuple(one for one in self.variants if one.name in found)
         return replace(self, forms=forms, variants=variants, part=tuple(patterns))
 
     def of_methods(self, names: Sequence[str], budgets: str, texts: int = METHOD_TEXTS) -> Plan:
