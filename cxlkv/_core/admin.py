@@ -63,13 +63,13 @@ def _overview(fill: Callable[[Any, Any, int], int]) -> Overview:
 
 
 def pool_processes(pool: Handle) -> Overview:
-    return _overview(lambda got, rows, count: lib.cxlkv_pool_processes(pool, got, rows, count))
+    return _overview(lambda got, rows, count: lib.cxlkv_inspect(pool, ffi.NULL, got, rows, count))
 
 
 def inspect(path: str) -> Overview:
     """The same of a pool that is not opened: reads only."""
     name = os.fsencode(path)
-    return _overview(lambda got, rows, count: lib.cxlkv_inspect(name, got, rows, count))
+    return _overview(lambda got, rows, count: lib.cxlkv_inspect(ffi.NULL, name, got, rows, count))
 
 
 class StripedPart(NamedTuple):

@@ -101,7 +101,7 @@ def pool_place() -> Any:
 def pool_unmake(place: Any, path: str | None) -> None:
     """Closes and removes the pool that was made there, if one was."""
     if place[0] != ffi.NULL:
-        lib.cxlkv_pool_close(place[0])
+        lib.cxlkv_pool_close(place[0], False)
         if path is not None:
             lib.cxlkv_pool_remove(path.encode())
 
@@ -154,8 +154,15 @@ def pool_open(path: str, host: tuple[int, bool, float] | None) -> Handle:
     return made(*_POOL, lib.cxlkv_pool_open, path.encode(), _host_struct(host))
 
 
-pool_close: Callable[[Handle], int] = checked(lib.cxlkv_pool_close)
-pool_may_close: Callable[[Handle], int] = checked(lib.cxlkv_pool_may_close)
+def pool_close(pool: Handle) -> None:
+    check(lib.cxlkv_pool_close(pool, False))
+
+
+def pool_may_close(pool: Handle) -> None:
+    """Raises what a close would raise now."""
+    check(lib.cxlkv_pool_close(pool, True))
+
+
 pool_set_threads: Callable[[Handle, int], int] = checked(lib.cxlkv_pool_set_threads)
 count_audit: Callable[[Handle, float, float], int] = checked(lib.cxlkv_pool_count_audit)
 # Brings so many bytes of the region into memory, from an offset on, as huge pages or as they are;

@@ -34,7 +34,7 @@ def tail_keys(ids: Tokens, before: bytes) -> Hashes:
     """Keys of every prefix of ids: [:1], [:2], ..."""
     keys = np.empty((len(ids), HASH_BYTES), np.uint8)
     out = flat("uint8_t", keys, True)
-    check(lib.cxlkv_tail_keys(flat("int64_t", ids), len(ids), before, out))
+    check(lib.cxlkv_page_keys(flat("int64_t", ids), len(ids), 0, lib.CXLKV_KEYS_TAIL, before, out))
     return keys
 
 
@@ -89,15 +89,17 @@ def scrub(pool: Handle, hashes: bytes) -> Scrubbed:
 
 
 def pin(pool: Handle, hashes: bytes, pinned: bool) -> int:
-    return check(lib.cxlkv_pin(pool, len(hashes) // HASH_BYTES, hashes, pinned))
+    return check(
+        lib.cxlkv_mark(pool, len(hashes) // HASH_BYTES, hashes, lib.CXLKV_MARK_PIN, pinned)
+    )
 
 
 PRIORITY_MAX: int = lib.CXLKV_PRIORITY_MAX
 
 
 def prioritize(pool: Handle, hashes: bytes, priority: int, lowers: bool) -> int:
-    count = len(hashes) // HASH_BYTES
-    return check(lib.cxlkv_prioritize(pool, count, hashes, priority, lowers))
+    mark = lib.CXLKV_MARK_PRIORITY if lowers else lib.CXLKV_MARK_PRIORITY_AT_LEAST
+    return check(lib.cxlkv_mark(pool, len(hashes) // HASH_BYTES, hashes, mark, priority))
 
 
 def evictable(pool: Handle, page_count: int) -> npt.NDArray[np.bool_]:
@@ -111,11 +113,11 @@ def pages_want(pool: Handle, page_count: int, within_share: bool) -> None:
 
 
 def extents_owed(pool: Handle) -> int:
-    return check(lib.cxlkv_extents_owed(pool))
+    return check(lib.cxlkv_extents_due(pool, False))
 
 
 def extents_takeable(pool: Handle) -> int:
-    return check(lib.cxlkv_extents_takeable(pool))
+    return check(lib.cxlkv_extents_due(pool, True))
 
 
 def pages_wanted(pool: Handle, page_count: int) -> npt.NDArray[np.uint32]:

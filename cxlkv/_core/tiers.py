@@ -102,9 +102,16 @@ def hotness_read(
     return counts, epochs, check(lib.cxlkv_hotness_read(pool, first, count, *out))
 
 
-hotness_advance: Callable[[Handle], int] = checked(lib.cxlkv_hotness_advance)
-hotness_enable: Callable[[Handle, bool], int] = checked(lib.cxlkv_hotness_enable)
-hotness_by_mass: Callable[[Handle, bool], int] = checked(lib.cxlkv_hotness_by_mass)
+def hotness_advance(pool: Handle) -> int:
+    return check(lib.cxlkv_hotness_set(pool, lib.CXLKV_HOTNESS_EPOCH, True))
+
+
+def hotness_enable(pool: Handle, on: bool) -> None:
+    check(lib.cxlkv_hotness_set(pool, lib.CXLKV_HOTNESS_COUNTED, on))
+
+
+def hotness_by_mass(pool: Handle, on: bool) -> None:
+    check(lib.cxlkv_hotness_set(pool, lib.CXLKV_HOTNESS_BY_MASS, on))
 
 
 def pool_published(pool: Handle) -> tuple[npt.NDArray[np.void], int]:

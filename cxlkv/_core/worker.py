@@ -43,7 +43,7 @@ def worker_serve(worker: Handle, timeout_s: float) -> int:
 
 def worker_state(worker: Handle) -> dict[str, int]:
     """What the worker says of itself."""
-    return numbers_from("cxlkv_worker_state *", lib.cxlkv_worker_state_of, worker)
+    return numbers_from("cxlkv_worker_state *", lib.cxlkv_worker_state_of, worker, ffi.NULL)
 
 
 class WorkerQuestion(NamedTuple):
@@ -114,13 +114,13 @@ def worker_answer(
         picked.row_keys, picked.row_values, picked.row_log_counts = keys, values, counts
         picked.row_count = rows[2].shape[2]
     choice.bytes_scored, choice.bytes_fetched = bytes_scored, bytes_fetched
-    check(lib.cxlkv_worker_answer(worker, choice))
+    check(lib.cxlkv_worker_answer(worker, choice, 0, ffi.NULL))
 
 
 def worker_refuse(worker: Handle, text: str, again: bool) -> None:
     """again: the client is to ask at once, for what is now being made."""
     code = lib.CXLKV_E_BUSY if again else lib.CXLKV_E_ARGUMENT
-    check(lib.cxlkv_worker_refuse(worker, code, text.encode(errors="replace")))
+    check(lib.cxlkv_worker_answer(worker, ffi.NULL, code, text.encode(errors="replace")))
 
 
 def worker_tables(worker: Handle) -> set[int]:
@@ -141,5 +141,5 @@ def pool_use_worker(pool: Handle, use: str, deadline_s: float) -> None:
 def pool_worker_state(pool: Handle) -> tuple[dict[str, int], str]:
     """What this process's use of its worker has come to, and why the last call was not its."""
     got = ffi.new("cxlkv_worker_state *")
-    check(lib.cxlkv_pool_worker_state(pool, got))
+    check(lib.cxlkv_worker_state_of(ffi.NULL, pool, got))
     return numbers_of(got[0]), ffi.string(got.why).decode(errors="replace")

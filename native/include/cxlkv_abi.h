@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 24
+#define CXLKV_ABI 25
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -415,9 +415,8 @@ int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_
 int cxlkv_pool_plan(const cxlkv_layout *layout, const cxlkv_sharing *sharing,
                     uint64_t capacity_bytes, cxlkv_geometry *geometry);
 int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **pool);
-int cxlkv_pool_close(cxlkv_pool *pool);
-/* 0, or why a close would be refused now: for who ends other things first. */
-int cxlkv_pool_may_close(cxlkv_pool *pool);
+/* asks 1: nothing is done; 0, or why a close would be refused now. */
+int cxlkv_pool_close(cxlkv_pool *pool, uint32_t asks);
 /* Of each kind of object: destroys what lies at `at`; does nothing while that is NULL. Who calls
  * through a binding can be interrupted between a call and the note of what the call made: the place
  * has this destructor before the call. */
@@ -448,12 +447,10 @@ typedef struct cxlkv_description {
 } cxlkv_description;
 void cxlkv_pool_describe(cxlkv_pool *pool, cxlkv_description *description);
 int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats);
-/* The processes that have the pool open, `capacity` of them at most; returns how many there are. */
-int64_t cxlkv_pool_processes(cxlkv_pool *pool, cxlkv_overview *overview, cxlkv_process *processes,
-                             uint32_t capacity);
-/* The same from outside, without joining: nothing is written and no lock is taken. */
-int64_t cxlkv_inspect(const char *path, cxlkv_overview *overview, cxlkv_process *processes,
-                      uint32_t capacity);
+/* The processes that have the pool open, `capacity` of them at most; returns how many there are.
+ * pool NULL: of the one at path, from outside: nothing is written and no lock is taken. */
+int64_t cxlkv_inspect(cxlkv_pool *pool, const char *path, cxlkv_overview *overview,
+                      cxlkv_process *processes, uint32_t capacity);
 
 /* What one of the devices or files of a striped pool says of itself. */
 typedef struct cxlkv_stripe {
@@ -563,13 +560,12 @@ int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
 
 #define CXLKV_KEYS_CHAINED 0 /* a key names all before its page, too */
 #define CXLKV_KEYS_CONTENT 1 /* only its page, and which one of its text that is */
+/* Of a page with the first 1, 2 ... `count` of the ids only, behind the page whose key is root. */
+#define CXLKV_KEYS_TAIL 2
 /* Keys of the full pages of a text, 16 bytes each; cxlkv/prefix.py says what they are. root: 16
  * bytes, the hash of a salt. Returns how many there are. */
 int64_t cxlkv_page_keys(const int64_t *ids, uint64_t count, uint32_t page_tokens, uint32_t kind,
                         const uint8_t *root, uint8_t *keys);
-/* Of a page with the first 1, 2 ... `count` of these ids only, behind the page whose key is
- * `before` (or the root). */
-int64_t cxlkv_tail_keys(const int64_t *ids, uint32_t count, const uint8_t *before, uint8_t *keys);
 
 /* hashes are 16 bytes each; hash i names the tokens before (i + 1) * tokens_per_key. content 1:
  * they are keys of content; a sequence that has such pages of others is no source for other keys
@@ -577,7 +573,7 @@ int64_t cxlkv_tail_keys(const int64_t *ids, uint32_t count, const uint8_t *befor
 int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
                       const uint8_t *hashes, uint32_t content);
 /* A copy of what follows the last full page of the sequence's first `tokens` tokens, in a page of
- * each part, under a key of cxlkv_tail_keys(). before: the key of that last page; not used if there
+ * each part, under a key of CXLKV_KEYS_TAIL. before: the key of that last page; not used if there
  * is none. Returns how many pages were published: 0 when the chain before it is not. */
 int64_t cxlkv_publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uint8_t *before,
                            const uint8_t *key);
@@ -594,15 +590,15 @@ typedef struct cxlkv_match_args {
 } cxlkv_match_args;
 /* The longest run of published pages from the first; pinned by *sequence until lease end. */
 int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequence **sequence);
-/* Marks this host's pages under these hashes, or takes the mark off: cxlkv_evictable() leaves out
- * those that have it. Returns how many there are. */
-int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t pinned);
+#define CXLKV_MARK_PIN 0      /* 1: cxlkv_evictable() leaves them out; 0: no more */
 /* From 0, as pages are published; the higher, the later they go: cxlkv_choose(). */
+#define CXLKV_MARK_PRIORITY 1
+#define CXLKV_MARK_PRIORITY_AT_LEAST 2 /* those with a higher one keep it */
 #define CXLKV_PRIORITY_MAX 100
-/* Gives this host's pages under these hashes a priority; lowers 0: those with a higher one keep it.
- * It lasts until the page is forgotten. Returns how many pages there are. */
-int64_t cxlkv_prioritize(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t priority,
-                         uint32_t lowers);
+/* Marks this host's pages under these hashes, until they are forgotten. Returns how many there are.
+ */
+int64_t cxlkv_mark(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t mark,
+                   uint32_t value);
 /* flags, a byte a page: 1 for a published page of this host that nobody holds or has pinned.
  * Returns how many there are. */
 int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity);
@@ -610,9 +606,8 @@ int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity);
  * beyond what it has and may take; 0: no more. within_share: for so many, or as many as it has, but
  * for no more than it lacks of its share (native/src/sharing/shares.h). */
 int64_t cxlkv_pages_want(cxlkv_pool *pool, uint64_t page_count, uint32_t within_share);
-/* How many extents this host is to empty for others, and how many it may take. */
-int64_t cxlkv_extents_owed(cxlkv_pool *pool);
-int64_t cxlkv_extents_takeable(cxlkv_pool *pool);
+/* How many extents this host is to empty for others; takes 1: how many it may take. */
+int64_t cxlkv_extents_due(cxlkv_pool *pool, uint32_t takes);
 /* Of a shared pool: this host's pages to evict, so that as many extents as it owes become empty and
  * are given to others: those in which nothing is held or pinned; first those whose highest priority
  * is lowest, of equal ones those that were asked for longest ago. Returns how many; capacity: of
@@ -626,7 +621,7 @@ typedef struct cxlkv_scrubbed {
 } cxlkv_scrubbed;
 /* Forgets the pages under these hashes; returns how many. scrubbed not NULL: only this host's, and
  * their bytes are overwritten with zeros before they are free, whoever frees them. The mark is in
- * the host state, as that of cxlkv_pin(). */
+ * the host state, as a pin. */
 int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
                      cxlkv_scrubbed *scrubbed);
 
@@ -730,10 +725,10 @@ int64_t cxlkv_objects_put(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                           const cxlkv_buffers *from, int32_t *codes);
 /* Copies the objects that are there into memory of at least their size, every byte verified; all
  * memory of what is damaged is zeros. With forms that is memory of exactly what they make of its
- * size. sizes: of each, in the pool. Returns the sum of what was copied. */
+ * size. sizes: of each, in the pool. Returns the sum of what was copied. to NULL: only sizes are
+ * told, nothing is read, and how many objects there are is returned. */
 int64_t cxlkv_objects_get(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                           const cxlkv_buffers *to, int64_t *sizes);
-int64_t cxlkv_objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, int64_t *sizes);
 /* Some bytes of an object, to a place in the caller's memory. */
 typedef struct cxlkv_range {
     uint64_t object;               /* index of its key */
@@ -776,16 +771,17 @@ void cxlkv_lease_destroy(cxlkv_lease **at);
  * 65535), and in which epoch that was. Returns the epoch now. */
 int64_t cxlkv_hotness_read(cxlkv_pool *pool, uint32_t first, uint32_t count, uint32_t *counts,
                            uint32_t *epochs);
-/* Begins an epoch; returns its number. */
-int64_t cxlkv_hotness_advance(cxlkv_pool *pool);
 /* Whether this process's uses are counted; they are until it says otherwise. */
-int cxlkv_hotness_enable(cxlkv_pool *pool, uint32_t on);
+#define CXLKV_HOTNESS_COUNTED 0
 /* Whether attends of this process deal out their uses by the attention that pages got. At first
  * only those do that are asked for it (cxlkv_attend_args.mass). */
-int cxlkv_hotness_by_mass(cxlkv_pool *pool, uint32_t on);
+#define CXLKV_HOTNESS_BY_MASS 1
+/* Begins an epoch; returns its number. */
+#define CXLKV_HOTNESS_EPOCH 2
+int64_t cxlkv_hotness_set(cxlkv_pool *pool, uint32_t what, uint32_t on);
 
 #define CXLKV_PUBLISHED_HELD 1u /* by a process of this host, or pinned by another host */
-#define CXLKV_PUBLISHED_PINNED 2u /* by cxlkv_pin() */
+#define CXLKV_PUBLISHED_PINNED 2u /* by cxlkv_mark() */
 #define CXLKV_PUBLISHED_LOST 4u /* an object, and the one before it in its text is not there */
 
 /* A page that match() finds, of this host's own. */
@@ -801,7 +797,7 @@ typedef struct cxlkv_published {
     uint32_t hotness;    /* as cxlkv_hotness_read counts */
     uint32_t part;
     uint32_t flags;
-    uint32_t priority;   /* as cxlkv_prioritize() gave it */
+    uint32_t priority;   /* as cxlkv_mark() gave it */
     uint32_t reserved;
 } cxlkv_published;
 /* By page, `capacity` of them at most; returns how many there are. The clock counts the pages that
@@ -925,13 +921,14 @@ typedef struct cxlkv_choice {
 } cxlkv_choice;
 /* Returns 1, or 0 when nothing is asked. What it points to lasts until the answer. */
 int cxlkv_worker_asked(cxlkv_worker *worker, cxlkv_question *question);
-/* The answer; CXLKV_E_ARGUMENT, and the client is told, when it is too long for one. */
-int cxlkv_worker_answer(cxlkv_worker *worker, const cxlkv_choice *choice);
-/* The client gets this error. CXLKV_E_BUSY: it asks again at once. */
-int cxlkv_worker_refuse(cxlkv_worker *worker, int code, const char *text);
+/* The answer; CXLKV_E_ARGUMENT, and the client is told, when it is too long for one. choice NULL:
+ * the client gets this error. CXLKV_E_BUSY: it asks again at once. */
+int cxlkv_worker_answer(cxlkv_worker *worker, const cxlkv_choice *choice, int code,
+                        const char *text);
 /* Tables that there are, `capacity` of them at most; returns how many there are. */
 int64_t cxlkv_worker_tables(cxlkv_worker *worker, uint64_t *tables, uint64_t capacity);
-int cxlkv_worker_state_of(cxlkv_worker *worker, cxlkv_worker_state *state);
+/* Of a worker; NULL: of this process's use of the pool's. */
+int cxlkv_worker_state_of(cxlkv_worker *worker, cxlkv_pool *pool, cxlkv_worker_state *state);
 void cxlkv_worker_destroy(cxlkv_worker **at);
 
 #define CXLKV_WORKER_NONE 0     /* selects and attends of this process are its own */
@@ -939,7 +936,6 @@ void cxlkv_worker_destroy(cxlkv_worker **at);
 #define CXLKV_WORKER_ONLY 2     /* by the worker, or CXLKV_E_WORKER */
 /* deadline_s: how long an answer may take; 0: by the work. */
 int cxlkv_pool_use_worker(cxlkv_pool *pool, uint32_t use, double deadline_s);
-int cxlkv_pool_worker_state(cxlkv_pool *pool, cxlkv_worker_state *state);
 /* Asks the worker's chooser args->scorer for sequences of the batch, from `first` on, as many as
  * have room in a request; number 0: of a chooser that no worker has. Returns 1, or 0 when this
  * process has to do it itself. CXLKV_E_BUSY: the worker is not done with its states, and goes on

@@ -79,10 +79,9 @@ static void name_overview(cxlkv_overview *overview, const cxlkv_layout *layout,
     memcpy(overview->identity, identity, sizeof(overview->identity));
 }
 
-int64_t cxlkv_pool_processes(cxlkv_pool *pool, cxlkv_overview *overview, cxlkv_process *out,
-                             uint32_t capacity) {
-    int64_t code = need(capacity, "processes", out, NULL);
-    if (code == 0) code = pool_enter(pool);
+static int64_t inspect_open(cxlkv_pool *pool, cxlkv_overview *overview, cxlkv_process *out,
+                            uint32_t capacity) {
+    int64_t code = pool_enter(pool);
     if (code < 0) return code;
     name_overview(overview, &pool->layout, &pool->geometry, pool->identity);
     overview->in_use = 1;
@@ -239,14 +238,21 @@ static int64_t peek_at(const source *from, const char *path, cxlkv_overview *ove
     return count;
 }
 
-int64_t cxlkv_inspect(const char *path, cxlkv_overview *overview, cxlkv_process *out,
-                      uint32_t capacity) {
+static int64_t inspect_path(const char *path, cxlkv_overview *overview, cxlkv_process *out,
+                            uint32_t capacity) {
     source from;
-    int64_t code = need(capacity, "processes", out, NULL);
-    if (code == 0) code = source_open(path, &from);
+    int64_t code = source_open(path, &from);
     if (code < 0) return code;
     code = peek_at(&from, path, overview, out, capacity);
     if (from.striped) stripes_close(from.striped);
     else close(from.fd);
     return code;
+}
+
+int64_t cxlkv_inspect(cxlkv_pool *pool, const char *path, cxlkv_overview *overview,
+                      cxlkv_process *out, uint32_t capacity) {
+    int64_t code = need(capacity, "processes", out, NULL);
+    if (code < 0) return code;
+    return pool ? inspect_open(pool, overview, out, capacity)
+                : inspect_path(path, overview, out, capacity);
 }

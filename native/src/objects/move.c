@@ -292,6 +292,7 @@ static int64_t move_objects(move_job job, const void *results, int64_t (*move)(m
 
 int64_t cxlkv_objects_get(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                           const cxlkv_buffers *to, int64_t *sizes) {
+    if (!to) return objects_sizes(pool, count, keys, sizes);
     return move_objects((move_job){.pool = pool, .buffers = to, .keys = keys, .count = count,
                                    .sizes = sizes}, sizes, get_places);
 }

@@ -202,8 +202,7 @@ static int64_t sizes_of(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, i
     return found;
 }
 
-int64_t cxlkv_objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
-                            int64_t *sizes) {
+int64_t objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, int64_t *sizes) {
     int64_t code = need(count, "keys", keys, "sizes", sizes, NULL);
     if (code == 0) code = objects_check(pool);
     return code < 0 ? code : IN_POOL(pool, HOST_LOCKED(pool, sizes_of(pool, count, keys, sizes)));

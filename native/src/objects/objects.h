@@ -5,6 +5,8 @@
 #include "objects/types.h"
 
 int objects_check(const cxlkv_pool *pool); /* that it stores objects */
+/* Of each its size, or why there is none; returns how many there are. */
+int64_t objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, int64_t *sizes);
 /* Finds the objects of these keys and holds each that is there. */
 int objects_hold(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_place *places);
 /* Gives back what is held of them; returns how many. */

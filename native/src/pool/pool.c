@@ -193,9 +193,8 @@ static int pool_close(cxlkv_pool *pool, bool even_lent) {
     return code;
 }
 
-int cxlkv_pool_close(cxlkv_pool *pool) { return pool_close(pool, false); }
-
-int cxlkv_pool_may_close(cxlkv_pool *pool) {
+int cxlkv_pool_close(cxlkv_pool *pool, uint32_t asks) {
+    if (!asks) return pool_close(pool, false);
     pthread_rwlock_rdlock(&pool->operations);
     int code = lent_check(pool);
     pthread_rwlock_unlock(&pool->operations);

@@ -90,12 +90,6 @@ static void pin_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], voi
     p->found++;
 }
 
-int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t pinned) {
-    pinning p = {.pinned = pinned != 0};
-    int code = keys_call(pool, count, hashes, false, pin_one, &p);
-    return code < 0 ? code : p.found;
-}
-
 /* ---- prioritized: they make room later than others. Of this host, as a pin is. ---- */
 
 typedef struct prioritizing {
@@ -113,13 +107,16 @@ static void prioritize_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[
     p->found++;
 }
 
-int64_t cxlkv_prioritize(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t priority,
-                         uint32_t lowers) {
-    if (priority > CXLKV_PRIORITY_MAX)
-        return fail(CXLKV_E_ARGUMENT, "priority %u: outside 0 to %d", priority, CXLKV_PRIORITY_MAX);
-    prioritizing p = {.priority = (uint16_t)priority, .lowers = lowers != 0};
-    int code = keys_call(pool, count, hashes, false, prioritize_one, &p);
-    return code < 0 ? code : p.found;
+int64_t cxlkv_mark(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t mark,
+                   uint32_t value) {
+    pinning pins = {.pinned = value != 0};
+    prioritizing priorities = {.priority = (uint16_t)value, .lowers = mark == CXLKV_MARK_PRIORITY};
+    bool by_pin = mark == CXLKV_MARK_PIN;
+    if (!by_pin && value > CXLKV_PRIORITY_MAX)
+        return fail(CXLKV_E_ARGUMENT, "priority %u: outside 0 to %d", value, CXLKV_PRIORITY_MAX);
+    int code = by_pin ? keys_call(pool, count, hashes, false, pin_one, &pins)
+                      : keys_call(pool, count, hashes, false, prioritize_one, &priorities);
+    return code < 0 ? code : by_pin ? pins.found : priorities.found;
 }
 
 static int64_t list_evictable(const cxlkv_pool *pool, uint8_t *flags) {

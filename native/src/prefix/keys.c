@@ -7,6 +7,7 @@
 
 #include "base/types.h"
 #include "kernels/blake2s.h"
+#include "prefix/keys.h"
 
 enum { KEY_WORDS = 4, PAGE_WORDS = 8, BLOCK = BLAKE2S_BLOCK_WORDS };
 
@@ -59,9 +60,32 @@ static void hang_on(const blake2s *start, const uint32_t key[KEY_WORDS],
     memcpy(out, state.h, 4 * KEY_WORDS);
 }
 
+int64_t tail_keys(const int64_t *ids, uint64_t count, const uint8_t *before, uint8_t *keys) {
+    uint32_t block[BLOCK] = {0}, used = KEY_WORDS;
+    int code = need(count, "ids", ids, "root", before, "keys", keys, NULL);
+    if (code < 0 || count == 0) return code;
+    blake2s state;
+    blake2s_begin(&state, 4 * KEY_WORDS, TAIL_PURPOSE, 0);
+    memcpy(block, before, 4 * KEY_WORDS);
+    for (uint64_t i = 0; i < count; i++) {
+        if (used == BLOCK) {
+            blake2s_block(&state, block);
+            memset(block, 0, sizeof(block));
+            used = 0;
+        }
+        memcpy(block + used, &ids[i], sizeof(ids[i]));
+        used += 2;
+        blake2s whole = state;
+        blake2s_last(&whole, block, 4 * used);
+        memcpy(keys + 16 * i, whole.h, 4 * KEY_WORDS);
+    }
+    return (int64_t)count;
+}
+
 int64_t cxlkv_page_keys(const int64_t *ids, uint64_t count, uint32_t page_tokens, uint32_t kind,
                         const uint8_t *root, uint8_t *keys) {
-    if (page_tokens == 0 || kind > CXLKV_KEYS_CONTENT)
+    if (kind == CXLKV_KEYS_TAIL) return tail_keys(ids, count, root, keys);
+    if (page_tokens == 0 || kind > CXLKV_KEYS_TAIL)
         return fail(CXLKV_E_ARGUMENT, "keys of kind %u for pages of %u tokens", kind, page_tokens);
     uint32_t before[KEY_WORDS], hashes[BLAKE2S_LANES][PAGE_WORDS];
     uint64_t pages = count / page_tokens;
@@ -87,24 +111,3 @@ int64_t cxlkv_page_keys(const int64_t *ids, uint64_t count, uint32_t page_tokens
 
 /* The message is the key before, then the ids, all 8 bytes of each. Only its last block is its own:
  * the state before it serves all lengths that reach as far. */
-int64_t cxlkv_tail_keys(const int64_t *ids, uint32_t count, const uint8_t *before, uint8_t *keys) {
-    uint32_t block[BLOCK] = {0}, used = KEY_WORDS;
-    int code = need(count, "ids", ids, "before", before, "keys", keys, NULL);
-    if (code < 0 || count == 0) return code;
-    blake2s state;
-    blake2s_begin(&state, 4 * KEY_WORDS, TAIL_PURPOSE, 0);
-    memcpy(block, before, 4 * KEY_WORDS);
-    for (uint32_t i = 0; i < count; i++) {
-        if (used == BLOCK) {
-            blake2s_block(&state, block);
-            memset(block, 0, sizeof(block));
-            used = 0;
-        }
-        memcpy(block + used, &ids[i], sizeof(ids[i]));
-        used += 2;
-        blake2s whole = state;
-        blake2s_last(&whole, block, 4 * used);
-        memcpy(keys + 16ull * i, whole.h, 4 * KEY_WORDS);
-    }
-    return count;
-}

@@ -14,6 +14,7 @@
 #include "pages/published.h"
 #include "pool/alloc.h"
 #include "prefix/handle.h"
+#include "prefix/keys.h"
 #include "prefix/publish.h"
 #include "prefix/tails.h"
 #include "sequence/sequence.h"
@@ -232,7 +233,7 @@ int64_t match_tail(cxlkv_sequence *sequence, const cxlkv_match_args *args) {
     const uint8_t *before = pages ? args->hashes + 16 * (pages - 1) : args->root;
     uint8_t *keys = malloc(16ull * rest + 1);
     if (!keys) return fail(ENOMEM, "no memory for the keys of %u tokens", rest);
-    cxlkv_tail_keys(args->ids + pages * page_tokens, rest, before, keys);
+    tail_keys(args->ids + pages * page_tokens, rest, before, keys);
     int64_t filled = rest ? find_longest(sequence, keys, rest) : 0;
     free(keys);
     return filled <= 0 ? filled : copy_here(sequence, (uint32_t)filled);

@@ -59,20 +59,15 @@ static int64_t owed(cxlkv_pool *pool) {
     return code < 0 ? code : shares_owed(&found);
 }
 
-int64_t cxlkv_extents_owed(cxlkv_pool *pool) {
-    if (!pool->shared) return 0;
-    return IN_POOL(pool, owed(pool));
-}
-
 static int64_t takeable(cxlkv_pool *pool) {
     shares found;
     int64_t code = look(pool, &found);
     return code < 0 ? code : shares_takeable(&found);
 }
 
-int64_t cxlkv_extents_takeable(cxlkv_pool *pool) {
+int64_t cxlkv_extents_due(cxlkv_pool *pool, uint32_t takes) {
     if (!pool->shared) return 0;
-    return IN_POOL(pool, takeable(pool));
+    return IN_POOL(pool, takes ? takeable(pool) : owed(pool));
 }
 
 /* ---- giving ---- */

@@ -347,14 +347,13 @@ int client_use(cxlkv_pool *pool, uint32_t use, double deadline_s) {
     return code;
 }
 
-int cxlkv_pool_worker_state(cxlkv_pool *pool, cxlkv_worker_state *state) {
+void worker_use_state(cxlkv_pool *pool, cxlkv_worker_state *state) {
     worker_client *c = atomic_load(&pool->client);
     *state = (cxlkv_worker_state){0};
-    if (!c) return 0;
+    if (!c) return;
     pthread_mutex_lock(&c->lock);
     *state = c->state;
     pthread_mutex_unlock(&c->lock);
-    return 0;
 }
 
 void worker_forked(cxlkv_pool *pool) {

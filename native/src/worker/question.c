@@ -49,13 +49,13 @@ static int put_choice(cxlkv_worker *w, const cxlkv_choice *choice) {
     return code;
 }
 
-static int nothing_asked(void) {
-    return fail(CXLKV_E_ARGUMENT, "worker: no question waits for an answer");
-}
-
-int cxlkv_worker_answer(cxlkv_worker *w, const cxlkv_choice *choice) {
-    if (!w->asking) return nothing_asked();
-    int code = put_choice(w, choice);
+int cxlkv_worker_answer(cxlkv_worker *w, const cxlkv_choice *choice, int code, const char *text) {
+    if (!w->asking) return fail(CXLKV_E_ARGUMENT, "worker: no question waits for an answer");
+    if (!choice) {
+        server_answer(w, fail(code, "%s", text));
+        return 0;
+    }
+    code = put_choice(w, choice);
     if (code == 0) { /* else no one gets what there is of it */
         w->result.number = w->requests;
         w->result.nonce = w->asking->nonce;
@@ -63,12 +63,6 @@ int cxlkv_worker_answer(cxlkv_worker *w, const cxlkv_choice *choice) {
     }
     server_answer(w, code);
     return code;
-}
-
-int cxlkv_worker_refuse(cxlkv_worker *w, int code, const char *text) {
-    if (!w->asking) return nothing_asked();
-    server_answer(w, fail(code, "%s", text));
-    return 0;
 }
 
 int64_t cxlkv_worker_tables(cxlkv_worker *w, uint64_t *tables, uint64_t capacity) {

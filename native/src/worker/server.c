@@ -536,7 +536,11 @@ int64_t cxlkv_worker_serve(cxlkv_worker *w, double timeout_s) {
     return (int64_t)(w->requests - before);
 }
 
-int cxlkv_worker_state_of(cxlkv_worker *w, cxlkv_worker_state *state) {
+int cxlkv_worker_state_of(cxlkv_worker *w, cxlkv_pool *pool, cxlkv_worker_state *state) {
+    if (!w) {
+        worker_use_state(pool, state);
+        return 0;
+    }
     *state = (cxlkv_worker_state){.pid = w->file.header.worker.pid, .requests = w->requests,
                                   .refused = w->refused,
                                   .slots = w->file.header.slot_count};

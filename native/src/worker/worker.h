@@ -87,4 +87,6 @@ void worker_give_back(cxlkv_pool *pool);
 void worker_forked(cxlkv_pool *pool);       /* in the child: the slot is its parent's */
 void worker_leave(cxlkv_pool *pool);        /* the pool is being closed */
 void worker_client_drop(cxlkv_pool *pool);  /* frees it */
+/* What this process's use of the worker has come to. */
+void worker_use_state(cxlkv_pool *pool, cxlkv_worker_state *state);
 #endif

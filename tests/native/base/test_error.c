@@ -27,9 +27,9 @@ static void test_keys(cxlkv_pool *pool, cxlkv_sequence *sequence) {
     REFUSED("root", cxlkv_page_keys(numbers, 8, 4, CXLKV_KEYS_CHAINED, NULL, bytes));
     REFUSED("keys", cxlkv_page_keys(numbers, 8, 4, CXLKV_KEYS_CONTENT, bytes, NULL));
     CHECK(cxlkv_page_keys(NULL, 3, 4, CXLKV_KEYS_CHAINED, NULL, NULL) == 0);
-    REFUSED("ids", cxlkv_tail_keys(NULL, 1, bytes, bytes));
-    REFUSED("before", cxlkv_tail_keys(numbers, 1, NULL, bytes));
-    REFUSED("keys", cxlkv_tail_keys(numbers, 1, bytes, NULL));
+    REFUSED("ids", cxlkv_page_keys(NULL, 1, 0, CXLKV_KEYS_TAIL, bytes, bytes));
+    REFUSED("root", cxlkv_page_keys(numbers, 1, 0, CXLKV_KEYS_TAIL, NULL, bytes));
+    REFUSED("keys", cxlkv_page_keys(numbers, 1, 0, CXLKV_KEYS_TAIL, bytes, NULL));
     REFUSED("names", cxlkv_object_keys(NULL, ends, 1, bytes, bytes));
     REFUSED("ends", cxlkv_object_keys(bytes, NULL, 1, bytes, bytes));
     REFUSED("root", cxlkv_object_keys(bytes, ends, 1, NULL, bytes));
@@ -39,8 +39,8 @@ static void test_keys(cxlkv_pool *pool, cxlkv_sequence *sequence) {
     REFUSED("hashes", cxlkv_match(pool, &args, &made));
     args = (cxlkv_match_args){.ids = numbers, .id_count = 4, .lease_s = 1};
     REFUSED("root", cxlkv_match(pool, &args, &made));
-    REFUSED("hashes", cxlkv_pin(pool, 1, NULL, 1));
-    REFUSED("hashes", cxlkv_prioritize(pool, 1, NULL, 1, 0));
+    REFUSED("hashes", cxlkv_mark(pool, 1, NULL, CXLKV_MARK_PIN, 1));
+    REFUSED("hashes", cxlkv_mark(pool, 1, NULL, CXLKV_MARK_PRIORITY_AT_LEAST, 1));
     REFUSED("hashes", cxlkv_forget(pool, 1, NULL, NULL));
     CHECK(cxlkv_forget(pool, 0, NULL, NULL) == 0);
     REFUSED("flags", cxlkv_evictable(pool, NULL, 1 << 20));
@@ -62,8 +62,8 @@ static void test_pages(cxlkv_pool *pool, cxlkv_sequence *sequence) {
     REFUSED("epochs", cxlkv_hotness_read(pool, 0, 1, words, NULL));
     REFUSED("rows", cxlkv_pool_published(pool, NULL, 1, longs));
     REFUSED("rows", cxlkv_pool_hosts(pool, NULL, 1));
-    REFUSED("processes", cxlkv_pool_processes(pool, &overview, NULL, 1));
-    REFUSED("processes", cxlkv_inspect("/nowhere", &overview, NULL, 1));
+    REFUSED("processes", cxlkv_inspect(pool, NULL, &overview, NULL, 1));
+    REFUSED("processes", cxlkv_inspect(NULL, "/nowhere", &overview, NULL, 1));
     REFUSED("pages", cxlkv_pages_wanted(pool, NULL, 1 << 20));
     CHECK(cxlkv_pool_check(pool, 0, NULL, 64) == -CXLKV_E_ARGUMENT);
     REFUSED("pages", cxlkv_records_read(pool, 1, NULL, longs, bytes, codes));
@@ -212,8 +212,8 @@ static void test_objects(void) {
     REFUSED("keys", cxlkv_objects_put(pool, 1, NULL, &right, codes));
     REFUSED("results", cxlkv_objects_put(pool, 1, key.bytes, &right, NULL));
     REFUSED("results", cxlkv_objects_get(pool, 1, key.bytes, &right, NULL));
-    REFUSED("keys", cxlkv_objects_sizes(pool, 1, NULL, numbers));
-    REFUSED("sizes", cxlkv_objects_sizes(pool, 1, key.bytes, NULL));
+    REFUSED("keys", cxlkv_objects_get(pool, 1, NULL, NULL, numbers));
+    REFUSED("sizes", cxlkv_objects_get(pool, 1, key.bytes, NULL, NULL));
     REFUSED("keys", cxlkv_objects_ranges(pool, 1, NULL, 1, &range, bytes, 64, numbers));
     REFUSED("ranges", cxlkv_objects_ranges(pool, 1, key.bytes, 1, NULL, bytes, 64, numbers));
     REFUSED("to", cxlkv_objects_ranges(pool, 1, key.bytes, 1, &range, NULL, 64, numbers));

@@ -28,7 +28,8 @@ static void publish_tail(cxlkv_sequence *sequence, const uint8_t *hashes) {
     const int64_t id = 0;
     const uint8_t *before = hashes + (PAGES - 1) * 16;
     uint8_t key[16];
-    CHECK(TOKENS % TEST_PAGE_TOKENS == 1 && cxlkv_tail_keys(&id, 1, before, key) == 1);
+    CHECK(TOKENS % TEST_PAGE_TOKENS == 1);
+    CHECK(cxlkv_page_keys(&id, 1, 0, CXLKV_KEYS_TAIL, before, key) == 1);
     CHECK(cxlkv_publish_tail(sequence, TOKENS, before, key) == 1);
 }
 
@@ -43,10 +44,10 @@ static void lose_tail(cxlkv_sequence *sequence, const uint8_t *hashes) {
     int64_t code = cxlkv_match(sequence->pool, &args, &hit);
     CHECK(code == 0 || code == -CXLKV_E_POISON);
     if (code == 0) cxlkv_sequence_destroy(&hit);
-    CHECK(cxlkv_tail_keys(&id, 1, hashes, key) == 1);
+    CHECK(cxlkv_page_keys(&id, 1, 0, CXLKV_KEYS_TAIL, hashes, key) == 1);
     code = cxlkv_publish_tail(sequence, TEST_PAGE_TOKENS + 1, hashes, key);
     CHECK(code == 0 || code == -CXLKV_E_POOL_FULL || code == -CXLKV_E_POISON);
-    CHECK(cxlkv_tail_keys(&id, 1, before, key) == 1);
+    CHECK(cxlkv_page_keys(&id, 1, 0, CXLKV_KEYS_TAIL, before, key) == 1);
     while ((code = cxlkv_forget(sequence->pool, 1, key, NULL)) < 0) CHECK(code == -CXLKV_E_POISON);
 }
 

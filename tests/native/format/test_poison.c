@@ -192,7 +192,7 @@ static void call_publish(scene *s) {
     test_hashes(hashes, 9, 1);
     if (cxlkv_sequence_tokens(s->open, CXLKV_LAYER_LAST) >= TEST_PAGE_TOKENS)
         told(cxlkv_publish(s->open, 1, TEST_PAGE_TOKENS, hashes, 0));
-    CHECK(cxlkv_tail_keys(&id, 1, s->hashes + (KEYS - 1) * 16, key) == 1);
+    CHECK(cxlkv_page_keys(&id, 1, 0, CXLKV_KEYS_TAIL, s->hashes + (KEYS - 1) * 16, key) == 1);
     told(cxlkv_publish_tail(s->whole, TOKENS, s->hashes + (KEYS - 1) * 16, key));
 }
 
@@ -232,8 +232,8 @@ static void call_loose(scene *s) {
 static void call_keys(scene *s) {
     cxlkv_scrubbed scrubbed;
     static uint8_t flags[1 << 16];
-    told(cxlkv_pin(either(s), KEYS, s->hashes, 1));
-    told(cxlkv_prioritize(either(s), KEYS, s->hashes, CXLKV_PRIORITY_MAX, 0));
+    told(cxlkv_mark(either(s), KEYS, s->hashes, CXLKV_MARK_PIN, 1));
+    told(cxlkv_mark(either(s), KEYS, s->hashes, CXLKV_MARK_PRIORITY_AT_LEAST, CXLKV_PRIORITY_MAX));
     told(cxlkv_evictable(s->pool, flags, sizeof(flags)));
     told(cxlkv_forget(either(s), 1, s->hashes, &scrubbed));
     told(cxlkv_forget(either(s), 1, s->hashes + 16, NULL));
@@ -251,7 +251,7 @@ static void call_objects(scene *s) {
     uint64_t name = random_below(&s->seed, OBJECTS);
     int64_t size = get(either(s), name, name, ROOM, &s->seed);
     if (size < 0 && size != CXLKV_OBJECT_ABSENT && size != CXLKV_OBJECT_DAMAGED) told(size);
-    told(cxlkv_objects_sizes(either(s), 1, key_of(name).bytes, &size));
+    told(cxlkv_objects_get(either(s), 1, key_of(name).bytes, NULL, &size));
 }
 
 static void call_ranges(scene *s) {
@@ -305,8 +305,8 @@ static void call_look(scene *s) {
     cxlkv_placed placed;
     look_at_stats(s->pool);
     look_at_stats(s->other);
-    told(cxlkv_pool_processes(s->pool, &overview, processes, 8));
-    int64_t seen = cxlkv_inspect(s->path, &overview, processes, 8);
+    told(cxlkv_inspect(s->pool, NULL, &overview, processes, 8));
+    int64_t seen = cxlkv_inspect(NULL, s->path, &overview, processes, 8);
     if (!is_no_pool(seen)) told(seen);
     if (s->shared) told(cxlkv_pool_hosts(either(s), rows, 2));
     int code = cxlkv_pool_placed(s->pool, 100, &placed);
@@ -344,7 +344,7 @@ static void call_beat(scene *s) {
     host_unlock(s->pool);
     static uint32_t pages[1 << 16];
     told(cxlkv_pages_want(s->pool, 1, random_below(&s->seed, 2)));
-    told(cxlkv_extents_owed(s->pool));
+    told(cxlkv_extents_due(s->pool, 0));
     told(cxlkv_pages_wanted(s->pool, pages, 1 << 16));
     deal(s->pool, extents_give);
     extents_take(s->pool, free_pages + 1);
@@ -400,7 +400,7 @@ static void end(scene *s) {
     cxlkv_lease_destroy(&s->reserved);
     look_at_stats(s->pool);
     look_at_stats(s->other);
-    CHECK(cxlkv_pool_close(s->other) == 0);
+    CHECK(cxlkv_pool_close(s->other, 0) == 0);
     cxlkv_pool_destroy(&s->other);
     cxlkv_pool_destroy(&s->pool);
 }

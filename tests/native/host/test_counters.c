@@ -125,7 +125,7 @@ static void test_what_operations_count(void) {
     CHECK(total_of(pool).audited_mass == 7ull << 30);
 
     /* The sequence outlives the pool's mapping, and is let go of without it. */
-    CHECK(cxlkv_pool_close(pool) == 0);
+    CHECK(cxlkv_pool_close(pool, 0) == 0);
     CHECK(cxlkv_pool_count_audit(pool, 0.5, 0.5) == -CXLKV_E_CLOSED);
     cxlkv_sequence_destroy(&sequence);
     cxlkv_pool_destroy(&pool);

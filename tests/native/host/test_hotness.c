@@ -129,23 +129,25 @@ static void check_priorities(cxlkv_pool *pool, const uint32_t *wanted) {
 }
 
 static void test_priorities(void) {
+    enum { AT_LEAST = CXLKV_MARK_PRIORITY_AT_LEAST };
     cxlkv_pool *pool = test_pool(NULL, 16);
     cxlkv_sequence *sequence = written(pool, 1);
     uint8_t hashes[(PAGES + 1) * 16];
     test_hashes(hashes, 3, PAGES + 1);
-    CHECK(cxlkv_prioritize(pool, PAGES, hashes, 1, 0) == 0);
+    CHECK(cxlkv_mark(pool, PAGES, hashes, AT_LEAST, 1) == 0);
     CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) == PAGES);
     check_priorities(pool, (uint32_t[PAGES]){0});
-    CHECK(cxlkv_prioritize(pool, 4, hashes, 2, 0) == 4);
-    CHECK(cxlkv_prioritize(pool, 2, hashes, 1, 0) == 2); /* the higher stays */
-    CHECK(cxlkv_prioritize(pool, 1, hashes, CXLKV_PRIORITY_MAX, 0) == 1);
-    CHECK(cxlkv_prioritize(pool, 2, hashes + 48, 7, 0) == 2);
+    CHECK(cxlkv_mark(pool, 4, hashes, AT_LEAST, 2) == 4);
+    CHECK(cxlkv_mark(pool, 2, hashes, AT_LEAST, 1) == 2); /* the higher stays */
+    CHECK(cxlkv_mark(pool, 1, hashes, AT_LEAST, CXLKV_PRIORITY_MAX) == 1);
+    CHECK(cxlkv_mark(pool, 2, hashes + 48, AT_LEAST, 7) == 2);
     check_priorities(pool, (uint32_t[PAGES]){CXLKV_PRIORITY_MAX, 2, 2, 7, 7});
-    CHECK(cxlkv_prioritize(pool, 4, hashes, 1, 1) == 4);
+    CHECK(cxlkv_mark(pool, 4, hashes, CXLKV_MARK_PRIORITY, 1) == 4);
     check_priorities(pool, (uint32_t[PAGES]){1, 1, 1, 1, 7});
-    CHECK(cxlkv_prioritize(pool, 1, hashes, CXLKV_PRIORITY_MAX + 1, 1) == -CXLKV_E_ARGUMENT);
-    CHECK(cxlkv_prioritize(pool, 1, hashes, UINT32_MAX, 0) == -CXLKV_E_ARGUMENT);
-    CHECK(cxlkv_prioritize(pool, PAGES + 1, hashes, 0, 0) == PAGES); /* one is not there */
+    CHECK(cxlkv_mark(pool, 1, hashes, CXLKV_MARK_PRIORITY, CXLKV_PRIORITY_MAX + 1) ==
+          -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_mark(pool, 1, hashes, AT_LEAST, UINT32_MAX) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_mark(pool, PAGES + 1, hashes, AT_LEAST, 0) == PAGES); /* one is not there */
     check_priorities(pool, (uint32_t[PAGES]){1, 1, 1, 1, 7});
     /* It goes with the page, and another text in the same page has none. */
     CHECK(cxlkv_forget(pool, PAGES, hashes, NULL) == PAGES);

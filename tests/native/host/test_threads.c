@@ -218,8 +218,8 @@ static void run(bool close_meanwhile) {
     CHECK(pthread_create(&threads[THREADS], NULL, look_on, NULL) == 0);
     if (close_meanwhile) {
         while (atomic_load(&operations) < 20) sched_yield();
-        CHECK(cxlkv_pool_close(pools[1]) == 0);
-        CHECK(cxlkv_pool_close(pools[0]) == 0);
+        CHECK(cxlkv_pool_close(pools[1], 0) == 0);
+        CHECK(cxlkv_pool_close(pools[0], 0) == 0);
     }
     for (int i = 0; i <= THREADS; i++) pthread_join(threads[i], NULL);
 }

@@ -53,7 +53,8 @@ static int select_lists(cxlkv_sequence *sequence, uint32_t layer, int32_t *pages
     cxlkv_select_args args = {.layer = layer, .q_heads = TEST_HEADS,
                               .queries = test_rows_at(&query), .starts = starts,
                               .by = {.budgets = &budget, .budget_count = 1,
-                                     .method = CXLKV_METHOD_SCORER, .scorer = SCORER}, .scale = 0.5f,
+                                     .method = CXLKV_METHOD_SCORER, .scorer = SCORER},
+                              .scale = 0.5f,
                               .capacity = TEST_HEADS * WANTED, .pages = pages, .scores = scores,
                               .counts = counts};
     cxlkv_batch *batch = test_batch(sequence->pool, 1, &sequence);

@@ -97,7 +97,7 @@ static void test_batches(uint32_t threads) {
     CHECK(cxlkv_objects_put(pool, count, all.keys, &all.buffers, all.codes) ==
           -CXLKV_E_POOL_FULL);
     CHECK(test_stats(pool).pages.free == before.pages.free);
-    CHECK(cxlkv_objects_sizes(pool, count, all.keys, all.found) == 0);
+    CHECK(cxlkv_objects_get(pool, count, all.keys, NULL, all.found) == 0);
     test_hashes(all.keys, 2, 1); /* one that is there needs no room */
     CHECK(cxlkv_objects_put(pool, count, all.keys, &all.buffers, all.codes) == count - 1);
     CHECK(all.codes[0] == CXLKV_RECORD_PRESENT && test_stats(pool).pages.free == 0);
@@ -254,8 +254,8 @@ static void test_lease(void) {
     cxlkv_lease *lease = lease_of(pool, 1, &size, &at);
     cxlkv_lease *second = lease_of(pool, 1, &size, &again);
     CHECK(at == again && test_stats(pool).pages.held == 1);
-    CHECK(cxlkv_pool_close(pool) == -CXLKV_E_BUSY && cxlkv_pool_may_close(pool) == -CXLKV_E_BUSY);
-    CHECK(cxlkv_pin(pool, 1, key_of(1).bytes, 1) == 1); /* against eviction only */
+    CHECK(cxlkv_pool_close(pool, 0) == -CXLKV_E_BUSY && cxlkv_pool_close(pool, 1) == -CXLKV_E_BUSY);
+    CHECK(cxlkv_mark(pool, 1, key_of(1).bytes, CXLKV_MARK_PIN, 1) == 1); /* against eviction only */
     CHECK(forget(pool, 1) == 1 && forget(pool, 1) == 0);
     CHECK(size_of(pool, 1) == CXLKV_OBJECT_ABSENT);
     for (uint64_t mark = 0; put(pool, 100 + mark, 9, SMALL, &seed) == 1; mark++) continue;
@@ -266,10 +266,10 @@ static void test_lease(void) {
     CHECK(cxlkv_lease_release(lease, 1, &none) == -CXLKV_E_ARGUMENT);
     CHECK(is_filled(at, 1, SMALL) && test_stats(pool).pages.free == 0);
     cxlkv_lease_destroy(&second);
-    CHECK(test_stats(pool).pages.free == 1 && cxlkv_pool_may_close(pool) == 0);
+    CHECK(test_stats(pool).pages.free == 1 && cxlkv_pool_close(pool, 1) == 0);
     CHECK(cxlkv_lease_publish(lease, 0, &first, key_of(1).bytes, NULL) == -CXLKV_E_ARGUMENT);
     test_clean(pool);
-    CHECK(cxlkv_pool_close(pool) == 0);
+    CHECK(cxlkv_pool_close(pool, 0) == 0);
     CHECK(cxlkv_lease_release(lease, 0, NULL) == -CXLKV_E_CLOSED);
     cxlkv_lease_destroy(&lease); /* it outlives its pool */
     cxlkv_pool_destroy(&pool);
@@ -331,7 +331,7 @@ static void test_other_pools(void) {
     const uint8_t *key = one_key.bytes;
     CHECK(put(kv, 1, 1, 1, &seed) == -CXLKV_E_ARGUMENT);
     CHECK(get(kv, 1, 1, 1, &seed) == -CXLKV_E_ARGUMENT);
-    CHECK(cxlkv_objects_sizes(kv, 1, key, &size) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_objects_get(kv, 1, key, NULL, &size) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_objects_ranges(kv, 1, key, 0, NULL, NULL, 0, &size) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_lease_take(kv, 1, key, &address, &size, &lease) == -CXLKV_E_ARGUMENT && !lease);
     CHECK(cxlkv_lease_reserve(kv, 1, &one, &address, &lease) == -CXLKV_E_ARGUMENT && !lease);

@@ -31,7 +31,7 @@ static void test_child(bool killed) {
     if (child == 0) {
         CHECK(read(to_child[0], &byte, 1) == 1); /* the parent has given all back */
         CHECK(is_filled(at, 1, SMALL));
-        CHECK(cxlkv_pool_close(pool) == -CXLKV_E_BUSY);
+        CHECK(cxlkv_pool_close(pool, 0) == -CXLKV_E_BUSY);
         for (uint64_t i = 0; i < 2; i++) {
             fill((uint8_t *)(uintptr_t)addresses[i], 10 + i, SMALL);
             test_hashes(keys + 16 * i, 10 + i, 1);
@@ -44,13 +44,13 @@ static void test_child(bool killed) {
         CHECK(cxlkv_lease_publish(reserved, 1, places + 1, keys + 16, codes) == 1);
         cxlkv_lease_destroy(&lease);
         cxlkv_lease_destroy(&reserved);
-        CHECK(cxlkv_pool_close(pool) == 0);
+        CHECK(cxlkv_pool_close(pool, 0) == 0);
         CHECK(write(to_parent[1], &byte, 1) == 1);
         _exit(0);
     }
     cxlkv_lease_destroy(&lease);
     cxlkv_lease_destroy(&reserved);
-    CHECK(cxlkv_pool_may_close(pool) == 0);
+    CHECK(cxlkv_pool_close(pool, 1) == 0);
     CHECK(forget(pool, 1) == 1 && test_stats(pool).pages.held == 3);
     while (put(pool, 1000 + (uint64_t)size++, 5, SMALL, &seed) == 1) continue;
     CHECK(write(to_child[1], "x", 1) == 1 && read(to_parent[0], &byte, 1) == 1);

@@ -108,7 +108,7 @@ static void test_a_lease_without_the_lock(void) {
     CHECK(cxlkv_lease_release(lease, 0, NULL) == 0); /* once */
     cxlkv_lease_destroy(&lease);
     check_queued(pool, 2);
-    CHECK(cxlkv_pool_may_close(pool) == 0); /* nobody reads there any more */
+    CHECK(cxlkv_pool_close(pool, 1) == 0); /* nobody reads there any more */
     lock_end();
     check_given_back(pool, 2, 0);
     cxlkv_pool_destroy(&pool);

@@ -126,7 +126,7 @@ static void test_grandchild_outlives(void) {
         claim_waits_for = go[0];
         pid_t grandchild = fork();
         if (grandchild != 0) {
-            cxlkv_pool_close(pool);
+            cxlkv_pool_close(pool, 0);
             _exit(0);
         }
         CHECK(test_stats(pool).processes == 1);
@@ -135,7 +135,7 @@ static void test_grandchild_outlives(void) {
         CHECK(test_stats(again).processes == 2);
         cxlkv_pool_destroy(&again);
         CHECK(cxlkv_pool_remove(path) == -CXLKV_E_BUSY);
-        cxlkv_pool_close(pool);
+        cxlkv_pool_close(pool, 0);
         signal_other(done[1]);
         _exit(0);
     }

@@ -50,7 +50,7 @@ static const int64_t ids[TOKENS];
 static int64_t do_publish_tail(void) {
     uint8_t keys[3 * 16];
     const uint8_t *before = hashes + (PAGES - 1) * 16;
-    CHECK(cxlkv_tail_keys(ids, 3, before, keys) == 3);
+    CHECK(cxlkv_page_keys(ids, 3, 0, CXLKV_KEYS_TAIL, before, keys) == 3);
     return cxlkv_publish_tail(sequence, TOKENS, before, keys + 2 * 16);
 }
 static int64_t do_match_tail(void) {

@@ -96,14 +96,14 @@ static void known_keys(void) {
     CHECK(cxlkv_page_keys(ids, 100, 10, CXLKV_KEYS_CHAINED, root, keys) == 10);
     check_hex(keys, "3139ee35b0f0182356c964e183b468ec");
     check_hex(keys + 9 * 16, "eaf42d4421e4256bbc34cf2ddc44d0d4");
-    CHECK(cxlkv_tail_keys(ids, 9, keys + 9 * 16, tails) == 9);
+    CHECK(cxlkv_page_keys(ids, 9, 0, CXLKV_KEYS_TAIL, keys + 9 * 16, tails) == 9);
     check_hex(tails, "2f6bbb5b5f2d3b4640ed120304f548c9");
     check_hex(tails + 8 * 16, "13b0f0db0e0412df994e51d45df7b3a0");
     CHECK(cxlkv_page_keys(ids, 100, 10, CXLKV_KEYS_CONTENT, root, keys) == 10);
     check_hex(keys + 9 * 16, "78f2cb44199a1a327ca238d4056d5f5d");
     CHECK(cxlkv_page_keys(ids, 99, 100, CXLKV_KEYS_CHAINED, root, keys) == 0);
     CHECK(cxlkv_page_keys(ids, 99, 0, CXLKV_KEYS_CHAINED, root, keys) == -CXLKV_E_ARGUMENT);
-    CHECK(cxlkv_page_keys(ids, 99, 10, 2, root, keys) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_page_keys(ids, 99, 10, 3, root, keys) == -CXLKV_E_ARGUMENT);
 }
 
 /* As by a match of another process that was just going to copy it. */
@@ -115,7 +115,7 @@ static void a_held_tail_is_forgotten(void) {
     uint32_t alone;
     CHECK(cxlkv_pages_alloc(pool, 1, &alone) == 1);
     cxlkv_sequence *sequence = test_written(pool, marks, 1, 3);
-    CHECK(cxlkv_tail_keys(ids, 3, root, keys) == 3);
+    CHECK(cxlkv_page_keys(ids, 3, 0, CXLKV_KEYS_TAIL, root, keys) == 3);
     CHECK(cxlkv_publish_tail(sequence, 3, root, keys + 2 * 16) == 1);
     page_hash(keys, 2, 0, 0, hash);
     CHECK(host_lock(pool) == 0);

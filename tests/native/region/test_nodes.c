@@ -58,7 +58,7 @@ static void test_no_wish(void) {
     CHECK(pool->region.unit_bytes != 4096 || placed.pages_unseen > pages / 2);
     CHECK(cxlkv_pool_placed(pool, 0, &again) == 0);
     CHECK(memcmp(&placed, &again, sizeof(placed)) == 0);
-    cxlkv_pool_close(pool);
+    cxlkv_pool_close(pool, 0);
     CHECK(cxlkv_pool_placed(pool, 0, &placed) == -CXLKV_E_CLOSED);
     cxlkv_pool_destroy(&pool);
 }

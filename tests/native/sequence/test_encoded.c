@@ -106,8 +106,8 @@ static void ask_scores(cxlkv_batch *batch, uint32_t rows, const cxlkv_rows *quer
     cxlkv_budget budget = {.pages = 2};
     for (uint32_t i = 0; i < 4; i++) {
         cxlkv_select_args args = {.q_heads = 2 * HEADS, .queries = *queries, .starts = starts,
-                                  .by = {.budgets = &budget, .budget_count = 1, .method = methods[i],
-                                         .errors = 3},
+                                  .by = {.budgets = &budget, .budget_count = 1,
+                                         .method = methods[i], .errors = 3},
                                   .scale = 0.3f,
                                   .capacity = QUERIES * HEADS * PAGES_MAX,
                                   .pages = pages, .scores = scores, .counts = counts};

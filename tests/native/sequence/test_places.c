@@ -77,7 +77,7 @@ static void sealed_and_not(void) {
     CHECK(places_of(sequence, 0, 0, ROOM, &at) == -CXLKV_E_RELEASED);
     cxlkv_sequence_destroy(&sequence);
     uint64_t address;
-    CHECK(cxlkv_pool_close(pool) == 0);
+    CHECK(cxlkv_pool_close(pool, 0) == 0);
     CHECK(cxlkv_pool_memory(pool, &address) == -CXLKV_E_CLOSED);
     cxlkv_pool_destroy(&pool);
 }

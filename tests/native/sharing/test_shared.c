@@ -67,7 +67,7 @@ static void forget(cxlkv_pool *pool, uint64_t mark) {
 static void ask_for_room(worker *w) {
     static _Thread_local uint32_t pages[4096];
     CHECK(cxlkv_pages_want(w->pool, random_below(&w->seed, 100), random_below(&w->seed, 2)) == 0);
-    CHECK(cxlkv_extents_owed(w->pool) >= 0 && cxlkv_extents_takeable(w->pool) >= 0);
+    CHECK(cxlkv_extents_due(w->pool, 0) >= 0 && cxlkv_extents_due(w->pool, 1) >= 0);
     CHECK(cxlkv_pages_wanted(w->pool, pages, 4096) >= 0);
 }
 

@@ -134,7 +134,7 @@ static inline cxlkv_lease *lease_of(cxlkv_pool *pool, uint64_t name, int64_t *si
 }
 
 static inline int64_t size_of(cxlkv_pool *pool, uint64_t name) {
-    int64_t size, code = cxlkv_objects_sizes(pool, 1, key_of(name).bytes, &size);
+    int64_t size, code = cxlkv_objects_get(pool, 1, key_of(name).bytes, NULL, &size);
     CHECK(code == (size >= 0));
     return size;
 }

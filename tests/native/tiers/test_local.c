@@ -249,7 +249,7 @@ int main(void) {
     threads(pool);
     test_clean(pool);
     CHECK(test_stats(pool).pages.held == 0);
-    CHECK(cxlkv_pool_close(pool) == 0); /* with copies in the tier */
+    CHECK(cxlkv_pool_close(pool, 0) == 0); /* with copies in the tier */
     CHECK(cxlkv_local_stats(pool, &state) == -CXLKV_E_CLOSED);
     test_remove(&pool, path);
     return 0;

@@ -402,8 +402,8 @@ static void questions(made *m) {
                            .picked = {.pages = pages, .lists = 1, .k = 2}};
     good.method = CXLKV_METHOD_SCORER, good.scorer = 99;
     CHECK(cxlkv_worker_asked(m->worker, &got) == 0);
-    CHECK(cxlkv_worker_answer(m->worker, &choice) == -CXLKV_E_ARGUMENT);
-    CHECK(cxlkv_worker_refuse(m->worker, CXLKV_E_BUSY, "") == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_worker_answer(m->worker, &choice, 0, NULL) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_worker_answer(m->worker, NULL, CXLKV_E_BUSY, "") == -CXLKV_E_ARGUMENT);
     REFUSED(good, bad.method = CXLKV_METHOD_EXACT, choose(m, bad, TOKENS));
     REFUSED(good, bad.scale = NAN, choose(m, bad, TOKENS));
     REFUSED(good, bad.rows = 2, choose(m, bad, TOKENS));
@@ -425,7 +425,7 @@ static void questions(made *m) {
     choice.picked.log_weights = weights;
     choice.picked.row_count = 1;
     choice.picked.row_keys = choice.picked.row_values = choice.picked.row_log_counts = rows;
-    CHECK(cxlkv_worker_answer(m->worker, &choice) == 0);
+    CHECK(cxlkv_worker_answer(m->worker, &choice, 0, NULL) == 0);
     CHECK(answer(m) == 0);
     answer_head head;
     answer_choose found;
@@ -443,7 +443,7 @@ static void questions(made *m) {
     send_bytes(m, REQUEST_CHOOSE);
     CHECK(cxlkv_worker_asked(m->worker, &got) == 1);
     CHECK(cxlkv_sequence_tokens(got.sequences[0], 0) == 2 * TEST_PAGE_TOKENS);
-    CHECK(cxlkv_worker_refuse(m->worker, CXLKV_E_BUSY, "not yet") == 0);
+    CHECK(cxlkv_worker_answer(m->worker, NULL, CXLKV_E_BUSY, "not yet") == 0);
     SAYS(answer(m), -CXLKV_E_BUSY, "not yet");
     CHECK(tell(m, 0, 0, 1, 0, 4, NO_PAGE, NO_PAGE) == 0);
     m->version = 1;
@@ -467,9 +467,9 @@ static void choice_without_end(made *m) {
     good.method = CXLKV_METHOD_SCORER;
     put_choose(m, good, TOKENS);
     send_bytes(m, REQUEST_CHOOSE);
-    CHECK(cxlkv_worker_answer(m->worker, &choice) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_worker_answer(m->worker, &choice, 0, NULL) == -CXLKV_E_ARGUMENT);
     SAYS(answer(m), -CXLKV_E_ARGUMENT, "ask for fewer rows at once");
-    CHECK(cxlkv_worker_state_of(m->worker, &state) == 0);
+    CHECK(cxlkv_worker_state_of(m->worker, NULL, &state) == 0);
     request_more more = {.result = state.requests, .offset = REQUEST_RESULT_MAX / 2};
     begin(m, REQUEST_MORE, 0);
     put(m, &more, sizeof(more));
@@ -554,7 +554,7 @@ static void death_of_who_asks(made *m) {
         bool asked = cxlkv_worker_asked(m->worker, &got) == 1;
         CHECK(asked || !late);
         CHECK(!asked || cxlkv_worker_tables(m->worker, NULL, 0) == 1);
-        CHECK(!asked || cxlkv_worker_refuse(m->worker, CXLKV_E_BUSY, "not yet") == 0);
+        CHECK(!asked || cxlkv_worker_answer(m->worker, NULL, CXLKV_E_BUSY, "not yet") == 0);
         CHECK(cxlkv_worker_serve(m->worker, 0.001) == 0);
         CHECK(cxlkv_worker_tables(m->worker, NULL, 0) == 0);
         connect_client(m);
