@@ -95,8 +95,7 @@ def select(
 
 
 class _By(NamedTuple):
-    """What is asked for, as the core takes it; per what a list is; how long lists may be, a guess.
-    """
+    """What is asked for, as the core takes it; per what a list is; how long it may get."""
 
     core: _core.Criterion
     per: str

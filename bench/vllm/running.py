@@ -13,6 +13,7 @@ from itertools import chain
 from math import inf
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
