@@ -92,16 +92,14 @@ def in_csv(path: Path) -> list[str]:
 
 
 def in_page(path: Path) -> list[str]:
-    """Bars, rows with a number, and the summary's lines."""
+    """Rows of figures, and the summary's figures."""
     page = path.read_text()
-    bars = re.findall(r'<div class="row"><div class="name">.*?</svg>', page, re.DOTALL)
     rows = re.findall(r"<tr><td>.*?</tr>", page, re.DOTALL)
     (summary,) = re.findall(r'<section class="summary">.*?</section>', page, re.DOTALL)
-    lines = re.findall(r"<dt>.*?</dt>", summary)
-    assert bars
+    lines = re.findall(r"[^>]+: <b>.*?</b>", summary)
     assert rows
     assert lines
-    return [part for part in (*bars, *rows, *lines) if LABEL not in part]
+    return [part for part in (*rows, *lines) if LABEL not in part]
 
 
 # ---- doors ----
