@@ -26,7 +26,7 @@ def in_groups(rows: Tensor, size: int) -> Tensor:
     """[..., dim] as [..., dim / size, size]; BadArgumentError where dim has no such groups."""
     if rows.shape[-1] % size:
         raise BadArgumentError(f"{rows.shape[-1]} channels are not groups of {size}")
-    return rows.unflatten(-1, (-1, size))
+    return rows.reshape(*rows.shape[:-1], -1, size)
 
 
 def nearest_fp8(rows: Tensor) -> Tensor:
@@ -57,7 +57,8 @@ def kivi_keys(keys: Tensor, bits: int) -> Tensor:
     """Keys [..., tokens, dim] by channel over 32 tokens each; the last tokens, fewer than 32, stay
     as they are."""
     whole = keys.shape[-2] // KIVI_TOKENS * KIVI_TOKENS
-    groups = keys[..., :whole, :].unflatten(-2, (-1, KIVI_TOKENS)).mT
+    shape = (*keys.shape[:-2], -1, KIVI_TOKENS, keys.shape[-1])
+    groups = keys[..., :whole, :].reshape(shape).mT
     found = kivi(groups, bits).mT.flatten(-3, -2)
     return torch.cat([found, keys[..., whole:, :]], dim=-2)
 
