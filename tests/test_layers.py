@@ -24,7 +24,7 @@ BUILD = (ROOT / "native/CMakeLists.txt").read_text()
 FOLDERS = re.findall(r"^set\(folders ([^)]*)\)", BUILD, re.MULTILINE)[0].split()
 """From below. A folder may use itself and what stands before it."""
 HOOKS = SOURCES / "hooks/hooks.c"  # where folders above answer host/hooks.h
-HOOKS_MAX = 12
+HOOKS_MAX = 4
 
 DEFINED = re.compile(
     r"^(?!static|INLINE|typedef|extern|_Static|else|return|if)[A-Za-z_][\w \t*]*?[ *]\**(\w+)"
@@ -146,6 +146,7 @@ def test_no_include_goes_round_the_walls(tmp_path: Path) -> None:
 def test_hooks_are_few() -> None:
     """A hook is an arrow upward that the test above does not see."""
     answered = re.findall(r"^    \.(\w+) = \w+,$", HOOKS.read_text(), re.MULTILINE)
-    declared = re.findall(r"\(\*(\w+)\)\(", (SOURCES / "host/hooks.h").read_text())
+    table = (SOURCES / "host/hooks.h").read_text().partition("} pool_hooks;")[0]
+    declared = re.findall(r"\(\*(\w+)\)\(", table)
     assert answered == declared
     assert len(answered) <= HOOKS_MAX

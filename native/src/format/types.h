@@ -179,12 +179,8 @@ typedef struct state_place {
     char path[STATE_PATH_BYTES]; /* of the file, for messages: it is reached by the folder */
 } state_place;
 
-/* Sequences whose leases end, a heap: the earliest first. */
-typedef struct deadlines {
-    struct cxlkv_sequence **heap;
-    uint32_t count, capacity;
-    atomic_ulong first_ns;       /* when the first ends; UINT64_MAX: there is none */
-} deadlines;
+/* Folders above that keep state of their own with a pool, in the order of its closing. */
+enum pool_owner { OWNER_SEQUENCES, OWNER_WORKER, OWNER_TIERS, OWNER_COUNT };
 
 typedef struct helpers helpers; /* threads of this process; worker.h is about another one */
 
@@ -226,15 +222,11 @@ struct cxlkv_pool {
     pthread_rwlock_t operations; /* read: an operation runs; write: close */
     bool closed;
     pthread_mutex_t list_lock;   /* guards sequences, deadlines, the worker threads' creation */
-    struct cxlkv_sequence *sequences;
-    uint64_t sequence_count;
-    deadlines deadlines;         /* of those that are hits */
+    uint64_t sequence_count;     /* by count_sequences() only */
     atomic_uint references;
     uint32_t thread_count;
     helpers *threads;
-    pthread_mutex_t spare_lock;  /* guards the two below */
-    struct tail *spare_tails;
-    uint64_t spare_count;
+    pthread_mutex_t spare_lock;  /* guards spare tails */
     counter_row *counters;       /* our row in the host state */
     atomic_bool hotness_off;     /* this process counts no hotness */
     atomic_bool hotness_by_mass; /* its attends count by attention */
@@ -257,12 +249,10 @@ struct cxlkv_pool {
     uint64_t fork_nonce;
     int fork_state_fd, fork_region_fd;
     struct alive *alive;         /* our slot's lock */
-    _Atomic(struct worker_client *) client; /* of a worker (worker.h); NULL: never asked for one */
+    void *_Atomic owner[OWNER_COUNT]; /* what each keeps (host/hooks.h); NULL: nothing yet */
     struct pool_scorer *_Atomic scorers; /* the last one added (scorers.h) */
     atomic_ulong *seen;          /* of objects, by page: the generation whose CRC was right here */
     atomic_uint lent;            /* objects that are held by leases */
-    struct room *_Atomic room;   /* of the last call that wanted much: room_take() */
-    struct local_tier *local;    /* set under the write lock of operations; NULL: there is none */
     struct cxlkv_pool *next;     /* all open pools of this process, for fork */
 };
 
@@ -297,8 +287,9 @@ static inline void count_add(cxlkv_pool *pool, enum counter which, uint64_t amou
 static inline void host_count(host_state *host, enum counter which) {
     atomic_fetch_add_explicit(&host->counters[PROCESS_MAX].counts[which], 1, memory_order_relaxed);
 }
-/* The number of sequences now; under list_lock. */
-static inline void count_sequences(cxlkv_pool *pool) {
+/* So many sequences more; under list_lock. */
+static inline void count_sequences(cxlkv_pool *pool, int64_t more) {
+    pool->sequence_count += (uint64_t)more;
     atomic_store_explicit(&pool->counters->sequences, pool->sequence_count, memory_order_relaxed);
 }
 static inline bool page_is_free(const cxlkv_pool *pool, uint32_t page) {

@@ -1,4 +1,4 @@
-/* Fills the pool's table of hooks with functions of the folders above it. */
+/* Fills the pool's tables of hooks and owners with functions of the folders above it. */
 #include "host/hooks.h"
 #include "sequence/sequence.h"
 #include "tiers/local_tier.h"
@@ -6,14 +6,15 @@
 
 const pool_hooks hooks = {
     .sequences_expire = sequences_expire,
-    .sequences_forked = sequences_forked,
-    .sequences_release = sequences_release,
-    .tails_discard = tails_discard,
-    .local_drop_all = local_drop_all,
-    .local_forked = local_forked,
     .worker_give_back = worker_give_back,
     .worker_keep = worker_keep,
-    .worker_forked = worker_forked,
-    .worker_leave = worker_leave,
-    .worker_client_drop = worker_client_drop,
+};
+
+const owner_calls owners[OWNER_COUNT] = {
+    [OWNER_SEQUENCES] = {.begin = sequences_begin,
+                         .forked = sequences_forked,
+                         .closing = sequences_release,
+                         .free = sequences_free},
+    [OWNER_WORKER] = {.forked = worker_forked, .closing = worker_leave, .free = worker_client_drop},
+    [OWNER_TIERS] = {.forked = local_forked, .closing = local_drop_all},
 };

@@ -28,7 +28,7 @@ void counters_begin(host_state *host, uint32_t slot) {
 void counters_bind(cxlkv_pool *pool, uint32_t slot) {
     pthread_mutex_lock(&pool->list_lock);
     pool->counters = &pool->host->counters[slot];
-    count_sequences(pool); /* a forked child has its parent's */
+    count_sequences(pool, 0); /* a forked child has its parent's */
     atomic_store_explicit(&pool->counters->late_drops, atomic_load(&pool->late_count),
                           memory_order_relaxed); /* as well */
     pthread_mutex_unlock(&pool->list_lock);

@@ -247,7 +247,7 @@ static int attend_span(void *context, uint32_t item) {
                       .view = view_of(job->batch->sequences[s->sequence], job->args->layer),
                       .rows = (uint64_t)(job->args->starts[s->sequence + 1] -
                                          job->args->starts[s->sequence])};
-    walk.view.local = job->batch->pool->local;
+    walk.view.local = tier_of(job->batch->pool);
     uint64_t queries = span_queries(job, s) * s->head_count;
     uint32_t wide = layout->page_tokens > BLOCK_TOKENS ? layout->page_tokens : BLOCK_TOKENS;
     uint64_t one_head = SPAN_QUERIES * wide, most = LOGITS_TOGETHER;

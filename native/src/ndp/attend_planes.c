@@ -127,7 +127,7 @@ int planes_measure_task(void *context, uint32_t item) {
                       .view = view_of(job->batch->sequences[s->sequence], job->args->layer),
                       .rows = (uint64_t)(job->args->starts[s->sequence + 1] -
                                          job->args->starts[s->sequence])};
-    walk.view.local = job->batch->pool->local;
+    walk.view.local = tier_of(job->batch->pool);
     uint32_t wide = layout_of(job)->page_tokens;
     if (wide < BLOCK_TOKENS) wide = BLOCK_TOKENS;
     float *room = malloc((uint64_t)SPAN_QUERIES * wide * sizeof(*room)), *at = blocks_of(job, s);

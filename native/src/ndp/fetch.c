@@ -179,7 +179,7 @@ static int fetch_task(void *context, uint32_t item) {
     uint32_t list = item / layout->kv_heads, head = item % layout->kv_heads;
     layer_view view =
         view_of(job->batch->sequences[job->sequence_of_list[list]], job->args->layer);
-    view.local = job->batch->pool->local;
+    view.local = tier_of(job->batch->pool);
     int code = check_list(job, &view, item);
     if (code == 0 && view.local && job->args->picked.pages)
         local_count_reads(&view, job->args->picked.pages + (uint64_t)item * job->k, job->k,
@@ -369,7 +369,7 @@ static int block_task(void *context, uint32_t entry) {
     uint32_t i = entry_at(job->table->starts, sizeof(int32_t), batch->count, entry);
     uint32_t place = entry - (uint32_t)job->table->starts[i];
     layer_view view = view_of(batch->sequences[i], job->layer);
-    view.local = batch->pool->local;
+    view.local = tier_of(batch->pool);
     uint32_t pages = job->table->block_tokens / batch->pool->layout.page_tokens;
     int code = block_guarded(job, &view, (uint32_t)job->first[i] + place * pages, entry);
     if (code == -EFAULT) return code; /* the caller's own array */

@@ -140,9 +140,8 @@ static void fork_child(void) {
         pool->keeper = NULL; /* its thread is the parent's, and what it was about to log */
         pool->log_count = 0;
         scorers_forked(pool);
-        hooks.worker_forked(pool);
-        hooks.local_forked(pool);
-        hooks.sequences_forked(pool);
+        for (uint32_t i = OWNER_COUNT; i-- > 0;)
+            if (owners[i].forked) owners[i].forked(pool);
         if (pool->closed) continue;
         if (!claim_fork_slot(pool) || !take_region_file(pool) ||
             (pool->shared && keeper_start(pool) < 0))

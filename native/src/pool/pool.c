@@ -33,12 +33,10 @@ void pool_drop(cxlkv_pool *pool) {
     pthread_rwlock_destroy(&pool->operations);
     pthread_mutex_destroy(&pool->list_lock);
     pthread_mutex_destroy(&pool->spare_lock);
-    hooks.tails_discard(pool);
-    hooks.worker_client_drop(pool);
-    free(pool->deadlines.heap);
+    for (uint32_t i = 0; i < OWNER_COUNT; i++)
+        if (owners[i].free && pool->owner[i]) owners[i].free(pool);
     free(pool->path);
     free(pool->parts);
-    free(pool->room);
     free(pool);
 }
 
@@ -56,7 +54,6 @@ static cxlkv_pool *pool_make(const char *path) {
     pool->thread_count = 1;
     pool->lock_wait_ns = 30000000000u;
     atomic_store(&pool->references, 1);
-    atomic_store(&pool->deadlines.first_ns, UINT64_MAX);
     rwlock_init(&pool->operations);
     pthread_mutex_init(&pool->list_lock, NULL);
     pthread_mutex_init(&pool->spare_lock, NULL);
@@ -96,6 +93,8 @@ static int pool_ready(cxlkv_pool *pool) {
     if (!pool->verified || !pool->loose || !pool->late || (objects && !pool->seen))
         return fail(ENOMEM, "no memory for %lu verification bits", bits);
     int code = parts_make(pool);
+    for (uint32_t i = 0; code == 0 && i < OWNER_COUNT; i++)
+        if (owners[i].begin) code = owners[i].begin(pool);
     if (code == 0) code = guard_install();
     if (code == 0) code = host_attach(pool);
     if (code == 0 && pool->shared) code = keeper_start(pool);
@@ -160,14 +159,13 @@ int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **out) 
 /* ---- closing ---- */
 
 static void pool_end(cxlkv_pool *pool) {
+    for (uint32_t i = 0; i < OWNER_COUNT; i++)
+        if (owners[i].closing) owners[i].closing(pool);
     pthread_mutex_lock(&pool->list_lock);
-    hooks.sequences_release(pool);
     helpers *threads = pool->threads;
     pool->threads = NULL;
     pthread_mutex_unlock(&pool->list_lock);
     helpers_destroy(threads);
-    hooks.worker_leave(pool);
-    hooks.local_drop_all(pool);
     pool_unmake(pool); /* gives all our pages back at once */
     pool->closed = true;
 }

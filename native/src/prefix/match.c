@@ -224,7 +224,7 @@ static int64_t lease_begin(cxlkv_sequence *made, uint64_t tokens, double lease_s
     made->lease_deadline_ns = boottime_ns() + (uint64_t)(lease_s * 1e9);
     pthread_rwlock_unlock(&made->lock);
     pthread_mutex_lock(&pool->list_lock);
-    int code = deadlines_add(&pool->deadlines, made);
+    int code = deadlines_add(&sequences_of(pool)->deadlines, made);
     pthread_mutex_unlock(&pool->list_lock);
     return code < 0 ? code : (int64_t)tokens;
 }

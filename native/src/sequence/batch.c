@@ -100,7 +100,7 @@ struct room {
 };
 
 void *room_take(cxlkv_pool *pool, size_t bytes) {
-    struct room *kept = atomic_exchange(&pool->room, NULL);
+    struct room *kept = atomic_exchange(&sequences_of(pool)->room, NULL);
     if (kept && kept->bytes >= bytes) return kept + 1;
     free(kept);
     size_t wanted = align_up(bytes + bytes / 4, 4096);
@@ -115,7 +115,8 @@ void room_give(cxlkv_pool *pool, void *taken) {
     struct room *given = taken;
     if (!given) return;
     given--;
-    if (given->bytes <= KEPT_BYTES_MAX) given = atomic_exchange(&pool->room, given);
+    if (given->bytes <= KEPT_BYTES_MAX)
+        given = atomic_exchange(&sequences_of(pool)->room, given);
     free(given);
 }
 

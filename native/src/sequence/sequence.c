@@ -22,11 +22,12 @@ static size_t tail_bytes(const cxlkv_pool *pool) {
 }
 
 tail *tail_make(cxlkv_pool *pool) {
+    pool_sequences *all = sequences_of(pool);
     pthread_mutex_lock(&pool->spare_lock);
-    tail *made = pool->spare_tails;
+    tail *made = all->spare_tails;
     if (made) {
-        pool->spare_tails = made->next_spare;
-        pool->spare_count--;
+        all->spare_tails = made->next_spare;
+        all->spare_count--;
     }
     pthread_mutex_unlock(&pool->spare_lock);
     if (!made) made = aligned_alloc(LINE_BYTES, align_up(tail_bytes(pool), LINE_BYTES));
@@ -38,24 +39,16 @@ void tail_drop(cxlkv_pool *pool, tail *dropped) {
     if (!dropped ||
         atomic_fetch_sub_explicit(&dropped->references, 1, memory_order_acq_rel) != 1)
         return;
+    pool_sequences *all = sequences_of(pool);
     pthread_mutex_lock(&pool->spare_lock);
-    bool kept = pool->spare_count * tail_bytes(pool) < SPARE_TAIL_BYTES;
+    bool kept = all->spare_count * tail_bytes(pool) < SPARE_TAIL_BYTES;
     if (kept) {
-        dropped->next_spare = pool->spare_tails;
-        pool->spare_tails = dropped;
-        pool->spare_count++;
+        dropped->next_spare = all->spare_tails;
+        all->spare_tails = dropped;
+        all->spare_count++;
     }
     pthread_mutex_unlock(&pool->spare_lock);
     if (!kept) free(dropped);
-}
-
-void tails_discard(cxlkv_pool *pool) {
-    while (pool->spare_tails) {
-        tail *next = pool->spare_tails->next_spare;
-        free(pool->spare_tails);
-        pool->spare_tails = next;
-    }
-    pool->spare_count = 0;
 }
 
 tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled) {
@@ -115,11 +108,10 @@ int sequence_make(cxlkv_pool *pool, cxlkv_sequence **out) {
     }
     pool_retain(pool);
     pthread_mutex_lock(&pool->list_lock);
-    made->next = pool->sequences;
+    made->next = sequences_of(pool)->first;
     if (made->next) made->next->previous = made;
-    pool->sequences = made;
-    pool->sequence_count++;
-    count_sequences(pool);
+    sequences_of(pool)->first = made;
+    count_sequences(pool, 1);
     pthread_mutex_unlock(&pool->list_lock);
     *out = made;
     return 0;
@@ -338,11 +330,10 @@ static void sequence_discard(cxlkv_sequence *sequence) {
     cxlkv_pool *pool = sequence->pool;
     pthread_mutex_lock(&pool->list_lock);
     if (sequence->previous) sequence->previous->next = sequence->next;
-    else pool->sequences = sequence->next;
+    else sequences_of(pool)->first = sequence->next;
     if (sequence->next) sequence->next->previous = sequence->previous;
-    pool->sequence_count--;
-    deadlines_remove(&pool->deadlines, sequence);
-    count_sequences(pool);
+    deadlines_remove(&sequences_of(pool)->deadlines, sequence);
+    count_sequences(pool, -1);
     pthread_mutex_unlock(&pool->list_lock);
     tables_drop(sequence, GIVEN);
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
@@ -353,10 +344,11 @@ static void sequence_discard(cxlkv_sequence *sequence) {
 
 void sequences_expire(cxlkv_pool *pool) {
     uint64_t now = boottime_ns();
-    if (!deadlines_any_ended(&pool->deadlines, now)) return;
+    deadlines *all = &sequences_of(pool)->deadlines;
+    if (!deadlines_any_ended(all, now)) return;
     cxlkv_sequence *busy = NULL;
     pthread_mutex_lock(&pool->list_lock);
-    for (cxlkv_sequence *s; (s = deadlines_ended(&pool->deadlines, now)) != NULL;) {
+    for (cxlkv_sequence *s; (s = deadlines_ended(all, now)) != NULL;) {
         if (pthread_rwlock_trywrlock(&s->lock) != 0) { /* a call works on it: next time */
             s->next_busy = busy;
             busy = s;
@@ -367,20 +359,40 @@ void sequences_expire(cxlkv_pool *pool) {
         pthread_rwlock_unlock(&s->lock);
     }
     for (; busy; busy = busy->next_busy)
-        deadlines_add(&pool->deadlines, busy); /* it has just been there: there is room */
+        deadlines_add(all, busy); /* it has just been there: there is room */
     pthread_mutex_unlock(&pool->list_lock);
 }
 
 /* ---- all of a pool ---- */
 
-/* In a forked child. */
-void sequences_forked(cxlkv_pool *pool) {
-    for (cxlkv_sequence *s = pool->sequences; s; s = s->next) rwlock_init(&s->lock);
+int sequences_begin(cxlkv_pool *pool) {
+    pool_sequences *made = calloc(1, sizeof(*made));
+    if (!made) return fail(ENOMEM, "no memory for the pool's list of sequences");
+    atomic_store(&made->deadlines.first_ns, UINT64_MAX);
+    atomic_store(&pool->owner[OWNER_SEQUENCES], made);
+    return 0;
 }
 
-/* The pool is being closed; under its list_lock. */
+void sequences_forked(cxlkv_pool *pool) {
+    for (cxlkv_sequence *s = sequences_of(pool)->first; s; s = s->next) rwlock_init(&s->lock);
+}
+
 void sequences_release(cxlkv_pool *pool) {
-    for (cxlkv_sequence *s = pool->sequences; s; s = s->next) s->released = true;
+    pthread_mutex_lock(&pool->list_lock);
+    for (cxlkv_sequence *s = sequences_of(pool)->first; s; s = s->next) s->released = true;
+    pthread_mutex_unlock(&pool->list_lock);
+}
+
+void sequences_free(cxlkv_pool *pool) {
+    pool_sequences *all = sequences_of(pool);
+    while (all->spare_tails) {
+        tail *next = all->spare_tails->next_spare;
+        free(all->spare_tails);
+        all->spare_tails = next;
+    }
+    free(all->deadlines.heap);
+    free(all->room);
+    free(all);
 }
 
 /* ---- the interface ---- */

@@ -20,8 +20,11 @@ void sequence_leave(cxlkv_sequence *sequence);
     })
 uint64_t sequence_even_tokens(const cxlkv_sequence *sequence);  /* UINT64_MAX when layers differ */
 void sequences_expire(cxlkv_pool *pool);
+/* OWNER_SEQUENCES: a pool has no sequence yet; a forked child; all are released; it ends. */
+int sequences_begin(cxlkv_pool *pool);
 void sequences_forked(cxlkv_pool *pool);
 void sequences_release(cxlkv_pool *pool);
+void sequences_free(cxlkv_pool *pool);
 /* Room for pages [page_count, page_count + count) of a part; then sequence_push() cannot fail. */
 int sequence_reserve(cxlkv_sequence *sequence, uint32_t part, uint32_t count);
 void sequence_push(cxlkv_sequence *sequence, uint32_t part, uint32_t index, uint32_t page);
@@ -38,5 +41,4 @@ int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t fil
 tail *tail_make(cxlkv_pool *pool);
 tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled);  /* its first tokens */
 void tail_drop(cxlkv_pool *pool, tail *tail);
-void tails_discard(cxlkv_pool *pool);
 #endif

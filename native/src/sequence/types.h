@@ -69,6 +69,25 @@ struct cxlkv_sequence {
     struct cxlkv_sequence *next_busy; /* within sequences_expire() */
 };
 
+/* Sequences whose leases end, a heap: the earliest first. */
+typedef struct deadlines {
+    cxlkv_sequence **heap;
+    uint32_t count, capacity;
+    atomic_ulong first_ns;       /* when the first ends; UINT64_MAX: there is none */
+} deadlines;
+
+/* What a pool has of OWNER_SEQUENCES. */
+typedef struct pool_sequences {
+    cxlkv_sequence *first;       /* and deadlines: under the pool's list_lock */
+    deadlines deadlines;         /* of those that are hits */
+    tail *spare_tails;           /* and their count: under its spare_lock */
+    uint64_t spare_count;
+    struct room *_Atomic room;   /* of the last call that wanted much: room_take() */
+} pool_sequences;
+static inline pool_sequences *sequences_of(const cxlkv_pool *pool) {
+    return atomic_load_explicit(&pool->owner[OWNER_SEQUENCES], memory_order_relaxed);
+}
+
 struct cxlkv_batch {
     cxlkv_pool *pool;
     pthread_mutex_t lock;        /* one operation at a time: the scratch is shared */

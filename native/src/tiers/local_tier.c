@@ -111,23 +111,23 @@ int cxlkv_local_make(cxlkv_pool *pool, uint64_t bytes) {
     if (code < 0) return code;
     pthread_rwlock_wrlock(&pool->operations);
     if (pool->closed) code = fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
-    else if (pool->local)
+    else if (tier_of(pool))
         code = fail(CXLKV_E_BUSY,
                     "the pool has a local tier in this process: close that one first");
-    else pool->local = made;
+    else atomic_store(&pool->owner[OWNER_TIERS], made);
     pthread_rwlock_unlock(&pool->operations);
     if (code < 0) tier_free(made, true);
     return code;
 }
 
 void local_drop_all(cxlkv_pool *pool) {
-    tier_free(pool->local, true);
-    pool->local = NULL;
+    tier_free(tier_of(pool), true);
+    atomic_store(&pool->owner[OWNER_TIERS], NULL);
 }
 
 void local_forked(cxlkv_pool *pool) {
-    tier_free(pool->local, false); /* its mapping did not come along */
-    pool->local = NULL;
+    tier_free(tier_of(pool), false); /* its mapping did not come along */
+    atomic_store(&pool->owner[OWNER_TIERS], NULL);
 }
 
 int cxlkv_local_destroy(cxlkv_pool *pool) {
@@ -140,14 +140,14 @@ int cxlkv_local_destroy(cxlkv_pool *pool) {
 /* pool_enter() for those that need a tier. */
 static int tier_enter(cxlkv_pool *pool) {
     int code = pool_enter(pool);
-    if (code < 0 || pool->local) return code;
+    if (code < 0 || tier_of(pool)) return code;
     pool_leave(pool);
     return fail(CXLKV_E_CLOSED,
                 "this process has no local tier of the pool: make one. A child starts without");
 }
 
 void local_leave(cxlkv_pool *pool, const local_reads *reads) {
-    local_tier *tier = pool->local;
+    local_tier *tier = tier_of(pool);
     if (!tier) return;
     pthread_rwlock_unlock(&tier->readers);
     uint64_t local = atomic_load(&reads->local), far = atomic_load(&reads->far);
@@ -315,18 +315,21 @@ static void let_go(cxlkv_pool *pool, local_move *moves, uint32_t count, bool loc
     }
 }
 
+static int admit_under_lock(cxlkv_pool *pool, local_tier *tier, local_move *moves, uint32_t count) {
+    int code = host_lock(pool);
+    if (code < 0) return code;
+    code = GUARDED((admit_all(pool, tier, moves, count), 0), poison_error_locked(pool, &fault));
+    if (code < 0) let_go(pool, moves, count, true);
+    host_unlock(pool);
+    return code;
+}
+
 int local_prepare(cxlkv_pool *pool, local_move *moves, uint32_t count) {
-    local_tier *tier = pool->local;
+    local_tier *tier = tier_of(pool);
     pthread_mutex_lock(&tier->lock);
     int code = 0;
     if (look_over(pool, tier, moves, count)) code = sweep(pool, tier);
-    if (code == 0) code = host_lock(pool);
-    if (code == 0) {
-        code = GUARDED((admit_all(pool, tier, moves, count), 0),
-                       poison_error_locked(pool, &fault));
-        if (code < 0) let_go(pool, moves, count, true);
-        host_unlock(pool);
-    }
+    if (code == 0) code = admit_under_lock(pool, tier, moves, count);
     for (uint32_t i = 0; i < count; i++) {
         if (code < 0 && moves[i].reserved) {
             slot_give(tier, moves[i].slot);
@@ -375,8 +378,8 @@ static void copy_one(const copy_job *job, const copy_place *at, const uint8_t *n
     local_move *move = &job->moves[at->move];
     size_t size = piece_data_bytes(&pool->layout, at->kind);
     const uint8_t *from = place_from(job, at);
-    uint8_t *to = pool->local->memory + move->slot * pool->local->unit_bytes +
-                  (at->kind == PIECE_KEYS ? 0 : pool->local->values_offset) +
+    uint8_t *to = tier_of(pool)->memory + move->slot * tier_of(pool)->unit_bytes +
+                  (at->kind == PIECE_KEYS ? 0 : tier_of(pool)->values_offset) +
                   at->head * piece_stride(&pool->geometry, at->kind);
     const kernels *isa = kernels_current();
     bool checks = pool->layout.checksum;
@@ -412,7 +415,7 @@ static int copy_task(void *context, uint32_t item) {
 int local_copy(cxlkv_pool *pool, local_move *moves, uint32_t count) {
     copy_job job = {.pool = pool, .moves = moves, .count = count,
                     .kinds = values_are_keys(&pool->layout) ? 1 : 2,
-                    .per_item = (uint32_t)(ITEM_BYTES / pool->local->unit_bytes)};
+                    .per_item = (uint32_t)(ITEM_BYTES / tier_of(pool)->unit_bytes)};
     if (job.per_item == 0) job.per_item = 1;
     return run_tasks(pool, (count + job.per_item - 1) / job.per_item, copy_task, &job);
 }
@@ -426,7 +429,7 @@ static void recheck(const cxlkv_pool *pool, local_move *moves, uint32_t count) {
 }
 
 int64_t local_complete(cxlkv_pool *pool, local_move *moves, uint32_t count, bool shows) {
-    local_tier *tier = pool->local;
+    local_tier *tier = tier_of(pool);
     int64_t shown = 0;
     pthread_mutex_lock(&tier->lock);
     int code = host_lock(pool);
@@ -489,7 +492,7 @@ int64_t cxlkv_local_demote(cxlkv_pool *pool, uint32_t count, const int64_t *unit
     int64_t code = need(count, "units", units, NULL);
     if (code == 0) code = tier_enter(pool);
     if (code < 0) return code;
-    local_tier *tier = pool->local;
+    local_tier *tier = tier_of(pool);
     pthread_mutex_lock(&tier->lock);
     pthread_rwlock_wrlock(&tier->readers); /* until those who read now are done */
     for (uint32_t i = 0; i < count; i++) {
@@ -511,7 +514,7 @@ int64_t cxlkv_local_hotness(cxlkv_pool *pool, int64_t *units, uint32_t *counts, 
     int64_t code = need(capacity, "units", units, "counts", counts, "resident", resident, NULL);
     if (code == 0) code = tier_enter(pool);
     if (code < 0) return code;
-    local_tier *tier = pool->local;
+    local_tier *tier = tier_of(pool);
     pthread_mutex_lock(&tier->lock);
     code = sweep(pool, tier);
     uint32_t epoch = atomic_load_explicit(&tier->epoch, memory_order_relaxed);
@@ -538,7 +541,7 @@ int64_t cxlkv_local_hotness(cxlkv_pool *pool, int64_t *units, uint32_t *counts, 
 int cxlkv_local_stats(cxlkv_pool *pool, cxlkv_local_state *state) {
     int code = tier_enter(pool);
     if (code < 0) return code;
-    local_tier *tier = pool->local;
+    local_tier *tier = tier_of(pool);
     pthread_mutex_lock(&tier->lock);
     *state = (cxlkv_local_state){
         .unit_bytes = tier->unit_bytes,
@@ -572,14 +575,14 @@ void local_count_reads(const layer_view *view, const int32_t *pages, uint32_t co
                       local_reads *reads) {
     cxlkv_pool *pool = view->sequence->pool;
     uint64_t local_count = 0, far_count = 0;
-    uint32_t epoch = atomic_load_explicit(&pool->local->epoch, memory_order_relaxed);
+    uint32_t epoch = atomic_load_explicit(&tier_of(pool)->epoch, memory_order_relaxed);
     for (uint32_t i = 0; i < count; i++) {
         int64_t index = pages[i];
         if (index < view->first || index >= view->complete) continue;
         uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
         if (local_find(pool, view->local, page, view->layer)) local_count++;
         else far_count++;
-        hotness_raise(&pool->local->hotness[unit_of(pool, page, view->layer)], epoch, 1);
+        hotness_raise(&tier_of(pool)->hotness[unit_of(pool, page, view->layer)], epoch, 1);
     }
     atomic_fetch_add_explicit(&reads->local, local_count, memory_order_relaxed);
     atomic_fetch_add_explicit(&reads->far, far_count, memory_order_relaxed);

@@ -33,6 +33,10 @@ typedef struct local_tier {
 } local_tier;
 #define LOCAL_ON_ITS_WAY (1u << 31)
 
+/* What a pool has of OWNER_TIERS, set under the write lock of operations; NULL: there is none. */
+static inline local_tier *tier_of(const cxlkv_pool *pool) {
+    return atomic_load_explicit(&pool->owner[OWNER_TIERS], memory_order_relaxed);
+}
 static inline uint64_t unit_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
     return (uint64_t)page * pool->geometry.record_layers + pool->row_of[layer];
 }
@@ -52,7 +56,8 @@ typedef struct local_reads {
 } local_reads;
 /* Round each call that reads copies; the second also counts what was read. */
 static inline void local_enter(cxlkv_pool *pool) {
-    if (pool->local) pthread_rwlock_rdlock(&pool->local->readers);
+    local_tier *tier = tier_of(pool);
+    if (tier) pthread_rwlock_rdlock(&tier->readers);
 }
 void local_leave(cxlkv_pool *pool, const local_reads *reads);
 void local_drop_all(cxlkv_pool *pool);     /* the tier, at close; under the write lock */

@@ -644,7 +644,7 @@ static bool mass_fits(const calling *call) {
 /* 0, an error that is the caller's, or NOT_BY_WORKER. */
 static int64_t by_worker(calling *call) {
     cxlkv_batch *batch = call->batch;
-    worker_client *c = call->client = atomic_load(&batch->pool->client);
+    worker_client *c = call->client = atomic_load(&batch->pool->owner[OWNER_WORKER]);
     uint32_t rows, use = c ? atomic_load(&c->use) : CXLKV_WORKER_NONE;
     if (use == CXLKV_WORKER_NONE || batch_lock(batch, false) < 0) return NOT_BY_WORKER;
     int64_t code = NOT_BY_WORKER;

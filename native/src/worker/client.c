@@ -270,7 +270,7 @@ int client_tell(worker_client *c, cxlkv_batch *batch, uint32_t layer, uint64_t d
 /* Of each part that the worker knows: pages from `end` on go; end 0: all of it. */
 void worker_keep(cxlkv_sequence *sequence, uint32_t end) {
     cxlkv_pool *pool = sequence->pool;
-    worker_client *c = atomic_load(&pool->client);
+    worker_client *c = atomic_load(&pool->owner[OWNER_WORKER]);
     if (!c || !sequence->worker_tables) return;
     uint64_t deadline_ns = client_deadline(c, 0);
     if (client_lock(c, deadline_ns) < 0) {
@@ -296,7 +296,7 @@ void worker_keep(cxlkv_sequence *sequence, uint32_t end) {
 }
 
 void worker_give_back(cxlkv_pool *pool) {
-    worker_client *c = atomic_load(&pool->client);
+    worker_client *c = atomic_load(&pool->owner[OWNER_WORKER]);
     uint64_t deadline_ns = c ? client_deadline(c, 0) : 0;
     if (!c || client_lock(c, deadline_ns) < 0) return;
     if (c->connected && c->next_table) client_forget(c, deadline_ns);
@@ -323,9 +323,9 @@ int client_use(cxlkv_pool *pool, uint32_t use, double deadline_s) {
     int code = pool_enter(pool);
     if (code < 0) return code;
     pthread_mutex_lock(&pool->list_lock);
-    worker_client *c = atomic_load(&pool->client);
+    worker_client *c = atomic_load(&pool->owner[OWNER_WORKER]);
     if (!c) c = client_make();
-    if (c) atomic_store(&pool->client, c);
+    if (c) atomic_store(&pool->owner[OWNER_WORKER], c);
     else code = fail(ENOMEM, "no memory for a worker's client");
     pthread_mutex_unlock(&pool->list_lock);
     if (c) {
@@ -348,7 +348,7 @@ int client_use(cxlkv_pool *pool, uint32_t use, double deadline_s) {
 }
 
 void worker_use_state(cxlkv_pool *pool, cxlkv_worker_state *state) {
-    worker_client *c = atomic_load(&pool->client);
+    worker_client *c = atomic_load(&pool->owner[OWNER_WORKER]);
     *state = (cxlkv_worker_state){0};
     if (!c) return;
     pthread_mutex_lock(&c->lock);
@@ -357,7 +357,7 @@ void worker_use_state(cxlkv_pool *pool, cxlkv_worker_state *state) {
 }
 
 void worker_forked(cxlkv_pool *pool) {
-    worker_client *c = atomic_load(&pool->client);
+    worker_client *c = atomic_load(&pool->owner[OWNER_WORKER]);
     if (!c) return;
     pthread_mutex_init(&c->lock, NULL);
     disconnect(c, false);
@@ -365,7 +365,7 @@ void worker_forked(cxlkv_pool *pool) {
 }
 
 void worker_leave(cxlkv_pool *pool) {
-    worker_client *c = atomic_load(&pool->client);
+    worker_client *c = atomic_load(&pool->owner[OWNER_WORKER]);
     if (!c) return;
     pthread_mutex_lock(&c->lock);
     if (c->connected) client_forget(c, client_deadline(c, 0));
@@ -375,7 +375,7 @@ void worker_leave(cxlkv_pool *pool) {
 }
 
 void worker_client_drop(cxlkv_pool *pool) {
-    worker_client *c = atomic_load(&pool->client);
+    worker_client *c = atomic_load(&pool->owner[OWNER_WORKER]);
     if (!c) return;
     pthread_mutex_destroy(&c->lock);
     free(c->result);

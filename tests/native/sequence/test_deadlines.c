@@ -58,23 +58,24 @@ static cxlkv_sequence *hit_for(cxlkv_pool *pool, const uint8_t *key, double leas
 /* A hit that a call works on when it ends keeps its pages, and loses them at the next look. */
 static void check_hits(void) {
     cxlkv_pool *pool = test_pool(NULL, 64);
+    const deadlines *all = &sequences_of(pool)->deadlines;
     cxlkv_sequence *hits[4];
     const uint8_t key[16] = {7};
     uint64_t marks[TEST_PAGE_TOKENS];
     cxlkv_sequence *source = test_written(pool, marks, 1, TEST_PAGE_TOKENS);
     CHECK(cxlkv_publish(source, 1, TEST_PAGE_TOKENS, key, 0) == 1);
     for (int i = 3; i >= 0; i--) hits[i] = hit_for(pool, key, i < 3 ? 1e-9 : 1000.0);
-    CHECK(pool->deadlines.count >= 1 && hits[3]->deadline_place);
+    CHECK(all->count >= 1 && hits[3]->deadline_place);
     pthread_rwlock_rdlock(&hits[0]->lock);
     while (boottime_ns() <= hits[0]->lease_deadline_ns) {}
     sequences_expire(pool);
     CHECK(hits[2]->expired && hits[1]->expired && !hits[0]->expired && !hits[3]->expired);
-    CHECK(hits[0]->deadline_place && !hits[2]->deadline_place && pool->deadlines.count == 2);
+    CHECK(hits[0]->deadline_place && !hits[2]->deadline_place && all->count == 2);
     pthread_rwlock_unlock(&hits[0]->lock);
     sequences_expire(pool);
-    CHECK(hits[0]->expired && hits[0]->page_count == 0 && pool->deadlines.count == 1);
+    CHECK(hits[0]->expired && hits[0]->page_count == 0 && all->count == 1);
     cxlkv_sequence_destroy(&hits[3]); /* before its end: it is not looked for any more */
-    CHECK(pool->deadlines.count == 0 && pool->deadlines.first_ns == UINT64_MAX);
+    CHECK(all->count == 0 && all->first_ns == UINT64_MAX);
     for (int i = 0; i < 3; i++) cxlkv_sequence_destroy(&hits[i]);
     test_end(&pool, &source, NULL);
 }

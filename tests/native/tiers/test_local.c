@@ -38,9 +38,9 @@ static int64_t promote_one(cxlkv_pool *pool, int64_t unit, int32_t wanted) {
 
 /* Which copies are read is told by their bytes: one is changed, and fetch sees it. */
 static void spoil(cxlkv_pool *pool, int64_t unit, uint8_t change) {
-    uint32_t entry = atomic_load(&pool->local->table[unit]);
+    uint32_t entry = atomic_load(&tier_of(pool)->table[unit]);
     CHECK(entry && !(entry & LOCAL_ON_ITS_WAY));
-    pool->local->memory[(entry - 1) * pool->local->unit_bytes] ^= change;
+    tier_of(pool)->memory[(entry - 1) * tier_of(pool)->unit_bytes] ^= change;
 }
 
 static float first_key(cxlkv_sequence *sequence, uint32_t layer) {
@@ -74,7 +74,7 @@ static void copies_are_read(cxlkv_pool *pool) {
 static void refusals(cxlkv_pool *pool) {
     uint64_t marks[TOKENS], wanted = 77;
     int32_t codes[PAGES];
-    int64_t units[PAGES], wrong = (int64_t)pool->local->unit_count;
+    int64_t units[PAGES], wrong = (int64_t)tier_of(pool)->unit_count;
     cxlkv_sequence *sequence = test_written(pool, marks, 1, TOKENS), *open;
     for (uint32_t i = 0; i < PAGES; i++) units[i] = unit_at(sequence, i, 0);
     promote_one(pool, -1, CXLKV_LOCAL_UNKNOWN);
@@ -237,7 +237,7 @@ int main(void) {
     CHECK(cxlkv_local_stats(pool, &state) == -CXLKV_E_CLOSED);
     CHECK(cxlkv_local_make(pool, unit_bytes(pool) - 1) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_local_make(pool, UINT64_MAX / 2) >= 0); /* no more than there are units */
-    CHECK(local_state(pool).slots_total == pool->local->unit_count);
+    CHECK(local_state(pool).slots_total == tier_of(pool)->unit_count);
     CHECK(cxlkv_local_destroy(pool) == 0 && cxlkv_local_destroy(pool) == 0);
     CHECK(cxlkv_local_make(pool, SLOTS * unit_bytes(pool) + 1) == 0);
     CHECK(cxlkv_local_make(pool, SLOTS * unit_bytes(pool)) == -CXLKV_E_BUSY);
