@@ -104,6 +104,16 @@ class View(NamedTuple):
 _tensors: tuple[type, ...] = ()  # torch.Tensor, once somebody has imported torch
 
 
+class BudgetRow(NamedTuple):
+    """A budget of one sequence in one layer, as the core takes it; kind by its number."""
+
+    kind: int
+    pages: int
+    amount: float
+    sinks: int
+    recent: int
+
+
 def is_torch(array: object) -> TypeGuard[torch.Tensor]:
     """True for a torch tensor; does not import torch."""
     global _tensors

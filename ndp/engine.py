@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.arrays import Array, View
+from cxlkv.arrays import Array, BudgetRow, View
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import format_bytes, no_share, parse_share
 from cxlkv.numbers import is_real, is_whole
@@ -32,16 +32,6 @@ SHARES = {"share": "a share of the pages", "mass": "a share of the attention"}
 STAGED_TOKENS = 1024
 """Sketches are read of sequences from so many tokens on."""
 ALL = 3  # in place of an amount, in the C core: all pages, of which no key is read
-
-
-class BudgetRow(NamedTuple):
-    """A budget of one sequence in one layer, as the core takes it; kind by its number."""
-
-    kind: int
-    pages: int
-    amount: float
-    sinks: int
-    recent: int
 
 
 @dataclass(frozen=True, kw_only=True)

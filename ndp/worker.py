@@ -18,12 +18,12 @@ from types import FrameType
 import numpy as np
 
 from cxlkv import _core
-from cxlkv.arrays import Array, view
+from cxlkv.arrays import Array, BudgetRow, view
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.machine.topology import Machine
 from cxlkv.ndp import choosers, scorers, simd
-from cxlkv.ndp.engine import PERS, Asked, Budget, BudgetRow, Selection
+from cxlkv.ndp.engine import PERS, Asked, Budget, Selection
 
 SLOTS = 8
 PAYLOAD_BYTES = 1 << 20  # of a request, and of an answer

@@ -23,9 +23,8 @@ from cxlkv._core.base import (
     new_place,
 )
 from cxlkv._native import ffi, lib
-from cxlkv.arrays import PageIndices, Starts, Units, View
+from cxlkv.arrays import BudgetRow, PageIndices, Starts, Units, View
 from cxlkv.layout import KVLayout
-from cxlkv.ndp.engine import BudgetRow
 
 
 class _Arguments(threading.local):

@@ -19,8 +19,7 @@ from cxlkv._core.base import (
     with_capacity,
 )
 from cxlkv._native import ffi, lib
-from cxlkv.arrays import PageIndices, Starts
-from cxlkv.ndp.engine import BudgetRow
+from cxlkv.arrays import BudgetRow, PageIndices, Starts
 
 WORKER_USES = ("none", "if_there", "only")  # by the core's number
 
