@@ -67,7 +67,7 @@ typedef struct engine {
 
 enum { ENGINES_MAX = 6, EXTENTS_MAX = 24, WINDOW = 20000, WINDOWS = 10 };
 
-/* What an engine does in a step: native/src/sharing/wants.c and cxlkv/adapters/vllm/admission.py. */
+/* What an engine does in a step: native/src/sharing/wants.c, cxlkv/adapters/vllm/admission.py. */
 static void step(shares *s, engine *own, uint32_t longest, uint32_t most) {
     uint32_t *owned = &s->owned[s->self], *wanted = &s->wanted[s->self], room = *owned - own->held;
     uint32_t owed = shares_owed(s), given = min_u32(owed, room);
