@@ -1,4 +1,5 @@
-"""`cxlkv bench vllm`: on a small random model, or on a trained one (--model)."""
+"""vLLM with and without us: time to the first token and decode speed, of a small random model or a
+trained one (--model)."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def test_bad_arguments_are_named(region: Path) -> None:
             litmus.run(regions, role)
         assert not region.exists()
     with pytest.raises(BadArgumentError, match="goes with litmus"):
-        cli.app(["bench", "run", "calls", "--role", "a"], standalone_mode=False)
+        cli.app(["bench", "run", "memory", "--role", "a"], standalone_mode=False)
 
 
 def test_a_role_that_nobody_joins_says_what_to_start(region: Path) -> None:
