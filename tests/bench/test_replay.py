@@ -178,7 +178,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["replay", "--trace", "loops", "--cold", "5%"], "go with --far"),
         (["replay", "--trace", "loops", "--far", "much"], "size 'much'"),
         (["replay", "--trace", "loops", "--minutes", "0"], "no request of loops"),
-        (["calls", "--trace", "loops"], "--trace goes with replay, tails; not with calls"),
+        (["memory", "--trace", "loops"], "--trace goes with replay, tails; not with memory"),
     ],
 )
 def test_bad_words(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

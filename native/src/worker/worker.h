@@ -41,7 +41,7 @@ typedef struct worker_file {
     worker_header header;        /* a copy, checked */
 } worker_file;
 
-/* ---- worker_file.c ---- */
+/* ---- file.c ---- */
 /* A new file in place of a dead worker's; -CXLKV_E_BUSY when there is one that lives. */
 int worker_file_make(const cxlkv_pool *pool, uint32_t slots, uint32_t request_bytes,
                      uint32_t response_bytes, enum visibility_mode mode, worker_file *file);
@@ -78,7 +78,7 @@ static inline request_facts worker_facts(const cxlkv_pool *pool) {
                            .part_count = pool->geometry.part_count};
 }
 
-/* ---- worker_client.c ---- */
+/* ---- client.c ---- */
 /* The worker drops the pages of a sequence from page_count on, in bounded time: before they are
  * dropped here. */
 void worker_keep(cxlkv_sequence *sequence, uint32_t page_count);
