@@ -21,7 +21,7 @@ from tests.test_tidy import ROOT, files, name_of, without_c_comments
 
 SOURCES = ROOT / "native/src"
 BUILD = (ROOT / "native/CMakeLists.txt").read_text()
-FOLDERS = re.findall(r"^set\(folders ([^)]*)\)", BUILD, re.MULTILINE)[0].split()
+FOLDERS: list[str] = re.findall(r"^set\(folders ([^)]*)\)", BUILD, re.MULTILINE)[0].split()
 """From below. A folder may use itself and what stands before it."""
 HOOKS = SOURCES / "hooks/hooks.c"  # where folders above answer host/hooks.h
 HOOKS_MAX = 4
