@@ -314,8 +314,8 @@ def test_a_line_that_does_not_parse_says_what_was_meant(
 
 
 def test_a_case_that_is_misspelt(capsys: pytest.CaptureFixture[str]) -> None:
-    ended = run(capsys, "bench", "latncy")
-    assert (ended.code, "did you mean latency?" in ended.err) == (1, True)
+    ended = run(capsys, "bench", "memry")
+    assert (ended.code, "did you mean memory?" in ended.err) == (1, True)
 
 
 def test_the_shell_completes() -> None:
