@@ -182,7 +182,7 @@ typedef struct state_place {
 /* Folders above that keep state of their own with a pool, in the order of its closing. */
 enum pool_owner { OWNER_SEQUENCES, OWNER_WORKER, OWNER_TIERS, OWNER_COUNT };
 
-typedef struct helpers helpers; /* threads of this process; worker.h is about another one */
+typedef struct helpers helpers; /* threads of this process; worker/ is about another one */
 
 /* Up to record_layers layers of one group: what one page holds. Derived from the layout. */
 typedef struct part {

@@ -2,7 +2,7 @@
 #include "host/hooks.h"
 #include "sequence/sequence.h"
 #include "tiers/local_tier.h"
-#include "worker/worker.h"
+#include "worker/client.h"
 
 const pool_hooks hooks = {
     .sequences_expire = sequences_expire,

@@ -2,7 +2,7 @@
  * while they work on what is here, since neighbours in a sequence are no neighbours in memory. */
 #ifndef CXLKV_AHEAD_H
 #define CXLKV_AHEAD_H
-#include "ndp/ndp.h"
+#include "ndp/types.h"
 
 /* So much is on the way at once. One line of each page of memory is asked for twice as early, for
  * its address to be translated by then: in a virtual machine with pages of 4 KiB that alone took a

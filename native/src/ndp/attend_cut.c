@@ -3,8 +3,8 @@
  * The same for any number of threads: where the sums are cut decides their last bits. */
 #include <stdlib.h>
 
-#include "ndp/attend.h"
-#include "ndp/ndp.h"
+#include "ndp/attend_cut.h"
+#include "ndp/types.h"
 #include "sequence/batch.h"
 
 enum { SPAN_TOKENS_MIN = 512, SPANS_WANTED = 128 };

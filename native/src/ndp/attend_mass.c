@@ -8,7 +8,8 @@
 #include <math.h>
 #include <string.h>
 
-#include "ndp/attend.h"
+#include "ndp/attend_mass.h"
+#include "ndp/types.h"
 
 enum { STEP_PAGES = 64 };
 

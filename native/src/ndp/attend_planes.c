@@ -14,9 +14,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ndp/attend.h"
-#include "ndp/planes.h"
+#include "ndp/attend_mass.h"
+#include "ndp/attend_planes.h"
+#include "ndp/attend_walk.h"
 #include "ndp/stored.h"
+#include "ndp/types.h"
 #include "sequence/batch.h"
 
 static const float VALUES_SQUARED = 0.0108f; /* r^2 */

@@ -2,7 +2,8 @@
 #include <math.h>
 #include <string.h>
 
-#include "ndp/attend.h"
+#include "ndp/attend_walk.h"
+#include "ndp/types.h"
 #include "sequence/batch.h"
 
 /* The page at position `at`; -1: none that is seen. */

@@ -7,7 +7,8 @@
  * arguments come to the same method: a step's output does not depend on how busy the machine is.
  * docs/decisions/0030-auto.md has how near the estimates are. */
 #include "kernels/sketch.h"
-#include "ndp/ndp.h"
+#include "ndp/cost.h"
+#include "ndp/select_sketch.h"
 #include "sequence/batch.h"
 
 /* Of each thread, in bytes a ns, where nobody has measured it; and up to so many threads. */

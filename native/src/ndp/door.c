@@ -1,7 +1,9 @@
 /* Where select, attend and decode of a process enter: by the worker, if one answers, else here. A
  * decode is a layer of a step in one call; the chosen pages stay in the core. */
+#include "ndp/attend.h"
+#include "ndp/cost.h"
 #include "ndp/door.h"
-#include "ndp/ndp.h"
+#include "ndp/select.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>

@@ -1,21 +1,8 @@
 /* Pieces in two planes (kernels/code_planes.h), read in all 8 bits or in the upper 4. */
-#ifndef CXLKV_PLANES_H
-#define CXLKV_PLANES_H
-#include "kernels/kernels.h"
+#ifndef CXLKV_NDP_PLANES_H
+#define CXLKV_NDP_PLANES_H
+#include "ndp/types.h"
 
-/* How one of the two is kept. */
-typedef struct stored {
-    const kernels *isa;
-    int dtype;                   /* as kernels take it */
-    uint32_t dim;
-    bool fp8;
-    bool encoded, planes;        /* in codes; those in two planes */
-    code_form form, upper;       /* upper: of the upper plane, where there are two */
-    size_t scales_offset;        /* of a piece of codes */
-    size_t lower_offset;         /* from a block's upper plane to its lower one */
-} stored;
-
-/* ---- planes.c ---- */
 /* Of the first tokens of a block, by its upper plane: the best logit of each over the queries, plus
  * slack * its scale, in uppers[CODE_TOKENS], -infinity where it has none; a NaN stays one. Returns
  * the best of all without slack. next: the upper plane of a block, which is asked for. */

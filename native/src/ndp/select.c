@@ -4,15 +4,21 @@
  * query heads (exact), an upper bound of it (digest), or, by attention and under a mass budget, the
  * page's share of the attention, averaged over the group. Equal scores: the lower page. A NaN score
  * wins. */
+#include <math.h>
 #include <stdlib.h>
 
 #include "format/scorers.h"
 #include "host/threads.h"
 #include "ndp/ahead.h"
-#include "ndp/ndp.h"
 #include "ndp/select.h"
+#include "ndp/select_choose.h"
+#include "ndp/select_kept.h"
+#include "ndp/select_scan.h"
+#include "ndp/select_score.h"
+#include "ndp/select_scorer.h"
 #include "ndp/select_sketch.h"
 #include "ndp/stored.h"
+#include "ndp/types.h"
 #include "sequence/batch.h"
 #include "sequence/usage.h"
 #include "sharing/this_host.h"

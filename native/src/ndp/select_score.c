@@ -1,10 +1,13 @@
 /* Select's scores by keys and digests: one page, all its heads and queries. */
 
+#include <math.h>
+
 #include "kernels/code_bounds.h"
 #include "ndp/ahead.h"
-#include "ndp/ndp.h"
-#include "ndp/select.h"
+#include "ndp/select_score.h"
 #include "ndp/stored.h"
+#include "ndp/stored_fp8.h"
+#include "ndp/types.h"
 #include "sequence/batch.h"
 
 /* Of `rows` rows with `group` maxima each, to out[row * out_stride], or all to out[0]. */

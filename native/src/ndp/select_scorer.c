@@ -1,15 +1,17 @@
 /* Select by a scorer that the pool was given: by a summary of each page and kv head, which is made
  * of its keys before a select names the page for the first time. */
+#include <math.h>
 #include <stdlib.h>
 
 #include "format/scorers.h"
 #include "host/locks.h"
 #include "host/threads.h"
-#include "ndp/ndp.h"
-#include "ndp/planes.h"
-#include "ndp/select.h"
+#include "ndp/select_score.h"
+#include "ndp/select_scorer.h"
 #include "ndp/select_sketch.h"
 #include "ndp/stored.h"
+#include "ndp/stored_fp8.h"
+#include "ndp/types.h"
 #include "sequence/batch.h"
 
 /* Keys of a page and head, decoded. */

@@ -8,12 +8,15 @@
  * of the others the keys are read, token by token (select_scan.c). A page with such tokens has the
  * best of their true scores, one without its best estimate, which is below the others. An estimate
  * that is no number is never trusted. */
+#include <math.h>
+
 #include "kernels/sketch.h"
-#include "ndp/ndp.h"
 #include "ndp/planes.h"
-#include "ndp/select.h"
+#include "ndp/select_choose.h"
+#include "ndp/select_score.h"
 #include "ndp/select_sketch.h"
 #include "ndp/stored.h"
+#include "ndp/types.h"
 #include "sequence/batch.h"
 
 enum { TOKENS_MIN = 1024, STAGE_BYTES_MAX = 64 << 20 };

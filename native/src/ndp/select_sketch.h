@@ -1,10 +1,10 @@
-/* What the files of two-stage select share: where estimates come from, and what a plan's scratch
+/* What the first of two stages of select has: where estimates come from, and what a plan's scratch
  * holds. */
 #ifndef CXLKV_SELECT_SKETCH_H
 #define CXLKV_SELECT_SKETCH_H
+#include <math.h>
 
-#include "kernels/sketch.h"
-#include "ndp/select.h"
+#include "ndp/types.h"
 
 enum { SAMPLES = 8 };
 
@@ -91,4 +91,15 @@ static inline uint32_t block_tokens(const select_job *job, uint32_t block) {
 static inline bool is_better(float value, float than) {
     return value > than || (isnan(value) && !isnan(than));
 }
+
+/* Whether so many pages are worth it. */
+bool sketch_pays(const cxlkv_pool *pool, uint32_t pages);
+/* Floats of scratch for all queries, and for a plan. */
+uint64_t sketch_query_floats(const select_job *job, uint64_t query_count);
+uint64_t sketch_plan_floats(const select_job *job, const plan *p);
+/* The queries of the job, from job->queries. */
+void sketch_prepare(select_job *job, float *scratch);
+/* For batch->count * kv_heads items, then sketch_errors_all(): how far off estimates are. */
+int sketch_sample_task(void *context, uint32_t item);
+void sketch_errors_all(select_job *job);
 #endif

@@ -4,6 +4,7 @@
 #define CXLKV_STORED_H
 #include "format/layout.h"
 #include "ndp/planes.h"
+#include "ndp/stored_fp8.h"
 
 static inline stored stored_of(const cxlkv_layout *layout, const kernels *isa, uint32_t kind) {
     stored s = {.isa = isa, .dtype = (int)kernel_dtype(layout, kind),
@@ -17,24 +18,6 @@ static inline stored stored_of(const cxlkv_layout *layout, const kernels *isa, u
     s.lower_offset = s.planes ? lower_offset(layout, kind) : 0;
     return s;
 }
-
-/* ---- stored_fp8.c: of rows of float8_e4m3, one behind another; else as kernels.h says ---- */
-void fp8_score(const stored *s, const uint8_t *rows, uint32_t count, const kernel_queries *queries,
-               float scale, float *logits, size_t logit_stride, const uint8_t *next);
-void fp8_score_max(const stored *s, const uint8_t *rows, uint32_t count,
-                   const kernel_queries *queries, float scale, float *maxima, const uint8_t *next);
-void fp8_score_each(const stored *s, const void *const *keys, uint32_t count,
-                    const kernel_queries *queries, float scale, float *best);
-/* A digest of them is bytes, too. */
-void fp8_bound(const stored *s, const uint8_t *digest, const kernel_queries *queries, float scale,
-               float *bounds, const uint8_t *next);
-void fp8_accumulate(const stored *s, const uint8_t *rows, uint32_t count, const float *weights,
-                    size_t weight_stride, uint32_t query_count, float *accumulator,
-                    const uint8_t *next);
-/* As numbers of dtype. */
-void fp8_fetch(const stored *s, int dtype, const uint8_t *rows, uint32_t count, uint8_t *to);
-
-/* ---- both, and codes ---- */
 
 static inline code_piece stored_codes(const stored *s, const uint8_t *piece) {
     return (code_piece){piece, (const uint16_t *)(const void *)(piece + s->scales_offset)};

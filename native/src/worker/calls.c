@@ -5,13 +5,14 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "ndp/attend_cut.h"
 #include "ndp/door.h"
-#include "ndp/ndp.h"
+#include "ndp/select.h"
 #include "sequence/batch.h"
 #include "sequence/usage.h"
 #include "worker/client.h"
 #include "worker/request.h"
-#include "worker/worker.h"
+#include "worker/types.h"
 
 /* What takes as long as a chooser's state of one run of pages may: two seconds, by so many channels
  * of a token's keys and values, such as 8 kv heads of 128 each. */

@@ -8,8 +8,9 @@
 #include "coherence/rpc.h"
 #include "host/locks.h"
 #include "worker/client.h"
+#include "worker/file.h"
 #include "worker/request.h"
-#include "worker/worker.h"
+#include "worker/types.h"
 
 #include <math.h>
 #include <stdio.h>

@@ -1,34 +1,21 @@
-/* A process's end of the worker, between its files: client.c has the connection and tells the
- * worker of pages, calls.c asks it to select and to attend. */
+/* A process's end of the worker has the connection and tells it of pages. */
 #ifndef CXLKV_WORKER_CLIENT_H
 #define CXLKV_WORKER_CLIENT_H
-#include "coherence/rpc.h"
-#include "worker/request.h"
-#include "worker/worker.h"
+#include "worker/types.h"
 
 /* A look for a worker costs a few us; a slow one is left alone for longer. */
 enum { RETRY_NS = 50000000, SLOW_RETRY_NS = 1000000000 };
 
-typedef struct worker_client {
-    pthread_mutex_t lock;        /* guards all below, and all worker_tables; leaf */
-    atomic_uint use;             /* CXLKV_WORKER_... */
-    double deadline_s;           /* 0: by the work */
-    bool connected;
-    worker_file file;
-    uint32_t slot_index;
-    rpc_slot slot;
-    uint32_t epoch;              /* what was told in another one counts for nothing */
-    uint32_t next_table;
-    uint64_t next_version;
-    uint64_t retry_ns;           /* no connection is tried before */
-    atomic_bool untold;          /* pages went, and the worker could not be told */
-    uint8_t *request, *response; /* as long as a slot's, a request maybe longer */
-    uint64_t request_capacity;
-    uint8_t *part;               /* a slot's of a long one */
-    uint8_t *result;             /* of one request */
-    uint64_t result_capacity;
-    cxlkv_worker_state state;
-} worker_client;
+/* The worker drops the pages of a sequence from page_count on, in bounded time: before they are
+ * dropped here. */
+void worker_keep(cxlkv_sequence *sequence, uint32_t page_count);
+/* All that the worker holds for this process. */
+void worker_give_back(cxlkv_pool *pool);
+void worker_forked(cxlkv_pool *pool);       /* in the child: the slot is its parent's */
+void worker_leave(cxlkv_pool *pool);        /* the pool is being closed */
+void worker_client_drop(cxlkv_pool *pool);  /* frees it */
+/* What this process's use of the worker has come to. */
+void worker_use_state(cxlkv_pool *pool, cxlkv_worker_state *state);
 
 /* What cxlkv_pool_use_worker does, but for the door. */
 int client_use(cxlkv_pool *pool, uint32_t use, double deadline_s);

@@ -1,4 +1,4 @@
-/* The file with the slots of the worker and its clients; worker.h says what holds. */
+/* The file with the slots of the worker and its clients; types.h says what holds. */
 #include "base/clock.h"
 #include "base/crc32c.h"
 #include "base/flush.h"
@@ -6,7 +6,8 @@
 #include "format/state_folder.h"
 #include "host/processes.h"
 #include "region/region.h"
-#include "worker/worker.h"
+#include "worker/file.h"
+#include "worker/types.h"
 
 #include <fcntl.h>
 #include <linux/futex.h>

@@ -4,6 +4,7 @@
 
 #include "worker/request.h"
 #include "worker/server.h"
+#include "worker/types.h"
 
 int cxlkv_worker_asked(cxlkv_worker *w, cxlkv_question *question) {
     const request *r = &w->question;

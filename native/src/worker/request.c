@@ -1,6 +1,8 @@
 /* Requests to the worker, checked: the one place that reads their bytes before they are trusted. */
-#include "ndp/ndp.h"
+#include "ndp/attend.h"
+#include "ndp/select.h"
 #include "worker/request.h"
+#include "worker/types.h"
 
 #include <string.h>
 

@@ -1,4 +1,4 @@
-/* What clients ask of the worker near the memory (worker.h), and what it answers, as bytes in a
+/* What clients ask of the worker near the memory (types.h), and what it answers, as bytes in a
  * slot of the file that docs/reference/memory-layout.md has.
  *
  * A table is what the worker knows of one part of a client's sequence: its complete pages, which it

@@ -9,13 +9,16 @@
 #include "base/flush.h"
 #include "coherence/rpc.h"
 #include "host/locks.h"
-#include "ndp/ndp.h"
+#include "ndp/attend.h"
+#include "ndp/types.h"
 #include "pool/pool.h"
 #include "prefix/handle.h"
 #include "sequence/sequence.h"
+#include "worker/client.h"
+#include "worker/file.h"
 #include "worker/request.h"
 #include "worker/server.h"
-#include "worker/worker.h"
+#include "worker/types.h"
 
 #include <sched.h>
 #include <stdlib.h>

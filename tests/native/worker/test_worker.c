@@ -3,7 +3,7 @@
 #include <math.h>
 
 #include "check.h"
-#include "worker/server.h"
+#include "worker/file.h"
 
 enum { PAGES = 64, BYTES = 8192, TOKENS = 4 * TEST_PAGE_TOKENS + 1 };
 
