@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ABI = 25
+ABI = 26
 """CXLKV_ABI of native/include/cxlkv_abi.h as these files know it; counted up together."""
 
 

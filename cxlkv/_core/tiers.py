@@ -150,7 +150,7 @@ def choose(
     ranks = (flat("uint8_t", priorities), flat("float", scores), flat("uint32_t", ages))
     tree = (flat("uint32_t", parents), flat("uint8_t", blocked))
     out = (len(chosen), flat("uint32_t", chosen, True))
-    return chosen[: check(lib.cxlkv_choose(count, *ranks, *tree, *out))]
+    return chosen[: check(lib.cxlkv_evict_order(count, *ranks, *tree, *out))]
 
 
 # By the core's number: what became of a unit that was to be promoted.

@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 25
+#define CXLKV_ABI 26
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -591,7 +591,7 @@ typedef struct cxlkv_match_args {
 /* The longest run of published pages from the first; pinned by *sequence until lease end. */
 int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequence **sequence);
 #define CXLKV_MARK_PIN 0      /* 1: cxlkv_evictable() leaves them out; 0: no more */
-/* From 0, as pages are published; the higher, the later they go: cxlkv_choose(). */
+/* From 0, as pages are published; the higher, the later they go: cxlkv_evict_order(). */
 #define CXLKV_MARK_PRIORITY 1
 #define CXLKV_MARK_PRIORITY_AT_LEAST 2 /* those with a higher one keep it */
 #define CXLKV_PRIORITY_MAX 100
@@ -874,9 +874,9 @@ int cxlkv_batch_verify(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *p
  * ancestors stay. Of equal priority those go first whose parent, or an ancestor's, is
  * CXLKV_PARENT_LOST: nobody finds them. Returns how many, in the order of going. */
 #define CXLKV_PARENT_LOST 0xfffffffeu
-int64_t cxlkv_choose(uint32_t count, const uint8_t *priorities, const float *scores,
-                     const uint32_t *ages, const uint32_t *parents, const uint8_t *blocked,
-                     uint32_t wanted, uint32_t *chosen);
+int64_t cxlkv_evict_order(uint32_t count, const uint8_t *priorities, const float *scores,
+                          const uint32_t *ages, const uint32_t *parents, const uint8_t *blocked,
+                          uint32_t wanted, uint32_t *chosen);
 
 /* ---- the worker near the memory: docs/explanation/ndp-worker.md ---- */
 

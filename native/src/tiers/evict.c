@@ -83,9 +83,9 @@ static uint32_t choose_into(candidates *c, uint32_t count, const uint32_t *paren
     return taken;
 }
 
-int64_t cxlkv_choose(uint32_t count, const uint8_t *priorities, const float *scores,
-                     const uint32_t *ages, const uint32_t *parents, const uint8_t *blocked,
-                     uint32_t wanted, uint32_t *chosen) {
+int64_t cxlkv_evict_order(uint32_t count, const uint8_t *priorities, const float *scores,
+                          const uint32_t *ages, const uint32_t *parents, const uint8_t *blocked,
+                          uint32_t wanted, uint32_t *chosen) {
     int code = need(count, "priorities", priorities, "scores", scores, "ages", ages, "parents",
                     parents, "blocked", blocked, NULL);
     if (code == 0) code = need(min_u32(count, wanted), "chosen", chosen, NULL);

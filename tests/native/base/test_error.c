@@ -80,8 +80,8 @@ static void test_pages(cxlkv_pool *pool, cxlkv_sequence *sequence) {
     REFUSED("pages", cxlkv_forget_pages(pool, 1, NULL, longs, 0, codes));
     REFUSED("generations", cxlkv_forget_pages(pool, 1, words, NULL, 0, codes));
     REFUSED("codes", cxlkv_forget_pages(pool, 1, words, longs, 0, NULL));
-    REFUSED("scores", cxlkv_choose(1, bytes, NULL, words, words, bytes, 1, words));
-    REFUSED("chosen", cxlkv_choose(1, bytes, floats, words, words, bytes, 1, NULL));
+    REFUSED("scores", cxlkv_evict_order(1, bytes, NULL, words, words, bytes, 1, words));
+    REFUSED("chosen", cxlkv_evict_order(1, bytes, floats, words, words, bytes, 1, NULL));
     REFUSED("found", cxlkv_word_wait(numbers, 0, 0, NULL));
 }
 

@@ -1,4 +1,4 @@
-/* Goal: cxlkv_choose takes what an obvious loop takes, whatever the parents are.
+/* Goal: cxlkv_evict_order takes what an obvious loop takes, whatever the parents are.
  * Method: random forests, cycles, strangers and lost parents among them, against a search of all
  * pages a time. */
 #include <math.h>
@@ -75,14 +75,14 @@ int main(void) {
         forest f = forest_make(&seed);
         uint32_t wanted = random_below(&seed, f.count + 1), got[PAGES_MAX], expected[PAGES_MAX];
         uint32_t taken = obvious(&f, wanted, expected);
-        CHECK(cxlkv_choose(f.count, f.priorities, f.scores, f.ages, f.parents, f.blocked, wanted,
-                           got) == taken);
+        CHECK(cxlkv_evict_order(f.count, f.priorities, f.scores, f.ages, f.parents, f.blocked,
+                                wanted, got) == taken);
         CHECK(memcmp(got, expected, taken * sizeof(*got)) == 0);
         all += taken;
     }
     CHECK(all > ROUNDS);
     forest bad = {.count = 1, .scores = {NAN}};
-    CHECK(cxlkv_choose(1, bad.priorities, bad.scores, bad.ages, bad.parents, bad.blocked, 1,
-                       bad.ages) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_evict_order(1, bad.priorities, bad.scores, bad.ages, bad.parents, bad.blocked, 1,
+                            bad.ages) == -CXLKV_E_ARGUMENT);
     return 0;
 }
