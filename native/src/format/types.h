@@ -180,7 +180,7 @@ typedef struct state_place {
 } state_place;
 
 /* Folders above that keep state of their own with a pool, in the order of its closing. */
-enum pool_owner { OWNER_SEQUENCES, OWNER_WORKER, OWNER_TIERS, OWNER_COUNT };
+enum pool_owner { OWNER_SEQUENCES, OWNER_WORKER, OWNER_TIERS, OWNER_OBJECTS, OWNER_COUNT };
 
 typedef struct helpers helpers; /* threads of this process; worker/ is about another one */
 
@@ -251,8 +251,6 @@ struct cxlkv_pool {
     struct alive *alive;         /* our slot's lock */
     void *_Atomic owner[OWNER_COUNT]; /* what each keeps (host/hooks.h); NULL: nothing yet */
     struct pool_scorer *_Atomic scorers; /* the last one added (scorers.h) */
-    atomic_ulong *seen;          /* of objects, by page: the generation whose CRC was right here */
-    atomic_uint lent;            /* objects that are held by leases */
     struct cxlkv_pool *next;     /* all open pools of this process, for fork */
 };
 

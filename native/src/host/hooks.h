@@ -18,6 +18,7 @@ extern const pool_hooks hooks;
 /* NULL: it has nothing to do then. */
 typedef struct owner_calls {
     int (*begin)(cxlkv_pool *pool);    /* before the pool is used */
+    int (*busy)(const cxlkv_pool *pool); /* 0, or an error that says why it cannot be closed */
     void (*forked)(cxlkv_pool *pool);  /* in the child, in turn from the last owner to the first */
     void (*closing)(cxlkv_pool *pool); /* in the order of enum pool_owner, no operation runs */
     void (*free)(cxlkv_pool *pool);    /* likewise, with the handle; its slot is not NULL */

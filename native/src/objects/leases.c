@@ -48,7 +48,7 @@ static void tell_addresses(const cxlkv_lease *lease, uint64_t *addresses) {
         addresses[i] = place->held ? (uintptr_t)object_at(lease->pool, place->page) : 0;
         held += place->held;
     }
-    atomic_fetch_add(&lease->pool->lent, held);
+    atomic_fetch_add(&objects_of(lease->pool)->lent, held);
 }
 
 /* What is damaged is not lent. */
@@ -178,7 +178,7 @@ int64_t cxlkv_lease_publish(cxlkv_lease *lease, uint32_t count, const uint32_t *
 /* ---- the end ---- */
 
 static void release(cxlkv_lease *lease, uint32_t count, object_place *places) {
-    atomic_fetch_sub(&lease->pool->lent, objects_drop(lease->pool, count, places));
+    atomic_fetch_sub(&objects_of(lease->pool)->lent, objects_drop(lease->pool, count, places));
 }
 
 int cxlkv_lease_release(cxlkv_lease *lease, uint32_t count, const uint32_t *places) {

@@ -22,6 +22,27 @@
 #include "sharing/log_reader.h"
 #include "sharing/this_host.h"
 
+/* ---- what a pool keeps ---- */
+
+int objects_begin(cxlkv_pool *pool) {
+    if (!stores_objects(&pool->layout)) return 0;
+    uint64_t pages = pool->geometry.page_count;
+    pool_objects *made = calloc(1, sizeof(*made) + pages * sizeof(made->seen[0]));
+    if (!made) return fail(ENOMEM, "no memory for what is known of %lu objects", pages);
+    atomic_store(&pool->owner[OWNER_OBJECTS], made);
+    return 0;
+}
+
+void objects_free(cxlkv_pool *pool) { free(objects_of(pool)); }
+
+int objects_busy(const cxlkv_pool *pool) {
+    const pool_objects *kept = objects_of(pool);
+    uint32_t lent = kept ? atomic_load(&kept->lent) : 0;
+    if (!lent) return 0;
+    return fail(CXLKV_E_BUSY, "the pool cannot be closed: %u objects in its memory are held by "
+                "leases, or by views that outlived these. Release and drop them first", lent);
+}
+
 /* ---- finding and holding ---- */
 
 int objects_check(const cxlkv_pool *pool) {
@@ -251,13 +272,13 @@ typedef struct verify_job {
 
 static bool is_unseen(const cxlkv_pool *pool, const object_place *place) {
     return place->code == 0 && place->held &&
-           atomic_load_explicit(&pool->seen[place->page], memory_order_relaxed) !=
+           atomic_load_explicit(&objects_of(pool)->seen[place->page], memory_order_relaxed) !=
                place->generation + 1;
 }
 
 /* It was right, in this process. */
 static void object_set_seen(cxlkv_pool *pool, const object_place *place) {
-    atomic_store_explicit(&pool->seen[place->page], place->generation + 1, memory_order_relaxed);
+    atomic_store_explicit(&objects_of(pool)->seen[place->page], place->generation + 1, memory_order_relaxed);
 }
 
 void object_set_damaged(cxlkv_pool *pool, object_place *place) {

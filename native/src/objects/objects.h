@@ -4,6 +4,10 @@
 #include "format/types.h"
 #include "objects/types.h"
 
+/* What a pool of objects keeps for this folder: made before its use, freed with its handle. */
+int objects_begin(cxlkv_pool *pool);
+void objects_free(cxlkv_pool *pool);
+int objects_busy(const cxlkv_pool *pool); /* an error when some are held by leases */
 int objects_check(const cxlkv_pool *pool); /* that it stores objects */
 /* Of each its size, or why there is none; returns how many there are. */
 int64_t objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, int64_t *sizes);

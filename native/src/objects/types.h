@@ -1,6 +1,16 @@
 /* What the store door's files share: an object's place in the pool, found, held and read. */
 #ifndef CXLKV_OBJECTS_TYPES_H
 #define CXLKV_OBJECTS_TYPES_H
+#include "format/types.h"
+
+/* What this process keeps with a pool of objects. */
+typedef struct pool_objects {
+    atomic_uint lent;            /* that are held by leases */
+    atomic_ulong seen[];         /* by page: the generation whose CRC was right here, plus one */
+} pool_objects;
+static inline pool_objects *objects_of(const cxlkv_pool *pool) {
+    return atomic_load_explicit(&pool->owner[OWNER_OBJECTS], memory_order_relaxed);
+}
 
 typedef struct object_place {
     uint64_t generation;

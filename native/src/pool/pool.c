@@ -76,8 +76,6 @@ static void pool_unmake(cxlkv_pool *pool) {
     free(pool->verified);
     free(pool->loose);
     free(pool->late);
-    free(pool->seen);
-    pool->seen = NULL;
     pool->verified = NULL;
     pool->loose = NULL;
     pool->late = NULL;
@@ -88,9 +86,7 @@ static int pool_ready(cxlkv_pool *pool) {
     pool->verified = calloc((bits + 63) / 64, sizeof(*pool->verified));
     pool->loose = calloc(pool->geometry.page_count / 64 + 1, sizeof(*pool->loose));
     pool->late = calloc(pool->geometry.page_count, sizeof(*pool->late));
-    bool objects = stores_objects(&pool->layout);
-    if (objects) pool->seen = calloc(pool->geometry.page_count, sizeof(*pool->seen));
-    if (!pool->verified || !pool->loose || !pool->late || (objects && !pool->seen))
+    if (!pool->verified || !pool->loose || !pool->late)
         return fail(ENOMEM, "no memory for %lu verification bits", bits);
     int code = parts_make(pool);
     for (uint32_t i = 0; code == 0 && i < OWNER_COUNT; i++)
@@ -171,11 +167,11 @@ static void pool_end(cxlkv_pool *pool) {
 }
 
 /* Under the lock of operations. */
-static int lent_check(const cxlkv_pool *pool) {
-    uint32_t lent = atomic_load(&pool->lent);
-    if (!lent || pool->closed) return 0;
-    return fail(CXLKV_E_BUSY, "the pool cannot be closed: %u objects in its memory are held by "
-                "leases, or by views that outlived these. Release and drop them first", lent);
+static int busy_check(const cxlkv_pool *pool) {
+    int code = 0;
+    for (uint32_t i = 0; code == 0 && !pool->closed && i < OWNER_COUNT; i++)
+        if (owners[i].busy) code = owners[i].busy(pool);
+    return code;
 }
 
 /* even_lent: nobody is left who could read what was lent. */
@@ -184,7 +180,7 @@ static int pool_close(cxlkv_pool *pool, bool even_lent) {
     /* Fork takes the two in this order; between them it would copy a pool that it does not see. */
     pools_lock();
     pthread_rwlock_wrlock(&pool->operations);
-    if (!even_lent) code = lent_check(pool);
+    if (!even_lent) code = busy_check(pool);
     if (!pool->closed && code == 0) pool_end(pool);
     pthread_rwlock_unlock(&pool->operations);
     pools_unlock();
@@ -194,7 +190,7 @@ static int pool_close(cxlkv_pool *pool, bool even_lent) {
 int cxlkv_pool_close(cxlkv_pool *pool, uint32_t asks) {
     if (!asks) return pool_close(pool, false);
     pthread_rwlock_rdlock(&pool->operations);
-    int code = lent_check(pool);
+    int code = busy_check(pool);
     pthread_rwlock_unlock(&pool->operations);
     return code;
 }
