@@ -156,6 +156,58 @@ def test_no_include_goes_round_the_walls(tmp_path: Path) -> None:
     assert "include a header as folder/name.h" in done.stderr
 
 
+POOL_FIELDS_MAX = 40
+PLACE = r"pool->((?:\w+\.)?\w+)"
+WRITTEN = re.compile(
+    rf"{PLACE}(\[[^]]*\])?(?:\.\w+)* *(?:=(?!=)|\+\+|--|[-+|&]=)|(?:\+\+|--){PLACE}\b(?!->)"
+    rf"|atomic_(?:store|exchange|fetch_[a-z]+)(?:_explicit|_n)?\(&{PLACE}\b(\[)?(?!->)"
+)
+
+
+def pool_fields() -> tuple[int, dict[str, tuple[set[str], bool]]]:
+    """How many fields struct cxlkv_pool has. By "name", or "group.name": who writes it, and
+    whether it points into the host state."""
+    text = (SOURCES / "format/types.h").read_text()
+    body = text.partition("struct cxlkv_pool {\n")[2].partition("\n};")[0]
+    count = 0
+    group: dict[str, tuple[set[str], bool]] = {}
+    found: dict[str, tuple[set[str], bool]] = {}
+    for line in body.splitlines():
+        names, _, comment = line.partition("/*")
+        if "struct {" in names:
+            group = {}
+        elif end := re.match(r"    \} (\w+);", line):
+            count += 1
+            found |= {f"{end[1]}.{name}": what for name, what in group.items()}
+        elif ";" in names and not names.lstrip().startswith("*"):
+            folders = set(comment.partition(":")[0].replace(" ", "").split(","))
+            assert folders <= {*FOLDERS}, line
+            within = line.startswith("        ")
+            declared = re.findall(r"(\w+)(?=[,;])", re.sub(r"\[\w+\]", "", names))
+            count += 0 if within else len(declared)
+            what = folders, "the host state's" in comment
+            (group if within else found).update(dict.fromkeys(declared, what))
+    return count, found
+
+
+def test_a_field_of_a_pool_is_written_by_the_folders_that_its_comment_names() -> None:
+    count, fields = pool_fields()
+    assert count <= POOL_FIELDS_MAX
+    elsewhere, used = [], set()
+    for path in files(".c", ".h"):
+        if path.is_relative_to(SOURCES):
+            for first, element, second, third, bracket in WRITTEN.findall(text_of(path)):
+                place = first or second or third
+                name = place if place in fields else place.partition(".")[0]
+                folders, in_host_state = fields[name]
+                used.add(name)
+                indexed = bool(element or bracket)
+                if folder_of(path) not in folders and not (in_host_state and indexed):
+                    elsewhere.append(f"{name_of(path)} writes {place}")
+    assert elsewhere == []
+    assert len(used) > POOL_FIELDS_MAX / 2  # the expression finds them
+
+
 def test_hooks_are_few() -> None:
     """A hook is an arrow upward that the test above does not see."""
     answered = re.findall(r"^    \.(\w+) = \w+,$", HOOKS.read_text(), re.MULTILINE)

@@ -105,7 +105,7 @@ static void check_page(cxlkv_pool *pool, uint32_t page, report *report) {
     if (!report->deep || !pool->layout.checksum) return;
     verify_again(pool, page);
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
-        if (pool->part_of[layer] == line.part && pieces_verify(pool, page, layer) < 0)
+        if (pool->layers.part_of[layer] == line.part && pieces_verify(pool, page, layer) < 0)
             report_page(report, page);
 }
 
@@ -120,7 +120,7 @@ static int read_again(cxlkv_pool *pool, uint32_t page, uint32_t part) {
     int code = 0;
     verify_again(pool, page);
     for (uint32_t layer = 0; code == 0 && layer < pool->layout.layers; layer++)
-        if (pool->part_of[layer] == part) code = pieces_verify(pool, page, layer);
+        if (pool->layers.part_of[layer] == part) code = pieces_verify(pool, page, layer);
     return code;
 }
 

@@ -119,21 +119,21 @@ static uint32_t record_layers_of(const cxlkv_layout *layout) {
 int parts_make(cxlkv_pool *pool) {
     const cxlkv_layout *layout = &pool->layout;
     uint32_t rows = pool->geometry.record_layers, part_index = 0;
-    pool->parts = calloc(pool->geometry.part_count, sizeof(*pool->parts));
-    if (!pool->parts) return fail(ENOMEM, "no memory for the table of layers");
+    pool->layers.parts = calloc(pool->geometry.part_count, sizeof(*pool->layers.parts));
+    if (!pool->layers.parts) return fail(ENOMEM, "no memory for the table of layers");
     for (uint32_t group = 0; group < layout->group_count; group++) {
         uint32_t seen = 0;
-        pool->windowed |= layout->windows[group] != 0;
+        pool->layers.windowed |= layout->windows[group] != 0;
         for (uint32_t layer = 0; layer < layout->layers; layer++) {
             if (layout->group_of[layer] != group) continue;
             if (seen > 0 && seen % rows == 0) part_index++;
-            part *made = &pool->parts[part_index];
+            part *made = &pool->layers.parts[part_index];
             if (seen % rows == 0)
                 *made = (part){.window = layout->windows[group], .first_layer = layer};
             made->last_layer = layer;
             made->layers++;
-            pool->part_of[layer] = (uint16_t)part_index;
-            pool->row_of[layer] = (uint16_t)(seen++ % rows);
+            pool->layers.part_of[layer] = (uint16_t)part_index;
+            pool->layers.row_of[layer] = (uint16_t)(seen++ % rows);
         }
         part_index++;
     }

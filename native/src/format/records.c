@@ -37,7 +37,7 @@ void record_header_wipe(const cxlkv_pool *pool, uint32_t page) {
 
 uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head,
                       uint32_t kind) {
-    uint64_t row = pool->row_of[layer];
+    uint64_t row = pool->layers.row_of[layer];
     uint64_t entry = (row * pool->layout.kv_heads + kv_head) * PIECE_KINDS + kind;
     return (uint32_t *)checksum_table(pool, page) + entry;
 }
@@ -170,7 +170,7 @@ int record_check(const cxlkv_pool *pool, uint32_t page, uint64_t generation, uin
 
 static atomic_ulong *verified_word(const cxlkv_pool *pool, uint32_t page, uint32_t layer,
                                    uint64_t *bit) {
-    uint64_t index = (uint64_t)page * pool->geometry.record_layers + pool->row_of[layer];
+    uint64_t index = (uint64_t)page * pool->geometry.record_layers + pool->layers.row_of[layer];
     *bit = 1ull << index % 64;
     return &pool->verified[index / 64];
 }

@@ -77,7 +77,7 @@ int scorer_add(cxlkv_pool *pool, const cxlkv_scorer *scorer) {
 
 static atomic_ulong *made_word(const cxlkv_pool *pool, const pool_scorer *s, uint32_t page,
                                uint32_t layer, uint64_t *bit) {
-    uint64_t index = (uint64_t)page * pool->geometry.record_layers + pool->row_of[layer];
+    uint64_t index = (uint64_t)page * pool->geometry.record_layers + pool->layers.row_of[layer];
     *bit = 1ull << index % 64;
     return &s->made[index / 64];
 }

@@ -31,7 +31,7 @@ void summary_set_made(const cxlkv_pool *pool, pool_scorer *s, uint32_t page, uin
 
 static inline uint8_t *summary_of(const cxlkv_pool *pool, const pool_scorer *s, uint32_t page,
                                   uint32_t layer, uint32_t head) {
-    uint64_t row = (uint64_t)pool->row_of[layer] * pool->layout.kv_heads + head;
+    uint64_t row = (uint64_t)pool->layers.row_of[layer] * pool->layout.kv_heads + head;
     return s->summaries + (row * pool->geometry.page_count + page) * s->scorer.summary_bytes;
 }
 

@@ -191,67 +191,89 @@ typedef struct part {
     uint32_t first_layer, last_layer;
 } part;
 
+/* What a process has of a pool open. The comment of each field begins with the folders that write
+ * it: tests/test_layers.py finds writes elsewhere. What lies in the host state has its lock. */
 struct cxlkv_pool {
-    char *path;                  /* NULL: anonymous */
-    region region;               /* its memory, mapped */
-    int host_fd;
-    state_place state;           /* open as long as the pool: who leaves may have no file free */
-    cxlkv_layout layout;
-    cxlkv_geometry geometry;
-    cxlkv_sharing sharing;
-    part *parts;
-    uint16_t part_of[CXLKV_LAYERS_MAX], row_of[CXLKV_LAYERS_MAX];  /* by layer: where it lies */
-    bool windowed;               /* a part has a window */
-    uint8_t identity[16];
-    bool in_place;               /* made where its file, or device, was before */
-    host_state *host;
-    page_info *pages;
-    atomic_uint *hotness;
-    reuse_record *reuse;
-    run_info *runs;
-    index_entry *index;
-    uint32_t *held;              /* our row of the held table: references by page */
-    atomic_ulong *loose;         /* bit by page: taken by pages_alloc(), and nobody's else */
-    /* By page: references that nobody here needs, and that wait for the host lock to go; and how
-     * many these are. */
-    atomic_uint *late;
-    atomic_ulong late_count;
-    uint32_t slot;
-    uint64_t lock_wait_ns;       /* for the host lock, before that is an error */
-    atomic_ulong *verified;      /* bit page * record_layers + row: its CRCs were right here */
-    pthread_rwlock_t operations; /* read: an operation runs; write: close */
-    bool closed;
-    pthread_mutex_t list_lock;   /* guards sequences, deadlines, the worker threads' creation */
-    uint64_t sequence_count;     /* by count_sequences() only */
-    atomic_uint references;
-    uint32_t thread_count;
-    helpers *threads;
-    pthread_mutex_t spare_lock;  /* guards spare tails */
-    counter_row *counters;       /* our row in the host state */
-    atomic_bool hotness_off;     /* this process counts no hotness */
-    atomic_bool hotness_by_mass; /* its attends count by attention */
-    bool shared;                 /* by several hosts */
-    enum visibility_mode mode;
-    hosts hosts;                 /* how this process reaches the others */
-    uint64_t lease_ns;
-    uint64_t mapped_version;     /* host->extents_version when the mapping was made to fit it */
-    uint32_t pauses;             /* in the present wait for another host, with the host lock */
-    atomic_uint claim_pauses;    /* and with the claims */
-    pthread_t lock_thread;       /* which of this process has the host lock; 0: none */
-    struct keeper *keeper;
-    log_record log_waiting[LOG_BATCH]; /* written when the host lock is given back */
-    uint32_t log_count;
-    log_record *forgotten;       /* while all is read anew, or a log is followed */
-    uint32_t forgotten_count, forgotten_room;
-    /* Between fork's prepare and its end: the slot that was made for the child, the slot's nonce,
-     * and files that the child inherits: one keeps the slot, one is the child's own region file. */
-    uint32_t fork_slot;
-    uint64_t fork_nonce;
-    int fork_state_fd, fork_region_fd;
-    struct alive *alive;         /* our slot's lock */
-    void *_Atomic owner[OWNER_COUNT]; /* what each keeps (host/hooks.h); NULL: nothing yet */
-    struct pool_scorer *_Atomic scorers; /* the last one added (scorers.h) */
-    struct cxlkv_pool *next;     /* all open pools of this process, for fork */
+    char *path;                  /* pool, admin: NULL: anonymous */
+    region region;               /* pool, admin: its memory, mapped */
+    int host_fd;                 /* pool: of the host state */
+    state_place state;           /* pool: open as long as the pool: who leaves may have no file
+                                  * free */
+    cxlkv_layout layout;         /* format, pool: */
+    cxlkv_geometry geometry;     /* format, pool: */
+    cxlkv_sharing sharing;       /* format, pool: */
+    struct {
+        part *parts;             /* format: */
+        uint16_t part_of[CXLKV_LAYERS_MAX], row_of[CXLKV_LAYERS_MAX]; /* format: where it lies */
+        bool windowed;           /* format: a part has a window */
+    } layers;
+    uint8_t identity[16];        /* format, pool: */
+    bool in_place;               /* pool: made where its file, or device, was before */
+    host_state *host;            /* pool: */
+    page_info *pages;            /* pool: the host state's */
+    atomic_uint *hotness;        /* pool: the host state's */
+    reuse_record *reuse;         /* pool: the host state's */
+    run_info *runs;              /* pool: the host state's */
+    index_entry *index;          /* pool: the host state's */
+    uint32_t *held;              /* pool, pages: our row of the held table: references by page */
+    atomic_ulong *loose;         /* pool: bit by page: taken by pages_alloc(), and nobody's else */
+    struct {                     /* that nobody here needs, and that wait for the host lock to go */
+        atomic_uint *references; /* pages, pool: by page */
+        atomic_ulong count;      /* pages: of all */
+    } late;
+    uint32_t slot;               /* pool: ours in the host state */
+    struct {
+        uint64_t lock_ns;        /* pool: for the host lock, before that is an error */
+        uint32_t pauses;         /* pages: in the present one for a host, with the host lock */
+        atomic_uint claim_pauses; /* sharing: and with the claims */
+        pthread_t lock_thread;   /* host: which of this process has the host lock; 0: none */
+    } waits;
+    atomic_ulong *verified;      /* format, pool: bit page * record_layers + row: its CRCs were
+                                  * right here */
+    struct {
+        pthread_rwlock_t operations; /* pool: read: an operation runs; write: close */
+        pthread_mutex_t list;    /* pool: guards sequences, deadlines, making of helpers */
+        pthread_mutex_t spare;   /* pool: guards spare tails */
+    } locks;
+    uint64_t sequence_count;     /* format: by count_sequences() only */
+    struct {
+        atomic_uint references;  /* pool: */
+        bool closed;             /* pool: */
+        struct cxlkv_pool *next; /* pool: all open pools of this process, for fork */
+    } handle;
+    struct {
+        uint32_t count;          /* pool: with the one that calls */
+        helpers *helpers;        /* host, pool: */
+    } threads;
+    counter_row *counters;       /* host: our row in the host state */
+    struct {                     /* of hotness, in this process */
+        atomic_bool off;         /* host: it counts none */
+        atomic_bool by_mass;     /* host: its attends count by attention */
+    } counts;
+    bool shared;                 /* pages: by several hosts */
+    enum visibility_mode mode;   /* pages: */
+    hosts hosts;                 /* pages, sharing: how this process reaches the others */
+    uint64_t lease_ns;           /* pages: */
+    uint64_t mapped_version;     /* format: host->extents_version when the mapping was made to fit
+                                  * it */
+    struct keeper *keeper;       /* sharing, pool: */
+    struct {
+        log_record waiting[LOG_BATCH]; /* pages: written when the host lock is given back */
+        uint32_t count;          /* pages, pool: */
+    } log;
+    struct {                     /* while all is read anew, or a log is followed */
+        log_record *records;     /* pages: */
+        uint32_t count, capacity; /* pages: */
+    } forgotten;
+    struct {                     /* between fork's prepare and its end */
+        uint32_t slot;           /* pool: that was made for the child */
+        uint64_t nonce;          /* pool: the slot's */
+        int state_fd, region_fd; /* pool: the child's: one keeps the slot, one is its region file */
+    } fork;
+    struct alive *alive;         /* pool: our slot's lock */
+    void *_Atomic owner[OWNER_COUNT]; /* sequence, worker, tiers, objects: what each keeps
+                                       * (host/hooks.h); NULL: nothing yet */
+    struct pool_scorer *_Atomic scorers; /* format: the last one added (scorers.h) */
 };
 
 /* The first of kv_heads neighbouring pieces of (page, layer). */
@@ -260,7 +282,7 @@ static inline uint8_t *pieces_of(const cxlkv_pool *pool, uint32_t page, uint32_t
     const cxlkv_geometry *g = &pool->geometry;
     uint64_t slot = page % g->slab_slots;
     uint8_t *at = pool->region.base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
-                  g->layers_offset + pool->row_of[layer] * g->layer_bytes;
+                  g->layers_offset + pool->layers.row_of[layer] * g->layer_bytes;
     if (kind == PIECE_VALUES && values_are_keys(&pool->layout)) kind = PIECE_KEYS;
     return at + slab_offset(g, kind) + slot * pool->layout.kv_heads * piece_stride(g, kind);
 }

@@ -10,9 +10,9 @@
 static counter_row nowhere;
 
 void count_outside(cxlkv_pool *pool, enum counter which, uint64_t amount) {
-    pthread_mutex_lock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
     count_add(pool, which, amount);
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_unlock(&pool->locks.list);
 }
 
 void counters_begin(host_state *host, uint32_t slot) {
@@ -26,18 +26,18 @@ void counters_begin(host_state *host, uint32_t slot) {
 }
 
 void counters_bind(cxlkv_pool *pool, uint32_t slot) {
-    pthread_mutex_lock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
     pool->counters = &pool->host->counters[slot];
     count_sequences(pool, 0); /* a forked child has its parent's */
-    atomic_store_explicit(&pool->counters->late_drops, atomic_load(&pool->late_count),
+    atomic_store_explicit(&pool->counters->late_drops, atomic_load(&pool->late.count),
                           memory_order_relaxed); /* as well */
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_unlock(&pool->locks.list);
 }
 
 void counters_unbind(cxlkv_pool *pool) {
-    pthread_mutex_lock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
     pool->counters = &nowhere;
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_unlock(&pool->locks.list);
 }
 
 static void add_row(counter_row *row, uint64_t *sums) {

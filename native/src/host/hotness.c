@@ -32,7 +32,7 @@ void hotness_asked(cxlkv_pool *pool, uint32_t page) {
     reuse_record *record = &pool->reuse[page];
     record->used = (uint32_t)++pool->host->clock;
     record->hits += record->hits < UINT16_MAX;
-    if (atomic_load_explicit(&pool->hotness_off, memory_order_relaxed)) return;
+    if (atomic_load_explicit(&pool->counts.off, memory_order_relaxed)) return;
     counting c = counting_begin(pool);
     count_page(&c, page, 1);
     counting_end(pool, &c);
@@ -41,7 +41,7 @@ void hotness_asked(cxlkv_pool *pool, uint32_t page) {
 void hotness_matched(cxlkv_pool *pool, const uint32_t *found, uint32_t part, uint32_t first,
                      uint32_t count) {
     uint64_t parts = pool->geometry.part_count;
-    bool counts = !atomic_load_explicit(&pool->hotness_off, memory_order_relaxed);
+    bool counts = !atomic_load_explicit(&pool->counts.off, memory_order_relaxed);
     counting c = counting_begin(pool);
     for (uint64_t place = first; place < count; place++) {
         uint32_t page = found[place * parts + part], parent = NO_PAGE;
@@ -187,8 +187,8 @@ int64_t cxlkv_hotness_set(cxlkv_pool *pool, uint32_t what, uint32_t on) {
                                                         memory_order_relaxed),
                               (int64_t)epoch_now(pool->host)));
     if (what == CXLKV_HOTNESS_COUNTED)
-        atomic_store_explicit(&pool->hotness_off, on == 0, memory_order_relaxed);
+        atomic_store_explicit(&pool->counts.off, on == 0, memory_order_relaxed);
     else
-        atomic_store_explicit(&pool->hotness_by_mass, on != 0, memory_order_relaxed);
+        atomic_store_explicit(&pool->counts.by_mass, on != 0, memory_order_relaxed);
     return 0;
 }

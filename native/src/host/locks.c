@@ -41,10 +41,10 @@ static void repair(cxlkv_pool *pool) {
 /* What must be done first, by whoever has got it. */
 static void locked(cxlkv_pool *pool, bool owner_died) {
     __atomic_store_n(&pool->host->holder, pool->slot, __ATOMIC_RELAXED);
-    __atomic_store_n(&pool->lock_thread, pthread_self(), __ATOMIC_RELAXED);
+    __atomic_store_n(&pool->waits.lock_thread, pthread_self(), __ATOMIC_RELAXED);
     if (owner_died) repair(pool);
     else if (pool->shared) peers_sync(pool);
-    bool late = atomic_load_explicit(&pool->late_count, memory_order_acquire) != 0;
+    bool late = atomic_load_explicit(&pool->late.count, memory_order_acquire) != 0;
     if (__builtin_expect(late, 0) && pool->held) pages_drop_late(pool);
 }
 
@@ -81,7 +81,7 @@ int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns) {
 /* Who had the lock last, as far as that can be told without it. */
 static int lock_error(cxlkv_pool *pool) {
     uint32_t holder = __atomic_load_n(&pool->host->holder, __ATOMIC_RELAXED);
-    double waited_s = (double)pool->lock_wait_ns * 1e-9;
+    double waited_s = (double)pool->waits.lock_ns * 1e-9;
     process_view seen;
     int32_t pid = holder < PROCESS_MAX ? pool->host->processes[holder].pid : 0;
     if (pid <= 0 || !process_look(pid, &seen))
@@ -97,7 +97,7 @@ static int lock_error(cxlkv_pool *pool) {
 /* Waits are counted from 1 ms on: who reads own pages should never see one. */
 static int lock_slowly(cxlkv_pool *pool) {
     uint64_t began_ns = monotonic_ns();
-    int code = mutex_lock_until(&pool->host->mutex, began_ns + pool->lock_wait_ns);
+    int code = mutex_lock_until(&pool->host->mutex, began_ns + pool->waits.lock_ns);
     if (monotonic_ns() - began_ns > 1000000) count_add(pool, COUNT_LOCK_WAITS, 1);
     return code;
 }
@@ -111,9 +111,9 @@ int host_lock(cxlkv_pool *pool) {
 }
 
 void host_unlock(cxlkv_pool *pool) {
-    if (pool->log_count) log_write(pool);
+    if (pool->log.count) log_write(pool);
     host_assert(pool);
-    __atomic_store_n(&pool->lock_thread, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&pool->waits.lock_thread, 0, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&pool->host->mutex);
 }
 
@@ -143,9 +143,9 @@ void rwlock_init(pthread_rwlock_t *lock) {
 }
 
 int pool_enter_to_release(cxlkv_pool *pool) {
-    pthread_rwlock_rdlock(&pool->operations);
-    if (!pool->closed) return 0;
-    pthread_rwlock_unlock(&pool->operations);
+    pthread_rwlock_rdlock(&pool->locks.operations);
+    if (!pool->handle.closed) return 0;
+    pthread_rwlock_unlock(&pool->locks.operations);
     return fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
 }
 
@@ -157,4 +157,4 @@ int pool_enter(cxlkv_pool *pool) {
     return code;
 }
 
-void pool_leave(cxlkv_pool *pool) { pthread_rwlock_unlock(&pool->operations); }
+void pool_leave(cxlkv_pool *pool) { pthread_rwlock_unlock(&pool->locks.operations); }

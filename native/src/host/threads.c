@@ -162,10 +162,10 @@ static void run_by_helpers(helpers *h, task_run *run) {
 /* False: they are busy with another task, or there are none. */
 static bool helpers_run(task_run *run) {
     cxlkv_pool *pool = run->pool;
-    pthread_mutex_lock(&pool->list_lock);
-    if (!pool->threads) pool->threads = helpers_make(pool->thread_count - 1);
-    helpers *h = pool->threads;
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
+    if (!pool->threads.helpers) pool->threads.helpers = helpers_make(pool->threads.count - 1);
+    helpers *h = pool->threads.helpers;
+    pthread_mutex_unlock(&pool->locks.list);
     if (!h || pthread_mutex_trylock(&h->run_lock) != 0) return false;
     run_by_helpers(h, run);
     pthread_mutex_unlock(&h->run_lock);
@@ -174,15 +174,15 @@ static bool helpers_run(task_run *run) {
 
 static void member_main(void *context) {
     task_run *run = context;
-    if (atomic_fetch_add(&run->members, 1) < run->pool->thread_count) take_items(run);
+    if (atomic_fetch_add(&run->members, 1) < run->pool->threads.count) take_items(run);
 }
 
 static int run_shared(bool by_team, cxlkv_pool *pool, uint32_t count, task_function task,
                       void *context) {
-    if (count <= 1 || pool->thread_count <= 1) return run_alone(pool, count, task, context);
+    if (count <= 1 || pool->threads.count <= 1) return run_alone(pool, count, task, context);
     task_run run = {.pool = pool, .task = task, .context = context, .count = count,
                     .lock = PTHREAD_MUTEX_INITIALIZER};
-    if (!(by_team && team_run(pool->thread_count, member_main, &run)) && !helpers_run(&run))
+    if (!(by_team && team_run(pool->threads.count, member_main, &run)) && !helpers_run(&run))
         return run_alone(pool, count, task, context);
     int code = atomic_load(&run.result);
     if (code < 0) fail(-code, "%s", run.text);

@@ -111,7 +111,7 @@ static work estimating(const cxlkv_pool *pool, const scene *s, double errors) {
 }
 
 static double time_of(const cxlkv_pool *pool, double read_rate, work w) {
-    double threads = pool->thread_count, usual = threads < READ_THREADS ? threads : READ_THREADS;
+    double threads = pool->threads.count, usual = threads < READ_THREADS ? threads : READ_THREADS;
     double read_ns = w.read_bytes / (read_rate > 0 ? read_rate : READ_RATE * usual);
     double compute_ns = w.compute_ns / threads;
     return (read_ns > compute_ns ? read_ns : compute_ns) + w.wait_ns / threads;
@@ -131,14 +131,14 @@ uint32_t cheapest_method(cxlkv_batch *batch, const cxlkv_select_args *args, bool
         if (s.queries == 0) continue;
         double choosing = s.lists * (LIST_NS + PAGE_NS * s.tokens / pool->layout.page_tokens);
         double chosen = time_of(pool, args->by.read_rate, attending(pool, &s, s.chosen)) +
-                        choosing / pool->thread_count;
+                        choosing / pool->threads.count;
         double scored = time_of(pool, args->by.read_rate, scoring(pool, &s));
         all += heads * time_of(pool, args->by.read_rate, attending(pool, &s, s.tokens));
         exact += heads * (scored + chosen);
         if (s.staged) {
             work staging = pool->layout.sketch ? estimating(pool, &s, args->by.errors)
                                                : estimating_by_planes(pool, &s);
-            scored = time_of(pool, args->by.read_rate, staging) + choosing / pool->thread_count;
+            scored = time_of(pool, args->by.read_rate, staging) + choosing / pool->threads.count;
         }
         staged += heads * (scored + chosen);
     }

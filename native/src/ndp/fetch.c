@@ -233,7 +233,8 @@ static int64_t fetch_locked(fetch_job *job) {
     uint32_t lists;
     if (args->layer >= layout->layers)
         return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", args->layer, layout->layers);
-    uint32_t window = job->batch->pool->parts[job->batch->pool->part_of[args->layer]].window;
+    const cxlkv_pool *pool = job->batch->pool;
+    uint32_t window = pool->layers.parts[pool->layers.part_of[args->layer]].window;
     if (window && !args->picked.pages)
         return fail(CXLKV_E_ARGUMENT,
                     "fetch: layer %u has a window of %u tokens: name the pages, as select() does",

@@ -225,7 +225,7 @@ static uint32_t task_pages_of(const cxlkv_batch *batch, uint32_t layer) {
     for (uint32_t i = 0; i < batch->count; i++) pages += view_of(batch->sequences[i], layer).pages;
     page_bytes *= batch->pool->layout.kv_heads;
     uint64_t least = TASK_BYTES_MIN / page_bytes + 1;
-    uint64_t wanted = pages / (TASKS_OF_A_THREAD * batch->pool->thread_count);
+    uint64_t wanted = pages / (TASKS_OF_A_THREAD * batch->pool->threads.count);
     return (uint32_t)min_u64(wanted > least ? wanted : least, TASK_PAGES);
 }
 

@@ -153,7 +153,7 @@ static int summarise_all(select_job *job) {
     cxlkv_pool *pool = job->batch->pool;
     summarising s = {.job = job, .count = wanted_pages(job, NULL, 0)};
     if (s.count == 0) return 0;
-    s.items = min_u32(s.count, ITEMS_OF_A_THREAD * pool->thread_count);
+    s.items = min_u32(s.count, ITEMS_OF_A_THREAD * pool->threads.count);
     s.pages = malloc(s.count * sizeof(*s.pages));
     s.keys = aligned_alloc(LINE_BYTES, s.items * keys_floats(&pool->layout) * sizeof(float));
     int code = s.pages && s.keys ? 0 : fail(ENOMEM, "no memory to summarise %u pages", s.count);
@@ -354,9 +354,9 @@ int cxlkv_pool_add_scorer(cxlkv_pool *pool, const cxlkv_scorer *scorer) {
     if (code < 0) return code;
     code = pool_enter(pool);
     if (code < 0) return code;
-    pthread_mutex_lock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
     code = scorer_add(pool, scorer);
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_unlock(&pool->locks.list);
     pool_leave(pool);
     return code;
 }

@@ -213,7 +213,7 @@ static int get_task(void *context, uint32_t item) {
     const move_job *job = context;
     const uint32_t object = object_of(job, item);
     const uint64_t first = (item - job->spans[object]) * job->span_bytes;
-    expect_item(job, item + job->pool->thread_count);
+    expect_item(job, item + job->pool->threads.count);
     int code = GUARDED(get_span(job, object, first) ? 0 : -CXLKV_E_CORRUPT,
                        poison_error(job->pool, &fault));
     if (job->stream) store_fence();
@@ -251,7 +251,7 @@ static int clear_task(void *context, uint32_t object) {
 static int64_t get_held(move_job *job) {
     int64_t code = targets_check(job), moved = 0;
     bool damaged = false;
-    if (code == 0) code = spans_make(job, job->pool->thread_count);
+    if (code == 0) code = spans_make(job, job->pool->threads.count);
     if (code == 0) code = run_tasks(job->pool, job->spans[job->count], get_task, job);
     code = peers_verify(job->pool, code);
     for (uint32_t i = 0; i < job->count; i++)
@@ -342,7 +342,7 @@ static int64_t put_places(move_job *job) {
     int64_t code = sources_check(job), bytes = 0;
     if (code == 0) code = objects_take(pool, job->count, job->keys, job->places, job->codes);
     if (code < 0) return code;
-    code = spans_make(job, pool->thread_count);
+    code = spans_make(job, pool->threads.count);
     if (code == 0) code = run_tasks(pool, job->spans[job->count], put_task, job);
     free(job->spans);
     if (code == 0) code = objects_publish(pool, job->count, job->keys, job->places, job->codes);

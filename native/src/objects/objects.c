@@ -278,7 +278,8 @@ static bool is_unseen(const cxlkv_pool *pool, const object_place *place) {
 
 /* It was right, in this process. */
 static void object_set_seen(cxlkv_pool *pool, const object_place *place) {
-    atomic_store_explicit(&objects_of(pool)->seen[place->page], place->generation + 1, memory_order_relaxed);
+    atomic_store_explicit(&objects_of(pool)->seen[place->page], place->generation + 1,
+                          memory_order_relaxed);
 }
 
 void object_set_damaged(cxlkv_pool *pool, object_place *place) {

@@ -40,14 +40,14 @@ uint32_t publication_of(cxlkv_pool *pool, uint32_t page) {
 /* ---- a list of wishes, while somebody needs it ---- */
 
 void forgotten_add(cxlkv_pool *pool, const log_record *record) {
-    if (pool->forgotten_count == pool->forgotten_room) {
-        uint32_t room = pool->forgotten_room ? 2 * pool->forgotten_room : 64;
-        log_record *more = realloc(pool->forgotten, room * sizeof(*more));
+    if (pool->forgotten.count == pool->forgotten.capacity) {
+        uint32_t room = pool->forgotten.capacity ? 2 * pool->forgotten.capacity : 64;
+        log_record *more = realloc(pool->forgotten.records, room * sizeof(*more));
         if (!more) return; /* found again here: until the next look */
-        pool->forgotten = more;
-        pool->forgotten_room = room;
+        pool->forgotten.records = more;
+        pool->forgotten.capacity = room;
     }
-    pool->forgotten[pool->forgotten_count++] = *record;
+    pool->forgotten.records[pool->forgotten.count++] = *record;
 }
 
 static int by_page(const void *left, const void *right) {
@@ -56,20 +56,21 @@ static int by_page(const void *left, const void *right) {
 }
 
 void forgotten_drop(cxlkv_pool *pool) {
-    free(pool->forgotten);
-    pool->forgotten = NULL;
-    pool->forgotten_count = pool->forgotten_room = 0;
+    free(pool->forgotten.records);
+    pool->forgotten.records = NULL;
+    pool->forgotten.count = pool->forgotten.capacity = 0;
 }
 
 bool is_forgotten(const cxlkv_pool *pool, const descriptor *line) {
-    uint32_t first = 0, end = pool->forgotten_count;
+    uint32_t first = 0, end = pool->forgotten.count;
     while (first < end) { /* the first of this page */
         uint32_t middle = first + (end - first) / 2;
-        if (pool->forgotten[middle].page < line->page) first = middle + 1;
+        if (pool->forgotten.records[middle].page < line->page) first = middle + 1;
         else end = middle;
     }
-    for (; first < pool->forgotten_count && pool->forgotten[first].page == line->page; first++)
-        if (is_about(&pool->forgotten[first], line)) return true;
+    const log_record *records = pool->forgotten.records;
+    for (; first < pool->forgotten.count && records[first].page == line->page; first++)
+        if (is_about(&records[first], line)) return true;
     return false;
 }
 
@@ -110,20 +111,20 @@ static void forgotten_carry(cxlkv_pool *pool, uint32_t count) {
 /* ---- writing ---- */
 
 void log_write(cxlkv_pool *pool) {
-    uint32_t count = pool->log_count;
-    if (pool->host->stopped) pool->log_count = 0; /* it is not our log any more */
-    if (count == 0 || pool->log_count == 0) return;
-    hosts_log(&pool->hosts, pool->host->log_next, pool->log_waiting, count);
+    uint32_t count = pool->log.count;
+    if (pool->host->stopped) pool->log.count = 0; /* it is not our log any more */
+    if (count == 0 || pool->log.count == 0) return;
+    hosts_log(&pool->hosts, pool->host->log_next, pool->log.waiting, count);
     pool->host->log_next += count;
-    pool->log_count = 0;
+    pool->log.count = 0;
     forgotten_carry(pool, count);
 }
 
 log_record *log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
                     const uint64_t hash[2]) {
     if (!pool->shared) return NULL;
-    if (pool->log_count == LOG_BATCH) log_write(pool);
-    log_record *record = &pool->log_waiting[pool->log_count++];
+    if (pool->log.count == LOG_BATCH) log_write(pool);
+    log_record *record = &pool->log.waiting[pool->log.count++];
     *record = (log_record){.operation = operation, .page = page, .generation = generation};
     memcpy(record->hash, hash, sizeof(record->hash));
     return record;
@@ -142,6 +143,6 @@ void forgotten_read(cxlkv_pool *pool) {
                 if (records[i].operation == LOG_FORGET && records[i].generation)
                     forgotten_add(pool, &records[i]);
         }
-    if (pool->forgotten_count)
-        qsort(pool->forgotten, pool->forgotten_count, sizeof(log_record), by_page);
+    if (pool->forgotten.count)
+        qsort(pool->forgotten.records, pool->forgotten.count, sizeof(log_record), by_page);
 }

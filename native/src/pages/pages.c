@@ -26,7 +26,7 @@ void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
 /* Layers of other parts lie in the same rows: each row once. */
 static bool is_first_of_row(const cxlkv_pool *pool, uint32_t layer) {
     for (uint32_t before = 0; before < layer; before++)
-        if (pool->row_of[before] == pool->row_of[layer]) return false;
+        if (pool->layers.row_of[before] == pool->layers.row_of[layer]) return false;
     return true;
 }
 
@@ -209,10 +209,10 @@ void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
 
 void pages_drop_later(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
     for (uint32_t i = 0; i < count; i++)
-        atomic_fetch_add_explicit(&pool->late[pages[i]], 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&pool->late.references[pages[i]], 1, memory_order_relaxed);
     atomic_fetch_add_explicit(&pool->counters->late_drops, count, memory_order_relaxed);
     count_add(pool, COUNT_QUEUED_DROPS, count);
-    atomic_fetch_add_explicit(&pool->late_count, count, memory_order_release);
+    atomic_fetch_add_explicit(&pool->late.count, count, memory_order_release);
 }
 
 /* What comes while we look is found now, or by the next one: its count says so. */
@@ -220,12 +220,13 @@ void pages_drop_late(cxlkv_pool *pool) {
     dropping d = {.pool = pool, .held = pool->held};
     uint64_t found = 0;
     for (uint32_t page = 0; page < pool->host->page_count; page++) {
-        uint32_t references = atomic_exchange_explicit(&pool->late[page], 0, memory_order_relaxed);
+        uint32_t references = atomic_exchange_explicit(&pool->late.references[page], 0,
+                                                       memory_order_relaxed);
         if (references) drop(&d, page, references);
         found += references;
     }
     pages_settle(pool, d.count, d.over);
-    atomic_fetch_sub_explicit(&pool->late_count, found, memory_order_relaxed);
+    atomic_fetch_sub_explicit(&pool->late.count, found, memory_order_relaxed);
     atomic_fetch_sub_explicit(&pool->counters->late_drops, found, memory_order_relaxed);
 }
 

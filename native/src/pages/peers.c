@@ -61,7 +61,7 @@ void peers_rest(uint32_t pauses) {
 static void pause_between_looks(void *context) {
     cxlkv_pool *pool = context;
     if (pool->host) peers_beat(pool, false);
-    peers_rest(pool->pauses++);
+    peers_rest(pool->waits.pauses++);
 }
 
 /* Looks anew before it says so: this host may have been stopped since its last look. */
@@ -127,7 +127,7 @@ bool peers_number_is_taken(const cxlkv_pool *pool) {
 }
 
 void peers_sync(cxlkv_pool *pool) {
-    pool->pauses = 0;
+    pool->waits.pauses = 0;
     pool->hosts.epoch = pool->host->host_epoch;
     if (pool->mapped_version != pool->host->extents_version) extents_protect(pool);
 }

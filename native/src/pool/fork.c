@@ -27,8 +27,8 @@ void pools_unlock(void) { pthread_mutex_unlock(&pools_mutex); }
 void pools_remove(const cxlkv_pool *pool) {
     pools_lock();
     cxlkv_pool **at = &pools;
-    while (*at && *at != pool) at = &(*at)->next;
-    if (*at) *at = pool->next;
+    while (*at && *at != pool) at = &(*at)->handle.next;
+    if (*at) *at = pool->handle.next;
     pools_unlock();
 }
 
@@ -37,11 +37,11 @@ void pools_remove(const cxlkv_pool *pool) {
 static void fork_slot_make(cxlkv_pool *pool) {
     if (host_lock(pool) < 0) return;
     host_reap(pool);
-    if (host_register(pool, 2, &pool->fork_slot) == 0) {
-        pool->fork_nonce = pool->host->processes[pool->fork_slot].nonce;
-        pool->fork_state_fd = open_again(pool->host_fd, LIVE_BYTE + pool->fork_slot);
-        if (pool->path) pool->fork_region_fd = open_again(pool->region.fd, USE_BYTE);
-        uint32_t *child = held_of(pool, pool->fork_slot);
+    if (host_register(pool, 2, &pool->fork.slot) == 0) {
+        pool->fork.nonce = pool->host->processes[pool->fork.slot].nonce;
+        pool->fork.state_fd = open_again(pool->host_fd, LIVE_BYTE + pool->fork.slot);
+        if (pool->path) pool->fork.region_fd = open_again(pool->region.fd, USE_BYTE);
+        uint32_t *child = held_of(pool, pool->fork.slot);
         for (uint32_t page = 0; page < pool->host->page_count; page++) {
             child[page] = pool->held[page];
             pool->pages[page].holders += child[page] > 0;
@@ -53,29 +53,29 @@ static void fork_slot_make(cxlkv_pool *pool) {
 /* The write lock waits until no thread is inside an operation: the child sees whole structures. */
 static void fork_prepare(void) {
     pools_lock();
-    for (cxlkv_pool *pool = pools; pool; pool = pool->next) {
-        pool->fork_slot = UINT32_MAX;
-        pthread_rwlock_wrlock(&pool->operations);
-        pthread_mutex_lock(&pool->list_lock);
-        pthread_mutex_lock(&pool->spare_lock);
-        if (!pool->closed) fork_slot_make(pool);
+    for (cxlkv_pool *pool = pools; pool; pool = pool->handle.next) {
+        pool->fork.slot = UINT32_MAX;
+        pthread_rwlock_wrlock(&pool->locks.operations);
+        pthread_mutex_lock(&pool->locks.list);
+        pthread_mutex_lock(&pool->locks.spare);
+        if (!pool->handle.closed) fork_slot_make(pool);
     }
     alive_fork_prepare();
 }
 
 static void fork_files_close(cxlkv_pool *pool) {
-    if (pool->fork_state_fd >= 0) close(pool->fork_state_fd);
-    if (pool->fork_region_fd >= 0) close(pool->fork_region_fd);
-    pool->fork_state_fd = pool->fork_region_fd = -1;
+    if (pool->fork.state_fd >= 0) close(pool->fork.state_fd);
+    if (pool->fork.region_fd >= 0) close(pool->fork.region_fd);
+    pool->fork.state_fd = pool->fork.region_fd = -1;
 }
 
 static void fork_parent(void) {
     alive_fork_parent();
-    for (cxlkv_pool *pool = pools; pool; pool = pool->next) {
+    for (cxlkv_pool *pool = pools; pool; pool = pool->handle.next) {
         fork_files_close(pool);
-        pthread_mutex_unlock(&pool->spare_lock);
-        pthread_mutex_unlock(&pool->list_lock);
-        pthread_rwlock_unlock(&pool->operations);
+        pthread_mutex_unlock(&pool->locks.spare);
+        pthread_mutex_unlock(&pool->locks.list);
+        pthread_rwlock_unlock(&pool->locks.operations);
     }
     pools_unlock();
 }
@@ -84,22 +84,22 @@ static void fork_parent(void) {
  * that what it locks and unlocks later does not touch its parent's locks. The parent made it: when
  * that closes the pool before the child is here, the pool is still in use. */
 static bool take_region_file(cxlkv_pool *pool) {
-    return !pool->path || dup3(pool->fork_region_fd, pool->region.fd, O_CLOEXEC) >= 0;
+    return !pool->path || dup3(pool->fork.region_fd, pool->region.fd, O_CLOEXEC) >= 0;
 }
 
 static bool claim_fork_slot(cxlkv_pool *pool) {
     pool->held = NULL;
     alive_end(pool->alive); /* the parent's, closed already */
     pool->alive = NULL;
-    if (pool->fork_slot == UINT32_MAX) return false;
-    pool->slot = pool->fork_slot;
+    if (pool->fork.slot == UINT32_MAX) return false;
+    pool->slot = pool->fork.slot;
     if (host_lock(pool) < 0) return false;
     process_slot *slot = &pool->host->processes[pool->slot];
-    bool claimed = slot->state == 2 && slot->nonce == pool->fork_nonce &&
-                   pool->fork_state_fd >= 0;
-    if (claimed) claimed = (pool->alive = alive_keep(pool->fork_state_fd)) != NULL;
+    bool claimed = slot->state == 2 && slot->nonce == pool->fork.nonce &&
+                   pool->fork.state_fd >= 0;
+    if (claimed) claimed = (pool->alive = alive_keep(pool->fork.state_fd)) != NULL;
     if (claimed) {
-        pool->fork_state_fd = -1;
+        pool->fork.state_fd = -1;
         process_identify(slot);
         slot->state = 1;
         pool->held = held_of(pool, pool->slot);
@@ -126,23 +126,23 @@ static void leave_to_parent(cxlkv_pool *pool) {
     state_place_close(&pool->state);
     pool->host = NULL;
     pool->held = NULL;
-    pool->closed = true;
+    pool->handle.closed = true;
 }
 
 /* Threads and held locks do not cross a fork: all that can be locked is made anew. */
 static void fork_child(void) {
     alive_fork_child();
-    for (cxlkv_pool *pool = pools; pool; pool = pool->next) {
-        pthread_mutex_init(&pool->list_lock, NULL);
-        pthread_mutex_init(&pool->spare_lock, NULL);
-        rwlock_init(&pool->operations);
-        pool->threads = NULL;
+    for (cxlkv_pool *pool = pools; pool; pool = pool->handle.next) {
+        pthread_mutex_init(&pool->locks.list, NULL);
+        pthread_mutex_init(&pool->locks.spare, NULL);
+        rwlock_init(&pool->locks.operations);
+        pool->threads.helpers = NULL;
         pool->keeper = NULL; /* its thread is the parent's, and what it was about to log */
-        pool->log_count = 0;
+        pool->log.count = 0;
         scorers_forked(pool);
         for (uint32_t i = OWNER_COUNT; i-- > 0;)
             if (owners[i].forked) owners[i].forked(pool);
-        if (pool->closed) continue;
+        if (pool->handle.closed) continue;
         if (!claim_fork_slot(pool) || !take_region_file(pool) ||
             (pool->shared && keeper_start(pool) < 0))
             leave_to_parent(pool);
@@ -154,7 +154,7 @@ static void fork_child(void) {
 
 void pools_add(cxlkv_pool *pool) {
     pools_lock();
-    pool->next = pools;
+    pool->handle.next = pools;
     pools = pool;
     pools_unlock();
 }

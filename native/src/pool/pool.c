@@ -23,20 +23,20 @@
 #include "sharing/keeper.h"
 
 void pool_retain(cxlkv_pool *pool) {
-    atomic_fetch_add_explicit(&pool->references, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&pool->handle.references, 1, memory_order_relaxed);
 }
 
 /* Under no lock of the pool: a fork may be waiting for that, with the list locked. */
 void pool_drop(cxlkv_pool *pool) {
-    if (atomic_fetch_sub_explicit(&pool->references, 1, memory_order_acq_rel) != 1) return;
+    if (atomic_fetch_sub_explicit(&pool->handle.references, 1, memory_order_acq_rel) != 1) return;
     pools_remove(pool);
-    pthread_rwlock_destroy(&pool->operations);
-    pthread_mutex_destroy(&pool->list_lock);
-    pthread_mutex_destroy(&pool->spare_lock);
+    pthread_rwlock_destroy(&pool->locks.operations);
+    pthread_mutex_destroy(&pool->locks.list);
+    pthread_mutex_destroy(&pool->locks.spare);
     for (uint32_t i = 0; i < OWNER_COUNT; i++)
         if (owners[i].free && pool->owner[i]) owners[i].free(pool);
     free(pool->path);
-    free(pool->parts);
+    free(pool->layers.parts);
     free(pool);
 }
 
@@ -48,15 +48,15 @@ static cxlkv_pool *pool_make(const char *path) {
     pthread_once(&registered, fork_register);
     cxlkv_pool *pool = calloc(1, sizeof(*pool));
     if (!pool) return NULL;
-    pool->region.fd = pool->host_fd = pool->fork_state_fd = pool->fork_region_fd = -1;
+    pool->region.fd = pool->host_fd = pool->fork.state_fd = pool->fork.region_fd = -1;
     pool->state.folder = -1;
-    pool->slot = pool->fork_slot = UINT32_MAX;
-    pool->thread_count = 1;
-    pool->lock_wait_ns = 30000000000u;
-    atomic_store(&pool->references, 1);
-    rwlock_init(&pool->operations);
-    pthread_mutex_init(&pool->list_lock, NULL);
-    pthread_mutex_init(&pool->spare_lock, NULL);
+    pool->slot = pool->fork.slot = UINT32_MAX;
+    pool->threads.count = 1;
+    pool->waits.lock_ns = 30000000000u;
+    atomic_store(&pool->handle.references, 1);
+    rwlock_init(&pool->locks.operations);
+    pthread_mutex_init(&pool->locks.list, NULL);
+    pthread_mutex_init(&pool->locks.spare, NULL);
     counters_unbind(pool);
     pool->path = path ? strdup(path) : NULL;
     if (path && !pool->path) {
@@ -75,18 +75,18 @@ static void pool_unmake(cxlkv_pool *pool) {
     scorers_free(pool);
     free(pool->verified);
     free(pool->loose);
-    free(pool->late);
+    free(pool->late.references);
     pool->verified = NULL;
     pool->loose = NULL;
-    pool->late = NULL;
+    pool->late.references = NULL;
 }
 
 static int pool_ready(cxlkv_pool *pool) {
     uint64_t bits = (uint64_t)pool->geometry.page_count * pool->geometry.record_layers;
     pool->verified = calloc((bits + 63) / 64, sizeof(*pool->verified));
     pool->loose = calloc(pool->geometry.page_count / 64 + 1, sizeof(*pool->loose));
-    pool->late = calloc(pool->geometry.page_count, sizeof(*pool->late));
-    if (!pool->verified || !pool->loose || !pool->late)
+    pool->late.references = calloc(pool->geometry.page_count, sizeof(*pool->late.references));
+    if (!pool->verified || !pool->loose || !pool->late.references)
         return fail(ENOMEM, "no memory for %lu verification bits", bits);
     int code = parts_make(pool);
     for (uint32_t i = 0; code == 0 && i < OWNER_COUNT; i++)
@@ -157,19 +157,19 @@ int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **out) 
 static void pool_end(cxlkv_pool *pool) {
     for (uint32_t i = 0; i < OWNER_COUNT; i++)
         if (owners[i].closing) owners[i].closing(pool);
-    pthread_mutex_lock(&pool->list_lock);
-    helpers *threads = pool->threads;
-    pool->threads = NULL;
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
+    helpers *threads = pool->threads.helpers;
+    pool->threads.helpers = NULL;
+    pthread_mutex_unlock(&pool->locks.list);
     helpers_destroy(threads);
     pool_unmake(pool); /* gives all our pages back at once */
-    pool->closed = true;
+    pool->handle.closed = true;
 }
 
 /* Under the lock of operations. */
 static int busy_check(const cxlkv_pool *pool) {
     int code = 0;
-    for (uint32_t i = 0; code == 0 && !pool->closed && i < OWNER_COUNT; i++)
+    for (uint32_t i = 0; code == 0 && !pool->handle.closed && i < OWNER_COUNT; i++)
         if (owners[i].busy) code = owners[i].busy(pool);
     return code;
 }
@@ -179,19 +179,19 @@ static int pool_close(cxlkv_pool *pool, bool even_lent) {
     int code = 0;
     /* Fork takes the two in this order; between them it would copy a pool that it does not see. */
     pools_lock();
-    pthread_rwlock_wrlock(&pool->operations);
+    pthread_rwlock_wrlock(&pool->locks.operations);
     if (!even_lent) code = busy_check(pool);
-    if (!pool->closed && code == 0) pool_end(pool);
-    pthread_rwlock_unlock(&pool->operations);
+    if (!pool->handle.closed && code == 0) pool_end(pool);
+    pthread_rwlock_unlock(&pool->locks.operations);
     pools_unlock();
     return code;
 }
 
 int cxlkv_pool_close(cxlkv_pool *pool, uint32_t asks) {
     if (!asks) return pool_close(pool, false);
-    pthread_rwlock_rdlock(&pool->operations);
+    pthread_rwlock_rdlock(&pool->locks.operations);
     int code = busy_check(pool);
-    pthread_rwlock_unlock(&pool->operations);
+    pthread_rwlock_unlock(&pool->locks.operations);
     return code;
 }
 
@@ -214,12 +214,12 @@ int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads) {
     if (threads == 0 || threads > 1024)
         return fail(CXLKV_E_ARGUMENT, "%u threads: outside 1 to 1024", threads);
     /* The write lock: no task runs while its threads are replaced. */
-    pthread_rwlock_wrlock(&pool->operations);
-    bool closed = pool->closed;
-    helpers *old = pool->threads;
-    pool->threads = NULL;
-    pool->thread_count = threads;
-    pthread_rwlock_unlock(&pool->operations);
+    pthread_rwlock_wrlock(&pool->locks.operations);
+    bool closed = pool->handle.closed;
+    helpers *old = pool->threads.helpers;
+    pool->threads.helpers = NULL;
+    pool->threads.count = threads;
+    pthread_rwlock_unlock(&pool->locks.operations);
     helpers_destroy(old);
     return closed ? fail(CXLKV_E_CLOSED, "the pool is closed: open it again") : 0;
 }
@@ -259,9 +259,9 @@ int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats) {
     hooks.sequences_expire(pool);
     memset(stats, 0, sizeof(*stats));
     code = HOST_LOCKED(pool, stats_of(pool, stats));
-    pthread_mutex_lock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
     stats->sequences = pool->sequence_count;
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_unlock(&pool->locks.list);
     pool_leave(pool);
     return code;
 }

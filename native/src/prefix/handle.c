@@ -67,7 +67,7 @@ static int export_tail(cxlkv_sequence *sequence, uint64_t tokens) {
     sequence->exported = true;
     sequence->export_tokens = UINT64_MAX;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
-        uint32_t page = sequence->export_pages[pool->part_of[layer]];
+        uint32_t page = sequence->export_pages[pool->layers.part_of[layer]];
         code = export_layer(pool, page, layer, sequence->tails[layer], filled);
         if (code < 0) return code;
     }

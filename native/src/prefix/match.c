@@ -17,7 +17,7 @@
 
 /* A page that is missing ends the search, as each key stands for one and no window hides it. */
 static bool ends_search(const cxlkv_pool *pool, const cxlkv_match_args *args, uint32_t part) {
-    return args->single && pool->parts[part].window == 0;
+    return args->single && pool->layers.parts[part].window == 0;
 }
 
 /* The descriptors of other hosts' pages that match() is about to read, from memory. */
@@ -88,7 +88,7 @@ static int find_pages(cxlkv_pool *pool, const cxlkv_match_args *args, uint64_t *
             any = 0;
             for (uint32_t part = 0; part < parts; part++) {
                 uint64_t hash[2];
-                bool full = pool->parts[part].window == 0;
+                bool full = pool->layers.parts[part].window == 0;
                 page_hash(args->hashes, key, place, part, hash);
                 bool there = match_page(pool, hash, part, pool->layout.page_tokens, &page,
                                         &ordinal) &&
@@ -223,9 +223,9 @@ static int64_t lease_begin(cxlkv_sequence *made, uint64_t tokens, double lease_s
         made->layer_tokens[layer] = tokens;
     made->lease_deadline_ns = boottime_ns() + (uint64_t)(lease_s * 1e9);
     pthread_rwlock_unlock(&made->lock);
-    pthread_mutex_lock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
     int code = deadlines_add(&sequences_of(pool)->deadlines, made);
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_unlock(&pool->locks.list);
     return code < 0 ? code : (int64_t)tokens;
 }
 

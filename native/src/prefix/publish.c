@@ -41,7 +41,7 @@ static bool publish_key(cxlkv_sequence *sequence, const uint8_t *hashes, key_pag
                                   pool->layout.page_tokens, &made);
         uint32_t found = index_find(pool, made.hash);
         /* Published under other keys, or retired. */
-        if (found == NO_PAGE) return pool->parts[part].window != 0;
+        if (found == NO_PAGE) return pool->layers.parts[part].window != 0;
         if (part) parent = find_first_part(pool, hashes, of.key, page - of.first);
         if (added) hotness_published(pool, found, part, parent);
         else hotness_follows(pool, found, parent);

@@ -34,7 +34,7 @@ typedef struct tail_copy_of {
 static int read_layer(const tail_copy_of *copy, uint32_t layer, tail **out) {
     cxlkv_sequence *sequence = copy->sequence;
     cxlkv_pool *pool = sequence->pool;
-    uint32_t page = sequence_page(sequence, pool->part_of[layer], (uint32_t)copy->index);
+    uint32_t page = sequence_page(sequence, pool->layers.part_of[layer], (uint32_t)copy->index);
     return GUARDED(tail_from_page(pool, page, layer, copy->filled, out),
                    poison_error(pool, &fault));
 }
@@ -43,7 +43,7 @@ static int read_layer(const tail_copy_of *copy, uint32_t layer, tail **out) {
 static int write_layer(const tail_copy_of *copy, uint32_t layer) {
     cxlkv_sequence *sequence = copy->sequence;
     cxlkv_pool *pool = sequence->pool;
-    uint32_t part = pool->part_of[layer], page_tokens = pool->layout.page_tokens;
+    uint32_t part = pool->layers.part_of[layer], page_tokens = pool->layout.page_tokens;
     tail *from = sequence->tails[layer], *made = NULL;
     int code = 0;
     if (sequence->layer_tokens[layer] >= (copy->index + 1) * page_tokens) {
@@ -71,7 +71,7 @@ static bool is_wanted(const cxlkv_sequence *sequence, uint64_t index, const uint
         uint64_t hash[2];
         if (index < sequence->tables[part].first) return false; /* given back: behind a window */
         page_hash(before, 0, 0, part, hash);
-        if (index && pool->parts[part].window == 0 && index_find(pool, hash) == NO_PAGE)
+        if (index && pool->layers.parts[part].window == 0 && index_find(pool, hash) == NO_PAGE)
             return false;
         page_hash(key, 0, 0, part, hash);
         wanted |= index_find(pool, hash) == NO_PAGE;

@@ -168,7 +168,7 @@ static int write_direct_run(void *context, uint32_t run) {
 /* As many runs as keep all threads busy to the end. */
 static uint32_t run_pages_of(const append_job *job) {
     enum { RUNS_A_THREAD = 4, RUN_PAGES_MAX = 16 };
-    uint32_t pages = job->items / (RUNS_A_THREAD * job->batch->pool->thread_count);
+    uint32_t pages = job->items / (RUNS_A_THREAD * job->batch->pool->threads.count);
     return pages < 1 ? 1 : min_u32(pages, RUN_PAGES_MAX);
 }
 
@@ -284,7 +284,7 @@ static bool needs_pages(const append_job *job, uint64_t *wanted) {
 
 static int advance_windows(append_job *job, bool then) {
     cxlkv_batch *batch = job->batch;
-    if (!batch->pool->windowed) return 0;
+    if (!batch->pool->layers.windowed) return 0;
     for (uint32_t i = 0; i < batch->count; i++)
         for (uint32_t part = 0; part < batch->pool->geometry.part_count; part++) {
             keep k = keep_of(job, i, part);
@@ -381,7 +381,7 @@ static int seal_pages(void *context, uint32_t item) {
     append_job *job = context;
     cxlkv_batch *batch = job->batch;
     (void)item;
-    if (job->layer != batch->pool->parts[job->part].last_layer) return 0;
+    if (job->layer != batch->pool->layers.parts[job->part].last_layer) return 0;
     for (uint32_t i = 0; i < batch->count; i++) {
         const plan *p = &job->plans[i];
         const cxlkv_sequence *sequence = batch->sequences[i];
@@ -467,7 +467,7 @@ static int64_t append(append_job *job, const int32_t *starts) {
     cxlkv_pool *pool = batch->pool;
     if (job->layer >= pool->layout.layers)
         return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", job->layer, pool->layout.layers);
-    job->part = pool->part_of[job->layer];
+    job->part = pool->layers.part_of[job->layer];
     int64_t code = rows_check(pool, job->keys, "keys");
     if (code == 0) code = rows_check(pool, job->values, "values");
     if (code < 0) return code;

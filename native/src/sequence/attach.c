@@ -156,7 +156,7 @@ static int verify_record(void *context, uint32_t task) {
     uint32_t part, item, page = page_of(job, task, &part, &item);
     if (page == NO_PAGE) return 0;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
-        if (pool->part_of[layer] != part) continue;
+        if (pool->layers.part_of[layer] != part) continue;
         int code = verify_layer(job, page, layer, item);
         if (code < 0) return code;
     }
@@ -172,7 +172,7 @@ static int seal_record(void *context, uint32_t task) {
     int code = page == NO_PAGE ? 0 : page_stays_ours(pool, page);
     if (code < 0 || page == NO_PAGE) return code;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
-        if (pool->part_of[layer] != part) continue;
+        if (pool->layers.part_of[layer] != part) continue;
         for (uint32_t kind = 0; pool->layout.checksum && kind < PIECE_KINDS; kind++)
             for (uint32_t head = 0; head < pool->layout.kv_heads; head++)
                 if (piece_stride(&pool->geometry, kind))

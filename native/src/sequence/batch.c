@@ -185,7 +185,7 @@ int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
                         "sequence %u has %lu tokens in layer %u, fewer than its %lu query rows: "
                         "append their keys first",
                         i, tokens, layer, wanted);
-        uint32_t part = batch->pool->part_of[layer];
+        uint32_t part = batch->pool->layers.part_of[layer];
         uint32_t first = batch->sequences[i]->tables[part].first;
         if (code == 0 && wanted && window_page(batch->pool, part, tokens - wanted) < first)
             code = fail(CXLKV_E_ARGUMENT,
@@ -193,7 +193,7 @@ int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
                         "it sees (all before token %lu, behind its window of %u). Ask for the "
                         "newest tokens, or append with a larger rewind=",
                         i, tokens - wanted, layer, (uint64_t)first * layout->page_tokens,
-                        batch->pool->parts[part].window);
+                        batch->pool->layers.parts[part].window);
     }
     return code;
 }
@@ -285,10 +285,10 @@ kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa,
 layer_view view_of(cxlkv_sequence *sequence, uint32_t layer) {
     uint64_t tokens = sequence->layer_tokens[layer];
     uint32_t page_tokens = sequence->pool->layout.page_tokens;
-    uint32_t part = sequence->pool->part_of[layer];
+    uint32_t part = sequence->pool->layers.part_of[layer];
     return (layer_view){.sequence = sequence, .layer = layer, .tokens = tokens, .part = part,
                         .first = sequence->tables[part].first,
-                        .window = sequence->pool->parts[part].window,
+                        .window = sequence->pool->layers.parts[part].window,
                         .complete = (uint32_t)(tokens / page_tokens),
                         .pages = (uint32_t)((tokens + page_tokens - 1) / page_tokens)};
 }

@@ -23,13 +23,13 @@ static size_t tail_bytes(const cxlkv_pool *pool) {
 
 tail *tail_make(cxlkv_pool *pool) {
     pool_sequences *all = sequences_of(pool);
-    pthread_mutex_lock(&pool->spare_lock);
+    pthread_mutex_lock(&pool->locks.spare);
     tail *made = all->spare_tails;
     if (made) {
         all->spare_tails = made->next_spare;
         all->spare_count--;
     }
-    pthread_mutex_unlock(&pool->spare_lock);
+    pthread_mutex_unlock(&pool->locks.spare);
     if (!made) made = aligned_alloc(LINE_BYTES, align_up(tail_bytes(pool), LINE_BYTES));
     if (made) atomic_init(&made->references, 1);
     return made;
@@ -40,14 +40,14 @@ void tail_drop(cxlkv_pool *pool, tail *dropped) {
         atomic_fetch_sub_explicit(&dropped->references, 1, memory_order_acq_rel) != 1)
         return;
     pool_sequences *all = sequences_of(pool);
-    pthread_mutex_lock(&pool->spare_lock);
+    pthread_mutex_lock(&pool->locks.spare);
     bool kept = all->spare_count * tail_bytes(pool) < SPARE_TAIL_BYTES;
     if (kept) {
         dropped->next_spare = all->spare_tails;
         all->spare_tails = dropped;
         all->spare_count++;
     }
-    pthread_mutex_unlock(&pool->spare_lock);
+    pthread_mutex_unlock(&pool->locks.spare);
     if (!kept) free(dropped);
 }
 
@@ -107,12 +107,12 @@ int sequence_make(cxlkv_pool *pool, cxlkv_sequence **out) {
         return fail(ENOMEM, "no memory for a sequence");
     }
     pool_retain(pool);
-    pthread_mutex_lock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
     made->next = sequences_of(pool)->first;
     if (made->next) made->next->previous = made;
     sequences_of(pool)->first = made;
     count_sequences(pool, 1);
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_unlock(&pool->locks.list);
     *out = made;
     return 0;
 }
@@ -221,7 +221,7 @@ void sequence_push(cxlkv_sequence *sequence, uint32_t part, uint32_t index, uint
 }
 
 uint32_t window_page(const cxlkv_pool *pool, uint32_t part, uint64_t position) {
-    uint64_t window = pool->parts[part].window;
+    uint64_t window = pool->layers.parts[part].window;
     if (window == 0 || position < window) return 0;
     return (uint32_t)((position - window + 1) / pool->layout.page_tokens);
 }
@@ -328,13 +328,13 @@ static void sequence_drop_pages(cxlkv_sequence *sequence) {
 /* Takes it off the pool's list and frees it; its pages were given back, or others have them. */
 static void sequence_discard(cxlkv_sequence *sequence) {
     cxlkv_pool *pool = sequence->pool;
-    pthread_mutex_lock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
     if (sequence->previous) sequence->previous->next = sequence->next;
     else sequences_of(pool)->first = sequence->next;
     if (sequence->next) sequence->next->previous = sequence->previous;
     deadlines_remove(&sequences_of(pool)->deadlines, sequence);
     count_sequences(pool, -1);
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_unlock(&pool->locks.list);
     tables_drop(sequence, GIVEN);
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
         tail_drop(pool, sequence->tails[layer]);
@@ -347,7 +347,7 @@ void sequences_expire(cxlkv_pool *pool) {
     deadlines *all = &sequences_of(pool)->deadlines;
     if (!deadlines_any_ended(all, now)) return;
     cxlkv_sequence *busy = NULL;
-    pthread_mutex_lock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
     for (cxlkv_sequence *s; (s = deadlines_ended(all, now)) != NULL;) {
         if (pthread_rwlock_trywrlock(&s->lock) != 0) { /* a call works on it: next time */
             s->next_busy = busy;
@@ -360,7 +360,7 @@ void sequences_expire(cxlkv_pool *pool) {
     }
     for (; busy; busy = busy->next_busy)
         deadlines_add(all, busy); /* it has just been there: there is room */
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_unlock(&pool->locks.list);
 }
 
 /* ---- all of a pool ---- */
@@ -378,9 +378,9 @@ void sequences_forked(cxlkv_pool *pool) {
 }
 
 void sequences_release(cxlkv_pool *pool) {
-    pthread_mutex_lock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
     for (cxlkv_sequence *s = sequences_of(pool)->first; s; s = s->next) s->released = true;
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_unlock(&pool->locks.list);
 }
 
 void sequences_free(cxlkv_pool *pool) {
@@ -507,7 +507,7 @@ static int rewind_layer(void *context, uint32_t layer) {
     uint64_t page = task->tokens / page_tokens;
     /* Tokens of an incomplete page are in the layer's tail already. */
     if (filled == 0 || sequence->layer_tokens[layer] < (page + 1) * page_tokens) return 0;
-    uint32_t id = sequence_page(sequence, sequence->pool->part_of[layer], (uint32_t)page);
+    uint32_t id = sequence_page(sequence, sequence->pool->layers.part_of[layer], (uint32_t)page);
     return tail_from_page(sequence->pool, id, layer, filled, &task->made[layer]);
 }
 
@@ -524,7 +524,7 @@ static int truncate_locked(cxlkv_sequence *sequence, uint64_t tokens) {
                         "truncate to %lu tokens: the layers with a window of %u have given back "
                         "what token %lu would see (all before token %lu). Append with a larger "
                         "rewind=, or compute the sequence anew",
-                        tokens, pool->parts[part].window, tokens,
+                        tokens, pool->layers.parts[part].window, tokens,
                         (uint64_t)sequence->tables[part].first * pool->layout.page_tokens);
     tail **made = calloc(layers, sizeof(*made));
     if (!made) return fail(ENOMEM, "no memory for truncate");

@@ -207,7 +207,7 @@ static inline uint64_t view_together(const layer_view *view, uint32_t index, uin
 static inline uint64_t view_sealed(const layer_view *view) {
     const cxlkv_pool *pool = view->sequence->pool;
     if (view->sequence->of_client) return 0;
-    uint32_t last_layer = pool->parts[view->part].last_layer;
+    uint32_t last_layer = pool->layers.parts[view->part].last_layer;
     return view->sequence->layer_tokens[last_layer] / pool->layout.page_tokens;
 }
 #endif

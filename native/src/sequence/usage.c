@@ -89,11 +89,11 @@ static void weigh_seen(counting *c, const layer_view *view, const weights *w) {
 
 static bool counts(const cxlkv_batch *batch) {
     return !batch->counted_elsewhere &&
-           !atomic_load_explicit(&batch->pool->hotness_off, memory_order_relaxed);
+           !atomic_load_explicit(&batch->pool->counts.off, memory_order_relaxed);
 }
 
 bool hotness_weighs(const cxlkv_batch *batch) {
-    return atomic_load_explicit(&batch->pool->hotness_by_mass, memory_order_relaxed) &&
+    return atomic_load_explicit(&batch->pool->counts.by_mass, memory_order_relaxed) &&
            counts(batch);
 }
 

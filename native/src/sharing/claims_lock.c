@@ -18,7 +18,7 @@ void peers_pause(cxlkv_pool *pool) {
         peers_beat(pool, false);
         host_unlock(pool);
     }
-    peers_rest(atomic_fetch_add_explicit(&pool->claim_pauses, 1, memory_order_relaxed));
+    peers_rest(atomic_fetch_add_explicit(&pool->waits.claim_pauses, 1, memory_order_relaxed));
 }
 
 static void pause_outside(void *context) {
@@ -60,7 +60,7 @@ static void claim_repair(cxlkv_pool *pool, const hosts *turn) {
 static void begin(cxlkv_pool *pool, hosts *turn, bool owner_died) {
     __atomic_store_n(&pool->host->claimer, pool->slot, __ATOMIC_RELAXED);
     *turn = hosts_outside(pool);
-    atomic_store_explicit(&pool->claim_pauses, 0, memory_order_relaxed);
+    atomic_store_explicit(&pool->waits.claim_pauses, 0, memory_order_relaxed);
     if (!owner_died) return;
     claim_repair(pool, turn);
     pthread_mutex_consistent(&pool->host->claims);
@@ -73,7 +73,7 @@ static uint64_t longest_wait_ns(const cxlkv_pool *pool) {
         uint64_t theirs = __atomic_load_n(&pool->host->views[host].lease_ns, __ATOMIC_RELAXED);
         if (theirs > lease_ns) lease_ns = theirs;
     }
-    return pool->lock_wait_ns + 2 * lease_ns;
+    return pool->waits.lock_ns + 2 * lease_ns;
 }
 
 int claim_lock(cxlkv_pool *pool, hosts *turn) {
@@ -101,7 +101,7 @@ int claim_trylock(cxlkv_pool *pool, hosts *turn) {
 void claim_unlock(cxlkv_pool *pool) { pthread_mutex_unlock(&pool->host->claims); }
 
 int claim_poisoned(cxlkv_pool *pool, const hosts *turn, const guard *fault) {
-    bool locked = pthread_equal(__atomic_load_n(&pool->lock_thread, __ATOMIC_RELAXED),
+    bool locked = pthread_equal(__atomic_load_n(&pool->waits.lock_thread, __ATOMIC_RELAXED),
                                 pthread_self());
     int code = locked ? poison_error_locked(pool, fault) : poison_error(pool, fault);
     if (locked) host_unlock(pool);

@@ -99,8 +99,8 @@ static bool follow_all(cxlkv_pool *pool) {
 /* What others wish to be forgotten of pages that are not ours, and not theirs: their owner may not
  * run. Each comes after the publishing that it means, which another log told: so that is read. */
 static void forget_foreign(cxlkv_pool *pool) {
-    for (uint32_t i = 0; i < pool->forgotten_count; i++) {
-        const log_record *record = &pool->forgotten[i];
+    for (uint32_t i = 0; i < pool->forgotten.count; i++) {
+        const log_record *record = &pool->forgotten.records[i];
         if (page_is_ours(pool, record->page) || index_find(pool, record->hash) != record->page ||
             !forget_matters(pool, record))
             continue;
@@ -111,7 +111,7 @@ static void forget_foreign(cxlkv_pool *pool) {
 
 void peers_follow(cxlkv_pool *pool) {
     bool followed = follow_all(pool);
-    if (pool->forgotten_count) {
+    if (pool->forgotten.count) {
         followed = follow_all(pool) && followed;
         forget_foreign(pool);
         forgotten_drop(pool);

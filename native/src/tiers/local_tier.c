@@ -74,7 +74,8 @@ static int tables_make(const cxlkv_pool *pool, local_tier *tier) {
                     tier->slot_count);
     for (uint64_t i = 0; i < layers; i++) tier->layer_of[i] = NO_LAYER;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
-        tier->layer_of[pool->part_of[layer] * rows + pool->row_of[layer]] = (uint16_t)layer;
+        tier->layer_of[pool->layers.part_of[layer] * rows + pool->layers.row_of[layer]] =
+            (uint16_t)layer;
     for (uint32_t i = 0; i < tier->slot_count; i++)
         tier->slots[i].next_free = i + 1 < tier->slot_count ? i + 1 : NO_SLOT;
     return 0;
@@ -109,13 +110,13 @@ int cxlkv_local_make(cxlkv_pool *pool, uint64_t bytes) {
     local_tier *made = NULL;
     int code = tier_make(pool, bytes, &made);
     if (code < 0) return code;
-    pthread_rwlock_wrlock(&pool->operations);
-    if (pool->closed) code = fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
+    pthread_rwlock_wrlock(&pool->locks.operations);
+    if (pool->handle.closed) code = fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
     else if (tier_of(pool))
         code = fail(CXLKV_E_BUSY,
                     "the pool has a local tier in this process: close that one first");
     else atomic_store(&pool->owner[OWNER_TIERS], made);
-    pthread_rwlock_unlock(&pool->operations);
+    pthread_rwlock_unlock(&pool->locks.operations);
     if (code < 0) tier_free(made, true);
     return code;
 }
@@ -131,9 +132,9 @@ void local_forked(cxlkv_pool *pool) {
 }
 
 int cxlkv_local_destroy(cxlkv_pool *pool) {
-    pthread_rwlock_wrlock(&pool->operations);
+    pthread_rwlock_wrlock(&pool->locks.operations);
     local_drop_all(pool);
-    pthread_rwlock_unlock(&pool->operations);
+    pthread_rwlock_unlock(&pool->locks.operations);
     return 0;
 }
 

@@ -38,7 +38,7 @@ static inline local_tier *tier_of(const cxlkv_pool *pool) {
     return atomic_load_explicit(&pool->owner[OWNER_TIERS], memory_order_relaxed);
 }
 static inline uint64_t unit_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
-    return (uint64_t)page * pool->geometry.record_layers + pool->row_of[layer];
+    return (uint64_t)page * pool->geometry.record_layers + pool->layers.row_of[layer];
 }
 /* The copy of a unit whose page the caller holds, or NULL; between local_enter and local_leave. */
 static inline const uint8_t *local_find(const cxlkv_pool *pool, const local_tier *tier,

@@ -122,10 +122,10 @@ static int piece_out(const record_job *job, uint32_t page, uint32_t layer, uint3
 static int pieces_out(const record_job *job, uint32_t page, uint32_t part, uint8_t *record) {
     cxlkv_pool *pool = job->pool;
     uint8_t *table = record + sizeof(packed_header);
-    for (uint32_t layer = pool->parts[part].first_layer; layer <= pool->parts[part].last_layer;
-         layer++) {
-        if (pool->part_of[layer] != part) continue;
-        uint32_t row = pool->row_of[layer];
+    uint32_t last_layer = pool->layers.parts[part].last_layer;
+    for (uint32_t layer = pool->layers.parts[part].first_layer; layer <= last_layer; layer++) {
+        if (pool->layers.part_of[layer] != part) continue;
+        uint32_t row = pool->layers.row_of[layer];
         for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
             for (uint32_t head = 0; job->packing.sizes[kind] && head < pool->layout.kv_heads;
                  head++) {
@@ -160,7 +160,7 @@ static int record_out(const record_job *job, uint32_t item) {
     code = pieces_out(job, page, header.part, record);
     if (code < 0) return code;
     /* Layers that the part does not have, and what fills the record up to a line. */
-    uint8_t *rest = piece_at(job, record, pool->parts[header.part].layers, PIECE_DIGEST, 0);
+    uint8_t *rest = piece_at(job, record, pool->layers.parts[header.part].layers, PIECE_DIGEST, 0);
     memset(rest, 0, (size_t)(record + job->packing.record_bytes - rest));
     packed_header packed = {.magic = CXLKV_PACKED_MAGIC, .version = CXLKV_PACKED_VERSION,
                             .bytes = job->packing.record_bytes, .tokens = header.tokens,
@@ -299,7 +299,7 @@ static bool piece_in(const record_job *job, const arrival *a, uint32_t layer, ui
 static bool layer_in(const record_job *job, const arrival *a, uint32_t layer, uint8_t *record,
                      uint32_t *table) {
     cxlkv_pool *pool = job->pool;
-    uint32_t row = pool->row_of[layer];
+    uint32_t row = pool->layers.row_of[layer];
     for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
         for (uint32_t head = 0; job->packing.sizes[kind] && head < pool->layout.kv_heads; head++) {
             uint32_t *entry = table + entry_of(job, row, head, kind);
@@ -318,11 +318,11 @@ static int record_in(const write_job *write, uint32_t item, uint32_t *table) {
     const arrival *a = &write->arrivals[item];
     uint64_t table_bytes = pool->geometry.checksum_bytes;
     uint8_t *record = record_at(job, item);
-    const part *own = &pool->parts[a->header.part];
+    const part *own = &pool->layers.parts[a->header.part];
     memcpy(table, record + sizeof(packed_header), table_bytes);
     if (crc32c(0, table, table_bytes) != a->header.table_crc) return -CXLKV_E_CORRUPT;
     for (uint32_t layer = own->first_layer; layer <= own->last_layer; layer++)
-        if (pool->part_of[layer] == a->header.part &&
+        if (pool->layers.part_of[layer] == a->header.part &&
             !layer_in(job, a, layer, record, table))
             return -CXLKV_E_CORRUPT;
     const uint8_t *rest = piece_at(job, record, own->layers, PIECE_DIGEST, 0);

@@ -60,7 +60,8 @@ static bool sends_keys(const calling *call) { return call->operation != REQUEST_
 /* As the worker is told of it: its length, and what of its tail the worker has. */
 static request_sequence sequence_item(const calling *call, uint32_t index) {
     const cxlkv_sequence *sequence = call->batch->sequences[index];
-    const worker_table *known = &sequence->worker_tables[call->batch->pool->part_of[call->layer]];
+    uint32_t part = call->batch->pool->layers.part_of[call->layer];
+    const worker_table *known = &sequence->worker_tables[part];
     const worker_tail *had = &sequence->worker_tails[call->layer];
     uint64_t tokens = sequence->layer_tokens[call->layer];
     uint64_t first = tokens - tokens % call->facts.layout->page_tokens;

@@ -186,7 +186,7 @@ int client_forget(worker_client *c, uint64_t deadline_ns) {
 static void tails_untold(cxlkv_sequence *sequence, uint32_t part) {
     const cxlkv_pool *pool = sequence->pool;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
-        if (pool->part_of[layer] == part) sequence->worker_tails[layer] = (worker_tail){0};
+        if (pool->layers.part_of[layer] == part) sequence->worker_tails[layer] = (worker_tail){0};
 }
 
 /* False when the worker knows all complete pages of the layer. */
@@ -244,7 +244,7 @@ static int tell_some(worker_client *c, cxlkv_sequence **sequences, const request
 /* In as few requests as have room. */
 int client_tell(worker_client *c, cxlkv_batch *batch, uint32_t layer, uint64_t deadline_ns) {
     enum { CHANGES = 64 };
-    uint32_t part = batch->pool->part_of[layer], next = 0;
+    uint32_t part = batch->pool->layers.part_of[layer], next = 0;
     while (next < batch->count) {
         request_table changes[CHANGES];
         cxlkv_sequence *whose[CHANGES];
@@ -323,12 +323,12 @@ int client_use(cxlkv_pool *pool, uint32_t use, double deadline_s) {
                     "open it");
     int code = pool_enter(pool);
     if (code < 0) return code;
-    pthread_mutex_lock(&pool->list_lock);
+    pthread_mutex_lock(&pool->locks.list);
     worker_client *c = atomic_load(&pool->owner[OWNER_WORKER]);
     if (!c) c = client_make();
     if (c) atomic_store(&pool->owner[OWNER_WORKER], c);
     else code = fail(ENOMEM, "no memory for a worker's client");
-    pthread_mutex_unlock(&pool->list_lock);
+    pthread_mutex_unlock(&pool->locks.list);
     if (c) {
         pthread_mutex_lock(&c->lock);
         c->deadline_s = deadline_s;

@@ -91,7 +91,7 @@ static int table_apply(session *s, table *t, const request_table *item, const ui
         table_clear(t);
         return 0;
     }
-    if (item->first && !s->worker->pool->parts[item->part].window)
+    if (item->first && !s->worker->pool->layers.parts[item->part].window)
         return fail(CXLKV_E_ARGUMENT, "worker: table %u begins with page %u, and part %u has no "
                     "window", item->table, item->first, item->part);
     int code = 0;
@@ -228,7 +228,7 @@ static int place_sequence(session *s, const request *r, uint32_t index, const ui
                     item.version);
     if (t->request == w->requests)
         return fail(CXLKV_E_ARGUMENT, "worker: table %u is there twice", item.table);
-    if (t->part != w->pool->part_of[r->layer] ||
+    if (t->part != w->pool->layers.part_of[r->layer] ||
         item.tokens / w->facts.layout->page_tokens > t->sequence->page_count)
         return fail(CXLKV_E_ARGUMENT, "worker: table %u has %u pages of part %u, %lu tokens of "
                     "layer %u are wanted", item.table, t->sequence->page_count, t->part,

@@ -32,7 +32,7 @@ static void lock_begin(cxlkv_pool *pool) {
     sem_init(&other.lets_go, 0, 0);
     CHECK(pthread_create(&other.thread, NULL, hold_lock, NULL) == 0);
     while (sem_wait(&other.has) != 0) continue;
-    pool->lock_wait_ns = 2000000;
+    pool->waits.lock_ns = 2000000;
 }
 
 static void lock_end(void) {
@@ -42,7 +42,7 @@ static void lock_end(void) {
 
 /* So many wait: all others see it, and then nobody does. */
 static void check_queued(cxlkv_pool *pool, uint64_t count) {
-    CHECK(atomic_load(&pool->late_count) == count);
+    CHECK(atomic_load(&pool->late.count) == count);
     CHECK(atomic_load(&pool->host->counters[pool->slot].late_drops) == count);
 }
 
@@ -122,7 +122,7 @@ static void test_others_are_told(const char *path) {
     cxlkv_sequence *sequence = written(pool);
     uint64_t pages = sequence->page_count;
     lock_begin(watcher);
-    pool->lock_wait_ns = 2000000;
+    pool->waits.lock_ns = 2000000;
     cxlkv_sequence_destroy(&sequence);
     lock_end();
     CHECK(cxlkv_pool_check(watcher, 0, text, sizeof(text)) == 1);

@@ -18,7 +18,7 @@ static int claim_waits_for = -1;
 
 static void wait_other(int fd);
 static void before_claim(void) {
-    if (robbed) robbed->host->processes[robbed->fork_slot].nonce ^= 1;
+    if (robbed) robbed->host->processes[robbed->fork.slot].nonce ^= 1;
     if (dies_before_claim) _exit(0);
     if (claim_waits_for >= 0) wait_other(claim_waits_for);
 }
@@ -242,7 +242,7 @@ static void test_slot_of_another(void) {
     }
     robbed = NULL;
     test_ended(child, 0);
-    CHECK(pool->host->processes[pool->fork_slot].state == 2); /* "the other" still has it */
+    CHECK(pool->host->processes[pool->fork.slot].state == 2); /* "the other" still has it */
     end(pool, sequence, NULL);
 }
 

@@ -120,12 +120,12 @@ static int64_t do_create_pool(void) {
 /* Layer 0 may have a window: then pages behind it may have gone in an append that failed later, and
  * only the last layer is read whole. */
 static void as_it_was(uint64_t free_pages) {
-    if (pool->windowed) CHECK(test_stats(pool).pages.free >= free_pages);
+    if (pool->layers.windowed) CHECK(test_stats(pool).pages.free >= free_pages);
     else CHECK(test_stats(pool).pages.free == free_pages);
     CHECK(cxlkv_sequence_tokens(sequence, CXLKV_LAYER_LAST) == TOKENS);
     CHECK(cxlkv_sequence_tokens(sequence, 0) == TOKENS);
     CHECK(test_verify(sequence, TEST_LAYERS - 1, marks, TOKENS) == 0);
-    if (!pool->windowed) CHECK(test_verify(sequence, 0, marks, TOKENS) == 0);
+    if (!pool->layers.windowed) CHECK(test_verify(sequence, 0, marks, TOKENS) == 0);
     test_clean(pool);
 }
 
@@ -210,7 +210,7 @@ static void attaching(void) {
  * the page table to the next, and forks share them. */
 static void windowed(void) {
     pool = test_window_pool(0, WINDOW);
-    CHECK(pool->geometry.part_count == 2 && pool->windowed);
+    CHECK(pool->geometry.part_count == 2 && pool->layers.windowed);
     for (int shared = 0; shared < 2; shared++) {
         cxlkv_sequence *child = NULL;
         sequence = test_sequence(pool, marks, TOKENS);

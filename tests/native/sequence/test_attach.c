@@ -43,7 +43,7 @@ static arrival write_elsewhere(cxlkv_pool *pool, uint32_t count) {
     for (uint32_t item = 0; item < count; item++) { /* page by page: no window passes one */
         CHECK(test_append_all(source, a.marks + item * TEST_PAGE_TOKENS, TEST_PAGE_TOKENS) >= 0);
         for (uint32_t layer = 0; layer < TEST_LAYERS; layer++) {
-            uint32_t part = pool->part_of[layer];
+            uint32_t part = pool->layers.part_of[layer];
             copy_layer(pool, &a, sequence_page(source, part, item), a.pages[part * count + item],
                        layer, item);
         }

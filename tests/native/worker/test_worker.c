@@ -216,8 +216,8 @@ static void wrong_tables(made *m) {
  * chunks, so a request of 16,384 tables, 640 KiB long, would reserve 12 GiB. */
 static void tables_without_end(made *m) {
     enum { TABLES = 17, FIRST = REQUEST_PAGES_MAX - 1 };
-    uint32_t window = m->served->parts[0].window;
-    m->served->parts[0].window = 1;
+    uint32_t window = m->served->layers.parts[0].window;
+    m->served->layers.parts[0].window = 1;
     for (int turn = 0; turn < 2; turn++) {
         for (uint32_t i = 0; i < TABLES; i++) {
             request_table item = {.table = 1 + i, .to = 9, .first = FIRST, .kept = FIRST};
@@ -227,7 +227,7 @@ static void tables_without_end(made *m) {
         for (uint32_t i = 0; i < TABLES; i++) /* the memory of those that go is there again */
             CHECK(tell_item(m, (request_table){.table = 1 + i}) == 0);
     }
-    m->served->parts[0].window = window;
+    m->served->layers.parts[0].window = window;
     request_table item = {.table = 1, .from = 8, .to = 9, .kept = m->pool->host->page_count + 1};
     SAYS(tell_item(m, item), -CXLKV_E_ARGUMENT, "that there are");
 }
