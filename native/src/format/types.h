@@ -9,7 +9,7 @@
  *   pools_lock()
  *   operations
  *   a batch's, then its sequences' by their addresses
- *   list_lock (who has it only tries a sequence's), then spare_lock
+ *   locks.list (who has it only tries a sequence's), then locks.spare
  *   the local tier's lock, then its readers
  *   claims of the host state, then its mutex, the host lock
  * Who has the host lock waits for no other host, and not for readers, who may wait for it. */
@@ -307,7 +307,7 @@ static inline void count_add(cxlkv_pool *pool, enum counter which, uint64_t amou
 static inline void host_count(host_state *host, enum counter which) {
     atomic_fetch_add_explicit(&host->counters[PROCESS_MAX].counts[which], 1, memory_order_relaxed);
 }
-/* So many sequences more; under list_lock. */
+/* So many sequences more; under locks.list. */
 static inline void count_sequences(cxlkv_pool *pool, int64_t more) {
     pool->sequence_count += (uint64_t)more;
     atomic_store_explicit(&pool->counters->sequences, pool->sequence_count, memory_order_relaxed);

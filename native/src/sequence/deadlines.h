@@ -1,4 +1,4 @@
-/* Deadlines of leases: all under the pool's list_lock but the last. */
+/* Deadlines of leases: all under the pool's locks.list but the last. */
 #ifndef CXLKV_SEQUENCE_DEADLINES_H
 #define CXLKV_SEQUENCE_DEADLINES_H
 #include "sequence/types.h"

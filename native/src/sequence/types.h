@@ -78,9 +78,9 @@ typedef struct deadlines {
 
 /* What a pool has of OWNER_SEQUENCES. */
 typedef struct pool_sequences {
-    cxlkv_sequence *first;       /* and deadlines: under the pool's list_lock */
+    cxlkv_sequence *first;       /* and deadlines: under the pool's locks.list */
     deadlines deadlines;         /* of those that are hits */
-    tail *spare_tails;           /* and their count: under its spare_lock */
+    tail *spare_tails;           /* and their count: under its locks.spare */
     uint64_t spare_count;
     struct room *_Atomic room;   /* of the last call that wanted much: room_take() */
 } pool_sequences;
