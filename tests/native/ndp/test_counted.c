@@ -26,15 +26,19 @@ static const kernels *own;       /* what is wrapped */
 static kernels counting;
 static const uint8_t *memory;    /* of the pool; NULL: nothing is marked */
 static size_t memory_bytes;
-static uint8_t *marks;
-static uint64_t counted;         /* in the stages that have ended */
+static uint16_t *marks;          /* of each byte: the stage that read it last */
+static uint16_t stage;
+static uint64_t counted;         /* of a select: bytes, once in each of its stages */
 static uint32_t staged;          /* selects in two stages; where they do not pay it is exact */
 
 static void mark(const void *read, size_t bytes) {
     size_t at = (size_t)((const uint8_t *)read - memory);
     if (!memory || (const uint8_t *)read < memory || at >= memory_bytes) return;
     CHECK(at + bytes <= memory_bytes);
-    for (size_t i = at; i < at + bytes; i++) __atomic_store_n(&marks[i], 1, __ATOMIC_RELAXED);
+    for (size_t i = at; i < at + bytes; i++) {
+        counted += marks[i] != stage;
+        marks[i] = stage;
+    }
 }
 
 static void mark_rows(int dtype, const void *rows, size_t row_bytes, uint32_t count, uint32_t dim) {
@@ -152,16 +156,11 @@ static void wrap(const kernels *table) {
 
 /* ---- select ---- */
 
-static void end_stage(void) {
-    for (size_t i = 0; i < memory_bytes; i++) counted += marks[i];
-    memset(marks, 0, memory_bytes);
-}
-
 /* Items of one stage read different bytes. */
 static int in_a_stage(int (*task)(void *context, uint32_t item), void *context, uint32_t item) {
-    end_stage();
+    stage++;
     int code = task(context, item);
-    end_stage();
+    stage++;
     return code;
 }
 
@@ -227,12 +226,11 @@ static void check_bytes(cxlkv_sequence *sequence, uint32_t method, uint32_t grou
     cxlkv_batch *batch = test_batch(sequence->pool, 1, &sequence);
     const cxlkv_layout *layout = &sequence->pool->layout;
     uint64_t open = HEADS * kind_token_bytes(layout, PIECE_KEYS) * (TOKENS % layout->page_tokens);
-    counted = 0;
+    counted = 0, stage++;
     memory = sequence->pool->region.base;
     CHECK(cxlkv_batch_select(batch, &args) >= 0);
     memory = NULL;
     cxlkv_batch_destroy(&batch);
-    end_stage();
     printf("%s, group %u, %u pages: says %lu, reads %lu and %lu\n", names[method], group, pages,
            args.found.bytes_scored, counted, open);
     CHECK(args.found.bytes_scored == counted + open);
@@ -250,7 +248,7 @@ static void check_form(form f, uint64_t *state) {
     CHECK(cxlkv_pool_create(NULL, &layout, NULL, 16 << 20, 0, NULL, 0, &pool) == 0);
     CHECK(cxlkv_pool_set_threads(pool, 1) == 0);
     memory_bytes = pool->geometry.region_bytes;
-    marks = calloc(memory_bytes, 1);
+    marks = calloc(memory_bytes, sizeof(*marks));
     CHECK(marks);
     printf("dim %u, pages of %u, dtype %u, encoding %u, sketch %u\n", f.dim, f.page_tokens, f.dtype,
            f.encoding, f.sketch);
