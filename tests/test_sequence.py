@@ -329,7 +329,8 @@ def test_append_and_select_are_few_calls_from_the_core(monkeypatch: pytest.Monke
         assert "<lambda>" not in {name for _, name in append}, "no closure on the way"
         sequence.select(0, q, budget)  # what was measured of this machine is looked up once
         select = python_calls(lambda: sequence.select(0, q, budget))
-        assert len(select) <= 14, str(select)  # two more where an earlier test has audited
+        # Three of them where earlier tests have audited, or kept an equal budget's form.
+        assert len(select) <= 15, str(select)
         picked = sequence.select(0, q, budget)
         attend = python_calls(lambda: sequence.attend(0, q, picked))
         assert len(attend) <= 13, str(attend)
