@@ -71,7 +71,7 @@ setup: $(VENV)/.built  ## the environment in .venv, with the C core built
 
 check: lint types native-asan pytest-core  ## 4 minutes: what a change to the core must pass at once
 
-test: lint types native-test native-test-arm64 pytest  ## 12 minutes: what each commit must pass
+test: lint types native-test native-test-arm64 pytest  ## 20 minutes: what each commit must pass
 
 nightly:      ## the rest, in parts, from where it stopped: make nightly ARGS=--list
 	$(PYTHON) tests/nightly.py $(ARGS)
