@@ -30,7 +30,7 @@ class Change:
     low: float | None
     high: float | None
     verdict: str
-    """"", "better", "worse", "changed" where nobody knows which way is good, or "noise"."""
+    """Empty, "better", "worse", "changed" (where neither way is better), or "noise"."""
     emulated: str | None = None
 
     @property

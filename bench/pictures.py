@@ -215,7 +215,7 @@ def columns_of(cells: Cells) -> list[str]:
 
 
 def lines_of(result: Result, forms: Sequence[str]) -> dict[tuple[str, int], Lines]:
-    """FORM_OF_REQUESTSxTOKENS: by what it is of, and requests."""
+    """Group the metrics named FORM_OF_REQUESTSxTOKENS by what they measure and by requests."""
     found: dict[tuple[str, int], Lines] = {}
     for name, metric in result.metrics.items():
         match = POINT.fullmatch(name)
@@ -267,7 +267,7 @@ def heat_maps(result: Result, ratios: Sequence[str], path: Path) -> None:
     height = 0.3 * sum(heights) + 0.8 * len(maps) + 0.6
     figure, panels = canvas(4.6 * len(ratios), height, len(maps), len(ratios), heights=heights)
     words = (
-        "blue: what is wanted, or more; orange: less",
+        "blue: the target is met; orange: it is missed",
         "d: channels of a head, g: query heads a kv head, p: tokens a page, x: sequences",
     )
     figure.suptitle("\n".join(words), color=INK, fontsize=12)

@@ -178,9 +178,9 @@ class Result(Labelled):
     """One run of one case; what `--json FILE` writes.
 
     checks: what must hold for the figures to mean anything; when one does not, no ratio is
-    written. A ratio's name says what is divided by what. emulated: what stands for far memory, by
-    CXLKV_EMULATE or an open pool, "PROFILE, mode", or None; links: the same of figures for which it
-    is something else. over_links: False where no operation of a pool is timed.
+    written. A ratio's name gives numerator and denominator. emulated: "PROFILE, mode" of the far
+    memory that CXLKV_EMULATE or an open pool emulates, or None; links: the same for figures that
+    have another. over_links: False where no operation of a pool is timed.
     """
 
     case: str

@@ -55,7 +55,8 @@ class Forked(Protocol):
 
     def reset_after_fork(self) -> None:
         """Makes locks anew in a child, before anything else runs there, forgets threads, closes the
-        child's copies of sockets and files, and asks nobody. It may not wait for a lock."""
+        child's copies of sockets and files, and talks to no other process. It may not wait for a
+        lock."""
 
 
 class BeforeClose:

@@ -93,13 +93,13 @@ class Options(TypedDict, total=False):
 class Pool(Closing):
     """What pools of K and V (CXLPool) and of objects (ObjectPool) have in common.
 
-    Made by create() or open(); on this class itself they return the one or the other, by what is
-    stored. After an os.fork() the child has its own references to all that it inherits. Methods may
+    Made by create() or open(); called on this class, they return the kind that the pool
+    stores. After an os.fork() the child has its own references to all that it inherits. Methods may
     be called from any thread.
     """
 
     _instead = "open it by its path there, which one in anonymous memory has not"
-    _kinds: ClassVar[dict[str, type[Pool]]] = {}  # by what they store
+    _kinds: ClassVar[dict[str, type[Pool]]] = {}  # name of what a pool stores: its class
 
     def __init_subclass__(cls, stores: str = "") -> None:
         """A class that says what it stores is the one that create() and open() make for it."""
@@ -387,7 +387,7 @@ class Pool(Closing):
         """Take published pages, or objects, of `keys` out of the index; returns how many. Frees
         the unused.
 
-        Pinned ones too: a pin is against eviction, not against who asks for this by name. strict:
+        Pinned ones too: a pin protects from eviction, not from this call. strict:
         as in publish(); keys of content say it themselves. Keys of objects are what put() takes.
         """
         return _core.forget(self._handle, self._hashes(keys, strict))

@@ -331,7 +331,7 @@ class Lease(_Leased):
 
 
 class Reserved(_Leased):
-    """Memory for objects that nobody finds yet; views are to be written."""
+    """Memory reserved for objects: write to its views; no lookup finds them yet."""
 
     _writable = True
 

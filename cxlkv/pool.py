@@ -15,7 +15,7 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import scorers
 from cxlkv.ndp.worker import WorkerUse, worker_use
 from cxlkv.numbers import is_whole, seconds
-from cxlkv.objects import ObjectPool as ObjectPool  # Pool.open() finds it by what is stored
+from cxlkv.objects import ObjectPool as ObjectPool  # so that Pool.open() knows this kind
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
 from cxlkv.sequence import Batch, Hit, Sequence
 

@@ -18,7 +18,7 @@ import pytest
 from cxlkv import Budget, CXLPool, KVLayout, Sequence, _io_hooks
 from cxlkv._native import lib
 from cxlkv.errors import BadArgumentError, PoolFullError
-from cxlkv.ndp import audit
+from cxlkv.ndp import audit, simd
 
 from .support.texts import DIM, HEADS, append, grown, verify
 
@@ -327,10 +327,10 @@ def test_append_and_select_are_few_calls_from_the_core(monkeypatch: pytest.Monke
         assert len(append) <= 6, str(append)
         assert len({file for file, _ in append}) <= 5, append
         assert "<lambda>" not in {name for _, name in append}, "no closure on the way"
+        simd._criterion_of.cache_clear()  # an equal budget of an earlier test costs a comparison
         sequence.select(0, q, budget)  # what was measured of this machine is looked up once
         select = python_calls(lambda: sequence.select(0, q, budget))
-        # Three of them where earlier tests have audited, or kept an equal budget's form.
-        assert len(select) <= 15, str(select)
+        assert len(select) <= 14, str(select)  # two more where an earlier test has audited
         picked = sequence.select(0, q, budget)
         attend = python_calls(lambda: sequence.attend(0, q, picked))
         assert len(attend) <= 13, str(attend)

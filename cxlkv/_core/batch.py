@@ -133,7 +133,7 @@ Scored = Any  # a cxlkv_scored: how it went that pages were chosen
 
 
 class Criteria(NamedTuple):
-    """A cxlkv_criteria, by what pages are chosen, beside its budgets: numbers as the core has them.
+    """The fields of a cxlkv_criteria but its budgets: how to choose pages, as the core numbers it.
     errors: how many of its errors an estimate may be short; read_rate: GB/s, 0: not known."""
 
     method: int

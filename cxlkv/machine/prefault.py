@@ -14,8 +14,7 @@ log = logging.getLogger("cxlkv")
 
 LATER = "the pool's memory comes into place when it is used first: %s"
 STEP_BYTES = 16 << 20
-"""Bytes that are touched at once: meanwhile the kernel lets nobody map or unmap memory of this
-process, 5 to 40 ms."""
+"""Bytes to touch in one call. For 5 to 40 ms no thread of this process can map or unmap memory."""
 
 
 def run(pool: _core.Handle, huge: bool = True, is_over: Callable[[], bool] = lambda: False) -> None:
