@@ -20,8 +20,7 @@
  * has it; so they may have been done before those, and the line filled again. Without: older loads
  * come first, as in the model Px86 (Raad et al., POPL 2020).
  * Stronger than some hardware: flush_evict is done when it returns, as flush.h promises. */
-#ifndef CXLKV_INCOHERENT_H
-#define CXLKV_INCOHERENT_H
+#pragma once
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -126,4 +125,3 @@ const struct incoherent_counts *incoherent_counts(incoherent *sim);
 uint64_t incoherent_trace_hash(incoherent *sim);
 /* The last operations and events, the latest at the end. */
 void incoherent_trace(incoherent *sim, FILE *to);
-#endif

@@ -1,7 +1,6 @@
 /* What the files of the emulator share: its state, and who does what. incoherent.c is the seam and
  * the interface, caches.c the caches and buffers, scheduler.c the actors, trace.c the record. */
-#ifndef SIMULATION_H
-#define SIMULATION_H
+#pragma once
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
@@ -152,4 +151,3 @@ void scheduler_make(incoherent *sim);
 void scheduler_free(incoherent *sim);
 /* A step: events, the hook, and perhaps other actors. Returns when the caller's turn has come. */
 void scheduler_step(incoherent *sim);
-#endif

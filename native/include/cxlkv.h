@@ -1,8 +1,6 @@
 /* What C programs include: the interface with its types. */
-#ifndef CXLKV_H
-#define CXLKV_H
+#pragma once
 #include <stddef.h>
 #include <stdint.h>
 
 #include "cxlkv_abi.h"
-#endif

@@ -2,8 +2,7 @@
  * on. They use the seam as the protocol does; the two roles find and await each other by mode
  * strict, in lines of the first region. On emulated memory the same code must find each flush and
  * fence that is left out. docs/explanation/coherence.md has the tests. */
-#ifndef CXLKV_LITMUS_H
-#define CXLKV_LITMUS_H
+#pragma once
 #include "base/flush.h"
 #include "measure/measure.h"
 
@@ -30,4 +29,3 @@ struct cxlkv_litmus {
 
 /* Before the first meet(). */
 void litmus_begin(cxlkv_litmus *litmus, uint64_t nonce);
-#endif

@@ -1,6 +1,5 @@
 /* Clocks, and random numbers. */
-#ifndef CXLKV_BASE_CLOCK_H
-#define CXLKV_BASE_CLOCK_H
+#pragma once
 #include <stdint.h>
 #include <time.h>
 
@@ -13,4 +12,3 @@ uint64_t random_u64(void);                /* never 0 */
 static inline struct timespec timespec_of(uint64_t ns) {
     return (struct timespec){(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
 }
-#endif

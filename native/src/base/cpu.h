@@ -1,7 +1,6 @@
 /* What this CPU offers, asked of it directly: __builtin_cpu_supports needs a table that lives in
  * the compiler's run-time library, and the one of the compiler that makes the wheels has none. */
-#ifndef CXLKV_CPU_H
-#define CXLKV_CPU_H
+#pragma once
 
 #if defined(__x86_64__)
 
@@ -89,5 +88,4 @@ static inline bool cpu_has_dot_products(void) {
     return getauxval(AT_HWCAP) & HWCAP_BIT_ASIMDDP;
 }
 
-#endif
 #endif

@@ -1,6 +1,5 @@
 /* CRC32C (Castagnoli, reflected, as in iSCSI and ext4): the check on every piece and every line. */
-#ifndef CXLKV_CRC32C_H
-#define CXLKV_CRC32C_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -29,5 +28,3 @@ void crc32c_fold(uint32_t crc, const uint8_t *rows, size_t stride_bytes, size_t 
 /* "serial", "hardware", "avx512", or "auto" for the best. Returns 0, -ENOTSUP when this CPU or this
  * build lacks the instruction, -EINVAL for an unknown name. */
 int crc32c_force(const char *name);
-
-#endif

@@ -6,8 +6,7 @@
  * emulator can leave one out and a test must then fail; real memory has no use for the name.
  * Addresses are of the pool; sizes in bytes; a range stands for all lines that it touches.
  * docs/explanation/coherence.md has the rules. */
-#ifndef CXLKV_FLUSH_H
-#define CXLKV_FLUSH_H
+#pragma once
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -107,4 +106,3 @@ uint64_t flush_load_word(const void *word);
 
 /* Non-temporal stores before it are visible in this coherence domain before any store after it. */
 static inline void store_fence(void) { flush_fence_stores(FLUSH_LOCAL); }
-#endif

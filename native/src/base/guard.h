@@ -1,6 +1,5 @@
 /* SIGBUS inside a guarded stretch becomes a return value. */
-#ifndef CXLKV_BASE_GUARD_H
-#define CXLKV_BASE_GUARD_H
+#pragma once
 #include <setjmp.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -38,4 +37,3 @@ guard **guard_current(void);
         } GUARD_END(fault, guarded = (on_fault)) \
         guarded;                                 \
     })
-#endif

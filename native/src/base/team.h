@@ -1,6 +1,5 @@
 /* The threads that an OpenMP runtime of this process keeps for the calling thread: its team. */
-#ifndef CXLKV_TEAM_H
-#define CXLKV_TEAM_H
+#pragma once
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -8,4 +7,3 @@
  * all, and waits for all of them. False, and nothing was run: there is no OpenMP runtime, its teams
  * are smaller, or this process was forked from one that had it. */
 bool team_run(uint32_t threads, void (*member)(void *), void *context);
-#endif

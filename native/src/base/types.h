@@ -1,6 +1,5 @@
 /* What every folder uses: the size of a line, small arithmetic. */
-#ifndef CXLKV_BASE_TYPES_H
-#define CXLKV_BASE_TYPES_H
+#pragma once
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -41,4 +40,3 @@ static inline void cpu_relax(void) {
     __asm__ volatile("yield");
 #endif
 }
-#endif

@@ -1,6 +1,5 @@
 /* Claims: who owns which extent; changed under the lock between hosts. */
-#ifndef CXLKV_COHERENCE_CLAIMS_H
-#define CXLKV_COHERENCE_CLAIMS_H
+#pragma once
 #include "coherence/types.h"
 
 /* Of all extents: 0, or -CXLKV_E_CORRUPT when two claims contradict each other. */
@@ -13,4 +12,3 @@ int hosts_claim(const hosts *h, const extent_owner *owners, uint32_t count,
                 const uint32_t *extents, bool ours);
 /* Own claims that were never committed, or do not count: as if never made. */
 void hosts_forget_claims(const hosts *h, uint64_t commits);
-#endif

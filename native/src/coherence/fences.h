@@ -1,6 +1,5 @@
 /* Fences: which commits of a silent host count (V10). */
-#ifndef CXLKV_COHERENCE_FENCES_H
-#define CXLKV_COHERENCE_FENCES_H
+#pragma once
 #include "coherence/types.h"
 
 /* Fences that we began and did not finish. */
@@ -13,4 +12,3 @@ int hosts_fence_of(const hosts *h, uint32_t host, uint32_t epoch, host_fence *fe
 /* Ends an epoch of a host; off: its machine was switched off, as its operator says. -EAGAIN:
  * somebody is fencing us meanwhile, nothing was done. */
 int hosts_fence(const hosts *h, uint32_t host, uint32_t epoch, bool off);
-#endif

@@ -1,6 +1,5 @@
 /* What the files about hosts share: lines kept and looked at, words that say several things. */
-#ifndef CXLKV_COHERENCE_HOST_LINES_H
-#define CXLKV_COHERENCE_HOST_LINES_H
+#pragma once
 #include "base/guard.h"
 #include "coherence/lines.h"
 #include "coherence/types.h"
@@ -65,4 +64,3 @@ typedef struct claim_pair {
 static inline uint8_t *claims_of(const hosts *h, uint32_t host) {
     return h->area.base + host * h->area.block_bytes + h->area.claims_offset;
 }
-#endif

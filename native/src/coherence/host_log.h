@@ -1,6 +1,5 @@
 /* Logs: what a host published, freed, and wants forgotten: others need not look at all. */
-#ifndef CXLKV_COHERENCE_HOST_LOG_H
-#define CXLKV_COHERENCE_HOST_LOG_H
+#pragma once
 #include "coherence/types.h"
 
 /* Fills in sequence (from `next` on), epoch and crc. Never waits for readers. A record whose line
@@ -27,4 +26,3 @@ bool hosts_log_is_damaged(const hosts *h, uint32_t host, uint64_t *sequence);
 /* Lines of one append reach memory in any order. Where its writer died in between, an earlier one
  * may be missing, and readers would take that for the end: put there a record that says nothing. */
 void hosts_mend_log(const hosts *h);
-#endif

@@ -1,6 +1,5 @@
 /* Names and beats of the hosts, the blocks of their lines. */
-#ifndef CXLKV_COHERENCE_HOSTS_H
-#define CXLKV_COHERENCE_HOSTS_H
+#pragma once
 #include "coherence/types.h"
 
 void hosts_area_make(hosts_area *area);
@@ -24,4 +23,3 @@ int hosts_name_again(const hosts *h, uint32_t host, host_name *name);
 /* Commits of a host, over all its epochs. */
 uint64_t hosts_commits(const hosts *h, uint32_t host);
 void hosts_set_commits(const hosts *h, uint64_t commits);
-#endif

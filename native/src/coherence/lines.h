@@ -1,6 +1,5 @@
 /* One metadata line on its way to memory, or out of this host's caches, as the mode wants it. */
-#ifndef CXLKV_LINES_H
-#define CXLKV_LINES_H
+#pragma once
 #include "base/flush.h"
 #include "coherence/visibility.h"
 
@@ -13,4 +12,3 @@ static inline void line_drop(enum flush_site site, const void *line, enum visibi
     if (mode == VISIBILITY_FAST) flush_invalidate(site, line, FLUSH_LINE_BYTES);
     if (mode == VISIBILITY_STRICT) flush_evict(site, line, FLUSH_LINE_BYTES);
 }
-#endif

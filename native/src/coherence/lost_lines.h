@@ -1,6 +1,5 @@
 /* Lines that raise SIGBUS. */
-#ifndef CXLKV_COHERENCE_LOST_LINES_H
-#define CXLKV_COHERENCE_LOST_LINES_H
+#pragma once
 #include "base/guard.h"
 #include "coherence/types.h"
 
@@ -14,4 +13,3 @@ bool word_try(const hosts *h, const void *word, uint64_t *value);
 uint64_t words_try(const hosts *h, const void *const *words, uint32_t count, uint64_t *values);
 /* Counts it. The error says whose line it was, and what mends that. */
 int hosts_lost(const hosts *h, const guard *fault);
-#endif

@@ -1,6 +1,5 @@
 /* A host comes, returns, recovers and leaves. */
-#ifndef CXLKV_COHERENCE_MEMBERSHIP_H
-#define CXLKV_COHERENCE_MEMBERSHIP_H
+#pragma once
 #include "coherence/types.h"
 
 /* Becomes host h->self again, or for the first time: nobody else may use that number (callers have
@@ -16,4 +15,3 @@ void hosts_recover_claims(const hosts *h);
 void hosts_recover(const hosts *h);
 /* Orderly: whatever we own may be taken by others afterwards (V8: write it back before). */
 void hosts_leave(hosts *h, uint64_t nonce);
-#endif

@@ -12,8 +12,7 @@
  * At least once: a server that died in a handler leaves the request to the next one, who runs it
  * again. A slot stays with its two hosts: the next process of the same host may take over an end,
  * one of another host may not (docs/explanation/coherence.md, V8 and V11). */
-#ifndef CXLKV_RPC_H
-#define CXLKV_RPC_H
+#pragma once
 
 #include "coherence/visibility.h"
 
@@ -80,4 +79,3 @@ void rpc_answer(rpc_slot *slot, uint32_t operation, int64_t bytes);
  * when none came within timeout_s. What cannot be read counts as answered. */
 uint32_t rpc_serve(rpc_slot *slots, uint32_t count, rpc_handler handler, void *context,
                    double timeout_s);
-#endif

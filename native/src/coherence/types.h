@@ -11,8 +11,7 @@
  * Any line may raise SIGBUS. Nothing here lets that out: what another host says is then not known,
  * and taken for whatever is safe (lost_lines.c); a call that writes own lines ends where it is, as
  * if its process had died there, which the protocol stands, and says -CXLKV_E_POISON. */
-#ifndef CXLKV_COHERENCE_TYPES_H
-#define CXLKV_COHERENCE_TYPES_H
+#pragma once
 #include "coherence/visibility.h"
 
 enum { HOSTS_MAX = 64, NO_HOST = 255 };
@@ -105,4 +104,3 @@ static inline uint64_t *hosts_pin_word(const hosts *h, uint32_t host, uint32_t p
     uint8_t *first = h->area.base + host * h->area.block_bytes + h->area.pins_offset;
     return (uint64_t *)first + page / 64;
 }
-#endif

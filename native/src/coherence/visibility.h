@@ -4,8 +4,7 @@
  * fences. A descriptor and a header are one 64-byte line each; the descriptor's last 4 bytes
  * are the CRC32C of the 60 before, its first 8 are generation << 8 | state. Nothing
  * here takes a lock. */
-#ifndef CXLKV_VISIBILITY_H
-#define CXLKV_VISIBILITY_H
+#pragma once
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -71,5 +70,3 @@ void visibility_unpin(const pin_item *items, uint32_t count, enum visibility_mod
  * since. Words of one line are best neighbours: their line is then dropped once. */
 void visibility_look(const void *const *words, uint32_t count, uint64_t *values,
                      enum visibility_mode mode);
-
-#endif

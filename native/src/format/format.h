@@ -1,7 +1,6 @@
 /* The bytes of a pool in its region: superblock, descriptors, records.
  * docs/reference/memory-layout.md explains them. */
-#ifndef CXLKV_FORMAT_FORMAT_H
-#define CXLKV_FORMAT_FORMAT_H
+#pragma once
 #include "region/types.h"
 
 enum {
@@ -119,4 +118,3 @@ typedef struct pool_facts {
     cxlkv_geometry geometry;
     uint8_t identity[16];
 } pool_facts;
-#endif

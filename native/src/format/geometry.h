@@ -1,6 +1,5 @@
 /* Layouts are checked, and a geometry is made of one. */
-#ifndef CXLKV_FORMAT_GEOMETRY_H
-#define CXLKV_FORMAT_GEOMETRY_H
+#pragma once
 #include "format/types.h"
 
 int layout_check(const cxlkv_layout *layout);
@@ -13,4 +12,3 @@ int geometry_make(const cxlkv_layout *layout, cxlkv_sharing *sharing, uint64_t c
 void extent_layout(const cxlkv_layout *layout, uint32_t slab_slots, cxlkv_geometry *g);
 void place_extents(const cxlkv_sharing *sharing, uint64_t extents, cxlkv_geometry *g);
 hosts_area hosts_area_of(uint8_t *base, const cxlkv_sharing *sharing, const cxlkv_geometry *g);
-#endif

@@ -1,6 +1,5 @@
 /* What follows from a layout: dtypes, encodings, bytes and places of pieces. */
-#ifndef CXLKV_FORMAT_LAYOUT_H
-#define CXLKV_FORMAT_LAYOUT_H
+#pragma once
 #include "format/format.h"
 #include "kernels/code_planes.h"
 #include "kernels/sketch.h"
@@ -116,4 +115,3 @@ static inline uint64_t slab_offset(const cxlkv_geometry *g, uint32_t kind) {
                                            g->values_offset};
     return offsets[kind];
 }
-#endif

@@ -1,6 +1,5 @@
 /* This process's mapping: extents that are not ours are read-only. */
-#ifndef CXLKV_FORMAT_MAPPING_H
-#define CXLKV_FORMAT_MAPPING_H
+#pragma once
 #include "format/types.h"
 
 /* Before a page that was taken in an earlier call is written: 0, or an error when its extent is not
@@ -10,4 +9,3 @@ void extents_protect(cxlkv_pool *pool);   /* this process's mapping: what is not
 /* V8 for all descriptors: written back, if any was stored here, and dropped from the caches. */
 void descriptors_hand_over(const cxlkv_pool *pool, bool gives);
 void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable); /* another host's */
-#endif

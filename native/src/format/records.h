@@ -1,6 +1,5 @@
 /* Records and descriptors: sealed, read, verified. */
-#ifndef CXLKV_FORMAT_RECORDS_H
-#define CXLKV_FORMAT_RECORDS_H
+#pragma once
 #include "format/types.h"
 
 descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page);
@@ -32,4 +31,3 @@ int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_he
 size_t piece_used_bytes(const cxlkv_pool *pool, uint32_t page, uint32_t kind);
 void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer);
 void verified_clear(cxlkv_pool *pool, uint32_t page);
-#endif

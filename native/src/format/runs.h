@@ -1,8 +1,7 @@
 /* Runs of slots: free pages are listed, chosen, taken and put back.
  *
  * The caller has the host lock. */
-#ifndef CXLKV_FORMAT_RUNS_H
-#define CXLKV_FORMAT_RUNS_H
+#pragma once
 #include "format/types.h"
 
 void run_list(cxlkv_pool *pool, uint32_t run);       /* puts a run where its mask says */
@@ -15,4 +14,3 @@ uint64_t page_retire(cxlkv_pool *pool, uint32_t page);   /* for good; returns 1 
 #define IN_A_GAP (NO_PAGE - 1)
 /* A free page: the slot right behind `after`, then one in a run of its own, then in any gap. */
 uint32_t run_choose(const cxlkv_pool *pool, uint32_t after);
-#endif

@@ -1,6 +1,5 @@
 /* Scorers that this process gave a pool, and the summaries that they have of its pages. */
-#ifndef CXLKV_FORMAT_SCORERS_H
-#define CXLKV_FORMAT_SCORERS_H
+#pragma once
 #include "format/types.h"
 
 typedef struct pool_scorer {
@@ -46,4 +45,3 @@ void summaries_forget(cxlkv_pool *pool, uint32_t page);
 void summary_forget(cxlkv_pool *pool, uint32_t page, uint32_t layer);
 void scorers_free(cxlkv_pool *pool);
 void scorers_forked(cxlkv_pool *pool); /* in the child, which has a copy of all summaries */
-#endif

@@ -1,6 +1,5 @@
 /* Where host states, and the worker's slots, lie. */
-#ifndef CXLKV_FORMAT_STATE_FOLDER_H
-#define CXLKV_FORMAT_STATE_FOLDER_H
+#pragma once
 #include "format/types.h"
 
 /* Of the state of the pool in `fd`. host: NO_HOST where one host only uses the pool. 1: the folder
@@ -20,4 +19,3 @@ bool state_file_is(const state_place *place, int fd);   /* the name means this f
 void state_file_unlink(const state_place *place);
 /* -CXLKV_E_BUSY when a build that had its states elsewhere uses the pool. */
 int state_older_in_use(int pool_fd, const uint8_t identity[16], uint32_t host);
-#endif

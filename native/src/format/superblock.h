@@ -1,6 +1,5 @@
 /* The superblock: written, read, upgraded; the host line in its page. */
-#ifndef CXLKV_FORMAT_SUPERBLOCK_H
-#define CXLKV_FORMAT_SUPERBLOCK_H
+#pragma once
 #include "format/types.h"
 
 /* Writes an empty pool into the mapping: its superblock last. */
@@ -17,4 +16,3 @@ uint32_t features_told(void);
 int host_line_write(cxlkv_pool *pool, uint64_t nonce);
 uint64_t host_line_read(const cxlkv_pool *pool);   /* 0: none */
 uint64_t host_line_nonce(const uint8_t *superblock_page);
-#endif

@@ -13,8 +13,7 @@
  *   the local tier's lock, then its readers
  *   claims of the host state, then its mutex, the host lock
  * Who has the host lock waits for no other host, and not for readers, who may wait for it. */
-#ifndef CXLKV_FORMAT_TYPES_H
-#define CXLKV_FORMAT_TYPES_H
+#pragma once
 #include <stdatomic.h>
 #include <string.h>
 
@@ -353,4 +352,3 @@ static inline bool extents_in_doubt(const cxlkv_pool *pool) {
     return __atomic_load_n(&pool->host->owners_doubted, __ATOMIC_RELAXED) !=
            __atomic_load_n(&pool->host->owners_sure, __ATOMIC_RELAXED);
 }
-#endif

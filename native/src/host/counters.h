@@ -1,6 +1,5 @@
 /* What is counted is seen by all processes of the host. */
-#ifndef CXLKV_HOST_COUNTERS_H
-#define CXLKV_HOST_COUNTERS_H
+#pragma once
 #include "format/types.h"
 
 /* For a thread outside of any operation: the pool may be closing. */
@@ -15,4 +14,3 @@ void counters_save(cxlkv_pool *pool);                  /* in the region */
 /* False, and zeros, where nobody has saved any, or died over it. */
 bool counters_load(const uint8_t *from, cxlkv_counters *counters);
 void counters_restore(cxlkv_pool *pool);               /* into a new host state */
-#endif

@@ -1,7 +1,6 @@
 /* What the pool calls of folders above it: hooks, which sequence/, prefix/ and tiers/ use, too, and
  * the owners of state that a pool keeps for them. native/src/hooks/hooks.c fills both tables. */
-#ifndef CXLKV_HOST_HOOKS_H
-#define CXLKV_HOST_HOOKS_H
+#pragma once
 
 #include "format/types.h"
 
@@ -25,5 +24,3 @@ typedef struct owner_calls {
 } owner_calls;
 
 extern const owner_calls owners[OWNER_COUNT];
-
-#endif

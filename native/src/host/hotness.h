@@ -1,6 +1,5 @@
 /* How much pages are used, their hotness, and when published ones were asked for (reuse). */
-#ifndef CXLKV_HOST_HOTNESS_H
-#define CXLKV_HOST_HOTNESS_H
+#pragma once
 
 #include "format/types.h"
 
@@ -78,5 +77,3 @@ void hotness_asked(cxlkv_pool *pool, uint32_t page);  /* the last page of a hit,
 /* Pages [first, count) of a part are a hit's; found is [count][part_count]. */
 void hotness_matched(cxlkv_pool *pool, const uint32_t *found, uint32_t part, uint32_t first,
                      uint32_t count);
-
-#endif

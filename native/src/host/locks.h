@@ -2,8 +2,7 @@
  *
  * Writers of operations (close, fork) go first: steady traffic must not keep them out. So a thread
  * never takes the lock for reading twice. */
-#ifndef CXLKV_HOST_LOCKS_H
-#define CXLKV_HOST_LOCKS_H
+#pragma once
 #include "base/guard.h"
 #include "format/poison.h"
 
@@ -44,4 +43,3 @@ int poison_error(cxlkv_pool *pool, const guard *fault);
         }                                                                    \
         locked;                                                              \
     })
-#endif

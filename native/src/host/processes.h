@@ -1,6 +1,5 @@
 /* The processes of a host: who lives, who died, and what the dead held. */
-#ifndef CXLKV_HOST_PROCESSES_H
-#define CXLKV_HOST_PROCESSES_H
+#pragma once
 #include "format/types.h"
 
 /* What procfs says of one. */
@@ -17,4 +16,3 @@ int host_room_error(int code, uint64_t bytes, const char *what); /* none in /dev
 uint64_t host_reap(cxlkv_pool *pool);     /* under the lock: gives back what dead processes held */
 int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot);
 void host_unregister(cxlkv_pool *pool, uint32_t slot);
-#endif

@@ -1,6 +1,5 @@
 /* Lists, holders and the index are made again from their primary records. */
-#ifndef CXLKV_HOST_REBUILD_H
-#define CXLKV_HOST_REBUILD_H
+#pragma once
 #include "format/types.h"
 
 void host_rebuild_runs(cxlkv_pool *pool, uint32_t first_run, uint32_t count);  /* of 64 pages */
@@ -14,5 +13,4 @@ int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes);  /* problems 
 void host_assert(cxlkv_pool *pool);
 #else
 #define host_assert(pool) ((void)(pool))
-#endif
 #endif

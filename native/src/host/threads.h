@@ -1,6 +1,5 @@
 /* The pool's threads run tasks. */
-#ifndef CXLKV_HOST_THREADS_H
-#define CXLKV_HOST_THREADS_H
+#pragma once
 #include "format/types.h"
 
 typedef int (*task_function)(void *context, uint32_t item);
@@ -9,4 +8,3 @@ int run_tasks(cxlkv_pool *pool, uint32_t count, task_function task, void *contex
 /* The same in a model's step: on the threads that multiply its matrices, where there are such. */
 int run_step_tasks(cxlkv_pool *pool, uint32_t count, task_function task, void *context);
 void helpers_destroy(helpers *threads);
-#endif

@@ -1,7 +1,6 @@
 /* What the AVX-512 tables have in common: kernels_avx512.c, kernels_avx512_bf16.c, kernels_amx.c.
  * To be included where the target is raised. */
-#ifndef CXLKV_KERNELS_AVX512_H
-#define CXLKV_KERNELS_AVX512_H
+#pragma once
 
 #include <immintrin.h>
 #include <math.h>
@@ -229,5 +228,3 @@ void avx512_store_rows(void *destination, const void *source, size_t stride_byte
 /* From kernels_avx2.c. */
 void avx2_store_rows(void *destination, const void *source, size_t stride_bytes, uint32_t rows,
                      size_t row_bytes);
-
-#endif

@@ -1,6 +1,5 @@
 /* BLAKE2s (RFC 7693), unkeyed: of one message, or of eight side by side. */
-#ifndef CXLKV_BLAKE2S_H
-#define CXLKV_BLAKE2S_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -28,5 +27,3 @@ void blake2s_last_lanes(const blake2s *start,
  * halves, or-ed, by message. */
 void blake2s_lanes(const blake2s *start, const int64_t *numbers, uint32_t count,
                    uint32_t h[BLAKE2S_LANES][8], uint32_t high[BLAKE2S_LANES]);
-
-#endif

@@ -1,6 +1,5 @@
 /* Digests of encoded keys: the minimum and maximum of each channel in 8 bits, rounded outward. */
-#ifndef CXLKV_CODE_BOUNDS_H
-#define CXLKV_CODE_BOUNDS_H
+#pragma once
 #include <stdint.h>
 
 #include "kernels/codes.h"
@@ -25,4 +24,3 @@ float code_bounds_step(float largest);
 /* bounds [2][dim] by codes, as kernels.h has them. */
 void code_bounds_encode(const float *bounds, uint32_t dim, float step, int8_t *codes);
 void code_bounds_decode(const int8_t *codes, float scale, uint32_t dim, float *bounds);
-#endif

@@ -4,8 +4,7 @@
  * plane has the others, and lies likewise. A piece is the upper planes of its blocks, the scales,
  * and from the next line on the lower planes. So the front of a piece is one of 4 bits, but for its
  * scales, which are those of 8: what 4 bits stand for is 16 times as much by them. */
-#ifndef CXLKV_CODE_PLANES_H
-#define CXLKV_CODE_PLANES_H
+#pragma once
 #include <string.h>
 
 #include "kernels/codes.h"
@@ -99,5 +98,4 @@ CODE_PLANES_FUNCTIONS(avx2);
 CODE_PLANES_FUNCTIONS(avx512);
 #elif defined(__aarch64__)
 CODE_PLANES_FUNCTIONS(neon);
-#endif
 #endif

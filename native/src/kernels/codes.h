@@ -21,8 +21,7 @@
  *                    4 bytes a channel, channel after channel
  *   values, 4 bits   line [t][c] has tokens 8t to 8t + 7: likewise, the first four in low nibbles
  * so that a lane of 4 bytes is a token (a channel), and nothing is summed across lanes. */
-#ifndef CXLKV_CODES_H
-#define CXLKV_CODES_H
+#pragma once
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -136,5 +135,4 @@ void code_accumulate_pieces_avx512(const code_form *form, const code_piece *piec
                                    uint32_t query_count, float *accumulator);
 #elif defined(__aarch64__)
 CODE_FUNCTIONS(neon);
-#endif
 #endif

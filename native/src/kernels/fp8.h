@@ -6,8 +6,7 @@
  * toward zero, and a small negative number becomes -0 (0x80); -0 becomes 0; a NaN becomes 448.
  * Below 2^-6 a float32 is first rounded to a multiple of 2^-29, to the even of two, as its product
  * with 2^-120 is there; no bfloat16 or float16 of a byte's size is so fine. */
-#ifndef CXLKV_FP8_H
-#define CXLKV_FP8_H
+#pragma once
 #include <stddef.h>
 #include <stdint.h>
 
@@ -44,4 +43,3 @@ enum { FP8_BF16_BIAS = 0x3c00, FP8_BF16_NAN = 0x7fc0 };
 #define FP8_UPPER {0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0, 0, 0, 0, 0, 0, 0, 0x7f}
 #define FP8_LOWER {0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60, 0, 0, 0, 0, 0, 0, 0, 0xc0}
 enum { FP8_UPPER_BIAS = 0x3c, FP8_LAST = FP8_MOST - 8 };
-#endif

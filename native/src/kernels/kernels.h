@@ -12,8 +12,7 @@
  * Denormals count, with one exception: score, score_max and bound of packed queries may take keys,
  * products and sums below 2^-126 for 0. That adds at most |scale| * 2^-126 * (sum of |query| +
  * 2 * dim) to their error. */
-#ifndef CXLKV_KERNELS_H
-#define CXLKV_KERNELS_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -218,5 +217,3 @@ const kernels *kernels_current(void);
  * Returns 0, -ENOTSUP when the CPU, this build or the operating system lacks the instruction set,
  * -EINVAL for an unknown name. Calls already running finish on the table they began with. */
 int kernels_force(const char *name);
-
-#endif

@@ -1,7 +1,6 @@
 /* Rotations with AVX2, of one row, as sketches and codes begin. To be included where the target is
  * raised. */
-#ifndef CXLKV_ROTATE_AVX2_H
-#define CXLKV_ROTATE_AVX2_H
+#pragma once
 
 #include <immintrin.h>
 #include <math.h>
@@ -50,4 +49,3 @@ INLINE void flip_signs(float *vector, uint32_t dim) {
         _mm256_store_ps(vector + d, _mm256_xor_ps(x, _mm256_castsi256_ps(flips)));
     }
 }
-#endif

@@ -1,8 +1,7 @@
 /* Rotations with AVX-512, as sketches and codes begin: a lane is a token, and a vector a channel of
  * 16 of them, so that the transform only adds vectors. To be included where the target is raised.
  */
-#ifndef CXLKV_ROTATE_AVX512_H
-#define CXLKV_ROTATE_AVX512_H
+#pragma once
 
 #include <immintrin.h>
 
@@ -98,4 +97,3 @@ static inline uint32_t transform_far(__m512 *channels, uint32_t size) {
             }
     return distance;
 }
-#endif

@@ -1,6 +1,5 @@
 /* Rotations with AdvSIMD, of one row, as sketches and codes begin. */
-#ifndef CXLKV_ROTATE_NEON_H
-#define CXLKV_ROTATE_NEON_H
+#pragma once
 
 #include <arm_neon.h>
 #include <math.h>
@@ -35,4 +34,3 @@ INLINE void flip_signs(float *vector, uint32_t dim) {
     for (uint32_t d = 0; d < dim; d++)
         if (sketch_signs(d / 64) >> d % 64 & 1) vector[d] = -vector[d];
 }
-#endif

@@ -11,8 +11,7 @@
  * In memory, for each 16 tokens: for each 16 channels (the last ones zeros) 16 words of 4 bytes,
  * one for each token, with the codes of these channels from the low bits on; then 16 scales, fp32.
  * Tokens that are not there have codes 0 and scale 0. */
-#ifndef CXLKV_SKETCH_H
-#define CXLKV_SKETCH_H
+#pragma once
 #include <stddef.h>
 #include <stdint.h>
 
@@ -92,5 +91,4 @@ SKETCH_FUNCTIONS(avx2);
 SKETCH_FUNCTIONS(avx512);
 #elif defined(__aarch64__)
 SKETCH_FUNCTIONS(neon);
-#endif
 #endif

@@ -1,7 +1,6 @@
 /* What a scan will read soon: pieces of one kind, head by head and page by page. Kernels ask for it
  * while they work on what is here, since neighbours in a sequence are no neighbours in memory. */
-#ifndef CXLKV_AHEAD_H
-#define CXLKV_AHEAD_H
+#pragma once
 #include "ndp/types.h"
 
 /* So much is on the way at once. One line of each page of memory is asked for twice as early, for
@@ -84,4 +83,3 @@ static inline const uint8_t *ahead_next(ahead *a) {
         __builtin_prefetch(far + offset, 0, 2);
     return ahead_take(a, &a->near);
 }
-#endif

@@ -1,6 +1,5 @@
 /* An attend is cut into spans, and these into merges. */
-#ifndef CXLKV_NDP_ATTEND_CUT_H
-#define CXLKV_NDP_ATTEND_CUT_H
+#pragma once
 #include "ndp/types.h"
 
 /* Sets job->parts, if it is 0, then job->spans and job->merges, which the caller frees. */
@@ -9,4 +8,3 @@ void attend_cut_free(attend_job *job);
 /* Into how many ranges the pages of each row are cut, under the locks of the batch: together with
  * the call's rows it decides the last bits of the output. */
 uint32_t attend_parts(cxlkv_batch *batch, cxlkv_attend_args *args);
-#endif

@@ -1,6 +1,5 @@
 /* Pages are weighed while they are attended to. */
-#ifndef CXLKV_NDP_ATTEND_MASS_H
-#define CXLKV_NDP_ATTEND_MASS_H
+#pragma once
 #include "ndp/types.h"
 
 /* Floats that a span needs in its .sums. */
@@ -21,4 +20,3 @@ float *mass_of_row(const attend_job *job, uint64_t row, uint32_t kv_head);
 /* What a span has of some queries, times a factor each, to their row's pages. */
 void mass_add(const attend_job *job, const span *s, uint32_t head, uint64_t query,
               const float *factors, uint32_t count, float *to);
-#endif

@@ -1,6 +1,5 @@
 /* Lower planes are read where the error that is allowed wants them. */
-#ifndef CXLKV_NDP_ATTEND_PLANES_H
-#define CXLKV_NDP_ATTEND_PLANES_H
+#pragma once
 #include "ndp/types.h"
 
 /* Floats that a span needs in its .upper. */
@@ -15,4 +14,3 @@ void planes_totals(const attend_job *job, const span *s, float (*totals)[2]);
  * begins there. room: as many floats as one head's logits of a page. Counts what it reads. */
 float *planes_attend_block(const span_walk *w, const page_block *block, const page_block *later,
                            float *at, float (*totals)[2], float *room, uint64_t *bytes);
-#endif

@@ -1,6 +1,5 @@
 /* A span's pages are walked block by block, under one online softmax. */
-#ifndef CXLKV_NDP_ATTEND_WALK_H
-#define CXLKV_NDP_ATTEND_WALK_H
+#pragma once
 #include "ndp/types.h"
 
 /* K or V of page i of a block and a head, NULL behind its end. */
@@ -21,4 +20,3 @@ void cap_logits(const attend_job *job, float *logits, uint64_t count);
 /* logits [count][tokens] to weights; raises the queries' maxima, and rescales all else. */
 void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
                     const softmax_state *state);
-#endif

@@ -1,8 +1,6 @@
 /* What method "auto" comes to. */
-#ifndef CXLKV_NDP_COST_H
-#define CXLKV_NDP_COST_H
+#pragma once
 #include "ndp/types.h"
 
 /* CXLKV_METHOD_EXACT or _TWO_STAGE; where all pages may be attended to instead, also _ALL. */
 uint32_t cheapest_method(cxlkv_batch *batch, const cxlkv_select_args *args, bool may_skip);
-#endif

@@ -1,7 +1,6 @@
 /* The door: select, attend and decode of a process enter here, and a worker may answer in its
  * place. worker/ lies above this folder, and says so by a table of its functions. */
-#ifndef CXLKV_DOOR_H
-#define CXLKV_DOOR_H
+#pragma once
 #include "sequence/types.h"
 
 enum { NOT_BY_WORKER = INT32_MIN }; /* no error: this process does it */
@@ -14,5 +13,3 @@ typedef struct door_worker {
 
 /* From now on pools of this process that use a worker ask it by these. */
 void door_answers(const door_worker *worker);
-
-#endif

@@ -1,6 +1,5 @@
 /* Pieces in two planes (kernels/code_planes.h), read in all 8 bits or in the upper 4. */
-#ifndef CXLKV_NDP_PLANES_H
-#define CXLKV_NDP_PLANES_H
+#pragma once
 #include "ndp/types.h"
 
 /* Of the first tokens of a block, by its upper plane: the best logit of each over the queries, plus
@@ -21,4 +20,3 @@ void planes_accumulate(const stored *s, code_piece piece, uint32_t first, uint32
                        const float *weights, size_t weight_stride, uint32_t query_count,
                        float *accumulator, const void *next);
 void planes_decode(const stored *s, code_piece piece, uint32_t first, uint32_t count, float *rows);
-#endif

@@ -1,6 +1,5 @@
 /* Pages of a layer are chosen in this process, by arguments that were checked. */
-#ifndef CXLKV_NDP_SELECT_H
-#define CXLKV_NDP_SELECT_H
+#pragma once
 #include "ndp/types.h"
 
 /* As attend_bounds(), of numbers and budgets. */
@@ -13,4 +12,3 @@ int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args);
 static inline cxlkv_picked select_chosen(const cxlkv_select_args *args) {
     return (cxlkv_picked){.pages = args->pages, .k = args->k, .per = args->by.per};
 }
-#endif

@@ -1,6 +1,5 @@
 /* The best pages of a list, by the scores of all. */
-#ifndef CXLKV_NDP_SELECT_CHOOSE_H
-#define CXLKV_NDP_SELECT_CHOOSE_H
+#pragma once
 #include <math.h>
 #include <string.h>
 
@@ -40,4 +39,3 @@ int choose_pages(const select_job *job, const plan *p, const window *w, uint64_t
 /* The `wanted` best free pages, ascending; returns how many there are. */
 uint32_t best_pages(const window *w, uint32_t wanted, const float *scores, uint32_t *ranks,
                     int32_t *pages);
-#endif

@@ -1,6 +1,5 @@
 /* A step chooses among what earlier ones found. */
-#ifndef CXLKV_NDP_SELECT_KEPT_H
-#define CXLKV_NDP_SELECT_KEPT_H
+#pragma once
 #include "ndp/types.h"
 
 /* Takes what the plan's sequence has kept: p->kept, p->narrow and, of a narrow one, p->tasks. */
@@ -11,4 +10,3 @@ void kept_end(const select_job *job, plan *p, int64_t code);
 int kept_score_task(select_job *job, const plan *p, uint32_t item);
 /* When a head's pages are chosen; ranks as in choose_pages(). */
 int kept_chosen(const select_job *job, const plan *p, uint32_t head, uint32_t *ranks);
-#endif

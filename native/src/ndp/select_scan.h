@@ -1,6 +1,5 @@
 /* Pages are scored by estimates, then the tokens that may matter by their keys. */
-#ifndef CXLKV_NDP_SELECT_SCAN_H
-#define CXLKV_NDP_SELECT_SCAN_H
+#pragma once
 #include "ndp/types.h"
 
 /* Pages [first, last) of a plan, by estimates; counts: their sketches are not in the cache yet. */
@@ -10,4 +9,3 @@ int sketch_cut_task(void *context, uint32_t item);
 /* For the segments of all plans: their keys. */
 uint32_t sketch_segments(const plan *p);
 int sketch_finish_task(void *context, uint32_t item);
-#endif

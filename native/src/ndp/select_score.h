@@ -1,6 +1,5 @@
 /* Pages are scored by their keys or digests, alone and in runs. */
-#ifndef CXLKV_NDP_SELECT_SCORE_H
-#define CXLKV_NDP_SELECT_SCORE_H
+#pragma once
 #include "ndp/ahead.h"
 #include "ndp/types.h"
 
@@ -34,4 +33,3 @@ void score_run_head(const select_job *job, const plan *p, uint32_t head, const p
 uint32_t scored_kind(const select_job *job);
 /* For batch->count * kv_heads items, where pages are chosen by mass: each page's share of it. */
 int mass_task(void *context, uint32_t item);
-#endif

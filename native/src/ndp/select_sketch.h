@@ -1,7 +1,6 @@
 /* What the first of two stages of select has: where estimates come from, and what a plan's scratch
  * holds. */
-#ifndef CXLKV_SELECT_SKETCH_H
-#define CXLKV_SELECT_SKETCH_H
+#pragma once
 #include <math.h>
 
 #include "ndp/types.h"
@@ -102,4 +101,3 @@ void sketch_prepare(select_job *job, float *scratch);
 /* For batch->count * kv_heads items, then sketch_errors_all(): how far off estimates are. */
 int sketch_sample_task(void *context, uint32_t item);
 void sketch_errors_all(select_job *job);
-#endif

@@ -1,7 +1,6 @@
 /* Keys and values as a pool keeps them, scored and summed as they lie: numbers, numbers in a byte,
  * or codes. */
-#ifndef CXLKV_STORED_H
-#define CXLKV_STORED_H
+#pragma once
 #include "format/layout.h"
 #include "ndp/planes.h"
 #include "ndp/stored_fp8.h"
@@ -122,4 +121,3 @@ static inline void stored_decode(const stored *s, const uint8_t *piece, uint32_t
     if (s->planes) planes_decode(s, stored_codes(s, piece), first, count, rows);
     else s->isa->code_decode(&s->form, stored_codes(s, piece), first, count, rows);
 }
-#endif

@@ -1,6 +1,5 @@
 /* Rows of float8_e4m3, one behind another, scored and summed; else as kernels.h says. */
-#ifndef CXLKV_NDP_STORED_FP8_H
-#define CXLKV_NDP_STORED_FP8_H
+#pragma once
 #include "ndp/types.h"
 
 void fp8_score(const stored *s, const uint8_t *rows, uint32_t count, const kernel_queries *queries,
@@ -17,4 +16,3 @@ void fp8_accumulate(const stored *s, const uint8_t *rows, uint32_t count, const 
                     const uint8_t *next);
 /* As numbers of dtype. */
 void fp8_fetch(const stored *s, int dtype, const uint8_t *rows, uint32_t count, uint8_t *to);
-#endif

@@ -1,7 +1,6 @@
 /* What selecting, attending and fetching share: a layer of a sequence as they read it, the plans
  * and the job of a select, the job of an attend and what it is cut into. */
-#ifndef CXLKV_NDP_TYPES_H
-#define CXLKV_NDP_TYPES_H
+#pragma once
 #include "format/scorers.h"
 #include "kernels/sketch.h"
 #include "sequence/kept_choice.h"
@@ -252,4 +251,3 @@ typedef struct softmax_state {
     uint64_t sum_count, sum_stride;
     const float *log_weights;           /* [tokens], added to all queries' logits; NULL: none */
 } softmax_state;
-#endif

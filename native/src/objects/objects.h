@@ -1,6 +1,5 @@
 /* Objects are found, held, verified, taken and published. */
-#ifndef CXLKV_OBJECTS_OBJECTS_H
-#define CXLKV_OBJECTS_OBJECTS_H
+#pragma once
 #include "format/types.h"
 #include "objects/types.h"
 
@@ -28,4 +27,3 @@ int64_t objects_publish(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
 /* The CRC that a held object was put with; false when its header or table is not whole. */
 bool object_crc(const cxlkv_pool *pool, const object_place *place, uint32_t *crc);
 void object_set_damaged(cxlkv_pool *pool, object_place *place);
-#endif

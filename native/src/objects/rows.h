@@ -1,6 +1,5 @@
 /* The bytes of an object that holds the rows of a buffer. */
-#ifndef CXLKV_OBJECTS_ROWS_H
-#define CXLKV_OBJECTS_ROWS_H
+#pragma once
 #include "format/layout.h"
 
 /* An object has the rows of a buffer in pieces of so many, the last one of those that are left.
@@ -17,4 +16,3 @@ void object_piece_encode(const cxlkv_row_form *form, const uint8_t *rows, uint32
                          uint8_t *piece);
 void object_piece_decode(const cxlkv_row_form *form, const uint8_t *piece, uint32_t count,
                          uint8_t *rows);
-#endif

@@ -1,6 +1,5 @@
 /* What the store door's files share: an object's place in the pool, found, held and read. */
-#ifndef CXLKV_OBJECTS_TYPES_H
-#define CXLKV_OBJECTS_TYPES_H
+#pragma once
 #include "format/types.h"
 
 /* What this process keeps with a pool of objects. */
@@ -24,4 +23,3 @@ typedef struct object_place {
 static inline int64_t object_size(const object_place *place) {
     return place->code < 0 ? place->code : (int64_t)place->bytes;
 }
-#endif

@@ -1,6 +1,5 @@
 /* Pages of other hosts are pinned and read in place. */
-#ifndef CXLKV_PAGES_BORROW_H
-#define CXLKV_PAGES_BORROW_H
+#pragma once
 #include "format/types.h"
 
 typedef struct borrowing {
@@ -16,4 +15,3 @@ void borrow_own(cxlkv_pool *pool, uint32_t first, uint32_t count); /* that are o
 void borrow_recover(cxlkv_pool *pool);    /* no pins but of what is held, after a death */
 /* Which of the 64 pages of a word other hosts have pinned. */
 uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page);
-#endif

@@ -1,6 +1,5 @@
 /* This host's log: what it published, freed, and wants forgotten. */
-#ifndef CXLKV_PAGES_LOG_WRITER_H
-#define CXLKV_PAGES_LOG_WRITER_H
+#pragma once
 #include "format/types.h"
 
 /* Queues a record and returns it; NULL when no other host would read it. */
@@ -15,4 +14,3 @@ void forgotten_add(cxlkv_pool *pool, const log_record *record);
 void forgotten_drop(cxlkv_pool *pool);
 /* Is the page still what is to be forgotten? By its descriptor, from memory. */
 bool forget_matters(cxlkv_pool *pool, const log_record *record);
-#endif

@@ -1,8 +1,7 @@
 /* Pages are held, dropped, scrubbed and freed.
  *
  * The caller has the host lock, unless a comment says otherwise. */
-#ifndef CXLKV_PAGES_PAGES_H
-#define CXLKV_PAGES_PAGES_H
+#pragma once
 #include "format/types.h"
 
 void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
@@ -21,4 +20,3 @@ void withdrawn_look(cxlkv_pool *pool);    /* frees those that nobody pins any mo
 bool page_scrubbed(cxlkv_pool *pool, uint32_t page);
 /* Where stores went through the caches (V1). */
 void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer);
-#endif

@@ -1,6 +1,5 @@
 /* This host among the others: its beats, and whether it may go on. */
-#ifndef CXLKV_PAGES_PEERS_H
-#define CXLKV_PAGES_PEERS_H
+#pragma once
 #include "format/types.h"
 
 enum { BEATS_A_LEASE = 10 };
@@ -17,4 +16,3 @@ bool peers_is_silent(void *context, uint32_t host); /* the pool's context; under
 void peers_rest(uint32_t pauses);         /* a moment, longer after many */
 void peers_set_safe(cxlkv_pool *pool, uint64_t beat_ns);
 bool peers_number_is_taken(const cxlkv_pool *pool);
-#endif

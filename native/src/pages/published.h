@@ -1,6 +1,5 @@
 /* The index of published pages, then what it names, under the host lock. */
-#ifndef CXLKV_PAGES_PUBLISHED_H
-#define CXLKV_PAGES_PUBLISHED_H
+#pragma once
 #include "format/types.h"
 
 void index_expect(const cxlkv_pool *pool, const uint64_t hash[2]);  /* it is asked for soon */
@@ -23,4 +22,3 @@ bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_
                 uint32_t *page, uint32_t *ordinal);
 /* everywhere: the copies that other hosts may have published under this hash, too. */
 bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere);
-#endif

@@ -1,8 +1,7 @@
 /* Free pages are taken; when there are none, room is made.
  *
  * The caller has the host lock, but for pages_unclaim() and host_lock_with_room(). */
-#ifndef CXLKV_POOL_ALLOC_H
-#define CXLKV_POOL_ALLOC_H
+#pragma once
 #include "host/locks.h"
 
 /* Tries to have so many free pages: dead processes', withdrawn ones. See host_lock_with_room(). */
@@ -25,4 +24,3 @@ int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count);
         if (taking == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);        \
         taking;                                                                       \
     })
-#endif

@@ -1,6 +1,5 @@
 /* What lies at a path: made, opened, closed. */
-#ifndef CXLKV_POOL_CREATE_H
-#define CXLKV_POOL_CREATE_H
+#pragma once
 #include "format/types.h"
 #include "region/stripes.h"
 
@@ -10,4 +9,3 @@ int open_mapped(cxlkv_pool *pool, const char *path, enum superblock_purpose purp
 void close_region(int fd);                /* and its locks */
 /* For who only reads: labels and superblock are checked. */
 int striped_inspect(const char *path, members **found);
-#endif

@@ -1,6 +1,5 @@
 /* All pools of this process, which a fork goes through. */
-#ifndef CXLKV_POOL_FORK_H
-#define CXLKV_POOL_FORK_H
+#pragma once
 #include "format/types.h"
 
 void fork_register(void);
@@ -8,4 +7,3 @@ void pools_add(cxlkv_pool *pool);
 void pools_remove(const cxlkv_pool *pool);
 void pools_lock(void);                    /* no fork until pools_unlock() */
 void pools_unlock(void);
-#endif

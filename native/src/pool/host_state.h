@@ -1,6 +1,5 @@
 /* The host state: made, joined, left, removed. */
-#ifndef CXLKV_POOL_HOST_STATE_H
-#define CXLKV_POOL_HOST_STATE_H
+#pragma once
 #include "format/types.h"
 
 int host_attach(cxlkv_pool *pool);        /* joins or makes the host state; registers us */
@@ -12,4 +11,3 @@ bool host_state_fits(const host_state *host, uint32_t page_count, const uint8_t 
 /* Removes the state of each host of the pool in `fd`, unless a process has it open. Call it after
  * the pool itself was removed. */
 void host_remove_states(const pool_facts *facts, int fd);
-#endif

@@ -1,6 +1,5 @@
 /* A pool is retained and dropped; its pages are counted. */
-#ifndef CXLKV_POOL_POOL_H
-#define CXLKV_POOL_POOL_H
+#pragma once
 #include "format/types.h"
 
 /* One page more, which others may be changing; free ones, which are most, count nowhere. */
@@ -24,4 +23,3 @@ static inline void page_count(cxlkv_page_counts *counts, const page_info *info, 
 }
 void pool_retain(cxlkv_pool *pool);
 void pool_drop(cxlkv_pool *pool);
-#endif

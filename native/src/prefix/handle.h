@@ -1,6 +1,5 @@
 /* Sequences are handed over by a handle. */
-#ifndef CXLKV_PREFIX_HANDLE_H
-#define CXLKV_PREFIX_HANDLE_H
+#pragma once
 #include "sequence/types.h"
 
 /* Under the host lock. Is the page what a handle says, and still alive? */
@@ -13,4 +12,3 @@ int reopen_tail(cxlkv_sequence *sequence, uint64_t tokens);
 /* Complete pages of one part behind those that it has, held under adopt()'s rules; entries are as
  * in a handle. On an error some of them are held: destroy it. */
 int sequence_hold(cxlkv_sequence *sequence, uint32_t part, const uint8_t *entries, uint32_t count);
-#endif

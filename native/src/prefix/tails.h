@@ -1,9 +1,7 @@
 /* Pages that are not full are published and matched. */
-#ifndef CXLKV_PREFIX_TAILS_H
-#define CXLKV_PREFIX_TAILS_H
+#pragma once
 #include "sequence/types.h"
 
 /* Adds the longest published page that is not full behind the sequence's pages, if there is one;
  * the sequence is nobody else's. Returns its tokens, or 0. */
 int64_t match_tail(cxlkv_sequence *sequence, const cxlkv_match_args *args);
-#endif

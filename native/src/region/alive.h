@@ -1,6 +1,5 @@
 /* Open files whose locks say that this process lives; none crosses a fork. */
-#ifndef CXLKV_REGION_ALIVE_H
-#define CXLKV_REGION_ALIVE_H
+#pragma once
 #include <sys/types.h>
 
 #include "region/types.h"
@@ -12,4 +11,3 @@ void alive_end(alive *own);
 void alive_fork_prepare(void);
 void alive_fork_parent(void);
 void alive_fork_child(void);
-#endif

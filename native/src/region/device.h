@@ -1,6 +1,5 @@
 /* A dax device (/dev/daxX.Y) in place of a file. */
-#ifndef CXLKV_REGION_DEVICE_H
-#define CXLKV_REGION_DEVICE_H
+#pragma once
 #include <sys/types.h>
 
 #include "region/types.h"
@@ -23,4 +22,3 @@ bool device_read(int fd, const device_facts *facts, uint64_t offset, void *to, s
 int device_write(int fd, const device_facts *facts, const char *path,
                  const uint8_t page[SUPERBLOCK_BYTES]);
 int device_wipe(int fd, const device_facts *facts, const char *path);
-#endif

@@ -1,6 +1,5 @@
 /* NUMA nodes of a region's pages. */
-#ifndef CXLKV_REGION_NODES_H
-#define CXLKV_REGION_NODES_H
+#pragma once
 #include "region/types.h"
 
 /* Of the mapping's file, from its nodes; before it has pages. */
@@ -10,4 +9,3 @@ int nodes_read(const region *of, uint64_t pages_max, cxlkv_placed *out);
 bool nodes_alternate(const region *of);
 /* All pages lie on its nodes. */
 int nodes_verify(const region *of);
-#endif

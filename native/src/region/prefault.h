@@ -1,10 +1,8 @@
 /* A region's pages are brought into memory ahead of their use. */
-#ifndef CXLKV_REGION_PREFAULT_H
-#define CXLKV_REGION_PREFAULT_H
+#pragma once
 #include "region/types.h"
 
 /* Brings these bytes into memory, whole units of them; returns where it came to, or an error. huge:
  * as huge pages, as far as the kernel makes such of a file in memory. */
 int64_t region_prefault(const region *of, uint64_t offset, uint64_t bytes, uint64_t end,
                         bool huge);
-#endif

@@ -1,6 +1,5 @@
 /* A file or a device is mapped, read and given up; locks on its bytes. */
-#ifndef CXLKV_REGION_REGION_H
-#define CXLKV_REGION_REGION_H
+#pragma once
 #include <sys/types.h>
 
 #include "region/device.h"
@@ -42,4 +41,3 @@ int open_again(int fd, off_t offset);
 bool byte_is_free(int fd, off_t offset);  /* nobody has it locked; takes no lock to find out */
 /* Of a device, or of a file as if it were one: its bytes, and the unit in which it is mapped. */
 int region_facts(int fd, const char *path, device_facts *facts);
-#endif

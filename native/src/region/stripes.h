@@ -1,6 +1,5 @@
 /* Several devices or files as one region, "dax:A+B". */
-#ifndef CXLKV_REGION_STRIPES_H
-#define CXLKV_REGION_STRIPES_H
+#pragma once
 #include "region/types.h"
 
 bool stripes_path(const char *path);
@@ -25,4 +24,3 @@ int stripes_map(members *all, uint64_t bytes, region *to);
 /* The region has the first member from now on; the mapping has the others. */
 void stripes_keep(members *all, region *to);
 int stripes_wipe(const members *all);     /* refuses while somebody uses it */
-#endif

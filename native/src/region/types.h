@@ -1,7 +1,6 @@
 /* Mapped memory for a pool: files, devices, stripes of them, NUMA nodes, and the locks on bytes of
  * files by which processes know of each other. */
-#ifndef CXLKV_REGION_TYPES_H
-#define CXLKV_REGION_TYPES_H
+#pragma once
 #include <sys/types.h>
 
 #include "base/types.h"
@@ -22,4 +21,3 @@ typedef struct region {
     uint64_t nodes;              /* asked for when it was made, bit by node; 0: none */
     bool small_pages;            /* asked for when it was made: no huge ones */
 } region;
-#endif

@@ -1,6 +1,5 @@
 /* Batches: their locks, scratch and queries, and views of their layers. */
-#ifndef CXLKV_SEQUENCE_BATCH_H
-#define CXLKV_SEQUENCE_BATCH_H
+#pragma once
 #include "sequence/types.h"
 
 int batch_lock(cxlkv_batch *batch, bool write);
@@ -52,4 +51,3 @@ layer_view view_of(cxlkv_sequence *sequence, uint32_t layer);
 uint32_t views_shared(const layer_view *a, const layer_view *b, uint32_t low);
 /* Verifies page `index` on its first reading here; the tail needs none. */
 int view_verify(const layer_view *view, uint32_t index);
-#endif

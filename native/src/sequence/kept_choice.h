@@ -1,6 +1,5 @@
 /* What decode keeps of its choices: the pages that were best in an earlier step. */
-#ifndef CXLKV_KEPT_CHOICE_H
-#define CXLKV_KEPT_CHOICE_H
+#pragma once
 #include "sequence/types.h"
 
 /* Of a kv head. */
@@ -28,4 +27,3 @@ typedef struct kept_choice {
 kept_choice *kept_take(cxlkv_sequence *sequence, uint32_t layer);
 void kept_give_back(cxlkv_sequence *sequence);
 void kept_free(cxlkv_sequence *sequence);
-#endif

@@ -1,6 +1,5 @@
 /* Rows are written to a page, as the pool stores them. */
-#ifndef CXLKV_SEQUENCE_PAGE_WRITE_H
-#define CXLKV_SEQUENCE_PAGE_WRITE_H
+#pragma once
 #include "sequence/types.h"
 
 /* K and V of a page, from its first row on; no values where they are a prefix of the keys. */
@@ -23,4 +22,3 @@ int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const kv_ro
                     const kv_rows *next, uint32_t tokens);
 /* Writes one (page, layer) from a tail with `tokens` filled, the others zero. */
 int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens);
-#endif

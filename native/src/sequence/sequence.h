@@ -1,6 +1,5 @@
 /* Sequences are made, entered, grown and cut; their tails. */
-#ifndef CXLKV_SEQUENCE_SEQUENCE_H
-#define CXLKV_SEQUENCE_SEQUENCE_H
+#pragma once
 #include "sequence/types.h"
 
 int sequence_make(cxlkv_pool *pool, cxlkv_sequence **sequence);
@@ -41,4 +40,3 @@ int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t fil
 tail *tail_make(cxlkv_pool *pool);
 tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled);  /* its first tokens */
 void tail_drop(cxlkv_pool *pool, tail *tail);
-#endif

@@ -1,6 +1,5 @@
 /* Sequences and batches of them: page tables, tails, appending, leases. */
-#ifndef CXLKV_SEQUENCE_TYPES_H
-#define CXLKV_SEQUENCE_TYPES_H
+#pragma once
 #include "format/types.h"
 
 /* Up to 256 page ids, shared by forks; it holds one reference on each of pages [first, count). */
@@ -210,4 +209,3 @@ static inline uint64_t view_sealed(const layer_view *view) {
     uint32_t last_layer = pool->layers.parts[view->part].last_layer;
     return view->sequence->layer_tokens[last_layer] / pool->layout.page_tokens;
 }
-#endif

@@ -1,6 +1,5 @@
 /* Pages that a call used count as used. */
-#ifndef CXLKV_SEQUENCE_USAGE_H
-#define CXLKV_SEQUENCE_USAGE_H
+#pragma once
 #include "sequence/types.h"
 
 /* Pages of a call that succeeded, under the locks of its batch: those of its lists, or all that it
@@ -12,4 +11,3 @@ bool hotness_weighs(const cxlkv_batch *batch);
 /* As many uses as an attend has read pages, dealt out by mass [rows, kv_heads, mass_k]. */
 void hotness_weigh(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
                    const int32_t *starts, const float *mass, uint64_t mass_k);
-#endif

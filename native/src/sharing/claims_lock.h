@@ -1,7 +1,6 @@
 /* Dealing with other hosts, without the host lock. `turn` is how: it beats while it waits, and has
  * the epoch of the claims' holder. */
-#ifndef CXLKV_SHARING_CLAIMS_LOCK_H
-#define CXLKV_SHARING_CLAIMS_LOCK_H
+#pragma once
 #include "base/guard.h"
 #include "format/types.h"
 
@@ -14,4 +13,3 @@ hosts hosts_outside(cxlkv_pool *pool);
 int claim_poisoned(cxlkv_pool *pool, const hosts *turn, const guard *fault);
 /* For a wait without the host lock. */
 void peers_pause(cxlkv_pool *pool);
-#endif

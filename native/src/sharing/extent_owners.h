@@ -1,6 +1,5 @@
 /* Which extents are ours. */
-#ifndef CXLKV_SHARING_EXTENT_OWNERS_H
-#define CXLKV_SHARING_EXTENT_OWNERS_H
+#pragma once
 #include "format/types.h"
 
 /* Which are ours, from what all hosts claim: with the claims, without the host lock. */
@@ -12,4 +11,3 @@ void extent_leave(cxlkv_pool *pool, uint32_t extent);
  * on their way to us, or it is not known whether they came. */
 int settled_set(const cxlkv_pool *pool, uint64_t boot);
 uint64_t settled_get(const cxlkv_pool *pool);
-#endif

@@ -1,6 +1,5 @@
 /* Extents are taken from others, and given. */
-#ifndef CXLKV_SHARING_EXTENTS_H
-#define CXLKV_SHARING_EXTENTS_H
+#pragma once
 #include "format/types.h"
 
 bool extents_take(cxlkv_pool *pool, uint64_t page_count); /* under no lock; there was room */
@@ -15,4 +14,3 @@ uint64_t extents_wanted(const cxlkv_pool *pool);  /* by others */
 void extents_give(cxlkv_pool *pool, hosts *turn);
 void extents_offer(cxlkv_pool *pool);
 uint32_t extents_empty(const cxlkv_pool *pool, uint32_t *extents, uint32_t most);
-#endif

@@ -1,7 +1,5 @@
 /* What the others' logs say. */
-#ifndef CXLKV_SHARING_LOG_READER_H
-#define CXLKV_SHARING_LOG_READER_H
+#pragma once
 #include "format/types.h"
 
 void peers_follow(cxlkv_pool *pool);
-#endif

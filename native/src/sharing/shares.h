@@ -1,6 +1,5 @@
 /* What each host has of the extents, and what it wants: who is to give some, and who may take. */
-#ifndef CXLKV_SHARING_SHARES_H
-#define CXLKV_SHARING_SHARES_H
+#pragma once
 
 #include "format/types.h"
 
@@ -25,5 +24,3 @@ uint32_t shares_takeable(const shares *s);
  * less than theirs. What a host wants beyond its share it is owed by whoever of the others has
  * most: one that waits for room itself, and has fewer, owes nothing, so that they come in turn. */
 uint32_t shares_owed(const shares *s);
-
-#endif

@@ -1,6 +1,5 @@
 /* This host arrives, returns after a fence, and leaves. */
-#ifndef CXLKV_SHARING_THIS_HOST_H
-#define CXLKV_SHARING_THIS_HOST_H
+#pragma once
 #include "format/types.h"
 
 int peers_arrive(cxlkv_pool *pool);       /* a new host state speaks for this host from now on */
@@ -10,4 +9,3 @@ int peers_return(cxlkv_pool *pool, hosts *turn);
 /* After pages were read: `code`, or an error if this host may have been declared off meanwhile, and
  * others have written to what it had pinned. */
 int64_t peers_verify(cxlkv_pool *pool, int64_t code);
-#endif

@@ -1,6 +1,5 @@
 /* The local tier: copies of units in this process's own memory; docs/explanation/local-tier.md. */
-#ifndef CXLKV_LOCAL_TIER_H
-#define CXLKV_LOCAL_TIER_H
+#pragma once
 
 #include "sequence/types.h"
 
@@ -83,5 +82,3 @@ void local_count_reads(const layer_view *view, const int32_t *pages, uint32_t co
                       local_reads *reads);
 /* K or V in the page's copy, or NULL. No inline: most pools have no tier. */
 const uint8_t *view_copy(const layer_view *view, uint32_t page, bool keys);
-
-#endif

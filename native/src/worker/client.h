@@ -1,6 +1,5 @@
 /* A process's end of the worker has the connection and tells it of pages. */
-#ifndef CXLKV_WORKER_CLIENT_H
-#define CXLKV_WORKER_CLIENT_H
+#pragma once
 #include "worker/types.h"
 
 /* A look for a worker costs a few us; a slow one is left alone for longer. */
@@ -36,4 +35,3 @@ int client_ask(worker_client *c, uint32_t operation, uint32_t count, uint64_t by
 int client_tell(worker_client *c, cxlkv_batch *batch, uint32_t layer, uint64_t deadline_ns);
 /* All that it was told: it drops it. */
 int client_forget(worker_client *c, uint64_t deadline_ns);
-#endif

@@ -1,6 +1,5 @@
 /* The file with the slots: made, opened, its slots claimed, a sleeping worker rung. */
-#ifndef CXLKV_WORKER_FILE_H
-#define CXLKV_WORKER_FILE_H
+#pragma once
 #include "worker/types.h"
 
 /* A new file in place of a dead worker's; -CXLKV_E_BUSY when there is one that lives. */
@@ -22,4 +21,3 @@ void worker_ring(const worker_file *file);
  * returns true, there is no sleep. */
 void worker_sleep(const worker_file *file, uint64_t pause_ns, bool (*again)(void *context),
                   void *context);
-#endif

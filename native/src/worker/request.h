@@ -5,8 +5,7 @@
  * holds. A client names its tables by small numbers and changes them from one version to the next;
  * a select or an attend says which version it means. So page ids cross once, and a step sends
  * queries and what is new in open tails only, which no page has yet. */
-#ifndef CXLKV_REQUEST_H
-#define CXLKV_REQUEST_H
+#pragma once
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -187,4 +186,3 @@ uint64_t request_key_bytes(const request_facts *facts, const request_sequence *i
 uint64_t request_value_bytes(const request_facts *facts, const request_sequence *item);
 uint64_t request_query_bytes(const request_facts *facts, uint64_t rows, uint32_t q_heads,
                              uint32_t dtype);
-#endif

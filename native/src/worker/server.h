@@ -1,10 +1,8 @@
 /* The worker's results have room, and go to the client that asks. */
-#ifndef CXLKV_WORKER_SERVER_H
-#define CXLKV_WORKER_SERVER_H
+#pragma once
 #include "worker/types.h"
 
 /* Room for so many bytes of a result. */
 int server_reserve(buffer *of, uint64_t bytes);
 /* To who is asking: the result, or the error that a negative code is of. */
 void server_answer(cxlkv_worker *w, int64_t code);
-#endif

@@ -5,8 +5,7 @@
  * request.h. Who is alive is told by locks on bytes of the file, which the kernel drops with their
  * process: USE_BYTE is the worker's, CLAIM_BYTE + i that of slot i's client. A new worker makes a
  * new file, so that no slot outlives its server, and clients of the old one see its lock go. */
-#ifndef CXLKV_WORKER_TYPES_H
-#define CXLKV_WORKER_TYPES_H
+#pragma once
 #include "coherence/rpc.h"
 #include "sequence/types.h"
 #include "worker/request.h"
@@ -134,4 +133,3 @@ struct cxlkv_worker {
     uint64_t requests, refused;
     uint64_t looked_ns, served_ns;
 };
-#endif

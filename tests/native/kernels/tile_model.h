@@ -1,8 +1,7 @@
 /* A model of AMX tiles in software: the operations that kernels_amx.c uses, as Intel's manual has
  * them (Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TDPBF16PS ...). What would be
  * an invalid instruction ends the program. */
-#ifndef CXLKV_TILE_MODEL_H
-#define CXLKV_TILE_MODEL_H
+#pragma once
 
 #include <math.h>
 #include <stdbool.h>
@@ -119,5 +118,3 @@ static inline void model_release(void) {
     memset(model_tiles, 0, sizeof model_tiles);
     model_is_configured = false;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* What the tests of the core share: a check that says where, random numbers, a small pool, rows of
  * known numbers. Not a test itself. */
-#ifndef CHECK_H
-#define CHECK_H
+#pragma once
 #include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -328,4 +327,3 @@ static inline void test_hashes(uint8_t *hashes, uint64_t text, uint32_t count) {
         memcpy(hashes + i * 16, words, 16);
     }
 }
-#endif

@@ -5,8 +5,7 @@
  * short and with each byte changed, under the sanitizers of `make native-test`. A file "crash-..."
  * is what a fuzzer once found; any other one is a seed, and must be accepted: else it would show
  * nothing of what lies behind the first checks. */
-#ifndef FUZZ_H
-#define FUZZ_H
+#pragma once
 #include <dirent.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -75,5 +74,4 @@ int main(void) {
     printf("%d files, cut and changed\n", count);
     return 0;
 }
-#endif
 #endif

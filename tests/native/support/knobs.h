@@ -5,8 +5,7 @@
  * CXLKV_LEFT_OUT: the number of a flush_site. CXLKV_HOSTS, CXLKV_DISTURBANCES, CXLKV_ROUNDS: no
  * more hosts, deaths and pauses, or rounds of a process than this, where the seed draws more.
  * CXLKV_TRACE: how many events the trace of a failure has. */
-#ifndef CXLKV_KNOBS_H
-#define CXLKV_KNOBS_H
+#pragma once
 #include <stdlib.h>
 
 #include "base/flush.h"
@@ -69,4 +68,3 @@ static inline void knob_about(incoherent *sim, const char *what, const void *add
     fprintf(stderr, "about lines %zu to %zu: %s\n", first / FLUSH_LINE_BYTES,
             (first + bytes - 1) / FLUSH_LINE_BYTES, what);
 }
-#endif

@@ -1,7 +1,6 @@
 /* What the tests of objects share: a layout, known bytes, puts whose buffers begin anywhere, and
  * the three ways to read. Not a test itself. */
-#ifndef OBJECT_TESTS_H
-#define OBJECT_TESTS_H
+#pragma once
 #include "check.h"
 
 enum { BUFFERS_MAX = 16 };
@@ -167,4 +166,3 @@ static inline void expect(cxlkv_pool *pool, uint64_t name, uint64_t mark, int64_
     cxlkv_lease_destroy(&lease);
     free(out);
 }
-#endif

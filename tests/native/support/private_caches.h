@@ -6,8 +6,7 @@
  * invalidated; never by itself, but for what cache_evict() writes back at the end. So what is not
  * written back, or not invalidated, is missing for certain; the emulator in native/emulation draws
  * by chance, has store buffers and fences, too, and runs the protocol without a pool. */
-#ifndef PRIVATE_CACHES_H
-#define PRIVATE_CACHES_H
+#pragma once
 #include <sys/mman.h>
 
 #include "base/flush.h"
@@ -208,4 +207,3 @@ static void rows_past_the_cache(void *destination, const void *source, size_t st
                row_bytes);
     if (private_kernels.streams) lines_send(destination, rows * row_bytes, false);
 }
-#endif

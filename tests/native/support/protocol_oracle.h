@@ -1,7 +1,6 @@
 /* What really happened in a run of the protocol between hosts, kept outside of the shared memory,
  * and what must hold then. protocol_scenario.h has the hosts that do it. */
-#ifndef CXLKV_PROTOCOL_ORACLE_H
-#define CXLKV_PROTOCOL_ORACLE_H
+#pragma once
 #include "base/crc32c.h"
 #include "check.h"
 #include "coherence/host_lines.h"
@@ -297,4 +296,3 @@ static inline void truth_writes(protocol *p, uint32_t host, uint32_t page) {
 static inline bool truth_stands(const protocol *p, uint32_t page, uint64_t generation) {
     return p->page[page].published == generation && p->page[page].freed < generation;
 }
-#endif

@@ -7,8 +7,7 @@
  * actor. They take turns by the two locks of a host, as those of a pool do: with the claims alone
  * one of them queues, looks and claims while the others go on with all else; and to copy and
  * acquire with none. */
-#ifndef CXLKV_PROTOCOL_SCENARIO_H
-#define CXLKV_PROTOCOL_SCENARIO_H
+#pragma once
 #include "coherence/claims.h"
 #include "coherence/fences.h"
 #include "coherence/host_log.h"
@@ -798,4 +797,3 @@ static inline void process_run(void *context) {
         incoherent_yield();
     }
 }
-#endif

@@ -1,6 +1,5 @@
 /* Questions and answers that say whose they are: what the tests of rpc.c ask and check. */
-#ifndef CXLKV_RPC_SCENARIO_H
-#define CXLKV_RPC_SCENARIO_H
+#pragma once
 #include "base/crc32c.h"
 #include "check.h"
 
@@ -32,4 +31,3 @@ static inline bool answer_right(uint32_t operation, const uint8_t *question, uin
     int64_t wanted_bytes = answer_make(NULL, operation, question, bytes, wanted);
     return got == wanted_bytes && (got < 0 || memcmp(answer, wanted, (size_t)got) == 0);
 }
-#endif

@@ -10,8 +10,7 @@
  * end has. Readers also ask for what they only guess, as whoever
  * reads the descriptors does: they meet publishes half way. Of an owner two processes take turns,
  * so that one may have to look at the pins of what the other one freed. */
-#ifndef CXLKV_VISIBILITY_SCENARIO_H
-#define CXLKV_VISIBILITY_SCENARIO_H
+#pragma once
 
 #include "base/crc32c.h"
 #include "base/flush.h"
@@ -369,5 +368,3 @@ static inline void *reader_run(void *context) {
     }
     return NULL;
 }
-
-#endif
