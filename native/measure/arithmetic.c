@@ -1,9 +1,6 @@
 /* What `cxlkv bench decode` holds the score and accumulate kernels against: the instructions that
  * they multiply with, on registers alone. Each product is of ones, so that the sum of the lanes
  * tells how many there were; a loop ends before fp32 would round that. */
-#include <errno.h>
-#include <string.h>
-
 #include "base/cpu.h"
 #include "measure/measure.h"
 

@@ -1,9 +1,6 @@
 /* What `cxlkv bench coherence` times: publish, acquire and calls as they are, with flushes really
  * executed, and the bare loops of instructions that they are compared with. */
-#include <errno.h>
-#include <pthread.h>
 #include <sched.h>
-#include <string.h>
 #include <sys/mman.h>
 
 #include "base/cpu.h"

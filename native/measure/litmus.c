@@ -1,9 +1,6 @@
 /* The litmus run: see litmus.h. Each round draws its places and ways from what both roles know. */
 #include "measure/litmus.h"
 
-#include <errno.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #include "base/flush.h"

@@ -1,12 +1,8 @@
 /* What `cxlkv bench memory` and foundation/gather time: loops over memory, each stream of
  * them on a thread of its own. What they read is summed and what they write can be foretold, so
  * that nothing is optimised away and a wrong loop is seen. */
-#include <errno.h>
 #include <linux/mempolicy.h>
-#include <pthread.h>
 #include <sched.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>

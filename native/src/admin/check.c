@@ -1,8 +1,6 @@
 /* Checking a pool: everything that must hold, from the superblock to the last piece; and repair.
  * What raises SIGBUS is one problem more; the check goes on behind it. */
 #include <stdarg.h>
-#include <stdio.h>
-#include <string.h>
 #include <time.h>
 
 #include "base/guard.h"

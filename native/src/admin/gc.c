@@ -3,8 +3,6 @@
  * the lock alone may remove it; a name is only removed while it still means the locked file. */
 #include <ctype.h>
 #include <fcntl.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>

@@ -1,5 +1,4 @@
 /* What an operator sees of a pool's hosts, and how a dead one is declared so. */
-#include <stdlib.h>
 #include <time.h>
 
 #include "base/clock.h"

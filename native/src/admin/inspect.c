@@ -3,7 +3,6 @@
  * No lock is taken and nothing is written. What others change meanwhile is read as it is found:
  * each number is of some moment, and all bounds come from the superblock, whose CRC was checked. */
 #include <fcntl.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>

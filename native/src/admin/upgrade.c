@@ -5,9 +5,6 @@
  * What is new lies on a line that version 5 does not look at, so it is written first; then the
  * version, in one store. Before that store the pool is a whole version 5, after it a whole version
  * 6: whoever is stopped in between begins again. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/flush.h"
 #include "base/guard.h"
 #include "coherence/fences.h"

@@ -1,8 +1,5 @@
 /* Asks the kernel for the time, and for random numbers. */
 #include <fcntl.h>
-#include <stdatomic.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <time.h>

@@ -8,7 +8,6 @@
 #include <stdbool.h>
 #include <string.h>
 
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif

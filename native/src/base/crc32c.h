@@ -1,6 +1,5 @@
 /* CRC32C (Castagnoli, reflected, as in iSCSI and ext4): the check on every piece and every line. */
 #pragma once
-
 #include <stddef.h>
 #include <stdint.h>
 

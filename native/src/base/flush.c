@@ -4,7 +4,6 @@
 
 #include <string.h>
 
-
 static uintptr_t first_line(const void *address) {
     return (uintptr_t)address & ~(uintptr_t)(FLUSH_LINE_BYTES - 1);
 }

@@ -1,6 +1,5 @@
 /* SIGBUS from poisoned or truncated memory becomes an error of the operation that touched it. */
 #include <signal.h>
-#include <string.h>
 
 #include "base/guard.h"
 #include "base/types.h"

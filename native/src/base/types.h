@@ -1,10 +1,14 @@
-/* What every folder uses: the size of a line, small arithmetic. */
+/* What every folder uses: the C library's common headers, the size of a line, small arithmetic. */
 #pragma once
 #include <errno.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "base/error.h"
 

@@ -2,8 +2,6 @@
  *
  * A claim is made under the lock, in the one of the host's two entries that does not count now, and
  * counts from the host's next commit on, unless that host's epoch was cut before it (V10). */
-#include <string.h>
-
 #include "base/crc32c.h"
 #include "base/guard.h"
 #include "base/types.h"

@@ -3,8 +3,6 @@
  * A record's sequence number is stored last, and its line goes to memory whole. So whoever dies
  * over an append leaves the number that stood there before, which is the end of the log for all who
  * read it. A line that says more than that, and is not whole, is damage: it is given up once. */
-#include <string.h>
-
 #include "base/crc32c.h"
 #include "base/guard.h"
 #include "base/types.h"

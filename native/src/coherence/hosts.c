@@ -1,7 +1,4 @@
 /* Hosts: where their blocks lie, and what each says of itself: name, epoch, commits, beats. */
-
-#include <string.h>
-
 #include "base/clock.h"
 #include "base/crc32c.h"
 #include "base/guard.h"

@@ -1,8 +1,6 @@
 /* Lines of hosts whose memory is lost: poisoned, or the file was cut. Each load that may meet one
  * goes through here, and its caller decides what is safe when nothing is known. What changes hands
  * (V8) passes over such lines. */
-#include <string.h>
-
 #include "base/flush.h"
 #include "base/guard.h"
 #include "base/types.h"

@@ -7,11 +7,9 @@
 
 #include <linux/futex.h>
 #include <sched.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
-
 
 enum { LINE = FLUSH_LINE_BYTES, ATTEMPTS = 8, ERROR_MAX = 4095 };
 /* Of a wait: spins until SPIN_NS, lets others run until YIELD_NS, then sleeps. */

@@ -13,7 +13,6 @@
  * again. A slot stays with its two hosts: the next process of the same host may take over an end,
  * one of another host may not (docs/explanation/coherence.md, V8 and V11). */
 #pragma once
-
 #include "coherence/visibility.h"
 
 enum { RPC_BYTES_MAX = 1 << 20 };

@@ -6,7 +6,6 @@
 
 #include <string.h>
 
-
 enum { LINE = FLUSH_LINE_BYTES, ATTEMPTS = 8, EXPECTED_LINES = 257 };
 /* Of an item on its way: to be looked at (again), and seen and being copied. */
 enum { OPEN = -CXLKV_E_CORRUPT, COPYING = 1 };

@@ -1,7 +1,5 @@
 /* A layout's geometry: how large extents are, where each piece lies in them, how many fit. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "coherence/hosts.h"
 #include "format/geometry.h"

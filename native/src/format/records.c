@@ -1,6 +1,5 @@
 /* Descriptors, record headers and checksums: written, read and checked. */
 #include <sched.h>
-#include <string.h>
 
 #include "base/crc32c.h"
 #include "coherence/lines.h"

@@ -2,7 +2,6 @@
  * ndp/select_scorer.c. */
 #include "format/scorers.h"
 
-#include <stdlib.h>
 #include <sys/mman.h>
 
 static uint64_t records_of(const cxlkv_pool *pool) {

@@ -7,8 +7,6 @@
  * states of one pool would be two allocators over it. Files below are opened by the folder's
  * descriptor, through no link, and must be regular, the owner's, and have one name. */
 #include <fcntl.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 

@@ -1,5 +1,4 @@
 /* The superblock: written, checked, upgraded; and the line that names the host state of a pool. */
-#include <string.h>
 #include <sys/mman.h>
 
 #include "base/clock.h"

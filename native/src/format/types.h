@@ -14,9 +14,6 @@
  *   claims of the host state, then its mutex, the host lock
  * Who has the host lock waits for no other host, and not for readers, who may wait for it. */
 #pragma once
-#include <stdatomic.h>
-#include <string.h>
-
 #include "coherence/types.h"
 #include "format/layout.h"
 #include "kernels/kernels.h"

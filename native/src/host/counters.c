@@ -1,6 +1,4 @@
 /* Counters: a row in the host state for each process, so that others can see what each does. */
-#include <string.h>
-
 #include "base/crc32c.h"
 #include "base/guard.h"
 #include "coherence/lost_lines.h"

@@ -1,7 +1,6 @@
 /* What the pool calls of folders above it: hooks, which sequence/, prefix/ and tiers/ use, too, and
  * the owners of state that a pool keeps for them. native/src/hooks/hooks.c fills both tables. */
 #pragma once
-
 #include "format/types.h"
 
 typedef struct pool_hooks {

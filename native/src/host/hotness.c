@@ -4,9 +4,6 @@
  * host lock: a load and a store, so that two which count one page at one time may lose a count.
  * Reuse is written under the host lock. Whatever a death leaves in either is a value that they may
  * have: a parent, and a priority, is checked when it is read. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "host/hooks.h"
 #include "host/hotness.h"
 #include "host/locks.h"

@@ -1,6 +1,5 @@
 /* How much pages are used, their hotness, and when published ones were asked for (reuse). */
 #pragma once
-
 #include "format/types.h"
 
 /* An epoch ends when each page could have been used so often. */

@@ -2,9 +2,6 @@
  * pid alone is reused. What a dead one held is given back. */
 #include <fcntl.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 

@@ -1,7 +1,4 @@
 /* What the host state derives from primary records: built anew after a death, and recounted. */
-#include <stdio.h>
-#include <stdlib.h>
-
 #include "base/flush.h"
 #include "base/guard.h"
 #include "format/poison.h"

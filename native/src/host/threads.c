@@ -9,9 +9,6 @@
  * there is no team. A thread that sleeps is woken in 50 us or, on a virtual machine, in
  * milliseconds. So a helper waits for the next task for LOOK_OUT_NS before it sleeps, and a task
  * ends without the helpers that have not begun with it. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/clock.h"
 #include "base/guard.h"
 #include "base/team.h"

@@ -4,8 +4,6 @@
  * block of query rows over a range of pages and kv heads; spans of the same rows and heads are
  * merged by their log-sum-exp at the end, as in flash-decoding. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "host/threads.h"
 #include "ndp/attend.h"
@@ -15,7 +13,6 @@
 #include "ndp/attend_virtual.h"
 #include "ndp/attend_walk.h"
 #include "ndp/stored.h"
-#include "ndp/types.h"
 #include "sequence/batch.h"
 #include "sequence/usage.h"
 #include "sharing/this_host.h"

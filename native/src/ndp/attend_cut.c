@@ -1,10 +1,7 @@
 /* What an attend's work is cut into, and which sequences' pages it reads once for all of them.
  *
  * The same for any number of threads: where the sums are cut decides their last bits. */
-#include <stdlib.h>
-
 #include "ndp/attend_cut.h"
-#include "ndp/types.h"
 #include "sequence/batch.h"
 
 enum { SPAN_TOKENS_MIN = 512, SPANS_WANTED = 128 };

@@ -6,10 +6,8 @@
  * take the square of their number. A step that is over keeps its m, and is rescaled at the end.
  * Where spans are merged, sums become shares of the row's attention. */
 #include <math.h>
-#include <string.h>
 
 #include "ndp/attend_mass.h"
-#include "ndp/types.h"
 
 enum { STEP_PAGES = 64 };
 

@@ -11,14 +11,11 @@
  *
  * Pages that not all rows see whole, the newest among them, are read in 8 bits anyway. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "ndp/attend_mass.h"
 #include "ndp/attend_planes.h"
 #include "ndp/attend_walk.h"
 #include "ndp/stored.h"
-#include "ndp/types.h"
 #include "sequence/batch.h"
 
 static const float VALUES_SQUARED = 0.0108f; /* r^2 */

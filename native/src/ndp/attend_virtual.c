@@ -9,7 +9,6 @@
 #include "ndp/attend_mass.h"
 #include "ndp/attend_virtual.h"
 #include "ndp/attend_walk.h"
-#include "ndp/types.h"
 
 /* Rows [first, first + count) of all virtual rows, which are all there. */
 static void attend_some(const span_walk *w, uint64_t first, uint32_t count, float *logits) {

@@ -1,9 +1,7 @@
 /* What an attend walks over, a span's pages block by block, and its online softmax. */
 #include <math.h>
-#include <string.h>
 
 #include "ndp/attend_walk.h"
-#include "ndp/types.h"
 #include "sequence/batch.h"
 
 /* The page at position `at`; -1: none that is seen. */

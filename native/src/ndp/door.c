@@ -5,9 +5,6 @@
 #include "ndp/door.h"
 #include "ndp/select.h"
 
-#include <stdatomic.h>
-#include <stdlib.h>
-
 /* NULL until a pool of this process uses a worker. */
 static _Atomic(const door_worker *) answering;
 

@@ -1,8 +1,5 @@
 /* Fetch: copy chosen pages, or all, to one contiguous buffer or to an engine's blocks, verified on
  * the way. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/flush.h"
 #include "base/guard.h"
 #include "format/records.h"
@@ -10,7 +7,6 @@
 #include "host/threads.h"
 #include "ndp/stored.h"
 #include "ndp/stored_fp8.h"
-#include "ndp/types.h"
 #include "sequence/batch.h"
 #include "sequence/page_write.h"
 #include "sequence/usage.h"

@@ -1,7 +1,5 @@
 /* Pieces in two planes, in all 8 bits: block by block, joined in the first cache. */
-#include "base/types.h"
 #include "ndp/planes.h"
-#include "ndp/types.h"
 
 #include <math.h>
 

@@ -5,7 +5,6 @@
  * page's share of the attention, averaged over the group. Equal scores: the lower page. A NaN score
  * wins. */
 #include <math.h>
-#include <stdlib.h>
 
 #include "format/scorers.h"
 #include "host/threads.h"
@@ -18,7 +17,6 @@
 #include "ndp/select_scorer.h"
 #include "ndp/select_sketch.h"
 #include "ndp/stored.h"
-#include "ndp/types.h"
 #include "sequence/batch.h"
 #include "sequence/usage.h"
 #include "sharing/this_host.h"

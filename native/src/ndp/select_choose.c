@@ -1,8 +1,5 @@
 /* Select's choice: which pages a list may have, and which of them its scores make the best. */
-#include <stdlib.h>
-
 #include "ndp/select_choose.h"
-#include "ndp/types.h"
 
 window window_of(const select_job *job, const plan *p, uint64_t list) {
     const cxlkv_budget *budget = p->budget;

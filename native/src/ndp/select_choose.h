@@ -1,7 +1,6 @@
 /* The best pages of a list, by the scores of all. */
 #pragma once
 #include <math.h>
-#include <string.h>
 
 #include "ndp/types.h"
 

@@ -8,14 +8,12 @@
  * WANTED_SHARE of it, by the exponentials of the scores, the next look is twice as far off, up to
  * criteria.refresh steps; else half as far. Heads look in different steps, each at its own pace. */
 #include <math.h>
-#include <stdlib.h>
 
 #include "kernels/sketch.h"
 #include "ndp/select_choose.h"
 #include "ndp/select_kept.h"
 #include "ndp/select_score.h"
 #include "ndp/select_sketch.h"
-#include "ndp/types.h"
 #include "sequence/batch.h"
 #include "sequence/kept_choice.h"
 

@@ -7,7 +7,6 @@
  * They are scored page by page, all heads of a page one after another: each key lies in a page of
  * memory of its own, and neighbours are translated together. */
 #include <math.h>
-#include <stdlib.h>
 
 #include "kernels/sketch.h"
 #include "ndp/ahead.h"
@@ -16,7 +15,6 @@
 #include "ndp/select_score.h"
 #include "ndp/select_sketch.h"
 #include "ndp/stored.h"
-#include "ndp/types.h"
 
 /* The free pages among [first, last) that are estimated: *first to the end that is returned. The
  * others are scored by their keys. */

@@ -1,5 +1,4 @@
 /* Select's scores by keys and digests: one page, all its heads and queries. */
-
 #include <math.h>
 
 #include "kernels/code_bounds.h"
@@ -7,7 +6,6 @@
 #include "ndp/select_score.h"
 #include "ndp/stored.h"
 #include "ndp/stored_fp8.h"
-#include "ndp/types.h"
 #include "sequence/batch.h"
 
 /* Of `rows` rows with `group` maxima each, to out[row * out_stride], or all to out[0]. */

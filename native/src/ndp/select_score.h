@@ -1,7 +1,6 @@
 /* Pages are scored by their keys or digests, alone and in runs. */
 #pragma once
 #include "ndp/ahead.h"
-#include "ndp/types.h"
 
 enum { QUERY_BLOCK = 64 };
 /* By keys, or by the digest if that is the method; next: where its pieces come from, or NULL. */

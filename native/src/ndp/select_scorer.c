@@ -1,7 +1,6 @@
 /* Select by a scorer that the pool was given: by a summary of each page and kv head, which is made
  * of its keys before a select names the page for the first time. */
 #include <math.h>
-#include <stdlib.h>
 
 #include "format/scorers.h"
 #include "host/locks.h"
@@ -11,7 +10,6 @@
 #include "ndp/select_sketch.h"
 #include "ndp/stored.h"
 #include "ndp/stored_fp8.h"
-#include "ndp/types.h"
 #include "sequence/batch.h"
 
 /* Keys of a page and head, decoded. */

@@ -16,7 +16,6 @@
 #include "ndp/select_score.h"
 #include "ndp/select_sketch.h"
 #include "ndp/stored.h"
-#include "ndp/types.h"
 #include "sequence/batch.h"
 
 enum { TOKENS_MIN = 1024, STAGE_BYTES_MAX = 64 << 20 };

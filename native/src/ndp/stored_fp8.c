@@ -1,7 +1,6 @@
 /* Rows of float8_e4m3, scored and summed: a tile of them becomes bfloat16, which is exact and stays
  * in the caches, and the kernels of that read it. */
 #include "ndp/stored_fp8.h"
-#include "ndp/types.h"
 
 enum { TILE_NUMBERS = 8192, TILE_ROWS_MIN = TILE_NUMBERS / CODE_DIM_MAX, QUERIES = 16 };
 

@@ -1,6 +1,4 @@
 /* Keys of objects from their names, hashed as cxlkv/objects.py says, in terms of hashlib. */
-#include <string.h>
-
 #include "base/types.h"
 #include "kernels/blake2s.h"
 

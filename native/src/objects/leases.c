@@ -1,6 +1,4 @@
 /* Objects that a process reads, or writes, where they lie: held until it gives them back. */
-#include <stdlib.h>
-
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "format/mapping.h"

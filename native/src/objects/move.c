@@ -1,8 +1,5 @@
 /* Objects copied into the pool and out of it, shared out over the pool's threads. Buffers of rows
  * are encoded and decoded on their way. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "base/guard.h"

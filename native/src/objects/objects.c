@@ -3,8 +3,6 @@
  * A page holds one object in one piece, whose "tokens" are its bytes. A put takes pages, writes and
  * sums the bytes without a lock, and publishes; a get holds what it found, copies, and gives it
  * back. So a reader meets whole objects only, and nobody's page is reused under it. */
-#include <stdlib.h>
-
 #include "base/crc32c.h"
 #include "base/guard.h"
 #include "coherence/lines.h"

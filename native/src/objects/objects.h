@@ -1,6 +1,5 @@
 /* Objects are found, held, verified, taken and published. */
 #pragma once
-#include "format/types.h"
 #include "objects/types.h"
 
 /* What a pool of objects keeps for this folder: made before its use, freed with its handle. */

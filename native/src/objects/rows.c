@@ -1,6 +1,4 @@
 /* Rows that objects keep encoded, a piece of some of them at a time. */
-#include <string.h>
-
 #include "kernels/kernels.h"
 #include "objects/rows.h"
 

@@ -1,7 +1,4 @@
 /* Pages of other hosts, read in place: pinned (V6), taken into view (V4), and given up again. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/guard.h"
 #include "coherence/fences.h"
 #include "coherence/hosts.h"

@@ -6,9 +6,6 @@
  * stand in its writer's log for as long as it matters: until the descriptor says something else.
  * Before a line of the log is overwritten whose wish still matters, it is written once more. Half a
  * log holds such wishes; what is more than that is given up, the oldest first, and counted. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/guard.h"
 #include "coherence/host_log.h"
 #include "format/records.h"

@@ -1,7 +1,5 @@
 /* Pages are held and given up. Nobody needs one any more: it is scrubbed, gets its next generation
  * and is free, or it is withdrawn while another host reads it. */
-#include <string.h>
-
 #include "base/flush.h"
 #include "base/guard.h"
 #include "format/records.h"

@@ -1,7 +1,5 @@
 /* Published pages and their index: shown, found again by their hashes, forgotten; under the host
  * lock. */
-#include <string.h>
-
 #include "base/guard.h"
 #include "format/records.h"
 #include "format/runs.h"

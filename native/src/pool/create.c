@@ -1,7 +1,5 @@
 /* What lies at a path: a pool is made there, opened, replaced or removed. */
 #include <fcntl.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 

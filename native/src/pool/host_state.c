@@ -1,8 +1,6 @@
 /* The host state: what the processes of one host share about a pool, in their own DRAM. */
 #include <fcntl.h>
 #include <limits.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>

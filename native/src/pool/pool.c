@@ -1,7 +1,4 @@
 /* A pool: created, opened, closed; what it is. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "base/guard.h"

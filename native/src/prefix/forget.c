@@ -1,5 +1,4 @@
 /* Published pages by their keys: forgotten, scrubbed, pinned, prioritized. */
-
 #include "host/hooks.h"
 #include "host/locks.h"
 #include "host/processes.h"

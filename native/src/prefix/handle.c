@@ -1,6 +1,4 @@
 /* Handles: a sequence as bytes, which any process with the pool open may adopt. */
-#include <string.h>
-
 #include "base/crc32c.h"
 #include "base/guard.h"
 #include "format/records.h"

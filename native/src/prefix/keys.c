@@ -3,8 +3,6 @@
  * cxlkv/prefix.py says what they are, in terms of hashlib; a page of ids is hashed by itself, eight
  * pages at a time, and one block more hangs it on the key before. Ids are little endian in memory,
  * as all that this core reads. */
-#include <string.h>
-
 #include "base/types.h"
 #include "kernels/blake2s.h"
 #include "prefix/keys.h"

@@ -1,7 +1,4 @@
 /* Matching: the longest prefix that is published under a list of keys becomes a sequence. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/clock.h"
 #include "coherence/lines.h"
 #include "format/records.h"

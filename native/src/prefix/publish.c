@@ -4,7 +4,6 @@
  * the first key that covers all of it; pages that share a key are told apart by their place and
  * part. The ordinal in the descriptor makes a chain with a gap end at the gap. A part with a window
  * has gaps by right: it matches up to where all that the next token sees is there. */
-
 #include "host/hotness.h"
 #include "host/locks.h"
 #include "pages/published.h"

@@ -2,8 +2,6 @@
  *
  * It is a copy of what a sequence has behind its last full page, in a page of each part, under a
  * key that names its tokens and how many they are. Who finds it copies it back to local memory. */
-#include <stdlib.h>
-
 #include "base/guard.h"
 #include "format/poison.h"
 #include "format/records.h"

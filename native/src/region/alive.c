@@ -6,7 +6,6 @@
  * else, whether it ever touches a pool or not; who runs another program closes them by O_CLOEXEC.
  * (The classic locks of a process are no way out: they go with any close of the same file, as when
  * one of two handles of a pool is closed.) */
-#include <stdlib.h>
 #include <unistd.h>
 
 #include "region/alive.h"

@@ -1,7 +1,5 @@
 /* Open files whose locks say that this process lives; none crosses a fork. */
 #pragma once
-#include <sys/types.h>
-
 #include "region/types.h"
 
 typedef struct alive alive;

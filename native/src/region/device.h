@@ -1,7 +1,5 @@
 /* A dax device (/dev/daxX.Y) in place of a file. */
 #pragma once
-#include <sys/types.h>
-
 #include "region/types.h"
 
 enum { DEVICE_NAME_BYTES = 64 };

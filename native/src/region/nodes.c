@@ -4,7 +4,6 @@
  * the mapping's and not the pool's format: all processes see it, and whoever brings a page back
  * from swap obeys it. So a process that opens the pool asks the kernel what was wanted. */
 #include <linux/mempolicy.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>

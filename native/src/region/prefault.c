@@ -1,7 +1,6 @@
 /* All of a pool's memory brought into place before it is used: a page of memory that is touched for
  * the first time is zeroed then, and mapped, which takes longer than to copy it. */
 #include <linux/magic.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/statfs.h>
 

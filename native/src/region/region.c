@@ -1,9 +1,6 @@
 /* Mapped memory for a pool: anonymous (memfd), a file or a device; byte locks of processes. */
 #include <fcntl.h>
 #include <linux/magic.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>

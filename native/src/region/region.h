@@ -1,7 +1,5 @@
 /* A file or a device is mapped, read and given up; locks on its bytes. */
 #pragma once
-#include <sys/types.h>
-
 #include "region/device.h"
 
 /* What helps, as the end of a sentence, when a limit of this process is the cause; or "". */

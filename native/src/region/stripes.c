@@ -6,8 +6,6 @@
  * build that knows no stripes, is no pool. Names of devices change from boot to boot: the labels
  * tell when they are given in another order. */
 #include <fcntl.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>

@@ -6,9 +6,6 @@
  *   [head, head + direct)  whole pages, straight from the caller's array to the pool
  *   [head + direct, n)     begin a new tail
  * All memory and pages are taken before the first byte is written: all or nothing. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/flush.h"
 #include "format/records.h"
 #include "host/locks.h"

@@ -4,9 +4,6 @@
  * records of them. Pages are claimed first: from then on they are neither the caller's nor a
  * sequence's, and whoever tries to free or attach them meanwhile is refused. All that reads or
  * writes the region comes next, and only then do page tables name them: all or nothing. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "format/mapping.h"

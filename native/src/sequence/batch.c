@@ -1,7 +1,4 @@
 /* A batch: the sequences of one call, their locks, scratch, packed queries, views of a layer. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "format/records.h"
 #include "host/locks.h"
 #include "pool/pool.h"

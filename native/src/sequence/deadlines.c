@@ -1,7 +1,5 @@
 /* The leases of a pool's hits by their ends: a binary heap, so that what has ended is found without
  * a look at what has not. */
-#include <stdlib.h>
-
 #include "sequence/deadlines.h"
 
 static uint64_t end_of(const cxlkv_sequence *sequence) {

@@ -1,8 +1,6 @@
 /* The memory of what decode keeps, a choice for each layer of a sequence. */
 #include "sequence/kept_choice.h"
 
-#include <stdlib.h>
-
 kept_choice *kept_take(cxlkv_sequence *sequence, uint32_t layer) {
     const cxlkv_layout *layout = &sequence->pool->layout;
     if (atomic_exchange_explicit(&sequence->kept_taken, true, memory_order_acquire)) return NULL;

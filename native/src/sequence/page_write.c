@@ -1,9 +1,6 @@
 /* A whole page of a layer, written from rows of K and V: head by head, past the caches. Its digest,
  * sketch and checksums are made of rows that were just read, while the stores drain and the next
  * page's rows come from memory. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "format/mapping.h"

@@ -1,7 +1,4 @@
 /* A sequence: page table in shared chunks, open tails, fork, truncate, release. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/clock.h"
 #include "format/records.h"
 #include "host/hooks.h"

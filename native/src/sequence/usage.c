@@ -1,6 +1,4 @@
 /* Counts the uses of the pages that a call has read: one each, or by the attention they got. */
-#include <string.h>
-
 #include "host/hotness.h"
 #include "sequence/batch.h"
 #include "sequence/usage.h"

@@ -1,6 +1,5 @@
 /* Which extents are this host's: read from what all hosts claim, and marked in the host state. */
 #include <fcntl.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 #include "base/crc32c.h"

@@ -1,7 +1,4 @@
 /* Extents change hands: this host takes some from those that have too many, and gives some back. */
-#include <stdio.h>
-#include <stdlib.h>
-
 #include "base/clock.h"
 #include "base/guard.h"
 #include "coherence/claims.h"

@@ -1,6 +1,5 @@
 /* The keeper: a thread of each process, so that a host beats while its programs are busy elsewhere,
  * follows what others publish, and gives what others ask for. */
-#include <stdlib.h>
 #include <time.h>
 
 #include "base/clock.h"

@@ -1,6 +1,4 @@
 /* Logs, ours and the others': what hosts tell each other about what can be found where. */
-#include <string.h>
-
 #include "base/guard.h"
 #include "coherence/host_log.h"
 #include "format/mapping.h"

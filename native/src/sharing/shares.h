@@ -1,6 +1,5 @@
 /* What each host has of the extents, and what it wants: who is to give some, and who may take. */
 #pragma once
-
 #include "format/types.h"
 
 enum { GIVE_MAX = 64 };

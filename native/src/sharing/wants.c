@@ -1,7 +1,5 @@
 /* A host without room tells the others, and they find out which of their published pages stand in
  * the way. What is evicted is for the programs of a host to say: nothing here frees a page. */
-#include <stdlib.h>
-
 #include "coherence/claims.h"
 #include "host/hooks.h"
 #include "host/locks.h"

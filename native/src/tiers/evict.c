@@ -2,9 +2,6 @@
  * Only arrays are read. A page whose children stay must stay: without it they could not be found.
  * So it stays as long as the highest priority behind it. What cannot be found already goes before
  * all else of its priority. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/types.h"
 
 typedef struct candidates {

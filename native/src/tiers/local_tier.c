@@ -4,8 +4,6 @@
  * generation does; so a copy is right as long as the generations are equal, and to demote is to
  * forget. A promotion has three steps: prepare (reserves a slot and holds the page, or refuses),
  * copy (by the pool's threads, each piece against its CRC), complete (shows it, or undoes it). */
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 
 #include "base/crc32c.h"

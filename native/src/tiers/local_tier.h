@@ -1,6 +1,5 @@
 /* The local tier: copies of units in this process's own memory; docs/explanation/local-tier.md. */
 #pragma once
-
 #include "sequence/types.h"
 
 typedef struct local_slot {

@@ -3,9 +3,6 @@
  *
  * A record outside of the pool has no gaps, and every byte of it is what a CRC says, or 0: equal
  * contents are equal bytes. Its table of CRCs is there for pools without checksums, too. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "base/guard.h"

@@ -1,8 +1,5 @@
 /* Calls by the worker: select, choose and attend, in as many requests as have room, and results. */
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "base/clock.h"
 #include "ndp/attend_cut.h"
@@ -12,7 +9,6 @@
 #include "sequence/usage.h"
 #include "worker/client.h"
 #include "worker/request.h"
-#include "worker/types.h"
 
 /* What takes as long as a chooser's state of one run of pages may: two seconds, by so many channels
  * of a token's keys and values, such as 8 kv heads of 128 each. */

@@ -10,12 +10,8 @@
 #include "worker/client.h"
 #include "worker/file.h"
 #include "worker/request.h"
-#include "worker/types.h"
 
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 enum { ERROR_CODE_MAX = 4095 };

@@ -7,18 +7,14 @@
 #include "host/processes.h"
 #include "region/region.h"
 #include "worker/file.h"
-#include "worker/types.h"
 
 #include <fcntl.h>
 #include <linux/futex.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
-
 
 static const uint8_t magic[8] = {'C', 'X', 'L', 'K', 'V', 'W', 'R', 'K'};
 

@@ -1,10 +1,7 @@
 /* Questions to choosers, methods that the core does not have: the program that serves answers them,
  * between two calls of cxlkv_worker_serve(). */
-#include <string.h>
-
 #include "worker/request.h"
 #include "worker/server.h"
-#include "worker/types.h"
 
 int cxlkv_worker_asked(cxlkv_worker *w, cxlkv_question *question) {
     const request *r = &w->question;

@@ -4,9 +4,6 @@
 #include "worker/request.h"
 #include "worker/types.h"
 
-#include <string.h>
-
-
 /* Reads on from `at`; false when fewer bytes are left. */
 typedef struct reading {
     const uint8_t *bytes;

@@ -10,7 +10,6 @@
 #include "coherence/rpc.h"
 #include "host/locks.h"
 #include "ndp/attend.h"
-#include "ndp/types.h"
 #include "pool/pool.h"
 #include "prefix/handle.h"
 #include "sequence/sequence.h"
@@ -18,12 +17,8 @@
 #include "worker/file.h"
 #include "worker/request.h"
 #include "worker/server.h"
-#include "worker/types.h"
 
 #include <sched.h>
-#include <stdlib.h>
-#include <string.h>
-
 
 /* Without requests: spins, then lets others run, then sleeps until a client rings. */
 enum { SPIN_NS = 300000, YIELD_NS = 2000000, LOOK_NS = 100000000, SLEEP_NS = LOOK_NS };

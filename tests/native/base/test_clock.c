@@ -2,7 +2,6 @@
  * into another one while it runs, and a process is known by its start in all of them. Method:
  * processes in namespaces ahead of and behind the machine's, where the kernel allows one. */
 #include <fcntl.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <time.h>
 

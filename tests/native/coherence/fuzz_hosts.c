@@ -14,7 +14,6 @@
 #include "coherence/membership.h"
 #include "fuzz.h"
 
-
 enum { HOSTS = 3, EXTENTS = 10, PAGES = 640, RECORDS = 8, PATIENCE = 40, PAUSES_MAX = 100000 };
 
 static hosts at[HOSTS];

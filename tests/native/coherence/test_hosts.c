@@ -1,5 +1,4 @@
 /* Hosts on real memory, one after the other: names, lock, fences, claims, logs, hostile lines. */
-
 #include "check.h"
 #include "coherence/claims.h"
 #include "coherence/fences.h"

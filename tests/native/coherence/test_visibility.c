@@ -4,7 +4,6 @@
  * order of the steps, the instructions themselves, and true parallelism. Under TSan there are no
  * optimists and no guesses, whose copies race by design, so that it can tell whether who writes a
  * page again happens after all who read it in place. */
-#include <sched.h>
 #include <sys/mman.h>
 
 #include "visibility_scenario.h"

@@ -5,7 +5,6 @@
 #include "format/superblock.h"
 #include "fuzz.h"
 
-
 static uint8_t page[SUPERBLOCK_BYTES];
 
 static void seal(void) {

@@ -2,8 +2,6 @@
  * by no more threads than the pool has, the first error with its text; all else, a team that is too
  * small and a forked child are left to the pool's own threads. Method: this program is its own
  * OpenMP runtime, which counts the regions that it is asked to run. */
-#include <pthread.h>
-
 #include "base/team.h"
 #include "check.h"
 #include "host/threads.h"

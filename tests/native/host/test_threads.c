@@ -3,8 +3,6 @@
  * threads do random work on sequences of their own and on forks of a common one, each checking its
  * tokens; a fifth looks on, and replaces the pool's threads. Then one writes to a sequence that the
  * others read, through one batch. For TSan, and for ASan's use after free. */
-#include <sched.h>
-
 #include "check.h"
 
 #ifdef __SANITIZE_THREAD__

@@ -2,7 +2,6 @@
  * What the rest of its table needs is AVX-512 BF16. */
 #if defined(__x86_64__)
 #include <immintrin.h> /* first: it defines the true operations */
-
 #include "tile_model.h"
 
 #undef _tile_loadconfig

@@ -5,8 +5,6 @@
 
 #include <math.h>
 
-
-
 enum { DIM_MAX = CODE_DIM_MAX, ROUNDS = 2 };
 
 static uint64_t seed = 340034;

@@ -2,7 +2,6 @@
  * them (Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TDPBF16PS ...). What would be
  * an invalid instruction ends the program. */
 #pragma once
-
 #include <math.h>
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,7 +1,5 @@
 /* Goal: a loop on registers multiplies as often as it says, by each instruction set that this CPU
  * has: a product is one, and its sum is counted. */
-#include <errno.h>
-
 #include "check.h"
 #include "measure/measure.h"
 

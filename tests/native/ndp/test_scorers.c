@@ -3,7 +3,6 @@
  * token, which a reference takes from the marks that tokens were written with; threads select in
  * forks of one text while each of them takes tokens back and writes others. For ASan and TSan. */
 #include <math.h>
-#include <pthread.h>
 
 #include "check.h"
 

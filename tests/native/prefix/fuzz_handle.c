@@ -4,7 +4,6 @@
 #include "check.h"
 #include "fuzz.h"
 
-
 enum { TOKENS = 10 };
 
 static cxlkv_pool *pool;

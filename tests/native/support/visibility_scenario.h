@@ -11,7 +11,6 @@
  * reads the descriptors does: they meet publishes half way. Of an owner two processes take turns,
  * so that one may have to look at the pins of what the other one freed. */
 #pragma once
-
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "check.h"

@@ -2,8 +2,6 @@
  * free + held + reserved = total. Method: a promotion broken off between its steps, pages freed and
  * reused under their copies, a damaged piece, a fork, a process that dies in a promotion; then
  * threads that promote and demote while others read, each reading checked. For ASan and TSan. */
-#include <sched.h>
-
 #include "check.h"
 #include "tiers/local_tier.h"
 

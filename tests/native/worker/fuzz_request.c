@@ -4,7 +4,6 @@
 #include "fuzz.h"
 #include "worker/request.h"
 
-
 static uint64_t sum_of(const void *array, uint64_t count) {
     const uint8_t *bytes = array;
     uint64_t sum = 0;
