@@ -25,6 +25,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from cxlkv.bench import sources
+from cxlkv.bench.models.corpus import held_out_text
 from cxlkv.bench.sources import Taken, take
 from cxlkv.demo.facts import load_model
 from cxlkv.demo.task import FACT_KEYS, VALUES, make_context
@@ -137,6 +138,23 @@ def test_the_text_is_one_that_the_model_was_not_trained_on() -> None:
     assert not torch.equal(later.keys, found[3].keys)
     with pytest.raises(BadArgumentError, match="held-out text: there are"):
         sources.text(tokens=100_000_000)
+
+
+def test_the_model_looks_up_values_that_were_given_before() -> None:
+    """Some 1,900 bytes before, in text that it was not trained on; one digit in ten is chance."""
+    model, text = sources.load(sources.TEXT_MODEL), held_out_text()
+    right = []
+    for at in range(8):
+        own, value = text[4000 * at : 4000 * at + 2000], f"{104729 * (at + 1):06d}"[-6:]
+        made = b"%slimit_of_rows = %s\n%sassert limit_of_rows == %s" % (
+            own[:100], value.encode(), own[100:], value.encode(),
+        )  # fmt: skip
+        ids = torch.tensor(list(made))[None]
+        with torch.inference_mode():
+            best = model(ids, use_cache=False).logits[0, -7:-1].argmax(-1)
+        right.append((best == ids[0, -6:]).float().mean())
+    assert sum(right) / len(right) > 0.3
+    assert (sources.TEXT_MODEL / "model.safetensors").stat().st_size <= 4_000_000
 
 
 def test_a_folder_is_read_with_its_own_tokenizer(tmp_path: Path) -> None:
