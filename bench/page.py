@@ -10,10 +10,9 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from cxlkv.bench import mlc, pictures
+from cxlkv.bench import pictures
 from cxlkv.bench.compare import THRESHOLD_PERCENT, Change, changes, refuse_unlike
 from cxlkv.bench.measure import median_interval, warnings_of
-from cxlkv.bench.mlc import Mlc, Points
 from cxlkv.bench.result import ResultRead, lower_is_better, read
 from cxlkv.emulation.link import marked
 from cxlkv.errors import BadArgumentError
@@ -23,14 +22,8 @@ TEMPLATE = Path(__file__).resolve().parent / "page.html.j2"
 BYTES_MAX = 2 << 20
 SUMMED_UP = 3  # figures of a run, on top of the page
 LOADED = re.compile(r"(?:.+/)?loaded_(?:(\d)r(\d)w_)?(.+)_ns")
-READS_ONLY = "reads only"
-BESIDE = (
-    ("idle latency", r"idle_.+_ns", "ns"),
-    ("latency under full load", r"loaded_full_ns", "ns"),
-    ("reads", r"read_\d+t", "GB/s"),
-    ("two reads to a write", r"mixed_\d+t", "GB/s"),
-)
-"""What MLC measures as well: its name here, our figures of it (the last counts), and the unit."""
+Points = list[tuple[float, float]]
+"""Of a curve: GB/s and ns."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +43,8 @@ class Row:
 
 @dataclass
 class Run:
-    """doubts: how many of its figures are noisy; beside: ours and MLC's of the same; curves: a PNG
-    of the latency under load, as text."""
+    """doubts: how many of its figures are noisy; curves: a PNG of the latency under load, as
+    text."""
 
     title: str
     result: ResultRead
@@ -62,7 +55,6 @@ class Run:
     doubts: int = 0
     unlike: str = ""
     is_compared: bool = False
-    beside: Sequence[tuple[str, str, str, str]] = ()
     curves: str = ""
 
     @property
@@ -78,22 +70,21 @@ class Run:
         return sum(row.change is not None and row.change.verdict == verdict for row in self.rows)
 
 
-def write(paths: Sequence[Path], out: Path, mlc_file: Path | None = None) -> None:
-    """Raises BadArgumentError for a file that is no result, or no output of MLC, where the page
-    cannot go, and for one that would be larger than BYTES_MAX."""
+def write(paths: Sequence[Path], out: Path) -> None:
+    """Raises BadArgumentError for a file that is no result, where the page cannot go, and for one
+    that would be larger than BYTES_MAX."""
     if not out.absolute().parent.is_dir():
         raise BadArgumentError(f"{out}: its folder does not exist")
     results = [(path, read(path)) for path in paths]
-    other = None if mlc_file is None else mlc.read(mlc_file)
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     firsts: dict[str, ResultRead] = {}
     runs = []
     for path, result in results:
-        runs.append(_run(path, result, firsts.get(result.case), other))
+        runs.append(_run(path, result, firsts.get(result.case)))
         firsts.setdefault(result.case, result)
-    page = environment.from_string(TEMPLATE.read_text()).render(runs=runs, other=other)
+    page = environment.from_string(TEMPLATE.read_text()).render(runs=runs)
     if len(page.encode()) >= BYTES_MAX:
         raise BadArgumentError(
             f"the page would have {len(page.encode()) >> 10} KiB, more than {BYTES_MAX >> 10}: "
@@ -102,7 +93,7 @@ def write(paths: Sequence[Path], out: Path, mlc_file: Path | None = None) -> Non
     write_whole(out, page + "\n")
 
 
-def _run(path: Path, result: ResultRead, first: ResultRead | None, other: Mlc | None) -> Run:
+def _run(path: Path, result: ResultRead, first: ResultRead | None) -> Run:
     failed = [name for name, holds in result.checks.items() if not holds]
     if not result.checks:
         failed = ["nothing was checked"]
@@ -124,11 +115,8 @@ def _run(path: Path, result: ResultRead, first: ResultRead | None, other: Mlc | 
         for metric in result.metrics.values()
         if lower_is_better(metric.unit) is not None
     )
-    theirs = {} if other is None else other.curves
     if curves := _curves(result):
-        drawn = pictures.loaded_latency(curves, {f"MLC, {kind}": p for kind, p in theirs.items()})
-        run.curves = base64.b64encode(drawn).decode()
-    run.beside = [] if other is None else list(_beside(result, other))
+        run.curves = base64.b64encode(pictures.loaded_latency(curves)).decode()
     return run
 
 
@@ -186,23 +174,7 @@ def _curves(result: ResultRead) -> dict[str, Points]:
     for name, metric in result.metrics.items():
         speed = result.metrics.get(f"{name[:-3]}_speed")
         if speed is not None and (loaded := LOADED.fullmatch(name)):
-            kind = f"{loaded[1]}:{loaded[2]} reads and writes" if loaded[1] else READS_ONLY
+            kind = f"{loaded[1]}:{loaded[2]} reads and writes" if loaded[1] else "reads only"
             found.setdefault(kind, []).append((speed.median, metric.median))
-    idle = _last(result, r"idle_.+_ns")
-    return {kind: sorted([(0.0, idle), *p]) for kind, p in found.items() if idle is not None}
-
-
-def _last(result: ResultRead, pattern: str) -> float | None:
-    fits = [m.median for n, m in result.metrics.items() if re.fullmatch(f"(?:.+/)?{pattern}", n)]
-    return fits[-1] if fits else None
-
-
-def _beside(result: ResultRead, other: Mlc) -> Iterator[tuple[str, str, str, str]]:
-    """What both have measured, each by its own loops: loads, and streams of all threads."""
-    curve = other.curves.get(READS_ONLY)
-    full = curve[-1][1] if curve else None
-    peaks = (other.peak.get("ALL Reads"), other.peak.get("2:1 Reads-Writes"))
-    for (what, pattern, unit), theirs in zip(BESIDE, (other.idle(), full, *peaks), strict=True):
-        ours = _last(result, pattern)
-        if ours and theirs:
-            yield what, f"{ours:.4g} {unit}", f"{theirs:.4g} {unit}", f"{ours / theirs:.3g}"
+    idle = [m.median for n, m in result.metrics.items() if re.fullmatch(r"(?:.+/)?idle_.+_ns", n)]
+    return {kind: sorted([(0.0, idle[-1]), *points]) for kind, points in found.items() if idle}

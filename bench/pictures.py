@@ -169,15 +169,11 @@ def replayed(curves: Curves, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def loaded_latency(
-    ours: Mapping[str, Sequence[tuple[float, float]]],
-    others: Mapping[str, Sequence[tuple[float, float]]],
-) -> bytes:
-    """A PNG of ns over GB/s by kind of traffic, others' dashed; on light and dark grounds alike."""
+def loaded_latency(curves: Mapping[str, Sequence[tuple[float, float]]]) -> bytes:
+    """A PNG of ns over GB/s by kind of traffic; on light and dark grounds alike."""
     figure, (axes,) = canvas(6.4, 3.8)
-    for style, families in (("o-", ours), ("s--", others)):
-        for (name, points), color in zip(families.items(), (BLUE, ORANGE, GREEN), strict=False):
-            axes.plot(*zip(*points, strict=True), style, color=color, markersize=4, label=name)
+    for (name, points), color in zip(curves.items(), (BLUE, ORANGE, GREEN), strict=False):
+        axes.plot(*zip(*points, strict=True), "o-", color=color, markersize=4, label=name)
     plain(axes, "GB/s", "ns")
     axes.set_ylim(bottom=0)
     axes.tick_params(colors=GREY)

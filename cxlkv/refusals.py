@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {}
 """A command's words behind cxlkv: "pool watch"."""
 
 OPTIONS: dict[str, str] = {
+    "bench report --mlc": "the page has our figures; mlc prints its own",
     "bench run --near": "say --local",
     "demo --handover": "hand_over() and take_over() are in docs/engines/handover.md",
     "demo --tiny": "leave it out: SmolLM2 answers, offline once it is installed",

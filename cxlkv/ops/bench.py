@@ -154,13 +154,9 @@ def bench_compare(
 def bench_report(
     runs: Annotated[list[Path], typer.Argument(help="Result files (--json) of runs.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")],
-    mlc: Annotated[
-        Path | None,
-        typer.Option(help="What Intel's Memory Latency Checker has printed, to compare with."),
-    ] = None,
 ) -> None:
     """Write one HTML page about runs, with pictures, that needs nothing but itself."""
     with needing("report", "bench report"):
         from cxlkv.bench import page
-    page.write(runs, out, mlc)
+    page.write(runs, out)
     Console(soft_wrap=True).print(Text(f"written: {out}"))

@@ -11,7 +11,6 @@ import pytest
 from cxlkv.bench.result import Result
 
 from .test_compare import ROOT, changed, machine_of, status, stored
-from .test_mlc import MLC
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed: pip install 'cxlkv[report]'")
 page = pytest.importorskip("cxlkv.bench.page")
@@ -109,10 +108,10 @@ def test_latency_under_load_is_drawn_by_read_ratio(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In runs of all cases, too."""
-    drawn: list[tuple[object, object]] = []
+    drawn: list[object] = []
 
-    def draw(ours: object, others: object) -> bytes:
-        drawn.append((ours, others))
+    def draw(curves: object) -> bytes:
+        drawn.append(curves)
         return b"png"
 
     monkeypatch.setattr(page.pictures, "loaded_latency", draw)
@@ -122,30 +121,13 @@ def test_latency_under_load_is_drawn_by_read_ratio(
     page_of(path, out=tmp_path / "r.html")
     reads = [(0.0, 101.0), (10.5, 201.0)]
     curves = {"reads only": reads, "2:1 reads and writes": [(0.0, 101.0), (10.5, 251.0)]}
-    assert drawn == [(curves, {})] * 2
+    assert drawn == [curves] * 2
     assert "node1_from_node0_ns 170 ns" in found.line
 
 
 def prefixed(metrics: object) -> dict[str, object]:
     assert isinstance(metrics, dict)
     return {f"memory/{name}": metric for name, metric in metrics.items()}
-
-
-def test_mlc_is_put_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "mlc.txt").write_text(MLC)
-    out = tmp_path / "r.html"
-    found = page_of(latency(tmp_path / "a.json"), "--mlc", tmp_path / "mlc.txt", out=out)
-    assert "idle latency 101 ns 95.8 ns 1.05" in found.line
-    assert "latency under full load 201 ns 329.3 ns 0.61" in found.line
-    assert "idle latency, CPUs of node 1, memory of 0 150.9 ns" in found.line
-    assert "read bandwidth, CPUs of node 0, memory of 1 11.39 GB/s" in found.line
-    assert "ALL Reads 41.21 GB/s" in found.line
-    assert any(given.startswith("data:image/png") for given in found.fetched)
-    (tmp_path / "mlc.txt").write_text("nothing")
-    out.unlink()
-    given = (tmp_path / "a.json", "--mlc", tmp_path / "mlc.txt", "-o", out)
-    assert status("report", *given) == 1
-    assert not out.exists()
 
 
 def test_a_page_stays_small(
