@@ -38,11 +38,7 @@ class Options:
     text: Path | None = None
     trace: str | None = None
     policy: str | None = None
-    far: str | None = None
-    local: str = "0"
-    cold: str = "0"
     minutes: float | None = None
-    pool: Path | None = None
 
     def given(self) -> list[str]:
         return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
@@ -143,8 +139,8 @@ DRAWN = ("csv", "picture")
 DECODE = (*MICRO, "picture")
 LITMUS = ("region", "role", "rounds", "certificate")
 RECALL = (*MICRO, "picture", "model", "text")
-REPLAY = ("picture", "trace", "policy", "far", "local", "cold", "minutes", "pool")
-REPLAYED = ("replay", *(f"replay-{name}" for name in ("bytes", "agents", "loops", "scans", "zipf")))
+REPLAY = ("picture", "trace", "policy", "minutes")
+REPLAYED = ("replay", *(f"replay-{name}" for name in ("agents", "loops", "scans", "zipf")))
 MEMORY, POOL, NEAR_DATA = "Memory", "The pool", "Scoring and attention"
 DECODING, TIERS = "Decode steps", "Tiers and eviction"
 SHARED, ENGINES = "Several processes and hosts", "Engines and other stores"

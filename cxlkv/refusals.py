@@ -23,7 +23,10 @@ COMMANDS: dict[str, str] = {}
 
 OPTIONS: dict[str, str] = {
     "bench report --mlc": "the page has our figures; mlc prints its own",
-    "bench run --near": "say --local",
+    **{
+        f"bench run --{name}": "replay judges policies alone"
+        for name in ("near", "far", "local", "cold", "pool")
+    },
     "demo --handover": "hand_over() and take_over() are in docs/engines/handover.md",
     "demo --tiny": "leave it out: SmolLM2 answers, offline once it is installed",
 }

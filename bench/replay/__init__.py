@@ -1,1 +1,1 @@
-"""Replays traces of requests: against simulated caches, or against tiers of real bytes."""
+"""Replays traces of requests against simulated caches."""

@@ -1,5 +1,4 @@
-"""A trace against every policy at several sizes, beside textbook caches and Belady's optimum; or
-against one policy with tiers of real bytes."""
+"""A trace against every policy at several sizes, beside textbook caches and Belady's optimum."""
 
 from __future__ import annotations
 
@@ -13,8 +12,6 @@ from rich.table import Table
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.replay import caches
 from cxlkv.bench.replay.simulation import replay as simulate
-from cxlkv.bench.replay.tiers import Where, parse_size
-from cxlkv.bench.replay.tiers import replay as replay_bytes
 from cxlkv.bench.replay.traces import FAMILIES, Request, distinct, read
 from cxlkv.bench.result import Result
 from cxlkv.errors import BadArgumentError
@@ -68,21 +65,10 @@ def run(
 
 
 def command(options: Options, say: Say) -> Shown:
-    """The trace against policies, or with --far against tiers of real bytes."""
+    """The trace against policies."""
     requests = requests_of(options)
     result = Result("replay")
     result.notes.append(f"trace: {Path(options.trace or '').name}, {len(requests)} requests")
-    if options.far is not None:
-        of = distinct(requests)
-        where = Where(
-            far=parse_size(options.far, of),
-            local=parse_size(options.local, of),
-            cold=parse_size(options.cold, of),
-            policy=options.policy or DEFAULT,
-            path=options.pool,
-        )
-        run_bytes(result, requests, where, say)
-        return Shown(result)
     shares = sorted({*SHARES, *(MORE_SHARES if options.picture else ())})
     policies = tuple(POLICIES) if options.policy is None else (options.policy,)
     curves = run(result, requests, policies, shares, say)
@@ -99,10 +85,6 @@ def requests_of(options: Options) -> list[Request]:
     """Raises BadArgumentError, before minutes are spent, for options that do not fit together."""
     if options.trace is None:
         raise BadArgumentError("this case needs --trace: a file, or the name of a family")
-    if options.far is None and (options.pool or (options.local, options.cold) != ("0", "0")):
-        raise BadArgumentError("--local, --cold and --pool go with --far")
-    if options.far is not None and options.picture is not None:
-        raise BadArgumentError("--picture is of policies: it goes without --far")
     if options.policy is not None:
         policy_named(options.policy)
     family = FAMILIES.get(options.trace)
@@ -159,35 +141,3 @@ def table(curves: Curves) -> Table:
             made.add_row(kind + name, *(f"{cell:.3f}" for cell in cells))
         made.add_section()
     return made
-
-
-def run_bytes(
-    result: Result,
-    requests: Sequence[Request],
-    where: Where,
-    progress: Say = lambda text: None,
-) -> None:
-    """One replay with real bytes; every page that was hit was compared."""
-    counts, stats, problems = replay_bytes(
-        requests, where, lambda done: progress(f"requests: {done} of {len(requests)}")
-    )
-    memory_hits = counts.hits - counts.cold_hits
-    for name, pages in (
-        ("hits", counts.hits),
-        ("local_hits", counts.local_hits),
-        ("far_hits", memory_hits - counts.local_hits),
-        ("cold_hits", counts.cold_hits),
-    ):
-        result.measure(name, [pages / max(counts.asked, 1)], "share of the pages asked for")
-    result.measure("requests", [counts.requests], "requests")
-    result.measure("time", [counts.seconds], "s")
-    result.measure("evicted", [stats["evicted_pages"]], "pages")
-    result.measure("demoted", [stats["demoted_pages"]], "pages")
-    result.measure("dropped", [stats["dropped_pages"]], "pages")
-    result.measure("unpublished", [counts.unpublished], "pages")
-    result.checks["every_hit_has_its_bytes"] = counts.wrong == 0
-    result.checks["pool_is_whole"] = problems == []
-    result.notes.append(
-        f"policy {where.policy}; {where.far} pages far, {where.local} local, {where.cold} cold; "
-        f"resumed {counts.resumed} times; trace time is not waited for"
-    )

@@ -46,21 +46,10 @@ Trace = Annotated[
     str | None,
     typer.Option(help="replay: a file in Mooncake's format, or agents, loops, scans, zipf."),
 ]
-PolicyName = Annotated[
-    str | None, typer.Option(help="replay: one policy; all if not given (adaptive with --far).")
-]
-FarSize = Annotated[
-    str | None, typer.Option(help="replay: real bytes in a pool of 10%, 5000 (pages) or 2GiB.")
-]
-LocalSize = Annotated[str, typer.Option(help="replay: size of the local tier, with --far.")]
-ColdSize = Annotated[str, typer.Option(help="replay: size of the cold tier, with --far.")]
+PolicyName = Annotated[str | None, typer.Option(help="replay: one policy; all if not given.")]
 Minutes = Annotated[
     float | None,
     typer.Option(help="replay: only so much of the trace's time.", min=0, callback=finite),
-]
-ReplayPool = Annotated[
-    Path | None,
-    typer.Option(help="replay: the pool's file, with --far; a killed run goes on there."),
 ]
 
 
@@ -92,17 +81,13 @@ def bench(
     ] = None,
     trace: Trace = None,
     policy: PolicyName = None,
-    far: FarSize = None,
-    local: LocalSize = "0",
-    cold: ColdSize = "0",
     minutes: Minutes = None,
-    pool: ReplayPool = None,
 ) -> None:
     """Run one microbenchmark on this machine, all of them, or the litmus tests.
 
     Exit code 1 if a check does not hold: no speeds are then reported.
     decode, ndp and recall take ten minutes or so, and need torch and transformers. replay judges
-    eviction policies by a trace; with --far also tiers, with real bytes. peers puts other projects'
+    eviction policies by a trace. peers puts other projects'
     stores beside ours, as far as `make peers` has made their environments in build/peers, and store
     does so with objects. llama puts the pool's attention beside llama.cpp's decode steps, if `make
     build/peers/llama` has installed it. vllm puts the engine with and without us side by side, in
