@@ -191,7 +191,7 @@ TABLE = (
         Case("steps", DECODING, 600, options=DECODE, files=("decode-steps",)),
         prefix="decode_",
     ),
-    Case("llama", DECODING, None, "cases.llama", MICRO, ("llama",), is_command=True),
+    Case("llama", DECODING, None, "peers.llama_steps", MICRO, ("llama",), is_command=True),
     joined(
         *("tiers", TIERS, "What counting, choosing, finding, moving and keeping pages takes."),
         Case("hotness", TIERS, 120, files=("hotness",)),

@@ -4,8 +4,8 @@ Everything is in DRAM and cold. `exact` chooses by all keys, `attend` reads all 
 a layer's tokens into a new sequence. A ratio is of medians of alternating runs: a plain pool's time
 over that of the encoded pool; for append the plain pool has sketches, the encoded one none. To the
 bound: the lower of a streaming read and of an arithmetic loop of the instructions that the kernels
-multiply with. Rivals (encodings_rivals.py) take their turns with them, where they are installed, by
-one thread; whole steps of a model are beside transformers' caches (encodings_caches.py).
+multiply with. Rivals (bench/peers/kernels.py) take their turns by one thread where they are
+installed; whole steps of a model are beside transformers' caches (bench/peers/cache_steps.py).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from cxlkv.bench.cases import encodings_caches, encodings_rivals
 from cxlkv.bench.cases.decode_layers import Decoding, Machine, Walk, difference, machine
 from cxlkv.bench.cases.decode_links import clock_s
-from cxlkv.bench.cases.encodings_caches import Points
-from cxlkv.bench.cases.encodings_rivals import Given, Rival
+from cxlkv.bench.peers import cache_steps, kernels
+from cxlkv.bench.peers.cache_steps import Points
+from cxlkv.bench.peers.kernels import Given, Rival
 from cxlkv.bench.result import Result, short
 from cxlkv.bench.tables import pivot
 from cxlkv.emulation.link import emulate
@@ -202,7 +202,7 @@ def run(result: Result, size: Size = Size()) -> None:
                     capacities(result, shape, name)
                     over_a_link(result, size, pools, name)
     if size.steps:
-        encodings_caches.run(result, size.steps)
+        cache_steps.run(result, size.steps)
 
 
 def check(result: Result, pools: Mapping[str, Encoded], point: str) -> None:
@@ -220,7 +220,7 @@ def rivals_of(result: Result, plain: Encoded, point: str) -> dict[str, tuple[Riv
     given = Given(plain.shape, plain.keys, plain.values, plain.queries[0])
     wanted = {"score": given.scores, "attend": given.attended}
     notes, found = set[str](), dict[str, tuple[Rival, Given]]()
-    for name, rival in encodings_rivals.forms(given):
+    for name, rival in kernels.forms(given):
         if isinstance(rival, str):
             notes.add(f"{name}: not measured, {rival}")
             continue
@@ -339,7 +339,7 @@ def tables(result: Result) -> list[Table]:
         ),
         *pivot("bytes read, of int8's", result.ratios, read),
         *pivot("times as fast as others, by one thread", result.ratios, tuple(BESIDE)),
-        *encodings_caches.tables(result),
+        *cache_steps.tables(result),
     ]
 
 

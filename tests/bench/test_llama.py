@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cxlkv.bench import sources
-from cxlkv.bench.cases import llama
 from cxlkv.bench.cli import perform
+from cxlkv.bench.peers import llama_steps as llama
 from cxlkv.bench.peers.running import ENVIRONMENTS, SideBySide
 from cxlkv.bench.peers.talking import ContenderError, Program, program_of
 from cxlkv.bench.registry import Options, Say, Shown

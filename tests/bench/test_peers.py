@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv.bench.cases import encodings_caches, llama
 from cxlkv.bench.cli import perform
-from cxlkv.bench.peers import running, serving, store
+from cxlkv.bench.peers import cache_steps, running, serving, store
+from cxlkv.bench.peers import llama_steps as llama
 from cxlkv.bench.peers.running import SideBySide, Size
 from cxlkv.bench.peers.talking import ContenderError, Conversation, Program, program_of
 from cxlkv.bench.registry import Options
@@ -342,9 +342,9 @@ def test_what_pip_says_is_kept_and_an_environment_is_made_once(
 
 def test_every_peer_with_packages_has_a_module_and_a_place_in_the_run() -> None:
     found = re.findall(r"^PEER_(\w+) :=", MAKEFILE.read_text(), re.M)
-    assert tuple(found) == (*running.PEERS, llama.PEER, encodings_caches.PEER)
+    assert tuple(found) == (*running.PEERS, llama.PEER, cache_steps.PEER)
     folder = Path(serving.__file__).parent
-    for name in (*running.NAMES, *store.NAMES, llama.PEER, encodings_caches.PEER):
+    for name in (*running.NAMES, *store.NAMES, llama.PEER, cache_steps.PEER):
         assert (folder / f"{name}.py").is_file()
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from cxlkv.bench.cases import encodings, encodings_rivals
+from cxlkv.bench.cases import encodings
 from cxlkv.bench.cases.decode_layers import Decoding
-from cxlkv.bench.cases.encodings_rivals import Given, MissingError
+from cxlkv.bench.peers import kernels
+from cxlkv.bench.peers.kernels import Given, MissingError
 from cxlkv.bench.peers.running import ENVIRONMENTS
 from cxlkv.bench.result import Result
 
@@ -41,7 +42,7 @@ def test_what_is_wanted_is_a_loop_over_heads_and_tokens(given: Given) -> None:
 
 def test_numkong_scores_as_arithmetic_does(given: Given) -> None:
     module = pytest.importorskip("numkong")
-    forms = dict(encodings_rivals.numkong_forms(given, module))
+    forms = dict(kernels.numkong_forms(given, module))
     assert set(forms) == {"score_numkong_int8", "score_numkong_int8_packed"}
     for rival in forms.values():
         assert rival.walk(given) > 0
@@ -51,10 +52,10 @@ def test_numkong_scores_as_arithmetic_does(given: Given) -> None:
 
 def test_ggml_scores_and_attends_as_arithmetic_does(given: Given) -> None:
     try:
-        ggml = encodings_rivals.Ggml(ENVIRONMENTS)
+        ggml = kernels.Ggml(ENVIRONMENTS)
     except MissingError as error:
         pytest.skip(str(error))
-    for name, rival in encodings_rivals.ggml_forms(given, ggml):
+    for name, rival in kernels.ggml_forms(given, ggml):
         kind, form = name.split("_", 1)
         wanted = given.scores if kind == "score" else given.attended
         assert rival.walk(given) > 0
@@ -69,7 +70,7 @@ def test_a_run_without_rivals_says_why(
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    found = dict(encodings_rivals.forms(given, tmp_path))
+    found = dict(kernels.forms(given, tmp_path))
     assert found == {
         "numkong": "not installed: pip install numkong",
         "ggml": f"no ggml in {tmp_path / 'llama'}: make build/peers/llama",

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cxlkv.bench.cases import encodings_caches
-from cxlkv.bench.cases.encodings_caches import InPools, Points
+from cxlkv.bench.peers import cache_steps
+from cxlkv.bench.peers.cache_steps import InPools, Points
 from cxlkv.bench.peers.caches import Given, Steps, cache_of
 from cxlkv.bench.result import Result
 from cxlkv.demo import smollm2
@@ -66,9 +66,7 @@ def test_steps_go_on_where_they_ended(given: Given) -> None:
 def test_fewer_bits_of_a_pool_lose_more(given: Given) -> None:
     with ExitStack() as stack:
         ours = InPools(given, stack)
-        lost = {
-            form: np.mean(ours.quality(form, 0)["divergences"]) for form in encodings_caches.OURS
-        }
+        lost = {form: np.mean(ours.quality(form, 0)["divergences"]) for form in cache_steps.OURS}
         assert lost["pool"] < 1e-6 < lost["pool_int8"]
         assert 10 * lost["pool_int8"] < lost["pool_int8_int4"] < lost["pool_int4"]
         assert len(ours.seconds("pool_int4")) == 2
@@ -78,14 +76,14 @@ def test_a_run_without_the_peer_says_why(
     given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(smollm2, "prepare", lambda console: Path(given.model))
-    monkeypatch.setattr(encodings_caches, "beginnings", lambda folder, length, count: given.texts)
+    monkeypatch.setattr(cache_steps, "beginnings", lambda folder, length, count: given.texts)
     result = Result("encodings")
-    encodings_caches.run(result, POINTS, tmp_path)
+    cache_steps.run(result, POINTS, tmp_path)
     (note,) = result.notes
     assert note.startswith("transformers' caches: not measured, no environment in")
     assert result.passed
     assert len(result.metrics["divergence_pool_int8"].samples) == 2
     assert len(result.metrics["step_dynamic"].samples) == 2
-    assert set(result.ratios) == {f"step_{name}_to_dynamic" for name in encodings_caches.OURS}
-    (table,) = encodings_caches.tables(result)
+    assert set(result.ratios) == {f"step_{name}_to_dynamic" for name in cache_steps.OURS}
+    (table,) = cache_steps.tables(result)
     assert table.row_count == 5
