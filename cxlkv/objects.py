@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
-from cxlkv._lifetime import Closing
-from cxlkv._pool import Pool
 from cxlkv.arrays import Addresses, Sizes, address_of, is_torch, memory_of, values_of
 from cxlkv.errors import BadArgumentError, CorruptError, ReleasedError
 from cxlkv.layout import DTYPES, ENCODINGS, dtype_name, format_bytes
+from cxlkv.machine.lifetime import Closing
 from cxlkv.numbers import array_of, is_whole
+from cxlkv.pool.base import Pool
 from cxlkv.prefix import PageKey, PageKeys, key_hashes, root
 
 if TYPE_CHECKING:

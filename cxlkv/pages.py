@@ -17,10 +17,10 @@ import numpy.typing as npt
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
 from cxlkv._core.reclaim import Reclaimer, T
-from cxlkv._lifetime import OfThisProcess
 from cxlkv.arrays import Codes, Counts, Generations, Names, Offsets, PageIds, RecordBytes
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, layer_places
+from cxlkv.machine.lifetime import OfThisProcess
 from cxlkv.numbers import is_whole
 
 NO_PAGE = _core.NO_PAGE  # in place of an id: none, behind a window

@@ -58,6 +58,8 @@ REMOVED_CASES: dict[str, str] = {
 """A case of `cxlkv bench`."""
 
 NAMES: dict[str, str] = {
+    "cxlkv.admin": "say cxlkv.pool.admin",
+    "cxlkv.sizes": "say cxlkv.machine.sizes",
     **{f"cxlkv.{name}": f"say cxlkv.machine.{name}" for name in ("certificate", "costs")},
     **{f"cxlkv.{name}": f"say cxlkv.ops.{name}" for name in ("cli", "metrics")},
     **{

@@ -23,8 +23,8 @@ from cxlkv.errors import (
 )
 from cxlkv.layout import KVLayout
 from cxlkv.machine.regions import STRIPED, is_device, parse_where, striped_paths
+from cxlkv.machine.sizes import tokens_in
 from cxlkv.refusals import no_attribute
-from cxlkv.sizes import tokens_in
 
 __all__ = ["Counters", "Overview", "Process", "find", "inspect"]
 

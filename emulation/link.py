@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, _io_hooks, _lifetime
+from cxlkv import _core, _io_hooks
 from cxlkv._io_hooks import Kind
 from cxlkv.arrays import Tokens
 from cxlkv.emulation import profiles
@@ -29,7 +29,7 @@ from cxlkv.emulation.profiles import Profile
 from cxlkv.emulation.sharing import GB, Transfer, check_devices, share_out
 from cxlkv.errors import BadArgumentError, ClosedError
 from cxlkv.layout import KVLayout, layer_places
-from cxlkv.machine import numa_mode
+from cxlkv.machine import lifetime, numa_mode
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import Pool
 
@@ -72,7 +72,7 @@ class Link:
         self._lock = threading.Condition()
         self._moving: list[Transfer] = []
         self._at_s = 0.0  # up to when `left_bytes` are right
-        _lifetime.watch(self)
+        lifetime.watch(self)
 
     def alone_s(self, size_bytes: int, write: bool = False) -> float:
         """Seconds of one operation on an idle link."""

@@ -12,9 +12,9 @@ from cxlkv import Budget, CXLPool, KVLayout, ObjectPool
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.vllm.settings import Settings, read_options, read_settings
 from cxlkv.errors import BadArgumentError, GeometryError
+from cxlkv.machine.sizes import parse_tokens
 from cxlkv.ndp.engine import budget_of
 from cxlkv.ops.demo import shares_of
-from cxlkv.sizes import parse_tokens
 
 from .support import command
 

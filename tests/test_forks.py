@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig
 
 import cxlkv
-from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Tiers, _lifetime, object_keys
+from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Tiers, object_keys
 from cxlkv.adapters.common.keyed_weights import KeyedWeights
 from cxlkv.adapters.common.metrics import Counting, Failures, Shown
 from cxlkv.adapters.common.object_cache import ObjectCache
@@ -36,6 +36,7 @@ from cxlkv.emulation.profiles import named
 from cxlkv.errors import ClosedError, CXLKVError, ReleasedError, StaleError, WorkerError
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.mapping import Mapping
+from cxlkv.machine import lifetime
 from cxlkv.ops.metrics import PoolCollector, StatsCollector
 from cxlkv.pages import layout_crc
 from cxlkv.pool import Pool
@@ -737,7 +738,7 @@ def test_one_that_cannot_be_reset_leaves_the_others_theirs() -> None:
     class One:
         def __init__(self, name: str):
             self.name = name
-            _lifetime.watch(self)
+            lifetime.watch(self)
 
         def reset_after_fork(self) -> None:
             reset.append(self.name)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from cxlkv import CXLPool, KVLayout, Tiers
-from cxlkv._lifetime import BeforeClose
+from cxlkv.machine.lifetime import BeforeClose
 from cxlkv.machine.prefault import Background
 from cxlkv.transport import Server
 

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Sequence, object_keys
-from cxlkv._lifetime import Closing
 from cxlkv.errors import BadArgumentError
+from cxlkv.machine.lifetime import Closing
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.local import LocalTier
 from cxlkv.transport.server import Server

@@ -30,9 +30,9 @@ from cxlkv.bench.result import Result, short
 from cxlkv.bench.tables import pivot
 from cxlkv.emulation.link import emulate
 from cxlkv.layout import KVLayout
+from cxlkv.machine.sizes import plan
 from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
-from cxlkv.sizes import plan
 
 ENCODINGS = ("none", "int8", "int4", "fp8_e4m3", "progressive")
 NEAR = 0.03

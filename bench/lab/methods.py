@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from transformers import PretrainedConfig
 
-from cxlkv import sizes
 from cxlkv.adapters.transformers import layout_of
 from cxlkv.bench.lab import peers
 from cxlkv.bench.lab.costs import COSTS, Costs
@@ -20,6 +19,7 @@ from cxlkv.bench.lab.statistics import bootstrap
 from cxlkv.bench.result import Result
 from cxlkv.demo.forms import CONTROLS
 from cxlkv.layout import KVLayout
+from cxlkv.machine import sizes
 from cxlkv.machine.state import write_whole
 from cxlkv.ndp import choosers, scorers
 from cxlkv.ndp.engine import METHODS

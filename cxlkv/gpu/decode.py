@@ -20,7 +20,6 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from cxlkv._lifetime import Closing
 from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import (
     BadArgumentError,
@@ -38,6 +37,7 @@ from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.pieces import DTYPES
 from cxlkv.gpu.resident import Resident
 from cxlkv.gpu.selector import DecodeStats, Selector, Step
+from cxlkv.machine.lifetime import Closing
 from cxlkv.ndp.engine import BudgetLike, Selection, budget_of
 from cxlkv.numbers import is_whole, seconds
 from cxlkv.pool import CXLPool

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from cxlkv import _core, _lifetime
+from cxlkv import _core
 from cxlkv.arrays import memory_of
 from cxlkv.errors import WorkerError
+from cxlkv.machine import lifetime
 
 IDLE_S = 0.2  # how long the thread waits before it looks whether it is to end
 LOOKS_PER_S = 1_500_000  # of a device at host memory; more than there are, so that none is too soon
@@ -54,7 +55,7 @@ class Mailbox:
         self._idle = threading.Condition(self._mutex)
         self._done = 0  # the word of the question that was served last, and then()
         self._is_parents = False
-        _lifetime.watch(self)
+        lifetime.watch(self)
         self._thread = threading.Thread(target=self._run, name="cxlkv-mailbox", daemon=True)
         self._thread.start()
 

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cxlkv._lifetime import Closing
 from cxlkv.arrays import Offsets
 from cxlkv.errors import (
     BadArgumentError,
@@ -41,6 +40,7 @@ from cxlkv.gpu.driver import (
     index_of,
 )
 from cxlkv.layout import format_bytes
+from cxlkv.machine.lifetime import Closing
 from cxlkv.machine.topology import Memory, probe
 from cxlkv.pages import Pages
 from cxlkv.pool import Pool

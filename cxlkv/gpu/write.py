@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cxlkv._lifetime import Closing
 from cxlkv.arrays import PageIds, memory_of
 from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
 from cxlkv.gpu.copier import Copier, Pieces, merge
@@ -25,6 +24,7 @@ from cxlkv.gpu.pieces import DTYPES
 from cxlkv.gpu.staging import Waitable
 from cxlkv.kernels.encode import Encoded, encode
 from cxlkv.layout import layer_places
+from cxlkv.machine.lifetime import Closing
 from cxlkv.pages import NO_PAGE, Pages, places_of
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch, Sequence

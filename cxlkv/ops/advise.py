@@ -25,12 +25,12 @@ from cxlkv.errors import (
 )
 from cxlkv.layout import KVLayout, differences, parse_share
 from cxlkv.machine.costs import Costs, Decision, Prefill, Verdict, format_seconds, half_of_model
+from cxlkv.machine.sizes import parse_tokens
 from cxlkv.machine.state import write_whole
 from cxlkv.ndp.engine import SHARE
 from cxlkv.ndp.tuning import current
 from cxlkv.ops.top import plain
 from cxlkv.pool import Pool
-from cxlkv.sizes import parse_tokens
 
 if TYPE_CHECKING:
     from cxlkv.bench.result import Result

@@ -12,8 +12,8 @@ from rich.console import Console
 from cxlkv.bench.result import check_clock
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import encodings_of, parse_share
+from cxlkv.machine.sizes import parse_tokens
 from cxlkv.ops.console import JsonFile, needing
-from cxlkv.sizes import parse_tokens
 
 
 def demo(

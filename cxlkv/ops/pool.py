@@ -20,6 +20,7 @@ from cxlkv.layout import KVLayout, format_bytes, parse_bytes
 from cxlkv.machine.coherence import parse_sharing
 from cxlkv.machine.hosts import Host
 from cxlkv.machine.regions import is_striped, parse_place
+from cxlkv.machine.sizes import parse_tokens, plan_for
 from cxlkv.numbers import SECONDS_MAX
 from cxlkv.ops.console import AsJson, HostNumber, columns, finite, pairs, print_json, step
 from cxlkv.ops.gc import collect, find_garbage
@@ -27,7 +28,6 @@ from cxlkv.ops.info import ranges
 from cxlkv.ops.models import layout_of_model
 from cxlkv.ops.top import as_dict, encoding_text, model_name, model_text, none_found, plain, run
 from cxlkv.pool import Pool
-from cxlkv.sizes import parse_tokens, plan_for
 from cxlkv.stats import Overview, find, inspect, pool_folders
 
 WATCH_S = 5.0

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, LayerGroup, format_bytes, parse_bytes
+from cxlkv.machine.sizes import Plan, parse_tokens, plan, plan_for
 from cxlkv.ops.console import AsJson, columns, print_json
 from cxlkv.ops.models import layout_of_model
 from cxlkv.ops.top import plain
-from cxlkv.sizes import Plan, parse_tokens, plan, plan_for
 
 Model = Annotated[
     str,

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
-from cxlkv._lifetime import OfThisProcess
 from cxlkv.arrays import (
     Array,
     Starts,
@@ -30,6 +29,7 @@ from cxlkv.errors import (
     UnsupportedError,
 )
 from cxlkv.layout import DTYPES, FP8, STORED, KVLayout
+from cxlkv.machine.lifetime import OfThisProcess
 from cxlkv.ndp import audit, choosers, scorers, simd, tuning
 from cxlkv.ndp.engine import (
     METHODS,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cxlkv import _core
-from cxlkv._lifetime import Closing
 from cxlkv.errors import (
     CXLKVError,
     state_of,
 )
 from cxlkv.layout import KVLayout
+from cxlkv.machine.lifetime import Closing
 from cxlkv.sequence.sequence import Sequence, size_text
 
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.arrays import Bytes, Mask
 from cxlkv.errors import BadArgumentError, ClosedError
 from cxlkv.layout import parse_bytes
+from cxlkv.machine import lifetime
+from cxlkv.machine.lifetime import Closing
 from cxlkv.tiers.cold_file import NAME_BYTES, ColdFile, Place, RecordShape, why
 from cxlkv.tiers.compress import Codec
 
@@ -100,7 +100,7 @@ class ColdTier(Closing):
         names += " erase_failures packed packed_bytes_saved pack_us unpack_us"
         self._counts = dict.fromkeys(names.split(), 0)
         self._find_records()
-        _lifetime.watch(self)
+        lifetime.watch(self)
 
     def _find_records(self) -> None:
         records, highest = self._file.scan()

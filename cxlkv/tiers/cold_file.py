@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _lifetime
 from cxlkv.arrays import Bytes
 from cxlkv.errors import (
     BadArgumentError,
@@ -30,6 +29,7 @@ from cxlkv.errors import (
     VersionError,
 )
 from cxlkv.layout import DTYPE_BYTES, format_bytes
+from cxlkv.machine import lifetime
 from cxlkv.machine.regions import check_below_dev
 from cxlkv.pages import crc32c
 from cxlkv.pool import Pool
@@ -208,7 +208,7 @@ class ColdFile:
             )
         self._owner: FileIO | None = None  # closed when the last reference to this object is gone
         self.fd = -1
-        _lifetime.watch(self)  # now: to lock and to look through it takes a while
+        lifetime.watch(self)  # now: to lock and to look through it takes a while
         self._owner = _opened(self.path)
         self.fd = self._owner.fileno()
         try:

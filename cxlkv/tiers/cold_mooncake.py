@@ -24,11 +24,11 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.arrays import Bytes, Mask
 from cxlkv.errors import BadArgumentError, ClosedError, ColdError, UnsupportedError
 from cxlkv.layout import parse_bytes
+from cxlkv.machine import lifetime
+from cxlkv.machine.lifetime import Closing
 from cxlkv.pages import crc32c
 from cxlkv.tiers.cold_file import NAME_BYTES, RecordShape
 
@@ -99,7 +99,7 @@ class MooncakeTier(Closing):
         self._off_until, self._reason = 0.0, ""
         self._closed = False
         self._client = _client(where)
-        _lifetime.watch(self)
+        lifetime.watch(self)
         self._stage = np.zeros((self._rows, self._row_bytes), np.uint8)
         self._set_up(options, parse_bytes(lend) if lend else 0)
 
@@ -227,7 +227,7 @@ class MooncakeTier(Closing):
         """What Mooncake has here, its threads and its peers know as the parent's."""
         self._lock, self._staging = threading.Lock(), threading.Lock()
         self._calls, self._late, self._closed = [], [], True
-        _lifetime.keep_for_ever(self._client)
+        lifetime.keep_for_ever(self._client)
 
     # ---- transfers, under the staging lock ----
 

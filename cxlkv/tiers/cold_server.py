@@ -25,10 +25,10 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.arrays import Bytes
 from cxlkv.errors import CXLKVError, NotAColdFileError
+from cxlkv.machine import lifetime
+from cxlkv.machine.lifetime import Closing
 from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import NAME_BYTES
 
@@ -138,7 +138,7 @@ class ColdServer(Closing):
         self._thread = threading.Thread(
             target=_accept, args=waiting, name="cxlkv-cold", daemon=True
         )
-        _lifetime.watch(self)
+        lifetime.watch(self)
         try:
             self._listen()
             self._thread.start()

@@ -15,11 +15,11 @@ from typing import cast
 
 import numpy as np
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.arrays import Bytes, Mask
 from cxlkv.errors import BadArgumentError, BusyError, ClosedError, GeometryError
 from cxlkv.layout import parse_bytes
+from cxlkv.machine import lifetime
+from cxlkv.machine.lifetime import Closing
 from cxlkv.tiers import cold_server
 from cxlkv.tiers.cold import ColdTier, check_rows
 from cxlkv.tiers.cold_file import NAME_BYTES, RecordShape
@@ -70,7 +70,7 @@ class SharedColdTier(Closing):
         self._closed = False
         self._joining: threading.Thread | None = None
         self._side: _Owner | _Peer | None = None
-        _lifetime.watch(self)
+        lifetime.watch(self)
         self._side = self._joined()
 
     # ---- what callers do ----
@@ -298,7 +298,7 @@ class _Peer(Closing):
         self._shape = shape
         self._mutex = threading.Lock()  # one call at a time has the rows
         self._socket = cold_server.connect(path)
-        _lifetime.watch(self)
+        lifetime.watch(self)
         try:
             self.name = f"process {cold_server.peer_ids(self._socket)[0]}"
             self._socket.settimeout(ANSWER_S)

@@ -18,9 +18,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from cxlkv import _lifetime
 from cxlkv.arrays import Bytes
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.machine import lifetime
 
 COMPRESS = ("zstd",)
 LEVEL = 1
@@ -56,7 +56,7 @@ class Codec:
         self._lower = record_bytes - self._tops
         self._parts = min(THREADS_MAX, len(os.sched_getaffinity(0)))
         self.reset_after_fork()
-        _lifetime.watch(self)
+        lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         """The threads are the parent's; these begin when there is something to share."""

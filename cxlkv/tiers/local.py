@@ -15,11 +15,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, _io_hooks, _lifetime
-from cxlkv._lifetime import Closing
+from cxlkv import _core, _io_hooks
 from cxlkv.arrays import Doubles, Generations, Units
 from cxlkv.errors import BadArgumentError, ClosedError
 from cxlkv.layout import parse_bytes
+from cxlkv.machine import lifetime
+from cxlkv.machine.lifetime import Closing
 from cxlkv.ndp.engine import Selection
 from cxlkv.ndp.simd import picked_pages
 from cxlkv.pool import Pool
@@ -64,7 +65,7 @@ class LocalTier(Closing):
             _owners[self._pool] = id(self)
             self._closer = weakref.finalize(self, _end, self._pool, id(self))
             self._closer.atexit = False  # the process's memory is freed anyway
-            _lifetime.watch(self)
+            lifetime.watch(self)
         except BaseException:
             if made == [0]:
                 _core.local_destroy(self._pool)

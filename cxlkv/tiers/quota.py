@@ -18,10 +18,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from cxlkv import _lifetime
 from cxlkv.arrays import Names
 from cxlkv.errors import BadArgumentError, QuotaError
 from cxlkv.layout import format_bytes, parse_bytes
+from cxlkv.machine import lifetime
 from cxlkv.numbers import is_whole
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
@@ -51,7 +51,7 @@ class Quota:
         self._lock = threading.Lock()
         self._own: set[bytes] = set()  # names; some may be gone since
         self._evicted = self._refused = 0
-        _lifetime.watch(self)
+        lifetime.watch(self)
 
     @classmethod
     def of(cls, tiers: Tiers, size: str | int) -> Quota:

@@ -20,10 +20,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.arrays import Bytes, Codes, Mask, Names, Offsets, RecordBytes, leading
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
+from cxlkv.machine import lifetime
+from cxlkv.machine.lifetime import Closing
 from cxlkv.pages import CORRUPT, PRESENT, STALE, layout_crc
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
@@ -154,7 +154,7 @@ class RemoteTier(Closing):
         self._lock = threading.Lock()
         self._wake = SimpleQueue[None]()
         self._watcher: threading.Thread | None = None
-        _lifetime.watch(self)
+        lifetime.watch(self)
 
     @property
     def is_on(self) -> bool:

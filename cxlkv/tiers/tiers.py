@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.arrays import Mask, Names, PageIds, leading
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
 from cxlkv.layout import KVLayout
+from cxlkv.machine import lifetime
 from cxlkv.machine.costs import Costs, kv_bytes
+from cxlkv.machine.lifetime import Closing
 from cxlkv.numbers import is_real, is_whole, seconds
 from cxlkv.pages import (
     CORRUPT,
@@ -142,7 +142,7 @@ class Tiers(ObjectMoves, Closing):
         # No Event: an interrupt (Ctrl-C) in its set() can leave its lock taken, for ever.
         self._wake = SimpleQueue[None]()
         self._ended = False
-        _lifetime.watch(self)
+        lifetime.watch(self)
         try:
             if cold is not None:
                 self.cold = open_cold(cold, self._shape, cold_capacity, fsync, compress)

@@ -17,8 +17,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.arrays import (
     Bytes,
     Codes,
@@ -39,6 +37,8 @@ from cxlkv.errors import (
     VersionError,
 )
 from cxlkv.layout import DTYPES
+from cxlkv.machine import lifetime
+from cxlkv.machine.lifetime import Closing
 from cxlkv.ndp.engine import PAGES_MAX, RECALL, BudgetLike, Selection, errors_of
 from cxlkv.numbers import is_whole, seconds
 from cxlkv.pages import PRESENT, names_of
@@ -130,7 +130,7 @@ class Remote(Closing):
         self._far: FarPool | None = None
         self._life = 0  # of the connection: how many there were
         self.read_bytes = 0  # of the far pool, by all links so far
-        _lifetime.watch(self)
+        lifetime.watch(self)
         if connect:
             self.connect(min(deadline_s, CONNECT_S))
 

@@ -15,9 +15,9 @@ from abc import abstractmethod
 from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.errors import CXLKVError
+from cxlkv.machine import lifetime
+from cxlkv.machine.lifetime import Closing
 
 STRANGERS_MAX = 32  # more push out the oldest ones
 END_S = 10.0
@@ -65,7 +65,7 @@ class Listener(Closing, Generic[S]):
         self._ended = False  # and all of it is done
         self._over = SimpleQueue[None]()
         self._thread = threading.Thread(target=self._accept, name="cxlkv-serve", daemon=True)
-        _lifetime.watch(self)
+        lifetime.watch(self)
 
     @abstractmethod
     def _session(self, sock: socket.socket) -> S:

@@ -21,10 +21,10 @@ from typing import Annotated, NamedTuple, Protocol, cast
 import numpy as np
 from pydantic import Field
 
-from cxlkv import _lifetime
 from cxlkv.arrays import Bytes
 from cxlkv.errors import PeerError, RdmaError
 from cxlkv.layout import format_bytes
+from cxlkv.machine import lifetime
 from cxlkv.transport import answers
 from cxlkv.transport.base import chunk_records
 from cxlkv.transport.far import Pieces
@@ -351,7 +351,7 @@ class VerbsLink:
 
     def leave(self) -> None:
         """The kernel has one queue pair for both processes."""
-        _lifetime.keep_for_ever(self)
+        lifetime.keep_for_ever(self)
 
 
 class VerbsHost:
@@ -379,7 +379,7 @@ class VerbsHost:
 
     def leave(self) -> None:
         """Leave the door to the parent, in a forked child."""
-        _lifetime.keep_for_ever(self)
+        lifetime.keep_for_ever(self)
 
 
 class VerbsDoor:
@@ -420,7 +420,7 @@ class VerbsDoor:
         _quietly(self._staging)
 
     def leave(self) -> None:
-        _lifetime.keep_for_ever(self)
+        lifetime.keep_for_ever(self)
 
 
 def _status(number: int) -> str:

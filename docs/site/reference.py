@@ -31,7 +31,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
                 "cxlkv.KVLayout",
                 "cxlkv.LayerGroup",
                 "cxlkv.Rotary",
-                "cxlkv.admin.Admin",
+                "cxlkv.pool.admin.Admin",
                 "cxlkv.pages.Pages",
             ),
             *("cxlkv.pages.Hotness", "cxlkv.pages.Records", "cxlkv.prefix.prefix_keys"),

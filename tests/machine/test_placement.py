@@ -192,7 +192,7 @@ def test_an_absent_node_is_refused_by_the_kernel_too(monkeypatch: pytest.MonkeyP
     """mbind's own EINVAL, where nothing was checked before."""
     nodes_or_skip(1)
     absent = max(int(name.name[4:]) for name in NODES.glob("node[0-9]*")) + 1
-    monkeypatch.setattr("cxlkv._pool.check_nodes", lambda nodes, capacity_bytes: None)
+    monkeypatch.setattr("cxlkv.pool.base.check_nodes", lambda nodes, capacity_bytes: None)
     for where in (f"numa:{absent}", f"numa:{absent},{absent + 1}"):
         with pytest.raises(SystemCallError, match=r"cannot bind memory .* has no memory, or this"):
             CXLPool.create(where, layout=LAYOUT, capacity="16MiB")

@@ -13,8 +13,8 @@ from hypothesis import strategies as some
 
 from cxlkv import CXLPool, KVLayout, LayerGroup, Sequence
 from cxlkv.errors import BadArgumentError, PoolFullError
+from cxlkv.machine.sizes import REWIND_TOKENS, pages_for, parse_tokens, plan, plan_for
 from cxlkv.ops import models
-from cxlkv.sizes import REWIND_TOKENS, pages_for, parse_tokens, plan, plan_for
 
 from ..support.command import run
 

@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from cxlkv import _lifetime
 from cxlkv.adapters.common import loaded
 from cxlkv.adapters.common.loaded import Loaded, models_of
+from cxlkv.machine import lifetime
 
 log = logging.getLogger("cxlkv")
 
@@ -39,7 +39,7 @@ class KeyedWeights:
         self._are_mixed = False
         self._lock = threading.Lock()  # a call returns when the look under way has ended
         self._looked_s = time.monotonic()
-        _lifetime.watch(self)
+        lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         self._lock = threading.Lock()

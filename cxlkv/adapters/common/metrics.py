@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cxlkv import _lifetime
 from cxlkv.errors import BadArgumentError, ClosedError, CXLKVError, FencedError, HostError
+from cxlkv.machine import lifetime
 from cxlkv.pool import Pool
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
@@ -77,7 +77,7 @@ class Counting:
         self._kinds = kinds
         self.counts: Counter[str] = Counter(dict.fromkeys(counts, 0))
         self.failures: Counter[str] = Counter(dict.fromkeys(kinds, 0))
-        _lifetime.watch(self)
+        lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         self._lock = threading.Lock()

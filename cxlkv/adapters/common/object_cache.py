@@ -16,8 +16,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.adapters.common.keys import namespace, xor
 from cxlkv.adapters.common.metrics import LOST, Counting
 from cxlkv.adapters.common.pools import open_tiers, quota_of
@@ -25,6 +23,8 @@ from cxlkv.adapters.common.reopening import LOOKS_A_LEASE, Reopening
 from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
 from cxlkv.arrays import Mask, Sizes
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError, QuotaError
+from cxlkv.machine import lifetime
+from cxlkv.machine.lifetime import Closing
 from cxlkv.objects import ABSENT, DAMAGED, Buffers, Lease, ObjectPool, Reserved, object_keys
 from cxlkv.prefix import PageKeys
 from cxlkv.tiers.quota import Quota
@@ -77,7 +77,7 @@ class ObjectCache(Closing):
         # By key, which one the engine named before it: as it asks for a text before it stores it.
         self._before: dict[bytes, bytes] = {}
         self._earlier = self._before
-        _lifetime.watch(self)
+        lifetime.watch(self)
         self._begin()
         self.object_bytes = object_bytes or int(self.pool.layout.object_bytes or 0)
         every_s = settings.lease_s / LOOKS_A_LEASE

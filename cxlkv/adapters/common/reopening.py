@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.errors import ClosedError, CXLKVError, FencedError, HostError
+from cxlkv.machine import lifetime
+from cxlkv.machine.lifetime import Closing
 from cxlkv.pool import Pool
 
 Kind = TypeVar("Kind", bound=Pool)
@@ -46,7 +46,7 @@ class Reopening(Closing, Generic[Kind]):
         self._ended = False
         self._said = ""
         self._thread: threading.Thread | None = None
-        _lifetime.watch(self)
+        lifetime.watch(self)
         if pool.describe()["sharing"] != "host":
             self._thread = threading.Thread(target=self._run, name="cxlkv-reopening", daemon=True)
             self._thread.start()

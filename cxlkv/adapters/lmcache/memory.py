@@ -25,12 +25,12 @@ from lmcache.v1.memory_management import (
     TensorMemoryObj,
 )
 
-from cxlkv import _lifetime
 from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.lmcache import form
 from cxlkv.adapters.lmcache.encoded import Forms, stored_bytes
 from cxlkv.adapters.lmcache.form import Form
 from cxlkv.errors import CXLKVError
+from cxlkv.machine import lifetime
 from cxlkv.objects import Lease, Reserved
 from cxlkv.prefix import PageKeys
 
@@ -134,7 +134,7 @@ class PoolAllocator(MemoryAllocatorInterface):
         self._freed = 0
         self._sealed_freed = count(1)
         cache.let_go = self.unpin_everything
-        _lifetime.watch(self)
+        lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         # Its objects have the lock, too, so it stays the same one: as threading does with its own.

@@ -32,7 +32,6 @@ from lmcache.v1.storage_backend.abstract_backend import (
 )
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-from cxlkv import _lifetime
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.identity import warn_unshared
 from cxlkv.adapters.common.keyed_weights import KeyedWeights
@@ -48,6 +47,7 @@ from cxlkv.adapters.lmcache.settings import VERSIONS, check_memory, check_served
 from cxlkv.arrays import Bytes, leading
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, UnsupportedError
 from cxlkv.layout import KVLayout, format_bytes
+from cxlkv.machine import lifetime
 from cxlkv.objects import ObjectPool
 from cxlkv.prefix import PageKeys
 
@@ -111,7 +111,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self._puts = ThreadPoolExecutor(1, "cxlkv-lmcache")
         self._puts.submit(lambda: None)  # its thread begins now: a put asks the system for none
         self._closed = False
-        _lifetime.watch(self)
+        lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         """A child finds it closed: what LMCache put there on the way is its parent's."""

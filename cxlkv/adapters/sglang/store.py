@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cxlkv._lifetime import Closing
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.keyed_weights import KeyedWeights
 from cxlkv.adapters.common.keys import unshared
@@ -29,6 +28,7 @@ from cxlkv.adapters.sglang.names import Config, Shards, Words
 from cxlkv.arrays import Mask, leading
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.layout import KVLayout, parse_bytes
+from cxlkv.machine.lifetime import Closing
 from cxlkv.machine.regions import ALL, parse_place
 from cxlkv.objects import ObjectPool
 from cxlkv.prefix import PageKeys

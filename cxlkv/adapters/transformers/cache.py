@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from cxlkv._lifetime import OfThisProcess
 from cxlkv.adapters.transformers import budgets
 from cxlkv.adapters.transformers.gradients import without_gradients
 from cxlkv.adapters.transformers.latent import Absorbed
@@ -26,6 +25,7 @@ from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
 from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError
 from cxlkv.layout import KVLayout
+from cxlkv.machine.lifetime import OfThisProcess
 from cxlkv.ndp import choosers
 from cxlkv.ndp.engine import Budget, Selection, least_error, unscored
 from cxlkv.pool import CXLPool

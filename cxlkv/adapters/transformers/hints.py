@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.adapters.transformers.attention import DecoderLayer, asked_query
 from cxlkv.adapters.transformers.cache import CXLCache
 from cxlkv.errors import CXLKVError
+from cxlkv.machine import lifetime
+from cxlkv.machine.lifetime import Closing
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.sequence import Batch
 from cxlkv.tiers.local import LocalTier
@@ -83,7 +83,7 @@ class Hints(Closing):
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._layers = () if self.why else layers_of(model)
         self._thread = ThreadPoolExecutor(1, "cxlkv-hints")  # starts with its first hint
-        _lifetime.watch(self)
+        lifetime.watch(self)
         if self.why:
             return
         for number, layer in enumerate(self._layers):

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cxlkv import _lifetime
 from cxlkv.adapters.vllm.traces import Trace
 from cxlkv.arrays import Array
 from cxlkv.errors import CorruptError, CXLKVError
+from cxlkv.machine import lifetime
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
@@ -80,7 +80,7 @@ class Load:
         self._given_up = False
         self.has_ended = False
         self.is_late = False
-        _lifetime.watch(self)
+        lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         """The parent's thread loads it, into the parent's blocks; here it has failed."""
@@ -189,7 +189,7 @@ class Loader:
         self._changed = threading.Condition()
         self._ended = False
         self._thread: threading.Thread | None = None
-        _lifetime.watch(self)
+        lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         self._changed, self._thread = threading.Condition(), None

@@ -20,11 +20,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from cxlkv import _lifetime
-from cxlkv._lifetime import Closing
 from cxlkv.adapters.common.metrics import Failures
 from cxlkv.adapters.vllm.pools import tokens_of
 from cxlkv.errors import CXLKVError
+from cxlkv.machine import lifetime
+from cxlkv.machine.lifetime import Closing
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit
 from cxlkv.tiers import Tiers
@@ -81,7 +81,7 @@ class Prefetch(Closing):
             threading.Condition()
         )  # what a _Wanted holds, and which requests are leaving
         self._thread = threading.Thread(target=self._run, name="cxlkv-prefetch", daemon=True)
-        _lifetime.watch(self)
+        lifetime.watch(self)
         self._thread.start()
 
     def begin(self, request: str, keys: PageKeys, tokens: int) -> bool:

@@ -1,4 +1,4 @@
-"""CXLPool: the file to read first. A pool is created, opened, used through sequences, closed."""
+"""CXLPool: the file to read first. A pool of K and V is used through sequences."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv._pool import Pool as Pool
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import scorers
 from cxlkv.ndp.worker import WorkerUse, worker_use
 from cxlkv.numbers import is_whole, seconds
-from cxlkv.objects import ObjectPool as ObjectPool  # so that Pool.open() knows this kind
+from cxlkv.pool.base import Pool
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
 from cxlkv.sequence import Batch, Hit, Sequence
 

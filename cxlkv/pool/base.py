@@ -8,11 +8,10 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, TypedDict, cast
 
 from cxlkv import _core, _io_hooks
-from cxlkv._lifetime import BeforeClose, Closing
-from cxlkv.admin import Admin
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -41,6 +40,7 @@ from cxlkv.machine.coherence import (
 )
 from cxlkv.machine.hosts import format_of, numbers_here
 from cxlkv.machine.huge_pages import check_huge, page_kind
+from cxlkv.machine.lifetime import BeforeClose, Closing
 from cxlkv.machine.placement import (
     OPEN_PAGES,
     check_nodes,
@@ -61,6 +61,7 @@ from cxlkv.machine.regions import (
 )
 from cxlkv.numbers import is_whole
 from cxlkv.pages import Hotness, Pages, Records
+from cxlkv.pool.admin import Admin
 from cxlkv.refusals import refusing
 from cxlkv.sequence import Batch, Sequence
 from cxlkv.stats import inspect
@@ -333,6 +334,8 @@ class Pool(Closing):
     def _for(cls, layout: KVLayout) -> type[Self]:
         """The class of a pool of this layout."""
         stored = "K and V" if layout.object_bytes is None else "objects"
+        if stored == "objects":
+            import_module("cxlkv.objects")  # which makes its kind known
         kind = cls._kinds.get(stored)
         if kind is not None and issubclass(cls, kind):
             return cls

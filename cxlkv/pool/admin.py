@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import TypedDict
 
 from cxlkv import _core
-from cxlkv._lifetime import OfThisProcess
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine import prefault
 from cxlkv.machine.coherence import HOSTS_MAX
 from cxlkv.machine.hosts import Host, hosts_of
 from cxlkv.machine.huge_pages import check_huge, huge_bytes, look, mapped, require
+from cxlkv.machine.lifetime import OfThisProcess
 from cxlkv.machine.placement import CHECK_PAGES, warn_of_moves
 from cxlkv.ndp import audit
 from cxlkv.numbers import is_whole
