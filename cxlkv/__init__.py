@@ -4,10 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from cxlkv.errors import CXLKVError, PoolFullError
-from cxlkv.layout import KVLayout, LayerGroup
+from cxlkv.layout import KVLayout, LayerGroup, Rotary
 from cxlkv.ndp.engine import Budget, Selection, VirtualRows
 from cxlkv.refusals import no_attribute
-from cxlkv.rotary import Rotary
 
 if TYPE_CHECKING:
     __version__: str

@@ -32,6 +32,7 @@ from cxlkv.errors import SHOWN_LETTERS_MAX, BadArgumentError, shown
 from cxlkv.layout import (
     KVLayout,
     LayerGroup,
+    Rotary,
     differences,
     dtype_name,
     encodings_of,
@@ -42,7 +43,6 @@ from cxlkv.machine import numa_mode
 from cxlkv.machine.coherence import AUTO, HOSTS_MAX, LEASE_MAX_S, LEASE_S
 from cxlkv.machine.regions import ALL, capacity_bytes_at, meant_by, parse_place, parse_where
 from cxlkv.refusals import SETTINGS, refusal
-from cxlkv.rotary import Rotary
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

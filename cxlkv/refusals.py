@@ -59,6 +59,7 @@ REMOVED_CASES: dict[str, str] = {
 
 NAMES: dict[str, str] = {
     "cxlkv.admin": "say cxlkv.pool.admin",
+    "cxlkv.rotary": "say cxlkv.Rotary",
     "cxlkv.sizes": "say cxlkv.machine.sizes",
     **{f"cxlkv.{name}": f"say cxlkv.machine.{name}" for name in ("certificate", "costs")},
     **{f"cxlkv.{name}": f"say cxlkv.ops.{name}" for name in ("cli", "metrics")},

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.errors import BadArgumentError
-from cxlkv.layout import KVLayout
+from cxlkv.layout import KVLayout, Rotary
 from cxlkv.ndp.counted import Watched, as_python
 from cxlkv.ndp.engine import VirtualRows
 from cxlkv.ndp.kinds import (
@@ -25,7 +25,6 @@ from cxlkv.ndp.kinds import (
     turns,
 )
 from cxlkv.ndp.names import is_built_in
-from cxlkv.rotary import Rotary
 
 Summaries = Floats | npt.NDArray[np.int8] | npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 TRIED_PAGES = 5

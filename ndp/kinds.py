@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.errors import BadArgumentError
+from cxlkv.layout import Rotary
 from cxlkv.ndp.engine import VirtualRows
-from cxlkv.rotary import Rotary
 
 SUMMARY_BYTES_MAX = 16384
 SUMMARY_DTYPES = ("float32", "int8", "uint8", "uint16")

@@ -57,9 +57,9 @@ from cxlkv.emulation import profiles
 from cxlkv.emulation.sharing import Stream
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.gpu.decode import Decoder
+from cxlkv.layout import Rotary
 from cxlkv.ops.cli import app
 from cxlkv.prefix import PageKeys, prefix_keys
-from cxlkv.rotary import Rotary
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
 from cxlkv.transport import Remote, RemoteHit, Server

@@ -22,7 +22,6 @@ LAYERS = (
         "errors",
         "layout",
         "numbers",
-        "rotary",
         "_core.abi",
         "refusals",
         "machine.lifetime",
@@ -81,7 +80,7 @@ SPLIT = ("machine", "ops", "tiers")  # folders whose modules have a layer each
 # Low to high as well: whatever its layer, a module imports from no folder above its own. The
 # front, cxlkv/*.py, has two floors: the binding needs the lower one.
 FOLDERS = (
-    {"errors", "numbers", "layout", "rotary", "arrays", "refusals"},
+    {"errors", "numbers", "layout", "arrays", "refusals"},
     {"_core"},
     {"machine"},
     {

@@ -24,8 +24,7 @@ from cxlkv._core.base import (
     view_of,
 )
 from cxlkv._native import ffi, lib
-from cxlkv.layout import ENCODINGS, STORED, VALUES, KVLayout, LayerGroup
-from cxlkv.rotary import Rotary
+from cxlkv.layout import ENCODINGS, STORED, VALUES, KVLayout, LayerGroup, Rotary
 
 _POOL = ("cxlkv_pool **", lib.cxlkv_pool_destroy)
 # Counters that stats() tells of this process, and those of all; telemetry has the others too.

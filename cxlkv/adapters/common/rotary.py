@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from cxlkv.errors import CXLKVError
-from cxlkv.rotary import Rotary
+from cxlkv.layout import Rotary
 
 # Models of which all layers turn keys, and how they pair channels. Of others nothing is said: a
 # wrong description would have methods choose other pages, and no one would see it.
