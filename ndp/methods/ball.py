@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.kinds import Floats, Scorer, Shape, Words
+from cxlkv.ndp.kinds import Scorer, Shape
 from cxlkv.ndp.methods.bfloat16 import from_bfloat16, product, to_bfloat16
 
 
@@ -21,7 +21,7 @@ class Ball(Scorer):
         return (shape.dim + 4 - shape.dim % 4,), np.uint16
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+    def summarise(keys, first, parameters, summary):
         tokens, dim = keys.shape
         for d in range(dim):
             least = keys[0, d]
@@ -40,14 +40,7 @@ class Ball(Scorer):
         summary[dim] = to_bfloat16(np.sqrt(radius) * np.float32(1.0079))
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Words,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         dim = queries.shape[1]
         for i in range(queries.shape[0]):
             square = np.float32(0)

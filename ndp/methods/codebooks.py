@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.kinds import Bytes, Floats, Scorer, Shape
+from cxlkv.ndp.kinds import Floats, Scorer, Shape
 
 SUBSPACES = 8
 WORDS = 64  # of each subspace
@@ -52,7 +52,7 @@ class PQ(Scorer):
         return -(-shape.dim // SUBSPACES) * SUBSPACES * WORDS
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Bytes) -> None:
+    def summarise(keys, first, parameters, summary):
         tokens, dim = keys.shape
         part = -(-dim // SUBSPACES)
         for t in range(tokens):
@@ -71,14 +71,7 @@ class PQ(Scorer):
                         summary[t, space] = word
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Bytes,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         dim = queries.shape[1]
         part = -(-dim // SUBSPACES)
         # exp of a sum is a product, so that a token needs no exp of its own.
@@ -129,7 +122,7 @@ class IVF(Scorer):
         return CELLS * shape.dim
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Bytes) -> None:
+    def summarise(keys, first, parameters, summary):
         dim = keys.shape[1]
         for t in range(keys.shape[0]):
             least = np.float32(np.inf)
@@ -143,14 +136,7 @@ class IVF(Scorer):
                     summary[t] = cell
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Bytes,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         dim = queries.shape[1]
         weights = np.empty(CELLS, np.float64)
         for i in range(queries.shape[0]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.kinds import Floats, Scorer, Shape, Words
+from cxlkv.ndp.kinds import Scorer, Shape
 from cxlkv.ndp.methods.bfloat16 import from_bfloat16, to_bfloat16
 
 
@@ -20,7 +20,7 @@ class Fier(Scorer):
         return (2 + -(-shape.tokens // 16), shape.dim + -shape.dim % 4), np.uint16
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+    def summarise(keys, first, parameters, summary):
         tokens, dim = keys.shape
         summary[:] = 0
         for d in range(dim):
@@ -44,14 +44,7 @@ class Fier(Scorer):
             summary[1, d] = to_bfloat16(above / max(count, 1))
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Words,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         pages, rows, _ = summaries.shape
         dim = queries.shape[1]
         steps = np.empty(dim, np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.kinds import Floats, Scorer, Shape, Words
+from cxlkv.ndp.kinds import Scorer, Shape
 from cxlkv.ndp.methods.bfloat16 import from_bfloat16, to_bfloat16
 
 
@@ -22,7 +22,7 @@ class Gaussian(Scorer):
         return (2, shape.dim + shape.dim % 2), np.uint16
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+    def summarise(keys, first, parameters, summary):
         tokens, dim = keys.shape
         for d in range(dim):
             total = np.float32(0)
@@ -36,14 +36,7 @@ class Gaussian(Scorer):
             summary[1, d] = to_bfloat16(square / tokens)
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Words,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         for page in range(summaries.shape[0]):
             for i in range(queries.shape[0]):
                 mean = np.float32(0)
@@ -68,7 +61,7 @@ class Locks(Scorer):
         return (3, shape.dim + -shape.dim % 4), np.uint16
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+    def summarise(keys, first, parameters, summary):
         tokens, dim = keys.shape
         for d in range(dim):
             total = np.float32(0)
@@ -105,14 +98,7 @@ class Locks(Scorer):
             summary[2, d] = to_bfloat16(u)
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Words,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         for page in range(summaries.shape[0]):
             for i in range(queries.shape[0]):
                 mean = np.float32(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.kinds import Floats, Scorer, Shape, Words
+from cxlkv.ndp.kinds import Floats, Scorer, Shape
 from cxlkv.ndp.methods.bfloat16 import from_bfloat16, log_sum, to_bfloat16
 
 PART = 8
@@ -35,7 +35,7 @@ class Loki(Scorer):
         return -(-shape.dim // PART) * shape.dim
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+    def summarise(keys, first, parameters, summary):
         dim = keys.shape[1]
         for t in range(keys.shape[0]):
             for n in range(summary.shape[1]):
@@ -45,14 +45,7 @@ class Loki(Scorer):
                 summary[t, n] = to_bfloat16(total)
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Words,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         dim, components = queries.shape[1], summaries.shape[2]
         query = np.empty(components, np.float32)
         logits = np.empty(tokens, np.float32)

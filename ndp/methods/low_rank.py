@@ -66,9 +66,7 @@ class LowRank(Scorer):
         return 4 * (2 + components(shape.dim)) * shape.dim
 
     @staticmethod
-    def summarise(
-        keys: Floats, first: int, parameters: Floats, summary: npt.NDArray[np.int8]
-    ) -> None:
+    def summarise(keys, first, parameters, summary):
         tokens, dim = keys.shape
         rank = (dim + 4 * PART - 1) // (4 * PART) * 4
         unrotate(keys, first, parameters)
@@ -85,14 +83,7 @@ class LowRank(Scorer):
             summary[rank * tokens + i] = np.int8(byte - 256 * (byte > 127))
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: npt.NDArray[np.int8],
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         count, dim = queries.shape
         pages, rank = summaries.shape[0], (dim + 4 * PART - 1) // (4 * PART) * 4
         places, angles = paired(parameters, dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.kinds import Bytes, Floats, Scorer, Shape
+from cxlkv.ndp.kinds import Floats, Scorer, Shape
 from cxlkv.ndp.methods.bfloat16 import ONES, equal_bytes
 
 TABLES, BITS = 32, 8
@@ -36,7 +36,7 @@ class LSH(Scorer):
         return 4 * TABLES * BITS * shape.dim
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Bytes) -> None:
+    def summarise(keys, first, parameters, summary):
         dim = keys.shape[1]
         for t in range(keys.shape[0]):
             for table in range(TABLES):
@@ -50,14 +50,7 @@ class LSH(Scorer):
                 summary[t, table] = value
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Bytes,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         dim = queries.shape[1]
         values = np.empty(TABLES, np.uint8)
         for i in range(queries.shape[0]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.kinds import Floats, Scorer, Shape, Words
+from cxlkv.ndp.kinds import Scorer, Shape
 from cxlkv.ndp.methods.bfloat16 import means_of, product
 
 
@@ -19,18 +19,11 @@ class Mean(Scorer):
         return (shape.dim + -shape.dim % 4,), np.uint16
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+    def summarise(keys, first, parameters, summary):
         means_of(keys, summary)
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Words,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         for page in range(summaries.shape[0]):
             for i in range(queries.shape[0]):
                 total = product(queries[i], summaries[page])

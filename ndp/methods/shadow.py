@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.kinds import Floats, Sample, Scorer, Shape, Words
+from cxlkv.ndp.kinds import Floats, Sample, Scorer, Shape
 from cxlkv.ndp.methods.bfloat16 import from_bfloat16, means_of, product
 
 OUTLIERS = 0.005
@@ -39,7 +39,7 @@ class Shadow(Scorer):
         return 0
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+    def summarise(keys, first, parameters, summary):
         tokens, dim = keys.shape
         means_of(keys, summary)
         least = np.float32(1)
@@ -56,14 +56,7 @@ class Shadow(Scorer):
         summary[dim] = least < parameters[0]
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Words,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         dim = queries.shape[1]
         for page in range(summaries.shape[0]):
             for i in range(queries.shape[0]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.ndp.kinds import Floats, Scorer, Shape, Words
+from cxlkv.ndp.kinds import Scorer, Shape
 from cxlkv.ndp.methods.bfloat16 import from_bfloat16, log_sum, to_bfloat16
 
 PART = 8
@@ -28,20 +28,13 @@ class SparQ(Scorer):
         """score() returns it: of the channels that some query has."""
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+    def summarise(keys, first, parameters, summary):
         for d in range(keys.shape[1]):
             for t in range(keys.shape[0]):
                 summary[d, t] = to_bfloat16(keys[t, d])
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Words,
-        parameters: Floats,
-        scores: Floats,
-    ) -> int:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         dim = queries.shape[1]
         count = -(-dim // PART)
         chosen = np.empty(count, np.int64)
