@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pytest
@@ -17,18 +16,16 @@ from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.common.audits import NOISE, ROUNDING, Audits, difference, is_withdrawn, withdraw
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.transformers import CXLRequests, layout_of
-from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.errors import CorruptError
 from cxlkv.layout import ENCODINGS
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
 
-from ..support.paged_engine import SPACE, Engine
+from ..support.paged_engine import SPACE, text
+from ..support.paged_engines import Engines, engines_in
 from ..support.small_models import prompts
 from ..support.waiting import until
 from .test_transformers_requests import PAGE, generate, llama, stock, windowed
-from .test_vllm_engine_attention import layout_of as layout_of_rank
-from .test_vllm_engine_attention import text
 
 
 def test_every_nth_hit() -> None:
@@ -219,38 +216,16 @@ def test_a_padded_batch_is_audited(model: PreTrainedModel) -> None:
 # ---- vLLM's engine form; the pool's is in test_vllm_pool_attention.py ----
 
 
-class MakeEngine(Protocol):
-    def __call__(self, ranks: int = 1, **given: object) -> Engine: ...
-
-
 @pytest.fixture
-def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
-    paths = [str(tmp_path / f"{rank}.pool") for rank in range(2)]
-    for rank, path in enumerate(paths):
-        CXLPool.create(
-            path, layout=layout_of_rank(rank), capacity="8MiB", threads=1, sketch=False
-        ).close()
-    made: list[Engine] = []
-
-    def make(ranks: int = 1, **given: object) -> Engine:
-        settings = Settings.model_validate({"deadline_s": 20, **given})
-        made.append(Engine(paths[:ranks], settings, 64, space=SPACE))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-    for path in paths:
-        with CXLPool.open(path, threads=1) as pool:
-            report, stats = pool.admin.check(deep=True), pool.stats()
-            assert report["clean"], report["problems"]
-            assert stats["pages_held"] == 0, stats
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    with engines_in(tmp_path) as made:
+        yield made
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_vllm_audits(make_engine: MakeEngine, ranks: int, load: str) -> None:
-    engine = make_engine(ranks, load=load, audit_hits=2)
+def test_vllm_audits(engines: Engines, ranks: int, load: str) -> None:
+    engine = engines(ranks, load=load, audit_hits=2)
     assert engine.run_to_end("first", text(1, 33)) == 0
     found = [engine.run_to_end(f"{n}", text(1, 33)) for n in range(4)]
     assert found == [32, 28, 32, 28]
@@ -260,17 +235,15 @@ def test_vllm_audits(make_engine: MakeEngine, ranks: int, load: str) -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_vllm_finds_a_planted_page(
-    make_engine: MakeEngine, ranks: int, load: str, chunk: int
-) -> None:
+def test_vllm_finds_a_planted_page(engines: Engines, ranks: int, load: str, chunk: int) -> None:
     """All that running requests have from the pool is computed again; no engine finds anything of
     the namespace any more, nor does one that starts later."""
-    planting = make_engine(ranks)
+    planting = engines(ranks)
     planting.weights = b"that are not in the key"
     for seed in (1, 2):
         planting.run_to_end(f"{seed}", text(seed, 33))
-    beside = make_engine(ranks)
-    engine = make_engine(ranks, load=load, audit_hits=2)
+    beside = engines(ranks)
+    engine = engines(ranks, load=load, audit_hits=2)
     engine.shares = True  # is wrong until the audit
     engine.serve("first", text(1, 33))
     engine.settle()
@@ -289,8 +262,8 @@ def test_vllm_finds_a_planted_page(
     for name in ("first", "audited"):
         engine.end(name)
     engine.step()
-    for other in (engine, beside, make_engine(ranks)):
+    for other in (engine, beside, engines(ranks)):
         for seed in (1, 2, 3):
             assert other.run_to_end(f"again {seed}", text(seed, 33)) == 0
     assert engine.run_to_end("own", text(3, 33)) == 32, "what it has stored itself since"
-    assert make_engine(ranks).run_to_end("new", text(3, 33)) == 0
+    assert engines(ranks).run_to_end("new", text(3, 33)) == 0

@@ -6,9 +6,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -16,72 +14,33 @@ from cxlkv import CXLPool
 from cxlkv.adapters.vllm import engine_attention, scheduler
 from cxlkv.adapters.vllm.prefetch import TRIES_MAX
 from cxlkv.adapters.vllm.scheduler import Step
-from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.cold_shared import SharedColdTier
 
-from ..support.paged_engine import Engine, Request
+from ..support.paged_engine import Engine, Request, layout_of, make_pool, text
+from ..support.paged_engines import Engines, engines_in
 from ..support.waiting import until
-from .test_vllm_engine_attention import layout_of, text
 
+CAPACITY = "2370KiB"  # 128 pages
 TEXT = 162  # tokens, of which 160 are whole blocks
 
 
-class MakeEngine(Protocol):
-    def __call__(
-        self, ranks: int = ..., *, load: str = ..., deadline_s: float = ..., quota: int | None = ...
-    ) -> Engine: ...
-
-
 @pytest.fixture
-def paths(tmp_path: Path) -> list[str]:
-    """Pools that hold three texts, of two ranks."""
-    found = [str(tmp_path / f"{rank}.pool") for rank in range(2)]
-    for rank, path in enumerate(found):
-        make_pool(path, rank)
-    return found
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    """With one folder of cold files, below pools that hold three texts."""
+    cold = {"cold": f"{tmp_path}/cold/", "cold_capacity": "8MiB"}
+    with engines_in(tmp_path, CAPACITY, 1024, **cold) as made:
+        yield made
+        for engine in made.made:
+            check_files(engine)
 
 
-def make_pool(path: str, rank: int) -> None:
-    layout = layout_of(rank)
-    with CXLPool.create(path, layout=layout, capacity="2370KiB", threads=1, sketch=False) as pool:
-        assert pool.stats()["pages_total"] == 128
-
-
-@pytest.fixture
-def make_engine(paths: list[str], tmp_path: Path) -> Iterator[MakeEngine]:
-    """Engines on these pools and one folder of cold files; at the end nothing is held, and pools
-    and files are whole."""
-    made: list[Engine] = []
-
-    def make(
-        ranks: int = 1, *, load: str = "sync", deadline_s: float = 20, quota: int | None = None
-    ) -> Engine:
-        cold = {"cold": f"{tmp_path}/cold/", "cold_capacity": "8MiB"}
-        settings = {"load": load, "deadline_s": deadline_s, "quota": quota, **cold}
-        made.append(Engine(paths[:ranks], Settings.model_validate(settings), 1024))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        close(engine)
-    for path in paths:
-        with suppress(FileNotFoundError), CXLPool.open(path, threads=1) as pool:
-            report, stats = pool.admin.check(deep=True), pool.stats()
-            assert report["clean"], report["problems"]
-            assert stats["pages_held"] == 0, stats
-
-
-def close(engine: Engine) -> None:
-    if not engine.ranks:
-        return
+def check_files(engine: Engine) -> None:
     for rank in engine.ranks:
         cold = rank.worker.tiers.cold
         assert isinstance(cold, SharedColdTier)
         assert cold.check(deep=True) == []
         assert cold.stats()["corrupt"] == 0
-    engine.close()
-    engine.ranks = []
 
 
 def serve(engine: Engine, *numbers: int) -> list[int]:
@@ -91,37 +50,35 @@ def serve(engine: Engine, *numbers: int) -> list[int]:
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_four_times_the_pool_is_found_again(
-    make_engine: MakeEngine, paths: list[str], load: str, ranks: int
-) -> None:
+def test_four_times_the_pool_is_found_again(engines: Engines, load: str, ranks: int) -> None:
     """By the same engine, by another beside it, and by one that starts with empty pools."""
-    first = make_engine(ranks, load=load)
+    first = engines(ranks, load=load)
     texts = list(range(13))
     assert serve(first, *texts) == [0] * 13
     assert serve(first, *texts) == [160] * 13
-    second = make_engine(ranks, load=load)
+    second = engines(ranks, load=load)
     assert serve(second, *texts) == [160] * 13
-    close(first)
-    close(second)
-    for rank, path in enumerate(paths):
+    assert first.ranks[0].worker.pool.stats()["pages_total"] == 128
+    for engine in (first, second):
+        check_files(engine)
+        engines.close(engine)
+    for rank, path in enumerate(engines.paths):
         os.unlink(path)
-        make_pool(path, rank)
-    third = make_engine(ranks, load=load)
+        make_pool(path, layout_of(rank), CAPACITY)
+    third = engines(ranks, load=load)
     assert serve(third, *texts) == [160] * 13
     assert not third.scheduling.failures
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_quota_counts_what_is_saved_and_what_comes_back(
-    make_engine: MakeEngine, paths: list[str], ranks: int
-) -> None:
+def test_a_quota_counts_what_is_saved_and_what_comes_back(engines: Engines, ranks: int) -> None:
     """The scheduler brings it, another process than the workers, which save. Another engine's text
     stays."""
-    serve(make_engine(ranks), 99)
-    with CXLPool.open(paths[0], threads=1) as pool:
+    serve(engines(ranks), 99)
+    with CXLPool.open(engines.paths[0], threads=1) as pool:
         geometry = pool.pages.geometry
         page_bytes = geometry["extent_bytes"] // geometry["slab_slots"]
-    engine = make_engine(ranks, quota=41 * page_bytes * ranks)
+    engine = engines(ranks, quota=41 * page_bytes * ranks)
     quotas = [rank.worker.requests.quota for rank in engine.ranks]
     for wanted in (0, 160):
         for number in range(6):
@@ -133,15 +90,15 @@ def test_a_quota_counts_what_is_saved_and_what_comes_back(
                 assert 40 <= quota.used() <= 41
     assert serve(engine, 99) == [160]
     assert not engine.scheduling.failures
-    small = make_engine(ranks, quota=30 * page_bytes * ranks)
+    small = engines(ranks, quota=30 * page_bytes * ranks)
     assert serve(small, 50, 50) == [0, 0]
     assert small.scheduling.failures == {"quota": 2 * ranks}
     assert small.told_blocks == 0
 
 
-def test_it_comes_while_others_run(make_engine: MakeEngine) -> None:
+def test_it_comes_while_others_run(engines: Engines) -> None:
     """Who waits for the file keeps nobody; all come in the order of the queue, or are computed."""
-    engine = make_engine()
+    engine = engines()
     serve(engine, *range(12))
     engine.add("long", text(99, 60))
     engine.step()
@@ -154,9 +111,9 @@ def test_it_comes_while_others_run(make_engine: MakeEngine) -> None:
         engine.end(name)
 
 
-def test_a_prefix_is_only_in_part_in_the_file(make_engine: MakeEngine) -> None:
+def test_a_prefix_is_only_in_part_in_the_file(engines: Engines) -> None:
     """The first blocks are in the pool, the others come, what is new behind them is computed."""
-    engine = make_engine()
+    engine = engines()
     whole = text(5, TEXT)
     engine.serve("a", whole)
     engine.end("a")
@@ -170,18 +127,16 @@ def test_a_prefix_is_only_in_part_in_the_file(make_engine: MakeEngine) -> None:
     assert engine.cached["c"] == 160
 
 
-def test_a_deadline_ends_the_waiting(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(deadline_s=1e-6)
+def test_a_deadline_ends_the_waiting(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engines(deadline_s=1e-6)
     serve(engine, *range(8))
     assert 0 in serve(engine, *range(8))
     assert engine.scheduling.failures["late"]
 
 
-def test_requests_that_end_while_they_wait(make_engine: MakeEngine, seed: int) -> None:
+def test_requests_that_end_while_they_wait(engines: Engines, seed: int) -> None:
     """Aborted, preempted, asked again at random; nothing is held by them at the end."""
-    rng, engine = random.Random(seed), make_engine()
+    rng, engine = random.Random(seed), engines()
     serve(engine, *range(12))
     for turn in range(60):
         name = f"r{turn}"
@@ -199,9 +154,9 @@ def test_requests_that_end_while_they_wait(make_engine: MakeEngine, seed: int) -
 
 
 def test_an_engine_that_cannot_read_its_file_computes(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine()
+    engine = engines()
     serve(engine, *range(8))
 
     def damaged(self: Tiers, *rest: object) -> int:
@@ -212,9 +167,9 @@ def test_an_engine_that_cannot_read_its_file_computes(
     assert engine.recomputed == 0
 
 
-def test_a_request_says_how_far_down_and_how_long(make_engine: MakeEngine) -> None:
+def test_a_request_says_how_far_down_and_how_long(engines: Engines) -> None:
     """tier: one that takes no file does not wait. ttl_s: its prefix is not evicted before."""
-    engine = make_engine()
+    engine = engines()
     now_s = [0.0]
     engine.scheduling._keeping._clock = lambda: now_s[0]
     kept = text(77, 82)
@@ -235,9 +190,9 @@ def test_a_request_says_how_far_down_and_how_long(make_engine: MakeEngine) -> No
     engine.end("kept")
 
 
-def test_what_is_kept_leaves_room(make_engine: MakeEngine) -> None:
+def test_what_is_kept_leaves_room(engines: Engines) -> None:
     """Half of the pool: the oldest go first; one that is longer than that is not kept at all."""
-    engine = make_engine()
+    engine = engines()
     for number in range(6):
         engine.serve(f"{number}", text(number, 82), ttl_s=600)
         engine.end(f"{number}")
@@ -248,9 +203,9 @@ def test_what_is_kept_leaves_room(make_engine: MakeEngine) -> None:
     assert serve(engine, 20, 21) == [0, 0]
 
 
-def test_a_session_keeps_its_longest_turn_until_it_lets_go(make_engine: MakeEngine) -> None:
+def test_a_session_keeps_its_longest_turn_until_it_lets_go(engines: Engines) -> None:
     """Each turn takes the place of the one before; a turn that says nothing changes nothing."""
-    engine = make_engine()
+    engine = engines()
     turns = ((42, 600.0, [40, 40]), (82, 600.0, [40, 80]), (98, None, [40, 80]), (90, 0.0, [40]))
     engine.serve("other", text(2, 42), ttl_s=600)
     engine.end("other")
@@ -263,10 +218,10 @@ def test_a_session_keeps_its_longest_turn_until_it_lets_go(make_engine: MakeEngi
 
 
 def test_a_step_with_nothing_to_do_waits_for_what_comes(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the second step has it: no steps follow each other while the thread is at work."""
-    engine = make_engine()
+    engine = engines()
     serve(engine, *range(8))
     monkeypatch.setattr(scheduler, "IDLE_S", 60)
     for number in range(4):
@@ -279,9 +234,9 @@ def test_a_step_with_nothing_to_do_waits_for_what_comes(
 
 
 def test_a_step_with_nothing_to_do_waits_for_loads(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(load="async")
+    engine = engines(load="async")
     serve(engine, 1)
     monkeypatch.setattr(engine_attention, "IDLE_S", 60)
     for turn in range(8):
@@ -293,10 +248,10 @@ def test_a_step_with_nothing_to_do_waits_for_loads(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_it_comes_when_who_has_ended_lets_go(make_engine: MakeEngine, ranks: int) -> None:
+def test_it_comes_when_who_has_ended_lets_go(engines: Engines, ranks: int) -> None:
     """A request comes between the end of another one and the step in which the workers hear of
     that: pages that it needs are still held."""
-    engine = make_engine(ranks)
+    engine = engines(ranks)
     serve(engine, *range(8))
     prefetch = engine.scheduling._prefetch
     assert prefetch is not None
@@ -312,9 +267,9 @@ def test_it_comes_when_who_has_ended_lets_go(make_engine: MakeEngine, ranks: int
     assert not engine.scheduling.failures
 
 
-def test_for_a_request_that_skips_reading_nothing_comes(make_engine: MakeEngine) -> None:
+def test_for_a_request_that_skips_reading_nothing_comes(engines: Engines) -> None:
     """One that wants the logprobs of its prompt: the engine computes it all, whatever we have."""
-    engine = make_engine()
+    engine = engines()
     serve(engine, *range(8))
     (pool,) = engine.scheduling.pools
     request = Request("a", text(0, TEXT), skip_reading_prefix_cache=True)
@@ -327,10 +282,10 @@ def test_for_a_request_that_skips_reading_nothing_comes(make_engine: MakeEngine)
     engine.scheduling.ended(request)
 
 
-def test_what_is_held_for_later_ones_gives_way(make_engine: MakeEngine) -> None:
+def test_what_is_held_for_later_ones_gives_way(engines: Engines) -> None:
     """One in front of them is asked and not let in, and none runs: prefixes that came for later
     ones, and those that were kept of earlier ones."""
-    engine = make_engine()
+    engine = engines()
     serve(engine, *range(8))
     (pool,) = engine.scheduling.pools
     engine.serve("kept", text(77, 82), ttl_s=600)
@@ -349,9 +304,9 @@ def test_what_is_held_for_later_ones_gives_way(make_engine: MakeEngine) -> None:
         engine.scheduling.ended(request)
 
 
-def test_a_prefix_without_room_comes_when_there_is_some(make_engine: MakeEngine) -> None:
+def test_a_prefix_without_room_comes_when_there_is_some(engines: Engines) -> None:
     """Where its request waits for that room, too; not again and again, as others may take it."""
-    engine = make_engine()
+    engine = engines()
     serve(engine, *range(8))
     scheduling = engine.scheduling
     prefetch, has_room = scheduling._prefetch, [False]

@@ -22,7 +22,7 @@ from cxlkv.emulation.profiles import Profile
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.topology import MIB, Memory, probe
 
-from ..support.paged_engine import TOKENS, Engine
+from ..support.paged_engine import TOKENS, Engine, make_pool, text
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, page_tokens=TOKENS, dtype="float32")
 SLOW = Profile(
@@ -33,12 +33,8 @@ SLOW = Profile(
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     found = str(tmp_path / "a.pool")
-    CXLPool.create(found, layout=LAYOUT, capacity="8MiB", threads=1, sketch=False).close()
+    make_pool(found, LAYOUT)
     return found
-
-
-def text(seed: int, tokens: int) -> list[int]:
-    return [int(one) for one in np.random.default_rng(seed).integers(0, 97, tokens)]
 
 
 def test_nothing_is_done_before_its_bytes_are_there(path: str) -> None:
@@ -109,7 +105,7 @@ def test_a_request_that_waits_for_its_hit_goes_on_when_all_of_it_is_there(path: 
 def test_512_requests_at_once(tmp_path: Path) -> None:
     """On a pool with room for some: all go on, and when they have gone nothing stays behind."""
     path = str(tmp_path / "small.pool")
-    CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1, sketch=False).close()
+    make_pool(path, LAYOUT, "4MiB")
     engine = Engine([path], blocks=4000)
     for number in range(512):
         engine.add(str(number), text(number, 20))

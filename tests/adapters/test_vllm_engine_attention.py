@@ -5,102 +5,37 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
 import pytest
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import CXLPool
 from cxlkv.adapters.common.keys import block_keys
 from cxlkv.adapters.vllm.events import Stored
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader
 from cxlkv.adapters.vllm.messages import KEY_BYTES, Continued, Message
-from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.emulation.link import emulate
 from cxlkv.emulation.profiles import Profile
 from cxlkv.tiers.policy import policy_named
 
 from ..support.damaging import damage_piece
-from ..support.paged_engine import SPACE, TOKENS, Adapter, Engine, Request, words_of
+from ..support.paged_engine import (
+    LAYERS,
+    SPACE,
+    TOKENS,
+    Adapter,
+    Engine,
+    Request,
+    text,
+    words_of,
+)
+from ..support.paged_engines import Engines, engines_in
 from ..support.weight_files import change, safetensors
 
-LAYERS = 3
-
-
-class MakeEngine(Protocol):
-    def __call__(
-        self,
-        ranks: int = ...,
-        blocks: int = ...,
-        *,
-        load: str = ...,
-        deadline_s: float = ...,
-        shares: bool = ...,
-        space: bytes = ...,
-        tails: bool = ...,
-    ) -> Engine: ...
-
-
-def text(seed: int, tokens: int) -> list[int]:
-    return [int(one) for one in np.random.default_rng(seed).integers(0, 97, tokens)]
-
-
-def layout_of(rank: int) -> KVLayout:
-    """Of one of two ranks, as the small engine writes it."""
-    return KVLayout(
-        layers=LAYERS,
-        kv_heads=2,
-        head_dim=8,
-        page_tokens=TOKENS,
-        dtype="float32",
-        shard=(rank, 2, 0, 1),
-    )
-
 
 @pytest.fixture
-def paths(tmp_path: Path) -> list[str]:
-    """Pools of two ranks; a test with one rank uses the first."""
-    found = [str(tmp_path / f"{rank}.pool") for rank in range(2)]
-    for rank, path in enumerate(found):
-        CXLPool.create(
-            path, layout=layout_of(rank), capacity="8MiB", threads=1, sketch=False
-        ).close()
-    return found
-
-
-@pytest.fixture
-def make_engine(paths: list[str]) -> Iterator[MakeEngine]:
-    """Engines on these pools; at the end nothing is held, and the pools are whole."""
-    made: list[Engine] = []
-
-    def make(
-        ranks: int = 1,
-        blocks: int = 64,
-        *,
-        load: str = "sync",
-        deadline_s: float = 20,
-        shares: bool = False,
-        space: bytes = SPACE,
-        tails: bool = False,
-    ) -> Engine:
-        given = {"load": load, "deadline_s": deadline_s, "tails": tails}
-        made.append(Engine(paths[:ranks], Settings.model_validate(given), blocks, shares, space))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-        assert len(engine.free) == len(engine.ranks[0].memory[0])
-    for path in paths:
-        with CXLPool.open(path, threads=1) as pool:
-            report, stats = pool.admin.check(deep=True), pool.stats()
-            assert report["clean"], report["problems"]
-            assert stats["pages_held"] == 0, stats
-
-
-def published(path: str) -> int:
-    with CXLPool.open(path, threads=1) as pool:
-        return pool.stats()["pages_published"]
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    with engines_in(tmp_path) as made:
+        yield made
 
 
 def damage(path: str, page: int, layer: int) -> None:
@@ -110,13 +45,11 @@ def damage(path: str, page: int, layer: int) -> None:
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_second_engine_hits_what_the_first_saved(
-    make_engine: MakeEngine, paths: list[str], load: str, ranks: int
-) -> None:
-    first, second = make_engine(ranks, load=load), make_engine(ranks, load=load)
+def test_second_engine_hits_what_the_first_saved(engines: Engines, load: str, ranks: int) -> None:
+    first, second = engines(ranks, load=load), engines(ranks, load=load)
     first.serve("a", text(1, 30))
     first.step()
-    assert [published(path) for path in paths[:ranks]] == [7] * ranks  # 28 of 30 tokens
+    assert [engines.published(rank) for rank in range(ranks)] == [7] * ranks  # 28 of 30 tokens
     again = second.add("a", text(1, 30))
     longer = second.serve("b", [*text(1, 30)[:21], 5, 6, 7])
     second.settle()
@@ -127,59 +60,53 @@ def test_second_engine_hits_what_the_first_saved(
     assert second.recomputed == 0
 
 
-def test_last_token_is_left_to_the_engine(make_engine: MakeEngine) -> None:
-    first, second = make_engine(), make_engine()
+def test_last_token_is_left_to_the_engine(engines: Engines) -> None:
+    first, second = engines(), engines()
     first.serve("a", text(1, 32))
     second.serve("a", text(1, 32))
     assert second.cached["a"] == 28
 
 
-def test_chunks_and_steps_are_saved_as_they_complete(
-    make_engine: MakeEngine, paths: list[str]
-) -> None:
-    engine = make_engine()
+def test_chunks_and_steps_are_saved_as_they_complete(engines: Engines) -> None:
+    engine = engines()
     engine.add("a", text(2, 22))
     for pages in (1, 3, 5):
         engine.step(chunk=7)
-        assert published(paths[0]) == pages  # 7, 14, 21 tokens
+        assert engines.published() == pages  # 7, 14, 21 tokens
     for _ in range(4):
         engine.step()
-    assert published(paths[0]) == 6  # 22 of the prompt and 3 more
+    assert engines.published() == 6  # 22 of the prompt and 3 more
 
 
-def test_only_what_the_pool_lacks_is_written(make_engine: MakeEngine, paths: list[str]) -> None:
+def test_only_what_the_pool_lacks_is_written(engines: Engines) -> None:
     """Another engine stores the text while this one is at it."""
-    engine, other = make_engine(), make_engine()
+    engine, other = engines(), engines()
     engine.add("a", text(3, 24) + text(4, 8))
     engine.step(chunk=4)
     other.serve("b", text(3, 24))
     engine.step()
     pool = engine.ranks[0].worker.pool
     assert pool.stats()["appended_bytes"] == 3 * 4 * pool.layout.token_bytes  # blocks 0, 6 and 7
-    assert published(paths[0]) == 8
+    assert engines.published() == 8
 
 
-def test_two_of_one_text_in_one_step_are_written_once(
-    make_engine: MakeEngine, paths: list[str]
-) -> None:
-    engine = make_engine()
+def test_two_of_one_text_in_one_step_are_written_once(engines: Engines) -> None:
+    engine = engines()
     engine.add("a", text(3, 21))
     engine.serve("b", text(3, 21))
-    with CXLPool.open(paths[0], threads=1) as pool:
+    with CXLPool.open(engines.paths[0], threads=1) as pool:
         assert pool.stats()["pages_total"] - pool.stats()["pages_free"] == 5
     engine.step()
     engine.step()
-    assert published(paths[0]) == 5
+    assert engines.published() == 5
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_damaged_page_is_computed_again_and_healed(
-    make_engine: MakeEngine, paths: list[str], load: str, ranks: int
-) -> None:
-    first, second = make_engine(ranks, load=load), make_engine(ranks, load=load)
+def test_damaged_page_is_computed_again_and_healed(engines: Engines, load: str, ranks: int) -> None:
+    first, second = engines(ranks, load=load), engines(ranks, load=load)
     first.serve("a", text(1, 33))
-    damage(paths[ranks - 1], 3, layer=1)
+    damage(engines.paths[ranks - 1], 3, layer=1)
     request = second.add("a", text(1, 33))
     second.serve("b", text(9, 9))
     second.settle()
@@ -189,7 +116,7 @@ def test_damaged_page_is_computed_again_and_healed(
     assert second.ranks[ranks - 1].worker.requests.failures() == {"corrupt": 1}
     assert second.scheduling.failures["corrupt"] == 1
     assert request.computed > 33
-    third = make_engine(ranks, load=load)
+    third = engines(ranks, load=load)
     third.serve("a", text(1, 33))
     third.settle()
     third.step()
@@ -198,14 +125,12 @@ def test_damaged_page_is_computed_again_and_healed(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_who_shares_damaged_blocks_publishes_nothing_of_them(
-    make_engine: MakeEngine, paths: list[str], ranks: int
-) -> None:
+def test_who_shares_damaged_blocks_publishes_nothing_of_them(engines: Engines, ranks: int) -> None:
     """The engine finds a hit's blocks for another request of the same step, before they came."""
-    first = make_engine(ranks)
-    second = make_engine(ranks, shares=True)
+    first = engines(ranks)
+    second = engines(ranks, shares=True)
     first.serve("a", text(1, 33))
-    damage(paths[ranks - 1], 3, layer=1)
+    damage(engines.paths[ranks - 1], 3, layer=1)
     second.add("a", text(1, 33) + text(2, 8))
     second.add("b", text(1, 33) + text(3, 8))
     second.step()  # b still counts on what a computes again in the next one
@@ -214,16 +139,16 @@ def test_who_shares_damaged_blocks_publishes_nothing_of_them(
         second.step()
         assert not second.wrong()
     assert (second.cached["a"], second.cached["b"], second.recomputed) == (32, 0, 1)
-    assert published(paths[0]) >= 10  # of a
+    assert engines.published() >= 10  # of a
 
 
 def test_step_that_was_scheduled_before_a_failure_was_known_is_not_published(
-    make_engine: MakeEngine, paths: list[str]
+    engines: Engines,
 ) -> None:
     """As with asynchronous scheduling: the engine goes back one step later."""
-    first, second = make_engine(), make_engine()
+    first, second = engines(), engines()
     first.serve("a", text(1, 33))
-    damage(paths[0], 3, layer=1)
+    damage(engines.paths[0], 3, layer=1)
     request = second.add("a", text(1, 33) + text(2, 10))
     second.step(chunk=1)
     worker = second.ranks[0].worker
@@ -256,25 +181,25 @@ def slow(engine: Engine, seconds: float) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_another_connector_loaded_is_saved_when_it_has_arrived(
-    make_engine: MakeEngine, paths: list[str], ranks: int
+    engines: Engines, ranks: int
 ) -> None:
     """Not before: nobody in the worker knows in the step of the load whether it went well."""
-    engine = make_engine(ranks)
+    engine = engines(ranks)
     engine.elsewhere["a"] = 16
     engine.serve("a", text(1, 30))
-    assert [published(path) for path in paths[:ranks]] == [0] * ranks
+    assert [engines.published(rank) for rank in range(ranks)] == [0] * ranks
     engine.step()
-    assert [published(path) for path in paths[:ranks]] == [7] * ranks
+    assert [engines.published(rank) for rank in range(ranks)] == [7] * ranks
     engine.end("a")
     engine.elsewhere["b"], engine.fails_elsewhere = 16, True
     engine.serve("b", text(2, 30), samples=False)
     assert not engine.wrongly_stored
-    assert [published(path) for path in paths[:ranks]] == [7] * ranks
+    assert [engines.published(rank) for rank in range(ranks)] == [7] * ranks
     engine.step()  # computed again
     engine.step()
-    assert [published(path) for path in paths[:ranks]] == [14] * ranks
+    assert [engines.published(rank) for rank in range(ranks)] == [14] * ranks
     assert not engine.wrongly_stored
-    again = make_engine(ranks)
+    again = engines(ranks)
     for name, seed in (("a", 1), ("b", 2)):
         again.serve(name, text(seed, 30))
         assert again.cached[name] == 28
@@ -283,11 +208,11 @@ def test_what_another_connector_loaded_is_saved_when_it_has_arrived(
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_load_that_is_late_is_given_up_and_computed(
-    make_engine: MakeEngine, load: str, ranks: int
+    engines: Engines, load: str, ranks: int
 ) -> None:
-    first = make_engine(ranks)
+    first = engines(ranks)
     first.serve("a", text(1, 33))
-    second = make_engine(ranks, load=load, deadline_s=0.02)
+    second = engines(ranks, load=load, deadline_s=0.02)
     slow(second, 0.05)
     request = second.add("a", text(1, 33))
     for _ in range(3):
@@ -299,9 +224,9 @@ def test_load_that_is_late_is_given_up_and_computed(
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_hit_that_is_gone_is_computed(make_engine: MakeEngine, paths: list[str], load: str) -> None:
+def test_hit_that_is_gone_is_computed(engines: Engines, load: str) -> None:
     """The scheduler's hit is held; who removes it all the same (repair, a lost lease) is heard."""
-    first, second = make_engine(load=load), make_engine(load=load)
+    first, second = engines(load=load), engines(load=load)
     first.serve("a", text(1, 33))
     request = second.add("a", text(1, 33))
     hear = second.ranks[0].worker.hear
@@ -320,22 +245,22 @@ def test_hit_that_is_gone_is_computed(make_engine: MakeEngine, paths: list[str],
     assert sum(second.ranks[0].worker.requests.failures().values()) == 1
 
 
-def test_full_pool_saves_what_fits_and_goes_on(make_engine: MakeEngine, paths: list[str]) -> None:
-    engine = make_engine(blocks=4096)
-    with CXLPool.open(paths[0], threads=1) as pool:
+def test_full_pool_saves_what_fits_and_goes_on(engines: Engines) -> None:
+    engine = engines(blocks=4096)
+    with CXLPool.open(engines.paths[0], threads=1) as pool:
         free = pool.stats()["pages_free"]
     engine.add("small", text(1, 41))
     engine.serve("large", text(2, (free - 3) * TOKENS))
-    assert published(paths[0]) == 10
+    assert engines.published() == 10
     engine.serve("other", text(3, 41))
     engine.step()
-    assert published(paths[0]) == 20
+    assert engines.published() == 20
     assert engine.scheduling.failures == {"full": 1}
 
 
-def test_old_texts_make_room_for_new_ones(make_engine: MakeEngine, paths: list[str]) -> None:
-    engine = make_engine(blocks=4096)
-    with CXLPool.open(paths[0], threads=1) as pool:
+def test_old_texts_make_room_for_new_ones(engines: Engines) -> None:
+    engine = engines(blocks=4096)
+    with CXLPool.open(engines.paths[0], threads=1) as pool:
         total = pool.stats()["pages_total"]
     tokens = total // 4 * TOKENS
     for number in range(12):
@@ -343,7 +268,7 @@ def test_old_texts_make_room_for_new_ones(make_engine: MakeEngine, paths: list[s
         engine.end(f"old {number}")
         engine.step()
     assert not engine.scheduling.failures
-    assert total // 2 < published(paths[0]) <= total
+    assert total // 2 < engines.published() <= total
     for number in range(12):
         engine.serve(f"again {number}", text(number, tokens))
         engine.end(f"again {number}")
@@ -353,12 +278,10 @@ def test_old_texts_make_room_for_new_ones(make_engine: MakeEngine, paths: list[s
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_texts_of_higher_priority_make_room_later(
-    make_engine: MakeEngine, paths: list[str], ranks: int
-) -> None:
+def test_texts_of_higher_priority_make_room_later(engines: Engines, ranks: int) -> None:
     """Blocks that a request saves, those that it saves when it ends, and those that it finds, also
     when it saves nothing. By age alone, nothing else would be left."""
-    engine = make_engine(ranks, blocks=4096)
+    engine = engines(ranks, blocks=4096)
     for rank in engine.ranks:
         rank.worker.tiers._policy = policy_named("lru")
     for name, tokens in (("found", 41), ("plain", 41)):
@@ -372,11 +295,11 @@ def test_texts_of_higher_priority_make_room_later(
     for name in ("saved", "found"):
         engine.end(name)
     engine.step()
-    for path in paths[:ranks]:
+    for path in engines.paths[:ranks]:
         with CXLPool.open(path, threads=1) as pool:
             given = pool.hotness.published().rows["priority"].tolist()
             assert sorted(given) == [0] * 10 + [1] * ((len(longer) - 1) // TOKENS) + [2] * 10
-    fill(engine, paths[0])
+    fill(engine, engines.paths[0])
     for name, ids, there in (
         ("saved", longer, (len(longer) - 1) // TOKENS * TOKENS),
         ("found", text(ord("f"), 41), 40),
@@ -397,8 +320,8 @@ def fill(engine: Engine, path: str) -> None:
         engine.step()
 
 
-def test_preempted_request_starts_again_from_the_pool(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_preempted_request_starts_again_from_the_pool(engines: Engines) -> None:
+    engine = engines()
     engine.serve("a", text(1, 30))
     engine.preempt("a")
     engine.step()
@@ -406,29 +329,29 @@ def test_preempted_request_starts_again_from_the_pool(make_engine: MakeEngine) -
     engine.step()
 
 
-def test_request_may_ask_not_to_be_saved(make_engine: MakeEngine, paths: list[str]) -> None:
-    engine = make_engine()
+def test_request_may_ask_not_to_be_saved(engines: Engines) -> None:
+    engine = engines()
     engine.serve("a", text(1, 30), save=False)
-    assert published(paths[0]) == 0
+    assert engines.published() == 0
     engine.add("b", text(2, 30), saves=False)  # a word that nobody knows
     engine.step()
-    assert published(paths[0]) == 7
+    assert engines.published() == 7
     assert engine.scheduling.failures == {"bad_options": 1}
 
 
-def test_another_namespace_is_a_miss(make_engine: MakeEngine, paths: list[str]) -> None:
+def test_another_namespace_is_a_miss(engines: Engines) -> None:
     """Another model, dtype, shape of ranks or tenant on one pool."""
-    first, second = make_engine(), make_engine(space=bytes(16))
+    first, second = engines(), engines(space=bytes(16))
     for engine in (first, second):
         engine.serve("a", text(1, 33))
         assert engine.cached["a"] == 0
-    assert published(paths[0]) == 16
+    assert engines.published() == 16
 
 
 def test_adapter_with_other_weights_under_its_name_is_a_miss(
-    make_engine: MakeEngine, tmp_path: Path
+    engines: Engines, tmp_path: Path
 ) -> None:
-    engine, folder = make_engine(), tmp_path / "lora"
+    engine, folder = engines(), tmp_path / "lora"
     folder.mkdir()
     weights = safetensors(folder / "adapter_model.safetensors")
 
@@ -446,13 +369,13 @@ def test_adapter_with_other_weights_under_its_name_is_a_miss(
     assert engine.cached["f"] == 0
 
 
-def test_reset_makes_all_that_was_stored_a_miss(make_engine: MakeEngine, paths: list[str]) -> None:
+def test_reset_makes_all_that_was_stored_a_miss(engines: Engines) -> None:
     """What an engine is told when its weights have changed. What was kept is let go, too."""
-    engine = make_engine()
+    engine = engines()
     engine.serve("kept", text(2, 33), ttl_s=600)
     engine.end("kept")
     engine.step()
-    with CXLPool.open(paths[0], threads=1) as pool:
+    with CXLPool.open(engines.paths[0], threads=1) as pool:
         assert pool.stats()["pages_held"] == 8
         engine.scheduling.reset()
         assert pool.stats()["pages_held"] == 0
@@ -466,21 +389,21 @@ def test_reset_makes_all_that_was_stored_a_miss(make_engine: MakeEngine, paths: 
 
 
 def test_pool_that_was_removed_serves_those_who_have_it_open(
-    make_engine: MakeEngine, paths: list[str], tmp_path: Path
+    engines: Engines, tmp_path: Path
 ) -> None:
-    engine = make_engine()
+    engine = engines()
     engine.serve("a", text(1, 33))
     hidden = tmp_path / "hidden"
-    Path(paths[0]).rename(hidden)
+    Path(engines.paths[0]).rename(hidden)
     for name in "bc":
         engine.serve(name, text(ord(name), 33))
         engine.serve(name * 2, text(ord(name), 33))
         assert engine.cached[name * 2] == 32
-    hidden.rename(paths[0])
+    hidden.rename(engines.paths[0])
 
 
-def test_pool_that_fails_at_every_call_costs_hits_only(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_pool_that_fails_at_every_call_costs_hits_only(engines: Engines) -> None:
+    engine = engines()
     engine.serve("a", text(1, 33))
     engine.scheduling.pools[0].close()
     engine.serve("b", text(1, 33))
@@ -493,10 +416,8 @@ def test_pool_that_fails_at_every_call_costs_hits_only(make_engine: MakeEngine) 
     assert engine.ranks[0].worker.requests.failures()["host"] > 0
 
 
-def test_changes_are_told_once_all_ranks_have_them(
-    make_engine: MakeEngine, paths: list[str]
-) -> None:
-    engine = make_engine(2)
+def test_changes_are_told_once_all_ranks_have_them(engines: Engines) -> None:
+    engine = engines(2)
     request = engine.serve("a", text(1, 30))
     (change,) = engine.scheduling.changes()
     assert isinstance(change, Stored)
@@ -507,7 +428,7 @@ def test_changes_are_told_once_all_ranks_have_them(
     (change,) = engine.scheduling.changes()
     assert isinstance(change, Stored)
     assert (change.hashes, change.parent) == ([request.block_hashes[7]], request.block_hashes[6])
-    other = make_engine(2)
+    other = engines(2)
     again = other.serve("b", text(1, 30))
     (change,) = other.scheduling.changes()
     assert change.hashes == again.block_hashes[:7]  # which the first has stored
@@ -529,22 +450,22 @@ def finish(engine: Engine, request: Request, tokens: int = 0) -> list[int]:
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_turn_of_a_chat_begins_where_the_last_one_ended(
-    make_engine: MakeEngine, load: str, ranks: int
+    engines: Engines, load: str, ranks: int
 ) -> None:
     """To the token: all but the last one, which has no K and V yet. In another engine, too."""
-    engines = [make_engine(ranks, load=load, tails=True) for _ in range(2)]
+    both = [engines(ranks, load=load, tails=True) for _ in range(2)]
     said: list[int] = []
     for turn in range(12):
-        engine, name = engines[turn % 2], f"turn{turn}"
+        engine, name = both[turn % 2], f"turn{turn}"
         request = engine.add(name, [*said, *text(turn, 1 + turn % 5)])
         answered = finish(engine, request, tokens=turn % 7)
         assert engine.cached[name] == max(0, len(said) - 1)
         said = answered
-    assert not any(engine.recomputed for engine in engines)
+    assert not any(engine.recomputed for engine in both)
 
 
-def test_a_prompt_of_whole_blocks_is_found_to_its_last_token(make_engine: MakeEngine) -> None:
-    first, second = make_engine(tails=True), make_engine(tails=True)
+def test_a_prompt_of_whole_blocks_is_found_to_its_last_token(engines: Engines) -> None:
+    first, second = engines(tails=True), engines(tails=True)
     finish(first, first.serve("a", text(1, 32)))
     for name, tokens, cached in (("a", 32, 31), ("b", 33, 32), ("c", 30, 28)):
         request = second.serve(name, text(1, tokens))
@@ -552,10 +473,10 @@ def test_a_prompt_of_whole_blocks_is_found_to_its_last_token(make_engine: MakeEn
         second.end(request.request_id)
 
 
-def test_a_hit_is_as_long_as_any_text_that_was_left(make_engine: MakeEngine, seed: int) -> None:
+def test_a_hit_is_as_long_as_any_text_that_was_left(engines: Engines, seed: int) -> None:
     """Texts that part anywhere, of several salts and images, against a list of what was left: the
     longest of whole blocks, and of a text's end behind them, and nothing of another's words."""
-    chance, engine = random.Random(seed), make_engine(blocks=512, tails=True)
+    chance, engine = random.Random(seed), engines(blocks=512, tails=True)
     left: set[tuple[object, ...]] = set()
     texts = [text(number, 30) for number in range(2)]
     for number in range(120):
@@ -590,11 +511,11 @@ def longest(request: Request, ends: set[int]) -> int:
 
 
 def test_a_tail_does_not_come_over_what_the_step_has_written(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine writes a layer's new K and V before it waits for its hits: here they come as late
     as they may."""
-    engine = make_engine(tails=True)
+    engine = engines(tails=True)
     said = finish(engine, engine.add("a", text(1, 30)))
     waiting: dict[Load, Sequence[BlockMemory]] = {}
     wait = Load.wait
@@ -615,14 +536,12 @@ def test_a_tail_does_not_come_over_what_the_step_has_written(
         finish(engine, request)
 
 
-def test_a_damaged_tail_is_computed_again_and_forgotten(
-    make_engine: MakeEngine, paths: list[str]
-) -> None:
-    engine = make_engine(tails=True)
+def test_a_damaged_tail_is_computed_again_and_forgotten(engines: Engines) -> None:
+    engine = engines(tails=True)
     said = list(finish(engine, engine.add("a", text(1, 30))))
-    assert (len(said), published(paths[0])) == (31, 8)
-    damage(paths[0], page=7, layer=1)
-    other = make_engine(tails=True)
+    assert (len(said), engines.published()) == (31, 8)
+    damage(engines.paths[0], page=7, layer=1)
+    other = engines(tails=True)
     for name, more, cached in (("b", 1, 30), ("c", 2, 28)):
         request = other.serve(name, [*said[:30], more, more])
         assert other.cached[name] == cached
@@ -632,18 +551,16 @@ def test_a_damaged_tail_is_computed_again_and_forgotten(
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_anything_in_any_order(
-    make_engine: MakeEngine, paths: list[str], load: str, ranks: int, seed: int
-) -> None:
+def test_anything_in_any_order(engines: Engines, load: str, ranks: int, seed: int) -> None:
     """Two engines, few blocks, aborts, preemptions, damage, pools that are lost and found: no block
     that counts is ever wrong."""
     chance = random.Random(seed)
-    engines = [make_engine(ranks, load=load, blocks=512, tails=True) for _ in range(2)]
+    both = [engines(ranks, load=load, blocks=512, tails=True) for _ in range(2)]
     texts = [text(number, 60) for number in range(3)]
     names = iter(range(1 << 30))
     lost: dict[Engine, list[bool]] = {}  # whose pools are to be found again: the scheduler's or not
     for _ in range(60):
-        engine = chance.choice(engines)
+        engine = chance.choice(both)
         acts = ["add", "add", "step", "step", "step", "end", "preempt", "damage", "lose", "find"]
         act = chance.choice(acts)
         running = [n for n, r in engine.requests.items() if r not in engine.waiting]
@@ -656,7 +573,9 @@ def test_anything_in_any_order(
         elif act == "preempt" and running:
             engine.preempt(chance.choice(running))
         elif act == "damage":
-            damage(chance.choice(paths[:ranks]), chance.randrange(16), chance.randrange(LAYERS))
+            damage(
+                chance.choice(engines.paths[:ranks]), chance.randrange(16), chance.randrange(LAYERS)
+            )
         elif act == "lose" and engine not in lost:
             engine.lost_in, lost[engine] = chance.randrange(LAYERS), [True, False]
         elif act == "find" and engine in lost and engine.lost_in is None:
@@ -665,11 +584,11 @@ def test_anything_in_any_order(
                 del lost[engine]
         engine.step(chunk=chance.choice([5, 16, 1 << 20]))
         assert not engine.wrongly_stored
-    for engine in engines:
+    for engine in both:
         for name in list(engine.requests):
             engine.end(name)
         engine.settle()
         engine.step()
-    for path in paths:  # what nobody has read since is still damaged
+    for path in engines.paths:  # what nobody has read since is still damaged
         with CXLPool.open(path, threads=1) as pool:
             pool.admin.check(deep=True, repair=True)

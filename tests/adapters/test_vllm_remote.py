@@ -19,11 +19,20 @@ from cxlkv.tiers import remote as tier
 from cxlkv.transport import Server
 from cxlkv.transport.shards import layout_among
 
+from ..conftest import audit
 from ..support.cable import Cable
-from ..support.paged_engine import HEADS, TOKENS, Adapter, Engine, Request
+from ..support.paged_engine import (
+    HEADS,
+    TOKENS,
+    Adapter,
+    Engine,
+    Request,
+    layout_of,
+    make_pool,
+    text,
+)
 from ..support.waiting import until
 from ..support.weight_files import change, safetensors
-from .test_vllm_engine_attention import layout_of, text
 
 TEXT = 162  # tokens, of which 160 are whole blocks
 SECRET = b"a secret of the tests"
@@ -59,9 +68,7 @@ class Machines:
         paths = [str(self._folder / f"{place}-{rank}of{ranks}") for rank in range(ranks)]
         for rank, path in enumerate(paths):
             if path not in self.paths:
-                layout = layout_among(layout_of(0), rank, ranks)
-                made = CXLPool.create(path, layout=layout, capacity=PLACES[place], sketch=False)
-                made.close()
+                make_pool(path, layout_among(layout_of(0), rank, ranks), PLACES[place])
                 self.paths.append(path)
         settings = Settings.model_validate({"deadline_s": 20, **(given or {})})
         words = words_of(ranks) if words is None else words
@@ -93,9 +100,8 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
             engine.close()
     for path in made.paths:
         with CXLPool.open(path, threads=1) as pool:
-            report, stats = pool.admin.check(deep=True), pool.stats()
-            assert report["clean"], report["problems"]
-            assert stats["pages_held"] == 0, stats
+            audit(pool)
+            assert pool.stats()["pages_held"] == 0
 
 
 @pytest.fixture(autouse=True)

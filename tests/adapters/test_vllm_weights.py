@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv import CXLPool
 from cxlkv.adapters.common import loaded
 from cxlkv.adapters.vllm.loaded import LoadedWeights
 from cxlkv.adapters.vllm.lora import Adapters
 
-from ..support.paged_engine import TOKENS, Adapter, Engine, Request
+from ..support.paged_engine import TOKENS, Adapter, Engine, Request, layout_of, make_pool, text
 from ..support.reloaded import Model
 from ..support.weight_files import change, safetensors
-from .test_vllm_engine_attention import layout_of, text
 
 IDS = text(1, 5 * TOKENS + 3)
 
@@ -33,8 +31,7 @@ class Served:
         self.paths = [str(folder / f"{rank}of{ranks}.pool") for rank in range(ranks)]
         for path in self.paths:
             if not Path(path).exists():
-                made = CXLPool.create(path, layout=layout_of(0), capacity="8MiB", sketch=False)
-                made.close()
+                make_pool(path, layout_of(0))
         self.engine = Engine(self.paths)
         self.models = [Model() for _ in range(ranks)]
         self.watched = [

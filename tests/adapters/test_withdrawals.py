@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Protocol
 
 import pytest
 import torch
@@ -20,53 +19,38 @@ from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.transformers import CXLRequests, layout_of
 from cxlkv.adapters.transformers.fed import Fed
 from cxlkv.adapters.vllm.lora import Adapters
-from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.errors import CorruptError, CXLKVError, UnsupportedError
 from cxlkv.tiers import Tiers
 
-from ..support.paged_engine import SPACE, Adapter, Engine
+from ..support.paged_engine import SPACE, Adapter, text
+from ..support.paged_engines import Engines, engines_in
 from ..support.small_models import prompts
 from .test_transformers_requests import PAGE, built, generate, llama, stock, windowed
-from .test_vllm_engine_attention import layout_of as layout_of_rank
-from .test_vllm_engine_attention import text
 
 # ---- vLLM ----
 
 
-class MakeEngine(Protocol):
-    def __call__(self, **given: object) -> Engine: ...
-
-
 @pytest.fixture
-def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
-    path = str(tmp_path / "0.pool")
-    CXLPool.create(path, layout=layout_of_rank(0), capacity="8MiB", threads=1, sketch=False).close()
-    made: list[Engine] = []
-
-    def make(**given: object) -> Engine:
-        made.append(Engine([path], Settings.model_validate(given), 64, space=SPACE))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    with engines_in(tmp_path) as made:
+        yield made
 
 
-def plant(make_engine: MakeEngine, *seeds: int) -> None:
+def plant(engines: Engines, *seeds: int) -> None:
     """Pages of other weights under the engines' keys."""
-    planting = make_engine()
+    planting = engines()
     planting.weights = b"that are not in the key"
     for seed in seeds:
         planting.run_to_end(f"{seed}", text(seed, 33))
 
 
 def test_an_engine_stores_nothing_behind_blocks_of_a_withdrawn_namespace(
-    make_engine: MakeEngine,
+    engines: Engines,
 ) -> None:
     """Its own prefix cache has them still; in the namespace that it has then they are wrong, too,
     and found when that cache is reset."""
-    plant(make_engine, 1)
-    engine = make_engine()
+    plant(engines, 1)
+    engine = engines()
     engine.shares = True
     engine.serve("wrong", text(1, 33))
     engine.settle()
@@ -84,10 +68,10 @@ def test_an_engine_stores_nothing_behind_blocks_of_a_withdrawn_namespace(
     assert engine.run_to_end("own", text(1, 33)) == 32
 
 
-def test_one_wrong_page_withdraws_one_namespace(make_engine: MakeEngine) -> None:
+def test_one_wrong_page_withdraws_one_namespace(engines: Engines) -> None:
     """Other audits that are under way say the same of the same pages, and no more."""
-    plant(make_engine, 1, 2)
-    engine = make_engine(audit_hits=1)
+    plant(engines, 1, 2)
+    engine = engines(audit_hits=1)
     engine.shares = True  # is wrong until the audits
     for seed in (1, 2):
         engine.add(f"{seed}", text(seed, 33))
@@ -97,10 +81,10 @@ def test_one_wrong_page_withdraws_one_namespace(make_engine: MakeEngine) -> None
     assert engine.scheduling.failures["audit"] == 1
 
 
-def test_an_audit_says_nothing_of_weights_that_came_later(make_engine: MakeEngine) -> None:
+def test_an_audit_says_nothing_of_weights_that_came_later(engines: Engines) -> None:
     """The pages are right: what computes the block has other weights by now."""
-    make_engine().run_to_end("first", text(1, 33))
-    engine = make_engine(audit_hits=1)
+    engines().run_to_end("first", text(1, 33))
+    engine = engines(audit_hits=1)
     request = engine.add("one", text(1, 33))
     engine.step(chunk=1)
     request.weights = engine.weights = b"other"
@@ -110,12 +94,12 @@ def test_an_audit_says_nothing_of_weights_that_came_later(make_engine: MakeEngin
     for _ in range(8):
         engine.step(chunk=1)
     assert not engine.scheduling.failures["audit"]
-    assert make_engine().run_to_end("again", text(1, 33)) == 32
+    assert engines().run_to_end("again", text(1, 33)) == 32
 
 
-def test_what_goes_on_from_older_weights_is_not_audited(make_engine: MakeEngine) -> None:
-    make_engine().run_to_end("first", text(1, 33))
-    engine = make_engine(audit_hits=1)
+def test_what_goes_on_from_older_weights_is_not_audited(engines: Engines) -> None:
+    engines().run_to_end("first", text(1, 33))
+    engine = engines(audit_hits=1)
     engine.scheduling._weights.are_mixed = True
     request = engine.add("one", text(1, 33))
     engine.waiting.clear()

@@ -16,7 +16,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import CXLPool
+from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.common.pools import open_tiers, quota_of
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
@@ -29,8 +29,29 @@ from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.tiers import Tiers
 
 TOKENS = 4  # of a block
+LAYERS = 3
 HEADS = 4  # of the whole model, as far as a test cares
 SPACE = bytes(range(16))
+
+
+def text(seed: int, tokens: int) -> list[int]:
+    return [int(one) for one in np.random.default_rng(seed).integers(0, 97, tokens)]
+
+
+def layout_of(rank: int) -> KVLayout:
+    """Of one of two ranks, as the small engine writes it."""
+    return KVLayout(
+        layers=LAYERS,
+        kv_heads=2,
+        head_dim=8,
+        page_tokens=TOKENS,
+        dtype="float32",
+        shard=(rank, 2, 0, 1),
+    )
+
+
+def make_pool(path: str, layout: KVLayout, capacity: str = "8MiB") -> None:
+    CXLPool.create(path, layout=layout, capacity=capacity, threads=1, sketch=False).close()
 
 
 @dataclass
