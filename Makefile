@@ -356,7 +356,6 @@ FORCE:
 
 .PHONY: peers
 peers: $(VENV)/.built build/peers/mooncake build/peers/lmcache  ## other projects' stores beside ours: docs/reference/benchmarks.md
-	$(BIN)/cxlkv bench peers --json docs/results/peers.json
 	$(BIN)/cxlkv bench store --json docs/results/store.json
 
 # Network, 30 seconds, once: the site in an environment of its own, with neither a compiler nor the C

@@ -226,8 +226,7 @@ TABLE = (
         *("prefill-decode", ENGINES, None, "vllm.prefill_decode", MICRO, ("prefill-decode",)),
         is_command=True,
     ),
-    Case("store", ENGINES, 210, "peers.store", MICRO, ("store",), is_command=True),
-    Case("peers", ENGINES, 300, "peers.running", (), ("peers",), is_command=True),
+    Case("store", ENGINES, 500, "peers.store", MICRO, ("store", "peers"), is_command=True),
     Case("all", "All of it", None, options=MICRO, text="all that can run here"),
 )
 CASES = {case.name: case for whole in TABLE for case in (whole, *whole.parts)}

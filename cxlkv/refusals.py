@@ -54,6 +54,7 @@ REMOVED_CASES: dict[str, str] = {
     "moving": "say tiers/moves",
     "decoding": "say tiers/residency",
     "packing": "say tiers/compression",
+    "peers": "say store",
 }
 """A case of `cxlkv bench`."""
 

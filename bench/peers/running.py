@@ -1,4 +1,4 @@
-"""`cxlkv bench peers`: peers beside our pool, the same bytes in turn, every answer checked."""
+"""Runs peers beside our pool: the same bytes in turn, every answer checked."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from rich.table import Table
 
 from cxlkv.arrays import Bytes
 from cxlkv.bench.peers.serving import UNIT_BYTES, Objects
 from cxlkv.bench.peers.talking import OURS, ContenderError, Conversation, Program, program_of
-from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.result import Result
 from cxlkv.errors import MemoryShortError
 from cxlkv.layout import format_bytes
 
-PEERS = ("mooncake", "lmcache")
-NAMES = ("ours", "plain", *PEERS)
 ENVIRONMENTS = Path("build/peers")
 SHARED = "/dev/shm"
-SHARED_SHARE = 13  # of the payload: it, where it is read to, and the stores that are files
+SHARED_SHARE = 16  # of the payload: it, where it is read to, and the stores that are files
 
 
 @dataclass(frozen=True)
@@ -85,15 +81,6 @@ class SideBySide(Result):
         """The one shape of result files: a metric for each row."""
         return {**super().as_dict(), "notes": [*self.who(), *self.notes]}
 
-    def fastest(self, case: str, object_bytes: int, threads: int) -> dict[str, Row]:
-        """Of each peer that does this, its fastest form."""
-        found: dict[str, Row] = {}
-        for row in self.rows:
-            if (row.case, row.object_bytes, row.threads) == (case, object_bytes, threads):
-                best = found.setdefault(row.peer, row)
-                found[row.peer] = row if row.median > best.median else best
-        return found
-
     def groups(self) -> list[tuple[str, int, int]]:
         return list(dict.fromkeys((row.case, row.object_bytes, row.threads) for row in self.rows))
 
@@ -131,23 +118,6 @@ class Ring:
     def stop(self) -> None:
         for talk in self.talks.values():
             talk.stop()
-
-
-def run(
-    result: SideBySide,
-    programs: Sequence[Program],
-    size: Size = Size(),
-    progress: Callable[[str], None] = lambda text: None,
-) -> None:
-    """What measure() does, and ratios of our fastest form to each peer's."""
-    measure(result, programs, size, progress)
-    for case, object_bytes, threads in result.groups():
-        best = result.fastest(case, object_bytes, threads)
-        for name in best if "ours" in best else ():
-            if name != "ours":
-                row = best[name]
-                ratio = best["ours"].median / row.median
-                result.ratios[row.metric.replace(f"_{row.form}_", "_") + "_ours_to_it"] = ratio
 
 
 def measure(
@@ -278,9 +248,7 @@ def expected(case: str, payload: Bytes, given: Objects, wanted: list[list[int]])
     return np.concatenate([units[pages, layer] for layer, pages in enumerate(wanted)]).reshape(-1)
 
 
-def programs_of(
-    result: SideBySide, environments: Path, names: Sequence[str] = NAMES
-) -> list[Program]:
+def programs_of(result: SideBySide, environments: Path, names: Sequence[str]) -> list[Program]:
     """Ours, and the peers that have an environment; the others are `missing`."""
     found = []
     for name in names:
@@ -289,25 +257,3 @@ def programs_of(
         except ContenderError as error:
             result.missing[name] = str(error)
     return found
-
-
-def command(
-    options: Options, say: Say, environments: Path = ENVIRONMENTS, size: Size = Size()
-) -> Shown:
-    """Runs those that have environments."""
-    result = SideBySide("peers")
-    run(result, programs_of(result, environments), size, progress=say)
-    return Shown(result, [table(result)], result.who())
-
-
-def table(result: SideBySide) -> Table:
-    """GB/s, medians; of each peer the fastest form, by name. Empty: it does not offer this."""
-    made = Table(title="cxlkv bench peers, GB/s", show_lines=True)
-    names = [name for name in NAMES if any(row.peer == name for row in result.rows)]
-    for column in ("case", "object", "threads", *names):
-        made.add_column(column, no_wrap=True)
-    for case, object_bytes, threads in sorted(result.groups()):
-        best = result.fastest(case, object_bytes, threads)
-        cells = [f"{best[n].median:.2f}\n{best[n].form}" if n in best else "" for n in names]
-        made.add_row(case, f"{object_bytes >> 10} KiB", str(threads), *cells)
-    return made

@@ -1,4 +1,4 @@
-"""`cxlkv bench store`: the store door beside memcpy and other projects' stores."""
+"""`cxlkv bench store`: the store door, and a pool's pages, beside memcpy and other stores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from cxlkv.bench.peers.running import ENVIRONMENTS, Row, SideBySide
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options, Say, Shown
 
-NAMES = ("objects", "plain", "mooncake", "lmcache")
+PEERS = ("mooncake", "lmcache")
+NAMES = ("objects", "ours", "plain", *PEERS)
 FORMS = ("no_crc", "crc")
 """Of ours, of which there are ratios; the bounds are of the first one."""
 BESIDE = {
@@ -75,7 +76,8 @@ def row_of(result: SideBySide, beside: Row, peer: str, form: str) -> Row | None:
 
 def table(result: SideBySide) -> Table:
     """Medians of our forms and of what they are beside. Empty: who has it is missing, or cannot."""
-    shown = {**{form: ("objects", form) for form in (*FORMS, "single")}, **BESIDE}
+    shown = {**{form: ("objects", form) for form in (*FORMS, "single")}, "pages": ("ours", "pages")}
+    shown |= BESIDE
     made = Table(title="cxlkv bench store, GB/s; lease: us an object")
     for column in ("case", "object", "threads", *shown):
         made.add_column(column, no_wrap=True)

@@ -87,11 +87,10 @@ def bench(
 
     Exit code 1 if a check does not hold: no speeds are then reported.
     decode, ndp and recall take ten minutes or so, and need torch and transformers. replay judges
-    eviction policies by a trace. peers puts other projects'
-    stores beside ours, as far as `make peers` has made their environments in build/peers, and store
-    does so with objects. llama puts the pool's attention beside llama.cpp's decode steps, if `make
-    build/peers/llama` has installed it. vllm puts the engine with and without us side by side, in
-    the environment that `make test-vllm` makes.
+    eviction policies by a trace. store puts other projects' stores beside ours, as far as `make
+    peers` has made their environments in build/peers. llama puts the pool's attention beside
+    llama.cpp's decode steps, if `make build/peers/llama` has installed it. vllm puts the engine
+    with and without us side by side, in the environment that `make test-vllm` makes.
     """
     given = {**locals(), "region": tuple(region or ())}  # by the names of Options
     with needing("demo", f"bench {given.pop('case')}"):

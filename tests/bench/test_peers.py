@@ -117,36 +117,6 @@ def fake(folder: Path, fault: str, name: str = "rival") -> Program:
     return Program(name, (sys.executable, str(path)), dict(os.environ))
 
 
-def ours(folder: Path, name: str = "ours") -> list[Program]:
-    return [program_of(each, folder) for each in (name, "plain")]
-
-
-def test_ours_plain_and_a_peer_side_by_side(tmp_path: Path) -> None:
-    result = SideBySide("peers")
-    running.run(result, [*ours(tmp_path), fake(tmp_path, "nothing")], SMALL)
-    assert result.missing == {}
-    assert result.checks == {"ours_right": True, "plain_right": True}
-    assert result.versions["rival"] == "9"
-    assert set(result.groups()) == {
-        (case, size, 1) for case in ("put", "get", "ranges") for size in SMALL.object_bytes
-    }
-    (row,) = [r for r in result.rows if (r.peer, r.case, r.object_bytes) == ("rival", "get", 65536)]
-    speed = SMALL.total_bytes / 0.5 / 1e9
-    assert row.samples == [speed] * SMALL.rounds  # the warming round is left out
-    best = result.fastest("put", 65536, 1)
-    assert set(best) == {"ours", "plain", "rival"}
-    forms = [r for r in result.rows if (r.peer, r.case, r.object_bytes) == ("ours", "put", 65536)]
-    assert {r.form for r in forms} >= {"pages", "pages_no_crc", "records"}
-    assert best["ours"].median == max(r.median for r in forms)
-    ratio = result.ratios["get_64k_rival_1t_ours_to_it"]
-    assert ratio == result.fastest("get", 65536, 1)["ours"].median / row.median
-    path = tmp_path / "peers.json"
-    result.write(path)
-    written = read_result(path)
-    assert len(written.metrics) == len(result.rows)
-    assert "rival 9" in written.notes[0]
-
-
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -172,8 +142,9 @@ def test_a_peer_that_fails_is_named_and_not_in_the_figures(
     shared = tmp_path / "shared"
     shared.mkdir()
     monkeypatch.setattr(running, "SHARED", str(shared))
-    result = SideBySide("peers")
-    running.run(result, [program_of("plain", tmp_path), fake(tmp_path, fault)], SMALLER)
+    result = SideBySide("store")
+    programs = [program_of("plain", tmp_path), fake(tmp_path, fault)]
+    running.measure(result, programs, SMALLER, print)
     assert list(result.missing) == ["rival"]
     assert re.search(reason, result.missing["rival"])
     assert {row.peer for row in result.rows} == {"plain"}
@@ -232,8 +203,8 @@ def test_a_peer_that_never_greets_is_ended(tmp_path: Path) -> None:
 
 def test_wrong_bytes_of_ours_fail_the_run(tmp_path: Path) -> None:
     liar = Program("plain", fake(tmp_path, "a wrong byte").command, dict(os.environ))
-    result = SideBySide("peers")
-    running.run(result, [liar], SMALLER)
+    result = SideBySide("store")
+    running.measure(result, [liar], SMALLER, print)
     assert result.checks == {"plain_right": False}
     assert not result.passed
     assert result.as_dict()["ratios"] == {}
@@ -242,35 +213,19 @@ def test_wrong_bytes_of_ours_fail_the_run(tmp_path: Path) -> None:
 BOUND_KEPT = r"get_64k_objects_no_crc_1t_to_memcpy: [0-9.]+, at least 0 wanted: kept"
 
 
-COMMANDS = {
-    "peers": partial(running.command, size=SMALLER),
-    "store": partial(store.command, size=STORE_SMALLER),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "missing", "said"),
-    [
-        ("peers", set(running.PEERS), "missing: mooncake: no environment in"),
-        ("store", {"mooncake", "lmcache"}, BOUND_KEPT),
-    ],
-)
-def test_a_command_names_who_is_missing(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    missing: set[str],
-    said: str,
+def test_the_command_names_who_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lmcache.failed").write_text("ERROR: No matching distribution found\n")
     options = Options(json=tmp_path / "r.json", csv=tmp_path / "r.csv")
-    result = perform(name, partial(COMMANDS[name], environments=tmp_path), options)
+    command = partial(store.command, environments=tmp_path, size=STORE_SMALLER)
+    result = perform("store", command, options)
     assert isinstance(result, SideBySide)
     shown = capsys.readouterr().out
-    assert set(result.missing) == missing
+    assert set(result.missing) == set(store.PEERS)
     assert "missing: lmcache: not installed: ERROR: No matching distribution found" in shown
-    assert "make build/peers/mooncake" in shown
-    assert re.search(said, shown)
+    assert re.search("missing: mooncake: no environment in .*: make build/peers/mooncake", shown)
+    assert re.search(BOUND_KEPT, shown)
     written = read_result(tmp_path / "r.json")
     assert len(written.metrics) == len(result.rows)
     assert all(f"missing: {who}: {why}" in written.notes for who, why in result.missing.items())
@@ -280,13 +235,20 @@ def test_a_command_names_who_is_missing(
 
 def test_the_store_door_beside_memcpy_and_a_store(tmp_path: Path) -> None:
     result = SideBySide("store")
-    programs = [*ours(tmp_path, "objects"), fake(tmp_path, "nothing", "mooncake")]
-    store.run(result, programs, STORE)
+    mine = [program_of(name, tmp_path) for name in ("objects", "ours", "plain")]
+    store.run(result, [*mine, fake(tmp_path, "nothing", "mooncake")], STORE)
     assert result.missing == {}
-    assert result.checks == {"objects_right": True, "plain_right": True}
+    assert result.checks == {"objects_right": True, "ours_right": True, "plain_right": True}
+    assert result.versions["mooncake"] == "9"
     found = {(row.case, row.peer, row.form) for row in result.rows}
     for form in ("crc", "no_crc"):
         assert {(case, "objects", form) for case in STORE.cases} <= found
+    for form in ("pages", "pages_no_crc", "memory_no_crc"):
+        assert {(case, "ours", form) for case in ("put", "get", "ranges")} <= found
+    assert {("put", "ours", "records"), ("get", "ours", "records")} <= found
+    speed = STORE.total_bytes / 0.5 / 1e9
+    rival = result.metrics["get_64k_mooncake_batch_1t"].samples
+    assert rival == [speed] * STORE.rounds  # the warming round is left out
     for row in result.rows:
         assert len(row.samples) == (1 if row.case == "first" else STORE.rounds), row
         assert row.unit == ("us/object" if row.case == "lease" else "GB/s")
@@ -299,6 +261,10 @@ def test_the_store_door_beside_memcpy_and_a_store(tmp_path: Path) -> None:
     missed = [note for note in result.notes if "at least 1e+09 wanted: NOT kept" in note]
     assert len(kept) == len(missed) == len(result.notes) // 2 == 8  # 2 cases, sizes and threads
     assert all("_objects_no_crc_" in note for note in result.notes)
+    result.write(tmp_path / "store.json")
+    written = read_result(tmp_path / "store.json")
+    assert len(written.metrics) == len(result.rows)
+    assert "mooncake 9" in written.notes[0]
 
 
 def test_the_first_put_is_read_back_before_another_one() -> None:
@@ -342,13 +308,13 @@ def test_what_pip_says_is_kept_and_an_environment_is_made_once(
 
 def test_every_peer_with_packages_has_a_module_and_a_place_in_the_run() -> None:
     found = re.findall(r"^PEER_(\w+) :=", MAKEFILE.read_text(), re.M)
-    assert tuple(found) == (*running.PEERS, llama.PEER, cache_steps.PEER)
+    assert tuple(found) == (*store.PEERS, llama.PEER, cache_steps.PEER)
     folder = Path(serving.__file__).parent
-    for name in (*running.NAMES, *store.NAMES, llama.PEER, cache_steps.PEER):
+    for name in (*store.NAMES, llama.PEER, cache_steps.PEER):
         assert (folder / f"{name}.py").is_file()
 
 
 def test_too_little_shared_memory_is_said_first() -> None:
     size = Size(total_bytes=1 << 50)
     with pytest.raises(MemoryError, match=r"the peers side by side need .*: enlarge it"):
-        running.run(SideBySide("peers"), [], size)
+        running.measure(SideBySide("store"), [], size, print)
