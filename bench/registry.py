@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
 from types import ModuleType
@@ -18,6 +17,8 @@ from cxlkv.bench.result import Result
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.refusals import REMOVED_CASES, refusal
 
+PACKAGE = Path(__file__).parent
+NEEDS_CHECKOUT = "runs from a checkout of the sources: other projects are beside ours there"
 Say = Callable[[str], None]
 """Tells how far a case is: "step", or "step: detail"."""
 
@@ -79,7 +80,19 @@ class Case:
     parts: tuple[Case, ...] = ()
 
     def load(self) -> ModuleType:
+        """Raises UnsupportedError for what a wheel leaves out."""
+        if not self.is_here:
+            raise UnsupportedError(f"{self.name} {NEEDS_CHECKOUT}")
         return import_module(f"cxlkv.bench.{self.module}")
+
+    @property
+    def path(self) -> Path:
+        return PACKAGE / f"{self.module.replace('.', '/')}.py"
+
+    @property
+    def is_here(self) -> bool:
+        """Other projects are beside ours in a checkout only."""
+        return self.path.is_file()
 
     @property
     def leaves(self) -> tuple[Case, ...]:
@@ -120,9 +133,9 @@ class Case:
         be told."""
         if not self.module:
             return self.text
-        spec = find_spec(f"cxlkv.bench.{self.module}")
-        assert spec is not None
-        docstring = ast.get_docstring(ast.parse(Path(str(spec.origin)).read_text())) or ""
+        if not self.is_here:
+            return NEEDS_CHECKOUT
+        docstring = ast.get_docstring(ast.parse(self.path.read_text())) or ""
         line = docstring.partition("\n\n")[0].replace("\n", " ")
         return line.removeprefix(f"`cxlkv bench {self.name}`: ")
 

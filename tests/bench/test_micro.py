@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from cxlkv import _core
 from cxlkv.bench import cli as bench_cli
-from cxlkv.bench import loops, streams
+from cxlkv.bench import loops, registry, streams
 from cxlkv.bench.cases import agree, memory
 from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import change_interval, median_interval, warnings_of
@@ -259,6 +260,24 @@ def test_every_case_is_listed_with_what_it_is(
     said = [case["about"] for case in told]
     assert all(said)
     assert len(set(said)) == len(CASES), "two cases with one description"
+
+
+def test_what_a_wheel_leaves_out_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(registry, "PACKAGE", tmp_path)
+    for name in ("encodings", "store", "vllm"):
+        assert "from a checkout" in named(name).about()
+        with pytest.raises(UnsupportedError, match=f"{name} runs from a checkout"):
+            named(name).load()
+
+
+def test_nothing_in_a_wheel_imports_what_it_leaves_out() -> None:
+    left_out = re.findall(r'"cxlkv/(bench/.*?)(?:\.py)?",', (ROOT / "pyproject.toml").read_text())
+    assert {"bench/peers", "bench/vllm", "bench/regress"} <= set(left_out)
+    names = "|".join(name.replace("/", r"\.") for name in left_out)
+    imports = re.compile(rf"^ *(?:from|import) cxlkv\.(?:{names})\b", re.M)
+    for path in [*(ROOT / "cxlkv").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]:
+        if not path.relative_to(ROOT).as_posix().startswith(tuple(left_out)):
+            assert not imports.search(path.read_text()), path
 
 
 def test_a_joined_case_runs_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
