@@ -1,8 +1,8 @@
 """Tells a subscriber of each transfer between this process and a pool: an emulated link, if any.
 
 What moves many bytes says so when it is done: which way, how many. While nobody has subscribed that
-costs one look at a name. What a configuration or CXLKV_EMULATE asks for is loaded by name, as a
-plugin is: the front imports no subscriber.
+costs one look at a name. What CXLKV_EMULATE asks for is loaded by name, as a plugin is: the
+front imports no subscriber.
 """
 
 from __future__ import annotations
@@ -79,16 +79,13 @@ def moved_bytes(pool: _core.Handle) -> tuple[int, int]:
 
 
 class Plugin(Protocol):
-    """cxlkv.emulation.link, as the front knows it; its functions raise BadArgumentError."""
-
-    def parse(self, text: str) -> object:
-        """Read `text`, which names a link."""
-
-    def begin(self, pool: _core.Handle, text: str) -> None:
-        """Charge the pool's transfers to the link that `text` names, from now on."""
+    """cxlkv.emulation.link, as the front knows it."""
 
     def begin_from_environment(self, pool: _core.Handle) -> None:
-        """The same for what CXLKV_EMULATE names."""
+        """Charge the pool's transfers to the link that CXLKV_EMULATE names, from now on.
+
+        Raises BadArgumentError.
+        """
 
 
 def plugin() -> Plugin:

@@ -27,19 +27,16 @@ from pydantic import (
     model_validator,
 )
 
-from cxlkv import _io_hooks
 from cxlkv.errors import SHOWN_LETTERS_MAX, BadArgumentError, shown
 from cxlkv.layout import (
     KVLayout,
     LayerGroup,
-    Rotary,
     differences,
     dtype_name,
     encodings_of,
     format_bytes,
     parse_bytes,
 )
-from cxlkv.machine import numa_mode
 from cxlkv.machine.coherence import AUTO, HOSTS_MAX, LEASE_MAX_S, LEASE_S
 from cxlkv.machine.regions import ALL, capacity_bytes_at, meant_by, parse_place, parse_where
 from cxlkv.refusals import SETTINGS, refusal
@@ -98,15 +95,6 @@ def _listed(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-def _emulated(value: object) -> object:
-    if isinstance(value, str):
-        if numa_mode.is_mode(value):
-            numa_mode.parse(value)
-        else:
-            _io_hooks.plugin().parse(value)
-    return value
-
-
 TIERS = ("local", "cold", "cold_capacity", "compress", "policy", "remote", "remote_secret")
 """Keys of a PoolConfig that are of Tiers."""
 
@@ -115,34 +103,7 @@ Where = Annotated[str, AfterValidator(_rooted)]
 _Capacity = Annotated[int | str, BeforeValidator(lambda v: v if v == ALL else parse_bytes(v))]
 _DType = Annotated[str | None, BeforeValidator(lambda v: None if v is None else dtype_name(v))]
 _Encodings = Annotated[str, AfterValidator(lambda v: ",".join(dict.fromkeys(encodings_of(v))))]
-_Encoding = Literal["none", "int8", "int4", "fp8_e4m3", "progressive"] | None
 _Shard = Annotated[tuple[int, int, int, int], Field(strict=False)]  # YAML has lists only
-
-
-class _Angles(Keys):
-    """How the model turns keys by their position.
-
-    theta: what the frequencies of pairs of channels are powers of. channels: how many are turned.
-    frequencies: in place of both, of each pair, radians a token. neighbours: pairs are neighbouring
-    channels; false if not given.
-    """
-
-    theta: float | None = None
-    channels: int | None = None
-    frequencies: list[float] | None = None
-    neighbours: bool = False
-
-    def make(self) -> Rotary:
-        named = (self.theta is not None, self.channels is not None)
-        if self.frequencies is not None and not any(named):
-            return Rotary(tuple(self.frequencies), self.neighbours)
-        if self.frequencies is not None or self.theta is None or self.channels is None:
-            raise BadArgumentError("rotary: give theta and channels, or frequencies")
-        return Rotary.of(self.theta, self.channels, neighbours=self.neighbours)
-
-
-def _rotary(said: _Angles | None) -> Rotary | None:
-    return None if said is None else said.make()
 
 
 class _Group(Keys):
@@ -151,8 +112,7 @@ class _Group(Keys):
     layers: how many. kv_heads: heads of K and V. head_dim: channels of a key. value_head_dim: of a
     value, if it has another number. dtype: of K and V, bfloat16 if not given. window: tokens that a
     layer of a sliding window sees. values: "key_prefix": they are the first channels of the keys,
-    as in MLA. k_encoding, v_encoding: what keys and values are kept as, none if not given.
-    rotary: how the model turns keys by their position, for methods that ask for it.
+    as in MLA.
     """
 
     layers: int
@@ -162,13 +122,9 @@ class _Group(Keys):
     dtype: _DType = None
     window: int | None = None
     values: Literal["own", "key_prefix"] | None = None
-    k_encoding: _Encoding = None
-    v_encoding: _Encoding = None
-    rotary: _Angles | None = None
 
     def make(self) -> LayerGroup:
-        words = self.model_dump(exclude_none=True, exclude={"rotary"})
-        return LayerGroup(**words, rotary=_rotary(self.rotary))
+        return LayerGroup(**self.model_dump(exclude_none=True))
 
 
 class _Layout(Keys):
@@ -196,8 +152,7 @@ class _OneShape(_Layout):
 
     page_tokens: tokens of a page, 16 if not given. layers: how many. kv_heads: heads of K and V.
     head_dim: channels of a key. value_head_dim: of a value, if it has another number. dtype: of K
-    and V, bfloat16 if not given. k_encoding, v_encoding: what keys and values are kept as, none if
-    not given. rotary: how the model turns keys by their position, for methods that ask for it.
+    and V, bfloat16 if not given.
     """
 
     page_tokens: int | None = None
@@ -206,13 +161,9 @@ class _OneShape(_Layout):
     head_dim: int
     value_head_dim: int | None = None
     dtype: _DType = None
-    k_encoding: _Encoding = None
-    v_encoding: _Encoding = None
-    rotary: _Angles | None = None
 
     def make(self) -> KVLayout:
-        words = self.model_dump(exclude_none=True, exclude={"rotary"})
-        return KVLayout(**words, rotary=_rotary(self.rotary))
+        return KVLayout(**self.model_dump(exclude_none=True))
 
 
 class _Groups(_Layout):
@@ -332,25 +283,19 @@ class PoolKeys(Keys):
 class PoolConfig(PoolKeys):
     """A pool's YAML. layout may be missing where the caller of read_config() has one.
 
-    layout: what the pool stores. checksum: a CRC32C for every piece. sketch: keys are also kept in
-    2 bits a channel, for select(method="two_stage"); if not given, where they are not encoded.
-    durable: what was published outlives its process, or its host. threads: that scan and copy in
-    this process; the CPUs that it may use if not given. emulate: numa:NODE, or the profile of a
-    device's link, as CXLKV_EMULATE. local: memory of this process for copies of hot pages.
-    if_missing: what to do if no pool is there. if_exists: what to do if one is.
+    layout: what the pool stores. sketch: keys are also kept in 2 bits a channel, for
+    select(method="two_stage"); if not given, where they are not encoded. durable: what was
+    published outlives its process, or its host. threads: that scan and copy in this process; the
+    CPUs that it may use if not given. local: memory of this process for copies of hot pages.
     """
 
     where: Annotated[Where, AfterValidator(_parsable)]
     capacity: _Capacity
     layout: _AnyLayout | None = None
-    checksum: bool = True
     sketch: bool | None = None
     durable: Literal["process", "host"] = "process"
     threads: int | None = None
-    emulate: Annotated[str | None, BeforeValidator(_emulated)] = None
     local: Size | None = None
-    if_missing: Literal["create", "error"] = "create"
-    if_exists: Literal["open", "error", "replace"] = "open"
 
     def of_tiers(self) -> list[str]:
         """Keys that were given, and that are of Tiers."""
@@ -370,7 +315,7 @@ class PoolConfig(PoolKeys):
         there: Mapping[str, object],
     ) -> list[str]:
         """How a pool that is there differs from the one described, of `layout`, key by key; `there`
-        has what it was made with: checksum, sketch, sharing, durable, hosts."""
+        has what it was made with: sketch, sharing, durable, hosts."""
         found = list(differences(there_layout, layout))
         for name, value in there.items():
             wanted = getattr(self, name)
@@ -571,9 +516,6 @@ def _checked_pool(
     if config.stores_objects(layout) and "sketch" in config.model_fields_set and config.sketch:
         what = " is true, and objects have no keys to be sketched: leave this out"
         raise BadArgumentError(source.mistake(("sketch",), what))
-    if parse_where(config.where) is None and config.if_missing == "error":
-        what = " is error, and an anonymous pool is never there before: leave this out"
-        raise BadArgumentError(source.mistake(("if_missing",), f"{what}, or give a path"))
     return config.model_copy(update={"sketch": layout.sketches(config.sketch)}), layout
 
 
@@ -582,7 +524,7 @@ def _encoded(source: Source, config: PoolConfig, layout: KVLayout) -> KVLayout:
     if "encoding" not in config.model_fields_set:
         return layout
     if any((group.k_encoding, group.v_encoding) != ("none", "none") for group in layout.groups):
-        what = " is here, and the layout has k_encoding or v_encoding, too: leave one of them out"
+        what = " is here, and the caller's layout has one, too: leave one of them out"
         raise BadArgumentError(source.mistake(("encoding",), what))
     try:
         return layout.encoded(config.encoding)

@@ -63,7 +63,7 @@ class GeometryError(CXLKVError, ValueError):
     """The layout does not fit the capacity, or the pool was made with another layout.
 
     Remedy: Open the pool with the layout and capacity it was made with, or make another one;
-    if_exists: replace removes an unused pool first.
+    `cxlkv pool remove` removes an unused pool first.
     """
 
 
@@ -94,7 +94,7 @@ class PoolExistsError(CXLKVError, FileExistsError):
 class PoolMissingError(CXLKVError, FileNotFoundError):
     """There is no file at the path.
 
-    Remedy: Check the path, or make the pool (if_missing: create).
+    Remedy: Check the path, or make the pool (CXLPool.create).
     """
 
 

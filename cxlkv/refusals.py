@@ -13,6 +13,14 @@ from typing import NoReturn, TypeVar
 from cxlkv.errors import BadArgumentError
 
 SETTINGS: dict[str, str] = {
+    "checksum": "every piece has one; CXLPool.create(checksum=False) makes a pool without",
+    "emulate": "say it in the environment: CXLKV_EMULATE=numa:1, or the profile of a link",
+    "if_exists": "a pool that is there is opened; to make another, `cxlkv pool remove PATH` first",
+    "if_missing": "a missing pool is made; CXLPool.open() only opens",
+    **dict.fromkeys(
+        ("k_encoding", "v_encoding"), "say encoding: int8,int4 beside layout: of keys and of values"
+    ),
+    "rotary": "give layout=layout_of(model), which knows it, or KVLayout(rotary=) in Python",
     "policy: mass": "leave it out: adaptive, the default, mostly has more hits",
     "policy: s3fifo": "leave it out: adaptive, the default, mostly has more hits",
 }

@@ -15,12 +15,9 @@ from cxlkv import CXLPool, KVLayout, LayerGroup, ObjectPool
 from cxlkv.config import FILE_BYTES_MAX, read_config
 from cxlkv.errors import (
     BadArgumentError,
-    BusyError,
     ClosedError,
     GeometryError,
     NotAPoolError,
-    PoolExistsError,
-    PoolMissingError,
     UnsupportedError,
 )
 from cxlkv.pool import Pool
@@ -117,9 +114,7 @@ def test_the_docs_name_every_key() -> None:
 
 
 def test_all_keys_reach_the_pool(write: Write) -> None:
-    more = (
-        '  value_head_dim: 4\n  shard: [1, 2, 0, 3]\n  model_id: "7"\nchecksum: false\nthreads: 2'
-    )
+    more = '  value_head_dim: 4\n  shard: [1, 2, 0, 3]\n  model_id: "7"\nsketch: false\nthreads: 2'
     with CXLPool.from_config(write(more=more)) as pool:
         assert pool.layout == KVLayout(
             layers=2,
@@ -131,13 +126,13 @@ def test_all_keys_reach_the_pool(write: Write) -> None:
             shard=(1, 2, 0, 3),
             model_id="7",
         )
-        assert not pool.checksum
+        assert not pool.sketch
 
 
 def test_a_mapping_makes_an_anonymous_pool() -> None:
     layout = {"layers": 2, "kv_heads": 2, "head_dim": 8, "shard": (0, 1, 0, 1)}
     with CXLPool.from_config(
-        {"where": "anonymous:", "capacity": 3 << 20, "layout": layout, "if_exists": "error"}
+        {"where": "anonymous:", "capacity": 3 << 20, "layout": layout}
     ) as pool:
         assert pool.layout == KVLayout(layers=2, kv_heads=2, head_dim=8)
         assert pool.path is None
@@ -197,39 +192,19 @@ def test_layer_groups() -> None:
     )
 
 
-def test_encodings() -> None:
-    shape = {"layers": 2, "kv_heads": 2, "head_dim": 8, "k_encoding": "int8"}
-    config: dict[str, object] = {"where": "anonymous:", "capacity": "3MiB", "layout": shape}
-    with CXLPool.from_config(config) as pool:
-        assert pool.layout.encoding == "int8,none"
-        assert not pool.sketch
-    both = {**shape, "v_encoding": "int4"}
-    with CXLPool.from_config({**config, "layout": both, "sketch": True}) as pool:
-        assert pool.layout.encoding == "int8,int4"
-        assert pool.sketch
-    groups = [{**both, "layers": 1, "window": 32}, both]
-    found = read_config({**config, "layout": {"layer_groups": groups}})[1]
-    assert found.encoding == "int8,int4"
-    for name in ("k_encoding", "v_encoding"):
-        both[name] = "fp8_e4m3"
-    with CXLPool.from_config({**config, "layout": both}) as pool:
-        assert pool.layout.encoding == "fp8_e4m3"
-    values = {"layers": 2, "kv_heads": 2, "head_dim": 8, "v_encoding": "int8"}
-    with CXLPool.from_config({**config, "layout": values}) as pool:
-        assert pool.sketch  # its keys are as they were
-    wrong = message({**config, "layout": {**shape, "k_encoding": "int2"}})
-    assert "layout.k_encoding is 'int2': one of none, int8, int4" in wrong
-
-
 def test_one_word_for_keys_and_values() -> None:
     given = {"where": "anonymous:", "capacity": "3MiB", "encoding": "int8, int4"}
     with CXLPool.from_config(given, layout=SMALL) as pool:
         assert (pool.layout, pool.sketch) == (SMALL.encoded("int8,int4"), False)
+    with CXLPool.from_config({**given, "sketch": True}, layout=SMALL) as pool:
+        assert pool.sketch
+    with CXLPool.from_config({**given, "encoding": "none,int8"}, layout=SMALL) as pool:
+        assert pool.sketch  # its keys are as they were
     layout = {"layers": 1, "kv_heads": 1, "head_dim": 8}
     assert read_config({**given, "layout": layout})[1].encoding == "int8,int4"
     for wrong, what in (
         ({"encoding": "int2"}, "encoding 'int2': one of none, int8, int4"),
-        ({"layout": {**layout, "k_encoding": "int8"}}, "the layout has k_encoding or v_encoding"),
+        ({"layout": {**layout, "k_encoding": "int8"}}, "k_encoding was taken out: say encoding"),
         ({"layout": {"object_bytes": 64}}, "a pool of objects keeps them as they come"),
     ):
         assert what in message({**given, "layout": layout, **wrong})
@@ -239,10 +214,10 @@ def test_a_pool_of_another_encoding_is_another(write: Write, place: Path) -> Non
     CXLPool.from_config(write()).close()
     wanted = "layout.k_encoding is 'none' there, 'int4' wanted"
     with pytest.raises(GeometryError, match=wanted):
-        CXLPool.from_config(write(more="  k_encoding: int4\n  v_encoding: int4"))
+        CXLPool.from_config(write(more="encoding: int4"))
     CXLPool.remove(place)
     for _ in range(2):  # made without sketches, opened as such
-        with CXLPool.from_config(write(more="  k_encoding: int4\n  v_encoding: int4")) as pool:
+        with CXLPool.from_config(write(more="encoding: int4")) as pool:
             assert (pool.layout.encoding, pool.sketch) == ("int4", False)
 
 
@@ -307,7 +282,7 @@ def test_a_restart_finds_what_was_published(write: Write, place: Path) -> None:
         ("page_tokens: 4", "page_tokens: 8", "layout.page_tokens is 4 there, 8 wanted"),
         ("capacity: 3MiB", "capacity: 30MiB", "MiB there, 30 MiB wanted"),
         ("capacity: 3MiB", "capacity: 2MiB", "MiB there, 2 MiB wanted"),
-        ("capacity", "checksum: false\ncapacity", "checksum is true there, false wanted"),
+        ("capacity", "sketch: false\ncapacity", "sketch is true there, false wanted"),
         ("capacity", "durable: host\ncapacity", "durable is 'process' there, 'host' wanted"),
         ("  layers", "  model_id: b\n  layers", "layout.model_id is '' there, 'b' wanted"),
     ],
@@ -335,11 +310,11 @@ def test_other_layer_groups_are_refused_by_name() -> None:
     ]
     geometry = {"region_bytes": 3 << 20, "extent_bytes": 1}
     (first, there), (second, other) = described
-    assert first.differences(there, there, geometry, {"checksum": True}) == []
-    assert second.differences(other, there, geometry, {"checksum": True}) == [
+    assert first.differences(there, there, geometry, {"durable": "process"}) == []
+    assert second.differences(other, there, geometry, {"durable": "process"}) == [
         "layer_groups[1].window is 16 there, 32 wanted"
     ]
-    differences = first.differences(there, SMALL, geometry, {"checksum": True})
+    differences = first.differences(there, SMALL, geometry, {"durable": "process"})
     assert "layout has 1 layer groups there, 2 wanted" in differences
 
 
@@ -386,35 +361,10 @@ def test_mistakes_in_a_pool_of_objects(wrong: dict[str, object], expected: str) 
     assert expected in message(wrong)
 
 
-def test_missing_and_existing(write: Write, place: Path) -> None:
-    with pytest.raises(PoolMissingError, match="if_missing is error"):
-        CXLPool.from_config(write(more="if_missing: error"))
-    assert not place.exists()
-    CXLPool.from_config(write(more="if_exists: error")).close()
-    with pytest.raises(PoolExistsError, match="if_exists is error"):
-        CXLPool.from_config(write(more="if_exists: error"))
-    with CXLPool.from_config(write(more="if_missing: error")) as pool:
-        publish(pool, [1, 2, 3, 4])
-
-
-def test_replace(write: Write, place: Path) -> None:
-    with CXLPool.from_config(write()) as old:
-        publish(old, [1, 2, 3, 4])
-        with pytest.raises(BusyError, match="in use"):
-            CXLPool.from_config(write(more="if_exists: replace"))
-        assert old.match_prefix([1, 2, 3, 4]).tokens == 4
-    again = write("head_dim: 8", "head_dim: 16", "if_exists: replace")
-    with CXLPool.from_config(again) as new:
-        assert new.layout.head_dim == 16
-
-
-@pytest.mark.parametrize("if_exists", ["open", "replace"])
-def test_a_file_that_is_no_pool_is_never_replaced(
-    write: Write, place: Path, if_exists: str
-) -> None:
+def test_a_file_that_is_no_pool_is_never_replaced(write: Write, place: Path) -> None:
     place.write_bytes(b"somebody's work")
     with pytest.raises(NotAPoolError, match="is not a cxlkv pool"):
-        CXLPool.from_config(write(more=f"if_exists: {if_exists}"))
+        CXLPool.from_config(write())
     assert place.read_bytes() == b"somebody's work"
 
 
@@ -451,9 +401,10 @@ def test_servers_that_start_at_once_make_one_pool(write: Write, place: Path) -> 
 
 MAKER = """
 import contextlib, sys
-from cxlkv import CXLPool, KVLayout, pool
+from cxlkv import CXLPool, KVLayout
+from cxlkv.pool import base
 if sys.argv[2] == "other users":
-    pool.one_maker = contextlib.nullcontext
+    base.one_maker = contextlib.nullcontext
 layout = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 print("ready", flush=True)
 sys.stdin.readline()
@@ -493,6 +444,8 @@ def test_a_pool_is_opened_or_created(place: Path, monkeypatch: pytest.MonkeyPatc
     for what in ("layout.head_dim is 8 there, 16 wanted", "sketch is false there", str(place)):
         assert what in str(told.value)
     assert "layers" not in str(told.value)
+    with pytest.raises(GeometryError, match="checksum is true there, false wanted"):
+        CXLPool.open_or_create(place, layout=SMALL, capacity="3MiB", sketch=False, checksum=False)
     with pytest.raises(BadArgumentError, match="it is a CXLPool"):
         ObjectPool.open_or_create(place, layout=SMALL, capacity="3MiB")
     CXLPool.remove(place)
@@ -563,9 +516,9 @@ def test_what_cannot_be_opened_or_created_is_named(
         ("float32", "float32\n  order: [0, 0]", "FILE, line 9: layout.order is not one of layers"),
         ("float32", "float32\n  layer_groups: []", "FILE, line 4: layout.layers is not one of"),
         ("where", "threads: 0.5\nwhere", "FILE, line 1: threads is 0.5: a whole number is want"),
-        ("where", "checksum: 1\nwhere", "FILE, line 1: checksum is 1: true or false is wante"),
-        ("where", "if_exists: maybe\nwhere", "if_exists is 'maybe': one of open, error, replace"),
-        ("where", "if_missing: [a]\nwhere", "if_missing is ['a']: one of create, error"),
+        ("where", "sketch: 1\nwhere", "FILE, line 1: sketch is 1: true or false is wanted"),
+        ("where", "durable: day\nwhere", "durable is 'day': one of process, host"),
+        ("where", "durable: [a]\nwhere", "durable is ['a']: one of process, host"),
         ("where", "capacity: 1\nwhere", "FILE, line 3: capacity stands in line 1 already; leave"),
         ("  layers: 2", "  layers: 2\n  layers: 2", "layout.layers stands in line 4 already; leav"),
         ("where:", "1:", "FILE, line 1: a key is a word, not '1'"),
@@ -587,11 +540,6 @@ def test_a_mistake_is_named(write: Write, old: str, new: str, expected: str) -> 
     assert all(len(line) < 400 for line in text.splitlines())
 
 
-def test_an_anonymous_pool_is_never_there_before(write: Write) -> None:
-    path = write("/dev/shm/never-made.pool", '"anonymous:"', "if_missing: error")
-    assert message(path).startswith("FILE, line 9: if_missing is error, and an anonymous pool is")
-
-
 def test_all_mistakes_at_once(write: Write) -> None:
     text = message(write("layers: 2", "layers: two\n  colour: red", "threads: many"))
     assert len(text.splitlines()) == 3
@@ -609,8 +557,7 @@ def test_mistakes_in_layer_groups(tmp_path: Path) -> None:
     )
     assert [line.partition(";")[0] for line in message(path).splitlines()] == [
         "FILE, line 5: layout.layer_groups[0].windov is not one of layers, kv_heads, "
-        "head_dim, value_head_dim, dtype, window, values, k_encoding, v_encoding, "
-        "rotary",
+        "head_dim, value_head_dim, dtype, window, values",
         "FILE, line 6: layout.layer_groups[1].layers is 'x': a whole number is wanted",
         "FILE, line 6: layout.layer_groups[1].values is 'theirs': one of own, key_prefix",
         "FILE, line 7: layout.layer_groups[2] is 5: keys and values are wanted",

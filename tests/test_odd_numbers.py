@@ -604,11 +604,9 @@ def test_odd_numbers(name: str, every: int, tmp_path: Path, guarded: None) -> No
 # ---- the same in YAML ----
 
 SHAPE_KEYS: Mapping[str, object] = {"layers": 1, "kv_heads": 1, "head_dim": 16, "dtype": "float32"}
-ANGLES: Mapping[str, object] = {"theta": 1e4, "channels": 8}
 FORMS: Mapping[tuple[str | int, ...], tuple[type[config.Keys], Mapping[str, object]]] = {
     (): (config.PoolConfig, SHAPE_KEYS),
     ("layout",): (config._OneShape, SHAPE_KEYS),
-    ("layout", "rotary"): (config._Angles, {**SHAPE_KEYS, "rotary": ANGLES}),
     ("layout", "layer_groups", 0): (config._Group, {"layer_groups": [SHAPE_KEYS]}),
 }
 """Where keys are, the model that has them, and a layout for them."""

@@ -124,21 +124,3 @@ def test_a_method_that_needs_it_says_so() -> None:
         q = np.ones((SMALL.kv_heads, SMALL.head_dim), np.float32)
         with pytest.raises(BadArgumentError, match="learns from keys first"):
             sequence.select(0, q, Budget(pages=2), method="low_rank")
-
-
-def test_yaml_says_it_by_theta_or_by_frequencies() -> None:
-    shape = {"layers": 1, "kv_heads": 2, "head_dim": 8}
-    by_theta = {"theta": 500_000, "channels": 6}
-    with CXLPool.from_config(
-        {"where": "anonymous:", "capacity": "4MiB", "layout": {**shape, "rotary": by_theta}}
-    ) as pool:
-        assert pool.layout.rotary_of(0) == ROTARY
-    turned = {"frequencies": [1.0, 0.5], "neighbours": True}
-    groups = {"layer_groups": [{**shape, "rotary": turned}]}
-    with CXLPool.from_config({"where": "anonymous:", "capacity": "4MiB", "layout": groups}) as pool:
-        assert pool.layout.rotary_of(0) == Rotary((1.0, 0.5), neighbours=True)
-    for wrong in ({"theta": 1e4}, {**by_theta, "frequencies": [1.0]}, {}):
-        with pytest.raises(BadArgumentError, match="give theta and channels, or frequencies"):
-            CXLPool.from_config(
-                {"where": "anonymous:", "capacity": "4MiB", "layout": {**shape, "rotary": wrong}}
-            )

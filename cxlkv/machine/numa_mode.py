@@ -17,7 +17,7 @@ from typing import TypeGuard
 
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.machine.placement import named, parse_nodes
-from cxlkv.machine.regions import Place, parse_place
+from cxlkv.machine.regions import Place
 from cxlkv.machine.topology import NumaNode, probe
 
 VARIABLE = "CXLKV_EMULATE"
@@ -26,7 +26,7 @@ ATTEMPTS = 16
 
 
 def is_mode(text: str | None) -> TypeGuard[str]:
-    """Tell whether an `emulate` setting means NUMA mode; otherwise it names a link."""
+    """Tell whether CXLKV_EMULATE means NUMA mode; otherwise it names a link."""
     return text is not None and text.startswith(SCHEME)
 
 
@@ -54,24 +54,6 @@ def emulated(place: Place) -> Place:
         return place
     begin(nodes)
     return place._replace(nodes=place.nodes or nodes)
-
-
-def configured(where: str, text: str) -> str:
-    """`where` with the far nodes of a configuration's `emulate`; the threads are near ones then.
-    As it was when CXLKV_EMULATE names nodes: they go before these, and no CPU may be near both."""
-    if from_environment():
-        return where
-    nodes = parse(text)
-    place = parse_place(where)
-    if place.in_place:
-        raise UnsupportedError(
-            f"{where}: a file that exists keeps its memory where it is: leave out emulate: {text}"
-        )
-    begin(nodes)
-    if place.nodes:
-        return where
-    numbers = ",".join(map(str, nodes))
-    return f"{SCHEME}{numbers}" + ("" if place.path is None else f":{place.path}")
 
 
 def near_cpus(nodes: tuple[int, ...], root: Path = Path("/")) -> frozenset[int]:

@@ -7,6 +7,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, TypedDict, cast
@@ -20,8 +21,8 @@ from cxlkv.errors import (
     HostError,
     NotAPoolError,
     PoolExistsError,
-    PoolMissingError,
     SystemCallError,
+    shown,
     state_of,
 )
 from cxlkv.layout import KVLayout, differences, format_bytes
@@ -77,9 +78,8 @@ SETTLE_S = 1.0  # between two machines that take a host's number at once; far mo
 
 
 class Options(TypedDict, total=False):
-    """Arguments of create() beside layout and capacity that a configuration has, too."""
+    """Arguments of create() that a configuration has, too, beside layout and capacity."""
 
-    checksum: bool
     sketch: bool | None
     sharing: str
     durable: str
@@ -117,7 +117,7 @@ class Pool(Closing):
         self.before_close = BeforeClose()
         self._lent: list[weakref.ref[object]] = []  # to the views of the region that are in use
         if os.environ.get(numa_mode.VARIABLE):
-            self._emulate(None)
+            self._emulate()
 
     @classmethod
     def create(
@@ -197,6 +197,7 @@ class Pool(Closing):
         *,
         layout: KVLayout,
         capacity: str | int,
+        checksum: bool = True,
         **options: Unpack[Options],
     ) -> Self:
         """Open the pool at a path, or make it where there is none: the options are create()'s.
@@ -212,7 +213,7 @@ class Pool(Closing):
             raise TypeError(f"{call}() got an unexpected keyword argument {min(unknown)!r}")
         place = os.fspath(where) if isinstance(where, os.PathLike) else where
         wanted = for_call(call, layout, where=place, capacity=capacity, **options)
-        return cls._configured(wanted, layout)
+        return cls._configured(wanted, layout, checksum)
 
     @classmethod
     def from_config(
@@ -221,9 +222,9 @@ class Pool(Closing):
         """The pool that a YAML file, or a mapping of the same keys, describes: opened or made.
 
         docs/reference/configuration.md explains the keys; layout: where they have none. One with
-        tiers is opened by cxlkv.tiers.Tiers.from_config(). By default a pool that is there is
-        opened, so that a restarted server finds its prefixes, and a missing one is made; processes
-        that start at once make it once. Raises BadArgumentError with file, line and key;
+        tiers is opened by cxlkv.tiers.Tiers.from_config(). A pool that is there is opened, so that
+        a restarted server finds its prefixes, and a missing one is made; processes that start at
+        once make it once. Raises BadArgumentError with file, line and key;
         GeometryError when the pool there is another than described; and what open() and create()
         raise.
         """
@@ -238,53 +239,36 @@ class Pool(Closing):
         return cls._configured(wanted, stored)
 
     @classmethod
-    def _configured(cls, wanted: PoolConfig, layout: KVLayout) -> Self:
-        pool = cls._of(wanted, layout)
-        link = None if numa_mode.is_mode(wanted.emulate) else wanted.emulate
-        if link is not None and _io_hooks.label(pool._handle) is None:
-            pool._emulate(link)
-        return pool
-
-    @classmethod
-    def _of(cls, wanted: PoolConfig, layout: KVLayout) -> Self:
-        where = wanted.where
-        if numa_mode.is_mode(wanted.emulate):
-            where = numa_mode.configured(where, wanted.emulate)
-        path, _, in_place = parse_place(where)
+    def _configured(cls, wanted: PoolConfig, layout: KVLayout, checksum: bool = True) -> Self:
+        path, _, in_place = parse_place(wanted.where)
         given = {name: getattr(wanted, name) for name in ("capacity", *Options.__annotations__)}
-        make = partial(cls._for(layout).create, where, layout=layout, **given)
+        make = partial(
+            cls._for(layout).create, wanted.where, layout=layout, checksum=checksum, **given
+        )
         if path is None:
             return make()
         with one_maker():
             if not _is_there(path, in_place):
-                if wanted.if_missing == "error":
-                    raise PoolMissingError(f"{path}: no pool there, and if_missing is error")
-                try:
+                # Another user's process may make it meanwhile.
+                with suppress(PoolExistsError):
                     return make()
-                except PoolExistsError:  # another user's process has made it meanwhile
-                    if wanted.if_exists != "open":
-                        raise
-            if wanted.if_exists == "replace" and in_place:  # the file itself must stay
-                return make(replace=True)
-            if wanted.if_exists == "replace":
-                cls.remove(path)
-                return make()
-            if wanted.if_exists == "error":
-                raise PoolExistsError(f"{path} exists, and if_exists is error")
             pool = Pool.open(
-                where, host=wanted.host, lease_s=wanted.lease_s, threads=wanted.threads
+                wanted.where, host=wanted.host, lease_s=wanted.lease_s, threads=wanted.threads
             )
         described = pool.describe()
-        names = ("checksum", "sketch", "sharing", "durable", "hosts")
+        names = ("sketch", "sharing", "durable", "hosts")
         there = {name: described[name] for name in names}
         geometry = _core.pool_geometry(pool._handle)
         differences = wanted.differences(layout, pool.layout, geometry, there)
+        if pool.checksum != checksum:
+            differences.append(
+                f"checksum is {shown(pool.checksum)} there, {shown(checksum)} wanted"
+            )
         if differences:
             pool.close()
             raise GeometryError(
                 f"{path} is another pool than the one described: {'; '.join(differences)}. Give "
-                f"the new one another path, or remove the old one: `cxlkv pool remove {path}`, or "
-                "if_exists: replace in a configuration"
+                f"the new one another path, or remove the old one: `cxlkv pool remove {path}`"
             )
         if wanted.huge is not None:
             try:
@@ -344,13 +328,10 @@ class Pool(Closing):
             raise BadArgumentError(f"this pool stores {stored}: it is {name}")
         return kind
 
-    def _emulate(self, profile: str | None) -> None:
-        """Charge this process's transfers to a link; None: as CXLKV_EMULATE says."""
+    def _emulate(self) -> None:
+        """Charge this process's transfers to the link that CXLKV_EMULATE names."""
         try:
-            if profile is None:
-                _io_hooks.plugin().begin_from_environment(self._handle)
-            else:
-                _io_hooks.plugin().begin(self._handle, profile)
+            _io_hooks.plugin().begin_from_environment(self._handle)
         except BadArgumentError:
             self.close()
             raise

@@ -75,30 +75,10 @@ def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pool_is_not_made_near_when_far_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Node 63 is nowhere: neither variable nor key is passed over."""
+    """Node 63 is nowhere: the variable is not passed over."""
     monkeypatch.setenv("CXLKV_EMULATE", "numa:63")
     with pytest.raises(UnsupportedError, match=r"numa:63: node 63 is not there"):
         CXLPool.create("anonymous:", layout=LAYOUT, capacity="16MiB")
-    monkeypatch.delenv("CXLKV_EMULATE")
-    config: dict[str, object] = {
-        "where": "anonymous:",
-        "capacity": "16MiB",
-        "layout": {"layers": 2, "kv_heads": 2, "head_dim": 64},
-        "emulate": "numa:63",
-    }
-    with pytest.raises(UnsupportedError, match=r"numa:63: node 63 is not there"):
-        CXLPool.from_config(config)
-    with pytest.raises(BadArgumentError, match=r"emulate"):
-        CXLPool.from_config({**config, "emulate": "numa:"})
-
-
-def test_where_a_configured_pool_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numa_mode, "begin", lambda nodes: frozenset())
-    assert numa_mode.configured("anonymous:", "numa:1") == "numa:1"
-    assert numa_mode.configured("/dev/shm/a.pool", "numa:1,2") == "numa:1,2:/dev/shm/a.pool"
-    assert numa_mode.configured("numa:0:/dev/shm/a.pool", "numa:1") == "numa:0:/dev/shm/a.pool"
-    monkeypatch.setenv("CXLKV_EMULATE", "numa:2")
-    assert numa_mode.configured("anonymous:", "numa:1") == "anonymous:"
 
 
 def test_all_threads_move_to_the_near_cpus(tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_a_pool_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
     config = tmp_path / "pool.yaml"
     shape = "{layers: 2, kv_heads: 2, head_dim: 32}"
     path = tmp_path / "later.pool"
-    config.write_text(f"where: {path}\ncapacity: 8MiB\nif_exists: replace\nlayout: {shape}\n")
+    config.write_text(f"where: {path}\ncapacity: 8MiB\nlayout: {shape}\n")
     assert "own memory" in advise("--config", str(config))
     assert not path.exists()
 
@@ -275,7 +275,7 @@ def test_a_configuration_of_another_pool(
     other = KVLayout(layers=1, kv_heads=2, head_dim=32)
     CXLPool.create(path, layout=other, capacity="8MiB").close()
     shape = "{layers: 2, kv_heads: 2, head_dim: 32}"
-    config.write_text(f"where: {path}\ncapacity: 8MiB\nif_exists: replace\nlayout: {shape}\n")
+    config.write_text(f"where: {path}\ncapacity: 8MiB\nlayout: {shape}\n")
     wrong = refused(capsys, "--config", str(config))
     assert "describes: layout.layers is 1 there, 2 wanted" in wrong
     with CXLPool.open(path) as pool:
