@@ -136,13 +136,15 @@ def version() -> str:
 
 def isa() -> str:
     """The instruction set that scoring uses now: "serial", "avx2", "avx512_bf16", "neon" ..."""
-    return str(ffi.string(lib.cxlkv_isa_name()).decode())
+    name = ffi.new("const char **")
+    check(lib.cxlkv_isa(ffi.NULL, name))
+    return str(ffi.string(name[0]).decode())
 
 
 def isa_force(name: str) -> None:
     """Force one of them for this process, or "auto"; raises UnsupportedError when CPU or build lack
     it, BadArgumentError when there is none of that name."""
-    code = lib.cxlkv_isa_force(name.encode())
+    code = lib.cxlkv_isa(name.encode(), ffi.NULL)
     if code == -errno.ENOTSUP:
         raise errors.UnsupportedError(ffi.string(lib.cxlkv_error_text()).decode())
     check(code)

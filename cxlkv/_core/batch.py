@@ -176,9 +176,10 @@ def batch_cheapest(
     batch: Handle, layer: int, queries: View, starts: Starts, by: Criterion, scale: float
 ) -> int:
     """What method "auto" comes to in a decode."""
-    args = _arguments.select
+    args = ffi.new("cxlkv_select_args *", {"asks": 1})
     _fill_select(args, layer, queries, starts, by, scale)
-    return check(lib.cxlkv_batch_cheapest(batch, args))
+    check(lib.cxlkv_batch_select(batch, args))
+    return int(args.found.method)
 
 
 def batch_select(
@@ -316,7 +317,7 @@ def batch_fetch(
 def batch_verify(batch: Handle, layer: int, picked: Picked) -> None:
     struct = ffi.new("cxlkv_picked *")
     _fill_picked(struct, picked)
-    check(lib.cxlkv_batch_verify(batch, layer, struct))
+    check(lib.cxlkv_batch_chosen(batch, layer, struct, ffi.NULL, True, ffi.NULL))
 
 
 def _attend_weighed(batch: Handle, args: Any, picked: Picked) -> int:
@@ -431,7 +432,8 @@ def batch_units(batch: Handle, layer: int, picked: Picked, starts: Starts) -> Un
     struct = ffi.new("cxlkv_picked *")
     _fill_picked(struct, picked)
     units = np.empty(picked.pages.shape, np.int64)
-    check(lib.cxlkv_batch_units(batch, layer, struct, int32s(starts), int64s(units, True)))
+    out = int64s(units, True)
+    check(lib.cxlkv_batch_chosen(batch, layer, struct, int32s(starts), False, out))
     return units
 
 

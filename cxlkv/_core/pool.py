@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,12 @@ import numpy.typing as npt
 
 from cxlkv._core.base import (
     Handle,
-    Numbers,
     check,
     checked,
     crc32c,
     handle_of,
     made,
     new_place,
-    numbers_from,
     numbers_of,
     view_of,
 )
@@ -162,12 +159,15 @@ def pool_may_close(pool: Handle) -> None:
     check(lib.cxlkv_pool_close(pool, True))
 
 
-pool_set_threads: Callable[[Handle, int], int] = checked(lib.cxlkv_pool_set_threads)
+pool_set: Callable[[Handle, int, int], int] = checked(lib.cxlkv_pool_set)
 count_audit: Callable[[Handle, float, float], int] = checked(lib.cxlkv_pool_count_audit)
 # Brings so many bytes of the region into memory, from an offset on, as huge pages or as they are;
 # returns the next offset.
 pool_prefault: Callable[[Handle, int, int, int], int] = checked(lib.cxlkv_pool_prefault)
-pool_format: Numbers = partial(numbers_from, "cxlkv_format *", lib.cxlkv_pool_format)
+
+
+def pool_set_threads(pool: Handle, threads: int) -> None:
+    pool_set(pool, lib.CXLKV_SET_THREADS, threads)
 
 
 def _description(pool: Handle) -> Any:
@@ -218,6 +218,11 @@ def pool_sharing(pool: Handle) -> tuple[int, int, int]:
 
 def pool_geometry(pool: Handle) -> dict[str, int]:
     return numbers_of(_description(pool).geometry)
+
+
+def pool_format(pool: Handle) -> dict[str, int]:
+    """Numbers of a cxlkv_format: zeros of a closed pool."""
+    return numbers_of(_description(pool).format)
 
 
 def pool_identity(pool: Handle) -> str:

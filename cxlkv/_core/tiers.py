@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -14,7 +13,6 @@ from cxlkv._core.base import (
     Handle,
     Numbers,
     check,
-    checked,
     dtype_of,
     flat,
     int32s,
@@ -23,6 +21,7 @@ from cxlkv._core.base import (
     numbers_from,
     with_capacity,
 )
+from cxlkv._core.pool import pool_set
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import Codes, Names, RecordBytes, Units
 
@@ -37,8 +36,9 @@ _HASH = ffi.offsetof("cxlkv_packed_header", "hash")
 
 def record_shape(pool: Handle) -> tuple[int, int]:
     """Bytes of a record outside of the pool, and the CRC of what two pools must agree in."""
-    layout = ffi.new("uint32_t *")
-    return check(lib.cxlkv_record_bytes(pool, layout)), int(layout[0])
+    described = ffi.new("cxlkv_description *")
+    lib.cxlkv_pool_describe(pool, described)
+    return int(described.packed_bytes), int(described.layout_crc)
 
 
 def records_read(
@@ -103,15 +103,15 @@ def hotness_read(
 
 
 def hotness_advance(pool: Handle) -> int:
-    return check(lib.cxlkv_hotness_set(pool, lib.CXLKV_HOTNESS_EPOCH, True))
+    return pool_set(pool, lib.CXLKV_SET_EPOCH, True)
 
 
 def hotness_enable(pool: Handle, on: bool) -> None:
-    check(lib.cxlkv_hotness_set(pool, lib.CXLKV_HOTNESS_COUNTED, on))
+    pool_set(pool, lib.CXLKV_SET_COUNTED, on)
 
 
 def hotness_by_mass(pool: Handle, on: bool) -> None:
-    check(lib.cxlkv_hotness_set(pool, lib.CXLKV_HOTNESS_BY_MASS, on))
+    pool_set(pool, lib.CXLKV_SET_BY_MASS, on)
 
 
 def pool_published(pool: Handle) -> tuple[npt.NDArray[np.void], int]:
@@ -155,14 +155,17 @@ def choose(
 
 # By the core's number: what became of a unit that was to be promoted.
 LOCAL_CODES = ("done", "there", "no_room", "not_sealed", "changed", "damaged", "unknown")
-local_destroy: Callable[[Handle], int] = checked(lib.cxlkv_local_destroy)
 local_stats: Numbers = partial(numbers_from, "cxlkv_local_state *", lib.cxlkv_local_stats)
 
 
 def local_make(pool: Handle, size: int, made: list[int]) -> None:
     """made: gets a 0 when the tier was made, also when an interrupt comes then."""
-    keep(made, lib.cxlkv_local_make, pool, size)
+    keep(made, lib.cxlkv_local_make, pool, max(size, 1))  # 0 would end one
     check(made[0])
+
+
+def local_destroy(pool: Handle) -> None:
+    check(lib.cxlkv_local_make(pool, 0))
 
 
 def local_promote(
@@ -172,12 +175,13 @@ def local_promote(
     codes = np.empty(len(units), np.int32)
     wanted = ffi.NULL if generations is None else ffi.from_buffer("uint64_t[]", generations)
     out = int32s(codes, True)
-    done = check(lib.cxlkv_local_promote(pool, len(units), int64s(units), wanted, out))
+    done = check(lib.cxlkv_local_move(pool, False, len(units), int64s(units), wanted, out))
     return done, codes
 
 
 def local_demote(pool: Handle, units: Units) -> int:
-    return check(lib.cxlkv_local_demote(pool, len(units), int64s(units)))
+    count = len(units)
+    return check(lib.cxlkv_local_move(pool, True, count, int64s(units), ffi.NULL, ffi.NULL))
 
 
 Hotness = tuple[Units, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]

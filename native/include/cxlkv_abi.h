@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 26
+#define CXLKV_ABI 27
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -269,6 +269,9 @@ typedef struct cxlkv_select_args {
     cxlkv_criteria by;             /* method AUTO is replaced by the one that is taken */
     float scale;
     uint32_t k;                    /* out: pages in the longest list */
+    uint32_t asks;                 /* 1: no page is read or chosen: found.method becomes what AUTO
+                                    * comes to where the chosen pages are then attended to */
+    uint32_t reserved;
     uint64_t capacity;             /* elements of pages and of scores */
     int32_t *pages;                /* out: [lists, kv_heads, k], ascending, -1 padded */
     float *scores;                 /* out: the same shape, -inf padded */
@@ -397,10 +400,9 @@ const char *cxlkv_error_text(void);
 const char *cxlkv_version(void);
 uint32_t cxlkv_abi(void);
 
-/* "serial", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16" or "auto"; -ENOTSUP when
- * this CPU lacks it. */
-int cxlkv_isa_force(const char *name);
-const char *cxlkv_isa_name(void);
+/* "serial", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16" or "auto" is used from now
+ * on; -ENOTSUP when this CPU lacks it. force NULL: what was. name not NULL: gets what is used. */
+int cxlkv_isa(const char *force, const char **name);
 uint32_t cxlkv_crc32c(uint32_t crc, const void *data, size_t bytes);
 
 /* sharing NULL: one host. host NULL: for a pool of one host. path NULL: anonymous memory.
@@ -435,8 +437,7 @@ typedef struct cxlkv_format {
 /* Makes a pool of format version 5 one of version 6, where it lies, while nobody uses it, and keeps
  * all that it holds; stopped anywhere, it is one or the other. Returns the version it had. */
 int cxlkv_pool_upgrade(const char *path);
-int cxlkv_pool_format(cxlkv_pool *pool, cxlkv_format *format);
-/* What does not change while a pool is open; told of a closed one, too. */
+/* What does not change while a pool is open; told of a closed one, too, but for its format. */
 typedef struct cxlkv_description {
     cxlkv_layout layout;
     cxlkv_sharing sharing;
@@ -444,6 +445,10 @@ typedef struct cxlkv_description {
     uint8_t identity[16];
     char page_kind[16];           /* what the kernel gave: "hugetlb", "devdax", "fsdax" (mapped with
                                    * MAP_SYNC), or "4KiB", some of which it may have made huge */
+    cxlkv_format format;
+    uint64_t packed_bytes;        /* of a record outside of the pool */
+    uint32_t layout_crc;          /* of all that two pools must agree in to exchange records */
+    uint32_t reserved;
 } cxlkv_description;
 void cxlkv_pool_describe(cxlkv_pool *pool, cxlkv_description *description);
 int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats);
@@ -473,7 +478,14 @@ int cxlkv_gc(const char *path, uint32_t kind, double idle_s, uint32_t removes);
 /* Counts an audited select: the share of the exact method's pages that it chose, and the share of
  * the attention that they hold. */
 int cxlkv_pool_count_audit(cxlkv_pool *pool, double recall, double mass);
-int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads);
+/* What cxlkv_pool_set() sets, for this process: */
+#define CXLKV_SET_THREADS 0   /* 1 to 1024, the caller's included, that share a scan or a copy */
+#define CXLKV_SET_COUNTED 1   /* whether its uses of pages are counted; they are until it says so */
+/* Whether its attends deal out their uses by the attention that pages got. At first only those do
+ * that are asked for it (cxlkv_attend_args.mass). */
+#define CXLKV_SET_BY_MASS 2
+#define CXLKV_SET_EPOCH 3     /* begins an epoch of all processes; returns its number */
+int64_t cxlkv_pool_set(cxlkv_pool *pool, uint32_t what, uint32_t value);
 #define CXLKV_CHECK_DEEP 1   /* reads every page */
 #define CXLKV_CHECK_REPAIR 2 /* this host's damaged pages: found again, or free; says so in text */
 /* Writes one line a problem into text; returns how many problems there are. */
@@ -661,9 +673,6 @@ typedef struct cxlkv_packed_header {
     uint32_t reserved[2];
     uint32_t crc;
 } cxlkv_packed_header;
-/* Of a record outside of the pool. layout: the CRC of all that two pools must agree in to exchange
- * records; may be NULL. */
-int64_t cxlkv_record_bytes(cxlkv_pool *pool, uint32_t *layout);
 /* Copies published pages out, every CRC verified; nobody can reuse them meanwhile. Returns how many
  * were; a record with another code has no header. */
 int64_t cxlkv_records_read(cxlkv_pool *pool, uint32_t count, const uint32_t *pages,
@@ -771,14 +780,6 @@ void cxlkv_lease_destroy(cxlkv_lease **at);
  * 65535), and in which epoch that was. Returns the epoch now. */
 int64_t cxlkv_hotness_read(cxlkv_pool *pool, uint32_t first, uint32_t count, uint32_t *counts,
                            uint32_t *epochs);
-/* Whether this process's uses are counted; they are until it says otherwise. */
-#define CXLKV_HOTNESS_COUNTED 0
-/* Whether attends of this process deal out their uses by the attention that pages got. At first
- * only those do that are asked for it (cxlkv_attend_args.mass). */
-#define CXLKV_HOTNESS_BY_MASS 1
-/* Begins an epoch; returns its number. */
-#define CXLKV_HOTNESS_EPOCH 2
-int64_t cxlkv_hotness_set(cxlkv_pool *pool, uint32_t what, uint32_t on);
 
 #define CXLKV_PUBLISHED_HELD 1u /* by a process of this host, or pinned by another host */
 #define CXLKV_PUBLISHED_PINNED 2u /* by cxlkv_mark() */
@@ -862,11 +863,6 @@ int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args);
 /* Appends the rows' keys and values, chooses pages for their queries and attends to these: as the
  * three calls do one after the other. */
 int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args);
-/* The method that AUTO comes to when chosen pages are then attended to; reads no page. */
-int cxlkv_batch_cheapest(cxlkv_batch *batch, const cxlkv_select_args *args);
-/* Of chosen pages, a list for each sequence: that their CRCs are right, unless this process has
- * seen so before. For who reads them by their addresses; counts as their use. */
-int cxlkv_batch_verify(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked);
 
 /* Which of `count` pages go, at most `wanted`: lowest priority first, of equal ones the lowest
  * score, then the older, then the lower index. parents are indexes; any other number is none. A
@@ -976,24 +972,25 @@ typedef struct cxlkv_local_state {
 #define CXLKV_LOCAL_DAMAGED 5    /* a CRC is wrong */
 #define CXLKV_LOCAL_UNKNOWN 6    /* no such unit in this pool */
 
-/* All its memory is taken now. A forked child starts without a tier. */
+/* All its memory is taken now. bytes 0: the tier ends, if there is one. A forked child starts
+ * without a tier. */
 int cxlkv_local_make(cxlkv_pool *pool, uint64_t bytes);
-int cxlkv_local_destroy(cxlkv_pool *pool);
-/* Copies units into free slots; generations NULL: the pages as they are. Returns how many became
- * readable; codes[i] says what became of each. After an error: none. */
-int64_t cxlkv_local_promote(cxlkv_pool *pool, uint32_t count, const int64_t *units,
-                            const uint64_t *generations, int32_t *codes);
-/* Drops copies; returns how many there were. */
-int64_t cxlkv_local_demote(cxlkv_pool *pool, uint32_t count, const int64_t *units);
+/* demotes 0: copies units into free slots; generations NULL: the pages as they are. Returns how
+ * many became readable; codes[i] says what became of each. After an error: none.
+ * demotes 1: drops copies; returns how many there were. The last two are not used. */
+int64_t cxlkv_local_move(cxlkv_pool *pool, uint32_t demotes, uint32_t count, const int64_t *units,
+                         const uint64_t *generations, int32_t *codes);
 /* Units with a count or a copy, ascending, `capacity` of them at most; returns how many there are.
  * Copies of freed pages are dropped first. */
 int64_t cxlkv_local_hotness(cxlkv_pool *pool, int64_t *units, uint32_t *counts, uint8_t *resident,
                             uint64_t capacity);
 int cxlkv_local_stats(cxlkv_pool *pool, cxlkv_local_state *state);
-/* The units of chosen pages, [lists, kv_heads, k] as in picked; -1: padding, or nothing that could
- * be promoted: a page that is not complete in all layers, or lies behind the window. */
-int cxlkv_batch_units(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
-                      const int32_t *starts, int64_t *units);
+/* verifies 1: that the CRCs of chosen pages, a list for each sequence, are right, unless this
+ * process has seen so before: for a device, which reads them by their addresses; counts as a use.
+ * units not NULL: gets the pages' units, [lists, kv_heads, k] as in picked; -1: padding, or nothing
+ * that could be promoted: a page that is not complete in all layers, or lies behind the window. */
+int cxlkv_batch_chosen(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
+                       const int32_t *starts, uint32_t verifies, int64_t *units);
 
 /* ---- words that a device and this process share: docs/explanation/gpu.md ---- */
 

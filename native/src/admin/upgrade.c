@@ -86,18 +86,3 @@ int cxlkv_pool_upgrade(const char *path) {
     free(pool);
     return code;
 }
-
-/* ---- looking ---- */
-
-static int format_read(const superblock *block, cxlkv_format *format) {
-    *format = (cxlkv_format){.version = block->version, .build = block->build,
-                             .compatible = block->features[FEATURES_COMPATIBLE],
-                             .readers = block->features[FEATURES_READERS],
-                             .incompatible = block->features[FEATURES_INCOMPATIBLE]};
-    return 0;
-}
-
-int cxlkv_pool_format(cxlkv_pool *pool, cxlkv_format *format) {
-    return IN_POOL(pool, GUARDED(format_read((const superblock *)pool->region.base, format),
-                                 poison_error(pool, &fault)));
-}

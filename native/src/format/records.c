@@ -222,3 +222,31 @@ int pieces_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer) {
     verified_set(pool, page, layer);
     return 0;
 }
+
+/* ---- outside of the pool ---- */
+
+packing packing_of(const cxlkv_pool *pool) {
+    const cxlkv_geometry *g = &pool->geometry;
+    packing p = {.layer_bytes = 0};
+    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
+        if (piece_stride(g, kind) == 0) continue;
+        p.offsets[kind] = p.layer_bytes;
+        p.sizes[kind] = piece_data_bytes(&pool->layout, kind);
+        p.layer_bytes += p.sizes[kind] * pool->layout.kv_heads;
+    }
+    p.payload_bytes = p.layer_bytes * g->record_layers;
+    p.record_bytes =
+        align_up(sizeof(cxlkv_packed_header) + g->checksum_bytes + p.payload_bytes, LINE_BYTES);
+    return p;
+}
+
+uint32_t layout_crc(const cxlkv_pool *pool) {
+    cxlkv_layout layout = pool->layout;
+    size_t length = strnlen(layout.model_id, sizeof(layout.model_id));
+    memset(layout.model_id + length, 0, sizeof(layout.model_id) - length);
+    layout.checksum = 0; /* outside of a pool every piece has one */
+    /* Records of pools without an encoding are as they were before there were any. */
+    return crc32c(0, &layout, is_encoded(&layout) ? offsetof(cxlkv_layout, rotary)
+                                                  : offsetof(cxlkv_layout, k_encoding));
+}
+_Static_assert(offsetof(cxlkv_layout, rotary) == 13 * 4 + 256 + 4 + 16 * 4 + 1024 + 8, "no holes");

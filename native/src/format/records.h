@@ -31,3 +31,14 @@ int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_he
 size_t piece_used_bytes(const cxlkv_pool *pool, uint32_t page, uint32_t kind);
 void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer);
 void verified_clear(cxlkv_pool *pool, uint32_t page);
+
+/* ---- outside of the pool ---- */
+
+/* Where the pieces of one layer lie, from its start; the same for all pools of one layout. */
+typedef struct packing {
+    uint64_t offsets[PIECE_KINDS], sizes[PIECE_KINDS]; /* of a kind's first piece, of each piece */
+    uint64_t layer_bytes, payload_bytes, record_bytes;
+} packing;
+packing packing_of(const cxlkv_pool *pool);
+/* Of everything that two pools must agree in, so that a record of one fits the other. */
+uint32_t layout_crc(const cxlkv_pool *pool);

@@ -178,14 +178,13 @@ int64_t cxlkv_hotness_read(cxlkv_pool *pool, uint32_t first, uint32_t count, uin
     return code < 0 ? code : (int64_t)epoch;
 }
 
-int64_t cxlkv_hotness_set(cxlkv_pool *pool, uint32_t what, uint32_t on) {
-    if (what == CXLKV_HOTNESS_EPOCH)
-        return IN_POOL(pool, (atomic_fetch_add_explicit(&pool->host->hotness_advances, 1,
-                                                        memory_order_relaxed),
-                              (int64_t)epoch_now(pool->host)));
-    if (what == CXLKV_HOTNESS_COUNTED)
-        atomic_store_explicit(&pool->counts.off, on == 0, memory_order_relaxed);
-    else
-        atomic_store_explicit(&pool->counts.by_mass, on != 0, memory_order_relaxed);
-    return 0;
+int64_t hotness_advance(cxlkv_pool *pool) {
+    return IN_POOL(pool, (atomic_fetch_add_explicit(&pool->host->hotness_advances, 1,
+                                                    memory_order_relaxed),
+                          (int64_t)epoch_now(pool->host)));
+}
+
+void hotness_set(cxlkv_pool *pool, bool by_mass, bool on) {
+    if (by_mass) atomic_store_explicit(&pool->counts.by_mass, on, memory_order_relaxed);
+    else atomic_store_explicit(&pool->counts.off, !on, memory_order_relaxed);
 }

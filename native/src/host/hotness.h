@@ -64,6 +64,10 @@ static inline void hotness_found(cxlkv_pool *pool, uint32_t page, uint32_t part)
 }
 
 /* ---- hotness.c ---- */
+
+int64_t hotness_advance(cxlkv_pool *pool);    /* begins an epoch; returns its number */
+/* Whether this process's uses are counted; by_mass: whether by the attention that pages got. */
+void hotness_set(cxlkv_pool *pool, bool by_mass, bool on);
 /* parent: the page before it, or NO_PAGE. */
 void hotness_published(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t parent);
 void hotness_follows(cxlkv_pool *pool, uint32_t page, uint32_t parent);

@@ -153,13 +153,12 @@ int kernels_force(const char *name) {
     return 0;
 }
 
-int cxlkv_isa_force(const char *name) {
-    int code = kernels_force(name);
-    if (code == -ENOTSUP) return fail(ENOTSUP, "this CPU, or this build, has no %s", name);
+int cxlkv_isa(const char *force, const char **name) {
+    int code = force ? kernels_force(force) : 0;
+    if (code == -ENOTSUP) return fail(ENOTSUP, "this CPU, or this build, has no %s", force);
     if (code < 0)
         return fail(CXLKV_E_ARGUMENT, "no instruction set is called %s: serial, avx2, avx512, "
-                    "avx512_bf16, amx, neon, neon_bf16 or auto", name);
+                    "avx512_bf16, amx, neon, neon_bf16 or auto", force);
+    if (name) *name = kernels_current()->name;
     return 0;
 }
-
-const char *cxlkv_isa_name(void) { return kernels_current()->name; }

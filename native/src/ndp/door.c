@@ -12,6 +12,10 @@ void door_answers(const door_worker *worker) { atomic_store(&answering, worker);
 
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
     int64_t code = select_check(batch, args);
+    if (code == 0 && args->asks) {
+        args->found.method = cheapest_method(batch, args, true);
+        return 0;
+    }
     if (code == 0) code = need(args->capacity, "pages", args->pages, "scores", args->scores, NULL);
     if (code == 0) code = need(batch->count, "counts", args->counts, NULL);
     if (code < 0) return code;
@@ -121,9 +125,4 @@ int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args) {
     code = attend_to_chosen(batch, args, &select, &attend);
     if (code >= 0) args->bytes_attended = (uint64_t)code;
     return code;
-}
-
-int cxlkv_batch_cheapest(cxlkv_batch *batch, const cxlkv_select_args *args) {
-    int code = select_check(batch, args);
-    return code < 0 ? code : (int)cheapest_method(batch, args, true);
 }

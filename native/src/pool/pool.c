@@ -3,9 +3,11 @@
 
 #include "base/guard.h"
 #include "format/geometry.h"
+#include "format/records.h"
 #include "format/scorers.h"
 #include "host/counters.h"
 #include "host/hooks.h"
+#include "host/hotness.h"
 #include "host/locks.h"
 #include "host/processes.h"
 #include "host/threads.h"
@@ -200,14 +202,27 @@ void cxlkv_pool_destroy(cxlkv_pool **at) {
 
 /* ---- looking ---- */
 
-void cxlkv_pool_describe(cxlkv_pool *pool, cxlkv_description *d) {
-    *d = (cxlkv_description){.layout = pool->layout, .sharing = pool->sharing,
-                             .geometry = pool->geometry};
-    memcpy(d->identity, pool->identity, sizeof(d->identity));
-    snprintf(d->page_kind, sizeof(d->page_kind), "%s", pool->region.page_kind);
+static int format_read(const superblock *block, cxlkv_format *format) {
+    *format = (cxlkv_format){.version = block->version, .build = block->build,
+                             .compatible = block->features[FEATURES_COMPATIBLE],
+                             .readers = block->features[FEATURES_READERS],
+                             .incompatible = block->features[FEATURES_INCOMPATIBLE]};
+    return 0;
 }
 
-int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads) {
+void cxlkv_pool_describe(cxlkv_pool *pool, cxlkv_description *d) {
+    *d = (cxlkv_description){.layout = pool->layout, .sharing = pool->sharing,
+                             .geometry = pool->geometry,
+                             .packed_bytes = packing_of(pool).record_bytes,
+                             .layout_crc = layout_crc(pool)};
+    memcpy(d->identity, pool->identity, sizeof(d->identity));
+    snprintf(d->page_kind, sizeof(d->page_kind), "%s", pool->region.page_kind);
+    if (pool_enter(pool) < 0) return;
+    GUARDED(format_read((const superblock *)pool->region.base, &d->format), 0);
+    pool_leave(pool);
+}
+
+static int set_threads(cxlkv_pool *pool, uint32_t threads) {
     if (threads == 0 || threads > 1024)
         return fail(CXLKV_E_ARGUMENT, "%u threads: outside 1 to 1024", threads);
     /* The write lock: no task runs while its threads are replaced. */
@@ -219,6 +234,16 @@ int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads) {
     pthread_rwlock_unlock(&pool->locks.operations);
     helpers_destroy(old);
     return closed ? fail(CXLKV_E_CLOSED, "the pool is closed: open it again") : 0;
+}
+
+int64_t cxlkv_pool_set(cxlkv_pool *pool, uint32_t what, uint32_t value) {
+    switch (what) {
+    case CXLKV_SET_THREADS: return set_threads(pool, value);
+    case CXLKV_SET_EPOCH: return hotness_advance(pool);
+    case CXLKV_SET_COUNTED:
+    case CXLKV_SET_BY_MASS: hotness_set(pool, what == CXLKV_SET_BY_MASS, value != 0); return 0;
+    default: return fail(CXLKV_E_ARGUMENT, "set: no setting has the number %u", what);
+    }
 }
 
 /* ---- where its memory lies ---- */

@@ -3,6 +3,7 @@
 #include "host/locks.h"
 #include "host/threads.h"
 #include "sequence/batch.h"
+#include "sequence/places.h"
 #include "sequence/sequence.h"
 #include "sequence/usage.h"
 #include "sharing/this_host.h"
@@ -88,7 +89,7 @@ static int64_t verify_locked(verify_job *job) {
     return code;
 }
 
-int cxlkv_batch_verify(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked) {
+int chosen_verify(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked) {
     verify_job job = {.batch = batch, .layer = layer, .picked = picked};
     return IN_BATCH(batch, false, peers_verify(batch->pool, verify_locked(&job)));
 }

@@ -17,6 +17,7 @@
 #include "pages/pages.h"
 #include "region/region.h"
 #include "sequence/batch.h"
+#include "sequence/places.h"
 #include "sharing/this_host.h"
 #include "tiers/local_tier.h"
 
@@ -106,10 +107,11 @@ static int tier_make(const cxlkv_pool *pool, uint64_t bytes, local_tier **out) {
 
 int cxlkv_local_make(cxlkv_pool *pool, uint64_t bytes) {
     local_tier *made = NULL;
-    int code = tier_make(pool, bytes, &made);
+    int code = bytes ? tier_make(pool, bytes, &made) : 0;
     if (code < 0) return code;
     pthread_rwlock_wrlock(&pool->locks.operations);
-    if (pool->handle.closed) code = fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
+    if (!made) local_drop_all(pool);
+    else if (pool->handle.closed) code = fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
     else if (tier_of(pool))
         code = fail(CXLKV_E_BUSY,
                     "the pool has a local tier in this process: close that one first");
@@ -127,13 +129,6 @@ void local_drop_all(cxlkv_pool *pool) {
 void local_forked(cxlkv_pool *pool) {
     tier_free(tier_of(pool), false); /* its mapping did not come along */
     atomic_store(&pool->owner[OWNER_TIERS], NULL);
-}
-
-int cxlkv_local_destroy(cxlkv_pool *pool) {
-    pthread_rwlock_wrlock(&pool->locks.operations);
-    local_drop_all(pool);
-    pthread_rwlock_unlock(&pool->locks.operations);
-    return 0;
 }
 
 /* pool_enter() for those that need a tier. */
@@ -467,11 +462,9 @@ static int64_t promote(cxlkv_pool *pool, local_move *moves, uint32_t count) {
     return copied < 0 ? copied : shown;
 }
 
-int64_t cxlkv_local_promote(cxlkv_pool *pool, uint32_t count, const int64_t *units,
+static int64_t promote_all(cxlkv_pool *pool, uint32_t count, const int64_t *units,
                            const uint64_t *generations, int32_t *codes) {
-    int64_t code = need(count, "units", units, "codes", codes, NULL);
-    if (code == 0) code = tier_enter(pool);
-    if (code < 0) return code;
+    int64_t code = 0;
     local_move *moves = calloc((size_t)count + 1, sizeof(*moves));
     if (!moves) code = fail(ENOMEM, "no memory to promote %u units: fewer at once", count);
     for (uint32_t i = 0; code == 0 && i < count; i++) {
@@ -481,17 +474,14 @@ int64_t cxlkv_local_promote(cxlkv_pool *pool, uint32_t count, const int64_t *uni
     if (code == 0) code = promote(pool, moves, count);
     for (uint32_t i = 0; code >= 0 && i < count; i++) codes[i] = moves[i].code;
     free(moves);
-    pool_leave(pool);
     return code;
 }
 
 /* ---- the rest ---- */
 
-int64_t cxlkv_local_demote(cxlkv_pool *pool, uint32_t count, const int64_t *units) {
-    int64_t code = need(count, "units", units, NULL);
-    if (code == 0) code = tier_enter(pool);
-    if (code < 0) return code;
+static int64_t demote_all(cxlkv_pool *pool, uint32_t count, const int64_t *units) {
     local_tier *tier = tier_of(pool);
+    int64_t code = 0;
     pthread_mutex_lock(&tier->lock);
     pthread_rwlock_wrlock(&tier->readers); /* until those who read now are done */
     for (uint32_t i = 0; i < count; i++) {
@@ -504,6 +494,17 @@ int64_t cxlkv_local_demote(cxlkv_pool *pool, uint32_t count, const int64_t *unit
     tier->demoted += (uint64_t)code;
     tier_assert(tier);
     pthread_mutex_unlock(&tier->lock);
+    return code;
+}
+
+int64_t cxlkv_local_move(cxlkv_pool *pool, uint32_t demotes, uint32_t count, const int64_t *units,
+                         const uint64_t *generations, int32_t *codes) {
+    int64_t code = need(count, "units", units, NULL);
+    if (code == 0 && !demotes) code = need(count, "codes", codes, NULL);
+    if (code == 0) code = tier_enter(pool);
+    if (code < 0) return code;
+    code = demotes ? demote_all(pool, count, units)
+                   : promote_all(pool, count, units, generations, codes);
     pool_leave(pool);
     return code;
 }
@@ -624,7 +625,9 @@ static int batch_units(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *p
     return 0;
 }
 
-int cxlkv_batch_units(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
-                      const int32_t *starts, int64_t *units) {
+int cxlkv_batch_chosen(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
+                       const int32_t *starts, uint32_t verifies, int64_t *units) {
+    int code = verifies ? chosen_verify(batch, layer, picked) : 0;
+    if (code < 0 || (verifies && !units)) return code;
     return IN_BATCH(batch, false, batch_units(batch, layer, picked, starts, units));
 }

@@ -60,7 +60,7 @@ static inline void local_enter(cxlkv_pool *pool) {
 void local_leave(cxlkv_pool *pool, const local_reads *reads);
 void local_drop_all(cxlkv_pool *pool);     /* the tier, at close; under the write lock */
 void local_forked(cxlkv_pool *pool);       /* in the child: its copies are its parent's */
-/* A promotion in three steps, each under pool_enter(); cxlkv_local_promote() is all of them. */
+/* A promotion in three steps, each under pool_enter(); cxlkv_local_move() is all of them. */
 typedef struct local_move {
     int64_t unit;
     uint64_t generation;         /* 0: as the page is */

@@ -25,44 +25,6 @@ enum { STREAM_BYTES = 16 << 20, AHEAD_LINES = 8 };
 typedef cxlkv_packed_header packed_header;
 _Static_assert(sizeof(packed_header) == LINE_BYTES, "one line, no holes");
 
-/* Where the pieces of one layer lie, from its start; the same for all pools of one layout. */
-typedef struct packing {
-    uint64_t offsets[PIECE_KINDS], sizes[PIECE_KINDS]; /* of a kind's first piece, of each piece */
-    uint64_t layer_bytes, payload_bytes, record_bytes;
-} packing;
-
-static packing packing_of(const cxlkv_pool *pool) {
-    const cxlkv_geometry *g = &pool->geometry;
-    packing p = {.layer_bytes = 0};
-    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
-        if (piece_stride(g, kind) == 0) continue;
-        p.offsets[kind] = p.layer_bytes;
-        p.sizes[kind] = piece_data_bytes(&pool->layout, kind);
-        p.layer_bytes += p.sizes[kind] * pool->layout.kv_heads;
-    }
-    p.payload_bytes = p.layer_bytes * g->record_layers;
-    p.record_bytes =
-        align_up(sizeof(packed_header) + g->checksum_bytes + p.payload_bytes, LINE_BYTES);
-    return p;
-}
-
-/* Of everything that two pools must agree in, so that a record of one fits the other. */
-static uint32_t layout_crc(const cxlkv_pool *pool) {
-    cxlkv_layout layout = pool->layout;
-    size_t length = strnlen(layout.model_id, sizeof(layout.model_id));
-    memset(layout.model_id + length, 0, sizeof(layout.model_id) - length);
-    layout.checksum = 0; /* outside of a pool every piece has one */
-    /* Records of pools without an encoding are as they were before there were any. */
-    return crc32c(0, &layout, is_encoded(&layout) ? offsetof(cxlkv_layout, rotary)
-                                                  : offsetof(cxlkv_layout, k_encoding));
-}
-_Static_assert(offsetof(cxlkv_layout, rotary) == 13 * 4 + 256 + 4 + 16 * 4 + 1024 + 8, "no holes");
-
-int64_t cxlkv_record_bytes(cxlkv_pool *pool, uint32_t *layout) {
-    if (layout) *layout = layout_crc(pool);
-    return (int64_t)packing_of(pool).record_bytes;
-}
-
 /* What a call works on; an item is one record. */
 typedef struct record_job {
     cxlkv_pool *pool;

@@ -89,16 +89,16 @@ static void test_tier(cxlkv_pool *pool, cxlkv_batch *batch) {
     const int32_t starts[2] = {0, 1}, pages[TEST_HEADS] = {0};
     cxlkv_picked picked = {.lists = 1, .k = 1, .per = CXLKV_PER_SEQUENCE};
     CHECK(cxlkv_local_make(pool, 1 << 20) == 0);
-    REFUSED("units", cxlkv_local_promote(pool, 1, NULL, NULL, codes));
-    REFUSED("codes", cxlkv_local_promote(pool, 1, numbers, NULL, NULL));
-    REFUSED("units", cxlkv_local_demote(pool, 1, NULL));
+    REFUSED("units", cxlkv_local_move(pool, 0, 1, NULL, NULL, codes));
+    REFUSED("codes", cxlkv_local_move(pool, 0, 1, numbers, NULL, NULL));
+    REFUSED("units", cxlkv_local_move(pool, 1, 1, NULL, NULL, NULL));
     REFUSED("units", cxlkv_local_hotness(pool, NULL, words, bytes, 1));
     REFUSED("counts", cxlkv_local_hotness(pool, numbers, NULL, bytes, 1));
     REFUSED("resident", cxlkv_local_hotness(pool, numbers, words, NULL, 1));
-    REFUSED("pages", cxlkv_batch_units(batch, 0, &picked, starts, numbers));
+    REFUSED("pages", cxlkv_batch_chosen(batch, 0, &picked, starts, 0, numbers));
     picked.pages = pages;
-    REFUSED("units", cxlkv_batch_units(batch, 0, &picked, starts, NULL));
-    CHECK(cxlkv_local_destroy(pool) == 0);
+    REFUSED("units", cxlkv_batch_chosen(batch, 0, &picked, starts, 0, NULL));
+    CHECK(cxlkv_local_make(pool, 0) == 0);
 }
 
 static void test_blocks(cxlkv_batch *batch) {
@@ -125,7 +125,8 @@ static void test_select(cxlkv_batch *batch) {
     args = right;
     args.by.budgets = NULL;
     REFUSED("budgets", cxlkv_batch_select(batch, &args));
-    REFUSED("budgets", cxlkv_batch_cheapest(batch, &args));
+    args.asks = 1;
+    REFUSED("budgets", cxlkv_batch_select(batch, &args));
     args = right;
     args.pages = NULL;
     REFUSED("pages", cxlkv_batch_select(batch, &args));

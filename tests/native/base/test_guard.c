@@ -56,7 +56,7 @@ static void test_extents_cut(uint32_t threads) {
     const char *path = test_path("guard");
     cxlkv_pool *pool = test_pool(path, 256);
     static uint32_t pages[1 << 16];
-    CHECK(cxlkv_pool_set_threads(pool, threads) == 0);
+    CHECK(cxlkv_pool_set(pool, CXLKV_SET_THREADS, threads) == 0);
     uint32_t loose = drain(pool, pages), last = 0;
     for (uint32_t i = 0; i < loose; i++)
         if (pages[i] > last) last = pages[i];

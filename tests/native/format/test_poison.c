@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 
 #include "coherence/membership.h"
+#include "format/records.h"
 #include "host/locks.h"
 #include "host/rebuild.h"
 #include "object_tests.h"
@@ -214,7 +215,7 @@ static void call_records(scene *s) {
     uint32_t pages[KEYS];
     uint64_t generations[KEYS];
     int32_t codes[KEYS];
-    CHECK(cxlkv_record_bytes(s->pool, NULL) <= BYTES);
+    CHECK(packing_of(s->pool).record_bytes <= BYTES);
     CHECK(cxlkv_names(s->pool, KEYS, s->hashes, 1, names) == 0);
     told(cxlkv_find_pages(s->pool, KEYS, names, pages, generations));
     if (told(cxlkv_records_read(s->pool, KEYS, pages, generations, bytes, codes)) < 0) return;
@@ -243,8 +244,8 @@ static void call_near(scene *s) {
     int64_t units[2] = {0, 1};
     int32_t codes[2];
     told(cxlkv_local_make(s->pool, 1 << 20));
-    told(cxlkv_local_promote(s->pool, 2, units, NULL, codes));
-    told(cxlkv_local_destroy(s->pool));
+    told(cxlkv_local_move(s->pool, 0, 2, units, NULL, codes));
+    told(cxlkv_local_make(s->pool, 0));
 }
 
 static void call_objects(scene *s) {

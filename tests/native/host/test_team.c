@@ -111,7 +111,7 @@ static void test_child(cxlkv_pool *pool) {
 
 int main(void) {
     cxlkv_pool *pool = test_pool(NULL, 16);
-    CHECK(cxlkv_pool_set_threads(pool, POOL_THREADS) == 0);
+    CHECK(cxlkv_pool_set(pool, CXLKV_SET_THREADS, POOL_THREADS) == 0);
     test_team();
     test_tasks(pool);
     test_others(pool);

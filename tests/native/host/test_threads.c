@@ -135,7 +135,7 @@ static void *look_on(void *argument) {
     for (uint32_t round = 0; atomic_load(&finished) < THREADS; round++) {
         for (int i = 0; i < 2; i++) {
             cxlkv_stats stats;
-            int64_t code = cxlkv_pool_set_threads(pools[i], 1 + round % 3);
+            int64_t code = cxlkv_pool_set(pools[i], CXLKV_SET_THREADS, 1 + round % 3);
             CHECK(code == 0 || expected_error(code));
             code = cxlkv_pool_stats(pools[i], &stats);
             CHECK(code == 0 || expected_error(code));
@@ -227,7 +227,7 @@ int main(void) {
     pools[0] = test_pool(path, POOL_PAGES);
     CHECK(cxlkv_pool_open(path, NULL, &pools[1]) == 0);
     CHECK(pools[0]->region.base != pools[1]->region.base && pools[0]->slot != pools[1]->slot);
-    for (int i = 0; i < 2; i++) CHECK(cxlkv_pool_set_threads(pools[i], 2) == 0);
+    for (int i = 0; i < 2; i++) CHECK(cxlkv_pool_set(pools[i], CXLKV_SET_THREADS, 2) == 0);
     common = test_written(pools[0], common_marks, 1, COMMON_TOKENS);
     run(false);
     CHECK(test_verify_all(common, common_marks, COMMON_TOKENS) == 0);

@@ -67,7 +67,7 @@ int main(void) {
     answer alone = attend(pool, twins), first = attend(pool, forks);
     compare(&first, &alone);
     for (uint32_t threads = 2; threads <= 4; threads++) {
-        CHECK(cxlkv_pool_set_threads(pool, threads) == 0);
+        CHECK(cxlkv_pool_set(pool, CXLKV_SET_THREADS, threads) == 0);
         answer again = attend(pool, forks), twin = attend(pool, twins);
         CHECK(memcmp(&again, &first, sizeof(first)) == 0);
         CHECK(memcmp(&twin, &alone, sizeof(alone)) == 0);

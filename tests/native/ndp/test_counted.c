@@ -246,7 +246,7 @@ static void check_form(form f, uint64_t *state) {
                                        CXLKV_METHOD_ATTENTION, CXLKV_METHOD_TWO_STAGE};
     cxlkv_pool *pool;
     CHECK(cxlkv_pool_create(NULL, &layout, NULL, 16 << 20, 0, NULL, 0, &pool) == 0);
-    CHECK(cxlkv_pool_set_threads(pool, 1) == 0);
+    CHECK(cxlkv_pool_set(pool, CXLKV_SET_THREADS, 1) == 0);
     memory_bytes = pool->geometry.region_bytes;
     marks = calloc(memory_bytes, sizeof(*marks));
     CHECK(marks);

@@ -154,7 +154,7 @@ int main(void) {
     CHECK(atomic_load(&made) == first);
     for (uint32_t threads = 1; threads <= 2; threads++) {
         pthread_t running[THREADS];
-        CHECK(cxlkv_pool_set_threads(pool, threads) == 0);
+        CHECK(cxlkv_pool_set(pool, CXLKV_SET_THREADS, threads) == 0);
         for (uint32_t i = 0; i < THREADS; i++) {
             memcpy(jobs[i].marks, marks, sizeof(marks));
             jobs[i].state = seed + i;

@@ -26,7 +26,7 @@ typedef struct scene {
 static cxlkv_pool *open_host(const char *path, uint32_t number, const variant *v) {
     cxlkv_host host = {.number = number, .certified = v->certified, .lease_s = 60};
     cxlkv_pool *pool = test_open(path, &host);
-    CHECK(cxlkv_pool_set_threads(pool, v->threads) == 0);
+    CHECK(cxlkv_pool_set(pool, CXLKV_SET_THREADS, v->threads) == 0);
     return pool;
 }
 
@@ -103,7 +103,7 @@ static void test_in_place(scene *s) {
 /* As a cold tier keeps it, by the host that has not put it. */
 static void test_restored(scene *s) {
     cxlkv_pool *putter = s->hosts[0], *restorer = s->hosts[1];
-    uint64_t bytes = (uint64_t)cxlkv_record_bytes(putter, NULL), generation;
+    uint64_t bytes = packing_of(putter).record_bytes, generation;
     uint8_t *record = malloc(bytes);
     int32_t code;
     CHECK(record && put(putter, 45, 45, SMALL, &seed) == 1);

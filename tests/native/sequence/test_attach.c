@@ -106,7 +106,7 @@ static void test_against_marks(const char *path, bool shared) {
     cxlkv_pool *pool = shared ? test_shared(path, test_layout(), sharing, 8 << 20, 60)
                               : test_pool(NULL, 300);
     CHECK((pool->mode != VISIBILITY_COHERENT) == shared);
-    CHECK(cxlkv_pool_set_threads(pool, 3) == 0);
+    CHECK(cxlkv_pool_set(pool, CXLKV_SET_THREADS, 3) == 0);
     static uint64_t marks[TOKENS_MAX], kept[TOKENS_MAX];
     cxlkv_sequence *sequence = sequence_of(pool, marks, 0), *child = NULL;
     uint32_t tokens = 0, kept_tokens = 0, attached = 0;

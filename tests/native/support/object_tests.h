@@ -17,7 +17,7 @@ static inline cxlkv_pool *object_pool(const char *path, uint32_t object_bytes, b
     cxlkv_layout layout = object_layout(object_bytes, checksum);
     cxlkv_pool *pool;
     CHECK(cxlkv_pool_create(path, &layout, NULL, capacity, 0, NULL, 0, &pool) == 0);
-    CHECK(cxlkv_pool_set_threads(pool, threads) == 0);
+    CHECK(cxlkv_pool_set(pool, CXLKV_SET_THREADS, threads) == 0);
     return pool;
 }
 

@@ -29,7 +29,7 @@ static int64_t unit_at(const cxlkv_sequence *sequence, uint32_t index, uint32_t 
 
 static int64_t promote_one(cxlkv_pool *pool, int64_t unit, int32_t wanted) {
     int32_t code = -1;
-    int64_t done = cxlkv_local_promote(pool, 1, &unit, NULL, &code);
+    int64_t done = cxlkv_local_move(pool, 0, 1, &unit, NULL, &code);
     CHECK(done == (wanted == CXLKV_LOCAL_DONE) && code == wanted);
     return done;
 }
@@ -63,7 +63,8 @@ static void copies_are_read(cxlkv_pool *pool) {
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     spoil(pool, unit, 1);
     CHECK(first_key(sequence, 1) != key && first_key(sequence, 0) != key);
-    CHECK(cxlkv_local_demote(pool, 1, &unit) == 1 && cxlkv_local_demote(pool, 1, &unit) == 0);
+    for (int64_t held = 1; held >= 0; held--)
+        CHECK(cxlkv_local_move(pool, 1, 1, &unit, NULL, NULL) == held);
     CHECK(first_key(sequence, 1) == key);
     cxlkv_sequence_destroy(&sequence);
     CHECK(local_state(pool).slots_free == SLOTS);
@@ -77,7 +78,7 @@ static void refusals(cxlkv_pool *pool) {
     for (uint32_t i = 0; i < PAGES; i++) units[i] = unit_at(sequence, i, 0);
     promote_one(pool, -1, CXLKV_LOCAL_UNKNOWN);
     promote_one(pool, wrong, CXLKV_LOCAL_UNKNOWN);
-    CHECK(cxlkv_local_promote(pool, 1, units, &wanted, codes) == 0);
+    CHECK(cxlkv_local_move(pool, 0, 1, units, &wanted, codes) == 0);
     CHECK(codes[0] == CXLKV_LOCAL_CHANGED);
     CHECK(cxlkv_sequence_create(pool, &open) == 0); /* layer 1 of its page is not written */
     CHECK(test_append(open, 0, marks, TEST_PAGE_TOKENS) >= 0);
@@ -89,7 +90,7 @@ static void refusals(cxlkv_pool *pool) {
     promote_one(pool, units[3], CXLKV_LOCAL_DAMAGED);
     CHECK(local_state(pool).slots_free == SLOTS && local_state(pool).undone > 0);
     pieces_of(pool, sequence_page(sequence, 0, 3), 0, PIECE_VALUES)[5] ^= 16;
-    CHECK(cxlkv_local_promote(pool, PAGES, units, NULL, codes) == SLOTS);
+    CHECK(cxlkv_local_move(pool, 0, PAGES, units, NULL, codes) == SLOTS);
     for (uint32_t i = 0; i < PAGES; i++)
         CHECK(codes[i] == (i < SLOTS ? CXLKV_LOCAL_DONE : CXLKV_LOCAL_NO_ROOM));
     CHECK(local_state(pool).refused_no_room == PAGES - SLOTS);
@@ -113,7 +114,7 @@ static void between_the_steps(cxlkv_pool *pool) {
         CHECK(moves[0].reserved && moves[1].reserved && moves[2].code == CXLKV_LOCAL_THERE);
         CHECK(local_state(pool).slots_reserved == 2);
         promote_one(pool, moves[1].unit, CXLKV_LOCAL_THERE); /* on its way */
-        CHECK(cxlkv_local_demote(pool, 1, &moves[1].unit) == 0);
+        CHECK(cxlkv_local_move(pool, 1, 1, &moves[1].unit, NULL, NULL) == 0);
         CHECK(test_verify_all(sequence, marks, TOKENS) == 0); /* and not read yet */
         if (copies) CHECK(local_copy(pool, moves, 3) == 0);
         pool->pages[moves[0].page].generation++;
@@ -124,7 +125,7 @@ static void between_the_steps(cxlkv_pool *pool) {
         CHECK(local_state(pool).slots_held == (uint64_t)copies);
         CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     }
-    CHECK(cxlkv_local_demote(pool, 1, &moves[1].unit) == 1);
+    CHECK(cxlkv_local_move(pool, 1, 1, &moves[1].unit, NULL, NULL) == 1);
     /* The sequence goes while its page is copied: the promotion's own reference keeps the page. */
     moves[0] = (local_move){.unit = unit_at(sequence, 0, 0)};
     CHECK(local_prepare(pool, moves, 1) == 0);
@@ -161,7 +162,7 @@ static void forked(cxlkv_pool *pool) {
     if (child == 0) {
         cxlkv_local_state state;
         CHECK(cxlkv_local_stats(pool, &state) == -CXLKV_E_CLOSED);
-        CHECK(cxlkv_local_demote(pool, 1, &unit) == -CXLKV_E_CLOSED);
+        CHECK(cxlkv_local_move(pool, 1, 1, &unit, NULL, NULL) == -CXLKV_E_CLOSED);
         CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
         CHECK(cxlkv_local_make(pool, SLOTS * unit_bytes(pool)) == 0);
         promote_one(pool, unit, CXLKV_LOCAL_DONE);
@@ -192,7 +193,7 @@ static void *read_on(void *argument) {
         promote_one(shared_pool, -1, CXLKV_LOCAL_UNKNOWN);
         int64_t units[2] = {unit_at(own, 0, 0), unit_at(own, 1, 1)};
         int32_t codes[2];
-        CHECK(cxlkv_local_promote(shared_pool, 2, units, NULL, codes) >= 0);
+        CHECK(cxlkv_local_move(shared_pool, 0, 2, units, NULL, codes) >= 0);
         CHECK(test_verify_all(own, marks, 12) == 0);
         cxlkv_sequence_destroy(&own);
     }
@@ -207,8 +208,8 @@ static void *move_on(void *argument) {
         int32_t codes[4];
         for (int i = 0; i < 4; i++)
             units[i] = unit_at(common, random_below(&seed, PAGES), random_below(&seed, 2));
-        CHECK(cxlkv_local_promote(shared_pool, 4, units, NULL, codes) >= 0);
-        CHECK(cxlkv_local_demote(shared_pool, 2, units) >= 0);
+        CHECK(cxlkv_local_move(shared_pool, 0, 4, units, NULL, codes) >= 0);
+        CHECK(cxlkv_local_move(shared_pool, 1, 2, units, NULL, NULL) >= 0);
         local_state(shared_pool);
         CHECK(cxlkv_local_hotness(shared_pool, NULL, NULL, NULL, 0) >= 0);
         sched_yield();
@@ -220,7 +221,7 @@ static void threads(cxlkv_pool *pool) {
     pthread_t made[4];
     shared_pool = pool;
     common = test_written(pool, common_marks, 3, TOKENS);
-    CHECK(cxlkv_pool_set_threads(pool, 2) == 0);
+    CHECK(cxlkv_pool_set(pool, CXLKV_SET_THREADS, 2) == 0);
     for (uintptr_t i = 0; i < 4; i++)
         CHECK(pthread_create(&made[i], NULL, i < 2 ? read_on : move_on, (void *)(i + 1)) == 0);
     for (int i = 0; i < 4; i++) pthread_join(made[i], NULL);
@@ -236,7 +237,7 @@ int main(void) {
     CHECK(cxlkv_local_make(pool, unit_bytes(pool) - 1) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_local_make(pool, UINT64_MAX / 2) >= 0); /* no more than there are units */
     CHECK(local_state(pool).slots_total == tier_of(pool)->unit_count);
-    CHECK(cxlkv_local_destroy(pool) == 0 && cxlkv_local_destroy(pool) == 0);
+    CHECK(cxlkv_local_make(pool, 0) == 0 && cxlkv_local_make(pool, 0) == 0);
     CHECK(cxlkv_local_make(pool, SLOTS * unit_bytes(pool) + 1) == 0);
     CHECK(cxlkv_local_make(pool, SLOTS * unit_bytes(pool)) == -CXLKV_E_BUSY);
     copies_are_read(pool);

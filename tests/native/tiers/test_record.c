@@ -6,6 +6,7 @@
 
 #include "base/crc32c.h"
 #include "check.h"
+#include "format/records.h"
 
 enum { PAGES = 6, TOKENS = PAGES * TEST_PAGE_TOKENS, HEADER_BYTES = 64, CRC_AT = 60 };
 static uint64_t marks[TOKENS];
@@ -33,7 +34,7 @@ static void find(cxlkv_pool *pool, taken *t) {
 
 static taken take_out(cxlkv_pool *pool) {
     int32_t codes[PAGES];
-    taken t = {.bytes = (uint64_t)cxlkv_record_bytes(pool, NULL)};
+    taken t = {.bytes = packing_of(pool).record_bytes};
     t.records = aligned_alloc(64, PAGES * t.bytes);
     CHECK(t.records);
     find(pool, &t);
@@ -139,7 +140,7 @@ static void test_pool_cut(uint32_t threads) {
     const char *path = test_path("record-cut");
     int32_t codes[PAGES];
     cxlkv_pool *pool = test_pool(path, 256);
-    CHECK(cxlkv_pool_set_threads(pool, threads) == 0);
+    CHECK(cxlkv_pool_set(pool, CXLKV_SET_THREADS, threads) == 0);
     publish_all(pool);
     taken t = take_out(pool);
     uint64_t extent = t.pages[0] / pool->geometry.slab_slots;
@@ -220,7 +221,7 @@ int main(void) {
     test_there_and_back(pool, &t);
     test_hostile(pool, &t);
     if (FAULTS_RETURN) test_caller_cut(pool, &t);
-    CHECK(cxlkv_pool_set_threads(pool, 2) == 0);
+    CHECK(cxlkv_pool_set(pool, CXLKV_SET_THREADS, 2) == 0);
     test_threads(pool, &t);
     free(t.records);
     cxlkv_pool_destroy(&pool);
