@@ -1,9 +1,7 @@
 /* Goal: digests of encoded keys in 8 bits bound what they are made of, by little more than a step,
  * and all instruction sets have the same. Method: bounds of all sizes, random and at the ends,
  * decoded and compared; digests of random keys against the keys that codes stand for. */
-#include "check.h"
-
-#include <math.h>
+#include "kernel_tests.h"
 
 enum { DIM_MAX = CODE_DIM_MAX, ROUNDS = 2 };
 
@@ -95,17 +93,7 @@ static uint32_t draw_piece(const code_form *form, uint32_t page_tokens, uint8_t 
 
 /* Out of the rotated space, in double precision. */
 static void turn_back(double *row, uint32_t dim) {
-    for (uint32_t first = 0, size; first < dim; first += size) {
-        size = 1u << (31 - __builtin_clz(dim - first));
-        for (uint32_t half = 1; half < size; half *= 2)
-            for (uint32_t d = first; d < first + size; d++)
-                if (!((d - first) & half)) {
-                    double a = row[d], b = row[d + half];
-                    row[d] = a + b;
-                    row[d + half] = a - b;
-                }
-        for (uint32_t d = first; d < first + size; d++) row[d] /= sqrt(size);
-    }
+    model_transform(row, dim);
     for (uint32_t d = 0; d < dim; d++)
         if (sketch_signs(d / 64) >> d % 64 & 1) row[d] = -row[d];
 }
@@ -132,7 +120,8 @@ static void check_digest(const code_form *form, code_piece piece, uint32_t token
     }
 }
 
-static void digests(const char *isa) {
+static void digests(const kernels *isa, uint64_t *unused) {
+    (void)unused;
     _Alignas(64) static uint8_t piece[DIM_MAX * 80 + 512];
     static const uint32_t dims[] = {1,  16,  30,  48,  64,  80,   96,  112,
                                     128, 144, 256, 512, 768, 1008, 1024};
@@ -148,20 +137,19 @@ static void digests(const char *isa) {
         float scale = kernels_serial.code_digest(&form, at, tokens, codes);
         CHECK(isnan(scale) == bad);
         if (!bad) check_digest(&form, at, tokens, scale, codes);
-        if (kernels_force(isa) != 0) return;
-        float same = kernels_current()->code_digest(&form, at, tokens, other);
-        CHECK(kernels_force("auto") == 0);
+        float same = isa->code_digest(&form, at, tokens, other);
         CHECK((isnan(scale) && isnan(same)) || scale == same);
         CHECK(memcmp(codes, other, 2 * form.dim) == 0);
     }
-    printf("digests by %s\n", isa);
+    printf("digests by %s\n", isa->name);
 }
 
 int main(void) {
-    static const char *const isas[] = {"serial", "avx2", "avx512", "avx512_bf16", "amx", "neon"};
+    static const char *const isas[] = {"serial",      "avx2", "avx512",
+                                       "avx512_bf16", "amx",  "neon", NULL};
     all_sizes();
     at_the_ends();
     the_largest_is_reached();
-    for (uint32_t i = 0; i < sizeof(isas) / sizeof(isas[0]); i++) digests(isas[i]);
+    test_each_isa(digests, seed, isas);
     return 0;
 }

@@ -3,33 +3,9 @@
  * without touching what is beside.
  * Method: the serial one against a model in double precision, the others against the serial one;
  * random rows, pieces full of rubbish, memory that ends at a page that cannot be read. */
-#include <math.h>
-#include <sys/mman.h>
-
-#include "check.h"
+#include "kernel_tests.h"
 
 enum { TOKENS_MAX = 40, QUERIES_MAX = 20, ROWS_FLOATS = TOKENS_MAX * (CODE_DIM_MAX + 8) };
-static const kernels *const reference = &kernels_serial;
-
-/* `bytes` that end where nothing can be read. */
-static void *guarded(size_t bytes) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
-    uint8_t *at = mmap(NULL, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
-                       0);
-    CHECK(at != MAP_FAILED && mprotect(at + whole, page, PROT_NONE) == 0);
-    return at + whole - bytes;
-}
-
-static void guarded_free(void *pointer, size_t bytes) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
-    CHECK(munmap((uint8_t *)pointer + bytes - whole, whole + page) == 0);
-}
-
-static float normal(uint64_t *seed) {
-    float sum = -6;
-    for (int i = 0; i < 12; i++) sum += (float)random_below(seed, 1 << 20) / (1 << 20);
-    return sum;
-}
 
 static void fill(void *memory, size_t bytes, uint64_t *seed) {
     for (size_t i = 0; i < bytes; i++) ((uint8_t *)memory)[i] = (uint8_t)random_next(seed);
@@ -78,8 +54,6 @@ static void sample_spoil(sample *s, uint64_t *seed) {
     memcpy(s->got.blocks, s->want.blocks, s->block_bytes);
     memcpy(s->got.scales, s->want.scales, s->scale_bytes);
 }
-
-static size_t element_bytes(int dtype) { return dtype == KERNEL_FLOAT32 ? 4 : 2; }
 
 /* Gives row t these numbers. */
 static void sample_row(sample *s, uint32_t t, const float *numbers) {
@@ -137,20 +111,6 @@ static void check_pieces(const sample *s) {
 }
 
 /* ---- the serial one, against a model ---- */
-
-static void model_transform(double *x, uint32_t dim) {
-    for (uint32_t first = 0, size; first < dim; first += size) {
-        size = 1u << (31 - __builtin_clz(dim - first));
-        for (uint32_t half = 1; half < size; half *= 2)
-            for (uint32_t i = first; i < first + size; i++)
-                if (!((i - first) & half)) {
-                    double a = x[i], b = x[i + half];
-                    x[i] = a + b;
-                    x[i + half] = a - b;
-                }
-        for (uint32_t i = first; i < first + size; i++) x[i] /= sqrt(size);
-    }
-}
 
 static void model_rotate(const float *row, uint32_t dim, double *rotated) {
     for (uint32_t d = 0; d < dim; d++)
@@ -634,29 +594,24 @@ static void test_raise(const kernels *isa) {
     }
 }
 
-static void test_isa(const char *name, uint64_t seed) {
-    if (kernels_force(name) != 0) {
-        printf("skipped: this CPU has no %s\n", name);
-        return;
-    }
-    const kernels *isa = kernels_current();
+static void test_isa(const kernels *isa, uint64_t *seed) {
     for (uint32_t dim = 1; dim <= CODE_DIM_MAX; dim += dim < 200 ? 1 : 8)
         for (uint32_t form = 0; form < 4; form++) {
             if (dim > 200 && dim != 256 && dim != 576 && dim != 1024) continue;
-            test_form(isa, (code_form){form % 2 ? 8 : 4, dim, form / 2}, &seed);
-            if (form == 0) test_planes(isa, dim, &seed);
+            test_form(isa, (code_form){form % 2 ? 8 : 4, dim, form / 2}, seed);
+            if (form == 0) test_planes(isa, dim, seed);
         }
     test_raise(isa);
-    test_odd_numbers(isa, &seed);
+    test_odd_numbers(isa, seed);
     test_largest(isa);
 }
 
 int main(void) {
-    const char *names[] = {"serial", "avx2", "avx512_bf16", "neon"};
+    static const char *const names[] = {"serial", "avx2", "avx512_bf16", "neon", NULL};
     uint64_t seed = test_seed_or(1);
     check_layout(&seed);
     test_errors(&seed);
     test_queries(&seed);
-    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) test_isa(names[i], seed);
+    test_each_isa(test_isa, seed, names);
     return 0;
 }

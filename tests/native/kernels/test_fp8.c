@@ -3,26 +3,9 @@
  * Method: the serial one against a model in double precision, the others against the serial one;
  * all bytes, all bfloat16 and float16, random float32, memory that ends at a page that cannot be
  * read. */
-#include <math.h>
-#include <sys/mman.h>
-
-#include "check.h"
+#include "kernel_tests.h"
 
 enum { COUNT_MAX = 200, HALVES = 1 << 16 };
-
-/* `bytes` that end where nothing can be read. */
-static void *guarded(size_t bytes) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
-    uint8_t *at = mmap(NULL, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
-                       0);
-    CHECK(at != MAP_FAILED && mprotect(at + whole, page, PROT_NONE) == 0);
-    return at + whole - bytes;
-}
-
-static void guarded_free(void *pointer, size_t bytes) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
-    CHECK(munmap((uint8_t *)pointer + bytes - whole, whole + page) == 0);
-}
 
 /* ---- the model ---- */
 
@@ -101,7 +84,7 @@ static void check_part(const kernels *isa, size_t count, uint64_t *seed) {
     static uint8_t want[COUNT_MAX];
     static uint16_t want_halves[COUNT_MAX];
     for (int dtype = KERNEL_BFLOAT16; dtype <= KERNEL_FLOAT32; dtype++) {
-        size_t element = dtype == KERNEL_FLOAT32 ? 4 : 2;
+        size_t element = element_bytes(dtype);
         uint8_t *numbers = guarded(count * element), *bytes = guarded(count);
         uint16_t *halves = guarded(count * sizeof(*halves));
         for (size_t i = 0; i < count; i++) {
@@ -124,19 +107,15 @@ static void check_part(const kernels *isa, size_t count, uint64_t *seed) {
     }
 }
 
-static void test_isa(const char *name, uint64_t seed) {
-    if (kernels_force(name) != 0) {
-        printf("skipped: this CPU has no %s\n", name);
-        return;
-    }
-    check_all(kernels_current());
-    for (size_t count = 1; count <= COUNT_MAX; count++) check_part(kernels_current(), count, &seed);
+static void test_isa(const kernels *isa, uint64_t *seed) {
+    check_all(isa);
+    for (size_t count = 1; count <= COUNT_MAX; count++) check_part(isa, count, seed);
 }
 
 int main(void) {
-    const char *names[] = {"serial", "avx2", "avx512", "neon"};
+    static const char *const names[] = {"serial", "avx2", "avx512", "neon", NULL};
     uint64_t seed = test_seed_or(1);
     check_model(seed);
-    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) test_isa(names[i], seed);
+    test_each_isa(test_isa, seed, names);
     return 0;
 }

@@ -1,33 +1,9 @@
 /* Goal: each instruction set makes the sketches that the serial one makes, and estimates from them
  * what it does, also of odd sizes, of numbers that are none, and without reading past its arrays.
  * Method: random keys and queries of many dims; memory that ends at a page that cannot be read. */
-#include <math.h>
-#include <sys/mman.h>
-
-#include "check.h"
+#include "kernel_tests.h"
 
 enum { TOKENS_MAX = 40, DIM_MAX = 1100, QUERIES = 7 };
-static const kernels *const reference = &kernels_serial;
-
-/* `bytes` that end where nothing can be read. */
-static void *guarded(size_t bytes) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
-    uint8_t *at = mmap(NULL, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
-                       0);
-    CHECK(at != MAP_FAILED && mprotect(at + whole, page, PROT_NONE) == 0);
-    return at + whole - bytes;
-}
-
-static void guarded_free(void *pointer, size_t bytes) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
-    CHECK(munmap((uint8_t *)pointer + bytes - whole, whole + page) == 0);
-}
-
-static float normal(uint64_t *seed) {
-    float sum = -6;
-    for (int i = 0; i < 12; i++) sum += (float)random_below(seed, 1 << 20) / (1 << 20);
-    return sum;
-}
 
 typedef struct sample {
     int dtype;
@@ -44,7 +20,7 @@ static void sample_make(sample *s, int dtype, uint32_t tokens, uint32_t dim, uin
     *s = (sample){.dtype = dtype, .tokens = tokens, .dim = dim};
     for (uint32_t i = 0; i < tokens * dim; i++) rows[i] = normal(seed);
     for (uint32_t i = 0; i < QUERIES * dim; i++) s->rows[i] = normal(seed);
-    s->key_bytes = tokens * dim * (dtype == KERNEL_FLOAT32 ? 4 : 2);
+    s->key_bytes = tokens * dim * element_bytes(dtype);
     s->bytes = sketch_bytes(tokens, dim);
     s->keys = guarded(s->key_bytes);
     s->want = guarded(s->bytes);
@@ -292,25 +268,19 @@ static void test_dim(const kernels *isa, uint32_t dim, uint64_t *seed) {
     }
 }
 
-static void test_isa(const char *name, uint64_t seed) {
+static void test_isa(const kernels *isa, uint64_t *seed) {
     static const uint32_t dims[] = {80, 96, 112, 128, 160, 192, 240, 256, 512, 576, 1024, 1040};
-    if (kernels_force(name) != 0) {
-        printf("skipped: this CPU has no %s\n", name);
-        return;
-    }
-    const kernels *isa = kernels_current();
-    for (uint32_t dim = 1; dim <= 700; dim += dim < 70 ? 1 : 37) test_dim(isa, dim, &seed);
-    for (size_t i = 0; i < sizeof(dims) / sizeof(dims[0]); i++) test_dim(isa, dims[i], &seed);
-    test_above(isa, &seed);
-    test_odd_numbers(isa, &seed);
-    test_rows_apart(isa, &seed);
-    test_borders(isa, &seed);
+    for (uint32_t dim = 1; dim <= 700; dim += dim < 70 ? 1 : 37) test_dim(isa, dim, seed);
+    for (size_t i = 0; i < sizeof(dims) / sizeof(dims[0]); i++) test_dim(isa, dims[i], seed);
+    test_above(isa, seed);
+    test_odd_numbers(isa, seed);
+    test_rows_apart(isa, seed);
+    test_borders(isa, seed);
     test_largest(isa);
 }
 
 int main(void) {
-    const char *names[] = {"serial", "avx2", "avx512_bf16", "neon"};
-    uint64_t seed = test_seed_or(1);
-    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) test_isa(names[i], seed);
+    static const char *const names[] = {"serial", "avx2", "avx512_bf16", "neon", NULL};
+    test_each_isa(test_isa, test_seed_or(1), names);
     return 0;
 }

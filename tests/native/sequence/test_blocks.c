@@ -2,7 +2,7 @@
  * beside them is read or written. Method: each block is an allocation of its own, exactly as long
  * as it is, so that a sanitizer sees what lies beside; with each instruction set of this CPU, by
  * several threads. */
-#include "check.h"
+#include "kernel_tests.h"
 
 enum { BLOCKS = 24, BLOCK_TOKENS = 3 * TEST_PAGE_TOKENS, SEQUENCES = 3 };
 enum { HEAD_BYTES = BLOCK_TOKENS * TEST_DIM * 2, BLOCK_BYTES = TEST_HEADS * HEAD_BYTES };
@@ -103,21 +103,19 @@ static void test_threads(void) {
     cxlkv_pool_destroy(&pool);
 }
 
-int main(void) {
-    static const char *const names[] = {"serial", "avx2", "avx512", "avx512_bf16", "amx",
-                                        "neon",   "neon_bf16"};
-    uint32_t tried = 0;
-    for (uint32_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
-        if (kernels_force(names[i]) != 0) continue;
-        tried++;
-        for (uint32_t checksum = 0; checksum < 2; checksum++) {
-            cxlkv_pool *pool = pool_of(checksum, 1);
-            test_round_trip(pool);
-            test_end(&pool, NULL);
-        }
+static void test_isa(const kernels *isa, uint64_t *unused) {
+    (void)isa, (void)unused;
+    for (uint32_t checksum = 0; checksum < 2; checksum++) {
+        cxlkv_pool *pool = pool_of(checksum, 1);
+        test_round_trip(pool);
+        test_end(&pool, NULL);
     }
-    CHECK(tried > 0 && kernels_force("auto") == 0);
+}
+
+int main(void) {
+    static const char *const names[] = {"serial", "avx2", "avx512",    "avx512_bf16",
+                                        "amx",    "neon", "neon_bf16", NULL};
+    printf("blocks: %u instruction sets\n", test_each_isa(test_isa, seed, names));
     test_threads();
-    printf("blocks: %u instruction sets\n", tried);
     return 0;
 }
