@@ -4,17 +4,10 @@
  * 2, at: 1, count: 1, bytes}; the highest bit of `at` sets the CRCs of the line right, as a fuzzer
  * cannot guess them. */
 #include "base/crc32c.h"
-#include "check.h"
-#include "coherence/claims.h"
-#include "coherence/fences.h"
-#include "coherence/host_lines.h"
-#include "coherence/host_log.h"
-#include "coherence/hosts.h"
-#include "coherence/hosts_lock.h"
-#include "coherence/membership.h"
 #include "fuzz.h"
+#include "host_tests.h"
 
-enum { HOSTS = 3, EXTENTS = 10, PAGES = 640, RECORDS = 8, PATIENCE = 40, PAUSES_MAX = 100000 };
+enum { EXTENTS = 10, PAGES = 640, PATIENCE = 40, PAUSES_MAX = 100000 };
 
 static hosts at[HOSTS];
 static uint8_t *memory, *template, *hostile;
@@ -33,25 +26,17 @@ static bool silent(void *context, uint32_t host) {
 }
 
 static void claim_two(hosts *h) {
-    extent_owner owners[EXTENTS];
     const uint32_t extents[] = {2 * h->self, 2 * h->self + 1};
-    if (hosts_lock(h) < 0) return;
-    int code = hosts_owners(h, owners);
-    if (code == 0) code = hosts_claim(h, owners, 2, extents, true);
-    if (code != -CXLKV_E_FENCED) hosts_unlock(h);
+    test_claim(h, 2, extents, true);
 }
 
 static void make(void) {
-    hosts_area area = {.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
-                       .log_records = RECORDS};
-    hosts_area_make(&area);
+    hosts_area area = test_hosts_area(EXTENTS, PAGES);
     memory_bytes = HOSTS * area.block_bytes;
-    memory = aligned_alloc(4096, memory_bytes);
+    area.base = memory = test_hosts_memory(&area);
     template = malloc(memory_bytes);
     hostile = malloc(memory_bytes);
-    CHECK(memory && template && hostile);
-    memset(memory, 0, memory_bytes);
-    area.base = memory;
+    CHECK(template && hostile);
     for (uint32_t i = 0; i < HOSTS; i++)
         at[i] = (hosts){.area = area, .self = i, .mode = VISIBILITY_COHERENT, .pause = pause_,
                         .silent = silent};

@@ -1,13 +1,7 @@
 /* Hosts on real memory, one after the other: names, lock, fences, claims, logs, hostile lines. */
-#include "check.h"
-#include "coherence/claims.h"
-#include "coherence/fences.h"
-#include "coherence/host_log.h"
-#include "coherence/hosts.h"
-#include "coherence/hosts_lock.h"
-#include "coherence/membership.h"
+#include "host_tests.h"
 
-enum { HOSTS = 3, EXTENTS = 10, PAGES = 640, RECORDS = 8 };
+enum { EXTENTS = 10, PAGES = 640 };
 
 typedef struct pool {
     hosts at[HOSTS];
@@ -28,14 +22,8 @@ static void pause_(void *context) {
 static bool silent(void *context, uint32_t host) { return ((pool *)context)->silent[host]; }
 
 static void pool_make(pool *p, enum visibility_mode mode) {
-    hosts_area area = {.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
-                       .log_records = RECORDS};
-    memset(p, 0, sizeof(*p));
-    hosts_area_make(&area);
-    p->bytes = HOSTS * area.block_bytes;
-    p->memory = aligned_alloc(4096, p->bytes);
-    CHECK(p->memory);
-    memset(p->memory, 0, p->bytes);
+    hosts_area area = test_hosts_area(EXTENTS, PAGES);
+    *p = (pool){.bytes = HOSTS * area.block_bytes, .memory = test_hosts_memory(&area)};
     area.base = p->memory;
     for (uint32_t i = 0; i < HOSTS; i++)
         p->at[i] = (hosts){.area = area, .self = i, .mode = mode, .context = p, .pause = pause_,
@@ -54,15 +42,10 @@ static void on_hosts(host_test *run, enum visibility_mode mode, bool attached) {
     free(p.memory);
 }
 
-static int claim(hosts *h, uint32_t first, uint32_t count, bool ours) {
-    extent_owner owners[EXTENTS];
+static int claim_from(hosts *h, uint32_t first, uint32_t count, bool ours) {
     uint32_t extents[EXTENTS];
     for (uint32_t i = 0; i < count; i++) extents[i] = first + i;
-    int code = hosts_lock(h);
-    if (code == 0) code = hosts_owners(h, owners);
-    if (code == 0) code = hosts_claim(h, owners, count, extents, ours);
-    if (code != -CXLKV_E_FENCED) hosts_unlock(h);
-    return code;
+    return test_claim(h, count, extents, ours);
 }
 
 static extent_owner owner_of(const hosts *h, uint32_t extent) {
@@ -73,17 +56,17 @@ static extent_owner owner_of(const hosts *h, uint32_t extent) {
 
 static void test_claims(pool *p) {
     CHECK(owner_of(&p->at[0], 3).host == NO_HOST && owner_of(&p->at[0], 3).takeable);
-    CHECK(claim(&p->at[1], 2, 4, true) == 0);
+    CHECK(claim_from(&p->at[1], 2, 4, true) == 0);
     for (uint32_t host = 0; host < HOSTS; host++) {
         CHECK(owner_of(&p->at[host], 3).host == 1 && !owner_of(&p->at[host], 3).takeable);
         CHECK(owner_of(&p->at[host], 6).host == NO_HOST);
     }
     for (int round = 0; round < 5; round++) {
-        CHECK(claim(&p->at[1], 3, 1, false) == 0);
+        CHECK(claim_from(&p->at[1], 3, 1, false) == 0);
         CHECK(owner_of(&p->at[2], 3).host == NO_HOST && owner_of(&p->at[2], 3).takeable);
-        CHECK(claim(&p->at[2], 3, 1, true) == 0);
+        CHECK(claim_from(&p->at[2], 3, 1, true) == 0);
         CHECK(owner_of(&p->at[0], 3).host == 2);
-        CHECK(claim(&p->at[2], 3, 1, false) == 0 && claim(&p->at[1], 3, 1, true) == 0);
+        CHECK(claim_from(&p->at[2], 3, 1, false) == 0 && claim_from(&p->at[1], 3, 1, true) == 0);
     }
     hosts_leave(&p->at[1], 101);
     CHECK(owner_of(&p->at[0], 3).host == 1 && owner_of(&p->at[0], 3).takeable);
@@ -95,16 +78,16 @@ static void test_claims(pool *p) {
 static void fence(pool *p, bool off) {
     extent_owner owners[EXTENTS];
     uint32_t extent = 5;
-    CHECK(claim(&p->at[1], 0, 2, true) == 0);
+    CHECK(claim_from(&p->at[1], 0, 2, true) == 0);
     CHECK(hosts_lock(&p->at[1]) == 0);
     CHECK(hosts_owners(&p->at[1], owners) == 0);
     p->silent[1] = true;
-    CHECK(claim(&p->at[0], 5, 1, true) == 0); /* passes over it */
+    CHECK(claim_from(&p->at[0], 5, 1, true) == 0); /* passes over it */
     host_fence fence;
     CHECK(hosts_fence_of(&p->at[2], 1, 1, &fence) == 0 && fence.fenced && fence.cut == 1);
     if (off) CHECK(hosts_fence(&p->at[2], 1, 1, true) == 0);
     CHECK(owner_of(&p->at[0], 0).host == 1 && owner_of(&p->at[0], 0).takeable == off);
-    if (off) CHECK(claim(&p->at[2], 0, 1, true) == 0);
+    if (off) CHECK(claim_from(&p->at[2], 0, 1, true) == 0);
     /* It goes on where it stood: its claim does not count, for anybody. Nor does one that follows
      * a commit that did not count, and what counted before stays as it is. */
     uint32_t older = 0;
@@ -117,7 +100,7 @@ static void fence(pool *p, bool off) {
     p->silent[1] = false;
     CHECK(hosts_attach(&p->at[1], 301) == 0 && p->at[1].epoch == 2);
     CHECK(owner_of(&p->at[2], 5).host == 0 && owner_of(&p->at[2], 0).host == (off ? 2 : 1));
-    CHECK(!owner_of(&p->at[2], 1).takeable && claim(&p->at[1], 7, 1, true) == 0);
+    CHECK(!owner_of(&p->at[2], 1).takeable && claim_from(&p->at[1], 7, 1, true) == 0);
     CHECK(owner_of(&p->at[0], 7).host == 1);
 }
 
@@ -154,7 +137,7 @@ static void test_torn_name(pool *p) {
     line[8] = 1; /* of a first attach */
     CHECK(hosts_name(&p->at[0], 1, &name) && name.status == HOST_UNUSED);
     attach_all(p);
-    CHECK(claim(&p->at[1], 3, 1, true) == 0);
+    CHECK(claim_from(&p->at[1], 3, 1, true) == 0);
     for (int half = 0; half < 2; half++) {
         line[half * 32 + 8] ^= 2;
         CHECK(hosts_name(&p->at[0], 1, &name) && name.nonce == 101u + (uint32_t)half);
@@ -187,11 +170,11 @@ static void test_recover(pool *p) {
     CHECK(hosts_claim(&p->at[0], owners, 1, &extent, true) == 0);
     *commits -= 1; /* as if the process had died before its commit */
     hosts_recover_claims(&p->at[0]);
-    CHECK(claim(&p->at[0], 6, 1, true) == 0); /* makes up that commit's number */
+    CHECK(claim_from(&p->at[0], 6, 1, true) == 0); /* makes up that commit's number */
     CHECK(owner_of(&p->at[1], 6).host == 0 && owner_of(&p->at[1], 4).host == NO_HOST);
-    CHECK(claim(&p->at[1], 4, 1, true) == 0);
+    CHECK(claim_from(&p->at[1], 4, 1, true) == 0);
     /* A claim that comes to nothing leaves the newer one of its two entries as it was. */
-    CHECK(claim(&p->at[1], 4, 1, false) == 0);
+    CHECK(claim_from(&p->at[1], 4, 1, false) == 0);
     commits = (uint64_t *)hosts_line(&p->at[0], 1, COMMIT_LINE);
     CHECK(hosts_lock(&p->at[1]) == 0 && hosts_owners(&p->at[1], owners) == 0);
     CHECK(hosts_claim(&p->at[1], owners, 1, &extent, true) == 0);
@@ -203,14 +186,14 @@ static void test_recover(pool *p) {
 /* A number of 32 bits that begins again would make a claim count that was never committed. */
 static void test_commits_end(pool *p) {
     uint64_t *commits = (uint64_t *)hosts_line(&p->at[0], 0, COMMIT_LINE);
-    CHECK(claim(&p->at[0], 4, 1, true) == 0);
+    CHECK(claim_from(&p->at[0], 4, 1, true) == 0);
     *commits = UINT32_MAX - 1;
-    CHECK(claim(&p->at[0], 5, 1, true) == 0 && *commits == UINT32_MAX);
-    CHECK(claim(&p->at[0], 6, 1, true) == -CXLKV_E_CORRUPT && *commits == UINT32_MAX);
+    CHECK(claim_from(&p->at[0], 5, 1, true) == 0 && *commits == UINT32_MAX);
+    CHECK(claim_from(&p->at[0], 6, 1, true) == -CXLKV_E_CORRUPT && *commits == UINT32_MAX);
     CHECK(strstr(cxlkv_error_text(), "has used up its 4294967295 commits"));
-    CHECK(claim(&p->at[0], 4, 1, false) == -CXLKV_E_CORRUPT);
+    CHECK(claim_from(&p->at[0], 4, 1, false) == -CXLKV_E_CORRUPT);
     CHECK(owner_of(&p->at[1], 4).host == 0 && owner_of(&p->at[1], 5).host == 0);
-    CHECK(owner_of(&p->at[1], 6).host == NO_HOST && claim(&p->at[1], 6, 1, true) == 0);
+    CHECK(owner_of(&p->at[1], 6).host == NO_HOST && claim_from(&p->at[1], 6, 1, true) == 0);
 }
 
 /* A host that was fenced comes back under those who read: what they read stays pinned. */
@@ -337,7 +320,7 @@ static void test_hostile(uint64_t seed) {
         host_name name;
         pool_make(&p, VISIBILITY_COHERENT);
         attach_all(&p);
-        CHECK(claim(&p.at[1], 0, 3, true) == 0);
+        CHECK(claim_from(&p.at[1], 0, 3, true) == 0);
         for (uint32_t i = 0, n = 1 + random_below(&seed, 2000); i < n; i++)
             p.memory[p.at[0].area.block_bytes + random_below(&seed, (uint32_t)p.bytes * 2 / 3)] =
                 (uint8_t)random_next(&seed);

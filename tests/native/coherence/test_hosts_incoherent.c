@@ -8,17 +8,10 @@
  * at once.
  *
  * 25 seeds for each step, or what knobs.h says; there is nothing to limit. */
-#include "check.h"
-#include "coherence/claims.h"
-#include "coherence/fences.h"
-#include "coherence/host_lines.h"
-#include "coherence/host_log.h"
-#include "coherence/hosts.h"
-#include "coherence/hosts_lock.h"
-#include "coherence/membership.h"
+#include "host_tests.h"
 #include "knobs.h"
 
-enum { READER, FENCER, OTHER, HOSTS, EXTENTS = 2, PAGES = 64, RECORDS = 8, NONCE = 7 };
+enum { READER, FENCER, OTHER, EXTENTS = 2, PAGES = 64, NONCE = 7 };
 enum { COMING_BACK = 1, FENCING, DONE };
 
 static struct scene {
@@ -71,9 +64,7 @@ static void disturb(void *context) {
 /* A memory with the hosts in it. keeps: caches have room for all of it, and nothing leaves them of
  * itself. */
 static incoherent *sim_make(uint64_t seed, bool arm64, bool keeps) {
-    hosts_area area = {.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
-                       .log_records = RECORDS};
-    hosts_area_make(&area);
+    hosts_area area = test_hosts_area(EXTENTS, PAGES);
     struct incoherent_options options = incoherent_usual(seed);
     options.hosts = HOSTS;
     options.lines = (uint32_t)(HOSTS * area.block_bytes / FLUSH_LINE_BYTES);
@@ -95,15 +86,10 @@ static incoherent *sim_make(uint64_t seed, bool arm64, bool keeps) {
 
 /* OTHER gave extent 0 back in its commit 2, and was cut at 1: the extent is its own. */
 static void prepare(void) {
-    extent_owner owners[EXTENTS];
     const uint32_t extent = 0;
     for (uint32_t i = 0; i < HOSTS; i++) CHECK(hosts_attach(&scene.at[i], NONCE) == 0);
-    for (int ours = 1; ours >= 0; ours--) {
-        CHECK(hosts_lock(&scene.at[OTHER]) == 0);
-        CHECK(hosts_owners(&scene.at[OTHER], owners) == 0);
-        CHECK(hosts_claim(&scene.at[OTHER], owners, 1, &extent, ours) == 0);
-        hosts_unlock(&scene.at[OTHER]);
-    }
+    for (int ours = 1; ours >= 0; ours--)
+        CHECK(test_claim(&scene.at[OTHER], 1, &extent, ours) == 0);
     uint64_t *word = (uint64_t *)hosts_line(&scene.at[FENCER], FENCER, FENCE_LINES) + OTHER;
     flush_store_word(word, 1ull << 40 | 2ull << 38 | 1); /* epoch 1 of OTHER is cut at 1 */
 }
