@@ -12,6 +12,14 @@ enum { TOKENS = 5 * TEST_PAGE_TOKENS + 1, ROWS = 2 };
         CHECK(strncmp(cxlkv_error_text(), name ": no address", strlen(name) + 12) == 0); \
     } while (0)
 
+/* Of arguments `right` but for the change. */
+#define REFUSED_WITH(name, change, call) \
+    do {                                 \
+        args = right;                    \
+        change;                          \
+        REFUSED(name, call);             \
+    } while (0)
+
 static uint8_t bytes[4096];
 static uint32_t words[64];
 static uint64_t longs[64];
@@ -119,23 +127,14 @@ static void test_select(cxlkv_batch *batch) {
                                      .starts = starts, .by = {.budgets = &budget, .budget_count = 1,
                                             .per = CXLKV_PER_SEQUENCE}, .scale = 1, .capacity = 64,
                                      .pages = codes, .scores = floats, .counts = codes};
-    cxlkv_select_args args = right;
-    args.queries.data = NULL;
-    REFUSED("queries", cxlkv_batch_select(batch, &args));
-    args = right;
-    args.by.budgets = NULL;
-    REFUSED("budgets", cxlkv_batch_select(batch, &args));
+    cxlkv_select_args args;
+    REFUSED_WITH("queries", args.queries.data = NULL, cxlkv_batch_select(batch, &args));
+    REFUSED_WITH("budgets", args.by.budgets = NULL, cxlkv_batch_select(batch, &args));
     args.asks = 1;
     REFUSED("budgets", cxlkv_batch_select(batch, &args));
-    args = right;
-    args.pages = NULL;
-    REFUSED("pages", cxlkv_batch_select(batch, &args));
-    args = right;
-    args.scores = NULL;
-    REFUSED("scores", cxlkv_batch_select(batch, &args));
-    args = right;
-    args.counts = NULL;
-    REFUSED("counts", cxlkv_batch_select(batch, &args));
+    REFUSED_WITH("pages", args.pages = NULL, cxlkv_batch_select(batch, &args));
+    REFUSED_WITH("scores", args.scores = NULL, cxlkv_batch_select(batch, &args));
+    REFUSED_WITH("counts", args.counts = NULL, cxlkv_batch_select(batch, &args));
 }
 
 static void test_attend(cxlkv_batch *batch) {
@@ -143,15 +142,10 @@ static void test_attend(cxlkv_batch *batch) {
     const int32_t pages[TEST_HEADS] = {0};
     const cxlkv_attend_args right = {.q_heads = TEST_HEADS, .queries = test_rows_at(floats),
                                      .starts = starts, .scale = 1, .out = floats, .lse = floats};
-    cxlkv_attend_args args = right;
-    args.queries.data = NULL;
-    REFUSED("queries", cxlkv_batch_attend(batch, &args));
-    args = right;
-    args.out = NULL;
-    REFUSED("out", cxlkv_batch_attend(batch, &args));
-    args = right;
-    args.lse = NULL;
-    REFUSED("lse", cxlkv_batch_attend(batch, &args));
+    cxlkv_attend_args args;
+    REFUSED_WITH("queries", args.queries.data = NULL, cxlkv_batch_attend(batch, &args));
+    REFUSED_WITH("out", args.out = NULL, cxlkv_batch_attend(batch, &args));
+    REFUSED_WITH("lse", args.lse = NULL, cxlkv_batch_attend(batch, &args));
     args = right;
     args.picked = (cxlkv_picked){.pages = pages, .lists = 1, .k = 1, .per = CXLKV_PER_SEQUENCE,
                                  .row_count = 1};
@@ -176,18 +170,11 @@ static void test_decode(cxlkv_batch *batch, cxlkv_sequence *sequence) {
         .q_heads = TEST_HEADS, .queries = test_rows_at(floats), .keys = test_rows_at(floats),
         .values = test_rows_at(floats), .starts = starts, .rewind = -1, .scale = 1, .out = floats,
         .lse = floats};
-    cxlkv_decode_args args = right;
-    args.out = NULL;
-    REFUSED("out", cxlkv_batch_decode(batch, &args));
-    args = right;
-    args.lse = NULL;
-    REFUSED("lse", cxlkv_batch_decode(batch, &args));
-    args = right;
-    args.queries.data = NULL;
-    REFUSED("queries", cxlkv_batch_decode(batch, &args));
-    args = right;
-    args.by.budget_count = 1;
-    REFUSED("budgets", cxlkv_batch_decode(batch, &args));
+    cxlkv_decode_args args;
+    REFUSED_WITH("out", args.out = NULL, cxlkv_batch_decode(batch, &args));
+    REFUSED_WITH("lse", args.lse = NULL, cxlkv_batch_decode(batch, &args));
+    REFUSED_WITH("queries", args.queries.data = NULL, cxlkv_batch_decode(batch, &args));
+    REFUSED_WITH("budgets", args.by.budget_count = 1, cxlkv_batch_decode(batch, &args));
     args = right;
     args.keys.data = NULL;
     CHECK(cxlkv_batch_decode(batch, &args) == -CXLKV_E_ARGUMENT && !args.appended);
