@@ -23,7 +23,7 @@ from cxlkv.tiers import Tiers
 
 from ..support.paged_engine import SPACE, text
 from ..support.paged_engines import Engines, engines_in
-from ..support.small_models import prompts
+from ..support.small_models import pool_for, prompts
 from ..support.waiting import until
 from .test_transformers_requests import PAGE, generate, llama, stock, windowed
 
@@ -203,7 +203,7 @@ def test_transformers_find_a_planted_page(tmp_path: Path, caplog: pytest.LogCapt
 @pytest.mark.parametrize("model", [llama(), windowed()], ids=["llama", "windows"])
 def test_a_padded_batch_is_audited(model: PreTrainedModel) -> None:
     ids, mask = prompts((40, 24))
-    with CXLPool.create("anonymous:", layout=layout_of(model, PAGE), capacity="8MiB") as pool:
+    with pool_for(model, PAGE) as pool:
         requests = CXLRequests(pool, model, audit_hits=1)
         for begins in (0, 24, 24):
             with requests.begin(ids, mask) as cache:

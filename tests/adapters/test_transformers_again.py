@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv import CXLPool
-from cxlkv.adapters.transformers import CXLCache, CXLRequests, layout_of
+from cxlkv.adapters.transformers import CXLCache, CXLRequests
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
-from ..support.small_models import PAGE_TOKENS, VOCABULARY_SIZE
+from ..support.small_models import VOCABULARY_SIZE, pool_for
 from .test_transformers_models import make
 
 NEW = 10
@@ -37,9 +37,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @pytest.fixture
 def pool(model: PreTrainedModel) -> Iterator[CXLPool]:
-    with CXLPool.create(
-        "anonymous:", layout=layout_of(model, PAGE_TOKENS), capacity="16MiB"
-    ) as found:
+    with pool_for(model) as found:
         yield found
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv import Batch, Budget, CXLPool, Selection
-from cxlkv.adapters.transformers import CXLCache, LayerStep, hand_over, layout_of, take_over
+from cxlkv.adapters.transformers import CXLCache, LayerStep, hand_over, take_over
 
 from ..support.kept import kept
-from ..support.small_models import LAYERS, PAGE_TOKENS, close, generate, prompts, run
+from ..support.small_models import LAYERS, close, generate, pool_for, prompts, run
 from .test_transformers_models import all_free, make
 from .test_transformers_models import llama as llama  # a fixture
 
@@ -44,12 +44,9 @@ def reference(encoding: str) -> Rounded:
 
 @contextmanager
 def pool_of(model: object, encoding: str) -> Iterator[CXLPool]:
-    layout = layout_of(model, PAGE_TOKENS, encoding=encoding)
-    with CXLPool.create("anonymous:", layout=layout, capacity="32MiB", threads=1) as pool:
+    with pool_for(model, capacity="32MiB", encoding=encoding) as pool:
         assert pool.layout.encoding == encoding
         yield pool
-        report = pool.admin.check(deep=True)
-        assert report["clean"], report["problems"]
         assert all_free(pool)
 
 

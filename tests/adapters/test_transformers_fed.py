@@ -13,19 +13,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cxlkv import Budget, CXLPool
-from cxlkv.adapters.transformers import CXLRequests, layout_of
+from cxlkv.adapters.transformers import CXLRequests
 from cxlkv.adapters.transformers.cache import CXLCache
 from cxlkv.adapters.transformers.fed import UNSEEN, Fed, Row
 from cxlkv.prefix import prefix_keys
 
-from ..support.small_models import prompts
-from .test_transformers_requests import PAGE, built, generate, llama, stock
+from ..support.small_models import built, pool_for, prompts
+from .test_transformers_requests import PAGE, generate, llama, stock
 
 
 @pytest.fixture
 def pool() -> Iterator[CXLPool]:
-    layout = layout_of(llama(), PAGE)
-    with CXLPool.create("anonymous:", layout=layout, capacity="16MiB", threads=1) as made:
+    with pool_for(llama(), PAGE) as made:
         yield made
 
 

@@ -24,7 +24,7 @@ from cxlkv.ndp.engine import Selection
 from cxlkv.tiers.local import LocalTier
 from cxlkv.tiers.prefetch import Hinted
 
-from ..support.small_models import LAYERS, PAGE_TOKENS, prompts, run
+from ..support.small_models import LAYERS, pool_for, prompts, run
 from .test_transformers_models import make
 
 BUDGET = Budget(pages=3, sinks=1, recent=1)
@@ -37,8 +37,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @pytest.fixture
 def pool(model: PreTrainedModel) -> Iterator[CXLPool]:
-    layout = layout_of(model, page_tokens=PAGE_TOKENS)
-    with CXLPool.create("anonymous:", layout=layout, capacity="16MiB", threads=1) as made:
+    with pool_for(model) as made:
         yield made
 
 
@@ -112,14 +111,13 @@ def test_a_hint_that_fails_is_counted_and_fails_no_step(
     with LocalTier(pool, "1MiB") as tier, Hints(model, cache, tier, wait=True) as hints:
         run(model, ids[:, :39], cache, mask[:, :39])
         run(model, ids[:, 39:], cache, mask)
-        assert cast(int, hints.stats()["failed"]) > 0
+        assert hints.stats()["failed"] == LAYERS
 
 
 def test_what_has_no_hints_says_why(pool: CXLPool) -> None:
     for name, words in (("mistral", "windows"), ("deepseek-v3", "MLA")):
         other = make(name)
-        layout = layout_of(other, page_tokens=PAGE_TOKENS)
-        with CXLPool.create("anonymous:", layout=layout, capacity="16MiB") as own:
+        with pool_for(other) as own:
             cache = CXLCache(own, other, BUDGET)
             assert words in (unhinted(other, cache) or "")
             with LocalTier(own, "1MiB") as tier, Hints(other, cache, tier) as hints:
@@ -128,20 +126,6 @@ def test_what_has_no_hints_says_why(pool: CXLPool) -> None:
                 run(other, prompts((20,))[0], cache)
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64))
     assert "GPT2LMHeadModel has no list" in (unhinted(gpt2, CXLCache(pool, make("llama"))) or "")
-
-
-def test_an_error_of_a_hint_is_counted_and_no_more(
-    model: PreTrainedModel, pool: CXLPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> int:
-        raise ReleasedError("gone")
-
-    monkeypatch.setattr(Hinted, "hint", refuse)
-    cache = CXLCache(pool, model, BUDGET)
-    with LocalTier(pool, "1MiB") as tier, Hints(model, cache, tier, wait=True) as hints:
-        run(model, prompts((40,))[0], cache)
-        run(model, torch.tensor([[3]]), cache)
-        assert hints.stats()["failed"] == LAYERS
 
 
 def test_hints_that_come_too_late_are_left_out(

@@ -35,7 +35,7 @@ from cxlkv.errors import BadArgumentError, StaleError, UnsupportedError
 
 from ..conftest import audit
 from ..support.adapted_worker import PAGE, adapted, base, lora, read
-from ..support.small_models import Generates, prompts
+from ..support.small_models import Generates, pool_for, prompts
 
 pytestmark = [
     # PEFT asks transformers by an old name; a second adapter, and positions, are no news.
@@ -51,10 +51,8 @@ ALL = 24
 
 @pytest.fixture
 def pool() -> Iterator[CXLPool]:
-    layout = layout_of(base(), PAGE)
-    with CXLPool.create("anonymous:", layout=layout, capacity="16MiB", threads=1) as made:
+    with pool_for(base(), PAGE) as made:
         yield made
-        audit(made)
 
 
 @contextmanager

@@ -14,11 +14,10 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from cxlkv import CXLPool
-from cxlkv.adapters.transformers import CXLCache, CXLRequests, layout_of
+from cxlkv.adapters.transformers import CXLCache, CXLRequests
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
-from ..support.small_models import VOCABULARY_SIZE, Generates
+from ..support.small_models import VOCABULARY_SIZE, Generates, pool_for
 
 IMAGE = 60  # the id that stands for a part of an image
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
@@ -101,10 +100,6 @@ def tokens_of(model: PreTrainedModel, given: dict[str, Tensor], cache: object) -
     settings: dict[str, object] = {**given, "past_key_values": cache}
     ids = cast(Tensor, settings.pop("input_ids"))
     return cast(Generates, model).generate(ids, max_new_tokens=12, do_sample=False, **settings)
-
-
-def pool_for(model: PreTrainedModel) -> CXLPool:
-    return CXLPool.create("anonymous:", layout=layout_of(model, 4), capacity="8MiB", threads=1)
 
 
 @pytest.mark.parametrize("of_parts", [False, True], ids=["whole", "text_config"])

@@ -33,6 +33,7 @@ from ..support.small_models import (
     attend_by,
     close,
     generate,
+    pool_for,
     prompts,
     run,
 )
@@ -124,19 +125,12 @@ def deepseek() -> PreTrainedModel:
     return make("deepseek-v3")
 
 
-def make_pool(model: object) -> CXLPool:
-    layout = layout_of(model, PAGE_TOKENS)
-    return CXLPool.create("anonymous:", layout=layout, capacity="32MiB", threads=1)
-
-
 @pytest.fixture
 def pool(request: pytest.FixtureRequest) -> Iterator[CXLPool]:
     """A pool for the test's model, whichever fixture that is; in the end it is clean and free."""
     models = [n for n in ("model", "mistral", "deepseek", "llama") if n in request.fixturenames]
-    with make_pool(request.getfixturevalue(models[0])) as made:
+    with pool_for(request.getfixturevalue(models[0]), capacity="32MiB") as made:
         yield made
-        report = made.admin.check(deep=True)
-        assert report["clean"], report["problems"]
 
 
 def dynamic(model: PreTrainedModel) -> DynamicCache:
@@ -255,9 +249,8 @@ def test_pools_of_shorter_numbers_are_near_dynamic_cache(
     model = make(name).to(of_model)
     ids, mask = prompts((60, 37))
     wanted = run(model, ids, dynamic(model), mask)[:, -5:]
-    layout = layout_of(model, PAGE_TOKENS, dtype=of_pool)
     for attention in ("pool", "device"):
-        with CXLPool.create("anonymous:", layout=layout, capacity="16MiB", threads=1) as pool:
+        with pool_for(model, dtype=of_pool) as pool:
             cache = CXLCache(pool, model, Budget(share=1.0), attention=attention)
             run(model, ids[:, :-5], cache, mask[:, :-5])
             steps = [run(model, ids[:, 55:57], cache, mask[:, :57])]
@@ -280,7 +273,7 @@ def test_other_models_of_latents_equal_dynamic_cache(
     assert model.config.model_type in LATENT_MODELS
     ids, mask = prompts((40, 23))
     wanted = run(model, ids, dynamic(model), mask)
-    with make_pool(model) as pool:
+    with pool_for(model) as pool:
         cache = CXLCache(pool, model, Budget(share=1.0))
         found = [run(model, ids[:, :30], cache, mask[:, :30])]
         found += [run(model, ids[:, 30:38], cache, mask[:, :38])]
@@ -459,7 +452,7 @@ def test_latents_are_stored_as_they_are_and_never_expanded(
 
 def test_a_layer_whose_expansion_is_no_plain_matrix_is_refused() -> None:
     model = make("deepseek-v3")
-    with make_pool(model) as pool:
+    with pool_for(model) as pool:
         ids, _ = prompts((9,))
         cache = CXLCache(pool, model)
         run(model, ids[:, :8], cache)

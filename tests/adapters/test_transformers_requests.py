@@ -15,7 +15,6 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -27,18 +26,10 @@ from cxlkv.arrays import Doubles
 from cxlkv.errors import BadArgumentError, GeometryError, PoolFullError
 from cxlkv.tiers import Tiers
 
-from ..conftest import audit
 from ..support.adapters import AdapterSuite
-from ..support.small_models import SHAPE, VOCABULARY_SIZE, Generates, prompts
+from ..support.small_models import VOCABULARY_SIZE, Generates, built, pool_for, prompts
 
 PAGE = 8
-SMALLER: dict[str, object] = {
-    **SHAPE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "initializer_range": 0.2,
-}
 WINDOWS: dict[str, object] = {
     "use_sliding_window": True,
     "sliding_window": 23,
@@ -54,18 +45,6 @@ def llama(seed: int = 7) -> PreTrainedModel:
 @once
 def windowed() -> PreTrainedModel:
     return built(Qwen3Config, Qwen3ForCausalLM, 7, **WINDOWS)
-
-
-def built(
-    config: type[PreTrainedConfig], kind: type[PreTrainedModel], seed: int, **more: object
-) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    made = config.from_dict({**SMALLER, **more})
-    assert isinstance(made, PreTrainedConfig)
-    model = kind(made)
-    model.train(False)
-    model.set_attn_implementation("cxlkv")
-    return model
 
 
 # ---- the suite ----
@@ -138,10 +117,8 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @pytest.fixture
 def pool(model: PreTrainedModel) -> Iterator[CXLPool]:
-    layout = layout_of(model, PAGE)
-    with CXLPool.create("anonymous:", layout=layout, capacity="16MiB", threads=1) as made:
+    with pool_for(model, PAGE) as made:
         yield made
-        audit(made)
 
 
 def generate(
@@ -343,10 +320,7 @@ def test_only_the_same_model_and_salt_find_a_prefix(tmp_path: Path) -> None:
             pass
         with pytest.raises(BadArgumentError, match="both"), requests.begin(ids, ids[:, 1:]):
             pass
-    with (
-        CXLPool.create("anonymous:", layout=layout_of(windowed()), capacity="8MiB") as pool,
-        pytest.raises(GeometryError),
-    ):
+    with pool_for(windowed(), PAGE) as pool, pytest.raises(GeometryError):
         CXLRequests(pool, llama())
 
 

@@ -6,7 +6,7 @@ Every text gives DynamicCache's tokens. The border is at 64 tokens, and pages ha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache as once
 from typing import cast
 
@@ -23,26 +23,18 @@ from transformers import (
     Phi3ForCausalLM,
     PhimoeConfig,
     PhimoeForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 
 from cxlkv import CXLPool
-from cxlkv.adapters.transformers import CXLCache, CXLRequests, hand_over, layout_of, take_over
+from cxlkv.adapters.transformers import CXLCache, CXLRequests, hand_over, take_over
 from cxlkv.adapters.transformers.ropes import depends_on_length, form_now, form_of
 from cxlkv.errors import BadArgumentError
 
-from ..conftest import audit
-from ..support.small_models import SHAPE, Generates, prompts
+from ..support.small_models import Generates, built, prompts
+from .test_transformers_requests import pool as pool
 
-PAGE, BORDER = 8, 64
-SMALL: dict[str, object] = {
-    **SHAPE,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "initializer_range": 0.2,
-}
+BORDER = 64
 LONGROPE: dict[str, object] = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -54,21 +46,10 @@ LONGROPE: dict[str, object] = {
 PLAIN: dict[str, object] = {"rope_type": "default", "rope_theta": 1e4}
 DYNAMIC: dict[str, object] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 BEYOND: dict[str, object] = {
+    "hidden_size": 64,  # of four heads of 16 channels, for which the factors are
     "max_position_embeddings": 4 * BORDER,
     "original_max_position_embeddings": BORDER,
 }
-
-
-def built(
-    config: type[PreTrainedConfig], kind: type[PreTrainedModel], **more: object
-) -> PreTrainedModel:
-    torch.manual_seed(7)
-    made = config.from_dict({**SMALL, **more})
-    assert isinstance(made, PreTrainedConfig)
-    model = kind(made)
-    model.train(False)
-    model.set_attn_implementation("cxlkv")
-    return model
 
 
 def phi3(**more: object) -> PreTrainedModel:
@@ -123,14 +104,6 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     made = request.param()
     assert isinstance(made, PreTrainedModel)
     return made
-
-
-@pytest.fixture
-def pool(model: PreTrainedModel) -> Iterator[CXLPool]:
-    layout = layout_of(model, PAGE)
-    with CXLPool.create("anonymous:", layout=layout, capacity="16MiB", threads=1) as made:
-        yield made
-        audit(made)
 
 
 @once

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cxlkv import CXLPool
-from cxlkv.adapters.transformers import CXLCache, layout_of, sparse_prefill
+from cxlkv.adapters.transformers import CXLCache, sparse_prefill
 from cxlkv.adapters.transformers.sparse_prefill import (
     BLOCK_TOKENS,
     STRIDE,
@@ -19,7 +19,7 @@ from cxlkv.adapters.transformers.sparse_prefill import (
 )
 from cxlkv.errors import BadArgumentError
 
-from ..support.small_models import PAGE_TOKENS, close, prompts, run
+from ..support.small_models import close, pool_for, prompts, run
 from .test_transformers_models import llama as llama  # a fixture
 from .test_transformers_models import make
 
@@ -30,9 +30,7 @@ LENGTHS = (700, 300, 420)
 
 @pytest.fixture
 def pool(llama: PreTrainedModel) -> Iterator[CXLPool]:
-    with CXLPool.create(
-        "anonymous:", layout=layout_of(llama, PAGE_TOKENS), capacity="32MiB", threads=1
-    ) as made:
+    with pool_for(llama, capacity="32MiB") as made:
         yield made
 
 
@@ -199,8 +197,7 @@ def test_short_texts_windows_and_softcap_stay_dense(llama: PreTrainedModel, pool
 def test_what_is_not_plain_attention_stays_dense(name: str) -> None:
     model = make(name)
     ids, mask = prompts((500,))
-    layout = layout_of(model, PAGE_TOKENS)
-    with CXLPool.create("anonymous:", layout=layout, capacity="32MiB", threads=1) as pool:
+    with pool_for(model, capacity="32MiB") as pool:
         wanted = run(model, ids, CXLCache(pool, model), mask)
         cache = CXLCache(pool, model, prefill_mass=0.5)
         assert torch.equal(run(model, ids, cache, mask), wanted)

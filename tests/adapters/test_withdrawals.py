@@ -24,8 +24,8 @@ from cxlkv.tiers import Tiers
 
 from ..support.paged_engine import SPACE, Adapter, text
 from ..support.paged_engines import Engines, engines_in
-from ..support.small_models import prompts
-from .test_transformers_requests import PAGE, built, generate, llama, stock, windowed
+from ..support.small_models import built, pool_for, prompts
+from .test_transformers_requests import PAGE, generate, llama, stock, windowed
 
 # ---- vLLM ----
 
@@ -119,7 +119,7 @@ def test_files_of_an_adapter_that_vanish_end_no_engine(tmp_path: Path) -> None:
 def test_an_audit_that_finds_no_shorter_hit_is_left_out() -> None:
     """A window has given back what the text before the last page would see."""
     model, (ids, _) = windowed(), prompts((600,))
-    with CXLPool.create("anonymous:", layout=layout_of(model, 256), capacity="32MiB") as pool:
+    with pool_for(model, 256, "32MiB") as pool:
         requests = CXLRequests(pool, model, audit_hits=1)
         for begins in (0, 512):
             with requests.begin(ids) as cache:
@@ -131,7 +131,7 @@ def test_an_audit_that_finds_no_shorter_hit_is_left_out() -> None:
 def test_layers_whose_window_has_given_the_page_back_are_left_out(is_wrong: bool) -> None:
     """The others are compared."""
     model, (ids, _) = windowed(), prompts((400,))
-    with CXLPool.create("anonymous:", layout=layout_of(model, PAGE), capacity="16MiB") as pool:
+    with pool_for(model, PAGE) as pool:
         requests = CXLRequests(pool, model, audit_hits=1)
         short = ids[:, :26].clone()
         requests.load("one", None, 0)
@@ -184,7 +184,7 @@ def test_a_mark_below_the_pool_counts_for_a_model_as_it_is_later(tmp_path: Path)
 
 def test_an_error_at_the_end_of_begin_holds_no_pages() -> None:
     model, (ids, _) = built(type(llama().config), type(llama()), 7), prompts((24,))
-    with CXLPool.create("anonymous:", layout=layout_of(model, PAGE), capacity="8MiB") as pool:
+    with pool_for(model, PAGE) as pool:
         requests = CXLRequests(pool, model)
 
         def fail() -> None:
@@ -205,7 +205,7 @@ def test_what_is_fed_beside_ids_is_in_no_key() -> None:
     model.train(False)
     model.set_attn_implementation("cxlkv")
     ids, _ = prompts((32,))
-    with CXLPool.create("anonymous:", layout=layout_of(model, PAGE), capacity="8MiB") as pool:
+    with pool_for(model, PAGE) as pool:
         requests = CXLRequests(pool, model)
         with torch.no_grad(), requests.begin(ids) as cache:
             model(ids, token_type_ids=torch.full_like(ids, 5), past_key_values=cache)
@@ -215,7 +215,7 @@ def test_what_is_fed_beside_ids_is_in_no_key() -> None:
 
 def test_a_withdrawal_between_begin_and_the_first_pass_says_what_it_is() -> None:
     model, (ids, _) = llama(), prompts((40,))
-    with CXLPool.create("anonymous:", layout=layout_of(model, PAGE), capacity="8MiB") as pool:
+    with pool_for(model, PAGE) as pool:
         requests = CXLRequests(pool, model)
         with requests.begin(ids) as cache:
             generate(model, ids, None, cache)
@@ -284,8 +284,7 @@ def test_two_threads_that_look_lose_no_change(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_withdrawal_that_has_no_room_is_said_later() -> None:
-    layout = layout_of(llama(), PAGE)
-    with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool:
+    with pool_for(llama(), PAGE) as pool:
         requests = PoolRequests(pool)
         taken = pool.pages.alloc(pool.stats()["pages_free"])
         requests.withdraw(SPACE)
@@ -298,7 +297,7 @@ def test_a_withdrawal_that_has_no_room_is_said_later() -> None:
 def test_positions_that_are_given_by_place_are_not_overheard() -> None:
     model, (ids, _) = llama(), prompts((32,))
     places = torch.arange(32)[None] + 3
-    with CXLPool.create("anonymous:", layout=layout_of(model, PAGE), capacity="8MiB") as pool:
+    with pool_for(model, PAGE) as pool:
         requests = CXLRequests(pool, model)
         with torch.no_grad(), requests.begin(ids) as cache:
             model.model(ids, None, places, past_key_values=cache)

@@ -20,26 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cxlkv import CXLPool
 from cxlkv.adapters.transformers import CXLRequests
 
-from .small_models import SHAPE, Generates
+from .small_models import Generates, built
 
 PAGE = 8
-SMALL: dict[str, object] = {
-    **SHAPE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "initializer_range": 0.2,
-}
 
 
 def base(seed: int = 7, **more: object) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig.from_dict({**SMALL, **more})
-    assert isinstance(config, LlamaConfig)
-    model = LlamaForCausalLM(config)
-    model.train(False)
-    model.set_attn_implementation("cxlkv")
-    return model
+    return built(LlamaConfig, LlamaForCausalLM, seed, **more)
 
 
 def lora(**more: object) -> LoraConfig:

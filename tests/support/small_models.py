@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedConfig, PreTrainedModel
 
-from cxlkv.adapters.transformers import CXLCache
+from cxlkv import CXLPool
+from cxlkv.adapters.transformers import CXLCache, layout_of
+
+from ..conftest import audit
 
 VOCABULARY_SIZE = 64
 LAYERS = 3
@@ -30,7 +34,41 @@ SHAPE: dict[str, object] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+SMALLER: dict[str, object] = {
+    **SHAPE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.2,
+}
 NO_KERNEL = ("gemma2", "gpt_oss")  # softcap and sinks: transformers' sdpa leaves them out
+
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def built(
+    config: type[PreTrainedConfig], kind: type[Model], seed: int = 7, /, **more: object
+) -> Model:
+    """A random model that attends in pools. more: what differs from SMALLER."""
+    torch.manual_seed(seed)
+    made = config.from_dict({**SMALLER, **more})
+    assert isinstance(made, PreTrainedConfig)
+    model = kind(made)
+    model.train(False)
+    model.set_attn_implementation("cxlkv")
+    return model
+
+
+@contextmanager
+def pool_for(
+    model: object, page_tokens: int = PAGE_TOKENS, capacity: str = "16MiB", **layout: str
+) -> Iterator[CXLPool]:
+    """A pool of a model's own, clean at the end. layout: as in layout_of()."""
+    shape = layout_of(model, page_tokens, **layout)
+    with CXLPool.create("anonymous:", layout=shape, capacity=capacity, threads=1) as made:
+        yield made
+        audit(made)
 
 
 def save_with_windows(model: Path, folder: Path, shape: Mapping[str, object], window: int) -> Path:

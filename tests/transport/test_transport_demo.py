@@ -13,16 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cxlkv import CXLPool
-from cxlkv.adapters.transformers import CXLRequests, layout_of
+from cxlkv.adapters.transformers import CXLRequests
 from cxlkv.transport import pull
 
 from ..adapters.test_transformers_requests import PAGE, generate, stock
-from ..conftest import audit
 from ..support import states
 from ..support.far_prefill import MODELS
 from ..support.processes import Child
-from ..support.small_models import prompts
+from ..support.small_models import pool_for, prompts
 from .test_transport import HOST, LINKS, device_of, folder, remote_of
 
 __all__ = ["folder"]
@@ -45,9 +43,7 @@ def test_what_another_process_read_is_decoded_here(folder: Path, link: str) -> N
     name, lengths = ("windowed", (103,)) if link == "socket" else ("llama", (103, 70, 19))
     model = MODELS[name]()
     ids, mask = prompts(lengths)
-    with CXLPool.create(
-        "anonymous:", layout=layout_of(model, PAGE), capacity="8MiB", threads=1
-    ) as pool:
+    with pool_for(model, PAGE) as pool:
         requests = CXLRequests(pool, model)
         with prefilled(folder, link, name, lengths) as address, remote_of(address, link) as remote:
             assert remote.link == link
@@ -61,4 +57,3 @@ def test_what_another_process_read_is_decoded_here(folder: Path, link: str) -> N
             assert cache.get_seq_length() == max(lengths) - tail
             assert torch.equal(generate(model, ids, mask, cache), stock(model, ids, mask))
         assert not requests.failures()
-        audit(pool)
