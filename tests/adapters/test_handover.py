@@ -18,11 +18,12 @@ from pathlib import Path
 from random import Random
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cxlkv import Budget, CXLPool, _core
+from cxlkv import Budget, CXLPool, Sequence, _core
 from cxlkv.adapters.transformers import CXLCache, CXLRequests, hand_over, layout_of, take_over
 from cxlkv.adapters.transformers.handover import HEADER, LENGTH
 from cxlkv.errors import (
@@ -118,15 +119,21 @@ def alone(model: PreTrainedModel, lengths: tuple[int, ...], mode: Words) -> list
         return decode(model, prefill(pool, model, lengths), lengths, mode)
 
 
-def overwrite(pool: CXLPool, model: PreTrainedModel, texts: int = 10_000) -> None:
-    """All pages that are free get other numbers, or those of so many texts."""
-    ids, caches = torch.full((1, 200), 9), []
+def overwrite(pool: CXLPool, pages: int = 1 << 20) -> None:
+    """All pages that are free get other numbers, or those of so many pages' tokens."""
+    layout, sequences = pool.layout, list[Sequence]()
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    k = torch.full((10 * PAGE_TOKENS, layout.kv_heads, layout.head_dim), 9, dtype=dtype)
+    v = None if layout.values == "key_prefix" else k[..., : layout.value_head_dim]
     with suppress(PoolFullError):
-        for _ in range(texts):
-            caches.append(CXLCache(pool, model))
-            run(model, ids, caches[-1])
-    for cache in caches:
-        cache.release()
+        for _ in range(0, pages, 10):
+            new = [pool.sequence() for _ in range(10)]
+            sequences += new
+            for layer in range(layout.layers):
+                starts = np.arange(0, len(k) + 1, PAGE_TOKENS, dtype=np.int32)
+                pool.batch(new).append(layer, k, v, starts)
+    for sequence in sequences:
+        sequence.release()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +170,7 @@ def test_another_process_makes_the_same_tokens(
         taken = other.ask("take", path=path, data=data.hex(), **words)
         assert taken == {"tokens": LENGTHS[0] - 1}
         cache.release()
-        overwrite(pool, model)
+        overwrite(pool)
         found = other.ask("decode", lengths=LENGTHS, mode=MODES[mode], **words)
         other.ask("release", name="taken")
         assert all_free(pool)
@@ -276,7 +283,7 @@ def test_a_reader_that_was_killed_before_is_named_and_after_is_not_missed(
             assert "was freed" in str(taken["text"])
         reader.kill()
         assert all_free(pool) == before
-    overwrite(pool, model)
+    overwrite(pool)
     found = other.ask("decode", model=LLAMA, name="b", lengths=ONE, mode=GREEDY)
     assert found["ids"] == wanted
     other.ask("release", name="b")
@@ -320,7 +327,7 @@ def test_a_host_that_dies_takes_nothing_along(other: Process, path: str, dies: s
     assert taken == {"tokens": LENGTHS[0] - 1}
     reader.kill()
     with CXLPool.open(path, threads=1, host=0, lease_s=LEASE_S) as back:
-        overwrite(back, model)
+        overwrite(back)
         audit(back)
     found = other.ask("decode", model=LLAMA, name="b", lengths=LENGTHS, mode=GREEDY)
     assert found["ids"] == alone(model, LENGTHS, GREEDY)
@@ -352,7 +359,7 @@ def test_between_living_hosts(other: Process, path: str) -> None:
         cache = prefill(pool, model, LENGTHS)
         other.ask("take", data=hand_over(cache, model).hex(), name="b", **words)
         cache.release()
-        overwrite(pool, model, texts=20)  # all of them, and host 1 would have none to go on
+        overwrite(pool, 1000)  # all of them, and host 1 would have none to go on
         found = other.ask("decode", model=LLAMA, name="b", lengths=LENGTHS, mode=GREEDY)
         assert found["ids"] == alone(model, LENGTHS, GREEDY)
         back = other.ask("hand", model=LLAMA, name="b")
