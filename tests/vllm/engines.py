@@ -15,6 +15,14 @@ SERVE = Path(__file__).with_name("serve.py")
 VOCABULARY_SIZE = 512
 LAYERS = 3
 BLOCK_TOKENS = 32
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 
 
 class Generated(TypedDict):
@@ -63,7 +71,7 @@ class Engine:
         **settings: object,
     ):
         given = settings_of(extra, **settings)
-        self._log = log
+        self._log, self._is_ready = log, False
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 [sys.executable, str(SERVE), json.dumps(given)],
@@ -74,19 +82,15 @@ class Engine:
                 start_new_session=True,
                 env={
                     **os.environ,
-                    "VLLM_CPU_KVCACHE_SPACE": "1",
-                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                    "OMP_NUM_THREADS": "1",
-                    "HF_HUB_OFFLINE": "1",
-                    "VLLM_NO_USAGE_STATS": "1",
+                    **ENVIRONMENT,
                     "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
                     **(environment or {}),
                 },
             )
 
     def ready(self) -> str | None:
-        """None, or what the engine raised when it started."""
-        answer = self._read()
+        """None, or what the engine raised when it started. Its first question waits for it, too."""
+        answer, self._is_ready = self._read(), True
         error = answer.get("error")
         return None if error is None else str(error)
 
@@ -130,6 +134,8 @@ class Engine:
         self.process.stdin.flush()
 
     def ask(self, **asked: object) -> dict[str, object]:
+        if not self._is_ready:
+            assert self.ready() is None
         self.say(**asked)
         return self._read()
 

@@ -15,16 +15,8 @@ from typing_extensions import Self
 
 from tests.support import forked
 
-from .engines import settings_of
+from .engines import ENVIRONMENT, settings_of
 
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
 Tokens = list[int]
 
 

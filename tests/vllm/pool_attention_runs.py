@@ -1,58 +1,38 @@
 """Runs of vLLM with attention in the pool beside stock runs; each prints what it saw, as JSON.
 
-python pool_attention_runs.py RUN FOLDER     FOLDER has a model of models(); pools are made there
+python -m tests.vllm.pool_attention_runs RUN FOLDER     the run "models" comes first in a folder
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 from pathlib import Path
 
 import numpy as np
 
-VOCABULARY_SIZE = 512
-BLOCK_TOKENS = 32
+from .engines import BLOCK_TOKENS, ENVIRONMENT, VOCABULARY_SIZE, settings_of
+from .forked import Tokens
+from .tiny_models import SHAPE, saved, tiny
 
-os.environ.update(
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    OMP_NUM_THREADS="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_LOGGING_LEVEL="WARNING",
-)
+os.environ.update(ENVIRONMENT, VLLM_LOGGING_LEVEL="WARNING")
 os.environ.pop("TRITON_INTERPRET", None)  # which pytest has set: torch is many times faster
 
 Found = dict[str, object]
-Tokens = list[list[int]]
 
 
-def models(folder: Path) -> None:
-    """Random ones whose logits depend on keys and values: small weights would hide them. One with
-    layers that see a window, and capped logits."""
+def models(folder: Path) -> Found:
+    """One with all layers alike, and one with layers that see a window, and capped logits."""
     import torch
-    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    shape: Found = {
-        "vocab_size": VOCABULARY_SIZE,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.12,
-    }
+    tiny("Llama", folder / "llama")
     capped: Found = {"num_hidden_layers": 4, "sliding_window": 64, "attn_logit_softcapping": 5.0}
     torch.manual_seed(0)
-    plain = LlamaForCausalLM(LlamaConfig.from_dict({**shape, "num_hidden_layers": 3}))
-    plain.save_pretrained(folder / "llama")
-    windowed = Gemma2ForCausalLM(Gemma2Config.from_dict({**shape, **capped}))
-    windowed.save_pretrained(folder / "gemma2")
+    windowed = Gemma2ForCausalLM(Gemma2Config.from_dict({**SHAPE, **capped}))
+    saved(windowed, folder / "gemma2")
+    return {"told": {}}
 
 
 class Run:
@@ -67,25 +47,11 @@ class Run:
     ):
         from vllm import LLM
 
-        given: Found = {
-            "model": str(folder / model),
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 1024,
-            "max_num_batched_tokens": 1024,
-            "max_num_seqs": 8,
-            "block_size": BLOCK_TOKENS,
-            "disable_log_stats": False,
-            **(settings or {}),
-        }
         if extra is not None:
             pool = {"attention": "pool", "where": str(folder / "a.pool"), "capacity": "64MiB"}
-            given["kv_transfer_config"] = {
-                "kv_connector": "CXLConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {**pool, **extra},
-            }
+            extra = {**pool, **extra}
+        own: Found = {"model": str(folder / model), "max_num_seqs": 8, "disable_log_stats": False}
+        given = settings_of(extra, **{**own, **(settings or {})})
         self.llm = LLM(**given)
         core = self.llm.llm_engine.engine_core.engine_core
         self.blocks = core.scheduler.kv_cache_manager.block_pool
@@ -101,8 +67,8 @@ class Run:
         self.blocks.get_new_blocks = counted
 
     def generate(
-        self, prompts: Tokens, max_tokens: int = 24, options: object = ()
-    ) -> tuple[Tokens, list[int]]:
+        self, prompts: list[Tokens], max_tokens: int = 24, options: object = ()
+    ) -> tuple[list[Tokens], list[int]]:
         """Tokens, and how many of each prompt were found. options: the request's own."""
         from vllm import SamplingParams, TokensPrompt
 
@@ -137,7 +103,7 @@ class Run:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def prompts(lengths: tuple[int, ...], seed: int = 1) -> Tokens:
+def prompts(lengths: tuple[int, ...], seed: int = 1) -> list[Tokens]:
     numbers = np.random.default_rng(seed)
     return [numbers.integers(0, VOCABULARY_SIZE, n).tolist() for n in lengths]
 
@@ -371,42 +337,6 @@ def speculated(folder: Path) -> Found:
     return {"equal": equal, "cached": cached, "drafts": drafts, **run.state()}
 
 
-def storm(folder: Path) -> Found:
-    """64 at once, and each step aborts some at random; what is done is as it should be."""
-    from vllm import SamplingParams, TokensPrompt
-
-    seed = 7
-    chance, shared = random.Random(seed), prompts((200,), 4)[0]
-    own = prompts(tuple(chance.randrange(1, 300) for _ in range(64)), 5)
-    texts = [shared[: chance.randrange(200)] + ids for ids in own]
-    stock = Run(folder, settings={"max_num_seqs": 64})
-    wanted, _ = stock.generate(texts, 30)
-    stock.end()
-    settings: Found = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
-    run = Run(folder, {"capacity": "6MiB"}, settings=settings)
-    engine = run.llm.llm_engine
-    params = SamplingParams(detokenize=False, ignore_eos=True, temperature=0, max_tokens=30)
-    going, done = set(), {}
-    for number, ids in enumerate(texts):
-        engine.add_request(str(number), TokensPrompt(prompt_token_ids=ids), params)
-        going.add(str(number))
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                going.discard(output.request_id)
-                done[int(output.request_id)] = list(output.outputs[0].token_ids)
-        for name in sorted(going):
-            if chance.random() < 0.004:
-                engine.abort_request([name])
-                going.discard(name)
-    aborted = len(texts) - len(done)
-    right = all(tokens == wanted[number] for number, tokens in done.items())
-    preemptions = run.counted("num_preemptions")
-    found: Found = {"seed": seed, "equal": right, "done": len(done), "aborted": aborted}
-    run.generate(prompts((5,)), 1)  # the workers hear of the last ones
-    return {**found, "preemptions": preemptions, **run.state()}
-
-
 def stored(folder: Path) -> Found:
     """What `damaged` finds in the pool."""
     run = Run(folder, {})
@@ -453,6 +383,7 @@ def refused(folder: Path) -> Found:
 
 
 RUNS = {
+    "models": models,
     "same": lambda folder: same(folder, "llama"),
     "windows": lambda folder: same(folder, "gemma2"),
     "encoded": encoded,
@@ -465,7 +396,6 @@ RUNS = {
     "space": space,
     "budgets": budgets,
     "speculated": speculated,
-    "storm": storm,
     "stored": stored,
     "damaged": damaged,
     "refused": refused,

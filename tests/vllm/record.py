@@ -34,8 +34,7 @@ from tests.qemu.guest.recording import (
     write,
 )
 
-from .engines import BLOCK_TOKENS, VOCABULARY_SIZE, settings_of
-from .forked import ENVIRONMENT
+from .engines import BLOCK_TOKENS, ENVIRONMENT, VOCABULARY_SIZE, settings_of
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -18,8 +18,8 @@ import numpy as np
 
 from ..support.processes import ROOT, kill_group
 from ..support.waiting import until
-from .engines import BLOCK_TOKENS, VOCABULARY_SIZE
-from .forked import ENVIRONMENT, Tokens
+from .engines import BLOCK_TOKENS, ENVIRONMENT, VOCABULARY_SIZE
+from .forked import Tokens
 
 PROXY = ROOT / "examples/prefill_decode.py"
 PROMPT_TOKENS, NEW_TOKENS = 600, 24

@@ -10,7 +10,7 @@ import pytest
 
 from .conftest import MakeEngine
 from .engines import BLOCK_TOKENS, VOCABULARY_SIZE, Engine
-from .test_prefixes import check, folder_in
+from .test_prefixes import end, folder_in
 
 COUNT, TOKENS = 48, 300
 CACHED = TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
@@ -41,28 +41,22 @@ def test_four_times_the_pool_is_found_again(
     cold = {"cold": f"{tmp_path}/cold/", "cold_capacity": "64MiB"}
     extra = {**extra, **cold, "capacity": "8MiB", "attention": attention, "deadline_s": 60}
     stock = make_engine()
-    assert stock.ready() is None
     wanted = served(stock)[0]
     stock.end()
 
     first = make_engine(extra)
-    assert first.ready() is None
     assert served(first) == (wanted, [0] * COUNT)
     assert served(first) == (wanted, [CACHED] * COUNT)
     beside = make_engine(extra)
-    assert beside.ready() is None
     assert served(beside) == (wanted, [CACHED] * COUNT)
     first.kill()  # one of them had the file
     assert served(beside) == (wanted, [CACHED] * COUNT)
-    beside.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, beside)
 
     (pool,) = folder.glob("*.pool")
     pool.unlink()  # as after a restart of the machine
     again = make_engine(extra)
-    assert again.ready() is None
     tokens, cached = served(again)
     assert tokens == wanted
     assert sum(cached) >= (COUNT - 14) * CACHED, "what was in the pool alone went with it"
-    again.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, again)

@@ -11,7 +11,7 @@ import pytest
 from ..support.damaging import damage_piece
 from .conftest import MakeEngine
 from .engines import Engine
-from .test_prefixes import CACHED, check, folder_in, pool_in, prompts
+from .test_prefixes import CACHED, end, folder_in, pool_in, prompts
 
 THEIRS = [288, 64, 0, 0]
 """What the other one has of each prompt: of 97 tokens it saves 96, and looks for 64."""
@@ -56,7 +56,6 @@ def test_all_is_as_alone(make_engine: MakeEngine, tmp_path: Path, order: str) ->
     told = company(extra, files, order)
     stock = make_engine()
     ours = make_engine(kv_transfer_config=told, disable_log_stats=False)
-    assert (stock.ready(), ours.ready()) == (None, None)
     wanted = stock.generate(prompts())["tokens"]
     stock.end()
 
@@ -92,8 +91,7 @@ def test_all_is_as_alone(make_engine: MakeEngine, tmp_path: Path, order: str) ->
             ours.generate(prompts(), extra_args=asked)
             ours.generate([[1, 2, 3]], max_tokens=1)  # workers hear with the next step
             assert pool.stats()["pages_held"] == pages
-    ours.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, ours)
 
 
 def test_attention_in_the_pool_wants_to_be_alone(make_engine: MakeEngine, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import MakeEngine
-from .test_prefixes import CACHED, check, damage, folder_in, pool_in, prompts
+from .test_prefixes import CACHED, damage, end, folder_in, pool_in, prompts
 
 
 @pytest.mark.parametrize("attention", ["engine", "pool"])
@@ -18,7 +18,6 @@ def test_resets_and_sleep_forget_what_they_say(
     that it does; weights and blocks stay."""
     folder, extra = folder_in(tmp_path)
     ours = make_engine({**extra, "attention": attention})
-    assert ours.ready() is None
     wanted = ours.generate(prompts())["tokens"]
 
     def serve(cached: list[int]) -> None:
@@ -40,8 +39,7 @@ def test_resets_and_sleep_forget_what_they_say(
         serve(cached)
         ours.forget()
         serve(CACHED)
-    ours.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, ours)
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
@@ -62,7 +60,6 @@ def test_a_damaged_page_fails_its_request_where_the_user_wants_that(
             },
         }
     )
-    assert ours.ready() is None
     wanted = ours.generate(prompts())["tokens"]
     damage(folder, page=2, layer=1)
     ours.forget()
@@ -73,5 +70,4 @@ def test_a_damaged_page_fails_its_request_where_the_user_wants_that(
     ours.forget()
     again = ours.generate(prompts())
     assert (again["tokens"], again["ended"]) == (wanted, ["length"] * 4)
-    ours.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, ours)

@@ -58,7 +58,6 @@ def test_hits_of_a_second_request_show(
         tensor_parallel_size=ranks,
         disable_log_stats=False,
     )
-    assert engine.ready() is None
     before = metrics(engine, lambda found: "vllm:cxlkv_pool_tokens free" in found)
     assert before["vllm:cxlkv_hit_tokens"] == 0
     assert before["vllm:cxlkv_failures corrupt"] == 0
@@ -99,7 +98,6 @@ def test_audits_of_attention_in_the_pool_show(make_engine: MakeEngine, tmp_path:
         environment={"CXLKV_EMULATE": "astera-a1000, virtual"},
         disable_log_stats=False,
     )
-    assert engine.ready() is None
     for _ in range(2):
         engine.generate([prompt(2)], max_tokens=8)
     selects = 2 * 7 * LAYERS
@@ -131,7 +129,6 @@ def test_what_a_small_pool_moves_shows(
     cold = {"cold": f"{tmp_path}/a.cold", "cold_capacity": "64MiB", "deadline_s": 60}
     extra = {"where": f"{tmp_path}/a.pool", "capacity": "8MiB", "attention": attention, **cold}
     engine = make_engine(extra, disable_log_stats=False)
-    assert engine.ready() is None
     texts = [prompt(seed) for seed in range(100, 140)]
     for _ in range(2):
         for first in range(0, len(texts), 4):

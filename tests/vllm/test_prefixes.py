@@ -46,6 +46,13 @@ def check(folder: Path) -> dict[str, int]:
         return pool.stats()
 
 
+def end(folder: Path, *engines: Engine) -> None:
+    """Nothing is held then, and nothing is wrong."""
+    for engine in engines:
+        engine.end()
+    assert check(folder)["pages_held"] == 0
+
+
 def damage(folder: Path, page: int, layer: int) -> None:
     with pool_in(folder) as pool:
         damage_piece(pool, page, layer)
@@ -74,7 +81,6 @@ def test_second_run_comes_from_the_pool_with_the_same_tokens(
 ) -> None:
     folder, extra = folder_in(tmp_path)
     stock, ours = make_engine(), make_engine(extra)
-    assert (stock.ready(), ours.ready()) == (None, None)
     wanted = stock.generate(prompts())["tokens"]
     assert wanted == [of_transformers(model, ids, 16) for ids in prompts()]
     stock.end()
@@ -95,8 +101,7 @@ def test_second_run_comes_from_the_pool_with_the_same_tokens(
     healed = ours.generate(prompts())
     assert (healed["tokens"], healed["cached"]) == (wanted, CACHED)
     assert ours.log().count("the CRC of its V is wrong") == 1
-    ours.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, ours)
 
 
 def test_an_encoded_pool_keeps_prefixes_of_an_engine_in_full(
@@ -105,7 +110,6 @@ def test_an_encoded_pool_keeps_prefixes_of_an_engine_in_full(
     """What an engine computes itself is its own; what it finds is what the codes stand for."""
     folder, extra = folder_in(tmp_path)
     stock, ours = make_engine(), make_engine({**extra, "encoding": "int8"})
-    assert (stock.ready(), ours.ready()) == (None, None)
     wanted = stock.generate(prompts())["tokens"]
     stock.end()
     first = ours.generate(prompts())
@@ -130,7 +134,6 @@ def test_engines_in_fp8_find_their_bytes_in_the_pool(
     folder, extra = folder_in(tmp_path)
     stock, full = make_engine(kv_cache_dtype="fp8"), make_engine()
     one = make_engine(extra, kv_cache_dtype="fp8")
-    assert (stock.ready(), full.ready(), one.ready()) == (None, None, None)
     wanted = stock.generate(prompts())["tokens"]
     assert wanted != full.generate(prompts())["tokens"], "fp8 is seen in these texts"
     full.end()
@@ -140,7 +143,6 @@ def test_engines_in_fp8_find_their_bytes_in_the_pool(
     with pool_in(folder) as pool:
         assert (pool.layout.encoding, pool.layout.dtype) == ("fp8_e4m3", "float32")
     two = make_engine({**extra, "load": "async", "tails": True}, kv_cache_dtype="fp8")
-    assert two.ready() is None
     second = two.generate(prompts())
     assert (second["tokens"], second["cached"]) == (wanted, [288, 95, 96, 0])
     longer = [ids + more for ids, more in zip(prompts(), wanted, strict=True)]
@@ -150,9 +152,7 @@ def test_engines_in_fp8_find_their_bytes_in_the_pool(
     damage(folder, page=2, layer=1)
     two.forget()
     assert two.generate(prompts())["tokens"] == wanted
-    two.end()
-    stock.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, two, stock)
 
 
 def inside_another(extra: dict[str, object], **written: object) -> dict[str, object]:
@@ -180,14 +180,12 @@ def test_a_damaged_page_fails_no_request_inside_another_connector(
 
     told = inside_another(extra, kv_load_failure_policy="recompute")
     ours = make_engine(kv_transfer_config=told)
-    assert ours.ready() is None
     wanted = ours.generate(prompts())["tokens"]
     damage(folder, page=2, layer=1)
     ours.forget()
     assert ours.generate(prompts())["tokens"] == wanted
     assert "the CRC of its V is wrong" in ours.log()
-    ours.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, ours)
 
 
 def test_several_processes_load_beside_the_steps_what_another_engine_stored(
@@ -196,7 +194,6 @@ def test_several_processes_load_beside_the_steps_what_another_engine_stored(
     folder, extra = folder_in(tmp_path)
     one = make_engine(extra)
     two = make_engine({**extra, "load": "async"}, processes=True)
-    assert (one.ready(), two.ready()) == (None, None)
     wanted = one.generate(prompts())["tokens"]
     found = two.generate(prompts())
     assert (found["tokens"], found["cached"]) == (wanted, CACHED)
@@ -208,9 +205,7 @@ def test_several_processes_load_beside_the_steps_what_another_engine_stored(
     expected = two.generate(again)["tokens"]
     found = one.generate(again)
     assert (found["tokens"], found["cached"]) == (expected, CACHED)
-    one.end()
-    two.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, one, two)
 
 
 @pytest.mark.parametrize("attention", ["engine", "pool"])
@@ -220,7 +215,6 @@ def test_aborts_at_random_and_a_kill_leave_nothing(
     folder, extra = folder_in(tmp_path)
     extra = {**extra, "attention": attention}
     one = make_engine(extra)
-    assert one.ready() is None
     asked = storm_prompts()
     wanted = one.storm(asked, max_tokens=24, share=0.0, seed=seed)
     assert len(wanted["done"]) == 64
@@ -239,12 +233,10 @@ def test_aborts_at_random_and_a_kill_leave_nothing(
         assert pool.admin.check(deep=True)["clean"]
         assert pool.stats()["pages_held"] == 0
     two = make_engine({**extra, "load": "async"})
-    assert two.ready() is None
     found = two.storm(asked, max_tokens=24, share=0.03, seed=seed + 1)
     assert found["done"].items() <= wanted["done"].items()
     assert two.generate([asked[0][:1], asked[0]])["cached"][1] == (len(asked[0]) - 1) // 32 * 32
-    two.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, two)
 
 
 @pytest.mark.parametrize("attention", ["engine", "pool"])
@@ -254,16 +246,13 @@ def test_many_requests_at_once(
     folder, extra = folder_in(tmp_path)
     stock = make_engine(max_num_seqs=128)
     ours = make_engine({**extra, "attention": attention}, max_num_seqs=128)
-    assert (stock.ready(), ours.ready()) == (None, None)
     asked = storm_prompts(512)
     wanted = stock.storm(asked, max_tokens=3, share=0.0, seed=seed)
     assert len(wanted["done"]) == 512
     for _ in range(2):
         assert ours.storm(asked, max_tokens=3, share=0.0, seed=seed) == wanted
         ours.forget()
-    ours.end()
-    stock.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, ours, stock)
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
@@ -281,19 +270,15 @@ def test_slow_pool_is_given_up_at_the_deadline(
         {**extra, "load": load, "deadline_s": 0.1},
         environment={"CXLKV_EMULATE": f"{profile}:slow"},
     )
-    assert (fast.ready(), slow.ready()) == (None, None)
     wanted = fast.generate(prompts())["tokens"]
     assert slow.generate(prompts())["tokens"] == wanted
     assert "a load took longer than deadline_s=0.1" in slow.log()
-    fast.end()
-    slow.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, fast, slow)
 
 
 def test_small_pool_changes_nothing(make_engine: MakeEngine, tmp_path: Path, seed: int) -> None:
     folder, extra = folder_in(tmp_path)
     stock, ours = make_engine(), make_engine({**extra, "capacity": "8MiB"})
-    assert (stock.ready(), ours.ready()) == (None, None)
     wanted = stock.storm(storm_prompts(), max_tokens=24, share=0.0, seed=seed)
     stock.end()
     for _ in range(2):
@@ -313,7 +298,6 @@ def test_texts_of_higher_priority_make_room_later(
     found, with the same tokens; by age all four would have gone."""
     folder, extra = folder_in(tmp_path)
     engine = make_engine({**extra, "capacity": "8MiB", "policy": "lru", "attention": attention})
-    assert engine.ready() is None
     numbers = np.random.default_rng(7)
     texts = numbers.integers(0, VOCABULARY_SIZE, (40, 300)).tolist()
     asked = {"kv_transfer_params": {"cxlkv": {"priority": 3}}}
@@ -325,14 +309,12 @@ def test_texts_of_higher_priority_make_room_later(
     cached = 300 // BLOCK_TOKENS * BLOCK_TOKENS
     assert again["cached"] == [cached, cached, 0, 0]
     assert again["tokens"][:2] == first["tokens"]
-    engine.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, engine)
 
 
 def test_each_rank_has_its_own_shard(make_engine: MakeEngine, tmp_path: Path) -> None:
     folder, extra = folder_in(tmp_path)
     engine = make_engine(extra, processes=True, tensor_parallel_size=2)
-    assert engine.ready() is None
     wanted = engine.generate(prompts(), max_tokens=8)["tokens"]
     shards = sorted(folder.glob("*.pool"))
     assert [path.stem[-4:] for path in shards] == ["0of2", "1of2"]
@@ -344,8 +326,7 @@ def test_each_rank_has_its_own_shard(make_engine: MakeEngine, tmp_path: Path) ->
     engine.forget()
     assert engine.generate(prompts(), max_tokens=8)["tokens"] == wanted
     assert engine.log().count("the CRC of its V is wrong") == 1
-    engine.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, engine)
     hidden.rename(shards[0])
 
 
@@ -355,7 +336,6 @@ def test_bf16_and_a_pool_that_is_removed_while_the_engine_runs(
     """What has the pool open keeps it; the next engine makes another one."""
     folder, extra = folder_in(tmp_path)
     stock, ours = make_engine(dtype="bfloat16"), make_engine(extra, dtype="bfloat16")
-    assert (stock.ready(), ours.ready()) == (None, None)
     wanted = stock.generate(prompts())["tokens"]
     stock.end()
     assert ours.generate(prompts())["tokens"] == wanted
@@ -365,7 +345,6 @@ def test_bf16_and_a_pool_that_is_removed_while_the_engine_runs(
     second = ours.generate(prompts())
     assert (second["tokens"], second["cached"]) == (wanted, CACHED)
     other = make_engine(extra, dtype="bfloat16")
-    assert other.ready() is None
     again = other.generate(prompts())
     assert (again["tokens"], again["cached"]) == (wanted, [0, 0, 0, 0])
     assert check(folder)["pages_published"] > 0
@@ -381,7 +360,6 @@ def test_layers_with_windows_are_served_in_one_group(
     refused = make_engine(extra, model=str(windowed_model))
     assert "--disable-hybrid-kv-cache-manager" in (refused.ready() or "")
     ours = make_engine(extra, model=str(windowed_model), disable_hybrid_kv_cache_manager=True)
-    assert (stock.ready(), ours.ready()) == (None, None)
     wanted = stock.generate(prompts())["tokens"]
     assert ours.generate(prompts())["tokens"] == wanted
     ours.forget()
@@ -394,7 +372,6 @@ def test_what_cannot_be_served_is_said_at_the_start(
 ) -> None:
     folder, extra = folder_in(tmp_path)
     one = make_engine({**extra, "where": f"{folder}/one.pool"})
-    assert one.ready() is None
     one.end()
     several: list[Engine] = [
         make_engine({**extra, "were": "/dev/shm/"}),

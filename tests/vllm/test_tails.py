@@ -9,7 +9,7 @@ import numpy as np
 
 from .conftest import MakeEngine
 from .engines import BLOCK_TOKENS, VOCABULARY_SIZE, Engine, Generated
-from .test_prefixes import check, folder_in
+from .test_prefixes import end, folder_in
 
 TURNS = ((50, 13), (1, 20), (7, 40), (31, 1), (33, 30), (2, 5))
 """Tokens that a user says, and that are answered."""
@@ -31,7 +31,6 @@ def test_each_turn_begins_where_the_last_one_ended(make_engine: MakeEngine, tmp_
     extra = {**extra, "tails": True}
     stock = make_engine()
     ours = [make_engine({**extra, "load": load}) for load in ("sync", "async")]
-    assert [engine.ready() for engine in (stock, *ours)] == [None] * 3
     numbers, said = np.random.default_rng(5), list[int]()
     for turn, (new, tokens) in enumerate(TURNS):
         prompt = said + numbers.integers(0, VOCABULARY_SIZE, new).tolist()
@@ -47,5 +46,4 @@ def test_each_turn_begins_where_the_last_one_ended(make_engine: MakeEngine, tmp_
     assert answered(ours[0], said, 1, "two")[1] == 0
     for engine in ours:
         assert "CRC" not in engine.log()
-        engine.end()
-    assert check(folder)["pages_held"] == 0
+    end(folder, *ours)

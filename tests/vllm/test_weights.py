@@ -76,14 +76,12 @@ def test_weights_that_a_running_engine_loads_anew(
     other = other_weights(tmp_path / "other")
     settings = {**extra, "attention": attention}
     stock = [make_engine(model=str(one)) for one in (model, other)]
-    assert [one.ready() for one in stock] == [None, None]
     right, right_of_other = (serve(one)[0] for one in stock)
     second = serve(stock[0], 2)[0]
     for one in stock:
         one.end()
     assert right != right_of_other
     ours = make_engine(settings, processes=processes)
-    assert ours.ready() is None
     assert serve(ours) == (right, NOTHING)
     assert "reloaded" in ours.ask(do="reload", weights=str(other))
     ours.forget()
@@ -94,7 +92,6 @@ def test_weights_that_a_running_engine_loads_anew(
     assert "weights have changed" in ours.log()
     ours.end()
     fresh = make_engine(settings)
-    assert fresh.ready() is None
     assert serve(fresh) == (right, CACHED)
     assert serve(fresh, 2) == (second, NOTHING)
     fresh.end()
@@ -111,7 +108,6 @@ def test_what_is_another_model_finds_nothing(
         engine = make_engine(
             extra, model=str(folder), max_model_len=longest, max_num_batched_tokens=longest
         )
-        assert engine.ready() is None
         found = serve(engine)
         engine.end()
         return found
@@ -139,7 +135,6 @@ ADAPTING: dict[str, object] = {"enable_lora": True, "max_lora_rank": 2 * RANK, "
 
 def started(make_engine: MakeEngine, extra: dict[str, object], processes: bool = False) -> Engine:
     made = make_engine(extra, processes=processes, environment=None, **ADAPTING)
-    assert made.ready() is None
     return made
 
 
@@ -154,7 +149,6 @@ def right(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[li
     given: dict[str, object] = {"model": str(model), **ADAPTING}
     stock, found = Engine(folder / "log", None, processes=False, environment=None, **given), []
     try:
-        assert stock.ready() is None
         for seed in range(3):
             adapter = of_adapter(lora(folder / "adapter", seed), anew=True)
             found.append(serve(stock, adapter=adapter)[0])
