@@ -129,15 +129,6 @@ KEYS = [f"{number:064x}" for number in range(8)]
 # ---- up to where a text can be restored ----
 
 
-def test_leading_pages() -> None:
-    assert [leading(np.array(one, np.bool_)) for one in ([], [1], [0, 1], [1, 1, 0, 1])] == [
-        0,
-        1,
-        0,
-        2,
-    ]
-
-
 @pytest.mark.parametrize("trailing", [None, 1, 2, 3])
 def test_restorable_lengths(trailing: int | None) -> None:
     """Against what it says, page by page."""

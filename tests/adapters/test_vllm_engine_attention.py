@@ -258,25 +258,6 @@ def test_full_pool_saves_what_fits_and_goes_on(engines: Engines) -> None:
     assert engine.scheduling.failures == {"full": 1}
 
 
-def test_old_texts_make_room_for_new_ones(engines: Engines) -> None:
-    engine = engines(blocks=4096)
-    with CXLPool.open(engines.paths[0], threads=1) as pool:
-        total = pool.stats()["pages_total"]
-    tokens = total // 4 * TOKENS
-    for number in range(12):
-        engine.serve(f"old {number}", text(number, tokens))
-        engine.end(f"old {number}")
-        engine.step()
-    assert not engine.scheduling.failures
-    assert total // 2 < engines.published() <= total
-    for number in range(12):
-        engine.serve(f"again {number}", text(number, tokens))
-        engine.end(f"again {number}")
-        engine.step()
-    found = [name for name, cached in engine.cached.items() if cached and "again" in name]
-    assert 0 < len(found) < 12
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_texts_of_higher_priority_make_room_later(engines: Engines, ranks: int) -> None:
     """Blocks that a request saves, those that it saves when it ends, and those that it finds, also

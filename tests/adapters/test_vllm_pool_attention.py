@@ -329,15 +329,6 @@ def test_a_full_pool_harms_nobody_but_who_wanted_more(
     assert attention.report().failures["full"] >= 1
 
 
-def test_published_pages_make_room(pool: CXLPool, attention: PoolAttention) -> None:
-    tokens = Admission([pool]).tokens // BLOCK * BLOCK
-    for number in range(3):
-        text = Text(f"text {number}", tokens)
-        message = Message(started=[text.start(1)], ended=[f"text {number - 1}"])
-        assert is_right(run(attention, message, [(1, text, 0, tokens)])[0])
-    assert not attention.report().failures
-
-
 def test_pages_of_higher_priority_make_room_later(pool: CXLPool, attention: PoolAttention) -> None:
     """Of a text that saves its pages, and of one that finds them and saves nothing."""
     saved, found, plain = (

@@ -1,8 +1,7 @@
 """One rank of two with LMCache's engine over a pool, in a process of its own.
 
-python rank.py FOLDER RANK     stores its text unless it is there, and reads it; says what it found
-                               before, what it read, whether that is right, how many pools there are
-python rank.py FOLDER RANK on  stores text after text until it is killed; says which one is there
+python rank.py FOLDER RANK: it stores its text unless it is there, and reads it; says what it found
+before, what it read, whether that is right, and how many pools there are.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import sys
 import warnings
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 
 warnings.simplefilter("ignore")
@@ -21,11 +19,6 @@ import torch  # noqa: E402
 engines = import_module("engines")
 where, rank = Path(sys.argv[1]), int(sys.argv[2])
 made = engines.make_engine(engines.config_of(where), engines.metadata_of(rank, 2))
-if sys.argv[3:]:
-    for seed in count():
-        made.fill(seed)
-        made.store(engines.text(seed, 6 * engines.CHUNK))
-        print(seed, flush=True)
 was = made.fill(100 + rank)
 tokens = engines.text(1, 6 * engines.CHUNK)
 found = made.lookup(tokens)

@@ -9,7 +9,7 @@ import torch
 
 from cxlkv.adapters.lmcache.names import name_of
 from cxlkv.adapters.lmcache.storage import CXLStorage
-from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.errors import UnsupportedError
 
 from ..support.damaging import damage_object
 from ..support.kept_rows import check_kept
@@ -166,10 +166,3 @@ def test_what_has_no_rows_of_heads_is_refused(
     config = config_of(where, form=form, extra_config={"cxlkv.encoding": "int8"})
     with pytest.raises(UnsupportedError, match=said):
         CXLStorage(config=config, metadata=metadata_of(0, 1, **changes))
-
-
-def test_two_words_are_refused(where: Path) -> None:
-    config = config_of(where, form="staged", extra_config={"cxlkv.encoding": "int8,int4"})
-    with pytest.raises(BadArgumentError, match=r"cxlkv\.encoding is 'int8,int4'"):
-        CXLStorage(config=config, metadata=metadata_of())
-    assert not list(where.glob("*.pool"))

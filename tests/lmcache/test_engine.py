@@ -14,18 +14,26 @@ from lmcache.v1.memory_management import MemoryObj
 from cxlkv import _core
 from cxlkv.adapters.lmcache.metrics import KINDS
 
+from ..support.processes import ROOT
 from . import engines
 from .conftest import MakeEngine
 from .engines import CHUNK, LAYERS, OBJECT_BYTES, Engine, Paged, text
 
 FORMS = ["memory", "tier", "staged"]
+TOKENS = 6 * CHUNK
 
 
-def stored(engine: Engine, seed: int, tokens: int = 6 * CHUNK) -> list[torch.Tensor]:
+def stored(engine: Engine, seed: int, tokens: int = TOKENS) -> list[torch.Tensor]:
     was = engine.fill(seed)
     engine.store(text(seed, tokens))
     engine.clear()
     return was
+
+
+def finds(engine: Engine, was: list[torch.Tensor], seed: int = 1) -> None:
+    """All of a text, and what it was."""
+    assert engine.retrieve(text(seed, TOKENS)) == TOKENS
+    engine.check(was, text(seed, TOKENS), TOKENS)
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -33,9 +41,8 @@ def stored(engine: Engine, seed: int, tokens: int = 6 * CHUNK) -> list[torch.Ten
 def test_what_was_stored_is_retrieved(make_engine: MakeEngine, form: str, layerwise: bool) -> None:
     engine = make_engine(form=form, use_layerwise=layerwise)
     was = stored(engine, 1)
-    assert engine.retrieve(text(1, 6 * CHUNK)) == 6 * CHUNK
-    engine.check(was, text(1, 6 * CHUNK), 6 * CHUNK)
-    assert engine.retrieve(text(2, 6 * CHUNK)) == 0
+    finds(engine, was)
+    assert engine.retrieve(text(2, TOKENS)) == 0
     assert engine.storage.allocator.out == 0
     assert engine.storage.counting.failures.total() == 0
     assert engine.engine.health() == 0
@@ -65,10 +72,10 @@ def test_a_restart_hits(make_engine: MakeEngine, form: str, layerwise: bool) -> 
     first.close()
     engine = make_engine(form=form, use_layerwise=layerwise)
     engine.clear()
-    longer = text(1, 6 * CHUNK) + text(3, CHUNK)
-    assert engine.lookup(longer, "a", pin=True) == 6 * CHUNK
-    assert engine.retrieve(longer, "a") == 6 * CHUNK
-    engine.check(was, longer, 6 * CHUNK)
+    longer = text(1, TOKENS) + text(3, CHUNK)
+    assert engine.lookup(longer, "a", pin=True) == TOKENS
+    assert engine.retrieve(longer, "a") == TOKENS
+    engine.check(was, longer, TOKENS)
     engine.engine.lookup_unpin("a")
     assert engine.storage.allocator.out == 0
     assert engine.storage.counting.counts["hit_objects"] == 6 * (LAYERS if layerwise else 1)
@@ -122,8 +129,7 @@ def test_what_is_copied(
     engine = make_engine(form=form)
     watched = Watched(engine)
     engine.clear()
-    assert engine.retrieve(text(1, 6 * CHUNK)) == 6 * CHUNK
-    engine.check(was, text(1, 6 * CHUNK), 6 * CHUNK)
+    finds(engine, was)
     assert watched.read == [read_there] * 6
     assert engine.storage.counting.counts["copied_objects"] == copies
     assert engine.storage.allocator.out == 0  # LMCache's hot cache holds none of the pool
@@ -135,7 +141,7 @@ def test_what_is_damaged_is_computed_and_stored_again(
 ) -> None:
     first = make_engine(use_layerwise=layerwise)
     was = stored(first, 1)
-    key = [key for _, _, key in first.engine.token_database.process_tokens(text(1, 6 * CHUNK))][2]
+    key = [key for _, _, key in first.engine.token_database.process_tokens(text(1, TOKENS))][2]
     wanted = key.split_layers(LAYERS)[1] if layerwise else key
     leased = first.storage.get_blocking(wanted)
     assert leased is not None
@@ -145,62 +151,49 @@ def test_what_is_damaged_is_computed_and_stored_again(
 
     engine = make_engine(use_layerwise=layerwise)
     engine.clear()
-    assert engine.lookup(text(1, 6 * CHUNK), "a", pin=True) == 2 * CHUNK
+    assert engine.lookup(text(1, TOKENS), "a", pin=True) == 2 * CHUNK
     assert engine.storage.counting.failures == {**dict.fromkeys(KINDS, 0), "corrupt": 1}
     assert engine.storage.allocator.out == 2 * (LAYERS if layerwise else 1)
-    assert engine.retrieve(text(1, 6 * CHUNK), "a") == 2 * CHUNK
-    engine.check(was, text(1, 6 * CHUNK), 2 * CHUNK)
+    assert engine.retrieve(text(1, TOKENS), "a") == 2 * CHUNK
+    engine.check(was, text(1, TOKENS), 2 * CHUNK)
     engine.engine.lookup_unpin("a")
     for layer, before in zip(engine.kept, was, strict=True):
         layer.copy_(before)
-    engine.store(text(1, 6 * CHUNK))
+    engine.store(text(1, TOKENS))
     engine.clear()
-    assert engine.retrieve(text(1, 6 * CHUNK)) == 6 * CHUNK
-    engine.check(was, text(1, 6 * CHUNK), 6 * CHUNK)
-
-
-def test_a_full_pool_makes_room(make_engine: MakeEngine) -> None:
-    """Many more texts than it holds: the newest is there, and nothing fails."""
-    engine = make_engine()
-    total = engine.storage.pool.stats()["pages_total"]
-    count = 3 * total // 12
-    for seed in range(count):
-        was = stored(engine, seed)
-    assert engine.retrieve(text(count - 1, 6 * CHUNK)) == 6 * CHUNK
-    engine.check(was, text(count - 1, 6 * CHUNK), 6 * CHUNK)
-    assert engine.storage.counting.failures.total() == 0
+    finds(engine, was)
 
 
 @pytest.mark.parametrize("form", ["memory", "staged"])
 def test_a_pool_full_of_pins_stores_no_more_and_goes_on(make_engine: MakeEngine, form: str) -> None:
     engine = make_engine(form=form)
     total = engine.storage.pool.stats()["pages_total"]
-    texts = [text(seed, 6 * CHUNK) for seed in range(total // 6 + 1)]
+    texts = [text(seed, TOKENS) for seed in range(total // 6 + 1)]
     kept = []
     for seed, one in enumerate(texts[:-1]):
         kept.append(stored(engine, seed))
-        assert engine.lookup(one, f"r{seed}", pin=True) == 6 * CHUNK
+        assert engine.lookup(one, f"r{seed}", pin=True) == TOKENS
     stored(engine, len(texts) - 1)  # finds room for some of it, or none
     assert engine.storage.counting.failures["full"] > 0
     for seed, one in enumerate(texts[:-1]):
         engine.clear()
-        assert engine.retrieve(one, f"r{seed}") == 6 * CHUNK
-        engine.check(kept[seed], one, 6 * CHUNK)
+        assert engine.retrieve(one, f"r{seed}") == TOKENS
+        engine.check(kept[seed], one, TOKENS)
         engine.engine.lookup_unpin(f"r{seed}")
     stored(engine, len(texts) - 1)
-    assert engine.lookup(texts[-1]) == 6 * CHUNK
+    assert engine.lookup(texts[-1]) == TOKENS
 
 
 def test_pinned_is_read_though_it_was_removed(make_engine: MakeEngine) -> None:
     """By another engine on the pool, between the lookup and the read."""
     engine, other = make_engine(), make_engine()
     was = stored(engine, 1)
-    tokens = text(1, 6 * CHUNK)
-    assert engine.lookup(tokens, "a", pin=True) == 6 * CHUNK
+    tokens = text(1, TOKENS)
+    assert engine.lookup(tokens, "a", pin=True) == TOKENS
     assert other.engine.clear(tokens) == 6
     assert other.lookup(tokens) == 0
-    assert engine.retrieve(tokens, "a") == 6 * CHUNK
-    engine.check(was, tokens, 6 * CHUNK)
+    assert engine.retrieve(tokens, "a") == TOKENS
+    engine.check(was, tokens, TOKENS)
     engine.engine.lookup_unpin("a")
     assert engine.lookup(tokens) == 0
 
@@ -212,7 +205,7 @@ def test_a_pin_that_nobody_takes_off_ends_by_itself(make_engine: MakeEngine) -> 
     PinMonitor.DestroyInstance()
     engine = make_engine(pin_timeout_sec=-1)
     stored(engine, 1)
-    assert engine.lookup(text(1, 6 * CHUNK), "a", pin=True) == 6 * CHUNK
+    assert engine.lookup(text(1, TOKENS), "a", pin=True) == TOKENS
     assert engine.storage.allocator.out == 6
     PinMonitor.GetOrCreate()._check_timeouts()
     assert engine.storage.allocator.out == 0
@@ -226,13 +219,12 @@ def test_layers_that_are_gone_are_stored_again(make_engine: MakeEngine, layerwis
     """The pool evicts each object by itself, also one layer of a chunk."""
     engine = make_engine(use_layerwise=layerwise)
     stored(engine, 1)
-    keys = [key for _, _, key in engine.engine.token_database.process_tokens(text(1, 6 * CHUNK))]
+    keys = [key for _, _, key in engine.engine.token_database.process_tokens(text(1, TOKENS))]
     gone = keys[1].split_layers(LAYERS)[2] if layerwise else keys[1]
     assert engine.storage.remove(gone)
-    assert engine.retrieve(text(1, 6 * CHUNK)) == CHUNK
+    assert engine.retrieve(text(1, TOKENS)) == CHUNK
     was = stored(engine, 1)
-    assert engine.retrieve(text(1, 6 * CHUNK)) == 6 * CHUNK
-    engine.check(was, text(1, 6 * CHUNK), 6 * CHUNK)
+    finds(engine, was)
 
 
 class LookupServer:
@@ -255,15 +247,15 @@ def test_prefetched_ahead_of_the_request(make_engine: MakeEngine, form: str) -> 
     engine.clear()
     manager = engine.engine.storage_manager
     server = manager.async_lookup_server = LookupServer()
-    tokens = text(1, 6 * CHUNK)
+    tokens = text(1, TOKENS)
     for request in ("a", "gone"):
         engine.engine.async_lookup_and_prefetch(request, tokens=tokens, pin=True)
         while request not in server.heard:
             engine.run_pending()
-    assert server.heard == {"a": 6 * CHUNK, "gone": 6 * CHUNK}
+    assert server.heard == {"a": TOKENS, "gone": TOKENS}
     assert engine.storage.allocator.out == 12
-    assert engine.retrieve(tokens, "a") == 6 * CHUNK
-    engine.check(was, tokens, 6 * CHUNK)
+    assert engine.retrieve(tokens, "a") == TOKENS
+    engine.check(was, tokens, TOKENS)
     assert manager.event_manager.get_event_status(EventType.LOADING, "gone") == EventStatus.DONE
     engine.engine.lookup_unpin("gone")  # its request was aborted
     assert engine.storage.allocator.out == 0
@@ -273,8 +265,8 @@ def test_ranks_and_engines_share_one_pool(make_engine: MakeEngine, where: Path) 
     """Two ranks of two engines: each rank finds its own half, whoever of its like stored it."""
     first = [make_engine(worker=rank, workers=2) for rank in range(2)]
     was = [stored(engine, 1 + rank) for rank, engine in enumerate(first)]
-    assert first[1].retrieve(text(1, 6 * CHUNK)) == 0
-    tokens = text(9, 6 * CHUNK)
+    assert first[1].retrieve(text(1, TOKENS)) == 0
+    tokens = text(9, TOKENS)
     for engine, kept in zip(first, was, strict=True):
         for layer, before in zip(engine.kept, kept, strict=True):
             layer.copy_(before)
@@ -282,25 +274,9 @@ def test_ranks_and_engines_share_one_pool(make_engine: MakeEngine, where: Path) 
     second = [make_engine(worker=rank, workers=2) for rank in range(2)]
     for engine, kept in zip(second, was, strict=True):
         engine.clear()
-        assert engine.retrieve(tokens) == 6 * CHUNK
-        engine.check(kept, tokens, 6 * CHUNK)
+        assert engine.retrieve(tokens) == TOKENS
+        engine.check(kept, tokens, TOKENS)
     assert len(list(where.iterdir())) == 1
-
-
-def test_another_model_on_one_pool_finds_nothing(make_engine: MakeEngine, where: Path) -> None:
-    """At a path that both name; in a folder each has a file of its own."""
-    path = where / "one.pool"
-    one, other = make_engine(path, model="one"), make_engine(path, model="other")
-    was = stored(one, 1)
-    assert other.retrieve(text(1, 6 * CHUNK)) == 0
-    stored(other, 1)
-    assert one.retrieve(text(1, 6 * CHUNK)) == 6 * CHUNK
-    one.check(was, text(1, 6 * CHUNK), 6 * CHUNK)
-    salted = make_engine(path, model="one", extra_config={"cxlkv.salt": "tenant"})
-    assert salted.retrieve(text(1, 6 * CHUNK)) == 0
-    make_engine(model="one")
-    make_engine(model="other")
-    assert len(list(where.iterdir())) == 3
 
 
 @pytest.mark.parametrize(
@@ -337,29 +313,16 @@ def test_a_small_pool_of_another_shape_is_refused_with_both(
     assert half.storage.counting.counts["stored_objects"] == 12
 
 
-def test_the_lines_on_our_page_switch_it_on(where: Path, tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/engines/lmcache.md").read_text()
-    lines = page.split("```yaml\n")[1].split("```")[0]
+@pytest.mark.parametrize("page", ["docs/engines/lmcache.md", "examples/lmcache.yaml"])
+def test_what_we_write_switches_it_on(where: Path, tmp_path: Path, page: str) -> None:
+    """The lines of the docs and of the example, in a small pool of the test's."""
+    text_of = (ROOT / page).read_text()
+    lines = text_of.split("```yaml\n")[1].split("```")[0] if page.endswith(".md") else text_of
+    ours = {"  cxlkv.where": where, "  cxlkv.capacity": "8MiB", "chunk_size": CHUNK}
+    rows = [line for line in lines.splitlines() if line.split(":")[0] not in ours]
+    rows += [f"{name}: {value}" for name, value in ours.items()]
     file = tmp_path / "lmcache.yaml"
-    file.write_text(f"{lines}  cxlkv.where: {where}\n  cxlkv.capacity: 8MiB\nchunk_size: {CHUNK}\n")
+    file.write_text("\n".join(rows))
     engine = engines.make_engine(LMCacheEngineConfig.from_file(str(file)), engines.metadata_of())
-    was = stored(engine, 1)
-    assert engine.retrieve(text(1, 6 * CHUNK)) == 6 * CHUNK
-    engine.check(was, text(1, 6 * CHUNK), 6 * CHUNK)
-    engine.close()
-
-
-def test_the_example_switches_it_on(where: Path, tmp_path: Path) -> None:
-    lines = (Path(__file__).resolve().parents[2] / "examples/lmcache.yaml").read_text()
-    assert "chunk_size: 256\n" in lines
-    assert "cxlkv.capacity: 64GiB\n" in lines
-    lines = lines.replace("256\n", f"{CHUNK}\n").replace(
-        "64GiB\n", f"8MiB\n  cxlkv.where: {where}\n"
-    )
-    file = tmp_path / "lmcache.yaml"
-    file.write_text(lines)
-    engine = engines.make_engine(LMCacheEngineConfig.from_file(str(file)), engines.metadata_of())
-    was = stored(engine, 1)
-    assert engine.retrieve(text(1, 6 * CHUNK)) == 6 * CHUNK
-    engine.check(was, text(1, 6 * CHUNK), 6 * CHUNK)
+    finds(engine, stored(engine, 1))
     engine.close()

@@ -434,17 +434,6 @@ def test_what_changed_is_damaged_for_another_process(
     assert is_right(other, 1)
 
 
-def test_a_file_that_was_removed_harms_nobody(make_storage: MakeStorage, where: Path) -> None:
-    storage = make_storage()
-    put(storage, 1)
-    next(where.glob("*.pool")).unlink()
-    assert is_right(storage, 1)
-    put(storage, 2)
-    assert is_right(storage, 2)
-    other = make_storage()
-    assert not other.contains(key(1))
-
-
 def test_features_that_are_not_served_are_refused(where: Path) -> None:
     with pytest.raises(UnsupportedError, match="enable_blending"):
         CXLStorage(config=config_of(where, enable_blending=True), metadata=metadata_of())

@@ -52,6 +52,13 @@ def same(found: dict[str, list[Bytes]], wanted: dict[str, list[Bytes]], pages: i
             assert np.array_equal(one, right), name
 
 
+def finds(engine: Engine, ids: list[int], pages: dict[str, list[Bytes]]) -> None:
+    """All of a text."""
+    tokens, found = engine.fetch(ids)
+    assert tokens == len(ids)
+    same(found, pages, 6)
+
+
 @pytest.mark.parametrize(("kind", "layout"), KINDS)
 @pytest.mark.parametrize("zero_copy", [True, False])
 def test_a_restarted_engine_loads_what_was_stored(
@@ -102,9 +109,7 @@ def test_of_a_damaged_page_the_text_before_it_is_loaded(folder: str) -> None:
     same(found, pages, 3)
     assert engine.backend.counting.failures["corrupt"] == 1
     assert engine.save(ids, pages) == len(ids)
-    tokens, found = engine.fetch(ids)
-    assert tokens == len(ids)
-    same(found, pages, 6)
+    finds(engine, ids, pages)
     engine.close()
 
 
@@ -118,9 +123,7 @@ def test_a_full_pool_ends_no_thread(folder: str) -> None:
     assert engine.backend.counting.failures["full"] == 6
     pool.pages.free(taken)
     assert engine.save(ids, pages) == len(ids)
-    tokens, found = engine.fetch(ids)
-    assert tokens == len(ids)
-    same(found, pages, 6)
+    finds(engine, ids, pages)
     engine.close()
 
 

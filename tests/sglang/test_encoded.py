@@ -54,9 +54,3 @@ def test_a_restarted_engine_loads_what_was_kept(tmp_path: Path, layout: str, enc
 def test_latent_rows_are_refused(tmp_path: Path, kind: str) -> None:
     with pytest.raises(UnsupportedError, match=r"MLATokenToKVPoolHost\) has no rows of K and V"):
         Engine(f"{tmp_path}/", kind, encoding="int8")
-
-
-def test_copies_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match='write "interface_v1": 1'):
-        Engine(f"{tmp_path}/", zero_copy=False, encoding="int8")
-    assert not list(tmp_path.glob("*.pool"))

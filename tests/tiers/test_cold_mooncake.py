@@ -142,19 +142,6 @@ def cold(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ColdStore]:
 # ---- what the file does, too ----
 
 
-def test_what_was_stored_is_there(cold: ColdStore) -> None:
-    assert cold.contains(names(1, 2)).tolist() == [False, False]
-    assert cold.store(names(1, 2, 1), records(1, 2, 1)).tolist() == [True, True, True]
-    assert cold.contains(names(2, 3, 1), sure=True).tolist() == [True, False, True]
-    assert load(cold, 3, 2, 1, 2) == [False, True, True, True]
-    assert cold.store(names(2, 3), records(2, 3)).tolist() == [True, True]
-    assert cold.drop(names(2, 9)).tolist() == [True, False]
-    assert load(cold, 1, 2, 3) == [True, False, True]
-    stats = cold.stats()
-    assert stats["corrupt"] == stats["refused"] == 0
-    assert cold.why_off == ""
-
-
 def test_wrong_arguments_are_named(cold: ColdStore) -> None:
     with pytest.raises(BadArgumentError, match="names of shape"):
         cold.contains(np.zeros((2, 15), np.uint8))

@@ -25,6 +25,7 @@ from ..support.damaging import change_byte, poke
 from ..test_records import grown
 from . import test_cold
 from .test_cold import SLOT, ColdModel, checked, names, read
+from .test_cold import path as path
 
 zstandard = pytest.importorskip(
     "zstandard", reason="zstandard is not installed: pip install 'cxlkv[compress]'"
@@ -54,11 +55,6 @@ def load(tier: ColdTier, *numbers: int) -> list[bool]:
 def place(path: Path, tier: ColdTier, number: int) -> list[int]:
     """Where the slots of a record begin in the file."""
     return [BLOCK_BYTES + slot * SLOT for slot in tier._index[name(number).tobytes()].slots]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "a.cold"
 
 
 @pytest.fixture

@@ -341,16 +341,6 @@ def test_bytes_of_an_earlier_opening_are_replaced(pool: ObjectPool, tmp_path: Pa
         assert_is(pool, "a", 1)
 
 
-def test_forgotten_in_both(pool: ObjectPool, tiers: Tiers) -> None:
-    pool.put_batch(["a", "b", "c"], [b"1", b"2", b"3"])
-    tiers.reclaim(pool.stats()["pages_total"])
-    tiers.restore(["b"])
-    pool.put("d", b"4")
-    assert tiers.forget(["a", "b", "d", "a", "absent"]) == 3
-    assert tiers.contains(["a", "b", "c", "d"]).tolist() == [False, False, True, False]
-    assert tiers.restore(["a", "b", "c", "d"]).tolist() == [False, False, True, False]
-
-
 def test_a_damaged_record_is_absent_and_no_other_one(
     pool: ObjectPool, tiers: Tiers, tmp_path: Path
 ) -> None:
