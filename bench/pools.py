@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # it takes seconds to load, and not all who make pools have i
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """8 kv heads of 128 channels in bf16, pages of 16 tokens: what the Size of a case adds to."""
+    """8 kv heads of 128 channels in bf16, pages of 16 tokens: what the Size of a case adds to. The
+    noise is in bf16."""
 
     layers: int = 8
     kv_heads: int = 8
@@ -32,6 +33,7 @@ class Shape:
     page_tokens: int = 16
     group: int = 4  # query heads of each kv head
     tokens: int = 32768
+    dtype: str = "bfloat16"
 
     @property
     def layout(self) -> KVLayout:
@@ -39,6 +41,7 @@ class Shape:
             layers=self.layers,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
+            dtype=self.dtype,
             page_tokens=self.page_tokens,
         )
 

@@ -26,8 +26,8 @@ from cxlkv.bench.cases.decode_layers import (
     difference,
     layers_of,
     machine,
+    over_links,
 )
-from cxlkv.bench.cases.decode_links import over_links
 from cxlkv.bench.result import Result, short
 from cxlkv.bench.tables import medians, pivot
 from cxlkv.ndp.engine import Budget

@@ -1,5 +1,5 @@
-"""Layers of a pool that no cache holds when their turn comes, and what they are held against: how
-fast this machine reads memory, and how fast it multiplies."""
+"""Layers of a pool that no cache holds when their turn comes, over emulated links, too; and what
+they are held against: how fast this machine reads memory, and how fast it multiplies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import Samples, interleave_reported
 from cxlkv.bench.pools import Shape
 from cxlkv.bench.result import Result
-from cxlkv.layout import KVLayout
+from cxlkv.emulation.link import Link, emulate
+from cxlkv.emulation.profiles import OURS, read
 from cxlkv.ndp.engine import Budget, Decoded, Selection
-from cxlkv.pool import CXLPool
+from cxlkv.pool import CXLPool, Pool
 
 Walk = Callable[[], float]
 """Does something to each layer in turn; returns seconds a layer."""
@@ -35,18 +36,7 @@ READ_S, MULTIPLY_S = 8e-3, 2e-3
 class Decoding(Shape):
     """A step: a token of each of `sequences`, which have `tokens` before it."""
 
-    dtype: str = "bfloat16"
     sequences: int = 1
-
-    @property
-    def layout(self) -> KVLayout:
-        return KVLayout(
-            layers=self.layers,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            page_tokens=self.page_tokens,
-        )
 
     def walked(self, walk_bytes: int) -> Decoding:
         """With as many layers as have so many bytes of keys: more than caches hold."""
@@ -99,8 +89,17 @@ class Layers:
     def select(self, budget: Budget, method: str) -> float:
         return self.walk(lambda n: self.batch.select(n, self.queries, self.starts, budget, method))
 
-    def attend(self) -> float:
-        return self.walk(lambda n: self.batch.attend(n, self.queries, self.starts))
+    def attend(self, error: float = 0.0) -> float:
+        return self.walk(lambda n: self.batch.attend(n, self.queries, self.starts, error=error))
+
+    def append(self, tokens: int) -> float:
+        """Seconds for so many tokens of one layer, in whole pages."""
+        sequence = self.pool.sequence()
+        began = perf_counter()
+        sequence.append(0, self.keys[:tokens], self.values[:tokens])
+        took = perf_counter() - began
+        sequence.release()
+        return took
 
     def decode(self, budget: Budget | None = None, method: str = "auto") -> float:
         """By one call a layer. The tokens are taken back, which is not measured."""
@@ -152,14 +151,29 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 @contextmanager
-def layers_of(shape: Decoding, seed: int) -> Iterator[Layers]:
-    """In memory, in huge pages where there are such as an engine's pool is, with sketches and
-    without CRCs; by as many threads as there are CPUs."""
+def layers_of(
+    shape: Decoding,
+    seed: int,
+    *,
+    encoding: str = "none",
+    threads: int | None = None,
+    more_tokens: int = 0,
+) -> Iterator[Layers]:
+    """In memory, in huge pages where there are such as an engine's pool is, without CRCs, with
+    sketches where nothing is encoded; by as many threads as there are CPUs. more_tokens: beside
+    those of the sequences."""
+    layout = shape.layout.encoded(encoding)
     # Digests and sketches are up to 0.16 of the keys and values; a page more for each sequence.
-    tokens = shape.sequences * (shape.tokens + shape.page_tokens)
-    capacity = int(shape.layout.token_bytes * tokens * 1.25) + (64 << 20)
+    tokens = shape.sequences * (shape.tokens + shape.page_tokens) + more_tokens
+    capacity = int(layout.stored_token_bytes * tokens * 1.3) + (64 << 20)
     with CXLPool.create(
-        "anonymous:", layout=shape.layout, capacity=capacity, checksum=False, huge="try"
+        "anonymous:",
+        layout=layout,
+        capacity=capacity,
+        checksum=False,
+        sketch=encoding == "none",
+        huge="try",
+        threads=threads,
     ) as pool:
         yield Layers(shape, pool, seed)
 
@@ -254,3 +268,43 @@ def machine(region_bytes: int) -> Iterator[Machine]:
     with loops.memory_taken(region_bytes // streams.UNIT_BYTES * streams.UNIT_BYTES) as memory:
         streams.number(memory)
         yield Machine(streams.split("read", memory, streams.allowed_cpus()))
+
+
+# ---- over emulated links ----
+
+DEVICES = tuple(read(OURS))
+"""All that the project knows."""
+
+
+def over_links(
+    result: Result,
+    pool: Pool,
+    forms: Mapping[str, Walk],
+    point: str,
+    *,
+    parts: int,
+    parts_of_step: int = 1,
+    rounds: int = 3,
+    devices: Sequence[str] = DEVICES,
+) -> None:
+    """FORM_POINT in ms a step, FORM_clock_POINT by the device's clock, late_POINT: the share of
+    operations in which the host was slower than the device, so that the time is its own. point: a
+    name with {} for the device. A walk goes through so many parts, and returns seconds for one."""
+    for device in devices:
+        name = point.format(device)
+        with emulate(pool, device) as link:
+            samples = interleave_reported(forms, rounds)
+        late, count = link.counts()
+        result.measure(f"late_{name}", [late / count], "share of operations", link.label)
+        with emulate(pool, device, mode="virtual") as clock:
+            clocked = {f"{form}_clock": [clock_s(clock, forms[form]) / parts] for form in forms}
+        for some, label in ((samples, link.label), (clocked, clock.label)):
+            steps = {form: [parts_of_step * s for s in found] for form, found in some.items()}
+            result.times(steps, "ms/step", f"{{}}_{name}", label)
+
+
+def clock_s(link: Link, form: Walk) -> float:
+    """What a form takes by the clock of a link in mode "virtual"."""
+    before = link.seconds
+    form()
+    return link.seconds - before

@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv.adapters.transformers import CXLCache, layout_of
-from cxlkv.bench.cases.decode_layers import Walk, all_threads
-from cxlkv.bench.cases.decode_links import DEVICES, over_links
+from cxlkv.bench.cases.decode_layers import DEVICES, Walk, all_threads, over_links
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.models.random_llama import noise_like, random_llama, random_words
 from cxlkv.bench.result import Result, short

@@ -15,24 +15,27 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 
-import numpy as np
-import torch
 from rich.table import Table
 
-from cxlkv.bench.cases.decode_layers import Decoding, Machine, Walk, difference, machine
-from cxlkv.bench.cases.decode_links import clock_s
+from cxlkv.bench.cases.decode_layers import (
+    Decoding,
+    Layers,
+    Machine,
+    Walk,
+    clock_s,
+    difference,
+    layers_of,
+    machine,
+)
 from cxlkv.bench.peers import cache_steps, kernels
 from cxlkv.bench.peers.cache_steps import Points
 from cxlkv.bench.peers.kernels import Given, Rival
 from cxlkv.bench.result import Result, short
 from cxlkv.bench.tables import pivot
 from cxlkv.emulation.link import emulate
-from cxlkv.layout import KVLayout
 from cxlkv.machine.sizes import plan
 from cxlkv.ndp.engine import Budget
-from cxlkv.pool import CXLPool
 
 ENCODINGS = ("none", "int8", "int4", "fp8_e4m3", "progressive")
 NEAR = 0.03
@@ -88,93 +91,39 @@ QUICK = Size(
 )
 
 
-class Encoded:
-    """A pool of one encoding whose layers all hold the same noise, in pages of their own."""
-
-    def __init__(self, shape: Decoding, pool: CXLPool, keys: torch.Tensor, values: torch.Tensor):
-        self.shape, self.pool, self.keys, self.values = shape, pool, keys, values
-        self.sequences = [pool.sequence() for _ in range(shape.sequences)]
-        self.batch = pool.batch(self.sequences)
-        for layer in range(shape.layers):
-            for sequence in self.sequences:
-                sequence.append(layer, keys, values)
-        self.starts = np.arange(shape.sequences + 1, dtype=np.int32)
-        generator = torch.Generator().manual_seed(11)
-        heads = shape.kv_heads * shape.group
-        queries = torch.randn((shape.sequences, heads, shape.head_dim), generator=generator)
-        self.queries = queries.to(keys.dtype)
-
-    def walk(self, kind: str, share: float) -> float:
-        """Seconds a layer."""
-        budget = Budget(share=share, sinks=0, recent=0)
-        began = perf_counter()
-        for layer in range(self.shape.layers):
-            if kind == "attend":
-                self.batch.attend(layer, self.queries, self.starts)
-            elif kind == "near":
-                self.batch.attend(layer, self.queries, self.starts, error=NEAR)
-            else:
-                self.batch.select(layer, self.queries, self.starts, budget, kind)
-        return (perf_counter() - began) / self.shape.layers
-
-    def append(self, tokens: int) -> float:
-        """Seconds for so many tokens of one layer, in whole pages."""
-        sequence = self.pool.sequence()
-        began = perf_counter()
-        sequence.append(0, self.keys[:tokens], self.values[:tokens])
-        took = perf_counter() - began
-        sequence.release()
-        return took
-
-    def read(self, kind: str, share: float) -> int:
-        """Bytes of keys, or keys and values, that one layer's walk reads."""
-        name = "attended_bytes" if kind in ("attend", "near") else "scored_bytes"
-        before = self.pool.stats()[name]
-        self.walk(kind, share)
-        return (self.pool.stats()[name] - before) // self.shape.layers
-
-    def attended(self) -> torch.Tensor:
-        return torch.as_tensor(self.batch.attend(0, self.queries, self.starts)[0])
-
-
 @contextmanager
-def pools_of(shape: Decoding, size: Size, threads: int) -> Iterator[dict[str, Encoded]]:
-    """One for each encoding, on the same tensors; the plain one has sketches, as by default."""
-    generator = torch.Generator().manual_seed(7)
-    form = (shape.tokens, shape.kv_heads, shape.head_dim)
-    keys = torch.randn(form, generator=generator).to(torch.bfloat16)
-    values = keys.flip(0)
+def pools_of(shape: Decoding, size: Size, threads: int) -> Iterator[dict[str, Layers]]:
+    """One for each encoding, on the same noise; the plain one has sketches, as by default."""
     with ExitStack() as stack:
-        made: dict[str, Encoded] = {}
-        for encoding in ENCODINGS:
-            layout = layout_of(shape, encoding)
-            tokens = shape.sequences * (shape.tokens + 64) * shape.layers
-            tokens += size.append_tokens * shape.layers
-            capacity = int(layout.stored_token_bytes / shape.layers * tokens * 1.3) + (64 << 20)
-            pool = stack.enter_context(
-                CXLPool.create(
-                    "anonymous:",
-                    layout=layout,
-                    capacity=capacity,
-                    checksum=False,
-                    sketch=encoding == "none",
-                    huge="try",
+        yield {
+            encoding: stack.enter_context(
+                layers_of(
+                    shape,
+                    seed=7,
+                    encoding=encoding,
                     threads=threads,
+                    more_tokens=size.append_tokens,
                 )
             )
-            made[encoding] = Encoded(shape, pool, keys, values)
-        yield made
+            for encoding in ENCODINGS
+        }
 
 
-def layout_of(shape: Decoding, encoding: str) -> KVLayout:
-    return KVLayout(
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        page_tokens=shape.page_tokens,
-        k_encoding=encoding,
-        v_encoding=encoding,
-    )
+def walk_of(layers: Layers, kind: str, share: float) -> Walk:
+    """Attention to all pages, a near one, or a select by a method."""
+    if kind == "attend":
+        return layers.attend
+    if kind == "near":
+        return partial(layers.attend, error=NEAR)
+    return partial(layers.select, Budget(share=share, sinks=0, recent=0), kind)
+
+
+def bytes_read(layers: Layers, kind: str, share: float) -> int:
+    """Bytes of keys, or keys and values, that one layer's walk reads."""
+    name = "attended_bytes" if kind in ("attend", "near") else "scored_bytes"
+    before = layers.pool.stats()[name]
+    walk_of(layers, kind, share)()
+    return (layers.pool.stats()[name] - before) // layers.shape.layers
 
 
 def run(result: Result, size: Size = Size()) -> None:
@@ -205,7 +154,7 @@ def run(result: Result, size: Size = Size()) -> None:
         cache_steps.run(result, size.steps)
 
 
-def check(result: Result, pools: Mapping[str, Encoded], point: str) -> None:
+def check(result: Result, pools: Mapping[str, Layers], point: str) -> None:
     """The largest difference from the plain pool's output, over the output's root mean square."""
     plain = pools["none"].attended()
     size = float(plain.float().square().mean().sqrt())
@@ -214,7 +163,7 @@ def check(result: Result, pools: Mapping[str, Encoded], point: str) -> None:
         result.checks[f"attend_{encoding}_{point}"] = found <= most
 
 
-def rivals_of(result: Result, plain: Encoded, point: str) -> dict[str, tuple[Rival, Given]]:
+def rivals_of(result: Result, plain: Layers, point: str) -> dict[str, tuple[Rival, Given]]:
     """Those that are here, after a turn whose scores and outputs are looked at. Notes say which
     they are, and which are not."""
     given = Given(plain.shape, plain.keys, plain.values, plain.queries[0])
@@ -237,7 +186,7 @@ def rivals_of(result: Result, plain: Encoded, point: str) -> dict[str, tuple[Riv
 def measure(
     result: Result,
     size: Size,
-    pools: Mapping[str, Encoded],
+    pools: Mapping[str, Layers],
     point: str,
     beside: Machine,
     threads: int,
@@ -248,14 +197,14 @@ def measure(
     }
     for encoding, pool in pools.items():
         forms |= {
-            f"exact_{encoding}": partial(pool.walk, "exact", size.share),
-            f"attend_{encoding}": partial(pool.walk, "attend", size.share),
+            f"exact_{encoding}": walk_of(pool, "exact", size.share),
+            f"attend_{encoding}": pool.attend,
             f"append_{encoding}": partial(pool.append, size.append_tokens),
         }
     planes = pools["progressive"]
-    forms["two_stage_none"] = partial(pools["none"].walk, "two_stage", size.share)
-    forms["two_stage_progressive"] = partial(planes.walk, "two_stage", size.share)
-    forms["near_progressive"] = partial(planes.walk, "near", size.share)
+    forms["two_stage_none"] = walk_of(pools["none"], "two_stage", size.share)
+    forms["two_stage_progressive"] = walk_of(planes, "two_stage", size.share)
+    forms["near_progressive"] = walk_of(planes, "near", size.share)
     samples, bounds = beside.take_turns(forms, size.rounds, "codes")
     us = result.times(samples, "us", f"{{}}_{point}")
     for name, forms_of in BESIDE.items():
@@ -267,8 +216,11 @@ def measure(
             us[f"{plain}_none"] / us[f"{kind}_progressive"]
         )
         if threads == size.threads[0]:
-            read = planes.read(kind, size.share) / pools["int8"].read(plain, size.share)
-            result.ratios[f"bytes_{kind}_progressive_{point}"] = read
+            ours, eights = (
+                bytes_read(pool, how, size.share)
+                for pool, how in ((planes, kind), (pools["int8"], plain))
+            )
+            result.ratios[f"bytes_{kind}_progressive_{point}"] = ours / eights
     shape = pools["none"].shape
     share = threads / len(beside.reading)
     for encoding in ENCODINGS[1:]:
@@ -292,19 +244,20 @@ def measure(
 def capacities(result: Result, shape: Decoding, name: str) -> None:
     """Tokens a byte, by the records of whole pools without sketches."""
     sizes = {
-        e: plan(layout_of(shape, e), CAPACITY_BYTES, sketch=False).record_bytes for e in ENCODINGS
+        e: plan(shape.layout.encoded(e), CAPACITY_BYTES, sketch=False).record_bytes
+        for e in ENCODINGS
     }
     for encoding in ENCODINGS[1:]:
         result.ratios[f"tokens_{encoding}_{name}"] = sizes["none"] / sizes[encoding]
 
 
-def over_a_link(result: Result, size: Size, pools: Mapping[str, Encoded], name: str) -> None:
+def over_a_link(result: Result, size: Size, pools: Mapping[str, Layers], name: str) -> None:
     """By the clock of the link: what it takes where the device bounds everything."""
     for kind in ("exact", "attend"):
         seconds: dict[str, float] = {}
         for encoding, pool in pools.items():
             with emulate(pool.pool, LINK, mode="virtual") as link:
-                seconds[encoding] = clock_s(link, partial(pool.walk, kind, size.share))
+                seconds[encoding] = clock_s(link, walk_of(pool, kind, size.share))
         for encoding in ENCODINGS[1:]:
             layout = pools[encoding].pool.layout
             bytes_ratio = layout.token_bytes / layout.stored_token_bytes
@@ -312,7 +265,7 @@ def over_a_link(result: Result, size: Size, pools: Mapping[str, Encoded], name: 
             result.ratio(f"link_{kind}_{encoding}_{name}", found, link.label)
         planes, fewer = pools["progressive"], {"exact": "two_stage", "attend": "near"}[kind]
         with emulate(planes.pool, LINK, mode="virtual") as link:
-            took = clock_s(link, partial(planes.walk, fewer, size.share))
+            took = clock_s(link, walk_of(planes, fewer, size.share))
         result.ratio(f"link_{fewer}_progressive_{name}", seconds["none"] / took, link.label)
 
 
