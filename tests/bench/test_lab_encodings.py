@@ -4,48 +4,28 @@ cost more, a run goes on, and its result has its rows."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
 from typer.testing import CliRunner
 
 from cxlkv.bench.lab import encodings, encodings_report, rivals
 from cxlkv.bench.lab.encodings import Coder, CodesPlan, Encoding, both
 from cxlkv.bench.lab.stored import attention
-from cxlkv.bench.lab.texts import Text
 from cxlkv.bench.lab.units import Arrays
 from cxlkv.demo.text import inputs
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.kernels.rotate import rotate_reference
 from cxlkv.ops.cli import app
 
-from ..support.small_models import save_with_windows
+from ..support.small_models import save_with_windows, save_with_words
+from . import test_lab
+from .test_lab import NUMBERS, drawn_texts
 
-NUMBERS = 300
-SHAPE = {
-    "vocab_size": NUMBERS,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.3,
-}
+SHAPE = {**test_lab.SHAPE, "vocab_size": NUMBERS, "num_hidden_layers": 5, "head_dim": 32}
 ENCODINGS = (
     Encoding("kept by windows", "none", "none", newest="none"),
     both("int8"),
@@ -66,25 +46,12 @@ PLAN = CodesPlan(texts=("one", "two"), prefix=200, steps=100, encodings=ENCODING
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama in float32, whose tokens are numbers."""
-    folder = tmp_path_factory.mktemp("lab")
-    torch.manual_seed(4)
-    LlamaForCausalLM(LlamaConfig.from_dict(SHAPE)).save_pretrained(folder)
-    words = {str(number): number for number in range(NUMBERS)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
-    fast.save_pretrained(folder)
-    return folder
+    return save_with_words(tmp_path_factory.mktemp("lab"), SHAPE, map(str, range(NUMBERS)))
 
 
 @pytest.fixture(autouse=True)
 def texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(seed: int) -> Callable[[], str]:
-        numbers = np.random.default_rng(seed).integers(0, NUMBERS, 2000)
-        return lambda: " ".join(map(str, numbers))
-
-    made = tuple(Text(name, "prose", "drawn", read(at)) for at, name in enumerate(("one", "two")))
-    monkeypatch.setattr(encodings, "TEXTS", made)
+    monkeypatch.setattr(encodings, "TEXTS", drawn_texts(end=""))
 
 
 def test_fewer_bits_cost_more_and_windows_that_keep_all_cost_nothing(

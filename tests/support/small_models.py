@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from cxlkv import CXLPool
 from cxlkv.adapters.transformers import CXLCache, layout_of
@@ -69,6 +80,17 @@ def pool_for(
     with CXLPool.create("anonymous:", layout=shape, capacity=capacity, threads=1) as made:
         yield made
         audit(made)
+
+
+def save_with_words(folder: Path, shape: Mapping[str, object], words: Iterable[str]) -> Path:
+    """A random Llama of this shape in float32, whose tokens are words between spaces."""
+    torch.manual_seed(4)
+    LlamaForCausalLM(LlamaConfig.from_dict({**shape})).save_pretrained(folder)
+    tokenizer = Tokenizer(WordLevel({word: at for at, word in enumerate(words)}, unk_token="0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+    fast.save_pretrained(folder)
+    return folder
 
 
 def save_with_windows(model: Path, folder: Path, shape: Mapping[str, object], window: int) -> Path:
