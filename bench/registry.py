@@ -129,9 +129,9 @@ class Case:
         module.run(result, *quick, **place)
 
     def about(self) -> str:
-        """Its text, or the first line of its module, which is not imported: torch is not needed to
-        be told."""
-        if not self.module:
+        """Its text, or else the first line of its module, which is not imported: torch is not
+        needed to be told."""
+        if self.text:
             return self.text
         if not self.is_here:
             return NEEDS_CHECKOUT
@@ -232,7 +232,9 @@ TABLE = (
         is_command=True,
     ),
     Case(
-        *("vllm-encodings", ENGINES, None, "vllm.encodings", MICRO, ("vllm-encodings",)),
+        *("vllm-encodings", ENGINES, None, "vllm.trained", MICRO, ("vllm-encodings",)),
+        text="how fast vLLM decodes a trained model in each encoding: stock in bf16 and fp8, and "
+        "pools in bf16, fp8, int8 and int4.",
         is_command=True,
     ),
     Case(

@@ -15,9 +15,9 @@ def command(options: Options, say: Say) -> Shown:
     """Raises UnsupportedError where there is no environment with vLLM, or not the model."""
     python = running.python_of_engines()
     if options.model is not None:
-        from cxlkv.bench.vllm import smollm2  # it needs torch
+        from cxlkv.bench.vllm import trained  # it needs torch
 
-        return smollm2.command(options, say, python)
+        return trained.command_of_budgets(options, say, python)
     result, size = SideBySide("vllm"), running.QUICK if options.quick else running.Size()
     with TemporaryDirectory(dir=running.SHARED, prefix="cxlkv-bench-vllm-") as made:
         say("making the model")

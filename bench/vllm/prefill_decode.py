@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from rich.console import Console
-
 from cxlkv.bench.lab.texts import beginnings
 from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.vllm import running
 from cxlkv.bench.vllm.running import Answer, rotated
-from cxlkv.demo import smollm2
+from cxlkv.bench.vllm.trained import prepared
 from cxlkv.errors import UnsupportedError
 
 ALONE, PREFILL, SHARED, PULLED = NAMES = ("alone", "prefill", "shared", "pulled")
@@ -153,8 +151,7 @@ def command(options: Options, say: Say) -> Shown:
     """Raises UnsupportedError where there is no environment with vLLM, or not the model."""
     python = running.python_of_engines()
     result, size = SideBySide("prefill-decode"), QUICK if options.quick else Size()
-    say("preparing the model and its texts")
-    folder = smollm2.prepare(Console(quiet=True))
+    folder = prepared(say)
     cases = prompts_of(folder, size)
     with (
         running.shared_folder(2 * size.pool_bytes, "two pools need") as place,

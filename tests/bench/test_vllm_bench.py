@@ -19,7 +19,8 @@ from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options
 from cxlkv.bench.result import read as read_result
-from cxlkv.bench.vllm import case, encodings, prefill_decode, running, smollm2
+from cxlkv.bench.vllm import case, prefill_decode, running, trained
+from cxlkv.bench.vllm.trained import ByBudget, ByEncoding
 from cxlkv.demo import smollm2 as model
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.prefix import prefix_keys
@@ -197,7 +198,7 @@ def test_engines_differ_in_what_is_compared_only(tmp_path: Path) -> None:
     assert all(own == settings["stock"] for own in settings.values())
 
 
-TRAINED = replace(smollm2.QUICK, decode=((100, 2), (70, 3)))
+TRAINED = replace(ByBudget.quick, decode=((100, 2), (70, 3)))
 PROMPTS = [
     [[case + 10 * one + at % 7 for at in range(tokens)] for one in range(requests)]
     for case, (tokens, requests) in enumerate(TRAINED.decode)
@@ -209,7 +210,7 @@ def test_a_trained_model_and_several_requests(tmp_path: Path) -> None:
     result = SideBySide("vllm")
     faults = {"offloaded": "cannot start", "pool_attention": "another token later"}
     running.run_cases(
-        smollm2.Run(result, TRAINED), engines(tmp_path, smollm2.NAMES, **faults), tmp_path, PROMPTS
+        ByBudget(result, TRAINED), engines(tmp_path, ByBudget.names, **faults), tmp_path, PROMPTS
     )
     assert set(result.missing) == {"offloaded"}
     assert {name for name in result.checks if name.endswith("right")} == {
@@ -232,8 +233,10 @@ def test_a_trained_model_and_several_requests(tmp_path: Path) -> None:
 
 def test_a_token_that_is_much_less_likely_is_no_tie(tmp_path: Path) -> None:
     result = SideBySide("vllm")
-    programs = engines(tmp_path, smollm2.NAMES, cached="sure", pool_attention="another token later")
-    running.run_cases(smollm2.Run(result, TRAINED), programs, tmp_path, PROMPTS)
+    programs = engines(
+        tmp_path, ByBudget.names, cached="sure", pool_attention="another token later"
+    )
+    running.run_cases(ByBudget(result, TRAINED), programs, tmp_path, PROMPTS)
     assert "other tokens than stock, from token 3 of request 0" in result.missing["pool_attention"]
     assert [check for check, holds in result.checks.items() if not holds] == [
         "pool_attention_right"
@@ -243,9 +246,9 @@ def test_a_token_that_is_much_less_likely_is_no_tie(tmp_path: Path) -> None:
 
 def test_a_trained_model_by_what_is_kept(tmp_path: Path) -> None:
     """What is kept otherwise may say other tokens; a pool of what stock has may not."""
-    result, size = SideBySide("vllm-encodings"), replace(encodings.QUICK, decode=((100, 2),))
-    programs = engines(tmp_path, encodings.NAMES, pool_attention_int4="another token")
-    running.run_cases(encodings.Run(result, size), programs, tmp_path, PROMPTS[:1])
+    result, size = SideBySide("vllm-encodings"), replace(ByEncoding.quick, decode=((100, 2),))
+    programs = engines(tmp_path, ByEncoding.names, pool_attention_int4="another token")
+    running.run_cases(ByEncoding(result, size), programs, tmp_path, PROMPTS[:1])
     assert result.missing == {}
     assert result.passed
     found = result.metrics
@@ -254,27 +257,27 @@ def test_a_trained_model_by_what_is_kept(tmp_path: Path) -> None:
     assert min(found["decode_100_2_pool_attention_int4_same_tokens"].samples) < 1
     assert result.ratios["decode_100_2_pool_attention_int8_to_stock"] == 1
     wrong = SideBySide("vllm-encodings")
-    programs = engines(tmp_path, encodings.NAMES, cached="sure", pool_attention="another token")
-    running.run_cases(encodings.Run(wrong, size), programs, tmp_path, PROMPTS[:1])
+    programs = engines(tmp_path, ByEncoding.names, cached="sure", pool_attention="another token")
+    running.run_cases(ByEncoding(wrong, size), programs, tmp_path, PROMPTS[:1])
     assert list(wrong.missing) == ["pool_attention"]
     wrong = SideBySide("vllm-encodings")
     programs = engines(
-        tmp_path, encodings.NAMES, cached_fp8="sure", pool_attention_fp8="another token"
+        tmp_path, ByEncoding.names, cached_fp8="sure", pool_attention_fp8="another token"
     )
-    running.run_cases(encodings.Run(wrong, size), programs, tmp_path, PROMPTS[:1])
+    running.run_cases(ByEncoding(wrong, size), programs, tmp_path, PROMPTS[:1])
     assert list(wrong.missing) == ["pool_attention_fp8"], "stock in fp8 is who judges"
 
 
 def test_engines_differ_in_what_is_kept_only(tmp_path: Path) -> None:
-    size, found = encodings.QUICK, {}
-    for name in encodings.NAMES:
-        own = encodings.settings_of(name, tmp_path, tmp_path, size)
+    size, found = ByEncoding.quick, {}
+    for name in ByEncoding.names:
+        own = ByEncoding.settings_of(name, tmp_path, tmp_path, size)
         transfer = own.pop("kv_transfer_config", None)
         assert (transfer is None) == own.pop("enable_prefix_caching")
         assert isinstance(transfer, dict | None)
         extra = {} if transfer is None else transfer["kv_connector_extra_config"]
         found[name] = (own.pop("kv_cache_dtype"), extra.get("encoding"))
-        assert own.items() <= encodings.settings_of("cached", tmp_path, tmp_path, size).items()
+        assert own.items() <= ByEncoding.settings_of("cached", tmp_path, tmp_path, size).items()
     assert found == {
         **{"cached": ("auto", None), "cached_fp8": ("fp8", None)},
         **{"pool_attention": ("auto", None), "pool_attention_fp8": ("fp8", None)},
@@ -314,16 +317,16 @@ def test_a_pool_is_served_over_a_socket(tmp_path: Path, shm_path: Path) -> None:
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadArgumentError, match="smollm2 is what goes with vllm, not other"):
-        smollm2.command(Options(model=Path("other")), print, "python")
+        trained.command_of_budgets(Options(model=Path("other")), print, "python")
 
 
 def test_a_trained_models_engines_differ_in_what_is_compared_only(tmp_path: Path) -> None:
-    settings = {n: smollm2.settings_of(n, tmp_path, tmp_path, TRAINED) for n in smollm2.NAMES}
+    settings = {n: ByBudget.settings_of(n, tmp_path, tmp_path, TRAINED) for n in ByBudget.names}
     transfers = {name: own.pop("kv_transfer_config", None) for name, own in settings.items()}
     for own in settings.values():
         del own["enable_prefix_caching"]
         assert own == settings["cached"]
-    assert [name for name in smollm2.NAMES if transfers[name] is None] == ["cached"]
+    assert [name for name in ByBudget.names if transfers[name] is None] == ["cached"]
     assert str(transfers["pool_attention"]).replace("'exact'", "'two_stage'") == str(
         transfers["two_stage"]
     )
@@ -331,8 +334,8 @@ def test_a_trained_models_engines_differ_in_what_is_compared_only(tmp_path: Path
 
 @pytest.mark.skipif(model.model_file() is None, reason=f"no model: {model.INSTALL}")
 def test_no_two_prompts_begin_alike() -> None:
-    size = smollm2.Size()
-    cases = smollm2.prompts_of(model.prepare(Console()), size)
+    size = ByBudget.full
+    cases = trained.prompts_of(model.prepare(Console()), size)
     assert [(len(prompts[0]), len(prompts)) for prompts in cases] == list(size.decode)
     begun = [tuple(one[: size.block_tokens]) for prompts in cases for one in prompts]
     assert len(set(begun)) == len(begun)
