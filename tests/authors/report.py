@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from cxlkv.bench import sources
+from cxlkv.bench.lab.methods import table
 from cxlkv.bench.lab.texts import TEXTS
 from cxlkv.bench.result import Result
 from cxlkv.demo.text import inputs
@@ -64,85 +65,75 @@ def asked_of(taken: sources.Taken, tokens: int, query: int) -> Asked:
     return Asked(keys, values, taken.queries[query].float().reshape(heads, -1, dim), taken.scale)
 
 
-@dataclass
-class Findings:
-    """By check and kind of sample."""
-
-    found: dict[tuple[str, str], list[Compared]] = field(default_factory=dict)
-
-    def add(self, check: Check, kind: str, one: Compared) -> None:
-        self.found.setdefault((check.name, kind), []).append(one)
-
-    def lists(self, check: Check, kind: str, name: str, budget: int | None = None) -> list[float]:
-        """A mean a sample."""
-        every = self.found.get((check.name, kind), [])
-        if budget is None:
-            return [float(np.nanmean(getattr(one, name))) for one in every]
-        return [float(np.mean(getattr(one, name)[budget])) for one in every]
+Found = dict[tuple[str, str], list[Compared]]
+"""By check and kind of sample."""
 
 
-def run(folder: Checkouts, plan: Plan, model: Path | None) -> Findings:
-    found = Findings()
+def run(folder: Checkouts, plan: Plan, model: Path | None) -> Found:
+    found: Found = {}
     for kind, asked in samples(plan, model):
         for check in CHECKS:
-            found.add(check, kind, compare(check, folder, asked))
+            found.setdefault((check.name, kind), []).append(compare(check, folder, asked))
     return found
 
 
-def result_of(found: Findings) -> Result:
+def means(every: Sequence[Compared], name: str, budget: int | None = None) -> list[float]:
+    """A mean a sample."""
+    if budget is None:
+        return [float(np.nanmean(getattr(one, name))) for one in every]
+    return [float(np.mean(getattr(one, name)[budget])) for one in every]
+
+
+def result_of(found: Found) -> Result:
     """Samples are of one layer and query, means over its heads. A check holds where a method that
     is the same as theirs orders pages as theirs does."""
     result = Result("methods-authors")
     result.notes += [f"{name} {commit}" for name, commit in COMMITS.items()]
     for check in CHECKS:
         for kind in (MODEL, RANDOM):
-            if (check.name, kind) not in found.found:
-                continue
-            measure(result, found, check, kind)
-            if check.least:
-                lowest = min(found.lists(check, kind, "correlation"))
-                result.checks[f"{check.name}_{kind}_is_alike"] = lowest >= check.least
+            if every := found.get((check.name, kind)):
+                measure(result, every, check, f"{check.name}_{kind}")
     return result
 
 
-def measure(result: Result, found: Findings, check: Check, kind: str) -> None:
-    name = f"{check.name}_{kind}"
-    result.measure(f"{name}_correlation", found.lists(check, kind, "correlation"), "of ranks")
+def measure(result: Result, every: Sequence[Compared], check: Check, name: str) -> None:
+    correlation = means(every, "correlation")
+    result.measure(f"{name}_correlation", correlation, "of ranks")
+    if check.least:
+        result.checks[f"{name}_is_alike"] = min(correlation) >= check.least
     if check.least and check.union == "query_head":
         unit = "standard deviations of theirs"
-        result.measure(f"{name}_difference", found.lists(check, kind, "difference"), unit)
+        result.measure(f"{name}_difference", means(every, "difference"), unit)
     for at, budget in enumerate(check.labels):
-        same = found.lists(check, kind, "same", at)
-        result.measure(f"{name}_same_{budget}", same, "share of the list")
+        result.measure(f"{name}_same_{budget}", means(every, "same", at), "share of the list")
         for whose, side in (("ours", 0), ("theirs", 1)):
-            held = [one.mass[at][side] for one in found.found[check.name, kind]]
+            held = [one.mass[at][side] for one in every]
             result.measure(f"{name}_mass_{budget}_{whose}", held, "share of attention")
 
 
-def markdown(found: Findings) -> str:
+def markdown(found: Found) -> str:
     heads = (
         *("method", "lists", "theirs", "correlation", "same 5 %", "15 %", "held 5 %: ours"),
         *("theirs", "random: correlation", "same 5 %", "15 %"),
     )
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    rows = []
     for check in CHECKS:
         names = f"{check.repository} {COMMITS[check.repository][:8]}, `{check.function}`"
         kind = check.union.replace("_", " ")
         size = "token" if check.page_tokens == 1 else "page"
         cells = [f"`{check.method}`", f"{kind}, {size}s", names]
         for source in (MODEL, RANDOM):
-            cells += row(found, check, source)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            cells += row(found.get((check.name, source)), check, source)
+        rows.append(cells)
+    return table(heads, rows)
 
 
-def row(found: Findings, check: Check, kind: str) -> list[str]:
-    every = found.found.get((check.name, kind))
+def row(every: Sequence[Compared] | None, check: Check, kind: str) -> list[str]:
     if not every:
         return [""] * (5 if kind == MODEL else 3)
-    cells = [f"{np.mean(found.lists(check, kind, 'correlation')):.4f}"]
+    cells = [f"{np.mean(means(every, 'correlation')):.4f}"]
     budgets = range(len(check.labels))
-    cells += [f"{100 * np.mean(found.lists(check, kind, 'same', at)):.1f} %" for at in budgets]
+    cells += [f"{100 * np.mean(means(every, 'same', at)):.1f} %" for at in budgets]
     cells += [""] * (2 - len(budgets))
     if kind == MODEL:
         cells += [f"{np.mean([one.mass[0][side] for one in every]):.3f}" for side in (0, 1)]

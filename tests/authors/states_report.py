@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cxlkv.bench.lab.methods import table
 from cxlkv.bench.result import Result
 from tests.authors.checkouts import COMMITS, Checkouts
 from tests.authors.choices import (
@@ -87,23 +88,22 @@ def states_markdown(findings: StateFindings) -> str:
         *("method", "theirs", "same", "weights", "tokens", "error: ours", "theirs", "apart"),
         *("random: same", "error: ours", "theirs"),
     )
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    rows, promised = [], []
     for check in STATE_CHECKS:
         names = f"{check.repository} {COMMITS[check.repository][:8]}, `{check.function}`"
         cells = [check.name, names]
         for kind in (MODEL, RANDOM):
             cells += state_row(findings.found.get((check.name, kind)), kind)
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| promise | within: ours | theirs | tokens | theirs | error | theirs | sizes |"]
-    lines.append("|" + "---|" * 8)
+        rows.append(cells)
     for kind, promises in findings.promises.items():
         sides = [np.mean([getattr(one, what) for one in promises], axis=0) for what in WHAT]
         within, tokens, errors = (side.tolist() for side in sides)
         cells = [kind, *(f"{100 * one:.1f} %" for one in within)]
         cells += [*(f"{one:.0f}" for one in tokens), *(f"{one:.4f}" for one in errors)]
         cells.append(str(max(one.sizes for one in promises)))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        promised.append(cells)
+    of_promises = "promise|within: ours|theirs|tokens|theirs|error|theirs|sizes".split("|")
+    return f"{table(heads, rows)}\n\n{table(of_promises, promised)}"
 
 
 def state_row(every: list[ChoicesCompared] | None, kind: str) -> list[str]:

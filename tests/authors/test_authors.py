@@ -29,7 +29,7 @@ from tests.authors.choices import (
     output,
     sums,
 )
-from tests.authors.report import RANDOM, Findings, Plan, markdown, result_of, run, samples
+from tests.authors.report import RANDOM, Plan, markdown, result_of, run, samples
 from tests.authors.states import Sides, triton_module
 from tests.authors.states_report import (
     StateFindings,
@@ -241,10 +241,9 @@ def test_samples_and_the_table(rng: np.random.Generator, tmp_path: Path) -> None
     kinds, asked = zip(*samples(plan, None), strict=True)
     assert kinds == (RANDOM, RANDOM)
     assert asked[0].keys.shape == (2, 160, 128)
-    found = Findings()
-    for check in CHECKS:
-        same = Check("one", "attention", "", "", shares)
-        found.add(check, RANDOM, compare(same, Checkouts(tmp_path), asked_of(rng)))
+    same = Check("one", "attention", "", "", shares)
+    one = compare(same, Checkouts(tmp_path), asked_of(rng))
+    found = {(check.name, RANDOM): [one] for check in CHECKS}
     result = result_of(found)
     assert result.passed
     assert result.metrics["digest_random_same_5"].samples == [1.0]
@@ -332,24 +331,16 @@ def test_kernels_need_the_interpreter(written: Checkouts, monkeypatch: pytest.Mo
 @pytest.mark.skipif(
     not FOLDER, reason="CXLKV_AUTHORS names a folder of checkouts: docs/methods.md says of which"
 )
-def test_methods_are_those_of_their_authors() -> None:
+@pytest.mark.parametrize("states", [False, True], ids=["methods", "choosers"])
+def test_they_are_those_of_their_authors(states: bool) -> None:
     pytest.importorskip("sklearn", reason="their codebooks and components are scikit-learn's")
-    assert FOLDER
-    folder = Checkouts(Path(FOLDER))
-    folder.check()
-    result = result_of(run(folder, Plan(tokens=1024, queries=(0,)), None))
-    print(result.checks)
-    assert result.passed, [name for name, holds in result.checks.items() if not holds]
-
-
-@pytest.mark.skipif(
-    not FOLDER, reason="CXLKV_AUTHORS names a folder of checkouts: docs/methods.md says of which"
-)
-def test_choosers_are_those_of_their_authors() -> None:
     pytest.importorskip("triton", reason="RetroInfer's clusters are made by its kernels")
     assert FOLDER
-    folder = Checkouts(Path(FOLDER))
+    folder, plan = Checkouts(Path(FOLDER)), Plan(tokens=1024, queries=(0,))
     folder.check()
-    result = states_result(run_states(folder, Plan(tokens=1024, queries=(0,)), None))
+    if states:
+        result = states_result(run_states(folder, plan, None))
+    else:
+        result = result_of(run(folder, plan, None))
     print(result.checks)
     assert result.passed, [name for name, holds in result.checks.items() if not holds]
