@@ -5,14 +5,13 @@ JSON each:
 
     {"op": "generate", "prompts": [[id, ...]], "tokens": 4, "options": {...} or null}
         {"tokens": [[id, ...]], "cached": [...], "first_s": ..., "decode_s": ..., "decoded": ...,
-         "outside_us": ..., "idle_s": ..., "idle_used_s": ...}
+         "idle_s": ..., "idle_used_s": ...}
     {"op": "weigh", "prompt": [id, ...], "tokens": [id, ...]}             {"logprobs": [...]}
     {"op": "end"}                                                         {"ok": true}
 
 All prompts are given at once. first_s: until each has its first token; decode_s: from then on,
-for `decoded` tokens of all of them; outside_us: a layer of these, in our attention but not in the
-core. cached: tokens that were not computed. idle_s: since
-the last answer; idle_used_s: CPU seconds of all threads in that time. options: our part of
+for `decoded` tokens of all of them. cached: tokens that were not computed. idle_s: since the last
+answer; idle_used_s: CPU seconds of all threads in that time. options: our part of
 kv_transfer_params. weigh: log probabilities of each token to follow the prompt.
 """
 
@@ -29,7 +28,6 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 from cxlkv import _core
 from cxlkv.bench.peers.serving import Peer, serve
-from cxlkv.bench.vllm.outside import Outside
 
 
 class Asked(TypedDict):
@@ -57,7 +55,7 @@ class Engine(Peer):
 
     def __init__(self) -> None:
         self._llm = LLM(**json.loads(sys.argv[1]))
-        self._requests, self._outside = 0, Outside()
+        self._requests = 0
         self._idle_since = (time.perf_counter(), time.process_time())
 
     def answer(self, asked: dict[str, object]) -> dict[str, object]:
@@ -101,7 +99,6 @@ class Engine(Peer):
             counts = [len(texts.get(name, ())) for name in names]
             if first_s is None and min(counts) > 0:
                 first_s, at_first = time.perf_counter() - began, sum(counts)
-                self._outside.begin()
         whole_s = time.perf_counter() - began
         assert first_s is not None
         self._idle_since = (time.perf_counter(), time.process_time())
@@ -111,7 +108,6 @@ class Engine(Peer):
             "first_s": first_s,
             "decode_s": whole_s - first_s,
             "decoded": sum(counts) - at_first,
-            "outside_us": self._outside.us,
             "idle_s": idle_s,
             "idle_used_s": idle_used_s,
         }

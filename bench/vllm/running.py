@@ -118,7 +118,6 @@ class Answer(BaseModel):
     first_s: Positive
     decode_s: Positive
     decoded: Annotated[int, Field(ge=0)]
-    outside_us: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     idle_used_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -302,8 +301,6 @@ class Run:
             elif not self.must_equal(self.ways[way][0], prompts, answer, right, f"{what}, {way}"):
                 continue
             self.add(f"{what}_{way}", "tokens/s", answer.decoded / answer.decode_s)
-            if answer.outside_us:
-                self.add(f"{what}_{way}_outside", "us", answer.outside_us)
 
     def case(self, prompts: Sequence[list[int]]) -> None:
         """Time to all first tokens where no cache holds any of the prompts; then, with all but
