@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cxlkv.bench.cases import ndp_models, ndp_rivals, ndp_shared, worker
+from cxlkv.bench.cases import ndp_models, ndp_rivals, ndp_shared
 from cxlkv.bench.cases.ndp_rivals import agreement
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.pools import Shape, filled
@@ -37,7 +37,6 @@ class Size(Shape):
     share: float = 0.05
     models: ndp_models.Size = field(default_factory=ndp_models.Size)
     shared: ndp_shared.Size = field(default_factory=ndp_shared.Size)
-    worker: worker.Size = field(default_factory=worker.Size)
 
 
 def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) -> None:
@@ -61,7 +60,6 @@ def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) 
                  "attend_to_stream", "attend_to_torch"):  # fmt: skip
         if f"{name}_{threads[-1]}t" in result.ratios:
             result.ratios[name] = result.ratios[f"{name}_{threads[-1]}t"]
-    worker.round_trip(result, size.worker)
 
 
 class Stage:

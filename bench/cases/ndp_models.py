@@ -1,4 +1,5 @@
-"""Selection in two stages on keys of trained models: answers, pages, attention mass, and speed."""
+"""Selection in two stages on keys of trained models: answers, and speed. `cxlkv bench recall` has
+the pages and the attention mass that it keeps."""
 
 from __future__ import annotations
 
@@ -13,13 +14,11 @@ from cxlkv.bench import sources
 from cxlkv.bench.cases import ndp_rivals
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.pools import Shape, filled
-from cxlkv.bench.quality import Way, mean, weigh, worst_decile
+from cxlkv.bench.quality import mean
 from cxlkv.bench.result import Result
 from cxlkv.bench.sources import Taken
 from cxlkv.demo.facts import Examiner, Plan, load_model, pool_for
 from cxlkv.ndp.engine import Budget, Selection
-
-TWO_STAGE = Way("two_stage")
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,12 @@ class Size:
 
 
 def run(result: Result, size: Size, threads: Sequence[int]) -> None:
-    """Ratios two_stage_answers, two_stage_recall, text_mass, text_bytes_share, text_speedup."""
+    """Ratios two_stage_answers, text_speedup and text_large_bytes_share."""
     answer(result, size)
-    recall(result, size)
     texts = [
-        # The first query has 1,024 pages before it that are not forced: then sketches are read.
-        sources.text(size.text_tokens + 64 + size.queries, size.queries, first=size.text_tokens * i)
+        sources.text(size.text_tokens + size.queries, size.queries, first=size.text_tokens * i)
         for i in range(size.texts)
     ]
-    weigh_texts(result, size, texts)
     keys, queries = side_by_side(texts, size.text_tokens, size.timed_queries)
     time_texts(result, size, keys, queries, texts[0][0].scale, threads)
     result.ratios["text_speedup"] = result.ratios[f"text_speedup_{threads[-1]}t"]
@@ -70,34 +66,6 @@ def answer(result: Result, size: Size) -> None:
     result.checks["exact_selection_answers"] = wanted > 0.5
     if wanted:
         result.ratios["two_stage_answers"] = asked["two_stage"].right_share / wanted
-
-
-def recall(result: Result, size: Size) -> None:
-    """Pages of the exact choice for the demo's questions, forced ones left out."""
-    taken = sources.demo(size.demo_tokens, size.queries)
-    (row,), agreement = weigh(taken, (size.share,), (TWO_STAGE,))
-    result.checks["demo_exact_agrees_with_torch"] = agreement > 0.99
-    result.measure("demo_recall", row.recall, "share of exact's pages, by kv head")
-    result.measure("demo_bytes_share", row.bytes_share, "share of the keys' bytes, by layer")
-    result.ratios["two_stage_recall"] = mean(row.recall)
-
-
-def weigh_texts(result: Result, size: Size, texts: Sequence[Sequence[Taken]]) -> None:
-    """Each text alone, as the model read it."""
-    rows, agreements = [], []
-    for taken in texts:
-        (row,), agreement = weigh(taken, (size.share,), (TWO_STAGE,))
-        rows.append(row)
-        agreements.append(agreement)
-    result.checks["text_exact_agrees_with_torch"] = min(agreements) > 0.99
-    mass = [sample for row in rows for sample in row.mass_to_exact]
-    found = result.measure("text_mass_to_exact", mass, "share of exact's, by text and head")
-    result.measure("text_mass", [s for row in rows for s in row.mass], "share of attention")
-    result.measure("text_recall", [s for row in rows for s in row.recall], "share of exact's pages")
-    result.measure("text_bytes", [s for row in rows for s in row.bytes_share], "share of keys")
-    result.ratios["text_mass"] = mean(found.samples)
-    result.ratios["text_mass_worst_decile"] = worst_decile(found.samples)
-    result.ratios["text_bytes_share"] = mean(result.metrics["text_bytes"].samples)
 
 
 def side_by_side(
@@ -142,7 +110,7 @@ def time_texts(
             median = result.times(each, "ms a query", f"text_large_{{}}_{count}t")
             result.ratios[f"text_speedup_{count}t"] = median["exact"] / median["two_stage"]
     result.notes.append(
-        f"text_mass, text_bytes_share: {size.texts} texts of {size.text_tokens} bytes, each alone; "
-        f"text_speedup, text_large_*: their keys one behind the other, {tokens} tokens, the kv "
-        f"heads of all layers as the {heads} of one, head_dim {dim}"
+        f"text_speedup, text_large_*: keys of {size.texts} texts of {size.text_tokens} bytes, one "
+        f"behind the other, {tokens} tokens, the kv heads of all layers as the {heads} of one, "
+        f"head_dim {dim}"
     )

@@ -43,14 +43,11 @@ class ChooserSize:
 
 
 def run(result: Result, size: Size = Size(), of_choosers: ChooserSize = ChooserSize()) -> None:
-    round_trip(result, size)
-    choosers(result, of_choosers)
-
-
-def round_trip(result: Result, size: Size) -> None:
-    """Metrics select_us and worker_us, in turn in one run, and the difference of each pair."""
+    """Metrics select_us and worker_us, in turn in one run, and the difference of each pair; and
+    those of choosers()."""
     with served(size) as (pool, path):
         measure(result, pool, path, size)
+    choosers(result, of_choosers)
 
 
 @contextmanager
