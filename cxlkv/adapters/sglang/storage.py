@@ -6,7 +6,7 @@ they raised would end a prefetch, a backup or the engine; so they raise only bef
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from cxlkv.adapters.sglang.metrics import COUNTS, KINDS, PREFIX
 from cxlkv.adapters.sglang.settings import EXTRA, check_version, is_zero_copy, read_settings
 from cxlkv.adapters.sglang.store import MAIN, Rank, Store
 from cxlkv.adapters.sglang.weights import HeardWeights, updaters
+from cxlkv.arrays import Mask
 
 if TYPE_CHECKING:
     from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -132,24 +133,12 @@ class CXLHiCache(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        said = before(extra_info)
-        return {
-            one.name: self.store.load(
-                str(one.name), one.keys or [], one.host_indices, said
-            ).tolist()
-            for one in transfers
-        }
+        return each(self.store.load, transfers, extra_info)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        said = before(extra_info)
-        return {
-            one.name: self.store.store(
-                str(one.name), one.keys or [], one.host_indices, said
-            ).tolist()
-            for one in transfers
-        }
+        return each(self.store.store, transfers, extra_info)
 
     # ---- copies of pages: without "interface_v1" ----
 
@@ -220,6 +209,19 @@ class CXLHiCache(HiCacheStorage):
 def before(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
     """Keys of what comes before a call's pages in their text, as far as SGLang passes them."""
     return extra_info.prefix_keys if extra_info is not None else None
+
+
+def each(
+    act: Callable[[str, list[str], torch.Tensor | None, list[str] | None], Mask],
+    transfers: list[PoolTransfer],
+    extra_info: HiCacheStorageExtraInfo | None,
+) -> dict[str, list[bool]]:
+    """What load() or store() makes of each host pool's pages."""
+    said = before(extra_info)
+    return {
+        one.name: act(str(one.name), one.keys or [], one.host_indices, said).tolist()
+        for one in transfers
+    }
 
 
 def _server_args() -> object | None:

@@ -36,6 +36,7 @@ from cxlkv.prefix import PageKeys
 MAIN = "kv"
 """The host pool of K and V; SGLang's PoolName.KV."""
 Call = Callable[[ObjectCache, PageKeys], Mask]
+Indices = torch.Tensor | None
 Before = Sequence[str] | None
 """SGLang's keys of a text's pages before those of a call; None: it does not say."""
 
@@ -220,23 +221,13 @@ class Store(Closing):
         self._counting.add(asked_pages=len(keys), hit_pages=max(lengths, default=0))
         return Hits(found, lengths)
 
-    def load(
-        self,
-        name: str,
-        keys: Sequence[str],
-        indices: torch.Tensor | None,
-        before: Before = None,
-    ) -> Mask:
+    def load(self, name: str, keys: Sequence[str], indices: Indices, before: Before = None) -> Mask:
         """Copy pages, which follow each other in a text, into the host pool of this name; bool [n]:
         which are right."""
         return self._loaded(name, keys, lambda: self._buffers(name, keys, indices), before)
 
     def store(
-        self,
-        name: str,
-        keys: Sequence[str],
-        indices: torch.Tensor | None,
-        before: Before = None,
+        self, name: str, keys: Sequence[str], indices: Indices, before: Before = None
     ) -> Mask:
         """bool [n]: which pages of the host pool of this name are stored then."""
         return self._stored(name, keys, lambda: self._buffers(name, keys, indices), before)
