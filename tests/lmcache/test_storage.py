@@ -418,22 +418,6 @@ def test_what_lmcache_writes_to_after_it_was_published_is_found(
     assert is_right(storage, 2)
 
 
-def test_what_changed_is_damaged_for_another_process(
-    make_storage: MakeStorage, where: Path
-) -> None:
-    storage = make_storage()
-    put(storage, 1, 2)
-    one = lent(storage, 1)
-    one.tensor[0, 0, 0, 0] = 7
-    one.ref_count_down()
-    other = make_storage()  # its pool is opened anew, as by another process
-    assert got(other, 1) is None
-    assert other.counting.failures["corrupt"] == 1
-    assert is_right(other, 2)
-    put(storage, 1)
-    assert is_right(other, 1)
-
-
 def test_features_that_are_not_served_are_refused(where: Path) -> None:
     with pytest.raises(UnsupportedError, match="enable_blending"):
         CXLStorage(config=config_of(where, enable_blending=True), metadata=metadata_of())
