@@ -195,7 +195,7 @@ fuzz:         ## readers of bytes from elsewhere, FUZZ_S seconds each: make fuzz
 mutants: $(VENV)/.built  ## coherence with each flush, fence and check left out: a test must tell
 	cmake -S native -B build/mutants $(GENERATOR) -DCMAKE_BUILD_TYPE=Release >/dev/null
 	cmake --build build/mutants --target test_visibility_incoherent test_rpc_incoherent \
-	  test_hosts_incoherent test_protocol_incoherent
+	  test_hosts_incoherent test_protocol_incoherent cxlkv_incoherent_pool
 	for program in test_visibility_incoherent test_rpc_incoherent; do \
 	  CXLKV_SEEDS=20000 build/mutants/$$program; \
 	done

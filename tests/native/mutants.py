@@ -344,7 +344,8 @@ def build_without(name: str, build: Path, folder: Path) -> Path:
     # The level that the archive has: a copy that lacks a function would bring in the original.
     command = [os.environ.get("CC", "cc"), "-std=c11", "-O2", "-D_GNU_SOURCE", "-DCXLKV_DEBUG=2"]
     command += ["-DCXLKV_BUILD=1"]  # the version, which these programs only hand on
-    command += [*includes, *map(str, sources), str(build / "libcxlkv_incoherent.a"), "-lm"]
+    libraries = [str(build / f"libcxlkv_incoherent{part}.a") for part in ("_pool", "")]
+    command += [*includes, *map(str, sources), *libraries, "-lm"]
     subprocess.run([*command, "-pthread", "-o", str(folder / program)], check=True)
     return folder / program
 
