@@ -18,12 +18,10 @@ from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cxlkv.demo.progress import tell
-from cxlkv.demo.text.inputs import quiet
 from cxlkv.errors import CorruptError, SystemCallError, UnsupportedError
 from cxlkv.machine.state import cache_folder
 
@@ -141,12 +139,14 @@ def convert(path: Path, folder: Path) -> None:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    from cxlkv.demo.text.inputs import quiet
+
     where = {"gguf_file": path.name, "local_files_only": True}
     with quiet(), redirect_stderr(io.StringIO()):  # bars of the GGUF reader have no switch
         model = AutoModelForCausalLM.from_pretrained(
             path.parent,
             quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.bfloat16,
+            dtype="bfloat16",
             **where,
         )
         model.config.name_or_path = NAME
