@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import sys
@@ -65,7 +66,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Where tests run kernels, and Triton's interpreter runs them: with less to look for."""
+    """What was imported stays to the end: the garbage collector need not look at it again and
+    again. Where Triton's interpreter runs kernels: with less to look for."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     kernels = sys.modules.get("cxlkv.kernels.runtime")
     if kernels is not None and kernels.INTERPRETED:
         interpreter.hasten()
