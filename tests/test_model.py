@@ -484,8 +484,8 @@ class EncodedModel(PoolModel):
 @pytest.mark.parametrize(
     ("part", "model", "examples", "steps"),
     [
-        (0, PoolModel, 250, 40),
-        (0, EncodedModel, 80, 40),
+        (0, PoolModel, 100, 40),
+        (0, EncodedModel, 40, 40),
         *(
             nightly(part, model, 300, 100)
             for part in range(1, 6)

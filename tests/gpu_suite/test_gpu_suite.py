@@ -80,6 +80,7 @@ def test_a_case_whose_time_is_over_says_what_it_left_out(tmp_path: Path) -> None
 # ---- the script ----
 
 
+@pytest.mark.nightly
 def test_the_script_comes_to_its_end_without_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "gather.json").write_bytes(b"of an earlier run")
     # Without the interpreter, which the tests of the cases have, the torch references run.

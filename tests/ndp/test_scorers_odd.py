@@ -113,7 +113,14 @@ def test_a_file_that_nothing_was_learned_in(tmp_path: Path, name: str) -> None:
         scorers._read(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", [each.name for each in SCORERS if each.calibrated])
+@pytest.mark.parametrize(
+    "name",
+    [
+        each.name if each.name == "shadow" else nightly(each.name)
+        for each in SCORERS
+        if each.calibrated
+    ],
+)
 def test_numbers_of_another_model_are_refused(
     name: str, make_pool: MakePool, rng: np.random.Generator
 ) -> None:
@@ -335,29 +342,26 @@ def test_a_package_that_is_broken_harms_nobody_else(
 
 
 @pytest.mark.parametrize("group", [names.SCORER_GROUP, names.CHOOSER_GROUP])
-@pytest.mark.parametrize("taken", ["mean", "shadow", "retro"])
 def test_a_name_that_a_package_takes_from_a_built_in_method_is_nobodys(
-    group: str,
-    taken: str,
-    make_pool: MakePool,
-    rng: np.random.Generator,
-    offer: Offer,
+    group: str, make_pool: MakePool, rng: np.random.Generator, offer: Offer
 ) -> None:
     """One who measures a method of their own must not be given the figures of another."""
     kind = "Other" if group == names.SCORER_GROUP else "Another"
-    offer(EntryPoint(taken, f"{__name__}:{kind}{taken.title()}", group))
-    pool, built_in = make_pool(), "chooser" if taken == "retro" else "scorer"
+    built_in = {"mean": "scorer", "shadow": "scorer", "retro": "chooser"}
+    offer(*(EntryPoint(taken, f"{__name__}:{kind}{taken.title()}", group) for taken in built_in))
+    pool = make_pool()
     sequence = grown(pool, rng)
-    said = f"'{taken}' is installed, but .*a built-in {built_in}'s name: rename yours"
-    if taken == "shadow":
+    for taken, of in built_in.items():
+        said = f"'{taken}' is installed, but .*a built-in {of}'s name: rename yours"
+        if taken == "shadow":
+            with pytest.raises(BadArgumentError, match=said):
+                pool.calibrate(taken, sequence)
         with pytest.raises(BadArgumentError, match=said):
-            pool.calibrate(taken, sequence)
-    with pytest.raises(BadArgumentError, match=said):
-        sequence.select(0, ones(pool), budget=FEW, method=taken)
-    with pytest.raises(BadArgumentError, match=said):
-        pool.batch([sequence]).decode(0, ones(pool), ones(pool), ones(pool), [0, 1], FEW, taken)
-    with pytest.raises(BadArgumentError, match=said):
-        scorers.check(taken)
+            sequence.select(0, ones(pool), budget=FEW, method=taken)
+        with pytest.raises(BadArgumentError, match=said):
+            pool.batch([sequence]).decode(0, *[ones(pool)] * 3, [0, 1], FEW, taken)
+        with pytest.raises(BadArgumentError, match=said):
+            scorers.check(taken)
     sequence.select(0, ones(pool), budget=FEW, method="ball")
     sequence.select(0, ones(pool), budget=FEW, method="clusters")
 

@@ -19,6 +19,7 @@ from cxlkv.transport import pull
 from ..adapters.test_transformers_requests import PAGE, generate, stock
 from ..support import states
 from ..support.far_prefill import MODELS
+from ..support.lengths import nightly
 from ..support.processes import Child
 from ..support.small_models import pool_for, prompts
 from .test_transport import HOST, LINKS, device_of, folder, remote_of
@@ -38,7 +39,7 @@ def prefilled(folder: Path, link: str, name: str, lengths: tuple[int, ...]) -> I
         states.remove(folder / "pool")
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", ["socket", nightly("file"), LINKS[-1]])
 def test_what_another_process_read_is_decoded_here(folder: Path, link: str) -> None:
     name, lengths = ("windowed", (103,)) if link == "socket" else ("llama", (103, 70, 19))
     model = MODELS[name]()
