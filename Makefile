@@ -199,7 +199,7 @@ mutants: $(VENV)/.built  ## coherence with each flush, fence and check left out:
 	for program in test_visibility_incoherent test_rpc_incoherent; do \
 	  CXLKV_SEEDS=20000 build/mutants/$$program; \
 	done
-	$(BIN)/python tests/native/mutants.py build/mutants $(ARGS)
+	$(BIN)/python -m tests.native.mutants build/mutants $(ARGS)
 
 # Network, 4 GB of disk and some minutes, once: the engine in an environment of its own, as it pins
 # other versions than ours. Without the uninstall it finds a torchvision of another torch.

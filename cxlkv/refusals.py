@@ -76,6 +76,7 @@ NAMES: dict[str, str] = {
         f"cxlkv.{name}": f"say cxlkv.tiers.{name}"
         for name in ("cold", "cold_mooncake", "cold_store", "policy", "prefetch")
     },
+    "cxlkv.emulation.incoherent": "say python -m tests.native.incoherent in a checkout",
     "cxlkv.near": "say cxlkv.tiers.local",
     "cxlkv.tenants": "say cxlkv.tiers.quota",
     "cxlkv.stats.look": "say cxlkv.stats.inspect",

@@ -1,1 +1,9 @@
-"""Emulation: incoherent memory, links of devices, faults; the true drivers in guests."""
+"""Emulation: links of devices that this machine does not have, faults on purpose."""
+
+from typing import NoReturn
+
+from cxlkv.refusals import no_attribute
+
+
+def __getattr__(name: str) -> NoReturn:
+    no_attribute(__name__, name)

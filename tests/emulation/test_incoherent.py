@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv.emulation import incoherent
-from cxlkv.emulation.incoherent import Limits, run
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
+from tests.native import incoherent
+from tests.native.incoherent import Limits, run
 
 
 @pytest.fixture(scope="session")

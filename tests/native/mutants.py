@@ -1,6 +1,6 @@
 """`make mutants`: flushes, fences and checks left out in turn: on incoherent memory a seed tells.
 
-    python tests/native/mutants.py BUILD [NAME ...] [--seeds 4000]
+    python -m tests.native.mutants BUILD [NAME ...] [--seeds 4000]
 
 BUILD has the programs below and the archive that they are linked with; NAME is a site of
 native/src/base/flush.h or a check below. A site is left out by the emulated memory, a check in a
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from cxlkv.emulation import incoherent
+from tests.native import incoherent
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "native/src"

@@ -1,5 +1,5 @@
 /* What the environment says to the tests on the emulated memory: which seeds, what is left out, and
- * limits that make a failing run small. Not a test itself; emulation/incoherent.py sets it.
+ * limits that make a failing run small. Not a test itself; tests/native/incoherent.py sets it.
  *
  * CXLKV_SEEDS: how many; CXLKV_SEED: the first one; CXLKV_ARM64=0 or 1: one of them;
  * CXLKV_LEFT_OUT: the number of a flush_site. CXLKV_HOSTS, CXLKV_DISTURBANCES, CXLKV_ROUNDS: no

@@ -1,7 +1,7 @@
 """Runs the protocol on emulated memory whose hosts' caches do not see each other, seed by seed.
 
-    python -m cxlkv.emulation.incoherent protocol --seeds 2000 --model x86 --leave-out FLUSH_TAKE
-    python -m cxlkv.emulation.incoherent protocol --seed 7513 --model arm64 --trace
+    python -m tests.native.incoherent protocol --seeds 2000 --model x86 --leave-out FLUSH_TAKE
+    python -m tests.native.incoherent protocol --seed 7513 --model arm64 --trace
 
 The emulator (native/emulation/incoherent.h) and the programs that run on it (tests/native) are C,
 built here from a checkout. A seed decides everything: who runs, what the caches do, who dies. A
@@ -30,7 +30,7 @@ from rich.console import Console
 
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 # What publishes and acquires; calls between hosts; a look at owners that is stopped at each step;
 # all but the calls, with deaths, fences and returns.
 PROGRAMS = {
@@ -393,7 +393,7 @@ def _folded(events: list[_Event]) -> list[_Event]:
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m cxlkv.emulation.incoherent",
+        prog="python -m tests.native.incoherent",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
