@@ -145,7 +145,7 @@ typedef struct cxlkv_page_counts {
     uint64_t withdrawn;             /* freed here, and still read by another host */
     uint64_t elsewhere;             /* in other hosts' extents, or in free ones */
     uint64_t borrowed;              /* of those, held by a live process of this host */
-    uint64_t published_elsewhere;   /* of those, as this host knows; who holds others is not seen */
+    uint64_t published_elsewhere;   /* of those, as this host knows; others' holders are not seen */
     uint64_t pinned;                /* published and not to be evicted */
 } cxlkv_page_counts;
 
@@ -419,9 +419,9 @@ int cxlkv_pool_plan(const cxlkv_layout *layout, const cxlkv_sharing *sharing,
 int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **pool);
 /* asks 1: nothing is done; 0, or why a close would be refused now. */
 int cxlkv_pool_close(cxlkv_pool *pool, uint32_t asks);
-/* Of each kind of object: destroys what lies at `at`; does nothing while that is NULL. Who calls
- * through a binding can be interrupted between a call and the note of what the call made: the place
- * has this destructor before the call. */
+/* Of each kind of object: destroys what lies at `at`; does nothing while that is NULL. A
+ * caller through a binding can be interrupted between a call and the note of what it made: the
+ * place has this destructor before the call. */
 void cxlkv_pool_destroy(cxlkv_pool **at);
 /* Unlinks a pool that no other process has open, or wipes its superblock from a device, and from a
  * file in which it was made in place; not_a_pool is refused. */
@@ -431,7 +431,7 @@ typedef struct cxlkv_format {
     uint32_t version;
     uint32_t build;               /* that made or upgraded it: 10203 is version 1.2.3 */
     uint64_t compatible;
-    uint64_t readers;             /* who lacks one of these may look, and not use the pool */
+    uint64_t readers;             /* a build that lacks one may look, and not use the pool */
     uint64_t incompatible;
 } cxlkv_format;
 /* Makes a pool of format version 5 one of version 6, where it lies, while nobody uses it, and keeps
@@ -547,8 +547,8 @@ void cxlkv_sequence_destroy(cxlkv_sequence **at);
 int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence, uint32_t layer);
 /* Ids of its pages in the pool, part after part, without open tails; returns how many there are. */
 int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t capacity);
-/* Where the region begins in this process, for who reads it past the core (a GPU), until the pool
- * is closed; returns its bytes. */
+/* Where the region begins in this process, for readers past the core (a GPU), until the pool is
+ * closed; returns its bytes. */
 int64_t cxlkv_pool_memory(cxlkv_pool *pool, uint64_t *address);
 /* Brings bytes of the region into memory and into this process's map of it, from `offset` on in
  * whole pages of memory, which else happens at the first use of each. Nothing is changed, and of
@@ -627,7 +627,7 @@ int64_t cxlkv_extents_due(cxlkv_pool *pool, uint32_t takes);
 int64_t cxlkv_pages_wanted(cxlkv_pool *pool, uint32_t *pages, uint64_t capacity);
 typedef struct cxlkv_scrubbed {
     uint64_t pages;                 /* overwritten now */
-    uint64_t held;                  /* will be, when the last who holds one lets go; poisoned ones
+    uint64_t held;                  /* will be, when the last holder lets go; poisoned ones
                                      * never are */
     uint64_t elsewhere;             /* of other hosts: nothing was done, they are theirs to scrub */
 } cxlkv_scrubbed;

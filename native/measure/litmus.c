@@ -80,7 +80,7 @@ static int check_labels(cxlkv_litmus *l) {
     return 1;
 }
 
-/* Who sees its own nonce echoed talks to somebody who is there now, whatever an older run left. */
+/* A role that sees its own nonce echoed has a live peer, whatever an older run left. */
 int cxlkv_litmus_meet(cxlkv_litmus *l) {
     uint64_t *own = control_of(l, l->role), *peer = control_of(l, !l->role);
     look(peer);

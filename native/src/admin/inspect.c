@@ -106,7 +106,7 @@ static bool state_fits(const host_state *host, uint64_t nonce, uint32_t page_cou
                    (nonce == 0 || host->nonce == nonce), false);
 }
 
-/* A host state, mapped for reading; its file tells who of its processes lives. */
+/* A host state, mapped for reading; its file tells which of its processes live. */
 typedef struct seen_state {
     host_state *host;            /* NULL: there is none that fits */
     uint64_t bytes;

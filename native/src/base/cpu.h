@@ -57,7 +57,7 @@ static inline bool cpu_has_avx512_bf16(void) {
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bf16);
 }
 
-/* Tiles and their bf16 products. The operating system saves them, but only of those who ask. */
+/* Tiles and their bf16 products. The operating system saves them only for processes that ask. */
 static inline bool cpu_has_amx(void) {
     enum { TILE_CONFIG_AND_DATA = 3 << 17 };
     const unsigned wanted = 1u << 22 | 1u << 24;

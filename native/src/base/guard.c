@@ -10,7 +10,7 @@ static struct sigaction previous_action;
 
 guard **guard_current(void) { return &current; }
 
-/* To who was before. A handler that raises the signal again, as Python's faulthandler does, may
+/* Calls the previous handler. One that raises the signal again, as Python's faulthandler does, may
  * come back here: then, and when there was none, the default action ends the process. */
 static void pass_on(int number, siginfo_t *information, void *context) {
     bool is_default = previous_action.sa_handler == SIG_DFL && !passing_on;
@@ -27,7 +27,7 @@ static void pass_on(int number, siginfo_t *information, void *context) {
     passing_on = 0;
 }
 
-/* Only synchronous faults inside a guarded stretch are ours; the rest goes to who was before. */
+/* Only synchronous faults inside a guarded stretch are ours; the previous handler gets others. */
 static void on_sigbus(int number, siginfo_t *information, void *context) {
     guard *active = current;
     if (active && information->si_code > 0) {

@@ -55,7 +55,7 @@ static bool is_off(const hosts *h, uint32_t host) {
     return fence.off;
 }
 
-/* V10: what counts of a host is not known while one of those who may have fenced it is not. */
+/* V10: what counts of a host is unknown while a host that may have fenced it cannot be read. */
 static int unread_error(uint32_t by, uint32_t host) {
     return fail(CXLKV_E_POISON,
                 "bus error in the lines of host %u (poisoned, or the file was cut): nobody can "

@@ -1,8 +1,8 @@
 /* Logs: a ring of records for each host; it appends and never waits, others follow (V9).
  *
  * A record's sequence number is stored last, and its line goes to memory whole. So whoever dies
- * over an append leaves the number that stood there before, which is the end of the log for all who
- * read it. A line that says more than that, and is not whole, is damage: it is given up once. */
+ * over an append leaves the number that stood there before, which is the end of the log for its
+ * readers. A line that says more than that, and is not whole, is damage: it is given up once. */
 #include "base/crc32c.h"
 #include "base/guard.h"
 #include "base/types.h"
@@ -110,7 +110,7 @@ uint64_t hosts_logs_moved(const hosts *h, const log_place *const *places) {
         if (is_given_up(places[host])) lines[count++] = record_at(h, host, places[host]->next + 1);
     }
     line_look(h, FLUSH_LOG_LOOK_BEGIN, lines, count, 1);
-    words_try(h, lines, h->area.host_count, words); /* no news of who cannot be read */
+    words_try(h, lines, h->area.host_count, words); /* a host that cannot be read has no news */
     for (uint32_t host = 0; host < h->area.host_count; host++)
         if (words[host] >= places[host]->next &&
             (!is_given_up(places[host]) || has_changed(h, host, places[host])))

@@ -64,7 +64,7 @@ int hosts_attach(hosts *h, uint64_t nonce) {
     return GUARDED(attach(h, nonce), hosts_lost(h, &fault));
 }
 
-/* Who fences this epoch from now on counts no fewer commits than who has: no smaller cut comes. */
+/* Any later fence of this epoch counts at least as many commits, so the cut cannot shrink. */
 int hosts_return(hosts *h, uint64_t nonce, const host_fence *fence) {
     const host_name name = {.nonce = nonce, .epoch = h->epoch, .status = HOST_LIVE};
     int code = epoch_check(h, h->epoch);

@@ -73,7 +73,7 @@ static void futex_wake(const void *word) {
 }
 
 /* The message is in memory when this returns; where hardware is coherent, what orders its stores is
- * that the last one releases. `other`: the header line of who waits for it. */
+ * that the last one releases. `other`: the header line of the side that waits for it. */
 static void send_message(const rpc_slot *slot, uint8_t *line, const uint8_t *other,
                          rpc_header *header, const void *payload) {
     header->crc = crc_of(header, payload);

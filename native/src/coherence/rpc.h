@@ -22,8 +22,8 @@ typedef struct rpc_slot {
     uint8_t *request, *response;     /* in the shared memory, lines */
     uint32_t request_bytes_max, response_bytes_max; /* payloads */
     enum visibility_mode mode;
-    /* Both ends run on one kernel, so that a futex of the memory wakes the other one. Who makes the
-     * slot knows it: it handed out both ends itself, or their /proc/sys/kernel/random/boot_id is
+    /* Both ends run on one kernel, so that a futex of the memory wakes the other one. The maker of
+     * the slot knows: it handed out both ends itself, or their /proc/sys/kernel/random/boot_id is
      * equal. Where it is wrongly true, calls are as slow as without and not wrong: no wait for a
      * wake is longer than the pause that would be made else. */
     bool same_host;

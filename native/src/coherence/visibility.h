@@ -26,7 +26,7 @@ typedef struct publish_item {
 void visibility_publish(const publish_item *items, uint32_t count, enum visibility_mode mode);
 
 /* Lines of the owner's descriptors with the next generation and state free (V5). When it returns,
- * nobody who looks from now on takes these records; who looked before may still read. */
+ * no later look takes these records; a reader that looked before may still read. */
 void visibility_free(const publish_item *items, uint32_t count, enum visibility_mode mode);
 
 typedef struct visible_range {
@@ -54,7 +54,7 @@ uint32_t visibility_take(acquire_item *items, uint32_t count, enum visibility_mo
 /* A pin (V6): a page's bit in a word of a line that only the reader's host writes (V7). Set before
  * the reader looks at the descriptor, it keeps the page from being written again until it is clear,
  * however long that is: the ranges that were acquired under it may be read in place. Nothing counts
- * here: who pins a page twice unpins it once. */
+ * here: a page that was pinned twice is unpinned once. */
 typedef struct pin_item {
     void *word;                  /* 64 bits, in an own line */
     uint64_t bits;

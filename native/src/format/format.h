@@ -31,7 +31,7 @@ enum { FEATURES_COMPATIBLE, FEATURES_READERS, FEATURES_INCOMPATIBLE, FEATURE_WOR
 #define FEATURE_ROTARY 1u    /* compatible: the page of the superblock has a rotary_table */
 #define FEATURES_KNOWN {FEATURE_ROTARY, 0, FEATURE_ENCODINGS}
 
-/* For an upgrade a pool of FORMAT_BEFORE will do; who only looks may lack features of writers. */
+/* An upgrade also takes a pool of FORMAT_BEFORE; an inspection may lack features of writers. */
 enum superblock_purpose { SUPERBLOCK_USE, SUPERBLOCK_INSPECT, SUPERBLOCK_UPGRADE };
 
 typedef struct superblock {

@@ -7,7 +7,7 @@ typedef struct pool_scorer {
     uint64_t bytes;
     uint8_t *summaries;          /* [record_layers][kv_heads][page]; memory where it was touched */
     atomic_ulong *made;          /* bit page * record_layers + row: its summaries are right */
-    pthread_mutex_t making;      /* who makes some */
+    pthread_mutex_t making;      /* held to make some */
     struct pool_scorer *next;
 } pool_scorer;
 

@@ -5,14 +5,14 @@
  * of one (page, layer, kv head); a *run* is 16 neighbouring slots, the grain of placement; a *slot*
  * of the host state is a process.
  *
- * The order of locks, for who takes several:
+ * The order in which a thread takes several locks:
  *   pools_lock()
  *   operations
  *   a batch's, then its sequences' by their addresses
- *   locks.list (who has it only tries a sequence's), then locks.spare
+ *   locks.list (with it, a sequence's is only tried), then locks.spare
  *   the local tier's lock, then its readers
  *   claims of the host state, then its mutex, the host lock
- * Who has the host lock waits for no other host, and not for readers, who may wait for it. */
+ * The holder of the host lock waits for no other host, nor for readers, which may wait for it. */
 #pragma once
 #include "coherence/types.h"
 #include "format/layout.h"
@@ -56,7 +56,7 @@ typedef struct reuse_record {
     uint16_t hits;
     uint16_t parent_born;        /* low bits: a page published since then is no parent any more */
     uint16_t part;
-    uint16_t priority;           /* of who asked that it stay longer than others; 0: nobody */
+    uint16_t priority;           /* the higher, the longer it stays; 0: nobody set one */
 } reuse_record;
 _Static_assert(sizeof(reuse_record) == 20, "24 bytes a page, with its hotness");
 
@@ -107,8 +107,8 @@ typedef struct host_view {
 /* Two locks, both robust and process-shared; the top has the order of all.
  *
  * `claims`: whose this host's dealings with the others are: its place in the queue for the lock
- * between hosts, its claims and commits, its epoch. Who waits for another host has this one at
- * most.
+ * between hosts, its claims and commits, its epoch. A thread that waits for another host has this
+ * one at most.
  * `mutex`, the host lock: all else here, the held tables, the rest of this host's lines (beats,
  * log, pins, what it says of others: fences). Never held while another host is waited for, so who
  * reads what is its own waits for this host's processes only.
@@ -340,8 +340,8 @@ static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
 static inline uint32_t first_run_of(const cxlkv_pool *pool, uint32_t extent) {
     return extent * pool->geometry.slab_slots / RUN_SLOTS;
 }
-/* It is in doubt which are ours, until somebody with the claims has looked; the number is for who
- * clears the doubt itself. */
+/* It is in doubt which are ours, until somebody with the claims has looked; a caller that
+ * clears the doubt itself uses the number. */
 static inline uint32_t extents_doubt(cxlkv_pool *pool) {
     return __atomic_add_fetch(&pool->host->owners_doubted, 1, __ATOMIC_SEQ_CST);
 }

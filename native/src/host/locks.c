@@ -24,7 +24,7 @@ static void repair(cxlkv_pool *pool) {
         pool->host->log_next = hosts_log_end(&pool->hosts, pool->hosts.self);
         pool->host->wanted_extents = 0; /* whoever waited for them is dead */
         /* It may have marked some runs of an extent only, which is ours in any case: what changes
-         * hands is marked after it came, and before it goes. Who has the claims looks again. */
+         * hands is marked after it came, and before it goes. The claims' holder looks again. */
         extents_doubt(pool);
         /* V5: a page that it had begun to free is free for others, too, before it is used again. */
         descriptors_hand_over(pool, true);
@@ -78,7 +78,7 @@ int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns) {
     return code == EBUSY ? ETIMEDOUT : code;
 }
 
-/* Who had the lock last, as far as that can be told without it. */
+/* Names the last holder of the lock, as far as that can be told without it. */
 static int lock_error(cxlkv_pool *pool) {
     uint32_t holder = __atomic_load_n(&pool->host->holder, __ATOMIC_RELAXED);
     double waited_s = (double)pool->waits.lock_ns * 1e-9;
@@ -94,7 +94,7 @@ static int lock_error(cxlkv_pool *pool) {
                         : "which runs. If it makes no progress, end it");
 }
 
-/* Waits are counted from 1 ms on: who reads own pages should never see one. */
+/* Waits are counted from 1 ms on: a reader of own pages should never see one. */
 static int lock_slowly(cxlkv_pool *pool) {
     uint64_t began_ns = monotonic_ns();
     int code = mutex_lock_until(&pool->host->mutex, began_ns + pool->waits.lock_ns);

@@ -12,8 +12,8 @@ void host_unlock(cxlkv_pool *pool);
 int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns);  /* by monotonic_ns() */
 void rwlock_init(pthread_rwlock_t *lock);
 int pool_enter(cxlkv_pool *pool);         /* read lock; -CXLKV_E_CLOSED */
-/* The same for who gives something back: also on a host that may not go on, which could not be
- * closed otherwise. */
+/* The same for calls that give something back: also on a host that may not go on, which could not
+ * be closed otherwise. */
 int pool_enter_to_release(cxlkv_pool *pool);
 void pool_leave(cxlkv_pool *pool);
 /* The value of `work` between the two, or the error of the first. */

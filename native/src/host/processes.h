@@ -1,4 +1,4 @@
-/* The processes of a host: who lives, who died, and what the dead held. */
+/* The processes of a host: the living, the dead, and what the dead held. */
 #pragma once
 #include "format/types.h"
 

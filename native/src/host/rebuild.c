@@ -117,7 +117,7 @@ void host_rebuild_runs(cxlkv_pool *pool, uint32_t first_run, uint32_t count) {
     bool some_ours = false;
     for (uint32_t run = first_run; run * RUN_SLOTS < end; run++) {
         run_info *info = &pool->runs[run];
-        info->free_mask = 0; /* `ours` stays: who has the claims may be reading it */
+        info->free_mask = 0; /* `ours` stays: the holder of the claims may be reading it */
         info->next = info->previous = NO_PAGE;
         some_ours |= info->ours;
     }

@@ -1,11 +1,11 @@
 /* A step of one token that chooses among what earlier ones found (criteria.refresh).
  *
- * From one token to the next mostly the same pages hold the attention. Of each kv head of a
- * sequence the pages are kept that were best when all were looked at, KEPT_TIMES as many as a list
- * has. The steps that follow score these and what is new since, and choose among them: by their
- * keys, or by estimates alone where these tell a sequence's pages apart. When a head looks at all
- * pages again, its new list tells what would have been missed: where the kept ones have
- * WANTED_SHARE of it, by the exponentials of the scores, the next look is twice as far off, up to
+ * From one token to the next mostly the same pages hold the attention. A sequence keeps, for each
+ * kv head, the pages that were best when all were looked at, KEPT_TIMES as many as a list has. The
+ * steps that follow score these and what is new since, and choose among them: by their keys, or by
+ * estimates alone where these tell a sequence's pages apart. When a head looks at all pages again,
+ * its new list tells what would have been missed: where the pages that were kept have WANTED_SHARE
+ * of it, by the exponentials of the scores, the next look is twice as far off, up to
  * criteria.refresh steps; else half as far. Heads look in different steps, each at its own pace. */
 #include <math.h>
 

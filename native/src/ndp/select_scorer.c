@@ -75,7 +75,7 @@ typedef struct wanted_page {
     uint32_t page, index;
 } wanted_page;
 
-/* Pages that have no summary yet, and who makes which: item i has i, i + items, ... */
+/* Pages that have no summary yet; task i makes those of i, i + items, ... */
 typedef struct summarising {
     select_job *job;
     wanted_page *pages;

@@ -85,7 +85,7 @@ static uint32_t collect(cxlkv_pool *pool, uint64_t first, uint32_t count, log_re
     return used;
 }
 
-/* Always a batch ahead: who dies over it has not overwritten what it was about to write again. */
+/* Always a batch ahead: a process that dies over it has not overwritten what it had to repeat. */
 static void forgotten_carry(cxlkv_pool *pool, uint32_t count) {
     uint32_t records = pool->hosts.area.log_records, left = records / 2;
     uint64_t first = pool->host->log_next + LOG_BATCH - count;

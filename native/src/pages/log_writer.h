@@ -7,7 +7,7 @@ log_record *log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_
                     const uint64_t hash[2]);
 uint32_t publication_of(cxlkv_pool *pool, uint32_t page); /* as its descriptor says, or 0 */
 void log_write(cxlkv_pool *pool);
-/* Wishes to forget. As a list: of all logs, for who reads descriptors. */
+/* Wishes to forget, of all logs, as a list, for a reader of descriptors. */
 void forgotten_read(cxlkv_pool *pool);
 bool is_forgotten(const cxlkv_pool *pool, const descriptor *line);
 void forgotten_add(cxlkv_pool *pool, const log_record *record);

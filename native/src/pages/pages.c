@@ -49,7 +49,7 @@ bool page_scrubbed(cxlkv_pool *pool, uint32_t page) {
         wipe(pool, page);
     } GUARD_END(fault, page_retire(pool, page))
     if (info->retired) return false; /* what could not be written keeps its mark */
-    info->scrub = 0; /* last: who dies before has it done by who repairs the host's state */
+    info->scrub = 0; /* last: after a death before it, the repair of the host's state does it */
     return true;
 }
 
@@ -123,7 +123,7 @@ void pages_free_word(cxlkv_pool *pool, uint32_t first, uint64_t pages) {
     /* First the new generation, then a page may be given away: no old handle fits it. */
     FOR_BITS(pages & ~pinned, i)
         known |= (uint64_t)descriptor_free(pool, first + (uint32_t)i, &before[i]) << i;
-    /* V6: who has pinned one since then may have seen it before: then it is what it was. */
+    /* V6: a host that has pinned one since may have seen it before: then it is what it was. */
     if (shown & ~pinned) late = pinned_elsewhere(pool, first) & shown & ~pinned;
     FOR_BITS(pages, i) {
         uint32_t page = first + (uint32_t)i;

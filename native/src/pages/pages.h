@@ -6,8 +6,7 @@
 
 void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
-/* For who does not have the host lock, and cannot have it: they are dropped by the next call of
- * this process that has it. Never fails. */
+/* Without the host lock: the next call of this process that has it drops them. Never fails. */
 void pages_drop_later(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 void pages_drop_late(cxlkv_pool *pool);   /* those */
 void pages_drop_slot(cxlkv_pool *pool, uint32_t slot);  /* all that its process holds */

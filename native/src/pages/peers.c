@@ -1,4 +1,4 @@
-/* This host among the others of a pool: it beats, looks who is silent, learns that it is fenced. */
+/* This host among the others of a pool: it beats, sees silent hosts, learns that it is fenced. */
 #include <sched.h>
 #include <time.h>
 

@@ -164,8 +164,8 @@ static int state_join(cxlkv_pool *pool, const state_place *place) {
     return 0;
 }
 
-/* What lies there was left behind, or it stays: who has it open would go on with it, while others
- * made another. `cxlkv pool gc` has the lock for a moment when it looks. */
+/* What lies there was left behind, or it stays: a process that has it open would go on with it,
+ * while others made another. `cxlkv pool gc` has the lock for a moment when it looks. */
 static int state_clear(const cxlkv_pool *pool, const state_place *place) {
     int fd = state_file_open(place, O_RDWR);
     if (fd < 0) return fd == -ENOENT ? 0 : fd;
@@ -320,7 +320,7 @@ void host_detach(cxlkv_pool *pool) {
     state_leave(pool, pool->host->bytes);
     state_place_close(&pool->state);
     pool->held = NULL;
-    /* The use lock goes first: who waits for the attach lock must not find the pool in use. */
+    /* The use lock goes first: the next holder of the attach lock must find the pool unused. */
     if (pool->path) unlock_byte(pool->region.fd, USE_BYTE);
     if (pool->path) unlock_byte(pool->region.fd, ATTACH_BYTE);
 }

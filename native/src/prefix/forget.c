@@ -45,7 +45,7 @@ static void forget_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], 
     *(int64_t *)forgotten += page_forget(pool, hash, true);
 }
 
-/* ---- forgotten, and overwritten when the last who holds one lets go ---- */
+/* ---- forgotten, and overwritten when the last holder drops it ---- */
 
 static void scrub_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context) {
     cxlkv_scrubbed *scrubbed = context;

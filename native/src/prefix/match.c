@@ -145,7 +145,7 @@ static bool is_borrowed(const cxlkv_pool *pool, const found *f, uint64_t i, uint
 }
 
 /* Takes the other hosts' pages among the first `count` of the chain into view. False: some were
- * freed meanwhile, or are damaged, and are none of the found any more. */
+ * freed meanwhile, or are damaged, and are no longer among those that were found. */
 static bool borrow_found(cxlkv_pool *pool, found *f, uint32_t count) {
     uint64_t parts = pool->geometry.part_count, used = 0;
     bool all = true;

@@ -1,7 +1,7 @@
 /* A last page that is not full, published and found: so a text that goes on loses no token.
  *
  * It is a copy of what a sequence has behind its last full page, in a page of each part, under a
- * key that names its tokens and how many they are. Who finds it copies it back to local memory. */
+ * key that names its tokens and how many they are. A match copies it back to local memory. */
 #include "base/guard.h"
 #include "format/poison.h"
 #include "format/records.h"
@@ -104,7 +104,7 @@ static int take_wanted(const tail_copy_of *copy, const uint8_t *before, const ui
     return code < 0 ? code : 1;
 }
 
-/* The copy is held while it is written: who dies here leaves pages that nobody holds. */
+/* The copy is held while it is written: a process that dies here leaves pages without a holder. */
 static int64_t publish_pages(const tail_copy_of *copy, const uint8_t *before, const uint8_t *key) {
     cxlkv_pool *pool = copy->sequence->pool;
     int taken = TAKING_PAGES(pool, pool->geometry.part_count, take_wanted(copy, before, key));

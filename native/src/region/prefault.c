@@ -60,7 +60,7 @@ int64_t region_prefault(const region *of, uint64_t offset, uint64_t bytes, uint6
     if (code == -EINVAL)
         return fail(ENOTSUP, "this kernel cannot bring memory into place ahead of its use: Linux "
                     "5.14 or later can");
-    if (code < 0 && code != -EHWPOISON) /* bad memory is told by who uses it */
+    if (code < 0 && code != -EHWPOISON) /* the first use tells of bad memory */
         return fail((int)-code, "bytes %lu to %lu of the pool cannot be brought into memory: %s",
                     from, upto, strerror((int)-code));
     return (int64_t)min_u64(upto, end);

@@ -156,7 +156,7 @@ int region_map_anonymous(region *to, uint64_t bytes) {
     if (!to->small_pages && map_huge(to, bytes)) return 0;
     int made = memfd_create("cxlkv-pool", MFD_CLOEXEC);
     if (made < 0) return fail(errno, "memfd_create: %s%s", strerror(errno), remedy_of(errno));
-    to->fd = made;  /* closed by who closes the pool */
+    to->fd = made;  /* closed with the pool */
     if (ftruncate(made, (off_t)bytes) < 0)
         return fail(errno == EFBIG ? ENOSPC : errno, "no anonymous pool of %lu MiB: %s%s",
                     bytes >> 20, strerror(errno), remedy_of(errno));

@@ -31,7 +31,7 @@ static void move_down(deadlines *all, uint32_t place, cxlkv_sequence *sequence) 
     put_at(all, place, sequence);
 }
 
-/* Read without the lock by who only wants to know whether there is anything to do. */
+/* Callers read it without the lock to know whether there is anything to do. */
 static void tell_first(deadlines *all) {
     atomic_store_explicit(&all->first_ns, all->count ? end_of(all->heap[0]) : UINT64_MAX,
                           memory_order_relaxed);

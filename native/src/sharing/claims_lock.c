@@ -1,5 +1,5 @@
 /* Dealing with other hosts: one thread of a host at a time has the host's claims, and waits for
- * other hosts with these alone. The host lock stays free meanwhile: who reads what is ours does not
+ * other hosts with these alone. The host lock stays free meanwhile: readers of what is ours do not
  * notice. See host_state for what each of the two guards. */
 #include "base/clock.h"
 #include "base/guard.h"
@@ -9,9 +9,9 @@
 #include "pages/peers.h"
 #include "sharing/claims_lock.h"
 
-/* ---- how who has the claims waits: as the host, not as this thread ---- */
+/* ---- how the holder of the claims waits: as the host, not as this thread ---- */
 
-/* Beats go on. Their line is the host lock's to write, also for who has the claims. */
+/* Beats go on. Their line is the host lock's to write, also for the holder of the claims. */
 void peers_pause(cxlkv_pool *pool) {
     uint64_t beat_ns = __atomic_load_n(&pool->host->beat_ns, __ATOMIC_RELAXED);
     if (boottime_ns() - beat_ns >= pool->lease_ns / BEATS_A_LEASE && host_lock(pool) == 0) {

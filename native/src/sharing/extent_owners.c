@@ -97,7 +97,7 @@ static bool is_marked(const cxlkv_pool *pool, uint32_t extent, bool ours) {
     return true;
 }
 
-/* Under the host lock, or by who alone has the state. */
+/* Under the host lock, or while no other process has the state. */
 static void refresh(cxlkv_pool *pool, extent_owner *owners, bool settled) {
     uint32_t count = pool->geometry.extent_count;
     for (uint32_t extent = 0; extent < count; extent++) {

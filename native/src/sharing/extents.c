@@ -14,7 +14,7 @@
 #include "sharing/shares.h"
 #include "sharing/this_host.h"
 
-/* ---- wanting: under the host lock. Each wish ends by itself, for who has it may die ---- */
+/* ---- wanting: under the host lock. Each wish ends by itself, as its host may die ---- */
 
 void extents_want(cxlkv_pool *pool, uint64_t extents, uint64_t lasts_ns) {
     pool->host->wanted_extents = extents;
@@ -147,7 +147,7 @@ static uint64_t look_for_room(cxlkv_pool *pool, uint64_t page_count, bool asks, 
     return missing;
 }
 
-/* Why this thread's last extents_take() failed, for who then finds the pool full; or "". */
+/* Why this thread's last extents_take() failed, for the error of a full pool; or "". */
 static _Thread_local char why[256];
 
 const char *extents_why(void) { return why; }

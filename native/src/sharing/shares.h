@@ -4,7 +4,7 @@
 
 enum { GIVE_MAX = 64 };
 
-/* Of hosts that are silent nothing counts. Who has nothing and wants nothing has no share.
+/* Of hosts that are silent nothing counts. One that has and wants nothing has no share.
  *   sum of owned + takeable <= the pool's extents
  *   share = (sum of owned + takeable) / hosts that have or want some, at least 1 */
 typedef struct shares {
@@ -19,7 +19,7 @@ typedef struct shares {
 void shares_look(cxlkv_pool *pool, const extent_owner *owners, shares *found);
 /* Up to its share a host may take what there is; beyond, what those that have fewer do not want. */
 uint32_t shares_takeable(const shares *s);
-/* How many it is to empty for others. Who has more than its share owes those that want and have
+/* How many it is to empty for others. A host with more than its share owes those that want and have
  * less than theirs. What a host wants beyond its share it is owed by whoever of the others has
  * most: one that waits for room itself, and has fewer, owes nothing, so that they come in turn. */
 uint32_t shares_owed(const shares *s);

@@ -99,8 +99,8 @@ int peers_return(cxlkv_pool *pool, hosts *turn) {
     return code < 0 ? code : extents_refresh(pool, turn);
 }
 
-/* A host that was not seen unfenced for half its lease asks whether it is. Who was fenced and is
- * not off has its pages and pins still: its keeper returns. So this does not wait for anybody. */
+/* A host that was not seen unfenced for half its lease asks whether it is. A fenced host that is
+ * not off still has its pages and pins: its keeper returns. So this waits for nobody. */
 static int look_for_fence(cxlkv_pool *pool) {
     uint64_t safe_ns = __atomic_load_n(&pool->host->safe_ns, __ATOMIC_ACQUIRE);
     bool fenced;

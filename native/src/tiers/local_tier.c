@@ -483,7 +483,7 @@ static int64_t demote_all(cxlkv_pool *pool, uint32_t count, const int64_t *units
     local_tier *tier = tier_of(pool);
     int64_t code = 0;
     pthread_mutex_lock(&tier->lock);
-    pthread_rwlock_wrlock(&tier->readers); /* until those who read now are done */
+    pthread_rwlock_wrlock(&tier->readers); /* until those that read now are done */
     for (uint32_t i = 0; i < count; i++) {
         if (units[i] < 0 || (uint64_t)units[i] >= tier->unit_count || !is_held(tier, units[i]))
             continue;

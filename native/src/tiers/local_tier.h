@@ -21,7 +21,7 @@ typedef struct local_tier {
     uint64_t unit_count, window_reads;
     atomic_uint epoch;
     atomic_ulong reads_local, reads_far;
-    /* Who reads copies holds it for reading, for the length of a call; entries leave the table
+    /* Readers of copies hold it for reading, for the length of a call; entries leave the table
      * under the write lock only. So what a reader has found stays, and no slot is refilled
      * meanwhile. */
     pthread_rwlock_t readers;

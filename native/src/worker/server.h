@@ -4,5 +4,5 @@
 
 /* Room for so many bytes of a result. */
 int server_reserve(buffer *of, uint64_t bytes);
-/* To who is asking: the result, or the error that a negative code is of. */
+/* Sends the client that asked the result, or the error of a negative code. */
 void server_answer(cxlkv_worker *w, int64_t code);

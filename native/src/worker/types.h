@@ -2,8 +2,8 @@
  *
  * The worker is a process that has the pool open like any other. It makes the file: a header, a
  * claim for each slot, the slots (rpc.h). A client claims a slot and asks by the requests of
- * request.h. Who is alive is told by locks on bytes of the file, which the kernel drops with their
- * process: USE_BYTE is the worker's, CLAIM_BYTE + i that of slot i's client. A new worker makes a
+ * request.h. Locks on bytes of the file tell which process is alive, as the kernel drops them with
+ * it: USE_BYTE is the worker's, CLAIM_BYTE + i that of slot i's client. A new worker makes a
  * new file, so that no slot outlives its server, and clients of the old one see its lock go. */
 #pragma once
 #include "coherence/rpc.h"
