@@ -21,7 +21,7 @@ DATA_FILES = {
     "cxlkv/demo/answers/handbook/handbook.txt",
     "cxlkv/demo/answers/handbook/questions.json",
     "cxlkv/demo/model/model.safetensors",
-    "cxlkv/bench/lab/page.html.j2",
+    "cxlkv/bench/page.html.j2",
     "cxlkv/bench/lab/texts/german.txt",
     "cxlkv/bench/models/text/model.safetensors",
 }

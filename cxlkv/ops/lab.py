@@ -58,14 +58,15 @@ def lab_run(
 ) -> None:
     """Measure all forms of selection against full attention on 16 texts and 200 questions.
 
-    Writes lab.json, lab.html and its picture lab.png into the folder. Takes some two hours on two
-    cores; --quick a few minutes. Killed, it goes on where it stopped; several at once, on one
-    folder, share the work: one for each core, with OMP_NUM_THREADS=1, is fastest. Exit code 1 if a
-    check does not hold. With --forms a folder of its own is wanted.
+    Writes lab.json, its page lab.html, lab.png and lab-heads.png into the folder. Takes some two
+    hours on two cores; --quick a few minutes. Killed, it goes on where it stopped; several at once,
+    on one folder, share the work: one for each core, with OMP_NUM_THREADS=1, is fastest. Exit code
+    1 if a check does not hold. With --forms a folder of its own is wanted.
     """
     with needing("lab", "the lab"):
+        from cxlkv.bench import page
         from cxlkv.bench.lab import methods as table
-        from cxlkv.bench.lab import page, peers, report
+        from cxlkv.bench.lab import peers, picture, report
         from cxlkv.bench.lab.run import load_units, run
         from cxlkv.bench.lab.units import METHOD_TEXTS, Plan, known_methods
         from cxlkv.demo.smollm2 import prepare
@@ -96,7 +97,8 @@ def lab_run(
     if plan.timed:
         table.measure_times(out, result)
     result.write(out / "lab.json")
-    page.write(out / "lab.html", found, result, units)
+    page.write([out / "lab.json"], out / "lab.html")
+    picture.draw(out, found, units)
     if plan.timed:
         table.write(out, found, inputs.read_config(folder), report.failed_checks(result))
     files = f"Result file: {out / 'lab.json'}; page: {out / 'lab.html'}"

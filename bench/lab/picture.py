@@ -1,26 +1,19 @@
-"""The page of a run of the lab: one HTML file with its pictures in it."""
+"""The pictures of a run of the lab: what pages cost, and the attention that they keep."""
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
 from matplotlib.axes import Axes
 
-from cxlkv.bench.lab.report import Findings, Row, cells, failed_checks
+from cxlkv.bench.lab.report import Findings, Row
 from cxlkv.bench.lab.statistics import bootstrap
-from cxlkv.bench.lab.texts import TEXTS
 from cxlkv.bench.lab.units import METHODS, Arrays
-from cxlkv.bench.result import Result
 from cxlkv.bench.style import BLUE, GREEN, GREY, INK, ORANGE, canvas, plain
 from cxlkv.demo.forms import Form
-from cxlkv.machine.state import write_whole
 
-TEMPLATE = Path(__file__).parent / "page.html.j2"
 LOOKS = {
     "exact": (BLUE, "-"),
     "two_stage": (GREEN, "-"),
@@ -30,62 +23,16 @@ LOOKS = {
     "random": (GREY, ":"),
 }
 HEADS_SHARE = 0.05
-HEADS = (
-    ("form", "method, and its share of the pages"),
-    ("loss", "over full attention's, mean of the texts"),
-    ("below", "upper bound of that, 95 % confidence"),
-    ("KL", "divergence from full attention, nats a token"),
-    ("agrees", "most likely token is full attention's"),
-    ("copies", "loss over full attention's on a passage's second occurrence"),
-    ("below", "upper bound of that"),
-    ("right", "of the items that full attention solves"),
-    ("p", "McNemar's exact test against full attention, on all items"),
-    ("mass", "attention kept, mean"),
-    ("worst", "the same in the worst tenth of (layer, head)"),
-    ("error", "of the output, relative, at the queries of full attention"),
-    ("recall", "of the pages that hold the most attention, the forced ones left out"),
-    ("scored", "bytes read to choose, of all keys and values"),
-    ("fetched", "bytes of the chosen pages"),
-)
 
 
-def write(path: Path, found: Findings, result: Result, units: Mapping[str, Arrays]) -> None:
-    """Write the page, whole or not at all, and its first picture beside it."""
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    sources = {text.name: text for text in TEXTS}
-    losses = picture(9, 4.2, lambda panels: draw_losses(panels, found))
-    page = environment.from_string(TEMPLATE.read_text()).render(
-        found=found,
-        machine=result.as_dict()["machine"],
-        commit=result.as_dict()["commit"],
-        failed=failed_checks(result),
-        heads=HEADS,
-        rows=[(row, cells(row, found)) for row in found.rows],
-        texts=[(sources[name], found.loss_full[at]) for at, name in enumerate(found.plan.texts)],
-        losses=as_uri(losses),
-        heat=as_uri(picture(9, 3.6, lambda panels: draw_heads(panels, found, units), columns=3)),
-        by_text=by_text(found),
-    )
-    write_whole(path, page + "\n")
-    path.with_suffix(".png").write_bytes(losses)
-
-
-def picture(
-    width: float, height: float, draw: Callable[[list[Axes]], None], columns: int = 2
-) -> bytes:
-    """As a PNG file."""
-    figure, panels = canvas(width, height, 1, columns)
-    draw(panels)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=130)
-    return file.getvalue()
-
-
-def as_uri(png: bytes) -> str:
-    """So that nothing is fetched."""
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+def draw(folder: Path, found: Findings, units: Mapping[str, Arrays]) -> None:
+    """lab.png and lab-heads.png."""
+    figure, panels = canvas(9, 4.2, 1, 2)
+    draw_losses(panels, found)
+    figure.savefig(folder / "lab.png", dpi=130)
+    figure, panels = canvas(9, 3.6, 1, 3)
+    draw_heads(panels, found, units)
+    figure.savefig(folder / "lab-heads.png", dpi=130)
 
 
 def draw_losses(panels: list[Axes], found: Findings) -> None:
@@ -152,9 +99,3 @@ def plain_rows(found: Findings) -> list[Row]:
 def is_plain(form: Form) -> bool:
     """All its layers have the same budget, and each step looks at all pages."""
     return not form.first_layers and form.refresh == 1
-
-
-def by_text(found: Findings) -> list[tuple[str, list[str]]]:
-    """The loss over full attention's of exact selections, text by text."""
-    rows: list[Row] = [row for row in found.rows if row.form.method in ("full", "exact")]
-    return [(row.form.name, [f"{100 * value:+.1f} %" for value in row.loss]) for row in rows]
