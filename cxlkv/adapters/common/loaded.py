@@ -76,9 +76,13 @@ class Loaded:
         model.load_weights = load_weights  # type: ignore[assignment]
 
 
-def models_with(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost modules that have these layers, each once: engines do not tell them."""
-    parents = {id(child): one for one in modules() for child in one.children()}
+def models_with(
+    layers: Iterable[nn.Module], known: Iterable[nn.Module] | None = None
+) -> list[nn.Module]:
+    """The outermost modules that have these layers, each once: engines do not tell them. known: all
+    of this process."""
+    known = modules() if known is None else known
+    parents = {id(child): one for one in known for child in one.children()}
     found: dict[int, nn.Module] = {}
     for layer in layers:
         outer = layer
@@ -90,9 +94,9 @@ def models_with(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 def models_of(*packages: str) -> list[nn.Module]:
     """The outermost modules of this process that have layers of these packages' classes."""
-    return models_with(
-        one for one in modules() if type(one).__module__.partition(".")[0] in packages
-    )
+    known = modules()
+    layers = (one for one in known if type(one).__module__.partition(".")[0] in packages)
+    return models_with(layers, known)
 
 
 def modules() -> list[nn.Module]:

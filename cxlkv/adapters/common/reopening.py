@@ -13,8 +13,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from cxlkv import _core
 from cxlkv.errors import ClosedError, CXLKVError, FencedError, HostError
 from cxlkv.machine import lifetime
+from cxlkv.machine.coherence import SHARING
 from cxlkv.machine.lifetime import Closing
 from cxlkv.pool import Pool
 
@@ -47,7 +49,7 @@ class Reopening(Closing, Generic[Kind]):
         self._said = ""
         self._thread: threading.Thread | None = None
         lifetime.watch(self)
-        if pool.describe()["sharing"] != "host":
+        if SHARING[_core.pool_sharing(pool._handle)[0]] != "host":
             self._thread = threading.Thread(target=self._run, name="cxlkv-reopening", daemon=True)
             self._thread.start()
 
