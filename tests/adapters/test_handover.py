@@ -10,10 +10,13 @@ import copy
 import io
 import json
 import pickle
+import socket
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import cast
@@ -37,9 +40,9 @@ from cxlkv.errors import (
 )
 
 from ..conftest import audit
+from ..support.forked import Forked, Nursery
 from ..support.handover_worker import LEASE_S, Words, decode, model_of, prefill
 from ..support.lengths import matrix
-from ..support.processes import Child
 from ..support.sharing import shared
 from ..support.small_models import PAGE_TOKENS, generate, prompts, run
 from .test_transformers_models import all_free, dynamic, make
@@ -55,32 +58,41 @@ MODES: dict[str, Words] = {
 }
 
 
-class Process:
+class Process(Forked):
     """A worker: ask() it, or kill it."""
 
-    def __init__(self) -> None:
-        self.child = Child("-m", "tests.support.handover_worker")
+    def __init__(self, link: socket.socket, log: Path):
+        super().__init__(link, log)
+        self._lines = link.makefile("rw")
 
     def tell(self, do: str, **words: object) -> None:
-        self.child.tell(json.dumps({"do": do, **words}))
+        print(json.dumps({"do": do, **words}), file=self._lines, flush=True)
 
     def hear(self) -> Words:
-        return cast(Words, json.loads(self.child.hear()))
+        line = self._lines.readline()
+        assert line, self.log.read_text()
+        return cast(Words, json.loads(line))
 
     def ask(self, do: str, **words: object) -> Words:
         self.tell(do, **words)
         return self.hear()
 
-    def kill(self) -> None:
-        self.child.kill()
+
+Start = Callable[[], Process]
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Process]:
-    """Process B, which lives through all tests: it takes seconds to start."""
-    process = Process()
-    yield process
-    process.kill()
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts a worker."""
+    command = [sys.executable, "-m", "tests.support.handover_worker"]
+    with Nursery(command, tmp_path_factory.mktemp("workers"), Process) as nursery:
+        yield partial(nursery.begin, {})
+
+
+@pytest.fixture(scope="module")
+def worker(start: Start) -> Process:
+    """Process B, which lives through all tests."""
+    return start()
 
 
 @pytest.fixture
@@ -194,8 +206,8 @@ def test_under_a_budget(other: Process, pool: CXLPool) -> None:
     cache.release()
 
 
-def test_several_go_on_from_one_and_so_does_it(other: Process, pool: CXLPool) -> None:
-    model, third = model_of(*LLAMA), Process()
+def test_several_go_on_from_one_and_so_does_it(other: Process, start: Start, pool: CXLPool) -> None:
+    model, third = model_of(*LLAMA), start()
     cache = prefill(pool, model, LENGTHS)
     held = pool.stats()["pages_held"]
     data = hand_over(cache, model)
@@ -268,12 +280,12 @@ def test_handed_on_and_back(other: Process, pool: CXLPool) -> None:
 
 
 def test_a_reader_that_was_killed_before_is_named_and_after_is_not_missed(
-    other: Process, pool: CXLPool
+    other: Process, start: Start, pool: CXLPool
 ) -> None:
     model = model_of(*LLAMA)
     wanted = alone(model, ONE, GREEDY)
     for before in (True, False):
-        reader = Process()
+        reader = start()
         read = reader.ask("prefill", path=pool.path, model=LLAMA, lengths=ONE, name="a")
         if before:
             reader.kill()
@@ -291,13 +303,13 @@ def test_a_reader_that_was_killed_before_is_named_and_after_is_not_missed(
 
 
 def test_one_that_is_killed_while_it_goes_on_leaves_the_rest_as_it_was(
-    other: Process, pool: CXLPool
+    other: Process, start: Start, pool: CXLPool
 ) -> None:
     model = model_of(*LLAMA)
     cache = prefill(pool, model, ONE)
     data = hand_over(cache, model).hex()
     held = pool.stats()["pages_held"]
-    first = Process()
+    first = start()
     first.ask("take", path=pool.path, data=data, model=LLAMA, name="b")
     first.tell("decode_on", model=LLAMA, name="b")
     while cast(int, first.hear()["tokens"]) < 2 * ONE[0]:
@@ -313,12 +325,14 @@ def test_one_that_is_killed_while_it_goes_on_leaves_the_rest_as_it_was(
 
 
 @pytest.mark.parametrize("dies", ["before", "after"])
-def test_a_host_that_dies_takes_nothing_along(other: Process, path: str, dies: str) -> None:
+def test_a_host_that_dies_takes_nothing_along(
+    other: Process, start: Start, path: str, dies: str
+) -> None:
     """Its pages are nobody's to write until it comes back, and those that others read not even
     then."""
     model = model_of(*LLAMA)
     make_shared(path, model, host=2).close()
-    reader = Process()
+    reader = start()
     words: Words = {"path": path, "model": LLAMA}
     read = reader.ask("prefill", host=0, lengths=LENGTHS, name="a", **words)
     if dies == "before":
@@ -338,11 +352,11 @@ def test_a_host_that_dies_takes_nothing_along(other: Process, path: str, dies: s
         audit(pool)
 
 
-def test_a_process_that_dies_on_a_host_that_lives(other: Process, path: str) -> None:
+def test_a_process_that_dies_on_a_host_that_lives(other: Process, start: Start, path: str) -> None:
     model = model_of(*LLAMA)
     words: Words = {"path": path, "model": LLAMA}
     with make_shared(path, model, host=0) as pool:
-        reader = Process()
+        reader = start()
         read = reader.ask("prefill", host=0, lengths=ONE, name="a", **words)
         reader.kill()
         assert pool.stats()["pages_held"] == 0, "who looks gives the dead one's pages back"
@@ -519,7 +533,7 @@ def test_forged_ones_are_refused_or_read_as_what_they_name(pool: CXLPool, seed: 
     cache = prefill(pool, model, (21, 6))
     data = hand_over(cache, model)
     held, refused, taken = pool.stats()["pages_held"], 0, 0
-    for _ in range(1000):
+    for _ in range(500):
         try:
             found = take_over(forged(data, random), pool, model)
         except CXLKVError:
@@ -532,8 +546,8 @@ def test_forged_ones_are_refused_or_read_as_what_they_name(pool: CXLPool, seed: 
                         row.fetch(layer)
             found.release()
         assert pool.stats()["pages_held"] == held
-    assert refused > 300
-    assert taken > 10, "some of the changes are harmless, as those of the number of tokens"
+    assert refused > 150
+    assert taken > 5, "some of the changes are harmless, as those of the number of tokens"
     assert decode(model, cache, (21, 6), GREEDY) == alone(model, (21, 6), GREEDY)
     cache.release()
 

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from .processes import ROOT, Killed, kill_group
+
+
+def fork_engines(live: Callable[[socket.socket, dict[str, object]], None]) -> None:
+    """In the nursery's process: fork an engine for each line on stdin, which lives until live()
+    returns. It gets its socket and its settings."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # an engine that ends leaves nothing
+    for line in sys.stdin:
+        wanted = json.loads(line)
+        if not os.fork():
+            os.setsid()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            for number in (1, 2):
+                os.dup2(log, number)
+            with socket.socket(socket.AF_UNIX) as link:
+                link.connect(wanted["socket"])
+                live(link, wanted["settings"])
+            os._exit(0)
 
 
 class Forked:

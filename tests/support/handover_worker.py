@@ -1,14 +1,15 @@
 """One process of a hand-over: reads prompts into a pool, or goes on where another has read them.
 
-`python -m tests.support.handover_worker`: takes a JSON object a line, answers with one.
-test_handover.py starts them.
+`python -m tests.support.handover_worker` imports what takes seconds, and forks one for each line on
+its stdin. It takes a JSON object a line, and answers with one. test_handover.py starts them.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import socket
 from functools import cache as once
+from typing import TextIO
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +19,7 @@ from cxlkv.adapters.transformers import CXLCache, hand_over, take_over
 from cxlkv.errors import CXLKVError
 
 from ..adapters.test_transformers_models import make
+from .forked import fork_engines
 from .small_models import generate, prompts, run
 
 LEASE_S = 2.0
@@ -64,6 +66,12 @@ def decode(
 class Commands:
     """What a line may ask for in "do"; the other words are its arguments."""
 
+    def __init__(self, lines: TextIO):
+        self._lines = lines
+
+    def say(self, answer: Words) -> None:
+        print(json.dumps(answer), file=self._lines, flush=True)
+
     def prefill(
         self, path: str, model: list[str], lengths: list[int], name: str, host: int | None = None
     ) -> Words:
@@ -95,7 +103,7 @@ class Commands:
         """A line for each step, until it is killed."""
         while True:
             run(model_of(*model), torch.tensor([[1]]), caches[name])
-            print(json.dumps({"tokens": caches[name].get_seq_length()}), flush=True)
+            self.say({"tokens": caches[name].get_seq_length()})
 
     def release(self, name: str) -> Words:
         caches.pop(name).release()
@@ -108,15 +116,16 @@ class Commands:
         return {}
 
 
-def main() -> None:
-    for line in sys.stdin:
-        words = json.loads(line)
-        try:
-            answer = getattr(Commands(), words.pop("do"))(**words)
-        except CXLKVError as error:
-            answer = {"error": type(error).__name__, "text": str(error)}
-        print(json.dumps(answer), flush=True)
+def live(link: socket.socket, settings: Words) -> None:
+    with link.makefile("rw") as lines:
+        commands = Commands(lines)
+        for line in lines:
+            words = json.loads(line)
+            try:
+                commands.say(getattr(commands, words.pop("do"))(**words))
+            except CXLKVError as error:
+                commands.say({"error": type(error).__name__, "text": str(error)})
 
 
 if __name__ == "__main__":
-    main()
+    fork_engines(live)

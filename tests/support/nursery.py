@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Protocol
 
 from cxlkv import ObjectPool
 
-from .forked import Forked
+from .forked import Forked, fork_engines
 
 Settings = Mapping[str, object]
 
@@ -51,20 +50,12 @@ class Served(Protocol):
 
 def serve(begin: Callable[[Settings], Served]) -> None:
     """An engine for each line on stdin."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # an engine that ends leaves nothing
-    for line in sys.stdin:
-        wanted = json.loads(line)
-        if not os.fork():
-            os.setsid()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            for number in (1, 2):
-                os.dup2(log, number)
-            own_memory()
-            with socket.socket(socket.AF_UNIX) as link:
-                link.connect(wanted["socket"])
-                live(begin(wanted["settings"]), link)
-            os._exit(0)
+
+    def alone(link: socket.socket, settings: Settings) -> None:
+        own_memory()
+        live(begin(settings), link)
+
+    fork_engines(alone)
 
 
 def own_memory() -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import socket
-import sys
 import time
 from typing import IO, TypedDict, cast
 
@@ -21,14 +19,9 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.loading import BlockMemory, Load
 from cxlkv.adapters.vllm.pool_attention import Step
+from tests.support.forked import fork_engines
 
 from .serve import FIXED, metrics
-
-
-class Life(TypedDict):
-    socket: str
-    log: str
-    settings: dict[str, object]
 
 
 class Asked(TypedDict, total=False):
@@ -44,26 +37,9 @@ class Asked(TypedDict, total=False):
     number: int
 
 
-def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a life that ends leaves nothing
-    print("ready", flush=True)
-    for line in sys.stdin:
-        life: Life = json.loads(line)
-        if not os.fork():
-            begin(life)
-            os._exit(0)
-
-
-def begin(life: Life) -> None:
-    os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    log = os.open(life["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for number in (1, 2):
-        os.dup2(log, number)
-    with socket.socket(socket.AF_UNIX) as link:
-        link.connect(life["socket"])
-        with link.makefile("w") as answers:
-            serve(life["settings"], link, answers)
+def live(link: socket.socket, settings: dict[str, object]) -> None:
+    with link.makefile("w") as answers:
+        serve(settings, link, answers)
 
 
 def serve(settings: dict[str, object], link: socket.socket, answers: IO[str]) -> None:
@@ -150,4 +126,4 @@ def signal_in(where: str, number: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    fork_engines(live)
