@@ -6,8 +6,6 @@ Every text that is read gives DynamicCache's tokens, whatever it goes on from.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +33,7 @@ from cxlkv.errors import BadArgumentError, StaleError, UnsupportedError
 
 from ..conftest import audit
 from ..support.adapted_worker import PAGE, adapted, base, lora, read
+from ..support.processes import Prepared
 from ..support.small_models import Generates, pool_for, prompts
 
 pytestmark = [
@@ -258,8 +257,8 @@ def test_two_processes(shm_path: Path) -> None:
         model.add_adapter("y", lora())
         assert hit(CXLRequests(pool, model), model) == 0
         told = json.dumps({"path": str(shm_path), "use": ["y", "x", None], "ids": IDS.tolist()})
-        command = [sys.executable, "-m", "tests.support.adapted_worker", told]
-        found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+        with Prepared("tests.support.adapted_worker", told) as child:
+            found = json.loads(child.end())
         assert [one["hit"] for one in found] == [0, ALL, 0]
         requests = CXLRequests(pool, model)
         for name, one in zip(("y", "x"), found, strict=False):

@@ -21,7 +21,7 @@ from cxlkv.adapters.vllm.messages import Report, Span
 from ..support.events_worker import Said
 from ..support.lengths import nightly
 from ..support.paged_engine import SPACE, TOKENS, Request
-from ..support.processes import Child
+from ..support.processes import Child, Prepared
 from ..support.router import Router, as_array
 from ..support.texts import SMALL, grown
 
@@ -58,7 +58,7 @@ class World:
         return pool
 
     def start(self, name: str) -> None:
-        child = self.ending.enter_context(Child("-m", "tests.support.events_worker", *self.paths))
+        child = self.ending.enter_context(Prepared("tests.support.events_worker", *self.paths))
         assert child.hear() == "ready"
         self.engines[name], self.told[name], self.running[name] = child, {}, []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -10,6 +11,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import TracebackType
 
@@ -83,9 +87,69 @@ class Child(Killed):
     def kill(self) -> None:
         self.popen.kill()
         self.popen.wait()
+        self.close()
+
+    def close(self) -> None:
         for pipe in self.pipes:
             with suppress(BrokenPipeError):
                 pipe.close()
+
+
+# Connections, which multiprocessing hands over as descriptors, become the three of a program.
+MAIN = """
+import atexit, os, runpy, sys
+for number, pipe in enumerate(pipes):
+    os.dup2(pipe.fileno(), number)
+os.environ.clear()
+os.environ.update(environment)
+os.chdir(root)
+sys.path.insert(0, root)
+sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+sys.argv[1:] = words
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+sys.stdout.flush()
+atexit._run_exitfuncs()
+"""
+
+
+@cache
+def server() -> ForkServerContext:
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["cxlkv.adapters.transformers"])
+    return made
+
+
+class Prepared(Child):
+    """A module that needs transformers: forked from a process that has imported it, which takes
+    each process that begins anew four seconds of a CPU."""
+
+    def __init__(self, module: str, *words: object, **environment: str):
+        (stdin, told), (said, stdout), (wrong, stderr) = (os.pipe() for _ in range(3))
+        given = [Connection(stdin, writable=False)]
+        given += [Connection(number, readable=False) for number in (stdout, stderr)]
+        own = {"module": module, "words": [*map(str, words)], "pipes": given, "root": str(ROOT)}
+        own["environment"] = {**os.environ, **environment}
+        self.process = server().Process(target=exec, args=(MAIN, own))
+        self.process.start()
+        for pipe in given:
+            pipe.close()
+        assert self.process.pid
+        self.pid = self.process.pid
+        self.pipes = os.fdopen(told, "w"), os.fdopen(said), os.fdopen(wrong)
+
+    def end(self, number: int | None = None, expected: int = 0) -> str:
+        if number is not None:
+            os.kill(self.pid, number)
+        self.pipes[0].close()
+        said, why = (pipe.read() for pipe in self.pipes[1:])
+        self.process.join(120)
+        assert self.process.exitcode == expected, said + why
+        return said
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.close()
 
 
 def python(code: str, *arguments: object, expected: int = 0, before: Sequence[str] = ()) -> str:

@@ -20,7 +20,7 @@ from ..adapters.test_transformers_requests import PAGE, generate, stock
 from ..support import states
 from ..support.far_prefill import MODELS
 from ..support.lengths import nightly
-from ..support.processes import Child
+from ..support.processes import Prepared
 from ..support.small_models import pool_for, prompts
 from .test_transport import HOST, LINKS, device_of, folder, remote_of
 
@@ -33,7 +33,7 @@ def prefilled(folder: Path, link: str, name: str, lengths: tuple[int, ...]) -> I
     where = "anonymous:" if link == "socket" else str(folder / "pool")
     words = [name, ",".join(map(str, lengths)), where, str(folder / "secret"), HOST]
     try:
-        with Child("-m", "tests.support.far_prefill", *words, device_of(link) or "") as child:
+        with Prepared("tests.support.far_prefill", *words, device_of(link) or "") as child:
             yield child.hear()
     finally:
         states.remove(folder / "pool")
