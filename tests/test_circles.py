@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_tidy import ROOT, SHIPPED, files, name_of, package_of
+from tests.test_tidy import ROOT, SHIPPED, files, name_of, package_of, parsed
 
 
 def module_name(path: Path) -> str:
@@ -51,10 +51,7 @@ def imported_files(path: Path, tree: ast.AST, known: Container[str]) -> set[str]
 def test_no_python_files_import_each_other_round() -> None:
     shipped = ("cxlkv", *SHIPPED)
     paths = {module_name(p): p for p in files(".py") if name_of(p).split("/")[0] in shipped}
-    graph = {
-        name: imported_files(path, ast.parse(path.read_text()), paths)
-        for name, path in paths.items()
-    }
+    graph = {name: imported_files(path, parsed(path), paths) for name, path in paths.items()}
     assert len(graph["cxlkv.pool.pool"]) > 5, "imports are not seen"
     try:
         TopologicalSorter(graph).prepare()

@@ -139,6 +139,11 @@ def files(*suffixes: str) -> list[Path]:
     return sorted(p for p in found if p.is_file() and (p.suffix in suffixes or not suffixes))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -258,8 +263,7 @@ def without_c_comments(text: str) -> str:
 
 
 def python_faults(path: Path) -> list[str]:
-    text = path.read_text()
-    tree = ast.parse(text)
+    text, tree = path.read_text(), parsed(path)
     docstring = [] if ast.get_docstring(tree) else ["say in the first line what the file is for"]
     return [*layer_faults(path, tree), *docstring, *too_long(text, python_functions(tree))]
 
@@ -311,7 +315,7 @@ def reads_a_handle(tree: ast.AST) -> bool:
 
 def test_only_the_front_has_the_core_and_its_handles() -> None:
     trees = {
-        name_of(path): ast.parse(path.read_text())
+        name_of(path): parsed(path)
         for path in files(".py")
         if name_of(path).startswith(("cxlkv/", "ndp/", "emulation/"))
         and not name_of(path).startswith("cxlkv/_core/")
@@ -351,7 +355,7 @@ def test_the_table_of_promises_names_tests_that_exist() -> None:
 
 def public_names(path: Path) -> set[str]:
     """What the module's `__all__` has."""
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
     return set()
