@@ -170,6 +170,18 @@ def call(
     return found[0].cpu(), found[1].cpu()
 
 
+def same_gaps(
+    found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """NaN, and rows that see nothing, are where they should be."""
+    out, lse = found
+    assert out.dtype == lse.dtype == FP32
+    assert torch.equal(out.isnan(), wanted[0].isnan())
+    assert torch.equal(lse.isnan(), wanted[1].isnan())
+    assert torch.equal(lse == -math.inf, wanted[1] == -math.inf)
+    assert not out[lse == -math.inf].any()
+
+
 def close(
     found: tuple[torch.Tensor, torch.Tensor],
     wanted: tuple[torch.Tensor, torch.Tensor],
@@ -178,11 +190,7 @@ def close(
     """Errors as parts of the largest result. On the GPU the weights are rounded to the dtype."""
     ratio = 4e-6 if INTERPRETED else {FP32: 1e-5, FP16: 2e-3, BF16: 1.5e-2}[dtype]
     out, lse = found
-    assert out.dtype == lse.dtype == FP32
-    assert torch.equal(out.isnan(), wanted[0].isnan())
-    assert torch.equal(lse.isnan(), wanted[1].isnan())
-    assert torch.equal(lse == -math.inf, wanted[1] == -math.inf)
-    assert not out[lse == -math.inf].any()
+    same_gaps(found, wanted)
     error = largest(out - wanted[0]) / max(largest(wanted[0]), 1e-9)
     assert error <= ratio, f"out: {error:.2e} of the largest"
     error = largest(lse - wanted[1]) / max(largest(wanted[1]), 1)
