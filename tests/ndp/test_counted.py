@@ -145,19 +145,12 @@ class Half(Scorer):
         return 4
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Floats) -> None:
+    def summarise(keys, first, parameters, summary):
         summary[0] = keys[0, 0]
         summary[1] = keys[0, 1]
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Floats,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         for page in range(summaries.shape[0]):
             for i in range(queries.shape[0]):
                 scores[i, page] = summaries[page, 0]

@@ -16,7 +16,7 @@ from cxlkv.layout import LayerGroup
 from cxlkv.ndp import scorers
 from cxlkv.ndp.engine import Selection
 from cxlkv.ndp.methods import SCORERS, codebooks, lsh, sparq
-from cxlkv.ndp.scorers import Floats, Scorer, Shape, Words
+from cxlkv.ndp.scorers import Floats, Scorer, Shape
 from cxlkv.sequence import Sequence
 
 from ..support.lengths import matrix, nightly
@@ -432,18 +432,11 @@ class First(Scorer):
         return (4,), np.uint16
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+    def summarise(keys, first, parameters, summary):
         summary[0] = first // keys.shape[0]
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Words,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         for i in range(queries.shape[0]):
             for page in range(summaries.shape[0]):
                 scores[i, page] = -np.float32(summaries[page, 0])
@@ -497,7 +490,7 @@ class Outside(First):
     name = "outside"
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+    def summarise(keys, first, parameters, summary):
         summary[4] = 1
 
 
@@ -505,14 +498,7 @@ class Unset(First):
     name = "unset"
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Words,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         scores[0, 0] = 1
 
 
@@ -520,7 +506,7 @@ class Odd(First):
     name = "odd"
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Words) -> None:
+    def summarise(keys, first, parameters, summary):
         summary[0] = len({**{}, first: keys[0].tobytes().hex()})
 
 

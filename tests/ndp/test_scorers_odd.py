@@ -195,30 +195,16 @@ class Place(Scorer):
         return (2,), np.float32
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Floats) -> None:
+    def summarise(keys, first, parameters, summary):
         summary[0] = first
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Floats,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         for page in range(summaries.shape[0]):
             scores[:, page] = -summaries[page, 0]
 
     @staticmethod
-    def late(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Floats,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def late(queries, scale, tokens, summaries, parameters, scores):
         for page in range(summaries.shape[0]):
             scores[:, page] = summaries[page, 0]
 
@@ -390,36 +376,36 @@ def compiled(score: object, summary: object = ((2,), np.float32)) -> scorers.Com
     return scorers.compiled(kind("late", is_late=False), Shape(4, 8))
 
 
-def einsum(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+def einsum(queries, scale, tokens, summaries, parameters, scores):
     scores[:] = 0
     scores[:] = np.einsum("id,d->i", queries, queries[0])[:, None]  # where the message points
 
 
-def product(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+def product(queries, scale, tokens, summaries, parameters, scores):
     scores[:] = 0
     scores[0, 0] = queries[0] @ queries[0]
 
 
-def unknown(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+def unknown(queries, scale, tokens, summaries, parameters, scores):
     scores[:] = 0
     if queries.shape[0] > 64:
         scores[:] = no_such_thing  # type: ignore[name-defined]  # noqa: F821
 
 
-def returned(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+def returned(queries, scale, tokens, summaries, parameters, scores):
     return queries @ queries.T
 
 
-def pair(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+def pair(queries, scale, tokens, summaries, parameters, scores):
     scores[:, :2] = 1
 
 
-def cosine(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+def cosine(queries, scale, tokens, summaries, parameters, scores):
     for i in range(queries.shape[0]):
         scores[i] = queries[i, 0] / np.sqrt((queries[i] ** 2).sum())
 
 
-def raising(queries, scale, tokens, summaries, parameters, scores):  # type: ignore[no-untyped-def]
+def raising(queries, scale, tokens, summaries, parameters, scores):
     if summaries.shape[0] > 40:
         raise ValueError("so many pages")
     scores[:] = 1
@@ -494,20 +480,13 @@ class Late(Place):
     """Raises where it is called with more than it was tried with, or with keys of another kind."""
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Floats) -> None:
+    def summarise(keys, first, parameters, summary):
         if keys[0, 0] > 1e6:
             raise ValueError("such a key")
         summary[0] = first
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Floats,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         if queries[0, 0] > 1e6:
             raise ValueError("such a query")
         scores[:] = 1
@@ -540,14 +519,7 @@ class Loud(Place):
     log_sums = True
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Floats,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         for i in range(queries.shape[0]):
             for page in range(summaries.shape[0]):
                 scores[i, page] = np.log(100 - queries[i, 0]) + summaries[page, 0]
@@ -691,18 +663,11 @@ class Largest(Place):
         return (4096,), np.float32
 
     @staticmethod
-    def summarise(keys: Floats, first: int, parameters: Floats, summary: Floats) -> None:
+    def summarise(keys, first, parameters, summary):
         summary[:] = first
 
     @staticmethod
-    def score(
-        queries: Floats,
-        scale: float,
-        tokens: int,
-        summaries: Floats,
-        parameters: Floats,
-        scores: Floats,
-    ) -> None:
+    def score(queries, scale, tokens, summaries, parameters, scores):
         for page in range(summaries.shape[0]):
             low, high = summaries[page].min(), summaries[page].max()
             scores[:, page] = -low if low == high else np.inf
