@@ -181,7 +181,7 @@ def walkers(pool: CXLPool, seed: int, threads: int = THREADS) -> list[Walker]:
     return [Walker(pool, Random(f"{seed}-{i}"), common) for i in range(threads)]
 
 
-@pytest.mark.parametrize("operations", [3200, nightly(9600)])
+@pytest.mark.parametrize("operations", [1600, nightly(9600)])
 @pytest.mark.parametrize(
     ("layout", "checksum"),
     [(SMALL, True), (SMALL, False), (WITH_WINDOW, True)],

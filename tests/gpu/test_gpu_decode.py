@@ -37,6 +37,7 @@ from cxlkv.layout import LayerGroup
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.sequence import Sequence
 
+from ..support.lengths import nightly
 from ..support.reference import attend as attend_reference
 
 PAGE, HEADS, GROUP, DIM, LAYERS = 4, 2, 2, 16, 2
@@ -284,7 +285,7 @@ def test_with_a_budget_of_all_pages_it_is_attention(
 
 
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="the kernels are compiled here, for the GPU")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", nightly("float32")])
 def test_in_the_interpreter_it_is_attention(seed: int, dtype: str) -> None:
     """The kernels themselves, all of them, over two steps and the end of a page."""
     model = Model(seed, dtype=dtype)

@@ -23,6 +23,7 @@ from cxlkv.ndp.engine import same_pages
 from cxlkv.sequence import Sequence
 
 from ..support import kept
+from ..support.lengths import nightly
 from .test_gpu_decode import GROUP, HEADS, Model, decoder_of, dense, device, resident_of
 
 __all__ = ["device"]  # a fixture
@@ -197,7 +198,7 @@ def test_speculated_rows_and_a_truncate(device: torch.device, seed: int, encodin
 
 
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="the kernels are compiled here, for the GPU")
-@pytest.mark.parametrize("encoding", ["int8,int4", "int4,int8"])
+@pytest.mark.parametrize("encoding", ["int8,int4", nightly("int4,int8")])
 def test_in_the_interpreter_it_is_attention_to_what_is_kept(seed: int, encoding: str) -> None:
     """The kernels themselves, all of them, over two steps and the end of a page."""
     model = kept_model(seed, encoding, "bfloat16")

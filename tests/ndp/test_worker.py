@@ -32,7 +32,7 @@ from cxlkv.ndp.worker import cpus_near, serve
 from cxlkv.sequence import Sequence
 from tests.support.stopping import stop
 
-from ..support.lengths import nightly
+from ..support.lengths import matrix, nightly
 from ..support.processes import Child
 from ..support.states import host_states
 from ..support.threads import run_all
@@ -275,8 +275,7 @@ BUDGETS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bf16"])
-@pytest.mark.parametrize("budget", BUDGETS)
+@matrix(budget=BUDGETS, dtype=["float32", "bf16"])
 def test_a_worker_selects_what_this_process_would(
     serve_twins: Serve, budget: str, dtype: str
 ) -> None:
@@ -295,8 +294,7 @@ def test_a_worker_selects_what_this_process_would(
     assert (pool.worker.connections, pool.worker.selects_here) == (1, 0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bf16"])
-@pytest.mark.parametrize("budget", [*BUDGETS, None])
+@matrix(budget=[*BUDGETS, None], dtype=["float32", "bf16"])
 def test_a_worker_attends_as_this_process_would(
     serve_twins: Serve, budget: str | None, dtype: str
 ) -> None:
@@ -314,8 +312,7 @@ def test_a_worker_attends_as_this_process_would(
     assert pool.worker.attends == 24
 
 
-@pytest.mark.parametrize("per", ["query", "sequence"])
-@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+@matrix(dtype=["float32", "bf16"], per=["query", "sequence"])
 def test_weights_and_virtual_rows_go_along(serve_twins: Serve, dtype: str, per: str) -> None:
     """More rows than a part has tokens, too; what is wrong in them the worker says."""
     pool, twins, _ = serve_twins(3, dtype=dtype)
@@ -346,8 +343,7 @@ def test_values_of_other_shapes(serve_twins: Serve, value_dim: int, values: str)
     assert pool.worker.attends_here == 0
 
 
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("encodings", ENCODINGS, ids="-".join)
+@matrix(encodings=ENCODINGS, window=[None, 20])
 def test_codes_are_scored_and_summed_as_here(
     serve_twins: Serve,
     encodings: tuple[str, str],
@@ -375,11 +371,11 @@ def test_codes_are_scored_and_summed_as_here(
     assert pool.worker.attends_here == 0
 
 
-@pytest.mark.parametrize("k_encoding", ["int8", "int4", "fp8_e4m3", "progressive"])
-@pytest.mark.parametrize("sketch", [True, False])
+@pytest.mark.parametrize(
+    ("k_encoding", "sketch"),
+    [*((one, True) for one in ("int8", "int4", "fp8_e4m3")), *(("progressive", x) for x in (0, 1))],
+)
 def test_estimates_of_codes_are_the_same(serve_twins: Serve, k_encoding: str, sketch: bool) -> None:
-    if not sketch and k_encoding != "progressive":
-        pytest.skip("nothing to estimate by")
     _, twins, _ = serve_twins(1, encodings=(k_encoding, "int8"), page_tokens=16, sketch=sketch)
     twins.append([8005])
     for recall in (Budget(pages=20), Budget(pages=30, per="sequence")):

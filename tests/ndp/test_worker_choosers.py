@@ -20,6 +20,7 @@ from cxlkv.ndp.engine import Budget, Selection, VirtualRows
 from cxlkv.ndp.scorers import Floats
 from cxlkv.sequence import Sequence
 
+from ..support.lengths import nightly
 from ..support.processes import Child
 from ..support.waiting import until
 from ..support.worker_thread import serving
@@ -383,7 +384,7 @@ print("more:", [name for name, count in kinds().items() if count != before[name]
 """
 
 
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("heads", [2, nightly(1)])
 def test_all_is_compiled_before_a_worker_serves(heads: int) -> None:
     with Child("-c", COMPILED, heads) as child:
         assert child.hear() == "more: []"
