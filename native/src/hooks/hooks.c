@@ -12,10 +12,8 @@ const pool_hooks hooks = {
 };
 
 const owner_calls owners[OWNER_COUNT] = {
-    [OWNER_SEQUENCES] = {.begin = sequences_begin,
-                         .forked = sequences_forked,
-                         .closing = sequences_release,
-                         .free = sequences_free},
+    [OWNER_SEQUENCES] = {.begin = sequences_begin, .forked = sequences_forked,
+                         .closing = sequences_release, .free = sequences_free},
     [OWNER_WORKER] = {.forked = worker_forked, .closing = worker_leave, .free = worker_client_drop},
     [OWNER_TIERS] = {.forked = local_forked, .closing = local_drop_all},
     [OWNER_OBJECTS] = {.begin = objects_begin, .busy = objects_busy, .free = objects_free},

@@ -102,11 +102,8 @@ static int64_t attend_to_chosen(cxlkv_batch *batch, cxlkv_decode_args *args,
 }
 
 int64_t cxlkv_batch_decode(cxlkv_batch *batch, cxlkv_decode_args *args) {
-    cxlkv_select_args select = {.layer = args->layer,
-                                .q_heads = args->q_heads,
-                                .queries = args->queries,
-                                .starts = args->starts,
-                                .by = args->by,
+    cxlkv_select_args select = {.layer = args->layer, .q_heads = args->q_heads,
+                                .queries = args->queries, .starts = args->starts, .by = args->by,
                                 .scale = args->scale};
     cxlkv_attend_args attend = {
         .layer = args->layer, .q_heads = args->q_heads, .queries = args->queries,

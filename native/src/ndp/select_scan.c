@@ -39,11 +39,8 @@ static void estimate_run(const select_job *job, const plan *p, const page_run *r
     stage_scratch stage = stage_of(job, p);
     const uint8_t *nothing[RUN_PAGES] = {NULL};
     float best[RUN_PAGES], *scores = p->scores + place * p->view.pages + at;
-    estimated_blocks asked = {.pages = run->pages,
-                              .later = list == 0 ? run->later : nothing,
-                              .count = run->count,
-                              .head = head,
-                              .block = block,
+    estimated_blocks asked = {.pages = run->pages, .later = list == 0 ? run->later : nothing,
+                              .count = run->count, .head = head, .block = block,
                               .slack = stage.slacks[place]};
     asked.first_query = queries_of_list(job, p, list, head, &asked.query_count);
     estimate_blocks(job, &asked, best,

@@ -61,9 +61,7 @@ uint64_t sketch_plan_floats(const select_job *job, const plan *p) {
 stage_scratch stage_of(const select_job *job, const plan *p) {
     uint64_t lists = lists_of(job, p);
     float *at = p->stage + uppers_of(job, p) * SKETCH_TOKENS;
-    return (stage_scratch){.slacks = at,
-                           .cuts = at + lists,
-                           .samples = (sample *)(at + 2 * lists),
+    return (stage_scratch){.slacks = at, .cuts = at + lists, .samples = (sample *)(at + 2 * lists),
                            .uppers = (float (*)[SKETCH_TOKENS])p->stage};
 }
 
@@ -114,13 +112,10 @@ static void estimate_sketches(const select_job *job, const estimated_blocks *b, 
         blocks[i] = sketch_at(job, b->pages[i], b->head, b->block);
         next[i] = b->later[i] ? sketch_at(job, b->later[i], b->head, b->block) : NULL;
     }
-    sketch_run run = {.blocks = blocks,
-                      .next = next,
-                      .count = b->count,
+    sketch_run run = {.blocks = blocks, .next = next, .count = b->count,
                       .dim = job->batch->pool->layout.head_dim,
                       .queries = job->sketch_queries + b->first_query,
-                      .query_count = b->query_count,
-                      .seen = block_tokens(job, b->block),
+                      .query_count = b->query_count, .seen = block_tokens(job, b->block),
                       .slack = b->slack};
     job->isa->estimate(&run, best, uppers);
 }

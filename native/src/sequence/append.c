@@ -117,20 +117,9 @@ static cxlkv_rows rows_from(const append_job *job, const cxlkv_rows *rows, uint3
     return made;
 }
 
-/* The plan of a direct page: the last one that begins at or before it. */
-static uint32_t plan_of(const append_job *job, uint32_t item) {
-    uint32_t low = 0, high = job->batch->count;
-    while (high - low > 1) {
-        uint32_t middle = (low + high) / 2;
-        if (job->plans[middle].first_item <= item) low = middle;
-        else high = middle;
-    }
-    return low;
-}
-
 /* The rows of a direct page, and its number in the pool: NO_PAGE behind the window. */
 static uint32_t direct_page(const append_job *job, uint32_t item, kv_rows *rows) {
-    uint32_t i = plan_of(job, item);
+    uint32_t i = entry_at(&job->plans->first_item, sizeof(plan), job->batch->count, item);
     const cxlkv_sequence *sequence = job->batch->sequences[i];
     const plan *p = &job->plans[i];
     uint32_t item_page = item - p->first_item;

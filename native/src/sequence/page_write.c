@@ -380,11 +380,7 @@ static int page_write_all(page_write *w) {
 
 int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const kv_rows *rows,
                     const kv_rows *next, uint32_t tokens) {
-    page_write w = {.pool = pool,
-                    .page = page,
-                    .layer = layer,
-                    .tokens = tokens,
-                    .rows = rows,
+    page_write w = {.pool = pool, .page = page, .layer = layer, .tokens = tokens, .rows = rows,
                     .next = next};
     return page_write_all(&w);
 }

@@ -231,18 +231,13 @@ typedef struct collecting {
 static uint64_t put_select(const calling *call, group g, const collecting *to) {
     const cxlkv_select_args *args = call->select;
     uint32_t count = g.high - g.low;
-    request_select select = {.layer = args->layer,
-                             .q_heads = args->q_heads,
-                             .dtype = args->queries.dtype,
-                             .method = args->by.method,
-                             .union_over = args->by.union_over,
-                             .per = args->by.per,
-                             .scale = args->scale,
-                             .errors = args->by.errors,
+    request_select select = {.layer = args->layer, .q_heads = args->q_heads,
+                             .dtype = args->queries.dtype, .method = args->by.method,
+                             .union_over = args->by.union_over, .per = args->by.per,
+                             .scale = args->scale, .errors = args->by.errors,
                              .rows = (uint32_t)rows_of(call, g),
                              .budget_count = args->by.budget_count == 1 ? 1 : count,
-                             .k_max = to->k_max,
-                             .scorer = args->by.scorer};
+                             .k_max = to->k_max, .scorer = args->by.scorer};
     const cxlkv_budget *budgets = args->by.budgets + (args->by.budget_count == 1 ? 0 : g.low);
     uint8_t *at = call->client->request + sizeof(request_head);
     at = put(at, &select, sizeof(select));
@@ -666,15 +661,10 @@ static int64_t by_worker(calling *call) {
 
 static calling select_call(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t operation) {
     bool one = args->by.budget_count == 1;
-    return (calling){.batch = batch,
-                     .operation = operation,
-                     .layer = args->layer,
-                     .q_heads = args->q_heads,
-                     .queries = &args->queries,
-                     .starts = args->starts,
+    return (calling){.batch = batch, .operation = operation, .layer = args->layer,
+                     .q_heads = args->q_heads, .queries = &args->queries, .starts = args->starts,
                      .fixed_bytes = sizeof(request_select) + (one ? sizeof(cxlkv_budget) : 0),
-                     .sequence_bytes = one ? 0 : sizeof(cxlkv_budget),
-                     .select = args};
+                     .sequence_bytes = one ? 0 : sizeof(cxlkv_budget), .select = args};
 }
 
 static int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args) {

@@ -172,16 +172,11 @@ static void *read_shared(void *argument) {
     cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = K};
     cxlkv_rows queries = test_rows_at(q);
     for (uint32_t layer = 0; !atomic_load(&finished); layer = (layer + 1) % TEST_LAYERS) {
-        cxlkv_select_args select = {.layer = layer,
-                                    .q_heads = TEST_HEADS,
-                                    .queries = queries,
+        cxlkv_select_args select = {.layer = layer, .q_heads = TEST_HEADS, .queries = queries,
                                     .starts = starts,
                                     .by = {.budgets = &budget, .budget_count = 1, .refresh = 4},
-                                    .scale = 1,
-                                    .capacity = LISTS * K,
-                                    .pages = pages,
-                                    .scores = scores,
-                                    .counts = counts};
+                                    .scale = 1, .capacity = LISTS * K, .pages = pages,
+                                    .scores = scores, .counts = counts};
         CHECK(cxlkv_batch_select(batch, &select) >= 0);
         CHECK(select.k >= 1 && pages[0] >= 0);
         cxlkv_attend_args attend = {.layer = layer, .q_heads = TEST_HEADS, .queries = queries,

@@ -70,14 +70,8 @@ static estimated estimate_one(const kernels *isa, const uint8_t *block, uint32_t
                               float slack) {
     estimated made;
     const uint8_t *next = NULL;
-    sketch_run run = {.blocks = &block,
-                      .next = &next,
-                      .count = 1,
-                      .dim = dim,
-                      .queries = queries,
-                      .query_count = count,
-                      .seen = seen,
-                      .slack = slack};
+    sketch_run run = {.blocks = &block, .next = &next, .count = 1, .dim = dim, .queries = queries,
+                      .query_count = count, .seen = seen, .slack = slack};
     isa->estimate(&run, &made.best, &made.uppers);
     return made;
 }
@@ -87,14 +81,9 @@ static void check_together(const kernels *isa, const sample *s, uint64_t *seed) 
     enum { BLOCKS = 5 };
     const uint8_t *blocks[BLOCKS], *next[BLOCKS];
     float best[BLOCKS], uppers[BLOCKS][SKETCH_TOKENS];
-    sketch_run run = {.blocks = blocks,
-                      .next = next,
-                      .count = BLOCKS,
-                      .dim = s->dim,
-                      .queries = s->queries,
-                      .query_count = 1 + random_below(seed, QUERIES),
-                      .seen = 0xfff7,
-                      .slack = normal(seed)};
+    sketch_run run = {.blocks = blocks, .next = next, .count = BLOCKS, .dim = s->dim,
+                      .queries = s->queries, .query_count = 1 + random_below(seed, QUERIES),
+                      .seen = 0xfff7, .slack = normal(seed)};
     for (uint32_t i = 0; i < BLOCKS; i++) {
         uint64_t at = random_below(seed, (s->tokens + 15) / 16);
         blocks[i] = s->want + at * sketch_block_bytes(s->dim);
