@@ -45,7 +45,7 @@ def run(name: str, options: Options) -> Result:
 
 def perform(name: str, measure: Callable[[Options, Say], Shown], options: Options) -> Result:
     """Everything round a measurement; raises SystemExit when a check fails."""
-    check_files(options.json, options.csv, options.picture)
+    check_files(options.json, options.picture)
     console, steps = wide_console(), set[str]()
     warning = load_warning()
     if warning:
@@ -74,7 +74,7 @@ def perform(name: str, measure: Callable[[Options, Say], Shown], options: Option
     if options.picture is not None and shown.draw is not None:
         shown.draw(options.picture)
         console.print(f"picture: {options.picture}", soft_wrap=True)
-    finish(result, console, options.json, options.csv)
+    finish(result, console, options.json)
     show_doubts(result, console)
     return result
 
@@ -193,12 +193,12 @@ def show(result: Result, console: Console, json_path: Path | None) -> None:
     console.print(labelled(table(result), result.emulated))
     for note in result.notes:
         console.print(Text(marked(note, result.emulated)), soft_wrap=True)
-    finish(result, console, json_path, None)
+    finish(result, console, json_path)
     show_doubts(result, console)
 
 
-def finish(result: Result, console: Console, json_path: Path | None, csv_path: Path | None) -> None:
-    """Write the result files; raises SystemExit when a check failed."""
+def finish(result: Result, console: Console, json_path: Path | None) -> None:
+    """Write the result file; raises SystemExit when a check failed."""
     for name, passed in result.checks.items():
         if not passed:
             text = f"check failed: {name}; no speeds and no ratios are reported"
@@ -206,9 +206,6 @@ def finish(result: Result, console: Console, json_path: Path | None, csv_path: P
     if json_path is not None:
         result.write(json_path)
         console.print(Text(f"raw samples: {json_path}"), soft_wrap=True)
-    if csv_path is not None:
-        result.write_csv(csv_path)
-        console.print(Text(f"figures: {csv_path}"), soft_wrap=True)
     if not result.passed:
         raise SystemExit(1)
 

@@ -28,7 +28,6 @@ class Options:
     """What the command line gave, by the names that the options have there."""
 
     json: Path | None = None
-    csv: Path | None = None
     picture: Path | None = None
     quick: bool = False
     region: Sequence[str] = ()
@@ -39,7 +38,6 @@ class Options:
     text: Path | None = None
     trace: str | None = None
     policy: str | None = None
-    minutes: float | None = None
 
     def given(self) -> list[str]:
         return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
@@ -71,7 +69,7 @@ class Case:
     group: str
     seconds: int | None
     module: str = ""
-    options: tuple[str, ...] = ("csv",)
+    options: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     text: str = ""
     is_command: bool = False
@@ -146,13 +144,13 @@ class Case:
                 raise BadArgumentError(f"--{name} goes with {takers}; not with {self.name}")
 
 
-MICRO = ("csv", "quick")
+MICRO = ("quick",)
 PLACED = (*MICRO, "region")
-DRAWN = ("csv", "picture")
+DRAWN = ("picture",)
 DECODE = (*MICRO, "picture")
 LITMUS = ("region", "role", "rounds", "certificate")
 RECALL = (*MICRO, "picture", "model", "text")
-REPLAY = ("picture", "trace", "policy", "minutes")
+REPLAY = ("picture", "trace", "policy")
 REPLAYED = ("replay", *(f"replay-{name}" for name in ("agents", "loops", "scans", "zipf")))
 MEMORY, POOL, NEAR_DATA = "Memory", "The pool", "Scoring and attention"
 DECODING, TIERS = "Decode steps", "Tiers and eviction"
@@ -218,7 +216,7 @@ TABLE = (
     ),
     Case("hints", TIERS, 600, "cases.hints", DECODE, ("hints",)),
     Case("replay", TIERS, None, "replay.case", REPLAY, REPLAYED, is_command=True),
-    Case("tails", TIERS, None, "replay.tails", ("trace", "minutes"), ("tails",), is_command=True),
+    Case("tails", TIERS, None, "replay.tails", ("trace",), ("tails",), is_command=True),
     Case("coherence", SHARED, 45, "cases.coherence", MICRO, ("coherence",), is_short=True),
     Case(
         *("litmus", SHARED, None, "cases.litmus", LITMUS, ("litmus",)),

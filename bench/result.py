@@ -3,8 +3,6 @@ another program, cut off, or tampered with."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
@@ -23,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cxlkv import _core
-from cxlkv.bench.measure import median_interval, warnings_of
+from cxlkv.bench.measure import warnings_of
 from cxlkv.emulation import link
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.machine import numa_mode
@@ -33,11 +31,6 @@ from cxlkv.machine.topology import probe
 TIMES = {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}
 """How many of them a second has."""
 FILE_BYTES_MAX = 64 << 20
-HEAD = (
-    *("case", "figure", "unit", "median", "median_low", "median_high", "low", "high", "samples"),
-    "emulated",
-)
-"""Of the CSV."""
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]*$")]
 Label = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f]*$")]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -298,22 +291,6 @@ class Result(Labelled):
             if lower_is_better(metric.unit) is not None
             for warning in warnings_of(metric.samples)
         ]
-
-    def write_csv(self, path: Path) -> None:
-        """A row for each figure, with the interval that has its median at 95 % confidence, then
-        a row for each ratio; nothing but the head where a check failed. The last column says what
-        was emulated."""
-        text = io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(HEAD)
-        for name, metric in self.metrics.items() if self.passed else ():
-            low, high = min(metric.samples), max(metric.samples)
-            interval = median_interval(metric.samples)
-            figures = (metric.median, *interval, low, high, len(metric.samples))
-            rows.writerow([self.case, name, metric.unit, *figures, self.label_of(name)])
-        for name, ratio in self.ratios.items() if self.passed else ():
-            rows.writerow([self.case, name, "ratio", ratio, *[""] * 5, self.label_of(name)])
-        write_whole(path, text.getvalue())
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""

@@ -35,6 +35,8 @@ OPTIONS: dict[str, str] = {
         f"bench run --{name}": "replay judges policies alone"
         for name in ("near", "far", "local", "cold", "pool")
     },
+    "bench run --csv": "--json has all figures",
+    "bench run --minutes": "give --trace a file with that much of the trace",
     "demo --handover": "hand_over() and take_over() are in docs/engines/handover.md",
     "demo --tiny": "leave it out: SmolLM2 answers, offline once it is installed",
 }

@@ -88,14 +88,7 @@ def requests_of(options: Options) -> list[Request]:
     if options.policy is not None:
         policy_named(options.policy)
     family = FAMILIES.get(options.trace)
-    requests = read(Path(options.trace)) if family is None else family(1)
-    if options.minutes is not None:
-        requests = [request for request in requests if request.time_s < 60 * options.minutes]
-    if not requests:
-        raise BadArgumentError(
-            f"--minutes {options.minutes:g}: no request of {options.trace} is that early"
-        )
-    return requests
+    return read(Path(options.trace)) if family is None else family(1)
 
 
 def percent(share: float) -> str:

@@ -17,9 +17,6 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 
-CsvFile = Annotated[
-    Path | None, typer.Option("--csv", help="Write the figures here, without raw samples.")
-]
 Quick = Annotated[
     bool, typer.Option("--quick", help="Small sizes and few rounds; all: within a minute.")
 ]
@@ -47,17 +44,12 @@ Trace = Annotated[
     typer.Option(help="replay: a file in Mooncake's format, or agents, loops, scans, zipf."),
 ]
 PolicyName = Annotated[str | None, typer.Option(help="replay: one policy; all if not given.")]
-Minutes = Annotated[
-    float | None,
-    typer.Option(help="replay: only so much of the trace's time.", min=0, callback=finite),
-]
 
 
 @bench_app.command("run")
 def bench(
     case: Annotated[str, typer.Argument(help="Which one: `bench list` says what there is.")],
     json: JsonFile = None,
-    csv: CsvFile = None,
     quick: Quick = False,
     region: Regions = None,
     role: LitmusRole = None,
@@ -81,7 +73,6 @@ def bench(
     ] = None,
     trace: Trace = None,
     policy: PolicyName = None,
-    minutes: Minutes = None,
 ) -> None:
     """Run one microbenchmark on this machine, all of them, or the litmus tests.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
@@ -211,8 +210,8 @@ def test_all_keeps_what_runs_and_names_the_rest(
         result.checks["right"] = case.name != "foundation/gather"
 
     monkeypatch.setattr(Case, "measure", measure)
-    out, table = tmp_path / "r.json", tmp_path / "r.csv"
-    ended = run(capsys, "bench", "all", "--quick", "--json", out, "--csv", table)
+    out = tmp_path / "r.json"
+    ended = run(capsys, "bench", "all", "--quick", "--json", out)
     assert ended.code == 1
     found = json.loads(out.read_text())
     assert set(found["metrics"]) == {"foundation/pages/time"}
@@ -222,7 +221,6 @@ def test_all_keeps_what_runs_and_names_the_rest(
     assert "check failed: foundation/gather/right" in shown
     assert "memory: not measured, torch is not installed" in shown
     assert "coherence: not measured, no such thing here" in shown
-    assert len(table.read_text().splitlines()) == 1  # a check failed: the head only
 
 
 def test_no_speed_is_shown_when_a_check_failed() -> None:
@@ -232,19 +230,6 @@ def test_no_speed_is_shown_when_a_check_failed() -> None:
     assert bench_cli.table(result).row_count == 1
     result.checks["right"] = True
     assert bench_cli.table(result).row_count == 2
-
-
-def test_csv_has_a_row_for_each_figure(tmp_path: Path) -> None:
-    result = Result("story", checks={"right": True}, ratios={"a_to_b": 2.0})
-    result.measure("time", list(range(1, 21)), "us")
-    result.write_csv(tmp_path / "r.csv")
-    head, time, ratio = csv.reader((tmp_path / "r.csv").read_text().splitlines())
-    assert dict(zip(head, time, strict=True)) == {
-        **{"case": "story", "figure": "time", "unit": "us", "median": "10.5", "samples": "20"},
-        **{"median_low": "6.0", "median_high": "15.0", "low": "1.0", "high": "20.0"},
-        "emulated": "",
-    }
-    assert ratio[:4] == ["story", "a_to_b", "ratio", "2.0"]
 
 
 def test_every_case_is_listed_with_what_it_is(

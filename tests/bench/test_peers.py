@@ -217,7 +217,7 @@ def test_the_command_names_who_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lmcache.failed").write_text("ERROR: No matching distribution found\n")
-    options = Options(json=tmp_path / "r.json", csv=tmp_path / "r.csv")
+    options = Options(json=tmp_path / "r.json")
     command = partial(store.command, environments=tmp_path, size=STORE_SMALLER)
     result = perform("store", command, options)
     assert isinstance(result, SideBySide)
@@ -229,8 +229,6 @@ def test_the_command_names_who_is_missing(
     written = read_result(tmp_path / "r.json")
     assert len(written.metrics) == len(result.rows)
     assert all(f"missing: {who}: {why}" in written.notes for who, why in result.missing.items())
-    lines = len((tmp_path / "r.csv").read_text().splitlines())
-    assert lines == 1 + len(result.rows) + len(result.ratios)
 
 
 def test_the_store_door_beside_memcpy_and_a_store(tmp_path: Path) -> None:

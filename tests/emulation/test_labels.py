@@ -6,8 +6,6 @@ row; of all others it is said here why they have none.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 import subprocess
@@ -86,11 +84,6 @@ def in_json(path: Path) -> list[str]:
     return [n for n in (*result.metrics, *result.ratios) if result.label_of(n) != LABEL]
 
 
-def in_csv(path: Path) -> list[str]:
-    rows = csv.DictReader(io.StringIO(path.read_text()))
-    return [row["figure"] for row in rows if row["emulated"] != LABEL]
-
-
 def in_page(path: Path) -> list[str]:
     """Rows of figures, and the summary's figures."""
     page = path.read_text()
@@ -142,11 +135,10 @@ def advise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    files = tmp_path / "b.json", tmp_path / "b.csv"
-    case, files_to = "foundation/gather", ("--json", files[0], "--csv", files[1])
-    shown = run(capsys, "bench", case, "--quick", *files_to)
+    file = tmp_path / "b.json"
+    shown = run(capsys, "bench", "foundation/gather", "--quick", "--json", file)
     assert shown.code == 0
-    return in_text(shown.out) + in_json(files[0]) + in_csv(files[1])
+    return in_text(shown.out) + in_json(file)
 
 
 def page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
