@@ -101,9 +101,8 @@ def found_tools(size: Size, folder: Path, notes: list[str]) -> dict[str, Tool]:
     mbw = ["mbw", "-q", "-t0", "-n", "5", str(mib)]
     perf = ["perf", "bench", "mem", "memcpy", "-f", "default", "-s", f"{mib}MB", "-l", "5"]
     tools: dict[str, Tool] = {
-        "mbw": lambda: {"copy": _number(mbw, r"AVG.*Copy: ([\d.]+) MiB/s") * 2**20 / 1e9},
-        # What it calls GB are 2**30 bytes.
-        "perf": lambda: {"copy": _number(perf, r"([\d.]+) GB/sec") * 2**30 / 1e9},
+        "mbw": lambda: {"copy": _gb_per_s(mbw, r"AVG.*Copy: ([\d.]+) (M)iB/s")},
+        "perf": lambda: {"copy": _gb_per_s(perf, r"([\d.]+) ([MG])B/sec")},
     }
     program = folder / "agree"
     compiler = shutil.which("cc") or "cc"
@@ -148,9 +147,10 @@ def _output(command: list[str]) -> str:
     return done.stdout
 
 
-def _number(command: list[str], pattern: str) -> float:
+def _gb_per_s(command: list[str], pattern: str) -> float:
+    """What is printed is of 2**30 or 2**20 bytes."""
     text = _output(command)
     found = re.search(pattern, text)
     if found is None or float(found[1]) <= 0:
         raise UnsupportedError(f"{command[0]} printed something else than a figure: {text[-99:]!r}")
-    return float(found[1])
+    return float(found[1]) * {"M": 2**20, "G": 2**30}[found[2]] / 1e9
