@@ -229,12 +229,10 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: object,
+    **more: object,
 ) -> tuple[Tensor, None]:
     """transformers' own attention over the cache's keys, with the queries kept aside."""
-    if softcap is not None or s_aux is not None or kwargs.get("position_bias") is not None:
+    if any(more.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise UnsupportedError(
             f"{type(module).__name__}: scores with a softcap, sinks or position biases are not "
             "those of queries and keys alone"

@@ -30,8 +30,7 @@ class Size:
     questions: int = 128
     text_tokens: int = 16_384
     texts: int = 8
-    queries: int = 64
-    timed_queries: int = 8
+    queries: int = 8
     rounds: int = 9
     settle_s: float = 0.25
 
@@ -43,7 +42,7 @@ def run(result: Result, size: Size, threads: Sequence[int]) -> None:
         sources.text(size.text_tokens + size.queries, size.queries, first=size.text_tokens * i)
         for i in range(size.texts)
     ]
-    keys, queries = side_by_side(texts, size.text_tokens, size.timed_queries)
+    keys, queries = side_by_side(texts, size.text_tokens)
     time_texts(result, size, keys, queries, texts[0][0].scale, threads)
     result.ratios["text_speedup"] = result.ratios[f"text_speedup_{threads[-1]}t"]
 
@@ -68,15 +67,12 @@ def answer(result: Result, size: Size) -> None:
         result.ratios["two_stage_answers"] = asked["two_stage"].right_share / wanted
 
 
-def side_by_side(
-    texts: Sequence[Sequence[Taken]], tokens: int, count: int
-) -> tuple[Tensor, Tensor]:
+def side_by_side(texts: Sequence[Sequence[Taken]], tokens: int) -> tuple[Tensor, Tensor]:
     """The texts one behind the other, the heads of all layers as those of one: keys [tokens,
-    kv_heads, dim] and some of the last text's queries [count, q_heads, dim]."""
+    kv_heads, dim] and the last text's queries [n, q_heads, dim]."""
     keys = [torch.cat([layer.keys[:tokens] for layer in text], dim=1) for text in texts]
     queries = torch.cat([layer.queries for layer in texts[-1]], dim=1)
-    every = max(1, len(queries) // count)
-    return torch.cat(keys).bfloat16(), queries[::every][:count].bfloat16()
+    return torch.cat(keys).bfloat16(), queries.bfloat16()
 
 
 def time_texts(

@@ -20,15 +20,17 @@ MODELS = {
 }
 
 
+LATENT, ROPE = 512, 64
+"""Channels of DeepSeek's row."""
+
+
 @dataclass(frozen=True)
 class Size:
-    """32,768 tokens of prompt and 256 of decoding; DeepSeek's row of 576 for 128 query heads."""
+    """32,768 tokens of prompt and 256 of decoding; a row of DeepSeek's for 128 query heads."""
 
     prompt: int = 32768
     decode: int = 256
     heads: int = 128
-    latent: int = 512
-    rope: int = 64
     rounds: int = 9
     settle_s: float = 0.25
 
@@ -120,9 +122,9 @@ def measure_window(result: Result, size: Size) -> None:
 
 def measure_latent(result: Result, size: Size) -> None:
     """Attention of one token's heads to latents where they lie, against torch on one tensor."""
-    dim = size.latent + size.rope
+    dim = LATENT + ROPE
     group = LayerGroup(
-        layers=1, kv_heads=1, head_dim=dim, value_head_dim=size.latent, values="key_prefix"
+        layers=1, kv_heads=1, head_dim=dim, value_head_dim=LATENT, values="key_prefix"
     )
     layout = KVLayout.of([group])
     capacity = int(layout.token_bytes * size.prompt * 1.4) + (64 << 20)
@@ -137,7 +139,7 @@ def measure_latent(result: Result, size: Size) -> None:
 
         def with_torch() -> torch.Tensor:
             logits = (query @ rows[:, 0].T).float() * scale
-            return torch.softmax(logits, dim=-1).bfloat16() @ rows[:, 0, : size.latent]
+            return torch.softmax(logits, dim=-1).bfloat16() @ rows[:, 0, :LATENT]
 
         difference = (torch.as_tensor(sequence.attend(0, query)[0]) - with_torch()).abs().max()
         result.checks["latent_agrees_with_torch"] = difference.item() < 0.02

@@ -36,8 +36,7 @@ SMALL_MODELS = ndp_models.Size(
     questions=8,
     text_tokens=2048,
     texts=2,
-    queries=3,
-    timed_queries=2,
+    queries=2,
     rounds=1,
     settle_s=0,
 )
