@@ -408,17 +408,7 @@ def locks(folder: Checkouts, asked: Asked) -> Answer:
         1,
         dim,
         PAGE,
-        *(
-            one[0]
-            for one in (
-                state.pp_v4,
-                state.pp_vs,
-                state.pp_c8,
-                state.pp_cs,
-                state.pp_mu8,
-                state.pp_mus,
-            )
-        ),
+        *(vars(state)[f"pp_{name}"][0] for name in ("v4", "vs", "c8", "cs", "mu8", "mus")),
     )
     return Answer(torch.log_softmax(state.score_h[0, :, 0], -1))
 
