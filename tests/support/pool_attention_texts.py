@@ -13,7 +13,7 @@ from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.common.keys import block_keys, namespace
 from cxlkv.adapters.vllm.gpu_step import DeviceStep, Link
 from cxlkv.adapters.vllm.messages import Message, Options, Started
-from cxlkv.adapters.vllm.pool_attention import PoolAttention, Scores, attend_alone
+from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows, Scores, attend_alone
 from cxlkv.kernels import attend as attending
 from cxlkv.kernels import merge as merging
 from cxlkv.layout import LayerGroup
@@ -82,7 +82,7 @@ def run(
 
         q = gather("q")
         out = torch.full_like(q, torch.nan)
-        step.attend(layer, q, gather("k"), gather("v"), out, scores_of(layer))
+        step.attend(layer, Rows(q, gather("k"), gather("v"), out), scores_of(layer))
         assert not out.isnan().any()
         found.append(out)
     attention.end_step()

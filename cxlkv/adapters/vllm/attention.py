@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from cxlkv.adapters.vllm.blocks import request_row_spec
 from cxlkv.adapters.vllm.plugin import NAME
-from cxlkv.adapters.vllm.pool_attention import PoolAttention, Scores
+from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows, Scores
 from cxlkv.adapters.vllm.pools import ENGINES_FORM, FP8_CACHES, WITHOUT_US
 from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import UnsupportedError
@@ -196,7 +196,7 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
         found = attn_metadata
         step = worker.step(found.request_rows, found.starts, found.lengths)
         place = worker.layers[str(layer.layer_name)]
-        step.attend(place, query, key, value, output, self._scores)
+        step.attend(place, Rows(query, key, value, output), self._scores)
         return output
 
     def do_kv_cache_update(

@@ -29,6 +29,7 @@ from cxlkv.adapters.vllm.pool_attention import (
     Kind,
     MakeStep,
     PoolAttention,
+    Rows,
     Scores,
     Step,
 )
@@ -140,16 +141,9 @@ class DeviceStep(Step):
     def _span(self, place: int) -> Span:
         return slice(int(self.starts[place]), int(self.starts[place + 1]))
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        scores: Scores,
-    ) -> None:
+    def attend(self, layer: int, given: Rows, scores: Scores) -> None:
         """Do what Step.attend does, with tensors on the device."""
+        q, k, v, out = given
         link, rows = self._link, int(self.starts[-1])
         near_q = link.bring("q", q[:rows], self._near_spans())
         near_k, near_v = (

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -336,6 +337,16 @@ class Scores:
     window: int | None = None
 
 
+class Rows(NamedTuple):
+    """A layer's rows of a step, and where their attention is written. There may be more behind
+    them, of no request."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Group:
     """Rows of a step that go through one call."""
@@ -351,16 +362,9 @@ class Group:
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.batch.append(layer, k[self.rows], v[self.rows], self.starts)
 
-    def decode(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        scores: Scores,
-    ) -> None:
+    def decode(self, layer: int, given: Rows, scores: Scores) -> None:
         """append() and attend() in one call; its rows of out."""
+        q, k, v, out = given
         there = None
         if isinstance(self.rows, slice) and out.dtype == q.dtype:
             rows = out if self.rows == slice(0, len(out)) else out[self.rows]
@@ -479,19 +483,9 @@ class Step:
         spans = [np.arange(self.starts[place], self.starts[place + 1]) for place in places]
         return torch.from_numpy(np.concatenate(spans).astype(np.int64))
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        scores: Scores,
-    ) -> None:
-        """Append k and v, and write attention of q to out.
-
-        All have the step's rows, and may have more behind them, of no request.
-        """
+    def attend(self, layer: int, given: Rows, scores: Scores) -> None:
+        """Append k and v, and write attention of q to out."""
+        q, k, v, out = given
         if len(out) > self._rows_end:
             out[self._rows_end :] = 0
 
@@ -503,7 +497,7 @@ class Step:
 
         def decode(group: Group) -> None:
             if group.kind != MANY or scores.window is not None:
-                group.decode(layer, q, k, v, out, scores)
+                group.decode(layer, given, scores)
                 return
             group.append(layer, k, v)
             try:
