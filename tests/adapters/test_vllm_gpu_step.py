@@ -57,15 +57,20 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], int]]:
     return seen
 
 
-@DTYPES
+@pytest.mark.parametrize(
+    ("dtype", "by_kernels"),
+    [*((dtype, False) for dtype in CLOSE), nightly(torch.float16, True)],
+    ids=str,
+)
 def test_rows_see_their_own_text(
     tmp_path: Path,
     dtype: torch.dtype,
+    by_kernels: bool,
     kinds: list[tuple[tuple[str, ...], int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """First chunks, later ones, decode, requests that end, request rows that others take."""
-    if dtype != torch.float16:
+    if not by_kernels:
         without_interpreter(monkeypatch)
     name = str(dtype).removeprefix("torch.")
     with CXLPool.create(tmp_path / "b.pool", layout=layout(name), capacity=CAPACITY) as pool:

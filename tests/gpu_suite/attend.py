@@ -45,7 +45,7 @@ class Size:
 
 TINY = Size(
     contexts=(64, 96),
-    lists=(1, 2),
+    lists=(2,),
     shares=(0.5, 1.0),
     encoded_shares=(0.5, 1.0),
     q_heads=4,

@@ -56,7 +56,7 @@ class Size:
 
 
 TINY = Size(
-    contexts=(128, 256),
+    contexts=(64, 128),
     share=0.4,
     q_heads=4,
     kv_heads=2,

@@ -73,7 +73,7 @@ def test_cases_are_right_and_name_figures_as_the_summary_reads_them(
 
 def test_a_case_whose_time_is_over_says_what_it_left_out(tmp_path: Path) -> None:
     result = gpu_case.run("attend", tmp_path, CPU, seconds=0, tiny=True)
-    assert "out of time before: 1 lists of 64 tokens" in result.notes
+    assert "out of time before: 2 lists of 64 tokens" in result.notes
     assert not result.passed
 
 
