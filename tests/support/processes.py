@@ -127,7 +127,12 @@ class Prepared(Child):
         (stdin, told), (said, stdout), (wrong, stderr) = (os.pipe() for _ in range(3))
         given = [Connection(stdin, writable=False)]
         given += [Connection(number, readable=False) for number in (stdout, stderr)]
-        own = {"module": module, "words": [*map(str, words)], "pipes": given, "root": str(ROOT)}
+        own: dict[str, object] = {
+            "module": module,
+            "words": [*map(str, words)],
+            "pipes": given,
+            "root": str(ROOT),
+        }
         own["environment"] = {**os.environ, **environment}
         self.process = server().Process(target=exec, args=(MAIN, own))
         self.process.start()
