@@ -283,6 +283,7 @@ def wheel(path: Path) -> None:
             archive.writestr(f"rival-1.0.dist-info/{name}", text)
 
 
+@pytest.mark.nightly
 def test_what_pip_says_is_kept_and_an_environment_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ HISTORY = ROOT / "docs/decisions"  # they name what there was
 
 # What stands for something: MODEL, N, and what a format string or an alert puts in.
 PLACEHOLDER = re.compile(r"[A-Z_]+|%[a-z]+")
+COMMAND = get_command(app)  # typer makes it anew each time, of all commands
 
 
 class Hint(NamedTuple):
@@ -38,7 +39,7 @@ class Hint(NamedTuple):
 @cache
 def options_of(path: tuple[str, ...]) -> tuple[dict[str, object], set[str]]:
     """The subcommands and the options of a command by its words."""
-    command = get_command(app)
+    command = COMMAND
     for word in path:
         command = command.commands[word]  # type: ignore[attr-defined]
     names = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
@@ -73,7 +74,7 @@ def fault(words: tuple[str, ...]) -> str:
 def misuse(words: tuple[str, ...]) -> str:
     """What the command's own parser says, where a value is given; empty: it takes that. A command
     that is only named, with an option perhaps, lacks its arguments."""
-    path, command, rest = list[str](), get_command(app), spelled_out(words)
+    path, command, rest = list[str](), COMMAND, spelled_out(words)
     while rest and rest[0] in (commands := getattr(command, "commands", {})):
         path.append(rest[0])
         command = commands[rest.pop(0)]
