@@ -250,7 +250,7 @@ def test_cases_with_links_of_their_own_are_known() -> None:
     """Their tests look at the labels, of which each has its own."""
     bench = Path(bench_cli.__file__).parent
     found = {path.stem for path in bench.rglob("*.py") if EMULATES.search(path.read_text())}
-    assert found == {"decode_links", "encodings", "hints", "link"}
+    assert found == {"decode_layers", "encodings", "hints", "link"}
 
 
 # ---- what else is said ----
