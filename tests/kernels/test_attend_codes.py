@@ -104,7 +104,7 @@ class Coded(Given):
         return at[0], at[1]
 
     def call(self, device: torch.device, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return call(self, device, encodings=self.encodings, **options)
+        return call(self, device, encodings=self.encodings, **options)  # type: ignore[arg-type]
 
 
 def coded(case: Case, encodings: Encodings, dtype: torch.dtype, seed: int) -> Coded:

@@ -336,16 +336,16 @@ def test_a_name_that_a_package_takes_from_a_built_in_method_is_nobodys(
     built_in = {"mean": "scorer", "shadow": "scorer", "retro": "chooser"}
     offer(*(EntryPoint(taken, f"{__name__}:{kind}{taken.title()}", group) for taken in built_in))
     pool = make_pool()
-    sequence = grown(pool, rng)
+    sequence, new = grown(pool, rng), ones(pool)
     for taken, of in built_in.items():
         said = f"'{taken}' is installed, but .*a built-in {of}'s name: rename yours"
         if taken == "shadow":
             with pytest.raises(BadArgumentError, match=said):
                 pool.calibrate(taken, sequence)
         with pytest.raises(BadArgumentError, match=said):
-            sequence.select(0, ones(pool), budget=FEW, method=taken)
+            sequence.select(0, new, budget=FEW, method=taken)
         with pytest.raises(BadArgumentError, match=said):
-            pool.batch([sequence]).decode(0, *[ones(pool)] * 3, [0, 1], FEW, taken)
+            pool.batch([sequence]).decode(0, new, new, new, [0, 1], FEW, taken)
         with pytest.raises(BadArgumentError, match=said):
             scorers.check(taken)
     sequence.select(0, ones(pool), budget=FEW, method="ball")
