@@ -124,8 +124,15 @@ _runs: WeakKeyDictionary[_core.Handle, WeakValueDictionary[Key, Run]] = WeakKeyD
 _held: WeakKeyDictionary[_core.Handle, Held] = WeakKeyDictionary()
 """By sequences. A fork finds the runs of its prefix here; a run goes with its last sequence."""
 _lock = threading.Lock()
-# Another thread of the parent may have it.
-os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined, unused-ignore]
+
+
+def _after_fork() -> None:
+    """Another thread of the parent may have had the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def held_of(handle: _core.Handle) -> Held:

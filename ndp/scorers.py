@@ -141,8 +141,15 @@ class _Uses:
 
 _uses: WeakKeyDictionary[_core.Handle, _Uses] = WeakKeyDictionary()
 _adding = threading.Lock()
-# Another thread of the parent may have it.
-os.register_at_fork(after_in_child=_adding._at_fork_reinit)  # type: ignore[attr-defined, unused-ignore]
+
+
+def _after_fork() -> None:
+    """Another thread of the parent may have had the lock."""
+    global _adding
+    _adding = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def number_of(pool: _core.Handle, layout: KVLayout, word: str) -> int:

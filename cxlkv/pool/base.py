@@ -417,10 +417,10 @@ class Pool(Closing):
 
     def describe(self) -> dict[str, object]:
         """Layout, geometry and memory of the pool, for people."""
-        kind, durable, hosts = _core.pool_sharing(self._handle)
-        flushes = flushes_of(SHARING[kind], self.path)
+        sharing, durable, hosts = self._sharing()
+        flushes = flushes_of(sharing, self.path)
         kind_of_pages = page_kind(self._handle)
-        note = durable_note(DURABLE[durable], kind_of_pages)
+        note = durable_note(durable, kind_of_pages)
         emulated = _io_hooks.label(self._handle)
         return {
             "path": self.path or "anonymous:",
@@ -431,14 +431,19 @@ class Pool(Closing):
             "layout": self.layout,
             "checksum": self.checksum,
             "sketch": self.sketch,
-            "sharing": SHARING[kind],
-            "durable": DURABLE[durable],
+            "sharing": sharing,
+            "durable": durable,
             "hosts": hosts,
             **({"flushes": flushes} if flushes else {}),
             **({"note": note} if note else {}),
             **({"emulated": emulated} if emulated else {}),
             "geometry": _core.pool_geometry(self._handle),
         }
+
+    def _sharing(self) -> tuple[str, str, int]:
+        """Kind of sharing, durability, and number of hosts; much cheaper than describe()."""
+        kind, durable, hosts = _core.pool_sharing(self._handle)
+        return SHARING[kind], DURABLE[durable], hosts
 
     def _placement(self) -> dict[str, object]:
         try:

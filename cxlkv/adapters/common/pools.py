@@ -13,11 +13,9 @@ import re
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cxlkv import _core
 from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
 from cxlkv.errors import BadArgumentError, GeometryError
 from cxlkv.layout import KVLayout, differences, format_bytes, parse_bytes
-from cxlkv.machine.coherence import SHARING
 from cxlkv.machine.regions import is_device, one_maker, parse_place
 from cxlkv.machine.topology import Machine, missing, probe
 from cxlkv.pool import Pool
@@ -162,8 +160,8 @@ def open_shared(path: str, shared: PoolSettings, threads: int | None = None) -> 
             f'{error}. In an engine\'s settings: "sharing" as the pool has it, which `cxlkv pool '
             'inspect` says, and "host": "auto"'
         ) from error
-    kind, _, hosts = _core.pool_sharing(pool._handle)
-    for name, there in (("sharing", SHARING[kind]), ("hosts", hosts)):
+    sharing, _, hosts = pool._sharing()
+    for name, there in (("sharing", sharing), ("hosts", hosts)):
         wanted = getattr(shared, name)
         if wanted is not None and wanted != there:
             pool.close()

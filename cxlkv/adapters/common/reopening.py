@@ -13,10 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from cxlkv import _core
 from cxlkv.errors import ClosedError, CXLKVError, FencedError, HostError
 from cxlkv.machine import lifetime
-from cxlkv.machine.coherence import SHARING
 from cxlkv.machine.lifetime import Closing
 from cxlkv.pool import Pool
 
@@ -49,7 +47,7 @@ class Reopening(Closing, Generic[Kind]):
         self._said = ""
         self._thread: threading.Thread | None = None
         lifetime.watch(self)
-        if SHARING[_core.pool_sharing(pool._handle)[0]] != "host":
+        if pool._sharing()[0] != "host":
             self._thread = threading.Thread(target=self._run, name="cxlkv-reopening", daemon=True)
             self._thread.start()
 
