@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -280,6 +281,7 @@ def test_too_little_memory_is_said_before_any_is_taken(device: torch.device) -> 
 @pytest.fixture
 def little_room() -> Iterator[int]:
     """A limit on this process's addresses that leaves 256 MiB."""
+    gc.collect()  # a pool of an earlier test would leave its room later
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     room_bytes = 256 << 20
