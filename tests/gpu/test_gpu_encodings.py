@@ -203,9 +203,9 @@ def test_in_the_interpreter_it_is_attention_to_what_is_kept(seed: int, encoding:
     """The kernels themselves, all of them, over two steps and the end of a page."""
     model = kept_model(seed, encoding, "bfloat16")
     with decoder_of(
-        model, "cpu", requests=2, budget=Budget(pages=8), pages_max=8, hot_pages=8
+        model, "cpu", requests=1, budget=Budget(pages=8), pages_max=8, hot_pages=8
     ) as decoder:
-        model.add(decoder, 23)
+        model.add(decoder, 15)
         steps(model, decoder, 2)
 
 
