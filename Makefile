@@ -329,7 +329,7 @@ test-drivers: $(VENV)/.built  ## the pool on the true Linux drivers, in QEMU gue
 regress: $(VENV)/.built  ## core calls of the merge base and of this checkout, timed in turn
 	$(BIN)/python bench/regress.py $(ARGS)
 
-bench: $(VENV)/.built  ## one microbenchmark: make bench CASE=memory (cxlkv bench list)
+bench: $(VENV)/.built  ## one microbenchmark: make bench CASE=memory (cxlkv bench)
 	$(BIN)/cxlkv bench $(CASE) $(ARGS)
 
 # Network, some 3 GB of disk, and minutes: each peer in an environment of its own, none in .venv. Who

@@ -26,6 +26,7 @@ from cxlkv.errors import BadArgumentError, CXLKVError
 
 WARNINGS_SHOWN = 6
 UNBOUNDED_WIDTH = 2000
+THRESHOLD_PERCENT = 10.0  # of change that `bench compare` lets pass
 
 
 def run(name: str, options: Options) -> Result:
@@ -134,17 +135,14 @@ def show_doubts(result: Result, console: Console) -> None:
 
 
 def run_compare(
-    old_path: Path,
-    new_path: Path,
-    threshold_percent: float,
-    tell: Callable[[dict[str, object]], None] | None = None,
+    old_path: Path, new_path: Path, tell: Callable[[dict[str, object]], None] | None = None
 ) -> bool:
-    """Print what changed, or tell it; whether nothing surely got worse by more than the
-    threshold."""
+    """Print what changed, or tell it; whether nothing surely got worse by more than
+    THRESHOLD_PERCENT."""
     old, new = read(old_path), read(new_path)
     compare.refuse_unlike(old, new)
     if tell is not None:
-        found = compare.changes(old, new, threshold_percent)
+        found = compare.changes(old, new, THRESHOLD_PERCENT)
         differences = compare.differences(old, new)
         told = {"case": new.case, "emulated": new.emulated, "machines": differences}
         tell({**told, "changes": [*map(asdict, found)]})
@@ -156,7 +154,7 @@ def run_compare(
     if compare.is_one_commit(old, new):
         text = f"both runs are of {new.commit} on one machine: whatever changed is noise"
         console.print(Text(text, style="yellow"), soft_wrap=True)
-    changes = compare.changes(old, new, threshold_percent)
+    changes = compare.changes(old, new, THRESHOLD_PERCENT)
     if not changes:
         raise BadArgumentError("the two runs have no figure in common")
     console.print(compare.table(changes))
@@ -167,7 +165,7 @@ def run_compare(
             console.print(Text(f"only in the {which} run: {', '.join(only)}"), soft_wrap=True)
     worse = [change.name for change in changes if change.verdict == "worse"]
     if worse:
-        console.print(Text(f"worse by more than {threshold_percent:g} %: {', '.join(worse)}"))
+        console.print(Text(f"worse by more than {THRESHOLD_PERCENT:g} %: {', '.join(worse)}"))
     return not worse
 
 

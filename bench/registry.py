@@ -37,7 +37,6 @@ class Options:
     model: Path | None = None
     text: Path | None = None
     trace: str | None = None
-    policy: str | None = None
 
     def given(self) -> list[str]:
         return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
@@ -150,7 +149,7 @@ DRAWN = ("picture",)
 DECODE = (*MICRO, "picture")
 LITMUS = ("region", "role", "rounds", "certificate")
 RECALL = (*MICRO, "picture", "model", "text")
-REPLAY = ("picture", "trace", "policy")
+REPLAY = ("picture", "trace")
 REPLAYED = ("replay", *(f"replay-{name}" for name in ("agents", "loops", "scans", "zipf")))
 MEMORY, POOL, NEAR_DATA = "Memory", "The pool", "Scoring and attention"
 DECODING, TIERS = "Decode steps", "Tiers and eviction"
@@ -253,7 +252,7 @@ def named(name: str) -> Case:
             raise BadArgumentError(text)
         near = get_close_matches(name, CASES, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
-        raise BadArgumentError(f"unknown case {name!r}: {meant}`cxlkv bench list` has all")
+        raise BadArgumentError(f"unknown case {name!r}: {meant}`cxlkv bench` has all")
     return CASES[name]
 
 

@@ -349,6 +349,13 @@ def read_config(
     return _checked_pool(*read_yaml(os.fspath(config)), layout)
 
 
+def read_layout(name: str, text: str) -> KVLayout:
+    """The layout of these keys in YAML: {layers: 32, kv_heads: 8, head_dim: 128}."""
+    keys, _ = _parsed(name, text)
+    whole = {"where": "anonymous:", "capacity": 1, "layout": dict(keys)}
+    return _checked_pool(whole, Source(name), None)[1]
+
+
 def for_call(name: str, layout: KVLayout, *, where: object, **given: object) -> PoolConfig:
     """The same for the arguments of a call, which may name a path from where it runs."""
     if not isinstance(layout, KVLayout):
@@ -413,7 +420,10 @@ def _text_of(name: str) -> str:
 def read_yaml(name: str) -> tuple[Mapping[str, object], Source]:
     """The keys and values in a plain YAML file, not checked yet, and where they stand. Raises
     BadArgumentError."""
-    text = _text_of(name)
+    return _parsed(name, _text_of(name))
+
+
+def _parsed(name: str, text: str) -> tuple[Mapping[str, object], Source]:
     try:
         _refuse_tricks(name, text)
         node = yaml.compose(text, Loader=yaml.SafeLoader)

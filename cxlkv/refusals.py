@@ -26,19 +26,67 @@ SETTINGS: dict[str, str] = {
 }
 """A key of YAML or of an engine's settings, "key", or a value of one, "key: value"."""
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "bench list": "say cxlkv bench",
+    "pool hosts": "say cxlkv pool inspect",
+}
 """A command's words behind cxlkv: "pool watch"."""
 
+_SHAPE = "say --layout '{layers: 32, kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: bf16}'"
+_HOST = "say CXLKV_HOST=N before the command"
+
 OPTIONS: dict[str, str] = {
+    **{
+        f"{command} --{name}": _SHAPE
+        for command in ("advise", "pool create")
+        for name in ("layers", "kv-heads", "head-dim", "page-tokens", "dtype")
+    },
+    "advise --config": "say --layout: it takes a pool's YAML file, too",
+    "advise --decode-tokens": "128 are decoded behind each hit",
+    "advise --link-gb-per-s": "the link is measured where there is a GPU",
+    **{
+        f"advise --{name}": "say --prefill-tokens-per-s, as your engine's log has it"
+        for name in ("parameters", "q-heads", "tflops")
+    },
+    "bench compare --threshold": "10 % is let pass; --json has each change",
     "bench report --mlc": "the page has our figures; mlc prints its own",
     **{
         f"bench run --{name}": "replay judges policies alone"
-        for name in ("near", "far", "local", "cold", "pool")
+        for name in ("near", "far", "local", "cold", "pool", "policy")
     },
     "bench run --csv": "--json has all figures",
     "bench run --minutes": "give --trace a file with that much of the trace",
+    "demo --dense-layers": "Budget(dense_layers=) does it in Python",
     "demo --handover": "hand_over() and take_over() are in docs/engines/handover.md",
+    "demo --picture": "it is drawn into cxlkv-demo.png, or beside the file of --json",
     "demo --tiny": "leave it out: SmolLM2 answers, offline once it is installed",
+    "doctor --port": "an engine's own port is tried",
+    "info --root": "it is about this machine",
+    "lab encodings --encodings": "say --forms",
+    "lab run --steps": "--texts and --quick measure less",
+    **{f"metrics --{name}": "say --listen HOST:PORT" for name in ("address", "port")},
+    "ndp-worker --pool": "say cxlkv ndp-worker PATH",
+    "ndp-worker --slots": "8 processes are served",
+    **{
+        f"{command} --host": _HOST
+        for command in (
+            *("pool create", "pool inspect", "pool check", "pool fence", "serve", "ndp-worker"),
+        )
+    },
+    "pool create --object-bytes": "say --layout '{object_bytes: 2MiB}'",
+    **{
+        f"pool create --{name}": "say --capacity, which cxlkv size MODEL knows"
+        for name in ("tokens", "requests")
+    },
+    **{f"pool {name} --json": "its one line is the result" for name in ("fence", "upgrade")},
+    "pool gc --dry-run": "it asks before it removes; --json without --yes only lists",
+    "serve --connections": "32 peers are served; cxlkv.transport.Server takes another number",
+    "serve --port": "say --listen HOST:PORT",
+    **{
+        f"size --{name}": "pages have 16 tokens of the model's type; KVLayout takes others"
+        for name in ("page-tokens", "dtype")
+    },
+    "tune --threads": "all CPUs that it may use measure",
 }
 """An option behind its command, "pool create --option", or with a value, "demo --option value"."""
 

@@ -352,7 +352,7 @@ def test_a_pool_is_overwritten_by_its_own_word_only(closed_file: Path) -> None:
         errors.PoolExistsError, match=r"is a pool already.*cxlkv pool remove.*replace=True"
     ):
         create(force=True)
-    shape = ["--layers", "2", "--kv-heads", "2", "--head-dim", "8", "--capacity", "3MiB"]
+    shape = ["--layout", "{layers: 2, kv_heads: 2, head_dim: 8}", "--capacity", "3MiB"]
     refused = CliRunner().invoke(app, ["pool", "create", str(closed_file), *shape, "--force"])
     assert isinstance(refused.exception, errors.PoolExistsError)
     assert closed_file.read_bytes() == kept

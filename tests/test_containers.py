@@ -294,7 +294,7 @@ def test_clocks_of_their_own_make_no_live_host_silent(path: Path) -> None:
 @needs(*AHEAD)
 def test_a_worker_with_a_clock_of_its_own_is_alive(path: Path) -> None:
     """A process is known by its start, which /proc shifts for whoever looks."""
-    command = ("-m", "cxlkv.ops.cli", "ndp-worker", "--pool", path, "--threads", 1)
+    command = ("-m", "cxlkv.ops.cli", "ndp-worker", path, "--threads", 1)
     with (
         CXLPool.create(path, layout=SMALL, capacity="16MiB", threads=1) as pool,
         Child(*command, before=("unshare", *AHEAD)) as worker,

@@ -81,7 +81,7 @@ def test_a_bare_1_is_no_budget(door: str, tmp_path: Path) -> None:
 
 
 def test_a_share_in_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ["--layers", "2", "--kv-heads", "2", "--head-dim", "64"]
+    shape = ["--layout", "{layers: 2, kv_heads: 2, head_dim: 64}"]
     for words in (
         ["advise", *shape, "--share", "1"],
         ["demo", "--model", ".", "--text", ".", "--budget", "1"],
@@ -89,14 +89,13 @@ def test_a_share_in_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert "write it like 0.05 or 5%" in command.run(capsys, *words).err
 
 
-def test_numbers_of_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_numbers_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     """A command that takes so many tokens takes 32K, and says of a wrong one what is right."""
-    shape = ["--layers", "2", "--kv-heads", "2", "--head-dim", "64"]
+    shape = ["--layout", "{layers: 2, kv_heads: 2, head_dim: 64}"]
     found = [parse_tokens(text) for text in ("5000", "32K", "1.5k", "1M", "1G")]
     assert found == [5000, 1 << 15, 1536, 1 << 20, 1 << 30]
     for words in (
         ["size", "smollm2", "--tokens"],
-        ["pool", "create", f"{tmp_path}/pool", *shape, "--tokens"],
         ["advise", *shape, "--tokens"],
         ["demo", "--model", ".", "--text", ".", "--tokens"],
     ):

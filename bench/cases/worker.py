@@ -59,7 +59,7 @@ def served(size: Size, *methods: str) -> Iterator[tuple[CXLPool, Path]]:
     with pool_in_file(size.layout, capacity, threads=1) as (pool, path):
         pin((cpus[-1],))  # on one CPU the two would wait for each other's spinning
         process = subprocess.Popen(
-            [*SERVE, "--pool", str(path), "--threads", "1", *words],
+            [*SERVE, str(path), "--threads", "1", *words],
             stdout=subprocess.PIPE,
             text=True,
         )

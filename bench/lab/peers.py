@@ -1,4 +1,4 @@
-"""Other projects' ways to find what matters to a query, as rows of `cxlkv lab run --methods`.
+"""Other projects' ways to find what matters to a query, as rows of `cxlkv lab run --methods all`.
 
 Each has an index over the whole pages of a context, which its forks share. Tokens that a fork has
 read since are looked at one by one, or by the mean of a page, as the index would.

@@ -180,7 +180,7 @@ class Plan:
         )
         return plan.shorter(texts, min(self.steps, METHOD_STEPS))
 
-    def shorter(self, texts: int | None, steps: int | None) -> Plan:
+    def shorter(self, texts: int | None, steps: int | None = None) -> Plan:
         """Only so many texts, contexts of tasks, and steps behind each text's prefix."""
         plan = self
         if texts is not None:

@@ -70,8 +70,7 @@ def command(options: Options, say: Say) -> Shown:
     result = Result("replay")
     result.notes.append(f"trace: {Path(options.trace or '').name}, {len(requests)} requests")
     shares = sorted({*SHARES, *(MORE_SHARES if options.picture else ())})
-    policies = tuple(POLICIES) if options.policy is None else (options.policy,)
-    curves = run(result, requests, policies, shares, say)
+    curves = run(result, requests, shares=shares, progress=say)
 
     def draw(path: Path) -> None:
         from cxlkv.bench import pictures
@@ -82,11 +81,9 @@ def command(options: Options, say: Say) -> Shown:
 
 
 def requests_of(options: Options) -> list[Request]:
-    """Raises BadArgumentError, before minutes are spent, for options that do not fit together."""
+    """Raises BadArgumentError for a trace without requests, and where none is named."""
     if options.trace is None:
         raise BadArgumentError("this case needs --trace: a file, or the name of a family")
-    if options.policy is not None:
-        policy_named(options.policy)
     family = FAMILIES.get(options.trace)
     return read(Path(options.trace)) if family is None else family(1)
 

@@ -68,21 +68,16 @@ class Prefill:
         return (ends - begins) * (1 + middle / self.context_half) / self.tokens_per_s
 
     @classmethod
-    def measured(
-        cls, points: Sequence[tuple[float, float]], context_half: float = math.inf
-    ) -> Prefill:
+    def measured(cls, points: Sequence[tuple[float, float]]) -> Prefill:
         """The rate by (tokens/s, prompt's tokens): one or two measurements of whole prompts.
 
-        Two say how much attention adds. With one, `context_half` says it, of half_of_model().
+        Two say how much attention adds.
         """
         for speed, context in points:
             _check_rate("tokens_per_s", speed)
             _check_number("context", context)
         if len(points) == 1:
-            ((speed, context),) = points
-            return cls(
-                tokens_per_s=speed * (1 + context / 2 / context_half), context_half=context_half
-            )
+            return cls(tokens_per_s=points[0][0])
         if len(points) != 2 or points[0][1] == points[1][1]:
             raise BadArgumentError(
                 "prefill speeds: one, or two of prompts of different lengths (9000@4096)"
@@ -100,40 +95,6 @@ class Prefill:
         return cls(
             tokens_per_s=1 / token_s, context_half=token_s / (2 * slope) if slope else math.inf
         )
-
-    @classmethod
-    def of_model(
-        cls, layout: KVLayout, parameters: float, q_heads: int, flops_per_s: float
-    ) -> Prefill:
-        """The rate by floating-point operations: flops_per_s are what the engine reaches, not the
-        peak.
-
-        parameters: active for one token, of the shard that `layout` describes.
-        """
-        _check_rate("flops_per_s", flops_per_s)
-        half = half_of_model(layout, parameters, q_heads)
-        base, _ = _token_flops(layout, parameters, q_heads)
-        return cls(tokens_per_s=flops_per_s / base, context_half=half)
-
-
-def half_of_model(layout: KVLayout, parameters: float, q_heads: int) -> float:
-    """Prefill.context_half by counting operations; infinite when every layer has a window."""
-    _check_rate("parameters", parameters)
-    base, by_position = _token_flops(layout, parameters, q_heads)
-    return base / by_position if by_position else math.inf
-
-
-def _token_flops(layout: KVLayout, parameters: float, q_heads: int) -> tuple[float, float]:
-    """Operations of one token: those wherever it stands, and those for each token before it.
-
-    A multiplication and an addition for each parameter; for each key in sight one product of
-    head_dim and one of value_head_dim channels a query head. Layers with a window see all of it.
-    """
-    _check_rate("parameters", parameters)
-    _check_rate("q_heads", q_heads)
-    pair = 2.0 * q_heads * (layout.head_dim + layout.value_head_dim)
-    windows = [window for window in layout.windows if window is not None]
-    return 2.0 * parameters + pair * sum(windows), pair * (layout.layers - len(windows))
 
 
 @dataclass(frozen=True)

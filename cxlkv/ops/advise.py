@@ -24,11 +24,13 @@ from cxlkv.errors import (
     UnsupportedError,
 )
 from cxlkv.layout import KVLayout, differences, parse_share
-from cxlkv.machine.costs import Costs, Decision, Prefill, Verdict, format_seconds, half_of_model
+from cxlkv.machine.costs import Costs, Decision, Prefill, Verdict, format_seconds
 from cxlkv.machine.sizes import parse_tokens
 from cxlkv.machine.state import write_whole
 from cxlkv.ndp.engine import SHARE
 from cxlkv.ndp.tuning import current
+from cxlkv.ops.console import LayoutText
+from cxlkv.ops.models import layout_of_text
 from cxlkv.ops.top import plain
 from cxlkv.pool import Pool
 
@@ -36,11 +38,10 @@ if TYPE_CHECKING:
     from cxlkv.bench.result import Result
 
 TOKENS = (1024, 4096, 16384, 65536)
+DECODE_TOKENS = 128  # after each hit
+QUERIES_A_HEAD = 4
 DISK = Path("/var/tmp")
 DOUBTS_SHOWN = 3
-GPU_BYTES_PER_S, GPU_SOURCE = 2.0e12, "about that of an A100 80 GB by its data sheet"
-"""Where no GPU can be measured."""
-
 Share = Annotated[
     str, typer.Option(help="Of the pages that a step attends to, whichever way is taken: 5%.")
 ]
@@ -50,10 +51,6 @@ Speeds = Annotated[
         help="Your engine's, measured on whole prompts: 9000, or 9000@4096 for prompts of 4096 "
         "tokens. Two of different lengths say how much attention adds."
     ),
-]
-LinkRate = Annotated[
-    float | None,
-    typer.Option(help="To the GPU, in 1e9 bytes a second; measured if this machine has one."),
 ]
 ColdFile = Annotated[
     Path | None,
@@ -68,14 +65,7 @@ def advise(
     pool: Annotated[
         Path | None, typer.Option(help="A pool: its layout, and far is measured in its memory.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="The same of a pool that a YAML file describes.")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(help="Without a pool: layers of the model.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads of a layer.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
-    page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
-    dtype: Annotated[str, typer.Option(help="Type of the stored keys and values.")] = "bf16",
+    layout: LayoutText = None,
     encoding: Annotated[
         str,
         typer.Option(
@@ -85,18 +75,8 @@ def advise(
     tokens: Annotated[
         list[str] | None, typer.Option(help="Length of a cached prefix, 32K; again for more.")
     ] = None,
-    decode_tokens: Annotated[int, typer.Option(help="Decoded after each hit.", min=0)] = 128,
     share: Share = f"{SHARE}",
     prefill_tokens_per_s: Speeds = None,
-    tflops: Annotated[
-        float | None,
-        typer.Option(help="Instead of a speed: TFLOPS that prefill reaches (not the peak)."),
-    ] = None,
-    parameters: Annotated[
-        float | None, typer.Option(help="Of the model, active for a token, e.g. 8.2e9.")
-    ] = None,
-    q_heads: Annotated[int | None, typer.Option(help="Query heads of a layer.", min=1)] = None,
-    link_gb_per_s: LinkRate = None,
     cold: ColdFile = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures here.")
@@ -111,19 +91,18 @@ def advise(
     from cxlkv.bench.cli import check_files, wide_console
 
     check_files(json_file)
-    layout = layout_of(pool, config, layers, kv_heads, head_dim, page_tokens, dtype, encoding)
-    speed = prefill_of(layout, prefill_tokens_per_s or [], tflops, parameters, q_heads)
-    if link_gb_per_s is not None and not 0 < link_gb_per_s < math.inf:
-        raise BadArgumentError(f"--link-gb-per-s is {link_gb_per_s}: a number above 0 is wanted")
+    config = Path(layout) if layout is not None and Path(layout).is_file() else None
+    stored = layout_of(pool, layout, encoding)
+    speed = prefill_of(prefill_tokens_per_s or [])
     part = parse_share(share, "a --share of the pages")
     console = wide_console()
     sources: list[str] = []
     with console.status("measuring ..."):
-        costs = measured(layout, pool or pool_of(config, layout), cold, q_heads, sources)
-        costs = with_gpu(costs, link_gb_per_s, sources)
+        costs = measured(stored, pool or pool_of(config, stored), cold, sources)
+        costs = with_gpu(costs, sources)
     costs = replace(costs, prefill=speed)
     lengths = sorted({parse_tokens(length) for length in tokens or TOKENS})
-    answer = Answer.of(layout, costs, lengths, decode_tokens, part, sources)
+    answer = Answer.of(stored, costs, lengths, DECODE_TOKENS, part, sources)
     show(answer, console)
     if json_file is not None:
         write(answer, json_file)
@@ -133,38 +112,17 @@ def advise(
 # ---- what is asked ----
 
 
-def layout_of(
-    pool: Path | None,
-    config: Path | None,
-    layers: int | None,
-    kv_heads: int | None,
-    head_dim: int | None,
-    page_tokens: int,
-    dtype: str,
-    encoding: str = "none",
-) -> KVLayout:
-    """From exactly one of the three sources."""
-    numbers = [number for number in (layers, kv_heads, head_dim) if number is not None]
-    given = [pool is not None, config is not None, bool(numbers)]
-    if sum(given) != 1:
-        raise BadArgumentError(
-            "give one of --pool, --config, or --layers, --kv-heads and --head-dim"
-        )
-    if encoding != "none" and not numbers:
-        raise BadArgumentError("--encoding: --pool or --config says that; leave it out")
-    if pool is not None:
+def layout_of(pool: Path | None, layout: str | None, encoding: str = "none") -> KVLayout:
+    """From exactly one of the two sources."""
+    if pool is not None and layout is None:
+        if encoding != "none":
+            raise BadArgumentError("--encoding: --pool says that; leave it out")
         with Pool.open(pool) as opened:
             return opened.layout
-    if config is not None:
-        from cxlkv.config import read_config
-
-        return read_config(config)[1]
-    if layers is None or kv_heads is None or head_dim is None:
-        raise BadArgumentError("--layers, --kv-heads and --head-dim go together")
-    made = KVLayout(
-        layers=layers, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens, dtype=dtype
-    )
-    return made.encoded(encoding)
+    if layout is None or pool is not None:
+        raise BadArgumentError("give one of --pool and --layout")
+    found = layout_of_text(layout)
+    return found if encoding == "none" else found.encoded(encoding)
 
 
 def pool_of(config: Path | None, layout: KVLayout) -> Path | None:
@@ -187,31 +145,9 @@ def pool_of(config: Path | None, layout: KVLayout) -> Path | None:
     return Path(where)
 
 
-def prefill_of(
-    layout: KVLayout,
-    speeds: Sequence[str],
-    tflops: float | None,
-    parameters: float | None,
-    q_heads: int | None,
-) -> Prefill | None:
+def prefill_of(speeds: Sequence[str]) -> Prefill | None:
     """None when nothing is known; nothing is made up."""
-    model = parameters is not None and q_heads is not None
-    if tflops is not None and (speeds or not model):
-        raise BadArgumentError(
-            "--tflops goes with --parameters and --q-heads, and without --prefill-tokens-per-s"
-        )
-    if parameters is not None and not model:
-        raise BadArgumentError("--parameters goes with --q-heads")
-    if parameters is not None and tflops is None and len(speeds) != 1:
-        raise BadArgumentError("--parameters goes with --tflops or one --prefill-tokens-per-s")
-    if tflops is not None and parameters is not None and q_heads is not None:
-        return Prefill.of_model(layout, parameters, q_heads, tflops * 1e12)
-    if not speeds:
-        return None
-    points = [_point(speed) for speed in speeds]
-    if parameters is not None and q_heads is not None:
-        return Prefill.measured(points, half_of_model(layout, parameters, q_heads))
-    return Prefill.measured(points)
+    return Prefill.measured([_point(speed) for speed in speeds]) if speeds else None
 
 
 def _point(text: str) -> tuple[float, float]:
@@ -230,7 +166,6 @@ def measured(
     layout: KVLayout,
     pool: Path | None,
     cold: Path | None,
-    q_heads: int | None,
     sources: list[str],
 ) -> Costs:
     """What `cxlkv tune` kept; memory and a disk are measured now where it kept nothing, and what is
@@ -239,13 +174,12 @@ def measured(
     from cxlkv.bench.cli import load_warning
     from cxlkv.bench.result import Result, check_clock
 
-    group = max(1, (q_heads or 4 * layout.kv_heads) // layout.kv_heads)
     check_clock("advise")
     result, warning = Result("advise"), load_warning()
     kept = current().costs
     if kept is None or pool is not None or result.emulated:
         cold_kept = None if kept is None else kept.cold
-        kept = replace(rates.run(result, layout, pool=pool, group=group), cold=cold_kept)
+        kept = replace(rates.run(result, layout, pool=pool, group=QUERIES_A_HEAD), cold=cold_kept)
         sources.extend(filter(None, [result.late_text()]))
     else:
         sources.append("what was measured by `cxlkv tune` was taken; it measures anew")
@@ -271,34 +205,29 @@ def doubts_of(result: Result, warning: str) -> Iterator[str]:
         yield f"{len(doubts) - DOUBTS_SHOWN} more figures are noisy: measure on a quiet machine"
 
 
-def with_gpu(costs: Costs, link_gb_per_s: float | None, sources: list[str]) -> Costs:
-    """With the link to this machine's GPU, which decodes then, or to the one that is said to be
-    there; as they are where there is none."""
+def with_gpu(costs: Costs, sources: list[str]) -> Costs:
+    """With the link to this machine's GPU, which decodes then; as they are where there is none."""
     from cxlkv.bench.calibrate import links
     from cxlkv.bench.result import Result
 
-    memory, of = GPU_BYTES_PER_S, GPU_SOURCE
     result = Result("advise", over_links=False)
     try:
         gpu = links.run(result)
-        link, memory = gpu.link_bytes_per_s, gpu.bytes_per_s
-        how, of = f"measured by copies from pinned memory to {gpu.name}", f"measured on {gpu.name}"
     except UnsupportedError as error:
-        if link_gb_per_s is None:
-            sources.append(
-                f"no link to a GPU: {error}, so fetch ends in this host's memory, where the engine "
-                "decodes; --link-gb-per-s says what a link gives"
-            )
-            return costs
-    if link_gb_per_s is not None:
-        link, how = link_gb_per_s * 1e9, "as --link-gb-per-s says"
+        sources.append(
+            f"no link to a GPU: {error}, so fetch ends in this host's memory, where the engine "
+            "decodes"
+        )
+        return costs
     sources += doubts_of(result, "")
-    sources.append(f"link: {_rate(link)}, {how}; a GPU decodes at {_rate(memory)}, {of}")
+    how = f"measured by copies from pinned memory to {gpu.name}"
+    decodes = f"a GPU decodes at {_rate(gpu.bytes_per_s)}, measured on {gpu.name}"
+    sources.append(f"link: {_rate(gpu.link_bytes_per_s)}, {how}; {decodes}")
     return replace(
         costs,
-        link_bytes_per_s=link,
-        engine_score_bytes_per_s=memory,
-        engine_attend_bytes_per_s=memory,
+        link_bytes_per_s=gpu.link_bytes_per_s,
+        engine_score_bytes_per_s=gpu.bytes_per_s,
+        engine_attend_bytes_per_s=gpu.bytes_per_s,
         engine_step_latency_s=0.0,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from cxlkv.ops.console import AsJson, JsonFile, finite, needing, print_json
+from cxlkv.ops.console import AsJson, JsonFile, needing, print_json
 
 bench_app = typer.Typer(
     help="Run microbenchmarks, or the litmus tests of memory that hosts share; compare and show "
@@ -43,12 +44,13 @@ Trace = Annotated[
     str | None,
     typer.Option(help="replay: a file in Mooncake's format, or agents, loops, scans, zipf."),
 ]
-PolicyName = Annotated[str | None, typer.Option(help="replay: one policy; all if not given.")]
 
 
 @bench_app.command("run")
 def bench(
-    case: Annotated[str, typer.Argument(help="Which one: `bench list` says what there is.")],
+    case: Annotated[
+        str | None, typer.Argument(help="Which one; without it, a list of those there are.")
+    ] = None,
     json: JsonFile = None,
     quick: Quick = False,
     region: Regions = None,
@@ -72,7 +74,6 @@ def bench(
         ),
     ] = None,
     trace: Trace = None,
-    policy: PolicyName = None,
 ) -> None:
     """Run one microbenchmark on this machine, all of them, or the litmus tests.
 
@@ -83,6 +84,9 @@ def bench(
     llama.cpp's decode steps, if `make build/peers/llama` has installed it. vllm puts the engine
     with and without us side by side, in the environment that `make test-vllm` makes.
     """
+    if case is None:
+        list_cases(json)
+        return
     given = {**locals(), "region": tuple(region or ())}  # by the names of Options
     with needing("demo", f"bench {given.pop('case')}"):
         from cxlkv.bench.cli import run
@@ -91,13 +95,13 @@ def bench(
         run(case, Options(**given))
 
 
-@bench_app.command("list")
-def bench_list(as_json: AsJson = False) -> None:
+def list_cases(json_file: Path | None) -> None:
     """Say which cases there are, what each measures, and about how long it takes."""
     from cxlkv.bench.registry import lines_of_cases, list_of_cases
+    from cxlkv.machine.state import write_whole
 
-    if as_json:
-        print_json({"cases": list_of_cases()})
+    if json_file is not None:
+        write_whole(json_file, dumps({"cases": list_of_cases()}, indent=2) + "\n")
         return
     console = Console()
     for line in lines_of_cases(console.width):
@@ -108,20 +112,17 @@ def bench_list(as_json: AsJson = False) -> None:
 def bench_compare(
     old: Annotated[Path, typer.Argument(help="Result file (--json) of the run before.")],
     new: Annotated[Path, typer.Argument(help="Result file of the same case now.")],
-    threshold: Annotated[
-        float, typer.Option(help="Percent of change that is let pass.", min=0, callback=finite)
-    ] = 10.0,
     as_json: AsJson = False,
 ) -> None:
     """Say what changed between two runs, and whether that is sure.
 
-    Exit code 3 if a figure surely got worse by more than the threshold, 1 if the two cannot be
+    Exit code 3 if a figure surely got worse by more than 10 %, 1 if the two cannot be
     compared: another case, another emulation, a failed check, a damaged file.
     """
     from cxlkv.bench.cli import run_compare
     from cxlkv.bench.compare import WORSE_EXIT
 
-    if not run_compare(old, new, threshold, print_json if as_json else None):
+    if not run_compare(old, new, print_json if as_json else None):
         raise typer.Exit(WORSE_EXIT)
 
 

@@ -22,7 +22,7 @@ from cxlkv.ops.bench import bench_app
 from cxlkv.ops.demo import demo
 from cxlkv.ops.doctor import doctor
 from cxlkv.ops.info import info
-from cxlkv.ops.lab import lab_app
+from cxlkv.ops.lab import lab
 from cxlkv.ops.pool import pool_app
 from cxlkv.ops.services import metrics, ndp_worker, serve_pool
 from cxlkv.ops.size import size
@@ -62,13 +62,13 @@ app = typer.Typer(
 )
 app.add_typer(pool_app, name="pool", rich_help_panel=RUN)
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
-app.add_typer(lab_app, name="lab", rich_help_panel=MEASURE)
 app.command(rich_help_panel=START)(demo)
 app.command(rich_help_panel=START)(info)
 app.command(rich_help_panel=START)(doctor)
 app.command(rich_help_panel=START)(size)
 app.command(rich_help_panel=MEASURE)(advise)
 app.command(rich_help_panel=MEASURE)(tune)
+app.command(rich_help_panel=MEASURE)(lab)
 app.command("serve", rich_help_panel=SERVE)(serve_pool)
 app.command(rich_help_panel=SERVE)(metrics)
 app.command("ndp-worker", rich_help_panel=SERVE)(ndp_worker)
@@ -99,7 +99,7 @@ def fill_paragraphs(of: typer.Typer) -> None:
         each.help = "\n\n".join(" ".join(part.split("\n")) for part in text.split("\n\n"))
 
 
-for each_app in (app, pool_app, bench_app, lab_app):
+for each_app in (app, pool_app, bench_app):
     fill_paragraphs(each_app)
 
 
@@ -110,8 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Expected are our own errors and the operating system's: no such file, no permission. Lines are
     never broken: what they name is copied by people.
     """
-    given = spelled_out(sys.argv[1:] if arguments is None else arguments)
-    if refused := refused_words(given):
+    words = sys.argv[1:] if arguments is None else arguments
+    given = spelled_out(words)
+    if refused := refused_words(words) or refused_words(given):
         Console(stderr=True, soft_wrap=True).print(Text(f"error: {refused}", style="red"))
         raise SystemExit(2)
     try:
@@ -136,8 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def spelled_out(arguments: Sequence[str]) -> list[str]:
-    """`bench CASE` is short for `bench run CASE`."""
+    """`bench CASE` is short for `bench run CASE`, and `bench` for all of its cases."""
     commands = {*(command.name for command in bench_app.registered_commands), "--help"}
+    if [*arguments] == ["bench"]:
+        return ["bench", "run"]
     if len(arguments) > 1 and arguments[0] == "bench" and arguments[1] not in commands:
         return ["bench", "run", *arguments[1:]]
     return list(arguments)

@@ -19,12 +19,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result file here.")]
 
 
-HostNumber = Annotated[
+LayoutText = Annotated[
     str | None,
     typer.Option(
-        "--host",
-        metavar="<int>|auto",
-        help="Which host this is, in a shared pool (default: CXLKV_HOST).",
+        "--layout",
+        help="Instead: keys of a layout, {layers: 32, kv_heads: 8, head_dim: 128} or "
+        "{object_bytes: 2MiB}, or a pool's YAML file.",
     ),
 ]
 

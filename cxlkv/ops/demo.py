@@ -15,6 +15,8 @@ from cxlkv.layout import encodings_of, parse_share
 from cxlkv.machine.sizes import parse_tokens
 from cxlkv.ops.console import JsonFile, needing
 
+PICTURE = Path("cxlkv-demo.png")
+
 
 def demo(
     model: Annotated[
@@ -29,9 +31,6 @@ def demo(
     budget: Annotated[
         str | None, typer.Option(help="Shares of the pages for --text, such as 2%,5%,10%.")
     ] = None,
-    dense_layers: Annotated[
-        int, typer.Option(help="Of --text: so many layers, the first ones, attend to all pages.")
-    ] = 0,
     encoding: Annotated[
         str,
         typer.Option(help="SmolLM2's K and V are in int8, int4, fp8_e4m3, progressive; int8,int4."),
@@ -41,32 +40,28 @@ def demo(
         typer.Option("--prepare", help="Only convert SmolLM2, once, and print its folder."),
     ] = False,
     json_file: JsonFile = None,
-    picture: Annotated[Path, typer.Option(help="Draw the result into this file.")] = Path(
-        "cxlkv-demo.png"
-    ),
 ) -> None:
     """Show the whole way once: a model answers questions from pages in a pool.
 
     SmolLM2-135M reads a document of 7,000 tokens and answers, beside full attention and beside
     random pages, in two minutes on two idle cores. With --model and --text: perplexity and
     agreement with full attention, for each --method at each --budget. Exit code 1 if a check does
-    not hold.
+    not hold. The result is drawn into cxlkv-demo.png, or beside the file of --json.
     """
     if prepare:
         return print_folder()
-    of_text = {
-        "--tokens": tokens, "--method": method, "--budget": budget, "--dense-layers": dense_layers
-    }  # fmt: skip
+    of_text = {"--tokens": tokens, "--method": method, "--budget": budget}
     check_options(model, text, encoding, of_text)
     with needing("demo", "the demo"):
         from cxlkv.demo import smollm2
         from cxlkv.demo.answers.run import run as run_answers
         from cxlkv.demo.text.measure import METHODS, SHARES, Wanted
         from cxlkv.demo.text.run import run as run_text
+    picture = json_file.with_suffix(".png") if json_file is not None else PICTURE
     if model is not None and text is not None:
         length = None if tokens is None else parse_tokens(tokens)
         methods = tuple(dict.fromkeys(map(str.strip, method.split(",")))) if method else METHODS
-        rows = Wanted(methods, shares_of(budget) if budget else SHARES, dense_layers)
+        rows = Wanted(methods, shares_of(budget) if budget else SHARES)
         passed = run_text(model, text, length, rows, json_file, picture)
     else:
         folder = smollm2.prepare(Console())

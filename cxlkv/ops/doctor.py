@@ -51,10 +51,6 @@ def doctor(
     capacity: Annotated[
         str | None, typer.Option(help="Its size, such as 8GiB; the engines' share if not given.")
     ] = None,
-    port: Annotated[
-        list[int] | None,
-        typer.Option(help="A TCP port that a server needs; several times.", min=1, max=65535),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Try what a server will do with a pool here, and say what is wrong and what mends it.
@@ -72,7 +68,7 @@ def doctor(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
     try:
         with step(f"{f'importing {engine}, ' if engine else ''}trying a pool of up to 64 MiB"):
-            found = examine(Ask(engine, where, size, tuple(port or ())))
+            found = examine(Ask(engine, where, size))
     finally:
         signal.signal(signal.SIGTERM, before)
     if as_json:

@@ -188,9 +188,8 @@ def _of_node(root: Path) -> tuple[int, int]:
 
 
 def ports(ask: Ask) -> Iterator[Finding]:
-    """Each port that a server needs is bound once."""
-    default = (PORTS[ask.engine],) if ask.engine in PORTS else ()
-    for port in ask.ports or default:
+    """The port that the engine's server needs is bound once."""
+    for port in (PORTS[ask.engine],) if ask.engine in PORTS else ():
         try:
             with socket.socket() as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do

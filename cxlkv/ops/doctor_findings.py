@@ -51,7 +51,6 @@ class Ask:
     engine: str | None = None
     where: str = "/dev/shm/"
     capacity: int | None = None
-    ports: tuple[int, ...] = ()
     root: Path = Path("/")  # below it are procfs and sysfs
 
     def parse(self) -> Place:

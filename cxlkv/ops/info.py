@@ -107,15 +107,12 @@ def emulated() -> str | None:
 
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a tree.")] = False,
-    root: Annotated[
-        Path, typer.Option(help="A folder with proc and sys of another machine.")
-    ] = Path("/"),
 ) -> None:
     """Say what this machine has for a pool, what is missing, and where a pool should lie.
 
     Exit code 0 however much of the machine is hidden: what could not be read is named.
     """
-    found = survey(root)
+    found = survey()
     label = emulated()
     if as_json:
         typer.echo(json.dumps({**as_dict(found), "emulated": label}, indent=2))

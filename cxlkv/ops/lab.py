@@ -11,35 +11,19 @@ from rich.text import Text
 
 from cxlkv.ops.console import needing
 
-lab_app = typer.Typer(
-    help="Measure what attending to chosen pages costs a trained model in quality.",
-    no_args_is_help=True,
-)
-Folder = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", help="Folder of the run, cxlkv-lab or cxlkv-lab-quick; a killed run goes on."
-    ),
-]
-
-
-Methods = Annotated[
-    str, typer.Option(help="In place of these forms: methods of docs/methods.md, or all.")
-]
-Budgets = Annotated[str, typer.Option(help="With --methods: shares of the pages.")]
 Texts = Annotated[
-    int | None, typer.Option(help="Only so many texts, and as many contexts of tasks.", min=1)
-]
-Steps = Annotated[
-    int | None, typer.Option(help="Only so many steps behind each text's prefix.", min=8)
+    int | None, typer.Option(help="run: only so many texts, and as many contexts of tasks.", min=1)
 ]
 
 
-@lab_app.command("run")
-def lab_run(
-    out: Folder = None,
+def lab(
+    what: Annotated[str, typer.Argument(help="run, prefill or encodings.", metavar="WHAT")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the run, cxlkv-lab...; a killed run goes on there."),
+    ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A few minutes, too little to conclude from.")
+        bool, typer.Option("--quick", help="Some minutes, too little to conclude from.")
     ] = False,
     model: Annotated[
         Path | None, typer.Option(help="Folder of a causal model; SmolLM2-135M if not given.")
@@ -47,30 +31,57 @@ def lab_run(
     forms: Annotated[
         str,
         typer.Option(
-            help="Only forms of these names, * for any characters, with commas between: "
-            "'exact 5 %,*refresh*'. All pages are always there."
+            help="run, encodings: only those of these names, * for any characters: "
+            "'exact 5 %,*refresh*', 'int8*;fp8'. All pages are always there."
         ),
     ] = "",
-    methods: Methods = "",
-    budgets: Budgets = "0.02,0.05,0.15",
+    methods: Annotated[
+        str,
+        typer.Option(help="run: in place of these forms, methods of docs/methods.md, or all."),
+    ] = "",
+    budgets: Annotated[
+        str, typer.Option(help="With --methods: shares of the pages.")
+    ] = "0.02,0.05,0.15",
     texts: Texts = None,
-    steps: Steps = None,
 ) -> None:
-    """Measure all forms of selection against full attention on 16 texts and 200 questions.
+    """Measure what attending to chosen pages costs a trained model in quality, on 16 texts.
 
-    Writes lab.json, its page lab.html, lab.png and lab-heads.png into the folder. Takes some two
-    hours on two cores; --quick a few minutes. Killed, it goes on where it stopped; several at once,
-    on one folder, share the work: one for each core, with OMP_NUM_THREADS=1, is fastest. Exit code
-    1 if a check does not hold. With --forms a folder of its own is wanted.
+    run: all forms of selection against full attention, on 200 questions, too; lab.json, lab.html,
+    lab.png and lab-heads.png in the folder. Some two hours on two cores. With --forms a folder of
+    its own is wanted. prefill: what block-sparse prefill costs over dense prefill. encodings: what
+    keys and values in few bits cost; some 40 minutes. Killed, it goes on where it stopped; several
+    at once, on one folder, share the work: one for each core, with OMP_NUM_THREADS=1, is fastest.
+    Exit code 1 if a check does not hold.
     """
     with needing("lab", "the lab"):
-        from cxlkv.bench import page
-        from cxlkv.bench.lab import methods as table
-        from cxlkv.bench.lab import peers, picture, report
-        from cxlkv.bench.lab.run import load_units, run
-        from cxlkv.bench.lab.units import METHOD_TEXTS, Plan, known_methods
-        from cxlkv.demo.smollm2 import prepare
-        from cxlkv.demo.text import inputs
+        if what == "run":
+            return run_forms(out, quick, model, forms, methods, budgets, texts)
+        if (forms and what == "prefill") or methods or texts:
+            raise typer.BadParameter(f"--forms, --methods, --texts: not with {what}")
+        if what == "prefill":
+            return run_prefill(out, quick, model)
+        if what == "encodings":
+            return run_encodings(out, quick, model, forms)
+    raise typer.BadParameter(f"{what!r} is none of run, prefill, encodings")
+
+
+def run_forms(
+    out: Path | None,
+    quick: bool,
+    model: Path | None,
+    forms: str,
+    methods: str,
+    budgets: str,
+    texts: int | None,
+) -> None:
+    from cxlkv.bench import page
+    from cxlkv.bench.lab import methods as table
+    from cxlkv.bench.lab import peers, picture, report
+    from cxlkv.bench.lab.run import load_units, run
+    from cxlkv.bench.lab.units import METHOD_TEXTS, Plan, known_methods
+    from cxlkv.demo.smollm2 import prepare
+    from cxlkv.demo.text import inputs
+
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 170)
@@ -81,7 +92,7 @@ def lab_run(
         plan = plan.of_methods(known_methods(methods), budgets, texts or METHOD_TEXTS)
         for reason in filter(None, map(peers.why_not, peers.NAMES)) if methods == "all" else ():
             console.print(Text(f"left out: {reason}"), soft_wrap=True)
-    plan = plan.shorter(None if methods else texts, steps)
+    plan = plan.shorter(None if methods else texts)
     folder = model or prepare(console)
     out = out or Path("cxlkv-lab-quick" if quick else "cxlkv-lab")
     if elsewhere := run(out, folder, plan, console):
@@ -116,27 +127,14 @@ def end_by(failed: list[str]) -> None:
         raise typer.Exit(1)
 
 
-@lab_app.command("prefill")
-def lab_prefill(
-    out: Annotated[Path, typer.Option("--out", help="Folder of the result file.")] = Path(
-        "cxlkv-lab-prefill"
-    ),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Three shorter texts, too little to conclude from.")
-    ] = False,
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a causal model; SmolLM2-135M if not given.")
-    ] = None,
-) -> None:
-    """Measure what block-sparse prefill costs over dense prefill, on 16 texts.
+def run_prefill(out: Path | None, quick: bool, model: Path | None) -> None:
+    """Writes lab-prefill.json into the folder, anew behind each text, and prints a table."""
+    from cxlkv.bench.lab import prefill
+    from cxlkv.demo.smollm2 import prepare
 
-    Writes lab-prefill.json into the folder, anew behind each text, and prints a table.
-    """
-    with needing("lab", "the lab"):
-        from cxlkv.bench.lab import prefill
-        from cxlkv.demo.smollm2 import prepare
     console = Console()
     plan = prefill.PrefillPlan.quick() if quick else prefill.PrefillPlan()
+    out = out or Path("cxlkv-lab-prefill")
     out.mkdir(parents=True, exist_ok=True)
     path = out / "lab-prefill.json"
 
@@ -148,38 +146,18 @@ def lab_prefill(
     console.print(Text(f"Result file: {path}"), soft_wrap=True)
 
 
-@lab_app.command("encodings")
-def lab_encodings(
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Folder of the run, cxlkv-lab-encodings; a killed run goes on."),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Three shorter texts, too little to conclude from.")
-    ] = False,
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a causal model; SmolLM2-135M if not given.")
-    ] = None,
-    encodings: Annotated[
-        str,
-        typer.Option(help="Only encodings of these names, * for any characters: 'int8*;fp8'."),
-    ] = "",
-) -> None:
-    """Measure what keys and values in few bits cost over full attention, on 16 texts.
+def run_encodings(out: Path | None, quick: bool, model: Path | None, forms: str) -> None:
+    """Writes lab-encodings.json and its picture lab-encodings.png into the folder."""
+    from cxlkv.bench.lab import encodings_report as report
+    from cxlkv.bench.lab.encodings import CodesPlan, measure
+    from cxlkv.demo.smollm2 import prepare
 
-    Writes lab-encodings.json and its picture lab-encodings.png into the folder. Takes some 40
-    minutes; killed, it goes on with the next text. Several at once, on one folder, share the work.
-    """
-    with needing("lab", "the lab"):
-        from cxlkv.bench.lab import encodings_report as report
-        from cxlkv.bench.lab.encodings import CodesPlan, measure
-        from cxlkv.demo.smollm2 import prepare
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 110)
     plan = CodesPlan.quick() if quick else CodesPlan()
-    if encodings:
-        plan = plan.only([pattern.strip() for pattern in encodings.split(";")])
+    if forms:
+        plan = plan.only([pattern.strip() for pattern in forms.split(";")])
     folder = model or prepare(console)
     out = out or Path("cxlkv-lab-encodings-quick" if quick else "cxlkv-lab-encodings")
     if elsewhere := measure(out, folder, plan, console):

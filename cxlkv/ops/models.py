@@ -68,6 +68,13 @@ def layout_of_model(model: str, page_tokens: int = 16, dtype: str | None = None)
     return layout_from(config, page_tokens, stored)
 
 
+def layout_of_text(text: str) -> KVLayout:
+    """As --layout says: the file of a pool's configuration, or the keys of `layout` in it."""
+    from cxlkv.config import read_config, read_layout
+
+    return read_config(text)[1] if Path(text).is_file() else read_layout("--layout", text)
+
+
 def find_config(model: str) -> tuple[Mapping[str, object], Path | None]:
     """What the config says, and where it lies; None: it ships with cxlkv."""
     shipped = ALIASES.get(model.lower(), model.rpartition("/")[2])

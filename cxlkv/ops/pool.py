@@ -17,15 +17,13 @@ from rich.text import Text
 from cxlkv._core import FORMAT_VERSION
 from cxlkv.errors import BadArgumentError, BusyError
 from cxlkv.layout import KVLayout, format_bytes, parse_bytes
-from cxlkv.machine.coherence import parse_sharing
 from cxlkv.machine.hosts import Host
 from cxlkv.machine.regions import is_striped, parse_place
-from cxlkv.machine.sizes import parse_tokens, plan_for
 from cxlkv.numbers import SECONDS_MAX
-from cxlkv.ops.console import AsJson, HostNumber, columns, finite, pairs, print_json, step
+from cxlkv.ops.console import AsJson, LayoutText, columns, finite, pairs, print_json, step
 from cxlkv.ops.gc import collect, find_garbage
 from cxlkv.ops.info import ranges
-from cxlkv.ops.models import layout_of_model
+from cxlkv.ops.models import layout_of_model, layout_of_text
 from cxlkv.ops.top import as_dict, encoding_text, model_name, model_text, none_found, plain, run
 from cxlkv.pool import Pool
 from cxlkv.stats import Overview, find, inspect, pool_folders
@@ -43,9 +41,6 @@ Model = Annotated[
     str | None,
     typer.Option(help="Whose K and V: a folder, a config.json or a name, as of `cxlkv size`."),
 ]
-Tokens = Annotated[
-    str | None, typer.Option(help="Instead of --capacity: tokens of a request, e.g. 32K, 1M.")
-]
 Encoding = Annotated[
     str | None,
     typer.Option(
@@ -60,29 +55,14 @@ PoolPath = Annotated[Path, typer.Argument(help="The pool's file, e.g. /dev/shm/p
 @pool_app.command()
 def create(
     path: PoolPath,
-    capacity: Capacity = None,
+    capacity: Annotated[str, typer.Option(help="Size, e.g. 2GiB; all of a device: all.")],
     model: Model = None,
-    tokens: Tokens = None,
-    requests: Annotated[int, typer.Option(help="Of --tokens: how many at once.", min=1)] = 1,
-    layers: Annotated[int | None, typer.Option(help="Without --model: its layers.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads of a layer.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
-    page_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a page.", show_default="16")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Type of the stored keys and values: the model's, or bf16."),
-    ] = None,
+    layout: LayoutText = None,
     encoding: Encoding = None,
-    object_bytes: Annotated[
-        str | None, typer.Option(help="Instead: a pool of objects up to this size, e.g. 2MiB.")
-    ] = None,
     sharing: Annotated[
         str, typer.Option(help="host; or between hosts: software, hw_coherent.")
     ] = "host",
     hosts: Annotated[int | None, typer.Option(help="How many hosts may share it.")] = None,
-    host: HostNumber = None,
     huge: Annotated[
         str | None,
         typer.Option(help="Touch all memory now; huge pages: try, require (or fail), never."),
@@ -101,30 +81,27 @@ def create(
 ) -> None:
     """Make a pool for one model's KV cache, or for objects that are stored by their keys.
 
-    `cxlkv size` says beforehand how large it will be. A pool that is there is never overwritten
+    `cxlkv size` says how large it must be. A pool that is there is never overwritten
     unless --replace says so.
     """
     check_named(path)
-    shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
-    shared = parse_sharing(sharing, "process", hosts)
-    more = {"page_tokens": page_tokens, "dtype": dtype, "encoding": encoding}
-    layout = layout_of(object_bytes, model, shape, more)
-    size = capacity_of(layout, capacity, tokens, requests, shared)
-    with step(f"touching all of {size}") if huge else nullcontext():
+    made_for = layout_of(model, layout)
+    if encoding is not None:
+        made_for = made_for.encoded(encoding)
+    with step(f"touching all of {capacity}") if huge else nullcontext():
         pool = Pool.create(
             path,
-            layout=layout,
-            capacity=size,
+            layout=made_for,
+            capacity=capacity,
             sharing=sharing,
             hosts=hosts,
-            host=host,
             huge=huge,
             force=force,
             replace=replace,
         )
     with pool:
         found = pool.admin.overview()
-    tell_made(found, 0 if size == "all" else parse_bytes(size), as_json)
+    tell_made(found, 0 if capacity == "all" else parse_bytes(capacity), as_json)
 
 
 def tell_made(found: Overview, asked_bytes: int, as_json: bool) -> None:
@@ -155,66 +132,27 @@ def check_named(path: Path) -> None:
         )
 
 
-def capacity_of(
-    layout: KVLayout,
-    capacity: str | None,
-    tokens: str | None,
-    requests: int,
-    shared: tuple[int, int, int],
-) -> str | int:
-    """What --capacity or --tokens say: exactly one of them."""
-    if (capacity is None) == (tokens is None):
+def layout_of(model: str | None, layout: str | None) -> KVLayout:
+    """Of a model, or as --layout says: exactly one of them."""
+    if (model is None) == (layout is None):
         raise BadArgumentError(
-            "how large? Give --capacity 8GiB or --tokens 1M, one of the two: cxlkv size MODEL says "
-            "what goes with what"
+            "whose K and V? For example: --model smollm2 --capacity 1GiB; or --layout, one of the "
+            "two, for another shape, and for objects"
         )
-    if tokens is None:
-        assert capacity is not None, "one of the two is given"
-        return capacity
-    return plan_for(layout, parse_tokens(tokens), requests, sharing=shared).capacity_bytes
-
-
-def layout_of(
-    object_bytes: str | None,
-    model: str | None,
-    shape: Mapping[str, int | None],
-    more: Mapping[str, int | str | None],
-) -> KVLayout:
-    """Of objects, of a model, or of the numbers of a shape; what is None was not given."""
-    numbers = [f"--{name.replace('_', '-')}" for name, value in shape.items() if value is not None]
-    given = {name: value for name, value in {**shape, **more}.items() if value is not None}
-    if object_bytes is not None:
-        names = ["--model"] * (model is not None)
-        names += [f"--{name.replace('_', '-')}" for name in given]
-        if names:
-            raise BadArgumentError(
-                f"{', '.join(names)}: of K and V; a pool of objects has --object-bytes alone"
-            )
-        return KVLayout.objects(object_bytes)
-    encoding = str(more.get("encoding") or "none")
-    if model is not None:
-        if numbers:
-            raise BadArgumentError(f"{', '.join(numbers)}: --model says that")
-        page_tokens, dtype = int(more["page_tokens"] or 16), more["dtype"]
-        made = layout_of_model(model, page_tokens, None if dtype is None else str(dtype))
-        return made.encoded(encoding)
-    missing = [f"--{name.replace('_', '-')}" for name in shape if name not in given]
-    if missing:
-        raise BadArgumentError(
-            "whose K and V? For example: --model smollm2 --capacity 1GiB; or say the shape "
-            f"(missing: {', '.join(missing)}), or --object-bytes 2MiB for a pool of objects"
-        )
-    given.pop("encoding", None)
-    return KVLayout(**given).encoded(encoding)  # type: ignore[arg-type]
+    return layout_of_model(model) if model is not None else layout_of_text(str(layout))
 
 
 @pool_app.command("inspect")
-def inspect_pool(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
-    """Say what a pool stores, where its parts lie, and how many pages are in which state."""
-    with Pool.open(path, host=host) as pool:
+def inspect_pool(path: PoolPath, as_json: AsJson = False) -> None:
+    """Say what a pool stores, where its parts lie, and how many pages are in which state.
+
+    Of a shared pool also its hosts: which are there, silent, fenced or gone, and what they own.
+    """
+    with Pool.open(path) as pool:
         huge, looked_at = pool.admin.huge_looked_at()  # first: describe() tells of what was touched
         described, stats = pool.describe(), pool.stats()
         tokens = pool.admin.overview().tokens
+        members = [] if described["sharing"] == "host" else [asdict(row) for row in watched(pool)]
     if described["page_kind"] == "thp" and 2 * huge < looked_at:
         described["page_kind"] = "4KiB"
     layout = cast("KVLayout", described.pop("layout"))
@@ -223,7 +161,7 @@ def inspect_pool(path: PoolPath, host: HostNumber = None, as_json: AsJson = Fals
         stored = {**asdict(layout), "object_bytes": layout.object_bytes}
         stored["encoding"] = layout.encoding
         pages = {"huge_bytes": huge, "huge_looked_at_bytes": looked_at}
-        of_pool = {**described, **pages, "tokens": tokens, "layout": stored}
+        of_pool = {**described, **pages, "tokens": tokens, "layout": stored, "members": members}
         print_json({**of_pool, "geometry": geometry, "stats": stats})
         return
     console = Console(soft_wrap=True)  # paths stay in one piece
@@ -251,6 +189,7 @@ def inspect_pool(path: PoolPath, host: HostNumber = None, as_json: AsJson = Fals
     stats["other_processes"] = stats.pop("processes") - 1  # this one has it open, too
     used = {name: value for name, value in stats.items() if value or name == "pages_free"}
     told += pairs("pages now, and what was counted", used)
+    told += host_lines(members)
     for line in told:
         console.print(Text(plain(line)))
 
@@ -262,14 +201,13 @@ def check(
     repair: Annotated[
         bool, typer.Option("--repair", help="First mend damaged pages that nobody holds.")
     ] = False,
-    host: HostNumber = None,
     as_json: AsJson = False,
 ) -> None:
     """Look for damage; exit code 1 if there is any that is left.
 
     Where hosts share the pool, each checks its own pages.
     """
-    with Pool.open(path, host=host) as pool:
+    with Pool.open(path) as pool:
         stats = pool.stats()
         elsewhere = stats["pages_elsewhere"]
         pages = stats["pages_total"] - elsewhere
@@ -286,24 +224,19 @@ def check(
         console.print(f"{len(report['problems'])} problems" if report["problems"] else "clean")
         if elsewhere:
             left_out = f"{elsewhere:,} pages of other hosts, or of none, were not looked at"
-            console.print(f"{left_out}: cxlkv pool check PATH --host N, on each host")
+            console.print(f"{left_out}: CXLKV_HOST=N cxlkv pool check PATH, on each host")
     if not report["clean"]:
         raise typer.Exit(1)
 
 
-@pool_app.command("hosts")
-def list_hosts(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
-    """The hosts of a shared pool: which are there, silent, fenced or gone, and what they own."""
-    with Pool.open(path, host=host) as pool:
-        rows = [asdict(row) for row in watched(pool)]
-    if as_json:
-        print_json(rows)
-        return
-    used = [row for row in rows if row["state"] != "unused"]
+def host_lines(members: Sequence[Mapping[str, object]]) -> Iterator[str]:
+    """A line for each host that uses a shared pool."""
+    used = [dict(row) for row in members if row["state"] != "unused"]
     for row in used:
         row["silent_s"] = f"{'' if row.pop('seen') else '> '}{row['silent_s']}"
-    for line in columns(tuple(used[0]), [tuple(map(str, row.values())) for row in used]):
-        Console(soft_wrap=True).print(Text(line))
+    if used:
+        yield "hosts"
+        yield from columns(tuple(used[0]), [tuple(map(str, row.values())) for row in used])
 
 
 def watched(pool: Pool) -> list[Host]:
@@ -327,19 +260,14 @@ def fence(
             "--confirmed-off", help="Its machine certainly does not run: others may have its pages."
         ),
     ] = False,
-    host: HostNumber = None,
-    as_json: AsJson = False,
 ) -> None:
     """Declare a silent host dead: its epoch ends, what it published stays.
 
     With --confirmed-off others may take all that it owned.
     """
-    with Pool.open(path, host=host) as pool:
+    with Pool.open(path) as pool:
         pool.admin.fence(dead, confirmed_off=confirmed_off)
         after = pool.admin.hosts()[dead]
-    if as_json:
-        print_json(asdict(after))
-        return
     Console().print(f"host {dead}: {after.state}, epoch {after.epoch}, {after.extents} extents")
 
 
@@ -378,7 +306,6 @@ def removable(path: Path) -> Overview:
 @pool_app.command()
 def upgrade(
     path: Annotated[str, typer.Argument(help="The pool's file or device, or dax:A+B.")],
-    as_json: AsJson = False,
 ) -> None:
     """Make a pool of an older release one of this release's format, and keep all that it holds.
 
@@ -386,9 +313,6 @@ def upgrade(
     """
     before = Pool.upgrade(path)
     after = FORMAT_VERSION
-    if as_json:
-        print_json({"path": path, "before": before, "format": after})
-        return
     what = f"has format version {after}" if before == after else f"{before} is now {after}"
     Console(soft_wrap=True).print(Text(f"{path}: {what}"))
 
@@ -448,7 +372,6 @@ def pool_lines(found: Sequence[Overview]) -> Iterator[str]:
 def gc(
     places: Folders = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     idle_s: Annotated[
         float | None,
         typer.Option(
@@ -460,20 +383,19 @@ def gc(
     """Remove what is provably nobody's: half-made pools, and host states without a pool.
 
     Looks in /dev/shm and the hugetlbfs mounts unless told where. A pool in use is never removed,
-    nor a file of another user. --json does not ask: it goes with --yes or --dry-run.
+    nor a file of another user. --json does not ask: without --yes it only lists.
     """
-    if as_json and not (yes or dry_run):
-        raise BadArgumentError("--json asks nothing: give --yes or --dry-run with it")
     console = Console(soft_wrap=True, quiet=as_json)
     found = find_garbage(places or pool_folders(), idle_s)
     for item in found:
         console.print(Text(f"{item.path}: {format_bytes(item.bytes)}, {item.why}"))
     if not found:
         console.print("Nothing is left over.")
-    if found and not dry_run and not yes:
+    only_said = as_json and not yes
+    if found and not yes and not as_json:
         typer.confirm(f"Clean up these {len(found)}?", abort=True)
-    left = [item for item in found if dry_run or not collect(item, idle_s)]
-    for item in () if dry_run else left:
+    left = [item for item in found if only_said or not collect(item, idle_s)]
+    for item in () if only_said else left:
         console.print(Text(f"{item.path}: gone, or in use again: left alone"))
     if as_json:
         rows = [{**asdict(item), "why": item.why, "collected": item not in left} for item in found]

@@ -16,11 +16,12 @@ import typer
 from cxlkv.errors import CXLKVError, PoolMissingError, SystemCallError
 from cxlkv.machine.topology import probe
 from cxlkv.ndp.worker import Choosers, cpus_near, pin, serve, stop_signals
-from cxlkv.ops.console import HostNumber
 from cxlkv.pool import CXLPool
 from cxlkv.stats import find, pool_folders
 
 PORT = 9464  # of a pool's metrics: of those that Prometheus leaves to exporters
+
+PoolFile = Annotated[Path, typer.Argument(help="The pool's file or device.")]
 
 
 def metrics(
@@ -31,27 +32,28 @@ def metrics(
             show_default=False,
         ),
     ] = None,
-    port: Annotated[
-        int, typer.Option(help="TCP port; 0 takes a free one.", min=0, max=65535)
-    ] = PORT,
-    address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    listen: Annotated[
+        str, typer.Option(help="Where to: HOST:PORT; port 0 takes a free one.")
+    ] = f"127.0.0.1:{PORT}",
 ) -> None:
     """Serve Prometheus metrics of pools at /metrics, until Ctrl-C."""
     from cxlkv.ops.metrics import begin, until_stopped
+    from cxlkv.transport.wire import parse_address
 
+    address, port = parse_address(listen)
     paths = pools or [each.path for each in find(pool_folders()) if each.state in ("live", "idle")]
     if not paths:
         raise PoolMissingError(
             f"no pool in {' '.join(pool_folders())}: name the file of one that will come: "
             "cxlkv metrics /dev/shm/my.pool"
         )
-    with listening(address, port, "--port"):
+    with listening(address, port):
         exporter = begin(paths, port, address)
     until_stopped(exporter)
 
 
 @contextmanager
-def listening(address: str, port: int, option: str) -> Iterator[None]:
+def listening(address: str, port: int) -> Iterator[None]:
     """Errors of a socket say which address it was, and what helps."""
     try:
         yield
@@ -60,7 +62,7 @@ def listening(address: str, port: int, option: str) -> Iterator[None]:
             raise
         what = {
             errno.EADDRINUSE: "another program listens there: stop it, or give another "
-            f"{option}" + (f" {port + 1}, or 0 for a free one" if option == "--port" else ""),
+            f"--listen {address}:{port + 1}",
             errno.EADDRNOTAVAIL: "this machine has no such address: `ip addr` lists those it has",
             errno.EACCES: "ports below 1024 are root's: give one above",
         }.get(error.errno or 0, "is that an address of this machine?")
@@ -70,7 +72,7 @@ def listening(address: str, port: int, option: str) -> Iterator[None]:
 
 
 def ndp_worker(
-    pool: Annotated[Path, typer.Option(help="The pool's file or device.")],
+    pool: PoolFile,
     node: Annotated[
         int | None,
         typer.Option(help="Run on the CPUs of this memory node, or those nearest to it."),
@@ -79,11 +81,9 @@ def ndp_worker(
         int | None,
         typer.Option(help="Threads that work: the CPUs it may use if not given.", min=1),
     ] = None,
-    slots: Annotated[int, typer.Option(help="Processes that it serves.", min=1, max=64)] = 8,
     methods: Annotated[
         str, typer.Option(help="Of docs/methods.md, that it may be asked for: retro,loki=loki.npy")
     ] = "",
-    host: HostNumber = None,
 ) -> None:
     """Select and attend for the processes of a pool, near its memory, until SIGTERM or Ctrl-C.
 
@@ -91,34 +91,25 @@ def ndp_worker(
     """
     if node is not None:
         pin(cpus_near(probe(), node))
-    with CXLPool.open(pool, host=host, threads=threads) as opened:
+    with CXLPool.open(pool, threads=threads) as opened:
         choose = Choosers(opened._handle, opened.layout, _words(methods))
-        serve(opened._handle, lambda line: typer.echo(line), slots=slots, choose=choose)
+        serve(opened._handle, lambda line: typer.echo(line), choose=choose)
 
 
 def _words(methods: str) -> list[str]:
     return [word.strip() for word in methods.split(",") if word.strip()]
 
 
-def no_port(given: str | None) -> None:
-    """Metrics have a --port; a pool is served on one address of several."""
-    if given is not None:
-        raise typer.BadParameter(f"give the address, too: --listen HOST:{given}")
-
-
 def serve_pool(
-    pool: Annotated[Path, typer.Argument(help="The pool's file or device.")],
+    pool: PoolFile,
     listen: Annotated[str, typer.Option(help="HOST:PORT of this machine's private network.")],
     secret: Annotated[Path, typer.Option(help="A file of mode 0600 that both sides have.")],
     device: Annotated[
         str | None, typer.Option(help="Also over this RDMA device; `rdma link` lists them.")
     ] = None,
-    connections: Annotated[int, typer.Option(help="Peers at the same time.", min=1)] = 32,
     methods: Annotated[
         str, typer.Option(help="Of docs/methods.md, that peers may ask for: mean,loki=loki.npy")
     ] = "",
-    host: HostNumber = None,
-    port: Annotated[str | None, typer.Option(hidden=True, callback=no_port, is_eager=True)] = None,
 ) -> None:
     """Let other machines match, read, write and select in a pool, until SIGTERM or Ctrl-C.
 
@@ -129,12 +120,10 @@ def serve_pool(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     known, where = read_secret(secret), parse_address(listen)
-    with stop_signals() as stopped, CXLPool.open(pool, host=host) as opened:
+    with stop_signals() as stopped, CXLPool.open(pool) as opened:
         loaded = _words(methods)
-        with listening(*where, "--listen"):
-            server = Server(
-                opened, where, known, device=device, connections=connections, methods=loaded
-            )
+        with listening(*where):
+            server = Server(opened, where, known, device=device, methods=loaded)
         with server:
             typer.echo(f"serves {pool} on {server.address[0]}:{server.address[1]}")
             while not stopped:

@@ -51,8 +51,7 @@ class Sizes:
     pool: Plan
     other: Plan
     of_vllm: Plan | None  # the pool that vLLM makes for prefixes; None: it makes none
-    asked: str  # the option that told its size
-    dtype: str | None = None  # if it was given
+    capacity: str | None  # if it was given
 
 
 def size(
@@ -62,41 +61,31 @@ def size(
     capacity: Annotated[
         str | None, typer.Option(help="Instead of --tokens: a pool's size, e.g. 8GiB.")
     ] = None,
-    page_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a page.", show_default="16; vLLM's blocks have 128"),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Type of the stored keys and values.", show_default="the model's"),
-    ] = None,
     encoding: Encoding = "none",
     as_json: AsJson = False,
 ) -> None:
     """Say how large a pool must be for a model, or how many tokens a capacity holds.
 
-    Reads a config only: no weights, no network. `cxlkv pool create --model` makes that pool.
+    Reads a config only: no weights, no network. The last line is the command that makes that pool.
     """
     if tokens is not None and capacity is not None:
         raise BadArgumentError("--tokens and --capacity: one follows from the other, give one")
-    layout = layout_of_model(model, page_tokens or 16, dtype).encoded(encoding)
+    layout = layout_of_model(model).encoded(encoding)
     beside, sketch = layout.encoded("none"), layout.is_encoded
-    blocks, of_vllm = layout_of_vllm(layout, page_tokens or VLLM_BLOCK_TOKENS), None
+    blocks, of_vllm = layout_of_vllm(layout), None
     if capacity is None:
-        asked = f"--tokens {tokens or '32K'}"
         count = parse_tokens(tokens or "32K")
         pool = plan_for(layout, count, requests)
         other = plan_for(beside, count, requests, sketch=sketch)
         if blocks is not None:
             of_vllm = plan_for(blocks, count, requests, sketch=False)
     else:
-        asked = f"--capacity {capacity}"
         pool = plan(layout, parse_bytes(capacity))
         other = plan(beside, parse_bytes(capacity), sketch=sketch)
         if blocks is not None:
             of_vllm = plan(blocks, parse_bytes(capacity), sketch=False)
         count = pool.tokens(requests)
-    found = Sizes(model, layout, count, requests, pool, other, of_vllm, asked, dtype)
+    found = Sizes(model, layout, count, requests, pool, other, of_vllm, capacity)
     if as_json:
         print_json(as_dict(found))
         return
@@ -105,13 +94,13 @@ def size(
         console.print(Text(plain(line)))
 
 
-def layout_of_vllm(layout: KVLayout, page_tokens: int) -> KVLayout | None:
+def layout_of_vllm(layout: KVLayout) -> KVLayout | None:
     """Of the pool in which vLLM keeps prefixes, with its own attention: its blocks, with all tokens
     of all layers. None: its adapter serves no such layers."""
     first, *others = (replace(group, layers=1, window=None) for group in layout.groups)
     if layout.is_encoded or first.values != "own" or any(group != first for group in others):
         return None
-    return KVLayout.of([replace(first, layers=layout.layers)], page_tokens=page_tokens)
+    return KVLayout.of([replace(first, layers=layout.layers)], page_tokens=VLLM_BLOCK_TOKENS)
 
 
 def as_dict(found: Sizes) -> dict[str, object]:
@@ -199,7 +188,7 @@ def lines(found: Sizes) -> Iterator[str]:
 
 def more_text(plan: Plan, found: Sizes) -> str:
     """What was not asked for: tokens of the capacity, or the capacity of the tokens."""
-    if found.asked.startswith("--capacity"):
+    if found.capacity is not None:
         return held_text(plan.tokens(found.requests), found.requests)
     return f"{format_bytes(plan.capacity_bytes)}"
 
@@ -223,13 +212,9 @@ def group_bytes(group: LayerGroup, found: Sizes) -> int:
 
 def create_command(found: Sizes) -> str:
     """`cxlkv pool create` of the pool that was told."""
-    words = [f"cxlkv pool create /dev/shm/my.pool --model {quote(found.model)} {found.asked}"]
-    if found.requests > 1 and found.asked.startswith("--tokens"):
-        words.append(f"--requests {found.requests}")
-    if found.layout.page_tokens != 16:
-        words.append(f"--page-tokens {found.layout.page_tokens}")
-    if found.dtype is not None:
-        words.append(f"--dtype {found.dtype}")
+    capacity = found.capacity or f"{found.pool.capacity_bytes >> 20}MiB"
+    model = quote(found.model)
+    words = [f"cxlkv pool create /dev/shm/my.pool --model {model} --capacity {capacity}"]
     if found.layout.is_encoded:
         words.append(f"--encoding {found.layout.encoding}")
     return " ".join(words)

@@ -204,7 +204,7 @@ def as_dict(overview: Overview) -> dict[str, object]:
 
 def none_found(places: Sequence[str]) -> str:
     """What helps where no pool is."""
-    made = "cxlkv pool create /dev/shm/my.pool --model smollm2 --tokens 32K"
+    made = "cxlkv pool create /dev/shm/my.pool --model smollm2 --capacity 1GiB"
     return f"No pool in {' '.join(map(plain, places))}. Make one: {made}"
 
 

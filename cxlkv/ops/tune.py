@@ -14,7 +14,6 @@ from cxlkv.ops.console import JsonFile, needing, step
 
 def tune(
     json_file: JsonFile = None,
-    threads: Annotated[int | None, typer.Option(help="That scan: all if not given.")] = None,
     pool: Annotated[
         Path | None, typer.Option(help="A pool: what far memory costs is measured in it.")
     ] = None,
@@ -38,8 +37,8 @@ def tune(
     from cxlkv.ndp.tuning import Tuning, default_path, read, this_machine, write
 
     if profile is not None:
-        if threads or pool or cold or gpu:
-            raise BadArgumentError("--profile goes without --threads, --pool, --cold and --gpu")
+        if pool or cold or gpu:
+            raise BadArgumentError("--profile goes without --pool, --cold and --gpu")
         tune_profile(profile, json_file)
         return
     check_clock("tune")
@@ -47,8 +46,8 @@ def tune(
     result, path = Result("tune"), default_path()
     result.notes += filter(None, [cli.load_warning()])
     if gpu:
-        if threads or pool or cold:
-            raise BadArgumentError("--gpu goes without --threads, --pool and --cold")
+        if pool or cold:
+            raise BadArgumentError("--gpu goes without --pool and --cold")
         with needing("gpu", "tune --gpu"):
             from cxlkv.bench.calibrate import copies
         with step("measuring the GPU; a minute"):
@@ -56,7 +55,7 @@ def tune(
         found = replace(read(path), machine=this_machine(), gpu=constants)
     else:
         with step("measuring; half a minute"):
-            costs = rates.run(result, rates.LAYOUT, pool=pool, cold=cold, threads=threads)
+            costs = rates.run(result, rates.LAYOUT, pool=pool, cold=cold)
             result.checks["measured"] = True
             found = Tuning(this_machine(), costs, read(path).gpu)
     cli.show(result, console, json_file)  # ends it where a check failed: nothing is written then

@@ -262,7 +262,7 @@ def test_what_a_command_cannot_draw_is_refused_at_once(
         (("recall", "--text", str(tmp_path)), "--text goes with --model"),
         (("ndp", "--picture", absent), "its folder does not exist"),
         (("recall", "--json", absent), "its folder does not exist"),
-        (("rocket",), "unknown case 'rocket': `cxlkv bench list` has all"),
+        (("rocket",), "unknown case 'rocket': `cxlkv bench` has all"),
     ):
         with pytest.raises(SystemExit):
             cli.main(["bench", *given])

@@ -116,7 +116,7 @@ def test_the_command_writes_result_and_picture(
         str(model),
         "--out",
         str(tmp_path),
-        "--encodings",
+        "--forms",
         "int8*;fp8;progressive*",
     ]
     done = CliRunner().invoke(app, ["lab", "encodings", *given])

@@ -78,7 +78,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     lines = [json.dumps({"timestamp": 1e3 * r.time_s, "hash_ids": list(r.pages)}) for r in requests]
     file.write_text("\n".join(lines))
     results, picture = tmp_path / "result.json", tmp_path / "picture.png"
-    words = ["bench", "replay", "--trace", file, "--policy", "lru"]
+    words = ["bench", "replay", "--trace", file]
     assert run(capsys, *words, "--json", results, "--picture", picture).code == 0
     assert picture.stat().st_size > 1000
     written = json.loads(results.read_text())
@@ -91,7 +91,6 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["replay"], "needs --trace"),
         (["tails", "--trace", "loops"], "tails needs a trace of a file"),
         (["replay", "--trace", "nowhere.jsonl"], "cannot be read as a trace"),
-        (["replay", "--trace", "loops", "--policy", "best"], "policy 'best': one of"),
         (["memory", "--trace", "loops"], "--trace goes with replay, tails; not with memory"),
     ],
 )

@@ -208,14 +208,18 @@ def test_what_a_host_was_writing_when_it_was_declared_off_is_not_published(
         assert found(pool, 1) == 0
 
 
-def test_commands(hosts: Hosts, pool: CXLPool, other: Remote) -> None:
+def test_commands(
+    hosts: Hosts, pool: CXLPool, other: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other.kill()
+    monkeypatch.setenv("CXLKV_HOST", "0")
     run = CliRunner().invoke
-    shown = run(app, ["pool", "hosts", hosts.path, "--host", "0", "--json"])
-    assert [row["state"] for row in json.loads(shown.stdout)][2:] == ["unused", "unused"]
-    done = run(app, ["pool", "fence", hosts.path, "1", "--confirmed-off", "--host", "0"])
+    shown = run(app, ["pool", "inspect", hosts.path, "--json"])
+    members = json.loads(shown.stdout)["members"]
+    assert [row["state"] for row in members][2:] == ["unused", "unused"]
+    done = run(app, ["pool", "fence", hosts.path, "1", "--confirmed-off"])
     assert "host 1: off, epoch 1, " in done.stdout
-    checked = run(app, ["pool", "check", hosts.path, "--deep", "--repair", "--host", "0"])
+    checked = run(app, ["pool", "check", hosts.path, "--deep", "--repair"])
     assert checked.exit_code == 0
     elsewhere = pool.stats()["pages_elsewhere"]
     assert (
@@ -235,13 +239,16 @@ def test_a_dead_host_is_live_to_nobody(hosts: Hosts, pool: CXLPool, other: Remot
     assert state(late, 0).seen
 
 
-def test_the_command_waits_until_it_knows(hosts: Hosts, pool: CXLPool, other: Remote) -> None:
+def test_the_command_waits_until_it_knows(
+    hosts: Hosts, pool: CXLPool, other: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other.kill()
-    lines = CliRunner().invoke(app, ["pool", "hosts", hosts.path, "--host", "2"]).stdout
-    row = next(line.split() for line in lines.splitlines() if line.split()[0] == "1")
+    monkeypatch.setenv("CXLKV_HOST", "2")
+    lines = CliRunner().invoke(app, ["pool", "inspect", hosts.path]).stdout
+    row = next(line.split() for line in lines.splitlines() if line.split()[:1] == ["1"])
     assert (row[1], row[4]) == ("silent", ">")
-    shown = CliRunner().invoke(app, ["pool", "hosts", hosts.path, "--host", "2", "--json"])
-    assert [row["state"] for row in json.loads(shown.stdout)] == [
+    shown = CliRunner().invoke(app, ["pool", "inspect", hosts.path, "--json"])
+    assert [row["state"] for row in json.loads(shown.stdout)["members"]] == [
         "live",
         "silent",
         "live",

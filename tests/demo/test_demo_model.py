@@ -172,7 +172,7 @@ def test_a_model_on_a_text_leaves_a_table_a_picture_and_a_result(
         capsys,
         "demo",
         *("--model", folder, "--text", text, "--tokens", 512),
-        *("--json", result, "--picture", picture),
+        *("--json", result),
     )
     assert (code, without_progress(err)) == (0, "")
     assert out.endswith("demo: PASS\n")
@@ -268,10 +268,8 @@ def test_a_model_is_used_in_the_dtype_that_it_is_stored_in(
     capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
 ) -> None:
     folder = save(qwen().bfloat16(), tmp_path / ("long" * 40) / ("name" * 40))
-    picture = tmp_path / "demo.png"
-    code, out, _ = command.run(
-        capsys, "demo", "--model", folder, "--text", text, "--tokens", 256, "--picture", picture
-    )
+    words = ("--tokens", 256, "--json", tmp_path / "demo.json")
+    code, out, _ = command.run(capsys, "demo", "--model", folder, "--text", text, *words)
     assert (code, "parameters in bfloat16" in out) == (0, True)
     assert "0.25 nats in bfloat16 pass as a tie" in out
 
@@ -280,10 +278,8 @@ def test_a_model_that_takes_fewer_tokens_sets_the_end(
     capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
 ) -> None:
     folder = save(qwen(max_position_embeddings=300), tmp_path / "short")
-    picture = tmp_path / "demo.png"
-    code, out, _ = command.run(
-        capsys, "demo", "--model", folder, "--text", text, "--picture", picture
-    )
+    words = ("--json", tmp_path / "demo.json")
+    code, out, _ = command.run(capsys, "demo", "--model", folder, "--text", text, *words)
     assert (code, "takes no more than 300 tokens" in out) == (0, True)
     assert "its first 300 tokens" in out
 
@@ -303,7 +299,7 @@ def test_pages_that_are_not_those_of_full_attention_fail_with_exit_code_1_and_no
     found = json.loads((tmp_path / "demo.json").read_text())
     assert list(found["checks"].values()) == [False, False]
     assert found["ratios"] == {}
-    assert (tmp_path / "cxlkv-demo.png").exists()
+    assert (tmp_path / "demo.png").exists()
 
 
 def test_an_interrupted_run_ends_without_a_traceback(
@@ -488,10 +484,8 @@ def test_a_text_that_is_none_is_refused(refused: Refused, folder: Path, tmp_path
 def test_a_file_that_could_not_be_written_is_refused_at_the_start(
     refused: Refused, folder: Path, text: Path, tmp_path: Path
 ) -> None:
-    for option in ("--json", "--picture"):
-        err = refused(folder, text, option, tmp_path / "absent" / "demo.png")
-        assert "absent does not exist" in err
-    assert "ends in one of" in refused(folder, text, "--picture", tmp_path / "demo.gig")
+    err = refused(folder, text, "--json", tmp_path / "absent" / "demo.json")
+    assert "absent does not exist" in err
 
 
 def test_options_that_do_not_go_together_are_refused(

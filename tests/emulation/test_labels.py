@@ -35,7 +35,7 @@ from ..support.command import run
 
 NAME = "astera-a1000"
 LABEL = f"{NAME}, wait"
-MODEL = ("--layers", "2", "--kv-heads", "1", "--head-dim", "32")
+MODEL = ("--layout", "{layers: 2, kv_heads: 1, head_dim: 32}")
 FIGURE = re.compile(r"\d (ns|us|ms|s|[GM]i?B/s|tokens/s)\b")
 # Made by this machine alone, as the line itself says; and what is no measurement.
 ELSEWHERE = re.compile(
@@ -43,14 +43,13 @@ ELSEWHERE = re.compile(
 )
 EMULATES = re.compile(r"[ (]emulate\(")
 DOORS = {
-    *("info", "doctor", "advise", "tune", "demo", "pool top", "lab run"),
+    *("info", "doctor", "advise", "tune", "demo", "pool top", "lab"),
     *("bench run", "bench compare", "bench report"),
 }
 WITHOUT = {
-    "sizes and counts": "size|pool create|pool inspect|pool list|pool check|pool hosts|"
+    "sizes and counts": "size|pool create|pool inspect|pool list|pool check|"
     "pool upgrade|pool gc|pool remove|pool fence|metrics",
-    "no figures": "serve|ndp-worker|bench list",
-    "quality, of any memory": "lab prefill|lab encodings",
+    "no figures": "serve|ndp-worker",
 }
 
 

@@ -151,7 +151,7 @@ def served(path: Path, tmp_path: Path, rng: np.random.Generator) -> Iterator[Ser
                 for word in filter(None, methods.split(","))
             ]
             words = ["--methods", ",".join(words)] if words else []
-            command = ["-m", "cxlkv.ops.cli", "ndp-worker", "--pool", path, "--threads", 1]
+            command = ["-m", "cxlkv.ops.cli", "ndp-worker", path, "--threads", 1]
             worker = stack.enter_context(Child(*command, *words))
             assert "serves up to" in worker.hear()
             pool.use_worker("only", deadline_s=WATCHDOG_S)
@@ -314,7 +314,7 @@ with CXLPool.open(sys.argv[1], threads=1, worker=True) as pool:
 def test_a_worker_has_no_method_whose_code_has_changed(path: Path, tmp_path: Path) -> None:
     install(tmp_path, 1)
     at = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = ["-m", "cxlkv.ops.cli", "ndp-worker", "--pool", path, "--threads", 1]
+    command = ["-m", "cxlkv.ops.cli", "ndp-worker", path, "--threads", 1]
     with (
         make_pool(path),
         Child(*command, "--methods", "first,begin", before=(), **at) as worker,

@@ -125,7 +125,7 @@ def test_what_was_measured_of_a_gpu_is_kept_beside_all_else(
     done = CliRunner().invoke(app, ["tune", "--gpu"])
     assert done.exit_code == 0, done.output
     assert tuning.read(path) == Tuning(tuning.this_machine(), None, constants)
-    done = CliRunner().invoke(app, ["tune", "--threads", "1"])
+    done = CliRunner().invoke(app, ["tune"])
     assert done.exit_code == 0, done.output
     assert tuning.read(path).gpu == constants
     assert tuning.read(path).costs is not None
@@ -142,7 +142,7 @@ def test_a_machine_without_a_gpu_is_told_so() -> None:
     done = CliRunner().invoke(app, ["tune", "--gpu"])
     assert isinstance(done.exception, UnsupportedError)
     assert "CUDA" in str(done.exception)
-    done = CliRunner().invoke(app, ["tune", "--gpu", "--threads", "2"])
+    done = CliRunner().invoke(app, ["tune", "--gpu", "--cold", "."])
     assert isinstance(done.exception, BadArgumentError)
     assert tuning.current() == before
 
@@ -174,7 +174,7 @@ def test_what_the_times_of_copies_say() -> None:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(rates, "SIZE", rates.Size(1 << 20, 1 << 20, 256 << 10, rounds=1))
-    done = CliRunner().invoke(app, ["tune", "--threads", "1", "--cold", str(tmp_path)])
+    done = CliRunner().invoke(app, ["tune", "--cold", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "cold_read" in done.output
     kept = tuning.read(tuning.default_path())

@@ -557,7 +557,7 @@ def test_who_has_no_worker_selects_alone_and_finds_one_that_comes(
         twins.append([30, 41])
         assert not pool.use_worker().connected
         twins.select([1, 1], Budget(pages=3))
-        assert "start one with `cxlkv ndp-worker --pool" in pool.worker.why
+        assert "start one with `cxlkv ndp-worker /" in pool.worker.why
         with pytest.raises(WorkerError, match="this pool has no worker"):
             pool.use_worker("only")
         pool.use_worker("if_there", deadline_s=WATCHDOG_S)
@@ -799,9 +799,9 @@ def test_errors_of_a_select_are_its_own(serve_twins: Serve, rng: np.random.Gener
 
 def test_the_command_serves_until_it_is_told_to_end(path: Path, rng: np.random.Generator) -> None:
     with make_pool(path) as pool, Twins(path, pool, rng, 1) as twins:
-        command = ["-m", "cxlkv.ops.cli", "ndp-worker", "--pool", path, "--threads", 1]
-        worker = Child(*command, "--slots", 2)
-        assert worker.hear() == f"worker {worker.pid}: serves up to 2 processes"
+        command = ["-m", "cxlkv.ops.cli", "ndp-worker", path, "--threads", 1]
+        worker = Child(*command)
+        assert worker.hear() == f"worker {worker.pid}: serves up to 8 processes"
         pool.use_worker("only", deadline_s=WATCHDOG_S)
         twins.append([30])
         twins.select([1], Budget(pages=3))

@@ -529,13 +529,12 @@ def test_what_vllm_takes_on_a_cpu(
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        found = asked(ports=(port,), capacity=8 << 20).of("port")
+        monkeypatch.setitem(PORTS, "vllm", port)
+        found = asked(engine="vllm", capacity=8 << 20).of("port")
         assert f"{port} is taken by " in found.seen
         assert f"(process {os.getpid()})" in found.seen
         assert f"sport = :{port}" in found.command
-        monkeypatch.setitem(PORTS, "vllm", port)
-        assert asked(engine="vllm", capacity=8 << 20).of("port") == found
-    asked(ports=(port,), capacity=8 << 20).of("port", "ok")
+    asked(engine="vllm", capacity=8 << 20).of("port", "ok")
 
 
 # ---- the trial itself ----
@@ -634,9 +633,7 @@ def test_errors_come_first_each_with_its_command(
     assert all(each.command and each.why for each in found if each.state in ("error", "warning"))
 
 
-@pytest.mark.parametrize(
-    "words", [("lmdeploy",), ("--capacity", "8G"), ("--port", "0"), ("--plase", "/dev/shm/")]
-)
+@pytest.mark.parametrize("words", [("lmdeploy",), ("--capacity", "8G"), ("--plase", "/dev/shm/")])
 def test_a_wrong_option(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "doctor", *words)
     assert (code, out) == (2, "")

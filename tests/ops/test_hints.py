@@ -65,7 +65,7 @@ def fault(words: tuple[str, ...]) -> str:
                 case = words[words.index("bench") + 1 :][:1]
                 case = case if case != ("run",) else words[words.index("run") + 1 :][:1]
                 if case and re.fullmatch(r"[a-z][a-z/-]*", case[0]):
-                    known = {*CASES, "run", "list", "compare", "report"}
+                    known = {*CASES, "run", "compare", "report"}
                     if case[0] not in known:
                         return f"no bench case {case[0]}"
     return ""
@@ -188,10 +188,10 @@ def test_every_command_takes_what_stands_behind_it() -> None:
     ("line", "said"),
     [
         ("pool fence N --confirmed-off", "cxlkv pool fence: Missing argument 'DEAD'."),
-        ("pool fence PATH N --confirmed-off --host M", ""),
+        ("pool fence PATH N --confirmed-off", ""),
         ("pool fence --confirmed-off", ""),
         ("pool check", ""),
-        ("pool create --model M --tokens 1M", "cxlkv pool create: Missing argument 'path'."),
+        ("pool create --model M --capacity 1GiB", "cxlkv pool create: Missing argument 'path'."),
         ("pool check a b", "cxlkv pool check: Got unexpected extra argument(s) (b)"),
         ("bench memory --rounds many", "cxlkv bench run: Invalid value for '--rounds': "),
     ],
@@ -209,7 +209,7 @@ def test_what_a_command_does_not_take_is_seen(line: str, said: str) -> None:
         ("litmus", "cxlkv has no litmus"),
         ("bench latncy", "no bench case latncy"),
         ("bench memory --quick", ""),
-        ("pool create /dev/shm/my.pool --model M --tokens 1M", ""),
+        ("pool create /dev/shm/my.pool --model M --capacity 1GiB", ""),
         ("bench CASE", ""),
         ("--version", ""),
     ],

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cxlkv.config import read_config
+from cxlkv.errors import BadArgumentError
 from cxlkv.layout import parse_bytes
 from cxlkv.machine.devices import dax_devices_of
 from cxlkv.machine.nodes import Access
@@ -21,15 +23,22 @@ from cxlkv.machine.topology import GIB
 from cxlkv.ops import cli
 from cxlkv.ops.info import Survey, as_dict, survey
 
-from ..support.command import run
 from ..support.recorded import NAMES, plant_machine
 
-runner = CliRunner()
 REGION = "/sys/devices/platform/ACPI0017:00/root0/decoder0.0/region"
 
 
 def at(name: str, tmp_path: Path) -> Survey:
     return survey(plant_machine(name, tmp_path))
+
+
+def told(root: Path, *words: str) -> str:
+    """What the command prints on the machine below `root`."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("cxlkv.ops.info.survey", partial(survey, root))
+        done = CliRunner().invoke(cli.app, ["info", *words])
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 def places(found: Survey) -> list[tuple[str, str, bool]]:
@@ -176,7 +185,7 @@ def test_a_container_is_told_what_it_cannot_reach(tmp_path: Path) -> None:
     assert "--cpuset-mems 0,2" in node.commands[0]
     assert rest.yaml == ('where: "anonymous:"', "capacity: 3584MiB")
     assert "/dev/shm has 64 MiB free only" in rest.why
-    output = runner.invoke(cli.app, ["info", "--root", str(tmp_path)]).output
+    output = told(tmp_path)
     assert "CXL\n│   └── not known" in output  # hidden is not the same as none
     assert {item.path for item in found.unknown} == {"/sys/bus/cxl/devices", "/sys/bus/pci/devices"}
 
@@ -272,20 +281,17 @@ def test_nodes_and_gpus_are_read(tmp_path: Path) -> None:
 def test_the_report_on_another_machine(tmp_path: Path) -> None:
     """For people: one tree, and the lines to copy in one piece."""
     root = plant_machine("cxl-node", tmp_path)
-    result = runner.invoke(cli.app, ["info", "--root", str(root)])
-    assert result.exit_code == 0
+    output = told(root)
     # A console of 80 columns wraps the tree; what is to be copied stays whole.
-    assert "\n  where: numa:2\n  capacity: 111GiB\n" in result.output
+    assert "\n  where: numa:2\n  capacity: 111GiB\n" in output
     for text in ("serial 0x7c1d000000a4", "driver kmem: system RAM, node 2", "tier: 22; weight: 1"):
-        assert text in " ".join(result.output.replace("│", " ").split())
+        assert text in " ".join(output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_json_has_all_that_the_docs_promise(name: str, tmp_path: Path) -> None:
     root = plant_machine(name, tmp_path)
-    result = runner.invoke(cli.app, ["info", "--json", "--root", str(root)])
-    assert result.exit_code == 0
-    report = json.loads(result.output)
+    report = json.loads(told(root, "--json"))
     text = (Path(__file__).parents[2] / "docs/reference/info.md").read_text()
     for key, value in report.items():
         assert f"`{key}`" in text, f"docs/reference/info.md does not explain {key}"
@@ -308,16 +314,12 @@ def test_an_empty_machine_gives_a_report_that_says_so(tmp_path: Path) -> None:
         "GPUs",
     ]
     assert places(found) == [("anonymous:", "1GiB", True)]
-    result = runner.invoke(cli.app, ["info", "--root", str(tmp_path)])
-    assert result.exit_code == 0
-    assert "Not known: NUMA nodes (/sys/devices/system/node: absent)" in result.output
+    assert "Not known: NUMA nodes (/sys/devices/system/node: absent)" in told(tmp_path)
 
 
-def test_a_root_that_is_no_folder_is_an_error(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    ended = run(capsys, "info", "--root", tmp_path / "absent")
-    assert (ended.code, "is not a folder" in ended.err) == (1, True)
+def test_a_root_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BadArgumentError, match="is not a folder"):
+        survey(tmp_path / "absent")
 
 
 GARBAGE = (
@@ -354,7 +356,7 @@ def test_garbage_in_any_file_raises_nothing(name: str, tmp_path: Path) -> None:
         for path in chance.sample(files, k=len(files) // 2):
             path.write_bytes(chance.choice(GARBAGE))
         assert survey(root).places
-        output = runner.invoke(cli.app, ["info", "--root", str(root)]).output
+        output = told(root)
         assert "Place for a pool:" in output
         assert "\x1b" not in output
 

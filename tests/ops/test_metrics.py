@@ -78,7 +78,7 @@ def of(samples: Samples, name: str, pool: str, **labels: str) -> float:
 @contextlib.contextmanager
 def exporting(*pools: str) -> Iterator[tuple[Child, str]]:
     """The real command on a free port, and its URL; it is ended as an operator would."""
-    with Child("-m", "cxlkv.ops.cli", "metrics", "--port", "0", *pools) as child:
+    with Child("-m", "cxlkv.ops.cli", "metrics", "--listen", "127.0.0.1:0", *pools) as child:
         line = child.hear()
         found = re.fullmatch(r"serving (http://127\.0\.0\.1:\d+/metrics)", line)
         assert found, line

@@ -287,7 +287,7 @@ def test_gc_finds_what_a_kill_during_create_left(folder: Path, path: str) -> Non
     process.wait()
     (draft,) = folder.glob("*.new")
     assert states([str(folder)]) == {draft.name: "half-made"}
-    assert "its creator was killed" in command("pool", "gc", "--dry-run", str(folder))
+    assert "its creator was killed" in command("pool", "gc", "--json", str(folder))
     assert draft.exists()
     assert draft.name in command("pool", "gc", "--yes", str(folder))
     assert list(folder.iterdir()) == []

@@ -130,7 +130,9 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     with ExitStack() as stack:
         pool = stack.enter_context(CXLPool.create(path, layout=SMALL, capacity="3MiB"))
         pool.admin.audit = 1.0
-        exporter = stack.enter_context(Child("-m", "cxlkv.ops.cli", "metrics", "--port", "0", path))
+        exporter = stack.enter_context(
+            Child("-m", "cxlkv.ops.cli", "metrics", "--listen", "127.0.0.1:0", path)
+        )
         found = re.search(r":(\d+)/metrics", exporter.hear())
         assert found
         engine = stack.enter_context(Child("-m", "tests.support.engine_metrics"))

@@ -18,7 +18,7 @@ from cxlkv.ops import models
 
 from ..support.command import run
 
-LLAMA = {
+LLAMA: dict[str, object] = {
     "model_type": "llama",
     "hidden_size": 256,
     "num_attention_heads": 4,
@@ -176,7 +176,8 @@ def test_size_and_create_agree(capsys: pytest.CaptureFixture[str], tmp_path: Pat
             "bytes": 2 * 1024 * 1536,
         }
     ]
-    asked = ("--model", model, "--tokens", "1K", "--requests", 2, "--json")
+    capacity = f"{told['capacity_bytes']}"
+    asked = ("--model", model, "--capacity", capacity, "--json")
     made = json.loads(run(capsys, "pool", "create", path, *asked).out)
     assert made["pages"] == told["pages"]
     assert made["tokens"] >= 2 * 1024
@@ -188,7 +189,6 @@ def test_size_and_create_agree(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert (listed["tokens"], listed["model"]) == (made["tokens"], "small-llama")
     for command in (("pool", "list", path), ("pool", "inspect", path)):
         assert f"{made['tokens']:,}" in run(capsys, *command).out
-    capacity = f"{told['capacity_bytes']}"
     other = json.loads(run(capsys, "size", model, "--capacity", capacity, "--json").out)
     assert other["tokens"] == made["tokens"]
 
@@ -196,8 +196,8 @@ def test_size_and_create_agree(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_the_command_that_is_printed_makes_the_pool(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    model = written(tmp_path / "m", LLAMA)
-    out = run(capsys, "size", model, "--tokens", "3K", "--page-tokens", 32, "--dtype", "fp32").out
+    model = written(tmp_path / "m", {**LLAMA, "torch_dtype": "float32"})
+    out = run(capsys, "size", model, "--tokens", "3K").out
     (line,) = [line for line in out.splitlines() if line.startswith("Make it: cxlkv ")]
     words = line.split()[3:]
     words[words.index("/dev/shm/my.pool")] = str(tmp_path / "made.pool")
@@ -221,8 +221,8 @@ def test_the_command_that_is_printed_makes_the_pool(
 def test_an_encoded_pool_is_as_large_as_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, encoding: str, a_token: int
 ) -> None:
-    model = written(tmp_path / "m", LLAMA)
-    asked = (model, "--tokens", "1K", "--dtype", "fp32", "--encoding", encoding)
+    model = written(tmp_path / "m", {**LLAMA, "torch_dtype": "float32"})
+    asked = (model, "--tokens", "1K", "--encoding", encoding)
     told = json.loads(run(capsys, "size", *asked, "--json").out)
     found = (told["encoding"], told["token_bytes"], told["stored_token_bytes"])
     assert found == (encoding, 3072, a_token)

@@ -41,11 +41,10 @@ SHARES = (0.02, 0.05, 0.10, 0.25)
 
 
 class Wanted(NamedTuple):
-    """Each method at each share of the pages is a row; the first layers may attend to all pages."""
+    """Each method at each share of the pages is a row."""
 
     methods: tuple[str, ...] = METHODS
     shares: tuple[float, ...] = SHARES
-    dense_layers: int = 0
 
 
 EVERY = Wanted()
@@ -59,7 +58,6 @@ class Plan:
     steps: int
     methods: tuple[str, ...] = METHODS
     shares: tuple[float, ...] = SHARES
-    dense_layers: int = 0
     page_tokens: int = 16
 
     @classmethod
@@ -90,13 +88,13 @@ class Plan:
         """
         found = [Form.full()]
         for method in (*self.methods, "random"):
-            forms = [Form(method, s, first_layers=self.dense_layers) for s in self.shares]
+            forms = [Form(method, s) for s in self.shares]
             found += [form for form in forms if self.pages_of(form) > form.sinks + form.recent]
         return found
 
     def pages_of(self, form: Form) -> int:
         """Of a layer that is not dense."""
-        return form.budget().pages_at_most(self.page_count, self.dense_layers)
+        return form.budget().pages_at_most(self.page_count, 0)
 
 
 @dataclass

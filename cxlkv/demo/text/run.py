@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
@@ -87,10 +86,6 @@ def check_outputs(json_path: Path | None, picture: Path | None) -> None:
     for path in (json_path, picture):
         if path is not None and not path.parent.is_dir():
             raise BadArgumentError(f"{path}: the folder {path.parent} does not exist")
-    if picture is not None and picture.suffix:
-        known = FigureCanvasAgg.get_supported_filetypes()
-        if picture.suffix[1:].lower() not in known:
-            raise BadArgumentError(f"{picture}: a picture's name ends in one of {', '.join(known)}")
 
 
 def token_limit(tokens: int | None, positions: int | None) -> tuple[int, list[str]]:

@@ -168,8 +168,8 @@ int worker_file_open(const cxlkv_pool *pool, worker_file *file) {
     if (pool->path) place = place_of(pool);
     int code = state_file_open(&place, O_RDWR);
     if (code == -ENOENT)
-        code = fail(CXLKV_E_WORKER, "this pool has no worker: start one with `cxlkv ndp-worker "
-                    "--pool %s`", pool->path ? pool->path : "FILE");
+        code = fail(CXLKV_E_WORKER, "this pool has no worker: start one with "
+                    "`cxlkv ndp-worker %s`", pool->path ? pool->path : "FILE");
     else if (code >= 0) {
         file->fd = code;
         code = file_check(pool, file, place.path);
