@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
 from cxlkv import CXLPool, KVLayout, LayerGroup, Sequence
@@ -128,6 +128,7 @@ def test_both_ways_agree(
     requests: int,
     hosts: tuple[int, int, int],
 ) -> None:
+    assume(tokens * requests * (layers + windowed) <= page_tokens << 29)  # a pool has 2**30 pages
     groups = [LayerGroup(layers=layers, kv_heads=heads, head_dim=channels)]
     groups += [replace(groups[0], layers=windowed, window=512)] if windowed else []
     layout = KVLayout.of(groups, page_tokens=page_tokens)
