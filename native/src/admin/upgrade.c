@@ -30,15 +30,15 @@ static int host_has_left(const hosts *h, uint32_t host, const char *path) {
     host_fence fence = {0};
     if (!hosts_name(h, host, &name))
         return fail(CXLKV_E_CORRUPT, "%s: the name line of host %u is damaged: mend it with the "
-                    "release that made the pool, `CXLKV_HOST=M cxlkv pool fence %s %u --confirmed-off`",
-                    path, host, path, host);
+                    "release that made the pool, `CXLKV_HOST=M cxlkv pool fence %s %u "
+                    "--confirmed-off`", path, host, path, host);
     if (name.status != HOST_LIVE) return 0;
     int code = hosts_fence_of(h, host, name.epoch, &fence);
     if (code < 0 || fence.off) return code;
     return fail(CXLKV_E_BUSY, "%s: host %u uses it, or died so. Close it there; if it died, open "
                 "and close it there with the release that made the pool; if that machine is surely "
-                "off: `CXLKV_HOST=M cxlkv pool fence %s %u --confirmed-off`, with that release", path,
-                host, path, host);
+                "off: `CXLKV_HOST=M cxlkv pool fence %s %u --confirmed-off`, with that release",
+                path, host, path, host);
 }
 
 static int hosts_have_left(const cxlkv_pool *pool) {
