@@ -71,7 +71,7 @@ setup: $(VENV)/.built  ## the environment in .venv, with the C core built
 
 check: lint types native-asan pytest-core  ## 4 minutes: what a change to the core must pass at once
 
-# mypy has one core, and is beside the C tests, which have two.
+# mypy uses one core, and runs beside the C tests.
 test: lint  ## 20 minutes: what each commit must pass
 	@mkdir -p build; $(MAKE) types >build/types.log 2>&1 & types=$$!; \
 	trap "kill $$types 2>/dev/null || true" EXIT; \
