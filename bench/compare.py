@@ -79,7 +79,7 @@ def is_one_commit(old: ResultRead, new: ResultRead) -> bool:
 
 
 def changes(old: ResultRead, new: ResultRead, threshold_percent: float) -> list[Change]:
-    """Of each metric and ratio that both have."""
+    """Changes of each metric and ratio that both have."""
     found = [
         _of_metric(name, old.metrics[name], metric, threshold_percent)
         for name, metric in new.metrics.items()

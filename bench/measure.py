@@ -88,7 +88,7 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def change_interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float]:
-    """Of the new median over the old one, by the bootstrap; the same each time."""
+    """Interval of the new median over the old one, by the bootstrap; the same each time."""
     rng = np.random.default_rng(0)
     medians = [
         np.median(rng.choice(np.asarray(given, float), (RESAMPLES, len(given))), axis=1)

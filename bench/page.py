@@ -23,7 +23,7 @@ BYTES_MAX = 2 << 20
 SUMMED_UP = 3  # figures of a run, on top of the page
 LOADED = re.compile(r"(?:.+/)?loaded_(?:(\d)r(\d)w_)?(.+)_ns")
 Points = list[tuple[float, float]]
-"""Of a curve: GB/s and ns."""
+"""Points of a curve: GB/s and ns."""
 
 
 @dataclass(frozen=True)

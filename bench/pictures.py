@@ -188,7 +188,7 @@ def loaded_latency(curves: Mapping[str, Sequence[tuple[float, float]]]) -> bytes
 # ---- decode ----
 
 Cells = dict[str, dict[str, dict[str, float]]]
-"""Of a map: by row, column and kind of ratio."""
+"""Cells of a map: by row, column and kind of ratio."""
 Lines = dict[str, dict[int, float]]
 """Milliseconds a step: by form and tokens."""
 POINT = re.compile(r"(?P<form>\w+)_(?P<of>[^_]+)_(?P<requests>\d+)x(?P<tokens>\d+k?)")

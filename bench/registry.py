@@ -159,8 +159,9 @@ SHARED, ENGINES = "Several processes and hosts", "Engines and other stores"
 def joined(
     name: str, group: str, text: str, *parts: Case, files: tuple[str, ...] = (), prefix: str = ""
 ) -> Case:
-    """Of parts that are in cases/PART.py, or cases/PREFIX_PART.py. Options are those that go with
-    each part, but for pictures: each has its own."""
+    """One case of parts in cases/PART.py or cases/PREFIX_PART.py. It takes the options of all
+    parts but pictures: each has its own.
+    """
     placed = tuple(
         replace(one, name=f"{name}/{one.name}", module=f"cases.{prefix}{one.name}") for one in parts
     )

@@ -38,19 +38,19 @@ LIBRARIES = ("numpy", "torch", "transformers", "triton")
 HERE = ""
 """The label of a figure that this machine alone made, whatever stands for far memory elsewhere."""
 LATE = "late_operations"
-"""Of this process's operations over CXLKV_EMULATE's link so far: the share in which this machine
+"""Share of this process's operations over CXLKV_EMULATE's link so far in which this machine
 was the slower one."""
 
 
 def lower_is_better(unit: str) -> bool | None:
-    """Of times, and not of rates; None where a unit does not tell."""
+    """True for times, False for rates; None where a unit does not tell."""
     if unit in TIMES or unit.startswith(tuple(f"{time}/" for time in TIMES)):
         return True
     return False if unit.endswith("/s") else None
 
 
 def is_timed(unit: str) -> bool:
-    """Of times and rates: a clock made the figure."""
+    """True for times and rates: a clock made the figure."""
     return re.split("[ /]", unit)[0] in TIMES or unit.endswith("/s")
 
 
@@ -162,7 +162,7 @@ class Labelled:
         return self.links.get(name, self.emulated) or None
 
     def labels(self) -> list[str]:
-        """Of all figures."""
+        """Labels of all figures."""
         return sorted({label for label in (self.emulated, *self.links.values()) if label})
 
 

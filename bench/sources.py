@@ -207,7 +207,7 @@ class Recorder:
     first: int
     layers: frozenset[int]
     queries: dict[int, list[Tensor]] = field(default_factory=dict)
-    """Of each layer, in order: [tokens, q_heads, head_dim]."""
+    """Queries by layer, in order: [tokens, q_heads, head_dim]."""
     scales: dict[int, float] = field(default_factory=dict)
 
     def keep(self, layer: int, query: Tensor, tokens: int, scale: float) -> None:

@@ -302,7 +302,9 @@ class PoolConfig(PoolKeys):
         return [k for k in TIERS if k in self.model_fields_set and getattr(self, k) is not None]
 
     def stores_objects(self, layout: KVLayout) -> bool:
-        """Of what read_config() returned; also where the pool cannot be made."""
+        """True if the settings that read_config() returned describe objects, even where the pool
+        cannot be made.
+        """
         if self.layout is not None:
             return isinstance(self.layout, _Objects)
         return layout.object_bytes is not None
@@ -530,7 +532,7 @@ def _checked_pool(
 
 
 def _encoded(source: Source, config: PoolConfig, layout: KVLayout) -> KVLayout:
-    """As `encoding` says, where it is given."""
+    """Layout with `encoding`, where it is set."""
     if "encoding" not in config.model_fields_set:
         return layout
     if any((group.k_encoding, group.v_encoding) != ("none", "none") for group in layout.groups):

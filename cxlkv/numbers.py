@@ -39,8 +39,9 @@ def is_real(value: object, least: float = 0, most: float = sys.float_info.max) -
 
 
 def array_of(given: npt.ArrayLike, name: str) -> npt.NDArray[np.int64]:
-    """Of whole numbers, if it is right: its dtype is not looked at. Raises BadArgumentError for
-    what numpy makes no array of, such as rows that differ in length."""
+    """Check whole numbers and return their array: its dtype is not looked at. Raises
+    BadArgumentError for what numpy makes no array of, such as rows that differ in length.
+    """
     try:
         return np.asarray(given)
     except (ValueError, TypeError, OverflowError) as error:

@@ -43,8 +43,9 @@ crc32c, names_of, layout_crc = _core.crc32c, _core.names_of, _core.layout_crc
 
 
 class Places(NamedTuple):
-    """Of one layer of some pages: where the pieces of kv head 0 begin, in bytes from the region's
-    start. Those of the other heads follow, a piece's bytes apart; None: the pool has none."""
+    """Where the pieces of kv head 0 begin, for one layer of some pages, in bytes from the region's
+    start. Those of the other heads follow, a piece's bytes apart; None: the pool has none.
+    """
 
     digests: Offsets
     sketches: Offsets | None
@@ -165,8 +166,9 @@ class Pages(OfThisProcess):
         return _core.extents_takeable(self._pool) * self.geometry["slab_slots"]
 
     def wanted(self) -> PageIds:
-        """Of this host's evictable pages those whose eviction empties extents that it owes other
-        hosts; empty if it owes none. They get all empty extents but one."""
+        """This host's evictable pages whose eviction empties extents that it owes other hosts;
+        empty if it owes none. They get all empty extents but one.
+        """
         return _core.pages_wanted(self._pool, self._total)
 
     def free(self, pages: PageIds) -> None:
@@ -380,5 +382,5 @@ class Records(OfThisProcess):
         return _io_hooks.begin(self._pool)
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Of the whole pool, what this process has read and written over an emulated link."""
+        """Bytes of the whole pool that this process has read and written over an emulated link."""
         return _io_hooks.moved_bytes(self._pool)

@@ -153,13 +153,14 @@ class Overview:
 
 
 def of_pool(pool: _core.Handle, path: str | None) -> Overview:
-    """Of a pool that this process has open; reaps the dead first."""
+    """Statistics of a pool that this process has open; reaps dead processes first."""
     got = _core.pool_processes(pool)
     return _overview(path or f"anonymous:{got.identity}", got)
 
 
 def inspect(path: str) -> Overview:
-    """Of the pool at `path`, without opening it: reads the file and the host state, writes nothing.
+    """Statistics of the pool at `path`, without opening it: reads the file and the host state,
+    writes nothing.
 
     A pool that cannot be used is "damaged". path: also "dax:DEVICE" and "dax:DEVICE+DEVICE". Raises
     PoolMissingError, NotAPoolError, SystemCallError where the file may not be read, and

@@ -207,7 +207,7 @@ class Charged(NamedTuple):
         self.end(kind, size if most_bytes is None else min(size, most_bytes))
 
     def _page_bytes(self, layout: KVLayout) -> int:
-        """Of one page and layer: digests, sketches, K and V."""
+        """Bytes of one page and layer: digests, sketches, K and V."""
         found = _core.pool_geometry(self.pool)
         names = ("digest", "sketch", "key", "value")
         return layout.kv_heads * sum(found[f"{name}_piece_bytes"] for name in names)
@@ -349,7 +349,9 @@ def of_environment() -> Link | None:
 
 
 def begin_from_environment(handle: _core.Handle) -> None:
-    """As CXLKV_EMULATE says, for each pool that is made or opened. Raises BadArgumentError."""
+    """Emulate what CXLKV_EMULATE says, for each pool that is made or opened. Raises
+    BadArgumentError.
+    """
     link = of_environment()
     if link is not None:
         charge(handle, link)

@@ -18,9 +18,9 @@ from cxlkv.numbers import is_real
 OURS = Path(__file__).with_name("profiles.yaml")
 FILE_BYTES_MAX = 1 << 20
 MIXED_SHARE = 1 / 3
-"""Of writes, in mixed_gb_per_s: what Intel MLC and `cxlkv bench memory` call 2:1."""
+"""Share of writes in mixed_gb_per_s: what Intel MLC and `cxlkv bench memory` call 2:1."""
 WAIT_SHARE = 0.1
-"""Of the idle latency: what one unit of u / (1 - u) adds where a profile has no curve. The two
+"""Share of the idle latency that one unit of u / (1 - u) adds without a curve. The two
 published curves rise by about so much up to a utilization u of 0.88."""
 UTILIZATION_MAX = 0.98
 """At more than this a queue has no steady length: latency is taken as it is here."""

@@ -135,8 +135,9 @@ def recall(chosen: Selection, exact: Selection) -> float | None:
 
 
 def mass(batch: _core.Handle, layout: KVLayout, asked: Asked, picked: Selection) -> float | None:
-    """Of the tokens that were chosen, each for itself alone; the mean over the queries that see
-    something. None when none does, or a key is no number."""
+    """Attention to the chosen tokens, each for itself alone; the mean over the queries that see
+    something. None when none does, or a key is no number.
+    """
 
     def log_sums(pages: Selection | None) -> npt.NDArray[np.float64]:
         found = simd.attend(

@@ -28,7 +28,7 @@ from cxlkv.ndp.names import is_built_in
 
 Summaries = Floats | npt.NDArray[np.int8] | npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 TRIED_PAGES = 5
-"""Of noise, each with a summary of its own."""
+"""Pages of noise, each with a summary of its own."""
 COUNTED_QUERIES = (1, 8)
 TRIED = ((1, 1), (3, TRIED_PAGES), (1, 64))
 """Queries and pages of the calls of score()."""
@@ -153,7 +153,7 @@ def _call(scorer: Scorer, name: str, of: str, *given: object) -> None:
 def state_of(
     chooser: AnyChooser, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32]
 ) -> Arrays:
-    """Of a run of pages. Raises BadArgumentError where it is not arrays."""
+    """State of a run of pages. Raises BadArgumentError where it is not arrays."""
     given: object = chooser.state(keys, values)
     if isinstance(given, tuple) and all(isinstance(each, np.ndarray) for each in given):
         return given

@@ -53,7 +53,7 @@ of = method_names.chooser_of
 
 
 def names() -> tuple[str, ...]:
-    """Of all choosers that are installed, in this package and others."""
+    """Names of all installed choosers, in this package and others."""
     return method_names.known(method_names.choosers())
 
 
@@ -136,7 +136,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def held_of(handle: _core.Handle) -> Held:
-    """Of a sequence of this process."""
+    """States that this process holds of a sequence."""
     with _lock:
         return _held.setdefault(handle, Held())
 
@@ -146,7 +146,7 @@ class UnfinishedError(Exception):
 
 
 def runs_tokens(page_tokens: int) -> int:
-    """Of the longest runs."""
+    """Tokens of the longest runs."""
     tokens = page_tokens
     while 4 * tokens <= RUN_TOKENS_MAX:
         tokens *= 4
@@ -177,8 +177,9 @@ def _states(
     pages: int,
     end_s: float,
 ) -> list[Arrays]:
-    """Of the first `pages` pages. Raises UnfinishedError behind a state that was made, if end_s is
-    over and others are wanted."""
+    """States of the first `pages` pages. Raises UnfinishedError after a new state, if end_s is
+    over and others are still to make.
+    """
     names = _names(text, layer, 0, pages)
     with _lock:
         known = _runs.setdefault(pool, WeakValueDictionary())
@@ -211,7 +212,7 @@ def _states(
 
 
 def _names(text: Text, layer: int, first: int, last: int) -> npt.NDArray[np.uint64]:
-    """Of pages [first, last), id and generation, [2, pages]."""
+    """Names of pages [first, last): id and generation, [2, pages]."""
     places = _core.sequence_places(text.handle, layer, first, last - first)
     both = np.stack([places.pages.astype(np.uint64), places.generations])
     return both[:, : last - first]
@@ -224,7 +225,7 @@ def _floats(pages: Array) -> Floats:
 
 
 def kept_share(chooser: AnyChooser, layout: KVLayout) -> float:
-    """Of the bytes of K and V, those of a chooser's states beside them."""
+    """Bytes of a chooser's states over those of K and V."""
     tokens = runs_tokens(layout.page_tokens)
     noise = np.random.default_rng(1).standard_normal
     keys = noise((1, tokens, layout.head_dim), np.float32)

@@ -68,7 +68,7 @@ class Watched(np.ndarray[Any, Any]):
 
 
 def taken(given: Any) -> Any:
-    """As plain arrays, which are read for it."""
+    """Plain arrays of the same numbers, which counts as reading them."""
     if isinstance(given, Watched):
         return given.read()
     return type(given)(map(taken, given)) if type(given) in (list, tuple) else given
@@ -79,7 +79,7 @@ def address(array: npt.NDArray[Any]) -> int:
 
 
 def places(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Of each element, its address."""
+    """Address of each element."""
     found = np.array(address(array), np.int64)
     for size, stride in zip(array.shape, array.strides, strict=True):
         found = found[..., None] + np.arange(size) * stride

@@ -27,8 +27,8 @@ AMOUNTS = ("pages", "share", "mass")
 COUNTS = ("sinks", "recent", "dense_layers", "refresh")
 REFRESH_MAX = 1024  # steps
 SHARE = 0.15
+"""Share of the pages, where a budget names none: docs/how-to/budgets.md says what it costs."""
 SHARES = {"share": "a share of the pages", "mass": "a share of the attention"}
-"""Of the pages, where a budget says nothing: docs/how-to/budgets.md says what it costs a model."""
 STAGED_TOKENS = 1024
 """Sketches are read of sequences from so many tokens on."""
 ALL = 3  # in place of an amount, in the C core: all pages, of which no key is read
@@ -104,7 +104,7 @@ class Budget:
 
     @staticmethod
     def _amount(name: str, given: float) -> float:
-        """Of pages, or a share. Raises BadArgumentError."""
+        """Number of pages, or a share. Raises BadArgumentError."""
         if name != "pages":
             return parse_share(given, SHARES[name])
         if not is_real(given, 1) or given != int(given):

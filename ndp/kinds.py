@@ -81,12 +81,13 @@ class Scorer:
         raise BadArgumentError(f"method {self.name!r}: a scorer has summary(), shape and dtype")
 
     def read_bytes(self, shape: Shape) -> int | None:
-        """Of a summary, those that score() reads; None: it depends on the queries, and score()
-        returns how many it read of each for all of them together."""
+        """Bytes of a summary that score() reads; None: it depends on the queries, and score()
+        returns how many it read of each for all of them together.
+        """
         return summary_bytes(self, shape)
 
     def parameter_bytes(self, shape: Shape, count: int) -> int:
-        """Of so many parameters, the bytes that score() reads."""
+        """Bytes that score() reads of so many parameters."""
         return 4 * count
 
     def calibrate(self, keys: Floats) -> Floats:
@@ -123,7 +124,7 @@ def summary_of(scorer: Scorer, shape: Shape) -> tuple[tuple[int, ...], str]:
 
 
 def summary_bytes(scorer: Scorer, shape: Shape) -> int:
-    """Of a page and kv head. Raises BadArgumentError where there are too many."""
+    """Bytes of a page and kv head. Raises BadArgumentError where there are too many."""
     axes, dtype = summary_of(scorer, shape)
     found = int(np.prod(axes)) * np.dtype(dtype).itemsize
     if found % 8 or not 0 < found <= SUMMARY_BYTES_MAX:

@@ -32,7 +32,7 @@ def is_built_in(method: object) -> bool:
 
 @cache
 def built_in() -> dict[str, str]:
-    """Of this package: "scorer" or "chooser", by names. Raises ImportError without numba."""
+    """Names of this package's scorers or choosers. Raises ImportError without numba."""
     from cxlkv.ndp.methods import CHOOSERS, SCORERS
 
     kinds = {each.name: "scorer" for each in SCORERS}
@@ -112,7 +112,7 @@ def leave_out(entry: EntryPoint, error: Exception) -> None:
 
 
 def refusal(name: str) -> BadArgumentError:
-    """Of a name that is left out."""
+    """Error for a name that is left out."""
     return BadArgumentError(f"method {name!r} is installed, but cannot be used: {left_out[name]}")
 
 

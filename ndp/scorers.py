@@ -36,11 +36,11 @@ from cxlkv.ndp.kinds import summary_of
 from cxlkv.ndp.kinds import turns as turns
 
 BY_MASS = ("auto", "exact", "attention")
-"""Of the core's methods, those that find the pages that hold a share of the attention."""
+"""The core's methods that find the pages that hold a share of the attention."""
 
 
 def names() -> tuple[str, ...]:
-    """Of all scorers that are installed, in this package and others."""
+    """Names of all installed scorers, in this package and others."""
     return method_names.known(method_names.scorers())
 
 
@@ -265,7 +265,7 @@ def _check_learned(scorer: Scorer, shape: Shape, axes: tuple[int, int], paramete
 
 
 CALIBRATED_TOKENS = 16384
-"""Of a sequence, in pages drawn at random, and of each layer and kv head."""
+"""Tokens of a sequence, in pages drawn at random, for each layer and kv head."""
 
 
 def learned(
@@ -320,8 +320,9 @@ def _samples(
     pages: tuple[Array, npt.NDArray[np.int64]],
     queries: tuple[Floats, int] | None,
 ) -> list[Sample]:
-    """Of each kv head. pages: [kv_heads, n, tokens, dim] and their numbers; queries: [rows,
-    q_heads, dim] and the position of the first."""
+    """Samples of each kv head. pages: [kv_heads, n, tokens, dim] and their numbers; queries:
+    [rows, q_heads, dim] and the position of the first.
+    """
     rotary, (some, numbers) = layout.rotary_of(layer), pages
     keys = np.asarray(some).astype(np.float32)
     asked: list[Floats | None] = [None] * layout.kv_heads

@@ -139,7 +139,7 @@ def _criterion_of(
 
 
 def _stages(done: _core.Scored) -> Stages:
-    """Of a cxlkv_scored."""
+    """Stages in a cxlkv_scored."""
     keys = done.bytes_scored - done.bytes_sketched
     return Stages(done.lists_staged, done.mean_error, done.tokens_scored, done.bytes_sketched, keys)
 
@@ -286,8 +286,9 @@ def fetch(
 
 @dataclass(frozen=True)
 class _Fetched:
-    """Of a page's keys or values of a head, as fetch() gives them: rows of this dtype code, or None
-    for bytes."""
+    """Keys or values of a page and head, as fetch() gives them: rows of this dtype code, or None
+    for bytes.
+    """
 
     shape: tuple[int, ...]
     code: int | None

@@ -95,7 +95,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def shm_path() -> Iterator[Path]:
-    """Of a pool in shared memory, which is gone afterwards with its host states."""
+    """Path of a pool in shared memory, which is gone afterwards with its host states."""
     path = states.SHARED_MEMORY / f"{states.OWN}{uuid.uuid4().hex[:12]}.pool"
     yield path
     states.remove(path)

@@ -198,7 +198,7 @@ def changed(generator: random.Random, data: bytes) -> bytes:
 
 
 class Trace(Protocol):
-    """As sys.settrace() takes it."""
+    """A trace function, as sys.settrace() takes it."""
 
     def __call__(self, frame: FrameType, event: str, argument: object, /) -> Trace | None: ...
 

@@ -41,7 +41,7 @@ def notes(changelog: str, released: str) -> str:
 
 
 def checksums(folder: Path) -> str:
-    """As sha256sum writes them, and reads them with --check."""
+    """Digests as sha256sum writes them, and reads them with --check."""
     lines = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
         for path in sorted(folder.iterdir())

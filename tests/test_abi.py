@@ -38,7 +38,7 @@ def test_another_number(core: object, found: object) -> None:
 
 
 def test_the_package_does_not_load_with_another_core() -> None:
-    """As after a pull without a build: an import that fails, not a crash later."""
+    """After a pull without a build the import fails, instead of a crash later."""
     program = """
 import sys, types
 native = sys.modules["cxlkv._native"] = types.ModuleType("cxlkv._native")

@@ -206,7 +206,7 @@ def test_batch_of_several(tmp_path: Path) -> None:
 
 
 def test_windows(tmp_path: Path) -> None:
-    """Of the layer with a window of 6 the pages that no token sees need not be there."""
+    """In the layer with a window of 6 the pages that no token sees need not be there."""
     generator = np.random.default_rng(SEED + 3)
     with pool_at(tmp_path, groups=2) as pool:
         rows = rows_of(generator, pool.layout, 16)

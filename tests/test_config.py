@@ -416,7 +416,7 @@ with CXLPool.open_or_create(sys.argv[1], layout=layout, capacity="64MiB", thread
 
 @pytest.mark.parametrize("whose", ["one user", "other users"])
 def test_processes_that_open_or_create_at_once_make_one_pool(place: Path, whose: str) -> None:
-    """Of other users none waits for the others: the first finished draft is the pool."""
+    """Users do not wait for each other: the first finished draft is the pool."""
     with ExitStack() as stack:
         makers = [stack.enter_context(Child("-c", MAKER, place, whose)) for _ in range(4)]
         assert [maker.hear() for maker in makers] == ["ready"] * 4

@@ -31,7 +31,7 @@ from .test_records import names_of_keys, read_all
 ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx", "neon")
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 STEP = {"bfloat16": 2**-8, "float16": 2**-10, "float32": 1e-6}
-"""Of what fetch gives, relative to the largest channel of its row."""
+"""Error of what fetch gives, relative to the largest channel of its row."""
 METHODS = ("exact", "digest", "two_stage", "attention")
 FP8 = "fp8_e4m3"
 ENCODED = [
@@ -43,13 +43,13 @@ PLANES = ("progressive", "progressive")
 ENCODED += [(FP8, FP8), (FP8, "int4"), ("int8", FP8), (FP8, "none"), ("none", FP8)]
 ENCODED += [PLANES, ("progressive", "int8"), ("int4", "progressive"), ("none", "progressive")]
 BOTH = (("int8", "int4"), ("int4", "int8"), PLANES)
-"""Of codes."""
+"""Pairs of codes."""
 PAIRS = (*BOTH, (FP8, FP8))
 
 
 @pytest.fixture(params=ENCODED, ids="-".join)
 def encodings(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Of keys and of values: all pairs of codes, and some with planes, or in fp8."""
+    """Encodings of keys and values: all pairs of codes, and some with planes, or in fp8."""
     pair: tuple[str, str] = request.param
     return pair
 
@@ -75,7 +75,7 @@ class Case:
         return float(self.layout.head_dim**-0.5)
 
     def logit_error(self) -> float:
-        """Of any query to any key that is kept."""
+        """Largest error of any query's logit to any key kept."""
         heads = self.layout.kv_heads
         group = self.queries.shape[1] // heads
         return max(
@@ -372,8 +372,9 @@ def test_far_from_the_raw_numbers_no_more_than_codes_are(rng: np.random.Generato
 def test_instruction_sets_give_the_same_bits(
     pair: tuple[str, str], force_isa: Callable[[str], str], rng: np.random.Generator
 ) -> None:
-    """Of fetch, and of scores by codes; sums of floats, of softmax and digests differ in their
-    order."""
+    """For fetch, and for scores by codes; sums of floats, of softmax and digests differ in their
+    order.
+    """
     layout = layout_of(pair, dim=80, value_dim=36, page_tokens=20)
     case = case_of(rng, layout, (107,), (2,), 3)
     found, outs = dict[str, list[bytes]](), dict[str, Doubles]()

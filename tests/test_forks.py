@@ -236,7 +236,7 @@ def a_cold_tier(world: World) -> Subject:
 
 
 def a_cold_file_of_two(world: World) -> tuple[Subject, Subject]:
-    """Of the process that has it open, and of one that asks that."""
+    """A cold file of two: one process has it open, and one asks that one."""
     owner, peer = (
         SharedColdTier(world.folder / "cold", shape=SHAPE, capacity="1MiB") for _ in range(2)
     )
@@ -564,7 +564,7 @@ VALUES = {
     "VirtualRows",
     "object_keys",
 }
-"""Of cxlkv.__all__: what is nothing but its fields."""
+"""Names in cxlkv.__all__ that are nothing but their fields."""
 ELSEWHERE = {
     "CXLStorage": "needs LMCache; its ObjectCache is here",
     "PoolAllocator": "needs LMCache; its ObjectCache is here",
@@ -579,7 +579,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def locks_of(owner: object) -> list[threading.Lock]:
-    """Of the object and of what it is made of, as far as that is ours."""
+    """Locks of the object and of what it is made of, as far as that is ours."""
     seen: dict[int, object] = {}
     left, found = [owner], []
     while left:
@@ -683,7 +683,7 @@ OWNED |= {"ThreadPoolExecutor", "socket.socket", "socket.create_server"}
 
 
 def classes() -> Iterator[ast.ClassDef]:
-    """Of the package, but for what measures it."""
+    """Classes of the package, but for what measures it."""
     for folder in ("cxlkv", "ndp", "kernels", "emulation"):
         for path in sorted((REPOSITORY / folder).glob("**/*.py")):
             tree = ast.parse(path.read_text())

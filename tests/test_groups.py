@@ -271,7 +271,7 @@ class Walk:
         self.seen["hits"] += best > 0
 
     def matched(self, keys: list[Key]) -> None:
-        """Of one part; for walks that count them."""
+        """Matches of one part; for walks that count them."""
 
     def forget(self, twin: Twin) -> None:
         self.forget_texts([*self.texts(twin.ids, 1), *self.texts(twin.ids, 2)])

@@ -311,7 +311,7 @@ def dealt(sequence: Sequence, names: npt.NDArray[np.int32], mass: npt.NDArray[np
 @pytest.mark.parametrize("asks", [True, False], ids=["asked for", "by_mass"])
 @pytest.mark.parametrize("per", ["query", "sequence", "all"])
 def test_attention_deals_out_uses(asks: bool, per: str, rng: np.random.Generator) -> None:
-    """As much as the returned mass says, whether it was asked for or is counted only."""
+    """Uses add up to the returned mass, whether a caller wants it or only the counter does."""
     layout = KVLayout.of([GROUP], page_tokens=PAGE)
     with CXLPool.create("anonymous:", layout=layout, capacity="8MiB") as pool:
         sequences = [pool.sequence() for _ in range(3)]

@@ -175,7 +175,7 @@ def test_a_layout_in_an_encoding(encoding: str, both: tuple[str, str]) -> None:
 
 
 def test_a_layout_without_an_encoding_has_the_name_that_it_had() -> None:
-    """Of 0.2: keys of transformers' prefixes are made of it."""
+    """Keys of transformers' prefixes are made of the name of 0.2."""
     of_group = (
         "LayerGroup(layers=2, kv_heads=3, head_dim=4, value_head_dim=4, dtype='bfloat16', "
         "window=None, values='own', kind='attention'"

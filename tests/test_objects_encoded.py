@@ -49,7 +49,7 @@ def buffers(tensors: list[list[torch.Tensor]], form: RowForm) -> Buffers:
 
 
 def stored_bytes(rows: int, dim: int, encoding: str) -> int:
-    """As native/src/objects/rows.h says: pieces of 64 rows, of whole lines."""
+    """Bytes by native/src/objects/rows.h: pieces of 64 rows, of whole lines."""
     found = 0
     for first in range(0, rows, PIECE_ROWS):
         count = min(PIECE_ROWS, rows - first)
@@ -141,7 +141,7 @@ def test_a_bad_number_makes_a_nan_of_its_row(encoding: str) -> None:
 
 
 def test_fp8_has_no_nan(tmp_path: Path) -> None:
-    """As in pools of K and V: a NaN is 448 there, and what is beyond is."""
+    """Like in pools of K and V: a NaN is 448 there, and so is what lies beyond."""
     rows = torch.tensor([[torch.nan, torch.inf, -torch.inf, 1e9]])
     form, got = RowForm("fp8_e4m3", "float32", 4), torch.zeros_like(rows)
     with ObjectPool.create("anonymous:", layout=KVLayout.objects(SIZE), capacity="8MiB") as pool:

@@ -154,7 +154,7 @@ from site import addsitedir
 addsitedir(sys.argv[1])
 sys.path.append(sys.argv[2])
 import cxlkv, cxlkv.kernels, numpy
-checked = PathFinder.find_spec("cxlkv")  # as type checkers look for it, who do not run the finder
+checked = PathFinder.find_spec("cxlkv")  # as type checkers look for it: they do not run the finder
 print(json.dumps({
     "imported": [one.__file__ for one in (cxlkv, cxlkv.kernels, numpy)],
     "checked": checked and checked.origin,

@@ -123,7 +123,9 @@ def starts_of(counts: npt.ArrayLike) -> Ids:
 
 
 def page_ids(pool: CXLPool, sequence: Sequence, layer: int) -> npt.NDArray[np.uint32]:
-    """Of the complete pages of a layer that are still there; part 0 has the window, if any has."""
+    """Ids of the complete pages of a layer that are still there; part 0 has the window, if any
+    has.
+    """
     record_layers = pool.pages.geometry["record_layers"]
     part = layer_places(pool.layout, record_layers)[layer][0]
     every, count = sequence.pages, sequence.tokens(0) // PAGE
@@ -225,7 +227,7 @@ def check_fetched(
 
 
 def test_a_cache_of_torch(make_pool: MakePool, rng: np.random.Generator) -> None:
-    """As vLLM has it on the CPU: [blocks, kv_heads, 2 * block_tokens, head_dim], in two chunks."""
+    """vLLM's layout on the CPU: [blocks, kv_heads, 2 * block_tokens, head_dim], in two chunks."""
     torch = pytest.importorskip("torch")
     pool = make_pool(layout=layout_of("bfloat16"), threads=2)
     there = torch.randn(6, 2, 2 * 2 * PAGE, 8).to(torch.bfloat16)

@@ -54,7 +54,7 @@ def publish(pool: CXLPool) -> PageKeys:
 
 
 def left(path: Path) -> list[int]:
-    """Of the first layer's keys and so on: those tokens that the file has."""
+    """Tokens that the file still has of the first layer's keys and so on."""
     data = np.frombuffer(path.read_bytes(), np.uint64)
     data = np.unique(data[data != 0])
     return (np.flatnonzero(np.isin(FIRSTS, data)) % TOKENS).tolist()

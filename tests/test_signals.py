@@ -184,7 +184,7 @@ def giving(world: World) -> dict[str, Case]:
 
 
 def opening(world: World) -> dict[str, Case]:
-    """Calls that make and end what is there once, or has a file: who has it closes it."""
+    """Calls that make and end what is there once, or has a file: its owner closes it."""
     pool = world.pool
     slot: list[object] = []
 

@@ -62,7 +62,7 @@ def negated(*shape: int) -> Tensor:
 
 
 class Wrapper(Tensor):
-    """As torchao's and DTensor are."""
+    """A wrapper like torchao's and DTensor."""
 
     @classmethod
     def __torch_dispatch__(cls, *args: object, **kwargs: object) -> object:

@@ -122,7 +122,7 @@ class Walker(TextWalk):
         self.finish()
 
     def check(self, sequence: Sequence, ids: list[int]) -> None:
-        """Of a layer with a window, what the next token sees."""
+        """Check what the next token sees in a layer with a window."""
         if self.pool.layout != WITH_WINDOW:
             verify(sequence, ids)
             return

@@ -304,7 +304,7 @@ def imports_the_core(tree: ast.AST) -> bool:
 
 
 def reads_a_handle(tree: ast.AST) -> bool:
-    """Of another object than itself."""
+    """True if it reads the handle of another object than itself."""
     return any(
         node.attr == "_handle"
         and not (isinstance(node.value, ast.Name) and node.value.id == "self")

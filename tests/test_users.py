@@ -290,7 +290,7 @@ def name_of_state(path: Path, victim: int, host: int | None) -> Path:
 def test_only_a_file_of_the_owner_with_one_name_is_a_state(
     place: Path, victim: int, host: int | None
 ) -> None:
-    """As when its owner moved a folder there, or root was careless."""
+    """Its owner may have moved a folder there, or root was careless."""
     path = make(place, victim, host)
     state = name_of_state(path, victim, host)
     other = owned_file(place / "other", victim)

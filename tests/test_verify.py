@@ -1,4 +1,4 @@
-"""Verifying chosen pages for who reads them by their addresses: each once, and again when freed."""
+"""Verifying chosen pages for readers by address: each once, and again when freed."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LAYOUT = ("--layout={layers: 2, kv_heads: 2, head_dim: 64}", "--capacity=16MiB")
 
 
 def pyenv_of(python: str) -> str:
-    """Of pyenv the newest "python3.12", as its own command of that name may refuse to run."""
+    """pyenv's newest "python3.12", as its own command of that name may refuse to run."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = sorted(versions.glob(f"{python.removeprefix('python')}.*/bin/python"))
     return str(found[-1]) if found else python

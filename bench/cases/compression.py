@@ -67,7 +67,7 @@ def named_sources(size: Size) -> dict[str, Layers]:
 
 
 def records_of(layers: Layers, dtype: str, size: Size) -> tuple[Bytes, RecordShape]:
-    """As a pool gives them to other tiers."""
+    """Records as a pool gives them to other tiers."""
     tokens, heads, channels = layers[0][0].shape
     layout = KVLayout(
         layers=len(layers),

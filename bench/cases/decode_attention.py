@@ -33,8 +33,9 @@ from cxlkv.bench.tables import medians, pivot
 from cxlkv.ndp.engine import Budget
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of queries [requests, kv_heads, group, dim] to keys and values [requests, kv_heads, tokens, dim]:
-the group is the length of the query, as torch is many times slower with a query head a row."""
+"""Attend from queries [requests, kv_heads, group, dim] to keys and values [requests, kv_heads,
+tokens, dim]: the group is the length of the query, as torch is many times slower with a query head
+a row."""
 METHODS = ("exact", "two_stage", "auto")
 SHARES = (0.15, 0.05)
 MODELS = {

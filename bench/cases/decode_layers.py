@@ -44,12 +44,14 @@ class Decoding(Shape):
 
     @property
     def key_bytes(self) -> int:
-        """Of one layer."""
+        """Bytes of one layer's keys."""
         return self.sequences * self.tokens * self.layout.token_bytes // self.layers // 2
 
     @property
     def products(self) -> int:
-        """Of one layer's queries and keys; of weights and values as many."""
+        """Multiplications of one layer's queries and keys; those of weights and values are as
+        many.
+        """
         return self.sequences * self.tokens * self.kv_heads * self.group * self.head_dim
 
 
@@ -108,7 +110,7 @@ class Layers:
         return took
 
     def read_share(self, budget: Budget, method: str) -> float:
-        """Of all bytes of K and V, what a layer's step reads to choose, and to attend."""
+        """Share of all bytes of K and V that a layer's step reads to choose and to attend."""
         found = self._decoded(0, budget, method)
         self._take_back()
         return (found.bytes_scored + found.bytes_read) / (2 * self.shape.key_bytes)

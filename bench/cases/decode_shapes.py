@@ -33,7 +33,7 @@ from cxlkv.ndp.engine import Budget
 METHODS = ("exact", "two_stage", "auto")
 RATIOS = ("exact_to_bound", "attend_to_bound", "two_stage_to_exact", "auto_to_best")
 LARGE_BYTES = 8 << 20
-"""Of keys in a layer: smaller ones are told apart, as there what a call costs is seen."""
+"""Bytes of keys in a layer: below, a call's own cost shows, so these stand apart."""
 
 
 @dataclass(frozen=True)

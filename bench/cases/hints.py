@@ -80,8 +80,9 @@ QUICK = Size(texts=("handbook",), prefix=2000, steps=8)
 
 @dataclass
 class Found:
-    """Of a budget: shares of the pages found, and pages named for one that is chosen, by way:
-    [layers], sums over heads and steps; NaN where a layer has none before it."""
+    """What a budget finds, by way: shares of the pages, and pages named for each one chosen:
+    [layers], sums over heads and steps; NaN where a layer has none before it.
+    """
 
     share: float
     layers: int
@@ -99,7 +100,7 @@ class Found:
             kept.setdefault(way, np.zeros(self.layers))[layer] += count
 
     def add_chance(self, layer: int, wanted: Pages) -> None:
-        """As many pages drawn from all: what they find on average."""
+        """What as many pages, drawn from all, find on average."""
         for kept, count in (
             (self.found, (wanted.sum(1) ** 2 / wanted.shape[1]).sum()),
             (self.named, wanted.sum()),
@@ -292,7 +293,7 @@ class Reader:
 
 
 def ms_of(link: Link, kind: str) -> float:
-    """Of all operations of a kind, one behind the other."""
+    """Milliseconds of all operations of a kind, one behind the other."""
     latency_s = link.operations[kind] * link.profile.latency_ns / 1e9
     return 1e3 * (latency_s + link.bytes[kind] / (1e9 * link.profile.read_gb_per_s))
 

@@ -86,7 +86,7 @@ def weigh(result: Result, name: str, shape: Shape, encoding: str, pairs: int) ->
 
 
 def in_pairs(call: Callable[[bool], None], pairs: int) -> tuple[list[float], list[float]]:
-    """Seconds of call(True) and call(False), one after the other; who is first changes each time.
+    """Seconds of call(True) and call(False), in turn; the first one changes each time.
 
     Single calls: a difference of some microseconds is less than what the machine changes by within
     a round of many.

@@ -19,9 +19,9 @@ from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 
 HOST_SHARE = 0.5
-"""Of the device's time: the host must take less, else its own time is measured."""
+"""Share of the device's time: the host must take less, else its own time is measured."""
 LATE_MOST = 0.25
-"""Of the calls: a neighbour's noise makes some late, and leaves the median as it is."""
+"""Share of the calls: a neighbour's noise makes some late, and leaves the median as it is."""
 LATENCY_SLOW = 1024.0
 """At least, for latency: what the clock and waking up cost, some 10 us, must be small beside it."""
 
@@ -110,7 +110,7 @@ def _moved(link: Link, name: str, call: Callable[[], object]) -> int:
 
 
 def _latency(result: Result, link: Link, call: Callable[[], object], size: Size) -> None:
-    """Of a fetch of one page, less what its bytes take at the link's bandwidth."""
+    """Seconds to fetch one page, less what its bytes take at the link's bandwidth."""
     result.notes.append(f"link: latency by {link.label}")
     moved = _moved(link, "fetch", call)
     late = link.late_operations

@@ -87,7 +87,7 @@ def run(result: Result, size: Size = Size(), where: str | None = None) -> None:
 # ---- latency ----
 
 Sampler = Callable[[float], tuple[float, float]]
-"""Of seconds: nanoseconds a load, and GB/s of the other threads."""
+"""Sample for so many seconds: nanoseconds a load, and GB/s of the other threads."""
 
 
 def latency(

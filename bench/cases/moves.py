@@ -93,7 +93,7 @@ def _measure_moves(result: Result, pool: CXLPool, path: Path, size: Size, checks
 
 
 def _offsets(mapped: Mapped, units: Units, layers: int) -> npt.NDArray[np.uint64]:
-    """Of the runs of K and of V of each unit, one unit behind the other."""
+    """Offsets of the runs of K and V of each unit, one unit behind the other."""
     found = np.zeros((len(units), 2), np.uint64)
     pages, rows = np.divmod(units, layers)
     for layer in range(layers):

@@ -146,7 +146,7 @@ def forms(stage: Stage) -> dict[str, Callable[[], object]]:
 
 
 def other_bytes(stage: Stage) -> dict[str, int]:
-    """Of the forms that do not read the keys once."""
+    """Bytes read by the forms that do not read the keys once."""
     staged = {m: stage.select(stage.small, m).bytes_scored for m in ("two_stage", "digest")}
     return {**staged, **dict.fromkeys(("attend", "torch_sdpa"), 2 * stage.key_bytes)}
 
@@ -190,7 +190,7 @@ def check(result: Result, stage: Stage, count: int) -> None:
 
 
 def ratios(result: Result, stage: Stage, count: int) -> None:
-    """Of medians; what has several forms counts with its fastest."""
+    """Ratios of medians; a stage with several forms counts with its fastest."""
 
     def fastest(*names: str) -> float:
         return min(result.metrics[f"{name}_{count}t"].median for name in names)

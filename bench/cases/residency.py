@@ -77,7 +77,7 @@ class Watcher:
         self._kinds = kinds
 
     def share(self, first: int = 0) -> float:
-        """Of the reads from the first-th (step, layer) on, those of units that were near."""
+        """Share of the reads from the first-th (step, layer) on that hit local units."""
         return sum(self.near[first:]) / sum(map(len, self.reads[first:]))
 
     def saw(self, batch: Batch, layer: int, picked: Selection) -> None:

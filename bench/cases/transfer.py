@@ -46,7 +46,7 @@ class Mapped:
         return places.keys, places.values
 
     def pieces(self, ids: PageIds, layer: int) -> list[npt.NDArray[np.uint64]]:
-        """Of all pieces of K and of V of these pages, in the order in which fetch() writes them."""
+        """All pieces of K and V of these pages, in the order in which fetch() writes them."""
         heads = np.arange(self.heads)[:, None] * self.piece_bytes
         return [(heads + run).ravel().astype(np.uint64) for run in self.runs(ids, layer)]
 

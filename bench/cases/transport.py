@@ -59,7 +59,7 @@ class Size:
 
     @property
     def capacity(self) -> int:
-        """Of the far pool: what is pushed in each round, and some more."""
+        """Bytes of the far pool: each round's pushes, and some more."""
         text = self.pages * self.page_tokens * self.layout.token_bytes
         return int(text * (self.rounds + 4) * 1.3) + (16 << 20)
 
@@ -199,7 +199,7 @@ def short_acts(remote: Remote, hit: RemoteHit, size: Size) -> dict[str, Timed]:
 def bare_acts(
     path: Path, address: str, remote: Remote, size: Size, stack: contextlib.ExitStack
 ) -> dict[str, Timed]:
-    """As many bytes, in one piece."""
+    """The same bytes in one piece."""
     count = size.pages * record_bytes(remote)
     out: Bytes = np.zeros(count, np.uint8)
     source: Bytes = np.ones(count, np.uint8)

@@ -130,8 +130,9 @@ def costs(
     append: float = 0.0,
     advance: Callable[[], None] = lambda: None,
 ) -> Costs:
-    """Of each method at each share of the pages; methods take turns. append: seconds that the
-    context took. advance: called ROUNDS + 1 times."""
+    """Costs of each method at each share of the pages; methods take turns. append: seconds that
+    the context took. advance: called ROUNDS + 1 times.
+    """
     cache, rest = _watch(reader, context), []
     for _ in range(ROUNDS):
         begin, cache.attending = time.perf_counter(), 0.0

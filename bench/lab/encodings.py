@@ -37,7 +37,7 @@ ATTENTION = "cxlkv_lab_codes"
 ROWS_MAX = 256
 """Logits are compared for so many tokens at a time."""
 ERRORS = (0.0, 0.02, 0.03, 0.05, 0.1, 0.2)
-"""Of attention, as `Budget.error` has them."""
+"""Errors of attention, as `Budget.error` has them."""
 FP8_TOKENS = 64
 """A scale by head is that of a text's first so many tokens."""
 FP8_ROOM = 2
@@ -110,8 +110,9 @@ class Encoding:
     error: float | None = None
 
     def bits(self, dim: int, layers: int) -> float:
-        """Of a channel, mean of keys and values; layers that are kept have 16. Of a long text: the
-        newest and the first tokens do not count."""
+        """Bits a channel, mean of keys and values; layers kept as they are have 16. As in a long
+        text, where the newest and the first tokens do not count.
+        """
         coded = (KINDS[self.k].bits(dim) + KINDS[self.v].bits(dim)) / 2
         kept = min(1, 2 * self.dense / layers)
         return 16 * kept + coded * (1 - kept)

@@ -46,20 +46,20 @@ class Row:
 
     @property
     def bits_read(self) -> float:
-        """Of a channel, mean of keys and values, with scales."""
+        """Bits read a channel, mean of keys and values, with scales."""
         if not self.is_read_in_part:
             return self.bits
         return self.bits - 8 + float(np.mean(self.read[0]))
 
     @property
     def error(self) -> Samples:
-        """Of outputs, relative to the values' length: root mean square."""
+        """Root mean square error of outputs, relative to the values' length."""
         return np.asarray(np.sqrt(self.read[1]), np.float64)
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Of the texts that have been read. full: full attention's loss, nats a token."""
+    """Results of the texts read so far. full: full attention's loss, nats a token."""
 
     plan: CodesPlan
     texts: Sequence[str]
@@ -69,7 +69,9 @@ class Findings:
 
 
 def find(folder: Path, plan: CodesPlan, model: Path) -> Findings:
-    """Of a folder's texts, those that are there; BadArgumentError where there are none."""
+    """Findings of a folder's texts, as far as they are there; BadArgumentError where there are
+    none.
+    """
     config = inputs.read_config(model).get_text_config(decoder=True)
     layers = int(config.num_hidden_layers)
     dim = int(getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads)

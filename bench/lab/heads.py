@@ -155,8 +155,10 @@ def mass_of(chosen: Selection, true: Kept) -> Kept:
 
 
 def beside_best(chosen: Pages, true: Kept, form: Form) -> tuple[Kept, Kept]:
-    """Of kv heads, the mass of the pages that hold most, of [kv_heads, pages], in lists as long as
-    the chosen ones, and the share of them that is chosen; forced pages are in the mass alone."""
+    """For each kv head: the mass of the pages that hold most, of [kv_heads, pages], in lists as
+    long as the chosen ones, and the share of them that is chosen; forced pages are in the mass
+    alone.
+    """
     mass, recall = [], []
     for pages, masses in zip(chosen, true, strict=True):
         first, last = form.sinks, len(masses) - form.recent

@@ -25,7 +25,7 @@ from cxlkv.ndp import choosers, scorers
 from cxlkv.ndp.engine import METHODS
 
 BYTES = (0.1, 0.2, 0.3, 0.5)
-"""Of all K and V: what all methods are compared at."""
+"""Shares of all K and V at which all methods are compared."""
 DIVERGENCES = (0.05, 0.02)
 DIVERGENCE_LEAST = 1e-6  # nats; its log is drawn
 
@@ -37,7 +37,7 @@ def that_choose(layout: KVLayout) -> KVLayout:
 
 
 def kept_shares(found: Findings, layout: KVLayout) -> dict[str, float]:
-    """Of the bytes of K and V, those that a scorer or chooser keeps beside them."""
+    """Share of the bytes of K and V that a scorer or chooser keeps beside them."""
     shape = scorers.Shape(layout.page_tokens, layout.head_dim)
     page = layout.token_bytes // (layout.layers * layout.kv_heads) * layout.page_tokens
     methods = {row.form.method for row in found.rows} - {*METHODS, *CONTROLS, "full"}
@@ -53,8 +53,9 @@ def kept_shares(found: Findings, layout: KVLayout) -> dict[str, float]:
 
 
 def kept_bytes(found: Findings, layout: KVLayout, tokens: int) -> dict[str, float]:
-    """Of each method, what it keeps beside K and V, a token in all layers that choose; tokens: of a
-    context, of which an index is made."""
+    """Bytes a token, in all layers that choose, that each method keeps beside K and V; tokens: of
+    a context, of which an index is made.
+    """
     kept = {name: share * layout.token_bytes for name, share in kept_shares(found, layout).items()}
     records = [sizes.plan(layout, 1 << 30, sketch=sketch).geometry for sketch in (True, False)]
     with_sketches, without = (each["record_bytes"] / each["record_layers"] for each in records)

@@ -67,7 +67,7 @@ def kept_bytes(name: str, layout: KVLayout, tokens: int) -> float:
 
 
 def own_keys(sequence: Tokens, layer: int, first: int, layout: KVLayout) -> Floats:
-    """Of the pages from `first` on, float32 [kv_heads, pages, page_tokens, dim]."""
+    """Keys of the pages from `first` on, float32 [kv_heads, pages, page_tokens, dim]."""
     last = sequence.page_count(layer)
     keys, _ = sequence.fetch(layer, same_pages(range(first, last), layout.kv_heads))
     return np.asarray(keys).reshape(layout.kv_heads, -1, *keys.shape[-2:]).astype(np.float32)
@@ -110,7 +110,7 @@ def _faiss() -> ModuleType:
 
 
 def lists_of(tokens: int) -> int:
-    """As many as faiss's own guide has it: four times the square root."""
+    """Number of lists by faiss's own guide: four times the square root."""
     return max(1, round(4 * math.sqrt(tokens)))
 
 
@@ -127,7 +127,7 @@ class Faiss:
         module.omp_set_num_threads(1)
 
     def index(self, keys: Floats) -> tuple[InvertedFile, Whole]:
-        """Of keys [tokens, dim], and how long its lists are."""
+        """Index of keys [tokens, dim], and the length of its lists."""
         count, dim = lists_of(len(keys)), keys.shape[1]
         metric = self.module.METRIC_INNER_PRODUCT
         made = self.module.IndexIVFFlat(self.module.IndexFlatIP(dim), dim, count, metric)
@@ -177,7 +177,7 @@ class Faiss:
 
 
 def key_bytes(layout: KVLayout) -> int:
-    """Of one key in the pool."""
+    """Bytes of one key in the pool."""
     return layout.token_bytes // (layout.layers * layout.kv_heads * 2)
 
 
@@ -224,7 +224,7 @@ class UCM:
         self.made: set[int] = set()
 
     def means_of(self, keys: Floats) -> Floats:
-        """Of keys [kv_heads, pages, page_tokens, dim]: [pages, kv_heads * dim]."""
+        """Means of keys [kv_heads, pages, page_tokens, dim]: [pages, kv_heads * dim]."""
         found: Floats = keys.mean(2).transpose(1, 0, 2).reshape(keys.shape[1], -1)
         return found
 

@@ -51,7 +51,7 @@ class Reading:
 
 @dataclass
 class Readings:
-    """Of the texts so far: dense prefill, and each mass."""
+    """Results of the texts so far: dense prefill, and each mass."""
 
     texts: list[str] = field(default_factory=list)
     prefixes: list[int] = field(default_factory=list)

@@ -30,7 +30,7 @@ Figures = npt.NDArray[np.float32]
 ROWS_MAX = 64
 """Full attention's logits are made for so many tokens at a time."""
 QUERIES = 64
-"""Of the text that methods learn from, those of its last tokens."""
+"""Queries of the last tokens of the text that methods learn from."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Reader:
 
     @torch.inference_mode()
     def last_queries(self, context: Tokens, tokens: Tensor) -> Figures:
-        """Of the last QUERIES tokens of a context: [layers, rows, q_heads, dim]."""
+        """Queries of the last QUERIES tokens of a context: [layers, rows, q_heads, dim]."""
         fork = context.fork()
         try:
             fork.truncate(len(tokens) - QUERIES)

@@ -20,10 +20,10 @@ from cxlkv.ndp import choosers
 from cxlkv.ndp.engine import STAGED_TOKENS
 
 ORACLE_MASS_LEAST = 0.99
-"""Of the attention that the best pages hold, by arithmetic apart from the pool, in the worst text,
+"""Share of the best pages' attention, by arithmetic apart from the pool, in the worst text,
 layer and kv head."""
 ERROR_MOST = {"float32": 1e-4, "float16": 0.004, "bfloat16": 0.03}
-"""Of the pool's output over all pages, relative: a layer's mean over steps and heads, the worst."""
+"""The pool's relative error over all pages: a layer's mean over steps and heads, the worst."""
 HEADS = (
     *("form", "loss", "below", "KL", "agrees", "copies", "below", "right", "p", "mass", "worst"),
     *("error", "recall", "scored", "fetched"),
@@ -84,7 +84,7 @@ class Findings:
     stale: int
     """Pages, by layer and kv head, that do not hold what transformers made."""
     step_bytes: float
-    """Of all keys and values that a step sees in layers without a window, on average."""
+    """Bytes of keys and values that a step sees in layers without a window, on average."""
 
 
 def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
@@ -189,14 +189,15 @@ def kept(texts: Sequence[Arrays], name: str, at: int, worst_is_low: bool) -> tup
 
 
 def among_kept(texts: Sequence[Arrays], at: int) -> tuple[float, float]:
-    """Of its selects, those that chose among pages of an earlier step: mean, and worst text."""
+    """Share of selects that chose among an earlier step's pages: mean, and worst text."""
     shares = [float(unit["kept"][at]) for unit in texts]
     return float(np.mean(shares)), min(shares)
 
 
 def attained(texts: Sequence[Arrays], at: int) -> tuple[float, float]:
-    """Of the mass that the best pages hold, what a form's lists hold, over its steps: the least and
-    the most of any text, layer and kv head."""
+    """Mass that a form's lists hold over the mass of the best pages, over its steps: the least and
+    the most of any text, layer and kv head.
+    """
     shares = []
     for unit in texts:
         best = unit["attainable"][:, at]
@@ -319,8 +320,10 @@ def result_of(found: Findings) -> Result:
 
 
 def keep_no_more_than_the_oracle(kept: Sequence[tuple[Form, float]]) -> bool:
-    """Of forms and the mass that they keep: those with as many pages. A chooser's list is of so
-    many tokens, in more pages than the oracle has, and is held against the best of as many."""
+    """Forms and the mass that they keep, where they have as many pages as the oracle. A chooser
+    lists so many tokens, in more pages than the oracle has, and is held against the best of as
+    many.
+    """
     oracles = {form.share: mass for form, mass in kept if form.method == "oracle"}
     return all(
         mass <= oracles.get(form.share, 1.0) + 0.001

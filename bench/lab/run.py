@@ -34,7 +34,7 @@ from cxlkv.pool import CXLPool
 
 PLAN = "plan.json"
 FORMAT = 2
-"""Of the units' files: another number when what they hold, or what it means, changes."""
+"""Format of the units' files: changes with what they hold, or what it means."""
 
 
 def run(folder: Path, model: Path, plan: Plan, console: Console) -> list[str]:
@@ -121,7 +121,7 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def sources_of(plan: Plan) -> dict[str, str]:
-    """Of methods that are scorers or choosers, digests of the modules that their classes are of."""
+    """Digests of the modules that define the classes of scorers and choosers among the methods."""
     found = {}
     for name in plan.timed:
         if name not in (*METHODS, *peers.NAMES):

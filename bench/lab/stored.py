@@ -13,7 +13,7 @@ from cxlkv.pool import CXLPool
 
 PAGE_TOKENS = 16
 SCALE_BITS = 16
-"""Of a row of codes."""
+"""Bits of the scale of a row of codes."""
 
 
 class Read(NamedTuple):

@@ -51,7 +51,7 @@ REFERENCES = ("oracle", "newest", "random")
 READ_STEPS, ITEM_STEPS = 40, 14
 """What reading a context and answering an item take, in steps of all forms, about."""
 METHOD_TEXTS, METHOD_STEPS = 6, 64
-"""Of a run of methods: texts, and as many contexts of tasks; steps behind each text's prefix."""
+"""A run of methods: texts, and as many contexts of tasks; steps behind each text's prefix."""
 CUE_TOKENS = 8
 """So many tokens of a passage are read before the model can know that it comes again."""
 
@@ -154,7 +154,7 @@ class Plan:
         )
 
     def only(self, patterns: Sequence[str]) -> Plan:
-        """Of the forms and variants those whose names are like a pattern (fnmatch), and all pages.
+        """Forms and variants whose names match a pattern (fnmatch), and all pages.
 
         Raises BadArgumentError for a pattern that no name is like.
         """

@@ -12,14 +12,14 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from cxlkv.demo.full_attention import keys_and_values
 
 WEIGHT_DEVIATION = 0.05
-"""Of Llama's usual 0.02, attention is nearly even and hardly moves the next word, so that wrong
+"""With Llama's usual 0.02, attention is nearly even and hardly moves the next word, so that wrong
 keys and values could not be told from right ones. With this some 1,600 of 65,536 tokens count."""
 SEED = 24
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama with as many kv heads as query heads."""
+    """Shape of a Llama with as many kv heads as query heads."""
 
     layers: int
     hidden: int

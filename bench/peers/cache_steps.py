@@ -154,7 +154,7 @@ def peer_of(
 
 
 def weigh(result: Result, ways: dict[str, Way], points: Points) -> None:
-    """Quality; who fails is out of `ways`, and a note says why."""
+    """Quality; a way that fails leaves `ways`, and a note says why."""
     for name, way in list(ways.items()):
         losses, divergences, agreed = [], [], []
         try:

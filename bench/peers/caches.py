@@ -93,7 +93,7 @@ class Steps:
 
     @torch.inference_mode()
     def seconds(self, form: str) -> list[float]:
-        """Of steps behind the timed text, which gets longer by them."""
+        """Seconds of the steps behind the timed text, which grows by them."""
         ids = torch.tensor(self.given.texts[0])
         if form not in self.timed:
             cache = self.make(form, self.stored, len(ids))

@@ -88,7 +88,7 @@ class Rival:
         return (perf_counter() - began) / given.shape.layers
 
     def error(self, wanted: Numbers) -> float:
-        """Of what it found, root mean square over that of what it should have."""
+        """Root mean square of the error over that of the right result."""
         return float(np.sqrt(((self.found() - wanted) ** 2).mean() / (wanted**2).mean()))
 
 
@@ -180,7 +180,7 @@ TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8}
 """ggml_type."""
 F32 = 0
 OVERHEAD_BYTES = 1 << 20
-"""Of a copy: two graphs, and what its tensors are called."""
+"""Bytes of a copy beside its tensors: two graphs, and names."""
 LIBRARIES = "lib/python*/site-packages/llama_cpp/lib/libggml-cpu.so"
 
 

@@ -27,7 +27,7 @@ TYPES = {
     "q8_0": (llama_cpp.GGML_TYPE_Q8_0, llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED),
     "q4_0": (llama_cpp.GGML_TYPE_Q4_0, llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED),
 }
-"""Of K and V, and whether attention is fused: it must be for V in blocks, and is slower for f16."""
+"""Types of K and V, and whether attention is fused: for V in blocks it must be; f16 gets slower."""
 BATCH_TOKENS = 512
 
 

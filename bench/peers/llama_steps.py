@@ -37,14 +37,14 @@ from cxlkv.sequence import Batch
 
 PEER = "llama"
 TYPES = ("f16", "q8_0", "q4_0")
-"""Of the peer's cache: bench/peers/llama.py."""
+"""Types of the peer's cache: bench/peers/llama.py."""
 OURS: dict[str, str | None] = {"full": None, "5_exact": "exact", "5_two_stage": "two_stage"}
 """Methods; None attends to all pages."""
 SHARE = 0.05
 ROW = np.array([0, 1], np.int32)
 """One sequence, one token."""
 TOLERANCE = 2**-7
-"""Of attention to all pages against torch's in float32, by the largest value: outputs are bf16."""
+"""Largest difference of attention to all pages from torch's in float32: outputs are bf16."""
 
 
 @dataclass(frozen=True)

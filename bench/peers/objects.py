@@ -73,7 +73,7 @@ class Door:
         return seconds, len(units) * UNIT_BYTES
 
     def lease(self, calls: list[list[int]]) -> float:
-        """Of taking and of giving back; copying what was leased is not measured."""
+        """Seconds to take and to give back; copying leased objects is not measured."""
         seconds, size = 0.0, self.given.object_bytes
         for call in calls:
             names = [self.names[index] for index in call]

@@ -65,7 +65,7 @@ class Row:
 
 @dataclass
 class SideBySide(Result):
-    """A result file that also has the versions, who is missing and why, and the rows."""
+    """A result file that also has the versions, the missing peers and why, and the rows."""
 
     versions: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)

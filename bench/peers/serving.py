@@ -70,7 +70,7 @@ class Objects:
 
 
 class Peer(ABC):
-    """Who is asked. forms: the ways in which it does something, and which cases each can do."""
+    """A peer. forms: the ways in which it does something, and which cases each can do."""
 
     version: str
     forms: ClassVar[dict[str, tuple[str, ...]]]
@@ -118,7 +118,7 @@ class Store(Peer):
 
 
 def must(held: bool, text: str) -> None:
-    """Of what another project's call said: RuntimeError with this text when it did not do it."""
+    """Raise RuntimeError with this text unless another project's call succeeded."""
     if not held:
         raise RuntimeError(text[:200])
 
@@ -142,7 +142,7 @@ def confine(threads: int) -> None:
 
 
 class Team:
-    """As many threads as a form may use; one is the caller's own."""
+    """The threads that a form may use; one is the caller's own."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None

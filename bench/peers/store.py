@@ -17,7 +17,7 @@ from cxlkv.bench.registry import Options, Say, Shown
 PEERS = ("mooncake", "lmcache")
 NAMES = ("objects", "ours", "plain", *PEERS)
 FORMS = ("no_crc", "crc")
-"""Of ours, of which there are ratios; the bounds are of the first one."""
+"""Our forms that have ratios; the bounds are the first one's."""
 BESIDE = {
     "memcpy": ("plain", "memcpy"),
     "mooncake": ("mooncake", "batch"),
@@ -25,7 +25,7 @@ BESIDE = {
 }
 """What ratios are to: (peer, form)."""
 BOUNDS = {"memcpy": 0.9, "mooncake": 1.5, "dax_backend": 3.0}
-"""Of ratios of put and get, at least."""
+"""Least ratios of put and get."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ def run(
 
 
 def row_of(result: SideBySide, beside: Row, peer: str, form: str) -> Row | None:
-    """Of the same case, size of objects and threads; None: who has it is missing, or cannot."""
+    """Row of the same case, object size and threads; None: the peer is missing, or cannot."""
     wanted = replace(beside, peer=peer, form=form).metric
     return next((row for row in result.rows if row.metric == wanted), None)
 
 
 def table(result: SideBySide) -> Table:
-    """Medians of our forms and of what they are beside. Empty: who has it is missing, or cannot."""
+    """Medians of our forms and of their peers'. Empty: the peer is missing, or cannot."""
     shown = {**{form: ("objects", form) for form in (*FORMS, "single")}, "pages": ("ours", "pages")}
     shown |= BESIDE
     made = Table(title="cxlkv bench store, GB/s; lease: us an object")

@@ -89,7 +89,7 @@ class Conversation:
         return self._answer()
 
     def seconds(self, request: Mapping[str, object], wanted_bytes: int) -> float:
-        """Of a run: what it took; ContenderError when it moved more or less."""
+        """Seconds of a run; ContenderError when it moved more or fewer bytes."""
         answer = self.ask(request)
         seconds, moved = answer.get("seconds"), answer.get("bytes")
         if moved != wanted_bytes:

@@ -16,7 +16,7 @@ NEVER = 1 << 62
 
 
 def leading(lengths: Iterable[int], there: Sequence[bool]) -> int:
-    """Of prompts of so many pages each, the pages that were there with all before them."""
+    """For prompts of so many pages each: pages that are there with all before them."""
     start = hits = 0
     for length in lengths:
         hits += sum(takewhile(bool, there[start : start + length]))

@@ -18,7 +18,7 @@ NAME_TOKENS = 512
 """That a name of a trace stands for."""
 BLOCKS = (16, 128)
 SHARES = {"unlimited": None, "a quarter": 0.25}
-"""Of the pages of all texts, that the pool has."""
+"""Shares of all texts' pages that fit into the pool."""
 
 
 def command(options: Options, say: Say) -> Shown:
@@ -62,7 +62,7 @@ def run(result: Result, requests: Sequence[Request], say: Say = lambda name: Non
 
 
 def parents(requests: Sequence[Request]) -> list[int]:
-    """Of each request the one whose text it goes on, or -1."""
+    """For each request: the one whose text it continues, or -1."""
     if not any(request.tokens for request in requests):
         raise BadArgumentError("tails needs a trace of a file, with input_length, output_length")
     found: list[int] = []

@@ -13,7 +13,7 @@ import numpy as np
 from cxlkv.errors import BadArgumentError
 
 PAGES_MAX = 1 << 20
-"""Of one request: more is a broken line, not a prompt."""
+"""Pages of one request: more is a broken line, not a prompt."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def agents(seed: int, requests: int = 12_000) -> list[Request]:
 
 
 class Family(Protocol):
-    """Of a seed, and how many requests."""
+    """Traces that differ in their seed and number of requests."""
 
     def __call__(self, seed: int, requests: int = ...) -> list[Request]: ...
 

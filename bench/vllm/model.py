@@ -12,12 +12,12 @@ import sys
 from dataclasses import dataclass
 
 STD = 0.12
-"""Of weights: large enough that each token's K and V can be seen in the logits."""
+"""Deviation of weights: large enough that each token's K and V can be seen in the logits."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Of Llama's architecture; max_tokens: of the longest text."""
+    """A model of Llama's architecture; max_tokens: length of the longest text."""
 
     layers: int = 8
     hidden: int = 512

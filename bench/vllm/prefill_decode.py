@@ -22,7 +22,7 @@ from cxlkv.bench.vllm.trained import prepared
 from cxlkv.errors import UnsupportedError
 
 ALONE, PREFILL, SHARED, PULLED = NAMES = ("alone", "prefill", "shared", "pulled")
-"""Who computes both; the prompts; who decodes on the pool of these, and on a pool of its own."""
+"""One engine for both; the prompts; the decoders on the pool of these, and on their own."""
 DECODERS = (SHARED, PULLED)
 SERVE = "from cxlkv.ops.cli import main; main()"
 
@@ -139,7 +139,9 @@ def served(pool: Path, secret: Path, stack: contextlib.ExitStack) -> str:
 
 
 def prompts_of(folder: Path, size: Size) -> list[list[list[int]]]:
-    """Of each case a text for each round, which begins a token later than in the case before."""
+    """Texts for each case and round; each case's begin a token later than those of the case
+    before.
+    """
     count = size.decode_rounds + 1
     return [
         beginnings(folder, tokens, count, first=case)

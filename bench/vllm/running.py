@@ -50,14 +50,14 @@ BOUNDS = {
     "ttft_engine_attention_miss_to_stock": 1.03,
     "ttft_pool_attention_miss_to_stock": 1.03,
 }
-"""Of ratios of times, at most."""
+"""Largest ratios of times."""
 
 TIE = 0.5
 """Two logits that are so near are as good as one in bf16: between 16 and 32, where the largest ones
 of SmolLM2 are, a step is 0.125, and rounding in 30 layers is another step or two."""
 
 Ways = Mapping[str, tuple[str, dict[str, object] | None]]
-"""Who decodes how: the engine, and our part of a request's kv_transfer_params."""
+"""How an engine decodes, and our part of a request's kv_transfer_params."""
 
 WAYS: Ways = {
     CACHED: (CACHED, None),
@@ -109,7 +109,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Answer(BaseModel):
-    """Of an engine; bench/vllm/engine.py tells what is what."""
+    """What an engine answered; bench/vllm/engine.py explains the fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -131,7 +131,7 @@ class Weighed(BaseModel):
 
 
 class Run:
-    """One run: who is in it, what they said, and what of it is right."""
+    """One run: its engines, their answers, and which of these are right."""
 
     ways: ClassVar[Ways] = WAYS
     chosen: ClassVar[Sequence[str]] = CHOSEN
@@ -180,7 +180,7 @@ class Run:
         cached: int,
         options: Mapping[str, object] | None = None,
     ) -> Answer | None:
-        """None from who is out of the run; an answer of other lengths than asked puts it out."""
+        """None from an engine that is out of the run; an answer of the wrong length puts it out."""
         with self.ring.dropping(name):
             if name not in self.ring.talks:
                 return None
@@ -351,7 +351,7 @@ def same_tokens(answer: Answer, right: Answer) -> float:
 
 
 def differences(answer: Answer, right: Answer) -> Iterator[tuple[int, int]]:
-    """Of each request with other tokens than `right`: its number, and the first of them."""
+    """Requests with other tokens than `right`: their numbers, and the first wrong token of each."""
     for request, (own, stock) in enumerate(zip(answer.tokens, right.tokens, strict=True)):
         if own != stock:
             yield request, next(at for at in range(len(own)) if own[at] != stock[at])

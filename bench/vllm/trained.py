@@ -52,8 +52,8 @@ class Run(running.Run):
 
 
 def prompts_of(folder: Path, size: running.Size) -> list[list[list[int]]]:
-    """Of each case. Texts begin a token later than in the case before, so that nobody has a prefix
-    of an earlier one."""
+    """Texts for each case. They begin a token later than in the case before, so that none has a
+    prefix of an earlier one."""
     return [
         beginnings(folder, tokens, requests, first=case)
         for case, (tokens, requests) in enumerate(size.decode)

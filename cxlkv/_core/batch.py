@@ -438,8 +438,9 @@ def batch_units(batch: Handle, layer: int, picked: Picked, starts: Starts) -> Un
 
 
 class ScorerCode(NamedTuple):
-    """Of a scorer's cxlkv_scorer: bytes of a summary, of it and of its parameters those that are
-    read (0: score() returns how many), and addresses of its two C functions."""
+    """A scorer's cxlkv_scorer: bytes of a summary, bytes read of it and of its parameters (0:
+    score() returns how many), and addresses of its two C functions.
+    """
 
     summary_bytes: int
     read_bytes: int

@@ -81,8 +81,10 @@ class Outside(Protocol):
     def rank(
         self, layer: int, sequences: Sequence[Tokens], queries: Tensor, wanted: int
     ) -> tuple[Ranks, int]:
-        """Of forks of the context and their queries [rows, q_heads, dim]: ranks [rows, kv_heads,
-        pages], the higher the better, of which the best `wanted` matter; bytes that were read."""
+        """Ranks [rows, kv_heads, pages] of pages for forks of the context and their queries [rows,
+        q_heads, dim], the higher the better, of which the best `wanted` matter; and the bytes
+        read.
+        """
         ...
 
     def release(self) -> None: ...

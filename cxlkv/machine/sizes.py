@@ -136,7 +136,7 @@ def _parts(layout: KVLayout, record_layers: int) -> list[int | None]:
 
 
 def parse_tokens(text: str | int) -> int:
-    """Of "1M", "128K", "32k" or "5000": K is 1024, M is 1024 K and G 1024 M, as of contexts."""
+    """Parse "1M", "128K", "32k" or "5000": K is 1024, M is 1024 K and G 1024 M, as for contexts."""
     match = _TOKENS.fullmatch(str(text))
     count = Fraction(match[1]) * _MULTIPLES[match[2].lower()] if match else Fraction(0)
     if count.denominator != 1 or count < 1:

@@ -91,7 +91,7 @@ def check_options(
 
 
 def shares_of(text: str) -> tuple[float, ...]:
-    """Of "2%,5%" or "0.02,0.05"."""
+    """Parse "2%,5%" or "0.02,0.05"."""
     return tuple(
         sorted({parse_share(word, "a --budget, a share of the pages") for word in text.split(",")})
     )

@@ -67,8 +67,9 @@ def _of_version(module: str, package: str | None) -> Finding:
 
 
 def _install(module: str, package: str | None) -> str:
-    """Of vLLM the package that is there, or else that of this machine; with the one for CPUs comes
-    a torchvision that its torch cannot load."""
+    """Command that installs vLLM: the package that is there, or else the one for this machine;
+    with the one for CPUs comes a torchvision that its torch cannot load.
+    """
     if package is None and module == "vllm" and not any(map(os.path.exists, GPU_FILES)):
         package = VLLM_ON_CPUS
     name, range_ = package or module, str(VERSIONS[module]).partition(">")[2]

@@ -77,7 +77,7 @@ class Ask:
 
     @cached_property
     def wanted_bytes(self) -> int:
-        """Of the pool that an engine would make."""
+        """Bytes of the pool that an engine would make."""
         if self.capacity is not None:
             return self.capacity
         place = self.makeable

@@ -73,9 +73,10 @@ os._exit(0)  # an engine's threads may hold up the end
 
 @dataclass(frozen=True)
 class Failure:
-    """Of importing modules. error: in the words of Python. packages: at the top of what was
+    """Why modules do not import. error: in Python's words. packages: at the top of what was
     importing then, the innermost first; none, if the process hung or crashed. missing: a module
-    that is not there, or lacks a name. here: what the working directory gave."""
+    that is not there, or lacks a name. here: what the working directory gave.
+    """
 
     modules: tuple[str, ...]
     error: str

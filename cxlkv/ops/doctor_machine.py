@@ -155,7 +155,7 @@ def _free(ask: Ask, folder: str) -> int | None:
 
 
 def locked(ask: Ask) -> Iterator[Finding]:
-    """As many bytes as the pool has are locked, without taking memory for them."""
+    """Lock as many bytes as the pool has, without taking memory for them."""
     wanted = max(mmap.PAGESIZE, ask.wanted_bytes)
     try:
         code = try_lock(wanted)
@@ -174,7 +174,7 @@ def locked(ask: Ask) -> Iterator[Finding]:
 
 
 def numa(ask: Ask) -> Iterator[Finding]:
-    """Whether numactl, or who else has started this process, keeps its memory on some nodes."""
+    """Whether numactl or another parent keeps this process's memory on some nodes."""
     pattern = r"^[0-9a-f]+ ((?:bind|prefer|interleave|weighted)[^:\n]*):([0-9,-]+) .*(?:heap|stack)"
     policy = re.search(pattern, read(ask.root / "proc/self/numa_maps"), re.M)
     chosen = id_list(policy[2]) if policy else ()

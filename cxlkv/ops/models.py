@@ -56,7 +56,7 @@ _PLAIN: Mapping[str, tuple[str, ...]] = {
 
 
 def layout_of_model(model: str, page_tokens: int = 16, dtype: str | None = None) -> KVLayout:
-    """Of a folder with a config.json, such a file, or a name; dtype None: the model's own.
+    """Layout of a folder with a config.json, such a file, or a name; dtype None: the model's own.
 
     The same layout as adapters.transformers.layout_of(), without torch and without weights. Raises
     PoolMissingError where the model is not found, UnsupportedError for one that no pool stores.
@@ -69,7 +69,7 @@ def layout_of_model(model: str, page_tokens: int = 16, dtype: str | None = None)
 
 
 def layout_of_text(text: str) -> KVLayout:
-    """As --layout says: the file of a pool's configuration, or the keys of `layout` in it."""
+    """Parse --layout: the file of a pool's configuration, or the keys of `layout` in it."""
     from cxlkv.config import read_config, read_layout
 
     return read_config(text)[1] if Path(text).is_file() else read_layout("--layout", text)

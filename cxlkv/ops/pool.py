@@ -133,7 +133,7 @@ def check_named(path: Path) -> None:
 
 
 def layout_of(model: str | None, layout: str | None) -> KVLayout:
-    """Of a model, or as --layout says: exactly one of them."""
+    """Layout of objects, of a model, or of a shape's numbers; None: not set."""
     if (model is None) == (layout is None):
         raise BadArgumentError(
             "whose K and V? For example: --model smollm2 --capacity 1GiB; or --layout, one of the "

@@ -95,8 +95,9 @@ def size(
 
 
 def layout_of_vllm(layout: KVLayout) -> KVLayout | None:
-    """Of the pool in which vLLM keeps prefixes, with its own attention: its blocks, with all tokens
-    of all layers. None: its adapter serves no such layers."""
+    """Layout of the pool in which vLLM keeps prefixes with its own attention: its blocks, with all
+    tokens of all layers. None: its adapter serves no such layers.
+    """
     first, *others = (replace(group, layers=1, window=None) for group in layout.groups)
     if layout.is_encoded or first.values != "own" or any(group != first for group in others):
         return None

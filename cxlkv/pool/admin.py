@@ -167,8 +167,7 @@ class Admin(OfThisProcess):
             require(self._path or "anonymous memory", *_core.pool_memory(self._handle))
 
     def huge_bytes(self) -> int:
-        """Of the pool's memory that this process has touched, what huge pages hold, as the kernel
-        says."""
+        """Bytes that the kernel keeps in huge pages, of memory that this process has touched."""
         return huge_bytes(mapped(*_core.pool_memory(self._handle)))
 
     def huge_looked_at(self) -> tuple[int, int]:

@@ -26,7 +26,7 @@ Find = Callable[[str, str], Found | None]
 
 
 def anchor_of(heading: str) -> str:
-    """As GitHub makes it."""
+    """Anchor of a heading, as GitHub makes it."""
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
     return re.sub(r"[^\w\- ]", "", plain.strip().lower()).replace(" ", "-")
 

@@ -204,7 +204,7 @@ def of_prose(text: str) -> str:
 
 
 class Shown(typing.Protocol):
-    """Of a command or a group, as typer makes it."""
+    """A command or a group, as typer makes it."""
 
     name: str | None
     help: str | None

@@ -26,7 +26,7 @@ def from_bfloat16(number):
 
 @numba.njit(fastmath=FASTMATH)
 def means_of(keys, means):
-    """Of keys [tokens, dim], rounded, to means[:dim]."""
+    """Round the means of keys [tokens, dim] into means[:dim]."""
     tokens, dim = keys.shape
     for d in range(dim):
         total = np.float32(0)
@@ -46,8 +46,9 @@ def product(query, numbers):
 
 @numba.njit(fastmath=FASTMATH)
 def exp_of(number):
-    """Of a float32 of 0 or less, to three units in its last place; some 1e-38 below -87. Unlike
-    the C library's, a loop of it is vectors. (Cephes' polynomial, S. Moshier.)"""
+    """exp of a float32 of 0 or less, to three units in its last place; some 1e-38 below -87.
+    Unlike the C library's, compilers vectorize it. (Cephes' polynomial, S. Moshier.)
+    """
     if number < np.float32(-87):
         number = np.float32(-87)
     power = np.floor(number * np.float32(1.4426950408889634) + np.float32(0.5))
@@ -78,6 +79,6 @@ def log_sum(logits, tokens):
 
 @numba.njit
 def equal_bytes(differing):
-    """Of eight bytes 1 for each that is 0, else 0."""
+    """For each of eight bytes: 1 where it is 0, else 0."""
     nonzero = ((differing & LOW) + LOW) | differing
     return (~nonzero >> np.uint64(7)) & ONES

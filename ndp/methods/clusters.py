@@ -15,12 +15,13 @@ Numbers = npt.NDArray[np.int32]
 Cells = npt.NDArray[np.uint16]
 ROUNDS = 10
 ESTIMATED = 0.232
-"""Of the clusters, those that Retro attends to by their centroids."""
+"""Share of the clusters that Retro attends to by their centroids."""
 
 
 class Clustered(NamedTuple):
-    """Of a run: cells uint16 [kv_heads, tokens], each token's cluster; means of the clusters' keys
-    and values, float32 [kv_heads, clusters, dim]."""
+    """Clusters of a run: cells uint16 [kv_heads, tokens], each token's cluster; means of the
+    clusters' keys and values, float32 [kv_heads, clusters, dim].
+    """
 
     cells: Cells
     keys: Floats
@@ -108,7 +109,9 @@ class Clusters(Chooser[Clustered]):
     def rows(
         self, states: list[Clustered], order: npt.NDArray[np.int64], left: Numbers
     ) -> VirtualRows:
-        """Of the best clusters that are not wholly attended to; left: how many tokens are not."""
+        """Rows of the best clusters that are not wholly attended to; left: number of tokens that
+        are not.
+        """
         heads, clusters = left.shape
         wholly = np.take_along_axis(left, order, axis=1) == 0
         best = np.take_along_axis(order, np.argsort(wholly, axis=1, kind="stable"), axis=1)

@@ -26,7 +26,7 @@ def add_to(rows, nearest, sums):
 
 @numba.njit(nogil=True)
 def count_cells(cells, offset, first, last, counts):
-    """Of each cluster, tokens [first, last) of cells [kv_heads, tokens]."""
+    """Count tokens [first, last) of cells [kv_heads, tokens] by cluster."""
     for head in range(cells.shape[0]):
         for t in range(max(0, first), min(cells.shape[1], last)):
             counts[head, offset + cells[head, t]] += 1
@@ -83,9 +83,10 @@ def member_of(token, seed, n):
 
 @numba.njit(nogil=True)
 def second_hits(codes, theirs, seed, begin, first, last, hits):
-    """Of each token of a run that begins at token `begin`, the table in which its byte is its
+    """For each token of a run that begins at token `begin`: the table in which its byte equals its
     query's for the second time; TABLES: there is none. codes [kv_heads, tokens, TABLES], theirs
-    [kv_heads, n, TABLES]"""
+    [kv_heads, n, TABLES]
+    """
     for head in range(codes.shape[0]):
         for t in range(max(0, first - begin), min(codes.shape[1], last - begin)):
             member = member_of(begin + t, seed, theirs.shape[1])

@@ -47,7 +47,7 @@ def turn(keys, first, sign, parameters):
 # ---- keys of codes ----
 
 FIRST_BYTES = 4
-"""Of a page's first position, behind its codes."""
+"""Bytes of a page's first position, after its codes."""
 
 
 @numba.njit
@@ -107,7 +107,7 @@ def turns_of(angles, tokens):
 
 @numba.njit
 def position(summary, begin):
-    """Of a page's first token, from behind its codes."""
+    """Position of a page's first token, stored after its codes."""
     found = 0
     for i in range(FIRST_BYTES):
         found |= (int(summary[begin + i]) & 255) << (8 * i)

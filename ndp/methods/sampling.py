@@ -24,8 +24,9 @@ EPSILON, DELTA, BASE = 0.05, 0.05, 0.025
 
 
 class Hashed(NamedTuple):
-    """Of a run: keys as bfloat16 [kv_heads, tokens, dim], codes [kv_heads, tokens, TABLES], and the
-    mean key [kv_heads, dim]."""
+    """State of a run: keys as bfloat16 [kv_heads, tokens, dim], codes [kv_heads, tokens, TABLES],
+    and the mean key [kv_heads, dim].
+    """
 
     keys: Words
     codes: Bytes
@@ -90,7 +91,9 @@ class MagicPIG(Chooser[Hashed]):
 
 
 class ByChannel(NamedTuple):
-    """Of a run: keys as bfloat16 [kv_heads, dim, tokens]; sums of values [kv_heads, value_dim]."""
+    """State of a run: keys as bfloat16 [kv_heads, dim, tokens]; sums of values [kv_heads,
+    value_dim].
+    """
 
     keys: Words
     values: Floats

@@ -88,7 +88,7 @@ def test_what_is_gone_is_not_audited() -> None:
 
 
 def test_numbers_that_are_none() -> None:
-    """Of half precision keys may overflow, in what is computed twice alike."""
+    """Keys of half precision may overflow where both compute alike."""
     layout = KVLayout(layers=1, kv_heads=2, head_dim=8, page_tokens=16, dtype="float16")
     rows = torch.randn(32, 2, 8)
     keys = prefix_keys(np.arange(32), 16)

@@ -424,7 +424,7 @@ def test_a_cache_that_grew_since(pool: CXLPool) -> None:
 
 
 def test_windows_that_went_on_since(path: str) -> None:
-    """As long as a window's pages are there, what was handed over is; then it is stale."""
+    """A hand-over is good as long as its window's pages are there; then it is stale."""
     model = model_of("gemma3", "float32")
     with make_pool(path, model) as pool:
         cache = CXLCache(pool, model)

@@ -25,7 +25,7 @@ def keys_of(keys: Sequence[Key], space: bytes) -> PageKeys:
 
 @dataclass
 class Key:
-    """As LMCache's own, with what makes one."""
+    """LMCache's own key, and how to make one."""
 
     model_name: str = "m"
     world_size: int = 2

@@ -31,7 +31,7 @@ def test_the_name_of_a_file_says_the_model(tmp_path: Path, model: str, named: st
 
 
 def test_a_pool_that_is_there_keeps_its_name(tmp_path: Path) -> None:
-    """Of an engine up to 0.2, which had no model in the name: its prefixes are found again."""
+    """An engine up to 0.2 had no model in the name: its prefixes are found again."""
     file = f"cxlkv-vllm-{HASH}-0of1.pool"
     (tmp_path / file).touch()
     assert path_for(f"{tmp_path}/", file, "Qwen/Qwen3-8B") == f"{tmp_path}/{file}"

@@ -208,7 +208,7 @@ def test_an_object_of_another_size_is_not_there(where: str) -> None:
 
 
 def test_copies_of_pages_have_other_names(where: str) -> None:
-    """As SGLang may copy a page's bytes in another order."""
+    """SGLang may copy a page's bytes in another order."""
     first, copies = Engine(where), Engine(where, zero_copy=False)
     first.store.store(MAIN, KEYS[:1], indices(1))
     assert copies.store.leading(KEYS) == 0
@@ -417,7 +417,7 @@ def test_the_first_rank_says_where_the_pool_is(
 
 
 class MHATokenToKVPoolHost(Host):
-    """Of SGLang's name: rows of K and V in turn, a buffer of each for every layer."""
+    """SGLang's pool of that name: rows of K and V in turn, a buffer of each for every layer."""
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ def test_logits_are_those_of_rounded_keys_and_values(
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt-oss", "qwen3-windows"])
 def test_logits_do_not_depend_on_the_steps(name: str) -> None:
-    """Of 4 bits, where a first step that attended to its own tensors would be 0.9 to 3.3 apart."""
+    """With 4 bits, a first step that attended to its own tensors would be 0.9 to 3.3 apart."""
     model = make(name)
     with pool_of(model, "int4") as pool:
         found = []

@@ -35,7 +35,7 @@ def there(requests: CXLRequests, ids: Tensor) -> int:
 
 
 def embeddings(model: PreTrainedModel, ids: Tensor, cache: CXLCache) -> None:
-    """Of which one is another than that of its id."""
+    """Embeddings, of which one differs from that of its id."""
     rows = model.get_input_embeddings()(ids).clone()
     rows[:, 20] = 0
     model(inputs_embeds=rows, past_key_values=cache)

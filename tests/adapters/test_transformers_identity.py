@@ -76,7 +76,7 @@ def hit(requests: CXLRequests, model: torch.nn.Module) -> int:
 
 
 def hits(requests: CXLRequests, model: torch.nn.Module) -> list[int]:
-    """Of two times."""
+    """Hits of two calls."""
     return [hit(requests, model), hit(requests, model)]
 
 
@@ -275,7 +275,7 @@ def test_two_processes(shm_path: Path) -> None:
 
 
 class Switched(torch.nn.Linear):
-    """As adapters are that PEFT did not make: which one is on is an attribute."""
+    """An adapter that PEFT did not make: an attribute says which one is on."""
 
     active: str
 
@@ -491,7 +491,7 @@ def test_only_what_has_changed_is_read_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_change_that_samples_miss(pool: CXLPool) -> None:
-    """As the docs say: through .data, in bytes that no sample has."""
+    """The docs name this limit: through .data, in bytes that no sample has."""
     model = base(vocab_size=4096)
     weight = model.model.embed_tokens.weight
     known = Identity(model)

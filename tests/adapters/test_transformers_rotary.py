@@ -67,7 +67,7 @@ def made(kind: str, **more: object) -> PreTrainedModel:
 
 
 class Recorder:
-    """Of each layer, keys before and after the rotation, float32 [kv_heads, tokens, dim]."""
+    """Records each layer's keys before and after the rotation, float32 [kv_heads, tokens, dim]."""
 
     def __init__(self, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         self.keys: list[tuple[Floats, Floats]] = []
@@ -137,7 +137,7 @@ def test_a_config_of_transformers_4_says_the_same() -> None:
 
 
 class Asked:
-    """Of each layer the queries that attention gets, [batch, tokens, q_heads, dim]."""
+    """Records the queries that attention gets in each layer, [batch, tokens, q_heads, dim]."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.queries: dict[int, list[Floats]] = {}
@@ -157,7 +157,7 @@ class Asked:
 
 
 def test_last_queries_are_those_that_attention_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows of different lengths, in a prefill, in pieces, and in steps."""
+    """Rows differ in length, in a prefill, in pieces, and in steps."""
     model, lengths = made("llama"), (30, 11)
     model.set_attn_implementation("cxlkv")
     ids = torch.randint(3, 64, (2, 34), generator=torch.Generator().manual_seed(4))

@@ -97,7 +97,7 @@ def test_a_quota_counts_what_is_saved_and_what_comes_back(engines: Engines, rank
 
 
 def test_it_comes_while_others_run(engines: Engines) -> None:
-    """Who waits for the file keeps nobody; all come in the order of the queue, or are computed."""
+    """A wait for the file delays no other; all come in the order of the queue, or are computed."""
     engine = engines()
     serve(engine, *range(12))
     engine.add("long", text(99, 60))

@@ -216,7 +216,7 @@ def publish(pool: CXLPool, tokens: int) -> None:
 
 
 def test_what_comes_over_links_is_counted(tmp_path: Path) -> None:
-    """Of a far pool what its link read, of an emulated link what was charged to it."""
+    """A far pool counts what its link read, an emulated link what was charged to it."""
     secret = tmp_path / "secret"
     secret.write_bytes(b"a secret of the tests")
     secret.chmod(0o600)

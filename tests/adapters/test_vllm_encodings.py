@@ -37,7 +37,7 @@ def test_the_setting_is_read() -> None:
 
 
 def words(encoding: str) -> dict[str, object]:
-    """Of an engine as vLLM describes itself."""
+    """An engine as vLLM describes itself."""
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
     model = {"model": "tiny", "revision": None, "seed": 0, "dtype": "float32", "quantization": None}
     text = SimpleNamespace(to_dict=dict)

@@ -145,7 +145,7 @@ def test_who_shares_damaged_blocks_publishes_nothing_of_them(engines: Engines, r
 def test_step_that_was_scheduled_before_a_failure_was_known_is_not_published(
     engines: Engines,
 ) -> None:
-    """As with asynchronous scheduling: the engine goes back one step later."""
+    """With asynchronous scheduling the engine goes back one step later."""
     first, second = engines(), engines()
     first.serve("a", text(1, 33))
     damage(engines.paths[0], 3, layer=1)
@@ -484,7 +484,7 @@ def text_of(request: Request, end: int) -> tuple[object, ...]:
 
 
 def longest(request: Request, ends: set[int]) -> int:
-    """Of a text, of whose first `ends` tokens K and V are there."""
+    """Longest hit of a text of whose first `ends` tokens K and V are there."""
     whole = 0
     while whole + TOKENS in ends:
         whole += TOKENS

@@ -134,9 +134,10 @@ def test_a_device_attends_to_its_own_rows(
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of several launches and pieces; K and V as slices of one tensor, as an engine has them.
+    """Several launches and pieces; K and V are slices of one tensor, as an engine has them.
 
-    The kernels in float16; in other dtypes, which the kernels' own tests have, torch's form."""
+    The kernels in float16; in other dtypes, which the kernels' own tests have, torch's form.
+    """
     if dtype != torch.float16:
         without_interpreter(monkeypatch)
     monkeypatch.setattr(subject, "ROWS_TOGETHER", 48)

@@ -182,7 +182,7 @@ def test_what_one_host_publishes_another_finds(shm_path: Path) -> None:
 
 
 def test_a_pool_that_is_lost_and_opened_anew(pool: CXLPool, make: Make, tmp_path: Path) -> None:
-    """Lost in the middle of a step: who has tokens there is computed again, whole texts at once."""
+    """Lost in the middle of a step: its requests compute again, whole texts at once."""
     attention, room = make(pool), Admission([pool])
     one, two, three = Text("one", 70), Text("two", 40), Text("three", 50)
     run(attention, Message(started=[one.start(1)]), [(1, one, 0, 40)])
@@ -330,7 +330,7 @@ def test_a_full_pool_harms_nobody_but_who_wanted_more(
 
 
 def test_pages_of_higher_priority_make_room_later(pool: CXLPool, attention: PoolAttention) -> None:
-    """Of a text that saves its pages, and of one that finds them and saves nothing."""
+    """One text saves its pages, another finds them and saves nothing."""
     saved, found, plain = (
         Text("saved", 70, Options(priority=1)),
         Text("found", 40),

@@ -41,7 +41,7 @@ PLACES = {"there": "4MiB", "here": "2370KiB"}
 
 
 def words_of(ranks: int, **other: object) -> dict[str, object]:
-    """Of an engine with so many ranks, as vllm/pools.py makes them."""
+    """An engine with so many ranks, as vllm/pools.py describes it."""
     return {**WORDS, "heads": HEADS // ranks, "shards": (ranks, 1), **other}
 
 
@@ -106,13 +106,13 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from another machine, though the pools have files; it is looked for soon."""
+    """Make pools look like another machine's, though they have files; the tier looks there soon."""
     monkeypatch.setattr("cxlkv.transport.loopback._boot", lambda: "")
     monkeypatch.setattr(tier, "PAUSE_S", (0.02, 0.1))
 
 
 def tier_of(engine: Engine) -> tier.RemoteTier:
-    """Of its first rank."""
+    """The first rank's tier."""
     prefetch = engine.scheduling._prefetch
     assert prefetch is not None
     found = prefetch.tiers[0].remote
@@ -153,7 +153,7 @@ def test_only_what_is_lacking_comes(machines: Machines) -> None:
 
 
 def test_an_adapter_of_other_ranks(machines: Machines, tmp_path: Path) -> None:
-    """The same text with an adapter is another one, and is found by who has the same."""
+    """The same text with an adapter is another one; only requests with that adapter find it."""
     first, second = machines.both(2, 1)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -86,9 +86,10 @@ itself, _released their own parameters."""
 
 @dataclass(frozen=True)
 class Compared:
-    """Of lists: rank correlation of scores; the largest difference of scores in standard deviations
-    of theirs, where scores are alike; shares of their pages that ours has too, and the attention
-    that ours and theirs hold, for each budget."""
+    """Comparison of lists: rank correlation of scores; the largest difference of scores in
+    standard deviations of theirs, where scores are alike; shares of their pages that ours has too,
+    and the attention that ours and theirs hold, for each budget.
+    """
 
     correlation: Doubles
     difference: Doubles
@@ -117,8 +118,9 @@ def compare(check: Check, folder: Checkouts, asked: Asked) -> Compared:
 
 
 def mass(asked: Asked, chosen: npt.NDArray[np.bool_]) -> float:
-    """Of the attention of all query heads to all but the first tokens, which any budget has, that
-    of chosen pages [lists, pages]."""
+    """Attention of all query heads that chosen pages [lists, pages] hold, without the first
+    tokens, which any budget has.
+    """
     logits = asked.scale * asked.queries @ asked.keys.mT  # [kv_heads, group, tokens]
     logits[..., :FIRST] = -torch.inf
     shares = logits.double().softmax(-1).mean(1)
@@ -127,7 +129,7 @@ def mass(asked: Asked, chosen: npt.NDArray[np.bool_]) -> float:
 
 
 def ranks(numbers: Doubles) -> Doubles:
-    """Of equal numbers the mean rank."""
+    """Ranks; equal numbers share the mean rank."""
     _, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     middle: Doubles = last - (counts + 1) / 2

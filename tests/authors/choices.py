@@ -20,7 +20,7 @@ from tests.authors.states import AdaptiveSampling, Sides, choice
 SHARE = 0.05
 SEEDS = 100
 BEST = 0.25
-"""Of the tokens, the share that a promise's sample is drawn beside, and may have at most."""
+"""Share of the tokens that a promise's sample is drawn beside, and may have at most."""
 Doubles = npt.NDArray[np.float64]
 
 
@@ -76,9 +76,10 @@ _own what each side has made for itself, _released their own parameters."""
 
 @dataclass(frozen=True)
 class ChoicesCompared:
-    """Of query heads: the share of our tokens that theirs has, too; of the tokens that both have,
-    the largest difference of weights, relative to theirs; tokens of ours and theirs, and distances
-    of outputs from full attention's, over its length; and the distance between both."""
+    """Comparison by query heads: the share of our tokens that theirs has, too; of the tokens that
+    both have, the largest difference of weights, relative to theirs; tokens of ours and theirs,
+    and distances of outputs from full attention's, over its length; and the distance between both.
+    """
 
     same: Doubles
     weights: float
@@ -146,9 +147,10 @@ def distance(ours: Tensor, theirs: Tensor, full: Tensor) -> Doubles:
 
 @dataclass(frozen=True)
 class Promise:
-    """Of samples that are as large as they have to be, ours and theirs: the share of draws and
-    query heads whose sum of exp(logit) is right by EPSILON, tokens, and the median error of
-    outputs; and the largest difference between sizes that both find of one draw."""
+    """Samples that are as large as they have to be, ours and theirs: the share of draws and query
+    heads whose sum of exp(logit) is right by EPSILON, tokens, and the median error of outputs; and
+    the largest difference between sizes that both find of one draw.
+    """
 
     within: tuple[float, float]
     tokens: tuple[float, float]
@@ -157,7 +159,7 @@ class Promise:
 
 
 def promise(folder: Checkouts, asked: Asked, seeds: int = SEEDS) -> Promise:
-    """Of so many draws, by both, beside the same best tokens."""
+    """Draw so many samples by both, beside the same best tokens."""
     own, masker = asked.alone, AdaptiveSampling.of(folder)
     full = output(own, None)
     found: list[list[tuple[float, float, float]]] = [[], []]
@@ -181,7 +183,7 @@ def seeded(asked: Asked, seed: int) -> Asked:
 
 
 def sums(asked: Asked, chosen: Choice | None) -> Tensor:
-    """Of exp(logit) of each query head of its own, over the largest."""
+    """Sum each query head's own exp(logit), over the largest."""
     logits = (asked.scale * asked.queries.double() @ asked.keys.double().mT)[:, 0]
     weights = (logits - logits.amax(1, keepdim=True)).exp()
     if chosen is not None:
@@ -190,7 +192,7 @@ def sums(asked: Asked, chosen: Choice | None) -> Tensor:
 
 
 def sizes_apart(masker: AdaptiveSampling, asked: Asked, seeds: int) -> int:
-    """Of samples by both, of logits that are drawn beside the best twentieth."""
+    """Difference of the sample sizes of both, for logits drawn beside the best twentieth."""
     logits = (asked.scale * asked.queries @ asked.keys.mT)[:, 0].sort(dim=1, descending=True).values
     best = logits.shape[1] // 20
     rest, largest = logits.shape[1] - best, 0

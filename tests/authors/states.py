@@ -54,8 +54,9 @@ def choice(
     states: Sequence[Arrays] | None = None,
     free: tuple[int, int] | None = None,
 ) -> Choice:
-    """Of a chooser of ours, `most` of the tokens [first, last) of `free`; others are in. states:
-    None makes them of the keys."""
+    """Choice of a chooser of ours: `most` of the tokens [first, last) of `free`; others are in.
+    states: None makes them of the keys.
+    """
     chooser = choosers.of(name)
     assert chooser
     made = list(states or [chooser.state(asked.keys.numpy(), asked.values.numpy())])
@@ -76,7 +77,7 @@ def choice(
 
 
 def joined(every: Sequence[Choice]) -> Choice:
-    """Of one kv head each."""
+    """Join states of one kv head each."""
     rows = [(one.rows.k, one.rows.v, one.rows.log_counts) for one in every if one.rows]
     whole = VirtualRows(*map(np.concatenate, zip(*rows, strict=True))) if rows else None
     return Choice(np.concatenate([one.log_weights for one in every]), whole, 0)
@@ -93,8 +94,9 @@ def only(chosen: Tensor) -> Floats:
 
 @dataclass(frozen=True)
 class Cells:
-    """Of ClusterKV: centroids [1, kv_heads, n, dim], tokens [kv_heads, tokens] by their clusters,
-    sizes [kv_heads, n]."""
+    """ClusterKV's state: centroids [1, kv_heads, n, dim], tokens [kv_heads, tokens] by their
+    clusters, sizes [kv_heads, n].
+    """
 
     centroids: Tensor
     tokens: Tensor
@@ -181,7 +183,7 @@ def clusterkv_choice(folder: Checkouts, asked: Asked, made: Cells, most: int) ->
 
 
 def places(asked: Asked, count: int) -> Tensor:
-    """Of the keys that ours begins with."""
+    """Places of the keys that ours begins with."""
     tokens = asked.keys.shape[1]
     return ((torch.arange(count) + 0.5) * tokens / count).long()
 
@@ -224,8 +226,9 @@ def clusters_own(folder: Checkouts, asked: Asked, share: float) -> Sides:
 
 @dataclass(frozen=True)
 class Segments:
-    """Of RetroInfer: centroids and sums of values [kv_heads, n, dim], the cluster of each token
-    [kv_heads, tokens], sizes [kv_heads, n]."""
+    """RetroInfer's state: centroids and sums of values [kv_heads, n, dim], the cluster of each
+    token [kv_heads, tokens], sizes [kv_heads, n].
+    """
 
     centroids: Tensor
     values: Tensor
@@ -352,7 +355,7 @@ def retroinfer_namespace(
 
 
 def of_each_head(name: str, asked: Asked, right: Choice, states: Sequence[Arrays]) -> Choice:
-    """As many tokens as theirs has of each kv head."""
+    """Choose as many tokens of each kv head as theirs has."""
     every = []
     for head, (theirs, state) in enumerate(zip(right.log_weights, states, strict=True)):
         most = int((theirs > -np.inf).sum())
@@ -377,7 +380,7 @@ def retro_own(folder: Checkouts, asked: Asked, share: float) -> Sides:
 
 
 def states_of(name: str, asked: Asked) -> list[Arrays]:
-    """Of each kv head."""
+    """A state for each kv head."""
     chooser = choosers.of(name)
     assert chooser
     keys, values = asked.keys.numpy(), asked.values.numpy()

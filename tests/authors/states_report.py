@@ -21,7 +21,7 @@ from tests.authors.choices import (
 from tests.authors.report import MODEL, RANDOM, Plan, samples
 
 WHAT = {"within": "share of sums", "tokens": "a head", "errors": "of outputs, median"}
-"""Of a promise."""
+"""Columns of a promise."""
 
 
 @dataclass

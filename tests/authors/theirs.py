@@ -66,8 +66,9 @@ def arkvale(folder: Checkouts, asked: Asked) -> Answer:
 
 
 def arkvale_sphere(folder: Checkouts, asked: Asked) -> Answer:
-    """Of the paper, section 5.2, equations 1 and 2: its code has no sphere. The centre is the
-    middle of the box around the keys, the radius the largest distance from it."""
+    """The paper's sphere (section 5.2, equations 1 and 2): its code has none. The centre is the
+    middle of the box around the keys, the radius the largest distance from it.
+    """
     keys = asked.alone.pages(PAGE)
     centre = (keys.amax(2) + keys.amin(2)) / 2
     radius = (keys - centre[:, :, None]).norm(dim=-1).amax(-1)

@@ -94,7 +94,7 @@ SMALL: dict[str, dict[str, object]] = {
     "transport": {"pages": 3, "layers": 2, "rounds": 2, "short_rounds": 2},
 }
 ONCE = {"rounds": 1, "sample_s": 0, "settle_s": 0}
-"""Of what a Size has of these, unless its line says more."""
+"""What a Size has of these, unless its line says more."""
 RATIOS = {
     "tiers/cold": {"read_to_memcpy", "write_to_memcpy"},
     "tiers/moves": {"move_to_memcpy"},

@@ -332,7 +332,7 @@ def test_all_pages_are_full_attention_to_the_last_bits(whole: Path) -> None:
 
 
 def test_a_refresh_that_keeps_every_page_is_its_plain_form(model: Path, tmp_path: Path) -> None:
-    """Of 30 % of the pages four times as many are all, so that no step can miss one."""
+    """Four times 30 % of the pages are all, so no step can miss one."""
     assert Form("exact", 0.1, refresh=1) == Form("exact", 0.1)
     forms = [Form("exact", 0.3), Form("exact", 0.3, refresh=4), Form("two_stage", 0.3, refresh=8)]
     plan = replace(PLAN, forms=(Form.full(), *forms), variants=())

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_forms_side_by_side_attend_as_each_alone(seed: int) -> None:
-    """As the lab has them: rows of pages, of weighed tokens and with virtual rows are one call."""
+    """Rows of pages, of weighed tokens and with virtual rows are one call, as in the lab."""
     of = Texts(seed)
     names = ("exact", "retro", "magicpig", "sparq_mean")
     sequences = [of.sequence.fork() for _ in names]

@@ -37,7 +37,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Stub(ModuleType):
-    """As much as ours takes of the module that UCM builds, by numpy."""
+    """What ours uses of the module that UCM builds, in numpy."""
 
     class RetrievalWorkerBackend:
         def __init__(self, data: Floats, cores: dict[int, list[int]]) -> None:

@@ -1,5 +1,5 @@
 """Peers beside ours, small and without a network: ours runs as in earnest, others are fakes that
-are right, wrong, dead or hanging, and who fails is named and not in the figures."""
+are right, wrong, dead or hanging; those that fail are named and not in the figures."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ..test_tidy import ROOT
 
 
 def medians(*ratios: float) -> dict[str, list[dict[str, float]]]:
-    """Of a call whose times with the new build are so many times those with the base."""
+    """Times of a call with the new build that are so many times those with the base."""
     base = [{"call": 1e-6 * (1 + i)} for i in range(len(ratios))]
     new = [{"call": row["call"] * ratio} for row, ratio in zip(base, ratios, strict=True)]
     return {"base": base, "new": new}

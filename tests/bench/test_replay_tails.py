@@ -30,7 +30,7 @@ def test_a_next_turn_gains_what_is_behind_the_last_block() -> None:
 
 
 def test_a_block_that_all_have_makes_no_turns() -> None:
-    """As a system prompt of exactly one name; nor does a prompt shorter than the text before."""
+    """Such as a system prompt of just one name; nor does a prompt shorter than the text before."""
     requests = [Request(i, [0, 10 + i], 900, 50) for i in range(5)]
     assert parents(requests) == [-1] * 5
     grown = [Request(0, [0, 1], 1024, 500), Request(1, [0, 1, 2], 1100, 1)]

@@ -76,7 +76,7 @@ def test_a_result_says_which_node_stands_for_far_memory(monkeypatch: pytest.Monk
 
 
 def test_a_thin_file_says_the_same_in_fewer_bytes(tmp_path: Path) -> None:
-    """Of what docs/results keeps: medians, ends, ratios and labels stay to four digits."""
+    """A thin file keeps medians, ends, ratios and labels to four digits."""
     whole = Result("story", checks={"right": True}, ratios={"a_to_b": 1 / 3}, notes=["a note"])
     whole.measure("times", [100 + i % 37 / 7 for i in range(2000)], "us", label="a link, waiting")
     whole.measure("losses", [1.2345678], "nats")

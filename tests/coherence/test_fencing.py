@@ -228,7 +228,7 @@ def test_commands(
 
 
 def test_a_dead_host_is_live_to_nobody(hosts: Hosts, pool: CXLPool, other: Remote) -> None:
-    """Who comes after its death has never seen it beat, and does not say that it lives."""
+    """A host that joins after its death has never seen it beat, and does not call it alive."""
     other.kill()
     late = hosts.open(2, SHORT_LEASE_S)
     first = state(late, 1)
@@ -338,7 +338,7 @@ def test_a_host_whose_name_is_damaged(hosts: Hosts, pool: CXLPool, other: Remote
 
 
 def test_hosts_with_other_leases(hosts: Hosts, pool: CXLPool) -> None:
-    """Who beats within its own, longer lease is not suspected by one with a shorter lease."""
+    """A host with a shorter lease does not suspect one that beats within its own, longer one."""
     publish(hosts.open(2, 60.0), 2)
     began = time.monotonic()
     while time.monotonic() - began < 3 * SHORT_LEASE_S:

@@ -380,7 +380,7 @@ def test_what_a_host_leaves_behind(hosts: Hosts) -> None:
 
 
 def test_a_window_across_hosts(hosts: Hosts) -> None:
-    """Of a part with a window, a hit borrows what the next token sees, and nothing before it."""
+    """In a part with a window, a hit borrows what the next token sees, and nothing before it."""
     full = LayerGroup(layers=1, kv_heads=2, head_dim=8, dtype="float32")
     layout = KVLayout.of([replace(full, window=8), full], page_tokens=4)
     path = hosts.path + ".windows"

@@ -171,7 +171,7 @@ def test_a_host_that_stops_for_longer_than_its_lease(hosts: Hosts) -> None:
 
 
 def test_a_number_that_is_in_use_elsewhere(hosts: Hosts) -> None:
-    """As from a container with its own /dev/shm, or another machine."""
+    """Another container with its own /dev/shm, or another machine, may hold it."""
     first = hosts.open(0)
     host_state(hosts.path, 0).unlink()
     with pytest.raises(HostError, match=r"two hosts with one number.*its own host="):

@@ -36,7 +36,7 @@ WATCHERS = (3, 4)  # hosts of the test itself
 
 
 def drain(processes: list[Process], wait_s: float | None = None) -> None:
-    """Reads what any of them says: who is not read stops, and keeps its pages."""
+    """Reads what any of them says: one that nobody reads stops, and keeps its pages."""
     ready, _, _ = select.select([p.file for p in processes if not p.ended], [], [], wait_s)
     for process in [process for process in processes if process.file in ready]:
         process.read()
@@ -177,7 +177,7 @@ def test_kills_at_random_instants(
 
 
 def put_in_front(pool: CXLPool, path: str, host: int) -> None:
-    """As if it had stopped in the queue for the lock: whoever needs that fences it."""
+    """Stop a host in the queue for the lock: the next that needs the lock fences it."""
     _, epoch = struct.unpack("<QI", poke(path, line_offset(pool, host, NAME_LINE), b"", 12))
     poke(path, line_offset(pool, host, LOCK_LINE), struct.pack("<Q", epoch << 40 | 1))
 

@@ -33,7 +33,7 @@ from ..support.waiting import until
 
 
 class Kind(NamedTuple):
-    """Of a pool, and on which hosts those who work on and those who are killed are."""
+    """A pool, and the hosts of those who work on and of those who are killed."""
 
     checksum: bool
     threads: int
@@ -82,8 +82,9 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture
 def path(kind: Kind, shm_path: Path) -> str:
-    """Of a pool of some 30 objects, fewer than there are names: full now and then. Of hosts each
-    has some extents, so there it is of 9 extents of 16 objects."""
+    """A pool of some 30 objects, fewer than there are names: full now and then. With hosts each
+    has some extents, so there it has 9 extents of 16 objects.
+    """
     ObjectPool.create(
         shm_path,
         layout=KVLayout.objects(SIZE),

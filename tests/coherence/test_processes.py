@@ -163,7 +163,7 @@ def test_a_death_inside_the_lock_is_mended(pool: CXLPool) -> None:
 
 
 def test_reopened_after_everybody_died(pool_path: str) -> None:
-    """The host state lies there still: who comes next reaps the dead; what they published stays."""
+    """The host state still lies there: the next one reaps the dead; what they published stays."""
     CXLPool.create(pool_path, layout=SMALL, capacity="3MiB").close()
     for already in (False, True):
         published = int(python(LEAVE_WITHOUT_CLOSING, pool_path, expected=-signal.SIGKILL))
@@ -223,7 +223,7 @@ def test_tails_pins_and_content_are_seen_by_other_processes(pool: CXLPool, pool_
 
 
 def test_host_state_deleted_while_nobody_uses_the_pool(pool_path: str) -> None:
-    """As after a reboot with the pool on a disk: the region alone says what is published."""
+    """After a reboot with the pool on a disk the region alone says what is published."""
     with CXLPool.create(pool_path, layout=SMALL, capacity="3MiB") as pool:
         state = host_state(pool)
     assert not state.exists(), "the last one out takes the host state along"
@@ -238,7 +238,7 @@ def test_host_state_deleted_while_nobody_uses_the_pool(pool_path: str) -> None:
 
 
 def test_host_state_deleted_while_in_use_excludes_newcomers(pool: CXLPool) -> None:
-    """As from a container with its own /dev/shm: two states for one pool would corrupt it."""
+    """From a container with its own /dev/shm: two states for one pool would corrupt it."""
     sequence = fill(pool, 3)
     host_state(pool).unlink()
     with pytest.raises(BusyError, match="another /dev/shm"):

@@ -140,7 +140,7 @@ def taking(hosts: Hosts) -> Iterator[Taking]:
 def test_a_share_is_of_who_uses_the_pool(
     hosts: Hosts, owner: CXLPool, tiers: Tiers, taking: Taking
 ) -> None:
-    """Who only looks on has none. The owner gives what it has beyond its share, and no more; its
+    """A mere reader has none. The owner gives what it has beyond its share, and no more; its
     own share then stays, whoever else wants one."""
     fill(owner)
     other, onlooker = hosts.open(1, LEASE_S), hosts.open(2, LEASE_S)
@@ -225,7 +225,7 @@ def test_who_is_dead_wants_nothing_and_has_no_share(
 def test_one_extent_stays_with_each(
     hosts: Hosts, owner: CXLPool, tiers: Tiers, taking: Taking
 ) -> None:
-    """Of fewer extents than hosts one has none, and nobody gives up its only one for it."""
+    """With fewer extents than hosts one has none, and nobody gives up its only one for it."""
     others = [hosts.open(number, LEASE_S) for number in (1, 2)]
     taking.extents(others[0], EXTENTS - 1)
     publish(owner, 1)

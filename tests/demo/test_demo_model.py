@@ -112,7 +112,7 @@ def without_progress(err: str) -> str:
 
 
 class Refused(Protocol):
-    """Of --model and --text, and more options: what the command says why it cannot run."""
+    """A choice of --model, --text and more options, and what the command says why it cannot run."""
 
     def __call__(self, model: object, text: object, *more: object) -> str: ...
 

@@ -260,7 +260,7 @@ class Seen(list[dict[int, set[tuple[int, int]]]]):
 def by_layer(
     found: list[tuple[int, torch.Tensor]], layers: int
 ) -> list[dict[int, set[tuple[int, int]]]]:
-    """Of one step; no page is attended to twice."""
+    """Pages of one step by layer; no page is attended to twice."""
     made: list[dict[int, set[tuple[int, int]]]] = [{} for _ in range(layers)]
     for layer, pages in found:
         for request in range(len(pages)):
@@ -599,7 +599,7 @@ def test_a_page_that_was_freed_on_its_way_is_noticed(device: torch.device, model
 
 @ON_GPU
 def test_a_late_answer_is_an_error(device: torch.device, model: Model) -> None:
-    """As of a thread that is late, where a device waits; on the CPU the engine is called."""
+    """A thread is late, where a device waits; on the CPU the engine is called."""
     with decoder_of(model, device, budget=Budget(pages=6), hot_pages=6, deadline_s=1e-6) as decoder:
         model.add(decoder, 40)
         with pytest.raises(WorkerError, match="did not answer"):

@@ -32,7 +32,7 @@ LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=16, page_tokens=4, dtype="float
 TOKENS = 9
 ENCODINGS = ["int8", "int4", "int8,int4", "none,int4"]
 NEAR = 1e-3
-"""Of an output, by the rounding of queries and weights: to 14 bits near the data."""
+"""Error of an output by rounding queries and weights: to 14 bits near the data."""
 
 
 @pytest.fixture(params=ENCODINGS)

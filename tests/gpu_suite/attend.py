@@ -78,7 +78,7 @@ class Lists:
         return drawn[..., : max(1, math.ceil(share * pages))].to(torch.int32).contiguous()
 
     def addresses(self, of: Tensor, pages: Tensor) -> Tensor:
-        """Of the pieces of these pages, in K or V."""
+        """Addresses of the pieces of these pages, in K or V."""
         count, heads, tokens, dim = of.shape
         row = dim * of.element_size()
         first = torch.arange(count * heads, device=of.device).view(count, heads, 1)
@@ -105,7 +105,7 @@ class Lists:
         )
 
     def reference(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the first list, in float32: out [q_heads, head_dim] and log-sum-exp [q_heads]."""
+        """The first list's result in float32: out [q_heads, head_dim] and log-sum-exp [q_heads]."""
         size = self.size
         group = size.q_heads // size.kv_heads
         tokens = pages[0].long()[..., None] * size.page_tokens + torch.arange(
@@ -164,7 +164,7 @@ class Coded:
         return pages.numel() * sum(pieces.shape[-1] for pieces in self.pieces)
 
     def sparse(self, pages: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-        """As of Lists."""
+        """Lists, as sparse tensors."""
         count, heads, tokens, _ = self.lists.k.shape
         positions = torch.full((count, 1), tokens - 1, device=pages.device)
         first = torch.arange(count * heads, device=pages.device).view(count, heads, 1)
@@ -184,7 +184,7 @@ class Coded:
         )
 
     def reference(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the first list's first kv head: out [group, head_dim] and log-sum-exp [group]."""
+        """The first list's result in float32: out [q_heads, head_dim] and log-sum-exp [q_heads]."""
         size, chosen = self.lists.size, pages[0, 0].long()
         k, v = (
             decode(of[0, 0][chosen], form, size.page_tokens).flatten(0, 1)

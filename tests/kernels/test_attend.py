@@ -319,7 +319,7 @@ def test_weights_that_are_no_numbers_show(wrong: float, device: torch.device, se
 
 @pytest.mark.parametrize("case", [CASES["grouped heads, pages of 16"], CASES["softcap"]])
 def test_virtual_rows_are_pages_of_float32(case: Case, device: torch.device, seed: int) -> None:
-    """As rows_as_pages() says: attend to them, and merge."""
+    """rows_as_pages() says how: attend to them, and merge."""
     of = given(replace(case, positions=[[31], [30]]), FP16, seed)
     of.log_weights = weighed(of, seed)
     rng = torch.Generator().manual_seed(seed + 3)

@@ -28,7 +28,7 @@ BITS = {"int8": 8, "int4": 4}
 PAIRS = [("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("int4", "int8")]
 MIXED = [("none", "int4"), ("int8", "none")]
 ROUNDING = {FP32: 2**-22, FP16: 2**-11, BF16: 2**-11}
-"""Of a query's channel, relative to it, and of a weight. float32 has twice float16's bits."""
+"""Relative rounding of a query's channel, and of a weight. float32 has twice float16's bits."""
 Encodings = tuple[str, str]
 
 
@@ -52,7 +52,7 @@ def scales_of(pieces: torch.Tensor, form: Form, page_tokens: int) -> torch.Tenso
 
 @cache
 def places(form: Form, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each code, [page_tokens, dim]: its byte in a piece, and the bit that it begins at."""
+    """Place of each code, [page_tokens, dim]: its byte in a piece, and the bit where it begins."""
     found = [[form.place(t, d) for d in range(form.dim)] for t in range(page_tokens)]
     both = torch.tensor(found)
     return both[..., 0], both[..., 1]

@@ -49,7 +49,7 @@ class MemoryDriver:
         return self.storage._keys(self.chunks(names))
 
     def room(self) -> MemoryObj | None:
-        """Of one chunk; None: there is none."""
+        """Memory of one chunk; None: there is none."""
         return self.storage.allocate(SHAPE, DTYPE, busy_loop=False)
 
     def store(self, names: Sequence[str], payloads: Sequence[Bytes]) -> list[bool]:

@@ -30,7 +30,7 @@ _names = count()
 
 
 class Paged(GPUConnectorInterface):
-    """Of K and V [2, slots, hidden] of each layer; a chunk is [2, layers, tokens, hidden]."""
+    """K and V [2, slots, hidden] of each layer; a chunk is [2, layers, tokens, hidden]."""
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: object) -> None:
         slots = _slots(kwargs)[start:end]

@@ -39,7 +39,7 @@ def written(storage: CXLStorage, seed: int, shape: torch.Size = SHAPE) -> Memory
 
 
 def put(storage: CXLStorage, *numbers: int) -> None:
-    """As LMCache's storage manager: it gives its reference back after the call."""
+    """Put as LMCache's storage manager does: it gives its reference back after the call."""
     objects = [written(storage, number) for number in numbers]
     storage.batched_submit_put_task([key(number) for number in numbers], objects)
     for one in objects:

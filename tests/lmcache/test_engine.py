@@ -119,8 +119,9 @@ class Watched(Paged):
 def test_what_is_copied(
     make_engine: MakeEngine, form: str, written_there: bool, read_there: bool, copies: int
 ) -> None:
-    """As LMCache's memory the pool is what the engine reads and writes itself. Behind memory of
-    LMCache's own it copies what it stores, and what is read only where it keeps that."""
+    """For LMCache's memory, the pool is what the engine reads and writes itself. Behind memory of
+    LMCache's own it copies what it stores, and copies on reads only where it keeps that.
+    """
     first = make_engine(form=form)
     watched = Watched(first)
     was = stored(first, 1)

@@ -49,8 +49,9 @@ def test_what_was_put_is_got(storage: CXLStorage) -> None:
 def test_of_texts_in_several_calls_the_beginnings_stay(
     storage: CXLStorage, memory_of: Callable[[int], MemoryObj] | None
 ) -> None:
-    """As with chunked prefill: LMCache has asked for the text before. Written in place, or copied
-    from memory of LMCache's own."""
+    """With chunked prefill LMCache has looked the text up before. Written in place, or copied from
+    memory of LMCache's own.
+    """
     total, chunks = storage.pool.stats()["pages_total"], 16
     texts = [range(text, text + chunks) for text in range(0, 2 * total, chunks)]
     for text in texts:

@@ -58,7 +58,7 @@ with CXLPool.open({str(shm_path)!r}, host={host!r}) as pool:
 @needs_huge
 @pytest.mark.parametrize("huge", ["require", "never"])
 def test_inspect_says_which_pages_there_are(shm_path: Path, huge: str) -> None:
-    """Of a pool that this process has not touched, whatever the kernel's settings are."""
+    """This process has not touched the pool; any setting of the kernel will do."""
     with CXLPool.create(shm_path, layout=LAYOUT, capacity="32MiB", huge=huge) as pool:
         size = pool.pages.memory()[1]
         if huge == "require":

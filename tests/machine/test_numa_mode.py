@@ -44,7 +44,7 @@ def test_another_socket_leaves_its_cpus_idle(tmp_path: Path) -> None:
 
 
 def test_fake_nodes_share_their_cpus(tmp_path: Path) -> None:
-    """As numa=fake=2 gives it: each node names all CPUs of its socket, all distances are 10."""
+    """With numa=fake=2 each node names all CPUs of its socket, all distances are 10."""
     root = machine(tmp_path, {0: (CPUS, "10 10"), 1: (CPUS, "10 10")})
     assert numa_mode.near_cpus((1,), root) == set(CPUS)
     assert numa_mode.label((1,), root) == "numa:1, distance 10"

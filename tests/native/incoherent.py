@@ -59,7 +59,7 @@ class Limits:
     rounds: int | None = None
 
     def options(self) -> str:
-        """As on the command line."""
+        """Options as on the command line."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         return "".join(f" --{name} {value}" for name, value in given.items())
 
@@ -268,7 +268,7 @@ def _what(said: str) -> str:
 
 
 def _counters(said: str) -> dict[str, int]:
-    """As in "100 seeds, 7 steps: accepted 5, read in place 3"."""
+    """Parse counters such as "100 seeds, 7 steps: accepted 5, read in place 3"."""
     before = re.findall(r"(\d+) ([a-z]+)[,:\n]", said)
     after = re.findall(r"([a-z][a-z -]+) (\d+)[,\n]", said)
     return {name: int(count) for count, name in before} | {n: int(count) for n, count in after}

@@ -303,7 +303,7 @@ SEEDS = dict.fromkeys(LATE, 24_000)
 
 
 def line_that_fails(program: Path) -> list[str]:
-    """Of a test without seeds; none when it passes."""
+    """Line at which a test without seeds fails; none when it passes."""
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return []
@@ -314,7 +314,7 @@ def line_that_fails(program: Path) -> list[str]:
 
 
 def programs_of(name: str) -> list[str]:
-    """Who is to tell that a site is left out; none is left out for everybody."""
+    """The tests that must notice a missing site; none is left out for all."""
     used = [
         program
         for source, program in PROGRAMS.items()

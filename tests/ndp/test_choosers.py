@@ -42,7 +42,7 @@ NAMES = [each.name for each in CHOOSERS]
 DRAWN = ("magicpig", "vattention")
 Doubles = npt.NDArray[np.float64]
 RUNS = [(0, 16), (16, 32), (32, 36), (36, 40)]
-"""Of 40 pages, as they are cut."""
+"""Runs of 40 pages."""
 
 
 class Texts:
@@ -381,7 +381,7 @@ def test_all_pages_are_full_attention(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_is_never_worse(name: str, seed: int) -> None:
-    """Of the tokens that are chosen, or, on average over draws, of the output's error."""
+    """More tokens, or, on average over draws, a smaller error of the output."""
     of = Texts(seed)
     asked = [of.drawn(HEADS * GROUP, DIM) * np.float32(2) for _ in range(20)]
     full = [attention(of.sequence, 0, queries, None) for queries in asked]

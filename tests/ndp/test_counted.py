@@ -25,7 +25,7 @@ from cxlkv.ndp.methods import CHOOSERS, SCORERS, loops
 
 SHAPE, PAGES = Shape(tokens=16, dim=32), 2
 UNREAD = 8
-"""Of a summary, which is padded to 8 bytes."""
+"""Unread bytes of a summary, which is padded to 8 bytes."""
 
 
 def learned(scorer: Scorer, keys: Floats) -> Floats:

@@ -23,7 +23,7 @@ from ..support.lengths import matrix
 HEADS, GROUP, DIM, LAYERS, PAGE_TOKENS = 2, 3, 32, 3, 4
 LENGTHS = (150, 3, 90, 61)
 ROWS = (1, 1, 3, 0)
-"""Of the step: a token, a text that has hardly begun, drafted tokens, a request that waits."""
+"""Rows of the step: a token, a text that has hardly begun, drafted tokens, a waiting request."""
 STARTS = np.cumsum([0, *ROWS]).astype(np.int32)
 WINDOW = 24
 

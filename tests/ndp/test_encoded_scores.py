@@ -48,7 +48,7 @@ def scored(picked: Selection, pages: int) -> Floats:
 
 
 def rows_to_bound(rng: np.random.Generator, tokens: int, dim: int) -> Floats:
-    """Of all sizes, with zeros, equal rows, and channels that stand alone."""
+    """Rows of all sizes, with zeros, equal rows, and channels that stand alone."""
     rows = rng.standard_normal((tokens, 2, dim)) * np.exp(3 * rng.standard_normal((tokens, 1, 1)))
     rows[::5] = 0
     rows[1::7] = rows[1]

@@ -364,7 +364,7 @@ def test_a_key_that_is_no_number_is_seen(rng: np.random.Generator) -> None:
 
 
 def test_the_core_says_how_much_room_it_wants(rng: np.random.Generator) -> None:
-    """As when a thread has appended since the room was made: nothing is read, and k is said."""
+    """A thread has appended since the buffer was made: nothing is read, and k is returned."""
     shape = SHAPES["float32"]
     with shape.pool() as pool:
         sequence = Texts(shape, pool, rng).add(100)

@@ -158,7 +158,7 @@ def test_values_that_are_alike_are_no_further_off_than_one_is(
 def test_one_of_the_two_in_planes(
     pair: tuple[str, str], window: int | None, rng: np.random.Generator
 ) -> None:
-    """Of several sequences and rows, some of which do not see all of a page."""
+    """Several sequences and rows, some of which do not see all of a page."""
     layout = layout_of(pair, dim=DIM, value_dim=32, page_tokens=16, window=window)
     case = case_of(rng, layout, (900, 40, 333), (1, 3, 2))
     with pool_of(layout, 1400) as pool:

@@ -340,7 +340,7 @@ def test_summaries_follow_what_pages_hold(name: str, seed: int) -> None:
 
 
 def test_rows_see_what_lies_before_them(seed: int) -> None:
-    """Of several rows, a list each or one together; a page that a row sees a part of goes first."""
+    """Several rows, a list each or one together; a page of which a row sees a part goes first."""
     of = Pages(seed, tokens=16 * 20)
     rows = of.random.standard_normal((20, HEADS * GROUP, 64)).astype(np.float32)
     each = of.sequence.select(0, rows, budget=Budget(pages=8), method="mean")
@@ -444,7 +444,7 @@ class First(Scorer):
 
 @pytest.mark.parametrize("name", ["pq", "ivf"])
 def test_queries_of_any_size_have_scores(name: str, seed: int) -> None:
-    """Of logits so far apart that exp of most is 0."""
+    """Logits are so far apart that most have an exp of 0."""
     of = Pages(seed)
     of.calibrate(name)
     of.queries *= 1000
@@ -457,8 +457,9 @@ def test_queries_of_any_size_have_scores(name: str, seed: int) -> None:
 def test_shadow_learns_from_pages_as_they_are(
     page_tokens: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a long text as well, of which some pages are drawn, and of any size: a page has keys that
-    are alike, so that the common part of the keys makes no page an outlier."""
+    """Pages of a long text are drawn; keys of a page are alike, at any size, so that the common
+    part of the keys makes no page an outlier.
+    """
     print(f"seed {seed}")
     monkeypatch.setattr(scorers, "CALIBRATED_TOKENS", 512)
     random = np.random.default_rng(seed)

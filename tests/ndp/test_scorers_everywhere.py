@@ -89,8 +89,9 @@ Lists = tuple[npt.NDArray[np.int32], Floats]
 
 
 def lists(sequence: Sequence, budget: Budget = FEW) -> list[Lists]:
-    """Of all methods, in all layers: pages and scores; of choosers weights and what is attended to,
-    too, behind all others."""
+    """Lists of all methods, in all layers: pages and scores; choosers' weights and what is
+    attended to come last.
+    """
     random = np.random.default_rng(9)
     layout, found = sequence._layout, []
     queries = random.standard_normal((2, 2 * layout.kv_heads, layout.head_dim)).astype(np.float32)

@@ -237,7 +237,7 @@ AnotherMean, AnotherShadow, AnotherRetro = (
 def test_a_scorer_that_takes_the_place_of_another_is_the_one_that_chooses(
     make_pool: MakePool, rng: np.random.Generator
 ) -> None:
-    """As where a notebook's cell is run again, with other code and the same pool."""
+    """A notebook's cell runs again, with other code and the same pool."""
     pool = make_pool()
     sequence = grown(pool, rng)
     chosen = []
@@ -371,7 +371,7 @@ def test_names_that_cannot_be_added() -> None:
 
 
 def compiled(score: object, summary: object = ((2,), np.float32)) -> scorers.Compiled:
-    """Of a scorer "late" with this score(); score may be a static method."""
+    """Compile a scorer "late" with this score(); score may be a static method."""
     kind = type("Late", (Place,), {"score": score, "summary": lambda self, shape: summary})
     return scorers.compiled(kind("late", is_late=False), Shape(4, 8))
 

@@ -131,8 +131,9 @@ def family(rng: np.random.Generator, shape: OneLayer) -> Iterator[Family]:
 
 
 def relatives(f: Family) -> tuple[list[Text], list[int]]:
-    """Of each kind; the first four part from a text of 402 tokens, or from each other, at tokens
-    402, 400, 443 and 290. And how many query rows each has."""
+    """Sequences of each kind; the first four part from a text of 402 tokens, or from each other,
+    at tokens 402, 400, 443 and 290. And how many query rows each has.
+    """
     text = f.fresh(402)
     child = f.fork(text, 41)
     texts = [

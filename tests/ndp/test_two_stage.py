@@ -249,7 +249,7 @@ def test_a_recall_that_is_none(rng: np.random.Generator, recall: float) -> None:
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 0.0, 1e-42])
 def test_keys_that_are_no_numbers(rng: np.random.Generator, odd: float) -> None:
-    """As with "exact": NaN is chosen and seen; infinities, zeros and denormals are scored."""
+    """Like "exact": NaN is chosen and seen; infinities, zeros and denormals are scored."""
     keys = rng.standard_normal((PAGES * 8, 1, 16)).astype(np.float32)
     keys[777, 0, 3] = odd
     keys[2001, 0, :] = odd

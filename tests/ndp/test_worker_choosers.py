@@ -303,7 +303,7 @@ def test_a_worker_that_is_always_asked_forgets(
 def test_states_stay_when_all_is_told_anew(
     path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a release that had no time to tell of it."""
+    """A release had no time to report it."""
     monkeypatch.setattr(worker, "FORGET_S", 0.0)
     monkeypatch.setattr(worker, "STATES_S", 0.0)
     rows = np.zeros((PAGE * 23, HEADS, DIM), np.float32)
@@ -328,7 +328,7 @@ def test_states_stay_when_all_is_told_anew(
 
 @pytest.mark.parametrize("wrong", ["page", "lists", "pages"])
 def test_an_answer_that_is_none(path: Path, wrong: str) -> None:
-    """Of a worker that is broken: it is left, and the process chooses."""
+    """A broken worker is left, and the process chooses."""
     rows = np.zeros((PAGE * 20, HEADS, DIM), np.float32)
     with make_pool(path) as pool, serving(pool, ["retro"]) as choose:
         answer = choose.answer

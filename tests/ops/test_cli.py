@@ -408,7 +408,7 @@ def test_long_steps_are_told_without_a_terminal(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_pools_of_another_user_are_told_of() -> None:
-    """Who may not read them is not told that there is none."""
+    """A user who may not read them does not hear that there are none."""
     with TemporaryDirectory(dir="/dev/shm") as folder:
         os.chmod(folder, 0o755)
         path = f"{folder}/theirs.pool"

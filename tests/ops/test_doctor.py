@@ -439,7 +439,7 @@ def test_an_engine_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_environment_without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As uv makes them."""
+    """uv makes such environments."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert doctor_imports.pip("install", "a<2") == f"uv pip install --python {sys.executable} 'a<2'"
 

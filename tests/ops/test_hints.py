@@ -122,7 +122,7 @@ def in_page(path: Path) -> Iterator[Hint]:
 
 
 def in_strings(path: Path) -> Iterator[Hint]:
-    """Of a Python file: docstrings, which are helps, and messages."""
+    """Strings of a Python file: docstrings, which are helps, and messages."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Constant | ast.JoinedStr):
             continue

@@ -231,7 +231,7 @@ def test_a_device_that_may_not_be_opened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_suggested_lines_are_a_configuration(name: str, tmp_path: Path) -> None:
-    """As YAML reads them; and where the place is on every machine, from_config makes a pool."""
+    """YAML reads them; and where the place is on every machine, from_config makes a pool."""
     layout = {"layers": 1, "kv_heads": 1, "head_dim": 64}
     for place in at(name, tmp_path).places:
         keys = yaml.safe_load("\n".join(place.yaml))

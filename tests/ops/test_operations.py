@@ -296,7 +296,7 @@ def test_gc_finds_what_a_kill_during_create_left(folder: Path, path: str) -> Non
 def test_the_second_name_of_a_finished_pool_goes_and_the_pool_stays(
     folder: Path, path: str
 ) -> None:
-    """As after a kill between the last two steps of a creation; and while somebody uses it."""
+    """A kill came between the last two steps of a creation; and somebody uses the pool."""
     with make(path) as pool:
         os.link(path, f"{path}.0123456789abcdef.new")
         (left,) = find_garbage([str(folder)])

@@ -67,8 +67,9 @@ SHAPES = {
 
 
 def fill(pool: CXLPool, tokens: int, requests: int) -> list[Sequence]:
-    """As the adapters do: all of a prompt but 3 tokens at once, of which a window keeps its own
-    only, then these one by one, with as much before them as may be rewound."""
+    """Fill it as the adapters do: all of a prompt but 3 tokens at once, of which a window keeps
+    its own only, then these one by one, with as much before them as may be rewound.
+    """
     layout = pool.layout
     sequences = [pool.sequence() for _ in range(requests)]
     for sequence in sequences:

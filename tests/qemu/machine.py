@@ -136,7 +136,7 @@ class Guest:
             )
 
     def kill(self) -> None:
-        """As a power failure: at once, whatever it was doing."""
+        """Kill it at once, whatever it was doing, like a power failure."""
         self._killed = True
         self._process.kill()
         self._process.wait()

@@ -35,7 +35,7 @@ from cxlkv.adapters.sglang import CXLHiCache
 def made(
     host: HostKVCache, ours: Mapping[str, object], *, zero_copy: int = 1, **words: object
 ) -> CXLHiCache:
-    """As SGLang's controller makes it. ours: settings; words: of SGLang's configuration."""
+    """Backend as SGLang's controller makes it. ours: settings; words: of SGLang's configuration."""
     given: dict[str, object] = {
         "tp_rank": 0,
         "tp_size": 1,

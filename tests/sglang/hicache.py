@@ -52,7 +52,7 @@ CLASS = {
 
 
 class Place(NamedTuple):
-    """Of a rank in its engine."""
+    """A rank's place in its engine."""
 
     rank: int = 0
     ranks: int = 1
@@ -94,7 +94,7 @@ def page_bytes(host: HostKVCache) -> int:
 
 
 def write_pages(host: HostKVCache, indices: torch.Tensor, payloads: Sequence[Bytes]) -> None:
-    """As if the GPU had written them."""
+    """Write pages as the GPU would."""
     for begin, payload in zip(indices[:: host.page_size].tolist(), payloads, strict=True):
         page = host.get_dummy_flat_data_page()
         page.view(torch.uint8).copy_(torch.from_numpy(payload))
@@ -102,7 +102,7 @@ def write_pages(host: HostKVCache, indices: torch.Tensor, payloads: Sequence[Byt
 
 
 def read_pages(host: HostKVCache, indices: torch.Tensor) -> list[Bytes]:
-    """As the GPU would read them."""
+    """Read pages as the GPU would."""
     begins = indices[:: host.page_size].tolist()
     pages = [host.get_data_page(begin).contiguous().view(torch.uint8) for begin in begins]
     return [page.numpy().copy() for page in pages]
@@ -189,7 +189,7 @@ class Engine:
         return int(done.completed_tokens)
 
     def fetch(self, text: list[int]) -> tuple[int, dict[str, list[Bytes]]]:
-        """As the prefetch threads load it: tokens that are there, and pages of each host pool."""
+        """Load as the prefetch threads do: tokens that are there, and pages of each host pool."""
         controller = self.controller
         sides = self.sides() or None
         handle = CacheRequestHandle("request", 0)
@@ -216,7 +216,7 @@ class Engine:
 
 @contextmanager
 def in_place(place: Place) -> Iterator[None]:
-    """As a process of SGLang's knows its rank; its pools and controllers ask when they are made."""
+    """Tell a process of SGLang's its rank; its pools and controllers read it when they are made."""
     ranks = {"tp_rank": place.rank, "tp_size": place.ranks}
     attention = {f"attn_{name}": value for name, value in ranks.items()}
     names = {"pp_size": 1, "attn_dcp_size": 1, "launch_world_size": 1, "nnodes": 1}

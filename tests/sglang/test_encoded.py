@@ -22,7 +22,7 @@ PAGES = 6
 @pytest.mark.parametrize("layout", ["page_first", "layer_first", "page_first_direct", "page_head"])
 @pytest.mark.parametrize("encoding", ["int8", "int4", "fp8_e4m3"])
 def test_a_restarted_engine_loads_what_was_kept(tmp_path: Path, layout: str, encoding: str) -> None:
-    """Of each page all numbers, wherever the layout has them."""
+    """All numbers of each page, wherever the layout has them."""
     where = f"{tmp_path}/"
     first = Engine(where, "mha", layout, encoding=encoding, capacity="64MiB")
     ids = text(first, PAGES)

@@ -108,7 +108,7 @@ def test_arguments_of_the_server_make_other_keys(
 
 
 def test_split_heads_are_two_objects(ours: dict[str, object]) -> None:
-    """As engines of more ranks store them: half of the heads each."""
+    """Engines of more ranks store half of the heads each."""
     pages = host(layout="page_head")
     size = page_bytes(pages)
     engine = made(pages, ours, tp_lcm_size=2, should_split_heads=True)

@@ -55,7 +55,7 @@ class Served:
         self.text = list(range(PAGES * self.engine.page_tokens))
 
     def update(self, number: float, how: str | None) -> None:
-        """As update_weights_from_tensor; how: its load_format."""
+        """Call update_weights_from_tensor; how: its load_format."""
         named = [(NAME, torch.full((64, 32), number))]
         if how == "direct":
             weight_updater._model_load_weights_direct(self.model, named)
@@ -145,7 +145,7 @@ def test_a_backend_that_is_attached_later_shares_nothing_unless_told(
 
 
 def source(module: str) -> str:
-    """Of a module of SGLang's that needs more than is installed here."""
+    """Source of a module of SGLang's that needs more than is installed here."""
     found = find_spec(module)
     assert found
     assert found.origin

@@ -487,7 +487,7 @@ def damage(path: Path, keys: PageKeys, block: int, kind: str) -> None:
 
 
 def _part_of(layout: KVLayout, layer: int) -> int:
-    """Of a layout whose groups are kinds of windows."""
+    """Part of a layer in a layout whose groups are kinds of windows."""
     kinds = list(dict.fromkeys(layout.windows))
     return kinds.index(layout.windows[layer])
 

@@ -21,7 +21,9 @@ def noise(number: int, size: int) -> Bytes:
 
 
 def mixed(number: int, size: int) -> Bytes:
-    """Of three kinds: numbers near 0, of which each has one exponent of a few; one byte; noise."""
+    """Bytes of three kinds: numbers near 0, of which each has one exponent of a few; one byte;
+    noise.
+    """
     if number % 3 == 0:
         values = np.random.default_rng(number).standard_normal(size // 2, np.float32)
         return values.astype(ml_dtypes.bfloat16).view(np.uint8)

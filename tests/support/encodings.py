@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cxlkv.arrays import Bytes
 
 TOKENS = 16
-"""Of a block."""
+"""Tokens of a block."""
 CHANNELS = 16
 """Channels are filled up to a multiple of it."""
 LINE_BYTES = 64

@@ -29,7 +29,7 @@ LEASE_S = 1.0
 HOSTS = 4
 WATCHER = 3  # the test itself; engines find their numbers by themselves
 PAGES = 6
-"""Of each text."""
+"""Pages of each text."""
 WHOLE = [PAGES, True]
 
 
@@ -81,7 +81,7 @@ def right(engine: Engine, texts: Sequence[int]) -> bool:
 
 
 def check_failures(engine: Engine, *kinds: str) -> None:
-    """Of these kinds, if any."""
+    """Check for failures of these kinds."""
     found = engine.ask("failures")
     assert isinstance(found, dict)
     assert set(found) <= set(kinds), found
@@ -91,7 +91,7 @@ def check_failures(engine: Engine, *kinds: str) -> None:
 def nursery(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Nursery[Engine]]:
-    """Of the suite's class; test modules import it."""
+    """Nursery of the suite's class; test modules import it."""
     command = [sys.executable, str(request.cls.program)]
     with Nursery(command, tmp_path_factory.mktemp("engines"), Engine) as made:
         yield made
@@ -184,7 +184,7 @@ class HostsSuite:
         bench.check_all()
 
     def test_a_pool_that_another_host_has_filled(self, bench: Bench) -> None:
-        """Who has no room gets some, and both go on in a pool that is too small for either."""
+        """An engine without free pages gets some; both go on in a pool too small for either."""
         one, other = bench.begin(capacity="24MiB"), bench.begin()
         pages = one.ask("pages")
         assert isinstance(pages, int)
@@ -209,7 +209,7 @@ class HostsSuite:
         bench.check_all()
 
     def test_a_pool_whose_file_is_removed(self, bench: Bench) -> None:
-        """Who has it open keeps it, and the next engine makes another one."""
+        """An engine that has it open keeps it, and the next one makes another."""
         one, other = bench.begin(), bench.begin()
         assert one.save([1]) == [PAGES]
         bench.path.unlink()

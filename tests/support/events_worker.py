@@ -30,7 +30,7 @@ class Said(TypedDict):
 
 
 def event(change: object) -> dict[str, object]:
-    """As the connector makes it; hashes are text here, for JSON."""
+    """Event as the connector makes it; hashes are text here, for JSON."""
     assert hasattr(change, "hashes")
     tier = {"medium": "CPU", "locality": "LOCAL", "group_idx": 0}
     hashes = [one.hex() for one in change.hashes]

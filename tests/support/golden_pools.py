@@ -53,7 +53,7 @@ def packed_file(name: str, version: int, part: Path) -> Path:
 
 
 def where(path: Path) -> str:
-    """As CXLPool.open() takes it."""
+    """Path as CXLPool.open() takes it."""
     parts = members(path)
     return str(path) if len(parts) == 1 else "dax:" + "+".join(map(str, parts))
 

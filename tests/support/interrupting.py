@@ -25,7 +25,7 @@ Call = Callable[[], object]
 
 
 class Interrupt(KeyboardInterrupt):
-    """As Ctrl-C raises it."""
+    """What Ctrl-C raises."""
 
 
 @cache

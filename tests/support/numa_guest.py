@@ -95,7 +95,7 @@ def interleaved(nodes: list[int]) -> None:
 
 
 def weights(nodes: list[int]) -> list[int]:
-    """As the kernel has them; 1 each where it knows none."""
+    """Weights as the kernel has them; 1 each where it knows none."""
     folder = Path("/sys/kernel/mm/mempolicy/weighted_interleave")
     try:
         return [int((folder / f"node{node}").read_text()) for node in nodes]

@@ -54,7 +54,7 @@ class OneLayer:
 
 
 def doubles(array: object) -> Doubles:
-    """Of numpy or torch."""
+    """Array of doubles, from numpy or torch."""
     if isinstance(array, np.ndarray):
         return array.astype(np.float64)
     return np.asarray(array.double().numpy())  # type: ignore[attr-defined]

@@ -39,7 +39,7 @@ def text(seed: int, tokens: int) -> list[int]:
 
 
 def layout_of(rank: int) -> KVLayout:
-    """Of one of two ranks, as the small engine writes it."""
+    """Layout of one of two ranks, as the small engine writes it."""
     return KVLayout(
         layers=LAYERS,
         kv_heads=2,
@@ -108,7 +108,7 @@ class Request:
 
 @cache
 def rows_of(texts: tuple[bytes, ...], layer: int, pair: int) -> npt.NDArray[np.float32]:
-    """Of two heads, of tokens that are each named by the text up to its end."""
+    """Rows of two heads for tokens that are each named by the text up to its end."""
     numbers = [hashlib.shake_128(text + bytes([layer, pair])).digest(64) for text in texts]
     rows = np.frombuffer(b"".join(numbers), np.uint16).reshape(-1, 2, 2, 8)
     return np.ascontiguousarray(np.moveaxis(rows, 0, 2), np.float32)
@@ -154,7 +154,7 @@ class Rank:
         )
 
     def is_right(self, request: Request, index: int, tokens: int = TOKENS) -> bool:
-        """As far as `tokens` of the block."""
+        """True if the block's first `tokens` are right."""
         return all(
             self.is_right_in(request, index, layer, tokens) for layer in range(len(self.memory))
         )
@@ -219,7 +219,7 @@ class Engine:
         return open_tiers(pool, self.settings, share, moves=False, remote=remote)
 
     def _lose(self) -> None:
-        """As `Reopening` does, at any time: calls raise from now on."""
+        """Lose it like `Reopening`, at any time: calls raise from now on."""
         self.lost_in = None
         for pool in (*self.scheduling.pools, *(rank.worker.pool for rank in self.ranks)):
             pool.close()
@@ -475,7 +475,7 @@ class Engine:
             or any(request.is_loading for request in self.requests.values())
         ):
             assert time.monotonic() < until, "a load does not end"
-            self.step()  # one that has nothing to do waits for who loads, by itself
+            self.step()  # one that has nothing to do waits for the loader, by itself
 
     def wrong(self) -> list[tuple[str, int]]:
         """Blocks that count as computed, and are not what they should be."""

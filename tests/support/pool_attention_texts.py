@@ -116,7 +116,7 @@ def layout(dtype: str = "float32") -> KVLayout:
 
 
 def over_link(pool: CXLPool) -> PoolAttention:
-    """As on a GPU, with tensors of the host in the place of a device's."""
+    """Serve like a GPU, with tensors of the host in the place of a device's."""
     step = partial(DeviceStep, Link(HOST))
     return PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3, step=step)
 

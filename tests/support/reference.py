@@ -144,7 +144,7 @@ def select(
     scale: float | None = None,
     window: int | None = None,
 ) -> Selection:
-    """As Batch.select, on plain arrays; queries [rows, q_heads, dim] float32."""
+    """Batch.select, on plain arrays; queries [rows, q_heads, dim] float32."""
     first = uniform(budgets)
     if method == "digest" and any(b.mass is not None for b in budgets):
         raise BadArgumentError("a budget of attention mass needs method exact")
@@ -217,7 +217,7 @@ def attend(
     softcap: float | None = None,
     window: int | None = None,
 ) -> tuple[Doubles, Doubles]:
-    """As Batch.attend, on plain arrays: (out [rows, q_heads, value_dim], lse [rows, q_heads])."""
+    """Batch.attend, on plain arrays: (out [rows, q_heads, value_dim], lse [rows, q_heads])."""
     kv_heads, dim = keys[0].shape[1:]
     scale = dim**-0.5 if scale is None else scale
     group = queries.shape[1] // kv_heads

@@ -24,7 +24,7 @@ class Model(nn.Module):
         self.load_weights(torch.full((64, 32), number))
 
     def write(self, number: float) -> None:
-        """As a trainer does, who tells nobody."""
+        """Write like a trainer that notifies nobody."""
         self.embedding.weight.data.fill_(number)
 
     def pack(self) -> None:

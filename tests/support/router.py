@@ -15,7 +15,7 @@ ORDER = {
     "BlockRemoved": "block_hashes medium group_idx locality ownership".split(),
     "AllBlocksCleared": [],
 }
-"""Of the fields of an event that is an array, behind its type."""
+"""Fields of an event that is an array, after its type."""
 TIERS: dict[str | None, str] = {None: "gpu", "GPU": "gpu", "STORAGE": "disk", "DISK": "disk"}
 TIERS.update(dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1"), "cpu"))
 KINDS = ("full_attention", "mla_attention", "sink_full_attention")
@@ -35,7 +35,7 @@ def as_array(event: Mapping[str, object]) -> list[object]:
 
 
 class Router:
-    """Of workers of one model. dropped: events that it ignored, with why."""
+    """A router of one model's workers. dropped: events that it ignored, with why."""
 
     def __init__(self, block_tokens: int):
         self._tokens = block_tokens

@@ -14,7 +14,7 @@ from cxlkv.ops.gc import Garbage, collect
 
 SHARED_MEMORY = Path("/dev/shm")
 SESSION = os.environ.setdefault("CXLKV_TEST_SESSION", uuid.uuid4().hex[:12])
-"""Of this run of the tests: workers and children of tests inherit it."""
+"""Id of this run of the tests: workers and children of tests inherit it."""
 OWN = f"cxlkv-test-{SESSION}-"
 """How all names that this run makes in shared memory begin."""
 _HEAD_BYTES = 16 << 10  # of a host state: the path of its pool is in there
@@ -26,7 +26,9 @@ def state_folder(user: int | None = None) -> Path:
 
 
 def host_states(identity: object = "*", suffix: str = ".host") -> list[Path]:
-    """Of the pool with this identity, or all of this user's; suffix ".worker": slots of workers."""
+    """States of the pool with this identity, or all of this user's; suffix ".worker": slots of
+    workers.
+    """
     return sorted(state_folder().glob(f"{identity}-*{suffix}"))
 
 

@@ -48,7 +48,7 @@ class Driver(Protocol):
     """A store of one engine's process."""
 
     payload_bytes: ClassVar[int]
-    """Of every payload. CAPACITY holds 8 of them at least, and not 200."""
+    """Bytes of every payload. CAPACITY holds 8 of them at least, and not 200."""
 
     def __init__(
         self, where: str, *, model: str = "a", salt: str = "", capacity: str = CAPACITY
@@ -284,7 +284,7 @@ class StoreBasics:
         assert self.loaded(store, ["one"]) == [True]
 
     def test_the_file_is_removed_under_it(self, open_: Open) -> None:
-        """Who has it open goes on; who comes then makes another one."""
+        """A user that has it open goes on; the next one makes another."""
         store = open_()
         self.fill(store, ["one"])
         os.unlink(str(store.pool.path))
@@ -326,7 +326,7 @@ class StoreBasics:
         assert not any(store.failures().values())
 
     def test_many_calls_against_a_dictionary(self, open_: Open, seed: int) -> None:
-        """Of two engines on one pool, one of which begins anew now and then."""
+        """Two engines use one pool, and one of them begins anew now and then."""
         random, there = Random(seed), dict[str, int]()
         engines = [open_(), open_()]
         for step in range(200):

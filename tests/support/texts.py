@@ -12,7 +12,7 @@ from cxlkv.arrays import Floats
 
 HEADS, DIM = 2, 8
 SMALL = KVLayout(layers=2, kv_heads=HEADS, head_dim=DIM, page_tokens=4, dtype="float32")
-"""Of the fixture `pool`, and of most pools that a test makes itself."""
+"""Layout of the fixture `pool`, and of most pools that a test makes itself."""
 Ids = Sequences[int]
 
 

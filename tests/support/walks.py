@@ -47,7 +47,7 @@ class Walk:
 
 
 def token_ids(seed: int) -> list[int]:
-    """Of a text that is published."""
+    """Token ids of a published text."""
     return [seed * 1000 + i for i in range(FAMILY_TOKENS)]
 
 

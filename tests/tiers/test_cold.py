@@ -159,7 +159,7 @@ PACKED = {"fsync": "none", "compress": "zstd"}
 def test_a_pools_records_survive_in_a_file(
     path: Path, dtype: str, how: dict[str, str], rng: np.random.Generator
 ) -> None:
-    """As they are or packed, in another pool, and by another opening of the file."""
+    """Plain or packed, in another pool, and by another opening of the file."""
     if how is PACKED:
         pytest.importorskip("zstandard")
     layout = KVLayout(layers=2, kv_heads=2, head_dim=128, page_tokens=16, dtype=dtype)
@@ -274,7 +274,7 @@ def test_a_closed_tier_says_so(path: Path) -> None:
 
 
 def test_the_bytes_of_the_file(path: Path) -> None:
-    """As docs/explanation/cold-tier.md has them."""
+    """docs/explanation/cold-tier.md has them."""
     with opened(path, slots=3) as tier:
         tier.store(names(5), records(5), names(4))
     data = path.read_bytes()
@@ -362,7 +362,7 @@ def test_a_creation_that_was_killed_is_done_again(path: Path) -> None:
 
 
 def test_every_flipped_bit_of_a_slot_is_a_miss(path: Path, seed: int) -> None:
-    """Of the header each, of the record some; found at an opening, and by an open tier."""
+    """Each bit of the header, some of the record; found at an opening, and by an open tier."""
     rng = random.Random(seed)
     bits = [*range(SLOT_HEADER_BYTES * 8)]
     bits += [SLOT_HEADER_BYTES * 8 + rng.randrange(SHAPE.bytes * 8) for _ in range(100)]

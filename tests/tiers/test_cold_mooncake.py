@@ -179,7 +179,7 @@ def test_like_a_dictionary(cold: ColdStore, steps: list[tuple[str, list[int]]]) 
 
 
 def test_what_went_comes_back_to_another_pool(store_at: str, rng: np.random.Generator) -> None:
-    """As on another machine: same layout, same text, nothing but the store in common."""
+    """Another machine has the same layout, the same text, and nothing but the store in common."""
     layout = KVLayout(layers=2, kv_heads=2, head_dim=32, page_tokens=16, dtype="float16")
     ids = list(range(320))
     with (

@@ -90,7 +90,7 @@ def test_every_record_comes_back(
 
 
 def test_the_bytes_of_a_packed_record() -> None:
-    """As docs/explanation/cold-tier.md has them."""
+    """docs/explanation/cold-tier.md has them."""
     codec = Codec("zstd", SHAPE.bytes, 2)
     (packed,) = codec.pack([record(3)])
     codec.close()

@@ -458,7 +458,7 @@ def test_step_keeps_what_is_read(make_pool: MakePool, rng: np.random.Generator) 
 def test_who_went_out_comes_back_only_when_much_hotter(
     make_pool: MakePool, rng: np.random.Generator
 ) -> None:
-    """Of [0, 1, 2, 3], read 3 times each, 0 goes for 4; as a newcomer would, it does not return."""
+    """[0, 1, 2, 3] are read 3 times each; 0 goes for 4 and does not return, as a newcomer would."""
     pool = make_pool(kv_heads=1)
     batch = pool.batch([grown(pool, rng, 32)])
     with LocalTier(pool, 4 * 256) as tier:
@@ -479,7 +479,7 @@ def test_who_went_out_comes_back_only_when_much_hotter(
 def test_step_makes_room_for_those_that_were_refused(
     make_pool: MakePool, rng: np.random.Generator
 ) -> None:
-    """Of 64 slots all are taken; who is refused finds 4 free after the next step, not before."""
+    """All 64 slots are taken: a refused unit finds 4 free after the next step, not before."""
     pool = make_pool(kv_heads=1, capacity="8MiB")
     batch = pool.batch([grown(pool, rng, 4 * 80)])
     with LocalTier(pool, 64 * 256) as tier:

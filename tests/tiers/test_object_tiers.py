@@ -89,7 +89,7 @@ Text = list[str]
 
 
 def useful(pool: ObjectPool, texts: Sequence[Text]) -> float:
-    """Of what stays of texts, the share that can be found, as all before it is there, too."""
+    """Share of the objects left of texts that can be found, as all before them is there, too."""
     stay: set[str] = set()
     found: set[str] = set()
     for text in texts:
@@ -120,7 +120,7 @@ def stored_in_turn(pool: ObjectPool, texts: list[Text], chance: Random) -> None:
 
 
 def read_in_between(pool: ObjectPool, texts: list[Text], chance: Random) -> None:
-    """Of what is there its end, as of an engine that has the beginning; the rest is put."""
+    """Read the ends of what is there, like an engine that has the beginning; put the rest."""
     out = np.empty((BLOCKS, 4096), np.uint8)
     for _ in range(4 * TEXTS):
         text = texts[min(TEXTS - 1, int(chance.expovariate(0.15)))]
@@ -151,7 +151,7 @@ def raised(pool: ObjectPool, texts: list[Text], chance: Random) -> None:
 def test_what_stays_of_texts_can_be_found(
     policy: str, fill: Callable[[ObjectPool, list[Text], Random], None]
 ) -> None:
-    """Of 20 texts a third. Of what was put last a part may have lost its beginning meanwhile."""
+    """A third of 20 texts. Some of what was put last may have lost its beginning meanwhile."""
     texts = [[f"text {text}, {block}" for block in range(BLOCKS)] for text in range(TEXTS)]
     layout = KVLayout.objects("4KiB")
     with ObjectPool.create("anonymous:", layout=layout, capacity="4MiB") as pool:
@@ -219,7 +219,7 @@ def test_processes_that_evict_leave_beginnings(tmp_path: Path) -> None:
 
 
 def test_of_a_text_in_the_file_the_beginning_comes_back(pool: ObjectPool, tmp_path: Path) -> None:
-    """As far as there is room; and the file drops its end first."""
+    """It comes back as far as there is space; and the file drops its end first."""
     text, total = [f"block {i}" for i in range(60)], pool.stats()["pages_total"]
     with Tiers(pool, cold=tmp_path / "cold", cold_capacity="7MiB", fsync="none") as tiers:
         for first in range(0, 60, 10)[::-1]:

@@ -69,7 +69,7 @@ def found(pool: CXLPool, text: Text) -> int:
 
 
 def rows_of(tiers: Tiers, text: Text) -> list[int]:
-    """Of each of its pages that is there, from the first on, the row in tiers.published()."""
+    """Row in tiers.published() of each of its pages that is there, from the first on."""
     names = tiers.pool.records.names(keys_of(text).packed.tobytes())[:, 0, 0]
     pages, _ = tiers.pool.records.find(np.ascontiguousarray(names))
     rows = tiers.published()[1].pages
@@ -78,7 +78,7 @@ def rows_of(tiers: Tiers, text: Text) -> list[int]:
 
 
 def priorities_of(tiers: Tiers, text: Text) -> list[int]:
-    """As they were given, of those of its pages that are there."""
+    """Priorities of those of its pages that are there, as they were set."""
     given = tiers.published()[0]["priority"]
     return [int(given[row]) for row in rows_of(tiers, text)]
 
@@ -120,7 +120,7 @@ def test_a_page_stays_for_the_highest_priority_behind_it(pool: CXLPool) -> None:
 
 
 def test_half_of_the_pages_are_left_to_others(pool: CXLPool) -> None:
-    """Of more than that the oldest are ordinary: who raises all that it has fills half."""
+    """Beyond half, the oldest are ordinary: a caller that raises all its pages fills half."""
     with Tiers(pool, policy="lru") as tiers:
         for number in range(8):
             publish(pool, ids_of((number, number)))
@@ -242,7 +242,7 @@ class Walk:
         return raised
 
     def turns(self) -> dict[Text, int]:
-        """Of each page the highest rank in all that continues it: it stays as long."""
+        """Each page's highest rank in all that continues it: it stays as long."""
         ranks = self.counting() | dict.fromkeys(self.held, NEVER)
         turns = {page: ranks.get(page, 0) for page in self.priorities}
         for page in sorted(turns, key=len, reverse=True):

@@ -326,7 +326,7 @@ def test_another_pool_at_the_same_address_is_found(secret: Path, rng: np.random.
 
 
 def test_a_damaged_page_ends_the_prefix(secret: Path, tmp_path: Path) -> None:
-    """Of either rank: what is before it comes, and nothing of it is published."""
+    """On either rank: what is before it comes, and nothing of it is published."""
     layout = LAYOUTS["bfloat16"]
     halves = [layout_among(layout, rank, 2) for rank in range(2)]
     with ExitStack() as stack:

@@ -264,8 +264,9 @@ def test_the_cost_policy_keeps_what_is_deep(pool: CXLPool) -> None:
 
 
 def test_a_prefix_makes_no_room_for_itself(pool: CXLPool, cold_path: Path) -> None:
-    """Of an old text two pages behind a gap are in a full pool: they are the first that would go
-    when the others come back, as nobody holds them."""
+    """Two pages of an old text behind a gap are in a full pool: they are the first that would go
+    when the others come back, as nobody holds them.
+    """
     ids = text(1, 4)
     keys = prefix_keys(ids, PAGE)
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB", policy="lru") as tiers:

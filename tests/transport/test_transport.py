@@ -144,7 +144,7 @@ def both(
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[Server]:
-    """A server of a pool in a file. The tests of who may connect use it."""
+    """A server of a pool in a file, for the tests of permission to connect."""
     with made(folder, "file", LAYOUTS["float32"]) as pool, serving(pool, "file") as server:
         yield server
 
@@ -458,7 +458,7 @@ NEWER = wire._HELLO.pack(wire.MAGIC, wire.PROTOCOL + 1, 0, bytes(32))
 
 
 def proof(sock: socket.socket) -> bytes:
-    """Of a client who knows the secret, after both said hello."""
+    """Proof of a client that knows the secret, after both said hello."""
     sock.sendall(HELLO)
     _, _, state, theirs = wire._HELLO.unpack(sock.recv(wire._HELLO.size))
     assert state == wire._READY
@@ -673,7 +673,7 @@ def test_more_connections_than_places_are_refused(folder: Path) -> None:
 
 
 def test_silent_strangers_lock_nobody_out(folder: Path, rng: np.random.Generator) -> None:
-    """The oldest of them go; who is in stays in, and who has the secret comes in at once."""
+    """The oldest of them go; clients inside stay, and one with the secret comes in at once."""
     with (
         made(folder, "file", LAYOUTS["float32"]) as pool,
         serving(pool, "file", connections=2) as server,
@@ -992,7 +992,7 @@ def read_by_key(remote: Remote, keys: PageKeys, line: Pieces, region: tuple[int,
 
 @pytest.mark.skipif(not RDMA, reason=NO_RDMA)
 def test_verbs_a_region_that_may_not_be_locked_is_refused(folder: Path) -> None:
-    """As to a user with a small `ulimit -l`; root could lock more, if it were let."""
+    """A user with a small `ulimit -l` sees this; root could lock more, if it were let."""
     made(folder, "verbs", LAYOUTS["float32"]).close()
     limit = ["setpriv", "--bounding-set", "-ipc_lock", "sh", "-c", 'ulimit -l 64; exec "$@"', "sh"]
     words = ["serve", str(folder / "pool"), "--listen", f"{HOST}:0", "--device", RDMA]

@@ -65,7 +65,7 @@ class Life(forked.Forked):
         return self.answers(len(prompts))
 
     def answers(self, count: int) -> list[Done]:
-        """Of so many requests, by name; the names are numbers."""
+        """Answers to so many requests, by name; the names are numbers."""
         heard = self.hear()
         found = [cast(Done, next(heard)) for _ in range(count)]
         return sorted(found, key=lambda one: int(one["name"]))
@@ -98,7 +98,7 @@ class Life(forked.Forked):
 
 
 class Nursery(forked.Nursery[Life]):
-    """Of the tiny model."""
+    """A nursery of the tiny model."""
 
     def __init__(self, model: Path, folder: Path):
         self._model = model

@@ -57,8 +57,9 @@ class Kind:
         self._pools = 0
 
     def row(self) -> str:
-        """Of the table; raises AssertionError where a remedy does not help, or tokens differ from
-        those of vLLM alone."""
+        """Row of the table; raises AssertionError where a remedy does not help, or tokens differ
+        from those of vLLM alone.
+        """
         tried = [self.follow(form) for form in FORMS]
         return f"| {' | '.join([self._kind, *(each.cell for each in tried)])} |"
 

@@ -83,7 +83,7 @@ class Server:
             return found.read().decode()
 
     def figure(self, name: str) -> float:
-        """Of /metrics."""
+        """A figure of /metrics."""
         lines = [line for line in self.get("/metrics").splitlines() if line.startswith(name)]
         return sum(float(line.split()[-1]) for line in lines)
 

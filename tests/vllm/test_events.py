@@ -30,7 +30,7 @@ def prompt(seed: int, tokens: int = 200) -> list[int]:
 
 
 class Socket(Protocol):
-    """Of zmq, as far as it is used here."""
+    """zmq's socket, as far as it is used here."""
 
     def poll(self, timeout: int) -> int: ...
     def recv_multipart(self) -> list[bytes]: ...
@@ -72,7 +72,7 @@ class Subscriber:
             self.arrays.hear(ENGINE, array)
 
     def holds(self) -> set[bytes]:
-        """Of the pool."""
+        """What the pool holds."""
         assert self.maps.holds(ENGINE) == self.arrays.holds(ENGINE)
         assert not self.maps.dropped
         return {cast("bytes", one) for one in self.maps.holds(ENGINE)}

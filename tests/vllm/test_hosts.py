@@ -192,8 +192,8 @@ def hits_all(life: Life, prompts: list[Tokens]) -> bool:
 
 @FORMS
 def test_a_pool_that_is_removed_or_full(bench: Bench) -> None:
-    """Who has it open keeps it, and another engine makes a new one. In one that holds a fifth of
-    the texts, and that another host has filled, all requests end."""
+    """An engine that has it open keeps it, and another makes a new one. In one that holds a fifth
+    of the texts, and that another host has filled, all requests end."""
     one, other = bench.begin(0).ready(), bench.begin(1).ready()
     known, many = texts(1), texts(2, count=24, tokens=500)
     wanted = bench.wanted([*known, *many])

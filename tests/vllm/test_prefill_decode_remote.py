@@ -46,14 +46,14 @@ class Far:
         self.processes: list[Child] = []
 
     def extra(self, capacity: str = "64MiB", name: str = "here") -> dict[str, object]:
-        """Of who looks there."""
+        """Settings of the side that looks there."""
         addresses = [cable.address for cable in self.cables]
         where = self._folder / f"{name}.pool"
         told = {"remote": addresses, "remote_secret": str(self._secret), "deadline_s": 10}
         return {"where": str(where), "capacity": capacity, **told}
 
     def own(self) -> dict[str, object]:
-        """Of the engine whose pools these are."""
+        """Settings of the engine whose pools these are."""
         return {"where": f"{self.place}/", "capacity": "64MiB"}
 
     def serve(self) -> None:

@@ -24,7 +24,7 @@ NOTHING = [0, 0, 0, 0]
 
 
 def other_weights(folder: Path) -> Path:
-    """Of the tiny model's shape."""
+    """Weights of the tiny model's shape."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

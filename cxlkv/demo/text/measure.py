@@ -93,7 +93,7 @@ class Plan:
         return found
 
     def pages_of(self, form: Form) -> int:
-        """Of a layer that is not dense."""
+        """Pages in a layer that is not dense."""
         return form.budget().pages_at_most(self.page_count, 0)
 
 

@@ -98,7 +98,7 @@ class TestObjectCache(StoreSuite):
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[ObjectCache]:
-    """Of objects of any size."""
+    """Cache of objects of any size."""
     path = tmp_path / "a.pool"
     pool = ObjectPool.create(path, layout=KVLayout.objects(BYTES), capacity="8MiB", threads=1)
     made = ObjectCache(lambda: pool, SPACE, counting())
@@ -283,7 +283,7 @@ QUOTA = 8
 
 
 class Tenant:
-    """Of a pool that both use. stored: what it has put and not forgotten, as a model."""
+    """One user of a pool that both use. stored: what it has put and not forgotten, as a model."""
 
     def __init__(self, path: Path, number: int, rng: Random, cold: Mapping[str, object]) -> None:
         layout, self.space = KVLayout.objects(BYTES), bytes([number] * 16)
@@ -517,7 +517,7 @@ def test_room_is_given_to_a_host_that_has_none(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("losses", [2, nightly(5)])
 def test_any_calls_while_it_is_lost_again_and_again(hosts: Hosts, seed: int, losses: int) -> None:
-    """Of four threads: none raises, and whatever is found is right."""
+    """Four threads call: none raises, and whatever they find is right."""
     cache = hosts.begin(lease_s=NEVER_S)
     names = ["x" * size for size in range(1, 13)]
     ended = Event()

@@ -181,7 +181,7 @@ def test_a_file_says_what_is_not_written_beside_it(read: Read, tmp_path: Path) -
 
 
 def test_the_yaml_of_the_docs_runs_in_all_engines(tmp_path: Path) -> None:
-    """As it stands, one engine after the other: stored, evicted to the file, and found again."""
+    """Each engine in turn stores, evicts to the file and finds again with it."""
     text = (ROOT / "docs/reference/configuration.md").read_text()
     (block,) = (one for one in re.findall(r"```yaml\n(.*?)```", text, re.S) if "cold:" in one)
     path = tmp_path / "engine.yaml"

@@ -100,7 +100,7 @@ def check_mended(why: str) -> None:
 
 
 def lock_first_byte(fd: int) -> int:
-    """As the core locks: 0, or the errno of the refusal."""
+    """Lock as the core does: 0, or the errno of the refusal."""
     wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
     return errno_of(partial(fcntl.fcntl, fd, fcntl.F_OFD_SETLK, wanted))
 
@@ -201,7 +201,7 @@ def remove() -> None:
 
 
 def check_system_ram() -> None:
-    """Of a device that kmem has."""
+    """Check a device that kmem has."""
     make_system_ram()
     check_mended("is system RAM now (driver kmem, NUMA node 1)")
     CREATE(capacity="all", force=True, replace=True).close()

@@ -294,7 +294,7 @@ class Engine:
         return [hashlib.sha256(self._tenant.encode() + one).digest() for one in hashes]
 
     def keys(self, tenant: str) -> list[PageKeys]:
-        """Of all texts of a tenant."""
+        """Keys of all texts of a tenant."""
         self._tenant = tenant
         texts = map(self._text, self.recording.texts)
         return [block_keys(text, self._size, self.scheduling.space) for text in texts]

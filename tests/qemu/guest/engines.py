@@ -73,7 +73,7 @@ def state(engine: Engine, host: int) -> str:
 
 
 def find_all(engine: Engine, *tenants: str) -> None:
-    """As many tokens of each as recorded."""
+    """Find as many tokens of each text as recorded."""
     evicted = engine.worker.tiers.stats()["evicted_pages"]
     print(f"finds {tenants}; has evicted {evicted} pages", flush=True)
     tokens = [engine.find(tenant) for tenant in tenants]

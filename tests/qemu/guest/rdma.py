@@ -138,7 +138,7 @@ def pull_push_select() -> None:
 
 
 def figures(device: str | None) -> list[str]:
-    """Of each path, beside a bare read of as many bytes. Functional: all is emulated."""
+    """Figures of each path, beside a bare read of as many bytes. Functional: all is emulated."""
     lines: list[str] = []
 
     def time_ms(name: str, act: Callable[[], object], size: int = 0) -> None:

@@ -66,7 +66,7 @@ def found(pool: CXLPool, seed: int) -> Sequence:
 
 
 def texts_left(pool: CXLPool) -> int:
-    """Of each text that a was writing there may be less, or nothing, but nothing wrong."""
+    """Each text that a was writing may have fewer tokens, or none, but nothing wrong."""
     whole = 0
     for seed in MANY:
         with pool.match_prefix(token_ids(seed, TOKENS)) as hit:

@@ -73,7 +73,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """As its user would."""
+    """End the process as its user would."""
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 0
 

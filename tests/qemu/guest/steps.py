@@ -33,8 +33,8 @@ HANGS_S = HOST_GIVES_UP_S - 30  # without a step
 
 def expect_a_step() -> None:
     """Begins the time anew after which this guest prints where its threads hang, before the host
-    gives up. It reads threads that may run meanwhile, which has ended a process: only who hangs may
-    come to that."""
+    gives up. It reads threads that may run meanwhile, which has ended a process: only a
+    hanging one may come to that."""
     faulthandler.dump_traceback_later(HANGS_S)
 
 
