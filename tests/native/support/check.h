@@ -113,6 +113,7 @@ static inline void test_remove(cxlkv_pool **pool, const char *path) {
 }
 
 static inline pid_t test_fork(void) {
+    fflush(stdout); /* or the child prints it, too */
     pid_t child = fork();
     CHECK(child >= 0);
     return child;

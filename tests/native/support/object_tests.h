@@ -95,7 +95,8 @@ static inline int64_t put(cxlkv_pool *pool, uint64_t name, uint64_t mark, uint64
     return new;
 }
 
-/* Its size, or why there is none; its bytes are compared, what lies behind them is not touched. */
+/* Its size, or why there is none; its bytes are compared, what lies behind them is not touched.
+ * Memory of the pool that is lost may end a call that has copied. */
 static inline int64_t get(cxlkv_pool *pool, uint64_t name, uint64_t mark, uint64_t room,
                           uint64_t *seed) {
     enum { BEHIND = 9, UNTOUCHED = 0x5a };
@@ -115,7 +116,8 @@ static inline int64_t get(cxlkv_pool *pool, uint64_t name, uint64_t mark, uint64
     uint64_t first = code < 0 || size == CXLKV_OBJECT_ABSENT ? 0
                      : size < 0                              ? room
                                                              : (uint64_t)size;
-    for (uint64_t i = first; i < room; i++) CHECK(out[odd + i] == UNTOUCHED);
+    for (uint64_t i = first; code != -CXLKV_E_POISON && i < room; i++)
+        CHECK(out[odd + i] == UNTOUCHED);
     CHECK(memcmp(out + odd + room, untouched, BEHIND) == 0);
     free(out);
     return code < 0 ? code : size;
