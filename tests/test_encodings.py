@@ -26,9 +26,9 @@ from cxlkv.prefix import prefix_keys
 from .conftest import audit
 from .support import kept, reference
 from .support.lengths import matrix
+from .support.one_layer import ISAS
 from .test_records import names_of_keys, read_all
 
-ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx", "neon")
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 STEP = {"bfloat16": 2**-8, "float16": 2**-10, "float32": 1e-6}
 """Error of what fetch gives, relative to the largest channel of its row."""

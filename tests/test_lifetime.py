@@ -1,4 +1,4 @@
-"""What a pool is to end before it closes: in its order, once, and not kept when it has ended."""
+"""What a pool ends before it closes: the last registered first, once, and not kept after that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CXLPool: the file to read first. A pool of K and V is used through sequences."""
+"""CXLPool, a pool of K and V, is used through sequences. base.py creates, opens and closes it."""
 
 from __future__ import annotations
 

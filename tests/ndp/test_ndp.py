@@ -27,8 +27,8 @@ from cxlkv.ndp.engine import unscored
 
 from ..support import reference
 from ..support.lengths import matrix, nightly
+from ..support.one_layer import ISAS
 
-ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 OUT_STEP = {"bfloat16": 0.0, "float16": 2**-25, "float32": 0.0}  # half the smallest step near 0
 OUT_ERROR = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-5}  # of out, in the query's dtype

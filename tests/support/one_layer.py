@@ -10,7 +10,7 @@ import pytest
 
 from cxlkv import CXLPool, KVLayout, LayerGroup
 
-ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx", "neon")
+ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16")
 Doubles = npt.NDArray[np.float64]
 
 

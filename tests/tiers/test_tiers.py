@@ -381,7 +381,7 @@ def test_the_mover_goes_on_after_any_error(pool: CXLPool, monkeypatch: pytest.Mo
 
 
 def test_the_mover_ends_with_the_pool(make_pool: MakePool) -> None:
-    """pool.close() closes the tiers, too."""
+    """pool.close() closes tiers that were started, too."""
     pool = make_pool()
     Tiers(pool).start(every_s=0.001)
     (mover,) = [thread for thread in threading.enumerate() if thread.name == "cxlkv-mover"]

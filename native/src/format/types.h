@@ -29,6 +29,8 @@ typedef struct page_info {
     uint8_t scrub : 1;           /* its bytes are not to outlive its last holder */
 } page_info;
 
+/* 16 slots. format/runs.c writes it, and host/rebuild.c makes it anew; both under the host lock, or
+ * where no other process has the state. */
 typedef struct run_info {
     uint16_t free_mask;          /* bit i: slot i is free */
     uint16_t ours;               /* 1: it lies in an extent of this host */

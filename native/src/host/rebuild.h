@@ -1,4 +1,4 @@
-/* Lists, holders and the index are made again from their primary records. */
+/* Lists, holders and the index are made again from their primary records, under the host lock. */
 #pragma once
 #include "format/types.h"
 

@@ -213,7 +213,7 @@ extern atomic_bool kernels_ask_second_cache;
 /* The best table for this CPU, or the forced one. Thread safe; costs one load. */
 const kernels *kernels_current(void);
 
-/* "serial", "avx2", "avx512", "avx512_bf16", "amx", or "auto" for the best.
+/* "serial", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16", or "auto" for the best.
  * Returns 0, -ENOTSUP when the CPU, this build or the operating system lacks the instruction set,
  * -EINVAL for an unknown name. Calls already running finish on the table they began with. */
 int kernels_force(const char *name);

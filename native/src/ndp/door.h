@@ -1,5 +1,6 @@
 /* The door: select, attend and decode of a process enter here, and a worker may answer in its
- * place. worker/ lies above this folder, and says so by a table of its functions. */
+ * place. worker/ lies above this folder, and says so by a table of its functions. A chooser's
+ * select does not: ndp/choosers.py makes it, or asks a worker by cxlkv_batch_choose(). */
 #pragma once
 #include "sequence/types.h"
 
