@@ -70,7 +70,6 @@ def pytest_collection_finish() -> None:
     again. Where Triton's interpreter runs kernels: with less to look for."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
     kernels = sys.modules.get("cxlkv.kernels.runtime")
     if kernels is not None and kernels.INTERPRETED:
         interpreter.hasten()
