@@ -72,7 +72,7 @@ setup: $(VENV)/.built  ## the environment in .venv, with the C core built
 check: lint types native-asan pytest-core  ## 4 minutes: what a change to the core must pass at once
 
 # mypy uses one core, and runs beside the C tests.
-test: lint  ## 20 minutes: what each commit must pass
+test: lint  ## 17 minutes: what each commit must pass
 	@mkdir -p build; $(MAKE) types >build/types.log 2>&1 & types=$$!; \
 	trap "kill $$types 2>/dev/null || true" EXIT; \
 	$(MAKE) native-test native-test-arm64; \
