@@ -58,7 +58,7 @@ typedef struct reuse_record {
     uint16_t hits;
     uint16_t parent_born;        /* low bits: a page published since then is no parent any more */
     uint16_t part;
-    uint16_t priority;           /* the higher, the longer it stays; 0: nobody set one */
+    uint16_t priority;           /* the higher, the longer it stays; 0: none was set */
 } reuse_record;
 _Static_assert(sizeof(reuse_record) == 20, "24 bytes a page, with its hotness");
 

@@ -78,7 +78,7 @@ int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns) {
     return code == EBUSY ? ETIMEDOUT : code;
 }
 
-/* Names the last holder of the lock, as far as that can be told without it. */
+/* Names the last holder of the lock, if that can be read without it. */
 static int lock_error(cxlkv_pool *pool) {
     uint32_t holder = __atomic_load_n(&pool->host->holder, __ATOMIC_RELAXED);
     double waited_s = (double)pool->waits.lock_ns * 1e-9;

@@ -250,10 +250,14 @@ static int64_t get_held(move_job *job) {
     bool damaged = false;
     if (code == 0) code = spans_make(job, job->pool->threads.count);
     if (code == 0) code = run_tasks(job->pool, job->spans[job->count], get_task, job);
+    bool copied = code == 0;
     code = peers_verify(job->pool, code);
     for (uint32_t i = 0; i < job->count; i++)
         damaged |= job->places[i].code == CXLKV_OBJECT_DAMAGED;
-    if (code == 0 && damaged) code = run_tasks(job->pool, job->count, clear_task, job);
+    if (copied && damaged) {
+        int cleared = run_tasks(job->pool, job->count, clear_task, job);
+        if (code == 0) code = cleared;
+    }
     for (uint32_t i = 0; code == 0 && i < job->count; i++) {
         job->sizes[i] = object_size(&job->places[i]);
         moved += job->sizes[i] > 0 ? job->sizes[i] : 0;
