@@ -7,6 +7,7 @@ kinds, with fields, bodies and framing changed at random, and between them anoth
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -32,7 +33,7 @@ from .test_transport import QUERY, SECRET, TOKENS, WAIT_S, ask, both, publish
 from .test_transport import folder as folder
 
 OTHERS_EVERY = 100
-GROWTH_BYTES_MAX = 48 << 20
+GROWTH_BYTES_MAX = 24 << 20
 VALUES: tuple[object, ...] = (
     *(None, True, False, -1, 0, 1, 2, 3, 255, 4096, 1 << 31, 1 << 63, 1 << 64, 10**40, 0.5),
     *(-0.0, 1e-300, 1e308, float("nan"), float("inf"), -float("inf"), "", "x", "float32", "bf16"),
@@ -76,7 +77,7 @@ class Hostile:
             assert issubclass(getattr(errors, str(error)), errors.CXLKVError), answer
             assert answer["text"]
             self.errors[str(error)] = self.errors.get(str(error), 0) + 1
-        if self._random.random() < 0.005:
+        if self._random.random() < 0.01:
             self._end()
 
     def _message(self) -> tuple[Header, bytes]:
@@ -122,11 +123,13 @@ def held(pool: CXLPool) -> tuple[int, int, float, float]:
 
 
 def resident_bytes() -> int:
+    """Memory in use. What ended threads freed stays in their arenas until it is trimmed."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("messages", [5000, nightly(30_000)])
+@pytest.mark.parametrize("messages", [8000, nightly(30_000)])
 def test_a_hostile_client(
     folder: Path,
     messages: int,
@@ -139,7 +142,7 @@ def test_a_hostile_client(
         keys, sequence = publish(pool, rng), grown(pool, rng, 3 * PAGE)
         with remote.match(keys) as hit:
             wanted = ask(remote, hit)
-        before = held(pool)
+        before, resident = held(pool), list[int]()
         asked = requests(b"".join(keys), sequence.handle, QUERY)
         hostile = Hostile(server, asked, seed)
         for number in range(messages):
@@ -148,12 +151,12 @@ def test_a_hostile_client(
                 with remote.match(keys) as hit:
                     assert hit.tokens == TOKENS
                     np.testing.assert_array_equal(ask(remote, hit).scores, wanted.scores)
-            if number == messages // 2:  # what is kept for the next one is there by now
-                resident = resident_bytes()
+            if number % (messages // 10) == 0 and number <= messages // 2:
+                resident.append(resident_bytes())  # with what is kept for the next message
         hostile.close()
         until(lambda: held(pool) == before)
-        assert resident_bytes() - resident < GROWTH_BYTES_MAX
+        assert resident_bytes() - max(resident) < GROWTH_BYTES_MAX
         assert "fault of ours" not in caplog.text
         print(hostile.answers, hostile.ends, hostile.errors)
-        assert min(hostile.answers - sum(hostile.errors.values()), hostile.ends) > messages / 80
+        assert min(hostile.answers - sum(hostile.errors.values()), hostile.ends) > messages / 50
         sequence.release()
