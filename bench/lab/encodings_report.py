@@ -69,9 +69,7 @@ class Findings:
 
 
 def find(folder: Path, plan: CodesPlan, model: Path) -> Findings:
-    """Findings of a folder's texts, as far as they are there; BadArgumentError where there are
-    none.
-    """
+    """Read what was found in the folder's texts so far. Raises BadArgumentError if it has none."""
     config = inputs.read_config(model).get_text_config(decoder=True)
     layers = int(config.num_hidden_layers)
     dim = int(getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads)

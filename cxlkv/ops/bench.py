@@ -79,8 +79,8 @@ def bench(
 
     Exit code 1 if a check does not hold: no speeds are then reported.
     decode, ndp and recall take ten minutes or so, and need torch and transformers. replay judges
-    eviction policies by a trace. store puts other projects' stores beside ours, as far as `make
-    peers` has made their environments in build/peers. llama puts the pool's attention beside
+    eviction policies by a trace. store compares ours with those of other projects that `make
+    peers` has installed in build/peers. llama puts the pool's attention beside
     llama.cpp's decode steps, if `make build/peers/llama` has installed it. vllm puts the engine
     with and without us side by side, in the environment that `make test-vllm` makes.
     """

@@ -484,7 +484,7 @@ def text_of(request: Request, end: int) -> tuple[object, ...]:
 
 
 def longest(request: Request, ends: set[int]) -> int:
-    """Longest hit of a text of whose first `ends` tokens K and V are there."""
+    """Longest hit of a text. K and V of its first `ends` tokens are there."""
     whole = 0
     while whole + TOKENS in ends:
         whole += TOKENS
@@ -570,6 +570,6 @@ def test_anything_in_any_order(engines: Engines, load: str, ranks: int, seed: in
             engine.end(name)
         engine.settle()
         engine.step()
-    for path in engines.paths:  # what nobody has read since is still damaged
+    for path in engines.paths:  # pages that were not read since are still damaged
         with CXLPool.open(path, threads=1) as pool:
             pool.admin.check(deep=True, repair=True)

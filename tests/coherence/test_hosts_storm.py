@@ -36,7 +36,7 @@ WATCHERS = (3, 4)  # hosts of the test itself
 
 
 def drain(processes: list[Process], wait_s: float | None = None) -> None:
-    """Reads what any of them says: one that nobody reads stops, and keeps its pages."""
+    """Reads what the processes print: one whose pipe is full stops, and keeps its pages."""
     ready, _, _ = select.select([p.file for p in processes if not p.ended], [], [], wait_s)
     for process in [process for process in processes if process.file in ready]:
         process.read()
