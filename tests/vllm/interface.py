@@ -9,7 +9,7 @@ from vllm.v1.attention import backend
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
-from cxlkv.adapters.vllm.attention import GpuPoolBackend, GpuPoolBuilder, PoolBackend
+from cxlkv.adapters.vllm.attention_backend import GpuPoolBackend, GpuPoolBuilder, PoolBackend
 from cxlkv.adapters.vllm.blocks import RequestRowManager
 from cxlkv.adapters.vllm.connector import CXLConnector
 from cxlkv.adapters.vllm.metrics import CXLMetrics, CXLStats, Reporting

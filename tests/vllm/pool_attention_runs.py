@@ -201,7 +201,7 @@ def as_on_a_gpu(folder: Path, model: str) -> Found:
     from cxlkv.adapters.vllm.gpu_step import DeviceStep, Link
 
     plugin.register()
-    path = "cxlkv.adapters.vllm.attention.GpuPoolBackend"
+    path = "cxlkv.adapters.vllm.attention_backend.GpuPoolBackend"
     stock = AttentionBackendEnum.CPU_ATTN.get_path()
     made: list[DeviceStep] = []
 
@@ -235,7 +235,7 @@ def chosen_on_cuda(folder: Path) -> Found:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    from cxlkv.adapters.vllm import attention, plugin
+    from cxlkv.adapters.vllm import attention_backend, plugin
 
     sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
     from vllm.platforms.cuda import CudaPlatformBase
@@ -261,7 +261,9 @@ def chosen_on_cuda(folder: Path) -> Found:
             kv_connector="CXLConnector", kv_connector_extra_config={"attention": form}
         )
         config = SimpleNamespace(kv_transfer_config=transfer)
-        with patch.object(attention, "get_current_vllm_config_or_none", lambda of=config: of):
+        with patch.object(
+            attention_backend, "get_current_vllm_config_or_none", lambda of=config: of
+        ):
             try:
                 found[form] = Cuda.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, asked)
             except ValueError as error:

@@ -96,7 +96,7 @@ def test_a_pool_in_fp8_has_the_bytes_of_vllm(run: Callable[[str], Seen]) -> None
 
 def test_custom_is_ours_on_cuda_where_attention_is_in_the_pool(run: Callable[[str], Seen]) -> None:
     told = run("chosen_on_cuda")["told"]
-    assert told["pool"] == "cxlkv.adapters.vllm.attention.GpuPoolBackend"
+    assert told["pool"] == "cxlkv.adapters.vllm.attention_backend.GpuPoolBackend"
     assert "leave out --attention-backend" in told["engine"]
 
 

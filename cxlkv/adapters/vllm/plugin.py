@@ -52,9 +52,9 @@ def _register_attention() -> None:
 
     folder = "cxlkv.adapters.vllm"
     if not current_platform.is_cuda():
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{folder}.attention.PoolBackend")
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{folder}.attention_backend.PoolBackend")
     elif not AttentionBackendEnum.CUSTOM.is_overridden():
-        register_backend(AttentionBackendEnum.CUSTOM, f"{folder}.attention.GpuPoolBackend")
+        register_backend(AttentionBackendEnum.CUSTOM, f"{folder}.attention_backend.GpuPoolBackend")
     else:
         log.warning(
             "cxlkv: --attention-backend CUSTOM is %s, of another plugin: no attention in the pool",

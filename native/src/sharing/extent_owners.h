@@ -1,4 +1,4 @@
-/* Which extents are ours. */
+/* Which extents are ours (run_info.ours in format/types.h). */
 #pragma once
 #include "format/types.h"
 

@@ -1,4 +1,5 @@
-/* Extents are taken from others, and given. */
+/* Extents are taken from other hosts, and given. Whose they are: extent_owners.c. Which pages of
+ * them are free: format/runs.c. */
 #pragma once
 #include "format/types.h"
 
