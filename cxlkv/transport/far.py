@@ -1,9 +1,8 @@
 """Finds the bytes of a far pool's records, and packs them as the core packs its own.
 
 docs/reference/memory-layout.md has both forms. The far pool is never trusted: a record gets a
-header here
-only if the page's own header is of the wanted generation and names the table that came with it;
-Records.write() then holds every piece against the table before anything can be found.
+header here only if the page's own header is of the wanted generation and names the table that came
+with it; Records.write() then holds every piece against the table before anything can be found.
 """
 
 from __future__ import annotations

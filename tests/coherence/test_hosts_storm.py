@@ -130,7 +130,7 @@ def wait_until(processes: list[Process], of: list[Process], texts: list[int]) ->
 
 @pytest.mark.parametrize("rounds", [4, nightly(150)])
 @pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1)])
-def test_kills_at_random_instants(
+def test_kills_of_hosts_lose_nothing_published(
     pool_path: str, tmp_path: Path, hosts: tuple[int, ...], rounds: int, seed: int
 ) -> None:
     """In each round one is killed, wherever it is; a new one takes its place when the others have

@@ -56,7 +56,7 @@ typedef struct hosts {
     uint32_t epoch;              /* ours, once attached */
     enum visibility_mode mode;
     uint32_t features;           /* the incompatible ones of this build, for its name */
-    void *context;               /* of the two below */
+    void *context;               /* of the four below */
     void (*pause)(void *context);                 /* between two looks at what another writes */
     bool (*silent)(void *context, uint32_t host); /* has it not beaten for a lease? */
     void (*lost)(void *context, uint32_t host);   /* a line of its block raised SIGBUS; or NULL */

@@ -1,4 +1,4 @@
-/* Layouts are checked, and a geometry is made of one. */
+/* Layouts are checked, and a geometry is made of one: where each byte of a pool lies. */
 #pragma once
 #include "format/types.h"
 

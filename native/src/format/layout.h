@@ -1,4 +1,4 @@
-/* What follows from a layout: dtypes, encodings, bytes and places of pieces. */
+/* What follows from a layout: dtypes, encodings, bytes of pieces. geometry.c places them. */
 #pragma once
 #include "format/format.h"
 #include "kernels/code_planes.h"

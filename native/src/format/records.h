@@ -1,4 +1,4 @@
-/* Records and descriptors: sealed, read, verified. */
+/* Records and descriptors: sealed, read, verified. geometry.c lays them out. */
 #pragma once
 #include "format/types.h"
 

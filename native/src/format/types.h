@@ -1,7 +1,7 @@
 /* What the processes of one host share about a pool, in their own DRAM (which pages are free, held
  * and found, who the processes are, what was counted), and what each of them has of it open.
  *
- * Words: a *page* is a record of page_tokens tokens of all layers; a *piece* is the K, V or digest
+ * Words: a *page* is a record of page_tokens tokens of one part; a *piece* is the K, V or digest
  * of one (page, layer, kv head); a *run* is 16 neighbouring slots, the grain of placement; a *slot*
  * of the host state is a process.
  *
@@ -29,11 +29,11 @@ typedef struct page_info {
     uint8_t scrub : 1;           /* its bytes are not to outlive its last holder */
 } page_info;
 
-/* 16 slots. format/runs.c writes it, and host/rebuild.c makes it anew; both under the host lock, or
- * where no other process has the state. */
+/* 16 slots. format/runs.c writes it, and host/rebuild.c makes it anew, both but for `ours`; under
+ * the host lock, or where no other process has the state. */
 typedef struct run_info {
     uint16_t free_mask;          /* bit i: slot i is free */
-    uint16_t ours;               /* 1: it lies in an extent of this host */
+    uint16_t ours;               /* 1: in an extent of this host; sharing/extent_owners.c writes it */
     uint32_t next, previous;     /* in the list of free runs, or of partly free ones */
 } run_info;
 

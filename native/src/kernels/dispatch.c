@@ -1,4 +1,4 @@
-/* Which instruction set runs: asked of the CPU once, or forced by a test or an operator. */
+/* Which instruction set runs: asked of the CPU once, or forced by a test. */
 #include "kernels/kernels.h"
 
 #include <errno.h>

@@ -2,9 +2,10 @@
 #pragma once
 #include "format/types.h"
 
-/* Which are ours, from what all hosts claim: with the claims, without the host lock. */
+/* Look which are ours, from what all hosts claim. The caller has the claims; it takes the host
+ * lock. */
 int extents_refresh(cxlkv_pool *pool, const hosts *turn);
-/* Claimed ones become ours to use; one is ours no more, under the host lock. */
+/* Claimed ones become ours to use: likewise. One is ours no more: the caller has both locks. */
 int extents_take_in(cxlkv_pool *pool, const uint32_t *extents, uint32_t count);
 void extent_leave(cxlkv_pool *pool, uint32_t extent);
 /* Which boot of which machine has dropped what its caches held of all our extents; 0 while some are
