@@ -123,7 +123,8 @@ class MemoryShortError(CXLKVError, MemoryError):
 
 
 class StaleError(CXLKVError, LookupError):
-    """A handle or hit names pages that were freed since, or its lease has ended.
+    """A handle or hit names pages that were freed since, a page was freed while it was read, or a
+    lease has ended.
 
     Remedy: Match the prefix, or make the handle, anew.
     """

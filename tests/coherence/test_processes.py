@@ -92,7 +92,9 @@ def test_four_processes_with_one_killed(
 
 
 @pytest.mark.parametrize("kills", [12, nightly(1000)])
-def test_killed_processes_leave_no_page_held(pool_path: str, tmp_path: Path, seed: int, kills: int) -> None:
+def test_killed_processes_leave_no_page_held(
+    pool_path: str, tmp_path: Path, seed: int, kills: int
+) -> None:
     """Two work on while others are killed beside them, wherever they happen to be."""
     path, box = pool_path, tmp_path
     CXLPool.create(path, layout=SMALL, capacity=CAPACITY_BYTES, threads=1).close()

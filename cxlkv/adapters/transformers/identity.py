@@ -3,6 +3,8 @@
     identity = Identity(model)        # reads all bytes of the weights
     identity.now()                    # takes milliseconds, and reads again only what has changed
 
+requests.py makes of its words, by common/keys.py, the 16 bytes under which pages are found.
+
 A tensor counts as unchanged where it lies where it lay, torch's count of in-place changes
 (`Tensor._version`) is the same, and so are 2 KiB of its bytes from 32 places. So a change is not
 seen that passes by that count (`.data`, numpy views, memory written by other code) and leaves these

@@ -18,6 +18,8 @@
 #include "format/layout.h"
 #include "kernels/kernels.h"
 
+/* Written under the host lock. `published` by pages/published.c, host/rebuild.c and
+ * sharing/log_reader.c, the others there and in pages/pages.c; all where admin/check.c repairs. */
 typedef struct page_info {
     uint64_t generation;         /* the descriptor's; bumped when the page is freed */
     uint32_t holders;            /* processes with held[page] > 0 */
@@ -33,7 +35,7 @@ typedef struct page_info {
  * the host lock, or where no other process has the state. */
 typedef struct run_info {
     uint16_t free_mask;          /* bit i: slot i is free */
-    uint16_t ours;               /* 1: in an extent of this host; sharing/extent_owners.c writes it */
+    uint16_t ours;               /* 1: its extent is this host's (sharing/extent_owners.c) */
     uint32_t next, previous;     /* in the list of free runs, or of partly free ones */
 } run_info;
 
