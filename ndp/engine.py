@@ -17,8 +17,11 @@ from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import format_bytes, no_share, parse_share
 from cxlkv.numbers import is_real, is_whole
 
-METHODS = ("exact", "digest", "two_stage", "auto", "attention")
-METHODS_TAKEN = (*METHODS, "all", "kept", "scorer")  # by their numbers in the core
+METHODS_TAKEN = (
+    *("exact", "digest", "two_stage", "auto", "attention"),
+    *("all", "kept", "scorer", "sketch"),
+)  # by their numbers in the core
+METHODS = tuple(name for name in METHODS_TAKEN if name not in ("all", "kept", "scorer"))
 UNIONS = ("kv_head", "layer")
 PERS = ("query", "sequence")
 RECALL = 0.98

@@ -348,10 +348,11 @@ class Batch(OfThisProcess):
         holds, averaged over these heads, in about twice the time; "digest" by the min/max bound of
         each page (Quest, arXiv 2406.10774). "two_stage" estimates scores from sketches, an eighth
         of the bytes, and scores by their keys the tokens that may matter, so that about `recall` of
-        the pages of "exact" are chosen; 1 is all of them. "auto" is "two_stage" where the pool has
-        sketches, "exact" for a budget of mass; few pages are scored exactly anyway. One budget, or
-        one for each sequence; 0.05 is Budget(share=0.05). In a layer with a window a row sees the
-        pages of its window only, and budgets count these. scale defaults to head_dim ** -0.5.
+        the pages of "exact" are chosen; 1 is all of them; "sketch" leaves it at the estimates, and
+        reads no keys of complete pages. "auto" is that of "two_stage" and "exact" which should take
+        less time (native/src/ndp/cost.c), "exact" for a budget of mass. One budget, or one for each
+        sequence; 0.05 is Budget(share=0.05). In a layer with a window a row sees the pages of its
+        window only, and budgets count these. scale defaults to head_dim ** -0.5.
         """
         several = (budgets,) if isinstance(budgets, Budget) else budgets_of(budgets)
         count = len(self.sequences)

@@ -231,6 +231,7 @@ typedef struct cxlkv_budget {
 #define CXLKV_METHOD_KEPT                                                                          \
     6 /* out: chosen among what was best in an earlier step, and what is new */
 #define CXLKV_METHOD_SCORER 7 /* by a scorer that the pool knows */
+#define CXLKV_METHOD_SKETCH 8 /* estimates from sketches alone */
 #define CXLKV_UNION_KV_HEAD 0
 #define CXLKV_UNION_LAYER 1
 #define CXLKV_PER_QUERY 0

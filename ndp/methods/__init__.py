@@ -12,12 +12,14 @@ from cxlkv.ndp.methods.loki import Loki
 from cxlkv.ndp.methods.low_rank import LowRank
 from cxlkv.ndp.methods.lsh import LSH
 from cxlkv.ndp.methods.mean import Mean
+from cxlkv.ndp.methods.mean_std import MeanStd
 from cxlkv.ndp.methods.sampling import MagicPIG, SparQMean, VAttention
 from cxlkv.ndp.methods.shadow import Shadow
 from cxlkv.ndp.methods.sparq import SparQ
 
 SCORERS: tuple[type[Scorer], ...] = (
     Mean,
+    MeanStd,
     Ball,
     Gaussian,
     Locks,

@@ -55,6 +55,11 @@ def mean(of: Asked) -> Doubles:
     return of.logits(of.keys.mean(1))
 
 
+def mean_std(of: Asked) -> Doubles:
+    found: Doubles = mean(of) + of.scale * np.abs(of.queries) @ of.keys.std(1).T
+    return found
+
+
 def ball(of: Asked) -> Doubles:
     centre = (of.keys.max(1, keepdims=True) + of.keys.min(1, keepdims=True)) / 2
     radius = np.linalg.norm(of.keys - centre, axis=2).max(1)
@@ -161,6 +166,7 @@ def shadow(of: Asked) -> Doubles:
 
 REFERENCES: dict[str, Callable[[Asked], Doubles]] = {
     "mean": mean,
+    "mean_std": mean_std,
     "ball": ball,
     "gaussian": gaussian,
     "locks": locks,

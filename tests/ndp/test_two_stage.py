@@ -240,6 +240,69 @@ def test_auto_reads_sketches_where_there_are_some(rng: np.random.Generator) -> N
             sequence.select(0, q, top_k=20, method="two_stage")
 
 
+# ---- "sketch": the estimates alone ----
+
+
+@matrix(
+    name=ISAS,
+    case=[
+        (32, 8, 4, "float32", 70),
+        (100, 16, 1, "bfloat16", 300),
+        (64, 20, 2, "float16", 40),
+        (128, 16, 6, "bfloat16", 90),
+    ],
+)
+def test_sketch_chooses_by_estimates(
+    rng: np.random.Generator,
+    force_isa: Callable[[str], str],
+    name: str,
+    case: tuple[int, int, int, str, int],
+) -> None:
+    """Of few pages, too: nothing of a complete page is read but its sketch."""
+    dim, page_tokens, group, dtype, pages = case
+    tokens = pages * page_tokens + 3
+    keys = rng.standard_normal((tokens, 2, dim)).astype(np.float32)
+    q = rng.standard_normal((1, 2 * group, dim)).astype(np.float32)
+    force_isa(name)
+    with filled(keys, page_tokens=page_tokens, dtype=dtype) as (pool, sequence):
+        budget = Budget(pages=pages // 5, sinks=1, recent=2)
+        got = sequence.select(0, q, budget, method="sketch", scale=0.25)
+        assert got.method == "sketch"
+        assert got.stages is None
+        forced = 2 * (page_tokens * 2 + 3) * dim * (4 if dtype == "float32" else 2)
+        sketches = 2 * (pages - 2) * _core.pool_geometry(pool._handle)["sketch_piece_bytes"]
+        assert got.bytes_scored == sketches + forced
+        held = keys.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).astype(np.float32)
+        for head in range(2):
+            codes, scales = reference.sketched(held[: pages * page_tokens, head])
+            logits, slack = np.full(len(codes), -np.inf), 0.0
+            for query in q[0, head * group : (head + 1) * group].astype(np.float64):
+                logits = np.maximum(logits, reference.estimates(codes, scales, query, 0.25))
+                rounding = np.abs(reference.hadamard(query)).max() / 254  # a query has 8 bits
+                reach = np.abs(codes - 1.5).sum(-1) * scales * 0.25
+                slack = max(slack, float((reach * rounding).max()) + 0.01)  # and codes at borders
+            best = logits.reshape(pages, page_tokens).max(1)
+            free = [page for page in got.pages[0, head].tolist() if 1 <= page < pages - 1]
+            assert len(free) == pages // 5 - 3
+            scores = dict(zip(got.pages[0, head].tolist(), got.scores[0, head], strict=True))
+            np.testing.assert_allclose([scores[page] for page in free], best[free], atol=slack)
+            left_out = np.setdiff1d(np.arange(1, pages - 1), free)
+            assert best[left_out].max() <= best[free].min() + 2 * slack
+
+
+def test_sketch_needs_sketches(rng: np.random.Generator) -> None:
+    keys = rng.standard_normal((160, 1, 16)).astype(np.float32)
+    for sketch, budget, match in (
+        (False, Budget(pages=5), "no sketches"),
+        (True, Budget(mass=0.5), "mass"),
+    ):
+        with (
+            filled(keys, sketch=sketch) as (_, sequence),
+            pytest.raises(BadArgumentError, match=match),
+        ):
+            sequence.select(0, keys[:1, 0], budget, method="sketch")
+
+
 @pytest.mark.parametrize("recall", [0.49, 1.01, float("nan"), -1])
 def test_a_recall_that_is_none(rng: np.random.Generator, recall: float) -> None:
     keys = rng.standard_normal((8, 1, 16)).astype(np.float32)

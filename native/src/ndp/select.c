@@ -1,9 +1,9 @@
 /* Select: score the pages of a layer for each query, and name the best ones.
  *
  * A page's score for a kv head is the largest scale * q.k over its visible tokens and the group's
- * query heads (exact), an upper bound of it (digest), or, by attention and under a mass budget, the
- * page's share of the attention, averaged over the group. Equal scores: the lower page. A NaN score
- * wins. */
+ * query heads (exact), an upper bound of it (digest), an estimate (sketch), or, by attention and
+ * under a mass budget, the page's share of the attention, averaged over the group. Equal scores:
+ * the lower page. A NaN score wins. */
 #include <math.h>
 
 #include "format/scorers.h"
@@ -171,8 +171,9 @@ static int budget_check(const cxlkv_select_args *args, uint32_t i) {
 
 int select_bounds(const cxlkv_layout *layout, const cxlkv_select_args *args, uint32_t rows,
                   uint32_t sequences) {
-    bool known =
-        args->by.method <= CXLKV_METHOD_ATTENTION || args->by.method == CXLKV_METHOD_SCORER;
+    uint32_t method = args->by.method;
+    bool known = method <= CXLKV_METHOD_ATTENTION || method == CXLKV_METHOD_SCORER ||
+                 method == CXLKV_METHOD_SKETCH;
     int code = queries_bounds(layout, args->layer, args->q_heads, args->queries.dtype, rows);
     if (code < 0) return code;
     if (!known || args->by.union_over > CXLKV_UNION_LAYER || args->by.per > CXLKV_PER_SEQUENCE)
@@ -183,6 +184,9 @@ int select_bounds(const cxlkv_layout *layout, const cxlkv_select_args *args, uin
         !has_planes(layout, PIECE_KEYS))
         return fail(CXLKV_E_ARGUMENT, "select: this pool has no sketches (it was made with "
                     "sketch=False), nor keys in progressive: use method exact or digest");
+    if (args->by.method == CXLKV_METHOD_SKETCH && !layout->sketch)
+        return fail(CXLKV_E_ARGUMENT, "select: this pool has no sketches (it was made with "
+                    "sketch=False): use another method");
     if (!(args->scale > 0 && args->scale < INFINITY))
         return fail(CXLKV_E_ARGUMENT, "select: scale %g must be positive and finite",
                     (double)args->scale);
@@ -267,7 +271,7 @@ static int place_scratch(select_job *job, uint32_t rows) {
     uint64_t heads = job->batch->pool->layout.kv_heads, q_heads = job->args->q_heads;
     uint64_t query_floats = queries_bytes(job->batch, job->isa, job->query_total) / sizeof(float);
     uint64_t sketch_floats = 0, floats = query_floats;
-    if (job->args->by.method == CXLKV_METHOD_TWO_STAGE)
+    if (is_estimated(job))
         floats += sketch_floats = sketch_query_floats(job, job->query_total);
     for (uint32_t pass = 0; pass < 2; pass++) {
         float *at = (float *)job->batch->scratch + query_floats + sketch_floats;
@@ -320,11 +324,13 @@ static int64_t select_locked(select_job *job) {
     for (uint32_t i = 0; i < batch->count; i++) {
         tasks += job->plans[i].tasks;
         any_mass |= job->plans[i].log_sums != NULL;
-        any_stage |= job->plans[i].stage != NULL;
+        any_stage |= job->plans[i].stage && args->by.method == CXLKV_METHOD_TWO_STAGE;
     }
-    if (args->by.method == CXLKV_METHOD_TWO_STAGE) {
+    if (is_estimated(job)) {
         uint64_t used = queries_bytes(batch, job->isa, job->queries.total);
         sketch_prepare(job, (float *)((uint8_t *)batch->scratch + used));
+    }
+    if (args->by.method == CXLKV_METHOD_TWO_STAGE) {
         if (any_stage)
             code = run_step_tasks(batch->pool, batch->count * heads, sketch_sample_task, job);
         if (code < 0) return code;

@@ -36,15 +36,17 @@ static uint32_t estimated_among(const select_job *job, const plan *p, uint32_t *
 static void estimate_run(const select_job *job, const plan *p, const page_run *run, uint32_t at,
                          uint64_t list, uint32_t head, uint32_t block) {
     uint64_t place = list * kv_heads(job) + head;
+    bool staged = job->args->by.method == CXLKV_METHOD_TWO_STAGE;
     stage_scratch stage = stage_of(job, p);
     const uint8_t *nothing[RUN_PAGES] = {NULL};
     float best[RUN_PAGES], *scores = p->scores + place * p->view.pages + at;
+    float unread[RUN_PAGES][SKETCH_TOKENS], (*uppers)[SKETCH_TOKENS] = unread;
+    if (staged) uppers = stage.uppers + (place * blocks_of(job) + block) * p->view.pages + at;
     estimated_blocks asked = {.pages = run->pages, .later = list == 0 ? run->later : nothing,
                               .count = run->count, .head = head, .block = block,
-                              .slack = stage.slacks[place]};
+                              .slack = staged ? stage.slacks[place] : 0};
     asked.first_query = queries_of_list(job, p, list, head, &asked.query_count);
-    estimate_blocks(job, &asked, best,
-                    stage.uppers + (place * blocks_of(job) + block) * p->view.pages + at);
+    estimate_blocks(job, &asked, best, uppers);
     for (uint32_t i = 0; i < run->count; i++)
         if (block == 0 || is_better(best[i], scores[i])) scores[i] = best[i];
 }

@@ -43,9 +43,8 @@ bool sketch_pays(const cxlkv_pool *pool, uint32_t pages) {
 }
 
 static bool sketch_is_for(const select_job *job, const plan *p) {
-    if (job->args->by.method != CXLKV_METHOD_TWO_STAGE || !is_scored(p) || is_by_mass(job, p) ||
-        p->narrow)
-        return false;
+    if (!is_estimated(job) || !is_scored(p) || is_by_mass(job, p) || p->narrow) return false;
+    if (job->args->by.method == CXLKV_METHOD_SKETCH) return true;
     window w = window_of(job, p, 0);
     uint32_t first, pages = free_pages(p, &w, &first);
     return sketch_pays(job->batch->pool, pages) && w.k <= pages / 2 &&
@@ -54,6 +53,7 @@ static bool sketch_is_for(const select_job *job, const plan *p) {
 
 uint64_t sketch_plan_floats(const select_job *job, const plan *p) {
     if (!sketch_is_for(job, p)) return 0;
+    if (job->args->by.method == CXLKV_METHOD_SKETCH) return 16; /* not NULL is all it is */
     uint64_t each = lists_of(job, p) * (2 + sizeof(sample) / sizeof(float));
     return uppers_of(job, p) * SKETCH_TOKENS + align_up(each, 16);
 }

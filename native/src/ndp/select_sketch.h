@@ -1,5 +1,5 @@
 /* What the first of two stages of select has: where estimates come from, and what a plan's scratch
- * holds. */
+ * holds. Method "sketch" has no second stage, and nothing in its scratch. */
 #pragma once
 #include <math.h>
 
@@ -22,6 +22,11 @@ typedef struct stage_scratch {
 } stage_scratch;
 
 stage_scratch stage_of(const select_job *job, const plan *p);
+
+static inline bool is_estimated(const select_job *job) {
+    uint32_t method = job->args->by.method;
+    return method == CXLKV_METHOD_TWO_STAGE || method == CXLKV_METHOD_SKETCH;
+}
 
 static inline uint32_t kv_heads(const select_job *job) {
     return job->batch->pool->layout.kv_heads;
