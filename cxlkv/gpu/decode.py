@@ -1,6 +1,6 @@
 """The decode step: near-data selection, and attention on a device that fetches what it misses.
 
-For each layer of a step, in this order in the device's stream:
+With index="host", for each layer of a step, in this order in the device's stream:
 
     question    q, k, v go to pinned memory; the host appends k and v and selects pages for q
     meanwhile   what a hint named goes into the hot buffer, if hint() gave one before the layer;
@@ -11,6 +11,10 @@ For each layer of a step, in this order in the device's stream:
 The thread that launches waits for nothing. Without a hot buffer the host attends to the chosen
 pages, too, and its partial result crosses the link in place of pages; without a device that is all
 there is. docs/explanation/gpu.md has the picture.
+
+With index="device" nobody asks the host: the device scores what it keeps of each page, fetches the
+best pages that the hot buffer misses, and attends to them and to the newest, so that the hot buffer
+changes times and no output. The host appends k and v of all layers at the step's end.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from cxlkv.errors import (
     OrderError,
     ReleasedError,
     UnevenError,
+    UnsupportedError,
 )
 from cxlkv.gpu.driver import driver_of, index_of
 from cxlkv.gpu.errors import gpu_errors
@@ -38,7 +43,7 @@ from cxlkv.gpu.pieces import DTYPES
 from cxlkv.gpu.resident import Resident
 from cxlkv.gpu.selector import DecodeStats, Selector, Step
 from cxlkv.machine.lifetime import Closing
-from cxlkv.ndp.engine import BudgetLike, Selection, budget_of
+from cxlkv.ndp.engine import Budget, BudgetLike, Selection, budget_of
 from cxlkv.numbers import is_whole, seconds
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
@@ -59,6 +64,11 @@ class Decoder(Closing):
     `fallback` saying why, where the driver does not map the pool's memory. recent_pages: the newest
     pages, kept on the device. pages_max: the longest sequence, in pages. deadline_s: how long the
     device waits for an answer.
+
+    index: "host", or "device", by the methods "digest", "mean_std" and "sketch" and budgets of
+    pages or shares, a list for each kv head; then the newest recent_pages, at least the budget's
+    `recent`, stand for its recent ones, and hints do nothing. index_pages: how many pages the
+    device keeps summaries of; by default all that requests may have.
 
     Raises MemoryShortError or GpuMemoryError when the device has too little memory, GpuError,
     UnsupportedError without CUDA, BadArgumentError. One thread uses a decoder, and nobody else
@@ -81,6 +91,8 @@ class Decoder(Closing):
         scale: float | None = None,
         softcap: float | None = None,
         deadline_s: float = DEADLINE_S,
+        index: str = "host",
+        index_pages: int | None = None,
     ):
         layout = pool.layout
         if not all(is_whole(one, 1, 2**31 - 1) for one in (requests, rows, pages_max)):
@@ -102,6 +114,8 @@ class Decoder(Closing):
         softcap = softcap_of(softcap) or None
         self._selector = Selector(budget, method, scale, softcap)
         self._resident: Resident | None = None
+        self._mail: Mailbox | None = None
+        _check_index(index, index_pages, budget_of(budget), hot_pages)
         if self.device.type == "cpu" and is_whole(hot_pages, 0, 0):
             return
         with gpu_errors("a decoder's memory"):
@@ -117,18 +131,28 @@ class Decoder(Closing):
                 lists=budget_of(budget).pages_at_most(pages_max),
                 scale=scale,
                 softcap=softcap,
+                budget=budget_of(budget),
+                index=None if index == "host" else (method, index_pages),
             )
-        self._asked = {
-            name: self._resident._pinned(requests, rows, heads, dim, dtype=self.dtype)
-            for name, heads, dim in (
-                ("q", q_heads, layout.head_dim),
-                ("k", layout.kv_heads, layout.head_dim),
-                ("v", layout.kv_heads, layout.value_head_dim),
-                ("hint", q_heads, layout.head_dim),
-            )
-        }
+        self._asked = self._rows_for_host(self._resident)
         self._picked: Selection | None = None  # of the question that is being served
-        self._mail = Mailbox(self.device, self._serve, self._then, deadline_s)
+        if index == "host":
+            self._mail = Mailbox(self.device, self._serve, self._then, deadline_s)
+
+    def _rows_for_host(self, resident: Resident) -> dict[str, torch.Tensor]:
+        """Pinned memory for what the host is sent: a layer's rows, or k and v of all layers."""
+        layout, lead = self.layout, [self._requests, self._rows]
+        dims = {
+            "q": (self._q_heads, layout.head_dim),
+            "k": (layout.kv_heads, layout.head_dim),
+            "v": (layout.kv_heads, layout.value_head_dim),
+            "hint": (self._q_heads, layout.head_dim),
+        }
+        if resident.index is not None:
+            dims, lead = {name: dims[name] for name in "kv"}, [layout.layers, *lead]
+        return {
+            name: resident._pinned(*lead, *shape, dtype=self.dtype) for name, shape in dims.items()
+        }
 
     @property
     def dtype(self) -> torch.dtype:
@@ -235,7 +259,10 @@ class Decoder(Closing):
         if self._step is None or layer not in (self._layer, self._layer + 1):
             raise OrderError(f"a hint for layer {layer}: only for the next two, within a step")
         self._check_tensor("q", q, self._q_heads, self.layout.head_dim)
+        mail = self._mail
         if self._resident is None or self._resident.hot is None or layer >= self.layout.layers:
+            return
+        if mail is None:
             return
         if self._brings == layer:
             raise OrderError(f"a hint for layer {layer} was given and asked already")
@@ -248,6 +275,7 @@ class Decoder(Closing):
         """Ask what hint() said of a layer. One question at a time is on its way."""
         if self._hint is None or self._hint[0] != layer:
             return
+        assert self._mail is not None
         self._asked["hint"].copy_(self._hint[1], non_blocking=True)
         self._mail.ask(self.layout.layers + layer)
         self._hint, self._brings = None, layer
@@ -268,23 +296,29 @@ class Decoder(Closing):
         resident = self._resident
         if resident is None:
             return self._near(self._step, layer, q, k, v)
+        mail = self._mail
         with gpu_errors(f"layer {layer}"):
+            if mail is None:
+                for name, rows in (("k", k), ("v", v)):
+                    if rows is not None:
+                        self._asked[name][layer].copy_(rows, non_blocking=True)
+                return resident.attend_by_index(layer, q, k, v)
             brings, self._brings = self._brings == layer, None
             if brings:
-                self._mail.await_answer()
-                resident.take_hint(layer, self._mail.answered)
+                mail.await_answer()
+                resident.take_hint(layer, mail.answered)
             for name, rows in (("q", q), ("k", k), ("v", v)):
                 if rows is not None:
                     self._asked[name].copy_(rows, non_blocking=True)
-            self._mail.ask(layer)
+            mail.ask(layer)
             if brings:
                 resident.bring(layer)
             resident.attend_resident(layer, q, k, v)
-            self._mail.await_answer()
+            mail.await_answer()
             if resident.hot is None:
-                resident.take_partial(self._mail.answered)
+                resident.take_partial(mail.answered)
             else:
-                resident.take_chosen(layer, self._mail.answered)
+                resident.take_chosen(layer, mail.answered)
                 self._ask_hint(layer + 1)
                 resident.attend_chosen(layer, q)
             return resident.merged()
@@ -303,10 +337,25 @@ class Decoder(Closing):
             raise OrderError("end() comes after begin() and all layers")
         try:
             self._settle()
+            if self._resident is not None:
+                self._append_all(step)
         except CXLKVError:
             self._take_back(step)
             raise
         self.stats.steps += 1
+
+    def _append_all(self, step: Step) -> None:
+        """Append what the device has attended to already: rows of all layers."""
+        assert self._resident is not None
+        index = self._resident.index
+        if index is None:
+            return
+        own = self.layout.values == "own"
+        for layer in range(self.layout.layers):
+            values = step.rows_of(self._asked["v"][layer]) if own else None
+            step.batch.append(layer, step.rows_of(self._asked["k"][layer]), values, step.starts)
+        self.stats.selects += self.layout.layers
+        self.stats.bytes_scored += sum(map(index.bytes_of, step.active.tolist()))
 
     def abandon(self) -> None:
         """Undo a step, as if it had not begun; its errors are not raised."""
@@ -322,7 +371,8 @@ class Decoder(Closing):
             if self._resident is not None:
                 with gpu_errors("a decode step"):
                     self._resident.synchronize()
-                self._mail.check()
+                if self._mail is not None:
+                    self._mail.check()
                 self._resident.check()
         finally:
             self._step = None
@@ -415,8 +465,25 @@ class Decoder(Closing):
         self._closed = True
         if self._resident is not None:
             self._resident.synchronize()
-            self._mail.close()
+            if self._mail is not None:
+                self._mail.close()
             self._resident.close()
+
+
+def _check_index(index: str, pages: int | None, budget: Budget, hot_pages: SlotCounts) -> None:
+    """Raises BadArgumentError, and UnsupportedError for what the device does not do by itself."""
+    if index not in ("host", "device"):
+        raise BadArgumentError(f'index={index!r:.40}: "host" or "device"')
+    if index == "host":
+        if pages is not None:
+            raise BadArgumentError('index_pages goes with index="device"')
+        return
+    if hot_pages == 0:
+        raise BadArgumentError('index="device" keeps chosen pages in a hot buffer: hot_pages=')
+    asked = {"mass": budget.mass is not None, "union": budget.union != "kv_head"}
+    asked |= {"refresh": budget.refresh != 1}
+    for name in (name for name, given in asked.items() if given):
+        raise UnsupportedError(f'a budget with {name}= is for index="host"')
 
 
 def _device(given: str | torch.device) -> torch.device:

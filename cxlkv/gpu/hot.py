@@ -273,18 +273,18 @@ def _spread(given: object, count: int) -> list[int]:
     return list(given) if isinstance(given, Iterable) else [cast(int, given)] * count
 
 
-def check_room(wanted_bytes: int, device: torch.device) -> None:
+def check_room(wanted_bytes: int, device: torch.device, what: str = "the hot buffer") -> None:
     """Raises MemoryShortError when the device has less free; UnsupportedError without such one."""
     if device.type == "cpu":
         check_memory(wanted_bytes)
         return
     if device.type != "cuda" or not torch.cuda.is_available():
         raise UnsupportedError(
-            f"a hot buffer on {device}: this machine and this build of torch have cpu"
+            f"{what} on {device}: this machine and this build of torch have cpu"
             f"{' and cuda' if torch.cuda.is_available() else ' only'}"
         )
     if wanted_bytes > _free_bytes(device):
-        raise MemoryShortError(_short_text(wanted_bytes, device))
+        raise MemoryShortError(_short_text(wanted_bytes, device, what))
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -294,10 +294,8 @@ def _free_bytes(device: torch.device) -> int:
     return free_bytes + kept_bytes
 
 
-def _short_text(wanted_bytes: int, device: torch.device) -> str:
+def _short_text(wanted_bytes: int, device: torch.device, what: str = "the hot buffer") -> str:
     free = "it is not to be had"
     if device.type == "cuda":
         free = f"{device} has {format_bytes(_free_bytes(device))} free"
-    return (
-        f"the hot buffer wants {format_bytes(wanted_bytes)}, {free}. Take fewer slots or requests"
-    )
+    return f"{what} wants {format_bytes(wanted_bytes)}, {free}. Take fewer slots, pages or requests"

@@ -10,6 +10,7 @@ import torch
 
 from cxlkv.errors import MemoryShortError, RegistrationError, StaleError, UnsupportedError
 from cxlkv.gpu.hot import HotBuffer, SlotCounts
+from cxlkv.gpu.index import DeviceIndex
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.gpu.pieces import encodings_of, pieces_of
 from cxlkv.gpu.recent import Recent
@@ -20,6 +21,7 @@ from cxlkv.kernels.merge import merge
 from cxlkv.kernels.rotate import prepare
 from cxlkv.kernels.slots import Assigned
 from cxlkv.kernels.sources import Sources, known_pages, page_sources
+from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
@@ -38,7 +40,8 @@ class Resident:
     """The ring of newest pages, the hot buffer and its tables, and the step's two partial results.
 
     Everything that a step writes is made once. fallback: why there is no hot buffer although one
-    was asked for. `lists` is the longest list of chosen pages.
+    was asked for. `lists` is the longest list of chosen pages. index: by which method the device
+    chooses pages, with this budget, and how many pages have a summary; None: the host does.
     """
 
     def __init__(
@@ -55,8 +58,23 @@ class Resident:
         lists: int,
         scale: float,
         softcap: float | None,
+        budget: Budget,
+        index: tuple[str, int | None] | None = None,
     ):
         self.layout, self.device = pool.layout, device
+        self.index, self._budget = None, budget
+        if index is not None:
+            self.index = DeviceIndex(
+                pool,
+                device,
+                index[0],
+                requests=requests,
+                rows=rows,
+                q_heads=q_heads,
+                pages_max=pages_max,
+                pages=index[1],
+                scale=scale,
+            )
         self._requests, self._rows = requests, rows
         self._scale, self._softcap = scale, softcap
         self._dtype: torch.dtype = getattr(torch, pool.layout.dtype)
@@ -67,12 +85,16 @@ class Resident:
         self._check_pieces()
         if hot_pages != 0:
             self._map(pool, pages_max, hot_pages)
-        # The open tail and what a step completes are in the ring, whatever is asked.
-        slots = max(recent_pages, 1 + -(-rows // pool.layout.page_tokens))
+        # The open tail and what a step completes are in the ring, whatever is asked; where the
+        # device chooses, all that a budget calls recent.
+        least = 1 + -(-rows // pool.layout.page_tokens)
+        slots = max(recent_pages, least, budget.recent if index is not None else 0)
         self._recent = Recent(pool.layout, requests, slots, device)
         self._make_buffers(q_heads, lists)
         if self.hot is not None:
             self._make_tables(self.hot, lists)
+        if index is not None:
+            self._make_plan(q_heads, lists)
         self._lists: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._there = [self._made_there(layer) for layer in range(pool.layout.layers)]
 
@@ -91,6 +113,11 @@ class Resident:
         try:
             self._mapping = Mapping(pool, self.device)
         except (RegistrationError, MemoryShortError) as error:
+            if self.index is not None:
+                raise UnsupportedError(
+                    f'index="device" reads pages where they lie, but the pool is not mapped: '
+                    f"{error}"
+                ) from error
             self.fallback = str(error)
             return
         layout, requests = self.layout, self._requests
@@ -143,6 +170,26 @@ class Resident:
         values_at = None if made.miss_values_at is None else self._targets_at[1]
         self._assigned = made._replace(miss_keys_at=self._targets_at[0], miss_values_at=values_at)
 
+    def _make_plan(self, q_heads: int, lists: int) -> None:
+        """What the device chooses by, and where it attends to what it has chosen: the ring's slots,
+        then the chosen pages."""
+        requests, rows, layout = self._requests, self._rows, self.layout
+        ring = self._recent.slots
+        plan = (2, layout.layers, requests)  # the first page that is seen, and how many are chosen
+        self._plan_host = self._pinned(*plan, dtype=torch.int32)
+        self._plan = self._here(*plan, dtype=torch.int32)
+        self._counts: dict[tuple[int, int], int] = {}
+        both = (requests, layout.kv_heads, ring + lists)
+        self._pages = self._here(*both, dtype=torch.int32)
+        self._keys_at = self._here(layout.layers, *both, dtype=torch.int64)
+        self._keys_at[..., :ring] = self._recent.keys_at
+        self._values_at: torch.Tensor | None = None
+        if self._recent.values_at is not None:
+            self._values_at = self._here(layout.layers, *both, dtype=torch.int64)
+            self._values_at[..., :ring] = self._recent.values_at
+        out = (layout.layers, requests, rows, q_heads, layout.value_head_dim)
+        self._outs = self._here(*out, dtype=self._dtype)
+
     def _made_there(self, layer: int) -> _There:
         keys_at = self._recent.keys_at[layer]
         values_at = None if self._recent.values_at is None else self._recent.values_at[layer]
@@ -176,6 +223,8 @@ class Resident:
         """Drop a request's pages from `from_page` on: they changed, or the request has ended."""
         self.near_out[request] = 0  # the engine writes for requests that are there only
         self.near_lse[request] = -torch.inf
+        if self.index is not None:
+            self.index.forget(request, from_page)
         if self.hot is not None:
             self._tables.forget(request, from_page)
             if from_page == 0:
@@ -204,7 +253,32 @@ class Resident:
         if self.hot is not None:
             for request, sequence in zip(active.tolist(), sequences, strict=True):
                 self._tables.refresh(request, sequence)
+                if self.index is not None:
+                    self.index.refresh(request, sequence)
+        if self.index is not None:
+            self._send_plan(active.tolist(), lengths.tolist())
+            self._pages[:, :, :slots] = self._ring
         return below[active]
+
+    def _send_plan(self, active: list[int], lengths: list[int]) -> None:
+        """For each layer, the first page that a request's rows see, and how many are to be chosen
+        besides the newest."""
+        tokens, layout = self.layout.page_tokens, self.layout
+        plan = np.zeros((2, layout.layers, self._requests), np.int32)
+        for request, length in zip(active, lengths, strict=True):
+            last = -(-(length + self._rows) // tokens)
+            for layer, window in enumerate(layout.windows):
+                low = 0 if window is None else max(0, length - window + 1) // tokens
+                plan[:, layer, request] = low, self._count(layer, last - low)
+        self._plan_host.copy_(torch.from_numpy(plan))
+        self._plan.copy_(self._plan_host, non_blocking=True)
+
+    def _count(self, layer: int, visible: int) -> int:
+        found = self._counts.get((layer, visible))
+        if found is None:
+            found = max(0, self._budget.pages_at_most(visible, layer) - self._budget.recent)
+            self._counts[layer, visible] = found
+        return found
 
     def _send(
         self,
@@ -245,6 +319,29 @@ class Resident:
         """Fetch what the hot buffer misses of the chosen pages, and attend to that."""
         made = self._fetch(layer, self._known)
         self._attend(layer, q, *made.miss_targets, made.miss_pages, 1)
+
+    def attend_by_index(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Append the step's rows, choose pages by the index, fetch those that the hot buffer
+        misses, and attend to them and to the newest. Each layer's output stays until the next
+        step's."""
+        assert self.index is not None
+        self._recent.append(layer, k, v, self._positions)
+        first, wanted = self._plan[0, layer], self._plan[1, layer]
+        self.index.choose(
+            layer, q, self._positions, first, self._below, self._budget.sinks, wanted, self._known
+        )
+        made = self._fetch(layer, self._known)
+        ring = self._recent.slots
+        self._pages[:, :, ring:] = self._known
+        keys_at, values_at = self._keys_at[layer], None
+        keys_at[:, :, ring:] = made.keys_at
+        if self._values_at is not None and made.values_at is not None:
+            values_at = self._values_at[layer]
+            values_at[:, :, ring:] = made.values_at
+        self._attend(layer, q, keys_at, values_at, self._pages, 0)
+        return self._outs[layer].copy_(self._partials[0])
 
     def _take(
         self, layer: int, lists: torch.Tensor, answered: torch.Tensor, known: torch.Tensor

@@ -263,13 +263,13 @@ def test_arguments_that_cannot_be() -> None:
     for request in (-1, 1):
         with pytest.raises(BadArgumentError, match=f"request {request}: there are 1"):
             hot.forget(request)
-    with pytest.raises(UnsupportedError, match="a hot buffer on meta"):
+    with pytest.raises(UnsupportedError, match="the hot buffer on meta"):
         make("meta")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu() -> None:
-    with pytest.raises(UnsupportedError, match=r"a hot buffer on cuda: .* cpu only"):
+    with pytest.raises(UnsupportedError, match=r"the hot buffer on cuda: .* cpu only"):
         make("cuda")
 
 

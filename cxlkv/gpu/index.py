@@ -1,0 +1,211 @@
+"""The device's index: what a method keeps of each page's keys, to choose pages without the host.
+
+A page's summary is made on the device when the page is first named by a request, from keys that
+the host has fetched and verified. Requests that share a page share its summary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cxlkv.errors import BadArgumentError, MemoryShortError, UnsupportedError
+from cxlkv.gpu.hot import check_room
+from cxlkv.gpu.pieces import DTYPES
+from cxlkv.kernels.encode import encode
+from cxlkv.kernels.index import FORMS, Form, Scratch, choose, score
+from cxlkv.layout import layer_places
+from cxlkv.ndp.engine import same_pages
+from cxlkv.numbers import is_whole
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Sequence
+
+AT_ONCE_BYTES = 32 << 20  # of keys and values that are fetched to be summarised
+
+Named = tuple[int, int, int]  # part, page and generation
+
+
+class DeviceIndex:
+    """Summaries by layer, uint8 [pages, kv_heads, bytes], and which of them a request's pages have.
+
+    method: one of FORMS; pages: how many have a summary at a time, in each part of the layers; by
+    default all that requests may have.
+    Raises UnsupportedError, MemoryShortError, BadArgumentError.
+    """
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        device: torch.device,
+        method: str,
+        *,
+        requests: int,
+        rows: int,
+        q_heads: int,
+        pages_max: int,
+        pages: int | None,
+        scale: float,
+    ):
+        if method not in FORMS:
+            raise UnsupportedError(
+                f'method {method!r} reads keys, which lie in the pool: index="host" has it. '
+                f'index="device" has {", ".join(FORMS)}'
+            )
+        pages = _check_pages(pages, requests * pages_max)
+        layout = pool.layout
+        dtype = torch.bfloat16 if method == "mean_std" else DTYPES[layout.dtype]
+        self.form = Form(method, layout.page_tokens, layout.head_dim, dtype)
+        self._layout, self._device, self._scale = layout, device, scale
+        self._of_layer = layer_places(layout, pool.pages.geometry["record_layers"])
+        parts = pool.pages.geometry["part_count"]
+        self._layers = [
+            [layer for layer, (of, _) in enumerate(self._of_layer) if of == part]
+            for part in range(parts)
+        ]
+        dims = layout.head_dim + layout.value_head_dim
+        page_bytes = layout.page_tokens * layout.kv_heads * dims * DTYPES[layout.dtype].itemsize
+        self._at_once = max(1, AT_ONCE_BYTES // page_bytes)
+        shape = (pages, layout.kv_heads, self.form.bytes)
+        self.bytes = layout.layers * torch.Size(shape).numel()
+        check_room(self.bytes, device, "the index")
+        self.summaries = [
+            torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layout.layers)
+        ]
+        pinned = device.type == "cuda"
+        table = (parts, requests, pages_max)
+        self._host = torch.full(table, -1, dtype=torch.int32, pin_memory=pinned)
+        self._slots = self._host.to(device)
+        self._held: dict[Named, list[int]] = {}  # slot, and requests that name it
+        self._free = [list(range(pages - 1, -1, -1)) for _ in range(parts)]
+        self._names: list[list[list[Named | None]]] = [
+            [[] for _ in range(requests)] for _ in range(parts)
+        ]
+        self._scores = torch.zeros((requests, layout.kv_heads, pages_max), device=device)
+        self._scratch = Scratch.of(self.form, requests * rows * q_heads, device)
+
+    # ---- between steps ----
+
+    def refresh(self, request: int, sequence: Sequence) -> None:
+        """Take in the pages that were completed since the last call. Raises MemoryShortError,
+        CorruptError."""
+        tokens = self._layout.page_tokens
+        for part, layers in enumerate(self._layers):
+            names = self._names[part][request]
+            first = len(names)
+            if len(sequence) // tokens <= first:
+                continue
+            found = sequence.places(layers[0], first)
+            there = (found.keys >= 0) & (found.descriptors >= 0)
+            rows = zip(found.pages.tolist(), found.generations.tolist(), there, strict=True)
+            came = [(part, page, of) if has else None for page, of, has in rows]
+            self._make(sequence, part, [(first + i, one) for i, one in enumerate(came) if one])
+            names += came
+            span = slice(first, len(names))
+            numbers = [-1 if one is None else self._held[one][0] for one in came]
+            self._host[part, request, span] = torch.tensor(numbers, dtype=torch.int32)
+            self._slots[part, request, span].copy_(
+                self._host[part, request, span], non_blocking=True
+            )
+
+    def _make(self, sequence: Sequence, part: int, came: list[tuple[int, Named]]) -> None:
+        """Hold these pages of the sequence, and summarise those that nobody holds yet."""
+        new = [(at, one) for at, one in came if one not in self._held]
+        if len(new) > len(self._free[part]):
+            raise MemoryShortError(
+                f"the device's index has room for {len(self.summaries[0])} pages: make the "
+                "decoder with more index_pages, or remove() a request"
+            )
+        slots = [self._free[part].pop() for _ in new]
+        try:
+            for begin in range(0, len(new), self._at_once):
+                end = begin + self._at_once
+                at = np.array([place for place, _ in new[begin:end]], np.int32)
+                to = torch.tensor(slots[begin:end], device=self._device)
+                for layer in self._layers[part]:
+                    self.summaries[layer][to] = self._summarised(sequence, layer, at)
+        except BaseException:
+            self._free[part] += slots
+            raise
+        for slot, (_, one) in zip(slots, new, strict=True):
+            self._held[one] = [slot, 0]
+        for _, one in came:
+            self._held[one][1] += 1
+
+    def _summarised(
+        self, sequence: Sequence, layer: int, pages: npt.NDArray[np.int32]
+    ) -> torch.Tensor:
+        """uint8 [pages, kv_heads, form.bytes]; fetch() verifies keys and values by their CRCs."""
+        layout, form = self._layout, self.form
+        picked = same_pages(pages, layout.kv_heads)
+        shape = (1, layout.kv_heads, len(pages), layout.page_tokens)
+        keys, values = (
+            torch.empty((*shape, dim), dtype=DTYPES[layout.dtype])
+            for dim in (layout.head_dim, layout.value_head_dim)
+        )
+        sequence.fetch(layer, picked, (keys, values))
+        here = keys[0].to(self._device)
+        if form.name == "mean_std":
+            wide = here.float()
+            made = torch.stack([wide.mean(2), wide.std(2, correction=0)], 2).bfloat16()
+            flat = made.transpose(0, 1).flatten(2).contiguous().view(torch.uint8)
+            return torch.nn.functional.pad(flat, (0, form.bytes - flat.shape[2]))
+        rows = here.permute(1, 2, 0, 3).flatten(0, 1)
+        sketch = form.name == "sketch"
+        made_here = encode(rows, None, page_tokens=layout.page_tokens, sketch=sketch)
+        return made_here.digests if made_here.sketches is None else made_here.sketches
+
+    def forget(self, request: int, from_page: int = 0) -> None:
+        """Drop a request's pages from `from_page` on; waits for what the device has queued."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._slots[:, request, from_page:] = -1
+        for part, requests in enumerate(self._names):
+            names = requests[request]
+            for one in names[from_page:]:
+                if one is None:
+                    continue
+                held = self._held[one]
+                held[1] -= 1
+                if not held[1]:
+                    del self._held[one]
+                    self._free[part].append(held[0])
+            del names[from_page:]
+
+    # ---- in a step ----
+
+    def choose(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        positions: torch.Tensor,
+        first: torch.Tensor,
+        last: torch.Tensor,
+        sinks: int,
+        wanted: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Choose a layer's pages into out, int32 [requests, kv_heads, k]; see kernels.index."""
+        slots = self._slots[self._of_layer[layer][0]]
+        score(
+            *(self.form, self.summaries[layer], slots, q, positions, self._scores),
+            scale=self._scale,
+            scratch=self._scratch,
+        )
+        choose(self._scores, first, last, sinks, wanted, out)
+
+    def bytes_of(self, request: int) -> int:
+        """Bytes of summaries that a step reads for a request."""
+        heads = self._layout.kv_heads * self.form.bytes
+        return sum(
+            len(layers) * heads * sum(one is not None for one in names[request])
+            for layers, names in zip(self._layers, self._names, strict=True)
+        )
+
+
+def _check_pages(pages: int | None, most: int) -> int:
+    if pages is None:
+        return most
+    if not is_whole(pages, 1, most):
+        raise BadArgumentError(f"index_pages={pages!r:.40}: 1 to {most}, requests x pages_max")
+    return pages
