@@ -42,6 +42,7 @@ from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.pieces import DTYPES
 from cxlkv.gpu.resident import Resident
 from cxlkv.gpu.selector import DecodeStats, Selector, Step
+from cxlkv.layout import KVLayout
 from cxlkv.machine.lifetime import Closing
 from cxlkv.ndp.engine import Budget, BudgetLike, Selection, budget_of
 from cxlkv.numbers import is_whole, seconds
@@ -115,6 +116,8 @@ class Decoder(Closing):
         self._selector = Selector(budget, method, scale, softcap)
         self._resident: Resident | None = None
         self._mail: Mailbox | None = None
+        self.lse: torch.Tensor | None = None
+        """float32 [requests, rows, q_heads], the log-sum-exp of the last layer() on a device."""
         _check_index(index, index_pages, budget_of(budget), hot_pages)
         if self.device.type == "cpu" and is_whole(hot_pages, 0, 0):
             return
@@ -128,7 +131,7 @@ class Decoder(Closing):
                 pages_max=pages_max,
                 hot_pages=hot_pages,
                 recent_pages=recent_pages,
-                lists=budget_of(budget).pages_at_most(pages_max),
+                lists=longest_list(layout, budget_of(budget), pages_max, rows),
                 scale=scale,
                 softcap=softcap,
                 budget=budget_of(budget),
@@ -302,7 +305,8 @@ class Decoder(Closing):
                 for name, rows in (("k", k), ("v", v)):
                     if rows is not None:
                         self._asked[name][layer].copy_(rows, non_blocking=True)
-                return resident.attend_by_index(layer, q, k, v)
+                out, self.lse = resident.attend_by_index(layer, q, k, v)
+                return out
             brings, self._brings = self._brings == layer, None
             if brings:
                 mail.await_answer()
@@ -321,7 +325,8 @@ class Decoder(Closing):
                 resident.take_chosen(layer, mail.answered)
                 self._ask_hint(layer + 1)
                 resident.attend_chosen(layer, q)
-            return resident.merged()
+            out, self.lse = resident.merged()
+            return out
 
     def end(self, *, replayed: bool = False) -> None:
         """Wait for the step, and raise what went wrong in it: then nothing of it stays, and its
@@ -468,6 +473,18 @@ class Decoder(Closing):
             if self._mail is not None:
                 self._mail.close()
             self._resident.close()
+
+
+def longest_list(layout: KVLayout, budget: Budget, pages_max: int, rows: int) -> int:
+    """The most pages of a list, in any layer; one with a window sees few."""
+    tokens = layout.page_tokens
+    return max(
+        budget.pages_at_most(
+            pages_max if window is None else min(pages_max, (window + rows - 2) // tokens + 2),
+            layer,
+        )
+        for layer, window in enumerate(layout.windows)
+    )
 
 
 def _check_index(index: str, pages: int | None, budget: Budget, hot_pages: SlotCounts) -> None:

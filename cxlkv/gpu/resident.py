@@ -322,7 +322,7 @@ class Resident:
 
     def attend_by_index(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the step's rows, choose pages by the index, fetch those that the hot buffer
         misses, and attend to them and to the newest. Each layer's output stays until the next
         step's."""
@@ -341,7 +341,7 @@ class Resident:
             values_at = self._values_at[layer]
             values_at[:, :, ring:] = made.values_at
         self._attend(layer, q, keys_at, values_at, self._pages, 0)
-        return self._outs[layer].copy_(self._partials[0])
+        return self._outs[layer].copy_(self._partials[0]), self._lses[0]
 
     def _take(
         self, layer: int, lists: torch.Tensor, answered: torch.Tensor, known: torch.Tensor
@@ -385,9 +385,9 @@ class Resident:
         self._lses[1].copy_(self.near_lse, non_blocking=True)
         self._lses[1].masked_fill_(answered[:1] != 1, -torch.inf)
 
-    def merged(self) -> torch.Tensor:
-        """Merge both partial results into the layer's output."""
-        return merge(self._partials, self._lses, dtype=self._dtype)[0]
+    def merged(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge both partial results into the layer's output and its log-sum-exp."""
+        return merge(self._partials, self._lses, dtype=self._dtype)
 
     def _attend(
         self,

@@ -113,11 +113,11 @@ def test_a_worker_chooses_and_attends_for_a_model(llama: PreTrainedModel, path: 
         assert (use.selects_here, use.attends_here) == (0, 0)
 
 
-def test_where_attention_is_has_two_words(llama: PreTrainedModel, pool: CXLPool) -> None:
-    for attention in ("pool", "device"):
+def test_where_attention_is_has_three_words(llama: PreTrainedModel, pool: CXLPool) -> None:
+    for attention in ("pool", "device", "gpu"):
         assert CXLCache(pool, llama, attention=attention).attention == attention
-    with pytest.raises(BadArgumentError, match="attention='gpu': one of pool, device"):
-        CXLCache(pool, llama, attention="gpu")
+    with pytest.raises(BadArgumentError, match="attention='cuda': one of pool, device, gpu"):
+        CXLCache(pool, llama, attention="cuda")
 
 
 def test_outputs_of_padding_are_zero_in_the_attention(

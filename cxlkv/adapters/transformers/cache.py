@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cxlkv.adapters.transformers import budgets
+from cxlkv.adapters.transformers.gpu_steps import GpuSteps
 from cxlkv.adapters.transformers.gradients import without_gradients
 from cxlkv.adapters.transformers.latent import Absorbed
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
@@ -23,7 +24,7 @@ from cxlkv.adapters.transformers.resets import give_back
 from cxlkv.adapters.transformers.sparse_prefill import attend_sparsely, check_mass, long_rows
 from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
 from cxlkv.arrays import positive_float32, softcap_of
-from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError
+from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.machine.lifetime import OfThisProcess
 from cxlkv.ndp import choosers
@@ -82,6 +83,8 @@ class Settings(TypedDict, total=False):
 
     budget: budgets.Budgets
     attention: str
+    index: str
+    hot_pages: int | None
     method: str
     prefill_mass: float | None
 
@@ -172,14 +175,16 @@ class CXLCache(OfThisProcess, Cache):
     all. Or one of these for each row, where generate() may repeat a row for beams and samples; a
     row keeps its own when rows move, and `cache.budget = ...` changes it between steps. Layers with
     a window attend to all of it.
-    attention: "pool": where the data lies; "device": the selected pages are fetched as tensors to
-    the model's device, which attends: the form for a GPU. method: as
-    in Batch.select. prefill_mass: the share of the attention, above 0 and up to 1, that a prefill
-    of 2,048 tokens or more keeps by attending to blocks of keys (sparse_prefill.py), which changes
-    its results; None: all of it, as in layers with windows, softcap, sinks or latents. sequences:
-    to start from instead of from nothing (pool.adopt, pool.match, Sequence.fork); the cache then
-    owns them; where their lengths differ, the attention mask must show the shorter ones padded on
-    the left.
+    attention: "pool": where the data lies; "gpu": a Decoder chooses, keeps hot pages and attends on
+    the model's device in steps of one token, with one budget for all rows; index, as the Decoder's,
+    and hot_pages, of a head, by default twice what the budget chooses, are for it; "device": the
+    selected pages are fetched as tensors to the model's device, which attends. method: as in
+    Batch.select. prefill_mass: the share of the attention, above 0 and up to 1, that a prefill of
+    2,048 tokens or more keeps by attending to blocks of keys (sparse_prefill.py), which changes its
+    results; None: all of it, as in layers with windows, softcap, sinks or latents. sequences: to
+    start from instead of from nothing (pool.adopt, pool.match, Sequence.fork); the cache then owns
+    them; where their lengths differ, the attention mask must show the shorter ones padded on the
+    left.
 
     A filled cache goes on with its text: generate() takes all of it, and what is new. For another
     text call release() first; one that is longer than the cached one is not told from it. A pass
@@ -207,14 +212,18 @@ class CXLCache(OfThisProcess, Cache):
         budget: budgets.Budgets = None,
         *,
         attention: str = "pool",
+        index: str = "host",
+        hot_pages: int | None = None,
         method: str = "auto",
         prefill_mass: float | None = None,
         sequences: Sequence[Tokens] = (),
         **removed: NoReturn,
     ) -> None:
         refuse_arguments("CXLCache", removed)
-        if attention not in ("pool", "device"):
-            raise BadArgumentError(f"attention={attention!r}: one of pool, device")
+        if attention not in ("pool", "device", "gpu"):
+            raise BadArgumentError(f"attention={attention!r}: one of pool, device, gpu")
+        if attention != "gpu" and (index, hot_pages) != ("host", None):
+            raise BadArgumentError('index= and hot_pages= go with attention="gpu"')
         if attention == "device":
             choosers.refuse(method, "a device")
         check_layout(pool.layout, layout_of(model))
@@ -224,6 +233,10 @@ class CXLCache(OfThisProcess, Cache):
         self._far_layers = layers
         self.pool = pool
         self.attention = attention
+        self.index, self.hot_pages = index, hot_pages
+        self._gpu: GpuSteps | None = None
+        if attention == "gpu":
+            self._gpu = GpuSteps(pool, method, index, hot_pages)
         self.method = method
         self.prefill_mass = check_mass(prefill_mass)
         self.counters = Counters()
@@ -239,6 +252,8 @@ class CXLCache(OfThisProcess, Cache):
 
     def _start_from(self, sequences: Sequence[Tokens], seen: int) -> None:
         self.sequences = tuple(sequences)
+        if self._gpu is not None:
+            self._gpu.changed()
         self._batch = self.pool.batch(self.sequences) if self.sequences else None
         self._lengths = np.array([len(s) for s in self.sequences], np.int64)
         self._step = None
@@ -255,7 +270,10 @@ class CXLCache(OfThisProcess, Cache):
 
     @budget.setter
     def budget(self, budget: budgets.Budgets) -> None:
-        self._given = budgets.checked(budget)
+        given = budgets.checked(budget)
+        if self._gpu is not None and isinstance(given, tuple):
+            raise UnsupportedError('attention="gpu" has one budget for all rows')
+        self._given = given
         self._keep_budget(self._given)
         if self.sequences:
             self._spread_budget(len(self.sequences))
@@ -303,7 +321,10 @@ class CXLCache(OfThisProcess, Cache):
         scale, softcap = positive_float32(call.scale, "scaling"), softcap_of(call.softcap) or None
         part = LayerStep(layer.index, step, scale, softcap, layer.window, call.sinks)
         at_once = self._decodes_at_once and step.tokens == 1 and not step.first
-        if not at_once:
+        by_gpu = self._gpu is not None and step.tokens == 1 and not step.first
+        if self._gpu is not None and not by_gpu:
+            self._gpu.changed()
+        if not at_once and not by_gpu:
             self._append(layer, step, new)
         is_traced = torch.is_grad_enabled() and (self._holds_traced or _is_traced(call))
         self._holds_traced = self._holds_traced or is_traced
@@ -318,7 +339,9 @@ class CXLCache(OfThisProcess, Cache):
             absorbed = Absorbed.of(call.module, self.pool.layout.value_head_dim)
             query = absorbed.queries(query)
         rows = step.rows(query)
-        if at_once:
+        if by_gpu:
+            out = self._decode_by_gpu(layer, part, rows, new)
+        elif at_once:
             out = self._decode_at_once(layer, part, rows, new)
         else:
             out = (self._decode if step.tokens == 1 else self._attend_in_pool)(part, rows)
@@ -439,6 +462,29 @@ class CXLCache(OfThisProcess, Cache):
         assert isinstance(lse, Tensor)
         out = out if part.sinks is None else beside_sinks(out, lse, part.sinks)
         return out.to(queries.device)
+
+    def _decode_by_gpu(
+        self, layer: FarLayer, part: LayerStep, queries: Tensor, new: Announced
+    ) -> Tensor:
+        """One token for each sequence, which the pool has when the last layer has attended."""
+        assert self._gpu is not None
+        step, budget = part.step, self._budget
+        if step.real is not None or self.on_choice is not None:
+            raise UnsupportedError(
+                'attention="gpu" has a token of each row in a step, and tells no on_choice'
+            )
+        assert not isinstance(budget, tuple)
+        values = None if new.values is None else step.rows(new.values)
+        out = self._gpu.layer(part, self.sequences, budget, queries, step.rows(new.keys), values)
+        self._count_appended(layer, step)
+        if part.index == self.pool.layout.layers - 1:
+            scored, pieces = self._gpu.read()
+            heads = self.pool.layout.kv_heads * self.pool.layout.layers
+            page_bytes = self.pool.layout.stored_token_bytes * self.pool.layout.page_tokens
+            self.counters.steps += 1
+            self.counters.bytes_scored += scored
+            self.counters.bytes_read += pieces * page_bytes // heads
+        return out
 
     def _prefill_sparsely(self, part: LayerStep, call: Call, mass: float) -> Tensor:
         """[batch, tokens, q_heads, value_dim], sequence by sequence; short ones attend to all."""
@@ -563,6 +609,8 @@ class CXLCache(OfThisProcess, Cache):
             self.pool,
             self._config,
             attention=self.attention,
+            index=self.index,
+            hot_pages=self.hot_pages,
             method=self.method,
             prefill_mass=self.prefill_mass,
         )
@@ -576,6 +624,8 @@ class CXLCache(OfThisProcess, Cache):
 
     def release(self) -> None:
         """Give all pages back; the cache is empty then and may be used anew."""
+        if self._gpu is not None:
+            self._gpu.close()
         for sequence in self.sequences:
             sequence.release()
         self._start_from((), 0)
@@ -599,6 +649,8 @@ class CXLCache(OfThisProcess, Cache):
         nothing changed, where layers with windows gave back what the next token would see: see
         rewind_tokens. The last step can always be taken back.
         """
+        if self._gpu is not None:
+            self._gpu.changed()
         seen = self.get_seq_length()
         keep = tokens_to_remove if tokens_to_remove > 0 else max(0, seen + tokens_to_remove)
         uneven = any(layer.seen != seen for layer in self._far_layers)  # a pass failed on its way

@@ -1,0 +1,171 @@
+"""Steps of one token on a device: a Decoder chooses, fetches and attends for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cxlkv.adapters.transformers.prefill import beside_sinks
+from cxlkv.adapters.transformers.steps import LayerStep
+from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.gpu.decode import Decoder, longest_list
+from cxlkv.gpu.pieces import encodings_of
+from cxlkv.ndp import choosers
+from cxlkv.ndp.engine import PAGES_MAX, Budget
+from cxlkv.numbers import is_whole
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Sequence as Tokens
+
+PAGES_MORE = 64  # for which a decoder has room beyond what its texts have
+ALL = Budget(share=1.0)
+
+
+class _Asked(NamedTuple):
+    """What a decoder is made for."""
+
+    requests: int
+    q_heads: int
+    device: torch.device
+    budget: Budget
+    scale: float
+    softcap: float | None
+
+
+class GpuSteps:
+    """The decoder of a cache. It is made for a batch when that takes its first step, and anew when
+    a text outgrows it. Raises UnsupportedError for what a decoder does not do."""
+
+    def __init__(self, pool: CXLPool, method: str, index: str, hot_pages: int | None):
+        encodings_of(pool.layout)
+        choosers.refuse(method, "a GPU")
+        if hot_pages is not None and not is_whole(hot_pages, 1):
+            raise BadArgumentError(f"hot_pages={hot_pages!r:.40}: a whole number, at least 1")
+        self._pool, self._method, self._index, self._hot_pages = pool, method, index, hot_pages
+        self._decoder: Decoder | None = None
+        self._pages_max, self._hits = 0, 0
+        self._rows: list[Tokens] = []
+        self._made_for: _Asked | None = None
+        self._is_current = False
+
+    @property
+    def decoder(self) -> Decoder | None:
+        return self._decoder
+
+    def changed(self) -> None:
+        """The rows are others, or have got tokens or lost some, elsewhere."""
+        self._is_current = False
+        if self._decoder is not None and self._decoder._step is not None:
+            self._decoder.abandon()  # a pass that failed on its way
+
+    def layer(
+        self,
+        part: LayerStep,
+        sequences: Sequence[Tokens],
+        budget: Budget | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+    ) -> Tensor:
+        """Attend with q, and keep k and v [rows, heads, dim], a token of each sequence; returns
+        [rows, q_heads, value_dim]. The last layer ends the step, and raises what went wrong."""
+        if part.index == 0:
+            self._begin(part, sequences, budget, q)
+        decoder, made = self._decoder, self._made_for
+        assert decoder is not None
+        assert made is not None
+        if (made.scale, made.softcap) != (part.scale, part.softcap):
+            raise UnsupportedError('attention="gpu": layers differ in scale or softcap')
+        rows = [None if one is None else one.to(decoder.dtype)[:, None] for one in (q, k, v)]
+        query, key, value = rows
+        assert query is not None
+        assert key is not None
+        out = decoder.layer(part.index, query.contiguous(), key, value)[:, 0]
+        if part.sinks is not None:
+            assert decoder.lse is not None
+            out = beside_sinks(out, decoder.lse[:, 0], part.sinks)
+        if part.index == self._pool.layout.layers - 1:
+            decoder.end()
+        return out.to(q.dtype)
+
+    def _begin(
+        self, part: LayerStep, sequences: Sequence[Tokens], budget: Budget | None, q: Tensor
+    ) -> None:
+        longest = max(map(len, sequences)) + 1
+        pages = -(-longest // self._pool.layout.page_tokens)
+        asked = _Asked(
+            *(len(sequences), q.shape[1], q.device, self._wide(budget or ALL)),
+            *(part.scale, part.softcap),
+        )
+        if self._decoder is None or asked != self._made_for or pages > self._pages_max:
+            self._make(asked, pages)
+        elif not self._is_current:
+            self._meet(sequences)
+        assert self._decoder is not None
+        if not self._rows:
+            for sequence in sequences:
+                self._decoder.add(sequence)
+            self._rows = list(sequences)
+        self._is_current = True
+        self._decoder.begin()
+
+    def _wide(self, budget: Budget) -> Budget:
+        """With all pages in layers that have a window."""
+        most = PAGES_MAX if budget.pages is not None else 1.0
+        windows = self._pool.layout.windows
+        wide = {layer: most for layer, window in enumerate(windows) if window is not None}
+        return replace(budget, by_layer={**budget.by_layer, **wide}) if wide else budget
+
+    def _meet(self, sequences: Sequence[Tokens]) -> None:
+        """Rows that stay keep what the device has of them, up to where they are the same."""
+        assert self._decoder is not None
+        for request, sequence in enumerate(sequences):
+            if self._rows[request] is sequence:
+                self._decoder.truncate(request, len(sequence))
+        changed = [i for i, one in enumerate(sequences) if self._rows[i] is not one]
+        for request in changed:
+            self._decoder.remove(request)
+        for request in changed:  # the lowest place that is free is the next one's
+            self._decoder.add(sequences[request])
+            self._rows[request] = sequences[request]
+
+    def _make(self, asked: _Asked, pages: int) -> None:
+        self.close()
+        self._pages_max = 1 << (pages + PAGES_MORE - 1).bit_length()
+        longest = longest_list(self._pool.layout, asked.budget, self._pages_max, rows=1)
+        hot_pages = max(longest, self._hot_pages or min(2 * longest, self._pages_max))
+        self._decoder = Decoder(
+            self._pool,
+            requests=asked.requests,
+            q_heads=asked.q_heads,
+            budget=asked.budget,
+            pages_max=self._pages_max,
+            device=asked.device,
+            hot_pages=hot_pages,
+            recent_pages=asked.budget.recent,
+            method=self._method,
+            scale=asked.scale,
+            softcap=asked.softcap,
+            index=self._index,
+        )
+        self._made_for = asked
+
+    def read(self) -> tuple[int, int]:
+        """(bytes that were read to choose, pieces of pages that were chosen) since the last call;
+        waits for the device."""
+        decoder = self._decoder
+        if decoder is None or decoder._resident is None or decoder._resident.hot is None:
+            return 0, 0
+        counters = decoder._resident.hot.counters()
+        hits, self._hits = self._hits, counters.hits + counters.misses
+        scored, decoder.stats.bytes_scored = decoder.stats.bytes_scored, 0
+        return scored, self._hits - hits
+
+    def close(self) -> None:
+        if self._decoder is not None:
+            self.changed()
+            self._decoder.close()
+        self._decoder, self._rows, self._hits = None, [], 0

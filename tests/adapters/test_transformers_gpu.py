@@ -1,0 +1,138 @@
+"""attention="gpu": a Decoder inside generate(), on host tensors, with the kernels' references."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from cxlkv import Budget, CXLPool
+from cxlkv.adapters.transformers import CXLCache
+from cxlkv.errors import BadArgumentError, PoolFullError, UnsupportedError
+from cxlkv.kernels import runtime
+from cxlkv.kernels.index import FORMS
+
+from ..support.lengths import matrix
+from ..support.small_models import generate, pool_for, prompts, run
+from .test_transformers_models import MODELS, MODES, WINDOWS, all_free, assistant_of, dynamic, make
+from .test_transformers_models import llama as llama  # a fixture
+
+pytestmark = pytest.mark.usefixtures("references")
+
+PLACES: dict[str, dict[str, str]] = {
+    "host": {},
+    **{method: {"index": "device", "method": method} for method in FORMS},
+}
+NAMES = [*MODELS]
+
+
+def by_gpu(pool: CXLPool, model: PreTrainedModel, budget: Budget | None, place: str) -> CXLCache:
+    return CXLCache(pool, model, budget, attention="gpu", **PLACES[place])  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+
+
+@pytest.fixture
+def pool(llama: PreTrainedModel) -> Iterator[CXLPool]:
+    with pool_for(llama, capacity="32MiB") as made:
+        yield made
+
+
+@matrix(name=NAMES, place=PLACES, mode=["greedy", "beams", "samples", "assisted"], times=2)
+def test_all_pages_give_the_tokens_of_dynamic_cache(name: str, place: str, mode: str) -> None:
+    """Of a batch of unlike lengths; rows that move, repeat and are cut back."""
+    model, settings = make(name), dict(MODES[mode])
+    ids, mask = prompts((103, 70, 5))
+    if mode == "assisted":
+        ids, mask = ids[:1], mask[:1]
+        settings["assistant_model"] = assistant_of(model)
+    wanted = generate(model, ids, mask, dynamic(model), **settings)
+    with pool_for(model, capacity="32MiB") as pool:
+        for budget in (None, Budget(share=1.0)):
+            cache = by_gpu(pool, model, budget, place)
+            assert torch.equal(generate(model, ids, mask, cache, **settings), wanted)
+            cache.release()
+            assert all_free(pool)
+
+
+@matrix(name=NAMES, method=FORMS)
+def test_few_pages_are_those_that_the_pool_chooses(name: str, method: str) -> None:
+    """By the same method and budget: the ring has what the budget calls recent."""
+    pytest.importorskip("numba", reason="numba compiles scorers")
+    model, budget = make(name), Budget(pages=6, sinks=1, recent=2)
+    ids, mask = prompts((96, 80))
+    with pool_for(model, capacity="32MiB") as pool:
+        here = CXLCache(pool, model, budget, method=method)
+        there = CXLCache(pool, model, budget, method=method, attention="gpu", index="device")
+        tokens = [generate(model, ids, mask, cache) for cache in (here, there)]
+        assert torch.equal(*tokens)
+        if name not in WINDOWS:
+            assert not torch.equal(tokens[0], generate(model, ids, mask, DynamicCache()))
+        assert there.counters.steps == here.counters.steps
+        assert 0 < there.counters.bytes_read < here.counters.bytes_read  # the ring is not read
+        assert there.counters.bytes_scored > 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_text_goes_on_in_steps_of_any_length(
+    llama: PreTrainedModel, pool: CXLPool, place: str
+) -> None:
+    """Chunks are written behind the decoder's back, which looks again; a fork goes its own way."""
+    ids, mask = prompts((90, 61))
+    wanted = run(llama, ids, dynamic(llama), mask)
+    cache = by_gpu(pool, llama, None, place)
+    cache.rewind_tokens = 0
+    found, ends = [], (41, 42, 43, 59, 60, 61, 80, 81, 89, 90)
+    for first, last in zip((0, *ends), ends, strict=False):
+        found.append(run(llama, ids[:, first:last], cache, mask[:, :last]))
+    torch.testing.assert_close(torch.cat(found, 1)[0], wanted[0], rtol=1e-4, atol=1e-4)
+    fork = cache.fork()
+    more = ids[:, :1]
+    wider = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    one, other = (run(llama, more, each, wider) for each in (cache, fork))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert place == "host" or torch.equal(one, other), "hot pages change no output"
+    cache.crop(-2)
+    again = run(llama, ids[:, 89:90], cache, mask)
+    torch.testing.assert_close(again[0], wanted[0, 89:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["host", "digest"])
+def test_a_full_pool_leaves_the_step_undone(
+    llama: PreTrainedModel, pool: CXLPool, place: str
+) -> None:
+    ids, mask = prompts((40,))
+    wanted = run(llama, ids, DynamicCache(), mask)
+    cache = by_gpu(pool, llama, None, place)
+    run(llama, ids[:, :36], cache, mask[:, :36])
+    filler = pool.pages.alloc(pool.stats()["pages_free"])
+    for end in (37, 38, 39):  # the tail has room for them
+        run(llama, ids[:, end - 1 : end], cache, mask[:, :end])
+    with pytest.raises(PoolFullError):
+        run(llama, ids[:, 39:], cache, mask)
+    pool.pages.free(filler)
+    cache.crop(39)
+    assert [len(one) for one in cache.sequences] == [39]
+    last = run(llama, ids[:, 39:], cache, mask)
+    torch.testing.assert_close(last, wanted[:, 39:], rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_decoder_does_not_do_is_refused(llama: PreTrainedModel, pool: CXLPool) -> None:
+    for given, error, match in (
+        ({"attention": "pool", "index": "device"}, BadArgumentError, "go with attention"),
+        ({"attention": "gpu", "hot_pages": 0}, BadArgumentError, "hot_pages=0"),
+        ({"attention": "gpu", "budget": [Budget(pages=3), None]}, UnsupportedError, "one budget"),
+        ({"attention": "gpu", "method": "retro"}, UnsupportedError, "a GPU"),
+    ):
+        with pytest.raises(error, match=match):
+            CXLCache(pool, llama, **given)
+    ids, mask = prompts((30,))
+    cache = CXLCache(pool, llama, Budget(pages=4), attention="gpu", index="device")
+    run(llama, ids[:, :29], cache, mask[:, :29])
+    with pytest.raises(UnsupportedError, match="digest, mean_std, sketch"):
+        run(llama, ids[:, 29:], cache, mask)
