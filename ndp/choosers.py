@@ -23,8 +23,8 @@ from cxlkv import _core
 from cxlkv.arrays import Array, is_torch, view
 from cxlkv.errors import BadArgumentError, BusyError, UnsupportedError, WorkerError
 from cxlkv.layout import KVLayout
-from cxlkv.ndp import checks
 from cxlkv.ndp import names as method_names
+from cxlkv.ndp import trials
 from cxlkv.ndp.engine import (
     METHODS_TAKEN,
     PERS,
@@ -197,7 +197,7 @@ def _states(
                     held.runs[chooser, layer] = found + before
                 raise UnfinishedError(f"states of {first} of {pages} pages are made")
             keys, values = text.fetch(same_pages(np.arange(first, last), layout.kv_heads))
-            run = Run(checks.state_of(chooser, _floats(keys[0]), _floats(values[0])))
+            run = Run(trials.state_of(chooser, _floats(keys[0]), _floats(values[0])))
             # Another thread may have truncated the sequence before the fetch.
             if np.array_equal(_names(text, layer, first, last), names[:, first:last]):
                 with _lock:
@@ -230,7 +230,7 @@ def kept_share(chooser: AnyChooser, layout: KVLayout) -> float:
     noise = np.random.default_rng(1).standard_normal
     keys = noise((1, tokens, layout.head_dim), np.float32)
     values = noise((1, tokens, layout.value_head_dim), np.float32)
-    kept = sum(array.nbytes for array in checks.state_of(chooser, keys, values))
+    kept = sum(array.nbytes for array in trials.state_of(chooser, keys, values))
     return kept * layout.layers * layout.kv_heads / (layout.token_bytes * tokens)
 
 
@@ -321,7 +321,7 @@ def select_here(
                     most=wanted.most,
                     seed=hash((chooser.seed, asked.layer, tokens)) & (2**62 - 1),
                 )
-                choice = checks.choice_of(chooser, layout, states, question)
+                choice = trials.choice_of(chooser, layout, states, question)
                 scored += choice.bytes_read
             made.append(_listed(layout, tokens, wanted, choice))
     scored += sum(text.held.told() for text in texts)
@@ -385,8 +385,8 @@ def try_out(chooser: AnyChooser, layout: KVLayout) -> None:
     try:
         for runs in (1, 4):
             parts = zip(np.split(keys, runs, axis=1), np.split(values, runs, axis=1), strict=True)
-            states = [checks.state_of(chooser, k.copy(), v.copy()) for k, v in parts]
-            checks.choice_of(chooser, layout, states, question)
+            states = [trials.state_of(chooser, k.copy(), v.copy()) for k, v in parts]
+            trials.choice_of(chooser, layout, states, question)
     except BadArgumentError:
         raise
     except Exception as error:  # of anyone's code

@@ -22,8 +22,8 @@ from cxlkv import _core
 from cxlkv.arrays import Array
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout
-from cxlkv.ndp import checks
 from cxlkv.ndp import names as method_names
+from cxlkv.ndp import trials
 from cxlkv.ndp.engine import METHODS, Selection, same_pages
 from cxlkv.ndp.kinds import Bytes as Bytes
 from cxlkv.ndp.kinds import Floats as Floats
@@ -107,14 +107,14 @@ def compiled(scorer: Scorer, shape: Shape, parameter_count: int = 0) -> Compiled
 
     axes, dtype = summary_of(scorer, shape)
     size = summary_bytes(scorer, shape)
-    read, learned = checks.read_of(scorer, shape, size, parameter_count)
+    read, learned = trials.read_of(scorer, shape, size, parameter_count)
     c_score = partial(by_numba.c_score, counted=read is None)
     made_by = {"summarise": partial(by_numba.c_summarise), "score": c_score}
     if not all(callable(getattr(scorer, name, None)) for name in made_by):
         raise BadArgumentError(
             f"method {scorer.name!r}: a scorer has summarise() and score(), both static"
         )
-    checks.try_out(scorer, shape, parameter_count)
+    trials.try_out(scorer, shape, parameter_count)
     made = []
     for name, compile_one in made_by.items():
         function = getattr(scorer, name)

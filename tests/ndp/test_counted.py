@@ -14,7 +14,7 @@ import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, Rotary
 from cxlkv.errors import BadArgumentError
-from cxlkv.ndp import checks, kinds, scorers
+from cxlkv.ndp import kinds, scorers, trials
 from cxlkv.ndp.choosers import AnyChooser, Question
 from cxlkv.ndp.counted import Watched
 from cxlkv.ndp.scorers import Floats, Sample, Scorer, Shape
@@ -50,7 +50,7 @@ def test_a_scorer_reads_what_it_says(kind: type[Scorer], count: int, seed: int) 
         summarise = getattr(scorer, "summarise")  # noqa: B009
         summarise(keys[page].copy(), first, parameters, summaries[page])
     queries = random.standard_normal((count, SHAPE.dim)).astype(np.float32)
-    counted, said = checks.reads(scorer, SHAPE, queries, summaries, parameters)
+    counted, said = trials.reads(scorer, SHAPE, queries, summaries, parameters)
     print(scorer.name, counted, said)
     assert said[0] - UNREAD < counted[0] <= said[0]
     assert counted[1] <= said[1]
