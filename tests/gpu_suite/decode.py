@@ -38,6 +38,7 @@ from .case import Progress, Timer
 CHUNK_TOKENS = 65536
 SINKS, RECENT = 1, 2  # pages that stay on the GPU
 QUERIES = 16
+INDEXES = ("sketch", "digest")
 
 
 @dataclass(frozen=True)
@@ -241,14 +242,16 @@ def fetches(context: Context) -> dict[str, Fetch]:
 
 
 def run(progress: Progress, device: torch.device, size: Size) -> None:
-    """Metrics full_<context>, selected_<context> and of each part ..._<part>, in us; ratios
-    selected_<context>_to_full, of speeds."""
+    """Metrics full_<context>, selected_<context> and of each part ..._<part>, in us, and of an
+    index on the device sketch_<context>, digest_<context>; ratios selected_<context>_to_full, of
+    speeds."""
     timer = Timer(device, size.rounds)
     progress.result.notes.append(
         f"one layer's step of one sequence, {size.q_heads} query heads on {size.kv_heads} kv heads "
         f"of {size.head_dim}, bf16, Gaussian keys; selected: {100 * size.share:g} % of the pages, "
         "by cxlkv.gpu.decode.Decoder, captured in a CUDA graph, a hot buffer of as many pages, a "
-        "query that differs in each step; eager: the same, not captured; serial: the same by parts "
+        "query that differs in each step; sketch, digest: likewise with that index on the device; "
+        "eager: the same, not captured; serial: the same by parts "
         "that come one after the other, no hot buffer; full: "
         "all pages by the faster of kernel copy and dispatcher, then attention; a time is the "
         "host's, from the call until the device is idle; parts were timed in calls of their own"
@@ -282,6 +285,10 @@ def measure(progress: Progress, timer: Timer, context: Context) -> None:
         result.measure(f"serial_{name}", [1e6 * s for s in serial], "us")
         parts(progress, timer, context, f"full_{name}", partial(context.full, fetch=ways[best]))
         parts(progress, timer, context, f"selected_{name}", context.selected)
+        for method in INDEXES:
+            eager, captured = steps(progress, timer, context, method)
+            result.measure(f"{method}_eager_{name}", eager, "us")
+            result.measure(f"{method}_{name}", captured, "us")
         eager, captured = steps(progress, timer, context)
         result.measure(f"eager_{name}", eager, "us")
         ours = result.measure(f"selected_{name}", captured, "us")
@@ -291,11 +298,15 @@ def measure(progress: Progress, timer: Timer, context: Context) -> None:
     progress.save(f"{name} tokens", f"full {full.median:.0f} us, selected {ours.median:.0f} us")
 
 
-def steps(progress: Progress, timer: Timer, context: Context) -> tuple[list[float], list[float]]:
+def steps(
+    progress: Progress, timer: Timer, context: Context, method: str | None = None
+) -> tuple[list[float], list[float]]:
     """Microseconds a layer of whole decode steps, launched one kernel after the other, and captured
     in a CUDA graph; they append, so they come last. The first one, before the hot buffer has
-    anything, is compared with the C core."""
+    anything, is compared with the C core. method: of an index on the device; None: the host
+    chooses."""
     size, layers = context.size, range(context.layers)
+    tokens = len(context.sequence)
     with Decoder(
         context.pool,
         requests=1,
@@ -305,6 +316,8 @@ def steps(progress: Progress, timer: Timer, context: Context) -> tuple[list[floa
         device=context.device,
         hot_pages=context.budget.pages_at_most(context.pages + 8),
         recent_pages=RECENT + 1,
+        method=method or "auto",
+        index="host" if method is None else "device",
     ) as decoder:
         decoder.add(context.sequence)
         queries = itertools.cycle(context.queries)
@@ -319,20 +332,21 @@ def steps(progress: Progress, timer: Timer, context: Context) -> tuple[list[floa
 
         timer.wait()
         outs = step()
-        name = f"decoder_{short(context.tokens)}"
-        held = [close(outs[layer], chosen(context, layer)) for layer in layers]
+        name = f"{method or 'decoder'}_{short(context.tokens)}"
+        held = [close(outs[layer], chosen(context, layer, method)) for layer in layers]
         progress.result.checks[name] = all(held)
         if decoder.fallback is not None:
             progress.result.notes.append(f"{name}: {decoder.fallback}")
         eager = timer.whole(step)
-        if timer.stream is None:
-            return [1e6 * s for s in eager], [1e6 * s for s in eager]
-        replay = capture(decoder, context)
-        outs = replay(next(queries))
-        finite = all(bool(out.isfinite().all()) for out in outs)
-        progress.result.checks[f"captured_{short(context.tokens)}"] = finite
-        captured = timer.whole(lambda: replay(next(queries)))
+        captured = eager
+        if timer.stream is not None:
+            replay = capture(decoder, context)
+            outs = replay(next(queries))
+            finite = all(bool(out.isfinite().all()) for out in outs)
+            progress.result.checks[f"captured_{name}"] = finite
+            captured = timer.whole(lambda: replay(next(queries)))
         a_layer = 1e6 / context.layers
+        decoder.truncate(0, tokens)  # the next decoder begins where this one did
         return [a_layer * s for s in eager], [a_layer * s for s in captured]
 
 
@@ -356,11 +370,15 @@ def capture(decoder: Decoder, context: Context) -> Callable[[Tensor], list[Tenso
     return replay
 
 
-def chosen(context: Context, layer: int) -> Tensor:
+def chosen(context: Context, layer: int, method: str | None) -> Tensor:
     """The C core's attention to what a decoder's first step attends to: the pages chosen for the
     first query, and the newest."""
     sequence, q = context.sequence, context.queries[0][0].float().cpu()
-    picked = sequence.select(layer, q, replace(context.budget, per="sequence"))
+    budget = replace(context.budget, per="sequence")
+    if method is not None:  # pages besides the ring's, which are one more than the budget's newest
+        most = budget.pages_at_most(-(-len(sequence) // context.size.page_tokens)) + 1
+        budget = Budget(pages=most, sinks=SINKS, recent=RECENT + 1, per="sequence")
+    picked = sequence.select(layer, q, budget, method=method or "auto")
     last = (len(sequence) - 1) // context.size.page_tokens
     newest = np.arange(last - RECENT, last + 1)
     lists = [np.union1d(row[row >= 0], newest) for row in picked.pages]
