@@ -37,7 +37,6 @@ static int encodings_check(const cxlkv_layout *layout) {
     return 0;
 }
 
-/* Limits keep every product below within 64 bits: 1024 * 1024 * 8192 * 1024 * 4 < 2^46. */
 static int rotary_check(const cxlkv_layout *layout) {
     uint64_t pairs = 0;
     for (uint32_t group = 0; group < CXLKV_GROUPS_MAX; group++) {
@@ -58,6 +57,7 @@ static int rotary_check(const cxlkv_layout *layout) {
 
 int layout_check(const cxlkv_layout *layout) {
     bool objects = stores_objects(layout);
+    /* Limits keep every product within 64 bits: 1024 * 1024 * 8192 * 1024 * 4 < 2^46. */
     const struct { const char *name; uint32_t value, limit; } fields[] = {
         {"layers", layout->layers, 1024},
         {"kv_heads", layout->kv_heads, 1024},

@@ -85,7 +85,7 @@ static void checksum_piece(const page_write *w, uint32_t head, uint32_t kind, he
             crc32c_rows(rows.data, rows.stride_bytes, count, rows.row_bytes);
 }
 
-/* A digest or a sketch, which was made in memory of ours. */
+/* A piece that was made in memory of ours. */
 static void write_made(const page_write *w, uint32_t head, uint32_t kind, const uint8_t *made) {
     size_t bytes = piece_data_bytes(&w->pool->layout, kind);
     store_piece(w, head, kind, (head_rows){made, bytes, bytes}, 1);
