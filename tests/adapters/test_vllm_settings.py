@@ -14,6 +14,7 @@ from cxlkv.adapters.vllm.messages import Options
 from cxlkv.adapters.vllm.plugin import register
 from cxlkv.adapters.vllm.settings import (
     Settings,
+    attends_in_pool,
     check_enclosing,
     check_loads,
     read_options,
@@ -23,6 +24,17 @@ from cxlkv.errors import BadArgumentError, GeometryError, PoolMissingError, Unsu
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 WORDS: dict[str, object] = {"model": "tiny", "dtype": "float32"}
+
+
+def test_the_form_of_attention_is_read_from_a_file_as_well(tmp_path: Path) -> None:
+    """The backend and the connector ask for it before the settings are checked as a whole."""
+    file = tmp_path / "cxlkv.yaml"
+    file.write_text("attention: pool\nload: async\n")
+    named: dict[str, object] = {"config": str(file)}
+    given: tuple[dict[str, object], ...] = (named, {**named, "attention": "engine"}, {})
+    for words in (*given, {"attention": "pool"}, {"attention": "engine"}):
+        assert attends_in_pool(words) == (read_settings(words).attention == "pool")
+    assert [attends_in_pool(words) for words in given] == [True, False, False]
 
 
 def test_settings_as_they_are_written() -> None:

@@ -35,6 +35,7 @@ from cxlkv.adapters.vllm.blocks import request_row_spec
 from cxlkv.adapters.vllm.plugin import NAME
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows, Scores
 from cxlkv.adapters.vllm.pools import ENGINES_FORM, FP8_CACHES, WITHOUT_US
+from cxlkv.adapters.vllm.settings import attends_in_pool
 from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import UnsupportedError
 
@@ -51,8 +52,7 @@ def in_pool(config: VllmConfig | None) -> bool:
     transfer = None if config is None else config.kv_transfer_config
     if transfer is None or transfer.kv_connector != NAME:
         return False
-    extra = transfer.kv_connector_extra_config or {}
-    return bool(extra.get("attention") == "pool")
+    return attends_in_pool(transfer.kv_connector_extra_config or {})
 
 
 def built(config: VllmConfig | None) -> VllmConfig | None:

@@ -56,7 +56,12 @@ from cxlkv.adapters.vllm.plugin import VERSIONS
 from cxlkv.adapters.vllm.pool_attention import PoolAttention
 from cxlkv.adapters.vllm.remote import open_remote
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
-from cxlkv.adapters.vllm.settings import check_enclosing, check_loads, read_settings
+from cxlkv.adapters.vllm.settings import (
+    attends_in_pool,
+    check_enclosing,
+    check_loads,
+    read_settings,
+)
 from cxlkv.adapters.vllm.texts import EngineRequest
 from cxlkv.arrays import memory_of
 from cxlkv.errors import CXLKVError, UnsupportedError
@@ -339,7 +344,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, object]) -> bool:
-        return extra_config.get("attention") == "pool"  # the host has its part in every layer
+        return attends_in_pool(extra_config)  # the host has its part in every layer
 
     # ---- worker ----
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from cxlkv.adapters.common.settings import PoolSettings, read
 from cxlkv.adapters.vllm.messages import Options
-from cxlkv.config import Keys, Size, Source, checked
+from cxlkv.config import Keys, Size, Source, checked, read_yaml
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import scorers
 from cxlkv.ndp.audit import share_or_none
@@ -95,6 +95,15 @@ class Settings(PoolSettings):
 def read_settings(given: Mapping[str, object]) -> Settings:
     """Raises BadArgumentError, which names the key and what is allowed."""
     return read(Settings, given, PREFIX)
+
+
+def attends_in_pool(given: Mapping[str, object]) -> bool:
+    """Whether settings that are not checked yet, or the file that they name, have attention: pool.
+    Raises BadArgumentError for a file that cannot be read."""
+    said, path = given.get("attention"), given.get("config")
+    if "attention" not in given and isinstance(path, str):
+        said = read_yaml(path)[0].get("attention")
+    return said == "pool"
 
 
 def check_enclosing(settings: Settings, connector: object) -> None:
