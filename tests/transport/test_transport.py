@@ -1163,7 +1163,7 @@ def test_the_command_loads_methods(folder: Path, rng: np.random.Generator) -> No
             remote.match(keys) as hit,
         ):
             assert remote.select(hit, 0, QUERY, top_k=3, method="mean").counts.any()
-            with pytest.raises(BadArgumentError, match="attention, mean, ball; "):
+            with pytest.raises(BadArgumentError, match="sketch, mean, ball; "):
                 remote.select(hit, 0, QUERY, top_k=3, method="loki")
     words: list[str | Path] = ["serve", folder / "pool", "--listen", f"{HOST}:0"]
     words += ["--secret", folder / "secret"]

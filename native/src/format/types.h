@@ -39,8 +39,8 @@ typedef struct run_info {
     uint32_t next, previous;     /* in the list of free runs, or of partly free ones */
 } run_info;
 
-/* Written under the host lock by host/processes.c and pool/fork.c; a worker's clients have such ones
- * too, in its own file (worker/types.h). */
+/* Written under the host lock by host/processes.c and pool/fork.c; a worker's clients have such
+ * ones too, in its own file (worker/types.h). */
 typedef struct process_slot {
     uint32_t state;              /* 0 unused, 1 live, 2 made for a child about to be forked */
     int32_t pid;
