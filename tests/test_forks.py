@@ -349,6 +349,7 @@ def a_remote_tier(world: World) -> Subject:
 def a_hit_of_a_remote(world: World) -> Subject:
     remote = a_remote(world).owner
     assert isinstance(remote, Remote)
+    world.after.callback(remote.close)
     hit = remote.match(prefix_keys(range(8), PAGE))
     q = np.ones((1, 2, 8), np.float32)
 
@@ -579,6 +580,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     gc.disable()
     with ExitStack() as after:
         yield World(tmp_path, after, monkeypatch)
+    gc.collect(1)
     gc.enable()
 
 
