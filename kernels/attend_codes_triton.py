@@ -297,10 +297,28 @@ def _weighed(logits, scales, seen, top, total, VALUE_BITS: tl.constexpr):
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(logits - base[:, None])
     fade = tl.exp2(top - base)
-    total = total * fade[:, None] + weights
+    places = weights
+    if total.shape[1] < weights.shape[1]:
+        times: tl.constexpr = weights.shape[1] // total.shape[1]
+        places = tl.sum(tl.reshape(weights, [total.shape[0], times, total.shape[1]]), 1)
+    total = total * fade[:, None] + places
     if VALUE_BITS:  # a scale may be NaN
         weights = tl.where(seen, weights * scales[None, :], 0.0)
     return weights, fade, new_top, total
+
+
+@triton.jit
+def _lines(program, rows, kv_heads, splits, GROUP: tl.constexpr, LINES: tl.constexpr):
+    """A program's list, kv head and split, and its lines: their rows, whether these are there, and
+    where they lie."""
+    blocks = tl.cdiv(rows * GROUP, LINES)
+    split = program // blocks % splits
+    head = program // blocks // splits % kv_heads
+    one = (program // blocks // splits // kv_heads).to(tl.int64)
+    line = program % blocks * LINES + tl.arange(0, LINES)
+    row = line // GROUP
+    line_at = (one * rows + row) * kv_heads * GROUP + head * GROUP + line % GROUP
+    return one, head, split, row, row < rows, line_at
 
 
 @triton.jit
@@ -333,7 +351,7 @@ def _attended(
     K: tl.constexpr, V: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_SCALES: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, VALUE_SCALES: tl.constexpr, ALIGNED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, PAGE_ROOM: tl.constexpr, SEVERAL: tl.constexpr,
-    SOFTCAP: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr,
+    SOFTCAP: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr, PLACES: tl.constexpr,
 ):
     """All tiles of a split: the largest weight, the sum of weights, and that of values by them."""
     any_last = tl.max(last, 0)
@@ -347,7 +365,7 @@ def _attended(
     any_last = tl.max(last, 0)
     any_above = _behind(any_above, origin)
     top = tl.full([LINES], float("-inf"), tl.float32)
-    total = tl.zeros([LINES, TOKENS], tl.float32)  # by place in a tile
+    total = tl.zeros([LINES, PLACES], tl.float32)  # by place in a tile, or a part of it
     sums = tl.zeros([LINES, V], tl.float32)
     in_word: tl.constexpr = 32 // VALUE_BITS if VALUE_BITS else 1
     token = tl.arange(0, TOKENS)
@@ -428,17 +446,11 @@ def _attend_codes_kernel(
     SEVERAL: tl.constexpr,  # a tile has lines of more than one row
     SOFTCAP: tl.constexpr,
     LINES: tl.constexpr, TOKENS: tl.constexpr,  # a tile's query rows (row x head), and its tokens
+    PLACES: tl.constexpr,  # weights are summed by so many
 ):
-    blocks = tl.cdiv(rows * GROUP, LINES)
-    program = tl.program_id(0)
-    split = program // blocks % splits
-    head = program // blocks // splits % kv_heads
-    one = (program // blocks // splits // kv_heads).to(tl.int64)
+    one, head, split, row, used, line_at = _lines(
+        tl.program_id(0), rows, kv_heads, splits, GROUP, LINES)
     table = (one * kv_heads + head) * k
-    line = program % blocks * LINES + tl.arange(0, LINES)
-    row = line // GROUP
-    used = row < rows
-    line_at = (one * rows + row) * kv_heads * GROUP + head * GROUP + line % GROUP
     query, rest, half, factor = _query(
         q, line_at * DIM, used, scale, DIM, K, KEY_BITS, COMPUTE, PRECISE)
     above, last = _sight(positions + one * rows, row, used, window)
@@ -448,8 +460,12 @@ def _attend_codes_kernel(
         query, rest, half, factor, keys_at + table, values_at + table, pages + table, log_weights,
         k, split, splits, softcap, above, last, KEY_BITS, VALUE_BITS, TYPE, COMPUTE, PRECISE, DIM,
         VALUE_DIM, K, V, KEY_BLOCK, KEY_SCALES, VALUE_BLOCK, VALUE_SCALES, ALIGNED, PAGE_TOKENS,
-        PAGE_ROOM, SEVERAL, SOFTCAP, LINES, TOKENS)
+        PAGE_ROOM, SEVERAL, SOFTCAP, LINES, TOKENS, PLACES)
     total = tl.where(last >= 0, total, 0.0)
+    # Lines are found once more, rather than kept in registers all the while: there is no second
+    # axis, so this is the same number, but no compiler knows.
+    _, _, split, _, used, line_at = _lines(
+        tl.program_id(0) + tl.program_id(1), rows, kv_heads, splits, GROUP, LINES)
     at = line_at * splits + split
     _store(out, at, sums, total, used, 0, V, VALUE_DIM)
     result = (top + tl.log2(tl.where(total == 0, 1.0, total))) * LN_2
@@ -499,6 +515,8 @@ def constants(shape: Shape, tiles: Tiles) -> dict[str, object]:
         "SOFTCAP": shape.softcap,
         "LINES": tiles.lines,
         "TOKENS": tiles.tokens,
+        # A dot's tile has 8 tokens of each warp side by side: a thread adds up what it has itself.
+        "PLACES": min(tiles.tokens, 8 * tiles.warps) if shape.key_bits else tiles.tokens,
     }
 
 

@@ -114,18 +114,24 @@ full."""
 
 
 def _tiles_of_codes(shape: Shape, widest: int) -> Tiles:
-    """A dot takes 16 tokens or more of each place in a word: 64 of 8 bits, 128 of 4."""
+    """A dot takes 16 tokens or more of each place in a word: 64 of 8 bits, 128 of 4.
+
+    128 tokens fit into the registers of two warps where keys are of 4 bits, too, and queries are
+    one float16 each; else they take more warps, by what ptxas told.
+    """
     if not (shape.key_bits and shape.value_bits):
         stages = 1 if widest > 512 and shape.key_bits else 2
         return Tiles(16, _mixed_tokens(shape), warps=8, stages=stages, resident=1)
     tokens = 128 if shape.value_bits == 4 else 64
     lines = min(32 if widest <= 256 else 16, max(16, power_of_two(shape.group * shape.rows)))
-    if widest > 128 or (lines == 32 and shape.query_dtype == torch.float32):
+    precise = shape.query_dtype == torch.float32
+    if widest > 128 or (lines == 32 and (precise or tokens == 128)):
         return Tiles(lines, tokens, warps=8, stages=3 if widest <= 512 else 2, resident=1)
     if lines == 32:
         return Tiles(lines, tokens, warps=4, stages=3, resident=2)
     if tokens == 128:
-        warps, resident = (4, 2) if shape.weighed else (2, 4)
+        many = shape.weighed or precise or shape.key_bits == 8
+        warps, resident = (4, 2) if many else (2, 4)
         return Tiles(lines, 128, warps, stages=3, resident=resident)
     return Tiles(lines, 64, warps=2, stages=3, resident=4)
 
