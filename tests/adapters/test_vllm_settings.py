@@ -31,10 +31,11 @@ def test_the_form_of_attention_is_read_from_a_file_as_well(tmp_path: Path) -> No
     file = tmp_path / "cxlkv.yaml"
     file.write_text("attention: pool\nload: async\n")
     named: dict[str, object] = {"config": str(file)}
-    given: tuple[dict[str, object], ...] = (named, {**named, "attention": "engine"}, {})
-    for words in (*given, {"attention": "pool"}, {"attention": "engine"}):
+    alone: list[dict[str, object]] = [{"attention": form} for form in ("pool", "engine")]
+    given = [named, {**named, "attention": "engine"}, {}, *alone]
+    for words in given:
         assert attends_in_pool(words) == (read_settings(words).attention == "pool")
-    assert [attends_in_pool(words) for words in given] == [True, False, False]
+    assert [attends_in_pool(words) for words in given] == [True, False, False, True, False]
 
 
 def test_settings_as_they_are_written() -> None:
