@@ -69,7 +69,7 @@ $(VENV)/.built: $(VENV)/.stamp $(NATIVE)
 .PHONY: test-gpu mutants asan demo model bench clean
 setup: $(VENV)/.built  ## the environment in .venv, with the C core built
 
-check: lint types native-asan pytest-core  ## 4 minutes: what a change to the core must pass at once
+check: lint types native-asan pytest-core  ## 6 minutes: what a change to the core must pass at once
 
 # mypy uses one core, and runs beside the C tests.
 test: lint  ## 17 minutes: what each commit must pass

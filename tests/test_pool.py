@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, ObjectPool
+from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, _core
 from cxlkv.errors import BadArgumentError, GeometryError, StaleError, UnsupportedError
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.local import LocalTier
@@ -177,6 +177,9 @@ def test_threads_are_counted_from_one(pool: CXLPool) -> None:
             pool.set_threads(threads)
     pool.set_threads(7)
     pool.set_threads(1)
+    for what, value in ((0, 0), (99, 1)):  # past Python's own checks
+        with pytest.raises(BadArgumentError, match=r"outside 1 to 1024|no setting"):
+            _core.pool_set(pool._handle, what, value)
 
 
 COPIES = (pickle.dumps, copy.copy, copy.deepcopy)

@@ -18,8 +18,8 @@
 #include "format/layout.h"
 #include "kernels/kernels.h"
 
-/* Written under the host lock. `published` by pages/published.c, host/rebuild.c and
- * sharing/log_reader.c, the others there and in pages/pages.c; all where admin/check.c repairs. */
+/* Written under the host lock. `published`: set by pages/published.c, host/rebuild.c,
+ * sharing/log_reader.c and admin/check.c, cleared by page_unpublish() and a rebuild. */
 typedef struct page_info {
     uint64_t generation;         /* the descriptor's; bumped when the page is freed */
     uint32_t holders;            /* processes with held[page] > 0 */

@@ -4,7 +4,8 @@
 
 #include "ndp/types.h"
 
-/* List `list` of a plan: one query row, or all rows of the sequence. */
+/* List `list` of a plan, one query row or all rows of the sequence: what it sees, and how many
+ * pages it may have. */
 window window_of(const select_job *job, const plan *p, uint64_t list);
 
 /* Order-preserving: larger score, larger number; NaN above all; -0 equals 0. */
