@@ -25,6 +25,9 @@ from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
+PROGRAMS = 1024
+"""Programs among which attention splits its lists: more than any GPU runs at once."""
+
 
 @dataclass(frozen=True)
 class _There:
@@ -158,6 +161,10 @@ class Resident:
         self._none = torch.tensor(-1, dtype=torch.int32, device=self.device)
         self._partials = self._here(2, *out, layout.value_head_dim, dtype=torch.float32)
         self._lses = self._here(2, *out, dtype=torch.float32)
+        self._found = self._here(1, dtype=torch.int32)  # stale pieces of a layer
+        splits = max(1, PROGRAMS // (requests * layout.kv_heads))
+        line = splits * (layout.value_head_dim + 1)
+        self._scratch = self._here(requests * rows * q_heads * line, dtype=torch.float32)
 
     def _make_tables(self, hot: HotBuffer, lists: int) -> None:
         """Where fetched pieces come from and where they go, K and V side by side: one copy."""
@@ -374,7 +381,9 @@ class Resident:
             copy_fragments(sources.keys, keys_at, key_bytes)
             if values_at is not None:
                 copy_fragments(sources.values, values_at, value_bytes)
-        found = check_generations(sources.descriptors.view(-1), sources.generations.view(-1))
+        found = check_generations(
+            sources.descriptors.view(-1), sources.generations.view(-1), out=self._found
+        )
         self.hot.invalidate(layer, made, found)  # nobody attends to these bytes in a later step
         self._stale += found
         return made
@@ -412,6 +421,7 @@ class Resident:
             encodings=encodings_of(self.layout),
             out=self._partials[partial],
             lse=self._lses[partial],
+            scratch=self._scratch,
         )
 
     def synchronize(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from dataclasses import replace
 from functools import partialmethod
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import (
@@ -863,6 +865,51 @@ def test_the_hot_buffer_changes_no_output(device: torch.device, seed: int, place
     for state in ("all of it", "shuffled"):
         for one, other in zip(found["empty"], found[state], strict=True):
             assert one.cpu().equal(other.cpu()), state
+
+
+class Noted(TorchDispatchMode):
+    """Notes torch's operations that make a tensor or read one on the host, but for Triton's own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count, self.faults = 0, set[str]()
+
+    def __torch_dispatch__(
+        self,
+        func: object,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        assert callable(func)
+        frame, by_triton = sys._getframe(1), False
+        while frame.f_back is not None and not by_triton:
+            by_triton = "/triton/" in frame.f_code.co_filename
+            frame = frame.f_back
+        if not by_triton:
+            self.count += 1
+            returns = func._schema.returns  # type: ignore[attr-defined]
+            if not all(one.alias_info for one in returns):  # neither a view nor in place
+                self.faults.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="the kernels' launches are Triton's own here")
+@pytest.mark.parametrize("place", BY_DEVICE)
+def test_a_layer_makes_no_tensor_and_reads_none(model: Model, place: Place) -> None:
+    """What a graph captures with an index on the device: no memory of ours is taken in a step, and
+    the host looks at nothing."""
+    with decoder_of(model, "cpu", budget=Budget(pages=5), place=place) as decoder:
+        model.add(decoder, 70)
+        model.step(decoder, None)  # tables of rotations are brought once
+        rows, noted = model.drawn(decoder), Noted()
+        decoder.begin()
+        with noted:
+            for layer in range(LAYERS):
+                decoder.layer(layer, *rows)
+        decoder.end()
+        assert noted.count > 10
+        assert not noted.faults
 
 
 def test_requests_share_summaries_and_give_them_back(device: torch.device, model: Model) -> None:
