@@ -12,6 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv import Batch, Budget, CXLPool, Selection
 from cxlkv.adapters.transformers import CXLCache, LayerStep, hand_over, take_over
+from cxlkv.errors import UnsupportedError
+from cxlkv.kernels import runtime
 
 from ..support.kept import kept
 from ..support.small_models import LAYERS, close, generate, pool_for, prompts, run
@@ -58,16 +60,32 @@ def by_steps(model: PreTrainedModel, cache: CXLCache, ends: tuple[int, ...]) -> 
     return torch.cat(found, dim=1)[mask.bool()]
 
 
-@pytest.mark.parametrize("attention", ["pool", "device"])
+FORMS: list[dict[str, str]] = [
+    {"attention": "pool"},
+    {"attention": "device"},
+    {"attention": "gpu"},
+    {"attention": "gpu", "index": "device", "method": "digest"},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form.values()))
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_logits_are_those_of_rounded_keys_and_values(
-    llama: PreTrainedModel, encoding: str, attention: str
+    llama: PreTrainedModel,
+    encoding: str,
+    form: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
     ids, mask = prompts((90, 61, 3))
     wanted = run(llama, ids, reference(encoding), mask)[mask.bool()]
     plain = run(llama, ids, DynamicCache(), mask)[mask.bool()]
     with pool_of(llama, encoding) as pool:
-        cache = CXLCache(pool, llama, Budget(share=1.0), attention=attention)
+        if form["attention"] == "gpu" and not set(encoding.split(",")) <= {"none", "int8", "int4"}:
+            with pytest.raises(UnsupportedError, match="int8 and int4"):
+                CXLCache(pool, llama, **form)  # type: ignore[arg-type]
+            return
+        cache = CXLCache(pool, llama, Budget(share=1.0), **form)  # type: ignore[arg-type]
         found = by_steps(llama, cache, (41, 58, 59, 84, 85, 86, 87, 88, 89, 90))
         cache.release()
     error, rounding = (found - wanted).abs().max(), (wanted - plain).abs().max()

@@ -176,8 +176,8 @@ class CXLCache(OfThisProcess, Cache):
     row keeps its own when rows move, and `cache.budget = ...` changes it between steps. Layers with
     a window attend to all of it.
     attention: "pool": where the data lies; "gpu": a Decoder chooses, keeps hot pages and attends on
-    the model's device in steps of one token, with one budget for all rows; index, as the Decoder's,
-    and hot_pages, of a head, by default twice what the budget chooses, are for it; "device": the
+    the model's device in steps of a token of each row, with one budget for all; its index, and
+    hot_pages of a head, by default twice what the budget chooses, are for it; "device": the
     selected pages are fetched as tensors to the model's device, which attends. method: as in
     Batch.select. prefill_mass: the share of the attention, above 0 and up to 1, that a prefill of
     2,048 tokens or more keeps by attending to blocks of keys (sparse_prefill.py), which changes its
@@ -321,7 +321,8 @@ class CXLCache(OfThisProcess, Cache):
         scale, softcap = positive_float32(call.scale, "scaling"), softcap_of(call.softcap) or None
         part = LayerStep(layer.index, step, scale, softcap, layer.window, call.sinks)
         at_once = self._decodes_at_once and step.tokens == 1 and not step.first
-        by_gpu = self._gpu is not None and step.tokens == 1 and not step.first
+        a_token_each = step.tokens == 1 and not step.first and step.real is None
+        by_gpu = self._gpu is not None and a_token_each
         if self._gpu is not None and not by_gpu:
             self._gpu.changed()
         if not at_once and not by_gpu:
@@ -469,10 +470,8 @@ class CXLCache(OfThisProcess, Cache):
         """One token for each sequence, which the pool has when the last layer has attended."""
         assert self._gpu is not None
         step, budget = part.step, self._budget
-        if step.real is not None or self.on_choice is not None:
-            raise UnsupportedError(
-                'attention="gpu" has a token of each row in a step, and tells no on_choice'
-            )
+        if self.on_choice is not None:
+            raise UnsupportedError('attention="gpu" tells no on_choice what it chooses')
         assert not isinstance(budget, tuple)
         values = None if new.values is None else step.rows(new.values)
         out = self._gpu.layer(part, self.sequences, budget, queries, step.rows(new.keys), values)
