@@ -58,7 +58,7 @@ def _rows_kernel(
 ):
     """One program for some pages of a list: both rows of a summary meet a part of the query each,
     q below and above 0 (digest), or q and |q| (MEAN)."""
-    row_of_lists, page = tl.program_id(0), tl.program_id(1) * PAGES + tl.arange(0, PAGES)
+    row_of_lists, page = tl.program_id(1), tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     request, head = row_of_lists // heads, row_of_lists % heads
     slot = tl.load(slots + request.to(tl.int64) * pages + page, mask=page < pages, other=-1)
     there = slot >= 0
@@ -156,10 +156,10 @@ def _sketch_kernel(
     COMPUTE: tl.constexpr,
 ):
     """One program for some pages of a list, 16 tokens of each at once."""
-    row_of_lists, page = tl.program_id(0), tl.program_id(1) * PAGES + tl.arange(0, PAGES)
+    row_of_lists, page = tl.program_id(1), tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     request, head = row_of_lists // heads, row_of_lists % heads
     flat = tl.arange(0, PAGES * 16)
-    token, owner = flat % 16, tl.program_id(1) * PAGES + flat // 16
+    token, owner = flat % 16, tl.program_id(0) * PAGES + flat // 16
     slot = tl.load(slots + request.to(tl.int64) * pages + owner, mask=owner < pages, other=-1)
     there = slot >= 0
     entry = summaries + (slot.to(tl.int64) * heads + head) * entry_words + token
@@ -220,7 +220,7 @@ def score(
         return
     dtype = torch.bfloat16 if form.name == "mean_std" else form.dtype
     count = _pages(16)
-    _rows_kernel[(requests * heads, triton.cdiv(pages, count))](
+    _rows_kernel[(triton.cdiv(pages, count), requests * heads)](
         summaries.view(dtype),
         slots,
         q,
@@ -273,7 +273,7 @@ def _score_sketches(
         num_stages=1,
     )
     count = _pages(4)
-    _sketch_kernel[(requests * heads, triton.cdiv(pages, count))](
+    _sketch_kernel[(triton.cdiv(pages, count), requests * heads)](
         summaries.view(torch.int32),
         slots,
         scratch.codes,
@@ -401,6 +401,7 @@ def choose(
 ) -> None:
     requests, heads, pages = scores.shape
     block, warps = _choose_shape(pages)
+    sinks = min(sinks, pages)
     _choose_kernel[(requests * heads,)](
         scores,
         first,

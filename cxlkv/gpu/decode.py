@@ -29,9 +29,7 @@ from cxlkv.errors import (
     BadArgumentError,
     ClosedError,
     CXLKVError,
-    GpuError,
     OrderError,
-    ReleasedError,
     UnevenError,
     UnsupportedError,
 )
@@ -116,6 +114,7 @@ class Decoder(Closing):
         self._selector = Selector(budget, method, scale, softcap)
         self._resident: Resident | None = None
         self._mail: Mailbox | None = None
+        self.rewind: int | None = None  # of what a step appends, as in Batch.append()
         self.lse: torch.Tensor | None = None
         """float32 [requests, rows, q_heads], the log-sum-exp of the last layer() on a device."""
         _check_index(index, index_pages, budget_of(budget), hot_pages)
@@ -211,6 +210,16 @@ class Decoder(Closing):
                 self._resident.forget(request, tokens // self.layout.page_tokens)
             self._restart(request, sequence)
 
+    def changed(self, request: int, tokens: int) -> None:
+        """Load anew what the device has of a request from token `tokens` on: its sequence was cut
+        back to there, or appended to, by somebody else between two steps."""
+        self._check_between_steps()
+        sequence = self._of(request)
+        with gpu_errors("a change"):
+            if self._resident is not None:
+                self._resident.forget(request, tokens // self.layout.page_tokens)
+            self._restart(request, sequence)
+
     def _of(self, request: int) -> Sequence:
         known = is_whole(request, 0, self._requests - 1)
         found = self._sequences[request] if known else None
@@ -247,6 +256,7 @@ class Decoder(Closing):
             starts=np.arange(len(active) + 1, dtype=np.int32) * np.int32(self._rows),
             lengths=[len(sequence) for sequence in sequences],
             recent_from=recent_from,
+            rewind=self.rewind,
         )
         self._layer, self._hint, self._brings = 0, None, None
         self._selector.begin()
@@ -358,7 +368,8 @@ class Decoder(Closing):
         own = self.layout.values == "own"
         for layer in range(self.layout.layers):
             values = step.rows_of(self._asked["v"][layer]) if own else None
-            step.batch.append(layer, step.rows_of(self._asked["k"][layer]), values, step.starts)
+            keys = step.rows_of(self._asked["k"][layer])
+            step.batch.append(layer, keys, values, step.starts, step.rewind)
         self.stats.selects += self.layout.layers
         self.stats.bytes_scored += sum(map(index.bytes_of, step.active.tolist()))
 
@@ -386,7 +397,7 @@ class Decoder(Closing):
         """The step's rows, and what the device keeps of them."""
         for request, length in zip(step.active.tolist(), step.lengths, strict=True):
             # A released sequence is its owner's; a device whose context is lost says so again.
-            with suppress(ReleasedError, GpuError):
+            with suppress(CXLKVError):  # the others are taken back all the same
                 self._cut(request, length)
 
     def _check_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:

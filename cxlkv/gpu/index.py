@@ -15,6 +15,7 @@ from cxlkv.gpu.hot import check_room
 from cxlkv.gpu.pieces import DTYPES
 from cxlkv.kernels.encode import encode
 from cxlkv.kernels.index import FORMS, Form, Scratch, choose, score
+from cxlkv.kernels.rotate import prepare
 from cxlkv.layout import layer_places
 from cxlkv.ndp.engine import same_pages
 from cxlkv.numbers import is_whole
@@ -82,6 +83,8 @@ class DeviceIndex:
             [[] for _ in range(requests)] for _ in range(parts)
         ]
         self._scores = torch.zeros((requests, layout.kv_heads, pages_max), device=device)
+        if method == "sketch":
+            prepare(layout.head_dim, device)
         self._scratch = Scratch.of(self.form, requests * rows * q_heads, device)
 
     # ---- between steps ----

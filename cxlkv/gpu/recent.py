@@ -68,7 +68,7 @@ class Recent:
         last = -(-tokens // page_tokens)
         first = max(0, last - self.slots)
         if window is not None:  # what lies behind it was given back
-            first = max(first, (tokens - window) // page_tokens)
+            first = max(first, (tokens - window + 1) // page_tokens)
         return np.arange(first, last)
 
     def _fetch(

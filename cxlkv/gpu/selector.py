@@ -35,7 +35,7 @@ class Step:
     """One step of all requests, as the engine sees it: `rows` tokens for each of `active`.
 
     lengths [active]: tokens before it. recent_from, int32 [active]: the device has the pages from
-    there on.
+    there on. rewind: as in Batch.append().
     """
 
     active: npt.NDArray[np.int64]
@@ -44,6 +44,7 @@ class Step:
     starts: npt.NDArray[np.int32]
     lengths: list[int]
     recent_from: npt.NDArray[np.int32]
+    rewind: int | None = None
 
     def rows_of(self, rows: torch.Tensor) -> torch.Tensor:
         """[requests, rows, ...] as [rows of active requests, ...]: in place where all are active,
@@ -77,7 +78,7 @@ class Selector:
         self, step: Step, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
     ) -> Selection:
         """Append the rows and choose pages; those that the device has are left out: -1."""
-        step.batch.append(layer, k, v, step.starts)
+        step.batch.append(layer, k, v, step.starts, step.rewind)
         return self._far(step, self._select(step, layer, q))
 
     def follow_hint(self, step: Step, layer: int, q: torch.Tensor) -> Selection | None:

@@ -102,6 +102,49 @@ def test_a_text_goes_on_in_steps_of_any_length(
     torch.testing.assert_close(again[0], wanted[0, 89:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_what_was_cut_back_is_not_attended_to(
+    llama: PreTrainedModel, pool: CXLPool, place: str
+) -> None:
+    """Other tokens come in the place of those that the device has pages and summaries of; a fork
+    keeps the old ones, so that they are not freed."""
+    ids, mask = prompts((90,))
+    cache = by_gpu(pool, llama, Budget(share=1.0), place)
+    cache.rewind_tokens = 0
+    run(llama, ids[:, :80], cache, mask[:, :80])
+    for end in range(81, 91):
+        run(llama, ids[:, end - 1 : end], cache, mask[:, :end])
+    fork = cache.fork()
+    cache.crop(40)
+    other = torch.cat([ids[:, :40], ids[:, 40:].flip(1)], 1)
+    run(llama, other[:, 40:86], cache, mask[:, :86])
+    wanted = run(llama, other, DynamicCache(), mask)
+    for end in range(87, 91):
+        found = run(llama, other[:, end - 1 : end], cache, mask[:, :end])
+        torch.testing.assert_close(found[0], wanted[0, end - 1 : end], rtol=1e-4, atol=1e-4)
+    fork.release()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+@pytest.mark.parametrize("place", ["host", "sketch"])
+def test_many_steps_are_taken_back_where_layers_have_windows(name: str, place: str) -> None:
+    model = make(name)
+    ids, mask = prompts((90,))
+    wanted = run(model, ids, dynamic(model), mask)
+    with pool_for(model, capacity="32MiB") as pool:
+        cache = by_gpu(pool, model, Budget(share=1.0, recent=16), place)
+        run(model, ids[:, :50], cache, mask[:, :50])
+        for back in (1, 7, 20):
+            for end in range(51, 85):
+                run(model, ids[:, end - 1 : end], cache, mask[:, :end])
+            cache.crop(-back)
+            found = run(model, ids[:, 84 - back : 85 - back], cache, mask[:, : 85 - back])
+            place_of = slice(84 - back, 85 - back)
+            torch.testing.assert_close(found[0], wanted[0, place_of], rtol=1e-3, atol=1e-3)
+            cache.crop(50)
+        cache.release()
+
+
 @pytest.mark.parametrize("place", ["host", "digest"])
 def test_a_full_pool_leaves_the_step_undone(
     llama: PreTrainedModel, pool: CXLPool, place: str
@@ -116,8 +159,8 @@ def test_a_full_pool_leaves_the_step_undone(
     with pytest.raises(PoolFullError):
         run(llama, ids[:, 39:], cache, mask)
     pool.pages.free(filler)
-    cache.crop(39)
     assert [len(one) for one in cache.sequences] == [39]
+    assert cache.get_seq_length() == 39
     last = run(llama, ids[:, 39:], cache, mask)
     torch.testing.assert_close(last, wanted[:, 39:], rtol=1e-4, atol=1e-4)
 

@@ -236,6 +236,11 @@ class CXLCache(OfThisProcess, Cache):
         self.index, self.hot_pages = index, hot_pages
         self._gpu: GpuSteps | None = None
         if attention == "gpu":
+            kind = type(self)
+            if kind.choose is not CXLCache.choose or kind.attend is not CXLCache.attend:
+                raise UnsupportedError(
+                    'attention="gpu" calls no choose() or attend() of a subclass'
+                )
             self._gpu = GpuSteps(pool, method, index, hot_pages)
         self.method = method
         self.prefill_mass = check_mass(prefill_mass)
@@ -356,6 +361,8 @@ class CXLCache(OfThisProcess, Cache):
         if not self.sequences:
             self._spread_budget(batch)
             self._start_from([self.pool.sequence() for _ in range(batch)], 0)
+        if self._gpu is not None and len({one.seen for one in self._far_layers}) > 1:
+            raise BadArgumentError("a pass failed on its way: crop(length before) undoes it")
         if batch != len(self.sequences):
             raise BadArgumentError(
                 f"a batch of {batch} rows, the cache holds {len(self.sequences)} sequences: "
@@ -474,7 +481,16 @@ class CXLCache(OfThisProcess, Cache):
             raise UnsupportedError('attention="gpu" tells no on_choice what it chooses')
         assert not isinstance(budget, tuple)
         values = None if new.values is None else step.rows(new.values)
-        out = self._gpu.layer(part, self.sequences, budget, queries, step.rows(new.keys), values)
+        rows = (queries, step.rows(new.keys), values)
+        rewind = max(self.rewind_tokens, step.tokens)
+        try:
+            out = self._gpu.layer(part, self.sequences, budget, rows, rewind)
+        except BaseException:  # the decoder takes back all of the step
+            self._gpu.changed()
+            for other in self._far_layers[: part.index]:
+                other.seen -= step.tokens
+            self._lengths = step.lengths - step.new
+            raise
         self._count_appended(layer, step)
         if part.index == self.pool.layout.layers - 1:
             scored, pieces = self._gpu.read()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,9 +13,10 @@ from torch import Tensor
 
 from cxlkv.adapters.transformers.prefill import beside_sinks
 from cxlkv.adapters.transformers.steps import LayerStep
-from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.errors import BadArgumentError, ReleasedError, UnsupportedError
 from cxlkv.gpu.decode import Decoder, longest_list
 from cxlkv.gpu.pieces import encodings_of
+from cxlkv.kernels.slots import SLOTS_MAX
 from cxlkv.ndp import choosers
 from cxlkv.ndp.engine import PAGES_MAX, Budget
 from cxlkv.numbers import is_whole
@@ -50,6 +53,8 @@ class GpuSteps:
         self._rows: list[Tokens] = []
         self._made_for: _Asked | None = None
         self._is_current = False
+        self._detach: Callable[[], object] = lambda: None
+        self._known: list[int] = []  # of each row, the tokens that the device has at least rightly
 
     @property
     def decoder(self) -> Decoder | None:
@@ -60,27 +65,38 @@ class GpuSteps:
         self._is_current = False
         if self._decoder is not None and self._decoder._step is not None:
             self._decoder.abandon()  # a pass that failed on its way
+        for request, row in enumerate(self._rows):
+            with suppress(ReleasedError):
+                self._known[request] = min(self._known[request], len(row))
 
     def layer(
         self,
         part: LayerStep,
         sequences: Sequence[Tokens],
         budget: Budget | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
+        rows: tuple[Tensor, Tensor, Tensor | None],
+        rewind: int,
     ) -> Tensor:
-        """Attend with q, and keep k and v [rows, heads, dim], a token of each sequence; returns
-        [rows, q_heads, value_dim]. The last layer ends the step, and raises what went wrong."""
+        """Attend with q, and keep k and v of rows [rows, heads, dim], a token of each sequence;
+        returns [rows, q_heads, value_dim]. The last layer ends the step, and raises what went
+        wrong. rewind: as in Batch.append()."""
+        q = rows[0]
         if part.index == 0:
-            self._begin(part, sequences, budget, q)
+            try:
+                self._ready(part, sequences, budget, q).rewind = rewind
+            except BaseException:
+                self.close()
+                raise
+            assert self._decoder is not None
+            self._decoder.begin()
         decoder, made = self._decoder, self._made_for
         assert decoder is not None
         assert made is not None
         if (made.scale, made.softcap) != (part.scale, part.softcap):
             raise UnsupportedError('attention="gpu": layers differ in scale or softcap')
-        rows = [None if one is None else one.to(decoder.dtype)[:, None] for one in (q, k, v)]
-        query, key, value = rows
+        query, key, value = (
+            None if one is None else one.to(decoder.dtype)[:, None] for one in rows
+        )
         assert query is not None
         assert key is not None
         out = decoder.layer(part.index, query.contiguous(), key, value)[:, 0]
@@ -89,11 +105,13 @@ class GpuSteps:
             out = beside_sinks(out, decoder.lse[:, 0], part.sinks)
         if part.index == self._pool.layout.layers - 1:
             decoder.end()
+            self._known = [len(row) for row in self._rows]
         return out.to(q.dtype)
 
-    def _begin(
+    def _ready(
         self, part: LayerStep, sequences: Sequence[Tokens], budget: Budget | None, q: Tensor
-    ) -> None:
+    ) -> Decoder:
+        """The decoder, with these rows as they are now."""
         longest = max(map(len, sequences)) + 1
         pages = -(-longest // self._pool.layout.page_tokens)
         asked = _Asked(
@@ -104,13 +122,15 @@ class GpuSteps:
             self._make(asked, pages)
         elif not self._is_current:
             self._meet(sequences)
-        assert self._decoder is not None
+        decoder = self._decoder
+        assert decoder is not None
         if not self._rows:
             for sequence in sequences:
-                self._decoder.add(sequence)
+                decoder.add(sequence)
             self._rows = list(sequences)
+            self._known = [len(row) for row in self._rows]
         self._is_current = True
-        self._decoder.begin()
+        return decoder
 
     def _wide(self, budget: Budget) -> Budget:
         """With all pages in layers that have a window."""
@@ -124,19 +144,20 @@ class GpuSteps:
         assert self._decoder is not None
         for request, sequence in enumerate(sequences):
             if self._rows[request] is sequence:
-                self._decoder.truncate(request, len(sequence))
+                self._decoder.changed(request, self._known[request])
         changed = [i for i, one in enumerate(sequences) if self._rows[i] is not one]
         for request in changed:
             self._decoder.remove(request)
         for request in changed:  # the lowest place that is free is the next one's
             self._decoder.add(sequences[request])
             self._rows[request] = sequences[request]
+        self._known = [len(row) for row in self._rows]
 
     def _make(self, asked: _Asked, pages: int) -> None:
         self.close()
-        self._pages_max = 1 << (pages + PAGES_MORE - 1).bit_length()
+        self._pages_max = max(pages, min(1 << (pages + PAGES_MORE - 1).bit_length(), SLOTS_MAX))
         longest = longest_list(self._pool.layout, asked.budget, self._pages_max, rows=1)
-        hot_pages = max(longest, self._hot_pages or min(2 * longest, self._pages_max))
+        hot_pages = max(longest, self._hot_pages or min(2 * longest, self._pages_max, SLOTS_MAX))
         self._decoder = Decoder(
             self._pool,
             requests=asked.requests,
@@ -152,6 +173,8 @@ class GpuSteps:
             index=self._index,
         )
         self._made_for = asked
+        # A decoder's mailbox, which is a thread, holds it: it ends with its cache.
+        self._detach = weakref.finalize(self, self._decoder.close).detach
 
     def read(self) -> tuple[int, int]:
         """(bytes that were read to choose, pieces of pages that were chosen) since the last call;
@@ -165,7 +188,10 @@ class GpuSteps:
         return scored, self._hits - hits
 
     def close(self) -> None:
-        if self._decoder is not None:
-            self.changed()
-            self._decoder.close()
-        self._decoder, self._rows, self._hits = None, [], 0
+        self._detach()
+        decoder, self._decoder = self._decoder, None
+        self._rows, self._known, self._hits = [], [], 0
+        if decoder is not None:
+            if decoder._step is not None:
+                decoder.abandon()
+            decoder.close()
