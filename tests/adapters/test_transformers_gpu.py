@@ -142,6 +142,13 @@ def test_many_steps_are_taken_back_where_layers_have_windows(name: str, place: s
             place_of = slice(84 - back, 85 - back)
             torch.testing.assert_close(found[0], wanted[0, place_of], rtol=1e-3, atol=1e-3)
             cache.crop(50)
+        cache.rewind_tokens = 0  # what no token sees any more is given back at once
+        for end in range(51, 70):
+            for _ in range(2):  # the last step can always be taken back
+                found = run(model, ids[:, end - 1 : end], cache, mask[:, :end])
+                cache.crop(-1)
+            found = run(model, ids[:, end - 1 : end], cache, mask[:, :end])
+            torch.testing.assert_close(found[0], wanted[0, end - 1 : end], rtol=1e-3, atol=1e-3)
         cache.release()
 
 
