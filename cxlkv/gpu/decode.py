@@ -212,8 +212,11 @@ class Decoder(Closing):
 
     def changed(self, request: int, tokens: int) -> None:
         """Load anew what the device has of a request from token `tokens` on: its sequence was cut
-        back to there, or appended to, by somebody else between two steps."""
+        back to there, or appended to, by somebody else between two steps. Raises
+        BadArgumentError."""
         self._check_between_steps()
+        if not is_whole(tokens):
+            raise BadArgumentError(f"tokens={tokens!r:.40}: a whole number, 0 or more")
         sequence = self._of(request)
         with gpu_errors("a change"):
             if self._resident is not None:
