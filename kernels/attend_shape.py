@@ -82,7 +82,7 @@ class Tiles:
 
 @lru_cache(maxsize=256)
 def tiles_of(shape: Shape) -> Tiles:
-    """Tiles by what ptxas told: no register spills for the shapes of attend_triton.variants().
+    """Tiles for which ptxas reports no spilled registers, for attend_triton.variants().
 
     A few bytes do for some odd ones (96 channels with several rows). Reckoned, not measured: about
     32 KiB of keys and values a stage, two of them on their way, so some 128 KiB an SM.
@@ -117,7 +117,7 @@ def _tiles_of_codes(shape: Shape, widest: int) -> Tiles:
     """A dot takes 16 tokens or more of each place in a word: 64 of 8 bits, 128 of 4.
 
     128 tokens fit into the registers of two warps where keys are of 4 bits, too, and queries are
-    one float16 each; else they take more warps, by what ptxas told.
+    one float16 each. Other shapes take more warps: with two, ptxas reports spilled registers.
     """
     if not (shape.key_bits and shape.value_bits):
         stages = 1 if widest > 512 and shape.key_bits else 2

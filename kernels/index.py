@@ -14,6 +14,7 @@ device or allocates, so a CUDA graph may hold them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -59,6 +60,34 @@ class Scratch:
         )
 
 
+class Scoring(NamedTuple):
+    """A call of score(), which checks and explains it."""
+
+    form: Form
+    summaries: torch.Tensor
+    slots: torch.Tensor
+    q: torch.Tensor
+    positions: torch.Tensor
+    out: torch.Tensor
+    scale: float
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.q.shape[2] // self.out.shape[1]
+
+
+class Choosing(NamedTuple):
+    """A call of choose(), likewise."""
+
+    scores: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
+    sinks: int
+    wanted: torch.Tensor
+    out: torch.Tensor
+
+
 def score(
     form: Form,
     summaries: torch.Tensor,
@@ -90,16 +119,14 @@ def score(
     check_tensor("positions", positions, torch.int64, (requests, q.shape[1]))
     check_tensor("out", out, torch.float32, (requests, heads, pages))
     device = one_device(summaries=summaries, slots=slots, q=q, positions=positions, out=out)
+    call = Scoring(form, summaries, slots, q, positions, out, scale)
     if not runs_triton(device):
-        reference_index.score(
-            *(form.name, summaries, slots, q, positions),
-            *(form.page_tokens, form.dtype, scale, out),
-        )
+        reference_index.score(call)
         return out
     from cxlkv.kernels import index_triton as kernels
 
     with current(device):
-        kernels.score(form, summaries, slots, q, positions, out, scale, scratch)
+        kernels.score(call, scratch)
     return out
 
 
@@ -124,11 +151,12 @@ def choose(
     check_tensor("scores", scores, torch.float32, (requests, heads, pages))
     check_tensor("out", out, torch.int32, (requests, heads, out.shape[2]))
     device = one_device(scores=scores, first=first, last=last, wanted=wanted, out=out)
+    call = Choosing(scores, first, last, min(sinks, pages), wanted, out)
     if not runs_triton(device):
-        reference_index.choose(scores, first, last, sinks, wanted, out)
+        reference_index.choose(call)
         return out
     from cxlkv.kernels import index_triton as kernels
 
     with current(device):
-        kernels.choose(scores, first, last, sinks, wanted, out)
+        kernels.choose(call)
     return out

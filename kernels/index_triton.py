@@ -13,7 +13,7 @@ from cxlkv.kernels.runtime import INTERPRETED
 from cxlkv.kernels.variants import Variant, variant
 
 if TYPE_CHECKING:
-    from cxlkv.kernels.index import Form, Scratch
+    from cxlkv.kernels.index import Choosing, Scoring, Scratch
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -201,69 +201,47 @@ def _sketch_kernel(
     tl.store(out + row_of_lists.to(tl.int64) * pages + page, best, mask=page < pages)
 
 
-def score(
-    form: Form,
-    summaries: torch.Tensor,
-    slots: torch.Tensor,
-    q: torch.Tensor,
-    positions: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    scratch: Scratch,
-) -> None:
-    requests, heads, pages = out.shape
-    rows, q_heads = q.shape[1:3]
-    group = q_heads // heads
-    queries = _queries(rows * group)
-    if form.name == "sketch":
-        _score_sketches(form, summaries, slots, q, positions, out, scale, scratch)
+def score(call: Scoring, scratch: Scratch) -> None:
+    if call.form.name == "sketch":
+        _score_sketches(call, scratch)
         return
-    dtype = torch.bfloat16 if form.name == "mean_std" else form.dtype
-    count = _pages(16)
+    form, requests, heads, pages = call.form, *call.out.shape
+    rows, count = call.q.shape[1], _pages(16)
     _rows_kernel[(triton.cdiv(pages, count), requests * heads)](
-        summaries.view(dtype),
-        slots,
-        q,
-        positions,
-        out,
-        scale,
+        call.summaries.view(form.dtype),
+        call.slots,
+        call.q,
+        call.positions,
+        call.out,
+        call.scale,
         rows,
         heads,
         pages,
-        form.bytes // dtype.itemsize,
+        form.bytes // form.dtype.itemsize,
         DIM=form.dim,
         WIDTH=WIDTH,
-        GROUP=group,
-        QUERIES=queries,
+        GROUP=call.group,
+        QUERIES=_queries(rows * call.group),
         PAGES=count,
         MEAN=form.name == "mean_std",
-        COMPUTE=_compute(q.dtype, dtype),
+        COMPUTE=_compute(call.q.dtype, form.dtype),
         num_warps=4,
         num_stages=2,
     )
 
 
-def _score_sketches(
-    form: Form,
-    summaries: torch.Tensor,
-    slots: torch.Tensor,
-    q: torch.Tensor,
-    positions: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    scratch: Scratch,
-) -> None:
-    requests, heads, pages = out.shape
-    rows, q_heads = q.shape[1:3]
-    total, lines = requests * rows * q_heads, -(-form.dim // 16)
+def _score_sketches(call: Scoring, scratch: Scratch) -> None:
+    form, requests, heads, pages = call.form, *call.out.shape
+    rows, count = call.q.shape[1], _pages(4)
+    total, lines = requests * rows * call.q.shape[2], -(-form.dim // 16)
     padded, steps, at_once, warps = shape_of(form.dim)
     _queries_kernel[(triton.cdiv(total, at_once),)](
-        q,
-        factors(form.dim, padded, q.device),
+        call.q,
+        factors(form.dim, padded, call.q.device),
         scratch.codes,
         scratch.numbers,
         total,
-        scale,
+        call.scale,
         DIM=form.dim,
         WHOLE=lines * 16,
         PADDED=padded,
@@ -272,14 +250,13 @@ def _score_sketches(
         num_warps=warps,
         num_stages=1,
     )
-    count = _pages(4)
     _sketch_kernel[(triton.cdiv(pages, count), requests * heads)](
-        summaries.view(torch.int32),
-        slots,
+        call.summaries.view(torch.int32),
+        call.slots,
         scratch.codes,
         scratch.numbers,
-        positions,
-        out,
+        call.positions,
+        call.out,
         total,
         rows,
         heads,
@@ -289,8 +266,8 @@ def _score_sketches(
         AT_ONCE=min(4, triton.next_power_of_2(lines)),
         PAGE_TOKENS=form.page_tokens,
         BLOCKS=-(-form.page_tokens // 16),
-        GROUP=q_heads // heads,
-        QUERIES=_queries(rows * q_heads // heads),
+        GROUP=call.group,
+        QUERIES=_queries(rows * call.group),
         PAGES=count,
         COMPUTE=tl.float32 if INTERPRETED else tl.float16,
         num_warps=4,
@@ -391,30 +368,22 @@ def _choose_kernel(
         tl.store(out + at, -1, mask=(at >= written) & (at < k))
 
 
-def choose(
-    scores: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    sinks: int,
-    wanted: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    requests, heads, pages = scores.shape
+def choose(call: Choosing) -> None:
+    requests, heads, pages = call.scores.shape
     block, warps = _choose_shape(pages)
-    sinks = min(sinks, pages)
     _choose_kernel[(requests * heads,)](
-        scores,
-        first,
-        last,
-        wanted,
-        out,
-        sinks,
+        call.scores,
+        call.first,
+        call.last,
+        call.wanted,
+        call.out,
+        call.sinks,
         heads,
         pages,
-        out.shape[2],
+        call.out.shape[2],
         BLOCK=block,
         ONE=block >= pages,
-        SINKS=triton.next_power_of_2(max(sinks, 1)),
+        SINKS=triton.next_power_of_2(max(call.sinks, 1)),
         num_warps=warps,
         num_stages=1,
     )

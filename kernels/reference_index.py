@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from cxlkv.kernels.reference_encode import SKETCH_CHANNELS, SKETCH_TOKENS, hadamard
+
+if TYPE_CHECKING:
+    from cxlkv.kernels.index import Choosing, Form, Scoring
 
 
 def numbers(summaries: torch.Tensor, dtype: torch.dtype, dim: int) -> tuple[torch.Tensor, ...]:
@@ -37,18 +42,9 @@ def rounded(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, factor
 
 
-def score(
-    form: str,
-    summaries: torch.Tensor,
-    slots: torch.Tensor,
-    q: torch.Tensor,
-    positions: torch.Tensor,
-    page_tokens: int,
-    dtype: torch.dtype,
-    scale: float,
-    out: torch.Tensor,
-) -> None:
+def score(call: Scoring) -> None:
     """See index.score(); request by request, head by head."""
+    form, summaries, slots, q, positions, out, scale = call
     requests, _, q_heads, dim = q.shape
     heads = summaries.shape[1]
     out.fill_(-torch.inf)
@@ -61,29 +57,20 @@ def score(
         asked = q[request, seen].unflatten(1, (heads, q_heads // heads))
         for head in range(heads):
             of = asked[:, head].reshape(-1, dim).float()
-            found = _scored(form, entries[:, head], of, page_tokens, dtype, scale)
-            out[request, head, there] = found
+            out[request, head, there] = _scored(form, entries[:, head], of, scale)
 
 
-def _scored(
-    form: str,
-    entries: torch.Tensor,
-    q: torch.Tensor,
-    page_tokens: int,
-    dtype: torch.dtype,
-    scale: float,
-) -> torch.Tensor:
+def _scored(form: Form, entries: torch.Tensor, q: torch.Tensor, scale: float) -> torch.Tensor:
     """[pages]: the best of the queries [n, dim]; NaN above all."""
-    if form == "sketch":
-        codes, scales = sketched(entries, page_tokens, q.shape[1])
+    if form.name == "sketch":
+        codes, scales = sketched(entries, form.page_tokens, form.dim)
         whole, factor = rounded(q, scale)
         sums = torch.einsum("ptd,nd->npt", codes, whole) - 1.5 * whole.sum(1)[:, None, None]
         found = sums * factor[:, None] * scales
         return _best(found.transpose(0, 1).flatten(1))
-    first, second = numbers(entries, dtype, q.shape[1])
-    parts = (q.abs(), q) if form == "mean_std" else (q.clamp(min=0), q.clamp(max=0))
-    one, other = (second, first)
-    return _best(scale * (one @ parts[0].T + other @ parts[1].T))
+    first, second = numbers(entries, form.dtype, form.dim)
+    parts = (q.abs(), q) if form.name == "mean_std" else (q.clamp(min=0), q.clamp(max=0))
+    return _best(scale * (second @ parts[0].T + first @ parts[1].T))
 
 
 def _best(found: torch.Tensor) -> torch.Tensor:
@@ -91,15 +78,9 @@ def _best(found: torch.Tensor) -> torch.Tensor:
     return best.masked_fill(found.isnan().any(1), torch.nan)
 
 
-def choose(
-    scores: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    sinks: int,
-    wanted: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def choose(call: Choosing) -> None:
     """See index.choose(); by sorting."""
+    scores, first, last, sinks, wanted, out = call
     requests, heads, k = out.shape
     out.fill_(-1)
     for request in range(requests):

@@ -93,15 +93,8 @@ def known_methods(words: str) -> tuple[str, ...]:
     BadArgumentError for one that is not, UnsupportedError for a peer that is not installed."""
     if words == "all":
         found = [name for name in peers.NAMES if not peers.why_not(name)]
-        return (
-            "exact",
-            "two_stage",
-            "sketch",
-            "digest",
-            *scorers.names(),
-            *choosers.names(),
-            *found,
-        )
+        core = ("exact", "two_stage", "sketch", "digest")
+        return (*core, *scorers.names(), *choosers.names(), *found)
     names = tuple(filter(None, map(str.strip, words.split(","))))
     for name in names:
         if name not in peers.NAMES:

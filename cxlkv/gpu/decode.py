@@ -12,9 +12,10 @@ The thread that launches waits for nothing. Without a hot buffer the host attend
 pages, too, and its partial result crosses the link in place of pages; without a device that is all
 there is. docs/explanation/gpu.md has the picture.
 
-With index="device" nobody asks the host: the device scores what it keeps of each page, fetches the
-best pages that the hot buffer misses, and attends to them and to the newest, so that the hot buffer
-changes times and no output. The host appends k and v of all layers at the step's end.
+With index="device" a step does not involve the host. The device scores its summaries of all pages,
+fetches the best pages that are not in the hot buffer, and attends to these pages and to the newest
+ones. The hot buffer then affects speed only, never outputs. The host appends k and v of all layers
+when the step ends.
 """
 
 from __future__ import annotations
@@ -511,10 +512,8 @@ def _check_index(index: str, pages: int | None, budget: Budget, hot_pages: SlotC
         return
     if hot_pages == 0:
         raise BadArgumentError('index="device" keeps chosen pages in a hot buffer: hot_pages=')
-    asked = {"mass": budget.mass is not None, "union": budget.union != "kv_head"}
-    asked |= {"refresh": budget.refresh != 1}
-    for name in (name for name, given in asked.items() if given):
-        raise UnsupportedError(f'a budget with {name}= is for index="host"')
+    if budget.mass is not None or budget.union != "kv_head" or budget.refresh != 1:
+        raise UnsupportedError('budgets with mass=, union="layer" or refresh= need index="host"')
 
 
 def _device(given: str | torch.device) -> torch.device:

@@ -68,8 +68,7 @@ class DeviceIndex:
         page_bytes = layout.page_tokens * layout.kv_heads * dims * DTYPES[layout.dtype].itemsize
         self._at_once = max(1, AT_ONCE_BYTES // page_bytes)
         shape = (pages, layout.kv_heads, self.form.bytes)
-        self.bytes = layout.layers * torch.Size(shape).numel()
-        check_room(self.bytes, device, "the index")
+        check_room(layout.layers * torch.Size(shape).numel(), device, "the index")
         self.summaries = [
             torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layout.layers)
         ]
@@ -112,7 +111,7 @@ class DeviceIndex:
             )
 
     def _make(self, sequence: Sequence, part: int, came: list[tuple[int, Named]]) -> None:
-        """Hold these pages of the sequence, and summarise those that nobody holds yet."""
+        """Count this request as a holder of these pages; summarise pages that had no holder."""
         new = [(at, one) for at, one in came if one not in self._held]
         if len(new) > len(self._free[part]):
             raise MemoryShortError(

@@ -837,7 +837,7 @@ def test_the_device_chooses_as_the_core_does(
 
 @pytest.mark.parametrize("place", BY_DEVICE)
 def test_the_hot_buffer_changes_no_output(device: torch.device, seed: int, place: Place) -> None:
-    """Empty before each step, large enough for all, or full of pages that nobody wants."""
+    """The buffer is emptied before each step, has room for all pages, or holds unwanted pages."""
     found: dict[str, list[torch.Tensor]] = {}
     for state, hot_pages in (("empty", 6), ("all of it", 60), ("shuffled", 9)):
         model, random = Model(seed), np.random.default_rng(seed)

@@ -9,7 +9,7 @@ import torch
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.kernels import reference_index
-from cxlkv.kernels.index import FORMS, Form, Scratch, choose, score
+from cxlkv.kernels.index import FORMS, Choosing, Form, Scoring, Scratch, choose, score
 from cxlkv.kernels.reference_encode import digests_of, sketches_of
 
 from ..support import reference
@@ -71,9 +71,8 @@ class Scene:
 
     def expected(self) -> torch.Tensor:
         out = torch.zeros((3, self.heads, 50))
-        form, page_tokens, dtype = self.form.name, self.form.page_tokens, self.form.dtype
         given = (self.summaries, self.slots, self.q, self.positions)
-        reference_index.score(form, *given, page_tokens, dtype, 0.125, out)
+        reference_index.score(Scoring(self.form, *given, out, 0.125))
         return out
 
 
@@ -89,7 +88,7 @@ def test_scores_are_those_of_the_reference(
     scene = Scene(name, dtype, shape, rng)
     got, wanted = scene.scores(device), scene.expected()
     seen = (scene.slots >= 0)[:, None].expand(got.shape).clone()
-    seen[2] = False  # nobody asks
+    seen[2] = False  # this request has no rows
     assert got[~seen].eq(-torch.inf).all()
     torch.testing.assert_close(got[seen], wanted[seen], rtol=2e-5, atol=2e-4)
 
@@ -162,7 +161,8 @@ def test_the_best_are_chosen(device: torch.device, rng: np.random.Generator, pag
         out = torch.full((requests, heads, k), -77, dtype=torch.int32, device=device)
         got = choose(of, low, high, sinks, count, out).cpu()
         again = torch.full_like(got, -77)
-        reference_index.choose(of.cpu(), low.cpu(), high.cpu(), sinks, count.cpu(), again)
+        given = (of.cpu(), low.cpu(), high.cpu(), sinks, count.cpu(), again)
+        reference_index.choose(Choosing(*given))
         for request in range(requests):
             end = max(int(first[request]), min(int(last[request]), pages))
             for head in range(heads):

@@ -56,10 +56,6 @@ class GpuSteps:
         self._detach: Callable[[], object] = lambda: None
         self._known: list[int] = []  # of each row, the tokens that the device has at least rightly
 
-    @property
-    def decoder(self) -> Decoder | None:
-        return self._decoder
-
     def changed(self) -> None:
         """The rows are others, or have got tokens or lost some, elsewhere."""
         self._is_current = False
