@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from cxlkv.adapters.transformers import layout_of
 from cxlkv.bench.lab import peers
 from cxlkv.bench.lab.costs import COSTS, Costs
+from cxlkv.bench.lab.hits import SIZES
 from cxlkv.bench.lab.methods_picture import draw
 from cxlkv.bench.lab.report import Findings, Row
 from cxlkv.bench.lab.statistics import bootstrap
@@ -173,6 +174,23 @@ def at_bytes(found: Findings) -> str:
     return table(heads, lines)
 
 
+# ---- a GPU's hot buffer ----
+
+
+def hits_of(found: Findings) -> str:
+    """Share of the chosen pages that the hot buffer has, by its slots over the pages chosen."""
+    lines = [
+        [
+            f"`{row.form.method}`",
+            f"{100 * row.form.share:g} %",
+            *(f"{h:.3f}" for h in row.hits.mean(1)),
+        ]
+        for row in found.rows
+        if row.form.method not in ("full", *CONTROLS)
+    ]
+    return table(["method", "pages", *(f"{size:g} x" for size in SIZES)], lines)
+
+
 # ---- costs ----
 
 
@@ -231,6 +249,13 @@ def markdown(
         "Bytes are read to choose and of the chosen pages, of all K and V. Between a method's "
         "budgets KL is on a straight line of the logs; <, >: less than the smallest budget, more "
         "than the largest.",
+        "",
+        "### A GPU's hot buffer",
+        "",
+        hits_of(found),
+        "",
+        "Share of the chosen pages, but for the newest, that a hot buffer of so many times the "
+        "chosen pages has; from the queries of these steps, the first of which fill it.",
         "",
         "### Costs",
         "",

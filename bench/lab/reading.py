@@ -6,9 +6,11 @@ context go into the pool, and each form reads on from a fork of them, a token at
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +21,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv.adapters.transformers.cache import CXLCache
 from cxlkv.adapters.transformers.queries import LastQueries
+from cxlkv.bench.lab.hits import HotHits
 from cxlkv.demo.forms import Form, FormsCache, Outside
-from cxlkv.demo.full_attention import append_cache, divergence_from
+from cxlkv.demo.full_attention import append_cache, divergence_from, keys_and_values
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import same_pages
 from cxlkv.pool import CXLPool
@@ -29,6 +32,8 @@ from cxlkv.sequence import Sequence as Tokens
 Figures = npt.NDArray[np.float32]
 ROWS_MAX = 64
 """Full attention's logits are made for so many tokens at a time."""
+KEPT_TOKENS = 16384
+"""Keys and values of texts as long as this are kept in a file: they take minutes to compute."""
 QUERIES = 64
 """Queries of the last tokens of the text that methods learn from."""
 
@@ -41,7 +46,7 @@ class Steps:
     full attention's distribution. agreed: the most likely token is full attention's.
     scored, fetched: bytes [forms], that each form alone would read in a step, on average;
     sketched: how many of its lists were chosen by sketches; kept: which share of its selects
-    chose among pages that were best in an earlier step.
+    chose among pages that were best in an earlier step. hits: HotHits.found().
     """
 
     full: Figures
@@ -52,19 +57,23 @@ class Steps:
     fetched: npt.NDArray[np.int64]
     sketched: npt.NDArray[np.int64]
     kept: npt.NDArray[np.float32]
+    hits: npt.NDArray[np.int64]
 
 
 class Reader:
     """A model, and a pool that holds one context at a time. peers: by their names, what makes
-    other ways to choose for it."""
+    other ways to choose for it. folder: where keys and values of long texts are kept, so that a
+    run that is begun again does not compute them again."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         pool: CXLPool,
         peers: Mapping[str, Callable[[Tokens], Outside]] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.model = model
+        self.folder = folder
         self.pool = pool
         self.peers = dict(peers or {})
         self.others: dict[str, Outside] = {}
@@ -75,11 +84,27 @@ class Reader:
     def read(self, tokens: Tensor, keep: int = 0) -> tuple[DynamicCache, Tensor]:
         """Full attention over int64 [tokens]: its cache, log-probabilities behind the last `keep`
         of them, float32 [keep, words]."""
-        cache = DynamicCache()
-        self.read_on(cache, tokens[: len(tokens) - keep], 0)
+        cache = self._read_prefix(tokens[: len(tokens) - keep])
         rest = torch.split(tokens[len(tokens) - keep :], ROWS_MAX)
         rows = [self.read_on(cache, some, len(some)) for some in rest if len(some)]
         return cache, torch.cat(rows) if rows else torch.empty(0)
+
+    def _read_prefix(self, tokens: Tensor) -> DynamicCache:
+        cache, path = DynamicCache(), None
+        if self.folder is not None and len(tokens) >= KEPT_TOKENS:
+            digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
+            path = self.folder / f"prefix-{digest}.pt"
+        if path is not None and path.exists():
+            for layer, (keys, values) in enumerate(torch.load(path, weights_only=True)):
+                cache.update(keys, values, layer)
+            return cache
+        self.read_on(cache, tokens, 0)
+        if path is not None:
+            made = [(keys[None], values[None]) for keys, values in keys_and_values(cache)]
+            unfinished = path.with_suffix(".unfinished")
+            torch.save(made, unfinished)
+            unfinished.replace(path)
+        return cache
 
     @torch.inference_mode()
     def read_on(self, cache: DynamicCache, tokens: Tensor, keep: int) -> Tensor:
@@ -152,6 +177,8 @@ class Reader:
         losses = np.empty((len(forms), count), np.float32)
         divergences, agreed = np.empty_like(losses), np.empty(losses.shape, np.bool_)
         cache = self.rows(context, forms, seed)
+        hits = HotHits(forms, self.pool.layout)
+        cache.on_choice = hits.take
         try:
             for at in range(count):
                 watch(at)
@@ -173,6 +200,7 @@ class Reader:
             fetched=np.array([one.fetched // one.steps for one in read], np.int64),
             sketched=np.array([one.sketched for one in read], np.int64),
             kept=np.array([one.kept / one.selects for one in read], np.float32),
+            hits=hits.found(),
         )
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
+from cxlkv.bench.lab.hits import SIZES
 from cxlkv.bench.lab.statistics import bootstrap, mcnemar
 from cxlkv.bench.lab.tasks import KINDS
 from cxlkv.bench.lab.units import Arrays, Plan
@@ -44,6 +45,7 @@ class Row:
     best pages, as many as these, that any text, layer and kv head keeps. error_most: in the worst
     layer, a mean over its heads and steps. sketched: lists that were chosen by sketches. kept: the
     share of selects that chose among pages that were best in an earlier step: mean, and worst text.
+    hits: by SIZES, the share of the chosen pages that a hot buffer had, a sample a text.
     """
 
     form: Form
@@ -63,6 +65,7 @@ class Row:
     error: tuple[float, float]
     recall: tuple[float, float]
     kept: tuple[float, float]
+    hits: Samples
 
     @property
     def chance(self) -> float:
@@ -121,6 +124,7 @@ def find(plan: Plan, units: Mapping[str, Arrays], model: str) -> Findings:
                 error=kept(texts, "error", at, worst_is_low=False),
                 recall=kept(texts, "recall", at, worst_is_low=True),
                 kept=among_kept(texts, at),
+                hits=np.stack([hit_shares(unit["hits"][at]) for unit in texts], axis=1),
             )
         )
     by_kind = {
@@ -192,6 +196,14 @@ def among_kept(texts: Sequence[Arrays], at: int) -> tuple[float, float]:
     """Share of selects that chose among an earlier step's pages: mean, and worst text."""
     shares = [float(unit["kept"][at]) for unit in texts]
     return float(np.mean(shares)), min(shares)
+
+
+def hit_shares(counts: npt.NDArray[np.int64]) -> Samples:
+    """Of HotHits.found() of one form: by SIZES; nan where nothing was counted."""
+    pieces = counts.sum(axis=1)
+    shares: Samples = np.full(len(SIZES), np.nan)
+    np.divide(counts[:, 0], pieces, out=shares, where=pieces > 0)
+    return shares
 
 
 def attained(texts: Sequence[Arrays], at: int) -> tuple[float, float]:
@@ -314,6 +326,9 @@ def result_of(found: Findings) -> Result:
         result.measure(f"fetched_{name}", [row.fetched], "share of bytes")
         result.measure(f"mass_{name}", [row.mass[0]], "share of attention")
         result.measure(f"mass_worst_{name}", [row.mass[1]], "share of attention")
+        for size, shares in zip(SIZES, row.hits, strict=True):
+            if np.isfinite(shares).all():
+                result.measure(f"hits_{size:g}_{name}", list(shares), "share of chosen pages")
         if row.form.refresh > 1:
             result.measure(f"kept_{name}", [row.kept[0]], "share of selects")
     return result

@@ -33,7 +33,7 @@ from cxlkv.ndp.engine import METHODS
 from cxlkv.pool import CXLPool
 
 PLAN = "plan.json"
-FORMAT = 2
+FORMAT = 3
 """Format of the units' files: changes with what they hold, or what it means."""
 
 
@@ -66,7 +66,7 @@ def run(folder: Path, model: Path, plan: Plan, console: Console) -> list[str]:
     with CXLPool.create("anonymous:", layout=layout, capacity=capacity_bytes(layout, plan)) as pool:
         made = {name: peers.load(name, layout) for name in plan.timed if name in peers.NAMES}
         runner = Runner(
-            Reader(loaded, pool, made), AutoTokenizer.from_pretrained(model), plan, console
+            Reader(loaded, pool, made, folder), AutoTokenizer.from_pretrained(model), plan, console
         )
         begin(folder, model, asdict(plan), runner.check(), sources_of(plan))
         with alone(folder / COSTS):

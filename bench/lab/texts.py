@@ -38,7 +38,11 @@ class Text:
     name: str
     kind: str
     source: str
-    read: Callable[[], str]
+    whole: Callable[[], str]
+
+    def read(self, characters: int = CHARACTERS) -> str:
+        """Its first characters."""
+        return self.whole()[:characters]
 
 
 def written(name: str) -> Callable[[], str]:
@@ -46,27 +50,27 @@ def written(name: str) -> Callable[[], str]:
 
 
 def library_file(path: str) -> Callable[[], str]:
-    return lambda: (STDLIB / path).read_text(encoding="utf-8")[:CHARACTERS]
+    return lambda: (STDLIB / path).read_text(encoding="utf-8")
 
 
 def topics(first: str, last: str) -> str:
     """Pages of Python's language reference, as help() shows them."""
     pages = import_module("pydoc_data.topics").topics
-    return "\n\n".join(pages[name] for name in sorted(pages) if first <= name < last)[:CHARACTERS]
+    return "\n\n".join(pages[name] for name in sorted(pages) if first <= name < last)
 
 
 def docstrings() -> str:
     names = [name for name in dir(np) if callable(getattr(np, name)) and name[0].islower()]
-    return "\n\n".join(f"numpy.{n}\n\n{getdoc(getattr(np, n))}" for n in names)[:CHARACTERS]
+    return "\n\n".join(f"numpy.{n}\n\n{getdoc(getattr(np, n))}" for n in names)
 
 
 def markup() -> str:
     page = HTMLDoc().docmodule(argparse)
-    return page.replace(str(STDLIB), "lib")[:CHARACTERS]
+    return page.replace(str(STDLIB), "lib")
 
 
 def header() -> str:
-    return (Path(np.get_include()) / "numpy" / "ndarraytypes.h").read_text()[:CHARACTERS]
+    return (Path(np.get_include()) / "numpy" / "ndarraytypes.h").read_text()
 
 
 def table() -> str:
@@ -138,9 +142,8 @@ TEXTS = (
 )  # fmt: skip
 
 
-def learned_from() -> str:
-    """What methods learn from, which no figure is of: prose and code of Python's library."""
-    return library_file("pickletools.py")()
+LEARNED_FROM = Text("pickletools", "code in Python", PYTHON, library_file("pickletools.py"))
+"""What methods learn from, which no figure is of."""
 
 
 def beginnings(folder: Path, tokens: int, count: int, first: int = 0) -> list[list[int]]:

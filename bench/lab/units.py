@@ -23,7 +23,7 @@ from cxlkv.bench.lab.costs import costs
 from cxlkv.bench.lab.heads import WatchedCache
 from cxlkv.bench.lab.reading import Reader, stale_pages
 from cxlkv.bench.lab.tasks import ITEMS, KINDS, Context, make_context, single_token_words
-from cxlkv.bench.lab.texts import TEXTS, Text, learned_from
+from cxlkv.bench.lab.texts import LEARNED_FROM, TEXTS, Text
 from cxlkv.bench.result import emulation
 from cxlkv.demo.forms import CONTROLS, Form
 from cxlkv.demo.full_attention import keys_and_values
@@ -52,6 +52,8 @@ READ_STEPS, ITEM_STEPS = 40, 14
 """What reading a context and answering an item take, in steps of all forms, about."""
 METHOD_TEXTS, METHOD_STEPS = 6, 64
 """A run of methods: texts, and as many contexts of tasks; steps behind each text's prefix."""
+CHARACTERS_MOST = 5
+"""Of no text here has a token more on average."""
 CUE_TOKENS = 8
 """So many tokens of a passage are read before the model can know that it comes again."""
 
@@ -191,6 +193,18 @@ class Plan:
             plan = replace(plan, steps=steps, watched_every=watched)
         return plan
 
+    def behind(self, prefix: int) -> Plan:
+        """The same behind as many tokens of each text, of those that have so many."""
+        texts = tuple(
+            text.name
+            for text in TEXTS
+            if text.name in self.texts
+            and len(text.read(CHARACTERS_MOST * prefix)) == CHARACTERS_MOST * prefix
+        )
+        if not texts:
+            raise BadArgumentError(f"no text has {prefix:,} tokens")
+        return replace(self, prefix=prefix, texts=texts)
+
     def units(self) -> dict[str, int]:
         """Each unit's name and how many steps of the model it takes."""
         copies = self.copies * self.passage
@@ -226,7 +240,10 @@ class Runner:
         times = bool(self.plan.timed) and not path.exists()
         if not learning and not times:
             return
-        tokens = self.tokens(learned_from(), self.plan.prefix)
+        # A long text takes minutes to read: where nothing is learned from it, any will do.
+        known = {text.name: text for text in TEXTS}
+        text = LEARNED_FROM if learning else known[self.plan.texts[0]]
+        tokens = self.tokens(text, self.plan.prefix)
         cache, _ = self.reader.read(tokens)
         begin = time.perf_counter()
         with self.reader.context(cache, len(tokens)) as context:
@@ -256,7 +273,7 @@ class Runner:
             if text.name not in plan.texts:
                 continue
             read = text.read()
-            tokens = len(self.tokens(read, plan.prefix + plan.steps + 1))
+            tokens = len(self.tokens(text, plan.prefix + plan.steps + 1))
             if tokens < plan.steps + 1 + max(plan.passage, min(plan.distances)):
                 raise BadArgumentError(
                     f"the text {text.name} has {tokens} tokens for this model: too few"
@@ -265,16 +282,16 @@ class Runner:
         single_token_words(self.tokenizer)
         return found
 
-    def tokens(self, text: str, most: int) -> Tensor:
+    def tokens(self, text: Text, most: int) -> Tensor:
         """The first tokens of a text, int64, `most` at most."""
         # Of no text here does a token have eight characters on average.
-        ids = self.tokenizer(text[: 8 * most])["input_ids"]
+        ids = self.tokenizer(text.read(8 * most))["input_ids"]
         return torch.tensor(ids[:most], dtype=torch.int64)
 
     def text(self, text: Text, seed: int, advance: Advance) -> Arrays:
         """Teacher-forced steps behind a prefix, copies of passages, and what heads keep."""
         plan, reader = self.plan, self.reader
-        tokens = self.tokens(text.read(), plan.prefix + plan.steps + 1)
+        tokens = self.tokens(text, plan.prefix + plan.steps + 1)
         prefix = len(tokens) - plan.steps - 1
         distances = plan.distances_of(text.name, prefix)
         cache, full = reader.read(tokens[:-1], plan.steps)
@@ -313,6 +330,7 @@ class Runner:
             "fetched": steps.fetched,
             "sketched": steps.sketched,
             "kept": steps.kept,
+            "hits": steps.hits,
             "prefix": np.array(prefix),
             "stale": np.array(stale),
             "mass": np.stack(watched.mass),

@@ -15,6 +15,11 @@ Texts = Annotated[
     int | None, typer.Option(help="run: only so many texts, and as many contexts of tasks.", min=1)
 ]
 
+Prefix = Annotated[
+    int | None,
+    typer.Option(help="run: tokens that are read before a text's steps, 7000.", min=1000),
+]
+
 
 def lab(
     what: Annotated[str, typer.Argument(help="run, prefill or encodings.", metavar="WHAT")],
@@ -43,6 +48,7 @@ def lab(
         str, typer.Option(help="With --methods: shares of the pages.")
     ] = "0.02,0.05,0.15",
     texts: Texts = None,
+    prefix: Prefix = None,
 ) -> None:
     """Measure what attending to chosen pages costs a trained model in quality, on 16 texts.
 
@@ -55,9 +61,9 @@ def lab(
     """
     with needing("lab", "the lab"):
         if what == "run":
-            return run_forms(out, quick, model, forms, methods, budgets, texts)
-        if (forms and what == "prefill") or methods or texts:
-            raise typer.BadParameter(f"--forms, --methods, --texts: not with {what}")
+            return run_forms(out, quick, model, forms, methods, budgets, texts, prefix)
+        if (forms and what == "prefill") or methods or texts or prefix:
+            raise typer.BadParameter(f"--forms, --methods, --texts, --prefix: not with {what}")
         if what == "prefill":
             return run_prefill(out, quick, model)
         if what == "encodings":
@@ -73,6 +79,7 @@ def run_forms(
     methods: str,
     budgets: str,
     texts: int | None,
+    prefix: int | None,
 ) -> None:
     from cxlkv.bench import page
     from cxlkv.bench.lab import methods as table
@@ -86,6 +93,8 @@ def run_forms(
     if not console.is_terminal:
         console.width = max(console.width, 170)
     plan = Plan.quick() if quick else Plan()
+    if prefix:
+        plan = plan.behind(prefix)
     if forms:
         plan = plan.only([pattern.strip() for pattern in forms.split(",")])
     if methods:

@@ -166,7 +166,14 @@ def test_a_run_of_methods_ends_in_tables_and_a_picture(
     for title in ("### 10 % of the pages", "### 30 % of the pages", "### At equal bytes"):
         assert title in text
     tables = [part for part in text.split("###") if "| `ucm` |" in part]
-    assert len(tables) == 4
+    assert len(tables) == 5
+    assert "### A GPU's hot buffer" in text
+    for row in found.rows[1:]:
+        # An LRU buffer of more slots has what one of fewer has, and more.
+        assert (np.diff(row.hits, axis=0) >= 0).all()
+    newest = next(row for row in found.rows if row.form.method == "newest")
+    drawn = next(row for row in found.rows if row.form.method == "random")
+    assert newest.hits.min() > 0.9 > drawn.hits[0].max()
     assert all("| `exact` |" in part for part in tables)
     assert (tmp_path / "methods.png").stat().st_size > 10_000
     rows = methods.curves(found)
