@@ -1,7 +1,7 @@
 """How often a GPU's hot buffer would have had the pages that each form of attention chose.
 
-Slots change hands as on the GPU (`kernels/reference_slots.py`), and the pages those that a model's queries
-chose, step by step. The newest pages, which a GPU has anyway, do not count.
+Slots change hands as on the GPU (`kernels/reference_slots.py`), and the pages are those that a
+model's queries chose, step by step. The newest pages, which a GPU has anyway, do not count.
 """
 
 from __future__ import annotations

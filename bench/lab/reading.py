@@ -46,7 +46,7 @@ class Steps:
     full attention's distribution. agreed: the most likely token is full attention's.
     scored, fetched: bytes [forms], that each form alone would read in a step, on average;
     sketched: how many of its lists were chosen by sketches; kept: which share of its selects
-    chose among pages that were best in an earlier step. hits: HotHits.found().
+    chose among pages that were best in an earlier step.
     """
 
     full: Figures
@@ -57,7 +57,6 @@ class Steps:
     fetched: npt.NDArray[np.int64]
     sketched: npt.NDArray[np.int64]
     kept: npt.NDArray[np.float32]
-    hits: npt.NDArray[np.int64]
 
 
 class Reader:
@@ -167,18 +166,18 @@ class Reader:
         seed: int,
         advance: Callable[[], None],
         watch: Callable[[int], None] = lambda at: None,
+        hits: HotHits | None = None,
     ) -> Steps:
         """All forms read `tokens` [steps + 1] behind the context; the last is only predicted.
 
         full: log-probabilities of full attention, float32 [steps, words]. seed: of random pages.
-        watch: called before each step, with its number.
+        watch: called before each step, with its number. hits: told what is chosen.
         """
         count = len(tokens) - 1
         losses = np.empty((len(forms), count), np.float32)
         divergences, agreed = np.empty_like(losses), np.empty(losses.shape, np.bool_)
         cache = self.rows(context, forms, seed)
-        hits = HotHits(forms, self.pool.layout)
-        cache.on_choice = hits.take
+        cache.on_choice = hits.take if hits else None
         try:
             for at in range(count):
                 watch(at)
@@ -200,7 +199,6 @@ class Reader:
             fetched=np.array([one.fetched // one.steps for one in read], np.int64),
             sketched=np.array([one.sketched for one in read], np.int64),
             kept=np.array([one.kept / one.selects for one in read], np.float32),
-            hits=hits.found(),
         )
 
 

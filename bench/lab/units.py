@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from cxlkv.bench.lab import peers
 from cxlkv.bench.lab.costs import costs
 from cxlkv.bench.lab.heads import WatchedCache
+from cxlkv.bench.lab.hits import HotHits
 from cxlkv.bench.lab.reading import Reader, stale_pages
 from cxlkv.bench.lab.tasks import ITEMS, KINDS, Context, make_context, single_token_words
 from cxlkv.bench.lab.texts import LEARNED_FROM, TEXTS, Text
@@ -301,6 +302,7 @@ class Runner:
             watched = WatchedCache(
                 reader.pool, reader.model, forms, context.fork(), held, seed, reader.others
             )
+            hits = HotHits(plan.forms, reader.pool.layout)
             try:
                 steps = reader.compare(
                     context,
@@ -310,6 +312,7 @@ class Runner:
                     seed,
                     advance,
                     lambda at: self.watch(watched, at, tokens[prefix + at]),
+                    hits if plan.timed else None,
                 )
             finally:
                 watched.release()
@@ -330,7 +333,7 @@ class Runner:
             "fetched": steps.fetched,
             "sketched": steps.sketched,
             "kept": steps.kept,
-            "hits": steps.hits,
+            "hits": hits.found(),
             "prefix": np.array(prefix),
             "stale": np.array(stale),
             "mass": np.stack(watched.mass),
