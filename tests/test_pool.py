@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,6 +135,26 @@ def test_describe(pool: CXLPool) -> None:
     geometry = told["geometry"]
     assert isinstance(geometry, dict)
     assert geometry["page_count"] == pool.stats()["pages_total"]
+
+
+def test_what_a_pool_says_of_itself_is_read_from_memory_that_is_held() -> None:
+    """Here glibc overwrites what is freed."""
+    program = (
+        "from cxlkv import CXLPool, KVLayout; from cxlkv.machine.sizes import plan;"
+        "layout = KVLayout(layers=2, kv_heads=2, head_dim=32);"
+        "pool = CXLPool.create('anonymous:', layout=layout, capacity='8MiB');"
+        "told = pool.describe();"
+        "assert told['geometry'] == plan(layout, 8 << 20).geometry, told;"
+        "assert told['page_kind'] in ('hugetlb', 'thp', '4KiB'), told;"
+        "assert 'a5' * 8 not in told['identity'], told"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.perturb=165"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_open_again_and_expected_layout(path: str) -> None:

@@ -171,6 +171,7 @@ def pool_set_threads(pool: Handle, threads: int) -> None:
 
 
 def _description(pool: Handle) -> Any:
+    """Hold it while its structs and arrays are read: cffi frees it beneath them."""
     got = ffi.new("cxlkv_description *")
     lib.cxlkv_pool_describe(pool, got)
     return got
@@ -217,16 +218,19 @@ def pool_sharing(pool: Handle) -> tuple[int, int, int]:
 
 
 def pool_geometry(pool: Handle) -> dict[str, int]:
-    return numbers_of(_description(pool).geometry)
+    described = _description(pool)
+    return numbers_of(described.geometry)
 
 
 def pool_format(pool: Handle) -> dict[str, int]:
     """Numbers of a cxlkv_format: zeros of a closed pool."""
-    return numbers_of(_description(pool).format)
+    described = _description(pool)
+    return numbers_of(described.format)
 
 
 def pool_identity(pool: Handle) -> str:
-    return bytes(_description(pool).identity).hex()
+    described = _description(pool)
+    return bytes(described.identity).hex()
 
 
 def pool_stats(pool: Handle) -> dict[str, int]:
@@ -242,7 +246,8 @@ def pool_stats(pool: Handle) -> dict[str, int]:
 
 
 def pool_page_kind(pool: Handle) -> str:
-    return str(ffi.string(_description(pool).page_kind).decode())
+    described = _description(pool)
+    return str(ffi.string(described.page_kind).decode())
 
 
 def pool_placed(pool: Handle, pages_max: int) -> tuple[dict[str, int], list[int]]:
