@@ -21,6 +21,7 @@ when the step ends.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from cxlkv.errors import (
 from cxlkv.gpu.driver import driver_of, index_of
 from cxlkv.gpu.errors import gpu_errors
 from cxlkv.gpu.hot import SlotCounts
+from cxlkv.gpu.index import Placed, place_index
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.pieces import DTYPES
 from cxlkv.gpu.resident import Resident
@@ -65,10 +67,12 @@ class Decoder(Closing):
     pages, kept on the device. pages_max: the longest sequence, in pages. deadline_s: how long the
     device waits for an answer.
 
-    index: "host", or "device", by the methods "digest", "mean_std" and "sketch" and budgets of
-    pages or shares, a list for each kv head; then the newest recent_pages, at least the budget's
-    `recent`, stand for its recent ones, and hints do nothing. index_pages: how many pages the
-    device keeps summaries of; by default all that requests may have.
+    index: "host", or "device", by the methods "digest", "mean_std" and "sketch" ("auto" is this
+    one) and budgets of pages or shares, a list for each kv head; then the newest recent_pages, at
+    least the budget's `recent`, stand for its recent ones, and hints do nothing. "auto": "device"
+    where it serves the method and the budget and has room for the summaries; `index` says which,
+    `index_reason` why not "device". index_pages: how many pages the device keeps summaries of; by
+    default all that requests may have.
 
     Raises MemoryShortError or GpuMemoryError when the device has too little memory, GpuError,
     UnsupportedError without CUDA, BadArgumentError. One thread uses a decoder, and nobody else
@@ -112,19 +116,19 @@ class Decoder(Closing):
         self._closed = False
         scale = layout.head_dim**-0.5 if scale is None else positive_float32(scale, "scale")
         softcap = softcap_of(softcap) or None
-        self._selector = Selector(budget, method, scale, softcap)
         self._resident: Resident | None = None
         self._mail: Mailbox | None = None
         self.rewind: int | None = None  # of what a step appends, as in Batch.append()
         self.lse: torch.Tensor | None = None
         """float32 [requests, rows, q_heads], the log-sum-exp of the last layer() on a device."""
-        _check_index(index, index_pages, budget_of(budget), hot_pages)
-        if self.device.type == "cpu" and is_whole(hot_pages, 0, 0):
-            return
-        with gpu_errors("a decoder's memory"):
-            self._resident = Resident(
-                pool,
-                self.device,
+        placed = place_index(
+            *(index, method, budget_of(budget), hot_pages, index_pages, layout),
+            *(requests * pages_max, self.device),
+        )
+        if self.device.type != "cpu" or not is_whole(hot_pages, 0, 0):
+            make = partial(
+                Resident,
+                *(pool, self.device),
                 requests=requests,
                 rows=rows,
                 q_heads=q_heads,
@@ -135,11 +139,22 @@ class Decoder(Closing):
                 scale=scale,
                 softcap=softcap,
                 budget=budget_of(budget),
-                index=None if index == "host" else (method, index_pages),
             )
+            with gpu_errors("a decoder's memory"):
+                try:
+                    self._resident = make(index=placed.on_device(index_pages))
+                except UnsupportedError as error:
+                    if index != "auto" or placed.where == "host":
+                        raise
+                    placed = Placed("host", method, str(error))
+                    self._resident = make(index=None)
+        self.index, method, self.index_reason = placed
+        self._selector = Selector(budget, method, scale, softcap)
+        if self._resident is None:
+            return
         self._asked = self._rows_for_host(self._resident)
         self._picked: Selection | None = None  # of the question that is being served
-        if index == "host":
+        if self.index == "host":
             self._mail = Mailbox(self.device, self._serve, self._then, deadline_s)
 
     def _rows_for_host(self, resident: Resident) -> dict[str, torch.Tensor]:
@@ -500,20 +515,6 @@ def longest_list(layout: KVLayout, budget: Budget, pages_max: int, rows: int) ->
         )
         for layer, window in enumerate(layout.windows)
     )
-
-
-def _check_index(index: str, pages: int | None, budget: Budget, hot_pages: SlotCounts) -> None:
-    """Raises BadArgumentError, and UnsupportedError for what the device does not do by itself."""
-    if index not in ("host", "device"):
-        raise BadArgumentError(f'index={index!r:.40}: "host" or "device"')
-    if index == "host":
-        if pages is not None:
-            raise BadArgumentError('index_pages goes with index="device"')
-        return
-    if hot_pages == 0:
-        raise BadArgumentError('index="device" keeps chosen pages in a hot buffer: hot_pages=')
-    if budget.mass is not None or budget.union != "kv_head" or budget.refresh != 1:
-        raise UnsupportedError('budgets with mass=, union="layer" or refresh= need index="host"')
 
 
 def _device(given: str | torch.device) -> torch.device:

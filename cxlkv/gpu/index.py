@@ -6,23 +6,29 @@ the host has fetched and verified. Requests that share a page share its summary.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cxlkv.errors import BadArgumentError, MemoryShortError, UnsupportedError
-from cxlkv.gpu.hot import check_room
+from cxlkv.gpu.hot import SlotCounts, check_room
 from cxlkv.gpu.pieces import DTYPES
 from cxlkv.kernels.encode import encode
 from cxlkv.kernels.index import FORMS, Form, Scratch, choose, score
 from cxlkv.kernels.rotate import prepare
-from cxlkv.layout import layer_places
-from cxlkv.ndp.engine import same_pages
+from cxlkv.layout import KVLayout, layer_places
+from cxlkv.ndp.engine import Budget, same_pages
 from cxlkv.numbers import is_whole
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
 AT_ONCE_BYTES = 32 << 20  # of keys and values that are fetched to be summarised
+ROOM_SHARE = 4
+"""index="auto" leaves the device so many times what summaries take, for the hot buffer and others'
+tensors."""
 
 Named = tuple[int, int, int]  # part, page and generation
 
@@ -30,7 +36,7 @@ Named = tuple[int, int, int]  # part, page and generation
 class DeviceIndex:
     """Summaries by layer, uint8 [pages, kv_heads, bytes], and which of them a request's pages have.
 
-    method: one of FORMS; pages: how many have a summary at a time, in each part of the layers; by
+    method: one of FORMS. pages: how many have a summary at a time, in each part of the layers; by
     default all that requests may have.
     Raises UnsupportedError, MemoryShortError, BadArgumentError.
     """
@@ -48,15 +54,9 @@ class DeviceIndex:
         pages: int | None,
         scale: float,
     ):
-        if method not in FORMS:
-            raise UnsupportedError(
-                f'method {method!r} reads keys, which lie in the pool: index="host" has it. '
-                f'index="device" has {", ".join(FORMS)}'
-            )
         pages = _check_pages(pages, requests * pages_max)
         layout = pool.layout
-        dtype = torch.bfloat16 if method == "mean_std" else DTYPES[layout.dtype]
-        self.form = Form(method, layout.page_tokens, layout.head_dim, dtype)
+        self.form = Form(method, layout.page_tokens, layout.head_dim, _stored(method, layout))
         self._layout, self._device, self._scale = layout, device, scale
         self._of_layer = layer_places(layout, pool.pages.geometry["record_layers"])
         parts = pool.pages.geometry["part_count"]
@@ -203,6 +203,67 @@ class DeviceIndex:
             len(layers) * heads * sum(one is not None for one in names[request])
             for layers, names in zip(self._layers, self._names, strict=True)
         )
+
+
+class Placed(NamedTuple):
+    """Where a decoder chooses pages, "host" or "device", and how. reason: why the host does, where
+    "auto" was asked for."""
+
+    where: str
+    method: str
+    reason: str | None = None
+
+    def on_device(self, pages: int | None) -> tuple[str, int | None] | None:
+        """What Resident takes."""
+        return (self.method, pages) if self.where == "device" else None
+
+
+def place_index(
+    index: str,
+    method: str,
+    budget: Budget,
+    hot_pages: SlotCounts,
+    pages: int | None,
+    layout: KVLayout,
+    pages_most: int,
+    device: torch.device,
+) -> Placed:
+    """Decide for "auto", and check what was asked for: BadArgumentError, UnsupportedError. pages:
+    given by the user, for which the index has room; pages_most: what all requests may have."""
+    if index not in ("host", "device", "auto"):
+        raise BadArgumentError(f'index={index!r:.40}: "host", "device" or "auto"')
+    if index == "host":
+        if pages is not None:
+            raise BadArgumentError('index_pages goes with index="device"')
+        return Placed(index, method)
+    own = "sketch" if method == "auto" else method
+    reason = None
+    if hot_pages == 0:
+        reason = 'index="device" keeps chosen pages in a hot buffer: hot_pages='
+        if index == "device":
+            raise BadArgumentError(reason)
+    elif budget.mass is not None or budget.union != "kv_head" or budget.refresh != 1:
+        reason = 'budgets with mass=, union="layer" or refresh= need index="host"'
+    elif own not in FORMS:
+        reason = (
+            f'method {method!r} reads keys, which lie in the pool: index="host" has it. '
+            f'index="device" has {", ".join(FORMS)}'
+        )
+    if index == "device" and reason is not None:
+        raise UnsupportedError(reason)
+    if index == "auto" and reason is None:
+        form = Form(own, layout.page_tokens, layout.head_dim, _stored(own, layout))
+        summaries = layout.layers * layout.kv_heads * form.bytes * (pages or pages_most)
+        with suppress(UnsupportedError):  # no such device: said when its memory is taken
+            try:
+                check_room(summaries * ROOM_SHARE, device, "the index")
+            except MemoryShortError as error:
+                reason = str(error)
+    return Placed("device", own) if reason is None else Placed("host", method, reason)
+
+
+def _stored(method: str, layout: KVLayout) -> torch.dtype:
+    return torch.bfloat16 if method == "mean_std" else DTYPES[layout.dtype]
 
 
 def _check_pages(pages: int | None, most: int) -> int:

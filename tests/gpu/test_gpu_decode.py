@@ -943,11 +943,52 @@ def test_requests_share_summaries_and_give_them_back(device: torch.device, model
         assert [len(free) for free in index._free] == [30]
 
 
+@pytest.mark.parametrize(
+    ("given", "where", "method", "reason"),
+    [
+        ({}, "device", "sketch", None),
+        ({"method": "digest"}, "device", "digest", None),
+        ({"method": "two_stage"}, "host", "two_stage", "reads keys"),
+        ({"budget": Budget(mass=0.9), "hot_pages": 64}, "host", "auto", "mass="),
+        ({"hot_pages": 0}, "host", "auto", "hot_pages="),
+        ({"no room": True}, "host", "auto", "the index wants"),
+        ({"no mapping": True}, "host", "auto", "the pool is not mapped: no driver"),
+    ],
+)
+def test_auto_chooses_on_the_device_where_it_can(
+    model: Model,
+    given: dict[str, object],
+    where: str,
+    method: str,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(*asked: object) -> None:
+        raise MemoryShortError("the index wants")
+
+    def no_mapping(*asked: object) -> None:
+        raise RegistrationError("no driver")
+
+    if given.pop("no room", False):
+        monkeypatch.setattr("cxlkv.gpu.index.check_room", no_room)
+    if given.pop("no mapping", False):
+        monkeypatch.setattr("cxlkv.gpu.resident.Mapping", no_mapping)
+    asked: dict[str, object] = {"index": "auto", "budget": Budget(pages=4), **given}
+    with decoder_of(model, "cpu", **asked) as decoder:  # type: ignore[arg-type]
+        assert (decoder.index, decoder._selector._method) == (where, method)
+        assert (decoder.index_reason is None) == (reason is None)
+        assert reason is None or reason in str(decoder.index_reason)
+        decoder.add(model.sequence(90)[0])
+        decoder.begin()
+        model.layers(decoder, *range(model.layout.layers))
+        decoder.end()
+
+
 def test_what_the_device_does_not_choose_by_is_refused(model: Model) -> None:
     budget = Budget(pages=4)
     for given, error, match in (
         ({"method": "exact"}, UnsupportedError, "digest, mean_std, sketch"),
-        ({"method": "auto"}, UnsupportedError, 'index="host"'),
+        ({"method": "two_stage"}, UnsupportedError, 'index="host"'),
         ({"method": "digest", "budget": Budget(mass=0.9)}, UnsupportedError, "mass="),
         ({"method": "digest", "budget": Budget(pages=4, refresh=3)}, UnsupportedError, "refresh="),
         (
@@ -957,7 +998,7 @@ def test_what_the_device_does_not_choose_by_is_refused(model: Model) -> None:
         ),
         ({"method": "digest", "hot_pages": 0}, BadArgumentError, "hot_pages="),
         ({"method": "digest", "index_pages": 0}, BadArgumentError, "index_pages=0"),
-        ({"method": "digest", "index": "auto"}, BadArgumentError, "index='auto'"),
+        ({"method": "digest", "index": "gpu"}, BadArgumentError, "index='gpu'"),
         ({"index": "host", "index_pages": 4}, BadArgumentError, "index_pages goes with"),
     ):
         asked: dict[str, object] = {"index": "device", "budget": budget, **given}
