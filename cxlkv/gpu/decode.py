@@ -99,13 +99,8 @@ class Decoder(Closing):
         index_pages: int | None = None,
     ):
         layout = pool.layout
-        if not all(is_whole(one, 1, 2**31 - 1) for one in (requests, rows, pages_max)):
-            raise BadArgumentError("requests, rows and pages_max are whole numbers, at least 1")
-        if not is_whole(recent_pages, 0, 2**31 - 1):
-            raise BadArgumentError(f"recent_pages={recent_pages!r:.40}: a whole number, 0 or more")
+        _check_sizes(layout, (requests, rows, pages_max), recent_pages, q_heads)
         deadline_s = seconds("deadline_s", deadline_s)
-        if not is_whole(q_heads, 1) or q_heads % layout.kv_heads:
-            raise BadArgumentError(f"{q_heads} query heads are none for {layout.kv_heads} kv heads")
         self.pool, self.layout, self.device = pool, layout, _device(device)
         self._requests, self._rows, self._q_heads = requests, rows, q_heads
         self._sequences: list[Sequence | None] = [None] * requests
@@ -140,14 +135,8 @@ class Decoder(Closing):
                 softcap=softcap,
                 budget=budget_of(budget),
             )
-            with gpu_errors("a decoder's memory"):
-                try:
-                    self._resident = make(index=placed.on_device(index_pages))
-                except UnsupportedError as error:
-                    if index != "auto" or placed.where == "host":
-                        raise
-                    placed = Placed("host", method, str(error))
-                    self._resident = make(index=None)
+            host_method = method if index == "auto" else None
+            placed, self._resident = _made(make, placed, index_pages, host_method)
         self.index, method, self.index_reason = placed
         self._selector = Selector(budget, method, scale, softcap)
         if self._resident is None:
@@ -515,6 +504,29 @@ def longest_list(layout: KVLayout, budget: Budget, pages_max: int, rows: int) ->
         )
         for layer, window in enumerate(layout.windows)
     )
+
+
+def _check_sizes(layout: KVLayout, sizes: tuple[int, ...], recent_pages: int, q_heads: int) -> None:
+    if not all(is_whole(one, 1, 2**31 - 1) for one in sizes):
+        raise BadArgumentError("requests, rows and pages_max are whole numbers, at least 1")
+    if not is_whole(recent_pages, 0, 2**31 - 1):
+        raise BadArgumentError(f"recent_pages={recent_pages!r:.40}: a whole number, 0 or more")
+    if not is_whole(q_heads, 1) or q_heads % layout.kv_heads:
+        raise BadArgumentError(f"{q_heads} query heads are none for {layout.kv_heads} kv heads")
+
+
+def _made(
+    make: partial[Resident], placed: Placed, pages: int | None, host_method: str | None
+) -> tuple[Placed, Resident]:
+    """Take the device's memory. host_method: by which the host may choose where the device cannot
+    have the index."""
+    with gpu_errors("a decoder's memory"):
+        try:
+            return placed, make(index=placed.on_device(pages))
+        except UnsupportedError as error:
+            if host_method is None or placed.where == "host":
+                raise
+            return Placed("host", host_method, str(error)), make(index=None)
 
 
 def _device(given: str | torch.device) -> torch.device:
