@@ -259,10 +259,13 @@ class World:
         made.load("a", None, 0)
         return made
 
-    def decoder(self) -> Decoder:
-        made = self.step.enter_context(
+    def idle_decoder(self) -> Decoder:
+        return self.step.enter_context(
             Decoder(self.pool, requests=1, q_heads=2 * HEADS, budget=Budget(pages=1), pages_max=8)
         )
+
+    def decoder(self) -> Decoder:
+        made = self.idle_decoder()
         made.add(self.sequence())
         return made
 
@@ -310,6 +313,7 @@ ON: Mapping[str, Callable[[World], object]] = {
     "LastQueries": lambda w: w.last,
     "CXLPool.use_worker": lambda w: w.open.enter_context(CXLPool.open(w.file)),
     "Decoder": World.decoder,
+    "Decoder.add": World.idle_decoder,
     "Decoder.hint": World.stepping,
     "Decoder.layer": World.stepping,
 }
@@ -352,6 +356,7 @@ GOOD: Mapping[str, Callable[[World], object]] = {
     "Batch.keys": block_rows,
     "pages": lambda w: w.pool.pages.alloc(1),
     "Sequence.append.v": lambda w: ROWS,
+    "Decoder.add.sequence": World.sequence,
     "Decoder.layer.v": lambda w: torch.ones(1, 1, HEADS, DIM),
     "Sequence.attach.checksums": checksums,
     "Batch.attach.checksums": checksums,

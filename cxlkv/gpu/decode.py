@@ -21,6 +21,7 @@ when the step ends.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -38,14 +39,14 @@ from cxlkv.errors import (
 from cxlkv.gpu.driver import driver_of, index_of
 from cxlkv.gpu.errors import gpu_errors
 from cxlkv.gpu.hot import SlotCounts
-from cxlkv.gpu.index import Placed, place_index
+from cxlkv.gpu.index import Placed, place_index, unserved
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.pieces import DTYPES
 from cxlkv.gpu.resident import Resident
 from cxlkv.gpu.selector import DecodeStats, Selector, Step
 from cxlkv.layout import KVLayout
 from cxlkv.machine.lifetime import Closing
-from cxlkv.ndp.engine import Budget, BudgetLike, Selection, budget_of
+from cxlkv.ndp.engine import Budget, BudgetLike, Selection, budget_of, uniform
 from cxlkv.numbers import is_whole, seconds
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
@@ -103,6 +104,8 @@ class Decoder(Closing):
         deadline_s = seconds("deadline_s", deadline_s)
         self.pool, self.layout, self.device = pool, layout, _device(device)
         self._requests, self._rows, self._q_heads = requests, rows, q_heads
+        self._budget = replace(budget_of(budget), per="sequence")
+        self._budgets, self._pages_max = [self._budget] * requests, pages_max
         self._sequences: list[Sequence | None] = [None] * requests
         self._step: Step | None = None
         self._layer = 0
@@ -116,8 +119,9 @@ class Decoder(Closing):
         self.rewind: int | None = None  # of what a step appends, as in Batch.append()
         self.lse: torch.Tensor | None = None
         """float32 [requests, rows, q_heads], the log-sum-exp of the last layer() on a device."""
+        self._lists = longest_list(layout, self._budget, pages_max, rows)
         placed = place_index(
-            *(index, method, budget_of(budget), hot_pages, index_pages, layout),
+            *(index, method, self._budget, hot_pages, index_pages, layout),
             *(requests * pages_max, self.device),
         )
         if self.device.type != "cpu" or not is_whole(hot_pages, 0, 0):
@@ -130,15 +134,15 @@ class Decoder(Closing):
                 pages_max=pages_max,
                 hot_pages=hot_pages,
                 recent_pages=recent_pages,
-                lists=longest_list(layout, budget_of(budget), pages_max, rows),
+                lists=self._lists,
                 scale=scale,
                 softcap=softcap,
-                budget=budget_of(budget),
+                budget=self._budget,
             )
             host_method = method if index == "auto" else None
             placed, self._resident = _made(make, placed, index_pages, host_method)
         self.index, method, self.index_reason = placed
-        self._selector = Selector(budget, method, scale, softcap)
+        self._selector = Selector(method, scale, softcap)
         if self._resident is None:
             return
         self._asked = self._rows_for_host(self._resident)
@@ -176,21 +180,39 @@ class Decoder(Closing):
 
     # ---- requests ----
 
-    def add(self, sequence: Sequence) -> int:
+    def add(self, sequence: Sequence, budget: BudgetLike | None = None) -> int:
         """Add a sequence whose layers are equally long; returns the request's number.
 
-        The decoder appends to it from now on. Raises UnevenError in the middle of a step,
-        BadArgumentError when all places are taken.
+        The decoder appends to it from now on. budget: of this request, instead of the decoder's.
+        Raises UnevenError in the middle of a step, BadArgumentError when all places are taken or
+        the budget wants longer lists than the decoder's, UnsupportedError where the device chooses
+        and the budget has other sinks than the decoder's or more recent pages than the device.
         """
         self._check_between_steps()
+        own = self._budget if budget is None else self._own_budget(budget)
         if None not in self._sequences:
             raise BadArgumentError(f"all {self._requests} places are taken: remove() one")
         if len({sequence.tokens(layer) for layer in range(self.layout.layers)}) > 1:
             raise UnevenError("the sequence's layers have different lengths: a step is half done")
         request = self._sequences.index(None)
+        if self._resident is not None:
+            self._resident.give(request, own)
         self._restart(request, sequence)
-        self._sequences[request] = sequence
+        self._sequences[request], self._budgets[request] = sequence, own
         return request
+
+    def _own_budget(self, given: BudgetLike) -> Budget:
+        budget = replace(budget_of(given), per="sequence")
+        uniform((self._budget, budget))
+        if self.index == "device" and (reason := unserved(budget)):
+            raise UnsupportedError(reason)
+        longest = longest_list(self.layout, budget, self._pages_max, self._rows)
+        if longest > self._lists:
+            raise BadArgumentError(
+                f"the request's budget wants lists of up to {longest} pages, the decoder was made "
+                f"for {self._lists}: make it with the largest budget of its requests"
+            )
+        return budget
 
     def remove(self, request: int) -> Sequence:
         """Give a request's sequence back; its row and its memory on the device become free."""
@@ -257,6 +279,9 @@ class Decoder(Closing):
         recent_from = np.full(len(active), np.iinfo(np.int32).max, np.int32)
         if self._resident is not None:
             recent_from = self._resident.begin(active, sequences)
+        budgets = tuple(self._budgets[request] for request in active.tolist())
+        if budgets.count(budgets[0]) == len(budgets):
+            budgets = budgets[:1]
         self._step = Step(
             active=active,
             batch=self.pool.batch(sequences),
@@ -264,6 +289,7 @@ class Decoder(Closing):
             starts=np.arange(len(active) + 1, dtype=np.int32) * np.int32(self._rows),
             lengths=[len(sequence) for sequence in sequences],
             recent_from=recent_from,
+            budgets=budgets,
             rewind=self.rewind,
         )
         self._layer, self._hint, self._brings = 0, None, None

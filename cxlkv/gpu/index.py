@@ -242,8 +242,8 @@ def place_index(
         reason = 'index="device" keeps chosen pages in a hot buffer: hot_pages='
         if index == "device":
             raise BadArgumentError(reason)
-    elif budget.mass is not None or budget.union != "kv_head" or budget.refresh != 1:
-        reason = 'budgets with mass=, union="layer" or refresh= need index="host"'
+    elif (unknown := unserved(budget)) is not None:
+        reason = unknown
     elif own not in FORMS:
         reason = (
             f'method {method!r} reads keys, which lie in the pool: index="host" has it. '
@@ -260,6 +260,13 @@ def place_index(
             except MemoryShortError as error:
                 reason = str(error)
     return Placed("device", own) if reason is None else Placed("host", method, reason)
+
+
+def unserved(budget: Budget) -> str | None:
+    """Why the device does not choose by a budget; None: it does."""
+    if budget.mass is not None or budget.union != "kv_head" or budget.refresh != 1:
+        return 'budgets with mass=, union="layer" or refresh= need index="host"'
+    return None
 
 
 def _stored(method: str, layout: KVLayout) -> torch.dtype:

@@ -65,7 +65,9 @@ class Resident:
         index: tuple[str, int | None] | None = None,
     ):
         self.layout, self.device = pool.layout, device
-        self.index, self._budget = None, budget
+        self.index, self._sinks = None, budget.sinks
+        self.budgets = [budget] * requests
+        """Of each request; where the device chooses, all with as many sinks."""
         if index is not None:
             self.index = DeviceIndex(
                 pool,
@@ -185,7 +187,7 @@ class Resident:
         plan = (2, layout.layers, requests)  # the first page that is seen, and how many are chosen
         self._plan_host = self._pinned(*plan, dtype=torch.int32)
         self._plan = self._here(*plan, dtype=torch.int32)
-        self._counts: dict[tuple[int, int], int] = {}
+        self._counts: list[dict[tuple[int, int], int]] = [{} for _ in range(requests)]
         both = (requests, layout.kv_heads, ring + lists)
         self._pages = self._here(*both, dtype=torch.int32)
         self._keys_at = self._here(layout.layers, *both, dtype=torch.int64)
@@ -221,6 +223,18 @@ class Resident:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     # ---- requests ----
+
+    def give(self, request: int, budget: Budget) -> None:
+        """Choose by this budget for a request. Raises UnsupportedError."""
+        if self.index is not None:
+            if budget.sinks != self._sinks or budget.recent > self._recent.slots:
+                raise UnsupportedError(
+                    f'index="device": a request has as many sinks as the decoder ({self._sinks}, '
+                    f"not {budget.sinks}), and at most as many recent pages as the device keeps "
+                    f'({self._recent.slots}, not {budget.recent}): index="host" has others'
+                )
+            self._counts[request].clear()
+        self.budgets[request] = budget
 
     def load(self, request: int, sequence: Sequence) -> None:
         """Load a sequence's newest pages, before its first step or after a truncate."""
@@ -276,15 +290,16 @@ class Resident:
             last = -(-(length + self._rows) // tokens)
             for layer, window in enumerate(layout.windows):
                 low = 0 if window is None else max(0, length - window + 1) // tokens
-                plan[:, layer, request] = low, self._count(layer, last - low)
+                plan[:, layer, request] = low, self._count(request, layer, last - low)
         self._plan_host.copy_(torch.from_numpy(plan))
         self._plan.copy_(self._plan_host, non_blocking=True)
 
-    def _count(self, layer: int, visible: int) -> int:
-        found = self._counts.get((layer, visible))
+    def _count(self, request: int, layer: int, visible: int) -> int:
+        counts, budget = self._counts[request], self.budgets[request]
+        found = counts.get((layer, visible))
         if found is None:
-            found = max(0, self._budget.pages_at_most(visible, layer) - self._budget.recent)
-            self._counts[layer, visible] = found
+            found = max(0, budget.pages_at_most(visible, layer) - budget.recent)
+            counts[layer, visible] = found
         return found
 
     def _send(
@@ -337,7 +352,7 @@ class Resident:
         self._recent.append(layer, k, v, self._positions)
         first, wanted = self._plan[0, layer], self._plan[1, layer]
         self.index.choose(
-            layer, q, self._positions, first, self._below, self._budget.sinks, wanted, self._known
+            layer, q, self._positions, first, self._below, self._sinks, wanted, self._known
         )
         made = self._fetch(layer, self._known)
         ring = self._recent.slots

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from cxlkv.ndp import choosers
-from cxlkv.ndp.engine import BudgetLike, Selection, budget_of
+from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.sequence import Batch
 
 
@@ -35,7 +35,8 @@ class Step:
     """One step of all requests, as the engine sees it: `rows` tokens for each of `active`.
 
     lengths [active]: tokens before it. recent_from, int32 [active]: the device has the pages from
-    there on. rewind: as in Batch.append().
+    there on. budgets: one for all, or one for each; a list for all rows of a request. rewind: as in
+    Batch.append().
     """
 
     active: npt.NDArray[np.int64]
@@ -44,6 +45,7 @@ class Step:
     starts: npt.NDArray[np.int32]
     lengths: list[int]
     recent_from: npt.NDArray[np.int32]
+    budgets: tuple[Budget, ...]
     rewind: int | None = None
 
     def rows_of(self, rows: torch.Tensor) -> torch.Tensor:
@@ -63,9 +65,8 @@ class Step:
 class Selector:
     """Chooses pages for a step's queries, one list for all rows of a request."""
 
-    def __init__(self, budget: BudgetLike, method: str, scale: float, softcap: float | None):
+    def __init__(self, method: str, scale: float, softcap: float | None):
         choosers.refuse(method, "a GPU")
-        self._budget = replace(budget_of(budget), per="sequence")
         self._method, self._scale, self._softcap = method, scale, softcap
         self._hinted: dict[int, Selection] = {}  # by layer, what the step's hints named
         self.stats = DecodeStats()
@@ -110,7 +111,7 @@ class Selector:
         return out, lse
 
     def _select(self, step: Step, layer: int, q: torch.Tensor) -> Selection:
-        picked = step.batch.select(layer, q, step.starts, self._budget, self._method, self._scale)
+        picked = step.batch.select(layer, q, step.starts, step.budgets, self._method, self._scale)
         self.stats.selects += 1
         self.stats.bytes_scored += picked.bytes_scored
         return picked.plain("attention on the device")

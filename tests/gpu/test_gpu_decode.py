@@ -39,7 +39,7 @@ from cxlkv.kernels import runtime
 from cxlkv.kernels.index import FORMS
 from cxlkv.layout import LayerGroup
 from cxlkv.ndp.engine import Budget, Selection
-from cxlkv.sequence import Sequence
+from cxlkv.sequence import Batch, Sequence
 
 from ..support.lengths import nightly
 from ..support.reference import attend as attend_reference
@@ -98,11 +98,11 @@ class Model:
             kept.append((k, k[..., : layout.value_head_dim] if v is None else v))
         return sequence, kept
 
-    def add(self, decoder: Decoder, *lengths: int) -> int:
+    def add(self, decoder: Decoder, *lengths: int, budget: Budget | None = None) -> int:
         """Requests of so many tokens; returns the last one."""
         for tokens in lengths:
             sequence, kept = self.sequence(tokens)
-            request = decoder.add(sequence)
+            request = decoder.add(sequence, budget)
             self.rows[request] = kept
         return request
 
@@ -803,10 +803,11 @@ def test_the_device_chooses_as_the_core_does(
     another order, and queries that are rounded elsewhere, are off."""
     full = LayerGroup(layers=1, kv_heads=HEADS, head_dim=DIM, dtype=dtype)
     layout = KVLayout.of([replace(full, window=window), full], page_tokens=PAGE)
-    model, budget = Model(seed, layout=layout), Budget(share=0.3, sinks=2, recent=3)
+    model = Model(seed, layout=layout)
+    budgets = Budget(share=0.3, sinks=2, recent=3), Budget(pages=9, sinks=2, recent=1)
     drawn: list[torch.Tensor] = []
     with decoder_of(
-        model, device, budget=budget, requests=2, rows=2, hot_pages=40, place=place
+        model, device, budget=budgets[0], requests=2, rows=2, hot_pages=40, place=place
     ) as decoder:
         layer_of = decoder.layer
 
@@ -815,13 +816,15 @@ def test_the_device_chooses_as_the_core_does(
             return layer_of(layer, q, *rest)
 
         monkeypatch.setattr(decoder, "layer", layer_noted)
-        model.add(decoder, 131, 90)
+        model.add(decoder, 131)
+        model.add(decoder, 90, budget=budgets[1])
         for _ in range(6):
             seen.clear()
             drawn.clear()
             assert model.step(decoder, Seen(seen)) < ATTEND_MAX[model.dtype]
             for layer, of in enumerate(by_layer(seen, LAYERS)):
                 for request, pages in of.items():
+                    budget = budgets[request]
                     scores, low, count = chosen_by_core(
                         decoder, request, layer, drawn[layer][request], budget
                     )
@@ -833,6 +836,47 @@ def test_the_device_chooses_as_the_core_does(
                         worst = min((by_page[p] for p in free), default=1e9)
                         slack = 0.02 if place["method"] != "digest" else 1e-5
                         assert left_out <= worst + slack * (1 + abs(worst))
+
+
+@pytest.mark.parametrize("hot_pages", [0, 20])
+def test_a_request_may_have_its_own_budget(
+    device: torch.device, model: Model, hot_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that are there in a step; a place has none of its last request's."""
+    budgets = [Budget(pages=20), Budget(pages=3, recent=1, per="query"), Budget(share=0.125)]
+    chosen: list[list[list[int]]] = []
+    select = Batch.select
+
+    def noted(self: Batch, *asked: object) -> Selection:
+        picked = select(self, *asked)  # type: ignore[arg-type]
+        chosen.append(picked.counts.tolist())
+        return picked
+
+    monkeypatch.setattr(Batch, "select", noted)
+    with decoder_of(
+        model, device, budget=budgets[0], requests=3, hot_pages=hot_pages, recent_pages=1
+    ) as decoder:
+        for budget in (None, *budgets[1:]):
+            model.add(decoder, 119, budget=budget)
+        for change, counts in (("none", [20, 3, 4]), ("remove", [3, 4]), ("add", [3, 3, 4])):
+            if change == "remove":
+                decoder.remove(0)
+            elif change == "add":
+                model.add(decoder, 119, budget=budgets[1])
+            decoder.begin()
+            model.layers(decoder, requests=3)
+            decoder.end()
+            assert chosen[-LAYERS:] == [[[count] * HEADS for count in counts]] * LAYERS
+        for given, error, match in (
+            (Budget(pages=21), BadArgumentError, "up to 21 pages, the decoder was made for 20"),
+            (0.5, BadArgumentError, "up to 32 pages"),
+            (Budget(mass=0.5), BadArgumentError, "up to 64 pages"),
+            (Budget(pages=2, union="layer"), BadArgumentError, "share union="),
+        ):
+            decoder.remove(1)
+            with pytest.raises(error, match=match):
+                model.add(decoder, 5, budget=given)  # type: ignore[arg-type]
+            model.add(decoder, 5)
 
 
 @pytest.mark.parametrize("place", BY_DEVICE)
@@ -1004,3 +1048,13 @@ def test_what_the_device_does_not_choose_by_is_refused(model: Model) -> None:
         asked: dict[str, object] = {"index": "device", "budget": budget, **given}
         with pytest.raises(error, match=match):
             decoder_of(model, "cpu", **asked)  # type: ignore[arg-type]
+    place: Place = {"index": "device", "method": "digest"}
+    with decoder_of(model, "cpu", budget=Budget(pages=6), place=place, recent_pages=3) as decoder:
+        for own, match in (
+            (Budget(pages=6, sinks=2), "as many sinks as the decoder .1, not 2"),
+            (Budget(pages=6, recent=4), "device keeps .3, not 4"),
+            (Budget(pages=6, refresh=2), "refresh="),
+        ):
+            with pytest.raises(UnsupportedError, match=match):
+                model.add(decoder, 5, budget=own)
+        model.add(decoder, 5, budget=Budget(pages=4, recent=3))
