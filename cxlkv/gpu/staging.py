@@ -135,14 +135,15 @@ class Staging:
         batch: Batch,
         layer: int,
         picked: Selection,
-        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+        out: Sequence[torch.Tensor] | None = None,
         *,
         decoded: bool = True,
     ) -> Staged:
         """Copy chosen pages, open tails too, to the device; each is verified against its CRC.
 
         What does not fit into one buffer goes in several, page after page of all lists. out: keys
-        and values on the device, written after what the current stream has now; else they are made.
+        and values on the device, keys alone where these have the values, written after what the
+        current stream has now; else they are made.
         decoded=False: what has an encoding stays as the pool keeps it, and so many fewer bytes
         cross the link. Raises what Batch.fetch raises, before anything of that buffer is sent.
         """
@@ -187,11 +188,14 @@ class Staging:
         self,
         lists: tuple[int, int, int],
         pieces: tuple[Piece, Piece],
-        out: tuple[torch.Tensor, torch.Tensor] | None,
+        out: Sequence[torch.Tensor] | None,
     ) -> Sequence[torch.Tensor]:
         """The outputs for keys and values; for keys only, where the values are in them."""
+        own = pieces if self._layout.shape.values == "own" else pieces[:1]
         if out is not None:
-            for name, array, piece in zip(("keys", "values"), out, pieces, strict=True):
+            if not len(own) <= len(out) <= 2:
+                raise BadArgumentError(f"out is {len(out)} tensors: keys and values are wanted")
+            for name, array, piece in zip(("keys", "values"), out, pieces, strict=False):
                 right = array.dtype == piece.dtype and array.device.type == self.device.type
                 wanted = (*lists, *piece.shape)
                 if not right or tuple(array.shape) != wanted:
@@ -206,7 +210,6 @@ class Staging:
             return out
         # Made on the stream that writes them, so that nothing has to be waited for; the current
         # stream reads them, so their memory is not given away before it has.
-        own = pieces if self._layout.shape.values == "own" else pieces[:1]
         with torch.cuda.stream(self._stream):
             made = [
                 torch.empty((*lists, *piece.shape), dtype=piece.dtype, device=self.device)

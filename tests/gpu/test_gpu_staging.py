@@ -104,6 +104,9 @@ def test_values_in_the_keys_are_a_view(rng: np.random.Generator) -> None:
         out = (torch.empty_like(staged.keys), torch.empty(staged.values.shape))
         staging.get(batch, 1, picked, out)
         assert same(out[1], values)
+        out[0].zero_()
+        assert staging.get(batch, 1, picked, out[:1]).values.data_ptr() == out[0].data_ptr()
+        assert same(out[0], keys)
 
 
 def test_addresses_of_the_pieces(pool: CXLPool, batch: Batch, rng: np.random.Generator) -> None:
@@ -217,6 +220,8 @@ def test_bad_arguments(pool: CXLPool, batch: Batch, rng: np.random.Generator) ->
     for wrong in (staged.keys.half(), staged.keys[:, :, :1]):
         with pytest.raises(BadArgumentError, match="out keys"):
             staging.get(batch, 1, picked, (wrong, staged.values))
+    with pytest.raises(BadArgumentError, match="out is 1 tensors: keys and values"):
+        staging.get(batch, 1, picked, [staged.keys])
     with pytest.raises(MemoryShortError, match="pinned memory"):
         Staging(pool, "cpu", buffer=1 << 60)
 
