@@ -141,11 +141,13 @@ NAMES: dict[str, str] = {
 """A module, what stands in one, or an attribute, "Class.name"."""
 
 ARGUMENTS: dict[str, str] = {
-    "CXLCache(near=)": 'say attention="pool" for near=True, attention="device" for near=False',
+    "CXLCache(near=)": 'say attention="pool" for near=True, attention="gpu" for near=False',
+    "CXLCache(attention='device')": 'say attention="gpu"; on_choice, and pools that keep keys and '
+    'values in other encodings than int8 and int4, have attention="pool"',
     "CXLCache(dense_layers=)": "say budget=Budget(dense_layers=)",
     "Tiers(near=)": "say local=",
 }
-"""A keyword argument, "Callable(name=)"."""
+"""A keyword argument, "Callable(name=)", or a value of one, "Callable(name='value')"."""
 
 
 def refusal(table: Mapping[str, str], name: str) -> str | None:
@@ -180,6 +182,12 @@ def refuse_arguments(callee: str, given: Mapping[str, object]) -> None:
         if text := refusal(ARGUMENTS, f"{callee}({name}=)"):
             raise BadArgumentError(text)
         raise TypeError(f"{callee}() got an unexpected keyword argument {name!r}")
+
+
+def refuse_value(callee: str, name: str, value: object) -> None:
+    """Raises BadArgumentError for a value that was taken out."""
+    if text := refusal(ARGUMENTS, f"{callee}({name}={value!r})"):
+        raise BadArgumentError(text)
 
 
 class _Refused:

@@ -72,6 +72,10 @@ def test_an_argument(pool: CXLPool) -> None:
     for name, given in (("near", True), ("dense_layers", 2)):
         with pytest.raises(BadArgumentError, match=re.escape(ARGUMENTS[f"CXLCache({name}=)"])):
             CXLCache(pool, None, **{name: given})  # type: ignore[arg-type]
+    with pytest.raises(
+        BadArgumentError, match=re.escape(ARGUMENTS["CXLCache(attention='device')"])
+    ):
+        CXLCache(pool, None, attention="device")
     with pytest.raises(BadArgumentError, match=re.escape(ARGUMENTS["Tiers(near=)"])):
         Tiers(pool, near="1MiB")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Tiers\(\) got an unexpected keyword argument 'warm'"):

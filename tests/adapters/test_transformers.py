@@ -60,20 +60,13 @@ class Watched(CXLCache):
 
 
 @pytest.mark.parametrize("method", ["exact", "mean"])
-def test_few_pages_differ_and_are_the_same_in_the_pool_and_on_the_device(
-    llama: PreTrainedModel, pool: CXLPool, method: str
-) -> None:
+def test_few_pages_differ(llama: PreTrainedModel, pool: CXLPool, method: str) -> None:
     if method == "mean":
         pytest.importorskip("numba", reason="numba compiles scorers")
     ids, mask = prompts((96, 80))
-    budget = Budget(pages=4)
     wanted = generate(llama, ids, mask, DynamicCache())
-    tokens, others = (
-        generate(llama, ids, mask, CXLCache(pool, llama, budget, attention=where, method=method))
-        for where in ("pool", "device")
-    )
-    assert not torch.equal(tokens, wanted)
-    assert torch.equal(tokens, others)
+    cache = CXLCache(pool, llama, Budget(pages=4), method=method)
+    assert not torch.equal(generate(llama, ids, mask, cache), wanted)
 
 
 def test_a_chooser_attends_in_the_pool(llama: PreTrainedModel, pool: CXLPool) -> None:
@@ -89,8 +82,6 @@ def test_a_chooser_attends_in_the_pool(llama: PreTrainedModel, pool: CXLPool) ->
     at_once = CXLCache(pool, llama, Budget(pages=6), method="retro")
     again = Watched(pool, llama, Budget(pages=6), method="retro")
     assert torch.equal(*(generate(llama, ids, mask, each) for each in (at_once, again)))
-    with pytest.raises(UnsupportedError, match="a device takes pages alone"):
-        CXLCache(pool, llama, Budget(pages=6), method="retro", attention="device")
 
 
 def test_a_worker_chooses_and_attends_for_a_model(llama: PreTrainedModel, path: Path) -> None:
@@ -113,10 +104,10 @@ def test_a_worker_chooses_and_attends_for_a_model(llama: PreTrainedModel, path: 
         assert (use.selects_here, use.attends_here) == (0, 0)
 
 
-def test_where_attention_is_has_three_words(llama: PreTrainedModel, pool: CXLPool) -> None:
-    for attention in ("pool", "device", "gpu"):
+def test_where_attention_is_has_two_words(llama: PreTrainedModel, pool: CXLPool) -> None:
+    for attention in ("pool", "gpu"):
         assert CXLCache(pool, llama, attention=attention).attention == attention
-    with pytest.raises(BadArgumentError, match="attention='cuda': one of pool, device, gpu"):
+    with pytest.raises(BadArgumentError, match="attention='cuda': one of pool, gpu"):
         CXLCache(pool, llama, attention="cuda")
 
 
@@ -146,9 +137,8 @@ def test_softcap_and_scaling_are_the_models_own(pool: CXLPool) -> None:
     wanted = cast(Generates, model).generate(
         ids, attention_mask=mask, max_new_tokens=16, do_sample=False
     )
-    for attention in ("pool", "device"):
-        cache = CXLCache(pool, model, Budget(share=1.0), attention=attention)
-        assert torch.equal(generate(model, ids, mask, cache), wanted)
+    cache = CXLCache(pool, model, Budget(share=1.0))
+    assert torch.equal(generate(model, ids, mask, cache), wanted)
 
 
 # ---- what generate() does with a cache ----
@@ -313,15 +303,14 @@ def piece(pool: CXLPool, path: Path, page: int, layer: int, kind: str) -> npt.ND
     return np.memmap(path, np.float32, "r+", offset, shape)
 
 
-@pytest.mark.parametrize("attention", ["pool", "device"])
 def test_a_step_reads_the_selected_pages_from_the_pool_and_no_others(
-    llama: PreTrainedModel, tmp_path: Path, attention: str
+    llama: PreTrainedModel, tmp_path: Path
 ) -> None:
     path = tmp_path / "pool"
     layout = layout_of(llama, PAGE_TOKENS)
     with CXLPool.create(path, layout=layout, capacity="16MiB", checksum=False, threads=1) as pool:
         ids, _ = prompts((161,))
-        parent = Watched(pool, llama, Budget(pages=6), attention=attention)
+        parent = Watched(pool, llama, Budget(pages=6))
         run(llama, ids[:, :160], parent)
 
         def step() -> tuple[Tensor, list[Selection]]:
@@ -355,25 +344,17 @@ def test_a_step_reads_the_selected_pages_from_the_pool_and_no_others(
             values -= 1
 
 
-@pytest.mark.parametrize("attention", ["pool", "device"])
-def test_live_kv_in_a_step_is_at_most_the_selected_pages_and_the_tail(
-    llama: PreTrainedModel, pool: CXLPool, attention: str
-) -> None:
+def test_live_kv_in_a_step_is_that_of_its_tokens(llama: PreTrainedModel, pool: CXLPool) -> None:
     rows, tokens, selected = 4, 402, 5
     ids, _ = prompts((tokens,) * rows)
-    cache = CXLCache(pool, llama, Budget(pages=selected), attention=attention)
+    cache = CXLCache(pool, llama, Budget(pages=selected))
     run(llama, ids[:, :-1], cache)
     assert all(vars(layer)["keys"] is None for layer in cache.layers)
     with LargestTensor(llama) as seen:
         run(llama, ids[:, -1:], cache)
     layer_token_bytes = pool.layout.token_bytes // LAYERS
-    pages_bytes = rows * selected * PAGE_TOKENS * layer_token_bytes
-    new_bytes = rows * layer_token_bytes
-    expected = new_bytes if attention == "pool" else pages_bytes + new_bytes
-    assert cache.counters.live_bytes_peak == expected
-    activations_bytes = rows * 96 * 4  # the widest: of the MLP
-    assert seen.largest_bytes <= (activations_bytes if attention == "pool" else pages_bytes // 2)
-    assert seen.largest_bytes < rows * tokens * layer_token_bytes // 10
+    assert cache.counters.live_bytes_peak == rows * layer_token_bytes
+    assert seen.largest_bytes <= rows * 96 * 4  # the widest activations: of the MLP
     assert cache.counters.steps == 1
     # The new token is the second in its page, and that page is always selected.
     read = rows * LAYERS * ((selected - 1) * PAGE_TOKENS + 2) * layer_token_bytes
@@ -383,26 +364,18 @@ def test_live_kv_in_a_step_is_at_most_the_selected_pages_and_the_tail(
 
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("attention", ["pool", "device"])
 def test_a_step_makes_as_many_calls_for_any_number_of_sequences(
-    llama: PreTrainedModel,
-    pool: CXLPool,
-    rows: int,
-    padded: bool,
-    attention: str,
+    llama: PreTrainedModel, pool: CXLPool, rows: int, padded: bool
 ) -> None:
     lengths = tuple(320 - (row % 7 if padded else 0) for row in range(rows))
     ids, mask = prompts(lengths)
-    cache = CXLCache(pool, llama, Budget(share=0.9), attention=attention)
+    cache = CXLCache(pool, llama, Budget(share=0.9))
     run(llama, ids[:, :-6], cache, mask[:, :-6])
     run(llama, ids[:, -6:-5], cache, mask[:, :-5])  # learns how long the lists are
     for last in range(315, 320):
         with counted_calls() as calls:
             run(llama, ids[:, last : last + 1], cache, mask[:, : last + 1])
-        wanted = {"cxlkv_batch_decode"}
-        if attention == "device":
-            wanted = {"cxlkv_batch_append", "cxlkv_batch_select", "cxlkv_batch_fetch"}
-        assert calls == dict.fromkeys(wanted, LAYERS)
+        assert calls == {"cxlkv_batch_decode": LAYERS}
 
 
 def test_a_number_is_a_share_of_the_pages(llama: PreTrainedModel, pool: CXLPool) -> None:

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from cxlkv import CXLPool
 from cxlkv.adapters.transformers import CXLCache, CXLRequests
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.kernels import runtime
 
 from ..support.small_models import VOCABULARY_SIZE, pool_for
 from .test_transformers_models import make
@@ -162,11 +163,17 @@ def test_gradients_of_a_pass_on_an_empty_cache_are_right(
     model.zero_grad()
 
 
-@pytest.mark.parametrize("settings", [{}, {"attention": "device", "budget": 0.5}])
+@pytest.mark.parametrize("settings", [{}, {"attention": "gpu", "budget": 0.5}])
 @pytest.mark.parametrize("parts", [2, 49])
 def test_gradients_through_the_pool_are_refused(
-    model: PreTrainedModel, pool: CXLPool, ids: Tensor, parts: int, settings: dict[str, object]
+    model: PreTrainedModel,
+    pool: CXLPool,
+    ids: Tensor,
+    parts: int,
+    settings: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
     model.set_attn_implementation("cxlkv")
     cache = CXLCache(pool, model, **settings)  # type: ignore[arg-type]
     found = loss(model, ids, cache, parts)

@@ -9,13 +9,14 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv import Budget, CXLPool
-from cxlkv.adapters.transformers import CXLCache
+from cxlkv.adapters.transformers import CXLCache, CXLRequests, gpu_chunks
+from cxlkv.adapters.transformers.budgets import Budgets
 from cxlkv.errors import BadArgumentError, PoolFullError, UnsupportedError
 from cxlkv.kernels import runtime
 from cxlkv.kernels.index import FORMS
 
 from ..support.lengths import matrix
-from ..support.small_models import generate, pool_for, prompts, run
+from ..support.small_models import attend_by, generate, pool_for, prompts, run
 from .test_transformers_models import MODELS, MODES, WINDOWS, all_free, assistant_of, dynamic, make
 from .test_transformers_models import llama as llama  # a fixture
 
@@ -28,13 +29,14 @@ PLACES: dict[str, dict[str, str]] = {
 NAMES = [*MODELS]
 
 
-def by_gpu(pool: CXLPool, model: PreTrainedModel, budget: Budget | None, place: str) -> CXLCache:
+def by_gpu(pool: CXLPool, model: PreTrainedModel, budget: Budgets, place: str) -> CXLCache:
     return CXLCache(pool, model, budget, attention="gpu", **PLACES[place])  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(gpu_chunks, "BLOCK_BYTES", 3 << 10)  # three pages of most models
 
 
 @pytest.fixture
@@ -176,7 +178,6 @@ def test_what_a_decoder_does_not_do_is_refused(llama: PreTrainedModel, pool: CXL
     for given, error, match in (
         ({"attention": "pool", "index": "device"}, BadArgumentError, "go with attention"),
         ({"attention": "gpu", "hot_pages": 0}, BadArgumentError, "hot_pages=0"),
-        ({"attention": "gpu", "budget": [Budget(pages=3), None]}, UnsupportedError, "one budget"),
         ({"attention": "gpu", "method": "retro"}, UnsupportedError, "a GPU"),
     ):
         with pytest.raises(error, match=match):
@@ -186,3 +187,153 @@ def test_what_a_decoder_does_not_do_is_refused(llama: PreTrainedModel, pool: CXL
     run(llama, ids[:, :29], cache, mask[:, :29])
     with pytest.raises(UnsupportedError, match="digest, mean_std, sketch"):
         run(llama, ids[:, 29:], cache, mask)
+
+
+FEW = Budget(pages=5, sinks=1, recent=2)
+
+
+@pytest.mark.parametrize("place", ["host", "sketch", "digest"])
+def test_each_row_has_its_own_budget(llama: PreTrainedModel, pool: CXLPool, place: str) -> None:
+    ids, mask = prompts((96, 90, 96))
+    full = generate(llama, ids, mask, dynamic(llama))
+    cache = by_gpu(pool, llama, [None, FEW, None], place)
+    found = generate(llama, ids, mask, cache)
+    assert torch.equal(found[::2], full[::2])
+    assert not torch.equal(found[1], full[1])
+    if place != "host":  # where what the device has is attended to, too
+        few = CXLCache(pool, llama, FEW, method=place)
+        assert torch.equal(found[1], generate(llama, ids, mask, few)[1])
+    assert cache.counters.bytes_scored > 0
+
+
+@pytest.mark.parametrize("place", ["sketch", "digest"])
+def test_budgets_move_with_their_rows_and_change(
+    llama: PreTrainedModel, pool: CXLPool, place: str
+) -> None:
+    """One decoder serves all of it."""
+    ids, _ = prompts((96, 96, 96))
+    full = run(llama, ids, dynamic(llama))[:, -1]
+    here = CXLCache(pool, llama, FEW, method=place)
+    run(llama, ids[:, :-1], here)
+    few = run(llama, ids[:, -1:], here)[:, -1]
+    cache = by_gpu(pool, llama, [None, FEW, None], place)
+    run(llama, ids[:, :-1], cache)
+    decoders = set()
+
+    def step(rows: list[int], budgets: list[Budget | None]) -> None:
+        found = run(llama, ids[rows, -1:], cache)[:, -1]
+        for one, row, budget in zip(found, rows, budgets, strict=True):
+            wanted = few[row] if budget else full[row]
+            torch.testing.assert_close(one, wanted, rtol=1e-3, atol=1e-4)
+        assert cache.budget == tuple(budgets)
+        cache.crop(-1)
+        assert cache._gpu is not None
+        decoders.add(cache._gpu._decoder)
+
+    step([0, 1, 2], [None, FEW, None])
+    cache.reorder_cache(torch.tensor([1, 1, 0]))
+    step([1, 1, 0], [FEW, FEW, None])
+    cache.budget = [None, FEW, FEW]
+    step([1, 1, 0], [None, FEW, FEW])
+    assert len(decoders) == 1
+    other = Budget(pages=5, sinks=2, recent=2)
+    cache.budget = [FEW, other, None]
+    with pytest.raises(UnsupportedError, match=r"as many sinks as the decoder"):
+        run(llama, ids[[1, 1, 0], -1:], cache)
+    assert cache.get_seq_length() == 95
+    cache.budget = [FEW, FEW, None]
+    step([1, 1, 0], [FEW, FEW, None])
+
+
+def test_a_budget_changes_from_step_to_step(llama: PreTrainedModel, pool: CXLPool) -> None:
+    ids, _ = prompts((97, 97))
+    settings = ({"method": "digest"}, {"attention": "gpu", **PLACES["digest"]})
+    caches = [CXLCache(pool, llama, **each) for each in settings]  # type: ignore[arg-type]
+    for cache in caches:
+        run(llama, ids[:, :93], cache)
+    wanted: tuple[Budgets, ...] = (None, FEW, [FEW, None], [None, FEW])
+    for at, budget in enumerate(wanted, 93):
+        found = []
+        for cache in caches:
+            cache.budget = budget
+            found.append(run(llama, ids[:, at : at + 1], cache))
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["host", "digest"])
+def test_requests_join_and_leave(llama: PreTrainedModel, pool: CXLPool, place: str) -> None:
+    """Rows of unlike lengths, each of which goes on in other caches; the caches that they leave
+    keep nothing on the device."""
+    ids, _ = prompts((90, 90, 90))
+    method, budget = PLACES[place].get("method", "auto"), Budget(pages=6, sinks=1, recent=4)
+    full = run(llama, ids, dynamic(llama))
+    few = full
+    if place != "host":
+        whole = CXLCache(pool, llama, budget, method=method)
+        few = torch.cat(
+            [
+                run(llama, ids[:, :40], whole),
+                *(run(llama, ids[:, at : at + 1], whole) for at in range(40, 90)),
+            ],
+            1,
+        )
+        whole.release()
+    for own, wanted in ((None, full), (budget, few)):
+        if own is not None and place == "host":
+            continue
+        requests, has = CXLRequests(pool, llama), dict.fromkeys("abc", 0)
+        settings: dict[str, object] = {"budget": own, "attention": "gpu", **PLACES[place]}
+        caches = []
+        for name in has:
+            requests.load(name, None, 0)
+        for names, steps in (
+            ("a", (33, 7, 1, 1, 1)),
+            ("b", (40, 1)),
+            ("ab", (1, 1, 1)),
+            ("c", (40,)),
+            ("cb", (1, 1)),
+            ("bca", (1, 1)),
+        ):
+            cache = requests.cache(list(names), **settings)  # type: ignore[arg-type]
+            caches.append(cache)
+            for step in steps:
+                longest = max(has[name] for name in names)
+                mask = torch.tensor(
+                    [[0] * (longest - has[n]) + [1] * (has[n] + step) for n in names]
+                )
+                rows = [ids["abc".index(n), has[n] : has[n] + step] for n in names]
+                places = torch.tensor([[*range(has[n], has[n] + step)] for n in names])
+                attend_by(llama, cache)
+                with torch.no_grad():
+                    found = llama(
+                        torch.stack(rows),
+                        attention_mask=mask,
+                        position_ids=places,
+                        past_key_values=cache,
+                    ).logits
+                for one, name in zip(found, names, strict=True):
+                    right = wanted["abc".index(name), has[name] : has[name] + step]
+                    torch.testing.assert_close(one, right, rtol=1e-3, atol=1e-4)
+                    has[name] += step
+        assert all(cache._gpu._decoder is None for cache in caches[:-1])  # type: ignore[union-attr]
+        for name in "abc":
+            requests.release(name)
+        caches[-1].leave_device()
+    assert all_free(pool)
+
+
+@pytest.mark.parametrize("place", ["host", "sketch"])
+def test_calls_of_generate_share_prefixes(
+    llama: PreTrainedModel, pool: CXLPool, place: str
+) -> None:
+    """The second prompt's new part is a chunk behind pages that the first one has published."""
+    requests = CXLRequests(pool, llama)
+    ids, mask = prompts((61, 45))
+    settings: dict[str, object] = {"attention": "gpu", **PLACES[place]}
+    for longer in (0, 9):
+        text = torch.cat([ids, ids[:, 3 : 3 + longer]], 1)
+        seen = torch.cat([mask, torch.ones_like(mask[:, :longer])], 1)
+        with requests.begin(text, seen, **settings) as cache:  # type: ignore[arg-type]
+            assert (cache.get_seq_length() > 40) == (longer > 0)
+            found = generate(llama, text, seen, cache)
+        assert torch.equal(found, generate(llama, text, seen, dynamic(llama)))

@@ -21,6 +21,7 @@ from cxlkv.adapters.common.shapes import LATENT_MODELS
 from cxlkv.adapters.transformers import CXLCache, LayerStep, Step, layout_of
 from cxlkv.adapters.transformers.prefill import attend_to_new
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
+from cxlkv.kernels import runtime
 
 from ..support.lengths import matrix
 from ..support.small_models import (
@@ -171,16 +172,15 @@ def test_generated_tokens_equal_those_of_dynamic_cache(
         settings["assistant_model"] = assistant_of(model)
     wanted = generate(model, ids, mask, dynamic(model), **settings)
     for budget in (None, Budget(share=1.0), Budget(mass=1.0, per="sequence")):
-        for attention in ("pool", "device"):
-            if budget and budget.mass and mode != "greedy":
-                continue
-            cache = CXLCache(pool, model, budget, attention=attention)
-            cache.rewind_tokens = REWIND_TOKENS
-            assert torch.equal(generate(model, ids, mask, cache, **settings), wanted)
-            if mode == "greedy":  # of 16 tokens the last is not read, and no padding is stored
-                assert [len(s) for s in cache.sequences] == [103 + 15, 70 + 15, 5 + 15]
-            cache.release()
-            assert all_free(pool)
+        if budget and budget.mass and mode != "greedy":
+            continue
+        cache = CXLCache(pool, model, budget)
+        cache.rewind_tokens = REWIND_TOKENS
+        assert torch.equal(generate(model, ids, mask, cache, **settings), wanted)
+        if mode == "greedy":  # of 16 tokens the last is not read, and no padding is stored
+            assert [len(s) for s in cache.sequences] == [103 + 15, 70 + 15, 5 + 15]
+        cache.release()
+        assert all_free(pool)
 
 
 def assistant_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -222,13 +222,12 @@ def test_an_assistant_may_keep_its_tokens_in_the_same_pool(
     assert all_free(pool)
 
 
-@matrix(model=MODELS, attention=["pool", "device"], indirect=["model"])
 def test_logits_of_every_step_equal_those_of_one_pass(
-    model: PreTrainedModel, pool: CXLPool, attention: str
+    model: PreTrainedModel, pool: CXLPool
 ) -> None:
     ids, mask = prompts((90, 61, 3))
     wanted = run(model, ids, dynamic(model), mask)
-    cache = CXLCache(pool, model, Budget(share=1.0), attention=attention)
+    cache = CXLCache(pool, model, Budget(share=1.0))
     cache.rewind_tokens = 0
     chunks, ends = [], (41, 58, 59, 84, 85, 86, 87, 88, 89, 90)
     for first, last in zip((0, *ends), ends, strict=False):
@@ -243,13 +242,14 @@ def test_logits_of_every_step_equal_those_of_one_pass(
     dtypes=[("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float16")],
 )
 def test_pools_of_shorter_numbers_are_near_dynamic_cache(
-    name: str, dtypes: tuple[str, str]
+    name: str, dtypes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
     of_model, of_pool = getattr(torch, dtypes[0]), dtypes[1]
     model = make(name).to(of_model)
     ids, mask = prompts((60, 37))
     wanted = run(model, ids, dynamic(model), mask)[:, -5:]
-    for attention in ("pool", "device"):
+    for attention in ("pool", "gpu"):
         with pool_for(model, dtype=of_pool) as pool:
             cache = CXLCache(pool, model, Budget(share=1.0), attention=attention)
             run(model, ids[:, :-5], cache, mask[:, :-5])
@@ -520,14 +520,13 @@ def test_each_row_has_its_own_budget(llama: PreTrainedModel, pool: CXLPool) -> N
     full = generate(llama, ids, mask, dynamic(llama))
     few = generate(llama, ids, mask, CXLCache(pool, llama, FEW, method="exact"))
     assert not torch.equal(few[1], full[1])
-    for attention in ("pool", "device"):
-        cache = CXLCache(pool, llama, [None, FEW, None], method="exact", attention=attention)
-        assert has_few(cache) == [False, True, False]
-        found = generate(llama, ids, mask, cache)
-        assert torch.equal(found, torch.stack([full[0], few[1], full[2]]))
-        cache = CXLCache(pool, llama, [None, None, None], attention=attention)
-        assert torch.equal(generate(llama, ids, mask, cache), full)
-        assert cache.counters.bytes_scored == 0
+    cache = CXLCache(pool, llama, [None, FEW, None], method="exact")
+    assert has_few(cache) == [False, True, False]
+    found = generate(llama, ids, mask, cache)
+    assert torch.equal(found, torch.stack([full[0], few[1], full[2]]))
+    cache = CXLCache(pool, llama, [None, None, None])
+    assert torch.equal(generate(llama, ids, mask, cache), full)
+    assert cache.counters.bytes_scored == 0
 
 
 def test_budgets_move_with_their_rows(llama: PreTrainedModel, pool: CXLPool) -> None:

@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cxlkv.adapters.transformers import budgets
+from cxlkv.adapters.transformers.gpu_chunks import GpuChunks
 from cxlkv.adapters.transformers.gpu_steps import GpuSteps
 from cxlkv.adapters.transformers.gradients import without_gradients
 from cxlkv.adapters.transformers.latent import Absorbed
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
-from cxlkv.adapters.transformers.prefill import attend_to_new, attend_to_pages, beside_sinks
+from cxlkv.adapters.transformers.prefill import attend_to_new, beside_sinks
 from cxlkv.adapters.transformers.resets import give_back
 from cxlkv.adapters.transformers.sparse_prefill import attend_sparsely, check_mass, long_rows
 from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
@@ -27,10 +28,9 @@ from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.machine.lifetime import OfThisProcess
-from cxlkv.ndp import choosers
-from cxlkv.ndp.engine import Budget, Selection, least_error, unscored
+from cxlkv.ndp.engine import Budget, Selection, least_error
 from cxlkv.pool import CXLPool
-from cxlkv.refusals import refuse_arguments
+from cxlkv.refusals import refuse_arguments, refuse_value
 from cxlkv.sequence import Batch
 from cxlkv.sequence import Sequence as Tokens
 
@@ -46,7 +46,8 @@ class Counters:
 
     bytes_scored: read to choose pages. bytes_read: keys and values of the pages attended to.
     live_bytes_peak: the most that keys and values took outside of the pool, as tensors, at any
-    one time: the step's own tokens and, with attention="device", the pages fetched.
+    one time: the step's own tokens and, with attention="gpu", the blocks of pages that a device
+    keeps for passes of several tokens.
 
     prefill_blocks: of 128 queries by 128 keys of a query head, that sparse prefills attended to;
     prefill_blocks_causal: those that they would have attended to without prefill_mass.
@@ -175,16 +176,15 @@ class CXLCache(OfThisProcess, Cache):
     all. Or one of these for each row, where generate() may repeat a row for beams and samples; a
     row keeps its own when rows move, and `cache.budget = ...` changes it between steps. Layers with
     a window attend to all of it.
-    attention: "pool": where the data lies; "gpu": a Decoder chooses, keeps hot pages and attends on
-    the model's device in steps of a token of each row, with one budget for all; its index, and
-    hot_pages of a head, by default twice what the budget chooses, are for it; "device": the
-    selected pages are fetched as tensors to the model's device, which attends. method: as in
-    Batch.select. prefill_mass: the share of the attention, above 0 and up to 1, that a prefill of
-    2,048 tokens or more keeps by attending to blocks of keys (sparse_prefill.py), which changes its
-    results; None: all of it, as in layers with windows, softcap, sinks or latents. sequences: to
-    start from instead of from nothing (pool.adopt, pool.match, Sequence.fork); the cache then owns
-    them; where their lengths differ, the attention mask must show the shorter ones padded on the
-    left.
+    attention: "pool": where the data lies; "gpu": on the model's device, where a Decoder chooses
+    and keeps hot pages in steps of a token of each row; its index, and hot_pages of a head, by
+    default twice what the budget chooses, are for it. For all other passes what the pool has of
+    earlier tokens comes to the device in blocks (gpu_chunks.py). method: as in Batch.select.
+    prefill_mass: the share of the attention, above 0 and up to 1, that a prefill of 2,048 tokens or
+    more keeps by attending to blocks of keys (sparse_prefill.py), which changes its results; None:
+    all of it, as in layers with windows, softcap, sinks or latents. sequences: to start from
+    instead of from nothing (pool.adopt, pool.match, Sequence.fork); the cache then owns them; where
+    their lengths differ, the attention mask must show the shorter ones padded on the left.
 
     A filled cache goes on with its text: generate() takes all of it, and what is new. For another
     text call release() first; one that is longer than the cached one is not told from it. A pass
@@ -220,12 +220,11 @@ class CXLCache(OfThisProcess, Cache):
         **removed: NoReturn,
     ) -> None:
         refuse_arguments("CXLCache", removed)
-        if attention not in ("pool", "device", "gpu"):
-            raise BadArgumentError(f"attention={attention!r}: one of pool, device, gpu")
+        if attention not in ("pool", "gpu"):
+            refuse_value("CXLCache", "attention", attention)
+            raise BadArgumentError(f"attention={attention!r}: one of pool, gpu")
         if attention != "gpu" and (index, hot_pages) != ("host", None):
             raise BadArgumentError('index= and hot_pages= go with attention="gpu"')
-        if attention == "device":
-            choosers.refuse(method, "a device")
         check_layout(pool.layout, layout_of(model))
         give_back(model, CXLCache)
         layers = [FarLayer(self, index, w) for index, w in enumerate(pool.layout.windows)]
@@ -235,6 +234,7 @@ class CXLCache(OfThisProcess, Cache):
         self.attention = attention
         self.index, self.hot_pages = index, hot_pages
         self._gpu: GpuSteps | None = None
+        self._chunks: GpuChunks | None = None
         if attention == "gpu":
             kind = type(self)
             if kind.choose is not CXLCache.choose or kind.attend is not CXLCache.attend:
@@ -242,6 +242,7 @@ class CXLCache(OfThisProcess, Cache):
                     'attention="gpu" calls no choose() or attend() of a subclass'
                 )
             self._gpu = GpuSteps(pool, method, index, hot_pages)
+            self._chunks = GpuChunks(pool)
         self.method = method
         self.prefill_mass = check_mass(prefill_mass)
         self.counters = Counters()
@@ -275,10 +276,7 @@ class CXLCache(OfThisProcess, Cache):
 
     @budget.setter
     def budget(self, budget: budgets.Budgets) -> None:
-        given = budgets.checked(budget)
-        if self._gpu is not None and isinstance(given, tuple):
-            raise UnsupportedError('attention="gpu" has one budget for all rows')
-        self._given = given
+        self._given = budgets.checked(budget)
         self._keep_budget(self._given)
         if self.sequences:
             self._spread_budget(len(self.sequences))
@@ -344,14 +342,17 @@ class CXLCache(OfThisProcess, Cache):
         if new.values is None:
             absorbed = Absorbed.of(call.module, self.pool.layout.value_head_dim)
             query = absorbed.queries(query)
-        rows = step.rows(query)
-        if by_gpu:
-            out = self._decode_by_gpu(layer, part, rows, new)
-        elif at_once:
-            out = self._decode_at_once(layer, part, rows, new)
+        if self._chunks is not None and not by_gpu:
+            out = self._attend_by_gpu(self._chunks, part, query, new)
         else:
-            out = (self._decode if step.tokens == 1 else self._attend_in_pool)(part, rows)
-        out = step.unrows(out)
+            rows = step.rows(query)
+            if by_gpu:
+                found = self._decode_by_gpu(layer, part, rows, new)
+            elif at_once:
+                found = self._decode_at_once(layer, part, rows, new)
+            else:
+                found = (self._decode if step.tokens == 1 else self._attend_in_pool)(part, rows)
+            out = step.unrows(found)
         out = out if absorbed is None else absorbed.outputs(out)
         return without_gradients(out, call.query) if is_traced else out
 
@@ -476,15 +477,13 @@ class CXLCache(OfThisProcess, Cache):
     ) -> Tensor:
         """One token for each sequence, which the pool has when the last layer has attended."""
         assert self._gpu is not None
-        step, budget = part.step, self._budget
-        if self.on_choice is not None:
-            raise UnsupportedError('attention="gpu" tells no on_choice what it chooses')
-        assert not isinstance(budget, tuple)
+        step = part.step
+        self._refuse_on_choice()
         values = None if new.values is None else step.rows(new.values)
         rows = (queries, step.rows(new.keys), values)
         rewind = max(self.rewind_tokens, step.tokens)
         try:
-            out = self._gpu.layer(part, self.sequences, budget, rows, rewind)
+            out = self._gpu.layer(part, self.sequences, self._of_selects, rows, rewind)
         except BaseException:  # the decoder takes back all of the step
             self._gpu.changed()
             for other in self._far_layers[: part.index]:
@@ -499,6 +498,28 @@ class CXLCache(OfThisProcess, Cache):
             self.counters.steps += 1
             self.counters.bytes_scored += scored
             self.counters.bytes_read += pieces * page_bytes // heads
+        return out
+
+    def _refuse_on_choice(self) -> None:
+        if self.on_choice is not None:
+            raise UnsupportedError(
+                'attention="gpu" tells no on_choice what it chooses: attention="pool" does'
+            )
+
+    def _attend_by_gpu(
+        self, chunks: GpuChunks, part: LayerStep, query: Tensor, new: Announced
+    ) -> Tensor:
+        """Attention of any pass, whose tokens the pool has: [batch, tokens, q_heads, value_dim]."""
+        step, layout = part.step, self.pool.layout
+        picked, own = None, None
+        if step.tokens == 1:
+            self._refuse_on_choice()
+            picked = self._chosen(part, step.rows(query))
+        elif not layout.is_encoded:
+            values = new.keys[..., : layout.value_head_dim] if new.values is None else new.values
+            own = (new.keys, values)
+        out = chunks.attend(part, self.sequences, query, own, picked)
+        self._note_live(chunks.bytes, int(step.new.sum()))
         return out
 
     def _prefill_sparsely(self, part: LayerStep, call: Call, mass: float) -> Tensor:
@@ -531,6 +552,12 @@ class CXLCache(OfThisProcess, Cache):
 
     def _decode(self, part: LayerStep, queries: Tensor) -> Tensor:
         """One token for each sequence: queries [rows, q_heads, dim] -> [rows, q_heads, dim]."""
+        picked = self._chosen(part, queries)
+        self._note_live(0)
+        return self._attend_in_pool(part, queries, picked)
+
+    def _chosen(self, part: LayerStep, queries: Tensor) -> Selection | None:
+        """What a step of one token attends to, counted; None: all that it sees."""
         picked = None if part.window is not None else self.choose(part, queries)
         self.counters.steps += part.index == 0
         if picked is None:
@@ -540,10 +567,7 @@ class CXLCache(OfThisProcess, Cache):
                 self.on_choice(self._batch, part.index, picked)
             self.counters.bytes_scored += picked.bytes_scored
             self.counters.bytes_read += picked.bytes_fetched
-        if self.attention == "device":
-            return self._attend_on_device(part, queries, picked or self._visible_pages(part))
-        self._note_live(0)
-        return self._attend_in_pool(part, queries, picked)
+        return picked
 
     def _visible_bytes(self, part: LayerStep) -> int:
         """Bytes in the pool of one layer's keys and values that the last tokens of all sequences
@@ -579,40 +603,11 @@ class CXLCache(OfThisProcess, Cache):
         assert self._batch is not None
         return self.attend(self._batch, part, _at_home(queries), picked).to(queries.device)
 
-    def _attend_on_device(self, part: LayerStep, queries: Tensor, picked: Selection) -> Tensor:
-        """Fetch the chosen pages as tensors and attend to them on the device of `queries`."""
-        assert self._batch is not None
-        layout, step = self.pool.layout, part.step
-        shape = (*picked.plain("attention on the device").pages.shape, layout.page_tokens)
-        keys = torch.empty((*shape, layout.head_dim), dtype=self._dtype)
-        values = torch.empty((*shape, layout.value_head_dim), dtype=self._dtype)
-        self._batch.fetch(part.index, picked, out=(keys, values))
-        self._note_live(_bytes_of(keys) + _bytes_of(values))
-        pages = torch.from_numpy(picked.pages)
-        bounds = torch.from_numpy(np.stack([part.oldest_seen(), step.lengths], axis=1))
-        if step.real is not None:  # one token a sequence: a row's place is its sequence
-            bounds = bounds[step.real]
-            if picked.per == "sequence":
-                keys, values, pages = keys[step.real], values[step.real], pages[step.real]
-        at = pages[..., None] * layout.page_tokens + torch.arange(layout.page_tokens)
-        oldest, length = bounds[:, :, None, None, None].unbind(1)
-        seen = (pages >= 0)[..., None] & (at >= oldest) & (at < length)
-        device = queries.device
-        return attend_to_pages(part, queries, keys.to(device), values.to(device), seen.to(device))
-
-    def _visible_pages(self, part: LayerStep) -> Selection:
-        """A selection of every page that the last tokens see: [batch, kv_heads, the most pages]."""
-        page_tokens, heads = self.pool.layout.page_tokens, self.pool.layout.kv_heads
-        first = part.oldest_seen() // page_tokens
-        counts = -(-part.step.lengths // page_tokens) - first
-        at = np.arange(int(counts.max(initial=0)))
-        pages = np.where(at < counts[:, None], first[:, None] + at, -1).astype(np.int32)
-        lists = np.repeat(pages[:, None], heads, axis=1)
-        return unscored(lists, part.step.starts, "sequence", self._visible_bytes(part))
-
-    def _note_live(self, fetched_bytes: int) -> None:
-        """Raise the peak: pages as tensors, beside the keys and values of the step's own tokens."""
-        own_bytes = len(self.sequences) * self.pool.layout.token_bytes // self.pool.layout.layers
+    def _note_live(self, fetched_bytes: int, tokens: int | None = None) -> None:
+        """Raise the peak: pages as tensors, beside the keys and values of the pass's own tokens, by
+        default one of each sequence."""
+        tokens = len(self.sequences) if tokens is None else tokens
+        own_bytes = tokens * self.pool.layout.token_bytes // self.pool.layout.layers
         live_bytes = own_bytes + fetched_bytes
         self.counters.live_bytes_peak = max(self.counters.live_bytes_peak, live_bytes)
 
@@ -637,10 +632,16 @@ class CXLCache(OfThisProcess, Cache):
     def __deepcopy__(self, memo: dict[int, object]) -> CXLCache:
         return self.fork()
 
-    def release(self) -> None:
-        """Give all pages back; the cache is empty then and may be used anew."""
+    def leave_device(self) -> None:
+        """Free what the model's device has for attention="gpu"; a next pass brings it anew."""
         if self._gpu is not None:
             self._gpu.close()
+        if self._chunks is not None:
+            self._chunks.close()
+
+    def release(self) -> None:
+        """Give all pages back; the cache is empty then and may be used anew."""
+        self.leave_device()
         for sequence in self.sequences:
             sequence.release()
         self._start_from((), 0)
@@ -748,7 +749,3 @@ def _at_home(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Bring a tensor to the CPU, where the pool is, and to `dtype`; the tensor itself when it is so
     already."""
     return tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype)
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

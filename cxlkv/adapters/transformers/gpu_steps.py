@@ -33,7 +33,7 @@ class _Asked(NamedTuple):
     requests: int
     q_heads: int
     device: torch.device
-    budget: Budget
+    budgets: frozenset[Budget]
     scale: float
     softcap: float | None
 
@@ -51,6 +51,9 @@ class GpuSteps:
         self._decoder: Decoder | None = None
         self._pages_max, self._hits = 0, 0
         self._rows: list[Tokens] = []
+        self._budgets: list[Budget] = []  # the rows'
+        self._given: Sequence[Budget] = ()
+        self._wanted = [self._wide(ALL)]  # what was given, as decoders take it
         self._made_for: _Asked | None = None
         self._is_current = False
         self._detach: Callable[[], object] = lambda: None
@@ -69,17 +72,18 @@ class GpuSteps:
         self,
         part: LayerStep,
         sequences: Sequence[Tokens],
-        budget: Budget | None,
+        budgets: Sequence[Budget],
         rows: tuple[Tensor, Tensor, Tensor | None],
         rewind: int,
     ) -> Tensor:
         """Attend with q, and keep k and v of rows [rows, heads, dim], a token of each sequence;
         returns [rows, q_heads, value_dim]. The last layer ends the step, and raises what went
-        wrong. rewind: as in Batch.append()."""
+        wrong. budgets: one for all rows, or one for each; none: all pages. rewind: as in
+        Batch.append()."""
         q = rows[0]
         if part.index == 0:
             try:
-                self._ready(part, sequences, budget, q).rewind = rewind
+                self._ready(part, sequences, budgets, q).rewind = rewind
             except BaseException:
                 self.close()
                 raise
@@ -105,25 +109,28 @@ class GpuSteps:
         return out.to(q.dtype)
 
     def _ready(
-        self, part: LayerStep, sequences: Sequence[Tokens], budget: Budget | None, q: Tensor
+        self, part: LayerStep, sequences: Sequence[Tokens], given: Sequence[Budget], q: Tensor
     ) -> Decoder:
         """The decoder, with these rows as they are now."""
         longest = max(map(len, sequences)) + 1
         pages = -(-longest // self._pool.layout.page_tokens)
+        if given is not self._given:
+            self._given, self._wanted = given, [self._wide(one) for one in given or [ALL]]
+        wanted = self._wanted
         asked = _Asked(
-            *(len(sequences), q.shape[1], q.device, self._wide(budget or ALL)),
-            *(part.scale, part.softcap),
+            *(len(sequences), q.shape[1], q.device, frozenset(wanted), part.scale, part.softcap)
         )
+        budgets = wanted * len(sequences) if len(wanted) == 1 else wanted
         if self._decoder is None or asked != self._made_for or pages > self._pages_max:
             self._make(asked, pages)
-        elif not self._is_current:
-            self._meet(sequences)
+        elif not self._is_current or budgets != self._budgets:
+            self._meet(sequences, budgets)
         decoder = self._decoder
         assert decoder is not None
         if not self._rows:
-            for sequence in sequences:
-                decoder.add(sequence)
-            self._rows = list(sequences)
+            for sequence, budget in zip(sequences, budgets, strict=True):
+                decoder.add(sequence, budget)
+            self._rows, self._budgets = list(sequences), budgets
             self._known = [len(row) for row in self._rows]
         self._is_current = True
         return decoder
@@ -135,34 +142,41 @@ class GpuSteps:
         wide = {layer: most for layer, window in enumerate(windows) if window is not None}
         return replace(budget, by_layer={**budget.by_layer, **wide}) if wide else budget
 
-    def _meet(self, sequences: Sequence[Tokens]) -> None:
+    def _meet(self, sequences: Sequence[Tokens], budgets: list[Budget]) -> None:
         """Rows that stay keep what the device has of them, up to where they are the same."""
         assert self._decoder is not None
-        for request, sequence in enumerate(sequences):
-            if self._rows[request] is sequence:
+        changed = []
+        for request, (sequence, budget) in enumerate(zip(sequences, budgets, strict=True)):
+            if self._rows[request] is sequence and self._budgets[request] == budget:
                 self._decoder.changed(request, self._known[request])
-        changed = [i for i, one in enumerate(sequences) if self._rows[i] is not one]
+            else:
+                changed.append(request)
         for request in changed:
             self._decoder.remove(request)
         for request in changed:  # the lowest place that is free is the next one's
-            self._decoder.add(sequences[request])
-            self._rows[request] = sequences[request]
+            self._decoder.add(sequences[request], budgets[request])
+        self._rows, self._budgets = list(sequences), budgets
         self._known = [len(row) for row in self._rows]
 
+    @torch.inference_mode(False)  # the next step may be outside of it, and writes there
     def _make(self, asked: _Asked, pages: int) -> None:
         self.close()
         self._pages_max = max(pages, min(1 << (pages + PAGES_MORE - 1).bit_length(), SLOTS_MAX))
-        longest = longest_list(self._pool.layout, asked.budget, self._pages_max, rows=1)
+        lists = {
+            budget: longest_list(self._pool.layout, budget, self._pages_max, rows=1)
+            for budget in asked.budgets
+        }
+        longest = max(lists.values())
         hot_pages = max(longest, self._hot_pages or min(2 * longest, self._pages_max, SLOTS_MAX))
         self._decoder = Decoder(
             self._pool,
             requests=asked.requests,
             q_heads=asked.q_heads,
-            budget=asked.budget,
+            budget=max(lists, key=lambda budget: (lists[budget], str(budget))),
             pages_max=self._pages_max,
             device=asked.device,
             hot_pages=hot_pages,
-            recent_pages=asked.budget.recent,
+            recent_pages=max(budget.recent for budget in lists),
             method=self._method,
             scale=asked.scale,
             softcap=asked.softcap,
@@ -186,7 +200,7 @@ class GpuSteps:
     def close(self) -> None:
         self._detach()
         decoder, self._decoder = self._decoder, None
-        self._rows, self._known, self._hits = [], [], 0
+        self._rows, self._budgets, self._known, self._hits = [], [], [], 0
         if decoder is not None:
             if decoder._step is not None:
                 decoder.abandon()

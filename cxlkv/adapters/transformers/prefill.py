@@ -1,4 +1,4 @@
-"""Attends over tensors: the prefill of an empty cache, and pages that were fetched.
+"""Attends over tensors: the prefill of an empty cache, and blocks of keys that are merged later.
 
 No tensor of [tokens x tokens] is made: where no kernel does it, queries go by blocks of rows.
 """
@@ -45,19 +45,21 @@ def _causal(part: LayerStep, query: Tensor, key: Tensor, value: Tensor) -> Tenso
         start = 0 if part.window is None else max(0, first - part.window + 1)
         rows_max = BLOCK_LOGITS // (query.shape[0] * query.shape[1] * (first + BLOCK_ROWS - start))
         last = min(tokens, first + max(1, min(BLOCK_ROWS, rows_max)))
-        seen = _seen(first, last, start, part.window, query.device)
-        attend = _kernel if plain else _spelled_out
-        block = (query[:, :, first:last], key[:, :, start:last], value[:, :, start:last])
-        out[:, :, first:last] = attend(part, *block, seen)
+        seen = _seen(range(first, last), range(start, last), part.window, query.device)
+        block = (query[:, :, first:last], key[:, :, start:last], value[:, :, start:last], seen)
+        if plain:
+            out[:, :, first:last] = _kernel(part, *block)
+        else:
+            found, lse = (one.transpose(1, 2) for one in weighed(part, *block))
+            out[:, :, first:last] = beside_sinks(found, lse, part.sinks).transpose(1, 2)
         first = last
     return out[..., :dim]
 
 
-def _seen(first: int, last: int, start: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [last - first, last - start]: which keys from `start` on the queries see."""
-    behind = torch.arange(first, last, device=device)[:, None] - torch.arange(
-        start, last, device=device
-    )
+def _seen(queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:
+    """bool [queries, keys], both by the places of their tokens: which keys the queries see."""
+    at, of = (torch.arange(one.start, one.stop, device=device) for one in (queries, keys))
+    behind = at[:, None] - of
     return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
@@ -75,21 +77,20 @@ def _kernel(
     )
 
 
-def _spelled_out(
-    part: LayerStep, query: Tensor, key: Tensor, value: Tensor, seen: Tensor
-) -> Tensor:
-    """Attention with softcap and sinks, which the kernels do not have: [batch, q_heads, rows,
-    value_dim]."""
+def weighed(
+    part: LayerStep, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention in plain operations, with softcap and without sinks: out [batch, q_heads, rows,
+    value_dim], NaN for rows that see nothing, and its log-sum-exp, float32 [batch, q_heads, rows].
+    """
     batch, q_heads, rows, _ = query.shape
     grouped = query.reshape(batch, key.shape[1], -1, query.shape[3])
     logits = _capped(part, grouped @ key.mT).view(batch, q_heads, rows, -1)
-    logits = logits.masked_fill(~seen, float("-inf"))
+    if seen is not None:
+        logits = logits.masked_fill(~seen, float("-inf"))
     weights = torch.softmax(logits, dim=-1).to(value.dtype)
-    out = (weights.view(batch, key.shape[1], -1, key.shape[2]) @ value).view(*query.shape[:3], -1)
-    if part.sinks is None:
-        return out
-    lse = torch.logsumexp(logits, dim=-1)  # [batch, q_heads, rows]
-    return beside_sinks(out.transpose(1, 2), lse.transpose(1, 2), part.sinks).transpose(1, 2)
+    out = weights.view(batch, key.shape[1], -1, key.shape[2]) @ value
+    return out.view(*query.shape[:3], -1), torch.logsumexp(logits, dim=-1)
 
 
 def _capped(part: LayerStep, logits: Tensor) -> Tensor:
@@ -98,21 +99,61 @@ def _capped(part: LayerStep, logits: Tensor) -> Tensor:
     return logits if part.softcap is None else part.softcap * torch.tanh(logits / part.softcap)
 
 
-def attend_to_pages(
-    part: LayerStep, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor
-) -> Tensor:
-    """queries [rows, q_heads, dim] over pages [rows, kv_heads, k, page_tokens, dim], one device.
+def attend_to_block(
+    part: LayerStep, query: Tensor, key: Tensor, value: Tensor, ahead: int
+) -> tuple[Tensor, Tensor]:
+    """Attention of rows to some of the keys at or before them, to be merged with that to others:
+    out [rows, q_heads, value_dim], and its log-sum-exp, float32 [rows, q_heads].
 
-    seen: bool [rows, kv_heads, k, page_tokens]. Returns [rows, q_heads, value_dim].
+    query [q_heads, rows, dim], key and value [kv_heads, n, dim]. Row i is that of token ahead + i,
+    counted from the first key's, and sees one of the keys at least. Sinks take no part.
     """
-    rows, kv_heads = keys.shape[:2]
-    grouped = queries.reshape(rows, kv_heads, -1, queries.shape[2])
-    logits = _capped(part, grouped @ keys.flatten(2, 3).to(queries.dtype).mT)
-    logits = logits.masked_fill(~seen.flatten(2)[:, :, None], float("-inf"))
-    weights = torch.softmax(logits, dim=-1).to(queries.dtype)
-    out = weights @ values.flatten(2, 3).to(queries.dtype)
-    out = out.reshape(rows, queries.shape[1], values.shape[-1])
-    return beside_sinks(out, torch.logsumexp(logits, dim=-1).flatten(1), part.sinks)
+    (q_heads, rows, _), tokens, window = query.shape, key.shape[1], part.window
+    is_whole = ahead >= tokens - 1  # each row sees each key
+    within = window is None or ahead + rows <= window
+    if part.softcap is None and within and (is_whole or (ahead == 0 and rows == tokens)):
+        found = _by_flash(part, query, key, value, not is_whole)
+        if found is not None:
+            return found
+    out = query.new_empty((rows, q_heads, value.shape[2]))
+    lse = query.new_empty((rows, q_heads), dtype=torch.float32)
+    first = 0
+    while first < rows:
+        start = 0 if window is None else max(0, ahead + first - window + 1)
+        rows_max = BLOCK_LOGITS // (q_heads * (tokens - start))
+        last = min(rows, first + max(1, min(BLOCK_ROWS, rows_max)))
+        end = min(tokens, ahead + last)
+        seen = None
+        if not (is_whole and within):
+            seen = _seen(range(ahead + first, ahead + last), range(start, end), window, key.device)
+        block = (query[None, :, first:last], key[None, :, start:end], value[None, :, start:end])
+        made, sums = weighed(part, *block, seen)
+        out[first:last], lse[first:last] = made[0].transpose(0, 1), sums[0].T
+        first = last
+    return out, lse
+
+
+def _by_flash(
+    part: LayerStep, query: Tensor, key: Tensor, value: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor] | None:
+    """attend_to_block() by torch's flash attention; None where this has no kernel for it."""
+    (q_heads, rows, dim), heads = query.shape, key.shape[0]
+    # The rows of a group lie side by side, as if they were of one head, where no mask is wanted.
+    asked = query if is_causal else query.reshape(heads, -1, dim)
+    given = (asked[None], key[None], pad(value, (0, dim - value.shape[2]))[None])
+    if query.device.type == "cuda":
+        params = torch.backends.cuda.SDPAParams(*given, None, 0.0, is_causal, q_heads != heads)
+        if dim % 8 or not torch.backends.cuda.can_use_flash_attention(params):
+            return None
+        made = torch.ops.aten._scaled_dot_product_flash_attention(
+            *given, 0.0, is_causal, False, scale=part.scale
+        )
+    else:
+        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *given, 0.0, is_causal, scale=part.scale
+        )
+    out, lse = made[0][0].reshape(q_heads, rows, dim), made[1][0].reshape(q_heads, rows)
+    return out[..., : value.shape[2]].transpose(0, 1).contiguous(), lse.T.contiguous()
 
 
 def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:

@@ -290,12 +290,14 @@ class CXLRequests(PoolRequests):
     def cache(
         self, names: Sequence[str], seen: int | None = None, **settings: Unpack[Settings]
     ) -> _RowsCache:
-        """A cache whose rows are these requests, instead of one that had them before. seen: how
-        many tokens the model is to think were there, padding included."""
+        """A cache whose rows are these requests, instead of one that had them before, which leaves
+        the device. seen: how many tokens the model is to think were there, padding included."""
         if seen is not None and not is_whole(seen, 0, 2**31 - 1):
             raise BadArgumentError(f"seen={seen!r:.40}: a number of tokens, 0 or more")
         for name in names:
             self.sequences[name] = self.sequence(name)
+            if name in self._rows:
+                self._rows[name][0].leave_device()
         sequences = [self.sequences[name] for name in names]
         fed = [self._fed_row(name) for name in names]
         made = _RowsCache(self.pool, self._model, sequences=sequences, **settings)
