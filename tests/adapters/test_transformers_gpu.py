@@ -183,13 +183,32 @@ def test_what_a_decoder_does_not_do_is_refused(llama: PreTrainedModel, pool: CXL
         with pytest.raises(error, match=match):
             CXLCache(pool, llama, **given)
     ids, mask = prompts((30,))
-    cache = CXLCache(pool, llama, Budget(pages=4), attention="gpu", index="device")
+    settings = {"method": "two_stage", "attention": "gpu", "index": "device"}
+    cache = CXLCache(pool, llama, Budget(pages=4), **settings)  # type: ignore[arg-type]
     run(llama, ids[:, :29], cache, mask[:, :29])
     with pytest.raises(UnsupportedError, match="digest, mean_std, sketch"):
         run(llama, ids[:, 29:], cache, mask)
 
 
 FEW = Budget(pages=5, sinks=1, recent=2)
+
+
+def test_auto_is_the_devices_index_where_it_serves_all_rows(
+    llama: PreTrainedModel, pool: CXLPool
+) -> None:
+    ids, mask = prompts((96, 90))
+    cache = CXLCache(pool, llama, FEW, attention="gpu", index="auto")
+    found = generate(llama, ids, mask, cache)
+    assert torch.equal(
+        found, generate(llama, ids, mask, CXLCache(pool, llama, FEW, method="sketch"))
+    )
+    assert cache._gpu is not None
+    assert cache._gpu._decoder is not None
+    assert cache._gpu._decoder.index == "device"
+    cache.release()
+    cache.budget = [FEW, Budget(mass=0.9)]
+    generate(llama, ids, mask, cache)
+    assert cache._gpu._decoder.index == "host"
 
 
 @pytest.mark.parametrize("place", ["host", "sketch", "digest"])

@@ -15,6 +15,7 @@ from cxlkv.adapters.transformers.prefill import beside_sinks
 from cxlkv.adapters.transformers.steps import LayerStep
 from cxlkv.errors import BadArgumentError, ReleasedError, UnsupportedError
 from cxlkv.gpu.decode import Decoder, longest_list
+from cxlkv.gpu.index import unserved
 from cxlkv.gpu.pieces import encodings_of
 from cxlkv.kernels.slots import SLOTS_MAX
 from cxlkv.ndp import choosers
@@ -167,6 +168,9 @@ class GpuSteps:
             for budget in asked.budgets
         }
         longest = max(lists.values())
+        index = self._index
+        if index == "auto" and any(unserved(budget) for budget in lists):
+            index = "host"
         hot_pages = max(longest, self._hot_pages or min(2 * longest, self._pages_max, SLOTS_MAX))
         self._decoder = Decoder(
             self._pool,
@@ -180,7 +184,7 @@ class GpuSteps:
             method=self._method,
             scale=asked.scale,
             softcap=asked.softcap,
-            index=self._index,
+            index=index,
         )
         self._made_for = asked
         # A decoder's mailbox, which is a thread, holds it: it ends with its cache.
