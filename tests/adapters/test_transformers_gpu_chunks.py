@@ -21,7 +21,7 @@ from cxlkv.gpu.staging import Staged, Staging
 from cxlkv.kernels import runtime
 from cxlkv.ndp.engine import Selection
 
-from ..support.lengths import matrix
+from ..support.lengths import matrix, nightly
 from ..support.small_models import (
     LAYERS,
     PAGE_TOKENS,
@@ -31,6 +31,7 @@ from ..support.small_models import (
     prompts,
     run,
 )
+from .test_transformers_encodings import reference
 from .test_transformers_models import MODELS, all_free, dynamic, make
 from .test_transformers_models import llama as llama  # a fixture
 
@@ -113,20 +114,19 @@ def test_chunks_give_the_logits_of_one_pass(
 @pytest.mark.parametrize("encoding", ["int8", "int4,int8"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
 def test_an_encoded_pool_is_attended_to_as_it_is_kept(name: str, encoding: str) -> None:
-    """The first pass, too; but for queries and weights, which the pool rounds to 14 bits."""
+    """As by a cache that rounds keys and values so; the first pass, too. Sums in another order may
+    round a key to the next code, which a few tokens show."""
     model = make(name)
     ids, mask = prompts((75, 52, 3))
-    plain = run(model, ids, dynamic(model), mask)[mask.bool()]
+    wanted = run(model, ids, reference(encoding), mask)[mask.bool()]
     with pool_for(model, capacity="32MiB", encoding=encoding) as pool:
-        found = []
-        for attention in ("pool", "gpu"):
-            cache = CXLCache(pool, model, attention=attention)
-            found.append(by_chunks(model, cache, ids, mask, (24, 31, 60, 75))[mask.bool()])
-            cache.release()
-    apart = float((found[1] - found[0]).abs().max())
-    rounding = float((found[0] - plain).abs().max())
-    print(f"{apart:.2g} apart, {rounding:.2g} from keys and values as made")
-    assert apart < min(0.05, rounding / 4)
+        cache = CXLCache(pool, model, attention="gpu")
+        found = by_chunks(model, cache, ids, mask, (24, 31, 60, 75))[mask.bool()]
+        cache.release()
+    apart = (found - wanted).abs().amax(1)
+    print(f"{float(apart.median()):.2g} apart, {float(apart.max()):.2g} at most")
+    assert float(apart.median()) < 1e-4
+    assert int((apart > 1e-2).sum()) < len(apart) // 20
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
@@ -272,6 +272,41 @@ def test_passes_may_be_inside_and_outside_of_inference_mode(
         with (torch.inference_mode, torch.no_grad)[at > 2]():
             found = llama(ids[:, first:last], past_key_values=cache).logits
         torch.testing.assert_close(found, wanted[:, first:last], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", *map(nightly, MODELS)])
+def test_random_passes_are_those_of_the_pool(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, steps, crops and forks of a padded batch, by decoders and blocks in turn."""
+    monkeypatch.setattr(gpu_chunks, "Staging", LateStaging)
+    model, random = make(name), np.random.default_rng(seed)
+    ids, mask = prompts((200, 200 - int(random.integers(40))))
+    with pool_for(model, capacity="32MiB") as pool:
+        budget = [Budget(share=1.0, recent=int(random.integers(1, 9))), None]
+        pair = [CXLCache(pool, model), CXLCache(pool, model, budget, attention="gpu")]
+        seen, left = 0, []
+        for _ in range(16):
+            kind = random.choice(["chunk", "step", "step", "crop", "fork", "leave"])
+            if kind == "crop" and seen > 1:
+                back = int(random.integers(1, min(seen, 12)))
+                for cache in pair:
+                    cache.crop(-back)
+                seen -= back
+            elif kind == "fork" and seen:
+                left += pair
+                pair = [cache.fork() for cache in pair]
+            elif kind == "leave":
+                pair[1].leave_device()
+            else:
+                end = min(200, seen + (int(random.integers(2, 30)) if kind == "chunk" else 1))
+                one, other = (run(model, ids[:, seen:end], of, mask[:, :end]) for of in pair)
+                real = mask[:, seen:end].bool()
+                torch.testing.assert_close(other[real], one[real], rtol=1e-3, atol=1e-3)
+                seen = end
+        for cache in (*left, *pair):
+            cache.release()
+        assert all_free(pool)
 
 
 @pytest.mark.gpu
