@@ -14,8 +14,8 @@ there is. docs/explanation/gpu.md has the picture.
 
 With index="device" a step does not involve the host. The device scores its summaries of all pages,
 fetches the best pages that are not in the hot buffer, and attends to these pages and to the newest
-ones. The hot buffer then affects speed only, never outputs. The host appends k and v of all layers
-when the step ends.
+ones. A hint does the same on a stream beside it, but for attending. Hot buffer and hints then
+affect speed only, never outputs. The host appends k and v of all layers when the step ends.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cxlkv.arrays import positive_float32, softcap_of
@@ -51,9 +53,26 @@ from cxlkv.numbers import is_whole, seconds
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "LayerCounts"]
 
 DEADLINE_S = 2.0
+
+
+class LayerCounts(NamedTuple):
+    """Counts by layer, int64 [layers]: pieces, which are pages of a kv head, that layers chose and
+    the hot buffer had, or missed; those that were fetched for hints; and how often partial results
+    crossed the link in place of pages."""
+
+    hits: npt.NDArray[np.int64]
+    misses: npt.NDArray[np.int64]
+    hinted: npt.NDArray[np.int64]
+    fallbacks: npt.NDArray[np.int64]
+    piece_bytes: int
+
+    @property
+    def bytes(self) -> npt.NDArray[np.int64]:
+        """That crossed the link for the hot buffer."""
+        return (self.misses + self.hinted) * self.piece_bytes
 
 
 class Decoder(Closing):
@@ -70,10 +89,10 @@ class Decoder(Closing):
 
     index: "host", or "device", by the methods "digest", "mean_std" and "sketch" ("auto" is this
     one) and budgets of pages or shares, a list for each kv head; then the newest recent_pages, at
-    least the budget's `recent`, stand for its recent ones, and hints do nothing. "auto": "device"
-    where it serves the method and the budget and has room for the summaries; `index` says which,
-    `index_reason` why not "device". index_pages: how many pages the device keeps summaries of; by
-    default all that requests may have.
+    least the budget's `recent`, stand for its recent ones. "auto": "device" where it serves the
+    method and the budget and has room for the summaries; `index` says which, `index_reason` why not
+    "device". index_pages: how many pages the device keeps summaries of; by default all that
+    requests may have.
 
     Raises MemoryShortError or GpuMemoryError when the device has too little memory, GpuError,
     UnsupportedError without CUDA, BadArgumentError. One thread uses a decoder, and nobody else
@@ -112,6 +131,7 @@ class Decoder(Closing):
         self._hint: tuple[int, torch.Tensor] | None = None  # to be asked: a layer, its guess
         self._brings: int | None = None  # the layer whose hint was asked
         self._closed = False
+        self._fallbacks = np.zeros(layout.layers, np.int64)
         scale = layout.head_dim**-0.5 if scale is None else positive_float32(scale, "scale")
         softcap = softcap_of(softcap) or None
         self._resident: Resident | None = None
@@ -177,6 +197,18 @@ class Decoder(Closing):
     def fallback(self) -> str | None:
         """The reason why partial results cross the link although a hot buffer was asked for."""
         return None if self._resident is None else self._resident.fallback
+
+    def by_layer(self) -> LayerCounts:
+        """Counts since the decoder was made, between two steps; waits for the device."""
+        self._check_between_steps()
+        layout, resident = self.layout, self._resident
+        counts = np.zeros((2, 3, layout.layers), np.int64)
+        if resident is not None and resident.hot is not None:
+            counts = resident.hot.by_layer()
+        heads = layout.kv_heads * layout.layers
+        piece_bytes = layout.stored_token_bytes * layout.page_tokens // heads
+        (hits, misses, _), (_, hinted, _) = counts
+        return LayerCounts(hits, misses, hinted, self._fallbacks.copy(), piece_bytes)
 
     # ---- requests ----
 
@@ -301,7 +333,9 @@ class Decoder(Closing):
 
         Pages for it are chosen while the device computes, and fetched into the hot buffer while the
         host chooses for the query itself; the layer attends to both. q is read when the layer in
-        front has its answer. Where no pages cross the link, a hint does nothing.
+        front has its answer. With index="device" the device chooses and fetches at once, beside the
+        current stream, and the layer attends to what is chosen for its own query alone. Where no
+        pages cross the link, a hint does nothing.
         """
         if self._step is None or layer not in (self._layer, self._layer + 1):
             raise OrderError(f"a hint for layer {layer}: only for the next two, within a step")
@@ -309,10 +343,14 @@ class Decoder(Closing):
         mail = self._mail
         if self._resident is None or self._resident.hot is None or layer >= self.layout.layers:
             return
-        if mail is None:
-            return
-        if self._brings == layer:
+        if self._brings == layer or self._resident.brings(layer):
             raise OrderError(f"a hint for layer {layer} was given and asked already")
+        if mail is None:
+            with gpu_errors(f"a hint for layer {layer}"):
+                self._resident.follow()
+                self._resident.bring_by_index(layer, q)
+            self.stats.hints += 1
+            return
         self._hint = (layer, q)
         if layer == self._layer:
             with gpu_errors(f"a hint for layer {layer}"):
@@ -345,6 +383,7 @@ class Decoder(Closing):
             return self._near(self._step, layer, q, k, v)
         mail = self._mail
         with gpu_errors(f"layer {layer}"):
+            resident.follow()
             if mail is None:
                 for name, rows in (("k", k), ("v", v)):
                     if rows is not None:
@@ -379,7 +418,7 @@ class Decoder(Closing):
         StaleError: a page was freed while it was on its way. WorkerError: the near-data engine was
         late. GpuError: a kernel failed. Else what the engine raised, PoolFullError among them.
         replayed: the layers were in a CUDA graph, captured from layer() calls between begin() and
-        abandon().
+        abandon(), and replayed on begin()'s stream.
         """
         step = self._step
         if step is None or (self._layer != self.layout.layers and not replayed):
@@ -474,6 +513,7 @@ class Decoder(Closing):
             self._picked = picked
             self._name(step, layer, picked, resident.chosen)
             return
+        self._fallbacks[layer] += 1
         out, lse = self._selector.attend(step, layer, q, picked)
         step.put_rows(resident.near_out, out)
         step.put_rows(resident.near_lse, lse)

@@ -15,8 +15,11 @@ one stream, or ordered by events. Nothing here waits for the device but `counter
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from cxlkv.arrays import memory_of
@@ -43,7 +46,8 @@ class Residents(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """Since the hot buffer was made. errors: page numbers that cannot be."""
+    """Since the hot buffer was made, of pages without hints'. errors: page numbers that cannot
+    be."""
 
     hits: int
     misses: int
@@ -104,16 +108,27 @@ class HotBuffer:
         if state is None:
             raise MemoryShortError(_short_text(self.bytes, self.device))
         self._slot_bytes, self._pages_of_slots, self._counters, self._state = state
+        self._of_hints = [
+            replace(slots, hits=hits, misses=misses, errors=errors)
+            for slots, (hits, misses, errors) in zip(self._state, self._counters[1], strict=True)
+        ]
 
     def assign(
-        self, layer: int, pages: torch.Tensor, tags: torch.Tensor, out: Assigned | None = None
+        self,
+        layer: int,
+        pages: torch.Tensor,
+        tags: torch.Tensor,
+        out: Assigned | None = None,
+        *,
+        is_hint: bool = False,
     ) -> Assigned:
         """Gives each page of a selection a slot; where `missed`, its bytes are still to come.
 
         pages: int32 [requests, kv_heads, k], -1 padded. tags: int64 [requests, pages_max], the
-        identity of each page's bytes now. out: from `outputs`, for CUDA graphs. See slots.assign.
+        identity of each page's bytes now. out: from `outputs`, for CUDA graphs. is_hint: counted
+        apart. See slots.assign.
         """
-        return kernel.assign(self._layer(layer), pages, tags, out)
+        return kernel.assign(self._layer(layer, is_hint), pages, tags, out)
 
     def outputs(self, k: int) -> Assigned:
         """Memory for what `assign` returns for k pages a head; one for all layers is enough when
@@ -155,8 +170,11 @@ class HotBuffer:
 
     def counters(self) -> Counters:
         """Counters of all requests and layers. Waits for the device."""
-        hits, misses, errors = self._counters.sum(1).tolist()
-        return Counters(hits, misses, errors)
+        return Counters(*self._counters[0].sum((0, 2)).tolist())
+
+    def by_layer(self) -> npt.NDArray[np.int64]:
+        """The same [2, 3, layers]: of pages, and of those that hints named."""
+        return self._counters.sum(3).transpose(1, 2).cpu().numpy()
 
     def pieces(self, layer: int, request: int, head: int) -> tuple[torch.Tensor, ...]:
         """Keys and, where they are stored, values of a head's slots: [slots, page_tokens, dim], or
@@ -170,10 +188,10 @@ class HotBuffer:
             for part, piece in zip(self._slot_bytes[layer], self._pieces, strict=True)
         )
 
-    def _layer(self, layer: int) -> Slots:
+    def _layer(self, layer: int, is_hint: bool = False) -> Slots:
         if not 0 <= layer < self.layers:
             raise BadArgumentError(f"layer {layer}: there are {self.layers}, from 0 on")
-        return self._state[layer]
+        return self._of_hints[layer] if is_hint else self._state[layer]
 
     def _bytes_wanted(self) -> int:
         slot_bytes = sum(map(_stride_bytes, self._pieces))
@@ -188,7 +206,7 @@ class HotBuffer:
             )
             for row in self.limits
         )
-        return pieces + tables + 3 * self.requests * 8
+        return pieces + tables + 6 * self.layers * self.requests * 8
 
     def _take(
         self,
@@ -199,10 +217,12 @@ class HotBuffer:
             pages_of_slots = torch.full(
                 (self.requests, tables), -1, dtype=torch.int32, device=self.device
             )
-            counters = torch.zeros((3, self.requests), dtype=torch.int64, device=self.device)
+            counters = torch.zeros(
+                (2, self.layers, 3, self.requests), dtype=torch.int64, device=self.device
+            )
             slot_bytes = [self._take_pieces(row) for row in self.limits]
             state, first = [], 0
-            for row, parts in zip(self.limits, slot_bytes, strict=True):
+            for layer, (row, parts) in enumerate(zip(self.limits, slot_bytes, strict=True)):
                 last = first + self.kv_heads * max(row)
                 addresses = [self._addresses(part, row) for part in parts]
                 state.append(
@@ -214,7 +234,7 @@ class HotBuffer:
                         page_of_slot=pages_of_slots[:, first:last].view(
                             self.requests, self.kv_heads, max(row)
                         ),
-                        counters=counters,
+                        counters=counters[0, layer],
                     )
                 )
                 first = last

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from cxlkv.errors import BadArgumentError, MemoryShortError, UnsupportedError
+from cxlkv.gpu import streams
 from cxlkv.gpu.hot import SlotCounts, check_room
 from cxlkv.gpu.pieces import DTYPES
 from cxlkv.kernels.encode import encode
@@ -31,6 +32,14 @@ ROOM_SHARE = 4
 tensors."""
 
 Named = tuple[int, int, int]  # part, page and generation
+
+
+class Marks(NamedTuple):
+    """Memory for a choice on its way: the pages' scores, float32 [requests, kv_heads, pages_max],
+    and what score() keeps of queries."""
+
+    scores: torch.Tensor
+    scratch: Scratch
 
 
 class DeviceIndex:
@@ -72,19 +81,23 @@ class DeviceIndex:
         self.summaries = [
             torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layout.layers)
         ]
-        pinned = device.type == "cuda"
         table = (parts, requests, pages_max)
-        self._host = torch.full(table, -1, dtype=torch.int32, pin_memory=pinned)
-        self._slots = self._host.to(device)
+        self._host = streams.pinned(*table, dtype=torch.int32, device=device)
+        self._slots = torch.full(table, -1, dtype=torch.int32, device=device)
         self._held: dict[Named, list[int]] = {}  # slot, and requests that name it
         self._free = [list(range(pages - 1, -1, -1)) for _ in range(parts)]
         self._names: list[list[list[Named | None]]] = [
             [[] for _ in range(requests)] for _ in range(parts)
         ]
-        self._scores = torch.zeros((requests, layout.kv_heads, pages_max), device=device)
+        self._marks = ((requests, layout.kv_heads, pages_max), requests * rows * q_heads)
         if method == "sketch":
             prepare(layout.head_dim, device)
-        self._scratch = Scratch.of(self.form, requests * rows * q_heads, device)
+
+    def marks(self) -> Marks:
+        """For all choices of a stream, one after the other."""
+        shape, rows = self._marks
+        scores = torch.zeros(shape, device=self._device)
+        return Marks(scores, Scratch.of(self.form, rows, self._device))
 
     # ---- between steps ----
 
@@ -159,8 +172,7 @@ class DeviceIndex:
 
     def forget(self, request: int, from_page: int = 0) -> None:
         """Drop a request's pages from `from_page` on; waits for what the device has queued."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        streams.current(self._device).synchronize()
         self._slots[:, request, from_page:] = -1
         for part, requests in enumerate(self._names):
             names = requests[request]
@@ -185,16 +197,17 @@ class DeviceIndex:
         last: torch.Tensor,
         sinks: int,
         wanted: torch.Tensor,
+        marks: Marks,
         out: torch.Tensor,
     ) -> None:
         """Choose a layer's pages into out, int32 [requests, kv_heads, k]; see kernels.index."""
         slots = self._slots[self._of_layer[layer][0]]
         score(
-            *(self.form, self.summaries[layer], slots, q, positions, self._scores),
+            *(self.form, self.summaries[layer], slots, q, positions, marks.scores),
             scale=self._scale,
-            scratch=self._scratch,
+            scratch=marks.scratch,
         )
-        choose(self._scores, first, last, sinks, wanted, out)
+        choose(marks.scores, first, last, sinks, wanted, out)
 
     def bytes_of(self, request: int) -> int:
         """Bytes of summaries that a step reads for a request."""

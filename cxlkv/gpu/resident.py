@@ -9,8 +9,9 @@ import numpy.typing as npt
 import torch
 
 from cxlkv.errors import MemoryShortError, RegistrationError, StaleError, UnsupportedError
+from cxlkv.gpu import streams
 from cxlkv.gpu.hot import HotBuffer, SlotCounts
-from cxlkv.gpu.index import DeviceIndex
+from cxlkv.gpu.index import DeviceIndex, Marks
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.gpu.pieces import encodings_of, pieces_of
 from cxlkv.gpu.recent import Recent
@@ -37,6 +38,21 @@ class _There:
     hot_pages: torch.Tensor | None
     keys_at: torch.Tensor
     values_at: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """What pages are chosen and fetched with, on one stream: for layers, or for hints."""
+
+    known: torch.Tensor  # the pages
+    assigned: Assigned
+    sources: Sources
+    # Where fetched pieces come from and where they go, K and V side by side: one copy.
+    sources_at: torch.Tensor
+    targets_at: torch.Tensor
+    found: torch.Tensor  # stale pieces of a layer
+    marks: Marks | None
+    is_hint: bool
 
 
 class Resident:
@@ -96,8 +112,9 @@ class Resident:
         slots = max(recent_pages, least, budget.recent if index is not None else 0)
         self._recent = Recent(pool.layout, requests, slots, device)
         self._make_buffers(q_heads, lists)
-        if self.hot is not None:
-            self._make_tables(self.hot, lists)
+        self._make_lanes(lists)
+        self._side = streams.Side(device, pool.layout.layers)  # of hints
+        self._stream = streams.current(device)  # that was last used
         if index is not None:
             self._make_plan(q_heads, lists)
         self._lists: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -157,27 +174,34 @@ class Resident:
         self._ring = self._here(*ring, dtype=torch.int32)
         self._below = self._here(requests, dtype=torch.int32)
         self._chosen = self._here(*chosen, dtype=torch.int32)
-        self._known = self._here(*chosen, dtype=torch.int32)
-        self._known_hinted = self._here(*chosen, dtype=torch.int32)
         self._stale = self._here(1, dtype=torch.int32)
         self._none = torch.tensor(-1, dtype=torch.int32, device=self.device)
         self._partials = self._here(2, *out, layout.value_head_dim, dtype=torch.float32)
         self._lses = self._here(2, *out, dtype=torch.float32)
-        self._found = self._here(1, dtype=torch.int32)  # stale pieces of a layer
         splits = max(1, PROGRAMS // (requests * layout.kv_heads))
         line = splits * (layout.value_head_dim + 1)
         self._scratch = self._here(requests * rows * q_heads * line, dtype=torch.float32)
 
-    def _make_tables(self, hot: HotBuffer, lists: int) -> None:
-        """Where fetched pieces come from and where they go, K and V side by side: one copy."""
+    def _make_lanes(self, lists: int) -> None:
+        if self.hot is not None:
+            self._choice = self._made_lane(self.hot, lists, is_hint=False)
+            self._hint = self._made_lane(self.hot, lists, is_hint=True)
+
+    def _made_lane(self, hot: HotBuffer, lists: int, *, is_hint: bool) -> _Lane:
         made = hot.outputs(lists)
         both = (2, *made.slot.shape)
-        self._sources_at = self._here(*both, dtype=torch.int64)
-        self._targets_at = self._here(*both, dtype=torch.int64)
-        others = self._here(*both, dtype=torch.int64)
-        self._sources = Sources(self._sources_at[0], self._sources_at[1], others[0], others[1])
-        values_at = None if made.miss_values_at is None else self._targets_at[1]
-        self._assigned = made._replace(miss_keys_at=self._targets_at[0], miss_values_at=values_at)
+        sources_at, targets_at, others = (self._here(*both, dtype=torch.int64) for _ in range(3))
+        values_at = None if made.miss_values_at is None else targets_at[1]
+        return _Lane(
+            known=self._here(*made.slot.shape, dtype=torch.int32),
+            assigned=made._replace(miss_keys_at=targets_at[0], miss_values_at=values_at),
+            sources=Sources(sources_at[0], sources_at[1], others[0], others[1]),
+            sources_at=sources_at,
+            targets_at=targets_at,
+            found=self._here(1, dtype=torch.int32),
+            marks=None if self.index is None else self.index.marks(),
+            is_hint=is_hint,
+        )
 
     def _make_plan(self, q_heads: int, lists: int) -> None:
         """What the device chooses by, and where it attends to what it has chosen: the ring's slots,
@@ -217,7 +241,7 @@ class Resident:
         return _There(*self._lists[size], keys_at, values_at)
 
     def _pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return streams.pinned(*shape, dtype=dtype, device=self.device)
 
     def _here(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -238,10 +262,12 @@ class Resident:
 
     def load(self, request: int, sequence: Sequence) -> None:
         """Load a sequence's newest pages, before its first step or after a truncate."""
+        self.follow()
         self._recent.load(request, sequence)
 
     def forget(self, request: int, from_page: int = 0) -> None:
         """Drop a request's pages from `from_page` on: they changed, or the request has ended."""
+        self.follow()
         self.near_out[request] = 0  # the engine writes for requests that are there only
         self.near_lse[request] = -torch.inf
         if self.index is not None:
@@ -253,11 +279,20 @@ class Resident:
 
     # ---- a step ----
 
+    def follow(self) -> None:
+        """Queue what is to come behind all that was queued, whatever the current stream was then. A
+        graph that is captured is replayed on the stream of begin()."""
+        now = streams.current(self.device)
+        if now != self._stream and not streams.captures(self.device):
+            now.wait_stream(self._stream)
+            self._stream = now
+
     def begin(
         self, active: npt.NDArray[np.int64], sequences: list[Sequence]
     ) -> npt.NDArray[np.int32]:
         """Where the step's rows lie; returns the first page, of each request at work, that the ring
         has with them."""
+        self.follow()
         slots = self._recent.slots
         positions = np.full((self._requests, self._rows), -1, np.int64)
         lengths = np.array([len(sequence) for sequence in sequences])
@@ -327,20 +362,31 @@ class Resident:
 
     def take_hint(self, layer: int, answered: torch.Tensor) -> None:
         """Copy what a hint named, for bring(): after that the next question may be asked."""
-        self._take(layer, self.hinted, answered, self._known_hinted)
+        self._take(layer, self.hinted, answered, self._hint)
 
     def bring(self, layer: int) -> None:
         """Fetch what the hot buffer misses of the hinted pages: attend_resident() attends to it."""
-        self._fetch(layer, self._known_hinted)
+        self._fetch(layer, self._hint)
 
     def take_chosen(self, layer: int, answered: torch.Tensor) -> None:
         """Copy the lists of chosen pages, for attend_chosen(), as take_hint() does."""
-        self._take(layer, self.chosen, answered, self._known)
+        self._take(layer, self.chosen, answered, self._choice)
 
     def attend_chosen(self, layer: int, q: torch.Tensor) -> None:
         """Fetch what the hot buffer misses of the chosen pages, and attend to that."""
-        made = self._fetch(layer, self._known)
+        made = self._fetch(layer, self._choice)
         self._attend(layer, q, *made.miss_targets, made.miss_pages, 1)
+
+    def bring_by_index(self, layer: int, q: torch.Tensor) -> None:
+        """Fetch, beside what the current stream does, pages that the index chooses for a guess of a
+        layer's query."""
+        with self._side.fork(layer, q):
+            self._choose(layer, q, self._hint)
+            self._fetch(layer, self._hint)
+
+    def brings(self, layer: int) -> bool:
+        """True from bring_by_index() until the layer attends."""
+        return layer in self._side
 
     def attend_by_index(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
@@ -348,15 +394,12 @@ class Resident:
         """Append the step's rows, choose pages by the index, fetch those that the hot buffer
         misses, and attend to them and to the newest. Each layer's output stays until the next
         step's."""
-        assert self.index is not None
         self._recent.append(layer, k, v, self._positions)
-        first, wanted = self._plan[0, layer], self._plan[1, layer]
-        self.index.choose(
-            layer, q, self._positions, first, self._below, self._sinks, wanted, self._known
-        )
-        made = self._fetch(layer, self._known)
+        self._choose(layer, q, self._choice)
+        self._side.join(layer)
+        made = self._fetch(layer, self._choice)
         ring = self._recent.slots
-        self._pages[:, :, ring:] = self._known
+        self._pages[:, :, ring:] = self._choice.known
         keys_at, values_at = self._keys_at[layer], None
         keys_at[:, :, ring:] = made.keys_at
         if self._values_at is not None and made.values_at is not None:
@@ -365,23 +408,28 @@ class Resident:
         self._attend(layer, q, keys_at, values_at, self._pages, 0)
         return self._outs[layer].copy_(self._partials[0]), self._lses[0]
 
-    def _take(
-        self, layer: int, lists: torch.Tensor, answered: torch.Tensor, known: torch.Tensor
-    ) -> None:
+    def _take(self, layer: int, lists: torch.Tensor, answered: torch.Tensor, lane: _Lane) -> None:
         part, _ = self._tables.place(layer)
         self._chosen.copy_(lists, non_blocking=True)
-        known_pages(self._chosen, self._tables.rows[part], answered, known)
+        known_pages(self._chosen, self._tables.rows[part], answered, lane.known)
 
-    def _fetch(self, layer: int, known: torch.Tensor) -> Assigned:
+    def _choose(self, layer: int, q: torch.Tensor, lane: _Lane) -> None:
+        assert self.index is not None
+        assert lane.marks is not None
+        first, wanted = self._plan[0, layer], self._plan[1, layer]
+        seen = (self._positions, first, self._below)
+        self.index.choose(layer, q, *seen, self._sinks, wanted, lane.marks, lane.known)
+
+    def _fetch(self, layer: int, lane: _Lane) -> Assigned:
         """Give pages slots of the hot buffer, and fetch those that it misses."""
         assert self.hot is not None
         layout = self.layout
         part, offset = self._tables.place(layer)
-        rows, sources = self._tables.rows[part], self._sources
+        rows, sources = self._tables.rows[part], lane.sources
         tags = self._tables.tags[part]
-        made = self.hot.assign(layer, known, tags, self._assigned)
+        made = self.hot.assign(layer, lane.known, tags, lane.assigned, is_hint=lane.is_hint)
         page_sources(
-            known,
+            lane.known,
             made.missed,
             rows,
             sources,
@@ -391,16 +439,17 @@ class Resident:
         key_bytes, value_bytes = (piece.bytes for piece in self._pieces)
         keys_at, values_at = made.miss_targets
         if layout.values == "own" and key_bytes == value_bytes:
-            copy_fragments(self._sources_at, self._targets_at, key_bytes)
+            copy_fragments(lane.sources_at, lane.targets_at, key_bytes)
         else:
             copy_fragments(sources.keys, keys_at, key_bytes)
             if values_at is not None:
                 copy_fragments(sources.values, values_at, value_bytes)
         found = check_generations(
-            sources.descriptors.view(-1), sources.generations.view(-1), out=self._found
+            sources.descriptors.view(-1), sources.generations.view(-1), out=lane.found
         )
         self.hot.invalidate(layer, made, found)  # nobody attends to these bytes in a later step
-        self._stale += found
+        if not lane.is_hint:  # what a hint brought in vain is missed again, if it is chosen
+            self._stale += found
         return made
 
     def take_partial(self, answered: torch.Tensor) -> None:
@@ -440,9 +489,10 @@ class Resident:
         )
 
     def synchronize(self) -> None:
-        """Wait for everything queued on the stream."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        """Wait for everything queued on the stream, and for hints."""
+        self.follow()
+        self._stream.synchronize()
+        self._side.synchronize()
 
     def check(self) -> None:
         """Call after synchronize(): raises StaleError when pages were freed while they were on

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from cxlkv.errors import BadArgumentError
+from cxlkv.gpu import streams
 from cxlkv.kernels.sources import PageRows
 from cxlkv.layout import layer_places
 from cxlkv.pool import CXLPool
@@ -46,14 +47,15 @@ class PageTables:
         self._base = base_address
         self._pages_max = pages_max
         shape = (parts, requests, pages_max)
-        pinned = device.type == "cuda"
         # What copies to the device are made from. A row only grows; forget() waits for them.
         self._host = {
-            name: torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+            name: streams.pinned(*shape, dtype=torch.int64, device=device)
             for name in (*PageRows._fields, "tags")
         }
-        self._host["tags"].fill_(NO_TAG)
-        self._device = {name: array.to(device) for name, array in self._host.items()}
+        self._device = {
+            name: torch.full(shape, NO_TAG if name == "tags" else 0, device=device)
+            for name in self._host
+        }
         self._count = np.zeros((parts, requests), np.int64)
         self.rows = [
             PageRows(*(self._device[name][part] for name in PageRows._fields))
@@ -101,8 +103,7 @@ class PageTables:
 
     def forget(self, request: int, from_page: int = 0) -> None:
         """Drop the pages from `from_page` on; waits for copies in flight."""
-        if self._device["tags"].device.type == "cuda":
-            torch.cuda.current_stream(self._device["tags"].device).synchronize()
+        streams.current(self._device["tags"].device).synchronize()
         for name, array in self._device.items():
             array[:, request, from_page:] = NO_TAG if name == "tags" else 0
         self._count[:, request] = np.minimum(self._count[:, request], from_page)

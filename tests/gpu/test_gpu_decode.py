@@ -338,6 +338,7 @@ def test_where_the_pool_is_not_mapped_partial_results_cross(
         assert decoder.fallback == "no pinning today"
         model.add(decoder, 50, 47)
         model.steps(decoder, 3)
+        assert decoder.by_layer().fallbacks.tolist() == [3] * LAYERS
         # Of who was there before, nothing is in the output.
         decoder.remove(1).release()
         decoder.begin()
@@ -406,7 +407,8 @@ def test_rejected_tokens_and_new_requests(device: torch.device, model: Model, pl
 
 
 @pytest.mark.parametrize(
-    ("hints", "place"), [(None, HOST), ("wrong", HOST), *((None, each) for each in BY_DEVICE)]
+    ("hints", "place"),
+    [(None, HOST), ("wrong", HOST), *((None, each) for each in BY_DEVICE), ("wrong", BY_DEVICE[0])],
 )
 def test_random_operations(
     device: torch.device,
@@ -504,34 +506,37 @@ def test_a_thread_that_is_late(
         model.steps(decoder, 3)
 
 
-def test_right_hints_leave_nothing_to_fetch(device: torch.device, model: Model) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_right_hints_leave_nothing_to_fetch(
+    device: torch.device, model: Model, place: Place
+) -> None:
     """A guess that is the query itself names all that is chosen: the buffer has it by then, though
     it holds a sixth of the pages, and each step chooses others."""
     with decoder_of(
-        model, device, budget=Budget(pages=4), requests=2, recent_pages=2, hot_pages=4
+        model, device, budget=Budget(pages=4), requests=2, recent_pages=2, hot_pages=4, place=place
     ) as decoder:
         model.add(decoder, 90, 61)
-        fetched: list[int] = []
-        fetch = Resident._fetch
-
-        def count(self: Resident, layer: int, known: torch.Tensor) -> object:
-            made = fetch(self, layer, known)
-            if known is self._known:
-                fetched.append(int(made.missed.sum()))
-            return made
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Resident, "_fetch", count)
-            for hints in ("right", None):
-                fetched.clear()
-                for _ in range(6):
-                    model.step(decoder, None, hints)
-                assert (sum(fetched) == 0) == (hints == "right"), fetched
+        before = decoder.by_layer()
+        for hints in ("right", None):
+            for _ in range(6):
+                model.step(decoder, None, hints)
+            now = decoder.by_layer()
+            missed, hinted = now.misses - before.misses, now.hinted - before.hinted
+            assert (missed == 0).all() if hints else (missed > 0).all()
+            assert (hinted > 0).all() if hints else (hinted == 0).all()
+            before = now
+        assert now.hits.shape == (LAYERS,)
+        assert not now.fallbacks.any()
+        assert (now.bytes == (now.misses + now.hinted) * PAGE * DIM * 2 * 4).all()
+        resident = resident_of(decoder)
+        assert resident.hot is not None
+        assert resident.hot.counters()[:2] == (now.hits.sum(), now.misses.sum())
         stats = decoder.stats
         assert stats.hints == 6 * LAYERS
-        assert stats.hint_wanted > 0
-        assert stats.hint_hit_rate == 1.0
-        assert stats.selects == (2 + 1) * 6 * LAYERS
+        if place == HOST:
+            assert stats.hint_wanted > 0
+            assert stats.hint_hit_rate == 1.0
+            assert stats.selects == (2 + 1) * 6 * LAYERS
 
 
 def test_random_hints_find_what_chance_finds(device: torch.device, model: Model) -> None:
@@ -553,9 +558,10 @@ def test_where_no_page_crosses_hints_do_nothing(model: Model) -> None:
         assert decoder.stats.hints == 0
 
 
-def test_hints_out_of_order_are_refused(device: torch.device, model: Model) -> None:
+@pytest.mark.parametrize("place", [HOST, BY_DEVICE[0]])
+def test_hints_out_of_order_are_refused(device: torch.device, model: Model, place: Place) -> None:
     q = model.drawn(dense(model, device))[0]
-    with dense(model, device) as decoder:
+    with dense(model, device, place=place) as decoder:
         model.add(decoder, 50)
         with pytest.raises(OrderError, match="within a step"):
             decoder.hint(0, q)
@@ -662,8 +668,21 @@ def test_two_things_go_wrong_in_a_step(device: torch.device, model: Model) -> No
 
 
 @ON_GPU
+@pytest.mark.parametrize("hints", [False, True])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_captured_step_is_the_same_step(device: torch.device, model: Model, place: Place) -> None:
+def test_a_captured_step_is_the_same_step(
+    device: torch.device, model: Model, place: Place, hints: bool
+) -> None:
+    """With hints the graph forks in front of each layer but the first."""
+
+    def layers() -> list[torch.Tensor]:
+        found = []
+        for layer in range(LAYERS):
+            if hints and layer + 1 < LAYERS:
+                decoder.hint(layer + 1, still[0][layer + 1])
+            found.append(decoder.layer(layer, *(x[layer] for x in still)))
+        return found
+
     with dense(model, device, place=place) as decoder:
         model.add(decoder, 50)
         model.steps(decoder)  # compiles what is captured
@@ -671,7 +690,7 @@ def test_a_captured_step_is_the_same_step(device: torch.device, model: Model, pl
         graph = torch.cuda.CUDAGraph()
         decoder.begin()
         with torch.cuda.graph(graph):
-            outs = [decoder.layer(layer, *(x[layer] for x in still)) for layer in range(LAYERS)]
+            outs = layers()
         decoder.abandon()
         for _ in range(6):
             for tensor in still:
@@ -881,9 +900,10 @@ def test_a_request_may_have_its_own_budget(
 
 @pytest.mark.parametrize("place", BY_DEVICE)
 def test_the_hot_buffer_changes_no_output(device: torch.device, seed: int, place: Place) -> None:
-    """The buffer is emptied before each step, has room for all pages, or holds unwanted pages."""
+    """It is emptied before each step, has room for all pages, or holds unwanted pages: shuffled
+    ones, or those of wrong hints."""
     found: dict[str, list[torch.Tensor]] = {}
-    for state, hot_pages in (("empty", 6), ("all of it", 60), ("shuffled", 9)):
+    for state, hot_pages in (("empty", 6), ("all of it", 60), ("shuffled", 9), ("hinted", 6)):
         model, random = Model(seed), np.random.default_rng(seed)
         budget, outs = Budget(pages=6, sinks=1, recent=1), found.setdefault(state, [])
         with decoder_of(
@@ -895,18 +915,22 @@ def test_the_hot_buffer_changes_no_output(device: torch.device, seed: int, place
             for _ in range(12):
                 decoder.begin()
                 for layer in range(LAYERS):
+                    if state == "hinted":
+                        guess = random.standard_normal((2, 1, HEADS * GROUP, DIM), np.float32)
+                        decoder.hint(layer, torch.from_numpy(guess).to(device))
                     if state == "empty":
                         resident.hot.forget(0)
                         resident.hot.forget(1)
                     if state == "shuffled":
                         some = np.sort(random.permutation(19)[:6]).astype(np.int32)
                         lists = np.broadcast_to(some, (2, HEADS, 6)).copy()
-                        resident._fetch(layer, torch.from_numpy(lists).to(device))
+                        resident._hint.known.copy_(torch.from_numpy(lists))
+                        resident._fetch(layer, resident._hint)
                     outs += model.layers(decoder, layer, requests=2)
                 decoder.end()
             counters = resident.hot.counters()
             assert (counters.hits == 0) == (state == "empty")
-    for state in ("all of it", "shuffled"):
+    for state in ("all of it", "shuffled", "hinted"):
         for one, other in zip(found["empty"], found[state], strict=True):
             assert one.cpu().equal(other.cpu()), state
 
@@ -950,6 +974,8 @@ def test_a_layer_makes_no_tensor_and_reads_none(model: Model, place: Place) -> N
         decoder.begin()
         with noted:
             for layer in range(LAYERS):
+                if layer + 1 < LAYERS:
+                    decoder.hint(layer + 1, rows[0])
                 decoder.layer(layer, *rows)
         decoder.end()
         assert noted.count > 10

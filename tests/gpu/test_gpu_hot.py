@@ -211,7 +211,7 @@ def test_bytes_counts_all_tensors(device: torch.device) -> None:
     pieces = 2 * (4 + 5) * (32 + 48)
     a_slot = 4 + 8 + 4 + 4 + 4 + 8 + 8
     tables = 2 * (4 + 5) * a_slot + 2 * 2 * (10 * 2 + 4) + 2 * 4
-    assert hot.bytes == pieces + tables + 3 * 2 * 8
+    assert hot.bytes == pieces + tables + 6 * 2 * 2 * 8
     keys, values = hot.pieces(1, 1, 0)
     assert keys.shape == (5, PAGE_TOKENS, DIM)
     assert values.shape == (5, PAGE_TOKENS, VALUE_DIM)
