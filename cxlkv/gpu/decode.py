@@ -129,6 +129,7 @@ class Decoder(Closing):
         self._step: Step | None = None
         self._layer = 0
         self._hint: tuple[int, torch.Tensor] | None = None  # to be asked: a layer, its guess
+        self._guesses: list[torch.Tensor] = []  # of the step: other streams may still read them
         self._brings: int | None = None  # the layer whose hint was asked
         self._closed = False
         self._fallbacks = np.zeros(layout.layers, np.int64)
@@ -345,6 +346,7 @@ class Decoder(Closing):
             return
         if self._brings == layer or self._resident.brings(layer):
             raise OrderError(f"a hint for layer {layer} was given and asked already")
+        self._guesses.append(q)
         if mail is None:
             with gpu_errors(f"a hint for layer {layer}"):
                 self._resident.follow()
@@ -465,6 +467,7 @@ class Decoder(Closing):
                 self._resident.check()
         finally:
             self._step = None
+            self._guesses.clear()
 
     def _take_back(self, step: Step) -> None:
         """The step's rows, and what the device keeps of them."""

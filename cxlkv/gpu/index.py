@@ -171,8 +171,7 @@ class DeviceIndex:
         return made_here.digests if made_here.sketches is None else made_here.sketches
 
     def forget(self, request: int, from_page: int = 0) -> None:
-        """Drop a request's pages from `from_page` on; waits for what the device has queued."""
-        streams.current(self._device).synchronize()
+        """Drop a request's pages from `from_page` on."""
         self._slots[:, request, from_page:] = -1
         for part, requests in enumerate(self._names):
             names = requests[request]

@@ -379,8 +379,8 @@ class Resident:
 
     def bring_by_index(self, layer: int, q: torch.Tensor) -> None:
         """Fetch, beside what the current stream does, pages that the index chooses for a guess of a
-        layer's query."""
-        with self._side.fork(layer, q):
+        layer's query, which stays as it is until the step ends."""
+        with self._side.fork(layer):
             self._choose(layer, q, self._hint)
             self._fetch(layer, self._hint)
 

@@ -75,17 +75,16 @@ class Side:
         self._stream = new(device)
         self._forked = event(device)
         self._done = [event(device) for _ in range(pieces)]
-        self._kept: dict[int, object] = {}
+        self._forked_now: set[int] = set()
 
     def __contains__(self, number: int) -> bool:
         """True from fork() to join()."""
-        return number in self._kept
+        return number in self._forked_now
 
     @contextlib.contextmanager
-    def fork(self, number: int, kept: object) -> Iterator[None]:
-        """Queue what follows there, behind all that the current stream has now. kept: what it
-        reads, whose memory nobody else may get before join()."""
-        self._kept[number] = kept
+    def fork(self, number: int) -> Iterator[None]:
+        """Queue what follows there, behind all that the current stream has now."""
+        self._forked_now.add(number)
         self._forked.record(current(self._device))
         self._stream.wait_event(self._forked)
         with use(self._stream):
@@ -96,11 +95,11 @@ class Side:
 
     def join(self, number: int) -> None:
         """Make the current stream wait for a piece, if it was forked."""
-        if number in self._kept:
+        if number in self._forked_now:
             current(self._device).wait_event(self._done[number])
-            del self._kept[number]
+            self._forked_now.remove(number)
 
     def synchronize(self) -> None:
         """Block the host until all of it is done, joined or not."""
         self._stream.synchronize()
-        self._kept.clear()
+        self._forked_now.clear()

@@ -47,7 +47,7 @@ class PageTables:
         self._base = base_address
         self._pages_max = pages_max
         shape = (parts, requests, pages_max)
-        # What copies to the device are made from. A row only grows; forget() waits for them.
+        # What copies to the device are made from: what is written anew is copied again.
         self._host = {
             name: streams.pinned(*shape, dtype=torch.int64, device=device)
             for name in (*PageRows._fields, "tags")
@@ -102,8 +102,7 @@ class PageTables:
             )
 
     def forget(self, request: int, from_page: int = 0) -> None:
-        """Drop the pages from `from_page` on; waits for copies in flight."""
-        streams.current(self._device["tags"].device).synchronize()
+        """Drop the pages from `from_page` on."""
         for name, array in self._device.items():
             array[:, request, from_page:] = NO_TAG if name == "tags" else 0
         self._count[:, request] = np.minimum(self._count[:, request], from_page)

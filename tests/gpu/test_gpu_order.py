@@ -1,0 +1,301 @@
+"""The order of events: decode steps by streams that run late give what they give in sequence.
+
+Every copy and kernel is delayed at will, in as many orders as there are seeds; what a stream may
+not do before another is then seen in the outputs, which are compared to the bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from cxlkv import KVLayout
+from cxlkv.errors import CXLKVError, StaleError
+from cxlkv.gpu.decode import Decoder
+from cxlkv.gpu.index import DeviceIndex, Marks
+from cxlkv.gpu.resident import Resident
+from cxlkv.kernels import runtime
+from cxlkv.ndp.engine import Budget
+
+from ..support.late_streams import Schedule, Site
+from ..support.lengths import nightly
+from .test_gpu_decode import (
+    BY_DEVICE,
+    DIM,
+    GROUP,
+    HEADS,
+    HOST,
+    PAGE,
+    Model,
+    Place,
+    decoder_of,
+    resident_of,
+)
+
+LAYERS = 3
+OPERATIONS = 6
+
+
+class Text:
+    """A decoder's life: steps with a small hot buffer, and all that happens between them. The same
+    seed has the same calls, by a schedule or without."""
+
+    def __init__(self, seed: int, place: Place, hints: bool, schedule: Schedule | None = None):
+        layout = KVLayout(
+            layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_tokens=PAGE, dtype="float32"
+        )
+        self.model, self.random = Model(seed, layout=layout), np.random.default_rng(seed)
+        self.hints, self.schedule = hints, schedule
+        self.streams = [] if schedule is None else [schedule.current]
+        self.found: list[torch.Tensor] = []
+        self.decoder: Decoder = decoder_of(
+            self.model,
+            "cpu",
+            requests=2,
+            budget=Budget(pages=4, sinks=1, recent=1),
+            hot_pages=5,
+            place=place,
+        )
+        for tokens in (70, 33):
+            self.add(tokens)
+
+    def call(self, work: Callable[..., object], *given: object) -> object:
+        if self.schedule is None:
+            return work(*given)
+        with self.schedule.use(self.schedule.random.choice(self.streams)):
+            late = [self.schedule.given(x) if torch.is_tensor(x) else x for x in given]
+            with self.schedule:
+                return work(*late)
+
+    def add(self, tokens: int) -> None:
+        self.call(self.decoder.add, self.model.sequence(tokens)[0])
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """And perhaps a hint for the next."""
+        heads = HEADS * GROUP
+        if self.hints and layer + 1 < LAYERS and self.random.random() < 0.8:
+            self.call(self.decoder.hint, layer + 1, self.model.draw(2, 1, heads, DIM))
+        rows = [self.model.draw(2, 1, count, DIM) for count in (heads, HEADS, HEADS)]
+        out = self.call(self.decoder.layer, layer, *rows)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def step(self) -> None:
+        self.call(self.decoder.begin)
+        outs = [self.layer(layer) for layer in range(LAYERS)]
+        self.call(self.decoder.end)
+        self.found += [out.clone() for out in outs]
+
+    def abandoned(self) -> None:
+        """A step that ends on its way, with a hint that no layer waits for."""
+        self.call(self.decoder.begin)
+        for layer in range(int(self.random.integers(1, LAYERS))):
+            self.layer(layer)
+        self.call(self.decoder.abandon)
+
+    def stale(self) -> None:
+        """A page that is another by its generation, when it is fetched, is an error of this step
+        alone."""
+        resident = resident_of(self.decoder)
+        hot, generation = resident.hot, resident._tables.rows[0].generations[0, 0]
+        assert hot is not None
+
+        def change(by: int) -> None:
+            resident.follow()
+            hot.forget(0)
+            generation.add_(by)
+
+        self.call(self.decoder.begin)
+        self.call(change, 1)
+        for layer in range(LAYERS):
+            self.layer(layer)
+        with pytest.raises(StaleError):
+            self.call(self.decoder.end)
+        self.call(change, -1)
+
+    def truncated(self) -> None:
+        request = int(self.random.integers(2))
+        tokens = len(self.decoder._of(request)) - int(self.random.integers(1, 9))
+        self.call(self.decoder.truncate, request, tokens)
+
+    def changed(self) -> None:
+        """Rows that somebody else appends, in the place of the last ones."""
+        request = int(self.random.integers(2))
+        sequence = self.decoder._of(request)
+        tokens = len(sequence) - int(self.random.integers(0, 6))
+        sequence.truncate(tokens)
+        for layer in range(LAYERS):
+            sequence.append(layer, *(self.model.draw(7, HEADS, DIM) for _ in range(2)))
+        self.call(self.decoder.changed, request, tokens)
+
+    def another(self) -> None:
+        request = int(self.random.integers(2))
+        gone = self.call(self.decoder.remove, request)
+        gone.release()  # type: ignore[attr-defined]
+        self.add(int(self.random.integers(20, 80)))
+
+    def run(self, operations: int) -> list[torch.Tensor]:
+        self.step()
+        for _ in range(operations):
+            between = [self.abandoned, self.truncated, self.changed, self.another, self.stale]
+            if self.random.random() < 0.7:
+                between[int(self.random.integers(len(between)))]()
+            self.step()
+        self.found += [torch.from_numpy(x) for x in self.decoder.by_layer()[:3]]
+        self.call(self.decoder.close)
+        self.model.pool.close()
+        return self.found
+
+
+@pytest.fixture(autouse=True)
+def references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+
+
+Break = Callable[[pytest.MonkeyPatch, Schedule], None]
+
+
+def late(
+    seed: int, place: Place, hints: bool, number: int, *, wanders: bool, breaks: Break | None = None
+) -> tuple[list[torch.Tensor], Schedule]:
+    """The same by a schedule. wanders: each call is made on one of three streams."""
+    with pytest.MonkeyPatch.context() as patch:
+        schedule = Schedule(number)
+        schedule.stand_in(patch)
+        if breaks is not None:
+            breaks(patch, schedule)
+        text = Text(seed, place, hints, schedule)
+        if wanders:
+            text.streams += [schedule.new(), schedule.new()]
+        return text.run(OPERATIONS), schedule
+
+
+def differs(
+    seed: int,
+    place: Place,
+    hints: bool,
+    orders: int,
+    *,
+    wanders: bool = False,
+    breaks: Break | None = None,
+) -> int | None:
+    """The first of so many orders, each of another text, whose outputs or counts are others."""
+    for number in range(orders):
+        wanted = Text(seed + number, place, hints).run(OPERATIONS)
+        found, _ = late(seed + number, place, hints, number, wanders=wanders, breaks=breaks)
+        if not all(one.equal(other) for one, other in zip(wanted, found, strict=True)):
+            return number
+    return None
+
+
+@pytest.mark.parametrize("place", [HOST, *BY_DEVICE])
+@pytest.mark.parametrize("hints", [False, True])
+@pytest.mark.parametrize("wanders", [False, True])
+@pytest.mark.parametrize("orders", [4, nightly(150)])
+def test_outputs_are_those_of_any_order(
+    seed: int, place: Place, hints: bool, wanders: bool, orders: int
+) -> None:
+    if orders < 10 and place in BY_DEVICE[1:]:
+        pytest.skip("nightly")
+    assert differs(seed, place, hints, orders, wanders=wanders) is None
+
+
+# ---- each order is needed ----
+
+SITES = {
+    "streams.fork.record": 2,
+    "streams.fork.wait_event": 1,
+    "streams.join.wait_event": 1,
+    "streams.synchronize.synchronize": 1,
+    "resident.follow.wait_stream": 1,
+    "resident.synchronize.synchronize": 1,
+    "decode.layer.await_answer": 2,
+}
+"""How often each function of the step's path calls what orders streams."""
+
+
+def sites_of(seed: int) -> dict[str, list[Site]]:
+    """Those that a text passes, in the order of their lines."""
+    found: dict[str, list[Site]] = {}
+    for place in (HOST, BY_DEVICE[0]):
+        _, schedule = late(seed, place, True, 0, wanders=True)
+        for site in sorted(schedule.sites, key=lambda one: one[3]):
+            known = found.setdefault(".".join(site[:3]), [])
+            if site not in known:
+                known.append(site)
+    return found
+
+
+def test_all_that_orders_streams_is_known(seed: int) -> None:
+    assert {name: len(sites) for name, sites in sites_of(seed).items()} == SITES
+
+
+def told(seed: int, place: Place, breaks: Break, *, wanders: bool, orders: int = 60) -> bool:
+    try:
+        return differs(seed, place, True, orders, wanders=wanders, breaks=breaks) is not None
+    except CXLKVError:  # garbage was read as addresses' generations, or answers
+        return True
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("name", SITES)
+def test_a_wait_that_is_left_out_is_seen(seed: int, name: str, number: int) -> None:
+    if number >= SITES[name]:
+        pytest.skip("there is one")
+    site = sites_of(seed)[name][number]
+
+    def leave_out(_: pytest.MonkeyPatch, schedule: Schedule) -> None:
+        schedule.dropped = site
+
+    place = HOST if name.startswith("decode") else BY_DEVICE[0]
+    assert told(seed, place, leave_out, wanders="follow" in name)
+
+
+def with_one_lane(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+    made = Resident._made_lane
+    lanes: dict[int, object] = {}
+
+    def shared(self: Resident, *args: object, **given: object) -> object:
+        lane = made(self, *args, **given)  # type: ignore[arg-type]
+        return lanes.setdefault(id(self), lane)
+
+    patch.setattr(Resident, "_made_lane", shared)
+
+
+def with_one_set_of_marks(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+    made = DeviceIndex.marks
+    marks: dict[int, Marks] = {}
+    patch.setattr(DeviceIndex, "marks", lambda self: marks.setdefault(id(self), made(self)))
+
+
+def without_keeping(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+    hint = Decoder.hint
+
+    def forgotten(self: Decoder, layer: int, q: torch.Tensor) -> None:
+        hint(self, layer, q)
+        self._guesses.clear()
+
+    patch.setattr(Decoder, "hint", forgotten)
+
+
+@pytest.mark.parametrize("breaks", [with_one_lane, with_one_set_of_marks, without_keeping])
+def test_what_two_streams_share_is_seen(seed: int, breaks: Break) -> None:
+    assert told(seed, BY_DEVICE[0], breaks, wanders=False)
+
+
+@pytest.mark.parametrize("caller", ["load", "forget", "begin", "hint", "layer", "synchronize"])
+def test_a_call_that_does_not_follow_is_seen(seed: int, caller: str) -> None:
+    follow = Resident.follow
+
+    def lose(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+        def followed(self: Resident) -> None:
+            if sys._getframe(1).f_code.co_name != caller:
+                follow(self)
+
+        patch.setattr(Resident, "follow", followed)
+
+    assert told(seed, BY_DEVICE[0], lose, wanders=True)
