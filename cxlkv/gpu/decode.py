@@ -74,6 +74,21 @@ class LayerCounts(NamedTuple):
         """That crossed the link for the hot buffer."""
         return (self.misses + self.hinted) * self.piece_bytes
 
+    @property
+    def chosen(self) -> int:
+        """Pieces that all layers chose."""
+        return int(self.hits.sum() + self.misses.sum())
+
+    def beside(self, other: LayerCounts) -> LayerCounts:
+        """The counts of both."""
+        return LayerCounts(
+            self.hits + other.hits,
+            self.misses + other.misses,
+            self.hinted + other.hinted,
+            self.fallbacks + other.fallbacks,
+            self.piece_bytes,
+        )
+
 
 class Decoder(Closing):
     """Decode steps of up to `requests` sequences: add() them; begin(), layer() for each, end().

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv import Budget, CXLPool
-from cxlkv.adapters.transformers import CXLCache, CXLRequests, gpu_chunks
+from cxlkv.adapters.transformers import CXLCache, CXLRequests, Hints, gpu_chunks
 from cxlkv.adapters.transformers.budgets import Budgets
 from cxlkv.errors import BadArgumentError, PoolFullError, UnsupportedError
 from cxlkv.kernels import runtime
@@ -356,3 +357,28 @@ def test_calls_of_generate_share_prefixes(
             assert (cache.get_seq_length() > 40) == (longer > 0)
             found = generate(llama, text, seen, cache)
         assert torch.equal(found, generate(llama, text, seen, dynamic(llama)))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_hints_go_to_the_decoder(llama: PreTrainedModel, pool: CXLPool, place: str) -> None:
+    """Tokens are the same, and pages that hints brought are hits of the layers behind the first."""
+    budget = Budget(pages=5, sinks=1, recent=1)
+    ids, mask = prompts((96, 80))
+    found = []
+    for hinted in (False, True):
+        cache = by_gpu(pool, llama, budget, place)
+        with contextlib.ExitStack() as stack:
+            hints = stack.enter_context(Hints(llama, cache)) if hinted else None
+            found.append(generate(llama, ids, mask, cache))
+            if hints is not None:
+                assert hints.stats() == {"failed": 0, "late": 0}
+        counts = cache.counters.by_layer
+        assert counts is not None
+        assert (counts.hits + counts.misses > 0).all()
+        assert counts.hinted[0] == 0
+        assert (counts.hinted[1:] > 0).all() == hinted
+        cache.release()
+    if place != "host":  # where hints bring pages that are attended to besides
+        assert torch.equal(*found)
+    with pytest.raises(BadArgumentError, match="Hints"):
+        Hints(llama, CXLCache(pool, llama, budget))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cxlkv import KVLayout
+from cxlkv import KVLayout, _core
 from cxlkv.errors import CXLKVError, StaleError
 from cxlkv.gpu.decode import Decoder
 from cxlkv.gpu.index import DeviceIndex, Marks
@@ -21,7 +21,7 @@ from cxlkv.gpu.resident import Resident
 from cxlkv.kernels import runtime
 from cxlkv.ndp.engine import Budget
 
-from ..support.late_streams import Schedule, Site
+from ..support.late_streams import Fault, Schedule, Site
 from ..support.lengths import nightly
 from .test_gpu_decode import (
     BY_DEVICE,
@@ -60,6 +60,14 @@ class Text:
             hot_pages=5,
             place=place,
         )
+        hot = resident_of(self.decoder).hot
+        if schedule is not None and hot is not None:
+            address, size = _core.pool_memory(self.model.pool._handle)
+            schedule.readable.append(range(address, address + size))
+            for slots in hot._state:
+                schedule.writable |= set(slots.slot_keys_at.flatten().tolist())
+                assert slots.slot_values_at is not None
+                schedule.writable |= set(slots.slot_values_at.flatten().tolist())
         for tokens in (70, 33):
             self.add(tokens)
 
@@ -195,11 +203,11 @@ def differs(
 @pytest.mark.parametrize("place", [HOST, *BY_DEVICE])
 @pytest.mark.parametrize("hints", [False, True])
 @pytest.mark.parametrize("wanders", [False, True])
-@pytest.mark.parametrize("orders", [4, nightly(150)])
+@pytest.mark.parametrize("orders", [2, nightly(150)])
 def test_outputs_are_those_of_any_order(
     seed: int, place: Place, hints: bool, wanders: bool, orders: int
 ) -> None:
-    if orders < 10 and place in BY_DEVICE[1:]:
+    if orders == 2 and place in BY_DEVICE[1:]:
         pytest.skip("nightly")
     assert differs(seed, place, hints, orders, wanders=wanders) is None
 
@@ -234,18 +242,20 @@ def test_all_that_orders_streams_is_known(seed: int) -> None:
     assert {name: len(sites) for name, sites in sites_of(seed).items()} == SITES
 
 
-def told(seed: int, place: Place, breaks: Break, *, wanders: bool, orders: int = 60) -> bool:
+def told(seed: int, place: Place, breaks: Break, *, wanders: bool, orders: int = 150) -> bool:
     try:
         return differs(seed, place, True, orders, wanders=wanders, breaks=breaks) is not None
-    except CXLKVError:  # garbage was read as addresses' generations, or answers
+    except (CXLKVError, Fault):
         return True
 
 
-@pytest.mark.parametrize("number", range(2))
-@pytest.mark.parametrize("name", SITES)
+NEEDED = [(name, number) for name, count in SITES.items() for number in range(count)]
+NEEDED.remove(("resident.synchronize.synchronize", 0))  # check() reads from the device behind it
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "number"), NEEDED)
 def test_a_wait_that_is_left_out_is_seen(seed: int, name: str, number: int) -> None:
-    if number >= SITES[name]:
-        pytest.skip("there is one")
     site = sites_of(seed)[name][number]
 
     def leave_out(_: pytest.MonkeyPatch, schedule: Schedule) -> None:
@@ -282,12 +292,14 @@ def without_keeping(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
     patch.setattr(Decoder, "hint", forgotten)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("breaks", [with_one_lane, with_one_set_of_marks, without_keeping])
 def test_what_two_streams_share_is_seen(seed: int, breaks: Break) -> None:
     assert told(seed, BY_DEVICE[0], breaks, wanders=False)
 
 
-@pytest.mark.parametrize("caller", ["load", "forget", "begin", "hint", "layer", "synchronize"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("caller", ["load", "forget", "begin", "hint", "layer"])
 def test_a_call_that_does_not_follow_is_seen(seed: int, caller: str) -> None:
     follow = Resident.follow
 
@@ -298,4 +310,6 @@ def test_a_call_that_does_not_follow_is_seen(seed: int, caller: str) -> None:
 
         patch.setattr(Resident, "follow", followed)
 
-    assert told(seed, BY_DEVICE[0], lose, wanders=True)
+    # The index waits for many summaries when a text comes: without it more is still on its way.
+    place = HOST if caller == "load" else BY_DEVICE[0]
+    assert told(seed, place, lose, wanders=True)

@@ -104,6 +104,10 @@ class LateEvent:
         return self.point is None or self.point.is_passed
 
 
+class Fault(Exception):
+    """A device faults here, and this process would be overwritten."""
+
+
 class Schedule:
     """One order of all work, by its seed. `with schedule:` around what stands for calls of the
     host, which are not to be seen by the test's own tensors."""
@@ -119,6 +123,8 @@ class Schedule:
         self._mode: _Deferred | None = None
         self.sites: set[Site] = set()
         self.dropped: Site | None = None
+        self.readable: list[range] = []  # addresses of the pool's pages
+        self.writable: set[int] = set()  # and of the hot buffer's slots
 
     def drops(self, method: str) -> bool:
         """Note who asks for this; True where that is to be left out."""
@@ -228,6 +234,21 @@ class Schedule:
 
         return late
 
+    def by_address(self, kernel: Callable[..., object]) -> Callable[..., object]:
+        """The same, or a Fault where a table has an address that is none of these."""
+
+        def checked(*args: torch.Tensor, **given: object) -> object:
+            for address in args[0].flatten().tolist():
+                if address and not any(address in known for known in self.readable):
+                    raise Fault(f"a read at {address:#x}")
+            targets = args[1].flatten().tolist() if kernel.__name__ == "copy_fragments" else ()
+            for address in targets:
+                if address and address not in self.writable:
+                    raise Fault(f"a write at {address:#x}")
+            return kernel(*args, **given)
+
+        return checked
+
     def merged(self, kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> object:
         """A launch whose outputs it makes itself."""
 
@@ -245,6 +266,8 @@ class Schedule:
         patch.setattr(streams, "event", lambda device: LateEvent(self))
         patch.setattr(streams, "use", self.use)
         patch.setattr(streams, "pinned", self.pinned)
+        for name in ("copy_fragments", "check_generations"):
+            patch.setattr(resident, name, self.by_address(getattr(resident, name)))
         for module, names in KERNELS:
             for name in names:
                 patch.setattr(module, name, self.launch(getattr(module, name)))

@@ -26,6 +26,7 @@ from cxlkv.adapters.transformers.sparse_prefill import attend_sparsely, check_ma
 from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
 from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError, UnsupportedError
+from cxlkv.gpu.decode import LayerCounts
 from cxlkv.layout import KVLayout
 from cxlkv.machine.lifetime import OfThisProcess
 from cxlkv.ndp.engine import Budget, Selection, least_error
@@ -49,6 +50,8 @@ class Counters:
     one time: the step's own tokens and, with attention="gpu", the blocks of pages that a device
     keeps for passes of several tokens.
 
+    by_layer: with attention="gpu", hits and misses of the hot buffer by layer.
+
     prefill_blocks: of 128 queries by 128 keys of a query head, that sparse prefills attended to;
     prefill_blocks_causal: those that they would have attended to without prefill_mass.
     """
@@ -59,6 +62,7 @@ class Counters:
     live_bytes_peak: int = 0
     prefill_blocks: int = 0
     prefill_blocks_causal: int = 0
+    by_layer: LayerCounts | None = None
 
 
 Chosen = Callable[[Batch, int, Selection], None]
@@ -268,6 +272,13 @@ class CXLCache(OfThisProcess, Cache):
         for layer in self._far_layers:
             layer.seen = seen
             layer.is_initialized = bool(self.sequences)
+
+    def hint(self, layer: int, query: Tensor) -> None:
+        """With attention="gpu": say what a layer's query [rows, q_heads, dim] will be like, before
+        the layer in front of it. Hints(model, cache) does so."""
+        if self._gpu is None:
+            raise BadArgumentError('hint() is for attention="gpu": else Hints(model, cache, tier)')
+        self._gpu.hint(layer, query)
 
     @property
     def budget(self) -> Budget | tuple[Budget | None, ...] | None:
@@ -493,6 +504,7 @@ class CXLCache(OfThisProcess, Cache):
         self._count_appended(layer, step)
         if part.index == self.pool.layout.layers - 1:
             scored, pieces = self._gpu.read()
+            self.counters.by_layer = self._gpu.counts
             heads = self.pool.layout.kv_heads * self.pool.layout.layers
             page_bytes = self.pool.layout.stored_token_bytes * self.pool.layout.page_tokens
             self.counters.steps += 1

@@ -14,7 +14,7 @@ from torch import Tensor
 from cxlkv.adapters.transformers.prefill import beside_sinks
 from cxlkv.adapters.transformers.steps import LayerStep
 from cxlkv.errors import BadArgumentError, ReleasedError, UnsupportedError
-from cxlkv.gpu.decode import Decoder, longest_list
+from cxlkv.gpu.decode import Decoder, LayerCounts, longest_list
 from cxlkv.gpu.index import unserved
 from cxlkv.gpu.pieces import encodings_of
 from cxlkv.kernels.slots import SLOTS_MAX
@@ -50,7 +50,11 @@ class GpuSteps:
             raise BadArgumentError(f"hot_pages={hot_pages!r:.40}: a whole number, at least 1")
         self._pool, self._method, self._index, self._hot_pages = pool, method, index, hot_pages
         self._decoder: Decoder | None = None
-        self._pages_max, self._hits = 0, 0
+        self._pages_max = 0
+        self.counts: LayerCounts | None = None
+        """Of all steps, as the last one left them."""
+        self._before: LayerCounts | None = None  # of decoders that were closed
+        self._guess: tuple[int, Tensor] | None = None  # of a step that is to begin
         self._rows: list[Tokens] = []
         self._budgets: list[Budget] = []  # the rows'
         self._given: Sequence[Budget] = ()
@@ -62,12 +66,21 @@ class GpuSteps:
 
     def changed(self) -> None:
         """The rows are others, or have got tokens or lost some, elsewhere."""
-        self._is_current = False
+        self._is_current, self._guess = False, None
         if self._decoder is not None and self._decoder._step is not None:
             self._decoder.abandon()  # a pass that failed on its way
         for request, row in enumerate(self._rows):
             with suppress(ReleasedError):
                 self._known[request] = min(self._known[request], len(row))
+
+    def hint(self, layer: int, query: Tensor) -> None:
+        """Pass on what a layer's query [rows, q_heads, dim] will be like, before the layer in front
+        of it; what a decoder does not take is dropped."""
+        decoder = self._decoder
+        if decoder is None or decoder._step is None:
+            self._guess = (layer, query)  # the first layer begins the step
+            return
+        decoder.hint(layer, query.to(decoder.dtype)[:, None].contiguous())
 
     def layer(
         self,
@@ -90,6 +103,9 @@ class GpuSteps:
                 raise
             assert self._decoder is not None
             self._decoder.begin()
+            guess, self._guess = self._guess, None
+            if guess is not None and guess[1].shape == q.shape:
+                self.hint(*guess)
         decoder, made = self._decoder, self._made_for
         assert decoder is not None
         assert made is not None
@@ -194,17 +210,19 @@ class GpuSteps:
         """(bytes that were read to choose, pieces of pages that were chosen) since the last call;
         waits for the device."""
         decoder = self._decoder
-        if decoder is None or decoder._resident is None or decoder._resident.hot is None:
+        if decoder is None:
             return 0, 0
-        counters = decoder._resident.hot.counters()
-        hits, self._hits = self._hits, counters.hits + counters.misses
+        made, before, last = decoder.by_layer(), self._before, self.counts
+        self.counts = made if before is None else made.beside(before)
+        pieces = self.counts.chosen - (0 if last is None else last.chosen)
         scored, decoder.stats.bytes_scored = decoder.stats.bytes_scored, 0
-        return scored, self._hits - hits
+        return scored, pieces
 
     def close(self) -> None:
         self._detach()
         decoder, self._decoder = self._decoder, None
-        self._rows, self._budgets, self._known, self._hits = [], [], [], 0
+        self._rows, self._budgets, self._known = [], [], []
+        self._before, self._guess = self.counts, None
         if decoder is not None:
             if decoder._step is not None:
                 decoder.abandon()

@@ -4,6 +4,8 @@
         model.generate(ids, past_key_values=cache)
         hints.stats()
 
+With CXLCache(attention="gpu") a Decoder brings them into its hot buffer, and there is no tier.
+
 The residual stream changes little from one layer to the next, so that the next layer's norm, query
 projection and rotation, applied to this layer's input, give about the query that the next layer
 will have (InfiniGen, arXiv 2406.19707). The next layer's own attention module computes it: it is
@@ -13,8 +15,9 @@ called with this layer's input, and what it hands to the attention function is t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import cast
 
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from cxlkv.adapters.transformers.attention import DecoderLayer, asked_query
 from cxlkv.adapters.transformers.cache import CXLCache
-from cxlkv.errors import CXLKVError
+from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.machine import lifetime
 from cxlkv.machine.lifetime import Closing
 from cxlkv.ndp.engine import Budget, Selection
@@ -60,7 +63,8 @@ def layers_of(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 
 class Hints(Closing):
-    """Hints of one model to one cache and a local tier of its pool, until close().
+    """Hints of one model to one cache, and a local tier of its pool, until close(); tier None where
+    the cache attends by a GPU, which then takes them at once.
 
     why: the reason why there are none for this model, which then runs as without; None: there are.
     They are for steps of one token under a budget. wait=True: each is carried out before the model
@@ -68,12 +72,22 @@ class Hints(Closing):
     that it comes too late for.
 
     Decoding is three calls into the core a layer instead of one, for what was chosen must be known.
-    An error of a hint is counted, and nothing else comes of it.
+    An error of a hint is counted, and nothing else comes of it. Raises BadArgumentError.
     """
 
     def __init__(
-        self, model: torch.nn.Module, cache: CXLCache, tier: LocalTier, *, wait: bool = False
+        self,
+        model: torch.nn.Module,
+        cache: CXLCache,
+        tier: LocalTier | None = None,
+        *,
+        wait: bool = False,
     ):
+        if (tier is None) != (cache.attention == "gpu"):
+            raise BadArgumentError(
+                'Hints(model, cache) is for attention="gpu", which has a hot buffer; other caches '
+                "have a local tier: Hints(model, cache, tier)"
+            )
         self.why = unhinted(model, cache)
         self._cache, self._tier, self._wait = cache, tier, wait
         self._prefetcher: Hinted | None = None
@@ -89,7 +103,8 @@ class Hints(Closing):
         for number, layer in enumerate(self._layers):
             hook = partial(self._entered, number)
             self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-        cache.on_choice = self._chosen
+        if tier is not None:
+            cache.on_choice = self._chosen
 
     def stats(self) -> dict[str, float | str]:
         """Figures of the prefetcher (state, accuracy, promoted), and how many hints failed or came
@@ -136,8 +151,12 @@ class Hints(Closing):
         query = None
         if target:
             query = asked_query(cast(DecoderLayer, self._layers[target]), states, given)[:, :, 0]
-            query = query.detach().to("cpu")
-        self._give(target, query, budgets)
+            query = query.detach()
+        if self._tier is not None:
+            self._give(target, None if query is None else query.to("cpu"), budgets)
+        elif query is not None:
+            with self._counted():
+                self._cache.hint(target, query)
 
     def _give(self, layer: int, query: Tensor | None, budgets: Sequence[Budget]) -> None:
         if self._job is not None and self._job.cancel():
@@ -148,7 +167,8 @@ class Hints(Closing):
 
     def _hint(self, layer: int, query: Tensor | None, budgets: Sequence[Budget]) -> None:
         sequences = self._cache.sequences
-        try:
+        with self._counted():
+            assert self._tier is not None
             if self._own is None or self._own.sequences != sequences:
                 self._own = self._cache.pool.batch(sequences)
             if self._prefetcher is None:
@@ -156,7 +176,13 @@ class Hints(Closing):
             starts = np.arange(len(sequences) + 1, dtype=np.int32)
             method = self._cache.method
             self._prefetcher.hint(layer, query, starts, budgets, method, batch=self._own)
-        except Exception as error:  # a failed hint slows a step, and must not end the thread
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A failed hint slows a step, and must not end the thread."""
+        try:
+            yield
+        except Exception as error:
             self._failed += 1
             if not isinstance(error, CXLKVError):
                 log.exception("a hint failed")
