@@ -14,6 +14,7 @@ import torch
 
 from cxlkv.arrays import memory_of
 from cxlkv.errors import BadArgumentError, ClosedError, MemoryShortError, UnsupportedError
+from cxlkv.gpu import streams
 from cxlkv.gpu.pieces import Piece, fetched_pieces
 from cxlkv.layout import format_bytes, parse_bytes
 from cxlkv.ndp.engine import Selection, with_axis
@@ -71,12 +72,11 @@ class Staged:
 
     keys: torch.Tensor
     values: torch.Tensor
-    event: torch.cuda.Event | None = None
+    event: torch.cuda.Event
 
     def wait(self) -> None:
         """Make what is queued on the current stream from now on wait for the copies."""
-        if self.event is not None:
-            torch.cuda.current_stream(self.keys.device).wait_event(self.event)
+        streams.current(self.keys.device).wait_event(self.event)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys_at, values_at): int64 [lists, kv_heads, k], where each piece is on the device."""
@@ -110,15 +110,12 @@ class Staging:
             raise BadArgumentError(f"{buffers} buffers: 1 or more")
         self.buffer_bytes = parse_bytes(buffer)
         self._layout = pool.layout
-        self._stream: torch.cuda.Stream | None = None
-        if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._stream = streams.new(self.device)
         self._ring: Ring | None = Ring([self._pinned() for _ in range(buffers)])
 
     def _pinned(self) -> torch.Tensor:
-        pinned = self.device.type == "cuda"
         try:
-            return torch.empty(self.buffer_bytes, dtype=torch.uint8, pin_memory=pinned)
+            return streams.pinned(self.buffer_bytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
             raise MemoryShortError(
                 f"{format_bytes(self.buffer_bytes)} of pinned memory cannot be had: {error}. Ask "
@@ -203,21 +200,19 @@ class Staging:
                         f"out {name}: {array.dtype} {tuple(array.shape)} on {array.device}, wanted "
                         f"{piece.dtype} {wanted} on {self.device}"
                     )
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream(self.device))
-                for array in out:
-                    array.record_stream(self._stream)
+            self._stream.wait_stream(streams.current(self.device))
+            for array in out:
+                streams.lend(array, self._stream)
             return out
         # Made on the stream that writes them, so that nothing has to be waited for; the current
         # stream reads them, so their memory is not given away before it has.
-        with torch.cuda.stream(self._stream):
+        with streams.use(self._stream):
             made = [
                 torch.empty((*lists, *piece.shape), dtype=piece.dtype, device=self.device)
                 for piece in own
             ]
-        if self._stream is not None:
-            for array in made:
-                array.record_stream(torch.cuda.current_stream(self.device))
+        for array in made:
+            streams.lend(array, streams.current(self.device))
         return made
 
     def _fetch(
@@ -241,16 +236,14 @@ class Staging:
 
     def _send(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> torch.cuda.Event | None:
-        with torch.cuda.stream(self._stream):
+    ) -> torch.cuda.Event:
+        with streams.use(self._stream):
             for target, source in zip(targets, sources, strict=False):
                 target.copy_(source, non_blocking=True)
         return self._event()
 
-    def _event(self) -> torch.cuda.Event | None:
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def _event(self) -> torch.cuda.Event:
+        event = streams.event(self.device)
         event.record(self._stream)
         return event
 

@@ -61,6 +61,12 @@ def captures(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def lend(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Keep a tensor's memory from others until what the stream has now is done, should it go."""
+    if isinstance(stream, torch.cuda.Stream):
+        tensor.record_stream(stream)
+
+
 def pinned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros in host memory, for copies to and from the device that nobody waits for."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")

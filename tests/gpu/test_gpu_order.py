@@ -18,6 +18,7 @@ from cxlkv.errors import CXLKVError, StaleError
 from cxlkv.gpu.decode import Decoder
 from cxlkv.gpu.index import DeviceIndex, Marks
 from cxlkv.gpu.resident import Resident
+from cxlkv.gpu.staging import Staging
 from cxlkv.kernels import runtime
 from cxlkv.ndp.engine import Budget
 
@@ -313,3 +314,64 @@ def test_a_call_that_does_not_follow_is_seen(seed: int, caller: str) -> None:
     # The index waits for many summaries when a text comes: without it more is still on its way.
     place = HOST if caller == "load" else BY_DEVICE[0]
     assert told(seed, place, lose, wanders=True)
+
+
+# ---- pages through a ring of buffers ----
+
+STAGING = {
+    "staging._event.record": 1,
+    "staging._targets.wait_stream": 1,
+    "staging.take.synchronize": 1,
+    "staging.wait.wait_event": 1,
+}
+
+
+def stage(seed: int, site: Site | None = None) -> tuple[bool, Schedule]:
+    """Pages of many choices through two small buffers, half of them into the same outputs: True
+    when the bytes are those of fetch()."""
+    model, random = Model(seed), np.random.default_rng(seed)
+    batch = model.pool.batch([model.sequence(tokens)[0] for tokens in (70, 33)])
+    schedule = Schedule(seed)
+    schedule.dropped = site
+    with pytest.MonkeyPatch.context() as patch:
+        schedule.stand_in(patch)
+        piece = 2 * 2 * HEADS * PAGE * DIM * 4
+        staging = Staging(model.pool, "cpu", buffer=2 * piece + 512, buffers=2)
+        shape = (2, HEADS, 5, PAGE, DIM)
+        out = (torch.zeros(shape), torch.zeros(shape))
+        found, wanted = [], []
+        for number in range(8):
+            q = random.standard_normal((2, HEADS * GROUP, DIM), np.float32)
+            picked = batch.select(1, q, [0, 1, 2], Budget(pages=5, per="sequence"))
+            wanted.append(batch.fetch(1, picked, tuple(torch.zeros(shape) for _ in range(2))))
+            with schedule:
+                staged = staging.get(batch, 1, picked, out if number % 2 else None)
+                staged.wait()
+                read = torch.empty(2, *shape)  # by the stream that waits, at some time
+                read[0].copy_(staged.keys)
+                read[1].copy_(staged.values)
+            found.append(read)
+        schedule.pass_by(schedule.current.end())
+        staging.close()
+    model.pool.close()
+    pairs = zip(found, wanted, strict=True)
+    return all(torch.equal(read[i], both[i]) for read, both in pairs for i in (0, 1)), schedule
+
+
+@pytest.mark.parametrize("orders", [10, nightly(1000)])
+def test_staged_pages_are_those_of_any_order(seed: int, orders: int) -> None:
+    sites = {site for number in range(orders) for site in _right_sites(seed + number)}
+    names = [".".join(site[:3]) for site in sites]
+    assert {name: names.count(name) for name in names} == STAGING | {"staging.close.synchronize": 1}
+
+
+def _right_sites(seed: int) -> set[Site]:
+    is_right, schedule = stage(seed)
+    assert is_right
+    return schedule.sites
+
+
+@pytest.mark.parametrize("name", STAGING)
+def test_a_wait_of_staging_that_is_left_out_is_seen(seed: int, name: str) -> None:
+    (site,) = (one for one in stage(seed)[1].sites if ".".join(one[:3]) == name)
+    assert not all(stage(seed + number, site)[0] for number in range(150))
