@@ -17,6 +17,7 @@ import torch
 
 from cxlkv.arrays import Pointers, Sizes
 from cxlkv.errors import BadArgumentError
+from cxlkv.gpu import streams
 from cxlkv.gpu.driver import Driver, index_of
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.ndp import tuning
@@ -32,18 +33,16 @@ class Copied:
     """Copies that are queued on a stream; on the CPU they are already done."""
 
     way: Way
-    event: torch.cuda.Event | None = None
+    event: torch.cuda.Event
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Make what is queued from now on, on the current stream or this one, wait for them. The
         host does not wait."""
-        if self.event is not None:
-            self.event.wait(stream)
+        self.event.wait(stream)
 
     def synchronize(self) -> None:
         """Block the host until they are done."""
-        if self.event is not None:
-            self.event.synchronize()
+        self.event.synchronize()
 
 
 class Pieces(NamedTuple):
@@ -62,10 +61,7 @@ class Copier:
         self.mapping = mapping
         self.device = mapping.device
         self.constants = constants or tuned(self.device)
-        self.stream: torch.cuda.Stream | None = None
-        if self.device.type == "cuda":
-            self._index = index_of(self.device)  # torch takes a number faster than a device
-            self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.stream = streams.new(self.device)
 
     def copy(
         self,
@@ -95,12 +91,8 @@ class Copier:
         self._check_targets(pieces)
         merged = merge(pieces, self.mapping.cuts)
         way = choose(pieces, merged, direction, self.constants)
-        if self.device.type == "cpu":
-            for source, target, size in zip(*(row.tolist() for row in merged), strict=True):
-                ctypes.memmove(target, source, size)
-            return Copied(way)
-        if way == "dma":
-            return self._dma(merged, after)
+        if way == "dma" or self.device.type == "cpu":
+            return self._dma(way, merged, after)
         if torch.cuda.is_current_stream_capturing():
             raise BadArgumentError("in a CUDA graph the kernel's tables lie on the device")
         tables = torch.empty((2, len(pieces.sizes)), dtype=torch.int64, pin_memory=True)
@@ -134,15 +126,14 @@ class Copier:
         return self._kernel(source_at, target_at, sizes, after)
 
     def _begin(self, after: torch.cuda.Event | None) -> torch.cuda.Stream:
-        assert self.stream is not None
         if after is None:
-            self.stream.wait_stream(torch.cuda.current_stream(self._index))
+            self.stream.wait_stream(streams.current(self.device))
         else:
             self.stream.wait_event(after)
         return self.stream
 
     def _end(self, way: Way, stream: torch.cuda.Stream) -> Copied:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = streams.event(self.device)
         event.record(stream)
         return Copied(way, event)
 
@@ -157,7 +148,7 @@ class Copier:
         from cxlkv.kernels.copies import copy_fragments  # Triton, which takes seconds to load
 
         stream = self._begin(after)
-        with torch.cuda.stream(stream):
+        with streams.use(stream):
             if second is None:
                 first, second = first.to(self.device, non_blocking=True).unbind(0)
             else:
@@ -166,12 +157,17 @@ class Copier:
             copy_fragments(first, second, size, programs=self.constants.kernel_sms)
         return self._end("kernel", stream)
 
-    def _dma(self, pieces: Pieces, after: torch.cuda.Event | None) -> Copied:
-        assert self.mapping.driver is not None
+    def _dma(self, way: Way, pieces: Pieces, after: torch.cuda.Event | None) -> Copied:
         stream = self._begin(after)
-        batched = not torch.cuda.is_current_stream_capturing()
-        submit(self.mapping.driver, self._index, pieces, stream.cuda_stream, batched)
-        return self._end("dma", stream)
+        if self.device.type == "cpu":
+            with streams.use(stream):
+                move(pieces)
+            return self._end(way, stream)
+        assert self.mapping.driver is not None
+        batched = not streams.captures(self.device)
+        device = index_of(self.device)
+        submit(self.mapping.driver, device, pieces, stream.cuda_stream, batched)
+        return self._end(way, stream)
 
 
 def tuned(device: torch.device) -> GpuCopyConstants:
@@ -238,6 +234,12 @@ def choose(
     word = math.gcd(int(pieces.sizes[0]), WORD_BYTES)
     bits = np.bitwise_or.reduce(pieces.sources) | np.bitwise_or.reduce(pieces.targets)
     return "dma" if bits % word else "kernel"
+
+
+def move(pieces: Pieces) -> None:
+    """Copy them here."""
+    for source, target, size in zip(*(row.tolist() for row in pieces), strict=True):
+        ctypes.memmove(target, source, size)
 
 
 def submit(driver: Driver, device: int, pieces: Pieces, stream: int, batched: bool) -> None:

@@ -6,7 +6,6 @@ computes the next layer; the host touches metadata only.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ import torch
 
 from cxlkv.arrays import PageIds, memory_of
 from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
-from cxlkv.gpu.copier import Copier, Pieces, merge
+from cxlkv.gpu import streams
+from cxlkv.gpu.copier import Copier, Pieces, merge, move
 from cxlkv.gpu.driver import index_of
 from cxlkv.gpu.errors import check_rows
 from cxlkv.gpu.pieces import DTYPES
@@ -35,24 +35,22 @@ NO_CUTS = np.empty(0, np.int64)
 
 @dataclass
 class Sent:
-    """A layer on its way. memory: what is read until `event`, None where the copy is done;
-    by_host: copies from pinned memory into the pool, for the host to make after it."""
+    """A layer on its way. memory: what is read until `event`; by_host: copies from pinned memory
+    into the pool, for the host to make after it."""
 
     memory: object
-    event: Waitable | None
+    event: Waitable
     by_host: Pieces | None = None
 
     @property
     def has_arrived(self) -> bool:
-        return self.event is None or self.event.query()
+        return self.event.query()
 
     def arrive(self) -> None:
         """Wait for the copy, and make the host's copies."""
-        if self.event is not None:
-            self.event.synchronize()
+        self.event.synchronize()
         if self.by_host is not None:
-            for source, target, size in zip(*(row.tolist() for row in self.by_host), strict=True):
-                ctypes.memmove(target, source, size)
+            move(self.by_host)
 
 
 @dataclass
@@ -81,8 +79,7 @@ class State:
         if chunk is None:
             return
         for sent in chunk.sent:
-            if sent.event is not None:
-                sent.event.synchronize()
+            sent.event.synchronize()
         given = chunk.pages[chunk.pages != NO_PAGE]
         if len(given):
             self.pages.free(given)
@@ -250,11 +247,9 @@ class WriteThrough(Closing):
         wanted = self._wanted(batch, offsets, rewind)
         pages, count = np.full(wanted.shape, NO_PAGE, np.uint32), int(wanted.sum())
         pages[wanted] = self.pool.pages.retry(lambda: self.pool.pages.alloc(count), count)
-        sums = torch.zeros(
-            (layout.layers, int(offsets[-1]), layout.kv_heads, 4),
-            dtype=torch.int32,
-            pin_memory=self._copier is not None and self._copier.device.type == "cuda",
-        )
+        shape = (layout.layers, int(offsets[-1]), layout.kv_heads, 4)
+        writer = torch.device("cpu") if self._copier is None else self._copier.device
+        sums = streams.pinned(*shape, dtype=torch.int32, device=writer)
         made = Chunk(batch, offsets, pages, rewind, sums)
         self._state.chunk = made
         return made
@@ -333,21 +328,18 @@ class WriteThrough(Closing):
         """Into pinned memory; what arrive() does, copies it into the pool."""
         device = checksums.device
         base = self.pool.pages.memory()[0]
-        if device.type == "cpu":
-            chunk.sums[layer] = checksums
-            return Sent(tensors, None, self._merged(chunk, layer, tensors, base))
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._stream = streams.new(device)
+        self._stream.wait_stream(streams.current(device))
         given = {**tensors, "checksums": checksums}
         pinned = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            name: streams.pinned(*tensor.shape, dtype=tensor.dtype, device=device)
             for name, tensor in given.items()
         }
-        with torch.cuda.stream(self._stream):
+        with streams.use(self._stream):
             for name, tensor in given.items():
                 pinned[name].copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = streams.event(device)
         event.record(self._stream)
         sums = pinned.pop("checksums")
         pieces = _with(self._merged(chunk, layer, pinned, base), sums, chunk.sums[layer])

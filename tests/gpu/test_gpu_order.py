@@ -15,10 +15,13 @@ import torch
 
 from cxlkv import KVLayout, _core
 from cxlkv.errors import CXLKVError, StaleError
+from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.decode import Decoder
 from cxlkv.gpu.index import DeviceIndex, Marks
+from cxlkv.gpu.mapping import Mapping
 from cxlkv.gpu.resident import Resident
 from cxlkv.gpu.staging import Staging
+from cxlkv.gpu.write import WriteThrough
 from cxlkv.kernels import runtime
 from cxlkv.ndp.engine import Budget
 
@@ -375,3 +378,86 @@ def _right_sites(seed: int) -> set[Site]:
 def test_a_wait_of_staging_that_is_left_out_is_seen(seed: int, name: str) -> None:
     (site,) = (one for one in stage(seed)[1].sites if ".".join(one[:3]) == name)
     assert not all(stage(seed + number, site)[0] for number in range(150))
+
+
+# ---- pages that a device writes ----
+
+WRITING = {
+    "write": {
+        "write._send_to_host.wait_stream": 1,
+        "write._send_to_host.record": 1,
+        "write.arrive.synchronize": 1,
+        "write.abandon.synchronize": 1,  # needed by a copier's stream alone
+    },
+    "copier": {
+        "copier._begin.wait_stream": 1,
+        "copier._end.record": 1,
+        "write.arrive.synchronize": 1,
+        "write.abandon.synchronize": 1,
+    },
+}
+
+
+def written(seed: int, way: str, site: Site | None = None) -> tuple[bool, Schedule]:
+    """A chunk that is abandoned, whose pages are appended to at once, and one that is finished:
+    True when both sequences have their rows. way: by a copier's stream, or by pinned memory."""
+    model = Model(seed)
+    schedule = Schedule(seed)
+    schedule.dropped = site
+    pool = model.pool
+    with pytest.MonkeyPatch.context() as patch:
+        schedule.stand_in(patch)
+        copier = Copier(Mapping(pool, "cpu")) if way == "copier" else None
+        writer = WriteThrough(pool, copier)
+        rows = [[model.draw(8 * PAGE, HEADS, DIM) for _ in range(2)] for _ in range(2 * 2)]
+        into = [pool.sequence(), pool.sequence()]
+        with schedule:
+            for layer, (k, v) in enumerate(rows[:1]):
+                writer.put(into[0], layer, k, v)
+            writer.abandon()
+            for layer, (k, v) in enumerate(rows[:2]):
+                into[0].append(layer, k, v)
+            for layer, (k, v) in enumerate(rows[2:]):
+                writer.put(into[1], layer, k, v)
+            writer.finish()
+        found = [rows for one in into for layer in (0, 1) for rows in one.fetch(layer)]
+        schedule.pass_by(schedule.streams[-1].end())
+        if copier is not None:
+            copier.mapping.close()
+    model.pool.close()
+    wanted = [one.transpose(0, 1) for both in rows for one in both]
+    pairs = zip(found, wanted, strict=True)
+    return all(np.array_equal(np.asarray(a).reshape(b.shape), b) for a, b in pairs), schedule
+
+
+@pytest.mark.parametrize("way", WRITING)
+@pytest.mark.parametrize("orders", [10, nightly(1000)])
+def test_written_pages_are_those_of_any_order(seed: int, way: str, orders: int) -> None:
+    names: set[str] = set()
+    for number in range(orders):
+        is_right, schedule = written(seed + number, way)
+        assert is_right
+        names |= {".".join(site[:3]) for site in schedule.sites}
+    assert names == set(WRITING[way])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        (way, name)
+        for way, names in WRITING.items()
+        for name in names
+        if (way, name) != ("write", "write.abandon.synchronize")
+    ],
+)
+def test_a_wait_of_writing_that_is_left_out_is_seen(seed: int, way: str, name: str) -> None:
+    (site,) = (one for one in written(seed, way)[1].sites if ".".join(one[:3]) == name)
+
+    def is_right(number: int) -> bool:
+        try:
+            return written(seed + number, way, site)[0]
+        except CXLKVError:
+            return False
+
+    assert not all(is_right(number) for number in range(150))

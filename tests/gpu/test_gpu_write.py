@@ -307,6 +307,7 @@ def test_bytes_that_change_on_their_way_are_found(pool: CXLPool) -> None:
     put_all(writer, sequence, rows)
     chunk = writer._state.chunk
     assert chunk is not None
+    writer._drain(chunk, wait=True)
     chunk.sums[1, 0, 1, 2] ^= 1
     with pytest.raises(CorruptError, match="kv head 1: its K"):
         writer.finish(verify=True)

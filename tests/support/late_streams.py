@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from cxlkv.gpu import decode, hot, index, recent, resident, streams
+from cxlkv.gpu import copier, decode, hot, index, recent, resident, streams, write
 from cxlkv.gpu.mailbox import Mailbox
+from cxlkv.kernels.encode import Encoded
 
 KERNELS: list[tuple[object, tuple[str, ...]]] = [
     (recent, ("append_rows", "append_codes")),
@@ -118,6 +119,7 @@ class Schedule:
         self.streams: list[LateStream] = []
         self.current = self.new()
         self.host_memory: dict[int, torch.Tensor] = {}  # by address; pinned
+        self.memory: list[torch.Tensor] = []  # that addresses may still name, whoever has it
         self.temporary: dict[int, int] = {}  # likewise, that is not: how many tensors
         self.is_running = False
         self._mode: _Deferred | None = None
@@ -214,12 +216,14 @@ class Schedule:
         self.temporary[at] -= 1
 
     def given(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the current stream computes late: NaN before, and when nobody has the tensor any
+        """What the current stream computes late: garbage before, and when nobody has the tensor any
         more, as its memory is another's then."""
-        memory, stream = torch.full_like(tensor, torch.nan), self.current
+        garbage = torch.nan if tensor.is_floating_point() else 85
+        memory, stream = torch.full_like(tensor, garbage), self.current
         lent = memory.view_as(memory)
+        self.memory.append(memory)
         self.put(stream, lambda: memory.copy_(tensor))
-        weakref.finalize(lent, lambda: self.put(stream, lambda: memory.fill_(torch.nan)))
+        weakref.finalize(lent, lambda: self.put(stream, lambda: memory.fill_(garbage)))
         return lent
 
     def launch(self, kernel: Callable[..., object]) -> Callable[..., object]:
@@ -273,8 +277,19 @@ class Schedule:
                 patch.setattr(module, name, self.launch(getattr(module, name)))
         patch.setattr(resident, "merge", self.merged(resident.merge))
         patch.setattr(decode, "Mailbox", lambda *args: LateMailbox(self, *args))
+        patch.setattr(copier, "move", self.launch(copier.move))
+        patch.setattr(write, "encode", self._encoded_late(write.encode))
         for name in ("from_numpy", "tensor"):
             patch.setattr(torch, name, self._made_on_host(getattr(torch, name)))
+
+    def _encoded_late(self, encode: Callable[..., Encoded]) -> Callable[..., Encoded]:
+        def late(*args: object, **given: object) -> Encoded:
+            with _disable_current_modes():
+                made = encode(*args, **given)
+                parts = {name: part for name, part in vars(made).items() if part is not None}
+                return replace(made, **{name: self.given(part) for name, part in parts.items()})
+
+        return late
 
     def _made_on_host(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def made(*args: object, **given: object) -> torch.Tensor:
