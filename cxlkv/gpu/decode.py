@@ -53,7 +53,7 @@ from cxlkv.numbers import is_whole, seconds
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
-__all__ = ["Decoder", "LayerCounts"]
+__all__ = ["Decoder"]
 
 DEADLINE_S = 2.0
 
@@ -362,15 +362,14 @@ class Decoder(Closing):
         if self._brings == layer or self._resident.brings(layer):
             raise OrderError(f"a hint for layer {layer} was given and asked already")
         self._guesses.append(q)
-        if mail is None:
-            with gpu_errors(f"a hint for layer {layer}"):
-                self._resident.follow()
+        with gpu_errors(f"a hint for layer {layer}"):
+            self._resident.follow()  # q may be read on another stream
+            if mail is None:
                 self._resident.bring_by_index(layer, q)
-            self.stats.hints += 1
-            return
-        self._hint = (layer, q)
-        if layer == self._layer:
-            with gpu_errors(f"a hint for layer {layer}"):
+                self.stats.hints += 1
+                return
+            self._hint = (layer, q)
+            if layer == self._layer:
                 self._ask_hint(layer)
 
     def _ask_hint(self, layer: int) -> None:

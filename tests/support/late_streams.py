@@ -16,20 +16,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from cxlkv.gpu import copier, decode, hot, index, recent, resident, streams, write
+from cxlkv.gpu import copier, decode, index, recent, resident, streams, write
 from cxlkv.gpu.mailbox import Mailbox
-from cxlkv.kernels.encode import Encoded
+from cxlkv.kernels import slots
+from cxlkv.kernels.encode import Encoded, encode
+from cxlkv.kernels.merge import merge
 
 KERNELS: list[tuple[object, tuple[str, ...]]] = [
     (recent, ("append_rows", "append_codes")),
     (index, ("score", "choose")),
-    (hot.kernel, ("assign", "residents", "invalidate")),
+    (slots, ("assign", "residents", "invalidate")),
+    (copier, ("move",)),
     (resident, ("attend", "check_generations", "copy_fragments", "known_pages", "page_sources")),
 ]
 """Launches that return nothing but what they were given to write to."""
@@ -44,6 +48,18 @@ WEIGHTS = (1.0, 0.1, 0.001)
 
 Site = tuple[str, str, str, int]
 """A call that orders streams: module, function, what it calls, line."""
+
+
+class Kernel(Protocol):
+    """A launch, or what stands for it."""
+
+    def __call__(self, *args: object, **given: object) -> object: ...
+
+
+class Making(Protocol):
+    """What makes a tensor of the host's numbers."""
+
+    def __call__(self, *args: object, **given: object) -> torch.Tensor: ...
 
 
 @dataclass
@@ -178,12 +194,12 @@ class Schedule:
 
     def __enter__(self) -> Schedule:
         self._mode = _Deferred(self)
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         assert self._mode is not None
-        self._mode.__exit__(*error)
+        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
         self._mode = None
 
     @contextlib.contextmanager
@@ -226,7 +242,7 @@ class Schedule:
         weakref.finalize(lent, lambda: self.put(stream, lambda: memory.fill_(garbage)))
         return lent
 
-    def launch(self, kernel: Callable[..., object]) -> Callable[..., object]:
+    def launch(self, kernel: Kernel) -> Kernel:
         """The same, late. It returns what it will have written: out, or what it was given last."""
 
         def late(*args: object, **given: object) -> object:
@@ -238,30 +254,38 @@ class Schedule:
 
         return late
 
-    def by_address(self, kernel: Callable[..., object]) -> Callable[..., object]:
-        """The same, or a Fault where a table has an address that is none of these."""
+    def by_address(self, name: str) -> Kernel:
+        """A launch, or a Fault where one of its tables has an address that is none of these."""
+        kernel: Kernel = getattr(resident, name)
 
-        def checked(*args: torch.Tensor, **given: object) -> object:
-            for address in args[0].flatten().tolist():
+        def checked(*args: object, **given: object) -> object:
+            sources, targets = args[:2]
+            assert isinstance(sources, torch.Tensor)
+            assert isinstance(targets, torch.Tensor)
+            for address in sources.flatten().tolist():
                 if address and not any(address in known for known in self.readable):
-                    raise Fault(f"a read at {address:#x}")
-            targets = args[1].flatten().tolist() if kernel.__name__ == "copy_fragments" else ()
-            for address in targets:
+                    raise Fault(f"{name} reads at {address:#x}")
+            for address in targets.flatten().tolist() if name == "copy_fragments" else ():
                 if address and address not in self.writable:
-                    raise Fault(f"a write at {address:#x}")
+                    raise Fault(f"{name} writes at {address:#x}")
             return kernel(*args, **given)
 
         return checked
 
-    def merged(self, kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> object:
-        """A launch whose outputs it makes itself."""
+    def merged_late(
+        self, partials: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """merge() into what it makes."""
+        out, lse = torch.empty_like(partials[0], dtype=dtype), torch.empty_like(lses[0])
+        self.put(self.current, lambda: merge(partials, lses, dtype, out=out, lse=lse))
+        return out, lse
 
-        def late(partials: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype) -> object:
-            out, lse = torch.empty_like(partials[0], dtype=dtype), torch.empty_like(lses[0])
-            self.put(self.current, lambda: kernel(partials, lses, dtype, out=out, lse=lse))
-            return out, lse
-
-        return late
+    def encoded_late(self, k: torch.Tensor, v: torch.Tensor | None, **given: object) -> Encoded:
+        """encode(), whose outputs come late and are gone when nobody has them."""
+        with _disable_current_modes():
+            made = encode(k, v, **given)  # type: ignore[arg-type]
+            parts = {name: part for name, part in vars(made).items() if part is not None}
+            return replace(made, **{name: self.given(part) for name, part in parts.items()})
 
     def stand_in(self, patch: pytest.MonkeyPatch) -> None:
         """For everything that a decoder uses of a device."""
@@ -271,27 +295,17 @@ class Schedule:
         patch.setattr(streams, "use", self.use)
         patch.setattr(streams, "pinned", self.pinned)
         for name in ("copy_fragments", "check_generations"):
-            patch.setattr(resident, name, self.by_address(getattr(resident, name)))
+            patch.setattr(resident, name, self.by_address(name))
         for module, names in KERNELS:
             for name in names:
                 patch.setattr(module, name, self.launch(getattr(module, name)))
-        patch.setattr(resident, "merge", self.merged(resident.merge))
+        patch.setattr(resident, "merge", self.merged_late)
         patch.setattr(decode, "Mailbox", lambda *args: LateMailbox(self, *args))
-        patch.setattr(copier, "move", self.launch(copier.move))
-        patch.setattr(write, "encode", self._encoded_late(write.encode))
+        patch.setattr(write, "encode", self.encoded_late)
         for name in ("from_numpy", "tensor"):
             patch.setattr(torch, name, self._made_on_host(getattr(torch, name)))
 
-    def _encoded_late(self, encode: Callable[..., Encoded]) -> Callable[..., Encoded]:
-        def late(*args: object, **given: object) -> Encoded:
-            with _disable_current_modes():
-                made = encode(*args, **given)
-                parts = {name: part for name, part in vars(made).items() if part is not None}
-                return replace(made, **{name: self.given(part) for name, part in parts.items()})
-
-        return late
-
-    def _made_on_host(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def _made_on_host(self, make: Making) -> Making:
         def made(*args: object, **given: object) -> torch.Tensor:
             found = make(*args, **given)
             return found if given.get("device") is not None else self.note_temporary(found)

@@ -273,13 +273,6 @@ class CXLCache(OfThisProcess, Cache):
             layer.seen = seen
             layer.is_initialized = bool(self.sequences)
 
-    def hint(self, layer: int, query: Tensor) -> None:
-        """With attention="gpu": say what a layer's query [rows, q_heads, dim] will be like, before
-        the layer in front of it. Hints(model, cache) does so."""
-        if self._gpu is None:
-            raise BadArgumentError('hint() is for attention="gpu": else Hints(model, cache, tier)')
-        self._gpu.hint(layer, query)
-
     @property
     def budget(self) -> Budget | tuple[Budget | None, ...] | None:
         """One for all rows, or the rows' own as they stand now."""

@@ -154,9 +154,9 @@ class Hints(Closing):
             query = query.detach()
         if self._tier is not None:
             self._give(target, None if query is None else query.to("cpu"), budgets)
-        elif query is not None:
+        elif query is not None and self._cache._gpu is not None:
             with self._counted():
-                self._cache.hint(target, query)
+                self._cache._gpu.hint(target, query)
 
     def _give(self, layer: int, query: Tensor | None, budgets: Sequence[Budget]) -> None:
         if self._job is not None and self._job.cancel():
