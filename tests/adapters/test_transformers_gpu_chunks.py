@@ -69,7 +69,7 @@ class LateStaging(Staging):
         for memory in out:
             memory.fill_(torch.nan)
         values = out[1] if len(out) > 1 else out[0][..., : found.values.shape[-1]]
-        made = self.writes[out[0].data_ptr()] = Late(out[0], values, None, found)
+        made = self.writes[out[0].data_ptr()] = Late(out[0], values, found.event, found)
         return made
 
 
