@@ -142,11 +142,9 @@ class Decoder(Closing):
         self._budgets, self._pages_max = [self._budget] * requests, pages_max
         self._sequences: list[Sequence | None] = [None] * requests
         self._step: Step | None = None
-        self._layer = 0
+        self._layer, self._closed = 0, False
         self._hint: tuple[int, torch.Tensor] | None = None  # to be asked: a layer, its guess
-        self._guesses: list[torch.Tensor] = []  # of the step: other streams may still read them
         self._brings: int | None = None  # the layer whose hint was asked
-        self._closed = False
         self._fallbacks = np.zeros(layout.layers, np.int64)
         scale = layout.head_dim**-0.5 if scale is None else positive_float32(scale, "scale")
         softcap = softcap_of(softcap) or None
@@ -341,6 +339,7 @@ class Decoder(Closing):
             rewind=self.rewind,
         )
         self._layer, self._hint, self._brings = 0, None, None
+        self._guesses: list[torch.Tensor] = []  # until the step ends: other streams may read them
         self._selector.begin()
 
     def hint(self, layer: int, q: torch.Tensor) -> None:

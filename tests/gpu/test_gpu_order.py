@@ -365,7 +365,7 @@ def stage(seed: int, site: Site | None = None) -> tuple[bool, Schedule]:
     return all(same), schedule
 
 
-@pytest.mark.parametrize("orders", [10, nightly(1000)])
+@pytest.mark.parametrize("orders", [4, nightly(1000)])
 def test_staged_pages_are_those_of_any_order(seed: int, orders: int) -> None:
     sites = {site for number in range(orders) for site in _right_sites(seed + number)}
     names = [".".join(site[:3]) for site in sites]
@@ -435,7 +435,7 @@ def written(seed: int, way: str, site: Site | None = None) -> tuple[bool, Schedu
 
 
 @pytest.mark.parametrize("way", WRITING)
-@pytest.mark.parametrize("orders", [10, nightly(1000)])
+@pytest.mark.parametrize("orders", [4, nightly(1000)])
 def test_written_pages_are_those_of_any_order(seed: int, way: str, orders: int) -> None:
     names: set[str] = set()
     for number in range(orders):
