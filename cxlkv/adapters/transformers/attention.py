@@ -122,6 +122,8 @@ def asked_query(layer: DecoderLayer, states: Tensor, given: dict[str, object]) -
 def _check_window(layer: FarLayer, window: int | None, new_tokens: int) -> None:
     """Raises UnsupportedError when the model's layer sees other tokens than the pool's."""
     hides_nothing = layer.window is None and (window is None or layer.seen + new_tokens <= window)
+    if layer.window is None:
+        layer.longest = window
     if hides_nothing or layer.window == window:
         return
     raise UnsupportedError(

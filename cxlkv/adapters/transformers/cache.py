@@ -18,6 +18,7 @@ from cxlkv.adapters.transformers import budgets
 from cxlkv.adapters.transformers.gpu_chunks import GpuChunks
 from cxlkv.adapters.transformers.gpu_steps import GpuSteps
 from cxlkv.adapters.transformers.gradients import without_gradients
+from cxlkv.adapters.transformers.graph import UNCOUNTED, CompiledSteps
 from cxlkv.adapters.transformers.latent import Absorbed
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
 from cxlkv.adapters.transformers.prefill import attend_to_new, beside_sinks
@@ -117,6 +118,7 @@ class FarLayer(OfThisProcess, CacheLayerMixin):
         self.window = window  # how many tokens a token sees, its own included; None: all
         self.is_sliding = window is not None
         self.seen = 0  # tokens so far, padding included
+        self.longest: int | None = None  # the model's window, of a layer that has none in the pool
 
     @property
     def cache(self) -> CXLCache:
@@ -150,10 +152,10 @@ class FarLayer(OfThisProcess, CacheLayerMixin):
         return key, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
+        return (UNCOUNTED if self.cache._captures else self.seen + query_length), 0
 
     def get_seq_length(self, *args: object) -> int:
-        return self.seen
+        return UNCOUNTED if self.cache._captures else self.seen
 
     def get_max_length(self) -> int:
         return -1
@@ -257,6 +259,7 @@ class CXLCache(OfThisProcess, Cache):
         self._step: Step | None = None
         self._pending: Announced | None = None
         self._holds_traced = False  # keys and values that gradients were to lead to
+        self._captures = False  # whether this pass is only captured: nothing of it counts
         self._start_from(sequences, max((len(s) for s in sequences), default=0))
         self.budget = budget
 
@@ -318,7 +321,7 @@ class CXLCache(OfThisProcess, Cache):
         new, self._pending = self._pending, None
         if new is None or new.index != layer.index:
             raise BadArgumentError("a layer attends once to what it gave to its CXLCache")
-        if layer.index == 0 or self._step is None:
+        if (layer.index == 0 and not self._captures) or self._step is None:
             self._step = self._begin(
                 call.mask, call.query.shape[0], call.query.shape[2], call.positions
             )
@@ -485,8 +488,10 @@ class CXLCache(OfThisProcess, Cache):
         self._refuse_on_choice()
         values = None if new.values is None else step.rows(new.values)
         rows = (queries, step.rows(new.keys), values)
-        rewind = max(self.rewind_tokens, step.tokens)
+        if self._captures:
+            return self._gpu.attend(part, rows)
         try:
+            rewind = self._rewind(step)
             out = self._gpu.layer(part, self.sequences, self._of_selects, rows, rewind)
         except BaseException:  # the decoder takes back all of the step
             self._gpu.changed()
@@ -496,13 +501,7 @@ class CXLCache(OfThisProcess, Cache):
             raise
         self._count_appended(layer, step)
         if part.index == self.pool.layout.layers - 1:
-            scored, pieces = self._gpu.read()
-            self.counters.by_layer = self._gpu.counts
-            heads = self.pool.layout.kv_heads * self.pool.layout.layers
-            page_bytes = self.pool.layout.stored_token_bytes * self.pool.layout.page_tokens
-            self.counters.steps += 1
-            self.counters.bytes_scored += scored
-            self.counters.bytes_read += pieces * page_bytes // heads
+            self._count_gpu_step(self._gpu)
         return out
 
     def _refuse_on_choice(self) -> None:
@@ -526,6 +525,58 @@ class CXLCache(OfThisProcess, Cache):
         out = chunks.attend(part, self.sequences, query, own, picked)
         self._note_live(chunks.bytes, int(step.new.sum()))
         return out
+
+    def _rewind(self, step: Step) -> int:
+        return max(self.rewind_tokens, step.tokens)
+
+    def _count_gpu_step(self, gpu: GpuSteps) -> None:
+        scored, pieces = gpu.read()
+        self.counters.by_layer = gpu.counts
+        heads = self.pool.layout.kv_heads * self.pool.layout.layers
+        page_bytes = self.pool.layout.stored_token_bytes * self.pool.layout.page_tokens
+        self.counters.steps += 1
+        self.counters.bytes_scored += scored
+        self.counters.bytes_read += pieces * page_bytes // heads
+
+    def compile(self, model: object, batch_sizes: Sequence[int] = (1,)) -> CompiledSteps:
+        """Until the result is closed, replay a CUDA graph of the whole model where a pass has one
+        more token of each row, and so many rows; attention="gpu". All other passes run eagerly.
+
+        Raises UnsupportedError for models whose steps the host takes part in: with experts, or
+        rotary embeddings that depend on the length; BadArgumentError, GeometryError.
+        """
+        return CompiledSteps(self, model, batch_sizes)
+
+    def _next_step(self, batch: int, mask: Tensor | None, positions: Tensor) -> Step | str:
+        """The pass of one more token of each row, checked; or why a graph does not do it."""
+        step, gpu = self._begin(mask, batch, 1, positions), self._gpu
+        assert gpu is not None
+        if step.real is not None:
+            return "a row without a token"
+        seen = self._far_layers[0].seen
+        if any(one.longest is not None and seen >= one.longest for one in self._far_layers):
+            return "beyond a window that the pool does not have"
+        return step if gpu.fits(self.sequences, self._of_selects) else "a decoder is to be made"
+
+    def _whole_step(self, step: Step, work: Callable[[], object], undone: bool = False) -> None:
+        """Take a _next_step() of all layers, which work() has the device do; undone: as in
+        GpuSteps.whole()."""
+        assert self._gpu is not None
+        self._step, self._captures = step, undone
+        try:
+            budgets, rewind = self._of_selects, self._rewind(step)
+            self._gpu.whole(self.sequences, budgets, rewind, work, undone=undone)
+        except BaseException:
+            self._gpu.changed()
+            self._pending = None
+            raise
+        finally:
+            self._captures = False
+        if undone:
+            return
+        for layer in self._far_layers:
+            self._count_appended(layer, step)
+        self._count_gpu_step(self._gpu)
 
     def _prefill_sparsely(self, part: LayerStep, call: Call, mass: float) -> Tensor:
         """[batch, tokens, q_heads, value_dim], sequence by sequence; short ones attend to all."""

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from cxlkv.adapters.transformers.prefill import beside_sinks
 from cxlkv.adapters.transformers.steps import LayerStep
 from cxlkv.errors import BadArgumentError, ReleasedError, UnsupportedError
 from cxlkv.gpu.decode import Decoder, LayerCounts, longest_list
+from cxlkv.gpu.errors import gpu_errors
 from cxlkv.gpu.index import unserved
 from cxlkv.gpu.pieces import encodings_of
 from cxlkv.kernels.slots import SLOTS_MAX
@@ -23,6 +24,9 @@ from cxlkv.ndp.engine import PAGES_MAX, Budget
 from cxlkv.numbers import is_whole
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence as Tokens
+
+if TYPE_CHECKING:
+    from cxlkv.adapters.transformers.graph import Captured
 
 PAGES_MORE = 64  # for which a decoder has room beyond what its texts have
 ALL = Budget(share=1.0)
@@ -50,6 +54,7 @@ class GpuSteps:
             raise BadArgumentError(f"hot_pages={hot_pages!r:.40}: a whole number, at least 1")
         self._pool, self._method, self._index, self._hot_pages = pool, method, index, hot_pages
         self._decoder: Decoder | None = None
+        self.captured: Captured | None = None  # a step of this decoder, as a graph
         self._pages_max = 0
         self.counts: LayerCounts | None = None
         """Of all steps, as the last one left them."""
@@ -96,16 +101,21 @@ class GpuSteps:
         Batch.append()."""
         q = rows[0]
         if part.index == 0:
-            try:
-                self._ready(part, sequences, budgets, q).rewind = rewind
-            except BaseException:
-                self.close()
-                raise
-            assert self._decoder is not None
-            self._decoder.begin()
+            wanted = frozenset(self._want(budgets))
+            asked = _Asked(
+                *(len(sequences), q.shape[1], q.device, wanted, part.scale, part.softcap)
+            )
+            self._begin(asked, sequences, rewind)
             guess, self._guess = self._guess, None
             if guess is not None and guess[1].shape == q.shape:
                 self.hint(*guess)
+        out = self.attend(part, rows)
+        if part.index == self._pool.layout.layers - 1:
+            self._end()
+        return out
+
+    def attend(self, part: LayerStep, rows: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
+        """layer() within a step: nothing begins or ends here, and a graph may capture it."""
         decoder, made = self._decoder, self._made_for
         assert decoder is not None
         assert made is not None
@@ -120,23 +130,66 @@ class GpuSteps:
         if part.sinks is not None:
             assert decoder.lse is not None
             out = beside_sinks(out, decoder.lse[:, 0], part.sinks)
-        if part.index == self._pool.layout.layers - 1:
-            decoder.end()
-            self._known = [len(row) for row in self._rows]
-        return out.to(q.dtype)
+        return out.to(rows[0].dtype)
 
-    def _ready(
-        self, part: LayerStep, sequences: Sequence[Tokens], given: Sequence[Budget], q: Tensor
-    ) -> Decoder:
-        """The decoder, with these rows as they are now."""
-        longest = max(map(len, sequences)) + 1
-        pages = -(-longest // self._pool.layout.page_tokens)
+    def fits(self, sequences: Sequence[Tokens], budgets: Sequence[Budget]) -> bool:
+        """Whether the decoder that is there takes the next step of these."""
+        made, pages = self._made_for, self._pages(sequences)
+        if self._decoder is None or made is None or pages > self._pages_max:
+            return False
+        wanted = frozenset(self._want(budgets))
+        return made == made._replace(requests=len(sequences), budgets=wanted)
+
+    def whole(
+        self,
+        sequences: Sequence[Tokens],
+        budgets: Sequence[Budget],
+        rewind: int,
+        work: Callable[[], object],
+        *,
+        undone: bool = False,
+    ) -> None:
+        """A step of all layers, which work() has the device do, by a graph; fits() was asked.
+        undone: work() only captured it, and nothing of the step stays."""
+        assert self._made_for is not None
+        assert self._decoder is not None
+        self._want(budgets)
+        self._guess = None
+        self._begin(self._made_for, sequences, rewind)
+        with gpu_errors("a captured step"):
+            work()
+        if undone:
+            self._decoder.abandon()
+        else:
+            self._end(replayed=True)
+
+    def _begin(self, asked: _Asked, sequences: Sequence[Tokens], rewind: int) -> None:
+        try:
+            decoder = self._ready(asked, sequences)
+        except BaseException:
+            self.close()
+            raise
+        decoder.rewind = rewind
+        decoder.begin()
+
+    def _end(self, *, replayed: bool = False) -> None:
+        assert self._decoder is not None
+        self._decoder.end(replayed=replayed)
+        self._known = [len(row) for row in self._rows]
+
+    def _pages(self, sequences: Sequence[Tokens]) -> int:
+        """Of the longest one behind its next step."""
+        return -(-(max(map(len, sequences)) + 1) // self._pool.layout.page_tokens)
+
+    def _want(self, given: Sequence[Budget]) -> list[Budget]:
+        """As decoders take them: one for all rows, or one for each."""
         if given is not self._given:
             self._given, self._wanted = given, [self._wide(one) for one in given or [ALL]]
-        wanted = self._wanted
-        asked = _Asked(
-            *(len(sequences), q.shape[1], q.device, frozenset(wanted), part.scale, part.softcap)
-        )
+        return self._wanted
+
+    def _ready(self, asked: _Asked, sequences: Sequence[Tokens]) -> Decoder:
+        """The decoder, with these rows as they are now."""
+        pages, wanted = self._pages(sequences), self._wanted
         budgets = wanted * len(sequences) if len(wanted) == 1 else wanted
         if self._decoder is None or asked != self._made_for or pages > self._pages_max:
             self._make(asked, pages)
@@ -226,4 +279,5 @@ class GpuSteps:
         if decoder is not None:
             if decoder._step is not None:
                 decoder.abandon()
+            self.captured = None  # nothing of it runs any more
             decoder.close()

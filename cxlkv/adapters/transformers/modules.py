@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from enum import Enum
 from functools import partial
 from types import ModuleType
@@ -58,6 +58,32 @@ PLAIN_MODULES = (
 PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype)
 
 
+def global_hooks() -> list[Mapping[int, object]]:
+    """Hooks of all modules."""
+    return [getattr(torch.nn.modules.module, f"_global{kind}") for kind in HOOKS]
+
+
+class Kept:
+    """Modules as they are: classes, attributes and tensors, but for the numbers in these; hooks."""
+
+    def __init__(
+        self, modules: Iterable[torch.nn.Module], hooks: Iterable[Mapping[int, object]] = ()
+    ):
+        self._modules = [*modules]
+        self._attributes: list[tuple[object, object]] = [(one, dict(one)) for one in hooks]
+        for module in self._modules:
+            own = vars(module)
+            self._attributes.append((own, {name: _copy(value) for name, value in own.items()}))
+        self._classes_and_tensors = _classes_and_tensors(self._modules)
+
+    def still(self) -> bool:
+        try:
+            same = all(now == before for now, before in self._attributes)
+        except RuntimeError:  # a tensor is there now, which is neither equal nor not
+            return False
+        return same and _classes_and_tensors(self._modules) == self._classes_and_tensors
+
+
 class Walk:
     """Collects a line for each module and attribute, and all tensors by name.
 
@@ -73,28 +99,22 @@ class Walk:
         self._configs: dict[int, str] = {}
         self._seen: dict[int, object] = {}  # objects, held so that no other gets their place
         self._modules: list[torch.nn.Module] = []
-        self._kept: list[tuple[object, object]] = []  # what may change in place, and a copy
-        self._classes_and_tensors: list[object] = []
+        self._told: list[Mapping[int, object]] = []  # hooks
+        self._kept = Kept(())
         self._opaque = False  # whether there is something that has no such copy
 
     def model(self, model: torch.nn.Module) -> None:
-        for kind in HOOKS:
-            self._hooks("every module", getattr(torch.nn.modules.module, f"_global{kind}"))
+        for hooks in global_hooks():
+            self._hooks("every module", hooks)
         inner = self._unwrapped(model)
         config = getattr(inner, "config", None)
         self._configs[id(config)] = ""  # that one has a word of its own
         self._module("", inner)
-        self._classes_and_tensors = _classes_and_tensors(self._modules)
+        self._kept = Kept(self._modules, self._told)
 
     def still(self) -> bool:
         """Whether another walk would find the same, but for numbers in the tensors."""
-        if self._opaque or not self._modules:
-            return False
-        try:
-            same = all(now == before for now, before in self._kept)
-        except RuntimeError:  # a tensor is there now, which is neither equal nor not
-            return False
-        return same and _classes_and_tensors(self._modules) == self._classes_and_tensors
+        return not self._opaque and bool(self._modules) and self._kept.still()
 
     def _unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model without torch.compile's and LoRA's wrappers, which leave results as they
@@ -117,7 +137,6 @@ class Walk:
         self._seen[id(module)] = module
         self._modules.append(module)
         own = vars(module)
-        self._kept.append((own, {name: _copy(value) for name, value in own.items()}))
         for kind in HOOKS:
             if own[kind]:
                 self._hooks(path, own[kind])
@@ -183,7 +202,7 @@ class Walk:
 
     def _hooks(self, path: str, hooks: Mapping[int, object]) -> None:
         """What unknown code does to results is not known, even if it is the same code."""
-        self._kept.append((hooks, dict(hooks)))
+        self._told.append(hooks)
         for hook in hooks.values():
             name = _name(hook)
             if not name.startswith(KNOWN_HOOKS):
