@@ -412,7 +412,8 @@ def tests(suite: Suite) -> Step:
         return Step("tests", "skipped", f"no GPU: {suite.no_gpu}")
     if suite.quick:
         return Step("tests", "skipped", "--quick leaves them out")
-    patterns = ("tests/kernels/test_*.py", "tests/gpu/test_*.py")
+    whole_steps = "tests/adapters/test_transformers_graph.py"
+    patterns = (whole_steps, "tests/kernels/test_*.py", "tests/gpu/test_*.py")
     files = sorted(path for p in patterns for path in glob.glob(p, root_dir=CHECKOUT))
     end = time.monotonic() + suite.left_s("tests")
     workers = max(1, min(6, len(os.sched_getaffinity(0)) // 2))
@@ -420,8 +421,9 @@ def tests(suite: Suite) -> Step:
     def one(name: str) -> TestFile:
         # Plugins and versions are not ours there: no options that need one, warnings are shown.
         report = suite.work / f"{Path(name).stem}.xml"
-        flags = "-q -rs -m gpu -W default -p no:cacheprovider --import-mode=importlib -o addopts="
-        command = [sys.executable, "-m", "pytest", *flags.split(), f"--junitxml={report}", name]
+        flags = "-q -rs -W default -p no:cacheprovider --import-mode=importlib -o addopts="
+        command = [sys.executable, "-m", "pytest", *flags.split(), "-m", "gpu and not nightly"]
+        command += [f"--junitxml={report}", name]
         ran = run(command, suite.env, end - time.monotonic(), folder=CHECKOUT)
         found = counted(name, report, ran)
         failed, skipped = len(found.failures), len(found.skips)
