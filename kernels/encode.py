@@ -1,8 +1,9 @@
-"""Encodes fresh K and V as the pieces of pages: head-major rows, digests, sketches, their CRC32C.
+"""Encodes fresh K and V as the pieces of pages: head-major rows or codes, digests, sketches, their
+CRC32C.
 
-The bytes are those of the C core (native/src/sequence/append.c, sketch.h), but for codes of
-channels that lie on a border between two, as among its own instruction sets, and for which NaN a
-NaN is.
+The bytes are those of the C core (native/src/sequence/page_write.c, sketch.h), but for codes of
+sketches whose channels lie on a border between two, as among its own instruction sets, and for
+which NaN a NaN of rows is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from cxlkv.errors import BadArgumentError
+from cxlkv.kernels.code_pieces import CodePiece, decoded, write_codes, write_fp8
 from cxlkv.kernels.crc32c import checksums
 from cxlkv.kernels.reference_encode import (
     SKETCH_CHANNELS,
@@ -20,9 +22,11 @@ from cxlkv.kernels.reference_encode import (
     pieces_of,
     sketches_of,
 )
-from cxlkv.kernels.runtime import one_device, runs_triton
+from cxlkv.kernels.runtime import current, one_device, runs_triton
 
 LINE_BYTES = 64
+CODES = ("int8", "int4", "progressive")
+FP8 = "fp8_e4m3"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -43,34 +47,98 @@ def sketch_bytes(page_tokens: int, dim: int) -> int:
 
 
 def encode(
-    k: torch.Tensor, v: torch.Tensor | None, *, page_tokens: int, sketch: bool = True
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    *,
+    page_tokens: int,
+    sketch: bool = True,
+    encodings: tuple[str, str] = ("none", "none"),
 ) -> Encoded:
     """Pieces of k [tokens, kv_heads, dim] and v, of any strides; tokens fill pages.
 
-    float32, float16 or bfloat16. v is None where values are a prefix of the keys. Nothing here
-    waits for the device, but that a shape's first call brings its tables there. Raises
-    BadArgumentError, UnsupportedError.
+    float32, float16 or bfloat16. v is None where values are a prefix of the keys. encodings: of
+    keys and of values, as a KVLayout names them. Nothing here waits for the device, but that a
+    shape's first call brings its tables there. Raises BadArgumentError, UnsupportedError.
     """
     device = one_device(k=k, v=v)
     _check(k, v, page_tokens)
     (tokens, heads, dim), size = k.shape, k.element_size()
     pages = tokens // page_tokens
-    key_bytes, digest_bytes = page_tokens * dim * size, 2 * dim * size
-    value_bytes = page_tokens * v.shape[2] * size if v is not None else 0
+    digest_bytes = 2 * dim * (size if encodings[0] == "none" else 1)
     sketch_size = sketch_bytes(page_tokens, dim) if sketch else 0
-    keys = _pieces(pages, heads, key_bytes, device)
     digests = _pieces(pages, heads, digest_bytes, device)
-    values = None if v is None else _pieces(pages, heads, value_bytes, device)
+    keys, key_bytes = _write(k, page_tokens, encodings[0], digests)
+    values, value_bytes = (None, 0) if v is None else _write(v, page_tokens, encodings[1], None)
     sketches = _pieces(pages, heads, sketch_size, device) if sketch else None
-    if not runs_triton(device):
-        _by_reference(k, v, page_tokens, (keys, values, digests, sketches))
-    elif pages:
-        from cxlkv.kernels.encode_triton import launch
-
-        launch(k, v, page_tokens, (keys, values, digests, sketches))
+    if sketches is not None and pages:
+        _sketch(_kept(k, keys, page_tokens, encodings[0]), page_tokens, sketches)
     sizes = (digest_bytes, sketch_size, key_bytes, value_bytes)
     sums = checksums((digests, sketches, keys, values), sizes)
     return Encoded(keys=keys, values=values, digests=digests, sketches=sketches, checksums=sums)
+
+
+def _write(
+    rows: torch.Tensor, page_tokens: int, encoding: str, digests: torch.Tensor | None
+) -> tuple[torch.Tensor, int]:
+    """K, with digests, or V: pieces, and how many bytes of them count."""
+    tokens, heads, dim = rows.shape
+    piece = CodePiece(encoding, dim, digests is None, page_tokens)
+    size = page_tokens * dim * (1 if encoding == FP8 else rows.element_size())
+    size = piece.bytes if encoding in CODES else size
+    shape = (tokens // page_tokens, heads, size)
+    made = _pieces(*shape, rows.device, gaps=piece.has_planes)
+    if not runs_triton(rows.device):
+        paged = pieces_of(rows, page_tokens)
+        if encoding in CODES:
+            write_codes(paged, piece, made, digests)
+        elif encoding == FP8:
+            write_fp8(paged, made, digests)
+        else:
+            _put(paged, made)
+            if digests is not None:
+                _put(digests_of(paged), digests)
+    elif tokens and encoding == "none":
+        from cxlkv.kernels.encode_triton import launch_rows
+
+        with current(rows.device):
+            launch_rows(rows, made, digests, page_tokens)
+    elif tokens:
+        from cxlkv.kernels.encode_codes_triton import launch_codes, launch_fp8
+
+        with current(rows.device):
+            if encoding == FP8:
+                launch_fp8(rows, page_tokens, made, digests)
+            else:
+                launch_codes(rows, piece, made, digests)
+    return made, size
+
+
+def _kept(k: torch.Tensor, keys: torch.Tensor, page_tokens: int, encoding: str) -> torch.Tensor:
+    """Keys [tokens, kv_heads, dim] as the pool gives them back."""
+    if encoding == "none":
+        return k
+    dim = k.shape[2]
+    if encoding == FP8:
+        rows = keys[..., : page_tokens * dim].view(torch.float8_e4m3fn).bfloat16()
+        rows = rows.unflatten(2, (page_tokens, dim))
+    else:
+        rows = decoded(keys, CodePiece(encoding, dim, False, page_tokens))
+    return rows.transpose(1, 2).flatten(0, 1)
+
+
+def _sketch(keys: torch.Tensor, page_tokens: int, sketches: torch.Tensor) -> None:
+    if not runs_triton(keys.device):
+        _put(sketches_of(pieces_of(keys, page_tokens)), sketches)
+        return
+    from cxlkv.kernels.encode_triton import launch_sketch
+
+    with current(keys.device):
+        launch_sketch(keys, sketches, page_tokens)
+
+
+def _put(data: torch.Tensor, pieces: torch.Tensor) -> None:
+    flat = data.contiguous().view(torch.uint8).flatten(2)
+    pieces[..., : flat.shape[2]] = flat
 
 
 def _check(k: torch.Tensor, v: torch.Tensor | None, page_tokens: int) -> None:
@@ -89,26 +157,10 @@ def _check(k: torch.Tensor, v: torch.Tensor | None, page_tokens: int) -> None:
         )
 
 
-def _pieces(pages: int, heads: int, size: int, device: torch.device) -> torch.Tensor:
+def _pieces(
+    pages: int, heads: int, size: int, device: torch.device, *, gaps: bool = False
+) -> torch.Tensor:
+    """Zeros where not all bytes are written: in gaps within, or up to the end of a line."""
     whole = -(-size // LINE_BYTES) * LINE_BYTES
-    make = torch.empty if whole == size else torch.zeros
+    make = torch.zeros if gaps or whole != size else torch.empty
     return make((pages, heads, whole), dtype=torch.uint8, device=device)
-
-
-def _by_reference(
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    page_tokens: int,
-    out: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None],
-) -> None:
-    pieces = pieces_of(k, page_tokens)
-    made = (
-        pieces,
-        None if v is None else pieces_of(v, page_tokens),
-        digests_of(pieces),
-        sketches_of(pieces) if out[3] is not None else None,
-    )
-    for to, data in zip(out, made, strict=True):
-        if to is not None and data is not None:
-            flat = data.contiguous().view(torch.uint8).flatten(2)
-            to[..., : flat.shape[2]] = flat

@@ -8,29 +8,12 @@ import triton.language as tl
 
 from cxlkv.kernels.reference_encode import BITS, SKETCH_CHANNELS, SKETCH_TOKENS
 from cxlkv.kernels.rotate_triton import factors, paired
-from cxlkv.kernels.runtime import current
 from cxlkv.kernels.variants import Variant, variant
 
 CHANNELS = 128  # of a program that gathers rows
 TILE = 2048  # elements, likewise, and of a program that turns keys
 FRACTION_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-def launch(
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    page_tokens: int,
-    out: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None],
-) -> None:
-    """Keys, values, digests and sketches of rows that were checked, into pieces."""
-    keys, values, digests, sketches = out
-    with current(k.device):
-        _gather(k, keys, digests, page_tokens)
-        if v is not None and values is not None:
-            _gather(v, values, None, page_tokens)
-        if sketches is not None:
-            _sketch(k, sketches, page_tokens)
 
 
 # ---- rows to pieces, and their digests ----
@@ -102,7 +85,7 @@ def _gather_shape(page_tokens: int, dim: int) -> tuple[int, int, int]:
     return channels, tokens, 4 if channels * tokens >= 1024 else 1
 
 
-def _gather(
+def launch_rows(
     rows: torch.Tensor, pieces: torch.Tensor, digests: torch.Tensor | None, page_tokens: int
 ) -> None:
     pages, heads, piece_bytes = pieces.shape
@@ -189,7 +172,7 @@ def _sketch_shape(dim: int) -> tuple[int, int, int, int]:
     return padded, dim.bit_length() - 1, tokens, 4 if padded * tokens >= 1024 else 1
 
 
-def _sketch(k: torch.Tensor, sketches: torch.Tensor, page_tokens: int) -> None:
+def launch_sketch(k: torch.Tensor, sketches: torch.Tensor, page_tokens: int) -> None:
     pages, heads, piece_bytes = sketches.shape
     dim = k.shape[2]
     padded, steps, tokens, warps = _sketch_shape(dim)

@@ -13,29 +13,36 @@ from cxlkv.kernels.variants import Variant, variant
 
 
 @triton.jit
-def _encoded(
-    row, factors, DIM: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr
+def encoded(
+    rows,
+    factors,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    STEPS: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """A row's codes int32 [PADDED] and its scale float16; to the bit those of the C core."""
+    """Codes int32 [ROWS, PADDED] and scales float16 [ROWS] of rows; to the bit those of the C
+    core."""
     channel = tl.arange(0, PADDED)
     half: tl.constexpr = 1 << BITS - 1
     # Of a row so large that its sums are none, the codes are at their ends in any case.
-    most = tl.max(tl.abs(row), 0)
-    row = tl.where((most > 1e31) & (most < float("inf")), row * 2.0**-30, row)
-    x = (row * tl.load(factors + channel))[None, :]
+    most = tl.max(tl.abs(rows), 1)[:, None]
+    rows = tl.where((most > 1e31) & (most < float("inf")), rows * 2.0**-30, rows)
+    x = rows * tl.load(factors + channel)[None, :]
     for step in tl.static_range(STEPS):
-        x = paired(x, channel, DIM, PADDED, 1, 1 << step)
-    x = tl.reshape(x, [PADDED])
-    norm = tl.load(factors + PADDED + channel)
-    y = x * norm
-    finite = tl.min((tl.abs(y) < float("inf")).to(tl.int32), 0) != 0
-    largest = tl.max(tl.where(tl.abs(y) < float("inf"), tl.abs(y), 0.0), 0)
+        x = paired(x, channel, DIM, PADDED, ROWS, 1 << step)
+    norm = tl.load(factors + PADDED + channel)[None, :]
+    y = tl.abs(x * norm)
+    finite = tl.min((y < float("inf")).to(tl.int32), 1) != 0
+    largest = tl.max(tl.where(y < float("inf"), y, 0.0), 1)
     scale = tl.minimum(largest * (1.0 / half), 65504.0).to(tl.float16)
     wide = scale.to(tl.float32)
-    some = finite & (wide > 0)
-    step = x * tl.div_rn(norm, tl.where(wide > 0, wide, 1.0) + tl.zeros([PADDED], tl.float32))
-    step = tl.where(some & (channel < DIM), step, -half * 1.0)
-    code = tl.minimum(tl.maximum(tl.floor(step), -half), half - 1).to(tl.int32) + half
+    some = (finite & (wide > 0))[:, None]
+    divisor = tl.where(some, wide[:, None], 1.0) + tl.zeros([ROWS, PADDED], tl.float32)
+    steps = x * tl.div_rn(norm + tl.zeros([ROWS, PADDED], tl.float32), divisor)
+    steps = tl.where(some & (channel < DIM)[None, :], steps, -half * 1.0)
+    code = tl.minimum(tl.maximum(tl.floor(steps), -half), half - 1).to(tl.int32) + half
     nan = tl.full([], 0x7E00, tl.int16).to(tl.float16, bitcast=True)
     return code, tl.where(finite, scale, nan)
 
@@ -73,7 +80,8 @@ def _append_codes_kernel(
         position = tl.maximum(position, 0)
         at = request * stride_request + tl.cast(step, tl.int64) * stride_step + head * stride_head
         row = tl.load(rows + at + channel, mask=there & (channel < DIM), other=0).to(tl.float32)
-        code, scale = _encoded(row, factors, DIM, PADDED, STEPS, BITS)
+        codes, scales = encoded(row[None, :], factors, DIM, PADDED, STEPS, BITS, 1)
+        code, scale = tl.reshape(codes, [PADDED]), tl.max(scales, 0)
         token = position % page_tokens
         piece = ring + (program * slots + position // page_tokens % slots) * piece_bytes
         scale_at = (piece + scales_offset).to(tl.pointer_type(tl.float16)) + token

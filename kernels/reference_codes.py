@@ -52,11 +52,16 @@ def codes_of(pieces: torch.Tensor, form: CodeForm, page_tokens: int) -> torch.Te
 
 def decode(pieces: torch.Tensor, form: CodeForm, page_tokens: int) -> torch.Tensor:
     """What uint8 [..., piece_bytes] stand for, rotated back: float64 [..., page_tokens, dim]."""
-    codes = codes_of(pieces, form, page_tokens)[..., :page_tokens, : form.dim].double()
     scales = pieces[..., form.scales_offset(page_tokens) :].contiguous().view(torch.float16)
-    rows = (codes + 0.5 - (1 << form.bits - 1)) * scales[..., :page_tokens, None].double()
-    change = signs(form.dim).double().to(pieces.device)
-    return hadamard(rows * change) * change
+    codes = codes_of(pieces, form, page_tokens)[..., :page_tokens, :]
+    return decode_codes(codes, scales[..., :page_tokens], form)
+
+
+def decode_codes(codes: torch.Tensor, scales: torch.Tensor, form: CodeForm) -> torch.Tensor:
+    """The same of codes [..., channels] and scales [...]."""
+    middles = codes[..., : form.dim].double() + 0.5 - (1 << form.bits - 1)
+    change = signs(form.dim).double().to(codes.device)
+    return hadamard(middles * scales[..., None].double() * change) * change
 
 
 def encode(rows: torch.Tensor, form: CodeForm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -241,16 +241,6 @@ def test_records_of_another_encoding_are_refused() -> None:
     assert len(crcs) == len(layouts)
 
 
-def test_pages_of_other_owners_are_not_attached() -> None:
-    with pool_of(small(("int8", "int8")), 400) as pool:
-        pages = pool.pages.alloc(1)
-        sequence = pool.sequence()
-        with pytest.raises(UnsupportedError, match="written by append"):
-            sequence.attach(pages, np.zeros((2, 1, 2, 4), np.uint32))
-        pool.pages.free(pages)
-        sequence.release()
-
-
 # ---- tiers, and hosts ----
 
 

@@ -7,17 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from cxlkv.errors import CXLKVError, GpuError, GpuMemoryError, UnsupportedError
-from cxlkv.layout import KVLayout
-
-
-def check_rows(layout: KVLayout, who: str, remedy: str) -> None:
-    """Raises UnsupportedError where a page's pieces are codes: `who` writes rows there."""
-    if layout.is_encoded:
-        raise UnsupportedError(
-            f"{who}: this pool keeps keys and values as {layout.encoding}, and what a device "
-            f"writes into a pool is as the model made it. {remedy}"
-        )
+from cxlkv.errors import CXLKVError, GpuError, GpuMemoryError
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
 from cxlkv.gpu import streams
 from cxlkv.gpu.copier import Copier, Pieces, merge, move
 from cxlkv.gpu.driver import index_of
-from cxlkv.gpu.errors import check_rows
 from cxlkv.gpu.pieces import DTYPES
 from cxlkv.gpu.staging import Waitable
 from cxlkv.kernels.encode import Encoded, encode
@@ -95,11 +94,6 @@ class WriteThrough(Closing):
         """copier: of a Mapping of this pool, by whose stream a GPU writes into it. None: through
         pinned memory, from which the host copies, where the pool cannot be registered or hosts
         share it."""
-        check_rows(
-            pool.layout,
-            "a WriteThrough",
-            "Batch.append() encodes and writes; or make the pool without an encoding",
-        )
         if copier is not None and copier.mapping.pool is not pool:
             raise BadArgumentError("the copier is of another pool")
         if copier is not None and not copier.mapping.writable:
@@ -151,8 +145,14 @@ class WriteThrough(Closing):
             if batch is not chunk.batch or not np.array_equal(offsets, chunk.starts):
                 raise BadArgumentError("the chunk's layers have the same sequences and starts")
         try:
-            tokens = self.pool.layout.page_tokens
-            encoded = encode(k, v, page_tokens=tokens, sketch=self.pool.sketch)
+            layout = self.pool.layout
+            encoded = encode(
+                k,
+                v,
+                page_tokens=layout.page_tokens,
+                sketch=self.pool.sketch,
+                encodings=(layout.k_encoding, layout.v_encoding),
+            )
             self._drain(chunk)
             chunk.sent.append(self._send(chunk, layer, encoded))
         except BaseException:

@@ -26,7 +26,6 @@ from cxlkv.errors import (
     BadArgumentError,
     CXLKVError,
     PoolFullError,
-    UnsupportedError,
 )
 from cxlkv.layout import DTYPES, FP8, STORED, KVLayout
 from cxlkv.machine.lifetime import OfThisProcess
@@ -294,7 +293,8 @@ class Batch(OfThisProcess):
         tokens (`part_count` of describe()'s geometry; 1 without layer groups), [n] for one part;
         starts counts pages: those of sequence i are [starts[i], starts[i + 1]). All pieces of all
         layers lie where pool.pages.places() says, complete and seen by this CPU (a device's event
-        was waited for): K and V head-major, digests, and sketches if the pool has them.
+        was waited for): K and V head-major or as the pool's encoding has them, digests, and
+        sketches if the pool has them.
         checksums: their CRC32C, [layers, n, kv_heads, 4] in the order digest, sketch, K, V, uint32
         or the same bits in int32; None in a pool without checksums.
 
@@ -303,13 +303,8 @@ class Batch(OfThisProcess):
         sequences end at the end of a page, in all layers. NO_PAGE (cxlkv.pages) stands for a page
         behind its part's window, others there are freed; rewind is as in append(). From now on the
         pages are the sequences'; after an error they are still the caller's. Raises UnevenError,
-        BadArgumentError, and UnsupportedError in a pool with an encoding.
+        BadArgumentError.
         """
-        if self._layout.is_encoded:
-            raise UnsupportedError(
-                f"attach: this pool keeps keys and values as {self._layout.encoding}, and its "
-                "pages are written by append(), which encodes"
-            )
         offsets = self._starts(starts)
         count = int(offsets[-1])
         geometry = _core.pool_geometry(self._pool)

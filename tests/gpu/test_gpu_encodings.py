@@ -1,5 +1,4 @@
-"""Pools that keep keys and values as codes: a device attends to pages as they are kept, and what
-would write rows refuses them by name."""
+"""Pools that keep keys and values as codes: a device attends to pages as they are kept."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from cxlkv.gpu.decode import Decoder
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.gpu.pieces import encodings_of, pieces_of
 from cxlkv.gpu.staging import Staging
-from cxlkv.gpu.write import WriteThrough
 from cxlkv.kernels import runtime
 from cxlkv.kernels.attend import attend
 from cxlkv.ndp.engine import same_pages
@@ -230,25 +228,6 @@ def test_slots_have_the_bytes_of_codes(device: torch.device, seed: int) -> None:
 
 
 # ---- what is refused ----
-
-
-def test_who_writes_rows_refuses_codes(pool: CXLPool) -> None:
-    with pytest.raises(UnsupportedError) as told:
-        WriteThrough(pool)
-    said = str(told.value)
-    assert said.startswith(
-        f"a WriteThrough: this pool keeps keys and values as {pool.layout.encoding}"
-    )
-    assert "Batch.append() encodes and writes" in said
-
-
-def test_pages_that_somebody_else_has_written_are_refused(pool: CXLPool) -> None:
-    pages = pool.pages.alloc(1)
-    sequence = pool.sequence()
-    with pytest.raises(UnsupportedError, match=r"written by append\(\), which encodes"):
-        pool.batch([sequence]).attach(pages, [0, 1], np.zeros((2, 1, 2, 4), np.uint32))
-    sequence.release()
-    pool.pages.free(pages)
 
 
 @pytest.mark.parametrize("encoding", ["progressive", "fp8_e4m3"])

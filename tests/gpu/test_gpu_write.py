@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +25,16 @@ from cxlkv.gpu.mapping import Mapping
 from cxlkv.gpu.write import Sent, WriteThrough
 from cxlkv.kernels import crc32c, encode
 from cxlkv.kernels.runtime import INTERPRETED
+from cxlkv.layout import ENCODINGS
 from cxlkv.ndp.engine import Budget
 from cxlkv.sequence import Sequence
 
 from ..support.lengths import matrix
+from ..support.page_bytes import check_same_bytes
 from ..support.sharing import shared
 
 SEED = 7030
+PAIRS = [pair for pair in product(ENCODINGS, ENCODINGS) if pair != ("none", "none")]
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -80,7 +84,7 @@ def rows_of(layout: KVLayout, tokens: int, device: torch.device, seed: int = SEE
 
     def numbers(dim: int) -> torch.Tensor:
         made = torch.randn((tokens, layout.kv_heads, dim), generator=generator)
-        return made.to(torch.bfloat16).to(device)
+        return made.to(getattr(torch, layout.dtype)).to(device)
 
     own = layout.values == "own"
     return [
@@ -154,6 +158,37 @@ def test_a_chunk_reads_as_if_it_were_appended(
     check_same(written, appended)
     assert pool.admin.check(deep=True)["clean"]
     assert pool.stats()["pages_held"] == len(written.pages) + len(appended.pages)
+
+
+@matrix(dtype=["bfloat16", "float16", "float32"], pair=PAIRS, way=["copier", "pinned memory"])
+def test_pages_of_codes_are_those_that_an_append_writes(
+    shm_path: Path, device: torch.device, dtype: str, pair: tuple[str, str], way: str
+) -> None:
+    """All of a record: its pieces, their sums, and nothing else."""
+    layout = KVLayout(
+        layers=2,
+        kv_heads=2,
+        head_dim=24,
+        value_head_dim=20,
+        page_tokens=20,
+        dtype=dtype,
+        k_encoding=pair[0],
+        v_encoding=pair[1],
+    )
+    with CXLPool.create(shm_path, layout=layout, capacity="4MiB", threads=2) as pool:
+        rows = rows_of(layout, 40, device)
+        written, appended = pool.sequence(), pool.sequence()
+        writer = writer_for(pool, device, way)
+        put_all(writer, written, rows)
+        writer.finish(verify=True)
+        append_all(appended, rows)
+        append_all(written, rows_of(layout, 3, device))
+        append_all(appended, rows_of(layout, 3, device))
+        check_same_bytes((pool, written), (pool, appended))
+        for layer in range(2):  # what is read of them, open tails too
+            for left, right in zip(written.fetch(layer), appended.fetch(layer), strict=True):
+                assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
+        assert pool.admin.check(deep=True)["clean"]
 
 
 @WAYS

@@ -56,7 +56,13 @@ class Written:
     """What the C core wrote for one layer: pieces as in Encoded, from the mapped file."""
 
     def __init__(
-        self, path: Path, k: torch.Tensor, v: torch.Tensor | None, page_tokens: int, dtype: str
+        self,
+        path: Path,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        page_tokens: int,
+        dtype: str,
+        encodings: tuple[str, str] = ("none", "none"),
     ) -> None:
         heads, dim = k.shape[1:]
         group = LayerGroup(
@@ -66,9 +72,12 @@ class Written:
             value_head_dim=dim if v is None else v.shape[2],
             dtype=dtype,
             values="key_prefix" if v is None else "own",
+            k_encoding=encodings[0],
+            v_encoding=encodings[1],
         )
         layout = KVLayout.of([group], page_tokens=page_tokens)
-        with CXLPool.create(path / "pool", layout=layout, capacity="64MiB") as pool:
+        where, capacity = path / "pool", "64MiB"
+        with CXLPool.create(where, layout=layout, capacity=capacity, sketch=True) as pool:
             sequence = pool.sequence()
             sequence.append(0, k, v)
             geometry = _core.pool_geometry(pool._handle)

@@ -231,8 +231,6 @@ static int64_t attach_locked(attach_job *job) {
     if (code < 0 || job->items == 0) return code;
     if ((uint64_t)job->items * pool->geometry.part_count > INT32_MAX)
         return fail(CXLKV_E_ARGUMENT, "%u pages: attach fewer at once", job->items);
-    if (is_encoded(layout))
-        return fail(ENOTSUP, "attach: pages of a pool with an encoding are written by append");
     if (!job->args->pages || (layout->checksum && !job->args->checksums))
         return fail(CXLKV_E_ARGUMENT, "%s: the pool needs them of every page",
                     job->args->pages ? "no checksums" : "no pages");

@@ -1,0 +1,93 @@
+"""The bytes of pages of pools with an encoding, against those that the C core writes."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cxlkv.kernels import encode
+from cxlkv.kernels.code_pieces import CodePiece, decoded
+from cxlkv.layout import ENCODINGS
+
+from ..support.lengths import matrix
+from .test_encode import DTYPES, Written, check_sketches, rows, taken
+from .test_encode import where as where  # a fixture
+
+SHAPES = [(16, 2, 64, 128), (5, 1, 7, 3), (20, 2, 96, 80), (1, 1, 1, 1), (32, 1, 256, 192)]
+"""page_tokens, heads, dim, value_dim."""
+PAIRS = [pair for pair in product(ENCODINGS, ENCODINGS) if pair != ("none", "none")]
+
+
+def drawn(generator: np.random.Generator, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """Of all sizes: rows of zeros, of huge and of tiny numbers, infinities and NaN."""
+    made = rows(generator, shape, dtype).float()
+    made *= torch.from_numpy(np.exp2(generator.integers(-20, 12, (shape[0], 1, 1))))
+    made[0] = 0
+    for row, number in enumerate((1e-40, -3e-9, 2e38, -6e4, np.inf, np.nan, -0.0), start=1):
+        if row < len(made):
+            made[row, :, row % shape[2] :: 2] = number
+    tokens = len(made) // 3
+    if tokens > 8:
+        made[-tokens:] = rows(generator, (tokens, *shape[1:]), dtype)  # pages without a NaN
+    return made.to(DTYPES[dtype])
+
+
+def check(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    page_tokens: int,
+    pair: tuple[str, str],
+    tmp_path: Path,
+    dtype: str,
+) -> None:
+    written = Written(tmp_path, k.cpu(), v.cpu(), page_tokens, dtype, pair)
+    made = encode.encode(k, v, page_tokens=page_tokens, encodings=pair)
+    sums = made.checksums.cpu().numpy().view(np.uint32)
+    exact = {2: (made.keys, written.keys), 3: (made.values, written.values)}
+    if pair[0] != "none":  # its rows have NaN of any bits
+        exact[0] = (made.digests, written.digests)
+    for kind, (found, right) in exact.items():
+        assert right is not None
+        np.testing.assert_array_equal(taken(found), right)
+        np.testing.assert_array_equal(sums[..., kind], written.checksums[..., kind])
+    check_sketches(
+        taken(made.sketches),
+        written.sketches,
+        kept(made.keys, k, page_tokens, pair[0]),
+        page_tokens,
+    )
+
+
+def kept(keys: torch.Tensor, k: torch.Tensor, page_tokens: int, encoding: str) -> torch.Tensor:
+    """Keys as the pool gives them back, [tokens, heads, dim]."""
+    dim = k.shape[2]
+    if encoding == "none":
+        return k
+    if encoding == "fp8_e4m3":
+        found = keys[..., : page_tokens * dim].view(torch.float8_e4m3fn).float()
+        found = found.view(*found.shape[:2], page_tokens, dim)
+    else:
+        found = decoded(keys, CodePiece(encoding, dim, False, page_tokens))
+    return found.transpose(1, 2).flatten(0, 1)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@matrix(shape=SHAPES, dtype=DTYPES, pair=PAIRS, times=2)
+def test_pieces_are_those_of_the_core(
+    where: torch.device,
+    shape: tuple[int, int, int, int],
+    dtype: str,
+    pair: tuple[str, str],
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    page_tokens, heads, dim, value_dim = shape
+    generator = np.random.default_rng(seed)
+    k, v = (
+        drawn(generator, (4 * page_tokens, heads, d), dtype).to(where) for d in (dim, value_dim)
+    )
+    check(k, v, page_tokens, pair, tmp_path, dtype)
