@@ -10,6 +10,7 @@ import torch
 
 from cxlkv.kernels.reference_codes import BLOCK_TOKENS, CodeForm, codes_of, decode_codes, encode
 from cxlkv.kernels.reference_encode import butterflies, signs
+from cxlkv.kernels.rotate import rotate
 
 LINE_BYTES = 64
 SCALE_BYTES = 2  # of a token
@@ -133,6 +134,13 @@ def decoded(pieces: torch.Tensor, piece: CodePiece) -> torch.Tensor:
     scales = pieces[..., piece.scales_offset : piece.digest_scale_offset]
     found = decode_codes(codes, scales.contiguous().view(torch.float16), piece.form)
     return found[..., : piece.page_tokens, :].float()
+
+
+def as_kept(rows: torch.Tensor, form: CodeForm) -> torch.Tensor:
+    """What a pool gives back of rows [..., dim], float32."""
+    codes, scales = encode(rows, form)
+    middles = codes[..., : form.dim].float() + (0.5 - (1 << form.bits - 1))
+    return rotate((middles * scales.float()[..., None]).contiguous(), back=True)
 
 
 def fp8_of(rows: torch.Tensor) -> torch.Tensor:

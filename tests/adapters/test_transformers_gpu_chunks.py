@@ -185,7 +185,7 @@ def test_a_device_keeps_two_blocks_however_long_the_text(
         assert chunks.bytes == 2 * gpu_chunks.BLOCK_BYTES
         cache.release()
         assert chunks.bytes == 0
-    assert largest[0] == largest[1] < 120 * pool.layout.token_bytes // LAYERS
+    assert largest[0] == largest[1] < 480 * pool.layout.token_bytes // LAYERS
     own_bytes = 8 * pool.layout.token_bytes // LAYERS
     assert peaks == [2 * gpu_chunks.BLOCK_BYTES + own_bytes] * 2
 

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from cxlkv.adapters.transformers import budgets
 from cxlkv.adapters.transformers.gpu_chunks import GpuChunks
 from cxlkv.adapters.transformers.gpu_steps import GpuSteps
+from cxlkv.adapters.transformers.gpu_writes import GpuWrites
 from cxlkv.adapters.transformers.gradients import without_gradients
 from cxlkv.adapters.transformers.graph import UNCOUNTED, CompiledSteps
 from cxlkv.adapters.transformers.latent import Absorbed
@@ -241,6 +242,7 @@ class CXLCache(OfThisProcess, Cache):
         self.index, self.hot_pages = index, hot_pages
         self._gpu: GpuSteps | None = None
         self._chunks: GpuChunks | None = None
+        self._writes: GpuWrites | None = None
         if attention == "gpu":
             kind = type(self)
             if kind.choose is not CXLCache.choose or kind.attend is not CXLCache.attend:
@@ -249,6 +251,7 @@ class CXLCache(OfThisProcess, Cache):
                 )
             self._gpu = GpuSteps(pool, method, index, hot_pages)
             self._chunks = GpuChunks(pool)
+            self._writes = GpuWrites(pool)
         self.method = method
         self.prefill_mass = check_mass(prefill_mass)
         self.counters = Counters()
@@ -258,6 +261,7 @@ class CXLCache(OfThisProcess, Cache):
         self._dtype = getattr(torch, pool.layout.dtype)
         self._step: Step | None = None
         self._pending: Announced | None = None
+        self._before_pass = (0, np.empty(0, np.int64))  # tokens seen, and of each row
         self._holds_traced = False  # keys and values that gradients were to lead to
         self._captures = False  # whether this pass is only captured: nothing of it counts
         self._start_from(sequences, max((len(s) for s in sequences), default=0))
@@ -267,6 +271,8 @@ class CXLCache(OfThisProcess, Cache):
         self.sequences = tuple(sequences)
         if self._gpu is not None:
             self._gpu.changed()
+        if self._writes is not None:
+            self._writes.abandon()
         self._batch = self.pool.batch(self.sequences) if self.sequences else None
         self._lengths = np.array([len(s) for s in self.sequences], np.int64)
         self._step = None
@@ -318,6 +324,21 @@ class CXLCache(OfThisProcess, Cache):
 
     def forward(self, layer: FarLayer, call: Call) -> Tensor:
         """Append one layer's new tokens and attend: [batch, tokens, q_heads, value_dim]."""
+        writes = self._writes
+        try:
+            out = self._forward(layer, call)
+            if writes is not None and writes.is_open and layer is self._far_layers[-1]:
+                writes.finish()
+        except BaseException:
+            if writes is not None and writes.is_open:  # nothing of the pass is to be seen
+                writes.abandon()
+                seen, self._lengths = self._before_pass
+                for other in self._far_layers:
+                    other.seen = seen
+            raise
+        return out
+
+    def _forward(self, layer: FarLayer, call: Call) -> Tensor:
         new, self._pending = self._pending, None
         if new is None or new.index != layer.index:
             raise BadArgumentError("a layer attends once to what it gave to its CXLCache")
@@ -423,8 +444,21 @@ class CXLCache(OfThisProcess, Cache):
         assert self._batch is not None
         # What the pool attends to must lie there.
         rewind = max(self.rewind_tokens, 0 if self._attends_to_new(step) else step.tokens)
-        self._batch.append(layer.index, *self._new_rows(step, new), step.starts, rewind)
+        if layer.index == 0 and self._may_be_written_by_gpu(step):
+            assert self._writes is not None
+            self._before_pass = (layer.seen, self._lengths)
+            self._writes.begin(step, self.sequences, self._batch, rewind, new.keys)
+        if self._writes is not None and self._writes.is_open:
+            values = None if new.values is None else step.rows(new.values)
+            self._writes.put(layer.index, step.rows(new.keys), values)
+        else:
+            self._batch.append(layer.index, *self._new_rows(step, new), step.starts, rewind)
         self._count_appended(layer, step)
+
+    def _may_be_written_by_gpu(self, step: Step) -> bool:
+        """Whether nobody reads the step's tokens in the pool before its end."""
+        read = self.prefill_mass is not None and not self._attends_to_new(step)
+        return self._writes is not None and step.tokens > 1 and not read
 
     def _count_appended(self, layer: FarLayer, step: Step) -> None:
         if layer.index == 0:
@@ -513,13 +547,14 @@ class CXLCache(OfThisProcess, Cache):
     def _attend_by_gpu(
         self, chunks: GpuChunks, part: LayerStep, query: Tensor, new: Announced
     ) -> Tensor:
-        """Attention of any pass, whose tokens the pool has: [batch, tokens, q_heads, value_dim]."""
+        """Attention of any pass; the pool has its tokens if it is of one each: [batch, tokens,
+        q_heads, value_dim]."""
         step, layout = part.step, self.pool.layout
         picked, own = None, None
         if step.tokens == 1:
             self._refuse_on_choice()
             picked = self._chosen(part, step.rows(query))
-        elif not layout.is_encoded:
+        else:
             values = new.keys[..., : layout.value_head_dim] if new.values is None else new.values
             own = (new.keys, values)
         out = chunks.attend(part, self.sequences, query, own, picked)
@@ -694,6 +729,8 @@ class CXLCache(OfThisProcess, Cache):
             self._gpu.close()
         if self._chunks is not None:
             self._chunks.close()
+        if self._writes is not None:
+            self._writes.close()
 
     def release(self) -> None:
         """Give all pages back; the cache is empty then and may be used anew."""

@@ -13,8 +13,9 @@ from torch import Tensor
 from cxlkv.adapters.transformers.prefill import attend_to_block, beside_sinks, weighed
 from cxlkv.adapters.transformers.steps import LayerStep
 from cxlkv.gpu.errors import gpu_errors
-from cxlkv.gpu.pieces import DTYPES, fetched_pieces
+from cxlkv.gpu.pieces import DTYPES, Piece, fetched_pieces, pieces_of
 from cxlkv.gpu.staging import ALIGNMENT_BYTES, Staging
+from cxlkv.kernels.code_pieces import as_kept
 from cxlkv.kernels.merge import merge
 from cxlkv.ndp.engine import Selection, unscored
 from cxlkv.pool import CXLPool
@@ -66,6 +67,7 @@ class GpuChunks:
     def __init__(self, pool: CXLPool):
         self._pool, layout = pool, pool.layout
         self._pieces = fetched_pieces(layout, decoded=True)
+        self._kept = pieces_of(layout)
         page_bytes = layout.kv_heads * sum(piece.bytes for piece in self._pieces)
         self._columns = max(1, BLOCK_BYTES // page_bytes)
         self._buffer_bytes = self._columns * page_bytes + 2 * ALIGNMENT_BYTES
@@ -108,7 +110,10 @@ class GpuChunks:
                 new = slice(step.tokens - text.new, None)
                 asked, found = query[text.row, :, new], _Sum(text.new, *shape[2:], query.device)
                 if own is not None:
-                    keys, values = (self._as_kept(one[text.row, :, new], query) for one in own)
+                    keys, values = (
+                        self._as_kept(one[text.row, :, new], piece, query)
+                        for one, piece in zip(own, self._kept, strict=True)
+                    )
                     found.add(0, attend_to_block(part, asked, keys, values, 0))
                 for pages in text.blocks:
                     keys, values = (one.to(query.dtype) for one in next(staged))
@@ -117,9 +122,12 @@ class GpuChunks:
                 out[text.row, new] = beside_sinks(found.out, found.lse, part.sinks).to(out.dtype)
         return out
 
-    def _as_kept(self, states: Tensor, query: Tensor) -> Tensor:
+    def _as_kept(self, states: Tensor, piece: Piece, query: Tensor) -> Tensor:
         """As the pool would give them back."""
-        return states.to(DTYPES[self._pool.layout.dtype]).to(query.dtype)
+        found = states.to(DTYPES[self._pool.layout.dtype])
+        if piece.code is not None:
+            found = as_kept(found, piece.code).to(found.dtype)
+        return found.to(query.dtype)
 
     def _text(self, part: LayerStep, row: int, is_all: bool, picked: Selection | None) -> _Text:
         """is_all: the new tokens are read from the pool, too."""

@@ -1,0 +1,172 @@
+"""Passes of many tokens on a device: whole pages go to the pool while the model computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cxlkv.adapters.transformers.steps import Step
+from cxlkv.errors import CXLKVError, MemoryShortError, RegistrationError
+from cxlkv.gpu.copier import Copier
+from cxlkv.gpu.errors import gpu_errors
+from cxlkv.gpu.mapping import Mapping
+from cxlkv.gpu.write import WriteThrough
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Batch
+from cxlkv.sequence import Sequence as Tokens
+
+Rows = tuple[Tensor, Tensor | None]  # keys and values [rows, kv_heads, dim]
+Starts = npt.NDArray[np.int32]
+
+
+@dataclass
+class _Pass:
+    """One pass: which of its rows each way takes, in the order of `step`, and where each sequence's
+    begin there. paged: fill pages; tails: behind those; others: of sequences that end inside of a
+    page, or that get no page full."""
+
+    batch: Batch
+    before: list[int]  # tokens of each sequence
+    rewind: int
+    paged: Tensor
+    paged_starts: Starts
+    tails: Tensor
+    tail_starts: Starts
+    others: Tensor
+    other_starts: Starts
+    kept: list[Rows] = field(default_factory=list)  # of each layer, the tails on the device
+
+
+class GpuWrites:
+    """Appends a pass, layer by layer, of rows that lie on a device. Pages are made there and go to
+    the pool on a stream of their own (WriteThrough); sequences have them, with the tails behind
+    them, once finish() returns. The host appends what does not begin at a page's start. The device
+    reads the pool's memory where it can be registered and no other host has it; else pages go
+    through pinned memory."""
+
+    def __init__(self, pool: CXLPool):
+        self._pool = pool
+        self._writer: WriteThrough | None = None
+        self._mapping: Mapping | None = None
+        self._device: torch.device | None = None
+        self._pass: _Pass | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._pass is not None
+
+    def begin(
+        self, step: Step, sequences: Sequence[Tokens], batch: Batch, rewind: int, like: Tensor
+    ) -> bool:
+        """Whether the pass fills a page from its start on; then layers are to be put, else it is
+        the host's. like: keys, on the device. rewind: as in Batch.append()."""
+        self.abandon()
+        page_tokens = self._pool.layout.page_tokens
+        before = [len(one) for one in sequences]
+        fits = np.array([length % page_tokens == 0 for length in before]) & (step.new > 0)
+        paged = np.where(fits, step.new // page_tokens * page_tokens, 0)
+        if not paged.any():
+            return False
+        self._prepare(like.device)
+        tails = np.where(paged > 0, step.new - paged, 0)
+        others = np.where(paged > 0, 0, step.new)
+        first = step.starts[:-1]
+        ways = ((first, paged), (first + paged, tails), (first, others))
+        taken = [_rows(begin, count, like.device) for begin, count in ways]
+        self._pass = _Pass(batch, before, rewind, *taken[0], *taken[1], *taken[2])
+        return True
+
+    def put(self, layer: int, keys: Tensor, values: Tensor | None) -> None:
+        """Write a layer's rows, of which nothing is to be seen before finish(); those of `others`
+        are appended. After an error nothing of the pass is there."""
+        run, writer, dtype = self._pass, self._writer, getattr(torch, self._pool.layout.dtype)
+        assert run is not None
+        assert writer is not None
+        with torch.no_grad(), gpu_errors("writing pages of a pass"):
+            rows = (keys.detach().to(dtype), None if values is None else values.detach().to(dtype))
+            rewind = run.rewind if layer == 0 else None
+            writer.put(run.batch, layer, *_picked(rows, run.paged), run.paged_starts, rewind=rewind)
+            if len(run.tails):
+                run.kept.append(_picked(rows, run.tails))
+            if len(run.others):
+                others = _picked(rows, run.others)
+                run.batch.append(layer, *_at_home(others), run.other_starts, run.rewind)
+
+    def finish(self) -> None:
+        """Make the pass visible: wait for its pages, and append its tails."""
+        run, writer = self._pass, self._writer
+        assert run is not None
+        assert writer is not None
+        writer.finish()
+        for layer, rows in enumerate(_all_at_home(run.kept)):
+            run.batch.append(layer, *rows, run.tail_starts, run.rewind)
+        self._pass = None
+
+    def abandon(self) -> None:
+        """Undo an open pass: its pages are free again, and sequences as long as before."""
+        run, self._pass = self._pass, None
+        if run is None:
+            return
+        assert self._writer is not None
+        self._writer.abandon()
+        for sequence, length in zip(run.batch.sequences, run.before, strict=True):
+            with suppress(CXLKVError):  # it was released, or has what windows had to give back
+                sequence.truncate(length)
+
+    def _prepare(self, device: torch.device) -> None:
+        if self._writer is not None and self._device == device:
+            return
+        self.close()
+        copier = None
+        with suppress(RegistrationError, MemoryShortError):
+            self._mapping = Mapping(self._pool, device)
+            if self._mapping.writable:
+                copier = Copier(self._mapping)
+        self._writer, self._device = WriteThrough(self._pool, copier), device
+
+    def close(self) -> None:
+        """Undo an open pass, and let go of the device."""
+        self.abandon()
+        writer, self._writer = self._writer, None
+        mapping, self._mapping = self._mapping, None
+        for one in (writer, mapping):
+            if one is not None:
+                one.close()
+
+
+def _rows(
+    first: npt.NDArray[np.integer], counts: npt.NDArray[np.integer], device: torch.device
+) -> tuple[Tensor, Starts]:
+    """The rows of each sequence from `first` on, `counts` of them, and where they begin among
+    themselves."""
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    rows = np.concatenate([np.arange(a, a + n) for a, n in zip(first, counts, strict=True)])
+    return torch.from_numpy(rows.astype(np.int64)).to(device), starts
+
+
+def _picked(rows: Rows, wanted: Tensor) -> Rows:
+    keys, values = rows
+    if len(wanted) == len(keys):
+        return rows
+    return keys[wanted], None if values is None else values[wanted]
+
+
+def _at_home(rows: Rows) -> Rows:
+    return rows[0].cpu(), None if rows[1] is None else rows[1].cpu()
+
+
+def _all_at_home(kept: list[Rows]) -> Iterator[Rows]:
+    """Of all layers, which come in one copy."""
+    if not kept:
+        return
+    keys = list(torch.stack([one for one, _ in kept]).cpu())
+    own = [one for _, one in kept if one is not None]
+    values = list(torch.stack(own).cpu()) if own else [None] * len(keys)
+    yield from zip(keys, values, strict=True)
