@@ -87,29 +87,27 @@ def _write(
     size = piece.bytes if encoding in CODES else size
     shape = (tokens // page_tokens, heads, size)
     made = _pieces(*shape, rows.device, gaps=piece.has_planes)
-    if not runs_triton(rows.device):
-        paged = pieces_of(rows, page_tokens)
-        if encoding in CODES:
-            write_codes(paged, piece, made, digests)
-        elif encoding == FP8:
-            write_fp8(paged, made, digests)
-        else:
-            _put(paged, made)
-            if digests is not None:
-                _put(digests_of(paged), digests)
-    elif tokens and encoding == "none":
+    by_kernel, paged = runs_triton(rows.device), pieces_of(rows, page_tokens)
+    if not tokens:
+        return made, size
+    if encoding == FP8:  # by torch, on a GPU too
+        write_fp8(paged, made, digests)
+    elif encoding in CODES and by_kernel:
+        from cxlkv.kernels.encode_codes_triton import launch_codes
+
+        with current(rows.device):
+            launch_codes(rows, piece, made, digests)
+    elif encoding in CODES:
+        write_codes(paged, piece, made, digests)
+    elif by_kernel:
         from cxlkv.kernels.encode_triton import launch_rows
 
         with current(rows.device):
             launch_rows(rows, made, digests, page_tokens)
-    elif tokens:
-        from cxlkv.kernels.encode_codes_triton import launch_codes, launch_fp8
-
-        with current(rows.device):
-            if encoding == FP8:
-                launch_fp8(rows, page_tokens, made, digests)
-            else:
-                launch_codes(rows, piece, made, digests)
+    else:
+        _put(paged, made)
+        if digests is not None:
+            _put(digests_of(paged), digests)
     return made, size
 
 

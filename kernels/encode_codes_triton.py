@@ -1,5 +1,5 @@
-"""The kernels behind `encode.py` for pools with an encoding: rows to codes, or to bytes of fp8, and
-digests of them. Imported only where Triton runs them."""
+"""The kernel behind `encode.py` for rows that become codes, and for digests of these. Imported only
+where Triton runs it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from cxlkv.kernels.code_pieces import (
-    BOUND_MARGIN,
-    FP8_BIAS,
-    FP8_LARGEST,
-    FP8_MOST,
-    FP8_NORMAL,
-    STEP_LEAST,
-    STEP_MARGIN,
-    CodePiece,
-)
+from cxlkv.kernels.code_pieces import BOUND_MARGIN, STEP_LEAST, STEP_MARGIN, CodePiece
 from cxlkv.kernels.recent_codes_triton import encoded
 from cxlkv.kernels.reference_codes import BLOCK_TOKENS
 from cxlkv.kernels.rotate_triton import SHORT, factors, paired, shape_of
 from cxlkv.kernels.variants import Variant, variant
-
-# ---- codes ----
 
 
 @triton.jit
@@ -196,103 +185,11 @@ def _shape(piece: CodePiece) -> tuple[dict[str, object], int]:
     return constants, max(1, min(16, BLOCK_TOKENS * padded // 512))
 
 
-# ---- fp8 ----
-
-
-@triton.jit
-def _fp8_kernel(
-    rows,
-    pieces,
-    digests,
-    token_stride,
-    head_stride,
-    channel_stride,
-    heads,
-    page_tokens,
-    piece_bytes,
-    digest_bytes,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    DIGEST: tl.constexpr,
-    MOST: tl.constexpr,
-    NORMAL: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
-    """One program a piece. Bounds are ordered as bytes that are less than 0 where they are
-    negative."""
-    piece = tl.program_id(0).to(tl.int64)
-    page, head = piece // heads, piece % heads
-    channel = tl.arange(0, PADDED)
-    inside = channel < DIM
-    columns = rows + head * head_stride + channel.to(tl.int64) * channel_stride
-    low = tl.full([PADDED], LARGEST, tl.int32)
-    high = tl.full([PADDED], -LARGEST, tl.int32)
-    for first in range(0, page_tokens, 16):
-        token = first + tl.arange(0, 16)
-        seen = (token < page_tokens)[:, None] & inside[None, :]
-        row = (page * page_tokens + token) * token_stride
-        x = tl.load(columns[None, :] + row[:, None], mask=seen, other=0).to(tl.float32)
-        bits = x.to(tl.int32, bitcast=True)
-        sign, magnitude = bits >> 24 & 0x80, bits & 0x7FFFFFFF
-        # Below 2^23 a number is rounded to a whole one where so much is added.
-        small = tl.minimum(tl.abs(x) * 536870912.0, 8388608.0) + 8388608.0
-        payload = (small.to(tl.int32, bitcast=True) - 0x4B000000) >> 20
-        payload = tl.where(magnitude >= NORMAL, (magnitude - BIAS) >> 20, payload)
-        payload = tl.where(magnitude >= MOST, LARGEST, payload)
-        negative = (sign != 0) & (magnitude != 0) & (x == x)
-        to = pieces + piece * piece_bytes + token[:, None].to(tl.int64) * DIM + channel[None, :]
-        tl.store(to, (payload | tl.where(negative, 0x80, 0)).to(tl.uint8), mask=seen)
-        if DIGEST:
-            ordered = tl.where(negative, -payload, payload)
-            low = tl.minimum(low, tl.min(tl.where(seen, ordered, LARGEST), 0))
-            high = tl.maximum(high, tl.max(tl.where(seen, ordered, -LARGEST), 0))
-    if DIGEST:
-        to = digests + piece * digest_bytes + channel
-        tl.store(to, tl.where(low < 0, 0x80 - low, low).to(tl.uint8), mask=inside)
-        tl.store(to + DIM, tl.where(high < 0, 0x80 - high, high).to(tl.uint8), mask=inside)
-
-
-def launch_fp8(
-    rows: torch.Tensor, page_tokens: int, pieces: torch.Tensor, digests: torch.Tensor | None
-) -> None:
-    """As write_fp8(), of rows [tokens, heads, dim] of any strides."""
-    pages, heads, piece_bytes = pieces.shape
-    constants, warps = _fp8_shape(rows.shape[2], digests is not None)
-    _fp8_kernel[(pages * heads,)](
-        rows,
-        pieces,
-        pieces if digests is None else digests,
-        *rows.stride(),
-        heads,
-        page_tokens,
-        piece_bytes,
-        0 if digests is None else digests.shape[2],
-        **constants,
-        num_warps=warps,
-        num_stages=1,
-    )
-
-
-def _fp8_shape(dim: int, digest: bool) -> tuple[dict[str, object], int]:
-    padded = max(16, triton.next_power_of_2(dim))
-    constants: dict[str, object] = {
-        "DIM": dim,
-        "PADDED": padded,
-        "DIGEST": digest,
-        "MOST": FP8_MOST,
-        "NORMAL": FP8_NORMAL,
-        "BIAS": FP8_BIAS,
-        "LARGEST": FP8_LARGEST,
-    }
-    return constants, max(1, min(16, BLOCK_TOKENS * padded // 512))
-
-
 def variants() -> list[Variant]:
     """128 channels in all encodings, and others in some."""
-    rows = "token_stride head_stride heads page_tokens"
-    codes = f"{rows} piece_words scales_word digest_scale_word lower_word digest_bytes"
-    types = {"factors": "*fp32", "pieces": "*i32", "digests": "*i8", codes: "i32"}
+    numbers = "token_stride head_stride heads page_tokens piece_words scales_word"
+    numbers += " digest_scale_word lower_word digest_bytes"
+    types = {"factors": "*fp32", "pieces": "*i32", "digests": "*i8", numbers: "i32"}
     found: list[Variant] = []
     for dim, encoding, dtype in (
         (128, "int8", torch.bfloat16),
@@ -307,10 +204,4 @@ def variants() -> list[Variant]:
             given = {"rows": f"*{SHORT[dtype]}", **types}
             constants["channel_stride"] = 1
             found.append(variant(name, _codes_kernel, given, constants, warps))
-    types = {"rows": "*bf16", "pieces digests": "*u8", f"{rows} piece_bytes digest_bytes": "i32"}
-    for digest in (True, False):
-        constants, warps = _fp8_shape(128, digest)
-        constants["channel_stride"] = 1
-        name = f"128 bf16 to fp8{' and digests' if digest else ''}"
-        found.append(variant(name, _fp8_kernel, types, constants, warps))
     return found

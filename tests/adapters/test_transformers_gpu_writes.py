@@ -99,10 +99,9 @@ def test_pools_are_those_that_a_host_appends_to(
     lengths = (draw.randrange(40, 70), draw.randrange(1, 40), draw.randrange(1, 70))
     print(f"seed {seed}: {lengths}")
     ids, mask = prompts(lengths)
-    settings = {} if encoding == "none" else {"encoding": encoding}
     with (
-        pool_for(model, capacity="32MiB", **settings) as one,
-        pool_for(model, capacity="32MiB", **settings) as other,
+        pool_for(model, capacity="32MiB", encoding=encoding) as one,
+        pool_for(model, capacity="32MiB", encoding=encoding) as other,
     ):
         ways = Ways(monkeypatch)
         here, there = caches(model, (one, other), monkeypatch)
@@ -154,7 +153,7 @@ def failing(at: int, error: Exception, monkeypatch: pytest.MonkeyPatch, kind: st
     def broken_put(writes: GpuWrites, layer: int, *rows: Tensor) -> None:
         if layer == at and kind == "before":
             raise error
-        put(writes, layer, *rows)  # type: ignore[arg-type]
+        put(writes, layer, *rows)
         if layer == at and kind == "after":
             raise error
 
@@ -243,7 +242,7 @@ def test_a_closed_pool(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) 
     def closing(writes: GpuWrites, layer: int, *rows: Tensor) -> None:
         if layer == 1:
             pool.close()
-        put(writes, layer, *rows)  # type: ignore[arg-type]
+        put(writes, layer, *rows)
 
     monkeypatch.setattr(GpuWrites, "put", closing)
     with pytest.raises(ClosedError):

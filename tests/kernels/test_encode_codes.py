@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from .test_encode import where as where  # a fixture
 
 SHAPES = [(16, 2, 64, 128), (5, 1, 7, 3), (20, 2, 96, 80), (1, 1, 1, 1), (32, 1, 256, 192)]
 """page_tokens, heads, dim, value_dim."""
-PAIRS = [pair for pair in product(ENCODINGS, ENCODINGS) if pair != ("none", "none")]
 
 
 def drawn(generator: np.random.Generator, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -76,12 +74,13 @@ def kept(keys: torch.Tensor, k: torch.Tensor, page_tokens: int, encoding: str) -
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@matrix(shape=SHAPES, dtype=DTYPES, pair=PAIRS, times=2)
+@matrix(shape=SHAPES, dtype=DTYPES, k_encoding=ENCODINGS, v_encoding=ENCODINGS, times=2)
 def test_pieces_are_those_of_the_core(
     where: torch.device,
     shape: tuple[int, int, int, int],
     dtype: str,
-    pair: tuple[str, str],
+    k_encoding: str,
+    v_encoding: str,
     tmp_path: Path,
     seed: int,
 ) -> None:
@@ -90,4 +89,4 @@ def test_pieces_are_those_of_the_core(
     k, v = (
         drawn(generator, (4 * page_tokens, heads, d), dtype).to(where) for d in (dim, value_dim)
     )
-    check(k, v, page_tokens, pair, tmp_path, dtype)
+    check(k, v, page_tokens, (k_encoding, v_encoding), tmp_path, dtype)

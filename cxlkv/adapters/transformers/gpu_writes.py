@@ -23,6 +23,7 @@ from cxlkv.sequence import Sequence as Tokens
 
 Rows = tuple[Tensor, Tensor | None]  # keys and values [rows, kv_heads, dim]
 Starts = npt.NDArray[np.int32]
+Numbers = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -47,8 +48,8 @@ class GpuWrites:
     """Appends a pass, layer by layer, of rows that lie on a device. Pages are made there and go to
     the pool on a stream of their own (WriteThrough); sequences have them, with the tails behind
     them, once finish() returns. The host appends what does not begin at a page's start. The device
-    reads the pool's memory where it can be registered and no other host has it; else pages go
-    through pinned memory."""
+    writes into the pool's memory where that can be registered and no other host has it; else pages
+    go through pinned memory."""
 
     def __init__(self, pool: CXLPool):
         self._pool = pool
@@ -76,7 +77,7 @@ class GpuWrites:
         self._prepare(like.device)
         tails = np.where(paged > 0, step.new - paged, 0)
         others = np.where(paged > 0, 0, step.new)
-        first = step.starts[:-1]
+        first = step.starts[:-1].astype(np.int64)
         ways = ((first, paged), (first + paged, tails), (first, others))
         taken = [_rows(begin, count, like.device) for begin, count in ways]
         self._pass = _Pass(batch, before, rewind, *taken[0], *taken[1], *taken[2])
@@ -84,7 +85,7 @@ class GpuWrites:
 
     def put(self, layer: int, keys: Tensor, values: Tensor | None) -> None:
         """Write a layer's rows, of which nothing is to be seen before finish(); those of `others`
-        are appended. After an error nothing of the pass is there."""
+        are appended. An error leaves the pass open, for abandon(), and so does one of finish()."""
         run, writer, dtype = self._pass, self._writer, getattr(torch, self._pool.layout.dtype)
         assert run is not None
         assert writer is not None
@@ -103,9 +104,10 @@ class GpuWrites:
         run, writer = self._pass, self._writer
         assert run is not None
         assert writer is not None
-        writer.finish()
-        for layer, rows in enumerate(_all_at_home(run.kept)):
-            run.batch.append(layer, *rows, run.tail_starts, run.rewind)
+        with torch.no_grad(), gpu_errors("writing pages of a pass"):
+            writer.finish()
+            for layer, rows in enumerate(_all_at_home(run.kept)):
+                run.batch.append(layer, *rows, run.tail_starts, run.rewind)
         self._pass = None
 
     def abandon(self) -> None:
@@ -140,9 +142,7 @@ class GpuWrites:
                 one.close()
 
 
-def _rows(
-    first: npt.NDArray[np.integer], counts: npt.NDArray[np.integer], device: torch.device
-) -> tuple[Tensor, Starts]:
+def _rows(first: Numbers, counts: Numbers, device: torch.device) -> tuple[Tensor, Starts]:
     """The rows of each sequence from `first` on, `counts` of them, and where they begin among
     themselves."""
     starts = np.zeros(len(counts) + 1, np.int32)
@@ -166,7 +166,7 @@ def _all_at_home(kept: list[Rows]) -> Iterator[Rows]:
     """Of all layers, which come in one copy."""
     if not kept:
         return
-    keys = list(torch.stack([one for one, _ in kept]).cpu())
+    keys = torch.stack([one for one, _ in kept]).cpu().unbind()
     own = [one for _, one in kept if one is not None]
-    values = list(torch.stack(own).cpu()) if own else [None] * len(keys)
+    values = torch.stack(own).cpu().unbind() if own else (None,) * len(keys)
     yield from zip(keys, values, strict=True)
