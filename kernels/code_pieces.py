@@ -136,13 +136,6 @@ def decoded(pieces: torch.Tensor, piece: CodePiece) -> torch.Tensor:
     return found[..., : piece.page_tokens, :].float()
 
 
-def as_kept(rows: torch.Tensor, form: CodeForm) -> torch.Tensor:
-    """What a pool gives back of rows [..., dim], float32."""
-    codes, scales = encode(rows, form)
-    middles = codes[..., : form.dim].float() + (0.5 - (1 << form.bits - 1))
-    return rotate((middles * scales.float()[..., None]).contiguous(), back=True)
-
-
 def fp8_of(rows: torch.Tensor) -> torch.Tensor:
     """Numbers as bytes of float8_e4m3fn: native/src/kernels/fp8.h says which."""
     numbers = rows.float()
@@ -166,3 +159,15 @@ def write_fp8(rows: torch.Tensor, pieces: torch.Tensor, digests: torch.Tensor | 
     found = torch.stack([ordered.amin(2), ordered.amax(2)], 2)
     found = torch.where(found < 0, 0x80 - found, found).to(torch.uint8)
     digests[..., : found[0, 0].numel()] = found.flatten(2)
+
+
+def as_kept(rows: torch.Tensor, encoding: str) -> torch.Tensor:
+    """What a pool gives back of rows [..., dim], as the same dtype."""
+    if encoding == "none":
+        return rows
+    if encoding == "fp8_e4m3":
+        return fp8_of(rows).view(torch.float8_e4m3fn).to(rows.dtype)
+    form = CodeForm(4 if encoding == "int4" else 8, rows.shape[-1], values=False)
+    codes, scales = encode(rows, form)
+    middles = codes[..., : form.dim].float() + (0.5 - (1 << form.bits - 1))
+    return rotate((middles * scales.float()[..., None]).contiguous(), back=True).to(rows.dtype)

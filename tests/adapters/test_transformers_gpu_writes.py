@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cxlkv import CXLPool
-from cxlkv.adapters.transformers import CXLCache, gpu_writes, layout_of
+from cxlkv.adapters.transformers import CXLCache, gpu_writes, layout_of, sparse_prefill
 from cxlkv.adapters.transformers.gpu_writes import GpuWrites
 from cxlkv.errors import ClosedError, CorruptError, PoolFullError, RegistrationError
 from cxlkv.gpu.mapping import Mapping
@@ -88,7 +88,7 @@ def check_same(here: CXLCache, there: CXLCache) -> None:
     assert here.pool.admin.check(deep=True)["clean"]
 
 
-@matrix(name=MODELS, encoding=["none", "int8", "int4,int8"], times=2)
+@matrix(name=MODELS, encoding=["none", "int8", "int4,int8"])
 def test_pools_are_those_that_a_host_appends_to(
     name: str, encoding: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -141,6 +141,21 @@ def test_tokens_and_how_they_came(
     assert (ways.written, ways.appended) == (layers * 12, layers * 2)
     run(llama, ids[:1, :9], other)
     assert (ways.written, ways.appended) == (layers * 12, layers * 11)
+
+
+def test_a_sparse_prefill_reads_its_own_tokens_in_the_pool(
+    llama: PreTrainedModel, pool: CXLPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the host appends them, in a later chunk; the first one has its tensors."""
+    monkeypatch.setattr(sparse_prefill, "TOKENS_LEAST", 130)
+    ways, layers = Ways(monkeypatch), pool.layout.layers
+    ids, mask = prompts((264,))
+    wanted = run(llama, ids, dynamic(llama), mask)
+    cache = CXLCache(pool, llama, attention="gpu", prefill_mass=1.0)
+    found = [run(llama, ids[:, a:b], cache, mask[:, :b]) for a, b in ((0, 132), (132, 264))]
+    torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=1e-4, atol=1e-4)
+    assert cache.counters.prefill_blocks > 0
+    assert (ways.written, ways.appended) == (layers * 132, layers * 132)
 
 
 # ---- passes that fail ----

@@ -26,7 +26,7 @@ from cxlkv.kernels import crc32c, encode
 from cxlkv.kernels.runtime import INTERPRETED
 from cxlkv.layout import ENCODINGS
 from cxlkv.ndp.engine import Budget
-from cxlkv.sequence import Sequence
+from cxlkv.sequence import Batch, Sequence
 
 from ..support.lengths import matrix
 from ..support.page_bytes import check_same_bytes
@@ -272,6 +272,42 @@ def test_pages_are_not_freed_while_a_device_writes_to_them(pool: CXLPool) -> Non
     writer.abandon()
     assert seen == [free - 2]
     assert pool.stats()["pages_free"] == free
+
+
+def test_nobody_has_pages_before_they_have_arrived(
+    pool: CXLPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """finish() waits for all layers, and has the host's copies made behind that."""
+    order = []
+
+    class Event:
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            order.append("arrived")
+
+    rows = rows_of(pool.layout, 8, torch.device("cpu"))
+    writer, sequence = WriteThrough(pool), pool.sequence()
+    put_all(writer, sequence, rows)
+    chunk = writer._state.chunk
+    assert chunk is not None
+    late = [Sent(sent.memory, Event(), sent.by_host) for sent in chunk.sent]
+    for sent in late:
+        monkeypatch.setattr(
+            sent, "arrive", lambda arrive=sent.arrive: (arrive(), order.append("copied"))
+        )
+    chunk.sent.clear()
+    chunk.sent.extend(late)
+    attach = type(chunk.batch).attach
+
+    def attached(batch: Batch, *given: object, **named: object) -> None:
+        order.append("attached")
+        attach(batch, *given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(chunk.batch), "attach", attached)
+    writer.finish(verify=True)
+    assert order == [*["arrived", "copied"] * len(late), "attached"]
 
 
 def test_closing_the_pool_abandons(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from cxlkv import CXLPool, KVLayout
 from cxlkv.kernels import encode
-from cxlkv.kernels.code_pieces import CodePiece, decoded
+from cxlkv.kernels.code_pieces import CodePiece, as_kept, decoded
 from cxlkv.layout import ENCODINGS
 
 from ..support.lengths import matrix
@@ -90,3 +91,25 @@ def test_pieces_are_those_of_the_core(
         drawn(generator, (4 * page_tokens, heads, d), dtype).to(where) for d in (dim, value_dim)
     )
     check(k, v, page_tokens, (k_encoding, v_encoding), tmp_path, dtype)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@matrix(dtype=DTYPES, encoding=ENCODINGS)
+def test_rows_as_they_are_kept_are_those_that_a_pool_gives_back(
+    where: torch.device, dtype: str, encoding: str, seed: int
+) -> None:
+    """But for the last bit of float32's sums."""
+    k = drawn(np.random.default_rng(seed), (40, 2, 48), dtype)
+    layout = KVLayout(layers=1, kv_heads=2, head_dim=48, dtype=dtype).encoded(encoding)
+    with CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1) as pool:
+        sequence = pool.sequence()
+        sequence.append(0, k, k)
+        given = torch.empty((2, 3, 16, 48), dtype=k.dtype)
+        sequence.fetch(0, out=(given, torch.empty_like(given)))
+        sequence.release()
+    wanted = given.flatten(1, 2)[:, :40].transpose(0, 1).float()
+    found = as_kept(k.to(where), encoding).cpu().float()
+    most = wanted.abs().nan_to_num(0).amax(-1, keepdim=True)
+    near = torch.finfo(k.dtype).eps * most
+    same = (found - wanted).abs() <= near
+    assert (same | (found == wanted) | (found.isnan() & wanted.isnan())).all()

@@ -24,7 +24,12 @@ from cxlkv.adapters.transformers.latent import Absorbed
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
 from cxlkv.adapters.transformers.prefill import attend_to_new, beside_sinks
 from cxlkv.adapters.transformers.resets import give_back
-from cxlkv.adapters.transformers.sparse_prefill import attend_sparsely, check_mass, long_rows
+from cxlkv.adapters.transformers.sparse_prefill import (
+    attend_sparsely,
+    check_mass,
+    is_long,
+    long_rows,
+)
 from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
 from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError, UnsupportedError
@@ -458,6 +463,7 @@ class CXLCache(OfThisProcess, Cache):
     def _may_be_written_by_gpu(self, step: Step) -> bool:
         """Whether nobody reads the step's tokens in the pool before its end."""
         read = self.prefill_mass is not None and not self._attends_to_new(step)
+        read = read and bool(is_long(step).any())
         return self._writes is not None and step.tokens > 1 and not read
 
     def _count_appended(self, layer: FarLayer, step: Step) -> None:

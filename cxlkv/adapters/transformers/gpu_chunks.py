@@ -13,7 +13,7 @@ from torch import Tensor
 from cxlkv.adapters.transformers.prefill import attend_to_block, beside_sinks, weighed
 from cxlkv.adapters.transformers.steps import LayerStep
 from cxlkv.gpu.errors import gpu_errors
-from cxlkv.gpu.pieces import DTYPES, Piece, fetched_pieces, pieces_of
+from cxlkv.gpu.pieces import DTYPES, fetched_pieces
 from cxlkv.gpu.staging import ALIGNMENT_BYTES, Staging
 from cxlkv.kernels.code_pieces import as_kept
 from cxlkv.kernels.merge import merge
@@ -67,7 +67,6 @@ class GpuChunks:
     def __init__(self, pool: CXLPool):
         self._pool, layout = pool, pool.layout
         self._pieces = fetched_pieces(layout, decoded=True)
-        self._kept = pieces_of(layout)
         page_bytes = layout.kv_heads * sum(piece.bytes for piece in self._pieces)
         self._columns = max(1, BLOCK_BYTES // page_bytes)
         self._buffer_bytes = self._columns * page_bytes + 2 * ALIGNMENT_BYTES
@@ -96,6 +95,7 @@ class GpuChunks:
         sees. Raises CorruptError for a damaged page, GpuError, GpuMemoryError, MemoryShortError.
         """
         step, layout = part.step, self._pool.layout
+        kept = (layout.k_encoding, layout.v_encoding)
         shape = (step.batch, step.tokens, query.shape[1], layout.value_head_dim)
         out = query.new_zeros(shape)
         with gpu_errors("attention to earlier pages"):
@@ -111,8 +111,8 @@ class GpuChunks:
                 asked, found = query[text.row, :, new], _Sum(text.new, *shape[2:], query.device)
                 if own is not None:
                     keys, values = (
-                        self._as_kept(one[text.row, :, new], piece, query)
-                        for one, piece in zip(own, self._kept, strict=True)
+                        self._as_kept(one[text.row, :, new], encoding, query)
+                        for one, encoding in zip(own, kept, strict=True)
                     )
                     found.add(0, attend_to_block(part, asked, keys, values, 0))
                 for pages in text.blocks:
@@ -122,11 +122,9 @@ class GpuChunks:
                 out[text.row, new] = beside_sinks(found.out, found.lse, part.sinks).to(out.dtype)
         return out
 
-    def _as_kept(self, states: Tensor, piece: Piece, query: Tensor) -> Tensor:
+    def _as_kept(self, states: Tensor, encoding: str, query: Tensor) -> Tensor:
         """As the pool would give them back."""
-        found = states.to(DTYPES[self._pool.layout.dtype])
-        if piece.code is not None:
-            found = as_kept(found, piece.code).to(found.dtype)
+        found = as_kept(states.to(DTYPES[self._pool.layout.dtype]), encoding)
         return found.to(query.dtype)
 
     def _text(self, part: LayerStep, row: int, is_all: bool, picked: Selection | None) -> _Text:
