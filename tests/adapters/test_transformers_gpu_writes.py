@@ -49,13 +49,15 @@ class Ways:
         self.written, self.appended = 0, 0
         put, append = WriteThrough.put, Batch.append
 
-        def counted_put(writer: WriteThrough, to: Batch, layer: int, k: Tensor, *rest, **named):  # type: ignore[no-untyped-def]
+        def counted_put(
+            writer: WriteThrough, to: Batch, layer: int, k: Tensor, *more: object, **named: object
+        ) -> None:
             self.written += len(k)
-            return put(writer, to, layer, k, *rest, **named)
+            put(writer, to, layer, k, *more, **named)  # type: ignore[arg-type]
 
-        def counted_append(batch: Batch, layer: int, k: Tensor, *rest, **named):  # type: ignore[no-untyped-def]
+        def counted_append(batch: Batch, layer: int, k: Tensor, *more: object) -> None:
             self.appended += len(k)
-            return append(batch, layer, k, *rest, **named)
+            append(batch, layer, k, *more)  # type: ignore[arg-type]
 
         monkeypatch.setattr(WriteThrough, "put", counted_put)
         monkeypatch.setattr(Batch, "append", counted_append)
