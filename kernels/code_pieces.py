@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from cxlkv.kernels.reference_codes import BLOCK_TOKENS, CodeForm, codes_of, decode_codes, encode
+from cxlkv.kernels.reference_codes import BLOCK_TOKENS, CodeForm, encode, packed
 from cxlkv.kernels.reference_encode import butterflies, signs
 from cxlkv.kernels.rotate import rotate
 
@@ -64,22 +64,6 @@ class CodePiece:
         return self.lower_offset + (self.scales_offset if self.has_planes else 0)
 
 
-def packed(codes: torch.Tensor, form: CodeForm) -> torch.Tensor:
-    """Codes [..., tokens of whole blocks, channels] as uint8 [..., bytes]."""
-    together = 32 // form.bits  # in a word
-    index = torch.arange(max(BLOCK_TOKENS, form.channels), device=codes.device)
-    shift = index % 4 * 8 + index % together // 4 * 4
-    blocks = codes.long().unflatten(-2, (-1, BLOCK_TOKENS))
-    if form.values:
-        words = blocks << shift[:BLOCK_TOKENS, None]
-        words = words.unflatten(-2, (-1, together)).sum(-2)
-    else:
-        words = blocks << shift[: form.channels]
-        words = words.unflatten(-1, (-1, together)).sum(-1).transpose(-1, -2)
-    found: torch.Tensor = words.flatten(-3).to(torch.int32).contiguous().view(torch.uint8)
-    return found
-
-
 def write_codes(
     rows: torch.Tensor, piece: CodePiece, pieces: torch.Tensor, digests: torch.Tensor | None
 ) -> None:
@@ -122,18 +106,6 @@ def digest_of_codes(
     nan = scales.isnan().any(-1)
     bounds = torch.where(nan[..., None, None], 0, bounds).to(torch.int8)
     return bounds, step.masked_fill(nan, torch.nan)
-
-
-def decoded(pieces: torch.Tensor, piece: CodePiece) -> torch.Tensor:
-    """What keys stand for, float32 [pages, heads, page_tokens, dim]."""
-    codes = codes_of(pieces, piece.plane, piece.page_tokens)
-    if piece.has_planes:
-        codes = codes << 4 | codes_of(
-            pieces[..., piece.lower_offset :], piece.plane, piece.page_tokens
-        )
-    scales = pieces[..., piece.scales_offset : piece.digest_scale_offset]
-    found = decode_codes(codes, scales.contiguous().view(torch.float16), piece.form)
-    return found[..., : piece.page_tokens, :].float()
 
 
 def fp8_of(rows: torch.Tensor) -> torch.Tensor:

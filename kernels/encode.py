@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from cxlkv.errors import BadArgumentError
-from cxlkv.kernels.code_pieces import CodePiece, decoded, write_codes, write_fp8
+from cxlkv.kernels.code_pieces import CodePiece, as_kept, write_codes, write_fp8
 from cxlkv.kernels.crc32c import checksums
 from cxlkv.kernels.reference_encode import (
     SKETCH_CHANNELS,
@@ -71,7 +71,8 @@ def encode(
     values, value_bytes = (None, 0) if v is None else _write(v, page_tokens, encodings[1], None)
     sketches = _pieces(pages, heads, sketch_size, device) if sketch else None
     if sketches is not None and pages:
-        _sketch(_kept(k, keys, page_tokens, encodings[0]), page_tokens, sketches)
+        given = k if encodings[0] == "none" else as_kept(k.float(), encodings[0])
+        _sketch(given, page_tokens, sketches)
     sizes = (digest_bytes, sketch_size, key_bytes, value_bytes)
     sums = checksums((digests, sketches, keys, values), sizes)
     return Encoded(keys=keys, values=values, digests=digests, sketches=sketches, checksums=sums)
@@ -109,19 +110,6 @@ def _write(
         if digests is not None:
             _put(digests_of(paged), digests)
     return made, size
-
-
-def _kept(k: torch.Tensor, keys: torch.Tensor, page_tokens: int, encoding: str) -> torch.Tensor:
-    """Keys [tokens, kv_heads, dim] as the pool gives them back."""
-    if encoding == "none":
-        return k
-    dim = k.shape[2]
-    if encoding == FP8:
-        rows = keys[..., : page_tokens * dim].view(torch.float8_e4m3fn).bfloat16()
-        rows = rows.unflatten(2, (page_tokens, dim))
-    else:
-        rows = decoded(keys, CodePiece(encoding, dim, False, page_tokens))
-    return rows.transpose(1, 2).flatten(0, 1)
 
 
 def _sketch(keys: torch.Tensor, page_tokens: int, sketches: torch.Tensor) -> None:

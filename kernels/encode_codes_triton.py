@@ -13,6 +13,9 @@ from cxlkv.kernels.reference_codes import BLOCK_TOKENS
 from cxlkv.kernels.rotate_triton import SHORT, factors, paired, shape_of
 from cxlkv.kernels.variants import Variant, variant
 
+LEAST, WIDER = tl.constexpr(STEP_LEAST), tl.constexpr(STEP_MARGIN)
+OUTWARD = tl.constexpr(BOUND_MARGIN)
+
 
 @triton.jit
 def _store_codes(
@@ -54,8 +57,6 @@ def _store_digest(
     scale_at,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
-    STEP_LEAST: tl.constexpr,
-    MARGINS: tl.constexpr,
 ):
     """Bounds that are not yet normed, in 8 bits, rounded outward; no product and sum here may be
     fused."""
@@ -68,10 +69,10 @@ def _store_digest(
     turned = tl.where(flipped, -high, low)
     high = tl.where(flipped, -low, high)
     largest = tl.maximum(tl.max(tl.abs(turned), 0), tl.max(tl.abs(high), 0))
-    step = tl.maximum(tl.div_rn(largest * MARGINS[0], 127.0), STEP_LEAST)
+    step = tl.maximum(tl.div_rn(largest * WIDER, 127.0), LEAST)
     inverse = tl.div_rn(1.0, step)
-    least = tl.floor(turned * inverse - MARGINS[1])
-    most = -tl.floor(-MARGINS[1] - high * inverse)
+    least = tl.floor(turned * inverse - OUTWARD)
+    most = -tl.floor(-(high * inverse) - OUTWARD)
     good = nan == 0
     tl.store(digest + channel, tl.where(good, least, 0.0).to(tl.int8), mask=inside)
     tl.store(digest + DIM + channel, tl.where(good, most, 0.0).to(tl.int8), mask=inside)
@@ -101,8 +102,6 @@ def _codes_kernel(
     BITS: tl.constexpr,
     VALUES: tl.constexpr,
     PLANES: tl.constexpr,
-    STEP_LEAST: tl.constexpr,
-    MARGINS: tl.constexpr,
 ):
     """One program a piece, block after block of 16 tokens; those that fill the last one are 0."""
     piece = tl.program_id(0).to(tl.int64)
@@ -140,7 +139,7 @@ def _codes_kernel(
     if not VALUES:
         digest, scale_at = digests + piece * digest_bytes, words + digest_scale_word
         nan = tl.max(nans, 0)
-        _store_digest(low, high, nan, factors, digest, scale_at, DIM, PADDED, STEP_LEAST, MARGINS)
+        _store_digest(low, high, nan, factors, digest, scale_at, DIM, PADDED)
 
 
 def launch_codes(
@@ -179,8 +178,6 @@ def _shape(piece: CodePiece) -> tuple[dict[str, object], int]:
         "BITS": piece.form.bits,
         "VALUES": piece.values,
         "PLANES": piece.has_planes,
-        "STEP_LEAST": STEP_LEAST,
-        "MARGINS": (STEP_MARGIN, BOUND_MARGIN),
     }
     return constants, max(1, min(16, BLOCK_TOKENS * padded // 512))
 

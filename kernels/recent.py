@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from cxlkv.errors import BadArgumentError
-from cxlkv.kernels.reference_codes import CodeForm, encode, place
+from cxlkv.kernels.reference_codes import CodeForm, codes_of, encode, packed
 from cxlkv.kernels.runtime import current, one_device, runs_triton
 
 
@@ -105,6 +105,8 @@ def append_codes_reference(
     codes, scales = encode(rows, form)
     for request, step in torch.nonzero(positions >= 0).tolist():
         at = int(positions[request, step])
-        pieces = ring[request, :, at // page_tokens % slots]
-        made = codes[request, step], scales[request, step]
-        place(pieces, form, page_tokens, at % page_tokens, *made)
+        pieces, token = ring[request, :, at // page_tokens % slots], at % page_tokens
+        there, end = codes_of(pieces, form, page_tokens), form.scales_offset(page_tokens)
+        there[:, token] = codes[request, step]
+        pieces[:, :end] = packed(there, form)
+        pieces[:, end:].view(torch.float16)[:, token] = scales[request, step].half()

@@ -52,16 +52,11 @@ def codes_of(pieces: torch.Tensor, form: CodeForm, page_tokens: int) -> torch.Te
 
 def decode(pieces: torch.Tensor, form: CodeForm, page_tokens: int) -> torch.Tensor:
     """What uint8 [..., piece_bytes] stand for, rotated back: float64 [..., page_tokens, dim]."""
+    codes = codes_of(pieces, form, page_tokens)[..., :page_tokens, : form.dim].double()
     scales = pieces[..., form.scales_offset(page_tokens) :].contiguous().view(torch.float16)
-    codes = codes_of(pieces, form, page_tokens)[..., :page_tokens, :]
-    return decode_codes(codes, scales[..., :page_tokens], form)
-
-
-def decode_codes(codes: torch.Tensor, scales: torch.Tensor, form: CodeForm) -> torch.Tensor:
-    """The same of codes [..., channels] and scales [...]."""
-    middles = codes[..., : form.dim].double() + 0.5 - (1 << form.bits - 1)
-    change = signs(form.dim).double().to(codes.device)
-    return hadamard(middles * scales[..., None].double() * change) * change
+    rows = (codes + 0.5 - (1 << form.bits - 1)) * scales[..., :page_tokens, None].double()
+    change = signs(form.dim).double().to(pieces.device)
+    return hadamard(rows * change) * change
 
 
 def encode(rows: torch.Tensor, form: CodeForm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,30 +77,17 @@ def encode(rows: torch.Tensor, form: CodeForm) -> tuple[torch.Tensor, torch.Tens
     return codes, torch.where(finite, scales, torch.nan)[..., 0]
 
 
-def place(
-    pieces: torch.Tensor,
-    form: CodeForm,
-    page_tokens: int,
-    token: int,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-) -> None:
-    """One token's codes [heads, channels] and scales [heads] into pieces uint8 [heads,
-    piece_bytes]."""
-    block, token = divmod(token, BLOCK_TOKENS)
-    channel = torch.arange(form.channels, device=pieces.device)
-    begin = block * BLOCK_TOKENS * form.channels * form.bits // 8
-    in_word = 32 // form.bits
+def packed(codes: torch.Tensor, form: CodeForm) -> torch.Tensor:
+    """Codes [..., tokens of whole blocks, channels] as uint8 [..., bytes]."""
+    together = 32 // form.bits  # in a word
+    index = torch.arange(max(BLOCK_TOKENS, form.channels), device=codes.device)
+    shift = index % 4 * 8 + index % together // 4 * 4
+    blocks = codes.long().unflatten(-2, (-1, BLOCK_TOKENS))
     if form.values:
-        at = token // in_word * form.channels * 4 + channel * 4 + token % 4
-        shift = torch.full_like(channel, token % in_word // 4 * 4)
+        words = blocks << shift[:BLOCK_TOKENS, None]
+        words = words.unflatten(-2, (-1, together)).sum(-2)
     else:
-        at = channel // in_word * 64 + token * 4 + channel % 4
-        shift = channel % in_word // 4 * 4
-    mask = ((1 << form.bits) - 1) << shift
-    for low in shift.unique():  # a byte has at most one code of each
-        some = shift == low
-        old = pieces[:, begin + at[some]].int() & ~mask[some]
-        pieces[:, begin + at[some]] = (old | codes[:, some].int() << low).to(torch.uint8)
-    places = pieces[:, form.scales_offset(page_tokens) :].view(torch.float16)
-    places[:, block * BLOCK_TOKENS + token] = scales.half()
+        words = blocks << shift[: form.channels]
+        words = words.unflatten(-1, (-1, together)).sum(-1).transpose(-1, -2)
+    found: torch.Tensor = words.flatten(-3).to(torch.int32).contiguous().view(torch.uint8)
+    return found

@@ -10,7 +10,7 @@ import torch
 
 from cxlkv import CXLPool, KVLayout
 from cxlkv.kernels import encode
-from cxlkv.kernels.code_pieces import CodePiece, as_kept, decoded
+from cxlkv.kernels.code_pieces import as_kept
 from cxlkv.layout import ENCODINGS
 
 from ..support.lengths import matrix
@@ -53,25 +53,8 @@ def check(
         assert right is not None
         np.testing.assert_array_equal(taken(found), right)
         np.testing.assert_array_equal(sums[..., kind], written.checksums[..., kind])
-    check_sketches(
-        taken(made.sketches),
-        written.sketches,
-        kept(made.keys, k, page_tokens, pair[0]),
-        page_tokens,
-    )
-
-
-def kept(keys: torch.Tensor, k: torch.Tensor, page_tokens: int, encoding: str) -> torch.Tensor:
-    """Keys as the pool gives them back, [tokens, heads, dim]."""
-    dim = k.shape[2]
-    if encoding == "none":
-        return k
-    if encoding == "fp8_e4m3":
-        found = keys[..., : page_tokens * dim].view(torch.float8_e4m3fn).float()
-        found = found.view(*found.shape[:2], page_tokens, dim)
-    else:
-        found = decoded(keys, CodePiece(encoding, dim, False, page_tokens))
-    return found.transpose(1, 2).flatten(0, 1)
+    sketched = as_kept(k.float(), pair[0])
+    check_sketches(taken(made.sketches), written.sketches, sketched, page_tokens)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
