@@ -42,7 +42,9 @@ def encoded(
     divisor = tl.where(some, wide[:, None], 1.0) + tl.zeros([ROWS, PADDED], tl.float32)
     steps = x * tl.div_rn(norm + tl.zeros([ROWS, PADDED], tl.float32), divisor)
     steps = tl.where(some & (channel < DIM)[None, :], steps, -half * 1.0)
-    code = tl.minimum(tl.maximum(tl.floor(steps), -half), half - 1).to(tl.int32) + half
+    steps = tl.minimum(tl.maximum(steps, -half), half - 1)
+    whole = steps.to(tl.int32)  # not tl.floor: on a GPU that takes the smallest numbers for 0
+    code = whole - (whole.to(tl.float32) > steps).to(tl.int32) + half
     nan = tl.full([], 0x7E00, tl.int16).to(tl.float16, bitcast=True)
     return code, tl.where(finite, scale, nan)
 

@@ -29,6 +29,8 @@ def drawn(generator: np.random.Generator, shape: tuple[int, ...], dtype: str) ->
     for row, number in enumerate((1e-40, -3e-9, 2e38, -6e4, np.inf, np.nan, -0.0), start=1):
         if row < len(made):
             made[row, :, row % shape[2] :: 2] = number
+    if len(made) > 9:  # a block of the smallest numbers, whose steps are smaller
+        made[9, :, 1 << shape[2].bit_length() - 1 :] = -2e-38
     tokens = len(made) // 3
     if tokens > 8:
         made[-tokens:] = rows(generator, (tokens, *shape[1:]), dtype)  # pages without a NaN
