@@ -25,7 +25,7 @@ COLD_STEPS = 8
 """First steps, which fill the slots and do not count."""
 NEWEST = 4
 """Pages that a GPU keeps apart from the hot buffer."""
-STEPS_MAX = 1024
+PAGES_MORE = 1024
 """Pages that a text may grow by, for which the tables have places."""
 
 
@@ -63,7 +63,7 @@ class HotHits:
             if slots is None:
                 room = min(round(size * (longest + NEWEST)), SLOTS_MAX)
                 at = torch.zeros((*pages.shape[:2], room), dtype=torch.int64)
-                slots = new_slots([room] * pages.shape[1], count + STEPS_MAX, at, None)
+                slots = new_slots([room] * pages.shape[1], count + PAGES_MORE, at, None)
                 self._slots[row, size] = slots
             if self._steps == COLD_STEPS:
                 slots.hits.zero_()

@@ -240,8 +240,9 @@ def place_index(
     pages_most: int,
     device: torch.device,
 ) -> Placed:
-    """Decide for "auto", and check what was asked for: BadArgumentError, UnsupportedError. pages:
-    given by the user, for which the index has room; pages_most: what all requests may have."""
+    """Choose where the index lies, and check the user's arguments. pages: how many the user wants
+    summaries of; pages_most: how many all requests may have. Raises BadArgumentError,
+    UnsupportedError."""
     if index not in ("host", "device", "auto"):
         raise BadArgumentError(f'index={index!r:.40}: "host", "device" or "auto"')
     if index == "host":
@@ -275,7 +276,7 @@ def place_index(
 
 
 def unserved(budget: Budget) -> str | None:
-    """Why the device does not choose by a budget; None: it does."""
+    """The reason why the device cannot choose by a budget; None: it can."""
     if budget.mass is not None or budget.union != "kv_head" or budget.refresh != 1:
         return 'budgets with mass=, union="layer" or refresh= need index="host"'
     return None

@@ -70,7 +70,7 @@ def lend(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
 
 
 def pinned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros in host memory, for copies to and from the device that nobody waits for."""
+    """Zeros in host memory that a device copies to and from while the host goes on."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 

@@ -145,7 +145,7 @@ class Schedule:
         self.writable: set[int] = set()  # and of the hot buffer's slots
 
     def drops(self, method: str) -> bool:
-        """Note who asks for this; True where that is to be left out."""
+        """Record the caller; True if this test leaves the caller's wait out."""
         frame = sys._getframe(2)
         code = frame.f_code
         site = (Path(code.co_filename).stem, code.co_name, method, frame.f_lineno)
@@ -232,8 +232,8 @@ class Schedule:
         self.temporary[at] -= 1
 
     def given(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the current stream computes late: garbage before, and when nobody has the tensor any
-        more, as its memory is another's then."""
+        """Fill a tensor with garbage until the current stream computes it, and again once it is
+        released, as another may have its memory then."""
         garbage = torch.nan if tensor.is_floating_point() else 85
         memory, stream = torch.full_like(tensor, garbage), self.current
         lent = memory.view_as(memory)
@@ -281,7 +281,7 @@ class Schedule:
         return out, lse
 
     def encoded_late(self, k: torch.Tensor, v: torch.Tensor | None, **given: object) -> Encoded:
-        """encode(), whose outputs come late and are gone when nobody has them."""
+        """Call encode(), and treat its outputs as given() does."""
         with _disable_current_modes():
             made = encode(k, v, **given)  # type: ignore[arg-type]
             parts = {name: part for name, part in vars(made).items() if part is not None}

@@ -461,7 +461,7 @@ class CXLCache(OfThisProcess, Cache):
         self._count_appended(layer, step)
 
     def _may_be_written_by_gpu(self, step: Step) -> bool:
-        """Whether nobody reads the step's tokens in the pool before its end."""
+        """True where no layer reads the step's tokens in the pool before the step ends."""
         read = self.prefill_mass is not None and not self._attends_to_new(step)
         read = read and bool(is_long(step).any())
         return self._writes is not None and step.tokens > 1 and not read
@@ -589,7 +589,7 @@ class CXLCache(OfThisProcess, Cache):
         return CompiledSteps(self, model, batch_sizes)
 
     def _next_step(self, batch: int, mask: Tensor | None, positions: Tensor) -> Step | str:
-        """The pass of one more token of each row, checked; or why a graph does not do it."""
+        """The next pass, of one token of each row; or the reason why a graph cannot run it."""
         step, gpu = self._begin(mask, batch, 1, positions), self._gpu
         assert gpu is not None
         if step.real is not None:

@@ -218,7 +218,7 @@ class CompiledSteps(Closing):
         return self._forward(*args, **given)
 
     def _why_eager(self, named: Mapping[str, object]) -> str | None:
-        """What a graph does not do of this pass, as far as its arguments say; None: nothing."""
+        """The reason why a graph cannot run this pass, judged by its arguments; None: it can."""
         for name, value in named.items():
             if name not in ARGUMENTS and value is not None and value is not False:
                 return f"{name}= is given"
