@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from cxlkv.errors import CXLKVError, PoolFullError
-from cxlkv.layout import KVLayout, LayerGroup, Rotary
+from cxlkv.layout import KVLayout, LayerGroup, Rotary, States
 from cxlkv.ndp.engine import Budget, Selection, VirtualRows
 from cxlkv.refusals import no_attribute
 
@@ -30,6 +30,7 @@ __all__ = [
     "RowForm",
     "Selection",
     "Sequence",
+    "States",
     "Tiers",
     "VirtualRows",
     "object_keys",

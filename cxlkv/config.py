@@ -31,6 +31,7 @@ from cxlkv.errors import SHOWN_LETTERS_MAX, BadArgumentError, shown
 from cxlkv.layout import (
     KVLayout,
     LayerGroup,
+    States,
     differences,
     dtype_name,
     encodings_of,
@@ -127,6 +128,17 @@ class _Group(Keys):
         return LayerGroup(**self.model_dump(exclude_none=True))
 
 
+class _States(Keys):
+    """bytes: of one state checkpoint. digest: of what is in it."""
+
+    bytes: Size
+    digest: int
+
+
+def _states(given: _States | None) -> States | None:
+    return None if given is None else States(**given.model_dump())
+
+
 class _Layout(Keys):
     """What all forms have. None stands for KVLayout's own default.
 
@@ -152,7 +164,7 @@ class _OneShape(_Layout):
 
     page_tokens: tokens of a page, 16 if not given. layers: how many. kv_heads: heads of K and V.
     head_dim: channels of a key. value_head_dim: of a value, if it has another number. dtype: of K
-    and V, bfloat16 if not given.
+    and V, bfloat16 if not given. states: of the model's state checkpoints, as cxlkv.States has it.
     """
 
     page_tokens: int | None = None
@@ -161,9 +173,11 @@ class _OneShape(_Layout):
     head_dim: int
     value_head_dim: int | None = None
     dtype: _DType = None
+    states: _States | None = None
 
     def make(self) -> KVLayout:
-        return KVLayout(**self.model_dump(exclude_none=True))
+        keys = self.model_dump(exclude_none=True, exclude={"states"})
+        return KVLayout(**keys, states=_states(self.states))
 
 
 class _Groups(_Layout):
@@ -176,10 +190,12 @@ class _Groups(_Layout):
     page_tokens: int | None = None
     layer_groups: list[_Group]
     order: list[int] | None = None
+    states: _States | None = None
 
     def make(self) -> KVLayout:
         groups = [group.make() for group in self.layer_groups]
-        return KVLayout.of(groups, **self.model_dump(exclude_none=True, exclude={"layer_groups"}))
+        keys = self.model_dump(exclude_none=True, exclude={"layer_groups", "states"})
+        return KVLayout.of(groups, **keys, states=_states(self.states))
 
 
 def _form(value: object) -> str | None:

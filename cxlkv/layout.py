@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import islice
+from math import prod
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,8 @@ CODE_TOKENS = 16  # of a block of codes, and the channels of its lines
 FP8 = "fp8_e4m3"
 ENCODINGS = ("none", "int8", "int4", FP8, "progressive")  # likewise
 OBJECT_BYTES_MAX = 1 << 30
+STATE_BYTES_MAX = 1 << 36
+_STATE_DTYPES = {**DTYPE_BYTES, "float64": 8, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
 CODE_BITS = {"int8": 8, "int4": 4, "progressive": 8}
 PAIRS_MAX = 256
 """Most pairs of channels that a layer turns; of all groups of a layout together, too."""
@@ -254,12 +258,44 @@ class LayerGroup:
         return self.layers * self.kv_heads * keys
 
 
+@dataclass(frozen=True)
+class States:
+    """What the recurrent and convolution layers of a model keep of one text, in one checkpoint.
+
+    bytes: of all tensors of all such layers. digest: a CRC-32 of their names, shapes and dtypes, so
+    that a pool refuses the states of another model.
+    """
+
+    bytes: int
+    digest: int
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.bytes, 1, STATE_BYTES_MAX) or not is_whole(self.digest, 0, 2**32 - 1):
+            raise BadArgumentError(
+                f"states of {self.bytes!r:.40} bytes, digest {self.digest!r:.40}: bytes are 1 to "
+                f"{STATE_BYTES_MAX}, a digest has 32 bits"
+            )
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, Sequence[int], str]]) -> States:
+        """tensors: name, shape and dtype of each, as a checkpoint has them one behind the other,
+        each from a multiple of 64 bytes on."""
+        rows = [(str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in tensors]
+        sizes = [prod(shape) * _STATE_DTYPES.get(dtype, 0) for _, shape, dtype in rows]
+        if 0 in sizes:
+            name, shape, dtype = rows[sizes.index(0)]
+            raise BadArgumentError(f"state {name!r:.60}: no bytes in a tensor {dtype} {shape}")
+        total = sum(-(-size // LINE_BYTES) * LINE_BYTES for size in sizes)
+        return cls(total, crc32(repr(rows).encode()))
+
+
 @dataclass(frozen=True, init=False)
 class KVLayout:
     """Shape of the KV cache of one model shard, and the size of a page in tokens.
 
     order: for each layer of the model, the index of its group. shard is (tensor-parallel rank,
-    size, pipeline rank, size). A pool serves exactly one layout.
+    size, pipeline rank, size). states: of layers that are not among these, in checkpoints. A pool
+    serves exactly one layout.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -267,6 +303,7 @@ class KVLayout:
     page_tokens: int
     shard: tuple[int, int, int, int]
     model_id: str = field(default="")
+    states: States | None = field(default=None)
 
     def __init__(
         self,
@@ -282,6 +319,7 @@ class KVLayout:
         k_encoding: str = "none",
         v_encoding: str = "none",
         rotary: Rotary | None = None,
+        states: States | None = None,
     ) -> None:
         group = LayerGroup(
             layers=layers,
@@ -293,7 +331,7 @@ class KVLayout:
             v_encoding=v_encoding,
             rotary=rotary,
         )
-        self._set((group,), (0,) * layers, page_tokens, shard, model_id)
+        self._set((group,), (0,) * layers, page_tokens, shard, model_id, states)
 
     @classmethod
     def of(
@@ -304,6 +342,7 @@ class KVLayout:
         page_tokens: int = 16,
         shard: tuple[int, int, int, int] = (0, 1, 0, 1),
         model_id: str = "",
+        states: States | None = None,
     ) -> KVLayout:
         """The general form: groups of layers, windows, values that are a prefix of the keys.
 
@@ -317,7 +356,7 @@ class KVLayout:
         given: object = order
         if not isinstance(given, Iterable):
             raise BadArgumentError(f"order={given!r:.40}: the group of each layer, such as (0, 1)")
-        layout._set(tuple(groups), tuple(order), page_tokens, shard, model_id)
+        layout._set(tuple(groups), tuple(order), page_tokens, shard, model_id, states)
         return layout
 
     @classmethod
@@ -339,7 +378,7 @@ class KVLayout:
             raise BadArgumentError(f"objects of {size} bytes: outside 1 to {OBJECT_BYTES_MAX}")
         group = LayerGroup(layers=1, kv_heads=1, head_dim=1, dtype="uint8", values="object")
         layout = cls.__new__(cls)
-        layout._set((group,), (0,), size, shard, model_id)
+        layout._set((group,), (0,), size, shard, model_id, None)
         return layout
 
     def _set(
@@ -349,6 +388,7 @@ class KVLayout:
         page_tokens: int,
         shard: tuple[int, int, int, int],
         model_id: str,
+        states: States | None,
     ) -> None:
         if not groups:
             raise BadArgumentError("a layout needs at least one layer group")
@@ -383,6 +423,15 @@ class KVLayout:
         object.__setattr__(self, "page_tokens", page_tokens)
         object.__setattr__(self, "shard", tuple(shard))
         object.__setattr__(self, "model_id", model_id)
+        if states is not None and not isinstance(states, States):
+            raise BadArgumentError(f"states={states!r:.40}: a States, or None")
+        object.__setattr__(self, "states", states)
+
+    def __repr__(self) -> str:
+        """Leaves out states that are not there, as LayerGroup does."""
+        shown = [one.name for one in fields(self) if one.name != "states" or self.states]
+        words = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
+        return f"{type(self).__name__}({words})"
 
     @cached_property
     def shape(self) -> LayerGroup:
@@ -463,6 +512,7 @@ class KVLayout:
             page_tokens=self.page_tokens,
             shard=self.shard,
             model_id=self.model_id,
+            states=self.states,
         )
 
     def sketches(self, wanted: bool | None) -> bool:
@@ -532,7 +582,11 @@ class KVLayout:
         kept = ""
         if self.is_encoded:
             kept = f", keys in {self.k_encoding}, values in {self.v_encoding}"
-        return f"{self.layers} layers of {heads}{kept}{windows}, {self.page_tokens} tokens a page"
+        states = f", states of {format_bytes(self.states.bytes)}" if self.states else ""
+        return (
+            f"{self.layers} layers of {heads}{kept}{windows}, {self.page_tokens} tokens a page"
+            f"{states}"
+        )
 
 
 def _row_bytes(channels: int, encoding: str, dtype: str) -> int:

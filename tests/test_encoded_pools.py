@@ -165,7 +165,9 @@ def test_a_pool_is_opened_as_it_was_made(pair: tuple[str, str], path: Path) -> N
         (K_ENCODING_OFFSET, 2, GeometryError, "its offsets do not follow from its layout"),
         (V_ENCODING_OFFSET, 0, GeometryError, "its offsets do not follow from its layout"),
         (INCOMPATIBLE_OFFSET, 0, GeometryError, "has an encoding without the feature"),
-        (INCOMPATIBLE_OFFSET, 3, VersionError, "feature 1 of the incompatible ones"),
+        (INCOMPATIBLE_OFFSET, 3, GeometryError, "the feature without states"),
+        (V_ENCODING_OFFSET + 4, 1, GeometryError, "has states without the feature"),
+        (INCOMPATIBLE_OFFSET, 5, VersionError, "feature 2 of the incompatible ones"),
     ],
 )
 def test_a_superblock_that_says_something_else(

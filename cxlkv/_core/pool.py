@@ -21,7 +21,7 @@ from cxlkv._core.base import (
     view_of,
 )
 from cxlkv._native import ffi, lib
-from cxlkv.layout import ENCODINGS, STORED, VALUES, KVLayout, LayerGroup, Rotary
+from cxlkv.layout import ENCODINGS, STORED, VALUES, KVLayout, LayerGroup, Rotary, States
 
 _POOL = ("cxlkv_pool **", lib.cxlkv_pool_destroy)
 # Counters that stats() tells of this process, and those of all; telemetry has the others too.
@@ -49,6 +49,8 @@ def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
     made.checksum, made.sketch = int(checksum), int(sketch)
     made.shard = list(layout.shard)
     made.model_id = layout.model_id.encode()
+    if layout.states is not None:
+        made.state_bytes, made.state_digest = layout.states.bytes, layout.states.digest
     return made
 
 
@@ -76,7 +78,10 @@ def layout_crc(layout: KVLayout, sketch: bool) -> int:
     record_shape() has it of a pool."""
     described = bytes(ffi.buffer(_layout_struct(layout, False, sketch)))
     last = "rotary" if layout.is_encoded else "k_encoding"  # as before there were any
-    return crc32c(described[: ffi.offsetof("cxlkv_layout", last)])
+    states = b""
+    if layout.states is not None:
+        states = described[ffi.offsetof("cxlkv_layout", "state_digest") :]
+    return crc32c(described[: ffi.offsetof("cxlkv_layout", last)] + states)
 
 
 def _sharing_struct(sharing: tuple[int, int, int]) -> Any:
@@ -208,6 +213,7 @@ def layout_from(got: Any) -> KVLayout:
         page_tokens=got.page_tokens,
         shard=(got.shard[0], got.shard[1], got.shard[2], got.shard[3]),
         model_id=ffi.string(got.model_id).decode(errors="replace"),
+        states=States(got.state_bytes, got.state_digest) if got.state_bytes else None,
     )
 
 

@@ -47,6 +47,16 @@ def publish_tail(sequence: Handle, tokens: int, before: bytes, key: bytes) -> in
     return check(lib.cxlkv_publish_tail(sequence, tokens, before, key))
 
 
+def publish_states(sequence: Handle, tokens: int, key: bytes, states: npt.NDArray[np.uint8]) -> int:
+    return check(
+        lib.cxlkv_publish_states(sequence, tokens, key, flat("uint8_t", states), len(states))
+    )
+
+
+def read_states(sequence: Handle, out: npt.NDArray[np.uint8]) -> None:
+    check(lib.cxlkv_read_states(sequence, flat("uint8_t", out, True), len(out)))
+
+
 def match(
     pool: Handle,
     hashes: bytes,

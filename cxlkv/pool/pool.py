@@ -127,7 +127,13 @@ class CXLPool(Pool, stores="K and V"):
         return Hit(self._handle, self.layout, *found, strict)
 
     def publish_prefix(
-        self, seq: Sequence, token_ids: npt.ArrayLike, salt: bytes = b"", *, tail: bool = False
+        self,
+        seq: Sequence,
+        token_ids: npt.ArrayLike,
+        salt: bytes = b"",
+        *,
+        tail: bool = False,
+        states: npt.NDArray[np.uint8] | None = None,
     ) -> int:
         """publish() by chained hashes of the token ids, a page each; salt keeps tenants apart.
 
@@ -138,16 +144,35 @@ class CXLPool(Pool, stores="K and V"):
         that are known to go on. prefix_keys(ids, page_tokens, salt, tail=True) names it to
         forget(). Raises PoolFullError when there is no page for it; the full ones are published
         then.
+
+        states: uint8 [layout.states.bytes], the checkpoint of a model with states behind the last
+        of the ids; the tail goes with it. In such a pool texts are found up to a checkpoint only.
         """
         tokens, ids = self.layout.page_tokens, whole_ids(token_ids)
+        if states is not None:
+            self._check_states(states, len(ids))
         keys = prefix_keys(ids, tokens, salt)
         published = self.publish(seq, keys, tokens)
         rest = ids[len(keys) * tokens :]
-        if tail and len(rest):
-            before = keys[-1] if len(keys) else root(salt)
+        key = before = keys[-1] if len(keys) else root(salt)
+        if len(rest) and (tail or states is not None):
             key = tail_keys(rest, before)[-1].tobytes()
             published += _core.publish_tail(seq._handle, len(ids), before, key)
+        if states is not None:
+            published += _core.publish_states(seq._handle, len(ids), key, states)
         return published
+
+    def _check_states(self, states: npt.NDArray[np.uint8], tokens: int) -> None:
+        wanted = self.layout.states
+        if wanted is None:
+            raise BadArgumentError("the pool's layout has no states: KVLayout(states=)")
+        given: object = states
+        right = isinstance(given, np.ndarray) and given.dtype == np.uint8
+        if not right or states.shape != (wanted.bytes,) or not tokens:
+            raise BadArgumentError(
+                f"states behind {tokens} tokens: an array of uint8 [{wanted.bytes}], and one token "
+                "or more"
+            )
 
     def match_prefix(
         self, token_ids: npt.ArrayLike, salt: bytes = b"", *, lease_s: float = 60.0

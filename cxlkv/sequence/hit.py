@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from cxlkv import _core
 from cxlkv.errors import (
+    BadArgumentError,
     CXLKVError,
     state_of,
 )
@@ -45,6 +49,19 @@ class Hit(Closing):
     def handle(self) -> bytes:
         """Bytes for pool.adopt() in any process, while the hit is pinned. Raises StaleError."""
         return self._sequence.handle
+
+    def read_states(self, out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+        """Copy the state checkpoint behind the hit's last token, verified: uint8
+        [layout.states.bytes], into `out` if it is given. Raises CorruptError, StaleError, and
+        BadArgumentError where the hit has none."""
+        states = self._sequence._layout.states
+        size = states.bytes if states else 0
+        if out is None:
+            out = np.empty(size, np.uint8)
+        elif out.shape != (size,) or out.dtype != np.uint8:
+            raise BadArgumentError(f"out is {out.dtype} {out.shape}, wanted uint8 ({size},)")
+        _core.read_states(self._sequence._handle, out)
+        return out
 
     def sequence(self) -> Sequence:
         """A sequence of the hit's tokens, to go on from; it outlives the hit."""

@@ -55,6 +55,7 @@ def layout_among(layout: KVLayout, rank: int, ranks: int) -> KVLayout:
         page_tokens=layout.page_tokens,
         shard=(rank, ranks, 0, 1),
         model_id=layout.model_id,
+        states=layout.states,
     )
 
 

@@ -80,6 +80,8 @@ typedef struct cxlkv_layout {
     uint32_t k_encoding;
     uint32_t v_encoding;
     cxlkv_rotary rotary; /* nothing that is stored depends on it */
+    uint32_t state_digest; /* of the description of the tensors that a state checkpoint has */
+    uint64_t state_bytes;  /* of a checkpoint; 0: the model has no states */
 } cxlkv_layout;
 
 #define CXLKV_SHARING_HOST 0
@@ -590,6 +592,14 @@ int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_
  * is none. Returns how many pages were published: 0 when the chain before it is not. */
 int64_t cxlkv_publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uint8_t *before,
                            const uint8_t *key);
+/* The state checkpoint after the sequence's first `tokens` tokens, size = the layout's state_bytes,
+ * under the key of its last full page, or of the tail behind it. Where the layout has states, a
+ * match ends at a checkpoint, and holds it. Returns how many pages were published: 0 when one is
+ * there. */
+int64_t cxlkv_publish_states(cxlkv_sequence *sequence, uint64_t tokens, const uint8_t *key,
+                             const uint8_t *bytes, uint64_t size);
+/* Copies the checkpoint of a hit, verified. */
+int cxlkv_read_states(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t size);
 typedef struct cxlkv_match_args {
     const uint8_t *hashes;       /* [count], 16 bytes each */
     uint32_t count;

@@ -102,8 +102,8 @@ static void check_page(cxlkv_pool *pool, uint32_t page, report *report) {
     }
     if (!report->deep || !pool->layout.checksum) return;
     verify_again(pool, page);
-    for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
-        if (pool->layers.part_of[layer] == line.part && pieces_verify(pool, page, layer) < 0)
+    for (uint32_t row = 0; row < pool->layers.parts[line.part].layers; row++)
+        if (pieces_verify(pool, page, layer_at(pool, line.part, row)) < 0)
             report_page(report, page);
 }
 
@@ -117,8 +117,8 @@ static void report_repair(report *report, uint32_t page, const char *what) {
 static int read_again(cxlkv_pool *pool, uint32_t page, uint32_t part) {
     int code = 0;
     verify_again(pool, page);
-    for (uint32_t layer = 0; code == 0 && layer < pool->layout.layers; layer++)
-        if (pool->layers.part_of[layer] == part) code = pieces_verify(pool, page, layer);
+    for (uint32_t row = 0; code == 0 && row < pool->layers.parts[part].layers; row++)
+        code = pieces_verify(pool, page, layer_at(pool, part, row));
     return code;
 }
 
@@ -127,7 +127,7 @@ static int read_again(cxlkv_pool *pool, uint32_t page, uint32_t part) {
 static bool may_publish(cxlkv_pool *pool, uint32_t page, const record_header *header) {
     if (!pool->layout.checksum || (header->hash[0] == 0 && header->hash[1] == 0) ||
         header->tokens == 0 || header->tokens > pool->layout.page_tokens ||
-        header->part >= pool->geometry.part_count ||
+        header->part >= stored_parts(pool) ||
         index_find(pool, header->hash) != NO_PAGE || !record_table_is_whole(pool, page, header))
         return false;
     return read_again(pool, page, header->part) == 0;

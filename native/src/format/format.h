@@ -11,6 +11,7 @@ enum {
     CHUNK_PAGES = 256,
     DTYPE_COUNT = 3, /* of K, V and queries */
     OBJECT_BYTES_MAX = 1 << 30,
+    STATE_PAGES_MAX = 1 << 16,   /* of a checkpoint */
     ENCODING_LAST = CXLKV_ENCODING_PROGRESSIVE,
 };
 
@@ -28,8 +29,9 @@ _Static_assert(sizeof(group_row) == 32, "a row of the superblock's group table")
  * FEATURES_KNOWN are the bits of this build; docs/reference/releases.md names them, too. */
 enum { FEATURES_COMPATIBLE, FEATURES_READERS, FEATURES_INCOMPATIBLE, FEATURE_WORDS };
 #define FEATURE_ENCODINGS 1u /* incompatible: K or V are kept in an encoding */
+#define FEATURE_STATES 2u    /* incompatible: pages of one more part have state checkpoints */
 #define FEATURE_ROTARY 1u    /* compatible: the page of the superblock has a rotary_table */
-#define FEATURES_KNOWN {FEATURE_ROTARY, 0, FEATURE_ENCODINGS}
+#define FEATURES_KNOWN {FEATURE_ROTARY, 0, FEATURE_ENCODINGS | FEATURE_STATES}
 
 /* An upgrade also takes a pool of FORMAT_BEFORE; an inspection may lack features of writers. */
 enum superblock_purpose { SUPERBLOCK_USE, SUPERBLOCK_INSPECT, SUPERBLOCK_UPGRADE };
@@ -58,7 +60,9 @@ typedef struct superblock {
     uint64_t features[FEATURE_WORDS];
     uint32_t k_encoding;         /* with FEATURE_ENCODINGS, else 0 */
     uint32_t v_encoding;
-    uint8_t reserved[20];
+    uint64_t state_bytes;        /* with FEATURE_STATES, else 0 */
+    uint32_t state_digest;
+    uint8_t reserved[8];
     uint32_t crc;                /* of all bytes before it */
 } superblock;
 _Static_assert(sizeof(superblock) <= SUPERBLOCK_BYTES - 4 * LINE_BYTES,

@@ -89,6 +89,11 @@ int layout_check(const cxlkv_layout *layout) {
         return fail(CXLKV_E_GEOMETRY,
                     "layout: values code %u with %u channels: a prefix of keys of %u has no more",
                     layout->values, layout->value_head_dim, layout->head_dim);
+    if (has_states(layout) && (objects || !layout->checksum))
+        return fail(CXLKV_E_GEOMETRY, "layout: states are kept beside K and V, with checksums");
+    if (layout->state_bytes > (uint64_t)STATE_PAGES_MAX << 20)
+        return fail(CXLKV_E_GEOMETRY, "layout: state checkpoints of %lu bytes, up to %lu are kept",
+                    layout->state_bytes, (uint64_t)STATE_PAGES_MAX << 20);
     return groups_check(layout);
 }
 
@@ -116,9 +121,12 @@ static uint32_t record_layers_of(const cxlkv_layout *layout) {
 
 int parts_make(cxlkv_pool *pool) {
     const cxlkv_layout *layout = &pool->layout;
-    uint32_t rows = pool->geometry.record_layers, part_index = 0;
-    pool->layers.parts = calloc(pool->geometry.part_count, sizeof(*pool->layers.parts));
-    if (!pool->layers.parts) return fail(ENOMEM, "no memory for the table of layers");
+    uint32_t rows = pool->geometry.record_layers, stored = stored_parts(pool), part_index = 0;
+    pool->layers.parts = calloc(stored, sizeof(*pool->layers.parts));
+    pool->layers.layer_at = malloc(stored * rows * sizeof(*pool->layers.layer_at));
+    if (!pool->layers.parts || !pool->layers.layer_at)
+        return fail(ENOMEM, "no memory for the table of layers");
+    memset(pool->layers.layer_at, 0xff, stored * rows * sizeof(*pool->layers.layer_at));
     for (uint32_t group = 0; group < layout->group_count; group++) {
         uint32_t seen = 0;
         pool->layers.windowed |= layout->windows[group] != 0;
@@ -131,10 +139,15 @@ int parts_make(cxlkv_pool *pool) {
             made->last_layer = layer;
             made->layers++;
             pool->layers.part_of[layer] = (uint16_t)part_index;
+            pool->layers.layer_at[part_index * rows + seen % rows] = (uint16_t)layer;
             pool->layers.row_of[layer] = (uint16_t)(seen++ % rows);
         }
         part_index++;
     }
+    if (!has_states(layout)) return 0;
+    pool->layers.parts[part_index] = (part){.layers = rows};
+    for (uint32_t layer = 0; layer < layout->layers; layer++)
+        pool->layers.layer_at[part_index * rows + pool->layers.row_of[layer]] = (uint16_t)layer;
     return 0;
 }
 

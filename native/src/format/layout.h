@@ -27,6 +27,7 @@ static inline uint32_t encoding_of(const cxlkv_layout *layout, uint32_t kind) {
 static inline bool is_encoded(const cxlkv_layout *layout) {
     return layout->k_encoding || layout->v_encoding;
 }
+static inline bool has_states(const cxlkv_layout *layout) { return layout->state_bytes != 0; }
 static inline uint32_t kind_dim(const cxlkv_layout *layout, uint32_t kind) {
     return kind == PIECE_VALUES ? layout->value_head_dim : layout->head_dim;
 }

@@ -88,7 +88,7 @@ int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
         copy->version = version;
         if (copy->crc == crc32c(0, copy, offsetof(descriptor, crc)) && copy->page == page &&
             copy->tokens <= pool->layout.page_tokens && (version & 255) <= PAGE_PUBLISHED &&
-            copy->part < pool->geometry.part_count)
+            copy->part < stored_parts(pool))
             return 0;
         if (attempt > 50) sched_yield();
     }
@@ -99,7 +99,7 @@ int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
 }
 
 uint32_t record_part(const cxlkv_pool *pool, uint32_t page) {
-    return min_u32(header_of(pool, page)->part, pool->geometry.part_count - 1);
+    return min_u32(header_of(pool, page)->part, stored_parts(pool) - 1);
 }
 
 uint32_t record_tokens(const cxlkv_pool *pool, uint32_t page) {
@@ -240,13 +240,27 @@ packing packing_of(const cxlkv_pool *pool) {
     return p;
 }
 
+uint32_t state_pages(const cxlkv_pool *pool) {
+    uint64_t page_bytes = packing_of(pool).payload_bytes, pages = 1;
+    while (pages * page_bytes < state_table_bytes((uint32_t)pages) + pool->layout.state_bytes)
+        pages += (state_table_bytes((uint32_t)pages) + pool->layout.state_bytes -
+                  pages * page_bytes + page_bytes - 1) / page_bytes;
+    return (uint32_t)min_u64(pages, STATE_PAGES_MAX + 1);
+}
+
 uint32_t layout_crc(const cxlkv_pool *pool) {
     cxlkv_layout layout = pool->layout;
     size_t length = strnlen(layout.model_id, sizeof(layout.model_id));
     memset(layout.model_id + length, 0, sizeof(layout.model_id) - length);
     layout.checksum = 0; /* outside of a pool every piece has one */
     /* Records of pools without an encoding are as they were before there were any. */
-    return crc32c(0, &layout, is_encoded(&layout) ? offsetof(cxlkv_layout, rotary)
-                                                  : offsetof(cxlkv_layout, k_encoding));
+    uint32_t crc = crc32c(0, &layout, is_encoded(&layout) ? offsetof(cxlkv_layout, rotary)
+                                                          : offsetof(cxlkv_layout, k_encoding));
+    size_t states = offsetof(cxlkv_layout, state_digest);
+    if (has_states(&layout))
+        crc = crc32c(crc, &layout.state_digest, sizeof(layout) - states);
+    return crc;
 }
-_Static_assert(offsetof(cxlkv_layout, rotary) == 13 * 4 + 256 + 4 + 16 * 4 + 1024 + 8, "no holes");
+_Static_assert(offsetof(cxlkv_layout, rotary) == 13 * 4 + 256 + 4 + 16 * 4 + 1024 + 8 &&
+               offsetof(cxlkv_layout, state_bytes) == offsetof(cxlkv_layout, state_digest) + 4 &&
+               sizeof(cxlkv_layout) == offsetof(cxlkv_layout, state_bytes) + 8, "no holes");

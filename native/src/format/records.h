@@ -40,5 +40,11 @@ typedef struct packing {
     uint64_t layer_bytes, payload_bytes, record_bytes;
 } packing;
 packing packing_of(const cxlkv_pool *pool);
+/* How many pages a state checkpoint takes: for its bytes, behind a table of 4 bytes for each page
+ * but the first, which ends on a line. */
+uint32_t state_pages(const cxlkv_pool *pool);
+static inline uint64_t state_table_bytes(uint32_t pages) {
+    return align_up(4ull * (pages - 1), LINE_BYTES);
+}
 /* Of everything that two pools must agree in, so that a record of one fits the other. */
 uint32_t layout_crc(const cxlkv_pool *pool);

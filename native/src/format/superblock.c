@@ -52,6 +52,9 @@ void superblock_write(cxlkv_pool *pool) {
     if (is_encoded(layout)) block->features[FEATURES_INCOMPATIBLE] |= FEATURE_ENCODINGS;
     block->k_encoding = layout->k_encoding;
     block->v_encoding = layout->v_encoding;
+    if (has_states(layout)) block->features[FEATURES_INCOMPATIBLE] |= FEATURE_STATES;
+    block->state_bytes = layout->state_bytes;
+    block->state_digest = layout->state_digest;
     if (has_rotary(layout)) {
         rotary_table *table = (rotary_table *)(pool->region.base + ROTARY_OFFSET);
         block->features[FEATURES_COMPATIBLE] |= FEATURE_ROTARY;
@@ -82,7 +85,8 @@ void superblock_upgrade(uint8_t *base) {
     made.version = FORMAT_VERSION;
     made.build = CXLKV_BUILD;
     memset(made.features, 0, sizeof(made.features));
-    made.k_encoding = made.v_encoding = 0;
+    made.k_encoding = made.v_encoding = made.state_digest = 0;
+    made.state_bytes = 0;
     memset(made.reserved, 0, sizeof(made.reserved));
     made.crc = crc32c(0, &made, offsetof(superblock, crc));
     uint8_t *line = base + offsetof(superblock, crc_before);
@@ -146,6 +150,11 @@ static bool groups_read(const superblock *block, cxlkv_layout *layout) {
         layout->k_encoding = block->k_encoding;
         layout->v_encoding = block->v_encoding;
     }
+    if (block->version == FORMAT_VERSION &&
+        block->features[FEATURES_INCOMPATIBLE] & FEATURE_STATES) {
+        layout->state_bytes = block->state_bytes;
+        layout->state_digest = block->state_digest;
+    }
     memcpy(layout->shard, block->shard, sizeof(layout->shard));
     memcpy(layout->model_id, block->model_id, sizeof(layout->model_id));
     memcpy(layout->group_of, block->group_of, sizeof(layout->group_of));
@@ -202,6 +211,10 @@ int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint6
     if (block.version == FORMAT_VERSION && (block.k_encoding || block.v_encoding) &&
         !(block.features[FEATURES_INCOMPATIBLE] & FEATURE_ENCODINGS))
         return fail(CXLKV_E_GEOMETRY, "%s has an encoding without the feature that says so", path);
+    if (block.version == FORMAT_VERSION &&
+        (block.state_bytes != 0) != !!(block.features[FEATURES_INCOMPATIBLE] & FEATURE_STATES))
+        return fail(CXLKV_E_GEOMETRY, "%s has states without the feature that says so, or the "
+                    "feature without states", path);
     if (block.line_bytes != LINE_BYTES || !groups_read(&block, layout))
         return fail(CXLKV_E_GEOMETRY, "%s uses a feature that this build does not have", path);
     if (block.version == FORMAT_VERSION && !rotary_read(&block, bytes, layout))

@@ -189,8 +189,9 @@ struct cxlkv_pool {
     cxlkv_geometry geometry;     /* format, pool: */
     cxlkv_sharing sharing;       /* format, pool: */
     struct {
-        part *parts;             /* format: */
+        part *parts;             /* format: [stored_parts()] */
         uint16_t part_of[CXLKV_LAYERS_MAX], row_of[CXLKV_LAYERS_MAX]; /* format: where it lies */
+        uint16_t *layer_at;      /* format: [stored_parts()][record_layers]: layer_at() */
         bool windowed;           /* format: a part has a window */
     } layers;
     uint8_t identity[16];        /* format, pool: */
@@ -261,6 +262,16 @@ struct cxlkv_pool {
                                        * (host/hooks.h); NULL: nothing yet */
     struct pool_scorer *_Atomic scorers; /* format: the last one added (scorers.h) */
 };
+
+/* The parts of the layers, and one of state checkpoints if the model has states. */
+static inline uint32_t stored_parts(const cxlkv_pool *pool) {
+    return pool->geometry.part_count + has_states(&pool->layout);
+}
+/* The layer that a row of a part's pages has. Of states it is any layer of this row: their bytes
+ * fill the pieces of all rows. */
+static inline uint32_t layer_at(const cxlkv_pool *pool, uint32_t part, uint32_t row) {
+    return pool->layers.layer_at[part * pool->geometry.record_layers + row];
+}
 
 /* The first of kv_heads neighbouring pieces of (page, layer). */
 static inline uint8_t *pieces_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer,

@@ -65,7 +65,7 @@ static int settle_item(cxlkv_pool *pool, borrowing *item, const acquire_item *go
     descriptor line;
     if (got->code < 0) return got->code;
     memcpy(&line, got->descriptor, sizeof(line));
-    if (line.page != item->page || line.part >= pool->geometry.part_count ||
+    if (line.page != item->page || line.part >= stored_parts(pool) ||
         line.tokens > pool->layout.page_tokens)
         return -CXLKV_E_STALE;
     pool->pages[item->page].generation = item->generation;

@@ -36,6 +36,7 @@ void pool_drop(cxlkv_pool *pool) {
         if (owners[i].free && pool->owner[i]) owners[i].free(pool);
     free(pool->path);
     free(pool->layers.parts);
+    free(pool->layers.layer_at);
     free(pool);
 }
 

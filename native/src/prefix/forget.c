@@ -16,7 +16,7 @@ static int pages_of_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes
     if (reaps) host_reap(pool);
     if (pool->shared) peers_follow(pool);
     for (uint64_t key = 0; key < count; key++)
-        for (uint32_t part = 0; part < pool->geometry.part_count; part++)
+        for (uint32_t part = 0; part < stored_parts(pool); part++)
             for (uint64_t place = 0;; place++) {
                 uint64_t hash[2];
                 page_hash(hashes, key, place, part, hash);

@@ -7,6 +7,9 @@
 #include "pages/borrow.h"
 #include "pages/pages.h"
 #include "pages/published.h"
+#include "prefix/boundary.h"
+#include "prefix/found.h"
+#include "prefix/handle.h"
 #include "prefix/tails.h"
 #include "sequence/deadlines.h"
 #include "sequence/sequence.h"
@@ -48,31 +51,6 @@ static void expect_key(const cxlkv_pool *pool, const cxlkv_match_args *args, uin
         page_hash(args->hashes, key + AHEAD, 0, part, hash);
         page_expect(pool, hash);
     }
-}
-
-/* What a match found: by part and place in the chain a page, or NO_PAGE. */
-typedef struct found {
-    uint32_t *pages;             /* [capacity][part_count] */
-    uint32_t *keys;              /* [capacity]: how many keys there are up to that page's */
-    uint64_t count, capacity;
-} found;
-
-static int found_add(cxlkv_pool *pool, found *f, uint32_t part, uint32_t ordinal, uint32_t page) {
-    uint64_t parts = pool->geometry.part_count;
-    while (ordinal >= f->capacity) {
-        uint64_t capacity = f->capacity ? 2 * f->capacity : 64;
-        uint32_t *keys = realloc(f->keys, capacity * sizeof(*keys));
-        if (keys) f->keys = keys;
-        uint32_t *pages = keys ? realloc(f->pages, capacity * parts * sizeof(*pages)) : NULL;
-        if (!pages) return fail(ENOMEM, "no memory for a match of %lu pages", capacity);
-        memset(pages + f->capacity * parts, 0xff,
-               (capacity - f->capacity) * parts * sizeof(*pages));
-        f->pages = pages;
-        f->capacity = capacity;
-    }
-    f->pages[ordinal * parts + part] = page;
-    if (ordinal >= f->count) f->count = ordinal + 1;
-    return 0;
 }
 
 /* Looks up every key until a part without a window has a gap; places of a key until it has none.
@@ -120,63 +98,6 @@ static uint32_t longest_prefix(const cxlkv_pool *pool, const found *f) {
     return (uint32_t)best;
 }
 
-static int hold_found(cxlkv_pool *pool, const found *f, uint32_t count, cxlkv_sequence *sequence) {
-    uint32_t parts = pool->geometry.part_count;
-    for (uint32_t part = 0; part < parts; part++) {
-        uint32_t first = window_page(pool, part, (uint64_t)count * pool->layout.page_tokens);
-        int code = sequence_reserve(sequence, part, count); /* own chunks */
-        if (code < 0) return code;
-        for (uint32_t i = first; i < count; i++) {
-            pages_hold(pool, 1, &f->pages[(uint64_t)i * parts + part]);
-            sequence_push(sequence, part, i, f->pages[(uint64_t)i * parts + part]);
-        }
-        sequence->tables[part].first = first;
-        hotness_matched(pool, f->pages, part, first, count);
-    }
-    sequence->page_count = count;
-    return 0;
-}
-
-/* Another host's page that a hit of `count` pages holds: one behind its part's window is not. */
-static bool is_borrowed(const cxlkv_pool *pool, const found *f, uint64_t i, uint32_t count) {
-    uint64_t parts = pool->geometry.part_count, tokens = count * (uint64_t)pool->layout.page_tokens;
-    return f->pages[i] != NO_PAGE && !page_is_ours(pool, f->pages[i]) &&
-           i / parts >= window_page(pool, (uint32_t)(i % parts), tokens);
-}
-
-/* Takes the other hosts' pages among the first `count` of the chain into view. False: some were
- * freed meanwhile, or are damaged, and are no longer among those that were found. */
-static bool borrow_found(cxlkv_pool *pool, found *f, uint32_t count) {
-    uint64_t parts = pool->geometry.part_count, used = 0;
-    bool all = true;
-    borrowing *items = malloc((parts * count + 1) * sizeof(*items));
-    for (uint64_t i = 0; i < parts * count; i++) {
-        uint32_t page = f->pages[i];
-        if (!is_borrowed(pool, f, i, count)) continue;
-        if (!items) f->pages[i] = NO_PAGE;
-        else items[used++] = (borrowing){.page = page, .state = PAGE_PUBLISHED,
-                                         .generation = pool->pages[page].generation};
-        all &= items != NULL;
-    }
-    if (items) borrow(pool, items, (uint32_t)used);
-    used = 0;
-    for (uint64_t i = 0; items && i < parts * count; i++) {
-        uint32_t page = f->pages[i];
-        if (!is_borrowed(pool, f, i, count)) continue;
-        int code = items[used++].code;
-        if (code == 0 && record_check(pool, page, pool->pages[page].generation,
-                                      pool->layout.page_tokens) < 0) {
-            count_add(pool, COUNT_CORRUPT_PIECES, 1);
-            code = -CXLKV_E_CORRUPT;
-        }
-        if (code == 0) continue;
-        f->pages[i] = NO_PAGE;
-        all = false;
-    }
-    free(items);
-    return all;
-}
-
 /* Pins of what was taken into view and is not held after all. */
 static void end_unused(cxlkv_pool *pool, const found *f, uint64_t count) {
     for (uint64_t i = 0; i < count * pool->geometry.part_count; i++) {
@@ -186,9 +107,14 @@ static void end_unused(cxlkv_pool *pool, const found *f, uint64_t count) {
     }
 }
 
-/* Under the host lock, on a sequence that nobody else knows yet. */
+static found_prefix full_prefix(const cxlkv_pool *pool, uint32_t count) {
+    return (found_prefix){.count = count, .tokens = (uint64_t)count * pool->layout.page_tokens};
+}
+
+/* Under the host lock, on a sequence that nobody else knows yet. tokens: those that it may have,
+ * the last page having fewer than a page. */
 static int match_keys(cxlkv_pool *pool, const cxlkv_match_args *args, found *f,
-                      cxlkv_sequence *sequence) {
+                      cxlkv_sequence *sequence, uint64_t *tokens) {
     uint64_t next[CXLKV_LAYERS_MAX] = {0};
     if (pool->shared) {
         peers_follow(pool);
@@ -202,13 +128,20 @@ static int match_keys(cxlkv_pool *pool, const cxlkv_match_args *args, found *f,
         before = pages;
         pages = longest_prefix(pool, f);
         f->count = pages;
-        if (pool->shared && pages == before && !borrow_found(pool, f, pages)) before = UINT32_MAX;
+        if (pool->shared && pages == before && !found_borrow(pool, f, full_prefix(pool, pages)))
+            before = UINT32_MAX;
     }
     if (code < 0) return code;
     count_add(pool, COUNT_MATCH_KEYS_ASKED, args->count);
-    if (pages) count_add(pool, COUNT_MATCH_KEYS_HIT, f->keys[pages - 1]);
-    code = hold_found(pool, f, pages, sequence);
-    if (pool->shared) end_unused(pool, f, looked_at);
+    if (has_states(&pool->layout)) {
+        code = match_boundary(pool, args, f, pages, sequence, tokens);
+    } else {
+        code = found_hold(pool, f, full_prefix(pool, pages), sequence);
+        *tokens = full_prefix(pool, pages).tokens;
+    }
+    uint32_t held = sequence->page_count;
+    if (held && pages) count_add(pool, COUNT_MATCH_KEYS_HIT, f->keys[min_u32(held, pages) - 1]);
+    if (pool->shared) end_unused(pool, f, min_u64(f->capacity, looked_at + 1));
     return code;
 }
 
@@ -226,6 +159,19 @@ static int64_t lease_begin(cxlkv_sequence *made, uint64_t tokens, double lease_s
     return code < 0 ? code : (int64_t)tokens;
 }
 
+/* The tokens of a last page that is not full come to local memory; returns those of the hit. One
+ * that is damaged is none: a miss. */
+static int64_t match_rest(cxlkv_sequence *made, const cxlkv_match_args *args, uint64_t tokens) {
+    if (!has_states(&made->pool->layout)) {
+        int64_t rest = args->ids ? match_tail(made, args) : 0;
+        return rest < 0 ? rest : (int64_t)tokens + rest;
+    }
+    if (tokens % made->pool->layout.page_tokens == 0 || reopen_tail(made, tokens) == 0)
+        return (int64_t)tokens;
+    sequence_drop_states(made);
+    return reopen_tail(made, 0);
+}
+
 int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequence **out) {
     if (!(args->lease_s > 0 && args->lease_s < 1e9))
         return fail(CXLKV_E_ARGUMENT, "a lease of %g s: it must be positive and end",
@@ -241,7 +187,8 @@ int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequen
     cxlkv_sequence *made = NULL;
     found *f = calloc(1, sizeof(*f)); /* not on the stack: a bus error jumps back over it */
     code = f ? sequence_make(pool, &made) : fail(ENOMEM, "no memory for a match");
-    if (code == 0) code = HOST_LOCKED(pool, match_keys(pool, args, f, made));
+    uint64_t found_tokens = 0;
+    if (code == 0) code = HOST_LOCKED(pool, match_keys(pool, args, f, made, &found_tokens));
     if (f) free(f->pages);
     if (f) free(f->keys);
     free(f);
@@ -249,9 +196,8 @@ int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequen
     int64_t tokens = code;
     if (code == 0) {
         made->approximate = args->content;
-        tokens = (int64_t)((uint64_t)made->page_count * pool->layout.page_tokens);
-        int64_t rest = args->ids ? match_tail(made, args) : 0;
-        tokens = rest < 0 ? rest : lease_begin(made, (uint64_t)(tokens + rest), args->lease_s);
+        tokens = match_rest(made, args, found_tokens);
+        if (tokens >= 0) tokens = lease_begin(made, (uint64_t)tokens, args->lease_s);
     }
     if (tokens < 0) cxlkv_sequence_destroy(&made);
     else *out = made;

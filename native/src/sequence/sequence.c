@@ -79,6 +79,7 @@ static void sequence_unmake(cxlkv_sequence *sequence) {
         free(sequence->tables[part].chunks);
     free(sequence->tables);
     free(sequence->export_pages);
+    free(sequence->states);
     free(sequence->layer_tokens);
     free(sequence->tails);
     free(sequence->worker_tables);
@@ -305,6 +306,16 @@ static void tables_drop(cxlkv_sequence *sequence, enum giving how) {
         table_end(sequence->pool, &sequence->tables[part], 0, how);
 }
 
+void sequence_drop_states(cxlkv_sequence *sequence) {
+    cxlkv_pool *pool = sequence->pool;
+    if (!sequence->states) return;
+    enum giving how = host_lock(pool) == 0 ? GIVE_NOW : GIVE_LATER;
+    give(pool, state_pages(pool), sequence->states, how);
+    if (how == GIVE_NOW) host_unlock(pool);
+    free(sequence->states);
+    sequence->states = NULL;
+}
+
 /* Under the sequence's write lock, with the pool open. */
 static void sequence_drop_pages(cxlkv_sequence *sequence) {
     cxlkv_pool *pool = sequence->pool;
@@ -313,6 +324,7 @@ static void sequence_drop_pages(cxlkv_sequence *sequence) {
     tables_drop(sequence, how);
     if (sequence->exported) give(pool, pool->geometry.part_count, sequence->export_pages, how);
     if (how == GIVE_NOW) host_unlock(pool);
+    sequence_drop_states(sequence);
     sequence->exported = false;
     sequence->page_count = 0;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {

@@ -60,6 +60,7 @@ struct cxlkv_sequence {
     uint32_t *export_pages;      /* by part: the tail's copy that the last handle names */
     bool exported;               /* there are such copies */
     uint64_t export_tokens;
+    uint32_t *states;            /* of a hit: the pages of its state checkpoint, held; or NULL */
     worker_table *worker_tables; /* by part: what the worker was told; NULL: nothing */
     worker_tail *worker_tails; /* by layer: what the worker has of a tail; or NULL */
     struct kept_choice **kept; /* [layers], what select found best; or NULL */

@@ -57,24 +57,16 @@ static void tier_free(local_tier *tier, bool mapped) {
     free(tier->slots);
     free(tier->table);
     free(tier->hotness);
-    free(tier->layer_of);
     free(tier);
 }
 
-static int tables_make(const cxlkv_pool *pool, local_tier *tier) {
-    const cxlkv_geometry *g = &pool->geometry;
-    uint64_t rows = g->record_layers, layers = g->part_count * rows;
+static int tables_make(local_tier *tier) {
     tier->slots = calloc(tier->slot_count, sizeof(*tier->slots));
     tier->table = calloc(tier->unit_count, sizeof(*tier->table));
     tier->hotness = calloc(tier->unit_count, sizeof(*tier->hotness));
-    tier->layer_of = malloc(layers * sizeof(*tier->layer_of));
-    if (!tier->slots || !tier->table || !tier->hotness || !tier->layer_of)
+    if (!tier->slots || !tier->table || !tier->hotness)
         return fail(ENOMEM, "no memory for the tables of a local tier of %u slots",
                     tier->slot_count);
-    for (uint64_t i = 0; i < layers; i++) tier->layer_of[i] = NO_LAYER;
-    for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
-        tier->layer_of[pool->layers.part_of[layer] * rows + pool->layers.row_of[layer]] =
-            (uint16_t)layer;
     for (uint32_t i = 0; i < tier->slot_count; i++)
         tier->slots[i].next_free = i + 1 < tier->slot_count ? i + 1 : NO_SLOT;
     return 0;
@@ -98,7 +90,7 @@ static int tier_make(const cxlkv_pool *pool, uint64_t bytes, local_tier **out) {
     made->unit_count = units;
     made->slot_count = made->free_count = (uint32_t)slots;
     made->window_reads = WINDOW_READS * slots * heads;
-    int code = tables_make(pool, made);
+    int code = tables_make(made);
     if (code == 0) code = memory_map(made, slots * unit_bytes);
     if (code < 0) tier_free(made, true);
     else *out = made;
@@ -251,7 +243,7 @@ static int32_t admit(const cxlkv_pool *pool, local_tier *tier, local_move *move,
     uint64_t generation = pool->pages[move->page].generation;
     if (move->generation && move->generation != generation) return CXLKV_LOCAL_CHANGED;
     if (part < 0) return CXLKV_LOCAL_NOT_SEALED;
-    move->layer = tier->layer_of[(uint64_t)part * rows + (uint64_t)move->unit % rows];
+    move->layer = (uint16_t)layer_at(pool, (uint32_t)part, (uint32_t)((uint64_t)move->unit % rows));
     if (move->layer == NO_LAYER) return CXLKV_LOCAL_UNKNOWN;
     if (tier->free_count == 0) return CXLKV_LOCAL_NO_ROOM;
     move->generation = generation;

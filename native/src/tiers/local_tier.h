@@ -17,7 +17,6 @@ typedef struct local_tier {
     local_slot *slots;
     atomic_uint *table;          /* by unit: slot + 1, and LOCAL_ON_ITS_WAY; 0: none */
     atomic_uint *hotness;        /* by unit, as host/hotness.h counts */
-    uint16_t *layer_of;          /* by part * record_layers + row; UINT16_MAX: there is none */
     uint64_t unit_count, window_reads;
     atomic_uint epoch;
     atomic_ulong reads_local, reads_far;

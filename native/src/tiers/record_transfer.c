@@ -81,10 +81,8 @@ static int piece_out(const record_job *job, uint32_t page, uint32_t layer, uint3
 static int pieces_out(const record_job *job, uint32_t page, uint32_t part, uint8_t *record) {
     cxlkv_pool *pool = job->pool;
     uint8_t *table = record + sizeof(packed_header);
-    uint32_t last_layer = pool->layers.parts[part].last_layer;
-    for (uint32_t layer = pool->layers.parts[part].first_layer; layer <= last_layer; layer++) {
-        if (pool->layers.part_of[layer] != part) continue;
-        uint32_t row = pool->layers.row_of[layer];
+    for (uint32_t row = 0; row < pool->layers.parts[part].layers; row++) {
+        uint32_t layer = layer_at(pool, part, row);
         for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
             for (uint32_t head = 0; job->packing.sizes[kind] && head < pool->layout.kv_heads;
                  head++) {
@@ -108,7 +106,7 @@ static int record_out(const record_job *job, uint32_t item) {
     record_header header;
     uint32_t page = job->pages[item];
     uint8_t *record = record_at(job, item), *table = record + sizeof(packed_header);
-    if (!record_header_read(pool, page, &header) || header.part >= pool->geometry.part_count ||
+    if (!record_header_read(pool, page, &header) || header.part >= stored_parts(pool) ||
         !tokens_fit(pool, header.tokens) ||
         (pool->layout.checksum && !record_table_is_whole(pool, page, &header)))
         return fail(CXLKV_E_CORRUPT, "the header or the checksum table of page %u is damaged",
@@ -228,7 +226,7 @@ static int header_check(const record_job *job, uint32_t item, packed_header *hea
         return -CXLKV_E_GEOMETRY;
     bool named = header->hash[0] != 0 || header->hash[1] != 0;
     bool right = tokens_fit(pool, header->tokens) && named &&
-                 header->part < pool->geometry.part_count && header->ordinal <= INT32_MAX;
+                 header->part < stored_parts(pool) && header->ordinal <= INT32_MAX;
     return right ? 0 : -CXLKV_E_CORRUPT;
 }
 
@@ -280,9 +278,8 @@ static int record_in(const write_job *write, uint32_t item, uint32_t *table) {
     const part *own = &pool->layers.parts[a->header.part];
     memcpy(table, record + sizeof(packed_header), table_bytes);
     if (crc32c(0, table, table_bytes) != a->header.table_crc) return -CXLKV_E_CORRUPT;
-    for (uint32_t layer = own->first_layer; layer <= own->last_layer; layer++)
-        if (pool->layers.part_of[layer] == a->header.part &&
-            !layer_in(job, a, layer, record, table))
+    for (uint32_t row = 0; row < own->layers; row++)
+        if (!layer_in(job, a, layer_at(pool, a->header.part, row), record, table))
             return -CXLKV_E_CORRUPT;
     const uint8_t *rest = piece_at(job, record, own->layers, PIECE_DIGEST, 0);
     if (!is_zero((const uint8_t *)table, (const uint8_t *)table + table_bytes) ||
