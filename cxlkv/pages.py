@@ -354,6 +354,15 @@ class Records(OfThisProcess):
         """[keys, places, parts, 16]: under which match() looks for each of the keys, in order."""
         return _core.names(self._pool, hashes, places)
 
+    @cached_property
+    def state_pages(self) -> int:
+        """Pages of a state checkpoint; 0 where the layout has no states."""
+        return _core.state_pages(self._pool)
+
+    def state_names(self, hashes: bytes, pages: int) -> Names:
+        """[keys, pages, 16]: of the first pages of a state checkpoint under each of the keys."""
+        return _core.state_names(self._pool, hashes, pages)
+
     def find(self, names: Names) -> tuple[PageIds, Generations]:
         """The published page of each name and its generation; NO_PAGE and 0 where there is none."""
         return _core.find_pages(self._pool, names)

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
+from cxlkv._core import every_key as every_key
 from cxlkv._core import tail_keys as tail_keys
 from cxlkv.arrays import Hashes
 from cxlkv.errors import BadArgumentError

@@ -50,7 +50,7 @@ LAYERS = (
     {
         *("emulation", "transport", "ops.metrics", "tiers.cold", "tiers.cold_file"),
         *("tiers.cold_mooncake", "tiers.cold_server", "tiers.cold_shared", "tiers.cold_store"),
-        *("tiers.compress", "tiers.local"),
+        *("tiers.compress", "tiers.local", "tiers.states"),
         *("tiers.objects", "tiers.policy", "tiers.prefetch", "tiers.remote", "tiers.reuse"),
     },
     {"tiers", "tiers.tiers", "gpu"},

@@ -38,6 +38,15 @@ def tail_keys(ids: Tokens, before: bytes) -> Hashes:
     return keys
 
 
+def every_key(ids: Tokens, page_tokens: int, root: bytes) -> Hashes:
+    """Keys of ids[:1], ids[:2], ...: of a page where they end one, else of a tail."""
+    keys = np.empty((len(ids), HASH_BYTES), np.uint8)
+    out = flat("uint8_t", keys, True)
+    every = lib.CXLKV_KEYS_EVERY
+    check(lib.cxlkv_page_keys(flat("int64_t", ids), len(ids), page_tokens, every, root, out))
+    return keys
+
+
 def publish(sequence: Handle, hashes: bytes, tokens_per_key: int, content: bool = False) -> int:
     count = len(hashes) // HASH_BYTES
     return check(lib.cxlkv_publish(sequence, count, tokens_per_key, hashes, content))
@@ -142,6 +151,13 @@ def names(pool: Handle, hashes: bytes, places: int) -> npt.NDArray[np.uint8]:
     count = len(hashes) // 16
     out = np.empty((count, places, pool_geometry(pool)["part_count"], 16), np.uint8)
     check(lib.cxlkv_names(pool, count, hashes, places, flat("uint8_t", out, True)))
+    return out
+
+
+def state_names(pool: Handle, hashes: bytes, pages: int) -> npt.NDArray[np.uint8]:
+    """[keys, pages, 16]"""
+    out = np.empty((len(hashes) // HASH_BYTES, pages, 16), np.uint8)
+    check(lib.cxlkv_state_names(pool, len(out), hashes, pages, flat("uint8_t", out, True)))
     return out
 
 

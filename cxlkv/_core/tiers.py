@@ -41,6 +41,13 @@ def record_shape(pool: Handle) -> tuple[int, int]:
     return int(described.packed_bytes), int(described.layout_crc)
 
 
+def state_pages(pool: Handle) -> int:
+    """Pages of a state checkpoint; 0 where the layout has none."""
+    described = ffi.new("cxlkv_description *")
+    lib.cxlkv_pool_describe(pool, described)
+    return int(described.state_pages)
+
+
 def records_read(
     pool: Handle,
     pages: npt.NDArray[np.uint32],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
+from functools import partial
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
+from cxlkv._core import reclaim
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import scorers
 from cxlkv.ndp.worker import WorkerUse, worker_use
@@ -93,7 +95,13 @@ class CXLPool(Pool, stores="K and V"):
         return Sequence(self._handle, self.layout, _core.sequence_adopt(self._handle, handle))
 
     def publish(
-        self, seq: Sequence, keys: Iterable[bytes], tokens_per_key: int, *, strict: bool = True
+        self,
+        seq: Sequence,
+        keys: Iterable[bytes],
+        tokens_per_key: int,
+        *,
+        strict: bool = True,
+        states: npt.NDArray[np.uint8] | None = None,
     ) -> int:
         """Make complete pages of `seq` findable by match(), in every process of the pool.
 
@@ -102,7 +110,8 @@ class CXLPool(Pool, stores="K and V"):
         copy stays, and a page is published under one key only, the first. strict=False: only
         match(strict=False) finds them, for keys that do not name all text before their page, as
         those of content_keys(). Raises BadArgumentError for a sequence that goes on from such
-        pages, unless strict=False.
+        pages, unless strict=False. states: the checkpoint behind all tokens of the keys, which end
+        a page; see publish_prefix().
         """
         if not is_whole(tokens_per_key, 1):
             raise BadArgumentError(f"{tokens_per_key} tokens a key: at least 1")
@@ -110,7 +119,19 @@ class CXLPool(Pool, stores="K and V"):
             raise BadArgumentError(f"a sequence is wanted, not {type(seq).__name__}")
         if seq not in self:
             raise BadArgumentError("the sequence is of another pool")
-        return _core.publish(seq._handle, key_hashes(keys, strict), tokens_per_key, not strict)
+        hashes = key_hashes(keys, strict)
+        end = len(hashes) // 16 * tokens_per_key
+        if states is not None:
+            self._check_states(states, end)
+        if states is not None and (end % self.layout.page_tokens or not strict):
+            raise BadArgumentError(
+                f"states behind {end} tokens: keys of all text before them, that end a page of "
+                f"{self.layout.page_tokens}; publish_prefix() takes any number of tokens"
+            )
+        published = _core.publish(seq._handle, hashes, tokens_per_key, not strict)
+        if states is not None:
+            published += self._publish_states(seq, end, hashes[-16:], states)
+        return published
 
     def match(self, keys: Iterable[bytes], *, lease_s: float = 60.0, strict: bool = True) -> Hit:
         """The longest published prefix of `keys`, held for `lease_s`; its tokens may be 0.
@@ -157,10 +178,17 @@ class CXLPool(Pool, stores="K and V"):
         key = before = keys[-1] if len(keys) else root(salt)
         if len(rest) and (tail or states is not None):
             key = tail_keys(rest, before)[-1].tobytes()
-            published += _core.publish_tail(seq._handle, len(ids), before, key)
+            copy = partial(_core.publish_tail, seq._handle, len(ids), before, key)
+            published += reclaim.retry(copy, self._handle, seq._parts)
         if states is not None:
-            published += _core.publish_states(seq._handle, len(ids), key, states)
+            published += self._publish_states(seq, len(ids), key, states)
         return published
+
+    def _publish_states(
+        self, seq: Sequence, tokens: int, key: bytes, states: npt.NDArray[np.uint8]
+    ) -> int:
+        store = partial(_core.publish_states, seq._handle, tokens, key, states)
+        return reclaim.retry(store, self._handle, lambda: self.records.state_pages)
 
     def _check_states(self, states: npt.NDArray[np.uint8], tokens: int) -> None:
         wanted = self.layout.states

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.arrays import Mask, Names, PageIds, leading
-from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
+from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.machine import lifetime
 from cxlkv.machine.costs import Costs, kv_bytes
@@ -46,7 +46,15 @@ from cxlkv.pages import (
     choose_pages,
 )
 from cxlkv.pool import CXLPool, Pool
-from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
+from cxlkv.prefix import (
+    PageKeys,
+    every_key,
+    key_hashes,
+    prefix_keys,
+    root,
+    tail_keys,
+    whole_ids,
+)
 from cxlkv.refusals import refuse_arguments, refusing
 from cxlkv.sequence import Hit
 from cxlkv.tiers.cold_file import RecordShape
@@ -54,6 +62,7 @@ from cxlkv.tiers.cold_store import ColdStore, open_cold
 from cxlkv.tiers.local import LocalTier
 from cxlkv.tiers.objects import ObjectMoves
 from cxlkv.tiers.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
+from cxlkv.tiers.states import StateMoves, page_ends
 
 if TYPE_CHECKING:
     from cxlkv.tiers.remote import RemoteTier
@@ -67,7 +76,7 @@ log = logging.getLogger("cxlkv")
 
 
 @refusing
-class Tiers(ObjectMoves, Closing):
+class Tiers(ObjectMoves, StateMoves, Closing):
     """Decides which page is in which tier. One for each pool and process; any thread may call it.
 
     local: bytes for copies, or None. cold: a file for records that had to go, of cold_capacity (see
@@ -207,10 +216,17 @@ class Tiers(ObjectMoves, Closing):
         hit = self.pool.match(given, lease_s=lease_s, strict=strict)
         if self.cold is None or not len(given):
             return hit
-        first = 0
+        pages = None  # whose keys these are
         if isinstance(given, PageKeys) and given.page_tokens == self.pool.layout.page_tokens:
-            first = hit.tokens // given.page_tokens
-        if first == len(given) or not self._bring(key_hashes(given, strict), first, hit.tokens):
+            pages = given
+        first = hit.tokens // self.pool.layout.page_tokens if pages is not None else 0
+        if first == len(given):
+            return hit
+        if self.pool.layout.states is not None:
+            came = pages is not None and self._bring_checkpoint(page_ends(pages), hit.tokens)
+        else:
+            came = self._bring(key_hashes(given, strict), first, hit.tokens) > 0
+        if not came:
             return hit
         with hit:  # until the next one holds what this one does
             return self.pool.match(given, lease_s=lease_s, strict=strict)
@@ -235,6 +251,12 @@ class Tiers(ObjectMoves, Closing):
         hit = self.pool.match_prefix(ids, salt, lease_s=lease_s)
         if self.cold is None or hit.tokens == len(ids):
             return hit
+        if self.pool.layout.states is not None:
+            keys = every_key(ids, page_tokens, root(salt))
+            if not self._bring_checkpoint(keys, hit.tokens):
+                return hit
+            with hit:
+                return self.pool.match_prefix(ids, salt, lease_s=lease_s)
         hashes = key_hashes(prefix_keys(ids, page_tokens, salt))
         full, first = len(ids) // page_tokens, hit.tokens // page_tokens
         if first < full and self._bring(hashes, first, hit.tokens):
@@ -673,6 +695,11 @@ def _check_remote(pool: Pool, remote: object, secret: object) -> None:
         raise BadArgumentError("remote= and remote_secret= go together: the file with the secret")
     if remote is not None and pool.layout.object_bytes is not None:
         raise BadArgumentError("remote= is of K and V: pools of objects are not served to others")
+    if remote is not None and pool.layout.states is not None:
+        raise UnsupportedError(
+            "remote= brings pages, and no state checkpoints: without these a model with states "
+            "cannot go on. Share the pool between hosts, or use cold= of several machines"
+        )
 
 
 def _opened(

@@ -451,7 +451,7 @@ typedef struct cxlkv_description {
     cxlkv_format format;
     uint64_t packed_bytes;        /* of a record outside of the pool */
     uint32_t layout_crc;          /* of all that two pools must agree in to exchange records */
-    uint32_t reserved;
+    uint32_t state_pages;         /* of a state checkpoint; 0: the layout has none */
 } cxlkv_description;
 void cxlkv_pool_describe(cxlkv_pool *pool, cxlkv_description *description);
 int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats);
@@ -577,6 +577,8 @@ int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
 #define CXLKV_KEYS_CONTENT 1 /* only its page, and which one of its text that is */
 /* Of a page with the first 1, 2 ... `count` of the ids only, behind the page whose key is root. */
 #define CXLKV_KEYS_TAIL 2
+/* Of a text's first 1, 2 ... `count` ids: the page's where they end one, else the tail's. */
+#define CXLKV_KEYS_EVERY 3
 /* Keys of the full pages of a text, 16 bytes each; cxlkv/prefix.py says what they are. root: 16
  * bytes, the hash of a salt. Returns how many there are. */
 int64_t cxlkv_page_keys(const int64_t *ids, uint64_t count, uint32_t page_tokens, uint32_t kind,
@@ -697,6 +699,10 @@ int64_t cxlkv_records_write(cxlkv_pool *pool, uint32_t count, const uint8_t *byt
 /* The hashes under which match() looks for keys, in its order: names[count][places][parts][16]. */
 int cxlkv_names(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t places,
                 uint8_t *names);
+/* The hashes of the first `pages` pages of a state checkpoint under each key:
+ * names[count][pages][16]. */
+int cxlkv_state_names(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t pages,
+                      uint8_t *names);
 /* The published page of each name and its generation, UINT32_MAX and 0 where there is none. Returns
  * how many there are. */
 int64_t cxlkv_find_pages(cxlkv_pool *pool, uint32_t count, const uint8_t *names, uint32_t *pages,

@@ -215,7 +215,8 @@ void cxlkv_pool_describe(cxlkv_pool *pool, cxlkv_description *d) {
     *d = (cxlkv_description){.layout = pool->layout, .sharing = pool->sharing,
                              .geometry = pool->geometry,
                              .packed_bytes = packing_of(pool).record_bytes,
-                             .layout_crc = layout_crc(pool)};
+                             .layout_crc = layout_crc(pool),
+                             .state_pages = has_states(&pool->layout) ? state_pages(pool) : 0};
     memcpy(d->identity, pool->identity, sizeof(d->identity));
     snprintf(d->page_kind, sizeof(d->page_kind), "%s", pool->region.page_kind);
     if (pool_enter(pool) < 0) return;

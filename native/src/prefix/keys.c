@@ -80,9 +80,27 @@ int64_t tail_keys(const int64_t *ids, uint64_t count, const uint8_t *before, uin
     return (int64_t)count;
 }
 
+/* Keys of pages stand at their last tokens, those of tails at the others. */
+static int64_t every_key(const int64_t *ids, uint64_t count, uint32_t page_tokens,
+                         const uint8_t *root, uint8_t *keys) {
+    uint64_t pages = page_tokens ? count / page_tokens : 0;
+    uint8_t *chain = malloc(16 * pages + 1);
+    if (!chain) return fail(ENOMEM, "no memory for keys of %lu pages", pages);
+    int64_t code = cxlkv_page_keys(ids, count, page_tokens, CXLKV_KEYS_CHAINED, root, chain);
+    for (uint64_t page = 0; code >= 0 && page <= pages && page * page_tokens < count; page++) {
+        uint64_t first = page * page_tokens, rest = min_u64(page_tokens - 1, count - first);
+        const uint8_t *before = page ? chain + 16 * (page - 1) : root;
+        code = tail_keys(ids + first, rest, before, keys + 16 * first);
+        if (page < pages) memcpy(keys + 16 * (first + page_tokens - 1), chain + 16 * page, 16);
+    }
+    free(chain);
+    return code < 0 ? code : (int64_t)count;
+}
+
 int64_t cxlkv_page_keys(const int64_t *ids, uint64_t count, uint32_t page_tokens, uint32_t kind,
                         const uint8_t *root, uint8_t *keys) {
     if (kind == CXLKV_KEYS_TAIL) return tail_keys(ids, count, root, keys);
+    if (kind == CXLKV_KEYS_EVERY) return every_key(ids, count, page_tokens, root, keys);
     if (page_tokens == 0 || kind > CXLKV_KEYS_TAIL)
         return fail(CXLKV_E_ARGUMENT, "keys of kind %u for pages of %u tokens", kind, page_tokens);
     uint32_t before[KEY_WORDS], hashes[BLAKE2S_LANES][PAGE_WORDS];

@@ -327,6 +327,18 @@ bool states_find(cxlkv_pool *pool, const uint8_t *key, uint32_t *pages, uint64_t
     return found;
 }
 
+int cxlkv_state_names(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t pages,
+                      uint8_t *names) {
+    int code = need((uint64_t)count * pages, "hashes", hashes, "names", names, NULL);
+    for (uint64_t key = 0; code == 0 && key < count; key++)
+        for (uint32_t page = 0; page < pages; page++, names += 16) {
+            uint64_t hash[2];
+            page_hash(hashes, key, page, pool->geometry.part_count, hash);
+            memcpy(names, hash, sizeof(hash));
+        }
+    return code;
+}
+
 /* ---- read ---- */
 
 static int piece_out(const state_job *job, uint32_t page, const state_piece *piece) {

@@ -1,0 +1,97 @@
+"""Moves of state checkpoints: one comes back from the cold tier with the pages that it needs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+
+from cxlkv.arrays import Hashes, Mask, Names, PageIds
+from cxlkv.pages import NO_PAGE
+from cxlkv.pool import CXLPool
+from cxlkv.prefix import PageKeys
+
+
+class _Chain(NamedTuple):
+    """Names [n, 16] in the order in which they are published, and the name before each."""
+
+    names: Names
+    parents: Names
+
+
+def page_ends(keys: PageKeys) -> Hashes:
+    """By token: each page's key at its last one, zeros at the others."""
+    spread = np.zeros((len(keys), keys.page_tokens, 16), np.uint8)
+    spread[:, -1] = keys.packed
+    return spread.reshape(-1, 16)
+
+
+class StateMoves:
+    """The part of Tiers that is about models with states."""
+
+    pool: CXLPool
+
+    @abstractmethod
+    def _where(self, names: Names) -> tuple[PageIds, Mask]: ...
+
+    @abstractmethod
+    def _pays(self, tokens: int, pages: int) -> bool: ...
+
+    @abstractmethod
+    def _promote(self, names: Names, parents: Names, beside: PageIds) -> int: ...
+
+    def _bring_checkpoint(self, keys: Hashes, tokens: int) -> bool:
+        """Bring back the last checkpoint behind `tokens` tokens of which the pool and the cold tier
+        together have all, and all pages before it; says whether something came. keys: by token, as
+        of every_key(); of texts that are known by their pages' keys only, zeros between these."""
+        records = self.pool.records
+        pages, there = self._where(records.state_names(keys[tokens:].tobytes(), 1))
+        ends = np.flatnonzero((pages != NO_PAGE)[:, 0] | there[:, 0]) + tokens + 1
+        for end in ends[::-1].tolist():
+            chain = self._chain(keys, end)
+            pages, there = self._where(chain.names)
+            here = pages != NO_PAGE
+            if not self._is_whole(here | there, end):
+                continue
+            missing = there & ~here
+            if not missing.any() or not self._pays(tokens, int(missing.sum())):
+                return False
+            wanted = np.flatnonzero(missing)
+            return bool(self._promote(chain.names[wanted], chain.parents[wanted], pages[here]))
+        return False
+
+    def _chain(self, keys: Hashes, end: int) -> _Chain:
+        """Of the text's first `end` tokens: full pages, by place and part; what has the tokens
+        behind them, a tail's copies or the page that it is now; the checkpoint, its first page
+        last."""
+        records, page_tokens = self.pool.records, self.pool.layout.page_tokens
+        texts = keys[page_tokens - 1 : end : page_tokens]
+        if end % page_tokens:
+            texts = np.concatenate([texts, [self._last(keys, end)]])
+        names = records.names(texts.tobytes(), 1)[:, 0]
+        parents = np.repeat(names[:, :1], names.shape[1], axis=1)
+        parents[1:, 0], parents[0, 0] = names[:-1, 0], 0
+        states = records.state_names(keys[end - 1].tobytes(), records.state_pages)[0, ::-1]
+        before = np.concatenate([names[-1:, 0], states[:-1]])
+        return _Chain(
+            np.concatenate([names.reshape(-1, 16), states]),
+            np.concatenate([parents.reshape(-1, 16), before]),
+        )
+
+    def _last(self, keys: Hashes, end: int) -> Hashes:
+        """The key under which the last page is found that is not full."""
+        page_tokens = self.pool.layout.page_tokens
+        tail: Hashes = keys[end - 1]
+        full = end // page_tokens * page_tokens + page_tokens
+        pages, there = self._where(self.pool.records.names(tail.tobytes(), 1)[0, 0])
+        if full > len(keys) or ((pages != NO_PAGE) | there).all():
+            return tail
+        whole: Hashes = keys[full - 1]
+        return whole
+
+    def _is_whole(self, found: Mask, end: int) -> bool:
+        """Is all there? A part with a window has gaps by right, which a match looks at."""
+        states = self.pool.records.state_pages
+        places = found[:-states].reshape(-(-end // self.pool.layout.page_tokens), -1)
+        return bool(found[-states:].all() and places.any(axis=1).all())

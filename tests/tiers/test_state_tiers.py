@@ -1,0 +1,132 @@
+"""State checkpoints go to the cold tier page by page, and come back with all that they need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cxlkv import CXLPool, KVLayout, States, Tiers
+from cxlkv.errors import UnsupportedError
+from cxlkv.layout import LayerGroup
+from cxlkv.prefix import prefix_keys
+
+from ..conftest import audit
+
+STATES = States.of([("ssm", (3, 100, 7), "float32"), ("conv", (5, 11), "bfloat16")])
+FULL = LayerGroup(layers=2, kv_heads=2, head_dim=16, dtype="float32")
+WINDOW = LayerGroup(layers=1, kv_heads=2, head_dim=16, dtype="float32", window=20)
+LAYOUTS = {
+    "full": KVLayout.of([FULL], page_tokens=8, states=STATES),
+    "windows": KVLayout.of([FULL, WINDOW], page_tokens=4, states=STATES),
+}
+Ids = npt.NDArray[np.int64]
+
+
+def publish(pool: CXLPool, ids: Ids, states: npt.NDArray[np.uint8]) -> None:
+    """A text whose keys are its ids."""
+    rows = np.repeat(ids.astype(np.float32), 2 * 16).reshape(len(ids), 2, 16)
+    sequence = pool.sequence()
+    for layer in range(pool.layout.layers):
+        sequence.append(layer, rows + layer, rows)
+    pool.publish_prefix(sequence, ids, states=states)
+    sequence.release()
+
+
+def check(pool: CXLPool, tiers: Tiers, ids: Ids, states: npt.NDArray[np.uint8]) -> None:
+    """All of the text is found, with its checkpoint."""
+    with tiers.match_prefix(np.append(ids, -1)) as hit:
+        assert hit.tokens == len(ids)
+        np.testing.assert_array_equal(hit.read_states(), states)
+        sequence = hit.sequence()
+        keys = sequence.fetch(0)[0].transpose(1, 2, 0, 3).reshape(-1, 2, 16)
+        np.testing.assert_array_equal(keys[: len(ids), 0, 0], ids)
+        sequence.release()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_texts_and_checkpoints_come_back(name: str, seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    layout = LAYOUTS[name]
+    with (
+        CXLPool.create("anonymous:", layout=layout, capacity="4MiB") as pool,
+        Tiers(pool, cold=tmp_path / "cold", cold_capacity="64MiB") as tiers,
+    ):
+        texts = [
+            (rng.integers(0, 1000, length), rng.integers(0, 256, STATES.bytes).astype(np.uint8))
+            for length in rng.integers(3, 300, 40)
+        ]
+        for ids, states in texts:
+            publish(pool, ids, states)
+        for ids, states in texts:
+            check(pool, tiers, ids, states)
+        assert tiers.stats()["promoted_pages"] > 0
+        assert tiers.stats()["evicted_pages"] > 0
+        audit(pool)
+
+
+def test_a_checkpoint_behind_a_text_that_went_on(seed: int, tmp_path: Path) -> None:
+    """The tail of the first checkpoint is a full page of the longer text, in the cold tier, too."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 1000, 50)
+    states = rng.integers(0, 256, (2, STATES.bytes)).astype(np.uint8)
+    with (
+        CXLPool.create("anonymous:", layout=LAYOUTS["full"], capacity="4MiB") as pool,
+        Tiers(pool, cold=tmp_path / "cold", cold_capacity="64MiB") as tiers,
+    ):
+        publish(pool, ids[:27], states[0])
+        publish(pool, ids, states[1])
+        tail = prefix_keys(ids[:27], 8, tail=True)[-1]
+        found = pool.records.find(pool.records.names(tail).reshape(-1, 16))
+        assert (pool.records.forget(*found, only_unheld=True) == 0).all()
+        tiers.reclaim(pool.stats()["pages_total"])
+        check(pool, tiers, ids, states[1])
+        tiers.reclaim(pool.stats()["pages_total"])
+        with tiers.match_prefix(ids[:40]) as hit:
+            assert hit.tokens == 27
+            np.testing.assert_array_equal(hit.read_states(), states[0])
+
+
+def test_by_keys_of_pages(seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    ids, states = rng.integers(0, 1000, 48), rng.integers(0, 256, STATES.bytes).astype(np.uint8)
+    with (
+        CXLPool.create("anonymous:", layout=LAYOUTS["full"], capacity="4MiB") as pool,
+        Tiers(pool, cold=tmp_path / "cold", cold_capacity="64MiB") as tiers,
+    ):
+        publish(pool, ids[:32], states)
+        tiers.reclaim(pool.stats()["pages_total"])
+        assert pool.match(prefix_keys(ids, 8)).tokens == 0
+        with tiers.match(prefix_keys(ids, 8)) as hit:
+            assert hit.tokens == 32
+            np.testing.assert_array_equal(hit.read_states(), states)
+
+
+def test_a_checkpoint_of_which_the_file_lost_a_page_is_none(seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    ids, states = rng.integers(0, 1000, 48), rng.integers(0, 256, STATES.bytes).astype(np.uint8)
+    with (
+        CXLPool.create("anonymous:", layout=LAYOUTS["full"], capacity="4MiB") as pool,
+        Tiers(pool, cold=tmp_path / "cold", cold_capacity="64MiB") as tiers,
+    ):
+        publish(pool, ids, states)
+        publish(pool, ids[:20], states)
+        tiers.reclaim(pool.stats()["pages_total"])
+        records = pool.records
+        last = prefix_keys(ids, 8)[-1]
+        gone = records.state_names(last, records.state_pages)[0, -1:]
+        assert tiers.cold is not None
+        assert tiers.cold.drop(gone).all()
+        with tiers.match_prefix(ids) as hit:
+            assert hit.tokens == 20
+
+
+def test_a_remote_pool_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("0" * 32)
+    with (
+        CXLPool.create("anonymous:", layout=LAYOUTS["full"], capacity="4MiB") as pool,
+        pytest.raises(UnsupportedError, match="state checkpoints"),
+    ):
+        Tiers(pool, remote="tcp://localhost:1", remote_secret=tmp_path / "secret")
