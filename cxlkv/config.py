@@ -185,6 +185,7 @@ class _Groups(_Layout):
 
     page_tokens: tokens of a page, 16 if not given. layer_groups: a list of groups. order: which
     group each layer of the model belongs to, from 0; if not given, the groups follow one another.
+    states: as in a layout of one shape.
     """
 
     page_tokens: int | None = None
