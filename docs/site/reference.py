@@ -31,6 +31,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
                 "cxlkv.KVLayout",
                 "cxlkv.LayerGroup",
                 "cxlkv.Rotary",
+                "cxlkv.States",
                 "cxlkv.pool.admin.Admin",
                 "cxlkv.pages.Pages",
             ),
