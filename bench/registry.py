@@ -217,6 +217,15 @@ TABLE = (
     Case("hints", TIERS, 600, "cases.hints", DECODE, ("hints",)),
     Case("replay", TIERS, None, "replay.case", REPLAY, REPLAYED, is_command=True),
     Case("tails", TIERS, None, "replay.tails", ("trace",), ("tails",), is_command=True),
+    Case(
+        "checkpoints",
+        TIERS,
+        None,
+        "replay.checkpoints",
+        ("trace",),
+        ("checkpoints",),
+        is_command=True,
+    ),
     Case("coherence", SHARED, 45, "cases.coherence", MICRO, ("coherence",), is_short=True),
     Case(
         *("litmus", SHARED, None, "cases.litmus", LITMUS, ("litmus",)),

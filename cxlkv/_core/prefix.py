@@ -75,17 +75,19 @@ def match(
     content: bool = False,
     ids: Tokens | None = None,
     root: bytes = b"",
-) -> tuple[int, Handle]:
-    """ids and root: keys are page_keys(); finds a page that is not full behind them, too."""
+) -> tuple[int, int, Handle]:
+    """ids and root: keys are page_keys(); finds a page that is not full behind them, too. Returns
+    the tokens of the hit, and those of which the pages alone are there."""
     args = ffi.new("cxlkv_match_args *")
     args.hashes, args.count = ffi.from_buffer("uint8_t[]", hashes), len(hashes) // HASH_BYTES
     args.single, args.content, args.lease_s = single, content, seconds("lease_s", lease_s)
     if ids is not None:
         args.ids, args.id_count = ffi.from_buffer("int64_t[]", ids), len(ids)
         args.root = ffi.from_buffer("uint8_t[]", root)
+    known = args.known_tokens = ffi.new("uint64_t *")
     out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
     tokens = check(lib.cxlkv_match(pool, args, out))
-    return tokens, handle_of(out)
+    return tokens, max(tokens, known[0]), handle_of(out)
 
 
 def forget(pool: Handle, hashes: bytes) -> int:

@@ -17,7 +17,11 @@ from cxlkv.sequence.sequence import Sequence, size_text
 
 
 class Hit(Closing):
-    """The published pages that a match found, held until release() or the end of the lease."""
+    """The published pages that a match found, held until release() or the end of the lease.
+
+    tokens: of the hit. known_tokens: of which the pages are there. In a pool with states that may
+    be more: another text began alike, and a checkpoint there would serve the next one.
+    """
 
     _instead = "pass its handle on, and adopt() it there"
 
@@ -26,10 +30,12 @@ class Hit(Closing):
         pool: _core.Handle,
         layout: KVLayout,
         tokens: int,
+        known_tokens: int,
         handle: _core.Handle,
         strict: bool = True,
     ):
         self.tokens = tokens
+        self.known_tokens = known_tokens
         self.strict = strict  # False: pages may have been computed behind other text
         self._sequence = Sequence(pool, layout, handle)
 

@@ -612,6 +612,7 @@ typedef struct cxlkv_match_args {
     uint64_t id_count;
     const uint8_t *root;         /* of the hashes; used with ids */
     double lease_s;
+    uint64_t *known_tokens;      /* out, or NULL: tokens of which the pages alone are there */
 } cxlkv_match_args;
 /* The longest run of published pages from the first; pinned by *sequence until lease end. */
 int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequence **sequence);

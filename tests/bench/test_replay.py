@@ -91,7 +91,10 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["replay"], "needs --trace"),
         (["tails", "--trace", "loops"], "tails needs a trace of a file"),
         (["replay", "--trace", "nowhere.jsonl"], "cannot be read as a trace"),
-        (["memory", "--trace", "loops"], "--trace goes with replay, tails; not with memory"),
+        (
+            ["memory", "--trace", "loops"],
+            "--trace goes with replay, tails, checkpoints; not with memory",
+        ),
     ],
 )
 def test_bad_words(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

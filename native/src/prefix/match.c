@@ -133,6 +133,7 @@ static int match_keys(cxlkv_pool *pool, const cxlkv_match_args *args, found *f,
     }
     if (code < 0) return code;
     count_add(pool, COUNT_MATCH_KEYS_ASKED, args->count);
+    if (args->known_tokens) *args->known_tokens = full_prefix(pool, pages).tokens;
     if (has_states(&pool->layout)) {
         code = match_boundary(pool, args, f, pages, sequence, tokens);
     } else {
