@@ -36,6 +36,7 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
                 "cxlkv.pages.Pages",
             ),
             *("cxlkv.pages.Hotness", "cxlkv.pages.Records", "cxlkv.prefix.prefix_keys"),
+            "cxlkv.adapters.common.checkpoints.positions",
         ),
     ),
     "selection": (

@@ -7,6 +7,8 @@ block: the choice of Marconi (Pan et al., MLSys 2025, arXiv 2411.19379), and the
 
 from __future__ import annotations
 
+__all__ = ["positions"]
+
 
 def positions(tokens: int, hit: int, known: int, *, every: int | None = None) -> list[int]:
     """Take checkpoints of a prompt behind these numbers of its tokens, which rise.
