@@ -62,6 +62,16 @@ def publish_states(sequence: Handle, tokens: int, key: bytes, states: npt.NDArra
     )
 
 
+def state_places(
+    sequence: Handle, pages: int
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+    """The pages of a hit's checkpoint, which has so many, and their generations; or none."""
+    found, generations = np.empty(pages, np.uint32), np.empty(pages, np.uint64)
+    places = (flat("uint32_t", found, True), flat("uint64_t", generations, True), pages)
+    count = check(lib.cxlkv_state_places(sequence, *places))
+    return found[:count], generations[:count]
+
+
 def read_states(sequence: Handle, out: npt.NDArray[np.uint8]) -> None:
     check(lib.cxlkv_read_states(sequence, flat("uint8_t", out, True), len(out)))
 

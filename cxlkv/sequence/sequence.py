@@ -63,6 +63,10 @@ class Sequence(Member):
             raise BadArgumentError(f"first={first!r}: pages are counted from 0")
         return _core.sequence_places(self._handle, layer_of(layer), first)
 
+    def state_places(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+        """Pages of a hit's state checkpoint, and their generations; none where it has none."""
+        return _core.state_places(self._handle, _core.state_pages(self._pool))
+
     def append(
         self, layer: int, k: object, v: object | None = None, rewind: int | None = None
     ) -> None:

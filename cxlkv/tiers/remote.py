@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 
 from cxlkv.arrays import Bytes, Codes, Mask, Names, Offsets, RecordBytes, leading
-from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
+from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError, UnsupportedError
 from cxlkv.machine import lifetime
 from cxlkv.machine.lifetime import Closing
 from cxlkv.pages import CORRUPT, PRESENT, STALE, layout_crc
@@ -114,6 +114,11 @@ def open_remote(
     ranks = ranks or (size if len(addresses) == 1 else len(addresses))
     if len(addresses) != (1 if ranks == size else ranks):
         raise BadArgumentError(f"{len(addresses)} addresses: one for each of {ranks} ranks")
+    if layout.states is not None and ranks != size:
+        raise UnsupportedError(
+            f"a pool of {size} ranks with states, and one of {ranks}: pages are cut by heads, "
+            "state checkpoints are not. Use a far pool of as many ranks"
+        )
     sources = []
     for rank, text in enumerate(addresses):
         far = layout if ranks == size else layout_among(layout, rank, ranks)
@@ -317,7 +322,10 @@ class _Coming:
         page_tokens = self._pool.layout.page_tokens
         from_end = np.concatenate([np.arange(1 - count, 1) for count in far.parts])
         order = in_order(far.parts)
-        return order[(far.tokens + from_end * page_tokens)[order] > self.hit.tokens]
+        wanted = far.tokens + from_end * page_tokens > self.hit.tokens
+        if self._pool.layout.states is not None:  # the last part: a checkpoint is of one token
+            wanted[len(wanted) - far.parts[-1] :] = True
+        return order[wanted[order]]
 
     def take(self, records: RecordBytes, codes: Codes) -> bool:
         """Publishes them up to the first that is not right, and holds them; whether all are."""

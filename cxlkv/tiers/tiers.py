@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.arrays import Mask, Names, PageIds, leading
-from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError, UnsupportedError
+from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
 from cxlkv.layout import KVLayout
 from cxlkv.machine import lifetime
 from cxlkv.machine.costs import Costs, kv_bytes
@@ -695,11 +695,6 @@ def _check_remote(pool: Pool, remote: object, secret: object) -> None:
         raise BadArgumentError("remote= and remote_secret= go together: the file with the secret")
     if remote is not None and pool.layout.object_bytes is not None:
         raise BadArgumentError("remote= is of K and V: pools of objects are not served to others")
-    if remote is not None and pool.layout.states is not None:
-        raise UnsupportedError(
-            "remote= brings pages, and no state checkpoints: without these a model with states "
-            "cannot go on. Share the pool between hosts, or use cold= of several machines"
-        )
 
 
 def _opened(

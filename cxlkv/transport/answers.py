@@ -140,7 +140,9 @@ def held(shape: Shape, tokens_max: int, header: Header, body: bytearray) -> tupl
     parts = len(shape.part_layers) if found.hit else 0
     if found.tokens > (tokens_max if found.hit else 0):
         raise _wrong(f"{found.tokens} tokens of {tokens_max} that were asked for")
-    if len(found.parts) != parts or max(found.parts, default=0) > pages_max:
+    texts = found.parts[:-1] if shape.state_pages else found.parts
+    right = texts == found.parts or found.parts[-1:] in ([], [0], [shape.state_pages])
+    if len(found.parts) != parts or max(texts, default=0) > pages_max or not right:
         raise _wrong(f"parts of {found.parts[:8]} pages for {found.tokens} tokens")
     count = sum(found.parts)
     if len(body) != PAGE_BYTES * count:

@@ -38,6 +38,7 @@ KINDS = ("digest", "sketch", "key", "value")
 RECORD_BYTES_MAX = 1 << 30  # that are served
 HEADS_MAX = 1 << 16  # of all layers
 PAGE_TOKENS_MAX = 1024
+STATE_PAGES_MAX = 1 << 16
 _LAYER_OFFSETS = (None, "sketches_offset", "keys_offset", "values_offset")
 _GEOMETRY = """extents_offset extent_bytes checksums_offset layers_offset layer_bytes
     sketches_offset keys_offset values_offset checksum_bytes digest_piece_bytes sketch_piece_bytes
@@ -86,7 +87,8 @@ class Shape(BaseModel):
     """What a server says of its pool: enough to find every byte of a page.
 
     piece_bytes, strides: of digest, sketch, K, V of one kv head; 0: there are none. part_layers:
-    how many layers the pages of each part have. All pieces lie in the region, and a record's bytes
+    how many layers the pages of each part have. state_pages: of a state checkpoint, whose part is
+    the last; 0: there are none. All pieces lie in the region, and a record's bytes
     are those of its pieces, so that nothing is allocated or read by one wrong number.
     """
 
@@ -97,7 +99,8 @@ class Shape(BaseModel):
     page_tokens: int = Field(ge=1, le=PAGE_TOKENS_MAX)
     kv_heads: int = Field(ge=1, le=HEADS_MAX)
     piece_bytes: list[_Bytes] = Field(min_length=4, max_length=4)
-    part_layers: list[PositiveInt] = Field(min_length=1, max_length=LAYERS_MAX)
+    part_layers: list[PositiveInt] = Field(min_length=1, max_length=LAYERS_MAX + 1)
+    state_pages: int = Field(default=0, ge=0, le=STATE_PAGES_MAX)
     geometry: dict[str, _Bytes] = Field(min_length=len(_GEOMETRY), max_length=len(_GEOMETRY))
 
     @model_validator(mode="after")
@@ -173,6 +176,8 @@ def shape_of(pool: CXLPool) -> Shape:
     rows = [0] * geometry["part_count"]
     for part, row in places:
         rows[part] = max(rows[part], row + 1)
+    if layout.states is not None:
+        rows.append(geometry["record_layers"])
     return Shape(
         record_bytes=record_bytes,
         layout_crc=layout_crc,
@@ -180,6 +185,7 @@ def shape_of(pool: CXLPool) -> Shape:
         kv_heads=layout.kv_heads,
         piece_bytes=_piece_bytes(layout, geometry),
         part_layers=rows,
+        state_pages=pool.records.state_pages,
         geometry={name: geometry[name] for name in _GEOMETRY},
     )
 
@@ -296,7 +302,8 @@ def parents_of(records: Bytes, seen: dict[tuple[int, int], Bytes]) -> Names:
 
 
 def pages_of_parts(pool: CXLPool, sequence: PoolSequence) -> list[PagesOfPart]:
-    """Pages of a sequence and their generations, by part; without those behind its window."""
+    """Pages of a sequence and their generations, by part; without those behind its window. The last
+    part, where a model has states, is a hit's checkpoint, its first page last."""
     first: dict[int, int] = {}
     of_layer = layer_places(pool.layout, pool.pages.geometry["record_layers"])
     for layer, (part, _) in enumerate(of_layer):
@@ -306,12 +313,16 @@ def pages_of_parts(pool: CXLPool, sequence: PoolSequence) -> list[PagesOfPart]:
         places = sequence.places(first[part])
         there = places.keys >= 0
         found.append((places.pages[there], places.generations[there]))
+    if pool.layout.states is not None:
+        pages, generations = sequence.state_places()
+        found.append((pages[::-1], generations[::-1]))
     return found
 
 
 def in_order(parts: Sequence[int]) -> Offsets:
     """Places of pages in the order of their tokens, so that what comes of them is a prefix. There
-    are so many of each part, one part after the other, all ending at the same token."""
+    are so many of each part, one part after the other, all ending at the same token; the last page
+    of the last part comes last."""
     ends = [np.arange(count) - count for count in parts]
     return np.argsort(np.concatenate(ends), kind="stable")
 

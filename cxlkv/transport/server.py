@@ -88,7 +88,8 @@ class Server(Listener["_Session"]):
 
     def _serve(self, session: _Session) -> None:
         session.wire.admit(self._secret, self._is_full(), partial(self._enter, session))
-        session.wire.send(self._shape.model_dump(), Deadline(MESSAGE_S))
+        # What a pool has not is not named, so that clients that do not know it go on.
+        session.wire.send(self._shape.model_dump(exclude_defaults=True), Deadline(MESSAGE_S))
         session.run()
 
     def _end(self) -> None:

@@ -600,6 +600,10 @@ int64_t cxlkv_publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uint
  * there. */
 int64_t cxlkv_publish_states(cxlkv_sequence *sequence, uint64_t tokens, const uint8_t *key,
                              const uint8_t *bytes, uint64_t size);
+/* The pages of a hit's checkpoint and their generations, `capacity` of them at most; returns how
+ * many there are: 0 where it has none. */
+int64_t cxlkv_state_places(cxlkv_sequence *sequence, uint32_t *pages, uint64_t *generations,
+                           uint64_t capacity);
 /* Copies the checkpoint of a hit, verified. */
 int cxlkv_read_states(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t size);
 typedef struct cxlkv_match_args {

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import CXLPool, KVLayout, States, Tiers
-from cxlkv.errors import UnsupportedError
 from cxlkv.layout import LayerGroup
 from cxlkv.prefix import prefix_keys
+from cxlkv.transport import Remote, Server, pull, push
 
 from ..conftest import audit
 
@@ -123,10 +123,49 @@ def test_a_checkpoint_of_which_the_file_lost_a_page_is_none(seed: int, tmp_path:
             assert hit.tokens == 20
 
 
-def test_a_remote_pool_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("0" * 32)
+def test_a_remote_pool_has_checkpoints_too(seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    ids, states = rng.integers(0, 1000, 48), rng.integers(0, 256, STATES.bytes).astype(np.uint8)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"a secret of the tests")
+    secret.chmod(0o600)
+    for layout in LAYOUTS.values():
+        tokens = layout.page_tokens
+        with (
+            CXLPool.create("anonymous:", layout=layout, capacity="4MiB") as far,
+            CXLPool.create("anonymous:", layout=layout, capacity="4MiB") as pool,
+            Server(far, ("localhost", 0), secret.read_bytes()) as server,
+            Tiers(
+                pool, remote=f"tcp://localhost:{server.address[1]}", remote_secret=secret
+            ) as tiers,
+        ):
+            publish(far, ids[:40], states)
+            publish(pool, ids[:24], states[::-1].copy())
+            with tiers.match(prefix_keys(ids, tokens)) as hit:
+                assert hit.tokens == 40
+                np.testing.assert_array_equal(hit.read_states(), states)
+            with pool.match(prefix_keys(ids, tokens)) as hit:
+                assert hit.tokens == 40
+            with tiers.match(prefix_keys(ids[:32], tokens)) as hit:
+                assert hit.tokens == 24
+            audit(pool)
+
+
+def test_pull_and_push_take_checkpoints_along(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ids, states = rng.integers(0, 1000, 48), rng.integers(0, 256, STATES.bytes).astype(np.uint8)
+    layout = LAYOUTS["full"]
+    pools = [CXLPool.create("anonymous:", layout=layout, capacity="4MiB") for _ in range(3)]
     with (
-        CXLPool.create("anonymous:", layout=LAYOUTS["full"], capacity="4MiB") as pool,
-        pytest.raises(UnsupportedError, match="state checkpoints"),
+        pools[0] as far,
+        pools[1] as near,
+        pools[2] as third,
+        Server(far, ("localhost", 0), b"a secret of the tests") as server,
+        Remote(f"localhost:{server.address[1]}", b"a secret of the tests") as remote,
     ):
-        Tiers(pool, remote="tcp://localhost:1", remote_secret=tmp_path / "secret")
+        publish(near, ids, states)
+        assert push(remote, near, prefix_keys(ids, 8)).tokens == 48
+        assert pull(remote, third, prefix_keys(ids, 8)).tokens == 48
+        for pool in (far, third):
+            with pool.match(prefix_keys(ids, 8)) as hit:
+                np.testing.assert_array_equal(hit.read_states(), states)

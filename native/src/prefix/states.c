@@ -376,3 +376,21 @@ int cxlkv_read_states(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t size) {
     if (code == 0) code = states_check(sequence->pool, size);
     return code < 0 ? code : (int)IN_SEQUENCE(sequence, false, read_states(sequence, bytes));
 }
+
+static int64_t state_places(const cxlkv_sequence *sequence, uint32_t *pages,
+                            uint64_t *generations, uint64_t capacity) {
+    const cxlkv_pool *pool = sequence->pool;
+    uint64_t count = sequence->states ? state_pages(pool) : 0;
+    for (uint64_t i = 0; i < min_u64(count, capacity); i++) {
+        pages[i] = sequence->states[i];
+        generations[i] = pool->pages[pages[i]].generation;
+    }
+    return (int64_t)count;
+}
+
+int64_t cxlkv_state_places(cxlkv_sequence *sequence, uint32_t *pages, uint64_t *generations,
+                           uint64_t capacity) {
+    int code = need(capacity, "pages", pages, "generations", generations, NULL);
+    if (code < 0) return code;
+    return IN_SEQUENCE(sequence, false, state_places(sequence, pages, generations, capacity));
+}
