@@ -84,6 +84,15 @@ def places_of(geometry: Mapping[str, int], layout: KVLayout, pages: PageIds, lay
     )
 
 
+def checksums_at(geometry: Mapping[str, int], pages: PageIds) -> Offsets:
+    """Where the checksums of pages begin, in bytes from the region's start, by geometry alone:
+    uint32 [layers of the part, kv_heads, 4], of digest, sketch, K and V."""
+    extent, slot = np.divmod(np.asarray(pages, np.int64), geometry["slab_slots"])
+    tables = geometry["extents_offset"] + extent * geometry["extent_bytes"]
+    found: Offsets = tables + geometry["checksums_offset"] + slot * geometry["checksum_bytes"]
+    return found
+
+
 def _check_pages(count: int) -> None:
     if not is_whole(count):
         raise BadArgumentError(f"{count!r} pages: a whole number, 0 or more")

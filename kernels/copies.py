@@ -1,4 +1,4 @@
-"""Copies between scattered addresses, and checks that the pages are still those that were meant.
+"""Copies between scattered addresses.
 
 Tables hold absolute addresses that the device can read: its own memory, or host memory that was
 registered and mapped. 0 is nothing there. So one launch reads any mix of sources. Nothing here
@@ -77,43 +77,3 @@ def copy_fragments(
             num_warps=warps,
             num_stages=1,
         )
-
-
-def check_generations(
-    descriptor_at: torch.Tensor, expected: torch.Tensor, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """How many pages are no longer what a list named: free, or of another generation.
-
-    Launched behind the copies that it vouches for: a page that was released while it was on its
-    way has another version by then. descriptor_at: int64 [n], addresses of the pages' descriptors
-    (docs/reference/memory-layout.md), multiples of 8; 0 is no page. expected: int64 [n],
-    generations.
-    Returns out, int32 [1], which is made if it is None; what it held before is lost.
-
-    Raises BadArgumentError for other shapes.
-    """
-    if descriptor_at.ndim != 1:
-        raise BadArgumentError(f"descriptor_at is {tuple(descriptor_at.shape)}, wanted one axis")
-    device = one_device(descriptor_at=descriptor_at, expected=expected, out=out)
-    check_table("descriptor_at", descriptor_at, tuple(descriptor_at.shape))
-    check_table("expected", expected, tuple(descriptor_at.shape))
-    if out is None:
-        out = torch.empty(1, dtype=torch.int32, device=device)
-    elif out.dtype != torch.int32 or out.shape != (1,):
-        raise BadArgumentError(f"out is {out.dtype} {tuple(out.shape)}, wanted int32 (1,)")
-    if not runs_triton(device):
-        reference.check_generations(descriptor_at, expected, out)
-        return out
-    from cxlkv.kernels import copies_triton as kernels
-
-    with current(device):
-        kernels._check_generations_kernel[(1,)](
-            descriptor_at,
-            expected,
-            out,
-            descriptor_at.shape[0],
-            BLOCK=kernels.DESCRIPTORS_A_TURN,
-            num_warps=kernels.DESCRIPTOR_WARPS,
-            num_stages=1,
-        )
-    return out

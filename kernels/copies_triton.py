@@ -21,8 +21,6 @@ from cxlkv.kernels.variants import Variant, variant
 LARGE_TILE = (2048, 8)
 SMALL_TILE = (512, 4)
 
-DESCRIPTORS_A_TURN, DESCRIPTOR_WARPS = 2048, 8
-
 # Bytes of a word: the type of its elements, and how many. 16 bytes are one load of a thread.
 ELEMENTS = {
     16: (tl.int32, 4),
@@ -79,38 +77,8 @@ def _copy_kernel(
         start += step
 
 
-@triton.jit(
-    do_not_specialize=["count"],
-    do_not_specialize_on_alignment=["descriptor_at", "expected"],
-)
-def _check_generations_kernel(
-    descriptor_at,  # int64 [count]: addresses, 0: no page
-    expected,  # int64 [count]
-    wrong,  # int32 [1]
-    count,
-    BLOCK: tl.constexpr,
-):
-    total = tl.zeros([BLOCK], tl.int32)
-    start = 0
-    while start < count:
-        index = start + tl.arange(0, BLOCK)
-        live = index < count
-        address = tl.load(descriptor_at + index, mask=live, other=0)
-        there = address != 0
-        # Volatile: what the host has stored by now, not what a cache of the GPU kept.
-        version = tl.load(address.to(tl.pointer_type(tl.int64)), mask=there, other=0, volatile=True)
-        wanted = tl.load(expected + index, mask=live, other=0)
-        state = version & 0xFF
-        same = ((version >> 8) & 0xFFFFFFFFFFFFFF) == wanted
-        valid = same & ((state == 1) | (state == 2))
-        total += (there & (valid == 0)).to(tl.int32)
-        start += BLOCK
-    tl.store(wrong, tl.sum(total, axis=0))
-
-
 _TYPES = {
-    "wrong": "*i32",
-    "source_at target_at descriptor_at expected": "*i64",
+    "source_at target_at": "*i64",
     "count words": "i32",
 }
 
@@ -129,9 +97,7 @@ def _copy_variant(word_bytes: int, tile: tuple[int, int]) -> Variant:
 
 def variants() -> list[Variant]:
     """What `copies.py` launches; of the narrow words, which differ in nothing else, all."""
-    block: dict[str, object] = {"BLOCK": DESCRIPTORS_A_TURN}
     return [
         _copy_variant(16, SMALL_TILE),
         *(_copy_variant(word_bytes, LARGE_TILE) for word_bytes in ELEMENTS),
-        variant("generations", _check_generations_kernel, _TYPES, block, DESCRIPTOR_WARPS),
     ]

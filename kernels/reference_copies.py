@@ -13,18 +13,3 @@ def copy_fragments(source_at: torch.Tensor, target_at: torch.Tensor, fragment_by
     for source, target in pairs:
         if source and target:
             ctypes.memmove(target, source, fragment_bytes)
-
-
-def check_generations(
-    descriptor_at: torch.Tensor, expected: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Counts the pages that are free or of another generation; address 0 is no page."""
-    addresses = descriptor_at.tolist()
-    versions = torch.tensor(
-        [ctypes.c_int64.from_address(address).value if address else 0 for address in addresses],
-        dtype=torch.int64,
-    )
-    state = versions & 0xFF
-    generation = (versions >> 8) & ((1 << 56) - 1)
-    valid = (generation == expected) & ((state == 1) | (state == 2))
-    out.copy_(((descriptor_at != 0) & ~valid).sum(dtype=torch.int32).reshape(1))

@@ -18,17 +18,21 @@ def _sources_kernel(
     row_values,
     row_descriptors,
     row_generations,
+    row_checksums,
     keys,
     values,
     descriptors,
     generations,
+    checksums,
     count,
     k,
     heads,
     row_pages,
     layer_offset,
+    checksums_offset,
     key_piece_bytes,
     value_piece_bytes,
+    CHECKSUM_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -48,6 +52,9 @@ def _sources_kernel(
     tl.store(descriptors + at, descriptor, inside)
     generation = tl.load(row_generations + row, mask=wanted, other=0)
     tl.store(generations + at, generation, inside)
+    sums = tl.load(row_checksums + row, mask=wanted, other=0)
+    sums = tl.where(sums != 0, sums + checksums_offset + head * CHECKSUM_BYTES, 0)
+    tl.store(checksums + at, sums, inside)
 
 
 @triton.jit
@@ -76,13 +83,13 @@ def variants() -> list[Variant]:
     types = {
         "missed": "*i8",
         "pages answered known": "*i32",
-        "row_keys row_values row_descriptors row_generations": "*i64",
-        "keys values descriptors generations": "*i64",
+        "row_keys row_values row_descriptors row_generations row_checksums": "*i64",
+        "keys values descriptors generations checksums": "*i64",
         "count k heads list_pages row_pages key_piece_bytes value_piece_bytes": "i32",
-        "layer_offset": "i64",
+        "layer_offset checksums_offset": "i64",
     }
-    kernels = {"sources": _sources_kernel, "known": _known_kernel}
+    block: dict[str, object] = {"BLOCK": BLOCK}
     return [
-        variant(name, kernel, types, {"BLOCK": BLOCK}, num_warps=4)
-        for name, kernel in kernels.items()
+        variant("sources", _sources_kernel, types, block | {"CHECKSUM_BYTES": 16}, num_warps=4),
+        variant("known", _known_kernel, types, block, num_warps=4),
     ]

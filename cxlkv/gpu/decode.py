@@ -430,8 +430,9 @@ class Decoder(Closing):
         """Wait for the step, and raise what went wrong in it: then nothing of it stays, and its
         outputs are not to be used.
 
-        StaleError: a page was freed while it was on its way. WorkerError: the near-data engine was
-        late. GpuError: a kernel failed. Else what the engine raised, PoolFullError among them.
+        StaleError: a page was freed while it was on its way. CorruptError: its bytes were changed.
+        WorkerError: the near-data engine was late. GpuError: a kernel failed. Else what the engine
+        raised, PoolFullError among them.
         replayed: the layers were in a CUDA graph, captured from layer() calls between begin() and
         abandon(), and replayed on begin()'s stream.
         """

@@ -8,7 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cxlkv.errors import MemoryShortError, RegistrationError, StaleError, UnsupportedError
+from cxlkv.errors import (
+    CorruptError,
+    MemoryShortError,
+    RegistrationError,
+    StaleError,
+    UnsupportedError,
+)
 from cxlkv.gpu import streams
 from cxlkv.gpu.hot import HotBuffer, SlotCounts
 from cxlkv.gpu.index import DeviceIndex, Marks
@@ -17,7 +23,9 @@ from cxlkv.gpu.pieces import encodings_of, pieces_of
 from cxlkv.gpu.recent import Recent
 from cxlkv.gpu.tables import PageTables
 from cxlkv.kernels.attend import attend
-from cxlkv.kernels.copies import check_generations, copy_fragments
+from cxlkv.kernels.checks import BAD, STALE, WRONG, Shape, Wrong, check_pieces
+from cxlkv.kernels.checks import prepare as prepare_checks
+from cxlkv.kernels.copies import copy_fragments
 from cxlkv.kernels.merge import merge
 from cxlkv.kernels.rotate import prepare
 from cxlkv.kernels.slots import Assigned
@@ -50,7 +58,7 @@ class _Lane:
     # Where fetched pieces come from and where they go, K and V side by side: one copy.
     sources_at: torch.Tensor
     targets_at: torch.Tensor
-    found: torch.Tensor  # stale pieces of a layer
+    found: torch.Tensor  # what check_pieces() finds in a step
     marks: Marks | None
     is_hint: bool
 
@@ -103,7 +111,7 @@ class Resident:
         self.fallback: str | None = None
         self.hot: HotBuffer | None = None
         self._mapping: Mapping | None = None
-        self._check_pieces()
+        self._check_pieces(pages_max)
         if hot_pages != 0:
             self._map(pool, pages_max, hot_pages)
         # The open tail and what a step completes are in the ring, whatever is asked; where the
@@ -122,7 +130,7 @@ class Resident:
 
     # ---- making ----
 
-    def _check_pieces(self) -> None:
+    def _check_pieces(self, pages_max: int) -> None:
         for piece in self._pieces:
             if piece.bytes % 16:
                 raise UnsupportedError(
@@ -130,6 +138,10 @@ class Resident:
                 )
             if piece.code is not None:
                 prepare(piece.code.dim, self.device)
+        keys, values = self._pieces
+        tail = 4 if keys.code is not None else 0  # a digest's scale
+        self._shape = Shape(keys.bytes, values.bytes, tail, pages_max)
+        prepare_checks(self._shape, self.device)
 
     def _map(self, pool: CXLPool, pages_max: int, hot_pages: SlotCounts) -> None:
         try:
@@ -174,7 +186,6 @@ class Resident:
         self._ring = self._here(*ring, dtype=torch.int32)
         self._below = self._here(requests, dtype=torch.int32)
         self._chosen = self._here(*chosen, dtype=torch.int32)
-        self._stale = self._here(1, dtype=torch.int32)
         self._none = torch.tensor(-1, dtype=torch.int32, device=self.device)
         self._partials = self._here(2, *out, layout.value_head_dim, dtype=torch.float32)
         self._lses = self._here(2, *out, dtype=torch.float32)
@@ -190,15 +201,16 @@ class Resident:
     def _made_lane(self, hot: HotBuffer, lists: int, *, is_hint: bool) -> _Lane:
         made = hot.outputs(lists)
         both = (2, *made.slot.shape)
-        sources_at, targets_at, others = (self._here(*both, dtype=torch.int64) for _ in range(3))
+        sources_at, targets_at = (self._here(*both, dtype=torch.int64) for _ in range(2))
+        others = self._here(3, *made.slot.shape, dtype=torch.int64)
         values_at = None if made.miss_values_at is None else targets_at[1]
         return _Lane(
             known=self._here(*made.slot.shape, dtype=torch.int32),
             assigned=made._replace(miss_keys_at=targets_at[0], miss_values_at=values_at),
-            sources=Sources(sources_at[0], sources_at[1], others[0], others[1]),
+            sources=Sources(sources_at[0], sources_at[1], *others),
             sources_at=sources_at,
             targets_at=targets_at,
-            found=self._here(1, dtype=torch.int32),
+            found=self._here(3, dtype=torch.int64),
             marks=None if self.index is None else self.index.marks(),
             is_hint=is_hint,
         )
@@ -228,7 +240,7 @@ class Resident:
         values_at = None if self._recent.values_at is None else self._recent.values_at[layer]
         hot_pages = None
         if self.hot is not None:
-            part, _ = self._tables.place(layer)
+            part = self._tables.place(layer).part
             held = self.hot.residents(layer, self._tables.tags[part])
             hot_pages = held.pages
             keys_at = torch.cat([keys_at, held.keys_at], dim=2)
@@ -307,6 +319,8 @@ class Resident:
             there[:, :, :slots] = self._ring
         self._send(self._below_host, self._below, below)
         if self.hot is not None:
+            for lane in (self._choice, self._hint):
+                lane.found.zero_()
             for request, sequence in zip(active.tolist(), sequences, strict=True):
                 self._tables.refresh(request, sequence)
                 if self.index is not None:
@@ -353,7 +367,7 @@ class Resident:
         self._recent.append(layer, k, v, self._positions)
         there = self._there[layer]
         if self.hot is not None:
-            part, _ = self._tables.place(layer)
+            part = self._tables.place(layer).part
             hot_pages = self.hot.residents(layer, self._tables.tags[part], there.hot_pages).pages
             # After a truncate the ring has pages that the hot buffer has as well.
             older = hot_pages < self._below[:, None, None]
@@ -409,7 +423,7 @@ class Resident:
         return self._outs[layer].copy_(self._partials[0]), self._lses[0]
 
     def _take(self, layer: int, lists: torch.Tensor, answered: torch.Tensor, lane: _Lane) -> None:
-        part, _ = self._tables.place(layer)
+        part = self._tables.place(layer).part
         self._chosen.copy_(lists, non_blocking=True)
         known_pages(self._chosen, self._tables.rows[part], answered, lane.known)
 
@@ -423,33 +437,29 @@ class Resident:
     def _fetch(self, layer: int, lane: _Lane) -> Assigned:
         """Give pages slots of the hot buffer, and fetch those that it misses."""
         assert self.hot is not None
-        layout = self.layout
-        part, offset = self._tables.place(layer)
-        rows, sources = self._tables.rows[part], lane.sources
-        tags = self._tables.tags[part]
+        place, sources = self._tables.place(layer), lane.sources
+        rows, tags = self._tables.rows[place.part], self._tables.tags[place.part]
         made = self.hot.assign(layer, lane.known, tags, lane.assigned, is_hint=lane.is_hint)
         page_sources(
             lane.known,
             made.missed,
             rows,
             sources,
-            layer_offset=offset,
+            layer_offset=place.offset,
+            checksums_offset=place.checksums_offset,
             piece_bytes=self._tables.piece_bytes,
         )
         key_bytes, value_bytes = (piece.bytes for piece in self._pieces)
         keys_at, values_at = made.miss_targets
-        if layout.values == "own" and key_bytes == value_bytes:
+        if self.layout.values == "own" and key_bytes == value_bytes:
             copy_fragments(lane.sources_at, lane.targets_at, key_bytes)
         else:
             copy_fragments(sources.keys, keys_at, key_bytes)
             if values_at is not None:
                 copy_fragments(sources.values, values_at, value_bytes)
-        found = check_generations(
-            sources.descriptors.view(-1), sources.generations.view(-1), out=lane.found
-        )
-        self.hot.invalidate(layer, made, found)  # nobody attends to these bytes in a later step
-        if not lane.is_hint:  # what a hint brought in vain is missed again, if it is chosen
-            self._stale += found
+        check_pieces(sources, made.miss_targets, lane.known, lane.found, self._shape, layer)
+        # Nobody attends to these bytes in a later step; nor to what this step fetches after them.
+        self.hot.invalidate(layer, made, lane.found[:1])
         return made
 
     def take_partial(self, answered: torch.Tensor) -> None:
@@ -496,11 +506,23 @@ class Resident:
 
     def check(self) -> None:
         """Call after synchronize(): raises StaleError when pages were freed while they were on
-        their way."""
-        stale = int(self._stale[0])
-        self._stale.zero_()
-        if stale:
-            raise StaleError(f"{stale} pieces were fetched from pages that were freed meanwhile")
+        their way, CorruptError when others are not what was written. What a hint brought in vain is
+        missed again, if it is chosen."""
+        if self.hot is None:
+            return
+        found = self._choice.found.tolist()
+        if found[STALE]:
+            raise StaleError(
+                f"{found[STALE]} pieces were fetched from pages that were freed meanwhile"
+            )
+        if found[BAD]:
+            heads = self.layout.kv_heads
+            wrong = Wrong.of(found[WRONG], self._shape, self._requests, heads)
+            raise CorruptError(
+                f"page {wrong.page} of request {wrong.request}, layer {wrong.layer}, kv head "
+                f"{wrong.head}: the CRC of its {wrong.kind} is wrong, the bytes were changed. "
+                "Release the sequence and recompute it"
+            )
 
     def close(self) -> None:
         """End the device's use of the pool's memory; call it after synchronize()."""

@@ -6,18 +6,29 @@ the part's first layer, serves them all.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.gpu import streams
-from cxlkv.kernels.sources import PageRows
+from cxlkv.kernels.sources import CHECKSUM_BYTES, PageRows
 from cxlkv.layout import layer_places
+from cxlkv.pages import checksums_at
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import PagePlaces, Sequence
 
 NO_TAG = -1
+
+
+class Place(NamedTuple):
+    """Of a layer: its part, and bytes from the part's first layer to it, and of checksums."""
+
+    part: int
+    offset: int
+    checksums_offset: int
 
 
 class PageTables:
@@ -37,7 +48,8 @@ class PageTables:
     ):
         geometry = pool.pages.geometry
         self._of_layer = layer_places(pool.layout, geometry["record_layers"])
-        self._layer_bytes = geometry["layer_bytes"]
+        self._geometry, self._heads = geometry, pool.layout.kv_heads
+        self._has_checksums = pool.checksum
         self.piece_bytes = (
             geometry["key_piece_bytes"],
             geometry["value_piece_bytes"] or geometry["key_piece_bytes"],
@@ -63,10 +75,9 @@ class PageTables:
         ]
         self.tags = [self._device["tags"][part] for part in range(parts)]
 
-    def place(self, layer: int) -> tuple[int, int]:
-        """(part, bytes from the part's first layer to this one)."""
+    def place(self, layer: int) -> Place:
         part, row = self._of_layer[layer]
-        return part, row * self._layer_bytes
+        return Place(part, row * self._geometry["layer_bytes"], row * self._heads * CHECKSUM_BYTES)
 
     def refresh(self, request: int, sequence: Sequence) -> None:
         """Add the pages completed since the last call, without waiting for the copies."""
@@ -92,6 +103,7 @@ class PageTables:
             "values": np.where(there, found.values + self._base, 0),
             "descriptors": np.where(there, found.descriptors + self._base, 0),
             "generations": np.where(there, generations, 0),
+            "checksums": np.where(there & self._has_checksums, self._checksums_at(found), 0),
             "tags": np.where(there, (generations & 0x7FFFFFFF) << 32 | found.pages, NO_TAG),
         }
         span = slice(first, first + len(found.pages))
@@ -100,6 +112,9 @@ class PageTables:
             self._device[name][part, request, span].copy_(
                 self._host[name][part, request, span], non_blocking=True
             )
+
+    def _checksums_at(self, found: PagePlaces) -> npt.NDArray[np.int64]:
+        return checksums_at(self._geometry, found.pages) + self._base
 
     def forget(self, request: int, from_page: int = 0) -> None:
         """Drop the pages from `from_page` on."""

@@ -623,6 +623,30 @@ def test_a_damaged_page_is_not_given_to_the_device(
                 decoder.end()
 
 
+def test_a_page_that_changes_once_it_was_verified_is_noticed(
+    device: torch.device, model: Model
+) -> None:
+    """The host does not read again what this process wrote, or has verified."""
+    with decoder_of(model, device, budget=Budget(pages=12), hot_pages=12) as decoder:
+        sequence, _ = model.sequence(40)
+        decoder.add(sequence)
+        address, _ = _core.pool_memory(model.pool._handle)
+        byte = ctypes.c_uint8.from_address(address + int(sequence.places(1).values[2]))
+        for change, named in (
+            (1, "page 2 of request 0, layer 1, kv head 0: .* V is wrong"),
+            (0, ""),
+        ):
+            byte.value ^= 1
+            decoder.begin()
+            model.layers(decoder)
+            if change:
+                with pytest.raises(CorruptError, match=named):
+                    decoder.end()
+            else:
+                decoder.end()
+            assert len(sequence) == 40 + (not change)
+
+
 def test_a_page_that_was_freed_on_its_way_is_noticed(device: torch.device, model: Model) -> None:
     with decoder_of(model, device, budget=Budget(pages=6), hot_pages=6) as decoder:
         model.add(decoder, 40)

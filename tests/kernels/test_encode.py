@@ -17,7 +17,7 @@ from cxlkv.kernels import crc32c, encode
 from cxlkv.kernels.crc32c_shifts import lanes_for
 from cxlkv.kernels.encode import Encoded
 from cxlkv.kernels.reference_encode import hadamard
-from cxlkv.pages import places_of
+from cxlkv.pages import checksums_at, places_of
 
 from ..support.lengths import matrix
 
@@ -84,9 +84,6 @@ class Written:
             pages = sequence.pages
             places = places_of(geometry, layout, pages, 0)
             memory = np.fromfile(path / "pool", np.uint8)
-            extent, slot = np.divmod(pages.astype(np.int64), geometry["slab_slots"])
-            tables = geometry["extents_offset"] + extent * geometry["extent_bytes"]
-            tables += geometry["checksums_offset"] + slot * geometry["checksum_bytes"]
 
             def pieces(offsets: npt.NDArray[np.int64] | None, size: int) -> Bytes:
                 assert offsets is not None
@@ -100,7 +97,7 @@ class Written:
             self.values = None
             if v is not None:
                 self.values = pieces(places.values, geometry["value_piece_bytes"])
-            self.checksums = pieces(tables, 16).view(np.uint32)
+            self.checksums = pieces(checksums_at(geometry, pages), 16).view(np.uint32)
 
 
 def taken(tensor: torch.Tensor | None) -> Bytes:

@@ -21,7 +21,9 @@ def rows_of(device: torch.device) -> PageRows:
     at = 2**40 + torch.arange(12, device=device).reshape(2, 6) * 4096
     keys = at.clone()
     keys[0, 5] = 0
-    return PageRows(keys, at + 2048, at + 7, at + 9)
+    sums = at + 11
+    sums[1, 1] = 0
+    return PageRows(keys, at + 2048, at + 7, at + 9, sums)
 
 
 def test_addresses_of_missed_pages_only(device: torch.device, seed: int) -> None:
@@ -31,9 +33,17 @@ def test_addresses_of_missed_pages_only(device: torch.device, seed: int) -> None
     shape = (2, 3, 50)
     got, wanted = Sources.empty(shape, device), Sources.empty(shape, device)
     got.keys.fill_(-1)
-    page_sources(pages, missed, rows_of(device), got, layer_offset=2**33, piece_bytes=(512, 256))
-    page_sources_reference(pages, missed, rows_of(device), wanted, 2**33, (512, 256))
-    for name in ("keys", "values", "descriptors", "generations"):
+    page_sources(
+        pages,
+        missed,
+        rows_of(device),
+        got,
+        layer_offset=2**33,
+        checksums_offset=48,
+        piece_bytes=(512, 256),
+    )
+    page_sources_reference(pages, missed, rows_of(device), wanted, (2**33, 48), (512, 256))
+    for name in Sources._fields:
         assert torch.equal(getattr(got, name), getattr(wanted, name)), name
     asked = (missed == 1) & (pages >= 0) & (pages < 6)
     asked[0] &= pages[0] != 5
@@ -44,7 +54,15 @@ def test_literal_addresses(device: torch.device) -> None:
     pages = torch.tensor([[[3, -1]], [[0, 6]]], dtype=torch.int32, device=device)
     missed = torch.ones(2, 1, 2, dtype=torch.int8, device=device)
     got = Sources.empty((2, 1, 2), device)
-    page_sources(pages, missed, rows_of(device), got, layer_offset=64, piece_bytes=(512, 256))
+    page_sources(
+        pages,
+        missed,
+        rows_of(device),
+        got,
+        layer_offset=64,
+        checksums_offset=32,
+        piece_bytes=(512, 256),
+    )
     assert got.keys.tolist() == [[[2**40 + 3 * 4096 + 64, 0]], [[2**40 + 6 * 4096 + 64, 0]]]
     assert got.values[0, 0, 0] == 2**40 + 3 * 4096 + 2048 + 64
     assert got.descriptors[1, 0].tolist() == [2**40 + 6 * 4096 + 7, 0]
@@ -55,7 +73,15 @@ def test_tables_of_other_shapes_are_refused(device: torch.device) -> None:
     missed = torch.ones(2, 1, 2, dtype=torch.int8, device=device)
     out = Sources.empty((2, 1, 3), device)
     with pytest.raises(BadArgumentError, match=r"out\.keys"):
-        page_sources(pages, missed, rows_of(device), out, layer_offset=0, piece_bytes=(1, 1))
+        page_sources(
+            pages,
+            missed,
+            rows_of(device),
+            out,
+            layer_offset=0,
+            checksums_offset=0,
+            piece_bytes=(1, 1),
+        )
 
 
 def test_lists_that_are_not_contiguous_are_refused(device: torch.device) -> None:
@@ -65,7 +91,9 @@ def test_lists_that_are_not_contiguous_are_refused(device: torch.device) -> None
     missed, out = pages.to(torch.int8), Sources.empty((2, 1, 2), device)
     rows = rows_of(device)
     with pytest.raises(BadArgumentError, match="pages is"):
-        page_sources(apart, missed, rows, out, layer_offset=0, piece_bytes=(1, 1))
+        page_sources(
+            apart, missed, rows, out, layer_offset=0, checksums_offset=0, piece_bytes=(1, 1)
+        )
     with pytest.raises(BadArgumentError, match="missed is"):
         page_sources(
             pages,
@@ -73,6 +101,7 @@ def test_lists_that_are_not_contiguous_are_refused(device: torch.device) -> None
             rows,
             out,
             layer_offset=0,
+            checksums_offset=0,
             piece_bytes=(1, 1),
         )
     with pytest.raises(BadArgumentError, match="pages is"):

@@ -21,20 +21,21 @@ from typing import Protocol
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cxlkv.gpu import copier, decode, index, recent, resident, streams, write
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.kernels import slots
 from cxlkv.kernels.encode import Encoded, encode
 from cxlkv.kernels.merge import merge
+from cxlkv.kernels.sources import Sources
 
 KERNELS: list[tuple[object, tuple[str, ...]]] = [
     (recent, ("append_rows", "append_codes")),
     (index, ("score", "choose")),
     (slots, ("assign", "residents", "invalidate")),
     (copier, ("move",)),
-    (resident, ("attend", "check_generations", "copy_fragments", "known_pages", "page_sources")),
+    (resident, ("attend", "check_pieces", "copy_fragments", "known_pages", "page_sources")),
 ]
 """Launches that return nothing but what they were given to write to."""
 
@@ -260,12 +261,13 @@ class Schedule:
 
         def checked(*args: object, **given: object) -> object:
             sources, targets = args[:2]
+            if isinstance(sources, Sources):
+                sources = torch.stack([sources.descriptors, sources.checksums])
             assert isinstance(sources, torch.Tensor)
-            assert isinstance(targets, torch.Tensor)
             for address in sources.flatten().tolist():
                 if address and not any(address in known for known in self.readable):
                     raise Fault(f"{name} reads at {address:#x}")
-            for address in targets.flatten().tolist() if name == "copy_fragments" else ():
+            for address in targets.flatten().tolist() if torch.is_tensor(targets) else ():
                 if address and address not in self.writable:
                     raise Fault(f"{name} writes at {address:#x}")
             return kernel(*args, **given)
@@ -294,7 +296,7 @@ class Schedule:
         patch.setattr(streams, "event", lambda device: LateEvent(self))
         patch.setattr(streams, "use", self.use)
         patch.setattr(streams, "pinned", self.pinned)
-        for name in ("copy_fragments", "check_generations"):
+        for name in ("copy_fragments", "check_pieces"):
             patch.setattr(resident, name, self.by_address(name))
         for module, names in KERNELS:
             for name in names:
@@ -381,7 +383,7 @@ class _Deferred(TorchDispatchMode):
             for one, i in ((one, named[one.name]) for one in schema.arguments)
             if one.alias_info is not None and one.alias_info.is_write
         ]
-        tensors = [t for t in (*args, *given.values()) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in tree_leaves((args, given)) if isinstance(t, torch.Tensor)]
         on_device = [t for t in tensors if not schedule.is_host(t)]
         if not written:
             is_view = any(one.alias_info is not None for one in schema.returns)

@@ -7,7 +7,7 @@ import numpy as np
 from cxlkv import CXLPool
 from cxlkv.arrays import Bytes
 from cxlkv.layout import CODE_BITS, layer_places
-from cxlkv.pages import places_of
+from cxlkv.pages import checksums_at, places_of
 from cxlkv.sequence import Sequence
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -41,10 +41,7 @@ def page_bytes(pool: CXLPool, sequence: Sequence) -> dict[tuple[int, str], Bytes
                 continue
             starts = offsets[:, None, None] + heads * geometry[f"{kind}_piece_bytes"]
             found[layer, kind] = memory[starts + np.arange(sizes[kind])]
-        extent, slot = np.divmod(pages.astype(np.int64), geometry["slab_slots"])
-        tables = geometry["extents_offset"] + extent * geometry["extent_bytes"]
-        tables += geometry["checksums_offset"] + slot * geometry["checksum_bytes"]
-        tables += row * layout.kv_heads * 16
+        tables = checksums_at(geometry, pages) + row * layout.kv_heads * 16
         own = [place for place in range(16) if place // 4 != 1]
         found[layer, "sums"] = memory[tables[:, None, None] + heads * 16 + np.array(own)]
     return found
