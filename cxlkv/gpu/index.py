@@ -1,11 +1,14 @@
 """The device's index: what a method keeps of each page's keys, to choose pages without the host.
 
-A page's summary is made on the device when the page is first named by a request, from keys that
-the host has fetched and verified. Requests that share a page share its summary.
+A page gets its summary when a request first names it: the newest ones from their keys in the ring,
+where it holds rows; others are copied from the pool, if that keeps what the method wants in this
+form, and their CRCs are checked; else the host fetches and verifies keys. Requests that share a
+page share its summary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -13,25 +16,47 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cxlkv.errors import BadArgumentError, MemoryShortError, UnsupportedError
+from cxlkv.arrays import memory_of
+from cxlkv.errors import BadArgumentError, CorruptError, MemoryShortError, UnsupportedError
 from cxlkv.gpu import streams
 from cxlkv.gpu.hot import SlotCounts, check_room
 from cxlkv.gpu.pieces import DTYPES
-from cxlkv.kernels.encode import encode
+from cxlkv.gpu.recent import Recent
+from cxlkv.kernels.copies import copy_fragments
+from cxlkv.kernels.crc32c import checksums
+from cxlkv.kernels.encode import encode, sketch_bytes
 from cxlkv.kernels.index import FORMS, Form, Scratch, choose, score
 from cxlkv.kernels.rotate import prepare
+from cxlkv.kernels.sources import CHECKSUM_BYTES
 from cxlkv.layout import KVLayout, layer_places
 from cxlkv.ndp.engine import Budget, same_pages
 from cxlkv.numbers import is_whole
+from cxlkv.pages import checksums_at, places_of
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
-AT_ONCE_BYTES = 32 << 20  # of keys and values that are fetched to be summarised
+AT_ONCE_BYTES = 32 << 20  # that are on their way to become summaries
 ROOM_SHARE = 4
 """index="auto" leaves the device so many times what summaries take, for the hot buffer and others'
 tensors."""
 
 Named = tuple[int, int, int]  # part, page and generation
+
+
+class New(NamedTuple):
+    """A page without a summary: the slot for that, its id, and its place in a request."""
+
+    slot: int
+    page: int
+    request: int
+    place: int
+
+
+class Stored(NamedTuple):
+    """What a pool keeps of a page of a head: its place among the checksums, and its bytes."""
+
+    kind: int
+    bytes: int
 
 
 class Marks(NamedTuple):
@@ -43,7 +68,7 @@ class Marks(NamedTuple):
 
 
 class DeviceIndex:
-    """Summaries by layer, uint8 [pages, kv_heads, bytes], and which of them a request's pages have.
+    """Summaries, uint8 [layers, pages, kv_heads, bytes], and which of them a request's pages have.
 
     method: one of FORMS. pages: how many have a summary at a time, in each part of the layers; by
     default all that requests may have.
@@ -73,14 +98,13 @@ class DeviceIndex:
             [layer for layer, (of, _) in enumerate(self._of_layer) if of == part]
             for part in range(parts)
         ]
-        dims = layout.head_dim + layout.value_head_dim
-        page_bytes = layout.page_tokens * layout.kv_heads * dims * DTYPES[layout.dtype].itemsize
-        self._at_once = max(1, AT_ONCE_BYTES // page_bytes)
-        shape = (pages, layout.kv_heads, self.form.bytes)
-        check_room(layout.layers * torch.Size(shape).numel(), device, "the index")
-        self.summaries = [
-            torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layout.layers)
-        ]
+        self._geometry, self._has_checksums = pool.pages.geometry, pool.checksum
+        self._stored = _kept(method, pool)
+        self.base_address = 0
+        """Of the region's first byte, for the device."""
+        shape = (layout.layers, pages, layout.kv_heads, self.form.bytes)
+        check_room(torch.Size(shape).numel(), device, "the index")
+        self.summaries = torch.zeros(shape, dtype=torch.uint8, device=device)
         table = (parts, requests, pages_max)
         self._host = streams.pinned(*table, dtype=torch.int32, device=device)
         self._slots = torch.full(table, -1, dtype=torch.int32, device=device)
@@ -101,74 +125,170 @@ class DeviceIndex:
 
     # ---- between steps ----
 
-    def refresh(self, request: int, sequence: Sequence) -> None:
-        """Take in the pages that were completed since the last call. Raises MemoryShortError,
-        CorruptError."""
+    def refresh(self, sequences: dict[int, Sequence], recent: Recent) -> None:
+        """Take in the pages that were completed since the last call, of requests by number. Raises
+        MemoryShortError, CorruptError."""
         tokens = self._layout.page_tokens
         for part, layers in enumerate(self._layers):
-            names = self._names[part][request]
-            first = len(names)
-            if len(sequence) // tokens <= first:
-                continue
-            found = sequence.places(layers[0], first)
-            there = (found.keys >= 0) & (found.descriptors >= 0)
-            rows = zip(found.pages.tolist(), found.generations.tolist(), there, strict=True)
-            came = [(part, page, of) if has else None for page, of, has in rows]
-            self._make(sequence, part, [(first + i, one) for i, one in enumerate(came) if one])
-            names += came
-            span = slice(first, len(names))
-            numbers = [-1 if one is None else self._held[one][0] for one in came]
-            self._host[part, request, span] = torch.tensor(numbers, dtype=torch.int32)
-            self._slots[part, request, span].copy_(
-                self._host[part, request, span], non_blocking=True
-            )
+            came: dict[int, list[Named | None]] = {}
+            new: dict[Named, tuple[int, int]] = {}
+            for request, sequence in sequences.items():
+                first = len(self._names[part][request])
+                if len(sequence) // tokens <= first:
+                    continue
+                found = sequence.places(layers[0], first)
+                there = (found.keys >= 0) & (found.descriptors >= 0)
+                rows = zip(found.pages.tolist(), found.generations.tolist(), there, strict=True)
+                names = [(part, page, of) if has else None for page, of, has in rows]
+                for place, one in enumerate(names, first):
+                    if one is not None and one not in self._held:
+                        new.setdefault(one, (request, place))
+                came[request] = names
+            if new:
+                self._make(part, new, sequences, recent)
+            for request, names in came.items():
+                self._name(part, request, names)
 
-    def _make(self, sequence: Sequence, part: int, came: list[tuple[int, Named]]) -> None:
-        """Count this request as a holder of these pages; summarise pages that had no holder."""
-        new = [(at, one) for at, one in came if one not in self._held]
-        if len(new) > len(self._free[part]):
+    def _name(self, part: int, request: int, came: list[Named | None]) -> None:
+        """Count a request as a holder of its next pages."""
+        names = self._names[part][request]
+        span = slice(len(names), len(names) + len(came))
+        names += came
+        for one in came:
+            if one is not None:
+                self._held[one][1] += 1
+        numbers = [-1 if one is None else self._held[one][0] for one in came]
+        self._host[part, request, span] = torch.tensor(numbers, dtype=torch.int32)
+        self._slots[part, request, span].copy_(self._host[part, request, span], non_blocking=True)
+
+    def _make(
+        self,
+        part: int,
+        new: dict[Named, tuple[int, int]],
+        sequences: dict[int, Sequence],
+        recent: Recent,
+    ) -> None:
+        """Summarise pages that had no holder."""
+        free = self._free[part]
+        if len(new) > len(free):
             raise MemoryShortError(
-                f"the device's index has room for {len(self.summaries[0])} pages: make the "
+                f"the device's index has room for {self.summaries.shape[1]} pages: make the "
                 "decoder with more index_pages, or remove() a request"
             )
-        slots = [self._free[part].pop() for _ in new]
+        slots = [free.pop() for _ in new]
+        pages = [New(slot, one[1], *at) for slot, (one, at) in zip(slots, new.items(), strict=True)]
+        in_ring = self._in_ring(part, sequences, recent)
+        newest = [one for one in pages if one.place in in_ring.get(one.request, ())]
+        older = [one for one in pages if one.place not in in_ring.get(one.request, ())]
         try:
-            for begin in range(0, len(new), self._at_once):
-                end = begin + self._at_once
-                at = np.array([place for place, _ in new[begin:end]], np.int32)
-                to = torch.tensor(slots[begin:end], device=self._device)
-                for layer in self._layers[part]:
-                    self.summaries[layer][to] = self._summarised(sequence, layer, at)
+            self._summarise_ring(part, newest, recent)
+            if self._stored is not None:
+                self._copy_stored(part, older)
+            else:
+                self._summarise_fetched(part, older, sequences)
         except BaseException:
-            self._free[part] += slots
+            free += slots
             raise
-        for slot, (_, one) in zip(slots, new, strict=True):
-            self._held[one] = [slot, 0]
-        for _, one in came:
-            self._held[one][1] += 1
+        self._held |= {one: [slot, 0] for slot, one in zip(slots, new, strict=True)}
 
-    def _summarised(
-        self, sequence: Sequence, layer: int, pages: npt.NDArray[np.int32]
+    def _in_ring(
+        self, part: int, sequences: dict[int, Sequence], recent: Recent
+    ) -> dict[int, set[int]]:
+        """Places of the pages whose keys are rows in the ring, by request."""
+        if self._layout.k_encoding != "none":
+            return {}
+        layer = self._layers[part][0]
+        return {i: set(recent.newest(one, layer).tolist()) for i, one in sequences.items()}
+
+    def _summarise_ring(self, part: int, pages: list[New], recent: Recent) -> None:
+        """From their keys there, of all layers at once."""
+        layers = self._index(self._layers[part])[:, None]
+        for some in _chunks(pages, layers.numel() * recent.keys[0, 0, :, 0].nbytes):
+            requests = self._index([one.request for one in some])
+            slots = self._index([one.place % recent.slots for one in some])
+            keys = recent.keys[layers, requests, :, slots]  # [layers, pages, heads, tokens, dim]
+            made = self._summarised(keys.flatten(0, 1)).view(*keys.shape[:3], self.form.bytes)
+            self.summaries[layers, self._index([one.slot for one in some])] = made
+
+    def _copy_stored(self, part: int, pages: list[New]) -> None:
+        """Copy what the pool keeps of pages, all layers at once, and check its CRCs."""
+        assert self._stored is not None
+        layers, heads, form = self._layers[part], self._layout.kv_heads, self.form
+        rows = np.arange(len(layers))[:, None]
+        for some in _chunks(pages, len(layers) * heads * form.bytes):
+            ids = np.array([one.page for one in some], np.uint32)
+            found = places_of(self._geometry, self._layout, ids, layers[0])
+            first = found.digests if self._stored.kind == 0 else found.sketches
+            assert first is not None
+            shape = (len(layers), len(some), heads)
+            came = self._gathered(first + rows * self._geometry["layer_bytes"], form.bytes, shape)
+            came[..., self._stored.bytes :] = 0
+            if self._has_checksums:
+                at = checksums_at(self._geometry, ids) + rows * (heads * CHECKSUM_BYTES)
+                sums = self._gathered(at, CHECKSUM_BYTES, shape).view(torch.int32)
+                self._check_stored(came, sums[..., self._stored.kind], some, layers)
+            self.summaries[self._index(layers)[:, None], self._index([x.slot for x in some])] = came
+
+    def _gathered(
+        self, offsets: npt.NDArray[np.int64], piece_bytes: int, shape: tuple[int, int, int]
     ) -> torch.Tensor:
-        """uint8 [pages, kv_heads, form.bytes]; fetch() verifies keys and values by their CRCs."""
-        layout, form = self._layout, self.form
-        picked = same_pages(pages, layout.kv_heads)
-        shape = (1, layout.kv_heads, len(pages), layout.page_tokens)
-        keys, values = (
-            torch.empty((*shape, dim), dtype=DTYPES[layout.dtype])
-            for dim in (layout.head_dim, layout.value_head_dim)
-        )
-        sequence.fetch(layer, picked, (keys, values))
-        here = keys[0].to(self._device)
+        """uint8 [layers, pages, kv_heads, piece_bytes], from where their first heads lie."""
+        came = torch.empty((*shape, piece_bytes), dtype=torch.uint8, device=self._device)
+        size = shape[2] * piece_bytes
+        to = memory_of(came, "came") + np.arange(offsets.size).reshape(offsets.shape) * size
+        tables = torch.from_numpy(np.stack([offsets + self.base_address, to])).to(self._device)
+        copy_fragments(tables[0], tables[1], size)
+        return came
+
+    def _check_stored(
+        self, came: torch.Tensor, sums: torch.Tensor, pages: list[New], layers: list[int]
+    ) -> None:
+        assert self._stored is not None
+        made = checksums([came], [self._stored.bytes])[..., 0]
+        wrong = torch.nonzero(made != sums).tolist()
+        if wrong:
+            layer, page, head = wrong[0]
+            raise CorruptError(
+                f"page {pages[page].page}, layer {layers[layer]}, kv head {head}: the CRC of its "
+                f"{self.form.name} is wrong, the bytes were changed. Release the sequence and "
+                "recompute it; `cxlkv pool check --deep` lists what else is hurt"
+            )
+
+    def _summarise_fetched(
+        self, part: int, pages: list[New], sequences: dict[int, Sequence]
+    ) -> None:
+        """From keys that fetch() verifies by their CRCs, with the values."""
+        layout = self._layout
+        dims = (layout.head_dim, layout.value_head_dim)
+        token_bytes = layout.kv_heads * sum(dims) * DTYPES[layout.dtype].itemsize
+        for request, sequence in sequences.items():
+            own = [one for one in pages if one.request == request]
+            for some in _chunks(own, layout.page_tokens * token_bytes):
+                places = np.array([one.place for one in some], np.int32)
+                slots = self._index([one.slot for one in some])
+                shape = (1, layout.kv_heads, len(some), layout.page_tokens)
+                rows = [torch.empty((*shape, dim), dtype=DTYPES[layout.dtype]) for dim in dims]
+                for layer in self._layers[part]:
+                    picked = same_pages(places, layout.kv_heads)
+                    sequence.fetch(layer, picked, (rows[0], rows[1]))
+                    here = rows[0][0].to(self._device).transpose(0, 1)
+                    self.summaries[layer][slots] = self._summarised(here)
+
+    def _summarised(self, keys: torch.Tensor) -> torch.Tensor:
+        """uint8 [pages, kv_heads, form.bytes] of keys [pages, kv_heads, page_tokens, dim]."""
+        form = self.form
         if form.name == "mean_std":
-            wide = here.float()
+            wide = keys.float()
             made = torch.stack([wide.mean(2), wide.std(2, correction=0)], 2).bfloat16()
-            flat = made.transpose(0, 1).flatten(2).contiguous().view(torch.uint8)
+            flat = made.flatten(2).view(torch.uint8)
             return torch.nn.functional.pad(flat, (0, form.bytes - flat.shape[2]))
-        rows = here.permute(1, 2, 0, 3).flatten(0, 1)
+        rows = keys.transpose(1, 2).flatten(0, 1)
         sketch = form.name == "sketch"
-        made_here = encode(rows, None, page_tokens=layout.page_tokens, sketch=sketch)
+        made_here = encode(rows, None, page_tokens=form.page_tokens, sketch=sketch)
         return made_here.digests if made_here.sketches is None else made_here.sketches
+
+    def _index(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, device=self._device)
 
     def forget(self, request: int, from_page: int = 0) -> None:
         """Drop a request's pages from `from_page` on."""
@@ -280,6 +400,22 @@ def unserved(budget: Budget) -> str | None:
     if budget.mass is not None or budget.union != "kv_head" or budget.refresh != 1:
         return 'budgets with mass=, union="layer" or refresh= need index="host"'
     return None
+
+
+def _kept(method: str, pool: CXLPool) -> Stored | None:
+    """What the pool keeps for a method in its form; digests of encoded keys have 8 bits."""
+    layout = pool.layout
+    if method == "digest" and layout.k_encoding == "none":
+        return Stored(0, 2 * layout.head_dim * DTYPES[layout.dtype].itemsize)
+    if method == "sketch" and pool.sketch:
+        return Stored(1, sketch_bytes(layout.page_tokens, layout.head_dim))
+    return None
+
+
+def _chunks(pages: list[New], page_bytes: int) -> Iterator[list[New]]:
+    """As many at once as AT_ONCE_BYTES allow."""
+    count = max(1, AT_ONCE_BYTES // page_bytes)
+    return (pages[begin : begin + count] for begin in range(0, len(pages), count))
 
 
 def _stored(method: str, layout: KVLayout) -> torch.dtype:

@@ -53,7 +53,7 @@ class Recent:
     def load(self, request: int, sequence: Sequence) -> None:
         """Bring a sequence's newest pages, from far memory and from its open tail."""
         for layer in range(self._layout.layers):
-            pages = self._newest(sequence, layer)
+            pages = self.newest(sequence, layer)
             if len(pages) == 0:
                 continue
             slots = torch.from_numpy(pages % self.slots)
@@ -62,7 +62,8 @@ class Recent:
                 if ring is not None:
                     ring[layer, request, :, slots] = pieces.to(ring.device)
 
-    def _newest(self, sequence: Sequence, layer: int) -> npt.NDArray[np.int64]:
+    def newest(self, sequence: Sequence, layer: int) -> npt.NDArray[np.int64]:
+        """The pages of a request's sequence that lie here, between steps."""
         tokens, page_tokens = sequence.tokens(layer), self._layout.page_tokens
         window = self._layout.windows[layer]
         last = -(-tokens // page_tokens)

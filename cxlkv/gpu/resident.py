@@ -157,6 +157,8 @@ class Resident:
         layout, requests = self.layout, self._requests
         address = self._mapping.device_address
         self._tables = PageTables(pool, requests, pages_max, address, self.device)
+        if self.index is not None:
+            self.index.base_address = address
         self.hot = HotBuffer(
             requests=requests,
             layers=layout.layers,
@@ -323,9 +325,9 @@ class Resident:
                 lane.found.zero_()
             for request, sequence in zip(active.tolist(), sequences, strict=True):
                 self._tables.refresh(request, sequence)
-                if self.index is not None:
-                    self.index.refresh(request, sequence)
         if self.index is not None:
+            named = dict(zip(active.tolist(), sequences, strict=True))
+            self.index.refresh(named, self._recent)
             self._send_plan(active.tolist(), lengths.tolist())
             self._pages[:, :, :slots] = self._ring
         return below[active]

@@ -32,7 +32,7 @@ from cxlkv.kernels.sources import Sources
 
 KERNELS: list[tuple[object, tuple[str, ...]]] = [
     (recent, ("append_rows", "append_codes")),
-    (index, ("score", "choose")),
+    (index, ("score", "choose", "copy_fragments")),
     (slots, ("assign", "residents", "invalidate")),
     (copier, ("move",)),
     (resident, ("attend", "check_pieces", "copy_fragments", "known_pages", "page_sources")),
