@@ -114,13 +114,14 @@ def check_pieces_reference(
     first: int,
 ) -> None:
     """The same on addresses that this process can read."""
-    at = [piece for piece, source in enumerate(sources.keys.flatten().tolist()) if source]
+    named = [x.flatten().tolist() for x in (sources.keys, *targets) if x is not None]
+    at = [piece for piece, addresses in enumerate(zip(*named, strict=True)) if all(addresses)]
     sums, source, *lines = (
         table.flatten()[at].tolist()
         for table in (sources.checksums, sources.keys, sources.descriptors, sources.generations)
     )
     for kind, (table, size) in enumerate(zip(targets, shape.summed, strict=True)):
-        if table is None or not at or not sums[0]:
+        if table is None or not any(sums):
             continue
         tail = 0 if kind else shape.tail_bytes
         copied = size - tail
@@ -130,11 +131,11 @@ def check_pieces_reference(
         )
         bits = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(at), size)
         for piece, total, wanted in zip(at, checksums_of(bits, size).tolist(), sums, strict=True):
-            if total != ctypes.c_int32.from_address(wanted + 8 + 4 * kind).value:
+            if wanted and total != ctypes.c_int32.from_address(wanted + 8 + 4 * kind).value:
                 row = (first + piece // pages.shape[2]) * shape.pages_max
                 found[BAD] += 1
                 found[WRONG] = (row + int(pages.flatten()[piece])) * 2 + kind
     for descriptor, generation in zip(*lines, strict=True):
-        version = ctypes.c_int64.from_address(descriptor).value
+        version = ctypes.c_int64.from_address(descriptor).value if descriptor else 0
         if version >> 8 & (1 << 56) - 1 != generation or version & 255 not in (1, 2):
             found[BAD : STALE + 1] += 1

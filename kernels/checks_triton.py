@@ -85,7 +85,8 @@ def _check_kernel(
                     tl.store(found + 2, row * 2 + kind)
         tl.debug_barrier()  # the sums are read before the descriptor, which vouches for them
         descriptor = tl.load(descriptors + piece).to(tl.pointer_type(tl.int64))
-        version = tl.load(descriptor, volatile=True)
+        there = descriptor.to(tl.int64) != 0  # else the page is none
+        version = tl.load(descriptor, mask=there, other=0, volatile=True)
         state = version & 0xFF
         same = ((version >> 8) & 0xFFFFFFFFFFFFFF) == tl.load(generations + piece)
         if (same & ((state == 1) | (state == 2))) == 0:

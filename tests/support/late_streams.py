@@ -263,6 +263,8 @@ class Schedule:
             sources, targets = args[:2]
             if isinstance(sources, Sources):
                 sources = torch.stack([sources.descriptors, sources.checksums])
+                assert isinstance(targets, tuple)
+                targets = torch.stack([one for one in targets if one is not None])
             assert isinstance(sources, torch.Tensor)
             for address in sources.flatten().tolist():
                 if address and not any(address in known for known in self.readable):
