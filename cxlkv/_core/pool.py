@@ -151,6 +151,14 @@ def pool_plan(
     return numbers_of(planned[0])
 
 
+def planned_state_pages(layout: KVLayout, geometry: dict[str, int]) -> int:
+    """Pages of a state checkpoint in a pool of this geometry."""
+    if layout.states is None:
+        return 0
+    described = _layout_struct(layout, True, geometry["sketch_piece_bytes"] > 0)
+    return check(lib.cxlkv_pool_plan_states(described, ffi.new("cxlkv_geometry *", geometry)))
+
+
 def pool_open(path: str, host: tuple[int, bool, float] | None) -> Handle:
     return made(*_POOL, lib.cxlkv_pool_open, path.encode(), _host_struct(host))
 

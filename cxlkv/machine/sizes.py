@@ -16,6 +16,7 @@ from cxlkv.layout import KVLayout
 from cxlkv.numbers import is_whole
 
 CAPACITY_STEP_BYTES = 1 << 20  # capacities are told in whole MiB
+CHECKPOINTS = 2  # of a request: the one that it goes on from, and the one that it leaves
 REWIND_TOKENS = 128  # what a window keeps beside itself, to be rewound: adapters.transformers
 _TOKENS = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kKmMgG]?)i?\s*", re.ASCII)
 _MULTIPLES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -32,6 +33,11 @@ class Plan:
     @property
     def pages(self) -> int:
         return self.geometry["page_count"]
+
+    @property
+    def state_pages(self) -> int:
+        """Of a state checkpoint; 0: the layout has no states."""
+        return _core.planned_state_pages(self.layout, self.geometry)
 
     @property
     def record_bytes(self) -> int:
@@ -102,9 +108,14 @@ def pages_for(layout: KVLayout, geometry: dict[str, int], tokens: int, requests:
     """Pages that so many requests of so many tokens hold at once.
 
     Layers with a window give back what lies behind it; what they keep is the window, what may be
-    rewound, and the pages in which both begin and end.
+    rewound, and the pages in which both begin and end. Of a model with states each has CHECKPOINTS.
     """
-    return requests * sum(
+    states = CHECKPOINTS * _core.planned_state_pages(layout, geometry)
+    return requests * (states + _text_pages(layout, geometry, tokens))
+
+
+def _text_pages(layout: KVLayout, geometry: dict[str, int], tokens: int) -> int:
+    return sum(
         -(-seen // layout.page_tokens) + (seen < tokens)
         for window in _parts(layout, geometry["record_layers"])
         for seen in [tokens if window is None else min(tokens, window + REWIND_TOKENS)]
@@ -116,9 +127,11 @@ def tokens_in(layout: KVLayout, geometry: dict[str, int], requests: int = 1) -> 
     if layout.object_bytes is not None:
         return 0
     least, most = 0, geometry["page_count"] * layout.page_tokens + 1
+    states = CHECKPOINTS * _core.planned_state_pages(layout, geometry)
     while most - least > 1:
         middle = (least + most) // 2
-        if pages_for(layout, geometry, middle, requests) <= geometry["page_count"]:
+        needed = requests * (states + _text_pages(layout, geometry, middle))
+        if needed <= geometry["page_count"]:
             least = middle
         else:
             most = middle

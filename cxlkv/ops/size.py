@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, LayerGroup, format_bytes, parse_bytes
-from cxlkv.machine.sizes import Plan, parse_tokens, plan, plan_for
+from cxlkv.machine.sizes import CHECKPOINTS, Plan, parse_tokens, plan, plan_for
 from cxlkv.ops.console import AsJson, columns, print_json
 from cxlkv.ops.models import layout_of_model
 from cxlkv.ops.top import plain
@@ -130,6 +130,8 @@ def as_dict(found: Sizes) -> dict[str, object]:
         "token_bytes": layout.token_bytes,
         "stored_token_bytes": layout.stored_token_bytes,
         "page_bytes": found.pool.record_bytes,
+        "state_bytes": layout.states.bytes if layout.states else 0,
+        "state_pages": found.pool.state_pages,
         "tokens": found.tokens,
         "requests": found.requests,
         "pages": found.pool.pages,
@@ -179,6 +181,10 @@ def lines(found: Sizes) -> Iterator[str]:
         yield f"vLLM that keeps prefixes, in blocks of {blocks}: {more_text(found.of_vllm, found)}."
     else:
         yield "vLLM's adapter does not serve these layers: docs/engines/vllm-models.md."
+    if layout.states is not None:
+        pages = f"{pool.state_pages} pages" if pool.state_pages > 1 else "a page"
+        size = format_bytes(layout.states.bytes)
+        yield f"A checkpoint of states has {size}, {pages}; each request has {CHECKPOINTS}."
     if any(group.window for group in groups):
         yield "Layers with a window keep the last tokens of each request."
     beside = "digests, sketches" if layout.sketches(None) else "digests"

@@ -419,6 +419,8 @@ int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_
 /* The geometry that a pool of this capacity would have; nothing is made. */
 int cxlkv_pool_plan(const cxlkv_layout *layout, const cxlkv_sharing *sharing,
                     uint64_t capacity_bytes, cxlkv_geometry *geometry);
+/* Pages of a state checkpoint in such a pool; 0: the layout has no states. */
+int64_t cxlkv_pool_plan_states(const cxlkv_layout *layout, const cxlkv_geometry *geometry);
 int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **pool);
 /* asks 1: nothing is done; 0, or why a close would be refused now. */
 int cxlkv_pool_close(cxlkv_pool *pool, uint32_t asks);

@@ -112,6 +112,17 @@ static int finish(cxlkv_pool *pool, int code, const cxlkv_host *host, cxlkv_pool
 
 static const cxlkv_sharing one_host = {.kind = CXLKV_SHARING_HOST, .hosts = 1};
 
+int64_t cxlkv_pool_plan_states(const cxlkv_layout *layout, const cxlkv_geometry *geometry) {
+    if (!has_states(layout)) return 0;
+    cxlkv_pool *planned = calloc(1, sizeof(*planned));
+    if (!planned) return fail(ENOMEM, "no memory for a plan");
+    planned->layout = *layout;
+    planned->geometry = *geometry;
+    int64_t pages = state_pages(planned);
+    free(planned);
+    return pages;
+}
+
 int cxlkv_pool_plan(const cxlkv_layout *layout, const cxlkv_sharing *sharing,
                     uint64_t capacity_bytes, cxlkv_geometry *geometry) {
     cxlkv_sharing shared = sharing ? *sharing : one_host;
