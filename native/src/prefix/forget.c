@@ -1,4 +1,5 @@
 /* Published pages by their keys: forgotten, scrubbed, pinned, prioritized. */
+#include "format/records.h"
 #include "host/hooks.h"
 #include "host/locks.h"
 #include "host/processes.h"
@@ -9,21 +10,34 @@
 
 typedef void page_function(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context);
 
+/* `each` of the page at one place of a key; false: there is none. */
+static bool page_of_key(cxlkv_pool *pool, const uint8_t *hashes, uint64_t key, uint64_t place,
+                        uint32_t part, page_function *each, void *context) {
+    uint64_t hash[2];
+    page_hash(hashes, key, place, part, hash);
+    uint32_t page = index_find(pool, hash);
+    if (page != NO_PAGE) each(pool, page, hash, context);
+    return page != NO_PAGE;
+}
+
 /* `each` of every page that is published under these keys, places and parts of each; under the host
  * lock. reaps: what the dead hold is given back before. */
 static int pages_of_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bool reaps,
                          page_function *each, void *context) {
     if (reaps) host_reap(pool);
     if (pool->shared) peers_follow(pool);
-    for (uint64_t key = 0; key < count; key++)
+    uint64_t states = has_states(&pool->layout) ? state_pages(pool) : 0;
+    for (uint64_t key = 0; key < count; key++) {
+        uint64_t place = 0;
         for (uint32_t part = 0; part < stored_parts(pool); part++)
-            for (uint64_t place = 0;; place++) {
-                uint64_t hash[2];
-                page_hash(hashes, key, place, part, hash);
-                uint32_t page = index_find(pool, hash);
-                if (page == NO_PAGE) break;
-                each(pool, page, hash, context);
-            }
+            for (place = 0; page_of_key(pool, hashes, key, place, part, each, context);) place++;
+        /* The first pages of a checkpoint may be gone: it is evicted so, and published from its
+         * last one on. Any may, when some were evicted by number: no byte outlives a scrubbing. */
+        for (uint64_t end = states; end > place; end--)
+            if (!page_of_key(pool, hashes, key, end - 1, stored_parts(pool) - 1, each, context) &&
+                !reaps)
+                break;
+    }
     return 0;
 }
 
