@@ -22,6 +22,7 @@ typedef struct search {
     uint32_t *states;
     cxlkv_sequence *sequence;
     uint64_t tokens;             /* of the hit, when there is one */
+    bool is_copy[CXLKV_LAYERS_MAX]; /* by part: add_tail() added its last page */
 } search;
 
 static bool has_page(const search *s, uint32_t part, uint64_t page) {
@@ -33,7 +34,9 @@ static bool has_page(const search *s, uint32_t part, uint64_t page) {
 static void drop_tail(search *s, uint32_t index) {
     cxlkv_pool *pool = s->pool;
     for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
-        if (!has_page(s, part, index)) continue;
+        bool added = s->is_copy[part] && has_page(s, part, index);
+        s->is_copy[part] = false;
+        if (!added) continue;
         uint32_t *page = &s->f->pages[(uint64_t)index * pool->geometry.part_count + part];
         if (!page_is_ours(pool, *page) && pool->pages[*page].holders == 0)
             borrow_end(pool, *page, 1);
@@ -41,33 +44,38 @@ static void drop_tail(search *s, uint32_t index) {
     }
 }
 
-/* The copies of a tail become the last pages that were found. */
+/* Where a part has no whole page, its copy of the tail becomes the last that was found. */
 static bool add_tail(search *s, const uint8_t *key, uint32_t index, uint32_t filled) {
     cxlkv_pool *pool = s->pool;
     for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
         uint64_t hash[2];
         uint32_t page, ordinal;
+        if (has_page(s, part, index)) continue;
         page_hash(key, 0, 0, part, hash);
+        page = index_find(pool, hash);
+        if (page == NO_PAGE) return false;
+        if (!page_is_ours(pool, page)) descriptor_drop(pool, page);
         if (!match_page(pool, hash, part, filled, &page, &ordinal) || ordinal != index ||
-            page_acquire_check(pool, page, part, pool->pages[page].generation, filled) < 0 ||
             found_add(pool, s->f, part, index, page) < 0)
+            return false;
+        s->is_copy[part] = true;
+        if (page_acquire_check(pool, page, part, pool->pages[page].generation, filled) < 0)
             return false;
     }
     return true;
 }
 
-/* Does every part have what the token at `tokens` sees? tail: by copies of a tail. */
-static bool has_pages(search *s, const uint8_t *key, uint64_t tokens, bool *tail) {
+/* Does every part have what the token at `tokens` sees? From the end on, where gaps are. */
+static bool has_pages(search *s, const uint8_t *key, uint64_t tokens) {
     const cxlkv_pool *pool = s->pool;
     uint64_t whole = tokens / pool->layout.page_tokens;
     uint32_t filled = (uint32_t)(tokens % pool->layout.page_tokens);
-    *tail = false;
     for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
-        for (uint64_t page = window_page(pool, part, tokens); page < whole; page++)
-            if (!has_page(s, part, page)) return false;
-        *tail |= filled && !has_page(s, part, whole);
+        uint64_t first = window_page(pool, part, tokens);
+        for (uint64_t page = whole; page > first; page--)
+            if (!has_page(s, part, page - 1)) return false;
     }
-    return !*tail || add_tail(s, key, (uint32_t)whole, filled);
+    return filled == 0 || add_tail(s, key, (uint32_t)whole, filled);
 }
 
 static int hold(search *s, found_prefix prefix) {
@@ -86,13 +94,12 @@ static int take(search *s, const uint8_t *key, uint64_t most) {
     cxlkv_pool *pool = s->pool;
     uint32_t page_tokens = pool->layout.page_tokens;
     found_prefix prefix;
-    bool tail = false;
     if (!states_find(pool, key, s->states, &prefix.tokens)) return 0;
     prefix.count = (uint32_t)((prefix.tokens + page_tokens - 1) / page_tokens);
-    bool all = prefix.tokens <= most && has_pages(s, key, prefix.tokens, &tail) &&
+    bool all = prefix.tokens <= most && has_pages(s, key, prefix.tokens) &&
                (!pool->shared || found_borrow(pool, s->f, prefix));
     if (all) return hold(s, prefix);
-    if (tail) drop_tail(s, prefix.count - 1);
+    drop_tail(s, prefix.count - 1);
     states_let_go(pool, s->states);
     return 0;
 }
@@ -117,9 +124,9 @@ static int take_tail(search *s, const cxlkv_match_args *args, uint32_t page, uin
     return 0;
 }
 
-static int search_down(search *s, const cxlkv_match_args *args, uint32_t pages, uint8_t *keys) {
-    uint32_t names = pages ? s->f->keys[pages - 1] : 0;
-    uint64_t most = (uint64_t)pages * s->pool->layout.page_tokens;
+static int search_down(search *s, const cxlkv_match_args *args, uint8_t *keys) {
+    uint32_t names = s->f->count ? s->f->keys[s->f->count - 1] : 0;
+    uint64_t most = s->f->count * s->pool->layout.page_tokens;
     for (uint32_t key = names;; key--) {
         int code = take_tail(s, args, key, keys);
         if (code || key == 0) return code;
@@ -128,12 +135,12 @@ static int search_down(search *s, const cxlkv_match_args *args, uint32_t pages, 
     }
 }
 
-int match_boundary(cxlkv_pool *pool, const cxlkv_match_args *args, found *f, uint32_t pages,
+int match_boundary(cxlkv_pool *pool, const cxlkv_match_args *args, found *f,
                    cxlkv_sequence *sequence, uint64_t *tokens) {
     search s = {.pool = pool, .f = f, .sequence = sequence};
     uint8_t *keys = malloc(16ull * pool->layout.page_tokens);
     s.states = malloc(state_pages(pool) * sizeof(*s.states));
-    int code = keys && s.states ? search_down(&s, args, pages, keys)
+    int code = keys && s.states ? search_down(&s, args, keys)
                                 : fail(ENOMEM, "no memory to match a state checkpoint");
     *tokens = s.tokens;
     free(keys);

@@ -12,6 +12,7 @@ int found_add(cxlkv_pool *pool, found *f, uint32_t part, uint32_t ordinal, uint3
         uint64_t capacity = f->capacity ? 2 * f->capacity : 64;
         uint32_t *keys = realloc(f->keys, capacity * sizeof(*keys));
         if (keys) f->keys = keys;
+        if (keys) memset(keys + f->capacity, 0, (capacity - f->capacity) * sizeof(*keys));
         uint32_t *pages = keys ? realloc(f->pages, capacity * parts * sizeof(*pages)) : NULL;
         if (!pages) return fail(ENOMEM, "no memory for a match of %lu pages", capacity);
         memset(pages + f->capacity * parts, 0xff,

@@ -111,6 +111,21 @@ static found_prefix full_prefix(const cxlkv_pool *pool, uint32_t count) {
     return (found_prefix){.count = count, .tokens = (uint64_t)count * pool->layout.page_tokens};
 }
 
+/* Holds the longest prefix of whole pages. */
+static int hold_longest(cxlkv_pool *pool, found *f, cxlkv_sequence *sequence, uint64_t *tokens) {
+    uint32_t pages = 0, before = UINT32_MAX;
+    /* One part's shorter prefix may show a gap in another's window: until none of them shrinks. */
+    while (pages != before) {
+        before = pages;
+        pages = longest_prefix(pool, f);
+        f->count = pages;
+        if (pool->shared && pages == before && !found_borrow(pool, f, full_prefix(pool, pages)))
+            before = UINT32_MAX;
+    }
+    *tokens = full_prefix(pool, pages).tokens;
+    return found_hold(pool, f, full_prefix(pool, pages), sequence);
+}
+
 /* Under the host lock, on a sequence that nobody else knows yet. tokens: those that it may have,
  * the last page having fewer than a page. */
 static int match_keys(cxlkv_pool *pool, const cxlkv_match_args *args, found *f,
@@ -121,27 +136,16 @@ static int match_keys(cxlkv_pool *pool, const cxlkv_match_args *args, found *f,
         look_at_candidates(pool, args);
     }
     int code = find_pages(pool, args, next, f);
-    uint32_t pages = 0, before = UINT32_MAX;
     uint64_t looked_at = f->count;
-    /* One part's shorter prefix may show a gap in another's window: until none of them shrinks. */
-    while (code == 0 && pages != before) {
-        before = pages;
-        pages = longest_prefix(pool, f);
-        f->count = pages;
-        if (pool->shared && pages == before && !found_borrow(pool, f, full_prefix(pool, pages)))
-            before = UINT32_MAX;
-    }
     if (code < 0) return code;
     count_add(pool, COUNT_MATCH_KEYS_ASKED, args->count);
-    if (args->known_tokens) *args->known_tokens = full_prefix(pool, pages).tokens;
-    if (has_states(&pool->layout)) {
-        code = match_boundary(pool, args, f, pages, sequence, tokens);
-    } else {
-        code = found_hold(pool, f, full_prefix(pool, pages), sequence);
-        *tokens = full_prefix(pool, pages).tokens;
-    }
-    uint32_t held = sequence->page_count;
-    if (held && pages) count_add(pool, COUNT_MATCH_KEYS_HIT, f->keys[min_u32(held, pages) - 1]);
+    /* Of a text that parts from others behind it, a checkpoint there would serve the next one. */
+    if (args->known_tokens)
+        *args->known_tokens = full_prefix(pool, longest_prefix(pool, f)).tokens;
+    code = has_states(&pool->layout) ? match_boundary(pool, args, f, sequence, tokens)
+                                     : hold_longest(pool, f, sequence, tokens);
+    uint64_t held = min_u64(sequence->page_count, looked_at);
+    if (held) count_add(pool, COUNT_MATCH_KEYS_HIT, f->keys[held - 1]);
     if (pool->shared) end_unused(pool, f, min_u64(f->capacity, looked_at + 1));
     return code;
 }
@@ -160,17 +164,42 @@ static int64_t lease_begin(cxlkv_sequence *made, uint64_t tokens, double lease_s
     return code < 0 ? code : (int64_t)tokens;
 }
 
-/* The tokens of a last page that is not full come to local memory; returns those of the hit. One
- * that is damaged is none: a miss. */
+/* The tokens of a last page that is not full come to local memory; returns those of the hit. */
 static int64_t match_rest(cxlkv_sequence *made, const cxlkv_match_args *args, uint64_t tokens) {
-    if (!has_states(&made->pool->layout)) {
-        int64_t rest = args->ids ? match_tail(made, args) : 0;
-        return rest < 0 ? rest : (int64_t)tokens + rest;
+    int64_t rest = 0;
+    if (!has_states(&made->pool->layout)) rest = args->ids ? match_tail(made, args) : 0;
+    else if (tokens % made->pool->layout.page_tokens) rest = reopen_tail(made, tokens);
+    return rest < 0 ? rest : (int64_t)tokens + rest;
+}
+
+/* found: how many tokens the pages have that it held, the tail among them may be damaged. */
+static int64_t match_once(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequence **out,
+                          uint64_t *found_tokens) {
+    cxlkv_sequence *made = NULL;
+    int64_t tokens = pool_enter(pool);
+    *found_tokens = 0;
+    if (tokens < 0) return tokens;
+    sequences_expire(pool);
+    found *f = calloc(1, sizeof(*f)); /* not on the stack: a bus error jumps back over it */
+    int code = f ? sequence_make(pool, &made) : fail(ENOMEM, "no memory for a match");
+    if (code == 0) code = HOST_LOCKED(pool, match_keys(pool, args, f, made, found_tokens));
+    if (f) free(f->pages);
+    if (f) free(f->keys);
+    free(f);
+    pool_leave(pool);
+    tokens = code;
+    if (code == 0) {
+        made->approximate = args->content;
+        tokens = match_rest(made, args, *found_tokens);
+        if (tokens >= 0) tokens = lease_begin(made, (uint64_t)tokens, args->lease_s);
     }
-    if (tokens % made->pool->layout.page_tokens == 0 || reopen_tail(made, tokens) == 0)
-        return (int64_t)tokens;
-    sequence_drop_states(made);
-    return reopen_tail(made, 0);
+    if (tokens < 0) cxlkv_sequence_destroy(&made);
+    else *out = made;
+    return tokens;
+}
+
+static bool is_damage(int64_t code) {
+    return code == -CXLKV_E_CORRUPT || code == -CXLKV_E_POISON || code == -CXLKV_E_STALE;
 }
 
 int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequence **out) {
@@ -182,25 +211,16 @@ int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequen
                     args->id_count);
     int code = need(args->count, "hashes", args->hashes, NULL);
     if (code == 0) code = need(args->ids ? args->id_count : 0, "root", args->root, NULL);
-    if (code == 0) code = pool_enter(pool);
     if (code < 0) return code;
-    sequences_expire(pool);
-    cxlkv_sequence *made = NULL;
-    found *f = calloc(1, sizeof(*f)); /* not on the stack: a bus error jumps back over it */
-    code = f ? sequence_make(pool, &made) : fail(ENOMEM, "no memory for a match");
-    uint64_t found_tokens = 0;
-    if (code == 0) code = HOST_LOCKED(pool, match_keys(pool, args, f, made, &found_tokens));
-    if (f) free(f->pages);
-    if (f) free(f->keys);
-    free(f);
-    pool_leave(pool);
-    int64_t tokens = code;
-    if (code == 0) {
-        made->approximate = args->content;
-        tokens = match_rest(made, args, found_tokens);
-        if (tokens >= 0) tokens = lease_begin(made, (uint64_t)tokens, args->lease_s);
+    cxlkv_match_args rest = *args;
+    uint64_t end;
+    int64_t tokens = match_once(pool, &rest, out, &end);
+    /* Behind a damaged tail no checkpoint can be gone on from; before it one may. */
+    while (is_damage(tokens) && has_states(&pool->layout) && end) {
+        rest.id_count = end - 1;
+        rest.count = rest.ids ? (uint32_t)min_u64(rest.count, rest.id_count /
+                                                  pool->layout.page_tokens) : 0;
+        tokens = match_once(pool, &rest, out, &end);
     }
-    if (tokens < 0) cxlkv_sequence_destroy(&made);
-    else *out = made;
     return tokens;
 }

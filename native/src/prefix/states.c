@@ -176,7 +176,7 @@ static int64_t publish_pages(state_job *job, const uint8_t *key, uint32_t *found
         page_key made = {.ordinal = job->ordinal};
         page_hash(key, 0, i, job->part, made.hash);
         page_forget(pool, made.hash, true); /* what is left of one that is not whole */
-        if (!publish_page(pool, job->pages[i], job->part, job->tokens, &made)) continue;
+        if (!publish_page(pool, job->pages[i], job->part, job->tokens, &made)) break;
         hotness_published(pool, job->pages[i], job->part, parent);
         parent = job->pages[i];
         published++;

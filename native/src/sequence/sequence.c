@@ -306,7 +306,7 @@ static void tables_drop(cxlkv_sequence *sequence, enum giving how) {
         table_end(sequence->pool, &sequence->tables[part], 0, how);
 }
 
-void sequence_drop_states(cxlkv_sequence *sequence) {
+static void sequence_drop_states(cxlkv_sequence *sequence) {
     cxlkv_pool *pool = sequence->pool;
     if (!sequence->states) return;
     enum giving how = host_lock(pool) == 0 ? GIVE_NOW : GIVE_LATER;

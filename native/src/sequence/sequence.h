@@ -34,7 +34,6 @@ void sequence_pull(cxlkv_sequence *sequence, uint32_t page_count);
 int sequence_advance(cxlkv_sequence *sequence, uint32_t part, uint32_t first);
 /* The first page of a part that the token at `position` sees. */
 uint32_t window_page(const cxlkv_pool *pool, uint32_t part, uint64_t position);
-void sequence_drop_states(cxlkv_sequence *sequence); /* a hit's, if it has any */
 int sequence_cut(cxlkv_sequence *sequence, uint32_t page_count);
 /* The first `filled` tokens of a complete page; on an error *out may be one, to be dropped. */
 int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t filled, tail **out);
