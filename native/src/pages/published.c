@@ -154,3 +154,10 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere) {
     pages_settle(pool, 1, &page);
     return true;
 }
+
+void page_displace(cxlkv_pool *pool, const uint64_t hash[2]) {
+    uint32_t page = index_find(pool, hash);
+    if (page == NO_PAGE) return;
+    if (page_is_ours(pool, page)) page_forget(pool, hash, false);
+    else drop_from_index(pool, page, hash);
+}

@@ -22,3 +22,5 @@ bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_
                 uint32_t *page, uint32_t *ordinal);
 /* everywhere: the copies that other hosts may have published under this hash, too. */
 bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere);
+/* Makes room under a hash for a page of ours. Another host's page stays what it is for others. */
+void page_displace(cxlkv_pool *pool, const uint64_t hash[2]);

@@ -175,7 +175,7 @@ static int64_t publish_pages(state_job *job, const uint8_t *key, uint32_t *found
     for (uint32_t i = job->count; i-- > 0;) { /* the first one last, a leaf: it goes first */
         page_key made = {.ordinal = job->ordinal};
         page_hash(key, 0, i, job->part, made.hash);
-        page_forget(pool, made.hash, true); /* what is left of one that is not whole */
+        page_displace(pool, made.hash); /* what is left of one that is not whole */
         if (!publish_page(pool, job->pages[i], job->part, job->tokens, &made)) break;
         hotness_published(pool, job->pages[i], job->part, parent);
         parent = job->pages[i];
