@@ -1,0 +1,226 @@
+/* Goal: a checkpoint of any size, behind any token, is read as it was published; one that was not
+ * published to its end is none, and another takes its place; threads that publish, forget and match
+ * one text see whole ones only.
+ * Method: sizes about the ends of pages; a process that is killed by its own hand after each store
+ * of a line in turn (flush_store_line() and flush_store_word() are wrapped), in a pool of this host
+ * and as another host; threads. */
+#include <signal.h>
+
+#include "base/flush.h"
+#include "state_tests.h"
+
+static cxlkv_pool *pool_of(const char *path, uint64_t state_bytes) {
+    cxlkv_layout layout = state_layout(state_bytes);
+    cxlkv_pool *pool;
+    CHECK(cxlkv_pool_create(path, &layout, NULL, 4 << 20, 0, NULL, 0, &pool) == 0);
+    return pool;
+}
+
+/* ---- sizes ---- */
+
+static uint64_t payload_bytes(void) {
+    cxlkv_pool *pool = pool_of(NULL, 1);
+    uint64_t bytes = packing_of(pool).payload_bytes;
+    CHECK(state_pages(pool) == 1);
+    cxlkv_pool_destroy(&pool);
+    return bytes;
+}
+
+static void one_size(uint64_t bytes, uint32_t pages) {
+    cxlkv_pool *pool = pool_of(NULL, bytes);
+    uint64_t number;
+    CHECK(state_pages(pool) == pages);
+    for (uint32_t tokens = 1; tokens <= 2 * TEST_PAGE_TOKENS + 1; tokens++) {
+        state_text text = text_of(100, tokens), more = text_of(100, 3 * TEST_PAGE_TOKENS);
+        CHECK(publish_text(pool, &text, tokens) == pages);
+        CHECK(publish_text(pool, &text, 99) == 0);
+        CHECK(find_text(pool, &text, &number) == tokens);
+        CHECK(bytes < 8 || number == tokens);
+        CHECK(find_text(pool, &more, &number) == tokens);
+    }
+    for (uint32_t tokens = 2 * TEST_PAGE_TOKENS + 1; tokens > 0; tokens--) {
+        state_text text = text_of(100, tokens);
+        forget_text(pool, &text);
+    }
+    CHECK(test_stats(pool).pages.free == test_stats(pool).pages.total);
+    test_end(&pool, NULL);
+}
+
+/* The table of up to 17 pages is a line, of 18 two. */
+static void sizes(void) {
+    uint64_t page = payload_bytes();
+    one_size(1, 1);
+    one_size(page - 1, 1);
+    one_size(page, 1);
+    one_size(page + 1, 2);
+    one_size(2 * page - 64, 2);
+    one_size(2 * page - 63, 3);
+    one_size(17 * page - 64, 17);
+    one_size(17 * page - 63, 18);
+    one_size(18 * page - 128, 18);
+    one_size(18 * page - 127, 19);
+}
+
+static void refusals(void) {
+    cxlkv_pool *pool = pool_of(NULL, 500), *plain = test_pool(NULL, 64);
+    state_text text = text_of(1, 6);
+    uint8_t bytes[500] = {0};
+    cxlkv_sequence *sequence = test_sequence(pool, text.marks, 6), *hit;
+    cxlkv_sequence *other = test_sequence(plain, text.marks, 6);
+    const uint8_t *key = last_key(&text);
+    CHECK(cxlkv_publish_states(sequence, 6, key, bytes, 499) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_publish_states(sequence, 0, key, bytes, 500) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_publish_states(sequence, 7, key, bytes, 500) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_publish_states(sequence, 6, NULL, bytes, 500) < 0);
+    CHECK(cxlkv_publish_states(sequence, 6, key, NULL, 500) < 0);
+    CHECK(cxlkv_publish_states(other, 6, key, bytes, 500) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_read_states(sequence, bytes, 500) == -CXLKV_E_ARGUMENT);
+    CHECK(match_text(pool, &text, &hit) == 0);
+    CHECK(cxlkv_read_states(hit, bytes, 500) == -CXLKV_E_ARGUMENT);
+    cxlkv_sequence_destroy(&hit);
+    cxlkv_sequence_destroy(&other);
+    CHECK(cxlkv_publish_states(sequence, 6, key, bytes, 500) == 1); /* K and V are not */
+    CHECK(match_text(pool, &text, &hit) == 0);
+    cxlkv_sequence_destroy(&hit);
+    test_end(&pool, &sequence, NULL);
+    test_end(&plain, NULL);
+}
+
+/* ---- killed after each store ---- */
+
+static int stores_left; /* then this process dies; 0: it does not */
+
+static void stored(void) {
+    if (stores_left && --stores_left == 0) kill(getpid(), SIGKILL);
+}
+
+void __real_flush_store_word(void *word, uint64_t value);
+void __wrap_flush_store_word(void *word, uint64_t value) {
+    __real_flush_store_word(word, value);
+    stored();
+}
+
+void __real_flush_store_line(void *line, const void *from, uint32_t first_word);
+void __wrap_flush_store_line(void *line, const void *from, uint32_t first_word) {
+    __real_flush_store_line(line, from, first_word);
+    stored();
+}
+
+#ifndef __SANITIZE_THREAD__ /* it dies of threads that are made after a fork */
+/* Forgets the text, and publishes it anew. True: it was killed on its way. */
+static bool publish_dying(const char *path, uint32_t host, const state_text *text, int store,
+                          uint64_t number) {
+    int status;
+    pid_t child = test_fork();
+    if (child == 0) {
+        cxlkv_pool *pool = test_open_host(path, host, 0.05);
+        stores_left = store;
+        forget_text(pool, text);
+        CHECK(publish_text(pool, text, number) > 0);
+        stores_left = 0;
+        cxlkv_pool_destroy(&pool);
+        _exit(0);
+    }
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(status == 0 || (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL));
+    return status != 0;
+}
+
+/* What is found after a death: this text, with one of these checkpoints, or less of it. */
+static void look(cxlkv_pool *pool, const state_text *text, uint64_t number) {
+    uint64_t found;
+    int64_t tokens = find_text(pool, text, &found);
+    CHECK(tokens == 0 || (tokens == text->tokens && (found == number || found == number - 1)));
+}
+
+static void dies_at_each_store(uint32_t host) {
+    const char *path = test_path("states");
+    cxlkv_pool *pool;
+    uint64_t number = 2, found;
+    state_text text = text_of(100, 7);
+    if (host) pool = test_shared(path, state_layout(5000), (cxlkv_sharing){.hosts = 2}, 8 << 20, 9);
+    else pool = pool_of(path, 5000);
+    bool died = true;
+    int store = 1;
+    for (; died; store++, number += 2) {
+        CHECK(publish_text(pool, &text, number - 1) > 0);
+        died = publish_dying(path, host, &text, store, number);
+        look(pool, &text, number);
+        test_clean(pool);
+        forget_text(pool, &text);
+        CHECK(publish_text(pool, &text, number) > 0);
+        CHECK(find_text(pool, &text, &found) == 7 && found == number);
+        forget_text(pool, &text);
+    }
+    printf("host %u: killed after each of %d stores\n", host, store - 2);
+    CHECK(store > 10);
+    test_clean(pool);
+    cxlkv_pool_destroy(&pool);
+    for (uint32_t number_of = 0; host && number_of < 2; number_of++) {
+        pool = test_open_host(path, number_of, 0.05);
+        cxlkv_pool_destroy(&pool);
+    }
+    CHECK(cxlkv_pool_remove(path) == 0);
+}
+#endif
+
+/* ---- threads ---- */
+
+enum { THREADS = 2, ROUNDS = 150 };
+
+typedef struct worker_of {
+    cxlkv_pool *pool;
+    uint64_t first;
+    uint64_t hits;
+} worker_of;
+
+static void *publish_often(void *context) {
+    worker_of *own = context;
+    state_text text = text_of(100, 7);
+    for (uint64_t i = 0; i < ROUNDS; i++) {
+        CHECK(publish_text(own->pool, &text, own->first + i) >= 0);
+        if (i % 3 == 0) forget_text(own->pool, &text);
+    }
+    return NULL;
+}
+
+static void *match_often(void *context) {
+    worker_of *own = context;
+    state_text text = text_of(100, 7);
+    uint64_t number;
+    for (uint64_t i = 0; i < ROUNDS; i++) {
+        int64_t tokens = find_text(own->pool, &text, &number);
+        CHECK(tokens == 0 || (tokens == 7 && number / 1000 >= 1 && number / 1000 <= THREADS));
+        own->hits += tokens > 0;
+    }
+    return NULL;
+}
+
+static void threads_publish_and_match(void) {
+    cxlkv_pool *pool = pool_of(NULL, 5000);
+    state_text text = text_of(100, 7);
+    pthread_t threads[2 * THREADS];
+    worker_of workers[2 * THREADS];
+    CHECK(cxlkv_pool_set(pool, CXLKV_SET_THREADS, 2) == 0);
+    for (uint64_t i = 0; i < 2 * THREADS; i++) {
+        workers[i] = (worker_of){.pool = pool, .first = 1000 * (i / 2 + 1)};
+        CHECK(pthread_create(&threads[i], NULL, i % 2 ? match_often : publish_often,
+                             &workers[i]) == 0);
+    }
+    for (int i = 0; i < 2 * THREADS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+    printf("%lu hits\n", workers[1].hits + workers[3].hits);
+    forget_text(pool, &text);
+    CHECK(test_stats(pool).pages.free == test_stats(pool).pages.total);
+    test_end(&pool, NULL);
+}
+
+int main(void) {
+    sizes();
+    refusals();
+#ifndef __SANITIZE_THREAD__
+    dies_at_each_store(0);
+    dies_at_each_store(1);
+#endif
+    threads_publish_and_match();
+    return 0;
+}
