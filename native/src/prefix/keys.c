@@ -58,24 +58,32 @@ static void hang_on(const blake2s *start, const uint32_t key[KEY_WORDS],
     memcpy(out, state.h, 4 * KEY_WORDS);
 }
 
+/* The message is the key before, then the ids, all 8 bytes of each. Only its last block is its own:
+ * the state before it serves all lengths that end in one block, which are hashed together. */
 int64_t tail_keys(const int64_t *ids, uint64_t count, const uint8_t *before, uint8_t *keys) {
     uint32_t block[BLOCK] = {0}, used = KEY_WORDS;
+    uint32_t blocks[BLAKE2S_LANES][BLOCK], bytes[BLAKE2S_LANES], h[BLAKE2S_LANES][8];
     int code = need(count, "ids", ids, "root", before, "keys", keys, NULL);
     if (code < 0 || count == 0) return code;
     blake2s state;
     blake2s_begin(&state, 4 * KEY_WORDS, TAIL_PURPOSE, 0);
     memcpy(block, before, 4 * KEY_WORDS);
-    for (uint64_t i = 0; i < count; i++) {
-        if (used == BLOCK) {
-            blake2s_block(&state, block);
-            memset(block, 0, sizeof(block));
-            used = 0;
+    for (uint64_t first = 0, some; first < count; first += some) {
+        some = min_u64(count - first, (BLOCK - used) / 2);
+        for (uint32_t lane = 0; lane < BLAKE2S_LANES; lane++) {
+            if (lane < some) {
+                memcpy(block + used, &ids[first + lane], sizeof(*ids));
+                used += 2;
+            }
+            memcpy(blocks[lane], block, sizeof(block));
+            bytes[lane] = 4 * used;
         }
-        memcpy(block + used, &ids[i], sizeof(ids[i]));
-        used += 2;
-        blake2s whole = state;
-        blake2s_last(&whole, block, 4 * used);
-        memcpy(keys + 16 * i, whole.h, 4 * KEY_WORDS);
+        blake2s_last_lanes(&state, blocks, bytes, h);
+        for (uint32_t lane = 0; lane < some; lane++)
+            memcpy(keys + 16 * (first + lane), h[lane], 4 * KEY_WORDS);
+        if (first + some < count) blake2s_block(&state, block);
+        memset(block, 0, sizeof(block));
+        used = 0;
     }
     return (int64_t)count;
 }
@@ -124,6 +132,3 @@ int64_t cxlkv_page_keys(const int64_t *ids, uint64_t count, uint32_t page_tokens
     }
     return (int64_t)pages;
 }
-
-/* The message is the key before, then the ids, all 8 bytes of each. Only its last block is its own:
- * the state before it serves all lengths that reach as far. */
