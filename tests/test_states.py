@@ -6,21 +6,29 @@ Those of several processes and hosts are in tests/coherence/test_checkpoints.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cxlkv import CXLPool, KVLayout, PoolFullError, _core
-from cxlkv.errors import BadArgumentError, CorruptError, ReleasedError, StaleError
+from cxlkv import CXLPool, KVLayout, LayerGroup, PoolFullError, _core
+from cxlkv.errors import (
+    BadArgumentError,
+    ClosedError,
+    CorruptError,
+    GeometryError,
+    ReleasedError,
+    StaleError,
+)
 from cxlkv.pages import places_of
 from cxlkv.prefix import prefix_keys
 from cxlkv.sequence.hit import Hit
 
 from .conftest import audit
 from .support.checkpoints import Book, Bytes, Text, group, layout_of, made, name, rows_named
-from .support.damaging import change_byte
+from .support.damaging import change_byte, poke
 from .support.lengths import nightly
 from .support.waiting import until
 
@@ -164,7 +172,8 @@ def book(path: Path, request: pytest.FixtureRequest) -> Iterator[Book]:
     layout: KVLayout = getattr(request, "param", LAYOUTS["many pages"])
     with CXLPool.create(path, layout=layout, capacity="4MiB", threads=1) as pool:
         yield Book(pool)
-        audit(pool)
+        with suppress(ClosedError):
+            audit(pool)
 
 
 @pytest.mark.parametrize("book", [WINDOWS], indirect=True)
@@ -205,6 +214,24 @@ def test_what_is_left_of_a_checkpoint_is_forgotten(book: Book, gone: list[int]) 
         assert book.pool.admin.scrub(prefix_keys(TEXT, 4, tail=True)) == (left, 0, 0)
     assert not book.look()
     assert book.pool.stats()["pages_free"] == book.pool.stats()["pages_total"]
+
+
+def test_the_first_page_of_a_checkpoint_goes_first(book: Book) -> None:
+    """Each page hangs on the next one, and the last on the text: so eviction, leaves first, makes
+    a checkpoint none by its first page, and takes the text's own pages after it."""
+    book.publish(TEXT, made(book, 1))
+    key, rows = book.key(TEXT), book.pool.hotness.published().rows
+    parents = {row["hash"].tobytes(): row["parent"] for row in rows}
+    pages = {row["hash"].tobytes(): row["page"] for row in rows}
+    chain = [*(name(key, 1, place) for place in range(book.state_pages)), name(key, 0)]
+    for page, parent in pairwise(chain):
+        assert parents[page] == pages[parent]
+
+
+def test_more_pages_than_a_checkpoint_may_take() -> None:
+    layout = layout_of(1, 1 << 30, LayerGroup(layers=1, kv_heads=1, head_dim=8))
+    with pytest.raises(GeometryError, match="takes more than 65536 pages"):
+        CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1)
 
 
 def test_a_lease_ends(book: Book) -> None:
@@ -308,6 +335,50 @@ def test_a_damaged_tail_is_a_shorter_hit(book: Book) -> None:
         np.testing.assert_array_equal(hit.read_states(), made(book, 1))
     assert book.pool.stats()["pages_held"] == 0
     book.pool.admin.check(deep=True, repair=True)
+
+
+OFFSETS = {"feature": 2072, "bytes": 2088, "digest": 2096, "crc": 2108}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("bytes", 0, "the feature without states"),
+        ("feature", 0, "has states without the feature"),
+        ("bytes", 1 << 37, "up to 68719476736 are kept"),
+        ("bytes", (1 << 64) - 1, "up to 68719476736 are kept"),
+        ("bytes", 1 << 36, "takes more than 65536 pages"),
+        ("bytes", 10687, ""),
+        ("bytes", 1 << 24, ""),
+        ("digest", 8, ""),
+    ],
+)
+def test_a_superblock_of_other_states(
+    book: Book, path: Path, field: str, value: int, text: str
+) -> None:
+    """It is refused; or what is found is read as far as it says."""
+    book.publish(TEXT, made(book, 1))
+    book.pool.close()
+    block = bytearray(poke(path, 0, b"", 4096))
+    size = 4 if field == "digest" else 8
+    block[OFFSETS[field] : OFFSETS[field] + size] = value.to_bytes(size, "little")
+    sum_ = _core.crc32c(bytes(block[: OFFSETS["crc"]]))
+    block[OFFSETS["crc"] : OFFSETS["crc"] + 4] = sum_.to_bytes(4, "little")
+    before = poke(path, 0, block)
+    if text:
+        with pytest.raises(GeometryError, match=text):
+            CXLPool.open(path, threads=1)
+    else:
+        with CXLPool.open(path, threads=1) as pool:
+            states = pool.layout.states
+            assert states
+            with pool.match_prefix(TEXT) as hit:
+                if hit.tokens:
+                    found = hit.read_states()
+                    np.testing.assert_array_equal(found, made(book, 1)[: states.bytes])
+    poke(path, 0, before)
+    with CXLPool.open(path, threads=1) as pool, pool.match_prefix(TEXT) as hit:
+        np.testing.assert_array_equal(hit.read_states(), made(book, 1))
 
 
 # ---- records ----

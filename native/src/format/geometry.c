@@ -3,6 +3,7 @@
 
 #include "coherence/hosts.h"
 #include "format/geometry.h"
+#include "format/records.h"
 
 /* Every group has a layer, and what is not used is 0, so that equal layouts have equal bytes. */
 static int groups_check(const cxlkv_layout *layout) {
@@ -145,6 +146,10 @@ int parts_make(cxlkv_pool *pool) {
         part_index++;
     }
     if (!has_states(layout)) return 0;
+    if (state_pages(pool) > STATE_PAGES_MAX)
+        return fail(CXLKV_E_GEOMETRY, "layout: a state checkpoint of %lu bytes takes more than %d "
+                    "pages: pages of more tokens, or layers, are larger", layout->state_bytes,
+                    STATE_PAGES_MAX);
     pool->layers.parts[part_index] = (part){.layers = rows};
     for (uint32_t layer = 0; layer < layout->layers; layer++)
         pool->layers.layer_at[part_index * rows + pool->layers.row_of[layer]] = (uint16_t)layer;
