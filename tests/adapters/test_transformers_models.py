@@ -655,11 +655,22 @@ def test_a_model_with_other_windows_or_shapes_than_the_caches_is_refused(
 @pytest.mark.parametrize(
     ("name", "more", "message"),
     [
-        ("LlamaConfig", {"layer_types": ["linear_attention"] * LAYERS}, "layer 0 has linear_att"),
+        ("MambaConfig", {}, "no layer attends"),
+        (
+            "LlamaConfig",
+            {"layer_types": ["conv", "full_attention"] * 16},
+            "fail with transformers' own",
+        ),
+        ("MiniMaxConfig", {}, "keeps its states in a MiniMaxCache"),
+        ("RecurrentGemmaConfig", {}, "keeps its states in its modules"),
+        ("RwkvConfig", {}, "has no attention"),
+        ("Glm5NextTextConfig", {}, "latent keys are built for"),
+        ("Qwen4ExpTextConfig", {}, "layer . has indexed_attention"),
+        ("InklingTextConfig", {}, "position biases"),
         ("Llama4TextConfig", {"layer_types": ["chunked_attention"] * LAYERS}, "layer 0 has chunk"),
         ("Gemma3nTextConfig", {"num_kv_shared_layers": 2}, "2 layers share the keys"),
         ("T5Config", {}, "encoder-decoder"),
-        ("LongcatFlashConfig", LATENT, "latent keys are built for deepseek_v2"),
+        ("LongcatFlashConfig", LATENT, "latent keys are built for .*deepseek_v2"),
     ],
 )
 def test_models_that_no_pool_can_hold_are_refused_by_name(

@@ -5,24 +5,36 @@ A config here is any object with its words as attributes: transformers' own, or 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cxlkv.adapters.common.rotary import rotary_of
 from cxlkv.errors import BadArgumentError, UnsupportedError
-from cxlkv.layout import KVLayout, LayerGroup, dtype_name
+from cxlkv.layout import KVLayout, LayerGroup, States, dtype_name
 
 # They cache the latents of MLA and expand them with kv_b_proj, which
 # adapters.transformers.latent takes apart.
-LATENT_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu")
+LATENT_MODELS = (
+    *("bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"),
+    *("minicpm3", "mistral4", "youtu"),
+)
+STATE_KINDS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+"""Layers with a state: those called hybrid attend as well."""
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
+PLAIN_KINDS = ("mlp", "moe")
+"""Layers that look at one token at a time."""
 
 
-def layout_from(config: object, page_tokens: int, dtype: object) -> KVLayout:
+def layout_from(
+    config: object, page_tokens: int, dtype: object, states: States | None = None
+) -> KVLayout:
     """One layer group for each window. MLA models store one head of latent and rotary channels;
     its values are the latent ones. The rotary embedding is that of the models of which it is
     known.
 
-    config: of the part that generates text. Raises UnsupportedError, naming the layers, for what is
-    neither: state layers, shared keys, encoders.
+    config: of the part that generates text. states: what its state layers keep, which no config
+    says. Raises UnsupportedError, naming the layers, for others, shared keys, encoders.
     """
-    _check_supported(config)
+    check_supported(config, states is not None)
     windows = windows_of(config)
     kinds = list(dict.fromkeys(windows))
     kv_heads, head_dim, value_head_dim = _row(config)
@@ -46,11 +58,20 @@ def layout_from(config: object, page_tokens: int, dtype: object) -> KVLayout:
         order=[kinds.index(window) for window in windows],
         page_tokens=page_tokens,
         model_id=str(getattr(config, "_name_or_path", "") or ""),
+        states=states,
     )
 
 
+def kinds_of(config: object) -> tuple[str, ...]:
+    """What each layer is, in transformers' words; those of older configs may all have a window."""
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention"] * _number(config, "num_hidden_layers")
+    return tuple(kinds)
+
+
 def windows_of(config: object) -> tuple[int | None, ...]:
-    """How many tokens each layer sees, its own included; None: all.
+    """How many tokens each attention layer sees, its own included; None: all.
 
     A window that is no shorter than the longest text of the model counts as none: such a layer
     may have a budget.
@@ -59,10 +80,8 @@ def windows_of(config: object) -> tuple[int | None, ...]:
     longest: int | None = getattr(config, "max_position_embeddings", None)
     if window is not None and longest is not None and window >= longest:
         window = None
-    kinds: list[str] | None = getattr(config, "layer_types", None)
-    if kinds is None:
-        kinds = ["sliding_attention"] * _number(config, "num_hidden_layers")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    kinds = [kind for kind in kinds_of(config) if kind in ATTENTION_KINDS]
+    return tuple(window if "sliding" in kind else None for kind in kinds)
 
 
 def _row(config: object) -> tuple[int, int, int]:
@@ -83,8 +102,9 @@ def _number(config: object, name: str) -> int:
     return value
 
 
-def _check_supported(config: object) -> None:
-    """Raises UnsupportedError for layers that are neither attention, windowed or not, nor MLA."""
+def check_supported(config: object, with_states: bool) -> None:
+    """Raises UnsupportedError for layers that are neither attention, windowed or not, nor MLA, nor
+    states where these can be served."""
     name = getattr(config, "model_type", "")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{name}: encoder-decoder models are not built yet")
@@ -94,9 +114,17 @@ def _check_supported(config: object) -> None:
         )
     if getattr(config, "kv_lora_rank", None) and name not in LATENT_MODELS:
         raise UnsupportedError(f"{name}: latent keys are built for {', '.join(LATENT_MODELS)} only")
-    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in ("full_attention", "sliding_attention"):
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    for index, kind in enumerate(kinds):
+        if kind in STATE_KINDS and not with_states:
             raise UnsupportedError(
-                f"{name}: layer {index} has {kind}; only full and sliding attention are built. "
-                "Use a model whose layers all have one of them"
+                f"{name}: layer {index} has {kind}, a state, of whose shape a config says nothing: "
+                "cxlkv.adapters.transformers.layout_of(model) asks the model"
             )
+        if kind not in (*ATTENTION_KINDS, *STATE_KINDS, *PLAIN_KINDS):
+            raise UnsupportedError(
+                f"{name}: layer {index} has {kind}; only full and sliding attention and states are "
+                "built. Use a model whose layers all have one of them"
+            )
+    if kinds and not any(kind in ATTENTION_KINDS for kind in kinds):
+        raise UnsupportedError(f"{name}: no layer attends, so there are no keys to pool")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NoReturn, TypedDict
 
@@ -12,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from cxlkv.adapters.common.shapes import ATTENTION_KINDS, STATE_KINDS, kinds_of
 from cxlkv.adapters.transformers import budgets
 from cxlkv.adapters.transformers.gpu_chunks import GpuChunks
 from cxlkv.adapters.transformers.gpu_steps import GpuSteps
@@ -21,15 +24,17 @@ from cxlkv.adapters.transformers.gpu_writes import GpuWrites
 from cxlkv.adapters.transformers.gradients import without_gradients
 from cxlkv.adapters.transformers.graph import UNCOUNTED, CompiledSteps
 from cxlkv.adapters.transformers.latent import Absorbed
-from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
+from cxlkv.adapters.transformers.layouts import check_layout, layout_of, states_of, text_config
 from cxlkv.adapters.transformers.prefill import attend_to_new, beside_sinks
 from cxlkv.adapters.transformers.resets import give_back
+from cxlkv.adapters.transformers.row_states import RowStates
 from cxlkv.adapters.transformers.sparse_prefill import (
     attend_sparsely,
     check_mass,
     is_long,
     long_rows,
 )
+from cxlkv.adapters.transformers.states import Bytes, StateLayer, state_layers
 from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
 from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError, UnsupportedError
@@ -37,6 +42,7 @@ from cxlkv.gpu.decode import LayerCounts
 from cxlkv.layout import KVLayout
 from cxlkv.machine.lifetime import OfThisProcess
 from cxlkv.ndp.engine import Budget, Selection, least_error
+from cxlkv.numbers import is_whole
 from cxlkv.pool import CXLPool
 from cxlkv.refusals import refuse_arguments, refuse_value
 from cxlkv.sequence import Batch
@@ -111,16 +117,20 @@ _thread = _Thread()
 
 
 class FarLayer(OfThisProcess, CacheLayerMixin):
-    """One layer of a CXLCache: holds a length, no tensors."""
+    """One attention layer of a CXLCache: holds a length, no tensors. index: in the pool, which has
+    no others; place: in the model."""
 
     _instead = "its cache has K and V: hand_over() makes bytes of that"
 
     is_croppable = True
 
-    def __init__(self, cache: CXLCache, index: int, window: int | None) -> None:
+    def __init__(
+        self, cache: CXLCache, index: int, window: int | None, place: int | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = weakref.ref(cache)  # the cache holds its layers
         self.index = index
+        self.place = index if place is None else place
         self.window = window  # how many tokens a token sees, its own included; None: all
         self.is_sliding = window is not None
         self.seen = 0  # tokens so far, padding included
@@ -171,13 +181,50 @@ class FarLayer(OfThisProcess, CacheLayerMixin):
         return -1
 
 
+class FarStateLayer(StateLayer, FarLayer):  # type: ignore[override, no-untyped-call]
+    """A layer that attends and has a state as well, which stays here."""
+
+    is_compileable = False
+
+    def __init__(
+        self,
+        cache: CXLCache,
+        index: int,
+        window: int | None,
+        place: int,
+        number_of_states: int = 1,
+    ) -> None:
+        FarLayer.__init__(self, cache, index, window, place)
+        StateLayer.__init__(self, number_of_states)
+
+
+def layers_of(
+    cache: CXLCache, config: PreTrainedConfig, windows: Sequence[int | None]
+) -> Iterator[
+    cache_utils.LinearAttentionCacheLayerMixin | CacheLayerMixin | cache_utils.DummyLayer
+]:
+    """A layer of the cache for each of the model's. windows: of those that attend."""
+    index = 0
+    for place, kind in enumerate(kinds_of(config)):
+        count = getattr(config, "number_of_conv_states", 1)
+        if kind not in ATTENTION_KINDS:
+            plain: type[cache_utils.DummyLayer] = cache_utils.DummyLayer
+            yield StateLayer(count) if kind in STATE_KINDS else plain()
+            continue
+        if kind in STATE_KINDS:
+            yield FarStateLayer(cache, index, windows[index], place, count)
+        else:
+            yield FarLayer(cache, index, windows[index], place)
+        index += 1
+
+
 def layer_of(module: torch.nn.Module, key: Tensor) -> FarLayer | None:
     """The layer whose update() the keys of an attention call went through, if any did."""
     marked = getattr(key, "far", None)
     if isinstance(marked, FarLayer):
         return marked
     layer, _thread.layer = _thread.layer, None
-    known = layer is not None and layer.index == getattr(module, "layer_idx", None)
+    known = layer is not None and layer.place == getattr(module, "layer_idx", None)
     return layer if known else None
 
 
@@ -196,7 +243,8 @@ class CXLCache(OfThisProcess, Cache):
     more keeps by attending to blocks of keys (sparse_prefill.py), which changes its results; None:
     all of it, as in layers with windows, softcap, sinks or latents. sequences: to start from
     instead of from nothing (pool.adopt, pool.match, Sequence.fork); the cache then owns them; where
-    their lengths differ, the attention mask must show the shorter ones padded on the left.
+    their lengths differ, the attention mask must show the shorter ones padded on the left. states:
+    of a model with layers that have any, those behind the sequences, as hit.read_states() gives.
 
     A filled cache goes on with its text: generate() takes all of it, and what is new. For another
     text call release() first; one that is longer than the cached one is not told from it. A pass
@@ -229,6 +277,7 @@ class CXLCache(OfThisProcess, Cache):
         method: str = "auto",
         prefill_mass: float | None = None,
         sequences: Sequence[Tokens] = (),
+        states: Sequence[Bytes | None] = (),
         **removed: NoReturn,
     ) -> None:
         refuse_arguments("CXLCache", removed)
@@ -239,9 +288,11 @@ class CXLCache(OfThisProcess, Cache):
             raise BadArgumentError('index= and hot_pages= go with attention="gpu"')
         check_layout(pool.layout, layout_of(model))
         give_back(model, CXLCache)
-        layers = [FarLayer(self, index, w) for index, w in enumerate(pool.layout.windows)]
-        super().__init__(layers=[*layers])
-        self._far_layers = layers
+        self._config = text_config(model)
+        layers = [*layers_of(self, self._config, pool.layout.windows)]
+        super().__init__(layers=layers)
+        self._far_layers = [one for one in layers if isinstance(one, FarLayer)]
+        self._states = self._states_of(model, attention)
         self.pool = pool
         self.attention = attention
         self.index, self.hot_pages = index, hot_pages
@@ -262,15 +313,35 @@ class CXLCache(OfThisProcess, Cache):
         self.counters = Counters()
         self.on_choice: Chosen | None = None
         self.on_query: Queried | None = None
-        self._config = text_config(model)
         self._dtype = getattr(torch, pool.layout.dtype)
         self._step: Step | None = None
         self._pending: Announced | None = None
         self._before_pass = (0, np.empty(0, np.int64))  # tokens seen, and of each row
         self._holds_traced = False  # keys and values that gradients were to lead to
         self._captures = False  # whether this pass is only captured: nothing of it counts
+        if self._states is not None and any(len(one) for one in sequences):
+            self._states.load(_checked_states(sequences, states))
         self._start_from(sequences, max((len(s) for s in sequences), default=0))
         self.budget = budget
+
+    def _states_of(self, model: object, attention: str) -> RowStates | None:
+        """Those of the model's layers that have any. Raises UnsupportedError."""
+        form = states_of(model)
+        if form is None:
+            return None
+        name = self._config.model_type
+        if attention != "pool":
+            raise UnsupportedError(
+                f"{name} has layers with states, which attention={attention!r} does not serve yet: "
+                'use attention="pool"'
+            )
+        found = getattr(model, "device", None)
+        device = found if isinstance(found, torch.device) else torch.device("cpu")
+        dtype = getattr(model, "dtype", None)
+        self._config = copy(self._config)
+        self._config.dtype = dtype  # fork() makes the same of it
+        layers = state_layers(self.layers)
+        return RowStates(form, layers, len(self._far_layers), device, name)
 
     def _start_from(self, sequences: Sequence[Tokens], seen: int) -> None:
         self.sequences = tuple(sequences)
@@ -352,6 +423,8 @@ class CXLCache(OfThisProcess, Cache):
                 call.mask, call.query.shape[0], call.query.shape[2], call.positions
             )
         step = self._step
+        if self._states is not None:
+            self._states.enter("attention", layer.index)
         if self.on_query is not None:
             self.on_query(layer.index, step.rows(call.query), step.starts)
         scale, softcap = positive_float32(call.scale, "scaling"), softcap_of(call.softcap) or None
@@ -404,7 +477,7 @@ class CXLCache(OfThisProcess, Cache):
             )
         ends = self._ends(positions)
         whole = ends is not None and (ends <= tokens)[self._lengths > 0].all()
-        if whole and (self._lengths < tokens).all():
+        if whole and (self._lengths < tokens).all() and self._states is None:
             self.restart()  # it has its whole text, cached tokens too
         elif ends is not None:
             self._check_goes_on(ends, tokens)
@@ -465,6 +538,19 @@ class CXLCache(OfThisProcess, Cache):
         read = self.prefill_mass is not None and not self._attends_to_new(step)
         read = read and bool(is_long(step).any())
         return self._writes is not None and step.tokens > 1 and not read
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a layer, which begins its part in a pass by asking for it."""
+        if self._states is not None and state_idx == 0:
+            self._states.enter("states", layer_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **given: object
+    ) -> Tensor:
+        if self._states is not None:
+            self._states.check_pass(layer_idx, conv_states.shape[0], conv_states.shape[-1])
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **given)
 
     def _count_appended(self, layer: FarLayer, step: Step) -> None:
         if layer.index == 0:
@@ -721,6 +807,8 @@ class CXLCache(OfThisProcess, Cache):
             method=self.method,
             prefill_mass=self.prefill_mass,
         )
+        if self._states is not None and child._states is not None:
+            child._states.follow(self._states)
         child._start_from([s.fork() for s in self.sequences], self.get_seq_length())
         child.budget = self.budget
         child.rewind_tokens = self.rewind_tokens
@@ -743,6 +831,8 @@ class CXLCache(OfThisProcess, Cache):
         self.leave_device()
         for sequence in self.sequences:
             sequence.release()
+        if self._states is not None:
+            self._states.clear()
         self._start_from((), 0)
         self._keep_budget(self._given)
 
@@ -751,33 +841,75 @@ class CXLCache(OfThisProcess, Cache):
         rows = [self.pool.sequence() for _ in self.sequences]
         for sequence in self.sequences:
             sequence.release()
+        if self._states is not None:
+            self._states.clear()
         self._start_from(rows, 0)
 
     def reset(self) -> None:
         """release(), under the name that transformers uses."""
         self.release()
 
+    def checkpoint(self) -> None:
+        """Copy the states of now, so that crop() can come back here; without states nothing.
+
+        Raises BadArgumentError where a pass failed half way.
+        """
+        if self._states is not None and self._states.has_any:
+            self._states.keep(self.get_seq_length())
+
+    def states(self, row: int) -> Bytes:
+        """A row's states, uint8 [pool.layout.states.bytes], for publish_prefix() and for another
+        cache's states=. Raises BadArgumentError for models without, where a pass failed, and for a
+        row that is not there."""
+        if self._states is None:
+            raise BadArgumentError(f"{self._config.model_type} has no layers with states")
+        if not is_whole(row, 0, len(self.sequences) - 1) or not self._states.has_any:
+            raise BadArgumentError(
+                f"row {row!r:.40}: the cache has {len(self.sequences)} with states"
+            )
+        return self._states.row(row)
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether passes of several tokens may follow others."""
+        return self._states is None or not self._states.feeds_one_at_a_time
+
+    def activate_past_recording(self) -> None:
+        """transformers says so before it drafts tokens. Raises UnsupportedError."""
+        if self._states is not None:
+            self._states.record()
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens; a positive number is the length to keep.
 
         Negative is transformers' form from 5.16 on, positive the one before. BadArgumentError, and
         nothing changed, where layers with windows gave back what the next token would see: see
-        rewind_tokens. The last step can always be taken back.
+        rewind_tokens. The last step can always be taken back. Layers with states come back to where
+        checkpoint() was called, and nowhere else.
         """
         if self._gpu is not None:
             self._gpu.changed()
         seen = self.get_seq_length()
         keep = tokens_to_remove if tokens_to_remove > 0 else max(0, seen + tokens_to_remove)
         uneven = any(layer.seen != seen for layer in self._far_layers)  # a pass failed on its way
+        states, removed = self._states, max(0, seen - keep)
+        uneven = uneven or (states is not None and not states.is_even)
+        if states is not None:
+            states.check_crop(min(keep, seen), removed or uneven)
         if keep >= seen and not uneven:
+            if states is not None:
+                states.crop(seen, 0)
             return
         lengths = [max(0, keep - (seen - int(length))) for length in self._lengths]
+        sequences: Sequence[Tokens] = self.sequences
         if any(self.is_sliding) and not uneven:
-            self._start_from(_truncated_forks(self.sequences, lengths), keep)
-            return
-        for sequence, length in zip(self.sequences, lengths, strict=True):
-            sequence.truncate(length)
-        self._start_from(self.sequences, keep)
+            sequences = _truncated_forks(sequences, lengths)
+        else:
+            for sequence, length in zip(sequences, lengths, strict=True):
+                sequence.truncate(length)
+        if states is not None:
+            states.crop(keep, removed)
+        self._start_from(sequences, keep)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i goes on from row beam_idx[i]; beams share their pages until they part."""
@@ -808,6 +940,8 @@ class CXLCache(OfThisProcess, Cache):
                 sequence.release()
         if isinstance(self._budget, tuple):
             self._keep_budget(tuple(self._budget[row] for row in rows))
+        if self._states is not None:
+            self._states.pick(rows)
         self._start_from(picked, seen)
 
 
@@ -823,6 +957,19 @@ def _check_shape(layout: KVLayout, new: Announced) -> None:
         f"layer {new.index} gives keys of {got[0]} heads of {got[1]} channels, the pool stores "
         f"{layout.kv_heads} of {layout.head_dim} (values of {layout.value_head_dim}): {remedy}"
     )
+
+
+def _checked_states(
+    sequences: Sequence[Tokens], states: Sequence[Bytes | None]
+) -> list[Bytes | None]:
+    """The states to go on from, None for empty sequences. Raises BadArgumentError."""
+    lacking = [one is None and len(row) > 0 for row, one in zip(sequences, states, strict=False)]
+    if len(states) != len(sequences) or any(lacking):
+        raise BadArgumentError(
+            f"{len(sequences)} sequences with {len(states)} states: a model whose layers have "
+            "states goes on from both, as hit.read_states() gives them: CXLCache(.., states=[..])"
+        )
+    return [one if len(row) else None for row, one in zip(sequences, states, strict=True)]
 
 
 def _truncated_forks(sequences: Sequence[Tokens], lengths: list[int]) -> list[Tokens]:

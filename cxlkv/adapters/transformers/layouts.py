@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from cxlkv.adapters.common import identity
 from cxlkv.adapters.common.shapes import layout_from
+from cxlkv.adapters.transformers.states import StateForm, form_of
 from cxlkv.errors import BadArgumentError, GeometryError
 from cxlkv.layout import KVLayout
 
@@ -18,13 +19,21 @@ def layout_of(
 
     dtype: of the stored keys and values, the model's own if None. encoding: what they are kept as,
     "int8", or of keys and of values, "int8,int4". One layer group for each window.
-    MLA models store one head of latent and rotary channels; its values are the latent ones. Raises
-    UnsupportedError, naming the layers, for what is neither: state layers, shared keys, encoders.
+    MLA models store one head of latent and rotary channels; its values are the latent ones. Layers
+    with a state make layout.states. Raises UnsupportedError, naming the layers, for what is none of
+    these: shared keys, encoders, states that transformers keeps elsewhere.
     """
-    config = text_config(model)
+    config, form = text_config(model), states_of(model)
     if dtype is None:
         dtype = getattr(model, "dtype", None) or torch.float32
-    return layout_from(config, page_tokens, dtype).encoded(encoding)
+    states = None if form is None else form.states
+    return layout_from(config, page_tokens, dtype, states).encoded(encoding)
+
+
+def states_of(model: object) -> StateForm | None:
+    """The states of a model or its config; None: no layer has any."""
+    dtype = getattr(model, "dtype", None)
+    return form_of(text_config(model), dtype if isinstance(dtype, torch.dtype) else torch.float32)
 
 
 def text_config(model: object) -> PreTrainedConfig:
@@ -49,3 +58,8 @@ def check_layout(pool: KVLayout, model: KVLayout) -> None:
                 f"the pool is laid out for {name}={stored}, the model has {wanted}: "
                 "create it with layout=layout_of(model)"
             )
+    if pool.states != model.states:
+        raise GeometryError(
+            f"the pool is laid out for {pool.states or 'no states'}, the model has "
+            f"{model.states or 'none'}: create it with layout=layout_of(model)"
+        )
