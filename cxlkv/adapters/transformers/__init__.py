@@ -14,8 +14,9 @@ layer at most, whatever the number of sequences.
 `layouts` says what a model's pool must store, `cache` has the cache, `steps` what one pass knows,
 `prefill` attention over tensors, `gpu_steps` and `gpu_chunks` attention on a device, `latent` the
 algebra of MLA, `attention` what transformers calls, `requests` prefixes that calls of generate()
-share, `hints` what brings pages near beforehand, `queries` keeps those of the last tokens,
-`handover` rows that another process goes on from.
+share, `states` and `row_states` what recurrent layers keep, `pieces` how a prompt is read up to
+checkpoints of it, `hints` what brings pages near beforehand, `queries` keeps those of the last
+tokens, `handover` rows that another process goes on from.
 
 Importing this module registers "cxlkv" as an attention implementation. Raises UnsupportedError
 where transformers is missing or too old.

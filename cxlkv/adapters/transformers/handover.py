@@ -4,8 +4,9 @@
     cache = take_over(data, pool, model)        # in process B, which opened the same pool
 
 The bytes, little-endian: a header {magic, version, rows, tokens so far with padding, 16 bytes that
-name the model}, for each row its handle with its length before it, and a CRC32 of all that. Pages
-are not copied, only named; a handle takes each row's open tail along as a page.
+name the model}, for each row its handle with its length before it and its states, if the model has
+any, and a CRC32 of all that. Pages are not copied, only named; a handle takes each row's open tail
+along as a page.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import struct
 import zlib
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from cxlkv.adapters.common.keys import namespace
@@ -21,7 +23,9 @@ from cxlkv.adapters.transformers.cache import CXLCache, Settings
 from cxlkv.adapters.transformers.identity import Identity
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of
 from cxlkv.adapters.transformers.ropes import form_of
+from cxlkv.adapters.transformers.states import Bytes
 from cxlkv.errors import BadArgumentError, CXLKVError, StaleError
+from cxlkv.layout import States
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence as Tokens
 
@@ -52,9 +56,11 @@ def hand_over(cache: CXLCache, model: torch.nn.Module) -> bytes:
     tokens = cache.get_seq_length()
     header = (MAGIC, VERSION, len(cache.sequences), tokens, name_of(model, tokens))
     parts = [HEADER.pack(*header)]
-    for sequence in cache.sequences:
+    for row, sequence in enumerate(cache.sequences):
         handle = sequence.handle
         parts += [LENGTH.pack(len(handle)), handle]
+        if cache.pool.layout.states is not None:
+            parts.append(cache.states(row).tobytes())
     body = b"".join(parts)
     return body + CRC.pack(zlib.crc32(body))
 
@@ -69,7 +75,7 @@ def take_over(
     process; then the prompt must be read again. BadArgumentError when the model has another config
     or other weights than the one that read the prompt, GeometryError as CXLCache. All rows or none.
     """
-    tokens, name, handles = _read(data)
+    tokens, name, handles, states = _read(data, pool.layout.states)
     check_layout(pool.layout, layout_of(model))
     if name != name_of(model, tokens):
         raise BadArgumentError(
@@ -83,7 +89,7 @@ def take_over(
             rows.append(pool.adopt(handle))
         if max(len(row) for row in rows) > tokens:
             raise StaleError("these bytes are no hand-over: a row is longer than all of them")
-        cache = CXLCache(pool, model, sequences=rows, **settings)
+        cache = CXLCache(pool, model, sequences=rows, states=states, **settings)
     except CXLKVError:
         for row in rows:
             row.release()
@@ -92,8 +98,9 @@ def take_over(
     return cache
 
 
-def _read(data: bytes) -> tuple[int, bytes, list[bytes]]:
-    """(tokens, the model's name, the rows' handles); raises StaleError for what is no hand-over."""
+def _read(data: bytes, kept: States | None) -> tuple[int, bytes, list[bytes], list[Bytes]]:
+    """(tokens, the model's name, the rows' handles, their states); raises StaleError for what is no
+    hand-over."""
     if not isinstance(data, bytes):
         raise BadArgumentError(f"a hand-over is bytes, not {type(data).__name__}")
     if data.startswith(OF_ONE_SEQUENCE):
@@ -111,15 +118,18 @@ def _read(data: bytes) -> tuple[int, bytes, list[bytes]]:
             f"the hand-over has version {version}, this cxlkv reads {VERSION}: install the same "
             "release on both sides"
         )
-    handles: list[bytes] = []
-    at = HEADER.size
+    handles, states = list[bytes](), list[Bytes]()
+    at, state_bytes = HEADER.size, kept.bytes if kept else 0
     while at + LENGTH.size <= end:
         (size,) = LENGTH.unpack_from(data, at)
         at += LENGTH.size + size
         handles.append(data[at - size : at])
+        at += state_bytes
+        if kept is not None and at <= end:
+            states.append(np.frombuffer(data, np.uint8, state_bytes, at - state_bytes))
     if at != end or count != len(handles) or not handles:
         raise StaleError("these bytes are no hand-over: its rows do not fit its length")
-    return tokens, name, handles
+    return tokens, name, handles, states
 
 
 def name_of(model: torch.nn.Module, tokens: int) -> bytes:

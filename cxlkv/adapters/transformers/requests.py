@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cxlkv.adapters.common import checkpoints
 from cxlkv.adapters.common.audits import WITHDRAWN, Audits, is_withdrawn
 from cxlkv.adapters.common.keys import block_keys, namespace, xor
 from cxlkv.adapters.common.requests import PoolRequests
@@ -29,14 +30,23 @@ from cxlkv.adapters.transformers.cache import CXLCache, Settings
 from cxlkv.adapters.transformers.fed import UNSEEN, Fed, Row
 from cxlkv.adapters.transformers.identity import Identity
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
+from cxlkv.adapters.transformers.pieces import pieces, read
 from cxlkv.adapters.transformers.ropes import form_now, form_of
 from cxlkv.adapters.transformers.sparse_prefill import is_long
+from cxlkv.adapters.transformers.states import Bytes
 from cxlkv.adapters.transformers.steps import Step
 from cxlkv.arrays import leading
-from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError, UnsupportedError
+from cxlkv.errors import (
+    BadArgumentError,
+    CorruptError,
+    PoolFullError,
+    StaleError,
+    UnsupportedError,
+)
 from cxlkv.numbers import is_whole
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, chain, prefix_keys, root, whole_ids
+from cxlkv.sequence import Hit
 from cxlkv.sequence import Sequence as Tokens
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
@@ -125,9 +135,7 @@ class _RowsCache(CXLCache):
         self, mask: Tensor | None, batch: int, tokens: int, positions: Tensor | None = None
     ) -> Step:
         """generate() repeats the rows of its prompts for beams and samples, but not a cache's."""
-        rows = len(self.sequences)
-        if rows == len(self.texts) and rows < batch and batch % rows == 0:
-            self.batch_repeat_interleave(batch // rows)
+        self.repeat_for(batch)
         heard, self.heard = self.heard, None
         step = super()._begin(mask, batch, tokens, positions)
         before = self.get_seq_length()
@@ -137,6 +145,12 @@ class _RowsCache(CXLCache):
         if self.fed is not None and heard is not None and told and not self._leaves_out(step):
             self.fed.add(before, heard.ids, heard.positions)
         return step
+
+    def repeat_for(self, batch: int) -> None:
+        """Repeat the rows that begin() made for a pass of so many."""
+        rows = len(self.sequences)
+        if rows == len(self.texts) and rows < batch and batch % rows == 0:
+            self.batch_repeat_interleave(batch // rows)
 
     def _leaves_out(self, step: Step) -> bool:
         """Whether the pass may attend to less than all: what it makes is near what others would
@@ -198,6 +212,9 @@ class CXLRequests(PoolRequests):
     instead of that hash, which saves reading them. audit_hits: of every so many texts that begin()
     finds, one is audited (common/audits.py); 0: none.
 
+    Where layers have states, begin() reads the prompts itself but for their last token, and
+    publishes checkpoints on the way; every_tokens: also behind multiples of so many tokens.
+
     Raises GeometryError when the pool is laid out for another model, UnsupportedError for a model
     that also reads images or sounds, and for virtual tokens (prompt tuning): these have no token
     ids of their own.
@@ -213,9 +230,16 @@ class CXLRequests(PoolRequests):
         weights: object = None,
         quota: Quota | None = None,
         audit_hits: int = 0,
+        every_tokens: int | None = None,
     ):
         super().__init__(pool, tiers, quota)
         check_layout(pool.layout, layout_of(model))
+        self._has_states = pool.layout.states is not None
+        if self._has_states and (quota is not None or audit_hits):
+            raise UnsupportedError("quota= and audit_hits= are not built for models with states")
+        if every_tokens is not None and not is_whole(every_tokens, 1):
+            raise BadArgumentError(f"every_tokens={every_tokens!r:.40}: tokens, 1 or more, or None")
+        self._every_tokens = every_tokens
         if text_config(model) is not getattr(model, "config", None):
             raise UnsupportedError(
                 f"{type(model).__name__} reads more than text, and CXLRequests finds prompts by "
@@ -231,9 +255,11 @@ class CXLRequests(PoolRequests):
         self._look()  # may refuse
         self._rows: dict[str, tuple[_RowsCache, int, int]] = {}  # cache, row, rows when it was made
         self._loaded: dict[str, PageKeys | None] = {}  # of what load() found
+        self._found: dict[str, Bytes] = {}  # states of what begin() found
+        self._wanted: dict[int, list[int]] = {}  # behind which tokens which rows get checkpoints
         self._begun = 0
-        decoder = getattr(model, "get_decoder", lambda: model)()
-        hook = decoder.register_forward_pre_hook(_hear, with_kwargs=True)
+        self._decoder: torch.nn.Module = getattr(model, "get_decoder", lambda: model)()
+        hook = self._decoder.register_forward_pre_hook(_hear, with_kwargs=True)
         weakref.finalize(self, hook.remove)
 
     def keys(self, ids: Sequence[int]) -> PageKeys:
@@ -300,7 +326,8 @@ class CXLRequests(PoolRequests):
                 self._rows[name][0].leave_device()
         sequences = [self.sequences[name] for name in names]
         fed = [self._fed_row(name) for name in names]
-        made = _RowsCache(self.pool, self._model, sequences=sequences, **settings)
+        states = [self._states_of_row(name) for name in names] if self._has_states else []
+        made = _RowsCache(self.pool, self._model, sequences=sequences, states=states, **settings)
         if seen is not None:
             made._start_from(made.sequences, seen)
         made.fed = Fed(fed, made.get_seq_length())
@@ -313,6 +340,13 @@ class CXLRequests(PoolRequests):
         for row, name in enumerate(names):
             self._rows[name] = made, row, len(names)
         return made
+
+    def _states_of_row(self, request: str) -> Bytes | None:
+        """The states behind all that the request has; None: not known."""
+        if request not in self._rows or not (group := self._group(request)):
+            return self._found.get(request)
+        cache, place, _ = self._rows[request]
+        return cache.states(place * len(group)) if cache.get_seq_length() else None
 
     def _fed_row(self, request: str) -> Row:
         """The row of all that the request has; load() gets keys, and no ids."""
@@ -401,6 +435,7 @@ class CXLRequests(PoolRequests):
             del self._rows[request]
         self._loaded.pop(request, None)
         self._audited.pop(request, None)
+        self._found.pop(request, None)
         super().release(request)
 
     # ---- generate() ----
@@ -411,7 +446,7 @@ class CXLRequests(PoolRequests):
     ) -> Iterator[CXLCache]:
         """A cache for generate(ids, attention_mask=mask): it has what is published of the prompts,
         and at the end their full pages are published and the cache is released: those of which the
-        model was seen to read all tokens.
+        model was seen to read all tokens. With states it has read all but the last token.
 
         Rows of a batch advance together, so it goes on from where the least is known of a row: an
         other prompt beside known ones makes all of them be computed. settings as CXLCache takes
@@ -428,6 +463,8 @@ class CXLRequests(PoolRequests):
         there = [np.array(text[: max(0, seen - pad)], np.int64) for text, pad in texts]
         cache.fed = Fed([Row(ids, np.arange(len(ids))) for ids in there], seen)
         try:
+            if self._has_states:
+                self._read(cache, ids, mask)
             yield cache
         except PoolFullError as error:
             self.fail("full", error)
@@ -447,6 +484,8 @@ class CXLRequests(PoolRequests):
 
     def _publish_prompts(self, cache: _RowsCache, names: Sequence[str]) -> bool:
         """Whether no audit found a wrong page; else nothing is published."""
+        if self._has_states:
+            return True  # they were when they were read
         space, end = self._publishable(cache)
         there = [(name, *of) for name, of in zip(names, cache.texts, strict=True)]
         there = [(name, text, pad) for name, text, pad in there if end and self._group(name)]
@@ -486,6 +525,8 @@ class CXLRequests(PoolRequests):
         """Begins the requests; returns how many tokens, padding included, all rows have then."""
         page_tokens = self.pool.layout.page_tokens
         space = self._space(max(len(text) for text, _ in texts))
+        if self._has_states:
+            return self._load_states(names, texts, space)
         with ExitStack() as held:
             # The model needs a token to go on from, so the last one is never taken from a hit.
             keys = [self._keys(text, space)[: (len(text) - 1) // page_tokens] for text, _ in texts]
@@ -516,6 +557,95 @@ class CXLRequests(PoolRequests):
             self.load(name, None, 0)
         return 0
 
+    def _load_states(
+        self, names: list[str], texts: list[tuple[list[int], int]], space: bytes
+    ) -> int:
+        """_load() where all rows go on from a checkpoint, or from nothing."""
+        seen, known = max(len(text) + pad for text, pad in texts) - 1, list[int]()
+        with ExitStack() as held:
+            while True:
+                hits = [
+                    held.enter_context(self._match_states(text[: max(0, seen - pad)], space))
+                    for text, pad in texts
+                ]
+                known = known or [hit.known_tokens for hit in hits]
+                ends = [
+                    min(seen, hit.tokens + pad) for hit, (_, pad) in zip(hits, texts, strict=True)
+                ]
+                if min(ends) == seen:
+                    break
+                seen = min(ends)
+            counts = [max(0, seen - pad) for _, pad in texts]
+            if any(counts) and all(
+                self._load_row(name, hit, self._keys(text[:count], space))
+                for name, hit, count, (text, _) in zip(names, hits, counts, texts, strict=True)
+            ):
+                self._want(texts, known, seen)
+                return seen
+        for name in names:
+            self.release(name)
+            self.load(name, None, 0)
+        self._want(texts, known, 0)
+        return 0
+
+    def _match_states(self, text: list[int], space: bytes) -> Hit:
+        return (self.tiers or self.pool).match_prefix(text, space)
+
+    def _want(self, texts: list[tuple[list[int], int]], known: list[int], seen: int) -> None:
+        """Choose where the rows get checkpoints behind the first `seen` tokens; known: see Hit."""
+        self._wanted = {}
+        for row, ((text, pad), pages) in enumerate(zip(texts, known, strict=True)):
+            hit, every = max(0, seen - pad), self._every_tokens
+            for place in checkpoints.positions(len(text), hit, pages, every=every):
+                self._wanted.setdefault(pad + place, []).append(row)
+
+    def _load_row(self, name: str, hit: Hit, keys: ModelKeys) -> bool:
+        """Begin a request with all of a hit, states too; False, and counted, when it cannot be."""
+        count = hit.tokens
+        if count:
+            try:
+                self._found[name] = hit.read_states()
+            except (StaleError, CorruptError) as error:
+                self.fail("corrupt" if isinstance(error, CorruptError) else "stale", error)
+                return False
+        return self.load(name, hit.handle if count else None, count, keys) == count
+
+    def _read(self, cache: _RowsCache, ids: Tensor, mask: Tensor | None) -> None:
+        """Have the model read the prompts but for their last token, and publish on the way."""
+        mask = torch.ones_like(ids) if mask is None else mask
+        seen, last = cache.get_seq_length(), ids.shape[1] - 1
+        stops = sorted(one for one in {*self._wanted, last} if one > seen)
+        wanted, self._wanted = self._wanted, {}
+        spans = pieces(seen, stops, cache.takes_pieces)
+
+        def heard(end: int) -> None:
+            if end in wanted:
+                self._publish_states(cache, wanted[end])
+
+        read(self._decoder, cache, ids, mask, spans, heard)
+
+    def _publish_states(self, cache: _RowsCache, rows: Sequence[int]) -> None:
+        """Publish what these rows of begin() have now, with checkpoints behind it."""
+        space, end = self._publishable(cache)
+        if end < cache.get_seq_length():
+            return
+        for row in rows:
+            sequence, (text, _) = cache.sequences[row], cache.texts[row]
+            self._publish_row(cache, row, text[: len(sequence)], space)
+
+    def _publish_row(self, cache: _RowsCache, row: int, text: list[int], space: bytes) -> int:
+        """Publish a row whose text this is, if the model was seen to read all of it."""
+        sequence = cache.sequences[row]
+        is_seen = cache.fed_row(row).agreed(text) == len(sequence) == len(text)
+        self._count_unseen(not is_seen)
+        if not is_seen or not text:
+            return 0
+        try:
+            return self.pool.publish_prefix(sequence, text, space, states=cache.states(row))
+        except PoolFullError as error:
+            self.fail("full", error)
+            return 0
+
     def keep(self, cache: CXLCache, tokens: Tensor) -> int:
         """Publish what generate() made as well, so that the next turn of a talk finds it.
 
@@ -536,7 +666,10 @@ class CXLRequests(PoolRequests):
             ids, row = tokens[index, pad:].tolist(), cache.fed_row(index)
             if ids[: len(prompt)] != prompt or row.agreed(ids) < len(sequence):
                 raise BadArgumentError(NOT_FED.format(index))
-            new += self._publish_seen(sequence, row, ids, end - pad, space)
+            if not self._has_states:
+                new += self._publish_seen(sequence, row, ids, end - pad, space)
+            elif end >= cache.get_seq_length():
+                new += self._publish_row(cache, index, ids[: len(sequence)], space)
         return new
 
 
@@ -557,6 +690,8 @@ def _hear(module: torch.nn.Module, args: tuple[object, ...], given: dict[str, ob
     if not isinstance(cache, _RowsCache):
         return
     ids = args[0] if args else given.get("input_ids")
+    if isinstance(ids, Tensor):
+        cache.repeat_for(len(ids))
     cache.heard = None
     beside = [*args[1:], *(one for name, one in given.items() if name not in HEARD)]
     if isinstance(ids, Tensor) and not any(isinstance(one, Tensor) for one in beside):
