@@ -151,9 +151,11 @@ class _Layout(Keys):
 
 
 class _Objects(_Layout):
-    """A pool of whole objects. object_bytes: the most that one may have."""
+    """A pool of whole objects. object_bytes: the most that one may have. slot: what it takes as
+    many of as it needs; without it each takes one of object_bytes."""
 
     object_bytes: Size
+    slot: Size | None = None
 
     def make(self) -> KVLayout:
         return KVLayout.objects(**self.model_dump(exclude_none=True))

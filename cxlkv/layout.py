@@ -28,6 +28,7 @@ CODE_TOKENS = 16  # of a block of codes, and the channels of its lines
 FP8 = "fp8_e4m3"
 ENCODINGS = ("none", "int8", "int4", FP8, "progressive")  # likewise
 OBJECT_BYTES_MAX = 1 << 30
+OBJECT_PAGES_MAX = 1 << 16
 STATE_BYTES_MAX = 1 << 36
 _STATE_DTYPES = {**DTYPE_BYTES, "float64": 8, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
 CODE_BITS = {"int8": 8, "int4": 4, "progressive": 8}
@@ -304,6 +305,7 @@ class KVLayout:
     shard: tuple[int, int, int, int]
     model_id: str = field(default="")
     states: States | None = field(default=None)
+    object_limit: int | None = field(default=None)  # the most of an object in several pages
 
     def __init__(
         self,
@@ -364,6 +366,7 @@ class KVLayout:
         cls,
         object_bytes: str | int,
         *,
+        slot: str | int | None = None,
         shard: tuple[int, int, int, int] = (0, 1, 0, 1),
         model_id: str = "",
     ) -> KVLayout:
@@ -371,14 +374,23 @@ class KVLayout:
         their keys.
 
         Such a pool is used by put(), get_into() and lease(), for engines that move whole blocks; it
-        has no sequences. A page is one object, in one piece.
+        has no sequences. A page is a slot. Without `slot` each object has one, of object_bytes, in
+        one piece; with it as many of this size as its bytes need, anywhere in the pool.
         """
         size = parse_bytes(object_bytes)
         if not 1 <= size <= OBJECT_BYTES_MAX:
             raise BadArgumentError(f"objects of {size} bytes: outside 1 to {OBJECT_BYTES_MAX}")
+        page = size if slot is None else parse_bytes(slot)
+        if not 1 <= page <= size or -(-size // page) > min(OBJECT_PAGES_MAX, page):
+            raise BadArgumentError(
+                f"objects of {size} bytes in slots of {page}: a slot is no larger than the largest "
+                f"object, which has up to {OBJECT_PAGES_MAX} slots, and no more than a slot has "
+                "bytes"
+            )
         group = LayerGroup(layers=1, kv_heads=1, head_dim=1, dtype="uint8", values="object")
         layout = cls.__new__(cls)
-        layout._set((group,), (0,), size, shard, model_id, None)
+        layout._set((group,), (0,), page, shard, model_id, None)
+        object.__setattr__(layout, "object_limit", size if page < size else None)
         return layout
 
     def _set(
@@ -426,10 +438,12 @@ class KVLayout:
         if states is not None and not isinstance(states, States):
             raise BadArgumentError(f"states={states!r:.40}: a States, or None")
         object.__setattr__(self, "states", states)
+        object.__setattr__(self, "object_limit", None)
 
     def __repr__(self) -> str:
-        """Leaves out states that are not there, as LayerGroup does."""
-        shown = [one.name for one in fields(self) if one.name != "states" or self.states]
+        """Leaves out states and a limit that are not there."""
+        optional = ("states", "object_limit")
+        shown = [f.name for f in fields(self) if f.name not in optional or getattr(self, f.name)]
         words = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
         return f"{type(self).__name__}({words})"
 
@@ -537,7 +551,7 @@ class KVLayout:
     @cached_property
     def object_bytes(self) -> int | None:
         """The most bytes of an object in a pool of objects; None where K and V are stored."""
-        return self.page_tokens if self.values == "object" else None
+        return (self.object_limit or self.page_tokens) if self.values == "object" else None
 
     @cached_property
     def token_bytes(self) -> int:
@@ -576,7 +590,8 @@ class KVLayout:
     def summary(self) -> str:
         """A few words for people."""
         if self.object_bytes is not None:
-            return f"objects of up to {format_bytes(self.object_bytes)}"
+            slots = f" in slots of {format_bytes(self.page_tokens)}" if self.object_limit else ""
+            return f"objects of up to {format_bytes(self.object_bytes)}{slots}"
         windows = ", some with a window" if any(self.windows) else ""
         heads = f"{self.kv_heads} kv heads x {self.head_dim} {self.dtype}"
         kept = ""
@@ -615,7 +630,7 @@ def differences(there: KVLayout, wanted: KVLayout) -> Iterator[str]:
     """
     pairs: list[tuple[str, KVLayout | LayerGroup, KVLayout | LayerGroup]]
     pairs = [("layout", there, wanted)]
-    if there.object_bytes != wanted.object_bytes:
+    if _stored(there) != _stored(wanted):
         yield f"layout is of {_stored(there)} there, of {_stored(wanted)} wanted"
         return
     if len(there.groups) == len(wanted.groups):
@@ -634,8 +649,10 @@ def differences(there: KVLayout, wanted: KVLayout) -> Iterator[str]:
 
 
 def _stored(layout: KVLayout) -> str:
-    size = layout.object_bytes
-    return "K and V" if size is None else f"objects up to {format_bytes(size)}"
+    if layout.object_bytes is None:
+        return "K and V"
+    slots = f" in slots of {format_bytes(layout.page_tokens)}" if layout.object_limit else ""
+    return f"objects up to {format_bytes(layout.object_bytes)}{slots}"
 
 
 # ---- shares and sizes ----

@@ -2,13 +2,13 @@
 
 A key is the name of an object, text or bytes, under which every process of the pool finds it. What
 is stored is its hash: BLAKE2s of root(salt) + name, 16 bytes, person=b"cxlkvobj" (RFC 7693). An
-object never changes: to store other bytes under its key, forget() it first.
+object never changes: put(replace=True) stores another one under its key.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -28,9 +28,9 @@ from cxlkv.prefix import PageKey, PageKeys, key_hashes, root
 if TYPE_CHECKING:
     import torch
 
-ABSENT, DAMAGED = _core.ABSENT, _core.DAMAGED
+ABSENT, DAMAGED, HELD = _core.ABSENT, _core.DAMAGED, _core.HELD
 """In place of a size: no object has this key; its bytes are not what was put, or cannot be read:
-then forget() it, and it can be put again."""
+then forget() it, and it can be put again; of remove_objects(): somebody reads it or leases it."""
 
 Keys = Iterable[str | bytes]
 
@@ -109,13 +109,15 @@ class ObjectPool(Pool, stores="objects"):
     def _holds(self, pages: int, parts: int) -> str:
         return ""  # an object has a page
 
-    def put(self, key: str | bytes, buffers: object) -> bool:
+    def put(self, key: str | bytes, buffers: object, *, replace: bool = False) -> bool:
         """Store one object; False when its key is there already, whose bytes stay.
 
         buffers: one, or a list whose bytes are joined; anything contiguous in the CPU's memory
-        (bytes, a numpy array, a torch tensor). Raises PoolFullError, BadArgumentError.
+        (bytes, a numpy array, a torch tensor). replace: in place of one that is there, once it is
+        whole: who reads the old one, or has a lease, keeps it. Room for both is needed. Raises
+        PoolFullError, BadArgumentError.
         """
-        return bool(self.put_batch([key], [buffers])[0])
+        return bool(self.put_batch([key], [buffers], replace=replace)[0])
 
     def get_into(self, key: str | bytes, buffers: object) -> int | None:
         """Copy an object to buffers that are at least as large; returns its bytes, None: absent.
@@ -129,7 +131,9 @@ class ObjectPool(Pool, stores="objects"):
             )
         return None if size == ABSENT else size
 
-    def put_batch(self, keys: Keys, buffers: Buffers | Sequence[object]) -> npt.NDArray[np.bool_]:
+    def put_batch(
+        self, keys: Keys, buffers: Buffers | Sequence[object], *, replace: bool = False
+    ) -> npt.NDArray[np.bool_]:
         """put() of several in one call: bool [n], which are new. All of them fit or none.
 
         buffers: for each key what put() takes, or Buffers.
@@ -139,15 +143,36 @@ class ObjectPool(Pool, stores="objects"):
         transfer = _io_hooks.begin(self._handle) if _io_hooks.subscriber else None
         size = _core.HASH_BYTES
         codes = reclaim.retry(
-            lambda: _core.objects_put(self._handle, hashes, given),
+            lambda: _core.objects_put(self._handle, hashes, given, replace),
             self._handle,
-            lambda: len({hashes[at : at + size] for at in range(0, len(hashes), size)}),
+            lambda: self._slots(
+                given, {hashes[at : at + size]: at // size for at in range(0, len(hashes), size)}
+            ),
         )
         new: npt.NDArray[np.bool_] = codes == 0
         del kept
         if transfer:
             transfer.end("append", _moved(buffers, given, new))
         return new
+
+    def _slots(self, memory: _core.Memory, objects: Mapping[bytes, int]) -> int:
+        """How many the objects take: their places in `memory`, by key."""
+        if self.layout.object_limit is None:
+            return len(objects)
+        starts = np.arange(len(memory.sizes) + 1) if memory.starts is None else memory.starts
+        ends = np.append(0, np.cumsum(memory.sizes.astype(np.int64)))[starts.astype(np.int64)]
+        sizes = np.diff(ends)[list(objects.values())]
+        return int((-(-sizes // self.layout.page_tokens)).sum())
+
+    def remove_objects(self, keys: Keys) -> npt.NDArray[np.int32]:
+        """Take objects out of the pool, but those that somebody reads or has a lease of, which
+        forget() would not spare: int32 [n], 0 for each that is gone, ABSENT or HELD. Of another
+        host's object its readers there are not seen."""
+        return _core.objects_remove(self._handle, hashes_of(keys))
+
+    def remove_all(self) -> int:
+        """remove_objects() of all; returns how many are gone."""
+        return _core.objects_remove_all(self._handle)
 
     def get_batch_into(self, keys: Keys, buffers: Buffers | Sequence[object]) -> Sizes:
         """get_into() of several: int64 [n], the bytes of each object, ABSENT or DAMAGED.
@@ -201,7 +226,8 @@ class ObjectPool(Pool, stores="objects"):
         return _core.objects_chain(self._handle, hashes_of(keys))
 
     def lease(self, keys: Keys) -> Lease:
-        """Hold objects, to read them where they lie; each is verified first."""
+        """Hold objects, to read them where they lie; each is verified first. One in several slots
+        is held as well, but has no view: get_into() copies it."""
         hashes = hashes_of(keys)
         transfer = _io_hooks.begin(self._handle)
         lease = Lease(self._handle, *_core.lease_take(self._handle, hashes))
@@ -210,7 +236,8 @@ class ObjectPool(Pool, stores="objects"):
         return lease
 
     def reserve(self, sizes: npt.ArrayLike) -> Reserved:
-        """Memory for objects of these sizes, to be written where it lies, and then published.
+        """Memory for objects of these sizes, each of one slot, to be written where it lies, and
+        then published.
 
         All or none: PoolFullError.
         """
@@ -276,6 +303,11 @@ class _Leased(Closing):
             if self._handle is None:
                 return [None] * len(self)
             places = list(zip(self.addresses.tolist(), self.sizes.tolist(), strict=True))
+            if apart := [index for index, (at, size) in enumerate(places) if size > 0 and not at]:
+                raise BadArgumentError(
+                    f"object {apart[0]} of this lease, {places[apart[0]][1]} bytes, lies in "
+                    "several slots, so it has no view. get_into() copies it"
+                )
             for index in self._returned:
                 places[index] = (0, 0)
             made = _core.lease_views(self._pool, self._handle, places, self._writable)

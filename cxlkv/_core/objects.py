@@ -25,6 +25,7 @@ from cxlkv.arrays import Addresses, Hashes, Sizes
 
 ABSENT: int = lib.CXLKV_OBJECT_ABSENT
 DAMAGED: int = lib.CXLKV_OBJECT_DAMAGED
+HELD: int = lib.CXLKV_OBJECT_HELD
 
 
 def object_keys(names: bytes, ends: Addresses, root: bytes) -> Hashes:
@@ -62,11 +63,11 @@ def row_form_bytes(encoding: int, dtype: int, dim: int, size: int) -> int:
     return check(lib.cxlkv_row_form_bytes(form, size))
 
 
-def objects_put(pool: Handle, keys: bytes, memory: Memory) -> npt.NDArray[np.int32]:
+def objects_put(pool: Handle, keys: bytes, memory: Memory, replace: bool) -> npt.NDArray[np.int32]:
     """0 for each object that is new, RECORD_PRESENT for the others."""
     codes = np.empty(len(keys) // HASH_BYTES, np.int32)
     struct = _buffers(memory)
-    check(lib.cxlkv_objects_put(pool, len(codes), keys, struct, int32s(codes, True)))
+    check(lib.cxlkv_objects_put(pool, len(codes), keys, struct, replace, int32s(codes, True)))
     return codes
 
 
@@ -82,6 +83,17 @@ def objects_sizes(pool: Handle, keys: bytes) -> Sizes:
     got = np.empty(len(keys) // HASH_BYTES, np.int64)
     check(lib.cxlkv_objects_get(pool, len(got), keys, ffi.NULL, int64s(got, True)))
     return got
+
+
+def objects_remove(pool: Handle, keys: bytes) -> npt.NDArray[np.int32]:
+    """0 for each object that is gone, ABSENT or HELD for the others."""
+    codes = np.empty(len(keys) // HASH_BYTES, np.int32)
+    check(lib.cxlkv_objects_remove(pool, len(codes), keys, int32s(codes, True)))
+    return codes
+
+
+def objects_remove_all(pool: Handle) -> int:
+    return check(lib.cxlkv_objects_remove(pool, 0, ffi.NULL, ffi.NULL))
 
 
 def objects_chain(pool: Handle, keys: bytes) -> int:

@@ -51,6 +51,7 @@ def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
     made.model_id = layout.model_id.encode()
     if layout.states is not None:
         made.state_bytes, made.state_digest = layout.states.bytes, layout.states.digest
+    made.object_bytes = layout.object_limit or 0
     return made
 
 
@@ -78,10 +79,11 @@ def layout_crc(layout: KVLayout, sketch: bool) -> int:
     record_shape() has it of a pool."""
     described = bytes(ffi.buffer(_layout_struct(layout, False, sketch)))
     last = "rotary" if layout.is_encoded else "k_encoding"  # as before there were any
-    states = b""
+    states, at = b"", ffi.offsetof("cxlkv_layout", "object_bytes")
     if layout.states is not None:
-        states = described[ffi.offsetof("cxlkv_layout", "state_digest") :]
-    return crc32c(described[: ffi.offsetof("cxlkv_layout", last)] + states)
+        states = described[ffi.offsetof("cxlkv_layout", "state_digest") : at]
+    objects = described[at:] if layout.object_limit else b""
+    return crc32c(described[: ffi.offsetof("cxlkv_layout", last)] + states + objects)
 
 
 def _sharing_struct(sharing: tuple[int, int, int]) -> Any:
@@ -215,6 +217,13 @@ def layout_from(got: Any) -> KVLayout:
         )
         for index in range(got.group_count)
     ]
+    if got.object_bytes:
+        return KVLayout.objects(
+            got.object_bytes,
+            slot=got.page_tokens,
+            shard=(got.shard[0], got.shard[1], got.shard[2], got.shard[3]),
+            model_id=ffi.string(got.model_id).decode(errors="replace"),
+        )
     return KVLayout.of(
         groups,
         order,

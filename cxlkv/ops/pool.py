@@ -173,6 +173,8 @@ def inspect_pool(path: PoolPath, as_json: AsJson = False) -> None:
     groups = layout.groups
     if layout.object_bytes is not None:
         of = {"stores": "objects, one to a page", "object_bytes": layout.object_bytes}
+        if layout.object_limit:
+            of |= {"stores": "objects, in slots", "slot": layout.page_tokens}
         of = {"bytes": geometry["region_bytes"], **of}
         groups = ()
         del described["sketch"]

@@ -82,6 +82,7 @@ typedef struct cxlkv_layout {
     cxlkv_rotary rotary; /* nothing that is stored depends on it */
     uint32_t state_digest; /* of the description of the tensors that a state checkpoint has */
     uint64_t state_bytes;  /* of a checkpoint; 0: the model has no states */
+    uint64_t object_bytes; /* the most of an object in pages of page_tokens bytes; 0: it has one */
 } cxlkv_layout;
 
 #define CXLKV_SHARING_HOST 0
@@ -674,7 +675,8 @@ typedef struct cxlkv_record_header {
     uint32_t table_crc;
     uint32_t ordinal;
     uint32_t part;
-    uint32_t reserved[3];
+    uint32_t object[2];            /* of an object in several pages: which one; else 0 */
+    uint32_t reserved;
     uint32_t crc;                  /* of all bytes before it */
 } cxlkv_record_header;
 /* and that at the front of a record outside of it. */
@@ -690,7 +692,7 @@ typedef struct cxlkv_packed_header {
     uint32_t part;
     uint32_t layout_crc;           /* of the pool's layout: no other one may read it */
     uint32_t table_crc;
-    uint32_t reserved[2];
+    uint32_t object[2];            /* as in the pool */
     uint32_t crc;
 } cxlkv_packed_header;
 /* Copies published pages out, every CRC verified; nobody can reuse them meanwhile. Returns how many
@@ -751,11 +753,12 @@ int64_t cxlkv_row_form_bytes(const cxlkv_row_form *form, uint64_t bytes);
  * cannot be read): then it is to be forgotten. */
 #define CXLKV_OBJECT_ABSENT -1
 #define CXLKV_OBJECT_DAMAGED -2
+#define CXLKV_OBJECT_HELD -3 /* of a removal: somebody reads it, or has a lease of it */
 /* Publishes the objects that are not there; codes: 0, or CXLKV_RECORD_PRESENT. Pages are taken for
- * all or for none: -CXLKV_E_POOL_FULL. After an error nothing was published. Returns how many are
- * new. */
+ * all or for none: -CXLKV_E_POOL_FULL. After an error nothing was published. replaces: and those
+ * that are there, whose readers keep the old ones. Returns how many are new. */
 int64_t cxlkv_objects_put(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
-                          const cxlkv_buffers *from, int32_t *codes);
+                          const cxlkv_buffers *from, uint32_t replaces, int32_t *codes);
 /* Copies the objects that are there into memory of at least their size, every byte verified; all
  * memory of what is damaged is zeros. With forms that is memory of exactly what they make of its
  * size. sizes: of each, in the pool. Returns the sum of what was copied. to NULL: only sizes are
@@ -781,10 +784,16 @@ int64_t cxlkv_objects_ranges(cxlkv_pool *pool, uint32_t count, const uint8_t *ke
  * are there. */
 int64_t cxlkv_objects_chain(cxlkv_pool *pool, uint32_t count, const uint8_t *keys);
 
+/* Takes objects out of the index; codes: 0, CXLKV_OBJECT_ABSENT or CXLKV_OBJECT_HELD: those stay.
+ * keys NULL: all of the pool, without codes. Returns how many are gone. */
+int64_t cxlkv_objects_remove(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                             int32_t *codes);
+
 /* Objects that this process holds, to be read, or written, where they lie. They last until they are
  * given back, or the process ends: a pool with leases cannot be closed (CXLKV_E_BUSY). */
 typedef struct cxlkv_lease cxlkv_lease;
-/* addresses and sizes: of each; 0 where there is none. Verified. */
+/* addresses and sizes: of each; 0 where there is none, and the address of one in several pages: it
+ * is held, and copied by cxlkv_objects_get(). Verified. */
 int64_t cxlkv_lease_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                          uint64_t *addresses, int64_t *sizes, cxlkv_lease **lease);
 /* Pages for objects of these sizes that nobody finds; all or none. */

@@ -39,6 +39,7 @@ class Kind(NamedTuple):
     threads: int
     steady: tuple[int, ...] = (0, 0, 0)
     victims: int = 0
+    slot: int | None = None
 
     @property
     def hosts(self) -> int:
@@ -50,6 +51,8 @@ KINDS = {
     "plain, 2 threads": Kind(False, 2),
     "2 hosts": Kind(True, 1, (0, 1, 0), 1),
     "2 hosts, one dies": Kind(True, 2, (0, 0, 0), 1),
+    "slots": Kind(True, 2, slot=16 << 10),
+    "slots, 2 hosts": Kind(True, 1, (0, 1, 0), 1, 16 << 10),
 }
 
 
@@ -82,13 +85,13 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture
 def path(kind: Kind, shm_path: Path) -> str:
-    """A pool of some 30 objects, fewer than there are names: full now and then. With hosts each
-    has some extents, so there it has 9 extents of 16 objects.
+    """A pool of some 30 large objects, fewer than there are names: full now and then. With hosts
+    each has some extents, so there it has 9 extents of 16 objects.
     """
     ObjectPool.create(
         shm_path,
-        layout=KVLayout.objects(SIZE),
-        capacity="32MiB" if kind.hosts == 1 else "160MiB",
+        layout=KVLayout.objects(SIZE, slot=kind.slot),
+        capacity="6MiB" if kind.slot else "32MiB" if kind.hosts == 1 else "160MiB",
         checksum=kind.checksum,
         sharing="software" if kind.hosts > 1 else "host",
         hosts=kind.hosts if kind.hosts > 1 else None,
@@ -120,7 +123,7 @@ def take_all(pools: list[ObjectPool]) -> list[Reserved]:
     while left:
         for pool in list(left):
             try:
-                taken.append(pool.reserve([SIZE]))
+                taken.append(pool.reserve([pool.layout.page_tokens]))
             except PoolFullError:
                 left.remove(pool)
     return taken
@@ -167,6 +170,8 @@ EVENTS = ("new", "found", "ranges found", "published", "forgotten", "scrubbed", 
     [
         ("plain, 2 threads", 9),
         ("2 hosts", 4),
+        ("slots", 9),
+        ("slots, 2 hosts", 4),
         *(nightly(name, 600 if KINDS[name].hosts == 1 else 200) for name in KINDS),
     ],
     indirect=["kind"],

@@ -56,7 +56,8 @@ def named(names: list[int]) -> list[str]:
 
 
 READING = {"get": 20, "ranges": 10, "lease": 15, "release": 15, "sizes": 3}
-WRITING = {"put": 20, "reserve": 8, "publish": 8, "forget": 8, "scrub": 3, "pin": 2}
+WRITING = {"put": 20, "replace": 4, "reserve": 8, "publish": 8, "forget": 8, "remove": 3}
+WRITING |= {"scrub": 3, "pin": 2}
 
 
 class Worker(Walk):
@@ -81,6 +82,11 @@ class Worker(Walk):
     def put(self) -> None:
         names = self.draw()
         self.seen["new"] += int(self.pool.put_batch(named(names), self.contents(names)).sum())
+
+    def replace(self) -> None:
+        names = self.draw()
+        new = self.pool.put_batch(named(names), self.contents(names), replace=True)
+        self.seen["replaced"] += int(new.sum())
 
     def get(self) -> None:
         """Each into two buffers, one behind the other."""
@@ -145,6 +151,10 @@ class Worker(Walk):
         self.check_lease(lease, names)
 
     def check_lease(self, lease: Lease, names: list[int]) -> None:
+        """Those in several slots have no view."""
+        if ((lease.sizes > 0) & (lease.addresses == 0)).any():
+            self.seen["leased in slots"] += 1
+            return
         for name, size, view in zip(names, lease.sizes.tolist(), lease.views, strict=True):
             self.check(name, size, view if view is not None else memoryview(b""))
 
@@ -153,6 +163,8 @@ class Worker(Walk):
             self.release()
         names = self.draw()
         contents = self.contents(names)
+        while max(one.size for one in contents) > self.pool.layout.page_tokens:
+            contents = self.contents(names)
         reserved = self.pool.reserve([one.size for one in contents])
         for view, one in zip(reserved.views, contents, strict=True):
             assert view is not None
@@ -182,6 +194,10 @@ class Worker(Walk):
 
     def forget(self) -> None:
         self.seen["forgotten"] += self.pool.forget(named(self.draw()))
+
+    def remove(self) -> None:
+        codes = self.pool.remove_objects(named(self.draw()))
+        self.seen["removed"] += int((codes == 0).sum())
 
     def scrub(self) -> None:
         self.seen["scrubbed"] += sum(self.pool.admin.scrub(named(self.draw(2))))

@@ -275,7 +275,7 @@ class Shown(Counting):
                 pages.update(quota=quota.pages, quota_used=quota.used())
         except CXLKVError:
             return
-        size = int(tiers.pool.layout.object_bytes or 0)
+        size = tiers.pool.layout.page_tokens
         states = {state: count * size for state, count in pages.items()}
         if tiers.cold is not None:
             states[COLD] = moves.cold()[1]

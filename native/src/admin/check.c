@@ -147,6 +147,7 @@ static void repair_page(cxlkv_pool *pool, uint32_t page, report *report) {
     if (whole && may_publish(pool, page, &header)) {
         page_key key = {.ordinal = header.ordinal};
         memcpy(key.hash, header.hash, sizeof(key.hash));
+        memcpy(key.object, header.object, sizeof(key.object));
         info->generation += GENERATIONS_SKIPPED; /* a handle to what it was before does not fit */
         record_seal(pool, page, header.part, header.tokens, &key);
         index_insert(pool, key.hash, page);

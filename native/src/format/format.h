@@ -11,6 +11,7 @@ enum {
     CHUNK_PAGES = 256,
     DTYPE_COUNT = 3, /* of K, V and queries */
     OBJECT_BYTES_MAX = 1 << 30,
+    OBJECT_PAGES_MAX = 1 << 16,
     STATE_PAGES_MAX = 1 << 16,   /* of a checkpoint */
     ENCODING_LAST = CXLKV_ENCODING_PROGRESSIVE,
 };
@@ -30,8 +31,10 @@ _Static_assert(sizeof(group_row) == 32, "a row of the superblock's group table")
 enum { FEATURES_COMPATIBLE, FEATURES_READERS, FEATURES_INCOMPATIBLE, FEATURE_WORDS };
 #define FEATURE_ENCODINGS 1u /* incompatible: K or V are kept in an encoding */
 #define FEATURE_STATES 2u    /* incompatible: pages of one more part have state checkpoints */
+#define FEATURE_OBJECT_PAGES 4u /* incompatible: objects of several pages */
 #define FEATURE_ROTARY 1u    /* compatible: the page of the superblock has a rotary_table */
-#define FEATURES_KNOWN {FEATURE_ROTARY, 0, FEATURE_ENCODINGS | FEATURE_STATES}
+#define FEATURES_KNOWN \
+    {FEATURE_ROTARY, 0, FEATURE_ENCODINGS | FEATURE_STATES | FEATURE_OBJECT_PAGES}
 
 /* An upgrade also takes a pool of FORMAT_BEFORE; an inspection may lack features of writers. */
 enum superblock_purpose { SUPERBLOCK_USE, SUPERBLOCK_INSPECT, SUPERBLOCK_UPGRADE };
@@ -62,7 +65,8 @@ typedef struct superblock {
     uint32_t v_encoding;
     uint64_t state_bytes;        /* with FEATURE_STATES, else 0 */
     uint32_t state_digest;
-    uint8_t reserved[8];
+    uint32_t object_bytes;       /* with FEATURE_OBJECT_PAGES, else 0 */
+    uint8_t reserved[4];
     uint32_t crc;                /* of all bytes before it */
 } superblock;
 _Static_assert(sizeof(superblock) <= SUPERBLOCK_BYTES - 4 * LINE_BYTES,
@@ -101,7 +105,8 @@ typedef struct descriptor {
     uint32_t ordinal;            /* which page of its chain: a chain with a gap ends there */
     uint32_t part;               /* of the layers, whose tokens it holds */
     uint32_t publication;        /* counted by its host, 24 bits: one generation may have several */
-    uint32_t reserved[3];
+    uint32_t object[2];          /* of an object in several pages: which one; else 0 */
+    uint32_t reserved;
     uint32_t crc;                /* of the 60 bytes before it */
 } descriptor;
 _Static_assert(sizeof(descriptor) == LINE_BYTES, "one line, one writer");
@@ -113,6 +118,7 @@ _Static_assert(sizeof(record_header) == LINE_BYTES, "one line");
 typedef struct page_key {
     uint64_t hash[2];
     uint32_t ordinal;
+    uint32_t object[2];          /* as in the descriptor */
 } page_key;
 
 /* What a superblock says of its pool. */

@@ -92,6 +92,15 @@ int layout_check(const cxlkv_layout *layout) {
                     layout->values, layout->value_head_dim, layout->head_dim);
     if (has_states(layout) && (objects || !layout->checksum))
         return fail(CXLKV_E_GEOMETRY, "layout: states are kept beside K and V, with checksums");
+    if (has_object_pages(layout) &&
+        (!objects || layout->object_bytes <= layout->page_tokens ||
+         layout->object_bytes > OBJECT_BYTES_MAX ||
+         object_pages(layout, layout->object_bytes) > min_u32(OBJECT_PAGES_MAX,
+                                                              layout->page_tokens)))
+        return fail(CXLKV_E_GEOMETRY, "layout: objects of %lu bytes in slots of %u: they "
+                    "are larger than a slot, and of up to %d slots, and of no more than a slot has "
+                    "bytes",
+                    layout->object_bytes, layout->page_tokens, OBJECT_PAGES_MAX);
     if (layout->state_bytes > (uint64_t)STATE_PAGES_MAX << 20)
         return fail(CXLKV_E_GEOMETRY, "layout: state checkpoints of %lu bytes, up to %lu are kept",
                     layout->state_bytes, (uint64_t)STATE_PAGES_MAX << 20);
@@ -145,8 +154,8 @@ int parts_make(cxlkv_pool *pool) {
         }
         part_index++;
     }
-    if (!has_states(layout)) return 0;
-    if (state_pages(pool) > STATE_PAGES_MAX)
+    if (stored == pool->geometry.part_count) return 0;
+    if (has_states(layout) && state_pages(pool) > STATE_PAGES_MAX)
         return fail(CXLKV_E_GEOMETRY, "layout: a state checkpoint of %lu bytes takes more than %d "
                     "pages: pages of more tokens, or layers, are larger", layout->state_bytes,
                     STATE_PAGES_MAX);

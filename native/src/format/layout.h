@@ -27,6 +27,16 @@ static inline uint32_t encoding_of(const cxlkv_layout *layout, uint32_t kind) {
 static inline bool is_encoded(const cxlkv_layout *layout) {
     return layout->k_encoding || layout->v_encoding;
 }
+/* Objects larger than a page take several: layout_check() has the limits. */
+static inline bool has_object_pages(const cxlkv_layout *layout) {
+    return layout->object_bytes != 0;
+}
+static inline uint64_t object_bytes_max(const cxlkv_layout *layout) {
+    return has_object_pages(layout) ? layout->object_bytes : layout->page_tokens;
+}
+static inline uint32_t object_pages(const cxlkv_layout *layout, uint64_t bytes) {
+    return (uint32_t)((bytes + layout->page_tokens - 1) / layout->page_tokens);
+}
 static inline bool has_states(const cxlkv_layout *layout) { return layout->state_bytes != 0; }
 static inline uint32_t kind_dim(const cxlkv_layout *layout, uint32_t kind) {
     return kind == PIECE_VALUES ? layout->value_head_dim : layout->head_dim;

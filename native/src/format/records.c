@@ -25,6 +25,11 @@ static uint8_t *checksum_table(const cxlkv_pool *pool, uint32_t page) {
            g->checksums_offset + page % g->slab_slots * g->checksum_bytes;
 }
 
+bool descriptor_is_first(const cxlkv_pool *pool, const descriptor *line) {
+    return !has_object_pages(&pool->layout) || line->part == 0 ||
+           line->ordinal > pool->layout.page_tokens;
+}
+
 void record_header_wipe(const cxlkv_pool *pool, uint32_t page) {
     const cxlkv_geometry *g = &pool->geometry;
     memset(header_of(pool, page), 0, sizeof(record_header));
@@ -49,6 +54,7 @@ static descriptor descriptor_make(const cxlkv_pool *pool, uint32_t page, uint64_
     if (key) {
         memcpy(line.hash, key->hash, sizeof(line.hash));
         line.ordinal = key->ordinal;
+        memcpy(line.object, key->object, sizeof(line.object));
         if (pool->shared) line.publication = ++pool->host->publications & 0xffffff;
     }
     if (state != PAGE_FREE) {
@@ -118,6 +124,7 @@ void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens
     if (key) {
         memcpy(header.hash, key->hash, sizeof(header.hash));
         header.ordinal = key->ordinal;
+        memcpy(header.object, key->object, sizeof(header.object));
     }
     if (pool->layout.checksum)
         header.table_crc = crc32c(0, checksum_table(pool, page), pool->geometry.checksum_bytes);
@@ -258,9 +265,11 @@ uint32_t layout_crc(const cxlkv_pool *pool) {
                                                           : offsetof(cxlkv_layout, k_encoding));
     size_t states = offsetof(cxlkv_layout, state_digest);
     if (has_states(&layout))
-        crc = crc32c(crc, &layout.state_digest, sizeof(layout) - states);
+        crc = crc32c(crc, &layout.state_digest, offsetof(cxlkv_layout, object_bytes) - states);
+    if (has_object_pages(&layout))
+        crc = crc32c(crc, &layout.object_bytes, sizeof(layout.object_bytes));
     return crc;
 }
 _Static_assert(offsetof(cxlkv_layout, rotary) == 13 * 4 + 256 + 4 + 16 * 4 + 1024 + 8 &&
                offsetof(cxlkv_layout, state_bytes) == offsetof(cxlkv_layout, state_digest) + 4 &&
-               sizeof(cxlkv_layout) == offsetof(cxlkv_layout, state_bytes) + 8, "no holes");
+               sizeof(cxlkv_layout) == offsetof(cxlkv_layout, state_bytes) + 16, "no holes");

@@ -12,6 +12,8 @@ void descriptor_drop(const cxlkv_pool *pool, uint32_t page);
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy);
 void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
                  const page_key *key);
+/* Is it the page by which a key is found? An object in several pages has others. */
+bool descriptor_is_first(const cxlkv_pool *pool, const descriptor *line);
 void record_header_wipe(const cxlkv_pool *pool, uint32_t page); /* and its checksum table */
 bool record_header_read(const cxlkv_pool *pool, uint32_t page, record_header *header);
 bool record_table_is_whole(const cxlkv_pool *pool, uint32_t page, const record_header *header);

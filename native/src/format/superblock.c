@@ -55,6 +55,8 @@ void superblock_write(cxlkv_pool *pool) {
     if (has_states(layout)) block->features[FEATURES_INCOMPATIBLE] |= FEATURE_STATES;
     block->state_bytes = layout->state_bytes;
     block->state_digest = layout->state_digest;
+    if (has_object_pages(layout)) block->features[FEATURES_INCOMPATIBLE] |= FEATURE_OBJECT_PAGES;
+    block->object_bytes = (uint32_t)layout->object_bytes;
     if (has_rotary(layout)) {
         rotary_table *table = (rotary_table *)(pool->region.base + ROTARY_OFFSET);
         block->features[FEATURES_COMPATIBLE] |= FEATURE_ROTARY;
@@ -85,7 +87,7 @@ void superblock_upgrade(uint8_t *base) {
     made.version = FORMAT_VERSION;
     made.build = CXLKV_BUILD;
     memset(made.features, 0, sizeof(made.features));
-    made.k_encoding = made.v_encoding = made.state_digest = 0;
+    made.k_encoding = made.v_encoding = made.state_digest = made.object_bytes = 0;
     made.state_bytes = 0;
     memset(made.reserved, 0, sizeof(made.reserved));
     made.crc = crc32c(0, &made, offsetof(superblock, crc));
@@ -113,6 +115,20 @@ static int features_check(const superblock *block, enum superblock_purpose purpo
                     block->build / 10000, block->build / 100 % 100, block->build % 100,
                     word == FEATURES_READERS ? "; this one may only look (cxlkv pool list)" : "");
     }
+    return 0;
+}
+
+/* What a feature brings is there with it only. */
+static int fields_check(const superblock *block, const char *path) {
+    uint64_t features = block->features[FEATURES_INCOMPATIBLE];
+    if ((block->k_encoding || block->v_encoding) && !(features & FEATURE_ENCODINGS))
+        return fail(CXLKV_E_GEOMETRY, "%s has an encoding without the feature that says so", path);
+    if ((block->state_bytes != 0) != !!(features & FEATURE_STATES))
+        return fail(CXLKV_E_GEOMETRY, "%s has states without the feature that says so, or the "
+                    "feature without states", path);
+    if ((block->object_bytes != 0) != !!(features & FEATURE_OBJECT_PAGES))
+        return fail(CXLKV_E_GEOMETRY, "%s has objects of several pages without the feature that "
+                    "says so, or the feature without them", path);
     return 0;
 }
 
@@ -155,6 +171,9 @@ static bool groups_read(const superblock *block, cxlkv_layout *layout) {
         layout->state_bytes = block->state_bytes;
         layout->state_digest = block->state_digest;
     }
+    if (block->version == FORMAT_VERSION &&
+        block->features[FEATURES_INCOMPATIBLE] & FEATURE_OBJECT_PAGES)
+        layout->object_bytes = block->object_bytes;
     memcpy(layout->shard, block->shard, sizeof(layout->shard));
     memcpy(layout->model_id, block->model_id, sizeof(layout->model_id));
     memcpy(layout->group_of, block->group_of, sizeof(layout->group_of));
@@ -208,13 +227,8 @@ int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint6
     if (code < 0) return code;
     *sharing = (cxlkv_sharing){.kind = block.sharing, .durable = block.durable,
                                .hosts = block.host_count, .log_records = block.log_records};
-    if (block.version == FORMAT_VERSION && (block.k_encoding || block.v_encoding) &&
-        !(block.features[FEATURES_INCOMPATIBLE] & FEATURE_ENCODINGS))
-        return fail(CXLKV_E_GEOMETRY, "%s has an encoding without the feature that says so", path);
-    if (block.version == FORMAT_VERSION &&
-        (block.state_bytes != 0) != !!(block.features[FEATURES_INCOMPATIBLE] & FEATURE_STATES))
-        return fail(CXLKV_E_GEOMETRY, "%s has states without the feature that says so, or the "
-                    "feature without states", path);
+    if (block.version == FORMAT_VERSION) code = fields_check(&block, path);
+    if (code < 0) return code;
     if (block.line_bytes != LINE_BYTES || !groups_read(&block, layout))
         return fail(CXLKV_E_GEOMETRY, "%s uses a feature that this build does not have", path);
     if (block.version == FORMAT_VERSION && !rotary_read(&block, bytes, layout))

@@ -263,9 +263,10 @@ struct cxlkv_pool {
     struct pool_scorer *_Atomic scorers; /* format: the last one added (scorers.h) */
 };
 
-/* The parts of the layers, and one of state checkpoints if the model has states. */
+/* The parts of the layers, and one more of state checkpoints, or of objects in several pages. */
 static inline uint32_t stored_parts(const cxlkv_pool *pool) {
-    return pool->geometry.part_count + has_states(&pool->layout);
+    return pool->geometry.part_count +
+           (has_states(&pool->layout) || has_object_pages(&pool->layout));
 }
 /* The layer that a row of a part's pages has. Of states it is any layer of this row: their bytes
  * fill the pieces of all rows. */

@@ -6,6 +6,7 @@
 #include "host/locks.h"
 #include "host/threads.h"
 #include "objects/objects.h"
+#include "objects/whole.h"
 #include "pool/pool.h"
 #include "sharing/this_host.h"
 
@@ -33,6 +34,7 @@ static int lease_make(cxlkv_pool *pool, uint32_t count, bool reserved, cxlkv_lea
 
 /* Of a lease that holds nothing. */
 static void lease_free(cxlkv_lease *lease) {
+    places_free(lease->count, lease->places);
     pthread_mutex_destroy(&lease->lock);
     pool_drop(lease->pool);
     free(lease);
@@ -43,7 +45,8 @@ static void tell_addresses(const cxlkv_lease *lease, uint64_t *addresses) {
     uint32_t held = 0;
     for (uint32_t i = 0; i < lease->count; i++) {
         const object_place *place = &lease->places[i];
-        addresses[i] = place->held ? (uintptr_t)object_at(lease->pool, place->page) : 0;
+        bool one = place->held && !place->rest;
+        addresses[i] = one ? (uintptr_t)object_at(lease->pool, place->page) : 0;
         held += place->held;
     }
     atomic_fetch_add(&objects_of(lease->pool)->lent, held);
@@ -87,11 +90,13 @@ int64_t cxlkv_lease_reserve(cxlkv_pool *pool, uint32_t count, const uint64_t *si
     code = codes ? lease_make(pool, count, true, &made) : fail(ENOMEM, "no memory for a lease");
     for (uint32_t i = 0; code == 0 && i < count; i++) {
         if (sizes[i] == 0 || sizes[i] > pool->layout.page_tokens)
-            code = fail(CXLKV_E_ARGUMENT, "object %u of %u is %lu bytes: this pool stores objects "
-                        "of 1 to %u bytes", i, count, sizes[i], pool->layout.page_tokens);
+            code = fail(CXLKV_E_ARGUMENT, "object %u of %u is %lu bytes: memory in one piece is "
+                        "1 to %u bytes in this pool%s", i, count, sizes[i],
+                        pool->layout.page_tokens,
+                        has_object_pages(&pool->layout) ? ". put() stores larger ones" : "");
         made->places[i].bytes = (uint32_t)sizes[i];
     }
-    if (code == 0) code = objects_take(pool, count, NULL, made->places, codes);
+    if (code == 0) code = objects_take(pool, count, NULL, false, made->places, codes);
     if (code == 0) tell_addresses(made, addresses);
     free(codes);
     pool_leave(pool);
@@ -150,7 +155,7 @@ static int64_t publish_locked(cxlkv_lease *lease, uint32_t count, const uint32_t
     }
     sum_job job = {.pool = pool, .places = chosen, .codes = codes};
     if (code == 0) code = run_tasks(pool, count, sum_task, &job);
-    if (code == 0) code = objects_publish(pool, count, keys, chosen, codes);
+    if (code == 0) code = objects_publish(pool, count, keys, false, chosen, codes);
     for (uint32_t i = 0; chosen && i < count; i++) {
         if (chosen[i].published) continue;
         lease->places[places[i]].published = code > 0 && codes[i] == 0;

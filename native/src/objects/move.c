@@ -8,6 +8,7 @@
 #include "host/threads.h"
 #include "objects/objects.h"
 #include "objects/rows.h"
+#include "objects/whole.h"
 #include "sharing/this_host.h"
 
 /* A call that reads more than STREAM_BYTES writes past the caches: that much does not fit into a
@@ -21,6 +22,7 @@ typedef struct move_job {
     const uint8_t *keys;
     int64_t *sizes;              /* out, of a get */
     int32_t *codes;              /* out, of a put */
+    bool replaces;               /* a put */
     object_place *places;
     uint32_t *spans;
     uint32_t count;
@@ -58,18 +60,21 @@ static int64_t buffers_bytes(const cxlkv_buffers *buffers, uint64_t object) {
     return sum;
 }
 
-/* With checksums an object is one item: its CRC is of all its bytes, in order. So is one with rows,
- * of which a span would begin anywhere in its buffers. */
+/* With checksums a page is one item: its CRC is of all its bytes, in order. So is one with rows, of
+ * which a span would begin anywhere in its buffers. */
 static int spans_make(move_job *job, uint32_t threads) {
-    bool whole = job->pool->layout.checksum || threads <= 1 || job->buffers->form_count;
-    job->span_bytes = whole ? UINT64_MAX : SPAN_BYTES;
+    const cxlkv_layout *layout = &job->pool->layout;
+    bool whole = layout->checksum || threads <= 1 || job->buffers->form_count;
+    job->span_bytes = has_object_pages(layout) ? layout->page_tokens
+                      : whole                  ? UINT64_MAX
+                                               : SPAN_BYTES;
     job->spans = malloc((job->count + 1ull) * sizeof(*job->spans));
     if (!job->spans) return fail(ENOMEM, "no memory for a list of %u objects", job->count);
     uint64_t spans = 0, bytes = 0;
     for (uint32_t i = 0; i < job->count; i++) {
         job->spans[i] = (uint32_t)spans;
         if (!job->places[i].held) continue;
-        spans += whole ? 1 : (job->places[i].bytes + SPAN_BYTES - 1) / SPAN_BYTES;
+        spans += (job->places[i].bytes - 1) / job->span_bytes + 1;
         bytes += job->places[i].bytes;
         if (spans > INT32_MAX) return fail(CXLKV_E_ARGUMENT, "too many bytes in one call");
     }
@@ -122,17 +127,27 @@ static uint32_t move_bytes(const move_job *job, uint8_t *mine, uint8_t *pool_byt
     return crc;
 }
 
+/* In the pool, from an offset of the object on: of one in several pages a page's beginning. */
+static uint8_t *span_at(const move_job *job, const object_place *place, uint64_t first) {
+    if (!place->rest) return object_at(job->pool, place->page) + first;
+    return object_at(job->pool, place_page(place, (uint32_t)(first / job->span_bytes)));
+}
+
+static uint32_t page_index(const move_job *job, const object_place *place, uint64_t first) {
+    return place->rest ? (uint32_t)(first / job->span_bytes) : 0;
+}
+
 static uint32_t move_span(const move_job *job, uint32_t object, uint64_t first, move_block move,
                           bool out) {
     const object_place *place = &job->places[object];
-    uint8_t *at = object_at(job->pool, place->page);
+    uint8_t *at = span_at(job, place, first);
     uint64_t end = place->bytes;
     if (job->span_bytes < end - first) end = first + job->span_bytes;
     walk w = walk_to(job->buffers, object, first);
     uint32_t crc = 0;
-    for (uint64_t bytes; first < end; first += bytes) {
+    for (uint64_t bytes; first < end; first += bytes, at += bytes) {
         uint8_t *mine = walk_on(&w, end - first, &bytes);
-        crc = move_bytes(job, mine, at + first, bytes, move, out, crc);
+        crc = move_bytes(job, mine, at, bytes, move, out, crc);
     }
     return crc;
 }
@@ -192,7 +207,8 @@ static bool get_span(const move_job *job, uint32_t object, uint64_t first) {
         move_item(job, object, first, block_out, true);
         return true;
     }
-    return object_crc(job->pool, &job->places[object], &wanted) &&
+    const object_place *place = &job->places[object];
+    return object_crc(job->pool, place, page_index(job, place, first), &wanted) &&
            move_item(job, object, first, block_out, true) == wanted;
 }
 
@@ -201,8 +217,8 @@ static __attribute__((noinline)) void expect_item(const move_job *job, uint32_t 
     enum { LINES = 8 };
     if (item >= job->spans[job->count]) return;
     uint32_t object = object_of(job, item);
-    const uint8_t *at = object_at(job->pool, job->places[object].page) +
-                        (item - job->spans[object]) * job->span_bytes;
+    const uint8_t *at =
+        span_at(job, &job->places[object], (item - job->spans[object]) * job->span_bytes);
     for (int i = 0; i < LINES; i++) __builtin_prefetch(at + i * LINE_BYTES);
 }
 
@@ -219,6 +235,14 @@ static int get_task(void *context, uint32_t item) {
     return 0;
 }
 
+/* Rows are encoded by pieces, which would lie in two pages. */
+static int forms_check(const move_job *job, uint32_t object, uint64_t bytes) {
+    if (!job->buffers->form_count || bytes <= job->pool->layout.page_tokens) return 0;
+    return fail(CXLKV_E_ARGUMENT, "object %u of %u is %lu bytes with encoded rows: these go into "
+                "objects of one slot, %u bytes. Put smaller ones, or bytes without forms",
+                object, job->count, bytes, job->pool->layout.page_tokens);
+}
+
 static int targets_check(const move_job *job) {
     for (uint32_t i = 0; i < job->count; i++) {
         int64_t room = buffers_bytes(job->buffers, i);
@@ -231,6 +255,8 @@ static int targets_check(const move_job *job) {
             return fail(CXLKV_E_ARGUMENT, "object %u of %u is %u bytes, its buffers and their "
                         "forms make %ld. Nothing was copied", i, job->count,
                         job->places[i].bytes, room);
+        int code = forms_check(job, i, job->places[i].bytes);
+        if (code < 0) return code;
     }
     return 0;
 }
@@ -284,9 +310,10 @@ static int64_t move_objects(move_job job, const void *results, int64_t (*move)(m
         code = need(buffer_begin(b, job.count), "addresses", b->addresses, "sizes", b->sizes, NULL);
     if (code == 0) code = need(b->form_count, "forms", b->forms, NULL);
     if (code < 0) return code;
-    job.places = malloc((job.count + 1ull) * sizeof(*job.places));
+    job.places = calloc(job.count + 1ull, sizeof(*job.places));
     if (!job.places) return fail(ENOMEM, "no memory for a list of %u objects", job.count);
     code = IN_POOL(job.pool, move(&job));
+    places_free(job.count, job.places);
     free(job.places);
     return code;
 }
@@ -309,7 +336,8 @@ static void block_in(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, si
 }
 
 static void put_span(const move_job *job, uint32_t object, uint64_t first) {
-    uint32_t page = job->places[object].page;
+    const object_place *place = &job->places[object];
+    uint32_t page = place_page(place, page_index(job, place, first));
     uint32_t crc = move_item(job, object, first, block_in, false);
     if (job->pool->layout.checksum) *checksum_of(job->pool, page, 0, 0, PIECE_KEYS) = crc;
 }
@@ -329,10 +357,12 @@ static int sources_check(move_job *job) {
     for (uint32_t i = 0; i < job->count; i++) {
         int64_t bytes = buffers_bytes(job->buffers, i);
         if (bytes < 0) return (int)bytes;
-        if (bytes == 0 || bytes > job->pool->layout.page_tokens)
+        uint64_t most = object_bytes_max(&job->pool->layout);
+        if (bytes == 0 || (uint64_t)bytes > most)
             return fail(CXLKV_E_ARGUMENT, "object %u of %u is %ld bytes: this pool stores objects "
-                        "of 1 to %u bytes. Nothing was put", i, job->count, bytes,
-                        job->pool->layout.page_tokens);
+                        "of 1 to %lu bytes. Nothing was put", i, job->count, bytes, most);
+        int code = forms_check(job, i, (uint64_t)bytes);
+        if (code < 0) return code;
         job->places[i] = (object_place){.page = NO_PAGE, .bytes = (uint32_t)bytes};
     }
     return 0;
@@ -341,12 +371,14 @@ static int sources_check(move_job *job) {
 static int64_t put_places(move_job *job) {
     cxlkv_pool *pool = job->pool;
     int64_t code = sources_check(job), bytes = 0;
-    if (code == 0) code = objects_take(pool, job->count, job->keys, job->places, job->codes);
+    if (code == 0) code = objects_take(pool, job->count, job->keys, job->replaces, job->places,
+                                       job->codes);
     if (code < 0) return code;
     code = spans_make(job, pool->threads.count);
     if (code == 0) code = run_tasks(pool, job->spans[job->count], put_task, job);
     free(job->spans);
-    if (code == 0) code = objects_publish(pool, job->count, job->keys, job->places, job->codes);
+    if (code == 0)
+        code = objects_publish(pool, job->count, job->keys, job->replaces, job->places, job->codes);
     for (uint32_t i = 0; code > 0 && i < job->count; i++)
         bytes += job->codes[i] == 0 ? job->places[i].bytes : 0;
     count_add(pool, COUNT_APPENDED_BYTES, (uint64_t)bytes);
@@ -355,9 +387,9 @@ static int64_t put_places(move_job *job) {
 }
 
 int64_t cxlkv_objects_put(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
-                          const cxlkv_buffers *from, int32_t *codes) {
+                          const cxlkv_buffers *from, uint32_t replaces, int32_t *codes) {
     return move_objects((move_job){.pool = pool, .buffers = from, .keys = keys, .count = count,
-                                   .codes = codes}, codes, put_places);
+                                   .replaces = replaces != 0, .codes = codes}, codes, put_places);
 }
 
 /* ---- some bytes of objects, wherever they lie in them ---- */
@@ -370,14 +402,24 @@ typedef struct range_job {
     int64_t *sizes;
 } range_job;
 
+static void range_out(const cxlkv_pool *pool, const object_place *place, const cxlkv_range *range,
+                      uint8_t *to) {
+    uint64_t page_bytes = place->rest ? pool->layout.page_tokens : UINT64_MAX;
+    for (uint64_t done = 0, here; done < range->bytes; done += here) {
+        uint64_t at = range->offset + done, in_page = at % page_bytes;
+        here = min_u64(range->bytes - done, page_bytes - in_page);
+        memcpy(to + done, object_at(pool, place_page(place, (uint32_t)(at / page_bytes))) + in_page,
+               here);
+    }
+}
+
 static int range_task(void *context, uint32_t item) {
     const range_job *job = context;
     const cxlkv_range *range = &job->ranges[item];
     const object_place *place = &job->places[range->object];
     job->sizes[item] = place->code;
     if (place->code < 0) return 0;
-    const uint8_t *from = object_at(job->pool, place->page) + range->offset;
-    int code = GUARDED((memcpy(job->to + range->target, from, range->bytes), 0),
+    int code = GUARDED((range_out(job->pool, place, range, job->to + range->target), 0),
                        poison_error(job->pool, &fault));
     if (code == -EFAULT) return -EFAULT;
     if (code < 0) memset(job->to + range->target, 0, range->bytes);
@@ -425,7 +467,7 @@ int64_t cxlkv_objects_ranges(cxlkv_pool *pool, uint32_t count, const uint8_t *ke
     if (code == 0) code = pool_enter(pool);
     if (code < 0) return code;
     code = objects_check(pool);
-    object_place *places = code == 0 ? malloc((count + 1ull) * sizeof(*places)) : NULL;
+    object_place *places = code == 0 ? calloc(count + 1ull, sizeof(*places)) : NULL;
     if (code == 0 && !places) code = fail(ENOMEM, "no memory for a list of %u objects", count);
     if (code == 0) code = objects_hold(pool, count, keys, places);
     if (code == 0) {
@@ -433,6 +475,7 @@ int64_t cxlkv_objects_ranges(cxlkv_pool *pool, uint32_t count, const uint8_t *ke
                          .sizes = sizes};
         code = ranges_held(&job, count, range_count, places, to_bytes);
         objects_drop(pool, count, places);
+        places_free(count, places);
     }
     free(places);
     pool_leave(pool);

@@ -13,6 +13,7 @@
 #include "host/locks.h"
 #include "host/threads.h"
 #include "objects/objects.h"
+#include "objects/whole.h"
 #include "pages/borrow.h"
 #include "pages/pages.h"
 #include "pages/published.h"
@@ -53,24 +54,22 @@ uint8_t *object_at(const cxlkv_pool *pool, uint32_t page) {
     return pieces_of(pool, page, 0, PIECE_KEYS);
 }
 
-static void key_hash(const uint8_t *keys, uint64_t i, uint64_t hash[2]) {
-    page_hash(keys, i, 0, 0, hash); /* so that forget() and pin() find it, too */
-}
-
 /* Under the host lock. Other hosts' pages are looked at again, under a pin, before use. */
 static object_place find_place(cxlkv_pool *pool, const uint8_t *keys, uint64_t i) {
     object_place place = {.code = CXLKV_OBJECT_ABSENT};
     uint64_t hash[2];
     uint32_t ordinal;
     descriptor line;
-    key_hash(keys, i, hash);
+    key_hash(keys, i, 0, hash);
     place.page = index_find(pool, hash);
     if (place.page == NO_PAGE) return place;
     bool read = !pool->pages[place.page].retired && descriptor_read(pool, place.page, &line) == 0;
+    uint32_t part = read ? line.part : 0;
     place.bytes = read ? line.tokens : 0;
-    if (match_page(pool, hash, 0, place.bytes, &place.page, &ordinal) && place.bytes) {
+    bool found = match_page(pool, hash, part, place.bytes, &place.page, &ordinal) && place.bytes;
+    place.generation = pool->pages[place.page].generation;
+    if (found && (part == 0 || whole_find(pool, keys, i, &line, &place))) {
         place.code = 0;
-        place.generation = pool->pages[place.page].generation;
     } else if (page_is_ours(pool, place.page)) {
         place.code = CXLKV_OBJECT_DAMAGED;
     }
@@ -84,7 +83,7 @@ static void follow(cxlkv_pool *pool, uint32_t count, const uint8_t *keys) {
     flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
     for (uint64_t i = 0; i < count; i++) {
         uint64_t hash[2];
-        key_hash(keys, i, hash);
+        key_hash(keys, i, 0, hash);
         uint32_t page = index_find(pool, hash);
         if (page != NO_PAGE && !page_is_ours(pool, page))
             line_drop(FLUSH_ACQUIRE_DESCRIPTOR, descriptor_of(pool, page), pool->mode);
@@ -92,50 +91,78 @@ static void follow(cxlkv_pool *pool, uint32_t count, const uint8_t *keys) {
     flush_fence_all(FLUSH_ACQUIRE_DESCRIPTOR_FENCE);
 }
 
-/* What was learned of a place's page. */
-static void settle_borrowed(cxlkv_pool *pool, object_place *place, const borrowing *item) {
-    if (item->code < 0 || item->generation != place->generation) {
+/* A page of another host, and whose it is. */
+typedef struct foreign_page {
+    object_place *place;
+    uint64_t generation;
+    uint32_t page, bytes;
+} foreign_page;
+
+/* What was learned of it. */
+static void settle_borrowed(cxlkv_pool *pool, const foreign_page *foreign, const borrowing *item) {
+    object_place *place = foreign->place;
+    if (item->code < 0 || item->generation != foreign->generation) {
         place->code = CXLKV_OBJECT_ABSENT;
-    } else if (record_check(pool, place->page, place->generation, place->bytes) < 0) {
+    } else if (record_check(pool, foreign->page, foreign->generation, foreign->bytes) < 0) {
         count_add(pool, COUNT_CORRUPT_PIECES, 1);
-        place->code = CXLKV_OBJECT_DAMAGED;
-        if (!pool->pages[place->page].holders) borrow_end(pool, place->page, 1);
+        if (place->code == 0) place->code = CXLKV_OBJECT_DAMAGED;
     }
 }
 
 static int by_page(const void *a, const void *b) {
-    const object_place *one = *(object_place *const *)a, *other = *(object_place *const *)b;
+    const foreign_page *one = a, *other = b;
     return (one->page > other->page) - (one->page < other->page);
 }
 
-static void borrow_each_once(cxlkv_pool *pool, object_place **foreign, uint32_t count,
+static void borrow_each_once(cxlkv_pool *pool, const foreign_page *foreign, uint64_t count,
                              borrowing *items) {
     uint32_t used = 0;
-    for (uint32_t i = 0; i < count; i++)
-        if (i == 0 || foreign[i]->page != foreign[i - 1]->page)
-            items[used++] = (borrowing){.page = foreign[i]->page, .state = PAGE_PUBLISHED,
-                                        .generation = foreign[i]->generation};
+    for (uint64_t i = 0; i < count; i++)
+        if (i == 0 || foreign[i].page != foreign[i - 1].page)
+            items[used++] = (borrowing){.page = foreign[i].page, .state = PAGE_PUBLISHED,
+                                        .generation = foreign[i].generation};
     borrow(pool, items, used);
+}
+
+static uint64_t list_foreign(const cxlkv_pool *pool, uint32_t count, object_place *places,
+                             foreign_page *foreign) {
+    uint64_t used = 0;
+    for (uint32_t i = 0; i < count; i++)
+        for (uint32_t k = 0; places[i].code == 0 && k < place_pages(pool, &places[i]); k++) {
+            uint32_t page = place_page(&places[i], k);
+            if (page_is_ours(pool, page)) continue;
+            if (foreign)
+                foreign[used] = (foreign_page){
+                    .place = &places[i], .page = page, .bytes = place_bytes(pool, &places[i], k),
+                    .generation = k ? places[i].rest[k - 1].generation : places[i].generation};
+            used++;
+        }
+    return used;
 }
 
 /* Pages of other hosts into view: those that were freed meanwhile are absent. One that is asked for
  * twice is borrowed once: a second look that fails would take away the first one's pin. */
 static int borrow_places(cxlkv_pool *pool, uint32_t count, object_place *places) {
-    object_place **foreign = malloc((count + 1ull) * sizeof(*foreign));
-    borrowing *items = malloc((count + 1ull) * sizeof(*items));
-    uint32_t used = 0;
-    for (uint32_t i = 0; foreign && i < count; i++)
-        if (places[i].code == 0 && !page_is_ours(pool, places[i].page))
-            foreign[used++] = &places[i];
-    if (foreign && items && used) {
+    uint64_t used = list_foreign(pool, count, places, NULL);
+    if (used == 0) return 0;
+    foreign_page *foreign = malloc(used * sizeof(*foreign));
+    borrowing *items = malloc(used * sizeof(*items));
+    if (foreign && items) {
+        list_foreign(pool, count, places, foreign);
         qsort(foreign, used, sizeof(*foreign), by_page);
         borrow_each_once(pool, foreign, used, items);
-        for (uint32_t i = 0, item = 0; i < used; i++) {
-            item += i > 0 && foreign[i]->page != foreign[i - 1]->page;
-            settle_borrowed(pool, foreign[i], &items[item]);
+        for (uint64_t i = 0, item = 0; i < used; i++) {
+            item += i > 0 && foreign[i].page != foreign[i - 1].page;
+            settle_borrowed(pool, &foreign[i], &items[item]);
+        }
+        for (uint64_t i = 0, item = 0; i < used; i++) { /* of what is not had after all */
+            item += i > 0 && foreign[i].page != foreign[i - 1].page;
+            if (foreign[i].place->code < 0 && items[item].code == 0 &&
+                !pool->pages[foreign[i].page].holders)
+                borrow_end(pool, foreign[i].page, 1);
         }
     }
-    int code = foreign && items ? 0 : fail(ENOMEM, "no memory for a list of %u pages", count);
+    int code = foreign && items ? 0 : fail(ENOMEM, "no memory for a list of %lu pages", used);
     free(foreign);
     free(items);
     return code;
@@ -146,11 +173,11 @@ static void expect_place(const cxlkv_pool *pool, uint32_t count, const uint8_t *
     enum { AHEAD = 8 };
     uint64_t hash[2];
     if (i + 2 * AHEAD < count) {
-        key_hash(keys, i + 2 * AHEAD, hash);
+        key_hash(keys, i + 2 * AHEAD, 0, hash);
         index_expect(pool, hash);
     }
     if (i + AHEAD >= count) return;
-    key_hash(keys, i + AHEAD, hash);
+    key_hash(keys, i + AHEAD, 0, hash);
     uint32_t page = page_expect(pool, hash);
     if (page == NO_PAGE) return;
     __builtin_prefetch(&pool->reuse[page], 1);
@@ -170,7 +197,10 @@ static int hold_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
     int code = pool->shared ? borrow_places(pool, count, places) : 0;
     for (uint32_t i = 0; code == 0 && i < count; i++) {
         if (places[i].code != 0) continue;
-        pages_hold(pool, 1, &places[i].page);
+        for (uint32_t k = 0; k < place_pages(pool, &places[i]); k++) {
+            uint32_t page = place_page(&places[i], k);
+            pages_hold(pool, 1, &page);
+        }
         places[i].held = true;
         hotness_reached(pool, places[i].page, since);
         found++;
@@ -185,8 +215,11 @@ static uint32_t drop_places(cxlkv_pool *pool, uint32_t count, object_place *plac
     for (uint32_t i = 0; i < count; i++) {
         if (!places[i].held) continue;
         places[i].held = false;
-        if (locked) pages_drop(pool, 1, &places[i].page);
-        else pages_drop_later(pool, 1, &places[i].page);
+        for (uint32_t k = 0; k < place_pages(pool, &places[i]); k++) {
+            uint32_t page = place_page(&places[i], k);
+            if (locked) pages_drop(pool, 1, &page);
+            else pages_drop_later(pool, 1, &page);
+        }
         dropped++;
     }
     return dropped;
@@ -200,6 +233,7 @@ int objects_hold(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_p
     outcome = GUARDED(hold_places(pool, count, keys, places), poison_error_locked(pool, &fault));
     if (outcome < 0) drop_places(pool, count, places, true);
     host_unlock(pool);
+    if (outcome < 0) places_free(count, places);
     return outcome;
 }
 
@@ -217,6 +251,7 @@ static int64_t sizes_of(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, i
         object_place place = find_place(pool, keys, i);
         sizes[i] = object_size(&place);
         found += place.code == 0;
+        places_free(1, &place);
     }
     return found;
 }
@@ -229,16 +264,33 @@ int64_t objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, int
 
 /* ---- texts ---- */
 
+/* An object stands behind `before`. A text is a chain of pages: an object's first page is behind
+ * its others, as it goes first. */
+static void chain_object(cxlkv_pool *pool, const uint8_t *keys, uint64_t i, uint32_t before) {
+    uint64_t hash[2];
+    uint32_t last = 0;
+    for (bool more = has_object_pages(&pool->layout); more; last += more) {
+        key_hash(keys, i, last + 1, hash);
+        more = index_find(pool, hash) != NO_PAGE;
+    }
+    for (uint32_t k = last + 1; k-- > 0;) {
+        key_hash(keys, i, k, hash);
+        uint32_t page = index_find(pool, hash);
+        if (page_is_ours(pool, page)) hotness_chained(pool, page, before);
+        before = page;
+    }
+}
+
 static int64_t chain_locked(cxlkv_pool *pool, uint32_t count, const uint8_t *keys) {
     int64_t found = 0;
     uint32_t before = NO_PAGE;
     if (pool->shared) peers_follow(pool);
     for (uint32_t i = 0; i < count; i++) {
         uint64_t hash[2];
-        key_hash(keys, i, hash);
+        key_hash(keys, i, 0, hash);
         uint32_t page = index_find(pool, hash);
         if (page != NO_PAGE && page != before && i && page_is_ours(pool, page))
-            hotness_chained(pool, page, before);
+            chain_object(pool, keys, i, before);
         /* Behind another host's object nothing is known: that host evicts it by itself. */
         before = page == NO_PAGE ? PARENT_LOST : page_is_ours(pool, page) ? page : NO_PAGE;
         found += page != NO_PAGE;
@@ -254,12 +306,14 @@ int64_t cxlkv_objects_chain(cxlkv_pool *pool, uint32_t count, const uint8_t *key
 /* ---- verifying ---- */
 
 /* The CRC that the object was put with; false when its table is not whole. */
-bool object_crc(const cxlkv_pool *pool, const object_place *place, uint32_t *crc) {
+bool object_crc(const cxlkv_pool *pool, const object_place *place, uint32_t i, uint32_t *crc) {
     record_header header;
-    if (!record_header_read(pool, place->page, &header) || header.tokens != place->bytes ||
-        !record_table_is_whole(pool, place->page, &header))
+    uint32_t page = place_page(place, i);
+    if (!record_header_read(pool, page, &header) ||
+        header.tokens != place_bytes(pool, place, i) ||
+        !record_table_is_whole(pool, page, &header))
         return false;
-    *crc = *checksum_of(pool, place->page, 0, 0, PIECE_KEYS);
+    *crc = *checksum_of(pool, page, 0, 0, PIECE_KEYS);
     return true;
 }
 
@@ -285,15 +339,21 @@ void object_set_damaged(cxlkv_pool *pool, object_place *place) {
     __atomic_store_n(&place->code, CXLKV_OBJECT_DAMAGED, __ATOMIC_RELAXED); /* by spans */
 }
 
+static bool is_right(const cxlkv_pool *pool, const object_place *place) {
+    uint32_t crc;
+    for (uint32_t i = 0; i < place_pages(pool, place); i++)
+        if (!object_crc(pool, place, i, &crc) ||
+            crc != crc32c(0, object_at(pool, place_page(place, i)), place_bytes(pool, place, i)))
+            return false;
+    return true;
+}
+
 static int verify_task(void *context, uint32_t item) {
     const verify_job *job = context;
     cxlkv_pool *pool = job->pool;
     object_place *place = &job->places[item];
-    uint32_t crc;
     if (!is_unseen(pool, place)) return 0;
-    bool right = GUARDED(object_crc(pool, place, &crc) &&
-                         crc == crc32c(0, object_at(pool, place->page), place->bytes),
-                         poison_error(pool, &fault) == 0);
+    bool right = GUARDED(is_right(pool, place), poison_error(pool, &fault) == 0);
     if (right) object_set_seen(pool, place);
     else object_set_damaged(pool, place);
     return 0;
@@ -315,7 +375,7 @@ static void mark_repeats(uint32_t count, const uint8_t *keys, uint32_t *table, u
                          bool *repeats) {
     for (uint32_t i = 0; i < count; i++) {
         uint64_t hash[2];
-        key_hash(keys, i, hash);
+        key_hash(keys, i, 0, hash);
         uint64_t at = hash[0] & (slots - 1);
         while (table[at] && memcmp(keys + 16ull * (table[at] - 1), keys + 16ull * i, 16) != 0)
             at = (at + 1) & (slots - 1);
@@ -325,55 +385,75 @@ static void mark_repeats(uint32_t count, const uint8_t *keys, uint32_t *table, u
 }
 
 /* Under the host lock. */
-static int take_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+static int take_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, bool replaces,
                        object_place *places, int32_t *codes, const bool *repeats,
                        uint32_t *pages, uint64_t *room) {
-    uint32_t wanted = 0, used = 0;
+    uint64_t wanted = 0, used = 0;
     if (pool->shared) peers_follow(pool); /* what others forgot is not published any more */
     for (uint32_t i = 0; i < count; i++) {
         uint64_t hash[2];
-        if (keys) key_hash(keys, i, hash);
-        bool present = keys && (repeats[i] || index_find(pool, hash) != NO_PAGE);
+        if (keys) key_hash(keys, i, 0, hash);
+        bool present = keys && (repeats[i] || (!replaces && index_find(pool, hash) != NO_PAGE));
         codes[i] = present ? CXLKV_RECORD_PRESENT : 0;
-        wanted += codes[i] == 0;
+        wanted += present ? 0 : place_pages(pool, &places[i]);
     }
+    if (pool->host->free_pages < wanted && has_object_pages(&pool->layout)) whole_sweep(pool);
     /* No page follows another: they lie close together, so that whole extents stay empty. */
     *room = wanted;
-    int code = pages_take(pool, wanted, IN_A_GAP, pages);
+    int code = pages_take(pool, (uint32_t)min_u64(wanted, UINT32_MAX), IN_A_GAP, pages);
     if (code < 0) return code;
     for (uint32_t i = 0; i < count; i++) {
         if (codes[i] != 0) continue;
         places[i].page = pages[used++];
         places[i].generation = pool->pages[places[i].page].generation;
+        for (uint32_t k = 1; k < place_pages(pool, &places[i]); k++)
+            places[i].rest[k - 1].page = pages[used++];
         places[i].held = true;
     }
     return 0;
 }
 
-int objects_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_place *places,
-                 int32_t *codes) {
-    uint64_t room = 0, slots = 4;
-    while (slots < 2ull * count) slots *= 2;
+int objects_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, bool replaces,
+                 object_place *places, int32_t *codes) {
+    uint64_t room = 0, slots = 4, most = 0;
+    int code = 0;
+    for (uint32_t i = 0; code == 0 && i < count; i++) {
+        code = place_make_rest(pool, &places[i]);
+        most += place_pages(pool, &places[i]);
+    }
+    if (code < 0) return code;
+    if (most > pool->geometry.page_count) most = pool->geometry.page_count; /* then none is taken */
+    while (slots < 2ull * count || slots < most) slots *= 2;
     uint32_t *pages = calloc(slots, sizeof(*pages) + sizeof(bool)); /* a table of keys before */
     if (!pages) return fail(ENOMEM, "no memory for a list of %u objects", count);
     bool *repeats = (bool *)(pages + slots);
     if (keys) mark_repeats(count, keys, pages, slots, repeats);
-    int code = TAKING_PAGES(pool, room, take_places(pool, count, keys, places, codes, repeats,
-                                                    pages, &room));
+    code = (int)TAKING_PAGES(pool, room, take_places(pool, count, keys, replaces, places, codes,
+                                                     repeats, pages, &room));
     free(pages);
     return code;
 }
 
-static int64_t publish_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+static bool publish_place(cxlkv_pool *pool, const uint8_t *keys, uint32_t i,
+                          const object_place *place) {
+    page_key key = {.ordinal = 0};
+    if (place->rest) return whole_publish(pool, keys, i, place);
+    key_hash(keys, i, 0, key.hash);
+    if (!publish_page(pool, place->page, 0, place->bytes, &key)) return false;
+    hotness_published(pool, place->page, 0, NO_PAGE);
+    return true;
+}
+
+static int64_t publish_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, bool replaces,
                               const object_place *places, int32_t *codes) {
     int64_t published = 0;
     if (pool->shared) peers_follow(pool);
     for (uint32_t i = 0; i < count; i++) {
-        page_key key = {.ordinal = 0};
+        uint64_t hash[2];
         if (codes[i] != 0) continue;
-        key_hash(keys, i, key.hash);
-        if (places[i].held && publish_page(pool, places[i].page, 0, places[i].bytes, &key)) {
-            hotness_published(pool, places[i].page, 0, NO_PAGE);
+        key_hash(keys, i, 0, hash);
+        if (replaces && places[i].held) whole_forget(pool, hash);
+        if (places[i].held && publish_place(pool, keys, i, &places[i])) {
             object_set_seen(pool, &places[i]);
             published++;
         } else {
@@ -384,9 +464,9 @@ static int64_t publish_places(cxlkv_pool *pool, uint32_t count, const uint8_t *k
 }
 
 /* Not if this host may have been declared off while it wrote: the pages are others' then. */
-int64_t objects_publish(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+int64_t objects_publish(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, bool replaces,
                         const object_place *places, int32_t *codes) {
     int64_t code = peers_verify(pool, 0);
     if (code < 0) return code;
-    return HOST_LOCKED(pool, publish_places(pool, count, keys, places, codes));
+    return HOST_LOCKED(pool, publish_places(pool, count, keys, replaces, places, codes));
 }

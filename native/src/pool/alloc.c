@@ -13,13 +13,20 @@
 int full_error(cxlkv_pool *pool, uint32_t wanted) {
     const char *why = pool->shared ? extents_why() : "";
     const char *begin = why[0] ? ". Other hosts' room could not be had: " : "";
+    if (has_object_pages(&pool->layout))
+        return fail(CXLKV_E_POOL_FULL,
+                    "the pool is full: %u slots of %u bytes wanted, %lu of %u free, %lu published. "
+                    "Release leases, forget() objects, or create a larger pool. Nothing was "
+                    "written%s%s",
+                    wanted, pool->layout.page_tokens, pool->host->free_pages,
+                    pool->host->page_count, pool->host->published_pages, begin, why);
     if (stores_objects(&pool->layout))
         return fail(CXLKV_E_POOL_FULL,
                     "the pool is full: room for %u objects wanted, %lu of %u slots free, %lu "
                     "objects published. Every object takes a slot of %u bytes, the largest size "
                     "that the pool was made for, however small it is. Release leases, forget() "
-                    "objects, or create a larger pool, or one of smaller objects. Nothing was "
-                    "written%s%s",
+                    "objects, or create a larger pool, or one with KVLayout.objects(slot=). "
+                    "Nothing was written%s%s",
                     wanted, pool->host->free_pages, pool->host->page_count,
                     pool->host->published_pages, pool->layout.page_tokens, begin, why);
     return fail(CXLKV_E_POOL_FULL,

@@ -54,9 +54,16 @@ static int keys_call(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bo
     return code;
 }
 
+/* An object in several pages counts once. */
+static bool counts(const cxlkv_pool *pool, uint32_t page) {
+    descriptor line;
+    return !has_object_pages(&pool->layout) || descriptor_read(pool, page, &line) < 0 ||
+           descriptor_is_first(pool, &line);
+}
+
 static void forget_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *forgotten) {
-    (void)page;
-    *(int64_t *)forgotten += page_forget(pool, hash, true);
+    bool counted = counts(pool, page);
+    *(int64_t *)forgotten += page_forget(pool, hash, true) && counted;
 }
 
 /* ---- forgotten, and overwritten when the last holder drops it ---- */
@@ -100,7 +107,7 @@ static void pin_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], voi
     pinning *p = context;
     if (!page_is_ours(pool, page)) return; /* its owner evicts it, or does not */
     pool->pages[page].pinned = p->pinned;
-    p->found++;
+    p->found += counts(pool, page);
 }
 
 /* ---- prioritized: they make room later than others. Of this host, as a pin is. ---- */
@@ -117,7 +124,7 @@ static void prioritize_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[
     if (!page_is_ours(pool, page)) return;
     uint16_t *priority = &pool->reuse[page].priority;
     if (p->lowers || *priority < p->priority) *priority = p->priority;
-    p->found++;
+    p->found += counts(pool, page);
 }
 
 int64_t cxlkv_mark(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t mark,

@@ -125,6 +125,7 @@ static int record_out(const record_job *job, uint32_t item) {
                             .layout_crc = job->layout_crc,
                             .table_crc = crc32c(0, table, pool->geometry.checksum_bytes)};
     memcpy(packed.hash, header.hash, sizeof(packed.hash));
+    memcpy(packed.object, header.object, sizeof(packed.object));
     packed.crc = crc32c(0, &packed, offsetof(packed_header, crc));
     memcpy(record, &packed, sizeof(packed));
     return 0;
@@ -220,7 +221,7 @@ static int header_check(const record_job *job, uint32_t item, packed_header *hea
     memcpy(header, record_at(job, item), sizeof(*header));
     if (header->magic != CXLKV_PACKED_MAGIC || header->version != CXLKV_PACKED_VERSION ||
         header->crc != crc32c(0, header, offsetof(packed_header, crc)) ||
-        header->reserved[0] != 0 || header->reserved[1] != 0)
+        (header->part < pool->geometry.part_count && (header->object[0] || header->object[1])))
         return -CXLKV_E_CORRUPT;
     if (header->layout_crc != job->layout_crc || header->bytes != job->packing.record_bytes)
         return -CXLKV_E_GEOMETRY;
@@ -352,6 +353,7 @@ static int64_t publish_arrivals(write_job *write, uint32_t count) {
         const packed_header *header = &write->arrivals[i].header;
         page_key key = {.ordinal = header->ordinal};
         memcpy(key.hash, header->hash, sizeof(key.hash));
+        memcpy(key.object, header->object, sizeof(key.object));
         if (write->common.codes[i] != 0) continue;
         uint32_t page = write->arrivals[i].page;
         if (publish_page(pool, page, header->part, header->tokens, &key)) {

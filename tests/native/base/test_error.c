@@ -192,13 +192,13 @@ static void test_objects(void) {
                                    {.addresses = at, .sizes = sizes, .form_count = 1}};
     const cxlkv_range range = {.bytes = 8};
     for (uint32_t i = 0; i < 4; i++)
-        CHECK(cxlkv_objects_put(pool, 1, key.bytes, &wrong[i], codes) == -CXLKV_E_ARGUMENT);
-    CHECK(cxlkv_objects_put(pool, 1, key.bytes, &right, codes) == 1);
+        CHECK(cxlkv_objects_put(pool, 1, key.bytes, &wrong[i], 0, codes) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_objects_put(pool, 1, key.bytes, &right, 0, codes) == 1);
     for (uint32_t i = 0; i < 4; i++)
         CHECK(cxlkv_objects_get(pool, 1, key.bytes, &wrong[i], numbers) == -CXLKV_E_ARGUMENT);
     REFUSED("a buffer", cxlkv_objects_get(pool, 1, key.bytes, &wrong[2], numbers));
-    REFUSED("keys", cxlkv_objects_put(pool, 1, NULL, &right, codes));
-    REFUSED("results", cxlkv_objects_put(pool, 1, key.bytes, &right, NULL));
+    REFUSED("keys", cxlkv_objects_put(pool, 1, NULL, &right, 0, codes));
+    REFUSED("results", cxlkv_objects_put(pool, 1, key.bytes, &right, 0, NULL));
     REFUSED("results", cxlkv_objects_get(pool, 1, key.bytes, &right, NULL));
     REFUSED("keys", cxlkv_objects_get(pool, 1, NULL, NULL, numbers));
     REFUSED("sizes", cxlkv_objects_get(pool, 1, key.bytes, NULL, NULL));

@@ -28,7 +28,7 @@ static void test_sizes(bool checksum, uint32_t threads) {
     uint64_t huge[2] = {UINT64_MAX - 1, 3}, anywhere[2] = {64, 64}, starts[2] = {0, 2};
     cxlkv_buffers wrap = {.addresses = anywhere, .sizes = huge, .starts = starts};
     int32_t code;
-    CHECK(cxlkv_objects_put(pool, 1, key_of(50).bytes, &wrap, &code) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_objects_put(pool, 1, key_of(50).bytes, &wrap, 0, &code) == -CXLKV_E_ARGUMENT);
     CHECK(size_of(pool, 50) == CXLKV_OBJECT_ABSENT);
     test_end(&pool, NULL);
 }
@@ -70,11 +70,12 @@ static void twins_in_what_is_left(cxlkv_pool *pool, const many *of, uint32_t cou
     static const uint64_t names[4] = {9, 9, 2, 9}; /* 2 is there */
     many twins = many_of(4, SMALL, names);
     CHECK(cxlkv_forget(pool, 1, of->keys + 16ull * (count - 1), NULL) == 1);
-    CHECK(cxlkv_objects_put(pool, 4, twins.keys, &twins.buffers, twins.codes) == 1);
+    CHECK(cxlkv_objects_put(pool, 4, twins.keys, &twins.buffers, 0, twins.codes) == 1);
     CHECK(twins.codes[0] == 0 && test_stats(pool).pages.free == 0);
     for (int i = 1; i < 4; i++) CHECK(twins.codes[i] == CXLKV_RECORD_PRESENT);
     CHECK(cxlkv_forget(pool, 1, twins.keys, NULL) == 1);
-    CHECK(cxlkv_objects_put(pool, 1, of->keys + 16ull * (count - 1), &of->buffers, of->codes) == 1);
+    CHECK(cxlkv_objects_put(pool, 1, of->keys + 16ull * (count - 1), &of->buffers, 0,
+                            of->codes) == 1);
     many_free(&twins);
 }
 
@@ -83,7 +84,7 @@ static void test_batches(uint32_t threads) {
     static const uint64_t names[5] = {1, 2, 1, 3, 1};
     cxlkv_pool *pool = object_pool(NULL, SMALL, true, 4 << 20, threads);
     many twins = many_of(5, SMALL, names);
-    CHECK(cxlkv_objects_put(pool, 5, twins.keys, &twins.buffers, twins.codes) == 3);
+    CHECK(cxlkv_objects_put(pool, 5, twins.keys, &twins.buffers, 0, twins.codes) == 3);
     CHECK(twins.codes[0] == 0 && twins.codes[1] == 0 && twins.codes[3] == 0);
     CHECK(twins.codes[2] == CXLKV_RECORD_PRESENT && twins.codes[4] == CXLKV_RECORD_PRESENT);
     CHECK(cxlkv_objects_get(pool, 5, twins.keys, &twins.buffers, twins.found) == 5 * SMALL);
@@ -94,12 +95,12 @@ static void test_batches(uint32_t threads) {
     uint32_t count = (uint32_t)before.pages.free + 1;
     many all = many_of(count, SMALL, NULL);
     for (uint64_t i = 0; i < count; i++) test_hashes(all.keys + 16 * i, 100 + i, 1);
-    CHECK(cxlkv_objects_put(pool, count, all.keys, &all.buffers, all.codes) ==
+    CHECK(cxlkv_objects_put(pool, count, all.keys, &all.buffers, 0, all.codes) ==
           -CXLKV_E_POOL_FULL);
     CHECK(test_stats(pool).pages.free == before.pages.free);
     CHECK(cxlkv_objects_get(pool, count, all.keys, NULL, all.found) == 0);
     test_hashes(all.keys, 2, 1); /* one that is there needs no room */
-    CHECK(cxlkv_objects_put(pool, count, all.keys, &all.buffers, all.codes) == count - 1);
+    CHECK(cxlkv_objects_put(pool, count, all.keys, &all.buffers, 0, all.codes) == count - 1);
     CHECK(all.codes[0] == CXLKV_RECORD_PRESENT && test_stats(pool).pages.free == 0);
     twins_in_what_is_left(pool, &all, count);
     all.sizes[count - 1]--; /* one that does not fit: nothing is copied */
@@ -120,7 +121,7 @@ static void test_ranges(bool checksum, uint32_t threads) {
     static cxlkv_range ranges[RANGES];
     static int64_t found[RANGES];
     static uint8_t out[RANGES * LENGTH];
-    CHECK(cxlkv_objects_put(pool, OBJECTS - 1, of.keys, &of.buffers, of.codes) == OBJECTS - 1);
+    CHECK(cxlkv_objects_put(pool, OBJECTS - 1, of.keys, &of.buffers, 0, of.codes) == OBJECTS - 1);
     for (uint64_t i = 0; i < RANGES; i++)
         ranges[i] = (cxlkv_range){.object = random_below(&seed, OBJECTS),
                                   .offset = random_below(&seed, BIG - LENGTH),
@@ -468,7 +469,7 @@ static void put_version(worker *w, uint64_t name) {
     } else {
         address = (uintptr_t)bytes;
         cxlkv_buffers from = {.addresses = &address, .sizes = &size};
-        new = cxlkv_objects_put(w->pool, 1, key.bytes, &from, &code);
+        new = cxlkv_objects_put(w->pool, 1, key.bytes, &from, 0, &code);
     }
     CHECK(new >= 0 || new == -CXLKV_E_POOL_FULL);
     w->puts += new == 1;

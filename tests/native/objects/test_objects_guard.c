@@ -156,9 +156,9 @@ static void test_callers_memory(bool checksum, uint32_t threads) {
     const cxlkv_range range = {.bytes = MAPPED};
     fill(memory, 1, MAPPED);
     for (uint64_t i = 0; i < 2; i++) test_hashes(keys + 16 * i, i, 1);
-    CHECK(cxlkv_objects_put(pool, 1, keys, &buffers, codes) == 1);
+    CHECK(cxlkv_objects_put(pool, 1, keys, &buffers, 0, codes) == 1);
     CHECK(ftruncate(fd, MAPPED / 2) == 0);
-    CHECK(cxlkv_objects_put(pool, 2, keys, &buffers, codes) == -EFAULT);
+    CHECK(cxlkv_objects_put(pool, 2, keys, &buffers, 0, codes) == -EFAULT);
     CHECK(size_of(pool, 1) == CXLKV_OBJECT_ABSENT);
     CHECK(cxlkv_objects_get(pool, 1, keys, &buffers, found) == -EFAULT);
     CHECK(cxlkv_objects_ranges(pool, 1, keys, 1, &range, memory, MAPPED, found) == -EFAULT);

@@ -58,7 +58,7 @@ static void round_trip(cxlkv_pool *pool, uint64_t name, cxlkv_row_form form, uin
                             .form_count = 2};
     int64_t size, stored = 2 * cxlkv_row_form_bytes(&form, bytes) + FOOT_BYTES;
     int32_t code;
-    CHECK(cxlkv_objects_put(pool, 1, key_of(name).bytes, &memory, &code) == 1);
+    CHECK(cxlkv_objects_put(pool, 1, key_of(name).bytes, &memory, 0, &code) == 1);
     memory.addresses = to;
     CHECK(cxlkv_objects_get(pool, 1, key_of(name).bytes, &memory, &size) == stored);
     CHECK(size == stored);

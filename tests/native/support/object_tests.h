@@ -89,7 +89,7 @@ static inline int64_t put(cxlkv_pool *pool, uint64_t name, uint64_t mark, uint64
     CHECK(bytes);
     fill(bytes + odd, mark, count);
     cut_up(&from, bytes + odd, count, seed);
-    int64_t new = cxlkv_objects_put(pool, 1, key_of(name).bytes, &from.buffers, &code);
+    int64_t new = cxlkv_objects_put(pool, 1, key_of(name).bytes, &from.buffers, 0, &code);
     CHECK(new < 0 || new == (code == 0));
     free(bytes);
     return new;
