@@ -318,7 +318,7 @@ def test_several_hosts(tmp_path: Path, host: int) -> None:
         assert pool.object_sizes(names).tolist() == [
             ABSENT, SIZES[1], ABSENT, SIZES[4], SIZES[3],
         ]  # fmt: skip
-        for one in (pool, other):
-            audit(one)
-            assert one.stats()["corrupt_pieces"] == 0
-            assert one.stats()["pages_held"] == 0
+        for each in (pool, other):
+            audit(each)
+            assert each.stats()["corrupt_pieces"] == 0
+            assert each.stats()["pages_held"] == 0

@@ -14,18 +14,41 @@ from itertools import islice
 from threading import RLock
 
 import numpy as np
+import numpy.typing as npt
 
 from cxlkv.arrays import Mask, Names, PageIds
 from cxlkv.errors import BadArgumentError
-from cxlkv.objects import Keys, hashes_of
+from cxlkv.layout import KVLayout
+from cxlkv.objects import Keys, ObjectPool, hashes_of
 from cxlkv.pages import NO_PAGE
 from cxlkv.pool import CXLPool
+from cxlkv.prefix import PageKeys
 from cxlkv.tiers.cold_store import ColdStore
+from cxlkv.tiers.policy import Published
 
 HEADER_BYTES = 64
 """Bytes of a record's header: key, size, and the CRC of its checksums
 (docs/reference/memory-layout.md)."""
 SAVED_MAX = 1 << 17
+
+
+ORDINAL_AT = slice(36, 40)
+"""Of a record's header."""
+
+
+def object_pages(layout: KVLayout) -> int:
+    """The most slots of an object."""
+    return -(-(layout.object_bytes or 1) // layout.page_tokens)
+
+
+def whole_objects(rows: npt.NDArray[np.void], published: Published, chosen: PageIds) -> PageIds:
+    """The rows of all slots of the objects of which some are chosen, first slots at first: an
+    object of which a slot is gone is found no more. All names of a key end in the same 8 bytes."""
+    objects = rows["hash"][:, 1]
+    whole = np.isin(objects, objects[chosen]) & ~published.kept
+    whole[chosen] = True
+    found = np.flatnonzero(whole).astype(np.uint32)
+    return found[np.argsort(rows["part"][found], kind="stable")]
 
 
 class ObjectMoves(ABC):
@@ -49,6 +72,8 @@ class ObjectMoves(ABC):
         whose match() does this.
         """
         names = self._object_names(keys)
+        if self.pool.layout.object_limit is not None:
+            return self._restore_slots(hashes_of(keys), names)
         pages, _ = self.pool.records.find(names)
         here: Mask = pages != NO_PAGE
         if self.cold is None or here.all():
@@ -81,7 +106,67 @@ class ObjectMoves(ABC):
             self.pool.forget(keys)
             if self.cold is not None:
                 there |= self.cold.drop(names)
+                if self.pool.layout.object_limit is not None:
+                    places = object_pages(self.pool.layout)
+                    rest = self.pool.records.names(hashes_of(keys), places)[:, 1:]
+                    self.cold.drop(np.unique(rest.reshape(-1, 16), axis=0))
         return int(there.sum())
+
+    # ---- objects in several slots ----
+
+    def _restore_slots(self, hashes: bytes, names: Names) -> Mask:
+        """The same, object by object, each whole or not at all."""
+        assert isinstance(self.pool, ObjectPool)
+        keys = PageKeys(np.frombuffer(hashes, np.uint8).reshape(-1, 16), 1)
+        here: Mask = self.pool.object_sizes(keys) >= 0
+        if self.cold is None or here.all():
+            return here
+        wanted = np.flatnonzero(self.cold.contains(names) & ~here)
+        with self._lock:
+            self._coming = self._pages_of(hashes, np.flatnonzero(here))
+            try:
+                for index in wanted.tolist():
+                    key = hashes[16 * index : 16 * index + 16]
+                    self._restore_object(key)
+                    self._coming = np.append(self._coming, self._pages_of(key, np.zeros(1, int)))
+            finally:
+                self._coming = np.empty(0, np.uint32)
+        return self.pool.object_sizes(keys) >= 0
+
+    def _pages_of(self, hashes: bytes, indices: npt.NDArray[np.int64]) -> PageIds:
+        """The pages that the pool has of these keys."""
+        some = b"".join(hashes[16 * index : 16 * index + 16] for index in indices.tolist())
+        names = self.pool.records.names(some, object_pages(self.pool.layout))
+        pages, _ = self.pool.records.find(names.reshape(-1, 16))
+        found: PageIds = pages[pages != NO_PAGE]
+        return found
+
+    def _restore_object(self, key: bytes) -> None:
+        """Its first page comes last: before that nobody finds the others."""
+        assert self.cold is not None
+        first, records = self.pool.records.names(key)[0, 0], self._records(1)
+        if not self.cold.load(first, records).all():
+            return
+        ordinal = int(records[0, ORDINAL_AT].view(np.uint32)[0])  # the object's bytes
+        count = max(1, -(-ordinal // self.pool.layout.page_tokens))
+        names = np.ascontiguousarray(self.pool.records.names(key, count).reshape(-1, 16)[::-1])
+        parents = np.concatenate([np.zeros((1, 16), np.uint8), names[:-1]])
+        missing = ~self.pool.records.here(names)
+        if not self.cold.contains(names[missing]).all() or not self._has_room(int(missing.sum())):
+            self._counts["refused_pages"] += int(missing.sum())
+            return
+        for begin in range(0, int(missing.sum()), self._batch):
+            some = np.flatnonzero(missing)[begin : begin + self._batch]
+            records = self._records(len(some))
+            right = self.cold.load(names[some], records)
+            right = self._write(records, parents[some]) if right.all() else right
+            if not right.all():  # of what has come nothing is found, and it goes first
+                pages, generations = self.pool.records.find(names[:-1])
+                there = pages != NO_PAGE
+                self.pool.records.forget(pages[there], generations[there], True)
+                return
+            self._note(names[some], records)
+            self._counts["promoted_pages"] += len(some)
 
     # ---- moves ----
 

@@ -26,6 +26,7 @@ from cxlkv.numbers import is_whole
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.objects import object_pages
 
 __all__ = ["Quota"]
 
@@ -35,7 +36,7 @@ SLACK = 64
 
 class Quota:
     """Counts the pages that match() finds and that this tenant published, or brought back from
-    cold, through it; of a pool of objects, each object as a page. Any thread may use it; one at a
+    cold, through it; of a pool of objects, each object's slots. Any thread may use it; one at a
     time publishes.
 
     The count is of this process: a tenant with several has a Quota in each, which share out what it
@@ -91,13 +92,13 @@ class Quota:
             return self.tiers.match(keys, lease_s=lease_s, strict=keys.strict)
 
     @contextmanager
-    def room_for(self, keys: PageKeys) -> Iterator[None]:
-        """A block in which the caller publishes these pages or objects. Raises QuotaError, as
-        publish() does."""
+    def room_for(self, keys: PageKeys, slots: int | None = None) -> Iterator[None]:
+        """A block in which the caller publishes these pages or objects. slots: how many the objects
+        take, where these have several. Raises QuotaError, as publish() does."""
         names = self._names(keys)
         with self._lock:
             new = names[~self._records.here(names)]
-            self._make_room(len(new), names)
+            self._make_room(len(new) if slots is None else slots, names)
             try:
                 yield
             finally:  # what the caller has published before it failed counts, too
@@ -137,7 +138,9 @@ class Quota:
     # ---- under the lock ----
 
     def _names(self, keys: PageKeys) -> Names:
-        places = -(-keys.page_tokens // self._page_tokens)
+        layout = self.tiers.pool.layout
+        of = object_pages(layout) * layout.page_tokens if layout.object_limit else keys.page_tokens
+        places = -(-of // self._page_tokens)
         names: Names = self._records.names(keys.packed.tobytes(), places).reshape(-1, 16)
         return names
 

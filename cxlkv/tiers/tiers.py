@@ -60,7 +60,7 @@ from cxlkv.sequence import Hit
 from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_store import ColdStore, open_cold
 from cxlkv.tiers.local import LocalTier
-from cxlkv.tiers.objects import ObjectMoves
+from cxlkv.tiers.objects import ObjectMoves, whole_objects
 from cxlkv.tiers.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
 from cxlkv.tiers.states import StateMoves, page_ends
 
@@ -475,6 +475,8 @@ class Tiers(ObjectMoves, StateMoves, Closing):
 
     def _let_go(self, rows: npt.NDArray[np.void], published: Published, chosen: PageIds) -> int:
         """The chosen rows' pages to cold, or away; returns how many are free."""
+        if self.pool.layout.object_limit is not None:
+            chosen = whole_objects(rows, published, chosen)
         above = published.parents[chosen]
         parents = np.zeros((len(chosen), 16), np.uint8)
         known = above < len(rows)

@@ -24,11 +24,12 @@ from hypothesis.stateful import (
 from cxlkv import CXLPool, KVLayout, ObjectPool, Tiers, object_keys
 from cxlkv.arrays import Bytes, leading
 from cxlkv.emulation.link import emulate
-from cxlkv.errors import BadArgumentError, PoolFullError
+from cxlkv.errors import BadArgumentError, PoolFullError, QuotaError
 from cxlkv.machine.costs import Costs
-from cxlkv.objects import ABSENT
+from cxlkv.objects import ABSENT, DAMAGED
 from cxlkv.tiers.cold_shared import SharedColdTier
 from cxlkv.tiers.local import LocalTier
+from cxlkv.tiers.quota import Quota
 
 from ..conftest import audit
 from ..support.damaging import change_byte
@@ -539,3 +540,99 @@ def test_moves_against_a_dictionary(tmp_path: Path) -> None:
     run_state_machine_as_test(
         Moves, settings=settings(max_examples=30, stateful_step_count=25, deadline=None)
     )
+
+
+# ---- objects in several slots ----
+
+SLOT = 4 << 10
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Iterator[tuple[ObjectPool, Tiers]]:
+    layout = KVLayout.objects(SIZE, slot=SLOT)
+    with (
+        ObjectPool.create(tmp_path / "slots", layout=layout, capacity="5MiB") as pool,
+        Tiers(pool, cold=tmp_path / "cold", cold_capacity="32MiB", fsync="none") as tiers,
+    ):
+        yield pool, tiers
+        audit(pool)
+        assert pool.stats()["pages_held"] == pool.stats()["corrupt_pieces"] == 0
+
+
+def test_objects_in_slots_go_whole_and_come_back(slots: tuple[ObjectPool, Tiers]) -> None:
+    pool, tiers = slots
+    names = [f"n{i}" for i in range(400)]
+    for name in names:
+        assert pool.put(name, made(name))
+        sizes = pool.object_sizes(names)
+        assert (sizes != DAMAGED).all()
+    taken = -(-np.array([made(name).size for name in names]) // SLOT)
+    gone = [name for name, size in zip(names, sizes.tolist(), strict=True) if size == ABSENT]
+    assert gone
+    there = sizes >= 0
+    assert pool.stats()["pages_published"] == taken[there].sum(), "of what went nothing stays"
+    assert tiers.contains(names).all()
+    for first in range(0, 400, 10):
+        some = names[first : first + 10]
+        assert tiers.restore(some).all()
+        for name in some:
+            assert_is(pool, name)
+    assert tiers.stats()["corrupt_pages"] == 0
+
+
+def test_a_text_of_objects_in_slots_ends_first(slots: tuple[ObjectPool, Tiers]) -> None:
+    pool, _ = slots
+    text = [f"t{i}" for i in range(8)]
+    pool.put_batch(text, [made(name) for name in text])
+    assert pool.chain(text) == 8
+    number = 0
+    while (pool.object_sizes(text) >= 0).all():
+        pool.put(f"other {number}", made(number))
+        number += 1
+    for _ in range(30):
+        pool.put(f"other {number}", made(number))
+        number += 1
+        there = pool.object_sizes(text) >= 0
+        assert there.sum() == leading(there)
+
+
+def test_other_bytes_in_slots_replace_the_old_ones(slots: tuple[ObjectPool, Tiers]) -> None:
+    pool, tiers = slots
+    pool.put("a", made("a", 3))
+    tiers.reclaim(pool.stats()["pages_total"])
+    assert pool.object_sizes(["a"]).tolist() == [ABSENT]
+    pool.put("a", made("a", 4))
+    tiers.reclaim(pool.stats()["pages_total"])
+    assert tiers.restore(["a"]).all()
+    assert_is(pool, "a", 4)
+    assert tiers.forget(["a"]) == 1
+    assert not tiers.restore(["a"]).any()
+    assert tiers.stats()["cold_records"] == 0
+
+
+def test_a_lost_record_of_a_slot_is_no_object(slots: tuple[ObjectPool, Tiers]) -> None:
+    pool, tiers = slots
+    data = np.arange(5 * SLOT, dtype=np.uint32).view(np.uint8)[: 5 * SLOT]
+    pool.put("a", data)
+    tiers.reclaim(pool.stats()["pages_total"])
+    assert tiers.cold is not None
+    tiers.cold.drop(pool.records.names(object_keys(["a"]).packed.tobytes(), 5)[0, 2])
+    assert not tiers.restore(["a"]).any()
+    assert pool.stats()["pages_published"] == 0
+    assert pool.put("a", data)
+
+
+def test_a_quota_counts_slots(slots: tuple[ObjectPool, Tiers]) -> None:
+    pool, tiers = slots
+    quota = Quota(tiers, pages=40)
+    for number in range(10):
+        key = object_keys([str(number)])
+        with quota.room_for(key, 10):
+            pool.put_batch(key, [np.full(10 * SLOT - 9, number, np.uint8)])
+        assert quota.used() == min(10 * (number + 1), 40)
+    with pytest.raises(QuotaError), quota.room_for(object_keys(["large"]), 41):
+        pass
+    with quota.bringing(object_keys(["0"])):
+        tiers.restore(["0"])
+    assert pool.object_sizes(["0"]).tolist() == [10 * SLOT - 9]
+    assert quota.used() == 40

@@ -79,7 +79,7 @@ class ObjectCache(Closing):
         self._earlier = self._before
         lifetime.watch(self)
         self._begin()
-        self.object_bytes = object_bytes or int(self.pool.layout.object_bytes or 0)
+        self.object_bytes = object_bytes or self.pool.layout.page_tokens
         every_s = settings.lease_s / LOOKS_A_LEASE
         self._reopening = Reopening(self.pool, self._begin_again, every_s, self._look)
 

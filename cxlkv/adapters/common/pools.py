@@ -175,7 +175,8 @@ def open_shared(path: str, shared: PoolSettings, threads: int | None = None) -> 
 def _opened(kind: type[Kind], path: str, layout: KVLayout, shared: PoolSettings) -> Kind:
     pool = open_shared(path, shared)
     there = pool.layout
-    larger = (there.object_bytes or 0) >= (layout.object_bytes or 0) > 0
+    objects = None not in (there.object_bytes, layout.object_bytes)
+    larger = objects and there.page_tokens >= layout.page_tokens  # engines lease: one slot each
     if (there == layout or larger) and pool.checksum and isinstance(pool, kind):
         return pool
     found = [] if larger else list(differences(there, layout))

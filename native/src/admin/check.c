@@ -152,7 +152,7 @@ static void repair_page(cxlkv_pool *pool, uint32_t page, report *report) {
         record_seal(pool, page, header.part, header.tokens, &key);
         index_insert(pool, key.hash, page);
         info->published = 1;
-        hotness_found(pool, page, header.part);
+        hotness_found(pool, page, listed_part(&pool->layout, header.part, header.ordinal));
         pool->host->published_pages++;
         log_add(pool, LOG_PUBLISH, page, info->generation, key.hash);
         report_repair(report, page, "is published again, as its header and its CRCs say");

@@ -37,6 +37,10 @@ static inline uint64_t object_bytes_max(const cxlkv_layout *layout) {
 static inline uint32_t object_pages(const cxlkv_layout *layout, uint64_t bytes) {
     return (uint32_t)((bytes + layout->page_tokens - 1) / layout->page_tokens);
 }
+/* Of a page by its descriptor, as it is listed: of objects in several pages 0 is the first. */
+static inline uint32_t listed_part(const cxlkv_layout *layout, uint32_t part, uint32_t ordinal) {
+    return has_object_pages(layout) ? ordinal > 0 && ordinal <= layout->page_tokens : part;
+}
 static inline bool has_states(const cxlkv_layout *layout) { return layout->state_bytes != 0; }
 static inline uint32_t kind_dim(const cxlkv_layout *layout, uint32_t kind) {
     return kind == PIECE_VALUES ? layout->value_head_dim : layout->head_dim;

@@ -26,8 +26,8 @@ static uint8_t *checksum_table(const cxlkv_pool *pool, uint32_t page) {
 }
 
 bool descriptor_is_first(const cxlkv_pool *pool, const descriptor *line) {
-    return !has_object_pages(&pool->layout) || line->part == 0 ||
-           line->ordinal > pool->layout.page_tokens;
+    return !has_object_pages(&pool->layout) ||
+           listed_part(&pool->layout, line->part, line->ordinal) == 0;
 }
 
 void record_header_wipe(const cxlkv_pool *pool, uint32_t page) {

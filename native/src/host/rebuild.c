@@ -67,7 +67,7 @@ static bool rebuild_page(cxlkv_pool *pool, uint32_t page, const registered *proc
     bool forgotten = state == PAGE_PUBLISHED && is_forgotten(pool, &line);
     if (state == PAGE_PUBLISHED && !forgotten && index_page(pool, line.hash, page)) {
         info->published = 1;
-        hotness_found(pool, page, line.part);
+        hotness_found(pool, page, listed_part(&pool->layout, line.part, line.ordinal));
         pool->host->published_pages++;
     } else if (ours && state == PAGE_PUBLISHED && !info->retired) {
         descriptor_write(pool, page, info->generation, PAGE_SEALED, line.tokens, NULL);

@@ -101,7 +101,7 @@ bool whole_publish(cxlkv_pool *pool, const uint8_t *keys, uint64_t i, const obje
         if (!publish_page(pool, place_page(place, page), WHOLE_PART,
                           place_bytes(pool, place, page), &key))
             break;
-        hotness_published(pool, place_page(place, page), WHOLE_PART, parent);
+        hotness_published(pool, place_page(place, page), page > 0, parent);
     }
     key_hash(keys, i, 0, hash);
     if (index_find(pool, hash) == place->page) return true;

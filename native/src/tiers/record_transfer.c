@@ -357,7 +357,9 @@ static int64_t publish_arrivals(write_job *write, uint32_t count) {
         if (write->common.codes[i] != 0) continue;
         uint32_t page = write->arrivals[i].page;
         if (publish_page(pool, page, header->part, header->tokens, &key)) {
-            hotness_published(pool, page, header->part, parent_of(write, i));
+            hotness_published(pool, page,
+                              listed_part(&pool->layout, header->part, header->ordinal),
+                              parent_of(write, i));
             published++;
         } else {
             write->common.codes[i] = CXLKV_RECORD_PRESENT; /* another came first */
