@@ -350,7 +350,7 @@ def test_a_pool_of_objects(place: Path) -> None:
         (objects(object_bytes=True), "layout.object_bytes"),
         (
             objects(object_bytes=64, layers=2),
-            "layout.layers is not one of object_bytes, shard, model_id",
+            "layout.layers is not one of object_bytes, slot, shard, model_id",
         ),
         (objects(object_bytes=64, page_tokens=2), "layout.page_tokens is not one of"),
         (objects(object_byte=64), "; or object_bytes, for objects"),
