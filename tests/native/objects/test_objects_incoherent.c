@@ -9,13 +9,14 @@
 #include "pages/pages.h"
 #include "private_caches.h"
 
-enum { OBJECT_BYTES = 300 << 10, SMALL = 5000, TWINS = 40, MODES = 8 };
+enum { OBJECT_BYTES = 300 << 10, SLOT_BYTES = 4096, SMALL = 5000, TWINS = 40, MODES = 8 };
 static uint64_t seed = 20261122;
 
 /* What a run of the test differs in. */
 typedef struct variant {
     bool streams, certified;
     uint32_t threads;
+    bool slots;                  /* objects of several pages */
 } variant;
 
 typedef struct scene {
@@ -34,8 +35,9 @@ static scene begin(const variant *v) {
     scene s = {.path = test_path("private")};
     private_kernels.streams = v->streams;
     CHECK(kernels_force("serial") == 0);
-    cxlkv_pool *made = test_shared(s.path, object_layout(OBJECT_BYTES, true),
-                                   (cxlkv_sharing){.hosts = 2}, 16 << 20, 60);
+    cxlkv_layout layout = object_layout(v->slots ? SLOT_BYTES : OBJECT_BYTES, true);
+    layout.object_bytes = v->slots ? OBJECT_BYTES : 0;
+    cxlkv_pool *made = test_shared(s.path, layout, (cxlkv_sharing){.hosts = 2}, 16 << 20, 60);
     cxlkv_pool_destroy(&made);
     for (uint32_t i = 0; i < 2; i++) {
         s.hosts[i] = open_host(s.path, i, v);
@@ -78,6 +80,22 @@ static void test_again(scene *s) {
         for (uint64_t look = 0; turn % 2 == 1 && look < 2; look++) /* the owner reads of it */
             expect(s->hosts[0], 20, 0, CXLKV_OBJECT_ABSENT, &seed);
     }
+}
+
+/* Another object in place of one, by either host; then all go, but what the other host reads. */
+static void test_replaced(scene *s) {
+    for (uint64_t turn = 0; turn < 6; turn++) {
+        cxlkv_pool *writer = s->hosts[turn % 3 == 2], *reader = s->hosts[turn % 3 != 2];
+        uint64_t size = turn % 2 ? SMALL : OBJECT_BYTES - turn;
+        CHECK(put_as(writer, 25, 50 + turn, size, 1, &seed) == 1);
+        expect(writer, 25, 50 + turn, (int64_t)size, &seed);
+        for (int look = 0; look < 2; look++) /* and the owner of the old one reads of it */
+            expect(reader, 25, 50 + turn, (int64_t)size, &seed);
+    }
+    CHECK(cxlkv_objects_remove(s->hosts[0], 0, NULL, NULL) == 1);
+    for (int look = 0; look < 2; look++)
+        for (int host = 0; host < 2; host++)
+            expect(s->hosts[host], 25, 0, CXLKV_OBJECT_ABSENT, &seed);
 }
 
 /* By plain stores. */
@@ -253,7 +271,13 @@ static void test_left(scene *s, const variant *v) {
 int main(void) {
     for (uint32_t i = 0; i < MODES; i++) {
         variant v = {.streams = i & 1, .certified = (i & 2) != 0, .threads = 1 + (i >> 2)};
-        scene s = begin(&v);
+        variant in_slots = {v.streams, v.certified, v.threads, true};
+        scene s = begin(&in_slots);
+        test_put(&s);
+        test_again(&s);
+        test_replaced(&s);
+        end(&s);
+        s = begin(&v);
         test_put(&s);
         test_again(&s);
         test_in_place(&s);

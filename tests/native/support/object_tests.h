@@ -80,8 +80,8 @@ static inline void cut_up(pieces *p, uint8_t *bytes, uint64_t count, uint64_t *s
 }
 
 /* How many are new, or the error. */
-static inline int64_t put(cxlkv_pool *pool, uint64_t name, uint64_t mark, uint64_t count,
-                          uint64_t *seed) {
+static inline int64_t put_as(cxlkv_pool *pool, uint64_t name, uint64_t mark, uint64_t count,
+                             uint32_t replaces, uint64_t *seed) {
     uint64_t odd = random_below(seed, 64);
     uint8_t *bytes = malloc(count + odd + 1);
     pieces from;
@@ -89,10 +89,16 @@ static inline int64_t put(cxlkv_pool *pool, uint64_t name, uint64_t mark, uint64
     CHECK(bytes);
     fill(bytes + odd, mark, count);
     cut_up(&from, bytes + odd, count, seed);
-    int64_t new = cxlkv_objects_put(pool, 1, key_of(name).bytes, &from.buffers, 0, &code);
+    int64_t new = cxlkv_objects_put(pool, 1, key_of(name).bytes, &from.buffers, replaces,
+                                    &code);
     CHECK(new < 0 || new == (code == 0));
     free(bytes);
     return new;
+}
+
+static inline int64_t put(cxlkv_pool *pool, uint64_t name, uint64_t mark, uint64_t count,
+                          uint64_t *seed) {
+    return put_as(pool, name, mark, count, 0, seed);
 }
 
 /* Its size, or why there is none; its bytes are compared, what lies behind them is not touched.
@@ -136,7 +142,7 @@ static inline cxlkv_lease *lease_of(cxlkv_pool *pool, uint64_t name, int64_t *si
     cxlkv_lease *lease;
     uint64_t address;
     int64_t code = cxlkv_lease_take(pool, 1, key_of(name).bytes, &address, size, &lease);
-    CHECK(code == 1 && (address != 0) == (*size >= 0));
+    CHECK(code == 1 && (address != 0) == (*size >= 0 && *size <= pool->layout.page_tokens));
     *at = (const uint8_t *)(uintptr_t)address;
     return lease;
 }
@@ -154,7 +160,7 @@ static inline int64_t forget(cxlkv_pool *pool, uint64_t name) {
 /* By each way of reading. count: its size, or why it has none. */
 static inline void expect(cxlkv_pool *pool, uint64_t name, uint64_t mark, int64_t count,
                           uint64_t *seed) {
-    uint64_t room = pool->layout.page_tokens, bytes = count < 0 ? 1 : (uint64_t)count;
+    uint64_t room = object_bytes_max(&pool->layout), bytes = count < 0 ? 1 : (uint64_t)count;
     uint8_t *out = malloc(room);
     const uint8_t *at;
     int64_t size;
@@ -171,7 +177,7 @@ static inline void expect(cxlkv_pool *pool, uint64_t name, uint64_t mark, int64_
         CHECK(count < 0 || is_filled(out + 3, mark, bytes));
     }
     cxlkv_lease *lease = lease_of(pool, name, &size, &at);
-    CHECK(size == count && (count < 0 || is_filled(at, mark, bytes)));
+    CHECK(size == count && (!at || is_filled(at, mark, bytes))); /* one of several pages has none */
     cxlkv_lease_destroy(&lease);
     free(out);
 }
