@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 ABSENT, DAMAGED, HELD = _core.ABSENT, _core.DAMAGED, _core.HELD
 """In place of a size: no object has this key; its bytes are not what was put, or cannot be read:
-then forget() it, and it can be put again; of remove_objects(): somebody reads it or leases it."""
+then forget() it, and it can be put again; of admin.remove_objects(): somebody reads or leases
+it."""
 
 Keys = Iterable[str | bytes]
 
@@ -163,16 +164,6 @@ class ObjectPool(Pool, stores="objects"):
         ends = np.append(0, np.cumsum(memory.sizes.astype(np.int64)))[starts.astype(np.int64)]
         sizes = np.diff(ends)[list(objects.values())]
         return int((-(-sizes // self.layout.page_tokens)).sum())
-
-    def remove_objects(self, keys: Keys) -> npt.NDArray[np.int32]:
-        """Take objects out of the pool, but those that somebody reads or has a lease of, which
-        forget() would not spare: int32 [n], 0 for each that is gone, ABSENT or HELD. Of another
-        host's object its readers there are not seen."""
-        return _core.objects_remove(self._handle, hashes_of(keys))
-
-    def remove_all(self) -> int:
-        """remove_objects() of all; returns how many are gone."""
-        return _core.objects_remove_all(self._handle)
 
     def get_batch_into(self, keys: Keys, buffers: Buffers | Sequence[object]) -> Sizes:
         """get_into() of several: int64 [n], the bytes of each object, ABSENT or DAMAGED.

@@ -92,15 +92,19 @@ def test_a_lease_holds_it_without_a_view(pool: ObjectPool) -> None:
         assert lease.sizes.tolist() == [3 * SLOT, SLOT, ABSENT]
         with pytest.raises(BadArgumentError, match=r"several slots.*get_into\(\)"):
             _ = lease.views
-        assert pool.remove_objects(["large", "small", "none"]).tolist() == [HELD, HELD, ABSENT]
-        assert pool.remove_all() == 0
+        assert pool.admin.remove_objects(["large", "small", "none"]).tolist() == [
+            HELD,
+            HELD,
+            ABSENT,
+        ]
+        assert pool.admin.remove_all() == 0
         free = pool.stats()["pages_free"]
         assert pool.forget(["large"]) == 1
         assert pool.stats()["pages_free"] == free
         assert pool.object_sizes(["large", "small"]).tolist() == [ABSENT, SLOT]
     assert pool.stats()["pages_free"] == free + 3
-    assert pool.remove_objects(["small"]).tolist() == [0]
-    assert pool.remove_objects(["small"]).tolist() == [ABSENT]
+    assert pool.admin.remove_objects(["small"]).tolist() == [0]
+    assert pool.admin.remove_objects(["small"]).tolist() == [ABSENT]
     assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
 
 
@@ -124,9 +128,9 @@ def test_all_are_removed(pool: ObjectPool) -> None:
     for number in range(20):
         pool.put(str(number), made(number, SIZES[number % 5]))
     with pool.lease(["3"]):
-        assert pool.remove_all() == 19
+        assert pool.admin.remove_all() == 19
         assert pool.object_sizes(["2", "3"]).tolist() == [ABSENT, SIZES[3]]
-    assert pool.remove_all() == 1
+    assert pool.admin.remove_all() == 1
     assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
 
 
@@ -270,7 +274,7 @@ def test_little_is_lost_of_a_pool_of_five_sizes(tmp_path: Path, count: int, seed
                 value, gone = there.pop(name)
                 if number % 50 == 0:
                     assert np.array_equal(got(pool, name, gone), made(value, gone))
-                assert pool.remove_objects([name]).tolist() == [0]
+                assert pool.admin.remove_objects([name]).tolist() == [0]
                 free += -(-gone // SLOT)
             assert pool.put(str(number), made(number, size))
             there[str(number)] = number, size
@@ -306,9 +310,9 @@ def test_several_hosts(tmp_path: Path, host: int) -> None:
         out = [np.zeros(size, np.uint8) for size in SIZES] * 2
         assert other.get_batch_into(names * 2, out).tolist() == list(SIZES) * 2
         with other.lease(names):
-            assert pool.remove_objects(names).tolist() == [HELD] * 5
+            assert pool.admin.remove_objects(names).tolist() == [HELD] * 5
         assert not other.put("4", data[0])
-        assert pool.remove_objects(["4"]).tolist() == [0]
+        assert pool.admin.remove_objects(["4"]).tolist() == [0]
         assert other.object_sizes(names).tolist() == [*SIZES[:4], ABSENT]
         assert other.put("4", data[3])
         assert pool.put("3", data[4], replace=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypedDict
 
+import numpy as np
+import numpy.typing as npt
+
 from cxlkv import _core
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine import prefault
@@ -63,6 +66,16 @@ class Admin(OfThisProcess):
     @audit.setter
     def audit(self, share: float) -> None:
         audit.set_share(self._handle, share)
+
+    def remove_objects(self, keys: Iterable[str | bytes]) -> npt.NDArray[np.int32]:
+        """Take objects out of a pool of objects, but those that somebody reads or has a lease of,
+        which forget() would not spare: int32 [n], 0 for each that is gone, objects.ABSENT or HELD.
+        Of another host's object its readers there are not seen."""
+        return _core.objects_remove(self._handle, self._hashes(keys, True))
+
+    def remove_all(self) -> int:
+        """remove_objects() of all; returns how many are gone."""
+        return _core.objects_remove_all(self._handle)
 
     def check(self, deep: bool = False, repair: bool = False) -> CheckReport:
         """Recount what must hold; deep=True also reads every piece against its CRC.

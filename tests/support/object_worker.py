@@ -196,7 +196,7 @@ class Worker(Walk):
         self.seen["forgotten"] += self.pool.forget(named(self.draw()))
 
     def remove(self) -> None:
-        codes = self.pool.remove_objects(named(self.draw()))
+        codes = self.pool.admin.remove_objects(named(self.draw()))
         self.seen["removed"] += int((codes == 0).sum())
 
     def scrub(self) -> None:

@@ -41,7 +41,7 @@ def check(pool: CXLPool, tiers: Tiers, ids: Ids, states: npt.NDArray[np.uint8]) 
         assert hit.tokens == len(ids)
         np.testing.assert_array_equal(hit.read_states(), states)
         sequence = hit.sequence()
-        keys = sequence.fetch(0)[0].transpose(1, 2, 0, 3).reshape(-1, 2, 16)
+        keys = np.asarray(sequence.fetch(0)[0]).transpose(1, 2, 0, 3).reshape(-1, 2, 16)
         np.testing.assert_array_equal(keys[: len(ids), 0, 0], ids)
         sequence.release()
 
