@@ -177,27 +177,31 @@ def book(path: Path, request: pytest.FixtureRequest) -> Iterator[Book]:
 
 
 @pytest.mark.parametrize("book", [WINDOWS], indirect=True)
-def test_a_window_hides_a_gap_behind_it(book: Book) -> None:
-    """Also one that no whole page behind it hides: the 11th token sees no token of page 1."""
-    book.publish(TEXT[:11], made(book, 1))
+@pytest.mark.parametrize(("tokens", "hit"), [(9, 0), (10, 10), (11, 11)])
+def test_a_window_hides_a_gap_behind_it(book: Book, tokens: int, hit: int) -> None:
+    """Also one that no whole page behind it hides: page 1 ends with token 7, and the next token
+    sees one before it and another."""
+    book.publish(TEXT[:tokens], made(book, 1))
     keys = prefix_keys(TEXT, 4)
     book.evict(rows_named(book, {name(keys[1], 1)}))
     book.find(TEXT).release()
-    assert book.match(TEXT) == 11
+    assert book.match(TEXT) == hit
 
 
 @pytest.mark.parametrize("book", [WINDOWS], indirect=True)
 def test_a_tail_of_a_part_that_has_its_page(book: Book) -> None:
-    """One part has the page that the tail has become, the other one its copy."""
-    book.publish(TEXT[:6], made(book, 1))
+    """One part has the page that the tails have become, the other one their copies; where that
+    lacks one, the shorter tail is found all the same."""
+    book.publish(TEXT[:5], made(book, 1))
+    book.publish(TEXT[:6], made(book, 2))
     book.publish(TEXT[:8], None)
-    keys, copy = prefix_keys(TEXT, 4), book.key(TEXT[:6])
-    book.evict(rows_named(book, {name(copy, 0), name(keys[1], 1)}))
-    book.find(TEXT[:8]).release()
-    assert book.match(TEXT[:8]) == 6
-    book.evict(rows_named(book, {name(copy, 1)}))
-    book.find(TEXT[:8]).release()
-    assert book.match(TEXT[:8]) == 0
+    keys, shorter, longer = prefix_keys(TEXT, 4), book.key(TEXT[:5]), book.key(TEXT[:6])
+    book.evict(rows_named(book, {name(shorter, 0), name(longer, 0), name(keys[1], 1)}))
+    for gone, tokens in ((longer, 6), (shorter, 5), (b"", 0)):
+        book.find(TEXT[:8]).release()
+        assert book.match(TEXT[:8]) == tokens
+        if gone:
+            book.evict(rows_named(book, {name(gone, 1)}))
 
 
 @pytest.mark.parametrize("gone", [[0], [0, 1, 2], [3], [5], [0, 4], [0, 3, 5]], ids=str)
@@ -398,6 +402,24 @@ def other(book: Book) -> Iterator[Book]:
     with CXLPool.create("anonymous:", layout=book.layout, capacity="4MiB", threads=1) as pool:
         yield Book(pool)
         audit(pool)
+
+
+@pytest.mark.parametrize("book", [LAYOUTS["one page"], LAYOUTS["many pages"]], indirect=True)
+def test_a_checkpoint_lies_in_its_pages_as_documented(book: Book) -> None:
+    """The other pages' sums of sums up to the end of a line, its bytes, zeros. A record has the
+    pieces of a page in this order."""
+    for number in (2, 1):  # in pages that others were in before
+        book.publish(TEXT, made(book, number))
+        key, count = book.key(TEXT), book.state_pages
+        records = records_of(book, [name(key, 1, place) for place in range(count)])
+        book.forget(TEXT)
+    stream = records[:, 128:].tobytes()  # behind header and sums
+    table = -(-4 * (count - 1) // 64) * 64
+    sums = np.array([_core.crc32c(record[64:128].tobytes()) for record in records[1:]], np.uint32)
+    states = made(book, 1).tobytes()
+    assert stream[: 4 * (count - 1)] == sums.tobytes()
+    assert stream[table:].startswith(states)
+    assert not any(stream[4 * (count - 1) : table] + stream[table + len(states) :])
 
 
 def test_records_make_the_same_checkpoint(book: Book, other: Book) -> None:

@@ -34,6 +34,7 @@ INTERRUPTED = incoherent.PROGRAMS["hosts"]
 ON_REAL_MEMORY = "test_hosts"
 DESCRIPTORS = "test_visibility"
 PRIVATE_CACHES = "test_objects_incoherent"
+STATES = "test_states_incoherent"
 UPGRADE = "test_upgrade_incoherent"
 FORGOTTEN = "test_forgotten"
 TELLS = {
@@ -44,6 +45,7 @@ TELLS = {
     FORGOTTEN: "FORGET_CARRIED FORGET_FOLLOWED FORGET_REBUILT",
     PRIVATE_CACHES: "OBJECT_PUT_BACK OBJECT_PART_BACK OBJECT_PUBLISH_BACK OBJECT_RESTORE_BACK "
     "OBJECT_LOOK OBJECT_ONCE SCRUB_BACK SCRUB_TABLE_BACK UNSEALED",
+    STATES: "STATE_BACK STATE_TAIL_LOOK STATE_BORROWED",
     UPGRADE: "UPGRADE_EVICT UPGRADE_ORDER",
 }
 TOLD_BY = {name: program for program, names in TELLS.items() for name in names.split()}
@@ -270,6 +272,19 @@ CHECKS = {
     ),
     "OBJECT_ONCE": Check(
         "objects/objects.c", "i == 0 || foreign[i]->page != foreign[i - 1]->page", "true"
+    ),
+    "STATE_BACK": Check(
+        "prefix/states.c",
+        "flush_write_back(FLUSH_PUBLISH_HEADER, piece->at, piece->size)",
+        "(void)0",
+    ),
+    "STATE_TAIL_LOOK": Check(
+        "prefix/boundary.c",
+        "if (!page_is_ours(pool, page)) descriptor_drop(pool, page);",
+        "",
+    ),
+    "STATE_BORROWED": Check(
+        "prefix/boundary.c", "(!pool->shared || found_borrow(pool, s->f, prefix))", "true"
     ),
     "SCRUB_BACK": Check(
         "pages/pages.c", "flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes)", "(void)0"
