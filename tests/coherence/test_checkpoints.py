@@ -115,7 +115,7 @@ def test_a_publisher_is_killed(book: Book, kills: int, seed: int) -> None:
     assert book.pool.stats()["pages_free"] == book.pool.stats()["pages_total"]
 
 
-@pytest.mark.parametrize("looks", [150, nightly(10000)])
+@pytest.mark.parametrize("looks", [nightly(150), nightly(10000)])
 def test_two_writers_of_one_text(book: Book, looks: int) -> None:
     """A match has the checkpoint of one of them, whole, or none."""
     children = []
