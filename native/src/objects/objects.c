@@ -70,6 +70,8 @@ static object_place find_place(cxlkv_pool *pool, const uint8_t *keys, uint64_t i
     place.generation = pool->pages[place.page].generation;
     if (found && (part == 0 || whole_find(pool, keys, i, &line, &place))) {
         place.code = 0;
+    } else if (found && place.rest) {
+        whole_drop(pool, keys, i, &line); /* so that it can be put again */
     } else if (page_is_ours(pool, place.page)) {
         place.code = CXLKV_OBJECT_DAMAGED;
     }

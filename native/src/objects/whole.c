@@ -88,6 +88,33 @@ bool whole_forget(cxlkv_pool *pool, const uint64_t first[2]) {
     return found;
 }
 
+/* What is left of another object, or is another host's, which may be putting this one, too: that
+ * host's copy stays whole there. */
+static void drop_left(cxlkv_pool *pool, const uint64_t hash[2]) {
+    uint32_t page = index_find(pool, hash);
+    if (page == NO_PAGE) return;
+    if (page_is_ours(pool, page)) {
+        page_forget(pool, hash, false);
+    } else {
+        index_erase(pool, hash);
+        page_unpublish(pool, page);
+    }
+}
+
+void whole_drop(cxlkv_pool *pool, const uint8_t *keys, uint64_t i, const descriptor *line) {
+    uint32_t count = object_pages(&pool->layout, line->ordinal);
+    for (uint32_t page = 0; page < count; page++) {
+        descriptor its;
+        uint64_t hash[2];
+        key_hash(keys, i, page, hash);
+        uint32_t found = index_find(pool, hash);
+        if (found != NO_PAGE && (page == 0 || page_is_ours(pool, found)) &&
+            descriptor_read(pool, found, &its) == 0 &&
+            memcmp(its.object, line->object, sizeof(its.object)) == 0)
+            page_forget(pool, hash, false);
+    }
+}
+
 bool whole_publish(cxlkv_pool *pool, const uint8_t *keys, uint64_t i, const object_place *place) {
     uint64_t hash[2], object = random_u64();
     uint32_t parent = NO_PAGE, count = place_pages(pool, place);
@@ -97,7 +124,7 @@ bool whole_publish(cxlkv_pool *pool, const uint8_t *keys, uint64_t i, const obje
         page_key key = {.ordinal = page ? page : place->bytes};
         memcpy(key.object, &object, sizeof(key.object));
         key_hash(keys, i, page, key.hash);
-        if (page) page_forget(pool, key.hash, true); /* what is left of another one */
+        if (page) drop_left(pool, key.hash);
         if (!publish_page(pool, place_page(place, page), WHOLE_PART,
                           place_bytes(pool, place, page), &key))
             break;

@@ -9,6 +9,8 @@ void places_free(uint32_t count, object_place *places); /* their lists */
 /* Finds the pages behind the first, whose descriptor is `line`; false: not all are there. */
 bool whole_find(cxlkv_pool *pool, const uint8_t *keys, uint64_t i, const descriptor *line,
                 object_place *place);
+/* Forgets what there is of one that is not whole. */
+void whole_drop(cxlkv_pool *pool, const uint8_t *keys, uint64_t i, const descriptor *line);
 /* Publishes an object, its first page last; false: it cannot be, and nothing of it is found. */
 bool whole_publish(cxlkv_pool *pool, const uint8_t *keys, uint64_t i, const object_place *place);
 void whole_hash(const uint64_t first[2], uint32_t page, uint64_t hash[2]); /* of its page */
