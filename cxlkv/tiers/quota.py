@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 
 from cxlkv.arrays import Names
 from cxlkv.errors import BadArgumentError, QuotaError
@@ -92,13 +93,18 @@ class Quota:
             return self.tiers.match(keys, lease_s=lease_s, strict=keys.strict)
 
     @contextmanager
-    def room_for(self, keys: PageKeys, slots: int | None = None) -> Iterator[None]:
-        """A block in which the caller publishes these pages or objects. slots: how many the objects
-        take, where these have several. Raises QuotaError, as publish() does."""
+    def room_for(self, keys: PageKeys, slots: npt.ArrayLike = 1) -> Iterator[None]:
+        """A block in which the caller publishes these pages or objects. slots: how many each object
+        takes, in a pool where they may have several. Raises QuotaError, as publish() does."""
         names = self._names(keys)
         with self._lock:
-            new = names[~self._records.here(names)]
-            self._make_room(len(new) if slots is None else slots, names)
+            here = self._records.here(names)
+            new = names[~here]
+            count = len(new)
+            if self.tiers.pool.layout.object_limit is not None:
+                absent = ~here.reshape(len(keys), -1)[:, 0]
+                count = int(np.broadcast_to(slots, len(keys))[absent].sum())
+            self._make_room(count, names)
             try:
                 yield
             finally:  # what the caller has published before it failed counts, too

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cxlkv import ObjectPool
+from cxlkv import KVLayout, ObjectPool
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.sglang.metrics import COUNTS, KINDS
@@ -398,6 +398,25 @@ def test_a_pool_of_larger_objects_serves_for_smaller_ones(where: str) -> None:
     memory = small.hosts[MAIN].memory
     assert np.array_equal(memory[:, 10:14], memory[:, :4])
     assert not small.counting.failures.total()
+
+
+@pytest.mark.parametrize("quota", [None, 4 << 20])
+def test_a_pool_of_small_slots_serves(where: str, quota: int | None) -> None:
+    """Copies need no object in one piece; a pool that is too small for them is named."""
+    for slot, most in ((512, 64 << 10), (512, 600)):
+        path = f"{where}{most}.pool"
+        ObjectPool.create(path, layout=KVLayout.objects(most, slot=slot), capacity="8MiB").close()
+    engine = Engine(f"{where}{64 << 10}.pool", quota=quota)
+    assert engine.store._caches[MAIN].object_bytes > 600
+    engine.hosts[MAIN].fill(0, 4)
+    assert engine.store.store(MAIN, KEYS[:4], indices(4)).all()
+    assert engine.store.leading(KEYS) == 4
+    assert engine.store.load(MAIN, KEYS[:4], indices(4, first=10)).all()
+    memory = engine.hosts[MAIN].memory
+    assert np.array_equal(memory[:, 10:14], memory[:, :4])
+    assert not engine.counting.failures.total()
+    with pytest.raises(GeometryError, match="objects up to 600 B in slots of 512 B there"):
+        Engine(f"{where}600.pool")
 
 
 def test_the_first_rank_says_where_the_pool_is(

@@ -632,6 +632,8 @@ def test_a_quota_counts_slots(slots: tuple[ObjectPool, Tiers]) -> None:
         assert quota.used() == min(10 * (number + 1), 40)
     with pytest.raises(QuotaError), quota.room_for(object_keys(["large"]), 41):
         pass
+    with quota.room_for(object_keys(["9", "new"]), [99, 1]):  # the first is there
+        pass
     with quota.bringing(object_keys(["0"])):
         tiers.restore(["0"])
     assert pool.object_sizes(["0"]).tolist() == [10 * SLOT - 9]

@@ -299,7 +299,8 @@ class ObjectCache(Closing):
 
     def _room_for(self, keys: PageKeys) -> AbstractContextManager[None]:
         """Reserve the tenant's quota while these keys are published. Raises QuotaError."""
-        return nullcontext() if self.quota is None else self.quota.room_for(keys)
+        slots = -(-self.object_bytes // self.pool.layout.page_tokens)
+        return nullcontext() if self.quota is None else self.quota.room_for(keys, slots)
 
     # ---- in place ----
 

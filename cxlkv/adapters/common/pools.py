@@ -73,12 +73,13 @@ def make_or_open(
     parts: int = 1,
     sketch: bool | None = False,
     shared: PoolSettings = UNSHARED,
+    slots: bool = False,
 ) -> tuple[Kind, bool]:
     """The pool at `path`, a CXLPool or an ObjectPool, and whether it was made now; else it keeps
     its capacity.
 
     capacity: of it alone; None: share_bytes(), as one of `parts` pools. sketch: as create() takes
-    it. shared: which hosts share it, and how.
+    it. shared: which hosts share it, and how. slots: an object may lie in several.
     Raises GeometryError for a pool that stores something else, or is shared otherwise; one of
     larger objects will do for objects. Raises BadArgumentError for another user's, HostError where
     another machine is this host.
@@ -88,7 +89,7 @@ def make_or_open(
     with one_maker():
         if _is_there(place, shared):
             _refuse_strangers(place)
-            return _opened(kind, path, layout, shared), False
+            return _opened(kind, path, layout, shared, slots), False
         size = share_bytes(place, parts) if capacity is None else capacity
         made = kind.create(
             path,
@@ -172,11 +173,13 @@ def open_shared(path: str, shared: PoolSettings, threads: int | None = None) -> 
     return pool
 
 
-def _opened(kind: type[Kind], path: str, layout: KVLayout, shared: PoolSettings) -> Kind:
+def _opened(
+    kind: type[Kind], path: str, layout: KVLayout, shared: PoolSettings, slots: bool
+) -> Kind:
     pool = open_shared(path, shared)
     there = pool.layout
-    objects = None not in (there.object_bytes, layout.object_bytes)
-    larger = objects and there.page_tokens >= layout.page_tokens  # engines lease: one slot each
+    most = there.object_bytes and (there.object_bytes if slots else there.page_tokens)
+    larger = (most or 0) >= (layout.object_bytes or 0) > 0
     if (there == layout or larger) and pool.checksum and isinstance(pool, kind):
         return pool
     found = [] if larger else list(differences(there, layout))

@@ -161,7 +161,10 @@ class Store(Closing):
         mine = self._rank.settings
 
         def opened() -> ObjectPool:
-            pool, made = pools.make_or_open(ObjectPool, path, layout, capacity, shared=mine)
+            slots = mine.encoding == "none"  # encoded rows lie in one
+            pool, made = pools.make_or_open(
+                ObjectPool, path, layout, capacity, shared=mine, slots=slots
+            )
             if name == MAIN:
                 self._say(pool, made)
             pools.bring_in(pool, mine.huge)  # else the first pages that are stored pay for it
