@@ -92,11 +92,8 @@ def test_a_lease_holds_it_without_a_view(pool: ObjectPool) -> None:
         assert lease.sizes.tolist() == [3 * SLOT, SLOT, ABSENT]
         with pytest.raises(BadArgumentError, match=r"several slots.*get_into\(\)"):
             _ = lease.views
-        assert pool.admin.remove_objects(["large", "small", "none"]).tolist() == [
-            HELD,
-            HELD,
-            ABSENT,
-        ]
+        gone = pool.admin.remove_objects(["large", "small", "none"])
+        assert gone.tolist() == [HELD, HELD, ABSENT]
         assert pool.admin.remove_all() == 0
         free = pool.stats()["pages_free"]
         assert pool.forget(["large"]) == 1
