@@ -562,6 +562,7 @@ VALUES = {
     "RowForm",
     "Rotary",
     "Selection",
+    "States",
     "VirtualRows",
     "object_keys",
 }

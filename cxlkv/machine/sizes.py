@@ -110,8 +110,14 @@ def pages_for(layout: KVLayout, geometry: dict[str, int], tokens: int, requests:
     Layers with a window give back what lies behind it; what they keep is the window, what may be
     rewound, and the pages in which both begin and end. Of a model with states each has CHECKPOINTS.
     """
-    states = CHECKPOINTS * _core.planned_state_pages(layout, geometry)
+    states = _checkpoint_pages(layout, geometry)
     return requests * (states + _text_pages(layout, geometry, tokens))
+
+
+def _checkpoint_pages(layout: KVLayout, geometry: dict[str, int]) -> int:
+    """Of a request: each checkpoint, and the copy of the tail before it in each part."""
+    states = _core.planned_state_pages(layout, geometry)
+    return CHECKPOINTS * (states + geometry["part_count"]) if states else 0
 
 
 def _text_pages(layout: KVLayout, geometry: dict[str, int], tokens: int) -> int:
@@ -127,7 +133,7 @@ def tokens_in(layout: KVLayout, geometry: dict[str, int], requests: int = 1) -> 
     if layout.object_bytes is not None:
         return 0
     least, most = 0, geometry["page_count"] * layout.page_tokens + 1
-    states = CHECKPOINTS * _core.planned_state_pages(layout, geometry)
+    states = _checkpoint_pages(layout, geometry)
     while most - least > 1:
         middle = (least + most) // 2
         needed = requests * (states + _text_pages(layout, geometry, middle))

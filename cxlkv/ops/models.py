@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 
-from cxlkv.adapters.common.shapes import layout_from
+from cxlkv.adapters.common.shapes import STATE_KINDS, layout_from
 from cxlkv.errors import BadArgumentError, PoolMissingError, UnsupportedError
 from cxlkv.layout import KVLayout
 
@@ -58,14 +58,15 @@ _PLAIN: Mapping[str, tuple[str, ...]] = {
 def layout_of_model(model: str, page_tokens: int = 16, dtype: str | None = None) -> KVLayout:
     """Layout of a folder with a config.json, such a file, or a name; dtype None: the model's own.
 
-    The same layout as adapters.transformers.layout_of(), without torch and without weights. Raises
+    The same layout as adapters.transformers.layout_of(), without weights, and but for models with
+    states without torch. Raises
     PoolMissingError where the model is not found, UnsupportedError for one that no pool stores.
     """
     words, path = find_config(model)
     config = _plain(words) or _from_transformers(model, path)
     config._name_or_path = ALIASES.get(model.lower(), model)
     stored = dtype or getattr(config, "dtype", None) or "float32"
-    return layout_from(config, page_tokens, stored)
+    return layout_from(config, page_tokens, stored, getattr(config, "states", None))
 
 
 def layout_of_text(text: str) -> KVLayout:
@@ -159,4 +160,10 @@ def _from_transformers(model: str, path: Path | None) -> SimpleNamespace:
     text = whole.get_text_config(decoder=True)
     dtype = str(getattr(text, "dtype", None) or getattr(whole, "dtype", None) or "float32")
     words = {name: getattr(text, name, None) for name in _READ}
-    return SimpleNamespace(**words, dtype=dtype)
+    states = None
+    if any(kind in STATE_KINDS for kind in words["layer_types"] or ()):
+        from cxlkv.adapters.transformers.layouts import states_of  # torch: it runs such a model
+
+        form = states_of(text)
+        states = None if form is None else form.states
+    return SimpleNamespace(**words, dtype=dtype, states=states)

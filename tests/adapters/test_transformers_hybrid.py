@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -18,12 +19,19 @@ from cxlkv.adapters.transformers.pieces import pieces
 from cxlkv.adapters.transformers.states import StateForm, StateTensor, state_layers
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 from cxlkv.layout import States
+from cxlkv.machine.sizes import pages_for, plan_for
+from cxlkv.ops.models import layout_of_model
 
 from ..support.hybrid_models import MODELS, WHOLE_TEXTS, dynamic, make
 from ..support.small_models import PAGE_TOKENS, Generates, generate, pool_for, prompts, run
 
 GATE = ("qwen3-next", "jamba", "falcon-h1", "lfm3", "nemotron-h", "kimi-linear", "zaya")
 NEW = 8
+SIZED = [
+    pytest.param(name, marks=[] if name in GATE else [pytest.mark.nightly])
+    for name in MODELS
+    if name != "lfm3"  # a window frees what others of the text keep
+]
 EACH = [pytest.param(name, marks=[] if name in GATE else [pytest.mark.nightly]) for name in MODELS]
 
 
@@ -445,3 +453,26 @@ def test_pieces_end_at_the_stops() -> None:
     assert pieces(0, [4, 6], at_once=False) == [(0, 4), (4, 5), (5, 6)]
     assert pieces(4, [6], at_once=False) == [(4, 5), (5, 6)]
     assert pieces(4, [], at_once=True) == []
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_cxlkv_size_says_what_a_pool_takes(name: str, tmp_path: Path) -> None:
+    """Of requests of 3,200 tokens, each with a checkpoint at its end and one a token before."""
+    model = make(name)
+    model.config.save_pretrained(tmp_path)
+    layout = layout_of_model(str(tmp_path))
+    assert (layout.states, layout.groups) == (layout_of(model).states, layout_of(model).groups)
+    tokens, planned = 3200, plan_for(layout, 3200, requests=2)
+    states = np.zeros(planned.layout.states.bytes if planned.layout.states else 0, np.uint8)
+    with CXLPool.create("anonymous:", layout=layout, capacity=planned.capacity_bytes) as pool:
+        for request in range(2):
+            sequence = pool.sequence()
+            for layer in range(layout.layers):
+                rows = torch.zeros((2, tokens, layout.kv_heads, max(layout.head_dim, 1)))
+                values = rows[1, :, :, : layout.value_head_dim]
+                sequence.append(layer, rows[0], values if layout.values == "own" else None)
+            ids = np.arange(tokens) + request * tokens
+            pool.publish_prefix(sequence, ids[:-1], states=states)
+            pool.publish_prefix(sequence, ids, states=states)
+        used = pool.stats()["pages_total"] - pool.stats()["pages_free"]
+        assert 0.99 <= used / pages_for(layout, planned.geometry, tokens, 2) <= 1
