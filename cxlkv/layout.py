@@ -281,11 +281,20 @@ class States:
     def of(cls, tensors: Iterable[tuple[str, Sequence[int], str]]) -> States:
         """tensors: name, shape and dtype of each, as a checkpoint has them one behind the other,
         each from a multiple of 64 bytes on."""
-        rows = [(str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in tensors]
-        sizes = [prod(shape) * _STATE_DTYPES.get(dtype, 0) for _, shape, dtype in rows]
-        if 0 in sizes:
-            name, shape, dtype = rows[sizes.index(0)]
-            raise BadArgumentError(f"state {name!r:.60}: no bytes in a tensor {dtype} {shape}")
+        try:
+            rows = [(str(name), tuple(shape), dtype) for name, shape, dtype in tensors]
+        except (TypeError, ValueError) as error:
+            raise BadArgumentError(
+                f"{tensors!r:.80}: the name, shape and dtype of each state are wanted"
+            ) from error
+        sizes = list[int]()
+        for name, shape, dtype in rows:
+            if dtype not in _STATE_DTYPES or not all(is_whole(each, 1) for each in shape):
+                raise BadArgumentError(
+                    f"state {name:.60}: no tensor is {dtype!r:.20} {shape!r:.60}"
+                )
+            sizes.append(prod(map(int, shape)) * _STATE_DTYPES[dtype])
+        rows = [(name, tuple(map(int, shape)), dtype) for name, shape, dtype in rows]
         total = sum(-(-size // LINE_BYTES) * LINE_BYTES for size in sizes)
         return cls(total, crc32(repr(rows).encode()))
 

@@ -398,6 +398,10 @@ GOOD: Mapping[str, Callable[[World], object]] = {
     "dim": lambda w: DIM,
     "size": lambda w: 8 * 4 * DIM,
     "pool": lambda w: w.pool,
+    "tensors": lambda w: [("ssm", (2, 3), "float32")],
+    "positions.hit": lambda w: 0,
+    "known": lambda w: 0,
+    "Records.state_names.pages": lambda w: 1,
     "names": lambda w: w.pool.records.names(b"".join(w.keys))[:, 0, 0],
     "tiers": lambda w: w.tiers,
     "profile": lambda w: profiles.named("spr-ddr5-local")[1],
@@ -455,6 +459,9 @@ WITHOUT: Mapping[str, str] = {
     "FarLayer.get_mask_sizes": BY_MODELS,
     "CXLCache.batch_repeat_interleave": BY_MODELS,
     "CXLCache.crop": BY_MODELS,
+    "CXLCache.get_conv_state": BY_MODELS,
+    "CXLCache.update_conv_state": BY_MODELS,
+    "CXLCache.states": BY_MODELS,
 }
 """Calls, or numbers of one, that are not tried, and why."""
 NEVER_RIGHT = {

@@ -168,6 +168,8 @@ def names(pool: Handle, hashes: bytes, places: int) -> npt.NDArray[np.uint8]:
 
 def state_names(pool: Handle, hashes: bytes, pages: int) -> npt.NDArray[np.uint8]:
     """[keys, pages, 16]"""
+    if not is_whole(pages, 0, 1 << 16):
+        raise errors.BadArgumentError(f"{pages!r:.40} pages of a checkpoint: 0 to 65536")
     out = np.empty((len(hashes) // HASH_BYTES, pages, 16), np.uint8)
     check(lib.cxlkv_state_names(pool, len(out), hashes, pages, flat("uint8_t", out, True)))
     return out

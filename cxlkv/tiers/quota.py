@@ -23,7 +23,7 @@ from cxlkv.arrays import Names
 from cxlkv.errors import BadArgumentError, QuotaError
 from cxlkv.layout import format_bytes, parse_bytes
 from cxlkv.machine import lifetime
-from cxlkv.numbers import is_whole
+from cxlkv.numbers import array_of, is_whole
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.tiers import Tiers
@@ -96,14 +96,16 @@ class Quota:
     def room_for(self, keys: PageKeys, slots: npt.ArrayLike = 1) -> Iterator[None]:
         """A block in which the caller publishes these pages or objects. slots: how many each object
         takes, in a pool where they may have several. Raises QuotaError, as publish() does."""
-        names = self._names(keys)
+        names, taken = self._names(keys), array_of(slots, "slots")
+        if taken.dtype.kind not in "iu" or taken.ndim > 1 or (taken < 0).any():
+            raise BadArgumentError(f"slots={slots!r:.60}: whole numbers, of all or of each object")
         with self._lock:
             here = self._records.here(names)
             new = names[~here]
             count = len(new)
             if self.tiers.pool.layout.object_limit is not None:
                 absent = ~here.reshape(len(keys), -1)[:, 0]
-                count = int(np.broadcast_to(slots, len(keys))[absent].sum())
+                count = int(np.broadcast_to(taken, len(keys))[absent].sum())
             self._make_room(count, names)
             try:
                 yield

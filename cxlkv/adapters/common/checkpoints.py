@@ -7,6 +7,9 @@ block: the choice of Marconi (Pan et al., MLSys 2025, arXiv 2411.19379), and the
 
 from __future__ import annotations
 
+from cxlkv.errors import BadArgumentError
+from cxlkv.numbers import is_whole
+
 __all__ = ["positions"]
 
 
@@ -16,8 +19,11 @@ def positions(tokens: int, hit: int, known: int, *, every: int | None = None) ->
     hit: tokens of the match that it goes on from; known: Hit.known_tokens. One is at the end, less
     the last token, which is computed again by whoever has the same prompt; one where its text
     parted from others', which begin alike and have no checkpoint there. every: others at multiples
-    of so many tokens. The end of a turn is the caller's.
+    of so many tokens. The end of a turn is the caller's. Raises BadArgumentError.
     """
+    numbers = (tokens, hit, known, 1 if every is None else every)
+    if not all(is_whole(one) for one in numbers) or numbers[3] == 0:
+        raise BadArgumentError(f"tokens, hit, known, every {numbers!r:.80}: whole numbers")
     end = tokens - 1
     found = {end, known}
     if every:
