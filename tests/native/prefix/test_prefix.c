@@ -85,7 +85,7 @@ static void last_lanes_agree(uint64_t *seed) {
  * pages of 10; salt "s". The last key of each kind, and that of 1 and of 9 tokens behind page 9. */
 static void known_keys(void) {
     int64_t ids[100];
-    uint8_t root[16], keys[10 * 16], tails[9 * 16];
+    uint8_t root[16], keys[10 * 16], tails[9 * 16], every[100 * 16];
     blake2s state;
     uint32_t block[BLAKE2S_BLOCK_WORDS] = {'s'};
     for (int i = 0; i < 100; i++) ids[i] = i == 40 ? 1ll << 40 : 3 * i;
@@ -103,7 +103,13 @@ static void known_keys(void) {
     check_hex(keys + 9 * 16, "78f2cb44199a1a327ca238d4056d5f5d");
     CHECK(cxlkv_page_keys(ids, 99, 100, CXLKV_KEYS_CHAINED, root, keys) == 0);
     CHECK(cxlkv_page_keys(ids, 99, 0, CXLKV_KEYS_CHAINED, root, keys) == -CXLKV_E_ARGUMENT);
-    CHECK(cxlkv_page_keys(ids, 99, 10, 3, root, keys) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_page_keys(ids, 99, 10, 4, root, keys) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_page_keys(ids, 100, 0, CXLKV_KEYS_EVERY, root, every) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_page_keys(ids, 100, 10, CXLKV_KEYS_EVERY, root, every) == 100);
+    check_hex(every + 9 * 16, "3139ee35b0f0182356c964e183b468ec");
+    check_hex(every + 99 * 16, "eaf42d4421e4256bbc34cf2ddc44d0d4");
+    CHECK(cxlkv_page_keys(ids + 90, 9, 0, CXLKV_KEYS_TAIL, every + 89 * 16, tails) == 9);
+    CHECK(memcmp(every + 90 * 16, tails, sizeof(tails)) == 0);
 }
 
 /* As by a match of another process that was just going to copy it. */
