@@ -26,7 +26,7 @@ class Transfer(Protocol):
 
     def end(self, kind: Kind, size_bytes: int) -> None: ...
 
-    def end_append(self, layout: KVLayout, tokens: Tokens, added: Tokens) -> None:
+    def end_append(self, layout: KVLayout, layer: int, tokens: Tokens, added: Tokens) -> None:
         """tokens of each sequence are there now, `added` of them are new."""
 
     def end_attach(self, layout: KVLayout, pages: npt.NDArray[np.uint32]) -> None:

@@ -148,8 +148,8 @@ def _places(positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.
     return given.astype(np.float64)
 
 
-# What all groups of a pool have in common.
-_SHAPE = ("kv_heads", "head_dim", "value_head_dim", "dtype", "values", "k_encoding", "v_encoding")
+_SHAPE = ("kv_heads", "head_dim", "value_head_dim", "dtype", "values")
+_ENCODED = ("k_encoding", "v_encoding")  # what all groups of a pool have in common
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +359,8 @@ class KVLayout:
 
         order[l] is the group of the model's layer l; without it the groups stand one after the
         other. Gemma-3: LayerGroup(layers=5, window=512, ...) and LayerGroup(layers=1, ...), order
-        (0, 0, 0, 0, 0, 1).
+        (0, 0, 0, 0, 0, 1). Groups may differ in all but their encodings. Keys that nobody attends
+        to, an indexer's rows beside latent ones, are values="key_prefix".
         """
         if order is None:
             order = [index for index, group in enumerate(groups) for _ in range(group.layers)]
@@ -456,26 +457,63 @@ class KVLayout:
         words = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
         return f"{type(self).__name__}({words})"
 
-    @cached_property
-    def shape(self) -> LayerGroup:
-        """The shape that all layers have; raises UnsupportedError for what no pool stores yet."""
+    def check_stored(self) -> None:
+        """Raises UnsupportedError for what no pool stores yet."""
         first = self.groups[0]
         for group in self.groups:
             if group.kind != "attention":
-                raise UnsupportedError(f"kind={group.kind!r}: state layers are not built yet")
-            for name in _SHAPE:
+                raise UnsupportedError(
+                    f"kind={group.kind!r}: a model's states are KVLayout(states=), not layers"
+                )
+            if "object" in (group.values, first.values) and len(self.groups) > 1:
+                raise UnsupportedError("a pool of objects has no other layers")
+            for name in _ENCODED:
                 if getattr(group, name) != getattr(first, name):
                     raise UnsupportedError(
                         f"layer groups with {name}={getattr(first, name)} and "
-                        f"{getattr(group, name)}: groups of one pool may differ in their window "
-                        "only; make a pool for each shape"
+                        f"{getattr(group, name)}: all groups of a pool have one encoding"
                     )
         if len(self.groups) > GROUPS_MAX or len(self.order) > LAYERS_MAX:
             raise UnsupportedError(
                 f"{len(self.groups)} groups of {len(self.order)} layers: a pool stores up to "
                 f"{GROUPS_MAX} of up to {LAYERS_MAX}"
             )
-        return first
+
+    @cached_property
+    def has_shapes(self) -> bool:
+        """Whether its groups differ in more than their windows."""
+        first = [getattr(self.groups[0], name) for name in _SHAPE]
+        return any([getattr(group, name) for name in _SHAPE] != first for group in self.groups)
+
+    @cached_property
+    def shape(self) -> LayerGroup:
+        """The shape that all layers have. Raises UnsupportedError where they differ: then
+        of_layer() has each."""
+        self.check_stored()
+        if self.has_shapes:
+            shapes = ", ".join(
+                f"{group.kv_heads} x {group.head_dim} {group.dtype}" for group in self.groups
+            )
+            raise UnsupportedError(
+                f"layers of unlike shapes, {shapes}: this works with one shape of all layers only"
+            )
+        return self.groups[0]
+
+    @cached_property
+    def _of_groups(self) -> tuple[KVLayout, ...]:
+        made = list[KVLayout]()
+        for group in self.groups:
+            one = KVLayout.__new__(KVLayout)
+            one.__dict__.update({f.name: getattr(self, f.name) for f in fields(self)}, shape=group)
+            made.append(one)
+        return tuple(made)
+
+    def of_layer(self, layer: int) -> KVLayout:
+        """The same layout, whose kv_heads, head_dim, value_head_dim, dtype and values are those of
+        one layer."""
+        if not is_whole(layer, 0, len(self.order) - 1):
+            raise BadArgumentError(f"layer {layer!r}: the layout has {len(self.order)}")
+        return self._of_groups[self.order[layer]] if self.has_shapes else self
 
     @cached_property
     def layers(self) -> int:
@@ -503,11 +541,11 @@ class KVLayout:
 
     @cached_property
     def k_encoding(self) -> str:
-        return self.shape.k_encoding
+        return self.groups[0].k_encoding
 
     @cached_property
     def v_encoding(self) -> str:
-        return self.shape.v_encoding
+        return self.groups[0].v_encoding
 
     @cached_property
     def is_encoded(self) -> bool:
@@ -560,7 +598,7 @@ class KVLayout:
     @cached_property
     def object_bytes(self) -> int | None:
         """The most bytes of an object in a pool of objects; None where K and V are stored."""
-        return (self.object_limit or self.page_tokens) if self.values == "object" else None
+        return self.object_limit or self.page_tokens if self.groups[0].values == "object" else None
 
     @cached_property
     def token_bytes(self) -> int:
@@ -571,6 +609,11 @@ class KVLayout:
     def stored_token_bytes(self) -> int:
         """The same as they are kept: codes with their scales, where they are encoded."""
         return sum(group.stored_token_bytes for group in self.groups)
+
+    @cached_property
+    def stored_layer_bytes(self) -> int:
+        """As stored_token_bytes, of one layer: of_layer() where they differ."""
+        return self.shape.stored_token_bytes // self.shape.layers
 
     @cached_property
     def stored_key_bytes(self) -> int:
@@ -602,7 +645,10 @@ class KVLayout:
             slots = f" in slots of {format_bytes(self.page_tokens)}" if self.object_limit else ""
             return f"objects of up to {format_bytes(self.object_bytes)}{slots}"
         windows = ", some with a window" if any(self.windows) else ""
-        heads = f"{self.kv_heads} kv heads x {self.head_dim} {self.dtype}"
+        shapes = dict.fromkeys(
+            f"{each.kv_heads} kv heads x {each.head_dim} {each.dtype}" for each in self.groups
+        )
+        heads = " and ".join(shapes)
         kept = ""
         if self.is_encoded:
             kept = f", keys in {self.k_encoding}, values in {self.v_encoding}"
@@ -618,18 +664,6 @@ def _row_bytes(channels: int, encoding: str, dtype: str) -> int:
     if encoding not in CODE_BITS:
         return channels * (1 if encoding == FP8 else DTYPE_BYTES[dtype])
     return -(-channels // CODE_TOKENS) * CODE_TOKENS * CODE_BITS[encoding] // 8 + 2
-
-
-def layer_places(layout: KVLayout, record_layers: int) -> tuple[tuple[int, int], ...]:
-    """(part, row of its pages) of each layer: group after group, record_layers to a part."""
-    places = [(0, 0)] * layout.layers
-    part = 0
-    for group in range(len(layout.groups)):
-        members = [layer for layer in range(layout.layers) if layout.order[layer] == group]
-        for seen, layer in enumerate(members):
-            places[layer] = (part + seen // record_layers, seen % record_layers)
-        part += -(-len(members) // record_layers)
-    return tuple(places)
 
 
 def differences(there: KVLayout, wanted: KVLayout) -> Iterator[str]:

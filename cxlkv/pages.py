@@ -19,7 +19,6 @@ from cxlkv._core import reclaim
 from cxlkv._core.reclaim import Reclaimer, T
 from cxlkv.arrays import Codes, Counts, Generations, Names, Offsets, PageIds, RecordBytes
 from cxlkv.errors import BadArgumentError
-from cxlkv.layout import KVLayout, layer_places
 from cxlkv.machine.lifetime import OfThisProcess
 from cxlkv.numbers import is_whole
 
@@ -40,6 +39,7 @@ PACKED_HEADER, PACKED_MAGIC = _core.PACKED_HEADER, _core.PACKED_MAGIC
 PACKED_VERSION = _core.PACKED_VERSION
 """The line at the front of a page's record in a pool, and of a record outside of one."""
 crc32c, names_of, layout_crc = _core.crc32c, _core.names_of, _core.layout_crc
+layer_places = _core.layer_places
 
 
 class Places(NamedTuple):
@@ -53,34 +53,26 @@ class Places(NamedTuple):
     values: Offsets | None
 
 
-def places_of(geometry: Mapping[str, int], layout: KVLayout, pages: PageIds, layer: int) -> Places:
-    """Places by geometry alone, of pages of the layer's part: docs/reference/memory-layout.md."""
-    if not is_whole(layer, 0, layout.layers - 1):
-        raise BadArgumentError(f"layer {layer}: the pool has {layout.layers}")
+def places_of(geometry: Mapping[str, int], place: _core.LayerPlace, pages: PageIds) -> Places:
+    """Places by geometry alone, of pages of the part of a layer, one of layer_places():
+    docs/reference/memory-layout.md."""
     given: Offsets = np.asarray(pages, np.int64)
     if given.size and not 0 <= given.min() <= given.max() < geometry["page_count"]:
         raise BadArgumentError(
             f"pages {given.min()} to {given.max()}: the pool has {geometry['page_count']}"
         )
-    _, row = layer_places(layout, geometry["record_layers"])[layer]
     extent, slot = np.divmod(given, geometry["slab_slots"])
     start = geometry["extents_offset"] + extent * geometry["extent_bytes"]
-    start += geometry["layers_offset"] + row * geometry["layer_bytes"]
 
-    def pieces(slab_offset: int, piece_bytes: int) -> Offsets:
-        found: Offsets = start + slab_offset + slot * (layout.kv_heads * piece_bytes)
+    def pieces(kind: int) -> Offsets:
+        found: Offsets = start + place.offsets[kind] + slot * place.slot_bytes[kind]
         return found
 
-    def if_any(kind: str) -> Offsets | None:
-        size = geometry[f"{kind}_piece_bytes"]
-        offset = geometry["sketches_offset" if kind == "sketch" else "values_offset"]
-        return pieces(offset, size) if size else None
-
     return Places(
-        digests=pieces(0, geometry["digest_piece_bytes"]),
-        sketches=if_any("sketch"),
-        keys=pieces(geometry["keys_offset"], geometry["key_piece_bytes"]),
-        values=if_any("value"),
+        digests=pieces(0),
+        sketches=pieces(1) if place.piece_bytes[1] else None,
+        keys=pieces(2),
+        values=pieces(3) if place.piece_bytes[3] else None,
     )
 
 
@@ -109,15 +101,17 @@ class Pages(OfThisProcess):
         self._total = self.geometry["page_count"]
 
     @cached_property
-    def _layout(self) -> KVLayout:
-        return _core.pool_layout(self._pool)[0]
+    def _layers(self) -> tuple[_core.LayerPlace, ...]:
+        return layer_places(_core.pool_layout(self._pool)[0], self.geometry)
 
     def places(self, pages: PageIds, layer: int) -> Places:
         """Where the pieces of one layer of these pages lie, for a caller that writes them itself.
 
         The pages are of the layer's part: Batch.attach() says which those are.
         """
-        return places_of(self.geometry, self._layout, pages, layer)
+        if not is_whole(layer, 0, len(self._layers) - 1):
+            raise BadArgumentError(f"layer {layer}: the pool has {len(self._layers)}")
+        return places_of(self.geometry, self._layers[layer], pages)
 
     def alloc(self, count: int) -> PageIds:
         """`count` page ids, uint32; neighbours where there are any. Raises PoolFullError."""

@@ -28,7 +28,7 @@ from cxlkv.emulation import profiles
 from cxlkv.emulation.profiles import Profile
 from cxlkv.emulation.sharing import GB, Transfer, check_devices, share_out
 from cxlkv.errors import BadArgumentError, ClosedError
-from cxlkv.layout import KVLayout, layer_places
+from cxlkv.layout import KVLayout
 from cxlkv.machine import lifetime, numa_mode
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import Pool
@@ -171,16 +171,16 @@ class Charged(NamedTuple):
         if size_bytes > 0:
             self.link.heard(kind, size_bytes, self.began_s, self.pool)
 
-    def end_append(self, layout: KVLayout, tokens: Tokens, added: Tokens) -> None:
+    def end_append(self, layout: KVLayout, layer: int, tokens: Tokens, added: Tokens) -> None:
         """The open tails are in this process: pages are charged when they are complete."""
         pages = tokens // layout.page_tokens - (tokens - added) // layout.page_tokens
-        self.end("append", int(pages.sum()) * self._page_bytes(layout))
+        self.end("append", int(pages.sum()) * self._page_bytes(layout)[layer])
 
     def end_attach(self, layout: KVLayout, pages: npt.NDArray[np.uint32]) -> None:
-        places = layer_places(layout, _core.pool_geometry(self.pool)["record_layers"])
+        places = _core.layer_places(layout, _core.pool_geometry(self.pool))
         pages_of = (pages != _core.NO_PAGE).sum(axis=1)
-        count = sum(int(pages_of[part]) for part, _ in places)
-        self.end("attach", count * self._page_bytes(layout))
+        each = zip(places, self._page_bytes(layout), strict=True)
+        self.end("attach", sum(int(pages_of[place.part]) * size for place, size in each))
 
     def end_read(
         self,
@@ -202,15 +202,17 @@ class Charged(NamedTuple):
             visible = np.repeat(complete, lists)[:, None, None]
             pieces = int(((picked.pages >= 0) & (picked.pages < visible)).sum())
         pieces -= max(0, _local_reads(self.pool) - self.local_reads)
-        tokens_bytes = layout.stored_token_bytes // layout.layers // layout.kv_heads
+        tokens_bytes = layout.stored_layer_bytes // layout.kv_heads
         size = pieces * tokens_bytes * layout.page_tokens
         self.end(kind, size if most_bytes is None else min(size, most_bytes))
 
-    def _page_bytes(self, layout: KVLayout) -> int:
-        """Bytes of one page and layer: digests, sketches, K and V."""
-        found = _core.pool_geometry(self.pool)
-        names = ("digest", "sketch", "key", "value")
-        return layout.kv_heads * sum(found[f"{name}_piece_bytes"] for name in names)
+    def _page_bytes(self, layout: KVLayout) -> list[int]:
+        """Bytes of one page, by layer: digests, sketches, K and V."""
+        places = _core.layer_places(layout, _core.pool_geometry(self.pool))
+        return [
+            layout.groups[group].kv_heads * sum(place.piece_bytes)
+            for group, place in zip(layout.order, places, strict=True)
+        ]
 
 
 class Links:

@@ -185,7 +185,7 @@ def _states(
         known = _runs.setdefault(pool, WeakValueDictionary())
     found: list[Run] = []
     held, late = text.held, False
-    token_bytes = layout.stored_token_bytes // layout.layers
+    token_bytes = layout.stored_layer_bytes
     for first, last in runs_of(pages, layout.page_tokens):
         key = (chooser, layer, names[:, first:last].tobytes())
         with _lock:
@@ -444,7 +444,7 @@ def _listed(layout: KVLayout, tokens: int, wanted: _List, choice: Choice | None)
     rows = None
     if choice is not None and choice.rows is not None:
         rows = VirtualRows(choice.rows.k[None], choice.rows.v[None], choice.rows.log_counts[None])
-    a_token = layout.stored_token_bytes // (layout.layers * heads)
+    a_token = layout.stored_layer_bytes // heads
     return _Listed(numbers, own, rows, int(fetched) * a_token)
 
 

@@ -161,7 +161,7 @@ class Choosers:
 
     def answer(self, worker: _core.Handle) -> None:
         """What a client asks now, if anything."""
-        asked = _core.worker_asked(worker, self._layout.head_dim)
+        asked = _core.worker_asked(worker)
         if asked is not None:
             self._answer(worker, asked)
         # Behind it: who told its sequences anew has found their states again by now.
@@ -189,7 +189,7 @@ class Choosers:
                 )
 
     def _select(self, asked: _core.WorkerQuestion) -> Selection:
-        chooser, layout = self._known.get(asked.chooser), self._layout
+        chooser, layout = self._known.get(asked.chooser), self._layout.of_layer(asked.layer)
         if chooser is None:
             known = ", ".join(each.name for each in self._known.values()) or "none"
             raise UnsupportedError(
@@ -224,7 +224,7 @@ class Choosers:
 
     def _fetch(self, sequence: _core.Handle, layer: int, picked: Selection) -> tuple[Array, Array]:
         batch = _core.batch_create(self._pool, [sequence])
-        return simd.fetch(batch, self._layout, layer, picked, 1, 0, None)
+        return simd.fetch(batch, self._layout.of_layer(layer), layer, picked, 1, 0, None)
 
     def _forget(self, worker: _core.Handle) -> None:
         if self._held:

@@ -15,9 +15,8 @@ from cxlkv import CXLPool, KVLayout, LayerGroup, _core
 from cxlkv.arrays import Floats
 from cxlkv.emulation.link import emulate
 from cxlkv.errors import BadArgumentError, CorruptError, UnevenError
-from cxlkv.layout import layer_places
 from cxlkv.ndp.engine import Budget
-from cxlkv.pages import NO_PAGE
+from cxlkv.pages import NO_PAGE, layer_places
 from cxlkv.prefix import prefix_keys
 from cxlkv.sequence import Sequence
 
@@ -70,7 +69,7 @@ class Elsewhere:
             for layer, (k, v) in enumerate(rows):
                 source.append(layer, k[part], v[part])
             for layer in range(layout.layers):
-                which = layer_places(layout, self.geometry["record_layers"])[layer][0]
+                which = layer_places(layout, self.geometry)[layer][0]
                 self.copy(source.pages[which], pages[which, item], layer, sums[layer, item])
             source.release()
         return pages, sums
@@ -211,7 +210,7 @@ def test_windows(tmp_path: Path) -> None:
     with pool_at(tmp_path, groups=2) as pool:
         rows = rows_of(generator, pool.layout, 16)
         pages, sums = Elsewhere(pool).write(rows)
-        windowed = layer_places(pool.layout, pool.pages.geometry["record_layers"])[2]
+        windowed = layer_places(pool.layout, pool.pages.geometry)[2][:2]
         gone = pages[windowed[0], :2].copy()
         pool.pages.free(gone)
         pages[windowed[0], :2] = NO_PAGE
@@ -290,7 +289,7 @@ def test_a_link_is_charged_what_an_attach_verifies(tmp_path: Path) -> None:
         names = ("digest", "sketch", "key", "value")
         page_bytes = 2 * sum(elsewhere.geometry[f"{name}_piece_bytes"] for name in names)
         verified, behind, plain = (elsewhere.write(rows) for _ in range(3))
-        windowed, _ = layer_places(pool.layout, elsewhere.geometry["record_layers"])[2]
+        windowed = layer_places(pool.layout, elsewhere.geometry)[2].part
         behind[0][windowed, 0] = NO_PAGE
         with emulate(pool, "astera-a1000", mode="virtual") as link:
             pool.sequence().attach(*verified, verify=True)

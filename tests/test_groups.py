@@ -55,6 +55,27 @@ LAYOUTS: dict[str, tuple[KVLayout, list[list[int]]]] = {
         layout_of([group(1, 5, "key_prefix"), group(1, None, "key_prefix")]),
         [[0], [1]],
     ),
+    "unlike heads": (  # a page holds two layers of either group
+        layout_of(
+            [group(6, 10), replace(GROUP, layers=2, kv_heads=1, head_dim=12, value_head_dim=8)],
+            [0, 0, 0, 1, 0, 0, 0, 1],
+        ),
+        [[0, 1], [2, 4], [5, 6], [3, 7]],
+    ),
+    "an indexer's rows beside latent ones": (  # one latent layer is as large as two of the other
+        layout_of(
+            [
+                replace(group(2, None, "key_prefix"), kv_heads=1, head_dim=20, value_head_dim=16),
+                replace(group(2, 9, "key_prefix"), kv_heads=1, head_dim=6, value_head_dim=1),
+            ],
+            [0, 1, 0, 1],
+        ),
+        [[0], [2], [1, 3]],
+    ),
+    "keys and values, and keys alone": (
+        layout_of([group(2, 7), replace(group(3, None, "key_prefix"), value_head_dim=DIM)]),
+        [[0, 1], [2, 3, 4]],
+    ),
 }
 
 
@@ -84,11 +105,14 @@ class Walk:
         self.layout, self.parts = layout, parts
         self.windows = [self.layout.windows[layers[0]] for layers in parts]
         self.rng = np.random.default_rng(seed)
-        size = (layout.layers, PLACES, TOKEN_IDS, HEADS, layout.groups[0].head_dim)
-        self.keys = self.rng.integers(-3, 4, size).astype(np.float32)
-        self.values = self.keys
-        if self.layout.values == "own":
-            self.values = self.rng.integers(-3, 4, size).astype(np.float32)
+        self.shapes = [layout.of_layer(layer) for layer in range(layout.layers)]
+        self.keys = [self.table(each.kv_heads, each.head_dim) for each in self.shapes]
+        self.values = [
+            self.table(each.kv_heads, each.value_head_dim)
+            if each.values == "own"
+            else keys[..., : each.value_head_dim]
+            for each, keys in zip(self.shapes, self.keys, strict=True)
+        ]
         self.pool = CXLPool.create("anonymous:", layout=self.layout, capacity="4MiB", threads=1)
         total = self.pool.stats()["pages_total"]
         self.ballast = self.pool.pages.alloc(total - free_pages)
@@ -96,6 +120,10 @@ class Walk:
         self.twins: list[Twin] = []
         self.index: dict[Key, Page] = {}
         self.seen: Counter[str] = Counter()
+
+    def table(self, heads: int, dim: int) -> Floats:
+        size = (PLACES, TOKEN_IDS, heads, dim)
+        return self.rng.integers(-3, 4, size).astype(np.float32)
 
     def held(self) -> set[Page]:
         return {page for twin in self.twins for own in twin.pages for page in own.values()}
@@ -125,7 +153,7 @@ class Walk:
 
     def contents(self, ids: list[int], layer: int, first: int = 0) -> tuple[Floats, Floats]:
         places = np.arange(first, len(ids)) % PLACES
-        return self.keys[layer, places, ids[first:]], self.values[layer, places, ids[first:]]
+        return self.keys[layer][places, ids[first:]], self.values[layer][places, ids[first:]]
 
     def make(self, real: Sequence, ids: list[int], pages: list[dict[int, Page]]) -> Twin:
         first = [self.window_page(part, len(ids)) for part in range(len(self.parts))]
@@ -155,7 +183,8 @@ class Walk:
         try:
             for layer in range(self.layout.layers):
                 k, v = self.contents(ids, layer, before)
-                twin.real.append(layer, k, None if self.layout.values != "own" else v, rewind)
+                stored = v if self.shapes[layer].values == "own" else None
+                twin.real.append(layer, k, stored, rewind)
         except PoolFullError:
             assert full
             self.seen["full"] += 1
@@ -296,7 +325,8 @@ class Walk:
         tokens = len(twin.ids)
         rows = int(self.rng.integers(1, min(tokens, 9) + 1))
         keys, values = self.contents(twin.ids, layer)
-        queries = self.rng.integers(-2, 3, (rows, 2 * HEADS, DIM)).astype(np.float32)
+        heads, dim = self.shapes[layer].kv_heads, self.shapes[layer].head_dim
+        queries = self.rng.integers(-2, 3, (rows, 2 * heads, dim)).astype(np.float32)
         if not self.sees(twin, part, rows):
             with pytest.raises(BadArgumentError, match="given back"):
                 twin.real.attend(layer, queries)
@@ -317,7 +347,7 @@ class Walk:
         np.testing.assert_allclose(lse, want_lse, rtol=2e-5, atol=2e-5)
         picked = twin.real.select(layer, queries, Budget(share=1.0), scale=0.25)
         fetched_k, fetched_v = twin.real.fetch(layer, picked)
-        for row, head in np.ndindex(rows, HEADS):
+        for row, head in np.ndindex(rows, heads):
             count = int(picked.counts[row, head])
             at = (
                 picked.pages[row, head, :count, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)

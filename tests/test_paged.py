@@ -22,7 +22,8 @@ from cxlkv.errors import (
     PoisonError,
     PoolFullError,
 )
-from cxlkv.layout import DTYPES, layer_places
+from cxlkv.layout import DTYPES
+from cxlkv.pages import layer_places
 
 from .conftest import MakePool
 from .support.threads import run_all
@@ -126,8 +127,7 @@ def page_ids(pool: CXLPool, sequence: Sequence, layer: int) -> npt.NDArray[np.ui
     """Ids of the complete pages of a layer that are still there; part 0 has the window, if any
     has.
     """
-    record_layers = pool.pages.geometry["record_layers"]
-    part = layer_places(pool.layout, record_layers)[layer][0]
+    part = layer_places(pool.layout, pool.pages.geometry)[layer][0]
     every, count = sequence.pages, sequence.tokens(0) // PAGE
     first = len(every) - count  # of part 1
     missing = count - sequence.tokens(layer) // PAGE  # of later layers, in the middle of a step

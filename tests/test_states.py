@@ -22,7 +22,7 @@ from cxlkv.errors import (
     ReleasedError,
     StaleError,
 )
-from cxlkv.pages import places_of
+from cxlkv.pages import layer_places, places_of
 from cxlkv.prefix import prefix_keys
 from cxlkv.sequence.hit import Hit
 
@@ -281,7 +281,7 @@ def test_bytes_that_are_no_checkpoint(book: Book) -> None:
 def pieces(book: Book, page: int) -> dict[str, int]:
     """Where bytes of each kind lie in the pool's file that a page of states has."""
     geometry, layout = book.pool.pages.geometry, book.layout
-    at = places_of(geometry, layout, np.array([page], np.uint32), 0)
+    at = places_of(geometry, layer_places(layout, geometry)[0], np.array([page], np.uint32))
     kinds = {"digest": at.digests, "sketch": at.sketches, "keys": at.keys, "values": at.values}
     found = {kind: int(one[0]) for kind, one in kinds.items() if one is not None}
     extent, slot = divmod(page, geometry["slab_slots"])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ABI = 27
+ABI = 28
 """CXLKV_ABI of native/include/cxlkv_abi.h as these files know it; counted up together."""
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,15 +33,16 @@ _OF_THE_POOL = ("reaped_processes", "rebuilds", "lost_lines", "log_rescans", "lo
 
 
 def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
-    shape = layout.shape
+    layout.check_stored()
     made = ffi.new("cxlkv_layout *")
-    made.layers, made.kv_heads = layout.layers, shape.kv_heads
-    made.head_dim, made.value_head_dim = shape.head_dim, layout.value_head_dim
-    made.page_tokens = layout.page_tokens
-    made.dtype = STORED.index(shape.dtype)
-    made.values = VALUES.index(shape.values)
-    made.k_encoding = ENCODINGS.index(shape.k_encoding)
-    made.v_encoding = ENCODINGS.index(shape.v_encoding)
+    made.layers, made.page_tokens = layout.layers, layout.page_tokens
+    if layout.has_shapes:
+        for shape, group in zip(made.shapes, layout.groups, strict=False):
+            _fill_shape(shape, group)
+    else:
+        _fill_shape(made, layout.groups[0])
+    made.k_encoding = ENCODINGS.index(layout.k_encoding)
+    made.v_encoding = ENCODINGS.index(layout.v_encoding)
     made.group_count = len(layout.groups)
     _fill_rotary(made.rotary, layout)
     made.windows = [group.window or 0 for group in layout.groups]
@@ -53,6 +54,13 @@ def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
         made.state_bytes, made.state_digest = layout.states.bytes, layout.states.digest
     made.object_bytes = layout.object_limit or 0
     return made
+
+
+def _fill_shape(made: Any, group: LayerGroup) -> None:
+    """Of a cxlkv_shape, or a cxlkv_layout all of whose layers have it."""
+    made.kv_heads, made.head_dim = group.kv_heads, group.head_dim
+    made.value_head_dim = group.value_head_dim or group.head_dim
+    made.dtype, made.values = STORED.index(group.dtype), VALUES.index(group.values)
 
 
 def _fill_rotary(made: Any, layout: KVLayout) -> None:
@@ -79,11 +87,13 @@ def layout_crc(layout: KVLayout, sketch: bool) -> int:
     record_shape() has it of a pool."""
     described = bytes(ffi.buffer(_layout_struct(layout, False, sketch)))
     last = "rotary" if layout.is_encoded else "k_encoding"  # as before there were any
-    states, at = b"", ffi.offsetof("cxlkv_layout", "object_bytes")
-    if layout.states is not None:
-        states = described[ffi.offsetof("cxlkv_layout", "state_digest") : at]
-    objects = described[at:] if layout.object_limit else b""
-    return crc32c(described[: ffi.offsetof("cxlkv_layout", last)] + states + objects)
+    states, at, shapes = (
+        ffi.offsetof("cxlkv_layout", name) for name in ("state_digest", "object_bytes", "shapes")
+    )
+    told = described[: ffi.offsetof("cxlkv_layout", last)]
+    told += described[states:at] if layout.states is not None else b""
+    told += described[shapes:] if layout.has_shapes else b""
+    return crc32c(told + (described[at:shapes] if layout.object_limit else b""))
 
 
 def _sharing_struct(sharing: tuple[int, int, int]) -> Any:
@@ -153,12 +163,36 @@ def pool_plan(
     return numbers_of(planned[0])
 
 
-def planned_state_pages(layout: KVLayout, geometry: dict[str, int]) -> int:
+class LayerPlace(NamedTuple):
+    """Where the pieces of a layer lie; tuples are by kind: digest, sketch, K, V."""
+
+    part: int  # which of the pages for the same tokens
+    row: int  # of its layers
+    piece_bytes: tuple[int, ...]  # from one kv head's to the next; 0: the pool has none
+    offsets: tuple[int, ...]  # of slot 0, from the extent's start
+    slot_bytes: tuple[int, ...]  # from one slot to the next
+
+
+def layer_places(layout: KVLayout, geometry: Mapping[str, int]) -> tuple[LayerPlace, ...]:
+    """Of each layer, in a pool of this geometry."""
+    return _planned(layout, geometry)[0]
+
+
+def planned_state_pages(layout: KVLayout, geometry: Mapping[str, int]) -> int:
     """Pages of a state checkpoint in a pool of this geometry."""
-    if layout.states is None:
-        return 0
+    return _planned(layout, geometry)[1] if layout.states is not None else 0
+
+
+def _planned(layout: KVLayout, geometry: Mapping[str, int]) -> tuple[tuple[LayerPlace, ...], int]:
     described = _layout_struct(layout, True, geometry["sketch_piece_bytes"] > 0)
-    return check(lib.cxlkv_pool_plan_states(described, ffi.new("cxlkv_geometry *", geometry)))
+    got = ffi.new("cxlkv_layer_place[]", layout.layers)
+    of = (described, ffi.new("cxlkv_geometry *", dict(geometry)), got)
+    states = check(lib.cxlkv_pool_plan_layers(*of))
+    places = (
+        LayerPlace(one.part, one.row, *map(tuple, (one.piece_bytes, one.offsets, one.slot_bytes)))
+        for one in got
+    )
+    return tuple(places), states
 
 
 def pool_open(path: str, host: tuple[int, bool, float] | None) -> Handle:
@@ -205,17 +239,18 @@ def layout_from(got: Any) -> KVLayout:
     groups = [
         LayerGroup(
             layers=order.count(index),
-            kv_heads=got.kv_heads,
-            head_dim=got.head_dim,
-            value_head_dim=got.value_head_dim,
-            dtype=STORED[got.dtype],
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            value_head_dim=shape.value_head_dim,
+            dtype=STORED[shape.dtype],
             window=got.windows[index] or None,
-            values=VALUES[got.values],
+            values=VALUES[shape.values],
             k_encoding=ENCODINGS[got.k_encoding],
             v_encoding=ENCODINGS[got.v_encoding],
             rotary=_rotary_from(got.rotary, index),
         )
         for index in range(got.group_count)
+        for shape in [got if got.kv_heads else got.shapes[index]]
     ]
     if got.object_bytes:
         return KVLayout.objects(

@@ -64,15 +64,14 @@ class WorkerQuestion(NamedTuple):
     tables: list[int]
 
 
-def worker_asked(worker: Handle, head_dim: int) -> WorkerQuestion | None:
+def worker_asked(worker: Handle) -> WorkerQuestion | None:
     """What a client asks now, if anything. Copies."""
     got = ffi.new("cxlkv_question *")
     if not check(lib.cxlkv_worker_asked(worker, got)):
         return None
     asked, n = got.asked, got.count
     starts = np.frombuffer(bytes(ffi.buffer(asked.starts, 4 * (n + 1))), np.int32).copy()
-    element = asked.queries.stride_bytes[2]
-    size = int(starts[-1]) * asked.q_heads * head_dim * element
+    size = int(starts[-1]) * asked.queries.stride_bytes[0]
     return WorkerQuestion(
         chooser=asked.by.scorer,
         layer=asked.layer,

@@ -28,10 +28,10 @@ from cxlkv.kernels.encode import encode, sketch_bytes
 from cxlkv.kernels.index import FORMS, Form, Scratch, choose, score
 from cxlkv.kernels.rotate import prepare
 from cxlkv.kernels.sources import CHECKSUM_BYTES
-from cxlkv.layout import KVLayout, layer_places
+from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Budget, same_pages
 from cxlkv.numbers import is_whole
-from cxlkv.pages import checksums_at, places_of
+from cxlkv.pages import checksums_at, layer_places, places_of
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
@@ -92,10 +92,10 @@ class DeviceIndex:
         layout = pool.layout
         self.form = Form(method, layout.page_tokens, layout.head_dim, _stored(method, layout))
         self._layout, self._device, self._scale = layout, device, scale
-        self._of_layer = layer_places(layout, pool.pages.geometry["record_layers"])
+        self._of_layer = layer_places(layout, pool.pages.geometry)
         parts = pool.pages.geometry["part_count"]
         self._layers = [
-            [layer for layer, (of, _) in enumerate(self._of_layer) if of == part]
+            [layer for layer, one in enumerate(self._of_layer) if one.part == part]
             for part in range(parts)
         ]
         self._geometry, self._has_checksums = pool.pages.geometry, pool.checksum
@@ -217,7 +217,7 @@ class DeviceIndex:
         rows = np.arange(len(layers))[:, None]
         for some in _chunks(pages, len(layers) * heads * form.bytes):
             ids = np.array([one.page for one in some], np.uint32)
-            found = places_of(self._geometry, self._layout, ids, layers[0])
+            found = places_of(self._geometry, self._of_layer[layers[0]], ids)
             first = found.digests if self._stored.kind == 0 else found.sketches
             assert first is not None
             shape = (len(layers), len(some), heads)

@@ -15,8 +15,7 @@ import torch
 from cxlkv.errors import BadArgumentError
 from cxlkv.gpu import streams
 from cxlkv.kernels.sources import CHECKSUM_BYTES, PageRows
-from cxlkv.layout import layer_places
-from cxlkv.pages import checksums_at
+from cxlkv.pages import checksums_at, layer_places
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import PagePlaces, Sequence
 
@@ -47,7 +46,7 @@ class PageTables:
         device: torch.device,
     ):
         geometry = pool.pages.geometry
-        self._of_layer = layer_places(pool.layout, geometry["record_layers"])
+        self._of_layer = [place[:2] for place in layer_places(pool.layout, geometry)]
         self._geometry, self._heads = geometry, pool.layout.kv_heads
         self._has_checksums = pool.checksum
         self.piece_bytes = (

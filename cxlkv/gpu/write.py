@@ -22,9 +22,8 @@ from cxlkv.gpu.driver import index_of
 from cxlkv.gpu.pieces import DTYPES
 from cxlkv.gpu.staging import Waitable
 from cxlkv.kernels.encode import Encoded, encode
-from cxlkv.layout import layer_places
 from cxlkv.machine.lifetime import Closing
-from cxlkv.pages import NO_PAGE, Pages, places_of
+from cxlkv.pages import NO_PAGE, Pages, layer_places, places_of
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch, Sequence
 
@@ -103,7 +102,7 @@ class WriteThrough(Closing):
         self.pool = pool
         self._copier = copier
         self._geometry = pool.pages.geometry
-        self._parts = layer_places(pool.layout, self._geometry["record_layers"])
+        self._parts = layer_places(pool.layout, self._geometry)
         self._stream: torch.cuda.Stream | None = None  # of copies to pinned memory
         self._state = State(pool.pages)
         self._closer = weakref.finalize(self, self._state.abandon)
@@ -259,7 +258,7 @@ class WriteThrough(Closing):
     ) -> npt.NDArray[np.bool_]:
         """[parts, pages]: False for those that no token will see, behind their part's window."""
         layout = self.pool.layout
-        windows = dict(zip([part for part, _ in self._parts], layout.windows, strict=True))
+        windows = dict(zip([place.part for place in self._parts], layout.windows, strict=True))
         wanted = np.ones((self._geometry["part_count"], int(offsets[-1])), np.bool_)
         for sequence, first, end in zip(batch.sequences, offsets[:-1], offsets[1:], strict=True):
             before = len(sequence)
@@ -286,7 +285,7 @@ class WriteThrough(Closing):
         """The region's offsets of each page's pieces, by kind; negative: no page."""
         pages = chunk.pages[self._parts[layer][0]]
         there = pages != NO_PAGE
-        found = places_of(self._geometry, self.pool.layout, np.where(there, pages, 0), layer)
+        found = places_of(self._geometry, self._parts[layer], np.where(there, pages, 0))
         return {
             kind: np.where(there, offsets, -1)
             for kind, offsets in zip(KINDS, found, strict=True)

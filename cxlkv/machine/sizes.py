@@ -7,6 +7,7 @@ said here is what create() does.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -123,7 +124,7 @@ def _checkpoint_pages(layout: KVLayout, geometry: dict[str, int]) -> int:
 def _text_pages(layout: KVLayout, geometry: dict[str, int], tokens: int) -> int:
     return sum(
         -(-seen // layout.page_tokens) + (seen < tokens)
-        for window in _parts(layout, geometry["record_layers"])
+        for window in _windows_of_parts(layout, geometry)
         for seen in [tokens if window is None else min(tokens, window + REWIND_TOKENS)]
     )
 
@@ -144,11 +145,10 @@ def tokens_in(layout: KVLayout, geometry: dict[str, int], requests: int = 1) -> 
     return least
 
 
-def _parts(layout: KVLayout, record_layers: int) -> list[int | None]:
-    """The window of each part: a part's layers share a page."""
-    return [
-        group.window for group in layout.groups for _ in range(-(-group.layers // record_layers))
-    ]
+def _windows_of_parts(layout: KVLayout, geometry: dict[str, int]) -> Iterable[int | None]:
+    """A part's layers share a page, and have one window."""
+    places = _core.layer_places(layout, geometry)
+    return {one.part: layout.windows[layer] for layer, one in enumerate(places)}.values()
 
 
 # ---- numbers of tokens ----

@@ -27,7 +27,7 @@ from cxlkv.errors import (
     CXLKVError,
     PoolFullError,
 )
-from cxlkv.layout import DTYPES, FP8, STORED, KVLayout
+from cxlkv.layout import FP8, STORED, KVLayout
 from cxlkv.machine.lifetime import OfThisProcess
 from cxlkv.ndp import audit, choosers, scorers, simd, tuning
 from cxlkv.ndp.engine import (
@@ -45,13 +45,14 @@ from cxlkv.ndp.engine import (
 )
 from cxlkv.numbers import array_of
 from cxlkv.sequence.checks import (
-    Row,
+    LayerShape,
     budgets_of,
     check_apart,
     check_blocks,
     check_rows,
     int32_of,
     layer_of,
+    layer_shapes,
     rewind_of,
     whole_int32,
     words_of,
@@ -112,15 +113,8 @@ class Batch(OfThisProcess):
             if not isinstance(each, Member):
                 raise BadArgumentError(f"a batch is of sequences, not of {type(each).__name__}")
         self._layout = layout
-        shape = (layout.kv_heads, layout.head_dim, DTYPES.index(layout.dtype))
-        self._key_row = Row(*shape, layout.k_encoding == FP8)
-        self._value_row = None  # None: values are a prefix of the keys
-        if layout.values == "own":
-            self._value_row = self._key_row._replace(
-                dim=layout.value_head_dim, or_bytes=layout.v_encoding == FP8
-            )
+        self._shapes = layer_shapes(layout)
         self._view = rows_or_bytes if FP8 in (layout.k_encoding, layout.v_encoding) else view
-        self._scale = float(layout.head_dim**-0.5)  # unless somebody says another
         self._pool = pool
         self._list_pages = 0  # pages a list, for the next select
         self._mass_pages = 0  # pages, for the next attend that says what they weigh
@@ -129,6 +123,10 @@ class Batch(OfThisProcess):
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    def _shape(self, layer: int) -> LayerShape:
+        number, shapes = layer_of(layer), self._shapes
+        return shapes[number if number < len(shapes) else 0]  # the core says that there is none
 
     def append(
         self,
@@ -156,15 +154,15 @@ class Batch(OfThisProcess):
 
     def _check_new(self, layer: int, keys: View, values: View | None, starts: Starts) -> None:
         """Runs for each layer of each token: what is wrong is looked at by calls, the rest not."""
-        rows, (heads, dim, dtype, _) = int(starts[-1]), self._key_row
+        known = type(layer) is int and 0 <= layer < len(self._shapes)  # it saves two calls
+        _, key_row, value_row, _ = shape = self._shapes[layer] if known else self._shape(layer)
+        rows, (heads, dim, dtype, _) = int(starts[-1]), key_row
         if keys.shape != (rows, heads, dim) or keys.dtype != dtype:
-            check_rows(keys, "k", rows, self._key_row)
-        if values is None or self._value_row is None:
-            self._check_values("v", values)
-        elif values.shape != (rows, heads, self._value_row[1]) or values.dtype != dtype:
-            check_rows(values, "v", rows, self._value_row)
-        if type(layer) is not int or not 0 <= layer < 1 << 32:
-            layer_of(layer)
+            check_rows(keys, "k", rows, key_row)
+        if values is None or value_row is None:
+            _check_values("v", values, shape)
+        elif values.shape != (rows, heads, value_row[1]) or values.dtype != dtype:
+            check_rows(values, "v", rows, value_row)
 
     def _append(
         self, layer: int, keys: View, values: View | None, starts: Starts, rewind: int | None
@@ -184,7 +182,7 @@ class Batch(OfThisProcess):
         self, transfer: _io_hooks.Transfer, layer: int, starts: Starts, unit: int
     ) -> None:
         added = np.diff(starts).astype(np.int64) * unit
-        transfer.end_append(self._layout, self._tokens(layer), added)
+        transfer.end_append(self._layout, layer, self._tokens(layer), added)
 
     def append_blocks(
         self,
@@ -208,7 +206,7 @@ class Batch(OfThisProcess):
         from its first page on; digests and sketches of such keys choose nothing sensible, and in a
         layer with a window packed blocks must be as long as pages.
         """
-        k, v, offsets, ids = self._blocks(keys, values, blocks, starts)
+        k, v, offsets, ids = self._blocks(self._shape(layer), keys, values, blocks, starts)
         number, back = layer_of(layer), rewind_of(rewind)
         call = partial(_core.batch_append_blocks, self._handle, number, k, v, ids, offsets, back)
         transfer = _io_hooks.begin(self._pool)
@@ -239,26 +237,32 @@ class Batch(OfThisProcess):
         for array, name in ((keys, "keys"), (values, "values")):
             if array is not None:
                 check_apart(target(array, name), name)
-        k, v, offsets, ids = self._blocks(keys, values, blocks, starts)
+        shape = self._shape(layer)
+        k, v, offsets, ids = self._blocks(shape, keys, values, blocks, starts)
         pages = int32_of(first, "first")
         if pages.shape != (len(self),):
             raise BadArgumentError(f"first has shape {pages.shape}, wanted ({len(self)},)")
         transfer = _io_hooks.begin(self._pool)
         _core.batch_fetch_blocks(self._handle, layer_of(layer), k, v, ids, offsets, pages)
         if transfer:
-            piece_bytes = self._layout.stored_token_bytes // self._layout.layers * k.shape[2]
+            piece_bytes = shape.layout.stored_layer_bytes * k.shape[2]
             transfer.end("fetch", int(offsets[-1]) * piece_bytes)
 
     def _blocks(
-        self, keys: object, values: object | None, blocks: npt.ArrayLike, starts: npt.ArrayLike
+        self,
+        shape: LayerShape,
+        keys: object,
+        values: object | None,
+        blocks: npt.ArrayLike,
+        starts: npt.ArrayLike,
     ) -> tuple[View, View | None, Starts, Starts]:
         """(keys, values, starts, blocks), checked but for the ids and starts' order."""
         k = self._view(keys, "keys")
-        check_blocks(k, "keys", self._key_row)
+        check_blocks(k, "keys", shape.key_row)
         v = None if values is None else self._view(values, "values")
-        self._check_values("values", v)
-        if v is not None and self._value_row is not None:
-            check_blocks(v, "values", self._value_row)
+        _check_values("values", v, shape)
+        if v is not None and shape.value_row is not None:
+            check_blocks(v, "values", shape.value_row)
             if v.shape[::2] != k.shape[::2]:
                 raise BadArgumentError(
                     f"keys {tuple(k.shape)} and values {tuple(v.shape)}: other blocks or tokens"
@@ -272,11 +276,6 @@ class Batch(OfThisProcess):
                 f"blocks has shape {ids.shape}, wanted ({offsets[-1]},) by the last of starts"
             )
         return k, v, offsets, ids
-
-    def _check_values(self, name: str, values: View | None) -> None:
-        if (values is None) == (self._value_row is not None):
-            given = "the pool stores them" if values is None else "a prefix of the keys is stored"
-            raise BadArgumentError(f"{name} is {'None' if values is None else 'given'}: {given}")
 
     def attach(
         self,
@@ -295,8 +294,9 @@ class Batch(OfThisProcess):
         layers lie where pool.pages.places() says, complete and seen by this CPU (a device's event
         was waited for): K and V head-major or as the pool's encoding has them, digests, and
         sketches if the pool has them.
-        checksums: their CRC32C, [layers, n, kv_heads, 4] in the order digest, sketch, K, V, uint32
-        or the same bits in int32; None in a pool without checksums.
+        checksums: their CRC32C, [layers, n, kv_heads, 4] (kv_heads: the most of any layer) in the
+        order digest, sketch, K, V, uint32 or the same bits in int32; None in a pool without
+        checksums.
 
         verify=True computes every CRC before anything is to be seen, and raises CorruptError; else
         the first reading of a page does, so that what was not written whole is never used. The
@@ -311,7 +311,7 @@ class Batch(OfThisProcess):
         given = words_of(pages, "pages", (geometry["part_count"], count))
         sums = None
         if checksums is not None:
-            heads = self._layout.kv_heads
+            heads = max(group.kv_heads for group in self._layout.groups)
             sums = words_of(checksums, "checksums", (self._layout.layers, count, heads, 4))
         transfer = _io_hooks.begin(self._pool)
         _core.batch_attach(self._handle, offsets, given, sums, rewind_of(rewind), verify)
@@ -368,25 +368,25 @@ class Batch(OfThisProcess):
         lone: bool = False,
     ) -> Selection:
         """lone: there is one list for each kv head, and the result has no axis for lists."""
-        factor = self._scale if scale is None else positive_float32(scale, "scale")
+        known = type(layer) is int and 0 <= layer < len(self._shapes)  # it saves two calls
+        layout, _, _, usual = self._shapes[layer] if known else self._shape(layer)
+        factor = usual if scale is None else positive_float32(scale, "scale")
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
         chooser, scorer = (None, 0) if method in METHODS else self._way(method)
-        if type(layer) is not int or not 0 <= layer < 1 << 32:
-            layer_of(layer)
         asked = Asked(layer, queries, starts, budgets, method, factor, recall, rate, scorer)
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         if chooser:
-            of = (self._pool, self._layout, self._handle)
+            of = (self._pool, layout, self._handle)
             picked = choosers.select(chooser, *of, self._texts(layer), asked)
             picked = picked.at(0) if lone else picked
         else:
-            picked = simd.select(self._handle, self._layout, asked, self._list_pages, lone)
+            picked = simd.select(self._handle, layout, asked, self._list_pages, lone)
             # A step later a list is one page longer at most: then one call into the core is enough.
             self._list_pages = picked.pages.shape[-1] + 1
         if transfer:
             transfer.end("select", picked.bytes_scored)
         if audit.used and audit.is_due(self._pool):
-            audit.measure(self._pool, self._handle, self._layout, asked, with_axis(picked))
+            audit.measure(self._pool, self._handle, layout, asked, with_axis(picked))
         return picked
 
     def _way(self, method: str) -> tuple[choosers.AnyChooser | None, int]:
@@ -428,10 +428,10 @@ class Batch(OfThisProcess):
         if picked is None:
             guess = max(s.page_count(layer) for s in self.sequences)
         transfer = _io_hooks.begin(self._pool)
-        number, handle = layer_of(layer), self._handle
-        found = simd.fetch(handle, self._layout, number, picked, len(self), guess, out, decoded)
+        layout, number, handle = self._shape(layer).layout, layer_of(layer), self._handle
+        found = simd.fetch(handle, layout, number, picked, len(self), guess, out, decoded)
         if transfer:
-            transfer.end_read("fetch", self._layout, layer, self._tokens(layer), picked)
+            transfer.end_read("fetch", layout, layer, self._tokens(layer), picked)
         return found
 
     @overload
@@ -509,14 +509,14 @@ class Batch(OfThisProcess):
     ) -> simd.Attended:
         """lone: picked may be of one list without its axis."""
         transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
-        factor = self._scale if scale is None else positive_float32(scale, "scale")
-        if type(layer) is not int or not 0 <= layer < 1 << 32:
-            layer_of(layer)
+        known = type(layer) is int and 0 <= layer < len(self._shapes)  # it saves two calls
+        layout, _, _, usual = self._shapes[layer] if known else self._shape(layer)
+        factor = usual if scale is None else positive_float32(scale, "scale")
         if error != 0:
             check_error(error)
         found = simd.attend(
             self._handle,
-            self._layout,
+            layout,
             layer,
             queries,
             starts,
@@ -535,7 +535,7 @@ class Batch(OfThisProcess):
             weighed = picked is not None and picked.log_weights is not None
             most = found.read if error or weighed else None
             lists = None if picked is None else with_axis(picked)
-            transfer.end_read("attend", self._layout, layer, self._tokens(layer), lists, most)
+            transfer.end_read("attend", layout, layer, self._tokens(layer), lists, most)
         return found
 
     def decode(
@@ -566,7 +566,7 @@ class Batch(OfThisProcess):
         if chooser and several:
             asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
             if any(budget.chooses(number) for budget in several):
-                choosers.check_budgets(chooser, self._layout, asked)
+                choosers.check_budgets(chooser, self._shape(number).layout, asked)
             return self._decode_apart(asked, new, rewind, softcap, out)
         if _io_hooks.subscriber or audit.used:
             asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
@@ -574,11 +574,13 @@ class Batch(OfThisProcess):
             if heard or audit.share(self._pool):
                 return self._decode_apart(asked, new, rewind, softcap, out)
         arrays = forms(q, k, v, out)
-        others = (arrays, several, method, scorer, scale, softcap, recall, rewind, tuning.current())
+        of = (arrays, several, method, scorer, scale, softcap, recall, rewind, tuning.current())
+        layout = self._shape(number).layout
+        others = (*of, id(layout))  # it lives as long as this batch
         made = self._taken(others, starts)
         if made is None:
             asked, new = self._asked(number, (q, k, v), starts, several, method, scale, recall)
-            made = simd.Decoding(self._layout, asked, new, rewind_of(rewind), softcap_of(softcap))
+            made = simd.Decoding(layout, asked, new, rewind_of(rewind), softcap_of(softcap))
             q = asked.queries.owner
             if out is not None:
                 made.check_output(out)
@@ -624,7 +626,7 @@ class Batch(OfThisProcess):
         if len(budgets) not in (0, 1, len(self.sequences)):
             raise BadArgumentError(f"{len(budgets)} budgets for {len(self.sequences)} sequences")
         errors_of(recall)  # raises for what is none, also where no budget uses it
-        factor = self._factor(scale)
+        factor = self._shape(layer).scale if scale is None else positive_float32(scale, "scale")
         rate = _io_hooks.read_rate(self._pool) if _io_hooks.subscriber else 0.0
         queries = view(q, "q")
         _, scorer = (None, 0) if method in METHODS else self._way(method)
@@ -647,7 +649,7 @@ class Batch(OfThisProcess):
             if not any(budget.chooses(layer) for budget in budgets):
                 method = "all"
             elif method == "auto":
-                method = simd.cheapest(self._handle, self._layout, asked)
+                method = simd.cheapest(self._handle, self._shape(layer).layout, asked)
             if method != "all":
                 picked = self._select(layer, queries, starts, budgets, method, scale, recall)
             least = least_error(budgets)
@@ -664,11 +666,8 @@ class Batch(OfThisProcess):
 
         What this process has found right before is not read again. Raises CorruptError.
         """
-        rows = simd.picked_pages(picked, self._layout)
+        rows = simd.picked_pages(picked, self._shape(layer).layout)
         _core.batch_verify(self._handle, layer_of(layer), rows)
-
-    def _factor(self, scale: float | None) -> float:
-        return self._scale if scale is None else positive_float32(scale, "scale")
 
     def _tokens(self, layer: int) -> npt.NDArray[np.int64]:
         """Tokens of each sequence."""
@@ -684,7 +683,13 @@ class Batch(OfThisProcess):
         return offsets
 
 
+def _check_values(name: str, values: View | None, shape: LayerShape) -> None:
+    if (values is None) == (shape.value_row is not None):
+        given = "the pool stores them" if values is None else "a prefix of the keys is stored"
+        raise BadArgumentError(f"{name} is {'None' if values is None else 'given'}: {given}")
+
+
 def _read(sequence: Member, layer: int, picked: Selection) -> tuple[Array, Array]:
     """Sequence.fetch for a select, which counts what it has read in all."""
     own = sequence._own()
-    return simd.fetch(own._handle, own._layout, layer, picked, 1, 0, None)
+    return simd.fetch(own._handle, own._layout.of_layer(layer), layer, picked, 1, 0, None)

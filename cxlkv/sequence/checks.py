@@ -17,7 +17,7 @@ from cxlkv.arrays import (
 from cxlkv.errors import (
     BadArgumentError,
 )
-from cxlkv.layout import DTYPE_BYTES, DTYPES, STORED
+from cxlkv.layout import DTYPE_BYTES, DTYPES, FP8, STORED, KVLayout
 from cxlkv.ndp.engine import (
     Budget,
     BudgetLike,
@@ -33,6 +33,31 @@ class Row(NamedTuple):
     dim: int
     dtype: int
     or_bytes: bool
+
+
+class LayerShape(NamedTuple):
+    """What a layer has; value_row None: its values are a prefix of its keys."""
+
+    layout: KVLayout
+    key_row: Row
+    value_row: Row | None
+    scale: float  # of its logits, unless somebody says another
+
+
+def layer_shapes(layout: KVLayout) -> tuple[LayerShape, ...]:
+    """By layer."""
+    if not layout.has_shapes:
+        return (_layer_shape(layout),) * layout.layers
+    made = {one: _layer_shape(layout.of_layer(layout.order.index(one))) for one in layout.order}
+    return tuple(made[group] for group in layout.order)
+
+
+def _layer_shape(layout: KVLayout) -> LayerShape:
+    dtype = DTYPES.index(layout.dtype)
+    keys = Row(layout.kv_heads, layout.head_dim, dtype, layout.k_encoding == FP8)
+    values = keys._replace(dim=layout.value_head_dim, or_bytes=layout.v_encoding == FP8)
+    own = layout.values == "own"
+    return LayerShape(layout, keys, values if own else None, float(layout.head_dim**-0.5))
 
 
 def budgets_of(given: BudgetLike | Sequences[BudgetLike] | None) -> tuple[Budget, ...]:

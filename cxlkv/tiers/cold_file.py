@@ -111,7 +111,9 @@ class RecordShape:
     @classmethod
     def of(cls, pool: Pool) -> RecordShape:
         text = f"{pool.layout}, {'with' if pool.sketch else 'without'} sketches"
-        element = 1 if pool.layout.is_encoded else DTYPE_BYTES.get(pool.layout.dtype, 1)
+        dtypes = {group.dtype for group in pool.layout.groups}
+        one = len(dtypes) == 1 and not pool.layout.is_encoded
+        element = DTYPE_BYTES.get(dtypes.pop(), 1) if one else 1
         return cls(*pool.records.shape, text, element)
 
     def apart(self, pool: RecordShape) -> str:

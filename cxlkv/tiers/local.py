@@ -56,7 +56,7 @@ class LocalTier(Closing):
         if pool.layout.object_bytes is not None:
             raise BadArgumentError("a local tier is of K and V: this pool stores objects")
         self._handle = pool._handle
-        self._heads = pool.layout.kv_heads
+        self._heads = max(group.kv_heads for group in pool.layout.groups)
         self._closed = False
         made: list[int] = []
         try:
@@ -233,7 +233,7 @@ def _lowest(values: Doubles, among: npt.NDArray[np.intp], count: int) -> npt.NDA
 def units_of(batch: Batch, layer: int, picked: Selection) -> Units:
     """The units that a selection names, each once, ascending; without those that cannot be
     promoted: padding, open tails, pages that are not complete in all layers or behind a window."""
-    rows = picked_pages(picked, batch._layout)
+    rows = picked_pages(picked, batch._layout.of_layer(layer))
     starts = np.ascontiguousarray(picked.starts, np.int32)
     if starts.shape != (len(batch) + 1,):
         raise BadArgumentError(

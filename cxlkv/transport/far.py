@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from cxlkv.arrays import Bytes, Codes, Names, Offsets
 from cxlkv.errors import UnsupportedError
-from cxlkv.layout import CODE_BITS, DTYPE_BYTES, LAYERS_MAX, KVLayout, layer_places
+from cxlkv.layout import CODE_BITS, DTYPE_BYTES, LAYERS_MAX, KVLayout
 from cxlkv.pages import (
     CORRUPT,
     PACKED_HEADER,
@@ -26,6 +26,7 @@ from cxlkv.pages import (
     RECORD_MAGIC,
     STALE,
     crc32c,
+    layer_places,
     names_of,
 )
 from cxlkv.pool import CXLPool
@@ -172,9 +173,9 @@ def shape_of(pool: CXLPool) -> Shape:
             f"pages of {record_bytes} bytes, {layout.layers} layers of {layout.kv_heads} heads: up "
             f"to {RECORD_BYTES_MAX} bytes and {HEADS_MAX} heads of all layers are served"
         )
-    places = layer_places(layout, geometry["record_layers"])
+    places = layer_places(layout, geometry)
     rows = [0] * geometry["part_count"]
-    for part, row in places:
+    for part, row, *_ in places:
         rows[part] = max(rows[part], row + 1)
     if layout.states is not None:
         rows.append(geometry["record_layers"])
@@ -305,9 +306,9 @@ def pages_of_parts(pool: CXLPool, sequence: PoolSequence) -> list[PagesOfPart]:
     """Pages of a sequence and their generations, by part; without those behind its window. The last
     part, where a model has states, is a hit's checkpoint, its first page last."""
     first: dict[int, int] = {}
-    of_layer = layer_places(pool.layout, pool.pages.geometry["record_layers"])
-    for layer, (part, _) in enumerate(of_layer):
-        first.setdefault(part, layer)
+    of_layer = layer_places(pool.layout, pool.pages.geometry)
+    for layer, place in enumerate(of_layer):
+        first.setdefault(place.part, layer)
     found = []
     for part in sorted(first):
         places = sequence.places(first[part])

@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 27
+#define CXLKV_ABI 28
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 
@@ -61,10 +61,19 @@ typedef struct cxlkv_rotary {
     float frequencies[256];
 } cxlkv_rotary;
 
-/* What a pool stores. Layers of one shape; those of one group also share an attention window. */
+/* Of the layers of one group, where groups differ in more than their window. */
+typedef struct cxlkv_shape {
+    uint32_t kv_heads;
+    uint32_t head_dim;
+    uint32_t value_head_dim;
+    uint32_t dtype;
+    uint32_t values;
+} cxlkv_shape;
+
+/* What a pool stores. Layers of one group have one shape and one attention window. */
 typedef struct cxlkv_layout {
     uint32_t layers;
-    uint32_t kv_heads;
+    uint32_t kv_heads;   /* 0: the groups differ, `shapes` has what they are, and 0 stands here */
     uint32_t head_dim;
     uint32_t value_head_dim;
     uint32_t page_tokens;
@@ -83,6 +92,7 @@ typedef struct cxlkv_layout {
     uint32_t state_digest; /* of the description of the tensors that a state checkpoint has */
     uint64_t state_bytes;  /* of a checkpoint; 0: the model has no states */
     uint64_t object_bytes; /* the most of an object in pages of page_tokens bytes; 0: it has one */
+    cxlkv_shape shapes[16]; /* by group */
 } cxlkv_layout;
 
 #define CXLKV_SHARING_HOST 0
@@ -118,20 +128,24 @@ typedef struct cxlkv_geometry {
     uint64_t extent_bytes;
     uint64_t checksums_offset;    /* the next five are relative to the extent */
     uint64_t layers_offset;
-    uint64_t layer_bytes;         /* digest slab + sketch slab + K slab + V slab of one layer */
+    uint64_t layer_bytes;         /* digest slab + sketch slab + K slab + V slab of one layer. Where
+                                   * groups differ in shape: the pieces of one page, all layers:
+                                   * cxlkv_pool_plan_layers() says how they lie */
     uint64_t sketches_offset;     /* relative to the layer's start, where the digest slab lies */
     uint64_t keys_offset;
     uint64_t values_offset;
     uint64_t checksum_bytes;      /* per record */
     uint64_t digest_piece_bytes;  /* per (page, layer, kv head): the stride; data may be less */
-    uint64_t sketch_piece_bytes;  /* 0: there are none; likewise for V */
+    uint64_t sketch_piece_bytes;  /* 0: there are none; likewise for V. Where groups differ: the
+                                   * most of any */
     uint64_t key_piece_bytes;
     uint64_t value_piece_bytes;
     uint64_t record_bytes;        /* of one page: pieces, header, checksums, descriptor */
     uint32_t page_count;
     uint32_t extent_count;
     uint32_t slab_slots;
-    uint32_t record_layers;       /* layers of a page: a group with more has several parts */
+    uint32_t record_layers;       /* layers of a page: a group with more has several parts. Where
+                                   * groups differ: the most of any */
     uint32_t part_count;          /* of all groups; each has its own page for the same tokens */
     uint32_t reserved;
 } cxlkv_geometry;
@@ -420,8 +434,17 @@ int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_
 /* The geometry that a pool of this capacity would have; nothing is made. */
 int cxlkv_pool_plan(const cxlkv_layout *layout, const cxlkv_sharing *sharing,
                     uint64_t capacity_bytes, cxlkv_geometry *geometry);
-/* Pages of a state checkpoint in such a pool; 0: the layout has no states. */
-int64_t cxlkv_pool_plan_states(const cxlkv_layout *layout, const cxlkv_geometry *geometry);
+/* Where the pieces of a layer lie, by kind: digest, sketch, K, V. */
+typedef struct cxlkv_layer_place {
+    uint32_t part;                /* which of the pages for the same tokens */
+    uint32_t row;                 /* of its layers */
+    uint64_t piece_bytes[4];      /* from one kv head's piece to the next; 0: there are none */
+    uint64_t offsets[4];          /* of kv head 0's piece in slot 0, from the extent's start */
+    uint64_t slot_bytes[4];       /* from one slot to the next */
+} cxlkv_layer_place;
+/* places [layers]. Returns the pages of a state checkpoint; 0: the layout has no states. */
+int64_t cxlkv_pool_plan_layers(const cxlkv_layout *layout, const cxlkv_geometry *geometry,
+                               cxlkv_layer_place *places);
 int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **pool);
 /* asks 1: nothing is done; 0, or why a close would be refused now. */
 int cxlkv_pool_close(cxlkv_pool *pool, uint32_t asks);

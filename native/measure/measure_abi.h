@@ -3,7 +3,7 @@
  *
  * As in cxlkv_abi.h, of whose build it is: values >= 0 or negated errors, and a text for them. */
 
-#define CXLKV_ABI 27
+#define CXLKV_ABI 28
 uint32_t cxlkv_abi(void);
 const char *cxlkv_error_text(void);
 

@@ -20,7 +20,7 @@ from cxlkv.kernels.encode import encode
 from cxlkv.kernels.reference_index import sketched
 from cxlkv.layout import LayerGroup
 from cxlkv.ndp.engine import Budget, Selection
-from cxlkv.pages import places_of
+from cxlkv.pages import layer_places, places_of
 from cxlkv.sequence import Sequence
 
 from ..support.damaging import damage_piece
@@ -97,7 +97,9 @@ class Adopted:
         size = geometry[f"{kind}_piece_bytes"]
         rows = []
         for layer in range(layout.layers):
-            at = places_of(geometry, layout, self.sequence.places(layer).pages, layer)
+            at = places_of(
+                geometry, layer_places(layout, geometry)[layer], self.sequence.places(layer).pages
+            )
             offsets = at.digests if kind == "digest" else at.sketches
             assert offsets is not None
             found = memory[offsets[:, None] + np.arange(HEADS * size)]
@@ -327,7 +329,9 @@ def test_a_damaged_piece_that_a_hint_brought_in_vain_is_none(
 
 @pytest.mark.parametrize("place", STORED)
 def test_a_damaged_summary_is_refused(device: torch.device, text: Adopted, place: Place) -> None:
-    at = places_of(text.pool.pages.geometry, text.model.layout, text.sequence.places(1).pages, 1)
+    geometry = text.pool.pages.geometry
+    place = layer_places(text.model.layout, geometry)[1]
+    at = places_of(geometry, place, text.sequence.places(1).pages)
     first = at.digests if place["method"] == "digest" else at.sketches
     assert first is not None
     memory = np.frombuffer(text.pool._region_view(), np.uint8)

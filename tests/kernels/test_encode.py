@@ -17,7 +17,7 @@ from cxlkv.kernels import crc32c, encode
 from cxlkv.kernels.crc32c_shifts import lanes_for
 from cxlkv.kernels.encode import Encoded
 from cxlkv.kernels.reference_encode import hadamard
-from cxlkv.pages import checksums_at, places_of
+from cxlkv.pages import checksums_at, layer_places, places_of
 
 from ..support.lengths import matrix
 
@@ -82,7 +82,7 @@ class Written:
             sequence.append(0, k, v)
             geometry = _core.pool_geometry(pool._handle)
             pages = sequence.pages
-            places = places_of(geometry, layout, pages, 0)
+            places = places_of(geometry, layer_places(layout, geometry)[0], pages)
             memory = np.fromfile(path / "pool", np.uint8)
 
             def pieces(offsets: npt.NDArray[np.int64] | None, size: int) -> Bytes:

@@ -15,7 +15,7 @@ import pytest
 
 from cxlkv import CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence, States
 from cxlkv.errors import BadArgumentError
-from cxlkv.layout import layer_places
+from cxlkv.pages import layer_places
 from cxlkv.prefix import prefix_keys, root, tail_keys
 from cxlkv.sequence.hit import Hit
 
@@ -56,9 +56,9 @@ class Book:
         """room: where texts are written again, to compare hits with them."""
         self.pool, self.layout, self.room = pool, pool.layout, room or pool
         geometry = pool.pages.geometry
-        places = layer_places(self.layout, geometry["record_layers"])
+        places = layer_places(self.layout, geometry)
         windows = [self.layout.groups[one].window for one in self.layout.order]
-        self.windows = {part: windows[layer] or 0 for layer, (part, _) in enumerate(places)}
+        self.windows = {part: windows[layer] or 0 for layer, (part, *_) in enumerate(places)}
         self.states_part = len(self.windows)
         self.there: set[bytes] = set()
         self.states: dict[bytes, Bytes] = {}

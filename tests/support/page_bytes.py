@@ -6,8 +6,8 @@ import numpy as np
 
 from cxlkv import CXLPool
 from cxlkv.arrays import Bytes
-from cxlkv.layout import CODE_BITS, layer_places
-from cxlkv.pages import checksums_at, places_of
+from cxlkv.layout import CODE_BITS
+from cxlkv.pages import checksums_at, layer_places, places_of
 from cxlkv.sequence import Sequence
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -31,18 +31,18 @@ def page_bytes(pool: CXLPool, sequence: Sequence) -> dict[tuple[int, str], Bytes
     memory: Bytes = np.frombuffer(view, np.uint8)
     found: dict[tuple[int, str], Bytes] = {}
     heads = np.arange(layout.kv_heads)[:, None]
-    for layer, (_, row) in enumerate(layer_places(layout, geometry["record_layers"])):
+    for layer, place in enumerate(layer_places(layout, geometry)):
         given = sequence.places(layer)
         pages = given.pages[given.keys >= 0]
-        at = places_of(geometry, layout, pages, layer)
+        at = places_of(geometry, place, pages)
         kinds = {"digest": at.digests, "key": at.keys, "value": at.values}
         for kind, offsets in kinds.items():
             if offsets is None:
                 continue
             starts = offsets[:, None, None] + heads * geometry[f"{kind}_piece_bytes"]
             found[layer, kind] = memory[starts + np.arange(sizes[kind])]
-        tables = checksums_at(geometry, pages) + row * layout.kv_heads * 16
-        own = [place for place in range(16) if place // 4 != 1]
+        tables = checksums_at(geometry, pages) + place.row * layout.kv_heads * 16
+        own = [entry for entry in range(16) if entry // 4 != 1]
         found[layer, "sums"] = memory[tables[:, None, None] + heads * 16 + np.array(own)]
     return found
 

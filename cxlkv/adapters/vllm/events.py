@@ -27,7 +27,7 @@ from cxlkv.adapters.vllm.messages import KEY_BYTES, Report
 from cxlkv.adapters.vllm.texts import EngineRequest, hashes_of
 from cxlkv.arrays import Names
 from cxlkv.errors import CXLKVError
-from cxlkv.layout import layer_places
+from cxlkv.pages import layer_places
 from cxlkv.pool import CXLPool
 from cxlkv.tiers.cold_store import ColdStore
 
@@ -229,6 +229,6 @@ def _parts_of(pool: CXLPool) -> list[int]:
     window go when no later token sees them, and their block is served all the same; only where all
     layers have windows there are no others to look for."""
     layout = pool.layout
-    parts = [part for part, _ in layer_places(layout, pool.pages.geometry["record_layers"])]
+    parts = [place.part for place in layer_places(layout, pool.pages.geometry)]
     full = {part for part, window in zip(parts, layout.windows, strict=True) if window is None}
     return sorted(full or set(parts))

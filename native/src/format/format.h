@@ -32,9 +32,11 @@ enum { FEATURES_COMPATIBLE, FEATURES_READERS, FEATURES_INCOMPATIBLE, FEATURE_WOR
 #define FEATURE_ENCODINGS 1u /* incompatible: K or V are kept in an encoding */
 #define FEATURE_STATES 2u    /* incompatible: pages of one more part have state checkpoints */
 #define FEATURE_OBJECT_PAGES 4u /* incompatible: objects of several pages */
+#define FEATURE_SHAPES 8u    /* incompatible: groups of layers differ in more than their window */
 #define FEATURE_ROTARY 1u    /* compatible: the page of the superblock has a rotary_table */
 #define FEATURES_KNOWN \
-    {FEATURE_ROTARY, 0, FEATURE_ENCODINGS | FEATURE_STATES | FEATURE_OBJECT_PAGES}
+    {FEATURE_ROTARY, 0, \
+     FEATURE_ENCODINGS | FEATURE_STATES | FEATURE_OBJECT_PAGES | FEATURE_SHAPES}
 
 /* An upgrade also takes a pool of FORMAT_BEFORE; an inspection may lack features of writers. */
 enum superblock_purpose { SUPERBLOCK_USE, SUPERBLOCK_INSPECT, SUPERBLOCK_UPGRADE };

@@ -42,9 +42,10 @@ static int rotary_check(const cxlkv_layout *layout) {
     uint64_t pairs = 0;
     for (uint32_t group = 0; group < CXLKV_GROUPS_MAX; group++) {
         uint64_t own = layout->rotary.pairs[group];
-        if (own && (group >= layout->group_count || 2 * own > layout->head_dim))
+        uint32_t channels = group_layout(layout, group).head_dim;
+        if (own && (group >= layout->group_count || 2 * own > channels))
             return fail(CXLKV_E_GEOMETRY, "layout: group %u turns %lu pairs of %u channels", group,
-                        own, layout->head_dim);
+                        own, channels);
         pairs += own;
     }
     if (pairs > CXLKV_ROTARY_PAIRS_MAX || layout->rotary.neighbours >> CXLKV_GROUPS_MAX)
@@ -56,7 +57,8 @@ static int rotary_check(const cxlkv_layout *layout) {
     return 0;
 }
 
-int layout_check(const cxlkv_layout *layout) {
+/* Of the layout as one group has it. */
+static int shape_check(const cxlkv_layout *layout) {
     bool objects = stores_objects(layout);
     /* Limits keep every product within 64 bits: 1024 * 1024 * 8192 * 1024 * 4 < 2^46. */
     const struct { const char *name; uint32_t value, limit; } fields[] = {
@@ -66,7 +68,6 @@ int layout_check(const cxlkv_layout *layout) {
         {"value_head_dim", layout->value_head_dim, 4096},
         {objects ? "object_bytes" : "page_tokens", layout->page_tokens,
          objects ? OBJECT_BYTES_MAX : 1024},
-        {"group_count", layout->group_count, CXLKV_GROUPS_MAX},
     };
     for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]); i++)
         if (fields[i].value == 0 || fields[i].value > fields[i].limit)
@@ -78,18 +79,51 @@ int layout_check(const cxlkv_layout *layout) {
                layout->value_head_dim == 1 && layout->sketch == 0 && layout->windows[0] == 0;
     if (objects != (layout->dtype == CXLKV_BYTES) || (objects && !one))
         return fail(CXLKV_E_GEOMETRY, "layout: objects are bytes, in one layer of one head");
-    int code = encodings_check(layout);
+    if (layout->values > CXLKV_VALUES_OBJECT ||
+        (values_are_keys(layout) && layout->value_head_dim > layout->head_dim))
+        return fail(CXLKV_E_GEOMETRY,
+                    "layout: values code %u with %u channels: a prefix of keys of %u has no more",
+                    layout->values, layout->value_head_dim, layout->head_dim);
+    return encodings_check(layout);
+}
+
+/* One shape, or one of each group, which differ; what is not used is 0. */
+static int shapes_check(const cxlkv_layout *layout) {
+    static const cxlkv_shape none;
+    uint32_t others = 0, used = has_shapes(layout) ? layout->group_count : 0;
+    for (uint32_t group = 0; group < CXLKV_GROUPS_MAX; group++) {
+        const cxlkv_shape *shape = &layout->shapes[group];
+        bool right = group < used ? shape->kv_heads != 0 && shape->values != CXLKV_VALUES_OBJECT
+                                  : memcmp(shape, &none, sizeof(none)) == 0;
+        if (!right)
+            return fail(CXLKV_E_GEOMETRY, "layout: the shape of group %u is of %u kv heads, with "
+                        "values code %u", group, shape->kv_heads, shape->values);
+        if (group < used) others += memcmp(shape, layout->shapes, sizeof(none)) != 0;
+    }
+    if (!has_shapes(layout)) return shape_check(layout);
+    if (layout->head_dim || layout->value_head_dim || layout->dtype || layout->values || !others)
+        return fail(CXLKV_E_GEOMETRY, "layout: shapes of groups are given where they differ, and "
+                    "then no other one");
+    for (uint32_t group = 0; group < used; group++) {
+        const cxlkv_layout own = group_layout(layout, group);
+        int code = shape_check(&own);
+        if (code < 0) return code;
+    }
+    return 0;
+}
+
+int layout_check(const cxlkv_layout *layout) {
+    bool objects = stores_objects(layout);
+    if (layout->group_count == 0 || layout->group_count > CXLKV_GROUPS_MAX)
+        return fail(CXLKV_E_GEOMETRY, "layout: group_count is %u, outside 1 to %d",
+                    layout->group_count, CXLKV_GROUPS_MAX);
+    int code = shapes_check(layout);
     if (code == 0) code = rotary_check(layout);
     if (code < 0) return code;
     if (layout->checksum > 1)
         return fail(CXLKV_E_GEOMETRY, "layout: checksum is %u, not 0 or 1", layout->checksum);
     if (memchr(layout->model_id, 0, sizeof(layout->model_id)) == NULL)
         return fail(CXLKV_E_GEOMETRY, "layout: model_id is longer than 255 bytes");
-    if (layout->values > CXLKV_VALUES_OBJECT ||
-        (values_are_keys(layout) && layout->value_head_dim > layout->head_dim))
-        return fail(CXLKV_E_GEOMETRY,
-                    "layout: values code %u with %u channels: a prefix of keys of %u has no more",
-                    layout->values, layout->value_head_dim, layout->head_dim);
     if (has_states(layout) && (objects || !layout->checksum))
         return fail(CXLKV_E_GEOMETRY, "layout: states are kept beside K and V, with checksums");
     if (has_object_pages(layout) &&
@@ -107,9 +141,14 @@ int layout_check(const cxlkv_layout *layout) {
     return groups_check(layout);
 }
 
+static void layers_by_group(const cxlkv_layout *layout, uint32_t layers[CXLKV_GROUPS_MAX]) {
+    memset(layers, 0, CXLKV_GROUPS_MAX * sizeof(*layers));
+    for (uint32_t layer = 0; layer < layout->layers; layer++) layers[layout->group_of[layer]]++;
+}
+
 static uint32_t part_count_of(const cxlkv_layout *layout, uint32_t record_layers) {
-    uint32_t sizes[CXLKV_GROUPS_MAX] = {0}, parts = 0;
-    for (uint32_t layer = 0; layer < layout->layers; layer++) sizes[layout->group_of[layer]]++;
+    uint32_t sizes[CXLKV_GROUPS_MAX], parts = 0;
+    layers_by_group(layout, sizes);
     for (uint32_t group = 0; group < layout->group_count; group++)
         parts += (sizes[group] + record_layers - 1) / record_layers;
     return parts;
@@ -129,19 +168,184 @@ static uint32_t record_layers_of(const cxlkv_layout *layout) {
     return best;
 }
 
+/* ---- groups of unlike shapes: pages of the same bytes, with unlike numbers of layers ---- */
+
+static void strides_of(const cxlkv_layout *one, uint64_t strides[PIECE_KINDS]) {
+    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
+        strides[kind] = align_up(piece_data_bytes(one, kind), LINE_BYTES);
+    strides[PIECE_SKETCH] = one->sketch ? piece_data_bytes(one, PIECE_SKETCH) : 0;
+    if (values_are_keys(one)) strides[PIECE_VALUES] = 0;
+}
+
+/* The pieces of one layer of a page, from one layer to the next. */
+static uint64_t shape_place(const cxlkv_layout *one, layer_shape *shape) {
+    uint64_t at = 0;
+    strides_of(one, shape->strides);
+    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
+        shape->offsets[kind] = at;
+        at = align_up(at + one->kv_heads * shape->strides[kind], LINE_BYTES);
+    }
+    return at;
+}
+
+/* What a page takes of each group: as many layers as fit, of those that there are. */
+typedef struct shared_page {
+    uint32_t layers[CXLKV_GROUPS_MAX], rows[CXLKV_GROUPS_MAX], parts;
+    uint64_t row_bytes[CXLKV_GROUPS_MAX], bytes;
+} shared_page;
+
+static void page_fill(const cxlkv_layout *layout, shared_page *page) {
+    page->parts = 0;
+    for (uint32_t group = 0; group < layout->group_count; group++) {
+        uint64_t fit = page->bytes / page->row_bytes[group];
+        page->rows[group] = (uint32_t)min_u64(fit, page->layers[group]);
+        page->parts += (page->layers[group] + page->rows[group] - 1) / page->rows[group];
+    }
+}
+
+static void page_begin(const cxlkv_layout *layout, shared_page *page) {
+    layers_by_group(layout, page->layers);
+    for (uint32_t group = 0; group < layout->group_count; group++) {
+        const cxlkv_layout own = group_layout(layout, group);
+        layer_shape shape;
+        page->row_bytes[group] = shape_place(&own, &shape);
+    }
+}
+
+/* As record_layers_of(): a page as large as some layers of one of the groups. */
+static void page_choose(const cxlkv_layout *layout, shared_page *page) {
+    uint64_t most = 0, least = UINT64_MAX, best = 0;
+    page_begin(layout, page);
+    for (uint32_t group = 0; group < layout->group_count; group++)
+        if (page->row_bytes[group] > most) most = page->row_bytes[group];
+    for (uint32_t group = 0; group < layout->group_count; group++)
+        for (uint32_t count = 1; count <= page->layers[group]; count++) {
+            page->bytes = count * page->row_bytes[group];
+            if (page->bytes < most) continue;
+            page_fill(layout, page);
+            uint64_t cost = page->parts * (4 * page->bytes + most);
+            if (cost < least || (cost == least && page->bytes > best)) best = page->bytes;
+            if (cost < least) least = cost;
+        }
+    page->bytes = best;
+    page_fill(layout, page);
+}
+
+static void shared_layout(const cxlkv_layout *layout, cxlkv_geometry *g) {
+    shared_page page;
+    uint64_t slots = g->slab_slots, entries = 0;
+    page_choose(layout, &page);
+    for (uint32_t group = 0; group < layout->group_count; group++) {
+        uint64_t own = (uint64_t)page.rows[group] * group_layout(layout, group).kv_heads;
+        if (own > entries) entries = own;
+        if (page.rows[group] > g->record_layers) g->record_layers = page.rows[group];
+        const cxlkv_layout one = group_layout(layout, group);
+        uint64_t strides[PIECE_KINDS];
+        strides_of(&one, strides);
+        if (strides[PIECE_SKETCH] > g->sketch_piece_bytes)
+            g->sketch_piece_bytes = strides[PIECE_SKETCH];
+    }
+    g->part_count = page.parts;
+    g->layer_bytes = page.bytes;
+    g->checksum_bytes = align_up(entries * PIECE_KINDS * sizeof(uint32_t), LINE_BYTES);
+    g->checksums_offset = slots * sizeof(record_header);
+    g->layers_offset = align_up(g->checksums_offset + slots * g->checksum_bytes, 4096);
+    g->record_bytes =
+        sizeof(descriptor) + sizeof(record_header) + g->checksum_bytes + g->layer_bytes;
+}
+
+/* ---- which layer lies where ---- */
+
+static void packing_make(layer_shape *shape) {
+    packing *p = &shape->packing;
+    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
+        if (shape->strides[kind] == 0) continue;
+        p->offsets[kind] = p->layer_bytes;
+        p->sizes[kind] = piece_data_bytes(&shape->layout, kind);
+        p->layer_bytes += p->sizes[kind] * shape->layout.kv_heads;
+    }
+    p->payload_bytes = p->layer_bytes * shape->rows;
+}
+
+/* Of group 0 where all groups have one shape. */
+static void shape_make(const cxlkv_pool *pool, uint32_t group, layer_shape *shape) {
+    const cxlkv_geometry *g = &pool->geometry;
+    shape->layout = group_layout(&pool->layout, group);
+    shape->row_bytes = shape_place(&shape->layout, shape);
+    shape->rows = g->record_layers;
+    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
+        if (has_shapes(&pool->layout)) {
+            shape->offsets[kind] += g->layers_offset;
+            shape->slot_bytes[kind] = g->layer_bytes;
+            continue;
+        }
+        shape->strides[kind] = piece_stride(g, kind);
+        shape->offsets[kind] = g->layers_offset + slab_offset(g, kind);
+        shape->slot_bytes[kind] = pool->layout.kv_heads * shape->strides[kind];
+    }
+    uint32_t layers[CXLKV_GROUPS_MAX];
+    layers_by_group(&pool->layout, layers);
+    if (has_shapes(&pool->layout))
+        shape->rows = (uint32_t)min_u64(g->layer_bytes / shape->row_bytes, layers[group]);
+    else shape->row_bytes = g->layer_bytes;
+    packing_make(shape);
+}
+
+static int shapes_make(cxlkv_pool *pool) {
+    const cxlkv_layout *layout = &pool->layout;
+    uint32_t count = has_shapes(layout) ? layout->group_count : 1;
+    pool->layers.shapes = calloc(count, sizeof(*pool->layers.shapes));
+    if (!pool->layers.shapes) return fail(ENOMEM, "no memory for the shapes of layers");
+    for (uint32_t group = 0; group < count; group++) {
+        shape_make(pool, group, &pool->layers.shapes[group]);
+        uint32_t heads = pool->layers.shapes[group].layout.kv_heads;
+        if (heads > pool->layers.kv_heads) pool->layers.kv_heads = heads;
+    }
+    for (uint32_t layer = 0; layer < layout->layers; layer++)
+        pool->layers.shape_of[layer] =
+            &pool->layers.shapes[count == 1 ? 0 : layout->group_of[layer]];
+    return 0;
+}
+
+/* The part of state checkpoints has the shape that holds most bytes. */
+static int state_part_make(cxlkv_pool *pool) {
+    const uint32_t index = pool->geometry.part_count;
+    uint32_t rows = pool->geometry.record_layers, widest = 0;
+    uint64_t most = 0;
+    for (uint32_t other = 0; other < index; other++) {
+        const layer_shape *shape = shape_of(pool, layer_at(pool, other, 0));
+        bool full = pool->layers.parts[other].layers == shape->rows;
+        if (!full || shape->packing.payload_bytes <= most) continue;
+        most = shape->packing.payload_bytes;
+        widest = other;
+    }
+    const layer_shape *shape = shape_of(pool, layer_at(pool, widest, 0));
+    pool->layers.parts[index] = (part){.layers = shape->rows};
+    for (uint32_t row = 0; row < shape->rows; row++)
+        pool->layers.layer_at[index * rows + row] = pool->layers.layer_at[widest * rows + row];
+    if (has_states(&pool->layout) && state_pages(pool) > STATE_PAGES_MAX)
+        return fail(CXLKV_E_GEOMETRY, "layout: a state checkpoint of %lu bytes takes more than %d "
+                    "pages: pages of more tokens, or layers, are larger", pool->layout.state_bytes,
+                    STATE_PAGES_MAX);
+    return 0;
+}
+
 int parts_make(cxlkv_pool *pool) {
     const cxlkv_layout *layout = &pool->layout;
-    uint32_t rows = pool->geometry.record_layers, stored = stored_parts(pool), part_index = 0;
+    uint32_t most = pool->geometry.record_layers, stored = stored_parts(pool), part_index = 0;
+    int code = shapes_make(pool);
+    if (code < 0) return code;
     pool->layers.parts = calloc(stored, sizeof(*pool->layers.parts));
-    pool->layers.layer_at = malloc(stored * rows * sizeof(*pool->layers.layer_at));
+    pool->layers.layer_at = malloc(stored * most * sizeof(*pool->layers.layer_at));
     if (!pool->layers.parts || !pool->layers.layer_at)
         return fail(ENOMEM, "no memory for the table of layers");
-    memset(pool->layers.layer_at, 0xff, stored * rows * sizeof(*pool->layers.layer_at));
+    memset(pool->layers.layer_at, 0xff, stored * most * sizeof(*pool->layers.layer_at));
     for (uint32_t group = 0; group < layout->group_count; group++) {
         uint32_t seen = 0;
         pool->layers.windowed |= layout->windows[group] != 0;
         for (uint32_t layer = 0; layer < layout->layers; layer++) {
             if (layout->group_of[layer] != group) continue;
+            uint32_t rows = shape_of(pool, layer)->rows;
             if (seen > 0 && seen % rows == 0) part_index++;
             part *made = &pool->layers.parts[part_index];
             if (seen % rows == 0)
@@ -149,30 +353,39 @@ int parts_make(cxlkv_pool *pool) {
             made->last_layer = layer;
             made->layers++;
             pool->layers.part_of[layer] = (uint16_t)part_index;
-            pool->layers.layer_at[part_index * rows + seen % rows] = (uint16_t)layer;
+            pool->layers.layer_at[part_index * most + seen % rows] = (uint16_t)layer;
             pool->layers.row_of[layer] = (uint16_t)(seen++ % rows);
         }
         part_index++;
     }
-    if (stored == pool->geometry.part_count) return 0;
-    if (has_states(layout) && state_pages(pool) > STATE_PAGES_MAX)
-        return fail(CXLKV_E_GEOMETRY, "layout: a state checkpoint of %lu bytes takes more than %d "
-                    "pages: pages of more tokens, or layers, are larger", layout->state_bytes,
-                    STATE_PAGES_MAX);
-    pool->layers.parts[part_index] = (part){.layers = rows};
-    for (uint32_t layer = 0; layer < layout->layers; layer++)
-        pool->layers.layer_at[part_index * rows + pool->layers.row_of[layer]] = (uint16_t)layer;
-    return 0;
+    return stored == pool->geometry.part_count ? 0 : state_part_make(pool);
+}
+
+void parts_free(cxlkv_pool *pool) {
+    free(pool->layers.parts);
+    free(pool->layers.layer_at);
+    free(pool->layers.shapes);
+}
+
+static void extent_end(uint64_t bytes, cxlkv_geometry *g) {
+    /* Poison is reported, and read-only mappings are made, by 2 MiB: an extent that loses at most
+     * a sixteenth to it begins on such a border (decision 0001). */
+    g->extent_bytes = align_up(bytes, bytes >= 16 * AREA_ALIGNMENT ? AREA_ALIGNMENT : 4096);
 }
 
 void extent_layout(const cxlkv_layout *layout, uint32_t slab_slots, cxlkv_geometry *g) {
-    uint64_t heads = layout->kv_heads, slots = slab_slots;
+    uint64_t heads = layout->kv_heads, slots = slab_slots, strides[PIECE_KINDS], pieces = 0;
     g->slab_slots = slab_slots;
-    g->digest_piece_bytes = align_up(piece_data_bytes(layout, PIECE_DIGEST), LINE_BYTES);
-    g->sketch_piece_bytes = layout->sketch ? piece_data_bytes(layout, PIECE_SKETCH) : 0;
-    g->key_piece_bytes = align_up(piece_data_bytes(layout, PIECE_KEYS), LINE_BYTES);
-    g->value_piece_bytes =
-        values_are_keys(layout) ? 0 : align_up(piece_data_bytes(layout, PIECE_VALUES), LINE_BYTES);
+    if (has_shapes(layout)) {
+        shared_layout(layout, g);
+        extent_end(g->layers_offset + slots * g->layer_bytes, g);
+        return;
+    }
+    strides_of(layout, strides);
+    g->digest_piece_bytes = strides[PIECE_DIGEST];
+    g->sketch_piece_bytes = strides[PIECE_SKETCH];
+    g->key_piece_bytes = strides[PIECE_KEYS];
+    g->value_piece_bytes = strides[PIECE_VALUES];
     g->record_layers = record_layers_of(layout);
     g->part_count = part_count_of(layout, g->record_layers);
     g->checksum_bytes =
@@ -183,11 +396,7 @@ void extent_layout(const cxlkv_layout *layout, uint32_t slab_slots, cxlkv_geomet
     g->keys_offset = align_up(g->sketches_offset + slots * heads * g->sketch_piece_bytes, 4096);
     g->values_offset = align_up(g->keys_offset + slots * heads * g->key_piece_bytes, 4096);
     g->layer_bytes = align_up(g->values_offset + slots * heads * g->value_piece_bytes, 4096);
-    uint64_t bytes = g->layers_offset + g->record_layers * g->layer_bytes;
-    /* Poison is reported, and read-only mappings are made, by 2 MiB: an extent that loses at most
-     * a sixteenth to it begins on such a border (decision 0001). */
-    g->extent_bytes = align_up(bytes, bytes >= 16 * AREA_ALIGNMENT ? AREA_ALIGNMENT : 4096);
-    uint64_t pieces = 0;
+    extent_end(g->layers_offset + g->record_layers * g->layer_bytes, g);
     for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) pieces += piece_stride(g, kind);
     g->record_bytes = sizeof(descriptor) + sizeof(record_header) + g->checksum_bytes +
                       g->record_layers * heads * pieces;

@@ -4,7 +4,8 @@
 
 int layout_check(const cxlkv_layout *layout);
 int sharing_check(const cxlkv_sharing *sharing);
-int parts_make(cxlkv_pool *pool);         /* parts, part_of, row_of from layout and geometry */
+int parts_make(cxlkv_pool *pool);         /* pool->layers, from layout and geometry */
+void parts_free(cxlkv_pool *pool);
 /* Fills in sharing->log_records when that is 0. */
 int geometry_make(const cxlkv_layout *layout, cxlkv_sharing *sharing, uint64_t capacity_bytes,
                   cxlkv_geometry *geometry);

@@ -41,6 +41,19 @@ static inline uint32_t object_pages(const cxlkv_layout *layout, uint64_t bytes) 
 static inline uint32_t listed_part(const cxlkv_layout *layout, uint32_t part, uint32_t ordinal) {
     return has_object_pages(layout) ? ordinal > 0 && ordinal <= layout->page_tokens : part;
 }
+/* Groups of layers that differ in shape: group_layout() has each. */
+static inline bool has_shapes(const cxlkv_layout *layout) { return layout->kv_heads == 0; }
+static inline cxlkv_layout group_layout(const cxlkv_layout *layout, uint32_t group) {
+    cxlkv_layout one = *layout;
+    const cxlkv_shape *shape = &layout->shapes[group];
+    if (!has_shapes(layout)) return one;
+    one.kv_heads = shape->kv_heads;
+    one.head_dim = shape->head_dim;
+    one.value_head_dim = shape->value_head_dim;
+    one.dtype = shape->dtype;
+    one.values = shape->values;
+    return one;
+}
 static inline bool has_states(const cxlkv_layout *layout) { return layout->state_bytes != 0; }
 static inline uint32_t kind_dim(const cxlkv_layout *layout, uint32_t kind) {
     return kind == PIECE_VALUES ? layout->value_head_dim : layout->head_dim;

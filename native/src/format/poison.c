@@ -21,6 +21,8 @@ static uint64_t slots_hit(const cxlkv_pool *pool, uint64_t start, uint64_t stop)
     uint64_t heads = pool->layout.kv_heads;
     uint64_t mask = slab_mask(g, 0, sizeof(record_header), start, stop) |
                     slab_mask(g, g->checksums_offset, g->checksum_bytes, start, stop);
+    if (has_shapes(&pool->layout)) /* page behind page */
+        return mask | slab_mask(g, g->layers_offset, g->layer_bytes, start, stop);
     for (uint32_t row = 0; row < g->record_layers; row++) {
         uint64_t at = g->layers_offset + row * g->layer_bytes;
         for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)

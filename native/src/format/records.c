@@ -42,7 +42,7 @@ void record_header_wipe(const cxlkv_pool *pool, uint32_t page) {
 uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head,
                       uint32_t kind) {
     uint64_t row = pool->layers.row_of[layer];
-    uint64_t entry = (row * pool->layout.kv_heads + kv_head) * PIECE_KINDS + kind;
+    uint64_t entry = (row * layout_of(pool, layer)->kv_heads + kv_head) * PIECE_KINDS + kind;
     return (uint32_t *)checksum_table(pool, page) + entry;
 }
 
@@ -193,15 +193,15 @@ void verified_clear(cxlkv_pool *pool, uint32_t page) {
     summaries_forget(pool, page);
 }
 
-size_t piece_used_bytes(const cxlkv_pool *pool, uint32_t page, uint32_t kind) {
-    size_t bytes = piece_data_bytes(&pool->layout, kind);
+size_t piece_used_bytes(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kind) {
+    size_t bytes = piece_data_bytes(layout_of(pool, layer), kind);
     return stores_objects(&pool->layout) ? min_u64(bytes, record_tokens(pool, page)) : bytes;
 }
 
 int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head, uint32_t kind,
                  const void *bytes) {
     static const char *const names[PIECE_KINDS] = {"digest", "sketch", "K", "V"};
-    uint32_t crc = crc32c(0, bytes, piece_used_bytes(pool, page, kind));
+    uint32_t crc = crc32c(0, bytes, piece_used_bytes(pool, page, layer, kind));
     if (crc == *checksum_of(pool, page, layer, kv_head, kind)) return 0;
     count_add(pool, COUNT_CORRUPT_PIECES, 1);
     return fail(CXLKV_E_CORRUPT,
@@ -212,16 +212,16 @@ int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_he
 }
 
 int pieces_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer) {
-    const cxlkv_geometry *g = &pool->geometry;
+    const layer_shape *shape = shape_of(pool, layer);
     if (!pool->layout.checksum) return 0;
     uint64_t bit;
     atomic_ulong *word = verified_word(pool, page, layer, &bit);
     if (atomic_load_explicit(word, memory_order_relaxed) & bit) return 0;
     for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
-        uint64_t stride = piece_stride(g, kind);
+        uint64_t stride = shape->strides[kind];
         if (stride == 0) continue;
         const uint8_t *pieces = pieces_of(pool, page, layer, kind);
-        for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
+        for (uint32_t head = 0; head < shape->layout.kv_heads; head++) {
             int code = piece_verify(pool, page, layer, head, kind, pieces + head * stride);
             if (code < 0) return code;
         }
@@ -232,23 +232,17 @@ int pieces_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer) {
 
 /* ---- outside of the pool ---- */
 
-packing packing_of(const cxlkv_pool *pool) {
-    const cxlkv_geometry *g = &pool->geometry;
-    packing p = {.layer_bytes = 0};
-    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
-        if (piece_stride(g, kind) == 0) continue;
-        p.offsets[kind] = p.layer_bytes;
-        p.sizes[kind] = piece_data_bytes(&pool->layout, kind);
-        p.layer_bytes += p.sizes[kind] * pool->layout.kv_heads;
+uint64_t record_packed_bytes(const cxlkv_pool *pool) {
+    uint64_t most = 0, payload;
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
+        payload = packing_of(pool, part)->payload_bytes;
+        if (payload > most) most = payload;
     }
-    p.payload_bytes = p.layer_bytes * g->record_layers;
-    p.record_bytes =
-        align_up(sizeof(cxlkv_packed_header) + g->checksum_bytes + p.payload_bytes, LINE_BYTES);
-    return p;
+    return align_up(sizeof(cxlkv_packed_header) + pool->geometry.checksum_bytes + most, LINE_BYTES);
 }
 
 uint32_t state_pages(const cxlkv_pool *pool) {
-    uint64_t page_bytes = packing_of(pool).payload_bytes, pages = 1;
+    uint64_t page_bytes = packing_of(pool, pool->geometry.part_count)->payload_bytes, pages = 1;
     while (pages * page_bytes < state_table_bytes((uint32_t)pages) + pool->layout.state_bytes)
         pages += (state_table_bytes((uint32_t)pages) + pool->layout.state_bytes -
                   pages * page_bytes + page_bytes - 1) / page_bytes;
@@ -266,10 +260,12 @@ uint32_t layout_crc(const cxlkv_pool *pool) {
     size_t states = offsetof(cxlkv_layout, state_digest);
     if (has_states(&layout))
         crc = crc32c(crc, &layout.state_digest, offsetof(cxlkv_layout, object_bytes) - states);
+    if (has_shapes(&layout)) crc = crc32c(crc, layout.shapes, sizeof(layout.shapes));
     if (has_object_pages(&layout))
         crc = crc32c(crc, &layout.object_bytes, sizeof(layout.object_bytes));
     return crc;
 }
 _Static_assert(offsetof(cxlkv_layout, rotary) == 13 * 4 + 256 + 4 + 16 * 4 + 1024 + 8 &&
                offsetof(cxlkv_layout, state_bytes) == offsetof(cxlkv_layout, state_digest) + 4 &&
-               sizeof(cxlkv_layout) == offsetof(cxlkv_layout, state_bytes) + 16, "no holes");
+               offsetof(cxlkv_layout, shapes) == offsetof(cxlkv_layout, state_bytes) + 16 &&
+               sizeof(cxlkv_layout) == offsetof(cxlkv_layout, shapes) + 16 * 20, "no holes");

@@ -30,18 +30,17 @@ int pieces_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer);
 int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head, uint32_t kind,
                  const void *bytes);
 /* Of a piece the bytes that its CRC covers: all, but of an object that does not fill its page. */
-size_t piece_used_bytes(const cxlkv_pool *pool, uint32_t page, uint32_t kind);
+size_t piece_used_bytes(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kind);
 void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer);
 void verified_clear(cxlkv_pool *pool, uint32_t page);
 
 /* ---- outside of the pool ---- */
 
-/* Where the pieces of one layer lie, from its start; the same for all pools of one layout. */
-typedef struct packing {
-    uint64_t offsets[PIECE_KINDS], sizes[PIECE_KINDS]; /* of a kind's first piece, of each piece */
-    uint64_t layer_bytes, payload_bytes, record_bytes;
-} packing;
-packing packing_of(const cxlkv_pool *pool);
+/* Records of parts whose payload is smaller than others' end in zeros. */
+static inline const packing *packing_of(const cxlkv_pool *pool, uint32_t part) {
+    return &shape_of(pool, layer_at(pool, part, 0))->packing;
+}
+uint64_t record_packed_bytes(const cxlkv_pool *pool); /* of a record, whichever its part */
 /* How many pages a state checkpoint takes: for its bytes, behind a table of 4 bytes for each page
  * but the first, which ends on a line. */
 uint32_t state_pages(const cxlkv_pool *pool);

@@ -20,7 +20,7 @@ static int scorer_make(const cxlkv_pool *pool, const cxlkv_scorer *scorer, pool_
     if (!s) return fail(ENOMEM, "no memory for a scorer");
     pthread_mutex_init(&s->making, NULL);
     s->scorer = *scorer;
-    s->bytes = records_of(pool) * pool->layout.kv_heads * scorer->summary_bytes;
+    s->bytes = records_of(pool) * pool->layers.kv_heads * scorer->summary_bytes;
     s->made = calloc(records_of(pool) / 64 + 1, sizeof(*s->made));
     void *at = mmap(NULL, s->bytes, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

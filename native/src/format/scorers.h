@@ -5,7 +5,8 @@
 typedef struct pool_scorer {
     cxlkv_scorer scorer;
     uint64_t bytes;
-    uint8_t *summaries;          /* [record_layers][kv_heads][page]; memory where it was touched */
+    uint8_t *summaries;          /* [record_layers][kv_heads, the most of any][page]; memory where
+                                  * it was touched */
     atomic_ulong *made;          /* bit page * record_layers + row: its summaries are right */
     pthread_mutex_t making;      /* held to make some */
     struct pool_scorer *next;
@@ -30,13 +31,13 @@ void summary_set_made(const cxlkv_pool *pool, pool_scorer *s, uint32_t page, uin
 
 static inline uint8_t *summary_of(const cxlkv_pool *pool, const pool_scorer *s, uint32_t page,
                                   uint32_t layer, uint32_t head) {
-    uint64_t row = (uint64_t)pool->layers.row_of[layer] * pool->layout.kv_heads + head;
+    uint64_t row = (uint64_t)pool->layers.row_of[layer] * pool->layers.kv_heads + head;
     return s->summaries + (row * pool->geometry.page_count + page) * s->scorer.summary_bytes;
 }
 
 static inline const float *scorer_parameters(const cxlkv_pool *pool, const pool_scorer *s,
                                              uint32_t layer, uint32_t head) {
-    uint64_t place = (uint64_t)layer * pool->layout.kv_heads + head;
+    uint64_t place = (uint64_t)layer * pool->layers.kv_heads + head;
     return s->scorer.parameters ? s->scorer.parameters + place * s->scorer.parameter_count : NULL;
 }
 

@@ -40,11 +40,13 @@ void superblock_write(cxlkv_pool *pool) {
     block->geometry = pool->geometry;
     block->group_count = layout->group_count;
     block->sketch = layout->sketch;
-    for (uint32_t group = 0; group < layout->group_count; group++)
+    for (uint32_t group = 0; group < layout->group_count; group++) {
+        const cxlkv_layout own = group_layout(layout, group);
         block->groups[group] =
-            (group_row){.kv_heads = layout->kv_heads, .head_dim = layout->head_dim,
-                        .value_head_dim = layout->value_head_dim, .dtype = layout->dtype,
-                        .values = layout->values, .window = layout->windows[group]};
+            (group_row){.kv_heads = own.kv_heads, .head_dim = own.head_dim,
+                        .value_head_dim = own.value_head_dim, .dtype = own.dtype,
+                        .values = own.values, .window = layout->windows[group]};
+    }
     for (uint32_t layer = 0; layer < layout->layers; layer++)
         block->groups[layout->group_of[layer]].layers++;
     memcpy(block->group_of, layout->group_of, sizeof(block->group_of));
@@ -57,6 +59,7 @@ void superblock_write(cxlkv_pool *pool) {
     block->state_digest = layout->state_digest;
     if (has_object_pages(layout)) block->features[FEATURES_INCOMPATIBLE] |= FEATURE_OBJECT_PAGES;
     block->object_bytes = (uint32_t)layout->object_bytes;
+    if (has_shapes(layout)) block->features[FEATURES_INCOMPATIBLE] |= FEATURE_SHAPES;
     if (has_rotary(layout)) {
         rotary_table *table = (rotary_table *)(pool->region.base + ROTARY_OFFSET);
         block->features[FEATURES_COMPATIBLE] |= FEATURE_ROTARY;
@@ -152,13 +155,20 @@ static bool crc_is_right(const superblock *block) {
     return block->crc == crc32c(0, block, offsetof(superblock, crc));
 }
 
-/* The layout that the group table says; false when its groups differ in more than the window. */
+static bool row_read(const group_row *row, uint32_t group, cxlkv_layout *layout) {
+    layout->windows[group] = row->window;
+    layout->shapes[group] = (cxlkv_shape){.kv_heads = row->kv_heads, .head_dim = row->head_dim,
+                                          .value_head_dim = row->value_head_dim,
+                                          .dtype = row->dtype, .values = row->values};
+    layout->layers += row->layers <= CXLKV_LAYERS_MAX ? row->layers : 0;
+    return row->kind == 0 && row->layers <= CXLKV_LAYERS_MAX;
+}
+
+/* The layout that the group table says; false when its groups differ in more than the window, and
+ * no feature says that they may. */
 static bool groups_read(const superblock *block, cxlkv_layout *layout) {
-    const group_row *first = &block->groups[0];
     memset(layout, 0, sizeof(*layout));
-    *layout = (cxlkv_layout){.kv_heads = first->kv_heads, .head_dim = first->head_dim,
-                             .value_head_dim = first->value_head_dim, .dtype = first->dtype,
-                             .values = first->values, .page_tokens = block->page_tokens,
+    *layout = (cxlkv_layout){.page_tokens = block->page_tokens,
                              .checksum = block->checksum, .sketch = block->sketch,
                              .group_count = block->group_count};
     if (block->version == FORMAT_VERSION &&
@@ -178,15 +188,17 @@ static bool groups_read(const superblock *block, cxlkv_layout *layout) {
     memcpy(layout->model_id, block->model_id, sizeof(layout->model_id));
     memcpy(layout->group_of, block->group_of, sizeof(layout->group_of));
     if (block->group_count > CXLKV_GROUPS_MAX) return false;
-    for (uint32_t group = 0; group < block->group_count; group++) {
-        group_row row = block->groups[group];
-        layout->windows[group] = row.window;
-        if (row.layers > CXLKV_LAYERS_MAX) return false;
-        layout->layers += row.layers;
-        row.window = first->window;
-        row.layers = first->layers;
-        if (row.kind != 0 || memcmp(&row, first, sizeof(row)) != 0) return false;
-    }
+    for (uint32_t group = 0; group < block->group_count; group++)
+        if (!row_read(&block->groups[group], group, layout)) return false;
+    if (block->version == FORMAT_VERSION &&
+        block->features[FEATURES_INCOMPATIBLE] & FEATURE_SHAPES)
+        return true; /* layout_check() looks whether they differ */
+    for (uint32_t group = 1; group < block->group_count; group++)
+        if (memcmp(&layout->shapes[group], &layout->shapes[0], sizeof(cxlkv_shape)) != 0)
+            return false;
+    cxlkv_layout one = group_layout(layout, 0);
+    memset(one.shapes, 0, sizeof(one.shapes));
+    *layout = one;
     return true;
 }
 

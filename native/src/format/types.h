@@ -170,6 +170,23 @@ enum pool_owner { OWNER_SEQUENCES, OWNER_WORKER, OWNER_TIERS, OWNER_OBJECTS, OWN
 
 typedef struct helpers helpers; /* threads of this process; worker/ is about another one */
 
+/* Where the pieces of one layer lie in a record outside of the pool, from the layer's start; the
+ * same for all pools of one layout. */
+typedef struct packing {
+    uint64_t offsets[PIECE_KINDS], sizes[PIECE_KINDS]; /* of a kind's first piece, of each piece */
+    uint64_t layer_bytes, payload_bytes;
+} packing;
+
+/* How the layers of one shape are kept. Derived from layout and geometry. */
+typedef struct layer_shape {
+    cxlkv_layout layout;         /* the pool's, with this shape */
+    uint64_t strides[PIECE_KINDS]; /* from one head's piece to the next; 0: there are none */
+    uint64_t offsets[PIECE_KINDS]; /* of slot 0's first piece in row 0, from the extent's start */
+    uint64_t slot_bytes[PIECE_KINDS], row_bytes; /* from one slot, one row to the next */
+    uint32_t rows;               /* of a page */
+    packing packing;
+} layer_shape;
+
 /* Up to record_layers layers of one group: what one page holds. Derived from the layout. */
 typedef struct part {
     uint32_t window;             /* 0: none */
@@ -192,6 +209,9 @@ struct cxlkv_pool {
         part *parts;             /* format: [stored_parts()] */
         uint16_t part_of[CXLKV_LAYERS_MAX], row_of[CXLKV_LAYERS_MAX]; /* format: where it lies */
         uint16_t *layer_at;      /* format: [stored_parts()][record_layers]: layer_at() */
+        layer_shape *shapes;     /* format: one, or, where groups differ, of each group */
+        const layer_shape *shape_of[CXLKV_LAYERS_MAX]; /* format: by layer */
+        uint32_t kv_heads;       /* format: the most of any */
         bool windowed;           /* format: a part has a window */
     } layers;
     uint8_t identity[16];        /* format, pool: */
@@ -274,15 +294,24 @@ static inline uint32_t layer_at(const cxlkv_pool *pool, uint32_t part, uint32_t 
     return pool->layers.layer_at[part * pool->geometry.record_layers + row];
 }
 
+static inline const layer_shape *shape_of(const cxlkv_pool *pool, uint32_t layer) {
+    return pool->layers.shape_of[layer];
+}
+/* The pool's layout with the shape of a layer. Where groups differ, pool->layout has none. */
+static inline const cxlkv_layout *layout_of(const cxlkv_pool *pool, uint32_t layer) {
+    return &shape_of(pool, layer)->layout;
+}
+
 /* The first of kv_heads neighbouring pieces of (page, layer). */
 static inline uint8_t *pieces_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer,
                                  uint32_t kind) {
     const cxlkv_geometry *g = &pool->geometry;
+    const layer_shape *s = shape_of(pool, layer);
     uint64_t slot = page % g->slab_slots;
     uint8_t *at = pool->region.base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
-                  g->layers_offset + pool->layers.row_of[layer] * g->layer_bytes;
-    if (kind == PIECE_VALUES && values_are_keys(&pool->layout)) kind = PIECE_KEYS;
-    return at + slab_offset(g, kind) + slot * pool->layout.kv_heads * piece_stride(g, kind);
+                  pool->layers.row_of[layer] * s->row_bytes;
+    if (kind == PIECE_VALUES && values_are_keys(&s->layout)) kind = PIECE_KEYS;
+    return at + s->offsets[kind] + slot * s->slot_bytes[kind];
 }
 
 /* past: past the caches, if it begins on a line. */

@@ -31,7 +31,7 @@ static inline page_rows ahead_rows(const ahead *a, uint32_t index) {
     if (index >= a->view->complete) return (page_rows){0};
     uint32_t page = sequence_page(a->view->sequence, a->view->part, index);
     return (page_rows){.first = pieces_of(pool, page, a->view->layer, a->kind),
-                       .head_bytes = piece_stride(&pool->geometry, a->kind)};
+                       .head_bytes = shape_of(pool, a->view->layer)->strides[a->kind]};
 }
 
 /* The page at place->at, or the next one of the list that there is. */
@@ -62,11 +62,11 @@ static inline const uint8_t *ahead_take(const ahead *a, ahead_place *place) {
 static inline ahead ahead_begin(const layer_view *view, uint32_t kind, const int32_t *pages,
                                 uint32_t first, uint32_t end, uint32_t head_first,
                                 uint32_t head_end, bool together) {
-    const cxlkv_pool *pool = view->sequence->pool;
+    const layer_shape *shape = shape_of(view->sequence->pool, view->layer);
     ahead a = {.view = view, .pages = pages, .kind = kind, .end = end, .head_first = head_first,
                .head_end = together ? head_first + 1 : head_end};
-    if (kind == PIECE_VALUES && values_are_keys(&pool->layout)) a.kind = PIECE_KEYS;
-    a.unit_bytes = piece_stride(&pool->geometry, a.kind) * (together ? head_end - head_first : 1);
+    if (kind == PIECE_VALUES && values_are_keys(&shape->layout)) a.kind = PIECE_KEYS;
+    a.unit_bytes = shape->strides[a.kind] * (together ? head_end - head_first : 1);
     a.near.at = first;
     ahead_load(&a, &a.near);
     uint32_t units = (uint32_t)((AHEAD_BYTES + a.unit_bytes - 1) / a.unit_bytes);

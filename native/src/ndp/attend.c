@@ -86,7 +86,7 @@ static void score_whole(const whole_block *b) {
 
 static void accumulate_page(const whole_block *b, uint32_t head, uint32_t i, uint32_t done) {
     const attend_job *job = b->w->job;
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     uint32_t at = b->w->s->head_first + head;
     const uint8_t *next = piece_at(b->later, b->later->values, i, at);
     stored_accumulate(&job->values, piece_at(b->block, b->block->values, i, at),
@@ -97,7 +97,7 @@ static void accumulate_page(const whole_block *b, uint32_t head, uint32_t i, uin
 
 static void accumulate_codes(const whole_block *b, uint32_t head) {
     const attend_job *job = b->w->job;
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     uint32_t at = b->w->s->head_first + head;
     code_piece pieces[BLOCK_PAGES];
     const void *next[BLOCK_PAGES];
@@ -113,7 +113,7 @@ static void accumulate_codes(const whole_block *b, uint32_t head) {
 /* Of one head, all pages together. */
 static void accumulate_head(const whole_block *b, uint32_t head) {
     const attend_job *job = b->w->job;
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     uint32_t at = b->w->s->head_first + head;
     const void *values[BLOCK_PAGES], *next[BLOCK_PAGES];
     bool by_page = job->values.planes || job->values.fp8;
@@ -223,7 +223,7 @@ static int attend_block(const span_walk *w, const page_block *block, const page_
                                         &upper->bytes);
     else
         upper->bytes +=
-            block->tokens * token_bytes(&w->job->batch->pool->layout) * w->s->head_count;
+            block->tokens * token_bytes(w->job->layout) * w->s->head_count;
     if (together && !spares) attend_whole(w, block, later, logits);
     for (uint32_t i = 0, done = 0; !together && i < block->count; done += block->held[i++])
         attend_part(w, block, i, w->weights ? w->weights + done : NULL, logits);
@@ -244,7 +244,7 @@ static int attend_pages(span_walk *w, float *logits, sparing *upper) {
 static int attend_span(void *context, uint32_t item) {
     attend_job *job = context;
     const span *s = &job->spans[item];
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     span_walk walk = {.job = job, .s = s, .at = s->page_first, .step = block_pages(job, s),
                       .view = view_of(job->batch->sequences[s->sequence], job->args->layer),
                       .rows = (uint64_t)(job->args->starts[s->sequence + 1] -
@@ -287,7 +287,7 @@ static int attend_span(void *context, uint32_t item) {
 static void write_query(const attend_job *job, uint64_t row, uint32_t q_head, float *accumulator,
                         float largest, float sum) {
     const cxlkv_attend_args *args = job->args;
-    uint32_t value_dim = job->batch->pool->layout.value_head_dim;
+    uint32_t value_dim = job->layout->value_head_dim;
     uint64_t place = row * args->q_heads + q_head;
     float inverse = sum == 0 ? 0.0f : 1.0f / sum;
     for (uint32_t d = 0; d < value_dim; d++) accumulator[d] *= inverse;
@@ -308,7 +308,7 @@ typedef struct partial {
 
 static partial partial_of(const attend_job *job, const merge *m, uint32_t i, uint32_t head,
                           uint64_t query) {
-    uint64_t heads = job->batch->pool->layout.kv_heads;
+    uint64_t heads = job->layout->kv_heads;
     const span *s = &job->spans[m->first + i];
     if (i >= m->count) {
         s = &job->spans[m->shared + (i - m->count) * heads + head];
@@ -318,7 +318,7 @@ static partial partial_of(const attend_job *job, const merge *m, uint32_t i, uin
     return (partial){.s = s, .head = head, .query = query,
                      .state = state_of(job, s, head) + 2 * query,
                      .sums = accumulator_of(job, s, head) +
-                             query * job->batch->pool->layout.value_head_dim};
+                             query * job->layout->value_head_dim};
 }
 
 /* The mean of a group's queries, which are merged: their states are factors and, of the first part,
@@ -343,7 +343,7 @@ static void merge_mass(const attend_job *job, const merge *m, uint32_t head, uin
 /* All parts of one (rows, head): into the first part's accumulator, then out. */
 static void merge_query(const attend_job *job, const merge *m, uint32_t head, uint64_t query) {
     const span *s = &job->spans[m->first];
-    uint32_t value_dim = job->batch->pool->layout.value_head_dim;
+    uint32_t value_dim = job->layout->value_head_dim;
     uint32_t count = m->count + m->shared_count;
     float largest = -INFINITY, sum = 0;
     for (uint32_t i = 0; i < count; i++) {
@@ -384,7 +384,8 @@ static int merge_task(void *context, uint32_t item) {
 #define SPARING_BYTES_MAX (1ull << 30)
 
 static uint64_t sparing_floats(const attend_job *job) {
-    uint64_t floats = queries_total(job->batch, job->args->q_heads, job->args->starts);
+    uint64_t floats = queries_total(job->batch, job->layout->kv_heads, job->args->q_heads,
+                                    job->args->starts);
     for (uint32_t i = 0; i < job->span_count; i++)
         floats += planes_span_floats(job, &job->spans[i]);
     return floats;
@@ -394,7 +395,7 @@ static uint64_t sparing_floats(const attend_job *job) {
  * mass where only hotness wants it. */
 static int place_room(attend_job *job) {
     uint64_t upper = job->sparing ? sparing_floats(job) : 0, sums = 0;
-    uint64_t mass = (uint64_t)job->rows * job->batch->pool->layout.kv_heads * job->mass_k;
+    uint64_t mass = (uint64_t)job->rows * job->layout->kv_heads * job->mass_k;
     if (upper * sizeof(float) > SPARING_BYTES_MAX) upper = 0;
     for (uint32_t i = 0; job->weighs && i < job->span_count; i++)
         sums += mass_span_floats(job, &job->spans[i]);
@@ -417,12 +418,15 @@ static int place_room(attend_job *job) {
 static int place_scratch(attend_job *job) {
     const cxlkv_attend_args *args = job->args;
     cxlkv_batch *batch = job->batch;
-    uint64_t state_floats = 2 + batch->pool->layout.value_head_dim, floats = 0, group_bytes = 0;
+    const cxlkv_layout *layout = job->layout;
+    uint64_t state_floats = 2 + layout->value_head_dim, floats = 0, group_bytes = 0;
+    uint32_t heads = layout->kv_heads, q_heads = args->q_heads;
     uint64_t query_bytes =
-        queries_bytes(batch, job->isa, queries_total(batch, args->q_heads, args->starts));
+        queries_bytes(layout, job->isa, queries_total(batch, heads, q_heads, args->starts));
     if (job->sharers)
-        group_bytes = queries_bytes(batch, job->isa,
-                                    queries_total(batch, args->q_heads, job->group_starts));
+        group_bytes =
+            queries_bytes(layout, job->isa, queries_total(batch, heads, q_heads,
+                                                          job->group_starts));
     for (uint32_t i = 0; i < job->span_count; i++)
         floats += span_queries(job, &job->spans[i]) * job->spans[i].head_count * state_floats;
     int code = place_room(job);
@@ -430,7 +434,7 @@ static int place_scratch(attend_job *job) {
     uint64_t bytes = query_bytes + group_bytes + floats * sizeof(float);
     uint8_t *at = batch_scratch(batch, bytes + LINE_BYTES);
     if (!at) return -ENOMEM;
-    query_source source = {&args->queries, args->q_heads, args->starts, NULL, args->scale};
+    query_source source = {&args->queries, layout, args->q_heads, args->starts, NULL, args->scale};
     job->queries = queries_pack(batch, job->isa, &source, at);
     source.starts = job->group_starts;
     source.order = job->group_order;
@@ -476,7 +480,7 @@ static int mass_check(attend_job *job) {
         layer_view view = view_of(job->batch->sequences[i], args->layer);
         if (view.pages > pages) pages = view.pages;
     }
-    uint64_t wanted = (uint64_t)job->rows * job->batch->pool->layout.kv_heads * pages;
+    uint64_t wanted = (uint64_t)job->rows * job->layout->kv_heads * pages;
     job->weighs = args->mass || hotness_weighs(job->batch);
     job->mass_k = args->mass_k = pages;
     if (!args->mass || args->mass_capacity >= wanted) return 0;
@@ -486,7 +490,7 @@ static int mass_check(attend_job *job) {
 
 int attend_bounds(const cxlkv_layout *layout, const cxlkv_attend_args *args, uint32_t rows,
                   uint32_t sequences) {
-    int code = queries_bounds(layout, args->layer, args->q_heads, args->queries.dtype, rows);
+    int code = queries_bounds(layout, args->q_heads, args->queries.dtype, rows);
     if (code < 0) return code;
     if (!(args->error >= 0 && args->error < INFINITY))
         return fail(CXLKV_E_ARGUMENT, "attend: an error of %g", (double)args->error);
@@ -505,7 +509,9 @@ int attend_check(const cxlkv_batch *batch, const cxlkv_attend_args *args) {
         code = need((uint64_t)picked->lists * picked->row_count, "row_keys", picked->row_keys,
                     "row_values", picked->row_values, "row_log_counts", picked->row_log_counts,
                     NULL);
-    return code < 0 ? code : attend_bounds(&batch->pool->layout, args, rows, batch->count);
+    if (code == 0) code = layer_check(batch->pool, args->layer);
+    return code < 0 ? code
+                    : attend_bounds(layout_of(batch->pool, args->layer), args, rows, batch->count);
 }
 
 static int64_t attend_locked(attend_job *job) {
@@ -514,7 +520,7 @@ static int64_t attend_locked(attend_job *job) {
     int code = queries_check(batch, args->layer, args->q_heads, &args->queries, args->starts,
                              &job->rows);
     if (code < 0) return code;
-    job->group = args->q_heads / batch->pool->layout.kv_heads;
+    job->group = args->q_heads / job->layout->kv_heads;
     code = mass_check(job);
     if (code < 0) return code;
     code = attend_cut(job);
@@ -534,14 +540,17 @@ static int64_t attend_locked(attend_job *job) {
 }
 
 int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts) {
-    const cxlkv_layout *layout = &batch->pool->layout;
-    attend_job job = {.batch = batch, .args = args, .isa = kernels_current(), .parts = parts};
+    int64_t code = layer_check(batch->pool, args->layer);
+    if (code < 0) return code;
+    const cxlkv_layout *layout = layout_of(batch->pool, args->layer);
+    attend_job job = {.batch = batch, .layout = layout, .args = args, .isa = kernels_current(),
+                      .parts = parts};
     job.keys = stored_of(layout, job.isa, PIECE_KEYS);
     job.values = stored_of(layout, job.isa, PIECE_VALUES);
     /* Pages' shares are measured without weights. */
     job.sparing = args->error > 0 && (job.keys.planes || job.values.planes) &&
                   !args->picked.log_weights;
-    int64_t code = batch_lock(batch, false);
+    code = batch_lock(batch, false);
     if (code < 0) return code;
     local_enter(batch->pool);
     code = attend_locked(&job);

@@ -17,7 +17,7 @@ static uint64_t rows_of(const attend_job *job, uint32_t sequence) {
 /* ---- groups ---- */
 
 static sharer sharer_of(const attend_job *job, uint32_t sequence) {
-    uint64_t page_tokens = job->batch->pool->layout.page_tokens;
+    uint64_t page_tokens = job->layout->page_tokens;
     sharer made = {.view = view_of(job->batch->sequences[sequence], job->args->layer),
                    .rows = rows_of(job, sequence)};
     if (made.rows == 0) return made;
@@ -116,7 +116,7 @@ static void put_merge(attend_job *job, merge made) {
 /* A span for each head of pages [low, high), which the first `rows` of a group share; returns in
  * how many parts. */
 static uint32_t put_shared(attend_job *job, span made, uint64_t rows, uint32_t low, uint32_t high) {
-    uint32_t heads = job->batch->pool->layout.kv_heads;
+    uint32_t heads = job->layout->kv_heads;
     uint64_t pages = high - low, wanted = SPANS_WANTED / heads;
     uint32_t parts = (uint32_t)min_u64(pages / GROUP_PAGES_STEP, wanted);
     if (parts == 0) parts = 1;
@@ -162,7 +162,7 @@ static uint32_t pages_in_sight(const layer_view *view, uint64_t row, uint64_t co
 
 /* At most `wanted` parts of so many pages and virtual rows, none of them small. */
 static uint32_t parts_of(const attend_job *job, uint32_t wanted, uint32_t pages) {
-    uint64_t tokens = (uint64_t)pages * job->batch->pool->layout.page_tokens +
+    uint64_t tokens = (uint64_t)pages * job->layout->page_tokens +
                       job->args->picked.row_count;
     return (uint32_t)min_u64(wanted, tokens / SPAN_TOKENS_MIN > 1 ? tokens / SPAN_TOKENS_MIN : 1);
 }
@@ -201,7 +201,7 @@ static bool is_by_row(const cxlkv_picked *picked) {
 /* A list for each head, in parts. */
 static void cut_lists(attend_job *job, span made) {
     const cxlkv_picked *picked = &job->args->picked;
-    uint32_t heads = job->batch->pool->layout.kv_heads, parts = job->parts;
+    uint32_t heads = job->layout->kv_heads, parts = job->parts;
     uint64_t list = made.sequence;
     if (is_by_row(picked)) list = (uint64_t)job->args->starts[made.sequence] + made.row_first;
     made.head_count = 1;
@@ -226,7 +226,7 @@ static uint64_t rows_together(const attend_job *job) {
 
 static void cut(attend_job *job) {
     const cxlkv_picked *picked = &job->args->picked;
-    uint32_t heads = job->batch->pool->layout.kv_heads;
+    uint32_t heads = job->layout->kv_heads;
     uint64_t block = rows_together(job), queries = 0, group_queries = 0;
     job->span_count = job->merge_count = 0;
     for (uint32_t i = 0; i < job->batch->count; i++) {
@@ -249,7 +249,7 @@ static void cut(attend_job *job) {
 static uint64_t merges_wanted(const attend_job *job) {
     uint64_t block = rows_together(job), count = 0;
     for (uint32_t i = 0; i < job->batch->count; i++) count += (rows_of(job, i) + block - 1) / block;
-    return job->args->picked.pages ? count * job->batch->pool->layout.kv_heads : count;
+    return job->args->picked.pages ? count * job->layout->kv_heads : count;
 }
 
 /* The most that rows see. */
@@ -258,7 +258,7 @@ static uint32_t pages_most(const attend_job *job) {
     if (job->args->picked.pages) return job->args->picked.k;
     for (uint32_t i = 0; i < job->batch->count; i++) {
         layer_view view = view_of(job->batch->sequences[i], job->args->layer);
-        uint64_t reach = view.window / job->batch->pool->layout.page_tokens + 1;
+        uint64_t reach = view.window / job->layout->page_tokens + 1;
         uint32_t mine = view.window ? (uint32_t)min_u64(view.pages, reach) : view.pages;
         if (mine > pages) pages = mine;
     }
@@ -274,8 +274,9 @@ static void choose_parts(attend_job *job) {
 }
 
 uint32_t attend_parts(cxlkv_batch *batch, cxlkv_attend_args *args) {
-    attend_job job = {.batch = batch, .args = args,
-                      .group = args->q_heads / batch->pool->layout.kv_heads};
+    const cxlkv_layout *layout = layout_of(batch->pool, args->layer);
+    attend_job job = {.batch = batch, .layout = layout, .args = args,
+                      .group = args->q_heads / layout->kv_heads};
     choose_parts(&job);
     return job.parts;
 }

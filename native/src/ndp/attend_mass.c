@@ -42,7 +42,7 @@ softmax_state mass_state(const span_walk *w, uint32_t at, uint32_t head, uint64_
     const span *s = w->s;
     softmax_state made = {.states = (float(*)[2])state_of(job, s, head) + query,
                           .accumulator = accumulator_of(job, s, head) +
-                                         query * job->batch->pool->layout.value_head_dim};
+                                         query * job->layout->value_head_dim};
     if (!w->steps) return made;
     made.sums = sums_of(job, s, head, query) + (w->steps->first - s->page_first);
     made.sum_count = at - w->steps->first;
@@ -135,7 +135,7 @@ static void add_times(float *restrict to, const float *from, uint64_t stride, ui
 }
 
 float *mass_of_row(const attend_job *job, uint64_t row, uint32_t kv_head) {
-    return job->mass + (row * job->batch->pool->layout.kv_heads + kv_head) * job->mass_k;
+    return job->mass + (row * job->layout->kv_heads + kv_head) * job->mass_k;
 }
 
 void mass_add(const attend_job *job, const span *s, uint32_t head, uint64_t query,

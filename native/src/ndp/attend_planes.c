@@ -20,8 +20,6 @@
 
 static const float VALUES_SQUARED = 0.0108f; /* r^2 */
 
-static const cxlkv_layout *layout_of(const attend_job *job) { return &job->batch->pool->layout; }
-
 /* ---- scratch ---- */
 
 /* Of a block: the largest scale of each page and head, then logits [head][query][token]. */
@@ -29,7 +27,7 @@ static uint64_t scale_floats(const span *s, uint64_t pages) { return pages * s->
 
 uint64_t planes_span_floats(const attend_job *job, const span *s) {
     uint64_t pages = s->page_last - s->page_first, queries = s->head_count * span_queries(job, s);
-    return 2 * queries + scale_floats(s, pages) + pages * layout_of(job)->page_tokens * queries;
+    return 2 * queries + scale_floats(s, pages) + pages * job->layout->page_tokens * queries;
 }
 
 /* What a span has measured, {m, l} by head and query, is before its blocks. */
@@ -42,7 +40,7 @@ static float *blocks_of(const attend_job *job, const span *s) {
 }
 
 void planes_prepare(attend_job *job) {
-    uint32_t dim = layout_of(job)->head_dim;
+    uint32_t dim = job->layout->head_dim;
     float scale = job->args->scale, step = CODE_UPPER_STEP;
     for (uint64_t q = 0; q < job->queries.total; q++) {
         const float *row = job->queries.rows + q * dim;
@@ -127,7 +125,7 @@ int planes_measure_task(void *context, uint32_t item) {
                       .rows = (uint64_t)(job->args->starts[s->sequence + 1] -
                                          job->args->starts[s->sequence])};
     walk.view.local = tier_of(job->batch->pool);
-    uint32_t wide = layout_of(job)->page_tokens;
+    uint32_t wide = job->layout->page_tokens;
     if (wide < BLOCK_TOKENS) wide = BLOCK_TOKENS;
     float *room = malloc((uint64_t)SPAN_QUERIES * wide * sizeof(*room)), *at = blocks_of(job, s);
     if (!room) return fail(ENOMEM, "no memory for logits");
@@ -180,7 +178,7 @@ typedef struct head_page {
 
 /* A logit above which the page may have so large a share that share * worth >= limit. */
 static float logit_wanted(const head_page *p, uint32_t q, float worth, float limit) {
-    return p->totals[q][1] + logf(limit / (worth * (float)layout_of(p->job)->page_tokens));
+    return p->totals[q][1] + logf(limit / (worth * (float)p->job->layout->page_tokens));
 }
 
 static bool has_share(const head_page *p, uint32_t q, float share) {
@@ -236,7 +234,7 @@ static code_piece lower_of(const stored *s, const uint8_t *piece) {
 
 static uint64_t upper_token_bytes(const attend_job *job, uint32_t kind) {
     const stored *s = kind == PIECE_KEYS ? &job->keys : &job->values;
-    return kind_token_bytes(layout_of(job), kind) -
+    return kind_token_bytes(job->layout, kind) -
            (s->planes ? code_block_bytes(&s->upper) / CODE_TOKENS : 0);
 }
 

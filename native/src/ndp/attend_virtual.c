@@ -14,7 +14,7 @@
 static void attend_some(const span_walk *w, uint64_t first, uint32_t count, float *logits) {
     const attend_job *job = w->job;
     const cxlkv_picked *picked = &job->args->picked;
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     uint32_t dim = layout->head_dim, value_dim = layout->value_head_dim;
     uint64_t queries = span_queries(job, w->s);
     kernel_queries some = {.rows = job->queries.rows, .total = job->queries.total};
@@ -48,7 +48,7 @@ static bool is_wrong(const float *log_counts, uint32_t count) {
 int virtual_attend(const span_walk *w, float *logits) {
     const attend_job *job = w->job;
     const span *s = w->s;
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     const cxlkv_picked *picked = &job->args->picked;
     const merge *m = &job->merges[s->merge];
     uint64_t list = s->list * picked->row_count, part = (uint64_t)(s - job->spans) - m->first;

@@ -68,11 +68,11 @@ int block_weigh(const span_walk *w, const page_block *block) {
     if (!wrong) return 0;
     return fail(CXLKV_E_ARGUMENT, "attend: log_weights have NaN or infinity in list %lu of kv "
                 "head %u: numbers and -infinity are wanted",
-                w->s->list / w->job->batch->pool->layout.kv_heads, w->s->head_first);
+                w->s->list / w->job->layout->kv_heads, w->s->head_first);
 }
 
 uint32_t block_pages(const attend_job *job, const span *s) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     uint64_t bytes = token_bytes(layout) * layout->page_tokens * s->head_count;
     uint64_t pages = min_u64(BLOCK_TOKENS / layout->page_tokens, BLOCK_BYTES / bytes);
     return (uint32_t)min_u64(BLOCK_PAGES, pages ? pages : 1);
@@ -109,7 +109,7 @@ static void rescale(float *values, uint64_t count, float factor) {
 static void softmax_rows(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
                          const softmax_state *state) {
     enum { TOGETHER = 4 };
-    uint32_t value_dim = job->batch->pool->layout.value_head_dim;
+    uint32_t value_dim = job->layout->value_head_dim;
     float factors[TOGETHER];
     for (uint32_t first = 0; first < count; first += TOGETHER) {
         uint32_t here = min_u32(TOGETHER, count - first);

@@ -36,7 +36,8 @@ typedef struct scene {
 static double min_f64(double a, double b) { return a < b ? a : b; }
 
 static scene scene_of(const cxlkv_batch *batch, const cxlkv_select_args *args, uint32_t i) {
-    const cxlkv_layout *layout = &batch->pool->layout;
+    const layer_shape *shape = shape_of(batch->pool, args->layer);
+    const cxlkv_layout *layout = &shape->layout;
     const cxlkv_budget *budget = &args->by.budgets[args->by.budget_count == 1 ? 0 : i];
     layer_view view = view_of(batch->sequences[i], args->layer);
     uint64_t rows = (uint64_t)(args->starts[i + 1] - args->starts[i]);
@@ -50,7 +51,7 @@ static scene scene_of(const cxlkv_batch *batch, const cxlkv_select_args *args, u
                         ? (double)budget->pages * layout->page_tokens
                         : s.tokens;
     s.chosen = min_f64(wanted > forced ? wanted : forced, s.tokens);
-    s.staged = sketch_pays(batch->pool, (uint32_t)(seen / layout->page_tokens)) &&
+    s.staged = sketch_pays(shape, (uint32_t)(seen / layout->page_tokens)) &&
                2 * s.chosen <= s.tokens;
     return s;
 }
@@ -66,8 +67,7 @@ static double key_rate(const cxlkv_layout *layout, const kernel_rates *rates) {
 }
 
 /* Of `tokens` of a head. */
-static work attending(const cxlkv_pool *pool, const scene *s, double tokens) {
-    const cxlkv_layout *layout = &pool->layout;
+static work attending(const cxlkv_layout *layout, const scene *s, double tokens) {
     const kernel_rates *rates = &kernels_current()->rates;
     bool codes = has_codes(layout, PIECE_VALUES);
     double values = codes ? rates->code_accumulate : rates->accumulate;
@@ -77,8 +77,7 @@ static work attending(const cxlkv_pool *pool, const scene *s, double tokens) {
                   .compute_ns = tokens * ATTEND_REST * compute};
 }
 
-static work scoring(const cxlkv_pool *pool, const scene *s) {
-    const cxlkv_layout *layout = &pool->layout;
+static work scoring(const cxlkv_layout *layout, const scene *s) {
     double rate = key_rate(layout, &kernels_current()->rates);
     return (work){.read_bytes = s->tokens * (double)kind_token_bytes(layout, PIECE_KEYS),
                   .compute_ns = s->tokens * products_ns(s->queries, layout->head_dim, rate)};
@@ -86,12 +85,11 @@ static work scoring(const cxlkv_pool *pool, const scene *s) {
 
 /* Upper planes of all keys, then both planes of the blocks of 16 that may matter: on even keys as
  * many again as are chosen. */
-static work estimating_by_planes(const cxlkv_pool *pool, const scene *s) {
-    const cxlkv_layout *layout = &pool->layout;
+static work estimating_by_planes(const cxlkv_layout *layout, const scene *s) {
     code_form form = form_of(layout, PIECE_KEYS), upper = code_upper(&form);
     double each = (double)kind_token_bytes(layout, PIECE_KEYS);
     double keys = s->lists * min_f64(2 * s->chosen + 128, s->tokens);
-    work made = scoring(pool, s);
+    work made = scoring(layout, s);
     made.read_bytes -= s->tokens * (double)code_block_bytes(&upper) / CODE_TOKENS;
     made.read_bytes += keys * each;
     made.wait_ns = keys / CODE_TOKENS * 2 * KEY_NS;
@@ -99,8 +97,7 @@ static work estimating_by_planes(const cxlkv_pool *pool, const scene *s) {
 }
 
 /* Sketches of all tokens, then the keys of some: on even keys of half as many as are chosen. */
-static work estimating(const cxlkv_pool *pool, const scene *s, double errors) {
-    const cxlkv_layout *layout = &pool->layout;
+static work estimating(const cxlkv_layout *layout, const scene *s, double errors) {
     double blocks = s->tokens / SKETCH_TOKENS, keys = s->chosen * (0.2 + errors / 8) + 128;
     double rate = kernels_current()->rates.estimate;
     double each = (double)kind_token_bytes(layout, PIECE_KEYS);
@@ -119,25 +116,27 @@ static double time_of(const cxlkv_pool *pool, double read_rate, work w) {
 
 uint32_t cheapest_method(cxlkv_batch *batch, const cxlkv_select_args *args, bool may_skip) {
     const cxlkv_pool *pool = batch->pool;
-    double all = 0, exact = 0, staged = 0, heads = pool->layout.kv_heads;
+    double all = 0, exact = 0, staged = 0;
     bool any_mass = false;
     for (uint32_t i = 0; i < args->by.budget_count; i++)
         any_mass |= args->by.budgets[i].kind == CXLKV_BUDGET_MASS;
     /* What is wrong is said by the select. */
     if (any_mass || args->layer >= pool->layout.layers || batch_lock(batch, false) < 0)
         return CXLKV_METHOD_EXACT;
+    const cxlkv_layout *layout = layout_of(pool, args->layer);
+    const double heads = layout->kv_heads;
     for (uint32_t i = 0; i < batch->count; i++) {
         scene s = scene_of(batch, args, i);
         if (s.queries == 0) continue;
         double choosing = s.lists * (LIST_NS + PAGE_NS * s.tokens / pool->layout.page_tokens);
-        double chosen = time_of(pool, args->by.read_rate, attending(pool, &s, s.chosen)) +
+        double chosen = time_of(pool, args->by.read_rate, attending(layout, &s, s.chosen)) +
                         choosing / pool->threads.count;
-        double scored = time_of(pool, args->by.read_rate, scoring(pool, &s));
-        all += heads * time_of(pool, args->by.read_rate, attending(pool, &s, s.tokens));
+        double scored = time_of(pool, args->by.read_rate, scoring(layout, &s));
+        all += heads * time_of(pool, args->by.read_rate, attending(layout, &s, s.tokens));
         exact += heads * (scored + chosen);
         if (s.staged) {
-            work staging = pool->layout.sketch ? estimating(pool, &s, args->by.errors)
-                                               : estimating_by_planes(pool, &s);
+            work staging = pool->layout.sketch ? estimating(layout, &s, args->by.errors)
+                                               : estimating_by_planes(layout, &s);
             scored = time_of(pool, args->by.read_rate, staging) + choosing / pool->threads.count;
         }
         staged += heads * (scored + chosen);

@@ -85,7 +85,8 @@ static int64_t attend_to_chosen(cxlkv_batch *batch, cxlkv_decode_args *args,
                                 cxlkv_select_args *select, cxlkv_attend_args *attend) {
     uint32_t rows = (uint32_t)args->starts[batch->count];
     uint32_t lists = args->by.per == CXLKV_PER_QUERY ? rows : batch->count;
-    chosen_lists chosen = {.lists = (uint64_t)lists * batch->pool->layout.kv_heads};
+    uint64_t heads = layout_of(batch->pool, args->layer)->kv_heads;
+    chosen_lists chosen = {.lists = lists * heads};
     int64_t code = 0;
     uint32_t method = args->by.budget_count ? args->by.method : CXLKV_METHOD_ALL;
     if (method == CXLKV_METHOD_AUTO) method = cheapest_method(batch, select, true);

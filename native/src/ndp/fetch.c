@@ -18,6 +18,7 @@ enum { STREAM_BYTES = 16 << 20, PREFETCH_LINES = 8 };
 
 typedef struct fetch_job {
     cxlkv_batch *batch;
+    const cxlkv_layout *layout;  /* of the layer */
     cxlkv_fetch_args *args;
     uint32_t *sequence_of_list;
     uint32_t k;
@@ -47,7 +48,7 @@ static void decode_rows(const stored *s, int dtype, const uint8_t *piece, uint32
 static void copy_codes(const layer_view *view, uint32_t index, uint32_t kind, const uint8_t *from,
                        bool stream, uint8_t *to) {
     static const uint8_t zeros[CODE_DIM_MAX];
-    const cxlkv_layout *layout = &view->sequence->pool->layout;
+    const cxlkv_layout *layout = layout_of(view->sequence->pool, view->layer);
     code_form form = form_of(layout, kind);
     uint32_t end = code_blocks(layout->page_tokens) * CODE_TOKENS;
     size_t bytes = code_bytes(&form, layout->page_tokens);
@@ -73,7 +74,7 @@ static size_t given_row_bytes(const cxlkv_layout *layout, uint32_t kind, uint32_
 static int copy_piece(const layer_view *view, uint32_t index, uint32_t head, uint32_t kind,
                       uint32_t dtype, bool stream, bool as_kept, uint8_t *to) {
     cxlkv_pool *pool = view->sequence->pool;
-    const cxlkv_layout *layout = &pool->layout;
+    const cxlkv_layout *layout = layout_of(pool, view->layer);
     size_t row = given_row_bytes(layout, kind, dtype), size = layout->page_tokens * row;
     size_t written = view_filled(view, index) * row;
     page_rows rows = view_rows(view, index, kind);
@@ -120,7 +121,7 @@ static int64_t page_at(const fetch_job *job, uint32_t item, uint32_t j) {
 
 /* Before a byte is copied: every page of the list exists and is what its header says. */
 static int check_list(const fetch_job *job, const layer_view *view, uint32_t item) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     const int32_t *own = job->args->picked.pages;
     uint32_t head = item % layout->kv_heads;
     /* A list like head 0's is checked with that one, in the same call. */
@@ -171,7 +172,7 @@ static uint32_t wanted_dtype(const cxlkv_layout *layout, const cxlkv_fetch_args 
 /* One list of one head: all its K, then all its V. */
 static int fetch_task(void *context, uint32_t item) {
     fetch_job *job = context;
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     uint32_t list = item / layout->kv_heads, head = item % layout->kv_heads;
     layer_view view =
         view_of(job->batch->sequences[job->sequence_of_list[list]], job->args->layer);
@@ -225,17 +226,17 @@ static int lists_make(fetch_job *job, uint32_t *lists) {
 
 static int64_t fetch_locked(fetch_job *job) {
     cxlkv_fetch_args *args = job->args;
-    const cxlkv_layout *layout = &job->batch->pool->layout;
-    uint32_t lists;
-    if (args->layer >= layout->layers)
-        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", args->layer, layout->layers);
     const cxlkv_pool *pool = job->batch->pool;
+    uint32_t lists;
+    int code = layer_check(pool, args->layer);
+    if (code < 0) return code;
+    const cxlkv_layout *layout = job->layout = layout_of(pool, args->layer);
     uint32_t window = pool->layers.parts[pool->layers.part_of[args->layer]].window;
     if (window && !args->picked.pages)
         return fail(CXLKV_E_ARGUMENT,
                     "fetch: layer %u has a window of %u tokens: name the pages, as select() does",
                     args->layer, window);
-    int code = lists_make(job, &lists);
+    code = lists_make(job, &lists);
     if (code < 0) return code;
     job->k = args->picked.k;
     if (!args->picked.pages) {
@@ -284,6 +285,7 @@ int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args) {
 
 typedef struct blocks_job {
     cxlkv_batch *batch;
+    const cxlkv_layout *layout;  /* of the layer */
     uint32_t layer;
     const cxlkv_blocks *table;
     const int32_t *first;
@@ -306,7 +308,7 @@ static uint8_t *block_target(const blocks_job *job, uint32_t entry, uint32_t hea
 /* A page of a block, all heads; NULL view: zeros. */
 static int page_to_block(const blocks_job *job, const layer_view *view, uint32_t index,
                          uint32_t entry, uint32_t place) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++) {
         uint32_t dtype = job->table->dtype;
         size_t size = layout->page_tokens * given_row_bytes(layout, kind, dtype);
@@ -325,7 +327,7 @@ static int page_to_block(const blocks_job *job, const layer_view *view, uint32_t
 
 static int block_fill(const blocks_job *job, const layer_view *view, uint32_t page,
                       uint32_t entry) {
-    uint32_t pages = job->table->block_tokens / job->batch->pool->layout.page_tokens;
+    uint32_t pages = job->table->block_tokens / job->layout->page_tokens;
     for (uint32_t place = 0; place < pages; place++) {
         uint32_t index = page + place;
         bool behind = index < view->first;
@@ -338,7 +340,7 @@ static int block_fill(const blocks_job *job, const layer_view *view, uint32_t pa
 
 /* Nothing of a block that could not be read is left in it. */
 static void block_clear(const blocks_job *job, uint32_t entry) {
-    uint32_t pages = job->table->block_tokens / job->batch->pool->layout.page_tokens;
+    uint32_t pages = job->table->block_tokens / job->layout->page_tokens;
     for (uint32_t place = 0; place < pages; place++) page_to_block(job, NULL, 0, entry, place);
 }
 
@@ -381,7 +383,7 @@ static int block_task(void *context, uint32_t entry) {
 /* The pages that are wanted of a sequence are there. */
 static int check_range(const blocks_job *job, uint32_t i) {
     layer_view view = view_of(job->batch->sequences[i], job->layer);
-    uint32_t pages = job->table->block_tokens / job->batch->pool->layout.page_tokens;
+    uint32_t pages = job->table->block_tokens / job->layout->page_tokens;
     int64_t blocks = job->table->starts[i + 1] - job->table->starts[i], first = job->first[i];
     if (blocks == 0) return 0;
     if (first < 0 || first + blocks * pages > view.complete)
@@ -397,10 +399,8 @@ static int check_range(const blocks_job *job, uint32_t i) {
 }
 
 static int check_target(const blocks_job *job, uint32_t *tokens) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     const cxlkv_blocks *table = job->table;
-    if (job->layer >= layout->layers)
-        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", job->layer, layout->layers);
     for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++)
         if (!is_given(layout, kind, table->dtype))
             return fail(CXLKV_E_ARGUMENT, "blocks of dtype code %u, the pool stores %u",
@@ -414,10 +414,12 @@ static int check_target(const blocks_job *job, uint32_t *tokens) {
 
 static int64_t fetch_blocks_locked(blocks_job *job) {
     cxlkv_batch *batch = job->batch;
-    const cxlkv_layout *layout = &batch->pool->layout;
     const int32_t *starts = job->table->starts;
     uint32_t tokens = 0;
-    int code = check_target(job, &tokens);
+    int code = layer_check(batch->pool, job->layer);
+    if (code < 0) return code;
+    const cxlkv_layout *layout = job->layout = layout_of(batch->pool, job->layer);
+    code = check_target(job, &tokens);
     if (code < 0) return code;
     for (uint32_t i = 0; i < batch->count; i++) job->good[i] = starts[i + 1] - starts[i];
     uint64_t bytes =

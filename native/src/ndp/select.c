@@ -26,7 +26,7 @@ enum { TOGETHER_PAGES = 8, SCRATCH_LIMIT = 1 << 30 };
 /* counts: what is read is not in the cache yet. */
 static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last,
                        bool counts) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     uint64_t bytes = 0, key_bytes = kind_token_bytes(layout, PIECE_KEYS);
     uint64_t digest_bytes = piece_data_bytes(layout, PIECE_DIGEST);
     if (p->stage) return sketch_score_pages(job, p, first, last, counts);
@@ -89,7 +89,7 @@ static void merge_heads(const plan *p, bool mass, float *scores, uint32_t heads)
 
 /* K and V of a list for one head; an open tail has fewer tokens than a page. */
 static uint64_t list_bytes(const select_job *job, const plan *p, uint64_t list) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     const cxlkv_select_args *args = job->args;
     uint64_t tokens = 0;
     for (int32_t i = 0; i < args->counts[list]; i++)
@@ -101,7 +101,7 @@ static uint64_t list_bytes(const select_job *job, const plan *p, uint64_t list) 
 static int choose_list(select_job *job, const plan *p, uint64_t list, uint32_t head,
                        uint32_t *ranks, uint8_t *chosen) {
     const cxlkv_select_args *args = job->args;
-    uint32_t heads = job->batch->pool->layout.kv_heads, k = args->k;
+    uint32_t heads = job->layout->kv_heads, k = args->k;
     window w = window_of(job, p, list);
     uint64_t row = (p->first_list + list) * heads + head;
     float *scores = p->scores + (list * heads + head) * p->view.pages;
@@ -123,7 +123,7 @@ static int choose_list(select_job *job, const plan *p, uint64_t list, uint32_t h
 /* For batch->count * kv_heads items. */
 static int choose_task(void *context, uint32_t item) {
     select_job *job = context;
-    uint32_t heads = job->batch->pool->layout.kv_heads, head = item % heads;
+    uint32_t heads = job->layout->kv_heads, head = item % heads;
     const plan *p = &job->plans[item / heads];
     if (job->args->by.union_over == CXLKV_UNION_LAYER && head) return 0;
     uint32_t *ranks = malloc((p->view.pages + 1) * (sizeof(*ranks) + 1));
@@ -174,7 +174,7 @@ int select_bounds(const cxlkv_layout *layout, const cxlkv_select_args *args, uin
     uint32_t method = args->by.method;
     bool known = method <= CXLKV_METHOD_ATTENTION || method == CXLKV_METHOD_SCORER ||
                  method == CXLKV_METHOD_SKETCH;
-    int code = queries_bounds(layout, args->layer, args->q_heads, args->queries.dtype, rows);
+    int code = queries_bounds(layout, args->q_heads, args->queries.dtype, rows);
     if (code < 0) return code;
     if (!known || args->by.union_over > CXLKV_UNION_LAYER || args->by.per > CXLKV_PER_SEQUENCE)
         return fail(CXLKV_E_ARGUMENT, "select: unknown method, union or per");
@@ -199,9 +199,10 @@ int select_bounds(const cxlkv_layout *layout, const cxlkv_select_args *args, uin
 
 int select_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
     int code = need(args->by.budget_count, "budgets", args->by.budgets, NULL);
+    if (code == 0) code = layer_check(batch->pool, args->layer);
     if (code == 0)
-        code = select_bounds(&batch->pool->layout, args, rows_asked(batch, args->starts),
-                             batch->count);
+        code = select_bounds(layout_of(batch->pool, args->layer), args,
+                             rows_asked(batch, args->starts), batch->count);
     return code < 0 ? code : scorer_check(batch, args);
 }
 
@@ -223,9 +224,10 @@ static void find_leader(select_job *job, plan *p) {
 /* Few pages make short tasks, so that all threads get some, but none too short to wake one for. */
 static uint32_t task_pages_of(const cxlkv_batch *batch, uint32_t layer) {
     enum { TASKS_OF_A_THREAD = 4, TASK_BYTES_MIN = 64 << 10 };
-    uint64_t page_bytes = piece_data_bytes(&batch->pool->layout, PIECE_KEYS), pages = 0;
+    const cxlkv_layout *layout = layout_of(batch->pool, layer);
+    uint64_t page_bytes = piece_data_bytes(layout, PIECE_KEYS), pages = 0;
     for (uint32_t i = 0; i < batch->count; i++) pages += view_of(batch->sequences[i], layer).pages;
-    page_bytes *= batch->pool->layout.kv_heads;
+    page_bytes *= layout->kv_heads;
     uint64_t least = TASK_BYTES_MIN / page_bytes + 1;
     uint64_t wanted = pages / (TASKS_OF_A_THREAD * batch->pool->threads.count);
     return (uint32_t)min_u64(wanted > least ? wanted : least, TASK_PAGES);
@@ -235,8 +237,8 @@ static uint32_t task_pages_of(const cxlkv_batch *batch, uint32_t layer) {
 static uint64_t make_plans(select_job *job) {
     cxlkv_select_args *args = job->args;
     uint64_t lists = 0, queries = 0;
-    uint32_t tasks = 0, page_tokens = job->batch->pool->layout.page_tokens;
-    uint32_t kv_heads = job->batch->pool->layout.kv_heads;
+    uint32_t tasks = 0, page_tokens = job->layout->page_tokens;
+    uint32_t kv_heads = job->layout->kv_heads;
     args->k = args->found.lists_staged = 0;
     args->found.mean_error = 0;
     job->task_pages = task_pages_of(job->batch, args->layer);
@@ -268,8 +270,8 @@ static uint64_t make_plans(select_job *job) {
 
 /* Scratch: packed queries, then scores, then log-sums of mass budgets. */
 static int place_scratch(select_job *job, uint32_t rows) {
-    uint64_t heads = job->batch->pool->layout.kv_heads, q_heads = job->args->q_heads;
-    uint64_t query_floats = queries_bytes(job->batch, job->isa, job->query_total) / sizeof(float);
+    uint64_t heads = job->layout->kv_heads, q_heads = job->args->q_heads;
+    uint64_t query_floats = queries_bytes(job->layout, job->isa, job->query_total) / sizeof(float);
     uint64_t sketch_floats = 0, floats = query_floats;
     if (is_estimated(job))
         floats += sketch_floats = sketch_query_floats(job, job->query_total);
@@ -304,7 +306,7 @@ static int place_scratch(select_job *job, uint32_t rows) {
 static int64_t select_locked(select_job *job) {
     cxlkv_select_args *args = job->args;
     cxlkv_batch *batch = job->batch;
-    uint32_t rows = 0, tasks = 0, heads = batch->pool->layout.kv_heads;
+    uint32_t rows = 0, tasks = 0, heads = job->layout->kv_heads;
     bool any_mass = false, any_stage = false;
     int code = queries_check(batch, args->layer, args->q_heads, &args->queries, args->starts,
                              &rows);
@@ -312,14 +314,15 @@ static int64_t select_locked(select_job *job) {
     if (args->by.method == CXLKV_METHOD_SCORER)
         job->scorer = scorer_find(batch->pool, args->by.scorer);
     job->group = args->q_heads / heads;
-    job->query_total = queries_total(batch, args->q_heads, args->starts);
+    job->query_total = queries_total(batch, heads, args->q_heads, args->starts);
     uint64_t lists = make_plans(job) * heads;
     if (lists * args->k > args->capacity)
         return fail(CXLKV_E_ROOM, "select: room for %lu pages, %lu wanted", args->capacity,
                     lists * args->k);
     code = place_scratch(job, rows);
     if (code < 0) return code;
-    query_source source = {&args->queries, args->q_heads, args->starts, NULL, args->scale};
+    query_source source = {&args->queries, job->layout, args->q_heads, args->starts, NULL,
+                           args->scale};
     job->queries = queries_pack(batch, job->isa, &source, batch->scratch);
     for (uint32_t i = 0; i < batch->count; i++) {
         tasks += job->plans[i].tasks;
@@ -327,7 +330,7 @@ static int64_t select_locked(select_job *job) {
         any_stage |= job->plans[i].stage && args->by.method == CXLKV_METHOD_TWO_STAGE;
     }
     if (is_estimated(job)) {
-        uint64_t used = queries_bytes(batch, job->isa, job->queries.total);
+        uint64_t used = queries_bytes(job->layout, job->isa, job->queries.total);
         sketch_prepare(job, (float *)((uint8_t *)batch->scratch + used));
     }
     if (args->by.method == CXLKV_METHOD_TWO_STAGE) {
@@ -373,11 +376,15 @@ static int64_t select_kept(select_job *job) {
 }
 
 int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args) {
-    select_job job = {.batch = batch, .args = args, .isa = kernels_current()};
-    job.keys = stored_of(&batch->pool->layout, job.isa, PIECE_KEYS);
+    int64_t code = layer_check(batch->pool, args->layer);
+    if (code < 0) return code;
+    const layer_shape *shape = shape_of(batch->pool, args->layer);
+    select_job job = {.batch = batch, .layout = &shape->layout, .strides = shape->strides,
+                      .args = args, .isa = kernels_current()};
+    job.keys = stored_of(job.layout, job.isa, PIECE_KEYS);
     job.plans = calloc(batch->count, sizeof(*job.plans));
     if (!job.plans) return fail(ENOMEM, "no memory to plan a selection");
-    int64_t code = IN_BATCH(batch, false, peers_verify(batch->pool, select_kept(&job)));
+    code = IN_BATCH(batch, false, peers_verify(batch->pool, select_kept(&job)));
     free(job.plans);
     return code;
 }

@@ -3,7 +3,7 @@
 
 window window_of(const select_job *job, const plan *p, uint64_t list) {
     const cxlkv_budget *budget = p->budget;
-    uint64_t page_tokens = job->batch->pool->layout.page_tokens;
+    uint64_t page_tokens = job->layout->page_tokens;
     bool per_query = job->args->by.per == CXLKV_PER_QUERY;
     window w = {0};
     if (p->rows == 0) return w;

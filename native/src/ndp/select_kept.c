@@ -48,7 +48,7 @@ void kept_begin(select_job *job, plan *p) {
         return;
     p->kept = kept_take(p->view.sequence, args->layer);
     if (!p->kept) return;
-    uint32_t heads = job->batch->pool->layout.kv_heads, tasks = 0;
+    uint32_t heads = job->layout->kv_heads, tasks = 0;
     bool same = goes_on(job, p);
     for (uint32_t head = 0; head < heads; head++) {
         kept_head *kept = &p->kept->heads[head];
@@ -97,7 +97,7 @@ typedef struct kept_run {
 static int take_run(kept_walk *w, kept_run *taken) {
     const plan *p = w->p;
     const cxlkv_pool *pool = w->job->batch->pool;
-    uint64_t key_bytes = kind_token_bytes(&pool->layout, PIECE_KEYS);
+    uint64_t key_bytes = kind_token_bytes(w->job->layout, PIECE_KEYS);
     for (taken->run.count = 0; w->at < w->last && taken->run.count < w->step; w->at++) {
         uint32_t index = page_at(p, w->kept, w->at);
         if (index < p->low) continue;
@@ -146,14 +146,13 @@ static int score_taken(const kept_walk *w, kept_run *taken, const kept_run *next
 }
 
 int kept_score_task(select_job *job, const plan *p, uint32_t item) {
-    const cxlkv_pool *pool = job->batch->pool;
     const kept_head *heads = p->kept->heads;
-    uint32_t head = entry_at(&heads->first_task, sizeof(*heads), pool->layout.kv_heads, item);
+    uint32_t head = entry_at(&heads->first_task, sizeof(*heads), job->layout->kv_heads, item);
     bool staged = job->args->by.method == CXLKV_METHOD_TWO_STAGE;
     kept_walk w = {.job = job, .p = p, .kept = &heads[head], .head = head,
                    .estimates = staged && p->kept->estimates,
                    .at = (item - heads[head].first_task) * TASK_PAGES};
-    w.kind = w.estimates ? estimated_kind(pool) : PIECE_KEYS;
+    w.kind = w.estimates ? estimated_kind(job->batch->pool) : PIECE_KEYS;
     w.step = page_run_step(job, w.kind, 1);
     w.last = min_u32(w.at + TASK_PAGES, positions_of(p, w.kept));
     kept_run runs[2];
@@ -202,7 +201,7 @@ static int keep_best(kept_head *kept, const window *w, const float *scores, uint
 int kept_chosen(const select_job *job, const plan *p, uint32_t head, uint32_t *ranks) {
     const cxlkv_select_args *args = job->args;
     kept_head *kept = &p->kept->heads[head];
-    uint32_t heads = job->batch->pool->layout.kv_heads, before = kept->interval;
+    uint32_t heads = job->layout->kv_heads, before = kept->interval;
     uint64_t row = p->first_list * heads + head;
     if (kept->left) {
         kept->left--;

@@ -69,7 +69,7 @@ static int estimate_pages(const select_job *job, const plan *p, uint32_t first, 
 
 int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last,
                        bool counts) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     uint32_t start = first, end = estimated_among(job, p, &start, last);
     uint64_t key_bytes = kind_token_bytes(layout, PIECE_KEYS), tokens = 0;
     for (uint32_t index = first; index < last; index++) {
@@ -268,7 +268,7 @@ uint32_t sketch_segments(const plan *p) {
 
 int sketch_finish_task(void *context, uint32_t item) {
     select_job *job = context;
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     const plan *p = job->plans;
     for (; item >= sketch_segments(p); p++) item -= sketch_segments(p);
     uint32_t first = p->low + item * TASK_PAGES, heads = kv_heads(job);

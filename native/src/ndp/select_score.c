@@ -40,15 +40,14 @@ static void bound_block(const select_job *job, const scored_page *page, const ui
         job->isa->bound(job->keys.dtype, digest, dim, queries, job->args->scale, maxima, next);
         return;
     }
-    const cxlkv_pool *pool = job->batch->pool;
     uint64_t head = (uint64_t)(digest - page->rows.first) / page->rows.head_bytes;
-    const uint8_t *piece = page->keys + head * pool->geometry.key_piece_bytes;
+    const uint8_t *piece = page->keys + head * job->strides[PIECE_KEYS];
     float scale, bounds[2 * CODE_DIM_MAX];
     kernel_queries rows = *queries;
     rows.packed = NULL;
     for (uint32_t at = 0; next && at < 2 * dim; at += LINE_BYTES)
         __builtin_prefetch(next + at, 0, 2);
-    memcpy(&scale, piece + digest_scale_offset(&pool->layout), sizeof(scale));
+    memcpy(&scale, piece + digest_scale_offset(job->layout), sizeof(scale));
     code_bounds_decode((const int8_t *)digest, scale, dim, bounds);
     job->isa->bound(CXLKV_FLOAT32, bounds, dim, &rows, job->args->scale, maxima, next);
 }
@@ -67,7 +66,7 @@ static void score_block(const select_job *job, const scored_page *page, const ui
 
 static void score_head(const select_job *job, const plan *p, const scored_page *page, uint32_t head,
                        const uint8_t *next) {
-    uint32_t group = job->group, heads = job->batch->pool->layout.kv_heads, index = page->index;
+    uint32_t group = job->group, heads = job->layout->kv_heads, index = page->index;
     uint32_t visible = view_filled(&p->view, index), hidden = 0;
     bool one_list = job->args->by.per == CXLKV_PER_SEQUENCE;
     uint64_t stride = (uint64_t)heads * p->view.pages;
@@ -143,7 +142,7 @@ static int page_open(const select_job *job, const plan *p, uint32_t index, score
         page->digest = true;
         page->keys = page->rows.first;
         page->rows.first = pieces_of(pool, page_of(p, index), p->view.layer, PIECE_DIGEST);
-        page->rows.head_bytes = pool->geometry.digest_piece_bytes;
+        page->rows.head_bytes = job->strides[PIECE_DIGEST];
     }
     return 0;
 }
@@ -152,7 +151,7 @@ int score_page(select_job *job, const plan *p, uint32_t index, ahead *next) {
     scored_page page;
     int code = page_open(job, p, index, &page);
     if (code < 0) return code;
-    for (uint32_t head = 0; head < job->batch->pool->layout.kv_heads; head++) {
+    for (uint32_t head = 0; head < job->layout->kv_heads; head++) {
         const uint8_t *wanted = next ? ahead_next(next) : NULL;
         if (p->log_sums) mass_head(job, p, &page, head, wanted);
         else score_head(job, p, &page, head, wanted);
@@ -186,8 +185,7 @@ void run_of(const select_job *job, const plan *p, uint32_t *first, uint32_t *las
 
 uint32_t page_run_step(const select_job *job, uint32_t kind, uint32_t heads) {
     enum { RUN_BYTES = 24 << 10 };
-    const cxlkv_pool *pool = job->batch->pool;
-    uint64_t page_bytes = heads * piece_stride(&pool->geometry, kind);
+    uint64_t page_bytes = heads * job->strides[kind];
     return (uint32_t)min_u64(RUN_PAGES, RUN_BYTES / page_bytes + 1);
 }
 
@@ -212,15 +210,15 @@ static void score_codes(const select_job *job, const void *const *pieces, const 
                         uint32_t count, const kernel_queries *queries, float *best) {
     code_piece codes[RUN_PAGES];
     for (uint32_t i = 0; i < count; i++) codes[i] = stored_codes(&job->keys, pieces[i]);
-    stored_score_best(&job->keys, codes, next, count, job->batch->pool->layout.page_tokens, queries,
+    stored_score_best(&job->keys, codes, next, count, job->layout->page_tokens, queries,
                       best);
 }
 
 void score_run_head(const select_job *job, const plan *p, uint32_t head, const page_run *run,
                     float *best) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     size_t row_bytes = stored_row_bytes(layout, PIECE_KEYS);
-    uint64_t offset = head * job->batch->pool->geometry.key_piece_bytes;
+    uint64_t offset = head * job->strides[PIECE_KEYS];
     const void *pieces[RUN_PAGES], *next[RUN_PAGES];
     kernel_queries queries = queries_range(job->queries, p->first_query + head * p->block,
                                            (uint32_t)p->rows * job->group);
@@ -246,7 +244,7 @@ void score_run_head(const select_job *job, const plan *p, uint32_t head, const p
 }
 
 int score_run(select_job *job, const plan *p, uint32_t first, uint32_t last, bool ahead) {
-    uint32_t heads = job->batch->pool->layout.kv_heads,
+    uint32_t heads = job->layout->kv_heads,
              step = page_run_step(job, PIECE_KEYS, heads);
     page_run run;
     for (uint32_t at = first; at < last; at += run.count) {
@@ -274,7 +272,7 @@ static void add_mass(const select_job *job, const plan *p, float *log_sums, floa
 
 int mass_task(void *context, uint32_t item) {
     select_job *job = context;
-    uint32_t heads = job->batch->pool->layout.kv_heads, head = item % heads;
+    uint32_t heads = job->layout->kv_heads, head = item % heads;
     const plan *p = &job->plans[item / heads];
     uint32_t pages = p->view.pages;
     bool one_list = job->args->by.per == CXLKV_PER_SEQUENCE;

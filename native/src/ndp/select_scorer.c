@@ -20,7 +20,7 @@ static uint64_t keys_floats(const cxlkv_layout *layout) {
 /* float32 [page_tokens][head_dim] */
 static void keys_decode(const select_job *job, const uint8_t *piece, float *to) {
     const stored *keys = &job->keys;
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     uint32_t tokens = layout->page_tokens, dim = keys->dim;
     if (keys->encoded) {
         for (uint32_t first = 0, count; first < tokens; first += count) {
@@ -87,7 +87,7 @@ static int summarise_page(const summarising *s, const wanted_page *w, float *key
     select_job *job = s->job;
     cxlkv_pool *pool = job->batch->pool;
     pool_scorer *scorer = job->scorer;
-    const cxlkv_layout *layout = &pool->layout;
+    const cxlkv_layout *layout = job->layout;
     uint32_t layer = w->p->view.layer;
     int code = view_verify(&w->p->view, w->index);
     if (code < 0) return code;
@@ -109,7 +109,7 @@ static int summarise_page(const summarising *s, const wanted_page *w, float *key
 
 static int summarise_task(void *context, uint32_t item) {
     const summarising *s = context;
-    float *keys = s->keys + item * keys_floats(&s->job->batch->pool->layout);
+    float *keys = s->keys + item * keys_floats(s->job->layout);
     int code = 0;
     for (uint32_t i = item; code == 0 && i < s->count; i += s->items)
         code = summarise_page(s, &s->pages[i], keys);
@@ -153,7 +153,7 @@ static int summarise_all(select_job *job) {
     if (s.count == 0) return 0;
     s.items = min_u32(s.count, ITEMS_OF_A_THREAD * pool->threads.count);
     s.pages = malloc(s.count * sizeof(*s.pages));
-    s.keys = aligned_alloc(LINE_BYTES, s.items * keys_floats(&pool->layout) * sizeof(float));
+    s.keys = aligned_alloc(LINE_BYTES, s.items * keys_floats(job->layout) * sizeof(float));
     int code = s.pages && s.keys ? 0 : fail(ENOMEM, "no memory to summarise %u pages", s.count);
     if (code == 0) {
         s.count = pages_once(s.pages, min_u32(s.count, wanted_pages(job, s.pages, s.count)));
@@ -225,7 +225,7 @@ static bool are_finite(const float *numbers, uint64_t count) {
 /* A score is NaN: whether one of the keys is, or is infinite, or of the queries. */
 static int check_nan(const select_job *job, const plan *p, uint32_t head, const float *query,
                      uint32_t index) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     page_rows rows = view_rows(&p->view, index, PIECE_KEYS);
     float *keys = aligned_alloc(LINE_BYTES, keys_floats(layout) * sizeof(float));
     if (!keys) return fail(ENOMEM, "no memory for the keys of a page");
@@ -325,7 +325,7 @@ static int score_other(select_job *job, const plan *p, uint32_t index, bool coun
         return 0;
     }
     uint64_t bytes = (uint64_t)kv_heads(job) * view_filled(&p->view, index) *
-                     kind_token_bytes(&job->batch->pool->layout, PIECE_KEYS);
+                     kind_token_bytes(job->layout, PIECE_KEYS);
     if (counts) atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
     return score_page(job, p, index, NULL);
 }

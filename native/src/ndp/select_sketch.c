@@ -23,8 +23,8 @@ enum { TOKENS_MIN = 1024, STAGE_BYTES_MAX = 64 << 20 };
 /* ---- scratch ---- */
 
 uint64_t sketch_query_floats(const select_job *job, uint64_t query_count) {
-    if (!job->batch->pool->layout.sketch) return 0;
-    uint64_t codes = align_up(query_count * sketch_dim(job->batch->pool->layout.head_dim), 64);
+    if (!job->layout->sketch) return 0;
+    uint64_t codes = align_up(query_count * sketch_dim(job->layout->head_dim), 64);
     return (codes + align_up(query_count * sizeof(sketch_query), 64)) / sizeof(float);
 }
 
@@ -34,12 +34,11 @@ static uint64_t uppers_of(const select_job *job, const plan *p) {
 }
 
 /* Pages of few tokens have much of a sketch's 16 empty. */
-bool sketch_pays(const cxlkv_pool *pool, uint32_t pages) {
-    bool many =
-        pages >= SAMPLES && (uint64_t)pages * pool->layout.page_tokens >= TOKENS_MIN;
-    if (!pool->layout.sketch) return many && has_planes(&pool->layout, PIECE_KEYS);
-    return many &&
-           2 * pool->geometry.sketch_piece_bytes <= piece_data_bytes(&pool->layout, PIECE_KEYS);
+bool sketch_pays(const layer_shape *shape, uint32_t pages) {
+    const cxlkv_layout *layout = &shape->layout;
+    bool many = pages >= SAMPLES && (uint64_t)pages * layout->page_tokens >= TOKENS_MIN;
+    if (!layout->sketch) return many && has_planes(layout, PIECE_KEYS);
+    return many && 2 * shape->strides[PIECE_SKETCH] <= piece_data_bytes(layout, PIECE_KEYS);
 }
 
 static bool sketch_is_for(const select_job *job, const plan *p) {
@@ -47,7 +46,7 @@ static bool sketch_is_for(const select_job *job, const plan *p) {
     if (job->args->by.method == CXLKV_METHOD_SKETCH) return true;
     window w = window_of(job, p, 0);
     uint32_t first, pages = free_pages(p, &w, &first);
-    return sketch_pays(job->batch->pool, pages) && w.k <= pages / 2 &&
+    return sketch_pays(shape_of(job->batch->pool, p->view.layer), pages) && w.k <= pages / 2 &&
            uppers_of(job, p) * SKETCH_LINE_BYTES <= STAGE_BYTES_MAX;
 }
 
@@ -66,8 +65,8 @@ stage_scratch stage_of(const select_job *job, const plan *p) {
 }
 
 void sketch_prepare(select_job *job, float *scratch) {
-    uint32_t dim = job->batch->pool->layout.head_dim, count = job->queries.total;
-    if (!job->batch->pool->layout.sketch) return;
+    uint32_t dim = job->layout->head_dim, count = job->queries.total;
+    if (!job->layout->sketch) return;
     int8_t *codes = (int8_t *)scratch;
     sketch_query *made = (sketch_query *)(codes + align_up((uint64_t)count * sketch_dim(dim), 64));
     sketch_queries(job->queries.rows, count, dim, job->args->scale, codes, made);
@@ -79,16 +78,15 @@ void sketch_prepare(select_job *job, float *scratch) {
 /* Block `block` of a head, of a page whose pieces begin at `page`. */
 static const uint8_t *sketch_at(const select_job *job, const uint8_t *page, uint32_t head,
                                 uint32_t block) {
-    const cxlkv_pool *pool = job->batch->pool;
-    return page + head * pool->geometry.sketch_piece_bytes +
-           block * sketch_block_bytes(pool->layout.head_dim);
+    return page + head * job->strides[PIECE_SKETCH] +
+           block * sketch_block_bytes(job->layout->head_dim);
 }
 
 static code_piece upper_at(const select_job *job, const uint8_t *page, uint32_t head,
                            uint32_t block) {
     const stored *keys = &job->keys;
     code_piece piece =
-        stored_codes(keys, page + head * job->batch->pool->geometry.key_piece_bytes);
+        stored_codes(keys, page + head * job->strides[PIECE_KEYS]);
     piece.blocks += block * code_block_bytes(&keys->upper);
     piece.scales += (size_t)block * CODE_TOKENS;
     return piece;
@@ -96,12 +94,12 @@ static code_piece upper_at(const select_job *job, const uint8_t *page, uint32_t 
 
 void estimate_scales(const select_job *job, const uint8_t *page, uint32_t head, uint32_t block,
                      float *scales) {
-    if (!job->batch->pool->layout.sketch) {
+    if (!job->layout->sketch) {
         code_piece piece = upper_at(job, page, head, block);
         job->isa->to_float(CXLKV_FLOAT16, piece.scales, CODE_TOKENS, scales);
         return;
     }
-    uint64_t codes = sketch_block_bytes(job->batch->pool->layout.head_dim) - SKETCH_LINE_BYTES;
+    uint64_t codes = sketch_block_bytes(job->layout->head_dim) - SKETCH_LINE_BYTES;
     memcpy(scales, sketch_at(job, page, head, block) + codes, SKETCH_LINE_BYTES);
 }
 
@@ -113,7 +111,7 @@ static void estimate_sketches(const select_job *job, const estimated_blocks *b, 
         next[i] = b->later[i] ? sketch_at(job, b->later[i], b->head, b->block) : NULL;
     }
     sketch_run run = {.blocks = blocks, .next = next, .count = b->count,
-                      .dim = job->batch->pool->layout.head_dim,
+                      .dim = job->layout->head_dim,
                       .queries = job->sketch_queries + b->first_query,
                       .query_count = b->query_count, .seen = block_tokens(job, b->block),
                       .slack = b->slack};
@@ -122,7 +120,7 @@ static void estimate_sketches(const select_job *job, const estimated_blocks *b, 
 
 void estimate_blocks(const select_job *job, const estimated_blocks *b, float *best,
                      float (*uppers)[SKETCH_TOKENS]) {
-    if (job->batch->pool->layout.sketch) {
+    if (job->layout->sketch) {
         estimate_sketches(job, b, best, uppers);
         return;
     }
@@ -190,7 +188,7 @@ static float sample_block(const select_job *job, const plan *p, uint64_t list, u
 }
 
 static int sample_list(select_job *job, const plan *p, uint64_t list, uint32_t head) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_layout *layout = job->layout;
     sample *made = stage_of(job, p).samples + list * layout->kv_heads + head;
     window w = window_of(job, p, list);
     uint32_t start, pages = free_pages(p, &w, &start);

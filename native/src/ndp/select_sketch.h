@@ -29,7 +29,7 @@ static inline bool is_estimated(const select_job *job) {
 }
 
 static inline uint32_t kv_heads(const select_job *job) {
-    return job->batch->pool->layout.kv_heads;
+    return job->layout->kv_heads;
 }
 
 static inline uint64_t lists_of(const select_job *job, const plan *p) {
@@ -38,7 +38,7 @@ static inline uint64_t lists_of(const select_job *job, const plan *p) {
 
 /* Blocks of 16 tokens that a page has. */
 static inline uint32_t blocks_of(const select_job *job) {
-    return (job->batch->pool->layout.page_tokens + SKETCH_TOKENS - 1) / SKETCH_TOKENS;
+    return (job->layout->page_tokens + SKETCH_TOKENS - 1) / SKETCH_TOKENS;
 }
 
 /* The pages of a list that are neither forced in nor incomplete: those it may leave out. */
@@ -87,7 +87,7 @@ void estimate_scales(const select_job *job, const uint8_t *page, uint32_t head, 
 
 /* A bit for each of the 16 tokens of a block that a page has. */
 static inline uint32_t block_tokens(const select_job *job, uint32_t block) {
-    uint32_t left = job->batch->pool->layout.page_tokens - block * SKETCH_TOKENS;
+    uint32_t left = job->layout->page_tokens - block * SKETCH_TOKENS;
     return left >= SKETCH_TOKENS ? 0xffff : (1u << left) - 1;
 }
 
@@ -97,7 +97,7 @@ static inline bool is_better(float value, float than) {
 }
 
 /* Whether so many pages are worth it. */
-bool sketch_pays(const cxlkv_pool *pool, uint32_t pages);
+bool sketch_pays(const layer_shape *shape, uint32_t pages);
 /* Floats of scratch for all queries, and for a plan. */
 uint64_t sketch_query_floats(const select_job *job, uint64_t query_count);
 uint64_t sketch_plan_floats(const select_job *job, const plan *p);

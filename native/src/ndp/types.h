@@ -17,14 +17,14 @@ typedef struct page_rows {
 static inline __attribute__((always_inline)) page_rows
 view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
     cxlkv_pool *pool = view->sequence->pool;
-    const cxlkv_geometry *g = &pool->geometry;
-    bool keys = kind == PIECE_KEYS || values_are_keys(&pool->layout);
+    const layer_shape *shape = shape_of(pool, view->layer);
+    bool keys = kind == PIECE_KEYS || values_are_keys(&shape->layout);
     uint32_t own = keys ? PIECE_KEYS : PIECE_VALUES;
-    page_rows rows = {.row_bytes = stored_row_bytes(&pool->layout, own)};
+    page_rows rows = {.row_bytes = stored_row_bytes(&shape->layout, own)};
     if (index < view->complete) {
         uint32_t page = sequence_page(view->sequence, view->part, index);
         rows.first = pieces_of(pool, page, view->layer, kind);
-        rows.head_bytes = keys ? g->key_piece_bytes : g->value_piece_bytes;
+        rows.head_bytes = shape->strides[own];
         bool looks = __builtin_expect(view->local != NULL, 0);
         const uint8_t *copy = looks ? view_copy(view, page, keys) : NULL;
         if (copy) {
@@ -32,10 +32,10 @@ view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
             rows.local = true;
         }
     } else {
-        rows.first = tail_at(pool, view->sequence->tails[view->layer], kind, 0);
+        rows.first = tail_at(&shape->layout, view->sequence->tails[view->layer], kind, 0);
         rows.head_bytes =
-            is_encoded(&pool->layout) ? tail_piece_bytes(pool, own) : rows.row_bytes;
-        rows.row_bytes = tail_row_bytes(pool, own);
+            is_encoded(&shape->layout) ? tail_piece_bytes(&shape->layout, own) : rows.row_bytes;
+        rows.row_bytes = tail_row_bytes(&shape->layout, own);
     }
     return rows;
 }
@@ -75,6 +75,8 @@ typedef struct plan {
 
 typedef struct select_job {
     cxlkv_batch *batch;
+    const cxlkv_layout *layout;  /* of the layer */
+    const uint64_t *strides;     /* of its pieces */
     cxlkv_select_args *args;
     const kernels *isa;
     stored keys;                 /* how they are kept */
@@ -158,6 +160,7 @@ typedef struct sharer {
 
 typedef struct attend_job {
     cxlkv_batch *batch;
+    const cxlkv_layout *layout;         /* of the layer */
     cxlkv_attend_args *args;
     const kernels *isa;
     stored keys, values;                /* how they are kept */
@@ -194,7 +197,7 @@ static inline float *state_of(const attend_job *job, const span *s, uint32_t hea
 static inline float *accumulator_of(const attend_job *job, const span *s, uint32_t head) {
     uint64_t queries = span_queries(job, s);
     return s->state + s->head_count * queries * 2 +
-           head * queries * job->batch->pool->layout.value_head_dim;
+           head * queries * job->layout->value_head_dim;
 }
 
 /* Of a head of a span, in the queries of the job or its groups. */

@@ -10,7 +10,7 @@
 enum { BORROW_BATCH = 16 };
 
 static uint32_t range_count(const cxlkv_pool *pool) {
-    return 2 + PIECE_KINDS * pool->geometry.record_layers;
+    return 2 + (has_shapes(&pool->layout) ? 1 : PIECE_KINDS * pool->geometry.record_layers);
 }
 
 /* Header, checksums, and the pieces of all heads, layer by layer. */
@@ -23,6 +23,11 @@ static void record_ranges(const cxlkv_pool *pool, uint32_t page, visible_range *
                                 .bytes = sizeof(record_header)};
     *ranges++ = (visible_range){.pool = extent + g->checksums_offset + slot * g->checksum_bytes,
                                 .bytes = g->checksum_bytes};
+    if (has_shapes(&pool->layout)) { /* page behind page */
+        *ranges = (visible_range){.pool = extent + g->layers_offset + slot * g->layer_bytes,
+                                  .bytes = g->layer_bytes};
+        return;
+    }
     for (uint32_t row = 0; row < g->record_layers; row++) {
         const uint8_t *layer = extent + g->layers_offset + row * g->layer_bytes;
         for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {

@@ -21,11 +21,18 @@ void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
 
 /* ---- scrubbing: bytes that are not to outlive their page. The mark is in the host state. ---- */
 
-/* Layers of other parts lie in the same rows: each row once. */
+/* Layers of other parts lie in the same rows: each row of each shape once. */
 static bool is_first_of_row(const cxlkv_pool *pool, uint32_t layer) {
     for (uint32_t before = 0; before < layer; before++)
-        if (pool->layers.row_of[before] == pool->layers.row_of[layer]) return false;
+        if (pool->layers.row_of[before] == pool->layers.row_of[layer] &&
+            shape_of(pool, before) == shape_of(pool, layer))
+            return false;
     return true;
+}
+
+/* Of all heads of (page, layer). */
+static uint64_t kind_bytes(const cxlkv_pool *pool, uint32_t layer, uint32_t kind) {
+    return layout_of(pool, layer)->kv_heads * shape_of(pool, layer)->strides[kind];
 }
 
 static void wipe(cxlkv_pool *pool, uint32_t page) {
@@ -34,7 +41,7 @@ static void wipe(cxlkv_pool *pool, uint32_t page) {
         if (!is_first_of_row(pool, layer)) continue;
         for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
             uint8_t *pieces = pieces_of(pool, page, layer, kind);
-            uint64_t bytes = pool->layout.kv_heads * piece_stride(&pool->geometry, kind);
+            uint64_t bytes = kind_bytes(pool, layer, kind);
             memset(pieces, 0, bytes);
             if (pool->mode != VISIBILITY_COHERENT)
                 flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes);
@@ -65,7 +72,7 @@ void pages_put_back(cxlkv_pool *pool, uint32_t page) {
 void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
     for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
         flush_write_back(FLUSH_PUBLISH_HEADER, pieces_of(pool, page, layer, kind),
-                         pool->layout.kv_heads * piece_stride(&pool->geometry, kind));
+                         kind_bytes(pool, layer, kind));
 }
 
 /* The page stays what it is while other hosts read it: they may also hand it on. */

@@ -35,8 +35,7 @@ void pool_drop(cxlkv_pool *pool) {
     for (uint32_t i = 0; i < OWNER_COUNT; i++)
         if (owners[i].free && pool->owner[i]) owners[i].free(pool);
     free(pool->path);
-    free(pool->layers.parts);
-    free(pool->layers.layer_at);
+    parts_free(pool);
     free(pool);
 }
 
@@ -112,13 +111,31 @@ static int finish(cxlkv_pool *pool, int code, const cxlkv_host *host, cxlkv_pool
 
 static const cxlkv_sharing one_host = {.kind = CXLKV_SHARING_HOST, .hosts = 1};
 
-int64_t cxlkv_pool_plan_states(const cxlkv_layout *layout, const cxlkv_geometry *geometry) {
-    if (!has_states(layout)) return 0;
+static void layer_place(const cxlkv_pool *pool, uint32_t layer, cxlkv_layer_place *place) {
+    const layer_shape *shape = shape_of(pool, layer);
+    *place = (cxlkv_layer_place){.part = pool->layers.part_of[layer],
+                                 .row = pool->layers.row_of[layer]};
+    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
+        place->piece_bytes[kind] = shape->strides[kind];
+        place->offsets[kind] = shape->offsets[kind] + place->row * shape->row_bytes;
+        place->slot_bytes[kind] = shape->slot_bytes[kind];
+    }
+}
+
+int64_t cxlkv_pool_plan_layers(const cxlkv_layout *layout, const cxlkv_geometry *geometry,
+                               cxlkv_layer_place *places) {
+    int code = need(layout->layers, "places", places, NULL);
+    if (code == 0) code = layout_check(layout);
+    if (code < 0) return code;
     cxlkv_pool *planned = calloc(1, sizeof(*planned));
     if (!planned) return fail(ENOMEM, "no memory for a plan");
     planned->layout = *layout;
     planned->geometry = *geometry;
-    int64_t pages = state_pages(planned);
+    int64_t pages = parts_make(planned);
+    for (uint32_t layer = 0; pages == 0 && layer < layout->layers; layer++)
+        layer_place(planned, layer, &places[layer]);
+    if (pages == 0 && has_states(layout)) pages = state_pages(planned);
+    parts_free(planned);
     free(planned);
     return pages;
 }
@@ -225,7 +242,7 @@ static int format_read(const superblock *block, cxlkv_format *format) {
 void cxlkv_pool_describe(cxlkv_pool *pool, cxlkv_description *d) {
     *d = (cxlkv_description){.layout = pool->layout, .sharing = pool->sharing,
                              .geometry = pool->geometry,
-                             .packed_bytes = packing_of(pool).record_bytes,
+                             .packed_bytes = record_packed_bytes(pool),
                              .layout_crc = layout_crc(pool),
                              .state_pages = has_states(&pool->layout) ? state_pages(pool) : 0};
     memcpy(d->identity, pool->identity, sizeof(d->identity));

@@ -36,10 +36,10 @@ static uint64_t handle_bytes(const cxlkv_pool *pool, uint64_t entries) {
 /* ---- export ---- */
 
 int export_layer(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t filled) {
-    tail *whole = tail_copy(pool, from, filled);
+    tail *whole = tail_copy(pool, layer, from, filled);
     if (!whole) return fail(ENOMEM, "no memory for a tail");
     /* Behind its filled tokens a tail holds whatever the allocator gave: none of it goes out. */
-    size_t row = tail_row_bytes(pool, PIECE_KEYS);
+    size_t row = tail_row_bytes(layout_of(pool, layer), PIECE_KEYS);
     if (!is_encoded(&pool->layout))
         memset(whole->data + filled * row, 0, (pool->layout.page_tokens - filled) * row);
     int code = GUARDED(page_write_tail(pool, page, layer, whole, filled),

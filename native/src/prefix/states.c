@@ -27,7 +27,7 @@
 /* A call's checkpoint. As its pages have it, it is a stream: the table, the states, zeros. */
 typedef struct state_job {
     cxlkv_pool *pool;
-    packing packing;
+    const packing *packing;
     uint32_t count, part, tokens; /* pages; their part; tokens in the text's last page */
     uint32_t ordinal;             /* of that page */
     uint64_t table_bytes;
@@ -38,8 +38,9 @@ typedef struct state_job {
 
 static int job_make(cxlkv_pool *pool, uint8_t *bytes, state_job *job) {
     uint32_t count = state_pages(pool);
-    *job = (state_job){.pool = pool, .packing = packing_of(pool), .count = count, .bytes = bytes,
-                       .part = pool->geometry.part_count, .table_bytes = state_table_bytes(count)};
+    uint32_t part = pool->geometry.part_count;
+    *job = (state_job){.pool = pool, .packing = packing_of(pool, part), .count = count,
+                       .bytes = bytes, .part = part, .table_bytes = state_table_bytes(count)};
     job->table = calloc(1, job->table_bytes + 4);
     job->pages = malloc(count * sizeof(*job->pages));
     return job->table && job->pages ? 0 : fail(ENOMEM, "no memory for a list of %u pages", count);
@@ -64,16 +65,17 @@ typedef int piece_function(const state_job *job, uint32_t page, const state_piec
 
 static int each_piece(const state_job *job, uint32_t item, piece_function *each) {
     const cxlkv_pool *pool = job->pool;
-    state_piece piece = {.begin = item * job->packing.payload_bytes};
+    state_piece piece = {.begin = item * job->packing->payload_bytes};
     int code = 0;
-    for (uint32_t row = 0; row < pool->geometry.record_layers; row++)
+    for (uint32_t row = 0; row < pool->layers.parts[job->part].layers; row++)
         for (piece.kind = 0; piece.kind < PIECE_KINDS; piece.kind++) {
-            piece.size = job->packing.sizes[piece.kind];
+            piece.size = job->packing->sizes[piece.kind];
             piece.layer = layer_at(pool, job->part, row);
-            uint64_t stride = piece_stride(&pool->geometry, piece.kind);
+            const layer_shape *shape = shape_of(pool, piece.layer);
+            uint64_t stride = shape->strides[piece.kind];
             if (stride == 0) continue;
             piece.at = pieces_of(pool, job->pages[item], piece.layer, piece.kind);
-            for (piece.head = 0; code == 0 && piece.head < pool->layout.kv_heads; piece.head++) {
+            for (piece.head = 0; code == 0 && piece.head < shape->layout.kv_heads; piece.head++) {
                 code = each(job, job->pages[item], &piece);
                 piece.at += stride;
                 piece.begin += piece.size;
@@ -131,7 +133,7 @@ static int page_in(state_job *job, uint32_t item) {
     if (!record_header_read(job->pool, page, &header))
         return fail(CXLKV_E_CORRUPT, "page %u was changed while it was written", page);
     job->table[item] = header.table_crc;
-    for (uint32_t row = 0; row < job->pool->geometry.record_layers; row++)
+    for (uint32_t row = 0; row < job->pool->layers.parts[job->part].layers; row++)
         verified_set(job->pool, page, layer_at(job->pool, job->part, row));
     return 0;
 }

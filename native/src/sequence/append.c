@@ -55,29 +55,29 @@ static void copy_token(uint8_t *to, const cxlkv_rows *rows, uint32_t row, uint32
 /* K or V of a head, into its piece of a tail that has the form of a page. */
 static void tail_fill_piece(const append_job *job, tail *to, uint32_t kind, uint32_t head,
                             uint32_t at, uint32_t first, uint32_t count) {
-    cxlkv_pool *pool = job->batch->pool;
+    const cxlkv_layout *layout = layout_of(job->batch->pool, job->layer);
     const cxlkv_rows *rows = kind == PIECE_KEYS ? job->keys : job->values;
-    size_t element = dtype_bytes(rows->dtype), row_bytes = tail_row_bytes(pool, kind);
-    uint32_t dim = kind_dim(&pool->layout, kind);
-    uint8_t *piece = tail_at(pool, to, kind, head);
+    size_t element = dtype_bytes(rows->dtype), row_bytes = tail_row_bytes(layout, kind);
+    uint32_t dim = kind_dim(layout, kind);
+    uint8_t *piece = tail_at(layout, to, kind, head);
     bool dense = rows->stride_bytes[2] == (int64_t)element && rows->stride_bytes[0] > 0;
     _Alignas(LINE_BYTES) uint8_t row[CODE_DIM_MAX * sizeof(float)];
-    if (dense && encoding_of(&pool->layout, kind)) {
-        piece_encode(&pool->layout, kind, rows->dtype, row_at(rows, first, head),
+    if (dense && encoding_of(layout, kind)) {
+        piece_encode(layout, kind, rows->dtype, row_at(rows, first, head),
                      (size_t)rows->stride_bytes[0], at, count, piece);
         return;
     }
     for (uint32_t i = 0; i < count; i++) {
-        uint8_t *made = encoding_of(&pool->layout, kind) ? row : piece + (at + i) * row_bytes;
+        uint8_t *made = encoding_of(layout, kind) ? row : piece + (at + i) * row_bytes;
         row_copy(made, row_at(rows, first + i, head), rows->stride_bytes[2], dim, element);
         if (made == row)
-            piece_encode(&pool->layout, kind, rows->dtype, row, row_bytes, at + i, 1, piece);
+            piece_encode(layout, kind, rows->dtype, row, row_bytes, at + i, 1, piece);
     }
 }
 
 static void tail_fill_pieces(const append_job *job, tail *to, uint32_t at, uint32_t first,
                              uint32_t count) {
-    for (uint32_t head = 0; head < job->batch->pool->layout.kv_heads; head++) {
+    for (uint32_t head = 0; head < layout_of(job->batch->pool, job->layer)->kv_heads; head++) {
         tail_fill_piece(job, to, PIECE_KEYS, head, at, first, count);
         tail_fill_piece(job, to, PIECE_VALUES, head, at, first, count);
     }
@@ -85,19 +85,18 @@ static void tail_fill_pieces(const append_job *job, tail *to, uint32_t at, uint3
 
 static void tail_fill(const append_job *job, tail *to, uint32_t at, uint32_t first,
                       uint32_t count) {
-    cxlkv_pool *pool = job->batch->pool;
-    const cxlkv_layout *layout = &pool->layout;
-    size_t element = dtype_bytes(layout->dtype), row_bytes = tail_row_bytes(pool, PIECE_KEYS);
+    const cxlkv_layout *layout = layout_of(job->batch->pool, job->layer);
+    size_t element = dtype_bytes(layout->dtype), row_bytes = tail_row_bytes(layout, PIECE_KEYS);
     if (is_encoded(layout)) {
         tail_fill_pieces(job, to, at, first, count);
         return;
     }
     for (uint32_t i = 0; i < count; i++) {
         size_t token = (at + i) * row_bytes;
-        copy_token(tail_at(pool, to, PIECE_KEYS, 0) + token, job->keys, first + i,
+        copy_token(tail_at(layout, to, PIECE_KEYS, 0) + token, job->keys, first + i,
                    layout->kv_heads, layout->head_dim, element);
         if (values_are_keys(layout)) continue;
-        copy_token(tail_at(pool, to, PIECE_VALUES, 0) + token, job->values, first + i,
+        copy_token(tail_at(layout, to, PIECE_VALUES, 0) + token, job->values, first + i,
                    layout->kv_heads, layout->value_head_dim, element);
     }
 }
@@ -211,7 +210,7 @@ static int prepare_tails(append_job *job, uint32_t i) {
     bool shared = own && atomic_load_explicit(&own->references, memory_order_acquire) > 1;
     if (p->head) {
         p->work = own;
-        if (shared && !(p->work = tail_copy(pool, own, p->filled)))
+        if (shared && !(p->work = tail_copy(pool, job->layer, own, p->filled)))
             return fail(ENOMEM, "no memory for a tail");
     }
     if (p->rest) {
@@ -406,15 +405,15 @@ static void undo(append_job *job) {
 }
 
 /* `rows` is NULL exactly when nothing of that name is stored. */
-static int rows_check(const cxlkv_pool *pool, const cxlkv_rows *rows, const char *name) {
+static int rows_check(const cxlkv_layout *layout, const cxlkv_rows *rows, const char *name) {
     uint32_t kind = name[0] == 'k' ? PIECE_KEYS : PIECE_VALUES;
-    bool wanted = kind == PIECE_KEYS || !values_are_keys(&pool->layout);
+    bool wanted = kind == PIECE_KEYS || !values_are_keys(layout);
     if (wanted != (rows != NULL))
         return fail(CXLKV_E_ARGUMENT, "%s: the pool stores %s", name,
                     wanted ? "them: give an array" : "keys only, values are their prefix");
-    if (rows && !is_given(&pool->layout, kind, rows->dtype))
+    if (rows && !is_given(layout, kind, rows->dtype))
         return fail(CXLKV_E_ARGUMENT, "%s: dtype code %u, the pool stores %u", name, rows->dtype,
-                    pool->layout.dtype);
+                    layout->dtype);
     return 0;
 }
 
@@ -443,7 +442,7 @@ static int64_t append_locked(append_job *job, const int32_t *starts) {
         return code;
     }
     commit(job);
-    const cxlkv_layout *layout = &pool->layout;
+    const cxlkv_layout *layout = layout_of(pool, job->layer);
     count_add(pool, COUNT_APPENDED_BYTES, rows * layout->kv_heads * token_bytes(layout));
     return rows;
 }
@@ -451,11 +450,12 @@ static int64_t append_locked(append_job *job, const int32_t *starts) {
 static int64_t append(append_job *job, const int32_t *starts) {
     cxlkv_batch *batch = job->batch;
     cxlkv_pool *pool = batch->pool;
-    if (job->layer >= pool->layout.layers)
-        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", job->layer, pool->layout.layers);
+    int64_t code = layer_check(pool, job->layer);
+    if (code < 0) return code;
     job->part = pool->layers.part_of[job->layer];
-    int64_t code = rows_check(pool, job->keys, "keys");
-    if (code == 0) code = rows_check(pool, job->values, "values");
+    const cxlkv_layout *layout = layout_of(pool, job->layer);
+    code = rows_check(layout, job->keys, "keys");
+    if (code == 0) code = rows_check(layout, job->values, "values");
     if (code < 0) return code;
     job->plans = calloc(batch->count, sizeof(*job->plans));
     if (!job->plans) return fail(ENOMEM, "no memory to plan an append");
@@ -473,7 +473,9 @@ int64_t cxlkv_batch_append(cxlkv_batch *batch, uint32_t layer, const cxlkv_rows 
 
 int64_t cxlkv_batch_append_blocks(cxlkv_batch *batch, uint32_t layer, const cxlkv_blocks *blocks,
                                   int64_t rewind) {
-    const cxlkv_layout *layout = &batch->pool->layout;
+    int code = layer_check(batch->pool, layer);
+    if (code < 0) return code;
+    const cxlkv_layout *layout = layout_of(batch->pool, layer);
     int64_t element = (int64_t)dtype_bytes(blocks->dtype);
     cxlkv_rows keys = {
         .data = blocks->keys, .dtype = blocks->dtype,

@@ -110,22 +110,24 @@ static int list_pages(attach_job *job) {
 
 /* ---- records ---- */
 
-/* CRC32C of one layer's pieces of an item, [kv_heads][PIECE_KINDS]. */
+/* CRC32C of one layer's pieces of an item, [kv_heads, the most of any][PIECE_KINDS]. */
 static const uint32_t *checksums_at(const attach_job *job, uint32_t layer, uint32_t item) {
-    uint64_t heads = job->batch->pool->layout.kv_heads;
+    uint64_t heads = job->batch->pool->layers.kv_heads;
     return job->args->checksums + ((uint64_t)layer * job->items + item) * heads * PIECE_KINDS;
 }
 
 static int verify_layer(const attach_job *job, uint32_t page, uint32_t layer, uint32_t item) {
     static const char *const names[PIECE_KINDS] = {"digest", "sketch", "K", "V"};
     cxlkv_pool *pool = job->batch->pool;
+    const layer_shape *shape = shape_of(pool, layer);
     const uint32_t *wanted = checksums_at(job, layer, item);
     for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
-        uint64_t stride = piece_stride(&pool->geometry, kind);
+        uint64_t stride = shape->strides[kind];
         if (stride == 0) continue;
         const uint8_t *pieces = pieces_of(pool, page, layer, kind);
-        for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
-            uint32_t crc = crc32c(0, pieces + head * stride, piece_data_bytes(&pool->layout, kind));
+        for (uint32_t head = 0; head < shape->layout.kv_heads; head++) {
+            uint32_t crc =
+                crc32c(0, pieces + head * stride, piece_data_bytes(&shape->layout, kind));
             if (crc == wanted[head * PIECE_KINDS + kind]) continue;
             count_add(pool, COUNT_CORRUPT_PIECES, 1);
             return fail(CXLKV_E_CORRUPT,
@@ -171,8 +173,8 @@ static int seal_record(void *context, uint32_t task) {
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
         if (pool->layers.part_of[layer] != part) continue;
         for (uint32_t kind = 0; pool->layout.checksum && kind < PIECE_KINDS; kind++)
-            for (uint32_t head = 0; head < pool->layout.kv_heads; head++)
-                if (piece_stride(&pool->geometry, kind))
+            for (uint32_t head = 0; head < layout_of(pool, layer)->kv_heads; head++)
+                if (shape_of(pool, layer)->strides[kind])
                     *checksum_of(pool, page, layer, head, kind) =
                         checksums_at(job, layer, item)[head * PIECE_KINDS + kind];
         if (pool->mode != VISIBILITY_COHERENT) pieces_write_back(pool, page, layer);

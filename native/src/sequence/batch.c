@@ -148,11 +148,8 @@ int blocks_check(const cxlkv_batch *batch, const cxlkv_blocks *table, uint32_t *
     return code;
 }
 
-int queries_bounds(const cxlkv_layout *layout, uint32_t layer, uint32_t q_heads, uint32_t dtype,
-                   uint32_t rows) {
+int queries_bounds(const cxlkv_layout *layout, uint32_t q_heads, uint32_t dtype, uint32_t rows) {
     enum { GROUP_MAX = 4096 };
-    if (layer >= layout->layers)
-        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, layout->layers);
     if (q_heads == 0 || q_heads % layout->kv_heads || q_heads / layout->kv_heads > GROUP_MAX)
         return fail(CXLKV_E_ARGUMENT, "%u query heads are no multiple of %u kv heads, 1 to %d "
                     "times them", q_heads, layout->kv_heads, GROUP_MAX);
@@ -170,9 +167,11 @@ uint32_t rows_asked(const cxlkv_batch *batch, const int32_t *starts) {
 
 int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
                   const cxlkv_rows *queries, const int32_t *starts, uint32_t *rows) {
-    const cxlkv_layout *layout = &batch->pool->layout;
-    int code = batch_starts(batch, starts, rows);
-    if (code == 0) code = queries_bounds(layout, layer, q_heads, queries->dtype, *rows);
+    int code = layer_check(batch->pool, layer);
+    if (code < 0) return code;
+    const cxlkv_layout *layout = layout_of(batch->pool, layer);
+    code = batch_starts(batch, starts, rows);
+    if (code == 0) code = queries_bounds(layout, q_heads, queries->dtype, *rows);
     if (code == 0) code = need(*rows, "queries", queries->data, NULL);
     for (uint32_t i = 0; code == 0 && i < batch->count; i++) {
         uint64_t tokens = batch->sequences[i]->layer_tokens[layer];
@@ -196,26 +195,26 @@ int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
 }
 
 /* The rows, up to the line on which the packed form starts. */
-static size_t query_row_bytes(const cxlkv_batch *batch, uint64_t query_count) {
-    return align_up(query_count * batch->pool->layout.head_dim * sizeof(float), LINE_BYTES);
+static size_t query_row_bytes(const cxlkv_layout *layout, uint64_t query_count) {
+    return align_up(query_count * layout->head_dim * sizeof(float), LINE_BYTES);
 }
 
 /* The codes of queries to keys that are codes. */
-static size_t code_query_bytes(const cxlkv_batch *batch, uint64_t query_count) {
-    return align_up(query_count * 2 * code_channels(batch->pool->layout.head_dim), LINE_BYTES);
+static size_t code_query_bytes(const cxlkv_layout *layout, uint64_t query_count) {
+    return align_up(query_count * 2 * code_channels(layout->head_dim), LINE_BYTES);
 }
 
-size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_total) {
-    size_t bytes = query_row_bytes(batch, query_total);
-    if (has_codes(&batch->pool->layout, PIECE_KEYS))
-        return bytes + code_query_bytes(batch, query_total) +
+size_t queries_bytes(const cxlkv_layout *layout, const kernels *isa, uint64_t query_total) {
+    size_t bytes = query_row_bytes(layout, query_total);
+    if (has_codes(layout, PIECE_KEYS))
+        return bytes + code_query_bytes(layout, query_total) +
                align_up(query_total * sizeof(code_query), LINE_BYTES);
-    if (isa->pack) bytes += isa->packed_bytes(batch->pool->layout.head_dim, (uint32_t)query_total);
+    if (isa->pack) bytes += isa->packed_bytes(layout->head_dim, (uint32_t)query_total);
     return align_up(bytes, LINE_BYTES);
 }
 
-uint64_t queries_total(const cxlkv_batch *batch, uint32_t q_heads, const int32_t *starts) {
-    uint32_t heads = batch->pool->layout.kv_heads;
+uint64_t queries_total(const cxlkv_batch *batch, uint32_t heads, uint32_t q_heads,
+                       const int32_t *starts) {
     uint64_t end = 0;
     for (uint32_t i = 0; i < batch->count; i++)
         query_place((uint64_t)(starts[i + 1] - starts[i]), q_heads / heads, heads, &end);
@@ -240,7 +239,7 @@ static void query_unpack(const kernels *isa, const cxlkv_rows *queries, uint64_t
 /* [rows, q_heads, dim] to float32 blocks, zeros where they are filled up. */
 static void queries_unpack(const cxlkv_batch *batch, const kernels *isa, const query_source *source,
                            float *out) {
-    const cxlkv_layout *layout = &batch->pool->layout;
+    const cxlkv_layout *layout = source->layout;
     const int32_t *starts = source->starts, *order = source->order;
     uint32_t dim = layout->head_dim, heads = layout->kv_heads, group = source->q_heads / heads;
     uint64_t end = 0, written = 0;
@@ -262,13 +261,14 @@ static void queries_unpack(const cxlkv_batch *batch, const kernels *isa, const q
 
 kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa,
                             const query_source *source, void *out) {
-    const cxlkv_layout *layout = &batch->pool->layout;
+    const cxlkv_layout *layout = source->layout;
     kernel_queries made = {
-        .rows = out, .total = (uint32_t)queries_total(batch, source->q_heads, source->starts)};
+        .rows = out, .total = (uint32_t)queries_total(batch, layout->kv_heads, source->q_heads,
+                                                source->starts)};
     queries_unpack(batch, isa, source, out);
-    void *packed = (char *)out + query_row_bytes(batch, made.total);
+    void *packed = (char *)out + query_row_bytes(layout, made.total);
     if (has_codes(layout, PIECE_KEYS)) {
-        code_query *prepared = (void *)((char *)packed + code_query_bytes(batch, made.total));
+        code_query *prepared = (void *)((char *)packed + code_query_bytes(layout, made.total));
         code_queries(made.rows, made.total, layout->head_dim, source->scale, packed, prepared);
         made.packed = prepared;
         return made;

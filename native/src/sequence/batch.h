@@ -23,16 +23,17 @@ int batch_starts(const cxlkv_batch *batch, const int32_t *starts, uint32_t *rows
 /* Of an engine's block table; *rows: the tokens of all blocks. */
 int blocks_check(const cxlkv_batch *batch, const cxlkv_blocks *table, uint32_t *rows);
 /* Of queries, whoever asks: what only a batch can tell, queries_check() looks at. */
-int queries_bounds(const cxlkv_layout *layout, uint32_t layer, uint32_t q_heads, uint32_t dtype,
-                   uint32_t rows);
+int queries_bounds(const cxlkv_layout *layout, uint32_t q_heads, uint32_t dtype, uint32_t rows);
 /* By `starts`, which need not be right. */
 uint32_t rows_asked(const cxlkv_batch *batch, const int32_t *starts);
 int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
                   const cxlkv_rows *queries, const int32_t *starts, uint32_t *rows);
-uint64_t queries_total(const cxlkv_batch *batch, uint32_t q_heads, const int32_t *starts);
+uint64_t queries_total(const cxlkv_batch *batch, uint32_t heads, uint32_t q_heads,
+                       const int32_t *starts);
 /* Query rows, and which of them are whose. */
 typedef struct query_source {
     const cxlkv_rows *rows;
+    const cxlkv_layout *layout;  /* of the layer that they ask */
     uint32_t q_heads;
     const int32_t *starts;
     const int32_t *order;        /* which of the rows each is; NULL: as they come */
@@ -41,7 +42,7 @@ typedef struct query_source {
 /* Query rows of any strides and dtype to float32 [sequence][kv_head][row][group][dim], and packed
  * if the instruction set has a form for them, or keys are codes: codes of them, with the scale.
  * `out` is as long as queries_bytes() says of their queries_total(). */
-size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_total);
+size_t queries_bytes(const cxlkv_layout *layout, const kernels *isa, uint64_t query_total);
 kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa,
                             const query_source *source, void *out);
 layer_view view_of(cxlkv_sequence *sequence, uint32_t layer);

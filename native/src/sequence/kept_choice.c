@@ -2,7 +2,7 @@
 #include "sequence/kept_choice.h"
 
 kept_choice *kept_take(cxlkv_sequence *sequence, uint32_t layer) {
-    const cxlkv_layout *layout = &sequence->pool->layout;
+    const cxlkv_layout *layout = layout_of(sequence->pool, layer);
     if (atomic_exchange_explicit(&sequence->kept_taken, true, memory_order_acquire)) return NULL;
     if (!sequence->kept) sequence->kept = calloc(layout->layers, sizeof(*sequence->kept));
     kept_choice **at = sequence->kept ? &sequence->kept[layer] : NULL;
@@ -19,10 +19,10 @@ void kept_give_back(cxlkv_sequence *sequence) {
 }
 
 void kept_free(cxlkv_sequence *sequence) {
-    const cxlkv_layout *layout = &sequence->pool->layout;
-    for (uint32_t layer = 0; sequence->kept && layer < layout->layers; layer++) {
+    const cxlkv_pool *pool = sequence->pool;
+    for (uint32_t layer = 0; sequence->kept && layer < pool->layout.layers; layer++) {
         kept_choice *kept = sequence->kept[layer];
-        for (uint32_t head = 0; kept && head < layout->kv_heads; head++)
+        for (uint32_t head = 0; kept && head < layout_of(pool, layer)->kv_heads; head++)
             free(kept->heads[head].pages);
         free(kept);
     }

@@ -47,7 +47,7 @@ void row_copy(void *to, const uint8_t *from, int64_t stride, uint32_t dim, size_
 
 /* Where they lie, if elements and rows do so in order; else gathered. */
 static head_rows rows_of_head(const page_write *w, uint32_t head, uint32_t kind) {
-    const cxlkv_layout *layout = &w->pool->layout;
+    const cxlkv_layout *layout = layout_of(w->pool, w->layer);
     const cxlkv_rows *rows = kind == PIECE_KEYS ? &w->rows->keys : &w->rows->values;
     size_t element = dtype_bytes(rows->dtype), row_bytes = kind_dim(layout, kind) * element;
     if (rows->stride_bytes[2] == (int64_t)element && rows->stride_bytes[0] > 0)
@@ -65,7 +65,7 @@ static inline __attribute__((always_inline)) void expect_rows(const page_write *
     if (!w->next) return;
     const cxlkv_rows *rows = kind == PIECE_KEYS ? &w->next->keys : &w->next->values;
     uint32_t tokens = w->pool->layout.page_tokens;
-    size_t row_bytes = kind_dim(&w->pool->layout, kind) * dtype_bytes(rows->dtype);
+    size_t row_bytes = kind_dim(layout_of(w->pool, w->layer), kind) * dtype_bytes(rows->dtype);
     for (uint32_t t = tokens * half / 2; t < tokens * (half + 1) / 2; t++)
         for (size_t at = 0; at < row_bytes; at += LINE_BYTES)
             __builtin_prefetch(row_at(rows, t, head) + at, 0, 2);
@@ -73,8 +73,8 @@ static inline __attribute__((always_inline)) void expect_rows(const page_write *
 
 static void store_piece(const page_write *w, uint32_t head, uint32_t kind, head_rows rows,
                         uint32_t count) {
-    uint8_t *to =
-        pieces_of(w->pool, w->page, w->layer, kind) + head * piece_stride(&w->pool->geometry, kind);
+    uint64_t stride = shape_of(w->pool, w->layer)->strides[kind];
+    uint8_t *to = pieces_of(w->pool, w->page, w->layer, kind) + head * stride;
     kernels_current()->store_rows(to, rows.data, rows.stride_bytes, count, rows.row_bytes);
 }
 
@@ -87,13 +87,13 @@ static void checksum_piece(const page_write *w, uint32_t head, uint32_t kind, he
 
 /* A piece that was made in memory of ours. */
 static void write_made(const page_write *w, uint32_t head, uint32_t kind, const uint8_t *made) {
-    size_t bytes = piece_data_bytes(&w->pool->layout, kind);
+    size_t bytes = piece_data_bytes(layout_of(w->pool, w->layer), kind);
     store_piece(w, head, kind, (head_rows){made, bytes, bytes}, 1);
     checksum_piece(w, head, kind, (head_rows){made, bytes, bytes}, 1);
 }
 
 static void write_digest(const page_write *w, uint32_t head, head_rows keys) {
-    const cxlkv_layout *layout = &w->pool->layout;
+    const cxlkv_layout *layout = layout_of(w->pool, w->layer);
     _Alignas(LINE_BYTES) uint8_t digest[2 * 4096 * 4];
     kernels_current()->digest((int)layout->dtype, keys.data, keys.stride_bytes, w->tokens,
                               layout->head_dim, digest);
@@ -101,7 +101,7 @@ static void write_digest(const page_write *w, uint32_t head, head_rows keys) {
 }
 
 static void write_sketch(const page_write *w, uint32_t head, head_rows keys) {
-    const cxlkv_layout *layout = &w->pool->layout;
+    const cxlkv_layout *layout = layout_of(w->pool, w->layer);
     if (!layout->sketch) return;
     kernels_current()->sketch((int)layout->dtype, keys.data, keys.stride_bytes, layout->page_tokens,
                               layout->head_dim, w->sketch);
@@ -117,7 +117,7 @@ static void write_head(const page_write *w, uint32_t head) {
     write_digest(w, head, keys);
     expect_rows(w, head, PIECE_KEYS, 1);
     write_sketch(w, head, keys);
-    if (values_are_keys(&w->pool->layout)) return;
+    if (values_are_keys(layout_of(w->pool, w->layer))) return;
     expect_rows(w, head, PIECE_VALUES, 0);
     head_rows values = rows_of_head(w, head, PIECE_VALUES);
     store_piece(w, head, PIECE_VALUES, values, count);
@@ -205,7 +205,7 @@ static void piece_split(const cxlkv_layout *layout, uint32_t kind, const uint8_t
 /* Digest and sketch are made of what the codes stand for: they are the same however the tokens
  * came, one by one or together, and a digest bounds the keys that are scored. */
 static void write_digest_of_codes(const page_write *w, uint32_t head, uint8_t *keys) {
-    const cxlkv_layout *layout = &w->pool->layout;
+    const cxlkv_layout *layout = layout_of(w->pool, w->layer);
     code_form form = form_of(layout, PIECE_KEYS);
     _Alignas(LINE_BYTES) int8_t digest[2 * CODE_DIM_MAX];
     float scale = kernels_current()->code_digest(&form, piece_of(&form, layout, keys), w->tokens,
@@ -215,7 +215,7 @@ static void write_digest_of_codes(const page_write *w, uint32_t head, uint8_t *k
 }
 
 static void write_sketch_of_codes(const page_write *w, uint32_t head, const uint8_t *keys) {
-    const cxlkv_layout *layout = &w->pool->layout;
+    const cxlkv_layout *layout = layout_of(w->pool, w->layer);
     const kernels *isa = kernels_current();
     code_form form = form_of(layout, PIECE_KEYS);
     if (!layout->sketch) return;
@@ -232,14 +232,14 @@ static void write_sketch_of_codes(const page_write *w, uint32_t head, const uint
 /* Of all rows as they are numbers, which takes no more room than the rows as they came. */
 static const uint16_t *decoded_fp8(const page_write *w, const uint8_t *keys) {
     uint16_t *numbers = (uint16_t *)(void *)w->gathered;
-    size_t count = (size_t)w->pool->layout.page_tokens * w->pool->layout.head_dim;
+    size_t count = (size_t)w->pool->layout.page_tokens * layout_of(w->pool, w->layer)->head_dim;
     kernels_current()->fp8_decode(keys, count, numbers, NULL);
     return numbers;
 }
 
 /* Least and largest numbers are those of a byte, too; a NaN is one that encoding does not make. */
 static void write_digest_of_fp8(const page_write *w, uint32_t head, const uint16_t *keys) {
-    uint32_t dim = w->pool->layout.head_dim;
+    uint32_t dim = layout_of(w->pool, w->layer)->head_dim;
     const kernels *isa = kernels_current();
     uint16_t numbers[2 * CODE_DIM_MAX];
     _Alignas(LINE_BYTES) uint8_t digest[2 * CODE_DIM_MAX];
@@ -251,7 +251,7 @@ static void write_digest_of_fp8(const page_write *w, uint32_t head, const uint16
 }
 
 static void write_sketch_of_fp8(const page_write *w, uint32_t head, const uint16_t *keys) {
-    const cxlkv_layout *layout = &w->pool->layout;
+    const cxlkv_layout *layout = layout_of(w->pool, w->layer);
     if (!layout->sketch) return;
     kernels_current()->sketch(CXLKV_BFLOAT16, keys, layout->head_dim * sizeof(*keys),
                               layout->page_tokens, layout->head_dim, w->sketch);
@@ -262,15 +262,15 @@ static void write_sketch_of_fp8(const page_write *w, uint32_t head, const uint16
  * the end of the page, or of the last block. */
 static uint8_t *codes_of(const page_write *w, uint32_t head, uint32_t kind) {
     static const float nothing[CODE_DIM_MAX];
-    const cxlkv_layout *layout = &w->pool->layout;
+    const cxlkv_layout *layout = layout_of(w->pool, w->layer);
     const code_form form = form_of(layout, kind);
     uint16_t *scales =
         (uint16_t *)(void *)(w->codes + code_scales_offset(&form, layout->page_tokens));
     uint32_t end = code_blocks(layout->page_tokens) * CODE_TOKENS;
     if (w->from && has_planes(layout, kind)) {
-        piece_join(layout, kind, tail_at(w->pool, w->from, kind, head), w->codes);
+        piece_join(layout, kind, tail_at(layout, w->from, kind, head), w->codes);
     } else if (w->from) {
-        memcpy(w->codes, tail_at(w->pool, w->from, kind, head), piece_data_bytes(layout, kind));
+        memcpy(w->codes, tail_at(layout, w->from, kind, head), piece_data_bytes(layout, kind));
     } else {
         head_rows rows = rows_of_head(w, head, kind);
         if (has_fp8(layout, kind))
@@ -292,15 +292,15 @@ static uint8_t *codes_of(const page_write *w, uint32_t head, uint32_t kind) {
 /* Of a kind that is kept as it came: rows, or a piece of a tail that has them side by side. */
 static head_rows plain_rows(const page_write *w, uint32_t head, uint32_t kind) {
     if (!w->from) return rows_of_head(w, head, kind);
-    const cxlkv_layout *layout = &w->pool->layout;
+    const cxlkv_layout *layout = layout_of(w->pool, w->layer);
     size_t row = stored_row_bytes(layout, kind);
     memset(w->gathered, 0, rows_bytes(layout, kind));
-    memcpy(w->gathered, tail_at(w->pool, w->from, kind, head), w->tokens * row);
+    memcpy(w->gathered, tail_at(layout, w->from, kind, head), w->tokens * row);
     return (head_rows){w->gathered, row, row};
 }
 
 static void write_stored(const page_write *w, uint32_t head, uint32_t kind) {
-    const cxlkv_layout *layout = &w->pool->layout;
+    const cxlkv_layout *layout = layout_of(w->pool, w->layer);
     if (!encoding_of(layout, kind)) {
         head_rows rows = plain_rows(w, head, kind);
         store_piece(w, head, kind, rows, layout->page_tokens);
@@ -336,14 +336,14 @@ static void write_head_encoded(const page_write *w, uint32_t head) {
 
 /* What a write needs beside the pool: rows that are gathered, a sketch, a piece, decoded keys. */
 static size_t place_buffers(page_write *w, uint8_t *at) {
-    const cxlkv_layout *layout = &w->pool->layout;
-    const cxlkv_geometry *g = &w->pool->geometry;
+    const cxlkv_layout *layout = layout_of(w->pool, w->layer);
+    const uint64_t *strides = shape_of(w->pool, w->layer)->strides;
     size_t keys = rows_bytes(layout, PIECE_KEYS), values = rows_bytes(layout, PIECE_VALUES);
     size_t gathered = align_up(keys > values ? keys : values, LINE_BYTES);
-    size_t sketch = align_up(g->sketch_piece_bytes, LINE_BYTES), codes = 0, decoded = 0;
+    size_t sketch = align_up(strides[PIECE_SKETCH], LINE_BYTES), codes = 0, decoded = 0;
     if (is_encoded(layout)) {
-        codes = g->key_piece_bytes > g->value_piece_bytes ? g->key_piece_bytes
-                                                          : g->value_piece_bytes;
+        codes = strides[PIECE_KEYS] > strides[PIECE_VALUES] ? strides[PIECE_KEYS]
+                                                            : strides[PIECE_VALUES];
         decoded = align_up(CODE_TOKENS * layout->head_dim * sizeof(float), LINE_BYTES);
     }
     if (at) {
@@ -367,7 +367,7 @@ static int page_write_all(page_write *w) {
         return fail(ENOMEM, "no memory to gather a piece of %zu bytes", bytes);
     place_buffers(w, buffer);
     summary_forget(pool, w->page, w->layer);
-    for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
+    for (uint32_t head = 0; head < layout_of(pool, w->layer)->kv_heads; head++) {
         if (is_encoded(&pool->layout)) write_head_encoded(w, head);
         else write_head(w, head);
     }
@@ -386,12 +386,13 @@ int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const kv_ro
 }
 
 int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens) {
-    const cxlkv_layout *layout = &pool->layout;
+    const cxlkv_layout *layout = layout_of(pool, layer);
     int64_t element = (int64_t)dtype_bytes(layout->dtype);
-    int64_t row = (int64_t)tail_row_bytes(pool, PIECE_KEYS);
-    kv_rows rows = {.keys = {.data = tail_at(pool, from, PIECE_KEYS, 0), .dtype = layout->dtype,
+    int64_t row = (int64_t)tail_row_bytes(layout, PIECE_KEYS);
+    const uint32_t dtype = layout->dtype;
+    kv_rows rows = {.keys = {.data = tail_at(layout, from, PIECE_KEYS, 0), .dtype = dtype,
                              .stride_bytes = {row, layout->head_dim * element, element}},
-                    .values = {.data = tail_at(pool, from, PIECE_VALUES, 0), .dtype = layout->dtype,
+                    .values = {.data = tail_at(layout, from, PIECE_VALUES, 0), .dtype = dtype,
                                .stride_bytes = {row, layout->value_head_dim * element, element}}};
     page_write w = {.pool = pool, .page = page, .layer = layer, .tokens = tokens, .rows = &rows,
                     .from = is_encoded(layout) ? from : NULL};

@@ -18,8 +18,7 @@ int64_t cxlkv_sequence_places(cxlkv_sequence *sequence, uint32_t layer, uint64_t
                               int64_t *descriptor_offsets, uint32_t *pages,
                               uint64_t *generations) {
     cxlkv_pool *pool = sequence->pool;
-    if (layer >= pool->layout.layers)
-        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, pool->layout.layers);
+    if (layer_check(pool, layer) < 0) return -CXLKV_E_ARGUMENT;
     int code = need(capacity, "key_offsets", key_offsets, "value_offsets", value_offsets,
                     "descriptor_offsets", descriptor_offsets, "pages", pages, "generations",
                     generations, NULL);
@@ -59,7 +58,7 @@ static int verify_task(void *context, uint32_t item) {
     const verify_job *job = context;
     cxlkv_pool *pool = job->batch->pool;
     layer_view view = view_of(job->batch->sequences[item], job->layer);
-    uint64_t count = (uint64_t)pool->layout.kv_heads * job->picked->k;
+    uint64_t count = (uint64_t)layout_of(pool, job->layer)->kv_heads * job->picked->k;
     const int32_t *pages = job->picked->pages + item * count;
     for (uint64_t i = 0; i < count; i++) {
         if (pages[i] < -1 || pages[i] >= (int64_t)view.pages)
@@ -77,14 +76,13 @@ static int verify_task(void *context, uint32_t item) {
 
 static int64_t verify_locked(verify_job *job) {
     cxlkv_batch *batch = job->batch;
-    const cxlkv_layout *layout = &batch->pool->layout;
-    if (job->layer >= layout->layers)
-        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", job->layer, layout->layers);
+    int64_t code = layer_check(batch->pool, job->layer);
+    if (code < 0) return code;
     if (!job->picked->pages || job->picked->per != CXLKV_PER_SEQUENCE ||
         job->picked->lists != batch->count)
         return fail(CXLKV_E_ARGUMENT, "verify: %u lists of pages, one for each of %u sequences "
                     "is wanted", job->picked->lists, batch->count);
-    int64_t code = run_tasks(batch->pool, batch->count, verify_task, job);
+    code = run_tasks(batch->pool, batch->count, verify_task, job);
     if (code == 0) hotness_count(batch, job->layer, job->picked, NULL);
     return code;
 }

@@ -14,8 +14,14 @@
 /* Tails that nobody uses wait in a list, so that a fork's first append finds touched memory. */
 enum { SPARE_TAIL_BYTES = 64 << 20 };
 
+/* For any layer. */
 static size_t tail_bytes(const cxlkv_pool *pool) {
-    return sizeof(tail) + tail_data_bytes(pool);
+    size_t most = 0;
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
+        size_t bytes = tail_data_bytes(layout_of(pool, pool->layers.parts[part].first_layer));
+        if (bytes > most) most = bytes;
+    }
+    return sizeof(tail) + most;
 }
 
 tail *tail_make(cxlkv_pool *pool) {
@@ -48,10 +54,11 @@ void tail_drop(cxlkv_pool *pool, tail *dropped) {
     if (!kept) free(dropped);
 }
 
-tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled) {
+tail *tail_copy(cxlkv_pool *pool, uint32_t layer, tail *from, uint32_t filled) {
     tail *made = tail_make(pool);
-    bool rows = !is_encoded(&pool->layout);
-    size_t bytes = rows ? filled * tail_row_bytes(pool, PIECE_KEYS) : tail_data_bytes(pool);
+    const cxlkv_layout *layout = layout_of(pool, layer);
+    bool rows = !is_encoded(layout);
+    size_t bytes = rows ? filled * tail_row_bytes(layout, PIECE_KEYS) : tail_data_bytes(layout);
     if (made) memcpy(made->data, from->data, bytes);
     return made;
 }
@@ -478,25 +485,24 @@ int cxlkv_sequence_fork(cxlkv_sequence *sequence, cxlkv_sequence **child) {
 /* A tail becomes a page with CRCs of its own, so what is copied is verified each time: bytes that
  * changed since this process verified the page would be right ones from then on. */
 int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t filled, tail **out) {
-    const cxlkv_layout *layout = &pool->layout;
+    const cxlkv_layout *layout = layout_of(pool, layer);
     size_t element = dtype_bytes(layout->dtype);
     tail *made = tail_make(pool);
     if (!made) return fail(ENOMEM, "no memory for a tail");
     *out = made; /* before the copy: a bus error in it must not lose the tail */
     for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++) {
-        const cxlkv_geometry *g = &pool->geometry;
-        uint64_t stride = piece_stride(g, kind);
+        uint64_t stride = shape_of(pool, layer)->strides[kind];
         size_t row = element * kind_dim(layout, kind);
         for (uint32_t head = 0; head < layout->kv_heads; head++) {
             const uint8_t *from = pieces_of(pool, page, layer, kind) + head * stride;
-            uint8_t *to = tail_at(pool, made, kind, head);
+            uint8_t *to = tail_at(layout, made, kind, head);
             if (kind == PIECE_VALUES && values_are_keys(layout)) continue;
             int code = layout->checksum
                            ? piece_verify(pool, page, layer, head, kind, from) : 0;
             if (code < 0) return code;
             if (is_encoded(layout)) memcpy(to, from, piece_data_bytes(layout, kind));
             for (uint32_t t = 0; !is_encoded(layout) && t < filled; t++)
-                memcpy(to + t * tail_row_bytes(pool, kind), from + t * row, row);
+                memcpy(to + t * tail_row_bytes(layout, kind), from + t * row, row);
         }
     }
     return 0;

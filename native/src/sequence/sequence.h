@@ -38,5 +38,6 @@ int sequence_cut(cxlkv_sequence *sequence, uint32_t page_count);
 /* The first `filled` tokens of a complete page; on an error *out may be one, to be dropped. */
 int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t filled, tail **out);
 tail *tail_make(cxlkv_pool *pool);
-tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled);  /* its first tokens */
+tail *tail_copy(cxlkv_pool *pool, uint32_t layer, tail *from,
+                uint32_t filled); /* its first tokens */
 void tail_drop(cxlkv_pool *pool, tail *tail);

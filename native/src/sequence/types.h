@@ -99,32 +99,35 @@ struct cxlkv_batch {
     atomic_uint chosen_pages;    /* in the longest list of the last decode */
     bool counted_elsewhere;      /* a worker's: its client counts which pages were used */
 };
+static inline int layer_check(const cxlkv_pool *pool, uint32_t layer) {
+    if (layer < pool->layout.layers) return 0;
+    return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, pool->layout.layers);
+}
+
 /* Of a tail that has the form of a page. */
-static inline size_t tail_piece_bytes(const cxlkv_pool *pool, uint32_t kind) {
-    return align_up(piece_data_bytes(&pool->layout, kind), LINE_BYTES);
+static inline size_t tail_piece_bytes(const cxlkv_layout *layout, uint32_t kind) {
+    return align_up(piece_data_bytes(layout, kind), LINE_BYTES);
 }
 /* From a token to the next one. In rows a line more than a token: rows 4 KiB apart would all fall
  * into one set of the L1 cache. */
-static inline size_t tail_row_bytes(const cxlkv_pool *pool, uint32_t kind) {
-    const cxlkv_layout *layout = &pool->layout;
+static inline size_t tail_row_bytes(const cxlkv_layout *layout, uint32_t kind) {
     uint64_t dims = layout->kv_heads * row_channels(layout);
     if (is_encoded(layout)) return stored_row_bytes(layout, kind);
     return align_up(dims * dtype_bytes(layout->dtype), LINE_BYTES) + LINE_BYTES;
 }
-static inline size_t tail_data_bytes(const cxlkv_pool *pool) {
-    const cxlkv_layout *layout = &pool->layout;
-    if (!is_encoded(layout)) return layout->page_tokens * tail_row_bytes(pool, PIECE_KEYS);
+static inline size_t tail_data_bytes(const cxlkv_layout *layout) {
+    if (!is_encoded(layout)) return layout->page_tokens * tail_row_bytes(layout, PIECE_KEYS);
     return layout->kv_heads *
-           (tail_piece_bytes(pool, PIECE_KEYS) + tail_piece_bytes(pool, PIECE_VALUES));
+           (tail_piece_bytes(layout, PIECE_KEYS) + tail_piece_bytes(layout, PIECE_VALUES));
 }
 /* Where K or V of a head begin in the row of token 0, or their piece. */
-static inline uint8_t *tail_at(const cxlkv_pool *pool, tail *tail, uint32_t kind, uint32_t head) {
-    const cxlkv_layout *layout = &pool->layout;
+static inline uint8_t *tail_at(const cxlkv_layout *layout, tail *tail, uint32_t kind,
+                               uint32_t head) {
     uint64_t channels = (uint64_t)head * layout->head_dim;
     if (is_encoded(layout)) {
         uint8_t *first = tail->data;
-        if (kind == PIECE_VALUES) first += layout->kv_heads * tail_piece_bytes(pool, PIECE_KEYS);
-        return first + head * tail_piece_bytes(pool, kind);
+        if (kind == PIECE_VALUES) first += layout->kv_heads * tail_piece_bytes(layout, PIECE_KEYS);
+        return first + head * tail_piece_bytes(layout, kind);
     }
     if (kind == PIECE_VALUES && !values_are_keys(layout))
         channels = (uint64_t)layout->kv_heads * layout->head_dim + head * layout->value_head_dim;

@@ -99,7 +99,7 @@ void hotness_weigh(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picke
                    const int32_t *starts, const float *mass, uint64_t mass_k) {
     if (!counts(batch)) return;
     counting c = counting_begin(batch->pool);
-    uint64_t heads = batch->pool->layout.kv_heads;
+    uint64_t heads = layout_of(batch->pool, layer)->kv_heads;
     const int32_t *list = picked->pages;
     for (uint32_t i = 0; i < batch->count; i++) {
         layer_view view = view_of(batch->sequences[i], layer);
@@ -122,7 +122,7 @@ void hotness_count(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picke
     cxlkv_pool *pool = batch->pool;
     if (!counts(batch)) return;
     counting c = counting_begin(pool);
-    uint64_t list = (uint64_t)pool->layout.kv_heads * picked->k, at = 0;
+    uint64_t list = (uint64_t)layout_of(pool, layer)->kv_heads * picked->k, at = 0;
     for (uint32_t i = 0; i < batch->count; i++) {
         layer_view view = view_of(batch->sequences[i], layer);
         uint64_t rows = starts ? (uint64_t)(starts[i + 1] - starts[i]) : 1;

@@ -72,10 +72,20 @@ static int tables_make(local_tier *tier) {
     return 0;
 }
 
+/* Keys, then values, of all heads of a layer's page. */
+static uint64_t values_offset(const layer_shape *shape) {
+    return shape->layout.kv_heads * shape->strides[PIECE_KEYS];
+}
+static uint64_t unit_bytes_of(const cxlkv_pool *pool, uint32_t layer) {
+    const layer_shape *shape = shape_of(pool, layer);
+    return values_offset(shape) + shape->layout.kv_heads * shape->strides[PIECE_VALUES];
+}
+
 static int tier_make(const cxlkv_pool *pool, uint64_t bytes, local_tier **out) {
     const cxlkv_geometry *g = &pool->geometry;
-    uint64_t heads = pool->layout.kv_heads;
-    uint64_t unit_bytes = heads * (g->key_piece_bytes + g->value_piece_bytes);
+    uint64_t heads = pool->layers.kv_heads, unit_bytes = 0;
+    for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
+        if (unit_bytes_of(pool, layer) > unit_bytes) unit_bytes = unit_bytes_of(pool, layer);
     uint64_t units = (uint64_t)g->page_count * g->record_layers;
     uint64_t slots = min_u64(min_u64(bytes / unit_bytes, units), LOCAL_ON_ITS_WAY - 2);
     if (slots == 0)
@@ -86,7 +96,6 @@ static int tier_make(const cxlkv_pool *pool, uint64_t bytes, local_tier **out) {
     rwlock_init(&made->readers);
     pthread_mutex_init(&made->lock, NULL);
     made->unit_bytes = unit_bytes;
-    made->values_offset = pool->layout.kv_heads * g->key_piece_bytes;
     made->unit_count = units;
     made->slot_count = made->free_count = (uint32_t)slots;
     made->window_reads = WINDOW_READS * slots * heads;
@@ -333,7 +342,6 @@ typedef struct copy_job {
     cxlkv_pool *pool;
     local_move *moves;
     uint32_t count, per_item;
-    uint32_t kinds;              /* 2; 1 where values are a prefix of the keys */
 } copy_job;
 
 /* The pieces of an item are read in this order: move by move, K of all heads, V of all heads. */
@@ -342,9 +350,10 @@ typedef struct copy_place {
 } copy_place;
 
 static bool place_next(const copy_job *job, uint32_t last, copy_place *at) {
-    if (++at->head < job->pool->layout.kv_heads) return true;
+    const cxlkv_layout *layout = layout_of(job->pool, job->moves[at->move].layer);
+    if (++at->head < layout->kv_heads) return true;
     at->head = 0;
-    if (++at->kind < PIECE_KEYS + job->kinds) return true;
+    if (++at->kind <= PIECE_VALUES && !values_are_keys(layout)) return true;
     at->kind = PIECE_KEYS;
     do at->move++;
     while (at->move < last && !job->moves[at->move].reserved);
@@ -354,7 +363,7 @@ static bool place_next(const copy_job *job, uint32_t last, copy_place *at) {
 static const uint8_t *place_from(const copy_job *job, const copy_place *at) {
     const local_move *move = &job->moves[at->move];
     return pieces_of(job->pool, move->page, move->layer, at->kind) +
-           at->head * piece_stride(&job->pool->geometry, at->kind);
+           at->head * shape_of(job->pool, move->layer)->strides[at->kind];
 }
 
 /* Copies one piece past the cache, the CRC made on the way, while the next one comes: hardware does
@@ -362,11 +371,12 @@ static const uint8_t *place_from(const copy_job *job, const copy_place *at) {
 static void copy_one(const copy_job *job, const copy_place *at, const uint8_t *next) {
     cxlkv_pool *pool = job->pool;
     local_move *move = &job->moves[at->move];
-    size_t size = piece_data_bytes(&pool->layout, at->kind);
+    const layer_shape *shape = shape_of(pool, move->layer);
+    size_t size = piece_data_bytes(&shape->layout, at->kind);
     const uint8_t *from = place_from(job, at);
     uint8_t *to = tier_of(pool)->memory + move->slot * tier_of(pool)->unit_bytes +
-                  (at->kind == PIECE_KEYS ? 0 : tier_of(pool)->values_offset) +
-                  at->head * piece_stride(&pool->geometry, at->kind);
+                  (at->kind == PIECE_KEYS ? 0 : values_offset(shape)) +
+                  at->head * shape->strides[at->kind];
     const kernels *isa = kernels_current();
     bool checks = pool->layout.checksum;
     uint32_t crc = 0;
@@ -400,7 +410,6 @@ static int copy_task(void *context, uint32_t item) {
 
 int local_copy(cxlkv_pool *pool, local_move *moves, uint32_t count) {
     copy_job job = {.pool = pool, .moves = moves, .count = count,
-                    .kinds = values_are_keys(&pool->layout) ? 1 : 2,
                     .per_item = (uint32_t)(ITEM_BYTES / tier_of(pool)->unit_bytes)};
     if (job.per_item == 0) job.per_item = 1;
     return run_tasks(pool, (count + job.per_item - 1) / job.per_item, copy_task, &job);
@@ -560,7 +569,8 @@ int cxlkv_local_stats(cxlkv_pool *pool, cxlkv_local_state *state) {
 
 const uint8_t *view_copy(const layer_view *view, uint32_t page, bool keys) {
     const uint8_t *copy = local_find(view->sequence->pool, view->local, page, view->layer);
-    return copy && !keys ? copy + view->local->values_offset : copy;
+    return copy && !keys ? copy + values_offset(shape_of(view->sequence->pool, view->layer))
+                         : copy;
 }
 
 void local_count_reads(const layer_view *view, const int32_t *pages, uint32_t count,
@@ -596,16 +606,14 @@ static void units_of_lists(cxlkv_sequence *sequence, uint32_t layer, const int32
 
 static int batch_units(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
                        const int32_t *starts, int64_t *units) {
-    const cxlkv_layout *layout = &batch->pool->layout;
     bool per_query = picked->per == CXLKV_PER_QUERY;
     uint32_t lists = batch->count;
-    if (layer >= layout->layers)
-        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, layout->layers);
-    int code = per_query ? batch_starts(batch, starts, &lists) : 0;
+    int code = layer_check(batch->pool, layer);
+    if (code == 0 && per_query) code = batch_starts(batch, starts, &lists);
     if (code < 0) return code;
     if (picked->lists != lists)
         return fail(CXLKV_E_ARGUMENT, "units: %u lists of pages, %u wanted", picked->lists, lists);
-    uint64_t list = (uint64_t)layout->kv_heads * picked->k;
+    uint64_t list = (uint64_t)layout_of(batch->pool, layer)->kv_heads * picked->k;
     code = need(lists * list, "pages", picked->pages, "units", units, NULL);
     if (code < 0) return code;
     for (uint32_t i = 0; i < batch->count; i++) {

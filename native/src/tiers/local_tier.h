@@ -13,7 +13,6 @@ typedef struct local_slot {
 typedef struct local_tier {
     uint8_t *memory;
     uint64_t mapped_bytes, unit_bytes;
-    uint64_t values_offset;      /* in a slot; the keys begin it */
     local_slot *slots;
     atomic_uint *table;          /* by unit: slot + 1, and LOCAL_ON_ITS_WAY; 0: none */
     atomic_uint *hotness;        /* by unit, as host/hotness.h counts */

@@ -28,7 +28,7 @@ _Static_assert(sizeof(packed_header) == LINE_BYTES, "one line, no holes");
 /* What a call works on; an item is one record. */
 typedef struct record_job {
     cxlkv_pool *pool;
-    packing packing;
+    uint64_t record_bytes;
     uint32_t layout_crc;
     uint8_t *bytes;
     const uint32_t *pages;
@@ -38,17 +38,19 @@ typedef struct record_job {
 } record_job;
 
 static uint8_t *record_at(const record_job *job, uint32_t item) {
-    return job->bytes + (uint64_t)item * job->packing.record_bytes;
+    return job->bytes + (uint64_t)item * job->record_bytes;
 }
 
 /* Which entry of a checksum table. */
-static uint64_t entry_of(const record_job *job, uint32_t row, uint32_t head, uint32_t kind) {
-    return ((uint64_t)row * job->pool->layout.kv_heads + head) * PIECE_KINDS + kind;
+static uint64_t entry_of(const record_job *job, uint32_t layer, uint32_t head, uint32_t kind) {
+    uint64_t row = job->pool->layers.row_of[layer], heads = layout_of(job->pool, layer)->kv_heads;
+    return (row * heads + head) * PIECE_KINDS + kind;
 }
 
-static uint8_t *piece_at(const record_job *job, uint8_t *record, uint32_t row, uint32_t kind,
-                         uint32_t head) {
-    const packing *p = &job->packing;
+/* Of a row of a part; one more than it has: where its last one ends. */
+static uint8_t *piece_at(const record_job *job, uint8_t *record, uint32_t part, uint32_t row,
+                         uint32_t kind, uint32_t head) {
+    const packing *p = packing_of(job->pool, part);
     return record + sizeof(packed_header) + job->pool->geometry.checksum_bytes +
            row * p->layer_bytes + p->offsets[kind] + head * p->sizes[kind];
 }
@@ -64,10 +66,12 @@ static void expect(const uint8_t *next, size_t bytes) {
 static int piece_out(const record_job *job, uint32_t page, uint32_t layer, uint32_t head,
                      uint32_t kind, uint8_t *to, uint32_t *crc) {
     cxlkv_pool *pool = job->pool;
-    size_t size = job->packing.sizes[kind], used = piece_used_bytes(pool, page, kind);
-    uint64_t stride = piece_stride(&pool->geometry, kind);
+    const layer_shape *shape = shape_of(pool, layer);
+    size_t size = piece_data_bytes(&shape->layout, kind);
+    size_t used = piece_used_bytes(pool, page, layer, kind);
+    uint64_t stride = shape->strides[kind];
     const uint8_t *from = pieces_of(pool, page, layer, kind) + head * stride;
-    if (head + 1 < pool->layout.kv_heads) expect(from + stride, size);
+    if (head + 1 < shape->layout.kv_heads) expect(from + stride, size);
     copy_past(to, from, used, job->stream);
     memset(to + used, 0, size - used);
     if (pool->layout.checksum) {
@@ -81,16 +85,17 @@ static int piece_out(const record_job *job, uint32_t page, uint32_t layer, uint3
 static int pieces_out(const record_job *job, uint32_t page, uint32_t part, uint8_t *record) {
     cxlkv_pool *pool = job->pool;
     uint8_t *table = record + sizeof(packed_header);
+    const uint64_t *sizes = packing_of(pool, part)->sizes;
     for (uint32_t row = 0; row < pool->layers.parts[part].layers; row++) {
         uint32_t layer = layer_at(pool, part, row);
         for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
-            for (uint32_t head = 0; job->packing.sizes[kind] && head < pool->layout.kv_heads;
+            for (uint32_t head = 0; sizes[kind] && head < layout_of(pool, layer)->kv_heads;
                  head++) {
                 uint32_t crc;
                 int code = piece_out(job, page, layer, head, kind,
-                                     piece_at(job, record, row, kind, head), &crc);
+                                     piece_at(job, record, part, row, kind, head), &crc);
                 if (code < 0) return code;
-                memcpy(table + 4 * entry_of(job, row, head, kind), &crc, 4);
+                memcpy(table + 4 * entry_of(job, layer, head, kind), &crc, 4);
             }
     }
     return 0;
@@ -117,10 +122,11 @@ static int record_out(const record_job *job, uint32_t item) {
     code = pieces_out(job, page, header.part, record);
     if (code < 0) return code;
     /* Layers that the part does not have, and what fills the record up to a line. */
-    uint8_t *rest = piece_at(job, record, pool->layers.parts[header.part].layers, PIECE_DIGEST, 0);
-    memset(rest, 0, (size_t)(record + job->packing.record_bytes - rest));
+    uint8_t *rest = piece_at(job, record, header.part, pool->layers.parts[header.part].layers,
+                             PIECE_DIGEST, 0);
+    memset(rest, 0, (size_t)(record + job->record_bytes - rest));
     packed_header packed = {.magic = CXLKV_PACKED_MAGIC, .version = CXLKV_PACKED_VERSION,
-                            .bytes = job->packing.record_bytes, .tokens = header.tokens,
+                            .bytes = job->record_bytes, .tokens = header.tokens,
                             .ordinal = header.ordinal, .part = header.part,
                             .layout_crc = job->layout_crc,
                             .table_crc = crc32c(0, table, pool->geometry.checksum_bytes)};
@@ -182,9 +188,9 @@ static int64_t read_locked_twice(record_job *job, uint32_t count) {
 }
 
 static record_job job_of(cxlkv_pool *pool, uint32_t count, uint8_t *bytes, int32_t *codes) {
-    record_job job = {.pool = pool, .packing = packing_of(pool), .bytes = bytes, .codes = codes,
-                      .layout_crc = layout_crc(pool)};
-    job.stream = count * job.packing.record_bytes > STREAM_BYTES;
+    record_job job = {.pool = pool, .bytes = bytes, .codes = codes, .layout_crc = layout_crc(pool),
+                      .record_bytes = record_packed_bytes(pool)};
+    job.stream = count * job.record_bytes > STREAM_BYTES;
     return job;
 }
 
@@ -223,7 +229,7 @@ static int header_check(const record_job *job, uint32_t item, packed_header *hea
         header->crc != crc32c(0, header, offsetof(packed_header, crc)) ||
         (header->part < pool->geometry.part_count && (header->object[0] || header->object[1])))
         return -CXLKV_E_CORRUPT;
-    if (header->layout_crc != job->layout_crc || header->bytes != job->packing.record_bytes)
+    if (header->layout_crc != job->layout_crc || header->bytes != job->record_bytes)
         return -CXLKV_E_GEOMETRY;
     bool named = header->hash[0] != 0 || header->hash[1] != 0;
     bool right = tokens_fit(pool, header->tokens) && named &&
@@ -241,9 +247,10 @@ static bool is_zero(const uint8_t *from, const uint8_t *end) {
 static bool piece_in(const record_job *job, const arrival *a, uint32_t layer, uint32_t head,
                      uint32_t kind, const uint8_t *from, uint32_t crc) {
     cxlkv_pool *pool = job->pool;
-    size_t size = job->packing.sizes[kind];
+    const layer_shape *shape = shape_of(pool, layer);
+    size_t size = piece_data_bytes(&shape->layout, kind);
     size_t used = stores_objects(&pool->layout) ? a->header.tokens : size;
-    uint64_t stride = piece_stride(&pool->geometry, kind);
+    uint64_t stride = shape->strides[kind];
     uint8_t *to = pieces_of(pool, a->page, layer, kind) + head * stride;
     expect(from + size, size);
     if (crc32c(0, from, used) != crc || !is_zero(from + used, from + size)) return false;
@@ -257,12 +264,14 @@ static bool piece_in(const record_job *job, const arrival *a, uint32_t layer, ui
 static bool layer_in(const record_job *job, const arrival *a, uint32_t layer, uint8_t *record,
                      uint32_t *table) {
     cxlkv_pool *pool = job->pool;
-    uint32_t row = pool->layers.row_of[layer];
+    const uint32_t part = a->header.part, row = pool->layers.row_of[layer];
+    const uint64_t *sizes = packing_of(pool, part)->sizes;
+    const uint32_t heads = layout_of(pool, layer)->kv_heads;
     for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
-        for (uint32_t head = 0; job->packing.sizes[kind] && head < pool->layout.kv_heads; head++) {
-            uint32_t *entry = table + entry_of(job, row, head, kind);
-            if (!piece_in(job, a, layer, head, kind, piece_at(job, record, row, kind, head),
-                          *entry))
+        for (uint32_t head = 0; sizes[kind] && head < heads; head++) {
+            uint32_t *entry = table + entry_of(job, layer, head, kind);
+            if (!piece_in(job, a, layer, head, kind,
+                          piece_at(job, record, part, row, kind, head), *entry))
                 return false;
             *entry = 0; /* what is left of the table must be 0 */
         }
@@ -282,9 +291,9 @@ static int record_in(const write_job *write, uint32_t item, uint32_t *table) {
     for (uint32_t row = 0; row < own->layers; row++)
         if (!layer_in(job, a, layer_at(pool, a->header.part, row), record, table))
             return -CXLKV_E_CORRUPT;
-    const uint8_t *rest = piece_at(job, record, own->layers, PIECE_DIGEST, 0);
+    const uint8_t *rest = piece_at(job, record, a->header.part, own->layers, PIECE_DIGEST, 0);
     if (!is_zero((const uint8_t *)table, (const uint8_t *)table + table_bytes) ||
-        !is_zero(rest, record + job->packing.record_bytes))
+        !is_zero(rest, record + job->record_bytes))
         return -CXLKV_E_CORRUPT;
     store_fence(); /* of this thread's own non-temporal stores */
     record_seal(pool, a->page, a->header.part, a->header.tokens, NULL);

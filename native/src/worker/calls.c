@@ -147,19 +147,19 @@ static uint8_t *put_queries(const calling *call, group g, uint8_t *to) {
 
 /* K or V of the tails' tokens that the worker does not have. */
 static uint8_t *put_tails(const calling *call, group g, uint32_t kind, uint8_t *to) {
-    cxlkv_pool *pool = call->batch->pool;
-    uint64_t dim = kind == PIECE_KEYS ? call->facts.layout->head_dim : call->facts.value_dim;
-    uint64_t bytes = call->facts.layout->kv_heads * dim * dtype_bytes(call->facts.layout->dtype);
+    const cxlkv_layout *layout = call->facts.layout;
+    uint64_t dim = kind == PIECE_KEYS ? layout->head_dim : call->facts.value_dim;
+    uint64_t bytes = layout->kv_heads * dim * dtype_bytes(layout->dtype);
     for (uint32_t i = g.low; i < g.high; i++) {
         request_sequence item = sequence_item(call, i);
         uint64_t filled = item.tokens % call->facts.layout->page_tokens;
         tail *from = call->batch->sequences[i]->tails[call->layer];
         uint64_t t = kind == PIECE_KEYS ? item.keys_known : item.values_known;
-        uint64_t whole = worker_tail_bytes(pool, kind);
-        if (whole && filled) to = put(to, tail_at(pool, from, kind, 0), whole);
+        uint64_t whole = worker_tail_bytes(layout, kind);
+        if (whole && filled) to = put(to, tail_at(layout, from, kind, 0), whole);
         if (whole) continue;
         for (; t < filled; t++)
-            to = put(to, tail_at(pool, from, kind, 0) + t * tail_row_bytes(pool, kind), bytes);
+            to = put(to, tail_at(layout, from, kind, 0) + t * tail_row_bytes(layout, kind), bytes);
         to = fill_to_8(call, to);
     }
     return to;
@@ -507,7 +507,7 @@ static int attend_group(calling *call, group g, uint32_t parts) {
     const cxlkv_attend_args *args = call->attend;
     answer_head head = {0};
     answer_attend found;
-    uint64_t value_dim = call->batch->pool->layout.value_head_dim, length = 0;
+    uint64_t value_dim = call->facts.layout->value_head_dim, length = 0;
     uint64_t row_bytes = value_dim * dtype_bytes(args->queries.dtype);
     uint64_t first = (uint64_t)call->starts[g.low] * args->q_heads;
     uint64_t rows = rows_of(call, g) * args->q_heads;
@@ -564,7 +564,7 @@ static int tables_reserve(cxlkv_batch *batch) {
 
 /* Keys, and values, that are read at most, times what more than 8 queries a head take. */
 static double work_bytes(const calling *call) {
-    const cxlkv_layout *layout = &call->batch->pool->layout;
+    const cxlkv_layout *layout = call->facts.layout;
     bool chooses = call->operation == REQUEST_CHOOSE;
     double dim = layout->head_dim + (call->attend || chooses ? layout->value_head_dim : 0);
     double channels = layout->kv_heads * dim, token = channels * 4;
@@ -639,9 +639,11 @@ static int64_t by_worker(calling *call) {
     cxlkv_batch *batch = call->batch;
     worker_client *c = call->client = atomic_load(&batch->pool->owner[OWNER_WORKER]);
     uint32_t rows, use = c ? atomic_load(&c->use) : CXLKV_WORKER_NONE;
-    if (use == CXLKV_WORKER_NONE || batch_lock(batch, false) < 0) return NOT_BY_WORKER;
+    if (use == CXLKV_WORKER_NONE || layer_check(batch->pool, call->layer) < 0 ||
+        batch_lock(batch, false) < 0)
+        return NOT_BY_WORKER;
     int64_t code = NOT_BY_WORKER;
-    call->facts = worker_facts(batch->pool);
+    call->facts = worker_facts(batch->pool, layout_of(batch->pool, call->layer));
     /* What is wrong in the arguments is said by this process. */
     if (queries_check(batch, call->layer, call->q_heads, call->queries, call->starts, &rows) == 0 &&
         rows > 0 && mass_fits(call))
@@ -679,9 +681,10 @@ int cxlkv_batch_choose(cxlkv_batch *batch, const cxlkv_select_args *args, uint32
     cxlkv_select_args asked = *args;
     asked.by.method = CXLKV_METHOD_SCORER;
     int code = need(args->by.budget_count, "budgets", args->by.budgets, NULL);
+    if (code == 0) code = layer_check(batch->pool, args->layer);
     if (code == 0)
-        code = select_bounds(&batch->pool->layout, &asked, rows_asked(batch, args->starts),
-                             batch->count);
+        code = select_bounds(layout_of(batch->pool, args->layer), &asked,
+                             rows_asked(batch, args->starts), batch->count);
     if (code < 0) return code;
     if (first >= batch->count)
         return fail(CXLKV_E_ARGUMENT, "choose: from sequence %u of %u on", first, batch->count);
@@ -698,7 +701,8 @@ void cxlkv_choice_destroy(cxlkv_choice **at) { free(*at); }
 
 static int64_t worker_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
     const cxlkv_picked *picked = &args->picked;
-    uint64_t list = picked_bytes(&batch->pool->layout, picked);
+    if (layer_check(batch->pool, args->layer) < 0) return NOT_BY_WORKER;
+    uint64_t list = picked_bytes(layout_of(batch->pool, args->layer), picked);
     bool more = picked->log_weights || picked->row_count; /* four arrays, each up to 8 bytes */
     bool per_query = picked->per == CXLKV_PER_QUERY;
     calling call = {.batch = batch, .operation = REQUEST_ATTEND, .layer = args->layer,

@@ -21,7 +21,7 @@ static int put(buffer *to, const void *from, uint64_t bytes) {
 
 static int put_choice(cxlkv_worker *w, const cxlkv_choice *choice) {
     const cxlkv_picked *picked = &choice->picked;
-    const cxlkv_layout *layout = w->facts.layout;
+    const cxlkv_layout *layout = w->question.facts->layout;
     uint32_t weight_tokens = picked->log_weights ? picked->weight_tokens : 0;
     uint64_t heads = 4ull * picked->lists * layout->kv_heads; /* all numbers have 4 bytes */
     uint64_t pages = heads * picked->k, rows = heads * picked->row_count;

@@ -137,10 +137,20 @@ static int parse_rows(reading *r, const request_facts *facts, request *out, cxlk
     return out->values ? 0 : short_error(r, "the values of its tails");
 }
 
-static int parse_select(reading *r, const request_facts *facts, request *out) {
+static int layer_facts(const request_facts *all, uint32_t layer, request *out) {
+    if (layer >= all->layout->layers)
+        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, all->layout->layers);
+    out->facts = all->shapes ? &all[all->layout->group_of[layer]] : all;
+    return 0;
+}
+
+static int parse_select(reading *r, const request_facts *all, request *out) {
     const request_select *s = &out->select;
     if (!read_bytes(r, &out->select, sizeof(*s))) return short_error(r, "its arguments");
-    int code = parse_sequences(r, facts, out, s->rows, false);
+    int code = layer_facts(all, s->layer, out);
+    if (code < 0) return code;
+    const request_facts *facts = out->facts;
+    code = parse_sequences(r, facts, out, s->rows, false);
     if (code < 0) return code;
     out->selecting = (cxlkv_select_args){
         .layer = s->layer, .q_heads = s->q_heads, .queries.dtype = s->dtype, .scale = s->scale,
@@ -203,11 +213,14 @@ static int parse_picked(reading *r, const cxlkv_layout *layout, const request_at
     return 0;
 }
 
-static int parse_attend(reading *r, const request_facts *facts, request *out) {
+static int parse_attend(reading *r, const request_facts *all, request *out) {
     const request_attend *a = &out->attend;
     cxlkv_attend_args *args = &out->attending;
     if (!read_bytes(r, &out->attend, sizeof(*a))) return short_error(r, "its arguments");
-    int code = parse_sequences(r, facts, out, a->rows, true);
+    int code = layer_facts(all, a->layer, out);
+    if (code < 0) return code;
+    const request_facts *facts = out->facts;
+    code = parse_sequences(r, facts, out, a->rows, true);
     if (code < 0) return code;
     *args = (cxlkv_attend_args){.layer = a->layer, .q_heads = a->q_heads, .queries.dtype = a->dtype,
                                 .scale = a->scale, .softcap = a->softcap, .error = a->error};

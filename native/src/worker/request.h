@@ -146,9 +146,11 @@ typedef struct answer_attend {
 } answer_attend;
 _Static_assert(sizeof(answer_attend) == 16, "no holes");
 
-/* What a request is checked against. */
+/* What a request is checked against: of layers of one shape. */
 typedef struct request_facts {
     const cxlkv_layout *layout;
+    uint32_t shapes;             /* 0: all layers have this one; else those of groups 0 and on are
+                                  * this one and those behind it */
     uint32_t value_dim;          /* of values that are not in the keys; 0: they are */
     uint32_t page_count, part_count;
     /* In a pool with an encoding a sequence brings all of its tail, in the form of a page: */
@@ -158,6 +160,7 @@ typedef struct request_facts {
 /* A request that was checked; pointers into its bytes, at multiples of 8 from their start. */
 typedef struct request {
     request_head head;
+    const request_facts *facts;  /* of its layer */
     const request_table *tables; /* [head.count]: TABLES */
     const uint8_t *entries;
     uint64_t entry_count;

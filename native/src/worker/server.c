@@ -161,31 +161,33 @@ static int batch_reserve(cxlkv_worker *w, uint32_t count) {
 /* Is the tail there up to `had`, of this page, and as much of it as the client believes? */
 static int tail_check(const cxlkv_worker *w, const request_sequence *item, uint64_t had,
                       uint32_t known) {
-    uint64_t page_tokens = w->facts.layout->page_tokens;
+    uint64_t page_tokens = w->pool->layout.page_tokens;
     uint64_t first = item->tokens - item->tokens % page_tokens;
     if (known == 0 || (had / page_tokens == first / page_tokens && had >= first + known)) return 0;
     return fail(CXLKV_E_STALE, "worker: table %u has %lu tokens of a layer, not %lu", item->table,
                 had, first + known);
 }
 
-static void tail_fill(const cxlkv_worker *w, tail *to, uint32_t kind, uint32_t known,
+static void tail_fill(const request_facts *facts, tail *to, uint32_t kind, uint32_t known,
                       uint64_t filled, const uint8_t *rows) {
-    uint64_t dim = kind == PIECE_KEYS ? w->facts.layout->head_dim : w->facts.value_dim;
-    uint64_t bytes = w->facts.layout->kv_heads * dim * dtype_bytes(w->facts.layout->dtype);
-    uint64_t whole = worker_tail_bytes(w->pool, kind);
-    if (whole && filled) memcpy(tail_at(w->pool, to, kind, 0), rows, whole);
+    const cxlkv_layout *layout = facts->layout;
+    uint64_t dim = kind == PIECE_KEYS ? layout->head_dim : facts->value_dim;
+    uint64_t bytes = layout->kv_heads * dim * dtype_bytes(layout->dtype);
+    uint64_t whole = worker_tail_bytes(layout, kind);
+    if (whole && filled) memcpy(tail_at(layout, to, kind, 0), rows, whole);
     if (whole) return;
     for (uint64_t t = known; t < filled; t++, rows += bytes)
-        memcpy(tail_at(w->pool, to, kind, 0) + t * tail_row_bytes(w->pool, kind), rows, bytes);
+        memcpy(tail_at(layout, to, kind, 0) + t * tail_row_bytes(layout, kind), rows, bytes);
 }
 
 /* The open tail of a layer, as long as the request says: what is known of it, and what comes along.
  * Values are NULL in a select, which looks at none. */
-static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t layer,
+static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, const request *r,
                       const request_sequence *item, const uint8_t *keys, const uint8_t *values) {
-    uint64_t filled = item->tokens % w->facts.layout->page_tokens;
+    const uint32_t layer = r->layer;
+    uint64_t filled = item->tokens % w->pool->layout.page_tokens;
     if (values && !sequence->worker_tails) {
-        sequence->worker_tails = calloc(w->facts.layout->layers, sizeof(*sequence->worker_tails));
+        sequence->worker_tails = calloc(w->pool->layout.layers, sizeof(*sequence->worker_tails));
         if (!sequence->worker_tails) return fail(ENOMEM, "worker: no memory for a tail");
     }
     uint64_t *had_values = values ? &sequence->worker_tails[layer].values : NULL;
@@ -195,10 +197,10 @@ static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t 
     tail **at = &sequence->tails[layer];
     if (!*at && filled && !(*at = tail_make(w->pool)))
         return fail(ENOMEM, "worker: no memory for a tail");
-    tail_fill(w, *at, PIECE_KEYS, item->keys_known, filled, keys);
+    tail_fill(r->facts, *at, PIECE_KEYS, item->keys_known, filled, keys);
     sequence->layer_tokens[layer] = item->tokens;
     if (values) {
-        tail_fill(w, *at, PIECE_VALUES, item->values_known, filled, values);
+        tail_fill(r->facts, *at, PIECE_VALUES, item->values_known, filled, values);
         *had_values = item->tokens;
     }
     return 0;
@@ -208,7 +210,7 @@ static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t 
  * No more tokens are there than pages, which the table may have let go. */
 static void place_pages(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t layer,
                         uint64_t tokens) {
-    uint64_t *had = &sequence->layer_tokens[layer], page_tokens = w->facts.layout->page_tokens;
+    uint64_t *had = &sequence->layer_tokens[layer], page_tokens = w->pool->layout.page_tokens;
     if (*had / page_tokens != tokens / page_tokens) *had = tokens - tokens % page_tokens;
 }
 
@@ -224,16 +226,16 @@ static int place_sequence(session *s, const request *r, uint32_t index, const ui
     if (t->request == w->requests)
         return fail(CXLKV_E_ARGUMENT, "worker: table %u is there twice", item.table);
     if (t->part != w->pool->layers.part_of[r->layer] ||
-        item.tokens / w->facts.layout->page_tokens > t->sequence->page_count)
+        item.tokens / w->pool->layout.page_tokens > t->sequence->page_count)
         return fail(CXLKV_E_ARGUMENT, "worker: table %u has %u pages of part %u, %lu tokens of "
                     "layer %u are wanted", item.table, t->sequence->page_count, t->part,
                     item.tokens, r->layer);
     bool chooses = r->head.operation == REQUEST_CHOOSE;
     if (chooses) place_pages(w, t->sequence, r->layer, item.tokens);
-    int code = chooses ? 0 : place_tail(w, t->sequence, r->layer, &item, *keys, *values);
+    int code = chooses ? 0 : place_tail(w, t->sequence, r, &item, *keys, *values);
     if (code < 0) return code;
-    if (!chooses) *keys += request_key_bytes(&w->facts, &item);
-    if (*values) *values += request_value_bytes(&w->facts, &item);
+    if (!chooses) *keys += request_key_bytes(r->facts, &item);
+    if (*values) *values += request_value_bytes(r->facts, &item);
     t->request = w->requests;
     w->numbers[index] = item.tokens;
     w->numbers[w->batch_capacity + index] = t->number;
@@ -295,7 +297,7 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
     result *of = &w->result;
     buffer *pages = &of->parts[SELECT_PAGES], *scores = &of->parts[SELECT_SCORES];
     uint32_t lists = s->per == CXLKV_PER_QUERY ? s->rows : r->head.count;
-    uint64_t rows = (uint64_t)lists * w->facts.layout->kv_heads;
+    uint64_t rows = (uint64_t)lists * r->facts->layout->kv_heads;
     cxlkv_select_args args = r->selecting;
     args.starts = w->starts;
     int64_t code = server_reserve(&of->parts[SELECT_COUNTS], rows * sizeof(int32_t));
@@ -321,7 +323,7 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
 
 /* Pages that the shares of a row are of. */
 static uint64_t mass_pages(const cxlkv_worker *w, const request *r) {
-    uint64_t tokens = 0, page_tokens = w->facts.layout->page_tokens;
+    uint64_t tokens = 0, page_tokens = w->pool->layout.page_tokens;
     for (uint32_t i = 0; i < r->head.count; i++)
         if (r->sequences[i].tokens > tokens) tokens = r->sequences[i].tokens;
     return r->attend.lists ? r->attend.k : (tokens + page_tokens - 1) / page_tokens;
@@ -331,9 +333,9 @@ static int64_t attend_placed(cxlkv_worker *w, const request *r) {
     const request_attend *a = &r->attend;
     result *of = &w->result;
     uint64_t queries = (uint64_t)a->rows * a->q_heads;
-    uint64_t out_bytes = queries * w->pool->layout.value_head_dim * dtype_bytes(a->dtype);
+    uint64_t out_bytes = queries * r->facts->layout->value_head_dim * dtype_bytes(a->dtype);
     uint64_t mass_k = a->mass ? mass_pages(w, r) : 0;
-    uint64_t mass_bytes = mass_k * a->rows * w->facts.layout->kv_heads * sizeof(float);
+    uint64_t mass_bytes = mass_k * a->rows * r->facts->layout->kv_heads * sizeof(float);
     if (mass_k > REQUEST_RESULT_MAX / sizeof(float) / (queries ? queries : 1))
         return fail(CXLKV_E_ARGUMENT, "worker: the mass of %lu pages for %lu queries: ask for "
                     "fewer rows at once", mass_k, queries);
@@ -457,7 +459,7 @@ static int parse(session *s, uint32_t operation, const void *bytes, uint32_t len
             *parts = (buffer){0};
         }
     }
-    return request_parse(bytes, whole, &s->worker->facts, r);
+    return request_parse(bytes, whole, s->worker->facts, r);
 }
 
 void server_answer(cxlkv_worker *w, int64_t code) {
@@ -596,7 +598,11 @@ int cxlkv_worker_make(cxlkv_pool *pool, uint32_t slots, uint32_t request_bytes,
         w->pool = w->batch.pool = pool;
         w->file.fd = -1;
         w->batch.counted_elsewhere = true;
-        w->facts = worker_facts(pool);
+        uint32_t shapes = has_shapes(&pool->layout) ? pool->layout.group_count : 0;
+        for (uint32_t i = 0; i < shapes || i == 0; i++) {
+            w->facts[i] = worker_facts(pool, &pool->layers.shapes[i].layout);
+            w->facts[i].shapes = shapes;
+        }
         pool_retain(pool);
         pthread_mutex_init(&w->batch.lock, NULL);
         for (uint32_t i = 0; i < WORKER_SLOTS_MAX; i++) w->sessions[i].worker = w;

@@ -42,18 +42,17 @@ typedef struct worker_file {
 } worker_file;
 
 /* Of a tail that has the form of a page, of which all of a kind goes along; 0: rows do. */
-static inline uint64_t worker_tail_bytes(const cxlkv_pool *pool, uint32_t kind) {
-    return is_encoded(&pool->layout) ? pool->layout.kv_heads * tail_piece_bytes(pool, kind) : 0;
+static inline uint64_t worker_tail_bytes(const cxlkv_layout *layout, uint32_t kind) {
+    return is_encoded(layout) ? layout->kv_heads * tail_piece_bytes(layout, kind) : 0;
 }
 
-/* What a request is checked against, on both sides. */
-static inline request_facts worker_facts(const cxlkv_pool *pool) {
-    const cxlkv_layout *layout = &pool->layout;
+/* What a request of a layer is checked against, on both sides. */
+static inline request_facts worker_facts(const cxlkv_pool *pool, const cxlkv_layout *layout) {
     return (request_facts){.layout = layout,
                            .value_dim = values_are_keys(layout) ? 0 : layout->value_head_dim,
                            .page_count = pool->host->page_count,
-                           .key_pieces_bytes = worker_tail_bytes(pool, PIECE_KEYS),
-                           .value_pieces_bytes = worker_tail_bytes(pool, PIECE_VALUES),
+                           .key_pieces_bytes = worker_tail_bytes(layout, PIECE_KEYS),
+                           .value_pieces_bytes = worker_tail_bytes(layout, PIECE_VALUES),
                            .part_count = pool->geometry.part_count};
 }
 
@@ -118,7 +117,7 @@ typedef struct result {
 struct cxlkv_worker {
     cxlkv_pool *pool;
     worker_file file;
-    request_facts facts;
+    request_facts facts[CXLKV_GROUPS_MAX]; /* by shape; request_facts.shapes */
     rpc_slot slots[WORKER_SLOTS_MAX];
     session sessions[WORKER_SLOTS_MAX];
     uint8_t *local;              /* of all slots: a request and an answer */
