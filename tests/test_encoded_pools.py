@@ -168,7 +168,8 @@ def test_a_pool_is_opened_as_it_was_made(pair: tuple[str, str], path: Path) -> N
         (INCOMPATIBLE_OFFSET, 3, GeometryError, "the feature without states"),
         (V_ENCODING_OFFSET + 4, 1, GeometryError, "has states without the feature"),
         (INCOMPATIBLE_OFFSET, 5, GeometryError, "has objects of several pages"),
-        (INCOMPATIBLE_OFFSET, 9, VersionError, "feature 3 of the incompatible ones"),
+        (INCOMPATIBLE_OFFSET, 9, GeometryError, "shapes of groups are given where they differ"),
+        (INCOMPATIBLE_OFFSET, 17, VersionError, "feature 4 of the incompatible ones"),
     ],
 )
 def test_a_superblock_that_says_something_else(

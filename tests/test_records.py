@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +64,9 @@ LAYOUTS = {
     "keys in fp8": layout_of(group(2, dtype="bfloat16", head_dim=64, k_encoding="fp8_e4m3")),
     "latent": layout_of(group(2, kv_heads=1, values="key_prefix", value_head_dim=8)),
     "encoded": layout_of(group(2, dtype="bfloat16", k_encoding="int8", v_encoding="int4")),
+    "unlike groups": layout_of(
+        group(3, 10), group(2, kv_heads=1, head_dim=20, dtype="float16", values="key_prefix")
+    ),
 }
 
 
@@ -95,11 +97,12 @@ def held(pool: CXLPool, rng: np.random.Generator, tokens: int) -> Iterator[Seque
 
 
 def extend(sequence: Sequence, layout: KVLayout, rng: np.random.Generator, tokens: int) -> None:
-    dtype = NUMPY_DTYPES[DTYPES.index(layout.dtype)]
     for layer in range(layout.layers):
-        k = rng.standard_normal((tokens, layout.kv_heads, layout.head_dim)).astype(dtype)
-        v = rng.standard_normal((tokens, layout.kv_heads, layout.value_head_dim)).astype(dtype)
-        sequence.append(layer, k, None if layout.values == "key_prefix" else v)
+        own = layout.of_layer(layer)
+        dtype = NUMPY_DTYPES[DTYPES.index(own.dtype)]
+        k = rng.standard_normal((tokens, own.kv_heads, own.head_dim)).astype(dtype)
+        v = rng.standard_normal((tokens, own.kv_heads, own.value_head_dim)).astype(dtype)
+        sequence.append(layer, k, None if own.values == "key_prefix" else v)
 
 
 def names_of_keys(pool: CXLPool, keys: Iterable[bytes], places: int = 1) -> Bytes:
@@ -117,11 +120,14 @@ def read_all(pool: CXLPool, names: Bytes) -> Bytes:
     return out
 
 
-def seen(pool: CXLPool, sequence: Sequence, queries: npt.NDArray[np.float32]) -> list[object]:
+def seen(pool: CXLPool, sequence: Sequence) -> list[object]:
     """What select, fetch and attend say of each layer, as bytes; a token behind what was found."""
     found: list[object] = []
-    extend(sequence, pool.layout, np.random.default_rng(7), 1)
+    rng = np.random.default_rng(7)
+    extend(sequence, pool.layout, rng, 1)
     for layer in range(pool.layout.layers):
+        own = pool.layout.of_layer(layer)
+        queries = rng.standard_normal((2 * own.kv_heads, own.head_dim)).astype(np.float32)
         for method in ("exact", "digest", "two_stage") if pool.sketch else ("exact", "digest"):
             chosen = sequence.select(layer, queries, Budget(pages=2), method=method)
             found += [chosen.pages.tobytes(), np.asarray(chosen.scores).tobytes()]
@@ -150,7 +156,6 @@ def test_another_pool_finds_the_same(
     name: str, checksum: bool, sketch: bool, rng: np.random.Generator
 ) -> None:
     layout = LAYOUTS[name]
-    queries = rng.standard_normal((4, layout.head_dim)).astype(np.float32)
     ids = list(range(9 * PAGE + 1))
     with (
         pool_of(layout, checksum=checksum, sketch=sketch) as source,
@@ -168,8 +173,8 @@ def test_another_pool_finds_the_same(
             assert pool.stats()["pages_held"] == 0
             with source.match_prefix(ids) as wanted, pool.match_prefix(ids) as got:
                 assert got.tokens == wanted.tokens == 9 * PAGE
-                expected = seen(source, wanted.sequence(), queries)
-                assert seen(pool, got.sequence(), queries) == expected
+                expected = seen(source, wanted.sequence())
+                assert seen(pool, got.sequence()) == expected
             np.testing.assert_array_equal(read_all(pool, names), records)
             audit(pool)
         sequence.release()
@@ -437,7 +442,6 @@ def test_a_record_that_one_host_writes_is_found_by_another(
 ) -> None:
     """A host reads out and forgets its own pages only; it writes to pages of its own."""
     layout, ids = LAYOUTS["gemma"], list(range(6 * PAGE))
-    queries = rng.standard_normal((4, layout.head_dim)).astype(np.float32)
     shared = {"layout": layout, "capacity": "16MiB", "sharing": "software", "hosts": 2}
     with (
         CXLPool.create(shm_path, host=0, threads=1, **shared) as first,  # type: ignore[arg-type]
@@ -448,7 +452,7 @@ def test_a_record_that_one_host_writes_is_found_by_another(
         names = names_of_keys(first, prefix_keys(ids, PAGE))
         records = read_all(first, names)
         with second.match_prefix(ids) as hit:
-            wanted = seen(second, hit.sequence(), queries)
+            wanted = seen(second, hit.sequence())
         theirs = second.records.find(names)
         there = theirs[0] != _core.NO_PAGE
         codes = second.records.read(theirs[0][there], theirs[1][there], records * 0)
@@ -462,7 +466,7 @@ def test_a_record_that_one_host_writes_is_found_by_another(
         assert not second.records.write(records).any()
         with first.match_prefix(ids) as hit:
             assert hit.tokens == len(ids)
-            assert seen(first, hit.sequence(), queries) == wanted
+            assert seen(first, hit.sequence()) == wanted
 
 
 RACER = """

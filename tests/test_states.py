@@ -41,6 +41,9 @@ LAYOUTS = {
     "latent": layout_of(
         16, 3000, group(2, kv_heads=1, head_dim=12, value_head_dim=8, values="key_prefix")
     ),
+    "unlike groups": layout_of(
+        4, 3000, group(2), group(2, window=9, kv_heads=1, head_dim=20, value_head_dim=12)
+    ),
     "codes": layout_of(64, 9000, group(2, k_encoding="int8", v_encoding="int8")),
 }
 

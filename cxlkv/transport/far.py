@@ -161,6 +161,11 @@ def shape_of(pool: CXLPool) -> Shape:
     layout = pool.layout
     if layout.object_bytes is not None:
         raise UnsupportedError("a pool of objects is not served: it has no sequences to match")
+    if layout.has_shapes:
+        raise UnsupportedError(
+            "a pool of layers of unlike shapes is not served yet: read it on its own host, or let "
+            "a cold tier carry its pages"
+        )
     if not pool.checksum:
         raise UnsupportedError(
             "a pool without checksums is not served: nobody could tell, afar, whether its bytes "

@@ -22,7 +22,7 @@ from ..support.lengths import nightly
 from ..support.waiting import until
 from ..support.walks import kill_one
 
-LAYOUT = layout_of(4, 5000, group(1), group(1, window=6))
+LAYOUT = layout_of(4, 5000, group(1), group(1, window=6, kv_heads=1, head_dim=20))
 TEXT: Text = tuple(range(1, 14))
 
 

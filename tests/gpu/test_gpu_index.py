@@ -330,8 +330,8 @@ def test_a_damaged_piece_that_a_hint_brought_in_vain_is_none(
 @pytest.mark.parametrize("place", STORED)
 def test_a_damaged_summary_is_refused(device: torch.device, text: Adopted, place: Place) -> None:
     geometry = text.pool.pages.geometry
-    place = layer_places(text.model.layout, geometry)[1]
-    at = places_of(geometry, place, text.sequence.places(1).pages)
+    second = layer_places(text.model.layout, geometry)[1]
+    at = places_of(geometry, second, text.sequence.places(1).pages)
     first = at.digests if place["method"] == "digest" else at.sketches
     assert first is not None
     memory = np.frombuffer(text.pool._region_view(), np.uint8)

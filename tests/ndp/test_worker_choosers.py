@@ -183,7 +183,7 @@ def test_a_worker_that_is_never_done(path: Path) -> None:
         answer, asked = choose.answer, []
 
         def never(handle: _core.Handle) -> None:
-            if _core.worker_asked(handle, DIM) is None:
+            if _core.worker_asked(handle) is None:
                 answer(handle)
                 return
             asked.append(1)
@@ -287,7 +287,7 @@ def test_a_worker_that_is_always_asked_forgets(
         answer = choose.answer
 
         def when_asked(handle: _core.Handle) -> None:
-            if _core.worker_asked(handle, DIM) is not None:
+            if _core.worker_asked(handle) is not None:
                 answer(handle)
 
         monkeypatch.setattr(choose, "answer", when_asked)
@@ -311,7 +311,7 @@ def test_states_stay_when_all_is_told_anew(
         answer = choose.answer
 
         def when_asked(handle: _core.Handle) -> None:
-            if _core.worker_asked(handle, DIM) is not None:
+            if _core.worker_asked(handle) is not None:
                 answer(handle)
 
         choose.answer = when_asked  # type: ignore[assignment, method-assign]
@@ -334,7 +334,7 @@ def test_an_answer_that_is_none(path: Path, wrong: str) -> None:
         answer = choose.answer
 
         def wrongly(handle: _core.Handle) -> None:
-            if _core.worker_asked(handle, DIM) is None:
+            if _core.worker_asked(handle) is None:
                 answer(handle)
                 return
             shape = {"page": (1, HEADS, 1), "lists": (2, HEADS, 1), "pages": (1, HEADS, 21)}[wrong]
