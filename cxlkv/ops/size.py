@@ -110,7 +110,7 @@ def as_dict(found: Sizes) -> dict[str, object]:
     return {
         "model": found.model,
         "layers": layout.layers,
-        "dtype": layout.dtype,
+        "dtype": _dtypes(layout),
         "page_tokens": layout.page_tokens,
         "groups": [
             {
@@ -141,6 +141,10 @@ def as_dict(found: Sizes) -> dict[str, object]:
     }
 
 
+def _dtypes(layout: KVLayout) -> str:
+    return ", ".join(dict.fromkeys(group.dtype for group in layout.groups))
+
+
 def _plan(plan: Plan, found: Sizes) -> dict[str, int]:
     return {
         "page_tokens": plan.layout.page_tokens,
@@ -154,7 +158,7 @@ def _plan(plan: Plan, found: Sizes) -> dict[str, int]:
 def lines(found: Sizes) -> Iterator[str]:
     """The same for a person, at 80 columns."""
     layout, pool = found.layout, found.pool
-    dtype = layout.dtype + f" kept as {layout.encoding}" * layout.is_encoded
+    dtype = _dtypes(layout) + f" kept as {layout.encoding}" * layout.is_encoded
     kind = f"{layout.layers} layers, {dtype}, pages of {layout.page_tokens} tokens"
     yield f"{found.model}: {kind}"
     yield ""

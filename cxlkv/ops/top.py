@@ -220,7 +220,8 @@ def model_name(overview: Overview) -> str:
         return ""
     if layout.object_bytes is not None:
         return f"objects of {format_bytes(layout.object_bytes)}"
-    return f"{layout.layers} layers {layout.kv_heads}x{layout.head_dim}"
+    shapes = dict.fromkeys(f"{group.kv_heads}x{group.head_dim}" for group in layout.groups)
+    return f"{layout.layers} layers {', '.join(shapes)}"
 
 
 def encoding_text(overview: Overview) -> str:
