@@ -215,7 +215,7 @@ static void call_records(scene *s) {
     uint32_t pages[KEYS];
     uint64_t generations[KEYS];
     int32_t codes[KEYS];
-    CHECK(packing_of(s->pool).record_bytes <= BYTES);
+    CHECK(record_packed_bytes(s->pool) <= BYTES);
     CHECK(cxlkv_names(s->pool, KEYS, s->hashes, 1, names) == 0);
     told(cxlkv_find_pages(s->pool, KEYS, names, pages, generations));
     if (told(cxlkv_records_read(s->pool, KEYS, pages, generations, bytes, codes)) < 0) return;

@@ -121,7 +121,7 @@ static void test_in_place(scene *s) {
 /* As a cold tier keeps it, by the host that has not put it. */
 static void test_restored(scene *s) {
     cxlkv_pool *putter = s->hosts[0], *restorer = s->hosts[1];
-    uint64_t bytes = packing_of(putter).record_bytes, generation;
+    uint64_t bytes = record_packed_bytes(putter), generation;
     uint8_t *record = malloc(bytes);
     int32_t code;
     CHECK(record && put(putter, 45, 45, SMALL, &seed) == 1);

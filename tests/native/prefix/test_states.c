@@ -20,7 +20,7 @@ static cxlkv_pool *pool_of(const char *path, uint64_t state_bytes) {
 
 static uint64_t payload_bytes(void) {
     cxlkv_pool *pool = pool_of(NULL, 1);
-    uint64_t bytes = packing_of(pool).payload_bytes;
+    uint64_t bytes = packing_of(pool, pool->geometry.part_count)->payload_bytes;
     CHECK(state_pages(pool) == 1);
     cxlkv_pool_destroy(&pool);
     return bytes;

@@ -34,7 +34,7 @@ static void find(cxlkv_pool *pool, taken *t) {
 
 static taken take_out(cxlkv_pool *pool) {
     int32_t codes[PAGES];
-    taken t = {.bytes = packing_of(pool).record_bytes};
+    taken t = {.bytes = record_packed_bytes(pool)};
     t.records = aligned_alloc(64, PAGES * t.bytes);
     CHECK(t.records);
     find(pool, &t);
