@@ -160,9 +160,7 @@ class ObjectPool(Pool, stores="objects"):
         """How many the objects take: their places in `memory`, by key."""
         if self.layout.object_limit is None:
             return len(objects)
-        starts = np.arange(len(memory.sizes) + 1) if memory.starts is None else memory.starts
-        ends = np.append(0, np.cumsum(memory.sizes.astype(np.int64)))[starts.astype(np.int64)]
-        sizes = np.diff(ends)[list(objects.values())]
+        sizes = sums_of(memory.sizes, memory.starts)[list(objects.values())]
         return int((-(-sizes // self.layout.page_tokens)).sum())
 
     def get_batch_into(self, keys: Keys, buffers: Buffers | Sequence[object]) -> Sizes:
@@ -528,10 +526,16 @@ def _moved(
     buffers: Buffers | Sequence[object], given: _core.Memory, new: npt.NDArray[np.bool_]
 ) -> int:
     """Bytes in the pool of the objects that are new."""
-    sizes = given.sizes.astype(np.int64)
+    sizes: npt.ArrayLike = given.sizes
     if isinstance(buffers, Buffers) and buffers.forms:
         sizes = buffers.stored_bytes()
-    if given.starts is None:
-        return int(sizes[new].sum())
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    return int((ends[given.starts[1:]] - ends[given.starts[:-1]])[new].sum())
+    return int(sums_of(sizes, given.starts)[new].sum())
+
+
+def sums_of(sizes: npt.ArrayLike, starts: npt.ArrayLike | None) -> npt.NDArray[np.int64]:
+    """Bytes of each object, of those of its buffers: Buffers.sizes and starts."""
+    each = np.asarray(sizes, np.int64)
+    if starts is None:
+        return each
+    sums: npt.NDArray[np.int64] = np.append(0, np.cumsum(each))[np.asarray(starts, np.int64)]
+    return np.diff(sums)

@@ -15,17 +15,20 @@ TWO = Form("KV_2LTD", ("bfloat16", "float8_e4m3fn"), ((2, 4, 16, 32), (1, 2, 16,
 
 @pytest.mark.parametrize("form", [ONE, TWO])
 def test_a_form_is_read_back(form: Form) -> None:
+    """Of the whole object, or of its end."""
     written = encode(form, 100)
+    size = 100 + len(written)
     assert len(written) == bytes_of(len(form.shapes))
-    assert decode(memoryview(bytes(100) + written)) == (form, 100)
+    assert decode(memoryview(bytes(100) + written), size) == (form, 100)
+    assert decode(memoryview(written), size) == (form, 100)
 
 
 def test_what_is_no_form_is_none() -> None:
     whole = bytes(100) + encode(ONE, 100)
-    assert decode(memoryview(whole[:-1])) is None
-    assert decode(memoryview(whole[1:])) is None  # another payload's
-    assert decode(memoryview(bytes(len(whole)))) is None
-    assert decode(memoryview(b"")) is None
+    for size in (len(whole) - 1, len(whole) + 1):  # another payload's
+        assert decode(memoryview(whole), size) is None
+    for wrong in (whole[:-1], whole[101:], bytes(len(whole)), b""):
+        assert decode(memoryview(wrong), len(whole)) is None
 
 
 def test_random_bytes_raise_nothing() -> None:
@@ -37,7 +40,7 @@ def test_random_bytes_raise_nothing() -> None:
         changed = bytearray(whole)
         for _ in range(random.randrange(1, 6)):
             changed[random.randrange(64, len(changed))] = random.randrange(256)
-        found = decode(memoryview(changed))
+        found = decode(memoryview(changed), len(changed))
         assert found is None or found[1] == 64
 
 

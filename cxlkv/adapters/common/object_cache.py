@@ -25,7 +25,16 @@ from cxlkv.arrays import Mask, Sizes
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError, QuotaError
 from cxlkv.machine import lifetime
 from cxlkv.machine.lifetime import Closing
-from cxlkv.objects import ABSENT, DAMAGED, Buffers, Lease, ObjectPool, Reserved, object_keys
+from cxlkv.objects import (
+    ABSENT,
+    DAMAGED,
+    Buffers,
+    Lease,
+    ObjectPool,
+    Reserved,
+    object_keys,
+    sums_of,
+)
 from cxlkv.prefix import PageKeys
 from cxlkv.tiers.quota import Quota
 
@@ -79,7 +88,7 @@ class ObjectCache(Closing):
         self._earlier = self._before
         lifetime.watch(self)
         self._begin()
-        self.object_bytes = object_bytes or self.pool.layout.page_tokens
+        self.object_bytes = object_bytes or self.pool.layout.object_bytes or 0
         every_s = settings.lease_s / LOOKS_A_LEASE
         self._reopening = Reopening(self.pool, self._begin_again, every_s, self._look)
 
@@ -240,6 +249,17 @@ class ObjectCache(Closing):
         if tiers.cold is not None:
             tiers.cold.clear()
 
+    def ends(self, keys: PageKeys, sizes: Sizes, size_max: int) -> list[memoryview]:
+        """The last bytes of objects of these sizes, up to size_max of each; none of one that cannot
+        be read."""
+        counts = np.minimum(np.maximum(sizes, 0), size_max)
+        starts = np.cumsum(counts) - counts
+        out = np.zeros(int(counts.sum()), np.uint8)
+        ranges = np.stack([np.arange(len(keys)), np.maximum(sizes, 0) - counts, counts, starts], 1)
+        read = self._sizes(lambda: self.pool.get_ranges(keys, ranges, out), len(keys))
+        places = zip(starts.tolist(), np.maximum(read, 0).tolist(), strict=True)
+        return [out[start : start + count].data for start, count in places]
+
     # ---- copies ----
 
     def load(self, keys: PageKeys, buffers: Given) -> Mask:
@@ -274,7 +294,7 @@ class ObjectCache(Closing):
     def _put(self, keys: PageKeys, buffers: Given) -> Mask:
         new: list[bool] = []
         try:
-            with self._room_for(keys):
+            with self._room_for(keys, buffers):
                 return self.pool.put_batch(keys, buffers)
         except (PoolFullError, QuotaError) as error:
             new = self._put_first(keys, buffers)
@@ -292,15 +312,23 @@ class ObjectCache(Closing):
         with ExitStack() as held, suppress(*_FAULTS):
             for index in range(len(keys)):
                 one = keys[index : index + 1]
-                with self._room_for(one):
-                    new += self.pool.put_batch(one, one_of(buffers, index)).tolist()
+                memory = one_of(buffers, index)
+                with self._room_for(one, memory):
+                    new += self.pool.put_batch(one, memory).tolist()
                 held.enter_context(self.pool.lease(one))
         return new
 
-    def _room_for(self, keys: PageKeys) -> AbstractContextManager[None]:
-        """Reserve the tenant's quota while these keys are published. Raises QuotaError."""
-        slots = -(-self.object_bytes // self.pool.layout.page_tokens)
-        return nullcontext() if self.quota is None else self.quota.room_for(keys, slots)
+    def _room_for(
+        self, keys: PageKeys, buffers: Given | None = None
+    ) -> AbstractContextManager[None]:
+        """Reserve the tenant's quota while these keys are published; buffers: None for objects of
+        one slot. Raises QuotaError."""
+        if self.quota is None:
+            return nullcontext()
+        sizes: npt.ArrayLike = self.object_bytes if buffers is not None else 1
+        if isinstance(buffers, Buffers) and not self._has_one_size:
+            sizes = sums_of(buffers.stored_bytes(), buffers.starts)
+        return self.quota.room_for(keys, -(-np.asarray(sizes) // self.pool.layout.page_tokens))
 
     # ---- in place ----
 

@@ -59,17 +59,18 @@ def encode(form: Form, payload_bytes: int) -> bytes:
     return b"".join(groups) + foot
 
 
-def decode(whole: memoryview) -> tuple[Form, int] | None:
-    """The form of an object, and its payload's bytes; None when it is not one of ours."""
-    if len(whole) < _FOOT.size:
+def decode(end: memoryview, size: int) -> tuple[Form, int] | None:
+    """The form of an object of this size, of its last bytes, and its payload's bytes; None when it
+    is not one of ours."""
+    if len(end) < _FOOT.size:
         return None
-    magic, fmt, count, dims, payload = _FOOT.unpack(whole[-_FOOT.size :])
+    magic, fmt, count, dims, payload = _FOOT.unpack(end[-_FOOT.size :])
     if magic != MAGIC or not 1 <= count <= GROUPS_MAX or not 1 <= dims <= DIMS_MAX:
         return None
-    if payload + bytes_of(count) != len(whole):
+    if payload + bytes_of(count) != size or bytes_of(count) > len(end):
         return None
     dtypes, shapes = [], []
-    for dtype, *sizes in _GROUP.iter_unpack(whole[payload : -_FOOT.size]):
+    for dtype, *sizes in _GROUP.iter_unpack(end[-bytes_of(count) : -_FOOT.size]):
         dtypes.append(_text(dtype))
         shapes.append(tuple(sizes[:dims]))
     return Form(_text(fmt), tuple(dtypes), tuple(shapes)), payload

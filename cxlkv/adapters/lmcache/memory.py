@@ -1,5 +1,7 @@
 """LMCache memory objects whose tensors are the pool's memory, and their allocator.
 
+One that lies in several slots has no memory in one piece: it is held alike, and read by a copy.
+
 An object is written, published in place, or read where it lies. It is held, by a reservation or a
 lease of the pool, from then on until LMCache counts no reference and no pin: so nothing reuses or
 evicts its memory meanwhile, and when this process dies the pool takes it back.
@@ -36,6 +38,7 @@ from cxlkv.prefix import PageKeys
 
 AUDIT_EVERY = 64
 """One of so many published objects that are given back is verified again."""
+NO_MEMORY = np.empty(0, np.uint8)
 WAIT_S = 1.0
 """Longest wait for memory to be given back, where LMCache wants to wait."""
 LOOK_S = 0.05
@@ -44,7 +47,8 @@ LOOK_S = 0.05
 
 class PoolObject(TensorMemoryObj):
     """place: of the lease or reservation that holds it. key: that it is found by; None: nobody
-    finds it yet, and it may be written. Its form follows its payload."""
+    finds it yet, and it may be written. Its form follows its payload. memory: none of an object in
+    several slots."""
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class PoolObject(TensorMemoryObj):
     ):
         self.held, self.place, self.key = held, place, key
         self.pin_name: CacheEngineKey | None = None
-        self.memory = np.asarray(_Bytes(held, place))
+        self.memory = np.asarray(_Bytes(held, place)) if about.address else NO_MEMORY
         with torch.inference_mode(False):
             payload = torch.from_numpy(self.memory[: about.phy_size])
         super().__init__(payload, about, allocator)
@@ -228,16 +232,27 @@ class PoolAllocator(MemoryAllocatorInterface):
         lease = self.cache.lease(keys) if len(keys) else None
         if lease is None:
             return [None] * len(keys)
-        found = [self._leased(lease, place, keys[place : place + 1]) for place in range(len(lease))]
+        ends: Sequence[memoryview | None] = (
+            lease.views
+            if self.cache.pool.layout.object_limit is None
+            else self.cache.ends(keys, lease.sizes, form.bytes_of(form.GROUPS_MAX))
+        )
+        found = [
+            self._leased(lease, place, keys[place : place + 1], end)
+            for place, end in enumerate(ends)
+        ]
         with self.lock:
             self.out += sum(one is not None for one in found)
         return found
 
-    def _leased(self, lease: Lease, place: int, key: PageKeys) -> PoolObject | None:
-        view = lease.views[place]
-        if view is None:
+    def _leased(
+        self, lease: Lease, place: int, key: PageKeys, end: memoryview | None
+    ) -> PoolObject | None:
+        """end: the object's last bytes."""
+        size = int(lease.sizes[place])
+        if size < 0 or end is None:
             return None
-        described = form.decode(view)
+        described = form.decode(end, size)
         if described and self._fits(described[0]):
             about = about_of(*described, int(lease.addresses[place]), self._forms())
             if about:

@@ -43,7 +43,13 @@ from cxlkv.adapters.lmcache.encoded import Forms, buffers_of, row_forms, stored_
 from cxlkv.adapters.lmcache.form import Form
 from cxlkv.adapters.lmcache.memory import PoolAllocator, PoolObject, form_of
 from cxlkv.adapters.lmcache.metrics import COUNTS, KINDS, PREFIX
-from cxlkv.adapters.lmcache.settings import VERSIONS, check_memory, check_served, read_settings
+from cxlkv.adapters.lmcache.settings import (
+    MEMORY,
+    VERSIONS,
+    check_memory,
+    check_served,
+    read_settings,
+)
 from cxlkv.arrays import Bytes, leading
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, UnsupportedError
 from cxlkv.layout import KVLayout, format_bytes
@@ -143,8 +149,12 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
             self.settings.where, names.file_name(self._words), str(self._words["model"])
         )
         mine = self.settings
-        pool, made = pools.make_or_open(ObjectPool, path, layout, mine.capacity, shared=mine)
-        objects = pool.stats()["pages_total"]
+        # What is written or read in place, and encoded rows, lie in one slot.
+        slots = not self._forms() and MEMORY not in (config.storage_plugins or ())
+        pool, made = pools.make_or_open(
+            ObjectPool, path, layout, mine.capacity, shared=mine, slots=slots
+        )
+        objects = pool.stats()["pages_total"] // -(-wanted // pool.layout.page_tokens)
         chunks = objects // metadata.kv_shape[0] if config.use_layerwise else objects
         found = "made" if made else "found"
         stays = "" if made else "; its capacity stays what it was made with"
@@ -162,7 +172,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
 
     def _register(self, pool: ObjectPool) -> object:
         """LMCache's kernels read chunks from the GPU, which must know the pool's memory for it."""
-        if not is_cuda_worker(self.metadata) or self._forms():
+        if not is_cuda_worker(self.metadata) or self._copies(pool):
             return None
         from cxlkv.gpu.mapping import Mapping
 
@@ -198,6 +208,11 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         whole = torch.Size(self.metadata.get_shapes(1)[0]).numel() // self.metadata.kv_shape[0]
         return bool(torch.Size(found.shapes[0]).numel() % whole == 0)
 
+    def _copies(self, pool: ObjectPool | None = None) -> bool:
+        """Whether all chunks are copied on their way: they are encoded, or may lie in several
+        slots."""
+        return bool(self._forms()) or (pool or self.pool).layout.object_limit is not None
+
     def _is_off(self, objects: int) -> bool:
         """Whether nothing may be found or stored: it is closed, or the weights have changed."""
         if not self._closed and self._weights.state is None:
@@ -216,8 +231,8 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         return self.allocator
 
     def get_allocator_backend(self) -> AllocatorBackendInterface:
-        """What is given to us is encoded from LMCache's own memory, if at all."""
-        return self.local_cpu_backend if self._forms() and self.local_cpu_backend else self
+        """What is copied comes from LMCache's own memory."""
+        return self.local_cpu_backend if self.local_cpu_backend and self._copies() else self
 
     def allocate(
         self,
@@ -243,8 +258,8 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         """Allocate several objects; busy_loop as in allocate()."""
         if self._closed:
             return None
-        if self._forms():
-            self.counting.failed("unsupported", "memory of the pool for chunks that are encoded")
+        if self._copies():
+            self.counting.failed("unsupported", "memory of the pool for chunks that are copied")
             return None
         return self.allocator.batched_allocate(
             shapes, dtypes, batch_size, fmt or self._fmt, evict=eviction, wait=busy_loop
@@ -439,12 +454,12 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self._weights.look()
         read = self._read(keys)
         near = self.local_cpu_backend
-        if near is None or not near.use_hot or self._forms():
+        if near is None or not near.use_hot or self._copies():
             return read
         return [one and self._brought_near(one, near) for one in read]
 
     def _read(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
-        """Each with a reference: in place, or decoded to LMCache's own memory."""
+        """Each with a reference: in place, or copied to LMCache's own memory."""
         if self._is_off(len(keys)):
             return [None] * len(keys)
         packed = self._keys(keys)
@@ -453,14 +468,14 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self._prioritize(keys)
         hits = [one.meta.phy_size for one in read if one is not None]
         self.counting.add(asked_objects=len(keys), hit_objects=len(hits), read_bytes=sum(hits))
-        decoded = self._decoded(keys, read) if self._forms() else list(read)
+        brought = self._brought(keys, read) if self._copies() else list(read)
         self.cache.inspect()
-        return decoded
+        return brought
 
-    def _decoded(
+    def _brought(
         self, keys: Sequence[CacheEngineKey], read: Sequence[PoolObject | None]
     ) -> list[MemoryObj | None]:
-        """What was read, in LMCache's own memory; it is held until it is copied."""
+        """Copies of what was read, in LMCache's own memory; it is held until it is copied."""
         found: list[MemoryObj | None] = [None] * len(keys)
         feet: dict[int, Bytes] = {}
         near = self.local_cpu_backend
@@ -474,7 +489,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
             )
             if one and made:
                 found[place] = made
-                feet[place] = np.empty(len(one.memory) - one.meta.phy_size, np.uint8)
+                feet[place] = np.empty(form.bytes_of(len(one.get_shapes())), np.uint8)
             elif one:
                 self.counting.failed("memory", f"{one.get_size()} bytes")
         made_of = [one for one in found if one is not None]
@@ -486,8 +501,10 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         )
         good = self.cache.load(self._keys([keys[place] for place in feet]), buffers)
         for place, is_good in zip(feet, good.tolist(), strict=True):
-            made = found[place]
-            if made is not None and not is_good:
+            made, one = found[place], read[place]
+            assert one
+            described = form.encode(form_of(one), one.meta.phy_size)
+            if made is not None and not (is_good and feet[place].tobytes() == described):
                 made.ref_count_down()
                 found[place] = None
         for one in read:
