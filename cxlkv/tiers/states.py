@@ -14,8 +14,10 @@ from cxlkv.prefix import PageKeys
 
 
 class _Chain(NamedTuple):
-    """Names [n, 16] in the order in which they are published, and the name before each."""
+    """A checkpoint behind `end` tokens, and all that it needs: names [n, 16] in the order in which
+    they are published, the name before each."""
 
+    end: int
     names: Names
     parents: Names
 
@@ -42,24 +44,39 @@ class StateMoves:
     def _promote(self, names: Names, parents: Names, beside: PageIds) -> int: ...
 
     def _bring_checkpoint(self, keys: Hashes, tokens: int) -> bool:
-        """Bring back the last checkpoint behind `tokens` tokens of which the pool and the cold tier
-        together have all, and all pages before it; says whether something came. keys: by token, as
-        of every_key(); of texts that are known by their pages' keys only, zeros between these."""
-        records = self.pool.records
-        pages, there = self._where(records.state_names(keys[tokens:].tobytes(), 1))
-        ends = np.flatnonzero((pages != NO_PAGE)[:, 0] | there[:, 0]) + tokens + 1
-        for end in ends[::-1].tolist():
+        """Bring back what the cold tier has of the last checkpoint behind `tokens` tokens, and of
+        all pages before it; says whether something came."""
+        chain = self._last_whole(keys, tokens)
+        if chain is None:
+            return False
+        pages, there = self._where(chain.names)
+        here = pages != NO_PAGE
+        missing = there & ~here
+        if not missing.any() or not self._pays(tokens, int(missing.sum())):
+            return False
+        wanted = np.flatnonzero(missing)
+        return bool(self._promote(chain.names[wanted], chain.parents[wanted], pages[here]))
+
+    def _last_whole(self, keys: Hashes, tokens: int) -> _Chain | None:
+        """The last checkpoint behind `tokens` tokens of which the pool and the cold tier together
+        have all, and all pages before it. keys: by token, as of every_key(); of texts that are
+        known by their pages' keys only, zeros between these."""
+        for end in self._checkpoints(keys, tokens):
             chain = self._chain(keys, end)
-            pages, there = self._where(chain.names)
-            here = pages != NO_PAGE
-            if not self._is_whole(here | there, end):
-                continue
-            missing = there & ~here
-            if not missing.any() or not self._pays(tokens, int(missing.sum())):
-                return False
-            wanted = np.flatnonzero(missing)
-            return bool(self._promote(chain.names[wanted], chain.parents[wanted], pages[here]))
-        return False
+            if self._is_whole(self._is_there(chain.names), end):
+                return chain
+        return None
+
+    def _checkpoints(self, keys: Hashes, tokens: int) -> list[int]:
+        """Behind how many tokens there may be checkpoints, the last one first."""
+        names = self.pool.records.state_names(keys[tokens:].tobytes(), 1)
+        ends: list[int] = (np.flatnonzero(self._is_there(names[:, 0])) + tokens + 1).tolist()
+        return ends[::-1]
+
+    def _is_there(self, names: Names) -> Mask:
+        pages, there = self._where(names)
+        found: Mask = (pages != NO_PAGE) | there
+        return found
 
     def _chain(self, keys: Hashes, end: int) -> _Chain:
         """Of the text's first `end` tokens: full pages, by place and part; what has the tokens
@@ -75,6 +92,7 @@ class StateMoves:
         states = records.state_names(keys[end - 1].tobytes(), records.state_pages)[0, ::-1]
         before = np.concatenate([names[-1:, 0], states[:-1]])
         return _Chain(
+            end,
             np.concatenate([names.reshape(-1, 16), states]),
             np.concatenate([parents.reshape(-1, 16), before]),
         )
@@ -84,8 +102,10 @@ class StateMoves:
         page_tokens = self.pool.layout.page_tokens
         tail: Hashes = keys[end - 1]
         full = end // page_tokens * page_tokens + page_tokens
-        pages, there = self._where(self.pool.records.names(tail.tobytes(), 1)[0, 0])
-        if full > len(keys) or ((pages != NO_PAGE) | there).all():
+        if (
+            full > len(keys)
+            or self._is_there(self.pool.records.names(tail.tobytes(), 1)[0, 0]).all()
+        ):
             return tail
         whole: Hashes = keys[full - 1]
         return whole

@@ -275,6 +275,9 @@ class Tiers(ObjectMoves, StateMoves, Closing):
         if self.cold is None or not len(keys):
             with self.pool.match(keys) as hit:
                 return hit.tokens
+        if self.pool.layout.states is not None:
+            whole = self._last_whole(page_ends(keys), 0)
+            return whole.end if whole is not None else 0
         pages, there = self._where(self._names(key_hashes(keys, keys.strict)))
         return leading_keys(pages, there) * keys.page_tokens
 

@@ -123,6 +123,33 @@ def test_a_checkpoint_of_which_the_file_lost_a_page_is_none(seed: int, tmp_path:
             assert hit.tokens == 20
 
 
+def test_reach_ends_at_a_checkpoint(seed: int, tmp_path: Path) -> None:
+    """As match() does: pages behind it are of no use. What was asked stays where it is."""
+    rng = np.random.default_rng(seed)
+    ids, states = rng.integers(0, 1000, 48), rng.integers(0, 256, STATES.bytes).astype(np.uint8)
+    keys = prefix_keys(ids, 8)
+    with (
+        CXLPool.create("anonymous:", layout=LAYOUTS["full"], capacity="4MiB") as pool,
+        Tiers(pool, cold=tmp_path / "cold", cold_capacity="64MiB") as tiers,
+    ):
+        publish(pool, ids, states)
+        publish(pool, ids[:16], states)
+        assert tiers.reach(keys) == 48
+        tiers.reclaim(pool.stats()["pages_total"])
+        assert tiers.reach(keys) == 48
+        assert tiers.reach(keys[:5]) == 16
+        records = pool.records
+        gone = records.state_names(keys[-1], records.state_pages)[0, -1:]
+        assert tiers.cold is not None
+        assert tiers.cold.drop(gone).all()
+        assert tiers.reach(keys) == 16
+        assert tiers.reach(keys[:1]) == 0
+        assert tiers.brought_pages == 0
+        with tiers.match(keys) as hit:
+            assert hit.tokens == 16
+        assert tiers.reach(keys) == 16
+
+
 def test_a_remote_pool_has_checkpoints_too(seed: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(seed)
     ids, states = rng.integers(0, 1000, 48), rng.integers(0, 256, STATES.bytes).astype(np.uint8)
