@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import memmove, string_at
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ from ..support.processes import Child
 from ..support.waiting import until
 from ..test_records import grown, names_of_keys, read_all
 from .test_cold import SHAPE, SLOT, load, names, records
+from .test_state_tiers import LAYOUTS, STATES, check, publish
 
 LEND = "64MiB"
 LIMIT_S = 15.0  # of anything with a dead master: a deadline of 5 s, and what is set up anew
@@ -77,6 +79,29 @@ class Raises:
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         raise RuntimeError("a fault of its own")
+
+
+class InMemory(Raises):
+    """A store that is a dictionary of this process."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        return [int(key in self.kept) for key in keys]
+
+    def batch_put_from(self, keys: list[str], at: list[int], sizes: list[int]) -> list[int]:
+        self.kept |= {key: string_at(*one) for key, *one in zip(keys, at, sizes, strict=True)}
+        return [0] * len(keys)
+
+    def batch_get_into(self, keys: list[str], at: list[int], sizes: list[int]) -> list[int]:
+        found = [self.kept.get(key) for key in keys]
+        for content, address in zip(found, at, strict=True):
+            memmove(address, content or b"", len(content or b""))
+        return [cold_mooncake.NOT_FOUND if one is None else len(one) for one in found]
+
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]:
+        return [0 if self.kept.pop(key, None) else cold_mooncake.NOT_FOUND for key in keys]
 
 
 def test_a_call_that_raises_is_as_one_that_failed(
@@ -197,6 +222,47 @@ def test_what_went_comes_back_to_another_pool(store_at: str, rng: np.random.Gene
             assert hit.tokens == 320
             got = read_all(other, names_of_keys(other, prefix_keys(ids, 16)))
             np.testing.assert_array_equal(got, taken)
+            assert others.stats()["cold_corrupt"] == 0
+
+
+@pytest.mark.parametrize("store", ["in memory", "mooncake"])
+def test_checkpoints_come_back_to_another_pool_with_their_pages(
+    store: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+) -> None:
+    """Of ends of pages and of tails; where the store has lost a page of one, the one before it."""
+    if store == "in memory":
+        shared = InMemory()
+        monkeypatch.setattr(cold_mooncake, "_client", lambda where: shared)
+        where = "mooncake://127.0.0.1:1?local=127.0.0.1"
+    else:
+        where = request.getfixturevalue("store_at")
+    layout, ids = LAYOUTS["full"], rng.integers(0, 1000, 60)
+    kept = {end: rng.integers(0, 256, STATES.bytes).astype(np.uint8) for end in (16, 27, 48, 60)}
+    with (
+        CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1) as first,
+        CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1) as other,
+        Tiers(first, cold=where, cold_capacity=LEND) as tiers,
+    ):
+        for end, states in kept.items():
+            publish(first, ids[:end], states)
+        tiers.reclaim(first.stats()["pages_total"])
+        assert tiers.stats()["cold_stored"] == tiers.stats()["evicted_pages"]
+        with Tiers(other, cold=where) as others:
+            assert others.reach(prefix_keys(ids, 8)) == 48
+            for end, states in kept.items():
+                check(other, others, ids[:end], states)
+                others.reclaim(other.stats()["pages_total"])
+            records = other.records
+            tail = prefix_keys(ids, 8, tail=True)[-1]
+            gone = records.state_names(tail, records.state_pages)[0, -1:]
+            assert others.cold is not None
+            assert others.cold.drop(gone).all()
+            with others.match_prefix(ids) as hit:
+                assert hit.tokens == 48
+                np.testing.assert_array_equal(hit.read_states(), kept[48])
             assert others.stats()["cold_corrupt"] == 0
 
 
