@@ -122,6 +122,7 @@ def requests(names: bytes, handle: bytes, query: Floats) -> list[tuple[Header, b
         (select, query.tobytes()),
         ({"op": "adopt"}, handle),
         ({"op": "lacks"}, names),
+        ({"op": "records"}, names),
         ({"op": "read"}, np.array([[4096, 64]]).tobytes()),
         ({"op": "write", "at": 0}, b"record"),
         ({"op": "publish", "records": 1}, names[:16]),

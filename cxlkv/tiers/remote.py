@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +19,17 @@ from queue import Empty, SimpleQueue
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
+import numpy.typing as npt
 
-from cxlkv.arrays import Bytes, Codes, Mask, Names, Offsets, RecordBytes, leading
+from cxlkv.arrays import Bytes, Codes, Hashes, Mask, Names, Offsets, RecordBytes, leading
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError, UnsupportedError
 from cxlkv.machine import lifetime
 from cxlkv.machine.lifetime import Closing
 from cxlkv.pages import CORRUPT, PRESENT, STALE, layout_crc
 from cxlkv.pool import CXLPool
-from cxlkv.prefix import PageKeys
+from cxlkv.prefix import PageKeys, every_key, root
 from cxlkv.sequence import Hit
+from cxlkv.tiers.states import Chain, Checkpoints
 from cxlkv.transport import Remote, RemoteHit, read_secret
 from cxlkv.transport.base import chunk_records
 from cxlkv.transport.far import HEADER_BYTES, Shape, in_order, parents_of, shape_of
@@ -41,7 +43,7 @@ from cxlkv.transport.shards import (
     renamed,
     same_names,
 )
-from cxlkv.transport.wire import Deadline, parse_address
+from cxlkv.transport.wire import BODY_BYTES_MAX, CODE_BYTES, Deadline, parse_address
 
 DEADLINE_S = 5.0
 LEASE_S = 60.0  # of what is held there
@@ -168,12 +170,28 @@ class RemoteTier(Closing):
 
     def extend(self, keys: PageKeys, hit: Hit, *, lease_s: float = 60.0) -> Hit:
         """The hit of `keys`, or in its place a longer one, of pages that came into the pool."""
+        again = partial(self._pool.match, keys, lease_s=lease_s, strict=keys.strict)
+        if hit.tokens >= len(keys) * keys.page_tokens:
+            return hit
+        return self._extended(_Coming(self._pool, hit, again), partial(self._bring, keys))
+
+    def extend_prefix(
+        self, ids: npt.NDArray[np.int64], salt: bytes, hit: Hit, *, lease_s: float = 60.0
+    ) -> Hit:
+        """The hit of a text of a model with states, or in its place a longer one."""
+        if hit.tokens == len(ids) or not self.is_on:
+            return hit
+        again = partial(self._pool.match_prefix, ids, salt, lease_s=lease_s)
+        keys = every_key(ids, self._shape.page_tokens, root(salt))
+        return self._extended(_Coming(self._pool, hit, again), partial(self._bring_states, keys))
+
+    def _extended(self, coming: _Coming, bring: Callable[[_Coming], None]) -> Hit:
         with self._lock:
-            if not self.is_on or hit.tokens >= len(keys) * keys.page_tokens:
-                return hit
-            coming = _Coming(self._pool, keys, hit, lease_s, Deadline(self._deadline_s))
+            if not self.is_on:
+                return coming.hit
+            coming.deadline = Deadline(self._deadline_s)
             try:
-                self._bring(coming)
+                bring(coming)
                 self._pause_s = PAUSE_S[0]
             except Exception as error:  # a peer may say anything, and no engine is to end by it
                 if coming.counts["pages"] and coming.deadline.is_over():
@@ -183,10 +201,10 @@ class RemoteTier(Closing):
             self._counts.update(coming.counts)
             return coming.hit
 
-    def _bring(self, coming: _Coming) -> None:
+    def _bring(self, keys: PageKeys, coming: _Coming) -> None:
         """Page after page, until the far pools have no more, or what they have is not right."""
         with ExitStack() as held:
-            hits = self._match(coming, held)
+            hits = self._match(keys, coming, held)
             same = all(hit.parts == hits[0].parts for hit in hits)
             if hits[0].tokens <= coming.hit.tokens or not same:
                 return
@@ -195,18 +213,66 @@ class RemoteTier(Closing):
             step = min(chunk_records(shape.record_bytes) for shape in shapes)
             for first in range(0, len(order), step):
                 records, codes = self._read(coming, hits, order[first : first + step])
-                try:
-                    if coming.take(records, codes):
-                        continue
-                except PoolFullError:
-                    self._counts["refused"] += 1
-                if coming.counts["damaged"] and not coming.counts["pages"]:
-                    self._forget()  # what it has said of its pool may be wrong
+                if not self._take(coming, records, codes):
+                    return
+
+    def _take(
+        self, coming: _Coming, records: RecordBytes, codes: Codes, parents: Names | None = None
+    ) -> bool:
+        """Whether all of them are in the pool then."""
+        try:
+            if coming.take(records, codes, parents):
+                return True
+        except PoolFullError:
+            self._counts["refused"] += 1
+        if coming.counts["damaged"] and not coming.counts["pages"]:
+            self._forget()  # what it has said of its pool may be wrong
+        return False
+
+    def _bring_states(self, keys: Hashes, coming: _Coming) -> None:
+        """The last checkpoint that the far pool has, with its pages: one that ends a page as
+        _bring() does, one behind a tail by names, as no hit there has a tail's page."""
+        source, page_tokens = self._sources[0], self._shape.page_tokens
+        source.shape(self._shape)
+        there = partial(self._is_anywhere, source, coming.deadline)
+        chain = Checkpoints(self._pool, there).last_whole(keys, coming.hit.tokens)
+        if chain is None:
+            return
+        if chain.end % page_tokens:
+            wanted = there(chain.names) & ~self._pool.records.here(chain.names)
+            self._bring_named(source, chain, np.flatnonzero(wanted), coming)
+        if coming.hit.tokens < chain.end:
+            ends = np.ascontiguousarray(keys[page_tokens - 1 : chain.end : page_tokens])
+            self._bring(PageKeys(ends, page_tokens), coming)
+
+    def _bring_named(self, source: Source, chain: Chain, wanted: Offsets, coming: _Coming) -> None:
+        """Those of the chain at these places; a window has gaps by right."""
+        step = chunk_records(self._shape.record_bytes)
+        if self._shape.record_bytes + CODE_BYTES > BODY_BYTES_MAX:
+            return
+        for first in range(0, len(wanted), step):
+            some = wanted[first : first + step]
+            names = renamed(chain.names[some], source.delta)
+            records, codes = source.remote.named(names, coming.deadline)
+            right = codes == 0
+            if source.delta != SAME and right.any():
+                rows = records[right]
+                put_headers(rows, self._shape, rows[:, :HEADER_BYTES], source.delta)
+                records[right] = rows
+            if not self._take(coming, records, codes, chain.parents[some]):
                 return
 
-    def _match(self, coming: _Coming, held: ExitStack) -> list[RemoteHit]:
+    def _is_anywhere(self, source: Source, deadline: Deadline, names: Names) -> Mask:
+        """Which names have a page here or there."""
+        found = self._pool.records.here(names)
+        rest = renamed(names[~found], source.delta)
+        if len(rest):
+            deadline.left()  # raises
+            found[~found] = ~source.remote.retried(lambda _: source.remote.lacks(rest))
+        return found
+
+    def _match(self, keys: PageKeys, coming: _Coming, held: ExitStack) -> list[RemoteHit]:
         """What all of the far pools have of the prefix, held there."""
-        keys = coming.keys
         while True:
             coming.deadline.left()  # raises; each round asks all of them
             for source in self._sources:
@@ -309,11 +375,12 @@ class RemoteTier(Closing):
 
 
 class _Coming:
-    """A hit that grows by what comes for it."""
+    """A hit that grows by what comes for it. again: matches anew. deadline: of all that comes."""
 
-    def __init__(self, pool: CXLPool, keys: PageKeys, hit: Hit, lease_s: float, deadline: Deadline):
-        self._pool, self.keys, self.hit = pool, keys, hit
-        self._lease_s, self.deadline = lease_s, deadline
+    deadline: Deadline
+
+    def __init__(self, pool: CXLPool, hit: Hit, again: Callable[[], Hit]):
+        self._pool, self.hit, self._again = pool, hit, again
         self._seen: dict[tuple[int, int], Bytes] = {}
         self.counts: Counter[str] = Counter()
 
@@ -327,11 +394,12 @@ class _Coming:
             wanted[len(wanted) - far.parts[-1] :] = True
         return order[wanted[order]]
 
-    def take(self, records: RecordBytes, codes: Codes) -> bool:
-        """Publishes them up to the first that is not right, and holds them; whether all are."""
+    def take(self, records: RecordBytes, codes: Codes, before: Names | None = None) -> bool:
+        """Publishes them up to the first that is not right, and holds them; whether all are.
+        before: the name before each, where it is known."""
         right = (codes == 0) | (codes == PRESENT)
         good = leading(right)
-        parents = parents_of(records[:good], self._seen)
+        parents = parents_of(records[:good], self._seen) if before is None else before[:good]
         came = codes[:good] == 0
         if came.any():
             write = partial(self._pool.records.write, records[:good][came], parents[came])
@@ -342,7 +410,6 @@ class _Coming:
             self.counts[name] += int((codes == code).sum())
         self.counts["pages"] += published
         self.counts["bytes"] += published * records.shape[1]
-        before = self.hit
-        self.hit = self._pool.match(self.keys, lease_s=self._lease_s, strict=self.keys.strict)
-        before.release()
+        shorter, self.hit = self.hit, self._again()
+        shorter.release()
         return bool(((codes == 0) | (codes == PRESENT)).all())

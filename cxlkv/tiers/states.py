@@ -1,8 +1,9 @@
-"""Moves of state checkpoints: one comes back from the cold tier with the pages that it needs."""
+"""Moves of state checkpoints: one comes back from another tier with the pages that it needs."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 
 
-class _Chain(NamedTuple):
+class Chain(NamedTuple):
     """A checkpoint behind `end` tokens, and all that it needs: names [n, 16] in the order in which
     they are published, the name before each."""
 
@@ -27,6 +28,64 @@ def page_ends(keys: PageKeys) -> Hashes:
     spread = np.zeros((len(keys), keys.page_tokens, 16), np.uint8)
     spread[:, -1] = keys.packed
     return spread.reshape(-1, 16)
+
+
+class Checkpoints:
+    """Finds checkpoints of a pool's layout in tiers. there: which names these have."""
+
+    def __init__(self, pool: CXLPool, there: Callable[[Names], Mask]):
+        self._pool, self._there = pool, there
+
+    def last_whole(self, keys: Hashes, tokens: int) -> Chain | None:
+        """The last checkpoint behind `tokens` tokens of which all is there, with all pages before
+        it. keys: by token, as of every_key(); of texts that are known by their pages' keys only,
+        zeros between these."""
+        for end in self._ends(keys, tokens):
+            chain = self._chain(keys, end)
+            if self._is_whole(self._there(chain.names), end):
+                return chain
+        return None
+
+    def _ends(self, keys: Hashes, tokens: int) -> list[int]:
+        """Behind how many tokens there may be checkpoints, the last one first."""
+        names = self._pool.records.state_names(keys[tokens:].tobytes(), 1)
+        ends: list[int] = (np.flatnonzero(self._there(names[:, 0])) + tokens + 1).tolist()
+        return ends[::-1]
+
+    def _chain(self, keys: Hashes, end: int) -> Chain:
+        """Of the text's first `end` tokens: full pages, by place and part; what has the tokens
+        behind them, a tail's copies or the page that it is now; the checkpoint, its first page
+        last."""
+        records, page_tokens = self._pool.records, self._pool.layout.page_tokens
+        texts = keys[page_tokens - 1 : end : page_tokens]
+        if end % page_tokens:
+            texts = np.concatenate([texts, [self._last(keys, end)]])
+        names = records.names(texts.tobytes(), 1)[:, 0]
+        parents = np.repeat(names[:, :1], names.shape[1], axis=1)
+        parents[1:, 0], parents[0, 0] = names[:-1, 0], 0
+        states = records.state_names(keys[end - 1].tobytes(), records.state_pages)[0, ::-1]
+        before = np.concatenate([names[-1:, 0], states[:-1]])
+        return Chain(
+            end,
+            np.concatenate([names.reshape(-1, 16), states]),
+            np.concatenate([parents.reshape(-1, 16), before]),
+        )
+
+    def _last(self, keys: Hashes, end: int) -> Hashes:
+        """The key under which the last page is found that is not full."""
+        page_tokens = self._pool.layout.page_tokens
+        tail: Hashes = keys[end - 1]
+        full = end // page_tokens * page_tokens + page_tokens
+        if full > len(keys) or self._there(self._pool.records.names(tail.tobytes(), 1)[0, 0]).all():
+            return tail
+        whole: Hashes = keys[full - 1]
+        return whole
+
+    def _is_whole(self, found: Mask, end: int) -> bool:
+        """Is all there? A part with a window has gaps by right, which a match looks at."""
+        states = self._pool.records.state_pages
+        places = found[:-states].reshape(-(-end // self._pool.layout.page_tokens), -1)
+        return bool(found[-states:].all() and places.any(axis=1).all())
 
 
 class StateMoves:
@@ -46,7 +105,7 @@ class StateMoves:
     def _bring_checkpoint(self, keys: Hashes, tokens: int) -> bool:
         """Bring back what the cold tier has of the last checkpoint behind `tokens` tokens, and of
         all pages before it; says whether something came."""
-        chain = self._last_whole(keys, tokens)
+        chain = self._checkpoints().last_whole(keys, tokens)
         if chain is None:
             return False
         pages, there = self._where(chain.names)
@@ -57,61 +116,11 @@ class StateMoves:
         wanted = np.flatnonzero(missing)
         return bool(self._promote(chain.names[wanted], chain.parents[wanted], pages[here]))
 
-    def _last_whole(self, keys: Hashes, tokens: int) -> _Chain | None:
-        """The last checkpoint behind `tokens` tokens of which the pool and the cold tier together
-        have all, and all pages before it. keys: by token, as of every_key(); of texts that are
-        known by their pages' keys only, zeros between these."""
-        for end in self._checkpoints(keys, tokens):
-            chain = self._chain(keys, end)
-            if self._is_whole(self._is_there(chain.names), end):
-                return chain
-        return None
-
-    def _checkpoints(self, keys: Hashes, tokens: int) -> list[int]:
-        """Behind how many tokens there may be checkpoints, the last one first."""
-        names = self.pool.records.state_names(keys[tokens:].tobytes(), 1)
-        ends: list[int] = (np.flatnonzero(self._is_there(names[:, 0])) + tokens + 1).tolist()
-        return ends[::-1]
+    def _checkpoints(self) -> Checkpoints:
+        """Of the pool and the cold tier together."""
+        return Checkpoints(self.pool, self._is_there)
 
     def _is_there(self, names: Names) -> Mask:
         pages, there = self._where(names)
         found: Mask = (pages != NO_PAGE) | there
         return found
-
-    def _chain(self, keys: Hashes, end: int) -> _Chain:
-        """Of the text's first `end` tokens: full pages, by place and part; what has the tokens
-        behind them, a tail's copies or the page that it is now; the checkpoint, its first page
-        last."""
-        records, page_tokens = self.pool.records, self.pool.layout.page_tokens
-        texts = keys[page_tokens - 1 : end : page_tokens]
-        if end % page_tokens:
-            texts = np.concatenate([texts, [self._last(keys, end)]])
-        names = records.names(texts.tobytes(), 1)[:, 0]
-        parents = np.repeat(names[:, :1], names.shape[1], axis=1)
-        parents[1:, 0], parents[0, 0] = names[:-1, 0], 0
-        states = records.state_names(keys[end - 1].tobytes(), records.state_pages)[0, ::-1]
-        before = np.concatenate([names[-1:, 0], states[:-1]])
-        return _Chain(
-            end,
-            np.concatenate([names.reshape(-1, 16), states]),
-            np.concatenate([parents.reshape(-1, 16), before]),
-        )
-
-    def _last(self, keys: Hashes, end: int) -> Hashes:
-        """The key under which the last page is found that is not full."""
-        page_tokens = self.pool.layout.page_tokens
-        tail: Hashes = keys[end - 1]
-        full = end // page_tokens * page_tokens + page_tokens
-        if (
-            full > len(keys)
-            or self._is_there(self.pool.records.names(tail.tobytes(), 1)[0, 0]).all()
-        ):
-            return tail
-        whole: Hashes = keys[full - 1]
-        return whole
-
-    def _is_whole(self, found: Mask, end: int) -> bool:
-        """Is all there? A part with a window has gaps by right, which a match looks at."""
-        states = self.pool.records.state_pages
-        places = found[:-states].reshape(-(-end // self.pool.layout.page_tokens), -1)
-        return bool(found[-states:].all() and places.any(axis=1).all())

@@ -234,12 +234,14 @@ class Tiers(ObjectMoves, StateMoves, Closing):
     def match_prefix(
         self, token_ids: npt.ArrayLike, salt: bytes = b"", *, lease_s: float = 60.0
     ) -> Hit:
-        """match() for what pool.publish_prefix() published, tails too; not those that only the
-        remote pool has."""
+        """match() for what pool.publish_prefix() published, tails too; of those that only the
+        remote pool has, tails with a state checkpoint."""
         if self.cold is not None or self.remote is not None:
             self._check()
         ids, page_tokens = whole_ids(token_ids), self.pool.layout.page_tokens
         hit = self._match_prefix(ids, salt, lease_s)
+        if self.remote is not None and self.pool.layout.states is not None:
+            return self.remote.extend_prefix(ids, salt, hit, lease_s=lease_s)
         if self.remote is None or len(ids) - hit.tokens < page_tokens:
             return hit
         with hit, self.match(prefix_keys(ids, page_tokens, salt), lease_s=lease_s):
@@ -276,7 +278,7 @@ class Tiers(ObjectMoves, StateMoves, Closing):
             with self.pool.match(keys) as hit:
                 return hit.tokens
         if self.pool.layout.states is not None:
-            whole = self._last_whole(page_ends(keys), 0)
+            whole = self._checkpoints().last_whole(page_ends(keys), 0)
             return whole.end if whole is not None else 0
         pages, there = self._where(self._names(key_hashes(keys, keys.strict)))
         return leading_keys(pages, there) * keys.page_tokens

@@ -13,12 +13,13 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cxlkv import errors
-from cxlkv.arrays import Codes
+from cxlkv.arrays import Codes, Names, RecordBytes
 from cxlkv.errors import CXLKVError, PeerError
 from cxlkv.layout import LAYERS_MAX
 from cxlkv.ndp.engine import Selection, Stages
+from cxlkv.pages import CORRUPT, STALE, names_of
 from cxlkv.transport.far import Shape
-from cxlkv.transport.wire import Header
+from cxlkv.transport.wire import CODE_BYTES, Header
 
 PAGE_BYTES = 12  # of a hit's page: its id and its generation
 
@@ -131,6 +132,24 @@ def flags(count: int, header: Header, body: bytearray) -> npt.NDArray[np.bool_]:
 
 def codes(count: int, header: Header, body: bytearray) -> Codes:
     return np.frombuffer(body_of(4 * count, header, body), np.int32)
+
+
+def records(
+    names: Names, record_bytes: int, header: Header, body: bytearray
+) -> tuple[RecordBytes, Codes]:
+    """Records of these names, zeros where the code is not 0: CORRUPT, also of one of another name,
+    or STALE."""
+    checked(Nothing, header)
+    end = CODE_BYTES * len(names)
+    found = np.frombuffer(body[:end], np.int32)
+    there = np.flatnonzero(found == 0)
+    if len(found) != len(names) or len(body) != end + len(there) * record_bytes:
+        raise _wrong(f"{len(body)} bytes for {len(names)} records")
+    out = np.zeros((len(names), record_bytes), np.uint8)
+    out[there] = np.frombuffer(body, np.uint8, offset=end).reshape(-1, record_bytes)
+    codes = np.where((found == 0) | (found == CORRUPT), found, STALE)
+    codes[there[(names_of(out[there]) != names[there]).any(axis=1)]] = CORRUPT
+    return out, codes
 
 
 def held(shape: Shape, tokens_max: int, header: Header, body: bytearray) -> tuple[Held, bytearray]:

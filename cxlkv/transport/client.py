@@ -248,6 +248,17 @@ class Remote(Closing):
         read = partial(answers.flags, len(names))
         return self._ask({"op": "lacks"}, read, np.ascontiguousarray(names).tobytes())
 
+    def named(self, names: Names, deadline: Deadline) -> tuple[RecordBytes, Codes]:
+        """Whole packed records of pages of these names that the server's host has published, as
+        many as a chunk has at most, and a code for each as read() has it. Nothing is held there."""
+        shape = self._shape(deadline)
+        read = partial(answers.records, names, shape.record_bytes)
+        body = np.ascontiguousarray(names).tobytes()
+        with self._lock:
+            records, codes = self._call({"op": "records"}, deadline, read, body)
+            self.read_bytes += int((codes == 0).sum()) * shape.record_bytes
+        return records, codes
+
     def check_fits(self, pool: CXLPool) -> None:
         """Raises GeometryError if records of one of the two pools are none of the other."""
         record_bytes, layout_crc = pool.records.shape

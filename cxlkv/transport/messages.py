@@ -111,6 +111,13 @@ class Lacks(_Request):
     op: Literal["lacks"]
 
 
+class Records(_Request):
+    """Body: names of 16 bytes; the answer has a code for each, and the packed records of those of
+    code 0."""
+
+    op: Literal["records"]
+
+
 class Publish(_Request):
     """The records in the staging area. Body: their parents' names; the answer has their codes."""
 
@@ -119,7 +126,17 @@ class Publish(_Request):
 
 
 Request = Annotated[
-    UseLoopback | UseVerbs | Match | Adopt | Release | Select | Read | Write | Lacks | Publish,
+    UseLoopback
+    | UseVerbs
+    | Match
+    | Adopt
+    | Release
+    | Select
+    | Read
+    | Write
+    | Lacks
+    | Records
+    | Publish,
     Field(discriminator="op"),
 ]
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)

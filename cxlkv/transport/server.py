@@ -32,7 +32,7 @@ from cxlkv.transport.base import chunk_records
 from cxlkv.transport.far import pages_of_parts, shape_of
 from cxlkv.transport.listener import Listener, listen
 from cxlkv.transport.loopback import LoopbackDoor
-from cxlkv.transport.wire import MESSAGE_S, Body, Deadline, Wire
+from cxlkv.transport.wire import BODY_BYTES_MAX, CODE_BYTES, MESSAGE_S, Body, Deadline, Wire
 
 if TYPE_CHECKING:
     from cxlkv.transport.verbs import VerbsDoor, VerbsHost
@@ -176,6 +176,8 @@ class _Session:
                 return self._select(asked, body)
             case m.Lacks():
                 return {}, (~self._pool.records.here(_names(body))).tobytes()
+            case m.Records():
+                return {}, self._read(_names(body))
             case m.Publish():
                 return self._publish(asked.records, body)
             case m.Read():
@@ -268,6 +270,18 @@ class _Session:
         }
         arrays = (picked.pages, picked.scores, picked.counts)
         return header, b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+
+    def _read(self, names: Names) -> bytes:
+        """Codes, and records of this host's pages."""
+        if len(names) > self._records or self._record_bytes + CODE_BYTES > BODY_BYTES_MAX:
+            raise BadArgumentError(
+                f"{len(names)} records of {self._record_bytes} bytes: {self._records} at once, and "
+                f"no more than a message of {BODY_BYTES_MAX} bytes has"
+            )
+        pages, generations = self._pool.records.find(names)
+        records = np.empty((len(names), self._record_bytes), np.uint8)
+        codes = self._pool.records.read(pages, generations, records)
+        return b"".join((codes.tobytes(), records[codes == 0].tobytes()))
 
     def _publish(self, records: int, body: bytes) -> Answer:
         if self._door is None:

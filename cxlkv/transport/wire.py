@@ -30,6 +30,7 @@ MAGIC = b"CXLKVNET"
 NONCE_BYTES = 32
 HEADER_BYTES_MAX = 64 << 10
 BODY_BYTES_MAX = 64 << 20
+CODE_BYTES = 4  # of each record of an answer, before its bytes
 SECRET_BYTES_MIN, SECRET_BYTES_MAX = 16, 4096
 GREET_S = 3.0  # a stranger holds a place no longer
 MESSAGE_S = 30.0  # from a message's first byte to its last

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from cxlkv import Budget, CXLPool
-from cxlkv.errors import CXLKVError, GeometryError, PeerError
+from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError, PeerError
+from cxlkv.pages import CORRUPT, STALE, names_of
 from cxlkv.prefix import PageKeys
 from cxlkv.transport import Remote, RemoteHit, pull, push
 from cxlkv.transport.base import CHUNK_BYTES
 from cxlkv.transport.far import Shape, shape_of
 from cxlkv.transport.loopback import _boot
 from cxlkv.transport.verbs import far_of
-from cxlkv.transport.wire import BODY_BYTES_MAX, Header
+from cxlkv.transport.wire import BODY_BYTES_MAX, Deadline, Header
 
 from ..support.lengths import nightly
 from ..support.liar import Liar, Said, liar_before, lying_once, truth
@@ -83,6 +84,9 @@ def all_calls(remote: Remote, here: CXLPool, keys: PageKeys, own: PageKeys, hand
             remote.read(hit.pages, hit.generations)
     with remote.adopt(handle) as adopted:
         remote.select(adopted, 1, np.tile(QUERY, (3, 2, 1)), Budget(pages=2, per="sequence"))
+    names = here.records.names(keys.packed.tobytes()).reshape(-1, 16)[:4]
+    records, codes = remote.named(names, Deadline(remote.deadline_s))
+    assert np.array_equal(names_of(records[codes == 0]), names[codes == 0])
     pull(remote, here, keys)
     push(remote, here, own)
 
@@ -164,6 +168,28 @@ SHAPES: dict[str, Callable[[Header, dict[str, int]], object]] = {
     "another field": lambda of, geometry: of.update(more=1),
     "another place": lambda of, geometry: geometry.update(more=1),
 }
+
+
+def test_a_record_of_another_name_is_damaged(tmp_path: Path, rng: np.random.Generator) -> None:
+    with lied_to(tmp_path, "socket", "float32") as (pool, liar, remote):
+        keys = publish(pool, rng)
+        names = pool.records.names(keys.packed.tobytes()).reshape(-1, 16)[:3]
+        right, codes = remote.named(names, Deadline(remote.deadline_s))
+        assert (codes == 0).all()
+
+        def swapped(op: str, header: Header, body: bytearray) -> Said:
+            records = right[[1, 0, 2]].tobytes()
+            return (header, body[:12] + records) if op == "records" else (header, body)
+
+        liar.lie = swapped
+        found, codes = remote.named(names, Deadline(remote.deadline_s))
+        assert codes.tolist() == [CORRUPT, CORRUPT, 0]
+        assert np.array_equal(found[2], right[2])
+        none = np.zeros((1, 16), np.uint8)
+        liar.lie = truth
+        assert remote.named(none, Deadline(remote.deadline_s))[1].tolist() == [STALE]
+        with pytest.raises(BadArgumentError, match="records of"):
+            remote.named(np.zeros((1 << 16, 16), np.uint8), Deadline(remote.deadline_s))
 
 
 @pytest.mark.parametrize("name", SHAPES)
