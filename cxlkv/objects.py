@@ -115,8 +115,8 @@ class ObjectPool(Pool, stores="objects"):
 
         buffers: one, or a list whose bytes are joined; anything contiguous in the CPU's memory
         (bytes, a numpy array, a torch tensor). replace: in place of one that is there, once it is
-        whole: who reads the old one, or has a lease, keeps it. Room for both is needed. Raises
-        PoolFullError, BadArgumentError.
+        whole: who reads the old one, or has a lease, keeps it; the new one has its pin and its
+        priority. Room for both is needed. Raises PoolFullError, BadArgumentError.
         """
         return bool(self.put_batch([key], [buffers], replace=replace)[0])
 

@@ -121,6 +121,23 @@ def test_another_object_in_place_of_one(pool: ObjectPool) -> None:
     assert pool.stats()["pages_published"] == 1 + -(-50_000 // SLOT)
 
 
+def test_another_object_has_the_pin_and_the_priority_of_the_one_before(pool: ObjectPool) -> None:
+    """In all its slots, fewer or more; an object of another name, or one that is put anew, has
+    none."""
+    pool.put_batch(["a", "b"], [made(1, 3 * SLOT), made(2, 3 * SLOT)])
+    pool.admin.pin(["a"])
+    pool.admin.prioritize(["a"], 7)
+    for number, slots in enumerate((5, 2, 1)):
+        new = made(number, slots * SLOT)
+        assert pool.put_batch(["b", "a"], [new, new], replace=True).all()
+        assert pool.pages.evictable().sum() == slots
+        assert sorted(pool.hotness.published().rows["priority"]) == [0] * slots + [7] * slots
+    assert pool.forget(["a"]) == 1
+    assert pool.put("a", made(3, SLOT), replace=True)
+    assert pool.pages.evictable().sum() == 2
+    assert not pool.hotness.published().rows["priority"].any()
+
+
 def test_all_are_removed(pool: ObjectPool) -> None:
     for number in range(20):
         pool.put(str(number), made(number, SIZES[number % 5]))

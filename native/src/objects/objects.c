@@ -446,6 +446,25 @@ static bool publish_place(cxlkv_pool *pool, const uint8_t *keys, uint32_t i,
     return true;
 }
 
+/* What users have said of an object: of this host's. */
+typedef struct object_marks {
+    bool pinned;
+    uint16_t priority;
+} object_marks;
+
+static object_marks marks_of(const cxlkv_pool *pool, const uint64_t hash[2]) {
+    uint32_t page = index_find(pool, hash);
+    if (page == NO_PAGE || !page_is_ours(pool, page)) return (object_marks){0};
+    return (object_marks){pool->pages[page].pinned, pool->reuse[page].priority};
+}
+
+static void marks_set(cxlkv_pool *pool, const object_place *place, object_marks marks) {
+    for (uint32_t i = 0; i < place_pages(pool, place); i++) {
+        pool->pages[place_page(place, i)].pinned = marks.pinned;
+        pool->reuse[place_page(place, i)].priority = marks.priority;
+    }
+}
+
 static int64_t publish_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, bool replaces,
                               const object_place *places, int32_t *codes) {
     int64_t published = 0;
@@ -454,9 +473,11 @@ static int64_t publish_places(cxlkv_pool *pool, uint32_t count, const uint8_t *k
         uint64_t hash[2];
         if (codes[i] != 0) continue;
         key_hash(keys, i, 0, hash);
+        object_marks marks = replaces ? marks_of(pool, hash) : (object_marks){0};
         if (replaces && places[i].held) whole_forget(pool, hash);
         if (places[i].held && publish_place(pool, keys, i, &places[i])) {
             object_set_seen(pool, &places[i]);
+            marks_set(pool, &places[i], marks);
             published++;
         } else {
             codes[i] = CXLKV_RECORD_PRESENT; /* another came first, or it was given back */
