@@ -41,11 +41,11 @@ static inline const packing *packing_of(const cxlkv_pool *pool, uint32_t part) {
     return &shape_of(pool, layer_at(pool, part, 0))->packing;
 }
 uint64_t record_packed_bytes(const cxlkv_pool *pool); /* of a record, whichever its part */
-/* How many pages a state checkpoint takes: for its bytes, behind a table of 4 bytes for each page
- * but the first, which ends on a line. */
+/* How many pages a state checkpoint takes: for its bytes, behind a table of 4 bytes for each page,
+ * which ends on a line. */
 uint32_t state_pages(const cxlkv_pool *pool);
 static inline uint64_t state_table_bytes(uint32_t pages) {
-    return align_up(4ull * (pages - 1), LINE_BYTES);
+    return align_up(4ull * pages, LINE_BYTES);
 }
 /* Of everything that two pools must agree in, so that a record of one fits the other. */
 uint32_t layout_crc(const cxlkv_pool *pool);

@@ -2,9 +2,10 @@
  * of its tokens.
  *
  * A checkpoint's bytes fill the pieces of as many pages as they need, of a part of their own. Its
- * first page begins with the CRCs of the other pages' checksum tables, and is published last: a
- * checkpoint is found when all of its pages are there and are of one publication. It is found under
- * the key of the text's last page, or tail, together with those: prefix/boundary.c. */
+ * first page begins with the CRC of the layout, which says what the bytes are, and those of the
+ * other pages' checksum tables, and is published last: a checkpoint is found when all of its pages
+ * are there and are of one publication. It is found under the key of the text's last page, or tail,
+ * together with those: prefix/boundary.c. */
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "base/guard.h"
@@ -32,7 +33,7 @@ typedef struct state_job {
     uint32_t ordinal;             /* of that page */
     uint64_t table_bytes;
     uint32_t *pages;
-    uint32_t *table;             /* by page, from 1 on */
+    uint32_t *table;             /* by page; the first one's is of the layout */
     uint8_t *bytes;              /* the caller's */
 } state_job;
 
@@ -41,9 +42,12 @@ static int job_make(cxlkv_pool *pool, uint8_t *bytes, state_job *job) {
     uint32_t part = pool->geometry.part_count;
     *job = (state_job){.pool = pool, .packing = packing_of(pool, part), .count = count,
                        .bytes = bytes, .part = part, .table_bytes = state_table_bytes(count)};
-    job->table = calloc(1, job->table_bytes + 4);
+    job->table = calloc(1, job->table_bytes);
     job->pages = malloc(count * sizeof(*job->pages));
-    return job->table && job->pages ? 0 : fail(ENOMEM, "no memory for a list of %u pages", count);
+    if (!job->table || !job->pages)
+        return fail(ENOMEM, "no memory for a list of %u pages", count);
+    job->table[0] = layout_crc(pool);
+    return 0;
 }
 
 static void job_free(state_job *job) {
@@ -113,7 +117,7 @@ static int piece_in(const state_job *job, uint32_t page, const state_piece *piec
         kernels_current()->store_rows(piece->at, from, own, 1, own);
     } else {
         memset(piece->at, 0, piece->size);
-        if (table) memcpy(piece->at, (const uint8_t *)(job->table + 1) + piece->begin, table);
+        if (table) memcpy(piece->at, (const uint8_t *)job->table + piece->begin, table);
         if (own) memcpy(piece->at + skip, from, own);
         crc = crc32c(0, piece->at, piece->size);
     }
@@ -132,7 +136,7 @@ static int page_in(state_job *job, uint32_t item) {
     record_seal(job->pool, page, job->part, job->tokens, NULL);
     if (!record_header_read(job->pool, page, &header))
         return fail(CXLKV_E_CORRUPT, "page %u was changed while it was written", page);
-    job->table[item] = header.table_crc;
+    if (item) job->table[item] = header.table_crc;
     for (uint32_t row = 0; row < job->pool->layers.parts[job->part].layers; row++)
         verified_set(job->pool, page, layer_at(job->pool, job->part, row));
     return 0;
@@ -250,14 +254,15 @@ bool states_expected(const cxlkv_pool *pool, const uint8_t *key) {
 static int table_out(const state_job *job, uint32_t page, const state_piece *piece) {
     size_t table = table_part(job, piece);
     if (table == 0) return 0;
-    memcpy((uint8_t *)(job->table + 1) + piece->begin, piece->at, table);
+    memcpy((uint8_t *)job->table + piece->begin, piece->at, table);
     return piece_verify(job->pool, page, piece->layer, piece->head, piece->kind, piece->at);
 }
 
-/* Are the pages what the first one's table says? */
-static int table_check(state_job *job, const uint32_t *table_crcs) {
+/* Are the bytes, and the pages, what the first one's table says? */
+static int table_check(state_job *job, uint32_t *table_crcs) {
+    table_crcs[0] = job->table[0];
     int code = each_piece(job, 0, table_out);
-    for (uint32_t i = 1; code == 0 && i < job->count; i++)
+    for (uint32_t i = 0; code == 0 && i < job->count; i++)
         if (job->table[i] != table_crcs[i]) code = -CXLKV_E_STALE;
     return code;
 }

@@ -46,19 +46,19 @@ static void one_size(uint64_t bytes, uint32_t pages) {
     test_end(&pool, NULL);
 }
 
-/* The table of up to 17 pages is a line, of 18 two. */
+/* The table of up to 16 pages is a line, of 17 two. */
 static void sizes(void) {
     uint64_t page = payload_bytes();
     one_size(1, 1);
-    one_size(page - 1, 1);
-    one_size(page, 1);
-    one_size(page + 1, 2);
+    one_size(page - 65, 1);
+    one_size(page - 64, 1);
+    one_size(page - 63, 2);
     one_size(2 * page - 64, 2);
     one_size(2 * page - 63, 3);
-    one_size(17 * page - 64, 17);
-    one_size(17 * page - 63, 18);
-    one_size(18 * page - 128, 18);
-    one_size(18 * page - 127, 19);
+    one_size(16 * page - 64, 16);
+    one_size(16 * page - 63, 17);
+    one_size(17 * page - 128, 17);
+    one_size(17 * page - 127, 18);
 }
 
 static void refusals(void) {
