@@ -101,7 +101,7 @@ PARTS = {
         (*CORE, "cxlkv/", "ndp/", "tests/"),
     ),
     "seeds": Part("make test-seeds", 6, PROTOCOL),
-    "models": Part("python3 docs/models/check.py", 6, ("docs/models/",), tools=(("spin", "spin"),)),
+    "models": Part("python3 docs/models/check.py", 9, ("docs/models/",), tools=(("spin", "spin"),)),
     "mutants": Part("make mutants", 15, (*PROTOCOL, "tests/native/mutants.py")),
     "drivers": Part(
         "make setup && .venv/bin/python -m tests.qemu.drivers "
