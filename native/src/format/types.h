@@ -118,6 +118,8 @@ typedef struct host_state {
     uint32_t free_runs, partial_runs;  /* heads of the two lists, NO_PAGE when empty */
     uint64_t free_pages, published_pages;
     uint32_t rewriting;          /* page whose sealed record is being rewritten, or NO_PAGE */
+    uint32_t unfinished;         /* pages of the state checkpoint that is being published, or 0 */
+    uint8_t unfinished_key[16];
     process_slot processes[PROCESS_MAX];
     /* Where hosts share the pool; under the mutex like the rest. */
     uint32_t host_epoch;

@@ -15,6 +15,7 @@
 #include "pages/log_writer.h"
 #include "pages/pages.h"
 #include "pages/peers.h"
+#include "pages/published.h"
 
 /* Its holder died in the middle of a change: derive all that is derived anew. */
 static void repair(cxlkv_pool *pool) {
@@ -33,6 +34,7 @@ static void repair(cxlkv_pool *pool) {
     host_rebuild(pool);
     if (pool->shared) borrow_recover(pool);
     host_reap(pool);
+    unfinished_forget(pool);
     host_count(pool->host, COUNT_REBUILDS);
     if (pool->shared) log_again(pool);
     pthread_mutex_consistent(&pool->host->mutex);

@@ -161,3 +161,27 @@ void page_displace(cxlkv_pool *pool, const uint64_t hash[2]) {
     if (page_is_ours(pool, page)) page_forget(pool, hash, false);
     else drop_from_index(pool, page, hash);
 }
+
+/* ---- a checkpoint is published as a whole, or not at all ---- */
+
+void unfinished_begin(cxlkv_pool *pool, const uint8_t key[16], uint32_t pages) {
+    memcpy(pool->host->unfinished_key, key, sizeof(pool->host->unfinished_key));
+    atomic_signal_fence(memory_order_seq_cst); /* a death is seen in program order: no CPU fence */
+    pool->host->unfinished = pages;
+    atomic_signal_fence(memory_order_seq_cst);
+}
+
+void unfinished_end(cxlkv_pool *pool) {
+    atomic_signal_fence(memory_order_seq_cst);
+    pool->host->unfinished = 0;
+}
+
+void unfinished_forget(cxlkv_pool *pool) {
+    for (uint32_t i = 0; i < pool->host->unfinished; i++) {
+        uint64_t hash[2];
+        page_hash(pool->host->unfinished_key, 0, i, pool->geometry.part_count, hash);
+        uint32_t page = index_find(pool, hash);
+        if (page != NO_PAGE && page_is_ours(pool, page)) page_forget(pool, hash, false);
+    }
+    unfinished_end(pool);
+}

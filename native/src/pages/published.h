@@ -24,3 +24,8 @@ bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_
 bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere);
 /* Makes room under a hash for a page of ours. Another host's page stays what it is for others. */
 void page_displace(cxlkv_pool *pool, const uint64_t hash[2]);
+/* Round the publishing of a state checkpoint's pages: what a death, or a fault, leaves of ours is
+ * forgotten. Without one between, nothing is. */
+void unfinished_begin(cxlkv_pool *pool, const uint8_t key[16], uint32_t pages);
+void unfinished_end(cxlkv_pool *pool);    /* they are all published */
+void unfinished_forget(cxlkv_pool *pool);

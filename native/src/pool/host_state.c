@@ -19,7 +19,7 @@
 #include "region/region.h"
 #include "sharing/this_host.h"
 
-#define HOST_MAGIC 0x35315453484b5643ull /* "CVKHST15" */
+#define HOST_MAGIC 0x36315453484b5643ull /* "CVKHST16" */
 
 uint64_t host_state_layout(uint32_t page_count, host_state *host) {
     uint64_t capacity = 64;

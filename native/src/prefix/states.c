@@ -178,6 +178,7 @@ static int64_t publish_pages(state_job *job, const uint8_t *key, uint32_t *found
     if (is_whole(pool, key, found)) return 0; /* another came first */
     page_hash(key, 0, 0, 0, hash);
     uint32_t parent = index_find(pool, hash);
+    unfinished_begin(pool, key, job->count);
     for (uint32_t i = job->count; i-- > 0;) { /* the first one last, a leaf: it goes first */
         page_key made = {.ordinal = job->ordinal};
         page_hash(key, 0, i, job->part, made.hash);
@@ -187,6 +188,7 @@ static int64_t publish_pages(state_job *job, const uint8_t *key, uint32_t *found
         parent = job->pages[i];
         published++;
     }
+    if (published == job->count) unfinished_end(pool);
     return published;
 }
 
@@ -205,6 +207,7 @@ static int64_t publish_states(state_job *job, const uint8_t *key) {
     }
     if (code == 0)
         code = GUARDED(publish_pages(job, key, found), poison_error_locked(pool, &fault));
+    unfinished_forget(pool);
     pages_drop(pool, job->count, job->pages);
     host_unlock(pool);
     free(found);

@@ -5,8 +5,11 @@
  * of a line in turn (flush_store_line() and flush_store_word() are wrapped), in a pool of this host
  * and as another host; threads. */
 #include <signal.h>
+#include <sys/mman.h>
 
 #include "base/flush.h"
+#include "host/locks.h"
+#include "pages/published.h"
 #include "state_tests.h"
 
 static cxlkv_pool *pool_of(const char *path, uint64_t state_bytes) {
@@ -107,15 +110,19 @@ void __wrap_flush_store_line(void *line, const void *from, uint32_t first_word) 
 }
 
 #ifndef __SANITIZE_THREAD__ /* it dies of threads that are made after a fork */
-/* Forgets the text, and publishes it anew. True: it was killed on its way. */
+/* Forgets the text, and publishes it anew. True: it was killed on its way, in publishing or not. */
 static bool publish_dying(const char *path, uint32_t host, const state_text *text, int store,
-                          uint64_t number) {
+                          uint64_t number, bool *publishing) {
+    bool *said = mmap(NULL, sizeof(*said), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                      -1, 0);
+    CHECK(said != MAP_FAILED);
     int status;
     pid_t child = test_fork();
     if (child == 0) {
         cxlkv_pool *pool = test_open_host(path, host, 0.05);
         stores_left = store;
         forget_text(pool, text);
+        *said = true;
         CHECK(publish_text(pool, text, number) > 0);
         stores_left = 0;
         cxlkv_pool_destroy(&pool);
@@ -123,7 +130,23 @@ static bool publish_dying(const char *path, uint32_t host, const state_text *tex
     }
     CHECK(waitpid(child, &status, 0) == child);
     CHECK(status == 0 || (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL));
+    *publishing = *said;
+    CHECK(munmap(said, sizeof(*said)) == 0);
     return status != 0;
+}
+
+/* Of the checkpoint the host's own pages are all there, or none is. */
+static void look_at_pages(cxlkv_pool *pool, const state_text *text) {
+    uint32_t there = 0;
+    CHECK(host_lock(pool) == 0);
+    for (uint32_t i = 0; i < state_pages(pool); i++) {
+        uint64_t hash[2];
+        page_hash(last_key(text), 0, i, pool->geometry.part_count, hash);
+        uint32_t page = index_find(pool, hash);
+        there += page != NO_PAGE && page_is_ours(pool, page);
+    }
+    host_unlock(pool);
+    CHECK(there == 0 || there == state_pages(pool));
 }
 
 /* What is found after a death: this text, with one of these checkpoints, or less of it. */
@@ -140,12 +163,15 @@ static void dies_at_each_store(uint32_t host) {
     state_text text = text_of(100, 7);
     if (host) pool = test_shared(path, state_layout(5000), (cxlkv_sharing){.hosts = 2}, 8 << 20, 9);
     else pool = pool_of(path, 5000);
-    bool died = true;
+    bool died = true, publishing;
     int store = 1;
     for (; died; store++, number += 2) {
         CHECK(publish_text(pool, &text, number - 1) > 0);
-        died = publish_dying(path, host, &text, store, number);
+        died = publish_dying(path, host, &text, store, number, &publishing);
         look(pool, &text, number);
+        cxlkv_pool *its = host ? test_open_host(path, host, 0.05) : pool;
+        if (publishing) look_at_pages(its, &text);
+        if (host) cxlkv_pool_destroy(&its);
         test_clean(pool);
         forget_text(pool, &text);
         CHECK(publish_text(pool, &text, number) > 0);
