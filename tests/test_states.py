@@ -22,12 +22,21 @@ from cxlkv.errors import (
     ReleasedError,
     StaleError,
 )
-from cxlkv.pages import layer_places, places_of
 from cxlkv.prefix import prefix_keys
 from cxlkv.sequence.hit import Hit
 
 from .conftest import audit
-from .support.checkpoints import Book, Bytes, Text, group, layout_of, made, name, rows_named
+from .support.checkpoints import (
+    Book,
+    Bytes,
+    Text,
+    group,
+    layout_of,
+    made,
+    name,
+    pieces,
+    rows_named,
+)
 from .support.damaging import change_byte, poke
 from .support.lengths import nightly
 from .support.waiting import until
@@ -207,6 +216,18 @@ def test_a_tail_of_a_part_that_has_its_page(book: Book) -> None:
             book.evict(rows_named(book, {name(gone, 1)}))
 
 
+@pytest.mark.parametrize("book", [LAYOUTS["windows alone"]], indirect=True)
+def test_a_text_of_which_only_the_end_is_there(book: Book) -> None:
+    """The first page that a match finds lies far behind those that it has room for at first."""
+    text = tuple(range(1, 8 * 200 + 1))
+    book.publish(text, made(book, 1))
+    keys = prefix_keys(text, 8)
+    behind = {name(key, part) for key in keys[:190] for part in book.windows}
+    book.evict(rows_named(book, behind))
+    book.find(text).release()
+    assert book.match(text) == len(text)
+
+
 @pytest.mark.parametrize("gone", [[0], [0, 1, 2], [3], [5], [0, 4], [0, 3, 5]], ids=str)
 def test_what_is_left_of_a_checkpoint_is_forgotten(book: Book, gone: list[int]) -> None:
     """Of its end and its beginning; by a scrubbing all."""
@@ -279,22 +300,6 @@ def test_bytes_that_are_no_checkpoint(book: Book) -> None:
 
 
 # ---- damage ----
-
-
-def pieces(book: Book, page: int) -> dict[str, int]:
-    """Where bytes of each kind lie in the pool's file that a page of states has."""
-    geometry, layout = book.pool.pages.geometry, book.layout
-    at = places_of(geometry, layer_places(layout, geometry)[0], np.array([page], np.uint32))
-    kinds = {"digest": at.digests, "sketch": at.sketches, "keys": at.keys, "values": at.values}
-    found = {kind: int(one[0]) for kind, one in kinds.items() if one is not None}
-    extent, slot = divmod(page, geometry["slab_slots"])
-    first = geometry["extents_offset"] + extent * geometry["extent_bytes"]
-    found["header"] = first + slot * 64 + 8
-    found["sums"] = first + geometry["checksums_offset"] + slot * geometry["checksum_bytes"] + 4
-    found["descriptor"] = (
-        geometry["descriptors_offset"] + extent * geometry["descriptors_bytes"] + slot * 64 + 21
-    )
-    return found
 
 
 KINDS = ("digest", "sketch", "keys", "values", "header", "sums", "descriptor")

@@ -17,7 +17,18 @@ from cxlkv import CXLPool
 from cxlkv.prefix import prefix_keys
 
 from ..conftest import audit
-from ..support.checkpoints import Book, Bytes, Text, group, layout_of, made, name, rows_named
+from ..support.checkpoints import (
+    Book,
+    Bytes,
+    Text,
+    group,
+    layout_of,
+    made,
+    name,
+    pieces,
+    rows_named,
+)
+from ..support.damaging import change_byte
 from ..support.lengths import nightly
 from ..support.waiting import until
 from ..support.walks import kill_one
@@ -195,6 +206,26 @@ def test_what_a_host_holds_stays(hosts: list[Book]) -> None:
     np.testing.assert_array_equal(hit.read_states(), signed(other, 1))
     assert found(other, TEXT) == (13, 2)
     np.testing.assert_array_equal(hit.read_states(), signed(other, 1))
+    hit.release()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_damaged_page_of_another_host(hosts: list[Book], held: bool) -> None:
+    """A look at the checkpoint leaves no pin, and takes none away from what is held."""
+    mine, other = hosts
+    publish(mine, TEXT, 1)
+    page = rows_named(mine, {name(mine.key(TEXT), mine.states_part, 2)})["page"][0]
+    hit = other.pool.match_prefix(TEXT)
+    if not held:
+        hit.release()
+    change_byte(str(mine.pool.path), pieces(mine, int(page))["header"])
+    assert found(other, TEXT) == (0, 0)
+    forget_all(mine)
+    for number in range(2, 5):
+        publish(mine, TEXT, number)
+        if held:
+            np.testing.assert_array_equal(hit.read_states(), signed(other, 1))
+        forget_all(mine)
     hit.release()
 
 

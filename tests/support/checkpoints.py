@@ -15,7 +15,7 @@ import pytest
 
 from cxlkv import CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence, States
 from cxlkv.errors import BadArgumentError
-from cxlkv.pages import layer_places
+from cxlkv.pages import layer_places, places_of
 from cxlkv.prefix import prefix_keys, root, tail_keys
 from cxlkv.sequence.hit import Hit
 
@@ -218,3 +218,19 @@ def rows_named(book: Book, names: set[bytes]) -> npt.NDArray[np.void]:
     """The published pages of these names."""
     rows = book.pool.hotness.published().rows
     return rows[[row["hash"].tobytes() in names for row in rows]]
+
+
+def pieces(book: Book, page: int) -> dict[str, int]:
+    """Where bytes of each kind lie in the pool's file that a page of states has."""
+    geometry, layout = book.pool.pages.geometry, book.layout
+    at = places_of(geometry, layer_places(layout, geometry)[0], np.array([page], np.uint32))
+    kinds = {"digest": at.digests, "sketch": at.sketches, "keys": at.keys, "values": at.values}
+    found = {kind: int(one[0]) for kind, one in kinds.items() if one is not None}
+    extent, slot = divmod(page, geometry["slab_slots"])
+    first = geometry["extents_offset"] + extent * geometry["extent_bytes"]
+    found["header"] = first + slot * 64 + 8
+    found["sums"] = first + geometry["checksums_offset"] + slot * geometry["checksum_bytes"] + 4
+    found["descriptor"] = (
+        geometry["descriptors_offset"] + extent * geometry["descriptors_bytes"] + slot * 64 + 21
+    )
+    return found

@@ -72,6 +72,7 @@ static void refusals(void) {
     cxlkv_sequence *other = test_sequence(plain, text.marks, 6);
     const uint8_t *key = last_key(&text);
     CHECK(cxlkv_publish_states(sequence, 6, key, bytes, 499) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_publish_states(sequence, 6, key, bytes, 501) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_publish_states(sequence, 0, key, bytes, 500) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_publish_states(sequence, 7, key, bytes, 500) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_publish_states(sequence, 6, NULL, bytes, 500) < 0);
@@ -80,13 +81,87 @@ static void refusals(void) {
     CHECK(cxlkv_read_states(sequence, bytes, 500) == -CXLKV_E_ARGUMENT);
     CHECK(match_text(pool, &text, &hit) == 0);
     CHECK(cxlkv_read_states(hit, bytes, 500) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_read_states(hit, NULL, 500) < 0);
     cxlkv_sequence_destroy(&hit);
     cxlkv_sequence_destroy(&other);
+    CHECK(test_append(sequence, 0, text.marks, 1) >= 0); /* not in the last layer yet */
+    CHECK(cxlkv_publish_states(sequence, 7, key, bytes, 500) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_publish_states(sequence, 6, key, bytes, 500) == 1); /* K and V are not */
     CHECK(match_text(pool, &text, &hit) == 0);
     cxlkv_sequence_destroy(&hit);
     test_end(&pool, &sequence, NULL);
     test_end(&plain, NULL);
+}
+
+/* Never more than there is room for. */
+static void places(void) {
+    cxlkv_pool *pool = pool_of(NULL, 5000);
+    state_text text = text_of(1, 6);
+    uint32_t pages[3] = {7, 7, 7};
+    uint64_t generations[3] = {7, 7, 7}, fetched = test_stats(pool).own.fetched_bytes;
+    uint8_t names[16];
+    cxlkv_sequence *hit, *plain = test_sequence(pool, text.marks, 6);
+    CHECK(publish_text(pool, &text, 3) == state_pages(pool) && state_pages(pool) > 2);
+    CHECK(match_text(pool, &text, &hit) == 6);
+    CHECK(cxlkv_state_places(plain, pages, generations, 2) == 0);
+    CHECK(pages[0] == 7 && generations[0] == 7);
+    CHECK(cxlkv_state_places(hit, pages, generations, 2) == state_pages(pool));
+    CHECK(pages[1] == hit->states[1] && generations[1] == pool->pages[pages[1]].generation);
+    CHECK(pages[2] == 7 && generations[2] == 7);
+    CHECK(cxlkv_state_places(hit, NULL, NULL, 0) == state_pages(pool));
+    CHECK(cxlkv_state_places(hit, NULL, generations, 1) < 0);
+    CHECK(cxlkv_state_names(pool, 1, NULL, 1, names) < 0);
+    CHECK(cxlkv_state_names(pool, 1, text.keys, 1, NULL) < 0);
+    CHECK(read_number(pool, hit) == 3);
+    CHECK(test_stats(pool).own.fetched_bytes == fetched + pool->layout.state_bytes);
+    test_end(&pool, &plain, &hit, NULL);
+}
+
+/* ---- lost memory ---- */
+
+/* From a process that ends then. A load, or a store, of the page's keys raises SIGBUS. */
+static void lose(cxlkv_pool *pool, uint32_t page, int nothing) {
+    uintptr_t at = (uintptr_t)pieces_of(pool, page, 0, PIECE_KEYS) / 4096 * 4096;
+    CHECK(mmap((void *)at, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, nothing, 0) ==
+          (void *)at);
+}
+
+/* Errors, or less than there was, and what is published then is whole. */
+static void use_lost(uint32_t place, int nothing) {
+    cxlkv_pool *pool = pool_of(NULL, 5000);
+    state_text text = text_of(100, 7);
+    cxlkv_sequence *hit, *other;
+    uint64_t number;
+    uint8_t bytes[5000];
+    CHECK(publish_text(pool, &text, 1) > 0);
+    CHECK(match_text(pool, &text, &hit) == 7);
+    lose(pool, hit->states[place], nothing);
+    CHECK(match_text(pool, &text, &other) < 8);
+    cxlkv_sequence_destroy(&other);
+    CHECK(cxlkv_read_states(hit, bytes, sizeof(bytes)) == -CXLKV_E_POISON);
+    for (uint32_t i = 0; i < 8; i++) {
+        lose(pool, i, nothing);
+        text = text_of(200 + 10 * i, 7);
+        int64_t published = publish_text(pool, &text, 1 + i);
+        CHECK(published == -CXLKV_E_POISON || published == state_pages(pool));
+        CHECK(find_text(pool, &text, &number) == (published < 0 ? 0 : 7));
+    }
+    CHECK(publish_text(pool, &text, 99) >= 0);
+    CHECK(find_text(pool, &text, &number) == 7);
+}
+
+static void lost(void) {
+    int nothing = memfd_create("nothing", 0);
+    CHECK(nothing >= 0);
+    for (uint32_t place = 0; place < 3; place++) {
+        pid_t child = test_fork();
+        if (child == 0) {
+            use_lost(place, nothing);
+            _exit(0);
+        }
+        test_ended(child, 0);
+    }
+    close(nothing);
 }
 
 /* ---- killed after each store ---- */
@@ -240,13 +315,44 @@ static void threads_publish_and_match(void) {
     test_end(&pool, NULL);
 }
 
+/* Of two who publish a text at once, one does. */
+static void *publish_once(void *context) {
+    worker_of *own = context;
+    state_text text = text_of(100, 7);
+    int64_t published = publish_text(own->pool, &text, own->first);
+    CHECK(published >= 0);
+    own->hits = (uint64_t)published;
+    return NULL;
+}
+
+static void threads_publish_one_text(void) {
+    cxlkv_pool *pool = pool_of(NULL, 60000);
+    state_text text = text_of(100, 7);
+    for (uint64_t round = 0; round < ROUNDS; round++) {
+        pthread_t threads[THREADS];
+        worker_of workers[THREADS];
+        for (uint64_t i = 0; i < THREADS; i++) {
+            workers[i] = (worker_of){.pool = pool, .first = i};
+            CHECK(pthread_create(&threads[i], NULL, publish_once, &workers[i]) == 0);
+        }
+        for (int i = 0; i < THREADS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+        CHECK(workers[0].hits + workers[1].hits == state_pages(pool));
+        forget_text(pool, &text);
+    }
+    CHECK(test_stats(pool).pages.free == test_stats(pool).pages.total);
+    test_end(&pool, NULL);
+}
+
 int main(void) {
     sizes();
     refusals();
+    places();
 #ifndef __SANITIZE_THREAD__
+    lost();
     dies_at_each_store(0);
     dies_at_each_store(1);
 #endif
     threads_publish_and_match();
+    threads_publish_one_text();
     return 0;
 }

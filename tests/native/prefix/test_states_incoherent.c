@@ -66,6 +66,44 @@ static void test_found(scene *s) {
     }
 }
 
+/* None of their pages is held, or pinned by the other one. */
+static void expect_no_pins(scene *s) {
+    for (int i = 0; i < 2; i++) {
+        CHECK(host_lock(s->hosts[i]) == 0);
+        withdrawn_look(s->hosts[i]);
+        host_unlock(s->hosts[i]);
+        cxlkv_stats stats = test_stats(s->hosts[i]);
+        CHECK(stats.pages.withdrawn == 0 && stats.pages.held == 0);
+        CHECK(stats.pages.published_only == 0);
+    }
+}
+
+/* The page, or the tail, before it is gone: a look at the checkpoint leaves no pin of it, and none
+ * less where it is held. */
+static void test_alone(scene *s) {
+    for (uint32_t tokens = 7; tokens < 9; tokens++) {
+        state_text text = text_of(400, tokens), other = text_of(500, tokens);
+        cxlkv_sequence *hit = NULL;
+        uint64_t hash[2];
+        CHECK(publish_text(s->hosts[0], &text, 1) > 0);
+        expect(s->hosts[1], &text, tokens, 1);
+        if (tokens == 8) CHECK(match_text(s->hosts[1], &text, &hit) == tokens);
+        page_hash(last_key(&text), 0, 0, 0, hash);
+        CHECK(host_lock(s->hosts[0]) == 0);
+        CHECK(page_forget(s->hosts[0], hash, true));
+        host_unlock(s->hosts[0]);
+        expect(s->hosts[1], &text, 0, 0);
+        forget_text(s->hosts[0], &text);
+        CHECK(publish_text(s->hosts[0], &other, 2) > 0);
+        if (hit) CHECK(test_stats(s->hosts[0]).pages.withdrawn >= state_pages(s->hosts[0]));
+        if (hit) CHECK(read_number(s->hosts[1], hit) == 1);
+        cxlkv_sequence_destroy(&hit);
+        forget_text(s->hosts[0], &other);
+        expect(s->hosts[1], &other, 0, 0);
+        expect_no_pins(s);
+    }
+}
+
 /* Text and tail of one host, checkpoint of the other. What is left of the first one's keeps the
  * second one's from it, until it publishes its own; nobody takes the other one's away. */
 static void test_of_two(scene *s) {
@@ -115,14 +153,7 @@ static void test_held(scene *s) {
     forget_text(owner, &text);
     expect(reader, &text, 0, 0);
     expect(owner, &text, 0, 0);
-    for (int i = 0; i < 2; i++) {
-        CHECK(host_lock(s->hosts[i]) == 0);
-        withdrawn_look(s->hosts[i]);
-        host_unlock(s->hosts[i]);
-        cxlkv_stats stats = test_stats(s->hosts[i]);
-        CHECK(stats.pages.withdrawn == 0 && stats.pages.held == 0);
-        CHECK(stats.pages.published_only == 0);
-    }
+    expect_no_pins(s);
 }
 
 int main(void) {
@@ -132,6 +163,7 @@ int main(void) {
     for (uint32_t i = 0; i < 6; i++) {
         scene s = begin(sizes[i / 2], i % 2 == 0, 1 + (i + i / 2) % 2);
         test_found(&s);
+        test_alone(&s);
         test_of_two(&s);
         test_held(&s);
         end(&s);
