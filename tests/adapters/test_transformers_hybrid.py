@@ -21,6 +21,8 @@ from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 from cxlkv.layout import States
 from cxlkv.machine.sizes import pages_for, plan_for
 from cxlkv.ops.models import layout_of_model
+from cxlkv.tiers import Tiers
+from cxlkv.tiers.quota import Quota
 
 from ..support.hybrid_models import MODELS, WHOLE_TEXTS, dynamic, make
 from ..support.small_models import PAGE_TOKENS, Generates, generate, pool_for, prompts, run
@@ -267,6 +269,39 @@ def test_several_answers_of_a_prompt(qwen: PreTrainedModel, pool: CXLPool) -> No
         assert len(cache.sequences) == 3
         assert requests.keep(cache, out) > 0
     assert torch.equal(served(qwen, requests, ids), answer(qwen, ids, None, dynamic(qwen)))
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_quota_of_states(
+    qwen: PreTrainedModel,
+    pool: CXLPool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    cold: bool,
+) -> None:
+    """The tenant's oldest checkpoints go; what has no room is computed, and counted."""
+    most = 2 * pool.records.state_pages
+    tiers = Tiers(pool, cold=tmp_path / "cold", cold_capacity="4MiB") if cold else Tiers(pool)
+    quota = Quota(tiers, 10 * most, state_pages=most)
+    requests = CXLRequests(pool, qwen, tiers, quota=quota)
+    found = Found(requests, monkeypatch)
+    first, second = texts()[0], texts()[0].flip(1)
+    wanted = answer(qwen, first, None, dynamic(qwen))
+    for ids in (first, first, second, first):  # each has one at the prompt's and at the turn's end
+        served(qwen, requests, ids)
+        stats = quota.stats()
+        assert stats["used_state_pages"] == most
+        assert stats["used_pages"] == pool.stats()["pages_published"]
+    assert found.tokens == [0, 29, 0, 29 if cold else 0]
+    assert not requests.failures()
+    space = requests._space(29)
+    if not cold:
+        with quota.match_prefix(first[0, :-1], space), quota.match_prefix(wanted[0, :-1], space):
+            served(qwen, requests, second)
+        assert requests.failures() == {"quota": 3}  # behind known pages, the prompt and the turn
+    assert torch.equal(served(qwen, requests, first), wanted)
+    assert found.tokens[-1] == 29
+    tiers.close()
 
 
 def test_what_requests_do_not_serve_with_states(qwen: PreTrainedModel, pool: CXLPool) -> None:

@@ -7,21 +7,26 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cxlkv import CXLPool, KVLayout, ObjectPool, object_keys
+from cxlkv import CXLPool, KVLayout, ObjectPool, States, object_keys
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.errors import BadArgumentError, QuotaError
-from cxlkv.prefix import PageKeys, prefix_keys
+from cxlkv.prefix import PageKeys, every_key, prefix_keys, root
 from cxlkv.sequence import Hit
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
 
 PAGE = 4
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=PAGE, dtype="float32")
+STATES = States(600, 7)  # in two pages
+WITH_STATES = KVLayout(
+    layers=1, kv_heads=1, head_dim=8, page_tokens=PAGE, dtype="float32", states=STATES
+)
 
 
 def keys_of(tenant: bytes, text: int, pages: int = 4) -> PageKeys:
@@ -221,3 +226,187 @@ class QuotaModel(RuleBasedStateMachine):
 
 TestQuotaModel = QuotaModel.TestCase
 TestQuotaModel.settings = settings(max_examples=40, stateful_step_count=20)
+
+
+# ---- state checkpoints ----
+
+
+def ids_of(text: int, tokens: int) -> npt.NDArray[np.int64]:
+    return np.arange(tokens) + 100 * text
+
+
+def states_of(text: int, tokens: int) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng((text, tokens)).integers(0, 256, STATES.bytes, np.uint8)
+
+
+def publish_states(quota: Quota, tenant: bytes, text: int, tokens: int, states: bool = True) -> int:
+    zeros = np.zeros((tokens, 1, 8), np.float32)
+    sequence = quota.tiers.pool.sequence()
+    try:
+        sequence.append(0, zeros, zeros)
+        checkpoint = states_of(text, tokens) if states else None
+        return quota.publish_prefix(sequence, ids_of(text, tokens), tenant, states=checkpoint)
+    finally:
+        sequence.release()
+
+
+def there(pool: CXLPool, tenant: bytes, texts: int, most: int) -> tuple[set[bytes], set[bytes]]:
+    """Names of a tenant's pages in the pool, and of those that are of checkpoints."""
+    found: list[set[bytes]] = [set(), set()]
+    for text in range(texts):
+        keys = every_key(ids_of(text, most), PAGE, root(tenant)).tobytes()
+        both = (pool.records.names(keys, 1), pool.records.state_names(keys, 2))
+        for of, names in zip(found, both, strict=True):
+            flat = names.reshape(-1, 16)
+            of.update(row.tobytes() for row in flat[pool.records.here(flat)])
+    return found[0], found[1]
+
+
+def hit_of(quota: Quota, tenant: bytes, text: int, tokens: int) -> int:
+    with quota.match_prefix(np.append(ids_of(text, tokens), -1), tenant) as hit:
+        if hit:
+            np.testing.assert_array_equal(hit.read_states(), states_of(text, hit.tokens))
+        return hit.tokens
+
+
+@pytest.fixture
+def state_tiers() -> Iterator[Tiers]:
+    with (
+        CXLPool.create("anonymous:", layout=WITH_STATES, capacity="4MiB", threads=1) as pool,
+        Tiers(pool) as made,
+    ):
+        yield made
+
+
+def test_checkpoints_make_room_for_checkpoints(state_tiers: Tiers) -> None:
+    """The oldest of the tenant's own go whole, and none of its other pages."""
+    quota = Quota(state_tiers, 100, state_pages=5)
+    for text in range(3):
+        assert publish_states(quota, b"a", text, 9) == 2 + 1 + 2
+    assert [hit_of(quota, b"a", text, 9) for text in range(3)] == [0, 9, 9]
+    pages, states = there(state_tiers.pool, b"a", 3, 9)
+    assert (len(pages), len(states)) == (9, 4)
+    assert quota.stats() == {
+        "pages": 100,
+        "used_pages": 13,
+        "evicted_pages": 2,
+        "refused_pages": 0,
+        "state_pages": 5,
+        "used_state_pages": 4,
+    }
+    with quota.match_prefix(ids_of(1, 9), b"a"), quota.match_prefix(ids_of(2, 9), b"a"):
+        with pytest.raises(QuotaError, match=r"2 pages of checkpoints more would be 6 .* have 5"):
+            publish_states(quota, b"a", 0, 9)
+        assert publish_states(quota, b"a", 3, 8, states=False) == 2, "pages have room"
+    assert publish_states(quota, b"a", 0, 9) == 2
+    assert hit_of(quota, b"a", 1, 9) == 0
+    publish_states(Quota(state_tiers, 100), b"b", 0, 9)
+    assert there(state_tiers.pool, b"a", 3, 9)[1] != states
+
+
+def test_quotas_of_states_that_are_none(tiers: Tiers, state_tiers: Tiers) -> None:
+    with pytest.raises(BadArgumentError, match="the pool's layout has none"):
+        Quota(tiers, 10, state_pages=4)
+    for wrong in (1, 11, 2.5, True):
+        with pytest.raises(BadArgumentError, match="at least 2, which a checkpoint takes"):
+            Quota(state_tiers, 10, state_pages=wrong)  # type: ignore[arg-type]
+    quota = Quota.of(state_tiers, "64KiB", states="16KiB")
+    assert quota.state_pages == quota.pages // 4
+    with pytest.raises(BadArgumentError, match="at least 2"):
+        Quota.of(state_tiers, "64KiB", states=100)
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_checkpoints_that_come_back_from_cold_count(tmp_path: Path, by_keys: bool) -> None:
+    with (
+        CXLPool.create("anonymous:", layout=WITH_STATES, capacity="4MiB", threads=1) as pool,
+        Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB") as tiers,
+    ):
+        quota, total = Quota(tiers, 20, state_pages=4), pool.stats()["pages_total"]
+        for text in range(3):
+            publish_states(quota, b"a", text, 8 if by_keys else 9)
+        for text in range(3):
+            if by_keys:
+                with quota.match(prefix_keys(ids_of(text, 8), PAGE, b"a")) as hit:
+                    assert hit.tokens == 8
+            else:
+                assert hit_of(quota, b"a", text, 9) == 9
+            pages, states = there(pool, b"a", 3, 9)
+            assert (len(pages), len(states)) == (6 if by_keys else 9, 4)
+            assert quota.used() == len(pages | states)
+        with ExitStack() as held:
+            for text in range(3):
+                held.enter_context(quota.match(prefix_keys(ids_of(text, 8), PAGE, b"a")))
+            brought = quota.stats()["used_state_pages"]
+            assert brought == (6 if by_keys else 4), "those that are held stay"
+            assert publish_states(quota, b"a", 3, 8, states=False) == 2
+        tiers.reclaim(total)
+        assert quota.used() == quota.stats()["used_state_pages"] == 0
+        Quota(tiers, 20).match_prefix(ids_of(1, 9), b"a").release()
+        assert quota.used() == 0, "the other one has brought them"
+
+
+class StatesModel(RuleBasedStateMachine):
+    """Two tenants that publish texts with checkpoints and without, find and hold them."""
+
+    TEXTS, MOST = 4, 11
+
+    @initialize(pages=st.integers(4, 16), states=st.integers(2, 9), others=st.integers(4, 16))
+    def begin(self, pages: int, states: int, others: int) -> None:
+        self.stack = ExitStack()
+        pool = CXLPool.create("anonymous:", layout=WITH_STATES, capacity="4MiB", threads=1)
+        self.pool = self.stack.enter_context(pool)
+        tiers = self.stack.enter_context(Tiers(self.pool))
+        limited = Quota(tiers, pages, state_pages=min(states, pages))
+        self.quotas = [limited, Quota(tiers, others)]
+        self.hits: list[Hit] = []
+
+    def there(self, tenant: int) -> tuple[set[bytes], set[bytes]]:
+        return there(self.pool, bytes([tenant]), self.TEXTS, self.MOST)
+
+    @rule(
+        tenant=st.integers(0, 1),
+        text=st.integers(0, TEXTS - 1),
+        tokens=st.integers(1, MOST),
+        states=st.booleans(),
+    )
+    def publish(self, tenant: int, text: int, tokens: int, states: bool) -> None:
+        quota, name = self.quotas[tenant], bytes([tenant])
+        others, (pages, checkpoints) = self.there(1 - tenant), self.there(tenant)
+        try:
+            new = publish_states(quota, name, text, tokens, states)
+        except QuotaError:
+            assert self.there(tenant)[0] <= pages
+            assert self.there(tenant)[1] <= checkpoints
+        else:
+            assert hit_of(quota, name, text, tokens) == tokens or not states
+            if len(pages | checkpoints) + new <= quota.pages:
+                assert pages <= self.there(tenant)[0], "only checkpoints make room for checkpoints"
+        assert self.there(1 - tenant) == others
+
+    @rule(tenant=st.integers(0, 1), text=st.integers(0, TEXTS - 1))
+    def hold(self, tenant: int, text: int) -> None:
+        name = bytes([tenant])
+        self.hits.append(self.quotas[tenant].match_prefix(ids_of(text, self.MOST), name))
+
+    @rule()
+    def release(self) -> None:
+        while self.hits:
+            self.hits.pop().release()
+
+    @invariant()
+    def nobody_has_more_than_its_quota(self) -> None:
+        for tenant, quota in enumerate(getattr(self, "quotas", [])):
+            (pages, states), stats = self.there(tenant), quota.stats()
+            assert len(pages | states) == stats["used_pages"] <= quota.pages
+            assert len(states) == stats["used_state_pages"] <= stats["state_pages"]
+
+    def teardown(self) -> None:
+        if hasattr(self, "stack"):
+            self.release()
+            assert self.pool.admin.check()["clean"]
+            self.stack.close()
+
+
+TestStatesModel = StatesModel.TestCase
+TestStatesModel.settings = settings(max_examples=60, stateful_step_count=30)

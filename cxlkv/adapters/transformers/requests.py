@@ -40,6 +40,7 @@ from cxlkv.errors import (
     BadArgumentError,
     CorruptError,
     PoolFullError,
+    QuotaError,
     StaleError,
     UnsupportedError,
 )
@@ -235,8 +236,8 @@ class CXLRequests(PoolRequests):
         super().__init__(pool, tiers, quota)
         check_layout(pool.layout, layout_of(model))
         self._has_states = pool.layout.states is not None
-        if self._has_states and (quota is not None or audit_hits):
-            raise UnsupportedError("quota= and audit_hits= are not built for models with states")
+        if self._has_states and audit_hits:
+            raise UnsupportedError("audit_hits= is not built for models with states")
         if every_tokens is not None and not is_whole(every_tokens, 1):
             raise BadArgumentError(f"every_tokens={every_tokens!r:.40}: tokens, 1 or more, or None")
         self._every_tokens = every_tokens
@@ -589,7 +590,7 @@ class CXLRequests(PoolRequests):
         return 0
 
     def _match_states(self, text: list[int], space: bytes) -> Hit:
-        return (self.tiers or self.pool).match_prefix(text, space)
+        return (self.quota or self.tiers or self.pool).match_prefix(text, space)
 
     def _want(self, texts: list[tuple[list[int], int]], known: list[int], seen: int) -> None:
         """Choose where the rows get checkpoints behind the first `seen` tokens; known: see Hit."""
@@ -641,9 +642,10 @@ class CXLRequests(PoolRequests):
         if not is_seen or not text:
             return 0
         try:
-            return self.pool.publish_prefix(sequence, text, space, states=cache.states(row))
-        except PoolFullError as error:
-            self.fail("full", error)
+            publisher = self.quota or self.pool
+            return publisher.publish_prefix(sequence, text, space, states=cache.states(row))
+        except (PoolFullError, QuotaError) as error:
+            self.fail("quota" if isinstance(error, QuotaError) else "full", error)
             return 0
 
     def keep(self, cache: CXLCache, tokens: Tensor) -> int:
