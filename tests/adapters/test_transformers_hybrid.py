@@ -17,7 +17,7 @@ from cxlkv import Budget, CXLPool
 from cxlkv.adapters.transformers import CXLCache, CXLRequests, hand_over, layout_of, take_over
 from cxlkv.adapters.transformers.pieces import pieces
 from cxlkv.adapters.transformers.states import StateForm, StateTensor, state_layers
-from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
+from cxlkv.errors import BadArgumentError, CorruptError, GeometryError, UnsupportedError
 from cxlkv.layout import States
 from cxlkv.machine.sizes import pages_for, plan_for
 from cxlkv.ops.models import layout_of_model
@@ -304,9 +304,55 @@ def test_a_quota_of_states(
     tiers.close()
 
 
-def test_what_requests_do_not_serve_with_states(qwen: PreTrainedModel, pool: CXLPool) -> None:
-    with pytest.raises(UnsupportedError, match="audit_hits"):
-        CXLRequests(pool, qwen, audit_hits=10)
+def test_audits_compute_again_from_the_checkpoint_before(
+    model: PreTrainedModel, pool: CXLPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts and of turns, whose states were made step by step; nothing is found wrong."""
+    requests = CXLRequests(pool, model, audit_hits=2)
+    found = Found(requests, monkeypatch)
+    ids = texts()[0]
+    wanted = answer(model, ids, None, dynamic(model))
+    longer = turn(ids, wanted)
+    whole = answer(model, longer, None, dynamic(model))
+    for prompt, right in ((ids, wanted), *[(ids, wanted)] * 2, *[(longer, whole)] * 2):
+        assert torch.equal(served(model, requests, prompt), right)
+    assert found.tokens == [0, 29, 0, 37, 37]
+    batch, mask = prompts((30, 19))
+    both = answer(model, batch, mask, dynamic(model))
+    for _ in range(3):
+        assert torch.equal(served(model, requests, batch, mask), both)
+    assert found.tokens[5:] == [0, 29, 0]
+    assert requests.audited_hits == 4
+    assert not requests.failures()
+    assert pool.stats()["pages_held"] == 0
+
+
+@pytest.mark.parametrize("planted", ["states", "keys"])
+def test_an_audit_finds_what_was_planted(
+    qwen: PreTrainedModel, pool: CXLPool, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    """Another model's states, or keys and values, under this one's key."""
+    ids = texts()[0]
+    wanted = answer(qwen, ids, None, dynamic(qwen))
+    requests = CXLRequests(pool, qwen, audit_hits=2)
+    found = Found(requests, monkeypatch)
+    caches = [CXLCache(pool, qwen), CXLCache(pool, make("qwen3.5", seed=8))]
+    for one, of in zip(caches, (qwen, make("qwen3.5", seed=8)), strict=True):
+        placed(of, ids[:, :-1], one)
+    keys, states = caches[::-1] if planted == "keys" else caches
+    space = requests._space(29)
+    pool.publish_prefix(keys.sequences[0], ids[0, :-1], space, states=states.states(0))
+    for one in caches:
+        one.release()
+    assert not torch.equal(served(qwen, requests, ids), wanted)
+    with pytest.raises(CorruptError, match="do it again"):
+        served(qwen, requests, ids)
+    assert requests.failures() == {"audit": 1}
+    assert found.tokens == [29, 0]
+    for other in (requests, CXLRequests(pool, qwen)):
+        assert torch.equal(served(qwen, other, ids), wanted)
+    assert found.tokens[-1] == 0
+    assert pool.stats()["pages_held"] == 0
 
 
 # ---- coming back ----

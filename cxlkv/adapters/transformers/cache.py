@@ -34,7 +34,7 @@ from cxlkv.adapters.transformers.sparse_prefill import (
     is_long,
     long_rows,
 )
-from cxlkv.adapters.transformers.states import Bytes, StateLayer, state_layers
+from cxlkv.adapters.transformers.states import Bytes, StateForm, StateLayer, state_layers
 from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
 from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError, UnsupportedError
@@ -868,6 +868,12 @@ class CXLCache(OfThisProcess, Cache):
                 f"row {row!r:.40}: the cache has {len(self.sequences)} with states"
             )
         return self._states.row(row)
+
+    @property
+    def state_form(self) -> StateForm:
+        """Of a model with states."""
+        assert self._states is not None
+        return self._states.form
 
     @property
     def takes_pieces(self) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple, overload
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cxlkv.adapters.common import checkpoints
-from cxlkv.adapters.common.audits import WITHDRAWN, Audits, is_withdrawn
+from cxlkv.adapters.common.audits import WITHDRAWN, Audits, difference, is_withdrawn
 from cxlkv.adapters.common.keys import block_keys, namespace, xor
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.transformers.cache import CXLCache, Settings
@@ -39,6 +39,7 @@ from cxlkv.arrays import leading
 from cxlkv.errors import (
     BadArgumentError,
     CorruptError,
+    CXLKVError,
     PoolFullError,
     QuotaError,
     StaleError,
@@ -78,6 +79,10 @@ UNSEEN_TOKENS = (
     "positions: it was given embeddings, other ids, other tensors or other positions (pass "
     "position_ids to model() for a padded batch), it read them under a budget or prefill_mass, or "
     "another model did"
+)
+WRONG = (
+    "an audit found that a page or state of these prompts was not made as its key says, so what "
+    "was computed behind it may be wrong: do it again; nothing is found this time"
 )
 NOT_FED = (
     "tokens: row {} is not what the model was seen to read: the cache was released or cut back, "
@@ -188,6 +193,16 @@ class _RowsCache(CXLCache):
         return self.fed.row(row, self.get_seq_length() - len(self.sequences[row]))
 
 
+class _FoundRow(NamedTuple):
+    """What a hit had of a row that is computed again: its tokens, pages and states, and from which
+    token on it is computed."""
+
+    tokens: int
+    begins: int
+    sequence: Tokens
+    states: Bytes
+
+
 class _Passes:
     """Says of each pass in which space it makes keys and values. The model is looked at in the
     first one; what the length decides is seen in each."""
@@ -236,8 +251,6 @@ class CXLRequests(PoolRequests):
         super().__init__(pool, tiers, quota)
         check_layout(pool.layout, layout_of(model))
         self._has_states = pool.layout.states is not None
-        if self._has_states and audit_hits:
-            raise UnsupportedError("audit_hits= is not built for models with states")
         if every_tokens is not None and not is_whole(every_tokens, 1):
             raise BadArgumentError(f"every_tokens={every_tokens!r:.40}: tokens, 1 or more, or None")
         self._every_tokens = every_tokens
@@ -257,6 +270,7 @@ class CXLRequests(PoolRequests):
         self._rows: dict[str, tuple[_RowsCache, int, int]] = {}  # cache, row, rows when it was made
         self._loaded: dict[str, PageKeys | None] = {}  # of what load() found
         self._found: dict[str, Bytes] = {}  # states of what begin() found
+        self._found_rows: dict[int, _FoundRow] = {}  # of a hit with states that is audited
         self._wanted: dict[int, list[int]] = {}  # behind which tokens which rows get checkpoints
         self._begun = 0
         self._decoder: torch.nn.Module = getattr(model, "get_decoder", lambda: model)()
@@ -453,8 +467,8 @@ class CXLRequests(PoolRequests):
         other prompt beside known ones makes all of them be computed. settings as CXLCache takes
         them.
 
-        Raises CorruptError at the end where an audit found a wrong page: what was generated may be
-        wrong then.
+        Raises CorruptError where an audit found a wrong page or state: at the end, as what was
+        generated may be wrong then; with states at the beginning.
         """
         texts = _texts(ids, mask)
         names = [f"row {self._begun + row}" for row in range(len(texts))]
@@ -478,10 +492,7 @@ class CXLRequests(PoolRequests):
                     self.release(name)
                 cache.release()
         if not right:
-            raise CorruptError(
-                "an audit found that a page of these prompts was not made as its key says, so what "
-                "was computed behind it may be wrong: do it again; nothing is found this time"
-            )
+            raise CorruptError(WRONG)
 
     def _publish_prompts(self, cache: _RowsCache, names: Sequence[str]) -> bool:
         """Whether no audit found a wrong page; else nothing is published."""
@@ -508,10 +519,35 @@ class CXLRequests(PoolRequests):
         self.audited_hits += 1
         if self.audit(keys, sequence, len(keys) - 1):
             return True
+        self._withdraw()
+        return False
+
+    def _withdraw(self) -> None:
         log.warning(WITHDRAWN)
         self.withdraw(self._look()[0])
         self._unshared = os.urandom(16)
-        return False
+
+    def _audit_states(self, cache: _RowsCache, rows: Mapping[int, _FoundRow]) -> None:
+        """Compare what a hit had with what was computed instead: its states, and its last full page
+        of K and V. Raises CorruptError where they differ; the model's space is withdrawn then."""
+        if self._publishable(cache)[1] < cache.get_seq_length():
+            return
+        for row, found in rows.items():
+            text, own = cache.texts[row][0][: found.tokens], cache.sequences[row]
+            if cache.fed_row(row).agreed(text) < found.tokens:
+                continue
+            self.audited_hits += 1
+            wrong = cache.state_form.difference(found.states, cache.states(row))
+            page = found.tokens // self.pool.layout.page_tokens - 1
+            try:
+                if not wrong and (page + 1) * self.pool.layout.page_tokens > found.begins:
+                    wrong = difference(self.pool, found.sequence, own, page, page, 1)
+            except CXLKVError as error:
+                self.fail("stale", error)
+            if wrong:
+                self.fail("audit", CorruptError(f"an audited hit is wrong: {wrong}"))
+                self._withdraw()
+                raise CorruptError(WRONG)
 
     def _publish_seen(
         self, sequence: Tokens, row: Row, text: list[int], most: int, space: bytes
@@ -562,32 +598,56 @@ class CXLRequests(PoolRequests):
         self, names: list[str], texts: list[tuple[list[int], int]], space: bytes
     ) -> int:
         """_load() where all rows go on from a checkpoint, or from nothing."""
-        seen, known = max(len(text) + pad for text, pad in texts) - 1, list[int]()
+        self._found_rows = {}
         with ExitStack() as held:
-            while True:
-                hits = [
-                    held.enter_context(self._match_states(text[: max(0, seen - pad)], space))
-                    for text, pad in texts
-                ]
-                known = known or [hit.known_tokens for hit in hits]
-                ends = [
-                    min(seen, hit.tokens + pad) for hit, (_, pad) in zip(hits, texts, strict=True)
-                ]
-                if min(ends) == seen:
-                    break
-                seen = min(ends)
+            most = max(len(text) + pad for text, pad in texts) - 1
+            hits, end, known = self._match_rows(texts, space, most, held)
+            seen = end
+            if any(hits) and self._audits.is_due():
+                again, seen, _ = self._match_rows(texts, space, end - 1, held)
+                self._hold_found(texts, hits, end, seen)
+                hits = again
             counts = [max(0, seen - pad) for _, pad in texts]
             if any(counts) and all(
                 self._load_row(name, hit, self._keys(text[:count], space))
                 for name, hit, count, (text, _) in zip(names, hits, counts, texts, strict=True)
             ):
-                self._want(texts, known, seen)
+                self._want(texts, known, end)
                 return seen
         for name in names:
             self.release(name)
             self.load(name, None, 0)
-        self._want(texts, known, 0)
+        self._want(texts, known, end if self._found_rows else 0)
         return 0
+
+    def _match_rows(
+        self, texts: list[tuple[list[int], int]], space: bytes, seen: int, held: ExitStack
+    ) -> tuple[list[Hit], int, list[int]]:
+        """Hits that end alike, padding included, within `seen` tokens; where that is, and of how
+        many tokens of each row the pages are there."""
+        known = list[int]()
+        while True:
+            hits = [
+                held.enter_context(self._match_states(text[: max(0, seen - pad)], space))
+                for text, pad in texts
+            ]
+            known = known or [hit.known_tokens for hit in hits]
+            ends = [min(seen, hit.tokens + pad) for hit, (_, pad) in zip(hits, texts, strict=True)]
+            if min(ends) == seen:
+                return hits, seen, known
+            seen = min(ends)
+
+    def _hold_found(
+        self, texts: list[tuple[list[int], int]], hits: list[Hit], end: int, seen: int
+    ) -> None:
+        """Keep what hits up to `end` have of the rows, which begin at `seen` instead."""
+        for row, (hit, (_, pad)) in enumerate(zip(hits, texts, strict=True)):
+            try:
+                if hit and hit.tokens == end - pad:
+                    states, begins = hit.read_states(), max(0, seen - pad)
+                    self._found_rows[row] = _FoundRow(hit.tokens, begins, hit.sequence(), states)
+            except (StaleError, CorruptError) as error:
+                self._fail_states(error)
 
     def _match_states(self, text: list[int], space: bytes) -> Hit:
         return (self.quota or self.tiers or self.pool).match_prefix(text, space)
@@ -607,23 +667,34 @@ class CXLRequests(PoolRequests):
             try:
                 self._found[name] = hit.read_states()
             except (StaleError, CorruptError) as error:
-                self.fail("corrupt" if isinstance(error, CorruptError) else "stale", error)
+                self._fail_states(error)
                 return False
         return self.load(name, hit.handle if count else None, count, keys) == count
+
+    def _fail_states(self, error: StaleError | CorruptError) -> None:
+        self.fail("corrupt" if isinstance(error, CorruptError) else "stale", error)
 
     def _read(self, cache: _RowsCache, ids: Tensor, mask: Tensor | None) -> None:
         """Have the model read the prompts but for their last token, and publish on the way."""
         mask = torch.ones_like(ids) if mask is None else mask
         seen, last = cache.get_seq_length(), ids.shape[1] - 1
-        stops = sorted(one for one in {*self._wanted, last} if one > seen)
-        wanted, self._wanted = self._wanted, {}
+        wanted, rows = self._wanted, self._found_rows
+        self._wanted, self._found_rows = {}, {}
+        audited = {cache.texts[row][1] + found.tokens for row, found in rows.items()}
+        stops = sorted(one for one in {*wanted, *audited, last} if one > seen)
         spans = pieces(seen, stops, cache.takes_pieces)
 
         def heard(end: int) -> None:
+            if end in audited:
+                self._audit_states(cache, rows)
             if end in wanted:
                 self._publish_states(cache, wanted[end])
 
-        read(self._decoder, cache, ids, mask, spans, heard)
+        try:
+            read(self._decoder, cache, ids, mask, spans, heard)
+        finally:
+            for found in rows.values():
+                found.sequence.release()
 
     def _publish_states(self, cache: _RowsCache, rows: Sequence[int]) -> None:
         """Publish what these rows of begin() have now, with checkpoints behind it."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, DynamicCache, PreTrainedConfig, cache_utils
 
+from cxlkv.adapters.common.audits import STATE_NOISE, offset
 from cxlkv.adapters.common.shapes import STATE_KINDS, check_supported, kinds_of
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 from cxlkv.layout import LINE_BYTES, States
@@ -119,6 +120,17 @@ class StateForm(tuple[StateTensor, ...]):
                     place.copy_(piece.view(one.dtype).view(one.shape))
             made.append(tensor.to(device))
         return made
+
+    def difference(self, found: Bytes, own: Bytes) -> str:
+        """What differs by more than noise between two rows' states, by the median of a
+        convolution's tokens and of a recurrent state's heads; empty where nothing does."""
+        pairs = self.unpack((found, own), torch.device("cpu"))
+        for one, pair in zip(self, pairs, strict=True):
+            rows = pair.float().movedim(-1, 1) if one.kind == "conv_states" else pair.float()
+            off = offset(*rows.reshape(2, rows.shape[1], -1).numpy())
+            if off > STATE_NOISE:
+                return f"{one.name} is off by {off:.2g} of its length"
+        return ""
 
     def put(self, layers: Mapping[int, StateLayer], tensors: Sequence[Tensor]) -> None:
         """Have the layers go on from copies of these states [rows, ...]."""
