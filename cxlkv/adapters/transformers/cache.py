@@ -292,7 +292,7 @@ class CXLCache(OfThisProcess, Cache):
         layers = [*layers_of(self, self._config, pool.layout.windows)]
         super().__init__(layers=layers)
         self._far_layers = [one for one in layers if isinstance(one, FarLayer)]
-        self._states = self._states_of(model, attention)
+        self._states = self._states_of(model)
         self.pool = pool
         self.attention = attention
         self.index, self.hot_pages = index, hot_pages
@@ -324,24 +324,18 @@ class CXLCache(OfThisProcess, Cache):
         self._start_from(sequences, max((len(s) for s in sequences), default=0))
         self.budget = budget
 
-    def _states_of(self, model: object, attention: str) -> RowStates | None:
+    def _states_of(self, model: object) -> RowStates | None:
         """Those of the model's layers that have any. Raises UnsupportedError."""
         form = states_of(model)
         if form is None:
             return None
-        name = self._config.model_type
-        if attention != "pool":
-            raise UnsupportedError(
-                f"{name} has layers with states, which attention={attention!r} does not serve yet: "
-                'use attention="pool"'
-            )
         found = getattr(model, "device", None)
         device = found if isinstance(found, torch.device) else torch.device("cpu")
         dtype = getattr(model, "dtype", None)
         self._config = copy(self._config)
         self._config.dtype = dtype  # fork() makes the same of it
         layers = state_layers(self.layers)
-        return RowStates(form, layers, len(self._far_layers), device, name)
+        return RowStates(form, layers, len(self._far_layers), device, self._config.model_type)
 
     def _start_from(self, sequences: Sequence[Tokens], seen: int) -> None:
         self.sequences = tuple(sequences)
@@ -400,7 +394,9 @@ class CXLCache(OfThisProcess, Cache):
 
     def forward(self, layer: FarLayer, call: Call) -> Tensor:
         """Append one layer's new tokens and attend: [batch, tokens, q_heads, value_dim]."""
-        writes = self._writes
+        writes, states = self._writes, self._states
+        if states is not None:
+            states.check("attention", layer.index)
         try:
             out = self._forward(layer, call)
             if writes is not None and writes.is_open and layer is self._far_layers[-1]:
@@ -412,6 +408,8 @@ class CXLCache(OfThisProcess, Cache):
                 for other in self._far_layers:
                     other.seen = seen
             raise
+        if states is not None:
+            states.enter("attention", layer.index)
         return out
 
     def _forward(self, layer: FarLayer, call: Call) -> Tensor:
@@ -423,8 +421,6 @@ class CXLCache(OfThisProcess, Cache):
                 call.mask, call.query.shape[0], call.query.shape[2], call.positions
             )
         step = self._step
-        if self._states is not None:
-            self._states.enter("attention", layer.index)
         if self.on_query is not None:
             self.on_query(layer.index, step.rows(call.query), step.starts)
         scale, softcap = positive_float32(call.scale, "scaling"), softcap_of(call.softcap) or None
@@ -542,6 +538,7 @@ class CXLCache(OfThisProcess, Cache):
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The state of a layer, which begins its part in a pass by asking for it."""
         if self._states is not None and state_idx == 0:
+            self._states.check("states", layer_idx)
             self._states.enter("states", layer_idx)
         return super().get_conv_state(layer_idx, state_idx)
 

@@ -330,6 +330,11 @@ def _checked(cache: CXLCache, model: torch.nn.Module) -> torch.device:
     """The device of a model whose steps a graph can have. Raises UnsupportedError."""
     if cache.attention != "gpu":
         raise UnsupportedError('compile() is for caches made with attention="gpu"')
+    if cache.pool.layout.states is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has layers with states, whose own code takes part in its "
+            "steps: leave compile() out"
+        )
     for config in (text_config(model), getattr(model, "config", None)):
         found = _experts(config) if isinstance(config, PreTrainedConfig) else None
         if found is not None:

@@ -19,7 +19,7 @@ UNEVEN = (
 class RowStates:
     """States of the rows of one cache, in transformers' own layers.
 
-    A pass asks each layer for its state once and has each attention layer append once: enter()
+    A pass asks each layer for its state once and has each attention layer attend once: enter()
     counts both, so that a pass that failed half way is not built upon.
     """
 
@@ -43,12 +43,14 @@ class RowStates:
 
     # ---- in a pass ----
 
-    def enter(self, kind: str, layer: int) -> None:
-        """A layer takes its part in a pass. Raises BadArgumentError when the last one failed."""
-        count = self._passes[kind, layer]
-        if count > min(self._passes.values()):
+    def check(self, kind: str, layer: int) -> None:
+        """Raises BadArgumentError where a layer is to take part in a pass and the last failed."""
+        if self._passes[kind, layer] > min(self._passes.values()):
             raise BadArgumentError(UNEVEN)
-        self._passes[kind, layer] = count + 1
+
+    def enter(self, kind: str, layer: int) -> None:
+        """A layer has taken its part in a pass."""
+        self._passes[kind, layer] += 1
 
     def check_pass(self, place: int, rows: int, tokens: int) -> None:
         """Raises BadArgumentError for other rows than are cached, UnsupportedError where the model
