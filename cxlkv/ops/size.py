@@ -142,7 +142,7 @@ def as_dict(found: Sizes) -> dict[str, object]:
 
 
 def _dtypes(layout: KVLayout) -> str:
-    return ", ".join(dict.fromkeys(group.dtype for group in layout.groups))
+    return " and ".join(dict.fromkeys(group.dtype for group in layout.groups))
 
 
 def _plan(plan: Plan, found: Sizes) -> dict[str, int]:
@@ -210,8 +210,9 @@ def held_text(tokens: int, requests: int) -> str:
 
 
 def kind_of(group: LayerGroup) -> str:
-    """full, window N, or MLA."""
+    """full, window N, MLA, or indexer: keys alone."""
     name = "MLA" if group.values == "key_prefix" else "full"
+    name = "indexer" if name == "MLA" and group.value_head_dim == 1 else name
     return name if group.window is None else f"window {group.window:,}"
 
 

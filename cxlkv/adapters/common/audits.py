@@ -73,7 +73,7 @@ def difference(
             continue
         for name, a, b in zip(("keys", "values"), theirs, mine, strict=True):
             off = offset(a, b)
-            if off > _bound(layout, name):
+            if off > _bound(layout.of_layer(layer), name):
                 return f"{name} of layer {layer} are off by {off:.2g} of their length"
     return ""
 
@@ -92,7 +92,8 @@ def _rows(
     pool: CXLPool, sequence: Sequence, layer: int, first: int, count: int
 ) -> tuple[Floats, Floats]:
     """Keys and values of each token, [tokens, heads * dim]."""
-    pages = same_pages(range(first, first + count), pool.layout.kv_heads)
+    heads = pool.layout.of_layer(layer).kv_heads
+    pages = same_pages(range(first, first + count), heads)
     found = pool.batch([sequence]).fetch(layer, pages)  # [1, heads, pages, tokens, dim] each
     tokens = count * pool.layout.page_tokens
     k, v = (np.moveaxis(np.asarray(of, np.float32)[0], 0, 2).reshape(tokens, -1) for of in found)
@@ -126,14 +127,15 @@ def withdraw(pool: CXLPool, space: bytes, cold: ColdStore | None = None) -> None
     """Marks a namespace: engines that see the mark find nothing that is stored in it. Raises
     CXLKVError."""
     layout, mark = pool.layout, _mark(space, pool.layout.page_tokens)
-    keys, values = (
-        np.zeros((layout.page_tokens, layout.kv_heads, dim), layout.dtype)
-        for dim in (layout.head_dim, layout.value_head_dim)
-    )
     sequence = pool.sequence()
     try:
         for layer in range(layout.layers):
-            sequence.append(layer, keys, values if layout.values == "own" else None)
+            own = layout.of_layer(layer)
+            keys, values = (
+                np.zeros((layout.page_tokens, own.kv_heads, dim), own.dtype)
+                for dim in (own.head_dim, own.value_head_dim)
+            )
+            sequence.append(layer, keys, values if own.values == "own" else None)
         pool.publish(sequence, mark, layout.page_tokens)
         pool.admin.prioritize(mark, PRIORITY_MAX)
     finally:

@@ -128,7 +128,7 @@ class PoolRequests:
             oldest = 0 if window is None else max(0, tokens + 1 - window)  # that the next one sees
             first = oldest // layout.page_tokens
             pages = np.arange(first, tokens // layout.page_tokens, dtype=np.int32)
-            batch.verify(layer, same_pages(pages, layout.kv_heads))
+            batch.verify(layer, same_pages(pages, layout.of_layer(layer).kv_heads))
 
     def sequence(self, request: str) -> Sequence:
         """The sequence of the request's K and V; append to it, attend to it."""
