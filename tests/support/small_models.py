@@ -52,7 +52,8 @@ SMALLER: dict[str, object] = {
     "num_hidden_layers": 2,
     "initializer_range": 0.2,
 }
-NO_KERNEL = ("gemma2", "gpt_oss")  # softcap and sinks: transformers' sdpa leaves them out
+NO_KERNEL = ("gemma2", "gpt_oss", "hy_v4", "mimo_v2_flash")
+"""Their softcap and sinks are left out by transformers' sdpa."""
 
 
 Model = TypeVar("Model", bound=PreTrainedModel)

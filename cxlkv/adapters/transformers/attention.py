@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from cxlkv.adapters.transformers.cache import ANOTHER_PROMPT, FarLayer, layer_of
+from cxlkv.adapters.common.shapes import INDEXED
+from cxlkv.adapters.transformers.cache import ANOTHER_PROMPT, FarLayer, IndexedLayer, layer_of
 from cxlkv.adapters.transformers.steps import Call
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
@@ -85,12 +87,28 @@ def attention(
         raise UnsupportedError(f"attention {NAME!r} has no dropout: call model.eval() first")
     if kwargs.get("position_bias") is not None:
         raise UnsupportedError("attention with position biases is not built yet")
-    _check_window(layer, sliding_window, query.shape[2])
+    _check_window(layer, sliding_window, 0 if layer.cache.reuses(module) else query.shape[2])
     scale = float(query.shape[3] ** -0.5) if scaling is None else scaling
     told = kwargs.get("position_ids")
     positions = told if isinstance(told, Tensor) else None
-    call = Call(module, query, key, value, attention_mask, scale, softcap, s_aux, positions)
+    mask, seen = attention_mask, None
+    if mask is not None and mask.dtype == torch.bool and mask.ndim == 4:
+        if isinstance(layer, IndexedLayer):
+            seen = mask & _chosen(kwargs["indices"], mask.shape[3])
+            mask = mask[:, 0, -1]  # the last token sees all but padding
+        elif mask.shape[1:3] == (1, 1):
+            mask = mask[:, 0, 0]
+    if seen is None and isinstance(layer, IndexedLayer):
+        raise UnsupportedError(BUILT)
+    call = Call(module, query, key, value, mask, scale, softcap, s_aux, positions, seen)
     return layer.cache.forward(layer, call).contiguous(), None
+
+
+def _chosen(indices: object, tokens: int) -> Tensor:
+    """bool [batch, 1, new tokens, tokens so far] of an indexer's choice [batch, new tokens, n]."""
+    assert isinstance(indices, Tensor)
+    chosen = indices.new_zeros((*indices.shape[:2], tokens), dtype=torch.bool)
+    return chosen.scatter(-1, indices.long(), True)[:, None]
 
 
 class DecoderLayer(Protocol):
@@ -143,7 +161,8 @@ def padding_mask(
     use_vmap: bool = False,
     **kwargs: object,
 ) -> Tensor | None:
-    """transformers' mask function: the padding mask as it is, [batch, tokens so far] or None.
+    """transformers' mask function: the padding mask as it is, [batch, tokens so far] or None;
+    bool [batch, 1, 1, tokens so far] where layers reuse keys, whose models cut it.
 
     Causality and windows are the attention function's own, which compares the window with the
     pool's; UnsupportedError for any other pattern. BadArgumentError for an empty prompt. Of a part
@@ -167,6 +186,26 @@ def padding_mask(
         )
     # What is laid over a window cannot be seen in its function, only in what it may not skip.
     plain = mask_function is causal_mask_function or local_size is not None
+    config = kwargs.get("config")
+    if (
+        mask_function is causal_mask_function
+        and not use_vmap
+        and INDEXED in _told(config, "layer_types")
+    ):
+        return sdpa_mask(
+            q_length=q_length,
+            attention_mask=attention_mask,
+            mask_function=mask_function,
+            allow_is_causal_skip=False,
+            **kwargs,  # type: ignore[arg-type]
+        )
     if not plain or use_vmap or not allow_is_causal_skip:
         raise UnsupportedError(BUILT)
+    if attention_mask is not None and "reuse" in _told(config, "kv_sharing_modes"):
+        return attention_mask.bool()[:, None, None]
     return attention_mask
+
+
+def _told(config: object, name: str) -> Sequence[str | None]:
+    told: Sequence[str | None] = getattr(config, name, None) or ()
+    return told

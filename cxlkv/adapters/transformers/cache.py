@@ -16,7 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from cxlkv.adapters.common.shapes import ATTENTION_KINDS, STATE_KINDS, kinds_of
+from cxlkv.adapters.common.shapes import (
+    ATTENTION_KINDS,
+    INDEXED,
+    STATE_KINDS,
+    indexers_of,
+    kinds_of,
+)
 from cxlkv.adapters.transformers import budgets
 from cxlkv.adapters.transformers.gpu_chunks import GpuChunks
 from cxlkv.adapters.transformers.gpu_steps import GpuSteps
@@ -25,7 +31,7 @@ from cxlkv.adapters.transformers.gradients import without_gradients
 from cxlkv.adapters.transformers.graph import UNCOUNTED, CompiledSteps
 from cxlkv.adapters.transformers.latent import Absorbed
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, states_of, text_config
-from cxlkv.adapters.transformers.prefill import attend_to_new, beside_sinks
+from cxlkv.adapters.transformers.prefill import attend_to_new, attend_to_seen, beside_sinks
 from cxlkv.adapters.transformers.resets import give_back
 from cxlkv.adapters.transformers.row_states import RowStates
 from cxlkv.adapters.transformers.sparse_prefill import (
@@ -134,6 +140,7 @@ class FarLayer(OfThisProcess, CacheLayerMixin):
         self.window = window  # how many tokens a token sees, its own included; None: all
         self.is_sliding = window is not None
         self.seen = 0  # tokens so far, padding included
+        self.rows: Tensor | None = None  # an indexer's new ones, until they are stored
         self.longest: int | None = None  # the model's window, of a layer that has none in the pool
 
     @property
@@ -157,7 +164,7 @@ class FarLayer(OfThisProcess, CacheLayerMixin):
         It finds this layer by the mark `.far` on the keys. MLA's latents are expanded to other
         tensors first, so there this thread remembers the layer.
         """
-        if self.cache.pool.layout.values == "key_prefix":
+        if self.cache.pool.layout.of_layer(self.index).values == "key_prefix":
             row = torch.cat((key_states, value_states), dim=3)
             self.cache.announce(Announced(self.index, row, None))
             _thread.layer = self
@@ -179,6 +186,30 @@ class FarLayer(OfThisProcess, CacheLayerMixin):
     def get_max_cache_shape(self) -> int:
         """get_max_length's name before transformers 5.16."""
         return -1
+
+
+class IndexedLayer(FarLayer):  # type: ignore[no-untyped-call]
+    """A layer whose model chooses by an indexer what a token sees: it gets all latents, and all of
+    the indexer's rows, which are the pool's next layer. attends: to what the last one chose."""
+
+    def __init__(self, cache: CXLCache, index: int, place: int, attends: bool) -> None:
+        super().__init__(cache, index, None, place)
+        self.has_indexer = not attends
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """The latents and the rotary channels of all tokens so far; nothing is stored yet."""
+        super().update(key_states, value_states)
+        new = torch.cat((key_states, value_states), dim=3)
+        row = self.cache.with_earlier(self.seen, self.index, new)
+        rank = key_states.shape[3]
+        return row[..., :rank], row[..., rank:]
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """The indexer's rows of all tokens so far, [batch, tokens, channels]."""
+        self.rows = indexer_key_states[:, None]
+        return self.cache.with_earlier(self.seen, self.index + 1, self.rows)[:, 0]
 
 
 class FarStateLayer(StateLayer, FarLayer):  # type: ignore[override, no-untyped-call]
@@ -203,8 +234,8 @@ def layers_of(
 ) -> Iterator[
     cache_utils.LinearAttentionCacheLayerMixin | CacheLayerMixin | cache_utils.DummyLayer
 ]:
-    """A layer of the cache for each of the model's. windows: of those that attend."""
-    index = 0
+    """A layer of the cache for each of the model's. windows: of those that store keys."""
+    index, indexed = 0, indexers_of(config)
     for place, kind in enumerate(kinds_of(config)):
         count = getattr(config, "number_of_conv_states", 1)
         if kind not in ATTENTION_KINDS:
@@ -213,6 +244,9 @@ def layers_of(
             continue
         if kind in STATE_KINDS:
             yield FarStateLayer(cache, index, windows[index], place, count)
+        elif kind == INDEXED:
+            yield IndexedLayer(cache, index, place, attends=place not in indexed)
+            index += place in indexed
         else:
             yield FarLayer(cache, index, windows[index], place)
         index += 1
@@ -289,9 +323,17 @@ class CXLCache(OfThisProcess, Cache):
         check_layout(pool.layout, layout_of(model))
         give_back(model, CXLCache)
         self._config = text_config(model)
+        kinds = enumerate(kinds_of(self._config))
+        self._reusing = {place for place, kind in kinds if kind == "reuse"}
+        if attention == "gpu":
+            self._check_gpu(pool.layout)
         layers = [*layers_of(self, self._config, pool.layout.windows)]
         super().__init__(layers=layers)
         self._far_layers = [one for one in layers if isinstance(one, FarLayer)]
+        indexed = (one for one in self._far_layers if isinstance(one, IndexedLayer))
+        self._indexed = {one.index for one in indexed if one.has_indexer}
+        if self._indexed and prefill_mass is not None:
+            self._refuse_choosing("prefill_mass")
         self._states = self._states_of(model)
         self.pool = pool
         self.attention = attention
@@ -313,7 +355,9 @@ class CXLCache(OfThisProcess, Cache):
         self.counters = Counters()
         self.on_choice: Chosen | None = None
         self.on_query: Queried | None = None
-        self._dtype = getattr(torch, pool.layout.dtype)
+        groups = pool.layout.groups
+        self._dtype = getattr(torch, groups[0].dtype)
+        self._layer_bytes = max(group.token_bytes // group.layers for group in groups)
         self._step: Step | None = None
         self._pending: Announced | None = None
         self._before_pass = (0, np.empty(0, np.int64))  # tokens seen, and of each row
@@ -323,6 +367,23 @@ class CXLCache(OfThisProcess, Cache):
             self._states.load(_checked_states(sequences, states))
         self._start_from(sequences, max((len(s) for s in sequences), default=0))
         self.budget = budget
+
+    def _refuse_choosing(self, what: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{self._config.model_type} chooses by its own indexers what a token sees, and {what} "
+            "would choose once more: leave it out"
+        )
+
+    def _check_gpu(self, layout: KVLayout) -> None:
+        """Raises UnsupportedError for what a Decoder does not serve."""
+        why = "layers of unlike shapes" if layout.has_shapes else ""
+        if self._reusing:
+            why = "layers that attend to the keys of others"
+        if why:
+            raise UnsupportedError(
+                f"{self._config.model_type} has {why}, which attention='gpu' does not serve yet: "
+                'use attention="pool"'
+            )
 
     def _states_of(self, model: object) -> RowStates | None:
         """Those of the model's layers that have any. Raises UnsupportedError."""
@@ -360,6 +421,8 @@ class CXLCache(OfThisProcess, Cache):
     @budget.setter
     def budget(self, budget: budgets.Budgets) -> None:
         self._given = budgets.checked(budget)
+        if self._indexed and budgets.for_select(self._given):
+            self._refuse_choosing("a budget")
         self._keep_budget(self._given)
         if self.sequences:
             self._spread_budget(len(self.sequences))
@@ -378,6 +441,10 @@ class CXLCache(OfThisProcess, Cache):
 
     # ---- the forward pass, layer by layer ----
 
+    def reuses(self, module: torch.nn.Module) -> bool:
+        """Whether an attention module attends to what another one has stored in this pass."""
+        return bool(self._reusing) and getattr(module, "layer_idx", None) in self._reusing
+
     def announce(self, new: Announced) -> None:
         """A layer has new tokens: the attention function must take them before the next layer.
 
@@ -389,7 +456,7 @@ class CXLCache(OfThisProcess, Cache):
                 "a CXLCache holds no tensors that another attention function could read: call "
                 "model.set_attn_implementation('cxlkv') first"
             )
-        _check_shape(self.pool.layout, new)
+        _check_shape(self.pool.layout.of_layer(new.index), new)
         self._pending = new
 
     def forward(self, layer: FarLayer, call: Call) -> Tensor:
@@ -414,27 +481,36 @@ class CXLCache(OfThisProcess, Cache):
 
     def _forward(self, layer: FarLayer, call: Call) -> Tensor:
         new, self._pending = self._pending, None
+        reuses = self.reuses(call.module)
+        if reuses:
+            new = Announced(layer.index, call.key, call.value)
         if new is None or new.index != layer.index:
             raise BadArgumentError("a layer attends once to what it gave to its CXLCache")
-        if (layer.index == 0 and not self._captures) or self._step is None:
+        if self._step is None or (layer.index == 0 and not self._captures and not reuses):
             self._step = self._begin(
                 call.mask, call.query.shape[0], call.query.shape[2], call.positions
             )
-        step = self._step
-        if self.on_query is not None:
+        step = self._step.last(call.query.shape[2])
+        is_cut = step is not self._step
+        if self.on_query is not None and not reuses:
             self.on_query(layer.index, step.rows(call.query), step.starts)
         scale, softcap = positive_float32(call.scale, "scaling"), softcap_of(call.softcap) or None
-        part = LayerStep(layer.index, step, scale, softcap, layer.window, call.sinks)
+        part = LayerStep(layer.index, step, scale, softcap, layer.window, call.sinks, reuses)
         at_once = self._decodes_at_once and step.tokens == 1 and not step.first
+        at_once = at_once and not reuses and call.seen is None
         a_token_each = step.tokens == 1 and not step.first and step.real is None
         by_gpu = self._gpu is not None and a_token_each
         if self._gpu is not None and not by_gpu:
             self._gpu.changed()
-        if not at_once and not by_gpu:
+        if not at_once and not by_gpu and not reuses:
             self._append(layer, step, new)
         is_traced = torch.is_grad_enabled() and (self._holds_traced or _is_traced(call))
         self._holds_traced = self._holds_traced or is_traced
-        if self.prefill_mass is not None and new.values is not None and long_rows(part).any():
+        if call.seen is not None:
+            out = self._attend_to_seen(part, call, call.seen)
+            return without_gradients(out, call.query) if is_traced and not step.first else out
+        sparse = self.prefill_mass is not None and new.values is not None and not is_cut
+        if sparse and self.prefill_mass is not None and long_rows(part).any():
             out = self._prefill_sparsely(part, call, self.prefill_mass)
             return without_gradients(out, call.query) if is_traced else out
         if self._attends_to_new(step):
@@ -442,7 +518,8 @@ class CXLCache(OfThisProcess, Cache):
         absorbed = None
         query = call.query
         if new.values is None:
-            absorbed = Absorbed.of(call.module, self.pool.layout.value_head_dim)
+            rank = self.pool.layout.of_layer(layer.index).value_head_dim
+            absorbed = Absorbed.of(call.module, rank)
             query = absorbed.queries(query)
         if self._chunks is not None and not by_gpu:
             out = self._attend_by_gpu(self._chunks, part, query, new)
@@ -453,7 +530,8 @@ class CXLCache(OfThisProcess, Cache):
             elif at_once:
                 found = self._decode_at_once(layer, part, rows, new)
             else:
-                found = (self._decode if step.tokens == 1 else self._attend_in_pool)(part, rows)
+                decodes = step.tokens == 1 and not is_cut
+                found = (self._decode if decodes else self._attend_in_pool)(part, rows)
             out = step.unrows(found)
         out = out if absorbed is None else absorbed.outputs(out)
         return without_gradients(out, call.query) if is_traced else out
@@ -509,6 +587,29 @@ class CXLCache(OfThisProcess, Cache):
         that outputs do not depend on the steps that a text came in."""
         return step.first and not self.pool.layout.is_encoded
 
+    def with_earlier(self, seen: int, index: int, new: Tensor) -> Tensor:
+        """A pool layer's rows of `seen` earlier tokens, zeros where padding is, and the new ones:
+        [batch, 1, tokens, channels]."""
+        if not seen:
+            return new
+        if len(new) != len(self.sequences):
+            self._begin(None, len(new), new.shape[2])  # says what is wrong
+        whole = new.new_zeros((len(new), 1, seen + new.shape[2], new.shape[3]))
+        whole[:, :, seen:] = new
+        for row, sequence in enumerate(self.sequences):
+            length = sequence.tokens(index)
+            whole[row, :, seen - length : seen] = self._stored(index, row, length)[0]
+        return whole
+
+    def _attend_to_seen(self, part: LayerStep, call: Call, seen: Tensor) -> Tensor:
+        """Attention of a model that has chosen itself: [batch, tokens, q_heads, value_dim]."""
+        if part.step.tokens == 1 and not part.step.first:
+            self.counters.steps += part.index == 0
+            self.counters.bytes_read += self._visible_bytes(part)
+            if part.index in self._indexed:
+                self.counters.bytes_scored += self._visible_bytes(part, part.index + 1)
+        return attend_to_seen(part, call.query, call.key, call.value, seen)
+
     def _new_rows(self, step: Step, new: Announced) -> tuple[Tensor, Tensor | None]:
         """Keys and values [rows, kv_heads, dim] on the CPU, as the pool stores them."""
         values = None if new.values is None else _at_home(step.rows(new.values), self._dtype)
@@ -528,6 +629,10 @@ class CXLCache(OfThisProcess, Cache):
         else:
             self._batch.append(layer.index, *self._new_rows(step, new), step.starts, rewind)
         self._count_appended(layer, step)
+        if layer.rows is not None:
+            rows = _at_home(step.rows(layer.rows), self._dtype)
+            self._batch.append(layer.index + 1, rows, None, step.starts, rewind)
+            layer.rows = None
 
     def _may_be_written_by_gpu(self, step: Step) -> bool:
         """True where no layer reads the step's tokens in the pool before the step ends."""
@@ -723,11 +828,14 @@ class CXLCache(OfThisProcess, Cache):
 
     def _text(self, part: LayerStep, row: int) -> tuple[Tensor, Tensor]:
         """All keys and values of a sequence's layer, copied: [kv_heads, tokens, dim]."""
-        layout, length = self.pool.layout, int(part.step.lengths[row])
+        return self._stored(part.index, row, int(part.step.lengths[row]))
+
+    def _stored(self, index: int, row: int, length: int) -> tuple[Tensor, Tensor]:
+        layout = self.pool.layout.of_layer(index)
         shape = (layout.kv_heads, -(-length // layout.page_tokens), layout.page_tokens)
         keys = torch.empty((*shape, layout.head_dim), dtype=self._dtype)
         values = torch.empty((*shape, layout.value_head_dim), dtype=self._dtype)
-        self.sequences[row].fetch(part.index, out=(keys, values))
+        self.sequences[row].fetch(index, out=(keys, values))
         return keys.flatten(1, 2)[:, :length], values.flatten(1, 2)[:, :length]
 
     def _decode(self, part: LayerStep, queries: Tensor) -> Tensor:
@@ -739,7 +847,7 @@ class CXLCache(OfThisProcess, Cache):
     def _chosen(self, part: LayerStep, queries: Tensor) -> Selection | None:
         """What a step of one token attends to, counted; None: all that it sees."""
         picked = None if part.window is not None else self.choose(part, queries)
-        self.counters.steps += part.index == 0
+        self.counters.steps += part.index == 0 and not part.reuses
         if picked is None:
             self.counters.bytes_read += self._visible_bytes(part)
         else:
@@ -749,12 +857,12 @@ class CXLCache(OfThisProcess, Cache):
             self.counters.bytes_read += picked.bytes_fetched
         return picked
 
-    def _visible_bytes(self, part: LayerStep) -> int:
+    def _visible_bytes(self, part: LayerStep, index: int | None = None) -> int:
         """Bytes in the pool of one layer's keys and values that the last tokens of all sequences
-        see."""
-        layout = self.pool.layout
+        see; index: of another of the pool's layers."""
         tokens = int((part.step.lengths - part.oldest_seen()).sum())
-        return tokens * layout.stored_token_bytes // layout.layers
+        index = part.index if index is None else index
+        return tokens * self.pool.layout.of_layer(index).stored_layer_bytes
 
     def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
         """The pages that queries [rows, q_heads, dim] of one token each attend to; None: all."""
@@ -787,8 +895,7 @@ class CXLCache(OfThisProcess, Cache):
         """Raise the peak: pages as tensors, beside the keys and values of the pass's own tokens, by
         default one of each sequence."""
         tokens = len(self.sequences) if tokens is None else tokens
-        own_bytes = tokens * self.pool.layout.token_bytes // self.pool.layout.layers
-        live_bytes = own_bytes + fetched_bytes
+        live_bytes = tokens * self._layer_bytes + fetched_bytes
         self.counters.live_bytes_peak = max(self.counters.live_bytes_peak, live_bytes)
 
     # ---- what generate() and people do with a cache ----
@@ -894,7 +1001,10 @@ class CXLCache(OfThisProcess, Cache):
             self._gpu.changed()
         seen = self.get_seq_length()
         keep = tokens_to_remove if tokens_to_remove > 0 else max(0, seen + tokens_to_remove)
-        uneven = any(layer.seen != seen for layer in self._far_layers)  # a pass failed on its way
+        layers = self._far_layers  # of these a pass may have failed on its way
+        uneven = any(layer.seen != seen or layer.rows is not None for layer in layers)
+        for layer in layers:
+            layer.rows = None
         states, removed = self._states, max(0, seen - keep)
         uneven = uneven or (states is not None and not states.is_even)
         if states is not None:

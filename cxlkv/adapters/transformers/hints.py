@@ -41,6 +41,8 @@ log = logging.getLogger("cxlkv")
 def unhinted(model: torch.nn.Module, cache: CXLCache) -> str | None:
     """Why there are no hints for a model; None: there are."""
     layout = cache.pool.layout
+    if layout.has_shapes:
+        return "its layers are of unlike shapes"
     if layout.values != "own":
         return "its queries are of latents (MLA), which a guess would have to absorb"
     if any(window is not None for window in layout.windows):

@@ -18,10 +18,11 @@ def layout_of(
     """The layout of a pool for a transformers model or its config.
 
     dtype: of the stored keys and values, the model's own if None. encoding: what they are kept as,
-    "int8", or of keys and of values, "int8,int4". One layer group for each window.
+    "int8", or of keys and of values, "int8,int4". One layer group for each window and shape.
     MLA models store one head of latent and rotary channels; its values are the latent ones. Layers
-    with a state make layout.states. Raises UnsupportedError, naming the layers, for what is none of
-    these: shared keys, encoders, states that transformers keeps elsewhere.
+    with a state make layout.states; those that attend to another one's keys are not in it. Raises
+    UnsupportedError, naming the layers, for what is none of these: encoders, states that
+    transformers keeps elsewhere.
     """
     config, form = text_config(model), states_of(model)
     if dtype is None:
@@ -52,7 +53,7 @@ def config_words(model: object) -> dict[str, object]:
 def check_layout(pool: KVLayout, model: KVLayout) -> None:
     """Raises GeometryError when the pool is laid out for another model."""
     for name in ("layers", "kv_heads", "head_dim", "value_head_dim", "values", "windows"):
-        stored, wanted = getattr(pool, name), getattr(model, name)
+        stored, wanted = _of_layers(pool, name), _of_layers(model, name)
         if stored != wanted:
             raise GeometryError(
                 f"the pool is laid out for {name}={stored}, the model has {wanted}: "
@@ -63,3 +64,9 @@ def check_layout(pool: KVLayout, model: KVLayout) -> None:
             f"the pool is laid out for {pool.states or 'no states'}, the model has "
             f"{model.states or 'none'}: create it with layout=layout_of(model)"
         )
+
+
+def _of_layers(layout: KVLayout, name: str) -> object:
+    """What all layers have, or each where they differ."""
+    own = tuple(getattr(layout.of_layer(layer), name) for layer in range(layout.layers))
+    return own[0] if len({*own}) == 1 else own

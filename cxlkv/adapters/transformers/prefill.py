@@ -18,18 +18,35 @@ BLOCK_LOGITS = 1 << 24  # in one block, of all heads and rows: 64 MiB
 def attend_to_new(part: LayerStep, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Prefill of an empty cache, from the given tensors: [batch, tokens, q_heads, value_dim].
 
-    query [batch, q_heads, tokens, dim], key and value [batch, kv_heads, tokens, dim].
+    query [batch, q_heads, tokens, dim], key and value [batch, kv_heads, tokens, dim]; or more than
+    the queries' own, which are then of the last tokens.
     """
-    step = part.step
-    if step.real is None:
+    step, is_cut = part.step, query.shape[2] < key.shape[2]
+    if step.real is None and not is_cut:
         return _causal(part, query, key, value).transpose(1, 2)
     out = query.new_zeros((step.batch, step.tokens, query.shape[1], value.shape[3]))
     for row, count in enumerate(step.new.tolist()):
-        if count:  # each row without its padding, so that no mask has to show it
+        if count and is_cut:
+            length = int(step.lengths[row])
+            own = (query[row, :, -count:], key[row, :, -length:], value[row, :, -length:])
+            found, lse = attend_to_block(part, *own, length - count)
+            out[row, step.tokens - count :] = beside_sinks(found, lse, part.sinks)
+        elif count:  # each row without its padding, so that no mask has to show it
             one = (slice(row, row + 1), slice(None), slice(step.tokens - count, None))
             made = _causal(part, query[one], key[one], value[one])
             out[row, step.tokens - count :] = made[0].transpose(0, 1)
     return out
+
+
+def attend_to_seen(
+    part: LayerStep, query: Tensor, key: Tensor, value: Tensor, seen: Tensor
+) -> Tensor:
+    """As above, of all tokens so far, where `seen` says which: bool [batch, 1, tokens, so far]."""
+    if part.sinks is None and part.softcap is None:
+        out = scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=part.scale)
+        return out.nan_to_num().transpose(1, 2)
+    found, lse = (one.transpose(1, 2) for one in weighed(part, query, key, value, seen))
+    return beside_sinks(found.nan_to_num(), lse, part.sinks)
 
 
 def _causal(part: LayerStep, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

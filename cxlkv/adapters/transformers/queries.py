@@ -27,6 +27,7 @@ class LastQueries:
     def __init__(self, cache: CXLCache, rows: int = 64) -> None:
         if not is_whole(rows, 1):
             raise BadArgumentError(f"rows={rows!r:.40}: a whole number, 1 or more")
+        cache.pool.layout.shape  # noqa: B018  raises where layers are unlike: no method learns
         self._cache, self._rows = cache, rows
         self._kept: dict[tuple[int, int], Tensor] = {}
 

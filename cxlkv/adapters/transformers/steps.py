@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,19 @@ class Step:
     lengths: npt.NDArray[np.int64]
     real: Tensor | None
 
+    def last(self, tokens: int) -> Step:
+        """The same pass for a layer that is asked of its last tokens only."""
+        if tokens == self.tokens:
+            return self
+        new = np.minimum(self.new, tokens)
+        real = None
+        if (new < tokens).any():
+            counts = torch.from_numpy(new)[:, None]
+            real = (torch.arange(tokens) >= tokens - counts).flatten().nonzero().flatten()
+        starts = np.zeros_like(self.starts)
+        np.cumsum(new, out=starts[1:])
+        return replace(self, tokens=tokens, starts=starts, new=new, real=real)
+
     def rows(self, states: Tensor) -> Tensor:
         """[batch, heads, tokens, dim] as rows [rows, heads, dim]; a view wherever it can be."""
         one = self.tokens == 1
@@ -50,7 +63,7 @@ class LayerStep:
     """One layer's part in a step: its index, and the parameters of its attention.
 
     window: how many tokens a token sees, its own included; None: all. sinks: [q_heads], learned
-    logits of a key without a value.
+    logits of a key without a value. reuses: the keys are another layer's.
     """
 
     index: int
@@ -59,6 +72,7 @@ class LayerStep:
     softcap: float | None = None
     window: int | None = None
     sinks: Tensor | None = None
+    reuses: bool = False
 
     def oldest_seen(self) -> npt.NDArray[np.int64]:
         """The first token that each sequence's last one sees, int64 [batch]."""
@@ -74,6 +88,8 @@ class Call:
     query [batch, q_heads, tokens, dim], key and value [batch, kv_heads, tokens, dim]: the new
     tokens only; in MLA these are expanded. mask: bool [batch, tokens so far], False for padding.
     positions: of the new tokens in their texts, where the model tells them, [1 or batch, tokens].
+    seen: of a model that chooses itself, what each new token sees, bool [batch, 1, tokens, tokens
+    so far]; key and value are then of all of these.
     """
 
     module: torch.nn.Module
@@ -85,6 +101,7 @@ class Call:
     softcap: float | None
     sinks: Tensor | None
     positions: Tensor | None
+    seen: Tensor | None = None
 
 
 def real_tokens(
