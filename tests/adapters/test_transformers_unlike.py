@@ -21,7 +21,7 @@ from cxlkv.adapters.transformers import (
     layout_of,
     take_over,
 )
-from cxlkv.errors import GeometryError, PoolFullError, UnsupportedError
+from cxlkv.errors import BadArgumentError, GeometryError, PoolFullError, UnsupportedError
 from cxlkv.ops.models import layout_of_model
 from cxlkv.sequence import Batch
 
@@ -118,6 +118,24 @@ def test_budgets(name: str, model: PreTrainedModel, pool: CXLPool) -> None:
     assert 0 < few.counters.bytes_read < full.counters.bytes_read
     assert full.counters.steps == few.counters.steps == NEW - 1
     for cache in (full, few):
+        cache.release()
+    run(model, ids[:, :40], few)
+    last = model(ids[:, 40:], past_key_values=few, logits_to_keep=1).logits  # of a prompt
+    assert torch.allclose(last, run(model, ids, dynamic(model))[:, -1:], rtol=1e-3, atol=1e-3)
+    few.release()
+
+
+def test_encodings(name: str, model: PreTrainedModel) -> None:
+    if name in INDEXED:
+        with pytest.raises(BadArgumentError, match="'key_prefix' with an encoding"):
+            layout_of(model, encoding="int8")
+        return
+    ids, mask = prompts((40, 23))
+    with pool_for(model, encoding="int8") as pool:
+        cache = CXLCache(pool, model)
+        whole = answer(model, ids, mask, cache)
+        cache.release()
+        assert torch.equal(answer(model, ids, mask, cache, prefill_chunk_size=7), whole)
         cache.release()
 
 

@@ -72,7 +72,14 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "moe_intermediate_size": 32,
         },
     ),
-    "gemma4-unified": ("Gemma4UnifiedText Gemma4Unified", {**_GEMMA, **_SHARED}),
+    "gemma4-unified": (
+        "Gemma4UnifiedText Gemma4Unified",
+        {
+            **_GEMMA,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 4,
+        },
+    ),
     "deepseek-v3.2": ("DeepseekV32", _LATENT),
     "glm-moe-dsa": (
         "GlmMoeDsa",
