@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
@@ -22,8 +23,9 @@ from cxlkv.adapters.transformers import (
     take_over,
 )
 from cxlkv.errors import BadArgumentError, GeometryError, PoolFullError, UnsupportedError
+from cxlkv.machine.sizes import pages_for, plan_for
 from cxlkv.ops.models import layout_of_model
-from cxlkv.sequence import Batch
+from cxlkv.sequence import Batch, Sequence
 
 from ..support.hybrid_models import dynamic
 from ..support.small_models import PAGE_TOKENS, generate, pool_for, prompts, run
@@ -280,6 +282,31 @@ def test_the_layout_is_what_the_librarys_cache_holds(
     sized = layout_of_model(str(tmp_path), PAGE_TOKENS)
     assert (sized.groups, sized.order) == (layout.groups, layout.order)
     assert layout_of(model.config, PAGE_TOKENS).groups == layout.groups
+
+
+def test_cxlkv_sizes_pool_holds_its_tokens(model: PreTrainedModel) -> None:
+    layout, tokens = layout_of(model), 3200
+    planned = plan_for(layout, tokens, requests=2)
+    with CXLPool.create("anonymous:", layout=layout, capacity=planned.capacity_bytes) as pool:
+        requests = [pool.sequence() for _ in range(2)]
+        for end in range(64, tokens + 64, 64):
+            for sequence in requests:
+                fill(sequence, end)
+        assert [*map(len, requests)] == [tokens] * 2
+        used = pool.stats()["pages_total"] - pool.stats()["pages_free"]
+        assert 0.9 <= used / pages_for(layout, planned.geometry, tokens, 2) <= 1
+
+
+def fill(sequence: Sequence, tokens: int) -> None:
+    """Give all layers zeros up to so many tokens."""
+    layout = sequence._layout
+    for layer in range(layout.layers):
+        own, count = layout.of_layer(layer), tokens - sequence.tokens(layer)
+        k, v = (
+            np.zeros((count, own.kv_heads, dim), np.float32)
+            for dim in (own.head_dim, own.value_head_dim)
+        )
+        sequence.append(layer, k, v if own.values == "own" else None)
 
 
 def test_what_is_refused_by_name(name: str, model: PreTrainedModel, pool: CXLPool) -> None:
