@@ -87,6 +87,21 @@ def test_a_batch_of_unlike_lengths_and_beams(model: PreTrainedModel, pool: CXLPo
     cache.release()
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "more",
+    [{"prompt_lookup_num_tokens": 3}, {"num_return_sequences": 3, "do_sample": True}],
+    ids=["drafts", "samples"],
+)
+def test_drafts_and_samples(model: PreTrainedModel, pool: CXLPool, more: dict[str, object]) -> None:
+    ids = prompts((30,))[0].repeat(1, 2)
+    cache = CXLCache(pool, model)
+    ours = answer(model, ids, None, cache, **more)
+    plain = {name: value for name, value in more.items() if "lookup" not in name}
+    assert torch.equal(ours, answer(model, ids, None, dynamic(model), **plain))
+    cache.release()
+
+
 def test_a_turn_goes_on_and_a_fork_leaves_its_parent(model: PreTrainedModel, pool: CXLPool) -> None:
     ids, _ = prompts((40,))
     cache = CXLCache(pool, model)
