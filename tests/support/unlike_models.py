@@ -137,6 +137,22 @@ IMAGES: dict[str, tuple[str, dict[str, object]]] = {
             "image_token_id": 63,
         },
     ),
+    "mistral-large-4": (
+        "MistralLarge4",
+        {
+            "text_config": {**SHAPE, **_LATENT, "num_hidden_layers": 4},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "head_dim": 16,
+                "image_size": 16,
+                "patch_size": 8,
+            },
+            "image_token_id": 63,
+        },
+    ),
 }
 """Models that read images, too; only their text is asked for."""
 

@@ -18,7 +18,10 @@ LATENT_MODELS = (
     *("bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"),
     *("minicpm3", "mistral4", "youtu"),
 )
-INDEXED_MODELS = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
+INDEXED_MODELS = (
+    *("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+    "mistral_large4_text",
+)
 """They have indexers, which choose for each token which others it sees."""
 INDEXED = "indexed_attention"
 STATE_KINDS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
@@ -44,7 +47,7 @@ def layout_from(
     layers, indexed = list[LayerGroup](), indexers_of(config)
     for place, (own, kind) in enumerate(zip(_of_layers(config), kinds_of(config), strict=False)):
         if kind in ATTENTION_KINDS:
-            layers.append(_layer(own, kind, stored))
+            layers.append(_layer(own, place, kind, stored))
         if place in indexed:
             layers.append(_indexer(own, stored))
     groups = list(dict.fromkeys(layers))
@@ -57,10 +60,10 @@ def layout_from(
     )
 
 
-def _layer(config: object, kind: str, dtype: str) -> LayerGroup:
+def _layer(config: object, place: int, kind: str, dtype: str) -> LayerGroup:
     """A group of one layer, by the layer's own config."""
     window = _window(config, kind)
-    kv_heads, head_dim, value_head_dim, values = _row(config, window is not None)
+    kv_heads, head_dim, value_head_dim, values = _row(config, place, window is not None)
     return LayerGroup(
         layers=1,
         kv_heads=kv_heads,
@@ -123,11 +126,13 @@ def _window(config: object, kind: str) -> int | None:
     return window
 
 
-def _row(config: object, windowed: bool) -> tuple[int, int, int, str]:
+def _row(config: object, place: int, windowed: bool) -> tuple[int, int, int, str]:
     """What a token stores in a layer: (kv_heads, head_dim, value_head_dim, values)."""
     rank: int | None = getattr(config, "kv_lora_rank", None)
     if rank:
-        return 1, rank + _number(config, "qk_rope_head_dim"), rank, "key_prefix"
+        turned: Sequence[int] | None = getattr(config, "no_rope_layers", None)  # 0: it has none
+        rope = _number(config, "qk_rope_head_dim") if turned is None or turned[place] else 0
+        return 1, rank + rope, rank, "key_prefix"
     heads = _number(config, "num_attention_heads")
     kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
     head_dim: int = getattr(config, "head_dim", None) or _number(config, "hidden_size") // heads
@@ -157,6 +162,8 @@ def check_supported(config: object, with_states: bool) -> None:
         )
     latent = any(getattr(own, "kv_lora_rank", None) for own in _of_layers(config))
     kinds = kinds_of(config)
+    if INDEXED in kinds and any(getattr(config, "kv_sharing_modes", None) or ()):
+        raise UnsupportedError(f"{name}: layers with indexers that share latents are not built")
     if INDEXED in kinds and name not in INDEXED_MODELS:
         raise UnsupportedError(
             f"{name}: layer {kinds.index(INDEXED)} has {INDEXED}; indexers are built for "
