@@ -254,9 +254,9 @@ static void wrong_selects(made *m) {
     REFUSED(good, bad.errors = -1, ask(m, bad, 1, TOKENS, 0));
     bad = good, bad.method = CXLKV_METHOD_TWO_STAGE;
     CHECK(ask(m, bad, 1, TOKENS, 0) == 0);
-    m->served->layout.sketch = 0; /* as if its pool had no sketches */
+    m->served->layers.shapes[0].layout.sketch = 0; /* as if its pool had no sketches */
     CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
-    m->served->layout.sketch = 1;
+    m->served->layers.shapes[0].layout.sketch = 1;
     REFUSED(good, bad.budget_count = 2, ask(m, bad, 1, TOKENS, 0));
     bad = good, bad.k_max = 1;
     CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ROOM);
