@@ -431,7 +431,7 @@ def loads_of_vllm(world: World) -> Subject:
     pool = world.pool()
     memory = [BlockMemory(np.zeros((4, 2, PAGE, 8), np.float32), None) for _ in range(2)]
     loader = Loader(memory)
-    loads = [Load(pool, [Part("a", None, [0], 0)], 60.0) for _ in range(2)]
+    loads = [Load(pool, [Part("a", None, [[0]], [0], 0, PAGE)], 60.0) for _ in range(2)]
     for load in loads:
         loader.begin(load)
 

@@ -29,7 +29,7 @@ TEXT = 162  # tokens, of which 160 are whole blocks
 def engines(tmp_path: Path) -> Iterator[Engines]:
     """With one folder of cold files, below pools that hold three texts."""
     cold = {"cold": f"{tmp_path}/cold/", "cold_capacity": "8MiB"}
-    with engines_in(tmp_path, CAPACITY, 1024, **cold) as made:
+    with engines_in(tmp_path, CAPACITY, 1024, None, **cold) as made:
         yield made
         for engine in made.made:
             check_files(engine)

@@ -48,7 +48,7 @@ def test_nothing_is_done_before_its_bytes_are_there(path: str) -> None:
         values = np.full_like(keys, np.nan)
         memory = [BlockMemory(keys[layer], values[layer]) for layer in range(3)]
         blocks = [7, 2, 4, 0, 1, 3]
-        load = Load(pool, [Part("a", sequence, blocks, 0)], deadline_s=60)
+        load = Load(pool, [Part("a", sequence, [blocks], [0], 0, 6 * TOKENS)], deadline_s=60)
         loader = Loader(memory)
         loader.begin(load)
         for layer in range(3):
@@ -58,7 +58,7 @@ def test_nothing_is_done_before_its_bytes_are_there(path: str) -> None:
             assert np.array_equal(values[layer, blocks], -wanted)
         load.wait(4)
         assert load.has_ended
-        assert load.parts[0].good == 6
+        assert load.parts[0].good == 6 * TOKENS
         loader.close()
 
 
@@ -74,15 +74,17 @@ def test_a_load_that_fails_for_any_reason_ends_and_the_next_one_goes_on(
             sequence = pool.sequence()
             for layer in range(3):
                 sequence.append(layer, made, made)
-            loads.append(Load(pool, [Part("a", sequence, [block], 0)], deadline_s=60))
+            loads.append(
+                Load(pool, [Part("a", sequence, [[block]], [0], 0, TOKENS)], deadline_s=60)
+            )
         loader = Loader([BlockMemory(keys[0], values[0])] * 3)
         for load in loads:
             loader.begin(load)
         for load in loads:
             load.wait(4)
         loader.close()
-        assert [load.parts[0].good for load in loads] == [0, 1]
-        assert loads[0].parts[0].bad_blocks() == [1 << 40]
+        assert [load.parts[0].good for load in loads] == [0, TOKENS]
+        assert [load.parts[0].has_failed for load in loads] == [True, False]
         assert pool.stats()["pages_held"] == 0
     assert np.array_equal(keys[0, 2], made.swapaxes(0, 1))
     assert "the engine computes instead" in caplog.text
@@ -156,6 +158,9 @@ def spec() -> SimpleNamespace:
     return SimpleNamespace(block_size=32, num_kv_heads=8, head_size=128)
 
 
+KINDS = [("FullAttentionSpec", spec())]
+
+
 @pytest.mark.parametrize(
     ("part", "name", "value"),
     [
@@ -196,7 +201,7 @@ def test_each_word_of_the_engine_makes_other_keys(
             for step in part.split("."):
                 found = getattr(found, step)
             setattr(found, name, value)
-        words = pools.words_of(whole, whole.spec, own["packing"])
+        words = pools.words_of(whole, [("FullAttentionSpec", whole.spec)], own["packing"])
         return space_of(words, own["salt"])
 
     assert space(False) == space(False) != space(True)
@@ -204,12 +209,12 @@ def test_each_word_of_the_engine_makes_other_keys(
 
 def test_without_a_name_of_its_weights_an_engine_shares_nothing(tmp_path: Path) -> None:
     found = config(str(tmp_path))
-    assert not pools.are_identified(pools.words_of(found, spec(), "vec"))
-    stated = [pools.words_of(found, spec(), "vec", identity=name) for name in ("v1", "v1", "v2")]
+    assert not pools.are_identified(pools.words_of(found, KINDS, "vec"))
+    stated = [pools.words_of(found, KINDS, "vec", identity=name) for name in ("v1", "v1", "v2")]
     assert all(pools.are_identified(one) for one in stated)
     assert stated[0] == stated[1] != stated[2]
     found.load_config.load_format = "dummy"
-    assert pools.are_identified(pools.words_of(found, spec(), "vec"))
+    assert pools.are_identified(pools.words_of(found, KINDS, "vec"))
 
 
 def test_max_model_len_is_in_the_key_where_a_rope_depends_on_it(tmp_path: Path) -> None:
@@ -219,7 +224,7 @@ def test_max_model_len_is_in_the_key_where_a_rope_depends_on_it(tmp_path: Path) 
         found = config(str(tmp_path))
         found.model_config.max_model_len = length
         found.model_config.hf_text_config.rope_parameters["rope_type"] = kind
-        return pools.words_of(found, spec(), "vec")
+        return pools.words_of(found, KINDS, "vec")
 
     for kind in ("default", "linear", "llama3", "yarn"):
         assert words(kind, 1024) == words(kind, 4096)

@@ -48,7 +48,7 @@ def words(encoding: str) -> dict[str, object]:
         load_config=SimpleNamespace(load_format="auto"),
     )
     spec = SimpleNamespace(block_size=4, num_kv_heads=2, head_size=8)
-    return pools.words_of(config, spec, "rows", encoding)
+    return pools.words_of(config, [("FullAttentionSpec", spec)], "rows", encoding)
 
 
 def test_each_encoding_has_a_pool_and_keys_of_its_own(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_blocks_come_back_as_they_are_kept(
     seen = {"as made": 0, "as kept": 0}
 
     def is_right_in(self: Rank, request: Request, index: int, layer: int, tokens: int = 4) -> bool:
-        own = self.memory[layer][request.blocks[index]][:, :, :tokens]
-        made = request.block(index, layer, self.heads)[:, :, :tokens]
+        own = self.memory[layer][request.blocks[0][index]][:, :, :tokens]
+        made = request.block(index, layer, self.heads[layer])[:, :, :tokens]
         if np.array_equal(own, made):
             seen["as made"] += 1
             return True

@@ -153,14 +153,14 @@ def test_step_that_was_scheduled_before_a_failure_was_known_is_not_published(
     second.step(chunk=1)
     worker = second.ranks[0].worker
     keys = block_keys(request.block_hashes, TOKENS, SPACE).packed.tobytes()
-    worker.hear(Message(continued=[Continued("a", [60, 61], keys[-2 * KEY_BYTES :], 33, 7)]))
+    worker.hear(Message(continued=[Continued("a", [[60, 61]], keys[-2 * KEY_BYTES :], 33, 7)]))
     for layer in range(LAYERS):
         worker.save_layer(f"layers.{layer}")
     worker.end_step()
     assert worker.report().stored == []
     second.free.remove(60)
     second.free.remove(61)
-    request.blocks += [60, 61]
+    request.blocks[0] += [60, 61]
     second.users.update([60, 61])
     worker.hear(Message(continued=[Continued("a", [], b"", 12, 28)]))
     assert worker._writing is not None  # from where the engine goes back to

@@ -201,19 +201,22 @@ def test_capacity_is_a_share_of_what_may_be_used(tmp_path: Path) -> None:
 @dataclass
 class Spec:
     block_size: int = 16
+    num_kv_heads: int = 2
+    head_size: int = 32
+    sliding_window: int = 64
+    attention_chunk_size: int = 128
 
 
 def test_groups_that_are_not_served_are_named_with_what_serves_the_model() -> None:
     """The remedies are tried in tests/vllm/test_models.py."""
     pools.check_groups([("FullAttentionSpec", Spec())])
     pools.check_groups([("RequestRowSpec", Spec())], in_pool=True)
-    flag, alone = "--disable-hybrid-kv-cache-manager", "start vLLM without --kv-transfer-config$"
+    alone = "start vLLM without --kv-transfer-config$"
     full, window, state = "FullAttentionSpec", "SlidingWindowSpec", "MambaSpec"
+    chunks = "ChunkedLocalAttentionSpec"
+    for kinds in ([window, full], [chunks, full], [window], [full, full]):
+        pools.check_groups([(kind, Spec()) for kind in kinds])
     for kinds, said in [
-        ([window, full], rf"2 groups of layers \(SlidingWindowSpec, FullAtt.*{flag}"),
-        (["ChunkedLocalAttentionSpec", full], flag),
-        ([window], '1 group of layers.* write "attention": "pool"'),
-        ([full, full], alone),  # as behind the flag
         ([state, full], f"a state instead of K and V .*{alone}"),
         (["CrossAttentionSpec"], rf"\(CrossAttentionSpec\), which are not served: {alone}"),
         (["MLAAttentionSpec"], f"latents .*set VLLM_MLA_DISABLE=1 .*{alone}"),
@@ -224,12 +227,13 @@ def test_groups_that_are_not_served_are_named_with_what_serves_the_model() -> No
         ([full], "vLLM has not loaded the plugin"),
         (["MLAAttentionSpec"], "latents .*set VLLM_MLA_DISABLE=1"),
         ([state], f"a state instead of K and V .*{alone}"),
-        (["ChunkedLocalAttentionSpec"], f'in chunks .*leave out "attention".*{flag}'),
+        ([chunks], 'in chunks .*leave out "attention"'),
     ]:
         with pytest.raises(UnsupportedError, match=said):
             pools.check_groups([(kind, Spec()) for kind in kinds], in_pool=True)
     with pytest.raises(UnsupportedError, match="blocks of 2048 tokens"):
-        pools.check_groups([("FullAttentionSpec", Spec(2048))])
+        pools.check_groups([(full, Spec(2048))])
+    pools.check_groups([(full, Spec(2048)), (window, Spec(1024))])  # pages are of 1024 tokens
 
 
 def test_hashes_that_begin_at_random() -> None:

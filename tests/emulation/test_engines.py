@@ -72,7 +72,7 @@ def test_a_wrong_byte_is_seen(make_engine: MakeEngine, monkeypatch: pytest.Monke
 
     def bring_wrongly(self: Load, layer: int, own: BlockMemory) -> None:
         bring(self, layer, own)
-        last = self.parts[-1].blocks[-1]
+        last = self.parts[-1].blocks[0][-1]
         assert isinstance(own.keys, np.ndarray)
         own.keys[last, 0, 0, 0] += layer == 1
 

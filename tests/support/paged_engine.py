@@ -1,17 +1,19 @@
 """A small engine with paged blocks, for tests of what a vLLM connector does in its scheduler and
 workers: K and V of a block are numbers made from the text up to its end, so that any block tells
-whether it is right. It schedules as vLLM does; it has no model, so nothing is attended to."""
+whether it is right. It schedules as vLLM does, with tables of blocks for several groups of layers,
+and lets go of blocks behind windows; it has no model, so nothing is attended to."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,9 @@ import numpy.typing as npt
 from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.common.pools import open_tiers, quota_of
+from cxlkv.adapters.vllm import groups
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
+from cxlkv.adapters.vllm.groups import BlockGroup, are_whole, unit_of
 from cxlkv.adapters.vllm.loaded import LoadedWeights
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
@@ -32,22 +36,29 @@ TOKENS = 4  # of a block
 LAYERS = 3
 HEADS = 4  # of the whole model, as far as a test cares
 SPACE = bytes(range(16))
+NULL = 0  # the block in the place of those that the engine has let go of
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Groups of the engine, the kv heads of their layers in a rank, and of each layer its group."""
+
+    groups: tuple[BlockGroup, ...] = (BlockGroup(TOKENS),)
+    heads: tuple[int, ...] = (2,)
+    of_layer: tuple[int, ...] = (0,) * LAYERS
 
 
 def text(seed: int, tokens: int) -> list[int]:
     return [int(one) for one in np.random.default_rng(seed).integers(0, 97, tokens)]
 
 
-def layout_of(rank: int) -> KVLayout:
+def layout_of(rank: int, grouping: Grouping = Grouping()) -> KVLayout:
     """Layout of one of two ranks, as the small engine writes it."""
-    return KVLayout(
-        layers=LAYERS,
-        kv_heads=2,
-        head_dim=8,
-        page_tokens=TOKENS,
-        dtype="float32",
-        shard=(rank, 2, 0, 1),
-    )
+    layers = [
+        (number, SimpleNamespace(num_kv_heads=grouping.heads[number], head_size=8))
+        for number in grouping.of_layer
+    ]
+    return groups.layout_of(layers, grouping.groups, "float32", (rank, 2, 0, 1))
 
 
 def make_pool(path: str, layout: KVLayout, capacity: str = "8MiB") -> None:
@@ -71,7 +82,7 @@ class Request:
     salt: bytes = b""
     weights: bytes = b""  # of the engine when it came: of these its keys are
     images: Mapping[int, bytes] = field(default_factory=dict)  # by the token where it is
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)  # by group
     computed: int = 0
     is_loading: bool = False
     skip_reading_prefix_cache: bool = False
@@ -94,14 +105,16 @@ class Request:
             found.append(before)
         return found
 
-    def block(self, index: int, layer: int, heads: range) -> npt.NDArray[np.float32]:
-        """[K or V, kv_heads, tokens, dim]: what is right for block `index` of this text, as far as
-        that goes."""
+    def block(
+        self, index: int, layer: int, heads: range, size: int = TOKENS
+    ) -> npt.NDArray[np.float32]:
+        """[K or V, kv_heads, tokens, dim]: what is right for block `index` of this text, of `size`
+        tokens, as far as that goes."""
         for at in range(len(self._texts), self.num_tokens):
             before = self._texts[-1] if at else self.salt + self.weights
             own = f"{self.all_token_ids[at]} {self.images.get(at)!r}"
             self._texts.append(hashlib.sha256(before + own.encode()).digest())
-        some = tuple(self._texts[index * TOKENS : (index + 1) * TOKENS])
+        some = tuple(self._texts[index * size : (index + 1) * size])
         pairs = range(heads.start // 2, heads.stop // 2)
         return np.concatenate([rows_of(some, layer, pair) for pair in pairs], axis=1)
 
@@ -121,24 +134,35 @@ def words_of(request: object, first: int, end: int) -> bytes:
     return b"".join([request.salt if first == 0 else b"", *seen])
 
 
-def parts(first: int, end: int) -> list[tuple[int, int]]:
+def parts(first: int, end: int, size: int = TOKENS) -> list[tuple[int, int]]:
     """Blocks that have tokens of [first, end): which, and up to which of its own tokens."""
     return [
-        (index, min(TOKENS, end - index * TOKENS))
-        for index in range(first // TOKENS, -(-end // TOKENS))
+        (index, min(size, end - index * size)) for index in range(first // size, -(-end // size))
     ]
 
 
 class Rank:
     """A worker: its blocks, and the connector's part in it."""
 
-    def __init__(self, pool: CXLPool, settings: Settings, blocks: int, rank: int, ranks: int):
-        layers, heads = pool.layout.layers, pool.layout.kv_heads
-        self.rank, self.heads = rank, range(rank * heads, (rank + 1) * heads)
+    def __init__(
+        self,
+        pool: CXLPool,
+        settings: Settings,
+        blocks: int,
+        rank: int,
+        ranks: int,
+        grouping: Grouping,
+    ):
+        self.rank, self.grouping = rank, grouping
         self.loaded: LoadedWeights | None = None  # that watches its weights
-        self.memory = np.full((layers, blocks, 2, heads, TOKENS, 8), np.nan, np.float32)
+        heads = [pool.layout.of_layer(layer).kv_heads for layer in range(pool.layout.layers)]
+        self.heads = [range(rank * own, (rank + 1) * own) for own in heads]
+        self.memory = [
+            np.full((blocks + 1, 2, own, self.group(layer).block_tokens, 8), np.nan, np.float32)
+            for layer, own in enumerate(heads)
+        ]
         named = {
-            f"layers.{layer}": BlockMemory(own[:, 0], own[:, 1])
+            f"layers.{layer}": BlockMemory(own[:, 0], own[:, 1], grouping.of_layer[layer])
             for layer, own in enumerate(self.memory)
         }
         tiers = open_tiers(pool, settings, 1 / ranks)
@@ -146,22 +170,43 @@ class Rank:
             pool,
             named,
             settings,
-            block_tokens=TOKENS,
+            groups=grouping.groups,
             rank=rank,
             ranks=ranks,
             tiers=tiers,
             quota=quota_of(tiers, settings, 1 / ranks),
         )
 
-    def is_right(self, request: Request, index: int, tokens: int = TOKENS) -> bool:
-        """True if the block's first `tokens` are right."""
-        return all(
-            self.is_right_in(request, index, layer, tokens) for layer in range(len(self.memory))
-        )
+    def group(self, layer: int) -> BlockGroup:
+        return self.grouping.groups[self.grouping.of_layer[layer]]
+
+    def wrong(self, request: Request, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Layers, and blocks of tokens [first, end) in them, that are not right; but those that the
+        engine has let go of."""
+        for layer in range(len(self.memory)):
+            for index, count in parts(first, end, self.group(layer).block_tokens):
+                if request.blocks[self.grouping.of_layer[layer]][index] != NULL and (
+                    not self.is_right_in(request, index, layer, count)
+                ):
+                    yield layer, index
 
     def is_right_in(self, request: Request, index: int, layer: int, tokens: int = TOKENS) -> bool:
-        own = self.memory[layer][request.blocks[index]][:, :, :tokens]
-        return np.array_equal(own, request.block(index, layer, self.heads)[:, :, :tokens])
+        block, size = request.blocks[self.grouping.of_layer[layer]][index], len(self.memory[layer])
+        assert 0 < block < size
+        own = self.memory[layer][block][:, :, :tokens]
+        size = self.group(layer).block_tokens
+        right = request.block(index, layer, self.heads[layer], size)
+        return np.array_equal(own, right[:, :, :tokens])
+
+    def forget(self, group: int, blocks: Sequence[int]) -> None:
+        """They may be anything from now on."""
+        for layer, own in enumerate(self.memory):
+            if self.grouping.of_layer[layer] == group:
+                own[list(blocks)] = np.nan
+
+
+def copies(blocks: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(of) for of in blocks]
 
 
 class Engine:
@@ -175,12 +220,22 @@ class Engine:
         shares: bool = False,
         space: bytes = SPACE,
         words: Mapping[str, object] | None = None,
+        grouping: Grouping | None = None,
     ):
+        self.grouping = grouping or Grouping()
+        self.groups, unit = self.grouping.groups, unit_of(self.grouping.groups)
         self.words = words or {}
         space = space if words is None else space_of(words, "")
         self.settings = settings or Settings()
         self.ranks = [
-            Rank(CXLPool.open(path, threads=1), self.settings, blocks, rank, len(paths))
+            Rank(
+                CXLPool.open(path, threads=1),
+                self.settings,
+                blocks,
+                rank,
+                len(paths),
+                self.grouping,
+            )
             for rank, path in enumerate(paths)
         ]
         opened, tiers = [CXLPool.open(path, threads=1) for path in paths], []
@@ -190,14 +245,17 @@ class Engine:
             opened,
             space,
             self.settings,
-            block_tokens=TOKENS,
+            block_tokens=unit,
+            hash_tokens=TOKENS,
+            is_whole=are_whole(self.groups),
             events=True,
             tiers=tiers,
             words=words_of,
         )
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
-        self.free = list(range(blocks))
+        self.blocks = blocks
+        self.free = list(range(1, blocks + 1))
         self.ended: set[str] = set()
         self.cached: dict[str, int] = {}  # tokens that came from the pool
         self.recomputed = 0  # steps in which a load failed
@@ -280,9 +338,25 @@ class Engine:
         self.waiting.insert(0, request)
 
     def _give_back(self, request: Request) -> None:
-        self.users.subtract(request.blocks)
-        self.free += [block for block in request.blocks if not self.users[block]]
+        for blocks in request.blocks:
+            self._let_go(blocks)
         request.blocks = []
+
+    def _let_go(self, blocks: Sequence[int]) -> list[int]:
+        some = [block for block in blocks if block != NULL]
+        self.users.subtract(some)
+        gone = [block for block in some if not self.users[block]]
+        self.free += gone
+        return gone
+
+    def _advance(self, request: Request, computed: int) -> None:
+        """Lets go of blocks that the next token does not see. They are overwritten at once."""
+        for number, (group, blocks) in enumerate(zip(self.groups, request.blocks, strict=False)):
+            first = min(group.first_block(computed), len(blocks))
+            gone = self._let_go(blocks[:first])
+            blocks[:first] = [NULL] * first
+            for rank in self.ranks:
+                rank.forget(number, gone)
 
     def _share(self, request: Request) -> int:
         """Tokens of whole blocks that another request has, or gets in this step."""
@@ -290,9 +364,9 @@ class Engine:
         for other in self.requests.values() if self.shares else ():
             same = [a == b for a, b in zip(hashes, other.block_hashes, strict=False)]
             count = same.index(False) if False in same else len(same)
-            if count and len(other.blocks) >= count and not other.is_loading:
-                request.blocks = other.blocks[:count]
-                self.users.update(request.blocks)
+            if count and len((other.blocks or [[]])[0]) >= count and not other.is_loading:
+                request.blocks = [other.blocks[0][:count]]
+                self.users.update(request.blocks[0])
                 return count * TOKENS
         return 0
 
@@ -317,13 +391,20 @@ class Engine:
         # Where requests share blocks that are still to come, one counts on them for a step.
         assert self.shares or not self.wrong()
 
-    def _grow(self, request: Request, chunk: int) -> list[int]:
+    def _grow(self, request: Request, chunk: int) -> list[list[int]]:
         upto = min(request.num_tokens, request.computed + chunk)
-        count = -(-upto // TOKENS) - len(request.blocks)
-        new = [self.free.pop(0) for _ in range(max(0, count))]
-        self.users.update(new)
-        request.blocks += new
-        return new
+        request.blocks = request.blocks or [[] for _ in self.groups]
+        self._advance(request, request.computed)
+        added = list[list[int]]()
+        for group, blocks in zip(self.groups, request.blocks, strict=True):
+            size = group.block_tokens
+            blocks += [NULL] * (group.first_block(request.computed) - len(blocks))
+            count = -(-upto // size) - len(blocks)
+            new = [self.free.pop(0) for _ in range(max(0, count))]
+            self.users.update(new)
+            blocks += new
+            added.append(new)
+        return added
 
     def _admit(self, request: Request, step: Step, chunk: int) -> None:
         if request.is_loading:
@@ -341,14 +422,14 @@ class Engine:
             request.computed = local + tokens
             self._grow(request, 0 if later else chunk)
             self.scheduling.allocated(request, request.blocks, tokens)
-            if later:
+            if later and tokens:
                 request.is_loading = True
                 return
         else:
             self._grow(request, chunk)
         count = min(chunk, request.num_tokens - request.computed)
         step.fresh.append(
-            Scheduled(request.request_id, list(request.blocks), request.computed, count)
+            Scheduled(request.request_id, copies(request.blocks), request.computed, count)
         )
         self.waiting.remove(request)
 
@@ -358,7 +439,7 @@ class Engine:
         self._grow(request, chunk)
         self.scheduling.allocated(request, request.blocks, 0)
         count = min(chunk, request.num_tokens - request.computed)
-        new = Scheduled(request.request_id, list(request.blocks), request.computed, count)
+        new = Scheduled(request.request_id, copies(request.blocks), request.computed, count)
         step.fresh.append(new)
         self.waiting.remove(request)
 
@@ -366,12 +447,16 @@ class Engine:
         """Blocks that did not arrive."""
         bad: set[int] = set()
         for one in step.fresh:
-            for index in range(self.elsewhere.pop(one.request, 0) // TOKENS):
-                for rank, layer in product(self.ranks, range(len(self.ranks[0].memory))):
-                    right = self.requests[one.request].block(index, layer, rank.heads)
-                    rank.memory[layer][one.blocks[index]] = right + self.fails_elsewhere
-                if self.fails_elsewhere:
-                    bad.add(one.blocks[index])
+            tokens = self.elsewhere.pop(one.request, 0)
+            for rank, layer in product(self.ranks, range(len(self.ranks[0].memory))):
+                blocks, size = (
+                    one.blocks[self.grouping.of_layer[layer]],
+                    rank.group(layer).block_tokens,
+                )
+                for index in range(tokens // size):
+                    right = self.requests[one.request].block(index, layer, rank.heads[layer], size)
+                    rank.memory[layer][blocks[index]] = right + self.fails_elsewhere
+                    bad |= {blocks[index]} if self.fails_elsewhere else set()
         return bad
 
     def _run(self, step: Step, message: Message) -> None:
@@ -385,7 +470,7 @@ class Engine:
                 rank.loaded.hear(message, rank.worker)
             rank.worker.start_loads()
         bad = self._load_elsewhere(step)
-        computing = [*step.fresh, *step.going]
+        computing, unit = [*step.fresh, *step.going], unit_of(self.groups)
         for layer in range(len(self.ranks[0].memory)):
             if layer == self.lost_in:
                 self._lose()
@@ -399,6 +484,8 @@ class Engine:
             rank.worker.end_step()
         done = [rank.worker.finished() for rank in self.ranks]
         bad = bad.union(*(rank.worker.bad_blocks() for rank in self.ranks))
+        lost = set[str]().union(*(rank.worker.lost() for rank in self.ranks))
+        assert not (bad if len(self.groups) > 1 else lost and are_whole(self.groups))
         reports = [rank.worker.report() for rank in self.ranks]
         for rank, report in zip(self.ranks, reports, strict=True):
             self.told_blocks += sum(one.last - one.first for one in report.stored)
@@ -407,23 +494,27 @@ class Engine:
                 for one in report.stored
                 if one.request in self.requests  # else its blocks may be others' now
                 for index in range(one.first, one.last)
-                if not rank.is_right(self.requests[one.request], index)
+                if any(rank.wrong(self.requests[one.request], index * unit, (index + 1) * unit))
             ]
-        self._learn(step, done, bad, reports)
+        self._learn(step, done, bad, lost, reports)
 
     def _compute(self, request: Request, layer: int, one: Scheduled) -> None:
         """Right where all before is right, in all ranks, as it is with attention; else nonsense."""
+        own = self.ranks[0].group
         there = all(
             rank.is_right_in(request, index, below, count)
             for rank in self.ranks
-            for index, count in parts(0, one.computed)
             for below in range(layer)
+            for index, count in parts(
+                own(below).first_token(one.computed), one.computed, own(below).block_tokens
+            )
         )
-        for index, count in parts(one.computed, one.computed + one.scheduled):
-            first = max(0, one.computed - index * TOKENS)
+        size = own(layer).block_tokens
+        for index, count in parts(one.computed, one.computed + one.scheduled, size):
+            first = max(0, one.computed - index * size)
             for rank in self.ranks:
-                right = request.block(index, layer, rank.heads)[:, :, first:count]
-                to = rank.memory[layer][request.blocks[index]]
+                right = request.block(index, layer, rank.heads[layer], size)[:, :, first:count]
+                to = rank.memory[layer][request.blocks[self.grouping.of_layer[layer]][index]]
                 to[:, :, first:count] = (
                     right if there and not self._is_older(request) else right + 1
                 )
@@ -433,21 +524,29 @@ class Engine:
         return request.weights != self.weights
 
     def _learn(
-        self, step: Step, done: list[set[str]], bad: set[int], reports: list[Report]
+        self,
+        step: Step,
+        done: list[set[str]],
+        bad: set[int],
+        lost: set[str],
+        reports: list[Report],
     ) -> None:
         self.scheduling.heard(reports, bad)
         for one in [*step.fresh, *step.going]:
             self.requests[one.request].computed = one.computed + one.scheduled
-        self.recomputed += bool(bad)
+        self.recomputed += bool(bad or lost)
+        for name in lost & self.requests.keys():
+            self.requests[name].computed = 0
         computed = {one.request: one.computed for one in [*step.fresh, *step.going]}
         again: set[int] = set()  # blocks that a request computes again
         for name, request in self.requests.items():
-            wrong = [i for i, block in enumerate(request.blocks) if block in bad]
-            if wrong and request.blocks[wrong[0]] in again:
+            blocks = request.blocks[0] if bad and request.blocks else []
+            wrong = [i for i, block in enumerate(blocks) if block in bad]
+            if wrong and blocks[wrong[0]] in again:
                 request.computed = computed[name]  # the other one mends what they share
             elif wrong:
                 request.computed = min(request.computed, wrong[0] * TOKENS)
-                again.update(request.blocks)
+                again.update(blocks)
         self._finish(done)
 
     def _finish(self, done: list[set[str]]) -> None:
@@ -484,8 +583,7 @@ class Engine:
             for rank in self.ranks
             for request in self.requests.values()
             if not request.is_loading and not self._is_older(request)
-            for index, count in parts(0, request.computed)
-            if not rank.is_right(request, index, count)
+            for _, index in rank.wrong(request, 0, request.computed)
         ]
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from cxlkv import CXLPool
 from cxlkv.adapters.vllm.settings import Settings
 
 from ..conftest import audit
-from .paged_engine import SPACE, Engine, layout_of, make_pool
+from .paged_engine import SPACE, Engine, Grouping, layout_of, make_pool
 
 
 class Engines:
@@ -20,10 +20,18 @@ class Engines:
     settings: of each engine, beside those that a call gives.
     """
 
-    def __init__(self, folder: Path, capacity: str, blocks: int, settings: Mapping[str, object]):
+    def __init__(
+        self,
+        folder: Path,
+        capacity: str,
+        blocks: int,
+        settings: Mapping[str, object],
+        grouping: Grouping | None = None,
+    ):
         self.paths = [str(folder / f"{rank}.pool") for rank in range(2)]
+        self.grouping = grouping or Grouping()
         for rank, path in enumerate(self.paths):
-            make_pool(path, layout_of(rank), capacity)
+            make_pool(path, layout_of(rank, self.grouping), capacity)
         self.made: list[Engine] = []
         self._blocks, self._settings = blocks, settings
 
@@ -38,13 +46,14 @@ class Engines:
     ) -> Engine:
         settings = Settings.model_validate({"deadline_s": 20, **self._settings, **given})
         blocks = blocks or self._blocks
-        self.made.append(Engine(self.paths[:ranks], settings, blocks, shares, space))
+        paths = self.paths[:ranks]
+        self.made.append(Engine(paths, settings, blocks, shares, space, grouping=self.grouping))
         return self.made[-1]
 
     def close(self, engine: Engine) -> None:
         """Before its test ends."""
         engine.close()
-        assert len(engine.free) == len(engine.ranks[0].memory[0])
+        assert len(engine.free) == engine.blocks
         self.made.remove(engine)
 
     def published(self, rank: int = 0) -> int:
@@ -54,10 +63,14 @@ class Engines:
 
 @contextmanager
 def engines_in(
-    folder: Path, capacity: str = "8MiB", blocks: int = 64, **settings: object
+    folder: Path,
+    capacity: str = "8MiB",
+    blocks: int = 64,
+    grouping: Grouping | None = None,
+    **settings: object,
 ) -> Iterator[Engines]:
     """At the end all engines are closed, nothing is held, and the pools are whole."""
-    engines = Engines(folder, capacity, blocks, settings)
+    engines = Engines(folder, capacity, blocks, settings, grouping)
     yield engines
     for engine in list(engines.made):
         engines.close(engine)

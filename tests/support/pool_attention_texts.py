@@ -51,7 +51,7 @@ class Text:
 
     def start(self, request_row: int, *, handle: bytes | None = None, tokens: int = 0) -> Started:
         handles = None if handle is None else [handle]
-        return Started(self.name, [request_row], self.keys, handles, tokens, options=self.options)
+        return Started(self.name, [[request_row]], self.keys, handles, tokens, options=self.options)
 
 
 def scores_of(layer: int) -> Scores:

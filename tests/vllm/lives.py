@@ -106,7 +106,7 @@ def signal_in(where: str, number: int) -> None:
     save, bring, attend = EngineAttention.save_layer, Load._bring, Step.attend
 
     def save_layer(self: EngineAttention, name: str) -> None:
-        if self._writing is not None and self._writing.layers == 1:
+        if any(writing.layers == 1 for writing in self._writing):
             reached("save")
         save(self, name)
 

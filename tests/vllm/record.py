@@ -57,7 +57,10 @@ def own(name: str) -> str:
 
 
 def rows_of(rows: Sequence[Scheduled]) -> list[Scheduled]:
-    return [replace(one, request=own(one.request), blocks=list(one.blocks)) for one in rows]
+    return [
+        replace(one, request=own(one.request), blocks=[list(of) for of in one.blocks])
+        for one in rows
+    ]
 
 
 def record_into(events: list[Event], texts: dict[str, list[bytes]]) -> None:
@@ -75,10 +78,10 @@ def record_into(events: list[Event], texts: dict[str, list[bytes]]) -> None:
         return found, beside
 
     def record_allocated(
-        self: Scheduling, request: EngineRequest, blocks: Sequence[int], external: int
+        self: Scheduling, request: EngineRequest, blocks: Sequence[Sequence[int]], external: int
     ) -> None:
         allocated(self, request, blocks, external)
-        events.append(Allocated(own(request.request_id), list(blocks), external))
+        events.append(Allocated(own(request.request_id), list(blocks[0]), external))
 
     def record_message(self: Scheduling, step: Step) -> Message:
         tokens = [self._requests[one.request].num_tokens for one in (*step.fresh, *step.going)]

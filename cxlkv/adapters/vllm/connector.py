@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 from vllm.v1.core.kv_cache_utils import (
@@ -47,6 +48,7 @@ from cxlkv.adapters.vllm.counting import Counting, Looking
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.events import Removed, Stored
 from cxlkv.adapters.vllm.gpu_step import check_device, steps_on
+from cxlkv.adapters.vllm.groups import are_whole, layout_of, unit_of
 from cxlkv.adapters.vllm.loaded import LoadedWeights
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.lora import watch_loads
@@ -54,6 +56,7 @@ from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.metrics import Reporting
 from cxlkv.adapters.vllm.plugin import VERSIONS
 from cxlkv.adapters.vllm.pool_attention import PoolAttention
+from cxlkv.adapters.vllm.probe import Attention, Probe
 from cxlkv.adapters.vllm.remote import open_remote
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import (
@@ -63,7 +66,6 @@ from cxlkv.adapters.vllm.settings import (
     read_settings,
 )
 from cxlkv.adapters.vllm.texts import EngineRequest
-from cxlkv.arrays import memory_of
 from cxlkv.errors import CXLKVError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
@@ -77,7 +79,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import ExternalBlockHash
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -120,16 +122,17 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self.settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         if role == KVConnectorRole.WORKER:
             self._check_enclosing()
-        groups = kv_cache_config.kv_cache_groups
-        specs = [group.kv_cache_spec for group in groups]
         self._in_pool = self.settings.attention == "pool"
-        pools.check_groups([(type(spec).__name__, spec) for spec in specs], self._in_pool)
-        self._spec = specs[0]
-        packing = "rows" if self._in_pool else packing_of(vllm_config, self._spec)
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        kinds = [kind_of(one) for spec in specs for one in pools.layer_specs(spec)]
+        pools.check_groups(kinds, self._in_pool)
+        self._groups = [pools.group_of(*kind_of(pools.layer_specs(spec)[0])) for spec in specs]
+        self._unit, self._spec = unit_of(self._groups), kinds[0][1]
+        packing = "rows" if self._in_pool else packing_of(vllm_config, [one for _, one in kinds])
         self._cache_dtype = str(vllm_config.cache_config.cache_dtype)
         self._encoding = pools.kept_as(self._cache_dtype, self.settings.encoding)
         self._words = pools.words_of(
-            vllm_config, self._spec, packing, self._encoding, self.settings.identity
+            vllm_config, kinds, packing, self._encoding, self.settings.identity
         )
         self._loaded: LoadedWeights | None = None  # a worker's
         self.scheduling: Scheduling | None = None
@@ -142,7 +145,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling = self._make_scheduling()
             watch_loads()
-            self.counting = Counting(self._spec.block_size)
+            self.counting = Counting(self._unit)
 
     def _check_enclosing(self) -> None:
         """Check the settings around us. Only workers can: there vLLM says which settings it runs
@@ -183,8 +186,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             opened,
             self._space(),
             self.settings,
-            block_tokens=self._spec.block_size,
+            block_tokens=self._unit,
             hash_tokens=self._kv_cache_config.hash_block_size,
+            is_whole=are_whole(self._groups),
             loads=self._kv_transfer_config.is_kv_consumer,
             saves=self._kv_transfer_config.is_kv_producer,
             events=events is not None and events.enable_kv_cache_events,
@@ -259,7 +263,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
         self._counting.admitted(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -357,27 +361,40 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             device = next(iter(kv_caches.values())).device
             self.worker = self._make_pool_attention(list(kv_caches), device)
             return
-        tokens, ranks = self._spec.block_size, self._ranks
-        layers = layers_of(kv_caches, self._spec)
-        layout = KVLayout(
-            layers=len(layers),
-            kv_heads=self._spec.num_kv_heads,
-            head_dim=self._spec.head_size,
-            page_tokens=tokens,
-            dtype=self._vllm_config.model_config.dtype,
-            shard=ranks.shard,
-        ).encoded(self._encoding)
-        tiers = self._make_tiers(layout)
+        specs = self._layer_specs(of_model)
+        layers = layers_of(kv_caches, specs)
+        dtype = self._vllm_config.model_config.dtype
+        ranks = self._ranks
+        layout = layout_of(specs.values(), self._groups, dtype, ranks.shard)
+        tiers = self._make_tiers(layout.encoded(self._encoding))
+        Probe(cast("Mapping[str, Attention]", own), kv_caches, layers, self._groups, dtype).run(
+            tiers.pool
+        )
         self.worker = EngineAttention(
             tiers.pool,
             layers,
             self.settings,
-            block_tokens=tokens,
+            groups=self._groups,
             rank=ranks.rank,
             ranks=ranks.count,
             tiers=tiers,
             quota=self._quota,
         )
+
+    def _layer_specs(self, of_model: Iterable[str]) -> dict[str, tuple[int, AttentionSpec]]:
+        """The group and the spec of each layer that has a cache of its own, in the model's order:
+        layers of no group use another one's."""
+        found = {
+            name: (number, getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name))
+            for number, group in enumerate(self._kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+        }
+        groups = self._kv_cache_config.kv_cache_groups
+        return {
+            name: (found[name][0], found[name][1] or groups[found[name][0]].kv_cache_spec)
+            for name in of_model
+            if name in found
+        }
 
     @property
     def _ranks(self) -> pools.Ranks:
@@ -466,6 +483,14 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self._worker.finished() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that have failed among those that are finished, where blocks that did not arrive
+        cannot be named: vLLM takes these of one group only."""
+        results = super().get_transfer_results(finished_req_ids)
+        if isinstance(self._worker, EngineAttention):
+            results.failed_recving |= self._worker.lost()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.bad_blocks()
 
@@ -514,17 +539,21 @@ def step_of(output: SchedulerOutput) -> Step:
     step = Step(ended=set(output.finished_req_ids) | set(output.preempted_req_ids or ()))
     for new in output.scheduled_new_reqs:
         step.fresh.append(
-            Scheduled(new.req_id, new.block_ids[0], new.num_computed_tokens, counts[new.req_id])
+            Scheduled(new.req_id, new.block_ids, new.num_computed_tokens, counts[new.req_id])
         )
     for name, blocks, computed in zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
-        one = Scheduled(name, blocks[0] if blocks else [], computed, counts[name])
+        one = Scheduled(name, blocks or [], computed, counts[name])
         (step.fresh if name in cached.resumed_req_ids else step.going).append(one)
     return step
 
 
-def packing_of(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
+def kind_of(spec: KVCacheSpec) -> tuple[str, KVCacheSpec]:
+    return type(spec).__name__, spec
+
+
+def packing_of(vllm_config: VllmConfig, specs: Sequence[AttentionSpec]) -> str:
     """The order in which the engine keeps the numbers of a block: part of its keys' namespace."""
     from vllm.platforms import current_platform
 
@@ -536,17 +565,19 @@ def packing_of(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
-    kind = _get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)
-    return f"vllm {version} cpu {kind}"
+    kinds = {_get_attn_isa(dtype, one.block_size, one.head_size, cache_dtype) for one in specs}
+    return f"vllm {version} cpu {' '.join(sorted(kinds))}"
 
 
-def layers_of(kv_caches: dict[str, torch.Tensor], spec: AttentionSpec) -> dict[str, BlockMemory]:
-    """The memory of each layer that has its own, by name. [blocks, kv_heads, tokens, K and V]: in
-    each block and head all of K lies before all of V (packed in the backend's way, or not)."""
+def layers_of(
+    kv_caches: dict[str, torch.Tensor], specs: dict[str, tuple[int, AttentionSpec]]
+) -> dict[str, BlockMemory]:
+    """The memory of each layer, by name. [blocks, kv_heads, tokens, K and V]: in each block and
+    head all of K lies before all of V (packed in the backend's way, or not). Layers of several
+    groups may share memory, each in blocks of its own."""
     found: dict[str, BlockMemory] = {}
-    seen: set[int] = set()
-    tokens, dim = spec.block_size, spec.head_size
-    for name, memory in kv_caches.items():
+    for name, (group, spec) in specs.items():
+        memory, tokens, dim = kv_caches[name], spec.block_size, spec.head_size
         wanted = (spec.num_kv_heads, tokens, 2 * dim)
         if memory.shape[1:] != wanted or memory.dtype != spec.dtype or not memory.is_cpu:
             raise UnsupportedError(
@@ -554,9 +585,6 @@ def layers_of(kv_caches: dict[str, torch.Tensor], spec: AttentionSpec) -> dict[s
                 f"{memory.device}; (blocks, {', '.join(map(str, wanted))}) of {spec.dtype} on the "
                 "CPU is what is served yet"
             )
-        at = memory_of(memory, name)
-        if at not in seen:  # else: it shares the memory of a layer before it
-            seen.add(at)
-            halves = memory.view(-1, spec.num_kv_heads, 2 * tokens, dim)
-            found[name] = BlockMemory(halves[:, :, :tokens], halves[:, :, tokens:])
+        halves = memory.view(-1, spec.num_kv_heads, 2 * tokens, dim)
+        found[name] = BlockMemory(halves[:, :, :tokens], halves[:, :, tokens:], group)
     return found

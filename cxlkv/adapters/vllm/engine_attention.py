@@ -3,18 +3,23 @@
 Saved is what the pool does not have: its pages are adopted as far as the keys match, the engine's
 blocks behind them are appended layer by layer while the step runs, and published when it has ended.
 So what a step computed from a hit that turns out to be damaged is never published.
+
+Layers with a window are saved in the step that computes them, as the engine lets go of their blocks
+behind it. Their pages are kept until they are published, so that every prefix is found again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.vllm.events import there
+from cxlkv.adapters.vllm.groups import BlockGroup, are_whole, page_tokens_of, unit_of
 from cxlkv.adapters.vllm.loading import IDLE_S, BlockMemory, Load, Loader, Part, kind_of
 from cxlkv.adapters.vllm.messages import (
     KEY_BYTES,
@@ -39,21 +44,26 @@ from cxlkv.tiers.quota import Quota
 log = logging.getLogger("cxlkv")
 
 
+Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
 @dataclass
 class _Held:
-    """A request. valid: tokens whose K and V in the engine's blocks are right after this step, as
-    far as is known here; saved: blocks of it that are in the pool.
+    """A request. blocks: by group; computed: where its step begins. valid: tokens whose K and V in
+    the engine's blocks are right after this step, as far as is known here; saved: units of it that
+    are in the pool.
 
     awaits: requests whose loads must have gone well in all ranks, and in other connectors, before
     what was computed from them is published; since: where the step began that computed from them.
-    loaded: blocks of the engine that were filled from the pool. audited: the block that is to be
+    loaded: blocks of the engine that were filled from the pool. audited: the unit that is to be
     compared with the pool's.
     """
 
-    blocks: list[int]
+    blocks: list[list[int]]
     keys: bytes
     valid: int
     options: Options
+    computed: int = 0
     saved: int = 0
     scheduled: int = 0
     awaits: set[str] = field(default_factory=set)
@@ -61,23 +71,51 @@ class _Held:
     loaded: list[int] = field(default_factory=list)
     audited: int | None = None
 
-    def complete(self, block_tokens: int) -> int:
-        return min(len(self.keys) // KEY_BYTES, self.valid // block_tokens, len(self.blocks))
+    def complete(self, groups: Sequences[BlockGroup], unit: int) -> int:
+        """Units whose keys and blocks are there."""
+        there = [
+            len(of) * group.block_tokens for group, of in zip(groups, self.blocks, strict=True)
+        ]
+        return min(len(self.keys) // KEY_BYTES, min(self.valid, *there) // unit)
+
+    def has(self, token: int, groups: Sequences[BlockGroup]) -> bool:
+        """Whether the engine has all groups' blocks from there on."""
+        return all(
+            group.first_block(self.computed) * group.block_tokens <= token for group in groups
+        )
+
+    def live(self, groups: Sequences[BlockGroup]) -> dict[tuple[int, int], int]:
+        """Blocks that the engine has not let go of, by group: where their tokens begin."""
+        return {
+            (number, block): (first + place) * group.block_tokens
+            for number, (group, of) in enumerate(zip(groups, self.blocks, strict=True))
+            for first in [group.first_block(self.computed)]
+            for place, block in enumerate(of[first:])
+        }
 
 
 @dataclass
 class _Writing:
-    """Blocks that this step saves: of each request those from saved to `upto`."""
+    """Units that this step saves: of each request those from saved to `upto`. blocks, starts: by
+    group. rewind: as in append(), so that pages are kept up to where the engine has their blocks.
+    """
 
     upto: dict[str, int]
     batch: Batch
-    blocks: np.ndarray[tuple[int], np.dtype[np.int32]]
-    starts: np.ndarray[tuple[int], np.dtype[np.int32]]
+    blocks: list[Ints]
+    starts: list[Ints]
+    rewind: int
     layers: int = 0  # that were appended
+
+    def append(self, layer: int, own: BlockMemory) -> None:
+        where = (self.blocks[own.group], self.starts[own.group], self.rewind)
+        self.batch.append_blocks(layer, own.keys, own.values, *where)
+        self.layers = layer + 1
 
 
 class EngineAttention:
-    """Blocks of one engine process. layers: the engine's memory by the layer's name, in order.
+    """Blocks of one engine process. layers: the engine's memory by the layer's name, in order;
+    groups: whose tables name its blocks.
 
     rank: of this shard, by which handles are told apart; ranks: how many there are. tiers: of the
     pool, closed with this; None: such that evict only. quota: of the same tiers.
@@ -89,7 +127,7 @@ class EngineAttention:
         layers: Mapping[str, BlockMemory],
         settings: Settings,
         *,
-        block_tokens: int,
+        groups: Sequences[BlockGroup],
         rank: int = 0,
         ranks: int = 1,
         tiers: Tiers | None = None,
@@ -99,7 +137,8 @@ class EngineAttention:
         self.requests = PoolRequests(pool, self.tiers, quota)
         self._memory = list(layers.values())
         self._layers = {name: index for index, name in enumerate(layers)}
-        self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
+        self.groups, self.unit, self._page_tokens = groups, unit_of(groups), page_tokens_of(groups)
+        self._rank, self.has_peers = rank, ranks > 1
         self._held: dict[str, _Held] = {}
         self._loader = Loader(self._memory)
         self._now: Load | None = None  # that this step waits for
@@ -107,7 +146,8 @@ class EngineAttention:
         self._later: list[Part] = []
         self._beside: list[tuple[str, Load]] = []
         self._bad: set[int] = set()  # blocks that did not arrive, for the engine
-        self._writing: _Writing | None = None
+        self._lost: set[str] = set()  # requests whose hit did not arrive, likewise
+        self._writing: list[_Writing] = []
         self._report = Report()
         self._told = self.requests.failures()
 
@@ -116,7 +156,7 @@ class EngineAttention:
         They go on, and what this pool lacks of them is saved."""
         self.pool, self.tiers = pool, tiers or Tiers(pool)
         self.requests.reopened(pool, self.tiers)
-        self._writing = None
+        self._writing = []
         for held in self._held.values():
             held.saved = 0
 
@@ -151,42 +191,48 @@ class EngineAttention:
     def _start(self, start: Started, now: list[Part]) -> None:
         name = start.request
         self._end(name)
-        held = _Held(
-            list(start.blocks), start.keys, start.computed + start.scheduled, start.options
-        )
-        held.scheduled, held.since = start.scheduled, start.computed
+        blocks = [list(of) for of in start.blocks] or [[] for _ in self.groups]
+        held = _Held(blocks, start.keys, start.computed + start.scheduled, start.options)
+        held.computed = held.since = start.computed
+        held.scheduled = start.scheduled
         self._held[name] = held
         if start.handles is None:
             return
-        held.audited = start.tokens // self.block_tokens if start.audit else None
+        held.audited = start.tokens // self.unit if start.audit else None
         part = self._part(start, start.handles[self._rank])
-        held.loaded = part.blocks
+        held.loaded = [block for of in part.blocks for block in of]
         (now if start.scheduled else self._later).append(part)
 
     def _part(self, start: Started, handle: bytes) -> Part:
         """The request's own sequence, to go on from, and another one to load from."""
-        first, count = start.local // self.block_tokens, -(-start.tokens // self.block_tokens)
-        part = Part(start.request, None, start.blocks[first:count], first, tail=start.tail)
-        part.partial = start.tokens % self.block_tokens != 0
+        whole, end = start.tokens // self.unit, -(-start.tokens // self.unit) * self.unit
+        first, blocks = list[int](), list[list[int]]()
+        for group, of in zip(self.groups, start.blocks, strict=True):
+            size = group.block_tokens
+            first.append(max(start.local // size, group.first_block(start.tokens)))
+            blocks.append(of[first[-1] : end // size])
+        begin = start.local // self.unit * self.unit
+        part = Part(start.request, None, blocks, first, begin, end, begin, tail=start.tail)
+        part.partial = start.tokens != end
         if start.trace is not None:
-            part.trace = Trace(start.trace, start.request, start.tokens - first * self.block_tokens)
-        pages = count * self.block_tokens
+            part.trace = Trace(start.trace, start.request, start.tokens - begin)
         try:
-            if self.requests.load(start.request, handle, pages, verify=False) != pages:
+            if self.requests.load(start.request, handle, end, verify=False) != end:
                 return part
             part.sequence = self.requests.sequences[start.request].fork()
-            self.requests.brought(start.brought_keys(self.block_tokens))
+            self.requests.brought(start.brought_keys(self.unit))
             if start.tail:  # its block will be another one when it is whole
-                count -= 1
-                self.requests.truncate(start.request, count * self.block_tokens)
-            self._held[start.request].saved = count
+                self.requests.truncate(start.request, whole * self.unit)
+            self._held[start.request].saved = whole
         except CXLKVError as error:
             self.requests.fail("stale", error)
         return part
 
     def _go_on(self, more: Continued) -> None:
         held = self._held[more.request]
-        held.blocks += more.blocks
+        for of, new in zip(held.blocks, more.blocks, strict=False):  # none: no new ones
+            of += new
+        held.computed = more.computed
         held.keys += more.keys
         if more.computed <= held.since and held.awaits:
             held.awaits.clear()  # the engine has gone back: what was damaged is computed again
@@ -199,9 +245,9 @@ class EngineAttention:
         """Mark requests that await loads: how these end is not known here, and what is computed
         with them may be wrong."""
         for name in loading:
-            mine = set(self._held[name].blocks)
+            mine = self._held[name].live(self.groups).keys()
             for held in self._held.values():
-                if held.scheduled and not mine.isdisjoint(held.blocks):
+                if held.scheduled and not mine.isdisjoint(held.live(self.groups)):
                     held.awaits.add(name)
 
     def _end(self, name: str) -> None:
@@ -216,7 +262,7 @@ class EngineAttention:
     def _prioritize(self, held: _Held) -> None:
         """Prioritize all pages of its text that the pool has, whichever engine stored them."""
         try:
-            keys = unpacked(held.keys, self.block_tokens)
+            keys = unpacked(held.keys, self.unit)
             self.requests.prioritize(keys, held.options.priority)
         except CXLKVError as error:
             self.requests.fail("save", error)
@@ -253,20 +299,26 @@ class EngineAttention:
         return {name for name, _ in ended}
 
     def bad_blocks(self) -> set[int]:
-        """Blocks of the engine that were to be loaded and were not, since the last call."""
+        """Blocks of the engine that were to be loaded and were not, since the last call. The engine
+        computes on from the first of them, which it can where it has all blocks before."""
         found, self._bad = self._bad, set()
+        return found
+
+    def lost(self) -> set[str]:
+        """Where it cannot: of the requests that finished() names, those whose load has failed,
+        since the last call. The engine computes them from their first token."""
+        found, self._lost = self._lost, set()
         return found
 
     def _settle(self, load: Load) -> None:
         """Count what failed of a load that has ended, and forget what is damaged."""
         for part in load.parts:
-            bad = part.bad_blocks()
             if part.trace is not None:
                 self._end_trace(part, load)
-            if not bad:
+            if not part.has_failed:
                 self._report.loaded.append(part.request)
                 continue
-            self._bad.update(bad)
+            self._note_bad(part)
             self._report.failed.append(part.request)
             held = self._held.get(part.request)
             if load.is_late or part.error is not None:
@@ -276,42 +328,49 @@ class EngineAttention:
                 self.requests.fail(kind_of(part.error, load.is_late), error)
             if held is None:
                 continue
-            good = part.first_page + part.good
+            good = part.good // self.unit
             if kind_of(part.error, load.is_late) == "corrupt":
-                last = part.tail if part.good == len(part.blocks) - 1 else b""
+                last = part.tail if part.end - part.good <= self.unit else b""
                 self._forget(last or held.keys[good * KEY_BYTES :][:KEY_BYTES])
             self.requests.release(part.request)
             held.saved, held.audited = 0, None
-            held.valid = min(held.valid, good * self.block_tokens)
+            held.valid = min(held.valid, good * self.unit)
+
+    def _note_bad(self, part: Part) -> None:
+        if not are_whole(self.groups):
+            self._lost.add(part.request)
+            return
+        good = part.good // self.unit - part.first[0]
+        self._bad.update(part.blocks[0][good:])
 
     def _end_trace(self, part: Part, load: Load) -> None:
         assert part.trace is not None
-        tokens = min(part.good * self.block_tokens, part.trace.tokens)
+        tokens = min(part.good - part.begin, part.trace.tokens)
         attributes: dict[str, str | int] = {
             "cxlkv.tokens": tokens,
             "cxlkv.far_bytes": tokens * self.pool.layout.stored_token_bytes,
             "cxlkv.rank": self._rank,
         }
-        if part.bad_blocks():
+        if part.has_failed:
             attributes["cxlkv.failure"] = kind_of(part.error, load.is_late)
         part.trace.end(attributes)
 
     def _forget(self, key: bytes) -> None:
         try:
-            self.requests.forget(unpacked(key, self.block_tokens))
+            self.requests.forget(unpacked(key, self.unit))
         except CXLKVError as error:
             self.requests.fail("stale", error)
 
     # ---- saving ----
 
-    def _plan(self) -> _Writing | None:
+    def _plan(self) -> list[_Writing]:
         """What this step completes, and the pool does not have."""
         upto: dict[str, int] = {}
         planned: set[bytes] = set()
         for name, held in self._held.items():
             if not held.scheduled or not held.options.save or held.awaits:
                 continue
-            complete = held.complete(self.block_tokens)
+            complete = held.complete(self.groups, self.unit)
             if complete <= held.saved:
                 continue
             try:
@@ -324,67 +383,98 @@ class EngineAttention:
                 planned.add(key)
                 upto[name] = complete
         try:
-            return self._writing_of(upto) if upto else None
+            return self._writings(upto)
         except CXLKVError as error:
             self.requests.fail("save", error)
-            return None
+            return []
 
     def _adopt(self, name: str, held: _Held, complete: int) -> None:
         """Adopt what the pool has of the text already, whichever engine stored it."""
         if name in self.requests.sequences and complete - held.saved == 1:
             return  # a block that a decode step has completed: its text is new
-        with self.pool.match(unpacked(held.keys, self.block_tokens)[:complete]) as hit:
-            if hit.tokens > held.saved * self.block_tokens:
+        with self.pool.match(unpacked(held.keys, self.unit)[:complete]) as hit:
+            if hit.tokens > held.saved * self.unit:
                 self.requests.release(name)
                 held.saved = 0
                 got = self.requests.load(name, hit.handle, hit.tokens, verify=False)
-                held.saved = got // self.block_tokens
+                held.saved = got // self.unit
         if name not in self.requests.sequences:
             self.requests.load(name, None, 0)
 
-    def _writing_of(self, upto: dict[str, int]) -> _Writing:
-        new = [self._held[name].blocks[self._held[name].saved : end] for name, end in upto.items()]
-        blocks = np.concatenate([np.array(one, np.int32) for one in new])
-        starts = np.cumsum([0, *(len(one) for one in new)], dtype=np.int32)
+    def _writings(self, upto: Mapping[str, int]) -> list[_Writing]:
+        """Those whose blocks the engine has from `saved` on are written together."""
+        together, found = dict[str, int](), list[_Writing]()
+        for name, end in upto.items():
+            seen = self._seen_from(self._held[name])
+            if seen is None:
+                together[name] = end
+            elif seen <= end * self.unit:  # else nothing of it can be found by itself
+                found.append(self._writing_of({name: end}, end * self.unit - seen))
+        if together:
+            units = max(end - self._held[name].saved for name, end in together.items())
+            found.append(self._writing_of(together, units * self.unit))
+        return found
+
+    def _seen_from(self, held: _Held) -> int | None:
+        """A token that sees no block that the engine has let go of before it was saved, as it does
+        with those that another connector has loaded. None: it has all from `saved` on."""
+        found = None
+        for group in self.groups:
+            first = group.first_block(held.computed) * group.block_tokens
+            window = group.pool_window(self._page_tokens)
+            if window is not None and first > held.saved * self.unit:
+                found = max(found or 0, first + window - 1)
+        return found
+
+    def _writing_of(self, upto: dict[str, int], rewind: int) -> _Writing:
+        blocks, starts = list[Ints](), list[Ints]()
+        for number, group in enumerate(self.groups):
+            ratio = self.unit // group.block_tokens
+            new = [
+                held.blocks[number][held.saved * ratio : end * ratio]
+                for held, end in ((self._held[name], end) for name, end in upto.items())
+            ]
+            blocks.append(np.concatenate([np.array(one, np.int32) for one in new]))
+            starts.append(np.cumsum([0, *(len(one) for one in new)], dtype=np.int32))
         batch = self.pool.batch([self.requests.sequences[name] for name in upto])
-        return _Writing(upto, batch, blocks, starts)
+        return _Writing(upto, batch, blocks, starts, rewind)
 
     def save_layer(self, name: str) -> None:
         """This layer's K and V of the step are in the engine's blocks now."""
         layer = self._layers.get(name)
-        writing = self._writing
-        if writing is None or layer is None or layer != writing.layers:
-            return
-        own = self._memory[layer]
-        try:
-            writing.batch.append_blocks(
-                layer, own.keys, own.values, writing.blocks, writing.starts, 0
-            )
-            writing.layers += 1
-        except PoolFullError as error:
-            self._writing = self._less(writing, error)
-        except CXLKVError as error:
-            self.requests.fail("save", error)
-            self._abandon(writing)
+        going = list[_Writing]()
+        for writing in self._writing:
+            if layer is None or layer != writing.layers:
+                going.append(writing)
+                continue
+            try:
+                writing.append(layer, self._memory[layer])
+                going.append(writing)
+            except PoolFullError as error:
+                going += self._less(writing, error)
+            except CXLKVError as error:
+                self.requests.fail("save", error)
+                self._abandon(writing)
+        self._writing = going
 
-    def _less(self, writing: _Writing, error: PoolFullError) -> _Writing | None:
+    def _less(self, writing: _Writing, error: PoolFullError) -> list[_Writing]:
         """The pool has no room for all; nothing was written. Those that fit go on."""
         self.requests.fail("full", error)
-        own, kept = self._memory[0], {}
+        kept = list[_Writing]()
         for name, end in writing.upto.items():
             try:
                 if len(writing.upto) == 1:
                     raise error
-                alone = self._writing_of({name: end})
-                alone.batch.append_blocks(0, own.keys, own.values, alone.blocks, alone.starts, 0)
-                kept[name] = end
+                alone = self._writing_of({name: end}, writing.rewind)
+                alone.append(0, self._memory[0])
+                kept.append(alone)
             except CXLKVError:
                 self._drop(name)
         if not kept:
-            return None
-        rest = self._writing_of(kept)
+            return []
+        rest = self._writing_of({k: v for one in kept for k, v in one.upto.items()}, writing.rewind)
         rest.layers = 1
-        return rest
+        return [rest]
 
     def _drop(self, name: str) -> None:
         """Save no more of this request."""
@@ -394,7 +484,6 @@ class EngineAttention:
 
     def _abandon(self, writing: _Writing) -> None:
         """What was appended in this step goes; a later step finds what is published."""
-        self._writing = None
         for name in writing.upto:
             self.requests.release(name)
             if name in self._held:
@@ -408,39 +497,44 @@ class EngineAttention:
             self._settle(self._now)
             self._now = None
             self._mark_invalid()
-        writing, self._writing = self._writing, None
+        written, self._writing = self._writing, []
         if not self._audit():
             return
-        if writing is None:
-            return
-        if writing.layers < len(self._memory):
-            self._abandon(writing)
-            return
-        for name, end in writing.upto.items():
-            self._publish(name, end)
+        for writing in written:
+            if writing.layers < len(self._memory):
+                self._abandon(writing)
+                continue
+            for name, end in writing.upto.items():
+                self._publish(name, end)
 
     def _mark_invalid(self) -> None:
         """Blocks may be shared: all that was computed from a bad one is nonsense."""
         for held in self._held.values() if self._bad else ():
-            place = next((i for i, block in enumerate(held.blocks) if block in self._bad), None)
-            if place is not None:
-                held.valid = min(held.valid, place * self.block_tokens)
+            live = held.live(self.groups).items()
+            for (_, block), begin in live:
+                if block in self._bad:
+                    held.valid = min(held.valid, begin)
 
     def _audit(self) -> bool:
         """Compares blocks that are computed by now. Whether no page of the pool is wrong; else the
         engine computes all again that it has from there, and nothing of what runs is saved."""
         right = True
         for held in self._held.values():
-            block = held.audited
-            if block is None or held.awaits or held.complete(self.block_tokens) <= block:
+            unit = held.audited
+            if unit is None or held.awaits or held.complete(self.groups, self.unit) <= unit:
                 continue
-            held.audited, self._report.audited = None, self._report.audited + 1
-            own, blocks = self.pool.sequence(), np.array([held.blocks[block]], np.int32)
+            held.audited = None
+            if not held.has(unit * self.unit, self.groups):
+                continue
+            self._report.audited += 1
+            own = self.pool.sequence()
             try:
-                batch, starts = self.pool.batch([own]), np.array([0, 1], np.int32)
+                batch = self.pool.batch([own])
                 for layer, of in enumerate(self._memory):
-                    batch.append_blocks(layer, of.keys, of.values, blocks, starts)
-                keys = unpacked(held.keys, self.block_tokens)[: block + 1]
+                    ratio = self.unit // self.groups[of.group].block_tokens
+                    blocks = held.blocks[of.group][unit * ratio : (unit + 1) * ratio]
+                    batch.append_blocks(layer, of.keys, of.values, blocks, [0, ratio])
+                keys = unpacked(held.keys, self.unit)[: unit + 1]
                 right = self.requests.audit(keys, own, 0) and right
             except CXLKVError as error:
                 self.requests.fail("full" if isinstance(error, PoolFullError) else "save", error)
@@ -448,7 +542,8 @@ class EngineAttention:
                 own.release()
         if not right:
             self.stop_saving()
-            self._bad.update(block for held in self._held.values() for block in held.loaded)
+            if are_whole(self.groups):  # else the engine could not go back to there
+                self._bad.update(block for held in self._held.values() for block in held.loaded)
             self._mark_invalid()
         return right
 
@@ -456,17 +551,17 @@ class EngineAttention:
         held = self._held[name]
         if name not in self.requests.sequences:
             return
-        if held.valid < end * self.block_tokens:
+        if held.valid < end * self.unit:
             self.requests.release(name)
             held.saved = 0
             return
         try:
-            self.requests.store(name, unpacked(held.keys, self.block_tokens)[:end])
+            self.requests.store(name, unpacked(held.keys, self.unit)[:end])
         except CXLKVError as error:
             self.requests.fail("save", error)
             self._drop(name)
             return
-        if self.requests.stored(name) < end * self.block_tokens:  # the quota refused it
+        if self.requests.stored(name) < end * self.unit:  # the quota refused it
             self._drop(name)
             return
         self._report.stored.append(Span(name, held.saved, end))
@@ -481,14 +576,14 @@ class EngineAttention:
         if any(name == other for other, _ in self._beside):
             return  # it was still loading
         held.keys += left.keys
-        there = left.tokens // self.block_tokens
-        whole = min(there, held.complete(self.block_tokens))
+        there = left.tokens // self.unit
+        whole = min(there, held.complete(self.groups, self.unit))
         keys = held.keys[: whole * KEY_BYTES]
         if whole == there and left.tokens <= held.valid:
             keys += left.tail
         try:
-            if self._save_at_end(name, held, whole, unpacked(keys, self.block_tokens)):
-                self._report.tails[name] = left.tokens - whole * self.block_tokens
+            if self._save_at_end(name, held, whole, unpacked(keys, self.unit)):
+                self._report.tails[name] = left.tokens - whole * self.unit
         except PoolFullError as error:
             self.requests.fail("full", error)
         except CXLKVError as error:
@@ -506,13 +601,13 @@ class EngineAttention:
             return False
         if name not in self.requests.sequences:
             self.requests.load(name, None, 0)
-        blocks = np.array(held.blocks[held.saved : len(keys)], np.int32)
-        batch = self.pool.batch([self.requests.sequences[name]])
-        starts = np.array([0, len(blocks)], np.int32)
-        for layer, own in enumerate(self._memory):
-            batch.append_blocks(layer, own.keys, own.values, blocks, starts, 0)
+        for writing in self._writings({name: len(keys)}):
+            for layer, own in enumerate(self._memory):
+                writing.append(layer, own)
+        if len(self.requests.sequences[name]) < len(keys) * self.unit:
+            return False
         self.requests.store(name, keys)
-        if self.requests.stored(name) < len(keys) * self.block_tokens:
+        if self.requests.stored(name) < len(keys) * self.unit:
             return False
         if whole > held.saved:
             self._report.stored.append(Span(name, held.saved, whole))

@@ -32,39 +32,49 @@ log = logging.getLogger("cxlkv")
 
 @dataclass
 class BlockMemory:
-    """The engine's own memory of one layer: [block_count, kv_heads, block_tokens, dim] each."""
+    """The engine's own memory of one layer: [block_count, kv_heads, block_tokens, dim] each. group:
+    whose table names its blocks."""
 
     keys: Array
     values: Array | None
+    group: int = 0
 
 
 @dataclass
 class Part:
-    """What of a request is loaded: `blocks` of the engine get the pages from `first_page` on.
+    """What of a request is loaded: tokens [begin, end) of its text. Of each group, `blocks` are the
+    engine's for that, as far as a window reaches, and `first` is which block of the text the first
+    one of them is.
 
-    sequence: of this load alone, as the request's own may be written to meanwhile. good: how many
-    of the blocks are right, from the first on; final when the load has ended. partial: the step
-    that waits for it writes to the last one, too. tail: that one's key, where it is not the text's
-    whole block.
+    sequence: of this load alone, as the request's own may be written to meanwhile. good: tokens of
+    the text up to which all groups' blocks are right; final when the load has ended. partial: the
+    step that waits for it writes to the last block, too. tail: that one's key, where it is not the
+    text's whole block.
     """
 
     request: str
     sequence: Sequence | None
-    blocks: list[int]
-    first_page: int
+    blocks: list[list[int]]
+    first: list[int]
+    begin: int
+    end: int
     good: int = 0
     error: CXLKVError | None = None
     partial: bool = False
     tail: bytes = b""
     trace: Trace | None = None
 
-    @property
-    def whole(self) -> int:
-        """How many of the good ones come layer by layer."""
-        return min(self.good, len(self.blocks) - self.partial)
+    def whole(self, group: int, block_tokens: int) -> int:
+        """How many of a group's good blocks come layer by layer."""
+        good = self.good // block_tokens - self.first[group]
+        return max(0, min(good, len(self.blocks[group]) - self.partial))
 
-    def bad_blocks(self) -> list[int]:
-        return self.blocks[self.good :]
+    def fail(self, good: int, error: CXLKVError | None = None) -> None:
+        self.good, self.error = max(self.begin, min(self.good, good)), error or self.error
+
+    @property
+    def has_failed(self) -> bool:
+        return self.good < self.end
 
 
 class Load:
@@ -89,7 +99,7 @@ class Load:
             return
         self.has_ended = self._given_up = True
         for part in self.parts:
-            part.good = 0
+            part.fail(0)
             if part.sequence is not None:
                 with suppress(CXLKVError):
                     part.sequence.release()
@@ -98,7 +108,7 @@ class Load:
         """Load in the thread, one layer after the other, until all are there or it is given up."""
         try:
             for part in self.parts:
-                part.good = len(part.blocks) if part.sequence is not None else 0
+                part.good = part.end if part.sequence is not None else part.begin
             self._bring_partial(memory)
             for layer, own in enumerate(memory):
                 if self._given_up:
@@ -111,7 +121,7 @@ class Load:
             with self._changed:
                 if self._given_up or self._layers < len(memory):
                     for part in self.parts:
-                        part.good = 0
+                        part.fail(0)
                 self.has_ended = True
                 self._changed.notify_all()
             for part in self.parts:
@@ -123,36 +133,41 @@ class Load:
         layer, and the copy of the whole block would take that away again."""
         for part in (one for one in self.parts if one.partial and one.sequence is not None):
             assert part.sequence is not None
-            batch, last = self._pool.batch([part.sequence]), len(part.blocks) - 1
-            place = (part.blocks[last:], [0, 1], [part.first_page + last])
+            batch = self._pool.batch([part.sequence])
             try:
                 for layer, own in enumerate(memory):
                     if self._given_up:
                         return
-                    batch.fetch_blocks(layer, own.keys, own.values, *place)
+                    tokens = own.keys.shape[2]
+                    first = [(part.end - tokens) // self._pool.layout.page_tokens]
+                    last = part.blocks[own.group][-1:]
+                    batch.fetch_blocks(layer, own.keys, own.values, last, [0, 1], first)
             except CXLKVError as error:
-                part.good, part.error = last, error
+                part.fail(part.end - tokens, error)
         with self._changed:
             self._layers = 0
             self._changed.notify_all()
 
     def _bring(self, layer: int, own: BlockMemory) -> None:
         """What cannot be read ends its part there; the parts before it stay right."""
-        parts = [part for part in self.parts if part.sequence is not None and part.whole]
+        group, tokens = own.group, own.keys.shape[2]
+        found = [(part, part.whole(group, tokens)) for part in self.parts]
+        parts = [(part, count) for part, count in found if count and part.sequence is not None]
         if not parts:
             return
-        starts = np.cumsum([0, *(part.whole for part in parts)], dtype=np.int32)
-        blocks = np.concatenate([np.array(p.blocks[: p.whole], np.int32) for p in parts])
-        first = np.array([part.first_page for part in parts], np.int32)
+        starts = np.cumsum([0, *(count for _, count in parts)], dtype=np.int32)
+        blocks = np.concatenate([np.array(p.blocks[group][:n], np.int32) for p, n in parts])
+        first = np.array([part.first[group] for part, _ in parts], np.int32)
+        first *= tokens // self._pool.layout.page_tokens
         try:
-            batch = self._pool.batch([one.sequence for one in parts if one.sequence is not None])
+            batch = self._pool.batch([p.sequence for p, _ in parts if p.sequence is not None])
             batch.fetch_blocks(layer, own.keys, own.values, blocks, starts, first)
         except CXLKVError as error:
             good = getattr(error, "good", None)
-            for index, part in enumerate(parts):
+            for index, (part, count) in enumerate(parts):
                 kept = 0 if good is None else int(good[index])
-                if kept < part.whole:
-                    part.good, part.error = kept, error
+                if kept < count:
+                    part.fail((part.first[group] + kept) * tokens, error)
 
     def wait(self, layers: int) -> None:
         """Wait until so many layers are there, or it has ended; gives up at the deadline."""

@@ -48,19 +48,20 @@ class Options:
 class Started:
     """A request that the workers have not seen, or not since it was preempted.
 
-    blocks: of the engine, in the order of the text; keys: KEY_BYTES for each complete block of it,
-    joined, as far as the text is known. handles: of the hit in each shard's pool (None: no hit) of
-    `tokens` tokens; `local` of them the engine had itself, the last `brought` the scheduler brought
-    back from below the pool. tail: the key of the hit's last block, where it is not a whole one. In
-    this step the tokens from `computed` on are computed, `scheduled` of them; 0 while the hit is
-    loaded beside the steps (asynchronously), and then the request comes again as Continued.
+    blocks: of the engine, by group (groups.py), in the order of the text; keys: KEY_BYTES for each
+    complete unit of it, joined, as far as the text is known. handles: of the hit in each shard's
+    pool (None: no hit) of `tokens` tokens; `local` of them the engine had itself, the last
+    `brought` the scheduler brought back from below the pool. tail: the key of the hit's last block,
+    where it is not a whole one. In this step the tokens from `computed` on are computed,
+    `scheduled` of them; 0 while the hit is loaded beside the steps (asynchronously), and then the
+    request comes again as Continued.
     elsewhere: another connector of the engine loads tokens before these. audit: the pool has the
     block behind the hit, which is to be compared with what the engine computes. trace: the headers
     that came with the request, of a hit.
     """
 
     request: str
-    blocks: list[int]
+    blocks: list[list[int]]
     keys: bytes = b""
     handles: list[bytes] | None = None
     tokens: int = 0
@@ -85,7 +86,7 @@ class Continued:
     """A request that goes on: blocks and keys are those that are new since the last message."""
 
     request: str
-    blocks: list[int]
+    blocks: list[list[int]]
     keys: bytes
     computed: int
     scheduled: int

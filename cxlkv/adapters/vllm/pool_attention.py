@@ -143,7 +143,8 @@ class PoolAttention:
 
     def _start(self, started: Started) -> None:
         self._release(started.request)
-        held = Held(started.request, started.blocks[0], started.options, started.keys)
+        ((request_row,),) = started.blocks  # one group, and one block of a request (blocks.py)
+        held = Held(started.request, request_row, started.options, started.keys)
         handle = started.handles[self._rank] if started.handles else None
         # Without its hit the sequence is shorter than the step wants it: a failure, seen there.
         # Pages are verified when attention reads them.

@@ -15,6 +15,7 @@ from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.identity import model_words, rope_kinds
 from cxlkv.adapters.common.keys import namespace
 from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
+from cxlkv.adapters.vllm.groups import BlockGroup, are_whole, page_tokens_of
 from cxlkv.errors import BadArgumentError, PoolMissingError, UnsupportedError
 from cxlkv.layout import FP8, KVLayout, parse_bytes
 from cxlkv.machine.regions import ALL, is_device, parse_place
@@ -44,10 +45,7 @@ PLAIN_KINDS = (
 )
 """Kinds of layers with K and V of each token."""
 WITHOUT_US = "start vLLM without --kv-transfer-config"
-ENGINES_FORM = (
-    'leave out "attention" in kv_connector_extra_config, and start vLLM with '
-    "--disable-hybrid-kv-cache-manager"
-)
+ENGINES_FORM = 'leave out "attention" in kv_connector_extra_config'
 """What serves a model whose attention the pool cannot compute."""
 
 
@@ -162,7 +160,7 @@ def _number(value: object, name: str) -> int:
 
 
 def check_groups(kinds: Sequence[tuple[str, object]], in_pool: bool = False) -> None:
-    """kinds: (class name, the spec) of each group of layers; raises UnsupportedError by name."""
+    """kinds: (class name, the spec) of layers of each group; raises UnsupportedError by name."""
     names = [name for name, _ in kinds]
     check_kinds(names, in_pool)
     if in_pool:
@@ -174,22 +172,30 @@ def check_groups(kinds: Sequence[tuple[str, object]], in_pool: bool = False) -> 
                 "--attention-backend CUSTOM"
             )
         return
-    if names != ["FullAttentionSpec"]:
-        remedy = WITHOUT_US
-        if set(names) == {"SlidingWindowSpec"}:
-            remedy = 'write "attention": "pool" in kv_connector_extra_config, which has windows'
-        elif len(set(names)) > 1:
-            remedy = "start vLLM with --disable-hybrid-kv-cache-manager, which makes one of them"
+    size = page_tokens_of([group_of(*kind) for kind in kinds])
+    if size > PAGE_TOKENS_MAX:
         raise UnsupportedError(
-            f"cxlkv: this model has {len(names)} group{'s' * (len(names) > 1)} of layers "
-            f"({', '.join(names)}), and only one, FullAttentionSpec, is served yet: {remedy}"
+            f"cxlkv: blocks of {size} tokens: a page has at most {PAGE_TOKENS_MAX}: give "
+            "--block-size"
         )
-    spec = kinds[0][1]
-    if _number(spec, "block_size") > PAGE_TOKENS_MAX:
-        raise UnsupportedError(
-            f"cxlkv: blocks of {_number(spec, 'block_size')} tokens: a page has at most "
-            f"{PAGE_TOKENS_MAX}: give --block-size"
-        )
+
+
+def group_of(kind: str, spec: object) -> BlockGroup:
+    """What the name of its class and the spec of a group say of its blocks."""
+    size = _number(spec, "block_size")
+    if kind == "SlidingWindowSpec":
+        return BlockGroup(size, _number(spec, "sliding_window"))
+    if kind == "ChunkedLocalAttentionSpec":
+        return BlockGroup(size, _number(spec, "attention_chunk_size"), chunked=True)
+    return BlockGroup(size)
+
+
+def layer_specs(spec: object) -> list[object]:
+    """The specs of a group's layers that differ; of most groups one."""
+    found: list[object] = []
+    for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
+        found += [one] * (one not in found)
+    return found
 
 
 def check_kinds(names: Sequence[str], in_pool: bool) -> None:
@@ -269,9 +275,14 @@ def hash_concern(algorithm: str, environment: Mapping[str, str]) -> str | None:
 
 
 def words_of(
-    vllm_config: object, spec: object, packing: str, encoding: str = "none", identity: str = ""
+    vllm_config: object,
+    kinds: Sequence[tuple[str, object]],
+    packing: str,
+    encoding: str = "none",
+    identity: str = "",
 ) -> dict[str, object]:
-    """Everything that makes K and V what they are, but the salt: see keys.namespace().
+    """Everything that makes K and V what they are, but the salt: see keys.namespace(). kinds: as in
+    check_groups().
 
     Read from files and settings, never from the engine's own config, which models may change while
     they are loaded: scheduler and workers must find the same words.
@@ -281,7 +292,10 @@ def words_of(
     # Object storage: vLLM has a folder with its descriptions only.
     source = str(getattr(model, "model_weights", "") or _of(model, "model"))
     revision = cast("str | None", _of(model, "revision"))
-    ranks = ranks_of(vllm_config)
+    ranks, spec = ranks_of(vllm_config), kinds[0][1]
+    groups = [] if len(kinds) == 1 else sorted({_group_words(*kind) for kind in kinds}, key=str)
+    if not are_whole([group_of(*kinds[0])]):
+        groups = groups or [_group_words(*kinds[0])]
     return {
         "engine": "vllm",
         **model_words(source, revision, identity),
@@ -300,7 +314,14 @@ def words_of(
         "shards": (ranks.tensor, ranks.pipeline),
         "packing": packing,
         "encoding": encoding,
+        **({"groups": groups} if groups else {}),  # else keys stay as they were without them
     }
+
+
+def _group_words(kind: str, spec: object) -> tuple[object, ...]:
+    group = group_of(kind, spec)
+    shape = [_number(spec, name) for name in ("num_kv_heads", "head_size")]
+    return (group.block_tokens, group.window, group.chunked, *shape)
 
 
 def are_identified(words: Mapping[str, object]) -> bool:

@@ -47,6 +47,10 @@ def open_remote(
 def _check(there: int, ranks: int, stages: int, heads: int, words: Mapping[str, object]) -> None:
     """Raises BadArgumentError where pages of other ranks are not those here, head by head."""
     said = f"{PREFIX}: remote has {there} addresses, and this engine has {ranks * stages} ranks"
+    if "groups" in words:
+        raise BadArgumentError(
+            f"{said}: where layers have windows or unlike blocks it must be one for each of them"
+        )
     if stages > 1:
         raise BadArgumentError(f"{said}: with pipeline stages it must be one for each of them")
     if heads % there or heads % ranks:

@@ -54,10 +54,11 @@ LEASE_S = 60.0
 
 @dataclass
 class Scheduled:
-    """One request in one step; blocks: all of them if it is new or resumed, else the new ones."""
+    """One request in one step; blocks: by group, all of them if it is new or resumed, else the new
+    ones."""
 
     request: str
-    blocks: Sequence[int]
+    blocks: Sequence[Sequence[int]]
     computed: int
     scheduled: int
 
@@ -97,18 +98,19 @@ class _Chain:
 class _Told:
     """What the workers know of a request."""
 
-    blocks: int
+    blocks: list[int]  # by group
     keys: int
 
 
 class Scheduling:
     """One for each engine; pools are those of all ranks, by rank.
 
-    space: the namespace of its keys. hash_tokens: how many tokens the engine's hashes are apart, a
-    divisor of block_tokens. loads, saves: as the engine's role says. events: whether anybody wants
-    to know what was stored. tiers: of the pools, by rank, where they have a cold tier or a remote
-    one; closed with this. words: what the engine hashes beside token ids, for keys of tails; None:
-    no tails.
+    space: the namespace of its keys. block_tokens: of a unit, whole blocks of all groups;
+    hash_tokens: how many tokens the engine's hashes are apart, a divisor of it. is_whole: the
+    engine has all blocks of a text, and a step may wait for hits; else requests do (groups.py).
+    loads, saves: as the engine's role says. events: whether anybody wants to know what was stored.
+    tiers: of the pools, by rank, where they have a cold tier or a remote one; closed with this.
+    words: what the engine hashes beside token ids, for keys of tails; None: no tails.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Scheduling:
         *,
         block_tokens: int,
         hash_tokens: int | None = None,
+        is_whole: bool = True,
         loads: bool = True,
         saves: bool = True,
         events: bool = False,
@@ -146,7 +149,10 @@ class Scheduling:
         self._left: list[Left] = []  # by those that ended since the last step
         self._loads, self._saves = loads, saves
         self._tails: Tails | None = None
-        if words is not None and settings.tails and settings.attention == "engine":
+        in_engine = settings.attention == "engine"
+        # A hit that attention reads where it lies is there at once.
+        self._loads_beside = in_engine and (settings.load == "async" or not is_whole)
+        if words is not None and settings.tails and in_engine and is_whole:
             self._tails = Tails(block_tokens, words)
         self.failures = Failures()
         self._audits = Audits(settings.audit_hits)
@@ -245,9 +251,7 @@ class Scheduling:
         self._matches[name] = found
         if self.events is not None:
             self.events.found(name, found.tokens // self.block_tokens)
-        # A hit that attention reads where it lies is there at once.
-        beside = self.settings.load == "async" and self.settings.attention == "engine"
-        return found.tokens - local, beside
+        return found.tokens - local, self._loads_beside
 
     def _shortened(self, name: str, keys: PageKeys, found: _Match) -> _Match:
         """The hit, or where it is to be audited one that lacks the last whole block. It is found
@@ -372,12 +376,18 @@ class Scheduling:
     def _find(self, chain: _Chain, local: int) -> _Match | None:
         hits: list[Hit] = []
         try:
-            for pool in self.pools:
-                hits.append(pool.match(chain.keys, lease_s=LEASE_S))
-                if hits[-1].tokens <= local:
+            keys = chain.keys
+            while len({hit.tokens for hit in hits}) != 1:  # a window need not see a shorter one
+                for hit in hits:
+                    hit.release()
+                hits.clear()
+                for pool in self.pools:
+                    hits.append(pool.match(keys, lease_s=LEASE_S))
+                    keys = keys[: hits[-1].tokens // self.block_tokens]
+                if not keys or hits[-1].tokens <= local:
                     break
             else:
-                tokens, handles = min(hit.tokens for hit in hits), [hit.handle for hit in hits]
+                tokens, handles = hits[0].tokens, [hit.handle for hit in hits]
                 if tokens < len(chain.keys) * self.block_tokens:
                     return _Match(hits, handles, tokens, local)
                 return _Match(hits, handles, chain.end, local, chain.tail)
@@ -387,8 +397,10 @@ class Scheduling:
             hit.release()
         return None
 
-    def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
-        """The request has blocks, `external` tokens of which are to be loaded."""
+    def allocated(
+        self, request: EngineRequest, blocks: Sequence[Sequence[int]], external: int
+    ) -> None:
+        """The request has blocks, by group, `external` tokens of which are to be loaded."""
         name = request.request_id
         found = self._matches.get(name)
         if external <= 0 or found is None:
@@ -397,7 +409,7 @@ class Scheduling:
             return
         self._starts[name] = Started(
             name,
-            list(blocks),
+            [list(of) for of in blocks],
             handles=found.handles,
             tokens=found.local + external,
             brought=self._brought(name, found.local + external),
@@ -446,9 +458,9 @@ class Scheduling:
         self._starts.clear()
         for one in scheduled.values():
             if one.request in self._told:
-                message.continued.append(
-                    self._go_on(one, one.blocks[self._told[one.request].blocks :])
-                )
+                there = self._told[one.request].blocks
+                new = [of[count:] for of, count in zip(one.blocks, there, strict=True)]
+                message.continued.append(self._go_on(one, new))
             else:
                 options = self._options.get(one.request, Options())
                 message.started.append(self._start(Started(one.request, [], options=options), one))
@@ -474,21 +486,24 @@ class Scheduling:
 
     def _start(self, start: Started, now: Scheduled | None) -> Started:
         if now is not None:
-            start.blocks = list(now.blocks)
+            start.blocks = [list(of) for of in now.blocks]
             start.computed, start.scheduled = now.computed, now.scheduled
         if start.handles is None and start.computed > self._local.get(start.request, 0):
             start.elsewhere = True
-            self._elsewhere[start.request] = start.blocks
+            self._elsewhere[start.request] = [block for of in start.blocks for block in of]
         start.keys = self._keys(self._requests[start.request], 0)
-        self._told[start.request] = _Told(len(start.blocks), len(start.keys) // KEY_BYTES)
+        counts = [len(of) for of in start.blocks]
+        self._told[start.request] = _Told(counts, len(start.keys) // KEY_BYTES)
         return start
 
-    def _go_on(self, one: Scheduled, blocks: Sequence[int]) -> Continued:
+    def _go_on(self, one: Scheduled, blocks: Sequence[Sequence[int]]) -> Continued:
         told = self._told[one.request]
         keys = self._keys(self._requests[one.request], told.keys)
-        told.blocks += len(blocks)
+        for group, of in enumerate(blocks):
+            told.blocks[group] += len(of)
         told.keys += len(keys) // KEY_BYTES
-        return Continued(one.request, list(blocks), keys, one.computed, one.scheduled)
+        new = [list(of) for of in blocks]
+        return Continued(one.request, new, keys, one.computed, one.scheduled)
 
     def _keys(self, request: EngineRequest, first: int, last: int | None = None) -> bytes:
         hashes = hashes_of(request, self._every, first, last)

@@ -22,6 +22,7 @@ from cxlkv.adapters.common.pools import open_tiers
 from cxlkv.adapters.common.reopening import LOOKS_A_LEASE, Reopening
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
+from cxlkv.adapters.vllm.groups import BlockGroup
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
@@ -95,7 +96,7 @@ class Engine:
                 for layer, own in enumerate(self._memory)
             },
             settings,
-            block_tokens=self._size,
+            groups=[BlockGroup(self._size)],
             tiers=open_tiers(pool, settings),
         )
         opened = pools.open_all([path], settings)
@@ -185,7 +186,7 @@ class Engine:
 
     def _allocate(self, event: Allocated) -> None:
         request = self._requests[event.request]
-        self.scheduling.allocated(request, event.blocks, event.external)
+        self.scheduling.allocated(request, [event.blocks], event.external)
 
     def _end(self, name: str) -> None:
         self.scheduling.ended(self._requests.pop(name))
@@ -199,9 +200,9 @@ class Engine:
         for name in step.ended:
             self._blocks.pop(name, None)
         for one in step.fresh:
-            self._blocks[one.request] = list(one.blocks)
+            self._blocks[one.request] = list(one.blocks[0])
         for one in step.going:
-            self._blocks[one.request] += one.blocks
+            self._blocks[one.request] += one.blocks[0] if one.blocks else []
         wrong, bad = self._work(step, message)
         for name, index in wrong.items():
             assert self._blocks[name][index] in bad, f"{name}: block {index} is wrong"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -113,6 +113,8 @@ def _lines(name: str, part: object) -> str:
 
 
 def _row(event: Event) -> list[object]:
+    if isinstance(event, Stepped):
+        event = replace(event, fresh=_flat(event.fresh), going=_flat(event.going))
     return [type(event).__name__, *astuple(event)]
 
 
@@ -137,6 +139,14 @@ def _event(row: Sequence[object]) -> Event:
     return event
 
 
+def _flat(rows: Sequence[Scheduled]) -> list[Scheduled]:
+    """Blocks of the one group that there is."""
+    return [replace(one, blocks=[*one.blocks, []][0]) for one in rows]  # type: ignore[arg-type]
+
+
 def _scheduled(rows: object) -> list[Scheduled]:
     """From JSON's lists."""
-    return [Scheduled(*row) for row in cast("list[list[str]]", rows)]  # type: ignore[arg-type]
+    return [
+        Scheduled(name, [blocks], *more)
+        for name, blocks, *more in cast("list[tuple[str, list[int], int, int]]", rows)
+    ]

@@ -1,0 +1,114 @@
+"""A worker tries at its start whether the engine's blocks lie as this adapter reads them.
+
+The engine itself writes known keys and values into free blocks of each layer. They must lie where
+BlockMemory says, and come back from the pool as they were. So an engine that orders its cache in
+another way is refused, and never served with wrong numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol, cast
+
+import torch
+
+from cxlkv.adapters.vllm.groups import BlockGroup, unit_of
+from cxlkv.adapters.vllm.loading import BlockMemory
+from cxlkv.errors import PoolFullError, UnsupportedError
+from cxlkv.pool import CXLPool
+
+Tensor = torch.Tensor
+NUMBERS = ((1.0, 2.0), (3.0, 4.0))  # of keys and of values, in even heads and in odd ones
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class Implementation(Protocol):
+    def do_kv_cache_update(
+        self, layer: object, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None: ...
+
+
+class Attention(Protocol):
+    """The engine's layer."""
+
+    impl: Implementation
+
+
+class Probe:
+    """One for a worker, before any request comes. caches: the engine's own tensors of its layers,
+    memory: as they are read here, in the same order; dtype: of keys that the engine computes."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, Attention],
+        caches: Mapping[str, Tensor],
+        memory: Mapping[str, BlockMemory],
+        groups: Sequence[BlockGroup],
+        dtype: torch.dtype,
+    ):
+        self._layers, self._caches, self._memory = layers, caches, list(memory.items())
+        self._groups, self._unit, self._dtype = groups, unit_of(groups), dtype
+
+    def run(self, pool: CXLPool) -> None:
+        """Raises UnsupportedError with the layer's name."""
+        if any(own.keys.shape[0] < 2 + 2 * self._count(own) for _, own in self._memory):
+            return
+        sequence = pool.sequence()
+        try:
+            with suppress(PoolFullError):
+                batch = pool.batch([sequence])
+                for number, (name, own) in enumerate(self._memory):
+                    self._write(name, own)
+                    self._check(name, own)
+                    blocks = range(1, 1 + self._count(own))
+                    batch.append_blocks(number, own.keys, own.values, blocks, [0, len(blocks)])
+                for number, (name, own) in enumerate(self._memory):
+                    count = self._count(own)
+                    others = range(1 + count, 1 + 2 * count)
+                    batch.fetch_blocks(number, own.keys, own.values, others, [0, count], [0])
+                    cache = self._caches[name]
+                    moved = cache[1 + count : 1 + 2 * count].clone()
+                    self._write(name, own)
+                    if not torch.equal(moved, cache[1 : 1 + count]):
+                        raise _refusal(name, "the pool gives back another block than it was given")
+        finally:
+            sequence.release()
+            for name, own in self._memory:
+                self._caches[name][: 2 + 2 * self._count(own)].zero_()
+
+    def _count(self, own: BlockMemory) -> int:
+        """Blocks of a unit."""
+        return self._unit // self._groups[own.group].block_tokens
+
+    def _write(self, name: str, own: BlockMemory) -> None:
+        """The engine writes the unit's blocks, from block 1 on, and nothing else."""
+        cache, layer, size = self._caches[name], self._layers[name], own.keys.shape[2]
+        cache[: 2 + 2 * self._count(own)].zero_()
+        heads = torch.arange(own.keys.shape[1]) % 2
+        rows = [torch.tensor(of)[heads].to(self._dtype) for of in NUMBERS]
+        shape = (self._unit, len(heads), own.keys.shape[3])
+        key, value = (row[None, :, None].expand(shape).contiguous() for row in rows)
+        slots = torch.arange(size, size + self._unit, dtype=torch.int64)
+        layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
+
+    def _check(self, name: str, own: BlockMemory) -> None:
+        count, cache = self._count(own), self._caches[name]
+        found = list[Tensor]()
+        for memory in (own.keys, own.values):
+            mine = cast("Tensor", memory)[1 : 1 + count]
+            for heads in (mine[:, 0::2], mine[:, 1::2]):
+                if heads.numel():
+                    found.append(torch.unique(heads.contiguous().view(_WHOLE[mine.element_size()])))
+        numbers = [int(one[0]) for one in found]
+        if any(len(one) != 1 for one in found) or len({0, *numbers}) != 1 + len(numbers):
+            raise _refusal(name, "keys and values of a block are not where they were")
+        if cache[0].any() or cache[1 + count : 2 + 2 * count].any():
+            raise _refusal(name, "a block has other memory than its own")
+
+
+def _refusal(name: str, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"cxlkv: {name}: {what}: this vLLM lays out its cache in a way that is not served. Use the "
+        "release that docs/engines/vllm.md names"
+    )
