@@ -207,6 +207,29 @@ def test_each_word_of_the_engine_makes_other_keys(
     assert space(False) == space(False) != space(True)
 
 
+def test_each_group_of_layers_is_in_the_key(tmp_path: Path) -> None:
+    def space(*groups: tuple[str, dict[str, int]]) -> bytes:
+        kinds = [(kind, SimpleNamespace(**{**vars(spec()), **own})) for kind, own in groups]
+        return space_of(pools.words_of(config(str(tmp_path)), kinds, "vec"), "")
+
+    full, window = ("FullAttentionSpec", dict[str, int]()), "SlidingWindowSpec"
+    chunks = ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64})
+    found = [
+        space(full),
+        space((window, {"sliding_window": 64})),
+        space(full, (window, {"sliding_window": 64})),
+        space(full, (window, {"sliding_window": 128})),
+        space(full, (window, {"sliding_window": 64, "block_size": 64})),
+        space(full, (window, {"sliding_window": 64, "num_kv_heads": 4})),
+        space(full, (window, {"sliding_window": 64, "head_size": 64})),
+        space(full, chunks),
+        space(full, full),
+    ]
+    assert len(set(found)) == len(found)
+    same = space(full, (window, {"sliding_window": 64}), (window, {"sliding_window": 64}))
+    assert same == found[2]  # layers of one kind in two tables are of one kind in the pool
+
+
 def test_without_a_name_of_its_weights_an_engine_shares_nothing(tmp_path: Path) -> None:
     found = config(str(tmp_path))
     assert not pools.are_identified(pools.words_of(found, KINDS, "vec"))

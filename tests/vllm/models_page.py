@@ -26,7 +26,6 @@ FORMS: dict[str, dict[str, object]] = {"engine": {}, "pool": {"attention": "pool
 # What a refusal may name that makes the same form serve the model, and the settings that are it.
 REMEDIES: dict[str, dict[str, object]] = {
     "VLLM_MLA_DISABLE=1": {"environment": {"VLLM_MLA_DISABLE": "1"}},
-    "--disable-hybrid-kv-cache-manager": {"disable_hybrid_kv_cache_manager": True},
     "--no-async-scheduling": {"async_scheduling": False},
 }
 OTHER_FORM = {'leave out "attention"': "engine", 'write "attention": "pool"': "pool"}

@@ -299,19 +299,24 @@ def test_an_engine_in_bf16(make_engine: MakeEngine, tmp_path: Path) -> None:
     end(folder, ours)
 
 
-def test_layers_with_windows_are_served_in_one_group(
+def test_layers_with_windows_are_served_by_several_ranks(
     make_engine: MakeEngine, windowed_model: Path, tmp_path: Path
 ) -> None:
-    _, extra = folder_in(tmp_path)
-    stock = make_engine(model=str(windowed_model))
-    refused = make_engine(extra, model=str(windowed_model))
-    assert "--disable-hybrid-kv-cache-manager" in (refused.ready() or "")
-    ours = make_engine(extra, model=str(windowed_model), disable_hybrid_kv_cache_manager=True)
-    wanted = stock.generate(prompts())["tokens"]
-    assert ours.generate(prompts())["tokens"] == wanted
+    folder, extra = folder_in(tmp_path)
+    settings = {"model": str(windowed_model), "processes": True, "tensor_parallel_size": 2}
+    ours = make_engine(extra, **settings)  # type: ignore[arg-type]
+    wanted = ours.generate(prompts())["tokens"]
     ours.forget()
     found = ours.generate(prompts())
     assert (found["tokens"], found["cached"]) == (wanted, CACHED)
+    shards = sorted(folder.glob("*.pool"))
+    hidden = shards[0].rename(folder / "hidden")  # so that damage() finds the other one
+    damage(folder, page=2, layer=1)
+    ours.forget()
+    assert ours.generate(prompts())["tokens"] == wanted
+    assert ours.log().count("the CRC of its V is wrong") == 1
+    end(folder, ours)
+    hidden.rename(shards[0])
 
 
 def test_what_cannot_be_served_is_said_at_the_start(

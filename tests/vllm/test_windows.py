@@ -1,0 +1,72 @@
+"""Full attention beside sliding windows, each with its own table of blocks, and models without."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .engines import BLOCK_TOKENS, VOCABULARY_SIZE
+from .forked import Life, Nursery, Tokens
+from .test_prefixes import check, damage, folder_in
+from .tiny_models import tiny
+
+PROMPT_TOKENS = (300, 97, 200)
+NEW_TOKENS = 64
+CACHED = [(tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in PROMPT_TOKENS]
+CHUNK = {"max_num_batched_tokens": 128}  # windows move on while prompts are computed
+
+
+@pytest.fixture(scope="module")
+def nursery(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    folder = tmp_path_factory.mktemp("windows")
+    with Nursery(folder / "none", folder) as made:
+        yield made
+
+
+def prompts(seed: int) -> list[Tokens]:
+    numbers = np.random.default_rng(seed)
+    return [numbers.integers(1, VOCABULARY_SIZE, tokens).tolist() for tokens in PROMPT_TOKENS]
+
+
+def served(life: Life, asked: list[Tokens]) -> tuple[list[Tokens], list[int]]:
+    done = life.generate(asked, NEW_TOKENS)
+    return [one["tokens"] for one in done], [one["cached"] for one in done]
+
+
+@pytest.mark.parametrize("kind", ["Gemma-3", "gpt-oss", "Mistral", "Llama", "Qwen3", "Qwen3-MoE"])
+def test_tokens_are_those_of_stock_vllm_whatever_becomes_of_engines(
+    kind: str, nursery: Nursery, pools_folder: Path
+) -> None:
+    """One is killed in the middle of a save; another finds what it had saved, and computes the
+    rest, also what is damaged."""
+    folder, extra = folder_in(pools_folder)
+    settings = {**CHUNK, "model": str(tiny(kind, pools_folder / "model"))}
+    stock = nursery.life(None, **settings)
+    first = nursery.life(extra, **settings)
+    wanted, later = (served(stock.ready(), prompts(seed))[0] for seed in (1, 2))
+    stock.end()
+
+    assert served(first.ready(), prompts(1)) == (wanted, [0, 0, 0])
+    first.forget()
+    assert served(first, prompts(1)) == (wanted, CACHED)
+    assert first.ask(do="signal", where="save", number=signal.SIGKILL)
+    for number, prompt in enumerate(prompts(2)):
+        first.add(str(number), prompt, NEW_TOKENS)
+    assert first.has_ended()
+    first.kill()
+
+    second = nursery.life(extra, **settings).ready()
+    assert served(second, prompts(1)) == (wanted, CACHED)
+    assert served(second, prompts(2))[0] == later
+    damage(folder, page=2, layer=1)
+    second.forget()
+    assert served(second, prompts(1))[0] == wanted
+    assert "the CRC of its V is wrong" in second.log.read_text()
+    second.forget()
+    assert served(second, prompts(2)) == (later, CACHED)
+    second.end()
+    assert check(folder)["pages_held"] == 0
