@@ -311,10 +311,13 @@ def test_layers_with_windows_are_served_by_several_ranks(
     assert (found["tokens"], found["cached"]) == (wanted, CACHED)
     shards = sorted(folder.glob("*.pool"))
     hidden = shards[0].rename(folder / "hidden")  # so that damage() finds the other one
-    damage(folder, page=2, layer=1)
+    for page in range(16):
+        damage(folder, page, layer=1)
     ours.forget()
     assert ours.generate(prompts())["tokens"] == wanted
-    assert ours.log().count("the CRC of its V is wrong") == 1
+    assert "the CRC of its V is wrong" in ours.log()
+    with pool_in(folder) as pool:  # pages that were not read since are still damaged
+        pool.admin.check(deep=True, repair=True)
     end(folder, ours)
     hidden.rename(shards[0])
 
