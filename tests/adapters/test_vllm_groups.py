@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cxlkv import CXLPool
+from cxlkv.adapters.common.keys import block_keys
 from cxlkv.adapters.vllm import engine_attention
+from cxlkv.adapters.vllm.events import there
 from cxlkv.adapters.vllm.groups import BlockGroup, are_whole, unit_of
 from cxlkv.adapters.vllm.loading import BlockMemory
+from cxlkv.pages import layer_places
 
 from ..support.damaging import damage_piece
-from ..support.paged_engine import TOKENS, Engine, Grouping, text
+from ..support.paged_engine import SPACE, TOKENS, Engine, Grouping, text
 from ..support.paged_engines import Engines, engines_in
 
 FULL, WINDOW = BlockGroup(TOKENS), BlockGroup(TOKENS, 10)
@@ -115,11 +119,11 @@ def test_a_damaged_page_is_computed_again_from_the_first_token(
         with CXLPool.open(path, threads=1) as pool:
             pool.admin.check(deep=True, repair=True)
     third = engines(ranks)
-    for name, there in (("a", None), ("b", last)):
+    for name, wanted in (("a", None), ("b", last)):
         third.add(name, text(1, 33))
         third.settle()
         third.step()
-        assert there in (None, third.cached[name])
+        assert wanted in (None, third.cached[name])
     assert third.recomputed == 0
 
 
@@ -141,6 +145,29 @@ def test_what_another_connector_loaded_is_saved_as_far_as_windows_reach(engines:
     engine.add("c", [*said[:10], 1, 2, 3])
     engine.settle()
     assert engine.cached["c"] in (0, 8)
+
+
+def test_ranks_agree_on_a_hit_whose_windows_all_of_them_have(tmp_path: Path) -> None:
+    """One has 44 tokens of it; the other one 48, but at 44 its window has a gap."""
+    with engines_of(tmp_path, "windows") as engines:
+        first, second = engines(2), engines(2)
+        request = first.serve("a", text(1, 50))
+        first.end("a")
+        first.step()
+        keys = block_keys(request.block_hashes, TOKENS, SPACE)
+        for rank, unit in ((1, 11), (0, 8)):
+            worker = first.ranks[rank].worker
+            pool, layout = worker.pool, worker.pool.layout
+            places = layer_places(layout, pool.pages.geometry)
+            parts = [p.part for p, w in zip(places, layout.windows, strict=True) if w]
+            names = pool.records.names(keys[unit : unit + 1].packed.tobytes(), 1)
+            gone = np.ascontiguousarray(names[0, 0, parts])
+            worker.tiers.evict_among(gone, len(parts))
+            assert not there(pool, gone).any()
+        second.add("a", text(1, 50))
+        second.settle()
+        assert second.cached["a"] == 32
+        assert (second.recomputed, second.scheduling.failures) == (0, {})
 
 
 def test_blocks_of_another_group_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
