@@ -189,6 +189,31 @@ def test_blocks_of_another_group_are_told(tmp_path: Path, monkeypatch: pytest.Mo
         assert second.wrong()
 
 
+def test_audits_compare_all_groups_blocks(engines: Engines) -> None:
+    """Where they differ, nothing is found any more. vLLM cannot go back to compute what runs."""
+    first, second = engines(), engines(audit_hits=1)
+    first.serve("a", text(1, 50))
+    unit = unit_of(engines.grouping.groups)
+    second.add("a", text(1, 50))
+    second.settle()
+    second.step()
+    assert second.cached["a"] == whole(engines, 50) - unit
+    assert second.scheduling.failures == {}
+    first.weights = b"other"  # which its keys do not say
+    first.serve("b", text(2, 50))
+    third = engines(audit_hits=1, shares=True)  # which does not look whether blocks are right
+    third.add("b", text(2, 50))
+    third.settle()
+    third.step()
+    assert third.scheduling.failures == {"audit": 1}
+    third.end("b")
+    for engine in (third, second):
+        engine.step()
+        engine.add("c", text(1, 50))
+        engine.settle()
+        assert engine.cached["c"] == 0
+
+
 def test_requests_wait_for_their_hits_whatever_the_settings_say(tmp_path: Path) -> None:
     """A step that has computed with a damaged one could not be taken back (vLLM's scheduler)."""
     with engines_of(tmp_path, "windows") as engines:
