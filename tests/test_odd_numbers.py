@@ -462,6 +462,8 @@ WITHOUT: Mapping[str, str] = {
     "CXLCache.get_conv_state": BY_MODELS,
     "CXLCache.update_conv_state": BY_MODELS,
     "CXLCache.states": BY_MODELS,
+    "CXLCache.with_earlier": BY_MODELS,
+    "Step.last": BY_MODELS,
 }
 """Calls, or numbers of one, that are not tried, and why."""
 NEVER_RIGHT = {
