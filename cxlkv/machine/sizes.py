@@ -7,7 +7,7 @@ said here is what create() does.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -112,7 +112,8 @@ def pages_for(layout: KVLayout, geometry: dict[str, int], tokens: int, requests:
     rewound, and the pages in which both begin and end. Of a model with states each has CHECKPOINTS.
     """
     states = _checkpoint_pages(layout, geometry)
-    return requests * (states + _text_pages(layout, geometry, tokens))
+    windows = _windows_of_parts(layout, geometry)
+    return requests * (states + _text_pages(layout, windows, tokens))
 
 
 def _checkpoint_pages(layout: KVLayout, geometry: dict[str, int]) -> int:
@@ -121,10 +122,10 @@ def _checkpoint_pages(layout: KVLayout, geometry: dict[str, int]) -> int:
     return CHECKPOINTS * (states + geometry["part_count"]) if states else 0
 
 
-def _text_pages(layout: KVLayout, geometry: dict[str, int], tokens: int) -> int:
+def _text_pages(layout: KVLayout, windows: Collection[int | None], tokens: int) -> int:
     return sum(
         -(-seen // layout.page_tokens) + (seen < tokens)
-        for window in _windows_of_parts(layout, geometry)
+        for window in windows
         for seen in [tokens if window is None else min(tokens, window + REWIND_TOKENS)]
     )
 
@@ -134,10 +135,10 @@ def tokens_in(layout: KVLayout, geometry: dict[str, int], requests: int = 1) -> 
     if layout.object_bytes is not None:
         return 0
     least, most = 0, geometry["page_count"] * layout.page_tokens + 1
-    states = _checkpoint_pages(layout, geometry)
+    states, windows = _checkpoint_pages(layout, geometry), _windows_of_parts(layout, geometry)
     while most - least > 1:
         middle = (least + most) // 2
-        needed = requests * (states + _text_pages(layout, geometry, middle))
+        needed = requests * (states + _text_pages(layout, windows, middle))
         if needed <= geometry["page_count"]:
             least = middle
         else:
@@ -145,8 +146,10 @@ def tokens_in(layout: KVLayout, geometry: dict[str, int], requests: int = 1) -> 
     return least
 
 
-def _windows_of_parts(layout: KVLayout, geometry: dict[str, int]) -> Iterable[int | None]:
+def _windows_of_parts(layout: KVLayout, geometry: dict[str, int]) -> Collection[int | None]:
     """A part's layers share a page, and have one window."""
+    if len(layout.groups) == 1:
+        return (layout.groups[0].window,)
     places = _core.layer_places(layout, geometry)
     return {one.part: layout.windows[layer] for layer, one in enumerate(places)}.values()
 

@@ -477,7 +477,7 @@ static int64_t publish_places(cxlkv_pool *pool, uint32_t count, const uint8_t *k
         if (replaces && places[i].held) whole_forget(pool, hash);
         if (places[i].held && publish_place(pool, keys, i, &places[i])) {
             object_set_seen(pool, &places[i]);
-            marks_set(pool, &places[i], marks);
+            if (replaces) marks_set(pool, &places[i], marks);
             published++;
         } else {
             codes[i] = CXLKV_RECORD_PRESENT; /* another came first, or it was given back */
