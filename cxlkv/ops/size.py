@@ -96,7 +96,7 @@ def size(
 
 def layout_of_vllm(layout: KVLayout) -> KVLayout | None:
     """Layout of the pool in which vLLM keeps prefixes with its own attention: its blocks, with all
-    tokens of all layers. None: its adapter serves no such layers.
+    tokens of all layers. None: of such layers it is not computed.
     """
     first, *others = (replace(group, layers=1, window=None) for group in layout.groups)
     if layout.is_encoded or first.values != "own" or any(group != first for group in others):
@@ -184,7 +184,7 @@ def lines(found: Sizes) -> Iterator[str]:
         blocks = f"{found.of_vllm.layout.page_tokens} tokens"
         yield f"vLLM that keeps prefixes, in blocks of {blocks}: {more_text(found.of_vllm, found)}."
     else:
-        yield "vLLM's adapter does not serve these layers: docs/engines/vllm-models.md."
+        yield "What vLLM keeps of such layers is not computed: docs/engines/vllm-models.md."
     if layout.states is not None:
         pages = f"{pool.state_pages} pages" if pool.state_pages > 1 else "a page"
         size = format_bytes(layout.states.bytes)
