@@ -367,9 +367,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         ranks = self._ranks
         layout = layout_of(specs.values(), self._groups, dtype, ranks.shard)
         tiers = self._make_tiers(layout.encoded(self._encoding))
-        Probe(cast("Mapping[str, Attention]", own), kv_caches, layers, self._groups, dtype).run(
-            tiers.pool
-        )
+        probe = Probe(cast("Mapping[str, Attention]", own), kv_caches, layers, self._groups, dtype)
+        probe.run(tiers.pool)
+        self.looking = Looking(tiers, quota=self._quota)  # what the probe has moved is no figure
         self.worker = EngineAttention(
             tiers.pool,
             layers,
