@@ -359,8 +359,8 @@ class KVLayout:
 
         order[l] is the group of the model's layer l; without it the groups stand one after the
         other. Gemma-3: LayerGroup(layers=5, window=512, ...) and LayerGroup(layers=1, ...), order
-        (0, 0, 0, 0, 0, 1). Groups may differ in all but their encodings. Keys that nobody attends
-        to, an indexer's rows beside latent ones, are values="key_prefix".
+        (0, 0, 0, 0, 0, 1). Groups may differ in everything but their encodings. An indexer's keys,
+        which no query attends to, are a group with values="key_prefix".
         """
         if order is None:
             order = [index for index, group in enumerate(groups) for _ in range(group.layers)]

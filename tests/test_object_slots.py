@@ -310,7 +310,7 @@ def test_little_is_lost_of_a_pool_of_five_sizes(tmp_path: Path, count: int, seed
 
 @pytest.mark.parametrize("host", [1, 2])
 def test_several_hosts(tmp_path: Path, host: int) -> None:
-    """One host's objects are the others', whole; what one forgets or replaces nobody finds."""
+    """Every host reads an object whole, and no host finds one that another forgot or replaced."""
     path, data = tmp_path / "hosts", [made(i, size) for i, size in enumerate(SIZES)]
     names = [str(i) for i in range(5)]
     shared = {"sharing": "software", "hosts": 3, "host": 0, "capacity": "32MiB"}

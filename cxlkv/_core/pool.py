@@ -57,7 +57,7 @@ def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
 
 
 def _fill_shape(made: Any, group: LayerGroup) -> None:
-    """Of a cxlkv_shape, or a cxlkv_layout all of whose layers have it."""
+    """Fills in a cxlkv_shape, or a cxlkv_layout whose layers all have this shape."""
     made.kv_heads, made.head_dim = group.kv_heads, group.head_dim
     made.value_head_dim = group.value_head_dim or group.head_dim
     made.dtype, made.values = STORED.index(group.dtype), VALUES.index(group.values)

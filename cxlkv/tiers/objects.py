@@ -142,7 +142,7 @@ class ObjectMoves(ABC):
         return found
 
     def _restore_object(self, key: bytes) -> None:
-        """Its first page comes last: before that nobody finds the others."""
+        """The first page comes last: a match finds nothing of the object before that."""
         assert self.cold is not None
         first, records = self.pool.records.names(key)[0, 0], self._records(1)
         if not self.cold.load(first, records).all():

@@ -375,7 +375,7 @@ class RemoteTier(Closing):
 
 
 class _Coming:
-    """A hit that grows by what comes for it. again: matches anew. deadline: of all that comes."""
+    """A hit that grows as pages arrive. again: matches anew. deadline: of all arrivals together."""
 
     deadline: Deadline
 

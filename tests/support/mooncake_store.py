@@ -210,7 +210,7 @@ class MooncakeDistributedStore:
         return self.pool.admin.remove_all()
 
     def _leased(self, key: str) -> int:
-        """The object's size; nobody removes it until the lease of this get has ended."""
+        """The object's size. It cannot be removed until this get's lease ends."""
         lease = self.pool.lease([key])
         with self._lock:
             until_s = time.monotonic() + self._lease_s

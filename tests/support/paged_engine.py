@@ -108,8 +108,8 @@ class Request:
     def block(
         self, index: int, layer: int, heads: range, size: int = TOKENS
     ) -> npt.NDArray[np.float32]:
-        """[K or V, kv_heads, tokens, dim]: what is right for block `index` of this text, of `size`
-        tokens, as far as that goes."""
+        """[K or V, kv_heads, tokens, dim]: what a right block `index` of this text holds, in blocks
+        of `size` tokens; the last one may be short."""
         for at in range(len(self._texts), self.num_tokens):
             before = self._texts[-1] if at else self.salt + self.weights
             own = f"{self.all_token_ids[at]} {self.images.get(at)!r}"

@@ -174,7 +174,7 @@ def check_supported(config: object, with_states: bool) -> None:
     for index, kind in enumerate(kinds):
         if kind in STATE_KINDS and not with_states:
             raise UnsupportedError(
-                f"{name}: layer {index} has {kind}, a state, of whose shape a config says nothing: "
+                f"{name}: layer {index} ({kind}) keeps a state, whose shape no config gives: "
                 "cxlkv.adapters.transformers.layout_of(model) asks the model"
             )
         if kind not in (*ATTENTION_KINDS, *STATE_KINDS, *PLAIN_KINDS):

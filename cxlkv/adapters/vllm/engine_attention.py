@@ -50,8 +50,8 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 @dataclass
 class _Held:
     """A request. blocks: by group; computed: where its step begins. valid: tokens whose K and V in
-    the engine's blocks are right after this step, as far as is known here; saved: units of it that
-    are in the pool.
+    the engine's blocks this worker knows to be right after this step; saved: its units that are in
+    the pool.
 
     awaits: requests whose loads must have gone well in all ranks, and in other connectors, before
     what was computed from them is published; since: where the step began that computed from them.

@@ -43,8 +43,8 @@ class BlockMemory:
 @dataclass
 class Part:
     """What of a request is loaded: tokens [begin, end) of its text. Of each group, `blocks` are the
-    engine's for that, as far as a window reaches, and `first` is which block of the text the first
-    one of them is.
+    engine's blocks for these tokens that a window still reaches, and `first` is the place in the
+    text of the first one.
 
     sequence: of this load alone, as the request's own may be written to meanwhile. good: tokens of
     the text up to which all groups' blocks are right; final when the load has ended. partial: the

@@ -49,7 +49,7 @@ class Started:
     """A request that the workers have not seen, or not since it was preempted.
 
     blocks: of the engine, by group (groups.py), in the order of the text; keys: KEY_BYTES for each
-    complete unit of it, joined, as far as the text is known. handles: of the hit in each shard's
+    complete unit of the text that is known so far, joined. handles: of the hit in each shard's
     pool (None: no hit) of `tokens` tokens; `local` of them the engine had itself, the last
     `brought` the scheduler brought back from below the pool. tail: the key of the hit's last block,
     where it is not a whole one. In this step the tokens from `computed` on are computed,
