@@ -21,6 +21,7 @@ from cxlkv.layout import LayerGroup
 LAYERS, HEADS, KV_HEADS, DIM, PAGE, BLOCK = 2, 4, 2, 32, 8, 16
 NAMES = ["layer.0", "layer.1"]
 WINDOW = 24
+SINKS = torch.linspace(-1.0, 3.0, HEADS)
 CAPACITY = "2560KiB"
 HOST = torch.device("cpu")
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -55,7 +56,7 @@ class Text:
 
 
 def scores_of(layer: int) -> Scores:
-    return Scores(DIM**-0.5, 20.0, WINDOW if layer else None)
+    return Scores(DIM**-0.5, 20.0, WINDOW, SINKS) if layer else Scores(DIM**-0.5, 20.0)
 
 
 def run(

@@ -39,6 +39,16 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "BLOOM": ("Bloom", {"n_layer": LAYERS, "n_head": 4}),
     "Qwen3-MoE": ("Qwen3Moe", {"num_experts": 4, **EXPERTS}),
     "Gemma-3": ("Gemma3", WINDOWS),
+    # Layers of two sizes of heads, the last two of which have no K and V of their own.
+    "Gemma-4": (
+        "Gemma4",
+        {
+            **{**WINDOWS, "num_hidden_layers": 6, "num_kv_shared_layers": 2},
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            **{"global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+            **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY_SIZE},
+        },
+    ),
     "gpt-oss": ("GptOss", {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "Llama-4": (
         "Llama4",
@@ -79,7 +89,7 @@ def tiny(kind: str, folder: Path) -> Path:
 
     name, differs = KINDS[kind]
     torch.manual_seed(0)
-    text = "Text" if name in ("Gemma3", "Llama4") else ""
+    text = "Text" if name in ("Gemma3", "Gemma4", "Llama4") else ""
     config_class = getattr(transformers, f"{name}{text}Config")
     config = config_class.from_dict({**SHAPE, **differs})
     return saved(getattr(transformers, f"{name}ForCausalLM")(config), folder)

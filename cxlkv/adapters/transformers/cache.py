@@ -23,6 +23,7 @@ from cxlkv.adapters.common.shapes import (
     indexers_of,
     kinds_of,
 )
+from cxlkv.adapters.common.sinks import beside_sinks
 from cxlkv.adapters.transformers import budgets
 from cxlkv.adapters.transformers.gpu_chunks import GpuChunks
 from cxlkv.adapters.transformers.gpu_steps import GpuSteps
@@ -31,7 +32,7 @@ from cxlkv.adapters.transformers.gradients import without_gradients
 from cxlkv.adapters.transformers.graph import UNCOUNTED, CompiledSteps
 from cxlkv.adapters.transformers.latent import Absorbed
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, states_of, text_config
-from cxlkv.adapters.transformers.prefill import attend_to_new, attend_to_seen, beside_sinks
+from cxlkv.adapters.transformers.prefill import attend_to_new, attend_to_seen
 from cxlkv.adapters.transformers.resets import give_back
 from cxlkv.adapters.transformers.row_states import RowStates
 from cxlkv.adapters.transformers.sparse_prefill import (

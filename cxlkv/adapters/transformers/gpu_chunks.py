@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cxlkv.adapters.transformers.prefill import attend_to_block, beside_sinks, weighed
+from cxlkv.adapters.common.sinks import beside_sinks
+from cxlkv.adapters.transformers.prefill import attend_to_block, weighed
 from cxlkv.adapters.transformers.steps import LayerStep
 from cxlkv.gpu.errors import gpu_errors
 from cxlkv.gpu.pieces import DTYPES, fetched_pieces

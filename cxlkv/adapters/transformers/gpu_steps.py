@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cxlkv.adapters.transformers.prefill import beside_sinks
+from cxlkv.adapters.common.sinks import beside_sinks
 from cxlkv.adapters.transformers.steps import LayerStep
 from cxlkv.errors import BadArgumentError, ReleasedError, UnsupportedError
 from cxlkv.gpu.decode import Decoder, LayerCounts, longest_list

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from cxlkv.adapters.common.sinks import beside_sinks
 from cxlkv.adapters.transformers.steps import LayerStep
 
 BLOCK_ROWS = 256
@@ -171,14 +172,3 @@ def _by_flash(
         )
     out, lse = made[0][0].reshape(q_heads, rows, dim), made[1][0].reshape(q_heads, rows)
     return out[..., : value.shape[2]].transpose(0, 1).contiguous(), lse.T.contiguous()
-
-
-def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Attention as if there were one more key of logit `sinks` [q_heads] and of no value.
-
-    out [.., q_heads, dim] and its lse [.., q_heads], the natural log of the sum of exponentials.
-    """
-    if sinks is None:
-        return out
-    kept = torch.sigmoid(lse - sinks.to(lse.device, torch.float32))
-    return out * kept[..., None].to(out.dtype)

@@ -156,10 +156,8 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
     ):
         refused = {
             "ALiBi": alibi_slopes is not None,
-            "attention sinks": sinks is not None,
             f"{kv_cache_dtype} caches": kv_cache_dtype not in ("auto", *FP8_CACHES),
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
-            "layers that share others' K and V": kv_sharing_target_layer_name is not None,
             ", ".join(others): bool(others),
         }
         found = [name for name, there in refused.items() if there]
@@ -172,7 +170,9 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
         self.scale = positive_float32(scale, "scale")
         self.num_kv_heads = num_kv_heads
         self.sliding_window = sliding_window
-        self._scores = Scores(self.scale, softcap_of(logits_soft_cap), sliding_window)
+        softcap = softcap_of(logits_soft_cap)
+        self._scores = Scores(self.scale, softcap, sliding_window, sinks)
+        self._shares = kv_sharing_target_layer_name
 
     def forward(
         self,
@@ -195,8 +195,9 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
         worker: PoolAttention = get_kv_transfer_group().worker
         found = attn_metadata
         step = worker.step(found.request_rows, found.starts, found.lengths)
-        place = worker.layers[str(layer.layer_name)]
-        step.attend(place, Rows(query, key, value, output), self._scores)
+        place = worker.layers[self._shares or str(layer.layer_name)]
+        rows = Rows(query, key, value, output)
+        step.attend(place, rows, self._scores, is_shared=self._shares is not None)
         return output
 
     def do_kv_cache_update(
@@ -235,6 +236,10 @@ class GpuPoolBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
         return True
 
     @classmethod

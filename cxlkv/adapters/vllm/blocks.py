@@ -9,7 +9,8 @@ room (`admission`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import get_dtype_size
@@ -31,6 +32,19 @@ DRAFTERS = ("ngram", "suffix")
 
 admissions: dict[str, Admission] = {}
 """What each engine's scheduler knows of its pools. The connector enters it, managers look here."""
+
+
+class Implementation(Protocol):
+    num_kv_heads: int
+    head_size: int
+    sliding_window: int | None
+
+
+class Layer(Protocol):
+    """The engine's layer, with our implementation."""
+
+    impl: Implementation
+    head_size_v: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,31 +192,32 @@ def speculated_tokens(config: VllmConfig) -> int:
 
 
 def pool_layout(
-    config: VllmConfig,
-    names: Sequence[str],
-    spec: RequestRowSpec,
-    page_tokens: int,
-    shard: tuple[int, int, int, int],
+    config: VllmConfig, names: Sequence[str], page_tokens: int, shard: tuple[int, int, int, int]
 ) -> KVLayout:
-    """The layout of this rank's layers; those with the same window are a group."""
+    """The layout of this rank's layers with K and V of their own; layers that are alike are a
+    group."""
     layers = config.compilation_config.static_forward_context
-    windows = [layers[name].impl.sliding_window for name in names]
-    text, own_values = config.model_config.hf_text_config, spec.head_size_v == spec.head_size
-    kinds = sorted(set(windows), key=lambda window: (window is not None, window or 0))
-    groups = [
-        LayerGroup(
-            layers=windows.count(window),
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_size,
-            value_head_dim=spec.head_size_v,
-            dtype=dtype_name(config.model_config.dtype),
-            window=window,
-            rotary=rotary_of(text, spec.head_size, window is not None) if own_values else None,
-        )
-        for window in kinds
-    ]
-    order = [kinds.index(window) for window in windows]
+    found = [_group_of(config, layers[name]) for name in names]
+    kinds = sorted(set(found), key=lambda one: (one.window is not None, one.window or 0, repr(one)))
+    groups = [replace(kind, layers=found.count(kind)) for kind in kinds]
+    order = [kinds.index(one) for one in found]
     return KVLayout.of(groups, order, page_tokens=page_tokens, shard=shard)
+
+
+def _group_of(config: VllmConfig, layer: Layer) -> LayerGroup:
+    """The group of one layer that is like this one."""
+    impl, text = layer.impl, config.model_config.hf_text_config
+    own_values = layer.head_size_v == impl.head_size
+    windowed = impl.sliding_window is not None
+    return LayerGroup(
+        layers=1,
+        kv_heads=impl.num_kv_heads,
+        head_dim=impl.head_size,
+        value_head_dim=layer.head_size_v,
+        dtype=dtype_name(config.model_config.dtype),
+        window=impl.sliding_window,
+        rotary=rotary_of(text, impl.head_size, windowed) if own_values else None,
+    )
 
 
 # Here and not in the plugin: what unpickles a RequestRowSpec knows its manager.

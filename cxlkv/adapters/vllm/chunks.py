@@ -62,6 +62,6 @@ def attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scor
         block_table=torch.arange(blocks, dtype=torch.int32)[None],
         softcap=scores.softcap,
         scheduler_metadata=plan,
-        s_aux=None,
+        s_aux=scores.sinks,
     )
     return out

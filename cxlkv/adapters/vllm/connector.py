@@ -359,7 +359,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self._loaded = LoadedWeights(cast("Iterable[nn.Module]", own.values()), self._ranks.rank)
         if self._in_pool:
             device = next(iter(kv_caches.values())).device
-            self.worker = self._make_pool_attention(list(kv_caches), device)
+            self.worker = self._make_pool_attention(own, device)
             return
         specs = self._layer_specs(of_model)
         layers = layers_of(kv_caches, specs)
@@ -431,12 +431,16 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             pool.use_worker()
         return tiers
 
-    def _make_pool_attention(self, names: list[str], device: torch.device) -> PoolAttention:
+    def _make_pool_attention(
+        self, layers: Mapping[str, object], device: torch.device
+    ) -> PoolAttention:
         config, ranks = self._vllm_config, self._ranks
-        page_tokens = gcd(PAGE_TOKENS, self._spec.block_size)
-        layout = pool_layout(config, names, self._spec, page_tokens, ranks.shard)
-        layout = layout.encoded(self._encoding)
-        check_device(device, layout)
+        page_tokens, names = (
+            gcd(PAGE_TOKENS, self._spec.block_size),
+            list(self._layer_specs(layers)),
+        )
+        layout = pool_layout(config, names, page_tokens, ranks.shard).encoded(self._encoding)
+        check_device(device, layout, shares=len(names) < len(layers))
         tiers = self._make_tiers(layout, sketch=None)
         return PoolAttention(
             tiers.pool,

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from cxlkv.adapters.common.sinks import beside_sinks
 from cxlkv.adapters.vllm.pool_attention import (
     ALL,
     EARLIER,
@@ -33,6 +34,7 @@ from cxlkv.adapters.vllm.pool_attention import (
     Scores,
     Step,
 )
+from cxlkv.adapters.vllm.pools import WITHOUT_US
 from cxlkv.arrays import memory_of
 from cxlkv.errors import UnsupportedError
 from cxlkv.kernels.attend import attend
@@ -141,8 +143,9 @@ class DeviceStep(Step):
     def _span(self, place: int) -> Span:
         return slice(int(self.starts[place]), int(self.starts[place + 1]))
 
-    def attend(self, layer: int, given: Rows, scores: Scores) -> None:
-        """Do what Step.attend does, with tensors on the device."""
+    def attend(self, layer: int, given: Rows, scores: Scores, is_shared: bool = False) -> None:
+        """Do what Step.attend does, with tensors on the device, which has K and V of all layers."""
+        assert not is_shared, "check_device() refuses such models"
         q, k, v, out = given
         link, rows = self._link, int(self.starts[-1])
         near_q = link.bring("q", q[:rows], self._near_spans())
@@ -164,11 +167,13 @@ class DeviceStep(Step):
             if group.kind == EARLIER:
                 first = [self.computed[place] for place in group.places]
                 picked = earlier_pages(self._attention, layer, first, scores.window)
-            found[group.rows], sums[group.rows] = group.attend(layer, near_q, scores, picked)
+            own, sums[group.rows] = group.attend(layer, near_q, scores, picked)
+            sinks = None if group.kind == EARLIER else scores.sinks  # else when both are merged
+            found[group.rows] = beside_sinks(own, sums[group.rows], sinks)
 
         self._each(self._groups, near)
         link.send(found, out, self._near_spans())
-        self._merge(parts, sums, out)
+        self._merge(parts, sums, out, scores)
         self._fill_failed(out)
 
     def _near_spans(self) -> list[Span]:
@@ -198,14 +203,17 @@ class DeviceStep(Step):
                 rows = self._span(place)
                 out[rows] = attend_to_own(q[rows], k[rows], v[rows], scores)
 
-    def _merge(self, parts: dict[int, Partial], sums: torch.Tensor, out: torch.Tensor) -> None:
+    def _merge(
+        self, parts: dict[int, Partial], sums: torch.Tensor, out: torch.Tensor, scores: Scores
+    ) -> None:
         """What the device found of later chunks, into what came from near the pool."""
         for split in self._splits():
             own, own_sums = parts[split.place]
             near_sums = torch.empty_like(own_sums)
             near_sums.copy_(sums[split.rows], non_blocking=True)
             both = [out[split.rows].contiguous(), own], [near_sums, own_sums]
-            out[split.rows], _ = merge(*both, dtype=out.dtype)
+            merged, lse = merge(*both, dtype=out.dtype)
+            out[split.rows] = beside_sinks(merged, lse, scores.sinks)
 
 
 def steps_on(device: torch.device) -> MakeStep | None:
@@ -217,10 +225,16 @@ def steps_on(device: torch.device) -> MakeStep | None:
     return partial(DeviceStep, Link(device))
 
 
-def check_device(device: torch.device, layout: KVLayout) -> None:
-    """Raises UnsupportedError for an encoded pool of an engine on a device: that attends to a
-    step's own K and V as they were made, and to those of earlier steps as they are kept, so that
-    what a model says would depend on the chunks of a prompt."""
+def check_device(device: torch.device, layout: KVLayout, shares: bool) -> None:
+    """Raises UnsupportedError for layers of an engine on a device that share others' K and V, and
+    for an encoded pool: it attends to a step's own K and V as they were made, and to those of
+    earlier steps as they are kept, so that what a model says would depend on the chunks of a
+    prompt."""
+    if device.type != "cpu" and shares:
+        raise UnsupportedError(
+            f"cxlkv: attention in the pool for tensors on {device} has no layers that share "
+            f"others' K and V: {WITHOUT_US}"
+        )
     if device.type != "cpu" and layout.is_encoded:
         raise UnsupportedError(
             f"attention in the pool for tensors on {device}, with keys and values kept as "
@@ -233,7 +247,7 @@ def earlier_pages(
     attention: PoolAttention, layer: int, computed: Sequences[int], window: int | None
 ) -> Selection:
     """The pages that hold anything from before the step and that its rows see, of each request."""
-    layout, behind = attention.pool.layout, window or 1 << 62
+    layout, behind = attention.pool.layout.of_layer(layer), window or 1 << 62
     first = [max(0, tokens - behind + 1) // layout.page_tokens for tokens in computed]
     last = [-(-tokens // layout.page_tokens) for tokens in computed]
     most = max(end - start for start, end in zip(first, last, strict=True))
@@ -249,8 +263,9 @@ def attend_to_own(
     """Attention of a text's first tokens, [rows, heads, dim], over themselves, on their device."""
     rows, heads, dim = q.shape
     windowed = scores.window is not None and rows > scores.window
-    if scores.softcap or windowed or v.shape[2] != dim:
-        return attend_behind(Split(0, slice(0, rows), 0), q, k, v, scores)[0].to(q.dtype)
+    if scores.softcap or windowed or v.shape[2] != dim or scores.sinks is not None:
+        out, lse = attend_behind(Split(0, slice(0, rows), 0), q, k, v, scores)
+        return beside_sinks(out, lse, scores.sinks).to(q.dtype)
     query, key, value = (one.transpose(0, 1)[None] for one in (q, k, v))
     grouped = heads != k.shape[1]
     found = scaled_dot_product_attention(

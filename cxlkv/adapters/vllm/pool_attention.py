@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from cxlkv.adapters.common.requests import PoolRequests
+from cxlkv.adapters.common.sinks import beside_sinks
 from cxlkv.adapters.vllm.messages import (
     KEY_BYTES,
     Message,
@@ -331,11 +332,13 @@ class PoolAttention:
 
 @dataclass(frozen=True)
 class Scores:
-    """How logits are made: softcap 0 is none. window: of the layer, None sees all."""
+    """How logits are made: softcap 0 is none. window: of the layer, None sees all. sinks: [heads],
+    logits that take weight and have no value."""
 
     scale: float
     softcap: float = 0.0
     window: int | None = None
+    sinks: torch.Tensor | None = None
 
 
 class Rows(NamedTuple):
@@ -384,8 +387,9 @@ class Group:
             scores.softcap or None,
             out=there,
         )
-        if there is None:
-            out[self.rows] = torch.as_tensor(found.out)
+        if there is None or scores.sinks is not None:
+            sums = torch.as_tensor(found.lse)
+            out[self.rows] = beside_sinks(torch.as_tensor(found.out), sums, scores.sinks)
 
     def attend(
         self, layer: int, q: torch.Tensor, scores: Scores, picked: Selection | None = None
@@ -484,8 +488,9 @@ class Step:
         spans = [np.arange(self.starts[place], self.starts[place + 1]) for place in places]
         return torch.from_numpy(np.concatenate(spans).astype(np.int64))
 
-    def attend(self, layer: int, given: Rows, scores: Scores) -> None:
-        """Append k and v, and write attention of q to out."""
+    def attend(self, layer: int, given: Rows, scores: Scores, is_shared: bool = False) -> None:
+        """Append k and v, and write attention of q to out. is_shared: another layer of the model
+        has appended what this one attends to."""
         q, k, v, out = given
         if len(out) > self._rows_end:
             out[self._rows_end :] = 0
@@ -494,7 +499,8 @@ class Step:
             if group.kind == MANY and scores.window is None:
                 self._attend_many(group, layer, q, out, scores)
             else:
-                out[group.rows], _ = group.attend(layer, q, scores)
+                found, sums = group.attend(layer, q, scores)
+                out[group.rows] = beside_sinks(found, sums, scores.sinks)
 
         def decode(group: Group) -> None:
             if group.kind != MANY or scores.window is not None:
@@ -507,14 +513,15 @@ class Step:
                 error.appended = True
                 raise
 
-        self._each(self._groups, decode, attend)
+        self._each(self._groups, *((attend,) if is_shared else (decode, attend)))
         if len(self._places) == len(self.held) and not self.broken:
             return
-        for place, held in enumerate(self.held):
-            if held is not None and place in self.broken and not self.computed[place]:
-                rows = self._rows([place])
-                out[rows] = attend_alone(q[rows], k[rows], v[rows], scores)
-        self._fill_failed(out)
+        if not is_shared:
+            for place, held in enumerate(self.held):
+                if held is not None and place in self.broken and not self.computed[place]:
+                    rows = self._rows([place])
+                    out[rows] = attend_alone(q[rows], k[rows], v[rows], scores)
+        self._fill_failed(out, is_shared)
 
     def _attend_many(
         self, group: Group, layer: int, q: torch.Tensor, out: torch.Tensor, scores: Scores
@@ -560,10 +567,12 @@ class Step:
         self.broken[place] = error
         self._attention.count(error)
 
-    def _fill_failed(self, out: torch.Tensor) -> None:
-        """Zero the rows of unknown requests and of requests whose earlier pages are lost."""
+    def _fill_failed(self, out: torch.Tensor, is_shared: bool = False) -> None:
+        """Zero the rows of unknown requests and of requests whose pages are lost: of a first chunk
+        only a layer with K and V of its own has more than these."""
         for place, held in enumerate(self.held):
-            lost = held is None or (place in self.broken and self.computed[place])
+            has_own = not self.computed[place] and not is_shared
+            lost = held is None or (place in self.broken and not has_own)
             if lost and self._count(place):
                 out[self._rows([place])] = 0
                 self.failed.add(self.request_rows[place])
@@ -590,9 +599,10 @@ def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scor
         unseen = behind < 0
         if scores.window is not None:
             unseen |= behind >= scores.window
-        weights = logits.masked_fill(unseen, -torch.inf).softmax(-1)
-        mixed = torch.einsum("hgqk,khd->qhgd", weights, values)
-        found[some] = mixed.reshape(-1, heads, v.shape[2]).to(q.dtype)
+        logits = logits.masked_fill(unseen, -torch.inf)
+        mixed = torch.einsum("hgqk,khd->qhgd", logits.softmax(-1), values)
+        sums = logits.logsumexp(-1).permute(2, 0, 1).reshape(-1, heads)
+        found[some] = beside_sinks(mixed.reshape(-1, heads, v.shape[2]), sums, scores.sinks)
     return found
 
 
