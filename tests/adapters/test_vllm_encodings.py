@@ -184,7 +184,9 @@ def test_a_device_is_refused() -> None:
     from cxlkv.adapters.vllm.gpu_step import check_device
 
     encoded = LAYOUT.encoded("int8")
-    check_device(torch.device("cpu"), encoded)
-    check_device(torch.device("cuda"), LAYOUT)
+    check_device(torch.device("cpu"), encoded, shares=True)
+    check_device(torch.device("cuda"), LAYOUT, shares=False)
     with pytest.raises(UnsupportedError, match=r"kept as int8: .*\"attention\": \"engine\""):
-        check_device(torch.device("cuda"), encoded)
+        check_device(torch.device("cuda"), encoded, shares=False)
+    with pytest.raises(UnsupportedError, match="layers that share others' K and V"):
+        check_device(torch.device("cuda"), LAYOUT, shares=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from cxlkv import Budget, CXLPool
@@ -18,18 +19,23 @@ from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.vllm.admission import Admission
 from cxlkv.adapters.vllm.messages import Continued, Message, Options, unpacked
 from cxlkv.adapters.vllm.pools import open_all
-from cxlkv.errors import MemoryShortError
+from cxlkv.errors import MemoryShortError, PoolFullError
+from cxlkv.sequence import Batch
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
 
 pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 
-from cxlkv.adapters.vllm.pool_attention import PoolAttention, Scores, attend_alone
+import torch
+
+from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows, Scores, attend_alone
 
 from ..support.damaging import damage_piece
 from ..support.pool_attention_texts import (
     BLOCK,
     CAPACITY,
+    HEADS,
+    KV_HEADS,
     NAMES,
     PAGE,
     Text,
@@ -38,6 +44,7 @@ from ..support.pool_attention_texts import (
     layout,
     over_link,
     run,
+    scores_of,
     without_interpreter,
 )
 from ..support.states import states_of
@@ -225,6 +232,53 @@ def test_a_hit_that_is_gone_gives_zeros_and_is_computed_again(
     assert is_right(run(attention, Message(), [(3, one, 0, 70)])[0])
     assert not attention.bad_blocks()
     assert attention.report().failures["stale"] >= 1
+
+
+def test_sinks_are_a_key_without_value() -> None:
+    one, sinks = Text("one", 40), torch.tensor([0.5, -1.0, 2.0, 30.0])
+    k, v = (of[0].repeat_interleave(HEADS // KV_HEADS, 1) for of in (one.k, one.v))
+    logits = torch.einsum("qhd,khd->qhk", one.q[0], k)
+    logits.masked_fill_(torch.ones(40, 40).triu(1)[:, None].bool(), -torch.inf)
+    weights = torch.cat([logits, sinks[None, :, None].expand(40, -1, 1)], -1).softmax(-1)
+    wanted = torch.einsum("qhk,khd->qhd", weights[..., :-1], v)
+    assert torch.allclose(one.wanted(0, Scores(1.0, sinks=sinks)), wanted, atol=1e-5)
+
+
+def test_a_layer_attends_to_what_another_one_has_appended(
+    pool: CXLPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or gives zeros, and the engine begins again, where that could not be appended."""
+    attention, one = on_host(pool), Text("one", 70)
+
+    def shared(first: int, count: int) -> Tensor:
+        step = attention.step([1], np.array([0, count], np.int32), [first + count])
+        for layer in range(len(NAMES)):
+            q, k, v = (of[layer, first : first + count] for of in (one.q, one.k, one.v))
+            own, others = torch.empty_like(q), torch.full_like(q, torch.nan)
+            step.attend(layer, Rows(q, k, v, own), scores_of(layer))
+            wanted = one.wanted(layer, scores_of(layer))[first : first + count]
+            assert torch.allclose(own, wanted, atol=1e-5)
+        nothing = torch.full_like(k, torch.nan)
+        step.attend(1, Rows(q.flip(1), nothing, nothing, others), scores_of(1), is_shared=True)
+        return others
+
+    attention.hear(Message(started=[one.start(1)]))
+    turned = attend_alone(one.q[1].flip(1), one.k[1], one.v[1], scores_of(1))
+    assert torch.allclose(shared(0, 40), turned[:40], atol=1e-5)
+    attention.end_step()
+    attention.hear(Message())
+    assert torch.allclose(shared(40, 3), turned[40:43], atol=1e-5)
+    attention.end_step()
+    attention.hear(Message(ended=["one"], started=[one.start(1)]))
+
+    def full(*_: object, **__: object) -> None:
+        raise PoolFullError("the pool is full")
+
+    monkeypatch.setattr(Batch, "decode", full)
+    monkeypatch.setattr(Batch, "attend", full)
+    assert not shared(0, 40).any()
+    assert attention.bad_blocks() == {1}
+    attention.close()
 
 
 def test_many_rows_are_given_to_who_is_faster(pool: CXLPool) -> None:

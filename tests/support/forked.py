@@ -44,7 +44,10 @@ class Forked:
 
     def has_ended(self) -> bool:
         """Waits until it says something, or has ended."""
-        return not self.link.recv(1, socket.MSG_PEEK)
+        try:
+            return not self.link.recv(1, socket.MSG_PEEK)
+        except ConnectionResetError:  # it was killed before it read what it was sent
+            return True
 
     def kill(self) -> None:
         if self.pid:

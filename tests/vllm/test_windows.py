@@ -37,13 +37,17 @@ def served(life: Life, asked: list[Tokens]) -> tuple[list[Tokens], list[int]]:
     return [one["tokens"] for one in done], [one["cached"] for one in done]
 
 
-@pytest.mark.parametrize("kind", ["Gemma-3", "gpt-oss", "Mistral", "Llama", "Qwen3", "Qwen3-MoE"])
+@pytest.mark.parametrize("form", ["engine", "pool"])
+@pytest.mark.parametrize(
+    "kind", ["Gemma-3", "Gemma-4", "gpt-oss", "Mistral", "Llama", "Qwen3", "Qwen3-MoE"]
+)
 def test_tokens_are_those_of_stock_vllm_whatever_becomes_of_engines(
-    kind: str, nursery: Nursery, pools_folder: Path
+    kind: str, form: str, nursery: Nursery, pools_folder: Path
 ) -> None:
     """One is killed in the middle of a save; another finds what it had saved, and computes the
     rest, also what is damaged."""
     folder, extra = folder_in(pools_folder)
+    extra["attention"] = form
     settings = {**CHUNK, "model": str(tiny(kind, pools_folder / "model"))}
     stock = nursery.life(None, **settings).ready()
     wanted, later = (served(stock, prompts(seed))[0] for seed in (1, 2))

@@ -197,7 +197,7 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
         step = worker.step(found.request_rows, found.starts, found.lengths)
         place = worker.layers[self._shares or str(layer.layer_name)]
         rows = Rows(query, key, value, output)
-        step.attend(place, rows, self._scores, is_shared=self._shares is not None)
+        step.attend(place, rows, self._scores, self._shares is not None)
         return output
 
     def do_kv_cache_update(

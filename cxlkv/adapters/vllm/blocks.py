@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import get_dtype_size
+from vllm.v1.attention.backend import AttentionImpl
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -66,16 +67,19 @@ class RequestRowSpec(AttentionSpec):  # type: ignore[explicit-any]
 def request_row_spec(spec: AttentionSpec, config: VllmConfig) -> RequestRowSpec:
     """What an attention layer keeps in the engine instead of the blocks of `spec`.
 
-    A request row has one number a token, the least that the engine makes. The engine asks next how
-    much memory there is for blocks: for as many as requests may run, and the null block. Raises
+    A request row has one number a token, the least that the engine makes, and the heads of the
+    model's first layer, so that all layers are one group. The engine asks next how much memory
+    there is for blocks: for as many as requests may run, and the null block. Raises
     UnsupportedError for layers, or a model beside them, that the pool does not serve.
     """
     check_kinds([type(spec).__name__] + ["MambaSpec"] * config.model_config.is_hybrid, in_pool=True)
+    of_model = cast("dict[str, Layer]", config.compilation_config.static_forward_context).values()
+    first = next(one for one in of_model if isinstance(getattr(one, "impl", None), AttentionImpl))
     request_row = RequestRowSpec(
         block_size=config.cache_config.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        head_size_v=spec.head_size_v,
+        num_kv_heads=first.impl.num_kv_heads,
+        head_size=first.impl.head_size,
+        head_size_v=first.head_size_v,
         dtype=spec.dtype,
         num_head_slots=1,
         state_content_bytes=get_dtype_size(spec.dtype),

@@ -245,9 +245,10 @@ def _own(tiers: Tiers, overview: Overview) -> dict[str, float]:
     found: dict[str, float] = {name: sum(row[name] for row in rows) for name in names}
     found["audited_recall"] = sum((row.recall_sum for row in rows), 0.0)
     found["audited_mass"] = sum((row.mass_sum for row in rows), 0.0)
-    local, heads = _local(tiers), tiers.pool.layout.kv_heads
-    if local:
-        found["local_bytes"] = local["reads_local"] * local["unit_bytes"] // heads
+    local, layout = _local(tiers), tiers.pool.layout
+    if local:  # reads are of a head's pages: where layers have unlike heads, of the mean one's
+        heads = sum(layout.of_layer(layer).kv_heads for layer in range(layout.layers))
+        found["local_bytes"] = local["reads_local"] * local["unit_bytes"] * layout.layers // heads
     worker = tiers.pool.worker
     found["worker_calls"] = worker.selects + worker.attends
     found["worker_missed"] = worker.selects_here + worker.attends_here
