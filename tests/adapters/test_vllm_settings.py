@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,13 @@ from cxlkv.adapters.vllm.settings import (
     read_options,
     read_settings,
 )
-from cxlkv.errors import BadArgumentError, GeometryError, PoolMissingError, UnsupportedError
+from cxlkv.errors import (
+    BadArgumentError,
+    GeometryError,
+    MemoryShortError,
+    PoolMissingError,
+    UnsupportedError,
+)
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 WORDS: dict[str, object] = {"model": "tiny", "dtype": "float32"}
@@ -196,6 +203,16 @@ def test_capacity_is_a_share_of_what_may_be_used(tmp_path: Path) -> None:
     one = share_bytes(f"{tmp_path}/a.pool")
     half = share_bytes(f"{tmp_path}/a.pool", 2)
     assert 0 < half < one
+
+
+def test_a_file_system_that_is_full_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = list(os.statvfs(tmp_path))
+    space[4] = (1 << 20) // space[1]  # f_bavail
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(space))
+    with pytest.raises(MemoryShortError, match=r"a\.pool: .* its file system, is .* too little"):
+        share_bytes(f"{tmp_path}/a.pool")
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
-from cxlkv.errors import BadArgumentError, GeometryError
+from cxlkv.errors import BadArgumentError, GeometryError, MemoryShortError
 from cxlkv.layout import KVLayout, differences, format_bytes, parse_bytes
 from cxlkv.machine.regions import is_device, one_maker, parse_place
 from cxlkv.machine.topology import Machine, missing, probe
@@ -34,6 +34,8 @@ MODEL_LENGTH_MAX = 60  # of a model's name in a file's
 SHARE = 0.25
 """Share of the memory that this container may still use, for all of an engine's pools, if the user
 sets no capacity."""
+LEAST_BYTES = 4 << 20
+"""Less than this holds no page of most models beside what each pool has for itself."""
 
 
 def path_for(where: str, name: str, model: str = "") -> str:
@@ -106,7 +108,7 @@ def make_or_open(
 
 def share_bytes(place: str, parts: int = 1) -> int:
     """Bytes for one of so many pools, of what this container may still use and the file system
-    has."""
+    has. Raises MemoryShortError for hardly any."""
     memory = probe().memory
     free = [b for b in (memory.available_bytes,) if b is not None]
     if memory.cgroup_limit_bytes is not None:
@@ -121,7 +123,13 @@ def share_bytes(place: str, parts: int = 1) -> int:
             "cxlkv: how much memory there is cannot be seen here (/proc/meminfo is masked): say "
             'the capacity, like "capacity": "8GiB"'
         )
-    return int(min(free) * SHARE) // parts
+    share = int(min(free) * SHARE) // parts
+    if share < LEAST_BYTES:
+        raise MemoryShortError(
+            f"{place}: the share of free memory, and of its file system, is {format_bytes(share)}: "
+            "too little for a pool. Free some, or place it where there is more"
+        )
+    return share
 
 
 def _is_there(place: str, shared: PoolSettings) -> bool:
