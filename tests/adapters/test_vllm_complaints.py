@@ -230,6 +230,33 @@ def test_each_group_of_layers_is_in_the_key(tmp_path: Path) -> None:
     assert same == found[2]  # layers of one kind in two tables are of one kind in the pool
 
 
+def test_a_drafter_with_layers_is_in_the_key(tmp_path: Path) -> None:
+    def words(method: str | None = None, draft: str = "other", **own: object) -> dict[str, object]:
+        found = config(str(tmp_path))
+        model = SimpleNamespace(model=draft, revision=None, dtype="float32", quantization=None)
+        ranks = SimpleNamespace(tensor_parallel_size=own.pop("ranks", 1))
+        vars(model).update(own)
+        found.speculative_config = method and SimpleNamespace(
+            method=method, draft_model_config=model, draft_parallel_config=ranks
+        )
+        return pools.words_of(found, KINDS, "vec", identity="v1")
+
+    assert words() == words("ngram") == words("suffix")
+    found = [
+        words(),
+        words("mtp"),
+        words("draft_model"),
+        words("draft_model", "third"),
+        words("draft_model", dtype="float16"),
+        words("draft_model", revision="main"),
+        words("draft_model", quantization="awq"),
+        words("draft_model", ranks=2),
+    ]
+    assert len({space_of(one, "") for one in found}) == len(found)
+    assert pools.are_identified(words())
+    assert not pools.are_identified(words("draft_model")), "nothing names the drafter's weights"
+
+
 def test_without_a_name_of_its_weights_an_engine_shares_nothing(tmp_path: Path) -> None:
     found = config(str(tmp_path))
     assert not pools.are_identified(pools.words_of(found, KINDS, "vec"))

@@ -281,6 +281,25 @@ def test_a_layer_attends_to_what_another_one_has_appended(
     attention.close()
 
 
+def test_layers_that_a_step_left_out_are_filled_and_nobody_is_given_them(pool: CXLPool) -> None:
+    """As a drafter's, near the longest text that it takes."""
+    attention, one = on_host(pool), Text("one", 70)
+    started = Message(started=[one.start(1)])
+    for first, count, message in ((0, 40, started), (40, 20, Message()), (60, 1, Message())):
+        attention.hear(message)
+        step = attention.step([1], np.array([0, count], np.int32), [first + count])
+        q, k, v = (of[0, first : first + count] for of in (one.q, one.k, one.v))
+        out = torch.empty_like(q)
+        step.attend(0, Rows(q, k, v, out), scores_of(0))
+        wanted = one.wanted(0, scores_of(0))[first : first + count]
+        assert torch.allclose(out, wanted, atol=1e-5)
+        attention.end_step()
+        assert not attention.bad_blocks()
+    with pool.match(unpacked(one.keys, BLOCK)) as hit:
+        assert hit.tokens == 0
+    attention.close()
+
+
 def test_many_rows_are_given_to_who_is_faster(pool: CXLPool) -> None:
     given: list[tuple[int, int]] = []
 

@@ -12,6 +12,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
 
 SHOWN = ("kind", "state", "tier", "direction")  # labels that are part of a metric's name here
+KEPT = ("vllm:cxlkv_", "vllm:external_prefix_cache", "vllm:spec_decode_num_")
 FIXED = {"detokenize": False, "ignore_eos": True, "temperature": 0}
 
 
@@ -114,7 +115,7 @@ def metrics(llm: LLM) -> dict[str, float]:
     llm.llm_engine.do_log_stats()
     found = {}
     for one in llm.get_metrics():
-        if one.name.startswith(("vllm:cxlkv_", "vllm:external_prefix_cache")):
+        if one.name.startswith(KEPT) and hasattr(one, "value"):
             given = [one.labels[name] for name in SHOWN if name in one.labels]
             found[" ".join([one.name, *given])] = one.value
     return found

@@ -23,13 +23,10 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from cxlkv.adapters.common.rotary import rotary_of
 from cxlkv.adapters.vllm.admission import Admission
-from cxlkv.adapters.vllm.pools import check_kinds
+from cxlkv.adapters.vllm.pools import DRAFTERS, ENGINES_FORM, check_kinds
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
 from cxlkv.pool import CXLPool
-
-DRAFTERS = ("ngram", "suffix")
-"""Ways to speculate that need no layers."""
 
 admissions: dict[str, Admission] = {}
 """What each engine's scheduler knows of its pools. The connector enters it, managers look here."""
@@ -183,16 +180,19 @@ def begin_admission(pools: Sequence[CXLPool], config: VllmConfig, lease_s: float
 
 def speculated_tokens(config: VllmConfig) -> int:
     """Tokens that a step of one request may speculate; raises UnsupportedError for drafters that
-    have K and V."""
+    have K and V, and go through their layers in other rows than the target's."""
     speculative = config.speculative_config
     if speculative is None:
         return 0
-    if speculative.method not in DRAFTERS:
+    count = int(speculative.num_speculative_tokens)
+    goes_along = count == 1 and not speculative.disable_padded_drafter_batch
+    if speculative.method not in DRAFTERS and not (speculative.method == "mtp" and goes_along):
         raise UnsupportedError(
-            f"attention in the pool: speculation by {speculative.method!r} has layers of its own, "
-            f"which are not in the pool: one of {', '.join(DRAFTERS)}, or none"
+            f"cxlkv: attention in the pool has no speculation of {count} tokens by "
+            f"{speculative.method!r}, but by {', '.join(DRAFTERS)}, and by mtp of 1 token: "
+            f"{ENGINES_FORM}"
         )
-    return int(speculative.num_speculative_tokens)
+    return count
 
 
 def pool_layout(

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -198,6 +199,8 @@ class PoolAttention:
     def end_step(self) -> None:
         """Publish what is complete, mend what broke."""
         step, self._step = self._step, None
+        if step is not None and 0 < step.layers < self.pool.layout.layers:
+            step.fill()
         there = [
             (place, held)
             for place, held in enumerate(step.held if step is not None else ())
@@ -422,6 +425,7 @@ class Step:
         self.computed = [int(n - r) for n, r in zip(lengths, rows, strict=True)]
         self.broken: dict[int, CXLKVError] = {}
         self.failed: set[int] = set()
+        self.layers = 0  # that have K and V of the step
         self._places = [place for place, one in enumerate(self.held) if one and rows[place]]
         for place in self._places:
             self._align(place)
@@ -492,6 +496,7 @@ class Step:
         """Append k and v, and write attention of q to out. is_shared: another layer of the model
         has appended what this one attends to."""
         q, k, v, out = given
+        self.layers = max(self.layers, layer + 1)
         if len(out) > self._rows_end:
             out[self._rows_end :] = 0
 
@@ -522,6 +527,18 @@ class Step:
                     rows = self._rows([place])
                     out[rows] = attend_alone(q[rows], k[rows], v[rows], scores)
         self._fill_failed(out, is_shared)
+
+    def fill(self) -> None:
+        """A drafter's layers, which the engine leaves out near its longest text, get zeros, as each
+        token is in all layers. Only what it drafts is worse; nobody else is given it."""
+        for layer in range(self.layers, self._attention.pool.layout.layers):
+            of = self._attention.pool.layout.of_layer(layer)
+            k, v = (
+                torch.zeros(self._rows_end, of.kv_heads, dim, dtype=getattr(torch, of.dtype))
+                for dim in (of.head_dim, of.value_head_dim)
+            )
+            self._each(self._groups, partial(Group.append, layer=layer, k=k, v=v))
+        self._attention.stop_saving(one.name for one in self.held if one is not None)
 
     def _attend_many(
         self, group: Group, layer: int, q: torch.Tensor, out: torch.Tensor, scores: Scores

@@ -36,6 +36,8 @@ ROPES_OF_THE_CONFIG = {
     "deepseek_yarn",
 }
 """Kinds of rope that vLLM makes from the model's config alone (rotary_embedding/ of 0.32)."""
+DRAFTERS = ("ngram", "suffix")
+"""Ways to speculate that need no layers."""
 AS_COMPUTED = ("auto", "bfloat16", "float16", "half", "float32", "float")
 """Words of --kv-cache-dtype for K and V that are numbers as a model makes them."""
 FP8_CACHES = ("fp8", "fp8_e4m3")
@@ -314,8 +316,28 @@ def words_of(
         "shards": (ranks.tensor, ranks.pipeline),
         "packing": packing,
         "encoding": encoding,
-        **({"groups": groups} if groups else {}),  # else keys stay as they were without them
+        # Both only where they are, or keys would not be what they were without them.
+        **({"groups": groups} if groups else {}),
+        **_drafter_words(vllm_config),
     }
+
+
+def _drafter_words(vllm_config: object) -> dict[str, object]:
+    """Words of the model that drafts, where it has layers: these are in the pool, too."""
+    said = getattr(vllm_config, "speculative_config", None)
+    if said is None or getattr(said, "method", None) in DRAFTERS:
+        return {}
+    model, ranks = getattr(said, "draft_model_config", None), said.draft_parallel_config
+    if model is None:
+        return {}
+    words = {
+        **model_words(str(model.model), cast("str | None", model.revision)),
+        "method": str(said.method),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "shards": _number(ranks, "tensor_parallel_size"),
+    }
+    return {"drafter": words}
 
 
 def _group_words(kind: str, spec: object) -> tuple[object, ...]:
@@ -326,6 +348,9 @@ def _group_words(kind: str, spec: object) -> tuple[object, ...]:
 
 def are_identified(words: Mapping[str, object]) -> bool:
     """Whether something says which weights an engine has; else it shares nothing."""
+    drafter = cast("dict[str, object]", words.get("drafter", words))
+    if words["random"] is None and drafter["weights"] is None:
+        return False
     return words["weights"] is not None or words["random"] is not None
 
 
