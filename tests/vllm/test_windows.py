@@ -44,8 +44,8 @@ def served(life: Life, asked: list[Tokens]) -> tuple[list[Tokens], list[int]]:
 def test_tokens_are_those_of_stock_vllm_whatever_becomes_of_engines(
     kind: str, form: str, nursery: Nursery, pools_folder: Path
 ) -> None:
-    """One is killed in the middle of a save; another finds what it had saved, and computes the
-    rest, also what is damaged."""
+    """One is killed in the middle of a save, the next one in a load; another finds what they had
+    saved, and computes the rest, also what is damaged."""
     folder, extra = folder_in(pools_folder)
     extra["attention"] = form
     settings = {**CHUNK, "model": str(tiny(kind, pools_folder / "model"))}
@@ -65,15 +65,24 @@ def test_tokens_are_those_of_stock_vllm_whatever_becomes_of_engines(
 
     second = nursery.life(extra, **settings).ready()
     assert served(second, prompts(1)) == (wanted, CACHED)
-    assert served(second, prompts(2))[0] == later
+    second.forget()
+    assert second.ask(do="signal", where="load", number=signal.SIGKILL)
+    for number, prompt in enumerate(prompts(1)):
+        second.add(str(number), prompt, NEW_TOKENS)
+    assert second.has_ended()
+    second.kill()
+
+    third = nursery.life(extra, **settings).ready()
+    assert served(third, prompts(1)) == (wanted, CACHED)
+    assert served(third, prompts(2))[0] == later
     for page in range(16):
         damage(folder, page, layer=1)
-    second.forget()
-    assert served(second, prompts(1))[0] == wanted
-    assert "the CRC of its V is wrong" in second.log.read_text()
+    third.forget()
+    assert served(third, prompts(1))[0] == wanted
+    assert "the CRC of its V is wrong" in third.log.read_text()
     with pool_in(folder) as pool:  # pages that were not read since are still damaged
         pool.admin.check(deep=True, repair=True)
-    second.forget()
-    assert served(second, prompts(2))[0] == later
-    second.end()
+    third.forget()
+    assert served(third, prompts(2))[0] == later
+    third.end()
     assert check(folder)["pages_held"] == 0
