@@ -152,11 +152,13 @@ class Rank:
         rank: int,
         ranks: int,
         grouping: Grouping,
+        copies: int,
     ):
         self.rank, self.grouping = rank, grouping
         self.loaded: LoadedWeights | None = None  # that watches its weights
         heads = [pool.layout.of_layer(layer).kv_heads for layer in range(pool.layout.layers)]
-        self.heads = [range(rank * own, (rank + 1) * own) for own in heads]
+        place = rank // copies
+        self.heads = [range(place * own, (place + 1) * own) for own in heads]
         self.memory = [
             np.full((blocks + 1, 2, own, self.group(layer).block_tokens, 8), np.nan, np.float32)
             for layer, own in enumerate(heads)
@@ -173,6 +175,7 @@ class Rank:
             groups=grouping.groups,
             rank=rank,
             ranks=ranks,
+            saves=rank % copies == 0,
             tiers=tiers,
             quota=quota_of(tiers, settings, 1 / ranks),
         )
@@ -210,7 +213,7 @@ def copies(blocks: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 class Engine:
-    """One engine on pools that it shares with others."""
+    """One engine on pools that it shares with others; so many `copies` of its ranks have one."""
 
     def __init__(
         self,
@@ -221,6 +224,7 @@ class Engine:
         space: bytes = SPACE,
         words: Mapping[str, object] | None = None,
         grouping: Grouping | None = None,
+        copies: int = 1,
     ):
         self.grouping = grouping or Grouping()
         self.groups, unit = self.grouping.groups, unit_of(self.grouping.groups)
@@ -233,10 +237,11 @@ class Engine:
                 self.settings,
                 blocks,
                 rank,
-                len(paths),
+                len(paths) * copies,
                 self.grouping,
+                copies,
             )
-            for rank, path in enumerate(paths)
+            for rank, path in enumerate(path for path in paths for _ in range(copies))
         ]
         opened, tiers = [CXLPool.open(path, threads=1) for path in paths], []
         if self.settings.cold is not None or self.settings.remote:
@@ -245,6 +250,7 @@ class Engine:
             opened,
             space,
             self.settings,
+            copies=copies,
             block_tokens=unit,
             hash_tokens=TOKENS,
             is_whole=are_whole(self.groups),

@@ -42,12 +42,14 @@ class Engines:
         *,
         shares: bool = False,
         space: bytes = SPACE,
+        copies: int = 1,
         **given: object,
     ) -> Engine:
         settings = Settings.model_validate({"deadline_s": 20, **self._settings, **given})
         blocks = blocks or self._blocks
         paths = self.paths[:ranks]
-        self.made.append(Engine(paths, settings, blocks, shares, space, grouping=self.grouping))
+        own = (self.grouping, copies)
+        self.made.append(Engine(paths, settings, blocks, shares, space, None, *own))
         return self.made[-1]
 
     def close(self, engine: Engine) -> None:

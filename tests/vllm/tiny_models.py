@@ -21,11 +21,17 @@ SHAPE: dict[str, object] = {
     "max_position_embeddings": 4096,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# Without YaRN, vLLM's CPU turns keys of latents by their place in a step.
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 1024},
+    **{"factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 # vLLM's attention over latents on a CPU takes these two sizes alone.
 LATENT: dict[str, object] = {
     **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64},
     **{"num_key_value_heads": 4, "head_dim": 64, "q_lora_rank": None, "first_k_dense_replace": 1},
     **{"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, **EXPERTS},
+    "rope_parameters": YARN,
 }
 WINDOWS = {
     **{"num_hidden_layers": 4, "max_position_embeddings": 2048, "sliding_window": 64},

@@ -49,6 +49,7 @@ from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.events import Removed, Stored
 from cxlkv.adapters.vllm.gpu_step import check_device, steps_on
 from cxlkv.adapters.vllm.groups import are_whole, layout_of, unit_of
+from cxlkv.adapters.vllm.latents import are_latents, check_encoding
 from cxlkv.adapters.vllm.loaded import LoadedWeights
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.lora import watch_loads
@@ -126,11 +127,13 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         kinds = [kind_of(one) for spec in specs for one in pools.layer_specs(spec)]
         pools.check_groups(kinds, self._in_pool)
+        self._specs = [one for _, one in kinds]
         self._groups = [pools.group_of(*kind_of(pools.layer_specs(spec)[0])) for spec in specs]
         self._unit, self._spec = unit_of(self._groups), kinds[0][1]
-        packing = "rows" if self._in_pool else packing_of(vllm_config, [one for _, one in kinds])
+        packing = "rows" if self._in_pool else packing_of(vllm_config, self._specs)
         self._cache_dtype = str(vllm_config.cache_config.cache_dtype)
         self._encoding = pools.kept_as(self._cache_dtype, self.settings.encoding)
+        check_encoding(self._encoding, self._specs)
         self._words = pools.words_of(
             vllm_config, kinds, packing, self._encoding, self.settings.identity
         )
@@ -171,10 +174,10 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         concern = pools.hash_concern(str(cache.prefix_caching_hash_algo), os.environ)
         if concern is not None:
             log.warning(concern)
-        ranks = pools.ranks_of(config)
+        ranks = pools.ranks_of(config, self._specs)
         paths = [
             pools.pool_path(self.settings.where, self._words, replace(ranks, rank=rank))
-            for rank in range(ranks.count)
+            for rank in range(0, ranks.count, ranks.copies)
         ]
         events = config.kv_events_config
         opened = pools.open_all(paths, self.settings)
@@ -186,6 +189,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             opened,
             self._space(),
             self.settings,
+            copies=ranks.copies,
             block_tokens=self._unit,
             hash_tokens=self._kv_cache_config.hash_block_size,
             is_whole=are_whole(self._groups),
@@ -217,8 +221,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
     def _tiers_to_match(self, pool: CXLPool) -> Tiers:
         heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        heads = 1 if are_latents(self._specs) else heads
         remote = open_remote(pool, self.settings, self._words, heads)
-        return open_tiers(pool, self.settings, 1 / self._ranks.count, moves=False, remote=remote)
+        return open_tiers(pool, self.settings, 1 / self._ranks.pools, moves=False, remote=remote)
 
     def _look_after(self, pool: CXLPool, again: Callable[[], CXLPool]) -> None:
         every_s = self.settings.lease_s / LOOKS_A_LEASE
@@ -377,6 +382,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             groups=self._groups,
             rank=ranks.rank,
             ranks=ranks.count,
+            saves=ranks.saves,
             tiers=tiers,
             quota=self._quota,
         )
@@ -398,7 +404,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _ranks(self) -> pools.Ranks:
-        return pools.ranks_of(self._vllm_config, self._vllm_config.parallel_config.rank)
+        rank = self._vllm_config.parallel_config.rank
+        return pools.ranks_of(self._vllm_config, self._specs, rank)
 
     def _make_tiers(self, layout: KVLayout, sketch: bool | None = False) -> Tiers:
         """Make the tiers of this rank's pool, which is opened anew when it is lost."""
@@ -422,9 +429,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def _tiers_of(self, pool: CXLPool) -> Tiers:
         """The worker's, whose figures are shown from now on."""
         settings = self.settings
-        tiers = open_tiers(pool, settings, 1 / self._ranks.count, local=settings.local)
+        tiers = open_tiers(pool, settings, 1 / self._ranks.pools, local=settings.local)
         if self._quota is None:
-            self._quota = quota_of(tiers, settings, 1 / self._ranks.count)
+            self._quota = quota_of(tiers, settings, 1 / self._ranks.pools)
         self.looking = Looking(tiers, quota=self._quota)
         pool.admin.audit = settings.audit
         if settings.worker:
@@ -569,7 +576,12 @@ def packing_of(vllm_config: VllmConfig, specs: Sequence[AttentionSpec]) -> str:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
-    kinds = {_get_attn_isa(dtype, one.block_size, one.head_size, cache_dtype) for one in specs}
+    kinds = {
+        "latents"
+        if are_latents([one])
+        else _get_attn_isa(dtype, one.block_size, one.head_size, cache_dtype)
+        for one in specs
+    }
     return f"vllm {version} cpu {' '.join(sorted(kinds))}"
 
 
@@ -578,17 +590,21 @@ def layers_of(
 ) -> dict[str, BlockMemory]:
     """The memory of each layer, by name. [blocks, kv_heads, tokens, K and V]: in each block and
     head all of K lies before all of V (packed in the backend's way, or not). Layers of several
-    groups may share memory, each in blocks of its own."""
+    groups may share memory, each in blocks of its own. Latents have one head, and no V."""
     found: dict[str, BlockMemory] = {}
     for name, (group, spec) in specs.items():
         memory, tokens, dim = kv_caches[name], spec.block_size, spec.head_size
-        wanted = (spec.num_kv_heads, tokens, 2 * dim)
+        is_latent = are_latents([spec])
+        wanted = (spec.num_kv_heads, tokens, dim if is_latent else 2 * dim)
         if memory.shape[1:] != wanted or memory.dtype != spec.dtype or not memory.is_cpu:
             raise UnsupportedError(
                 f"cxlkv: {name} keeps K and V as {tuple(memory.shape)} of {memory.dtype} on "
                 f"{memory.device}; (blocks, {', '.join(map(str, wanted))}) of {spec.dtype} on the "
                 "CPU is what is served yet"
             )
+        if is_latent:
+            found[name] = BlockMemory(memory, None, group)
+            continue
         halves = memory.view(-1, spec.num_kv_heads, 2 * tokens, dim)
         found[name] = BlockMemory(halves[:, :, :tokens], halves[:, :, tokens:], group)
     return found

@@ -159,10 +159,11 @@ class Counting:
         for name, count in loaded.items():
             if count == len(reports):
                 self._counts["loaded_tokens"] += self._asked.get(name, (0, 0))[1]
-        for one in stored_by_all(reports):
+        saving = [report for report in reports if report.saves]
+        for one in stored_by_all(saving):
             self._counts["saved_tokens"] += max(0, one.last - one.first) * self._block_tokens
-        for name, tokens in reports[0].tails.items():
-            if all(name in report.tails for report in reports):
+        for name, tokens in saving[0].tails.items():
+            if all(name in report.tails for report in saving):
                 self._counts["saved_tokens"] += tokens
 
     def take(self, failures: Counter[str], come: Counter[str] = NONE) -> Figures:

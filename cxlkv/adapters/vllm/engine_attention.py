@@ -117,8 +117,9 @@ class EngineAttention:
     """Blocks of one engine process. layers: the engine's memory by the layer's name, in order;
     groups: whose tables name its blocks.
 
-    rank: of this shard, by which handles are told apart; ranks: how many there are. tiers: of the
-    pool, closed with this; None: such that evict only. quota: of the same tiers.
+    rank: of this worker, by which handles are told apart; ranks: how many there are. saves: else
+    another rank does, which has the same. tiers: of the pool, closed with this; None: such that
+    evict only. quota: of the same tiers.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class EngineAttention:
         groups: Sequences[BlockGroup],
         rank: int = 0,
         ranks: int = 1,
+        saves: bool = True,
         tiers: Tiers | None = None,
         quota: Quota | None = None,
     ):
@@ -138,7 +140,7 @@ class EngineAttention:
         self._memory = list(layers.values())
         self._layers = {name: index for index, name in enumerate(layers)}
         self.groups, self.unit, self._page_tokens = groups, unit_of(groups), page_tokens_of(groups)
-        self._rank, self.has_peers = rank, ranks > 1
+        self._rank, self.has_peers, self._saves = rank, ranks > 1, saves
         self._held: dict[str, _Held] = {}
         self._loader = Loader(self._memory)
         self._now: Load | None = None  # that this step waits for
@@ -192,7 +194,8 @@ class EngineAttention:
         name = start.request
         self._end(name)
         blocks = [list(of) for of in start.blocks] or [[] for _ in self.groups]
-        held = _Held(blocks, start.keys, start.computed + start.scheduled, start.options)
+        options = replace(start.options, save=start.options.save and self._saves)
+        held = _Held(blocks, start.keys, start.computed + start.scheduled, options)
         held.computed = held.since = start.computed
         held.scheduled = start.scheduled
         self._held[name] = held
@@ -634,7 +637,7 @@ class EngineAttention:
         found, self._report = self._report, Report()
         counts = self.requests.failures()
         found.failures = counts - self._told
-        self._told = counts
+        self._told, found.saves = counts, self._saves
         return found
 
     def close(self) -> None:

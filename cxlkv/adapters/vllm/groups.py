@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import Protocol
 
+from cxlkv.adapters.vllm.latents import are_latents
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
 
 
@@ -81,6 +82,7 @@ def layout_of(
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_size,
             dtype=dtype_name(dtype),
+            values="key_prefix" if are_latents([spec]) else "own",
             window=groups[number].pool_window(size),
         )
         for number, spec in layers

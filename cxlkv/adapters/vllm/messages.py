@@ -139,7 +139,8 @@ class Report:
     those whose hits it has loaded whole, or has not; those that another connector loaded in it;
     blocks that its pool has now, and tokens of tails by request; how many hits it has audited;
     failures by kind, as PoolRequests counts them; the state of its weights by rank, where it was
-    asked or is another than the message's."""
+    asked or is another than the message's; whether it saves, or leaves that to another rank that
+    has the same."""
 
     ended: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
@@ -150,13 +151,14 @@ class Report:
     audited: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     weights: dict[int, bytes] = field(default_factory=dict)
+    saves: bool = True
 
     def __bool__(self) -> bool:
         return self != Report()
 
 
 def stored_by_all(reports: Sequence[Report]) -> list[Span]:
-    """Blocks that every rank's pool has now."""
+    """Blocks that every rank's pool has now; of the reports of ranks that save."""
     others = [{(one.request, one.first): one.last for one in r.stored} for r in reports[1:]]
     return [
         replace(

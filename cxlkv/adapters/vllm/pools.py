@@ -16,6 +16,7 @@ from cxlkv.adapters.common.identity import model_words, rope_kinds
 from cxlkv.adapters.common.keys import namespace
 from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
 from cxlkv.adapters.vllm.groups import BlockGroup, are_whole, page_tokens_of
+from cxlkv.adapters.vllm.latents import LATENT_KIND, are_latents, check_latents
 from cxlkv.errors import BadArgumentError, PoolMissingError, UnsupportedError
 from cxlkv.layout import FP8, KVLayout, parse_bytes
 from cxlkv.machine.regions import ALL, is_device, parse_place
@@ -43,9 +44,9 @@ AS_COMPUTED = ("auto", "bfloat16", "float16", "half", "float32", "float")
 FP8_CACHES = ("fp8", "fp8_e4m3")
 PLAIN_KINDS = (
     *("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"),
-    "RequestRowSpec",
+    *("RequestRowSpec", LATENT_KIND),
 )
-"""Kinds of layers with K and V of each token."""
+"""Kinds of layers with K and V of each token, or its latent."""
 WITHOUT_US = "start vLLM without --kv-transfer-config"
 ENGINES_FORM = 'leave out "attention" in kv_connector_extra_config'
 """What serves a model whose attention the pool cannot compute."""
@@ -54,11 +55,12 @@ ENGINES_FORM = 'leave out "attention" in kv_connector_extra_config'
 @dataclass(frozen=True)
 class Ranks:
     """Ranks of one engine: (tensor-parallel size, pipeline-parallel size), and which one this
-    is."""
+    is. copies: so many tensor-parallel ranks, side by side, keep the same and have one pool."""
 
     tensor: int = 1
     pipeline: int = 1
     rank: int = 0  # pipeline rank * tensor + tensor-parallel rank
+    copies: int = 1
 
     @property
     def count(self) -> int:
@@ -66,7 +68,17 @@ class Ranks:
 
     @property
     def shard(self) -> tuple[int, int, int, int]:
-        return (self.rank % self.tensor, self.tensor, self.rank // self.tensor, self.pipeline)
+        size, copies = self.tensor, self.copies
+        return (self.rank % size // copies, size // copies, self.rank // size, self.pipeline)
+
+    @property
+    def pools(self) -> int:
+        return self.count // self.copies
+
+    @property
+    def saves(self) -> bool:
+        """Whether this one does, for those that keep the same."""
+        return self.rank % self.copies == 0
 
 
 def pool_path(where: str, words: Mapping[str, object], ranks: Ranks) -> str:
@@ -74,15 +86,15 @@ def pool_path(where: str, words: Mapping[str, object], ranks: Ranks) -> str:
 
     A folder gets a name of the model's; a file's name gets the rank's, when there are several.
     """
-    shard = f"{ranks.rank}of{ranks.count}"
+    shard = f"{ranks.rank // ranks.copies}of{ranks.pools}"
     name = namespace({"name": "pool", **words}).hex()[:16]
     path = pools.path_for(where, f"cxlkv-vllm-{name}-{shard}.pool", str(words.get("model", "")))
-    if path != where or ranks.count == 1:
+    if path != where or ranks.pools == 1:
         return path
     place = parse_place(where).path
     if is_device(str(place)) or where.startswith("dax:"):
         raise UnsupportedError(
-            f"{where}: {ranks.count} ranks need a pool each, and a device holds one: make a file "
+            f"{where}: {ranks.pools} ranks need a pool each, and a device holds one: make a file "
             "system on it, or give its NUMA node and a folder, like numa:1:/dev/shm/"
         )
     return f"{where}.{shard}"
@@ -102,11 +114,11 @@ def make_or_open(
 
     wanted_tokens: of the longest request; a pool that cannot hold one is worth a warning.
     """
-    own = capacity if capacity in (None, ALL) else parse_bytes(capacity) // ranks.count
+    own = capacity if capacity in (None, ALL) else parse_bytes(capacity) // ranks.pools
     pool, made = pools.make_or_open(
-        CXLPool, path, layout, own, parts=ranks.count, sketch=sketch, shared=shared
+        CXLPool, path, layout, own, parts=ranks.pools, sketch=sketch, shared=shared
     )
-    found = pools.measure(pool.admin.overview(), made, tokens_of(pool), ranks.rank, ranks.count)
+    found = pools.measure(pool.admin.overview(), made, tokens_of(pool), ranks.rank, ranks.pools)
     pools.say(found, wanted_tokens)
     pools.bring_in(pool, shared.huge)  # else the first texts that are saved pay for it
     return pool
@@ -142,15 +154,17 @@ def tokens_of(pool: CXLPool) -> int:
 # ---- what the engine says of itself ----
 
 
-def ranks_of(vllm_config: object, rank: int = 0) -> Ranks:
-    """Raises UnsupportedError for parallelism that splits a request's tokens."""
+def ranks_of(vllm_config: object, specs: Sequence[object], rank: int = 0) -> Ranks:
+    """specs: of the layers. Raises UnsupportedError for parallelism that splits a request's
+    tokens."""
     parallel = _of(vllm_config, "parallel_config")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if int(str(getattr(parallel, name, 1))) > 1:
             raise UnsupportedError(f"cxlkv does not serve {name} > 1 yet: leave it out")
     tensor = _number(parallel, "tensor_parallel_size")
     pipeline = _number(parallel, "pipeline_parallel_size")
-    return Ranks(tensor, pipeline, rank % (tensor * pipeline))
+    copies = tensor if are_latents(specs) else 1
+    return Ranks(tensor, pipeline, rank % (tensor * pipeline), copies)
 
 
 def _of(value: object, name: str) -> object:
@@ -164,6 +178,7 @@ def _number(value: object, name: str) -> int:
 def check_groups(kinds: Sequence[tuple[str, object]], in_pool: bool = False) -> None:
     """kinds: (class name, the spec) of layers of each group; raises UnsupportedError by name."""
     names = [name for name, _ in kinds]
+    check_latents(kinds, WITHOUT_US)
     check_kinds(names, in_pool)
     if in_pool:
         if set(names) != {"RequestRowSpec"}:
@@ -204,12 +219,6 @@ def check_kinds(names: Sequence[str], in_pool: bool) -> None:
     """names: of the specs of layers, as the model has them; raises UnsupportedError for kinds that
     no setting of the engine turns into served ones, with what else serves such a model."""
     for name in names:
-        if "MLA" in name:
-            raise UnsupportedError(
-                f"cxlkv: this model keeps latents ({name}, MLA), which are not served: set "
-                "VLLM_MLA_DISABLE=1 in vLLM's environment, so that it keeps K and V of all heads "
-                f"(many times the bytes; tried with DeepSeek-V2 and V3), or {WITHOUT_US}"
-            )
         if name not in PLAIN_KINDS:
             state = " with a state instead of K and V" * (name == "MambaSpec")
             raise UnsupportedError(
@@ -294,14 +303,16 @@ def words_of(
     # Object storage: vLLM has a folder with its descriptions only.
     source = str(getattr(model, "model_weights", "") or _of(model, "model"))
     revision = cast("str | None", _of(model, "revision"))
-    ranks, spec = ranks_of(vllm_config), kinds[0][1]
+    ranks, spec = ranks_of(vllm_config, [one for _, one in kinds]), kinds[0][1]
+    # Random weights of some layers differ from one number of ranks to another.
+    seed = str(_of(model, "seed")) + f" of {ranks.tensor} ranks" * (ranks.copies > 1)
     groups = [] if len(kinds) == 1 else sorted({_group_words(*kind) for kind in kinds}, key=str)
     if not are_whole([group_of(*kinds[0])]):
         groups = groups or [_group_words(*kinds[0])]
     return {
         "engine": "vllm",
         **model_words(source, revision, identity),
-        "random": str(_of(model, "seed")) if "dummy" in str(load) else None,
+        "random": seed if "dummy" in str(load) else None,
         "dtype": str(_of(model, "dtype")),
         "quantization": str(_of(model, "quantization")),
         "cache_dtype": str(_of(cache, "cache_dtype")),
@@ -313,7 +324,7 @@ def words_of(
         "page_tokens": _number(spec, "block_size"),
         "heads": _number(spec, "num_kv_heads"),
         "head_dim": _number(spec, "head_size"),
-        "shards": (ranks.tensor, ranks.pipeline),
+        "shards": (ranks.tensor // ranks.copies, ranks.pipeline),
         "packing": packing,
         "encoding": encoding,
         # Both only where they are, or keys would not be what they were without them.

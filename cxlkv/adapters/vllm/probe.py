@@ -7,7 +7,7 @@ that orders its cache in another way is refused, and never served with wrong num
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, cast
 
@@ -25,15 +25,16 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Implementation(Protocol):
-    def do_kv_cache_update(
-        self, layer: object, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None: ...
+    def do_kv_cache_update(self, *given: object) -> None: ...
 
 
 class Attention(Protocol):
-    """The engine's layer."""
+    """The engine's layer. The last three: of MLA alone."""
 
     impl: Implementation
+    kv_lora_rank: int
+    kv_cache_dtype: str
+    _k_scale: Tensor
 
 
 class Probe:
@@ -91,21 +92,35 @@ class Probe:
         shape = (self._unit, len(heads), own.keys.shape[3])
         key, value = (row[None, :, None].expand(shape).contiguous() for row in rows)
         slots = torch.arange(size, size + self._unit, dtype=torch.int64)
-        layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
+        if own.values is not None:
+            layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
+            return
+        latent, rope = key[:, 0, : layer.kv_lora_rank], value[..., layer.kv_lora_rank :]
+        how = (layer.kv_cache_dtype, layer._k_scale)
+        layer.impl.do_kv_cache_update(latent, rope, cache[:, 0], slots, *how)
 
     def _check(self, name: str, own: BlockMemory) -> None:
         count, cache = self._count(own), self._caches[name]
         found = list[Tensor]()
-        for memory in (own.keys, own.values):
-            mine = cast("Tensor", memory)[1 : 1 + count]
-            for heads in (mine[:, 0::2], mine[:, 1::2]):
-                if heads.numel():
-                    found.append(torch.unique(heads.contiguous().view(_WHOLE[mine.element_size()])))
+        for part in self._parts(name, own):
+            mine = part[1 : 1 + count].contiguous()
+            if mine.numel():
+                found.append(torch.unique(mine.view(_WHOLE[mine.element_size()])))
         numbers = [int(one[0]) for one in found]
         if any(len(one) != 1 for one in found) or len({0, *numbers}) != 1 + len(numbers):
             raise _refusal(name, "keys and values of a block are not where they were")
         if cache[0].any() or cache[1 + count : 2 + 2 * count].any():
             raise _refusal(name, "a block has other memory than its own")
+
+    def _parts(self, name: str, own: BlockMemory) -> Iterator[Tensor]:
+        """Where one of the numbers is: K and V in even and in odd heads, or of latents the two
+        parts of a row."""
+        if own.values is None:
+            rank = self._layers[name].kv_lora_rank
+            yield from cast("Tensor", own.keys).tensor_split([rank], dim=3)
+            return
+        for memory in (own.keys, own.values):
+            yield from (cast("Tensor", memory)[:, odd::2] for odd in range(2))
 
 
 def _is_same(moved: Tensor, written: Tensor, layout: KVLayout) -> bool:
