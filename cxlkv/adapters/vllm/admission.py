@@ -15,7 +15,7 @@ from cxlkv.pool import CXLPool
 
 class Admission:
     """Pages of one step, over all shards' pools: the fullest one says. A page is counted once for
-    all groups of layers.
+    all groups of layers, and for each of so many `copies` of a request: ranks that share a pool.
 
     No step is under way while the next one is planned, so what the pools hold is what the steps
     before took. Pages that are only published count as free: an append evicts them. Another
@@ -28,9 +28,9 @@ class Admission:
     none runs here may want more than this host's share.
     """
 
-    def __init__(self, pools: Sequence[CXLPool], lease_s: float = LEASE_S):
+    def __init__(self, pools: Sequence[CXLPool], lease_s: float = LEASE_S, copies: int = 1):
         self._pools, self._lease_s = pools, lease_s
-        self._parts = [pool.pages.geometry["part_count"] for pool in pools]
+        self._parts = [pool.pages.geometry["part_count"] * copies for pool in pools]
         self._page_tokens = pools[0].layout.page_tokens
         self._given = 0  # pages promised since the step began, less those that come back in it
         self._left: int | None = None  # pages that were there for them; None: to be looked up

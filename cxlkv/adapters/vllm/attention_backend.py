@@ -64,11 +64,12 @@ def built(config: VllmConfig | None) -> VllmConfig | None:
 
 def spec_of(spec: AttentionSpec) -> AttentionSpec:
     """What a layer keeps in the engine: a request row where K and V are in the pool, or its own."""
-    config = _config()
+    config = config_of_layers()
     return request_row_spec(spec, config) if config is not None and in_pool(config) else spec
 
 
-def _config() -> VllmConfig | None:
+def config_of_layers() -> VllmConfig | None:
+    """Of the engine that asks for classes or specs now."""
     return get_current_vllm_config_or_none() or _built
 
 
@@ -82,7 +83,7 @@ class PoolBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return PoolBuilder if in_pool(_config()) else CPUAttentionMetadataBuilder
+        return PoolBuilder if in_pool(config_of_layers()) else CPUAttentionMetadataBuilder
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:

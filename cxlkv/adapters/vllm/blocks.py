@@ -23,7 +23,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from cxlkv.adapters.common.rotary import rotary_of
 from cxlkv.adapters.vllm.admission import Admission
-from cxlkv.adapters.vllm.pools import DRAFTERS, ENGINES_FORM, check_kinds
+from cxlkv.adapters.vllm.latents import check_latents
+from cxlkv.adapters.vllm.pools import DRAFTERS, ENGINES_FORM, WITHOUT_US, check_kinds
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
 from cxlkv.pool import CXLPool
@@ -69,6 +70,7 @@ def request_row_spec(spec: AttentionSpec, config: VllmConfig) -> RequestRowSpec:
     there is for blocks: for as many as requests may run, and the null block. Raises
     UnsupportedError for layers, or a model beside them, that the pool does not serve.
     """
+    check_latents([(type(spec).__name__, spec)], WITHOUT_US)
     check_kinds([type(spec).__name__] + ["MambaSpec"] * config.model_config.is_hybrid, in_pool=True)
     of_model = cast("dict[str, Layer]", config.compilation_config.static_forward_context).values()
     first = next(one for one in of_model if isinstance(getattr(one, "impl", None), AttentionImpl))
@@ -76,7 +78,7 @@ def request_row_spec(spec: AttentionSpec, config: VllmConfig) -> RequestRowSpec:
         block_size=config.cache_config.block_size,
         num_kv_heads=first.impl.num_kv_heads,
         head_size=first.impl.head_size,
-        head_size_v=first.head_size_v,
+        head_size_v=spec.head_size_v if _latent_dim(first) else first.head_size_v,
         dtype=spec.dtype,
         num_head_slots=1,
         state_content_bytes=get_dtype_size(spec.dtype),
@@ -165,14 +167,16 @@ class RequestRowManager(SingleTypeKVCacheManager):
         return tuple([] for _ in kv_cache_group_ids), 0
 
 
-def begin_admission(pools: Sequence[CXLPool], config: VllmConfig, lease_s: float) -> Admission:
+def begin_admission(
+    pools: Sequence[CXLPool], config: VllmConfig, lease_s: float, copies: int
+) -> Admission:
     """Let this engine's scheduler plan by its pools. Raises UnsupportedError, MemoryShortError."""
     if config.scheduler_config.async_scheduling:
         raise UnsupportedError(
             "attention in the pool: the next step is planned when the one before has ended, so "
             "start the engine with --no-async-scheduling"
         )
-    admission = Admission(pools, lease_s)
+    admission = Admission(pools, lease_s, copies)
     admission.check(config.model_config.max_model_len)
     admissions[config.kv_transfer_config.engine_id] = admission
     return admission
@@ -210,18 +214,24 @@ def pool_layout(
 
 def _group_of(config: VllmConfig, layer: Layer) -> LayerGroup:
     """The group of one layer that is like this one."""
-    impl, text = layer.impl, config.model_config.hf_text_config
-    own_values = layer.head_size_v == impl.head_size
-    windowed = impl.sliding_window is not None
+    impl, text, latent = layer.impl, config.model_config.hf_text_config, _latent_dim(layer)
+    value_dim, windowed = latent or layer.head_size_v, impl.sliding_window is not None
+    own_values = not latent and value_dim == impl.head_size
     return LayerGroup(
         layers=1,
         kv_heads=impl.num_kv_heads,
         head_dim=impl.head_size,
-        value_head_dim=layer.head_size_v,
+        value_head_dim=value_dim,
         dtype=dtype_name(config.model_config.dtype),
+        values="key_prefix" if latent else "own",
         window=impl.sliding_window,
         rotary=rotary_of(text, impl.head_size, windowed) if own_values else None,
     )
+
+
+def _latent_dim(layer: Layer) -> int:
+    """Channels of values in the latents of MLA; 0: it has keys and values."""
+    return int(getattr(layer, "kv_lora_rank", 0))
 
 
 # Here and not in the plugin: what unpickles a RequestRowSpec knows its manager.

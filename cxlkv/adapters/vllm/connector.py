@@ -200,7 +200,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             words=words_of,
         )
         if self._in_pool:
-            self._admission = begin_admission(made.pools, config, self.settings.lease_s)
+            self._admission = begin_admission(
+                made.pools, config, self.settings.lease_s, ranks.copies
+            )
             made.plan_by(self._admission.has)
         for path, pool in zip(paths, made.pools, strict=True):
             self._look_after(pool, partial(pools.open_one, path, self.settings))
@@ -442,10 +444,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self, layers: Mapping[str, object], device: torch.device
     ) -> PoolAttention:
         config, ranks = self._vllm_config, self._ranks
-        page_tokens, names = (
-            gcd(PAGE_TOKENS, self._spec.block_size),
-            list(self._layer_specs(layers)),
-        )
+        is_latent = are_latents(self._specs)
+        page_tokens = gcd(PAGE_TOKENS, self._spec.block_size)
+        names = list(self._layer_specs(layers))
         layout = pool_layout(config, names, page_tokens, ranks.shard).encoded(self._encoding)
         check_device(device, layout, shares=len(names) < len(layers))
         tiers = self._make_tiers(layout, sketch=None)
@@ -455,10 +456,11 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._spec.block_size,
             rank=ranks.rank,
             ranks=ranks.count,
+            shares=ranks.copies > 1,
             decode_rows=1 + speculated_tokens(config),
             method=self.settings.method,
             step=steps_on(device),
-            many=chunks_on(device, config.model_config.dtype),
+            many=None if is_latent else chunks_on(device, config.model_config.dtype),
             tiers=tiers,
             quota=self._quota,
         )

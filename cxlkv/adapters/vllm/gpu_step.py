@@ -147,6 +147,7 @@ class DeviceStep(Step):
         """Do what Step.attend does, with tensors on the device, which has K and V of all layers."""
         assert not is_shared, "check_device() refuses such models"
         q, k, v, out = given
+        assert v is not None, "vLLM asks for no latents of the backend for devices"
         link, rows = self._link, int(self.starts[-1])
         near_q = link.bring("q", q[:rows], self._near_spans())
         near_k, near_v = (

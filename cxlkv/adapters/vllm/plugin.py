@@ -53,6 +53,8 @@ def _register_attention() -> None:
     folder = "cxlkv.adapters.vllm"
     if not current_platform.is_cuda():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{folder}.attention_backend.PoolBackend")
+        register_backend(AttentionBackendEnum.CPU_MLA, f"{folder}.latent_backend.CpuLatentBackend")
+        register_backend(AttentionBackendEnum.AMX_MLA, f"{folder}.latent_backend.AmxLatentBackend")
     elif not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, f"{folder}.attention_backend.GpuPoolBackend")
     else:

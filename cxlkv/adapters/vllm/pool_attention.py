@@ -80,11 +80,12 @@ class PoolAttention:
     """The requests of one worker over its pool.
 
     layers: the engine's names of the pool's layers, in order. block_tokens: of the engine's keys,
-    whole pages. rank: of this shard, by which a message's handles are told apart; ranks: how many
-    there are. decode_rows: a request that has tokens and brings at most so many more is decoding,
-    which is what budgets are for. method: as in Batch.select. step: makes a Step; None: of tensors
-    in host memory. many: attends for many rows of one request, where that is faster than the pool.
-    tiers: of the pool, closed with this; None: such that evict only. quota: of the same tiers.
+    whole pages. rank: of this worker, by which a message's handles are told apart; ranks: how many
+    there are. shares: others of them publish the same in this pool. decode_rows: a request that has
+    tokens and brings at most so many more is decoding, which is what budgets are for. method: as in
+    Batch.select. step: makes a Step; None: of tensors in host memory. many: attends for many rows
+    of one request, where that is faster than the pool. tiers: of the pool, closed with this; None:
+    such that evict only. quota: of the same tiers.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class PoolAttention:
         block_tokens: int,
         rank: int = 0,
         ranks: int = 1,
+        shares: bool = False,
         decode_rows: int = 1,
         method: str = "auto",
         step: MakeStep | None = None,
@@ -108,6 +110,7 @@ class PoolAttention:
         self.decode_rows = decode_rows
         self.method = method
         self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
+        self._shares = shares
         self._held: dict[str, Held] = {}
         self.by_request_row: dict[int, Held] = {}
         self._make_step: MakeStep = step or Step
@@ -303,6 +306,19 @@ class PoolAttention:
             return
         self._report.stored.append(Span(held.name, held.stored, blocks))
         held.stored = blocks
+        if self._shares and len(self.requests.sequences[held.name]) == blocks * self.block_tokens:
+            self._join(held)
+
+    def _join(self, held: Held) -> None:
+        """Go on from the pages that are published, whichever rank wrote them, and let go of those
+        that this one wrote beside them."""
+        try:
+            with self.requests.match(self._keys(held)[: held.stored]) as hit:
+                if hit.tokens == held.stored * self.block_tokens:
+                    self.requests.release(held.name)
+                    self._load(held, hit.handle, hit.tokens)
+        except CXLKVError as error:
+            self.count(error)
 
     def _keys(self, held: Held) -> PageKeys:
         return unpacked(held.keys, self.block_tokens)
@@ -346,11 +362,11 @@ class Scores:
 
 class Rows(NamedTuple):
     """A layer's rows of a step, and where their attention is written. There may be more behind
-    them, of no request."""
+    them, of no request. v: None where values are the first channels of k."""
 
     q: torch.Tensor
     k: torch.Tensor
-    v: torch.Tensor
+    v: torch.Tensor | None
     out: torch.Tensor
 
 
@@ -366,8 +382,9 @@ class Group:
     budgets: list[Budget]  # of each place, where they are what chooses
     method: str
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.batch.append(layer, k[self.rows], v[self.rows], self.starts)
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        values = None if v is None else v[self.rows]
+        self.batch.append(layer, k[self.rows], values, self.starts)
 
     def decode(self, layer: int, given: Rows, scores: Scores) -> None:
         """append() and attend() in one call; its rows of out."""
@@ -377,7 +394,8 @@ class Group:
             rows = out if self.rows == slice(0, len(out)) else out[self.rows]
             there = rows if rows.is_contiguous() else None
         if self.rows != slice(0, len(q)):  # most steps are of one group, which has all rows
-            q, k, v = q[self.rows], k[self.rows], v[self.rows]
+            q, k = q[self.rows], k[self.rows]
+            v = None if v is None else v[self.rows]
         found = self.batch.decode(
             layer,
             q,
@@ -522,10 +540,11 @@ class Step:
         if len(self._places) == len(self.held) and not self.broken:
             return
         if not is_shared:
+            values = k[..., : out.shape[2]] if v is None else v
             for place, held in enumerate(self.held):
                 if held is not None and place in self.broken and not self.computed[place]:
                     rows = self._rows([place])
-                    out[rows] = attend_alone(q[rows], k[rows], v[rows], scores)
+                    out[rows] = attend_alone(q[rows], k[rows], values[rows], scores)
         self._fill_failed(out, is_shared)
 
     def fill(self) -> None:
@@ -537,6 +556,7 @@ class Step:
                 torch.zeros(self._rows_end, of.kv_heads, dim, dtype=getattr(torch, of.dtype))
                 for dim in (of.head_dim, of.value_head_dim)
             )
+            v = v if of.values == "own" else None
             self._each(self._groups, partial(Group.append, layer=layer, k=k, v=v))
         self._attention.stop_saving(one.name for one in self.held if one is not None)
 
