@@ -226,8 +226,14 @@ def engine_layout() -> KVLayout:
 
 
 def pool_layout() -> KVLayout:
-    shape = {"kv_heads": 1, "head_dim": DIM, "value_head_dim": RANK}
-    group = LayerGroup(layers=2, dtype="float32", values="key_prefix", **shape)
+    group = LayerGroup(
+        layers=2,
+        kv_heads=1,
+        head_dim=DIM,
+        value_head_dim=RANK,
+        dtype="float32",
+        values="key_prefix",
+    )
     return KVLayout.of([group], page_tokens=TOKENS)
 
 

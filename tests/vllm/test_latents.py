@@ -1,0 +1,101 @@
+"""MLA's latents in both forms: tokens, hits, kills, and ranks of unlike numbers on one pool."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..support.damaging import damage_piece
+from .conftest import MakeEngine
+from .forked import Life, Nursery
+from .test_prefixes import check, folder_in, pool_in
+from .test_windows import NEW_TOKENS, PROMPT_TOKENS, prompts, served
+from .tiny_models import tiny
+
+BLOCK_TOKENS = 16  # of vLLM's MLA on CPUs
+CACHED = [(tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in PROMPT_TOKENS]
+ENDS = [(tokens + NEW_TOKENS - 1) // BLOCK_TOKENS for tokens in PROMPT_TOKENS]
+FORMS: dict[str, dict[str, object]] = {"engine": {}, "pool": {"async_scheduling": False}}
+
+
+@pytest.fixture(scope="module")
+def nursery(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    folder = tmp_path_factory.mktemp("latents")
+    with Nursery(folder / "none", folder) as made:
+        yield made
+
+
+def die_in(where: str, life: Life, seed: int) -> None:
+    """Killed with these requests, in the middle of a layer."""
+    assert life.ask(do="signal", where=where, number=signal.SIGKILL)
+    for number, prompt in enumerate(prompts(seed)):
+        life.add(str(number), prompt, NEW_TOKENS)
+    assert life.has_ended()
+    life.kill()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["DeepSeek-V2", "DeepSeek-V3"])
+def test_tokens_are_those_of_stock_vllm_whatever_becomes_of_engines(
+    kind: str, form: str, nursery: Nursery, pools_folder: Path
+) -> None:
+    """Engines are killed in the middle of a save and of a load; the next one finds what is there,
+    and computes the rest, also what is damaged."""
+    folder, extra = folder_in(pools_folder)
+    extra["attention"] = form
+    settings = {**FORMS[form], "model": str(tiny(kind, pools_folder / "model"))}
+    stock = nursery.life(None, **settings).ready()
+    wanted, later = (served(stock, prompts(seed))[0] for seed in (1, 2))
+    stock.end()
+
+    first = nursery.life(extra, **settings).ready()
+    assert served(first, prompts(1)) == (wanted, [0, 0, 0])
+    first.forget()
+    assert served(first, prompts(1)) == (wanted, CACHED)
+    die_in("save", first, 2)
+    second = nursery.life(extra, **settings).ready()
+    assert served(second, prompts(1)) == (wanted, CACHED)
+    second.forget()
+    die_in("load", second, 1)
+
+    third = nursery.life(extra, **settings).ready()
+    assert served(third, prompts(1)) == (wanted, CACHED)
+    assert served(third, prompts(2))[0] == later
+    with pool_in(folder) as pool:
+        for page in range(16):
+            damage_piece(pool, page, 1, "keys")
+    third.forget()
+    assert served(third, prompts(1))[0] == wanted
+    assert "the CRC of its K is wrong" in third.log.read_text()
+    with pool_in(folder) as pool:  # pages that were not read since are still damaged
+        pool.admin.check(deep=True, repair=True)
+    third.forget()
+    assert served(third, prompts(2))[0] == later
+    third.end()
+    assert check(folder)["pages_held"] == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_engines_of_two_ranks_and_of_one_have_one_pool(
+    form: str, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """Of which the pages are those of one rank, whoever comes first."""
+    folder, extra = folder_in(tmp_path)
+    extra["attention"] = form
+    model = str(tiny("DeepSeek-V2", tmp_path / "model"))
+    stock = make_engine(model=model)
+    wanted = [stock.generate(prompts(seed), NEW_TOKENS)["tokens"] for seed in (1, 2)]
+    stock.end()
+    for number, (ranks, seed) in enumerate([(2, 1), (1, 1), (1, 2), (2, 2)]):
+        settings = {**FORMS[form], "model": model, "tensor_parallel_size": ranks}
+        engine = make_engine(extra, processes=ranks > 1, **settings)  # type: ignore[arg-type]
+        found = engine.generate(prompts(seed), NEW_TOKENS)
+        assert found["tokens"] == wanted[seed - 1]
+        assert found["cached"] == (CACHED if number % 2 else [0, 0, 0])
+        engine.end()
+        stats = check(folder)
+        assert stats["pages_published"] == sum(ENDS) * seed
+        assert stats["pages_total"] - stats["pages_free"] == stats["pages_published"]
