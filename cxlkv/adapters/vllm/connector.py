@@ -456,7 +456,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._spec.block_size,
             rank=ranks.rank,
             ranks=ranks.count,
-            shares=ranks.copies > 1,
+            saves=ranks.saves,
             decode_rows=1 + speculated_tokens(config),
             method=self.settings.method,
             step=steps_on(device),

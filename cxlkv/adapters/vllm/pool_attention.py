@@ -81,11 +81,11 @@ class PoolAttention:
 
     layers: the engine's names of the pool's layers, in order. block_tokens: of the engine's keys,
     whole pages. rank: of this worker, by which a message's handles are told apart; ranks: how many
-    there are. shares: others of them publish the same in this pool. decode_rows: a request that has
-    tokens and brings at most so many more is decoding, which is what budgets are for. method: as in
-    Batch.select. step: makes a Step; None: of tensors in host memory. many: attends for many rows
-    of one request, where that is faster than the pool. tiers: of the pool, closed with this; None:
-    such that evict only. quota: of the same tiers.
+    there are. saves: else another rank publishes, which has the same in this pool. decode_rows: a
+    request that has tokens and brings at most so many more is decoding, which is what budgets are
+    for. method: as in Batch.select. step: makes a Step; None: of tensors in host memory. many:
+    attends for many rows of one request, where that is faster than the pool. tiers: of the pool,
+    closed with this; None: such that evict only. quota: of the same tiers.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PoolAttention:
         block_tokens: int,
         rank: int = 0,
         ranks: int = 1,
-        shares: bool = False,
+        saves: bool = True,
         decode_rows: int = 1,
         method: str = "auto",
         step: MakeStep | None = None,
@@ -110,7 +110,7 @@ class PoolAttention:
         self.decode_rows = decode_rows
         self.method = method
         self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
-        self._shares = shares
+        self._saves = saves
         self._held: dict[str, Held] = {}
         self.by_request_row: dict[int, Held] = {}
         self._make_step: MakeStep = step or Step
@@ -145,6 +145,8 @@ class PoolAttention:
             held = self._held.get(continued.request)
             if held is not None:
                 held.keys += continued.keys
+        for held in () if self._saves else self._held.values():
+            self._join(held)
 
     def _start(self, started: Started) -> None:
         self._release(started.request)
@@ -218,7 +220,7 @@ class PoolAttention:
                 if isinstance(broken[place], CorruptError):
                     self._forget(held)
                 self._empty(held)
-            elif held.options.save:
+            elif held.options.save and self._saves:
                 self._publish(held)
 
     def _empty(self, held: Held) -> None:
@@ -264,7 +266,7 @@ class PoolAttention:
         report, self._report = self._report, Report()
         failures = self.requests.failures()
         report.failures = failures - self._told
-        self._told = failures
+        self._told, report.saves = failures, self._saves
         return report
 
     def close(self) -> None:
@@ -306,15 +308,18 @@ class PoolAttention:
             return
         self._report.stored.append(Span(held.name, held.stored, blocks))
         held.stored = blocks
-        if self._shares and len(self.requests.sequences[held.name]) == blocks * self.block_tokens:
-            self._join(held)
 
     def _join(self, held: Held) -> None:
-        """Go on from the pages that are published, whichever rank wrote them, and let go of those
-        that this one wrote beside them."""
+        """Where it ends with a block, go on from the pages that another rank has published of it
+        by now, and let go of those that were written here beside them."""
+        sequence, size = self.requests.sequences.get(held.name), self.block_tokens
+        blocks, rest = (0, 0) if sequence is None else divmod(len(sequence), size)
+        keys = self._keys(held)[:blocks]
+        if rest or not held.options.save or not held.stored < blocks == len(keys):
+            return
         try:
-            with self.requests.match(self._keys(held)[: held.stored]) as hit:
-                if hit.tokens == held.stored * self.block_tokens:
+            with self.requests.match(keys) as hit:
+                if hit.tokens == blocks * size:
                     self.requests.release(held.name)
                     self._load(held, hit.handle, hit.tokens)
         except CXLKVError as error:
