@@ -17,7 +17,7 @@ from cxlkv.adapters.common.keys import block_keys, namespace, space_of
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.admission import Admission
 from cxlkv.adapters.vllm.groups import BlockGroup, layout_of
-from cxlkv.adapters.vllm.latents import are_latents, check_encoding
+from cxlkv.adapters.vllm.latents import are_latents, check_encoding, rope_concern
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Started
 from cxlkv.errors import UnsupportedError
@@ -101,6 +101,11 @@ def test_latents_in_fewer_bits_are_refused() -> None:
     check_encoding("int8", [Latent(head_size_v=DIM)])
     with pytest.raises(UnsupportedError, match=r'int8: leave out "encoding" and --kv-cache-dtype'):
         check_encoding("int8", [Latent()])
+
+
+def test_keys_that_the_engine_turns_wrong_are_said() -> None:
+    assert rope_concern(["deepseek_yarn"]) is None
+    assert "no YaRN" in (rope_concern(["default"]) or "")
 
 
 # ---- keys and pools of ranks ----

@@ -25,7 +25,6 @@ HEAD = ("model", '`"attention": "engine"` (default)', '`"attention": "pool"`')
 FORMS: dict[str, dict[str, object]] = {"engine": {}, "pool": {"attention": "pool"}}
 # What a refusal may name that makes the same form serve the model, and the settings that are it.
 REMEDIES: dict[str, dict[str, object]] = {
-    "VLLM_MLA_DISABLE=1": {"environment": {"VLLM_MLA_DISABLE": "1"}},
     "--no-async-scheduling": {"async_scheduling": False},
 }
 OTHER_FORM = {'leave out "attention"': "engine", 'write "attention": "pool"': "pool"}

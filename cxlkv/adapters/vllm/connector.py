@@ -35,7 +35,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cxlkv.adapters.common.identity import warn_unshared
+from cxlkv.adapters.common.identity import rope_kinds, warn_unshared
 from cxlkv.adapters.common.keys import space_of, unshared
 from cxlkv.adapters.common.metrics import Moves
 from cxlkv.adapters.common.pools import open_tiers, quota_of
@@ -49,7 +49,7 @@ from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.events import Removed, Stored
 from cxlkv.adapters.vllm.gpu_step import check_device, steps_on
 from cxlkv.adapters.vllm.groups import are_whole, layout_of, unit_of
-from cxlkv.adapters.vllm.latents import are_latents, check_encoding
+from cxlkv.adapters.vllm.latents import are_latents, check_encoding, rope_concern
 from cxlkv.adapters.vllm.loaded import LoadedWeights
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.lora import watch_loads
@@ -171,8 +171,10 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             # wrote. A hit that cannot be loaded is no user's fault.
             transfer.kv_load_failure_policy = wanted
             log.info("cxlkv: kv_load_failure_policy is set to recompute")
-        concern = pools.hash_concern(str(cache.prefix_caching_hash_algo), os.environ)
-        if concern is not None:
+        concerns = [pools.hash_concern(str(cache.prefix_caching_hash_algo), os.environ)]
+        if are_latents(self._specs):
+            concerns.append(rope_concern(rope_kinds(config.model_config.hf_text_config.to_dict())))
+        for concern in filter(None, concerns):
             log.warning(concern)
         ranks = pools.ranks_of(config, self._specs)
         paths = [

@@ -6,7 +6,7 @@ ranks. The first one saves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cxlkv.errors import UnsupportedError
 
@@ -53,3 +53,14 @@ def check_encoding(encoding: str, specs: Sequence[object]) -> None:
             f"cxlkv: latents (MLA) are not kept as {encoding}: leave out "
             '"encoding" and --kv-cache-dtype'
         )
+
+
+def rope_concern(kinds: Iterable[str]) -> str | None:
+    """kinds: of the model's rotary embedding. vLLM 0.32 takes a kernel for the plain one that reads
+    the keys of latents as if they lay side by side."""
+    if "default" not in kinds:
+        return None
+    return (
+        "cxlkv: this model has latents (MLA) and no YaRN: vLLM's rotary kernel for CPUs turns keys "
+        "by their place in a step, so tokens depend on how a prompt is cut, and change with a hit"
+    )

@@ -557,11 +557,11 @@ class Step:
         token is in all layers. Only what it drafts is worse; nobody else is given it."""
         for layer in range(self.layers, self._attention.pool.layout.layers):
             of = self._attention.pool.layout.of_layer(layer)
-            k, v = (
+            k, rows = (
                 torch.zeros(self._rows_end, of.kv_heads, dim, dtype=getattr(torch, of.dtype))
                 for dim in (of.head_dim, of.value_head_dim)
             )
-            v = v if of.values == "own" else None
+            v = rows if of.values == "own" else None
             self._each(self._groups, partial(Group.append, layer=layer, k=k, v=v))
         self._attention.stop_saving(one.name for one in self.held if one is not None)
 
