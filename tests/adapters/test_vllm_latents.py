@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -16,15 +17,16 @@ from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.common.keys import block_keys, namespace, space_of
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.admission import Admission
+from cxlkv.adapters.vllm.counting import Counting
 from cxlkv.adapters.vllm.groups import BlockGroup, layout_of
 from cxlkv.adapters.vllm.latents import are_latents, check_encoding, rope_concern
 from cxlkv.adapters.vllm.loading import BlockMemory
-from cxlkv.adapters.vllm.messages import Message, Started
+from cxlkv.adapters.vllm.messages import Message, Report, Span, Started
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import LayerGroup
 
 from ..support.damaging import damage_piece
-from ..support.paged_engine import text
+from ..support.paged_engine import Request, text
 from ..support.paged_engines import engines_in
 from .test_vllm_complaints import config
 
@@ -180,6 +182,22 @@ def test_a_damaged_page_is_computed_by_all_ranks_and_healed_by_one(
             second.step()
         assert second.recomputed == 1
         assert engines(copies=2).run_to_end("a", text(1, 33)) == 32
+
+
+def test_of_ranks_that_keep_the_same_the_one_that_saves_counts() -> None:
+    counting = Counting(TOKENS)
+    saved = Report(stored=[Span("a", 0, 3)], tails={"a": 5})
+    counting.heard([saved, Report(saves=False)])
+    assert counting.take(Counter())["counts"]["saved_tokens"] == 3 * TOKENS + 5
+
+
+def test_all_ranks_are_asked_for_their_weights(tmp_path: Path) -> None:
+    with engines_in(tmp_path) as engines:
+        engine = engines(copies=2)
+        engine.scheduling.forgotten()
+        for rank, asked in ((0, (None, False)), (1, (0, False))):
+            engine.scheduling.heard([Report(weights={rank: b""})])
+            assert engine.scheduling.match(Request("a", text(1, 30)), 0) == asked
 
 
 # ---- the engine's blocks ----
