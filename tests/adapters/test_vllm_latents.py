@@ -148,6 +148,29 @@ def test_other_layers_have_a_pool_a_rank(tmp_path: Path) -> None:
         assert [one.shard for one in ranks] == [(0, 2, 0, 1), (1, 2, 0, 1)]
 
 
+@pytest.mark.parametrize(
+    ("heads", "tensor", "copies"), [(1, 1, 1), (1, 4, 4), (2, 4, 2), (4, 4, 1), (8, 4, 1)]
+)
+def test_ranks_with_the_same_kv_head_have_one_pool(
+    tmp_path: Path, heads: int, tensor: int, copies: int
+) -> None:
+    """Unless some layers have another number of heads."""
+    own = Latent(head_size_v=DIM, num_kv_heads=max(1, heads // tensor))
+    engine = engine_of(tmp_path, tensor)
+    engine.model_config.model_arch_config = SimpleNamespace(
+        total_num_kv_heads=heads, per_layer_overrides=None
+    )
+    kinds = [("FullAttentionSpec", own)]
+    ranks = [pools.ranks_of(engine, [own], rank) for rank in range(tensor)]
+    assert [one.shard[0] for one in ranks] == [rank // copies for rank in range(tensor)]
+    assert {one.pools for one in ranks} == {tensor // copies}
+    assert pools.words_of(engine, kinds, "vec")["shards"] == (tensor // copies, 1)
+    for more in ([replace(own, num_kv_heads=2)], [SimpleNamespace()]):
+        assert pools.ranks_of(engine, [own, *more]).copies == 1
+    engine.speculative_config = SimpleNamespace(method="eagle")
+    assert pools.ranks_of(engine, [own]).copies == 1
+
+
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_one_rank_saves_and_all_load(tmp_path: Path, load: str) -> None:
     with engines_in(tmp_path, load=load) as engines:
@@ -180,7 +203,7 @@ def test_a_damaged_page_is_computed_by_all_ranks_and_healed_by_one(
         second.settle()
         for _ in range(6):
             second.step()
-        assert second.recomputed == 1
+        assert second.recomputed in (1, 2), "the ranks need not find it in the same step"
         assert engines(copies=2).run_to_end("a", text(1, 33)) == 32
 
 

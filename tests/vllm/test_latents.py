@@ -17,7 +17,6 @@ from .tiny_models import tiny
 
 BLOCK_TOKENS = 16  # of vLLM's MLA on CPUs
 CACHED = [(tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in PROMPT_TOKENS]
-ENDS = [(tokens + NEW_TOKENS - 1) // BLOCK_TOKENS for tokens in PROMPT_TOKENS]
 FORMS: dict[str, dict[str, object]] = {"engine": {}, "pool": {"async_scheduling": False}}
 
 
@@ -78,25 +77,32 @@ def test_tokens_are_those_of_stock_vllm_whatever_becomes_of_engines(
     assert check(folder)["pages_held"] == 0
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("kind", "form", "block_tokens"),
+    [("DeepSeek-V2", "engine", 16), ("DeepSeek-V2", "pool", 16), ("Llama", "engine", 32)],
+)
 def test_engines_of_two_ranks_and_of_one_have_one_pool(
-    form: str, make_engine: MakeEngine, tmp_path: Path
+    kind: str, form: str, block_tokens: int, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    """Of which the pages are those of one rank, whoever comes first."""
+    """Of which the pages are those of one rank, whoever comes first; with latents, and where all
+    ranks have the only kv head."""
     folder, extra = folder_in(tmp_path)
     extra["attention"] = form
-    model = str(tiny("DeepSeek-V2", tmp_path / "model"))
+    heads = {"num_key_value_heads": 1} if kind == "Llama" else {}
+    model = str(tiny(kind, tmp_path / "model", **heads))
+    hit = [(tokens - 1) // block_tokens * block_tokens for tokens in PROMPT_TOKENS]
+    ends = [(tokens + NEW_TOKENS - 1) // block_tokens for tokens in PROMPT_TOKENS]
     stock = make_engine(model=model)
     wanted = [stock.generate(prompts(seed), NEW_TOKENS)["tokens"] for seed in (1, 2)]
     stock.end()
     for ranks, hits, later in ((2, None, 1), (1, 1, 2), (2, 2, None)):
         settings = {**FORMS[form], "model": model, "tensor_parallel_size": ranks}
         engine = make_engine(extra, processes=ranks > 1, **settings)  # type: ignore[arg-type]
-        for seed, cached in ((hits, CACHED), (later, [0, 0, 0])):
+        for seed, cached in ((hits, hit), (later, [0, 0, 0])):
             if seed is not None:
                 found = engine.generate(prompts(seed), NEW_TOKENS)
                 assert (found["tokens"], found["cached"]) == (wanted[seed - 1], cached)
         engine.end()
         stats = check(folder)
-        assert stats["pages_published"] == sum(ENDS) * (later or hits or 0)
+        assert stats["pages_published"] == sum(ends) * (later or hits or 0)
         assert stats["pages_total"] - stats["pages_free"] == stats["pages_published"]

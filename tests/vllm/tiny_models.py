@@ -89,7 +89,7 @@ def saved(made: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def tiny(kind: str, folder: Path) -> Path:
+def tiny(kind: str, folder: Path, **more: object) -> Path:
     import torch
     import transformers
 
@@ -97,5 +97,5 @@ def tiny(kind: str, folder: Path) -> Path:
     torch.manual_seed(0)
     text = "Text" if name in ("Gemma3", "Gemma4", "Llama4") else ""
     config_class = getattr(transformers, f"{name}{text}Config")
-    config = config_class.from_dict({**SHAPE, **differs})
+    config = config_class.from_dict({**SHAPE, **differs, **more})
     return saved(getattr(transformers, f"{name}ForCausalLM")(config), folder)

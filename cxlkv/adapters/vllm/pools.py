@@ -163,8 +163,22 @@ def ranks_of(vllm_config: object, specs: Sequence[object], rank: int = 0) -> Ran
             raise UnsupportedError(f"cxlkv does not serve {name} > 1 yet: leave it out")
     tensor = _number(parallel, "tensor_parallel_size")
     pipeline = _number(parallel, "pipeline_parallel_size")
-    copies = tensor if are_latents(specs) else 1
+    copies = _copies(vllm_config, specs, tensor)
     return Ranks(tensor, pipeline, rank % (tensor * pipeline), copies)
+
+
+def _copies(vllm_config: object, specs: Sequence[object], tensor: int) -> int:
+    """How many tensor-parallel ranks, side by side, keep the same: all of latents, and of fewer kv
+    heads than ranks those that have one head. Layers of another number of heads share nothing."""
+    if are_latents(specs):
+        return tensor
+    arch = getattr(_of(vllm_config, "model_config"), "model_arch_config", None)
+    unlike = getattr(arch, "per_layer_overrides", None) or getattr(
+        vllm_config, "speculative_config", None
+    )
+    if arch is None or unlike or {getattr(one, "num_kv_heads", None) for one in specs} != {1}:
+        return 1
+    return max(1, tensor // _number(arch, "total_num_kv_heads"))
 
 
 def _of(value: object, name: str) -> object:
@@ -304,7 +318,7 @@ def words_of(
     source = str(getattr(model, "model_weights", "") or _of(model, "model"))
     revision = cast("str | None", _of(model, "revision"))
     ranks, spec = ranks_of(vllm_config, [one for _, one in kinds]), kinds[0][1]
-    # Random weights of some layers differ from one number of ranks to another.
+    # Random weights differ from one number of ranks to another.
     seed = str(_of(model, "seed")) + f" of {ranks.tensor} ranks" * (ranks.copies > 1)
     groups = [] if len(kinds) == 1 else sorted({_group_words(*kind) for kind in kinds}, key=str)
     if not are_whole([group_of(*kinds[0])]):
