@@ -108,7 +108,9 @@ class Quota:
         with self._lock:
             self.tiers, self._records = tiers, tiers.pool.records
 
-    def publish(self, seq: Sequence, keys: PageKeys) -> int:
+    def publish(
+        self, seq: Sequence, keys: PageKeys, states: npt.NDArray[np.uint8] | None = None
+    ) -> int:
         """pool.publish(), for which the tenant's own least recently used pages make room, to cold
         where there is that.
 
@@ -116,8 +118,11 @@ class Quota:
         the text alone is longer, or too many of its other pages are held, pinned or leased.
         """
         keys = keys[: len(seq) // keys.page_tokens]
-        with self.room_for(keys):
-            return self.tiers.pool.publish(seq, keys, keys.page_tokens, strict=keys.strict)
+        checkpoint = self._state_names(keys.packed[-1:] if states is not None else NO_KEYS)
+        with self._room(self._names(keys), checkpoint):
+            return self.tiers.pool.publish(
+                seq, keys, keys.page_tokens, strict=keys.strict, states=states
+            )
 
     def publish_prefix(
         self,

@@ -231,25 +231,22 @@ def test_groups_that_are_not_served_are_named_with_what_serves_the_model() -> No
     alone = "start vLLM without --kv-transfer-config$"
     full, window, state = "FullAttentionSpec", "SlidingWindowSpec", "MambaSpec"
     chunks = "ChunkedLocalAttentionSpec"
-    for kinds in ([window, full], [chunks, full], [window], [full, full]):
+    for kinds in ([window, full], [chunks, full], [window], [full, full], [state, full]):
         pools.check_groups([(kind, Spec()) for kind in kinds])
     for kinds, said in [
-        ([state, full], f"a state instead of K and V .*{alone}"),
-        (["CrossAttentionSpec"], rf"\(CrossAttentionSpec\), which are not served: {alone}"),
+        ([state], f"states alone .*{alone}"),
+        (["CrossAttentionSpec"], rf"layers \(CrossAttentionSpec\) that are not served: {alone}"),
     ]:
         with pytest.raises(UnsupportedError, match=said):
             pools.check_groups([(kind, Spec()) for kind in kinds])
     for kinds, said in [
         ([full], "vLLM has not loaded the plugin"),
         (["MLAAttentionSpec"], "vLLM has not loaded the plugin"),
-        ([state], f"a state instead of K and V .*{alone}"),
+        ([state], 'no layers with states .*leave out "attention"'),
         ([chunks], 'in chunks .*leave out "attention"'),
     ]:
         with pytest.raises(UnsupportedError, match=said):
             pools.check_groups([(kind, Spec()) for kind in kinds], in_pool=True)
-    with pytest.raises(UnsupportedError, match="blocks of 2048 tokens"):
-        pools.check_groups([(full, Spec(2048))])
-    pools.check_groups([(full, Spec(2048)), (window, Spec(1024))])  # pages are of 1024 tokens
 
 
 def test_hashes_that_begin_at_random() -> None:

@@ -30,22 +30,35 @@ from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.remote import open_remote
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import Settings
+from cxlkv.adapters.vllm.states import StateLayer, StateMemory
 from cxlkv.tiers import Tiers
 
 TOKENS = 4  # of a block
 LAYERS = 3
 HEADS = 4  # of the whole model, as far as a test cares
 SPACE = bytes(range(16))
+STATE_BYTES = 1000  # of a layer
+Row = npt.NDArray[np.uint8]
 NULL = 0  # the block in the place of those that the engine has let go of
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Groups of the engine, the kv heads of their layers in a rank, and of each layer its group."""
+    """Groups of the engine, the kv heads of their layers in a rank, and of each layer its group,
+    those with K and V and those with states apart."""
 
     groups: tuple[BlockGroup, ...] = (BlockGroup(TOKENS),)
     heads: tuple[int, ...] = (2,)
     of_layer: tuple[int, ...] = (0,) * LAYERS
+    states: tuple[int, ...] = ()
+
+    def memory(self, blocks: int) -> StateMemory | None:
+        """Layers with states in so many blocks; None: there are no such layers."""
+        layers = [
+            StateLayer(f"states.{layer}", group, np.zeros((blocks, STATE_BYTES), np.uint8))
+            for layer, group in enumerate(self.states)
+        ]
+        return StateMemory(layers) if layers else None
 
 
 def text(seed: int, tokens: int) -> list[int]:
@@ -58,7 +71,9 @@ def layout_of(rank: int, grouping: Grouping = Grouping()) -> KVLayout:
         (number, SimpleNamespace(num_kv_heads=grouping.heads[number], head_size=8))
         for number in grouping.of_layer
     ]
-    return groups.layout_of(layers, grouping.groups, "float32", (rank, 2, 0, 1))
+    memory = grouping.memory(1)
+    states = memory.states if memory is not None else None
+    return groups.layout_of(layers, grouping.groups, "float32", (rank, 2, 0, 1), states)
 
 
 def make_pool(path: str, layout: KVLayout, capacity: str = "8MiB") -> None:
@@ -110,13 +125,21 @@ class Request:
     ) -> npt.NDArray[np.float32]:
         """[K or V, kv_heads, tokens, dim]: what a right block `index` of this text holds, in blocks
         of `size` tokens; the last one may be short."""
+        some = tuple(self._hashed()[index * size : (index + 1) * size])
+        pairs = range(heads.start // 2, heads.stop // 2)
+        return np.concatenate([rows_of(some, layer, pair) for pair in pairs], axis=1)
+
+    def state(self, tokens: int, layer: int, rank: int) -> npt.NDArray[np.uint8]:
+        """A layer's right state behind so many tokens."""
+        named = self._hashed()[tokens - 1] + bytes([layer, rank])
+        return np.frombuffer(hashlib.shake_128(named).digest(STATE_BYTES), np.uint8)
+
+    def _hashed(self) -> list[bytes]:
         for at in range(len(self._texts), self.num_tokens):
             before = self._texts[-1] if at else self.salt + self.weights
             own = f"{self.all_token_ids[at]} {self.images.get(at)!r}"
             self._texts.append(hashlib.sha256(before + own.encode()).digest())
-        some = tuple(self._texts[index * size : (index + 1) * size])
-        pairs = range(heads.start // 2, heads.stop // 2)
-        return np.concatenate([rows_of(some, layer, pair) for pair in pairs], axis=1)
+        return self._texts
 
 
 @cache
@@ -168,6 +191,7 @@ class Rank:
             for layer, own in enumerate(self.memory)
         }
         tiers = open_tiers(pool, settings, 1 / ranks)
+        self.states = grouping.memory(blocks + 1)
         self.worker = EngineAttention(
             pool,
             named,
@@ -178,6 +202,7 @@ class Rank:
             saves=rank % copies == 0,
             tiers=tiers,
             quota=quota_of(tiers, settings, 1 / ranks),
+            states=self.states,
         )
 
     def group(self, layer: int) -> BlockGroup:
@@ -201,8 +226,25 @@ class Rank:
         right = request.block(index, layer, self.heads[layer], size)
         return np.array_equal(own, right[:, :, :tokens])
 
+    def state_rows(self, request: Request, tokens: int) -> Iterator[tuple[int, Row]]:
+        """Of each layer with states the row that has the one behind so many tokens."""
+        for number, layer in enumerate(self.states.layers if self.states else ()):
+            size = self.grouping.groups[layer.group].block_tokens
+            block = request.blocks[layer.group][-(-tokens // size) - 1]
+            assert block != NULL
+            yield number, layer.rows[block]
+
+    def has_states(self, request: Request, tokens: int) -> bool:
+        return not tokens or all(
+            np.array_equal(row, request.state(tokens, number, self.rank))
+            for number, row in self.state_rows(request, tokens)
+        )
+
     def forget(self, group: int, blocks: Sequence[int]) -> None:
         """They may be anything from now on."""
+        for one in self.states.layers if self.states else ():
+            if one.group == group:
+                one.rows[list(blocks)] = 0xFF
         for layer, own in enumerate(self.memory):
             if self.grouping.of_layer[layer] == group:
                 own[list(blocks)] = np.nan
@@ -388,6 +430,7 @@ class Engine:
                 step.going.append(Scheduled(request.request_id, new, request.computed, count))
         for request in list(self.waiting):
             self._admit(request, step, chunk)
+        self._offer(step)
         message = self.scheduling.message(step)
         self._run(step, message)
         for one in [*step.fresh, *step.going]:
@@ -405,11 +448,14 @@ class Engine:
         for group, blocks in zip(self.groups, request.blocks, strict=True):
             size = group.block_tokens
             blocks += [NULL] * (group.first_block(request.computed) - len(blocks))
+            gap = -(-upto // size) - 1 - len(blocks) if group.state else 0
+            added.append([NULL] * gap)
+            blocks += added[-1]
             count = -(-upto // size) - len(blocks)
             new = [self.free.pop(0) for _ in range(max(0, count))]
             self.users.update(new)
             blocks += new
-            added.append(new)
+            added[-1] = added[-1] + new
         return added
 
     def _admit(self, request: Request, step: Step, chunk: int) -> None:
@@ -477,6 +523,8 @@ class Engine:
             rank.worker.start_loads()
         bad = self._load_elsewhere(step)
         computing, unit = [*step.fresh, *step.going], unit_of(self.groups)
+        for one in computing:
+            self._compute_states(self.requests[one.request], one)
         for layer in range(len(self.ranks[0].memory)):
             if layer == self.lost_in:
                 self._lose()
@@ -524,6 +572,25 @@ class Engine:
                 to[:, :, first:count] = (
                     right if there and not self._is_older(request) else right + 1
                 )
+
+    def _compute_states(self, request: Request, one: Scheduled) -> None:
+        """In place, or from one block to the next. Right where those before are, in all ranks."""
+        end = one.computed + one.scheduled
+        right = all(rank.has_states(request, one.computed) for rank in self.ranks)
+        for rank in self.ranks:
+            for number, row in rank.state_rows(request, end):
+                row[:] = request.state(end, number, rank.rank)
+                row[:] += not right or self._is_older(request)
+
+    def _offer(self, step: Step) -> None:
+        """Say which states are in blocks when the step has ended, as vLLM does of block ends."""
+        for one in [*step.fresh, *step.going]:
+            blocks, end = self.requests[one.request].blocks, one.computed + one.scheduled
+            step.states[one.request] = [
+                (number, blocks[number][end // group.block_tokens - 1], end)
+                for number, group in enumerate(self.groups)
+                if group.state and end % group.block_tokens == 0
+            ]
 
     def _is_older(self, request: Request) -> bool:
         """Whether it runs on with weights that are not those of its keys."""
@@ -590,6 +657,12 @@ class Engine:
             for request in self.requests.values()
             if not request.is_loading and not self._is_older(request)
             for _, index in rank.wrong(request, 0, request.computed)
+        ] + [
+            (request.request_id, -1)
+            for rank in self.ranks
+            for request in self.requests.values()
+            if not request.is_loading and not self._is_older(request)
+            if not rank.has_states(request, request.computed)
         ]
 
     def close(self) -> None:

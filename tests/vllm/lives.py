@@ -19,6 +19,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.loading import BlockMemory, Load
 from cxlkv.adapters.vllm.pool_attention import Step
+from cxlkv.adapters.vllm.states import Blocks, Bytes, StateMemory
 from tests.support.forked import fork_engines
 
 from .serve import FIXED, metrics
@@ -26,7 +27,8 @@ from .serve import FIXED, metrics
 
 class Asked(TypedDict, total=False):
     """do: "add" (a request; its answer comes when it has ended), "reset", "metrics", "signal" (to
-    itself, with `number`, in the middle of the next save, load or decode step: `where`), "end"."""
+    itself, with `number`, in the middle of the next save, load or decode step, or between the next
+    save and that of its states: `where`), "end"."""
 
     do: str
     name: str
@@ -103,6 +105,13 @@ def signal_in(where: str, number: int) -> None:
             waits.clear()
             os.kill(os.getpid(), number)
 
+    gather = StateMemory.gather
+
+    def gather_states(self: StateMemory, blocks: Blocks) -> Bytes:
+        reached("states")
+        return gather(self, blocks)
+
+    StateMemory.gather = gather_states  # type: ignore[method-assign]
     save, bring, attend = EngineAttention.save_layer, Load._bring, Step.attend
 
     def save_layer(self: EngineAttention, name: str) -> None:

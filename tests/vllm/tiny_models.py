@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,18 @@ WINDOWS = {
     **{"num_hidden_layers": 4, "max_position_embeddings": 2048, "sliding_window": 64},
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+MIXED: dict[str, object] = {
+    **{"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+}
+LINEAR: dict[str, object] = {
+    **{"head_dim": 128, "num_key_value_heads": 4},  # so that blocks are no longer than 160 tokens
+    **{**MIXED, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
+MAMBA: dict[str, object] = {
+    **{"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_n_groups": 1},
+    "mamba_expand": 2,
+}
 # Of transformers: the prefix of its classes, and what differs from SHAPE.
 KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "Llama": ("Llama", {}),
@@ -69,13 +82,52 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "Qwen3-Next": (
         "Qwen3Next",
         {
-            **{"num_hidden_layers": 4, "num_experts": 4, **EXPERTS},
-            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-            **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+            **{"num_experts": 4, **EXPERTS, **LINEAR},
             **{"shared_expert_intermediate_size": 64, "full_attention_interval": 2},
         },
     ),
+    "Qwen3.5": ("Qwen3_5", LINEAR),
+    "Falcon-H1": ("FalconH1", {**MAMBA, "mamba_d_ssm": 256}),
+    "Nemotron-H": (
+        "NemotronH",
+        {
+            **{"layers_block_type": ["linear_attention", "full_attention", "mlp"] * 2},
+            **{"mamba_num_heads": 4, "mamba_head_dim": 64, "ssm_state_size": 16, "n_groups": 1},
+        },
+    ),
+    "Granite-4": (
+        "GraniteMoeHybrid",
+        {**MAMBA, **MIXED, "num_local_experts": 4, "shared_intermediate_size": 64},
+    ),
+    "LFM2": (
+        "Lfm2",
+        {
+            **{"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+            # Of the checkpoints; transformers has other names for them.
+            **{"conv_dim": 128, "block_dim": 128, "block_ff_dim": 256, "block_use_swiglu": True},
+        },
+    ),
 }
+
+LINEAR_STEPS: dict[str, object] = {"dtype": "bfloat16", "max_num_batched_tokens": 320}
+# vLLM's scan on CPUs keeps no state within a step (IndexError), so that one ends at each block.
+SCAN_STEPS: dict[str, object] = {"max_num_batched_tokens": 64}
+# Of kinds with states: tokens of a block, and what else an engine on a CPU is started with.
+HYBRIDS: dict[str, tuple[int, dict[str, object]]] = {
+    "Qwen3-Next": (160, LINEAR_STEPS),
+    "Qwen3.5": (160, LINEAR_STEPS),
+    "Falcon-H1": (64, SCAN_STEPS),
+    "Nemotron-H": (64, SCAN_STEPS),
+    "Granite-4": (64, SCAN_STEPS),
+    "LFM2": (32, {"max_num_batched_tokens": 128}),
+}
+WANTED = {"Qwen3.5": "torchvision"}  # which the environment of the tests lacks
+
+
+def lacks(kind: str) -> str:
+    """The package for want of which it cannot be tried here; "": it can."""
+    wanted = WANTED.get(kind, "torch")
+    return "" if importlib.util.find_spec(wanted) else wanted
 
 
 def saved(made: PreTrainedModel, folder: Path) -> Path:
@@ -95,7 +147,7 @@ def tiny(kind: str, folder: Path, **more: object) -> Path:
 
     name, differs = KINDS[kind]
     torch.manual_seed(0)
-    text = "Text" if name in ("Gemma3", "Gemma4", "Llama4") else ""
+    text = "Text" if name in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5") else ""
     config_class = getattr(transformers, f"{name}{text}Config")
     config = config_class.from_dict({**SHAPE, **differs, **more})
     return saved(getattr(transformers, f"{name}ForCausalLM")(config), folder)

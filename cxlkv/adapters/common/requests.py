@@ -160,6 +160,18 @@ class PoolRequests:
             return 0, before
         return new, there * size
 
+    def store_states(self, request: str, keys: PageKeys, states: npt.NDArray[np.uint8]) -> int:
+        """Publish the state checkpoint behind all tokens of these keys, whose pages store() has
+        published; returns how many of its pages are new."""
+        sequence = self.sequence(request)
+        try:
+            if self.quota is not None:
+                return self.quota.publish(sequence, keys, states)
+            return self.pool.publish(sequence, keys, keys.page_tokens, states=states)
+        except QuotaError as error:
+            self.fail("quota", error)
+            return 0
+
     def prioritize(self, keys: PageKeys, priority: int) -> int:
         """Pages of these keys make room after all of lower priority, as pool.admin.prioritize();
         returns how many this host has."""

@@ -40,7 +40,7 @@ from cxlkv.adapters.common.keys import space_of, unshared
 from cxlkv.adapters.common.metrics import Moves
 from cxlkv.adapters.common.pools import open_tiers, quota_of
 from cxlkv.adapters.common.reopening import LOOKS_A_LEASE, Reopening
-from cxlkv.adapters.vllm import pools
+from cxlkv.adapters.vllm import pools, states
 from cxlkv.adapters.vllm.admission import Admission
 from cxlkv.adapters.vllm.blocks import begin_admission, pool_layout, speculated_tokens
 from cxlkv.adapters.vllm.chunks import chunks_on
@@ -128,9 +128,12 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         kinds = [kind_of(one) for spec in specs for one in pools.layer_specs(spec)]
         pools.check_groups(kinds, self._in_pool)
         self._specs = [one for _, one in kinds]
+        replays = bool(vllm_config.cache_config.use_replayssm)
+        states.check_states(kinds, replays, bool(self.settings.remote))
         self._groups = [pools.group_of(*kind_of(pools.layer_specs(spec)[0])) for spec in specs]
-        self._unit, self._spec = unit_of(self._groups), kinds[0][1]
-        packing = "rows" if self._in_pool else packing_of(vllm_config, self._specs)
+        rows = [spec for kind, spec in kinds if kind != states.KIND]
+        self._unit, self._spec = unit_of(self._groups), rows[0]
+        packing = "rows" if self._in_pool else packing_of(vllm_config, rows)
         self._cache_dtype = str(vllm_config.cache_config.cache_dtype)
         self._encoding = pools.kept_as(self._cache_dtype, self.settings.encoding)
         check_encoding(self._encoding, self._specs)
@@ -364,20 +367,27 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         of_model = self._vllm_config.compilation_config.static_forward_context
         own = {name: of_model[name] for name in kv_caches}
-        pools.check_caches(own, self._cache_dtype, self._in_pool)
         self._loaded = LoadedWeights(cast("Iterable[nn.Module]", own.values()), self._ranks.rank)
+        specs = self._layer_specs(of_model)
+        of_states = {name: specs.pop(name) for name in list(specs) if self._has_state(specs[name])}
+        rows = {name: layer for name, layer in own.items() if name not in of_states}
+        pools.check_caches(rows, self._cache_dtype, self._in_pool)
         if self._in_pool:
             device = next(iter(kv_caches.values())).device
             self.worker = self._make_pool_attention(own, device)
             return
-        specs = self._layer_specs(of_model)
         layers = layers_of(kv_caches, specs)
+        memory = states.memory_of(kv_caches, of_states) if of_states else None
         dtype = self._vllm_config.model_config.dtype
         ranks = self._ranks
-        layout = layout_of(specs.values(), self._groups, dtype, ranks.shard)
+        form = memory.states if memory is not None else None
+        layout = layout_of(specs.values(), self._groups, dtype, ranks.shard, form)
         tiers = self._make_tiers(layout.encoded(self._encoding))
         probe = Probe(cast("Mapping[str, Attention]", own), kv_caches, layers, self._groups, dtype)
         probe.run(tiers.pool)
+        if memory is not None:
+            tensors = {name: of_model[name].kv_cache for name in of_states}
+            states.StateProbe(tensors, memory, list(layers.values()), self._groups).run(tiers.pool)
         self.looking = Looking(tiers, quota=self._quota)  # what the probe has moved is no figure
         self.worker = EngineAttention(
             tiers.pool,
@@ -389,7 +399,11 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             saves=ranks.saves,
             tiers=tiers,
             quota=self._quota,
+            states=memory,
         )
+
+    def _has_state(self, of_layer: tuple[int, object]) -> bool:
+        return self._groups[of_layer[0]].state
 
     def _layer_specs(self, of_model: Iterable[str]) -> dict[str, tuple[int, AttentionSpec]]:
         """The group and the spec of each layer that has a cache of its own, in the model's order:
@@ -552,6 +566,8 @@ def step_of(output: SchedulerOutput) -> Step:
     """What we need of the scheduler's decision."""
     counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     step = Step(ended=set(output.finished_req_ids) | set(output.preempted_req_ids or ()))
+    if output.kv_connector_block_state is not None:
+        step.states = output.kv_connector_block_state.boundary_state_offloads
     for new in output.scheduled_new_reqs:
         step.fresh.append(
             Scheduled(new.req_id, new.block_ids, new.num_computed_tokens, counts[new.req_id])

@@ -33,6 +33,7 @@ from cxlkv.adapters.vllm.messages import (
     unpacked,
 )
 from cxlkv.adapters.vllm.settings import Settings
+from cxlkv.adapters.vllm.states import Checkpoint, StateMemory
 from cxlkv.adapters.vllm.traces import Trace
 from cxlkv.errors import CXLKVError, PoolFullError
 from cxlkv.pool import CXLPool
@@ -79,9 +80,10 @@ class _Held:
         return min(len(self.keys) // KEY_BYTES, min(self.valid, *there) // unit)
 
     def has(self, token: int, groups: Sequences[BlockGroup]) -> bool:
-        """Whether the engine has all groups' blocks from there on."""
+        """Whether the engine has all groups' blocks with K and V from there on."""
         return all(
-            group.first_block(self.computed) * group.block_tokens <= token for group in groups
+            group.state or group.first_block(self.computed) * group.block_tokens <= token
+            for group in groups
         )
 
     def live(self, groups: Sequences[BlockGroup]) -> dict[tuple[int, int], int]:
@@ -119,7 +121,7 @@ class EngineAttention:
 
     rank: of this worker, by which handles are told apart; ranks: how many there are. saves: else
     another rank does, which has the same. tiers: of the pool, closed with this; None: such that
-    evict only. quota: of the same tiers.
+    evict only. quota: of the same tiers. states: the engine's memory of layers that have these.
     """
 
     def __init__(
@@ -134,8 +136,11 @@ class EngineAttention:
         saves: bool = True,
         tiers: Tiers | None = None,
         quota: Quota | None = None,
+        states: StateMemory | None = None,
     ):
         self.pool, self.tiers, self.settings = pool, tiers or Tiers(pool), settings
+        self._states = states
+        self._offered: dict[str, list[tuple[int, dict[int, int]]]] = {}  # of them, in this step
         self.requests = PoolRequests(pool, self.tiers, quota)
         self._memory = list(layers.values())
         self._layers = {name: index for index, name in enumerate(layers)}
@@ -188,7 +193,7 @@ class EngineAttention:
         self._report.elsewhere += elsewhere
         # With several ranks a load may fail in another one only.
         self._mark_awaiting([*elsewhere, *(part.request for part in now if self.has_peers)])
-        self._writing = self._plan()
+        self._writing, self._offered = self._plan(), message.states
 
     def _start(self, start: Started, now: list[Part]) -> None:
         name = start.request
@@ -222,6 +227,9 @@ class EngineAttention:
         try:
             if self.requests.load(start.request, handle, end, verify=False) != end:
                 return part
+            if self._states is not None:
+                keys = unpacked(start.keys, self.unit)[:whole]
+                part.checkpoint = Checkpoint.of(self.pool, keys, self._states, blocks)
             part.sequence = self.requests.sequences[start.request].fork()
             self.requests.brought(start.brought_keys(self.unit))
             if start.tail:  # its block will be another one when it is whole
@@ -509,6 +517,7 @@ class EngineAttention:
                 continue
             for name, end in writing.upto.items():
                 self._publish(name, end)
+        self._save_states()
 
     def _mark_invalid(self) -> None:
         """Blocks may be shared: all that was computed from a bad one is nonsense."""
@@ -569,6 +578,28 @@ class EngineAttention:
             return
         self._report.stored.append(Span(name, held.saved, end))
         held.saved = end
+
+    def _save_states(self) -> None:
+        """Save those that the engine keeps, behind pages that the pool has."""
+        for name, found in self._offered.items():
+            held = self._held.get(name)
+            if held is None or not held.options.save or held.awaits:
+                continue
+            for tokens, blocks in found:
+                there = name in self.requests.sequences and tokens <= held.saved * self.unit
+                if there and tokens <= held.valid:
+                    keys = unpacked(held.keys, self.unit)[: tokens // self.unit]
+                    self._save_checkpoint(name, keys, blocks)
+
+    def _save_checkpoint(self, name: str, keys: PageKeys, blocks: Mapping[int, int]) -> None:
+        if self._states is None or blocks.keys() != self._states.groups:
+            return
+        try:
+            with self.pool.match(keys) as hit:
+                if hit.tokens < len(keys) * self.unit:
+                    self.requests.store_states(name, keys, self._states.gather(blocks))
+        except CXLKVError as error:
+            self.requests.fail("full" if isinstance(error, PoolFullError) else "save", error)
 
     def _save_left(self, left: Left) -> None:
         """Save what is left of a request that has ended: nothing has been written to its blocks

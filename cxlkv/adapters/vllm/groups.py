@@ -3,6 +3,7 @@
     group             blocks of a text of n tokens, when the engine computes the next ones
     full attention    0 1 2 3 4 5 6 7
     window, chunks    . . . . . 5 6 7       those before the window are other requests' by now
+    states            . . . . . . . 7       each has the state behind its last token
 
 All groups' blocks are in one pool with one kind of page. A page has as many tokens as divide all
 groups' blocks; keys name units, which are whole blocks of each group.
@@ -16,20 +17,25 @@ from math import gcd, lcm
 from typing import Protocol
 
 from cxlkv.adapters.vllm.latents import are_latents
-from cxlkv.layout import KVLayout, LayerGroup, dtype_name
+from cxlkv.layout import KVLayout, LayerGroup, States, dtype_name
+
+PAGE_TOKENS_MAX = 1024
 
 
 @dataclass(frozen=True)
 class BlockGroup:
     """window: tokens that a token sees, itself among them; None: all before it. chunked: it sees
-    those of its own chunk of so many."""
+    those of its own chunk of so many. state: layers have a state instead of K and V (states.py)."""
 
     block_tokens: int
     window: int | None = None
     chunked: bool = False
+    state: bool = False
 
     def first_token(self, tokens: int) -> int:
         """The first of a text that token number `tokens` sees, or one behind it."""
+        if self.state:
+            return max(0, tokens - 1)
         if self.window is None:
             return 0
         if self.chunked:
@@ -52,7 +58,9 @@ def unit_of(groups: Sequence[BlockGroup]) -> int:
 
 
 def page_tokens_of(groups: Sequence[BlockGroup]) -> int:
-    return gcd(*(group.block_tokens for group in groups))
+    """A share of all groups' blocks that a page may have; vLLM makes blocks as long as a state."""
+    size = gcd(*(group.block_tokens for group in groups))
+    return next(one for one in range(min(size, PAGE_TOKENS_MAX), 0, -1) if size % one == 0)
 
 
 def are_whole(groups: Sequence[BlockGroup]) -> bool:
@@ -72,9 +80,11 @@ def layout_of(
     groups: Sequence[BlockGroup],
     dtype: object,
     shard: tuple[int, int, int, int],
+    states: States | None = None,
 ) -> KVLayout:
-    """The pool's layout for these layers, in order, each with its group's number. Layers of one
-    shape and window are one group there, whatever groups the engine makes of them."""
+    """The pool's layout for these layers, in order, each with its group's number, and for states
+    of others. Layers of one shape and window are one group there, whatever groups the engine makes
+    of them."""
     size = page_tokens_of(groups)
     made = [
         LayerGroup(
@@ -89,4 +99,5 @@ def layout_of(
     ]
     kinds = sorted(set(made), key=lambda one: (one.window is not None, one.window or 0, repr(one)))
     several = [replace(kind, layers=made.count(kind)) for kind in kinds]
-    return KVLayout.of(several, [kinds.index(one) for one in made], page_tokens=size, shard=shard)
+    order = [kinds.index(one) for one in made]
+    return KVLayout.of(several, order, page_tokens=size, shard=shard, states=states)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence as Sequences
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -40,6 +41,15 @@ class BlockMemory:
     group: int = 0
 
 
+class Checkpoint(Protocol):
+    """States behind the tokens of a load (states.py); last: where their last unit begins."""
+
+    last: int
+
+    def load(self) -> None: ...
+    def release(self) -> None: ...
+
+
 @dataclass
 class Part:
     """What of a request is loaded: tokens [begin, end) of its text. Of each group, `blocks` are the
@@ -49,7 +59,7 @@ class Part:
     sequence: of this load alone, as the request's own may be written to meanwhile. good: tokens of
     the text up to which all groups' blocks are right; final when the load has ended. partial: the
     step that waits for it writes to the last block, too. tail: that one's key, where it is not the
-    text's whole block.
+    text's whole block. checkpoint: of its layers with states.
     """
 
     request: str
@@ -63,6 +73,22 @@ class Part:
     partial: bool = False
     tail: bytes = b""
     trace: Trace | None = None
+    checkpoint: Checkpoint | None = None
+
+    def bring_states(self) -> None:
+        """Behind the layers, where all of these are right."""
+        if self.checkpoint is None or self.has_failed:
+            return
+        try:
+            self.checkpoint.load()
+        except CXLKVError as error:
+            self.fail(self.checkpoint.last, error)
+
+    def release(self) -> None:
+        """What only this load holds."""
+        for held in (self.sequence, self.checkpoint):
+            if held is not None:
+                held.release()
 
     def whole(self, group: int, block_tokens: int) -> int:
         """How many of a group's good blocks come layer by layer."""
@@ -100,9 +126,8 @@ class Load:
         self.has_ended = self._given_up = True
         for part in self.parts:
             part.fail(0)
-            if part.sequence is not None:
-                with suppress(CXLKVError):
-                    part.sequence.release()
+            with suppress(CXLKVError):
+                part.release()
 
     def run(self, memory: Sequences[BlockMemory]) -> None:
         """Load in the thread, one layer after the other, until all are there or it is given up."""
@@ -117,6 +142,8 @@ class Load:
                 with self._changed:
                     self._layers = layer + 1
                     self._changed.notify_all()
+            for part in self.parts if not self._given_up else ():
+                part.bring_states()
         finally:
             with self._changed:
                 if self._given_up or self._layers < len(memory):
@@ -125,8 +152,7 @@ class Load:
                 self.has_ended = True
                 self._changed.notify_all()
             for part in self.parts:
-                if part.sequence is not None:
-                    part.sequence.release()
+                part.release()
 
     def _bring_partial(self, memory: Sequences[BlockMemory]) -> None:
         """Last blocks that the step writes to, in all layers: it does so before it waits for the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -111,7 +111,8 @@ class Message:
     ranks have loaded whole, and another connector's. unshared: requests of which no more is saved.
     weights: of which keys and hits are, a state of LoadedWeights for each rank; none: those of the
     start. look: whether weights are to be looked at. withdrawn: namespaces that the
-    workers are to mark in their pools."""
+    workers are to mark in their pools. states: of requests, those that are in the engine's blocks
+    when the step has ended, as offered() has them."""
 
     started: list[Started] = field(default_factory=list)
     continued: list[Continued] = field(default_factory=list)
@@ -122,6 +123,17 @@ class Message:
     weights: tuple[bytes, ...] = ()
     look: bool = False
     withdrawn: list[bytes] = field(default_factory=list)
+    states: dict[str, list[tuple[int, dict[int, int]]]] = field(default_factory=dict)
+
+
+def offered(entries: Iterable[tuple[int, int, int]], unit: int) -> list[tuple[int, dict[int, int]]]:
+    """What vLLM offers of a request's states in a step, (group, block, tokens): by tokens, that end
+    a unit, the block of each group with the state behind them when the step has ended."""
+    found: dict[int, dict[int, int]] = {}
+    for group, block, tokens in entries:
+        if tokens % unit == 0:
+            found.setdefault(tokens, {})[group] = block
+    return sorted(found.items())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.identity import model_words, rope_kinds
 from cxlkv.adapters.common.keys import namespace
 from cxlkv.adapters.common.settings import UNSHARED, PoolSettings
-from cxlkv.adapters.vllm.groups import BlockGroup, are_whole, page_tokens_of
+from cxlkv.adapters.vllm import states
+from cxlkv.adapters.vllm.groups import BlockGroup, are_whole
 from cxlkv.adapters.vllm.latents import LATENT_KIND, are_latents, check_latents
 from cxlkv.errors import BadArgumentError, PoolMissingError, UnsupportedError
 from cxlkv.layout import FP8, KVLayout, parse_bytes
@@ -25,7 +26,6 @@ from cxlkv.pool import CXLPool
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-PAGE_TOKENS_MAX = 1024
 ROPES_OF_THE_CONFIG = {
     "default",
     "linear",
@@ -44,9 +44,9 @@ AS_COMPUTED = ("auto", "bfloat16", "float16", "half", "float32", "float")
 FP8_CACHES = ("fp8", "fp8_e4m3")
 PLAIN_KINDS = (
     *("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"),
-    *("RequestRowSpec", LATENT_KIND),
+    *("RequestRowSpec", LATENT_KIND, states.KIND),
 )
-"""Kinds of layers with K and V of each token, or its latent."""
+"""Kinds of layers with K and V of each token, with its latent, or with states."""
 WITHOUT_US = "start vLLM without --kv-transfer-config"
 ENGINES_FORM = 'leave out "attention" in kv_connector_extra_config'
 """What serves a model whose attention the pool cannot compute."""
@@ -203,11 +203,10 @@ def check_groups(kinds: Sequence[tuple[str, object]], in_pool: bool = False) -> 
                 "--attention-backend CUSTOM"
             )
         return
-    size = page_tokens_of([group_of(*kind) for kind in kinds])
-    if size > PAGE_TOKENS_MAX:
+    if set(names) == {states.KIND}:
         raise UnsupportedError(
-            f"cxlkv: blocks of {size} tokens: a page has at most {PAGE_TOKENS_MAX}: give "
-            "--block-size"
+            f"cxlkv: this model has states alone ({states.KIND}), no layer with K and V, which is "
+            f"not served: {WITHOUT_US}"
         )
 
 
@@ -218,7 +217,7 @@ def group_of(kind: str, spec: object) -> BlockGroup:
         return BlockGroup(size, _number(spec, "sliding_window"))
     if kind == "ChunkedLocalAttentionSpec":
         return BlockGroup(size, _number(spec, "attention_chunk_size"), chunked=True)
-    return BlockGroup(size)
+    return BlockGroup(size, state=kind == states.KIND)
 
 
 def layer_specs(spec: object) -> list[object]:
@@ -234,9 +233,12 @@ def check_kinds(names: Sequence[str], in_pool: bool) -> None:
     no setting of the engine turns into served ones, with what else serves such a model."""
     for name in names:
         if name not in PLAIN_KINDS:
-            state = " with a state instead of K and V" * (name == "MambaSpec")
             raise UnsupportedError(
-                f"cxlkv: this model has layers{state} ({name}), which are not served: {WITHOUT_US}"
+                f"cxlkv: this model has layers ({name}) that are not served: {WITHOUT_US}"
+            )
+        if in_pool and name == states.KIND:
+            raise UnsupportedError(
+                f"cxlkv: attention in the pool has no layers with states ({name}): {ENGINES_FORM}"
             )
         if in_pool and name == "ChunkedLocalAttentionSpec":
             raise UnsupportedError(
@@ -317,7 +319,8 @@ def words_of(
     # Object storage: vLLM has a folder with its descriptions only.
     source = str(getattr(model, "model_weights", "") or _of(model, "model"))
     revision = cast("str | None", _of(model, "revision"))
-    ranks, spec = ranks_of(vllm_config, [one for _, one in kinds]), kinds[0][1]
+    given, kinds = kinds, [one for one in kinds if one[0] != states.KIND]
+    ranks, spec = ranks_of(vllm_config, [one for _, one in given]), kinds[0][1]
     # Random weights differ from one number of ranks to another.
     seed = str(_of(model, "seed")) + f" of {ranks.tensor} ranks" * (ranks.copies > 1)
     groups = [] if len(kinds) == 1 else sorted({_group_words(*kind) for kind in kinds}, key=str)
@@ -341,8 +344,9 @@ def words_of(
         "shards": (ranks.tensor // ranks.copies, ranks.pipeline),
         "packing": packing,
         "encoding": encoding,
-        # Both only where they are, or keys would not be what they were without them.
+        # These only where they are, or keys would not be what they were without them.
         **({"groups": groups} if groups else {}),
+        **states.words_of(given, cache),
         **_drafter_words(vllm_config),
     }
 

@@ -73,7 +73,7 @@ class Probe:
                     moved = cache[1 + count : 1 + 2 * count].clone()
                     self._write(name, own)
                     if not _is_same(moved, cache[1 : 1 + count], pool.layout):
-                        raise _refusal(name, "the pool gives back another block than it was given")
+                        raise refusal(name, "the pool gives back another block than it was given")
         finally:
             sequence.release()
             for name, own in self._memory:
@@ -108,9 +108,9 @@ class Probe:
                 found.append(torch.unique(mine.view(_WHOLE[mine.element_size()])))
         numbers = [int(one[0]) for one in found]
         if any(len(one) != 1 for one in found) or len({0, *numbers}) != 1 + len(numbers):
-            raise _refusal(name, "keys and values of a block are not where they were")
+            raise refusal(name, "keys and values of a block are not where they were")
         if cache[0].any() or cache[1 + count : 2 + 2 * count].any():
-            raise _refusal(name, "a block has other memory than its own")
+            raise refusal(name, "a block has other memory than its own")
 
     def _parts(self, name: str, own: BlockMemory) -> Iterator[Tensor]:
         """Where one of the numbers is: K and V in even and in odd heads, or of latents the two
@@ -130,7 +130,7 @@ def _is_same(moved: Tensor, written: Tensor, layout: KVLayout) -> bool:
     return torch.allclose(moved.float(), written.float(), rtol=0.15, atol=0)
 
 
-def _refusal(name: str, what: str) -> UnsupportedError:
+def refusal(name: str, what: str) -> UnsupportedError:
     return UnsupportedError(
         f"cxlkv: {name}: {what}: this vLLM lays out its cache in a way that is not served. Use the "
         "release that docs/engines/vllm.md names"

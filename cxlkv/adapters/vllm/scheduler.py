@@ -32,6 +32,7 @@ from cxlkv.adapters.vllm.messages import (
     Options,
     Report,
     Started,
+    offered,
     unpacked,
 )
 from cxlkv.adapters.vllm.prefetch import Prefetch
@@ -70,6 +71,7 @@ class Step:
     fresh: list[Scheduled] = field(default_factory=list)  # new, or resumed after a preemption
     going: list[Scheduled] = field(default_factory=list)
     ended: set[str] = field(default_factory=set)  # finished, aborted, preempted
+    states: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)  # that vLLM offers
 
 
 @dataclass
@@ -468,6 +470,9 @@ class Scheduling:
                 options = self._options.get(one.request, Options())
                 message.started.append(self._start(Started(one.request, [], options=options), one))
         message.continued += [self._go_on(one, one.blocks) for one in step.going]
+        for name in step.states.keys() & self._told.keys():
+            if found := offered(step.states[name], self.block_tokens):
+                message.states[name] = found
         if not (message.started or message.continued or message.ended or message.left):
             self._rest()
         self._asked.clear()
