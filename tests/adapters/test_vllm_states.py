@@ -220,6 +220,27 @@ def test_a_quota_counts_checkpoints(tmp_path: Path) -> None:
         assert pages["used_pages"] == engines.published()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_come_back_from_the_cold_tier(tmp_path: Path, ranks: int) -> None:
+    """With K and V before them, by the same engine and by one that starts with empty pools."""
+    cold: dict[str, object] = {"cold": f"{tmp_path}/cold/", "cold_capacity": "8MiB"}
+    with engines_in(tmp_path, "2370KiB", 1024, GROUPINGS["one"], **cold) as engines:
+        first = engines(ranks)
+        for number in range(10):
+            run(first, f"{number}", text(number, 50))
+            first.end(f"{number}")
+            first.step()
+        second = engines(ranks)
+        for engine in (first, second):
+            for number in range(10):
+                name = f"again {number}"
+                run(engine, name, text(number, 50), 1 << 20)
+                assert engine.cached[name] == 48
+                engine.end(name)
+                engine.step()
+            assert engine.recomputed == 0
+
+
 @pytest.mark.parametrize("what", ["gather", "scatter"])
 def test_states_of_another_block_are_told(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, what: str
