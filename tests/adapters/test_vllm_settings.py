@@ -242,7 +242,7 @@ def test_groups_that_are_not_served_are_named_with_what_serves_the_model() -> No
     for kinds, said in [
         ([full], "vLLM has not loaded the plugin"),
         (["MLAAttentionSpec"], "vLLM has not loaded the plugin"),
-        ([state], 'no layers with states .*leave out "attention"'),
+        ([state], 'the pool has no states .*leave out "attention"'),
         ([chunks], 'in chunks .*leave out "attention"'),
     ]:
         with pytest.raises(UnsupportedError, match=said):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ..support.damaging import damage_piece
+from .conftest import MakeEngine
 from .engines import VOCABULARY_SIZE
 from .forked import Life, Nursery, Tokens
 from .test_prefixes import check, folder_in, pool_in
@@ -93,3 +94,32 @@ def test_tokens_are_those_of_stock_vllm_whatever_becomes_of_engines(
     with pool_in(folder) as pool:  # checkpoints that were not read since are still damaged
         pool.admin.check(deep=True, repair=True)
     assert check(folder)["pages_held"] == 0
+
+
+def test_ranks_have_states_of_their_own(make_engine: MakeEngine, pools_folder: Path) -> None:
+    """Of a hit, one rank's are damaged: all ranks compute it."""
+    folder, extra = folder_in(pools_folder)
+    kind = "Falcon-H1"
+    block, given = HYBRIDS[kind]
+    given = {**given, "model": str(tiny(kind, pools_folder / "model"))}
+    settings = {**given, "processes": True, "tensor_parallel_size": 2}
+    stock = make_engine(None, **settings)  # type: ignore[arg-type]
+    ours = make_engine(extra, **settings)  # type: ignore[arg-type]
+    asked = prompts(1)[:1]
+    cached = [(PROMPT_TOKENS[0] - 1) // block * block]
+    found = [stock.generate(asked, NEW_TOKENS) for _ in range(2)]
+    stock.end()
+    wanted, warm = (one["tokens"] for one in found)
+    assert ours.generate(asked, NEW_TOKENS)["tokens"] == wanted
+    for _ in range(2):
+        ours.forget()
+        again = ours.generate(asked, NEW_TOKENS)
+        assert (again["tokens"], again["cached"]) == (warm, cached)
+    shards = sorted(folder.glob("*.pool"))
+    hidden = shards[0].rename(pools_folder / "hidden")  # so that the other one is damaged
+    damage_states(folder)
+    ours.forget()
+    assert ours.generate(asked, NEW_TOKENS)["tokens"] == wanted
+    assert "the CRC of its" in ours.log()
+    hidden.rename(shards[0])
+    ours.end()

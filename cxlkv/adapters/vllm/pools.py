@@ -238,7 +238,7 @@ def check_kinds(names: Sequence[str], in_pool: bool) -> None:
             )
         if in_pool and name == states.KIND:
             raise UnsupportedError(
-                f"cxlkv: attention in the pool has no layers with states ({name}): {ENGINES_FORM}"
+                f"cxlkv: attention in the pool has no states ({name}): {ENGINES_FORM}"
             )
         if in_pool and name == "ChunkedLocalAttentionSpec":
             raise UnsupportedError(
