@@ -123,6 +123,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self.settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         if role == KVConnectorRole.WORKER:
             self._check_enclosing()
+        self._overlaps = vllm_config.max_concurrent_batches > 1
+        if self._overlaps:  # vLLM does not take back what it has scheduled behind a damaged hit
+            self.settings = self.settings.model_copy(update={"load": "async"})
         self._in_pool = self.settings.attention == "pool"
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         kinds = [kind_of(one) for spec in specs for one in pools.layer_specs(spec)]
@@ -400,6 +403,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             tiers=tiers,
             quota=self._quota,
             states=memory,
+            overlaps=self._overlaps,
         )
 
     def _has_state(self, of_layer: tuple[int, object]) -> bool:

@@ -122,6 +122,7 @@ class EngineAttention:
     rank: of this worker, by which handles are told apart; ranks: how many there are. saves: else
     another rank does, which has the same. tiers: of the pool, closed with this; None: such that
     evict only. quota: of the same tiers. states: the engine's memory of layers that have these.
+    overlaps: the engine schedules a step before it has heard of the one before.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class EngineAttention:
         tiers: Tiers | None = None,
         quota: Quota | None = None,
         states: StateMemory | None = None,
+        overlaps: bool = False,
     ):
         self.pool, self.tiers, self.settings = pool, tiers or Tiers(pool), settings
         self._states = states
@@ -145,6 +147,7 @@ class EngineAttention:
         self._memory = list(layers.values())
         self._layers = {name: index for index, name in enumerate(layers)}
         self.groups, self.unit, self._page_tokens = groups, unit_of(groups), page_tokens_of(groups)
+        self._goes_back = are_whole(groups) and not overlaps
         self._rank, self.has_peers, self._saves = rank, ranks > 1, saves
         self._held: dict[str, _Held] = {}
         self._loader = Loader(self._memory)
@@ -554,7 +557,7 @@ class EngineAttention:
                 own.release()
         if not right:
             self.stop_saving()
-            if are_whole(self.groups):  # else the engine could not go back to there
+            if self._goes_back:  # else the engine could not go back to there
                 self._bad.update(block for held in self._held.values() for block in held.loaded)
             self._mark_invalid()
         return right
