@@ -333,6 +333,25 @@ def test_pools_hold_the_same_pages_and_capacity_is_of_all(where: str) -> None:
     engine.store.add("draft", late)  # a second time does nothing
 
 
+class MambaPoolHost(Host):
+    """A state is after all tokens of a text."""
+
+
+@pytest.mark.parametrize("size", [4096, 512 << 10])
+def test_states_have_half_of_the_bytes_at_most(where: str, size: int) -> None:
+    """A small one for each page of K and V, and a few large ones beside as many pages as fit."""
+    hosts = {MAIN: Host(), "mamba": MambaPoolHost(1, size)}
+    engine = Engine(where, hosts, capacity="64MiB")
+    pages, states = (engine.store.cache(name).pool.stats()["pages_total"] for name in hosts)
+    if size < 8192:
+        assert states > 0.5 * pages, (states, pages)
+    else:
+        assert 0.4 < states * size / (pages * 8192) < 1.2, (states, pages)
+        assert pages * 8192 > 24 << 20
+    files = [engine.store.cache(name).pool.path for name in hosts]
+    assert sum(Path(str(path)).stat().st_size for path in files) <= 64 << 20
+
+
 # ---- what cannot be served ----
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
     HybridCacheController,
@@ -36,6 +37,7 @@ from sglang.srt.mem_cache.pool_host.dsa import (
     DSAIndexerPoolHost,
     make_dsa_indexer_pool_decl,
 )
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -64,6 +66,8 @@ ALONE = Place()
 def device_pool(kind: str, page_tokens: int) -> KVCache:
     """SGLang's pool of the GPU, in the memory of the host; small, as nothing is in it."""
     tokens = 4 * page_tokens
+    if kind == "mamba":
+        return MHATokenToKVPool(tokens, page_tokens, torch.bfloat16, 1, 8, 1, "cpu", False)
     if kind == "mha":
         return MHATokenToKVPool(tokens, page_tokens, torch.bfloat16, 2, 128, 4, "cpu", False)
     if kind == "mla":
@@ -83,9 +87,19 @@ def host_pool(kind: str, layout: str, device: KVCache, page_tokens: int) -> Host
         "start_layer": 0,
         "end_layer": 3,
     }
+    if kind == "mamba":
+        return MHATokenToKVPoolHost(device._mha_buffer_info(), **{**how, "end_layer": 0})
     if kind == "mha":
         return MHATokenToKVPoolHost(device._mha_buffer_info(), **how)
     return MLATokenToKVPoolHost(device._mla_buffer_info(), target_layer_num=4, **how)
+
+
+def state_pool() -> MambaPoolHost:
+    """SGLang's host pool of states, 84 KiB each: those of two layers, in bf16 and float32."""
+    temporal = torch.zeros((2, 4, 2, 64, 80), dtype=torch.float32)
+    info = MambaStateBufferInfo(temporal=temporal, conv=(torch.zeros((2, 4, 256, 4)).bfloat16(),))
+    how = {"device_capacity": 4, "pin_memory": False, "layout": "page_first"}
+    return MambaPoolHost(info, 4.0, 0, **how)
 
 
 def page_bytes(host: HostKVCache) -> int:
@@ -109,7 +123,8 @@ def read_pages(host: HostKVCache, indices: torch.Tensor) -> list[Bytes]:
 
 
 class Engine:
-    """One rank of an engine. kind: "mha", "mla", or "dsa", which is MLA with an indexer beside it.
+    """One rank of an engine. kind: "mha", "mla", "dsa", which is MLA with an indexer beside it, or
+    "mamba", which is MHA with states beside it.
 
     Texts are lists of token ids, whole pages of them.
     """
@@ -126,7 +141,7 @@ class Engine:
         zero_copy: bool = True,
         **extra: object,
     ):
-        self.page_tokens = 64 if kind == "dsa" else PAGE_TOKENS
+        self.page_tokens = 64 if kind in ("dsa", "mamba") else PAGE_TOKENS
         ours = {"where": where, "capacity": "16MiB", "identity": model, **extra}
         settings = {**CLASS, "interface_v1": int(zero_copy), "cxlkv": ours}
         with in_place(place):
@@ -146,6 +161,10 @@ class Engine:
             )
             entries.append(PoolEntry(PoolName.INDEXER, indexer, device, lambda layer: layer))
             self.hosts["indexer"] = indexer
+        if kind == "mamba":
+            states = state_pool()
+            entries.append(PoolEntry(PoolName.MAMBA, states, device, lambda layer: layer))
+            self.hosts["mamba"] = states
         if not dist.is_initialized():
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=alone, rank=0, world_size=1)

@@ -126,6 +126,11 @@ class HostMemory:
         """Names of its class and of those that it derives from."""
         return {one.__name__ for one in type(self._pool).__mro__}
 
+    @property
+    def is_state(self) -> bool:
+        """Whether a page is the state of a layer without K and V, after all of a text."""
+        return "MambaPoolHost" in self.kinds
+
     def words(self) -> Words:
         """Which pool it is, and how the bytes of its objects lie."""
         heads = getattr(self._pool, "head_num", None)

@@ -3,6 +3,7 @@
 SGLang tells a backend its host pools one by one: that of K and V first, those beside it (of an
 indexer, of sliding windows, of states) next, and says when that was all. Objects of other sizes lie
 in other pools, which hold the same number of pages, so that capacity is of all of them together.
+A state is of many pages: where it is larger than all of one, states have half of the bytes.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Store(Closing):
         self._rank, self._counting, self._weights = rank, counting, weights
         self._parts: dict[str, Part] = {}
         self._caches: dict[str, ObjectCache] = {}
-        self._objects = 0  # that each pool holds, once they are made
+        self._pages = 0  # that each pool holds, but for states, once they are made
         self._loads: deque[Move] = deque(maxlen=MOVES_MAX)
         self._stores: deque[Move] = deque(maxlen=MOVES_MAX)
 
@@ -113,8 +114,8 @@ class Store(Closing):
         encoding = self._rank.settings.encoding
         memory = HostMemory(pool, name, config, self._rank.zero_copy, encoding)
         self._parts[name] = Part(memory, Shards(config, memory.kinds, memory.parts))
-        if self._objects:
-            self._make(name, self._objects * memory.object_bytes)
+        if self._pages:
+            self._make(name, self._pages * self._bytes_of_page()[name])
 
     def make(self) -> None:
         """Make or open the pools of all that was added. Raises GeometryError for a pool of another
@@ -127,14 +128,14 @@ class Store(Closing):
             raise
 
     def _make_all(self) -> None:
-        sizes = {name: part.memory.object_bytes for name, part in self._parts.items()}
+        sizes = self._bytes_of_page()
         capacity, stages = self._rank.settings.capacity, self._rank.config.pp_size
         if capacity != ALL:
             place = parse_place(self._path(MAIN)).path
             free = pools.share_bytes(str(place)) if capacity is None else parse_bytes(capacity)
-            objects = free // stages // sum(sizes.values())
+            pages = free // stages // sum(sizes.values())
             for name, size in sizes.items():
-                self._make(name, objects * size if len(sizes) > 1 else free // stages)
+                self._make(name, pages * size if len(sizes) > 1 else free // stages)
         elif len(sizes) * stages == 1:
             self._make(MAIN, ALL)
         else:
@@ -142,7 +143,14 @@ class Store(Closing):
                 f'cxlkv: capacity "all" of a device, which holds one pool, and this model needs '
                 f"{len(sizes) * stages}: make a file system on it, and give a folder as where"
             )
-        self._objects = self.cache().pool.stats()["pages_total"]
+        self._pages = self.cache().pool.stats()["pages_total"]
+
+    def _bytes_of_page(self) -> dict[str, int]:
+        """Bytes that each host pool has in the capacity for a page of text."""
+        sizes = {name: part.memory.object_bytes for name, part in self._parts.items()}
+        states = {name for name in sizes if self._parts[name].memory.is_state}
+        pages = sum(size for name, size in sizes.items() if name not in states)
+        return {name: min(size, pages) if name in states else size for name, size in sizes.items()}
 
     def _path(self, name: str) -> str:
         memory, shards = self._parts[name]
@@ -183,8 +191,8 @@ class Store(Closing):
         )
 
     def _share(self, name: str) -> float:
-        """This pool's share of cold_capacity and quota: all hold about as many pages."""
-        sizes = {one: part.memory.object_bytes for one, part in self._parts.items()}
+        """This pool's share of cold_capacity and quota."""
+        sizes = self._bytes_of_page()
         return sizes[name] / sum(sizes.values()) / self._rank.config.pp_size
 
     def _say(self, pool: ObjectPool, made: bool) -> None:
