@@ -7,11 +7,18 @@ import inspect
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 from vllm.v1.attention import backend
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.attention.backends.mla import amx_mla, cpu_mla
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from cxlkv.adapters.vllm.attention_backend import GpuPoolBackend, GpuPoolBuilder, PoolBackend
 from cxlkv.adapters.vllm.blocks import RequestRowManager
 from cxlkv.adapters.vllm.connector import CXLConnector
+from cxlkv.adapters.vllm.latent_backend import (
+    AmxLatentBackend,
+    CpuLatentBackend,
+    LatentBuilder,
+    LatentImpl,
+)
 from cxlkv.adapters.vllm.metrics import CXLMetrics, CXLStats, Reporting
 
 PAIRS: list[tuple[type, tuple[type, ...]]] = [
@@ -22,8 +29,13 @@ PAIRS: list[tuple[type, tuple[type, ...]]] = [
     (PoolBackend, (cpu_attn.CPUAttentionBackend,)),
     (GpuPoolBackend, (backend.AttentionBackend,)),
     (GpuPoolBuilder, (backend.AttentionMetadataBuilder,)),
+    (CpuLatentBackend, (cpu_mla.CPUMLABackend,)),
+    (AmxLatentBackend, (amx_mla.AMXMLABackend,)),
+    (LatentBuilder, (backend.AttentionMetadataBuilder,)),
+    (LatentImpl, (cpu_mla.CPUMLAImpl, backend.MLAAttentionImpl)),
     (RequestRowManager, (SingleTypeKVCacheManager,)),
 ]
+STOCK = {CpuLatentBackend: cpu_mla.CPUMLABackend, AmxLatentBackend: amx_mla.AMXMLABackend}
 
 
 def parameters(method: object) -> list[tuple[str, object]]:
@@ -44,6 +56,10 @@ def main() -> None:
             if wanted != has:
                 print(f"{ours.__name__}.{name}: {has} here, {wanted} in the engine")
             compared += 1
+    for ours, stock in STOCK.items():  # without settings that ask for attention in the pool
+        for name in ("get_impl_cls", "get_builder_cls", "get_name", "get_supported_head_sizes"):
+            if getattr(ours, name)() != getattr(stock, name)():
+                print(f"{ours.__name__}.{name}() is not that of the engine")
     for ours, _ in PAIRS:
         if inspect.isabstract(ours):
             print(f"{ours.__name__} lacks methods that are abstract in the engine")

@@ -31,7 +31,7 @@ from cxlkv.adapters.vllm.attention_backend import (
     spec_of,
 )
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows, Scores
-from cxlkv.adapters.vllm.pools import ENGINES_FORM
+from cxlkv.adapters.vllm.pools import WITHOUT_US
 from cxlkv.arrays import positive_float32
 from cxlkv.errors import UnsupportedError
 
@@ -91,7 +91,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         if found:
             raise UnsupportedError(
                 f"cxlkv: attention to latents in the pool has no {' and no '.join(found)}: "
-                f"{ENGINES_FORM}"
+                f"{WITHOUT_US}"
             )
         self.num_heads, self.head_size, self.kv_lora_rank = num_heads, head_size, kv_lora_rank
         self.scale, self.sliding_window = positive_float32(scale, "scale"), None
