@@ -364,13 +364,13 @@ def test_a_pool_without_room_leaves_a_step_its_own_latents(pool: CXLPool) -> Non
 def test_ranks_of_one_pool_go_on_from_pages_that_one_of_them_wrote(pool: CXLPool) -> None:
     with CXLPool.open(str(pool.path), threads=1) as again:
         ranks = [
-            PoolAttention(own, NAMES, block_tokens=TOKENS, saves=saves)
-            for own, saves in ((pool, True), (again, False))
+            PoolAttention(own, NAMES, block_tokens=TOKENS, ranks=2, shares=True)
+            for own in (pool, again)
         ]
         one, start = Text("one", 70), Message([Started("one", [[1]], Text("one", 70).keys)])
         assert all(run(rank, start, one, 0, 40) for rank in ranks)
         used = pool.stats()["pages_total"] - pool.stats()["pages_free"]
-        assert (used, pool.stats()["pages_published"]) == (2 * 2, 2)
+        assert (used, pool.stats()["pages_published"]) == (2 * 2, 0)
         for at in range(40, 65):
             assert all(run(rank, Message(), one, at, at + 1) for rank in ranks)
         stats = pool.stats()
@@ -381,6 +381,19 @@ def test_ranks_of_one_pool_go_on_from_pages_that_one_of_them_wrote(pool: CXLPool
         for rank in ranks:
             rank.hear(Message(ended=["one"]))
         assert pool.stats()["pages_held"] == 0
+
+
+@pytest.mark.parametrize("pool", [pool_layout], indirect=True)
+def test_what_another_rank_could_not_compute_is_not_published(pool: CXLPool) -> None:
+    """Its rows were zeros there, and what follows from them is wrong in all ranks."""
+    attention = PoolAttention(pool, NAMES, block_tokens=TOKENS, ranks=2)
+    one = Text("one", 70)
+    assert run(attention, Message([Started("one", [[1]], one.keys)]), one, 0, 40)
+    attention.hear(Message(broken=["one"]))
+    assert pool.stats()["pages_published"] == 0
+    assert run(attention, Message(), one, 0, 40)
+    attention.hear(Message(ended=["one"]))
+    assert pool.stats()["pages_published"] == 2
 
 
 @pytest.mark.parametrize("pool", [pool_layout], indirect=True)

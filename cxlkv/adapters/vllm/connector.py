@@ -453,7 +453,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         settings = self.settings
         tiers = open_tiers(pool, settings, 1 / self._ranks.pools, local=settings.local)
         if self._quota is None:
-            self._quota = quota_of(tiers, settings, 1 / self._ranks.pools)
+            published_by = self._ranks.count if self._in_pool else self._ranks.pools
+            self._quota = quota_of(tiers, settings, 1 / published_by)
         self.looking = Looking(tiers, quota=self._quota)
         pool.admin.audit = settings.audit
         if settings.worker:
@@ -476,7 +477,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._spec.block_size,
             rank=ranks.rank,
             ranks=ranks.count,
-            saves=ranks.saves,
+            shares=ranks.copies > 1,
             decode_rows=1 + speculated_tokens(config),
             method=self.settings.method,
             step=steps_on(device),

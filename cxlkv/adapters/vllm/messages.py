@@ -109,10 +109,11 @@ class Message:
     """One step. ended (finished, aborted, preempted) is to be heard first, and before it what is
     left: a request that was preempted may start again in the same step. loaded: hits that all
     ranks have loaded whole, and another connector's. unshared: requests of which no more is saved.
-    weights: of which keys and hits are, a state of LoadedWeights for each rank; none: those of the
-    start. look: whether weights are to be looked at. withdrawn: namespaces that the
-    workers are to mark in their pools. states: of requests, those that are in the engine's blocks
-    when the step has ended, as offered() has them."""
+    broken: those whose rows of the last step some rank could not compute. weights: of which keys
+    and hits are, a state of LoadedWeights for each rank; none: those of the start. look: whether
+    weights are to be looked at. withdrawn: namespaces that the workers are to mark in their
+    pools. states: of requests, those that are in the engine's blocks when the step has ended, as
+    offered() has them."""
 
     started: list[Started] = field(default_factory=list)
     continued: list[Continued] = field(default_factory=list)
@@ -120,6 +121,7 @@ class Message:
     loaded: list[str] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     unshared: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
     weights: tuple[bytes, ...] = ()
     look: bool = False
     withdrawn: list[bytes] = field(default_factory=list)
@@ -149,6 +151,7 @@ class Span:
 class Report:
     """What a worker did in a step: requests that it heard had ended, whose pages it has let go of;
     those whose hits it has loaded whole, or has not; those that another connector loaded in it;
+    those whose rows attention in the pool could not compute;
     blocks that its pool has now, and tokens of tails by request; how many hits it has audited;
     failures by kind, as PoolRequests counts them; the state of its weights by rank, where it was
     asked or is another than the message's; whether it saves, or leaves that to another rank that
@@ -158,6 +161,7 @@ class Report:
     loaded: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
     stored: list[Span] = field(default_factory=list)
     tails: dict[str, int] = field(default_factory=dict)
     audited: int = 0

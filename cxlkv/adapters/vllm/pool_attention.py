@@ -81,11 +81,11 @@ class PoolAttention:
 
     layers: the engine's names of the pool's layers, in order. block_tokens: of the engine's keys,
     whole pages. rank: of this worker, by which a message's handles are told apart; ranks: how many
-    there are. saves: else another rank publishes, which has the same in this pool. decode_rows: a
-    request that has tokens and brings at most so many more is decoding, which is what budgets are
-    for. method: as in Batch.select. step: makes a Step; None: of tensors in host memory. many:
-    attends for many rows of one request, where that is faster than the pool. tiers: of the pool,
-    closed with this; None: such that evict only. quota: of the same tiers.
+    there are. shares: others have the same in this pool. decode_rows: a request that has tokens and
+    brings at most so many more is decoding, which is what budgets are for. method: as in
+    Batch.select. step: makes a Step; None: of tensors in host memory. many: attends for many rows
+    of one request, where that is faster than the pool. tiers: of the pool, closed with this; None:
+    such that evict only. quota: of the same tiers.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PoolAttention:
         block_tokens: int,
         rank: int = 0,
         ranks: int = 1,
-        saves: bool = True,
+        shares: bool = False,
         decode_rows: int = 1,
         method: str = "auto",
         step: MakeStep | None = None,
@@ -110,7 +110,8 @@ class PoolAttention:
         self.decode_rows = decode_rows
         self.method = method
         self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
-        self._saves = saves
+        self._shares = shares
+        self._unpublished: list[Held] = []  # of the last step, until all ranks have said how it was
         self._held: dict[str, Held] = {}
         self.by_request_row: dict[int, Held] = {}
         self._make_step: MakeStep = step or Step
@@ -127,6 +128,7 @@ class PoolAttention:
         self.pool, self.tiers = pool, tiers or Tiers(pool)
         self.requests.reopened(pool, self.tiers)
         self._batches.clear()
+        self._unpublished = []
         for held in self._held.values():
             self._load(held, None, 0)
 
@@ -136,6 +138,10 @@ class PoolAttention:
         self._step, self._failed = None, set()
         self.stop_saving(message.unshared)
         self.requests.withdraw(*message.withdrawn)
+        for own in self._unpublished:
+            if own.options.save and own.name not in message.broken:
+                self._publish(own)
+        self._unpublished = []
         for name in message.ended:
             self._release(name)
         self._report.ended += message.ended
@@ -145,8 +151,6 @@ class PoolAttention:
             held = self._held.get(continued.request)
             if held is not None:
                 held.keys += continued.keys
-        for held in () if self._saves else self._held.values():
-            self._join(held)
 
     def _start(self, started: Started) -> None:
         self._release(started.request)
@@ -220,8 +224,14 @@ class PoolAttention:
                 if isinstance(broken[place], CorruptError):
                     self._forget(held)
                 self._empty(held)
-            elif held.options.save and self._saves:
+            elif held.options.save and self.has_peers:
+                self._unpublished.append(held)
+            elif held.options.save:
                 self._publish(held)
+        self._report.broken += [one.name for one in self._held.values() if self._has_failed(one)]
+
+    def _has_failed(self, held: Held) -> bool:
+        return held.request_row in self._failed
 
     def _empty(self, held: Held) -> None:
         """The engine begins again."""
@@ -266,7 +276,7 @@ class PoolAttention:
         report, self._report = self._report, Report()
         failures = self.requests.failures()
         report.failures = failures - self._told
-        self._told, report.saves = failures, self._saves
+        self._told = failures
         return report
 
     def close(self) -> None:
@@ -308,18 +318,15 @@ class PoolAttention:
             return
         self._report.stored.append(Span(held.name, held.stored, blocks))
         held.stored = blocks
+        if self._shares and len(self.requests.sequences[held.name]) == blocks * self.block_tokens:
+            self._join(held)
 
     def _join(self, held: Held) -> None:
-        """Where it ends with a block, go on from the pages that another rank has published of it
-        by now, and let go of those that were written here beside them."""
-        sequence, size = self.requests.sequences.get(held.name), self.block_tokens
-        blocks, rest = (0, 0) if sequence is None else divmod(len(sequence), size)
-        keys = self._keys(held)[:blocks]
-        if rest or not held.options.save or not held.stored < blocks == len(keys):
-            return
+        """Go on from the pages that are published, whichever rank wrote them, and let go of those
+        that this one wrote beside them."""
         try:
-            with self.requests.match(keys) as hit:
-                if hit.tokens == blocks * size:
+            with self.requests.match(self._keys(held)[: held.stored]) as hit:
+                if hit.tokens == held.stored * self.block_tokens:
                     self.requests.release(held.name)
                     self._load(held, hit.handle, hit.tokens)
         except CXLKVError as error:

@@ -151,6 +151,7 @@ class Scheduling:
         self._elsewhere: dict[str, list[int]] = {}  # blocks that another connector loads
         self._unshared: list[str] = []  # requests of which no more is saved
         self._loaded: list[str] = []
+        self._broken: list[str] = []
         self._left: list[Left] = []  # by those that ended since the last step
         self._loads, self._saves = loads, saves
         self._tails: Tails | None = None
@@ -443,11 +444,12 @@ class Scheduling:
             loaded=self._loaded,
             left=self._left,
             unshared=self._unshared,
+            broken=self._broken,
             weights=self._weights.told,
             look=bool(self._weights.awaited),
             withdrawn=self._withdrawn,
         )
-        self._withdrawn = []
+        self._withdrawn, self._broken = [], []
         self._again, self._loaded, self._left, self._unshared = set(), [], [], []
         for name in step.ended:
             self._leaves(name)
@@ -578,6 +580,7 @@ class Scheduling:
         if self._prefetch is not None:
             self._prefetch.has_left({name for report in reports for name in report.ended})
         for report in reports:
+            self._broken += report.broken
             self.failures.update(report.failures)
             self._failed.update(name for name in report.failed if name in self._requests)
         if self.events is not None:
