@@ -14,7 +14,7 @@ from ..support.damaging import damage_piece
 from .conftest import MakeEngine
 from .engines import VOCABULARY_SIZE
 from .forked import Life, Nursery, Tokens
-from .test_prefixes import check, folder_in, pool_in
+from .test_prefixes import check, folder_in, pool_in, storm_prompts
 from .tiny_models import HYBRIDS, lacks, tiny
 
 PROMPT_TOKENS = (500, 170, 350)
@@ -123,3 +123,36 @@ def test_ranks_have_states_of_their_own(make_engine: MakeEngine, pools_folder: P
     assert "the CRC of its" in ours.log()
     hidden.rename(shards[0])
     ours.end()
+
+
+def test_aborts_preemptions_and_a_kill_leave_nothing(
+    make_engine: MakeEngine, pools_folder: Path, seed: int
+) -> None:
+    """Many at once that begin alike, and too few blocks for those that run."""
+    folder, extra = folder_in(pools_folder)
+    _, given = HYBRIDS["Falcon-H1"]
+    model = {"model": str(tiny("Falcon-H1", pools_folder / "model")), "max_num_seqs": 8}
+    settings = {**given, **model, "num_gpu_blocks_override": 24}
+    stock = make_engine(None, **settings)  # type: ignore[arg-type]
+    one = make_engine(extra, **settings)  # type: ignore[arg-type]
+    asked = storm_prompts(32)
+    wanted = stock.storm(asked, max_tokens=24, share=0.0, seed=seed)
+    stock.end()
+    for share in (0.02, 0.0):
+        found = one.storm(asked, max_tokens=24, share=share, seed=seed)
+        assert found["done"].items() <= wanted["done"].items()
+        one.forget()
+    assert len(found["done"]) == 32
+    one.say(do="storm", prompts=storm_prompts(64)[32:], max_tokens=200, share=0.0, seed=seed)
+    with pool_in(folder) as pool:  # killed while it stores what it generates
+        before = pool.stats()["pages_published"]
+        while pool.stats()["pages_published"] < before + 16:
+            assert one.process.poll() is None
+        one.kill()
+        assert pool.admin.check(deep=True)["clean"]
+        assert pool.stats()["pages_held"] == 0
+    two = make_engine(extra, **settings)  # type: ignore[arg-type]
+    found = two.storm(asked, max_tokens=24, share=0.0, seed=seed)
+    assert found["done"] == wanted["done"]
+    two.end()
+    assert check(folder)["pages_held"] == 0
