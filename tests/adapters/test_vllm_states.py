@@ -17,6 +17,7 @@ from cxlkv.adapters.common.keys import block_keys
 from cxlkv.adapters.vllm.groups import BlockGroup, layout_of, page_tokens_of
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import offered
+from cxlkv.adapters.vllm.states import Blocks, Bytes, StateMemory, check_states, words_of
 from cxlkv.arrays import Names
 from cxlkv.errors import PoolFullError, UnsupportedError
 from cxlkv.pages import NO_PAGE
@@ -32,15 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch import dtype as Dtype
 
-from cxlkv.adapters.vllm.states import (  # noqa: E402  it needs torch
-    Blocks,
-    Bytes,
-    StateMemory,
-    StateProbe,
-    check_states,
-    memory_of,
-    words_of,
-)
+from cxlkv.adapters.vllm.state_probe import StateProbe, memory_of  # noqa: E402  it needs torch
 
 FULL, STATE = BlockGroup(TOKENS), BlockGroup(TOKENS, state=True)
 GROUPINGS = {
@@ -421,6 +414,13 @@ def test_states_elsewhere_are_refused_by_name(pool: CXLPool, at: tuple[int, int]
     with pytest.raises(UnsupportedError, match="cxlkv: two: a state of a block is not where"):
         probe.run(pool)
     assert not any(cache.any() for cache in caches.values())
+
+
+def test_states_in_pieces_are_refused_by_name(pool: CXLPool) -> None:
+    probe, _ = probe_of()
+    probe._own = {name: [own[0].mT, own[1]] for name, own in probe._own.items()}
+    with pytest.raises(UnsupportedError, match="cxlkv: one: a state of a block is in several"):
+        probe.run(pool)
 
 
 def test_a_missing_state_is_refused_by_name(pool: CXLPool) -> None:

@@ -66,6 +66,7 @@ from cxlkv.adapters.vllm.settings import (
     check_loads,
     read_settings,
 )
+from cxlkv.adapters.vllm.state_probe import StateProbe, memory_of
 from cxlkv.adapters.vllm.texts import EngineRequest
 from cxlkv.errors import CXLKVError, UnsupportedError
 from cxlkv.layout import KVLayout
@@ -380,7 +381,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             self.worker = self._make_pool_attention(own, device)
             return
         layers = layers_of(kv_caches, specs)
-        memory = states.memory_of(kv_caches, of_states) if of_states else None
+        memory = memory_of(kv_caches, of_states) if of_states else None
         dtype = self._vllm_config.model_config.dtype
         ranks = self._ranks
         form = memory.states if memory is not None else None
@@ -390,7 +391,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         probe.run(tiers.pool)
         if memory is not None:
             tensors = {name: of_model[name].kv_cache for name in of_states}
-            states.StateProbe(tensors, memory, list(layers.values()), self._groups).run(tiers.pool)
+            StateProbe(tensors, memory, list(layers.values()), self._groups).run(tiers.pool)
         self.looking = Looking(tiers, quota=self._quota)  # what the probe has moved is no figure
         self.worker = EngineAttention(
             tiers.pool,
