@@ -234,7 +234,7 @@ test-vllm: env-vllm  ## the tests with vLLM, in an environment of its own
 .PHONY: env-sglang test-sglang
 SGLANG := build/sglang/env
 SGLANG_VERSION := 0.5.23
-$(SGLANG)/.stamp-$(SGLANG_VERSION)-2:
+$(SGLANG)/.stamp-$(SGLANG_VERSION)-3:
 	rm -rf $(SGLANG)
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check \
@@ -243,11 +243,11 @@ $(SGLANG)/.stamp-$(SGLANG_VERSION)-2:
 	  sglang==$(SGLANG_VERSION) apache-tvm-ffi==0.1.11 compressed-tensors gguf loguru sentencepiece
 	$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check \
 	  orjson psutil pybase64 transformers==5.19.0 pyzmq pydantic pillow aiohttp IPython setproctitle \
-	  msgspec requests tqdm packaging fastapi regex einops dill prometheus-client \
-	  scikit-build-core cffi pytest pytest-benchmark pytest-timeout hypothesis
+	  msgspec requests tqdm packaging fastapi regex einops dill prometheus-client openai \
+	  partial-json-parser scikit-build-core cffi pytest pytest-benchmark pytest-timeout hypothesis
 	touch $@
 
-env-sglang: $(SGLANG)/.stamp-$(SGLANG_VERSION)-2
+env-sglang: $(SGLANG)/.stamp-$(SGLANG_VERSION)-3
 
 test-sglang: env-sglang  ## the tests with SGLang's cache, likewise
 	$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -108,3 +112,19 @@ def test_states_of_old_texts_are_there_as_long_as_their_pages(folder: str, resta
         assert np.array_equal(state, state_of(engine, seed, 0))
     assert engine.backend.counting.failures.total() == 0
     engine.close()
+
+
+def test_sglangs_tree_finds_what_its_host_pools_have_evicted(folder: str) -> None:
+    """In the whole of it but for a GPU, in a process of its own. Its host pool has 33 states beside
+    65 pages, and of the oldest texts nothing is left in it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.sglang.tree", folder, "40"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (said["slots"], said["pages"], said["failures"]) == (33, 65, 0)
+    assert said["before"] == [0] * EVICTED
+    assert said["after"] == [3 * 64] * EVICTED
