@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,13 @@ from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.common.audits import NOISE, ROUNDING, Audits, difference, is_withdrawn, withdraw
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.transformers import CXLRequests, layout_of
+from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.errors import CorruptError
 from cxlkv.layout import ENCODINGS
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
 
+from ..support import paged_engine
 from ..support.paged_engine import SPACE, text
 from ..support.paged_engines import Engines, engines_in
 from ..support.small_models import pool_for, prompts
@@ -267,3 +270,32 @@ def test_vllm_finds_a_planted_page(engines: Engines, ranks: int, load: str, chun
             assert other.run_to_end(f"again {seed}", text(seed, 33)) == 0
     assert engine.run_to_end("own", text(3, 33)) == 32, "what it has stored itself since"
     assert engines(ranks).run_to_end("new", text(3, 33)) == 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_vllm_sends_nothing_back_where_steps_overlap(
+    engines: Engines, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not take back the step that it has scheduled meanwhile."""
+    planting = engines()
+    planting.weights = b"that are not in the key"
+    planting.run_to_end("1", text(1, 33))
+    monkeypatch.setattr(
+        paged_engine, "EngineAttention", partial(EngineAttention, overlaps=overlaps)
+    )
+    engine = engines(load="async", audit_hits=1)
+    engine.shares = True  # is wrong, and stays so where it is not sent back
+    engine.add("audited", text(1, 33))
+
+    def has_audited() -> bool:
+        engine.step()
+        return engine.scheduling.failures["audit"] == 1
+
+    until(has_audited)
+    for _ in range(3):
+        engine.step()
+    assert engine.recomputed == (0 if overlaps else 1)
+    assert bool(engine.wrong()) == overlaps
+    engine.end("audited")
+    engine.step()
+    assert engine.run_to_end("again", text(1, 33)) == 0
