@@ -22,6 +22,7 @@ from cxlkv.adapters.vllm.groups import BlockGroup, layout_of
 from cxlkv.adapters.vllm.latents import are_latents, check_encoding, rope_concern
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report, Span, Started
+from cxlkv.adapters.vllm.scheduler import Step
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import LayerGroup
 
@@ -394,6 +395,21 @@ def test_what_another_rank_could_not_compute_is_not_published(pool: CXLPool) -> 
     assert run(attention, Message(), one, 0, 40)
     attention.hear(Message(ended=["one"]))
     assert pool.stats()["pages_published"] == 2
+
+
+@pytest.mark.parametrize("pool", [pool_layout], indirect=True)
+def test_what_a_rank_could_not_compute_all_ranks_hear_of(pool: CXLPool, tmp_path: Path) -> None:
+    attention = PoolAttention(pool, NAMES, block_tokens=TOKENS, ranks=2)
+    one = Text("one", 70)
+    run(attention, Message([Started("one", [[1]], one.keys)]), one, 0, 40)
+    attention.report()
+    assert not run(attention, Message(), one, 50, 51), "it has 40 tokens of 50"
+    report = attention.report()
+    assert report.broken == ["one"]
+    with engines_in(tmp_path) as engines:
+        scheduling = engines(copies=2).scheduling
+        scheduling.heard([report, Report()])
+        assert [scheduling.message(Step()).broken for _ in range(2)] == [["one"], []]
 
 
 @pytest.mark.parametrize("pool", [pool_layout], indirect=True)
