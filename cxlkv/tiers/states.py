@@ -31,10 +31,11 @@ def page_ends(keys: PageKeys) -> Hashes:
 
 
 class Checkpoints:
-    """Finds checkpoints of a pool's layout in tiers. there: which names these have."""
+    """Finds checkpoints of a pool's layout in tiers. there: which names these have;
+    key_pages: that a key names."""
 
-    def __init__(self, pool: CXLPool, there: Callable[[Names], Mask]):
-        self._pool, self._there = pool, there
+    def __init__(self, pool: CXLPool, there: Callable[[Names], Mask], key_pages: int = 1):
+        self._pool, self._there, self._key_pages = pool, there, key_pages
 
     def last_whole(self, keys: Hashes, tokens: int) -> Chain | None:
         """The last checkpoint behind `tokens` tokens of which all is there, with all pages before
@@ -56,15 +57,16 @@ class Checkpoints:
         """Of the text's first `end` tokens: full pages, by place and part; what has the tokens
         behind them, a tail's copies or the page that it is now; the checkpoint, its first page
         last."""
-        records, page_tokens = self._pool.records, self._pool.layout.page_tokens
-        texts = keys[page_tokens - 1 : end : page_tokens]
-        if end % page_tokens:
+        records, tokens = self._pool.records, self._pool.layout.page_tokens * self._key_pages
+        texts = keys[tokens - 1 : end : tokens]
+        if end % tokens:
             texts = np.concatenate([texts, [self._last(keys, end)]])
-        names = records.names(texts.tobytes(), 1)[:, 0]
-        parents = np.repeat(names[:, :1], names.shape[1], axis=1)
-        parents[1:, 0], parents[0, 0] = names[:-1, 0], 0
+        names = records.names(texts.tobytes(), self._key_pages)
+        parents = np.repeat(names[:, :, :1], names.shape[2], axis=2)
+        parents[1:, 0, 0], parents[0, 0, 0] = names[:-1, 0, 0], 0
+        parents[:, 1:, 0] = names[:, :-1, 0]
         states = records.state_names(keys[end - 1].tobytes(), records.state_pages)[0, ::-1]
-        before = np.concatenate([names[-1:, 0], states[:-1]])
+        before = np.concatenate([names[-1:, 0, 0], states[:-1]])
         return Chain(
             end,
             np.concatenate([names.reshape(-1, 16), states]),
@@ -102,10 +104,10 @@ class StateMoves:
     @abstractmethod
     def _promote(self, names: Names, parents: Names, beside: PageIds) -> int: ...
 
-    def _bring_checkpoint(self, keys: Hashes, tokens: int) -> bool:
+    def _bring_checkpoint(self, keys: Hashes, tokens: int, key_pages: int = 1) -> bool:
         """Bring back what the cold tier has of the last checkpoint behind `tokens` tokens, and of
-        all pages before it; says whether something came."""
-        chain = self._checkpoints().last_whole(keys, tokens)
+        all pages before it; says whether something came. key_pages: that a key names."""
+        chain = self._checkpoints(key_pages).last_whole(keys, tokens)
         if chain is None:
             return False
         pages, there = self._where(chain.names)
@@ -116,9 +118,9 @@ class StateMoves:
         wanted = np.flatnonzero(missing)
         return bool(self._promote(chain.names[wanted], chain.parents[wanted], pages[here]))
 
-    def _checkpoints(self) -> Checkpoints:
+    def _checkpoints(self, key_pages: int = 1) -> Checkpoints:
         """Of the pool and the cold tier together."""
-        return Checkpoints(self.pool, self._is_there)
+        return Checkpoints(self.pool, self._is_there, key_pages)
 
     def _is_there(self, names: Names) -> Mask:
         pages, there = self._where(names)

@@ -223,13 +223,19 @@ class Tiers(ObjectMoves, StateMoves, Closing):
         if first == len(given):
             return hit
         if self.pool.layout.states is not None:
-            came = pages is not None and self._bring_checkpoint(page_ends(pages), hit.tokens)
+            came = isinstance(given, PageKeys) and self._bring_checkpoint(
+                page_ends(given), hit.tokens, self._key_pages(given)
+            )
         else:
             came = self._bring(key_hashes(given, strict), first, hit.tokens) > 0
         if not came:
             return hit
         with hit:  # until the next one holds what this one does
             return self.pool.match(given, lease_s=lease_s, strict=strict)
+
+    def _key_pages(self, keys: PageKeys) -> int:
+        """Pages that each of these keys names."""
+        return keys.page_tokens // self.pool.layout.page_tokens
 
     def match_prefix(
         self, token_ids: npt.ArrayLike, salt: bytes = b"", *, lease_s: float = 60.0
@@ -278,7 +284,8 @@ class Tiers(ObjectMoves, StateMoves, Closing):
             with self.pool.match(keys) as hit:
                 return hit.tokens
         if self.pool.layout.states is not None:
-            whole = self._checkpoints().last_whole(page_ends(keys), 0)
+            checkpoints = self._checkpoints(self._key_pages(keys))
+            whole = checkpoints.last_whole(page_ends(keys), 0)
             return whole.end if whole is not None else 0
         pages, there = self._where(self._names(key_hashes(keys, keys.strict)))
         return leading_keys(pages, there) * keys.page_tokens

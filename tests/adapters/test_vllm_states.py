@@ -213,11 +213,13 @@ def test_a_quota_counts_checkpoints(tmp_path: Path) -> None:
         assert pages["used_pages"] == engines.published()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_states_come_back_from_the_cold_tier(tmp_path: Path, ranks: int) -> None:
-    """With K and V before them, by the same engine and by one that starts with empty pools."""
+@pytest.mark.parametrize(("ranks", "page_tokens"), [(1, TOKENS), (2, TOKENS), (1, TOKENS // 2)])
+def test_states_come_back_from_the_cold_tier(tmp_path: Path, ranks: int, page_tokens: int) -> None:
+    """With K and V before them, by the same engine and by one that starts with empty pools; also
+    where a block is several pages."""
     cold: dict[str, object] = {"cold": f"{tmp_path}/cold/", "cold_capacity": "8MiB"}
-    with engines_in(tmp_path, "2370KiB", 1024, GROUPINGS["one"], **cold) as engines:
+    grouping = replace(GROUPINGS["one"], groups=(STATE, BlockGroup(page_tokens)))
+    with engines_in(tmp_path, "2370KiB", 1024, grouping, **cold) as engines:
         first = engines(ranks)
         for number in range(10):
             run(first, f"{number}", text(number, 50))
