@@ -93,8 +93,9 @@ def test_engines_of_two_ranks_and_of_one_have_one_pool(
     hit = [(tokens - 1) // block_tokens * block_tokens for tokens in PROMPT_TOKENS]
     ends = [(tokens + NEW_TOKENS - 1) // block_tokens for tokens in PROMPT_TOKENS]
     given = {**FORMS[form], "model": model}
+    ranks = {**given, "tensor_parallel_size": 2}
     one = make_engine(extra, **given)  # type: ignore[arg-type]
-    two = make_engine(extra, processes=True, tensor_parallel_size=2, **given)  # type: ignore[arg-type]
+    two = make_engine(extra, processes=True, **ranks)  # type: ignore[arg-type]
     first = one.generate(prompts(1), NEW_TOKENS)
     found, second = (two.generate(prompts(seed), NEW_TOKENS) for seed in (1, 2))
     again = one.generate(prompts(2), NEW_TOKENS)
