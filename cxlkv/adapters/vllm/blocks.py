@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import get_dtype_size
-from vllm.v1.attention.backend import AttentionImpl
+from vllm.v1.attention.backend import AttentionImplBase
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -73,7 +73,9 @@ def request_row_spec(spec: AttentionSpec, config: VllmConfig) -> RequestRowSpec:
     check_latents([(type(spec).__name__, spec)], WITHOUT_US)
     check_kinds([type(spec).__name__] + ["MambaSpec"] * config.model_config.is_hybrid, in_pool=True)
     of_model = cast("dict[str, Layer]", config.compilation_config.static_forward_context).values()
-    first = next(one for one in of_model if isinstance(getattr(one, "impl", None), AttentionImpl))
+    first = next(
+        one for one in of_model if isinstance(getattr(one, "impl", None), AttentionImplBase)
+    )
     request_row = RequestRowSpec(
         block_size=config.cache_config.block_size,
         num_kv_heads=first.impl.num_kv_heads,
@@ -227,6 +229,10 @@ def _group_of(config: VllmConfig, layer: Layer) -> LayerGroup:
         window=impl.sliding_window,
         rotary=rotary_of(text, impl.head_size, windowed) if own_values else None,
     )
+
+
+def _attends(layer: object) -> bool:
+    return isinstance(getattr(layer, "impl", None), AttentionImplBase)
 
 
 def _latent_dim(layer: Layer) -> int:
