@@ -94,7 +94,8 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
                 f"{WITHOUT_US}"
             )
         self.num_heads, self.head_size, self.kv_lora_rank = num_heads, head_size, kv_lora_rank
-        self.scale, self.sliding_window = positive_float32(scale, "scale"), None
+        self.num_kv_heads, self.sliding_window = 1, None
+        self.scale = positive_float32(scale, "scale")
         self._scores = Scores(self.scale)
         self._latents: torch.Tensor | None = None  # of the step, until its queries come
 
