@@ -65,7 +65,7 @@ def back_up_states(self: MambaPoolHost, _: object, host: object, device: object,
 def without_gpu() -> None:
     MHATokenToKVPoolHost.backup_from_device_all_layer = back_up
     MambaPoolHost.backup_from_device_all_layer = back_up_states
-    common._cuda_host_register = lambda *_: None  # nobody reads this memory from a GPU
+    common._cuda_host_register = lambda *_: None  # no GPU reads this memory
 
 
 def arguments(folder: str) -> ServerArgs:

@@ -14,6 +14,7 @@ import pytest
 from cxlkv import CXLPool
 
 from .engines import VOCABULARY_SIZE, Engine
+from .forked import Nursery
 from .servers import Servers
 from .tiny_models import tiny
 
@@ -22,6 +23,14 @@ from .tiny_models import tiny
 def vllm_is_there() -> None:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here: `make test-vllm` has an environment of its own")
+
+
+@pytest.fixture(scope="module")
+def nursery(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Engines of any models."""
+    folder = tmp_path_factory.mktemp("lives")
+    with Nursery(folder / "none", folder) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

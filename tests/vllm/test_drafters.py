@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from .test_windows import CACHED, CHUNK, prompts, served
 from .tiny_models import SHAPE, saved, tiny
 
 RIGHT = "vllm:spec_decode_num_accepted_tokens"
-
-
-@pytest.fixture(scope="module")
-def nursery(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    folder = tmp_path_factory.mktemp("drafters")
-    with Nursery(folder / "none", folder) as made:
-        yield made
 
 
 def with_mtp(folder: Path) -> Path:

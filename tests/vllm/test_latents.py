@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ..support.damaging import damage_piece
 from .conftest import MakeEngine
-from .forked import Life, Nursery
+from .forked import Nursery
 from .test_prefixes import check, folder_in, pool_in
-from .test_windows import NEW_TOKENS, PROMPT_TOKENS, prompts, served
+from .test_windows import NEW_TOKENS, PROMPT_TOKENS, die_in, prompts, served
 from .tiny_models import tiny
 
 BLOCK_TOKENS = 16  # of vLLM's MLA on CPUs
 CACHED = [(tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in PROMPT_TOKENS]
 FORMS: dict[str, dict[str, object]] = {"engine": {}, "pool": {"async_scheduling": False}}
-
-
-@pytest.fixture(scope="module")
-def nursery(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    folder = tmp_path_factory.mktemp("latents")
-    with Nursery(folder / "none", folder) as made:
-        yield made
-
-
-def die_in(where: str, life: Life, seed: int) -> None:
-    """Killed with these requests, in the middle of a layer."""
-    assert life.ask(do="signal", where=where, number=signal.SIGKILL)
-    for number, prompt in enumerate(prompts(seed)):
-        life.add(str(number), prompt, NEW_TOKENS)
-    assert life.has_ended()
-    life.kill()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,6 @@ import pytest
 from .forked import Nursery
 from .models_page import PAGE, Kind, table
 from .tiny_models import KINDS, lacks, tiny
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    folder = tmp_path_factory.mktemp("models")
-    with Nursery(folder / "none", folder) as made:
-        yield made
 
 
 @pytest.mark.parametrize("kind", KINDS)

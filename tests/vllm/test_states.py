@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -19,13 +18,6 @@ from .tiny_models import HYBRIDS, lacks, tiny
 
 PROMPT_TOKENS = (500, 170, 350)
 NEW_TOKENS = 64
-
-
-@pytest.fixture(scope="module")
-def nursery(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    folder = tmp_path_factory.mktemp("states")
-    with Nursery(folder / "none", folder) as made:
-        yield made
 
 
 def prompts(seed: int) -> list[Tokens]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +19,6 @@ CACHED = [(tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in PROMPT_TOKEN
 CHUNK = {"max_num_batched_tokens": 128}  # windows move on while prompts are computed
 
 
-@pytest.fixture(scope="module")
-def nursery(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    folder = tmp_path_factory.mktemp("windows")
-    with Nursery(folder / "none", folder) as made:
-        yield made
-
-
 def prompts(seed: int) -> list[Tokens]:
     numbers = np.random.default_rng(seed)
     return [numbers.integers(1, VOCABULARY_SIZE, tokens).tolist() for tokens in PROMPT_TOKENS]
@@ -35,6 +27,15 @@ def prompts(seed: int) -> list[Tokens]:
 def served(life: Life, asked: list[Tokens]) -> tuple[list[Tokens], list[int]]:
     done = life.generate(asked, NEW_TOKENS)
     return [one["tokens"] for one in done], [one["cached"] for one in done]
+
+
+def die_in(where: str, life: Life, seed: int) -> None:
+    """Killed with these requests, in the middle of a layer."""
+    assert life.ask(do="signal", where=where, number=signal.SIGKILL)
+    for number, prompt in enumerate(prompts(seed)):
+        life.add(str(number), prompt, NEW_TOKENS)
+    assert life.has_ended()
+    life.kill()
 
 
 @pytest.mark.parametrize("form", ["engine", "pool"])
@@ -57,20 +58,12 @@ def test_tokens_are_those_of_stock_vllm_whatever_becomes_of_engines(
     assert served(first, prompts(1)) == (wanted, [0, 0, 0])
     first.forget()
     assert served(first, prompts(1)) == (wanted, CACHED)
-    assert first.ask(do="signal", where="save", number=signal.SIGKILL)
-    for number, prompt in enumerate(prompts(2)):
-        first.add(str(number), prompt, NEW_TOKENS)
-    assert first.has_ended()
-    first.kill()
+    die_in("save", first, 2)
 
     second = nursery.life(extra, **settings).ready()
     assert served(second, prompts(1)) == (wanted, CACHED)
     second.forget()
-    assert second.ask(do="signal", where="load", number=signal.SIGKILL)
-    for number, prompt in enumerate(prompts(1)):
-        second.add(str(number), prompt, NEW_TOKENS)
-    assert second.has_ended()
-    second.kill()
+    die_in("load", second, 1)
 
     third = nursery.life(extra, **settings).ready()
     assert served(third, prompts(1)) == (wanted, CACHED)

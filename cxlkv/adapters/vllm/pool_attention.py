@@ -560,8 +560,9 @@ class Step:
         self._fill_failed(out, is_shared)
 
     def fill(self) -> None:
-        """A drafter's layers, which the engine leaves out near its longest text, get zeros, as each
-        token is in all layers. Only what it drafts is worse; nobody else is given it."""
+        """Append zeros to the layers that the step left out. Near the longest text the engine skips
+        its drafter, but a sequence has each token in all layers. Drafts get worse, tokens do not,
+        and the pages are not published."""
         for layer in range(self.layers, self._attention.pool.layout.layers):
             of = self._attention.pool.layout.of_layer(layer)
             k, rows = (

@@ -5,7 +5,7 @@ token. The engine keeps those at which its steps end, and says which ones (bound
 
     block of a text     0     1     2     3
     full attention      K V   K V   K V   K V
-    states              .     s     .     s       the others are nobody's
+    states              .     s     .     s       .: no block
 
 All layers' states behind one token are one checkpoint, beside the pages of K and V before it. So a
 hit ends where a checkpoint lies, and its last block alone is filled: the engine goes on from there.
