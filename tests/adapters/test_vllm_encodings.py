@@ -53,7 +53,7 @@ def words(encoding: str) -> dict[str, object]:
 
 def test_each_encoding_has_a_pool_and_keys_of_its_own(tmp_path: Path) -> None:
     found = [words(encoding) for encoding in ("none", "int8", "int8,int4")]
-    paths = {pools.pool_path(f"{tmp_path}/", one, pools.Ranks()) for one in found}
+    paths = {pools.pool_path(f"{tmp_path}/", one, pools.Ranks(), 0) for one in found}
     assert len(paths) == len({space_of(one, "") for one in found}) == 3
 
 

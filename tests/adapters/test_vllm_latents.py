@@ -131,8 +131,8 @@ def test_ranks_of_any_number_have_one_pool_and_equal_keys(tmp_path: Path) -> Non
         words = pools.words_of(engine, kinds, "latents")
         ranks = [pools.ranks_of(engine, [Latent()], rank) for rank in range(tensor)]
         assert [one.saves for one in ranks] == [True, *[False] * (tensor - 1)]
-        assert {one.shard for one in ranks} == {(0, 1, 0, 1)}
-        paths = [pools.pool_path(f"{tmp_path}/", words, one) for one in ranks]
+        assert {one.shard(*one.own) for one in ranks} == {(0, 1, 0, 1)}
+        paths = [pools.pool_path(f"{tmp_path}/", words, one, *one.own) for one in ranks]
         return sorted(set(paths)), space_of(words, "")
 
     assert found(1) == found(2) == found(4)
@@ -146,7 +146,7 @@ def test_other_layers_have_a_pool_a_rank(tmp_path: Path) -> None:
     for specs in ([plain], [plain, Latent()]):
         ranks = [pools.ranks_of(engine, specs, rank) for rank in range(2)]
         assert [(one.pools, one.saves) for one in ranks] == [(2, True), (2, True)]
-        assert [one.shard for one in ranks] == [(0, 2, 0, 1), (1, 2, 0, 1)]
+        assert [one.shard(*one.own) for one in ranks] == [(0, 2, 0, 1), (1, 2, 0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_ranks_with_the_same_kv_head_have_one_pool(
     )
     kinds = [("FullAttentionSpec", own)]
     ranks = [pools.ranks_of(engine, [own], rank) for rank in range(tensor)]
-    assert [one.shard[0] for one in ranks] == [rank // copies for rank in range(tensor)]
+    assert [one.shard(*one.own)[0] for one in ranks] == [rank // copies for rank in range(tensor)]
     assert {one.pools for one in ranks} == {tensor // copies}
     assert pools.words_of(engine, kinds, "vec")["shards"] == (tensor // copies, 1)
     for more in ([replace(own, num_kv_heads=2)], [SimpleNamespace()]):
@@ -365,7 +365,7 @@ def test_a_pool_without_room_leaves_a_step_its_own_latents(pool: CXLPool) -> Non
 def test_ranks_of_one_pool_go_on_from_pages_that_one_of_them_wrote(pool: CXLPool) -> None:
     with CXLPool.open(str(pool.path), threads=1) as again:
         ranks = [
-            PoolAttention(own, NAMES, block_tokens=TOKENS, ranks=2, shares=True)
+            PoolAttention(own, NAMES, block_tokens=TOKENS, has_peers=True, shares=True)
             for own in (pool, again)
         ]
         one, start = Text("one", 70), Message([Started("one", [[1]], Text("one", 70).keys)])
@@ -387,7 +387,7 @@ def test_ranks_of_one_pool_go_on_from_pages_that_one_of_them_wrote(pool: CXLPool
 @pytest.mark.parametrize("pool", [pool_layout], indirect=True)
 def test_what_another_rank_could_not_compute_is_not_published(pool: CXLPool) -> None:
     """Its rows were zeros there, and what follows from them is wrong in all ranks."""
-    attention = PoolAttention(pool, NAMES, block_tokens=TOKENS, ranks=2)
+    attention = PoolAttention(pool, NAMES, block_tokens=TOKENS, has_peers=True)
     one = Text("one", 70)
     assert run(attention, Message([Started("one", [[1]], one.keys)]), one, 0, 40)
     attention.hear(Message(broken=["one"]))
@@ -399,7 +399,7 @@ def test_what_another_rank_could_not_compute_is_not_published(pool: CXLPool) -> 
 
 @pytest.mark.parametrize("pool", [pool_layout], indirect=True)
 def test_what_a_rank_could_not_compute_all_ranks_hear_of(pool: CXLPool, tmp_path: Path) -> None:
-    attention = PoolAttention(pool, NAMES, block_tokens=TOKENS, ranks=2)
+    attention = PoolAttention(pool, NAMES, block_tokens=TOKENS, has_peers=True)
     one = Text("one", 70)
     run(attention, Message([Started("one", [[1]], one.keys)]), one, 0, 40)
     attention.report()

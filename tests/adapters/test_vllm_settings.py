@@ -145,26 +145,25 @@ def test_without_vllm_the_plugin_does_nothing() -> None:
 def test_each_model_and_rank_has_a_path_of_its_own(tmp_path: Path) -> None:
     folder = f"{tmp_path}/"
     ranks = [pools.Ranks(2, 1, rank) for rank in range(2)]
-    paths = [pools.pool_path(folder, WORDS, one) for one in ranks]
-    paths.append(pools.pool_path(folder, {**WORDS, "model": "other"}, ranks[0]))
-    paths.append(pools.pool_path(folder, WORDS, pools.Ranks()))
+    paths = [pools.pool_path(folder, WORDS, one, *one.own) for one in ranks]
+    paths.append(pools.pool_path(folder, {**WORDS, "model": "other"}, ranks[0], 0))
+    paths.append(pools.pool_path(folder, WORDS, pools.Ranks(), 0))
     assert len(set(paths)) == 4
-    assert pools.pool_path(str(tmp_path), WORDS, ranks[0]) == paths[0]
-    assert pools.pool_path(f"numa:0:{folder}", WORDS, ranks[0]) == f"numa:0:{paths[0]}"
+    assert pools.pool_path(str(tmp_path), WORDS, ranks[0], 0) == paths[0]
+    assert pools.pool_path(f"numa:0:{folder}", WORDS, ranks[0], 0) == f"numa:0:{paths[0]}"
     one = f"{tmp_path}/one.pool"
-    assert pools.pool_path(one, WORDS, pools.Ranks()) == one
-    assert pools.pool_path(one, WORDS, ranks[1]) == f"{one}.1of2"
+    assert pools.pool_path(one, WORDS, pools.Ranks(), 0) == one
+    assert pools.pool_path(one, WORDS, ranks[1], 1) == f"{one}.1of2"
     with pytest.raises(BadArgumentError, match="memory without a name"):
-        pools.pool_path("numa:0", WORDS, ranks[0])
+        pools.pool_path("numa:0", WORDS, ranks[0], 0)
 
 
 def test_ranks_name_their_shards() -> None:
-    assert [pools.Ranks(2, 2, rank).shard for rank in range(4)] == [
-        (0, 2, 0, 2),
-        (1, 2, 0, 2),
-        (0, 2, 1, 2),
-        (1, 2, 1, 2),
-    ]
+    ranks = [pools.Ranks(2, 2, rank) for rank in range(4)]
+    wanted = [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]
+    assert [[one.shard(number) for number in one.own] for one in ranks] == [[of] for of in wanted]
+    ranks = [pools.Ranks(1, 2, rank, split=2) for rank in range(2)]
+    assert [one.shard(number) for one in ranks for number in one.own] == wanted
 
 
 def test_a_pool_is_made_once_and_then_found(

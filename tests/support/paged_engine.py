@@ -198,7 +198,8 @@ class Rank:
             settings,
             groups=grouping.groups,
             rank=rank,
-            ranks=ranks,
+            number=place,
+            has_peers=ranks > 1,
             saves=rank % copies == 0,
             tiers=tiers,
             quota=quota_of(tiers, settings, 1 / ranks),
@@ -292,7 +293,7 @@ class Engine:
             opened,
             space,
             self.settings,
-            copies=copies,
+            ranks=len(self.ranks),
             block_tokens=unit,
             hash_tokens=TOKENS,
             is_whole=are_whole(self.groups),
@@ -519,7 +520,7 @@ class Engine:
                 if message.look:
                     rank.worker.tell_weights(b"")
             else:
-                rank.loaded.hear(message, rank.worker)
+                rank.loaded.hear(message, [rank.worker])
             rank.worker.start_loads()
         bad = self._load_elsewhere(step)
         computing, unit = [*step.fresh, *step.going], unit_of(self.groups)

@@ -17,6 +17,7 @@ import traceback
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -154,7 +155,7 @@ class Layer(torch.nn.Module):
 
 def halves_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[blocks, heads, tokens, dim] of K and of V."""
-    halves = cache.view(len(cache), HEADS, 2 * BLOCK, DIM)
+    halves = cache.view(len(cache), -1, 2 * BLOCK, DIM)
     return halves[:, :, :BLOCK], halves[:, :, BLOCK:]
 
 
@@ -482,12 +483,14 @@ class Engine:
         self.runner.connector.shutdown()
 
     def check_idle(self) -> None:
-        scheduling, worker = self.ours.scheduling, self.runner.connector.worker
+        scheduling, workers = self.ours.scheduling, self.runner.connector._workers
         assert scheduling is not None
         for name in ("_matches", "_told", "_requests", "_starts", "_options", "_spaces"):
             assert not getattr(scheduling, name), (name, getattr(scheduling, name))
-        for name in ("_held", "_beside", "_writing", "_new", "_later"):
-            assert not getattr(worker, name), (name, getattr(worker, name))
+        for worker in workers:
+            for name in ("_held", "_beside", "_writing", "_new", "_later"):
+                assert not getattr(worker, name), (name, getattr(worker, name))
+        assert not self.runner.connector._ended, self.runner.connector._ended
 
 
 # ---- a case ----
@@ -522,13 +525,12 @@ def serve(engine: Engine, prompts: list[list[int]], prefix: str) -> None:
         engine.step()
 
 
-def pool_in(folder: str) -> CXLPool:
-    (path,) = Path(folder).glob("*.pool")
-    return CXLPool.open(path, threads=1)
+def pools_in(folder: str) -> list[str]:
+    return sorted(str(path) for path in Path(folder).glob("*.pool"))
 
 
 def damage(folder: str, chance: random.Random) -> bool:
-    with pool_in(folder) as pool:
+    with CXLPool.open(chance.choice(pools_in(folder)), threads=1) as pool:
         pages = pool.stats()["pages_published"]
         with suppress(Exception):
             damage_piece(pool, chance.randrange(max(1, pages)), 0)
@@ -551,9 +553,10 @@ def check_pool(engine: Engine) -> None:
     """What the pool has of each text is right, by every bit."""
     scheduling, case = engine.ours.scheduling, engine.case
     assert scheduling is not None
-    (pool,) = scheduling.pools
-    for request in engine.requests.values():
+    for request, pool in product(engine.requests.values(), scheduling.pools):
         keys = block_keys(hashes_of(request, scheduling._every, 0), BLOCK, scheduling.space)
+        shard, shards, *_ = pool.layout.shard
+        heads = slice(shard * HEADS // shards, (shard + 1) * HEADS // shards)
         with pool.match(keys) as hit:
             engine.counts["pool tokens"] += hit.tokens
             if not hit:
@@ -562,20 +565,21 @@ def check_pool(engine: Engine) -> None:
             for layer, window in enumerate(case["kinds"]):
                 first = max(0, hit.tokens - window + 1) // BLOCK if window else 0
                 found = fetched(pool, sequence, layer, first, hit.tokens // BLOCK)
-                right = rows_of(text.upto(first * BLOCK, hit.tokens), layer)
+                right = rows_of(text.upto(first * BLOCK, hit.tokens), layer)[:, :, heads]
                 assert np.array_equal(found, right), (request.request_id, layer)
             sequence.release()
 
 
 def fetched(pool: CXLPool, sequence: Sequence, layer: int, first: int, count: int) -> Numbers:
     """Rows of blocks [first, count) of a text, as rows_of() has them."""
-    memory = torch.full((count - first, HEADS, BLOCK, 2 * DIM), torch.nan)
+    heads = pool.layout.of_layer(layer).kv_heads
+    memory = torch.full((count - first, heads, BLOCK, 2 * DIM), torch.nan)
     keys, values = halves_of(memory)
     batch = pool.batch([sequence])
     where = (range(count - first), [0, count - first], [first])
     batch.fetch_blocks(layer, keys.numpy(), values.numpy(), *where)
     both = torch.stack([keys, values])  # [K or V, block, head, token, dim]
-    return cast(Numbers, both.permute(1, 3, 0, 2, 4).reshape(-1, 2, HEADS, DIM).numpy())
+    return cast(Numbers, both.permute(1, 3, 0, 2, 4).reshape(-1, 2, heads, DIM).numpy())
 
 
 def run(case: Case) -> Told:
@@ -589,20 +593,22 @@ def run(case: Case) -> Told:
     serve(engine, chance.sample(prompts, len(prompts) // 2), "b")
     if not case["damage"]:
         assert not engine.runner.wrong, engine.runner.wrong[:3]
-    with pool_in(case["folder"]) as pool:
-        pool.admin.check(deep=True, repair=True)  # takes out what is damaged, and nothing else
+    for path in pools_in(case["folder"]):
+        with CXLPool.open(path, threads=1) as pool:
+            pool.admin.check(deep=True, repair=True)  # takes out what is damaged, and nothing else
     check_pool(engine)
     check_answers(engine)
     engine.counts["loaded tokens"] = engine.runner.connector.loaded
     engine.counts.update(engine.runner.counts)
     engine.counts["wrong steps"] = len(engine.runner.wrong)
     engine.close()
-    with pool_in(case["folder"]) as pool:
-        report = pool.admin.check(deep=True)
+    for path in pools_in(case["folder"]):
+        with CXLPool.open(path, threads=1) as pool:
+            report, stats = pool.admin.check(deep=True), pool.stats()
         assert report["clean"], report["problems"]
-        stats = pool.stats()
         assert stats["pages_held"] == 0, stats
-        engine.counts["pages"] = stats["pages_published"]
+        engine.counts["pages"] += stats["pages_published"]
+        engine.counts["pools"] += 1
     return {"counts": dict(engine.counts)}
 
 

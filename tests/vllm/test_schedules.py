@@ -76,21 +76,24 @@ def ask(program: Program, model: Path, pools_folder: Path) -> Ask:
     return run
 
 
+@pytest.mark.parametrize("shards", [None, 2])
 @pytest.mark.parametrize("damage", [False, True])
 @pytest.mark.parametrize("kinds", [FULL, WINDOWS], ids=["full", "windows"])
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_blocks_pages_and_tokens_are_right(
-    ask: Ask, asynchronous: bool, load: str, kinds: list[int], damage: bool
+    ask: Ask, asynchronous: bool, load: str, kinds: list[int], damage: bool, shards: int | None
 ) -> None:
-    """All that a step sees is compared with what it should be, what is in the pool in the end, and
-    the tokens: also where pages were damaged, whose requests are computed again."""
+    """All that a step sees is compared with what it should be, what is in the pools in the end, and
+    the tokens: also where pages of one were damaged, whose requests are computed again."""
     # Where a load has failed, vLLM 0.32 may wait for ever for blocks that a request behind holds.
     blocks = (44, 76) if not damage else (160, 400)
     case = {"kinds": kinds, "blocks": blocks[kinds != FULL], "damage": damage}
     found = Counter[str]()
     for seed in range(3):
-        found.update(ask(seed, asynchronous=asynchronous, settings={"load": load}, **case))
+        settings = {"load": load, "shards": shards}
+        found.update(ask(seed, asynchronous=asynchronous, settings=settings, **case))
+    assert found["pools"] == 3 * (shards or 1)
     assert found["AsyncScheduler" if asynchronous else "Scheduler"] == 3
     assert found["groups"] == (3 if kinds == FULL else 9)
     wanted = HAPPENS + FLIES * asynchronous + (("damaged",) if damage else ("preempted",))

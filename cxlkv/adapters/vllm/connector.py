@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, cast
@@ -67,6 +67,7 @@ from cxlkv.adapters.vllm.settings import (
     read_settings,
 )
 from cxlkv.adapters.vllm.state_probe import StateProbe, memory_of
+from cxlkv.adapters.vllm.states import StateMemory
 from cxlkv.adapters.vllm.texts import EngineRequest
 from cxlkv.errors import CXLKVError, UnsupportedError
 from cxlkv.layout import KVLayout
@@ -141,15 +142,17 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self._cache_dtype = str(vllm_config.cache_config.cache_dtype)
         self._encoding = pools.kept_as(self._cache_dtype, self.settings.encoding)
         check_encoding(self._encoding, self._specs)
-        self._words = pools.words_of(
-            vllm_config, kinds, packing, self._encoding, self.settings.identity
-        )
+        how = (self._encoding, self.settings.identity, self.settings.shards)
+        self._words = pools.words_of(vllm_config, kinds, packing, *how)
         self._loaded: LoadedWeights | None = None  # a worker's
         self.scheduling: Scheduling | None = None
         self._own: tuple[BlockPool, object] | None = None  # and what it finds blocks in
-        self.worker: EngineAttention | PoolAttention | None = None
+        self._workers: Sequence[EngineAttention | PoolAttention] = ()  # one for each own pool
+        self._ended: Counter[str] = Counter()  # loads of requests, of how many of them
+        self._lost: set[str] = set()
         self.moves: list[Moves] = []
-        self._quota: Quota | None = None  # a worker's
+        self.looking = {}
+        self._quotas: dict[int, Quota | None] = {}  # a worker's, by the number of its pool
         self._admission: Admission | None = None
         self._reopening: list[Reopening[CXLPool]] = []  # of the pools that are used here
         if role == KVConnectorRole.SCHEDULER:
@@ -183,10 +186,10 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             concerns.append(rope_concern(rope_kinds(config.model_config.hf_text_config.to_dict())))
         for concern in filter(None, concerns):
             log.warning(concern)
-        ranks = pools.ranks_of(config, self._specs)
+        ranks = self._ranks
         paths = [
-            pools.pool_path(self.settings.where, self._words, replace(ranks, rank=rank))
-            for rank in range(0, ranks.count, ranks.copies)
+            pools.pool_path(self.settings.where, self._words, ranks, number)
+            for number in range(ranks.pools)
         ]
         events = config.kv_events_config
         opened = pools.open_all(paths, self.settings)
@@ -198,7 +201,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             opened,
             self._space(),
             self.settings,
-            copies=ranks.copies,
+            ranks=ranks.count,
             block_tokens=self._unit,
             hash_tokens=self._kv_cache_config.hash_block_size,
             is_whole=are_whole(self._groups),
@@ -242,8 +245,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
     def _give(self) -> None:
         """Give pages to hosts that have none."""
-        if self.worker is not None:
-            self.worker.tiers.give()
+        for worker in self._workers:
+            worker.tiers.give()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -287,8 +290,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         return StepMessage(self._scheduler.message(step_of(scheduler_output)))
 
     def _take_reopened(self) -> None:
-        """The pools that were lost and are there again; by rank."""
-        for rank, reopening in enumerate(self._reopening):
+        """The pools that were lost and are there again; by number."""
+        for number, reopening in enumerate(self._reopening):
             pool = reopening.take()
             if pool is None:
                 continue
@@ -296,8 +299,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             if self._is_tiered:
                 with suppress(CXLKVError):  # without them it matches in the pool alone
                     tiers = self._tiers_to_match(pool)
-                    self.moves[rank] = Moves(tiers)
-            self._scheduler.reopened(rank, pool, tiers)
+                    self.moves[number] = Moves(tiers)
+            self._scheduler.reopened(number, pool, tiers)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -378,32 +381,53 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         pools.check_caches(rows, self._cache_dtype, self._in_pool)
         if self._in_pool:
             device = next(iter(kv_caches.values())).device
-            self.worker = self._make_pool_attention(own, device)
+            self._workers = [self._make_pool_attention(own, device)]
             return
         layers = layers_of(kv_caches, specs)
         memory = memory_of(kv_caches, of_states) if of_states else None
         dtype = self._vllm_config.model_config.dtype
         ranks = self._ranks
         form = memory.states if memory is not None else None
-        layout = layout_of(specs.values(), self._groups, dtype, ranks.shard, form)
-        tiers = self._make_tiers(layout.encoded(self._encoding))
+        tiers = []
+        for number in ranks.own:
+            of = (dtype, ranks.shard(number), form, ranks.split)
+            layout = layout_of(specs.values(), self._groups, *of)
+            tiers.append(self._make_tiers(number, layout.encoded(self._encoding)))
         probe = Probe(cast("Mapping[str, Attention]", own), kv_caches, layers, self._groups, dtype)
-        probe.run(tiers.pool)
-        if memory is not None:
+        probe.run(*(one.pool for one in tiers))
+        if memory is not None:  # there is one pool
             tensors = {name: of_model[name].kv_cache for name in of_states}
-            StateProbe(tensors, memory, list(layers.values()), self._groups).run(tiers.pool)
-        self.looking = Looking(tiers, quota=self._quota)  # what the probe has moved is no figure
-        self.worker = EngineAttention(
+            state_probe = StateProbe(tensors, memory, list(layers.values()), self._groups)
+            state_probe.run(tiers[0].pool)
+        shares = {name: layer.shares(ranks.split) for name, layer in layers.items()}
+        self._workers = [
+            self._make_engine_attention(
+                number, one, {name: parts[place] for name, parts in shares.items()}, memory
+            )
+            for place, (number, one) in enumerate(zip(ranks.own, tiers, strict=True))
+        ]
+
+    def _make_engine_attention(
+        self,
+        number: int,
+        tiers: Tiers,
+        layers: Mapping[str, BlockMemory],
+        states: StateMemory | None,
+    ) -> EngineAttention:
+        ranks, quota = self._ranks, self._quotas[number]
+        self.looking[number] = Looking(tiers, quota=quota)  # what a probe has moved is no figure
+        return EngineAttention(
             tiers.pool,
             layers,
             self.settings,
             groups=self._groups,
             rank=ranks.rank,
-            ranks=ranks.count,
+            number=number,
+            has_peers=ranks.count * ranks.split > 1,
             saves=ranks.saves,
             tiers=tiers,
-            quota=self._quota,
-            states=memory,
+            quota=quota,
+            states=states,
             overlaps=self._overlaps,
         )
 
@@ -428,11 +452,11 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     @property
     def _ranks(self) -> pools.Ranks:
         rank = self._vllm_config.parallel_config.rank
-        return pools.ranks_of(self._vllm_config, self._specs, rank)
+        return pools.ranks_of(self._vllm_config, self._specs, rank, self.settings.shards)
 
-    def _make_tiers(self, layout: KVLayout, sketch: bool | None = False) -> Tiers:
-        """Make the tiers of this rank's pool, which is opened anew when it is lost."""
-        where = pools.pool_path(self.settings.where, self._words, self._ranks)
+    def _make_tiers(self, number: int, layout: KVLayout, sketch: bool | None = False) -> Tiers:
+        """Make the tiers of the pool of this number, which is opened anew when it is lost."""
+        where = pools.pool_path(self.settings.where, self._words, self._ranks, number)
         wanted = (self._ranks, self._vllm_config.model_config.max_model_len)
         again = partial(
             pools.make_or_open,
@@ -442,21 +466,21 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         )
         pool = again()
         try:
-            tiers = self._tiers_of(pool)
+            tiers = self._tiers_of(number, pool)
         except Exception:
             pool.close()
             raise
         self._look_after(pool, again)
         return tiers
 
-    def _tiers_of(self, pool: CXLPool) -> Tiers:
+    def _tiers_of(self, number: int, pool: CXLPool) -> Tiers:
         """The worker's, whose figures are shown from now on."""
         settings = self.settings
         tiers = open_tiers(pool, settings, 1 / self._ranks.pools, local=settings.local)
-        if self._quota is None:
+        if number not in self._quotas:
             published_by = self._ranks.count if self._in_pool else self._ranks.pools
-            self._quota = quota_of(tiers, settings, 1 / published_by)
-        self.looking = Looking(tiers, quota=self._quota)
+            self._quotas[number] = quota_of(tiers, settings, 1 / published_by)
+        self.looking[number] = Looking(tiers, quota=self._quotas[number])
         pool.admin.audit = settings.audit
         if settings.worker:
             pool.use_worker()
@@ -469,78 +493,99 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         is_latent = are_latents(self._specs)
         page_tokens = gcd(PAGE_TOKENS, self._spec.block_size)
         names = list(self._layer_specs(layers))
-        layout = pool_layout(config, names, page_tokens, ranks.shard).encoded(self._encoding)
+        (number,) = ranks.own
+        shard = ranks.shard(number)
+        layout = pool_layout(config, names, page_tokens, shard).encoded(self._encoding)
         check_device(device, layout, shares=len(names) < len(layers))
-        tiers = self._make_tiers(layout, sketch=None)
+        tiers = self._make_tiers(number, layout, sketch=None)
         return PoolAttention(
             tiers.pool,
             names,
             block_tokens=self._spec.block_size,
             rank=ranks.rank,
-            ranks=ranks.count,
+            number=number,
+            has_peers=ranks.count > 1,
             shares=ranks.copies > 1,
             decode_rows=1 + speculated_tokens(config),
             method=self.settings.method,
             step=steps_on(device),
             many=None if is_latent else chunks_on(device, config.model_config.dtype),
             tiers=tiers,
-            quota=self._quota,
+            quota=self._quotas[number],
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self.worker is None or not isinstance(connector_metadata, StepMessage):
+        if not self._workers or not isinstance(connector_metadata, StepMessage):
             return
-        for pool in filter(None, (one.take() for one in self._reopening)):
+        own = zip(self._ranks.own, self._workers, self._reopening, strict=True)
+        for number, worker, reopening in own:
+            pool = reopening.take()
+            if pool is None:
+                continue
             with suppress(CXLKVError):  # of a pool that was closed
-                self.worker.tiers.close()
+                worker.tiers.close()
             with suppress(CXLKVError):  # lost once more: it will be there again
-                self.worker.reopened(pool, self._tiers_of(pool))
-        assert self._loaded is not None, "made with the worker"
-        self._loaded.hear(connector_metadata.message, self.worker)
+                worker.reopened(pool, self._tiers_of(number, pool))
+        assert self._loaded is not None, "made with the workers"
+        self._loaded.hear(connector_metadata.message, self._workers)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        self._worker.start_loads()
+        for worker in self._workers:
+            worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._worker.wait_for_layer(layer_name)
+        for worker in self._workers:
+            worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object
     ) -> None:
-        self._worker.save_layer(layer_name)
+        for worker in self._workers:
+            worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        self._worker.end_step()
-        assert self._loaded is not None, "made with the worker"
+        for worker in self._workers:
+            worker.end_step()
+        assert self._loaded is not None, "made with the workers"
         self._loaded.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._worker.finished() or None
+        for worker in self._workers:
+            self._ended.update(worker.finished())
+        whole = {name for name, count in self._ended.items() if count == len(self._workers)}
+        for name in whole:
+            del self._ended[name]
+        return None, whole or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that have failed among those that are finished, where blocks that did not arrive
         cannot be named: vLLM takes these of one group only."""
         results = super().get_transfer_results(finished_req_ids)
-        if isinstance(self._worker, EngineAttention):
-            results.failed_recving |= self._worker.lost()
+        for worker in self._workers:
+            if isinstance(worker, EngineAttention):
+                self._lost |= worker.lost()
+        results.failed_recving |= self._lost - self._ended.keys()
+        self._lost &= self._ended.keys()  # until all have ended
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.bad_blocks()
+        return {block for worker in self._workers for block in worker.bad_blocks()}
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self._worker.report()
-        # With several ranks each must say something, or the scheduler would count wrong.
-        return StepReports([report]) if report or self._worker.has_peers else None
+        reports = [worker.report() for worker in self._workers]
+        # With several each must say something, or the scheduler would count wrong.
+        says = any(reports) or any(worker.has_peers for worker in self._workers)
+        return StepReports(reports) if says else None
 
     @property
-    def _worker(self) -> EngineAttention | PoolAttention:
-        assert self.worker is not None, "called before register_kv_caches(), or in the scheduler"
-        return self.worker
+    def worker(self) -> EngineAttention | PoolAttention:
+        """That of the first own pool."""
+        assert self._workers, "called before register_kv_caches(), or in the scheduler"
+        return self._workers[0]
 
     def shutdown(self) -> None:
-        for part in (*self._reopening, self.scheduling, self.worker):
+        for part in (*self._reopening, self.scheduling, *self._workers):
             if part is not None:
                 part.close()
 

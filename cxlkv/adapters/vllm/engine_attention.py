@@ -119,10 +119,11 @@ class EngineAttention:
     """Blocks of one engine process. layers: the engine's memory by the layer's name, in order;
     groups: whose tables name its blocks.
 
-    rank: of this worker, by which handles are told apart; ranks: how many there are. saves: else
-    another rank does, which has the same. tiers: of the pool, closed with this; None: such that
-    evict only. quota: of the same tiers. states: the engine's memory of layers that have these.
-    overlaps: the engine schedules a step before it has heard of the one before.
+    rank: of this worker; number: of its pool, by which handles are told apart. has_peers: others
+    have their parts of the same texts. saves: else another rank does, which has the same. tiers: of
+    the pool, closed with this; None: such that evict only. quota: of the same tiers. states: the
+    engine's memory of layers that have these. overlaps: the engine schedules a step before it has
+    heard of the one before.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class EngineAttention:
         *,
         groups: Sequences[BlockGroup],
         rank: int = 0,
-        ranks: int = 1,
+        number: int = 0,
+        has_peers: bool = False,
         saves: bool = True,
         tiers: Tiers | None = None,
         quota: Quota | None = None,
@@ -148,7 +150,7 @@ class EngineAttention:
         self._layers = {name: index for index, name in enumerate(layers)}
         self.groups, self.unit, self._page_tokens = groups, unit_of(groups), page_tokens_of(groups)
         self._goes_back = are_whole(groups) and not overlaps
-        self._rank, self.has_peers, self._saves = rank, ranks > 1, saves
+        self._rank, self._number, self.has_peers, self._saves = rank, number, has_peers, saves
         self._held: dict[str, _Held] = {}
         self._loader = Loader(self._memory)
         self._now: Load | None = None  # that this step waits for
@@ -210,7 +212,7 @@ class EngineAttention:
         if start.handles is None:
             return
         held.audited = start.tokens // self.unit if start.audit else None
-        part = self._part(start, start.handles[self._rank])
+        part = self._part(start, start.handles[self._number])
         held.loaded = [block for of in part.blocks for block in of]
         (now if start.scheduled else self._later).append(part)
 

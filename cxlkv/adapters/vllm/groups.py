@@ -81,15 +81,16 @@ def layout_of(
     dtype: object,
     shard: tuple[int, int, int, int],
     states: States | None = None,
+    split: int = 1,
 ) -> KVLayout:
-    """The pool's layout for these layers, in order, each with its group's number, and for states
-    of others. Layers of one shape and window are one group there, whatever groups the engine makes
-    of them."""
+    """The layout of a pool for these layers, in order, each with its group's number, and for states
+    of others; split: so many pools share their heads. Layers of one shape and window are one group
+    there, whatever groups the engine makes of them."""
     size = page_tokens_of(groups)
     made = [
         LayerGroup(
             layers=1,
-            kv_heads=spec.num_kv_heads,
+            kv_heads=spec.num_kv_heads // split,
             head_dim=spec.head_size,
             dtype=dtype_name(dtype),
             values="key_prefix" if are_latents([spec]) else "own",

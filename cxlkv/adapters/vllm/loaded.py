@@ -14,7 +14,7 @@ it, and reports what it has; from then on keys are of these.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -44,19 +44,21 @@ class LoadedWeights:
         self._loaded = Loaded(models_with(layers))  # the scheduler has the states of all ranks
         self._ended_s = time.monotonic()
 
-    def hear(self, message: Message, worker: Saves) -> None:
-        """Pass the step's message to the worker; of other weights' keys, load and save nothing."""
+    def hear(self, message: Message, workers: Sequence[Saves]) -> None:
+        """Pass the step's message to those that this process has, one for each pool; of other
+        weights' keys, load and save nothing."""
         is_idle = time.monotonic() - self._ended_s > loaded.IDLE_S
         look = message.look or is_idle or self._loaded.may_differ
         has_changed = look and self._loaded.look()
         meant = message.weights[self._rank] if message.weights else b""
         self._ended_s = time.monotonic()
         state = self._loaded.state
-        if has_changed:
-            worker.stop_saving()
-        if message.look or has_changed or meant != state:
-            worker.tell_weights(state)
-        worker.hear(message if meant == state else unshared(message))
+        for worker in workers:
+            if has_changed:
+                worker.stop_saving()
+            if message.look or has_changed or meant != state:
+                worker.tell_weights(state)
+            worker.hear(message if meant == state else unshared(message))
 
     def end_step(self) -> None:
         self._ended_s = time.monotonic()

@@ -40,6 +40,19 @@ class BlockMemory:
     values: Array | None
     group: int = 0
 
+    def shares(self, count: int) -> list[BlockMemory]:
+        """Those of equal shares of the heads."""
+        heads = self.keys.shape[1] // count
+        parts = [slice(number * heads, (number + 1) * heads) for number in range(count)]
+        return [
+            BlockMemory(
+                self.keys[:, part],
+                None if self.values is None else self.values[:, part],
+                self.group,
+            )
+            for part in parts
+        ]
+
 
 class Checkpoint(Protocol):
     """States behind the tokens of a load (states.py); last: where their last unit begins."""

@@ -56,19 +56,19 @@ class Reporting:
     """The connector's part that the engine asks for figures; one of the two is there."""
 
     counting: Counting | None = None
-    looking: Looking | None = None
+    looking: dict[int, Looking]  # a worker's, by the number of its pool
     moves: list[Moves]  # of the scheduler's tiers, by rank
     scheduling: Scheduling | None
 
     def get_kv_connector_stats(self) -> CXLStats | None:
-        found = None
+        found: Figures | None = None
         if self.counting is not None and self.scheduling is not None:
             scheduling = self.scheduling
             found = self.counting.take(scheduling.failures, scheduling.come_tokens)
             for moves in self.moves:
                 found = counting.with_moves(found, moves)
-        elif self.looking is not None:
-            found = self.looking.take()
+        for new in filter(None, [one.take() for one in self.looking.values()]):
+            found = new if found is None else counting.joined(found, new)
         return None if found is None or counting.is_empty(found) else CXLStats(found)
 
     @classmethod

@@ -80,12 +80,12 @@ class PoolAttention:
     """The requests of one worker over its pool.
 
     layers: the engine's names of the pool's layers, in order. block_tokens: of the engine's keys,
-    whole pages. rank: of this worker, by which a message's handles are told apart; ranks: how many
-    there are. shares: others have the same in this pool. decode_rows: a request that has tokens and
-    brings at most so many more is decoding, which is what budgets are for. method: as in
-    Batch.select. step: makes a Step; None: of tensors in host memory. many: attends for many rows
-    of one request, where that is faster than the pool. tiers: of the pool, closed with this; None:
-    such that evict only. quota: of the same tiers.
+    whole pages. rank: of this worker; number: of its pool, by which a message's handles are told
+    apart. has_peers: there are other ranks; shares: they have the same in this pool. decode_rows: a
+    request that has tokens and brings at most so many more is decoding, which is what budgets are
+    for. method: as in Batch.select. step: makes a Step; None: of tensors in host memory. many:
+    attends for many rows of one request, where that is faster than the pool. tiers: of the pool,
+    closed with this; None: such that evict only. quota: of the same tiers.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class PoolAttention:
         *,
         block_tokens: int,
         rank: int = 0,
-        ranks: int = 1,
+        number: int = 0,
+        has_peers: bool = False,
         shares: bool = False,
         decode_rows: int = 1,
         method: str = "auto",
@@ -109,7 +110,8 @@ class PoolAttention:
         self.requests = PoolRequests(pool, self.tiers, quota)
         self.decode_rows = decode_rows
         self.method = method
-        self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
+        self.block_tokens, self.has_peers = block_tokens, has_peers
+        self._rank, self._number = rank, number
         self._shares = shares
         self._unpublished: list[Held] = []  # of the last step, until all ranks have said how it was
         self._held: dict[str, Held] = {}
@@ -156,7 +158,7 @@ class PoolAttention:
         self._release(started.request)
         ((request_row,),) = started.blocks  # one group, and one block of a request (blocks.py)
         held = Held(started.request, request_row, started.options, started.keys)
-        handle = started.handles[self._rank] if started.handles else None
+        handle = started.handles[self._number] if started.handles else None
         # Without its hit the sequence is shorter than the step wants it: a failure, seen there.
         # Pages are verified when attention reads them.
         self._load(held, handle, started.tokens)

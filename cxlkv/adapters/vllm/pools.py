@@ -1,8 +1,9 @@
 """Opens each rank's pool, with the layout, place and size that it needs, or refuses.
 
-Each rank of tensor and pipeline parallelism has a pool of its own, of its shard. Its path is made
-from the model's namespace, so that several models and engines may use one folder: equal ones find
-each other's prefixes there, others another file.
+Each rank of tensor and pipeline parallelism has a pool of its own, of its shard, or several, as
+ranks of a larger number would have them. A path is made from the model's namespace, so that several
+models and engines may use one folder: equal ones find each other's prefixes there, others another
+file.
 """
 
 from __future__ import annotations
@@ -55,25 +56,37 @@ ENGINES_FORM = 'leave out "attention" in kv_connector_extra_config'
 @dataclass(frozen=True)
 class Ranks:
     """Ranks of one engine: (tensor-parallel size, pipeline-parallel size), and which one this
-    is. copies: so many tensor-parallel ranks, side by side, keep the same and have one pool."""
+    is. copies: so many tensor-parallel ranks, side by side, keep the same and have one pool.
+    split: so many pools share a rank's kv heads."""
 
     tensor: int = 1
     pipeline: int = 1
     rank: int = 0  # pipeline rank * tensor + tensor-parallel rank
     copies: int = 1
+    split: int = 1
 
     @property
     def count(self) -> int:
         return self.tensor * self.pipeline
 
     @property
-    def shard(self) -> tuple[int, int, int, int]:
-        size, copies = self.tensor, self.copies
-        return (self.rank % size // copies, size // copies, self.rank // size, self.pipeline)
+    def shards(self) -> int:
+        """Pools of a pipeline stage."""
+        return self.tensor // self.copies * self.split
 
     @property
     def pools(self) -> int:
-        return self.count // self.copies
+        return self.shards * self.pipeline
+
+    @property
+    def own(self) -> range:
+        """Numbers of this rank's pools."""
+        first = self.rank // self.copies * self.split
+        return range(first, first + self.split)
+
+    def shard(self, number: int) -> tuple[int, int, int, int]:
+        """What the pool of this number keeps, as KVLayout has it."""
+        return (number % self.shards, self.shards, number // self.shards, self.pipeline)
 
     @property
     def saves(self) -> bool:
@@ -81,12 +94,12 @@ class Ranks:
         return self.rank % self.copies == 0
 
 
-def pool_path(where: str, words: Mapping[str, object], ranks: Ranks) -> str:
-    """Where this rank's pool lies, for a place that the user named.
+def pool_path(where: str, words: Mapping[str, object], ranks: Ranks, number: int) -> str:
+    """Where the pool of this number lies, for a place that the user named.
 
-    A folder gets a name of the model's; a file's name gets the rank's, when there are several.
+    A folder gets a name of the model's; a file's name gets the number, when there are several.
     """
-    shard = f"{ranks.rank // ranks.copies}of{ranks.pools}"
+    shard = f"{number}of{ranks.pools}"
     name = namespace({"name": "pool", **words}).hex()[:16]
     path = pools.path_for(where, f"cxlkv-vllm-{name}-{shard}.pool", str(words.get("model", "")))
     if path != where or ranks.pools == 1:
@@ -94,7 +107,7 @@ def pool_path(where: str, words: Mapping[str, object], ranks: Ranks) -> str:
     place = parse_place(where).path
     if is_device(str(place)) or where.startswith("dax:"):
         raise UnsupportedError(
-            f"{where}: {ranks.pools} ranks need a pool each, and a device holds one: make a file "
+            f"{where}: {ranks.pools} shards need a pool each, and a device holds one: make a file "
             "system on it, or give its NUMA node and a folder, like numa:1:/dev/shm/"
         )
     return f"{where}.{shard}"
@@ -110,7 +123,8 @@ def make_or_open(
     sketch: bool | None = False,
     shared: PoolSettings = UNSHARED,
 ) -> CXLPool:
-    """This rank's pool; says where it is and what it holds. Raises GeometryError for another's.
+    """One of this rank's pools; says where it is and what it holds. Raises GeometryError for
+    another's.
 
     wanted_tokens: of the longest request; a pool that cannot hold one is worth a warning.
     """
@@ -118,7 +132,9 @@ def make_or_open(
     pool, made = pools.make_or_open(
         CXLPool, path, layout, own, parts=ranks.pools, sketch=sketch, shared=shared
     )
-    found = pools.measure(pool.admin.overview(), made, tokens_of(pool), ranks.rank, ranks.pools)
+    shard, shards, stage, _ = layout.shard
+    number = stage * shards + shard
+    found = pools.measure(pool.admin.overview(), made, tokens_of(pool), number, ranks.pools)
     pools.say(found, wanted_tokens)
     pools.bring_in(pool, shared.huge)  # else the first texts that are saved pay for it
     return pool
@@ -154,9 +170,11 @@ def tokens_of(pool: CXLPool) -> int:
 # ---- what the engine says of itself ----
 
 
-def ranks_of(vllm_config: object, specs: Sequence[object], rank: int = 0) -> Ranks:
-    """specs: of the layers. Raises UnsupportedError for parallelism that splits a request's
-    tokens."""
+def ranks_of(
+    vllm_config: object, specs: Sequence[object], rank: int = 0, shards: int | None = None
+) -> Ranks:
+    """specs: of the layers. shards: as in Settings. Raises BadArgumentError for shards that cannot
+    be, UnsupportedError for parallelism that splits a request's tokens."""
     parallel = _of(vllm_config, "parallel_config")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if int(str(getattr(parallel, name, 1))) > 1:
@@ -164,7 +182,30 @@ def ranks_of(vllm_config: object, specs: Sequence[object], rank: int = 0) -> Ran
     tensor = _number(parallel, "tensor_parallel_size")
     pipeline = _number(parallel, "pipeline_parallel_size")
     copies = _copies(vllm_config, specs, tensor)
-    return Ranks(tensor, pipeline, rank % (tensor * pipeline), copies)
+    split = 1 if shards is None else _split(vllm_config, specs, tensor // copies, shards)
+    return Ranks(tensor, pipeline, rank % (tensor * pipeline), copies, split)
+
+
+def _split(vllm_config: object, specs: Sequence[object], ranks: int, shards: int) -> int:
+    """Pools of each of so many ranks that keep different heads, where `shards` have all heads."""
+    split, rest = divmod(shards, ranks)
+    heads = {int(getattr(spec, "num_kv_heads", 0)) for spec in specs}  # of a rank
+    if rest or (split > 1 and any(count % split for count in heads)):
+        of_layers = " or ".join(str(count * ranks) for count in sorted(heads))
+        raise BadArgumentError(
+            f'"shards": {shards}: it must be a multiple of the {ranks} ranks that keep different '
+            f"kv heads, and divide the {of_layers} kv heads of a layer: leave it out, or give such "
+            "a number"
+        )
+    if split == 1:
+        return 1
+    if any(not hasattr(spec, "num_kv_heads") for spec in specs):
+        raise UnsupportedError(f'cxlkv: "shards": {shards} with states is not served: leave it out')
+    if drafts_with_layers(vllm_config):
+        raise UnsupportedError(
+            f'cxlkv: "shards": {shards} with a drafter that has layers is not served: leave it out'
+        )
+    return split
 
 
 def _copies(vllm_config: object, specs: Sequence[object], tensor: int) -> int:
@@ -307,9 +348,10 @@ def words_of(
     packing: str,
     encoding: str = "none",
     identity: str = "",
+    shards: int | None = None,
 ) -> dict[str, object]:
     """Everything that makes K and V what they are, but the salt: see keys.namespace(). kinds: as in
-    check_groups().
+    check_groups(); shards: as in Settings.
 
     Read from files and settings, never from the engine's own config, which models may change while
     they are loaded: scheduler and workers must find the same words.
@@ -320,12 +362,13 @@ def words_of(
     source = str(getattr(model, "model_weights", "") or _of(model, "model"))
     revision = cast("str | None", _of(model, "revision"))
     given, kinds = kinds, [one for one in kinds if one[0] != states.KIND]
-    ranks, spec = ranks_of(vllm_config, [one for _, one in given]), kinds[0][1]
+    ranks, spec = ranks_of(vllm_config, [one for _, one in given], 0, shards), kinds[0][1]
     # Random weights differ from one number of ranks to another.
-    seed = str(_of(model, "seed")) + f" of {ranks.tensor} ranks" * (ranks.copies > 1)
-    groups = [] if len(kinds) == 1 else sorted({_group_words(*kind) for kind in kinds}, key=str)
-    if not are_whole([group_of(*kinds[0])]):
-        groups = groups or [_group_words(*kinds[0])]
+    is_alone = ranks.copies == ranks.split == 1
+    seed = str(_of(model, "seed")) + ("" if is_alone else f" of {ranks.tensor} ranks")
+    groups = sorted({_group_words(*kind, ranks.split) for kind in kinds}, key=str)
+    if len(kinds) == 1 and are_whole([group_of(*kinds[0])]):
+        groups = []
     return {
         "engine": "vllm",
         **model_words(source, revision, identity),
@@ -339,9 +382,9 @@ def words_of(
         "processor": getattr(model, "mm_processor_kwargs", None),
         "length": _length(model),
         "page_tokens": _number(spec, "block_size"),
-        "heads": _number(spec, "num_kv_heads"),
+        "heads": _number(spec, "num_kv_heads") // ranks.split,
         "head_dim": _number(spec, "head_size"),
-        "shards": (ranks.tensor // ranks.copies, ranks.pipeline),
+        "shards": (ranks.shards, ranks.pipeline),
         "packing": packing,
         "encoding": encoding,
         # These only where they are, or keys would not be what they were without them.
@@ -351,17 +394,22 @@ def words_of(
     }
 
 
+def drafts_with_layers(vllm_config: object) -> bool:
+    said = getattr(vllm_config, "speculative_config", None)
+    return said is not None and getattr(said, "method", None) not in DRAFTERS
+
+
 def _drafter_words(vllm_config: object) -> dict[str, object]:
     """Words of the model that drafts, where it has layers: these are in the pool, too."""
-    said = getattr(vllm_config, "speculative_config", None)
-    if said is None or getattr(said, "method", None) in DRAFTERS:
+    if not drafts_with_layers(vllm_config):
         return {}
-    model, ranks = getattr(said, "draft_model_config", None), said.draft_parallel_config
+    said = _of(vllm_config, "speculative_config")
+    model, ranks = getattr(said, "draft_model_config", None), _of(said, "draft_parallel_config")
     if model is None:
         return {}
     words = {
         **model_words(str(model.model), cast("str | None", model.revision)),
-        "method": str(said.method),
+        "method": str(_of(said, "method")),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "shards": _number(ranks, "tensor_parallel_size"),
@@ -369,9 +417,9 @@ def _drafter_words(vllm_config: object) -> dict[str, object]:
     return {"drafter": words}
 
 
-def _group_words(kind: str, spec: object) -> tuple[object, ...]:
+def _group_words(kind: str, spec: object, split: int) -> tuple[object, ...]:
     group = group_of(kind, spec)
-    shape = [_number(spec, name) for name in ("num_kv_heads", "head_size")]
+    shape = (_number(spec, "num_kv_heads") // split, _number(spec, "head_size"))
     return (group.block_tokens, group.window, group.chunked, *shape)
 
 

@@ -52,30 +52,34 @@ class Probe:
         self._layers, self._caches, self._memory = layers, caches, list(memory.items())
         self._groups, self._unit, self._dtype = groups, unit_of(groups), dtype
 
-    def run(self, pool: CXLPool) -> None:
-        """Raises UnsupportedError with the layer's name."""
+    def run(self, *pools: CXLPool) -> None:
+        """pools: that share the heads. Raises UnsupportedError with the layer's name."""
         if any(own.keys.shape[0] < 2 + 2 * self._count(own) for _, own in self._memory):
             return
-        sequence = pool.sequence()
+        sequences = [pool.sequence() for pool in pools]
         try:
             with suppress(PoolFullError):
-                batch = pool.batch([sequence])
+                batches = [pool.batch([one]) for pool, one in zip(pools, sequences, strict=True)]
                 for number, (name, own) in enumerate(self._memory):
                     self._write(name, own)
                     self._check(name, own)
                     blocks = range(1, 1 + self._count(own))
-                    batch.append_blocks(number, own.keys, own.values, blocks, [0, len(blocks)])
+                    for batch, part in zip(batches, own.shares(len(pools)), strict=True):
+                        starts = [0, len(blocks)]
+                        batch.append_blocks(number, part.keys, part.values, blocks, starts)
                 for number, (name, own) in enumerate(self._memory):
                     count = self._count(own)
                     others = range(1 + count, 1 + 2 * count)
-                    batch.fetch_blocks(number, own.keys, own.values, others, [0, count], [0])
+                    for batch, part in zip(batches, own.shares(len(pools)), strict=True):
+                        batch.fetch_blocks(number, part.keys, part.values, others, [0, count], [0])
                     cache = self._caches[name]
                     moved = cache[1 + count : 1 + 2 * count].clone()
                     self._write(name, own)
-                    if not _is_same(moved, cache[1 : 1 + count], pool.layout):
+                    if not _is_same(moved, cache[1 : 1 + count], pools[0].layout):
                         raise refusal(name, "the pool gives back another block than it was given")
         finally:
-            sequence.release()
+            for sequence in sequences:
+                sequence.release()
             for name, own in self._memory:
                 self._caches[name][: 2 + 2 * self._count(own)].zero_()
 

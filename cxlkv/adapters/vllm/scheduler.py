@@ -105,8 +105,7 @@ class _Told:
 
 
 class Scheduling:
-    """One for each engine; pools are those of all ranks, by rank: of so many `copies` that keep the
-    same, one.
+    """One for each engine; pools are those of all `ranks`, by number; None: each rank has one.
 
     space: the namespace of its keys. block_tokens: of a unit, whole blocks of all groups;
     hash_tokens: how many tokens the engine's hashes are apart, a divisor of it. is_whole: the
@@ -122,7 +121,7 @@ class Scheduling:
         space: bytes,
         settings: Settings,
         *,
-        copies: int = 1,
+        ranks: int | None = None,
         block_tokens: int,
         hash_tokens: int | None = None,
         is_whole: bool = True,
@@ -133,8 +132,7 @@ class Scheduling:
         words: Words | None = None,
     ):
         self.pools, self.space, self.settings = list(pools), space, settings
-        self._copies = copies
-        self._weights = Weights(space, len(self.pools) * copies)
+        self._weights = Weights(space, len(self.pools) if ranks is None else ranks)
         self._adapters = Adapters()
         self.block_tokens = block_tokens
         self._every = block_tokens // (hash_tokens or block_tokens)
@@ -416,7 +414,7 @@ class Scheduling:
         self._starts[name] = Started(
             name,
             [list(of) for of in blocks],
-            handles=[handle for handle in found.handles for _ in range(self._copies)],
+            handles=found.handles,
             tokens=found.local + external,
             brought=self._brought(name, found.local + external),
             local=found.local,

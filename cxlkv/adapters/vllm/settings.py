@@ -57,7 +57,9 @@ class Settings(PoolSettings):
     the engine does with its requests is left as the engine has it, which by default is to fail
     them. local: bytes of the engine's memory for copies of hot pages. worker: the worker near the
     memory selects and attends. tails: whether what ended requests have beyond their last whole
-    block is kept, too.
+    block is kept, too. shards: pools that all kv heads are dealt out among, as by so many
+    tensor-parallel ranks: engines of unlike sizes that name one number share pools. None: as many
+    as the engine has ranks.
     """
 
     attention: Literal["engine", "pool"] = "engine"
@@ -71,6 +73,7 @@ class Settings(PoolSettings):
     local: Size | None = None
     worker: bool = False
     tails: bool = False
+    shards: int | None = Field(None, ge=1, description="a whole number, 1 or more")
 
     @model_validator(mode="after")
     def _of_the_pool(self) -> Self:
@@ -80,6 +83,10 @@ class Settings(PoolSettings):
                     f"{{{name}}} needs {{attention}}: pool, as the engine's attention reads blocks "
                     "of its own, and all of them"
                 )
+        if self.attention == "pool" and self.shards is not None:
+            raise BadArgumentError(
+                "{shards} needs {attention}: engine: where attention is in the pool, a rank has one"
+            )
         try:
             scorers.check(self.method)
         except BadArgumentError as error:

@@ -111,7 +111,8 @@ def test_the_first_rank_says_it_once(
     with caplog.at_level(logging.INFO, "cxlkv"):
         for rank in (1, 0):
             path = str(tmp_path / f"{rank}.pool")
-            of_vllm.make_or_open(path, LAYOUT, "16MiB", of_vllm.Ranks(2, 1, rank), 1).close()
+            layout = KVLayout.of(LAYOUT.groups, page_tokens=32, shard=(rank, 2, 0, 1))
+            of_vllm.make_or_open(path, layout, "16MiB", of_vllm.Ranks(2, 1, rank), 1).close()
     (said,) = (line for line in caplog.messages if not line.startswith("huge pages hold"))
     assert f"made {tmp_path}/0.pool, for " in said
     assert "; each of the 2 ranks has one like it" in said

@@ -79,7 +79,7 @@ class Engine:
         self._size = recording.block_tokens
         layout = recording.layout
         words: dict[str, object] = {"engine": recording.engine, "layout": str(layout)}
-        path = pools.pool_path(settings.where, words, pools.Ranks())
+        path = pools.pool_path(settings.where, words, pools.Ranks(), 0)
         again = partial(
             pools.make_or_open,
             *(path, layout, settings.capacity, pools.Ranks(), 0),
