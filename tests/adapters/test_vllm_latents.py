@@ -23,7 +23,7 @@ from cxlkv.adapters.vllm.latents import are_latents, check_encoding, rope_concer
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report, Span, Started
 from cxlkv.adapters.vllm.scheduler import Step
-from cxlkv.errors import UnsupportedError
+from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import LayerGroup
 
 from ..support.damaging import damage_piece
@@ -359,6 +359,45 @@ def test_a_pool_without_room_leaves_a_step_its_own_latents(pool: CXLPool) -> Non
     assert attention.report().failures.keys() == {"full"}
     pool.pages.free(taken)
     attention.hear(Message(ended=["one"]))
+
+
+def test_ranks_of_any_number_have_the_pools_and_keys_of_the_shards_that_they_name(
+    tmp_path: Path,
+) -> None:
+    """Unless their weights are random."""
+
+    def found(tensor: int, shards: int | None, *, dummy: bool = False) -> tuple[list[str], bytes]:
+        own = Latent(head_size_v=DIM, num_kv_heads=8 // tensor)
+        engine = engine_of(tmp_path, tensor, dummy=dummy)
+        specs = [own, replace(own, head_size=2 * DIM, num_kv_heads=4 // tensor)]
+        kinds = [("FullAttentionSpec", one) for one in specs]
+        words = pools.words_of(engine, kinds, "vec", shards=shards)
+        ranks = [pools.ranks_of(engine, specs, rank, shards) for rank in range(tensor)]
+        paths = [pools.pool_path(f"{tmp_path}/", words, r, n) for r in ranks for n in r.own]
+        shard = [one.shard(number) for one in ranks for number in one.own]
+        assert shard == [(number, len(paths), 0, 1) for number in range(len(paths))]
+        return paths, space_of(words, "")
+
+    assert found(1, 4) == found(2, 4) == found(4, 4) == found(4, None)
+    assert found(1, 1) == found(1, None)
+    assert len({found(tensor, 4, dummy=True)[1] for tensor in (1, 2, 4)}) == 3
+    for tensor, shards in ((2, 1), (2, 3), (1, 8)):
+        said = f"multiple of the {tensor} ranks .* the 4 or 8 kv heads of a layer"
+        with pytest.raises(BadArgumentError, match=said):
+            found(tensor, shards)
+
+
+def test_shards_are_not_for_states_drafters_and_latents(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, 1)
+    own = Latent(head_size_v=DIM, num_kv_heads=8)
+    with pytest.raises(UnsupportedError, match='"shards": 2 with states'):
+        pools.ranks_of(engine, [own, SimpleNamespace()], shards=2)
+    with pytest.raises(BadArgumentError, match="the 1 kv heads of a layer: leave it out"):
+        pools.ranks_of(engine, [Latent()], shards=2)
+    engine.speculative_config = SimpleNamespace(method="eagle")
+    with pytest.raises(UnsupportedError, match='"shards": 2 with a drafter'):
+        pools.ranks_of(engine, [own], shards=2)
+    assert pools.ranks_of(engine, [own], shards=1).pools == 1
 
 
 @pytest.mark.parametrize("pool", [pool_layout], indirect=True)

@@ -80,6 +80,8 @@ def test_settings_as_they_are_written() -> None:
         ({"deadline_s": 0}, "deadline_s is 0: a number above 0"),
         ({"audit": 2}, "audit: 2 is not a share of the selects, or 0 for none"),
         ({"local": "1GiB"}, "local needs attention: pool"),
+        ({"shards": 0}, "shards is 0: a whole number, 1 or more"),
+        ({"attention": "pool", "shards": 2}, "shards needs attention: engine"),
         ({"worker": True}, "worker needs attention: pool"),
         ({"attention": "pool", "worker": 1}, "worker is 1: true or false is wanted"),
         ({"attention": "pool", "local": "much"}, "'much' is not a size"),

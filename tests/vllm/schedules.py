@@ -520,7 +520,7 @@ def serve(engine: Engine, prompts: list[list[int]], prefix: str) -> None:
         elif drawn < 0.06 and engine.settles():
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
             engine.counts["reset while running"] += 1
-        elif drawn < 0.16 and engine.case["damage"]:
+        elif drawn < 0.5 and engine.case["damage"]:
             engine.counts["damaged"] += damage(engine.case["folder"], chance)
         engine.step()
 

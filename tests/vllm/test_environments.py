@@ -102,7 +102,7 @@ class Environment:
         command = f'{first or ":"}\n{python} -c "$CXLKV" doctor vllm --json --capacity 8MiB'
         shm = Path("/dev/shm") / f"cxlkv-test-{os.getpid()}.environment"
         done = subprocess.run(
-            ["/bin/sh", "-ec", f"{command} --where {shm} --port 1"],
+            ["/bin/sh", "-ec", f"{command} --where {shm}"],
             capture_output=True,
             text=True,
             check=False,

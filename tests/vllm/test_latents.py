@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cxlkv import CXLPool
+
 from ..support.damaging import damage_piece
 from .conftest import MakeEngine
 from .forked import Nursery
@@ -14,6 +16,7 @@ from .test_windows import NEW_TOKENS, PROMPT_TOKENS, die_in, prompts, served
 from .tiny_models import tiny
 
 BLOCK_TOKENS = 16  # of vLLM's MLA on CPUs
+PARTS = {"gpt-oss": 2}  # pages of a block: one for each group of layers
 CACHED = [(tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in PROMPT_TOKENS]
 FORMS: dict[str, dict[str, object]] = {"engine": {}, "pool": {"async_scheduling": False}}
 
@@ -60,18 +63,33 @@ def test_tokens_are_those_of_stock_vllm_whatever_becomes_of_engines(
 
 
 @pytest.mark.parametrize(
-    ("kind", "form", "block_tokens"),
-    [("DeepSeek-V2", "engine", 16), ("DeepSeek-V2", "pool", 16), ("Llama", "engine", 32)],
+    ("kind", "form", "block_tokens", "heads"),
+    [
+        ("DeepSeek-V2", "engine", 16, None),
+        ("DeepSeek-V2", "pool", 16, None),
+        ("Llama", "engine", 32, 1),
+        ("Qwen3", "engine", 32, 2),
+        ("gpt-oss", "engine", 32, 4),
+    ],
 )
-def test_engines_of_two_ranks_and_of_one_have_one_pool(
-    kind: str, form: str, block_tokens: int, make_engine: MakeEngine, tmp_path: Path
+def test_engines_of_two_ranks_and_of_one_share_pages(
+    kind: str,
+    form: str,
+    block_tokens: int,
+    heads: int | None,
+    make_engine: MakeEngine,
+    tmp_path: Path,
 ) -> None:
-    """Of which the pages are those of one rank, whoever saves; with latents, and where all ranks
-    have the only kv head. One rank gives the tokens of stock vLLM, as tests above show."""
+    """Which are those of one rank, whoever saves: with latents, where all ranks have the only kv
+    head, and where the heads are dealt out among two pools. One rank gives the tokens of stock
+    vLLM, as other tests show."""
     folder, extra = folder_in(tmp_path)
     extra["attention"] = form
-    heads = {"num_key_value_heads": 1} if kind == "Llama" else {}
-    model = str(tiny(kind, tmp_path / "model", **heads))
+    shards = 1 if heads in (None, 1) else 2
+    if shards > 1:
+        extra["shards"] = shards
+    changes = {} if heads is None else {"num_key_value_heads": heads}
+    model = str(tiny(kind, tmp_path / "model", **changes))
     hit = [(tokens - 1) // block_tokens * block_tokens for tokens in PROMPT_TOKENS]
     ends = [(tokens + NEW_TOKENS - 1) // block_tokens for tokens in PROMPT_TOKENS]
     given = {**FORMS[form], "model": model}
@@ -86,6 +104,12 @@ def test_engines_of_two_ranks_and_of_one_have_one_pool(
     assert (found["cached"], again["cached"]) == (hit, hit)
     one.end()
     two.end()
-    stats = check(folder)
-    assert stats["pages_published"] == 2 * sum(ends)
-    assert stats["pages_total"] - stats["pages_free"] == stats["pages_published"]
+    paths = list(folder.glob("*.pool"))
+    assert len(paths) == shards
+    for path in paths:
+        with CXLPool.open(path, threads=1) as pool:
+            report, stats, layout = pool.admin.check(deep=True), pool.stats(), pool.layout
+        assert report["clean"], report["problems"]
+        assert layout.of_layer(0).kv_heads * shards == (heads or 1)
+        assert stats["pages_published"] == 2 * sum(ends) * PARTS.get(kind, 1)
+        assert stats["pages_total"] - stats["pages_free"] == stats["pages_published"]

@@ -147,9 +147,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self._loaded: LoadedWeights | None = None  # a worker's
         self.scheduling: Scheduling | None = None
         self._own: tuple[BlockPool, object] | None = None  # and what it finds blocks in
+        self._ended_in_step: list[list[int]] = []  # blocks of requests, of the step that runs
         self._workers: Sequence[EngineAttention | PoolAttention] = ()  # one for each own pool
         self._ended: Counter[str] = Counter()  # loads of requests, of how many of them
-        self._lost: set[str] = set()
         self.moves: list[Moves] = []
         self.looking = {}
         self._quotas: dict[int, Quota | None] = {}  # a worker's, by the number of its pool
@@ -287,6 +287,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._take_reopened()
+        self._ended_in_step.clear()
         return StepMessage(self._scheduler.message(step_of(scheduler_output)))
 
     def _take_reopened(self) -> None:
@@ -314,14 +315,24 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, None]:
         self._scheduler.ended(request)
         self._counting.ended(request.request_id)
+        self._ended_in_step += block_ids
         return False, None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._evict(connector_output.invalid_block_ids)
         reports = connector_output.kv_connector_worker_meta
         if isinstance(reports, StepReports):
             self._notice_reset()
             self._scheduler.heard(reports.reports, connector_output.invalid_block_ids)
             self._counting.heard(reports.reports)
+
+    def _evict(self, bad: set[int]) -> None:
+        """vLLM takes bad blocks out of its prefix cache, and those behind them, but not of requests
+        that were aborted while the step ran."""
+        for blocks in self._ended_in_step if bad else ():
+            assert self._own is not None, "bound before the first step"
+            first = next((place for place, one in enumerate(blocks) if one in bad), len(blocks))
+            self._own[0].evict_blocks(set(blocks[first:]))
 
     def reset_cache(self) -> bool:
         self._notice_reset()
@@ -564,9 +575,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         results = super().get_transfer_results(finished_req_ids)
         for worker in self._workers:
             if isinstance(worker, EngineAttention):
-                self._lost |= worker.lost()
-        results.failed_recving |= self._lost - self._ended.keys()
-        self._lost &= self._ended.keys()  # until all have ended
+                results.failed_recving |= worker.lost()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
