@@ -74,6 +74,13 @@ def pinned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device, by the current stream; the host does not wait."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Side:
     """A stream beside the current one, for numbered pieces of work that are waited for one by one.
     A CUDA graph captures both streams."""

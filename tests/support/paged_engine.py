@@ -22,7 +22,7 @@ from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.common.pools import open_tiers, quota_of
 from cxlkv.adapters.vllm import groups
-from cxlkv.adapters.vllm.engine_attention import EngineAttention
+from cxlkv.adapters.vllm.engine_attention import EngineAttention, Share
 from cxlkv.adapters.vllm.groups import BlockGroup, are_whole, unit_of
 from cxlkv.adapters.vllm.loaded import LoadedWeights
 from cxlkv.adapters.vllm.loading import BlockMemory
@@ -197,10 +197,7 @@ class Rank:
             named,
             settings,
             groups=grouping.groups,
-            rank=rank,
-            number=place,
-            has_peers=ranks > 1,
-            saves=rank % copies == 0,
+            share=Share(rank, place, ranks > 1, rank % copies == 0),
             tiers=tiers,
             quota=quota_of(tiers, settings, 1 / ranks),
             states=self.states,

@@ -45,13 +45,14 @@ from cxlkv.adapters.vllm.admission import Admission
 from cxlkv.adapters.vllm.blocks import begin_admission, pool_layout, speculated_tokens
 from cxlkv.adapters.vllm.chunks import chunks_on
 from cxlkv.adapters.vllm.counting import Counting, Looking
-from cxlkv.adapters.vllm.engine_attention import EngineAttention
+from cxlkv.adapters.vllm.device_attention import DeviceAttention
+from cxlkv.adapters.vllm.engine_attention import EngineAttention, Share
 from cxlkv.adapters.vllm.events import Removed, Stored
 from cxlkv.adapters.vllm.gpu_step import check_device, steps_on
 from cxlkv.adapters.vllm.groups import are_whole, layout_of, unit_of
 from cxlkv.adapters.vllm.latents import are_latents, check_encoding, rope_concern
+from cxlkv.adapters.vllm.layers import Layers, layers_of, packing_of
 from cxlkv.adapters.vllm.loaded import LoadedWeights
-from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.lora import watch_loads
 from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.metrics import Reporting
@@ -391,10 +392,15 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         rows = {name: layer for name, layer in own.items() if name not in of_states}
         pools.check_caches(rows, self._cache_dtype, self._in_pool)
         if self._in_pool:
-            device = next(iter(kv_caches.values())).device
-            self._workers = [self._make_pool_attention(own, device)]
+            of_tensors = next(iter(kv_caches.values())).device
+            self._workers = [self._make_pool_attention(own, of_tensors)]
             return
-        layers = layers_of(kv_caches, specs)
+        device = self._device_of(kv_caches)
+        if device is not None and of_states:
+            raise UnsupportedError(
+                f"cxlkv: states in blocks on {device} are not served: {pools.WITHOUT_US}"
+            )
+        layers = layers_of(kv_caches, specs, device)
         memory = memory_of(kv_caches, of_states) if of_states else None
         dtype = self._vllm_config.model_config.dtype
         ranks = self._ranks
@@ -404,38 +410,44 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             of = (dtype, ranks.shard(number), form, ranks.split)
             layout = layout_of(specs.values(), self._groups, *of)
             tiers.append(self._make_tiers(number, layout.encoded(self._encoding)))
-        probe = Probe(cast("Mapping[str, Attention]", own), kv_caches, layers, self._groups, dtype)
+        attention, memory_by_name = cast("Mapping[str, Attention]", own), layers.by_name
+        probe = Probe(attention, kv_caches, memory_by_name, self._groups, dtype)
         probe.run(*(one.pool for one in tiers))
         if memory is not None:  # there is one pool
             tensors = {name: of_model[name].kv_cache for name in of_states}
-            state_probe = StateProbe(tensors, memory, list(layers.values()), self._groups)
+            state_probe = StateProbe(tensors, memory, list(memory_by_name.values()), self._groups)
             state_probe.run(tiers[0].pool)
-        shares = {name: layer.shares(ranks.split) for name, layer in layers.items()}
         self._workers = [
             self._make_engine_attention(
-                number, one, {name: parts[place] for name, parts in shares.items()}, memory
+                number, one, layers_of(kv_caches, specs, device).share(place, ranks.split), memory
             )
             for place, (number, one) in enumerate(zip(ranks.own, tiers, strict=True))
         ]
+
+    def _device_of(self, kv_caches: Mapping[str, torch.Tensor]) -> torch.device | None:
+        """Where the engine's blocks are; None: in memory of the host."""
+        device = next(iter(kv_caches.values())).device
+        return None if device.type == "cpu" else device
 
     def _make_engine_attention(
         self,
         number: int,
         tiers: Tiers,
-        layers: Mapping[str, BlockMemory],
+        layers: Layers,
         states: StateMemory | None,
     ) -> EngineAttention:
         ranks, quota = self._ranks, self._quotas[number]
         self.looking[number] = Looking(tiers, quota=quota)  # what a probe has moved is no figure
-        return EngineAttention(
+        share = Share(ranks.rank, number, ranks.count * ranks.split > 1, ranks.saves)
+        most = self._vllm_config.scheduler_config.max_num_batched_tokens
+        link = layers.link
+        on_device = link and partial(DeviceAttention, link=link, step_tokens=most)
+        return (on_device or EngineAttention)(
             tiers.pool,
-            layers,
+            layers.by_name,
             self.settings,
             groups=self._groups,
-            rank=ranks.rank,
-            number=number,
-            has_peers=ranks.count * ranks.split > 1,
-            saves=ranks.saves,
+            share=share,
             tiers=tiers,
             quota=quota,
             states=states,
@@ -642,49 +654,3 @@ def step_of(output: SchedulerOutput) -> Step:
 
 def kind_of(spec: KVCacheSpec) -> tuple[str, KVCacheSpec]:
     return type(spec).__name__, spec
-
-
-def packing_of(vllm_config: VllmConfig, specs: Sequence[AttentionSpec]) -> str:
-    """The order in which the engine keeps the numbers of a block: part of its keys' namespace."""
-    from vllm.platforms import current_platform
-
-    version = ".".join(vllm.__version__.split(".")[:2])
-    if not current_platform.is_cpu():
-        raise UnsupportedError(
-            f"cxlkv: vLLM on {current_platform.device_name} is not served yet, only vLLM on CPU"
-        )
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
-    kinds = {
-        "latents"
-        if are_latents([one])
-        else _get_attn_isa(dtype, one.block_size, one.head_size, cache_dtype)
-        for one in specs
-    }
-    return f"vllm {version} cpu {' '.join(sorted(kinds))}"
-
-
-def layers_of(
-    kv_caches: dict[str, torch.Tensor], specs: dict[str, tuple[int, AttentionSpec]]
-) -> dict[str, BlockMemory]:
-    """The memory of each layer, by name. [blocks, kv_heads, tokens, K and V]: in each block and
-    head all of K lies before all of V (packed in the backend's way, or not). Layers of several
-    groups may share memory, each in blocks of its own. Latents have one head, and no V."""
-    found: dict[str, BlockMemory] = {}
-    for name, (group, spec) in specs.items():
-        memory, tokens, dim = kv_caches[name], spec.block_size, spec.head_size
-        is_latent = are_latents([spec])
-        wanted = (spec.num_kv_heads, tokens, dim if is_latent else 2 * dim)
-        if memory.shape[1:] != wanted or memory.dtype != spec.dtype or not memory.is_cpu:
-            raise UnsupportedError(
-                f"cxlkv: {name} keeps K and V as {tuple(memory.shape)} of {memory.dtype} on "
-                f"{memory.device}; (blocks, {', '.join(map(str, wanted))}) of {spec.dtype} on the "
-                "CPU is what is served yet"
-            )
-        if is_latent:
-            found[name] = BlockMemory(memory, None, group)
-            continue
-        halves = memory.view(-1, spec.num_kv_heads, 2 * tokens, dim)
-        found[name] = BlockMemory(halves[:, :, :tokens], halves[:, :, tokens:], group)
-    return found

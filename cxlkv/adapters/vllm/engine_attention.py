@@ -49,7 +49,7 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 @dataclass
-class _Held:
+class Held:
     """A request. blocks: by group; computed: where its step begins. valid: tokens whose K and V in
     the engine's blocks this worker knows to be right after this step; saved: its units that are in
     the pool.
@@ -111,19 +111,32 @@ class _Writing:
 
     def append(self, layer: int, own: BlockMemory) -> None:
         where = (self.blocks[own.group], self.starts[own.group], self.rewind)
-        self.batch.append_blocks(layer, own.keys, own.values, *where)
+        own.append(self.batch, layer, *where)
         self.layers = layer + 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of all texts a worker keeps. rank: of this worker; number: of its pool, by which handles
+    are told apart. has_peers: others have the rest of the same texts. saves: else another rank
+    does, which has the same."""
+
+    rank: int = 0
+    number: int = 0
+    has_peers: bool = False
+    saves: bool = True
+
+
+ALONE = Share()
 
 
 class EngineAttention:
     """Blocks of one engine process. layers: the engine's memory by the layer's name, in order;
     groups: whose tables name its blocks.
 
-    rank: of this worker; number: of its pool, by which handles are told apart. has_peers: others
-    have their parts of the same texts. saves: else another rank does, which has the same. tiers: of
-    the pool, closed with this; None: such that evict only. quota: of the same tiers. states: the
-    engine's memory of layers that have these. overlaps: the engine schedules a step before it has
-    heard of the one before.
+    tiers: of the pool, closed with this; None: such that evict only. quota: of the same tiers.
+    states: the engine's memory of layers that have these. overlaps: the engine schedules a step
+    before it has heard of the one before.
     """
 
     def __init__(
@@ -133,10 +146,7 @@ class EngineAttention:
         settings: Settings,
         *,
         groups: Sequences[BlockGroup],
-        rank: int = 0,
-        number: int = 0,
-        has_peers: bool = False,
-        saves: bool = True,
+        share: Share = ALONE,
         tiers: Tiers | None = None,
         quota: Quota | None = None,
         states: StateMemory | None = None,
@@ -150,8 +160,8 @@ class EngineAttention:
         self._layers = {name: index for index, name in enumerate(layers)}
         self.groups, self.unit, self._page_tokens = groups, unit_of(groups), page_tokens_of(groups)
         self._goes_back = are_whole(groups) and not overlaps
-        self._rank, self._number, self.has_peers, self._saves = rank, number, has_peers, saves
-        self._held: dict[str, _Held] = {}
+        self._share, self.has_peers = share, share.has_peers
+        self._held: dict[str, Held] = {}
         self._loader = Loader(self._memory)
         self._now: Load | None = None  # that this step waits for
         self._new: list[Part] = []
@@ -204,15 +214,15 @@ class EngineAttention:
         name = start.request
         self._end(name)
         blocks = [list(of) for of in start.blocks] or [[] for _ in self.groups]
-        options = replace(start.options, save=start.options.save and self._saves)
-        held = _Held(blocks, start.keys, start.computed + start.scheduled, options)
+        options = replace(start.options, save=start.options.save and self._share.saves)
+        held = Held(blocks, start.keys, start.computed + start.scheduled, options)
         held.computed = held.since = start.computed
         held.scheduled = start.scheduled
         self._held[name] = held
         if start.handles is None:
             return
         held.audited = start.tokens // self.unit if start.audit else None
-        part = self._part(start, start.handles[self._number])
+        part = self._part(start, start.handles[self._share.number])
         held.loaded = [block for of in part.blocks for block in of]
         (now if start.scheduled else self._later).append(part)
 
@@ -275,7 +285,7 @@ class EngineAttention:
             if other == name:
                 load.give_up()
 
-    def _prioritize(self, held: _Held) -> None:
+    def _prioritize(self, held: Held) -> None:
         """Prioritize all pages of its text that the pool has, whichever engine stored them."""
         try:
             keys = unpacked(held.keys, self.unit)
@@ -288,15 +298,18 @@ class EngineAttention:
     def start_loads(self) -> None:
         """What the step needs; for a step that needs nothing, too late is early enough."""
         if self._new:
-            self._now = Load(self.pool, self._new, self.settings.deadline_s)
+            self._now = self._load(self._new)
             self._new = []
             self._loader.begin(self._now)
             self._now.wait(0)
         for part in self._later:
-            load = Load(self.pool, [part], self.settings.deadline_s)
+            load = self._load([part])
             self._beside.append((part.request, load))
             self._loader.begin(load)
         self._later = []
+
+    def _load(self, parts: list[Part]) -> Load:
+        return Load(self.pool, parts, self.settings.deadline_s)
 
     def wait_for_layer(self, name: str) -> None:
         """Wait until this layer's hits are in the engine's blocks, right or given up."""
@@ -365,7 +378,7 @@ class EngineAttention:
         attributes: dict[str, str | int] = {
             "cxlkv.tokens": tokens,
             "cxlkv.far_bytes": tokens * self.pool.layout.stored_token_bytes,
-            "cxlkv.rank": self._rank,
+            "cxlkv.rank": self._share.rank,
         }
         if part.has_failed:
             attributes["cxlkv.failure"] = kind_of(part.error, load.is_late)
@@ -404,7 +417,7 @@ class EngineAttention:
             self.requests.fail("save", error)
             return []
 
-    def _adopt(self, name: str, held: _Held, complete: int) -> None:
+    def _adopt(self, name: str, held: Held, complete: int) -> None:
         """Adopt what the pool has of the text already, whichever engine stored it."""
         if name in self.requests.sequences and complete - held.saved == 1:
             return  # a block that a decode step has completed: its text is new
@@ -418,20 +431,24 @@ class EngineAttention:
             self.requests.load(name, None, 0)
 
     def _writings(self, upto: Mapping[str, int]) -> list[_Writing]:
-        """Those whose blocks the engine has from `saved` on are written together."""
-        together, found = dict[str, int](), list[_Writing]()
+        return [self._writing_of(some, rewind) for some, rewind in self._together(upto)]
+
+    def _together(self, upto: Mapping[str, int]) -> list[tuple[dict[str, int], int]]:
+        """Those whose blocks the engine has from `saved` on are written together; with what is to
+        be rewound."""
+        together, found = dict[str, int](), list[tuple[dict[str, int], int]]()
         for name, end in upto.items():
             seen = self._seen_from(self._held[name])
             if seen is None:
                 together[name] = end
             elif seen <= end * self.unit:  # else nothing of it can be found by itself
-                found.append(self._writing_of({name: end}, end * self.unit - seen))
+                found.append(({name: end}, end * self.unit - seen))
         if together:
             units = max(end - self._held[name].saved for name, end in together.items())
-            found.append(self._writing_of(together, units * self.unit))
+            found.append((together, units * self.unit))
         return found
 
-    def _seen_from(self, held: _Held) -> int | None:
+    def _seen_from(self, held: Held) -> int | None:
         """A token that sees no block that the engine has let go of before it was saved, as it does
         with those that another connector has loaded. None: it has all from `saved` on."""
         found = None
@@ -550,7 +567,7 @@ class EngineAttention:
                 for layer, of in enumerate(self._memory):
                     ratio = self.unit // self.groups[of.group].block_tokens
                     blocks = held.blocks[of.group][unit * ratio : (unit + 1) * ratio]
-                    batch.append_blocks(layer, of.keys, of.values, blocks, [0, ratio])
+                    of.append(batch, layer, blocks, [0, ratio])
                 keys = unpacked(held.keys, self.unit)[: unit + 1]
                 right = self.requests.audit(keys, own, 0) and right
             except CXLKVError as error:
@@ -628,7 +645,7 @@ class EngineAttention:
         except CXLKVError as error:
             self.requests.fail("save", error)
 
-    def _save_at_end(self, name: str, held: _Held, whole: int, keys: PageKeys) -> bool:
+    def _save_at_end(self, name: str, held: Held, whole: int, keys: PageKeys) -> bool:
         """keys: of `whole` blocks, and of the tail, if there is one; whether that is new."""
         if len(keys) > whole:
             names = self.pool.records.names(keys[whole:].packed.tobytes(), 1)
@@ -666,14 +683,14 @@ class EngineAttention:
     # ---- for the scheduler ----
 
     def tell_weights(self, state: bytes) -> None:
-        self._report.weights[self._rank] = state
+        self._report.weights[self._share.rank] = state
 
     def report(self) -> Report:
         """What happened since the last call."""
         found, self._report = self._report, Report()
         counts = self.requests.failures()
         found.failures = counts - self._told
-        self._told, found.saves = counts, self._saves
+        self._told, found.saves = counts, self._share.saves
         return found
 
     def close(self) -> None:

@@ -12,17 +12,21 @@ import time
 from collections import deque
 from collections.abc import Sequence as Sequences
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from cxlkv.adapters.vllm.traces import Trace
 from cxlkv.arrays import Array
 from cxlkv.errors import CorruptError, CXLKVError
 from cxlkv.machine import lifetime
 from cxlkv.pool import CXLPool
-from cxlkv.sequence import Sequence
+from cxlkv.sequence import Batch, Sequence
+
+if TYPE_CHECKING:
+    import torch
 
 IDLE_S = 0.005
 """A step that has nothing to do but to wait for a thread waits so long at most: what comes to the
@@ -34,11 +38,38 @@ log = logging.getLogger("cxlkv")
 @dataclass
 class BlockMemory:
     """The engine's own memory of one layer: [block_count, kv_heads, block_tokens, dim] each. group:
-    whose table names its blocks."""
+    whose table names its blocks. tokens: of such a block; ratio: of keys it takes so many."""
 
     keys: Array
     values: Array | None
     group: int = 0
+    tokens: int = field(init=False)
+    ratio: int = field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.keys.shape[2]
+
+    def append(
+        self,
+        batch: Batch,
+        layer: int,
+        blocks: npt.ArrayLike,
+        starts: npt.ArrayLike,
+        rewind: int | None = None,
+    ) -> None:
+        """Append these blocks as Batch.append_blocks() does."""
+        batch.append_blocks(layer, self.keys, self.values, blocks, starts, rewind)
+
+    def fetch(
+        self,
+        batch: Batch,
+        layer: int,
+        blocks: npt.ArrayLike,
+        starts: npt.ArrayLike,
+        first: npt.ArrayLike,
+    ) -> None:
+        """Fetch these blocks as Batch.fetch_blocks() does."""
+        batch.fetch_blocks(layer, self.keys, self.values, blocks, starts, first)
 
     def shares(self, count: int) -> list[BlockMemory]:
         """Those of equal shares of the heads."""
@@ -116,11 +147,23 @@ class Part:
         return self.good < self.end
 
 
-class Load:
-    """Parts that are loaded together: those that a step waits for, or those of one request."""
+class Link(Protocol):
+    """Streams of a device by which memory that is not the host's is loaded (device_blocks.py)."""
 
-    def __init__(self, pool: CXLPool, parts: list[Part], deadline_s: float):
+    def mark(self) -> torch.cuda.Event: ...
+    def begin_loads(self, behind: torch.cuda.Event) -> None: ...
+    def end_loads(self) -> None: ...
+
+
+class Load:
+    """Parts that are loaded together: those that a step waits for, or those of one request. link:
+    by which they are; it is behind all that the engine has queued by now."""
+
+    def __init__(
+        self, pool: CXLPool, parts: list[Part], deadline_s: float, link: Link | None = None
+    ):
         self._pool = pool
+        self._link, self._behind = link, None if link is None else link.mark()
         self.parts = parts
         self._until = time.monotonic() + deadline_s
         self._changed = threading.Condition()
@@ -145,6 +188,8 @@ class Load:
     def run(self, memory: Sequences[BlockMemory]) -> None:
         """Load in the thread, one layer after the other, until all are there or it is given up."""
         try:
+            if self._link is not None and self._behind is not None:
+                self._link.begin_loads(self._behind)
             for part in self.parts:
                 part.good = part.end if part.sequence is not None else part.begin
             self._bring_partial(memory)
@@ -158,6 +203,8 @@ class Load:
             for part in self.parts if not self._given_up else ():
                 part.bring_states()
         finally:
+            if self._link is not None:
+                self._link.end_loads()
             with self._changed:
                 if self._given_up or self._layers < len(memory):
                     for part in self.parts:
@@ -177,10 +224,10 @@ class Load:
                 for layer, own in enumerate(memory):
                     if self._given_up:
                         return
-                    tokens = own.keys.shape[2]
+                    tokens = own.tokens
                     first = [(part.end - tokens) // self._pool.layout.page_tokens]
                     last = part.blocks[own.group][-1:]
-                    batch.fetch_blocks(layer, own.keys, own.values, last, [0, 1], first)
+                    own.fetch(batch, layer, last, [0, 1], first)
             except CXLKVError as error:
                 part.fail(part.end - tokens, error)
         with self._changed:
@@ -189,7 +236,7 @@ class Load:
 
     def _bring(self, layer: int, own: BlockMemory) -> None:
         """What cannot be read ends its part there; the parts before it stay right."""
-        group, tokens = own.group, own.keys.shape[2]
+        group, tokens = own.group, own.tokens
         found = [(part, part.whole(group, tokens)) for part in self.parts]
         parts = [(part, count) for part, count in found if count and part.sequence is not None]
         if not parts:
@@ -200,7 +247,7 @@ class Load:
         first *= tokens // self._pool.layout.page_tokens
         try:
             batch = self._pool.batch([p.sequence for p, _ in parts if p.sequence is not None])
-            batch.fetch_blocks(layer, own.keys, own.values, blocks, starts, first)
+            own.fetch(batch, layer, blocks, starts, first)
         except CXLKVError as error:
             good = getattr(error, "good", None)
             for index, (part, count) in enumerate(parts):

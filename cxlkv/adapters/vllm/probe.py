@@ -66,12 +66,12 @@ class Probe:
                     blocks = range(1, 1 + self._count(own))
                     for batch, part in zip(batches, own.shares(len(pools)), strict=True):
                         starts = [0, len(blocks)]
-                        batch.append_blocks(number, part.keys, part.values, blocks, starts)
+                        part.append(batch, number, blocks, starts)
                 for number, (name, own) in enumerate(self._memory):
                     count = self._count(own)
                     others = range(1 + count, 1 + 2 * count)
                     for batch, part in zip(batches, own.shares(len(pools)), strict=True):
-                        batch.fetch_blocks(number, part.keys, part.values, others, [0, count], [0])
+                        part.fetch(batch, number, others, [0, count], [0])
                     cache = self._caches[name]
                     moved = cache[1 + count : 1 + 2 * count].clone()
                     self._write(name, own)

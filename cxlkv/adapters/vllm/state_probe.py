@@ -128,7 +128,7 @@ class StateProbe:
         try:
             batch = pool.batch([sequence])
             for number, (own, count) in enumerate(zip(self._rows, few, strict=True)):
-                batch.append_blocks(number, own.keys, own.values, range(count), [0, count])
+                own.append(batch, number, range(count), [0, count])
             pool.publish(sequence, key, self._unit, states=memory.gather(self._from))
             with pool.match(key) as hit:
                 memory.scatter(hit.read_states(), self._to)

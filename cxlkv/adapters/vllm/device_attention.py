@@ -1,0 +1,241 @@
+"""A worker's side of attention in an engine whose blocks are on a device.
+
+As engine_attention.py has it, but that no step waits for a copy: a step's blocks are copied to host
+memory behind it, and a thread saves them (saving.py). A step that waits for hits begins when these
+are in its blocks: where a graph is replayed, no layer says that it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link
+from cxlkv.adapters.vllm.engine_attention import ALONE, EngineAttention, Share, _Writing
+from cxlkv.adapters.vllm.groups import BlockGroup
+from cxlkv.adapters.vllm.loading import BlockMemory, Load, Part
+from cxlkv.adapters.vllm.messages import KEY_BYTES, Left, Message, Report
+from cxlkv.adapters.vllm.saving import Ring, Save, SavedText, Saver
+from cxlkv.adapters.vllm.settings import Settings
+from cxlkv.adapters.vllm.states import StateMemory
+from cxlkv.pool import CXLPool
+from cxlkv.tiers import Tiers
+from cxlkv.tiers.quota import Quota
+
+STEPS, ROOM_BYTES = 2, 1 << 30
+"""Host memory for what is on its way: of so many of the largest steps, but no more than that."""
+
+
+class DeviceAttention(EngineAttention):
+    """link: to the blocks' device. step_tokens: of the largest step, for which there is host memory
+    on the way; what finds no room there is saved by a later step. threaded: as in Saver."""
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        layers: Mapping[str, BlockMemory],
+        settings: Settings,
+        *,
+        groups: Sequence[BlockGroup],
+        link: Link,
+        step_tokens: int,
+        share: Share = ALONE,
+        tiers: Tiers | None = None,
+        quota: Quota | None = None,
+        states: StateMemory | None = None,
+        overlaps: bool = False,
+        threaded: bool = True,
+    ):
+        super().__init__(
+            pool,
+            layers,
+            settings,
+            groups=groups,
+            share=share,
+            tiers=tiers,
+            quota=quota,
+            overlaps=overlaps,
+        )
+        assert states is None, "refused before"
+        self._link = link
+        self._blocks = [own for own in layers.values() if isinstance(own, DeviceMemory)]
+        self._of_group = [memory.group for memory in self._blocks]
+        self._ratios = [self.unit // group.block_tokens for group in groups]
+        self._unit_bytes = sum(
+            memory.bytes_of(self._ratios[memory.group]) for memory in self._blocks
+        )
+        room = STEPS * -(-step_tokens // self.unit) * self._unit_bytes
+        self._ring = Ring(max(self._unit_bytes, min(room, ROOM_BYTES)), link.device)
+        self._saver = Saver(
+            pool,
+            self.tiers,
+            quota,
+            self._ring,
+            unit=self.unit,
+            groups=self._of_group,
+            ratios=self._ratios,
+            threaded=threaded,
+        )
+        self._saves_now: list[Save] = []
+
+    def reopened(self, pool: CXLPool, tiers: Tiers | None = None) -> None:
+        super().reopened(pool, tiers)
+        self._saver.reopened(pool, self.tiers)
+
+    # ---- loads ----
+
+    def _load(self, parts: list[Part]) -> Load:
+        return Load(self.pool, parts, self.settings.deadline_s, self._link)
+
+    def start_loads(self) -> None:
+        super().start_loads()
+        if self._now is not None:
+            self._now.wait(len(self._blocks) + 1)  # until it has ended
+
+    # ---- saves ----
+
+    def hear(self, message: Message) -> None:
+        self._take_outcome()
+        super().hear(message)
+        self._link.fence()  # what the step writes to may be saved
+
+    def _take_outcome(self) -> None:
+        found = self._saver.take()
+        for name in found.dropped & self._held.keys():
+            self._drop(name)
+        for name, saved in found.gaps.items():
+            held = self._held.get(name)
+            if held is not None:
+                held.saved = min(held.saved, saved)
+        self._report.stored += found.stored
+        self._report.tails.update(found.tails)
+        self._report.failures.update(found.failures)
+
+    def _plan(self) -> list[_Writing]:
+        """What this step completes. Its copies begin when its layers are computed."""
+        for save in self._saves_now:  # of a step that did not end
+            self._saver.submit(replace(save, texts=[]))
+        self._saves_now = []
+        upto, planned, room = dict[str, int](), set[bytes](), self._ring.room // self._unit_bytes
+        for name, held in self._held.items():
+            if not held.scheduled or not held.options.save or held.awaits:
+                continue
+            complete = min(held.complete(self.groups, self.unit), held.saved + room)
+            key = held.keys[held.saved * KEY_BYTES :][:KEY_BYTES]
+            if complete > held.saved and key not in planned:
+                planned.add(key)
+                upto[name] = complete
+                room -= complete - held.saved
+        for some, rewind in self._together(upto):
+            texts = [self._text(name, end) for name, end in some.items()]
+            made = self._save(texts, rewind)
+            if made is not None:
+                self._saves_now.append(made)
+        return []
+
+    def _text(self, name: str, end: int) -> SavedText:
+        held = self._held[name]
+        return SavedText(name, held.keys[: end * KEY_BYTES], held.saved, end)
+
+    def _save(self, texts: list[SavedText], rewind: int) -> Save | None:
+        units = sum(text.end - text.first for text in texts)
+        memory = self._ring.take(units * self._unit_bytes)
+        if memory is None:
+            return None
+        counts = np.cumsum([0, *(text.end - text.first for text in texts)], dtype=np.int32)
+        return Save(texts, [counts * ratio for ratio in self._ratios], rewind, memory)
+
+    def save_layer(self, name: str) -> None:
+        layer = self._layers.get(name)
+        if layer is not None and any(len(save.layers) == layer for save in self._saves_now):
+            self._link.begin_gathers()
+            for save in self._saves_now:
+                if len(save.layers) == layer:
+                    self._gather(save, layer)
+
+    def _gather(self, save: Save, layer: int) -> None:
+        own = self._blocks[layer]
+        ratio = self._ratios[own.group]
+        blocks = np.concatenate(
+            [
+                np.array(
+                    self._held[text.name].blocks[own.group][text.first * ratio : text.end * ratio]
+                )
+                for text in save.texts
+            ]
+        )
+        here = save.part(own.bytes_of(len(blocks)))
+        save.layers.append(self._link.gather(own, blocks, here))
+
+    def end_step(self) -> None:
+        super().end_step()  # which loads and audits; it saves nothing
+        if not self._saves_now:
+            return
+        self._link.begin_gathers()
+        for save in self._saves_now:
+            for layer in range(len(save.layers), len(self._blocks)):
+                self._gather(save, layer)
+            save.texts = [self._checked(text) for text in save.texts]
+            self._saver.submit(save)
+        self._saves_now = []
+
+    def _checked(self, text: SavedText) -> SavedText:
+        """Of a text that turned out to be wrong, nothing."""
+        held = self._held[text.name]
+        if not held.options.save or held.valid < text.end * self.unit:
+            return replace(text, end=text.first)
+        held.saved = text.end
+        return text
+
+    def _save_left(self, left: Left) -> None:
+        name, held = left.request, self._held.get(left.request)
+        if held is None or not held.options.save or held.awaits:
+            return
+        if any(name == other for other, _ in self._beside):
+            return  # it was still loading
+        held.keys += left.keys
+        there = left.tokens // self.unit
+        whole = min(there, held.complete(self.groups, self.unit))
+        keys, tail = held.keys[: whole * KEY_BYTES], 0
+        if left.tail and whole == there and left.tokens <= held.valid:
+            keys, tail = keys + left.tail, left.tokens - whole * self.unit
+        end = len(keys) // KEY_BYTES
+        if end <= held.saved:
+            return
+        together = self._together({name: end})
+        if not together:  # nothing of it can be found by itself
+            return
+        save = self._save([SavedText(name, keys, held.saved, end, tail)], together[0][1])
+        if save is None:
+            self._report.failures["late"] += 1
+            return
+        self._link.begin_gathers()
+        for layer in range(len(self._blocks)):
+            self._gather(save, layer)
+        self._saver.submit(save)
+
+    def _end(self, name: str) -> None:
+        held = self._held.get(name)
+        priority = 0 if held is None else held.options.priority
+        keys = b"" if held is None else held.keys
+        if held is not None:
+            held.options = replace(held.options, priority=0)  # the saver's, behind its saves
+        super()._end(name)
+        if held is not None:
+            self._saver.end(name, keys, priority)
+
+    def _drop(self, name: str) -> None:
+        super()._drop(name)
+        self._saver.cancel([name])
+
+    # ---- for the scheduler ----
+
+    def report(self) -> Report:
+        self._take_outcome()
+        return super().report()
+
+    def close(self) -> None:
+        self._saver.close()
+        super().close()
