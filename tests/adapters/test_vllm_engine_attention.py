@@ -78,6 +78,26 @@ def test_chunks_and_steps_are_saved_as_they_complete(engines: Engines) -> None:
     assert engines.published() == 6  # 22 of the prompt and 3 more
 
 
+@pytest.mark.parametrize("unnamed", [{0}, {1}, set(range(LAYERS))])
+def test_layers_that_the_engine_does_not_name_are_saved_behind_the_step(
+    engines: Engines, unnamed: set[int]
+) -> None:
+    first, second = engines(), engines()
+    first.unnamed = unnamed
+    first.serve("a", text(2, 22))
+    assert engines.published() == 5
+    second.serve("b", text(2, 22))
+    assert (second.cached["b"], second.wrong()) == (20, [])
+
+
+def test_nothing_of_a_step_that_has_failed_is_saved(engines: Engines) -> None:
+    engine = engines()
+    engine.serve("a", text(2, 22))
+    engine.fails = True
+    engine.serve("b", text(3, 22))
+    assert engines.published() == 5
+
+
 def test_only_what_the_pool_lacks_is_written(engines: Engines) -> None:
     """Another engine stores the text while this one is at it."""
     engine, other = engines(), engines()

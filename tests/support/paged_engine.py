@@ -313,6 +313,8 @@ class Engine:
         self.lost_in: int | None = None  # the layer of the next step in which the pools are lost
         self.elsewhere: dict[str, int] = {}  # tokens of a request that another connector loads
         self.fails_elsewhere = False
+        self.unnamed: set[int] = set()  # layers that it does not name to the workers
+        self.fails = False  # in the next steps, when all is computed
         self._paths = paths
         self.links = ExitStack()  # ends with the engine
         self._arrived: dict[str, int] = {}  # how many ranks' loads of a request have ended
@@ -528,11 +530,13 @@ class Engine:
                 self._lose()
             for one in computing:  # K and V are written before the layer is waited for
                 self._compute(self.requests[one.request], layer, one)
-            for rank in self.ranks:
+            for rank in self.ranks if layer not in self.unnamed else ():
                 rank.worker.wait_for_layer(f"layers.{layer}")
-            for rank in self.ranks:
+            for rank in self.ranks if layer not in self.unnamed else ():
                 rank.worker.save_layer(f"layers.{layer}")
         for rank in self.ranks:
+            if self.fails:
+                rank.worker.drop_step()
             rank.worker.end_step()
         done = [rank.worker.finished() for rank in self.ranks]
         bad = bad.union(*(rank.worker.bad_blocks() for rank in self.ranks))

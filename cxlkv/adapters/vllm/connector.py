@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -568,7 +569,10 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
+        has_failed = sys.exc_info()[0] is not None  # vLLM ends such a step, too
         for worker in self._workers:
+            if has_failed and isinstance(worker, EngineAttention):
+                worker.drop_step()
             worker.end_step()
         assert self._loaded is not None, "made with the workers"
         self._loaded.end_step()

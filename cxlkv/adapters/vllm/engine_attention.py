@@ -530,6 +530,8 @@ class EngineAttention:
             self._settle(self._now)
             self._now = None
             self._mark_invalid()
+        for name in self._layers:  # those that the engine has not named; some models name none
+            self.save_layer(name)
         written, self._writing = self._writing, []
         if not self._audit():
             return
@@ -540,6 +542,12 @@ class EngineAttention:
             for name, end in writing.upto.items():
                 self._publish(name, end)
         self._save_states()
+
+    def drop_step(self) -> None:
+        """The step has failed: save nothing of it."""
+        for writing in self._writing:
+            self._abandon(writing)
+        self._writing, self._offered = [], {}
 
     def _mark_invalid(self) -> None:
         """Blocks may be shared: all that was computed from a bad one is nonsense."""
