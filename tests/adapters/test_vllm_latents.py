@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -19,7 +19,14 @@ from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.admission import Admission
 from cxlkv.adapters.vllm.counting import Counting
 from cxlkv.adapters.vllm.groups import BlockGroup, layout_of
-from cxlkv.adapters.vllm.latents import are_latents, check_encoding, rope_concern
+from cxlkv.adapters.vllm.latents import (
+    are_latents,
+    check_audits,
+    check_encoding,
+    check_latents,
+    have_indexers,
+    rope_concern,
+)
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report, Span, Started
 from cxlkv.adapters.vllm.scheduler import Step
@@ -41,7 +48,7 @@ from cxlkv.adapters.vllm.pool_attention import (  # noqa: E402  it needs torch
     Scores,
     attend_alone,
 )
-from cxlkv.adapters.vllm.probe import Probe  # noqa: E402
+from cxlkv.adapters.vllm.probe import Attention, Probe  # noqa: E402
 
 RANK, ROPE, HEADS, TOKENS = 48, 16, 4, 16
 DIM, SCORES = RANK + ROPE, Scores((RANK + ROPE) ** -0.5)
@@ -68,6 +75,10 @@ class Latent:
     state_content_bytes: int | None = None
     cache_role: Role = Role.SPARSE
     is_index_group_leader: bool = False
+    dtype: object = torch.float32
+
+
+INDEXER = Latent(head_size=132, cache_role=Role.INDEXER, dtype=torch.uint8)
 
 
 # ---- what is refused ----
@@ -76,8 +87,12 @@ class Latent:
 @pytest.mark.parametrize(
     ("kind", "differs", "said"),
     [
-        ("MLAAttentionSpec", {"cache_role": Role.INDEXER}, "an indexer .*DeepSeek-V3.2"),
-        ("MLAAttentionSpec", {"is_index_group_leader": True}, "an indexer .*DeepSeek-V3.2"),
+        ("MLAAttentionSpec", {"cache_role": Role.INDEXER}, "an indexer that keeps 64 numbers of"),
+        (
+            "MLAAttentionSpec",
+            {"cache_role": Role.INDEXER, "dtype": torch.uint8, "head_size": 33},
+            "an indexer that keeps 33 numbers of torch.uint8",
+        ),
         ("MLAAttentionSpec", {"tokens_per_state": 4}, "states of several tokens.*DeepSeek-V4"),
         ("MLAAttentionSpec", {"alignment": 576}, "padded rows.*DeepSeek-V4"),
         ("MLAAttentionSpec", {"model_version": "deepseek_v4"}, "DeepSeek-V4"),
@@ -99,11 +114,40 @@ def test_latents_in_other_forms_are_refused_by_their_cause(
             pools.check_groups(kinds)
 
 
+@pytest.mark.parametrize("spec", [INDEXER, Latent(is_index_group_leader=True)])
+def test_indexers_are_refused_where_attention_is_in_the_pool(spec: Latent) -> None:
+    kinds = [("MLAAttentionSpec", spec)]
+    pools.check_groups(kinds)
+    assert have_indexers([Latent(), spec])
+    assert not have_indexers([Latent()])
+    with pytest.raises(UnsupportedError, match=r"an indexer .*-V3.2 .* in the pool: remedy"):
+        check_latents(kinds, "remedy", in_pool=True)
+
+
+def test_an_indexer_is_in_the_names_of_keys(tmp_path: Path) -> None:
+    """It may be the first layer, which is the one that names are made of, or another one."""
+    other = replace(INDEXER, cache_role=Role.SPARSE)
+    found = [
+        pools.words_of(
+            engine_of(tmp_path, 1), [("MLAAttentionSpec", one) for one in specs], "latents"
+        )
+        for specs in ([INDEXER], [other], [Latent(), INDEXER], [Latent(), other])
+    ]
+    assert len({space_of(words, "") for words in found}) == 4
+
+
 def test_latents_in_fewer_bits_are_refused() -> None:
     check_encoding("none", [Latent()])
     check_encoding("int8", [Latent(head_size_v=DIM)])
     with pytest.raises(UnsupportedError, match=r'int8: leave out "encoding" and --kv-cache-dtype'):
         check_encoding("int8", [Latent()])
+
+
+def test_audits_of_indexers_are_refused() -> None:
+    check_audits(0, [Latent(), INDEXER])
+    check_audits(4, [Latent()])
+    with pytest.raises(UnsupportedError, match=r'indexers, .* leave out "audit_hits"'):
+        check_audits(4, [Latent(), INDEXER])
 
 
 def test_keys_that_the_engine_turns_wrong_are_said() -> None:
@@ -305,6 +349,55 @@ def test_the_usual_layout_is_served(pool: CXLPool) -> None:
 def test_another_layout_is_refused_by_name(pool: CXLPool, write: Write) -> None:
     probe, _ = probe_of(write)
     with pytest.raises(UnsupportedError, match=r"cxlkv: two: .* lays out its cache in a way"):
+        probe.run(pool)
+
+
+def indexers_probe(found: Callable[[Tensor], Tensor]) -> tuple[Probe, dict[str, Tensor]]:
+    """found: what the second layer's indexer writes to, of what the engine shows."""
+    caches = {name: torch.zeros((BLOCKS, 1, TOKENS, 132), dtype=torch.uint8) for name in NAMES}
+    memory = {name: BlockMemory(one.view(torch.bfloat16), None) for name, one in caches.items()}
+    kept = {"one": caches["one"][:, 0], "two": found(caches["two"][:, 0])}
+    layers: dict[str, Attention] = {
+        name: cast("Attention", SimpleNamespace(kv_cache=one)) for name, one in kept.items()
+    }
+    return Probe(layers, caches, memory, [BlockGroup(TOKENS)], torch.float32), caches
+
+
+def indexers_layout() -> KVLayout:
+    layout = layout_of([(0, INDEXER)] * 2, [BlockGroup(TOKENS)], "float32", (0, 1, 0, 1))
+    assert (layout.head_dim, layout.dtype, layout.token_bytes) == (66, "bfloat16", 2 * 132)
+    return layout
+
+
+def shorter(blocks: Tensor) -> Tensor:
+    return blocks.reshape(-1, TOKENS // 4, 132)
+
+
+@pytest.mark.parametrize("pool", [indexers_layout], indirect=True)
+@pytest.mark.parametrize("found", [lambda blocks: blocks, shorter], ids=["blocks", "kernels'"])
+def test_an_indexers_blocks_are_served(pool: CXLPool, found: Callable[[Tensor], Tensor]) -> None:
+    probe, caches = indexers_probe(found)
+    probe.run(pool)
+    assert not any(cache.any() for cache in caches.values())
+    assert pool.stats()["appended_bytes"] == TOKENS * 132 * len(NAMES)
+
+
+@pytest.mark.parametrize("pool", [indexers_layout], indirect=True)
+@pytest.mark.parametrize(
+    "found",
+    [
+        lambda blocks: blocks.clone(),
+        lambda blocks: blocks.roll(1, 0),
+        lambda blocks: blocks[1:],
+        lambda blocks: blocks.view(BLOCKS, 132, TOKENS).transpose(1, 2),
+    ],
+    ids=["elsewhere", "rolled", "a block behind", "channels first"],
+)
+def test_an_indexer_with_another_layout_is_refused(
+    pool: CXLPool, found: Callable[[Tensor], Tensor]
+) -> None:
+    probe, _ = indexers_probe(found)
+    with pytest.raises(UnsupportedError, match=r"cxlkv: two: an indexer's bytes .* not where they"):
         probe.run(pool)
 
 

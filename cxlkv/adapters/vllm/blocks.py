@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from cxlkv.adapters.common.rotary import rotary_of
 from cxlkv.adapters.vllm.admission import Admission
-from cxlkv.adapters.vllm.latents import check_latents
+from cxlkv.adapters.vllm.latents import check_latents, have_indexers
 from cxlkv.adapters.vllm.pools import DRAFTERS, ENGINES_FORM, WITHOUT_US, check_kinds
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
@@ -70,7 +70,8 @@ def request_row_spec(spec: AttentionSpec, config: VllmConfig) -> RequestRowSpec:
     there is for blocks: for as many as requests may run, and the null block. Raises
     UnsupportedError for layers, or a model beside them, that the pool does not serve.
     """
-    check_latents([(type(spec).__name__, spec)], WITHOUT_US)
+    remedy = ENGINES_FORM if have_indexers([spec]) else WITHOUT_US
+    check_latents([(type(spec).__name__, spec)], remedy, in_pool=True)
     check_kinds([type(spec).__name__] + ["MambaSpec"] * config.model_config.is_hybrid, in_pool=True)
     of_model = cast("dict[str, Layer]", config.compilation_config.static_forward_context).values()
     first = next(

@@ -51,8 +51,15 @@ from cxlkv.adapters.vllm.engine_attention import EngineAttention, Share
 from cxlkv.adapters.vllm.events import Removed, Stored
 from cxlkv.adapters.vllm.gpu_step import check_device, steps_on
 from cxlkv.adapters.vllm.groups import are_whole, layout_of, unit_of
-from cxlkv.adapters.vllm.latents import are_latents, check_encoding, rope_concern
-from cxlkv.adapters.vllm.layers import Layers, layers_of, packing_of
+from cxlkv.adapters.vllm.latents import (
+    are_latents,
+    check_audits,
+    check_encoding,
+    have_indexers,
+    is_indexer,
+    rope_concern,
+)
+from cxlkv.adapters.vllm.layers import Layers, in_blocks, layers_of, packing_of
 from cxlkv.adapters.vllm.loaded import LoadedWeights
 from cxlkv.adapters.vllm.lora import watch_loads
 from cxlkv.adapters.vllm.messages import Message, Report
@@ -135,9 +142,14 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         kinds = [kind_of(one) for spec in specs for one in pools.layer_specs(spec)]
         pools.check_groups(kinds, self._in_pool)
         self._specs = [one for _, one in kinds]
+        if have_indexers(self._specs):  # they read before vLLM waits for the layer
+            self.settings = self.settings.model_copy(update={"load": "async"})
+        check_audits(self.settings.audit_hits, self._specs)
         replays = bool(vllm_config.cache_config.use_replayssm)
         states.check_states(kinds, replays, bool(self.settings.remote))
-        self._groups = [pools.group_of(*kind_of(pools.layer_specs(spec)[0])) for spec in specs]
+        # Of each group's first layer, which is all that vLLM's scheduler hears of.
+        kinds = [kind_of(pools.layer_specs(spec)[0]) for spec in specs]
+        self._groups = [pools.group_of(*kind) for kind in kinds]
         rows = [spec for kind, spec in kinds if kind != states.KIND]
         self._unit, self._spec = unit_of(self._groups), rows[0]
         packing = "rows" if self._in_pool else packing_of(vllm_config, rows)
@@ -390,7 +402,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self._loaded = LoadedWeights(cast("Iterable[nn.Module]", own.values()), self._ranks.rank)
         specs = self._layer_specs(of_model)
         of_states = {name: specs.pop(name) for name in list(specs) if self._has_state(specs[name])}
-        rows = {name: layer for name, layer in own.items() if name not in of_states}
+        others = {*of_states, *(name for name, (_, spec) in specs.items() if is_indexer(spec))}
+        rows = {name: layer for name, layer in own.items() if name not in others}
         pools.check_caches(rows, self._cache_dtype, self._in_pool)
         if self._in_pool:
             of_tensors = next(iter(kv_caches.values())).device
@@ -401,7 +414,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             raise UnsupportedError(
                 f"cxlkv: states in blocks on {device} are not served: {pools.WITHOUT_US}"
             )
-        layers = layers_of(kv_caches, specs, device)
+        whole = {name: in_blocks(kv_caches[name], spec) for name, (_, spec) in specs.items()}
+        layers = layers_of(whole, specs, device)
         memory = memory_of(kv_caches, of_states) if of_states else None
         dtype = self._vllm_config.model_config.dtype
         ranks = self._ranks
@@ -412,7 +426,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             layout = layout_of(specs.values(), self._groups, *of)
             tiers.append(self._make_tiers(number, layout.encoded(self._encoding)))
         attention, memory_by_name = cast("Mapping[str, Attention]", own), layers.by_name
-        probe = Probe(attention, kv_caches, memory_by_name, self._groups, dtype)
+        probe = Probe(attention, whole, memory_by_name, self._groups, dtype)
         probe.run(*(one.pool for one in tiers))
         if memory is not None:  # there is one pool
             tensors = {name: of_model[name].kv_cache for name in of_states}
@@ -420,7 +434,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             state_probe.run(tiers[0].pool)
         self._workers = [
             self._make_engine_attention(
-                number, one, layers_of(kv_caches, specs, device).share(place, ranks.split), memory
+                number, one, layers_of(whole, specs, device).share(place, ranks.split), memory
             )
             for place, (number, one) in enumerate(zip(ranks.own, tiers, strict=True))
         ]

@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import Protocol
 
-from cxlkv.adapters.vllm.latents import are_latents
+from cxlkv.adapters.vllm.latents import are_latents, is_indexer
 from cxlkv.layout import KVLayout, LayerGroup, States, dtype_name
 
 PAGE_TOKENS_MAX = 1024
+BYTE_PAIRS = "bfloat16"
+"""As which a pool has an indexer's bytes: it has no numbers of one byte, and counts with none."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ def layout_of(
         LayerGroup(
             layers=1,
             kv_heads=spec.num_kv_heads // split,
-            head_dim=spec.head_size,
-            dtype=dtype_name(dtype),
+            head_dim=spec.head_size // (2 if is_indexer(spec) else 1),
+            dtype=BYTE_PAIRS if is_indexer(spec) else dtype_name(dtype),
             values="key_prefix" if are_latents([spec]) else "own",
             window=groups[number].pool_window(size),
         )

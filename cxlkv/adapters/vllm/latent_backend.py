@@ -31,7 +31,7 @@ from cxlkv.adapters.vllm.attention_backend import (
     spec_of,
 )
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows, Scores
-from cxlkv.adapters.vllm.pools import WITHOUT_US
+from cxlkv.adapters.vllm.pools import ENGINES_FORM, WITHOUT_US
 from cxlkv.arrays import positive_float32
 from cxlkv.errors import UnsupportedError
 
@@ -89,9 +89,9 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         }
         found = [name for name, there in refused.items() if there]
         if found:
+            remedy = ENGINES_FORM if found == ["indexers"] else WITHOUT_US
             raise UnsupportedError(
-                f"cxlkv: attention to latents in the pool has no {' and no '.join(found)}: "
-                f"{WITHOUT_US}"
+                f"cxlkv: attention to latents in the pool has no {' and no '.join(found)}: {remedy}"
             )
         self.num_heads, self.head_size, self.kv_lora_rank = num_heads, head_size, kv_lora_rank
         self.num_kv_heads, self.sliding_window = 1, None

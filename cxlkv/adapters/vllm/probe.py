@@ -29,9 +29,11 @@ class Implementation(Protocol):
 
 
 class Attention(Protocol):
-    """The engine's layer. The last three: of MLA alone."""
+    """The engine's layer. kv_cache: of an indexer, which has nothing else of these; the last three:
+    of MLA alone."""
 
     impl: Implementation
+    kv_cache: Tensor
     kv_lora_rank: int
     kv_cache_dtype: str
     _k_scale: Tensor
@@ -91,6 +93,10 @@ class Probe:
         """The engine writes the unit's blocks, from block 1 on, and nothing else."""
         cache, layer, size = self._caches[name], self._layers[name], own.keys.shape[2]
         cache[: 2 + 2 * self._count(own)].zero_()
+        if self._is_indexer(name, own):
+            mine = self._indexed(name, own)
+            mine.copy_(_bytes(mine))
+            return
         heads = torch.arange(own.keys.shape[1]) % 2
         rows = [torch.tensor(of)[heads].to(self._dtype) for of in NUMBERS]
         shape = (self._unit, len(heads), own.keys.shape[3])
@@ -103,9 +109,22 @@ class Probe:
         how = (layer.kv_cache_dtype, layer._k_scale)
         layer.impl.do_kv_cache_update(latent, rope, cache[:, 0], slots, *how)
 
+    def _is_indexer(self, name: str, own: BlockMemory) -> bool:
+        return own.values is None and self._caches[name].dtype == torch.uint8
+
+    def _indexed(self, name: str, own: BlockMemory) -> Tensor:
+        """The unit's blocks as an indexer has them, [blocks, tokens, bytes] of its kernels. These
+        run on GPUs alone, so it is not tried here how a block has its keys and scales."""
+        kept, size = self._layers[name].kv_cache, own.keys.shape[2]
+        return kept[size // kept.shape[1] :][: self._unit // kept.shape[1]]
+
     def _check(self, name: str, own: BlockMemory) -> None:
         count, cache = self._count(own), self._caches[name]
         found = list[Tensor]()
+        if self._is_indexer(name, own):
+            mine = cast("Tensor", own.keys)[1 : 1 + count].contiguous().view(torch.uint8)
+            if not torch.equal(mine.flatten(), _bytes(self._indexed(name, own)).flatten()):
+                raise refusal(name, "an indexer's bytes of a block are not where they were")
         for part in self._parts(name, own):
             mine = part[1 : 1 + count].contiguous()
             if mine.numel():
@@ -119,12 +138,20 @@ class Probe:
     def _parts(self, name: str, own: BlockMemory) -> Iterator[Tensor]:
         """Where one of the numbers is: K and V in even and in odd heads, or of latents the two
         parts of a row."""
+        if self._is_indexer(name, own):
+            return
         if own.values is None:
             rank = self._layers[name].kv_lora_rank
             yield from cast("Tensor", own.keys).tensor_split([rank], dim=3)
             return
         for memory in (own.keys, own.values):
             yield from (cast("Tensor", memory)[:, odd::2] for odd in range(2))
+
+
+def _bytes(blocks: Tensor) -> Tensor:
+    """Numbers that tell each place in these blocks, and none of which is 0."""
+    made = torch.Generator().manual_seed(blocks.numel())
+    return torch.randint(1, 256, blocks.shape, generator=made).byte()
 
 
 def _is_same(moved: Tensor, written: Tensor, layout: KVLayout) -> bool:
