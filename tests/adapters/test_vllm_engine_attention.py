@@ -24,6 +24,7 @@ from ..support.paged_engine import (
     TOKENS,
     Adapter,
     Engine,
+    Grouping,
     Request,
     text,
     words_of,
@@ -32,9 +33,9 @@ from ..support.paged_engines import Engines, engines_in
 from ..support.weight_files import change, safetensors
 
 
-@pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Engines]:
-    with engines_in(tmp_path) as made:
+@pytest.fixture(params=["host", "device"])
+def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]:
+    with engines_in(tmp_path, grouping=Grouping(on_device=request.param == "device")) as made:
         yield made
 
 
@@ -414,7 +415,7 @@ def test_pool_that_fails_at_every_call_costs_hits_only(engines: Engines) -> None
     engine.ranks[0].worker.pool.close()
     for name in "cd":
         engine.serve(name, text(ord(name), 33))
-    assert engine.ranks[0].worker.requests.failures()["host"] > 0
+    assert engine.scheduling.failures["host"] > 1
 
 
 def test_changes_are_told_once_all_ranks_have_them(engines: Engines) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ GROUPINGS = {
     "longer window blocks": Grouping((FULL, BlockGroup(2 * TOKENS, 10)), (4, 2), (1, 0, 1)),
     "two windows": Grouping((FULL, WINDOW, BlockGroup(TOKENS, 21)), (2, 2, 2), (0, 1, 2)),
 }
+GROUPINGS |= {f"{name}, device": replace(of, on_device=True) for name, of in GROUPINGS.items()}
 
 
 @pytest.fixture(params=GROUPINGS)

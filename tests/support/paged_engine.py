@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.adapters.vllm.states import StateLayer, StateMemory
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.quota import Quota
 
 TOKENS = 4  # of a block
 LAYERS = 3
@@ -45,12 +47,13 @@ NULL = 0  # the block in the place of those that the engine has let go of
 @dataclass(frozen=True)
 class Grouping:
     """Groups of the engine, the kv heads of their layers in a rank, and of each layer its group,
-    those with K and V and those with states apart."""
+    those with K and V and those with states apart. on_device: its blocks are as on one."""
 
     groups: tuple[BlockGroup, ...] = (BlockGroup(TOKENS),)
     heads: tuple[int, ...] = (2,)
     of_layer: tuple[int, ...] = (0,) * LAYERS
     states: tuple[int, ...] = ()
+    on_device: bool = False
 
     def memory(self, blocks: int) -> StateMemory | None:
         """Layers with states in so many blocks; None: there are no such layers."""
@@ -164,6 +167,20 @@ def parts(first: int, end: int, size: int = TOKENS) -> list[tuple[int, int]]:
     ]
 
 
+class MakeWorker(Protocol):
+    def __call__(
+        self,
+        pool: CXLPool,
+        layers: Mapping[str, BlockMemory],
+        settings: Settings,
+        *,
+        groups: Sequence[BlockGroup],
+        share: Share,
+        tiers: Tiers | None,
+        quota: Quota | None,
+    ) -> EngineAttention: ...
+
+
 class Rank:
     """A worker: its blocks, and the connector's part in it."""
 
@@ -182,26 +199,58 @@ class Rank:
         heads = [pool.layout.of_layer(layer).kv_heads for layer in range(pool.layout.layers)]
         place = rank // copies
         self.heads = [range(place * own, (place + 1) * own) for own in heads]
-        self.memory = [
-            np.full((blocks + 1, 2, own, self.group(layer).block_tokens, 8), np.nan, np.float32)
+        shapes = [
+            (blocks + 1, 2, own, self.group(layer).block_tokens, 8)
             for layer, own in enumerate(heads)
         ]
-        named = {
-            f"layers.{layer}": BlockMemory(own[:, 0], own[:, 1], grouping.of_layer[layer])
-            for layer, own in enumerate(self.memory)
-        }
         tiers = open_tiers(pool, settings, 1 / ranks)
         self.states = grouping.memory(blocks + 1)
-        self.worker = EngineAttention(
+        make: MakeWorker = partial(EngineAttention, states=self.states)
+        self._named: dict[str, BlockMemory] = {}
+        if grouping.on_device:
+            make = self._on_device(shapes)
+        else:
+            self.memory = [np.full(shape, np.nan, np.float32) for shape in shapes]
+            self._named |= {
+                f"layers.{layer}": BlockMemory(own[:, 0], own[:, 1], grouping.of_layer[layer])
+                for layer, own in enumerate(self.memory)
+            }
+        self.worker = make(
             pool,
-            named,
+            self._named,
             settings,
             groups=grouping.groups,
             share=Share(rank, place, ranks > 1, rank % copies == 0),
             tiers=tiers,
             quota=quota_of(tiers, settings, 1 / ranks),
-            states=self.states,
         )
+
+    def _on_device(self, shapes: Sequence[tuple[int, ...]]) -> MakeWorker:
+        """Blocks as on a device, K beside V in each row; its memory is the host's."""
+        import torch
+
+        from cxlkv.adapters.vllm.device_attention import DeviceAttention
+        from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link
+
+        link = Link(torch.device("cpu"))
+        self.memory = []
+        for layer, (blocks, _, heads, tokens, dim) in enumerate(shapes):
+            last = layer % 2  # heads lie before tokens, or behind them
+            order = (blocks, tokens, heads) if last else (blocks, heads, tokens)
+            cache = np.full((*order, 2, dim), np.nan, np.float32)
+            rows = cache.swapaxes(1, 2) if last else cache
+            self.memory.append(np.moveaxis(rows, 3, 1))
+            named = torch.from_numpy(cache).view(*order, 2 * dim)
+            memory = named.transpose(1, 2) if last else named
+            group = self.grouping.of_layer[layer]
+            self._named[f"layers.{layer}"] = DeviceMemory(memory, dim, tokens, group, link)
+        return partial(DeviceAttention, link=link, step_tokens=1 << 14)
+
+    def wait_for_saves(self) -> None:
+        """Of steps on a device, which wait for none."""
+        saver = getattr(self.worker, "_saver", None)
+        if saver is not None:
+            saver.wait()
 
     def group(self, layer: int) -> BlockGroup:
         return self.grouping.groups[self.grouping.of_layer[layer]]
@@ -538,6 +587,7 @@ class Engine:
             if self.fails:
                 rank.worker.drop_step()
             rank.worker.end_step()
+            rank.wait_for_saves()
         done = [rank.worker.finished() for rank in self.ranks]
         bad = bad.union(*(rank.worker.bad_blocks() for rank in self.ranks))
         lost = set[str]().union(*(rank.worker.lost() for rank in self.ranks))

@@ -115,9 +115,7 @@ class DeviceAttention(EngineAttention):
 
     def _plan(self) -> list[_Writing]:
         """What this step completes. Its copies begin when its layers are computed."""
-        for save in self._saves_now:  # of a step that did not end
-            self._saver.submit(replace(save, texts=[]))
-        self._saves_now = []
+        self.drop_step()  # one that did not end
         upto, planned, room = dict[str, int](), set[bytes](), self._ring.room // self._unit_bytes
         for name, held in self._held.items():
             if not held.scheduled or not held.options.save or held.awaits:
@@ -134,6 +132,12 @@ class DeviceAttention(EngineAttention):
             if made is not None:
                 self._saves_now.append(made)
         return []
+
+    def drop_step(self) -> None:
+        super().drop_step()
+        for save in self._saves_now:
+            self._saver.submit(replace(save, texts=[]))
+        self._saves_now = []
 
     def _text(self, name: str, end: int) -> SavedText:
         held = self._held[name]

@@ -697,7 +697,7 @@ class EngineAttention:
         """What happened since the last call."""
         found, self._report = self._report, Report()
         counts = self.requests.failures()
-        found.failures = counts - self._told
+        found.failures.update(counts - self._told)
         self._told, found.saves = counts, self._share.saves
         return found
 

@@ -14,7 +14,7 @@ import torch
 import vllm
 
 from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link
-from cxlkv.adapters.vllm.latents import are_latents
+from cxlkv.adapters.vllm.latents import are_latents, is_indexer
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.errors import UnsupportedError
 
@@ -63,6 +63,15 @@ def packing_of(vllm_config: VllmConfig, specs: Sequence[AttentionSpec]) -> str:
     return f"vllm {version} cpu {' '.join(sorted(kinds))}"
 
 
+def in_blocks(memory: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Latents in blocks as requests have them. Where a kernel takes shorter ones, vLLM shows these,
+    [blocks, 1, tokens, dim], one behind the other."""
+    is_cut = memory.dim() == 4 and memory.shape[2] != spec.block_size and memory.is_contiguous()
+    if not (are_latents([spec]) and is_cut) or memory[:, 0, :, 0].numel() % spec.block_size:
+        return memory
+    return memory.view(-1, 1, spec.block_size, memory.shape[3])
+
+
 def layers_of(
     kv_caches: Mapping[str, torch.Tensor],
     specs: Mapping[str, tuple[int, AttentionSpec]],
@@ -92,7 +101,8 @@ def host_layers(
                 "CPU is what is served"
             )
         if is_latent:
-            found[name] = BlockMemory(memory, None, group)
+            kept = memory.view(torch.bfloat16) if is_indexer(spec) else memory
+            found[name] = BlockMemory(kept, None, group)
             continue
         halves = memory.view(-1, spec.num_kv_heads, 2 * tokens, dim)
         found[name] = BlockMemory(halves[:, :, :tokens], halves[:, :, tokens:], group)
@@ -119,5 +129,7 @@ def device_layers(
                 f"(blocks, {spec.num_kv_heads}, {tokens} or a part of it, {channels}) of "
                 f"{spec.dtype} on {link.device} is what is served"
             )
+        if is_indexer(spec):
+            memory, dim = memory.view(torch.bfloat16), dim // 2
         found[name] = DeviceMemory(memory, dim, tokens, group, link)
     return found

@@ -364,18 +364,11 @@ def words_of(
     given, kinds = kinds, [one for one in kinds if one[0] != states.KIND]
     ranks, spec = ranks_of(vllm_config, [one for _, one in given], 0, shards), kinds[0][1]
     # Random weights differ from one number of ranks to another.
-<<<<<<< HEAD
     is_alone = ranks.copies == ranks.split == 1
     seed = str(_of(model, "seed")) + ("" if is_alone else f" of {ranks.tensor} ranks")
     groups = sorted({_group_words(*kind, ranks.split) for kind in kinds}, key=str)
-    if len(kinds) == 1 and are_whole([group_of(*kinds[0])]):
+    if len(kinds) == 1 and are_whole([group_of(*kinds[0])]) and not is_indexer(spec):
         groups = []
-=======
-    seed = str(_of(model, "seed")) + f" of {ranks.tensor} ranks" * (ranks.copies > 1)
-    groups = [] if len(kinds) == 1 else sorted({_group_words(*kind) for kind in kinds}, key=str)
-    if not are_whole([group_of(*kinds[0])]) or is_indexer(spec):
-        groups = groups or [_group_words(*kinds[0])]
->>>>>>> be8c6543 (vLLM: indexers of DeepSeek-V3.2 and GLM-5, and latents whose kernels take shorter blocks)
     return {
         "engine": "vllm",
         **model_words(source, revision, identity),
@@ -426,14 +419,9 @@ def _drafter_words(vllm_config: object) -> dict[str, object]:
 
 def _group_words(kind: str, spec: object, split: int) -> tuple[object, ...]:
     group = group_of(kind, spec)
-<<<<<<< HEAD
     shape = (_number(spec, "num_kv_heads") // split, _number(spec, "head_size"))
-    return (group.block_tokens, group.window, group.chunked, *shape)
-=======
-    shape = [_number(spec, name) for name in ("num_kv_heads", "head_size")]
     indexer = ("indexer",) if is_indexer(spec) else ()
     return (group.block_tokens, group.window, group.chunked, *shape, *indexer)
->>>>>>> be8c6543 (vLLM: indexers of DeepSeek-V3.2 and GLM-5, and latents whose kernels take shorter blocks)
 
 
 def are_identified(words: Mapping[str, object]) -> bool:

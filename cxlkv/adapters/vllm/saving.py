@@ -258,17 +258,20 @@ class Saver:
                     known = self._units[name] = got // self._unit
         return known
 
-    def _written(self, save: Save, wanted: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Of the texts those that were appended."""
+    def _written(
+        self, save: Save, wanted: list[tuple[int, int]], is_told: bool = False
+    ) -> list[tuple[int, int]]:
+        """Of the texts those that were appended. is_told: that the pool is full."""
         if not wanted:
             return []
         try:
             self._append(save, wanted)
         except CXLKVError as error:
             is_full = isinstance(error, PoolFullError)
-            self._requests.fail("full" if is_full else "save", error)
+            if not is_full or not is_told:
+                self._requests.fail("full" if is_full else "save", error)
             if is_full and len(wanted) > 1:  # nothing was written; some may fit alone
-                return [one for each in wanted for one in self._written(save, [each])]
+                return [one for each in wanted for one in self._written(save, [each], True)]
             for place, _ in wanted:
                 self._let_go(save.texts[place].name, for_good=is_full)
             return []
