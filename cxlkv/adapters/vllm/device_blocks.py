@@ -195,9 +195,10 @@ class DeviceMemory(BlockMemory):
 
     def gathered(self, part: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[blocks, heads, tokens, dim] of these kernels' blocks, contiguous."""
-        found = part.index_select(0, ids)
+        found = torch.empty((len(ids), *part.shape[1:]), dtype=part.dtype, device=part.device)
+        torch.index_select(part, 0, ids, out=found)
         if self.ratio == 1:
-            return found.contiguous()
+            return found
         whole = found.view(-1, self.ratio, *found.shape[1:]).transpose(1, 2)
         return whole.reshape(whole.shape[0], whole.shape[1], self.tokens, -1)
 
@@ -205,7 +206,7 @@ class DeviceMemory(BlockMemory):
         if self.ratio > 1:
             shape = (len(found), found.shape[1], self.ratio, -1, found.shape[3])
             found = found.view(shape).transpose(1, 2).flatten(0, 1)
-        part.index_copy_(0, ids, found)
+        part.index_put_((ids,), found)
 
     # ---- with the host waiting ----
 
