@@ -15,11 +15,12 @@ import random
 import sys
 import traceback
 from collections import Counter, deque
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import ClassVar, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +37,9 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -51,7 +52,7 @@ from cxlkv.adapters.common.keys import block_keys
 from cxlkv.adapters.vllm.connector import CXLConnector
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.texts import hashes_of
-from cxlkv.sequence import Sequence
+from cxlkv.sequence import Hit, Sequence
 from tests.support.damaging import damage_piece
 
 BLOCK, HEADS, DIM, VOCABULARY = 8, 2, 8, 97
@@ -68,7 +69,8 @@ States = npt.NDArray[np.uint64]
 
 class Case(TypedDict):
     """kinds: a window of each layer, 0: full attention. blocks: of the engine, few of them preempt
-    requests. damage: whether pages of the pool are damaged on the way."""
+    requests. damage: whether pages of the pool are damaged on the way. lives: engines, one after
+    the other. fails: the first step of the only one raises when all is computed."""
 
     folder: str
     model: str
@@ -76,6 +78,8 @@ class Case(TypedDict):
     requests: int
     kinds: list[int]
     blocks: int
+    lives: int
+    fails: bool
     asynchronous: bool
     damage: bool
     settings: dict[str, object]
@@ -178,23 +182,16 @@ def caches_of(config: KVCacheConfig) -> dict[str, torch.Tensor]:
 class Worker(CXLConnector):
     """Before a hit is loaded its blocks hold nothing that might pass for it."""
 
-    caches: dict[str, torch.Tensor]
+    poison: Callable[[int, list[int]], None]
     loaded = 0  # tokens
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         assert isinstance(self.worker, EngineAttention)
         for part in (*self.worker._new, *self.worker._later):
             for group, blocks in enumerate(part.blocks):
-                poison(self.caches, self._kv_cache_config, group, blocks)
+                self.poison(group, blocks)
             self.loaded += part.end - part.begin
         super().start_load_kv(forward_context, **kwargs)
-
-
-def poison(
-    caches: dict[str, torch.Tensor], config: KVCacheConfig, group: int, blocks: list[int]
-) -> None:
-    for name in config.kv_cache_groups[group].layer_names if blocks else ():
-        caches[name][blocks] = torch.nan
 
 
 @dataclass
@@ -207,10 +204,16 @@ class Running:
 
 
 class Runner:
+    """windows: of the layers, in order. silent: layers around which vLLM calls no connector."""
+
+    block = BLOCK
+    silent: Collection[str] = ()
+
     def __init__(self, vllm_config: VllmConfig, config: KVCacheConfig, windows: dict[str, int]):
         self.vllm_config, self.config, self.windows = vllm_config, config, windows
         self.connector = Worker(vllm_config, KVConnectorRole.WORKER, config)
-        self.connector.caches = self.caches = caches_of(config)
+        self.connector.poison = self.poison
+        self.caches = self.allocated()
         self.connector.register_kv_caches(dict(self.caches))
         self.requests: dict[str, Running] = {}
         self.group_of = {
@@ -221,6 +224,13 @@ class Runner:
         self.layers = list(windows)
         self.wrong: list[str] = []
         self.counts = Counter[str]()
+
+    def allocated(self) -> dict[str, torch.Tensor]:
+        return caches_of(self.config)
+
+    def poison(self, group: int, blocks: list[int]) -> None:
+        for name in self.config.kv_cache_groups[group].layer_names if blocks else ():
+            self.caches[name][blocks] = torch.nan
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """As vLLM's runner has it: the connector's calls around the step are those of its mixin."""
@@ -265,23 +275,25 @@ class Runner:
         self, name: str, ids: list[int], blocks: tuple[list[int], ...], computed: int
     ) -> None:
         self.requests[name] = Running(Text(ids), [list(of) for of in blocks])
-        self._fresh[name] = [of[-(-computed // BLOCK) :] for of in blocks]
+        self._fresh[name] = [of[-(-computed // self.block) :] for of in blocks]
 
     def _forward(self, output: SchedulerOutput) -> dict[str, list[int]]:
         for blocks in self._fresh.values():
             for group, of in enumerate(blocks):
-                poison(self.caches, self.config, group, [one for one in of if one])
+                self.poison(group, [one for one in of if one])
         spans = self._spans(output)
         tainted = set[str]()
         for layer, name in enumerate(self.layers):
-            self.connector.wait_for_layer_load(name)
+            if name not in self.silent:
+                self.connector.wait_for_layer_load(name)
             for request, (first, end) in spans.items():
                 self._write(request, layer, first, end, request in tainted)
             for request, (first, _) in spans.items():  # some see what others have just written
                 if not self._is_right(request, layer, first):
                     tainted.add(request)
                     self.wrong.append(f"{request}, layer {layer}, {first} tokens")
-            self.connector.save_kv_layer(name, self.caches[name], None)
+            if name not in self.silent:
+                self.connector.save_kv_layer(name, self.caches[name], None)
         return {name: self._sample(name, end, name in tainted) for name, (_, end) in spans.items()}
 
     def _spans(self, output: SchedulerOutput) -> dict[str, tuple[int, int]]:
@@ -311,9 +323,9 @@ class Runner:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         tokens = np.arange(first, end)
         table = np.array(own.blocks[self.group_of[self.layers[layer]]], np.int64)
-        blocks = table[tokens // BLOCK]
+        blocks = table[tokens // self.block]
         assert blocks.all(), "the engine has let go of a block that the step sees"
-        return blocks, tokens % BLOCK
+        return blocks, tokens % self.block
 
     def _write(self, request: str, layer: int, first: int, end: int, is_wrong: bool) -> None:
         own = self.requests[request]
@@ -359,7 +371,7 @@ def vllm_config_of(case: Case) -> VllmConfig:
     return made
 
 
-def specs_of(windows: dict[str, int]) -> dict[str, AttentionSpec]:
+def specs_of(windows: dict[str, int]) -> dict[str, KVCacheSpec]:
     shape = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": DIM, "dtype": torch.float32}
     return {
         name: SlidingWindowSpec(**shape, sliding_window=window)
@@ -371,34 +383,47 @@ def specs_of(windows: dict[str, int]) -> dict[str, AttentionSpec]:
 
 @dataclass
 class Engine:
-    """vLLM's core without a model: what `step_with_batch_queue` does, in one thread."""
+    """vLLM's core without a model: what `step_with_batch_queue` does, in one thread. scale: of the
+    lengths of texts."""
 
+    scale: ClassVar[int] = 1
     case: Case
     random: random.Random
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.vllm_config = vllm_config_of(self.case)
-        windows = {f"layers.{at}.attn": one for at, one in enumerate(self.case["kinds"])}
-        of_model = self.vllm_config.compilation_config.static_forward_context
-        of_model.update({name: Layer() for name in windows})
+        self.vllm_config = self.configured()
         with set_current_vllm_config(self.vllm_config):
-            self._make(windows)
+            self._make(self.layers())
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.pending: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
 
-    def _make(self, windows: dict[str, int]) -> None:
+    def configured(self) -> VllmConfig:
+        return vllm_config_of(self.case)
+
+    def layers(self) -> dict[str, KVCacheSpec]:
+        """Put the model's layers where vLLM has them; what they say of their caches."""
+        self.windows = {f"layers.{at}.attn": one for at, one in enumerate(self.case["kinds"])}
+        of_model = self.vllm_config.compilation_config.static_forward_context
+        of_model.update({name: Layer() for name in self.windows})
+        return specs_of(self.windows)
+
+    def runner_of(self, made: KVCacheConfig) -> Runner:
+        return Runner(self.vllm_config, made, self.windows)
+
+    def _make(self, specs: dict[str, KVCacheSpec]) -> None:
         config = self.vllm_config
         config.cache_config.kv_cache_layout = "LBHNC"  # as the backend for CPUs has it
-        (made,) = kv_cache_utils.get_kv_cache_configs(config, [specs_of(windows)], [1 << 30])
+        (made,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [1 << 30])
         config.cache_config.num_gpu_blocks = made.num_blocks
         own, hashed = kv_cache_utils.resolve_kv_cache_block_sizes(made, config)
         made.hash_block_size = hashed
         algorithm = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(algorithm)
         self.hasher = kv_cache_utils.get_request_block_hasher(hashed, algorithm)
-        self.runner = Runner(config, made, windows)
+        self.runner = self.runner_of(made)
+        made = kv_cache_utils.generate_scheduler_kv_cache_config([made])
         kind = cast("type[Scheduler]", config.scheduler_config.get_scheduler_cls())
         self.counts[kind.__name__] = 1
         self.counts["groups"] = len(made.kv_cache_groups)
@@ -410,6 +435,19 @@ class Engine:
             hash_block_size=hashed,
             log_stats=False,
         )
+
+    def damage(self, pool: CXLPool, page: int) -> None:
+        damage_piece(pool, page, 0)
+
+    def check_hit(self, pool: CXLPool, hit: Hit, text: Text, name: str) -> None:
+        sequence, (shard, shards, *_) = pool.adopt(hit.handle), pool.layout.shard
+        heads = slice(shard * HEADS // shards, (shard + 1) * HEADS // shards)
+        for layer, window in enumerate(self.case["kinds"]):
+            first = max(0, hit.tokens - window + 1) // BLOCK if window else 0
+            found = fetched(pool, sequence, layer, first, hit.tokens // BLOCK)
+            right = rows_of(text.upto(first * BLOCK, hit.tokens), layer)[:, :, heads]
+            assert np.array_equal(found, right), (name, layer)
+        sequence.release()
 
     @property
     def ours(self) -> CXLConnector:
@@ -496,14 +534,14 @@ class Engine:
 # ---- a case ----
 
 
-def prompts_of(case: Case, chance: random.Random) -> list[list[int]]:
+def prompts_of(case: Case, chance: random.Random, scale: int) -> list[list[int]]:
     """Many begin alike: with whole texts of others, or with parts."""
     found: list[list[int]] = []
     for _ in range(case["requests"]):
         base = chance.choice(found) if found and chance.random() < 0.7 else []
         kept = base[: chance.randint(0, len(base))] if chance.random() < 0.6 else base
-        own = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 60))]
-        found.append((kept + own)[:200])
+        own = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 60 * scale))]
+        found.append((kept + own)[: 200 * scale])
     return found
 
 
@@ -521,7 +559,7 @@ def serve(engine: Engine, prompts: list[list[int]], prefix: str) -> None:
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
             engine.counts["reset while running"] += 1
         elif drawn < 0.5 and engine.case["damage"]:
-            engine.counts["damaged"] += damage(engine.case["folder"], chance)
+            engine.counts["damaged"] += damage(engine, chance)
         engine.step()
 
 
@@ -529,11 +567,11 @@ def pools_in(folder: str) -> list[str]:
     return sorted(str(path) for path in Path(folder).glob("*.pool"))
 
 
-def damage(folder: str, chance: random.Random) -> bool:
-    with CXLPool.open(chance.choice(pools_in(folder)), threads=1) as pool:
+def damage(engine: Engine, chance: random.Random) -> bool:
+    with CXLPool.open(chance.choice(pools_in(engine.case["folder"])), threads=1) as pool:
         pages = pool.stats()["pages_published"]
         with suppress(Exception):
-            damage_piece(pool, chance.randrange(max(1, pages)), 0)
+            engine.damage(pool, chance.randrange(max(1, pages)))
             return True
     return False
 
@@ -551,23 +589,15 @@ def check_answers(engine: Engine) -> None:
 
 def check_pool(engine: Engine) -> None:
     """What the pool has of each text is right, by every bit."""
-    scheduling, case = engine.ours.scheduling, engine.case
+    scheduling = engine.ours.scheduling
     assert scheduling is not None
     for request, pool in product(engine.requests.values(), scheduling.pools):
-        keys = block_keys(hashes_of(request, scheduling._every, 0), BLOCK, scheduling.space)
-        shard, shards, *_ = pool.layout.shard
-        heads = slice(shard * HEADS // shards, (shard + 1) * HEADS // shards)
+        hashes = hashes_of(request, scheduling._every, 0)
+        keys = block_keys(hashes, engine.runner.block, scheduling.space)
         with pool.match(keys) as hit:
             engine.counts["pool tokens"] += hit.tokens
-            if not hit:
-                continue
-            sequence, text = pool.adopt(hit.handle), Text(list(request.all_token_ids))
-            for layer, window in enumerate(case["kinds"]):
-                first = max(0, hit.tokens - window + 1) // BLOCK if window else 0
-                found = fetched(pool, sequence, layer, first, hit.tokens // BLOCK)
-                right = rows_of(text.upto(first * BLOCK, hit.tokens), layer)[:, :, heads]
-                assert np.array_equal(found, right), (request.request_id, layer)
-            sequence.release()
+            if hit:
+                engine.check_hit(pool, hit, Text(list(request.all_token_ids)), request.request_id)
 
 
 def fetched(pool: CXLPool, sequence: Sequence, layer: int, first: int, count: int) -> Numbers:
@@ -582,11 +612,43 @@ def fetched(pool: CXLPool, sequence: Sequence, layer: int, first: int, count: in
     return cast(Numbers, both.permute(1, 3, 0, 2, 4).reshape(-1, 2, heads, DIM).numpy())
 
 
-def run(case: Case) -> Told:
+def run(case: Case, kind: type[Engine] = Engine) -> Told:
     Path(case["folder"]).mkdir(parents=True, exist_ok=True)
-    chance = random.Random(case["seed"])
-    engine = Engine(case, chance)
-    prompts = prompts_of(case, chance)
+    chance, counts = random.Random(case["seed"]), Counter[str]()
+    prompts: list[list[int]] = []
+    if case["fails"]:
+        fail(kind(case, chance))
+    for life in range(case["lives"]):
+        engine = kind(case, chance)
+        prompts = prompts or prompts_of(case, chance, engine.scale)
+        live(engine, prompts if life == 0 else chance.sample(prompts, len(prompts) // 2))
+        counts.update(engine.counts)
+        counts[f"loaded in life {life}"] = engine.runner.connector.loaded
+    for path in pools_in(case["folder"]):
+        with CXLPool.open(path, threads=1) as pool:
+            report, stats = pool.admin.check(deep=True), pool.stats()
+        assert report["clean"], report["problems"]
+        assert stats["pages_held"] == 0, stats
+        counts["pages"] += stats["pages_published"]
+        counts["pools"] += 1
+    return {"counts": dict(counts)}
+
+
+def fail(engine: Engine) -> None:
+    def sample(*_: object) -> list[int]:
+        raise ConnectionError("the step has failed")
+
+    vars(engine.runner)["_sample"] = sample
+    engine.add("a", [7] * 4 * engine.runner.block, 1)
+    with suppress(ConnectionError):
+        while True:
+            engine.step()
+    engine.ours.shutdown()
+    engine.runner.connector.shutdown()
+
+
+def live(engine: Engine, prompts: list[list[int]]) -> None:
+    case, chance = engine.case, engine.random
     serve(engine, prompts, "a")
     assert engine.scheduler.reset_prefix_cache(), "blocks that were not given back"
     engine.counts["reset"] += 1
@@ -601,18 +663,13 @@ def run(case: Case) -> Told:
     engine.counts["loaded tokens"] = engine.runner.connector.loaded
     engine.counts.update(engine.runner.counts)
     engine.counts["wrong steps"] = len(engine.runner.wrong)
+    for worker in engine.runner.connector._workers:
+        engine.counts["corrupt"] += worker.requests.failures()["corrupt"]
     engine.close()
-    for path in pools_in(case["folder"]):
-        with CXLPool.open(path, threads=1) as pool:
-            report, stats = pool.admin.check(deep=True), pool.stats()
-        assert report["clean"], report["problems"]
-        assert stats["pages_held"] == 0, stats
-        engine.counts["pages"] += stats["pages_published"]
-        engine.counts["pools"] += 1
-    return {"counts": dict(engine.counts)}
 
 
-def main() -> None:
+def answer(run: Callable[[Case], Told]) -> None:
+    """Run the cases on stdin."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the engine prints goes to stderr
     load_general_plugins()
@@ -627,4 +684,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,10 +15,24 @@ from typing import Protocol
 import pytest
 
 from .engines import ENVIRONMENT
+from .models_page import PAGE, WITHOUT_KERNELS, table
 
 FULL, WINDOWS = [0, 0], [0, 20, 20]
 HAPPENS = ("reset", "loaded tokens", "rows compared", "pages", "served", "aborted")
 FLIES = ("aborted in flight", "ended in flight")
+
+
+# Of models that vLLM's CPU backend does not run: tokens of a block, and blocks that preempt.
+LAYERS = {
+    "Jamba": (16, 36),
+    "Kimi-Linear": (128, 64),
+    "DeepSeek-V3.2": (64, 36),
+    "GLM-5": (128, 36),
+}
+USUAL: dict[str, object] = {
+    **{"requests": 40, "lives": 1, "fails": False, "kinds": [], "settings": {}, "damage": False},
+}
+STATES = ("Jamba", "Kimi-Linear")
 
 
 class Ask(Protocol):
@@ -26,7 +41,14 @@ class Ask(Protocol):
 
 @pytest.fixture(scope="module")
 def program(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    made = Program(tmp_path_factory.mktemp("schedules"))
+    made = Program(tmp_path_factory.mktemp("schedules"), "schedules")
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def layers(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    made = Program(tmp_path_factory.mktemp("layers"), "layer_schedules")
     yield made
     made.end()
 
@@ -34,10 +56,10 @@ def program(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> It
 class Program:
     """schedules.py, in a process of its own, since importing vLLM changes this one."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, name: str):
         self.log = (folder / "log").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.vllm.schedules"],
+            [sys.executable, "-m", f"tests.vllm.{name}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -45,7 +67,16 @@ class Program:
             env={**os.environ, **ENVIRONMENT},
         )
 
-    def ask(self, **case: object) -> dict[str, object]:
+    def ask(self, folder: Path, seed: int, **case: object) -> dict[str, int]:
+        """Runs a case; what happened in it, by name."""
+        print(f"seed {seed}")
+        said = self._ask(**{**USUAL, **case, "folder": str(folder / str(seed)), "seed": seed})
+        assert "error" not in said, said["error"]
+        counts = said["counts"]
+        assert isinstance(counts, dict)
+        return counts
+
+    def _ask(self, **case: object) -> dict[str, object]:
         assert self.process.stdin
         assert self.process.stdout
         print(json.dumps(case), file=self.process.stdin, flush=True)
@@ -62,16 +93,8 @@ class Program:
 
 @pytest.fixture
 def ask(program: Program, model: Path, pools_folder: Path) -> Ask:
-    """Runs a case; what happened in it, by name."""
-
     def run(seed: int, **case: object) -> dict[str, int]:
-        print(f"seed {seed}")
-        folder = str(pools_folder / str(seed))
-        said = program.ask(folder=folder, model=str(model), seed=seed, requests=40, **case)
-        assert "error" not in said, said["error"]
-        counts = said["counts"]
-        assert isinstance(counts, dict)
-        return counts
+        return program.ask(pools_folder, seed, model=str(model), **case)
 
     return run
 
@@ -98,3 +121,42 @@ def test_blocks_pages_and_tokens_are_right(
     assert found["groups"] == (3 if kinds == FULL else 9)
     wanted = HAPPENS + FLIES * asynchronous + (("damaged",) if damage else ("preempted",))
     assert all(found[name] for name in wanted), found
+
+
+@pytest.mark.parametrize("damage", [False, True])
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_without_kernels_have_their_bytes(
+    layers: Program, pools_folder: Path, kind: str, asynchronous: bool, damage: bool
+) -> None:
+    """All bytes of a text in each layer, also in a second engine that finds the pool of the first.
+    vLLM names layers around attention, or none, as with Kimi-Linear and DeepSeek-V3.2 on GPUs."""
+    block, few = LAYERS[kind]
+    case = {"model": kind, "block": block, "blocks": 300 if damage else few, "damage": damage}
+    case |= {"silent": asynchronous, "requests": 24, "lives": 2}
+    found = Counter[str]()
+    for seed in range(2):
+        found.update(layers.ask(pools_folder, seed, asynchronous=asynchronous, **case))
+    assert found["AsyncScheduler" if asynchronous else "Scheduler"] == 4
+    wanted = [*HAPPENS, "loaded in life 1", "corrupt" if damage else "preempted"]
+    wanted += ["states compared"] * (kind in STATES)
+    assert all(found[name] for name in wanted), found
+    assert not found["wrong steps"]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_step_that_fails_leaves_nothing(layers: Program, pools_folder: Path, kind: str) -> None:
+    """vLLM ends it as any other, and K, V or states of the last layers may not be computed."""
+    case = {"model": kind, "block": LAYERS[kind][0], "blocks": 300, "silent": True, "lives": 0}
+    assert layers.ask(pools_folder, 0, asynchronous=False, fails=True, **case) == {"pages": 0}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_attention_in_the_pool_refuses_them(layers: Program, pools_folder: Path, kind: str) -> None:
+    """As the page says."""
+    ((kinds, cause),) = [one for one in WITHOUT_KERNELS.items() if kind in one[0].split(", ")]
+    case = {"model": kind, "block": LAYERS[kind][0], "blocks": 300, "asynchronous": False}
+    case |= {"silent": False, "settings": {"attention": "pool"}}
+    with pytest.raises(AssertionError, match=re.escape(f"cxlkv: {cause}: leave")):
+        layers.ask(pools_folder, 0, **case)
+    assert f"| {kinds} | bytes equal | refused: {cause} |" in table(PAGE.read_text())
