@@ -65,6 +65,8 @@ STEPS_MOST = 5000  # likewise
 
 Numbers = npt.NDArray[np.float32]
 States = npt.NDArray[np.uint64]
+Bits = npt.NDArray[np.float32 | np.int16 | np.int32]
+"""Numbers as they are kept."""
 
 
 class Case(TypedDict):
@@ -154,7 +156,7 @@ class Rows:
 
 class Layer(torch.nn.Module):
     kv_cache_dtype = "auto"
-    impl = Rows()
+    impl: Rows = Rows()
 
 
 def halves_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,10 +210,11 @@ class Runner:
 
     block = BLOCK
     silent: Collection[str] = ()
+    worker: ClassVar[type[Worker]] = Worker
 
     def __init__(self, vllm_config: VllmConfig, config: KVCacheConfig, windows: dict[str, int]):
         self.vllm_config, self.config, self.windows = vllm_config, config, windows
-        self.connector = Worker(vllm_config, KVConnectorRole.WORKER, config)
+        self.connector = self.worker(vllm_config, KVConnectorRole.WORKER, config)
         self.connector.poison = self.poison
         self.caches = self.allocated()
         self.connector.register_kv_caches(dict(self.caches))
@@ -310,13 +313,20 @@ class Runner:
         if first >= computed:
             return True
         blocks, places = self._slots(own, layer, first, computed)
-        right = rows_of(own.text.upto(first, computed), layer)
-        halves = halves_of(self.caches[self.layers[layer]])
+        right = self.rows(own.text.upto(first, computed), layer)
         self.counts["rows compared"] += computed - first
         return all(
-            np.array_equal(half.numpy()[blocks, :, places], right[:, kind])
-            for kind, half in enumerate(halves)
+            np.array_equal(half[blocks, :, places], right[:, kind])
+            for kind, half in enumerate(self.halves(layer))
         )
+
+    def rows(self, states: States, layer: int) -> Bits:
+        """rows_of(), as they are kept."""
+        return rows_of(states, layer)
+
+    def halves(self, layer: int) -> list[Bits]:
+        """K and V of a layer, [blocks, heads, tokens, dim], in place."""
+        return [half.numpy() for half in halves_of(self.caches[self.layers[layer]])]
 
     def _slots(
         self, own: Running, layer: int, first: int, end: int
@@ -330,10 +340,10 @@ class Runner:
     def _write(self, request: str, layer: int, first: int, end: int, is_wrong: bool) -> None:
         own = self.requests[request]
         states = own.text.upto(first, end)
-        rows = rows_of(states ^ WRONG if is_wrong else states, layer)
+        rows = self.rows(states ^ WRONG if is_wrong else states, layer)
         blocks, places = self._slots(own, layer, first, end)
-        for kind, half in enumerate(halves_of(self.caches[self.layers[layer]])):
-            half.numpy()[blocks, :, places] = rows[:, kind]
+        for kind, half in enumerate(self.halves(layer)):
+            half[blocks, :, places] = rows[:, kind]
 
     def _sample(self, request: str, end: int, is_wrong: bool) -> list[int]:
         text = self.requests[request].text
@@ -371,8 +381,8 @@ def vllm_config_of(case: Case) -> VllmConfig:
     return made
 
 
-def specs_of(windows: dict[str, int]) -> dict[str, KVCacheSpec]:
-    shape = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": DIM, "dtype": torch.float32}
+def specs_of(windows: dict[str, int], dtype: torch.dtype) -> dict[str, KVCacheSpec]:
+    shape = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": DIM, "dtype": dtype}
     return {
         name: SlidingWindowSpec(**shape, sliding_window=window)
         if window
@@ -387,6 +397,8 @@ class Engine:
     lengths of texts."""
 
     scale: ClassVar[int] = 1
+    layout = "LBHNC"  # as the backend for CPUs has it
+    dtype = torch.float32
     case: Case
     random: random.Random
     counts: Counter[str] = field(default_factory=Counter)
@@ -407,14 +419,14 @@ class Engine:
         self.windows = {f"layers.{at}.attn": one for at, one in enumerate(self.case["kinds"])}
         of_model = self.vllm_config.compilation_config.static_forward_context
         of_model.update({name: Layer() for name in self.windows})
-        return specs_of(self.windows)
+        return specs_of(self.windows, self.dtype)
 
     def runner_of(self, made: KVCacheConfig) -> Runner:
         return Runner(self.vllm_config, made, self.windows)
 
     def _make(self, specs: dict[str, KVCacheSpec]) -> None:
         config = self.vllm_config
-        config.cache_config.kv_cache_layout = "LBHNC"  # as the backend for CPUs has it
+        config.cache_config.kv_cache_layout = self.layout
         (made,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [1 << 30])
         config.cache_config.num_gpu_blocks = made.num_blocks
         own, hashed = kv_cache_utils.resolve_kv_cache_block_sizes(made, config)
@@ -477,6 +489,9 @@ class Engine:
         is_full = len(self.pending) >= self.vllm_config.max_concurrent_batches
         if self.pending and (is_full or not self.scheduler.has_requests()):
             self._take()
+
+    def settle(self) -> None:
+        """Wait for what workers do beside steps."""
 
     def settles(self) -> bool:
         """Whether nothing is under way after this: vLLM resets no running requests else."""
@@ -658,6 +673,7 @@ def live(engine: Engine, prompts: list[list[int]]) -> None:
     for path in pools_in(case["folder"]):
         with CXLPool.open(path, threads=1) as pool:
             pool.admin.check(deep=True, repair=True)  # takes out what is damaged, and nothing else
+    engine.settle()
     check_pool(engine)
     check_answers(engine)
     engine.counts["loaded tokens"] = engine.runner.connector.loaded

@@ -32,6 +32,12 @@ LAYERS = {
 USUAL: dict[str, object] = {
     **{"requests": 40, "lives": 1, "fails": False, "kinds": [], "settings": {}, "damage": False},
 }
+LAYOUTS = [
+    *(("LBHNC", 8, "float32"), ("LBHNC", 4, "bfloat16")),  # heads before tokens
+    *(("LBNHC", 8, "bfloat16"), ("LBNHC", 4, "float16")),  # tokens before heads
+    *(("LHBNC", 8, "float16"), ("BHLNC", 8, "bfloat16")),
+    *(("BLHNC", 8, "bfloat16"), ("BLNHC", 8, "float32")),
+]
 STATES = ("Jamba", "Kimi-Linear")
 
 
@@ -91,6 +97,13 @@ class Program:
         self.log.close()
 
 
+@pytest.fixture(scope="module")
+def device(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    made = Program(tmp_path_factory.mktemp("device"), "device_schedules")
+    yield made
+    made.end()
+
+
 @pytest.fixture
 def ask(program: Program, model: Path, pools_folder: Path) -> Ask:
     def run(seed: int, **case: object) -> dict[str, int]:
@@ -124,6 +137,37 @@ def test_blocks_pages_and_tokens_are_right(
 
 
 @pytest.mark.parametrize("damage", [False, True])
+@pytest.mark.parametrize("kinds", [FULL, WINDOWS], ids=["full", "windows"])
+@pytest.mark.parametrize(("layout", "kernel", "dtype"), LAYOUTS)
+def test_blocks_of_devices_pages_and_tokens_are_right(
+    device: Program,
+    model: Path,
+    pools_folder: Path,
+    layout: str,
+    kernel: int,
+    dtype: str,
+    kinds: list[int],
+    damage: bool,
+) -> None:
+    """In each order that vLLM has for them, and where its kernels have shorter blocks; in a second
+    engine, too."""
+    blocks = (44, 76) if not damage else (160, 400)
+    case = {"kinds": kinds, "blocks": blocks[kinds != FULL], "damage": damage, "lives": 2}
+    case |= {"layout": layout, "kernel": kernel, "dtype": dtype, "model": str(model)}
+    found = Counter[str]()
+    for seed, asynchronous in enumerate((True, False, False)):
+        settings: dict[str, object] = {
+            "load": "async" if seed == 1 else "sync",
+            "shards": 2 - seed % 2,
+        }
+        how = {"asynchronous": asynchronous, "settings": settings}
+        found.update(device.ask(pools_folder, seed, **case, **how))
+    assert (found["AsyncScheduler"], found["Scheduler"]) == (2, 4)
+    wanted = [*HAPPENS, *FLIES, "loaded in life 1", "damaged" if damage else "preempted"]
+    assert all(found[name] for name in wanted), found
+
+
+@pytest.mark.parametrize("damage", [False, True])
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_without_kernels_have_their_bytes(
@@ -148,7 +192,10 @@ def test_layers_without_kernels_have_their_bytes(
 def test_a_step_that_fails_leaves_nothing(layers: Program, pools_folder: Path, kind: str) -> None:
     """vLLM ends it as any other, and K, V or states of the last layers may not be computed."""
     case = {"model": kind, "block": LAYERS[kind][0], "blocks": 300, "silent": True, "lives": 0}
-    assert layers.ask(pools_folder, 0, asynchronous=False, fails=True, **case) == {"pages": 0}
+    assert layers.ask(pools_folder, 0, asynchronous=False, fails=True, **case) == {
+        "pages": 0,
+        "pools": 1,
+    }
 
 
 @pytest.mark.parametrize("kind", LAYERS)

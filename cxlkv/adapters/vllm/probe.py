@@ -56,7 +56,7 @@ class Probe:
 
     def run(self, *pools: CXLPool) -> None:
         """pools: that share the heads. Raises UnsupportedError with the layer's name."""
-        if any(own.keys.shape[0] < 2 + 2 * self._count(own) for _, own in self._memory):
+        if any(own.keys.shape[0] < self._tried(own).stop for _, own in self._memory):
             return
         sequences = [pool.sequence() for pool in pools]
         try:
@@ -75,24 +75,33 @@ class Probe:
                     for batch, part in zip(batches, own.shares(len(pools)), strict=True):
                         part.fetch(batch, number, others, [0, count], [0])
                     cache = self._caches[name]
-                    moved = cache[1 + count : 1 + 2 * count].clone()
+                    moved = cache[self._unit_of(own, 1)].clone()
                     self._write(name, own)
-                    if not _is_same(moved, cache[1 : 1 + count], pools[0].layout):
+                    if not _is_same(moved, cache[self._unit_of(own)], pools[0].layout):
                         raise refusal(name, "the pool gives back another block than it was given")
         finally:
             for sequence in sequences:
                 sequence.release()
             for name, own in self._memory:
-                self._caches[name][: 2 + 2 * self._count(own)].zero_()
+                self._caches[name][self._tried(own)].zero_()
 
     def _count(self, own: BlockMemory) -> int:
         """Blocks of a unit."""
         return self._unit // self._groups[own.group].block_tokens
 
+    def _unit_of(self, own: BlockMemory, place: int = 0) -> slice[int, int]:
+        """The blocks of the first unit that is tried, or of the one behind it, as kernels count."""
+        count = self._count(own) * own.ratio
+        return slice(own.ratio + place * count, own.ratio + (place + 1) * count)
+
+    def _tried(self, own: BlockMemory) -> slice[int, int]:
+        """These, and a block before and behind them."""
+        return slice(0, self._unit_of(own, 1).stop + own.ratio)
+
     def _write(self, name: str, own: BlockMemory) -> None:
         """The engine writes the unit's blocks, from block 1 on, and nothing else."""
-        cache, layer, size = self._caches[name], self._layers[name], own.keys.shape[2]
-        cache[: 2 + 2 * self._count(own)].zero_()
+        cache, layer, size = self._caches[name], self._layers[name], own.tokens
+        cache[self._tried(own)].zero_()
         if self._is_indexer(name, own):
             mine = self._indexed(name, own)
             mine.copy_(_bytes(mine))
@@ -100,8 +109,10 @@ class Probe:
         heads = torch.arange(own.keys.shape[1]) % 2
         rows = [torch.tensor(of)[heads].to(self._dtype) for of in NUMBERS]
         shape = (self._unit, len(heads), own.keys.shape[3])
-        key, value = (row[None, :, None].expand(shape).contiguous() for row in rows)
-        slots = torch.arange(size, size + self._unit, dtype=torch.int64)
+        key, value = (
+            row.to(cache.device)[None, :, None].expand(shape).contiguous() for row in rows
+        )
+        slots = torch.arange(size, size + self._unit, dtype=torch.int64, device=cache.device)
         if own.values is not None:
             layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
             return
@@ -115,24 +126,24 @@ class Probe:
     def _indexed(self, name: str, own: BlockMemory) -> Tensor:
         """The unit's blocks as an indexer has them, [blocks, tokens, bytes] of its kernels. These
         run on GPUs alone, so it is not tried here how a block has its keys and scales."""
-        kept, size = self._layers[name].kv_cache, own.keys.shape[2]
+        kept, size = self._layers[name].kv_cache, own.tokens
         return kept[size // kept.shape[1] :][: self._unit // kept.shape[1]]
 
     def _check(self, name: str, own: BlockMemory) -> None:
-        count, cache = self._count(own), self._caches[name]
+        unit, cache = self._unit_of(own), self._caches[name]
         found = list[Tensor]()
         if self._is_indexer(name, own):
-            mine = cast("Tensor", own.keys)[1 : 1 + count].contiguous().view(torch.uint8)
+            mine = cast("Tensor", own.keys)[unit].contiguous().view(torch.uint8)
             if not torch.equal(mine.flatten(), _bytes(self._indexed(name, own)).flatten()):
                 raise refusal(name, "an indexer's bytes of a block are not where they were")
         for part in self._parts(name, own):
-            mine = part[1 : 1 + count].contiguous()
+            mine = part[unit].contiguous()
             if mine.numel():
                 found.append(torch.unique(mine.view(_WHOLE[mine.element_size()])))
         numbers = [int(one[0]) for one in found]
         if any(len(one) != 1 for one in found) or len({0, *numbers}) != 1 + len(numbers):
             raise refusal(name, "keys and values of a block are not where they were")
-        if cache[0].any() or cache[1 + count : 2 + 2 * count].any():
+        if cache[: own.ratio].any() or cache[unit.stop : self._tried(own).stop].any():
             raise refusal(name, "a block has other memory than its own")
 
     def _parts(self, name: str, own: BlockMemory) -> Iterator[Tensor]:
@@ -151,7 +162,7 @@ class Probe:
 def _bytes(blocks: Tensor) -> Tensor:
     """Numbers that tell each place in these blocks, and none of which is 0."""
     made = torch.Generator().manual_seed(blocks.numel())
-    return torch.randint(1, 256, blocks.shape, generator=made).byte()
+    return torch.randint(1, 256, blocks.shape, generator=made).byte().to(blocks.device)
 
 
 def _is_same(moved: Tensor, written: Tensor, layout: KVLayout) -> bool:
