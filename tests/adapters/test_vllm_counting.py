@@ -60,11 +60,16 @@ def test_tokens_of_several_ranks_count_once_and_only_what_all_have() -> None:
     whole = Report(loaded=["a"], stored=[Span("a", 3, 6), Span("b", 0, 2)])
     counted.heard([whole, Report(loaded=["a"], stored=[Span("a", 3, 5)])])
     assert counted.take(NONE)["counts"] == {"loaded_tokens": 96, "saved_tokens": 2 * 32}
-    counted.heard([whole, Report()])  # the second rank's load has failed
+    counted.heard([whole, Report()])  # the second rank is not so far yet
     counted.heard([])
     assert counting.is_empty(counted.take(NONE))
-    counted.heard([whole])
-    assert counted.take(NONE)["counts"] == {"loaded_tokens": 96, "saved_tokens": 5 * 32}
+    counted.heard([Report(), Report(loaded=["a"], stored=[Span("a", 5, 6), Span("b", 0, 3)])])
+    assert counted.take(NONE)["counts"] == {"loaded_tokens": 96, "saved_tokens": 3 * 32}
+    counted.heard([Report(stored=[Span("a", 0, 6)]), Report(stored=[Span("a", 0, 6)])])  # anew
+    counted.heard([Report(stored=[Span("a", 0, 6)], tails={"a": 7}), Report()])
+    assert counted.take(NONE)["counts"] == {"saved_tokens": 6 * 32}
+    counted.heard([Report(), Report(tails={"a": 7})])
+    assert counted.take(NONE)["counts"] == {"saved_tokens": 7}
 
 
 def test_the_step_that_ends_a_request_reports_after_it_has_ended() -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from cxlkv.adapters.common.metrics import COLD, IN_COLD, MOVES, QUOTA, Moves, hosts
-from cxlkv.adapters.vllm.messages import Report, stored_by_all
+from cxlkv.adapters.vllm.messages import Report, Span
 from cxlkv.errors import CXLKVError
 from cxlkv.stats import COUNTERS, Overview
 from cxlkv.tiers import Tiers
@@ -117,6 +118,37 @@ def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
 
 
 NONE: Counter[str] = Counter()
+ENDED_MAX = 4096
+"""Requests of which it is kept what ranks have said: they load and save beside the steps, some
+sooner than others, and save after a request's end."""
+
+
+@dataclass
+class _Shares:
+    """What ranks have done for a request. spans: of its blocks that each has stored; told: up to
+    which block all have, and that was counted. tails: ranks that have stored its end."""
+
+    loaded: set[int] = field(default_factory=set)
+    spans: dict[int, range] = field(default_factory=dict)
+    told: int = 0
+    tails: set[int] = field(default_factory=set)
+
+    def stored(self, rank: int, span: Span) -> None:
+        known = self.spans.get(rank)
+        if known is not None and known.start <= span.first <= known.stop:
+            self.spans[rank] = range(known.start, max(known.stop, span.last))
+        else:  # the first one, or the pool was lost
+            self.spans[rank] = range(span.first, span.last)
+            self.told = min(self.told, span.first)
+
+    def take(self, ranks: int) -> int:
+        """Blocks that all of so many ranks have now, and had not before."""
+        if len(self.spans) < ranks:
+            return 0
+        begin = max(self.told, *(span.start for span in self.spans.values()))
+        end = min(span.stop for span in self.spans.values())
+        self.told = max(self.told, end)
+        return max(0, end - begin)
 
 
 class Counting:
@@ -131,6 +163,7 @@ class Counting:
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
         self._come: Counter[str] = Counter()
+        self._shares: OrderedDict[str, _Shares] = OrderedDict()
 
     def matched(self, name: str, asked: int, hit: int) -> None:
         self._ended.discard(name)
@@ -151,20 +184,36 @@ class Counting:
         self._ended.add(name)
 
     def heard(self, reports: Sequence[Report]) -> None:
-        """Count what the reports of all ranks about one step have in common."""
-        if not reports:
-            return
-        self._counts["audited_hits"] += sum(report.audited for report in reports)
-        loaded = Counter(name for report in reports for name in set(report.loaded))
-        for name, count in loaded.items():
-            if count == len(reports):
-                self._counts["loaded_tokens"] += self._asked.get(name, (0, 0))[1]
+        """Count what all ranks have done by now. reports: of all of them about one step."""
+        for rank, report in enumerate(reports):
+            self._counts["audited_hits"] += report.audited
+            for name in report.failed:
+                self._of(name).loaded.clear()
+            for name in report.loaded:
+                of = self._of(name)
+                of.loaded.add(rank)
+                if len(of.loaded) == len(reports):
+                    self._counts["loaded_tokens"] += self._asked.get(name, (0, 0))[1]
+                    of.loaded.clear()
         saving = [report for report in reports if report.saves]
-        for one in stored_by_all(saving):
-            self._counts["saved_tokens"] += max(0, one.last - one.first) * self._block_tokens
-        for name, tokens in saving[0].tails.items():
-            if all(name in report.tails for report in saving):
-                self._counts["saved_tokens"] += tokens
+        for rank, report in enumerate(saving):
+            for span in report.stored:
+                self._of(span.request).stored(rank, span)
+            for name, tokens in report.tails.items():
+                of = self._of(name)
+                of.tails.add(rank)
+                if len(of.tails) == len(saving):
+                    self._counts["saved_tokens"] += tokens
+                    of.tails.clear()
+        for name in {span.request for report in saving for span in report.stored}:
+            self._counts["saved_tokens"] += self._of(name).take(len(saving)) * self._block_tokens
+
+    def _of(self, name: str) -> _Shares:
+        found = self._shares.setdefault(name, _Shares())
+        self._shares.move_to_end(name)
+        while len(self._shares) > ENDED_MAX:
+            self._shares.popitem(last=False)
+        return found
 
     def take(self, failures: Counter[str], come: Counter[str] = NONE) -> Figures:
         """What is new since the last call. failures, come (tokens that came for requests, by name):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -171,14 +171,3 @@ class Report:
 
     def __bool__(self) -> bool:
         return self != Report()
-
-
-def stored_by_all(reports: Sequence[Report]) -> list[Span]:
-    """Blocks that every rank's pool has now; of the reports of ranks that save."""
-    others = [{(one.request, one.first): one.last for one in r.stored} for r in reports[1:]]
-    return [
-        replace(
-            one, last=min([one.last, *(o.get((one.request, one.first), one.first) for o in others)])
-        )
-        for one in reports[0].stored
-    ]
