@@ -31,6 +31,7 @@ from cxlkv.adapters.common.reopening import Reopening
 from cxlkv.adapters.transformers import CXLCache, Hints, layout_of
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part
 from cxlkv.adapters.vllm.prefetch import Prefetch
+from cxlkv.adapters.vllm.saving import Ring, Save, Saver
 from cxlkv.emulation.link import Link, emulate
 from cxlkv.emulation.profiles import named
 from cxlkv.errors import ClosedError, CXLKVError, ReleasedError, StaleError, WorkerError
@@ -443,6 +444,22 @@ def loads_of_vllm(world: World) -> Subject:
     return Subject((loader, *loads), use, loader.close)
 
 
+def saves_of_vllm(world: World) -> Subject:
+    pool, ring = world.pool(), Ring(64, torch.device("cpu"))
+    tiers = Tiers(pool)
+    world.after.callback(tiers.close)
+    saver = Saver(pool, tiers, None, ring, unit=PAGE, groups=[0], ratios=[1])
+
+    def use() -> None:
+        memory = ring.take(32)
+        assert memory is not None
+        saver.submit(Save([], [np.zeros(1, np.int32)], 0, memory))
+        saver.wait()
+        assert ring.room == 64
+
+    return Subject((ring, saver), use, saver.close)
+
+
 def a_reopening(world: World) -> Subject:
     made = CXLPool.create(
         world.folder / "shared", layout=SMALL, capacity="4MiB", sharing="software", host=0
@@ -545,6 +562,7 @@ OBJECTS = (
     Row(weights_of_an_engine, "KeyedWeights"),
     Row(object_cache, "ObjectCache"),
     Row(loads_of_vllm, "Load Loader"),
+    Row(saves_of_vllm, "Ring Saver"),
     Row(a_prefetch_of_vllm, "Prefetch"),
     Row(a_reopening, "Reopening"),
     Row(a_cache_of_transformers, "CXLCache"),

@@ -38,6 +38,10 @@ class Ring:
         self._memory = streams.pinned(size, dtype=torch.uint8, device=device)
         self._taken: deque[range] = deque()
         self._lock = threading.Lock()
+        lifetime.watch(self)
+
+    def reset_after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     @property
     def room(self) -> int:
@@ -143,6 +147,7 @@ class Saver:
     def reset_after_fork(self) -> None:
         self._changed, self._thread = threading.Condition(), None
         self._waiting.clear()
+        self._is_working = False
 
     # ---- the worker's thread ----
 
