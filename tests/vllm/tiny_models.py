@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .engines import LAYERS, VOCABULARY_SIZE
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 SHAPE: dict[str, object] = {
@@ -121,13 +124,30 @@ HYBRIDS: dict[str, tuple[int, dict[str, object]]] = {
     "Granite-4": (64, SCAN_STEPS),
     "LFM2": (32, {"max_num_batched_tokens": 128}),
 }
-WANTED = {"Qwen3.5": "torchvision"}  # which the environment of the tests lacks
+TORCHVISION = Path(sys.prefix).parent / "torchvision"
+"""torchvision beside the environment, whose torch is another one than it was compiled for."""
+
+OPERATORS: list[torch.library.Library] = []  # they go when nobody has them any more
 
 
 def lacks(kind: str) -> str:
     """The package for want of which it cannot be tried here; "": it can."""
-    wanted = WANTED.get(kind, "torch")
-    return "" if importlib.util.find_spec(wanted) else wanted
+    found = kind != "Qwen3.5" or TORCHVISION.exists() or importlib.util.find_spec("torchvision")
+    return "" if found else "torchvision"
+
+
+def add_torchvision() -> None:
+    """vLLM imports it for Qwen3.5, and calls none of it for texts: its operators may be names."""
+    if not TORCHVISION.exists():
+        return
+    import torch
+
+    OPERATORS.append(torch.library.Library("torchvision", "DEF"))  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        form = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        OPERATORS[0].define(form)  # type: ignore[no-untyped-call]
+    sys.path.append(str(TORCHVISION))
+    importlib.import_module("torchvision")
 
 
 def saved(made: PreTrainedModel, folder: Path) -> Path:
