@@ -90,6 +90,8 @@ class Gpu:
     vendor: str
     numa_node: int | None
     driver: str
+    lanes: int | None  # of its link, now
+    lanes_most: int | None  # that it could have
 
 
 @dataclass(frozen=True)
@@ -248,4 +250,6 @@ def _gpu(root: Path, device: Path) -> Gpu:
         vendor=VENDORS.get(vendor, vendor),
         numa_node=number(device / "numa_node"),
         driver=target_name(device / "driver"),
+        lanes=number(device / "current_link_width"),
+        lanes_most=number(device / "max_link_width"),
     )

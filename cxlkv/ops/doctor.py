@@ -34,6 +34,7 @@ CHECKS: tuple[tuple[str, Callable[[Ask], Iterator[Finding]]], ...] = (
     ("pool", trial),
     ("locked memory", doctor_machine.locked),
     ("numa", doctor_machine.numa),
+    ("link", doctor_machine.links),
     ("port", doctor_engine.ports),
     ("left-overs", doctor_machine.left_overs),
 )

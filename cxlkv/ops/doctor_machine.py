@@ -205,6 +205,20 @@ def dax(ask: Ask) -> Iterator[Finding]:
         yield Finding("dax", "absent", "none")
 
 
+def links(ask: Ask) -> Iterator[Finding]:
+    """GPUs that could have more lanes than they have; their speed falls while nothing runs."""
+    gpus = [each for each in probe_devices(ask.root).gpus if each.driver and each.lanes]
+    for each in gpus:
+        seen = f"{each.address}: {each.lanes} of {each.lanes_most} lanes"
+        if each.lanes_most and each.lanes and each.lanes < each.lanes_most:
+            why = "keys and values go over this link: put the card where it has all lanes"
+            yield Finding("link", "warning", seen, why, f"sudo lspci -vv -s {each.address}")
+        else:
+            yield Finding("link", "ok", seen)
+    if not gpus:
+        yield Finding("link", "absent", "no GPU")
+
+
 # ---- what others left ----
 
 

@@ -314,7 +314,7 @@ def _dax_lines(device: DaxDevice) -> list[str]:
 def _gpu_lines(devices: Devices) -> list[str]:
     return [
         f"{each.address}: {each.vendor or 'vendor not known'}, near node {_count(each.numa_node)}, "
-        f"{each.driver or 'no driver'}"
+        f"{each.driver or 'no driver'}, {_count(each.lanes)} of {_count(each.lanes_most)} lanes"
         for each in devices.gpus
     ]
 

@@ -264,6 +264,19 @@ def test_a_device_in_another_mode(machine: str, where: str, command: str, tmp_pa
     told.of("pool", "absent")
 
 
+@pytest.mark.parametrize(("lanes", "state"), [(8, "warning"), (16, "ok"), (None, "absent")])
+def test_a_gpu_with_fewer_lanes_than_it_could_have(
+    lanes: int | None, state: str, tmp_path: Path
+) -> None:
+    root = plant_machine("two-sockets", tmp_path)
+    folder = root / "sys/devices/pci0000:80/0000:80:01.0/0000:81:00.0"
+    if lanes:
+        (folder / "current_link_width").write_text(f"{lanes}\n")
+        (folder / "max_link_width").write_text("16\n")
+    found = asked(capacity=8 << 20, root=root).of("link", state)
+    assert found.seen == (f"0000:81:00.0: {lanes} of 16 lanes" if lanes else "no GPU")
+
+
 @pytest.mark.parametrize("where", ["/dev/dax97.3", "dax:/dev/dax97.3"])
 def test_a_device_that_is_not_there_is_said_once(where: str) -> None:
     told = asked(where=where, capacity=8 << 20)
