@@ -105,7 +105,7 @@ class Timer:
     def __call__(self, functions: Mapping[str, Callable[[], object]]) -> Samples:
         """Seconds on the device, `rounds` samples of each after `warm` unmeasured rounds; they take
         turns in a round."""
-        calls = {name: partial(self._sample, function) for name, function in functions.items()}
+        calls = {name: partial(self.sample, function) for name, function in functions.items()}
         self.wait()  # what was prepared may be on another stream
         with self.here():
             return interleave_reported(calls, self.rounds, self.warm)
@@ -130,7 +130,7 @@ class Timer:
                 self.uncaptured.add(name)
         return found
 
-    def _sample(self, function: Callable[[], object]) -> float:
+    def sample(self, function: Callable[[], object]) -> float:
         if self.stream is None:
             return seconds_of(function)
         first, last = new_event(), new_event()
@@ -161,7 +161,7 @@ class Timer:
 # ---- one case ----
 
 
-CASES = ("gather", "attend", "decode")
+CASES = ("gather", "attend", "decode", "blocks")
 """Modules of this folder, with run(progress, device, size), Size and TINY."""
 
 

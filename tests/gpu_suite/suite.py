@@ -42,8 +42,9 @@ SHARES = {
     "gather": 0.20,
     "attend": 0.20,
     "decode": 0.30,
+    "blocks": 0.15,
 }
-CASES = ("gather", "attend", "decode")
+CASES = ("gather", "attend", "decode", "blocks")
 TAIL_CHARACTERS = 6000  # of a step's output, kept in the index
 STOP_S = 10.0  # before its end a case is told to come to one itself
 MODULES = {
@@ -509,6 +510,7 @@ STEPS: dict[str, Callable[[Suite], Step]] = {
     "gather": lambda suite: case(suite, "gather"),
     "attend": lambda suite: case(suite, "attend"),
     "decode": lambda suite: case(suite, "decode"),
+    "blocks": lambda suite: case(suite, "blocks"),
 }
 
 
@@ -526,6 +528,9 @@ WANTED = {
     "attend_10_128k_x1_to_sdpa": 1.0,
     "selected_32k_to_full": 1.5,
     "selected_128k_to_full": 3.0,
+    "hit_to_h2d": 0.8,
+    "step_beside_save_to_step": 0.97,
+    "step_beside_load_to_step": 0.97,
 }
 """What the ratios of the cases should reach; dispatcher_to_better: never slower, less its noise."""
 

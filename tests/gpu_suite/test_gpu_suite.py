@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="the suite measures kernels for torc
 from cxlkv.bench.result import Result  # noqa: E402
 
 from ..support.pool_worker import is_alive  # noqa: E402
-from . import attend, decode, gather  # noqa: E402
+from . import attend, blocks, decode, gather  # noqa: E402
 from . import case as gpu_case  # noqa: E402
 from . import suite as gpu_suite  # noqa: E402
 from .case import Progress, Timer  # noqa: E402
@@ -31,6 +31,7 @@ RUN: dict[str, Callable[[Progress], None]] = {
     "gather": lambda progress: gather.run(progress, CPU, gather.TINY),
     "attend": lambda progress: attend.run(progress, CPU, attend.TINY),
     "decode": lambda progress: decode.run(progress, CPU, decode.TINY),
+    "blocks": lambda progress: blocks.run(progress, CPU, blocks.TINY),
 }
 
 
@@ -89,7 +90,7 @@ def test_the_script_comes_to_its_end_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"index.json", "summary.md", "gather.json", "attend.json", "decode.json"}
+    assert names == {"index.json", "summary.md", *(f"{case}.json" for case in RUN)}
     index = json.loads((tmp_path / "index.json").read_text())
     steps = {step["name"]: step for step in index["steps"]}
     assert list(steps) == list(gpu_suite.STEPS)
@@ -104,7 +105,7 @@ def test_the_script_comes_to_its_end_without_a_gpu(tmp_path: Path) -> None:
         assert (written["metrics"], written["ratios"]) == ({}, {})
         assert written["checks"]
         assert written["notes"][0] == gpu_case.NO_FIGURES
-    assert index["results"] == ["gather.json", "attend.json", "decode.json"]
+    assert index["results"] == [f"{case}.json" for case in RUN]
     text = (tmp_path / "summary.md").read_text() + (tmp_path / "index.json").read_text()
     assert str(ROOT) not in text
     assert re.search(r"^\[ +\d+\.\d s\] gather: passed", done.stdout, re.M)
