@@ -124,8 +124,12 @@ def test_two_of_one_text_in_one_step_are_written_once(engines: Engines) -> None:
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_damaged_page_is_computed_again_and_healed(engines: Engines, load: str, ranks: int) -> None:
+@pytest.mark.parametrize("defers", [False, True])
+def test_damaged_page_is_computed_again_and_healed(
+    engines: Engines, load: str, ranks: int, defers: bool
+) -> None:
     first, second = engines(ranks, load=load), engines(ranks, load=load)
+    second.defers = defers
     first.serve("a", text(1, 33))
     damage(engines.paths[ranks - 1], 3, layer=1)
     request = second.add("a", text(1, 33))
@@ -234,7 +238,7 @@ def test_load_that_is_late_is_given_up_and_computed(
     first = engines(ranks)
     first.serve("a", text(1, 33))
     second = engines(ranks, load=load, deadline_s=0.02)
-    slow(second, 0.05)
+    slow(second, 0.2)
     request = second.add("a", text(1, 33))
     for _ in range(3):
         second.step()

@@ -363,6 +363,7 @@ class Engine:
         self.elsewhere: dict[str, int] = {}  # tokens of a request that another connector loads
         self.fails_elsewhere = False
         self.unnamed: set[int] = set()  # layers that it does not name to the workers
+        self.defers = False  # a step ends when all was asked of it, as where vLLM speculates
         self.fails = False  # in the next steps, when all is computed
         self._paths = paths
         self.links = ExitStack()  # ends with the engine
@@ -583,16 +584,15 @@ class Engine:
                 rank.worker.wait_for_layer(f"layers.{layer}")
             for rank in self.ranks if layer not in self.unnamed else ():
                 rank.worker.save_layer(f"layers.{layer}")
-        for rank in self.ranks:
-            if self.fails:
-                rank.worker.drop_step()
-            rank.worker.end_step()
-            rank.wait_for_saves()
+        if not self.defers:
+            self._end_step()
         done = [rank.worker.finished() for rank in self.ranks]
         bad = bad.union(*(rank.worker.bad_blocks() for rank in self.ranks))
         lost = set[str]().union(*(rank.worker.lost() for rank in self.ranks))
         assert not (bad if len(self.groups) > 1 else lost and are_whole(self.groups))
         reports = [rank.worker.report() for rank in self.ranks]
+        if self.defers:
+            self._end_step()
         for rank, report in zip(self.ranks, reports, strict=True):
             self.told_blocks += sum(one.last - one.first for one in report.stored)
             self.wrongly_stored += [
@@ -603,6 +603,13 @@ class Engine:
                 if any(rank.wrong(self.requests[one.request], index * unit, (index + 1) * unit))
             ]
         self._learn(step, done, bad, lost, reports)
+
+    def _end_step(self) -> None:
+        for rank in self.ranks:
+            if self.fails:
+                rank.worker.drop_step()
+            rank.worker.end_step()
+            rank.wait_for_saves()
 
     def _compute(self, request: Request, layer: int, one: Scheduled) -> None:
         """Right where all before is right, in all ranks, as it is with attention; else nonsense."""

@@ -329,7 +329,9 @@ class EngineAttention:
 
     def bad_blocks(self) -> set[int]:
         """Blocks of the engine that were to be loaded and were not, since the last call. The engine
-        computes on from the first of them, which it can where it has all blocks before."""
+        computes on from the first of them, which it can where it has all blocks before. Where vLLM
+        speculates it asks before it ends the step."""
+        self._settle_now()
         found, self._bad = self._bad, set()
         return found
 
@@ -525,11 +527,7 @@ class EngineAttention:
     def end_step(self) -> None:
         """The step's K and V are there: publish what is right."""
         self.start_loads()  # nothing waited for them, but the engine says that they are due
-        if self._now is not None:
-            self._now.wait(len(self._memory))
-            self._settle(self._now)
-            self._now = None
-            self._mark_invalid()
+        self._settle_now()
         for name in self._layers:  # those that the engine has not named; some models name none
             self.save_layer(name)
         written, self._writing = self._writing, []
@@ -548,6 +546,14 @@ class EngineAttention:
         for writing in self._writing:
             self._abandon(writing)
         self._writing, self._offered = [], {}
+
+    def _settle_now(self) -> None:
+        """What the step waited for is there, or is not."""
+        if self._now is not None:
+            self._now.wait(len(self._memory))
+            self._settle(self._now)
+            self._now = None
+            self._mark_invalid()
 
     def _mark_invalid(self) -> None:
         """Blocks may be shared: all that was computed from a bad one is nonsense."""
