@@ -18,7 +18,10 @@ torch = pytest.importorskip("torch", reason="the engine's blocks are torch's")
 if TYPE_CHECKING:
     from torch import Tensor
 
-from cxlkv.adapters.vllm.probe import Probe  # noqa: E402  it needs torch
+from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link  # noqa: E402  it needs torch
+from cxlkv.adapters.vllm.probe import Probe  # noqa: E402
+
+from ..support.late_streams import Schedule  # noqa: E402
 
 GROUPS = [BlockGroup(8), BlockGroup(4, 10)]
 OF_LAYER = {"one": (1, 4), "two": (0, 2), "three": (1, 4)}  # group, kv heads
@@ -131,3 +134,28 @@ def test_a_full_pool_is_no_reason_to_refuse(pool: CXLPool) -> None:
     taken = pool.pages.alloc(pool.stats()["pages_free"])
     probe.run(pool)
     pool.pages.free(taken)
+
+
+def rows(layer: object, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+    """As vLLM's backends for GPUs lay them out."""
+    size = kv_cache.shape[2]
+    kv_cache[slots // size, :, slots % size] = torch.cat([key, value], -1)
+
+
+def test_blocks_of_a_device_are_looked_at_when_they_are_there(
+    pool: CXLPool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = Schedule(seed)
+    schedule.stand_in(monkeypatch)
+    caches, memory, link = {}, {}, Link(torch.device("cpu"))
+    for name, (group, heads) in OF_LAYER.items():
+        size = GROUPS[group].block_tokens
+        caches[name] = torch.zeros((BLOCKS, heads, size, 2 * DIM))
+        memory[name] = DeviceMemory(caches[name], DIM, size, group, link)
+    layers = {
+        name: SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=rows)) for name in caches
+    }
+    probe = Probe(layers, caches, memory, GROUPS, torch.float32, link)
+    with schedule:
+        probe.run(pool)
+    assert pool.stats()["fetched_bytes"] > 0

@@ -426,7 +426,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             layout = layout_of(specs.values(), self._groups, *of)
             tiers.append(self._make_tiers(number, layout.encoded(self._encoding)))
         attention, memory_by_name = cast("Mapping[str, Attention]", own), layers.by_name
-        probe = Probe(attention, whole, memory_by_name, self._groups, dtype)
+        probe = Probe(attention, whole, memory_by_name, self._groups, dtype, layers.link)
         probe.run(*(one.pool for one in tiers))
         if memory is not None:  # there is one pool
             tensors = {name: of_model[name].kv_cache for name in of_states}

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 import torch
 
 from cxlkv.adapters.vllm.groups import BlockGroup, unit_of
-from cxlkv.adapters.vllm.loading import BlockMemory
+from cxlkv.adapters.vllm.loading import BlockMemory, Link
 from cxlkv.errors import PoolFullError, UnsupportedError
 from cxlkv.layout import FP8, KVLayout
 from cxlkv.pool import CXLPool
@@ -41,7 +41,8 @@ class Attention(Protocol):
 
 class Probe:
     """One for a worker, before any request comes. caches: the engine's own tensors of its layers,
-    memory: as they are read here, in the same order; dtype: of keys that the engine computes."""
+    memory: as they are read here, in the same order; dtype: of keys that the engine computes.
+    link: to memory of a device."""
 
     def __init__(
         self,
@@ -50,8 +51,10 @@ class Probe:
         memory: Mapping[str, BlockMemory],
         groups: Sequence[BlockGroup],
         dtype: torch.dtype,
+        link: Link | None = None,
     ):
         self._layers, self._caches, self._memory = layers, caches, list(memory.items())
+        self._link = link
         self._groups, self._unit, self._dtype = groups, unit_of(groups), dtype
 
     def run(self, *pools: CXLPool) -> None:
@@ -72,8 +75,12 @@ class Probe:
                 for number, (name, own) in enumerate(self._memory):
                     count = self._count(own)
                     others = range(1 + count, 1 + 2 * count)
+                    if self._link is not None:
+                        self._link.begin_loads(self._link.mark())
                     for batch, part in zip(batches, own.shares(len(pools)), strict=True):
                         part.fetch(batch, number, others, [0, count], [0])
+                    if self._link is not None:
+                        self._link.end_loads()
                     cache = self._caches[name]
                     moved = cache[self._unit_of(own, 1)].clone()
                     self._write(name, own)
