@@ -99,7 +99,7 @@ class DeviceAttention(EngineAttention):
     def hear(self, message: Message) -> None:
         self._take_outcome()
         super().hear(message)
-        self._link.fence()  # what the step writes to may be saved
+        self._link.fence()  # what the step writes to may be what a request has left
 
     def _take_outcome(self) -> None:
         found = self._saver.take()
@@ -184,6 +184,7 @@ class DeviceAttention(EngineAttention):
             save.texts = [self._checked(text) for text in save.texts]
             self._saver.submit(save)
         self._saves_now = []
+        self._link.fence()  # the engine writes to new blocks before the next hear()
 
     def _checked(self, text: SavedText) -> SavedText:
         """Of a text that turned out to be wrong, nothing."""
