@@ -45,11 +45,13 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 class DeviceCase(Case):
-    """layout: as vLLM names it; kernel: tokens of its kernels' blocks; dtype: of K and V."""
+    """layout: as vLLM names it; kernel: tokens of its kernels' blocks; dtype: of K and V. parts:
+    in which a step's tokens run beside each other."""
 
     layout: str
     kernel: int
     dtype: str
+    parts: int
 
 
 class DeviceRows(Rows):
@@ -125,6 +127,7 @@ class DeviceEngine(Engine):
         of_model = self.vllm_config.compilation_config.static_forward_context
         of_model.update({name: DeviceLayer() for name in self.windows})
         self.vllm_config.model_config.dtype = self.dtype
+        self.vllm_config.parallel_config.ubatch_size = self.own["parts"]
         return found
 
     def runner_of(self, made: KVCacheConfig) -> Runner:

@@ -291,6 +291,8 @@ class Runner:
                 self.connector.wait_for_layer_load(name)
             for request, (first, end) in spans.items():
                 self._write(request, layer, first, end, request in tainted)
+                if self.vllm_config.parallel_config.use_ubatching:  # each part calls by itself
+                    self.connector.save_kv_layer(name, self.caches[name], None)
             for request, (first, _) in spans.items():  # some see what others have just written
                 if not self._is_right(request, layer, first):
                     tainted.add(request)

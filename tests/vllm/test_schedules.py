@@ -31,6 +31,7 @@ LAYERS = {
 }
 USUAL: dict[str, object] = {
     **{"requests": 40, "lives": 1, "fails": False, "kinds": [], "settings": {}, "damage": False},
+    "parts": 1,
 }
 LAYOUTS = [
     *(("LBHNC", 8, "float32"), ("LBHNC", 4, "bfloat16")),  # heads before tokens
@@ -165,6 +166,15 @@ def test_blocks_of_devices_pages_and_tokens_are_right(
     assert (found["AsyncScheduler"], found["Scheduler"]) == (2, 4)
     wanted = [*HAPPENS, *FLIES, "loaded in life 1", "damaged" if damage else "preempted"]
     assert all(found[name] for name in wanted), found
+
+
+def test_layers_are_saved_when_all_parts_of_a_step_have_run(
+    device: Program, model: Path, pools_folder: Path
+) -> None:
+    """vLLM may run requests of a step beside each other, and each part names the layers."""
+    case = {"kinds": FULL, "blocks": 44, "layout": "LBHNC", "kernel": 8, "dtype": "float32"}
+    found = device.ask(pools_folder, 0, model=str(model), asynchronous=False, parts=2, **case)
+    assert found["pages"] > 0
 
 
 @pytest.mark.parametrize("damage", [False, True])

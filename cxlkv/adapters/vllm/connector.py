@@ -579,6 +579,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object
     ) -> None:
+        if self._vllm_config.parallel_config.use_ubatching:
+            return  # each part of the step's tokens calls; layers are saved behind all of them
         for worker in self._workers:
             worker.save_layer(layer_name)
 
