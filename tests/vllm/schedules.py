@@ -239,6 +239,8 @@ class Runner:
         """As vLLM's runner has it: the connector's calls around the step are those of its mixin."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self._hear(output)
+        for group in range(len(self.config.kv_cache_groups)):  # before the connector hears of them
+            self.poison(group, output.new_block_ids_to_zero or [])
         if not output.total_num_scheduled_tokens:
             return KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self.vllm_config)
         with (

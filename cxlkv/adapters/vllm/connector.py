@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from math import gcd
 from typing import TYPE_CHECKING, cast
 
@@ -161,7 +162,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self._loaded: LoadedWeights | None = None  # a worker's
         self.scheduling: Scheduling | None = None
         self._own: tuple[BlockPool, object] | None = None  # and what it finds blocks in
-        self._ended_in_step: list[list[int]] = []  # blocks of requests, of the step that runs
+        self._ended_in_step: list[tuple[str, tuple[list[int], ...]]] = []  # requests, their blocks
         self._workers: Sequence[EngineAttention | PoolAttention] = ()  # one for each own pool
         self._ended: Counter[str] = Counter()  # loads of requests, of how many of them
         self.moves: list[Moves] = []
@@ -301,8 +302,12 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._take_reopened()
+        message = self._scheduler.message(step_of(scheduler_output))
+        new, ended = rewritten(scheduler_output), self._ended_in_step
+        lost = {name for name, blocks in ended if not new.isdisjoint(chain(*blocks))}
+        message.left = [one for one in message.left if one.request not in lost]
         self._ended_in_step.clear()
-        return StepMessage(self._scheduler.message(step_of(scheduler_output)))
+        return StepMessage(message)
 
     def _take_reopened(self) -> None:
         """The pools that were lost and are there again; by number."""
@@ -329,7 +334,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, None]:
         self._scheduler.ended(request)
         self._counting.ended(request.request_id)
-        self._ended_in_step += block_ids
+        self._ended_in_step.append((request.request_id, block_ids))
         return False, None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -343,7 +348,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def _evict(self, bad: set[int]) -> None:
         """vLLM takes bad blocks out of its prefix cache, and those behind them, but not of requests
         that were aborted while the step ran."""
-        for blocks in self._ended_in_step if bad else ():
+        for blocks in chain(*(of for _, of in self._ended_in_step if bad)):
             assert self._own is not None, "bound before the first step"
             first = next((place for place, one in enumerate(blocks) if one in bad), len(blocks))
             self._own[0].evict_blocks(set(blocks[first:]))
@@ -652,6 +657,12 @@ def extra_keys_of(
         hashed.append(keys)
     told: list[tuple[object, ...] | None] | None = to_event_extra_keys(hashed)
     return told
+
+
+def rewritten(output: SchedulerOutput) -> set[int]:
+    """Blocks that vLLM writes to before its workers hear of the step."""
+    copied = {one.dst_block_id for one in output.kv_cache_block_copies or ()}
+    return copied.union(output.new_block_ids_to_zero or ())
 
 
 def step_of(output: SchedulerOutput) -> Step:

@@ -1,0 +1,22 @@
+"""What requests leave is saved only where their blocks are still theirs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from ..support.processes import ROOT
+
+
+def test_blocks_that_were_written_to_again_are_not_saved(vllm_is_there: None) -> None:
+    """vLLM zeroes new blocks of some models, and copies some, before it tells workers of a step."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.left"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        cwd=ROOT,
+    )
+    assert done.stdout.split("\n")[:2] == ["copied from, kept", "copied to, copied from, kept"], (
+        done.stdout + done.stderr[-2000:]
+    )
