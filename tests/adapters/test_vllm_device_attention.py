@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,8 +12,11 @@ from ..support.paged_engine import Grouping, text
 from ..support.paged_engines import Engines, engines_in
 
 pytest.importorskip("torch", reason="the engine's blocks are torch's")
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from cxlkv.adapters.vllm.device_blocks import Link
+from cxlkv.adapters.vllm.device_attention import DeviceAttention  # noqa: E402  it needs torch
+from cxlkv.adapters.vllm.device_blocks import Link  # noqa: E402
 
 
 @pytest.fixture
@@ -42,3 +46,32 @@ def noted(called: list[str], name: str) -> object:
         return method(*given)
 
     return call
+
+
+def test_memory_goes_back_in_order_also_behind_a_step_that_did_not_end(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a request leaves is taken first in the next step."""
+    taken, given = list[int](), list[int]()
+    engine = engines()
+    worker = engine.ranks[0].worker
+    assert isinstance(worker, DeviceAttention)
+    take, submit = worker._ring.take, worker._saver.submit
+    monkeypatch.setattr(worker._ring, "take", lambda size: noted_place(taken, take(size)))
+    monkeypatch.setattr(
+        worker._saver, "submit", lambda save: (noted_place(given, save.memory), submit(save))
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "end_step", lambda: None)
+        engine.serve("a", text(1, 22))
+    engine.end("a")
+    engine.step()
+    assert len(taken) == 2
+    assert given == taken
+    assert engines.published() == 5
+
+
+def noted_place(places: list[int], memory: Tensor | None) -> Tensor | None:
+    if memory is not None:
+        places.append(memory.data_ptr())
+    return memory

@@ -98,6 +98,7 @@ class DeviceAttention(EngineAttention):
 
     def hear(self, message: Message) -> None:
         self._take_outcome()
+        self.drop_step()  # one that did not end; its memory goes back before what is taken now
         super().hear(message)
         self._link.fence()  # what the step writes to may be what a request has left
 
@@ -115,7 +116,6 @@ class DeviceAttention(EngineAttention):
 
     def _plan(self) -> list[_Writing]:
         """What this step completes. Its copies begin when its layers are computed."""
-        self.drop_step()  # one that did not end
         upto, planned, room = dict[str, int](), set[bytes](), self._ring.room // self._unit_bytes
         for name, held in self._held.items():
             if not held.scheduled or not held.options.save or held.awaits:
