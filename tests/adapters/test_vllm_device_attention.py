@@ -11,7 +11,7 @@ import pytest
 from ..support.paged_engine import Grouping, text
 from ..support.paged_engines import Engines, engines_in
 
-pytest.importorskip("torch", reason="the engine's blocks are torch's")
+torch = pytest.importorskip("torch", reason="the engine's blocks are torch's")
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -75,3 +75,50 @@ def noted_place(places: list[int], memory: Tensor | None) -> Tensor | None:
     if memory is not None:
         places.append(memory.data_ptr())
     return memory
+
+
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("unnamed", [set[int](), {0, 1, 2}])
+def test_a_device_without_memory_for_copies_is_no_end(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, layer: int, unnamed: set[int]
+) -> None:
+    """The engine goes on, and a later step saves the blocks."""
+    engine = engines()
+    engine.unnamed = unnamed
+    gathered, gather = list[object](), Link.gather
+
+    def short(*given: object) -> object:
+        gathered.append(given)
+        if len(gathered) == layer + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return gather(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Link, "gather", short)
+    engine.serve("a", text(1, 22))
+    worker = engine.ranks[0].worker
+    assert isinstance(worker, DeviceAttention)
+    assert (engines.published(), worker.requests.failures()) == (0, {"save": 1})
+    assert not worker._ring._taken
+    for _ in range(2):
+        engine.step()
+    assert (engines.published(), engine.wrongly_stored) == (6, [])
+
+
+def test_what_a_request_leaves_is_lost_alone_where_the_device_has_no_memory(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines()
+    worker = engine.ranks[0].worker
+    assert isinstance(worker, DeviceAttention)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "end_step", lambda: None)
+        engine.serve("a", text(1, 22))
+    engine.end("a")
+
+    def short(*given: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Link, "gather", short)
+    engine.step()
+    assert (engines.published(), worker.requests.failures()) == (0, {"save": 1})
+    assert not worker._ring._taken

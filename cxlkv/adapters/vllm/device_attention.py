@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link
 from cxlkv.adapters.vllm.engine_attention import ALONE, EngineAttention, Share, _Writing
@@ -20,6 +21,7 @@ from cxlkv.adapters.vllm.messages import KEY_BYTES, Left, Message, Report
 from cxlkv.adapters.vllm.saving import Ring, Save, SavedText, Saver
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.adapters.vllm.states import StateMemory
+from cxlkv.errors import GpuMemoryError
 from cxlkv.pool import CXLPool
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
@@ -155,9 +157,23 @@ class DeviceAttention(EngineAttention):
         layer = self._layers.get(name)
         if layer is not None and any(len(save.layers) == layer for save in self._saves_now):
             self._link.begin_gathers()
-            for save in self._saves_now:
-                if len(save.layers) == layer:
-                    self._gather(save, layer)
+            self._saves_now = [
+                save
+                for save in self._saves_now
+                if len(save.layers) != layer or self._has_gathered(save, layer)
+            ]
+
+    def _has_gathered(self, save: Save, *layers: int) -> bool:
+        """Begin these layers' copies; where the device lacks memory, a later step saves it."""
+        try:
+            for layer in layers:
+                self._gather(save, layer)
+        except torch.OutOfMemoryError as error:
+            short = f"no memory on {self._link.device} for blocks on their way to the pool: {error}"
+            self.requests.fail("save", GpuMemoryError(short))
+            self._saver.submit(replace(save, texts=[]))
+            return False
+        return True
 
     def _gather(self, save: Save, layer: int) -> None:
         own = self._blocks[layer]
@@ -179,10 +195,9 @@ class DeviceAttention(EngineAttention):
             return
         self._link.begin_gathers()
         for save in self._saves_now:
-            for layer in range(len(save.layers), len(self._blocks)):
-                self._gather(save, layer)
-            save.texts = [self._checked(text) for text in save.texts]
-            self._saver.submit(save)
+            if self._has_gathered(save, *range(len(save.layers), len(self._blocks))):
+                save.texts = [self._checked(text) for text in save.texts]
+                self._saver.submit(save)
         self._saves_now = []
         self._link.fence()  # the engine writes to new blocks before the next hear()
 
@@ -217,9 +232,8 @@ class DeviceAttention(EngineAttention):
             self._report.failures["late"] += 1
             return
         self._link.begin_gathers()
-        for layer in range(len(self._blocks)):
-            self._gather(save, layer)
-        self._saver.submit(save)
+        if self._has_gathered(save, *range(len(self._blocks))):
+            self._saver.submit(save)
 
     def _end(self, name: str) -> None:
         held = self._held.get(name)
