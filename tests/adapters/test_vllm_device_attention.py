@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ..support.paged_engine import Grouping, text
+from ..support.paged_engine import TOKENS, Grouping, text
 from ..support.paged_engines import Engines, engines_in
 
 torch = pytest.importorskip("torch", reason="the engine's blocks are torch's")
 if TYPE_CHECKING:
     from torch import Tensor
 
-from cxlkv.adapters.vllm.device_attention import DeviceAttention  # noqa: E402  it needs torch
+from cxlkv.adapters.vllm import device_attention  # noqa: E402  it needs torch
+from cxlkv.adapters.vllm.device_attention import DeviceAttention  # noqa: E402
 from cxlkv.adapters.vllm.device_blocks import Link  # noqa: E402
 
 
@@ -122,3 +123,37 @@ def test_what_a_request_leaves_is_lost_alone_where_the_device_has_no_memory(
     engine.step()
     assert (engines.published(), worker.requests.failures()) == (0, {"save": 1})
     assert not worker._ring._taken
+
+
+@pytest.mark.parametrize("units", [1, 2])
+def test_of_what_a_request_leaves_as_much_is_saved_as_there_is_memory_for(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, units: int
+) -> None:
+    unit_bytes = 3 * 2 * 2 * TOKENS * 8 * 4  # layers, K and V, heads, tokens, dim, bytes
+    monkeypatch.setattr(device_attention, "ROOM_BYTES", units * unit_bytes)
+    engine = engines()
+    worker = engine.ranks[0].worker
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_plan", list)  # as when there was no memory in its step
+        engine.serve("a", text(1, 22))
+    engine.end("a")
+    engine.step()
+    assert engines.published() == units
+
+
+def test_a_request_leaves_nothing_where_all_memory_is_taken(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines()
+    worker = engine.ranks[0].worker
+    assert isinstance(worker, DeviceAttention)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "end_step", lambda: None)
+        engine.serve("a", text(1, 22))
+    engine.end("a")
+    worker.drop_step()
+    worker._saver.wait()
+    worker._ring.take(worker._ring.room)
+    engine.step()
+    worker._ring.give_back()
+    assert engines.published() == 0

@@ -224,13 +224,16 @@ class DeviceAttention(EngineAttention):
         end = len(keys) // KEY_BYTES
         if end <= held.saved:
             return
-        together = self._together({name: end})
+        room = self._ring.room // self._unit_bytes
+        if end > held.saved + room:  # of more than there is memory for, what comes first
+            self._report.failures["late"] += 1
+            end, tail = held.saved + room, 0
+        together = self._together({name: end}) if end > held.saved else ()
         if not together:  # nothing of it can be found by itself
             return
-        save = self._save([SavedText(name, keys, held.saved, end, tail)], together[0][1])
-        if save is None:
-            self._report.failures["late"] += 1
-            return
+        text = SavedText(name, keys[: end * KEY_BYTES], held.saved, end, tail)
+        save = self._save([text], together[0][1])
+        assert save is not None, "there is room"
         self._link.begin_gathers()
         if self._has_gathered(save, *range(len(self._blocks))):
             self._saver.submit(save)
