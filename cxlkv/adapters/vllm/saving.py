@@ -21,7 +21,7 @@ import torch
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.vllm.device_blocks import Staged
 from cxlkv.adapters.vllm.messages import Span, unpacked
-from cxlkv.errors import CXLKVError, PoolFullError
+from cxlkv.errors import CXLKVError, MemoryShortError, PoolFullError
 from cxlkv.gpu import streams
 from cxlkv.machine import lifetime
 from cxlkv.pool import CXLPool
@@ -35,7 +35,14 @@ class Ring:
     """Host memory for copies, given back in the order in which it was taken. Any thread may."""
 
     def __init__(self, size: int, device: torch.device):
-        self._memory = streams.pinned(size, dtype=torch.uint8, device=device)
+        try:
+            self._memory = streams.pinned(size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise MemoryShortError(
+                f"cxlkv: this host gives no {size} bytes of pinned memory for blocks on their way "
+                f"from {device}: free some, raise the container's limit, or start vLLM with fewer "
+                f"--max-num-batched-tokens ({error})"
+            ) from error
         self._taken: deque[range] = deque()
         self._lock = threading.Lock()
         lifetime.watch(self)
