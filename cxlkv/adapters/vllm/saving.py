@@ -142,7 +142,8 @@ class Saver:
         self._groups, self._ratios = groups, ratios
         self._requests = PoolRequests(pool, tiers, quota)
         self._units: dict[str, int] = {}  # of a request's text that are in the pool
-        self._cancelled: set[str] = set()
+        self._ends = Counter[str]()  # that were submitted, by name
+        self._cancelled: dict[str, int] = {}  # by name: ends of others that had it before
         self._outcome, self._told = Outcome(), Counter[str]()
         self._waiting: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -153,8 +154,9 @@ class Saver:
 
     def reset_after_fork(self) -> None:
         self._changed, self._thread = threading.Condition(), None
-        self._waiting.clear()
         self._is_working = False
+        self._waiting.clear()
+        self._ends.clear()
 
     # ---- the worker's thread ----
 
@@ -163,12 +165,14 @@ class Saver:
 
     def end(self, name: str, keys: bytes, priority: int) -> None:
         """The request has ended: behind what was submitted of it."""
+        with self._changed:
+            self._ends[name] += 1
         self._put(partial(self._end, name, keys, priority))
 
     def cancel(self, names: Iterable[str]) -> None:
         """Publish nothing more of these, also of what was submitted."""
         with self._changed:
-            self._cancelled.update(names)
+            self._cancelled.update((name, self._ends[name]) for name in names)
 
     def reopened(self, pool: CXLPool, tiers: Tiers) -> None:
         self._put(partial(self._reopen, pool, tiers))
@@ -350,7 +354,10 @@ class Saver:
             self._requests.fail("save", error)
         self._let_go(name)
         with self._changed:
-            self._cancelled.discard(name)
+            self._ends -= Counter([name])
+            before = self._cancelled.pop(name, 0)
+            if before:  # another request has the name now
+                self._cancelled[name] = before - 1
 
     def _reopen(self, pool: CXLPool, tiers: Tiers) -> None:
         self._pool = pool
