@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,3 +78,22 @@ def test_a_host_that_gives_no_pinned_memory_is_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(streams, "pinned", short)
     with pytest.raises(MemoryShortError, match=r"no 4096 bytes of pinned memory .*batched-tokens"):
         Ring(4096, CPU)
+
+
+def test_a_host_that_has_no_thread_now_is_asked_again(
+    pool: CXLPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = (pool, Tiers(pool), None, Ring(1 << 12, CPU))
+    made = Saver(*how, unit=TOKENS, groups=[0], ratios=[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        made.submit(save_of(made, "a", b"1"))
+    assert pool.stats()["pages_published"] == 0
+    made.submit(save_of(made, "b", b"2"))
+    made.wait()
+    made.close()
+    assert pool.stats()["pages_published"] == 2
+
+
+def no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -11,6 +11,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -205,8 +206,9 @@ class Saver:
             self._waiting.append(work)
             if self._threaded and self._thread is None:
                 thread = threading.Thread(target=self._run, name="cxlkv-saves", daemon=True)
-                thread.start()
-                self._thread = thread
+                with suppress(RuntimeError):  # no thread to be had now; the next call tries again
+                    thread.start()
+                    self._thread = thread
             self._changed.notify_all()
 
     # ---- the thread ----
