@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 from cxlkv.adapters.vllm import device_attention  # noqa: E402  it needs torch
 from cxlkv.adapters.vllm.device_attention import DeviceAttention  # noqa: E402
 from cxlkv.adapters.vllm.device_blocks import Link  # noqa: E402
+from cxlkv.adapters.vllm.loading import Load, Part  # noqa: E402
 
 
 @pytest.fixture
@@ -157,3 +158,20 @@ def test_a_request_leaves_nothing_where_all_memory_is_taken(
     engine.step()
     worker._ring.give_back()
     assert engines.published() == 0
+
+
+def test_a_load_ends_also_where_the_device_has_failed(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it for ever, and nothing of it counts as right."""
+
+    def failed(link: Link) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Link, "end_loads", failed)
+    pool = engines().ranks[0].worker.pool
+    part = Part("a", pool.sequence(), [[1]], [0], 0, TOKENS)
+    load = Load(pool, [part], 20, Link(torch.device("cpu")))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        load.run(())
+    assert (load.has_ended, part.has_failed) == (True, True)

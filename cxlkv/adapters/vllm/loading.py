@@ -188,23 +188,15 @@ class Load:
     def run(self, memory: Sequences[BlockMemory]) -> None:
         """Load in the thread, one layer after the other, until all are there or it is given up."""
         try:
-            if self._link is not None and self._behind is not None:
-                self._link.begin_loads(self._behind)
-            for part in self.parts:
-                part.good = part.end if part.sequence is not None else part.begin
-            self._bring_partial(memory)
-            for layer, own in enumerate(memory):
-                if self._given_up:
-                    break
-                self._bring(layer, own)
-                with self._changed:
-                    self._layers = layer + 1
-                    self._changed.notify_all()
-            for part in self.parts if not self._given_up else ():
-                part.bring_states()
+            try:
+                self._bring_all(memory)
+            finally:
+                if self._link is not None:
+                    self._link.end_loads()
+        except BaseException:  # such as a device's: nobody may wait for it, or take it for right
+            self._given_up = True
+            raise
         finally:
-            if self._link is not None:
-                self._link.end_loads()
             with self._changed:
                 if self._given_up or self._layers < len(memory):
                     for part in self.parts:
@@ -213,6 +205,22 @@ class Load:
                 self._changed.notify_all()
             for part in self.parts:
                 part.release()
+
+    def _bring_all(self, memory: Sequences[BlockMemory]) -> None:
+        if self._link is not None and self._behind is not None:
+            self._link.begin_loads(self._behind)
+        for part in self.parts:
+            part.good = part.end if part.sequence is not None else part.begin
+        self._bring_partial(memory)
+        for layer, own in enumerate(memory):
+            if self._given_up:
+                break
+            self._bring(layer, own)
+            with self._changed:
+                self._layers = layer + 1
+                self._changed.notify_all()
+        for part in self.parts if not self._given_up else ():
+            part.bring_states()
 
     def _bring_partial(self, memory: Sequences[BlockMemory]) -> None:
         """Last blocks that the step writes to, in all layers: it does so before it waits for the
