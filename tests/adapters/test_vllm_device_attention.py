@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+
+from cxlkv.sequence import Batch
 
 from ..support.paged_engine import TOKENS, Grouping, text
 from ..support.paged_engines import Engines, engines_in
@@ -15,9 +18,9 @@ torch = pytest.importorskip("torch", reason="the engine's blocks are torch's")
 if TYPE_CHECKING:
     from torch import Tensor
 
-from cxlkv.adapters.vllm import device_attention  # noqa: E402  it needs torch
+from cxlkv.adapters.vllm import device_attention, device_blocks  # noqa: E402  they need torch
 from cxlkv.adapters.vllm.device_attention import DeviceAttention  # noqa: E402
-from cxlkv.adapters.vllm.device_blocks import Link  # noqa: E402
+from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link  # noqa: E402
 from cxlkv.adapters.vllm.loading import Load, Part  # noqa: E402
 
 
@@ -175,3 +178,24 @@ def test_a_load_ends_also_where_the_device_has_failed(
     with pytest.raises(RuntimeError, match="illegal memory access"):
         load.run(())
     assert (load.has_ended, part.has_failed) == (True, True)
+
+
+def test_a_load_takes_little_memory_of_the_device(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its text is."""
+    counts, fetch = list[int](), DeviceMemory.fetch
+
+    def counted(
+        own: DeviceMemory, batch: Batch, layer: int, blocks: object, *where: object
+    ) -> None:
+        counts.append(np.size(np.asarray(blocks)))
+        fetch(own, batch, layer, blocks, *where)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(device_blocks, "LOAD_BYTES", 3 * 2 * 2 * TOKENS * 8 * 4)  # of 3 blocks
+    monkeypatch.setattr(DeviceMemory, "fetch", counted)
+    first, second = engines(), engines()
+    first.serve("a", text(1, 30))
+    second.serve("a", text(1, 30))
+    assert counts == [3, 3, 1] * 3
+    assert second.cached["a"] == 28

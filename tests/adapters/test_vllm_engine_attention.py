@@ -33,9 +33,14 @@ from ..support.paged_engines import Engines, engines_in
 from ..support.weight_files import change, safetensors
 
 
-@pytest.fixture(params=["host", "device"])
-def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]:
-    with engines_in(tmp_path, grouping=Grouping(on_device=request.param == "device")) as made:
+@pytest.fixture(params=["host", "device", "device, few blocks at once"])
+def engines(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engines]:
+    if "few" in request.param:
+        device_blocks = pytest.importorskip("cxlkv.adapters.vllm.device_blocks")
+        monkeypatch.setattr(device_blocks, "LOAD_BYTES", 3 * 2 * 2 * TOKENS * 8 * 4)  # of 3
+    with engines_in(tmp_path, grouping=Grouping(on_device=request.param != "host")) as made:
         yield made
 
 

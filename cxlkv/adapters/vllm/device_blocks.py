@@ -25,6 +25,7 @@ from cxlkv.sequence import Batch
 
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 BUFFERS = 2  # of loads: the host fills one while the device empties another
+LOAD_BYTES = 64 << 20  # of one, and of the device's memory for it: it has little beside vLLM's
 
 
 @dataclass
@@ -169,6 +170,7 @@ class DeviceMemory(BlockMemory):
         self.dtype = cache.dtype
         raw = cache.view(RAW[cache.element_size()])  # torch moves no numbers of 8 bits
         self.parts = [raw[..., :dim]] + ([] if values is None else [raw[..., dim:]])
+        self.at_once = max(1, LOAD_BYTES // self.bytes_of(1))
 
     def shares(self, count: int) -> list[BlockMemory]:
         heads = self._cache.shape[1] // count

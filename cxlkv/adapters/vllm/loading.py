@@ -7,9 +7,11 @@ blocks when the thread has left them, at most one layer's copy later.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,13 +40,15 @@ log = logging.getLogger("cxlkv")
 @dataclass
 class BlockMemory:
     """The engine's own memory of one layer: [block_count, kv_heads, block_tokens, dim] each. group:
-    whose table names its blocks. tokens: of such a block; ratio: of keys it takes so many."""
+    whose table names its blocks. tokens: of such a block; ratio: of keys it takes so many. at_once:
+    blocks that are loaded at most in one go."""
 
     keys: Array
     values: Array | None
     group: int = 0
     tokens: int = field(init=False)
     ratio: int = field(default=1, init=False)
+    at_once: int = field(default=sys.maxsize, init=False)
 
     def __post_init__(self) -> None:
         self.tokens = self.keys.shape[2]
@@ -155,6 +159,22 @@ class Link(Protocol):
     def end_loads(self) -> None: ...
 
 
+def pieces(counts: Sequences[int], most: int) -> Iterator[list[tuple[int, range]]]:
+    """So many blocks of each part, cut: at most `most` blocks, as (part, its blocks) each."""
+    piece, room = list[tuple[int, range]](), most
+    for part, count in enumerate(counts):
+        begin = 0
+        while begin < count:
+            end = min(count, begin + room)
+            piece.append((part, range(begin, end)))
+            begin, room = end, room - (end - begin)
+            if not room:
+                yield piece
+                piece, room = [], most
+    if piece:
+        yield piece
+
+
 class Load:
     """Parts that are loaded together: those that a step waits for, or those of one request. link:
     by which they are; it is behind all that the engine has queued by now."""
@@ -244,24 +264,31 @@ class Load:
 
     def _bring(self, layer: int, own: BlockMemory) -> None:
         """What cannot be read ends its part there; the parts before it stay right."""
+        parts = [part for part in self.parts if part.sequence is not None]
+        counts = [part.whole(own.group, own.tokens) for part in parts]
+        for piece in pieces(counts, own.at_once):
+            if self._given_up:
+                return
+            self._bring_piece(layer, own, [(parts[place], some) for place, some in piece])
+
+    def _bring_piece(self, layer: int, own: BlockMemory, piece: list[tuple[Part, range]]) -> None:
+        """piece: of parts some of their blocks, by their place there."""
         group, tokens = own.group, own.tokens
-        found = [(part, part.whole(group, tokens)) for part in self.parts]
-        parts = [(part, count) for part, count in found if count and part.sequence is not None]
-        if not parts:
-            return
-        starts = np.cumsum([0, *(count for _, count in parts)], dtype=np.int32)
-        blocks = np.concatenate([np.array(p.blocks[group][:n], np.int32) for p, n in parts])
-        first = np.array([part.first[group] for part, _ in parts], np.int32)
-        first *= tokens // self._pool.layout.page_tokens
+        starts = np.cumsum([0, *(len(some) for _, some in piece)], dtype=np.int32)
+        blocks = np.concatenate(
+            [np.array(p.blocks[group][some.start : some.stop], np.int32) for p, some in piece]
+        )
+        first = np.array([part.first[group] + some.start for part, some in piece], np.int32)
+        pages = first * (tokens // self._pool.layout.page_tokens)
         try:
-            batch = self._pool.batch([p.sequence for p, _ in parts if p.sequence is not None])
-            own.fetch(batch, layer, blocks, starts, first)
+            batch = self._pool.batch([p.sequence for p, _ in piece if p.sequence is not None])
+            own.fetch(batch, layer, blocks, starts, pages)
         except CXLKVError as error:
             good = getattr(error, "good", None)
-            for index, (part, count) in enumerate(parts):
+            for index, (part, some) in enumerate(piece):
                 kept = 0 if good is None else int(good[index])
-                if kept < count:
-                    part.fail((part.first[group] + kept) * tokens, error)
+                if kept < len(some):
+                    part.fail((int(first[index]) + kept) * tokens, error)
 
     def wait(self, layers: int) -> None:
         """Wait until so many layers are there, or it has ended; gives up at the deadline."""
