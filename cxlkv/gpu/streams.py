@@ -45,10 +45,11 @@ def current(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.current_stream(device)
 
 
-def event(device: torch.device) -> torch.cuda.Event:
+def event(device: torch.device, *, sleeps: bool = False) -> torch.cuda.Event:
+    """sleeps: a thread that waits for it does; else it spins, which is sooner and takes a CPU."""
     if device.type == "cpu":
         return cast(torch.cuda.Event, DONE)
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
 
 
 def use(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from cxlkv.gpu import streams
 from cxlkv.sequence import Batch
 
 from ..support.paged_engine import TOKENS, Grouping, text
@@ -199,3 +200,21 @@ def test_a_load_takes_little_memory_of_the_device(
     second.serve("a", text(1, 30))
     assert counts == [3, 3, 1] * 3
     assert second.cached["a"] == 28
+
+
+def test_threads_sleep_while_they_wait_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker has two of them, and they wait for whole steps."""
+    events = list[bool]()
+
+    def event(device: object, *, sleeps: bool = False) -> streams.Done:
+        events.append(sleeps)
+        return streams.Done()
+
+    monkeypatch.setattr(streams, "event", event)
+    link = Link(torch.device("cpu"))
+    assert events == [False, True, True]  # of gathers, and of each buffer
+    memory = DeviceMemory(torch.zeros(4, 1, TOKENS, 16), 8, TOKENS, 0, link)
+    link.gather(memory, [1], torch.zeros(memory.bytes_of(1), dtype=torch.uint8))
+    assert events[3:] == [False, True]  # for the other stream, and for the thread
+    link.end_loads()
+    assert events[5:] == [True]

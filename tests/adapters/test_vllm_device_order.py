@@ -41,6 +41,7 @@ SITES = {
     "device_blocks.begin_loads.wait_event": 1,
     "device_blocks.take.synchronize": 1,
     "device_blocks.send.record": 1,
+    "device_blocks.end_loads.record": 1,
     "device_blocks.end_loads.synchronize": 1,
 }
 

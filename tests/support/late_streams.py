@@ -295,7 +295,7 @@ class Schedule:
         """For everything that a decoder uses of a device."""
         patch.setattr(streams, "new", lambda device: self.new())
         patch.setattr(streams, "current", lambda device: self.current)
-        patch.setattr(streams, "event", lambda device: LateEvent(self))
+        patch.setattr(streams, "event", lambda device, **how: LateEvent(self))
         patch.setattr(streams, "use", self.use)
         patch.setattr(streams, "pinned", self.pinned)
         for name in ("copy_fragments", "check_pieces"):

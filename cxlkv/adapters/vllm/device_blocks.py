@@ -71,7 +71,7 @@ class Link:
             ready.record(self._gathers)
         self._gathered = ready
         self._saves.wait_event(ready)
-        done, place = streams.event(self.device), 0
+        done, place = streams.event(self.device, sleeps=True), 0
         with streams.use(self._saves):
             for one in made:
                 here = out[place : place + one.nbytes].view(one.dtype).view(one.shape)
@@ -105,7 +105,9 @@ class Link:
 
     def end_loads(self) -> None:
         """Wait until all is in the engine's blocks."""
-        self._loads.synchronize()
+        done = streams.event(self.device, sleeps=True)
+        done.record(self._loads)
+        done.synchronize()
 
 
 Shapes = Sequences[tuple[int, ...]]
@@ -116,7 +118,7 @@ class _Buffer:
 
     def __init__(self, device: torch.device):
         self._device, self._memory = device, streams.pinned(0, dtype=torch.uint8, device=device)
-        self.free = streams.event(device)
+        self.free = streams.event(device, sleeps=True)
 
     def take(self, size: int) -> torch.Tensor:
         self.free.synchronize()
