@@ -674,10 +674,10 @@ def live(engine: Engine, prompts: list[list[int]]) -> None:
     serve(engine, chance.sample(prompts, len(prompts) // 2), "b")
     if not case["damage"]:
         assert not engine.runner.wrong, engine.runner.wrong[:3]
+    engine.settle()
     for path in pools_in(case["folder"]):
         with CXLPool.open(path, threads=1) as pool:
             pool.admin.check(deep=True, repair=True)  # takes out what is damaged, and nothing else
-    engine.settle()
     check_pool(engine)
     check_answers(engine)
     engine.counts["loaded tokens"] = engine.runner.connector.loaded
