@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from cxlkv import CXLPool, KVLayout
+from cxlkv.sequence import Hit
 
 from ..support.lengths import nightly
 
@@ -24,23 +26,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link, Staged  # noqa: E402
+from cxlkv.adapters.vllm.device_states import DeviceStates, StagedStates  # noqa: E402
 from cxlkv.adapters.vllm.saving import Ring  # noqa: E402
+from cxlkv.adapters.vllm.states import Bytes, StateLayer, StateMemory  # noqa: E402
 
 from ..support.late_streams import Schedule, Site  # noqa: E402
 
 HEADS, TOKENS, DIM, BLOCKS = 2, 4, 8, 8
+STATE_BYTES = (100, 40)  # of two layers, each of its own group
 STEPS = 25
 Numbers = npt.NDArray[np.float32]
 SITES = {
     "device_blocks.begin_gathers.wait_stream": 1,
-    "device_blocks.gather.record": 2,  # of the gather, and of the copy
-    "device_blocks.gather.wait_event": 1,
+    "device_blocks._take_out.record": 2,  # of the gather, and of the copy
+    "device_blocks._take_out.wait_event": 1,
     "device_blocks.append.synchronize": 1,
     "device_blocks.fence.wait_event": 1,
     "device_blocks.mark.record": 1,
     "device_blocks.begin_loads.wait_event": 1,
     "device_blocks.take.synchronize": 1,
     "device_blocks.send.record": 1,
+    "device_blocks.send_states.record": 1,
+    "device_states.read.synchronize": 1,
     "device_blocks.end_loads.record": 1,
     "device_blocks.end_loads.synchronize": 1,
 }
@@ -52,6 +59,16 @@ class Waiting:
 
     staged: Staged
     right: Numbers
+
+
+@dataclass
+class KeptStates:
+    """In the place of a hit."""
+
+    checkpoint: Bytes
+
+    def read_states(self, out: Bytes) -> None:
+        out[:] = self.checkpoint
 
 
 class Engine:
@@ -66,12 +83,21 @@ class Engine:
         self.ring = Ring(self.memory.bytes_of(2 * BLOCKS), self.link.device)
         self.now = np.zeros(tuple(self.cache.shape), np.float32)  # when all is done that is queued
         self.waiting: deque[Waiting] = deque()
-        self.read: list[tuple[Tensor, Numbers]] = []
+        layers = [
+            StateLayer(str(group), group, np.zeros((BLOCKS, size), np.uint8))
+            for group, size in enumerate(STATE_BYTES)
+        ]
+        rows = [torch.zeros(BLOCKS, size, dtype=torch.uint8) for size in STATE_BYTES]
+        own = [replace(layer, rows=of) for layer, of in zip(layers, rows, strict=True)]
+        self.states_now, self.states = StateMemory(layers), DeviceStates(own, (), self.link)
+        self.state_ring = Ring(3 * self.states.states.bytes, self.link.device)
+        self.waiting_states: deque[tuple[StagedStates, Bytes]] = deque()
+        self.read: list[tuple[Tensor, Numbers | Bytes]] = []
         self.is_right = True
         self.kept = pool.sequence()
-        rows = np.random.default_rng(seed).random((2, HEADS, 4 * TOKENS, DIM), np.float32)
-        self.kept.append(0, *(one.swapaxes(0, 1) for one in rows))
-        blocks = rows.reshape(2, HEADS, 4, TOKENS, DIM).transpose(2, 1, 3, 0, 4)
+        made = np.random.default_rng(seed).random((2, HEADS, 4 * TOKENS, DIM), np.float32)
+        self.kept.append(0, *(one.swapaxes(0, 1) for one in made))
+        blocks = made.reshape(2, HEADS, 4, TOKENS, DIM).transpose(2, 1, 3, 0, 4)
         self.stored = blocks.reshape(4, HEADS, TOKENS, 2 * DIM)
 
     def some(self) -> list[int]:
@@ -82,12 +108,25 @@ class Engine:
             made = torch.rand(HEADS, TOKENS, 2 * DIM, generator=self.numbers)
             self.now[block] = made.numpy()
             self.cache[block].copy_(made)
+        for own, now in self._states_in(self.random.randrange(BLOCKS)):
+            made = torch.randint(0, 256, own.shape, dtype=torch.uint8, generator=self.numbers)
+            now[:] = made.numpy()
+            own.copy_(made)
+
+    def _states_in(self, block: int) -> Iterator[tuple[Tensor, Bytes]]:
+        """The layers' rows, and what they have when all is done that is queued."""
+        for layer, own in zip(self.states_now.layers, self.states._rows, strict=True):
+            yield own[block], np.asarray(layer.rows[block])
 
     def look(self) -> None:
         block = self.random.randrange(BLOCKS)
         seen = torch.empty(HEADS, TOKENS, 2 * DIM)
         seen.copy_(self.cache[block])
         self.read.append((seen, self.now[block].copy()))
+        for own, now in self._states_in(block):
+            row = torch.empty_like(own)
+            row.copy_(own)
+            self.read.append((row, now.copy()))
 
     def save(self) -> None:
         blocks = self.some()
@@ -96,6 +135,20 @@ class Engine:
             self.link.begin_gathers()
             staged = self.link.gather(self.memory, blocks, here)
             self.waiting.append(Waiting(staged, self.now[blocks]))
+
+    def save_states(self) -> None:
+        here = self.state_ring.take(self.states.states.bytes)
+        if here is not None:
+            blocks = dict(enumerate(self.random.sample(range(BLOCKS), len(STATE_BYTES))))
+            self.link.begin_gathers()
+            staged = self.states.stage(blocks, here)
+            self.waiting_states.append((staged, self.states_now.gather(blocks)))
+
+    def land_states(self) -> None:
+        if self.waiting_states:
+            staged, right = self.waiting_states.popleft()
+            self.is_right = np.array_equal(staged.read(), right) and self.is_right
+            self.state_ring.give_back()
 
     def land(self) -> None:
         if not self.waiting:
@@ -119,19 +172,26 @@ class Engine:
             where = (blocks, [0, count], [first])
             self.memory.fetch(self.pool.batch([self.kept]), 0, *where)
             self.now[blocks] = self.stored[first : first + count]
+        for block in self.random.sample(range(BLOCKS), 3):
+            size = self.states.states.bytes
+            found = KeptStates(np.array(self.random.choices(range(256), k=size), np.uint8))
+            to = dict.fromkeys(range(len(STATE_BYTES)), block)
+            self.states.load(cast(Hit, found), to)
+            self.states_now.scatter(found.checkpoint, to)
         self.link.end_loads()
 
     def run(self) -> bool:
         for _ in range(STEPS):
             self.link.fence()
-            for act in self.random.choices(
-                [self.write, self.look, self.save, self.land, self.load], k=4
-            ):
+            saves = [self.save, self.save_states]
+            lands = [self.land, self.land_states]
+            for act in self.random.choices([self.write, self.look, *saves, *lands, self.load], k=4):
                 act()
-                if act == self.save:
+                if act in saves:
                     self.link.fence()  # a step begins
-        while self.waiting:
+        while self.waiting or self.waiting_states:
             self.land()
+            self.land_states()
         self.schedule.pass_by(self.schedule.current.end())
         same = [np.array_equal(seen.numpy(), right) for seen, right in self.read]
         return self.is_right and all(same)

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch import dtype as Dtype
 
-from cxlkv.adapters.vllm.state_probe import StateProbe, memory_of  # noqa: E402  it needs torch
+from cxlkv.adapters.vllm.device_blocks import Link  # noqa: E402  it needs torch
+from cxlkv.adapters.vllm.device_states import DeviceStates  # noqa: E402
+from cxlkv.adapters.vllm.state_probe import StateProbe, memory_of  # noqa: E402
 
 FULL, STATE = BlockGroup(TOKENS), BlockGroup(TOKENS, state=True)
 GROUPINGS = {
@@ -41,6 +43,7 @@ GROUPINGS = {
     "two tables": Grouping((FULL, STATE, STATE), (2, 0, 0), (0, 0, 0), (1, 2, 1)),
     "a window, too": Grouping((BlockGroup(TOKENS, 10), STATE, FULL), (2, 0, 2), (0, 2, 0), (1, 1)),
 }
+GROUPINGS |= {f"{name}, device": replace(of, on_device=True) for name, of in GROUPINGS.items()}
 
 
 @pytest.fixture(params=GROUPINGS)
@@ -151,17 +154,25 @@ def test_a_state_that_is_gone_before_it_is_loaded_is_computed(
     assert second.ranks[0].worker.requests.failures() == {"stale": 1}
 
 
+def moved_by(engines: Engines) -> dict[str, tuple[type[StateMemory], str]]:
+    """Methods that take states out of blocks, and bring them there; blocks come last."""
+    if engines.grouping.on_device:
+        return {"save": (DeviceStates, "gathered"), "load": (DeviceStates, "load")}
+    return {"save": (StateMemory, "gather"), "load": (StateMemory, "scatter")}
+
+
 def test_what_the_pool_has_is_not_written_again(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[object] = []
-    gather = StateMemory.gather
+    kind, name = moved_by(engines)["save"]
+    gather = getattr(kind, name)
 
-    def counted(self: StateMemory, blocks: Blocks) -> Bytes:
+    def counted(self: StateMemory, blocks: Blocks) -> object:
         saved.append(blocks)
         return gather(self, blocks)
 
-    monkeypatch.setattr(StateMemory, "gather", counted)
+    monkeypatch.setattr(kind, name, counted)
     run(engines(), "a", text(1, 50))
     assert len(saved) == 3
     second = engines()
@@ -183,15 +194,14 @@ def test_a_full_pool_has_no_room_for_a_state(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines()
-    worker = engine.ranks[0].worker
 
     def full(request: str, keys: PageKeys, states: Bytes) -> int:
         raise PoolFullError("no pages for a checkpoint")
 
     with monkeypatch.context() as planted:
-        planted.setattr(worker.requests, "store_states", full)
+        planted.setattr(engine.ranks[0].saving, "store_states", full)
         run(engine, "a", text(1, 50), 32)
-    assert worker.requests.failures() == {"full": 1}
+    assert engine.ranks[0].saving.failures() == {"full": 1}
     for _ in range(4):
         engine.step()
     engine.end("a")
@@ -236,13 +246,14 @@ def test_states_come_back_from_the_cold_tier(tmp_path: Path, ranks: int, page_to
             assert engine.recomputed == 0
 
 
-@pytest.mark.parametrize("what", ["gather", "scatter"])
+@pytest.mark.parametrize("what", ["save", "load"])
 def test_states_of_another_block_are_told(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Mutants that save those of the block behind it, or load into that one."""
     first, second = engines(), engines(shares=True)  # which looks for itself below
-    moved = getattr(StateMemory, what)
+    kind, name = moved_by(engines)[what]
+    moved = getattr(kind, name)
 
     def wrongly(self: StateMemory, *given: object) -> object:
         *rest, blocks = given
@@ -250,7 +261,7 @@ def test_states_of_another_block_are_told(
         return moved(self, *rest, {group: block + 1 for group, block in blocks.items()})
 
     with monkeypatch.context() as planted:
-        planted.setattr(StateMemory, what, wrongly)
+        planted.setattr(kind, name, wrongly)
         run(first, "a", text(1, 50))
         second.add("a", text(1, 50))
         while second.waiting:
@@ -346,13 +357,18 @@ def tensors_of(cache: Tensor, at: tuple[int, int] = (0, 48)) -> list[Tensor]:
     return found
 
 
-def memory() -> tuple[StateMemory, dict[str, Tensor]]:
-    caches = caches_of()
-    return memory_of(caches, {name: (group, Spec()) for name, group in OF_LAYER.items()}), caches
+@pytest.fixture(params=["host", "device"])
+def link(request: pytest.FixtureRequest) -> Link | None:
+    return Link(torch.device("cpu")) if request.param == "device" else None
 
 
-def test_a_checkpoint_has_all_layers_bytes() -> None:
-    found, caches = memory()
+def memory(link: Link | None = None) -> tuple[StateMemory, dict[str, Tensor]]:
+    caches, specs = caches_of(), {name: (group, Spec()) for name, group in OF_LAYER.items()}
+    return memory_of(caches, specs, link), caches
+
+
+def test_a_checkpoint_has_all_layers_bytes(link: Link | None) -> None:
+    found, caches = memory(link)
     for number, name in enumerate(OF_LAYER):
         caches[name][1 + OF_LAYER[name]] = number + 1
     taken = found.gather({0: 1, 2: 3})
@@ -370,7 +386,7 @@ def test_a_checkpoint_has_all_layers_bytes() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["dtype", "size", "stride"])
-def test_memory_of_another_form_is_refused_by_name(wrong: str) -> None:
+def test_memory_of_another_form_is_refused_by_name(wrong: str, link: Link | None) -> None:
     caches = caches_of()
     caches["two"] = {
         "dtype": caches["two"].view(torch.uint8),
@@ -378,7 +394,14 @@ def test_memory_of_another_form_is_refused_by_name(wrong: str) -> None:
         "stride": torch.zeros((BLOCKS, 1, 1, 2 * SIZE), dtype=torch.int8)[..., ::2],
     }[wrong]
     with pytest.raises(UnsupportedError, match=rf"cxlkv: two does not .*, 1, 1, {SIZE}\) bytes"):
-        memory_of(caches, {name: (group, Spec()) for name, group in OF_LAYER.items()})
+        memory_of(caches, {name: (group, Spec()) for name, group in OF_LAYER.items()}, link)
+
+
+def test_memory_elsewhere_is_refused_by_name() -> None:
+    caches = caches_of() | {"two": caches_of()["two"].to("meta")}
+    for link in (None, Link(torch.device("cpu"))):
+        with pytest.raises(UnsupportedError, match=r"cxlkv: two does not .* on cpu, which"):
+            memory_of(caches, {name: (group, Spec()) for name, group in OF_LAYER.items()}, link)
 
 
 @pytest.fixture
@@ -389,9 +412,11 @@ def pool(tmp_path: Path) -> Iterator[CXLPool]:
         yield made
 
 
-def probe_of(at: tuple[int, int] = (0, 48)) -> tuple[StateProbe, dict[str, Tensor]]:
+def probe_of(
+    link: Link | None, at: tuple[int, int] = (0, 48)
+) -> tuple[StateProbe, dict[str, Tensor]]:
     """Of an engine that keeps the states of its second layer there, and of the others as usual."""
-    found, caches = memory()
+    found, caches = memory(link)
     own = {
         name: tensors_of(cache, at if name == "two" else (0, 48)) for name, cache in caches.items()
     }
@@ -400,8 +425,10 @@ def probe_of(at: tuple[int, int] = (0, 48)) -> tuple[StateProbe, dict[str, Tenso
     return StateProbe(own, found, [of_rows], GROUPS), caches
 
 
-def test_the_usual_place_is_served_and_nothing_is_left_behind(pool: CXLPool) -> None:
-    probe, caches = probe_of()
+def test_the_usual_place_is_served_and_nothing_is_left_behind(
+    pool: CXLPool, link: Link | None
+) -> None:
+    probe, caches = probe_of(link)
     probe.run(pool)
     assert not any(cache.any() for cache in caches.values())
     stats = pool.stats()
@@ -410,30 +437,32 @@ def test_the_usual_place_is_served_and_nothing_is_left_behind(pool: CXLPool) -> 
 
 
 @pytest.mark.parametrize("at", [(0, 40), (128, 0), (0, 0)])
-def test_states_elsewhere_are_refused_by_name(pool: CXLPool, at: tuple[int, int]) -> None:
+def test_states_elsewhere_are_refused_by_name(
+    pool: CXLPool, link: Link | None, at: tuple[int, int]
+) -> None:
     """Views that overlap, in another order, or on one another."""
-    probe, caches = probe_of(at)
+    probe, caches = probe_of(link, at)
     with pytest.raises(UnsupportedError, match="cxlkv: two: a state of a block is not where"):
         probe.run(pool)
     assert not any(cache.any() for cache in caches.values())
 
 
-def test_states_in_pieces_are_refused_by_name(pool: CXLPool) -> None:
-    probe, _ = probe_of()
+def test_states_in_pieces_are_refused_by_name(pool: CXLPool, link: Link | None) -> None:
+    probe, _ = probe_of(link)
     probe._own = {name: [own[0].mT, own[1]] for name, own in probe._own.items()}
     with pytest.raises(UnsupportedError, match="cxlkv: one: a state of a block is in several"):
         probe.run(pool)
 
 
-def test_a_missing_state_is_refused_by_name(pool: CXLPool) -> None:
-    probe, _ = probe_of()
+def test_a_missing_state_is_refused_by_name(pool: CXLPool, link: Link | None) -> None:
+    probe, _ = probe_of(link)
     probe._own = {name: own[:1] for name, own in probe._own.items()}
     with pytest.raises(UnsupportedError, match=f"cxlkv: one: its states have 48 bytes, .* {SIZE}"):
         probe.run(pool)
 
 
 def test_a_pool_that_mixes_up_states_is_told(
-    pool: CXLPool, monkeypatch: pytest.MonkeyPatch
+    pool: CXLPool, link: Link | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Hit.read_states
 
@@ -443,15 +472,15 @@ def test_a_pool_that_mixes_up_states_is_told(
         return found
 
     monkeypatch.setattr(Hit, "read_states", read_wrongly)
-    probe, _ = probe_of()
+    probe, _ = probe_of(link)
     with pytest.raises(UnsupportedError, match="cxlkv: two: the pool gives back another state"):
         probe.run(pool)
     assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
 
 
-def test_a_full_pool_is_no_reason_to_refuse(pool: CXLPool) -> None:
+def test_a_full_pool_is_no_reason_to_refuse(pool: CXLPool, link: Link | None) -> None:
     taken = pool.pages.alloc(pool.stats()["pages_free"])
-    probe_of()[0].run(pool)
+    probe_of(link)[0].run(pool)
     pool.pages.free(taken)
 
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.common.keys import space_of
 from cxlkv.adapters.common.pools import open_tiers, quota_of
+from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.vllm import groups
 from cxlkv.adapters.vllm.engine_attention import EngineAttention, Share
 from cxlkv.adapters.vllm.groups import BlockGroup, are_whole, unit_of
@@ -231,6 +232,7 @@ class Rank:
 
         from cxlkv.adapters.vllm.device_attention import DeviceAttention
         from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link
+        from cxlkv.adapters.vllm.device_states import DeviceStates
 
         link = Link(torch.device("cpu"))
         self.memory = []
@@ -244,13 +246,21 @@ class Rank:
             memory = named.transpose(1, 2) if last else named
             group = self.grouping.of_layer[layer]
             self._named[f"layers.{layer}"] = DeviceMemory(memory, dim, tokens, group, link)
-        return partial(DeviceAttention, link=link, step_tokens=1 << 14)
+        if self.states is not None:
+            self.states = DeviceStates(self.states.layers, (), link)
+        return partial(DeviceAttention, link=link, step_tokens=1 << 14, states=self.states)
 
     def wait_for_saves(self) -> None:
         """Of steps on a device, which wait for none."""
         saver = getattr(self.worker, "_saver", None)
         if saver is not None:
             saver.wait()
+
+    @property
+    def saving(self) -> PoolRequests:
+        """By which the worker saves."""
+        saver = getattr(self.worker, "_saver", None)
+        return self.worker.requests if saver is None else saver._requests
 
     def group(self, layer: int) -> BlockGroup:
         return self.grouping.groups[self.grouping.of_layer[layer]]
@@ -279,7 +289,7 @@ class Rank:
             size = self.grouping.groups[layer.group].block_tokens
             block = request.blocks[layer.group][-(-tokens // size) - 1]
             assert block != NULL
-            yield number, layer.rows[block]
+            yield number, np.asarray(layer.rows[block])
 
     def has_states(self, request: Request, tokens: int) -> bool:
         return not tokens or all(

@@ -79,7 +79,7 @@ from cxlkv.adapters.vllm.settings import (
 from cxlkv.adapters.vllm.state_probe import StateProbe, memory_of
 from cxlkv.adapters.vllm.states import StateMemory
 from cxlkv.adapters.vllm.texts import EngineRequest
-from cxlkv.errors import CXLKVError, UnsupportedError
+from cxlkv.errors import CXLKVError
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 from cxlkv.tiers import Tiers
@@ -415,13 +415,10 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             self._workers = [self._make_pool_attention(own, of_tensors)]
             return
         device = self._device_of(kv_caches)
-        if device is not None and of_states:
-            raise UnsupportedError(
-                f"cxlkv: states in blocks on {device} are not served: {pools.WITHOUT_US}"
-            )
         whole = {name: in_blocks(kv_caches[name], spec) for name, (_, spec) in specs.items()}
-        layers = layers_of(whole, specs, device)
-        memory = memory_of(kv_caches, of_states) if of_states else None
+        layers = [layers_of(whole, specs, device) for _ in self._ranks.own]
+        memory_by_name = layers[0].by_name
+        memory = memory_of(kv_caches, of_states, layers[0].link) if of_states else None
         dtype = self._vllm_config.model_config.dtype
         ranks = self._ranks
         form = memory.states if memory is not None else None
@@ -430,8 +427,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             of = (dtype, ranks.shard(number), form, ranks.split)
             layout = layout_of(specs.values(), self._groups, *of)
             tiers.append(self._make_tiers(number, layout.encoded(self._encoding)))
-        attention, memory_by_name = cast("Mapping[str, Attention]", own), layers.by_name
-        probe = Probe(attention, whole, memory_by_name, self._groups, dtype, layers.link)
+        attention, link = cast("Mapping[str, Attention]", own), layers[0].link
+        probe = Probe(attention, whole, memory_by_name, self._groups, dtype, link)
         probe.run(*(one.pool for one in tiers))
         if memory is not None:  # there is one pool
             tensors = {name: of_model[name].kv_cache for name in of_states}
@@ -439,7 +436,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             state_probe.run(tiers[0].pool)
         self._workers = [
             self._make_engine_attention(
-                number, one, layers_of(whole, specs, device).share(place, ranks.split), memory
+                number, one, layers[place].share(place, ranks.split), memory
             )
             for place, (number, one) in enumerate(zip(ranks.own, tiers, strict=True))
         ]

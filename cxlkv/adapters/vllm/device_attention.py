@@ -14,15 +14,17 @@ import numpy as np
 import torch
 
 from cxlkv.adapters.vllm.device_blocks import DeviceMemory, Link
+from cxlkv.adapters.vllm.device_states import DeviceStates
 from cxlkv.adapters.vllm.engine_attention import ALONE, EngineAttention, Share, _Writing
 from cxlkv.adapters.vllm.groups import BlockGroup
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Part
 from cxlkv.adapters.vllm.messages import KEY_BYTES, Left, Message, Report
 from cxlkv.adapters.vllm.saving import Ring, Save, SavedText, Saver
 from cxlkv.adapters.vllm.settings import Settings
-from cxlkv.adapters.vllm.states import StateMemory
+from cxlkv.adapters.vllm.states import Blocks, StateMemory
 from cxlkv.errors import GpuMemoryError
 from cxlkv.pool import CXLPool
+from cxlkv.prefix import PageKeys
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
 
@@ -58,9 +60,9 @@ class DeviceAttention(EngineAttention):
             share=share,
             tiers=tiers,
             quota=quota,
+            states=states,
             overlaps=overlaps,
         )
-        assert states is None, "refused before"
         self._link = link
         self._blocks = [own for own in layers.values() if isinstance(own, DeviceMemory)]
         self._of_group = [memory.group for memory in self._blocks]
@@ -68,8 +70,9 @@ class DeviceAttention(EngineAttention):
         self._unit_bytes = sum(
             memory.bytes_of(self._ratios[memory.group]) for memory in self._blocks
         )
-        room = STEPS * -(-step_tokens // self.unit) * self._unit_bytes
-        self._ring = Ring(max(self._unit_bytes, min(room, ROOM_BYTES)), link.device)
+        self._units = STEPS * -(-step_tokens // self.unit)
+        self._ring = self._ring_of(self._unit_bytes)
+        self._state_ring = self._ring_of(0 if states is None else states.states.bytes)
         self._saver = Saver(
             pool,
             self.tiers,
@@ -81,6 +84,10 @@ class DeviceAttention(EngineAttention):
             threaded=threaded,
         )
         self._saves_now: list[Save] = []
+
+    def _ring_of(self, size: int) -> Ring:
+        """size: of a unit, or of the states behind it."""
+        return Ring(max(size, min(self._units * size, ROOM_BYTES)), self._link.device)
 
     def reopened(self, pool: CXLPool, tiers: Tiers | None = None) -> None:
         super().reopened(pool, tiers)
@@ -190,16 +197,18 @@ class DeviceAttention(EngineAttention):
         save.layers.append(self._link.gather(own, blocks, here))
 
     def end_step(self) -> None:
-        super().end_step()  # which loads and audits; it saves nothing
-        if not self._saves_now:
-            return
-        self._link.begin_gathers()
+        super().end_step()
+        self._submit()  # where an audit has ended it
+        self._link.fence()  # the engine writes to new blocks before the next hear()
+
+    def _submit(self) -> None:
+        if self._saves_now:
+            self._link.begin_gathers()
         for save in self._saves_now:
             if self._has_gathered(save, *range(len(save.layers), len(self._blocks))):
                 save.texts = [self._checked(text) for text in save.texts]
                 self._saver.submit(save)
         self._saves_now = []
-        self._link.fence()  # the engine writes to new blocks before the next hear()
 
     def _checked(self, text: SavedText) -> SavedText:
         """Of a text that turned out to be wrong, nothing."""
@@ -208,6 +217,20 @@ class DeviceAttention(EngineAttention):
             return replace(text, end=text.first)
         held.saved = text.end
         return text
+
+    def _save_states(self) -> None:
+        self._submit()  # the pages before them
+        super()._save_states()
+
+    def _store_states(self, states: StateMemory, name: str, keys: PageKeys, blocks: Blocks) -> None:
+        assert isinstance(states, DeviceStates)
+        memory = self._state_ring.take(states.states.bytes)
+        if memory is None:
+            self._report.failures["late"] += 1
+            return
+        self._link.begin_gathers()
+        text = SavedText(name, keys.packed.tobytes(), 0, len(keys))
+        self._saver.submit_states(text, states.stage(blocks, memory), self._state_ring)
 
     def _save_left(self, left: Left) -> None:
         name, held = left.request, self._held.get(left.request)

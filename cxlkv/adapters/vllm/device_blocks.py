@@ -10,6 +10,7 @@ the device only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from math import prod
@@ -63,24 +64,39 @@ class Link:
 
     def gather(self, memory: DeviceMemory, blocks: npt.ArrayLike, out: torch.Tensor) -> Staged:
         """Copy these blocks to host memory: `out`, uint8, pinned, of memory.bytes_of() bytes."""
-        parts = list[torch.Tensor]()
         with streams.use(self._gathers):
             ids = memory.kernel_blocks(blocks)
             made = [memory.gathered(part, ids) for part in memory.parts]
-            ready = streams.event(self.device)
-            ready.record(self._gathers)
+        found, done = self._take_out(made, out)
+        parts = [part.view(memory.dtype) for part in found]
+        return Staged(parts[0], parts[1] if len(parts) > 1 else None, done)
+
+    def gather_states(
+        self, gathered: Callable[[], torch.Tensor], out: torch.Tensor
+    ) -> torch.cuda.Event:
+        """The same of what this gathers on the device, uint8. Returns when `out` has it."""
+        with streams.use(self._gathers):
+            made = gathered()
+        return self._take_out([made], out)[1]
+
+    def _take_out(
+        self, made: Sequences[torch.Tensor], out: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.cuda.Event]:
+        """To host memory, behind the gathers."""
+        ready, done = streams.event(self.device), streams.event(self.device, sleeps=True)
+        ready.record(self._gathers)
         self._gathered = ready
         self._saves.wait_event(ready)
-        done, place = streams.event(self.device, sleeps=True), 0
+        parts, place = list[torch.Tensor](), 0
         with streams.use(self._saves):
             for one in made:
                 here = out[place : place + one.nbytes].view(one.dtype).view(one.shape)
                 here.copy_(one, non_blocking=True)
                 streams.lend(one, self._saves)
-                parts.append(here.view(memory.dtype))
+                parts.append(here)
                 place += one.nbytes
             done.record(self._saves)
-        return Staged(parts[0], parts[1] if len(parts) > 1 else None, done)
+        return parts, done
 
     def fence(self) -> None:
         """What the engine queues next may write to blocks that are saved."""
@@ -102,6 +118,21 @@ class Link:
         """Host memory for these blocks, which go there when it is sent."""
         self._turn = (self._turn + 1) % BUFFERS
         return Filling(self._loads, self._buffers[self._turn], memory, blocks, shapes)
+
+    def send_states(
+        self,
+        size: int,
+        read: Callable[[npt.NDArray[np.uint8]], object],
+        spread: Callable[[torch.Tensor], None],
+    ) -> None:
+        """read: fills host memory of so many bytes, or raises; spread: copies it to the device."""
+        self._turn = (self._turn + 1) % BUFFERS
+        buffer = self._buffers[self._turn]
+        here = buffer.take(size)
+        read(here.numpy())
+        with streams.use(self._loads):
+            spread(here)
+            buffer.free.record(self._loads)
 
     def end_loads(self) -> None:
         """Wait until all is in the engine's blocks."""

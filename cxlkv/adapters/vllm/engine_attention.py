@@ -33,7 +33,7 @@ from cxlkv.adapters.vllm.messages import (
     unpacked,
 )
 from cxlkv.adapters.vllm.settings import Settings
-from cxlkv.adapters.vllm.states import Checkpoint, StateMemory
+from cxlkv.adapters.vllm.states import Blocks, Checkpoint, StateMemory
 from cxlkv.adapters.vllm.traces import Trace
 from cxlkv.errors import CXLKVError, PoolFullError
 from cxlkv.pool import CXLPool
@@ -616,26 +616,33 @@ class EngineAttention:
         held.saved = end
 
     def _save_states(self) -> None:
-        """Save those that the engine keeps, behind pages that the pool has."""
+        """Save those that the engine keeps, behind pages that are saved."""
+        states = self._states
+        if states is None:
+            return
         for name, found in self._offered.items():
             held = self._held.get(name)
             if held is None or not held.options.save or held.awaits:
                 continue
             for tokens, blocks in found:
-                there = name in self.requests.sequences and tokens <= held.saved * self.unit
-                if there and tokens <= held.valid:
+                is_right = tokens <= min(held.valid, held.saved * self.unit)
+                if is_right and blocks.keys() == states.groups:
                     keys = unpacked(held.keys, self.unit)[: tokens // self.unit]
-                    self._save_checkpoint(name, keys, blocks)
+                    self._save_checkpoint(states, name, keys, blocks)
 
-    def _save_checkpoint(self, name: str, keys: PageKeys, blocks: Mapping[int, int]) -> None:
-        if self._states is None or blocks.keys() != self._states.groups:
-            return
+    def _save_checkpoint(
+        self, states: StateMemory, name: str, keys: PageKeys, blocks: Blocks
+    ) -> None:
         try:
             with self.pool.match(keys) as hit:
                 if hit.tokens < len(keys) * self.unit:
-                    self.requests.store_states(name, keys, self._states.gather(blocks))
+                    self._store_states(states, name, keys, blocks)
         except CXLKVError as error:
             self.requests.fail("full" if isinstance(error, PoolFullError) else "save", error)
+
+    def _store_states(self, states: StateMemory, name: str, keys: PageKeys, blocks: Blocks) -> None:
+        if name in self.requests.sequences:
+            self.requests.store_states(name, keys, states.gather(blocks))
 
     def _save_left(self, left: Left) -> None:
         """Save what is left of a request that has ended: nothing has been written to its blocks

@@ -21,6 +21,7 @@ import torch
 
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.vllm.device_blocks import Staged
+from cxlkv.adapters.vllm.device_states import StagedStates
 from cxlkv.adapters.vllm.messages import Span, unpacked
 from cxlkv.errors import CXLKVError, MemoryShortError, PoolFullError
 from cxlkv.gpu import streams
@@ -163,6 +164,10 @@ class Saver:
 
     def submit(self, save: Save) -> None:
         self._put(partial(self._save, save))
+
+    def submit_states(self, text: SavedText, staged: StagedStates, ring: Ring) -> None:
+        """The checkpoint behind a text; ring: that its memory goes back to."""
+        self._put(partial(self._save_states, text, staged, ring))
 
     def end(self, name: str, keys: bytes, priority: int) -> None:
         """The request has ended: behind what was submitted of it."""
@@ -335,6 +340,18 @@ class Saver:
                 self._outcome.stored.append(Span(name, saved, whole))
             if text.tail:
                 self._outcome.tails[name] = text.tail
+
+    def _save_states(self, text: SavedText, staged: StagedStates, ring: Ring) -> None:
+        """If the pages of the text are saved."""
+        try:
+            found = staged.read()  # also where it is not wanted: its memory is written to
+            if self._units.get(text.name, 0) < text.end or self._is_cancelled(text.name):
+                return
+            self._requests.store_states(text.name, unpacked(text.keys, self._unit), found)
+        except CXLKVError as error:
+            self._requests.fail("full" if isinstance(error, PoolFullError) else "save", error)
+        finally:
+            ring.give_back()
 
     def _let_go(self, name: str, for_good: bool = False) -> None:
         """What was appended goes; a later save finds what is published."""

@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from cxlkv.adapters.vllm.device_blocks import Link
+from cxlkv.adapters.vllm.device_states import DeviceStates
 from cxlkv.adapters.vllm.groups import BlockGroup, unit_of
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.probe import refusal
@@ -36,29 +38,31 @@ class StateSpec(Protocol):
 
 
 def memory_of(
-    caches: Mapping[str, object], specs: Mapping[str, tuple[int, StateSpec]]
+    caches: Mapping[str, object],
+    specs: Mapping[str, tuple[int, StateSpec]],
+    link: Link | None = None,
 ) -> StateMemory:
     """specs: of each layer its group's number, too. caches: the engine's bytes, [blocks, ..., bytes
-    of a state]. Raises UnsupportedError."""
+    of a state]; link: to them, where they are on a device. Raises UnsupportedError."""
+    device = torch.device("cpu") if link is None else link.device
     layers, words = list[StateLayer](), list[str]()
     for name, (group, spec) in specs.items():
         memory, size = caches[name], sum(sizes_of(spec))
         if not (
             isinstance(memory, torch.Tensor)
-            and memory.is_cpu
+            and memory.device == device
             and memory.shape[1:].numel() == memory.shape[-1] == size
             and memory.dtype == torch.int8
             and memory.stride(-1) == 1
         ):
             raise UnsupportedError(
-                f"cxlkv: {name} does not keep its states as (blocks, 1, 1, {size}) bytes on the "
-                "CPU, which is what is served yet"
+                f"cxlkv: {name} does not keep its states as (blocks, 1, 1, {size}) bytes on "
+                f"{device}, which is what is served"
             )
-        rows = memory.view(torch.uint8).numpy().reshape(memory.shape[0], 1, size)[:, 0]
-        assert np.shares_memory(rows, memory.numpy())
-        layers.append(StateLayer(name, group, rows))
+        rows = memory.view(torch.uint8).as_strided((memory.shape[0], size), (memory.stride(0), 1))
+        layers.append(StateLayer(name, group, rows if link is not None else rows.numpy()))
         words.append(f" {[tuple(one) for one in spec.shapes]} {[str(one) for one in spec.dtypes]}")
-    return StateMemory(layers, words)
+    return StateMemory(layers, words) if link is None else DeviceStates(layers, words, link)
 
 
 def sizes_of(spec: StateSpec) -> list[int]:
@@ -80,6 +84,7 @@ class StateProbe:
         groups: Sequence[BlockGroup],
     ):
         self._own, self._memory, self._rows = own, memory, rows
+        self._states = [torch.as_tensor(layer.rows) for layer in memory.layers]
         self._groups, self._unit = groups, unit_of(groups)
         numbers = sorted(memory.groups)
         self._from = {group: 1 + 2 * place for place, group in enumerate(numbers)}
@@ -94,26 +99,26 @@ class StateProbe:
         ):
             return
         try:
-            for layer in self._memory.layers:
-                self._check(layer.name, layer.rows)
+            for layer, states in zip(self._memory.layers, self._states, strict=True):
+                self._check(layer.name, states)
             with suppress(PoolFullError):
                 self._move(pool, few)
         finally:
-            for layer in self._memory.layers:
-                layer.rows[: last + 1] = 0
+            for states in self._states:
+                states[: last + 1] = 0
 
-    def _check(self, name: str, rows: Bytes) -> None:
+    def _check(self, name: str, rows: Tensor) -> None:
         """Each of the layer's states has its own bytes of a block, and no others."""
         begin = 0
         for tensor in self._own[name]:
             if not tensor[1].is_contiguous():
                 raise refusal(name, "a state of a block is in several pieces")
             rows[:3] = 0
-            wanted = rows[:3].copy()
+            wanted = rows[:3].clone()
             end = begin + tensor[1].numel() * tensor.element_size()
             wanted[1, begin:end] = 0xA5
             tensor[1].view(torch.uint8).fill_(0xA5)
-            if end > rows.shape[1] or not np.array_equal(rows[:3], wanted):
+            if end > rows.shape[1] or not torch.equal(rows[:3], wanted):
                 raise refusal(name, "a state of a block is not where it was")
             begin = end
         if begin != rows.shape[1]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,11 @@ from cxlkv.layout import LINE_BYTES, States
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit
+
+if TYPE_CHECKING:
+    import torch
+
+    Rows = npt.NDArray[np.uint8] | torch.Tensor
 
 Bytes = npt.NDArray[np.uint8]
 Blocks = Mapping[int, int]
@@ -82,7 +88,7 @@ class StateLayer:
 
     name: str
     group: int
-    rows: Bytes
+    rows: Rows
 
 
 class StateMemory:
@@ -104,14 +110,18 @@ class StateMemory:
         """The checkpoint of what is in these blocks now."""
         out = np.zeros(self.states.bytes, np.uint8)
         for layer, start in zip(self.layers, self._starts, strict=True):
-            row = layer.rows[blocks[layer.group]]
+            row = np.asarray(layer.rows[blocks[layer.group]])
             out[start : start + len(row)] = row
         return out
 
     def scatter(self, found: Bytes, blocks: Blocks) -> None:
         for layer, start in zip(self.layers, self._starts, strict=True):
-            row = layer.rows[blocks[layer.group]]
+            row = np.asarray(layer.rows[blocks[layer.group]])
             row[:] = found[start : start + len(row)]
+
+    def load(self, hit: Hit, blocks: Blocks) -> None:
+        """The checkpoint of a hit. Raises CorruptError, StaleError; then nothing was written."""
+        self.scatter(hit.read_states(), blocks)
 
 
 # ---- a hit ----
@@ -141,8 +151,7 @@ class Checkpoint:
         return cls(hit, memory, named, hit.tokens - unit)
 
     def load(self) -> None:
-        """Raises CorruptError, StaleError; then nothing was written."""
-        self.memory.scatter(self.hit.read_states(), self.blocks)
+        self.memory.load(self.hit, self.blocks)
 
     def release(self) -> None:
         self.hit.release()
