@@ -23,6 +23,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -38,12 +39,14 @@ from vllm.v1.worker.utils import (
 )
 
 from cxlkv import CXLPool
+from cxlkv.adapters.vllm.device_attention import DeviceAttention
 from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.latent_backend import CpuLatentBackend
-from cxlkv.adapters.vllm.layers import host_layers, in_blocks
+from cxlkv.adapters.vllm.layers import in_blocks, layers_of
 from cxlkv.sequence import Hit
 from tests.support.damaging import damage_piece
 
+from .device_schedules import DeviceRows, DeviceWorker
 from .schedules import WRONG, Case, Engine, Runner, States, Text, answer, run
 
 KERNEL_TOKENS = 64
@@ -95,10 +98,12 @@ Places = npt.NDArray[np.int64]
 
 class LayerCase(Case):
     """block: tokens of the engine's blocks, at least. silent: vLLM calls the connector around no
-    layer, as with Kimi-Linear and DeepSeek-V3.2 on GPUs."""
+    layer, as with Kimi-Linear and DeepSeek-V3.2 on GPUs. device: the worker has its blocks for
+    those of a device."""
 
     block: int
     silent: bool
+    device: bool
 
 
 class GpuBlocks(CpuLatentBackend):
@@ -283,6 +288,17 @@ class LayerRunner(Runner):
         memory.write(*self._slots(self.requests[request], layer, first, end), rows)
 
 
+class DeviceLayerRunner(LayerRunner):
+    worker = DeviceWorker
+
+    def allocated(self) -> dict[str, torch.Tensor]:
+        found = super().allocated()
+        for layer in self._layers.values():
+            if isinstance(layer, Attention):  # kernels of CPUs have K and V in another order
+                layer.impl = DeviceRows()
+        return found
+
+
 def specs_by_layer(made: KVCacheConfig) -> dict[str, KVCacheSpec]:
     found: dict[str, KVCacheSpec] = {}
     for group in made.kv_cache_groups:
@@ -362,7 +378,13 @@ class LayerEngine(Engine):
         return cast("dict[str, KVCacheSpec]", get_kv_cache_spec(self.vllm_config))
 
     def runner_of(self, made: KVCacheConfig) -> Runner:
-        return LayerRunner(self.vllm_config, made, self.case)
+        kind = DeviceLayerRunner if self.case["device"] else LayerRunner
+        return kind(self.vllm_config, made, self.case)
+
+    def settle(self) -> None:
+        for worker in self.runner.connector._workers:
+            if isinstance(worker, DeviceAttention):
+                worker._saver.wait()
 
     def damage(self, pool: CXLPool, page: int) -> None:
         damage_piece(pool, page, self.random.randrange(pool.layout.layers), "keys")
@@ -379,9 +401,10 @@ class LayerEngine(Engine):
             given, spec = runner.caches[layer], runner._specs[layer]
             blocks = count * (len(given) // runner.config.num_blocks)
             memory = torch.zeros((blocks, *given.shape[1:]), dtype=given.dtype)
-            own = host_layers({layer: in_blocks(memory, spec)}, {layer: (0, spec)})[layer]
+            device = torch.device("cpu") if self.case["device"] else None
+            shown = layers_of({layer: in_blocks(memory, spec)}, {layer: (0, spec)}, device)
             batch = pool.batch([sequence])
-            batch.fetch_blocks(number, own.keys, own.values, range(count), [0, count], [0])
+            shown.by_name[layer].fetch(batch, number, range(count), [0, count], [0])
             kind = IndexerRows if memory.dtype == torch.uint8 else Rows
             rows = kind(memory[:, 0] if kind is IndexerRows else memory, runner.block)
             states = text.upto(0, hit.tokens)

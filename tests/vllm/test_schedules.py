@@ -31,7 +31,7 @@ LAYERS = {
 }
 USUAL: dict[str, object] = {
     **{"requests": 40, "lives": 1, "fails": False, "kinds": [], "settings": {}, "damage": False},
-    "parts": 1,
+    **{"parts": 1, "device": False},
 }
 LAYOUTS = [
     *(("LBHNC", 8, "float32"), ("LBHNC", 4, "bfloat16")),  # heads before tokens
@@ -180,14 +180,15 @@ def test_layers_are_saved_when_all_parts_of_a_step_have_run(
 @pytest.mark.parametrize("damage", [False, True])
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 def test_layers_without_kernels_have_their_bytes(
-    layers: Program, pools_folder: Path, kind: str, asynchronous: bool, damage: bool
+    layers: Program, pools_folder: Path, kind: str, asynchronous: bool, damage: bool, device: bool
 ) -> None:
     """All bytes of a text in each layer, also in a second engine that finds the pool of the first.
     vLLM names layers around attention, or none, as with Kimi-Linear and DeepSeek-V3.2 on GPUs."""
     block, few = LAYERS[kind]
     case = {"model": kind, "block": block, "blocks": 300 if damage else few, "damage": damage}
-    case |= {"silent": asynchronous, "requests": 24, "lives": 2}
+    case |= {"silent": asynchronous, "requests": 24, "lives": 2, "device": device}
     found = Counter[str]()
     for seed in range(2):
         found.update(layers.ask(pools_folder, seed, asynchronous=asynchronous, **case))
