@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch import dtype as Dtype
 
-from cxlkv.adapters.vllm.device_blocks import Link  # noqa: E402  it needs torch
+from cxlkv.adapters.vllm.device_attention import DeviceAttention  # noqa: E402  it needs torch
+from cxlkv.adapters.vllm.device_blocks import Link  # noqa: E402
 from cxlkv.adapters.vllm.device_states import DeviceStates  # noqa: E402
+from cxlkv.adapters.vllm.saving import Ring  # noqa: E402
 from cxlkv.adapters.vllm.state_probe import StateProbe, memory_of  # noqa: E402
 
 FULL, STATE = BlockGroup(TOKENS), BlockGroup(TOKENS, state=True)
@@ -210,6 +214,102 @@ def test_a_full_pool_has_no_room_for_a_state(
     assert engine.cached["b"] == 0  # K and V alone, behind which nothing goes on
     run(engine, "c", [*text(1, 50), 1])
     assert engine.cached["c"] == 48
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Engines]:
+    with engines_in(tmp_path, blocks=600, grouping=GROUPINGS["two tables, device"]) as made:
+        yield made
+
+
+def late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> DeviceAttention:
+    """Its worker; what it saves waits for work()."""
+    rank = engine.ranks[0]
+    assert isinstance(rank.worker, DeviceAttention)
+    monkeypatch.setattr(rank, "wait_for_saves", lambda: None)
+    monkeypatch.setattr(rank.worker._saver, "_threaded", False)
+    return rank.worker
+
+
+def work(worker: DeviceAttention) -> None:
+    while worker._saver._waiting:
+        worker._saver.work()
+
+
+def has_checkpoint(worker: DeviceAttention, ids: list[int], tokens: int) -> bool:
+    pages, _ = worker.pool.records.find(checkpoint(worker.pool, ids, tokens))
+    return bool((pages != NO_PAGE).all())
+
+
+def refused(*given: object) -> int:
+    raise PoolFullError("no pages")
+
+
+def invalidate(worker: DeviceAttention) -> bool:
+    """As a load that went wrong does."""
+    worker._held["a"].valid = 12
+    return True
+
+
+@pytest.mark.parametrize("what", ["nothing", "dropped", "not published", "wrong", "a step"])
+def test_a_checkpoint_on_its_way_is_saved_if_its_pages_are(
+    device: Engines, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    engine, ids = device(), text(1, 50)
+    worker = late(engine, monkeypatch)
+    engine.add("a", ids)
+    with monkeypatch.context() as planted:
+        if what == "wrong":
+            planted.setattr(worker, "_audit", partial(invalidate, worker))
+        planted.setattr(engine, "fails", what == "a step")
+        engine.step(chunk=16)
+        if what == "dropped":
+            worker.stop_saving(["a"])
+        if what == "not published":
+            planted.setattr(worker._saver._requests, "store", refused)
+        work(worker)
+    assert has_checkpoint(worker, ids, 16) == (what == "nothing")
+    for ring in (worker._ring, worker._state_ring):
+        assert ring.room == ring._memory.numel()
+
+
+def test_a_checkpoint_for_which_there_is_no_memory_is_late(
+    device: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ids = device(), text(1, 50)
+    worker = late(engine, monkeypatch)
+    assert worker._states is not None
+    size = worker._states.states.bytes
+    monkeypatch.setattr(worker, "_state_ring", Ring(size, torch.device("cpu")))
+    engine.add("a", ids)
+    engine.step(chunk=16)
+    engine.step(chunk=16)
+    work(worker)
+    engine.step(chunk=16)
+    assert engine.scheduling.failures == {"late": 1}
+    work(worker)
+    assert [has_checkpoint(worker, ids, tokens) for tokens in (16, 32, 48)] == [True, False, True]
+
+
+def test_the_engine_waits_for_gathers_before_it_clears_blocks(
+    device: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM writes to blocks of the next step before it says that it begins."""
+    engine, calls = device(), Mock()
+    worker = engine.ranks[0].worker
+    assert isinstance(worker, DeviceAttention)
+    for name in ("begin_gathers", "_take_out", "fence"):
+        calls.attach_mock(Mock(wraps=getattr(worker._link, name)), name)
+        monkeypatch.setattr(worker._link, name, getattr(calls, name))
+    calls.attach_mock(Mock(wraps=worker.end_step), "end_step")
+    monkeypatch.setattr(worker, "end_step", lambda: (calls.end_step(), calls.ended()))
+    run(engine, "a", text(1, 50))
+    names = [call[0] for call in calls.mock_calls]
+    ends = [place for place, name in enumerate(names) if name == "ended"]
+    assert len(ends) == 4
+    assert all(names[end - 1] == "fence" for end in ends)
+    last = names[ends[0] - 3 : ends[0]]  # states come last
+    assert last == ["begin_gathers", "_take_out", "fence"]
 
 
 def test_a_quota_counts_checkpoints(tmp_path: Path) -> None:
