@@ -251,7 +251,9 @@ def invalidate(worker: DeviceAttention) -> bool:
     return True
 
 
-@pytest.mark.parametrize("what", ["nothing", "dropped", "not published", "wrong", "a step"])
+@pytest.mark.parametrize(
+    "what", ["nothing", "dropped", "dropped late", "not published", "wrong", "a step"]
+)
 def test_a_checkpoint_on_its_way_is_saved_if_its_pages_are(
     device: Engines, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -267,7 +269,11 @@ def test_a_checkpoint_on_its_way_is_saved_if_its_pages_are(
             worker.stop_saving(["a"])
         if what == "not published":
             planted.setattr(worker._saver._requests, "store", refused)
+        worker._saver.work()  # the pages
+        if what == "dropped late":
+            worker.stop_saving(["a"])
         work(worker)
+    assert worker._saver._requests.failures() == ({"save": 1} if what == "not published" else {})
     assert has_checkpoint(worker, ids, 16) == (what == "nothing")
     for ring in (worker._ring, worker._state_ring):
         assert ring.room == ring._memory.numel()
