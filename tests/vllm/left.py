@@ -10,6 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from cxlkv.adapters.vllm.connector import CXLConnector, StepMessage
+from cxlkv.adapters.vllm.groups import BlockGroup
 from cxlkv.adapters.vllm.messages import Left, Message
 from cxlkv.adapters.vllm.scheduler import Scheduling
 
@@ -18,12 +19,15 @@ BLOCKS: dict[str, tuple[list[int], ...]] = {
     "copied to": ([0, 4], [5]),
     "copied from": ([6], [7]),
     "kept": ([8, 9], [0, 10]),
+    "of a state now": ([12], [13]),
+    "of other tokens now": ([14], [15]),  # which the step itself writes
 }
 
 
 def main() -> None:
     connector = object.__new__(CXLConnector)
     connector._reopening, connector._ended_in_step = [], []
+    connector._groups = [BlockGroup(8), BlockGroup(8, state=True)]
     left = [Left(name, 8, b"k") for name in BLOCKS]
     ours = SimpleNamespace(ended=id, message=lambda step: Message(left=list(left)))
     connector.scheduling = cast("Scheduling", ours)
@@ -34,6 +38,13 @@ def main() -> None:
             connector.request_finished_all_groups(request, blocks)
         output = SchedulerOutput.make_empty()
         output.new_block_ids_to_zero, output.kv_cache_block_copies = blocks_new, copies
+        output.num_scheduled_tokens["a"] = 1
+        cached = output.scheduled_cached_reqs
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens = (
+            ["a"],
+            [([14], [12])],
+            [8],
+        )
         message = connector.build_connector_meta(output)
         assert isinstance(message, StepMessage)
         print(", ".join(one.request for one in message.message.left))

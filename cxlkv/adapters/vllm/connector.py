@@ -51,7 +51,7 @@ from cxlkv.adapters.vllm.device_attention import DeviceAttention
 from cxlkv.adapters.vllm.engine_attention import EngineAttention, Share
 from cxlkv.adapters.vllm.events import Removed, Stored
 from cxlkv.adapters.vllm.gpu_step import check_device, steps_on
-from cxlkv.adapters.vllm.groups import are_whole, layout_of, unit_of
+from cxlkv.adapters.vllm.groups import BlockGroup, are_whole, layout_of, unit_of
 from cxlkv.adapters.vllm.latents import (
     are_latents,
     check_audits,
@@ -303,7 +303,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._take_reopened()
         message = self._scheduler.message(step_of(scheduler_output))
-        new, ended = rewritten(scheduler_output), self._ended_in_step
+        new, ended = rewritten(scheduler_output, self._groups), self._ended_in_step
         lost = {name for name, blocks in ended if not new.isdisjoint(chain(*blocks))}
         message.left = [one for one in message.left if one.request not in lost]
         self._ended_in_step.clear()
@@ -656,10 +656,16 @@ def extra_keys_of(
     return told
 
 
-def rewritten(output: SchedulerOutput) -> set[int]:
-    """Blocks that vLLM writes to before its workers hear of the step."""
+def rewritten(output: SchedulerOutput, groups: Sequence[BlockGroup]) -> set[int]:
+    """Blocks that vLLM writes to before its workers hear of the step: it zeroes some, copies some,
+    and takes states on to others."""
     copied = {one.dst_block_id for one in output.kv_cache_block_copies or ()}
-    return copied.union(output.new_block_ids_to_zero or ())
+    new = [one.block_ids for one in output.scheduled_new_reqs]
+    new += [of for of in output.scheduled_cached_reqs.new_block_ids if of is not None]
+    states = [number for number, group in enumerate(groups) if group.state]
+    return copied.union(
+        output.new_block_ids_to_zero or (), *(of[number] for of in new for number in states)
+    )
 
 
 def step_of(output: SchedulerOutput) -> Step:
