@@ -245,6 +245,10 @@ def refused(*given: object) -> int:
     raise PoolFullError("no pages")
 
 
+def short(*given: object) -> object:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def invalidate(worker: DeviceAttention) -> bool:
     """As a load that went wrong does."""
     worker._held["a"].valid = 12
@@ -277,6 +281,22 @@ def test_a_checkpoint_on_its_way_is_saved_if_its_pages_are(
     assert has_checkpoint(worker, ids, 16) == (what == "nothing")
     for ring in (worker._ring, worker._state_ring):
         assert ring.room == ring._memory.numel()
+
+
+def test_a_device_without_memory_for_a_checkpoint_is_no_end(
+    device: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ids = device(), text(1, 50)
+    worker = late(engine, monkeypatch)
+    engine.add("a", ids)
+    with monkeypatch.context() as planted:
+        planted.setattr(DeviceStates, "gathered", short)
+        engine.step(chunk=16)
+    engine.step(chunk=16)
+    work(worker)
+    assert [has_checkpoint(worker, ids, tokens) for tokens in (16, 32)] == [False, True]
+    assert worker.requests.failures() == {"save": 1}
+    assert not worker._state_ring._taken
 
 
 def test_a_checkpoint_for_which_there_is_no_memory_is_late(

@@ -176,11 +176,14 @@ class DeviceAttention(EngineAttention):
             for layer in layers:
                 self._gather(save, layer)
         except torch.OutOfMemoryError as error:
-            short = f"no memory on {self._link.device} for blocks on their way to the pool: {error}"
-            self.requests.fail("save", GpuMemoryError(short))
+            self._note_short(error)
             self._saver.submit(replace(save, texts=[]))
             return False
         return True
+
+    def _note_short(self, error: torch.OutOfMemoryError) -> None:
+        short = f"no memory on {self._link.device} for blocks on their way to the pool: {error}"
+        self.requests.fail("save", GpuMemoryError(short))
 
     def _gather(self, save: Save, layer: int) -> None:
         own = self._blocks[layer]
@@ -227,8 +230,13 @@ class DeviceAttention(EngineAttention):
             self._report.failures["late"] += 1
             return
         self._link.begin_gathers()
+        staged = None
+        try:
+            staged = states.stage(blocks, memory)
+        except torch.OutOfMemoryError as error:
+            self._note_short(error)
         text = SavedText(name, keys.packed.tobytes(), 0, len(keys))
-        self._saver.submit_states(text, states.stage(blocks, memory), self._state_ring)
+        self._saver.submit_states(text, staged, self._state_ring)
 
     def _save_left(self, left: Left) -> None:
         name, held = left.request, self._held.get(left.request)

@@ -165,8 +165,8 @@ class Saver:
     def submit(self, save: Save) -> None:
         self._put(partial(self._save, save))
 
-    def submit_states(self, text: SavedText, staged: StagedStates, ring: Ring) -> None:
-        """The checkpoint behind a text; ring: that its memory goes back to."""
+    def submit_states(self, text: SavedText, staged: StagedStates | None, ring: Ring) -> None:
+        """The checkpoint behind a text, if there is one; ring: that its memory goes back to."""
         self._put(partial(self._save_states, text, staged, ring))
 
     def end(self, name: str, keys: bytes, priority: int) -> None:
@@ -341,9 +341,11 @@ class Saver:
             if text.tail:
                 self._outcome.tails[name] = text.tail
 
-    def _save_states(self, text: SavedText, staged: StagedStates, ring: Ring) -> None:
+    def _save_states(self, text: SavedText, staged: StagedStates | None, ring: Ring) -> None:
         """If the pages of the text are saved."""
         try:
+            if staged is None:
+                return
             found = staged.read()  # also where it is not wanted: its memory is written to
             if self._units.get(text.name, 0) < text.end or self._is_cancelled(text.name):
                 return
