@@ -41,6 +41,8 @@ from cxlkv.adapters.vllm.device_states import DeviceStates  # noqa: E402
 from cxlkv.adapters.vllm.saving import Ring  # noqa: E402
 from cxlkv.adapters.vllm.state_probe import StateProbe, memory_of  # noqa: E402
 
+from ..support.late_streams import Schedule  # noqa: E402
+
 FULL, STATE = BlockGroup(TOKENS), BlockGroup(TOKENS, state=True)
 GROUPINGS = {
     "one": Grouping((STATE, FULL), (0, 2), (1, 1, 1), (0, 0)),
@@ -602,6 +604,20 @@ def test_a_pool_that_mixes_up_states_is_told(
     with pytest.raises(UnsupportedError, match="cxlkv: two: the pool gives back another state"):
         probe.run(pool)
     assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
+
+
+def test_states_of_a_device_are_looked_at_when_they_are_there(
+    pool: CXLPool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(10):
+        schedule = Schedule(seed + number)
+        with monkeypatch.context() as planted:
+            schedule.stand_in(planted)
+            probe, caches = probe_of(Link(torch.device("cpu")))
+            with schedule:
+                probe.run(pool)
+            schedule.pass_by(schedule.current.end())
+        assert not any(cache.any() for cache in caches.values())
 
 
 def test_a_full_pool_is_no_reason_to_refuse(pool: CXLPool, link: Link | None) -> None:
