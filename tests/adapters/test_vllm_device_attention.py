@@ -214,7 +214,9 @@ def test_threads_sleep_while_they_wait_for_a_device(monkeypatch: pytest.MonkeyPa
     link = Link(torch.device("cpu"))
     assert events == [False, True, True]  # of gathers, and of each buffer
     memory = DeviceMemory(torch.zeros(4, 1, TOKENS, 16), 8, TOKENS, 0, link)
-    link.gather(memory, [1], torch.zeros(memory.bytes_of(1), dtype=torch.uint8))
+    link.gather(
+        memory, link.numbers(memory, [1]), torch.zeros(memory.bytes_of(1), dtype=torch.uint8)
+    )
     assert events[3:] == [False, True]  # for the other stream, and for the thread
     link.end_loads()
     assert events[5:] == [True]

@@ -133,7 +133,7 @@ class Engine:
         here = self.ring.take(self.memory.bytes_of(len(blocks)))
         if here is not None:
             self.link.begin_gathers()
-            staged = self.link.gather(self.memory, blocks, here)
+            staged = self.link.gather(self.memory, self.link.numbers(self.memory, blocks), here)
             self.waiting.append(Waiting(staged, self.now[blocks]))
 
     def save_states(self) -> None:

@@ -28,7 +28,7 @@ from cxlkv.prefix import PageKeys
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
 
-STEPS, ROOM_BYTES = 2, 1 << 30
+STEPS, ROOM_BYTES = 2, 4 << 30
 """Host memory for what is on its way: of so many of the largest steps, but no more than that."""
 
 
@@ -187,17 +187,16 @@ class DeviceAttention(EngineAttention):
 
     def _gather(self, save: Save, layer: int) -> None:
         own = self._blocks[layer]
-        ratio = self._ratios[own.group]
-        blocks = np.concatenate(
-            [
-                np.array(
-                    self._held[text.name].blocks[own.group][text.first * ratio : text.end * ratio]
-                )
+        kind, ratio = (own.group, own.ratio), self._ratios[own.group]
+        if kind not in save.numbers:
+            blocks = [
+                self._held[text.name].blocks[own.group][text.first * ratio : text.end * ratio]
                 for text in save.texts
             ]
-        )
-        here = save.part(own.bytes_of(len(blocks)))
-        save.layers.append(self._link.gather(own, blocks, here))
+            save.numbers[kind] = self._link.numbers(own, np.concatenate(blocks))
+        count = len(save.numbers[kind]) // own.ratio
+        here = save.part(own.bytes_of(count))
+        save.layers.append(self._link.gather(own, save.numbers[kind], here))
 
     def end_step(self) -> None:
         super().end_step()

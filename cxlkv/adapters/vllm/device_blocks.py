@@ -62,10 +62,14 @@ class Link:
         """What is gathered from now on is behind all that the engine has queued."""
         self._gathers.wait_stream(streams.current(self.device))
 
-    def gather(self, memory: DeviceMemory, blocks: npt.ArrayLike, out: torch.Tensor) -> Staged:
+    def numbers(self, memory: DeviceMemory, blocks: npt.ArrayLike) -> torch.Tensor:
+        """Blocks, as gather() takes them for any layer with kernels like these."""
+        with streams.use(self._gathers):
+            return memory.kernel_blocks(blocks)
+
+    def gather(self, memory: DeviceMemory, ids: torch.Tensor, out: torch.Tensor) -> Staged:
         """Copy these blocks to host memory: `out`, uint8, pinned, of memory.bytes_of() bytes."""
         with streams.use(self._gathers):
-            ids = memory.kernel_blocks(blocks)
             made = [memory.gathered(part, ids) for part in memory.parts]
         found, done = self._take_out(made, out)
         parts = [part.view(memory.dtype) for part in found]
@@ -257,7 +261,7 @@ class DeviceMemory(BlockMemory):
         size = self.bytes_of(count)
         here = streams.pinned(size, dtype=torch.uint8, device=self._link.device)
         self._link.begin_gathers()
-        staged = self._link.gather(self, blocks, here)
+        staged = self._link.gather(self, self._link.numbers(self, blocks), here)
         staged.done.synchronize()
         batch.append_blocks(layer, staged.keys, staged.values, range(count), starts, rewind)
 

@@ -106,6 +106,7 @@ class Save:
     memory: torch.Tensor
     layers: list[Staged] = field(default_factory=list)
     place: int = 0  # in memory, of the next layer
+    numbers: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # of blocks, by kind
 
     def part(self, size: int) -> torch.Tensor:
         self.place += size
