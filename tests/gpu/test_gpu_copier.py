@@ -241,6 +241,9 @@ def test_dma_begins_after_the_current_stream_and_ends_with_an_event(
             order.append(f"after {event}, {len(fake.calls('batch'))} copies")
 
     class Event:
+        def __init__(self, blocking: bool):
+            assert not blocking
+
         def record(self, stream: Stream) -> None:
             order.append(f"event on {stream.cuda_stream}, {len(fake.calls('batch'))} copies")
 
