@@ -127,7 +127,7 @@ HYBRIDS: dict[str, tuple[int, dict[str, object]]] = {
 TORCHVISION = Path(sys.prefix).parent / "torchvision"
 """torchvision beside the environment, whose torch is another one than it was compiled for."""
 
-OPERATORS: list[torch.library.Library] = []  # they go when nobody has them any more
+OPERATORS: list[torch.library.Library] = []  # torch forgets operators with their library
 
 
 def lacks(kind: str) -> str:

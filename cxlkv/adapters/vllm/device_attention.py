@@ -239,17 +239,11 @@ class DeviceAttention(EngineAttention):
 
     def _save_left(self, left: Left) -> None:
         name, held = left.request, self._held.get(left.request)
-        if held is None or not held.options.save or held.awaits:
+        if held is None or not self._may_leave(name, held):
             return
-        if any(name == other for other, _ in self._beside):
-            return  # it was still loading
-        held.keys += left.keys
-        there = left.tokens // self.unit
-        whole = min(there, held.complete(self.groups, self.unit))
-        keys, tail = held.keys[: whole * KEY_BYTES], 0
-        if left.tail and whole == there and left.tokens <= held.valid:
-            keys, tail = keys + left.tail, left.tokens - whole * self.unit
+        whole, keys = self._complete_keys(held, left)
         end = len(keys) // KEY_BYTES
+        tail = left.tokens - whole * self.unit if end > whole else 0
         if end <= held.saved:
             return
         room = self._ring.room // self._unit_bytes

@@ -648,16 +648,9 @@ class EngineAttention:
         """Save what is left of a request that has ended: nothing has been written to its blocks
         since."""
         name, held = left.request, self._held.get(left.request)
-        if held is None or not held.options.save or held.awaits:
+        if held is None or not self._may_leave(name, held):
             return
-        if any(name == other for other, _ in self._beside):
-            return  # it was still loading
-        held.keys += left.keys
-        there = left.tokens // self.unit
-        whole = min(there, held.complete(self.groups, self.unit))
-        keys = held.keys[: whole * KEY_BYTES]
-        if whole == there and left.tokens <= held.valid:
-            keys += left.tail
+        whole, keys = self._complete_keys(held, left)
         try:
             if self._save_at_end(name, held, whole, unpacked(keys, self.unit)):
                 self._report.tails[name] = left.tokens - whole * self.unit
@@ -665,6 +658,18 @@ class EngineAttention:
             self.requests.fail("full", error)
         except CXLKVError as error:
             self.requests.fail("save", error)
+
+    def _may_leave(self, name: str, held: Held) -> bool:
+        is_loading = any(name == other for other, _ in self._beside)
+        return held.options.save and not held.awaits and not is_loading
+
+    def _complete_keys(self, held: Held, left: Left) -> tuple[int, bytes]:
+        """How many whole units a request leaves, and the keys of these and of its tail."""
+        held.keys += left.keys
+        there = left.tokens // self.unit
+        whole = min(there, held.complete(self.groups, self.unit))
+        has_tail = whole == there and left.tokens <= held.valid
+        return whole, held.keys[: whole * KEY_BYTES] + (left.tail if has_tail else b"")
 
     def _save_at_end(self, name: str, held: Held, whole: int, keys: PageKeys) -> bool:
         """keys: of `whole` blocks, and of the tail, if there is one; whether that is new."""

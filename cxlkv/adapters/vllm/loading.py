@@ -213,7 +213,7 @@ class Load:
             finally:
                 if self._link is not None:
                     self._link.end_loads()
-        except BaseException:  # such as a device's: nobody may wait for it, or take it for right
+        except BaseException:  # a device has failed, say: the load must end, and count as failed
             self._given_up = True
             raise
         finally:
