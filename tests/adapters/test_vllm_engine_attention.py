@@ -560,6 +560,50 @@ def test_a_damaged_tail_is_computed_again_and_forgotten(engines: Engines) -> Non
     assert other.recomputed == 1
 
 
+@pytest.mark.parametrize(("page", "right"), [(3, 12), (7, 28)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_aborted_in_the_step_of_a_damaged_hit_leaves_no_tail(
+    engines: Engines, ranks: int, page: int, right: int
+) -> None:
+    """In no rank: what those compute whose own hit is right is nonsense, too."""
+    first, second, third, fourth = (engines(ranks, load="sync", tails=True) for _ in range(4))
+    said = finish(first, first.serve("a", text(1, 30), samples=False))
+    damage(engines.paths[ranks - 1], page, layer=1)
+    second.aborts.add("b")
+    ids = [*said, 1]
+    second.serve("b", ids)
+    second.step()
+    assert (second.cached["b"], second.recomputed) == (29, 1)
+    finish(third, third.serve("c", ids, samples=False))
+    fourth.serve("d", [*ids, 4])
+    assert (third.cached["c"], fourth.cached["d"]) == (right, 30)
+
+
+def test_one_aborted_while_its_tail_loads_leaves_none(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another has found it damaged since, so that the pool has none."""
+    first, late, other, last = (engines(load="async", tails=True) for _ in range(4))
+    said = finish(first, first.add("a", text(1, 30)))
+    damage(engines.paths[0], page=7, layer=1)
+    begun: list[tuple[Loader, Load]] = []
+    begin = Loader.begin
+    monkeypatch.setattr(Loader, "begin", lambda self, load: begun.append((self, load)))
+    late.serve("b", [*said, 4])
+    monkeypatch.setattr(Loader, "begin", begin)
+    other.serve("c", [*said, 4])
+    other.settle()
+    assert (late.cached["b"], other.cached["c"], other.recomputed) == (30, 30, 1)
+    late.end("b")
+    late.step()
+    for loader, load in begun:
+        loader.begin(load)
+    late.settle()
+    last.serve("d", [*said[:30], 5, 6])
+    last.settle()
+    assert last.cached["d"] == 28
+
+
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_anything_in_any_order(engines: Engines, load: str, ranks: int, seed: int) -> None:

@@ -375,6 +375,7 @@ class Engine:
         self.unnamed: set[int] = set()  # layers that it does not name to the workers
         self.defers = False  # a step ends when all was asked of it, as where vLLM speculates
         self.fails = False  # in the next steps, when all is computed
+        self.aborts: set[str] = set()  # while the next step runs
         self._paths = paths
         self.links = ExitStack()  # ends with the engine
         self._arrived: dict[str, int] = {}  # how many ranks' loads of a request have ended
@@ -494,8 +495,8 @@ class Engine:
         message = self.scheduling.message(step)
         self._run(step, message)
         for one in [*step.fresh, *step.going]:
-            request = self.requests[one.request]
-            if samples and not request.is_loading and request.computed == request.num_tokens:
+            request = self.requests.get(one.request)
+            if samples and request is not None and request.computed == request.num_tokens:
                 request.all_token_ids.append(request.num_tokens * 7 % 97)
         # Where requests share blocks that are still to come, one counts on them for a step.
         assert self.shares or not self.wrong()
@@ -673,9 +674,12 @@ class Engine:
         lost: set[str],
         reports: list[Report],
     ) -> None:
-        self.scheduling.heard(reports, bad)
         for one in [*step.fresh, *step.going]:
             self.requests[one.request].computed = one.computed + one.scheduled
+        for name in self.aborts:
+            self.end(name)
+        self.aborts = set()
+        self.scheduling.heard(reports, bad)
         self.recomputed += bool(bad or lost)
         for name in lost & self.requests.keys():
             self.requests[name].computed = 0
