@@ -236,6 +236,7 @@ def test_groups_that_are_not_served_are_named_with_what_serves_the_model() -> No
         pools.check_groups([(kind, Spec()) for kind in kinds])
     for kinds, said in [
         ([state], f"states alone .*{alone}"),
+        ([], f"this model has no layer with K and V, .*{alone}"),
         (["CrossAttentionSpec"], rf"layers \(CrossAttentionSpec\) that are not served: {alone}"),
     ]:
         with pytest.raises(UnsupportedError, match=said):

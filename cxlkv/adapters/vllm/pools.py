@@ -244,10 +244,10 @@ def check_groups(kinds: Sequence[tuple[str, object]], in_pool: bool = False) -> 
                 "--attention-backend CUSTOM"
             )
         return
-    if set(names) == {states.KIND}:
+    if set(names) <= {states.KIND}:
+        has = f"states alone ({states.KIND}), " if names else ""
         raise UnsupportedError(
-            f"cxlkv: this model has states alone ({states.KIND}), no layer with K and V, which is "
-            f"not served: {WITHOUT_US}"
+            f"cxlkv: this model has {has}no layer with K and V, which is not served: {WITHOUT_US}"
         )
 
 
