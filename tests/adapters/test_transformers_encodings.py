@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv import Batch, Budget, CXLPool, Selection
+from cxlkv.adapters.common.gpu_chunks import GpuChunks
 from cxlkv.adapters.transformers import CXLCache, LayerStep, hand_over, take_over
-from cxlkv.adapters.transformers.gpu_chunks import GpuChunks
 from cxlkv.errors import UnsupportedError
 from cxlkv.kernels import runtime
 

@@ -10,7 +10,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv import Budget, CXLPool
-from cxlkv.adapters.transformers import CXLCache, CXLRequests, Hints, gpu_chunks
+from cxlkv.adapters.common import gpu_chunks
+from cxlkv.adapters.transformers import CXLCache, CXLRequests, Hints
 from cxlkv.adapters.transformers.budgets import Budgets
 from cxlkv.errors import BadArgumentError, PoolFullError, UnsupportedError
 from cxlkv.kernels import runtime

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cxlkv import Batch, Budget, CXLPool
-from cxlkv.adapters.transformers import CXLCache, LayerStep, Step, gpu_chunks, prefill
-from cxlkv.adapters.transformers.prefill import attend_to_block
+from cxlkv.adapters.common import gpu_chunks, prefill
+from cxlkv.adapters.common.prefill import attend_to_block
+from cxlkv.adapters.transformers import CXLCache, LayerStep, Step
 from cxlkv.errors import CorruptError, UnsupportedError
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.gpu.staging import Staged, Staging

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cxlkv import CXLPool
-from cxlkv.adapters.transformers import CXLCache, gpu_writes, layout_of, sparse_prefill
-from cxlkv.adapters.transformers.gpu_writes import GpuWrites
+from cxlkv.adapters.common import gpu_writes
+from cxlkv.adapters.common.gpu_writes import GpuWrites
+from cxlkv.adapters.transformers import CXLCache, layout_of, sparse_prefill
 from cxlkv.errors import ClosedError, CorruptError, PoolFullError, RegistrationError
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.gpu.write import WriteThrough

@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from cxlkv import Budget, CXLPool
+from cxlkv.adapters.common.gpu_writes import GpuWrites
+from cxlkv.adapters.common.steps import Step
 from cxlkv.adapters.transformers import CXLCache, CXLRequests, Hints, hand_over, take_over
 from cxlkv.adapters.transformers.cache import FarLayer
 from cxlkv.adapters.transformers.gpu_steps import GpuSteps
-from cxlkv.adapters.transformers.gpu_writes import GpuWrites
-from cxlkv.adapters.transformers.steps import Step
 from cxlkv.errors import BadArgumentError, PoolFullError, UnsupportedError
 from cxlkv.kernels import runtime
 

@@ -17,9 +17,9 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from cxlkv import Budget, CXLPool
+from cxlkv.adapters.common.prefill import attend_to_new
 from cxlkv.adapters.common.shapes import LATENT_MODELS
 from cxlkv.adapters.transformers import CXLCache, LayerStep, Step, layout_of
-from cxlkv.adapters.transformers.prefill import attend_to_new
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 from cxlkv.kernels import runtime
 
@@ -405,8 +405,8 @@ def test_layers_with_windows_ignore_the_budget(pool: CXLPool, mistral: PreTraine
 def test_prefill_by_blocks_is_attention_with_a_mask_of_all_tokens(
     monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float | None, with_sinks: bool
 ) -> None:
-    monkeypatch.setattr("cxlkv.adapters.transformers.prefill.BLOCK_ROWS", 64)
-    monkeypatch.setattr("cxlkv.adapters.transformers.prefill.BLOCK_LOGITS", 1 << 16)
+    monkeypatch.setattr("cxlkv.adapters.common.prefill.BLOCK_ROWS", 64)
+    monkeypatch.setattr("cxlkv.adapters.common.prefill.BLOCK_LOGITS", 1 << 16)
     tokens, (q_heads, kv_heads, dim, value_dim) = 333, (4, 2, 8, 6)
     torch.manual_seed(1)
     query = torch.randn(1, q_heads, tokens, dim)

@@ -11,17 +11,17 @@ there. The prefill of an empty cache attends to the given tensors; a step of one
 sequence selects pages under the budget and attends to these only. Three calls into the core a
 layer at most, whatever the number of sequences.
 
-`layouts` says what a model's pool must store, `cache` has the cache, `steps` what one pass knows,
-`prefill` attention over tensors, `gpu_steps` and `gpu_chunks` attention on a device, `latent` the
-algebra of MLA, `attention` what transformers calls, `requests` prefixes that calls of generate()
-share, `states` and `row_states` what recurrent layers keep, `pieces` how a prompt is read up to
-checkpoints of it, `hints` what brings pages near beforehand, `queries` keeps those of the last
-tokens, `handover` rows that another process goes on from.
+`layouts` says what a model's pool must store, `cache` has the cache, `gpu_steps` attention on a
+device, `latent` the algebra of MLA, `attention` what transformers calls, `requests` prefixes that
+calls of generate() share, `states` and `row_states` what recurrent layers keep, `pieces` how a
+prompt is read up to checkpoints of it, `hints` what brings pages near beforehand, `queries` keeps
+those of the last tokens, `handover` rows that another process goes on from.
 
 Importing this module registers "cxlkv" as an attention implementation. Raises UnsupportedError
 where transformers is missing or too old.
 """
 
+from cxlkv.adapters.common.steps import LayerStep, Step
 from cxlkv.adapters.transformers import _installed as _installed  # first: it may refuse
 from cxlkv.adapters.transformers.attention import attention, padding_mask, register
 from cxlkv.adapters.transformers.cache import Counters, CXLCache, FarLayer
@@ -30,7 +30,6 @@ from cxlkv.adapters.transformers.hints import Hints
 from cxlkv.adapters.transformers.layouts import layout_of
 from cxlkv.adapters.transformers.queries import LastQueries
 from cxlkv.adapters.transformers.requests import CXLRequests
-from cxlkv.adapters.transformers.steps import LayerStep, Step
 
 __all__ = [
     "CXLCache",

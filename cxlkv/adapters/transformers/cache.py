@@ -16,6 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from cxlkv.adapters.common.gpu_chunks import GpuChunks
+from cxlkv.adapters.common.gpu_writes import GpuWrites
+from cxlkv.adapters.common.prefill import attend_to_new, attend_to_seen
 from cxlkv.adapters.common.shapes import (
     ATTENTION_KINDS,
     INDEXED,
@@ -24,15 +27,13 @@ from cxlkv.adapters.common.shapes import (
     kinds_of,
 )
 from cxlkv.adapters.common.sinks import beside_sinks
+from cxlkv.adapters.common.steps import LayerStep, Step
 from cxlkv.adapters.transformers import budgets
-from cxlkv.adapters.transformers.gpu_chunks import GpuChunks
 from cxlkv.adapters.transformers.gpu_steps import GpuSteps
-from cxlkv.adapters.transformers.gpu_writes import GpuWrites
 from cxlkv.adapters.transformers.gradients import without_gradients
 from cxlkv.adapters.transformers.graph import UNCOUNTED, CompiledSteps
 from cxlkv.adapters.transformers.latent import Absorbed
 from cxlkv.adapters.transformers.layouts import check_layout, layout_of, states_of, text_config
-from cxlkv.adapters.transformers.prefill import attend_to_new, attend_to_seen
 from cxlkv.adapters.transformers.resets import give_back
 from cxlkv.adapters.transformers.row_states import RowStates
 from cxlkv.adapters.transformers.sparse_prefill import (
@@ -42,7 +43,7 @@ from cxlkv.adapters.transformers.sparse_prefill import (
     long_rows,
 )
 from cxlkv.adapters.transformers.states import Bytes, StateForm, StateLayer, state_layers
-from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
+from cxlkv.adapters.transformers.steps import Call, real_tokens
 from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError, UnsupportedError
 from cxlkv.gpu.decode import LayerCounts

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cxlkv.adapters.common.sinks import beside_sinks
-from cxlkv.adapters.transformers.steps import LayerStep
+from cxlkv.adapters.common.steps import LayerStep
 from cxlkv.errors import BadArgumentError, ReleasedError, UnsupportedError
 from cxlkv.gpu.decode import Decoder, LayerCounts, longest_list
 from cxlkv.gpu.errors import gpu_errors

@@ -26,6 +26,7 @@ from cxlkv.adapters.common import checkpoints
 from cxlkv.adapters.common.audits import WITHDRAWN, Audits, difference, is_withdrawn
 from cxlkv.adapters.common.keys import block_keys, namespace, xor
 from cxlkv.adapters.common.requests import PoolRequests
+from cxlkv.adapters.common.steps import Step
 from cxlkv.adapters.transformers.cache import CXLCache, Settings
 from cxlkv.adapters.transformers.fed import UNSEEN, Fed, Row
 from cxlkv.adapters.transformers.identity import Identity
@@ -34,7 +35,6 @@ from cxlkv.adapters.transformers.pieces import pieces, read
 from cxlkv.adapters.transformers.ropes import form_now, form_of
 from cxlkv.adapters.transformers.sparse_prefill import is_long
 from cxlkv.adapters.transformers.states import Bytes
-from cxlkv.adapters.transformers.steps import Step
 from cxlkv.arrays import leading
 from cxlkv.errors import (
     BadArgumentError,

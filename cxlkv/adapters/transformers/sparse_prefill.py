@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from cxlkv.adapters.transformers.steps import LayerStep, Step
+from cxlkv.adapters.common.steps import LayerStep, Step
 from cxlkv.layout import parse_share
 
 BLOCK_TOKENS = 128

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cxlkv.adapters.common.prefill import attend_to_block, weighed
 from cxlkv.adapters.common.sinks import beside_sinks
-from cxlkv.adapters.transformers.prefill import attend_to_block, weighed
-from cxlkv.adapters.transformers.steps import LayerStep
+from cxlkv.adapters.common.steps import LayerStep
 from cxlkv.gpu.errors import gpu_errors
 from cxlkv.gpu.pieces import DTYPES, fetched_pieces
 from cxlkv.gpu.staging import ALIGNMENT_BYTES, Staging

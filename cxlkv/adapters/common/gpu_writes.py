@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cxlkv.adapters.transformers.steps import Step
+from cxlkv.adapters.common.steps import Step
 from cxlkv.errors import CXLKVError, MemoryShortError, RegistrationError
 from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.errors import gpu_errors

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from cxlkv.adapters.common.sinks import beside_sinks
-from cxlkv.adapters.transformers.steps import LayerStep
+from cxlkv.adapters.common.steps import LayerStep
 
 BLOCK_ROWS = 256
 BLOCK_LOGITS = 1 << 24  # in one block, of all heads and rows: 64 MiB
