@@ -17,11 +17,7 @@ import torch
 from cxlkv.kernels.crc32c_shifts import lanes_for, shifts
 from cxlkv.kernels.reference_encode import checksums_of
 from cxlkv.kernels.runtime import check_table, check_tensor, current, one_device, runs_triton
-from cxlkv.kernels.sources import Sources
-
-BAD, STALE, WRONG = range(3)
-"""In what check_pieces() finds: pieces that are not right, those whose page is another, and the
-number of one whose CRC is wrong."""
+from cxlkv.kernels.sources import STALE, Sources
 
 
 class Shape(NamedTuple):
@@ -70,15 +66,16 @@ def check_pieces(
     shape: Shape,
     layer: int,
 ) -> None:
-    """Add to found, int64 [3] (BAD, STALE, WRONG), what is not right of the pieces that sources
-    name, each [requests, kv_heads, k]; a source of 0: nothing was fetched.
+    """Raise found, int64 [requests], where a piece is not right of those that sources name, each
+    [requests, kv_heads, k]: to STALE where its page is another, to its number + 1 where its CRC is
+    wrong. A source of 0: nothing was fetched.
 
     targets: int64, where K and V were copied to, without V where it is a prefix of K. pages: int32,
     the pages' places in the requests. Raises BadArgumentError.
     """
     requests, heads, k = pages.shape
     check_tensor("pages", pages, torch.int32, (requests, heads, k))
-    check_tensor("found", found, torch.int64, (3,))
+    check_tensor("found", found, torch.int64, (requests,))
     named = {**sources._asdict(), "keys_at": targets[0], "values_at": targets[1]}
     for name, table in named.items():
         if table is not None:
@@ -96,7 +93,7 @@ def check_pieces(
             *(sources.keys, sources.descriptors, sources.generations, sources.checksums),
             *(targets[0], targets[0] if targets[1] is None else targets[1], pages, found),
             *shifts(shape.summed, lanes, device),
-            *(shape.key_bytes // 4, shape.value_bytes // 4, k, shape.pages_max, first),
+            *(shape.key_bytes // 4, shape.value_bytes // 4, heads, k, shape.pages_max, first),
             KINDS=1 if targets[1] is None else 2,
             TAIL=shape.tail_bytes != 0,
             LANES=lanes,
@@ -114,6 +111,7 @@ def check_pieces_reference(
     first: int,
 ) -> None:
     """The same on addresses that this process can read."""
+    _, heads, k = pages.shape
     named = [x.flatten().tolist() for x in (sources.keys, *targets) if x is not None]
     at = [piece for piece, addresses in enumerate(zip(*named, strict=True)) if all(addresses)]
     sums, source, *lines = (
@@ -132,10 +130,10 @@ def check_pieces_reference(
         bits = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(at), size)
         for piece, total, wanted in zip(at, checksums_of(bits, size).tolist(), sums, strict=True):
             if wanted and total != ctypes.c_int32.from_address(wanted + 8 + 4 * kind).value:
-                row = (first + piece // pages.shape[2]) * shape.pages_max
-                found[BAD] += 1
-                found[WRONG] = (row + int(pages.flatten()[piece])) * 2 + kind
-    for descriptor, generation in zip(*lines, strict=True):
+                row = (first + piece // k) * shape.pages_max
+                number = (row + int(pages.flatten()[piece])) * 2 + kind
+                found[piece // k // heads].clamp_(min=number + 1)
+    for piece, descriptor, generation in zip(at, *lines, strict=True):
         version = ctypes.c_int64.from_address(descriptor).value if descriptor else 0
         if version >> 8 & (1 << 56) - 1 != generation or version & 255 not in (1, 2):
-            found[BAD : STALE + 1] += 1
+            found[piece // k // heads] = STALE

@@ -7,9 +7,11 @@ import triton.language as tl
 
 from cxlkv.kernels.crc32c_shifts import POLYNOMIAL, lanes_for
 from cxlkv.kernels.crc32c_triton import _multiplied, _shifted
+from cxlkv.kernels.sources import STALE
 from cxlkv.kernels.variants import Variant, variant
 
 CRC_POLYNOMIAL = tl.constexpr(POLYNOMIAL)
+ANOTHER = tl.constexpr(STALE)
 
 
 @triton.jit
@@ -44,7 +46,7 @@ def _sum_of(
 
 # Nothing is specialised on: another count must not compile a kernel again while a graph is being
 # captured.
-@triton.jit(do_not_specialize=["key_words", "value_words", "k", "pages_max", "first"])
+@triton.jit(do_not_specialize=["key_words", "value_words", "heads", "k", "pages_max", "first"])
 def _check_kernel(
     sources,
     descriptors,
@@ -59,6 +61,7 @@ def _check_kernel(
     constants,
     key_words,
     value_words,
+    heads,
     k,
     pages_max,
     first,
@@ -67,7 +70,8 @@ def _check_kernel(
     LANES: tl.constexpr,
 ):
     """One program a page of a head: its K, its V, then its descriptor."""
-    piece, one = tl.program_id(0).to(tl.int64), tl.full((), 1, tl.int64)
+    piece = tl.program_id(0).to(tl.int64)
+    found += piece // k // heads
     source = tl.load(sources + piece)
     if source != 0:
         sums = tl.load(checksums + piece)
@@ -81,8 +85,7 @@ def _check_kernel(
                 )
                 wanted = (sums + 8 + 4 * kind).to(tl.pointer_type(tl.int32))
                 if total != tl.load(wanted, volatile=True):
-                    tl.atomic_add(found, one, sem="relaxed")
-                    tl.store(found + 2, row * 2 + kind)
+                    tl.atomic_max(found, row * 2 + kind + 1, sem="relaxed")
         tl.debug_barrier()  # the sums are read before the descriptor, which vouches for them
         descriptor = tl.load(descriptors + piece).to(tl.pointer_type(tl.int64))
         there = descriptor.to(tl.int64) != 0  # else the page is none
@@ -90,8 +93,7 @@ def _check_kernel(
         state = version & 0xFF
         same = ((version >> 8) & 0xFFFFFFFFFFFFFF) == tl.load(generations + piece)
         if (same & ((state == 1) | (state == 2))) == 0:
-            tl.atomic_add(found, one, sem="relaxed")
-            tl.atomic_add(found + 1, one, sem="relaxed")
+            tl.atomic_max(found, tl.full((), ANOTHER, tl.int64), sem="relaxed")
 
 
 def variants() -> list[Variant]:
@@ -99,7 +101,7 @@ def variants() -> list[Variant]:
     types = {
         "sources descriptors generations checksums keys_at values_at found": "*i64",
         "pages tables factors constants": "*i32",
-        "key_words value_words k pages_max": "i32",
+        "key_words value_words heads k pages_max": "i32",
         "first": "i64",
     }
     return [

@@ -10,6 +10,8 @@ from cxlkv.kernels.runtime import check_table, check_tensor, current, one_device
 
 CHECKSUM_BYTES = 16
 """Of a (page, layer, head): of its digest, sketch, K and V."""
+STALE = 1 << 62
+"""What check_pieces() finds of a request one of whose pages is another; more than any number."""
 
 
 class PageRows(NamedTuple):

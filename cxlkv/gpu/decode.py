@@ -20,6 +20,7 @@ affect speed only, never outputs. The host appends k and v of all layers when th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,7 @@ from cxlkv.errors import (
     ClosedError,
     CXLKVError,
     OrderError,
+    ReleasedError,
     UnevenError,
     UnsupportedError,
 )
@@ -56,6 +58,9 @@ from cxlkv.sequence import Sequence
 __all__ = ["Decoder"]
 
 DEADLINE_S = 2.0
+
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""q, k and v of all places, [requests, rows, heads, dim]."""
 
 
 class LayerCounts(NamedTuple):
@@ -153,7 +158,7 @@ class Decoder(Closing):
         self.rewind: int | None = None  # of what a step appends, as in Batch.append()
         self.lse: torch.Tensor | None = None
         """float32 [requests, rows, q_heads], the log-sum-exp of the last layer() on a device."""
-        self._lists = longest_list(layout, self._budget, pages_max, rows)
+        self.lists = longest_list(layout, self._budget, pages_max, rows)
         placed = place_index(
             *(index, method, self._budget, hot_pages, index_pages, layout),
             *(requests * pages_max, self.device),
@@ -168,7 +173,7 @@ class Decoder(Closing):
                 pages_max=pages_max,
                 hot_pages=hot_pages,
                 recent_pages=recent_pages,
-                lists=self._lists,
+                lists=self.lists,
                 scale=scale,
                 softcap=softcap,
                 budget=self._budget,
@@ -180,7 +185,6 @@ class Decoder(Closing):
         if self._resident is None:
             return
         self._asked = self._rows_for_host(self._resident)
-        self._picked: Selection | None = None  # of the question that is being served
         if self.index == "host":
             self._mail = Mailbox(self.device, self._serve, self._then, deadline_s)
 
@@ -253,10 +257,10 @@ class Decoder(Closing):
         if self.index == "device" and (reason := unserved(budget)):
             raise UnsupportedError(reason)
         longest = longest_list(self.layout, budget, self._pages_max, self._rows)
-        if longest > self._lists:
+        if longest > self.lists:
             raise BadArgumentError(
                 f"the request's budget wants lists of up to {longest} pages, the decoder was made "
-                f"for {self._lists}: make it with the largest budget of its requests"
+                f"for {self.lists}: make it with the largest budget of its requests"
             )
         return budget
 
@@ -315,32 +319,54 @@ class Decoder(Closing):
 
     # ---- a step ----
 
-    def begin(self) -> None:
-        """Begin a step of all requests: `rows` more tokens for each of them."""
+    def begin(self, counts: Mapping[int, int] | None = None) -> None:
+        """Begin a step: counts[request] more tokens for each of these requests, which are the first
+        of its `rows`; other rows and requests stay out of it, and none may take part. None: `rows`
+        for all requests. With counts, end() and end_each() have the errors of requests that cannot
+        begin, too. Raises BadArgumentError."""
         self._check_between_steps()
-        active = np.array([i for i, held in enumerate(self._sequences) if held is not None])
-        if len(active) == 0:
-            raise BadArgumentError("no request to decode: add() one")
-        sequences = [self._of(request) for request in active.tolist()]
-        recent_from = np.full(len(active), np.iinfo(np.int32).max, np.int32)
-        if self._resident is not None:
-            recent_from = self._resident.begin(active, sequences)
-        budgets = tuple(self._budgets[request] for request in active.tolist())
-        if budgets.count(budgets[0]) == len(budgets):
-            budgets = budgets[:1]
-        self._step = Step(
+        taken, resident = self._checked(counts), self._resident
+        active = np.array(sorted(taken), np.int64)
+        requests: list[int] = active.tolist()
+        sequences = [self._of(request) for request in requests]
+        step = Step(
+            pool=self.pool,
             active=active,
-            batch=self.pool.batch(sequences),
+            counts=np.array([taken[request] for request in requests], np.int64),
             rows=self._rows,
-            starts=np.arange(len(active) + 1, dtype=np.int32) * np.int32(self._rows),
-            lengths=[len(sequence) for sequence in sequences],
-            recent_from=recent_from,
-            budgets=budgets,
+            sequences=sequences,
+            lengths=np.array([_length(sequence) for sequence in sequences], np.int64),
+            recent_from=np.full(len(active), np.iinfo(np.int32).max, np.int32),
+            budgets=[self._budgets[request] for request in requests],
             rewind=self.rewind,
         )
+        self._served = step  # what of it the engine serves
+        self._errors: dict[int, CXLKVError] = {}  # of requests that it has left out since
+        self._picked: Selection | None = None  # of the question that is being served
+        if resident is not None:
+            self._each(resident.refresh)
+            if counts is None and self._errors:
+                raise next(iter(self._errors.values()))
+            self._served = replace(self._served, recent_from=resident.begin(self._served))
+        self._step = step
         self._layer, self._hint, self._brings = 0, None, None
         self._guesses: list[torch.Tensor] = []  # until the step ends: other streams may read them
         self._selector.begin()
+
+    def _checked(self, counts: Mapping[int, int] | None) -> Mapping[int, int]:
+        if counts is None:
+            held = [i for i, one in enumerate(self._sequences) if one is not None]
+            if not held:
+                raise BadArgumentError("no request to decode: add() one")
+            return dict.fromkeys(held, self._rows)
+        for request, count in counts.items():
+            self._of(request)
+            if not is_whole(count, 1, self._rows):
+                raise BadArgumentError(
+                    f"request {request}: {count!r:.40} rows, the decoder was made for 1 to "
+                    f"{self._rows} in a step"
+                )
+        return counts
 
     def hint(self, layer: int, q: torch.Tensor) -> None:
         """Say what the query of a layer will be like, q [requests, rows, q_heads, head_dim]: before
@@ -395,7 +421,9 @@ class Decoder(Closing):
         self._layer += 1
         resident = self._resident
         if resident is None:
-            return self._near(self._step, layer, q, k, v)
+            out = torch.zeros((*q.shape[:3], self.layout.value_head_dim), dtype=q.dtype)
+            self._each(lambda step: self._attend(step, layer, (q, k, v), out, None))
+            return out
         mail = self._mail
         with gpu_errors(f"layer {layer}"):
             resident.follow()
@@ -436,59 +464,78 @@ class Decoder(Closing):
         replayed: the layers were in a CUDA graph, captured from layer() calls between begin() and
         abandon(), and replayed on begin()'s stream.
         """
+        step, errors = self._finish(replayed)
+        if errors:
+            self._take_back(step, step.active.tolist())
+            raise next(iter(errors.values()))
+        self.stats.steps += 1
+
+    def end_each(self, *, replayed: bool = False) -> dict[int, CXLKVError]:
+        """end(), but what goes wrong for a request is its own: returns errors by request, of whom
+        nothing of the step stays. All others have their outputs, and go on. WorkerError and
+        GpuError are errors of all requests that took part."""
+        step, errors = self._finish(replayed)
+        self._take_back(step, list(errors))
+        self.stats.steps += 1
+        return errors
+
+    def _finish(self, replayed: bool) -> tuple[Step, dict[int, CXLKVError]]:
+        """End the step; what went wrong, by request."""
         step = self._step
         if step is None or (self._layer != self.layout.layers and not replayed):
             raise OrderError("end() comes after begin() and all layers")
-        try:
-            self._settle()
-            if self._resident is not None:
-                self._append_all(step)
-        except CXLKVError:
-            self._take_back(step)
-            raise
-        self.stats.steps += 1
+        self._settle(step)
+        if self._resident is not None and self._resident.index is not None:
+            good = [i for i, one in enumerate(step.active.tolist()) if one not in self._errors]
+            self._served = step.only(good)
+            self._each(self._append_all)
+        return step, self._errors
 
     def _append_all(self, step: Step) -> None:
         """Append what the device has attended to already: rows of all layers."""
         assert self._resident is not None
-        index = self._resident.index
-        if index is None:
-            return
+        assert self._resident.index is not None
         own = self.layout.values == "own"
         for layer in range(self.layout.layers):
             values = step.rows_of(self._asked["v"][layer]) if own else None
-            keys = step.rows_of(self._asked["k"][layer])
-            step.batch.append(layer, keys, values, step.starts, step.rewind)
+            step.append(layer, step.rows_of(self._asked["k"][layer]), values)
         self.stats.selects += self.layout.layers
-        self.stats.bytes_scored += sum(map(index.bytes_of, step.active.tolist()))
+        self.stats.bytes_scored += sum(map(self._resident.index.bytes_of, step.active.tolist()))
 
     def abandon(self) -> None:
         """Undo a step, as if it had not begun; its errors are not raised."""
         step = self._step
         if step is not None:
             with suppress(CXLKVError):
-                self._settle()
-            self._take_back(step)
+                self._settle(step)
+            self._take_back(step, step.active.tolist())
 
-    def _settle(self) -> None:
-        """Wait for device and engine, which ends the step; raises what went wrong."""
+    def _settle(self, step: Step) -> None:
+        """Wait for device and engine, which ends the step, and note what went wrong."""
+        resident = self._resident
         try:
-            if self._resident is not None:
+            if resident is not None:
                 with gpu_errors("a decode step"):
-                    self._resident.synchronize()
+                    resident.synchronize()
                 if self._mail is not None:
                     self._mail.check()
-                self._resident.check()
+                for request, error in resident.check().items():
+                    self._errors.setdefault(request, error)
+        except CXLKVError as error:
+            if not len(step.active):
+                raise
+            self._errors = dict.fromkeys(step.active.tolist(), error)
         finally:
             self._step = None
             self._guesses.clear()
 
-    def _take_back(self, step: Step) -> None:
-        """The step's rows, and what the device keeps of them."""
-        for request, length in zip(step.active.tolist(), step.lengths, strict=True):
+    def _take_back(self, step: Step, requests: list[int]) -> None:
+        """The step's rows of some requests, and what the device keeps of them."""
+        lengths = dict(zip(step.active.tolist(), step.lengths.tolist(), strict=True))
+        for request in requests:
             # A released sequence is its owner's; a device whose context is lost says so again.
             with suppress(CXLKVError):  # the others are taken back all the same
-                self._cut(request, length)
+                self._cut(request, lengths[request])
 
     def _check_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
         layout = self.layout
@@ -513,55 +560,83 @@ class Decoder(Closing):
 
     # ---- near the data ----
 
+    def _each(self, work: Callable[[Step], None]) -> None:
+        """Work for all requests that are served; where that fails, for one after the other: who
+        fails again is left out for the rest of the step."""
+        step = self._served
+        try:
+            if len(step.active):
+                work(step)
+        except CXLKVError:
+            good = []
+            for place, request in enumerate(step.active.tolist()):
+                try:
+                    work(step.only([place]))
+                    good.append(place)
+                except CXLKVError as error:
+                    self._errors[request] = error
+            self._served, self._picked = step.only(good), None
+            self._selector.begin()  # its hints were of more requests
+
     def _serve(self, subject: int) -> None:
         """Append a layer's rows, choose pages for its queries; the answer lies in pinned memory. Or
         a hint's: its subject is the layer's number after those of all layers."""
-        step, resident = self._step, self._resident
-        assert step is not None
+        resident = self._resident
         assert resident is not None
+        layer = subject % self.layout.layers
         if subject >= self.layout.layers:
-            self._serve_hint(step, resident, subject - self.layout.layers)
+            self._serve_hint(resident, layer)
             return
-        layer = subject
-        q, k, v = (step.rows_of(self._asked[name]) for name in "qkv")
+        q, k, v = (self._asked[name] for name in "qkv")
         own = v if self.layout.values == "own" else None
-        picked = self._selector.choose(step, layer, q, k, own)
-        if resident.hot is not None:
-            self._picked = picked
-            self._name(step, layer, picked, resident.chosen)
+        if resident.hot is None:
+            self._fallbacks[layer] += 1
+            results = resident.near_out, resident.near_lse
+            self._each(lambda step: self._attend(step, layer, (q, k, own), *results))
             return
-        self._fallbacks[layer] += 1
-        out, lse = self._selector.attend(step, layer, q, picked)
-        step.put_rows(resident.near_out, out)
-        step.put_rows(resident.near_lse, lse)
 
-    def _serve_hint(self, step: Step, resident: Resident, layer: int) -> None:
-        picked = self._selector.follow_hint(step, layer, step.rows_of(self._asked["hint"]))
-        self._name(step, layer, picked, resident.hinted)
+        def choose(step: Step) -> None:
+            _, picked = self._choose(step, layer, (q, k, own))
+            self._name(step, layer, picked, resident.chosen)
+            self._picked = picked
 
-    def _name(self, step: Step, layer: int, picked: Selection | None, out: torch.Tensor) -> None:
+        resident.chosen.numpy().fill(-1)
+        self._each(choose)
+
+    def _serve_hint(self, resident: Resident, layer: int) -> None:
+        step = self._served
+        resident.hinted.numpy().fill(-1)
+        with suppress(CXLKVError):  # the layer's own question has it, too
+            if len(step.active):
+                q = step.rows_of(self._asked["hint"])
+                picked = self._selector.follow_hint(step, layer, q)
+                if picked is not None:
+                    self._name(step, layer, picked, resident.hinted)
+
+    def _name(self, step: Step, layer: int, picked: Selection, lists: torch.Tensor) -> None:
         """Write the lists for the device, which will read the pages by their addresses."""
-        lists = out.numpy()
-        lists[:] = -1
-        if picked is not None:
-            step.batch.verify(layer, picked)
-            lists[step.active, :, : picked.pages.shape[2]] = picked.pages
+        step.batch.verify(layer, picked)
+        lists.numpy()[step.active, :, : picked.pages.shape[2]] = picked.pages
 
     def _then(self, subject: int) -> None:
         picked, self._picked = self._picked, None
         if picked is not None:
             self._selector.compare(subject, picked)
 
-    def _near(
-        self, step: Step, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
-    ) -> torch.Tensor:
-        """All of it near the data, in place."""
-        rows, values = step.rows_of(q), None if v is None else step.rows_of(v)
-        picked = self._selector.choose(step, layer, rows, step.rows_of(k), values)
-        found, _ = self._selector.attend(step, layer, rows, picked)
-        out = torch.zeros((*q.shape[:3], self.layout.value_head_dim), dtype=q.dtype)
+    def _choose(self, step: Step, layer: int, rows: Rows) -> tuple[torch.Tensor, Selection]:
+        """The queries as the engine has them, and the pages that it chooses for them."""
+        q, k = (step.rows_of(one) for one in rows[:2])
+        v = None if rows[2] is None else step.rows_of(rows[2])
+        return q, self._selector.choose(step, layer, q, k, v)
+
+    def _attend(
+        self, step: Step, layer: int, rows: Rows, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        """Append, choose and attend near the data."""
+        found, sums = self._selector.attend(step, layer, *self._choose(step, layer, rows))
         step.put_rows(out, found)
-        return out
+        if lse is not None:
+            step.put_rows(lse, sums)
 
     # ---- ending ----
 
@@ -575,6 +650,14 @@ class Decoder(Closing):
             if self._mail is not None:
                 self._mail.close()
             self._resident.close()
+
+
+def _length(sequence: Sequence) -> int:
+    """Before a step; 0 of a released one, which is an error of the step."""
+    try:
+        return len(sequence)
+    except ReleasedError:
+        return 0
 
 
 def longest_list(layout: KVLayout, budget: Budget, pages_max: int, rows: int) -> int:

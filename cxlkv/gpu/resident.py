@@ -10,6 +10,7 @@ import torch
 
 from cxlkv.errors import (
     CorruptError,
+    CXLKVError,
     MemoryShortError,
     RegistrationError,
     StaleError,
@@ -21,15 +22,16 @@ from cxlkv.gpu.index import DeviceIndex, Marks
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.gpu.pieces import encodings_of, pieces_of
 from cxlkv.gpu.recent import Recent
+from cxlkv.gpu.selector import Step
 from cxlkv.gpu.tables import PageTables
 from cxlkv.kernels.attend import attend
-from cxlkv.kernels.checks import BAD, STALE, WRONG, Shape, Wrong, check_pieces
+from cxlkv.kernels.checks import Shape, Wrong, check_pieces
 from cxlkv.kernels.checks import prepare as prepare_checks
 from cxlkv.kernels.copies import copy_fragments
 from cxlkv.kernels.merge import merge
 from cxlkv.kernels.rotate import prepare
 from cxlkv.kernels.slots import Assigned
-from cxlkv.kernels.sources import Sources, known_pages, page_sources
+from cxlkv.kernels.sources import STALE, Sources, known_pages, page_sources
 from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
@@ -212,7 +214,7 @@ class Resident:
             sources=Sources(sources_at[0], sources_at[1], *others),
             sources_at=sources_at,
             targets_at=targets_at,
-            found=self._here(3, dtype=torch.int64),
+            found=self._here(self._requests, dtype=torch.int64),
             marks=None if self.index is None else self.index.marks(),
             is_hint=is_hint,
         )
@@ -282,8 +284,6 @@ class Resident:
     def forget(self, request: int, from_page: int = 0) -> None:
         """Drop a request's pages from `from_page` on: they changed, or the request has ended."""
         self.follow()
-        self.near_out[request] = 0  # the engine writes for requests that are there only
-        self.near_lse[request] = -torch.inf
         if self.index is not None:
             self.index.forget(request, from_page)
         if self.hot is not None:
@@ -301,20 +301,33 @@ class Resident:
             now.wait_stream(self._stream)
             self._stream = now
 
-    def begin(
-        self, active: npt.NDArray[np.int64], sequences: list[Sequence]
-    ) -> npt.NDArray[np.int32]:
-        """Where the step's rows lie; returns the first page, of each request at work, that the ring
-        has with them."""
+    def refresh(self, step: Step) -> None:
+        """Take in the pages that a step's requests have completed; raises what is wrong with
+        them."""
+        self.follow()
+        named = dict(zip(step.active.tolist(), step.sequences, strict=True))
+        if self.hot is not None:
+            for request, sequence in named.items():
+                self._tables.refresh(request, sequence)
+        if self.index is not None:
+            self.index.refresh(named, self._recent)
+
+    def begin(self, step: Step) -> npt.NDArray[np.int32]:
+        """Where the step's rows lie, after refresh(); returns the first page, of each request at
+        work, that the ring has with them."""
         self.follow()
         slots = self._recent.slots
         positions = np.full((self._requests, self._rows), -1, np.int64)
-        lengths = np.array([len(sequence) for sequence in sequences])
-        positions[active] = lengths[:, None] + np.arange(self._rows)
-        last = positions[:, -1:] // self.layout.page_tokens
+        row = np.arange(self._rows)
+        positions[step.active] = np.where(
+            row < step.counts[:, None], step.lengths[:, None] + row, -1
+        )
+        newest: npt.NDArray[np.int64] = positions.max(1, keepdims=True)
+        last = newest // self.layout.page_tokens
         pages = last - (last - np.arange(slots)) % slots  # the newest page that lies in each slot
-        pages[(pages < 0) | (positions[:, -1:] < 0)] = -1
+        pages[(pages < 0) | (newest < 0)] = -1
         below = np.maximum(last[:, 0] - slots + 1, 0).astype(np.int32)
+        self.near_lse.numpy().fill(-np.inf)  # the engine writes for these requests only
         self._send(self._positions_host, self._positions, positions)
         self._send(self._ring_host, self._ring, pages[:, None].astype(np.int32))
         for there, _ in self._lists.values():
@@ -323,22 +336,19 @@ class Resident:
         if self.hot is not None:
             for lane in (self._choice, self._hint):
                 lane.found.zero_()
-            for request, sequence in zip(active.tolist(), sequences, strict=True):
-                self._tables.refresh(request, sequence)
         if self.index is not None:
-            named = dict(zip(active.tolist(), sequences, strict=True))
-            self.index.refresh(named, self._recent)
-            self._send_plan(active.tolist(), lengths.tolist())
+            self._send_plan(step)
             self._pages[:, :, :slots] = self._ring
-        return below[active]
+        return below[step.active]
 
-    def _send_plan(self, active: list[int], lengths: list[int]) -> None:
+    def _send_plan(self, step: Step) -> None:
         """For each layer, the first page that a request's rows see, and how many are to be chosen
         besides the newest."""
         tokens, layout = self.layout.page_tokens, self.layout
         plan = np.zeros((2, layout.layers, self._requests), np.int32)
-        for request, length in zip(active, lengths, strict=True):
-            last = -(-(length + self._rows) // tokens)
+        of = (step.active.tolist(), step.lengths.tolist(), step.counts.tolist())
+        for request, length, count in zip(*of, strict=True):
+            last = -(-(length + count) // tokens)
             for layer, window in enumerate(layout.windows):
                 low = 0 if window is None else max(0, length - window + 1) // tokens
                 plan[:, layer, request] = low, self._count(request, layer, last - low)
@@ -461,7 +471,7 @@ class Resident:
                 copy_fragments(sources.values, values_at, value_bytes)
         check_pieces(sources, made.miss_targets, lane.known, lane.found, self._shape, layer)
         # Nobody attends to these bytes in a later step; nor to what this step fetches after them.
-        self.hot.invalidate(layer, made, lane.found[:1])
+        self.hot.invalidate(layer, made, lane.found[:, None, None])
         return made
 
     def take_partial(self, answered: torch.Tensor) -> None:
@@ -506,25 +516,22 @@ class Resident:
         self._stream.synchronize()
         self._side.synchronize()
 
-    def check(self) -> None:
-        """Call after synchronize(): raises StaleError when pages were freed while they were on
-        their way, CorruptError when others are not what was written. What a hint brought in vain is
-        missed again, if it is chosen."""
-        if self.hot is None:
-            return
-        found = self._choice.found.tolist()
-        if found[STALE]:
-            raise StaleError(
-                f"{found[STALE]} pieces were fetched from pages that were freed meanwhile"
-            )
-        if found[BAD]:
-            heads = self.layout.kv_heads
-            wrong = Wrong.of(found[WRONG], self._shape, self._requests, heads)
-            raise CorruptError(
-                f"page {wrong.page} of request {wrong.request}, layer {wrong.layer}, kv head "
-                f"{wrong.head}: the CRC of its {wrong.kind} is wrong, the bytes were changed. "
-                "Release the sequence and recompute it"
-            )
+    def check(self) -> dict[int, CXLKVError]:
+        """What went wrong, by request, after synchronize(): StaleError when pages were freed while
+        they were on their way, CorruptError when others are not what was written. What a hint
+        brought in vain is missed again, if it is chosen."""
+        found = [] if self.hot is None else self._choice.found.tolist()
+        return {request: self._error(number) for request, number in enumerate(found) if number}
+
+    def _error(self, number: int) -> CXLKVError:
+        if number == STALE:
+            return StaleError("pieces were fetched from pages that were freed meanwhile")
+        wrong = Wrong.of(number - 1, self._shape, self._requests, self.layout.kv_heads)
+        return CorruptError(
+            f"page {wrong.page} of request {wrong.request}, layer {wrong.layer}, kv head "
+            f"{wrong.head}: the CRC of its {wrong.kind} is wrong, the bytes were changed. "
+            "Release the sequence and recompute it"
+        )
 
     def close(self) -> None:
         """End the device's use of the pool's memory; call it after synchronize()."""

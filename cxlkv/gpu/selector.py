@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,8 @@ import torch
 
 from cxlkv.ndp import choosers
 from cxlkv.ndp.engine import Budget, Selection
-from cxlkv.sequence import Batch
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Batch, Sequence
 
 
 @dataclass
@@ -32,34 +34,65 @@ class DecodeStats:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of all requests, as the engine sees it: `rows` tokens for each of `active`.
+    """One step, as the engine sees it: counts[i] tokens of active[i], ascending, which are the
+    first of its `rows`.
 
     lengths [active]: tokens before it. recent_from, int32 [active]: the device has the pages from
-    there on. budgets: one for all, or one for each; a list for all rows of a request. rewind: as in
-    Batch.append().
+    there on. budgets: one for each; a list for all rows of a request. rewind: as in Batch.append().
     """
 
+    pool: CXLPool
     active: npt.NDArray[np.int64]
-    batch: Batch
+    counts: npt.NDArray[np.int64]
     rows: int
-    starts: npt.NDArray[np.int32]
-    lengths: list[int]
+    sequences: list[Sequence]
+    lengths: npt.NDArray[np.int64]
     recent_from: npt.NDArray[np.int32]
-    budgets: tuple[Budget, ...]
+    budgets: list[Budget]
     rewind: int | None = None
 
+    def only(self, places: list[int]) -> Step:
+        """The part of some requests, by their places in `active`."""
+        return replace(
+            self,
+            active=self.active[places],
+            counts=self.counts[places],
+            sequences=[self.sequences[place] for place in places],
+            lengths=self.lengths[places],
+            recent_from=self.recent_from[places],
+            budgets=[self.budgets[place] for place in places],
+        )
+
+    @cached_property
+    def batch(self) -> Batch:
+        return self.pool.batch(self.sequences)
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int32]:
+        return np.concatenate(([0], self.counts.cumsum())).astype(np.int32)
+
+    @cached_property
+    def _at(self) -> torch.Tensor:
+        """Where the rows are among those of all places."""
+        row = np.arange(self.rows)
+        places = self.active[:, None] * self.rows + row
+        return torch.from_numpy(places[row < self.counts[:, None]])
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        """Append a layer's rows, all or nothing, unless they are there."""
+        if self.sequences[0].tokens(layer) == self.lengths[0]:
+            self.batch.append(layer, k, v, self.starts, self.rewind)
+
     def rows_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """[requests, rows, ...] as [rows of active requests, ...]: in place where all are active,
+        """[requests, rows, ...] as [rows of active requests, ...]: in place where these are all,
         else a copy."""
-        if len(self.active) == len(rows):
-            return rows.flatten(0, 1)
-        return rows[torch.from_numpy(self.active)].flatten(0, 1)
+        flat = rows.flatten(0, 1)
+        return flat if self.starts[-1] == len(flat) else flat[self._at]
 
     def put_rows(self, rows: torch.Tensor, found: object) -> None:
-        """Copy rows of active requests back into [requests, rows, ...]."""
+        """Copy rows of active requests back into [requests, rows, ...], contiguous."""
         assert isinstance(found, torch.Tensor)
-        shape = (len(self.active), self.rows, *found.shape[1:])
-        rows[torch.from_numpy(self.active)] = found.to(rows.dtype).reshape(shape)
+        rows.flatten(0, 1)[self._at] = found.to(rows.dtype)
 
 
 class Selector:
@@ -79,13 +112,14 @@ class Selector:
         self, step: Step, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
     ) -> Selection:
         """Append the rows and choose pages; those that the device has are left out: -1."""
-        step.batch.append(layer, k, v, step.starts, step.rewind)
+        step.append(layer, k, v)
         return self._far(step, self._select(step, layer, q))
 
     def follow_hint(self, step: Step, layer: int, q: torch.Tensor) -> Selection | None:
         """The pages that a guess of the layer's query chooses. The layer does not have the step's
         rows yet, so the tokens before them stand for the queries' own; None: there are too few."""
-        if min(sequence.tokens(layer) for sequence in step.batch.sequences) < step.rows:
+        lengths = np.array([sequence.tokens(layer) for sequence in step.sequences])
+        if (lengths < step.counts).any():
             return None
         self.stats.hints += 1
         self._hinted[layer] = self._far(step, self._select(step, layer, q))
@@ -111,7 +145,9 @@ class Selector:
         return out, lse
 
     def _select(self, step: Step, layer: int, q: torch.Tensor) -> Selection:
-        picked = step.batch.select(layer, q, step.starts, step.budgets, self._method, self._scale)
+        budgets = step.budgets
+        budgets = budgets[:1] if budgets.count(budgets[0]) == len(budgets) else budgets
+        picked = step.batch.select(layer, q, step.starts, budgets, self._method, self._scale)
         self.stats.selects += 1
         self.stats.bytes_scored += picked.bytes_scored
         return picked.plain("attention on the device")

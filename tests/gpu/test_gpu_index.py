@@ -314,7 +314,7 @@ def test_a_damaged_piece_that_a_hint_brought_in_vain_is_none(
         lists[..., 0] = 0
         resident._hint.known.copy_(lists)
         resident._fetch(1, resident._hint)
-        assert resident._hint.found[0] == 1
+        assert resident._hint.found[0] > 0
         chosen = resident._choice.known
         choose = resident._choose
 
