@@ -522,6 +522,9 @@ class Decoder(Closing):
                 for request, error in resident.check().items():
                     self._errors.setdefault(request, error)
         except CXLKVError as error:
+            if self._mail is not None:  # what it still appends is taken back, too
+                with suppress(CXLKVError), gpu_errors("a decode step"):
+                    self._mail.check()
             if not len(step.active):
                 raise
             self._errors = dict.fromkeys(step.active.tolist(), error)

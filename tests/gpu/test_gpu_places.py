@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -386,32 +387,45 @@ def test_a_hint_that_fails_is_no_error(
 
 @ON_CPU
 @pytest.mark.usefixtures("by_words")
+@pytest.mark.parametrize("error", [WorkerError, GpuError])
 @pytest.mark.parametrize("way", [PARTIAL, WAYS[2]])
 def test_a_late_host_is_an_error_of_all_that_take_part(
-    made: Make, model: Model, monkeypatch: pytest.MonkeyPatch, way: Ways
+    made: Make,
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    way: Ways,
+    error: type[CXLKVError],
 ) -> None:
+    """What it appends late is taken back, too, also where the device has failed by then."""
     go = threading.Event()
     decoder = made(model, way, deadline_s=1e-6)
     model.add(decoder, 41, 40, 43)
-    mail = decoder._mail
+    resident, mail = resident_of(decoder), decoder._mail
     assert mail is not None
-    serve = mail._serve
+    serve, check = mail._serve, mail.check
 
     def slow(layer: int) -> None:
         go.wait()
         serve(layer)
 
-    settle = decoder._settle
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def late(*given: object) -> None:
+    def checked() -> None:
         go.set()
-        settle(*given)  # type: ignore[arg-type]
+        check()
 
-    monkeypatch.setattr(mail, "_serve", slow)
-    monkeypatch.setattr(decoder, "_settle", late)
-    errors = step(model, decoder, {0: 1, 2: 1})
-    assert errors.keys() == {0, 2}
-    assert all(isinstance(error, WorkerError) for error in errors.values())
+    with monkeypatch.context() as patch:
+        patch.setattr(mail, "_serve", slow)
+        patch.setattr(mail, "check", checked)
+        if error is GpuError:
+            patch.setattr(resident, "synchronize", fail)
+        errors = step(model, decoder, {0: 1, 2: 1})
+        assert errors.keys() == {0, 2}
+        assert all(isinstance(one, error) for one in errors.values())
+        with suppress(WorkerError):
+            checked()
+        check_sequences(model, decoder, set(model.rows))
     mail._deadline_s = 60.0
     goes_on(model, decoder)
 
