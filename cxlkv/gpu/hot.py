@@ -24,10 +24,10 @@ import torch
 
 from cxlkv.arrays import memory_of
 from cxlkv.errors import BadArgumentError, MemoryShortError, UnsupportedError
-from cxlkv.gpu.pieces import Piece, piece_of
+from cxlkv.gpu.pieces import Piece, piece_of, pieces_of
 from cxlkv.kernels import slots as kernel
 from cxlkv.kernels.slots import SLOTS_MAX, Assigned, Slots
-from cxlkv.layout import format_bytes
+from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.machine.regions import check_memory
 from cxlkv.numbers import is_whole
 
@@ -268,6 +268,11 @@ class HotBuffer:
             table[:, head, :limit] = at[:, first : first + limit]
             first += limit
         return table
+
+
+def slot_bytes(layout: KVLayout) -> int:
+    """A slot's, of one head."""
+    return sum(map(_stride_bytes, pieces_of(layout)[: 1 + (layout.values == "own")]))
 
 
 def _stride_bytes(piece: Piece) -> int:

@@ -181,12 +181,14 @@ def test_rows_attend_to_what_is_kept(tmp_path: Path, encoding: str) -> None:
 
 def test_a_device_is_refused() -> None:
     torch = pytest.importorskip("torch", reason="vLLM's tensors are torch's")
-    from cxlkv.adapters.vllm.gpu_step import check_device
+    from cxlkv.adapters.vllm.device_steps import check_device
 
-    encoded = LAYOUT.encoded("int8")
-    check_device(torch.device("cpu"), encoded, shares=True)
-    check_device(torch.device("cuda"), LAYOUT, shares=False)
-    with pytest.raises(UnsupportedError, match=r"kept as int8: .*\"attention\": \"engine\""):
-        check_device(torch.device("cuda"), encoded, shares=False)
+    gpu, no = torch.device("cuda"), {"shares": False, "drafts": False}
+    check_device(torch.device("cpu"), LAYOUT, shares=True, drafts=True)
+    check_device(gpu, LAYOUT.encoded("int8"), **no)
     with pytest.raises(UnsupportedError, match="layers that share others' K and V"):
-        check_device(torch.device("cuda"), LAYOUT, shares=True)
+        check_device(gpu, LAYOUT, **{**no, "shares": True})
+    with pytest.raises(UnsupportedError, match="speculation by layers"):
+        check_device(gpu, LAYOUT, **{**no, "drafts": True})
+    with pytest.raises(UnsupportedError, match="meta: cpu and cuda are"):
+        check_device(torch.device("meta"), LAYOUT, **no)

@@ -39,10 +39,11 @@ from ..support.pool_attention_texts import (
     NAMES,
     PAGE,
     Text,
+    by_index,
     is_right,
     is_zero,
     layout,
-    over_link,
+    on_device,
     run,
     scores_of,
     without_interpreter,
@@ -65,7 +66,7 @@ def on_host(pool: CXLPool) -> PoolAttention:
     return PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3, method="exact")
 
 
-@pytest.fixture(params=[on_host, over_link])
+@pytest.fixture(params=[on_host, on_device, by_index])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
     without_interpreter(monkeypatch)
     made: Make = request.param

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import Budget, CXLPool, KVLayout
 from cxlkv.adapters.common.keys import block_keys, namespace
-from cxlkv.adapters.vllm.gpu_step import DeviceStep, Link
+from cxlkv.adapters.vllm.device_steps import DeviceSteps, Engine
 from cxlkv.adapters.vllm.messages import Message, Options, Started
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows, Scores, attend_alone
-from cxlkv.kernels import attend as attending
-from cxlkv.kernels import merge as merging
+from cxlkv.kernels import runtime
 from cxlkv.layout import LayerGroup
 
 LAYERS, HEADS, KV_HEADS, DIM, PAGE, BLOCK = 2, 4, 2, 32, 8, 16
@@ -24,6 +22,7 @@ WINDOW = 24
 SINKS = torch.linspace(-1.0, 3.0, HEADS)
 CAPACITY = "2560KiB"
 HOST = torch.device("cpu")
+REQUESTS, TOKENS_MAX = 12, 128
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -116,13 +115,18 @@ def layout(dtype: str = "float32") -> KVLayout:
     return KVLayout.of([group, windowed], page_tokens=PAGE)
 
 
-def over_link(pool: CXLPool) -> PoolAttention:
-    """Serve like a GPU, with tensors of the host in the place of a device's."""
-    step = partial(DeviceStep, Link(HOST))
-    return PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3, step=step)
+def on_device(pool: CXLPool, budget: Budget | None = None, method: str = "exact") -> PoolAttention:
+    """Serve like a GPU, with tensors of the host in the place of a device's. By "exact" the host
+    chooses, by "sketch" the device."""
+    engine = Engine(HOST, REQUESTS, 3, HEADS, TOKENS_MAX, scores_of(0))
+    steps = DeviceSteps(pool, engine, budget or Budget(share=1.0), method)
+    return PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3, method=method, steps=steps)
+
+
+def by_index(pool: CXLPool, budget: Budget | None = None) -> PoolAttention:
+    return on_device(pool, budget, "sketch")
 
 
 def without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch in place of the kernels: interpreted, they take their time."""
-    for one in (attending, merging):
-        monkeypatch.setattr(one, "runs_triton", lambda device: False)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)

@@ -63,7 +63,12 @@ class GpuWrites:
         return self._pass is not None
 
     def begin(
-        self, step: Step, sequences: Sequence[Tokens], batch: Batch, rewind: int, like: Tensor
+        self,
+        step: Step,
+        sequences: Sequence[Tokens],
+        batch: Batch,
+        rewind: int,
+        like: Tensor,
     ) -> bool:
         """Whether the pass fills a page from its start on; then layers are to be put, else it is
         the host's. like: keys, on the device. rewind: as in Batch.append()."""

@@ -8,7 +8,7 @@ that asks for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -35,7 +35,7 @@ from cxlkv.adapters.vllm.blocks import request_row_spec
 from cxlkv.adapters.vllm.plugin import NAME
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows, Scores
 from cxlkv.adapters.vllm.pools import ENGINES_FORM, FP8_CACHES, WITHOUT_US
-from cxlkv.adapters.vllm.settings import attends_in_pool
+from cxlkv.adapters.vllm.settings import attends_in_pool, read_settings
 from cxlkv.arrays import positive_float32, softcap_of
 from cxlkv.errors import UnsupportedError
 
@@ -92,12 +92,13 @@ class PoolBackend(CPUAttentionBackend):
 
 @dataclass
 class PoolMetadata:
-    """Whose rows are where in a step."""
+    """Whose rows are where in a step. captures: it is of a graph, and of no step."""
 
     num_actual_tokens: int
     request_rows: list[int]
     starts: Ints
     lengths: list[int]
+    captures: bool = False
 
 
 class PoolBuilder(AttentionMetadataBuilder[PoolMetadata]):
@@ -172,7 +173,7 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
         self.num_kv_heads = num_kv_heads
         self.sliding_window = sliding_window
         softcap = softcap_of(logits_soft_cap)
-        self._scores = Scores(self.scale, softcap, sliding_window, sinks)
+        self.scores = Scores(self.scale, softcap, sliding_window, sinks)
         self._shares = kv_sharing_target_layer_name
 
     def forward(
@@ -195,10 +196,13 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
             return output.zero_()
         worker: PoolAttention = get_kv_transfer_group().worker
         found = attn_metadata
-        step = worker.step(found.request_rows, found.starts, found.lengths)
         place = worker.layers[self._shares or str(layer.layer_name)]
         rows = Rows(query, key, value, output)
-        step.attend(place, rows, self._scores, self._shares is not None)
+        if found.captures:
+            worker.replayed(place, rows, self.scores)
+            return output
+        step = worker.step(found.request_rows, found.starts, found.lengths)
+        step.attend(place, rows, self.scores, self._shares is not None)
         return output
 
     def do_kv_cache_update(
@@ -273,11 +277,40 @@ class GpuPoolBackend(AttentionBackend):
 class GpuPoolBuilder(PoolBuilder):
     """Request rows and lengths come from the device in one copy; the host waits for it once a step.
 
-    What the host does in each layer cannot be in a CUDA graph: the engine captures the pieces
-    between attention layers, which it calls PIECEWISE, or none.
+    Where the device chooses pages, layers of steps in which each request has one token may be a
+    CUDA graph; else the engine captures the pieces between attention layers, which it calls
+    PIECEWISE, or none: "auto" counts as the host's, as the engine asks before that is known.
     """
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> AttentionCGSupport:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if read_settings(extra).index == "device" and vllm_config.speculative_config is None:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.NEVER
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PoolMetadata:
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if has_kv_transfer_group():
+            worker: PoolAttention = get_kv_transfer_group().worker
+            worker.plan(made.request_rows, made.starts, made.lengths)
+        return made
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> PoolMetadata:
+        made = super().build(0, common_attn_metadata)
+        if has_kv_transfer_group():
+            worker: PoolAttention = get_kv_transfer_group().worker
+            worker.capture()
+        return replace(made, captures=True)
 
     def _request_rows_and_lengths(self, common: CommonAttentionMetadata) -> list[list[int]]:
         count = common.num_reqs

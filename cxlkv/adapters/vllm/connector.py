@@ -48,9 +48,9 @@ from cxlkv.adapters.vllm.blocks import begin_admission, pool_layout, speculated_
 from cxlkv.adapters.vllm.chunks import chunks_on
 from cxlkv.adapters.vllm.counting import Counting, Looking
 from cxlkv.adapters.vllm.device_attention import DeviceAttention
+from cxlkv.adapters.vllm.device_steps import check_device, steps_on
 from cxlkv.adapters.vllm.engine_attention import EngineAttention, Share
 from cxlkv.adapters.vllm.events import Removed, Stored
-from cxlkv.adapters.vllm.gpu_step import check_device, steps_on
 from cxlkv.adapters.vllm.groups import BlockGroup, are_whole, layout_of, unit_of
 from cxlkv.adapters.vllm.latents import (
     are_latents,
@@ -536,8 +536,12 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         (number,) = ranks.own
         shard = ranks.shard(number)
         layout = pool_layout(config, names, page_tokens, shard).encoded(self._encoding)
-        check_device(device, layout, shares=len(names) < len(layers))
+        drafts = config.speculative_config is not None and config.speculative_config.method == "mtp"
+        check_device(device, layout, shares=len(names) < len(layers), drafts=drafts)
         tiers = self._make_tiers(number, layout, sketch=None)
+        rows = 1 + speculated_tokens(config)
+        sizes = (config.scheduler_config.max_num_seqs, rows, config.model_config.max_model_len)
+        implementations = [getattr(layers[name], "impl", None) for name in names]
         return PoolAttention(
             tiers.pool,
             names,
@@ -546,9 +550,9 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             number=number,
             has_peers=ranks.count > 1,
             shares=ranks.copies > 1,
-            decode_rows=1 + speculated_tokens(config),
+            decode_rows=rows,
             method=self.settings.method,
-            step=steps_on(device),
+            steps=steps_on(device, tiers.pool, implementations, sizes, self.settings),
             many=None if is_latent else chunks_on(device, config.model_config.dtype),
             tiers=tiers,
             quota=self._quotas[number],

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ from cxlkv.adapters.vllm.messages import (
     unpacked,
 )
 from cxlkv.errors import CorruptError, CXLKVError, PoolFullError, StaleError
-from cxlkv.ndp.engine import Budget, Selection, least_error
+from cxlkv.ndp.engine import Budget, least_error
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Batch
@@ -48,9 +48,7 @@ Ints = npt.NDArray[np.int32]
 Kind = tuple[str, ...]
 """How rows are attended: the words of a budget (union, per), which one call shares, or one of:"""
 ALL: Kind = ()
-EARLIER: Kind = ("earlier",)  # pages that hold anything from before the step
 MANY: Kind = ("many",)  # all pages, by Many where the layer has no window
-OWN: Kind = ("own",)  # none: the step's own K and V are all there is, and somebody has them
 
 ROWS_ALONE = 256
 ROWS_MANY = 64
@@ -76,6 +74,26 @@ class Held:
     audited: int | None = None  # the block that is to be compared with the pool's
 
 
+class Steps(Protocol):
+    """Makes the steps of tensors that are not in host memory."""
+
+    def __call__(
+        self,
+        attention: PoolAttention,
+        request_rows: Sequences[int],
+        starts: Ints,
+        lengths: Sequences[int],
+    ) -> Step: ...
+
+    def capture(self) -> None: ...
+
+    def replayed(self, layer: int, given: Rows, scores: Scores) -> None: ...
+
+    def reopened(self, pool: CXLPool) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class PoolAttention:
     """The requests of one worker over its pool.
 
@@ -83,9 +101,9 @@ class PoolAttention:
     whole pages. rank: of this worker; number: of its pool, by which a message's handles are told
     apart. has_peers: there are other ranks; shares: they have the same in this pool. decode_rows: a
     request that has tokens and brings at most so many more is decoding, which is what budgets are
-    for. method: as in Batch.select. step: makes a Step; None: of tensors in host memory. many:
+    for. method: as in Batch.select. steps: makes a Step; None: of tensors in host memory. many:
     attends for many rows of one request, where that is faster than the pool. tiers: of the pool,
-    closed with this; None: such that evict only. quota: of the same tiers.
+    closed with this, as steps are; None: such that evict only. quota: of the same tiers.
     """
 
     def __init__(
@@ -100,7 +118,7 @@ class PoolAttention:
         shares: bool = False,
         decode_rows: int = 1,
         method: str = "auto",
-        step: MakeStep | None = None,
+        steps: Steps | None = None,
         many: Many | None = None,
         tiers: Tiers | None = None,
         quota: Quota | None = None,
@@ -116,7 +134,8 @@ class PoolAttention:
         self._unpublished: list[Held] = []  # of the last step, until all ranks have said how it was
         self._held: dict[str, Held] = {}
         self.by_request_row: dict[int, Held] = {}
-        self._make_step: MakeStep = step or Step
+        self._steps = steps
+        self._planned: tuple[Sequences[int], Ints, Sequences[int]] | None = None
         self.many = many
         self._step: Step | None = None
         self._failed: set[int] = set()
@@ -133,8 +152,26 @@ class PoolAttention:
         self._unpublished = []
         for held in self._held.values():
             self._load(held, None, 0)
+        if self._steps is not None:
+            self._steps.reopened(pool)
 
     # ---- a step ----
+
+    def plan(self, request_rows: Sequences[int], starts: Ints, lengths: Sequences[int]) -> None:
+        """Say what the next step's rows are, before its message: as in step(). A device begins it
+        then, as its layers may be a graph, which asks for no step."""
+        self._planned = None if self._steps is None else (request_rows, starts, lengths)
+
+    def capture(self) -> None:
+        """What comes are layers of a graph, or of a replay of one that stands for no step."""
+        self._planned = None
+        if self._steps is not None:
+            self._steps.capture()
+
+    def replayed(self, layer: int, given: Rows, scores: Scores) -> None:
+        """A layer of a graph, after capture()."""
+        assert self._steps is not None, "get_cudagraph_support() says where graphs are"
+        self._steps.replayed(layer, given, scores)
 
     def hear(self, message: Message) -> None:
         self._step, self._failed = None, set()
@@ -153,6 +190,9 @@ class PoolAttention:
             held = self._held.get(continued.request)
             if held is not None:
                 held.keys += continued.keys
+        if self._planned is not None:
+            planned, self._planned = self._planned, None
+            self.step(*planned)
 
     def _start(self, started: Started) -> None:
         self._release(started.request)
@@ -199,17 +239,22 @@ class PoolAttention:
         """The step that is under way: rows [starts[i], starts[i + 1]) are of request row i, whose
         text has lengths[i] tokens with these. One for all layers."""
         if self._step is None:
-            self._step = self._make_step(self, request_rows, starts, lengths)
+            self._step = (self._steps or Step)(self, request_rows, starts, lengths)
             self._failed = self._step.failed
         return self._step
 
     def bad_blocks(self) -> set[int]:
-        """Request rows that got zeros in the last step; asked for before or after end_step()."""
+        """Request rows whose output in the last step is not to be used; asked for before or after
+        end_step()."""
+        if self._step is not None:
+            self._step.settle()
         return self._failed
 
     def end_step(self) -> None:
         """Publish what is complete, mend what broke."""
         step, self._step = self._step, None
+        if step is not None:
+            step.settle()
         if step is not None and 0 < step.layers < self.pool.layout.layers:
             step.fill()
         there = [
@@ -285,6 +330,8 @@ class PoolAttention:
         """Give all requests' pages back, and close the pool."""
         for name in list(self._held):
             self._release(name)
+        if self._steps is not None:
+            self._steps.close()
         self.tiers.close()
         self.pool.close()
 
@@ -427,10 +474,10 @@ class Group:
             out[self.rows] = beside_sinks(torch.as_tensor(found.out), sums, scores.sinks)
 
     def attend(
-        self, layer: int, q: torch.Tensor, scores: Scores, picked: Selection | None = None
+        self, layer: int, q: torch.Tensor, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend for its rows of q: (out, lse). picked: instead of what its kind says."""
-        queries, scale = q[self.rows], scores.scale
+        """Attend for its rows of q: (out, lse)."""
+        queries, scale, picked = q[self.rows], scores.scale, None
         if any(budget.chooses(layer) for budget in self.budgets):
             asked = (layer, queries, self.starts, self.budgets, self.method, scale)
             picked = self.batch.select(*asked)
@@ -487,7 +534,7 @@ class Step:
         kinds: dict[Kind, list[int]] = {}
         for place in self._sound():
             kinds.setdefault(self._kind(place), []).append(place)
-        return [self._group(places, kind) for kind, places in kinds.items() if kind != OWN]
+        return [self._group(places, kind) for kind, places in kinds.items()]
 
     def _sound(self) -> list[int]:
         return [place for place in self._places if place not in self.broken]
@@ -513,7 +560,7 @@ class Step:
             starts=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
             batch=self._attention.batch(held),
             kind=kind,
-            budgets=budgets if kind not in (ALL, MANY, EARLIER, OWN) else [],
+            budgets=budgets if kind not in (ALL, MANY) else [],
             method=self._attention.method,
         )
 
@@ -560,6 +607,10 @@ class Step:
                     rows = self._rows([place])
                     out[rows] = attend_alone(q[rows], k[rows], values[rows], scores)
         self._fill_failed(out, is_shared)
+
+    def settle(self) -> None:
+        """Wait for what layers have begun, and break what went wrong in it: nothing, as layers
+        wait for the host."""
 
     def fill(self) -> None:
         """Append zeros to the layers that the step left out. Near the longest text the engine skips
@@ -660,7 +711,6 @@ def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scor
 
 Many = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scores], torch.Tensor]
 """Attention of q [rows, heads, dim], a text's last tokens, to k and v of all of them."""
-MakeStep = Callable[[PoolAttention, Sequences[int], Ints, Sequences[int]], Step]
 
 
 def kind_of(error: CXLKVError) -> str:

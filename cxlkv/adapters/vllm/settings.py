@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
@@ -55,11 +55,12 @@ class Settings(PoolSettings):
     "async": requests wait, steps do not. deadline_s: a load that takes longer has failed.
     load_failure: "recompute": tokens of a hit that could not be loaded are computed; "fail": what
     the engine does with its requests is left as the engine has it, which by default is to fail
-    them. local: bytes of the engine's memory for copies of hot pages. worker: the worker near the
-    memory selects and attends. tails: whether what ended requests have beyond their last whole
-    block is kept, too. shards: pools that all kv heads are dealt out among, as by so many
-    tensor-parallel ranks: engines of unlike sizes that name one number share pools. None: as many
-    as the engine has ranks.
+    them. local: bytes of the engine's memory for copies of hot pages; hot: of a GPU's, for those
+    that its decode steps choose. index: who chooses them, as in cxlkv.gpu.decode.Decoder: with
+    "device" such steps may be CUDA graphs. worker: the worker near the memory selects and attends.
+    tails: whether what ended requests have beyond their last whole block is kept, too. shards:
+    pools that all kv heads are dealt out among, as by so many tensor-parallel ranks: engines of
+    unlike sizes that name one number share pools. None: as many as the engine has ranks.
     """
 
     attention: Literal["engine", "pool"] = "engine"
@@ -71,18 +72,22 @@ class Settings(PoolSettings):
     deadline_s: float = Field(5.0, gt=0, description="a number above 0")
     load_failure: Literal["recompute", "fail"] = "recompute"
     local: Size | None = None
+    hot: Size | None = None
+    index: Literal["auto", "host", "device"] = "auto"
     worker: bool = False
     tails: bool = False
     shards: int | None = Field(None, ge=1, description="a whole number, 1 or more")
 
     @model_validator(mode="after")
     def _of_the_pool(self) -> Self:
-        for name in ("local", "worker", "budget"):
+        for name in ("local", "hot", "worker", "budget"):
             if self.attention != "pool" and getattr(self, name):
                 raise BadArgumentError(
                     f"{{{name}}} needs {{attention}}: pool, as the engine's attention reads blocks "
                     "of its own, and all of them"
                 )
+        if self.attention != "pool" and self.index != "auto":
+            raise BadArgumentError("{index} needs {attention}: pool, whose pages a GPU chooses")
         if self.attention == "pool" and self.shards is not None:
             raise BadArgumentError(
                 "{shards} needs {attention}: engine: where attention is in the pool, a rank has one"
@@ -180,4 +185,17 @@ def read_options(given: object, settings: Settings) -> Options:
         raise BadArgumentError(f"kv_transfer_params: cxlkv is {own!r}: keys and values are wanted")
     asked = checked(_Request, own, Source("kv_transfer_params: cxlkv"))
     budget = asked.budget if "budget" in own else settings.budget
+    if settings.index == "device" and not _is_within(budget, settings.budget):
+        raise BadArgumentError(
+            'kv_transfer_params: cxlkv: with "index": "device" a request has the engine\'s budget, '
+            "or one of fewer pages, as graphs have lists of that length"
+        )
     return Options(budget, asked.save, asked.tier, asked.ttl_s, asked.priority)
+
+
+def _is_within(budget: Budget | None, most: Budget | None) -> bool:
+    """Whether the one asks for no more pages than the other, and for these in the same way."""
+    if budget is None or most is None:
+        return most is None
+    fewer = (budget.pages_at_most(1 << n) <= most.pages_at_most(1 << n) for n in range(21))
+    return replace(budget, pages=most.pages, share=most.share) == most and all(fewer)

@@ -1,0 +1,291 @@
+"""Attention in the pool for tensors on a device, with tensors of the host in their place, and the
+kernels' references: test_vllm_pool_attention.py has what host and device have in common."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cxlkv import Budget, CXLPool
+from cxlkv.adapters.vllm.messages import Message
+from cxlkv.errors import MemoryShortError, UnsupportedError, WorkerError
+
+pytest.importorskip("torch", reason="vLLM's tensors are torch's")
+
+import torch
+
+from cxlkv.adapters.vllm import device_steps as subject
+from cxlkv.adapters.vllm.device_steps import DeviceSteps, Engine
+from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows
+from cxlkv.adapters.vllm.settings import Settings, read_options
+
+from ..support.damaging import damage_piece
+from ..support.graphs import HostGraph
+from ..support.pool_attention_texts import (
+    CAPACITY,
+    CLOSE,
+    DIM,
+    HEADS,
+    HOST,
+    KV_HEADS,
+    LAYERS,
+    PAGE,
+    Text,
+    by_index,
+    is_right,
+    layout,
+    on_device,
+    run,
+    scores_of,
+    without_interpreter,
+)
+
+Row = tuple[int, Text, int, int]
+
+
+@pytest.fixture(autouse=True)
+def references(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_interpreter(monkeypatch)
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[CXLPool]:
+    with CXLPool.create(tmp_path / "a.pool", layout=layout(), capacity=CAPACITY) as made:
+        yield made
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("make", [on_device, by_index])
+def test_rows_see_their_own_text(tmp_path: Path, dtype: torch.dtype, make: type) -> None:
+    """First chunks, later ones, decode, requests that end, request rows that others take."""
+    name = str(dtype).removeprefix("torch.")
+    with CXLPool.create(tmp_path / "b.pool", layout=layout(name), capacity=CAPACITY) as pool:
+        attention = make(pool)
+        one, two, three = (
+            Text(*given, dtype=dtype) for given in (("one", 90), ("two", 33), ("three", 70))
+        )
+        started = Message(started=[one.start(1), two.start(2)])
+        assert all(map(is_right, run(attention, started, [(1, one, 0, 41), (2, two, 0, 30)])))
+        # In another order, with a newcomer between them. 41 + 29: from the middle of a page.
+        rows = [(2, two, 30, 1), (5, three, 0, 17), (1, one, 41, 29)]
+        assert all(map(is_right, run(attention, Message(started=[three.start(5)]), rows)))
+        # One ends, and its request row is another's in the same step; 3 rows are a decode.
+        four = Text("four", 20, dtype=dtype)
+        message = Message(started=[four.start(2)], ended=["two"])
+        rows = [(1, one, 70, 3), (2, four, 0, 20), (5, three, 17, 53)]
+        assert all(map(is_right, run(attention, message, rows)))
+        assert not attention.bad_blocks()
+        assert not attention.report().failures
+        attention.close()
+
+
+def test_chunks_that_begin_and_end_anywhere(pool: CXLPool) -> None:
+    """Several later chunks in one call, from every place in a page, of every length around it."""
+    texts = [Text(f"text {number}", 40) for number in range(9)]
+    starts = [text.start(row) for row, text in enumerate(texts)]
+    rows = [(row, text, 0, 8 + row) for row, text in enumerate(texts)]
+    attention = on_device(pool)
+    assert all(map(is_right, run(attention, Message(started=starts), rows)))
+    for row, text in enumerate(texts):
+        rows = [(row, text, 8 + row, 4 + row), (8 - row, texts[8 - row], 16 - row, 13)]
+        assert all(map(is_right, run(attention, Message(), rows[: 1 + (row != 4)])))
+    attention.close()
+
+
+@pytest.mark.parametrize("make", [on_device, by_index])
+def test_any_steps(pool: CXLPool, make: type, seed: int) -> None:
+    """Chunks and decodes of any length, drafts that are rejected, ends, preemptions, pages that are
+    damaged: no row is wrong that the engine would use, and nobody else's is spoilt."""
+    chance, attention = random.Random(seed), make(pool)
+    names, broken = iter(range(1 << 30)), 0
+    free, running = list(range(1, 11)), dict[int, list[object]]()  # [text, tokens]
+    ended, message = list[str](), Message()
+    for _ in range(60):
+        message = Message(ended=ended)
+        ended = []
+        while free and chance.random() < 0.5:
+            row, text = free.pop(), Text(f"{next(names)}", 100)
+            message.started.append(text.start(row))
+            running[row] = [text, 0]
+        rows: list[Row] = []
+        for row, (text, tokens) in running.items():
+            assert isinstance(text, Text)
+            assert isinstance(tokens, int)
+            count = chance.choice([1, 1, 1, 2, 3, chance.randrange(1, 40)])
+            if chance.random() < 0.8 and tokens + count <= text.tokens:
+                rows.append((row, text, tokens, count))
+        if not rows:
+            attention.hear(message)
+            attention.end_step()
+            continue
+        chance.shuffle(rows)
+        whole = [text.name for _, text, tokens, _ in rows if tokens >= PAGE]
+        hurt = bool(whole) and chance.random() < 0.2
+        if hurt:  # a page of which the pool has a checksum
+            sequence = attention.requests.sequences[chance.choice(whole)]
+            damage_piece(pool, int(chance.choice(sequence.places(0).pages)), 0)
+        found = run(attention, message, rows)
+        bad = attention.bad_blocks()
+        broken += len(bad)
+        assert hurt or broken or not bad
+        for (row, _, tokens, count), piece in zip(rows, found, strict=True):
+            assert is_right(piece) or row in bad, (row, tokens, count)
+            at = tokens + count - (chance.randrange(count) if count <= 3 else 0)
+            running[row][1] = 0 if row in bad else at
+        for row in list(running):
+            text = running[row][0]
+            assert isinstance(text, Text)
+            if chance.random() < 0.1 or running[row][1] == text.tokens:
+                ended.append(text.name)
+                del running[row]
+                free.append(row)
+    assert pool.admin.check()["clean"]
+    attention.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("make", [on_device, by_index])
+def test_what_goes_wrong_ends_its_own_requests(
+    pool: CXLPool, make: type, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged page that is fetched: one request of those that decode. A late host: all of these.
+    A chunk beside them goes on, and so does the next step."""
+    attention = make(pool)
+    one, two, three = (Text(name, 90) for name in ("one", "two", "three"))
+    started = Message(started=[text.start(row) for row, text in enumerate((one, two, three), 1)])
+    found = run(attention, started, [(1, one, 0, 70), (2, two, 0, 40), (3, three, 0, 20)])
+    assert all(map(is_right, found))
+    if late:
+        check = subject.Decoder.end_each
+
+        def is_late(self: subject.Decoder, **given: bool) -> object:
+            monkeypatch.setattr(subject.Decoder, "end_each", check)
+            check(self, **given)
+            self.abandon()
+            return {number: WorkerError("late") for number in (0, 1)}
+
+        monkeypatch.setattr(subject.Decoder, "end_each", is_late)
+    else:
+        damage_piece(pool, 3, 0)
+    rows = [(1, one, 70, 1), (2, two, 40, 1), (3, three, 20, 16)]
+    found = run(attention, Message(), rows)
+    assert attention.bad_blocks() == ({1, 2} if late else {1})
+    assert is_right(found[2])
+    failures = attention.report().failures
+    assert failures["other" if late else "corrupt"] == (2 if late else 1)
+    # The engine begins again with what failed.
+    rows = [(1, one, 0, 71), (3, three, 36, 1)]
+    assert all(map(is_right, run(attention, Message(), rows)))
+    attention.close()
+
+
+def test_a_graph_has_all_layers_of_a_step_that_decodes(pool: CXLPool, seed: int) -> None:
+    """Captured once for each size of a batch, with padding behind its rows; requests come, go and
+    change places between steps by the graph and others, and one fails in it."""
+    chance, budget = random.Random(seed), Budget(share=1.0)
+    steps = DeviceSteps(
+        pool, Engine(HOST, 6, 1, HEADS, 128, scores_of(0)), budget, "sketch", index="device"
+    )
+    attention = PoolAttention(
+        pool, ["layer.0", "layer.1"], block_tokens=16, method="sketch", steps=steps
+    )
+    graphs = {}
+    for size in (2, 4, 6):
+        heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        given = [Rows(*(torch.zeros(size, n, DIM) for n in heads)) for _ in range(LAYERS)]
+        attention.capture()
+        graph = HostGraph(HOST)
+
+        def layers(given: list[Rows] = given) -> None:
+            for layer, rows in enumerate(given):
+                attention.replayed(layer, rows, scores_of(layer))
+
+        graph.capture(layers)
+        graphs[size] = graph, given
+    running: dict[int, list[object]] = {}
+    names, ended = iter(range(1 << 30)), list[str]()
+    for number in range(40):
+        message, ended = Message(ended=ended), []
+        free = [row for row in range(1, 7) if row not in running]
+        fresh: list[Row] = []
+        if free and chance.random() < 0.4:
+            text = Text(f"{next(names)}", 100)
+            message.started.append(text.start(free[0]))
+            running[free[0]] = [text, 0]
+            fresh = [(free[0], text, 0, chance.randrange(2, 60))]
+        decoding = [(row, text, at, 1) for row, (text, at) in running.items() if at]
+        chance.shuffle(decoding)
+        rows = [*fresh, *decoding[: chance.randrange(1, 7)]]
+        if fresh or not rows:
+            assert all(map(is_right, run(attention, message, rows))) if rows else True
+        else:
+            hurt = number == 30
+            if hurt:
+                text, at = running[rows[0][0]]
+                where = attention.requests.sequences[text.name].places(0)
+                damage_piece(pool, int(where.pages[0]), 0)
+            graph, given = graphs[min(size for size in graphs if size >= len(rows))]
+            starts = np.arange(len(rows) + 1, dtype=np.int32)
+            attention.plan([row for row, *_ in rows], starts, [at + 1 for _, _, at, _ in rows])
+            attention.hear(message)
+            for layer, buffers in enumerate(given):
+                for name in "qkv":
+                    own = [getattr(text, name)[layer, at] for _, text, at, _ in rows]
+                    getattr(buffers, name)[: len(rows)] = torch.stack(own)
+            graph.replay()
+            attention.end_step()
+            bad = attention.bad_blocks()
+            assert bad <= ({rows[0][0]} if hurt else set())
+            for place, (row, text, at, _) in enumerate(rows):
+                for layer, buffers in enumerate(given):
+                    wanted = text.wanted(layer, scores_of(layer))[at]
+                    close = torch.allclose(buffers.out[place], wanted, atol=1e-5)
+                    assert close or row in bad
+            for row in bad:
+                ended.append(running.pop(row)[0].name)
+            rows = [one for one in rows if one[0] not in bad]
+        for row, _, at, count in rows:
+            running[row][1] = at + count
+        for row in list(running):
+            if chance.random() < 0.05:
+                ended.append(running.pop(row)[0].name)
+    attention.close()
+
+
+def test_hot_slots_are_given_in_bytes(pool: CXLPool) -> None:
+    engine = Engine(HOST, 4, 1, HEADS, 128, scores_of(0))
+    slot = PAGE * DIM * 4 * 2 * KV_HEADS * LAYERS * 4
+    steps = DeviceSteps(pool, engine, Budget(pages=4), "exact", hot_bytes=7 * slot)
+    assert steps._decoder._resident.hot.limits[0][0] == 7
+    steps.close()
+    with pytest.raises(MemoryShortError, match=r'"hot" is .*are .*KiB.* --max-num-seqs'):
+        DeviceSteps(pool, engine, Budget(pages=4), "exact", hot_bytes=3 * slot)
+
+
+def test_with_an_index_on_the_device_a_request_asks_for_no_more_than_the_engine() -> None:
+    from cxlkv.errors import BadArgumentError
+
+    settings = Settings(attention="pool", budget={"share": 0.1}, index="device", where="/x/")
+
+    def asked(budget: object) -> Budget | None:
+        return read_options({"cxlkv": {"budget": budget}}, settings).budget
+
+    assert asked(0.05) == Budget(share=0.05)
+    for more in (0.2, None, {"pages": 4}, {"share": 0.05, "recent": 3}):
+        with pytest.raises(BadArgumentError, match="fewer pages"):
+            asked(more)
+
+
+def test_layers_of_one_decoder_are_alike() -> None:
+    class Layer:
+        num_heads, scores = 4, scores_of(0)
+
+    class Other(Layer):
+        num_heads = 2
+
+    with pytest.raises(UnsupportedError, match="one scale, softcap and number of heads"):
+        subject.steps_on(torch.device("cuda"), None, [Layer(), Other()], (1, 1, 1), Settings())
