@@ -256,6 +256,19 @@ def test_a_graph_has_all_layers_of_a_step_that_decodes(pool: CXLPool, seed: int)
     attention.close()
 
 
+def test_what_the_hot_buffer_has_is_counted(pool: CXLPool) -> None:
+    attention, text = by_index(pool), Text("one", 90)
+    run(attention, Message(started=[text.start(1)]), [(1, text, 0, 80)])
+    assert attention.device_counts() == {"hot_bytes": 0, "hot_missed_bytes": 0}
+    run(attention, Message(), [(1, text, 80, 1)])
+    first = attention.device_counts()
+    run(attention, Message(), [(1, text, 81, 1)])
+    second = attention.device_counts()
+    assert first["hot_bytes"] == 0
+    assert second["hot_bytes"] == second["hot_missed_bytes"] == first["hot_missed_bytes"] > 0
+    attention.close()
+
+
 def test_hot_slots_are_given_in_bytes(pool: CXLPool) -> None:
     engine = Engine(HOST, 4, 1, HEADS, 128, scores_of(0))
     slot = PAGE * DIM * 4 * 2 * KV_HEADS * LAYERS * 4

@@ -8,13 +8,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .engines import BLOCK_TOKENS, ENVIRONMENT, VOCABULARY_SIZE, settings_of
 from .forked import Tokens
 from .tiny_models import SHAPE, saved, tiny
+
+if TYPE_CHECKING:
+    import torch
+
+    from cxlkv.adapters.vllm.settings import Settings
 
 os.environ.update(ENVIRONMENT, VLLM_LOGGING_LEVEL="WARNING")
 os.environ.pop("TRITON_INTERPRET", None)  # which pytest has set: torch is many times faster
@@ -189,37 +196,49 @@ def fp8_bytes(folder: Path) -> Found:
     return {"equal": equal, "clean": True}
 
 
-def as_on_a_gpu(folder: Path, model: str) -> Found:
-    """`same` by what CUDA engines run: their backend, and steps over a link, here of host tensors.
-    Whether the engine's kernels and streams go with it takes a GPU."""
-    from functools import partial
-
-    import torch
+def as_on_a_gpu(folder: Path, run: Callable[[Path], Found], **own: object) -> Found:
+    """A run by what CUDA engines run: their backend, and steps of tensors on a device, here the
+    host's. own: settings. Whether the engine's kernels and streams go with it takes a GPU."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from cxlkv.adapters.vllm import connector, plugin
-    from cxlkv.adapters.vllm.gpu_step import DeviceStep, Link
+    from cxlkv import Budget, CXLPool
+    from cxlkv.adapters.vllm import connector, device_steps, plugin
+    from cxlkv.adapters.vllm.device_steps import DeviceSteps, Engine
 
     plugin.register()
     path = "cxlkv.adapters.vllm.attention_backend.GpuPoolBackend"
     stock = AttentionBackendEnum.CPU_ATTN.get_path()
-    made: list[DeviceStep] = []
+    made: list[object] = []
 
-    class Noted(DeviceStep):
-        def __init__(self, *given: object):
-            super().__init__(*given)  # type: ignore[arg-type]
-            made.append(self)
+    class Noted(DeviceSteps):
+        def __call__(self, *given: object) -> device_steps.DeviceStep:
+            made.append(given)
+            return super().__call__(*given)  # type: ignore[arg-type]
 
-    run = Run.__init__
+    begin = Run.__init__
 
-    def chosen(self: Run, folder: Path, extra: Found | None = None, *given: object) -> None:
+    def chosen(
+        self: Run, folder: Path, extra: Found | None = None, *given: object, **more: object
+    ) -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, stock if extra is None else path)
-        run(self, folder, extra, *given)  # type: ignore[arg-type]
+        begin(self, folder, None if extra is None else {**own, **extra}, *given, **more)  # type: ignore[arg-type]
 
-    vars(connector)["steps_on"] = lambda device: partial(Noted, Link(torch.device(device)))
+    def steps_on(
+        device: torch.device,
+        pool: CXLPool,
+        layers: list[device_steps.Attends],
+        sizes: tuple[int, int, int],
+        settings: Settings,
+    ) -> DeviceSteps:
+        requests, rows, tokens_max = sizes
+        first = layers[0]
+        engine = Engine(device, requests, rows, first.num_heads, tokens_max, first.scores)
+        how = (settings.budget or Budget(share=1.0), settings.method, settings.hot, settings.index)
+        return Noted(pool, engine, *how)
+
+    vars(connector)["steps_on"] = steps_on
     Run.__init__ = chosen  # type: ignore[assignment, method-assign]
-    found = same(folder, model)
-    return {**found, "steps": len(made)}
+    return {**run(folder), "steps": len(made)}
 
 
 def chosen_on_cuda(folder: Path) -> Found:
@@ -391,8 +410,14 @@ RUNS = {
     "encoded": encoded,
     "fp8": fp8,
     "fp8_bytes": fp8_bytes,
-    "gpu": lambda folder: as_on_a_gpu(folder, "llama"),
-    "gpu_windows": lambda folder: as_on_a_gpu(folder, "gemma2"),
+    "gpu": lambda folder: as_on_a_gpu(folder, lambda of: same(of, "llama")),
+    "gpu_windows": lambda folder: as_on_a_gpu(folder, lambda of: same(of, "gemma2")),
+    "gpu_index": lambda folder: as_on_a_gpu(
+        folder, lambda of: same(of, "llama"), index="device", budget={"share": 1.0}
+    ),
+    "gpu_encoded": lambda folder: as_on_a_gpu(folder, encoded),
+    "gpu_speculated": lambda folder: as_on_a_gpu(folder, speculated),
+    "gpu_damaged": lambda folder: as_on_a_gpu(folder, damaged),
     "chosen_on_cuda": chosen_on_cuda,
     "preempted": preempted,
     "space": space,

@@ -76,16 +76,23 @@ def run(
     return start
 
 
-@pytest.mark.parametrize("name", ["same", "windows", "gpu", "gpu_windows", "encoded", "fp8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("same", "windows", "encoded", "fp8"),
+        *("gpu", "gpu_windows", "gpu_index", "gpu_encoded"),
+    ],
+)
 def test_the_tokens_are_those_of_stock_vllm(name: str, run: Callable[[str], Seen]) -> None:
     """Chunked prefill, several requests, hits. windows: other layers see 64 tokens, capped. gpu:
-    the backend and steps of GPU engines, with tensors of the host in the place of a GPU's. encoded:
-    those of hits, and of each request alone, are the first ones."""
+    the backend and steps of GPU engines, with tensors of the host in the place of a GPU's; the host
+    chooses their pages, or an index. encoded: those of hits, and of each request alone, are the
+    first ones."""
     seen = run(name)
     assert seen["equal"] == [True, True]
     assert seen["cached"] == [[0, 0, 0, 0], [288, 32, 672, 0]]
     assert "gpu" not in name or seen["steps"] > 30
-    kept = {"encoded": "int8,int4", "fp8": "fp8_e4m3"}
+    kept = {"encoded": "int8,int4", "gpu_encoded": "int8,int4", "fp8": "fp8_e4m3"}
     assert seen.get("kept", {}).get("encoding") == kept.get(name)
     assert not seen["failures"]
 
@@ -123,17 +130,21 @@ def test_budgets_choose_pages(run: Callable[[str], Seen]) -> None:
     assert not seen["failures"]
 
 
-def test_speculated_tokens_are_attended_and_cut_off(run: Callable[[str], Seen]) -> None:
-    seen = run("speculated")
+@pytest.mark.parametrize("name", ["speculated", "gpu_speculated"])
+def test_speculated_tokens_are_attended_and_cut_off(name: str, run: Callable[[str], Seen]) -> None:
+    seen = run(name)
     assert seen["equal"] == [True, True]
     drafted, accepted = seen["drafts"]
     assert 0 < accepted < drafted
     assert not seen["failures"]
 
 
-def test_a_damaged_page_is_computed_again_and_counted(run: Callable[[str], Seen]) -> None:
+@pytest.mark.parametrize("name", ["damaged", "gpu_damaged"])
+def test_a_damaged_page_is_computed_again_and_counted(
+    name: str, run: Callable[[str], Seen]
+) -> None:
     run("stored")
-    seen = run("damaged")
+    seen = run(name)
     assert seen["equal"] == [True, True]
     assert seen["cached"] == [[288, 192], [288, 192]]
     assert seen["failures"] == {"corrupt": 1}

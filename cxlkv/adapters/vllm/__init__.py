@@ -8,7 +8,7 @@ calls: thin, it asks `scheduler` in the scheduler's process, and in the workers 
 (prefixes are copied between the engine's blocks and the pool) or `pool_attention` (K and V live in
 the pool). `messages` go from the scheduler to the workers, `settings` reads what the user wrote,
 `pools` finds or makes the pool of each rank. `counting` has the figures, which `metrics` gives to
-the engine's log and its /metrics endpoint. `attention` has our attention backends, `gpu_step` the
-steps of that on CUDA. Only `connector`, `attention`, `blocks` and `metrics` import vLLM, and
+the engine's log and its /metrics endpoint. `attention` has our attention backends, `device_steps`
+the steps of that on CUDA. Only `connector`, `attention`, `blocks` and `metrics` import vLLM, and
 `plugin` when it is called.
 """

@@ -520,11 +520,20 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         if number not in self._quotas:
             published_by = self._ranks.count if self._in_pool else self._ranks.pools
             self._quotas[number] = quota_of(tiers, settings, 1 / published_by)
-        self.looking[number] = Looking(tiers, quota=self._quotas[number])
+        self.looking[number] = Looking(
+            tiers, quota=self._quotas[number], device=self._device_counts
+        )
         pool.admin.audit = settings.audit
         if settings.worker:
             pool.use_worker()
         return tiers
+
+    def _device_counts(self) -> Counter[str]:
+        found = Counter[str]()
+        for worker in self._workers:
+            if isinstance(worker, PoolAttention):
+                found.update(worker.device_counts())
+        return found
 
     def _make_pool_attention(
         self, layers: Mapping[str, object], device: torch.device

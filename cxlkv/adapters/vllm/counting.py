@@ -42,6 +42,8 @@ AUDITS = {
 NEAR = {
     "local_bytes": "Of the bytes of chosen pages that were fetched or attended to, those of copies "
     "in local memory",
+    "hot_bytes": "Of chosen pages, bytes that the hot buffer of a GPU had",
+    "hot_missed_bytes": "Of chosen pages, bytes that came to it over the link",
     "worker_calls": "Selects and attends that the worker near the memory did",
     "worker_missed": "Selects and attends that it was to do, and that were done here",
 }
@@ -235,7 +237,7 @@ class Looking:
     """A worker's side: what its pool says, of this process's bytes and of everybody's pages.
 
     A look reads the state of all pages, so there is one a second at most; what happened after the
-    last one is counted by the next.
+    last one is counted by the next. device: what a GPU's part has counted, between two steps.
     """
 
     def __init__(
@@ -243,14 +245,16 @@ class Looking:
         tiers: Tiers,
         clock: Callable[[], float] = time.monotonic,
         quota: Quota | None = None,
+        device: Callable[[], Mapping[str, int]] = dict,
     ):
         self._tiers, self._pool, self._clock = tiers, tiers.pool, clock
+        self._device = device
         self._quota = quota
         self._moves = Moves(tiers)
         self._parts = self._pool.pages.geometry["part_count"]
         self._page_tokens = self._pool.layout.page_tokens
         self._page_bytes, _ = self._pool.records.shape
-        self._told = _own(tiers, self._pool.admin.overview())
+        self._told = {**_own(tiers, self._pool.admin.overview()), **device()}
         self._next_s = clock()
 
     def take(self) -> Figures | None:
@@ -260,7 +264,8 @@ class Looking:
             return None
         try:
             overview, there = self._pool.admin.overview(), hosts(self._pool)
-            counts, capacity = _own(self._tiers, overview), self._capacity(overview)
+            counts = {**_own(self._tiers, overview), **self._device()}
+            capacity = self._capacity(overview)
         except (CXLKVError, OSError):
             self._next_s = begin_s + LOOK_EVERY_S
             return None

@@ -257,6 +257,12 @@ class DeviceSteps:
                     placed.known = len(placed.sequence)
         return errors
 
+    def counts(self) -> dict[str, int]:
+        """Bytes of chosen pages that the hot buffer had, and that came to it over the link."""
+        made = self._decoder.by_layer()
+        hot, missed = int(made.hits.sum()), int(made.misses.sum() + made.hinted.sum())
+        return {"hot_bytes": hot * made.piece_bytes, "hot_missed_bytes": missed * made.piece_bytes}
+
     def abandon(self) -> None:
         """Undo what is open: a step that did not end."""
         self._decoder.abandon()

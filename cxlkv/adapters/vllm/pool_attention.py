@@ -89,6 +89,8 @@ class Steps(Protocol):
 
     def replayed(self, layer: int, given: Rows, scores: Scores) -> None: ...
 
+    def counts(self) -> dict[str, int]: ...
+
     def reopened(self, pool: CXLPool) -> None: ...
 
     def close(self) -> None: ...
@@ -325,6 +327,10 @@ class PoolAttention:
         report.failures = failures - self._told
         self._told = failures
         return report
+
+    def device_counts(self) -> dict[str, int]:
+        """What a device has counted since this was made, between two steps; waits for it."""
+        return {} if self._steps is None else self._steps.counts()
 
     def close(self) -> None:
         """Give all requests' pages back, and close the pool."""
