@@ -29,6 +29,8 @@ from vllm.v1.core.sched import output
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -216,6 +218,17 @@ def out_of_order() -> Iterator[str]:
             yield f"runner V{1 + place % 2}: {calls}, not {wanted}"
 
 
+def planned_late() -> Iterator[str]:
+    """Both runners build what our builders hear of a step before its message."""
+    for runner, built, bound in (
+        (V1Runner, "self._build_attention_metadata(", "self.maybe_get_kv_connector_output("),
+        (V2Runner, ".prepare_attn(", "self.kv_connector.pre_forward("),
+    ):
+        text = inspect.getsource(runner.execute_model)
+        if not 0 < text.find(built) < text.find(bound):
+            yield f"{runner.__module__}: {built} is not called before {bound}"
+
+
 def main() -> None:
     compared = 0
     for ours, theirs in PAIRS:
@@ -235,7 +248,9 @@ def main() -> None:
     for ours, _ in PAIRS:
         if inspect.isabstract(ours):
             print(f"{ours.__name__} lacks methods that are abstract in the engine")
-    for one in chain(lacking(), written_otherwise(), laid_out_otherwise(), out_of_order()):
+    for one in chain(
+        lacking(), written_otherwise(), laid_out_otherwise(), out_of_order(), planned_late()
+    ):
         print(one)
     print("compared" if compared > 30 else f"only {compared} methods compared")
 

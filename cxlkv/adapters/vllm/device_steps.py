@@ -327,7 +327,8 @@ class DeviceStep(Step):
         try:
             self._steps.begin(rows)
         except CXLKVError as error:
-            self._begin_without(decodes, error)
+            self._decodes = {}
+            self._break_all(decodes.values(), error)
             return
         wide = self._attention.decode_rows
         device = self._steps.device
@@ -337,23 +338,6 @@ class DeviceStep(Step):
             torch.from_numpy(np.concatenate(one).astype(np.int64)).to(device, non_blocking=True)
             for one in (to, places)
         )
-
-    def _begin_without(self, decodes: dict[int, int], error: CXLKVError) -> None:
-        """Find out whose pages keep a step from its beginning, and leave them out."""
-        if len(decodes) > 1:
-            for number, place in decodes.items():
-                try:
-                    self._steps.begin({number: self._span(place)})
-                except CXLKVError as its:
-                    self._break(place, its)
-                self._steps.abandon()
-        sound = {n: place for n, place in decodes.items() if place not in self.broken}
-        if len(sound) == len(decodes):
-            self._break_all(decodes.values(), error)
-            sound = {}
-        self._decodes = sound
-        if sound:
-            self._begin(sound)
 
     def _span(self, place: int) -> slice[int, int]:
         return slice(int(self.starts[place]), int(self.starts[place + 1]))
