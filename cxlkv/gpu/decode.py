@@ -159,6 +159,7 @@ class Decoder(Closing):
         self.lse: torch.Tensor | None = None
         """float32 [requests, rows, q_heads], the log-sum-exp of the last layer() on a device."""
         self.lists = longest_list(layout, self._budget, pages_max, rows)
+        """Pages of the longest list that a request's budget may want."""
         placed = place_index(
             *(index, method, self._budget, hot_pages, index_pages, layout),
             *(requests * pages_max, self.device),
