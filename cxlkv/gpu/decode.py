@@ -580,7 +580,6 @@ class Decoder(Closing):
                 except CXLKVError as error:
                     self._errors[request] = error
             self._served, self._picked = step.only(good), None
-            self._selector.begin()  # its hints were of more requests
 
     def _serve(self, subject: int) -> None:
         """Append a layer's rows, choose pages for its queries; the answer lies in pinned memory. Or

@@ -376,7 +376,7 @@ def test_a_sequence_that_is_released(made: Make, model: Model, way: Ways, layer:
             decoder._of(1).release()
             del model.rows[1]
 
-    errors = step(model, decoder, {1: 1, 2: 1}, between=release)
+    errors = step(model, decoder, {1: 1, 2: 1}, between=release, hints=True)
     assert errors.keys() == {1}
     assert isinstance(errors[1], ReleasedError | StaleError)  # its pages are free
     goes_on(model, decoder)
