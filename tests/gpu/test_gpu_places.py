@@ -44,15 +44,13 @@ from .test_gpu_decode import (
     Model,
     Place,
     Seen,
-    by_words,
     decoder_of,
-    device,
     resident_of,
-    seen,
 )
+from .test_gpu_decode import by_words as by_words  # fixtures
+from .test_gpu_decode import device as device
+from .test_gpu_decode import seen as seen
 from .test_gpu_encodings import KeptModel
-
-__all__ = ["by_words", "device", "seen"]  # fixtures
 
 ROWS = 3
 Ways = dict[str, object]
