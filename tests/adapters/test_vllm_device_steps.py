@@ -18,6 +18,7 @@ pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 
 import torch
 
+from cxlkv.adapters.transformers.graph import CudaGraph
 from cxlkv.adapters.vllm import device_steps as subject
 from cxlkv.adapters.vllm.device_steps import DeviceSteps, Engine
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows
@@ -30,12 +31,10 @@ from ..support.pool_attention_texts import (
     CLOSE,
     DIM,
     HEADS,
-    HOST,
     KV_HEADS,
     LAYERS,
     PAGE,
     Text,
-    by_index,
     is_right,
     layout,
     on_device,
@@ -47,9 +46,23 @@ from ..support.pool_attention_texts import (
 Row = tuple[int, Text, int, int]
 
 
-@pytest.fixture(autouse=True)
-def references(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
     without_interpreter(monkeypatch)
+    return torch.device(request.param)
+
+
+def are_right(
+    attention: PoolAttention, message: Message, rows: list[Row], device: torch.device
+) -> bool:
+    """A step, all of whose rows are right."""
+    return not rows or all(map(is_right, run(attention, message, rows, device=device)))
+
+
+METHODS = pytest.mark.parametrize("method", ["exact", "sketch"])
+"""By which the host chooses, or an index on the device."""
 
 
 @pytest.fixture
@@ -59,48 +72,56 @@ def pool(tmp_path: Path) -> Iterator[CXLPool]:
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("make", [on_device, by_index])
-def test_rows_see_their_own_text(tmp_path: Path, dtype: torch.dtype, make: type) -> None:
+@METHODS
+def test_rows_see_their_own_text(
+    tmp_path: Path, dtype: torch.dtype, method: str, device: torch.device
+) -> None:
     """First chunks, later ones, decode, requests that end, request rows that others take."""
     name = str(dtype).removeprefix("torch.")
     with CXLPool.create(tmp_path / "b.pool", layout=layout(name), capacity=CAPACITY) as pool:
-        attention = make(pool)
+        attention = on_device(pool, method, device)
         one, two, three = (
             Text(*given, dtype=dtype) for given in (("one", 90), ("two", 33), ("three", 70))
         )
         started = Message(started=[one.start(1), two.start(2)])
-        assert all(map(is_right, run(attention, started, [(1, one, 0, 41), (2, two, 0, 30)])))
+        assert all(
+            map(
+                is_right, run(attention, started, [(1, one, 0, 41), (2, two, 0, 30)], device=device)
+            )
+        )
         # In another order, with a newcomer between them. 41 + 29: from the middle of a page.
         rows = [(2, two, 30, 1), (5, three, 0, 17), (1, one, 41, 29)]
-        assert all(map(is_right, run(attention, Message(started=[three.start(5)]), rows)))
+        assert all(
+            map(is_right, run(attention, Message(started=[three.start(5)]), rows, device=device))
+        )
         # One ends, and its request row is another's in the same step; 3 rows are a decode.
         four = Text("four", 20, dtype=dtype)
         message = Message(started=[four.start(2)], ended=["two"])
         rows = [(1, one, 70, 3), (2, four, 0, 20), (5, three, 17, 53)]
-        assert all(map(is_right, run(attention, message, rows)))
+        assert are_right(attention, message, rows, device)
         assert not attention.bad_blocks()
         assert not attention.report().failures
         attention.close()
 
 
-def test_chunks_that_begin_and_end_anywhere(pool: CXLPool) -> None:
+def test_chunks_that_begin_and_end_anywhere(pool: CXLPool, device: torch.device) -> None:
     """Several later chunks in one call, from every place in a page, of every length around it."""
     texts = [Text(f"text {number}", 40) for number in range(9)]
     starts = [text.start(row) for row, text in enumerate(texts)]
     rows = [(row, text, 0, 8 + row) for row, text in enumerate(texts)]
-    attention = on_device(pool)
-    assert all(map(is_right, run(attention, Message(started=starts), rows)))
+    attention = on_device(pool, device=device)
+    assert are_right(attention, Message(started=starts), rows, device)
     for row, text in enumerate(texts):
         rows = [(row, text, 8 + row, 4 + row), (8 - row, texts[8 - row], 16 - row, 13)]
-        assert all(map(is_right, run(attention, Message(), rows[: 1 + (row != 4)])))
+        assert are_right(attention, Message(), rows[: 1 + (row != 4)], device)
     attention.close()
 
 
-@pytest.mark.parametrize("make", [on_device, by_index])
-def test_any_steps(pool: CXLPool, make: type, seed: int) -> None:
+@METHODS
+def test_any_steps(pool: CXLPool, method: str, device: torch.device, seed: int) -> None:
     """Chunks and decodes of any length, drafts that are rejected, ends, preemptions, pages that are
     damaged: no row is wrong that the engine would use, and nobody else's is spoilt."""
-    chance, attention = random.Random(seed), make(pool)
+    chance, attention = random.Random(seed), on_device(pool, method, device)
     names, broken = iter(range(1 << 30)), 0
     free, running = list(range(1, 11)), dict[int, list[object]]()  # [text, tokens]
     ended, message = list[str](), Message()
@@ -128,7 +149,7 @@ def test_any_steps(pool: CXLPool, make: type, seed: int) -> None:
         if hurt:  # a page of which the pool has a checksum
             sequence = attention.requests.sequences[chance.choice(whole)]
             damage_piece(pool, int(chance.choice(sequence.places(0).pages)), 0)
-        found = run(attention, message, rows)
+        found = run(attention, message, rows, device=device)
         bad = attention.bad_blocks()
         broken += len(bad)
         assert hurt or broken or not bad
@@ -148,16 +169,18 @@ def test_any_steps(pool: CXLPool, make: type, seed: int) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("make", [on_device, by_index])
+@METHODS
 def test_what_goes_wrong_ends_its_own_requests(
-    pool: CXLPool, make: type, late: bool, monkeypatch: pytest.MonkeyPatch
+    pool: CXLPool, method: str, late: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A damaged page that is fetched: one request of those that decode. A late host: all of these.
     A chunk beside them goes on, and so does the next step."""
-    attention = make(pool)
+    attention = on_device(pool, method, device)
     one, two, three = (Text(name, 90) for name in ("one", "two", "three"))
     started = Message(started=[text.start(row) for row, text in enumerate((one, two, three), 1)])
-    found = run(attention, started, [(1, one, 0, 70), (2, two, 0, 40), (3, three, 0, 20)])
+    found = run(
+        attention, started, [(1, one, 0, 70), (2, two, 0, 40), (3, three, 0, 20)], device=device
+    )
     assert all(map(is_right, found))
     if late:
         check = subject.Decoder.end_each
@@ -172,23 +195,25 @@ def test_what_goes_wrong_ends_its_own_requests(
     else:
         damage_piece(pool, 3, 0)
     rows = [(1, one, 70, 1), (2, two, 40, 1), (3, three, 20, 16)]
-    found = run(attention, Message(), rows)
+    found = run(attention, Message(), rows, device=device)
     assert attention.bad_blocks() == ({1, 2} if late else {1})
     assert is_right(found[2])
     failures = attention.report().failures
     assert failures["other" if late else "corrupt"] == (2 if late else 1)
     # The engine begins again with what failed.
     rows = [(1, one, 0, 71), (3, three, 36, 1)]
-    assert all(map(is_right, run(attention, Message(), rows)))
+    assert are_right(attention, Message(), rows, device)
     attention.close()
 
 
-def test_a_graph_has_all_layers_of_a_step_that_decodes(pool: CXLPool, seed: int) -> None:
+def test_a_graph_has_all_layers_of_a_step_that_decodes(
+    pool: CXLPool, device: torch.device, seed: int
+) -> None:
     """Captured once for each size of a batch, with padding behind its rows; requests come, go and
     change places between steps by the graph and others, and one fails in it."""
     chance, budget = random.Random(seed), Budget(share=1.0)
     steps = DeviceSteps(
-        pool, Engine(HOST, 6, 1, HEADS, 128, scores_of(0)), budget, "sketch", index="device"
+        pool, Engine(device, 6, 1, HEADS, 128, scores_of(0)), budget, "sketch", index="device"
     )
     attention = PoolAttention(
         pool, ["layer.0", "layer.1"], block_tokens=16, method="sketch", steps=steps
@@ -196,9 +221,11 @@ def test_a_graph_has_all_layers_of_a_step_that_decodes(pool: CXLPool, seed: int)
     graphs = {}
     for size in (2, 4, 6):
         heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-        given = [Rows(*(torch.zeros(size, n, DIM) for n in heads)) for _ in range(LAYERS)]
+        given = [
+            Rows(*(torch.zeros(size, n, DIM, device=device) for n in heads)) for _ in range(LAYERS)
+        ]
         attention.capture()
-        graph = HostGraph(HOST)
+        graph = CudaGraph(device) if device.type == "cuda" else HostGraph(device)
 
         def layers(given: list[Rows] = given) -> None:
             for layer, rows in enumerate(given):
@@ -221,7 +248,7 @@ def test_a_graph_has_all_layers_of_a_step_that_decodes(pool: CXLPool, seed: int)
         chance.shuffle(decoding)
         rows = [*fresh, *decoding[: chance.randrange(1, 7)]]
         if fresh or not rows:
-            assert all(map(is_right, run(attention, message, rows))) if rows else True
+            assert are_right(attention, message, rows, device)
         else:
             hurt = number == 30
             if hurt:
@@ -235,7 +262,7 @@ def test_a_graph_has_all_layers_of_a_step_that_decodes(pool: CXLPool, seed: int)
             for layer, buffers in enumerate(given):
                 for name in "qkv":
                     own = [getattr(text, name)[layer, at] for _, text, at, _ in rows]
-                    getattr(buffers, name)[: len(rows)] = torch.stack(own)
+                    getattr(buffers, name)[: len(rows)] = torch.stack(own).to(device)
             graph.replay()
             attention.end_step()
             bad = attention.bad_blocks()
@@ -243,7 +270,7 @@ def test_a_graph_has_all_layers_of_a_step_that_decodes(pool: CXLPool, seed: int)
             for place, (row, text, at, _) in enumerate(rows):
                 for layer, buffers in enumerate(given):
                     wanted = text.wanted(layer, scores_of(layer))[at]
-                    close = torch.allclose(buffers.out[place], wanted, atol=1e-5)
+                    close = torch.allclose(buffers.out[place].cpu(), wanted, atol=1e-5)
                     assert close or row in bad
             for row in bad:
                 ended.append(running.pop(row)[0].name)
@@ -256,21 +283,21 @@ def test_a_graph_has_all_layers_of_a_step_that_decodes(pool: CXLPool, seed: int)
     attention.close()
 
 
-def test_what_the_hot_buffer_has_is_counted(pool: CXLPool) -> None:
-    attention, text = by_index(pool), Text("one", 90)
-    run(attention, Message(started=[text.start(1)]), [(1, text, 0, 80)])
+def test_what_the_hot_buffer_has_is_counted(pool: CXLPool, device: torch.device) -> None:
+    attention, text = on_device(pool, "sketch", device), Text("one", 90)
+    run(attention, Message(started=[text.start(1)]), [(1, text, 0, 80)], device=device)
     assert attention.device_counts() == {"hot_bytes": 0, "hot_missed_bytes": 0}
-    run(attention, Message(), [(1, text, 80, 1)])
+    run(attention, Message(), [(1, text, 80, 1)], device=device)
     first = attention.device_counts()
-    run(attention, Message(), [(1, text, 81, 1)])
+    run(attention, Message(), [(1, text, 81, 1)], device=device)
     second = attention.device_counts()
     assert first["hot_bytes"] == 0
     assert second["hot_bytes"] == second["hot_missed_bytes"] == first["hot_missed_bytes"] > 0
     attention.close()
 
 
-def test_hot_slots_are_given_in_bytes(pool: CXLPool) -> None:
-    engine = Engine(HOST, 4, 1, HEADS, 128, scores_of(0))
+def test_hot_slots_are_given_in_bytes(pool: CXLPool, device: torch.device) -> None:
+    engine = Engine(device, 4, 1, HEADS, 128, scores_of(0))
     slot = PAGE * DIM * 4 * 2 * KV_HEADS * LAYERS * 4
     steps = DeviceSteps(pool, engine, Budget(pages=4), "exact", hot_bytes=7 * slot)
     assert steps._decoder._resident.hot.limits[0][0] == 7

@@ -63,6 +63,7 @@ def run(
     message: Message,
     rows: list[tuple[int, Text, int, int]],
     close: float | None = None,
+    device: torch.device = HOST,
 ) -> list[torch.Tensor]:
     """One step of rows (request row, text, first token, tokens); what each row got in each layer,
     or asserts that it is what the text wants: returns the last layer's, by row. close: instead of
@@ -78,7 +79,8 @@ def run(
             parts = [getattr(text, name)[layer, i : i + n] for _, text, i, n in rows]
             heads = HEADS if name == "q" else KV_HEADS
             padding = torch.full((1, heads, DIM), torch.nan)
-            return torch.cat([*parts, padding.to(parts[0].dtype if parts else None)])
+            both = torch.cat([*parts, padding.to(parts[0].dtype if parts else None)])
+            return both.to(device)
 
         q = gather("q")
         out = torch.full_like(q, torch.nan)
@@ -86,6 +88,7 @@ def run(
         assert not out.isnan().any()
         found.append(out)
     attention.end_step()
+    found = [out.cpu() for out in found]
     pieces = []
     for place, (_, text, first, count) in enumerate(rows):
         both = [out[starts[place] : starts[place + 1]] for out in found]
@@ -115,16 +118,16 @@ def layout(dtype: str = "float32") -> KVLayout:
     return KVLayout.of([group, windowed], page_tokens=PAGE)
 
 
-def on_device(pool: CXLPool, budget: Budget | None = None, method: str = "exact") -> PoolAttention:
+def on_device(pool: CXLPool, method: str = "exact", device: torch.device = HOST) -> PoolAttention:
     """Serve like a GPU, with tensors of the host in the place of a device's. By "exact" the host
     chooses, by "sketch" the device."""
-    engine = Engine(HOST, REQUESTS, 3, HEADS, TOKENS_MAX, scores_of(0))
-    steps = DeviceSteps(pool, engine, budget or Budget(share=1.0), method)
+    engine = Engine(device, REQUESTS, 3, HEADS, TOKENS_MAX, scores_of(0))
+    steps = DeviceSteps(pool, engine, Budget(share=1.0), method)
     return PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3, method=method, steps=steps)
 
 
-def by_index(pool: CXLPool, budget: Budget | None = None) -> PoolAttention:
-    return on_device(pool, budget, "sketch")
+def by_index(pool: CXLPool) -> PoolAttention:
+    return on_device(pool, "sketch")
 
 
 def without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

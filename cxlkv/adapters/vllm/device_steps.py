@@ -119,8 +119,9 @@ class DeviceSteps:
         self.writes, self.chunks = GpuWrites(pool), GpuChunks(pool)
         self.pool = pool
         self._placed: dict[str, _Placed] = {}
-        # Which row of a step each row of the decoder is, and the other way round.
-        both = (2, engine.requests * engine.rows)
+        # Which row of a step each row of the decoder is, and the other way round: a graph may have
+        # more rows than requests may run.
+        both = (2, 2 * engine.requests * engine.rows)
         self._numbers_host = pinned(*both, dtype=torch.int64, device=engine.device)
         self._numbers = torch.zeros(both, dtype=torch.int64, device=engine.device)
 
@@ -236,8 +237,8 @@ class DeviceSteps:
         engine, decoder = self._engine, self._decoder
 
         def picked(rows: torch.Tensor) -> torch.Tensor:
-            some = rows.index_select(0, self._numbers[0]).to(decoder.dtype)
-            return some.view(engine.requests, engine.rows, *rows.shape[1:])
+            some = rows.index_select(0, self._numbers[0, : engine.requests * engine.rows])
+            return some.to(decoder.dtype).view(engine.requests, engine.rows, *rows.shape[1:])
 
         values = None if given.v is None else picked(given.v)
         made = decoder.layer(layer, picked(given.q), picked(given.k), values).flatten(0, 1)
