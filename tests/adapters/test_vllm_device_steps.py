@@ -3,6 +3,7 @@ kernels' references: test_vllm_pool_attention.py has what host and device have i
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,15 @@ def are_right(
 ) -> bool:
     """A step, all of whose rows are right."""
     return all(map(is_right, run(attention, message, rows, device=device)))
+
+
+def drafted(text: Text, tokens: int) -> Text:
+    """The text with other keys and values from there on, as rejected tokens have."""
+    found = copy.copy(text)
+    found.k, found.v = text.k.clone(), text.v.clone()
+    found.k[:, tokens:] += 1
+    found.v[:, tokens:] -= 1
+    return found
 
 
 METHODS = pytest.mark.parametrize("method", ["exact", "sketch"])
@@ -132,13 +142,14 @@ def test_any_steps(pool: CXLPool, method: str, device: torch.device, seed: int) 
             row, text = free.pop(), Text(f"{next(names)}", 100)
             message.started.append(text.start(row))
             running[row] = [text, 0]
-        rows: list[Row] = []
+        rows, kept = list[Row](), dict[int, int]()
         for row, (text, tokens) in running.items():
             assert isinstance(text, Text)
             assert isinstance(tokens, int)
             count = chance.choice([1, 1, 1, 2, 3, chance.randrange(1, 40)])
             if chance.random() < 0.8 and tokens + count <= text.tokens:
-                rows.append((row, text, tokens, count))
+                kept[row] = tokens + count - (chance.randrange(count) if count <= 3 else 0)
+                rows.append((row, drafted(text, kept[row]), tokens, count))
         if not rows:
             attention.hear(message)
             attention.end_step()
@@ -155,8 +166,7 @@ def test_any_steps(pool: CXLPool, method: str, device: torch.device, seed: int) 
         assert hurt or broken or not bad
         for (row, _, tokens, count), piece in zip(rows, found, strict=True):
             assert is_right(piece) or row in bad, (row, tokens, count)
-            at = tokens + count - (chance.randrange(count) if count <= 3 else 0)
-            running[row][1] = 0 if row in bad else at
+            running[row][1] = 0 if row in bad else kept[row]
         for row in list(running):
             text = running[row][0]
             assert isinstance(text, Text)
@@ -165,6 +175,25 @@ def test_any_steps(pool: CXLPool, method: str, device: torch.device, seed: int) 
                 del running[row]
                 free.append(row)
     assert pool.admin.check()["clean"]
+    attention.close()
+
+
+def test_what_a_device_keeps_of_rejected_tokens_is_loaded_anew(
+    pool: CXLPool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the page on that they have completed."""
+    seen, changed = list[int](), subject.Decoder.changed
+
+    def noted(self: subject.Decoder, request: int, tokens: int) -> None:
+        seen.append(tokens)
+        changed(self, request, tokens)
+
+    monkeypatch.setattr(subject.Decoder, "changed", noted)
+    attention, text = on_device(pool, "sketch", device), Text("one", 90)
+    assert are_right(attention, Message(started=[text.start(1)]), [(1, text, 0, 38)], device)
+    assert are_right(attention, Message(), [(1, drafted(text, 39), 38, 3)], device)
+    assert are_right(attention, Message(), [(1, text, 39, 2)], device)
+    assert seen == [39]
     attention.close()
 
 
@@ -194,9 +223,16 @@ def test_what_goes_wrong_ends_its_own_requests(
         monkeypatch.setattr(subject.Decoder, "end_each", is_late)
     else:
         damage_piece(pool, 3, 0)
+    early, end_step = list[set[int]](), attention.end_step
+
+    def end() -> None:
+        early.append(set(attention.bad_blocks()))  # as vLLM asks where it speculates
+        end_step()
+
+    monkeypatch.setattr(attention, "end_step", end)
     rows = [(1, one, 70, 1), (2, two, 40, 1), (3, three, 20, 16)]
     found = run(attention, Message(), rows, device=device)
-    assert attention.bad_blocks() == ({1, 2} if late else {1})
+    assert early[0] == attention.bad_blocks() == ({1, 2} if late else {1})
     assert is_right(found[2])
     failures = attention.report().failures
     assert failures["other" if late else "corrupt"] == (2 if late else 1)
