@@ -1,11 +1,11 @@
-"""Attention in the pool for tensors on a device, with tensors of the host in their place, and the
-kernels' references: test_vllm_pool_attention.py has what host and device have in common."""
+"""vLLM's attention in the pool for tensors on a device: a GPU's, or the host's with the kernels'
+references. tests/adapters/test_vllm_pool_attention.py has what host and device have in common."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,6 @@ pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 
 import torch
 
-from cxlkv.adapters.transformers.graph import CudaGraph
 from cxlkv.adapters.vllm import device_steps as subject
 from cxlkv.adapters.vllm.device_steps import DeviceSteps, Engine
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows
@@ -53,6 +52,18 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
         pytest.skip("no CUDA device")
     without_interpreter(monkeypatch)
     return torch.device(request.param)
+
+
+class CudaGraph:
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, work: Callable[[], None]) -> None:
+        with torch.cuda.graph(self._graph):
+            work()
+
+    def replay(self) -> None:
+        self._graph.replay()
 
 
 def are_right(
@@ -261,7 +272,7 @@ def test_a_graph_has_all_layers_of_a_step_that_decodes(
             Rows(*(torch.zeros(size, n, DIM, device=device) for n in heads)) for _ in range(LAYERS)
         ]
         attention.capture()
-        graph = CudaGraph(device) if device.type == "cuda" else HostGraph(device)
+        graph = CudaGraph() if device.type == "cuda" else HostGraph(device)
 
         def layers(given: list[Rows] = given) -> None:
             for layer, rows in enumerate(given):
