@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -118,13 +119,15 @@ class WriteThrough(Closing):
         starts: npt.ArrayLike | None = None,
         *,
         rewind: int | None = None,
+        ahead: Sequences[int] | None = None,
     ) -> None:
         """Write a chunk's layer: k [rows, kv_heads, head_dim] and v on the device, any strides.
 
         Layers come in order, 0 first: it begins a chunk, and takes the pages of all layers. starts
         is as in Batch.append, with whole pages for every sequence, which ends at the end of a page;
         a single sequence needs none. Queues work and waits for nothing; k and v may be overwritten
-        by what the current stream does next. rewind: as in append().
+        by what the current stream does next. rewind: as in append(). ahead,
+        with layer 0: tokens that each sequence gets by append() before finish().
 
         Raises PoolFullError, OrderError, UnevenError, BadArgumentError; then the chunk is what it
         was before.
@@ -138,7 +141,7 @@ class WriteThrough(Closing):
                 "finish() or abandon()"
             )
         if chunk is None:
-            chunk = self._begin(to, rows, starts, rewind)
+            chunk = self._begin(to, rows, starts, rewind, ahead)
         else:
             batch, offsets = self._starts(to, rows, starts)
             if batch is not chunk.batch or not np.array_equal(offsets, chunk.starts):
@@ -237,13 +240,19 @@ class WriteThrough(Closing):
     # ---- pages ----
 
     def _begin(
-        self, to: Sequence | Batch, rows: int, starts: npt.ArrayLike | None, rewind: int | None
+        self,
+        to: Sequence | Batch,
+        rows: int,
+        starts: npt.ArrayLike | None,
+        rewind: int | None,
+        ahead: Sequences[int] | None,
     ) -> Chunk:
         layout = self.pool.layout
         batch, offsets = self._starts(to, rows, starts)
         if batch not in self.pool:
             raise BadArgumentError("the sequences are of another pool")
-        wanted = self._wanted(batch, offsets, rewind)
+        ahead = [0] * len(batch.sequences) if ahead is None else ahead
+        wanted = self._wanted(batch, offsets, rewind, ahead)
         pages, count = np.full(wanted.shape, NO_PAGE, np.uint32), int(wanted.sum())
         pages[wanted] = self.pool.pages.retry(lambda: self.pool.pages.alloc(count), count)
         shape = (layout.layers, int(offsets[-1]), layout.kv_heads, 4)
@@ -254,17 +263,22 @@ class WriteThrough(Closing):
         return made
 
     def _wanted(
-        self, batch: Batch, offsets: npt.NDArray[np.int32], rewind: int | None
+        self,
+        batch: Batch,
+        offsets: npt.NDArray[np.int32],
+        rewind: int | None,
+        ahead: Sequences[int],
     ) -> npt.NDArray[np.bool_]:
         """[parts, pages]: False for those that no token will see, behind their part's window."""
         layout = self.pool.layout
         windows = dict(zip([place.part for place in self._parts], layout.windows, strict=True))
         wanted = np.ones((self._geometry["part_count"], int(offsets[-1])), np.bool_)
-        for sequence, first, end in zip(batch.sequences, offsets[:-1], offsets[1:], strict=True):
-            before = len(sequence)
+        spans = zip(batch.sequences, ahead, offsets[:-1], offsets[1:], strict=True)
+        for sequence, more, first, end in spans:
+            before = len(sequence) + more
             if first == end:
                 continue
-            if sequence.tokens(0) != before:
+            if sequence.tokens(0) != len(sequence):
                 raise UnevenError("a sequence's layers have different lengths: append the rest")
             if before % layout.page_tokens:
                 raise BadArgumentError(

@@ -29,27 +29,31 @@ Numbers = npt.NDArray[np.int64]
 @dataclass
 class _Pass:
     """One pass: which of its rows each way takes, in the order of `step`, and where each sequence's
-    begin there. paged: fill pages; tails: behind those; others: of sequences that end inside of a
-    page, or that get no page full."""
+    begin there. paged: fill pages; heads, tails: before and behind those, to a page's end and from
+    its start; others: of sequences that get no page full."""
 
     batch: Batch
     before: list[int]  # tokens of each sequence
     rewind: int
+    ahead: list[int]  # of each sequence, its heads
     paged: Tensor
     paged_starts: Starts
+    heads: Tensor
+    head_starts: Starts
     tails: Tensor
     tail_starts: Starts
     others: Tensor
     other_starts: Starts
-    kept: list[Rows] = field(default_factory=list)  # of each layer, the tails on the device
+    kept_heads: list[Rows] = field(default_factory=list)  # of each layer, on the device
+    kept_tails: list[Rows] = field(default_factory=list)
 
 
 class GpuWrites:
     """Appends a pass, layer by layer, of rows that lie on a device. Pages are made there and go to
-    the pool on a stream of their own (WriteThrough); sequences have them, with the tails behind
-    them, once finish() returns. The host appends what does not begin at a page's start. The device
-    writes into the pool's memory where that can be registered and no other host has it; else pages
-    go through pinned memory."""
+    the pool on a stream of their own (WriteThrough); sequences have them, with what is before and
+    behind them, once finish() returns. The host appends rows of sequences that get no page full.
+    The device writes into the pool's memory where that can be registered and no other host has it;
+    else pages go through pinned memory."""
 
     def __init__(self, pool: CXLPool):
         self._pool = pool
@@ -75,17 +79,20 @@ class GpuWrites:
         self.abandon()
         page_tokens = self._pool.layout.page_tokens
         before = [len(one) for one in sequences]
-        fits = np.array([length % page_tokens == 0 for length in before]) & (step.new > 0)
-        paged = np.where(fits, step.new // page_tokens * page_tokens, 0)
+        heads = np.minimum(-np.array(before, np.int64) % page_tokens, step.new)
+        paged = (step.new - heads) // page_tokens * page_tokens
         if not paged.any():
             return False
         self._prepare(like.device)
-        tails = np.where(paged > 0, step.new - paged, 0)
         others = np.where(paged > 0, 0, step.new)
+        heads = np.where(paged > 0, heads, 0)
+        tails = np.where(paged > 0, step.new - heads - paged, 0)
         first = step.starts[:-1].astype(np.int64)
-        ways = ((first, paged), (first + paged, tails), (first, others))
-        taken = [_rows(begin, count, like.device) for begin, count in ways]
-        self._pass = _Pass(batch, before, rewind, *taken[0], *taken[1], *taken[2])
+        ways = ((heads, paged), (0, heads), (heads + paged, tails), (0, others))
+        taken = [_rows(first + begin, count, like.device) for begin, count in ways]
+        ahead: list[int] = heads.tolist()
+        numbers = [one for way in taken for one in way]
+        self._pass = _Pass(batch, before, rewind, ahead, *numbers)  # type: ignore[arg-type]
         return True
 
     def put(self, layer: int, keys: Tensor, values: Tensor | None) -> None:
@@ -96,22 +103,26 @@ class GpuWrites:
         assert writer is not None
         with torch.no_grad(), gpu_errors("writing pages of a pass"):
             rows = (keys.detach().to(dtype), None if values is None else values.detach().to(dtype))
-            rewind = run.rewind if layer == 0 else None
-            writer.put(run.batch, layer, *_picked(rows, run.paged), run.paged_starts, rewind=rewind)
-            if len(run.tails):
-                run.kept.append(_picked(rows, run.tails))
+            rewind, ahead = (run.rewind, run.ahead) if layer == 0 else (None, None)
+            taken = _picked(rows, run.paged)
+            writer.put(run.batch, layer, *taken, run.paged_starts, rewind=rewind, ahead=ahead)
+            for wanted, kept in ((run.heads, run.kept_heads), (run.tails, run.kept_tails)):
+                if len(wanted):
+                    kept.append(_picked(rows, wanted))
             if len(run.others):
                 others = _picked(rows, run.others)
                 run.batch.append(layer, *_at_home(others), run.other_starts, run.rewind)
 
     def finish(self) -> None:
-        """Make the pass visible: wait for its pages, and append its tails."""
+        """Make the pass visible: append its heads, wait for its pages, and append its tails."""
         run, writer = self._pass, self._writer
         assert run is not None
         assert writer is not None
         with torch.no_grad(), gpu_errors("writing pages of a pass"):
+            for layer, rows in enumerate(_all_at_home(run.kept_heads)):
+                run.batch.append(layer, *rows, run.head_starts, run.rewind)
             writer.finish()
-            for layer, rows in enumerate(_all_at_home(run.kept)):
+            for layer, rows in enumerate(_all_at_home(run.kept_tails)):
                 run.batch.append(layer, *rows, run.tail_starts, run.rewind)
         self._pass = None
 

@@ -3,11 +3,13 @@
     decode rows   a Decoder has a place for each request: it chooses pages, fetches those that its
                   hot buffer misses, and attends (docs/explanation/gpu-decode.md)
     other rows    attend to the step's own K and V, and to all earlier pages, block by block; whole
-                  pages are made on the device, and go to the pool behind the layer
+                  pages are made on the device, and go to the pool behind the layer, what is before
+                  and behind them when the step ends
 
-No layer waits for the host. end_each() of the decoder does, once a step: what it says went wrong
-breaks its request, before a token of it is given out. Where the device chooses, the layers of a
-step whose requests all decode may be a CUDA graph: nothing of a step is in its Python.
+No layer waits for the host, nor the host for a layer. end_each() of the decoder waits, once a step:
+what it says went wrong breaks its request, before a token of it is given out. Where the device
+chooses, the layers of a step whose requests all decode may be a CUDA graph: nothing of a step is in
+its Python.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cxlkv.adapters.common import steps as passes
@@ -318,7 +321,7 @@ class DeviceStep(Step):
         self._decodes = decodes
         sound = {*self._sound(), *(place for place in self._places if not self.computed[place])}
         self._chunks = [place for place in self._places if place in sound - {*decodes.values()}]
-        self._written: list[int] = []  # of these, those whose pages are made
+        self._written, self._small = list[int](), list[int]()  # of these, those that are sound
         if decodes:
             self._begin(decodes)
         return []
@@ -364,24 +367,31 @@ class DeviceStep(Step):
     # ---- chunks ----
 
     def _begin_writes(self, like: torch.Tensor) -> None:
-        """Take the pages of all chunks; those for which there is no room are broken."""
-        wanted = [place for place in self._chunks if place not in self.broken]
-        sequences = self._attention.requests.sequences
-        if not wanted:
+        """Take the pages of all chunks that fill one; others are kept until the step ends."""
+        sound = [place for place in self._chunks if place not in self.broken]
+        self._written = [place for place in sound if self._fills_page(place)]
+        self._small = [place for place in sound if not self._fills_page(place)]
+        self._kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._written_rows, self._small_rows = (
+            torch.from_numpy(self._numbers(places)).to(like.device)
+            for places in (self._written, self._small)
+        )
+        if not self._written:
             return
-        held = [self._of(place) for place in wanted]
-        batch = self._attention.batch(held)
-        step = self._pass(wanted)
-        self._written = wanted
-        self._by_host = None
-        own = [sequences[one.name] for one in held]
+        held, step = [self._of(place) for place in self._written], self._pass(self._written)
+        own = [self._attention.requests.sequences[one.name] for one in held]
         # So that none of the step's pages goes behind a window before it is published.
-        if not self._steps.writes.begin(step, own, batch, step.tokens, like):
-            self._by_host = batch
-        rows = [np.arange(*self._span(place).indices(1 << 62)) for place in wanted]
-        numbers = np.concatenate(rows).astype(np.int64)
-        self._chunk_rows = torch.from_numpy(numbers).to(like.device)
-        self._chunk_starts = step.starts
+        batch = self._attention.batch(held)
+        assert self._steps.writes.begin(step, own, batch, step.tokens, like)
+
+    def _fills_page(self, place: int) -> bool:
+        tokens = self._attention.pool.layout.page_tokens
+        return self._count(place) - -self.computed[place] % tokens >= tokens
+
+    def _numbers(self, places: list[int]) -> npt.NDArray[np.int64]:
+        """Of their rows in the step."""
+        rows = [np.arange(self.starts[place], self.starts[place + 1]) for place in places]
+        return np.concatenate([*rows, np.empty(0, np.int64)]).astype(np.int64)
 
     def _pass(self, places: list[int]) -> passes.Step:
         new = np.array([self._count(place) for place in places], np.int64)
@@ -391,21 +401,21 @@ class DeviceStep(Step):
         return passes.Step(len(places), int(new.max()), False, starts, new, lengths, None)
 
     def _write(self, layer: int, given: Rows) -> None:
+        def picked(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            values = None if given.v is None else given.v.index_select(0, rows)
+            return given.k.index_select(0, rows), values
+
+        if self._small:
+            self._kept.append(picked(self._small_rows))
         if not self._written:
             return
-        keys = given.k.index_select(0, self._chunk_rows)
-        values = None if given.v is None else given.v.index_select(0, self._chunk_rows)
         try:
-            if self._by_host is None:
-                self._steps.writes.put(layer, keys, values)
-            else:
-                there = None if values is None else values.cpu()
-                self._by_host.append(layer, keys.cpu(), there, self._chunk_starts)
+            self._steps.writes.put(layer, *picked(self._written_rows))
         except CXLKVError as error:
             self._steps.writes.abandon()
             broken, self._written = self._written, []
             if layer == 0 and len(broken) > 1 and isinstance(error, PoolFullError):
-                self._break_all(broken[-1:], error)
+                self._break_all(broken[-1:], error)  # the others may have room
                 self._begin_writes(given.k)
                 self._write(layer, given)
                 return
@@ -465,13 +475,30 @@ class DeviceStep(Step):
             self._break(self._decodes[number], error)
 
     def _end_writes(self) -> None:
-        if not self._written or self._by_host is not None:
-            return
-        try:
-            self._steps.writes.finish()
-        except CXLKVError as error:
-            self._steps.writes.abandon()
-            self._break_all(self._written, error)
+        if self._written:
+            try:
+                self._steps.writes.finish()
+            except CXLKVError as error:
+                self._steps.writes.abandon()
+                self._break_all(self._written, error)
+        if self._small:
+            self._append_small()
+
+    def _append_small(self) -> None:
+        """All layers of rows that fill no page, which come in one copy; by the host."""
+        keys = torch.stack([keys for keys, _ in self._kept]).cpu()
+        own = [values for _, values in self._kept if values is not None]
+        values = torch.stack(own).cpu() if own else None
+        first = 0
+        for place in self._small:
+            rows = slice(first, first := first + self._count(place))
+            batch = self._attention.batch([self._of(place)])
+            try:
+                for layer, of in enumerate(keys):
+                    given = (of[rows], None if values is None else values[layer, rows])
+                    batch.append(layer, *given, [0, self._count(place)])
+            except CXLKVError as error:
+                self._break(place, error)
 
     def fill(self) -> None:
         """Nothing: settle() has broken a step without all layers."""
