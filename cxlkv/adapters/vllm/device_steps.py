@@ -224,6 +224,11 @@ class DeviceSteps:
         self.captures = True
         self.begin({})
 
+    def rest(self) -> None:
+        """Have a graph that is replayed now change nothing: the device's step is of no request."""
+        self.begin({})
+        self._decoder.abandon()
+
     def replayed(self, layer: int, given: Rows, scores: Scores) -> None:
         """A layer of a graph: each row is one of a request that decodes, or padding."""
         given.out.copy_(self._decoded(layer, given, self._numbers[1, : len(given.out)], scores))
@@ -324,6 +329,8 @@ class DeviceStep(Step):
         self._written, self._small = list[int](), list[int]()  # of these, those that are sound
         if decodes:
             self._begin(decodes)
+        elif self._steps.captures:
+            self._steps.rest()
         return []
 
     def _begin(self, decodes: dict[int, int]) -> None:
@@ -333,6 +340,8 @@ class DeviceStep(Step):
         except CXLKVError as error:
             self._decodes = {}
             self._break_all(decodes.values(), error)
+            if self._steps.captures:
+                self._steps.rest()
             return
         wide = self._attention.decode_rows
         device = self._steps.device
