@@ -108,3 +108,11 @@ def test_a_step_in_which_nobody_decodes_leaves_others_as_they_were(pool: CXLPool
     assert graphed.step([(1, one, 42)]) == [True]
     assert not graphed.worker.bad_blocks()
     graphed.worker.close()
+
+
+def test_a_row_of_an_unknown_request_has_failed(pool: CXLPool) -> None:
+    graphed, one = Graphed(pool), Text("one", 90)
+    graphed.start((1, one, 41))
+    assert graphed.step([(7, Text("two", 90), 30), (1, one, 41)])[1]
+    assert graphed.worker.bad_blocks() == {7}
+    graphed.worker.close()

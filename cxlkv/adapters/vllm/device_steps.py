@@ -466,6 +466,8 @@ class DeviceStep(Step):
         replayed = self.layers == 0 and self._steps.captures
         if replayed:  # the engine has made it as if they decoded
             self._break_all(self._chunks, UnsupportedError("no graph has these rows"))
+            unknown = [place for place, one in enumerate(self.held) if one is None]
+            self.failed.update(self.request_rows[one] for one in unknown if self._count(one))
         if replayed or self.layers == self._attention.pool.layout.layers:
             self._end_decodes(replayed)
             self._end_writes()
