@@ -116,3 +116,19 @@ def test_a_row_of_an_unknown_request_has_failed(pool: CXLPool) -> None:
     assert graphed.step([(7, Text("two", 90), 30), (1, one, 41)])[1]
     assert graphed.worker.bad_blocks() == {7}
     graphed.worker.close()
+
+
+def test_what_a_device_has_counted_is_said_after_a_capture(pool: CXLPool) -> None:
+    graphed = Graphed(pool)
+    assert graphed.worker.device_counts() == {"hot_bytes": 0, "hot_missed_bytes": 0}
+    graphed.worker.close()
+
+
+def test_graphs_of_a_pool_that_was_lost_are_not_replayed(pool: CXLPool, tmp_path: Path) -> None:
+    graphed, one = Graphed(pool), Text("one", 90)
+    graphed.start((1, one, 41))
+    with (
+        CXLPool.create(tmp_path / "b.pool", layout=layout(), capacity=CAPACITY) as again,
+        pytest.raises(RuntimeError, match="graphs have addresses of the old one"),
+    ):
+        graphed.worker.reopened(again)

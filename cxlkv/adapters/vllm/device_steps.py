@@ -268,6 +268,7 @@ class DeviceSteps:
 
     def counts(self) -> dict[str, int]:
         """Bytes of chosen pages that the hot buffer had, and that came to it over the link."""
+        self.abandon()  # what capture() has begun
         made = self._decoder.by_layer()
         hot, missed = int(made.hits.sum()), int(made.misses.sum() + made.hinted.sum())
         return {"hot_bytes": hot * made.piece_bytes, "hot_missed_bytes": missed * made.piece_bytes}
@@ -278,7 +279,13 @@ class DeviceSteps:
         self.writes.abandon()
 
     def reopened(self, pool: CXLPool) -> None:
-        """Go on in a new pool."""
+        """Go on in a new pool. Raises RuntimeError, which ends the engine, where graphs have
+        addresses of the pool that was lost: their outputs would be wrong, and nobody would know."""
+        if self.captures:
+            raise RuntimeError(
+                "cxlkv: the pool was lost and is open again, but this engine's CUDA graphs have "
+                'addresses of the old one: start it anew, or without "index": "device"'
+            )
         self.close()
         self._open(pool)
 
