@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cxlkv import Budget, CXLPool
-from cxlkv.adapters.vllm.messages import Message
+from cxlkv.adapters.vllm.messages import Message, unpacked
 
 pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 
@@ -20,6 +20,7 @@ from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows
 
 from ..support.graphs import HostGraph
 from ..support.pool_attention_texts import (
+    BLOCK,
     CAPACITY,
     DIM,
     HEADS,
@@ -132,3 +133,15 @@ def test_graphs_of_a_pool_that_was_lost_are_not_replayed(pool: CXLPool, tmp_path
         pytest.raises(RuntimeError, match="graphs have addresses of the old one"),
     ):
         graphed.worker.reopened(again)
+
+
+def test_nothing_of_a_step_that_has_raised_is_published(pool: CXLPool) -> None:
+    """Without a layer it looks like one by a graph: its rows would be those of the step before."""
+    graphed, one = Graphed(pool), Text("one", 90)
+    graphed.start((1, one, 47))
+    graphed.begin([(1, one, 47)])
+    graphed.worker.drop_step()
+    graphed.worker.end_step()
+    with pool.match(unpacked(one.keys, BLOCK)) as hit:
+        assert hit.tokens == 32
+    graphed.worker.close()

@@ -602,7 +602,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         has_failed = sys.exc_info()[0] is not None  # vLLM ends such a step, too
         for worker in self._workers:
-            if has_failed and isinstance(worker, EngineAttention):
+            if has_failed:
                 worker.drop_step()
             worker.end_step()
         assert self._loaded is not None, "made with the workers"

@@ -279,6 +279,10 @@ class PoolAttention:
                 self._publish(held)
         self._report.broken += [one.name for one in self._held.values() if self._has_failed(one)]
 
+    def drop_step(self) -> None:
+        """The engine has raised in the step: nothing of it is published."""
+        self._step = None
+
     def _has_failed(self, held: Held) -> bool:
         return held.request_row in self._failed
 
