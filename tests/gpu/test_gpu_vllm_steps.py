@@ -376,6 +376,33 @@ def test_with_an_index_on_the_device_a_request_asks_for_no_more_than_the_engine(
             asked(more)
 
 
+@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize("lost_at", [0, 1, 2])
+def test_a_pool_that_is_lost_in_a_step_breaks_its_requests(
+    tmp_path: Path, tokens: int, lost_at: int, device: torch.device
+) -> None:
+    """Another thread closes it: before a layer, or before the step ends."""
+    pool = CXLPool.create(tmp_path / "b.pool", layout=layout(), capacity=CAPACITY)
+    attention, text = on_device(pool, "sketch", device), Text("one", 90)
+    attention.decode_rows = 1
+    attention.hear(Message(started=[text.start(1)]))
+    step = attention.step([1], np.array([0, tokens], np.int32), [tokens])
+    for layer in range(LAYERS):
+        if layer == lost_at:
+            pool.close()
+        rows = [of[layer, :tokens].to(device) for of in (text.q, text.k, text.v)]
+        out = torch.empty_like(rows[0])
+        step.attend(layer, Rows(*rows, out), scores_of(layer))
+        wanted = text.wanted(layer, scores_of(layer))[:tokens]
+        assert torch.allclose(out.cpu(), wanted, atol=1e-5)
+    if lost_at == LAYERS:
+        pool.close()
+    attention.end_step()
+    assert attention.report().failures["host"]
+    assert "one" not in attention.requests.sequences
+    attention.close()
+
+
 def test_layers_of_one_decoder_are_alike() -> None:
     class Layer:
         num_heads, scores = 4, scores_of(0)

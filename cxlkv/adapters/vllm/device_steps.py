@@ -396,9 +396,13 @@ class DeviceStep(Step):
             return
         held, step = [self._of(place) for place in self._written], self._pass(self._written)
         own = [self._attention.requests.sequences[one.name] for one in held]
-        # So that none of the step's pages goes behind a window before it is published.
-        batch = self._attention.batch(held)
-        assert self._steps.writes.begin(step, own, batch, step.tokens, like)
+        try:
+            batch = self._attention.batch(held)
+            # So that none of the step's pages goes behind a window before it is published.
+            assert self._steps.writes.begin(step, own, batch, step.tokens, like)
+        except CXLKVError as error:
+            broken, self._written = self._written, []
+            self._break_all(broken, error)
 
     def _fills_page(self, place: int) -> bool:
         tokens = self._attention.pool.layout.page_tokens
@@ -510,8 +514,8 @@ class DeviceStep(Step):
         first = 0
         for place in self._small:
             rows = slice(first, first := first + self._count(place))
-            batch = self._attention.batch([self._of(place)])
             try:
+                batch = self._attention.batch([self._of(place)])
                 for layer, of in enumerate(keys):
                     given = (of[rows], None if values is None else values[layer, rows])
                     batch.append(layer, *given, [0, self._count(place)])
