@@ -376,6 +376,21 @@ def test_with_an_index_on_the_device_a_request_asks_for_no_more_than_the_engine(
             asked(more)
 
 
+def test_with_an_index_on_the_device_all_pages_are_a_budget_like_others() -> None:
+    """What its decoder does not take, no graph computes: the request would begin again for ever."""
+    from cxlkv.errors import BadArgumentError
+
+    settings = Settings(attention="pool", index="device", where="/x/")
+
+    def asked(budget: object) -> Budget | None:
+        return read_options({"cxlkv": {"budget": budget}}, settings).budget
+
+    assert (asked({"pages": 4}), asked(None)) == (Budget(pages=4), None)
+    for other in ({"pages": 4, "sinks": 2}, {"pages": 9, "recent": 8}, {"mass": 0.9}):
+        with pytest.raises(BadArgumentError, match="fewer pages"):
+            asked(other)
+
+
 @pytest.mark.parametrize("tokens", [3, 20])
 @pytest.mark.parametrize("lost_at", [0, 1, 2])
 def test_a_pool_that_is_lost_in_a_step_breaks_its_requests(

@@ -195,7 +195,8 @@ def read_options(given: object, settings: Settings) -> Options:
 
 def _is_within(budget: Budget | None, most: Budget | None) -> bool:
     """Whether the one asks for no more pages than the other, and for these in the same way."""
-    if budget is None or most is None:
-        return most is None
+    if budget is None or budget.mass is not None:
+        return budget is most
+    most = most or Budget(share=1.0)  # as the device has it
     fewer = (budget.pages_at_most(1 << n) <= most.pages_at_most(1 << n) for n in range(21))
     return replace(budget, pages=most.pages, share=most.share) == most and all(fewer)
