@@ -11,10 +11,11 @@ from importlib.util import find_spec
 from itertools import chain
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
-from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer import has_kv_transfer_group, kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
@@ -229,6 +230,25 @@ def planned_late() -> Iterator[str]:
             yield f"{runner.__module__}: {built} is not called before {bound}"
 
 
+def replayed_unheard() -> Iterator[str]:
+    """The second runner hides the connector for a batch of nobody, which may replay a graph."""
+    captures = list[bool]()
+    worker = SimpleNamespace(capture=lambda: captures.append(has_kv_transfer_group()))
+    common = SimpleNamespace(
+        num_reqs=1,
+        num_actual_tokens=1,
+        query_start_loc_cpu=torch.tensor([0, 1]),
+        block_table_tensor=torch.zeros(1, 1),
+        seq_lens=torch.ones(1),
+    )
+    builder = object.__new__(GpuPoolBuilder)
+    for connector in (SimpleNamespace(worker=worker), None):
+        kv_transfer_state._KV_CONNECTOR_AGENT = connector
+        builder.build_for_cudagraph_capture(common)
+    if captures != [True, False]:
+        yield f"GpuPoolBuilder: batches of nobody are told of {captures}, not with and without us"
+
+
 def main() -> None:
     compared = 0
     for ours, theirs in PAIRS:
@@ -248,9 +268,8 @@ def main() -> None:
     for ours, _ in PAIRS:
         if inspect.isabstract(ours):
             print(f"{ours.__name__} lacks methods that are abstract in the engine")
-    for one in chain(
-        lacking(), written_otherwise(), laid_out_otherwise(), out_of_order(), planned_late()
-    ):
+    found = lacking(), written_otherwise(), laid_out_otherwise(), out_of_order(), planned_late()
+    for one in chain(*found, replayed_unheard()):
         print(one)
     print("compared" if compared > 30 else f"only {compared} methods compared")
 

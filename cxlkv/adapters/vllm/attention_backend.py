@@ -282,6 +282,9 @@ class GpuPoolBuilder(PoolBuilder):
     PIECEWISE, or none: "auto" counts as the host's, as the engine asks before that is known.
     """
 
+    _worker: PoolAttention | None = None
+    """Kept: the engine hides its connector while it replays a graph for a batch of nobody."""
+
     @classmethod
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
@@ -308,8 +311,9 @@ class GpuPoolBuilder(PoolBuilder):
     ) -> PoolMetadata:
         made = super().build(0, common_attn_metadata)
         if has_kv_transfer_group():
-            worker: PoolAttention = get_kv_transfer_group().worker
-            worker.capture()
+            self._worker = get_kv_transfer_group().worker
+        if self._worker is not None:
+            self._worker.capture()
         return replace(made, captures=True)
 
     def _request_rows_and_lengths(self, common: CommonAttentionMetadata) -> list[list[int]]:
