@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 
 import torch
 
+from cxlkv.adapters.vllm import device_steps as subject
 from cxlkv.adapters.vllm.device_steps import DeviceSteps, Engine
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows
 
@@ -144,4 +145,22 @@ def test_nothing_of_a_step_that_has_raised_is_published(pool: CXLPool) -> None:
     graphed.worker.end_step()
     with pool.match(unpacked(one.keys, BLOCK)) as hit:
         assert hit.tokens == 32
+    graphed.worker.close()
+
+
+def test_what_a_graph_captures_was_launched_before(
+    pool: CXLPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers, once: vLLM's first runner warms up without them."""
+    seen, layer = list[int](), subject.Decoder.layer
+
+    def noted(self: subject.Decoder, number: int, *rows: torch.Tensor) -> torch.Tensor:
+        seen.append(number)
+        return layer(self, number, *rows)
+
+    monkeypatch.setattr(subject.Decoder, "layer", noted)
+    graphed = Graphed(pool)
+    assert seen == 2 * [*range(LAYERS)]
+    graphed.worker.capture()
+    assert seen == 2 * [*range(LAYERS)]
     graphed.worker.close()

@@ -221,8 +221,23 @@ class DeviceSteps:
     def capture(self) -> None:
         """What comes are layers of a graph, or of a replay that stands for no step."""
         self.abandon()
+        if not self.captures:
+            self._compile()
         self.captures = True
         self.begin({})
+
+    def _compile(self) -> None:
+        """Launch what a graph captures: no first launch, which compiles and loads, may be in it,
+        and vLLM's first runner warms up without these layers."""
+        decoder, layout = self._decoder, self.pool.layout
+        heads = (self._engine.q_heads, layout.head_dim), (layout.kv_heads, layout.head_dim)
+        shapes = (*heads, (layout.kv_heads, layout.value_head_dim))[: 2 + (layout.values == "own")]
+        lead = (self._engine.requests, self._engine.rows)
+        rows = [torch.zeros(*lead, *of, dtype=decoder.dtype, device=self.device) for of in shapes]
+        self.begin({})
+        for layer in range(layout.layers):
+            decoder.layer(layer, *rows)
+        decoder.abandon()
 
     def rest(self) -> None:
         """Have a graph that is replayed now change nothing: the device's step is of no request."""
