@@ -249,6 +249,14 @@ def replayed_unheard() -> Iterator[str]:
         yield f"GpuPoolBuilder: batches of nobody are told of {captures}, not with and without us"
 
 
+def captured_otherwise() -> Iterator[str]:
+    """Layers are in graphs where the device chooses: else vLLM makes PIECEWISE of any mode."""
+    for index in ("auto", "host", "device"):
+        asked = {"where": "/x/", "attention": "pool", "index": index}
+        if CXLConnector.requires_piecewise_for_cudagraph(asked) == (index == "device"):
+            yield f"CXLConnector.requires_piecewise_for_cudagraph() of index {index}"
+
+
 def main() -> None:
     compared = 0
     for ours, theirs in PAIRS:
@@ -269,7 +277,7 @@ def main() -> None:
         if inspect.isabstract(ours):
             print(f"{ours.__name__} lacks methods that are abstract in the engine")
     found = lacking(), written_otherwise(), laid_out_otherwise(), out_of_order(), planned_late()
-    for one in chain(*found, replayed_unheard()):
+    for one in chain(*found, replayed_unheard(), captured_otherwise()):
         print(one)
     print("compared" if compared > 30 else f"only {compared} methods compared")
 

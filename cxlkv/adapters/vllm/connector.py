@@ -397,7 +397,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, object]) -> bool:
-        return attends_in_pool(extra_config)  # the host has its part in every layer
+        """True where the host has its part in every layer."""
+        return attends_in_pool(extra_config) and read_settings(extra_config).index != "device"
 
     # ---- worker ----
 
