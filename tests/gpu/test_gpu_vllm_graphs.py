@@ -15,9 +15,9 @@ pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 
 import torch
 
-from cxlkv.adapters.vllm import device_steps as subject
 from cxlkv.adapters.vllm.device_steps import DeviceSteps, Engine
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows
+from cxlkv.gpu.decode import Decoder
 
 from ..support.graphs import HostGraph
 from ..support.pool_attention_texts import (
@@ -152,13 +152,13 @@ def test_what_a_graph_captures_was_launched_before(
     pool: CXLPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All layers, once: vLLM's first runner warms up without them."""
-    seen, layer = list[int](), subject.Decoder.layer
+    seen, layer = list[int](), Decoder.layer
 
-    def noted(self: subject.Decoder, number: int, *rows: torch.Tensor) -> torch.Tensor:
+    def noted(self: Decoder, number: int, *rows: torch.Tensor) -> torch.Tensor:
         seen.append(number)
         return layer(self, number, *rows)
 
-    monkeypatch.setattr(subject.Decoder, "layer", noted)
+    monkeypatch.setattr(Decoder, "layer", noted)
     graphed = Graphed(pool)
     assert seen == 2 * [*range(LAYERS)]
     graphed.worker.capture()

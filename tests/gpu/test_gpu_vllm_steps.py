@@ -407,7 +407,7 @@ def test_a_pool_that_is_lost_in_a_step_breaks_its_requests(
             pool.close()
         rows = [of[layer, :tokens].to(device) for of in (text.q, text.k, text.v)]
         out = torch.empty_like(rows[0])
-        step.attend(layer, Rows(*rows, out), scores_of(layer))
+        step.attend(layer, Rows(rows[0], rows[1], rows[2], out), scores_of(layer))
         wanted = text.wanted(layer, scores_of(layer))[:tokens]
         assert torch.allclose(out.cpu(), wanted, atol=1e-5)
     if lost_at == LAYERS:

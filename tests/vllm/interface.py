@@ -252,7 +252,7 @@ def replayed_unheard() -> Iterator[str]:
 def captured_otherwise() -> Iterator[str]:
     """Layers are in graphs where the device chooses: else vLLM makes PIECEWISE of any mode."""
     for index in ("auto", "host", "device"):
-        asked = {"where": "/x/", "attention": "pool", "index": index}
+        asked: dict[str, object] = {"where": "/x/", "attention": "pool", "index": index}
         if CXLConnector.requires_piecewise_for_cudagraph(asked) == (index == "device"):
             yield f"CXLConnector.requires_piecewise_for_cudagraph() of index {index}"
 
@@ -276,8 +276,8 @@ def main() -> None:
     for ours, _ in PAIRS:
         if inspect.isabstract(ours):
             print(f"{ours.__name__} lacks methods that are abstract in the engine")
-    found = lacking(), written_otherwise(), laid_out_otherwise(), out_of_order(), planned_late()
-    for one in chain(*found, replayed_unheard(), captured_otherwise()):
+    looks = lacking(), written_otherwise(), laid_out_otherwise(), out_of_order(), planned_late()
+    for one in chain(*looks, replayed_unheard(), captured_otherwise()):
         print(one)
     print("compared" if compared > 30 else f"only {compared} methods compared")
 
