@@ -653,6 +653,8 @@ class Decoder(Closing):
             if self._mail is not None:
                 self._mail.close()
             self._resident.close()
+            # Not when the collector comes: whoever opens the next one has room for one.
+            self._resident = self._mail = None
 
 
 def _length(sequence: Sequence) -> int:

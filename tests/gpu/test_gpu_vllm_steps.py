@@ -4,7 +4,9 @@ references. tests/adapters/test_vllm_pool_attention.py has what host and device 
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from cxlkv.adapters.vllm import device_steps as subject
 from cxlkv.adapters.vllm.device_steps import DeviceSteps, Engine
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows
 from cxlkv.adapters.vllm.settings import Settings, read_options
+from cxlkv.gpu.decode import Decoder
 
 from ..support.damaging import damage_piece
 from ..support.graphs import HostGraph
@@ -415,6 +418,32 @@ def test_a_pool_that_is_lost_in_a_step_breaks_its_requests(
     attention.end_step()
     assert attention.report().failures["host"]
     assert "one" not in attention.requests.sequences
+    attention.close()
+
+
+@METHODS
+def test_a_pool_that_is_opened_anew_needs_the_device_memory_of_one(
+    pool: CXLPool, method: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines freeze the collector, and a hot buffer may be most of a device."""
+    attention = on_device(pool, method, device)
+    steps = attention._steps
+    assert isinstance(steps, DeviceSteps)
+    resident = weakref.ref(steps._decoder._resident)
+    assert resident() is not None
+    there, make = list[object](), Decoder.__init__
+
+    def noted(self: Decoder, *given: object, **named: object) -> None:
+        there.append(resident())
+        make(self, *given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Decoder, "__init__", noted)
+    gc.disable()
+    try:
+        steps.reopened(pool)
+    finally:
+        gc.enable()
+    assert there == [None]
     attention.close()
 
 
