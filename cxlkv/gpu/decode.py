@@ -360,6 +360,8 @@ class Decoder(Closing):
             if not held:
                 raise BadArgumentError("no request to decode: add() one")
             return dict.fromkeys(held, self._rows)
+        if not isinstance(counts, Mapping):
+            raise BadArgumentError(f"counts={counts!r:.40}: rows of requests by number, {{0: 1}}")
         for request, count in counts.items():
             self._of(request)
             if not is_whole(count, 1, self._rows):

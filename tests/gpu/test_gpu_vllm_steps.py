@@ -8,6 +8,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 from cxlkv.adapters.vllm import device_steps as subject
 from cxlkv.adapters.vllm.device_steps import DeviceSteps, Engine
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Rows
-from cxlkv.adapters.vllm.settings import Settings, read_options
+from cxlkv.adapters.vllm.settings import Settings, read_options, read_settings
 from cxlkv.gpu.decode import Decoder
 
 from ..support.damaging import damage_piece
@@ -36,6 +37,7 @@ from ..support.pool_attention_texts import (
     HEADS,
     KV_HEADS,
     LAYERS,
+    NAMES,
     PAGE,
     Text,
     is_right,
@@ -47,6 +49,12 @@ from ..support.pool_attention_texts import (
 )
 
 Row = tuple[int, Text, int, int]
+
+
+@dataclass
+class Running:
+    text: Text
+    tokens: int = 0
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
@@ -147,7 +155,7 @@ def test_any_steps(pool: CXLPool, method: str, device: torch.device, seed: int) 
     damaged: no row is wrong that the engine would use, and nobody else's is spoilt."""
     chance, attention = random.Random(seed), on_device(pool, method, device)
     names, broken = iter(range(1 << 30)), 0
-    free, running = list(range(1, 11)), dict[int, list[object]]()  # [text, tokens]
+    free, running = list(range(1, 11)), dict[int, Running]()
     ended, message = list[str](), Message()
     for _ in range(60):
         message = Message(ended=ended)
@@ -155,11 +163,10 @@ def test_any_steps(pool: CXLPool, method: str, device: torch.device, seed: int) 
         while free and chance.random() < 0.5:
             row, text = free.pop(), Text(f"{next(names)}", 100)
             message.started.append(text.start(row))
-            running[row] = [text, 0]
+            running[row] = Running(text)
         rows, kept = list[Row](), dict[int, int]()
-        for row, (text, tokens) in running.items():
-            assert isinstance(text, Text)
-            assert isinstance(tokens, int)
+        for row, one in running.items():
+            text, tokens = one.text, one.tokens
             count = chance.choice([1, 1, 1, 2, 3, chance.randrange(1, 40)])
             if chance.random() < 0.8 and tokens + count <= text.tokens:
                 kept[row] = tokens + count - (chance.randrange(count) if count <= 3 else 0)
@@ -180,12 +187,10 @@ def test_any_steps(pool: CXLPool, method: str, device: torch.device, seed: int) 
         assert hurt or broken or not bad
         for (row, _, tokens, count), piece in zip(rows, found, strict=True):
             assert is_right(piece) or row in bad, (row, tokens, count)
-            running[row][1] = 0 if row in bad else kept[row]
-        for row in list(running):
-            text = running[row][0]
-            assert isinstance(text, Text)
-            if chance.random() < 0.1 or running[row][1] == text.tokens:
-                ended.append(text.name)
+            running[row].tokens = 0 if row in bad else kept[row]
+        for row, one in list(running.items()):
+            if chance.random() < 0.1 or one.tokens == one.text.tokens:
+                ended.append(one.text.name)
                 del running[row]
                 free.append(row)
     assert pool.admin.check()["clean"]
@@ -196,13 +201,13 @@ def test_what_a_device_keeps_of_rejected_tokens_is_loaded_anew(
     pool: CXLPool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the page on that they have completed."""
-    seen, changed = list[int](), subject.Decoder.changed
+    seen, changed = list[int](), Decoder.changed
 
-    def noted(self: subject.Decoder, request: int, tokens: int) -> None:
+    def noted(self: Decoder, request: int, tokens: int) -> None:
         seen.append(tokens)
         changed(self, request, tokens)
 
-    monkeypatch.setattr(subject.Decoder, "changed", noted)
+    monkeypatch.setattr(Decoder, "changed", noted)
     attention, text = on_device(pool, "sketch", device), Text("one", 90)
     assert are_right(attention, Message(started=[text.start(1)]), [(1, text, 0, 38)], device)
     assert are_right(attention, Message(), [(1, drafted(text, 39), 38, 3)], device)
@@ -226,15 +231,15 @@ def test_what_goes_wrong_ends_its_own_requests(
     )
     assert all(map(is_right, found))
     if late:
-        check = subject.Decoder.end_each
+        check = Decoder.end_each
 
-        def is_late(self: subject.Decoder, **given: bool) -> object:
-            monkeypatch.setattr(subject.Decoder, "end_each", check)
+        def is_late(self: Decoder, **given: bool) -> object:
+            monkeypatch.setattr(Decoder, "end_each", check)
             check(self, **given)
             self.abandon()
             return {number: WorkerError("late") for number in (0, 1)}
 
-        monkeypatch.setattr(subject.Decoder, "end_each", is_late)
+        monkeypatch.setattr(Decoder, "end_each", is_late)
     else:
         damage_piece(pool, 3, 0)
     early, end_step = list[set[int]](), attention.end_step
@@ -256,19 +261,12 @@ def test_what_goes_wrong_ends_its_own_requests(
     attention.close()
 
 
-def test_a_graph_has_all_layers_of_a_step_that_decodes(
-    pool: CXLPool, device: torch.device, seed: int
-) -> None:
-    """Captured once for each size of a batch, with padding behind its rows; requests come, go and
-    change places between steps by the graph and others, and one fails in it."""
-    chance, budget = random.Random(seed), Budget(share=1.0)
-    steps = DeviceSteps(
-        pool, Engine(device, 6, 1, HEADS, 128, scores_of(0)), budget, "sketch", index="device"
-    )
-    attention = PoolAttention(
-        pool, ["layer.0", "layer.1"], block_tokens=16, method="sketch", steps=steps
-    )
-    graphs = {}
+Graphs = dict[int, tuple["CudaGraph | HostGraph", list[Rows]]]
+
+
+def graphs_of(attention: PoolAttention, device: torch.device) -> Graphs:
+    """Of batches of these sizes, with the tensors that each reads and writes."""
+    graphs: Graphs = {}
     for size in (2, 4, 6):
         heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
         given = [
@@ -283,7 +281,37 @@ def test_a_graph_has_all_layers_of_a_step_that_decodes(
 
         graph.capture(layers)
         graphs[size] = graph, given
-    running: dict[int, list[object]] = {}
+    return graphs
+
+
+def by_graph(attention: PoolAttention, message: Message, rows: list[Row], graphs: Graphs) -> None:
+    """A step of rows of one token, each of which is right, or in bad_blocks()."""
+    graph, given = graphs[min(size for size in graphs if size >= len(rows))]
+    starts = np.arange(len(rows) + 1, dtype=np.int32)
+    attention.plan([row for row, *_ in rows], starts, [at + 1 for _, _, at, _ in rows])
+    attention.hear(message)
+    for layer, buffers in enumerate(given):
+        for name in "qkv":
+            own = torch.stack([getattr(text, name)[layer, at] for _, text, at, _ in rows])
+            getattr(buffers, name)[: len(rows)] = own.to(buffers.q.device)
+    graph.replay()
+    attention.end_step()
+    for place, (row, text, at, _) in enumerate(rows):
+        for layer, buffers in enumerate(given):
+            wanted = text.wanted(layer, scores_of(layer))[at]
+            close = torch.allclose(buffers.out[place].cpu(), wanted, atol=1e-5)
+            assert close or row in attention.bad_blocks()
+
+
+def test_a_graph_has_all_layers_of_a_step_that_decodes(
+    pool: CXLPool, device: torch.device, seed: int
+) -> None:
+    """Captured once for each size of a batch, with padding behind its rows; requests come, go and
+    change places between steps by the graph and others, and one fails in it."""
+    chance, engine = random.Random(seed), Engine(device, 6, 1, HEADS, 128, scores_of(0))
+    steps = DeviceSteps(pool, engine, Budget(share=1.0), "sketch", index="device")
+    attention = PoolAttention(pool, NAMES, block_tokens=16, method="sketch", steps=steps)
+    graphs, running = graphs_of(attention, device), dict[int, Running]()
     names, ended, begun, failed = iter(range(1 << 30)), list[str](), set[int](), 0
     for number in range(400):
         if failed and number > 50:
@@ -294,11 +322,11 @@ def test_a_graph_has_all_layers_of_a_step_that_decodes(
         if free and chance.random() < 0.4:
             text = Text(f"{next(names)}", 100)
             message.started.append(text.start(free[0]))
-            running[free[0]] = [text, 0]
+            running[free[0]] = Running(text)
             fresh = [(free[0], text, 0, chance.randrange(2, 60))]
-        decoding = [(row, text, at, 1) for row, (text, at) in running.items() if at]
+        decoding = [(row, one.text, one.tokens, 1) for row, one in running.items() if one.tokens]
         chance.shuffle(decoding)
-        rows = [*fresh, *decoding[: chance.randrange(1, 7)]]
+        rows, bad = [*fresh, *decoding[: chance.randrange(1, 7)]], set[int]()
         if not rows:
             attention.hear(message)
             attention.end_step()
@@ -308,36 +336,18 @@ def test_a_graph_has_all_layers_of_a_step_that_decodes(
             unread = [row for row, _, at, _ in rows if row in begun and at > 4 * PAGE]
             hurt = {unread[0]} if unread and number > 20 and chance.random() < 0.5 else set()
             for row in hurt:  # a page that the device does not have
-                where = attention.requests.sequences[running[row][0].name].places(0)
+                where = attention.requests.sequences[running[row].text.name].places(0)
                 damage_piece(pool, int(where.pages[0]), 0)
             failed += len(hurt)
-            graph, given = graphs[min(size for size in graphs if size >= len(rows))]
-            starts = np.arange(len(rows) + 1, dtype=np.int32)
-            attention.plan([row for row, *_ in rows], starts, [at + 1 for _, _, at, _ in rows])
-            attention.hear(message)
-            for layer, buffers in enumerate(given):
-                for name in "qkv":
-                    own = [getattr(text, name)[layer, at] for _, text, at, _ in rows]
-                    getattr(buffers, name)[: len(rows)] = torch.stack(own).to(device)
-            graph.replay()
-            attention.end_step()
+            by_graph(attention, message, rows, graphs)
             bad = attention.bad_blocks()
             assert bad == hurt
-            for place, (row, text, at, _) in enumerate(rows):
-                for layer, buffers in enumerate(given):
-                    wanted = text.wanted(layer, scores_of(layer))[at]
-                    close = torch.allclose(buffers.out[place].cpu(), wanted, atol=1e-5)
-                    assert close or row in bad
-            for row in bad:
-                ended.append(running.pop(row)[0].name)
-            rows = [one for one in rows if one[0] not in bad]
-        begun -= {row for row, *_ in rows}
-        begun |= {row for row, *_ in fresh}
+        begun = begun - {row for row, *_ in rows} | {row for row, *_ in fresh}
         for row, _, at, count in rows:
-            running[row][1] = at + count
+            running[row].tokens = at + count
         for row in list(running):
-            if chance.random() < 0.05:
-                ended.append(running.pop(row)[0].name)
+            if row in bad or chance.random() < 0.05:
+                ended.append(running.pop(row).text.name)
     assert failed
     attention.close()
 
@@ -359,7 +369,10 @@ def test_hot_slots_are_given_in_bytes(pool: CXLPool, device: torch.device) -> No
     engine = Engine(device, 4, 1, HEADS, 128, scores_of(0))
     slot = PAGE * DIM * 4 * 2 * KV_HEADS * LAYERS * 4
     steps = DeviceSteps(pool, engine, Budget(pages=4), "exact", hot_bytes=7 * slot)
-    assert steps._decoder._resident.hot.limits[0][0] == 7
+    resident = steps._decoder._resident
+    assert resident is not None
+    assert resident.hot is not None
+    assert resident.hot.limits[0][0] == 7
     steps.close()
     with pytest.raises(MemoryShortError, match=r'"hot" is .*are .*KiB.* --max-num-seqs'):
         DeviceSteps(pool, engine, Budget(pages=4), "exact", hot_bytes=3 * slot)
@@ -368,7 +381,9 @@ def test_hot_slots_are_given_in_bytes(pool: CXLPool, device: torch.device) -> No
 def test_with_an_index_on_the_device_a_request_asks_for_no_more_than_the_engine() -> None:
     from cxlkv.errors import BadArgumentError
 
-    settings = Settings(attention="pool", budget={"share": 0.1}, index="device", where="/x/")
+    settings = read_settings(
+        {"attention": "pool", "budget": {"share": 0.1}, "index": "device", "where": "/x/"}
+    )
 
     def asked(budget: object) -> Budget | None:
         return read_options({"cxlkv": {"budget": budget}}, settings).budget
@@ -447,7 +462,7 @@ def test_a_pool_that_is_opened_anew_needs_the_device_memory_of_one(
     attention.close()
 
 
-def test_layers_of_one_decoder_are_alike() -> None:
+def test_layers_of_one_decoder_are_alike(pool: CXLPool) -> None:
     class Layer:
         num_heads, scores = 4, scores_of(0)
 
@@ -455,4 +470,4 @@ def test_layers_of_one_decoder_are_alike() -> None:
         num_heads = 2
 
     with pytest.raises(UnsupportedError, match="one scale, softcap and number of heads"):
-        subject.steps_on(torch.device("cuda"), None, [Layer(), Other()], (1, 1, 1), Settings())
+        subject.steps_on(torch.device("cuda"), pool, [Layer(), Other()], (1, 1, 1), Settings())

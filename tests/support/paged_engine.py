@@ -495,9 +495,9 @@ class Engine:
         message = self.scheduling.message(step)
         self._run(step, message)
         for one in [*step.fresh, *step.going]:
-            request = self.requests.get(one.request)
-            if samples and request is not None and request.computed == request.num_tokens:
-                request.all_token_ids.append(request.num_tokens * 7 % 97)
+            own = self.requests.get(one.request)
+            if samples and own is not None and own.computed == own.num_tokens:
+                own.all_token_ids.append(own.num_tokens * 7 % 97)
         # Where requests share blocks that are still to come, one counts on them for a step.
         assert self.shares or not self.wrong()
 

@@ -221,7 +221,8 @@ def as_on_a_gpu(folder: Path, run: Callable[[Path], Found], **own: object) -> Fo
         self: Run, folder: Path, extra: Found | None = None, *given: object, **more: object
     ) -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, stock if extra is None else path)
-        begin(self, folder, None if extra is None else {**own, **extra}, *given, **more)  # type: ignore[arg-type]
+        settings = None if extra is None else {**own, **extra}
+        begin(self, folder, settings, *given, **more)  # type: ignore[arg-type]
 
     def steps_on(
         device: torch.device,
@@ -237,7 +238,7 @@ def as_on_a_gpu(folder: Path, run: Callable[[Path], Found], **own: object) -> Fo
         return Noted(pool, engine, *how)
 
     vars(connector)["steps_on"] = steps_on
-    Run.__init__ = chosen  # type: ignore[assignment, method-assign]
+    Run.__init__ = chosen  # type: ignore[method-assign]
     return {**run(folder), "steps": len(made)}
 
 

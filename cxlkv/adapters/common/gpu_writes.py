@@ -164,7 +164,7 @@ def _rows(first: Numbers, counts: Numbers, device: torch.device) -> tuple[Tensor
     starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     rows = np.concatenate([np.arange(a, a + n) for a, n in zip(first, counts, strict=True)])
-    return torch.from_numpy(rows.astype(np.int64)).to(device), starts
+    return torch.from_numpy(rows.astype(np.int64)).to(device, non_blocking=True), starts
 
 
 def _picked(rows: Rows, wanted: Tensor) -> Rows:

@@ -97,6 +97,7 @@ class DeviceSteps:
         self._engine, self._method, self._hot_bytes = engine, method, hot_bytes
         self._budget, self._index = budget, index
         self.captures = False  # graphs of layers were made
+        self._rests = False  # the decoder's step is capture()'s
         self._open(pool)
 
     @torch.inference_mode(False)  # a step may be outside of it, and writes there
@@ -223,7 +224,7 @@ class DeviceSteps:
         self.abandon()
         if not self.captures:
             self._compile()
-        self.captures = True
+        self.captures = self._rests = True
         self.begin({})
 
     def _compile(self) -> None:
@@ -283,13 +284,15 @@ class DeviceSteps:
 
     def counts(self) -> dict[str, int]:
         """Bytes of chosen pages that the hot buffer had, and that came to it over the link."""
-        self.abandon()  # what capture() has begun
+        if self._rests:
+            self.abandon()  # what capture() has begun
         made = self._decoder.by_layer()
         hot, missed = int(made.hits.sum()), int(made.misses.sum() + made.hinted.sum())
         return {"hot_bytes": hot * made.piece_bytes, "hot_missed_bytes": missed * made.piece_bytes}
 
     def abandon(self) -> None:
         """Undo what is open: a step that did not end."""
+        self._rests = False
         self._decoder.abandon()
         self.writes.abandon()
 
@@ -404,7 +407,7 @@ class DeviceStep(Step):
         self._small = [place for place in sound if not self._fills_page(place)]
         self._kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._written_rows, self._small_rows = (
-            torch.from_numpy(self._numbers(places)).to(like.device)
+            torch.from_numpy(self._numbers(places)).to(like.device, non_blocking=True)
             for places in (self._written, self._small)
         )
         if not self._written:
