@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -433,6 +434,34 @@ def test_a_pool_that_is_lost_in_a_step_breaks_its_requests(
     attention.end_step()
     assert attention.report().failures["host"]
     assert "one" not in attention.requests.sequences
+    attention.close()
+
+
+def test_a_lost_pool_stays_until_a_step_ends(tmp_path: Path, device: torch.device) -> None:
+    """Another thread closes it in the middle: the device may be reading it."""
+    pool = CXLPool.create(tmp_path / "b.pool", layout=layout(), capacity=CAPACITY)
+    ended = threading.Event()
+    pool.before_close(ended.set)  # the last call, as it is the first that is registered
+    attention, text = on_device(pool, "sketch", device), Text("one", 90)
+    assert are_right(attention, Message(started=[text.start(1)]), [(1, text, 0, 60)], device)
+    attention.hear(Message())
+    step = attention.step([1], np.array([0, 1], np.int32), [61])
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    for layer in range(LAYERS):
+        rows = [of[layer, 60:61].to(device) for of in (text.q, text.k, text.v)]
+        out = torch.empty_like(rows[0])
+        step.attend(layer, Rows(rows[0], rows[1], rows[2], out), scores_of(layer))
+        closing.join(0.05)  # time to do it too early
+        assert not ended.is_set()
+        assert torch.allclose(out.cpu(), text.wanted(layer, scores_of(layer))[60:61], atol=1e-5)
+    attention.end_step()
+    closing.join()
+    assert ended.is_set()
+    assert not attention.bad_blocks()
+    attention.hear(Message())
+    attention.step([1], np.array([0, 1], np.int32), [62])
+    assert attention.bad_blocks() == {1}
     attention.close()
 
 

@@ -83,7 +83,7 @@ class GpuWrites:
         paged = (step.new - heads) // page_tokens * page_tokens
         if not paged.any():
             return False
-        self._prepare(like.device)
+        self.prepare(like.device)
         others = np.where(paged > 0, 0, step.new)
         heads = np.where(paged > 0, heads, 0)
         tails = np.where(paged > 0, step.new - heads - paged, 0)
@@ -137,7 +137,8 @@ class GpuWrites:
             with suppress(CXLKVError):  # it was released, or has what windows had to give back
                 sequence.truncate(length)
 
-    def _prepare(self, device: torch.device) -> None:
+    def prepare(self, device: torch.device) -> None:
+        """Register the pool with the device, which the first pass does otherwise."""
         if self._writer is not None and self._device == device:
             return
         self.close()

@@ -14,6 +14,7 @@ its Python.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as Sequences
 from contextlib import suppress
@@ -34,6 +35,7 @@ from cxlkv.adapters.vllm.pools import ENGINES_FORM, WITHOUT_US
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.errors import (
     BadArgumentError,
+    ClosedError,
     CXLKVError,
     MemoryShortError,
     PoolFullError,
@@ -98,6 +100,8 @@ class DeviceSteps:
         self._budget, self._index = budget, index
         self.captures = False  # graphs of layers were made
         self._rests = False  # the decoder's step is capture()'s
+        self._busy = threading.RLock()  # a step is under way
+        self._is_inside = False
         self._open(pool)
 
     @torch.inference_mode(False)  # a step may be outside of it, and writes there
@@ -121,7 +125,9 @@ class DeviceSteps:
             index=self._index,
         )
         self.writes, self.chunks = GpuWrites(pool), GpuChunks(pool)
-        self.pool = pool
+        self.writes.prepare(engine.device)
+        self.pool, self.is_lost = pool, False
+        pool.before_close(self._lose)  # before the device's use of its memory ends
         self._placed: dict[str, _Placed] = {}
         # Which row of a step each row of the decoder is, and the other way round: a graph may have
         # more rows than requests may run.
@@ -204,6 +210,21 @@ class DeviceSteps:
                 self._decoder.remove(placed.number)
 
     # ---- a step ----
+
+    def enter(self) -> None:
+        """A step begins: a pool that is lost, which another thread closes, stays until leave()."""
+        self.leave()
+        self._busy.acquire()
+        self._is_inside = True
+
+    def leave(self) -> None:
+        if self._is_inside:
+            self._is_inside = False
+            self._busy.release()
+
+    def _lose(self) -> None:
+        with self._busy:
+            self.is_lost = True
 
     def begin(self, rows: dict[int, slice[int, int]]) -> None:
         """Begin a step of the decoder, of requests by their number with their rows of the step."""
@@ -326,10 +347,14 @@ class DeviceStep(Step):
         lengths: Sequences[int],
     ):
         self._steps, self._is_open = steps, True
+        steps.enter()
         steps.abandon()  # one that did not end
         super().__init__(attention, request_rows, starts, lengths)
 
     def _align(self, place: int) -> None:
+        if self._steps.is_lost:
+            self._break(place, ClosedError("the pool was lost, and is not open again yet"))
+            return
         super()._align(place)
         self._steps.cut(self._of(place).name, self.computed[place])
 
@@ -492,6 +517,12 @@ class DeviceStep(Step):
         if not self._is_open:
             return
         self._is_open = False
+        try:
+            self._settle()
+        finally:
+            self._steps.leave()
+
+    def _settle(self) -> None:
         replayed = self.layers == 0 and self._steps.captures
         if replayed:  # the engine has made it as if they decoded
             self._break_all(self._chunks, UnsupportedError("no graph has these rows"))
@@ -539,6 +570,9 @@ class DeviceStep(Step):
                     batch.append(layer, *given, [0, self._count(place)])
             except CXLKVError as error:
                 self._break(place, error)
+
+    def drop(self) -> None:
+        self._steps.leave()
 
     def fill(self) -> None:
         """Nothing: settle() has broken a step without all layers."""

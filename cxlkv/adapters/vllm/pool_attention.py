@@ -281,6 +281,8 @@ class PoolAttention:
 
     def drop_step(self) -> None:
         """The engine has raised in the step: nothing of it is published."""
+        if self._step is not None:
+            self._step.drop()
         self._step = None
 
     def _has_failed(self, held: Held) -> bool:
@@ -621,6 +623,9 @@ class Step:
     def settle(self) -> None:
         """Wait for what layers have begun, and break what went wrong in it: nothing, as layers
         wait for the host."""
+
+    def drop(self) -> None:
+        """Let go of what it holds: it does not end."""
 
     def fill(self) -> None:
         """Append zeros to the layers that the step left out. Near the longest text the engine skips
