@@ -43,6 +43,7 @@ from cxlkv.errors import (
     UnsupportedError,
 )
 from cxlkv.gpu.decode import Decoder, longest_list
+from cxlkv.gpu.errors import gpu_errors
 from cxlkv.gpu.hot import slot_bytes
 from cxlkv.gpu.streams import pinned
 from cxlkv.kernels.slots import SLOTS_MAX
@@ -189,7 +190,8 @@ class DeviceSteps:
         if placed is None:
             budget = self._wide(self.pool.layout, held.options.budget)
             try:
-                number = self._decoder.add(sequence, budget)
+                with gpu_errors("a request's newest pages"):
+                    number = self._decoder.add(sequence, budget)
             except (BadArgumentError, UnsupportedError):
                 return None
             placed = self._placed[held.name] = _Placed(number, sequence, len(sequence))
@@ -238,7 +240,8 @@ class DeviceSteps:
             if own.stop <= len(back):  # else no graph, and with chunks, has these
                 back[own] = np.arange(first, first + count)
         self._numbers.copy_(self._numbers_host, non_blocking=True)
-        self._decoder.begin({number: own.stop - own.start for number, own in rows.items()})
+        with gpu_errors("a step's beginning"):
+            self._decoder.begin({number: own.stop - own.start for number, own in rows.items()})
 
     def capture(self) -> None:
         """What comes are layers of a graph, or of a replay that stands for no step."""
