@@ -29,7 +29,9 @@ from cxlkv.adapters.common.metrics import Counting, Failures, Shown
 from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.common.reopening import Reopening
 from cxlkv.adapters.transformers import CXLCache, Hints, layout_of
+from cxlkv.adapters.vllm.device_steps import DeviceSteps, Engine
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part
+from cxlkv.adapters.vllm.pool_attention import Scores
 from cxlkv.adapters.vllm.prefetch import Prefetch
 from cxlkv.adapters.vllm.saving import Ring, Save, Saver
 from cxlkv.emulation.link import Link, emulate
@@ -460,6 +462,18 @@ def saves_of_vllm(world: World) -> Subject:
     return Subject((ring, saver), use, saver.close)
 
 
+def steps_of_vllm(world: World) -> Subject:
+    pool = world.pool()
+    heads, scores = pool.layout.kv_heads, Scores(1.0)
+    steps = DeviceSteps(pool, Engine(torch.device("cpu"), 1, 1, heads, 64, scores), None)
+
+    def use() -> None:
+        steps.enter()
+        steps.leave()
+
+    return Subject(steps, use, steps.close)
+
+
 def a_reopening(world: World) -> Subject:
     made = CXLPool.create(
         world.folder / "shared", layout=SMALL, capacity="4MiB", sharing="software", host=0
@@ -563,6 +577,7 @@ OBJECTS = (
     Row(object_cache, "ObjectCache"),
     Row(loads_of_vllm, "Load Loader"),
     Row(saves_of_vllm, "Ring Saver"),
+    Row(steps_of_vllm, "DeviceSteps"),
     Row(a_prefetch_of_vllm, "Prefetch"),
     Row(a_reopening, "Reopening"),
     Row(a_cache_of_transformers, "CXLCache"),

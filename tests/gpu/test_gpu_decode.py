@@ -472,8 +472,8 @@ def test_a_thread_answers(device: torch.device, model: Model, hints: str | None)
         decoder._of(0).release()
         with pytest.raises(ReleasedError):
             model.step(decoder, None)
-    assert decoder._mail is not None
-    thread = decoder._mail._thread
+        assert decoder._mail is not None
+        thread = decoder._mail._thread
     assert thread is not None
     assert not thread.is_alive()
 

@@ -48,6 +48,7 @@ from cxlkv.gpu.hot import slot_bytes
 from cxlkv.gpu.streams import pinned
 from cxlkv.kernels.slots import SLOTS_MAX
 from cxlkv.layout import KVLayout, format_bytes
+from cxlkv.machine import lifetime
 from cxlkv.ndp.engine import PAGES_MAX, Budget
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
@@ -103,7 +104,11 @@ class DeviceSteps:
         self._rests = False  # the decoder's step is capture()'s
         self._busy = threading.RLock()  # a step is under way
         self._is_inside = False
+        lifetime.watch(self)
         self._open(pool)
+
+    def reset_after_fork(self) -> None:
+        self._busy, self._is_inside = threading.RLock(), False
 
     @torch.inference_mode(False)  # a step may be outside of it, and writes there
     def _open(self, pool: CXLPool) -> None:
