@@ -11,7 +11,8 @@ from cxlkv.kernels.runtime import check_table, check_tensor, current, one_device
 CHECKSUM_BYTES = 16
 """Of a (page, layer, head): of its digest, sketch, K and V."""
 STALE = 1 << 62
-"""What check_pieces() finds of a request one of whose pages is another; more than any number."""
+"""check_pieces() writes this for a request if one of its pages was given away. Numbers of pieces
+are smaller."""
 
 
 class PageRows(NamedTuple):

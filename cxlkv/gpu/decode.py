@@ -158,7 +158,7 @@ class Decoder(Closing):
         self.rewind: int | None = None  # of what a step appends, as in Batch.append()
         self.lse: torch.Tensor | None = None
         """float32 [requests, rows, q_heads], the log-sum-exp of the last layer() on a device."""
-        self.lists = longest_list(layout, self._budget, pages_max, rows)
+        self._lists = longest_list(layout, self._budget, pages_max, rows)
         """Pages of the longest list that a request's budget may want."""
         placed = place_index(
             *(index, method, self._budget, hot_pages, index_pages, layout),
@@ -174,7 +174,7 @@ class Decoder(Closing):
                 pages_max=pages_max,
                 hot_pages=hot_pages,
                 recent_pages=recent_pages,
-                lists=self.lists,
+                lists=self._lists,
                 scale=scale,
                 softcap=softcap,
                 budget=self._budget,
@@ -258,10 +258,10 @@ class Decoder(Closing):
         if self.index == "device" and (reason := unserved(budget)):
             raise UnsupportedError(reason)
         longest = longest_list(self.layout, budget, self._pages_max, self._rows)
-        if longest > self.lists:
+        if longest > self._lists:
             raise BadArgumentError(
                 f"the request's budget wants lists of up to {longest} pages, the decoder was made "
-                f"for {self.lists}: make it with the largest budget of its requests"
+                f"for {self._lists}: make it with the largest budget of its requests"
             )
         return budget
 
@@ -474,8 +474,8 @@ class Decoder(Closing):
         self.stats.steps += 1
 
     def end_each(self, *, replayed: bool = False) -> dict[int, CXLKVError]:
-        """end(), but what goes wrong for a request is its own: returns errors by request, of whom
-        nothing of the step stays. All others have their outputs, and go on. WorkerError and
+        """End the step as end() does, but return errors by request. A request with an error keeps
+        nothing of the step; the outputs of all others are right, and they go on. WorkerError and
         GpuError are errors of all requests that took part."""
         step, errors = self._finish(replayed)
         self._take_back(step, list(errors))

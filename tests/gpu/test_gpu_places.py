@@ -235,7 +235,7 @@ def test_nobody_takes_part(made: Make, model: Model, way: Ways) -> None:
     model.add(decoder, 50, 7)
     for counts in ({}, {0: 1, 1: 1}, {}, {1: 1}):
         assert step(model, decoder, counts, hints=True) == {}
-    assert decoder.lists == 24
+    assert decoder._lists == 24
 
 
 def test_fewer_rows_choose_as_many_pages(made: Make, model: Model) -> None:

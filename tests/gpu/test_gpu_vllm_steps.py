@@ -81,7 +81,7 @@ class CudaGraph:
 def are_right(
     attention: PoolAttention, message: Message, rows: list[Row], device: torch.device
 ) -> bool:
-    """A step, all of whose rows are right."""
+    """Take a step; whether all of its rows are right."""
     return all(map(is_right, run(attention, message, rows, device=device)))
 
 
@@ -153,7 +153,7 @@ def test_chunks_that_begin_and_end_anywhere(pool: CXLPool, device: torch.device)
 @METHODS
 def test_any_steps(pool: CXLPool, method: str, device: torch.device, seed: int) -> None:
     """Chunks and decodes of any length, drafts that are rejected, ends, preemptions, pages that are
-    damaged: no row is wrong that the engine would use, and nobody else's is spoilt."""
+    damaged: every row is right, or its request is in bad_blocks()."""
     chance, attention = random.Random(seed), on_device(pool, method, device)
     names, broken = iter(range(1 << 30)), 0
     free, running = list(range(1, 11)), dict[int, Running]()

@@ -231,7 +231,7 @@ def planned_late() -> Iterator[str]:
 
 
 def replayed_unheard() -> Iterator[str]:
-    """The second runner hides the connector for a batch of nobody, which may replay a graph."""
+    """The second runner hides the connector during dummy runs, which may replay a graph."""
     captures = list[bool]()
     worker = SimpleNamespace(capture=lambda: captures.append(has_kv_transfer_group()))
     common = SimpleNamespace(
@@ -246,7 +246,7 @@ def replayed_unheard() -> Iterator[str]:
         kv_transfer_state._KV_CONNECTOR_AGENT = connector
         builder.build_for_cudagraph_capture(common)
     if captures != [True, False]:
-        yield f"GpuPoolBuilder: batches of nobody are told of {captures}, not with and without us"
+        yield f"GpuPoolBuilder: {captures} of the dummy runs with and without us are told"
 
 
 def captured_otherwise() -> Iterator[str]:

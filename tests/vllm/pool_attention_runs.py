@@ -197,7 +197,7 @@ def fp8_bytes(folder: Path) -> Found:
 
 
 def as_on_a_gpu(folder: Path, run: Callable[[Path], Found], **own: object) -> Found:
-    """A run by what CUDA engines run: their backend, and steps of tensors on a device, here the
+    """A run with what CUDA engines use: their backend, and steps of tensors on a device, here the
     host's. own: settings. Whether the engine's kernels and streams go with it takes a GPU."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -283,7 +283,7 @@ class GpuPoolBuilder(PoolBuilder):
     """
 
     _worker: PoolAttention | None = None
-    """Kept: the engine hides its connector while it replays a graph for a batch of nobody."""
+    """Kept here, as the engine hides its connector while it replays a graph on dummy rows."""
 
     @classmethod
     def get_cudagraph_support(

@@ -240,9 +240,9 @@ class DeviceSteps:
         numbers[:] = 0
         for number, own in rows.items():
             count, first = own.stop - own.start, number * wide
-            numbers[first : first + wide] = own.start  # also where it has fewer: nobody sees these
+            numbers[first : first + wide] = own.start  # rows that it does not have are not attended
             numbers[first : first + count] = np.arange(own.start, own.stop)
-            if own.stop <= len(back):  # else no graph, and with chunks, has these
+            if own.stop <= len(back):  # else the step has chunks, and is no graph's
                 back[own] = np.arange(first, first + count)
         self._numbers.copy_(self._numbers_host, non_blocking=True)
         with gpu_errors("a step's beginning"):
@@ -326,8 +326,8 @@ class DeviceSteps:
         self.writes.abandon()
 
     def reopened(self, pool: CXLPool) -> None:
-        """Go on in a new pool. Raises RuntimeError, which ends the engine, where graphs have
-        addresses of the pool that was lost: their outputs would be wrong, and nobody would know."""
+        """Go on in a new pool. With graphs it raises RuntimeError, which ends the engine: they hold
+        addresses of the lost pool, and would return wrong outputs silently."""
         if self.captures:
             raise RuntimeError(
                 "cxlkv: the pool was lost and is open again, but this engine's CUDA graphs have "
@@ -450,7 +450,8 @@ class DeviceStep(Step):
         try:
             batch = self._attention.batch(held)
             # So that none of the step's pages goes behind a window before it is published.
-            assert self._steps.writes.begin(step, own, batch, step.tokens, like)
+            begun = self._steps.writes.begin(step, own, batch, step.tokens, like)
+            assert begun, "each of them fills a page"
         except CXLKVError as error:
             broken, self._written = self._written, []
             self._break_all(broken, error)
